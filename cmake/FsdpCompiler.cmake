@@ -1,0 +1,32 @@
+# How this project's own files are compiled: language level, warnings, sanitizers, ccache.
+
+add_library(fsdp_warnings INTERFACE)
+target_compile_options(fsdp_warnings INTERFACE
+  $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wshadow -Wnon-virtual-dtor -Wold-style-cast -Wswitch-enum>
+  $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<BOOL:${FSDP_WERROR}>>:-Werror>)
+
+# GCC 12 sees overlapping copies in std::string that are not there (GCC bug 105651).
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
+  target_compile_options(fsdp_warnings INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wno-restrict>)
+endif()
+
+# Without contraction a*b+c is two roundings on every machine, so that results can be compared bit
+# by bit between backends, compilers and architectures (aarch64 contracts by default).
+add_library(fsdp_numerics INTERFACE)
+target_compile_options(fsdp_numerics INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>)
+
+if(FSDP_SANITIZE)
+  add_compile_options(-fsanitize=${FSDP_SANITIZE} -fno-omit-frame-pointer)
+  add_link_options(-fsanitize=${FSDP_SANITIZE})
+endif()
+
+# PCH and ccache agree only with these sloppiness settings (ccache manual, "Precompiled headers").
+find_program(FSDP_CCACHE ccache)
+if(FSDP_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER AND PROJECT_IS_TOP_LEVEL)
+  set(CMAKE_CXX_COMPILER_LAUNCHER
+      ${CMAKE_COMMAND} -E env CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime
+      ${FSDP_CCACHE})
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fpch-preprocess>)
+  endif()
+endif()

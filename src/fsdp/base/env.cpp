@@ -1,0 +1,47 @@
+#include "fsdp/base/env.h"
+
+#include <charconv>
+#include <cmath>
+#include <cstdlib>
+
+#include "fsdp/base/error.h"
+
+namespace fsdp {
+
+std::optional<std::string> env_text(const char* name) {
+  const char* value = std::getenv(name);
+  if (value == nullptr || *value == '\0') return std::nullopt;
+  return std::string(value);
+}
+
+std::optional<int64_t> env_integer(const char* name) {
+  const std::optional<std::string> text = env_text(name);
+  if (!text) return std::nullopt;
+  int64_t value = 0;
+  const char* end = text->data() + text->size();
+  const auto [stop, error] = std::from_chars(text->data(), end, value);
+  FSDP_CHECK(error == std::errc() && stop == end, "environment variable ", name, " is '", *text,
+             "': it must be a whole number");
+  return value;
+}
+
+double env_seconds(const char* name, double fallback) {
+  const std::optional<std::string> text = env_text(name);
+  if (!text) return fallback;
+  char* stop = nullptr;
+  const double value = std::strtod(text->c_str(), &stop);
+  FSDP_CHECK(*stop == '\0' && std::isfinite(value) && value > 0, "environment variable ", name,
+             " is '", *text, "': it must be a number of seconds above 0");
+  return value;
+}
+
+size_t env_choice(const char* name, std::span<const std::string> choices, size_t fallback) {
+  const std::optional<std::string> text = env_text(name);
+  if (!text) return fallback;
+  for (size_t i = 0; i < choices.size(); ++i)
+    if (choices[i] == *text) return i;
+  throw Error(concat("environment variable ", name, " is '", *text, "': it must be one of ",
+                     join(choices, ", ")));
+}
+
+}  // namespace fsdp

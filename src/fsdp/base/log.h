@@ -1,0 +1,28 @@
+// Messages for people, on standard error: one line each, with the rank when there are several.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+#include "fsdp/base/text.h"
+
+namespace fsdp {
+
+enum class LogLevel { kDebug, kInfo, kWarning, kError };
+
+// The level is read once from FSDP_LOG (debug, info, warning, error); default info.
+bool log_enabled(LogLevel level);
+
+// Writes one line in one piece, so that lines of several ranks do not mix.
+void log_line(LogLevel level, std::string_view message);
+
+template <typename... Parts>
+void log(LogLevel level, const Parts&... parts) {
+  if (log_enabled(level)) log_line(level, concat(parts...));
+}
+
+// Names the calling thread's rank in its later messages ("[rank 3] ..."); -1 for none. Ranks may be
+// threads of one process, so this belongs to the thread.
+void set_log_rank(int rank);
+
+}  // namespace fsdp
