@@ -16,12 +16,13 @@ namespace {
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
 
-TEST(Text, CountsBytesInPowersOfTen) {
+TEST(Text, CountsBytesInPowersOfTwo) {
   EXPECT_EQ(bytes_text(0), "0 B");
   EXPECT_EQ(bytes_text(512), "512 B");
-  EXPECT_EQ(bytes_text(218.1e6), "218.1 MB");
-  EXPECT_EQ(bytes_text(3.83e9), "3830 MB");
-  EXPECT_EQ(bytes_text(19.6e9), "19.6 GB");
+  EXPECT_EQ(bytes_text(9999), "9999 B");
+  EXPECT_EQ(bytes_text(218.1e6), "208.0 MiB");
+  EXPECT_EQ(bytes_text(8030261248.0 * 4 / 8), "3829 MiB");
+  EXPECT_EQ(bytes_text(19.6e9), "18.3 GiB");
 }
 
 TEST(Text, GroupsDigitsByThousands) {

@@ -22,11 +22,11 @@ std::string join(std::span<const std::string> parts, std::string_view separator)
 }
 
 std::string bytes_text(double bytes) {
-  constexpr std::array<const char*, 6> kUnits = {"B", "kB", "MB", "GB", "TB", "PB"};
+  constexpr std::array<const char*, 6> kUnits = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
   size_t unit = 0;
-  // Up to 9999 of a unit, so that 3,830 MB and 19,595 MB keep the digits people compare.
+  // Up to 9999 of a unit, so that figures such as 3829 MiB keep the digits people compare.
   while (std::abs(bytes) >= 10000.0 && unit + 1 < kUnits.size()) {
-    bytes /= 1000.0;
+    bytes /= 1024.0;
     ++unit;
   }
   const bool whole = unit == 0 || std::abs(bytes) >= 1000.0;

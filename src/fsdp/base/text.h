@@ -24,7 +24,8 @@ std::string list_text(std::span<const int64_t> values);
 // Joins with a separator: "a, b, c".
 std::string join(std::span<const std::string> parts, std::string_view separator);
 
-// "3830 MB", "218.1 MB", "512 B": powers of ten, four digits, as vendors and papers count memory.
+// "3829 MiB", "207.9 MiB", "512 B": powers of two and up to four digits, as allocators and the
+// drivers' tools report memory.
 std::string bytes_text(double bytes);
 
 // Whole numbers with thousands separators: "8,030,261,248".
