@@ -1,1 +1,0 @@
-#include <ATen/core/Tensor.h>
