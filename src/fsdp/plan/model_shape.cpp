@@ -1,0 +1,101 @@
+#include "fsdp/plan/model_shape.h"
+
+#include <algorithm>
+#include <unordered_set>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/integer.h"
+#include "fsdp/base/text.h"
+
+namespace fsdp {
+
+namespace {
+
+[[noreturn]] void refuse(const std::string& message) { throw UsageError(message); }
+
+void validate_tensor(const TensorShape& tensor) {
+  if (tensor.name.empty()) refuse("a tensor has no name; give every tensor one");
+  for (const int64_t dim : tensor.shape)
+    if (dim < 0)
+      refuse(concat("tensor '", tensor.name, "' has shape ", list_text(tensor.shape),
+                    "; no dimension may be negative"));
+}
+
+void validate_uses(const ModelShape& model) {
+  std::vector<bool> used(model.units.size(), false);
+  for (const int64_t use : model.uses) {
+    if (use < 0 || use >= static_cast<int64_t>(model.units.size()))
+      refuse(concat("uses of model '", model.name, "' name unit ", use, ", but there are ",
+                    model.units.size(), " units"));
+    used[static_cast<size_t>(use)] = true;
+  }
+  for (size_t i = 0; i < used.size(); ++i)
+    if (!used[i])
+      refuse(concat("unit '", model.units[i].name, "' of model '", model.name,
+                    "' is never used; add it to 'uses' or remove it"));
+}
+
+}  // namespace
+
+int64_t TensorShape::numel() const {
+  int64_t product = 1;
+  for (const int64_t dim : shape) product = checked_mul(product, dim);
+  return product;
+}
+
+int64_t UnitShape::numel() const {
+  int64_t sum = 0;
+  for (const TensorShape& tensor : tensors) sum = checked_add(sum, tensor.numel());
+  return sum;
+}
+
+int64_t ModelShape::parameters() const {
+  int64_t sum = 0;
+  for (const UnitShape& unit : units) sum = checked_add(sum, unit.numel());
+  return sum;
+}
+
+void ModelShape::validate() const {
+  if (units.empty()) refuse(concat("model '", name, "' has no units; give at least one"));
+  std::unordered_set<std::string> unit_names;
+  std::unordered_set<std::string> tensor_names;
+  for (const UnitShape& unit : units) {
+    if (unit.name.empty()) refuse("a unit has no name; give every unit one");
+    if (!unit_names.insert(unit.name).second)
+      refuse(concat("unit name '", unit.name, "' appears twice; names must be unique"));
+    if (unit.tensors.empty())
+      refuse(concat("unit '", unit.name, "' has no tensors; give at least one"));
+    for (const TensorShape& tensor : unit.tensors) {
+      validate_tensor(tensor);
+      if (!tensor_names.insert(tensor.name).second)
+        refuse(concat("tensor name '", tensor.name, "' appears twice; names must be unique"));
+    }
+  }
+  validate_uses(*this);
+  // The widest buffers have 8 bytes per element; what fits here fits everywhere later.
+  constexpr int64_t kMaxElements = INT64_MAX / 16;
+  const auto fits = [&] {
+    try {
+      return parameters() <= kMaxElements;
+    } catch (const Error&) {
+      return false;
+    }
+  };
+  if (!fits())
+    refuse(
+        concat("model '", name, "' has more than ", kMaxElements, " parameters; check its shapes"));
+}
+
+std::vector<DTypeGroup> group_by_dtype(const UnitShape& unit, DType compute_dtype) {
+  std::vector<DTypeGroup> groups;
+  for (size_t i = 0; i < unit.tensors.size(); ++i) {
+    const DType dtype = unit.tensors[i].dtype.value_or(compute_dtype);
+    auto group = std::find_if(groups.begin(), groups.end(),
+                              [&](const DTypeGroup& g) { return g.dtype == dtype; });
+    if (group == groups.end()) group = groups.insert(groups.end(), DTypeGroup{dtype, {}});
+    group->tensors.push_back(static_cast<int64_t>(i));
+  }
+  return groups;
+}
+
+}  // namespace fsdp

@@ -1,0 +1,60 @@
+// What planning needs to know of a model: its units, their tensors, and the order they run in.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "fsdp/base/dtype.h"
+
+namespace fsdp {
+
+struct TensorShape {
+  // As the checkpoint names it, e.g. "model.layers.0.self_attn.q_proj.weight".
+  std::string name;
+  // A 0-D tensor has an empty shape and one element.
+  std::vector<int64_t> shape;
+  // Not given: the model's compute dtype. Tensors of one unit with different dtypes form different
+  // parameter groups.
+  std::optional<DType> dtype;
+
+  int64_t numel() const;
+};
+
+// One gather and reduce granule: the embedding, a block, or the final norm and head.
+struct UnitShape {
+  std::string name;
+  std::vector<TensorShape> tensors;
+
+  int64_t numel() const;
+};
+
+// A model as planning sees it. Every parameter belongs to exactly one unit; a unit may be used more
+// than once in one forward pass (a tied head, the embedding and head of multi-token prediction).
+struct ModelShape {
+  std::string name;
+  // In order of first use.
+  std::vector<UnitShape> units;
+  // Forward order as indices into `units`, one entry per use.
+  std::vector<int64_t> uses;
+
+  // Elements of all units; shared parameters count once.
+  int64_t parameters() const;
+
+  // Throws UsageError unless every unit has a unique name, is used and holds tensors with unique
+  // names and non-negative dimensions, and the element count fits 64 bits in bytes.
+  void validate() const;
+};
+
+// The positions (in declaration order) of a unit's tensors that share a dtype: one parameter group.
+struct DTypeGroup {
+  DType dtype;
+  std::vector<int64_t> tensors;
+};
+
+// Splits a unit into groups of equal dtype, in order of first appearance; `compute_dtype` stands in
+// where a tensor names none.
+std::vector<DTypeGroup> group_by_dtype(const UnitShape& unit, DType compute_dtype);
+
+}  // namespace fsdp
