@@ -300,7 +300,7 @@ ModelShape build(std::string name, const DeepseekV3Config& c) {
 void add_mamba(UnitBuilder& unit, const NemotronHConfig& c) {
   const int64_t inner = c.mamba_num_heads * c.mamba_head_dim;
   const int64_t convolved = inner + 2 * c.n_groups * c.ssm_state_size;  // x, B and C
-  const Bias bias = bias_if(c.mamba_proj_bias);
+  const Bias bias = bias_if(c.use_bias);
   unit.linear("mixer.in_proj", inner + convolved + c.mamba_num_heads, c.hidden_size, bias);
   unit.tensor("mixer.conv1d.weight", {convolved, 1, c.conv_kernel});
   if (c.use_conv_bias) unit.tensor("mixer.conv1d.bias", {convolved});

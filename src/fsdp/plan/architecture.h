@@ -69,7 +69,7 @@ struct NemotronHConfig {
   int64_t num_key_value_heads = 0;
   int64_t head_dim = 0;  // 0: hidden_size / num_attention_heads
   bool use_conv_bias = true;
-  bool mamba_proj_bias = false;
+  bool use_bias = false;  // of the Mamba projections
   bool attention_bias = false;
   bool mlp_bias = false;
   bool tie_word_embeddings = false;

@@ -1,0 +1,101 @@
+#include "fsdp/plan/json_fields.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/text.h"
+
+namespace fsdp {
+
+namespace {
+
+// Values are quoted in messages; a whole document would not be one sentence.
+std::string short_text(const nlohmann::json& value) {
+  constexpr size_t kMaxChars = 60;
+  std::string text = value.dump(-1, ' ', true, nlohmann::json::error_handler_t::replace);
+  if (text.size() > kMaxChars) text = text.substr(0, kMaxChars) + "...";
+  return text;
+}
+
+}  // namespace
+
+JsonFields::JsonFields(const nlohmann::json& object, std::string source, std::string place)
+    : object_(object), source_(std::move(source)), place_(std::move(place)) {
+  if (!object_.is_object())
+    throw UsageError(concat(source_, ": ", place_.empty() ? "the document" : place_, " is ",
+                            short_text(object_), "; it must be an object {...}"));
+}
+
+bool JsonFields::has(const char* field) const {
+  const auto found = object_.find(field);
+  return found != object_.end() && !found->is_null();
+}
+
+int64_t JsonFields::integer(const char* field) const {
+  const nlohmann::json& value = required(field);
+  if (!value.is_number_integer() ||
+      (value.is_number_unsigned() && value.get<uint64_t>() > uint64_t{INT64_MAX}))
+    refuse(field, "it must be a whole number");
+  return value.get<int64_t>();
+}
+
+int64_t JsonFields::integer_or(const char* field, int64_t fallback) const {
+  return has(field) ? integer(field) : fallback;
+}
+
+bool JsonFields::boolean_or(const char* field, bool fallback) const {
+  if (!has(field)) return fallback;
+  if (!object_.at(field).is_boolean()) refuse(field, "it must be true or false");
+  return object_.at(field).get<bool>();
+}
+
+std::string JsonFields::text(const char* field) const {
+  const nlohmann::json& value = required(field);
+  if (!value.is_string()) refuse(field, "it must be a string");
+  return value.get<std::string>();
+}
+
+std::string JsonFields::text_or(const char* field, const std::string& fallback) const {
+  return has(field) ? text(field) : fallback;
+}
+
+const nlohmann::json& JsonFields::array(const char* field) const {
+  const nlohmann::json& value = required(field);
+  if (!value.is_array()) refuse(field, "it must be an array [...]");
+  return value;
+}
+
+JsonFields JsonFields::element(const char* field, size_t index) const {
+  return {array(field).at(index), source_, concat(path_of(field), "[", index, "]")};
+}
+
+void JsonFields::allow_only(std::initializer_list<const char*> known) const {
+  const std::vector<std::string> names(known.begin(), known.end());
+  for (const auto& item : object_.items()) {
+    if (std::find(names.begin(), names.end(), item.key()) != names.end()) continue;
+    const std::string near = nearest(item.key(), names);
+    throw UsageError(concat(source_, ": ", path_of(item.key()), " is not a known field; ",
+                            near.empty() ? "" : concat("did you mean '", near, "'? "),
+                            "The known fields are ", join(names, ", ")));
+  }
+}
+
+void JsonFields::refuse(const std::string& field, const std::string& rule) const {
+  const auto found = object_.find(field);
+  throw UsageError(concat(source_, ": ", path_of(field), " is ",
+                          found == object_.end() ? "missing" : short_text(*found), "; ", rule));
+}
+
+const nlohmann::json& JsonFields::required(const char* field) const {
+  const auto found = object_.find(field);
+  if (found == object_.end()) refuse(field, "add it");
+  return *found;
+}
+
+std::string JsonFields::path_of(const std::string& field) const {
+  return place_.empty() ? field : concat(place_, ".", field);
+}
+
+}  // namespace fsdp

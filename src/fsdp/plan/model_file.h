@@ -1,0 +1,24 @@
+// Models from files: a published config.json, or a list of units and tensors of one's own.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+#include "fsdp/plan/model_shape.h"
+
+namespace fsdp {
+
+// Reads either form:
+//   {"model_type": "llama" | "mixtral" | "deepseek_v3" | "nemotron_h", "hidden_size": ..., ...}
+//   {"name": "mine", "units": [{"name": "block", "tensors": [{"name": "w", "shape": [4, 4]}]}]}
+// In the second a tensor may also name its "dtype" and the model the order of "uses" (unit names;
+// default: each unit once, in order). `source` is what errors call the text, usually its path.
+// Throws UsageError with source, field, value and fix.
+ModelShape parse_model(std::string_view json_text, const std::string& source);
+
+ModelShape load_model_file(const std::string& path);
+
+// A path (it ends in .json or contains a slash), else a name of the catalog.
+ModelShape load_model(const std::string& name_or_path);
+
+}  // namespace fsdp
