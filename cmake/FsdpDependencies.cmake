@@ -1,8 +1,24 @@
 # What the project stands on; docs/dependencies.md says why each is here.
 
 include(FsdpTorch)
-find_package(nlohmann_json 3.10 REQUIRED)
-find_package(CLI11 2.1 REQUIRED)
+
+# fsdp_header_library(package version target header debian_package): a library that is headers alone,
+# from its CMake package or, where only the headers were copied, from the include path.
+function(fsdp_header_library package version target header debian_package)
+  find_package(${package} ${version} QUIET)
+  if(TARGET ${target})
+    return()
+  endif()
+  find_path(FSDP_${package}_INCLUDE ${header})
+  mark_as_advanced(FSDP_${package}_INCLUDE)
+  if(NOT FSDP_${package}_INCLUDE)
+    message(FATAL_ERROR "${package} ${version} was not found: run `make setup`, or install ${debian_package}.")
+  endif()
+  add_library(${target} INTERFACE IMPORTED GLOBAL)
+  target_include_directories(${target} SYSTEM INTERFACE "${FSDP_${package}_INCLUDE}")
+endfunction()
+fsdp_header_library(nlohmann_json 3.10 nlohmann_json::nlohmann_json nlohmann/json.hpp nlohmann-json3-dev)
+fsdp_header_library(CLI11 2.1 CLI11::CLI11 CLI/CLI.hpp libcli11-dev)
 
 set(FSDP_HAS_MPI OFF)
 if(NOT FSDP_MPI STREQUAL "OFF")

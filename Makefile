@@ -1,0 +1,58 @@
+# The project's commands, for people; CMakeLists.txt holds the build itself. `make` prints the table.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+# Parallel jobs: one per core, and 1.5 GB of memory for each (a file that includes torch needs that much).
+JOBS ?= $(shell awk -v cores=$$(nproc) '/MemAvailable/ {fit = int($$2 / 1500000); \
+  print fit < 1 ? 1 : fit < cores ? fit : cores}' /proc/meminfo)
+
+# Open MPI refuses to run as root (containers) unless told twice.
+ifeq ($(shell id -u),0)
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+endif
+
+.PHONY: help setup ready build test train bench lint format asan tsan clean
+
+help:  ## this table
+	@printf 'fsdp.cpp: fully sharded data-parallel training in C++ on libtorch\n\n'
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@printf '\n  JOBS=n        parallel jobs (here: $(JOBS))\n'
+	@printf '  FSDP_TORCH=d  use the libtorch in folder d (2.11 to 2.13) instead of the one in .venv\n'
+
+setup:  ## install what is missing (Debian packages, .venv) and show every part
+	@tools/setup.sh
+
+ready:
+	@tools/setup.sh --quiet
+
+build: ready  ## build everything, optimised, into build/release
+	@tools/build.sh release -j $(JOBS)
+
+test: build  ## build, then run every test
+	@ctest --preset release -j $(JOBS)
+
+train: build  ## train a small model (until the trainer is here: show how its memory would be sharded)
+	@echo 'The trainer is not written yet; this is the memory plan of the 110M Llama model on 2 ranks.'
+	@build/release/bin/fsdp plan --model llama-110m --ranks 2 --compare
+
+bench: build  ## build, then run the benchmarks in build/release/bin/bench_*
+	@tools/bench.sh
+
+lint: ready  ## check formatting, rooms, sizes, scripts
+	@tools/lint.sh
+
+format: ready  ## rewrite the C++ files the way lint wants them
+	@tools/lint.sh --fix
+
+asan: ready  ## build and test with the address and undefined-behaviour sanitizers
+	@tools/build.sh asan -j $(JOBS)
+	@ctest --preset asan -j $(JOBS) -L 'unit|ranks'
+
+tsan: ready  ## build and test with the thread sanitizer
+	@tools/build.sh tsan -j $(JOBS)
+	@ctest --preset tsan -j $(JOBS) -L 'unit|ranks'
+
+clean:  ## delete build/ (.venv stays)
+	rm -rf build
