@@ -1,8 +1,66 @@
+// The command `fsdp`: reads the options, runs one subcommand, turns what went wrong into one
+// sentence and an exit code.
 #include <cstdio>
+#include <exception>
+#include <iostream>
+#include <vector>
 
+#include "fsdp/base/error.h"
 #include "fsdp/base/version.h"
+#include "fsdp/cli/command.h"
+#include "fsdp/cli/option_values.h"
 
-int main() {
-  std::puts("fsdp " FSDP_VERSION);
-  return 0;
+namespace {
+
+constexpr int kFine = 0;
+constexpr int kFailure = 1;
+constexpr int kBadUse = 2;
+
+constexpr const char* kDescription =
+    "Fully sharded data-parallel training on libtorch: plans, runs and inspects it.";
+constexpr const char* kFooter =
+    "Examples:\n"
+    "  fsdp info    this build, its libtorch and devices\n"
+    "fsdp SUBCOMMAND --help explains the options of one.";
+
+int run(int argc, char** argv) {
+  CLI::App app(kDescription, "fsdp");
+  app.footer(kFooter);
+  app.set_version_flag("--version", "fsdp " FSDP_VERSION);
+  const std::vector<fsdp::cli::Command> commands = {
+      fsdp::cli::add_info(app)};
+  // Unknown arguments are collected, not refused, so that they can be answered with the nearest.
+  app.allow_extras();
+  for (const fsdp::cli::Command& command : commands) command.app->allow_extras();
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::Success& request) {  // --help, --version
+    return app.exit(request);
+  } catch (const CLI::ParseError& error) {
+    throw fsdp::UsageError(error.what());
+  }
+  fsdp::cli::refuse_leftovers(app);
+  for (const fsdp::cli::Command& command : commands) {
+    if (!command.app->parsed()) continue;
+    command.run();
+    return kFine;
+  }
+  throw fsdp::UsageError("no subcommand was given; see fsdp --help");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    const int code = run(argc, argv);
+    std::cout.flush();
+    if (!std::cout) throw fsdp::Error("standard output cannot be written; check its place");
+    return code;
+  } catch (const fsdp::UsageError& error) {
+    std::fprintf(stderr, "fsdp: %s.\n", error.what());
+    return kBadUse;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "fsdp: %s.\n", error.what());
+    return kFailure;
+  }
 }

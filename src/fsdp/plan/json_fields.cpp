@@ -77,8 +77,8 @@ void JsonFields::allow_only(std::initializer_list<const char*> known) const {
     if (std::find(names.begin(), names.end(), item.key()) != names.end()) continue;
     const std::string near = nearest(item.key(), names);
     throw UsageError(concat(source_, ": ", path_of(item.key()), " is not a known field; ",
-                            near.empty() ? "" : concat("did you mean '", near, "'? "),
-                            "The known fields are ", join(names, ", ")));
+                            near.empty() ? "the" : concat("did you mean '", near, "'? The"),
+                            " known fields are ", join(names, ", ")));
   }
 }
 

@@ -95,8 +95,8 @@ ModelShape model_by_name(std::string_view name) {
   const std::vector<std::string> names = model_names();
   const std::string near = nearest(name, names);
   throw UsageError(concat("model is '", name, "', which is not known; ",
-                          near.empty() ? "" : concat("did you mean '", near, "'? "),
-                          "The known models are ", join(names, ", ")));
+                          near.empty() ? "the" : concat("did you mean '", near, "'? The"),
+                          " known models are ", join(names, ", ")));
 }
 
 }  // namespace fsdp

@@ -1,0 +1,18 @@
+// The subcommands of `fsdp`: each file declares its options and what runs once they are read.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <functional>
+
+namespace fsdp::cli {
+
+struct Command {
+  CLI::App* app = nullptr;
+  // Called when the subcommand was given and its options were read. Results go to standard output;
+  // what cannot be done is thrown (UsageError: exit code 2, anything else: 1).
+  std::function<void()> run;
+};
+
+Command add_info(CLI::App& parent);
+
+}  // namespace fsdp::cli

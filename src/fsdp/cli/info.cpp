@@ -1,0 +1,122 @@
+// `fsdp info`: what this build is and what it finds on this machine.
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <ATen/Version.h>
+#include <dlfcn.h>
+#include <torch/headeronly/version.h>
+
+#include <filesystem>
+#include <iomanip>
+#include <iostream>
+#include <nlohmann/json.hpp>
+#include <thread>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/text.h"
+#include "fsdp/base/version.h"
+#include "fsdp/cli/command.h"
+#include "fsdp/comm/launch.h"
+
+namespace fsdp::cli {
+
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+// Where the loader found libtorch, which is not always where the build found it.
+std::string libtorch_place() {
+  Dl_info found{};
+  const auto* symbol = reinterpret_cast<const void*>(&at::get_num_threads);
+  if (dladdr(symbol, &found) == 0 || found.dli_fname == nullptr) return "unknown";
+  std::error_code failed;
+  const auto path = std::filesystem::canonical(found.dli_fname, failed);
+  return failed ? found.dli_fname : path.parent_path().string();
+}
+
+Json backends() {
+  Json names = {"threads"};
+  constexpr bool kHasMpi = FSDP_HAS_MPI;
+  if (kHasMpi) names.push_back("mpi");
+  names.push_back("simulated");
+  return names;
+}
+
+Json devices() {
+  Json found = Json::array();
+  found.push_back(concat("cpu: ", std::thread::hardware_concurrency(), " hardware threads, ",
+                         at::get_cpu_capability()));
+  const auto num_cuda = at::detail::getCUDAHooks().deviceCount();
+  for (int64_t i = 0; i < num_cuda; ++i) found.push_back(concat("cuda:", i));
+  return found;
+}
+
+// A broken environment is what this command is asked about, so it is shown and not thrown.
+Json ranks() try {
+  const Launch launch = read_launch();
+  return {{"launcher", name_of(launch.launcher)},
+          {"rank", launch.rank},
+          {"size", launch.size},
+          {"local_rank", launch.local_rank},
+          {"local_size", launch.local_size}};
+} catch (const Error& error) {
+  return {{"problem", error.what()}};
+}
+
+Json collect() {
+  return {
+      {"version", FSDP_VERSION},
+      {"build_type", FSDP_BUILD_TYPE},
+      {"compiler", FSDP_COMPILER},
+      {"libtorch", {{"version", TORCH_VERSION}, {"place", libtorch_place()}}},
+      {"backends", backends()},
+      {"devices", devices()},
+      {"ranks", ranks()},
+  };
+}
+
+std::string words(const Json& list) {
+  std::string text;
+  for (const Json& word : list) text += (text.empty() ? "" : ", ") + word.get<std::string>();
+  return text;
+}
+
+void print_table(const Json& info) {
+  const auto row = [](const char* name, const std::string& value) {
+    std::cout << std::left << std::setw(12) << name << value << "\n";
+  };
+  const Json& world = info["ranks"];
+  row("fsdp", info["version"]);
+  row("build",
+      concat(info["build_type"].get<std::string>(), ", ", info["compiler"].get<std::string>()));
+  row("libtorch", concat(info["libtorch"]["version"].get<std::string>(), ", ",
+                         info["libtorch"]["place"].get<std::string>()));
+  row("backends", words(info["backends"]));
+  row("devices", words(info["devices"]));
+  if (world.contains("problem")) return row("ranks", world["problem"]);
+  row("ranks", concat("rank ", world["rank"].get<int>(), " of ", world["size"].get<int>(), " (",
+                      world["launcher"].get<std::string>(), "), local rank ",
+                      world["local_rank"].get<int>(), " of ", world["local_size"].get<int>()));
+}
+
+struct InfoOptions {
+  bool json = false;
+};
+
+}  // namespace
+
+Command add_info(CLI::App& parent) {
+  CLI::App* app = parent.add_subcommand(
+      "info", "Show this build, its libtorch, communicator backends, devices and ranks");
+  app->footer("Example:\n  fsdp info --json");
+  const auto options = std::make_shared<InfoOptions>();
+  app->add_flag("--json", options->json, "Print one JSON object instead of the table");
+  return {app, [options] {
+            const Json info = collect();
+            if (options->json)
+              std::cout << info.dump(2) << "\n";
+            else
+              print_table(info);
+          }};
+}
+
+}  // namespace fsdp::cli
