@@ -10,12 +10,12 @@
 namespace fsdp {
 namespace {
 
+using test::CommandResult;
+using test::run_fsdp;
 using ::testing::AllOf;
 using ::testing::EndsWith;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
-using test::CommandResult;
-using test::run_fsdp;
 
 // Bad use: nothing on standard output, exit code 2, one sentence on one line.
 void expect_bad_use(const CommandResult& result, const std::string& says) {
@@ -42,8 +42,10 @@ TEST(Command, HelpListsEverySubcommandWithAnExample) {
 TEST(Command, SuggestsTheNearestWord) {
   expect_bad_use(run_fsdp("inof"), "subcommand 'inof' is not known to fsdp; did you mean 'info'?");
   expect_bad_use(run_fsdp("--versoin"), "did you mean '--version'?");
-  expect_bad_use(run_fsdp("info --jsno"), "option '--jsno' is not known to fsdp info; did you mean '--json'?");
-  expect_bad_use(run_fsdp("info surplus"), "argument 'surplus' is not known to fsdp info; see fsdp");
+  expect_bad_use(run_fsdp("info --jsno"),
+                 "option '--jsno' is not known to fsdp info; did you mean '--json'?");
+  expect_bad_use(run_fsdp("info surplus"),
+                 "argument 'surplus' is not known to fsdp info; see fsdp");
   expect_bad_use(run_fsdp(""), "no subcommand was given");
 }
 
@@ -69,10 +71,11 @@ TEST(Info, ShowsBuildLibtorchBackendsDevicesAndRanks) {
 }
 
 TEST(Info, SeesTheRanksOfALauncher) {
-  const auto info = nlohmann::json::parse(
-      run_fsdp("info --json", "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=8 "
-                              "OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2")
-          .out);
+  const auto info =
+      nlohmann::json::parse(run_fsdp("info --json",
+                                     "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=8 "
+                                     "OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2")
+                                .out);
   EXPECT_EQ(info.at("ranks").at("rank"), 3);
   EXPECT_EQ(info.at("ranks").at("size"), 8);
   EXPECT_EQ(info.at("ranks").at("launcher"), "mpirun");

@@ -26,7 +26,8 @@ inline CommandResult run_fsdp(const std::string& arguments, const std::string& e
   const int descriptor = ::mkstemp(err_path.data());
   if (descriptor < 0) throw std::runtime_error("no temporary file");
   ::close(descriptor);
-  const std::string line = "env " + environment + " '" FSDP_BINARY "' " + arguments + " 2>" + err_path;
+  const std::string line =
+      "env " + environment + " '" FSDP_BINARY "' " + arguments + " 2>" + err_path;
   CommandResult result;
   FILE* pipe = ::popen(line.c_str(), "r");
   if (pipe == nullptr) throw std::runtime_error("cannot run: " + line);

@@ -27,8 +27,7 @@ int run(int argc, char** argv) {
   CLI::App app(kDescription, "fsdp");
   app.footer(kFooter);
   app.set_version_flag("--version", "fsdp " FSDP_VERSION);
-  const std::vector<fsdp::cli::Command> commands = {
-      fsdp::cli::add_info(app)};
+  const std::vector<fsdp::cli::Command> commands = {fsdp::cli::add_info(app)};
   // Unknown arguments are collected, not refused, so that they can be answered with the nearest.
   app.allow_extras();
   for (const fsdp::cli::Command& command : commands) command.app->allow_extras();

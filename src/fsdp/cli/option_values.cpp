@@ -111,8 +111,9 @@ void refuse_leftovers(const CLI::App& app) {
   const std::string kind = is_option ? "option" : at_top ? "subcommand" : "argument";
   const std::string place = at_top ? "fsdp" : "fsdp " + app.get_name();
   const std::string help = concat("ee ", place, " --help");
-  throw UsageError(concat(kind, " '", word, "' is not known to ", place, "; ",
-                          near.empty() ? "s" + help : concat("did you mean '", near, "'? S", help)));
+  throw UsageError(
+      concat(kind, " '", word, "' is not known to ", place, "; ",
+             near.empty() ? "s" + help : concat("did you mean '", near, "'? S", help)));
 }
 
 }  // namespace fsdp::cli
