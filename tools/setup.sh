@@ -64,7 +64,7 @@ find_compiler() { command -v "${CXX:-c++}"; }
 find_cmake() { command -v cmake; }
 find_ninja() { command -v ninja || command -v ninja-build; }
 find_json() { find_file include/nlohmann/json.hpp; }
-find_cli11() { find_file include/CLI/CLI.hpp include/CLI11/CLI/CLI.hpp; }
+find_cli11() { find_file include/CLI/CLI.hpp; }
 find_mpi() { command -v mpirun >/dev/null && command -v mpicxx; }
 find_gtest() {
   # Either the built package (headers and both libraries) or the sources, which CMake then builds.
@@ -97,7 +97,8 @@ declare -A packages=(
   [compiler]="g++" [cmake]="cmake" [ninja]="ninja-build" [json]="nlohmann-json3-dev"
   [cli11]="libcli11-dev" [gtest]="libgtest-dev libgmock-dev" [mpi]="libopenmpi-dev openmpi-bin"
   [python]="python3 python3-venv")
-no_mpi=.cache/no-mpi  # exists when MPI could not be installed; delete it to try again
+required=(compiler cmake ninja json cli11 gtest python)
+no_mpi=.cache/no-mpi  # exists when MPI alone could not be installed; delete it to try again
 
 # Prints the packages of the parts that are not there.
 missing_packages() {
@@ -125,8 +126,9 @@ install_packages() {
   fi
   echo "setup: installing Debian packages: $wanted"
   log=$(mktemp)  # shown only when it matters
+  # One source that does not answer fails the update, though the others may have all that is needed.
   # shellcheck disable=SC2086  # the list is meant to be split
-  if ! { "${as_root[@]}" apt-get "${options[@]}" update &&
+  if ! { "${as_root[@]}" apt-get "${options[@]}" update || true
          "${as_root[@]}" apt-get "${options[@]}" -y install --no-install-recommends $wanted
        } >"$log" 2>&1; then
     tail -n 5 "$log" >&2
@@ -138,20 +140,27 @@ install_packages() {
 
 install_system_parts() {
   local missing
-  missing=$(missing_packages compiler cmake ninja json cli11 gtest python)
-  if [[ ! -e $no_mpi ]]; then missing+=" $(missing_packages mpi)"; fi
-  missing=$(xargs <<<"$missing")
+  missing=$(missing_packages "${required[@]}")
+  if [[ ! -e $no_mpi ]]; then missing=$(xargs <<<"$missing $(missing_packages mpi)"); fi
   if [[ -z $missing ]]; then return; fi
   install_packages "$missing"
-  # Everything but the mpi communicator works without MPI: its absence is reported, and is no failure.
-  if [[ -z $(missing_packages compiler cmake ninja json cli11 gtest python) ]]; then problems=(); fi
-  if ! find_mpi >/dev/null; then mkdir -p "${no_mpi%/*}"; touch "$no_mpi"; fi
+  missing=$(missing_packages "${required[@]}")
+  if [[ -z $missing ]]; then
+    # Everything but the mpi communicator works without MPI: its absence is reported, and is no failure.
+    problems=()
+    find_mpi >/dev/null || { mkdir -p "${no_mpi%/*}"; touch "$no_mpi"; }
+  elif [[ ${#problems[@]} -eq 0 ]]; then
+    fail "These packages were installed, but their files are not where they are looked for: $missing."
+  fi
 }
 
 # --- what was found ---------------------------------------------------------------------------------
+# A missing part has been complained about already, with the command that installs it.
+report_missing() { report "$1" "missing" "package ${packages[$2]}"; }
+
 check_compiler() {
   local place version
-  place=$(find_compiler) || { fail "No C++ compiler: CXX is '${CXX:-}'; install g++ (12 or newer)."; return; }
+  place=$(find_compiler) || { report_missing "C++ compiler" compiler; return; }
   version=$("$place" -dumpfullversion -dumpversion 2>/dev/null | head -n 1)
   report "C++ compiler" "$version" "$place"
   if "$place" --version | grep -qi clang; then
@@ -162,7 +171,7 @@ check_compiler() {
 }
 check_cmake() {
   local place version
-  place=$(find_cmake) || { fail "CMake is missing: install cmake ($min_cmake or newer)."; return; }
+  place=$(find_cmake) || { report_missing "CMake" cmake; return; }
   version=$(cmake --version | first_version)
   report "CMake" "$version" "$place"
   version_at_least "$version" "$min_cmake" || fail "CMake at $place is $version: fsdp.cpp needs $min_cmake or newer."
@@ -184,18 +193,18 @@ check_system_parts() {
   check_compiler
   check_cmake
   if place=$(find_ninja); then report "Ninja" "$("$place" --version)" "$place"
-  else fail "Ninja is missing: install ninja-build."; fi
+  else report_missing "Ninja" ninja; fi
   if place=$(find_json); then
     report "nlohmann-json" "$(header_version "$(dirname "$place")/detail/abi_macros.hpp" \
       NLOHMANN_JSON_VERSION_MAJOR NLOHMANN_JSON_VERSION_MINOR NLOHMANN_JSON_VERSION_PATCH)" "$place"
-  else fail "nlohmann-json is missing: install nlohmann-json3-dev."; fi
+  else report_missing "nlohmann-json" json; fi
   if place=$(find_cli11); then
     report "CLI11" "$(header_version "$(dirname "$place")/Version.hpp" CLI11_VERSION)" "$place"
-  else fail "CLI11 is missing: install libcli11-dev."; fi
+  else report_missing "CLI11" cli11; fi
   if place=$(find_gtest); then report "GoogleTest" "$(gtest_version)" "$place"
-  else fail "GoogleTest is missing: install libgtest-dev and libgmock-dev."; fi
+  else report_missing "GoogleTest" gtest; fi
   if place=$(find_mpi); then report "MPI" "$(mpirun --version 2>/dev/null | first_version)" "$place"
-  else report "MPI" "none" "not found: built without the mpi communicator (libopenmpi-dev, openmpi-bin)"; fi
+  else report "MPI" "none" "no mpi communicator then; to try again: rm -f $no_mpi && make setup"; fi
   if ccache=$(command -v ccache); then report "ccache" "$(ccache --version | first_version)" "$ccache"
   else report "ccache" "none" "optional; makes the second clean build fast"; fi
 }
@@ -207,11 +216,8 @@ install_python_packages() {
   wanted=$(sha256sum requirements.txt tools/setup.sh | sha256sum | cut -d ' ' -f 1)
   if [[ -x .venv/bin/python && -f $stamp && $(<"$stamp") == "$wanted" ]] && torch_folder >/dev/null; then return; fi
   if [[ ! -x .venv/bin/python ]] || ! .venv/bin/python -c 'import pip' 2>/dev/null; then
-    if ! python=$(find_python); then
-      fail "No usable Python: torch needs Python 3.10 to 3.14 with the venv module; install python3 and python3-venv."
-      return
-    fi
     rm -rf .venv
+    python=$(find_python) || return 0  # complained about already
     "$python" -m venv .venv
   fi
   if .venv/bin/python - "$torch_cpu_index/torch/" 2>/dev/null <<'PY'
@@ -249,15 +255,20 @@ check_torch() {
   fi
 }
 
+check_python() {
+  local python
+  if ! python=$(find_python); then report_missing "Python" python; return; fi
+  report "Python" "$("$python" -c 'import platform; print(platform.python_version())')" "$python"
+}
+
 install_system_parts
 check_system_parts
 if [[ -n ${FSDP_TORCH:-} ]]; then
+  check_python
   check_torch "$FSDP_TORCH"
 else
   install_python_packages
-  if [[ -x .venv/bin/python ]]; then
-    report "Python" "$(.venv/bin/python -c 'import platform; print(platform.python_version())')" "$PWD/.venv"
-  fi
+  check_python
   if [[ ${#problems[@]} -eq 0 ]]; then check_torch "$(torch_folder || echo .venv)"; fi
 fi
 finish
