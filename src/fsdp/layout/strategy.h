@@ -14,9 +14,9 @@ namespace fsdp {
 // nobody asks which strategy it is. Three placement lists of one's own are as good as a named row.
 struct Strategy {
   std::string_view name = "custom";  // of a row of named_strategies(), else "custom"
-  PlacementPair parameter;           // weights between their uses
-  PlacementPair gradient;            // main gradients while they accumulate
-  PlacementPair optimizer;           // main weights and moments
+  PlacementPair parameter = {};      // weights between their uses
+  PlacementPair gradient = {};       // main gradients while they accumulate
+  PlacementPair optimizer = {};      // main weights and moments
 
   friend constexpr bool operator==(const Strategy&, const Strategy&) = default;
 };

@@ -1,0 +1,288 @@
+#include "fsdp/layout/flat_layout.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/integer.h"
+#include "fsdp/base/text.h"
+#include "fsdp/layout/brick.h"
+#include "fsdp/layout/padding_bound.h"
+#include "fsdp/layout/row_packing.h"
+#include "fsdp/layout/tensor_balance.h"
+
+namespace fsdp {
+namespace {
+
+constexpr int64_t kMaxRanks = int64_t{1} << 24;
+// So that byte sizes of any buffer with this layout (elements of up to 16 bytes) fit 64 bits.
+constexpr int64_t kMaxNumel = INT64_MAX / 16;
+
+void check_request(const FlatLayoutRequest& request) {
+  FSDP_CHECK(request.element_bytes > 0, "element_bytes is ", request.element_bytes,
+             "; give the size of one element, 1 or more");
+  FSDP_CHECK(request.align_bytes > 0 && request.align_bytes % request.element_bytes == 0,
+             "align_bytes is ", request.align_bytes, ", which is not a multiple of element_bytes ",
+             request.element_bytes, "; choose a multiple of it, such as 128");
+  FSDP_CHECK(request.inner_ranks >= 1 && request.inner_ranks <= kMaxRanks, "inner_ranks is ",
+             request.inner_ranks, "; use 1 to ", kMaxRanks);
+  FSDP_CHECK(request.outer_ranks >= 1 && request.outer_ranks <= kMaxRanks / request.inner_ranks,
+             "outer_ranks is ", request.outer_ranks, "; use 1 to ", kMaxRanks / request.inner_ranks,
+             " together with inner_ranks ", request.inner_ranks);
+  if (request.granularity.kind == Granularity::Kind::kBlock) {
+    FSDP_CHECK(request.granularity.block_numel >= 1, "granularity block has ",
+               request.granularity.block_numel, " elements; use 1 or more");
+  }
+}
+
+// The product of the dims. A dim of 0 wins over dims that would overflow together.
+int64_t numel_of(size_t tensor, std::span<const int64_t> shape) {
+  for (size_t d = 0; d < shape.size(); ++d) {
+    FSDP_CHECK(shape[d] >= 0, "dim ", d, " of tensor ", tensor, " with shape ", list_text(shape),
+               " is negative; sizes are 0 or more");
+  }
+  if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return 0;
+  int64_t numel = 1;
+  for (const int64_t size : shape) {
+    FSDP_CHECK(size <= kMaxNumel / numel, "tensor ", tensor, " with shape ", list_text(shape),
+               " has more than ", kMaxNumel, " elements; split it");
+    numel *= size;
+  }
+  return numel;
+}
+
+std::vector<BrickedTensor> bricked_tensors(const FlatLayoutRequest& request) {
+  std::vector<BrickedTensor> result;
+  const int64_t align_numel = request.align_bytes / request.element_bytes;
+  for (size_t i = 0; i < request.shapes.size(); ++i) {
+    const int64_t numel = numel_of(i, request.shapes[i]);
+    if (numel == 0) continue;
+    result.push_back(bricked(static_cast<int64_t>(i), numel,
+                             indivisible_numel(request.granularity, request.shapes[i]),
+                             align_numel));
+  }
+  return result;
+}
+
+// One tensor after another in the order given, each at a multiple of unit_numel, as is the share.
+Packing pack_in_order(std::span<const BrickedTensor> tensors, const FlatLayoutRequest& request,
+                      int64_t unit_numel) {
+  Packing packing{.offsets = std::vector<int64_t>(request.shapes.size(), 0), .segments = {}};
+  int64_t at = 0;
+  for (const BrickedTensor& tensor : tensors) {
+    packing.offsets[static_cast<size_t>(tensor.tensor)] = at;
+    at = round_up(checked_add(at, tensor.numel), unit_numel);
+  }
+  const int64_t num_shares = request.inner_ranks * request.outer_ranks;
+  const int64_t share_numel = round_up(ceil_div(at, num_shares), unit_numel);
+  packing.segments.push_back(Segment::even(0, share_numel, num_shares));
+  return packing;
+}
+
+Packing plan(const FlatLayoutRequest& request) {
+  const std::vector<BrickedTensor> tensors = bricked_tensors(request);
+  const auto num_tensors = static_cast<int64_t>(request.shapes.size());
+  const int64_t align_numel = request.align_bytes / request.element_bytes;
+  switch (request.granularity.kind) {
+    case Granularity::Kind::kElement:
+      return pack_in_order(tensors, request, align_numel);
+    case Granularity::Kind::kBlock:
+      return pack_in_order(tensors, request,
+                           checked_lcm(align_numel, request.granularity.block_numel));
+    case Granularity::Kind::kRow:
+      return pack_rows(tensors, num_tensors, align_numel,
+                       request.inner_ranks * request.outer_ranks);
+    case Granularity::Kind::kTensor:
+      return balance_tensors(tensors, num_tensors,
+                             {.outer = request.outer_ranks, .inner = request.inner_ranks});
+  }
+  return {};
+}
+
+// The shares [first, last) of every segment that a rank holds; several only for Shard outer with a
+// whole inner axis, where the outer part of each inner shard is a piece of its own.
+struct ShareSpan {
+  int64_t first = 0;
+  int64_t last = 0;
+  int64_t stride = 0;  // from one piece to the next
+  int64_t num_pieces = 1;
+};
+
+ShareSpan shares_of(PlacementPair placed, MeshCoordinate rank, MeshShape mesh) {
+  const bool cut_inner = placed.inner == Placement::kShard && mesh.inner > 1;
+  const bool cut_outer = placed.outer == Placement::kShard && mesh.outer > 1;
+  if (cut_outer && !cut_inner) {
+    return {rank.outer, rank.outer + 1, mesh.outer, mesh.inner};
+  }
+  const int64_t first_inner = cut_inner ? rank.inner : 0;
+  const int64_t last_inner = cut_inner ? rank.inner + 1 : mesh.inner;
+  const int64_t first = first_inner * mesh.outer;
+  if (cut_outer) return {first + rank.outer, first + rank.outer + 1, 0, 1};
+  return {first, last_inner * mesh.outer, 0, 1};
+}
+
+}  // namespace
+
+FlatLayout::FlatLayout(FlatLayoutRequest request) : request_(std::move(request)) {
+  check_request(request_);
+  Packing packing = plan(request_);
+  segments_ = std::move(packing.segments);
+  FSDP_CHECK(padded_numel() <= kMaxNumel, "the group needs ", padded_numel(),
+             " elements with padding, more than ", kMaxNumel, "; split it into several groups");
+  for (size_t i = 0; i < request_.shapes.size(); ++i) {
+    const int64_t numel = numel_of(i, request_.shapes[i]);
+    tensors_.push_back({packing.offsets[i], packing.offsets[i] + numel});
+    tensor_numel_ += numel;
+    if (numel > 0) by_position_.push_back(static_cast<int64_t>(i));
+  }
+  std::sort(by_position_.begin(), by_position_.end(),
+            [this](int64_t a, int64_t b) { return tensor_range(a).begin < tensor_range(b).begin; });
+  validate();
+}
+
+FlatRange FlatLayout::tensor_range(int64_t tensor) const {
+  return tensors_.at(static_cast<size_t>(tensor));
+}
+
+int64_t FlatLayout::padded_numel() const {
+  return segments_.empty() ? 0 : segments_.back().range().end;
+}
+
+int64_t FlatLayout::lower_bound_numel() const {
+  const std::vector<BrickedTensor> tensors = bricked_tensors(request_);
+  if (!has_even_shards()) {
+    int64_t volume = 0;
+    for (const BrickedTensor& tensor : tensors) volume += tensor.numel;
+    return volume;
+  }
+  const int64_t num_ranks = request_.inner_ranks * request_.outer_ranks;
+  return checked_mul(min_shard_numel(tensors, align_numel(), num_ranks), num_ranks);
+}
+
+bool FlatLayout::has_even_shards() const {
+  return std::all_of(segments_.begin(), segments_.end(),
+                     [](const Segment& segment) { return segment.is_even(); });
+}
+
+void FlatLayout::check_rank(MeshCoordinate rank) const {
+  FSDP_CHECK(0 <= rank.inner && rank.inner < request_.inner_ranks, "inner rank ", rank.inner,
+             " does not exist; this layout has inner_ranks ", request_.inner_ranks);
+  FSDP_CHECK(0 <= rank.outer && rank.outer < request_.outer_ranks, "outer rank ", rank.outer,
+             " does not exist; this layout has outer_ranks ", request_.outer_ranks);
+}
+
+std::vector<ShardRange> FlatLayout::shard_ranges(PlacementPair placed, MeshCoordinate rank) const {
+  check_rank(rank);
+  const ShareSpan span = shares_of(placed, rank, mesh());
+  std::vector<ShardRange> ranges;
+  int64_t local = 0;
+  for (size_t i = 0; i < segments_.size(); ++i) {
+    for (int64_t piece = 0; piece < span.num_pieces; ++piece) {
+      const int64_t skipped = piece * span.stride;
+      const FlatRange flat = segments_[i].shares(span.first + skipped, span.last + skipped);
+      if (flat.empty()) continue;
+      ranges.push_back({.flat = flat, .local_begin = local, .segment = static_cast<int64_t>(i)});
+      local += flat.numel();
+    }
+  }
+  return ranges;
+}
+
+int64_t FlatLayout::shard_numel(PlacementPair placed, MeshCoordinate rank) const {
+  if (has_even_shards()) {
+    check_rank(rank);
+    return max_shard_numel(placed);
+  }
+  const std::vector<ShardRange> ranges = shard_ranges(placed, rank);
+  return ranges.empty() ? 0 : ranges.back().local_begin + ranges.back().flat.numel();
+}
+
+int64_t FlatLayout::max_shard_numel(PlacementPair placed) const {
+  if (has_even_shards()) return padded_numel() / num_shards(placed, mesh());
+  const int64_t num_inner = placed.inner == Placement::kShard ? request_.inner_ranks : 1;
+  const int64_t num_outer = placed.outer == Placement::kShard ? request_.outer_ranks : 1;
+  int64_t max_numel = 0;
+  for (int64_t inner = 0; inner < num_inner; ++inner) {
+    for (int64_t outer = 0; outer < num_outer; ++outer) {
+      max_numel = std::max(max_numel, shard_numel(placed, {.outer = outer, .inner = inner}));
+    }
+  }
+  return max_numel;
+}
+
+std::vector<TensorSlice> FlatLayout::tensor_slices(PlacementPair placed,
+                                                   MeshCoordinate rank) const {
+  std::vector<TensorSlice> slices;
+  for (const ShardRange& shard : shard_ranges(placed, rank)) {
+    auto it = std::partition_point(by_position_.begin(), by_position_.end(), [&](int64_t tensor) {
+      return tensor_range(tensor).end <= shard.flat.begin;
+    });
+    for (; it != by_position_.end() && tensor_range(*it).begin < shard.flat.end; ++it) {
+      const FlatRange tensor = tensor_range(*it);
+      const FlatRange common = intersect(tensor, shard.flat);
+      slices.push_back({.tensor = *it,
+                        .range = {common.begin - tensor.begin, common.end - tensor.begin},
+                        .local_begin = shard.local_begin + common.begin - shard.flat.begin});
+    }
+  }
+  return slices;
+}
+
+std::vector<TensorSlice> FlatLayout::tensor_slices(PlacementPair placed, MeshCoordinate rank,
+                                                   int64_t tensor) const {
+  const FlatRange whole = tensor_range(tensor);
+  std::vector<TensorSlice> slices;
+  for (const ShardRange& shard : shard_ranges(placed, rank)) {
+    const FlatRange common = intersect(whole, shard.flat);
+    if (common.empty()) continue;
+    slices.push_back({.tensor = tensor,
+                      .range = {common.begin - whole.begin, common.end - whole.begin},
+                      .local_begin = shard.local_begin + common.begin - shard.flat.begin});
+  }
+  return slices;
+}
+
+const Segment& FlatLayout::segment_at(int64_t position) const {
+  const auto it =
+      std::partition_point(segments_.begin(), segments_.end(),
+                           [&](const Segment& segment) { return segment.range().end <= position; });
+  FSDP_ASSERT(it != segments_.end(), "position ", position);
+  return *it;
+}
+
+// What every reader of a layout may rely on, checked once.
+void FlatLayout::validate() const {
+  int64_t position = 0;
+  for (const Segment& segment : segments_) {
+    FSDP_ASSERT(segment.range().begin == position, "segments leave a hole at ", position);
+    FSDP_ASSERT(!segment.is_even() || segment.max_share_numel() % align_numel() == 0, "share ",
+                segment.max_share_numel());
+    position = segment.range().end;
+  }
+  int64_t end_before = 0;
+  for (const int64_t tensor : by_position_) {
+    const FlatRange range = tensor_range(tensor);
+    FSDP_ASSERT(range.begin >= end_before, "tensor ", tensor, " overlaps another one");
+    FSDP_ASSERT(range.begin % align_numel() == 0, "tensor ", tensor, " begins at ", range.begin);
+    FSDP_ASSERT(range.end <= segment_at(range.begin).range().end, "tensor ", tensor,
+                " leaves its segment at ", range.end);
+    validate_cuts(static_cast<size_t>(tensor));
+    end_before = range.end;
+  }
+}
+
+void FlatLayout::validate_cuts(size_t tensor) const {
+  const Segment& segment = segment_at(tensors_[tensor].begin);
+  if (!segment.is_even()) return;  // shares of whole tensors by construction
+  const int64_t share_numel = segment.max_share_numel();
+  const int64_t numel = tensors_[tensor].numel();
+  const int64_t piece = indivisible_numel(request_.granularity, request_.shapes[tensor]);
+  const int64_t first_cut =
+      share_numel - (tensors_[tensor].begin - segment.range().begin) % share_numel;
+  if (first_cut >= numel) return;
+  FSDP_ASSERT(first_cut % piece == 0, "tensor ", tensor, " is cut at ", first_cut);
+  if (numel - first_cut <= share_numel) return;
+  FSDP_ASSERT(share_numel % piece == 0, "tensor ", tensor, " is cut every ", share_numel);
+}
+
+}  // namespace fsdp

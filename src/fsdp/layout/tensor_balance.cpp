@@ -1,0 +1,60 @@
+#include "fsdp/layout/tensor_balance.h"
+
+#include <algorithm>
+#include <functional>
+#include <queue>
+#include <utility>
+#include <vector>
+
+#include "fsdp/base/integer.h"
+
+namespace fsdp {
+namespace {
+
+using Tensors = std::vector<BrickedTensor>;
+
+// The longest-processing-time rule. `tensors` must be sorted, largest first.
+std::vector<Tensors> spread(const Tensors& tensors, int64_t num_owners) {
+  using LoadAndOwner = std::pair<int64_t, size_t>;  // the lowest owner wins among equal loads
+  std::priority_queue<LoadAndOwner, std::vector<LoadAndOwner>, std::greater<>> least_loaded;
+  for (size_t owner = 0; owner < static_cast<size_t>(num_owners); ++owner) {
+    least_loaded.push({0, owner});
+  }
+  std::vector<Tensors> owned(static_cast<size_t>(num_owners));
+  for (const BrickedTensor& tensor : tensors) {
+    const auto [load, owner] = least_loaded.top();
+    least_loaded.pop();
+    owned[owner].push_back(tensor);
+    least_loaded.push({checked_add(load, tensor.numel), owner});
+  }
+  return owned;
+}
+
+}  // namespace
+
+Packing balance_tensors(std::span<const BrickedTensor> tensors, int64_t num_tensors,
+                        MeshShape mesh) {
+  Tensors sorted(tensors.begin(), tensors.end());
+  std::stable_sort(
+      sorted.begin(), sorted.end(),
+      [](const BrickedTensor& a, const BrickedTensor& b) { return a.numel > b.numel; });
+  Packing packing{.offsets = std::vector<int64_t>(static_cast<size_t>(num_tensors), 0),
+                  .segments = {}};
+  std::vector<int64_t> cuts = {0};
+  for (const Tensors& of_inner_rank : spread(sorted, mesh.inner)) {
+    for (Tensors& share : spread(of_inner_rank, mesh.outer)) {
+      std::sort(share.begin(), share.end(),
+                [](const BrickedTensor& a, const BrickedTensor& b) { return a.tensor < b.tensor; });
+      int64_t at = cuts.back();
+      for (const BrickedTensor& tensor : share) {
+        packing.offsets[static_cast<size_t>(tensor.tensor)] = at;
+        at = checked_add(at, tensor.numel);
+      }
+      cuts.push_back(at);
+    }
+  }
+  packing.segments.push_back(Segment::uneven(0, std::move(cuts)));
+  return packing;
+}
+
+}  // namespace fsdp
