@@ -1,0 +1,169 @@
+// The temporary full-size memory of gathered weights and unreduced gradients: acquire and release
+// by bucket, with exact bytes known before anything is allocated.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "fsdp/memory/bucket.h"
+#include "fsdp/memory/slab_allocator.h"
+#include "fsdp/memory/step_order.h"
+
+namespace fsdp {
+
+enum class PoolKind : uint8_t {
+  kOnDemand,      // memory per bucket, allocated at acquire and freed at release
+  kDoubleBuffer,  // slots of the most common unit, for that kind of unit
+  kMaxPool,       // slots that fit any unit
+  kPlanned,       // one arena, offsets from the live intervals of the step
+};
+
+// "on_demand", "double_buffer", "max_pool", "planned"
+std::string_view name_of(PoolKind kind);
+std::optional<PoolKind> parse_pool_kind(std::string_view name);
+std::span<const PoolKind> all_pool_kinds();
+
+// What a double buffer does with the units that are not like the most common one.
+enum class OtherUnits : uint8_t {
+  kOnDemand,    // allocated at acquire, freed at release: less memory, addresses not fixed
+  kPersistent,  // own memory for good: fixed addresses
+};
+
+// What happens when units come in another order than in the first step, so that a unit's slot is
+// taken and another one is free.
+enum class OnMove : uint8_t {
+  kFollow,  // take the free slot, say so once; the address is then reported as not fixed
+  kRefuse,  // an error: after graph capture or registration a moved address is a wrong result
+};
+
+struct PoolOptions {
+  PoolKind kind = PoolKind::kMaxPool;
+  // Units gathered ahead of the one that computes. Slots for weights: prefetch + 1.
+  int32_t prefetch = 1;
+  // Units whose gradients may be live at once: one that computes and one being reduced.
+  int32_t gradient_slots = 2;
+  // double_buffer: the units that are not like the most common one.
+  OtherUnits other_units = OtherUnits::kOnDemand;
+  // double_buffer, max_pool: a unit's slot is taken because the order changed.
+  OnMove on_move = OnMove::kFollow;
+  // The order of the step, as recorded; empty: units in order of declaration, backward in reverse.
+  // `planned` computes its offsets from it, the others the peak of what is allocated on demand.
+  StepOrder order = {};
+  // planned: the deepest prefetch that fits is chosen instead of `prefetch`; 0 for no limit.
+  int64_t budget_bytes = 0;
+  // Of every address, in bytes; a power of two. The flat layout pads buckets to the same.
+  int64_t alignment = 128;
+
+  // Throws UsageError naming field, value and the allowed set.
+  void validate() const;
+};
+
+// What a pool takes from its allocator.
+struct PoolBytes {
+  int64_t weight = 0;    // fixed memory only weights use
+  int64_t gradient = 0;  // fixed memory only gradients use
+  int64_t shared = 0;    // fixed memory both use (the arena)
+  // Most bytes allocated on demand at one time, when the step follows the order of the options.
+  int64_t on_demand_peak = 0;
+
+  int64_t fixed() const { return weight + gradient + shared; }
+  int64_t total() const { return fixed() + on_demand_peak; }
+};
+
+// Hands out addresses for declared buckets.
+//
+// Strict assignment: the n-th acquire of a bucket in a step gets the same address in every step,
+// where address_is_fixed() says so. A step begins with begin_step(); nothing may be held then.
+//
+// The engine acquires a unit's buckets of one role together and in order; release may come later
+// and in any order. Acquire and release neither allocate nor hash once the first step has been
+// seen (buckets that are on demand by choice excepted).
+//
+// One pool belongs to one rank and is used by one thread at a time. It knows nothing of streams:
+// acquire and release are host-side bookkeeping, and whoever writes to an address on one stream
+// while its previous holder may still be read on another must order the two by an event.
+// previous_holders() names the buckets to wait for.
+class BucketPool {
+ public:
+  virtual ~BucketPool() = default;
+  BucketPool(const BucketPool&) = delete;
+  BucketPool& operator=(const BucketPool&) = delete;
+
+  const BucketTable& table() const { return table_; }
+  virtual PoolKind kind() const = 0;
+
+  // Known from the declaration alone.
+  virtual PoolBytes bytes() const = 0;
+
+  // Takes the fixed memory from the allocator; the first acquire does it otherwise.
+  void reserve();
+
+  void begin_step();
+
+  // The address of `bytes` bytes; meaningless for a bucket of 0 bytes.
+  void* acquire(BucketId id);
+  // The same, and an error unless the bucket was declared with this size and type.
+  void* acquire(BucketId id, int64_t expected_bytes, DType expected_dtype);
+  void release(BucketId id);
+
+  bool is_held(BucketId id) const { return at(id).held; }
+  // Of a held bucket.
+  void* address(BucketId id) const;
+  int32_t num_held() const { return num_held_; }
+
+  virtual bool address_is_fixed(BucketId id) const = 0;
+  bool addresses_are_fixed() const;
+
+  // Buckets that held bytes of this held bucket's memory before it, most recent ones only. Empty
+  // when nobody did, and for memory that came from the allocator at acquire.
+  virtual std::span<const BucketId> previous_holders(BucketId id) const = 0;
+
+  // Throws when `units` is not what the pool was made for, naming the first difference.
+  void require_same_declaration(std::span<const UnitBuckets> units) const {
+    table_.require_same(units);
+  }
+
+  // What the pool holds and why, for the log: one line per fact.
+  virtual std::string report() const = 0;
+
+ protected:
+  BucketPool(BucketTable table, SlabAllocator& allocator)
+      : table_(std::move(table)),
+        allocator_(allocator),
+        states_(static_cast<size_t>(table_.num_buckets())) {}
+
+  SlabAllocator& allocator() { return allocator_; }
+
+  virtual void reserve_memory() = 0;
+  virtual void* take(BucketId id, int32_t index) = 0;
+  virtual void give_back(BucketId id, int32_t index) = 0;
+  virtual void restart_step() = 0;
+  // Who holds what, for error messages.
+  virtual std::string state_text() const = 0;
+  // The held buckets by name, for state_text().
+  std::string held_text() const;
+
+ private:
+  struct State {
+    void* address = nullptr;
+    bool held = false;
+  };
+  const State& at(BucketId id) const { return states_[static_cast<size_t>(table_.index_of(id))]; }
+
+  BucketTable table_;
+  SlabAllocator& allocator_;
+  std::vector<State> states_;  // by flat index
+  int32_t num_held_ = 0;
+  bool reserved_ = false;
+};
+
+// The allocator must outlive the pool. Nothing is allocated yet.
+std::unique_ptr<BucketPool> make_bucket_pool(std::vector<UnitBuckets> units,
+                                             const PoolOptions& options, SlabAllocator& allocator);
+
+}  // namespace fsdp

@@ -1,0 +1,100 @@
+#include <array>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/log.h"
+#include "fsdp/memory/bucket_pool.h"
+#include "fsdp/memory/double_buffer.h"
+#include "fsdp/memory/max_pool.h"
+#include "fsdp/memory/on_demand_pool.h"
+#include "fsdp/memory/planned_pool.h"
+#include "fsdp/memory/prefetch_plan.h"
+#include "fsdp/memory/slot_pool.h"
+
+namespace fsdp {
+
+namespace {
+
+constexpr std::array<PoolKind, 4> kPoolKinds = {PoolKind::kOnDemand, PoolKind::kDoubleBuffer,
+                                                PoolKind::kMaxPool, PoolKind::kPlanned};
+
+std::unique_ptr<BucketPool> make_planned(BucketTable table, const PoolOptions& options,
+                                         const StepOrder& order, SlabAllocator& allocator) {
+  const ArenaPlannerOptions planner{.alignment = options.alignment};
+  if (options.budget_bytes == 0) {
+    ArenaPlan plan = plan_prefetch(table, order, options.prefetch, planner);
+    return make_planned_pool(std::move(table), std::move(plan), options.alignment, allocator);
+  }
+  BudgetedPlan chosen = deepest_prefetch(table, order, options.budget_bytes, planner);
+  log(LogLevel::kInfo, chosen.text);
+  return make_planned_pool(std::move(table), std::move(chosen.plan), options.alignment, allocator);
+}
+
+}  // namespace
+
+std::string_view name_of(PoolKind kind) {
+  switch (kind) {
+    case PoolKind::kOnDemand:
+      return "on_demand";
+    case PoolKind::kDoubleBuffer:
+      return "double_buffer";
+    case PoolKind::kMaxPool:
+      return "max_pool";
+    case PoolKind::kPlanned:
+      return "planned";
+  }
+  return "?";
+}
+
+std::span<const PoolKind> all_pool_kinds() { return kPoolKinds; }
+
+std::optional<PoolKind> parse_pool_kind(std::string_view name) {
+  for (const PoolKind kind : kPoolKinds) {
+    if (name_of(kind) == name) return kind;
+  }
+  return std::nullopt;
+}
+
+void PoolOptions::validate() const {
+  const auto check = [](bool good, const char* field, int64_t value, const char* allowed) {
+    if (!good) throw UsageError(concat("pool option ", field, " is ", value, "; ", allowed));
+  };
+  check(prefetch >= 0, "prefetch", prefetch, "it counts units ahead, so 0 or more");
+  check(gradient_slots >= 1, "gradient_slots", gradient_slots, "it must be 1 or more");
+  check(budget_bytes >= 0, "budget_bytes", budget_bytes, "it must be 0 (no limit) or more");
+  check(alignment > 0 && (alignment & (alignment - 1)) == 0, "alignment", alignment,
+        "it must be a power of two");
+  check(budget_bytes == 0 || kind == PoolKind::kPlanned, "budget_bytes", budget_bytes,
+        "only the planned pool can choose its prefetch by a budget");
+}
+
+std::unique_ptr<BucketPool> make_bucket_pool(std::vector<UnitBuckets> units,
+                                             const PoolOptions& options, SlabAllocator& allocator) {
+  options.validate();
+  BucketTable table(std::move(units));
+  const bool order_given = !options.order.forward.empty() || !options.order.backward.empty();
+  const StepOrder order = order_given ? options.order : declared_order(table);
+  const SlotOptions slots{.num_slots = {options.prefetch + 1, options.gradient_slots},
+                          .on_move = options.on_move,
+                          .alignment = options.alignment};
+  switch (options.kind) {
+    case PoolKind::kOnDemand: {
+      const LiveTrace trace = zero3_trace(table, order, options.prefetch);
+      return make_on_demand_pool(std::move(table), trace, options.alignment, allocator);
+    }
+    case PoolKind::kDoubleBuffer: {
+      const LiveTrace trace = zero3_trace(table, order, options.prefetch);
+      SlotLayout layout = double_buffer_layout(table, options.other_units, slots);
+      return make_slot_pool(std::move(table), std::move(layout), slots, trace, allocator);
+    }
+    case PoolKind::kMaxPool: {
+      const LiveTrace trace = zero3_trace(table, order, options.prefetch);
+      SlotLayout layout = max_pool_layout(table, slots);
+      return make_slot_pool(std::move(table), std::move(layout), slots, trace, allocator);
+    }
+    case PoolKind::kPlanned:
+      return make_planned(std::move(table), options, order, allocator);
+  }
+  throw UsageError("pool option kind is no kind of pool");
+}
+
+}  // namespace fsdp

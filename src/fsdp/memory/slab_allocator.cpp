@@ -1,0 +1,22 @@
+#include "fsdp/memory/slab_allocator.h"
+
+#include <new>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/text.h"
+
+namespace fsdp {
+
+void* HostSlabAllocator::allocate(int64_t bytes, int64_t alignment) {
+  void* address = ::operator new (static_cast<size_t>(bytes),
+                                  std::align_val_t{static_cast<size_t>(alignment)}, std::nothrow);
+  FSDP_CHECK(address != nullptr, "the host has no ", bytes_text(static_cast<double>(bytes)),
+             " of memory left for a bucket pool; choose a smaller prefetch or a smaller pool");
+  return address;
+}
+
+void HostSlabAllocator::deallocate(void* address, int64_t /*bytes*/, int64_t alignment) noexcept {
+  ::operator delete (address, std::align_val_t{static_cast<size_t>(alignment)});
+}
+
+}  // namespace fsdp
