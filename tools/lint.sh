@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks what a compiler does not: formatting, ASCII, rooms, sizes, scripts. --fix rewrites formatting.
+# Checks what a compiler does not: formatting, ASCII, rooms, sizes, scripts, links. --fix rewrites formatting.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -14,9 +14,11 @@ esac
 tracked() { git ls-files --cached --others --exclude-standard -- "$@" | while read -r f; do [[ -f $f ]] && echo "$f"; done; }
 
 failed=()
+num_checks=0
 check() {  # check NAME COMMAND...: runs it, one line when it is fine
   local name=$1
   shift
+  num_checks=$((num_checks + 1))
   if "$@"; then echo "lint: $name: ok"; else echo "lint: $name: FAILED" >&2; failed+=("$name"); fi
 }
 
@@ -58,6 +60,6 @@ check "sizes of files and functions" python3 tools/check_sizes.py "${sources[@]}
 check "shell scripts" scripts
 
 if [[ ${#failed[@]} -gt 0 ]]; then
-  echo "lint: ${#failed[@]} of 5 checks failed; \`make format\` repairs formatting." >&2
+  echo "lint: ${#failed[@]} of $num_checks checks failed; \`make format\` repairs formatting." >&2
   exit 1
 fi

@@ -3,6 +3,7 @@
 #
 #   tools/setup.sh            install what is missing, print every part
 #   tools/setup.sh --quiet    the same, but silent when nothing was missing
+#   tools/setup.sh --fuzz     also clang and its fuzzer runtime, without which tests/fuzz is skipped
 #
 # Idempotent: a part that is there, from wherever it came, is left alone, so a second run only looks.
 # Debian packages are installed as root or through sudo; Python packages go to .venv.
@@ -20,11 +21,14 @@ torch_last=2.13
 torch_cpu_index=https://download.pytorch.org/whl/cpu
 
 quiet=no
-case "${1:-}" in
-  --quiet) quiet=yes ;;
-  "") ;;
-  *) echo "setup: argument '$1' is unknown: use --quiet or nothing." >&2; exit 2 ;;
-esac
+required=(compiler cmake ninja json cli11 gtest python)
+for argument in "$@"; do
+  case "$argument" in
+    --quiet) quiet=yes ;;
+    --fuzz) required+=(clang) ;;
+    *) echo "setup: argument '$argument' is unknown: use --quiet, --fuzz or nothing." >&2; exit 2 ;;
+  esac
+done
 
 lines=()     # the report
 problems=()  # one sentence each; any of them is a failure
@@ -65,6 +69,9 @@ find_cmake() { command -v cmake; }
 find_ninja() { command -v ninja || command -v ninja-build; }
 find_json() { find_file include/nlohmann/json.hpp; }
 find_cli11() { find_file include/CLI/CLI.hpp; }
+find_clang() {
+  command -v clang++ && compgen -G "$(clang++ -print-resource-dir)/lib/linux/libclang_rt.fuzzer-*.a" >/dev/null
+}
 find_mpi() { command -v mpirun >/dev/null && command -v mpicxx; }
 find_gtest() {
   # Either the built package (headers and both libraries) or the sources, which CMake then builds.
@@ -96,8 +103,7 @@ PY
 declare -A packages=(
   [compiler]="g++" [cmake]="cmake" [ninja]="ninja-build" [json]="nlohmann-json3-dev"
   [cli11]="libcli11-dev" [gtest]="libgtest-dev libgmock-dev" [mpi]="libopenmpi-dev openmpi-bin"
-  [python]="python3 python3-venv")
-required=(compiler cmake ninja json cli11 gtest python)
+  [python]="python3 python3-venv" [clang]="clang libclang-rt-dev")
 no_mpi=.cache/no-mpi  # exists when MPI alone could not be installed; delete it to try again
 
 # Prints the packages of the parts that are not there.
@@ -192,7 +198,7 @@ check_system_parts() {
   local place ccache
   check_compiler
   check_cmake
-  if place=$(find_ninja); then report "Ninja" "$("$place" --version)" "$place"
+  if place=$(find_ninja); then report "Ninja" "$("$place" --version | first_version)" "$place"
   else report_missing "Ninja" ninja; fi
   if place=$(find_json); then
     report "nlohmann-json" "$(header_version "$(dirname "$place")/detail/abi_macros.hpp" \
@@ -205,6 +211,8 @@ check_system_parts() {
   else report_missing "GoogleTest" gtest; fi
   if place=$(find_mpi); then report "MPI" "$(mpirun --version 2>/dev/null | first_version)" "$place"
   else report "MPI" "none" "no mpi communicator then; to try again: rm -f $no_mpi && make setup"; fi
+  if place=$(find_clang); then report "clang" "$(clang++ --version | first_version)" "$place (for tests/fuzz)"
+  else report "clang" "none" "optional; without it tests/fuzz is skipped (to install it: tools/setup.sh --fuzz)"; fi
   if ccache=$(command -v ccache); then report "ccache" "$(ccache --version | first_version)" "$ccache"
   else report "ccache" "none" "optional; makes the second clean build fast"; fi
 }
