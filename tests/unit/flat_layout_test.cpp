@@ -191,12 +191,20 @@ TEST(FlatLayout, NothingToPlaceMakesAnEmptyBuffer) {
   }
 }
 
-TEST(FlatLayout, AskingForOneRankDoesNotDependOnTheNumberOfRanks) {
-  // 16 million ranks: anything proportional to them would be noticed.
-  const FlatLayout layout(
-      {.shapes = {{1 << 20, 4096}}, .element_bytes = 2, .inner_ranks = 1 << 22, .outer_ranks = 4});
-  for (int i = 0; i < 1000; ++i) {
-    EXPECT_EQ(layout.tensor_slices(kBoth, {.outer = 3, .inner = i * 4096}).size(), 1u);
+TEST(FlatLayout, PlanningDoesNotDependOnTheNumberOfRanks) {
+  // 16 million ranks, a thousand times: anything proportional to them would be noticed.
+  for (const Granularity granularity : {Granularity::element(), Granularity::row(),
+                                        Granularity::block(32), Granularity::tensor()}) {
+    const FlatLayoutRequest request{.shapes = {{1 << 20, 4096}, {4096, 128}, {7}},
+                                    .element_bytes = 2,
+                                    .inner_ranks = 1 << 22,
+                                    .outer_ranks = 4,
+                                    .granularity = granularity};
+    for (int i = 0; i < 1000; ++i) {
+      const FlatLayout layout(request);
+      EXPECT_LE(layout.tensor_slices(kBoth, {.outer = 3, .inner = i * 4096}).size(), 3u);
+      EXPECT_GE(layout.max_shard_numel(kInner), layout.max_shard_numel(kBoth));
+    }
   }
 }
 

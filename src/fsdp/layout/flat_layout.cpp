@@ -1,6 +1,7 @@
 #include "fsdp/layout/flat_layout.h"
 
 #include <algorithm>
+#include <map>
 #include <utility>
 
 #include "fsdp/base/error.h"
@@ -199,14 +200,18 @@ int64_t FlatLayout::shard_numel(PlacementPair placed, MeshCoordinate rank) const
 
 int64_t FlatLayout::max_shard_numel(PlacementPair placed) const {
   if (has_even_shards()) return padded_numel() / num_shards(placed, mesh());
-  const int64_t num_inner = placed.inner == Placement::kShard ? request_.inner_ranks : 1;
-  const int64_t num_outer = placed.outer == Placement::kShard ? request_.outer_ranks : 1;
-  int64_t max_numel = 0;
-  for (int64_t inner = 0; inner < num_inner; ++inner) {
-    for (int64_t outer = 0; outer < num_outer; ++outer) {
-      max_numel = std::max(max_numel, shard_numel(placed, {.outer = outer, .inner = inner}));
+  // Shares of the ranks that hold the same are added up; most ranks may have none.
+  const MeshShape ranks = mesh();
+  std::map<std::pair<int64_t, int64_t>, int64_t> numel_by_rank;
+  for (const Segment& segment : segments_) {
+    for (const Segment::UnevenShare& share : segment.uneven_shares()) {
+      const int64_t inner = placed.inner == Placement::kShard ? share.index / ranks.outer : 0;
+      const int64_t outer = placed.outer == Placement::kShard ? share.index % ranks.outer : 0;
+      numel_by_rank[{inner, outer}] += share.numel;
     }
   }
+  int64_t max_numel = 0;
+  for (const auto& [rank, numel] : numel_by_rank) max_numel = std::max(max_numel, numel);
   return max_numel;
 }
 
@@ -255,8 +260,9 @@ void FlatLayout::validate() const {
   int64_t position = 0;
   for (const Segment& segment : segments_) {
     FSDP_ASSERT(segment.range().begin == position, "segments leave a hole at ", position);
-    FSDP_ASSERT(!segment.is_even() || segment.max_share_numel() % align_numel() == 0, "share ",
-                segment.max_share_numel());
+    if (segment.is_even()) {
+      FSDP_ASSERT(segment.share_numel() % align_numel() == 0, "share ", segment.share_numel());
+    }
     position = segment.range().end;
   }
   int64_t end_before = 0;
@@ -274,7 +280,7 @@ void FlatLayout::validate() const {
 void FlatLayout::validate_cuts(size_t tensor) const {
   const Segment& segment = segment_at(tensors_[tensor].begin);
   if (!segment.is_even()) return;  // shares of whole tensors by construction
-  const int64_t share_numel = segment.max_share_numel();
+  const int64_t share_numel = segment.share_numel();
   const int64_t numel = tensors_[tensor].numel();
   const int64_t piece = indivisible_numel(request_.granularity, request_.shapes[tensor]);
   const int64_t first_cut =

@@ -35,12 +35,17 @@ std::vector<Piece> pieces_by_volume(std::span<const BrickedTensor> tensors) {
 
 // The bound of the header for a = size / divisor.
 int64_t bound_for(std::span<const Piece> pieces, int64_t size, int64_t divisor, int64_t num_ranks) {
-  __int128 sum = 0;
+  using Wide = unsigned __int128;  // a size times a divisor or a count may need more than 64 bits
+  const auto wide_divisor = static_cast<Wide>(divisor);
+  const auto wide_size = static_cast<Wide>(size);
+  Wide sum = 0;
   for (const Piece& piece : pieces) {
-    sum += static_cast<__int128>(piece.numel) * divisor / size * piece.count;
+    sum +=
+        static_cast<Wide>(piece.numel) * wide_divisor / wide_size * static_cast<Wide>(piece.count);
   }
-  const __int128 per_rank = (sum + num_ranks - 1) / num_ranks;
-  return static_cast<int64_t>((per_rank * size + divisor - 1) / divisor);
+  const auto ranks = static_cast<Wide>(num_ranks);
+  const Wide per_rank = (sum + ranks - 1) / ranks;
+  return static_cast<int64_t>((per_rank * wide_size + wide_divisor - 1) / wide_divisor);
 }
 
 }  // namespace

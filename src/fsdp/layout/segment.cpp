@@ -1,37 +1,61 @@
 #include "fsdp/layout/segment.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
 
 namespace fsdp {
 
-Segment::Segment(int64_t begin, int64_t end, int64_t max_share_numel, std::vector<int64_t> cuts)
-    : begin_(begin), end_(end), max_share_numel_(max_share_numel), cuts_(std::move(cuts)) {}
-
 Segment Segment::even(int64_t begin, int64_t share_numel, int64_t num_shares) {
   FSDP_ASSERT(begin >= 0 && share_numel >= 0 && num_shares >= 1);
-  const int64_t end = checked_add(begin, checked_mul(share_numel, num_shares));
-  return Segment(begin, end, share_numel, {});
+  Segment segment;
+  segment.begin_ = begin;
+  segment.end_ = checked_add(begin, checked_mul(share_numel, num_shares));
+  segment.share_numel_ = share_numel;
+  return segment;
 }
 
-Segment Segment::uneven(int64_t begin, std::vector<int64_t> cuts) {
-  FSDP_ASSERT(begin >= 0 && cuts.size() >= 2 && cuts.front() == 0);
-  int64_t max_share_numel = 0;
-  for (size_t i = 1; i < cuts.size(); ++i) {
-    FSDP_ASSERT(cuts[i] >= cuts[i - 1], "cut ", i);
-    max_share_numel = std::max(max_share_numel, cuts[i] - cuts[i - 1]);
+Segment Segment::uneven(int64_t begin, std::span<const UnevenShare> shares) {
+  FSDP_ASSERT(begin >= 0);
+  Segment segment;
+  segment.begin_ = begin;
+  segment.is_even_ = false;
+  ShareEnd last{.index = -1, .end = 0};
+  for (const UnevenShare& share : shares) {
+    FSDP_ASSERT(share.index > last.index && share.numel > 0, "share ", share.index);
+    last = {.index = share.index, .end = checked_add(last.end, share.numel)};
+    segment.ends_.push_back(last);
   }
-  const int64_t end = checked_add(begin, cuts.back());
-  return Segment(begin, end, max_share_numel, std::move(cuts));
+  segment.end_ = checked_add(begin, last.end);
+  return segment;
 }
 
 FlatRange Segment::shares(int64_t first, int64_t last) const {
-  if (is_even()) return {begin_ + first * max_share_numel_, begin_ + last * max_share_numel_};
-  return {begin_ + cuts_.at(static_cast<size_t>(first)),
-          begin_ + cuts_.at(static_cast<size_t>(last))};
+  return {begin_of_share(first), begin_of_share(last)};
+}
+
+int64_t Segment::begin_of_share(int64_t index) const {
+  if (is_even_) return begin_ + index * share_numel_;
+  const auto it = std::partition_point(ends_.begin(), ends_.end(),
+                                       [&](const ShareEnd& share) { return share.index < index; });
+  return it == ends_.begin() ? begin_ : begin_ + std::prev(it)->end;
+}
+
+int64_t Segment::share_numel() const {
+  FSDP_ASSERT(is_even_, "shares of an uneven segment differ");
+  return share_numel_;
+}
+
+std::vector<Segment::UnevenShare> Segment::uneven_shares() const {
+  FSDP_ASSERT(!is_even_);
+  std::vector<UnevenShare> result;
+  int64_t begin = 0;
+  for (const ShareEnd& share : ends_) {
+    result.push_back({.index = share.index, .numel = share.end - begin});
+    begin = share.end;
+  }
+  return result;
 }
 
 }  // namespace fsdp

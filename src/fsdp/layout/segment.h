@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 namespace fsdp {
@@ -25,31 +26,49 @@ constexpr FlatRange intersect(FlatRange a, FlatRange b) {
 
 class Segment {
  public:
+  // A share with elements in it, of an uneven segment.
+  struct UnevenShare {
+    int64_t index = 0;
+    int64_t numel = 0;
+  };
+
   // num_shares shares of share_numel elements each, from flat position `begin` on.
   static Segment even(int64_t begin, int64_t share_numel, int64_t num_shares);
 
-  // Shares that end where they like: cuts[i] is the begin of share i relative to `begin`, and the
-  // last entry the end of the last share. Not decreasing, first entry 0.
-  static Segment uneven(int64_t begin, std::vector<int64_t> cuts);
+  // Shares of different lengths; those not listed are empty. Indices must increase.
+  static Segment uneven(int64_t begin, std::span<const UnevenShare> shares);
 
   FlatRange range() const { return {begin_, end_}; }
+  bool is_even() const { return is_even_; }
 
   // The flat range of shares [first, last), which is contiguous.
   FlatRange shares(int64_t first, int64_t last) const;
 
-  // Elements of the largest share; of every share when even.
-  int64_t max_share_numel() const { return max_share_numel_; }
-  bool is_even() const { return cuts_.empty(); }
+  // Elements of every share of an even segment.
+  int64_t share_numel() const;
+
+  // The shares of an uneven segment that are not empty.
+  std::vector<UnevenShare> uneven_shares() const;
 
   friend bool operator==(const Segment&, const Segment&) = default;
 
  private:
-  Segment(int64_t begin, int64_t end, int64_t max_share_numel, std::vector<int64_t> cuts);
+  struct ShareEnd {
+    int64_t index = 0;
+    int64_t end = 0;  // relative to the segment
 
-  int64_t begin_;
-  int64_t end_;
-  int64_t max_share_numel_;
-  std::vector<int64_t> cuts_;  // empty when even
+    friend bool operator==(const ShareEnd&, const ShareEnd&) = default;
+  };
+
+  Segment() = default;
+
+  int64_t begin_of_share(int64_t index) const;
+
+  int64_t begin_ = 0;
+  int64_t end_ = 0;
+  bool is_even_ = true;
+  int64_t share_numel_ = 0;     // when even
+  std::vector<ShareEnd> ends_;  // when uneven
 };
 
 }  // namespace fsdp
