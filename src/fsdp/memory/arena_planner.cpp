@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <numeric>
+#include <random>
 #include <tuple>
 
 #include "fsdp/base/error.h"
@@ -56,6 +57,7 @@ class Planner {
     try_known();
     try_orders();
     for (const int32_t beam : {16, options_.beam}) sweep(bound_, beam);
+    promote_what_sticks_out();
     narrow(bound_, PrefetchDelays::kForbidden);
     const auto limit = static_cast<int64_t>(static_cast<double>(bound_) * options_.delay_above);
     if (options_.delays == PrefetchDelays::kAllowed && best_.bytes > limit) {
@@ -100,6 +102,7 @@ class Planner {
   }
 
   void try_orders();
+  void promote_what_sticks_out();
   bool sweep(int64_t arena_bytes, int32_t beam);
   bool sweep_with_delays(int64_t arena_bytes) {
     std::optional<Candidate> candidate = delayed_into(trace_, arena_bytes);
@@ -113,7 +116,9 @@ class Planner {
   // Halves the range between an arena that was too small and the best.
   void narrow(int64_t failed, PrefetchDelays delays) {
     const int64_t close_enough = bound_ / 512;
-    while (best_.bytes - failed > close_enough && decisions_left_ > 0) {
+    // The search without delays leaves half of the decisions to the one with delays.
+    const int64_t reserved = delays == PrefetchDelays::kAllowed ? 0 : options_.max_decisions / 2;
+    while (best_.bytes - failed > close_enough && decisions_left_ > reserved) {
       const int64_t middle =
           (failed + (best_.bytes - failed) / 2) / options_.alignment * options_.alignment;
       const bool found = delays == PrefetchDelays::kAllowed ? sweep_with_delays(middle)
@@ -181,6 +186,53 @@ void Planner::try_orders() {
       if (bytes >= best_.bytes) continue;
       best_ = {{placer.offsets().begin(), placer.offsets().end()}, undelayed(), bytes, 0, name};
     }
+  }
+}
+
+// Local search over placement orders: the interval that does not fit below the best arena so far is
+// placed earlier next time. Finds what a sweep cannot, because it also uses places inside a gap;
+// matters for short traces without structure.
+void Planner::promote_what_sticks_out() {
+  constexpr int64_t kMaxPlaced = 100'000;  // intervals placed in all rounds together
+  constexpr int64_t kRoundsUntilRestart = 64;
+  const auto num_intervals = static_cast<int64_t>(trace_.intervals.size());
+  if (num_intervals == 0 || optimal()) return;
+  std::vector<ArenaItem> items;
+  for (const LiveInterval& each : trace_.intervals) {
+    items.push_back({each.bytes, each.first, each.last});
+  }
+  ArenaPlacer placer(std::move(items));
+  // From bottom to top, which at the lowest gaps is no higher than the placement it came from.
+  const auto order_of_best = [&] {
+    std::vector<int32_t> order(trace_.intervals.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+      return best_.offsets[static_cast<size_t>(a)] < best_.offsets[static_cast<size_t>(b)];
+    });
+    return order;
+  };
+  std::vector<int32_t> order = order_of_best();
+  std::minstd_rand random;  // its sequence is fixed by the standard, unlike the distributions
+  for (int64_t round = 1; round * num_intervals <= kMaxPlaced && !optimal(); ++round) {
+    const int64_t bytes = placer.place(order, Fit::kLowest, best_.bytes - 1);
+    if (bytes < best_.bytes) {
+      best_ = {{placer.offsets().begin(), placer.offsets().end()},
+               undelayed(),
+               bytes,
+               0,
+               "promoting what sticks out"};
+    } else if (round % kRoundsUntilRestart == 0) {
+      order = order_of_best();
+      continue;
+    }
+    const auto sticks_out = std::find_if(order.begin(), order.end(), [&](int32_t i) {
+      const auto index = static_cast<size_t>(i);
+      const int64_t offset = placer.offsets()[index];
+      return offset >= 0 && offset + trace_.intervals[index].bytes >= best_.bytes;
+    });
+    const auto position = static_cast<uint64_t>(sticks_out - order.begin());
+    const auto earlier = static_cast<std::ptrdiff_t>(random() % (position + 1));
+    std::rotate(order.begin() + earlier, sticks_out, sticks_out + 1);
   }
 }
 

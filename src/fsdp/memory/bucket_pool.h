@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "fsdp/memory/bucket.h"
+#include "fsdp/memory/live_trace.h"
 #include "fsdp/memory/slab_allocator.h"
 #include "fsdp/memory/step_order.h"
 
@@ -95,6 +96,9 @@ class BucketPool {
   BucketPool& operator=(const BucketPool&) = delete;
 
   const BucketTable& table() const { return table_; }
+  // The step the pool was made for: who should acquire and release what when. The planned pool may
+  // begin some prefetches one unit later than asked, and then relies on it.
+  const LiveTrace& trace() const { return trace_; }
   virtual PoolKind kind() const = 0;
 
   // Known from the declaration alone.
@@ -105,7 +109,7 @@ class BucketPool {
 
   void begin_step();
 
-  // The address of `bytes` bytes; meaningless for a bucket of 0 bytes.
+  // The address of the bucket's bytes; meaningless for a bucket of 0 bytes.
   void* acquire(BucketId id);
   // The same, and an error unless the bucket was declared with this size and type.
   void* acquire(BucketId id, int64_t expected_bytes, DType expected_dtype);
@@ -132,8 +136,9 @@ class BucketPool {
   virtual std::string report() const = 0;
 
  protected:
-  BucketPool(BucketTable table, SlabAllocator& allocator)
+  BucketPool(BucketTable table, LiveTrace trace, SlabAllocator& allocator)
       : table_(std::move(table)),
+        trace_(std::move(trace)),
         allocator_(allocator),
         states_(static_cast<size_t>(table_.num_buckets())) {}
 
@@ -156,6 +161,7 @@ class BucketPool {
   const State& at(BucketId id) const { return states_[static_cast<size_t>(table_.index_of(id))]; }
 
   BucketTable table_;
+  LiveTrace trace_;
   SlabAllocator& allocator_;
   std::vector<State> states_;  // by flat index
   int32_t num_held_ = 0;

@@ -8,12 +8,12 @@ namespace {
 
 class OnDemandPool final : public BucketPool {
  public:
-  OnDemandPool(BucketTable table, const LiveTrace& trace, int64_t alignment,
+  OnDemandPool(BucketTable declared, LiveTrace step, int64_t alignment,
                SlabAllocator& slab_allocator)
-      : BucketPool(std::move(table), slab_allocator),
-        slabs_(static_cast<size_t>(this->table().num_buckets())),
+      : BucketPool(std::move(declared), std::move(step), slab_allocator),
+        slabs_(static_cast<size_t>(table().num_buckets())),
         alignment_(alignment),
-        peak_bytes_(lower_bound_bytes(trace)) {}
+        peak_bytes_(lower_bound_bytes(trace())) {}
 
   PoolKind kind() const override { return PoolKind::kOnDemand; }
   PoolBytes bytes() const override { return {.on_demand_peak = peak_bytes_}; }
@@ -44,9 +44,9 @@ class OnDemandPool final : public BucketPool {
 
 }  // namespace
 
-std::unique_ptr<BucketPool> make_on_demand_pool(BucketTable table, const LiveTrace& trace,
+std::unique_ptr<BucketPool> make_on_demand_pool(BucketTable table, LiveTrace trace,
                                                 int64_t alignment, SlabAllocator& allocator) {
-  return std::make_unique<OnDemandPool>(std::move(table), trace, alignment, allocator);
+  return std::make_unique<OnDemandPool>(std::move(table), std::move(trace), alignment, allocator);
 }
 
 }  // namespace fsdp

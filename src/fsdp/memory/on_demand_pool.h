@@ -9,7 +9,7 @@
 namespace fsdp {
 
 // `trace` is what the forecast of the peak is computed from.
-std::unique_ptr<BucketPool> make_on_demand_pool(BucketTable table, const LiveTrace& trace,
+std::unique_ptr<BucketPool> make_on_demand_pool(BucketTable table, LiveTrace trace,
                                                 int64_t alignment, SlabAllocator& allocator);
 
 }  // namespace fsdp

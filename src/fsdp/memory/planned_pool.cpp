@@ -110,7 +110,7 @@ class PlannedPool final : public BucketPool {
 
 PlannedPool::PlannedPool(BucketTable declared, ArenaPlan plan, int64_t alignment,
                          SlabAllocator& slab_allocator)
-    : BucketPool(std::move(declared), slab_allocator),
+    : BucketPool(std::move(declared), plan.trace, slab_allocator),
       plan_(std::move(plan)),
       alignment_(alignment),
       schedules_(static_cast<size_t>(table().num_buckets())) {
@@ -168,9 +168,9 @@ std::string PlannedPool::report() const {
       bytes_text(static_cast<double>(plan_.bound_bytes)), "; the arena is ",
       std::round(share * 100.0) / 100.0, " % above it (found by: ", plan_.method, ")");
   if (plan_.num_delayed > 0) {
-    text += concat("\n  ", plan_.num_delayed,
-                   " prefetches begin one unit later than asked; without them: at least ",
-                   bytes_text(static_cast<double>(plan_.bound_bytes)));
+    text +=
+        concat("\n  ", plan_.num_delayed,
+               " prefetches begin one unit later than asked, because a peak could not be placed");
   }
   return text;
 }

@@ -78,18 +78,20 @@ std::unique_ptr<BucketPool> make_bucket_pool(std::vector<UnitBuckets> units,
                           .alignment = options.alignment};
   switch (options.kind) {
     case PoolKind::kOnDemand: {
-      const LiveTrace trace = zero3_trace(table, order, options.prefetch);
-      return make_on_demand_pool(std::move(table), trace, options.alignment, allocator);
+      LiveTrace trace = zero3_trace(table, order, options.prefetch);
+      return make_on_demand_pool(std::move(table), std::move(trace), options.alignment, allocator);
     }
     case PoolKind::kDoubleBuffer: {
-      const LiveTrace trace = zero3_trace(table, order, options.prefetch);
+      LiveTrace trace = zero3_trace(table, order, options.prefetch);
       SlotLayout layout = double_buffer_layout(table, options.other_units, slots);
-      return make_slot_pool(std::move(table), std::move(layout), slots, trace, allocator);
+      return make_slot_pool(std::move(table), std::move(layout), slots, std::move(trace),
+                            allocator);
     }
     case PoolKind::kMaxPool: {
-      const LiveTrace trace = zero3_trace(table, order, options.prefetch);
+      LiveTrace trace = zero3_trace(table, order, options.prefetch);
       SlotLayout layout = max_pool_layout(table, slots);
-      return make_slot_pool(std::move(table), std::move(layout), slots, trace, allocator);
+      return make_slot_pool(std::move(table), std::move(layout), slots, std::move(trace),
+                            allocator);
     }
     case PoolKind::kPlanned:
       return make_planned(std::move(table), options, order, allocator);

@@ -20,9 +20,9 @@ std::string bytes_words(int64_t bytes) { return bytes_text(static_cast<double>(b
 //   [weight slot 0][weight slot 1]..[gradient slot 0][gradient slot 1]..[persistent]
 class SlotPool final : public BucketPool {
  public:
-  SlotPool(BucketTable declared, SlotLayout layout, const SlotOptions& options,
-           const LiveTrace& trace, SlabAllocator& slab_allocator)
-      : BucketPool(std::move(declared), slab_allocator),
+  SlotPool(BucketTable declared, SlotLayout layout, const SlotOptions& options, LiveTrace step,
+           SlabAllocator& slab_allocator)
+      : BucketPool(std::move(declared), std::move(step), slab_allocator),
         layout_(std::move(layout)),
         alignment_(options.alignment),
         on_demand_(static_cast<size_t>(table().num_buckets())),
@@ -40,7 +40,7 @@ class SlotPool final : public BucketPool {
     for (const int64_t bytes : layout_.persistent_bytes) {
       fixed_bytes_ = checked_add(fixed_bytes_, bytes);
     }
-    on_demand_peak_ = on_demand_peak(trace);
+    on_demand_peak_ = on_demand_peak();
   }
 
   PoolKind kind() const override { return layout_.kind; }
@@ -69,10 +69,10 @@ class SlotPool final : public BucketPool {
 
  private:
   const BucketHome& home(int32_t index) const { return layout_.homes[static_cast<size_t>(index)]; }
-  int64_t on_demand_peak(const LiveTrace& trace) const {
+  int64_t on_demand_peak() const {
     LiveTrace on_demand;
-    on_demand.num_times = trace.num_times;
-    for (const LiveInterval& interval : trace.intervals) {
+    on_demand.num_times = trace().num_times;
+    for (const LiveInterval& interval : trace().intervals) {
       if (home(table().index_of(interval.bucket)).place == BucketHome::Place::kOnDemand) {
         on_demand.intervals.push_back(interval);
       }
@@ -178,9 +178,10 @@ int32_t add_entry(SlotLayout& layout, SlotEntry entry, int64_t alignment) {
 }
 
 std::unique_ptr<BucketPool> make_slot_pool(BucketTable table, SlotLayout layout,
-                                           const SlotOptions& options, const LiveTrace& trace,
+                                           const SlotOptions& options, LiveTrace trace,
                                            SlabAllocator& allocator) {
-  return std::make_unique<SlotPool>(std::move(table), std::move(layout), options, trace, allocator);
+  return std::make_unique<SlotPool>(std::move(table), std::move(layout), options, std::move(trace),
+                                    allocator);
 }
 
 }  // namespace fsdp

@@ -51,7 +51,7 @@ int32_t add_entry(SlotLayout& layout, SlotEntry entry, int64_t alignment);
 
 // `trace` gives the peak of what is allocated on demand.
 std::unique_ptr<BucketPool> make_slot_pool(BucketTable table, SlotLayout layout,
-                                           const SlotOptions& options, const LiveTrace& trace,
+                                           const SlotOptions& options, LiveTrace trace,
                                            SlabAllocator& allocator);
 
 }  // namespace fsdp

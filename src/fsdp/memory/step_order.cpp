@@ -16,6 +16,7 @@ struct Stay {
   int32_t first = 0;
   int32_t last = 0;
   bool may_begin_later = false;
+  int32_t first_use = 0;
 };
 
 std::vector<Stay> weight_stays(const std::vector<int32_t>& sequence, int32_t num_units,
@@ -32,7 +33,7 @@ std::vector<Stay> weight_stays(const std::vector<int32_t>& sequence, int32_t num
     }
     open = static_cast<int32_t>(stays.size());
     // Beginning one unit later still leaves one unit of computation to hide the gather behind.
-    stays.push_back({unit, BucketRole::kWeight, first, use, use - first >= 2});
+    stays.push_back({unit, BucketRole::kWeight, first, use, use - first >= 2, use});
   }
   return stays;
 }
@@ -46,7 +47,7 @@ std::vector<Stay> gradient_stays(const StepOrder& order, int32_t num_units) {
   std::vector<Stay> stays;
   for (int32_t unit = 0; unit < num_units; ++unit) {
     const int32_t use = last_use[static_cast<size_t>(unit)];
-    if (use >= 0) stays.push_back({unit, BucketRole::kGradient, use, use + 1, false});
+    if (use >= 0) stays.push_back({unit, BucketRole::kGradient, use, use + 1, false, use});
   }
   return stays;
 }
@@ -82,11 +83,11 @@ LiveTrace zero3_trace(const BucketTable& table, const StepOrder& order, int32_t 
   const std::vector<Stay> gradients = gradient_stays(order, table.num_units());
   stays.insert(stays.end(), gradients.begin(), gradients.end());
   // The order of acquire: at one time the unit that computes takes its gradient bucket before the
-  // prefetch of a later unit is issued, hence by role descending and then by use.
+  // prefetch of a later unit is issued, and prefetches are issued in the order of use.
   std::stable_sort(stays.begin(), stays.end(), [](const Stay& a, const Stay& b) {
     if (a.first != b.first) return a.first < b.first;
     if (a.role != b.role) return a.role == BucketRole::kGradient;
-    return a.last < b.last;
+    return a.first_use < b.first_use;
   });
 
   LiveTrace trace;
