@@ -35,12 +35,14 @@ TEST(Command, HelpListsEverySubcommandWithAnExample) {
   const CommandResult result = run_fsdp("--help");
   EXPECT_EQ(result.exit_code, 0);
   EXPECT_EQ(result.err, "");
-  EXPECT_THAT(result.out, AllOf(HasSubstr("  info "), HasSubstr("Examples:")));
+  EXPECT_THAT(result.out,
+              AllOf(HasSubstr("  plan "), HasSubstr("  info "), HasSubstr("Examples:")));
   EXPECT_THAT(run_fsdp("info --help").out, AllOf(HasSubstr("--json"), HasSubstr("Example:")));
 }
 
 TEST(Command, SuggestsTheNearestWord) {
   expect_bad_use(run_fsdp("inof"), "subcommand 'inof' is not known to fsdp; did you mean 'info'?");
+  expect_bad_use(run_fsdp("paln"), "did you mean 'plan'?");
   expect_bad_use(run_fsdp("--versoin"), "did you mean '--version'?");
   expect_bad_use(run_fsdp("info --jsno"),
                  "option '--jsno' is not known to fsdp info; did you mean '--json'?");

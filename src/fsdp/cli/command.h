@@ -13,6 +13,7 @@ struct Command {
   std::function<void()> run;
 };
 
+Command add_plan(CLI::App& parent);
 Command add_info(CLI::App& parent);
 
 }  // namespace fsdp::cli

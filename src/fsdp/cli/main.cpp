@@ -20,14 +20,16 @@ constexpr const char* kDescription =
     "Fully sharded data-parallel training on libtorch: plans, runs and inspects it.";
 constexpr const char* kFooter =
     "Examples:\n"
-    "  fsdp info    this build, its libtorch and devices\n"
+    "  fsdp plan --model llama3-8b --ranks 8 --compare    memory and traffic of every strategy\n"
+    "  fsdp info                                          this build, its libtorch and devices\n"
     "fsdp SUBCOMMAND --help explains the options of one.";
 
 int run(int argc, char** argv) {
   CLI::App app(kDescription, "fsdp");
   app.footer(kFooter);
   app.set_version_flag("--version", "fsdp " FSDP_VERSION);
-  const std::vector<fsdp::cli::Command> commands = {fsdp::cli::add_info(app)};
+  const std::vector<fsdp::cli::Command> commands = {fsdp::cli::add_plan(app),
+                                                    fsdp::cli::add_info(app)};
   // Unknown arguments are collected, not refused, so that they can be answered with the nearest.
   app.allow_extras();
   for (const fsdp::cli::Command& command : commands) command.app->allow_extras();

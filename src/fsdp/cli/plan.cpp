@@ -1,0 +1,167 @@
+// `fsdp plan`: memory and traffic of a model on any number of ranks, without running it.
+#include <chrono>
+#include <iostream>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/text.h"
+#include "fsdp/cli/command.h"
+#include "fsdp/cli/option_values.h"
+#include "fsdp/cli/plan_report.h"
+#include "fsdp/plan/forecast.h"
+#include "fsdp/plan/model_catalog.h"
+#include "fsdp/plan/model_file.h"
+
+namespace fsdp::cli {
+
+namespace {
+
+// More ranks than any machine has; a larger number is a typing error.
+constexpr int64_t kMaxRanks = 1'000'000;
+
+// As typed; empty where an option was not given.
+struct PlanArguments {
+  std::string model;
+  std::string ranks;
+  std::string outer = "1";
+  std::string strategy = "optim_grads_params";
+  std::string main_params = "fp32";
+  std::string main_grads = "none";
+  std::string grad_comm = "none";
+  std::string moments = "fp32";
+  std::string pool = "planned";
+  std::string prefetch = "1";
+  std::string budget;
+  std::string granularity = "element";
+  bool json = false;
+  bool compare = false;
+};
+
+PoolKind parse_pool(const std::string& value) {
+  std::vector<std::string> names;
+  for (const PoolKind kind : all_pool_kinds()) names.emplace_back(name_of(kind));
+  return all_pool_kinds()[parse_choice("--pool", value, names)];
+}
+
+Granularity parse_granularity_option(const std::string& value) {
+  constexpr const char* kOption = "--granularity";
+  constexpr std::string_view kBlock = "block:";
+  if (value.starts_with(kBlock))
+    return Granularity::block(
+        parse_whole_number(kOption, value.substr(kBlock.size()), 1, int64_t{1} << 40));
+  const std::vector<std::string> names = {"element", "row", "tensor", "block:N"};
+  switch (parse_choice(kOption, value, names)) {
+    case 0:
+      return Granularity::element();
+    case 1:
+      return Granularity::row();
+    case 2:
+      return Granularity::tensor();
+  }
+  refuse_option(kOption, value, "N is the number of elements of a block, e.g. block:128");
+}
+
+PlanOptions read_options(const PlanArguments& given) {
+  PlanOptions options;
+  options.ranks = parse_whole_number("--ranks", given.ranks, 1, kMaxRanks);
+  options.outer = parse_whole_number("--outer", given.outer, 1, kMaxRanks);
+  options.strategy = parse_strategy(given.strategy);
+  options.precision.main_params = parse_dtype_or_none("--main-params", given.main_params);
+  options.precision.main_grads = parse_dtype_or_none("--main-grads", given.main_grads);
+  options.precision.grad_comm = parse_dtype_or_none("--grad-comm", given.grad_comm);
+  options.precision.moments = parse_dtype_or_none("--moments", given.moments);
+  options.pool = parse_pool(given.pool);
+  options.prefetch = parse_whole_number("--prefetch", given.prefetch, 0, kMaxPrefetch);
+  if (!given.budget.empty()) options.budget_bytes = parse_bytes("--budget", given.budget);
+  options.granularity = parse_granularity_option(given.granularity);
+  return options;
+}
+
+void run_plan(const CLI::App& app, const PlanArguments& given) {
+  if (given.model.empty())
+    throw UsageError(
+        concat("--model is missing; give a JSON file or one of ", join(model_names(), ", ")));
+  if (given.ranks.empty())
+    throw UsageError("--ranks is missing; give the number of ranks, e.g. --ranks 8");
+  if (given.compare && app.count("--strategy") > 0)
+    throw UsageError(concat("--strategy is '", given.strategy,
+                            "', but --compare shows every strategy; drop one of the two"));
+  if (!given.budget.empty() && app.count("--prefetch") > 0)
+    throw UsageError(concat("--prefetch is '", given.prefetch,
+                            "', but --budget chooses the depth itself; drop one of the two"));
+  const PlanOptions options = read_options(given);
+  const auto start = std::chrono::steady_clock::now();
+  ModelShape loaded = load_model(given.model);
+  const std::chrono::duration<double> load = std::chrono::steady_clock::now() - start;
+  const Planner planner(std::move(loaded), options);
+  const ModelShape& model = planner.model();
+  if (!given.compare) {
+    Forecast forecast = planner.forecast();
+    forecast.plan_seconds += load.count();
+    if (given.json)
+      std::cout << to_json(model, forecast).dump(2) << "\n";
+    else
+      print_forecast(std::cout, model, forecast);
+    return;
+  }
+  std::vector<Forecast> forecasts = planner.forecast_all();
+  for (Forecast& forecast : forecasts) forecast.plan_seconds += load.count();
+  if (!given.json) return print_comparison(std::cout, model, forecasts);
+  nlohmann::ordered_json rows = nlohmann::ordered_json::array();
+  for (const Forecast& forecast : forecasts) rows.push_back(to_json(model, forecast));
+  std::cout << rows.dump(2) << "\n";
+}
+
+std::string footer() {
+  return concat("DTYPE is fp64, fp32, fp16, bf16, fp8_e4m3, fp8_e5m2 or none. Known models: ",
+                join(model_names(), ", "),
+                ".\nExamples:\n"
+                "  fsdp plan --model llama3-8b --ranks 8\n"
+                "  fsdp plan --model deepseek-v3 --ranks 4096 --outer 8 --compare\n"
+                "  fsdp plan --model config.json --ranks 64 --grad-comm bf16 --main-grads fp32 "
+                "--budget 4GiB --json\n"
+                "docs/plan.md has every formula.");
+}
+
+}  // namespace
+
+Command add_plan(CLI::App& parent) {
+  CLI::App* app = parent.add_subcommand(
+      "plan", "Forecast memory and traffic of a model on any number of ranks");
+  app->footer(footer());
+  const auto given = std::make_shared<PlanArguments>();
+  const auto option = [&](const char* name, std::string& value, const char* type,
+                          const char* text) {
+    app->add_option(name, value, text)->type_name(type)->capture_default_str();
+  };
+  option("--model", given->model, "NAME|FILE.json",
+         "A known model, a published config.json, or a list of units (docs/plan.md)");
+  option("--ranks", given->ranks, "N", "Ranks in all");
+  option("--outer", given->outer, "M",
+         "Ranks along the outer axis (HSDP, HFSDP); divides --ranks, the rest is the shard axis");
+  option("--strategy", given->strategy, "NAME",
+         "What is sharded: no_shard, optim, optim_grads, optim_grads_params, the last three also "
+         "with +hfsdp, or placements such as RS/PS/SS");
+  option("--main-params", given->main_params, "DTYPE",
+         "Main weights; none: the optimizer updates the weights themselves");
+  option("--main-grads", given->main_grads, "DTYPE", "Main gradients; none: as the parameter");
+  option("--grad-comm", given->grad_comm, "DTYPE",
+         "What gradients travel in; none: as the main gradients");
+  option("--moments", given->moments, "DTYPE", "Each of the optimizer's two moments");
+  option("--pool", given->pool, "KIND",
+         "Memory of gathered weights and unreduced gradients: on_demand, double_buffer, max_pool "
+         "or planned");
+  option("--prefetch", given->prefetch, "K", "Units gathered ahead of the one that computes");
+  option("--budget", given->budget, "BYTES",
+         "Planned pool: take the deepest prefetch that fits, e.g. 4GiB");
+  option("--granularity", given->granularity, "WHERE",
+         "Where a shard may end: element, row, block:N or tensor");
+  app->add_flag("--json", given->json, "Print JSON instead of a table");
+  app->add_flag("--compare", given->compare, "All strategies side by side");
+  return {app, [app, given] { run_plan(*app, *given); }};
+}
+
+}  // namespace fsdp::cli

@@ -1,0 +1,187 @@
+#include "fsdp/cli/plan_report.h"
+
+#include <array>
+#include <iomanip>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "fsdp/base/text.h"
+
+namespace fsdp::cli {
+
+namespace {
+
+constexpr const char* kTrafficNote =
+    "received by each rank in a step of one microbatch: (n-1)/n of a gathered or reduce-scattered "
+    "buffer,\n  twice that of an all-reduced one";
+
+std::string bytes_words(int64_t bytes) { return bytes_text(static_cast<double>(bytes)); }
+
+std::string share_words(PlacementPair placed, MeshShape mesh) {
+  const int64_t parts = num_shards(placed, mesh);
+  return parts == 1 ? "whole" : concat("1/", parts);
+}
+
+std::string fixed_text(double value, int digits) {
+  std::ostringstream out;
+  out << std::fixed << std::setprecision(digits) << value;
+  return out.str();
+}
+
+std::string cut_words(Granularity granularity) {
+  switch (granularity.kind) {
+    case Granularity::Kind::kElement:
+      return "cuts anywhere";
+    case Granularity::Kind::kRow:
+      return "cuts between rows";
+    case Granularity::Kind::kBlock:
+      return concat("cuts between blocks of ", granularity.block_numel);
+    case Granularity::Kind::kTensor:
+      return "tensors are never cut";
+  }
+  return "";
+}
+
+void print_header(std::ostream& out, const ModelShape& model, const Forecast& forecast) {
+  const PlanOptions& options = forecast.options;
+  const MeshShape mesh = options.mesh();
+  out << "model     " << model.name << ": " << grouped_text(forecast.parameters)
+      << " parameters in " << forecast.num_units << " units\n";
+  out << "ranks     " << options.ranks;
+  if (mesh.outer > 1) out << " = " << mesh.outer << " outer x " << mesh.inner << " inner";
+  out << "\npadding   " << fixed_text(100 * forecast.padding_fraction, 4) << " % of the weights ("
+      << cut_words(options.granularity) << "; the best possible is "
+      << fixed_text(100 * forecast.padding_bound_fraction, 4) << " %)\n";
+}
+
+std::string pool_words(const Forecast& forecast) {
+  const PlanOptions& options = forecast.options;
+  std::string words = concat(name_of(options.pool), ", prefetch ", forecast.prefetch);
+  if (options.budget_bytes)
+    words += concat(", the deepest within ", bytes_words(*options.budget_bytes));
+  return words;
+}
+
+struct Row {
+  const char* name;
+  int64_t bytes;
+  std::string note;
+};
+
+void print_rows(std::ostream& out, const std::vector<Row>& rows) {
+  for (const Row& row : rows) {
+    out << "  " << std::left << std::setw(18) << row.name << std::right << std::setw(10)
+        << bytes_words(row.bytes);
+    if (!row.note.empty()) out << "   " << row.note;
+    out << "\n";
+  }
+}
+
+std::vector<Row> memory_rows(const Forecast& forecast) {
+  const PlanOptions& options = forecast.options;
+  const MeshShape mesh = options.mesh();
+  const MemoryBytes& bytes = forecast.bytes;
+  const GroupTypes types = resolve_types(options.precision.compute, options.precision);
+  const std::string optimizer_share = share_words(options.strategy.optimizer, mesh);
+  const bool aliased = options.precision.main_params == types.weight;
+  return {
+      {"weights", bytes.weight,
+       concat(name_of(types.weight), ", ", share_words(options.strategy.parameter, mesh))},
+      {"main weights", bytes.main_weight,
+       types.main_weight ? concat(name_of(*types.main_weight), ", ", optimizer_share)
+       : aliased         ? "the weights themselves"
+                         : "none"},
+      {"main gradients", bytes.main_grad,
+       concat(name_of(types.main_grad), ", ", share_words(options.strategy.gradient, mesh))},
+      {"moments", bytes.moments,
+       types.moment ? concat("2 x ", name_of(*types.moment), ", ", optimizer_share) : "none"},
+      {"weight pool", bytes.weight_pool, bytes.weight_pool > 0 ? pool_words(forecast) : ""},
+      {"gradient pool", bytes.grad_pool,
+       bytes.grad_pool > 0 ? concat(name_of(types.wire), " on the wire") : ""},
+      {"total", bytes.total(), ""},
+  };
+}
+
+std::vector<Row> traffic_rows(const Forecast& forecast) {
+  const AxisTraffic sum = forecast.traffic.sum();
+  const AxisTraffic& outer = forecast.traffic.outer;
+  const auto note = [&](int64_t outer_bytes) {
+    return outer_bytes > 0 ? concat(bytes_words(outer_bytes), " of it over the outer axis") : "";
+  };
+  return {{"all-gather", sum.all_gather, note(outer.all_gather)},
+          {"reduce-scatter", sum.reduce_scatter, note(outer.reduce_scatter)},
+          {"all-reduce", sum.all_reduce, note(outer.all_reduce)},
+          {"total", sum.total(), note(outer.total())}};
+}
+
+}  // namespace
+
+nlohmann::ordered_json to_json(const ModelShape& model, const Forecast& forecast) {
+  const MemoryBytes& bytes = forecast.bytes;
+  const AxisTraffic moved = forecast.traffic.sum();
+  const PlanOptions& options = forecast.options;
+  return {
+      {"model", model.name},
+      {"strategy", to_text(options.strategy)},
+      {"parameters", forecast.parameters},
+      {"ranks", options.ranks},
+      {"outer", options.outer},
+      {"units", forecast.num_units},
+      {"padding_fraction", forecast.padding_fraction},
+      {"pool", name_of(options.pool)},
+      {"prefetch", forecast.prefetch},
+      {"bytes",
+       {{"weight", bytes.weight},
+        {"main_weight", bytes.main_weight},
+        {"main_grad", bytes.main_grad},
+        {"moments", bytes.moments},
+        {"weight_pool", bytes.weight_pool},
+        {"grad_pool", bytes.grad_pool},
+        {"total", bytes.total()}}},
+      {"traffic_bytes",
+       {{"all_gather", moved.all_gather},
+        {"reduce_scatter", moved.reduce_scatter},
+        {"all_reduce", moved.all_reduce},
+        {"total", moved.total()}}},
+      {"plan_seconds", forecast.plan_seconds},
+  };
+}
+
+void print_forecast(std::ostream& out, const ModelShape& model, const Forecast& forecast) {
+  const Strategy& strategy = forecast.options.strategy;
+  print_header(out, model, forecast);
+  out << "strategy  " << to_text(strategy) << ": parameter " << to_text(strategy.parameter)
+      << ", gradient " << to_text(strategy.gradient) << ", optimizer "
+      << to_text(strategy.optimizer) << " (outer, inner)\n";
+  out << "\nmemory of each rank\n";
+  print_rows(out, memory_rows(forecast));
+  out << "\n" << kTrafficNote << "\n";
+  print_rows(out, traffic_rows(forecast));
+  out << "\nplanned in " << fixed_text(forecast.plan_seconds, 3) << " s\n";
+}
+
+void print_comparison(std::ostream& out, const ModelShape& model,
+                      std::span<const Forecast> forecasts) {
+  print_header(out, model, forecasts.front());
+  out << "pool      " << name_of(forecasts.front().options.pool) << "\n\n";
+  constexpr std::array<const char*, 10> kColumns = {"weights",  "main wts", "main grds", "moments",
+                                                    "wt pool",  "grd pool", "total",     "gather",
+                                                    "red-scat", "all-red"};
+  out << std::left << std::setw(26) << "strategy" << std::right;
+  for (const char* column : kColumns) out << std::setw(10) << column;
+  out << "\n";
+  for (const Forecast& forecast : forecasts) {
+    const MemoryBytes& bytes = forecast.bytes;
+    const AxisTraffic moved = forecast.traffic.sum();
+    out << std::left << std::setw(26) << to_text(forecast.options.strategy) << std::right;
+    for (const int64_t value :
+         {bytes.weight, bytes.main_weight, bytes.main_grad, bytes.moments, bytes.weight_pool,
+          bytes.grad_pool, bytes.total(), moved.all_gather, moved.reduce_scatter, moved.all_reduce})
+      out << std::setw(10) << bytes_words(value);
+    out << "\n";
+  }
+  out << "\nLast three columns: " << kTrafficNote << ".\n";
+}
+
+}  // namespace fsdp::cli

@@ -1,0 +1,132 @@
+#include "fsdp/plan/forecast.h"
+
+#include <algorithm>
+#include <chrono>
+#include <span>
+#include <utility>
+
+#include "fsdp/base/integer.h"
+#include "fsdp/plan/pool_forecast.h"
+
+namespace fsdp {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+int64_t bytes_of(int64_t numel, DType dtype) { return checked_mul(numel, element_bytes(dtype)); }
+
+// The buffers that stay: each is what its placement leaves to the rank, in its own type.
+MemoryBytes buffers_of(std::span<const GroupPlan> groups, const Strategy& strategy,
+                       MeshCoordinate rank) {
+  MemoryBytes bytes;
+  for (const GroupPlan& group : groups) {
+    const GroupTypes& types = group.types;
+    const auto held = [&](PlacementPair placed, DType dtype) {
+      return bytes_of(group.layout.shard_numel(placed, rank), dtype);
+    };
+    bytes.weight += held(strategy.parameter, types.weight);
+    if (!types.trainable) continue;
+    bytes.main_grad += held(strategy.gradient, types.main_grad);
+    if (types.main_weight) bytes.main_weight += held(strategy.optimizer, *types.main_weight);
+    if (types.moment) bytes.moments += 2 * held(strategy.optimizer, *types.moment);
+  }
+  return bytes;
+}
+
+// Ranks hold equally much unless tensors are never cut.
+MemoryBytes buffers_of_fullest_rank(std::span<const GroupPlan> groups, const Strategy& strategy,
+                                    MeshShape mesh) {
+  MemoryBytes fullest = buffers_of(groups, strategy, {});
+  const bool all_alike = std::all_of(groups.begin(), groups.end(), [](const GroupPlan& group) {
+    return group.layout.has_even_shards();
+  });
+  if (all_alike) return fullest;
+  for (int64_t outer = 0; outer < mesh.outer; ++outer)
+    for (int64_t inner = 0; inner < mesh.inner; ++inner) {
+      const MemoryBytes bytes = buffers_of(groups, strategy, {.outer = outer, .inner = inner});
+      if (bytes.total() > fullest.total()) fullest = bytes;
+    }
+  return fullest;
+}
+
+struct Padding {
+  double fraction = 0;
+  double bound_fraction = 0;
+};
+
+// In bytes of the weights, relative to the weights.
+Padding padding_of(std::span<const GroupPlan> groups) {
+  double tensor_bytes = 0;
+  double padded_bytes = 0;
+  double bound_bytes = 0;
+  for (const GroupPlan& group : groups) {
+    const auto element = static_cast<double>(element_bytes(group.types.weight));
+    tensor_bytes += element * static_cast<double>(group.layout.tensor_numel());
+    padded_bytes += element * static_cast<double>(group.layout.padded_numel());
+    bound_bytes += element * static_cast<double>(group.layout.lower_bound_numel());
+  }
+  if (tensor_bytes == 0) return {};
+  return {padded_bytes / tensor_bytes - 1, bound_bytes / tensor_bytes - 1};
+}
+
+}  // namespace
+
+int64_t MemoryBytes::total() const {
+  return weight + main_weight + main_grad + moments + weight_pool + grad_pool;
+}
+
+Planner::Planner(ModelShape model, const PlanOptions& options)
+    : model_(std::move(model)), options_(options) {
+  const Clock::time_point start = Clock::now();
+  options_.validate();
+  model_.validate();
+  groups_ = lay_out(model_, options_);
+  const Padding padding = padding_of(groups_);
+  padding_fraction_ = padding.fraction;
+  padding_bound_fraction_ = padding.bound_fraction;
+  layout_seconds_ = seconds_since(start);
+}
+
+Forecast Planner::forecast(const Strategy& strategy) const {
+  const Clock::time_point start = Clock::now();
+  Forecast result;
+  result.options = options_;
+  result.options.strategy = strategy;
+  result.options.validate();
+  result.parameters = model_.parameters();
+  result.num_units = static_cast<int64_t>(model_.units.size());
+  result.padding_fraction = padding_fraction_;
+  result.padding_bound_fraction = padding_bound_fraction_;
+  result.bytes = buffers_of_fullest_rank(groups_, strategy, options_.mesh());
+
+  const PoolForecast pool = forecast_pool(model_, groups_, result.options);
+  result.bytes.weight_pool = pool.weight_bytes;
+  result.bytes.grad_pool = pool.grad_bytes;
+  result.prefetch = pool.prefetch;
+  for (const GroupPlan& group : groups_) {
+    const int64_t padded = group.layout.padded_numel();
+    const GroupBytes whole{.weight = bytes_of(padded, group.types.weight),
+                           .wire = group.types.trainable ? bytes_of(padded, group.types.wire) : 0};
+    result.traffic += group_traffic(strategy, options_.mesh(), whole,
+                                    pool.num_gathers[static_cast<size_t>(group.unit)]);
+  }
+  result.plan_seconds = layout_seconds_ + seconds_since(start);
+  return result;
+}
+
+std::vector<Forecast> Planner::forecast_all() const {
+  std::vector<Forecast> all;
+  for (const Strategy& strategy : named_strategies()) {
+    // Without an outer axis these rows equal the ones that only replicate over it.
+    const bool needs_outer = strategy.optimizer.outer == Placement::kShard;
+    if (!needs_outer || options_.outer > 1) all.push_back(forecast(strategy));
+  }
+  return all;
+}
+
+}  // namespace fsdp

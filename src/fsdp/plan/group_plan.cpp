@@ -1,0 +1,56 @@
+#include "fsdp/plan/group_plan.h"
+
+#include <algorithm>
+
+namespace fsdp {
+
+namespace {
+
+// Gradients of quantised weights are not quantised.
+DType gradient_dtype_of(DType weight) {
+  return element_bytes(weight) == 1 ? DType::kBFloat16 : weight;
+}
+
+// Every buffer of the group has the same layout in elements, so the narrowest one decides how many
+// elements make an aligned start. Moments never travel and may be unaligned.
+int64_t narrowest_bytes(const GroupTypes& types) {
+  int64_t bytes = element_bytes(types.weight);
+  if (types.main_weight) bytes = std::min(bytes, element_bytes(*types.main_weight));
+  if (types.trainable)
+    bytes = std::min({bytes, element_bytes(types.main_grad), element_bytes(types.wire)});
+  return bytes;
+}
+
+}  // namespace
+
+GroupTypes resolve_types(DType weight, const PrecisionOptions& precision) {
+  GroupTypes types{weight, std::nullopt, weight, weight, std::nullopt, is_floating(weight)};
+  if (!types.trainable) return types;
+  if (precision.main_params != weight) types.main_weight = precision.main_params;
+  types.main_grad = precision.main_grads.value_or(gradient_dtype_of(weight));
+  types.wire = precision.grad_comm.value_or(types.main_grad);
+  types.moment = precision.moments;
+  return types;
+}
+
+std::vector<GroupPlan> lay_out(const ModelShape& model, const PlanOptions& options) {
+  const MeshShape mesh = options.mesh();
+  std::vector<GroupPlan> groups;
+  for (size_t unit = 0; unit < model.units.size(); ++unit) {
+    const UnitShape& shape = model.units[unit];
+    for (const DTypeGroup& group : group_by_dtype(shape, options.precision.compute)) {
+      const GroupTypes types = resolve_types(group.dtype, options.precision);
+      FlatLayoutRequest request{.shapes = {},
+                                .element_bytes = narrowest_bytes(types),
+                                .inner_ranks = mesh.inner,
+                                .outer_ranks = mesh.outer,
+                                .granularity = options.granularity};
+      for (const int64_t tensor : group.tensors)
+        request.shapes.push_back(shape.tensors[static_cast<size_t>(tensor)].shape);
+      groups.push_back({static_cast<int64_t>(unit), types, FlatLayout(std::move(request))});
+    }
+  }
+  return groups;
+}
+
+}  // namespace fsdp

@@ -1,0 +1,47 @@
+#include "fsdp/plan/plan_options.h"
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/text.h"
+
+namespace fsdp {
+
+namespace {
+
+bool shards_outer_axis(const Strategy& strategy) {
+  return strategy.parameter.outer == Placement::kShard ||
+         strategy.gradient.outer == Placement::kShard ||
+         strategy.optimizer.outer == Placement::kShard;
+}
+
+void check_floating(const char* field, std::optional<DType> dtype) {
+  if (dtype && !is_floating(*dtype))
+    throw UsageError(concat(field, " is ", name_of(*dtype), "; it must be a floating dtype"));
+}
+
+}  // namespace
+
+void PlanOptions::validate() const {
+  if (ranks < 1) throw UsageError(concat("ranks is ", ranks, "; it must be 1 or more"));
+  if (outer < 1 || ranks % outer != 0)
+    throw UsageError(concat("outer is ", outer, "; it must divide ranks = ", ranks));
+  check_legal(strategy);
+  if (outer == 1 && shards_outer_axis(strategy))
+    throw UsageError(concat("strategy is ", to_text(strategy),
+                            ", which shards the outer axis, but outer is 1; set outer to 2 or "
+                            "more, or drop the outer sharding"));
+  if (prefetch < 0 || prefetch > kMaxPrefetch)
+    throw UsageError(
+        concat("prefetch is ", prefetch, "; it must be from 0 to ", kMaxPrefetch, " units"));
+  if (budget_bytes && pool != PoolKind::kPlanned)
+    throw UsageError(concat("budget is ", *budget_bytes, " bytes, but the pool is ", name_of(pool),
+                            "; only the planned pool chooses its depth by a budget"));
+  if (budget_bytes && *budget_bytes < 1)
+    throw UsageError(concat("budget is ", *budget_bytes, " bytes; it must be 1 or more"));
+  check_floating("compute", precision.compute);
+  check_floating("main_params", precision.main_params);
+  check_floating("main_grads", precision.main_grads);
+  check_floating("grad_comm", precision.grad_comm);
+  check_floating("moments", precision.moments);
+}
+
+}  // namespace fsdp

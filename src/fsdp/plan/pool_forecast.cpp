@@ -1,0 +1,141 @@
+#include "fsdp/plan/pool_forecast.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/integer.h"
+#include "fsdp/base/text.h"
+#include "fsdp/memory/bucket_pool.h"
+#include "fsdp/memory/prefetch_plan.h"
+#include "fsdp/memory/step_order.h"
+
+namespace fsdp {
+
+namespace {
+
+// Bytes of the whole, padded group in the given type.
+Bucket bucket_of(const GroupPlan& group, DType dtype, BucketRole role) {
+  return {concat(name_of(role), ".", name_of(group.types.weight)),
+          checked_mul(group.layout.padded_numel(), element_bytes(dtype)), dtype, role};
+}
+
+// A group needs temporary memory exactly where its buffer is cut: weights to be gathered into, and
+// gradients to be reduced from, in the type they travel in.
+std::vector<UnitBuckets> declare_buckets(const ModelShape& model, std::span<const GroupPlan> groups,
+                                         const PlanOptions& options) {
+  const bool gathers = num_shards(options.strategy.parameter, options.mesh()) > 1;
+  const bool scatters = num_shards(options.strategy.gradient, options.mesh()) > 1;
+  std::vector<UnitBuckets> units;
+  for (const UnitShape& unit : model.units) units.push_back({unit.name, {}});
+  for (const GroupPlan& group : groups) {
+    std::vector<Bucket>& buckets = units[static_cast<size_t>(group.unit)].buckets;
+    if (gathers) buckets.push_back(bucket_of(group, group.types.weight, BucketRole::kWeight));
+    if (scatters && group.types.trainable)
+      buckets.push_back(bucket_of(group, group.types.wire, BucketRole::kGradient));
+  }
+  return units;
+}
+
+std::vector<UnitBuckets> only_weights(std::vector<UnitBuckets> units) {
+  for (UnitBuckets& unit : units)
+    std::erase_if(unit.buckets, [](const Bucket& b) { return b.role != BucketRole::kWeight; });
+  return units;
+}
+
+bool has_role(std::span<const UnitBuckets> units, BucketRole role) {
+  return std::any_of(units.begin(), units.end(), [&](const UnitBuckets& unit) {
+    return std::any_of(unit.buckets.begin(), unit.buckets.end(),
+                       [&](const Bucket& bucket) { return bucket.role == role; });
+  });
+}
+
+StepOrder step_order_of(const ModelShape& model) {
+  return mirrored_order(std::vector<int32_t>(model.uses.begin(), model.uses.end()));
+}
+
+// A pool that is asked for its bytes only: it never allocates.
+int64_t pool_bytes(std::vector<UnitBuckets> units, const PoolOptions& options) {
+  HostSlabAllocator allocator;
+  return make_bucket_pool(std::move(units), options, allocator)->bytes().total();
+}
+
+// The last reduction of a step (to the optimizer's placement) casts what a rank holds of a unit's
+// main gradients when they travel in another type. One unit at a time, so the largest counts.
+int64_t cast_bytes(std::span<const GroupPlan> groups, const PlanOptions& options,
+                   size_t num_units) {
+  const PlacementPair gradient = options.strategy.gradient;
+  const PlacementPair optimizer = options.strategy.optimizer;
+  const MeshShape mesh = options.mesh();
+  const bool reduces = (gradient.inner != optimizer.inner && mesh.inner > 1) ||
+                       (gradient.outer != optimizer.outer && mesh.outer > 1);
+  if (!reduces) return 0;
+  std::vector<int64_t> by_unit(num_units, 0);
+  for (const GroupPlan& group : groups)
+    if (group.types.trainable && group.types.wire != group.types.main_grad)
+      by_unit[static_cast<size_t>(group.unit)] +=
+          checked_mul(group.layout.max_shard_numel(gradient), element_bytes(group.types.wire));
+  return *std::max_element(by_unit.begin(), by_unit.end());
+}
+
+// Each stay of a unit's weights in memory begins with one gather.
+std::vector<int64_t> count_gathers(const std::vector<UnitBuckets>& units, const StepOrder& order,
+                                   int32_t prefetch) {
+  std::vector<int64_t> num_gathers(units.size(), 0);
+  const BucketTable table(units);
+  for (const LiveInterval& stay : zero3_trace(table, order, prefetch).intervals) {
+    const bool first_of_role =
+        table.bucket(stay.bucket).role == BucketRole::kWeight && stay.bucket.bucket == 0;
+    if (first_of_role) ++num_gathers[static_cast<size_t>(stay.bucket.unit)];
+  }
+  return num_gathers;
+}
+
+int32_t depth_within_budget(const std::vector<UnitBuckets>& units, const PoolOptions& options) {
+  try {
+    return deepest_prefetch(BucketTable(units), options.order, options.budget_bytes,
+                            {.alignment = options.alignment})
+        .prefetch;
+  } catch (const Error& error) {
+    throw UsageError(error.what());  // the budget is an option, so asking for too little is bad use
+  }
+}
+
+}  // namespace
+
+PoolForecast forecast_pool(const ModelShape& model, std::span<const GroupPlan> groups,
+                           const PlanOptions& options) {
+  std::vector<UnitBuckets> units = declare_buckets(model, groups, options);
+  PoolForecast forecast;
+  forecast.prefetch = options.prefetch;
+  forecast.num_gathers.assign(model.units.size(), 0);
+  forecast.grad_bytes = cast_bytes(groups, options, model.units.size());
+  const bool has_weights = has_role(units, BucketRole::kWeight);
+  const bool has_gradients = has_role(units, BucketRole::kGradient);
+  if (!has_weights && !has_gradients) return forecast;
+
+  PoolOptions pool{.kind = options.pool,
+                   .prefetch = static_cast<int32_t>(options.prefetch),
+                   .order = step_order_of(model)};
+  if (options.budget_bytes) {
+    pool.budget_bytes = *options.budget_bytes;
+    pool.prefetch = depth_within_budget(units, pool);
+    pool.budget_bytes = 0;  // the depth is known now
+    forecast.prefetch = pool.prefetch;
+  }
+  forecast.num_gathers = count_gathers(units, pool.order, pool.prefetch);
+  const int64_t both_bytes = pool_bytes(units, pool);
+  if (!has_weights) {
+    forecast.grad_bytes += both_bytes;
+    return forecast;
+  }
+  // Pools may share memory between the two, so the split is: what weights alone would need, and
+  // what gradients add.
+  forecast.weight_bytes =
+      has_gradients ? std::min(both_bytes, pool_bytes(only_weights(units), pool)) : both_bytes;
+  forecast.grad_bytes += both_bytes - forecast.weight_bytes;
+  return forecast;
+}
+
+}  // namespace fsdp

@@ -1,0 +1,205 @@
+// `fsdp plan` as users run it: its options, its tables, its JSON, and every wrong value.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "processes/run_command.h"
+
+namespace fsdp {
+namespace {
+
+using test::CommandResult;
+using test::run_fsdp;
+using ::testing::AllOf;
+using ::testing::EndsWith;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+using Json = nlohmann::json;
+
+// A file for the time of one test.
+class TextFile {
+ public:
+  TextFile(const std::string& name, const std::string& text)
+      : path_(::testing::TempDir() + "fsdp_" + std::to_string(::getpid()) + "_" + name) {
+    std::ofstream(path_) << text;
+  }
+  ~TextFile() { ::unlink(path_.c_str()); }
+  TextFile(const TextFile&) = delete;
+  TextFile& operator=(const TextFile&) = delete;
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+Json plan_json(const std::string& arguments) {
+  const CommandResult result = run_fsdp("plan " + arguments + " --json");
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_EQ(result.err, "");
+  return Json::parse(result.out);
+}
+
+TEST(PlanCommand, HelpListsEveryOption) {
+  const CommandResult help = run_fsdp("plan --help");
+  EXPECT_EQ(help.exit_code, 0);
+  for (const char* option :
+       {"--model", "--ranks", "--outer", "--strategy", "--main-params", "--main-grads",
+        "--grad-comm", "--moments", "--pool", "--prefetch", "--budget", "--granularity", "--json",
+        "--compare", "Examples:", "deepseek-v3"})
+    EXPECT_THAT(help.out, HasSubstr(option));
+}
+
+TEST(PlanCommand, TableNamesEveryKind) {
+  const CommandResult result = run_fsdp("plan --model llama3-8b --ranks 8");
+  EXPECT_EQ(result.exit_code, 0);
+  for (const char* text : {"8,030,261,248 parameters in 34 units", "padding ", "weights ",
+                           "main weights        3829 MiB   fp32, 1/8", "main gradients", "moments",
+                           "weight pool", "gradient pool", "total", "all-gather", "reduce-scatter",
+                           "all-reduce", "(n-1)/n", "planned in"})
+    EXPECT_THAT(result.out, HasSubstr(text));
+}
+
+void expect_keys(const Json& plan) {
+  for (const char* key : {"strategy", "parameters", "ranks", "units", "padding_fraction", "bytes",
+                          "traffic_bytes", "plan_seconds"})
+    EXPECT_TRUE(plan.contains(key)) << key;
+  const Json& bytes = plan.at("bytes");
+  int64_t sum = 0;
+  for (const char* key :
+       {"weight", "main_weight", "main_grad", "moments", "weight_pool", "grad_pool"})
+    sum += bytes.at(key).get<int64_t>();
+  EXPECT_EQ(bytes.at("total"), sum);
+  const Json& moved = plan.at("traffic_bytes");
+  EXPECT_EQ(moved.at("total").get<int64_t>(), moved.at("all_gather").get<int64_t>() +
+                                                  moved.at("reduce_scatter").get<int64_t>() +
+                                                  moved.at("all_reduce").get<int64_t>());
+}
+
+TEST(PlanCommand, JsonHasTheDocumentedKeys) {
+  const Json plan = plan_json("--model llama3-8b --ranks 8");
+  expect_keys(plan);
+  EXPECT_EQ(plan.at("parameters"), 8030261248);
+  EXPECT_EQ(plan.at("ranks"), 8);
+  EXPECT_EQ(plan.at("units"), 34);
+  EXPECT_EQ(plan.at("bytes").at("main_weight"), 4 * 8030261248 / 8);
+  EXPECT_LT(plan.at("plan_seconds").get<double>(), 1.0);
+}
+
+TEST(PlanCommand, CompareIsAnArrayWithARowPerStrategy) {
+  const Json flat = plan_json("--model llama-1b --ranks 8 --compare");
+  ASSERT_EQ(flat.size(), 4u);
+  const Json hybrid = plan_json("--model llama-1b --ranks 8 --outer 2 --compare");
+  ASSERT_EQ(hybrid.size(), 7u);
+  for (const Json& row : hybrid) expect_keys(row);
+  EXPECT_EQ(hybrid.at(6).at("strategy"), "optim_grads_params+hfsdp");
+  const CommandResult table = run_fsdp("plan --model llama-1b --ranks 8 --outer 2 --compare");
+  EXPECT_THAT(table.out, AllOf(HasSubstr("no_shard "), HasSubstr("optim_grads_params+hfsdp ")));
+}
+
+TEST(PlanCommand, OptionsChangeWhatTheySay) {
+  const auto bytes = [](const std::string& more, const char* kind) {
+    return plan_json("--model llama-1b --ranks 4 " + more).at("bytes").at(kind).get<int64_t>();
+  };
+  EXPECT_EQ(bytes("--main-params none", "main_weight"), 0);
+  EXPECT_EQ(bytes("--main-params bf16", "main_weight"), 0);
+  EXPECT_EQ(bytes("--main-grads fp32", "main_grad"), 2 * bytes("", "main_grad"));
+  EXPECT_EQ(bytes("--moments bf16", "moments") * 2, bytes("", "moments"));
+  EXPECT_EQ(bytes("--strategy no_shard", "weight_pool"), 0);
+  EXPECT_EQ(bytes("--strategy no_shard --main-grads fp32 --grad-comm bf16", "grad_pool"),
+            2 * (32000 * 2048 + 2048));  // the largest unit: final norm and head
+  EXPECT_GT(bytes("--prefetch 3", "weight_pool"), bytes("--prefetch 1", "weight_pool"));
+  EXPECT_GT(bytes("--pool max_pool", "weight_pool"), bytes("--pool planned", "weight_pool"));
+  EXPECT_GT(bytes("--granularity tensor", "weight"), bytes("--granularity block:128", "weight"));
+  EXPECT_EQ(plan_json("--model llama-1b --ranks 4 --budget 1GiB").at("pool"), "planned");
+  EXPECT_GT(plan_json("--model llama-1b --ranks 4 --budget 1GiB").at("prefetch"), 1);
+}
+
+TEST(PlanCommand, ReadsModelFiles) {
+  const TextFile file(
+      "model.json", R"({"units": [{"name": "a", "tensors": [{"name": "w", "shape": [8, 16]}]}]})");
+  EXPECT_EQ(plan_json("--model " + file.path() + " --ranks 2").at("parameters"), 128);
+}
+
+struct BadUse {
+  const char* arguments;
+  const char* says;
+};
+
+TEST(PlanCommand, AnswersEveryWrongValueWithOneSentence) {
+  const std::vector<BadUse> table = {
+      {"", "--model is missing; give a JSON file or one of llama3-8b"},
+      {"--model llama-1b", "--ranks is missing; give the number of ranks"},
+      {"--model lama-1b --ranks 8",
+       "model is 'lama-1b', which is not known; did you mean 'llama-1b'?"},
+      {"--model nothing.json --ranks 8", "model is 'nothing.json', which is not a file"},
+      {"--model llama-1b --ranks 0", "--ranks is '0'; it must be a whole number from 1"},
+      {"--model llama-1b --ranks -4", "--ranks is '-4'; it must be a whole number from 1"},
+      {"--model llama-1b --ranks eight", "--ranks is 'eight'; it must be a whole number"},
+      {"--model llama-1b --ranks 8.0", "--ranks is '8.0'; it must be a whole number"},
+      {"--model llama-1b --ranks", "--ranks"},
+      {"--model llama-1b --rnaks 8",
+       "option '--rnaks' is not known to fsdp plan; did you mean '--ranks'?"},
+      {"--model llama-1b --ranks 8 9", "argument '9' is not known to fsdp plan"},
+      {"--model llama-1b --ranks 8 --outer 3", "outer is 3; it must divide ranks = 8"},
+      {"--model llama-1b --ranks 8 --outer 0", "--outer is '0'; it must be a whole number from 1"},
+      {"--model llama-1b --ranks 8 --strategy optm",
+       "strategy 'optm' is unknown; did you mean 'optim'?"},
+      {"--model llama-1b --ranks 8 --strategy no_shard+hfsdp --outer 2",
+       "shard the inner axis too"},
+      {"--model llama-1b --ranks 8 --strategy RS/RS/RS", "has a replicated axis"},
+      {"--model llama-1b --ranks 8 --strategy optim+hfsdp",
+       "which shards the outer axis, but outer is 1; set outer"},
+      {"--model llama-1b --ranks 8 --main-params fp31", "--main-params is 'fp31'; did you mean"},
+      {"--model llama-1b --ranks 8 --main-grads float", "--main-grads is 'float'; "},
+      {"--model llama-1b --ranks 8 --grad-comm bf61",
+       "--grad-comm is 'bf61'; did you mean 'bf16'?"},
+      {"--model llama-1b --ranks 8 --moments int32", "--moments is 'int32'; "},
+      {"--model llama-1b --ranks 8 --pool maxpool",
+       "--pool is 'maxpool'; did you mean 'max_pool'?"},
+      {"--model llama-1b --ranks 8 --prefetch -1",
+       "--prefetch is '-1'; it must be a whole number from 0"},
+      {"--model llama-1b --ranks 8 --prefetch two", "--prefetch is 'two'"},
+      {"--model llama-1b --ranks 8 --budget plenty",
+       "--budget is 'plenty'; it must be a size above 0"},
+      {"--model llama-1b --ranks 8 --budget 0GiB", "--budget is '0GiB'; it must be a size above 0"},
+      {"--model llama-1b --ranks 8 --budget 1MiB", "too small for the planned pool"},
+      {"--model llama-1b --ranks 8 --budget 1GiB --pool max_pool",
+       "but the pool is max_pool; only the planned"},
+      {"--model llama-1b --ranks 8 --budget 1GiB --prefetch 2",
+       "--budget chooses the depth itself"},
+      {"--model llama-1b --ranks 8 --granularity rwo",
+       "--granularity is 'rwo'; did you mean 'row'?"},
+      {"--model llama-1b --ranks 8 --granularity block:0",
+       "--granularity is '0'; it must be a whole number from 1"},
+      {"--model llama-1b --ranks 8 --granularity block:N",
+       "--granularity is 'N'; it must be a whole number"},
+      {"--model llama-1b --ranks 8 --compare --strategy optim",
+       "--compare shows every strategy; drop one"},
+  };
+  for (const BadUse& bad : table) {
+    const CommandResult result = run_fsdp(std::string("plan ") + bad.arguments);
+    EXPECT_EQ(result.exit_code, 2) << bad.arguments;
+    EXPECT_EQ(result.out, "") << bad.arguments;
+    EXPECT_THAT(result.err, AllOf(StartsWith("fsdp: "), HasSubstr(bad.says), EndsWith(".\n")))
+        << bad.arguments;
+    EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
+  }
+}
+
+TEST(PlanCommand, NamesTheFileAndTheField) {
+  const TextFile broken("broken.json", "{\"model_type\": \"llama\",");
+  const TextFile wrong("wrong.json", R"({"model_type": "llama", "vocab_size": "many"})");
+  for (const auto& [file, says] : {std::pair(&broken, "not valid JSON, at line 1"),
+                                   std::pair(&wrong, "vocab_size is \"many\"; it must be")}) {
+    const CommandResult result = run_fsdp("plan --ranks 8 --model " + file->path());
+    EXPECT_EQ(result.exit_code, 2);
+    EXPECT_THAT(result.err, AllOf(StartsWith("fsdp: " + file->path()), HasSubstr(says)));
+  }
+}
+
+}  // namespace
+}  // namespace fsdp
