@@ -30,3 +30,11 @@ if(FSDP_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER AND PROJECT_IS_TOP_LEVEL)
     add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fpch-preprocess>)
   endif()
 endif()
+
+# Lets a target of this tree use the one precompiled libtorch header. It is compiled as for libraries
+# (-fPIC), and a compiler takes it only under equal flags; executables would say -fPIE.
+function(fsdp_use_torch_pch target)
+  set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE OFF)
+  target_compile_options(${target} PRIVATE -fPIC)
+  target_precompile_headers(${target} REUSE_FROM fsdp_torch_pch)
+endfunction()

@@ -10,7 +10,7 @@ namespace fsdp {
 
 namespace {
 
-thread_local int log_rank = -1;
+thread_local int rank_of_thread = -1;
 
 LogLevel level_from_environment() {
   static const std::vector<std::string> kNames = {"debug", "info", "warning", "error"};
@@ -25,7 +25,7 @@ bool log_enabled(LogLevel level) {
 }
 
 void log_line(LogLevel level, std::string_view message) {
-  std::string line = log_rank < 0 ? "" : concat("[rank ", log_rank, "] ");
+  std::string line = rank_of_thread < 0 ? "" : concat("[rank ", rank_of_thread, "] ");
   if (level == LogLevel::kWarning) line += "warning: ";
   if (level == LogLevel::kError) line += "error: ";
   line += message;
@@ -33,6 +33,8 @@ void log_line(LogLevel level, std::string_view message) {
   std::fwrite(line.data(), 1, line.size(), stderr);
 }
 
-void set_log_rank(int rank) { log_rank = rank; }
+void set_thread_rank(int rank) { rank_of_thread = rank; }
+
+int thread_rank() { return rank_of_thread; }
 
 }  // namespace fsdp

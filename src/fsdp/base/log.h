@@ -21,8 +21,9 @@ void log(LogLevel level, const Parts&... parts) {
   if (log_enabled(level)) log_line(level, concat(parts...));
 }
 
-// Names the calling thread's rank in its later messages ("[rank 3] ..."); -1 for none. Ranks may be
-// threads of one process, so this belongs to the thread.
-void set_log_rank(int rank);
+// The rank the calling thread works for, named in its messages ("[rank 3] ..."); -1 for none. Ranks
+// may be threads of one process, so this belongs to the thread.
+void set_thread_rank(int rank);
+int thread_rank();
 
 }  // namespace fsdp

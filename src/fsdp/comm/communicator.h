@@ -1,0 +1,90 @@
+// Collectives among the ranks of one group.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "fsdp/comm/operation.h"
+#include "fsdp/comm/work.h"
+
+namespace fsdp {
+
+// A communicator runs its collectives in the order in which they were enqueued, which must be the
+// same on every rank; two communicators are independent of each other. A call checks its arguments,
+// enqueues and returns; `Work::wait()` makes the result usable. Until then the tensors must not be
+// touched; they are kept alive.
+//
+// Tensors are contiguous; their shape does not matter, only their number of elements. All ranks use
+// the same dtype. Operations that only move data take every dtype; reductions take fp64, fp32,
+// fp16, bf16, int64, int32 and uint8. `counts`, where given, has one entry per rank and is the same
+// on every rank; without it all ranks have equal shares.
+//
+// In place: all_gather when `input` is this rank's share of `output`; reduce_scatter when `output`
+// is this rank's share of `input`. Any other overlap is refused.
+//
+// One thread at a time may call a communicator. Backends: `threads`, `mpi`, `simulated`.
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  const std::string& name() const { return name_; }
+
+  // output = input of rank 0, input of rank 1, ...
+  Work all_gather(const at::Tensor& output, const at::Tensor& input, const Tag& tag,
+                  std::span<const int64_t> counts = {});
+
+  // output = this rank's share of the ranks' inputs combined. The input's dtype is what travels;
+  // output may have that dtype or the accumulation type (no rounding at all).
+  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, const Reduction& reduction,
+                      const Tag& tag, std::span<const int64_t> counts = {});
+
+  // tensor = the ranks' tensors combined, bitwise equal on all ranks.
+  Work all_reduce(const at::Tensor& tensor, const Reduction& reduction, const Tag& tag);
+
+  // Share r of input goes to rank r; share r of output comes from rank r. The counts may differ
+  // from rank to rank, but what r sends to s must be what s expects from r.
+  Work all_to_all(const at::Tensor& output, const at::Tensor& input, const Tag& tag,
+                  std::span<const int64_t> output_counts = {},
+                  std::span<const int64_t> input_counts = {});
+
+  // tensor = the tensor of rank `root`.
+  Work broadcast(const at::Tensor& tensor, int root, const Tag& tag);
+
+  // Done when every rank has come this far.
+  Work barrier(const Tag& tag);
+
+  // A communicator among the ranks whose color equals this rank's, in rank order. `colors` has one
+  // entry per rank and is the same on every rank, so that membership needs no communication and a
+  // simulated world can do it too. Every rank of this communicator calls it.
+  virtual std::unique_ptr<Communicator> split(std::span<const int> colors, std::string name) = 0;
+
+  // Makes every wait of every rank fail with this message, now and later.
+  virtual void abort(const std::string& message) = 0;
+
+ protected:
+  Communicator(int rank, int size, std::string name);
+
+  // Called with a checked operation; the sequence number is the backend's to set.
+  virtual Work enqueue(Operation operation) = 0;
+
+  // The ranks of this communicator that share this rank's color; errors about `colors` are here.
+  std::vector<int> members_of(std::span<const int> colors) const;
+
+ private:
+  Shares shares_of(const at::Tensor& tensor, const char* what,
+                   std::span<const int64_t> counts) const;
+
+  const int rank_;
+  const int size_;
+  const std::string name_;
+};
+
+}  // namespace fsdp

@@ -1,0 +1,331 @@
+#include "fsdp/comm/mpi_communicator.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "fsdp/comm/comm_error.h"
+#include "fsdp/comm/mpi_runtime.h"
+#include "fsdp/comm/operation_queue.h"
+#include "fsdp/comm/reduce_ranks.h"
+
+namespace fsdp {
+
+namespace {
+
+constexpr int kWorldChannel = 1;
+
+// A reduction receives and sums this much from each rank at a time: the staging memory is bounded,
+// and still in cache when it is summed.
+constexpr int64_t kPieceBytes = int64_t{1} << 20;
+
+char* at_element(const at::Tensor& tensor, int64_t element) {
+  return static_cast<char*>(tensor.mutable_data_ptr()) + element * tensor.element_size();
+}
+
+class MpiCommunicator final : public Communicator, private OperationRunner {
+ public:
+  MpiCommunicator(std::shared_ptr<MpiRuntime> runtime, const CommOptions& options, int channel,
+                  std::vector<int> members, std::string name)
+      : Communicator(position_of(runtime->rank(), members), static_cast<int>(members.size()),
+                     std::move(name)),
+        runtime_(std::move(runtime)),
+        options_(options),
+        channel_(channel),
+        members_(std::move(members)),
+        queue_(this->name(), *this) {}
+
+  std::unique_ptr<Communicator> split(std::span<const int> colors, std::string name) override;
+  void abort(const std::string& message) override {
+    runtime_->tell_everybody(message, MpiRuntime::Words::kFinal);
+  }
+
+ private:
+  static int position_of(int world_rank, const std::vector<int>& members) {
+    return static_cast<int>(std::find(members.begin(), members.end(), world_rank) -
+                            members.begin());
+  }
+
+  Work enqueue(Operation operation) override { return queue_.push(std::move(operation)); }
+  std::optional<c10::Event> run(const std::shared_ptr<Operation>& operation) override;
+  void idle() override { runtime_->listen(); }
+  double idle_seconds() const override { return 0.05; }
+  void abandon() override {
+    runtime_->tell_everybody(concat("rank ", rank(), " of '", name(), "' was left by an exception"),
+                             MpiRuntime::Words::kInPassing);
+  }
+
+  c10::Event run_staged(Operation& operation);
+  void run_on_host(Operation& operation);
+  void compare_fingerprints(const Operation& operation);
+  void all_gather(const at::Tensor& output, const Shares& shares, const char* own);
+  void reduce_share(const Operation& operation, const at::Tensor& output);
+  void all_to_all(const Operation& operation);
+  void broadcast(const Operation& operation);
+  void barrier();
+
+  // Messages with every other member; `bytes(r)` may be 0.
+  template <typename Send, typename Receive>
+  void exchange_with_all(Send send_to, Receive receive_from);
+  void exchange(std::span<const MpiMessage> sends, std::span<const MpiMessage> receives);
+
+  const std::shared_ptr<MpiRuntime> runtime_;
+  const CommOptions options_;
+  const int channel_;
+  const std::vector<int> members_;  // world rank of each rank here
+
+  // Used by run() alone.
+  const Operation* current_ = nullptr;  // for messages
+  std::vector<char> staging_;           // the other ranks' pieces while they are summed
+  std::optional<c10::Stream> stream_;   // device tensors: copies to and from pinned memory
+
+  OperationQueue queue_;  // last: its worker uses everything above
+};
+
+std::unique_ptr<Communicator> MpiCommunicator::split(std::span<const int> colors,
+                                                     std::string name) {
+  std::vector<int> members = members_of(colors);
+  for (int& member : members) member = members_[static_cast<size_t>(member)];
+  // Ranks may have split different groups before; the largest proposal is free on all of them.
+  at::Tensor channel = at::full({1}, runtime_->propose_channel(), at::kLong);
+  all_reduce(channel, {.op = ReduceOp::kMax}, "split " + name).wait();
+  const auto agreed = static_cast<int>(channel.item<int64_t>());
+  runtime_->agree_on_channel(agreed);
+  return std::make_unique<MpiCommunicator>(runtime_, options_, agreed, std::move(members),
+                                           std::move(name));
+}
+
+std::optional<c10::Event> MpiCommunicator::run(const std::shared_ptr<Operation>& operation) {
+  runtime_->throw_if_aborted();
+  current_ = operation.get();
+  try {
+    if (options_.checked) compare_fingerprints(*operation);
+    if (!operation->device().is_cpu()) return run_staged(*operation);
+    run_on_host(*operation);
+    return std::nullopt;
+  } catch (const std::exception& error) {
+    // MPI may still write to the tensors of an exchange that was given up.
+    runtime_->keep_forever(operation);
+    runtime_->keep_forever(std::make_shared<std::vector<char>>(std::move(staging_)));
+    // Who fails because of another one has nothing to add: the first message stays.
+    abort(concat("rank ", rank(), " of '", name(), "' failed: ", error.what()));
+    throw;
+  }
+}
+
+c10::Event MpiCommunicator::run_staged(Operation& operation) {
+  const c10::Device device = operation.device();
+  if (!stream_) stream_ = c10::impl::VirtualGuardImpl(device.type()).getNewStream(device);
+  const c10::StreamGuard guard(*stream_);
+  const auto pinned_like = [](const at::Tensor& tensor) {
+    return at::empty(tensor.sizes(), tensor.options().device(at::kCPU).pinned_memory(true));
+  };
+  Operation on_host;
+  on_host.print = operation.print;
+  on_host.reduction = operation.reduction;
+  on_host.input_shares = operation.input_shares;
+  on_host.output_shares = operation.output_shares;
+  on_host.input = pinned_like(operation.input);
+  const bool one_tensor = operation.output.is_same(operation.input);
+  on_host.output = one_tensor ? on_host.input : pinned_like(operation.output);
+
+  operation.ready->block(*stream_);
+  on_host.input.copy_(operation.input, /*non_blocking=*/true);
+  c10::Event copied(device.type());
+  copied.record(*stream_);
+  copied.synchronize();  // the worker thread's host wait; MPI reads host memory
+  run_on_host(on_host);
+  operation.output.copy_(on_host.output, /*non_blocking=*/true);
+  c10::Event finished(device.type());
+  finished.record(*stream_);
+  return finished;
+}
+
+void MpiCommunicator::run_on_host(Operation& operation) {
+  switch (operation.print.kind) {
+    case OpKind::kAllGather:
+      return all_gather(operation.output, operation.output_shares, at_element(operation.input, 0));
+    case OpKind::kReduceScatter:
+      return reduce_share(operation, operation.output);
+    case OpKind::kAllReduce: {
+      const Shares& shares = operation.output_shares;
+      const at::Tensor own =
+          operation.output.view(-1).narrow(0, shares.offset(rank()), shares.count(rank()));
+      reduce_share(operation, own);
+      return all_gather(operation.output, shares, at_element(own, 0));
+    }
+    case OpKind::kAllToAll:
+      return all_to_all(operation);
+    case OpKind::kBroadcast:
+      return broadcast(operation);
+    case OpKind::kBarrier:
+      return barrier();
+  }
+}
+
+template <typename Send, typename Receive>
+void MpiCommunicator::exchange_with_all(Send send_to, Receive receive_from) {
+  std::vector<MpiMessage> sends;
+  std::vector<MpiMessage> receives;
+  for (int step = 1; step < size(); ++step) {
+    // Each rank begins with its right neighbour, so that nobody is everybody's first target.
+    const int to = (rank() + step) % size();
+    const int from = (rank() + size() - step) % size();
+    sends.push_back(send_to(to));
+    receives.push_back(receive_from(from));
+    sends.back().peer = members_[static_cast<size_t>(to)];
+    receives.back().peer = members_[static_cast<size_t>(from)];
+  }
+  exchange(sends, receives);
+}
+
+void MpiCommunicator::exchange(std::span<const MpiMessage> sends,
+                               std::span<const MpiMessage> receives) {
+  MpiPurpose purpose;
+  purpose.what = concat("rank ", rank(), " of '", name(), "' at ", current_->print.text());
+  purpose.timeout_seconds = options_.timeout_seconds;
+  runtime_->exchange(channel_, sends, receives, purpose);
+}
+
+void MpiCommunicator::compare_fingerprints(const Operation& operation) {
+  Fingerprint mine = operation.print;
+  std::vector<Fingerprint> all(static_cast<size_t>(size()), mine);
+  constexpr int64_t kBytes = sizeof(Fingerprint);
+  exchange_with_all(
+      [&](int) {
+        return MpiMessage{0, reinterpret_cast<char*>(&mine), kBytes};
+      },
+      [&](int from) {
+        return MpiMessage{0, reinterpret_cast<char*>(&all[static_cast<size_t>(from)]), kBytes};
+      });
+  for (int other = 0; other < size(); ++other) {
+    const Fingerprint& theirs = all[static_cast<size_t>(other)];
+    if (theirs == mine) continue;
+    throw CommError(concat("ranks of '", name(), "' disagree: rank ", rank(), " is at ",
+                           mine.text(), "; rank ", other, " is at ", theirs.text()));
+  }
+}
+
+void MpiCommunicator::all_gather(const at::Tensor& output, const Shares& shares, const char* own) {
+  const int64_t width = output.element_size();
+  char* own_place = at_element(output, shares.offset(rank()));
+  const int64_t own_bytes = shares.count(rank()) * width;
+  if (own_place != own && own_bytes > 0)
+    std::memcpy(own_place, own, static_cast<size_t>(own_bytes));
+  exchange_with_all(
+      [&](int) {
+        return MpiMessage{0, own_place, own_bytes};
+      },
+      [&](int from) {
+        return MpiMessage{0, at_element(output, shares.offset(from)), shares.count(from) * width};
+      });
+}
+
+// Piece by piece: everybody's contribution to this rank's share arrives in `staging_` and is summed
+// in rank order, this rank's own contribution from where it lies.
+void MpiCommunicator::reduce_share(const Operation& operation, const at::Tensor& output) {
+  const Shares& shares = operation.input_shares;
+  const int64_t width = operation.input.element_size();
+  const int64_t piece_numel = kPieceBytes / width;
+  staging_.resize(
+      static_cast<size_t>(size() * std::min(kPieceBytes, shares.count(rank()) * width)));
+  for (int64_t begin = 0; begin < shares.largest(); begin += piece_numel) {
+    const auto count = [&](int owner) {
+      return std::clamp<int64_t>(shares.count(owner) - begin, 0, piece_numel);
+    };
+    const int64_t mine = count(rank());
+    std::vector<const void*> inputs(static_cast<size_t>(size()));
+    inputs[static_cast<size_t>(rank())] =
+        at_element(operation.input, shares.offset(rank()) + std::min(begin, shares.count(rank())));
+    exchange_with_all(
+        [&](int to) {
+          return MpiMessage{0, at_element(operation.input, shares.offset(to) + begin),
+                            count(to) * width};
+        },
+        [&](int from) {
+          char* place = staging_.data() + from * mine * width;
+          inputs[static_cast<size_t>(from)] = place;
+          return MpiMessage{0, place, mine * width};
+        });
+    if (mine > 0)
+      reduce_ranks(inputs, at_element(output, begin), mine,
+                   {operation.print.wire, operation.print.result}, operation.reduction);
+  }
+}
+
+void MpiCommunicator::all_to_all(const Operation& operation) {
+  const int64_t width = operation.output.element_size();
+  const Shares& out = operation.output_shares;
+  const Shares& in = operation.input_shares;
+  if (in.count(rank()) > 0)
+    std::memcpy(at_element(operation.output, out.offset(rank())),
+                at_element(operation.input, in.offset(rank())),
+                static_cast<size_t>(in.count(rank()) * width));
+  exchange_with_all(
+      [&](int to) {
+        return MpiMessage{0, at_element(operation.input, in.offset(to)), in.count(to) * width};
+      },
+      [&](int from) {
+        return MpiMessage{0, at_element(operation.output, out.offset(from)),
+                          out.count(from) * width};
+      });
+}
+
+// The root sends each rank one piece, then the ranks gather the pieces: nobody sends more than
+// about one copy of the tensor, whatever the number of ranks.
+void MpiCommunicator::broadcast(const Operation& operation) {
+  const int root = operation.print.root;
+  const Shares& shares = operation.output_shares;
+  const int64_t width = operation.output.element_size();
+  std::vector<MpiMessage> sends;
+  std::vector<MpiMessage> receives;
+  const auto piece = [&](int owner, int peer) {
+    return MpiMessage{members_[static_cast<size_t>(peer)],
+                      at_element(operation.output, shares.offset(owner)),
+                      shares.count(owner) * width};
+  };
+  if (rank() == root) {
+    for (int to = 0; to < size(); ++to)
+      if (to != root) sends.push_back(piece(to, to));
+  } else {
+    receives.push_back(piece(rank(), root));
+  }
+  exchange(sends, receives);
+  all_gather(operation.output, shares, at_element(operation.output, shares.offset(rank())));
+}
+
+void MpiCommunicator::barrier() {
+  char token = 0;
+  std::vector<char> tokens(static_cast<size_t>(size()));
+  exchange_with_all(
+      [&](int) {
+        return MpiMessage{0, &token, 1};
+      },
+      [&](int from) {
+        return MpiMessage{0, &tokens[static_cast<size_t>(from)], 1};
+      });
+}
+
+}  // namespace
+
+bool mpi_available() { return true; }
+
+std::unique_ptr<Communicator> connect_mpi(const Launch& launch, const CommOptions& options) {
+  auto runtime = MpiRuntime::shared();
+  FSDP_CHECK(runtime->size() == launch.size && runtime->rank() == launch.rank,
+             name_of(launch.launcher), " says rank ", launch.rank, " of ", launch.size,
+             ", but MPI says rank ", runtime->rank(), " of ", runtime->size(),
+             ": start the job with mpirun, or with srun --mpi=pmix if Slurm has it");
+  std::vector<int> members(static_cast<size_t>(runtime->size()));
+  std::iota(members.begin(), members.end(), 0);
+  return std::make_unique<MpiCommunicator>(std::move(runtime), options, kWorldChannel,
+                                           std::move(members), "world");
+}
+
+}  // namespace fsdp

@@ -1,0 +1,96 @@
+// One collective as data: what is asked for, on which tensors, and by what ranks recognise that
+// they ask for the same thing.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "fsdp/comm/shares.h"
+
+namespace fsdp {
+
+enum class OpKind : uint8_t {
+  kAllGather,
+  kReduceScatter,
+  kAllReduce,
+  kAllToAll,
+  kBroadcast,
+  kBarrier,
+};
+
+const char* name_of(OpKind kind);
+
+enum class ReduceOp : uint8_t { kSum, kAvg, kMax, kMin };
+
+const char* name_of(ReduceOp op);
+
+// How values of several ranks become one. The ranks' values are combined in rank order, so that the
+// result is bitwise the same on every run and every backend.
+struct Reduction {
+  ReduceOp op = ReduceOp::kSum;
+  // The result is multiplied by this once, in the accumulation type (floating types only).
+  double scale = 1.0;
+  // The type of the running sum. Unset: fp32 for fp32 and narrower, fp64 for fp64, int64 for whole
+  // numbers. A narrow input travels as it is and is rounded at most once, when the result is
+  // stored.
+  std::optional<at::ScalarType> accumulate = std::nullopt;
+};
+
+// What a collective is for ("blocks.3 weight"); appears in errors and profiles. A fixed array, so
+// that naming an operation allocates nothing and can travel to other ranks.
+class Tag {
+ public:
+  static constexpr size_t kMaxLength = 47;
+
+  Tag() = default;
+  Tag(std::string_view text);  // NOLINT(google-explicit-constructor): reads like its text
+  Tag(const char* text) : Tag(std::string_view(text)) {}  // NOLINT(google-explicit-constructor)
+  Tag(const std::string& text) : Tag(std::string_view(text)) {}  // NOLINT
+
+  std::string_view text() const { return text_.data(); }
+  bool operator==(const Tag& other) const = default;
+
+ private:
+  std::array<char, kMaxLength + 1> text_{};  // zero-terminated; longer names are cut
+};
+
+// What must be equal on all ranks before data may move. Plain bytes: it is sent to other ranks.
+struct Fingerprint {
+  uint64_t sequence = 0;  // how many operations this communicator had before
+  OpKind kind = OpKind::kBarrier;
+  ReduceOp reduce = ReduceOp::kSum;
+  at::ScalarType wire = at::kByte;
+  at::ScalarType result = at::kByte;
+  at::DeviceType device = at::kCPU;
+  int32_t root = 0;
+  int64_t bytes = 0;  // of the whole, unsharded side
+  double scale = 1.0;
+  Tag tag;
+
+  bool operator==(const Fingerprint& other) const = default;
+
+  // "operation 17: all_gather 'blocks.3' of 4096 bytes of BFloat16"
+  std::string text() const;
+};
+
+struct Operation {
+  Fingerprint print;
+  Reduction reduction;
+  at::Tensor output;     // flat and contiguous; undefined for a barrier
+  at::Tensor input;      // the same tensor as output for all_reduce and broadcast
+  Shares input_shares;   // how input is divided among ranks (reduce_scatter, all_to_all)
+  Shares output_shares;  // how output is divided among ranks (all_gather, all_to_all)
+
+  // Device tensors only: when the caller's stream has produced the input.
+  std::optional<c10::Event> ready = std::nullopt;
+
+  at::Device device() const { return output.defined() ? output.device() : at::Device(at::kCPU); }
+};
+
+}  // namespace fsdp

@@ -1,0 +1,117 @@
+#include "fsdp/comm/operation_queue.h"
+
+#include <chrono>
+#include <utility>
+
+#include "fsdp/base/log.h"
+#include "fsdp/comm/comm_error.h"
+
+namespace fsdp {
+
+OperationQueue::OperationQueue(std::string name, OperationRunner& runner)
+    : name_(std::move(name)), runner_(runner), exceptions_in_flight_(std::uncaught_exceptions()) {}
+
+OperationQueue::~OperationQueue() {
+  if (std::uncaught_exceptions() > exceptions_in_flight_) runner_.abandon();
+  {
+    const std::lock_guard lock(queue_mutex_);
+    stopping_ = true;
+  }
+  queue_filled_.notify_one();
+  if (worker_.joinable()) worker_.join();
+}
+
+Work OperationQueue::push(Operation operation) {
+  auto shared = std::make_shared<Operation>(std::move(operation));
+  auto state = std::make_shared<WorkState>(this);
+  {
+    const std::lock_guard lock(queue_mutex_);
+    if (!broken_.empty())
+      throw CommError(concat("communicator '", name_, "' stopped working: ", broken_));
+    shared->print.sequence = next_sequence_++;
+    entries_.push_back({std::move(shared), state});
+    if (!worker_.joinable()) {
+      worker_ = std::thread([this, rank = thread_rank()] {
+        set_thread_rank(rank);
+        work();
+      });
+    }
+  }
+  queue_filled_.notify_one();
+  return Work(std::move(state));
+}
+
+void OperationQueue::help_until_done(const WorkState& state) {
+  while (!state.done()) {
+    std::unique_lock running(running_, std::try_to_lock);
+    // Somebody else is running operations and, being in order, will come to this one.
+    if (!running || !run_next()) {
+      if (running) running.unlock();
+      state.sleep_until_done();
+      return;
+    }
+  }
+}
+
+void OperationQueue::work() {
+  const std::chrono::duration<double> idle_period(runner_.idle_seconds());
+  std::unique_lock lock(queue_mutex_);
+  while (true) {
+    const auto has_news = [this] { return stopping_ || !entries_.empty(); };
+    if (idle_period.count() > 0) {
+      if (!queue_filled_.wait_for(lock, idle_period, has_news)) {
+        lock.unlock();
+        if (const std::unique_lock running(running_, std::try_to_lock); running) runner_.idle();
+        lock.lock();
+        continue;
+      }
+    } else {
+      queue_filled_.wait(lock, has_news);
+    }
+    if (entries_.empty()) return;  // stopping, and nothing is left
+    lock.unlock();
+    {
+      const std::lock_guard running(running_);
+      while (run_next()) {
+      }
+    }
+    lock.lock();
+  }
+}
+
+bool OperationQueue::run_next() {
+  Entry entry;
+  std::string broken;
+  {
+    const std::lock_guard lock(queue_mutex_);
+    if (entries_.empty()) return false;
+    entry = std::move(entries_.front());
+    entries_.pop_front();
+    broken = broken_;
+  }
+  if (broken.empty()) {
+    run_entry(entry);
+  } else {
+    entry.state->fail(std::make_exception_ptr(
+        CommError(concat("communicator '", name_, "' stopped working: ", broken))));
+  }
+  return true;
+}
+
+void OperationQueue::run_entry(Entry& entry) {
+  std::optional<c10::Event> event;
+  try {
+    event = runner_.run(entry.operation);
+    entry.operation.reset();  // tensors go before the waiter hears of it: it may count references
+  } catch (const std::exception& error) {
+    {
+      const std::lock_guard lock(queue_mutex_);
+      if (broken_.empty()) broken_ = error.what();
+    }
+    entry.state->fail(std::current_exception());
+    return;
+  }
+  entry.state->finish(std::move(event));
+}
+
+}  // namespace fsdp

@@ -1,0 +1,88 @@
+// Runs the operations of one rank on one communicator, in order, beside the caller's own work.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "fsdp/comm/operation.h"
+#include "fsdp/comm/work.h"
+
+namespace fsdp {
+
+// Carries operations out; one implementation per backend.
+class OperationRunner {
+ public:
+  virtual ~OperationRunner() = default;
+
+  // Carries one operation out. Returns the event that marks its end on a device, if it is one
+  // there. Called by one thread at a time. An implementation that fails while others may still use
+  // the operation's tensors keeps a reference to it.
+  virtual std::optional<c10::Event> run(const std::shared_ptr<Operation>& operation) = 0;
+
+  // Called now and then while there is nothing to do; by default nothing.
+  virtual void idle() {}
+
+  // The owner is being left by an exception: nothing enqueued can be completed any more, and nobody
+  // may go on waiting for this rank.
+  virtual void abandon() = 0;
+
+  // Seconds between two idle() calls; 0 for never.
+  virtual double idle_seconds() const { return 0; }
+};
+
+// A worker thread drains the queue, so that communication overlaps the caller's computation. A
+// caller that waits for an operation nobody has begun runs it itself instead of waiting for the
+// worker to wake up: for small messages that is most of the time. Operations run strictly in order,
+// by one thread at a time, whoever it is.
+//
+// The first error breaks the queue: the ranks' orders no longer agree, so every later operation
+// fails with the first one's message.
+class OperationQueue {
+ public:
+  OperationQueue(std::string name, OperationRunner& runner);
+  // Finishes what was enqueued (within its deadlines) or, on the way out of an exception, abandons
+  // it; then stops the worker.
+  ~OperationQueue();
+  OperationQueue(const OperationQueue&) = delete;
+  OperationQueue& operator=(const OperationQueue&) = delete;
+
+  // Fills in the operation's sequence number.
+  Work push(Operation operation);
+
+  // Runs queued operations, or waits for the thread that does, until `state` is done.
+  void help_until_done(const WorkState& state);
+
+ private:
+  struct Entry {
+    std::shared_ptr<Operation> operation;
+    std::shared_ptr<WorkState> state;
+  };
+
+  void work();
+  // Takes the oldest entry and runs it. Returns false when there was none. The caller holds
+  // running_.
+  bool run_next();
+  void run_entry(Entry& entry);
+
+  const std::string name_;
+  OperationRunner& runner_;
+  const int exceptions_in_flight_;  // when constructed
+
+  // Lock order: running_ before queue_mutex_.
+  std::mutex running_;      // held while an operation runs: keeps the order
+  std::mutex queue_mutex_;  // protects the members below
+  std::condition_variable queue_filled_;
+  std::deque<Entry> entries_;
+  std::string broken_;  // the first error's message; empty while all is well
+  uint64_t next_sequence_ = 0;
+  bool stopping_ = false;
+
+  std::thread worker_;  // started by the first push: many communicators are never used
+};
+
+}  // namespace fsdp

@@ -1,0 +1,172 @@
+#include "fsdp/comm/reduce_ranks.h"
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <array>
+#include <type_traits>
+
+#include "fsdp/base/error.h"
+
+namespace fsdp {
+
+namespace {
+
+// A block of running values stays in the first-level cache while all ranks are added to it, so
+// every input is read from memory once and the output written once.
+constexpr int64_t kBlock = 2048;
+
+template <typename Acc, typename In>
+void load(Acc* __restrict acc, const In* __restrict in, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) acc[i] = static_cast<Acc>(in[i]);
+}
+
+template <typename Acc, typename In>
+void add(Acc* __restrict acc, const In* __restrict in, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) acc[i] += static_cast<Acc>(in[i]);
+}
+
+// A comparison with NaN is false, so each loop keeps a NaN it holds and takes one it meets.
+template <typename Acc, typename In>
+void take_max(Acc* __restrict acc, const In* __restrict in, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const Acc value = static_cast<Acc>(in[i]);
+    acc[i] = acc[i] >= value || acc[i] != acc[i] ? acc[i] : value;
+  }
+}
+
+template <typename Acc, typename In>
+void take_min(Acc* __restrict acc, const In* __restrict in, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const Acc value = static_cast<Acc>(in[i]);
+    acc[i] = acc[i] <= value || acc[i] != acc[i] ? acc[i] : value;
+  }
+}
+
+template <typename Acc, typename In>
+void combine(ReduceOp op, Acc* acc, const In* in, int64_t count) {
+  switch (op) {
+    case ReduceOp::kSum:
+    case ReduceOp::kAvg:
+      return add(acc, in, count);
+    case ReduceOp::kMax:
+      return take_max(acc, in, count);
+    case ReduceOp::kMin:
+      return take_min(acc, in, count);
+  }
+}
+
+template <typename Acc, typename Out>
+void store(Out* __restrict out, const Acc* __restrict acc, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) out[i] = static_cast<Out>(acc[i]);
+}
+
+template <typename Wire, typename Acc, typename Out>
+void reduce_typed(std::span<const void* const> inputs, Out* output, int64_t numel,
+                  const Reduction& reduction) {
+  const Acc scale = static_cast<Acc>(scale_of(reduction, inputs.size()));
+  std::array<Acc, kBlock> acc;
+  for (int64_t begin = 0; begin < numel; begin += kBlock) {
+    const int64_t count = std::min(kBlock, numel - begin);
+    load(acc.data(), static_cast<const Wire*>(inputs[0]) + begin, count);
+    for (const void* input : inputs.subspan(1))
+      combine(reduction.op, acc.data(), static_cast<const Wire*>(input) + begin, count);
+    if (scale != Acc{1})
+      for (int64_t i = 0; i < count; ++i) acc[static_cast<size_t>(i)] *= scale;
+    store(output + begin, acc.data(), count);
+  }
+}
+
+// Calls body with a value of the C++ type behind a floating ScalarType.
+template <typename Body>
+void with_floating(at::ScalarType type, Body body) {
+  if (type == at::kFloat) return body(float{});
+  if (type == at::kDouble) return body(double{});
+  if (type == at::kBFloat16) return body(c10::BFloat16{});
+  if (type == at::kHalf) return body(c10::Half{});
+  FSDP_ASSERT(false, "floating type ", c10::toString(type));
+}
+
+template <typename Body>
+void with_integer(at::ScalarType type, Body body) {
+  if (type == at::kLong) return body(int64_t{});
+  if (type == at::kInt) return body(int32_t{});
+  if (type == at::kByte) return body(uint8_t{});
+  FSDP_ASSERT(false, "integer type ", c10::toString(type));
+}
+
+bool is_floating_wire(at::ScalarType type) {
+  return type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf;
+}
+
+bool is_integer_wire(at::ScalarType type) {
+  return type == at::kLong || type == at::kInt || type == at::kByte;
+}
+
+void reduce_floating(std::span<const void* const> inputs, void* output, int64_t numel,
+                     const ReduceTypes& types, const Reduction& reduction) {
+  with_floating(types.wire, [&](auto wire) {
+    with_floating(types.result, [&](auto result) {
+      using Wire = decltype(wire);
+      using Out = decltype(result);
+      // bf16 from fp16 wires (and the reverse) does not exist: checked_reduction allows the wire
+      // type and the accumulation types only.
+      if constexpr (std::is_same_v<Wire, Out> || std::is_same_v<Out, float> ||
+                    std::is_same_v<Out, double>) {
+        if (reduction.accumulate == at::kDouble) {
+          reduce_typed<Wire, double>(inputs, static_cast<Out*>(output), numel, reduction);
+        } else {
+          reduce_typed<Wire, float>(inputs, static_cast<Out*>(output), numel, reduction);
+        }
+      }
+    });
+  });
+}
+
+}  // namespace
+
+double scale_of(const Reduction& reduction, size_t ranks) {
+  return reduction.op == ReduceOp::kAvg ? reduction.scale / static_cast<double>(ranks)
+                                        : reduction.scale;
+}
+
+Reduction checked_reduction(const Reduction& reduction, const ReduceTypes& types,
+                            std::string_view tag) {
+  Reduction filled = reduction;
+  if (is_integer_wire(types.wire)) {
+    FSDP_CHECK(reduction.op != ReduceOp::kAvg && reduction.scale == 1.0, "reduction '", tag,
+               "' of ", c10::toString(types.wire), " is ", name_of(reduction.op), " scaled by ",
+               reduction.scale,
+               ": whole numbers can be summed and compared, not averaged or scaled");
+    FSDP_CHECK(types.result == types.wire && reduction.accumulate.value_or(at::kLong) == at::kLong,
+               "reduction '", tag, "' of ", c10::toString(types.wire),
+               ": whole numbers are reduced in int64 and stored in their own dtype");
+    filled.accumulate = at::kLong;
+    return filled;
+  }
+  FSDP_CHECK(
+      is_floating_wire(types.wire), "reduction '", tag, "' has dtype ", c10::toString(types.wire),
+      ", which can be moved but not reduced: use fp64, fp32, fp16, bf16, int64, int32 or uint8");
+  const at::ScalarType widest = types.wire == at::kDouble ? at::kDouble : at::kFloat;
+  filled.accumulate = reduction.accumulate.value_or(widest);
+  FSDP_CHECK(filled.accumulate == at::kDouble || filled.accumulate == widest, "accumulate of '",
+             tag, "' is ", c10::toString(*filled.accumulate), " for a wire type of ",
+             c10::toString(types.wire), ": it must be fp32 or fp64 and not narrower than the wire");
+  FSDP_CHECK(types.result == types.wire || types.result == *filled.accumulate, "output of '", tag,
+             "' is ", c10::toString(types.result), ": it must be the wire type ",
+             c10::toString(types.wire), " or the accumulation type ",
+             c10::toString(*filled.accumulate));
+  return filled;
+}
+
+void reduce_ranks(std::span<const void* const> inputs, void* output, int64_t numel,
+                  const ReduceTypes& types, const Reduction& reduction) {
+  if (is_floating_wire(types.wire)) return reduce_floating(inputs, output, numel, types, reduction);
+  with_integer(types.wire, [&](auto wire) {
+    using Wire = decltype(wire);
+    reduce_typed<Wire, int64_t>(inputs, static_cast<Wire*>(output), numel, reduction);
+  });
+}
+
+}  // namespace fsdp

@@ -1,0 +1,57 @@
+// What an enqueued collective returns: something to wait on, the same on CPUs and on devices.
+#pragma once
+
+#include <c10/core/Event.h>
+
+#include <atomic>
+#include <exception>
+#include <memory>
+#include <optional>
+
+namespace fsdp {
+
+class OperationQueue;
+
+// The shared end of a Work: written once by whoever runs the operation, read by whoever waits.
+class WorkState {
+ public:
+  explicit WorkState(OperationQueue* queue) : queue_(queue) {}
+
+  void finish(std::optional<c10::Event> event);
+  void fail(std::exception_ptr error);
+
+  bool done() const { return done_.load(std::memory_order_acquire) != 0; }
+
+  // Blocks until done, running queued operations meanwhile if nobody else does; then throws the
+  // operation's error, if it had one.
+  void wait();
+
+ private:
+  friend class Work;
+  friend class OperationQueue;
+
+  void sleep_until_done() const { done_.wait(0, std::memory_order_acquire); }
+
+  OperationQueue* const queue_;  // outlives the state's not being done
+  std::atomic<int> done_{0};
+  std::exception_ptr error_;         // read only after done_
+  std::optional<c10::Event> event_;  // read only after done_; recorded when the device is done
+};
+
+// wait() on CPU tensors: returns when the data is there. On device tensors: returns when the
+// collective is on its stream, and makes the caller's current stream wait for it; the host does
+// not. A failed operation throws from every wait(). Dropping a Work does not cancel anything; a
+// later call on the same communicator reports an error nobody waited for.
+class Work {
+ public:
+  Work() = default;  // already done
+  explicit Work(std::shared_ptr<WorkState> state) : state_(std::move(state)) {}
+
+  void wait() const;
+  bool done() const { return state_ == nullptr || state_->done(); }
+
+ private:
+  std::shared_ptr<WorkState> state_;
+};
+
+}  // namespace fsdp

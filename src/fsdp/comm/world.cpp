@@ -1,0 +1,104 @@
+#include "fsdp/comm/world.h"
+
+#include <c10/core/AutogradState.h>
+
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/log.h"
+#include "fsdp/comm/comm_error.h"
+#include "fsdp/comm/mpi_communicator.h"
+#include "fsdp/comm/threads_communicator.h"
+
+namespace fsdp {
+
+namespace {
+
+std::shared_ptr<Rendezvous> meeting_place(int ranks, const CommOptions& options) {
+  return std::make_shared<Rendezvous>("world", ranks, options.timeout_seconds,
+                                      std::make_shared<AbortSignal>());
+}
+
+std::unique_ptr<Communicator> connect(const Launch& launch, const CommOptions& options) {
+  if (launch.size == 1) return std::make_unique<ThreadsCommunicator>(0, meeting_place(1, options));
+  FSDP_CHECK(
+      launch.launcher != Launcher::kTorchrun, "torchrun started ", launch.size,
+      " processes, but this build has no communicator that connects them: start CPU jobs with "
+      "mpirun or srun, or run the ranks as threads of one process");
+  return connect_mpi(launch, options);
+}
+
+// The error of the rank that failed by itself, rather than of those that failed because of it.
+class FirstError {
+ public:
+  void note_cause(std::exception_ptr error) { note(cause_, std::move(error)); }
+  void note_consequence(std::exception_ptr error) { note(consequence_, std::move(error)); }
+
+  // After all ranks have ended.
+  void rethrow() const {
+    if (cause_) std::rethrow_exception(cause_);
+    if (consequence_) std::rethrow_exception(consequence_);
+  }
+
+ private:
+  void note(std::exception_ptr& place, std::exception_ptr error) {
+    const std::lock_guard lock(mutex_);
+    if (!place) place = std::move(error);
+  }
+
+  std::mutex mutex_;
+  std::exception_ptr cause_;
+  std::exception_ptr consequence_;
+};
+
+}  // namespace
+
+World::World(Launch launch, std::unique_ptr<Communicator> communicator)
+    : launch_(std::move(launch)), communicator_(std::move(communicator)) {}
+
+World World::from_environment(const CommOptions& options) {
+  const Launch launch = read_launch();
+  if (launch.size > 1) set_thread_rank(launch.rank);
+  return World(launch, connect(launch, options));
+}
+
+World World::simulated(int rank, int size, std::shared_ptr<Recording> recording) {
+  Launch launch;
+  launch.rank = rank;
+  launch.size = size;
+  launch.local_size = size;
+  return World(launch,
+               std::make_unique<SimulatedCommunicator>(rank, size, "world", std::move(recording)));
+}
+
+void run_threads(int ranks, const CommOptions& options, const std::function<void(World&)>& body) {
+  FSDP_CHECK(ranks >= 1, "ranks is ", ranks, ": it must be 1 or more");
+  const std::shared_ptr<Rendezvous> rendezvous = meeting_place(ranks, options);
+  FirstError first_error;
+  const auto run_rank = [&](int rank) {
+    c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
+    if (ranks > 1) set_thread_rank(rank);
+    Launch launch;
+    launch.rank = launch.local_rank = rank;
+    launch.size = launch.local_size = ranks;
+    World world(launch, std::make_unique<ThreadsCommunicator>(rank, rendezvous));
+    try {
+      body(world);
+    } catch (const AbortedError&) {
+      first_error.note_consequence(std::current_exception());
+    } catch (const std::exception& error) {
+      first_error.note_cause(std::current_exception());
+      world.communicator().abort(concat("rank ", rank, " failed: ", error.what()));
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < ranks; ++rank) threads.emplace_back(run_rank, rank);
+  for (std::thread& thread : threads) thread.join();
+  first_error.rethrow();
+}
+
+}  // namespace fsdp

@@ -1,0 +1,75 @@
+// A job that goes wrong in the way its argument says; mpi_failures_test.py checks what it says
+// then.
+#include <ATen/ATen.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <map>
+#include <string>
+
+#include "fsdp/base/error.h"
+#include "fsdp/comm/world.h"
+
+namespace {
+
+using fsdp::World;
+
+// The last rank does something else than the others.
+bool is_odd_one(World& world) { return world.rank() == world.size() - 1; }
+
+void disagree(World& world) {
+  fsdp::Communicator& comm = world.communicator();
+  comm.barrier("together").wait();
+  if (is_odd_one(world)) {
+    comm.all_reduce(at::ones({8}, at::kHalf), {}, "blocks.4").wait();
+  } else {
+    comm.all_gather(at::ones({8 * comm.size()}), at::ones({8}), "blocks.3").wait();
+  }
+}
+
+void disagree_about_counts(World& world) {
+  fsdp::Communicator& comm = world.communicator();
+  const int64_t numel = is_odd_one(world) ? 9 : 8;
+  comm.all_gather(at::ones({numel * comm.size()}), at::ones({numel}), "blocks.3").wait();
+}
+
+// The odd one believes that the work is done, and waits for the others at the end of the job.
+void stay_away(World& world) {
+  if (!is_odd_one(world)) world.communicator().barrier("blocks.3").wait();
+}
+
+void fail(World& world) {
+  const fsdp::Mesh mesh = world.mesh();
+  if (is_odd_one(world)) {
+    const fsdp::Work pending = mesh.inner().gather().barrier("never");
+    throw fsdp::Error("no space left for blocks.7");
+  }
+  mesh.inner().reduce().barrier("waits").wait();
+}
+
+void die(World& world) {
+  if (is_odd_one(world)) std::_Exit(3);
+  world.communicator().barrier("waits").wait();
+}
+
+const std::map<std::string, std::function<void(World&)>> kFailures = {
+    {"disagree", disagree}, {"counts", disagree_about_counts}, {"away", stay_away}, {"fail", fail},
+    {"die", die},
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const auto failure = kFailures.find(argc == 2 ? argv[1] : "");
+  if (failure == kFailures.end()) return 2;
+  World world = World::from_environment();
+  try {
+    failure->second(world);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "[rank %d] %s\n", world.rank(), error.what());
+    world.communicator().abort(fsdp::concat("rank ", world.rank(), " failed: ", error.what()));
+    return 1;
+  }
+  return 0;
+}
