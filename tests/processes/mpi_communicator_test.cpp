@@ -34,6 +34,8 @@ TEST_P(MpiCommunicatorSuite, Passes) {
   for (const bool checked : {false, true}) {
     World world = mpi_world(checked);
     claim.body(world, at::kCPU);
+    // Staged through pinned memory; the ranks may share one device.
+    if (at::hasCUDA()) claim.body(world, at::Device(at::kCUDA, 0));
     world.communicator().barrier("end of case").wait();
   }
 }

@@ -1,0 +1,78 @@
+// Ranks that are threads sharing one device: the suite every backend must pass, with device
+// tensors, real streams and events.
+#include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <tuple>
+
+#include "fsdp/comm/world.h"
+#include "support/communicator_suite.h"
+#include "support/rank_pattern.h"
+#include "support/require.h"
+
+namespace fsdp {
+namespace {
+
+const at::Device kDevice(at::kCUDA, 0);
+const CommOptions kShortDeadline = {.timeout_seconds = 60};
+
+class DeviceCommunicatorSuite : public ::testing::TestWithParam<std::tuple<size_t, int>> {};
+
+TEST_P(DeviceCommunicatorSuite, Passes) {
+  FSDP_REQUIRE_GPU();
+  const auto [index, ranks] = GetParam();
+  const testing::CommunicatorCase& claim = testing::communicator_cases()[index];
+  run_threads(ranks, kShortDeadline, [&](World& world) { claim.body(world, kDevice); });
+}
+
+INSTANTIATE_TEST_SUITE_P(AllCases, DeviceCommunicatorSuite,
+                         ::testing::Combine(::testing::Range(size_t{0},
+                                                             testing::communicator_cases().size()),
+                                            ::testing::Values(1, 2, 3, 4)),
+                         [](const auto& test) {
+                           return testing::communicator_cases()[std::get<0>(test.param)].name +
+                                  "On" + std::to_string(std::get<1>(test.param)) + "Ranks";
+                         });
+
+// Each rank computes on its own stream and hands over without waiting; a missing event would show
+// as stale values in some round.
+TEST(DeviceCommunicator, OrdersCollectivesWithTheCallersStream) {
+  FSDP_REQUIRE_GPU();
+  run_threads(3, kShortDeadline, [](World& world) {
+    const c10::impl::VirtualGuardImpl guard_impl(kDevice.type());
+    const c10::StreamGuard guard(guard_impl.getNewStream(kDevice));
+    Communicator& comm = world.communicator();
+    const int64_t numel = 1 << 22;
+    at::Tensor share = at::empty({numel}, at::device(kDevice).dtype(at::kFloat));
+    at::Tensor whole = at::empty({numel * comm.size()}, at::device(kDevice).dtype(at::kFloat));
+    at::Tensor wrong = at::zeros({1}, at::device(kDevice).dtype(at::kLong));
+    for (int round = 0; round < 50; ++round) {
+      share.fill_(round * 10 + comm.rank());
+      for (int busy = 0; busy < 4; ++busy) share.add_(1).sub_(1);
+      comm.all_gather(whole, share, "round").wait();
+      share.fill_(-1);  // must not reach anybody: everyone's copy is ordered before it
+      for (int rank = 0; rank < comm.size(); ++rank)
+        wrong += (whole.narrow(0, rank * numel, numel) != round * 10 + rank).sum();
+    }
+    EXPECT_EQ(wrong.item<int64_t>(), 0);
+  });
+}
+
+TEST(DeviceCommunicator, GivesTheSameBitsAsTheHost) {
+  FSDP_REQUIRE_GPU();
+  run_threads(3, kShortDeadline, [](World& world) {
+    Communicator& comm = world.communicator();
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
+      at::Tensor on_host = testing::rank_pattern(comm.rank(), 100003, dtype);
+      at::Tensor on_device = on_host.to(kDevice);
+      comm.all_reduce(on_host, {.op = ReduceOp::kAvg, .scale = 1.3}, "host").wait();
+      comm.all_reduce(on_device, {.op = ReduceOp::kAvg, .scale = 1.3}, "device").wait();
+      EXPECT_TRUE(testing::same_bytes(on_host, on_device)) << dtype;
+    }
+  });
+}
+
+}  // namespace
+}  // namespace fsdp
