@@ -15,9 +15,6 @@ namespace {
 
 using Tensors = std::vector<BrickedTensor>;
 
-// Each round shortens a share by one unit; a class that could move more than this joins a segment.
-constexpr int kMaxDrainRounds = 16;
-
 // A segment fewer is worth this part of the shard in padding: 1 / 2048, 0.05 %.
 constexpr int64_t kSegmentWorth = 2048;
 
@@ -32,12 +29,6 @@ Tensors tensors_of(const SegmentPacker& packer) {
   return tensors;
 }
 
-int64_t volume_of(const Tensors& tensors) {
-  int64_t volume = 0;
-  for (const BrickedTensor& tensor : tensors) volume = checked_add(volume, tensor.numel);
-  return volume;
-}
-
 class RowPacker {
  public:
   RowPacker(int64_t align_numel, int64_t num_shares)
@@ -47,20 +38,20 @@ class RowPacker {
   void add_fillers(const Tensors& tensors) {
     Tensors rest;
     for (const BrickedTensor& tensor : tensors) {
-      if (!place_in(segments_, tensor)) rest.push_back(tensor);
+      if (!place_anywhere(tensor)) rest.push_back(tensor);
     }
     add_class(rest, align_numel_);
   }
 
   void add_class(const Tensors& tensors, int64_t unit_numel) {
     if (tensors.empty()) return;
-    Alone alone = drained(tensors, unit_numel);
-    const std::optional<Joined> joined = best_join(tensors, alone);
+    OpenSegment own{*pack_segment(tensors, unit_numel, align_numel_, num_shares_, INT64_MAX),
+                    unit_numel};
+    std::optional<Joined> joined = best_join(tensors, own.packer.share_numel());
     if (joined) {
-      segments_[joined->segment].packer = joined->packer;
+      segments_[joined->segment].packer = std::move(joined->packer);
     } else {
-      segments_ = std::move(alone.others);
-      segments_.push_back(std::move(alone.own));
+      segments_.push_back(std::move(own));
     }
   }
 
@@ -79,29 +70,23 @@ class RowPacker {
   }
 
  private:
-  struct Alone {
-    std::vector<OpenSegment> others;
-    OpenSegment own;
-  };
   struct Joined {
     size_t segment = 0;
     SegmentPacker packer;
   };
 
-  static bool place_in(std::vector<OpenSegment>& segments, const BrickedTensor& tensor) {
-    return std::any_of(segments.begin(), segments.end(),
+  bool place_anywhere(const BrickedTensor& tensor) {
+    return std::any_of(segments_.begin(), segments_.end(),
                        [&](OpenSegment& segment) { return segment.packer.place(tensor); });
   }
 
-  SegmentPacker pack(const Tensors& tensors, int64_t unit_numel) const {
-    return *pack_segment(tensors, unit_numel, align_numel_, num_shares_, INT64_MAX);
-  }
-
   // The segment whose share grows least when it takes the whole class, if that is worth it.
-  std::optional<Joined> best_join(const Tensors& tensors, const Alone& alone) const {
-    int64_t total_numel = alone.own.packer.share_numel();
-    for (const OpenSegment& segment : segments_) total_numel += segment.packer.share_numel();
-    int64_t max_growth = alone.own.packer.share_numel() + total_numel / kSegmentWorth;
+  std::optional<Joined> best_join(const Tensors& tensors, int64_t own_share_numel) const {
+    int64_t total_numel = own_share_numel;
+    for (const OpenSegment& segment : segments_) {
+      total_numel = checked_add(total_numel, segment.packer.share_numel());
+    }
+    int64_t max_growth = checked_add(own_share_numel, total_numel / kSegmentWorth);
     if (segments_.size() == kMaxRowSegments) max_growth = INT64_MAX;
 
     std::optional<Joined> best;
@@ -118,33 +103,6 @@ class RowPacker {
       best = Joined{.segment = i, .packer = *std::move(packer)};
       if (growth <= 0) break;
       max_growth = growth - 1;
-    }
-    return best;
-  }
-
-  // A segment of the class's own, after as many of its tensors as it takes to shorten the share
-  // have moved into the gaps of the others.
-  Alone drained(const Tensors& tensors, int64_t unit_numel) const {
-    Tensors kept = tensors;
-    Alone best{.others = segments_, .own = {pack(kept, unit_numel), unit_numel}};
-    for (int round = 0; round < kMaxDrainRounds && !kept.empty(); ++round) {
-      const int64_t share_numel = best.own.packer.share_numel();
-      const int64_t target = (ceil_div(share_numel, unit_numel) - 1) * unit_numel;
-      int64_t excess = volume_of(kept) - checked_mul(target, num_shares_);
-      std::vector<OpenSegment> others = best.others;
-      Tensors still_kept;
-      for (const BrickedTensor& tensor : kept) {
-        if (excess > 0 && place_in(others, tensor)) {
-          excess -= tensor.numel;
-        } else {
-          still_kept.push_back(tensor);
-        }
-      }
-      if (excess > 0) break;
-      SegmentPacker own = pack(still_kept, unit_numel);
-      if (own.share_numel() >= share_numel) break;
-      kept = std::move(still_kept);
-      best = {.others = std::move(others), .own = {std::move(own), unit_numel}};
     }
     return best;
   }

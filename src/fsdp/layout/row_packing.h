@@ -13,8 +13,7 @@ inline constexpr size_t kMaxRowSegments = 8;
 
 // Tensors with bricks of one size form a class. Classes are taken from the largest brick to the
 // smallest; each joins an existing segment when that costs no more than a segment of its own, and
-// else first moves what it can into the free ends of the others if that shortens its own share.
-// Tensors of one brick and tensors that may be cut anywhere come last and fill the gaps.
+// else gets one. Tensors of one brick and tensors that may be cut anywhere come last and fill gaps.
 Packing pack_rows(std::span<const BrickedTensor> tensors, int64_t num_tensors, int64_t align_numel,
                   int64_t num_shares);
 
