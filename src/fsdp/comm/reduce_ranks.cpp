@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <type_traits>
 
 #include "fsdp/base/error.h"
@@ -17,21 +18,47 @@ namespace {
 // every input is read from memory once and the output written once.
 constexpr int64_t kBlock = 2048;
 
+// Between an element and the accumulation type. bf16 is written out in integer operations:
+// libtorch's conversions are right too, but compilers do not vectorise them.
+template <typename Acc, typename In>
+Acc widened(In value) {
+  return static_cast<Acc>(value);
+}
+
+template <>
+inline float widened<float, c10::BFloat16>(c10::BFloat16 value) {
+  return std::bit_cast<float>(static_cast<uint32_t>(value.x) << 16);
+}
+
+template <typename Out, typename Acc>
+Out rounded(Acc value) {
+  return static_cast<Out>(value);
+}
+
+// To nearest, ties to even; NaN stays NaN (libtorch's bits for it: 0x7FC0).
+template <>
+inline c10::BFloat16 rounded<c10::BFloat16, float>(float value) {
+  const auto bits = std::bit_cast<uint32_t>(value);
+  const uint32_t nearest = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  const uint32_t result = value != value ? 0x7FC0u : nearest;
+  return c10::BFloat16(static_cast<uint16_t>(result), c10::BFloat16::from_bits());
+}
+
 template <typename Acc, typename In>
 void load(Acc* __restrict acc, const In* __restrict in, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) acc[i] = static_cast<Acc>(in[i]);
+  for (int64_t i = 0; i < count; ++i) acc[i] = widened<Acc>(in[i]);
 }
 
 template <typename Acc, typename In>
 void add(Acc* __restrict acc, const In* __restrict in, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) acc[i] += static_cast<Acc>(in[i]);
+  for (int64_t i = 0; i < count; ++i) acc[i] += widened<Acc>(in[i]);
 }
 
 // A comparison with NaN is false, so each loop keeps a NaN it holds and takes one it meets.
 template <typename Acc, typename In>
 void take_max(Acc* __restrict acc, const In* __restrict in, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
-    const Acc value = static_cast<Acc>(in[i]);
+    const Acc value = widened<Acc>(in[i]);
     acc[i] = acc[i] >= value || acc[i] != acc[i] ? acc[i] : value;
   }
 }
@@ -39,7 +66,7 @@ void take_max(Acc* __restrict acc, const In* __restrict in, int64_t count) {
 template <typename Acc, typename In>
 void take_min(Acc* __restrict acc, const In* __restrict in, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
-    const Acc value = static_cast<Acc>(in[i]);
+    const Acc value = widened<Acc>(in[i]);
     acc[i] = acc[i] <= value || acc[i] != acc[i] ? acc[i] : value;
   }
 }
@@ -59,7 +86,7 @@ void combine(ReduceOp op, Acc* acc, const In* in, int64_t count) {
 
 template <typename Acc, typename Out>
 void store(Out* __restrict out, const Acc* __restrict acc, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) out[i] = static_cast<Out>(acc[i]);
+  for (int64_t i = 0; i < count; ++i) out[i] = rounded<Out>(acc[i]);
 }
 
 template <typename Wire, typename Acc, typename Out>
