@@ -93,6 +93,7 @@ TEST(ModelFile, NamesFileFieldValueAndFix) {
   const std::vector<BadText> table = {
       {"", "not valid JSON, at line 1"},
       {"{", "not valid JSON, at line 1"},
+      {"[1e999]", "not valid JSON, number overflow parsing '1e999'"},
       {"[]", "the document is []; it must be an object"},
       {"{}", "model_type is missing; give a config.json"},
       {R"({"model_type": "bert"})", "model_type is \"bert\"; known are llama, mixtral"},

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "fsdp/base/error.h"
+#include "fsdp/base/text.h"
 #include "fsdp/base/version.h"
 #include "fsdp/cli/command.h"
 #include "fsdp/cli/option_values.h"
@@ -30,6 +31,7 @@ int run(int argc, char** argv) {
   app.set_version_flag("--version", "fsdp " FSDP_VERSION);
   const std::vector<fsdp::cli::Command> commands = {fsdp::cli::add_plan(app),
                                                     fsdp::cli::add_info(app)};
+  app.require_subcommand(0, 1);  // none is answered below, a second one is a surplus argument
   // Unknown arguments are collected, not refused, so that they can be answered with the nearest.
   app.allow_extras();
   for (const fsdp::cli::Command& command : commands) command.app->allow_extras();
@@ -37,6 +39,8 @@ int run(int argc, char** argv) {
     app.parse(argc, argv);
   } catch (const CLI::Success& request) {  // --help, --version
     return app.exit(request);
+  } catch (const CLI::ArgumentMismatch& error) {
+    throw fsdp::UsageError(fsdp::concat(error.what(), "; give the option once, with one value"));
   } catch (const CLI::ParseError& error) {
     throw fsdp::UsageError(error.what());
   }

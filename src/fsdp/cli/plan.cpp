@@ -80,6 +80,11 @@ PlanOptions read_options(const PlanArguments& given) {
   return options;
 }
 
+// A file's name need not be UTF-8; JSON must be.
+void print_json(const nlohmann::ordered_json& value) {
+  std::cout << value.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << "\n";
+}
+
 void run_plan(const CLI::App& app, const PlanArguments& given) {
   if (given.model.empty())
     throw UsageError(
@@ -102,7 +107,7 @@ void run_plan(const CLI::App& app, const PlanArguments& given) {
     Forecast forecast = planner.forecast();
     forecast.plan_seconds += load.count();
     if (given.json)
-      std::cout << to_json(model, forecast).dump(2) << "\n";
+      print_json(to_json(model, forecast));
     else
       print_forecast(std::cout, model, forecast);
     return;
@@ -112,7 +117,7 @@ void run_plan(const CLI::App& app, const PlanArguments& given) {
   if (!given.json) return print_comparison(std::cout, model, forecasts);
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   for (const Forecast& forecast : forecasts) rows.push_back(to_json(model, forecast));
-  std::cout << rows.dump(2) << "\n";
+  print_json(rows);
 }
 
 std::string footer() {

@@ -9,7 +9,8 @@ namespace fsdp {
 
 namespace {
 
-// A dimension beyond this is a typing error, and products of three still fit 64 bits.
+// A dimension beyond this is a typing error; products of two, which is what is formed here, fit 64
+// bits with room to add. Whole shapes are checked by ModelShape::validate.
 constexpr int64_t kMaxDim = int64_t{1} << 24;
 // Layers times experts beyond this is a typing error too; it would fill the memory with names.
 constexpr int64_t kMaxBlocks = int64_t{1} << 20;
@@ -19,14 +20,14 @@ struct Field {
   int64_t value;
 };
 
-void check_at_least(int64_t minimum, int64_t maximum, std::initializer_list<Field> fields) {
+void check_range(int64_t minimum, int64_t maximum, std::initializer_list<Field> fields) {
   for (const Field& field : fields)
     if (field.value < minimum || field.value > maximum)
       throw UsageError(concat(field.name, " is ", field.value, "; it must be a whole number from ",
                               minimum, " to ", maximum));
 }
 
-void check_dims(std::initializer_list<Field> fields) { check_at_least(1, kMaxDim, fields); }
+void check_dims(std::initializer_list<Field> fields) { check_range(1, kMaxDim, fields); }
 
 int64_t head_dim_of(int64_t head_dim, int64_t hidden_size, int64_t num_attention_heads) {
   check_dims({{"hidden_size", hidden_size}, {"num_attention_heads", num_attention_heads}});
@@ -164,7 +165,7 @@ void add_mixtral_experts(UnitBuilder& unit, const LlamaConfig& c, int64_t num_ex
 // Llama and Mixtral differ in the MLP only; num_experts = 0 is the dense one.
 ModelShape build_llama(std::string name, const LlamaConfig& c, int64_t num_experts) {
   check_dims({{"vocab_size", c.vocab_size}, {"intermediate_size", c.intermediate_size}});
-  check_at_least(1, kMaxBlocks, {{"num_hidden_layers", c.num_hidden_layers}});
+  check_range(1, kMaxBlocks, {{"num_hidden_layers", c.num_hidden_layers}});
   const int64_t head_dim = head_dim_of(c.head_dim, c.hidden_size, c.num_attention_heads);
   check_kv_heads(c.num_key_value_heads, c.num_attention_heads);
 
@@ -200,7 +201,7 @@ ModelShape build(std::string name, const LlamaConfig& c) {
 }
 
 ModelShape build(std::string name, const MixtralConfig& c) {
-  check_at_least(1, kMaxBlocks, {{"num_hidden_layers", c.decoder.num_hidden_layers}});
+  check_range(1, kMaxBlocks, {{"num_hidden_layers", c.decoder.num_hidden_layers}});
   check_expert_count("num_local_experts", c.num_local_experts, c.decoder.num_hidden_layers);
   return build_llama(std::move(name), c.decoder, c.num_local_experts);
 }
@@ -255,11 +256,11 @@ void validate(const DeepseekV3Config& c) {
               {"v_head_dim", c.v_head_dim},
               {"intermediate_size", c.intermediate_size},
               {"moe_intermediate_size", c.moe_intermediate_size}});
-  check_at_least(1, kMaxBlocks, {{"num_hidden_layers", c.num_hidden_layers}});
-  check_at_least(0, kMaxDim,
-                 {{"q_lora_rank", c.q_lora_rank}, {"n_shared_experts", c.n_shared_experts}});
-  check_at_least(0, c.num_hidden_layers, {{"first_k_dense_replace", c.first_k_dense_replace}});
-  check_at_least(0, kMaxBlocks, {{"num_nextn_predict_layers", c.num_nextn_predict_layers}});
+  check_range(1, kMaxBlocks, {{"num_hidden_layers", c.num_hidden_layers}});
+  check_range(0, kMaxDim,
+              {{"q_lora_rank", c.q_lora_rank}, {"n_shared_experts", c.n_shared_experts}});
+  check_range(0, c.num_hidden_layers, {{"first_k_dense_replace", c.first_k_dense_replace}});
+  check_range(0, kMaxBlocks, {{"num_nextn_predict_layers", c.num_nextn_predict_layers}});
   check_expert_count("n_routed_experts", c.n_routed_experts,
                      c.num_hidden_layers + c.num_nextn_predict_layers);
 }

@@ -177,17 +177,21 @@ ModelShape read_units(const JsonFields& fields, const std::string& source) {
   return model;
 }
 
-// The library's message carries its own class and number first; people need the rest.
-std::string syntax_problem(const nlohmann::json::parse_error& error) {
+// The library's messages begin with their class and number in brackets, and syntax errors also
+// with their class in words; people need the rest.
+std::string syntax_problem(const nlohmann::json::exception& error) {
   const std::string what = error.what();
-  const size_t words = what.find("at line");
-  return words == std::string::npos ? what : what.substr(words);
+  for (const std::string_view before : {"parse error ", "] "}) {
+    const size_t found = what.find(before);
+    if (found != std::string::npos) return what.substr(found + before.size());
+  }
+  return what;
 }
 
 nlohmann::json parse_json(std::string_view text, const std::string& source) {
   try {
     return nlohmann::json::parse(text);
-  } catch (const nlohmann::json::parse_error& error) {
+  } catch (const nlohmann::json::exception& error) {  // also numbers out of range
     throw UsageError(concat(source, ": not valid JSON, ", syntax_problem(error)));
   }
 }
