@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <limits>
 #include <numeric>
-#include <random>
 #include <tuple>
 
 #include "fsdp/base/error.h"
@@ -212,7 +211,6 @@ void Planner::promote_what_sticks_out() {
     return order;
   };
   std::vector<int32_t> order = order_of_best();
-  std::minstd_rand random;  // its sequence is fixed by the standard, unlike the distributions
   for (int64_t round = 1; round * num_intervals <= kMaxPlaced && !optimal(); ++round) {
     const int64_t bytes = placer.place(order, Fit::kLowest, best_.bytes - 1);
     if (bytes < best_.bytes) {
@@ -230,8 +228,8 @@ void Planner::promote_what_sticks_out() {
       const int64_t offset = placer.offsets()[index];
       return offset >= 0 && offset + trace_.intervals[index].bytes >= best_.bytes;
     });
-    const auto position = static_cast<uint64_t>(sticks_out - order.begin());
-    const auto earlier = static_cast<std::ptrdiff_t>(random() % (position + 1));
+    // How far forward goes round in eighths of the way: no random numbers, so that all ranks agree.
+    const std::ptrdiff_t earlier = (sticks_out - order.begin()) * (round % 8) / 8;
     std::rotate(order.begin() + earlier, sticks_out, sticks_out + 1);
   }
 }

@@ -1,8 +1,7 @@
 #include "fsdp/memory/arena_sweep.h"
 
 #include <algorithm>
-#include <numeric>
-#include <unordered_set>
+#include <tuple>
 
 #include "fsdp/base/error.h"
 
@@ -56,6 +55,15 @@ struct Generation {
   }
 };
 
+// A partial placement on its way through prune().
+struct Rated {
+  int32_t index;
+  int32_t num_postponed;
+  int64_t roominess;
+  int32_t rank;  // among those with the same number of postponed groups
+  uint64_t hash;
+};
+
 uint64_t mixed(uint64_t hash, int64_t value) {
   hash = (hash ^ static_cast<uint64_t>(value)) * 0x9E3779B97F4A7C15ull;
   return hash ^ (hash >> 29);
@@ -91,8 +99,11 @@ class Sweep {
   std::vector<std::vector<int32_t>> starts_;  // groups that begin at a time, largest first
   std::vector<Decision> decisions_;
   Generation current_;
+  // Scratch of single functions, kept for its memory.
   Generation next_;
+  Generation kept_;
   std::vector<Live> scratch_;
+  std::vector<Rated> rated_;
 };
 
 Sweep::Sweep(const LiveTrace& trace, const SweepRequest& request)
@@ -262,43 +273,39 @@ uint64_t Sweep::layout_hash(const Generation& generation, const Partial& partial
 
 void Sweep::prune(Generation& generation, int32_t time) {
   if (generation.partials.size() <= static_cast<size_t>(request_.beam)) return;
-  struct Rated {
-    int32_t index;
-    int32_t num_postponed;
-    int64_t roominess;
-    int32_t rank;  // among those with the same number of postponed groups
-  };
-  std::vector<Rated> rated;
-  rated.reserve(generation.partials.size());
+  rated_.clear();
   for (int32_t i = 0; i < static_cast<int32_t>(generation.partials.size()); ++i) {
     const Partial& partial = generation.partials[static_cast<size_t>(i)];
-    rated.push_back({i, partial.num_postponed, roominess(generation.live_of(partial), time), 0});
+    rated_.push_back({i, partial.num_postponed, roominess(generation.live_of(partial), time), 0,
+                      layout_hash(generation, partial)});
   }
-  std::stable_sort(rated.begin(), rated.end(), [](const Rated& a, const Rated& b) {
-    if (a.num_postponed != b.num_postponed) return a.num_postponed < b.num_postponed;
-    return a.roominess > b.roominess;
+  // Of equal layouts the one with the fewest postponed groups stays.
+  std::sort(rated_.begin(), rated_.end(), [](const Rated& a, const Rated& b) {
+    return std::tie(a.hash, a.num_postponed, a.index) < std::tie(b.hash, b.num_postponed, b.index);
   });
-  std::unordered_set<uint64_t> seen;
-  std::erase_if(rated, [&](const Rated& each) {
-    const Partial& partial = generation.partials[static_cast<size_t>(each.index)];
-    return !seen.insert(layout_hash(generation, partial)).second;
+  rated_.erase(std::unique(rated_.begin(), rated_.end(),
+                           [](const Rated& a, const Rated& b) { return a.hash == b.hash; }),
+               rated_.end());
+  std::sort(rated_.begin(), rated_.end(), [](const Rated& a, const Rated& b) {
+    return std::tuple(a.num_postponed, -a.roominess, a.index) <
+           std::tuple(b.num_postponed, -b.roominess, b.index);
   });
   // In turn the best with 0, 1, 2, ... postponed groups: the roomiest alone would postpone
   // everything, the most punctual alone would run into the wall.
-  for (size_t i = 1; i < rated.size(); ++i) {
-    if (rated[i].num_postponed == rated[i - 1].num_postponed) rated[i].rank = rated[i - 1].rank + 1;
+  for (size_t i = 1; i < rated_.size(); ++i) {
+    if (rated_[i].num_postponed == rated_[i - 1].num_postponed) {
+      rated_[i].rank = rated_[i - 1].rank + 1;
+    }
   }
-  std::stable_sort(rated.begin(), rated.end(),
+  std::stable_sort(rated_.begin(), rated_.end(),
                    [](const Rated& a, const Rated& b) { return a.rank < b.rank; });
-  if (rated.size() > static_cast<size_t>(request_.beam)) {
-    rated.resize(static_cast<size_t>(request_.beam));
-  }
-  Generation kept;
-  for (const Rated& each : rated) {
+  rated_.resize(std::min(rated_.size(), static_cast<size_t>(request_.beam)));
+  kept_.clear();
+  for (const Rated& each : rated_) {
     const Partial& partial = generation.partials[static_cast<size_t>(each.index)];
-    kept.add(partial, generation.live_of(partial));
+    kept_.add(partial, generation.live_of(partial));
   }
-  generation = std::move(kept);
+  std::swap(generation, kept_);
 }
 
 SweptPlacement Sweep::result() const {
