@@ -16,6 +16,7 @@
 #include "fsdp/base/version.h"
 #include "fsdp/cli/command.h"
 #include "fsdp/comm/launch.h"
+#include "fsdp/comm/mpi_communicator.h"
 
 namespace fsdp::cli {
 
@@ -35,8 +36,7 @@ std::string libtorch_place() {
 
 Json backends() {
   Json names = {"threads"};
-  constexpr bool kHasMpi = FSDP_HAS_MPI;
-  if (kHasMpi) names.push_back("mpi");
+  if (mpi_available()) names.push_back("mpi");
   names.push_back("simulated");
   return names;
 }
