@@ -55,5 +55,5 @@ step("configuring the outside project" ${CMAKE_COMMAND} -S "${folder}/example" -
   -D CMAKE_PREFIX_PATH=${prefix} -D CMAKE_CXX_COMPILER=${CXX} -D CMAKE_CXX_FLAGS=${flags})
 step("building the outside project" ${CMAKE_COMMAND} --build "${folder}/build")
 step("the outside project" "${folder}/build/example")
-expect("the outside project" "0 [+] 1 [+] 2 [+] 3 = 6")
+expect("the outside project" "ranks: 1, the sum of [(]rank [+] 1[)] over them: 1")
 message(STATUS "${output}")
