@@ -58,6 +58,8 @@ check "rooms" python3 tools/check_rooms.py
 mapfile -t sources < <(tracked '*.h' '*.cpp' '*.cu' '*.cuh' '*.py')
 check "sizes of files and functions" python3 tools/check_sizes.py "${sources[@]}"
 check "shell scripts" scripts
+mapfile -t pages < <(tracked '*.md')
+check "links in the documentation" python3 tools/check_links.py "${pages[@]}"
 
 if [[ ${#failed[@]} -gt 0 ]]; then
   echo "lint: ${#failed[@]} of $num_checks checks failed; \`make format\` repairs formatting." >&2
