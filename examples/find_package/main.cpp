@@ -3,8 +3,7 @@
 #include <iostream>
 
 #include <ATen/ATen.h>
-#include <fsdp/comm/world.h>
-#include <fsdp/layout/strategy.h>
+#include <fsdp/fsdp.h>
 #include <fsdp/plan/model_catalog.h>
 
 int main() {
