@@ -60,6 +60,33 @@ TEST(DeviceCommunicator, OrdersCollectivesWithTheCallersStream) {
   });
 }
 
+// Every collective is enqueued behind some 100 ms of work; if the host waited for the device
+// anywhere, that work would be over by the time the last wait() returns.
+TEST(DeviceCommunicator, NeverMakesTheHostWaitForTheDevice) {
+  FSDP_REQUIRE_GPU();
+  const auto bf16 = at::device(kDevice).dtype(at::kBFloat16);
+  const at::Tensor matrix = at::ones({8192, 8192}, bf16);
+  at::mm(matrix, matrix);  // loads the kernel
+  run_threads(3, kShortDeadline, [&](World& world) {
+    Communicator& comm = world.communicator();
+    at::Tensor share = at::ones({1 << 20}, bf16);
+    at::Tensor whole = at::ones({comm.size() << 20}, bf16);
+    const auto all_kinds = [&] {
+      comm.all_gather(whole, share, "gather").wait();
+      comm.reduce_scatter(share, whole, {}, "scatter").wait();
+      comm.all_reduce(whole, {.op = ReduceOp::kAvg}, "reduce").wait();
+      comm.broadcast(whole, 0, "broadcast").wait();
+    };
+    all_kinds();  // creates streams, allocates what the sums need
+    at::Tensor product;
+    for (int i = 0; i < 80; ++i) product = at::mm(matrix, matrix);
+    c10::Event computed(kDevice.type());
+    computed.record(c10::impl::VirtualGuardImpl(kDevice.type()).getStream(kDevice));
+    all_kinds();
+    EXPECT_FALSE(computed.query());
+  });
+}
+
 TEST(DeviceCommunicator, GivesTheSameBitsAsTheHost) {
   FSDP_REQUIRE_GPU();
   run_threads(3, kShortDeadline, [](World& world) {
