@@ -44,64 +44,90 @@ inline c10::BFloat16 rounded<c10::BFloat16, float>(float value) {
   return c10::BFloat16(static_cast<uint16_t>(result), c10::BFloat16::from_bits());
 }
 
-template <typename Acc, typename In>
-void load(Acc* __restrict acc, const In* __restrict in, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) acc[i] = widened<Acc>(in[i]);
-}
-
-template <typename Acc, typename In>
-void add(Acc* __restrict acc, const In* __restrict in, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) acc[i] += widened<Acc>(in[i]);
-}
-
-// A comparison with NaN is false, so each loop keeps a NaN it holds and takes one it meets.
-template <typename Acc, typename In>
-void take_max(Acc* __restrict acc, const In* __restrict in, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    const Acc value = widened<Acc>(in[i]);
-    acc[i] = acc[i] >= value || acc[i] != acc[i] ? acc[i] : value;
+struct Add {
+  template <typename Acc>
+  static Acc of(Acc a, Acc b) {
+    return a + b;
   }
-}
+};
 
-template <typename Acc, typename In>
-void take_min(Acc* __restrict acc, const In* __restrict in, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    const Acc value = widened<Acc>(in[i]);
-    acc[i] = acc[i] <= value || acc[i] != acc[i] ? acc[i] : value;
+// A comparison with NaN is false, so a NaN on the left is kept and one on the right is taken.
+struct Max {
+  template <typename Acc>
+  static Acc of(Acc a, Acc b) {
+    return a >= b || a != a ? a : b;
   }
-}
+};
 
-template <typename Acc, typename In>
-void combine(ReduceOp op, Acc* acc, const In* in, int64_t count) {
-  switch (op) {
-    case ReduceOp::kSum:
-    case ReduceOp::kAvg:
-      return add(acc, in, count);
-    case ReduceOp::kMax:
-      return take_max(acc, in, count);
-    case ReduceOp::kMin:
-      return take_min(acc, in, count);
+struct Min {
+  template <typename Acc>
+  static Acc of(Acc a, Acc b) {
+    return a <= b || a != a ? a : b;
   }
+};
+
+// The passes over a block. Two ranks at a time: each pass reads and writes the running values once,
+// and that, not the arithmetic, is its cost.
+template <typename Acc, typename Wire>
+void begin_with(Acc* __restrict acc, const Wire* __restrict a, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) acc[i] = widened<Acc>(a[i]);
 }
 
+template <typename Op, typename Acc, typename Wire>
+void begin_with(Acc* __restrict acc, const Wire* __restrict a, const Wire* __restrict b,
+                int64_t count) {
+  for (int64_t i = 0; i < count; ++i) acc[i] = Op::of(widened<Acc>(a[i]), widened<Acc>(b[i]));
+}
+
+template <typename Op, typename Acc, typename Wire>
+void combine_with(Acc* __restrict acc, const Wire* __restrict a, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) acc[i] = Op::of(acc[i], widened<Acc>(a[i]));
+}
+
+template <typename Op, typename Acc, typename Wire>
+void combine_with(Acc* __restrict acc, const Wire* __restrict a, const Wire* __restrict b,
+                  int64_t count) {
+  for (int64_t i = 0; i < count; ++i)
+    acc[i] = Op::of(Op::of(acc[i], widened<Acc>(a[i])), widened<Acc>(b[i]));
+}
+
+// A factor of 1 changes no value.
 template <typename Acc, typename Out>
-void store(Out* __restrict out, const Acc* __restrict acc, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) out[i] = rounded<Out>(acc[i]);
+void store(Out* __restrict out, const Acc* __restrict acc, Acc scale, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) out[i] = rounded<Out>(static_cast<Acc>(acc[i] * scale));
+}
+
+template <typename Op, typename Wire, typename Acc, typename Out>
+void reduce_by(std::span<const void* const> inputs, Out* output, int64_t numel, Acc scale) {
+  std::array<Acc, kBlock> acc;
+  for (int64_t begin = 0; begin < numel; begin += kBlock) {
+    const int64_t count = std::min(kBlock, numel - begin);
+    const auto input = [&](size_t rank) { return static_cast<const Wire*>(inputs[rank]) + begin; };
+    size_t rank = std::min<size_t>(2, inputs.size());
+    if (rank == 1) {
+      begin_with(acc.data(), input(0), count);
+    } else {
+      begin_with<Op>(acc.data(), input(0), input(1), count);
+    }
+    for (; rank + 2 <= inputs.size(); rank += 2)
+      combine_with<Op>(acc.data(), input(rank), input(rank + 1), count);
+    if (rank < inputs.size()) combine_with<Op>(acc.data(), input(rank), count);
+    store(output + begin, acc.data(), scale, count);
+  }
 }
 
 template <typename Wire, typename Acc, typename Out>
 void reduce_typed(std::span<const void* const> inputs, Out* output, int64_t numel,
                   const Reduction& reduction) {
   const Acc scale = static_cast<Acc>(scale_of(reduction, inputs.size()));
-  std::array<Acc, kBlock> acc;
-  for (int64_t begin = 0; begin < numel; begin += kBlock) {
-    const int64_t count = std::min(kBlock, numel - begin);
-    load(acc.data(), static_cast<const Wire*>(inputs[0]) + begin, count);
-    for (const void* input : inputs.subspan(1))
-      combine(reduction.op, acc.data(), static_cast<const Wire*>(input) + begin, count);
-    if (scale != Acc{1})
-      for (int64_t i = 0; i < count; ++i) acc[static_cast<size_t>(i)] *= scale;
-    store(output + begin, acc.data(), count);
+  switch (reduction.op) {
+    case ReduceOp::kSum:
+    case ReduceOp::kAvg:
+      return reduce_by<Add, Wire>(inputs, output, numel, scale);
+    case ReduceOp::kMax:
+      return reduce_by<Max, Wire>(inputs, output, numel, scale);
+    case ReduceOp::kMin:
+      return reduce_by<Min, Wire>(inputs, output, numel, scale);
   }
 }
 
