@@ -147,6 +147,17 @@ TEST(Forecast, CountsTheFullestRankWhereTensorsAreNotCut) {
   EXPECT_EQ(forecast.padding_fraction, 0);
 }
 
+TEST(Forecast, EvensWholeTensorsOutOverTheUnits) {
+  // 52 layers: nobody holds more than its eighth and one largest tensor, the head, which comes
+  // last.
+  PlanOptions options = options_for("optim_grads_params", 8);
+  const ModelShape model = model_by_name("nemotron-h-8b");
+  const int64_t even = plan(model, options).bytes.weight;
+  const int64_t head = 2 * 131072 * 4096;
+  options.granularity = Granularity::tensor();
+  EXPECT_LE(plan(model, options).bytes.weight, even + head);
+}
+
 TEST(Forecast, ShowsPaddingBesideItsBound) {
   PlanOptions options = options_for("optim_grads_params", 4096);
   options.granularity = Granularity::row();

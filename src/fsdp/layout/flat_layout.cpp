@@ -34,6 +34,12 @@ void check_request(const FlatLayoutRequest& request) {
     FSDP_CHECK(request.granularity.block_numel >= 1, "granularity block has ",
                request.granularity.block_numel, " elements; use 1 or more");
   }
+  const auto num_held = static_cast<int64_t>(request.held_numel.size());
+  FSDP_CHECK(num_held == 0 || num_held == request.inner_ranks * request.outer_ranks,
+             "held_numel has ", num_held, " entries; give one per rank, ",
+             request.inner_ranks * request.outer_ranks, ", or none");
+  for (const int64_t held : request.held_numel)
+    FSDP_CHECK(held >= 0, "held_numel has an entry ", held, "; a rank holds 0 elements or more");
 }
 
 // The product of the dims. A dim of 0 wins over dims that would overflow together.
@@ -95,7 +101,8 @@ Packing plan(const FlatLayoutRequest& request) {
                        request.inner_ranks * request.outer_ranks);
     case Granularity::Kind::kTensor:
       return balance_tensors(tensors, num_tensors,
-                             {.outer = request.outer_ranks, .inner = request.inner_ranks});
+                             {.outer = request.outer_ranks, .inner = request.inner_ranks},
+                             request.held_numel);
   }
   return {};
 }

@@ -18,6 +18,9 @@ struct FlatLayoutRequest {
   int64_t outer_ranks = 1;                   // ranks that share an inner shard among them
   int64_t align_bytes = 128;                 // every tensor and every shard starts at a multiple
   Granularity granularity = Granularity::element();  // where a shard may end inside a tensor
+  // Granularity `tensor`: elements that each share's owner (inner_rank * outer_ranks + outer_rank)
+  // holds of the model's other groups, so that groups even each other out; empty: nothing yet.
+  std::vector<int64_t> held_numel = {};
 };
 
 // A contiguous piece of one rank's shard.

@@ -1,9 +1,10 @@
 #include "fsdp/layout/tensor_balance.h"
 
 #include <algorithm>
+#include <compare>
 #include <functional>
+#include <map>
 #include <queue>
-#include <utility>
 #include <vector>
 
 #include "fsdp/base/integer.h"
@@ -13,29 +14,57 @@ namespace {
 
 using Tensors = std::vector<BrickedTensor>;
 
-// The longest-processing-time rule. `tensors` must be sorted, largest first. The result ends with
-// the last owner that has any: with more owners than tensors, the first ones get one each.
-std::vector<Tensors> spread(const Tensors& tensors, int64_t num_possible_owners) {
-  const size_t num_owners = std::min(static_cast<size_t>(num_possible_owners), tensors.size());
-  using LoadAndOwner = std::pair<int64_t, size_t>;  // the lowest owner wins among equal loads
-  std::priority_queue<LoadAndOwner, std::vector<LoadAndOwner>, std::greater<>> least_loaded;
-  for (size_t owner = 0; owner < num_owners; ++owner) {
-    least_loaded.push({0, owner});
-  }
-  std::vector<Tensors> owned(num_owners);
+struct Owner {
+  int64_t load = 0;
+  int64_t index = 0;  // decides between equal loads
+
+  friend auto operator<=>(const Owner&, const Owner&) = default;
+};
+
+// As many owners as can get a tensor, those with the least load. Without loads they are the first
+// ones, so that nothing here is proportional to the number of ranks.
+std::vector<Owner> candidates(int64_t num_possible, size_t num_tensors,
+                              std::span<const int64_t> loads) {
+  const auto num_owners = std::min(num_possible, static_cast<int64_t>(num_tensors));
+  std::vector<Owner> owners(static_cast<size_t>(loads.empty() ? num_owners : num_possible));
+  for (size_t i = 0; i < owners.size(); ++i)
+    owners[i] = {loads.empty() ? 0 : loads[i], static_cast<int64_t>(i)};
+  std::partial_sort(owners.begin(), owners.begin() + num_owners, owners.end());
+  owners.resize(static_cast<size_t>(num_owners));
+  return owners;
+}
+
+// The longest-processing-time rule: owner -> its tensors. `tensors` must be sorted, largest first.
+std::map<int64_t, Tensors> spread(const Tensors& tensors, int64_t num_possible_owners,
+                                  std::span<const int64_t> loads) {
+  const std::vector<Owner> owners = candidates(num_possible_owners, tensors.size(), loads);
+  std::priority_queue<Owner, std::vector<Owner>, std::greater<>> least_loaded(owners.begin(),
+                                                                              owners.end());
+  std::map<int64_t, Tensors> owned;
   for (const BrickedTensor& tensor : tensors) {
-    const auto [load, owner] = least_loaded.top();
+    const Owner owner = least_loaded.top();
     least_loaded.pop();
-    owned[owner].push_back(tensor);
-    least_loaded.push({checked_add(load, tensor.numel), owner});
+    owned[owner.index].push_back(tensor);
+    least_loaded.push({checked_add(owner.load, tensor.numel), owner.index});
   }
   return owned;
 }
 
+// What the outer ranks of each inner rank hold together.
+std::vector<int64_t> inner_loads(std::span<const int64_t> held_numel, MeshShape mesh) {
+  if (held_numel.empty()) return {};
+  std::vector<int64_t> loads(static_cast<size_t>(mesh.inner), 0);
+  for (size_t share = 0; share < held_numel.size(); ++share) {
+    int64_t& load = loads[share / static_cast<size_t>(mesh.outer)];
+    load = checked_add(load, held_numel[share]);
+  }
+  return loads;
+}
+
 }  // namespace
 
-Packing balance_tensors(std::span<const BrickedTensor> tensors, int64_t num_tensors,
-                        MeshShape mesh) {
+Packing balance_tensors(std::span<const BrickedTensor> tensors, int64_t num_tensors, MeshShape mesh,
+                        std::span<const int64_t> held_numel) {
   Tensors sorted(tensors.begin(), tensors.end());
   std::stable_sort(
       sorted.begin(), sorted.end(),
@@ -44,21 +73,21 @@ Packing balance_tensors(std::span<const BrickedTensor> tensors, int64_t num_tens
                   .segments = {}};
   std::vector<Segment::UnevenShare> shares;
   int64_t at = 0;
-  const std::vector<Tensors> of_inner_rank = spread(sorted, mesh.inner);
-  for (size_t inner = 0; inner < of_inner_rank.size(); ++inner) {
-    std::vector<Tensors> of_outer_rank = spread(of_inner_rank[inner], mesh.outer);
-    for (size_t outer = 0; outer < of_outer_rank.size(); ++outer) {
-      Tensors& share = of_outer_rank[outer];
-      std::sort(share.begin(), share.end(),
+  const auto outer = static_cast<size_t>(mesh.outer);
+  for (const auto& [inner, of_inner] : spread(sorted, mesh.inner, inner_loads(held_numel, mesh))) {
+    const auto held = held_numel.empty()
+                          ? held_numel
+                          : held_numel.subspan(static_cast<size_t>(inner) * outer, outer);
+    for (auto& [outer_rank, share] : spread(of_inner, mesh.outer, held)) {
+      Tensors in_order = share;
+      std::sort(in_order.begin(), in_order.end(),
                 [](const BrickedTensor& a, const BrickedTensor& b) { return a.tensor < b.tensor; });
       const int64_t begin = at;
-      for (const BrickedTensor& tensor : share) {
+      for (const BrickedTensor& tensor : in_order) {
         packing.offsets[static_cast<size_t>(tensor.tensor)] = at;
         at = checked_add(at, tensor.numel);
       }
-      shares.push_back(
-          {.index = static_cast<int64_t>(inner) * mesh.outer + static_cast<int64_t>(outer),
-           .numel = at - begin});
+      shares.push_back({.index = inner * mesh.outer + outer_rank, .numel = at - begin});
     }
   }
   packing.segments.push_back(Segment::uneven(0, shares));
