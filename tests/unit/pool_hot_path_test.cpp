@@ -19,8 +19,10 @@ void* operator new(size_t bytes) {
   if (void* address = std::malloc(bytes)) return address;
   throw std::bad_alloc();
 }
-void operator delete(void* address) noexcept { std::free(address); }
-void operator delete(void* address, size_t) noexcept { std::free(address); }
+// Not inlined: GCC would see free() meet a pointer of operator new, and warn that they do not
+// match.
+[[gnu::noinline]] void operator delete(void* address) noexcept { std::free(address); }
+[[gnu::noinline]] void operator delete(void* address, size_t) noexcept { std::free(address); }
 
 namespace fsdp {
 namespace {
