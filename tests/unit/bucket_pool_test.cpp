@@ -10,41 +10,29 @@
 #include "fsdp/memory/planned_pool.h"
 #include "fsdp/memory/prefetch_plan.h"
 #include "support/counting_allocator.h"
+#include "support/small_transformer.h"
 
 namespace fsdp {
 namespace {
 
 using ::testing::AllOf;
+using testing::block;
 using testing::CountingAllocator;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using testing::small_transformer;
+using testing::small_transformer_pool;
 using ::testing::ThrowsMessage;
 using ::testing::UnorderedElementsAre;
 
 constexpr BucketRole kWeight = BucketRole::kWeight;
 constexpr BucketRole kGradient = BucketRole::kGradient;
 
-UnitBuckets block(const std::string& name, int64_t bytes) {
-  return {name,
-          {{"weight", bytes, DType::kBFloat16, kWeight},
-           {"gradient", 2 * bytes, DType::kFloat32, kGradient}}};
-}
-
-// An embedding, four equal blocks and a head that is larger than they are.
-std::vector<UnitBuckets> transformer() {
-  return {block("embedding", 2048), block("layers.0", 1024), block("layers.1", 1024),
-          block("layers.2", 1024),  block("layers.3", 1024), block("head", 4096)};
-}
-
-std::unique_ptr<BucketPool> make(PoolOptions options, SlabAllocator& allocator) {
-  return make_bucket_pool(transformer(), options, allocator);
-}
-
 TEST(BucketPool, KnowsItsBytesBeforeItAllocatesAnything) {
   for (const PoolKind kind : all_pool_kinds()) {
     CountingAllocator allocator;
-    const auto pool = make({.kind = kind}, allocator);
+    const auto pool = small_transformer_pool({.kind = kind}, allocator);
     EXPECT_GT(pool->bytes().total(), 0) << name_of(kind);
     EXPECT_EQ(allocator.num_allocations(), 0) << name_of(kind);
     pool->reserve();
@@ -57,7 +45,7 @@ TEST(BucketPool, GivesEverythingBackToTheAllocator) {
   for (const PoolKind kind : all_pool_kinds()) {
     CountingAllocator allocator;
     {
-      const auto pool = make({.kind = kind}, allocator);
+      const auto pool = small_transformer_pool({.kind = kind}, allocator);
       pool->acquire({0, 0});
       pool->acquire({1, 0});
       pool->release({0, 0});
@@ -70,7 +58,7 @@ TEST(BucketPool, GivesEverythingBackToTheAllocator) {
 TEST(BucketPool, NamesUnitBucketAndStateWhenABucketIsAcquiredTwice) {
   for (const PoolKind kind : all_pool_kinds()) {
     CountingAllocator allocator;
-    const auto pool = make({.kind = kind}, allocator);
+    const auto pool = small_transformer_pool({.kind = kind}, allocator);
     pool->acquire({1, 0});
     EXPECT_THAT(
         [&] {
@@ -86,7 +74,7 @@ TEST(BucketPool, NamesUnitBucketAndStateWhenABucketIsAcquiredTwice) {
 TEST(BucketPool, NamesUnitBucketAndStateWhenSomethingNotHeldIsReleased) {
   for (const PoolKind kind : all_pool_kinds()) {
     CountingAllocator allocator;
-    const auto pool = make({.kind = kind}, allocator);
+    const auto pool = small_transformer_pool({.kind = kind}, allocator);
     EXPECT_THAT(
         [&] {
           pool->release({2, 1});
@@ -103,7 +91,7 @@ TEST(BucketPool, NamesUnitBucketAndStateWhenSomethingNotHeldIsReleased) {
 
 TEST(BucketPool, RefusesIdsThatWereNeverDeclared) {
   CountingAllocator allocator;
-  const auto pool = make({}, allocator);
+  const auto pool = small_transformer_pool({}, allocator);
   EXPECT_THAT(
       [&] {
         pool->acquire({6, 0});
@@ -123,7 +111,7 @@ TEST(BucketPool, RefusesIdsThatWereNeverDeclared) {
 TEST(BucketPool, RefusesAChangedSizeOrTypeAtAcquire) {
   for (const PoolKind kind : all_pool_kinds()) {
     CountingAllocator allocator;
-    const auto pool = make({.kind = kind}, allocator);
+    const auto pool = small_transformer_pool({.kind = kind}, allocator);
     EXPECT_THAT(
         [&] {
           pool->acquire({1, 0}, 2048, DType::kBFloat16);
@@ -144,10 +132,10 @@ TEST(BucketPool, RefusesAChangedSizeOrTypeAtAcquire) {
 
 TEST(BucketPool, RefusesAChangedDeclarationNamingTheFirstDifference) {
   CountingAllocator allocator;
-  const auto pool = make({}, allocator);
-  pool->require_same_declaration(transformer());
+  const auto pool = small_transformer_pool({}, allocator);
+  pool->require_same_declaration(small_transformer());
   const auto refuses = [&](auto change, const std::string& words) {
-    std::vector<UnitBuckets> units = transformer();
+    std::vector<UnitBuckets> units = small_transformer();
     change(units);
     EXPECT_THAT([&] { pool->require_same_declaration(units); },
                 ThrowsMessage<Error>(HasSubstr(words)));
@@ -180,7 +168,8 @@ TEST(BucketPool, RefusesDeclarationsThatMakeNoSense) {
 TEST(BucketPool, RefusesOptionsThatMakeNoSense) {
   CountingAllocator allocator;
   const auto refuses = [&](PoolOptions options, const std::string& words) {
-    EXPECT_THAT([&] { make(options, allocator); }, ThrowsMessage<UsageError>(HasSubstr(words)));
+    EXPECT_THAT([&] { small_transformer_pool(options, allocator); },
+                ThrowsMessage<UsageError>(HasSubstr(words)));
   };
   refuses({.prefetch = -1}, "prefetch is -1");
   refuses({.gradient_slots = 0}, "gradient_slots is 0");
@@ -192,7 +181,7 @@ TEST(BucketPool, RefusesOptionsThatMakeNoSense) {
 TEST(BucketPool, RefusesToBeginAStepWhileSomethingIsHeld) {
   for (const PoolKind kind : all_pool_kinds()) {
     CountingAllocator allocator;
-    const auto pool = make({.kind = kind}, allocator);
+    const auto pool = small_transformer_pool({.kind = kind}, allocator);
     pool->acquire({3, 0});
     EXPECT_THAT([&] { pool->begin_step(); },
                 ThrowsMessage<Error>(
@@ -224,7 +213,7 @@ TEST(BucketPool, KindsHaveNames) {
 
 TEST(OnDemandPool, TakesMemoryForAsLongAsItIsHeldAndPromisesNoAddress) {
   CountingAllocator allocator;
-  const auto pool = make({.kind = PoolKind::kOnDemand}, allocator);
+  const auto pool = small_transformer_pool({.kind = PoolKind::kOnDemand}, allocator);
   pool->acquire({0, 0});
   pool->acquire({1, 0});
   EXPECT_EQ(allocator.live_bytes(), 2048 + 1024);
@@ -238,7 +227,7 @@ TEST(OnDemandPool, TakesMemoryForAsLongAsItIsHeldAndPromisesNoAddress) {
 
 TEST(PlannedPool, RefusesAnAddressThatALiveBucketHolds) {
   CountingAllocator allocator;
-  const auto pool = make({.kind = PoolKind::kPlanned}, allocator);
+  const auto pool = small_transformer_pool({.kind = PoolKind::kPlanned}, allocator);
   // All units at once is more than the arena has, so somebody must be refused.
   std::string message;
   try {
@@ -255,7 +244,7 @@ TEST(PlannedPool, RefusesAnAddressThatALiveBucketHolds) {
 
 TEST(PlannedPool, RefusesMoreUsesThanThePlanHas) {
   CountingAllocator allocator;
-  const auto pool = make({.kind = PoolKind::kPlanned}, allocator);
+  const auto pool = small_transformer_pool({.kind = PoolKind::kPlanned}, allocator);
   for (int visit = 0; visit < 2; ++visit) {  // forward and backward
     pool->acquire({1, 0});
     pool->release({1, 0});
@@ -272,15 +261,17 @@ TEST(PlannedPool, RefusesMoreUsesThanThePlanHas) {
 
 TEST(PlannedPool, ChoosesTheDeepestPrefetchOfItsBudget) {
   CountingAllocator allocator;
-  const BucketTable table(transformer());
+  const BucketTable table(small_transformer());
   const int64_t two = plan_prefetch(table, declared_order(table), 2).arena_bytes;
-  const auto pool = make({.kind = PoolKind::kPlanned, .budget_bytes = two}, allocator);
+  const auto pool =
+      small_transformer_pool({.kind = PoolKind::kPlanned, .budget_bytes = two}, allocator);
   EXPECT_LE(pool->bytes().shared, two);
   EXPECT_EQ(pool->bytes().fixed(), pool->bytes().shared);
   EXPECT_THAT(pool->report(), HasSubstr("prefetch "));
-  EXPECT_THAT([&] { make({.kind = PoolKind::kPlanned, .budget_bytes = 100}, allocator); },
-              ThrowsMessage<Error>(
-                  AllOf(HasSubstr("budget_bytes is 100"), HasSubstr("even with no prefetch"))));
+  EXPECT_THAT(
+      [&] { small_transformer_pool({.kind = PoolKind::kPlanned, .budget_bytes = 100}, allocator); },
+      ThrowsMessage<Error>(
+          AllOf(HasSubstr("budget_bytes is 100"), HasSubstr("even with no prefetch"))));
 }
 
 TEST(PlannedPool, TellsWhoHeldAnAddressBefore) {

@@ -5,35 +5,23 @@
 #include "fsdp/base/error.h"
 #include "fsdp/memory/bucket_pool.h"
 #include "support/counting_allocator.h"
+#include "support/small_transformer.h"
 
 namespace fsdp {
 namespace {
 
 using ::testing::AllOf;
+using testing::block;
 using testing::CountingAllocator;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using testing::small_transformer;
+using testing::small_transformer_pool;
 using ::testing::ThrowsMessage;
 
 constexpr BucketRole kWeight = BucketRole::kWeight;
 constexpr BucketRole kGradient = BucketRole::kGradient;
-
-UnitBuckets block(const std::string& name, int64_t bytes) {
-  return {name,
-          {{"weight", bytes, DType::kBFloat16, kWeight},
-           {"gradient", 2 * bytes, DType::kFloat32, kGradient}}};
-}
-
-// An embedding, four equal blocks and a head that is larger than they are.
-std::vector<UnitBuckets> transformer() {
-  return {block("embedding", 2048), block("layers.0", 1024), block("layers.1", 1024),
-          block("layers.2", 1024),  block("layers.3", 1024), block("head", 4096)};
-}
-
-std::unique_ptr<BucketPool> make(PoolOptions options, SlabAllocator& allocator) {
-  return make_bucket_pool(transformer(), options, allocator);
-}
 
 int64_t offset_between(void* from, void* to) {
   return static_cast<std::byte*>(to) - static_cast<std::byte*>(from);
@@ -41,7 +29,7 @@ int64_t offset_between(void* from, void* to) {
 
 TEST(DoubleBuffer, UsesTwoSlotsOfTheMostCommonUnit) {
   CountingAllocator allocator;
-  const auto pool = make({.kind = PoolKind::kDoubleBuffer}, allocator);
+  const auto pool = small_transformer_pool({.kind = PoolKind::kDoubleBuffer}, allocator);
   EXPECT_EQ(pool->bytes().weight, 2 * 1024);
   EXPECT_EQ(pool->bytes().gradient, 2 * 2048);
   // With prefetch 1 the head's weights and gradients are live when its backward runs.
@@ -60,8 +48,8 @@ TEST(DoubleBuffer, UsesTwoSlotsOfTheMostCommonUnit) {
 
 TEST(DoubleBuffer, KeepsOtherUnitsForGoodWhenAsked) {
   CountingAllocator allocator;
-  const auto pool =
-      make({.kind = PoolKind::kDoubleBuffer, .other_units = OtherUnits::kPersistent}, allocator);
+  const auto pool = small_transformer_pool(
+      {.kind = PoolKind::kDoubleBuffer, .other_units = OtherUnits::kPersistent}, allocator);
   EXPECT_EQ(pool->bytes().weight, 2 * 1024 + 2048 + 4096);
   EXPECT_EQ(pool->bytes().gradient, 2 * 2048 + 4096 + 8192);
   EXPECT_EQ(pool->bytes().on_demand_peak, 0);
@@ -89,7 +77,7 @@ TEST(DoubleBuffer, TellsUnitsApartBySizeTypeAndNumberOfBuckets) {
 TEST(SlotPool, RefusesAThirdLiveUnitShowingBothSlots) {
   for (const PoolKind kind : {PoolKind::kDoubleBuffer, PoolKind::kMaxPool}) {
     CountingAllocator allocator;
-    const auto pool = make({.kind = kind}, allocator);
+    const auto pool = small_transformer_pool({.kind = kind}, allocator);
     pool->acquire({1, 0});
     pool->acquire({2, 0});
     EXPECT_THAT(
@@ -110,7 +98,7 @@ TEST(SlotPool, RefusesAThirdLiveUnitShowingBothSlots) {
 
 TEST(SlotPool, HasOneSlotMoreThanUnitsAreGatheredAhead) {
   CountingAllocator allocator;
-  const auto pool = make({.kind = PoolKind::kMaxPool, .prefetch = 2}, allocator);
+  const auto pool = small_transformer_pool({.kind = PoolKind::kMaxPool, .prefetch = 2}, allocator);
   EXPECT_EQ(pool->bytes().weight, 3 * 4096);
   EXPECT_EQ(pool->bytes().gradient, 2 * 8192);
   for (int32_t unit = 0; unit < 3; ++unit) pool->acquire({unit, 0});
@@ -137,7 +125,7 @@ TEST(SlotPool, KeepsASlotUntilTheLastBucketOfItsUnitIsReleased) {
 
 TEST(SlotPool, TellsWhoHeldAnAddressBefore) {
   CountingAllocator allocator;
-  const auto pool = make({.kind = PoolKind::kMaxPool}, allocator);
+  const auto pool = small_transformer_pool({.kind = PoolKind::kMaxPool}, allocator);
   pool->acquire({1, 0});
   EXPECT_THAT(pool->previous_holders({1, 0}), IsEmpty());
   pool->acquire({2, 0});
@@ -182,7 +170,7 @@ void run_pair(BucketPool& pool, int32_t first, int32_t second) {
 
 TEST(SlotPool, FollowsAChangedOrderAndReportsTheMovedUnits) {
   CountingAllocator allocator;
-  const auto pool = make({.kind = PoolKind::kMaxPool}, allocator);
+  const auto pool = small_transformer_pool({.kind = PoolKind::kMaxPool}, allocator);
   run_pair(*pool, 1, 2);
   run_pair(*pool, 3, 4);
   EXPECT_TRUE(pool->addresses_are_fixed());
@@ -194,7 +182,8 @@ TEST(SlotPool, FollowsAChangedOrderAndReportsTheMovedUnits) {
 
 TEST(SlotPool, RefusesAChangedOrderWhenAddressesMustNotMove) {
   CountingAllocator allocator;
-  const auto pool = make({.kind = PoolKind::kMaxPool, .on_move = OnMove::kRefuse}, allocator);
+  const auto pool =
+      small_transformer_pool({.kind = PoolKind::kMaxPool, .on_move = OnMove::kRefuse}, allocator);
   run_pair(*pool, 1, 2);
   run_pair(*pool, 3, 4);
   EXPECT_THAT([&] { run_pair(*pool, 1, 3); },

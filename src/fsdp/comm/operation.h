@@ -49,9 +49,10 @@ class Tag {
   static constexpr size_t kMaxLength = 47;
 
   Tag() = default;
-  Tag(std::string_view text);  // NOLINT(google-explicit-constructor): reads like its text
-  Tag(const char* text) : Tag(std::string_view(text)) {}  // NOLINT(google-explicit-constructor)
-  Tag(const std::string& text) : Tag(std::string_view(text)) {}  // NOLINT
+  // Not explicit: a tag is written where a collective is called, as its text.
+  Tag(std::string_view text);
+  Tag(const char* text) : Tag(std::string_view(text)) {}
+  Tag(const std::string& text) : Tag(std::string_view(text)) {}
 
   std::string_view text() const { return text_.data(); }
   bool operator==(const Tag& other) const = default;
