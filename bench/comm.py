@@ -13,6 +13,7 @@ import platform
 import subprocess
 import tempfile
 import time
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,8 @@ def best_us(body, size):
 
 
 def gloo_rank(rank, ranks, folder):
+    # Newer versions of torch have new names for these two; the old ones work in all that we support.
+    warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
     rows = []

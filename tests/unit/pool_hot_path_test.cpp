@@ -19,10 +19,18 @@ void* operator new(size_t bytes) {
   if (void* address = std::malloc(bytes)) return address;
   throw std::bad_alloc();
 }
+// All of the family: a block of one that is freed by another's delete is an error to sanitizers.
+void* operator new(size_t bytes, const std::nothrow_t&) noexcept {
+  ++num_allocations;
+  return std::malloc(bytes);
+}
 // Not inlined: GCC would see free() meet a pointer of operator new, and warn that they do not
 // match.
 [[gnu::noinline]] void operator delete(void* address) noexcept { std::free(address); }
 [[gnu::noinline]] void operator delete(void* address, size_t) noexcept { std::free(address); }
+[[gnu::noinline]] void operator delete(void* address, const std::nothrow_t&) noexcept {
+  std::free(address);
+}
 
 namespace fsdp {
 namespace {
