@@ -61,6 +61,7 @@ class MpiCommunicator final : public Communicator, private OperationRunner {
                              MpiRuntime::Words::kInPassing);
   }
 
+  void keep_what_is_in_flight(const std::shared_ptr<Operation>& operation);
   c10::Event run_staged(Operation& operation);
   void run_on_host(Operation& operation);
   void compare_fingerprints(const Operation& operation);
@@ -82,7 +83,8 @@ class MpiCommunicator final : public Communicator, private OperationRunner {
 
   // Used by run() alone.
   const Operation* current_ = nullptr;  // for messages
-  std::vector<char> staging_;           // the other ranks' pieces while they are summed
+  std::vector<char> staging_;           // what other ranks send that goes to no tensor
+  std::shared_ptr<Operation> on_host_;  // a device operation's copy in pinned memory
   std::optional<c10::Stream> stream_;   // device tensors: copies to and from pinned memory
 
   OperationQueue queue_;  // last: its worker uses everything above
@@ -109,14 +111,22 @@ std::optional<c10::Event> MpiCommunicator::run(const std::shared_ptr<Operation>&
     if (!operation->device().is_cpu()) return run_staged(*operation);
     run_on_host(*operation);
     return std::nullopt;
+  } catch (const AbortedError&) {
+    // Fails because of another rank, or of this one's own end: nothing to add to those words.
+    keep_what_is_in_flight(operation);
+    throw;
   } catch (const std::exception& error) {
-    // MPI may still write to the tensors of an exchange that was given up.
-    runtime_->keep_forever(operation);
-    runtime_->keep_forever(std::make_shared<std::vector<char>>(std::move(staging_)));
-    // Who fails because of another one has nothing to add: the first message stays.
+    keep_what_is_in_flight(operation);
     abort(concat("rank ", rank(), " of '", name(), "' failed: ", error.what()));
     throw;
   }
+}
+
+// MPI may still write to the memory of an exchange that was given up.
+void MpiCommunicator::keep_what_is_in_flight(const std::shared_ptr<Operation>& operation) {
+  runtime_->keep_forever(operation);
+  runtime_->keep_forever(std::move(on_host_));
+  runtime_->keep_forever(std::make_shared<std::vector<char>>(std::move(staging_)));
 }
 
 c10::Event MpiCommunicator::run_staged(Operation& operation) {
@@ -126,24 +136,25 @@ c10::Event MpiCommunicator::run_staged(Operation& operation) {
   const auto pinned_like = [](const at::Tensor& tensor) {
     return at::empty(tensor.sizes(), tensor.options().device(at::kCPU).pinned_memory(true));
   };
-  Operation on_host;
-  on_host.print = operation.print;
-  on_host.reduction = operation.reduction;
-  on_host.input_shares = operation.input_shares;
-  on_host.output_shares = operation.output_shares;
-  on_host.input = pinned_like(operation.input);
+  on_host_ = std::make_shared<Operation>();
+  on_host_->print = operation.print;
+  on_host_->reduction = operation.reduction;
+  on_host_->input_shares = operation.input_shares;
+  on_host_->output_shares = operation.output_shares;
+  on_host_->input = pinned_like(operation.input);
   const bool one_tensor = operation.output.is_same(operation.input);
-  on_host.output = one_tensor ? on_host.input : pinned_like(operation.output);
+  on_host_->output = one_tensor ? on_host_->input : pinned_like(operation.output);
 
   operation.ready->block(*stream_);
-  on_host.input.copy_(operation.input, /*non_blocking=*/true);
+  on_host_->input.copy_(operation.input, /*non_blocking=*/true);
   c10::Event copied(device.type());
   copied.record(*stream_);
   copied.synchronize();  // the worker thread's host wait; MPI reads host memory
-  run_on_host(on_host);
-  operation.output.copy_(on_host.output, /*non_blocking=*/true);
+  run_on_host(*on_host_);
+  operation.output.copy_(on_host_->output, /*non_blocking=*/true);
   c10::Event finished(device.type());
   finished.record(*stream_);
+  on_host_.reset();  // the pinned memory's allocator waits for the copy before it reuses it
   return finished;
 }
 
@@ -194,21 +205,23 @@ void MpiCommunicator::exchange(std::span<const MpiMessage> sends,
 }
 
 void MpiCommunicator::compare_fingerprints(const Operation& operation) {
-  Fingerprint mine = operation.print;
-  std::vector<Fingerprint> all(static_cast<size_t>(size()), mine);
   constexpr int64_t kBytes = sizeof(Fingerprint);
+  staging_.resize(static_cast<size_t>(size() * kBytes));
+  const auto place_of = [&](int rank_here) { return staging_.data() + rank_here * kBytes; };
+  std::memcpy(place_of(rank()), &operation.print, kBytes);
   exchange_with_all(
       [&](int) {
-        return MpiMessage{0, reinterpret_cast<char*>(&mine), kBytes};
+        return MpiMessage{0, place_of(rank()), kBytes};
       },
       [&](int from) {
-        return MpiMessage{0, reinterpret_cast<char*>(&all[static_cast<size_t>(from)]), kBytes};
+        return MpiMessage{0, place_of(from), kBytes};
       });
   for (int other = 0; other < size(); ++other) {
-    const Fingerprint& theirs = all[static_cast<size_t>(other)];
-    if (theirs == mine) continue;
+    Fingerprint theirs;
+    std::memcpy(&theirs, place_of(other), kBytes);
+    if (theirs == operation.print) continue;
     throw CommError(concat("ranks of '", name(), "' disagree: rank ", rank(), " is at ",
-                           mine.text(), "; rank ", other, " is at ", theirs.text()));
+                           operation.print.text(), "; rank ", other, " is at ", theirs.text()));
   }
 }
 
@@ -301,14 +314,13 @@ void MpiCommunicator::broadcast(const Operation& operation) {
 }
 
 void MpiCommunicator::barrier() {
-  char token = 0;
-  std::vector<char> tokens(static_cast<size_t>(size()));
+  staging_.resize(static_cast<size_t>(size()));
   exchange_with_all(
       [&](int) {
-        return MpiMessage{0, &token, 1};
+        return MpiMessage{0, staging_.data() + rank(), 1};
       },
       [&](int from) {
-        return MpiMessage{0, &tokens[static_cast<size_t>(from)], 1};
+        return MpiMessage{0, staging_.data() + from, 1};
       });
 }
 
