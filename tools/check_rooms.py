@@ -35,9 +35,9 @@ MAY_KNOW = {
 ONLY_HEADERS = {("nn", "shard"): ("fsdp/shard/unit.h",)}
 
 # Rooms that belong to the library fsdp_planning: quick to build, to fuzz and to run for 4096 ranks.
-# base keeps its torch-using files apart by name.
+# base and memory keep their torch-using files apart by name.
 TORCH_FREE = ("base", "layout", "memory", "plan")
-TORCH_FILES_OF_BASE = re.compile(r"^(torch|stream|event|device)[a-z_]*\.(h|cpp)$")
+TORCH_FILES = re.compile(r"^(torch|stream|event|device)[a-z_]*\.(h|cpp)$")
 
 # 23 s of compile time each; a header passes that on to everybody who includes it.
 NOT_IN_HEADERS = ("torch/torch.h", "torch/all.h", "torch/extension.h")
@@ -76,7 +76,7 @@ def torch_fault(room, name, header):
     """Why the file `name` of `room` may not include `header`, a header of torch, or None."""
     if not header.startswith(TORCH_PREFIXES):
         return None
-    if room in TORCH_FREE and not (room == "base" and TORCH_FILES_OF_BASE.match(name)):
+    if room in TORCH_FREE and not (room in ("base", "memory") and TORCH_FILES.match(name)):
         return f"room '{room}' is free of torch"
     if name.endswith((".h", ".cuh")) and header in NOT_IN_HEADERS:
         return f"'{header}' is too heavy for a header; include what is used (ATen/core/Tensor.h, ...)"

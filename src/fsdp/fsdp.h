@@ -9,3 +9,4 @@
 #include "fsdp/layout/flat_layout.h"
 #include "fsdp/layout/strategy.h"
 #include "fsdp/memory/bucket_pool.h"
+#include "fsdp/memory/device_slab_allocator.h"

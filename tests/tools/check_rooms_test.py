@@ -59,8 +59,10 @@ class Torch(unittest.TestCase):
             for room in ("base", "layout", "memory", "plan"):
                 self.assertEqual(len(faults(room, "x.cpp", f"#include <{header}>\n")), 1, f"{room} {header}")
 
-    def test_base_may_use_torch_in_the_files_that_say_so(self):
+    def test_base_and_memory_may_use_torch_in_the_files_that_say_so(self):
         self.assertEqual(faults("base", "stream.h", "#include <c10/core/Stream.h>\n"), [])
+        self.assertEqual(faults("memory", "device_slab_allocator.h", "#include <c10/core/Device.h>\n"), [])
+        self.assertNotEqual(faults("layout", "device_x.h", "#include <c10/core/Device.h>\n"), [])
 
     def test_the_whole_of_torch_is_for_sources_alone(self):
         self.assertIn("too heavy", faults("comm", "x.h", "#include <torch/torch.h>\n")[0])

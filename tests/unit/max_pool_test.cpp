@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <functional>
 #include <limits>
 
@@ -126,6 +127,21 @@ TEST(MaxPool, ReportsWhoSetEachMaximum) {
   EXPECT_THAT(pool->report(), HasSubstr("weight: 2 slots of 1792 B"));
   EXPECT_THAT(pool->report(), HasSubstr("bf16 1280 B, set by unit 'mlp' bucket 'up'"));
   EXPECT_THAT(pool->report(), HasSubstr("bf16 512 B, set by unit 'mlp' bucket 'down'"));
+}
+
+// In a process of its own: the level of the log is read once.
+TEST(MaxPool, SaysInTheLogWhoSetEachMaximum) {
+  ::testing::FLAGS_gtest_death_test_style = "threadsafe";
+  EXPECT_EXIT(
+      {
+        ::setenv("FSDP_LOG", "info", 1);
+        CountingAllocator allocator;
+        make_bucket_pool({{"small", {weight("w", 256)}}, {"mlp", {weight("up", 1280)}}},
+                         {.kind = PoolKind::kMaxPool}, allocator)
+            ->reserve();
+        std::exit(0);
+      },
+      ::testing::ExitedWithCode(0), "set by unit 'mlp' bucket 'up'");
 }
 
 // Planned with the sizes memory is really taken at, and taken once: no view is ever orphaned by a

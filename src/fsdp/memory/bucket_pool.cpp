@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "fsdp/base/error.h"
+#include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
 
 namespace fsdp {
@@ -11,6 +12,8 @@ void BucketPool::reserve() {
   if (reserved_) return;
   reserve_memory();
   reserved_ = true;
+  // Every rank has the same pool; one of them says what it holds.
+  if (thread_rank() <= 0) log(LogLevel::kInfo, report());
 }
 
 void BucketPool::begin_step() {
