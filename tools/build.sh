@@ -7,12 +7,15 @@ preset=$1
 shift
 folder=build/$preset
 
-# Ninja reruns CMake by itself when a CMakeLists.txt changes; these are the changes it cannot see.
-configured_torch=$(sed -n 's/^FSDP_TORCH:[A-Z]*=//p' "$folder/CMakeCache.txt" 2>/dev/null || true)
+# Ninja reruns CMake by itself when a CMakeLists.txt changes; these are the changes it cannot see: the
+# presets, FSDP_TORCH, and optional tools that came or went since the last time.
+found_tools="torch: ${FSDP_TORCH:-} $(command -v clang++ mpicxx ccache || true)"
+stamp=build/$preset-tools
 if [[ ! -f $folder/build.ninja || CMakePresets.json -nt $folder/build.ninja ||
-      $configured_torch != "${FSDP_TORCH:-}" ]]; then
+      $(cat "$stamp" 2>/dev/null) != "$found_tools" ]]; then
   mkdir -p build
   # The table at the end and everything that went wrong are on stderr; the rest is for the log.
   cmake --preset "$preset" >"build/$preset-configure.log"
+  echo "$found_tools" >"$stamp"
 fi
 cmake --build --preset "$preset" "$@"
