@@ -71,7 +71,7 @@ class MpiCommunicator final : public Communicator, private OperationRunner {
   void broadcast(const Operation& operation);
   void barrier();
 
-  // Messages with every other member; `bytes(r)` may be 0.
+  // One message to and one from every other member; those of 0 bytes are not sent.
   template <typename Send, typename Receive>
   void exchange_with_all(Send send_to, Receive receive_from);
   void exchange(std::span<const MpiMessage> sends, std::span<const MpiMessage> receives);
