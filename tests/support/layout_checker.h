@@ -19,7 +19,9 @@ namespace fsdp::testing {
 #define FSDP_PROMISE(condition, ...) \
   if (!(condition)) return ::fsdp::concat(#condition, ": ", __VA_ARGS__)
 
+// A size of 0 wins over sizes that would overflow together, as in the layout itself.
 inline int64_t product(std::span<const int64_t> sizes) {
+  if (std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) return 0;
   int64_t numel = 1;
   for (const int64_t size : sizes) numel *= size;
   return numel;
