@@ -8,7 +8,7 @@
 
 int main() {
   const fsdp::ModelShape model = fsdp::model_by_name("llama-110m");
-  const fsdp::Strategy strategy = fsdp::parse_strategy("optim_grads_params");
+  const fsdp::Strategy strategy = fsdp::Strategy::optim_grads_params;
 
   fsdp::World world = fsdp::World::from_environment();
   const at::Tensor sum = at::full({4}, world.rank() + 1.0);

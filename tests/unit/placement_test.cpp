@@ -60,6 +60,26 @@ TEST(Strategy, NamedRowsHaveTheDesignsPlacements) {
   EXPECT_EQ(parse_strategy("optim_grads+hsdp"), parse_strategy("optim_grads"));
 }
 
+TEST(Strategy, CanBeWrittenInCode) {
+  EXPECT_EQ(Strategy::no_shard, parse_strategy("no_shard"));
+  EXPECT_EQ(Strategy::optim, parse_strategy("optim"));
+  EXPECT_EQ(Strategy::optim_grads, parse_strategy("optim_grads"));
+  EXPECT_EQ(Strategy::optim_grads_params, parse_strategy("optim_grads_params"));
+  static_assert(Strategy::optim.optimizer.inner == Placement::kShard, "usable at compile time");
+}
+
+TEST(Strategy, HfsdpShardsTheOptimizerOverTheOuterAxisAndKeepsAName) {
+  EXPECT_EQ(Strategy::optim.hfsdp(), parse_strategy("optim+hfsdp"));
+  EXPECT_EQ(Strategy::optim_grads.hfsdp(), parse_strategy("optim_grads+hfsdp"));
+  EXPECT_EQ(Strategy::optim_grads_params.hfsdp(), parse_strategy("optim_grads_params+hfsdp"));
+  EXPECT_EQ(Strategy::optim.hfsdp().hfsdp(), Strategy::optim.hfsdp());
+  const Strategy custom = parse_strategy("RS/PP/RS").hfsdp();
+  EXPECT_EQ(custom.name, "custom");
+  EXPECT_EQ(to_text(custom), "RS/PP/SS");
+  EXPECT_THAT([] { Strategy::no_shard.hfsdp(); },
+              ThrowsMessage<UsageError>(HasSubstr("optimizer placement SR shards the outer axis")));
+}
+
 TEST(Strategy, OtherLegalTriplesAreAsGoodAsNamedOnes) {
   // Weights sharded over both axes; gradients kept whole until the last microbatch.
   for (const char* text : {"SS/PS/SS", "SS/SS/SS", "RS/PP/RS", "RR/SS/SS"}) {

@@ -105,22 +105,6 @@ TEST(Forecast, FollowsThePrecisionPolicy) {
   EXPECT_EQ(plan(model, options).bytes.moments, 0);
 }
 
-TEST(GroupTypes, LeaveNothingToDefaults) {
-  const PrecisionOptions defaults;
-  const GroupTypes bf16 = resolve_types(DType::kBFloat16, defaults);
-  EXPECT_EQ(bf16.main_weight, DType::kFloat32);
-  EXPECT_EQ(bf16.main_grad, DType::kBFloat16);
-  EXPECT_EQ(bf16.wire, DType::kBFloat16);
-  const GroupTypes fp32 = resolve_types(DType::kFloat32, defaults);
-  EXPECT_EQ(fp32.main_weight, std::nullopt);
-  EXPECT_EQ(fp32.wire, DType::kFloat32);
-  EXPECT_EQ(resolve_types(DType::kFloat8E4M3, defaults).main_grad, DType::kBFloat16);
-  EXPECT_EQ(resolve_types(DType::kBFloat16, {.main_grads = DType::kFloat32}).wire, DType::kFloat32);
-  const GroupTypes whole_numbers = resolve_types(DType::kInt64, defaults);
-  EXPECT_FALSE(whole_numbers.trainable);
-  EXPECT_EQ(whole_numbers.main_weight, std::nullopt);
-}
-
 TEST(Forecast, CountsAGroupPerDType) {
   ModelShape model = stack(1);
   model.units[0].tensors.push_back({"bias", {1 << 12}, DType::kFloat32});

@@ -82,7 +82,7 @@ std::vector<Row> memory_rows(const Forecast& forecast) {
   const PlanOptions& options = forecast.options;
   const MeshShape mesh = options.mesh();
   const MemoryBytes& bytes = forecast.bytes;
-  const GroupTypes types = resolve_types(options.precision.compute, options.precision);
+  const GroupTypes types = resolve_types(options.compute, options.precision, Trainable::kYes);
   const std::string optimizer_share = share_words(options.strategy.optimizer, mesh);
   const bool aliased = options.precision.main_params == types.weight;
   return {

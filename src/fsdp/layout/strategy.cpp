@@ -16,32 +16,37 @@ constexpr Placement kP = Placement::kPartial;
 constexpr std::string_view kHsdp = "+hsdp";
 constexpr std::string_view kHfsdp = "+hfsdp";
 
-// The outer gradient placement is always Partial: gradients cross the outer axis once per step,
-// when the last microbatch is done, and not once per backward.
-constexpr std::array<Strategy, 7> kNamed = {{
-    {.name = "no_shard", .parameter = {kR, kR}, .gradient = {kP, kP}, .optimizer = {kR, kR}},
-    {.name = "optim", .parameter = {kR, kR}, .gradient = {kP, kP}, .optimizer = {kR, kS}},
-    {.name = "optim_grads", .parameter = {kR, kR}, .gradient = {kP, kS}, .optimizer = {kR, kS}},
-    {.name = "optim_grads_params",
-     .parameter = {kR, kS},
-     .gradient = {kP, kS},
-     .optimizer = {kR, kS}},
-    {.name = "optim+hfsdp", .parameter = {kR, kR}, .gradient = {kP, kP}, .optimizer = {kS, kS}},
-    {.name = "optim_grads+hfsdp",
-     .parameter = {kR, kR},
-     .gradient = {kP, kS},
-     .optimizer = {kS, kS}},
-    {.name = "optim_grads_params+hfsdp",
-     .parameter = {kR, kS},
-     .gradient = {kP, kS},
-     .optimizer = {kS, kS}},
-}};
+constexpr Strategy shard_outer(Strategy strategy, std::string_view name) {
+  strategy.name = name;
+  strategy.optimizer.outer = kS;
+  return strategy;
+}
+
+constexpr std::array<Strategy, 7> kNamed = {
+    Strategy::no_shard,
+    Strategy::optim,
+    Strategy::optim_grads,
+    Strategy::optim_grads_params,
+    shard_outer(Strategy::optim, "optim+hfsdp"),
+    shard_outer(Strategy::optim_grads, "optim_grads+hfsdp"),
+    shard_outer(Strategy::optim_grads_params, "optim_grads_params+hfsdp"),
+};
 
 std::optional<Strategy> find_named(std::string_view name) {
   for (const Strategy& row : kNamed) {
     if (row.name == name) return row;
   }
   return std::nullopt;
+}
+
+// The named row with these placements, else they themselves as "custom".
+Strategy named_or_custom(Strategy strategy) {
+  for (const Strategy& row : kNamed) {
+    strategy.name = row.name;
+    if (strategy == row) return row;
+  }
+  strategy.name = "custom";
+  return strategy;
 }
 
 // "RS/PS/SS"
@@ -51,12 +56,7 @@ std::optional<Strategy> parse_triple(std::string_view text) {
   const auto gradient = parse_placement_pair(text.substr(3, 2));
   const auto optimizer = parse_placement_pair(text.substr(6, 2));
   if (!parameter || !gradient || !optimizer) return std::nullopt;
-  for (const Strategy& row : kNamed) {
-    if (row.parameter == *parameter && row.gradient == *gradient && row.optimizer == *optimizer) {
-      return row;
-    }
-  }
-  return Strategy{.parameter = *parameter, .gradient = *gradient, .optimizer = *optimizer};
+  return named_or_custom({.parameter = *parameter, .gradient = *gradient, .optimizer = *optimizer});
 }
 
 std::optional<Strategy> parse_known(std::string_view text) {
@@ -68,17 +68,21 @@ std::optional<Strategy> parse_known(std::string_view text) {
     return std::nullopt;
   }
   if (text.ends_with(kHfsdp)) {
-    // Not in the table, so it will be illegal; the legality check says why better than "unknown".
-    auto row = find_named(text.substr(0, text.size() - kHfsdp.size()));
+    // Not in the table, so it will be illegal; hfsdp() says why better than "unknown".
+    const auto row = find_named(text.substr(0, text.size() - kHfsdp.size()));
     if (!row || row->name.ends_with(kHfsdp)) return std::nullopt;
-    row->name = "custom";
-    row->optimizer.outer = kS;
-    return row;
+    return row->hfsdp();
   }
   return parse_triple(text);
 }
 
 }  // namespace
+
+Strategy Strategy::hfsdp() const {
+  const Strategy sharded = named_or_custom(shard_outer(*this, name));
+  check_legal(sharded);
+  return sharded;
+}
 
 std::span<const Strategy> named_strategies() { return kNamed; }
 

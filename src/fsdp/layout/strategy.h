@@ -18,21 +18,51 @@ struct Strategy {
   PlacementPair gradient = {};       // main gradients while they accumulate
   PlacementPair optimizer = {};      // main weights and moments
 
+  // The four inner strategies (ZeRO-0 to 3) with a replicated outer axis: HSDP, and what a mesh
+  // without outer axis uses.
+  static const Strategy no_shard;
+  static const Strategy optim;
+  static const Strategy optim_grads;
+  static const Strategy optim_grads_params;
+
+  // The same with the optimizer state also sharded over the outer axis (HFSDP). UsageError where
+  // the inner axis does not shard it (no_shard).
+  Strategy hfsdp() const;
+
   friend constexpr bool operator==(const Strategy&, const Strategy&) = default;
 };
 
-// Four inner strategies (ZeRO-0 to 3), each with a replicated outer axis (HSDP; also what a mesh
-// without outer axis uses), and those that shard something once more with the optimizer state also
-// sharded over the outer axis (HFSDP):
+// The outer gradient placement is always Partial: gradients cross the outer axis once per step,
+// when the last microbatch is done, and not once per backward.
 //
-//   name                       parameter  gradient  optimizer       (outer, inner)
-//   no_shard                      R,R        P,P       R,R
-//   optim                         R,R        P,P       R,S          ZeRO-1
-//   optim_grads                   R,R        P,S       R,S          ZeRO-2
-//   optim_grads_params            R,S        P,S       R,S          ZeRO-3
-//   optim+hfsdp                   R,R        P,P       S,S
-//   optim_grads+hfsdp             R,R        P,S       S,S
-//   optim_grads_params+hfsdp      R,S        P,S       S,S
+//                                     parameter  gradient  optimizer       (outer, inner)
+//   no_shard                             R,R        P,P       R,R
+//   optim                                R,R        P,P       R,S          ZeRO-1
+//   optim_grads                          R,R        P,S       R,S          ZeRO-2
+//   optim_grads_params                   R,S        P,S       R,S          ZeRO-3
+//   each of the last three + hfsdp                            S,S
+inline constexpr Strategy Strategy::no_shard{
+    .name = "no_shard",
+    .parameter = {Placement::kReplicate, Placement::kReplicate},
+    .gradient = {Placement::kPartial, Placement::kPartial},
+    .optimizer = {Placement::kReplicate, Placement::kReplicate}};
+inline constexpr Strategy Strategy::optim{
+    .name = "optim",
+    .parameter = {Placement::kReplicate, Placement::kReplicate},
+    .gradient = {Placement::kPartial, Placement::kPartial},
+    .optimizer = {Placement::kReplicate, Placement::kShard}};
+inline constexpr Strategy Strategy::optim_grads{
+    .name = "optim_grads",
+    .parameter = {Placement::kReplicate, Placement::kReplicate},
+    .gradient = {Placement::kPartial, Placement::kShard},
+    .optimizer = {Placement::kReplicate, Placement::kShard}};
+inline constexpr Strategy Strategy::optim_grads_params{
+    .name = "optim_grads_params",
+    .parameter = {Placement::kReplicate, Placement::kShard},
+    .gradient = {Placement::kPartial, Placement::kShard},
+    .optimizer = {Placement::kReplicate, Placement::kShard}};
+
+// The four, and "optim+hfsdp", "optim_grads+hfsdp", "optim_grads_params+hfsdp".
 std::span<const Strategy> named_strategies();
 
 // A name of the table, the same followed by "+hsdp" (the plain row), or three placement pairs for

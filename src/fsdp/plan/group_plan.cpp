@@ -1,37 +1,6 @@
 #include "fsdp/plan/group_plan.h"
 
-#include <algorithm>
-
 namespace fsdp {
-
-namespace {
-
-// Gradients of quantised weights are not quantised.
-DType gradient_dtype_of(DType weight) {
-  return element_bytes(weight) == 1 ? DType::kBFloat16 : weight;
-}
-
-// Every buffer of the group has the same layout in elements, so the narrowest one decides how many
-// elements make an aligned start. Moments never travel and may be unaligned.
-int64_t narrowest_bytes(const GroupTypes& types) {
-  int64_t bytes = element_bytes(types.weight);
-  if (types.main_weight) bytes = std::min(bytes, element_bytes(*types.main_weight));
-  if (types.trainable)
-    bytes = std::min({bytes, element_bytes(types.main_grad), element_bytes(types.wire)});
-  return bytes;
-}
-
-}  // namespace
-
-GroupTypes resolve_types(DType weight, const PrecisionOptions& precision) {
-  GroupTypes types{weight, std::nullopt, weight, weight, std::nullopt, is_floating(weight)};
-  if (!types.trainable) return types;
-  if (precision.main_params != weight) types.main_weight = precision.main_params;
-  types.main_grad = precision.main_grads.value_or(gradient_dtype_of(weight));
-  types.wire = precision.grad_comm.value_or(types.main_grad);
-  types.moment = precision.moments;
-  return types;
-}
 
 std::vector<GroupPlan> lay_out(const ModelShape& model, const PlanOptions& options) {
   const MeshShape mesh = options.mesh();
@@ -43,8 +12,8 @@ std::vector<GroupPlan> lay_out(const ModelShape& model, const PlanOptions& optio
       whole_tensors ? static_cast<size_t>(mesh.inner * mesh.outer) : size_t{0}, 0);
   for (size_t unit = 0; unit < model.units.size(); ++unit) {
     const UnitShape& shape = model.units[unit];
-    for (const DTypeGroup& group : group_by_dtype(shape, options.precision.compute)) {
-      const GroupTypes types = resolve_types(group.dtype, options.precision);
+    for (const DTypeGroup& group : group_by_dtype(shape, options.compute)) {
+      const GroupTypes types = resolve_types(group.dtype, options.precision, Trainable::kYes);
       FlatLayoutRequest request{.shapes = {},
                                 .element_bytes = narrowest_bytes(types),
                                 .inner_ranks = mesh.inner,

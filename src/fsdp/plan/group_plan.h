@@ -3,28 +3,14 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "fsdp/layout/flat_layout.h"
+#include "fsdp/layout/group_types.h"
 #include "fsdp/plan/model_shape.h"
 #include "fsdp/plan/plan_options.h"
 
 namespace fsdp {
-
-// The dtypes of one group's buffers, resolved: no field is left to a default.
-struct GroupTypes {
-  DType weight;
-  // nullopt: there is none, or it would equal the weight and aliases it.
-  std::optional<DType> main_weight;
-  DType main_grad;
-  DType wire;
-  std::optional<DType> moment;
-  // Groups of whole numbers have neither gradients nor optimizer state.
-  bool trainable = true;
-};
-
-GroupTypes resolve_types(DType weight, const PrecisionOptions& precision);
 
 // One unit's tensors of one dtype.
 struct GroupPlan {
@@ -33,7 +19,7 @@ struct GroupPlan {
   FlatLayout layout;
 };
 
-// In unit order. Reads ranks, precision and granularity; the strategy does not change the layout.
+// In unit order. Reads ranks, types and granularity; the strategy does not change the layout.
 std::vector<GroupPlan> lay_out(const ModelShape& model, const PlanOptions& options);
 
 }  // namespace fsdp

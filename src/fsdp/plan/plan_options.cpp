@@ -37,7 +37,7 @@ void PlanOptions::validate() const {
                             "; only the planned pool chooses its depth by a budget"));
   if (budget_bytes && *budget_bytes < 1)
     throw UsageError(concat("budget is ", *budget_bytes, " bytes; it must be 1 or more"));
-  check_floating("compute", precision.compute);
+  check_floating("compute", compute);
   check_floating("main_params", precision.main_params);
   check_floating("main_grads", precision.main_grads);
   check_floating("grad_comm", precision.grad_comm);

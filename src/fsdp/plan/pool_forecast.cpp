@@ -6,8 +6,8 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
-#include "fsdp/base/text.h"
 #include "fsdp/memory/bucket_pool.h"
+#include "fsdp/memory/group_buckets.h"
 #include "fsdp/memory/prefetch_plan.h"
 #include "fsdp/memory/step_order.h"
 
@@ -15,25 +15,16 @@ namespace fsdp {
 
 namespace {
 
-// Bytes of the whole, padded group in the given type.
-Bucket bucket_of(const GroupPlan& group, DType dtype, BucketRole role) {
-  return {concat(name_of(role), ".", name_of(group.types.weight)),
-          checked_mul(group.layout.padded_numel(), element_bytes(dtype)), dtype, role};
-}
-
-// A group needs temporary memory exactly where its buffer is cut: weights to be gathered into, and
-// gradients to be reduced from, in the type they travel in.
 std::vector<UnitBuckets> declare_buckets(const ModelShape& model, std::span<const GroupPlan> groups,
                                          const PlanOptions& options) {
-  const bool gathers = num_shards(options.strategy.parameter, options.mesh()) > 1;
-  const bool scatters = num_shards(options.strategy.gradient, options.mesh()) > 1;
   std::vector<UnitBuckets> units;
   for (const UnitShape& unit : model.units) units.push_back({unit.name, {}});
   for (const GroupPlan& group : groups) {
+    GroupBuckets needed =
+        group_buckets(group.layout, group.types, options.strategy, options.mesh());
     std::vector<Bucket>& buckets = units[static_cast<size_t>(group.unit)].buckets;
-    if (gathers) buckets.push_back(bucket_of(group, group.types.weight, BucketRole::kWeight));
-    if (scatters && group.types.trainable)
-      buckets.push_back(bucket_of(group, group.types.wire, BucketRole::kGradient));
+    if (needed.weight) buckets.push_back(std::move(*needed.weight));
+    if (needed.gradient) buckets.push_back(std::move(*needed.gradient));
   }
   return units;
 }
