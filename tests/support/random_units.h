@@ -1,6 +1,7 @@
 // Random models and steps for property tests of pools and planners.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <random>
@@ -43,6 +44,27 @@ class RandomModel {
       if (between(0, 9) == 0) forward.push_back(between(0, num_units - 1));
     }
     return mirrored_order(forward);
+  }
+
+  // For the uses from `first` to `last` of one pass: when each ends. About every third use has the
+  // next few nested in it, and those have others in themselves.
+  std::vector<int32_t> nested_ends(int32_t first, int32_t last) {
+    std::vector<int32_t> ends;
+    std::vector<int32_t> computing = {last};  // ends of the uses around, outermost first
+    for (int32_t use = first; use <= last; ++use) {
+      while (computing.size() > 1 && computing.back() < use) computing.pop_back();
+      const bool nests = between(0, 2) == 0;
+      ends.push_back(nests ? std::min(computing.back(), use + between(1, 4)) : use);
+      computing.push_back(ends.back());
+    }
+    return ends;
+  }
+
+  // The same as order(), with uses nested in others.
+  StepOrder nested_order(int32_t num_units) {
+    std::vector<int32_t> forward = order(num_units).forward;
+    std::vector<int32_t> ends = nested_ends(0, static_cast<int32_t>(forward.size()) - 1);
+    return mirrored_order(std::move(forward), std::move(ends));
   }
 
  private:

@@ -71,6 +71,11 @@ Observed run_step(BucketPool& pool, RandomModel& random) {
   return observed;
 }
 
+StepOrder any_order(RandomModel& random, const std::vector<UnitBuckets>& units) {
+  const auto num_units = static_cast<int32_t>(units.size());
+  return random.between(0, 1) == 0 ? random.order(num_units) : random.nested_order(num_units);
+}
+
 PoolOptions random_options(RandomModel& random, PoolKind kind, const StepOrder& order) {
   return {
       .kind = kind,
@@ -86,7 +91,7 @@ TEST(PoolProperties, NoOverlapsStableAddressesAndBytesAsForecast) {
     for (const PoolKind kind : all_pool_kinds()) {
       RandomModel random(seed);
       const std::vector<UnitBuckets> units = random.units(10, random.between(0, 1) == 0 ? 1 : 32);
-      const StepOrder order = random.order(static_cast<int32_t>(units.size()));
+      const StepOrder order = any_order(random, units);
       const PoolOptions options = random_options(random, kind, order);
       CountingAllocator allocator;
       const auto pool = make_bucket_pool(units, options, allocator);
@@ -116,7 +121,7 @@ TEST(PoolProperties, SlotAndPlannedPoolsPromiseFixedAddresses) {
   for (uint32_t seed = 0; seed < 200; ++seed) {
     RandomModel random(seed);
     const std::vector<UnitBuckets> units = random.units(10, 32);
-    const StepOrder order = random.order(static_cast<int32_t>(units.size()));
+    const StepOrder order = any_order(random, units);
     CountingAllocator allocator;
     for (const PoolKind kind : {PoolKind::kMaxPool, PoolKind::kPlanned}) {
       const auto pool =
@@ -139,7 +144,7 @@ TEST(PoolProperties, NobodyWritesOverAHeldBucket) {
     for (const PoolKind kind : all_pool_kinds()) {
       RandomModel random(seed);
       const std::vector<UnitBuckets> units = random.units(8, 16);
-      const StepOrder order = random.order(static_cast<int32_t>(units.size()));
+      const StepOrder order = any_order(random, units);
       HostSlabAllocator allocator;
       const auto pool =
           make_bucket_pool(units, {.kind = kind, .prefetch = 2, .order = order}, allocator);

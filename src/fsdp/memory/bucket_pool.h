@@ -44,9 +44,11 @@ enum class OnMove : uint8_t {
 
 struct PoolOptions {
   PoolKind kind = PoolKind::kMaxPool;
-  // Units gathered ahead of the one that computes. Slots for weights: prefetch + 1.
+  // Units gathered ahead of the one that computes. Slots for weights: prefetch + 1, or as many as
+  // uses nested in each other need.
   int32_t prefetch = 1;
-  // Units whose gradients may be live at once: one that computes and one being reduced.
+  // Units whose gradients may be live at once: one that computes and one being reduced. Nested
+  // uses may need more and get them.
   int32_t gradient_slots = 2;
   // double_buffer: the units that are not like the most common one.
   OtherUnits other_units = OtherUnits::kOnDemand;

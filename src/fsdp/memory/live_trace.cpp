@@ -29,6 +29,21 @@ int64_t lower_bound_bytes(const LiveTrace& trace) {
   return live.empty() ? 0 : *std::max_element(live.begin(), live.end());
 }
 
+int32_t most_live_units(const LiveTrace& trace, const BucketTable& table, BucketRole role) {
+  // As if each stay of a unit were one bucket of one byte: the intervals of a group are one stay.
+  LiveTrace stays;
+  stays.num_times = trace.num_times;
+  for (const LiveInterval& interval : trace.intervals) {
+    if (table.bucket(interval.bucket).role != role) continue;
+    if (!stays.intervals.empty() && interval.group >= 0 &&
+        stays.intervals.back().group == interval.group)
+      continue;
+    stays.intervals.push_back(interval);
+    stays.intervals.back().bytes = 1;
+  }
+  return static_cast<int32_t>(lower_bound_bytes(stays));
+}
+
 void check_trace(const LiveTrace& trace, const BucketTable& table) {
   std::vector<int32_t> live_until(static_cast<size_t>(table.num_buckets()), -1);
   int32_t previous_first = 0;

@@ -37,6 +37,9 @@ std::vector<int64_t> live_bytes(const LiveTrace& trace);
 // No placement can be smaller than the most bytes live at one time.
 int64_t lower_bound_bytes(const LiveTrace& trace);
 
+// Most units of which something of this role is live at one time: what a pool with slots needs.
+int32_t most_live_units(const LiveTrace& trace, const BucketTable& table, BucketRole role);
+
 // Throws unless every interval is inside the step, names a declared bucket with its bytes, and no
 // bucket is live twice at one time.
 void check_trace(const LiveTrace& trace, const BucketTable& table);

@@ -29,6 +29,19 @@ std::unique_ptr<BucketPool> make_planned(BucketTable table, const PoolOptions& o
   return make_planned_pool(std::move(table), std::move(chosen.plan), options.alignment, allocator);
 }
 
+std::unique_ptr<BucketPool> make_slotted(BucketTable table, const PoolOptions& options,
+                                         const StepOrder& order, SlabAllocator& allocator) {
+  LiveTrace trace = zero3_trace(table, order, options.prefetch);
+  const SlotOptions slots{
+      .num_slots = num_slots_for(table, trace, options.prefetch, options.gradient_slots),
+      .on_move = options.on_move,
+      .alignment = options.alignment};
+  SlotLayout layout = options.kind == PoolKind::kMaxPool
+                          ? max_pool_layout(table, slots)
+                          : double_buffer_layout(table, options.other_units, slots);
+  return make_slot_pool(std::move(table), std::move(layout), slots, std::move(trace), allocator);
+}
+
 }  // namespace
 
 std::string_view name_of(PoolKind kind) {
@@ -71,28 +84,17 @@ std::unique_ptr<BucketPool> make_bucket_pool(std::vector<UnitBuckets> units,
                                              const PoolOptions& options, SlabAllocator& allocator) {
   options.validate();
   BucketTable table(std::move(units));
-  const bool order_given = !options.order.forward.empty() || !options.order.backward.empty();
+  const bool order_given = !options.order.forward.empty() || !options.order.backward.empty() ||
+                           !options.order.ends.empty();
   const StepOrder order = order_given ? options.order : declared_order(table);
-  const SlotOptions slots{.num_slots = {options.prefetch + 1, options.gradient_slots},
-                          .on_move = options.on_move,
-                          .alignment = options.alignment};
   switch (options.kind) {
     case PoolKind::kOnDemand: {
       LiveTrace trace = zero3_trace(table, order, options.prefetch);
       return make_on_demand_pool(std::move(table), std::move(trace), options.alignment, allocator);
     }
-    case PoolKind::kDoubleBuffer: {
-      LiveTrace trace = zero3_trace(table, order, options.prefetch);
-      SlotLayout layout = double_buffer_layout(table, options.other_units, slots);
-      return make_slot_pool(std::move(table), std::move(layout), slots, std::move(trace),
-                            allocator);
-    }
-    case PoolKind::kMaxPool: {
-      LiveTrace trace = zero3_trace(table, order, options.prefetch);
-      SlotLayout layout = max_pool_layout(table, slots);
-      return make_slot_pool(std::move(table), std::move(layout), slots, std::move(trace),
-                            allocator);
-    }
+    case PoolKind::kDoubleBuffer:
+    case PoolKind::kMaxPool:
+      return make_slotted(std::move(table), options, order, allocator);
     case PoolKind::kPlanned:
       return make_planned(std::move(table), options, order, allocator);
   }

@@ -14,7 +14,7 @@ namespace {
 
 // The placement of a max_pool with the same prefetch: every stay of a unit in the lowest slot that
 // is free throughout. Intervals are sorted by begin, so the slots needed are as many as units are
-// live at once: prefetch + 1, and 2 for gradients (Note [ZeRO-3 live intervals]).
+// live at once.
 std::vector<int64_t> max_pool_offsets(const BucketTable& table, const LiveTrace& trace,
                                       const SlotOptions& options) {
   const SlotLayout layout = max_pool_layout(table, options);
@@ -57,8 +57,10 @@ ArenaPlan plan_prefetch(const BucketTable& table, const StepOrder& order, int32_
                         const ArenaPlannerOptions& options) {
   const LiveTrace trace = zero3_trace(table, order, prefetch);
   ArenaPlannerOptions with_known = options;
-  with_known.known_offsets = max_pool_offsets(
-      table, trace, {.num_slots = {prefetch + 1, 2}, .alignment = options.alignment});
+  with_known.known_offsets =
+      max_pool_offsets(table, trace,
+                       {.num_slots = num_slots_for(table, trace, prefetch, /*gradient_slots=*/2),
+                        .alignment = options.alignment});
   return plan_arena(trace, with_known);
 }
 

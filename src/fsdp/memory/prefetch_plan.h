@@ -10,8 +10,8 @@
 
 namespace fsdp {
 
-// Weights and gradients in one arena. Never larger than a max_pool with prefetch + 1 weight slots
-// and two gradient slots, because its placement is among the candidates.
+// Weights and gradients in one arena. Never larger than a max_pool with the same prefetch, because
+// its placement is among the candidates.
 ArenaPlan plan_prefetch(const BucketTable& table, const StepOrder& order, int32_t prefetch,
                         const ArenaPlannerOptions& options = {});
 

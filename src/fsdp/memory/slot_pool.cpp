@@ -1,5 +1,7 @@
 #include "fsdp/memory/slot_pool.h"
 
+#include <algorithm>
+
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
@@ -167,6 +169,17 @@ std::string SlotPool::report() const {
 }
 
 }  // namespace
+
+std::array<int32_t, kNumBucketRoles> num_slots_for(const BucketTable& table, const LiveTrace& trace,
+                                                   int32_t prefetch, int32_t gradient_slots) {
+  const int32_t live_weights = most_live_units(trace, table, BucketRole::kWeight);
+  const int32_t live_gradients = most_live_units(trace, table, BucketRole::kGradient);
+  // Without nesting one unit computes and one is being reduced, unless one slot makes them wait.
+  constexpr int32_t kUnnestedGradients = 2;
+  return {std::max(prefetch + 1, live_weights), live_gradients > kUnnestedGradients
+                                                    ? std::max(gradient_slots, live_gradients)
+                                                    : gradient_slots};
+}
 
 int32_t add_entry(SlotLayout& layout, SlotEntry entry, int64_t alignment) {
   int64_t& slot_bytes = layout.slot_bytes[index_of(entry.role)];

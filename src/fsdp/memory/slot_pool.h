@@ -20,6 +20,11 @@ struct SlotOptions {
   int64_t alignment = 128;
 };
 
+// Slots by role: prefetch + 1 for weights and `gradient_slots` for gradients, and more where nested
+// uses keep more units live at once (Note [ZeRO-3 live intervals]).
+std::array<int32_t, kNumBucketRoles> num_slots_for(const BucketTable& table, const LiveTrace& trace,
+                                                   int32_t prefetch, int32_t gradient_slots);
+
 // One place in every slot of a role.
 struct SlotEntry {
   BucketRole role = BucketRole::kWeight;
