@@ -89,6 +89,34 @@ TEST(BucketPool, NamesUnitBucketAndStateWhenSomethingNotHeldIsReleased) {
   }
 }
 
+TEST(BucketPool, SaysBeforehandWhetherAcquireWouldSucceed) {
+  CountingAllocator allocator;
+  for (const PoolKind kind : all_pool_kinds()) {
+    const auto pool = small_transformer_pool({.kind = kind}, allocator);
+    pool->begin_step();
+    EXPECT_TRUE(pool->can_acquire({1, 0})) << name_of(kind);
+    pool->acquire({1, 0});
+    EXPECT_FALSE(pool->can_acquire({1, 0})) << "held, " << name_of(kind);
+    EXPECT_THROW(pool->can_acquire({9, 0}), Error);
+    pool->abandon_step();
+    EXPECT_FALSE(pool->is_held({1, 0})) << name_of(kind);
+    EXPECT_NO_THROW(pool->begin_step()) << name_of(kind);
+  }
+  const auto slots = small_transformer_pool({.kind = PoolKind::kMaxPool}, allocator);
+  slots->acquire({1, 0});
+  slots->acquire({2, 0});
+  EXPECT_FALSE(slots->can_acquire({3, 0})) << "both slots are taken";
+  EXPECT_TRUE(slots->can_acquire({2, 1})) << "gradients have slots of their own";
+  const auto planned = small_transformer_pool({.kind = PoolKind::kPlanned}, allocator);
+  for (int use = 0; use < 2; ++use) {  // forward and backward
+    planned->acquire({1, 0});
+    planned->release({1, 0});
+  }
+  EXPECT_FALSE(planned->can_acquire({1, 0})) << "the plan has two stays for it";
+  planned->begin_step();
+  EXPECT_TRUE(planned->can_acquire({1, 0}));
+}
+
 TEST(BucketPool, RefusesIdsThatWereNeverDeclared) {
   CountingAllocator allocator;
   const auto pool = small_transformer_pool({}, allocator);

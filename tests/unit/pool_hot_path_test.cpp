@@ -92,6 +92,40 @@ TEST(PoolHotPath, AllocatesNothingOnceAStepHasBeenSeen) {
   }
 }
 
+TEST(PoolHotPath, AskingFirstAllocatesNothing) {
+  for (const PoolKind kind : {PoolKind::kDoubleBuffer, PoolKind::kMaxPool, PoolKind::kPlanned}) {
+    HostSlabAllocator allocator;
+    const auto pool = make_bucket_pool(stack(80), {.kind = kind, .prefetch = 2}, allocator);
+    const std::vector<Event> events = events_of(pool->trace());
+    run(*pool, events);
+    const int64_t before = num_allocations;
+    int64_t num_free = 0;
+    int64_t num_taken = 0;
+    double ns = 0;
+    constexpr int kSteps = 20;
+    for (int step = 0; step < kSteps; ++step) {
+      pool->begin_step();
+      for (const Event& event : events) {
+        if (!event.is_acquire) {
+          pool->release(event.bucket);
+          continue;
+        }
+        num_free += pool->can_acquire(event.bucket) ? 1 : 0;
+        pool->acquire(event.bucket);
+        const auto begin = std::chrono::steady_clock::now();
+        for (int32_t unit = 0; unit < 80; ++unit) num_taken += pool->can_acquire({unit, 0}) ? 0 : 1;
+        const auto elapsed = std::chrono::steady_clock::now() - begin;
+        ns += std::chrono::duration<double, std::nano>(elapsed).count() / 80;
+      }
+    }
+    EXPECT_EQ(num_allocations - before, 0) << name_of(kind);
+    EXPECT_EQ(num_free * 2, kSteps * static_cast<int64_t>(events.size())) << name_of(kind);
+    EXPECT_GT(num_taken, 0) << name_of(kind);
+    std::printf("  %-14s %6.1f ns per can_acquire\n", name_of(kind).data(),
+                ns / static_cast<double>(num_free));
+  }
+}
+
 TEST(PoolHotPath, SeesAllocationsWhenThereAreAny) {
   HostSlabAllocator allocator;
   const auto pool = make_bucket_pool(stack(4), {.kind = PoolKind::kMaxPool}, allocator);

@@ -6,6 +6,7 @@
 #include <map>
 #include <utility>
 
+#include "fsdp/base/error.h"
 #include "fsdp/memory/bucket_pool.h"
 #include "support/counting_allocator.h"
 #include "support/random_units.h"
@@ -135,6 +136,78 @@ TEST(PoolProperties, SlotAndPlannedPoolsPromiseFixedAddresses) {
         allocator);
     run_step(*pool, random);
     ASSERT_TRUE(pool->addresses_are_fixed()) << "seed " << seed;
+  }
+}
+
+// Operations without any plan behind them: a step that is not the recorded one.
+TEST(PoolProperties, CanAcquireSaysWhetherAcquireThrows) {
+  int64_t num_refused = 0;
+  for (uint32_t seed = 0; seed < 400; ++seed) {
+    for (const PoolKind kind : all_pool_kinds()) {
+      RandomModel random(seed);
+      const std::vector<UnitBuckets> units = random.units(6, 32);
+      PoolOptions options = random_options(random, kind, any_order(random, units));
+      options.prefetch = random.between(0, 2);
+      options.on_move = random.between(0, 1) == 0 ? OnMove::kRefuse : OnMove::kFollow;
+      CountingAllocator allocator;
+      const auto pool = make_bucket_pool(units, options, allocator);
+      for (int i = 0; i < 120; ++i) {
+        const BucketId id = pool->table().id_of(random.between(0, pool->table().num_buckets() - 1));
+        const std::string where = concat("seed ", seed, " ", name_of(kind), " operation ", i, " ",
+                                         pool->table().text(id));
+        if (pool->is_held(id) && random.between(0, 3) > 0) {
+          pool->release(id);
+        } else if (random.between(0, 19) == 0) {
+          pool->abandon_step();
+          ASSERT_EQ(pool->num_held(), 0) << where;
+          pool->begin_step();
+        } else {
+          const int32_t num_held = pool->num_held();
+          const bool expected = pool->can_acquire(id);
+          bool acquired = true;
+          try {
+            pool->acquire(id);
+          } catch (const Error&) {
+            acquired = false;
+          }
+          ASSERT_EQ(expected, acquired) << where;
+          ASSERT_EQ(pool->num_held(), num_held + (acquired ? 1 : 0)) << where;
+          num_refused += kind != PoolKind::kOnDemand && !acquired ? 1 : 0;
+        }
+      }
+    }
+  }
+  EXPECT_GT(num_refused, 10000) << "slots and arenas were full at times";
+}
+
+TEST(PoolProperties, AnAbandonedStepLeavesNoTrace) {
+  for (uint32_t seed = 0; seed < 300; ++seed) {
+    for (const PoolKind kind : all_pool_kinds()) {
+      RandomModel random(seed);
+      const std::vector<UnitBuckets> units = random.units(8, 32);
+      const PoolOptions options = random_options(random, kind, any_order(random, units));
+      CountingAllocator allocator;
+      const auto pool = make_bucket_pool(units, options, allocator);
+      const std::string where = concat("seed ", seed, " ", name_of(kind));
+      const Observed before = run_step(*pool, random);
+      pool->begin_step();
+      const LiveTrace& trace = pool->trace();
+      const int32_t fails_at = random.between(0, trace.num_times - 1);
+      for (int32_t time = 0; time <= fails_at; ++time) {
+        for (const LiveInterval& each : trace.intervals)
+          if (each.last == time - 1) pool->release(each.bucket);
+        for (const LiveInterval& each : trace.intervals)
+          if (each.first == time) pool->acquire(each.bucket);
+      }
+      pool->abandon_step();
+      ASSERT_EQ(pool->num_held(), 0) << where;
+      ASSERT_EQ(allocator.live_bytes(), pool->bytes().fixed()) << where;
+      const Observed after = run_step(*pool, random);
+      ASSERT_EQ(after.num_overlaps, 0) << where;
+      if (pool->addresses_are_fixed()) {
+        ASSERT_EQ(after.addresses, before.addresses) << where;
+      }
+    }
   }
 }
 

@@ -55,6 +55,17 @@ void BucketPool::release(BucketId id) {
   --num_held_;
 }
 
+bool BucketPool::can_acquire(BucketId id) const {
+  const int32_t index = table_.index_of(id);
+  return !states_[static_cast<size_t>(index)].held && can_take(id, index);
+}
+
+void BucketPool::abandon_step() {
+  for (int32_t i = 0; num_held_ > 0 && i < table_.num_buckets(); ++i) {
+    if (states_[static_cast<size_t>(i)].held) release(table_.id_of(i));
+  }
+}
+
 void* BucketPool::address(BucketId id) const {
   const State& state = at(id);
   FSDP_CHECK(state.held, table_.text(id), " is not held, so it has no address (", state_text(),

@@ -117,6 +117,15 @@ class BucketPool {
   void* acquire(BucketId id, int64_t expected_bytes, DType expected_dtype);
   void release(BucketId id);
 
+  // Whether acquire() would succeed now: the bucket is not held, its place is free, and the plan
+  // has a stay left for it. For whoever has to choose other memory when a step is not the recorded
+  // one. As quick as acquire; memory on demand counts as there.
+  bool can_acquire(BucketId id) const;
+
+  // Releases everything that is held, after a step that failed; begin_step() comes next, as always.
+  // previous_holders() knows nothing of what was cut short, so wait for all streams first.
+  void abandon_step();
+
   bool is_held(BucketId id) const { return at(id).held; }
   // Of a held bucket.
   void* address(BucketId id) const;
@@ -148,6 +157,8 @@ class BucketPool {
 
   virtual void reserve_memory() = 0;
   virtual void* take(BucketId id, int32_t index) = 0;
+  // Whether take() would succeed.
+  virtual bool can_take(BucketId id, int32_t index) const = 0;
   virtual void give_back(BucketId id, int32_t index) = 0;
   virtual void restart_step() = 0;
   // Who holds what, for error messages.

@@ -32,6 +32,7 @@ class OnDemandPool final : public BucketPool {
     slab = Slab(allocator(), table().bucket(id).bytes, alignment_);
     return slab.at(0);
   }
+  bool can_take(BucketId, int32_t) const override { return true; }
   void give_back(BucketId, int32_t index) override { slabs_[static_cast<size_t>(index)] = Slab(); }
   void restart_step() override {}
   std::string state_text() const override { return held_text(); }

@@ -80,11 +80,21 @@ class PlannedPool final : public BucketPool {
   struct Schedule {
     std::vector<Stay> stays;  // in the order of the plan
     int32_t num_begun = 0;    // in this step
+
+    bool has_next() const { return num_begun < static_cast<int32_t>(stays.size()); }
+    const ByteRange& next() const { return stays[static_cast<size_t>(num_begun)].range; }
   };
   struct LiveBucket {
     ByteRange range;
     int32_t index;
   };
+  // A live bucket that holds bytes of the range; null when there is none.
+  const LiveBucket* live_within(const ByteRange& range) const {
+    const auto live = std::find_if(live_.begin(), live_.end(), [&](const LiveBucket& each) {
+      return overlap(range, each.range);
+    });
+    return live == live_.end() ? nullptr : &*live;
+  }
   // The stay that begun `back` acquires ago: 1 is the current one.
   const Stay& stay_of(int32_t index, int32_t back) const {
     const Schedule& schedule = schedules_[static_cast<size_t>(index)];
@@ -93,6 +103,10 @@ class PlannedPool final : public BucketPool {
 
   void reserve_memory() override { slab_ = Slab(allocator(), plan_.arena_bytes, alignment_); }
   void* take(BucketId id, int32_t index) override;
+  bool can_take(BucketId, int32_t index) const override {
+    const Schedule& schedule = schedules_[static_cast<size_t>(index)];
+    return schedule.has_next() && live_within(schedule.next()) == nullptr;
+  }
   void give_back(BucketId, int32_t index) override {
     std::erase_if(live_, [&](const LiveBucket& each) { return each.index == index; });
   }
@@ -132,18 +146,16 @@ PlannedPool::PlannedPool(BucketTable declared, ArenaPlan plan, int64_t alignment
 
 void* PlannedPool::take(BucketId id, int32_t index) {
   Schedule& schedule = schedules_[static_cast<size_t>(index)];
-  FSDP_CHECK(schedule.num_begun < static_cast<int32_t>(schedule.stays.size()), table().text(id),
-             " is acquired ", schedule.num_begun + 1, " times in one step but the plan has ",
-             schedule.stays.size(),
+  FSDP_CHECK(schedule.has_next(), table().text(id), " is acquired ", schedule.num_begun + 1,
+             " times in one step but the plan has ", schedule.stays.size(),
              " stays for it; call begin_step() between steps, or plan again with the new order (",
              state_text(), ")");
-  const ByteRange range = schedule.stays[static_cast<size_t>(schedule.num_begun)].range;
-  for (const LiveBucket& live : live_) {
-    FSDP_CHECK(!overlap(range, live.range), table().text(id), " needs bytes ", range.begin, " to ",
-               range.end, " of the arena, which ", table().text(table().id_of(live.index)),
-               " still holds; keep the planned order, or plan again with the new one (",
-               state_text(), ")");
-  }
+  const ByteRange range = schedule.next();
+  const LiveBucket* live = live_within(range);
+  FSDP_CHECK(live == nullptr, table().text(id), " needs bytes ", range.begin, " to ", range.end,
+             " of the arena, which ", table().text(table().id_of(live->index)),
+             " still holds; keep the planned order, or plan again with the new one (", state_text(),
+             ")");
   ++schedule.num_begun;
   live_.push_back({range, index});
   return slab_.at(range.begin);

@@ -25,6 +25,15 @@ int32_t SlotAssignment::enter(BucketId id) {
   return tenant.slot;
 }
 
+bool SlotAssignment::can_enter(int32_t unit) const {
+  const Tenant& tenant = tenants_[static_cast<size_t>(unit)];
+  if (tenant.num_held > 0) return true;
+  const auto visit = static_cast<size_t>(tenant.num_visits);
+  const bool recorded = visit < tenant.recorded.size();
+  if (recorded && is_idle(tenant.recorded[visit])) return true;
+  return (!recorded || on_move_ == OnMove::kFollow) && lowest_idle() >= 0;
+}
+
 void SlotAssignment::leave(int32_t unit) {
   Tenant& tenant = tenants_[static_cast<size_t>(unit)];
   if (--tenant.num_held == 0) holders_[static_cast<size_t>(tenant.slot)] = -1;
@@ -61,10 +70,15 @@ int32_t SlotAssignment::slot_for_visit(BucketId id, Tenant& tenant) {
   return slot;
 }
 
-int32_t SlotAssignment::idle_slot(BucketId id) const {
+int32_t SlotAssignment::lowest_idle() const {
   for (int32_t slot = 0; slot < num_slots(); ++slot) {
     if (is_idle(slot)) return slot;
   }
+  return -1;
+}
+
+int32_t SlotAssignment::idle_slot(BucketId id) const {
+  if (const int32_t slot = lowest_idle(); slot >= 0) return slot;
   throw Error(concat(table_.text(id), " finds no idle ", name_of(role_), " slot: ", num_slots(),
                      " units are live already; release one first, or use more slots (", text(),
                      ")"));

@@ -26,6 +26,8 @@ class SlotAssignment {
 
   // One more bucket of the unit is held; returns the unit's slot. Throws when no slot is idle.
   int32_t enter(BucketId id);
+  // Whether enter() would succeed for a bucket of the unit.
+  bool can_enter(int32_t unit) const;
   // One bucket less.
   void leave(int32_t unit);
   void begin_step();
@@ -45,6 +47,9 @@ class SlotAssignment {
     std::vector<int32_t> recorded;  // slot by visit
   };
   int32_t slot_for_visit(BucketId id, Tenant& tenant);
+  // The lowest; -1 when there is none.
+  int32_t lowest_idle() const;
+  // The same, and an error when there is none.
   int32_t idle_slot(BucketId id) const;
   bool is_idle(int32_t slot) const { return holders_[static_cast<size_t>(slot)] < 0; }
 

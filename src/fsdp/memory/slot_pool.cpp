@@ -100,6 +100,11 @@ class SlotPool final : public BucketPool {
     return nullptr;
   }
 
+  bool can_take(BucketId id, int32_t index) const override {
+    if (home(index).place != BucketHome::Place::kSlot) return true;
+    return slots_[index_of(table().bucket(id).role)].can_enter(id.unit);
+  }
+
   void* take_from_slot(BucketId id, int32_t index, int32_t entry_index) {
     const SlotEntry& entry = layout_.entries[static_cast<size_t>(entry_index)];
     const size_t role = index_of(entry.role);
