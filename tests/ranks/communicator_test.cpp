@@ -84,6 +84,11 @@ TEST(ThreadsCommunicator, ShowsBothSidesOfADisagreementOnAllRanks) {
       return comm.all_reduce(at::ones({numel}, dtype), {.scale = scale}, tag);
     };
   };
+  const auto scatter = [](Store store) {
+    return [=](Communicator& comm) {
+      return comm.reduce_scatter(at::ones({8}), at::ones({8 * comm.size()}), {.store = store}, "a");
+    };
+  };
   const auto gather = [](const char* tag) {
     return [=](Communicator& comm) {
       return comm.all_gather(at::ones({8 * comm.size()}), at::ones({8}), tag);
@@ -96,6 +101,8 @@ TEST(ThreadsCommunicator, ShowsBothSidesOfADisagreementOnAllRanks) {
       {"tag", gather("a"), gather("b"), "'a'", "'b'"},
       {"scale", reduce(8, at::kFloat, "a", 0.5), reduce(8, at::kFloat, "a", 0.25), "scaled by 0.5",
        "scaled by 0.25"},
+      {"store", scatter(Store::kWrite), scatter(Store::kAdd), "reduce_scatter (sum) 'a'",
+       "stored by add"},
   };
   for (const Disagreement& row : table) {
     const auto begin = std::chrono::steady_clock::now();

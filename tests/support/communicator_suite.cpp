@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <span>
 #include <vector>
 
 #include "fsdp/base/error.h"
@@ -32,7 +33,7 @@ std::vector<int64_t> uneven_counts(int ranks, int64_t base) {
   return counts;
 }
 
-int64_t sum(const std::vector<int64_t>& values) {
+int64_t sum(std::span<const int64_t> values) {
   return std::accumulate(values.begin(), values.end(), int64_t{0});
 }
 
@@ -58,12 +59,12 @@ at::Tensor reference(int ranks, const std::function<at::Tensor(int)>& input_of, 
   double scale = reduction.scale;
   if (reduction.op == ReduceOp::kAvg) scale /= ranks;
   if (scale != 1.0) combined = combined * at::full({1}, scale, combined.options());
-  return combined.to(result);
+  return rounded_once(combined, result);
 }
 
-at::ScalarType accumulation_of(at::ScalarType wire) {
+at::ScalarType accumulation_of(at::ScalarType wire, at::ScalarType result) {
   if (!at::isFloatingType(wire)) return at::kLong;
-  return wire == at::kDouble ? at::kDouble : at::kFloat;
+  return wire == at::kDouble || result == at::kDouble ? at::kDouble : at::kFloat;
 }
 
 // --- moving data -------------------------------------------------------------------------------
@@ -162,7 +163,7 @@ struct ReduceCase {
   at::ScalarType wire;
   at::ScalarType result;
   Reduction reduction;
-  std::vector<int64_t> counts;
+  std::span<const int64_t> counts;
   bool in_place = false;
 };
 
@@ -178,7 +179,8 @@ void check_reduce_scatter(Communicator& comm, at::Device device, const ReduceCas
   at::Tensor output = claim.in_place ? input.narrow(0, offset, mine)
                                      : at::zeros({mine}, at::device(device).dtype(claim.result));
   comm.reduce_scatter(output, input, claim.reduction, "reduce", claim.counts).wait();
-  const at::ScalarType acc = claim.reduction.accumulate.value_or(accumulation_of(claim.wire));
+  const at::ScalarType acc =
+      claim.reduction.accumulate.value_or(accumulation_of(claim.wire, claim.result));
   EXPECT_TRUE(
       same_bytes(output, reference(comm.size(), share_of, acc, claim.reduction, claim.result)))
       << claim.wire << " into " << claim.result << " by " << name_of(claim.reduction.op)
@@ -224,6 +226,61 @@ void reduces_into_the_accumulation_type(World& world, at::Device device) {
   }
 }
 
+void reduces_any_wire_into_any_output(World& world, at::Device device) {
+  Communicator& comm = world.communicator();
+  const std::vector<int64_t> counts = uneven_counts(comm.size(), 700);
+  const std::vector<at::ScalarType> floating = {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf};
+  for (const at::ScalarType wire : floating)
+    for (const at::ScalarType result : floating)
+      check_reduce_scatter(comm, device, {wire, result, {.op = ReduceOp::kAvg}, counts});
+}
+
+// The output holds something; the reduced share is added to it before the one rounding. Larger than
+// what MPI moves at a time, so that pieces are added where they belong.
+void adds_to_what_is_there(World& world, at::Device device) {
+  Communicator& comm = world.communicator();
+  const int64_t numel = 300001;
+  const int64_t total = comm.size() * numel;
+  for (const at::ScalarType wire : {at::kFloat, at::kBFloat16}) {
+    for (const at::ScalarType result : {at::kFloat, at::kBFloat16, at::kDouble}) {
+      const at::ScalarType acc = accumulation_of(wire, result);
+      const Reduction reduction = {.scale = 0.3, .store = Store::kAdd};
+      const auto share_of = [&](int rank) {
+        return rank_pattern(rank, total, wire).narrow(0, comm.rank() * numel, numel);
+      };
+      const at::Tensor old = rank_pattern(comm.rank(), numel, result, 5);
+      at::Tensor output = old.to(device, /*non_blocking=*/false, /*copy=*/true);
+      const at::Tensor input = rank_pattern(comm.rank(), total, wire).to(device);
+      comm.reduce_scatter(output, input, reduction, "add").wait();
+      const at::Tensor sum = reference(comm.size(), share_of, acc, reduction, acc);
+      EXPECT_TRUE(same_bytes(output, rounded_once(old.to(acc) + sum, result)))
+          << wire << " " << result;
+    }
+  }
+}
+
+void raises_the_flag_where_a_nonfinite_value_is_stored(World& world, at::Device device) {
+  Communicator& comm = world.communicator();
+  const int64_t numel = 600011;  // MPI: in several pieces
+  const auto floats = at::device(device).dtype(at::kFloat);
+  for (const double bad : {0.0, std::numeric_limits<double>::infinity()}) {
+    for (const Store store : {Store::kWrite, Store::kAdd}) {
+      // The last rank's input is bad in the share of rank 0, near its beginning.
+      at::Tensor input = at::ones({comm.size() * numel}, floats.dtype(at::kBFloat16));
+      if (comm.rank() == comm.size() - 1) input[3].fill_(bad);
+      at::Tensor output = at::zeros({numel}, floats);
+      const at::Tensor flag = at::zeros({1}, floats);
+      comm.reduce_scatter(output, input, {.store = store, .nonfinite = flag}, "watched").wait();
+      EXPECT_EQ(flag.item<float>(), bad != 0 && comm.rank() == 0 ? 1.0f : 0.0f);
+    }
+  }
+  at::Tensor tensor = at::full({1000}, std::numeric_limits<double>::quiet_NaN(), floats);
+  const at::Tensor flag = at::zeros({1}, floats);
+  comm.all_reduce(tensor, {.nonfinite = flag}, "watched").wait();
+  comm.all_reduce(flag, {.op = ReduceOp::kMax}, "anybody").wait();
+  EXPECT_EQ(flag.item<float>(), 1.0f);
+}
+
 // bf16 has 8 significant bits: rounding once changes a value by at most 2^-8 of itself. Summing in
 // bf16 instead would lose that much at every rank. The fp32 sum's own error (2^-24 per addition) is
 // the allowance.
@@ -255,7 +312,8 @@ void all_reduces_bitwise_equal_everywhere(World& world, at::Device device) {
       at::Tensor tensor = rank_pattern(comm.rank(), numel, dtype).to(device);
       comm.all_reduce(tensor, {}, "all").wait();
       const auto whole = [&](int rank) { return rank_pattern(rank, numel, dtype); };
-      const at::Tensor expected = reference(comm.size(), whole, accumulation_of(dtype), {}, dtype);
+      const at::Tensor expected =
+          reference(comm.size(), whole, accumulation_of(dtype, dtype), {}, dtype);
       EXPECT_TRUE(same_bytes(tensor, expected)) << dtype << " " << numel;
     }
   }
@@ -360,6 +418,23 @@ void arranges_ranks_in_a_mesh(World& world, at::Device device) {
 
 // --- bad use -----------------------------------------------------------------------------------
 
+void refuses_bad_stores(Communicator& comm, const auto& tensor, const auto& expect) {
+  const int n = comm.size();
+  const Reduction add = {.store = Store::kAdd};
+  expect([&] { comm.all_reduce(tensor(4, at::kFloat), add, "x"); }, "only reduce_scatter can add");
+  expect([&] { comm.reduce_scatter(tensor(4, at::kInt), tensor(4 * n, at::kInt), add, "x"); },
+         "store of 'x' is add for Int");
+  const Reduction add_max = {.op = ReduceOp::kMax, .store = Store::kAdd};
+  expect(
+      [&] { comm.reduce_scatter(tensor(4, at::kFloat), tensor(4 * n, at::kFloat), add_max, "x"); },
+      "store of 'x' is add for max");
+  const at::Tensor whole = tensor(4 * n, at::kFloat);
+  expect([&] { comm.reduce_scatter(whole.narrow(0, 4 * comm.rank(), 4), whole, add, "x"); },
+         "count this rank's values twice");
+  expect([&] { comm.all_reduce(whole, {.nonfinite = tensor(2, at::kFloat)}, "x"); },
+         "nonfinite of 'x' has 2 elements");
+}
+
 void refuses_bad_arguments_before_anything_moves(World& world, at::Device device) {
   Communicator& comm = world.communicator();
   const auto tensor = [&](int64_t numel, at::ScalarType dtype = at::kFloat) {
@@ -374,8 +449,9 @@ void refuses_bad_arguments_before_anything_moves(World& world, at::Device device
   expect([&] { comm.all_gather(at::Tensor(), tensor(4), "x"); }, "undefined");
   expect([&] { comm.reduce_scatter(tensor(4), tensor(5 * n), {}, "x"); },
          "output of 'x' has 4 elements");
-  expect([&] { comm.reduce_scatter(tensor(4, at::kHalf), tensor(4 * n), {}, "x"); },
-         "it must be the wire type Float");
+  expect([&] { comm.reduce_scatter(tensor(4, at::kInt), tensor(4 * n), {}, "x"); },
+         "it must be fp64, fp32, fp16 or bf16");
+  refuses_bad_stores(comm, tensor, expect);
   expect([&] { comm.all_reduce(tensor(4, at::kFloat8_e5m2), {}, "x"); }, "moved but not reduced");
   expect([&] { comm.all_reduce(tensor(4, at::kInt), {.op = ReduceOp::kAvg}, "x"); },
          "not averaged or scaled");
@@ -407,6 +483,10 @@ std::span<const CommunicatorCase> communicator_cases() {
       {"ReducesEveryDtypeInRankOrder", reduces_every_dtype_in_rank_order},
       {"ReducesLargeUnevenShares", reduces_large_uneven_shares},
       {"ReducesIntoTheAccumulationType", reduces_into_the_accumulation_type},
+      {"ReducesAnyWireIntoAnyOutput", reduces_any_wire_into_any_output},
+      {"AddsToWhatIsThere", adds_to_what_is_there},
+      {"RaisesTheFlagWhereANonfiniteValueIsStored",
+       raises_the_flag_where_a_nonfinite_value_is_stored},
       {"RoundsNarrowSumsAtMostOnce", rounds_narrow_sums_at_most_once},
       {"AllReducesBitwiseEqualEverywhere", all_reduces_bitwise_equal_everywhere},
       {"LetsNanWinMaxAndMin", lets_nan_win_max_and_min},

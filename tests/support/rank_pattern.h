@@ -3,8 +3,10 @@
 
 #include <ATen/ATen.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <tuple>
 
 namespace fsdp::testing {
 
@@ -22,6 +24,19 @@ inline at::Tensor rank_pattern(int rank, int64_t numel, at::ScalarType dtype, ui
   }
   if (at::isIntegralType(dtype, /*includeBool=*/false)) return (values.abs() * 100).to(dtype);
   return values.to(dtype);
+}
+
+// To the nearest value of `dtype`, ties to even, in one step: libtorch goes from fp64 to narrow
+// types through fp32, which rounds twice. For magnitudes that neither overflow nor, in bf16,
+// underflow.
+inline at::Tensor rounded_once(const at::Tensor& values, at::ScalarType dtype) {
+  const bool narrow = dtype == at::kBFloat16 || dtype == at::kHalf;
+  if (values.scalar_type() != at::kDouble || !narrow) return values.to(dtype);
+  const int bits = dtype == at::kHalf ? 11 : 8;
+  const at::Tensor exponent = std::get<1>(at::frexp(values)).to(at::kDouble);
+  at::Tensor ulp = (exponent - bits).exp2();
+  if (dtype == at::kHalf) ulp = ulp.clamp_min(std::ldexp(1.0, -24));  // subnormal
+  return ((values / ulp).round() * ulp).to(dtype);
 }
 
 // Equal to the last bit; NaNs of one pattern are equal too.

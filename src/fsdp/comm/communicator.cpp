@@ -41,6 +41,10 @@ const char* begin_of(const at::Tensor& tensor) {
   return static_cast<const char*>(tensor.const_data_ptr());
 }
 
+bool apart(const at::Tensor& a, const at::Tensor& b) {
+  return begin_of(b) + b.nbytes() <= begin_of(a) || begin_of(a) + a.nbytes() <= begin_of(b);
+}
+
 // `part` may lie in `whole` at element `offset` (in place); any other overlap would be read after
 // it was overwritten.
 void check_overlap(const at::Tensor& whole, const at::Tensor& part, int64_t offset,
@@ -48,9 +52,7 @@ void check_overlap(const at::Tensor& whole, const at::Tensor& part, int64_t offs
   if (whole.nbytes() == 0 || part.nbytes() == 0) return;
   const char* allowed = begin_of(whole) + offset * whole.element_size();
   if (begin_of(part) == allowed && whole.scalar_type() == part.scalar_type()) return;
-  const bool apart = begin_of(part) + part.nbytes() <= begin_of(whole) ||
-                     begin_of(whole) + whole.nbytes() <= begin_of(part);
-  FSDP_CHECK(apart, "input and output of '", tag.text(),
+  FSDP_CHECK(apart(whole, part), "input and output of '", tag.text(),
              "' overlap: only this rank's own share, at "
              "element ",
              offset, " and of the same dtype, may be in place");
@@ -76,10 +78,21 @@ Operation operation_on(OpKind kind, const at::Tensor& output, const at::Tensor& 
   return operation;
 }
 
+void check_nonfinite(const at::Tensor& flag, const at::Tensor& output, const Tag& tag) {
+  if (!flag.defined()) return;
+  FSDP_CHECK(
+      flag.numel() == 1 && flag.scalar_type() == at::kFloat && flag.device() == output.device(),
+      "nonfinite of '", tag.text(), "' has ", flag.numel(), " elements of ",
+      c10::toString(flag.scalar_type()), " on ", flag.device().str(),
+      ": it must be one element of Float on ", output.device().str());
+}
+
 void set_reduction(Operation& operation, const Reduction& reduction, const Tag& tag) {
+  check_nonfinite(reduction.nonfinite, operation.output, tag);
   const ReduceTypes types{operation.print.wire, operation.print.result};
   operation.reduction = checked_reduction(reduction, types, tag.text());
   operation.print.reduce = reduction.op;
+  operation.print.store = reduction.store;
   operation.print.scale = reduction.scale;
 }
 
@@ -126,6 +139,9 @@ Work Communicator::reduce_scatter(const at::Tensor& output, const at::Tensor& in
   operation.input_shares = shares_of(input, "input", counts);
   check_numel(output, "output", tag, operation.input_shares.count(rank_));
   check_overlap(input, output, operation.input_shares.offset(rank_), tag);
+  FSDP_CHECK(reduction.store == Store::kWrite || apart(input, output), "output of '", tag.text(),
+             "' lies in its input and store is add, which would count this rank's values twice: "
+             "add to memory of its own");
   set_reduction(operation, reduction, tag);
   operation.print.bytes = nbytes(input);
   return enqueue(std::move(operation));
@@ -134,6 +150,8 @@ Work Communicator::reduce_scatter(const at::Tensor& output, const at::Tensor& in
 Work Communicator::all_reduce(const at::Tensor& tensor, const Reduction& reduction,
                               const Tag& tag) {
   check_tensor(tensor, "tensor", tag);
+  FSDP_CHECK(reduction.store == Store::kWrite, "store of all_reduce '", tag.text(),
+             "' is add: its tensor is input and output at once, only reduce_scatter can add");
   Operation operation = operation_on(OpKind::kAllReduce, tensor, tensor, tag);
   set_reduction(operation, reduction, tag);
   // Whole cache lines, so that two ranks never write the same one.

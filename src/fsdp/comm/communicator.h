@@ -41,8 +41,8 @@ class Communicator {
   Work all_gather(const at::Tensor& output, const at::Tensor& input, const Tag& tag,
                   std::span<const int64_t> counts = {});
 
-  // output = this rank's share of the ranks' inputs combined. The input's dtype is what travels;
-  // output may have that dtype or the accumulation type (no rounding at all).
+  // output = this rank's share of the ranks' inputs combined, or that added to output. The input's
+  // dtype is what travels; output may be of any floating type if input is.
   Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, const Reduction& reduction,
                       const Tag& tag, std::span<const int64_t> counts = {});
 

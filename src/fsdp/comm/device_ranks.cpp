@@ -4,6 +4,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <cmath>
 #include <vector>
 
 #include "fsdp/comm/reduce_ranks.h"
@@ -34,8 +35,28 @@ at::Tensor combine(const at::Tensor& acc, const at::Tensor& value, ReduceOp op) 
   return acc;
 }
 
+// As reduce_ranks does it: fp64 reaches a narrow type through fp32 rounded to odd, so that it is
+// rounded once.
+at::Tensor rounded(const at::Tensor& acc, at::ScalarType result) {
+  const bool narrow = result == at::kBFloat16 || result == at::kHalf;
+  if (acc.scalar_type() != at::kDouble || !narrow) return acc.to(result);
+  const at::Tensor near = acc.to(at::kFloat);
+  const at::Tensor back = near.to(at::kDouble);
+  const at::Tensor is_even = near.view(at::kInt).bitwise_and(1).eq(0);
+  const at::Tensor towards = at::where(back.lt(acc), INFINITY, -INFINITY).to(at::kFloat);
+  return at::where(is_even.logical_and_(back.ne(acc)), at::nextafter(near, towards), near)
+      .to(result);
+}
+
+// Atomic on the device, since operations on several streams may share one flag.
+void watch(const at::Tensor& flag, const at::Tensor& stored) {
+  const at::Tensor bad = stored.isfinite().all().logical_not().to(at::kFloat).view(1);
+  const at::Tensor place = at::zeros({1}, flag.options().dtype(at::kLong));
+  flag.view(-1).scatter_reduce_(0, place, bad, "amax");
+}
+
 // The same arithmetic as reduce_ranks, in the same order: combine in the accumulation type, scale
-// once, round once.
+// once, add to the output where asked, round once.
 void reduce_share(Rendezvous& rendezvous, int rank, const Operation& operation,
                   const at::Tensor& output) {
   const at::ScalarType acc_type = *operation.reduction.accumulate;
@@ -50,7 +71,11 @@ void reduce_share(Rendezvous& rendezvous, int rank, const Operation& operation,
   if (scale != 1.0)
     acc = acc_type == at::kDouble ? acc * scale
                                   : acc * static_cast<double>(static_cast<float>(scale));
-  output.view(-1).copy_(acc, /*non_blocking=*/true);
+  const at::Tensor flat = output.view(-1);
+  if (operation.reduction.store == Store::kAdd) acc = flat.to(acc_type) + acc;
+  flat.copy_(rounded(acc, flat.scalar_type()), /*non_blocking=*/true);
+  if (operation.reduction.nonfinite.defined() && at::isFloatingType(flat.scalar_type()))
+    watch(operation.reduction.nonfinite, flat);
 }
 
 void copy_in(Rendezvous& rendezvous, int rank, Operation& operation) {

@@ -145,13 +145,19 @@ c10::Event MpiCommunicator::run_staged(Operation& operation) {
   const bool one_tensor = operation.output.is_same(operation.input);
   on_host_->output = one_tensor ? on_host_->input : pinned_like(operation.output);
 
+  const at::Tensor& flag = operation.reduction.nonfinite;
+  if (flag.defined()) on_host_->reduction.nonfinite = at::zeros({1}, at::kFloat);
+
   operation.ready->block(*stream_);
   on_host_->input.copy_(operation.input, /*non_blocking=*/true);
+  if (operation.reduction.store == Store::kAdd)
+    on_host_->output.copy_(operation.output, /*non_blocking=*/true);
   c10::Event copied(device.type());
   copied.record(*stream_);
   copied.synchronize();  // the worker thread's host wait; MPI reads host memory
   run_on_host(*on_host_);
   operation.output.copy_(on_host_->output, /*non_blocking=*/true);
+  if (flag.defined() && on_host_->reduction.nonfinite.item<float>() != 0) flag.fill_(1);
   c10::Event finished(device.type());
   finished.record(*stream_);
   on_host_.reset();  // the pinned memory's allocator waits for the copy before it reuses it
@@ -267,8 +273,11 @@ void MpiCommunicator::reduce_share(const Operation& operation, const at::Tensor&
           return MpiMessage{0, place, mine * width};
         });
     if (mine > 0)
-      reduce_ranks(inputs, at_element(output, begin), mine,
-                   {operation.print.wire, operation.print.result}, operation.reduction);
+      reduce_ranks({.inputs = inputs,
+                    .output = at_element(output, begin),
+                    .numel = mine,
+                    .types = {operation.print.wire, operation.print.result}},
+                   operation.reduction);
   }
 }
 

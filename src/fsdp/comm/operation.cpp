@@ -38,6 +38,16 @@ const char* name_of(ReduceOp op) {
   return "unknown reduction";
 }
 
+const char* name_of(Store store) {
+  switch (store) {
+    case Store::kWrite:
+      return "write";
+    case Store::kAdd:
+      return "add";
+  }
+  return "unknown store";
+}
+
 Tag::Tag(std::string_view text) {
   std::copy_n(text.begin(), std::min(text.size(), kMaxLength), text_.begin());
 }
@@ -52,6 +62,7 @@ std::string Fingerprint::text() const {
   words += concat(" of ", c10::toString(wire));
   if (device != at::kCPU) words += concat(" on ", c10::DeviceTypeName(device, /*lower_case=*/true));
   if (reduces && result != wire) words += concat(" into ", c10::toString(result));
+  if (reduces && store != Store::kWrite) words += concat(", stored by ", name_of(store));
   if (reduces && scale != 1.0) words += concat(" scaled by ", scale);
   if (kind == OpKind::kBroadcast) words += concat(" from rank ", root);
   return words;

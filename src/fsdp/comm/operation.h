@@ -30,16 +30,28 @@ enum class ReduceOp : uint8_t { kSum, kAvg, kMax, kMin };
 
 const char* name_of(ReduceOp op);
 
+// What becomes of the result: it replaces the output, or is added to it.
+enum class Store : uint8_t { kWrite, kAdd };
+
+const char* name_of(Store store);
+
 // How values of several ranks become one. The ranks' values are combined in rank order, so that the
 // result is bitwise the same on every run and every backend.
 struct Reduction {
   ReduceOp op = ReduceOp::kSum;
   // The result is multiplied by this once, in the accumulation type (floating types only).
   double scale = 1.0;
-  // The type of the running sum. Unset: fp32 for fp32 and narrower, fp64 for fp64, int64 for whole
-  // numbers. A narrow input travels as it is and is rounded at most once, when the result is
-  // stored.
+  // The type of the running sum. Unset: fp64 if input or output is fp64, fp32 for other floating
+  // types, int64 for whole numbers. A narrow input travels as it is and is rounded at most once,
+  // when the result is stored.
   std::optional<at::ScalarType> accumulate = std::nullopt;
+  // kAdd (reduce_scatter of floating sums and averages): output = output + result, added in the
+  // accumulation type before the one rounding. How gradients of several microbatches meet.
+  Store store = Store::kWrite;
+  // Where defined, one fp32 element on the operation's device: becomes 1 when a value that this
+  // rank computes and stores is NaN or Inf, and stays as it is otherwise. (In an all_reduce each
+  // rank computes one share; together the ranks see all values.) Several operations may share it.
+  at::Tensor nonfinite = {};
 };
 
 // What a collective is for ("blocks.3 weight"); appears in errors and profiles. A fixed array, so
@@ -66,6 +78,7 @@ struct Fingerprint {
   uint64_t sequence = 0;  // how many operations this communicator had before
   OpKind kind = OpKind::kBarrier;
   ReduceOp reduce = ReduceOp::kSum;
+  Store store = Store::kWrite;
   at::ScalarType wire = at::kByte;
   at::ScalarType result = at::kByte;
   at::DeviceType device = at::kCPU;

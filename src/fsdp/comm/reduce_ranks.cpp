@@ -5,7 +5,11 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <bit>
+#include <cmath>
+#include <limits>
+#include <numeric>
 #include <type_traits>
 
 #include "fsdp/base/error.h"
@@ -37,18 +41,76 @@ inline float widened<float, c10::BFloat16>(c10::BFloat16 value) {
   return std::bit_cast<float>(static_cast<uint32_t>(value.x) << 16);
 }
 
-template <typename Out, typename Acc>
-Out rounded(Acc value) {
-  return static_cast<Out>(value);
+// A conversion from fp64 goes through fp32. To round only once, the first step must not round to
+// nearest: an inexact value goes to the neighbour whose last bit is 1, which lies on the right side
+// of every tie of the second step.
+inline float rounded_to_odd(double value) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  const auto near = static_cast<float>(value);
+  const double back = near;
+  const bool is_odd = (std::bit_cast<uint32_t>(near) & 1u) != 0;
+  if (back == value || is_odd) return near;
+  return std::nextafter(near, back < value ? kInfinity : -kInfinity);
 }
 
-// To nearest, ties to even; NaN stays NaN (libtorch's bits for it: 0x7FC0).
-template <>
-inline c10::BFloat16 rounded<c10::BFloat16, float>(float value) {
+// The bits of the nearest bf16, ties to even, in the upper half; the lower half is noise. NaN stays
+// NaN (libtorch's bits for it: 0x7FC0).
+inline uint32_t rounded_to_bf16(float value) {
   const auto bits = std::bit_cast<uint32_t>(value);
-  const uint32_t nearest = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-  const uint32_t result = value != value ? 0x7FC0u : nearest;
-  return c10::BFloat16(static_cast<uint16_t>(result), c10::BFloat16::from_bits());
+  const uint32_t nearest = bits + 0x7FFFu + ((bits >> 16) & 1u);
+  return value != value ? 0x7FC00000u : nearest;
+}
+
+// Rounds and stores. Returns something that is finite if and only if the stored value is: rounding
+// can overflow.
+template <typename Out, typename Acc>
+Acc store_rounded(Out& place, Acc value) {
+  if constexpr (std::is_same_v<Acc, double> && sizeof(Out) == 2) {
+    return store_rounded(place, rounded_to_odd(value));
+  } else if constexpr (std::is_same_v<Out, c10::BFloat16>) {
+    const uint32_t bits = rounded_to_bf16(value);
+    place = c10::BFloat16(static_cast<uint16_t>(bits >> 16), c10::BFloat16::from_bits());
+    return std::bit_cast<float>(bits);
+  } else {
+    const auto stored = static_cast<Out>(value);
+    place = stored;
+    return static_cast<Acc>(stored);
+  }
+}
+
+// Whether stored values are watched for NaN and Inf.
+enum class Look : uint8_t { kAway, kForNonfinite };
+
+// Calls store(i), which stores element i and returns what it stored, for i from 0 to numel; no
+// iteration depends on another. Returns whether a stored value may be NaN or Inf. The sum of values
+// of which one is not finite is not finite, so one addition per value finds them all, without a
+// branch; values whose sum overflows are suspected wrongly. Sixteen sums, to fill vectors and to
+// hide an addition's latency.
+template <Look kLook, typename Acc, typename StoreOne>
+bool store_each(int64_t numel, StoreOne store) {
+  if constexpr (kLook == Look::kAway) {
+    FSDP_INDEPENDENT_ITERATIONS
+    for (int64_t i = 0; i < numel; ++i) store(i);
+    return false;
+  } else {
+    constexpr int64_t kLanes = 16;
+    std::array<Acc, kLanes> sums{};
+    int64_t begin = 0;
+    for (; begin + kLanes <= numel; begin += kLanes) {
+      FSDP_INDEPENDENT_ITERATIONS
+      for (int64_t lane = 0; lane < kLanes; ++lane)
+        sums[static_cast<size_t>(lane)] += store(begin + lane);
+    }
+    for (; begin < numel; ++begin) sums[0] += store(begin);
+    const Acc sum = std::accumulate(sums.begin(), sums.end(), Acc{0});
+    return !std::isfinite(sum);
+  }
+}
+
+template <typename Out>
+bool has_nonfinite(const Out* values, int64_t numel) {
+  return std::any_of(values, values + numel,
+                     [](Out value) { return !std::isfinite(static_cast<double>(value)); });
 }
 
 struct Add {
@@ -72,6 +134,27 @@ struct Min {
     return a <= b || a != a ? a : b;
   }
 };
+
+// Stores at an element. A factor of 1 changes no value.
+template <Store kStore, typename Out, typename Acc>
+Acc store_one(Out& place, Acc combined, Acc scale) {
+  Acc result = combined * scale;
+  if constexpr (kStore == Store::kAdd) result = widened<Acc>(place) + result;
+  return store_rounded(place, result);
+}
+
+// --- two ranks ---------------------------------------------------------------------------------
+
+// Two ranks need no running values: each element is read, combined and stored at once. `out` may be
+// `a` or `b`, element by element, which is no dependence between iterations.
+template <Store kStore, Look kLook, typename Wire, typename Acc, typename Out>
+bool sum_pair(const Wire* a, const Wire* b, Out* out, int64_t numel, Acc scale) {
+  return store_each<kLook, Acc>(numel, [=](int64_t i) {
+    return store_one<kStore>(out[i], widened<Acc>(a[i]) + widened<Acc>(b[i]), scale);
+  });
+}
+
+// --- any number of ranks -----------------------------------------------------------------------
 
 // The passes over a block. Two ranks at a time: each pass reads and writes the running values once,
 // and that, not the arithmetic, is its cost.
@@ -98,63 +181,67 @@ void combine_with(Acc* __restrict acc, const Wire* __restrict a, const Wire* __r
     acc[i] = Op::of(Op::of(acc[i], widened<Acc>(a[i])), widened<Acc>(b[i]));
 }
 
-// A factor of 1 changes no value.
-template <typename Acc, typename Out>
-void store(Out* __restrict out, const Acc* __restrict acc, Acc scale, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) out[i] = rounded<Out>(static_cast<Acc>(acc[i] * scale));
-}
-
-// Two ranks need no running values: each element is read, combined and stored at once. `out` may be
-// `a` or `b`, element by element, which is no dependence between iterations.
-template <typename Op, typename Wire, typename Acc, typename Out>
-void reduce_pair(const Wire* a, const Wire* b, Out* out, int64_t numel, Acc scale) {
-  FSDP_INDEPENDENT_ITERATIONS
-  for (int64_t i = 0; i < numel; ++i) {
-    const Acc combined = Op::of(widened<Acc>(a[i]), widened<Acc>(b[i]));
-    out[i] = rounded<Out>(static_cast<Acc>(combined * scale));
+// acc = elements begin .. begin + count of all ranks, combined.
+template <typename Op, typename Wire, typename Acc>
+void combine_block(std::span<const void* const> inputs, int64_t begin, int64_t count, Acc* acc) {
+  const auto input = [&](size_t rank) { return static_cast<const Wire*>(inputs[rank]) + begin; };
+  size_t rank = std::min<size_t>(2, inputs.size());
+  if (rank == 1) {
+    begin_with(acc, input(0), count);
+  } else {
+    begin_with<Op>(acc, input(0), input(1), count);
   }
+  for (; rank + 2 <= inputs.size(); rank += 2)
+    combine_with<Op>(acc, input(rank), input(rank + 1), count);
+  if (rank < inputs.size()) combine_with<Op>(acc, input(rank), count);
 }
 
-template <typename Op, typename Wire, typename Acc, typename Out>
-void reduce_by(std::span<const void* const> inputs, Out* output, int64_t numel, Acc scale) {
-  if (inputs.size() == 2)
-    return reduce_pair<Op, Wire>(static_cast<const Wire*>(inputs[0]),
-                                 static_cast<const Wire*>(inputs[1]), output, numel, scale);
+template <Store kStore, Look kLook, typename Out, typename Acc>
+bool store_block(const Acc* acc, Acc scale, void* output, int64_t begin, int64_t count) {
+  Out* out = static_cast<Out*>(output) + begin;
+  return store_each<kLook, Acc>(
+      count, [=](int64_t i) { return store_one<kStore>(out[i], acc[i], scale); });
+}
+
+// Wire type and operation matter to the first half alone, output type and store to the second: two
+// pointers keep the number of compiled loops a sum instead of a product.
+template <typename Acc>
+struct BlockPasses {
+  void (*combine)(std::span<const void* const> inputs, int64_t begin, int64_t count, Acc* acc);
+  bool (*store)(const Acc* acc, Acc scale, void* output, int64_t begin, int64_t count);
+};
+
+template <typename Acc>
+bool reduce_blocks(const ReduceRange& range, const BlockPasses<Acc>& passes, Acc scale) {
   std::array<Acc, kBlock> acc;
-  for (int64_t begin = 0; begin < numel; begin += kBlock) {
-    const int64_t count = std::min(kBlock, numel - begin);
-    const auto input = [&](size_t rank) { return static_cast<const Wire*>(inputs[rank]) + begin; };
-    size_t rank = std::min<size_t>(2, inputs.size());
-    if (rank == 1) {
-      begin_with(acc.data(), input(0), count);
-    } else {
-      begin_with<Op>(acc.data(), input(0), input(1), count);
-    }
-    for (; rank + 2 <= inputs.size(); rank += 2)
-      combine_with<Op>(acc.data(), input(rank), input(rank + 1), count);
-    if (rank < inputs.size()) combine_with<Op>(acc.data(), input(rank), count);
-    store(output + begin, acc.data(), scale, count);
+  bool suspect = false;
+  for (int64_t begin = 0; begin < range.numel; begin += kBlock) {
+    const int64_t count = std::min(kBlock, range.numel - begin);
+    passes.combine(range.inputs, begin, count, acc.data());
+    suspect |= passes.store(acc.data(), scale, range.output, begin, count);
   }
+  return suspect;
 }
 
-template <typename Wire, typename Acc, typename Out>
-void reduce_typed(std::span<const void* const> inputs, Out* output, int64_t numel,
-                  const Reduction& reduction) {
-  const Acc scale = static_cast<Acc>(scale_of(reduction, inputs.size()));
-  switch (reduction.op) {
+// --- choosing the loops ------------------------------------------------------------------------
+
+template <typename Wire, typename Acc>
+auto combine_pass(ReduceOp op) {
+  switch (op) {
     case ReduceOp::kSum:
     case ReduceOp::kAvg:
-      return reduce_by<Add, Wire>(inputs, output, numel, scale);
+      return &combine_block<Add, Wire, Acc>;
     case ReduceOp::kMax:
-      return reduce_by<Max, Wire>(inputs, output, numel, scale);
+      return &combine_block<Max, Wire, Acc>;
     case ReduceOp::kMin:
-      return reduce_by<Min, Wire>(inputs, output, numel, scale);
+      return &combine_block<Min, Wire, Acc>;
   }
+  FSDP_ASSERT(false, "reduction ", static_cast<int>(op));
 }
 
 // Calls body with a value of the C++ type behind a floating ScalarType.
 template <typename Body>
-void with_floating(at::ScalarType type, Body body) {
+auto with_floating(at::ScalarType type, Body body) {
   if (type == at::kFloat) return body(float{});
   if (type == at::kDouble) return body(double{});
   if (type == at::kBFloat16) return body(c10::BFloat16{});
@@ -163,11 +250,71 @@ void with_floating(at::ScalarType type, Body body) {
 }
 
 template <typename Body>
-void with_integer(at::ScalarType type, Body body) {
+auto with_integer(at::ScalarType type, Body body) {
   if (type == at::kLong) return body(int64_t{});
   if (type == at::kInt) return body(int32_t{});
   if (type == at::kByte) return body(uint8_t{});
   FSDP_ASSERT(false, "integer type ", c10::toString(type));
+}
+
+// Calls body with the two as constants.
+template <typename Body>
+bool with_store(Store store, Look look, Body body) {
+  const auto with_look = [&](auto store_kind) {
+    if (look == Look::kAway) return body(store_kind, std::integral_constant<Look, Look::kAway>{});
+    return body(store_kind, std::integral_constant<Look, Look::kForNonfinite>{});
+  };
+  if (store == Store::kAdd) return with_look(std::integral_constant<Store, Store::kAdd>{});
+  return with_look(std::integral_constant<Store, Store::kWrite>{});
+}
+
+template <typename Wire, typename Acc, typename Out>
+bool reduce_typed(const ReduceRange& range, const Reduction& reduction, Look look) {
+  const bool sums = reduction.op == ReduceOp::kSum || reduction.op == ReduceOp::kAvg;
+  const Acc scale = static_cast<Acc>(scale_of(reduction, range.inputs.size()));
+  return with_store(reduction.store, look, [&](auto store_kind, auto look_kind) {
+    constexpr Store kStore = decltype(store_kind)::value;
+    constexpr Look kLook = decltype(look_kind)::value;
+    // Worth loops of their own for the types in which gradients are summed.
+    if constexpr (std::is_same_v<Acc, float> || std::is_same_v<Wire, Out>) {
+      if (sums && range.inputs.size() == 2)
+        return sum_pair<kStore, kLook>(static_cast<const Wire*>(range.inputs[0]),
+                                       static_cast<const Wire*>(range.inputs[1]),
+                                       static_cast<Out*>(range.output), range.numel, scale);
+    }
+    const BlockPasses<Acc> passes{combine_pass<Wire, Acc>(reduction.op),
+                                  &store_block<kStore, kLook, Out, Acc>};
+    return reduce_blocks(range, passes, scale);
+  });
+}
+
+// Returns whether a stored value is NaN or Inf, if it was to look for them.
+template <typename Acc>
+bool reduce_floating(const ReduceRange& range, const Reduction& reduction, Look look) {
+  return with_floating(range.types.wire, [&](auto wire) {
+    return with_floating(range.types.result, [&](auto result) {
+      using Wire = decltype(wire);
+      using Out = decltype(result);
+      // fp64 on either side is accumulated in fp64 (checked_reduction).
+      constexpr bool kHasDouble = std::is_same_v<Wire, double> || std::is_same_v<Out, double>;
+      if constexpr (kHasDouble && std::is_same_v<Acc, float>) {
+        FSDP_ASSERT(false, "fp64 accumulated in fp32");
+        return false;
+      } else {
+        return reduce_typed<Wire, Acc, Out>(range, reduction, look) &&
+               has_nonfinite(static_cast<const Out*>(range.output), range.numel);
+      }
+    });
+  });
+}
+
+void reduce_integers(const ReduceRange& range, const Reduction& reduction) {
+  with_integer(range.types.wire, [&](auto wire) {
+    using Wire = decltype(wire);
+    const BlockPasses<int64_t> passes{combine_pass<Wire, int64_t>(reduction.op),
+                                      &store_block<Store::kWrite, Look::kAway, Wire, int64_t>};
+    reduce_blocks(range, passes, int64_t{1});
+  });
 }
 
 bool is_floating_wire(at::ScalarType type) {
@@ -178,24 +325,19 @@ bool is_integer_wire(at::ScalarType type) {
   return type == at::kLong || type == at::kInt || type == at::kByte;
 }
 
-void reduce_floating(std::span<const void* const> inputs, void* output, int64_t numel,
-                     const ReduceTypes& types, const Reduction& reduction) {
-  with_floating(types.wire, [&](auto wire) {
-    with_floating(types.result, [&](auto result) {
-      using Wire = decltype(wire);
-      using Out = decltype(result);
-      // bf16 from fp16 wires (and the reverse) does not exist: checked_reduction allows the wire
-      // type and the accumulation types only.
-      if constexpr (std::is_same_v<Wire, Out> || std::is_same_v<Out, float> ||
-                    std::is_same_v<Out, double>) {
-        if (reduction.accumulate == at::kDouble) {
-          reduce_typed<Wire, double>(inputs, static_cast<Out*>(output), numel, reduction);
-        } else {
-          reduce_typed<Wire, float>(inputs, static_cast<Out*>(output), numel, reduction);
-        }
-      }
-    });
-  });
+Reduction checked_integers(const Reduction& reduction, const ReduceTypes& types,
+                           std::string_view tag) {
+  FSDP_CHECK(reduction.op != ReduceOp::kAvg && reduction.scale == 1.0, "reduction '", tag, "' of ",
+             c10::toString(types.wire), " is ", name_of(reduction.op), " scaled by ",
+             reduction.scale, ": whole numbers can be summed and compared, not averaged or scaled");
+  FSDP_CHECK(types.result == types.wire && reduction.accumulate.value_or(at::kLong) == at::kLong,
+             "reduction '", tag, "' of ", c10::toString(types.wire),
+             ": whole numbers are reduced in int64 and stored in their own dtype");
+  FSDP_CHECK(reduction.store == Store::kWrite, "store of '", tag, "' is add for ",
+             c10::toString(types.wire), ": only floating sums and averages can be added to");
+  Reduction filled = reduction;
+  filled.accumulate = at::kLong;
+  return filled;
 }
 
 }  // namespace
@@ -207,40 +349,38 @@ double scale_of(const Reduction& reduction, size_t ranks) {
 
 Reduction checked_reduction(const Reduction& reduction, const ReduceTypes& types,
                             std::string_view tag) {
-  Reduction filled = reduction;
-  if (is_integer_wire(types.wire)) {
-    FSDP_CHECK(reduction.op != ReduceOp::kAvg && reduction.scale == 1.0, "reduction '", tag,
-               "' of ", c10::toString(types.wire), " is ", name_of(reduction.op), " scaled by ",
-               reduction.scale,
-               ": whole numbers can be summed and compared, not averaged or scaled");
-    FSDP_CHECK(types.result == types.wire && reduction.accumulate.value_or(at::kLong) == at::kLong,
-               "reduction '", tag, "' of ", c10::toString(types.wire),
-               ": whole numbers are reduced in int64 and stored in their own dtype");
-    filled.accumulate = at::kLong;
-    return filled;
-  }
+  if (is_integer_wire(types.wire)) return checked_integers(reduction, types, tag);
   FSDP_CHECK(
       is_floating_wire(types.wire), "reduction '", tag, "' has dtype ", c10::toString(types.wire),
       ", which can be moved but not reduced: use fp64, fp32, fp16, bf16, int64, int32 or uint8");
-  const at::ScalarType widest = types.wire == at::kDouble ? at::kDouble : at::kFloat;
+  FSDP_CHECK(is_floating_wire(types.result), "output of '", tag, "' is ",
+             c10::toString(types.result), " for a wire type of ", c10::toString(types.wire),
+             ": it must be fp64, fp32, fp16 or bf16");
+  const bool has_double = types.wire == at::kDouble || types.result == at::kDouble;
+  const at::ScalarType widest = has_double ? at::kDouble : at::kFloat;
+  Reduction filled = reduction;
   filled.accumulate = reduction.accumulate.value_or(widest);
   FSDP_CHECK(filled.accumulate == at::kDouble || filled.accumulate == widest, "accumulate of '",
-             tag, "' is ", c10::toString(*filled.accumulate), " for a wire type of ",
-             c10::toString(types.wire), ": it must be fp32 or fp64 and not narrower than the wire");
-  FSDP_CHECK(types.result == types.wire || types.result == *filled.accumulate, "output of '", tag,
-             "' is ", c10::toString(types.result), ": it must be the wire type ",
-             c10::toString(types.wire), " or the accumulation type ",
-             c10::toString(*filled.accumulate));
+             tag, "' is ", c10::toString(*filled.accumulate), " from ", c10::toString(types.wire),
+             " into ", c10::toString(types.result),
+             ": it must be fp32 or fp64 and not narrower than the wire or the output");
+  FSDP_CHECK(reduction.store == Store::kWrite || reduction.op == ReduceOp::kSum ||
+                 reduction.op == ReduceOp::kAvg,
+             "store of '", tag, "' is add for ", name_of(reduction.op),
+             ": only floating sums and averages can be added to");
   return filled;
 }
 
-void reduce_ranks(std::span<const void* const> inputs, void* output, int64_t numel,
-                  const ReduceTypes& types, const Reduction& reduction) {
-  if (is_floating_wire(types.wire)) return reduce_floating(inputs, output, numel, types, reduction);
-  with_integer(types.wire, [&](auto wire) {
-    using Wire = decltype(wire);
-    reduce_typed<Wire, int64_t>(inputs, static_cast<Wire*>(output), numel, reduction);
-  });
+void reduce_ranks(const ReduceRange& range, const Reduction& reduction) {
+  if (!is_floating_wire(range.types.wire)) return reduce_integers(range, reduction);
+  const Look look = reduction.nonfinite.defined() ? Look::kForNonfinite : Look::kAway;
+  const bool nonfinite = reduction.accumulate == at::kDouble
+                             ? reduce_floating<double>(range, reduction, look)
+                             : reduce_floating<float>(range, reduction, look);
+  // Atomic, since operations of several communicators may share one flag.
+  if (nonfinite)
+    std::atomic_ref<float>(*reduction.nonfinite.mutable_data_ptr<float>())
+        .store(1.0f, std::memory_order_relaxed);
 }
 
 }  // namespace fsdp

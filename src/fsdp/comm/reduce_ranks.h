@@ -24,10 +24,18 @@ Reduction checked_reduction(const Reduction& reduction, const ReduceTypes& types
 // The factor the combined value is multiplied by: the reduction's scale, over the ranks for kAvg.
 double scale_of(const Reduction& reduction, size_t ranks);
 
-// output[i] = scale * (inputs[0][i] op inputs[1][i] op ...), combined in rank order in the
-// accumulation type, rounded once when stored. `output` may be one of the inputs if their types are
-// equal. NaN wins every max and min, as in libtorch.
-void reduce_ranks(std::span<const void* const> inputs, void* output, int64_t numel,
-                  const ReduceTypes& types, const Reduction& reduction);
+// One range of elements: what every rank contributes, and where the result goes.
+struct ReduceRange {
+  std::span<const void* const> inputs;  // one per rank, in rank order
+  void* output = nullptr;
+  int64_t numel = 0;
+  ReduceTypes types;
+};
+
+// output[i] = scale * (inputs[0][i] op inputs[1][i] op ...), or that added to output[i], in the
+// accumulation type, rounded once when stored; `reduction.nonfinite` is watched in the same pass.
+// `output` may be one of the inputs if their types are equal and it is written, not added to. NaN
+// wins every max and min, as in libtorch. `reduction` comes from checked_reduction.
+void reduce_ranks(const ReduceRange& range, const Reduction& reduction);
 
 }  // namespace fsdp

@@ -140,8 +140,11 @@ void ThreadsCommunicator::reduce_share_on_host(Operation& operation, at::Tensor&
   std::vector<const void*> inputs;
   for (int from = 0; from < size(); ++from)
     inputs.push_back(read_at(rendezvous_->of(from).input, offset));
-  reduce_ranks(inputs, output.mutable_data_ptr(), output.numel(),
-               {operation.print.wire, operation.print.result}, operation.reduction);
+  reduce_ranks({.inputs = inputs,
+                .output = output.mutable_data_ptr(),
+                .numel = output.numel(),
+                .types = {operation.print.wire, operation.print.result}},
+               operation.reduction);
 }
 
 void ThreadsCommunicator::all_to_all_on_host(Operation& operation) {
