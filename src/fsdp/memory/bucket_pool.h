@@ -135,7 +135,8 @@ class BucketPool {
   bool addresses_are_fixed() const;
 
   // Buckets that held bytes of this held bucket's memory before it, most recent ones only. Empty
-  // when nobody did, and for memory that came from the allocator at acquire.
+  // when nobody did, and for memory that came from the allocator at acquire. The planned pool
+  // answers from its plan, whatever the step really did.
   virtual std::span<const BucketId> previous_holders(BucketId id) const = 0;
 
   // Throws when `units` is not what the pool was made for, naming the first difference.
