@@ -34,6 +34,16 @@ void disagree_about_counts(World& world) {
   comm.all_gather(at::ones({numel * comm.size()}), at::ones({numel}), "blocks.3").wait();
 }
 
+// What comes after a failed operation of another communicator.
+void follow(World& world) {
+  const fsdp::Mesh mesh = world.mesh();
+  fsdp::Communicator& comm = world.communicator();
+  const int64_t numel = is_odd_one(world) ? 9 : 8;
+  const at::Tensor whole = at::ones({numel * comm.size()});
+  const fsdp::Work bad = comm.all_gather(whole, at::ones({numel}), "blocks.3");
+  mesh.inner().reduce().all_reduce(at::ones({8}), {}, "blocks.4", bad).wait();
+}
+
 // The odd one believes that the work is done, and waits for the others at the end of the job.
 void stay_away(World& world) {
   if (!is_odd_one(world)) world.communicator().barrier("blocks.3").wait();
@@ -54,8 +64,8 @@ void die(World& world) {
 }
 
 const std::map<std::string, std::function<void(World&)>> kFailures = {
-    {"disagree", disagree}, {"counts", disagree_about_counts}, {"away", stay_away}, {"fail", fail},
-    {"die", die},
+    {"disagree", disagree}, {"follow", follow}, {"counts", disagree_about_counts},
+    {"away", stay_away},    {"fail", fail},     {"die", die},
 };
 
 }  // namespace

@@ -46,6 +46,14 @@ class MpiFailures(unittest.TestCase):
             self.assertIn("FSDP_CHECKED=1", message)
         self.assertLess(seconds, 5)
 
+    def test_an_operation_fails_with_the_error_of_what_it_follows(self):
+        messages, seconds = run("follow", FSDP_CHECKED="1")
+        self.assertEqual(sorted(messages), [0, 1, 2])
+        for message in messages.values():
+            self.assertIn("all_gather 'blocks.3' of 96 bytes", message)
+            self.assertIn("all_gather 'blocks.3' of 108 bytes", message)
+        self.assertLess(seconds, 8)
+
     def test_deadline_names_operation_and_who_has_not_arrived(self):
         messages, seconds = run("away", FSDP_TIMEOUT_S="1")
         self.assertEqual(sorted(messages), [0, 1])

@@ -181,6 +181,45 @@ TEST(ThreadsCommunicator, LetsAFailingRankLeaveWithWorkInFlight) {
   EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
 }
 
+TEST(ThreadsCommunicator, FailsWithTheErrorOfWhatItFollows) {
+  const auto begin = std::chrono::steady_clock::now();
+  const auto messages = messages_of(2, {}, [](World& world) {
+    const std::vector<int> together = {0, 0};
+    const auto second = world.communicator().split(together, "second");
+    const auto third = world.communicator().split(together, "third");
+    const int64_t numel = 8 + world.rank();  // they disagree
+    const Work bad = world.communicator().all_reduce(at::ones({numel}), {}, "bad");
+    const Work next = second->all_gather(at::zeros({16}), at::ones({8}), "next", {}, bad);
+    third->reduce_scatter(at::zeros({8}), at::ones({16}), {}, "last", {}, next).wait();
+  });
+  for (const std::string& message : messages)
+    EXPECT_THAT(message, AllOf(HasSubstr("disagree"), HasSubstr("all_reduce (sum) 'bad'"),
+                               HasSubstr("36 bytes")));
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
+}
+
+// Each rank receives 20000 bytes in every one of these.
+TEST(ThreadsCommunicator, LastsAsLongAsItsBytesTakeAtTheGivenBandwidth) {
+  run_threads(2, {.bandwidth_bytes_per_s = 1e6}, [](World& world) {
+    Communicator& comm = world.communicator();
+    const at::Tensor whole = at::ones({20000}, at::kBFloat16);
+    const at::Tensor share = at::ones({10000}, at::kBFloat16);
+    const auto seconds = [](const Work& work, auto begin) {
+      work.wait();
+      return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    };
+    const auto now = [] { return std::chrono::steady_clock::now(); };
+    auto begin = now();
+    EXPECT_GE(seconds(comm.all_gather(whole, share, "gather"), begin), 0.02);
+    begin = now();
+    EXPECT_GE(seconds(comm.reduce_scatter(at::ones({10000}), whole, {}, "scatter"), begin), 0.02);
+    begin = now();
+    EXPECT_GE(seconds(comm.all_reduce(share, {}, "reduce"), begin), 0.02);
+  });
+  EXPECT_THAT([] { run_threads(1, {.bandwidth_bytes_per_s = -1}, [](World&) {}); },
+              ThrowsMessage<Error>(HasSubstr("bandwidth_bytes_per_s is -1")));
+}
+
 TEST(ThreadsCommunicator, RepeatsItsFirstErrorWhenUsedAgain) {
   const auto messages = messages_of(2, {}, [](World& world) {
     Communicator& comm = world.communicator();

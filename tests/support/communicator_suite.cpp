@@ -372,6 +372,56 @@ void enqueues_without_waiting(World& world, at::Device device) {
   EXPECT_TRUE((b == comm.size()).all().item<bool>());
 }
 
+// Each call sums over a column, gathers the sums along the row, and averages what was gathered over
+// the column again. Nobody waits before the end, so an operation that did not wait for the one it
+// comes after would read what is not there yet.
+void follows_work_of_other_communicators(World& world, at::Device device) {
+  const Mesh mesh = world.mesh({.outer = world.size() % 2 == 0 ? 2 : 1});
+  const int inner = mesh.inner().size();
+  const int outer = mesh.outer().size();
+  constexpr int kCalls = 60;
+  const auto longs = at::device(device).dtype(at::kLong);
+  std::vector<at::Tensor> gathered;
+  Work last;
+  for (int call = 0; call < kCalls; ++call) {
+    const int64_t numel = call % 3 == 0 ? 50000 : 7;  // slow ones, and ones that could overtake
+    at::Tensor column = at::full({numel}, world.rank() + call, longs);
+    gathered.push_back(at::zeros({numel * inner}, longs));
+    const Work summed = mesh.outer().reduce().all_reduce(column, {}, "sum");
+    const Work collected =
+        mesh.inner().gather().all_gather(gathered.back(), column, "collect", {}, summed);
+    last = mesh.outer().reduce().all_reduce(gathered.back(), {}, "again", collected);
+  }
+  last.wait();  // the last of its communicator, which runs in order
+  for (int call = 0; call < kCalls; ++call) {
+    std::vector<at::Tensor> expected;
+    for (int rank = 0; rank < inner; ++rank) {
+      int64_t sum = 0;
+      for (int row = 0; row < outer; ++row) sum += row * inner + rank + call;
+      expected.push_back(at::full({call % 3 == 0 ? 50000 : 7}, sum * outer, at::kLong));
+    }
+    EXPECT_TRUE(same_bytes(gathered[static_cast<size_t>(call)], at::cat(expected))) << call;
+  }
+}
+
+// Reductions too; and the first communicator may be closed before anybody waits for the second.
+void follows_work_of_a_communicator_that_was_closed(World& world, at::Device device) {
+  Communicator& comm = world.communicator();
+  const std::vector<int> together(static_cast<size_t>(comm.size()), 0);
+  const auto floats = at::device(device).dtype(at::kFloat);
+  for (int round = 0; round < 20; ++round) {
+    auto first = comm.split(together, "first");
+    at::Tensor whole = at::zeros({comm.size() * 1000}, floats);
+    const at::Tensor own = at::full({1000}, static_cast<double>(comm.rank() + round), floats);
+    const Work gathered = first->all_gather(whole, own, "gather");
+    at::Tensor share = at::zeros({1000}, floats);
+    const Work reduced = comm.reduce_scatter(share, whole, {}, "scatter", {}, gathered);
+    first.reset();
+    reduced.wait();
+    EXPECT_TRUE((share == comm.size() * (comm.rank() + round)).all().item<bool>());
+  }
+}
+
 void splits_into_groups_and_groups_of_groups(World& world, at::Device device) {
   Communicator& comm = world.communicator();
   std::vector<int> parity;
@@ -492,6 +542,8 @@ std::span<const CommunicatorCase> communicator_cases() {
       {"LetsNanWinMaxAndMin", lets_nan_win_max_and_min},
       {"KeepsOrderWithManyInFlight", keeps_order_with_many_in_flight},
       {"EnqueuesWithoutWaiting", enqueues_without_waiting},
+      {"FollowsWorkOfOtherCommunicators", follows_work_of_other_communicators},
+      {"FollowsWorkOfACommunicatorThatWasClosed", follows_work_of_a_communicator_that_was_closed},
       {"SplitsIntoGroupsAndGroupsOfGroups", splits_into_groups_and_groups_of_groups},
       {"ArrangesRanksInAMesh", arranges_ranks_in_a_mesh},
       {"RefusesBadArgumentsBeforeAnythingMoves", refuses_bad_arguments_before_anything_moves},

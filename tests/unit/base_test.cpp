@@ -61,7 +61,14 @@ TEST(Environment, NamesTheVariableAndItsValue) {
               ThrowsMessage<Error>(HasSubstr("FSDP_TEST_VARIABLE is 'ten'")));
   EXPECT_THAT([] { env_seconds("FSDP_TEST_VARIABLE", 1); },
               ThrowsMessage<Error>(HasSubstr("number of seconds above 0")));
+  EXPECT_THAT([] { env_bytes_per_second("FSDP_TEST_VARIABLE", 1); },
+              ThrowsMessage<Error>(HasSubstr("with KB, MB or GB, such as 1.25GB")));
+  ::setenv("FSDP_TEST_VARIABLE", "10Gbit", 1);
+  EXPECT_THROW(env_bytes_per_second("FSDP_TEST_VARIABLE", 1), Error);
+  ::setenv("FSDP_TEST_VARIABLE", "1.25GB", 1);
+  EXPECT_EQ(env_bytes_per_second("FSDP_TEST_VARIABLE", 1), 1.25e9);
   ::setenv("FSDP_TEST_VARIABLE", "10", 1);
+  EXPECT_EQ(env_bytes_per_second("FSDP_TEST_VARIABLE", 1), 10.0);
   EXPECT_EQ(env_integer("FSDP_TEST_VARIABLE"), 10);
   EXPECT_EQ(env_seconds("FSDP_TEST_VARIABLE", 1), 10.0);
   ::setenv("FSDP_TEST_VARIABLE", "", 1);

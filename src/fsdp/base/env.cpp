@@ -35,6 +35,22 @@ double env_seconds(const char* name, double fallback) {
   return value;
 }
 
+double env_bytes_per_second(const char* name, double fallback) {
+  const std::optional<std::string> text = env_text(name);
+  if (!text) return fallback;
+  char* stop = nullptr;
+  double value = std::strtod(text->c_str(), &stop);
+  const std::string_view unit = stop;
+  const bool known = unit.empty() || unit == "KB" || unit == "MB" || unit == "GB";
+  if (unit == "KB") value *= 1e3;
+  if (unit == "MB") value *= 1e6;
+  if (unit == "GB") value *= 1e9;
+  FSDP_CHECK(known && std::isfinite(value) && value > 0, "environment variable ", name, " is '",
+             *text,
+             "': it must be bytes per second above 0, alone or with KB, MB or GB, such as 1.25GB");
+  return value;
+}
+
 size_t env_choice(const char* name, std::span<const std::string> choices, size_t fallback) {
   const std::optional<std::string> text = env_text(name);
   if (!text) return fallback;

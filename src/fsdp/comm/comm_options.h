@@ -13,6 +13,14 @@ struct CommOptions {
   // rank and operation. Environment: FSDP_CHECKED=1.
   bool checked = false;
 
+  // A collective on CPU tensors lasts at least as long as the bytes this rank receives take at this
+  // rate; its worker sleeps meanwhile. 0: no limit. For measuring overlap on a machine without a
+  // network. Environment: FSDP_BANDWIDTH, in bytes per second or as "1.25GB".
+  double bandwidth_bytes_per_s = 0;
+
+  // An Error that names the field, its value and what is allowed.
+  void validate() const;
+
   // The defaults above, overridden by the environment.
   static CommOptions from_environment();
 };

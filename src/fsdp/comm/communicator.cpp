@@ -120,7 +120,7 @@ Shares Communicator::shares_of(const at::Tensor& tensor, const char* what,
 }
 
 Work Communicator::all_gather(const at::Tensor& output, const at::Tensor& input, const Tag& tag,
-                              std::span<const int64_t> counts) {
+                              std::span<const int64_t> counts, const Work& after) {
   check_pair(output, input, tag);
   check_same_dtype(output, input, tag);
   Operation operation = operation_on(OpKind::kAllGather, output, input, tag);
@@ -128,12 +128,14 @@ Work Communicator::all_gather(const at::Tensor& output, const at::Tensor& input,
   check_numel(input, "input", tag, operation.output_shares.count(rank_));
   check_overlap(output, input, operation.output_shares.offset(rank_), tag);
   operation.print.bytes = nbytes(output);
+  operation.received_bytes = nbytes(output) - nbytes(input);
+  operation.after = after;
   return enqueue(std::move(operation));
 }
 
 Work Communicator::reduce_scatter(const at::Tensor& output, const at::Tensor& input,
                                   const Reduction& reduction, const Tag& tag,
-                                  std::span<const int64_t> counts) {
+                                  std::span<const int64_t> counts, const Work& after) {
   check_pair(output, input, tag);
   Operation operation = operation_on(OpKind::kReduceScatter, output, input, tag);
   operation.input_shares = shares_of(input, "input", counts);
@@ -144,11 +146,13 @@ Work Communicator::reduce_scatter(const at::Tensor& output, const at::Tensor& in
              "add to memory of its own");
   set_reduction(operation, reduction, tag);
   operation.print.bytes = nbytes(input);
+  operation.received_bytes = (size_ - 1) * output.numel() * input.element_size();
+  operation.after = after;
   return enqueue(std::move(operation));
 }
 
-Work Communicator::all_reduce(const at::Tensor& tensor, const Reduction& reduction,
-                              const Tag& tag) {
+Work Communicator::all_reduce(const at::Tensor& tensor, const Reduction& reduction, const Tag& tag,
+                              const Work& after) {
   check_tensor(tensor, "tensor", tag);
   FSDP_CHECK(reduction.store == Store::kWrite, "store of all_reduce '", tag.text(),
              "' is add: its tensor is input and output at once, only reduce_scatter can add");
@@ -158,6 +162,8 @@ Work Communicator::all_reduce(const at::Tensor& tensor, const Reduction& reducti
   operation.input_shares = Shares::cut(tensor.numel(), size_, 64);
   operation.output_shares = operation.input_shares;
   operation.print.bytes = nbytes(tensor);
+  operation.received_bytes = 2 * (size_ - 1) * nbytes(tensor) / size_;
+  operation.after = after;
   return enqueue(std::move(operation));
 }
 
@@ -176,6 +182,7 @@ Work Communicator::all_to_all(const at::Tensor& output, const at::Tensor& input,
   check_overlap(output, input, output.numel(), tag);
   const bool uneven = !output_counts.empty() || !input_counts.empty();
   operation.print.bytes = uneven ? -1 : nbytes(input);
+  operation.received_bytes = nbytes(output) - kept * output.element_size();
   return enqueue(std::move(operation));
 }
 
@@ -186,6 +193,7 @@ Work Communicator::broadcast(const at::Tensor& tensor, int root, const Tag& tag)
   Operation operation = operation_on(OpKind::kBroadcast, tensor, tensor, tag);
   operation.print.root = root;
   operation.print.bytes = nbytes(tensor);
+  operation.received_bytes = rank_ == root ? 0 : nbytes(tensor);
   operation.output_shares = Shares::cut(tensor.numel(), size_, 64);
   return enqueue(std::move(operation));
 }

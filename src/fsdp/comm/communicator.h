@@ -26,6 +26,10 @@ namespace fsdp {
 // In place: all_gather when `input` is this rank's share of `output`; reduce_scatter when `output`
 // is this rank's share of `input`. Any other overlap is refused.
 //
+// `after`: the operation begins when that Work, of another communicator, has ended, and its tensors
+// may be that operation's; nobody has to wait in between. If that one failed, this one fails with
+// its error. The ranks of a communicator need not agree on it, but must not chain in circles.
+//
 // One thread at a time may call a communicator. Backends: `threads`, `mpi`, `simulated`.
 class Communicator {
  public:
@@ -39,15 +43,16 @@ class Communicator {
 
   // output = input of rank 0, input of rank 1, ...
   Work all_gather(const at::Tensor& output, const at::Tensor& input, const Tag& tag,
-                  std::span<const int64_t> counts = {});
+                  std::span<const int64_t> counts = {}, const Work& after = {});
 
   // output = this rank's share of the ranks' inputs combined, or that added to output. The input's
   // dtype is what travels; output may be of any floating type if input is.
   Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, const Reduction& reduction,
-                      const Tag& tag, std::span<const int64_t> counts = {});
+                      const Tag& tag, std::span<const int64_t> counts = {}, const Work& after = {});
 
   // tensor = the ranks' tensors combined, bitwise equal on all ranks.
-  Work all_reduce(const at::Tensor& tensor, const Reduction& reduction, const Tag& tag);
+  Work all_reduce(const at::Tensor& tensor, const Reduction& reduction, const Tag& tag,
+                  const Work& after = {});
 
   // Share r of input goes to rank r; share r of output comes from rank r. The counts may differ
   // from rank to rank, but what r sends to s must be what s expects from r.

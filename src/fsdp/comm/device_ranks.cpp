@@ -110,6 +110,16 @@ void copy_in(Rendezvous& rendezvous, int rank, Operation& operation) {
 
 }  // namespace
 
+void follow_on_device(Operation& operation, std::optional<c10::Stream>& stream) {
+  const c10::Event* ended = operation.after.event();
+  if (ended == nullptr) return;
+  const c10::Device device = operation.device();
+  if (!stream) stream = c10::impl::VirtualGuardImpl(device.type()).getNewStream(device);
+  operation.ready->block(*stream);
+  ended->block(*stream);
+  operation.ready->record(*stream);  // nobody has seen it yet: the ranks have not met
+}
+
 // Each rank's stream waits until every input is produced, reads, and records that it has read; then
 // waits until everybody has read its own input. The events are shared through the operations, which
 // stay in place until the last sync.

@@ -11,6 +11,10 @@
 
 namespace fsdp {
 
+// Makes `ready` of a device operation mean: the caller's stream has produced the input, and what
+// the operation comes after has ended. `stream` is created on first use.
+void follow_on_device(Operation& operation, std::optional<c10::Stream>& stream);
+
 // Enqueues this rank's part of `operation`, which has been met, on `stream` (created on first use)
 // and returns the event after which the result is there and nobody reads this rank's input any
 // more. The host waits for the other ranks' threads, never for a device.

@@ -5,12 +5,14 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <numeric>
 #include <utility>
 #include <vector>
 
 #include "fsdp/comm/comm_error.h"
+#include "fsdp/comm/device_ranks.h"
 #include "fsdp/comm/mpi_runtime.h"
 #include "fsdp/comm/operation_queue.h"
 #include "fsdp/comm/reduce_ranks.h"
@@ -39,7 +41,7 @@ class MpiCommunicator final : public Communicator, private OperationRunner {
         options_(options),
         channel_(channel),
         members_(std::move(members)),
-        queue_(this->name(), *this) {}
+        queue_(this->name(), *this, options) {}
 
   std::unique_ptr<Communicator> split(std::span<const int> colors, std::string name) override;
   void abort(const std::string& message) override {
@@ -107,7 +109,10 @@ std::optional<c10::Event> MpiCommunicator::run(const std::shared_ptr<Operation>&
   runtime_->throw_if_aborted();
   current_ = operation.get();
   try {
-    if (options_.checked) compare_fingerprints(*operation);
+    if (options_.checked) {
+      compare_fingerprints(*operation);
+      operation->moves_since = std::chrono::steady_clock::now();
+    }
     if (!operation->device().is_cpu()) return run_staged(*operation);
     run_on_host(*operation);
     return std::nullopt;
@@ -148,6 +153,7 @@ c10::Event MpiCommunicator::run_staged(Operation& operation) {
   const at::Tensor& flag = operation.reduction.nonfinite;
   if (flag.defined()) on_host_->reduction.nonfinite = at::zeros({1}, at::kFloat);
 
+  follow_on_device(operation, stream_);
   operation.ready->block(*stream_);
   on_host_->input.copy_(operation.input, /*non_blocking=*/true);
   if (operation.reduction.store == Store::kAdd)
@@ -338,6 +344,7 @@ void MpiCommunicator::barrier() {
 bool mpi_available() { return true; }
 
 std::unique_ptr<Communicator> connect_mpi(const Launch& launch, const CommOptions& options) {
+  options.validate();
   auto runtime = MpiRuntime::shared();
   FSDP_CHECK(runtime->size() == launch.size && runtime->rank() == launch.rank,
              name_of(launch.launcher), " says rank ", launch.rank, " of ", launch.size,

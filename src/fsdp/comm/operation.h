@@ -6,12 +6,14 @@
 #include <c10/core/Event.h>
 
 #include <array>
+#include <chrono>
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
 
 #include "fsdp/comm/shares.h"
+#include "fsdp/comm/work.h"
 
 namespace fsdp {
 
@@ -100,6 +102,12 @@ struct Operation {
   at::Tensor input;      // the same tensor as output for all_reduce and broadcast
   Shares input_shares;   // how input is divided among ranks (reduce_scatter, all_to_all)
   Shares output_shares;  // how output is divided among ranks (all_gather, all_to_all)
+
+  Work after;  // of another communicator; this operation begins when it has ended
+
+  // What this rank receives from others, and since when: a limited bandwidth makes it last.
+  int64_t received_bytes = 0;
+  std::chrono::steady_clock::time_point moves_since = {};
 
   // Device tensors only: when the caller's stream has produced the input.
   std::optional<c10::Event> ready = std::nullopt;

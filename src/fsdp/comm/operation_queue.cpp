@@ -8,8 +8,14 @@
 
 namespace fsdp {
 
-OperationQueue::OperationQueue(std::string name, OperationRunner& runner)
-    : name_(std::move(name)), runner_(runner), exceptions_in_flight_(std::uncaught_exceptions()) {}
+using Clock = std::chrono::steady_clock;
+
+OperationQueue::OperationQueue(std::string name, OperationRunner& runner,
+                               const CommOptions& options)
+    : name_(std::move(name)),
+      runner_(runner),
+      bandwidth_bytes_per_s_(options.bandwidth_bytes_per_s),
+      exceptions_in_flight_(std::uncaught_exceptions()) {}
 
 OperationQueue::~OperationQueue() {
   if (std::uncaught_exceptions() > exceptions_in_flight_) runner_.abandon();
@@ -24,12 +30,14 @@ OperationQueue::~OperationQueue() {
 Work OperationQueue::push(Operation operation) {
   auto shared = std::make_shared<Operation>(std::move(operation));
   auto state = std::make_shared<WorkState>(this);
+  Work result(state);
+  result.after_ = shared->after.state_;
   {
     const std::lock_guard lock(queue_mutex_);
     if (!broken_.empty())
       throw CommError(concat("communicator '", name_, "' stopped working: ", broken_));
     shared->print.sequence = next_sequence_++;
-    entries_.push_back({std::move(shared), state});
+    entries_.push_back({std::move(shared), std::move(state)});
     if (!worker_.joinable()) {
       worker_ = std::thread([this, rank = thread_rank()] {
         set_thread_rank(rank);
@@ -38,7 +46,7 @@ Work OperationQueue::push(Operation operation) {
     }
   }
   queue_filled_.notify_one();
-  return Work(std::move(state));
+  return result;
 }
 
 void OperationQueue::help_until_done(const WorkState& state) {
@@ -98,10 +106,29 @@ bool OperationQueue::run_next() {
   return true;
 }
 
+void OperationQueue::follow(const Operation& operation) {
+  operation.after.wait_as_follower();
+  const c10::Event* event = operation.after.event();
+  // On a device the runner makes its stream wait.
+  if (event != nullptr && operation.device().is_cpu()) event->synchronize();
+}
+
+// CPU tensors only: a device's collective ends on its stream, which does not see the host sleep.
+void OperationQueue::sleep_while_data_would_move(const Operation& operation) const {
+  if (!operation.device().is_cpu()) return;
+  const std::chrono::duration<double> transfer(static_cast<double>(operation.received_bytes) /
+                                               bandwidth_bytes_per_s_);
+  std::this_thread::sleep_until(operation.moves_since +
+                                std::chrono::ceil<Clock::duration>(transfer));
+}
+
 void OperationQueue::run_entry(Entry& entry) {
   std::optional<c10::Event> event;
   try {
+    follow(*entry.operation);
+    if (bandwidth_bytes_per_s_ > 0) entry.operation->moves_since = Clock::now();
     event = runner_.run(entry.operation);
+    if (bandwidth_bytes_per_s_ > 0) sleep_while_data_would_move(*entry.operation);
     entry.operation.reset();  // tensors go before the waiter hears of it: it may count references
   } catch (const std::exception& error) {
     {

@@ -9,6 +9,7 @@
 #include <string>
 #include <thread>
 
+#include "fsdp/comm/comm_options.h"
 #include "fsdp/comm/operation.h"
 #include "fsdp/comm/work.h"
 
@@ -40,11 +41,17 @@ class OperationRunner {
 // worker to wake up: for small messages that is most of the time. Operations run strictly in order,
 // by one thread at a time, whoever it is.
 //
+// An operation may come after one of another communicator (`Operation::after`). Whoever runs it
+// first waits for that one, asleep: running it here would touch a queue that its owner may be
+// closing. The other queue's worker runs it, or whoever waits there (Work::wait). Nothing can go
+// round in circles: an operation comes after what was enqueued before it, in its queue and in
+// others, so the oldest one that is not done never waits for another of this rank.
+//
 // The first error breaks the queue: the ranks' orders no longer agree, so every later operation
 // fails with the first one's message.
 class OperationQueue {
  public:
-  OperationQueue(std::string name, OperationRunner& runner);
+  OperationQueue(std::string name, OperationRunner& runner, const CommOptions& options);
   // Finishes what was enqueued (within its deadlines) or, on the way out of an exception, abandons
   // it; then stops the worker.
   ~OperationQueue();
@@ -68,9 +75,13 @@ class OperationQueue {
   // running_.
   bool run_next();
   void run_entry(Entry& entry);
+  // Waits for what the operation comes after; throws its error.
+  static void follow(const Operation& operation);
+  void sleep_while_data_would_move(const Operation& operation) const;
 
   const std::string name_;
   OperationRunner& runner_;
+  const double bandwidth_bytes_per_s_;
   const int exceptions_in_flight_;  // when constructed
 
   // Lock order: running_ before queue_mutex_.

@@ -39,10 +39,10 @@ class Sleeper {
 
 }  // namespace
 
-Rendezvous::Rendezvous(std::string name, int ranks, double timeout_seconds,
+Rendezvous::Rendezvous(std::string name, int ranks, const CommOptions& options,
                        std::shared_ptr<AbortSignal> abort)
     : name_(std::move(name)),
-      timeout_seconds_(timeout_seconds),
+      options_(options),
       spins_(spins_for(ranks)),
       abort_(std::move(abort)),
       seats_(static_cast<size_t>(ranks)) {}
@@ -86,7 +86,7 @@ void Rendezvous::wait_for_all(int rank, uint64_t progress) {
     pause_briefly();
   }
   const auto deadline =
-      std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_seconds_);
+      std::chrono::steady_clock::now() + std::chrono::duration<double>(options_.timeout_seconds);
   std::unique_lock lock(sleep_mutex_);
   const Sleeper sleeper(sleepers_);
   while (!all_at(progress)) {
@@ -104,7 +104,7 @@ void Rendezvous::give_up(int rank, uint64_t progress) {
     if (seats_[static_cast<size_t>(other)].progress.load() < progress)
       missing.push_back(std::to_string(other));
   const std::string message =
-      concat("rank ", rank, " of '", name_, "' waited ", timeout_seconds_, " s at ",
+      concat("rank ", rank, " of '", name_, "' waited ", options_.timeout_seconds, " s at ",
              seats_[static_cast<size_t>(rank)].print.text(), " for rank ", join(missing, ", "),
              missing.size() == 1 ? ", which has not arrived" : ", which have not arrived",
              "; look at what it does instead, or raise FSDP_TIMEOUT_S");
@@ -126,7 +126,7 @@ std::shared_ptr<Rendezvous> Rendezvous::child(uint64_t number, std::span<const i
   if (is_new) {
     child.colors.assign(colors.begin(), colors.end());
     child.rendezvous =
-        std::make_shared<Rendezvous>(name, static_cast<int>(members), timeout_seconds_, abort_);
+        std::make_shared<Rendezvous>(name, static_cast<int>(members), options_, abort_);
     child.still_to_come = members;
   }
   FSDP_CHECK(std::equal(colors.begin(), colors.end(), child.colors.begin(), child.colors.end()),

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "fsdp/comm/abort_signal.h"
+#include "fsdp/comm/comm_options.h"
 #include "fsdp/comm/operation.h"
 
 namespace fsdp {
@@ -22,12 +23,12 @@ namespace fsdp {
 // to, between two syncs, and nobody's tensors are touched after the last sync of an operation.
 class Rendezvous {
  public:
-  Rendezvous(std::string name, int ranks, double timeout_seconds,
+  Rendezvous(std::string name, int ranks, const CommOptions& options,
              std::shared_ptr<AbortSignal> abort);
 
   int ranks() const { return static_cast<int>(seats_.size()); }
   const std::string& name() const { return name_; }
-  double timeout_seconds() const { return timeout_seconds_; }
+  const CommOptions& options() const { return options_; }
   AbortSignal& abort() { return *abort_; }
   const std::shared_ptr<AbortSignal>& shared_abort() { return abort_; }
 
@@ -69,7 +70,7 @@ class Rendezvous {
   [[noreturn]] void give_up(int rank, uint64_t progress);
 
   const std::string name_;
-  const double timeout_seconds_;
+  const CommOptions options_;
   const int spins_;
   const std::shared_ptr<AbortSignal> abort_;
   std::vector<Seat> seats_;

@@ -1,6 +1,7 @@
 #include "fsdp/comm/threads_communicator.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -48,7 +49,7 @@ std::string mismatching_counts(Rendezvous& rendezvous) {
 ThreadsCommunicator::ThreadsCommunicator(int rank, std::shared_ptr<Rendezvous> rendezvous)
     : Communicator(rank, rendezvous->ranks(), rendezvous->name()),
       rendezvous_(std::move(rendezvous)),
-      queue_(rendezvous_->name(), *this) {}
+      queue_(rendezvous_->name(), *this, rendezvous_->options()) {}
 
 Work ThreadsCommunicator::enqueue(Operation operation) { return queue_.push(std::move(operation)); }
 
@@ -71,7 +72,9 @@ void ThreadsCommunicator::abandon() {
 std::optional<c10::Event> ThreadsCommunicator::run(const std::shared_ptr<Operation>& operation) {
   rendezvous_->abort().throw_if_raised();
   try {
+    if (!operation->device().is_cpu()) follow_on_device(*operation, stream_);
     rendezvous_->meet(rank(), *operation);
+    operation->moves_since = std::chrono::steady_clock::now();
     return run_met(*operation);
   } catch (const AbortedError&) {
     rendezvous_->keep(operation);

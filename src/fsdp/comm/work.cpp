@@ -25,11 +25,23 @@ void WorkState::wait() {
 
 void Work::wait() const {
   if (state_ == nullptr) return;
+  if (after_ != nullptr && !after_->done() && !state_->done())
+    after_->queue_->help_until_done(*after_);
   state_->wait();
   if (state_->event_) {
     const c10::Device device = state_->event_->device();
     state_->event_->block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
   }
+}
+
+void Work::wait_as_follower() const {
+  if (state_ == nullptr) return;
+  state_->sleep_until_done();
+  if (state_->error_) std::rethrow_exception(state_->error_);
+}
+
+const c10::Event* Work::event() const {
+  return state_ != nullptr && state_->event_ ? &*state_->event_ : nullptr;
 }
 
 }  // namespace fsdp

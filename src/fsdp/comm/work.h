@@ -30,6 +30,7 @@ class WorkState {
   friend class Work;
   friend class OperationQueue;
 
+  // Unlike wait(), touches nothing but this object: the queue may be on its way out.
   void sleep_until_done() const { done_.wait(0, std::memory_order_acquire); }
 
   OperationQueue* const queue_;  // outlives the state's not being done
@@ -50,8 +51,20 @@ class Work {
   void wait() const;
   bool done() const { return state_ == nullptr || state_->done(); }
 
+  // --- for those who run an operation that comes after this one ---
+
+  // Blocks until this operation is done, leaving it to those who run it; throws its error.
+  void wait_as_follower() const;
+  // What marks its end on a device; nullptr when it has none. Only when done.
+  const c10::Event* event() const;
+
  private:
+  friend class OperationQueue;
+
   std::shared_ptr<WorkState> state_;
+  // What this operation comes after, if anything: wait() lends a hand there too. No further back,
+  // or a long chain of operations would never be freed.
+  std::shared_ptr<WorkState> after_;
 };
 
 }  // namespace fsdp

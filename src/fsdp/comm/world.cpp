@@ -19,8 +19,8 @@ namespace fsdp {
 namespace {
 
 std::shared_ptr<Rendezvous> meeting_place(int ranks, const CommOptions& options) {
-  return std::make_shared<Rendezvous>("world", ranks, options.timeout_seconds,
-                                      std::make_shared<AbortSignal>());
+  options.validate();
+  return std::make_shared<Rendezvous>("world", ranks, options, std::make_shared<AbortSignal>());
 }
 
 std::unique_ptr<Communicator> connect(const Launch& launch, const CommOptions& options) {
