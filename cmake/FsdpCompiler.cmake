@@ -36,10 +36,11 @@ if(FSDP_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER AND PROJECT_IS_TOP_LEVEL)
   endif()
 endif()
 
-# Lets a target of this tree use the one precompiled libtorch header. It is compiled as for libraries
-# (-fPIC), and a compiler takes it only under equal flags; executables would say -fPIE.
-function(fsdp_use_torch_pch target)
+# Lets a target of this tree use a precompiled libtorch header: fsdp_torch_pch (tensors), or
+# fsdp_module_pch (modules and autograd, too). They are compiled as for libraries (-fPIC), and a compiler
+# takes them only under equal flags; executables would say -fPIE.
+function(fsdp_use_pch target pch)
   set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE OFF)
   target_compile_options(${target} PRIVATE -fPIC)
-  target_precompile_headers(${target} REUSE_FROM fsdp_torch_pch)
+  target_precompile_headers(${target} REUSE_FROM ${pch})
 endfunction()

@@ -1,0 +1,61 @@
+#include "fsdp/nn/linear.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "fsdp/shard/direct_gradient.h"
+
+namespace fsdp::nn {
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+at::Tensor rows_of(const at::Tensor& tensor) { return tensor.reshape({-1, tensor.size(-1)}); }
+
+// The gradient itself, or nothing when it went to its place directly.
+at::Tensor weight_gradient(const at::Tensor& weight, const at::Tensor& output_gradient,
+                           const at::Tensor& input) {
+  const at::Tensor transposed = rows_of(output_gradient).t();  // [out, rows]
+  const at::Tensor rows = rows_of(input);                      // [rows, in]
+  DirectGradient direct = direct_gradient(weight);
+  if (!direct.target.defined()) return transposed.mm(rows);
+  if (direct.beta == 0.0) {
+    at::mm_out(direct.target, transposed, rows);
+  } else {
+    direct.target.addmm_(transposed, rows);
+  }
+  return {};
+}
+
+class LinearFunction final : public torch::autograd::Function<LinearFunction> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& input,
+                            const at::Tensor& weight, const at::Tensor& bias) {
+    context->save_for_backward({input, weight});
+    context->saved_data["has_bias"] = bias.defined();
+    return at::linear(input, weight, bias.defined() ? std::optional(bias) : std::nullopt);
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const at::Tensor& gradient = gradients[0];
+    const variable_list saved = context->get_saved_variables();
+    variable_list result(3);
+    if (context->needs_input_grad(0)) result[0] = gradient.matmul(saved[1]);
+    if (context->needs_input_grad(1)) result[1] = weight_gradient(saved[1], gradient, saved[0]);
+    if (context->saved_data["has_bias"].toBool() && context->needs_input_grad(2))
+      result[2] = rows_of(gradient).sum(0);
+    return result;
+  }
+};
+
+}  // namespace
+
+at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
+  return LinearFunction::apply(input, weight, bias);
+}
+
+at::Tensor LinearImpl::forward(const at::Tensor& input) { return linear(input, weight, bias); }
+
+}  // namespace fsdp::nn

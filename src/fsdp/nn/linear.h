@@ -1,0 +1,24 @@
+// A linear layer that writes its weight gradient straight to where it is reduced from.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/pimpl.h>
+
+namespace fsdp::nn {
+
+// torch::nn::Linear with the same parameters, initialisation and result. In a sharded model its
+// backward computes the weight gradient into the unit's gradient slab: no full-size gradient is
+// allocated and nothing is copied. Where that is not possible it does what torch::nn::Linear does.
+class LinearImpl : public torch::nn::LinearImpl {
+ public:
+  using torch::nn::LinearImpl::LinearImpl;
+  at::Tensor forward(const at::Tensor& input);
+};
+TORCH_MODULE(Linear);
+
+// input * weight^T + bias (bias may be undefined), with the same backward.
+at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias);
+
+}  // namespace fsdp::nn

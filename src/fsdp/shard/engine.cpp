@@ -1,0 +1,458 @@
+#include "fsdp/shard/engine.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/log.h"
+#include "fsdp/base/torch_dtype.h"
+#include "fsdp/shard/recompute.h"
+#include "fsdp/shard/unit_call.h"
+
+namespace fsdp {
+
+namespace {
+
+constexpr int32_t kGradientSlots = 2;  // one unit computes, one is reduced
+
+MeshShape shape_of(const Mesh& mesh) {
+  return {.outer = mesh.outer().size(), .inner = mesh.inner().size()};
+}
+
+bool is_inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+}  // namespace
+
+Engine::Engine(const Mesh& mesh, const ShardOptions& options, c10::Device device)
+    : mesh_(mesh),
+      options_(options),
+      device_(device),
+      shape_(shape_of(mesh)),
+      memory_(options.allocator, device),
+      nonfinite_(at::zeros({1}, at::device(device).dtype(at::kFloat))),
+      slabs_(memory_.of(MemoryKind::kPool), options.pool),
+      gather_(slabs_) {
+  GroupSetting setting{.mesh = mesh,
+                       .shape = shape_,
+                       .rank = {.outer = mesh.outer().rank(), .inner = mesh.inner().rank()},
+                       .device = device,
+                       .strategy = options.strategy,
+                       .precision = options.precision.types(),
+                       .granularity = options.granularity,
+                       .gradient = options.gradient,
+                       .gradient_lifetime = options.gradient_lifetime,
+                       .memory = memory_.for_groups()};
+  setting_.emplace(setting);
+  setting.strategy.parameter = {Placement::kReplicate, Placement::kReplicate};
+  resident_setting_.emplace(setting);
+  reduce_.emplace(
+      slabs_, ReduceSetting{.gradient_slots = kGradientSlots,
+                            .report_nan = options.report_nan,
+                            .rank = mesh.outer().rank() * mesh.inner().size() + mesh.inner().rank(),
+                            .nonfinite = nonfinite_});
+}
+
+Engine::~Engine() {
+  for (const auto& unit : units_) {
+    gather_.abandon(*unit);
+    reduce_->abandon(*unit);
+  }
+  if (slabs_.has_pool()) slabs_.pool().abandon_step();
+}
+
+// --- construction --------------------------------------------------------------------------------
+
+UnitState& Engine::add_unit(std::string name, UnitKind kind) {
+  auto unit = std::make_unique<UnitState>();
+  unit->index = static_cast<int32_t>(units_.size());
+  unit->kind = kind;
+  unit->gather_tag = Tag(concat(name, " weight"));
+  unit->reduce_tag = Tag(concat(name, " gradient"));
+  unit->gather_range = concat("fsdp::all_gather ", name);
+  unit->reduce_range = concat("fsdp::reduce ", name);
+  names_.push_back(name);
+  unit->name = std::move(name);
+  units_.push_back(std::move(unit));
+  return *units_.back();
+}
+
+const GroupSetting& Engine::setting_of(UnitKind kind) const {
+  return kind == UnitKind::kResident ? *resident_setting_ : *setting_;
+}
+
+void Engine::complete() {
+  StepOrder order;
+  std::vector<bool> scheduled;
+  for (const auto& unit : units_) {
+    scheduled.push_back(unit->kind == UnitKind::kScheduled);
+    if (scheduled.back()) order.forward.push_back(unit->index);
+  }
+  plan_.emplace(std::move(scheduled), options_.prefetch);
+  make_pool(mirrored_order(std::move(order.forward)));
+}
+
+void Engine::make_pool(StepOrder order) {
+  std::vector<UnitBuckets> table;
+  bool has_buckets = false;
+  for (const auto& unit : units_) {
+    table.push_back({unit->name, {}});
+    std::vector<Bucket>& buckets = table.back().buckets;
+    const bool pooled = unit->kind == UnitKind::kScheduled;
+    const auto declare = [&](const std::optional<Bucket>& bucket, std::optional<SlabLease>& lease) {
+      lease.reset();
+      if (!bucket) return;
+      lease.emplace(
+          pooled ? BucketId{unit->index, static_cast<int32_t>(buckets.size())} : BucketId{},
+          bucket->bytes);
+      if (pooled) buckets.push_back(*bucket);
+    };
+    for (GroupState& state : unit->groups) {
+      const GroupBuckets wanted = state.group->buckets();
+      declare(wanted.weight, state.weight_slab);
+      declare(wanted.gradient, state.gradient_slab);
+    }
+    has_buckets |= !buckets.empty();
+  }
+  if (has_buckets) {
+    slabs_.set_pool(nullptr);  // the old one's memory goes before the new one's comes
+    slabs_.set_pool(make_bucket_pool(std::move(table),
+                                     {.kind = options_.pool,
+                                      .prefetch = options_.prefetch,
+                                      .gradient_slots = kGradientSlots,
+                                      .other_units = options_.other_units,
+                                      .on_move = options_.on_move,
+                                      .order = order,
+                                      .budget_bytes = options_.budget_bytes},
+                                     memory_.of(MemoryKind::kPool)));
+    slabs_.pool().reserve();
+  }
+  plan_->expect(std::move(order), slabs_.has_pool() ? &slabs_.pool() : nullptr);
+}
+
+// --- passes --------------------------------------------------------------------------------------
+
+Engine::CallMode Engine::begin_call(UnitState& unit) {
+  if (is_inside_backward()) {
+    enter_backward();
+    return CallMode::kRecompute;
+  }
+  FSDP_CHECK(!in_backward_, "unit '", unit.name,
+             "' is called after a backward that did not end (an exception?); call "
+             "Sharded::reset() first");
+  const bool trains =
+      at::GradMode::is_enabled() || recompute_state() == RecomputeState::kFirstForward;
+  const bool at_rest = num_active_ == 0;
+  const bool anew =
+      at_rest && unit.kind == UnitKind::kScheduled && plan_->would_start_anew(unit.index);
+  if (trains) {
+    if (plan_->kind() != PassPlan::Kind::kTraining || anew) open_pass(PassPlan::Kind::kTraining);
+    ++unit.num_pending;
+    for (UnitState* other : unit.needs) ++other->num_pending;
+    return CallMode::kTraining;
+  }
+  if (plan_->kind() == PassPlan::Kind::kTraining) return CallMode::kInBetween;
+  const bool surprises =
+      at_rest && plan_->kind() == PassPlan::Kind::kInference && !plan_->follows();
+  if (plan_->kind() == PassPlan::Kind::kNone || anew || surprises)
+    open_pass(PassPlan::Kind::kInference);
+  return CallMode::kInference;
+}
+
+void Engine::open_pass(PassPlan::Kind kind) {
+  if (plan_->kind() != PassPlan::Kind::kNone) close_pass();
+  reduce_->finish();
+  release_weights();
+  if (new_order_) make_pool(*std::exchange(new_order_, std::nullopt));
+  if (slabs_.has_pool()) slabs_.pool().begin_step();
+  for (const auto& unit : units_) unit->num_pending = 0;
+  plan_->open(kind);
+}
+
+void Engine::close_pass() {
+  if (std::optional<StepOrder> learned = plan_->close(names_)) new_order_ = std::move(learned);
+  put_off_.clear();
+}
+
+void Engine::release_weights() {
+  for (const auto& unit : units_)
+    if (unit->num_active == 0) gather_.release(*unit);
+}
+
+// --- uses ----------------------------------------------------------------------------------------
+
+Engine::Times Engine::begin_use(UnitState& unit, Phase phase, CallMode mode) {
+  Times times{begin_one(unit, phase, mode)};
+  for (UnitState* other : unit.needs) times.push_back(begin_one(*other, phase, mode));
+  return times;
+}
+
+void Engine::end_use(UnitState& unit, const Times& times, Phase phase, CallMode mode) {
+  for (size_t i = unit.needs.size(); i-- > 0;) end_one(*unit.needs[i], times[i + 1], phase, mode);
+  end_one(unit, times[0], phase, mode);
+}
+
+int32_t Engine::begin_one(UnitState& unit, Phase phase, CallMode mode) {
+  int32_t time = -1;
+  if (unit.kind == UnitKind::kScheduled && mode != CallMode::kInBetween) {
+    const bool followed = plan_->follows();
+    time = plan_->begin(unit.index, phase);
+    // What was gathered ahead on a wrong guess makes room.
+    if (followed && !plan_->follows()) release_weights();
+    gather_ahead(unit, phase, mode);
+  }
+  gather_.start(unit);
+  gather_.finish(unit);
+  ++unit.num_active;
+  if (time >= 0) ++num_active_;
+  return time;
+}
+
+void Engine::end_one(UnitState& unit, int32_t time, Phase phase, CallMode mode) {
+  if (time >= 0) {
+    plan_->end(time);
+    --num_active_;
+  }
+  if (--unit.num_active > 0) return;
+  const bool waits_for_backward =
+      unit.stays_for_backward && phase == Phase::kForward && mode == CallMode::kTraining;
+  const bool stays = plan_->follows() && unit.stay_last > plan_->now();
+  if (waits_for_backward || stays) return;
+  gather_.release(unit);
+}
+
+void Engine::gather_ahead(UnitState& unit, Phase phase, CallMode mode) {
+  const auto& wanted = unit.ahead[static_cast<size_t>(phase)];
+  for (const StepSchedule::Gather& gather : plan_->gathers_now()) {
+    if (gather.unit == unit.index) {
+      gather_.start(unit);  // first: it is the one that is needed
+      unit.stay_last = gather.last;
+    } else if (!wanted) {
+      put_off_.push_back(gather);
+    }
+  }
+  if (mode == CallMode::kRecompute && phase == Phase::kForward) return;
+  for (const StepSchedule::Gather& gather : put_off_)
+    if (gather.last >= plan_->now())
+      start_ahead(*units_[static_cast<size_t>(gather.unit)], gather.last);
+  put_off_.clear();
+  if (wanted)
+    for (UnitState* other : *wanted) start_ahead(*other, plan_->now() + 1);
+}
+
+void Engine::start_ahead(UnitState& unit, int32_t last) {
+  // A guess never takes memory beside the pool.
+  if (unit.kind != UnitKind::kScheduled || !gather_.has_room(unit)) return;
+  gather_.start(unit);
+  unit.stay_last = std::max(unit.stay_last, last);
+}
+
+// --- backward ------------------------------------------------------------------------------------
+
+void Engine::refuse_second_order() {
+  FSDP_CHECK(!at::GradMode::is_enabled(),
+             "backward runs with create_graph, but gradients of a sharded model cannot be "
+             "differentiated again: by then its weights are sharded; use a model that is not "
+             "sharded for second-order gradients");
+}
+
+void Engine::enter_backward() {
+  if (!in_backward_) {
+    in_backward_ = true;
+    ++backward_number_;
+    reduce_->begin_backward(is_last_microbatch_, microbatch_);
+  }
+  // A callback belongs to the innermost backward; that of a recomputed part ends too early.
+  if (end_is_queued_ || recompute_state() == RecomputeState::kInnerBackward) return;
+  end_is_queued_ = true;
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
+    if (const auto engine = weak.lock()) engine->end_backward();
+  });
+}
+
+void Engine::add_call_without_end(std::shared_ptr<UnitCall> call) {
+  calls_without_end_.push_back(std::move(call));
+}
+
+void Engine::end_calls_after(int64_t number) {
+  while (!calls_without_end_.empty() && calls_without_end_.back()->number() > number) {
+    const std::shared_ptr<UnitCall> call = std::move(calls_without_end_.back());
+    calls_without_end_.pop_back();
+    call->end_backward();
+  }
+}
+
+void Engine::call_is_through(UnitState& unit) {
+  const auto through = [&](UnitState& each) {
+    each.num_pending = std::max(0, each.num_pending - 1);
+    for (GroupState& state : each.groups)
+      if (state.group->is_trainable()) reduce_if_complete(each, state);
+  };
+  through(unit);
+  for (UnitState* other : unit.needs) through(*other);
+  reduce_->retire_all_but(unit);
+}
+
+Engine::DirectTarget Engine::direct_target(UnitState& unit, GroupState& state, int64_t member) {
+  // A unit that is used again later in this backward would keep its slab all that time.
+  if (!in_backward_ || unit.num_pending > 1 || state.is_reduced) return {};
+  GroupGradient& gradient = state.group->gradient();
+  const at::ScalarType written = gradient.uses_slab() ? gradient.wire() : gradient.main_dtype();
+  if (written != state.group->members()[static_cast<size_t>(member)].parameter.scalar_type())
+    return {};
+  reduce_->prepare(unit);
+  const bool adds = gradient.is_written(member);
+  gradient.mark_written(member);
+  return {gradient.target(member), adds};
+}
+
+void Engine::gradient_ready(UnitState& unit, GroupState& state, int64_t member,
+                            const at::Tensor& gradient) {
+  refuse_second_order();
+  enter_backward();
+  if (state.is_reduced) {
+    // Another contribution after the reduction began (a part that is recomputed more than once):
+    // a second reduction adds it, at the end of the backward.
+    state.is_reduced = false;
+    state.num_fired = 0;
+    std::fill(state.has_fired.begin(), state.has_fired.end(), false);
+  }
+  reduce_->accept(unit, state, member, gradient);
+  if (state.has_fired[static_cast<size_t>(member)]) return;
+  state.has_fired[static_cast<size_t>(member)] = true;
+  ++state.num_fired;
+  reduce_if_complete(unit, state);
+}
+
+void Engine::reduce_if_complete(UnitState& unit, GroupState& state) {
+  // Nothing says when a resident parameter was used for the last time, but the end.
+  if (unit.kind == UnitKind::kResident || unit.num_pending > 1) return;
+  if (state.is_reduced || !state.have_all_fired()) return;
+  reduce_->reduce(unit, state);
+}
+
+void Engine::end_backward() {
+  end_calls_after(-1);
+  for (const auto& unit : units_)
+    for (GroupState& state : unit->groups)
+      if (state.group->is_trainable() && !state.is_reduced) reduce_->reduce(*unit, state);
+  forget_backward();
+  ++microbatch_;
+  close_pass();
+  release_weights();
+}
+
+void Engine::forget_backward() {
+  for (const auto& unit : units_) {
+    unit->num_active = 0;
+    unit->num_pending = 0;
+    for (GroupState& state : unit->groups) {
+      std::fill(state.has_fired.begin(), state.has_fired.end(), false);
+      state.num_fired = 0;
+      state.is_reduced = false;
+    }
+  }
+  calls_without_end_.clear();
+  num_active_ = 0;
+  in_backward_ = false;
+  end_is_queued_ = false;
+}
+
+// --- between steps -------------------------------------------------------------------------------
+
+void Engine::finish_gradients() {
+  if (in_backward_) end_backward();
+  reduce_->finish();
+}
+
+void Engine::zero_grad() {
+  finish_gradients();
+  for (const auto& unit : units_)
+    for (GroupState& state : unit->groups)
+      if (state.group->is_trainable()) state.group->gradient().zero();
+  nonfinite_.zero_();
+  microbatch_ = 0;
+}
+
+void Engine::refresh_weights() {
+  finish_gradients();
+  release_weights();
+  for (const auto& unit : units_) {
+    for (GroupState& state : unit->groups)
+      if (state.group->is_trainable()) state.group->refresh();
+    if (unit->kind == UnitKind::kResident) gather_.start(*unit);
+  }
+  for (const auto& unit : units_)
+    if (unit->kind == UnitKind::kResident) gather_.finish(*unit);
+}
+
+bool Engine::found_nonfinite() {
+  finish_gradients();
+  at::Tensor flag = nonfinite_.clone();
+  for (const auto& unit : units_)
+    for (const GroupState& state : unit->groups) {
+      if (!state.group->is_trainable()) continue;
+      // One rank reduces nothing, so nothing has looked at its gradients yet.
+      const GroupGradient& gradient = state.group->gradient();
+      if (gradient.uses_slab() || gradient.reduces_at_cycle_end() || gradient.is_empty()) continue;
+      flag.add_(at::isfinite(gradient.main().local()).all().logical_not());
+    }
+  for (const MeshAxis* axis : {&mesh_.inner(), &mesh_.outer()})
+    if (axis->size() > 1)
+      axis->reduce().all_reduce(flag, {.op = ReduceOp::kMax}, "found_nonfinite").wait();
+  return flag.item<float>() != 0.0f;
+}
+
+void Engine::set_grad_comm(std::optional<at::ScalarType> grad_comm) {
+  PrecisionPolicy wanted = options_.precision;
+  wanted.grad_comm = grad_comm;
+  finish_gradients();
+  const auto wire_of = [&](const ParamGroup& group) {
+    return resolve_types(group.types().weight, wanted.types(), Trainable::kYes).wire;
+  };
+  for (const auto& unit : units_)
+    for (const GroupState& state : unit->groups)
+      if (state.group->is_trainable()) check_wire(*unit, state, wire_of(*state.group));
+  options_.precision = wanted;
+  const bool memory_is_fixed = options_.pool != PoolKind::kOnDemand;
+  for (const auto& unit : units_)
+    for (GroupState& state : unit->groups)
+      if (state.group->is_trainable())
+        state.group->set_wire(wire_of(*state.group), memory_is_fixed
+                                                         ? ParamGroup::BucketSize::kKeep
+                                                         : ParamGroup::BucketSize::kFollow);
+  if (!memory_is_fixed && !new_order_) new_order_ = plan_->order();  // a pool of the new sizes
+}
+
+void Engine::check_wire(const UnitState& unit, const GroupState& state, DType wire) const {
+  FSDP_CHECK(state.group->gradient().is_empty(),
+             "precision.grad_comm can change only between cycles; call zero_grad() first");
+  if (!state.gradient_slab || options_.pool == PoolKind::kOnDemand) return;
+  const int64_t bytes = state.group->layout().padded_numel() * element_bytes(wire);
+  if (bytes <= state.gradient_slab->num_bytes()) return;
+  throw UsageError(concat("precision.grad_comm ", name_of(wire), " needs ", bytes,
+                          " bytes for the gradients of unit '", unit.name, "', but pool ",
+                          name_of(options_.pool), " has ", state.gradient_slab->num_bytes(),
+                          "; fixed memory takes types as wide as the first one or narrower: begin "
+                          "with the widest, or use pool on_demand"));
+}
+
+void Engine::reset() {
+  for (const auto& unit : units_) {
+    gather_.abandon(*unit);
+    reduce_->abandon(*unit);
+  }
+  if (slabs_.has_pool()) slabs_.pool().abandon_step();
+  forget_backward();
+  put_off_.clear();
+  plan_->abandon();
+  nonfinite_.zero_();
+  microbatch_ = 0;
+  is_last_microbatch_ = true;
+}
+
+}  // namespace fsdp

@@ -1,0 +1,145 @@
+// What moves in a sharded model: which units are whole, which gradients are on their way.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "fsdp/comm/mesh.h"
+#include "fsdp/shard/engine_memory.h"
+#include "fsdp/shard/gather_pipeline.h"
+#include "fsdp/shard/options.h"
+#include "fsdp/shard/pass_plan.h"
+#include "fsdp/shard/reduce_pipeline.h"
+#include "fsdp/shard/slab_source.h"
+#include "fsdp/shard/unit_state.h"
+
+namespace fsdp {
+
+class UnitCall;
+
+// Made by fully_shard(), kept alive by the model's units and by Sharded. One thread at a time may
+// use it: the one that runs forward and backward. docs/engine.md tells the life of a step.
+class Engine : public std::enable_shared_from_this<Engine> {
+ public:
+  Engine(const Mesh& mesh, const ShardOptions& options, c10::Device device);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  const ShardOptions& options() const { return options_; }
+  const Mesh& mesh() const { return mesh_; }
+  MeshShape mesh_shape() const { return shape_; }
+  c10::Device device() const { return device_; }
+  EngineMemory& memory() { return memory_; }
+  const SlabSource& slabs() const { return slabs_; }
+
+  // --- construction (fully_shard.cpp) ---
+  UnitState& add_unit(std::string name, UnitKind kind);
+  const GroupSetting& setting_of(UnitKind kind) const;
+  // All units and groups are there: declares their temporary memory and takes it.
+  void complete();
+  // Something that must live as long as the engine.
+  void keep(std::shared_ptr<void> something) { kept_ = std::move(something); }
+
+  const std::vector<std::unique_ptr<UnitState>>& units() const { return units_; }
+  const StepOrder& order() const { return plan_->order(); }
+
+  // --- around a unit's forward and backward (unit_call.cpp) ---
+  enum class CallMode : uint8_t {
+    kTraining,   // with gradients, or the first forward of something that will be recomputed
+    kRecompute,  // again, inside a backward
+    kInference,  // without gradients
+    kInBetween,  // without gradients, while a training pass is under way
+  };
+  CallMode begin_call(UnitState& unit);
+  int64_t next_call_number() { return next_call_number_++; }
+
+  // A use of the unit, and of those that own parameters it shares; end_use() takes what begin_use()
+  // returned.
+  using Times = std::vector<int32_t>;
+  Times begin_use(UnitState& unit, Phase phase, CallMode mode);
+  void end_use(UnitState& unit, const Times& times, Phase phase, CallMode mode);
+
+  // A backward came to one of our hooks.
+  void enter_backward();
+  // An Error when the running backward builds a graph itself.
+  static void refuse_second_order();
+  int64_t backward_number() const { return backward_number_; }
+  // Ends calls that are newer than this one and have no hook of their own to tell (unit_call.h).
+  void end_calls_after(int64_t number);
+  void add_call_without_end(std::shared_ptr<UnitCall> call);
+  // The backward of one call is over.
+  void call_is_through(UnitState& unit);
+
+  // --- gradients (gradient_hook.cpp) ---
+  // Autograd is through with a member; `gradient` is undefined when nothing came that way.
+  void gradient_ready(UnitState& unit, GroupState& state, int64_t member,
+                      const at::Tensor& gradient);
+  // Where a layer may write a member's gradient itself; undefined when it must not.
+  struct DirectTarget {
+    at::Tensor target;
+    bool adds = false;  // there is a contribution already
+  };
+  DirectTarget direct_target(UnitState& unit, GroupState& state, int64_t member);
+
+  // --- between steps (sharded.h says what they mean) ---
+  void set_last_microbatch(bool is_last) { is_last_microbatch_ = is_last; }
+  bool is_last_microbatch() const { return is_last_microbatch_; }
+  void finish_gradients();
+  void zero_grad();
+  void refresh_weights();
+  bool found_nonfinite();
+  void set_grad_comm(std::optional<at::ScalarType> grad_comm);
+  void release_weights();
+  void reset();
+
+ private:
+  void open_pass(PassPlan::Kind kind);
+  void close_pass();
+  void make_pool(StepOrder order);
+
+  int32_t begin_one(UnitState& unit, Phase phase, CallMode mode);
+  void end_one(UnitState& unit, int32_t time, Phase phase, CallMode mode);
+  void gather_ahead(UnitState& unit, Phase phase, CallMode mode);
+  void start_ahead(UnitState& unit, int32_t last);
+
+  void end_backward();
+  void reduce_if_complete(UnitState& unit, GroupState& state);
+  void forget_backward();
+  void check_wire(const UnitState& unit, const GroupState& state, DType wire) const;
+
+  const Mesh& mesh_;
+  ShardOptions options_;
+  const c10::Device device_;
+  const MeshShape shape_;
+  EngineMemory memory_;
+  std::optional<GroupSetting> setting_;           // of units
+  std::optional<GroupSetting> resident_setting_;  // of parameters outside any unit
+  at::Tensor nonfinite_;
+  SlabSource slabs_;
+  std::vector<std::unique_ptr<UnitState>> units_;
+  std::vector<std::string> names_;  // of units, by index
+  GatherPipeline gather_;
+  std::optional<ReducePipeline> reduce_;
+  std::optional<PassPlan> plan_;
+
+  std::vector<StepSchedule::Gather> put_off_;  // nothing is gathered ahead while recomputing
+  std::vector<std::shared_ptr<UnitCall>> calls_without_end_;
+  int32_t num_active_ = 0;  // uses that compute now
+  int64_t next_call_number_ = 0;
+
+  bool in_backward_ = false;
+  bool end_is_queued_ = false;
+  int64_t backward_number_ = 0;
+  int64_t microbatch_ = 0;  // of this cycle
+  bool is_last_microbatch_ = true;
+  std::optional<StepOrder> new_order_;  // to plan with before the next pass
+  std::shared_ptr<void> kept_;
+};
+
+}  // namespace fsdp

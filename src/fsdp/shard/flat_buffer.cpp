@@ -1,0 +1,78 @@
+#include "fsdp/shard/flat_buffer.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "fsdp/base/error.h"
+#include "fsdp/layout/shard_pieces.h"
+
+namespace fsdp {
+
+at::Tensor tensor_over(void* address, int64_t numel, at::ScalarType dtype, c10::Device device) {
+  return at::from_blob(address, {numel}, at::TensorOptions().dtype(dtype).device(device));
+}
+
+std::vector<FlatRange> padding_ranges(const FlatLayout& layout, PlacementPair placed,
+                                      MeshCoordinate rank) {
+  std::vector<FlatRange> tensors;
+  for (int64_t i = 0; i < layout.num_tensors(); ++i)
+    if (!layout.tensor_range(i).empty()) tensors.push_back(layout.tensor_range(i));
+  std::sort(tensors.begin(), tensors.end(),
+            [](FlatRange a, FlatRange b) { return a.begin < b.begin; });
+  std::vector<FlatRange> padding;
+  for (const ShardRange& held : layout.shard_ranges(placed, rank)) {
+    int64_t covered = held.flat.begin;
+    for (const FlatRange& tensor : tensors) {
+      const FlatRange common = intersect(tensor, held.flat);
+      if (common.empty()) continue;
+      if (common.begin > covered) padding.push_back({covered, common.begin});
+      covered = common.end;
+    }
+    if (covered < held.flat.end) padding.push_back({covered, held.flat.end});
+  }
+  return padding;
+}
+
+FlatBuffer::FlatBuffer(const FlatLayout& layout, const FlatBufferSpec& spec,
+                       SlabAllocator& allocator)
+    : layout_(layout),
+      spec_(spec),
+      numel_(layout.shard_numel(spec.placed, spec.rank)),
+      allocator_(allocator) {}
+
+void FlatBuffer::allocate() {
+  FSDP_ASSERT(!is_allocated());
+  const auto width = static_cast<int64_t>(c10::elementSize(spec_.dtype));
+  slab_ = Slab(allocator_, numel_ * width, layout_.request().align_bytes);
+  local_ = tensor_over(slab_.at(0), numel_, spec_.dtype, spec_.device);
+  for (const FlatRange& range : padding_ranges(layout_, spec_.placed, spec_.rank))
+    at(range).zero_();
+}
+
+void FlatBuffer::release() {
+  local_.reset();
+  slab_ = Slab();
+}
+
+at::Tensor FlatBuffer::at(FlatRange range) const {
+  if (range.empty()) return local_.narrow(0, 0, 0);
+  return local_.narrow(0, local_position(layout_, spec_.placed, spec_.rank, range.begin),
+                       range.numel());
+}
+
+at::Tensor FlatBuffer::part_of(int64_t index) const {
+  const auto slices = layout_.tensor_slices(spec_.placed, spec_.rank, index);
+  if (slices.empty()) return local_.narrow(0, 0, 0);
+  FSDP_ASSERT(slices.size() == 1, "tensor ", index, " has ", slices.size(), " parts");
+  return local_.narrow(0, slices[0].local_begin, slices[0].range.numel());
+}
+
+void FlatBuffer::set(int64_t index, const at::Tensor& whole) {
+  const at::Tensor flat = whole.reshape({-1});
+  for (const TensorSlice& slice : layout_.tensor_slices(spec_.placed, spec_.rank, index))
+    local_.narrow(0, slice.local_begin, slice.range.numel())
+        .copy_(flat.narrow(0, slice.range.begin, slice.range.numel()));
+}
+
+}  // namespace fsdp

@@ -1,0 +1,63 @@
+// A rank's part of one flat buffer: memory, type and placement, seen as tensors.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+#include "fsdp/layout/flat_layout.h"
+#include "fsdp/memory/slab_allocator.h"
+
+namespace fsdp {
+
+struct FlatBufferSpec {
+  PlacementPair placed;  // how the whole is spread over the mesh
+  MeshCoordinate rank;   // whose part this is
+  at::ScalarType dtype;  // of the elements
+  c10::Device device;    // where the allocator's memory is
+};
+
+// Knows where each element of the whole lies in its memory. The layout must outlive it. Memory may
+// come and go; tensors handed out before it went must not be used after.
+class FlatBuffer {
+ public:
+  FlatBuffer(const FlatLayout& layout, const FlatBufferSpec& spec, SlabAllocator& allocator);
+
+  // Not initialised but for the padding, which is 0: it takes part in reductions and updates.
+  void allocate();
+  void release();
+  bool is_allocated() const { return local_.defined(); }
+
+  int64_t numel() const { return numel_; }
+  const FlatBufferSpec& spec() const { return spec_; }
+  at::ScalarType dtype() const { return spec_.dtype; }
+
+  // All of this rank's part, one-dimensional.
+  const at::Tensor& local() const { return local_; }
+
+  // Elements [begin, end) of the whole, which must lie in this rank's part.
+  at::Tensor at(FlatRange range) const;
+
+  // This rank's part of tensor `index`, one-dimensional; empty when it has none.
+  at::Tensor part_of(int64_t index) const;
+
+  // Takes over this rank's part of a whole tensor's value, which may be of another dtype.
+  void set(int64_t index, const at::Tensor& whole);
+
+ private:
+  const FlatLayout& layout_;
+  const FlatBufferSpec spec_;
+  const int64_t numel_;
+  SlabAllocator& allocator_;
+  Slab slab_;
+  at::Tensor local_;
+};
+
+// A one-dimensional tensor over memory that somebody else owns.
+at::Tensor tensor_over(void* address, int64_t numel, at::ScalarType dtype, c10::Device device);
+
+// The stretches of a rank's part that belong to no tensor, in elements of the whole.
+std::vector<FlatRange> padding_ranges(const FlatLayout& layout, PlacementPair placed,
+                                      MeshCoordinate rank);
+
+}  // namespace fsdp

@@ -1,0 +1,202 @@
+#include "fsdp/shard/fully_shard.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/DefaultDtype.h>
+
+#include <algorithm>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/log.h"
+#include "fsdp/base/text.h"
+#include "fsdp/shard/engine.h"
+#include "fsdp/shard/gradient_hook.h"
+#include "fsdp/shard/module_units.h"
+#include "fsdp/shard/parameter_init.h"
+#include "fsdp/shard/unit_call.h"
+
+namespace fsdp {
+
+namespace {
+
+c10::Device device_for(const torch::nn::Module& model, const ShardOptions& options) {
+  if (options.device) return *options.device;
+  for (const at::Tensor& parameter : model.parameters())
+    if (!parameter.is_meta()) return parameter.device();
+  return c10::kCPU;
+}
+
+// Members of one dtype and trainability, in the order of the tree.
+struct GroupKey {
+  at::ScalarType dtype;
+  bool is_trainable;
+  friend bool operator==(const GroupKey&, const GroupKey&) = default;
+};
+
+class Builder {
+ public:
+  Builder(std::shared_ptr<Engine> engine, ModuleUnits found)
+      : engine_(std::move(engine)), found_(std::move(found)) {
+    if (engine_->options().granularity.kind == Granularity::Kind::kTensor)
+      held_numel_.assign(
+          static_cast<size_t>(engine_->mesh_shape().inner * engine_->mesh_shape().outer), 0);
+  }
+
+  void build() {
+    for (const FoundUnit& unit : found_.units) add_unit(unit);
+    connect();
+    for (const FoundModule& module : found_.modules) adopt_module(module);
+    engine_->complete();
+    engine_->keep(attach_gradient_hooks(engine_));
+    for (const FoundUnit& found : found_.units)
+      if (found.unit != nullptr) attach(found);
+    report_residents();
+  }
+
+ private:
+  struct Place {
+    ParamGroup* group;
+    int64_t member;
+    bool has_value = false;
+  };
+
+  static UnitKind kind_of(const FoundUnit& unit) {
+    if (unit.unit == nullptr) return UnitKind::kResident;
+    return unit.encloses_units ? UnitKind::kEnclosing : UnitKind::kScheduled;
+  }
+
+  void add_unit(const FoundUnit& found) {
+    UnitState& unit = engine_->add_unit(found.name, kind_of(found));
+    std::vector<GroupKey> keys;
+    std::vector<std::vector<GroupMember>> members;
+    for (const OwnedParameter& parameter : found.parameters) {
+      const GroupKey key{parameter.tensor.scalar_type(), parameter.tensor.requires_grad()};
+      const auto it = std::find(keys.begin(), keys.end(), key);
+      const auto index = static_cast<size_t>(it - keys.begin());
+      if (it == keys.end()) {
+        keys.push_back(key);
+        members.emplace_back();
+      }
+      members[index].push_back({parameter.names, parameter.tensor});
+    }
+    for (size_t i = 0; i < keys.size(); ++i) add_group(unit, keys[i], std::move(members[i]));
+  }
+
+  void add_group(UnitState& unit, const GroupKey& key, std::vector<GroupMember> members) {
+    GroupState state;
+    state.has_fired.assign(members.size(), false);
+    state.group = std::make_unique<ParamGroup>(unit.name, std::move(members),
+                                               key.is_trainable ? Trainable::kYes : Trainable::kNo,
+                                               engine_->setting_of(unit.kind), held_numel_);
+    const ParamGroup& group = *state.group;
+    for (size_t i = 0; i < group.members().size(); ++i)
+      places_[group.members()[i].parameter.unsafeGetTensorImpl()] = {state.group.get(),
+                                                                     static_cast<int64_t>(i)};
+    if (!held_numel_.empty())
+      for (const Segment& segment : group.layout().segments())
+        for (const Segment::UnevenShare& share : segment.uneven_shares())
+          held_numel_[static_cast<size_t>(share.index)] += share.numel;
+    unit.groups.push_back(std::move(state));
+  }
+
+  void connect() {
+    for (size_t i = 0; i < found_.units.size(); ++i) {
+      UnitState& unit = *engine_->units()[i];
+      for (const int32_t other : found_.units[i].shares_with)
+        unit.needs.push_back(engine_->units()[static_cast<size_t>(other)].get());
+      unit.stays_for_backward = unit.kind == UnitKind::kEnclosing && found_.units[i].parent < 0;
+    }
+  }
+
+  // Brings the values of one module's own parameters into the shards. At no time is more than one
+  // module of a meta model whole.
+  void adopt_module(const FoundModule& found) {
+    const auto parameters = found.module->named_parameters(/*recurse=*/false);
+    const bool needs_init = is_on_meta(*found.module);
+    if (needs_init) materialize(found);
+    for (const auto& item : parameters) {
+      if (!item.value().defined()) continue;
+      Place& place = places_.at(item.value().unsafeGetTensorImpl());
+      // A shared parameter has the value of its first module; the second module's initialisation
+      // went to scratch memory, so that the random numbers after it are the same.
+      if (!std::exchange(place.has_value, true)) place.group->set_value(place.member, item.value());
+      place.group->attach(place.member);
+    }
+    move_buffers(*found.module);
+  }
+
+  static bool is_on_meta(const torch::nn::Module& module) {
+    for (const at::Tensor& tensor : module.parameters(/*recurse=*/false))
+      if (tensor.defined() && tensor.is_meta()) return true;
+    for (const at::Tensor& tensor : module.buffers(/*recurse=*/false))
+      if (tensor.defined() && tensor.is_meta()) return true;
+    return false;
+  }
+
+  void materialize(const FoundModule& found) {
+    const auto replace = [&](const at::Tensor& tensor) {
+      if (!tensor.defined()) return;
+      // In the type models are constructed in: that of a converted model comes from rounding.
+      const at::ScalarType dtype = at::isFloatingType(tensor.scalar_type())
+                                       ? c10::get_default_dtype_as_scalartype()
+                                       : tensor.scalar_type();
+      const at::Tensor value =
+          at::empty(tensor.sizes(), at::device(engine_->device()).dtype(dtype));
+      tensor.unsafeGetTensorImpl()->shallow_copy_from(value.getIntrusivePtr());
+    };
+    for (const at::Tensor& tensor : found.module->parameters(false)) replace(tensor);
+    for (const at::Tensor& tensor : found.module->buffers(false))
+      if (tensor.defined() && tensor.is_meta()) replace(tensor);
+    const at::NoGradGuard no_grad;
+    initialize_parameters(*found.module, found.name);
+  }
+
+  void move_buffers(torch::nn::Module& module) const {
+    for (const at::Tensor& buffer : module.buffers(/*recurse=*/false)) {
+      if (!buffer.defined() || buffer.device() == engine_->device()) continue;
+      buffer.unsafeGetTensorImpl()->shallow_copy_from(
+          buffer.to(engine_->device()).getIntrusivePtr());
+    }
+  }
+
+  void attach(const FoundUnit& found) {
+    const auto index = static_cast<size_t>(&found - found_.units.data());
+    found.unit->attach(std::make_shared<EngineHooks>(engine_, *engine_->units()[index]));
+  }
+
+  void report_residents() const {
+    if (found_.units.back().unit != nullptr) return;
+    std::vector<std::string> names;
+    for (const OwnedParameter& parameter : found_.units.back().parameters)
+      names.push_back(concat("'", parameter.names.front(), "'"));
+    constexpr size_t kShown = 5;
+    const size_t num_more = names.size() > kShown ? names.size() - kShown : 0;
+    names.resize(names.size() - num_more);
+    if (engine_->mesh_shape() == MeshShape{}) return;  // one rank: everything is whole anyway
+    log(LogLevel::kInfo,
+        "parameters outside any unit stay whole between steps: ", join(names, ", "),
+        num_more > 0 ? concat(" and ", num_more, " more") : std::string(),
+        "; declare the module that uses them as fsdp::Unit to shard them");
+  }
+
+  const std::shared_ptr<Engine> engine_;
+  const ModuleUnits found_;
+  std::vector<int64_t> held_numel_;  // by rank, of the groups so far; granularity `tensor` only
+  std::unordered_map<const void*, Place> places_;
+};
+
+}  // namespace
+
+Sharded fully_shard(const std::shared_ptr<torch::nn::Module>& model, const Mesh& mesh,
+                    const ShardOptions& options) {
+  FSDP_CHECK(model != nullptr, "the model is null; build it first");
+  options.validate();
+  ModuleUnits found = find_units(model);
+  auto engine = std::make_shared<Engine>(mesh, options, device_for(*model, options));
+  Builder(engine, std::move(found)).build();
+  return Sharded(engine);
+}
+
+}  // namespace fsdp

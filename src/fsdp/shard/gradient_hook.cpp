@@ -1,0 +1,77 @@
+#include "fsdp/shard/gradient_hook.h"
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <utility>
+
+#include "fsdp/shard/direct_gradient.h"
+
+namespace fsdp {
+
+namespace {
+
+class GradientHook final : public torch::autograd::FunctionPostHook {
+ public:
+  GradientHook(const std::shared_ptr<Engine>& engine, UnitState& unit, GroupState& state,
+               int64_t member)
+      : engine_(engine), unit_(unit), state_(state), member_(member) {}
+
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
+                                            const torch::autograd::variable_list&) override {
+    if (const std::shared_ptr<Engine> engine = engine_.lock()) {
+      const at::Tensor& parameter = state_.group->members()[static_cast<size_t>(member_)].parameter;
+      at::Tensor gradient = std::move(parameter.mutable_grad());
+      parameter.mutable_grad() = at::Tensor();
+      engine->gradient_ready(unit_, state_, member_, gradient);
+    }
+    return outputs;
+  }
+
+  DirectGradient offer() const {
+    const std::shared_ptr<Engine> engine = engine_.lock();
+    if (engine == nullptr) return {};
+    Engine::DirectTarget target = engine->direct_target(unit_, state_, member_);
+    return {std::move(target.target), target.adds ? 1.0 : 0.0};
+  }
+
+ private:
+  const std::weak_ptr<Engine> engine_;
+  UnitState& unit_;  // valid while the engine is
+  GroupState& state_;
+  const int64_t member_;
+};
+
+// libtorch 2.13 counts references to nodes otherwise than 2.11.
+using NodePointer =
+    decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+
+}  // namespace
+
+std::shared_ptr<void> attach_gradient_hooks(const std::shared_ptr<Engine>& engine) {
+  auto accumulators = std::make_shared<std::vector<NodePointer>>();
+  for (const auto& unit : engine->units()) {
+    for (GroupState& state : unit->groups) {
+      if (!state.group->is_trainable()) continue;
+      const auto& members = state.group->members();
+      for (size_t i = 0; i < members.size(); ++i) {
+        members[i].parameter.mutable_grad() = at::Tensor();
+        accumulators->push_back(torch::autograd::impl::grad_accumulator(members[i].parameter));
+        accumulators->back()->add_post_hook(
+            std::make_unique<GradientHook>(engine, *unit, state, static_cast<int64_t>(i)));
+      }
+    }
+  }
+  return accumulators;
+}
+
+DirectGradient direct_gradient(const at::Tensor& parameter) {
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
+  if (accumulator == nullptr) return {};
+  for (const auto& hook : accumulator->post_hooks())
+    if (const auto* ours = dynamic_cast<const GradientHook*>(hook.get())) return ours->offer();
+  return {};
+}
+
+}  // namespace fsdp

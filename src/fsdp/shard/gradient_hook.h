@@ -1,0 +1,21 @@
+// Hears from autograd when a parameter's gradient is complete, and offers layers a place for it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <vector>
+
+#include "fsdp/shard/engine.h"
+
+namespace fsdp {
+
+// Attaches to the gradient accumulators of all trainable parameters; what is returned keeps them
+// (and the hooks with them) alive.
+//
+// The hook is on the accumulator and not a tensor's post-accumulate hook: it also runs when no
+// gradient came through autograd, because the layer wrote it directly. Either way it runs once per
+// backward, after all uses of the parameter.
+std::shared_ptr<void> attach_gradient_hooks(const std::shared_ptr<Engine>& engine);
+
+}  // namespace fsdp

@@ -1,0 +1,56 @@
+// From a group's unreduced gradients to the optimizer's: which collectives, in which order.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "fsdp/comm/mesh.h"
+#include "fsdp/comm/work.h"
+#include "fsdp/layout/strategy.h"
+#include "fsdp/shard/axis_cuts.h"
+#include "fsdp/shard/flat_buffer.h"
+#include "fsdp/shard/reduction_path.h"
+
+namespace fsdp {
+
+// Runs the stages of reduction_path(). Those of each backward start in a slab of the wire type and
+// end in the main gradients; a stage that is not the last one works in place in the slab. Those at
+// the end of a cycle start in the main gradients, or in a copy of them in the wire type, and end in
+// the main gradients again. All of them run in the background, one after the other.
+class GradientReduction {
+ public:
+  GradientReduction(const AxisCuts& cuts, const Strategy& strategy, GradientOf gradient,
+                    const Mesh& mesh);
+
+  bool reduces_each_backward() const { return !each_backward_.empty(); }
+  bool reduces_at_cycle_end() const { return !cycle_end_.empty(); }
+
+  // slab (whole, wire type) -> main gradients, written or added as `store` says.
+  Work start_each_backward(const at::Tensor& slab, const FlatBuffer& main_grad, Store store,
+                           const at::Tensor& nonfinite, const Tag& tag) const;
+
+  // `wire` is a copy of the main gradients in the wire type, or the main gradients themselves.
+  Work start_cycle_end(const FlatBuffer& wire, const FlatBuffer& main_grad,
+                       const at::Tensor& nonfinite, const Tag& tag) const;
+
+  // Whether the result of start_cycle_end lies in `wire` and is still to be copied back: an
+  // all-reduce is in place.
+  bool ends_in_wire() const {
+    return reduces_at_cycle_end() && cycle_end_.back().to == Placement::kReplicate;
+  }
+
+ private:
+  using Stages = std::vector<ReductionStage>;
+  Work run(const Stages& stages, Reduction last_reduction, const Tag& tag, const auto& source_at,
+           const auto& result_at) const;
+
+  const AxisCuts& cuts_;
+  const Mesh& mesh_;
+  const Axis replicated_axis_;  // whose wholes an all-reduce covers
+  Stages each_backward_;
+  Stages cycle_end_;
+};
+
+}  // namespace fsdp

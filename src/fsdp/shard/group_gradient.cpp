@@ -1,0 +1,159 @@
+#include "fsdp/shard/group_gradient.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/log.h"
+#include "fsdp/base/torch_dtype.h"
+#include "fsdp/layout/shard_pieces.h"
+
+namespace fsdp {
+
+GroupGradient::GroupGradient(const FlatLayout& layout, const AxisCuts& cuts,
+                             const GroupTypes& types, const GroupSetting& setting)
+    : layout_(layout),
+      setting_(setting),
+      reduction_(cuts, setting.strategy, setting.gradient, setting.mesh),
+      wire_(scalar_type_of(types.wire)),
+      main_(layout,
+            {.placed = setting.strategy.gradient,
+             .rank = setting.rank,
+             .dtype = scalar_type_of(types.main_grad),
+             .device = setting.device},
+            setting.memory.main_grad),
+      padding_(padding_ranges(layout, {}, setting.rank)),
+      written_(static_cast<size_t>(layout.num_tensors()), false) {
+  if (setting.gradient_lifetime == GradientLifetime::kPersistent) main_.allocate();
+}
+
+int64_t GroupGradient::wire_bytes() const {
+  return layout_.padded_numel() * static_cast<int64_t>(c10::elementSize(wire_));
+}
+
+void GroupGradient::make_views(const at::Tensor& flat) {
+  if (viewed_.defined() && viewed_.const_data_ptr() == flat.const_data_ptr() &&
+      viewed_.scalar_type() == flat.scalar_type())
+    return;  // the same memory as last time
+  viewed_ = flat;
+  views_.clear();
+  for (int64_t i = 0; i < layout_.num_tensors(); ++i) {
+    const FlatRange range = layout_.tensor_range(i);
+    views_.push_back(flat.narrow(0, range.begin, range.numel())
+                         .view(layout_.request().shapes[static_cast<size_t>(i)]));
+  }
+  gaps_.clear();
+  for (const FlatRange& range : padding_)
+    gaps_.push_back(flat.narrow(0, range.begin, range.numel()));
+}
+
+void GroupGradient::begin_slab(void* address) {
+  FSDP_ASSERT(uses_slab() && !has_slab());
+  slab_ = tensor_over(address, layout_.padded_numel(), wire_, setting_.device);
+  make_views(slab_);
+  std::fill(written_.begin(), written_.end(), false);
+  // The slab held something else before, and the padding takes part in the sum.
+  if (setting_.device.is_cpu()) {
+    for (const at::Tensor& gap : gaps_) std::memset(gap.mutable_data_ptr(), 0, gap.nbytes());
+  } else if (!gaps_.empty()) {
+    at::_foreach_zero_(gaps_);
+  }
+}
+
+void GroupGradient::begin_direct() {
+  FSDP_ASSERT(!uses_slab());
+  if (!main_.is_allocated()) main_.allocate();
+  make_views(main_.local());
+}
+
+void GroupGradient::accept(int64_t index, const at::Tensor& gradient) {
+  const at::Tensor& to = target(index);
+  if (is_written(index)) {
+    to.add_(gradient);
+  } else {
+    to.copy_(gradient);
+    mark_written(index);
+  }
+}
+
+void GroupGradient::fill_missing() {
+  for (size_t i = 0; i < views_.size(); ++i) {
+    if (!written_[i]) views_[i].zero_();
+    written_[i] = true;
+  }
+}
+
+void GroupGradient::start_backward_reduction(const at::Tensor& nonfinite, const Tag& tag) {
+  FSDP_ASSERT(has_slab());
+  fill_missing();
+  if (!main_.is_allocated()) main_.allocate();
+  work_ = reduction_.start_each_backward(slab_, main_, is_empty_ ? Store::kWrite : Store::kAdd,
+                                         nonfinite, tag);
+  is_empty_ = false;
+}
+
+void GroupGradient::finish_backward_reduction() {
+  std::exchange(work_, {}).wait();
+  slab_.reset();
+}
+
+void GroupGradient::start_cycle_reduction(const at::Tensor& nonfinite, const Tag& tag) {
+  if (!uses_slab()) {
+    begin_direct();
+    fill_missing();
+    is_empty_ = false;
+  }
+  cycle_is_over_ = true;
+  if (!reduces_at_cycle_end()) return;
+  if (wire_ != main_.dtype()) {
+    FlatBufferSpec spec = main_.spec();
+    spec.dtype = wire_;
+    wire_copy_.emplace(layout_, spec, setting_.memory.reduction);
+    wire_copy_->allocate();
+    wire_copy_->local().copy_(main_.local());
+  }
+  work_ = reduction_.start_cycle_end(wire_copy_ ? *wire_copy_ : main_, main_, nonfinite, tag);
+}
+
+void GroupGradient::finish_cycle_reduction() {
+  std::exchange(work_, {}).wait();
+  if (!wire_copy_) return;
+  if (reduction_.ends_in_wire()) {
+    // Copied, not added: it is the sum of what the main gradients held.
+    for (const ShardPiece& piece :
+         shard_pieces(layout_, main_.spec().placed, setting_.strategy.optimizer, setting_.rank))
+      main_.at(piece.flat).copy_(wire_copy_->at(piece.flat));
+  }
+  wire_copy_.reset();
+}
+
+void GroupGradient::zero() {
+  FSDP_ASSERT(!has_slab());
+  is_empty_ = true;
+  cycle_is_over_ = false;
+  std::fill(written_.begin(), written_.end(), false);
+  if (setting_.gradient_lifetime == GradientLifetime::kStep && main_.is_allocated()) {
+    if (!uses_slab()) {
+      views_.clear();
+      gaps_.clear();
+      viewed_.reset();
+    }
+    main_.release();
+  }
+}
+
+void GroupGradient::abandon() noexcept {
+  try {
+    std::exchange(work_, {}).wait();
+  } catch (const std::exception& error) {
+    log(LogLevel::kWarning, "a reduction that was given up had failed: ", error.what());
+  }
+  slab_.reset();
+  wire_copy_.reset();
+  zero();
+}
+
+}  // namespace fsdp

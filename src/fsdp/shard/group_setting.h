@@ -1,0 +1,34 @@
+// What all parameter groups of one sharded model have in common.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include "fsdp/comm/mesh.h"
+#include "fsdp/layout/strategy.h"
+#include "fsdp/memory/slab_allocator.h"
+#include "fsdp/shard/options.h"
+
+namespace fsdp {
+
+// Where each kind of buffer takes its memory from.
+struct GroupMemory {
+  SlabAllocator& weight;
+  SlabAllocator& main_weight;
+  SlabAllocator& main_grad;
+  SlabAllocator& reduction;  // copies in the wire type while a cycle's reduction runs
+};
+
+struct GroupSetting {
+  const Mesh& mesh;
+  MeshShape shape;
+  MeshCoordinate rank;
+  c10::Device device;
+  Strategy strategy;  // of this unit; a unit may keep its weights whole
+  PrecisionTypes precision;
+  Granularity granularity;
+  GradientOf gradient = GradientOf::kMeanOverRanks;
+  GradientLifetime gradient_lifetime = GradientLifetime::kPersistent;
+  GroupMemory memory;
+};
+
+}  // namespace fsdp

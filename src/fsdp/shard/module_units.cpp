@@ -1,0 +1,111 @@
+#include "fsdp/shard/module_units.h"
+
+#include <algorithm>
+#include <unordered_map>
+#include <utility>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/text.h"
+
+namespace fsdp {
+
+namespace {
+
+constexpr int32_t kOutside = -1;
+
+class Finder {
+ public:
+  ModuleUnits find(const std::shared_ptr<torch::nn::Module>& model) {
+    visit(model, "", kOutside);
+    FSDP_CHECK(!owners_.empty(), "the model has no parameters, so there is nothing to shard");
+    if (!outside_.parameters.empty()) {
+      outside_.name = "(outside units)";
+      units_.push_back(std::move(outside_));
+    }
+    return {keep_useful(), std::move(modules_)};
+  }
+
+ private:
+  struct Owner {
+    int32_t unit;
+    size_t parameter;
+  };
+
+  FoundUnit& unit_at(int32_t index) {
+    return index == kOutside ? outside_ : units_[static_cast<size_t>(index)];
+  }
+
+  void visit(const std::shared_ptr<torch::nn::Module>& module, const std::string& name,
+             int32_t unit) {
+    if (auto* base = dynamic_cast<UnitBase*>(module.get())) {
+      FSDP_CHECK(!base->is_sharded(), "unit '", name.empty() ? "model" : name,
+                 "' is already sharded; a model can be sharded once");
+      if (unit != kOutside) unit_at(unit).encloses_units = true;
+      units_.push_back({.name = name.empty() ? "model" : name, .unit = base, .parent = unit});
+      unit = static_cast<int32_t>(units_.size()) - 1;
+    }
+    const std::string prefix = name.empty() ? "" : name + ".";
+    // Owners are given in the order of the tree, values are initialised in that of construction.
+    for (const auto& item : module->named_parameters(/*recurse=*/false))
+      if (item.value().defined()) add(item.value(), prefix + item.key(), unit);
+    for (const auto& child : module->named_children())
+      visit(child.value(), prefix + child.key(), unit);
+    const bool has_own =
+        !module->named_parameters(false).is_empty() || !module->named_buffers(false).is_empty();
+    if (has_own) modules_.push_back({name, module});
+  }
+
+  void add(const at::Tensor& parameter, std::string name, int32_t unit) {
+    const auto [it, is_new] = owners_.try_emplace(parameter.unsafeGetTensorImpl(),
+                                                  Owner{unit, unit_at(unit).parameters.size()});
+    if (is_new) {
+      unit_at(unit).parameters.push_back({{std::move(name)}, parameter});
+      return;
+    }
+    const Owner owner = it->second;
+    unit_at(owner.unit).parameters[owner.parameter].names.push_back(std::move(name));
+    // What is outside is whole anyway, and a unit around this one is whole while this one runs.
+    if (owner.unit == kOutside || unit == kOutside || is_around(owner.unit, unit)) return;
+    std::vector<int32_t>& shares_with = unit_at(unit).shares_with;
+    if (std::find(shares_with.begin(), shares_with.end(), owner.unit) == shares_with.end())
+      shares_with.push_back(owner.unit);
+  }
+
+  bool is_around(int32_t outer, int32_t inner) {
+    for (; inner != kOutside; inner = unit_at(inner).parent)
+      if (inner == outer) return true;
+    return false;
+  }
+
+  // Units that own nothing and share nothing stay what they are: passthroughs.
+  std::vector<FoundUnit> keep_useful() {
+    std::vector<int32_t> new_index(units_.size(), kOutside);
+    std::vector<FoundUnit> kept;
+    for (size_t i = 0; i < units_.size(); ++i) {
+      if (units_[i].parameters.empty() && units_[i].shares_with.empty()) continue;
+      new_index[i] = static_cast<int32_t>(kept.size());
+      kept.push_back(units_[i]);
+    }
+    for (FoundUnit& unit : kept) {
+      // The next unit around it that is kept.
+      while (unit.parent != kOutside && new_index[static_cast<size_t>(unit.parent)] == kOutside)
+        unit.parent = units_[static_cast<size_t>(unit.parent)].parent;
+      if (unit.parent != kOutside) unit.parent = new_index[static_cast<size_t>(unit.parent)];
+      for (int32_t& other : unit.shares_with) other = new_index[static_cast<size_t>(other)];
+    }
+    return kept;
+  }
+
+  std::vector<FoundUnit> units_;
+  FoundUnit outside_;
+  std::vector<FoundModule> modules_;
+  std::unordered_map<const void*, Owner> owners_;
+};
+
+}  // namespace
+
+ModuleUnits find_units(const std::shared_ptr<torch::nn::Module>& model) {
+  return Finder().find(model);
+}
+
+}  // namespace fsdp

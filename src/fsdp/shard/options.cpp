@@ -1,0 +1,49 @@
+#include "fsdp/shard/options.h"
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/torch_dtype.h"
+
+namespace fsdp {
+
+namespace {
+
+void check_floating(const char* field, std::optional<at::ScalarType> type) {
+  if (!type || is_floating(dtype_of(*type))) return;
+  throw UsageError(concat("precision.", field, " is ", c10::toString(*type),
+                          "; gradients and main weights need fp64, fp32, fp16 or bf16"));
+}
+
+void check_wide_enough(const char* field, std::optional<at::ScalarType> type) {
+  if (!type || element_bytes(dtype_of(*type)) >= 2) return;
+  throw UsageError(concat("precision.", field, " is ", c10::toString(*type),
+                          "; sums need 16 bits or more: use fp64, fp32, fp16 or bf16"));
+}
+
+std::optional<DType> optional_dtype(std::optional<at::ScalarType> type) {
+  if (!type) return std::nullopt;
+  return dtype_of(*type);
+}
+
+}  // namespace
+
+PrecisionTypes PrecisionPolicy::types() const {
+  return {.main_params = optional_dtype(main_params),
+          .main_grads = optional_dtype(main_grads),
+          .grad_comm = optional_dtype(grad_comm),
+          .moments = std::nullopt};
+}
+
+void ShardOptions::validate() const {
+  check_legal(strategy);
+  check_floating("main_params", precision.main_params);
+  for (const auto& [field, type] : {std::pair{"main_grads", precision.main_grads},
+                                    std::pair{"grad_comm", precision.grad_comm}}) {
+    check_floating(field, type);
+    check_wide_enough(field, type);
+  }
+  if (device && device->is_meta())
+    throw UsageError("device is meta; name the device that computes, such as cpu or cuda:0");
+  PoolOptions{.kind = pool, .prefetch = prefetch, .budget_bytes = budget_bytes}.validate();
+}
+
+}  // namespace fsdp

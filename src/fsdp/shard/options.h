@@ -1,0 +1,104 @@
+// What a user decides when a model is sharded.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "fsdp/layout/granularity.h"
+#include "fsdp/layout/group_types.h"
+#include "fsdp/layout/strategy.h"
+#include "fsdp/memory/bucket_pool.h"
+#include "fsdp/memory/slab_allocator.h"
+
+namespace fsdp {
+
+// The types of the buffers beside the weights, which keep the parameters' own dtype (convert the
+// model before sharding it: `model->to(torch::kBFloat16)`).
+struct PrecisionPolicy {
+  // Main weights: what the optimizer updates. Equal to the parameters' dtype: the weights
+  // themselves, never a second copy. nullopt: the same.
+  std::optional<at::ScalarType> main_params = at::kFloat;
+
+  // Main gradients: what microbatches add up in, and what the optimizer reads. nullopt: the
+  // parameters' dtype.
+  std::optional<at::ScalarType> main_grads = std::nullopt;
+
+  // What gradients travel in. Sums over ranks are wide whatever travels (docs/communication.md).
+  // nullopt: the main gradients' dtype. The one field that set_precision() can change later.
+  std::optional<at::ScalarType> grad_comm = std::nullopt;
+
+  // The same without torch, for layouts and forecasts.
+  PrecisionTypes types() const;
+
+  friend bool operator==(const PrecisionPolicy&, const PrecisionPolicy&) = default;
+};
+
+// What a gradient is when every rank computed its own loss.
+enum class GradientOf : uint8_t {
+  kMeanOverRanks,  // each rank's loss is a mean over its tokens: sum over ranks / ranks
+  kSumOverRanks,   // each rank's loss is already divided by all tokens of all ranks: the sum
+};
+
+// How long a unit's main gradients own memory.
+enum class GradientLifetime : uint8_t {
+  // For good: fixed addresses, which graphs need.
+  kPersistent,
+  // From the unit's first reduction of a cycle until zero_grad(), so that they never coexist with
+  // the activations of the forward.
+  kStep,
+};
+
+enum class ReportNan : uint8_t {
+  kOff,           // found_nonfinite() after the step still says whether there was one
+  kPerParameter,  // an Error that names parameter, rank and microbatch, before it reaches the wire;
+                  // costs a pass over every gradient and, on a device, a host wait each
+};
+
+struct ShardOptions {
+  // What is sharded: a row of the table in layout/strategy.h, or any legal placements.
+  Strategy strategy = Strategy::optim_grads_params;
+
+  // Types of main weights, main gradients and gradient communication.
+  PrecisionPolicy precision = {};
+
+  // Where gathered weights and unreduced gradients live (docs/memory.md).
+  PoolKind pool = PoolKind::kMaxPool;
+
+  // Units gathered ahead of the one that computes; 1 means two units are live.
+  int32_t prefetch = 1;
+
+  // Pool `planned` only: gather as far ahead as this many bytes allow; 0: as `prefetch` says.
+  int64_t budget_bytes = 0;
+
+  // Pools with slots: a step in another order than the first one finds its slot taken.
+  OnMove on_move = OnMove::kFollow;
+
+  // Pool `double_buffer`: units that are not like the most common one.
+  OtherUnits other_units = OtherUnits::kOnDemand;
+
+  // What ranks' gradients become.
+  GradientOf gradient = GradientOf::kMeanOverRanks;
+
+  // How long main gradients own memory.
+  GradientLifetime gradient_lifetime = GradientLifetime::kPersistent;
+
+  // Whether NaN and Inf are searched parameter by parameter.
+  ReportNan report_nan = ReportNan::kOff;
+
+  // Where a shard may end inside a tensor; whole tensors for optimizers that need them.
+  Granularity granularity = Granularity::element();
+
+  // Where the buffers are. nullopt: where the parameters are; the CPU for meta parameters.
+  std::optional<c10::Device> device = std::nullopt;
+
+  // Where the memory comes from; must outlive the sharded model. nullptr: the host's or libtorch's.
+  SlabAllocator* allocator = nullptr;
+
+  // UsageError naming the field, its value and the fix.
+  void validate() const;
+};
+
+}  // namespace fsdp

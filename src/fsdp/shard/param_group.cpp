@@ -1,0 +1,188 @@
+#include "fsdp/shard/param_group.h"
+
+#include <ATen/ATen.h>
+
+#include <utility>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/log.h"
+#include "fsdp/base/torch_dtype.h"
+#include "fsdp/layout/shard_pieces.h"
+
+namespace fsdp {
+
+namespace {
+
+FlatLayoutRequest layout_request(const std::vector<GroupMember>& members, const GroupTypes& types,
+                                 const GroupSetting& setting, std::vector<int64_t> held_numel) {
+  FlatLayoutRequest request{.shapes = {},
+                            .element_bytes = narrowest_bytes(types),
+                            .inner_ranks = setting.shape.inner,
+                            .outer_ranks = setting.shape.outer,
+                            .granularity = setting.granularity,
+                            .held_numel = std::move(held_numel)};
+  for (const GroupMember& member : members)
+    request.shapes.push_back(member.parameter.sizes().vec());
+  return request;
+}
+
+// What touching a parameter says while its unit is sharded.
+std::string sharded_sentence(const std::string& unit, const GroupMember& member) {
+  return concat("parameter '", member.names.front(), "' is touched while its unit '", unit,
+                "' is sharded; use it inside the forward of a unit that holds it, or under "
+                "Sharded::full_parameters()");
+}
+
+FlatBufferSpec buffer_spec(PlacementPair placed, DType dtype, const GroupSetting& setting) {
+  return {.placed = placed,
+          .rank = setting.rank,
+          .dtype = scalar_type_of(dtype),
+          .device = setting.device};
+}
+
+}  // namespace
+
+ParamGroup::ParamGroup(std::string unit, std::vector<GroupMember> members, Trainable trainable,
+                       const GroupSetting& setting, std::vector<int64_t> held_numel)
+    : unit_(std::move(unit)),
+      setting_(setting),
+      members_(std::move(members)),
+      types_(resolve_types(dtype_of(members_.front().parameter.scalar_type()), setting.precision,
+                           trainable)),
+      layout_(layout_request(members_, types_, setting, std::move(held_numel))),
+      cuts_(layout_, setting.rank),
+      weight_(layout_, buffer_spec(setting.strategy.parameter, types_.weight, setting),
+              setting.memory.weight),
+      gather_(layout_, cuts_, setting.strategy, setting.mesh, weight_) {
+  weight_.allocate();
+  for (const GroupMember& member : members_)
+    storages_.emplace_back(member.parameter.numel() * element_bytes(types_.weight), setting.device,
+                           sharded_sentence(unit_, member));
+  if (types_.main_weight) {
+    main_weight_.emplace(layout_,
+                         buffer_spec(setting.strategy.optimizer, *types_.main_weight, setting),
+                         setting.memory.main_weight);
+    main_weight_->allocate();
+  }
+  if (types_.trainable) gradient_.emplace(layout_, cuts_, types_, setting);
+  if (!needs_slab()) bind(weight_.local().mutable_data_ptr());
+}
+
+GroupBuckets ParamGroup::buckets() const {
+  return group_buckets(layout_, types_, setting_.strategy, setting_.shape);
+}
+
+void ParamGroup::set_value(int64_t index, const at::Tensor& value) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor rounded = value.detach().to(weight_.dtype());
+  weight_.set(index, rounded);
+  if (main_weight_) main_weight_->set(index, rounded);
+}
+
+void ParamGroup::take_over_values() {
+  for (size_t i = 0; i < members_.size(); ++i)
+    set_value(static_cast<int64_t>(i), members_[i].parameter);
+}
+
+void ParamGroup::attach(int64_t index) {
+  const at::Tensor& parameter = members_[static_cast<size_t>(index)].parameter;
+  const at::Tensor view = storages_[static_cast<size_t>(index)].view(
+      weight_.dtype(), layout_.request().shapes[static_cast<size_t>(index)]);
+  // What Tensor::set_data does, without its check that both are on one kind of device: a parameter
+  // that was made on the meta device becomes a real one, and stays the same object for everybody
+  // who holds it.
+  parameter.unsafeGetTensorImpl()->shallow_copy_from(view.getIntrusivePtr());
+}
+
+void ParamGroup::bind(void* whole) {
+  const int64_t width = element_bytes(types_.weight);
+  for (size_t i = 0; i < storages_.size(); ++i)
+    storages_[i].bind(static_cast<std::byte*>(whole) +
+                      layout_.tensor_range(static_cast<int64_t>(i)).begin * width);
+  is_whole_ = true;
+}
+
+void ParamGroup::unbind() {
+  for (UnshardedStorage& storage : storages_) storage.unbind();
+  is_whole_ = false;
+}
+
+void ParamGroup::start_gather(void* slab, const Tag& tag) {
+  FSDP_ASSERT(needs_gather(), "unit ", unit_);
+  const auto refresh = is_stale_ ? WeightGather::Refresh::kYes : WeightGather::Refresh::kNo;
+  gather_work_ = gather_.start(slab, refresh, tag);
+  is_stale_ = false;
+  slab_ = slab;
+  is_gathering_ = true;
+}
+
+void ParamGroup::finish_gather() {
+  if (!is_gathering_) return;
+  is_gathering_ = false;
+  std::exchange(gather_work_, {}).wait();
+  bind(needs_slab() ? slab_ : weight_.local().mutable_data_ptr());
+}
+
+void ParamGroup::reshard() {
+  finish_gather();  // whoever gives the memory back must know that nobody writes to it any more
+  if (needs_slab() && is_whole_) unbind();
+}
+
+void ParamGroup::refresh() {
+  if (main_weight_)
+    for (const ShardPiece& piece : shard_pieces(layout_, setting_.strategy.parameter,
+                                                setting_.strategy.optimizer, setting_.rank))
+      weight_.at(piece.flat).copy_(main_weight_->at(piece.flat));
+  if (!gather_.refresh_communicates()) return;
+  is_stale_ = true;
+  if (is_whole_) unbind();
+}
+
+void ParamGroup::set_wire(DType wire, BucketSize bucket) {
+  gradient_->set_wire(scalar_type_of(wire));
+  if (bucket == BucketSize::kFollow) types_.wire = wire;
+}
+
+std::vector<OptimizerPiece> ParamGroup::optimizer_pieces() const {
+  std::vector<OptimizerPiece> pieces;
+  for (const ShardRange& range : layout_.shard_ranges(setting_.strategy.optimizer, setting_.rank)) {
+    OptimizerPiece piece{range.flat, main_weight().at(range.flat), {}};
+    if (gradient_ && gradient_->main().is_allocated())
+      piece.gradient = gradient_->main().at(range.flat);
+    pieces.push_back(std::move(piece));
+  }
+  return pieces;
+}
+
+FlatRange ParamGroup::held_flat(int64_t index) const {
+  const auto slices = layout_.tensor_slices(setting_.strategy.optimizer, setting_.rank, index);
+  if (slices.empty()) return {};
+  const int64_t begin = layout_.tensor_range(index).begin;
+  return {begin + slices.front().range.begin, begin + slices.front().range.end};
+}
+
+FlatRange ParamGroup::held_of(int64_t index) const {
+  const FlatRange held = held_flat(index);
+  if (held.empty()) return {};
+  const int64_t begin = layout_.tensor_range(index).begin;
+  return {held.begin - begin, held.end - begin};
+}
+
+at::Tensor ParamGroup::main_weight_of(int64_t index) const {
+  return main_weight().at(held_flat(index));
+}
+
+at::Tensor ParamGroup::gradient_of(int64_t index) const {
+  if (!gradient_ || !gradient_->main().is_allocated()) return {};
+  return gradient_->main().at(held_flat(index));
+}
+
+void ParamGroup::abandon_gather() noexcept {
+  try {
+    reshard();
+  } catch (const std::exception& error) {
+    log(LogLevel::kWarning, "a gather that was given up had failed: ", error.what());
+  }
+}
+
+}  // namespace fsdp

@@ -1,0 +1,125 @@
+#include "fsdp/shard/reduce_pipeline.h"
+
+#include <ATen/ATen.h>
+#include <ATen/record_function.h>
+
+#include <algorithm>
+
+#include "fsdp/base/error.h"
+
+namespace fsdp {
+
+ReducePipeline::ReducePipeline(SlabSource& slabs, ReduceSetting setting)
+    : slabs_(slabs), setting_(std::move(setting)) {}
+
+void ReducePipeline::begin_backward(bool is_last, int64_t microbatch) {
+  is_last_ = is_last;
+  microbatch_ = microbatch;
+}
+
+int32_t ReducePipeline::num_units_with_slabs(const UnitState& but) const {
+  int32_t count = 0;
+  const UnitState* last = &but;
+  for (const InFlight& entry : in_flight_) {
+    if (entry.stage != Stage::kBackward || entry.unit == last || entry.unit == &but) continue;
+    ++count;
+    last = entry.unit;
+  }
+  return count;
+}
+
+void ReducePipeline::prepare(UnitState& unit) {
+  for (GroupState& state : unit.groups) {
+    if (!state.group->is_trainable() || state.is_reduced) continue;
+    GroupGradient& gradient = state.group->gradient();
+    FSDP_CHECK(
+        !gradient.is_cycle_over(), "the gradients of unit '", unit.name,
+        "' were already reduced in this cycle; call zero_grad() before the next backward, or "
+        "run all but the last backward of a cycle under no_sync()");
+    if (!state.gradient_slab) {
+      gradient.begin_direct();
+    } else if (!gradient.has_slab()) {
+      while (num_units_with_slabs(unit) >= setting_.gradient_slots) retire_front();
+      slabs_.acquire(*state.gradient_slab);
+      gradient.begin_slab(state.gradient_slab->address());
+    }
+  }
+}
+
+void ReducePipeline::check_finite(const GroupState& state, int64_t member,
+                                  const at::Tensor& gradient) const {
+  if (setting_.report_nan == ReportNan::kOff) return;
+  const bool is_finite = at::isfinite(gradient).all().item<bool>();
+  FSDP_CHECK(is_finite, "the gradient of parameter '",
+             state.group->members()[static_cast<size_t>(member)].names.front(), "' of unit '",
+             state.group->unit(), "' is not finite on rank ", setting_.rank, " in microbatch ",
+             microbatch_, "; it has not been sent to other ranks");
+}
+
+void ReducePipeline::accept(UnitState& unit, GroupState& state, int64_t member,
+                            const at::Tensor& gradient) {
+  GroupGradient& target = state.group->gradient();
+  if (gradient.defined()) {
+    check_finite(state, member, gradient);
+    prepare(unit);
+    target.accept(member, gradient);
+  } else if (target.is_written(member)) {
+    check_finite(state, member, target.target(member));
+  }
+}
+
+void ReducePipeline::reduce(UnitState& unit, GroupState& state) {
+  RECORD_FUNCTION(unit.reduce_range, {});
+  prepare(unit);
+  state.is_reduced = true;
+  GroupGradient& gradient = state.group->gradient();
+  if (state.gradient_slab) {
+    gradient.start_backward_reduction(setting_.nonfinite, unit.reduce_tag);
+    in_flight_.push_back({&unit, &state, Stage::kBackward});
+  } else if (is_last_) {
+    start_cycle_end(unit, state);
+  }
+}
+
+void ReducePipeline::start_cycle_end(UnitState& unit, GroupState& state) {
+  // One copy in the wire type at a time.
+  while (std::any_of(in_flight_.begin(), in_flight_.end(), [&](const InFlight& entry) {
+    return entry.stage == Stage::kCycleEnd && entry.unit != &unit;
+  }))
+    retire_front();
+  GroupGradient& gradient = state.group->gradient();
+  gradient.start_cycle_reduction(setting_.nonfinite, unit.reduce_tag);
+  if (gradient.reduces_at_cycle_end()) in_flight_.push_back({&unit, &state, Stage::kCycleEnd});
+}
+
+void ReducePipeline::retire_front() {
+  const InFlight entry = in_flight_.front();
+  in_flight_.pop_front();
+  GroupGradient& gradient = entry.state->group->gradient();
+  if (entry.stage == Stage::kCycleEnd) return gradient.finish_cycle_reduction();
+  gradient.finish_backward_reduction();
+  slabs_.release(*entry.state->gradient_slab);
+  if (is_last_ && gradient.reduces_at_cycle_end()) start_cycle_end(*entry.unit, *entry.state);
+}
+
+void ReducePipeline::retire_all_but(const UnitState& unit) {
+  // What a retired reduction starts anew comes behind, and has until the next unit's end.
+  for (size_t left = in_flight_.size(); left > 0 && !in_flight_.empty(); --left) {
+    if (in_flight_.front().unit == &unit) return;
+    retire_front();
+  }
+}
+
+void ReducePipeline::finish() {
+  while (!in_flight_.empty()) retire_front();
+}
+
+void ReducePipeline::abandon(UnitState& unit) noexcept {
+  std::erase_if(in_flight_, [&](const InFlight& entry) { return entry.unit == &unit; });
+  for (GroupState& state : unit.groups) {
+    if (state.group->is_trainable()) state.group->gradient().abandon();
+    if (state.gradient_slab) slabs_.forget(*state.gradient_slab);
+  }
+}
+
+}  // namespace fsdp

@@ -1,0 +1,164 @@
+#include "fsdp/shard/sharded.h"
+
+#include <ATen/ATen.h>
+
+#include <utility>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/log.h"
+#include "fsdp/base/text.h"
+#include "fsdp/shard/engine.h"
+
+namespace fsdp {
+
+namespace {
+
+UnitState& unit_named(const Engine& engine, const std::string& name) {
+  std::vector<std::string> names;
+  for (const auto& unit : engine.units()) {
+    if (unit->name == name) return *unit;
+    names.push_back(unit->name);
+  }
+  const std::string guess = nearest(name, names);
+  throw UsageError(concat("unit '", name, "' does not exist",
+                          guess.empty() ? "" : concat("; did you mean '", guess, "'?")));
+}
+
+}  // namespace
+
+std::string MemoryReport::text() const {
+  const auto line = [](const char* what, int64_t bytes) {
+    return concat(what, bytes_text(static_cast<double>(bytes)), "\n");
+  };
+  return concat(line("weights         ", weight_bytes), line("main weights    ", main_weight_bytes),
+                line("main gradients  ", main_grad_bytes), line("pool            ", pool_bytes),
+                line("reductions      ", reduction_bytes), line("total           ", total_bytes()),
+                line("most so far     ", peak_bytes));
+}
+
+Sharded::NoSync::NoSync(std::shared_ptr<Engine> engine)
+    : engine_(std::move(engine)), was_last_(engine_->is_last_microbatch()) {
+  engine_->set_last_microbatch(false);
+}
+
+Sharded::NoSync::~NoSync() { engine_->set_last_microbatch(was_last_); }
+
+void Sharded::microbatch(Microbatch microbatch) const {
+  engine_->set_last_microbatch(microbatch.last);
+}
+
+void Sharded::wait_gradients() const { engine_->finish_gradients(); }
+void Sharded::zero_grad() const { engine_->zero_grad(); }
+bool Sharded::found_nonfinite() const { return engine_->found_nonfinite(); }
+void Sharded::refresh_weights() const { engine_->refresh_weights(); }
+void Sharded::reset() const { engine_->reset(); }
+const ShardOptions& Sharded::options() const { return engine_->options(); }
+
+Sharded::FullParameters::FullParameters(std::shared_ptr<Engine> engine, Access access)
+    : engine_(std::move(engine)), access_(access) {
+  engine_->finish_gradients();
+  engine_->release_weights();
+  SlabAllocator& allocator = engine_->memory().of(MemoryKind::kPool);
+  for (const auto& unit : engine_->units()) {
+    for (GroupState& state : unit->groups) {
+      ParamGroup& group = *state.group;
+      if (!group.needs_gather()) continue;
+      const int64_t bytes = group.layout().padded_numel() * element_bytes(group.types().weight);
+      Slab slab;
+      if (group.needs_slab()) slab = Slab(allocator, bytes, 128);
+      group.start_gather(slab.at(0), unit->gather_tag);
+      gathered_.emplace_back(&group, std::move(slab));
+    }
+  }
+  for (auto& [group, slab] : gathered_) group->finish_gather();
+}
+
+Sharded::FullParameters::~FullParameters() {
+  if (access_ == Access::kWrite)
+    for (const auto& unit : engine_->units())
+      for (GroupState& state : unit->groups) state.group->take_over_values();
+  for (auto& [group, slab] : gathered_) group->reshard();
+}
+
+std::vector<ShardedParameter> Sharded::parameters() const {
+  engine_->finish_gradients();
+  std::vector<ShardedParameter> all;
+  for (const auto& unit : engine_->units()) {
+    for (const GroupState& state : unit->groups) {
+      const ParamGroup& group = *state.group;
+      for (size_t i = 0; i < group.members().size(); ++i) {
+        const GroupMember& member = group.members()[i];
+        const auto index = static_cast<int64_t>(i);
+        all.push_back({.name = member.names.front(),
+                       .aliases = {member.names.begin() + 1, member.names.end()},
+                       .unit = unit->name,
+                       .shape = group.layout().request().shapes[i],
+                       .is_trainable = group.is_trainable(),
+                       .begin = group.held_of(index).begin,
+                       .main_weight = group.main_weight_of(index),
+                       .gradient = group.gradient_of(index)});
+      }
+    }
+  }
+  return all;
+}
+
+std::vector<FlatShard> Sharded::flat_shards() const {
+  engine_->finish_gradients();
+  std::vector<FlatShard> all;
+  for (const auto& unit : engine_->units())
+    for (const GroupState& state : unit->groups) {
+      if (!state.group->is_trainable()) continue;
+      for (OptimizerPiece& piece : state.group->optimizer_pieces())
+        all.push_back({unit->name, std::move(piece.weight), std::move(piece.gradient)});
+    }
+  return all;
+}
+
+std::vector<std::string> Sharded::unit_names() const {
+  std::vector<std::string> names;
+  for (const auto& unit : engine_->units()) names.push_back(unit->name);
+  return names;
+}
+
+std::vector<std::string> Sharded::unit_order() const {
+  std::vector<std::string> names;
+  for (const auto* part : {&engine_->order().forward, &engine_->order().backward})
+    for (const int32_t unit : *part)
+      names.push_back(engine_->units()[static_cast<size_t>(unit)]->name);
+  return names;
+}
+
+MemoryReport Sharded::memory() const {
+  const MemoryLedger& ledger = engine_->memory().ledger();
+  return {.weight_bytes = ledger.bytes(MemoryKind::kWeight),
+          .main_weight_bytes = ledger.bytes(MemoryKind::kMainWeight),
+          .main_grad_bytes = ledger.bytes(MemoryKind::kMainGrad),
+          .pool_bytes = ledger.bytes(MemoryKind::kPool),
+          .reduction_bytes = ledger.bytes(MemoryKind::kReduction),
+          .peak_bytes = ledger.total_peak_bytes()};
+}
+
+void Sharded::set_precision(const PrecisionPolicy& precision) const {
+  ShardOptions wanted = engine_->options();
+  const PrecisionPolicy& now = wanted.precision;
+  const auto refuse = [](const char* field) {
+    throw UsageError(concat("precision.", field,
+                            " cannot change after fully_shard(), because the buffer of that type "
+                            "is there already; shard the model again with the new type"));
+  };
+  if (precision.main_params != now.main_params) refuse("main_params");
+  if (precision.main_grads != now.main_grads) refuse("main_grads");
+  wanted.precision = precision;
+  wanted.validate();
+  engine_->set_grad_comm(precision.grad_comm);
+}
+
+void Sharded::set_prefetch(const std::string& unit, const std::vector<std::string>& ahead,
+                           PrefetchIn phase) const {
+  std::vector<UnitState*> units;
+  for (const std::string& name : ahead) units.push_back(&unit_named(*engine_, name));
+  unit_named(*engine_, unit).ahead[phase == PrefetchIn::kForward ? 0 : 1] = std::move(units);
+}
+
+}  // namespace fsdp

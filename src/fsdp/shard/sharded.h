@@ -1,0 +1,143 @@
+// What a program holds after fully_shard(): the model's state as sharding sees it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "fsdp/memory/slab_allocator.h"
+#include "fsdp/shard/options.h"
+
+namespace fsdp {
+
+class Engine;
+class ParamGroup;
+
+// This rank's part of one parameter, in the optimizer's placement.
+struct ShardedParameter {
+  std::string name;                  // its first name in the module tree
+  std::vector<std::string> aliases;  // further names of a shared parameter
+  std::string unit;
+  std::vector<int64_t> shape;  // of the whole
+  bool is_trainable = true;
+  int64_t begin = 0;       // elements [begin, begin + main_weight.numel()) of the flattened whole
+  at::Tensor main_weight;  // one-dimensional; a view
+  at::Tensor gradient;     // the same elements; undefined when frozen, or while it has no memory
+};
+
+// The same for all parameters of a group that lie next to each other, padding included: what an
+// optimizer that works element by element wants.
+struct FlatShard {
+  std::string unit;
+  at::Tensor main_weight;  // one-dimensional; a view
+  at::Tensor gradient;     // the same elements; undefined while it has no memory
+};
+
+// Exact bytes, as asked from the allocator.
+struct MemoryReport {
+  int64_t weight_bytes = 0;       // sharded or whole, as the strategy says
+  int64_t main_weight_bytes = 0;  // where they are apart from the weights
+  int64_t main_grad_bytes = 0;
+  int64_t pool_bytes = 0;       // gathered weights and unreduced gradients
+  int64_t reduction_bytes = 0;  // copies in the wire type
+  int64_t peak_bytes = 0;       // the most of all together so far
+
+  int64_t total_bytes() const {
+    return weight_bytes + main_weight_bytes + main_grad_bytes + pool_bytes + reduction_bytes;
+  }
+  // One line per kind.
+  std::string text() const;
+};
+
+// Whether a backward is the last one before the optimizer's step.
+struct Microbatch {
+  bool last = true;
+};
+
+// When set_prefetch() applies.
+enum class PrefetchIn : uint8_t { kForward, kBackward };
+
+// A handle: copies mean the same model. The model's units keep everything alive, too.
+class Sharded {
+ public:
+  explicit Sharded(std::shared_ptr<Engine> engine) : engine_(std::move(engine)) {}
+
+  // --- gradients -------------------------------------------------------------------------------
+  // Backwards between two calls of zero_grad() add up. All but the last one are announced, since
+  // what is reduced once per cycle is reduced in the last.
+  class NoSync {
+   public:
+    explicit NoSync(std::shared_ptr<Engine> engine);
+    ~NoSync();
+    NoSync(const NoSync&) = delete;
+    NoSync& operator=(const NoSync&) = delete;
+
+   private:
+    std::shared_ptr<Engine> engine_;
+    bool was_last_;
+  };
+  // Backwards while the guard lives are not the last of their cycle.
+  [[nodiscard]] NoSync no_sync() const { return NoSync(engine_); }
+  // The same until the next call: microbatch({.last = i + 1 == n}).
+  void microbatch(Microbatch microbatch) const;
+
+  // Waits until the gradients of this cycle are complete. Whatever reads them below does it, too.
+  void wait_gradients() const;
+  // Begins a new cycle. Nothing is written: the next backward overwrites.
+  void zero_grad() const;
+  // Whether any rank's gradients of this cycle hold a NaN or Inf. All ranks call it.
+  bool found_nonfinite() const;
+
+  // --- weights ---------------------------------------------------------------------------------
+  // After the main weights were changed: brings the change to the weights that compute.
+  void refresh_weights() const;
+
+  enum class Access : uint8_t { kRead, kWrite };
+  class FullParameters {
+   public:
+    FullParameters(std::shared_ptr<Engine> engine, Access access);
+    ~FullParameters();
+    FullParameters(const FullParameters&) = delete;
+    FullParameters& operator=(const FullParameters&) = delete;
+
+   private:
+    std::shared_ptr<Engine> engine_;
+    const Access access_;
+    std::vector<std::pair<ParamGroup*, Slab>> gathered_;
+  };
+  // While the guard lives every parameter is whole; with kWrite what was changed in them becomes
+  // the value, on all ranks alike. All ranks call it.
+  [[nodiscard]] FullParameters full_parameters(Access access = Access::kRead) const {
+    return FullParameters(engine_, access);
+  }
+
+  // --- what is there ---------------------------------------------------------------------------
+  // Views: valid as long as the model, gradients of lifetime kStep until zero_grad().
+  std::vector<ShardedParameter> parameters() const;
+  std::vector<FlatShard> flat_shards() const;  // of trainable groups
+  std::vector<std::string> unit_names() const;
+  // The order in which units begin, as it is expected now.
+  std::vector<std::string> unit_order() const;
+  MemoryReport memory() const;
+  const ShardOptions& options() const;
+
+  // --- changes ---------------------------------------------------------------------------------
+  // Between cycles. Only grad_comm can change; docs/engine.md says what a fixed pool allows.
+  void set_precision(const PrecisionPolicy& precision) const;
+  // What is gathered when `unit` begins, instead of what the recorded order says.
+  void set_prefetch(const std::string& unit, const std::vector<std::string>& ahead,
+                    PrefetchIn phase) const;
+  // After an exception in forward or backward: drops what was under way and this cycle's gradients.
+  // All ranks call it.
+  void reset() const;
+
+  Engine& engine() const { return *engine_; }
+
+ private:
+  std::shared_ptr<Engine> engine_;
+};
+
+}  // namespace fsdp

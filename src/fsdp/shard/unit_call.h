@@ -1,0 +1,69 @@
+// One call of a unit's forward, and its way back through autograd.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "fsdp/shard/engine.h"
+#include "fsdp/shard/unit.h"
+
+namespace fsdp {
+
+// Note [Where a unit's backward begins and ends]
+// It begins when a gradient arrives at any of the call's outputs: a hook on each of them. It ends
+// when everything inside is done. Autograd runs nodes in the reverse order of their creation, so a
+// node that was created at the very beginning of the call runs when all others of the call have:
+// each input that needs a gradient is replaced by a view of itself, and the hook is on that view.
+// (A view and not an identity function of our own: then a forward may still change its input in
+// place, and autograd sees it.)
+//
+// A call whose inputs need no gradients (token ids) has no such node. It ends when all its
+// parameters have their gradients, or when autograd comes to a call that is older, or at the end.
+class UnitCall final : public UnitHooks::Call, public std::enable_shared_from_this<UnitCall> {
+ public:
+  UnitCall(std::shared_ptr<Engine> engine, UnitState& unit);
+
+  void enter(const std::vector<at::Tensor*>& inputs) override;
+  void leave(const std::vector<at::Tensor*>& outputs) override;
+  void fail() noexcept override;
+
+  // Calls are numbered in the order of their forwards.
+  int64_t number() const { return number_; }
+  void begin_backward();
+  void end_backward();
+
+ private:
+  bool is_in_backward(const Engine& engine) const {
+    return backward_number_ == engine.backward_number();
+  }
+
+  // Hooks of a graph that outlives the model must do nothing.
+  const std::weak_ptr<Engine> engine_;
+  std::shared_ptr<Engine> running_;  // from construction until the forward has ended
+  UnitState& unit_;                  // valid while the engine is
+  const Engine::CallMode mode_;
+  const int64_t number_;
+  bool has_gradients_ = false;  // hooks are wanted
+  bool has_input_hook_ = false;
+  bool is_forward_open_ = false;
+  Engine::Times times_;           // of the use that is open now
+  int64_t backward_number_ = -1;  // the backward it takes part in
+  bool is_through_ = false;       // of that backward
+};
+
+// Attached to a unit by fully_shard().
+class EngineHooks final : public UnitHooks {
+ public:
+  EngineHooks(std::shared_ptr<Engine> engine, UnitState& unit)
+      : engine_(std::move(engine)), unit_(unit) {}
+  std::shared_ptr<Call> begin_call() override { return std::make_shared<UnitCall>(engine_, unit_); }
+
+ private:
+  const std::shared_ptr<Engine> engine_;
+  UnitState& unit_;
+};
+
+}  // namespace fsdp

@@ -1,0 +1,96 @@
+#include "fsdp/shard/weight_gather.h"
+
+#include <ATen/ATen.h>
+
+#include "fsdp/base/error.h"
+
+namespace fsdp {
+
+namespace {
+
+const MeshAxis& mesh_axis(const Mesh& mesh, Axis axis) {
+  return axis == Axis::kInner ? mesh.inner() : mesh.outer();
+}
+
+Placement along(PlacementPair pair, Axis axis) {
+  return axis == Axis::kInner ? pair.inner : pair.outer;
+}
+
+// Outer first: the outer whole is the inner part.
+constexpr Axis kGatherOrder[] = {Axis::kOuter, Axis::kInner};
+
+bool gathers(Placement from, Placement to, const MeshAxis& axis) {
+  return from == Placement::kShard && to == Placement::kReplicate && axis.size() > 1;
+}
+
+}  // namespace
+
+WeightGather::WeightGather(const FlatLayout& layout, const AxisCuts& cuts, const Strategy& strategy,
+                           const Mesh& mesh, const FlatBuffer& weight)
+    : layout_(layout),
+      cuts_(cuts),
+      mesh_(mesh),
+      weight_(weight),
+      parameter_(strategy.parameter),
+      optimizer_(strategy.optimizer) {
+  for (const Axis axis : kGatherOrder) {
+    const Placement parameter = along(parameter_, axis);
+    refreshes_ |= gathers(along(optimizer_, axis), parameter, mesh_axis(mesh, axis));
+    unshards_ |= gathers(parameter, Placement::kReplicate, mesh_axis(mesh, axis));
+  }
+}
+
+WeightGather::Stage WeightGather::stage_of(Axis axis, const auto& output_at,
+                                           const auto& input_at) const {
+  Stage stage;
+  for (const AxisCut& cut : cuts_.along(axis))
+    stage.push_back(
+        {&mesh_axis(mesh_, axis).gather(), output_at(cut.whole), input_at(cut.part), cut.counts});
+  return stage;
+}
+
+void WeightGather::build_refresh() {
+  const auto in_weight = [&](FlatRange range) { return weight_.at(range); };
+  for (const Axis axis : kGatherOrder)
+    if (gathers(along(optimizer_, axis), along(parameter_, axis), mesh_axis(mesh_, axis)))
+      refresh_.push_back(stage_of(axis, in_weight, in_weight));
+}
+
+void WeightGather::build_unshard(void* slab) {
+  const at::Tensor whole =
+      tensor_over(slab, layout_.padded_numel(), weight_.dtype(), weight_.spec().device);
+  const auto in_slab = [&](FlatRange range) { return whole.narrow(0, range.begin, range.numel()); };
+  const auto in_weight = [&](FlatRange range) { return weight_.at(range); };
+  unshard_.clear();
+  for (const Axis axis : kGatherOrder) {
+    if (!gathers(along(parameter_, axis), Placement::kReplicate, mesh_axis(mesh_, axis))) continue;
+    // The second stage continues in place where the first one wrote.
+    unshard_.push_back(unshard_.empty() ? stage_of(axis, in_slab, in_weight)
+                                        : stage_of(axis, in_slab, in_slab));
+  }
+  unshard_slab_ = slab;
+}
+
+Work WeightGather::run(const std::vector<Stage>& stages, const Tag& tag, Work after) {
+  for (const Stage& stage : stages) {
+    Work last;
+    for (const Step& step : stage)
+      last = step.communicator->all_gather(step.output, step.input, tag, step.counts, after);
+    after = last;
+  }
+  return after;
+}
+
+Work WeightGather::start(void* slab, Refresh refresh, const Tag& tag) {
+  Work last;
+  if (refresh == Refresh::kYes) {
+    if (refresh_.empty()) build_refresh();
+    last = run(refresh_, tag, last);
+  }
+  if (!unshards_) return last;
+  FSDP_ASSERT(slab != nullptr);
+  if (slab != unshard_slab_) build_unshard(slab);
+  return run(unshard_, tag, last);
+}
+
+}  // namespace fsdp
