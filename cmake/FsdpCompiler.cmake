@@ -10,6 +10,12 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_L
   target_compile_options(fsdp_warnings INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wno-restrict>)
 endif()
 
+# GCC 13 and later see moves out of bounds in the vector<bool> of libtorch's custom functions that are
+# not there.
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND NOT CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
+  target_compile_options(fsdp_warnings INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wno-array-bounds>)
+endif()
+
 # Without contraction a*b+c is two roundings on every machine, so that results can be compared bit
 # by bit between backends, compilers and architectures (aarch64 contracts by default).
 add_library(fsdp_numerics INTERFACE)

@@ -2,15 +2,13 @@
 // parameter reads NaN, and otherwise nothing is in its place.
 #include <ATen/ATen.h>
 
-#include <limits>
-
-#include "fsdp/base/env.h"
+#include "fsdp/comm/comm_options.h"
 #include "fsdp/shard/unsharded_storage.h"
 
 namespace fsdp {
 
 void UnshardedStorage::forbid_access() {
-  if (!env_flag("FSDP_CHECKED")) return;
+  if (!CommOptions::from_environment().checked) return;
   if (!spare_is_ready_) {
     // Every byte 0xFF is NaN in each floating type.
     const at::Tensor poison = at::full({num_bytes_}, 0xFF, at::device(device_).dtype(at::kByte));
