@@ -13,7 +13,7 @@ endif()
 # GCC 13 and later see moves out of bounds in the vector<bool> of libtorch's custom functions that are
 # not there.
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND NOT CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
-  target_compile_options(fsdp_warnings INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wno-array-bounds>)
+  target_compile_options(fsdp_warnings INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wno-array-bounds -Wno-stringop-overflow>)
 endif()
 
 # Without contraction a*b+c is two roundings on every machine, so that results can be compared bit
