@@ -93,5 +93,39 @@ INSTANTIATE_TEST_SUITE_P(
                                          "optim_grads_params+hfsdp", "RS/PP/SS", "SS/SS/SS"),
                        ::testing::Values(1, 2), ::testing::Values(1, 2, 3)));
 
+// Rank r's values are all r.
+Mlp make_mlp_of(float value) {
+  Mlp model;
+  const at::NoGradGuard no_grad;
+  for (at::Tensor& parameter : model->parameters()) parameter.fill_(value);
+  return model;
+}
+
+TEST(InitialValues, ThatDifferBetweenRanksAreAnErrorThatNamesTheParameter) {
+  run_ranks(3, [](World& world) {
+    const Mesh mesh = world.mesh();
+    Mlp model = make_mlp_of(static_cast<float>(world.rank()));
+    try {
+      fully_shard(model, mesh);
+      FAIL() << "different values were taken";
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("'first.linear.weight'"));
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("kOfRankZero"));
+    }
+  });
+}
+
+TEST(InitialValues, OfRankZeroReachEveryRankOfAMesh) {
+  run_ranks(4, [](World& world) {
+    const Mesh mesh = world.mesh({.outer = 2});
+    Mlp model = make_mlp_of(static_cast<float>(world.rank() + 5));
+    const Sharded sharded =
+        fully_shard(model, mesh, {.initial_values = InitialValues::kOfRankZero});
+    const auto whole = sharded.full_parameters();
+    for (const at::Tensor& parameter : model->parameters())
+      EXPECT_TRUE(parameter.eq(5.0).all().item<bool>()) << "rank " << world.rank();
+  });
+}
+
 }  // namespace
 }  // namespace fsdp

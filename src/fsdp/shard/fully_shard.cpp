@@ -16,6 +16,7 @@
 #include "fsdp/shard/module_units.h"
 #include "fsdp/shard/parameter_init.h"
 #include "fsdp/shard/unit_call.h"
+#include "fsdp/shard/value_agreement.h"
 
 namespace fsdp {
 
@@ -38,7 +39,9 @@ struct GroupKey {
 class Builder {
  public:
   Builder(std::shared_ptr<Engine> engine, ModuleUnits found)
-      : engine_(std::move(engine)), found_(std::move(found)) {
+      : engine_(std::move(engine)),
+        found_(std::move(found)),
+        values_(engine_->mesh(), engine_->options().initial_values) {
     if (engine_->options().granularity.kind == Granularity::Kind::kTensor)
       held_numel_.assign(
           static_cast<size_t>(engine_->mesh_shape().inner * engine_->mesh_shape().outer), 0);
@@ -48,6 +51,7 @@ class Builder {
     for (const FoundUnit& unit : found_.units) add_unit(unit);
     connect();
     for (const FoundModule& module : found_.modules) adopt_module(module);
+    values_.check_agreement();
     engine_->complete();
     engine_->keep(attach_gradient_hooks(engine_));
     for (const FoundUnit& found : found_.units)
@@ -121,7 +125,10 @@ class Builder {
       Place& place = places_.at(item.value().unsafeGetTensorImpl());
       // A shared parameter has the value of its first module; the second module's initialisation
       // went to scratch memory, so that the random numbers after it are the same.
-      if (!std::exchange(place.has_value, true)) place.group->set_value(place.member, item.value());
+      if (!std::exchange(place.has_value, true)) {
+        const at::Tensor value = values_.agree_on(item.value(), place.group->name_of(place.member));
+        place.group->set_value(place.member, value);
+      }
       place.group->attach(place.member);
     }
     move_buffers(*found.module);
@@ -150,7 +157,7 @@ class Builder {
     for (const at::Tensor& tensor : found.module->buffers(false))
       if (tensor.defined() && tensor.is_meta()) replace(tensor);
     const at::NoGradGuard no_grad;
-    initialize_parameters(*found.module, found.name);
+    if (values_.are_made_here()) initialize_parameters(*found.module, found.name);
   }
 
   void move_buffers(torch::nn::Module& module) const {
@@ -183,6 +190,7 @@ class Builder {
 
   const std::shared_ptr<Engine> engine_;
   const ModuleUnits found_;
+  ValueAgreement values_;
   std::vector<int64_t> held_numel_;  // by rank, of the groups so far; granularity `tensor` only
   std::unordered_map<const void*, Place> places_;
 };

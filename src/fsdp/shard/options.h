@@ -57,6 +57,12 @@ enum class ReportNan : uint8_t {
                   // costs a pass over every gradient and, on a device, a host wait each
 };
 
+// Whose parameter values a model begins with.
+enum class InitialValues : uint8_t {
+  kOfEveryRank,  // every rank built the same (from the same seed or file); checked, an Error if not
+  kOfRankZero,   // rank 0's, sent to the others; what they built is dropped
+};
+
 struct ShardOptions {
   // What is sharded: a row of the table in layout/strategy.h, or any legal placements.
   Strategy strategy = Strategy::optim_grads_params;
@@ -90,6 +96,10 @@ struct ShardOptions {
 
   // Where a shard may end inside a tensor; whole tensors for optimizers that need them.
   Granularity granularity = Granularity::element();
+
+  // Whose values the model begins with. Ranks that are threads of one process share its random
+  // number generator, so there rank 0's is the simple choice.
+  InitialValues initial_values = InitialValues::kOfEveryRank;
 
   // Where the buffers are. nullopt: where the parameters are; the CPU for meta parameters.
   std::optional<c10::Device> device = std::nullopt;

@@ -42,6 +42,9 @@ class ParamGroup {
 
   const std::string& unit() const { return unit_; }
   const std::vector<GroupMember>& members() const { return members_; }
+  const std::string& name_of(int64_t index) const {
+    return members_[static_cast<size_t>(index)].names.front();
+  }
   const FlatLayout& layout() const { return layout_; }
   const GroupTypes& types() const { return types_; }
   bool is_trainable() const { return types_.trainable; }
