@@ -33,9 +33,8 @@ build: ready  ## build everything, optimised, into build/release
 test: build  ## build, then run every test
 	@ctest --preset release -j $(JOBS)
 
-train: build  ## train a small model (until the trainer is here: show how its memory would be sharded)
-	@echo 'The trainer is not written yet; this is the memory plan of the 110M Llama model on 2 ranks.'
-	@build/release/bin/fsdp plan --model llama-110m --ranks 2 --compare
+train: build  ## train a small model on 3 ranks (until the trainer is here: the example to copy)
+	@OMP_NUM_THREADS=1 build/release/bin/hello_fsdp 3
 
 bench: build  ## build, then run the benchmarks in build/release/bin/bench_*
 	@tools/bench.sh
