@@ -6,6 +6,7 @@
 
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "fsdp/comm/world.h"
 #include "support/communicator_suite.h"
@@ -71,11 +72,18 @@ TEST(DeviceCommunicator, NeverMakesTheHostWaitForTheDevice) {
     Communicator& comm = world.communicator();
     at::Tensor share = at::ones({1 << 20}, bf16);
     at::Tensor whole = at::ones({comm.size() << 20}, bf16);
+    at::Tensor main_share = at::zeros({1 << 20}, bf16.dtype(at::kFloat));
+    const at::Tensor flag = at::zeros({1}, bf16.dtype(at::kFloat));
+    const std::vector<int> together(static_cast<size_t>(comm.size()), 0);
+    const auto other = comm.split(together, "other");
     const auto all_kinds = [&] {
       comm.all_gather(whole, share, "gather").wait();
       comm.reduce_scatter(share, whole, {}, "scatter").wait();
       comm.all_reduce(whole, {.op = ReduceOp::kAvg}, "reduce").wait();
       comm.broadcast(whole, 0, "broadcast").wait();
+      const Work gathered = other->all_gather(whole, share, "first");
+      const Reduction adds = {.store = Store::kAdd, .nonfinite = flag};
+      comm.reduce_scatter(main_share, whole, adds, "second", {}, gathered).wait();
     };
     all_kinds();  // creates streams, allocates what the sums need
     at::Tensor product;
@@ -84,6 +92,57 @@ TEST(DeviceCommunicator, NeverMakesTheHostWaitForTheDevice) {
     computed.record(c10::impl::VirtualGuardImpl(kDevice.type()).getStream(kDevice));
     all_kinds();
     EXPECT_FALSE(computed.query());
+  });
+}
+
+// The gather is held up by the caller's stream, the reduction is not: only `after` keeps it from
+// reading what has not arrived.
+TEST(DeviceCommunicator, FollowsWorkOfAnotherStream) {
+  FSDP_REQUIRE_GPU();
+  run_threads(3, kShortDeadline, [](World& world) {
+    const c10::impl::VirtualGuardImpl guard_impl(kDevice.type());
+    Communicator& comm = world.communicator();
+    const std::vector<int> together(static_cast<size_t>(comm.size()), 0);
+    const auto other = comm.split(together, "other");
+    const int64_t numel = 1 << 22;
+    const auto floats = at::device(kDevice).dtype(at::kFloat);
+    at::Tensor share = at::empty({numel}, floats);
+    at::Tensor whole = at::empty({numel * comm.size()}, floats);
+    at::Tensor sum = at::empty({numel}, floats);
+    at::Tensor wrong = at::zeros({1}, floats.dtype(at::kLong));
+    const c10::Stream second = guard_impl.getNewStream(kDevice);
+    for (int round = 0; round < 50; ++round) {
+      for (int busy = 0; busy < 8; ++busy) share.fill_(busy);
+      share.fill_(round + comm.rank());
+      const Work gathered = other->all_gather(whole, share, "gather");
+      Work reduced;
+      {
+        const c10::StreamGuard guard(second);
+        reduced = comm.reduce_scatter(sum, whole, {}, "reduce", {}, gathered);
+      }
+      reduced.wait();
+      wrong += (sum != comm.size() * (round + comm.rank())).sum();
+    }
+    EXPECT_EQ(wrong.item<int64_t>(), 0);
+  });
+}
+
+// fp64 into narrow types is rounded once there too.
+TEST(DeviceCommunicator, AddsWithTheSameBitsAsTheHost) {
+  FSDP_REQUIRE_GPU();
+  run_threads(3, kShortDeadline, [](World& world) {
+    Communicator& comm = world.communicator();
+    for (const at::ScalarType wire : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble}) {
+      for (const at::ScalarType result : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble}) {
+        const at::Tensor input = testing::rank_pattern(comm.rank(), 3 * 100003, wire);
+        at::Tensor on_host = testing::rank_pattern(comm.rank(), 100003, result, 1);
+        at::Tensor on_device = on_host.to(kDevice);
+        const Reduction adds = {.op = ReduceOp::kAvg, .scale = 0.7, .store = Store::kAdd};
+        comm.reduce_scatter(on_host, input, adds, "host").wait();
+        comm.reduce_scatter(on_device, input.to(kDevice), adds, "device").wait();
+        EXPECT_TRUE(testing::same_bytes(on_host, on_device)) << wire << " " << result;
+      }
+    }
   });
 }
 

@@ -4,14 +4,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <cmath>
-#include <limits>
 #include <numeric>
-#include <span>
 #include <vector>
 
 #include "fsdp/base/error.h"
 #include "support/rank_pattern.h"
+#include "support/reduction_cases.h"
 
 namespace fsdp::testing {
 
@@ -20,51 +18,13 @@ namespace {
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
 
-const std::vector<int64_t> kSizes = {0, 1, 7, 64, 1000, 5000};
-const std::vector<at::ScalarType> kReducible = {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf,
-                                                at::kLong,  at::kInt,    at::kByte};
 const std::vector<at::ScalarType> kMovable = {at::kFloat, at::kBFloat16,      at::kHalf,
                                               at::kByte,  at::kFloat8_e4m3fn, at::kFloat8_e5m2,
                                               at::kBool};
 
-std::vector<int64_t> uneven_counts(int ranks, int64_t base) {
-  std::vector<int64_t> counts;
-  for (int rank = 0; rank < ranks; ++rank) counts.push_back(rank % 3 == 1 ? 0 : base + 13 * rank);
-  return counts;
-}
-
-int64_t sum(std::span<const int64_t> values) {
-  return std::accumulate(values.begin(), values.end(), int64_t{0});
-}
-
 at::Tensor movable_pattern(int rank, int64_t numel, at::ScalarType dtype) {
   if (dtype == at::kBool) return rank_pattern(rank, numel, at::kFloat) > 0;
   return rank_pattern(rank, numel, at::kFloat).to(dtype);
-}
-
-// The definition: combine in rank order in the accumulation type, scale once, round once.
-at::Tensor reference(int ranks, const std::function<at::Tensor(int)>& input_of, at::ScalarType acc,
-                     const Reduction& reduction, at::ScalarType result) {
-  at::Tensor combined = input_of(0).to(acc);
-  for (int rank = 1; rank < ranks; ++rank) {
-    const at::Tensor next = input_of(rank).to(acc);
-    if (reduction.op == ReduceOp::kMax) {
-      combined = at::maximum(combined, next);
-    } else if (reduction.op == ReduceOp::kMin) {
-      combined = at::minimum(combined, next);
-    } else {
-      combined = combined + next;
-    }
-  }
-  double scale = reduction.scale;
-  if (reduction.op == ReduceOp::kAvg) scale /= ranks;
-  if (scale != 1.0) combined = combined * at::full({1}, scale, combined.options());
-  return rounded_once(combined, result);
-}
-
-at::ScalarType accumulation_of(at::ScalarType wire, at::ScalarType result) {
-  if (!at::isFloatingType(wire)) return at::kLong;
-  return wire == at::kDouble || result == at::kDouble ? at::kDouble : at::kFloat;
 }
 
 // --- moving data -------------------------------------------------------------------------------
@@ -153,182 +113,6 @@ void broadcasts_from_every_root(World& world, at::Device device) {
       comm.broadcast(tensor, root, "from root").wait();
       EXPECT_TRUE(same_bytes(tensor, rank_pattern(root, numel, at::kFloat)))
           << root << " " << numel;
-    }
-  }
-}
-
-// --- reducing ----------------------------------------------------------------------------------
-
-struct ReduceCase {
-  at::ScalarType wire;
-  at::ScalarType result;
-  Reduction reduction;
-  std::span<const int64_t> counts;
-  bool in_place = false;
-};
-
-void check_reduce_scatter(Communicator& comm, at::Device device, const ReduceCase& claim) {
-  const int64_t total = sum(claim.counts);
-  int64_t offset = 0;
-  for (int rank = 0; rank < comm.rank(); ++rank) offset += claim.counts[static_cast<size_t>(rank)];
-  const int64_t mine = claim.counts[static_cast<size_t>(comm.rank())];
-  const auto share_of = [&](int rank) {
-    return rank_pattern(rank, total, claim.wire).narrow(0, offset, mine);
-  };
-  at::Tensor input = rank_pattern(comm.rank(), total, claim.wire).to(device);
-  at::Tensor output = claim.in_place ? input.narrow(0, offset, mine)
-                                     : at::zeros({mine}, at::device(device).dtype(claim.result));
-  comm.reduce_scatter(output, input, claim.reduction, "reduce", claim.counts).wait();
-  const at::ScalarType acc =
-      claim.reduction.accumulate.value_or(accumulation_of(claim.wire, claim.result));
-  EXPECT_TRUE(
-      same_bytes(output, reference(comm.size(), share_of, acc, claim.reduction, claim.result)))
-      << claim.wire << " into " << claim.result << " by " << name_of(claim.reduction.op)
-      << " scaled by " << claim.reduction.scale << " of " << total
-      << (claim.in_place ? " in place" : "");
-}
-
-void reduces_every_dtype_in_rank_order(World& world, at::Device device) {
-  Communicator& comm = world.communicator();
-  for (const at::ScalarType dtype : kReducible) {
-    for (const int64_t numel : kSizes) {
-      const std::vector<int64_t> counts(static_cast<size_t>(comm.size()), numel);
-      check_reduce_scatter(comm, device, {dtype, dtype, {}, counts});
-      check_reduce_scatter(comm, device, {dtype, dtype, {.op = ReduceOp::kMax}, counts, true});
-      check_reduce_scatter(comm, device, {dtype, dtype, {.op = ReduceOp::kMin}, counts});
-      if (!at::isFloatingType(dtype)) continue;
-      check_reduce_scatter(comm, device, {dtype, dtype, {.op = ReduceOp::kAvg}, counts, true});
-      check_reduce_scatter(comm, device, {dtype, dtype, {.scale = 0.3}, counts});
-    }
-    const std::vector<int64_t> uneven = uneven_counts(comm.size(), 300);
-    check_reduce_scatter(comm, device, {dtype, dtype, {}, uneven});
-    check_reduce_scatter(comm, device, {dtype, dtype, {}, uneven, true});
-  }
-}
-
-// One share is longer than what a backend may move at a time (MPI: 1 MiB per rank), and odd.
-void reduces_large_uneven_shares(World& world, at::Device device) {
-  Communicator& comm = world.communicator();
-  std::vector<int64_t> counts = uneven_counts(comm.size(), 1000);
-  counts.back() = 600001;
-  check_reduce_scatter(comm, device, {at::kBFloat16, at::kFloat, {.op = ReduceOp::kAvg}, counts});
-  check_reduce_scatter(comm, device, {at::kFloat, at::kFloat, {}, counts, true});
-}
-
-void reduces_into_the_accumulation_type(World& world, at::Device device) {
-  Communicator& comm = world.communicator();
-  const std::vector<int64_t> counts(static_cast<size_t>(comm.size()), 5000);
-  for (const at::ScalarType wire : {at::kBFloat16, at::kHalf, at::kFloat}) {
-    check_reduce_scatter(comm, device, {wire, at::kFloat, {.scale = 0.7}, counts});
-    const Reduction wide = {.scale = 0.7, .accumulate = at::kDouble};
-    check_reduce_scatter(comm, device, {wire, at::kDouble, wide, counts});
-    check_reduce_scatter(comm, device, {wire, wire, wide, counts});
-  }
-}
-
-void reduces_any_wire_into_any_output(World& world, at::Device device) {
-  Communicator& comm = world.communicator();
-  const std::vector<int64_t> counts = uneven_counts(comm.size(), 700);
-  const std::vector<at::ScalarType> floating = {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf};
-  for (const at::ScalarType wire : floating)
-    for (const at::ScalarType result : floating)
-      check_reduce_scatter(comm, device, {wire, result, {.op = ReduceOp::kAvg}, counts});
-}
-
-// The output holds something; the reduced share is added to it before the one rounding. Larger than
-// what MPI moves at a time, so that pieces are added where they belong.
-void adds_to_what_is_there(World& world, at::Device device) {
-  Communicator& comm = world.communicator();
-  const int64_t numel = 300001;
-  const int64_t total = comm.size() * numel;
-  for (const at::ScalarType wire : {at::kFloat, at::kBFloat16}) {
-    for (const at::ScalarType result : {at::kFloat, at::kBFloat16, at::kDouble}) {
-      const at::ScalarType acc = accumulation_of(wire, result);
-      const Reduction reduction = {.scale = 0.3, .store = Store::kAdd};
-      const auto share_of = [&](int rank) {
-        return rank_pattern(rank, total, wire).narrow(0, comm.rank() * numel, numel);
-      };
-      const at::Tensor old = rank_pattern(comm.rank(), numel, result, 5);
-      at::Tensor output = old.to(device, /*non_blocking=*/false, /*copy=*/true);
-      const at::Tensor input = rank_pattern(comm.rank(), total, wire).to(device);
-      comm.reduce_scatter(output, input, reduction, "add").wait();
-      const at::Tensor sum = reference(comm.size(), share_of, acc, reduction, acc);
-      EXPECT_TRUE(same_bytes(output, rounded_once(old.to(acc) + sum, result)))
-          << wire << " " << result;
-    }
-  }
-}
-
-void raises_the_flag_where_a_nonfinite_value_is_stored(World& world, at::Device device) {
-  Communicator& comm = world.communicator();
-  const int64_t numel = 600011;  // MPI: in several pieces
-  const auto floats = at::device(device).dtype(at::kFloat);
-  for (const double bad : {0.0, std::numeric_limits<double>::infinity()}) {
-    for (const Store store : {Store::kWrite, Store::kAdd}) {
-      // The last rank's input is bad in the share of rank 0, near its beginning.
-      at::Tensor input = at::ones({comm.size() * numel}, floats.dtype(at::kBFloat16));
-      if (comm.rank() == comm.size() - 1) input[3].fill_(bad);
-      at::Tensor output = at::zeros({numel}, floats);
-      const at::Tensor flag = at::zeros({1}, floats);
-      comm.reduce_scatter(output, input, {.store = store, .nonfinite = flag}, "watched").wait();
-      EXPECT_EQ(flag.item<float>(), bad != 0 && comm.rank() == 0 ? 1.0f : 0.0f);
-    }
-  }
-  at::Tensor tensor = at::full({1000}, std::numeric_limits<double>::quiet_NaN(), floats);
-  const at::Tensor flag = at::zeros({1}, floats);
-  comm.all_reduce(tensor, {.nonfinite = flag}, "watched").wait();
-  comm.all_reduce(flag, {.op = ReduceOp::kMax}, "anybody").wait();
-  EXPECT_EQ(flag.item<float>(), 1.0f);
-}
-
-// bf16 has 8 significant bits: rounding once changes a value by at most 2^-8 of itself. Summing in
-// bf16 instead would lose that much at every rank. The fp32 sum's own error (2^-24 per addition) is
-// the allowance.
-void rounds_narrow_sums_at_most_once(World& world, at::Device device) {
-  Communicator& comm = world.communicator();
-  const int64_t numel = 20000;
-  const int64_t total = comm.size() * numel;
-  const auto share_of = [&](int rank) {
-    // All positive, so that the relative error is meaningful at every element.
-    return rank_pattern(rank, total, at::kBFloat16).abs().narrow(0, comm.rank() * numel, numel);
-  };
-  const at::Tensor exact = reference(comm.size(), share_of, at::kDouble, {}, at::kDouble);
-  const at::Tensor input = rank_pattern(comm.rank(), total, at::kBFloat16).abs().to(device);
-  const auto worst_error = [&](at::ScalarType result) {
-    at::Tensor output = at::zeros({numel}, at::device(device).dtype(result));
-    comm.reduce_scatter(output, input, {}, "narrow").wait();
-    const at::Tensor error = (output.cpu().to(at::kDouble) - exact).abs();
-    return (error / exact.clamp_min(1e-30)).max().item<double>();
-  };
-  const double wide_sum = comm.size() * std::ldexp(1.0, -24);
-  EXPECT_LE(worst_error(at::kBFloat16), std::ldexp(1.0, -8) + wide_sum);
-  EXPECT_LE(worst_error(at::kFloat), wide_sum);
-}
-
-void all_reduces_bitwise_equal_everywhere(World& world, at::Device device) {
-  Communicator& comm = world.communicator();
-  for (const at::ScalarType dtype : kReducible) {
-    for (const int64_t numel : kSizes) {
-      at::Tensor tensor = rank_pattern(comm.rank(), numel, dtype).to(device);
-      comm.all_reduce(tensor, {}, "all").wait();
-      const auto whole = [&](int rank) { return rank_pattern(rank, numel, dtype); };
-      const at::Tensor expected =
-          reference(comm.size(), whole, accumulation_of(dtype, dtype), {}, dtype);
-      EXPECT_TRUE(same_bytes(tensor, expected)) << dtype << " " << numel;
-    }
-  }
-}
-
-void lets_nan_win_max_and_min(World& world, at::Device device) {
-  Communicator& comm = world.communicator();
-  for (const ReduceOp op : {ReduceOp::kMax, ReduceOp::kMin, ReduceOp::kSum}) {
-    for (int bad = 0; bad < comm.size(); ++bad) {
-      at::Tensor tensor =
-          at::full({100}, static_cast<double>(comm.rank()), at::device(device).dtype(at::kFloat));
-      if (comm.rank() == bad) tensor[41].fill_(std::numeric_limits<double>::quiet_NaN());
-      comm.all_reduce(tensor, {.op = op}, "nan").wait();
-      EXPECT_EQ(tensor.isnan().sum().item<int64_t>(), 1) << name_of(op);
-      EXPECT_TRUE(tensor[41].isnan().item<bool>()) << name_of(op);
     }
   }
 }
@@ -524,30 +308,25 @@ void refuses_bad_arguments_before_anything_moves(World& world, at::Device device
 }  // namespace
 
 std::span<const CommunicatorCase> communicator_cases() {
-  static const std::vector<CommunicatorCase> cases = {
-      {"GathersEveryDtype", gathers_every_dtype},
-      {"GathersUnevenAndEmptyShares", gathers_uneven_and_empty_shares},
-      {"GathersInPlace", gathers_in_place},
-      {"DeliversEveryLetter", delivers_every_letter},
-      {"BroadcastsFromEveryRoot", broadcasts_from_every_root},
-      {"ReducesEveryDtypeInRankOrder", reduces_every_dtype_in_rank_order},
-      {"ReducesLargeUnevenShares", reduces_large_uneven_shares},
-      {"ReducesIntoTheAccumulationType", reduces_into_the_accumulation_type},
-      {"ReducesAnyWireIntoAnyOutput", reduces_any_wire_into_any_output},
-      {"AddsToWhatIsThere", adds_to_what_is_there},
-      {"RaisesTheFlagWhereANonfiniteValueIsStored",
-       raises_the_flag_where_a_nonfinite_value_is_stored},
-      {"RoundsNarrowSumsAtMostOnce", rounds_narrow_sums_at_most_once},
-      {"AllReducesBitwiseEqualEverywhere", all_reduces_bitwise_equal_everywhere},
-      {"LetsNanWinMaxAndMin", lets_nan_win_max_and_min},
-      {"KeepsOrderWithManyInFlight", keeps_order_with_many_in_flight},
-      {"EnqueuesWithoutWaiting", enqueues_without_waiting},
-      {"FollowsWorkOfOtherCommunicators", follows_work_of_other_communicators},
-      {"FollowsWorkOfACommunicatorThatWasClosed", follows_work_of_a_communicator_that_was_closed},
-      {"SplitsIntoGroupsAndGroupsOfGroups", splits_into_groups_and_groups_of_groups},
-      {"ArrangesRanksInAMesh", arranges_ranks_in_a_mesh},
-      {"RefusesBadArgumentsBeforeAnythingMoves", refuses_bad_arguments_before_anything_moves},
-  };
+  static const std::vector<CommunicatorCase> cases = [] {
+    std::vector<CommunicatorCase> all = {
+        {"GathersEveryDtype", gathers_every_dtype},
+        {"GathersUnevenAndEmptyShares", gathers_uneven_and_empty_shares},
+        {"GathersInPlace", gathers_in_place},
+        {"DeliversEveryLetter", delivers_every_letter},
+        {"BroadcastsFromEveryRoot", broadcasts_from_every_root},
+        {"KeepsOrderWithManyInFlight", keeps_order_with_many_in_flight},
+        {"EnqueuesWithoutWaiting", enqueues_without_waiting},
+        {"FollowsWorkOfOtherCommunicators", follows_work_of_other_communicators},
+        {"FollowsWorkOfACommunicatorThatWasClosed", follows_work_of_a_communicator_that_was_closed},
+        {"SplitsIntoGroupsAndGroupsOfGroups", splits_into_groups_and_groups_of_groups},
+        {"ArrangesRanksInAMesh", arranges_ranks_in_a_mesh},
+        {"RefusesBadArgumentsBeforeAnythingMoves", refuses_bad_arguments_before_anything_moves},
+    };
+    const std::vector<CommunicatorCase> reductions = reduction_cases();
+    all.insert(all.end(), reductions.begin(), reductions.end());
+    return all;
+  }();
   return cases;
 }
 

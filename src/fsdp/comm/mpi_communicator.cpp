@@ -56,6 +56,7 @@ class MpiCommunicator final : public Communicator, private OperationRunner {
 
   Work enqueue(Operation operation) override { return queue_.push(std::move(operation)); }
   std::optional<c10::Event> run(const std::shared_ptr<Operation>& operation) override;
+  bool is_alone() const override { return size() == 1; }
   void idle() override { runtime_->listen(); }
   double idle_seconds() const override { return 0.05; }
   void abandon() override {

@@ -10,6 +10,20 @@ namespace fsdp {
 
 using Clock = std::chrono::steady_clock;
 
+namespace {
+
+// Waking a thread takes some microseconds, in which this much is copied or summed.
+constexpr int64_t kQuickBytes = int64_t{64} << 10;
+
+bool is_quick(const Operation& operation) {
+  const bool small =
+      !operation.output.defined() ||
+      static_cast<int64_t>(operation.output.nbytes() + operation.input.nbytes()) <= kQuickBytes;
+  return small && operation.device().is_cpu() && operation.after.done();
+}
+
+}  // namespace
+
 OperationQueue::OperationQueue(std::string name, OperationRunner& runner,
                                const CommOptions& options)
     : name_(std::move(name)),
@@ -32,21 +46,34 @@ Work OperationQueue::push(Operation operation) {
   auto state = std::make_shared<WorkState>(this);
   Work result(state);
   result.after_ = shared->after.state_;
+  bool at_once = runner_.is_alone() && is_quick(*shared);
   {
     const std::lock_guard lock(queue_mutex_);
     if (!broken_.empty())
       throw CommError(concat("communicator '", name_, "' stopped working: ", broken_));
     shared->print.sequence = next_sequence_++;
+    at_once = at_once && entries_.empty();
     entries_.push_back({std::move(shared), std::move(state)});
-    if (!worker_.joinable()) {
-      worker_ = std::thread([this, rank = thread_rank()] {
-        set_thread_rank(rank);
-        work();
-      });
+    if (!at_once) start_worker();
+  }
+  if (at_once) {
+    if (const std::unique_lock running(running_, std::try_to_lock); running) {
+      run_next();
+      return result;
     }
+    const std::lock_guard lock(queue_mutex_);
+    start_worker();
   }
   queue_filled_.notify_one();
   return result;
+}
+
+void OperationQueue::start_worker() {
+  if (worker_.joinable()) return;
+  worker_ = std::thread([this, rank = thread_rank()] {
+    set_thread_rank(rank);
+    work();
+  });
 }
 
 void OperationQueue::help_until_done(const WorkState& state) {

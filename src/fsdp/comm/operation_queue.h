@@ -25,6 +25,9 @@ class OperationRunner {
   // the operation's tensors keeps a reference to it.
   virtual std::optional<c10::Event> run(const std::shared_ptr<Operation>& operation) = 0;
 
+  // Whether there is no other rank, so that an operation never waits for anybody.
+  virtual bool is_alone() const = 0;
+
   // Called now and then while there is nothing to do; by default nothing.
   virtual void idle() {}
 
@@ -38,8 +41,9 @@ class OperationRunner {
 
 // A worker thread drains the queue, so that communication overlaps the caller's computation. A
 // caller that waits for an operation nobody has begun runs it itself instead of waiting for the
-// worker to wake up: for small messages that is most of the time. Operations run strictly in order,
-// by one thread at a time, whoever it is.
+// worker to wake up: for small messages that is most of the time. Without other ranks a small
+// operation is run at once, for the same reason. Operations run strictly in order, by one thread at
+// a time, whoever it is.
 //
 // An operation may come after one of another communicator (`Operation::after`). Whoever runs it
 // first waits for that one, asleep: running it here would touch a queue that its owner may be
@@ -70,6 +74,8 @@ class OperationQueue {
     std::shared_ptr<WorkState> state;
   };
 
+  // The caller holds queue_mutex_.
+  void start_worker();
   void work();
   // Takes the oldest entry and runs it. Returns false when there was none. The caller holds
   // running_.

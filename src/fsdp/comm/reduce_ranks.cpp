@@ -90,16 +90,16 @@ enum class Look : uint8_t { kAway, kForNonfinite };
 // Calls store(i), which stores element i and returns what it stored, for i from 0 to numel; no
 // iteration depends on another. Returns whether a stored value may be NaN or Inf. The sum of values
 // of which one is not finite is not finite, so one addition per value finds them all, without a
-// branch; values whose sum overflows are suspected wrongly. Sixteen sums, to fill vectors and to
-// hide an addition's latency.
-template <Look kLook, typename Acc, typename StoreOne>
+// branch; values whose sum overflows are suspected wrongly. Several sums, to fill vectors of
+// what is stored and to hide an addition's latency.
+template <Look kLook, typename Out, typename Acc, typename StoreOne>
 bool store_each(int64_t numel, StoreOne store) {
   if constexpr (kLook == Look::kAway) {
     FSDP_INDEPENDENT_ITERATIONS
     for (int64_t i = 0; i < numel; ++i) store(i);
     return false;
   } else {
-    constexpr int64_t kLanes = 16;
+    constexpr int64_t kLanes = sizeof(Out) == 2 ? 16 : 8;
     std::array<Acc, kLanes> sums{};
     int64_t begin = 0;
     for (; begin + kLanes <= numel; begin += kLanes) {
@@ -149,13 +149,19 @@ Acc store_one(Out& place, Acc combined, Acc scale) {
   return store_rounded(place, result);
 }
 
-// --- two ranks ---------------------------------------------------------------------------------
+// --- one rank and two --------------------------------------------------------------------------
 
-// Two ranks need no running values: each element is read, combined and stored at once. `out` may be
-// `a` or `b`, element by element, which is no dependence between iterations.
+// These need no running values: each element is read, combined and stored at once. `out` may be one
+// of the inputs, element by element, which is no dependence between iterations.
 template <Store kStore, Look kLook, typename Wire, typename Acc, typename Out>
-bool sum_pair(const Wire* a, const Wire* b, Out* out, int64_t numel, Acc scale) {
-  return store_each<kLook, Acc>(numel, [=](int64_t i) {
+bool store_single(const Wire* a, Out* out, int64_t numel, Acc scale) {
+  return store_each<kLook, Out, Acc>(
+      numel, [=](int64_t i) { return store_one<kStore>(out[i], widened<Acc>(a[i]), scale); });
+}
+
+template <Store kStore, Look kLook, typename Wire, typename Acc, typename Out>
+bool store_sum(const Wire* a, const Wire* b, Out* out, int64_t numel, Acc scale) {
+  return store_each<kLook, Out, Acc>(numel, [=](int64_t i) {
     return store_one<kStore>(out[i], widened<Acc>(a[i]) + widened<Acc>(b[i]), scale);
   });
 }
@@ -205,7 +211,7 @@ void combine_block(std::span<const void* const> inputs, int64_t begin, int64_t c
 template <Store kStore, Look kLook, typename Out, typename Acc>
 bool store_block(const Acc* acc, Acc scale, void* output, int64_t begin, int64_t count) {
   Out* out = static_cast<Out*>(output) + begin;
-  return store_each<kLook, Acc>(
+  return store_each<kLook, Out, Acc>(
       count, [=](int64_t i) { return store_one<kStore>(out[i], acc[i], scale); });
 }
 
@@ -283,10 +289,12 @@ bool reduce_typed(const ReduceRange& range, const Reduction& reduction, Look loo
     constexpr Look kLook = decltype(look_kind)::value;
     // Worth loops of their own for the types in which gradients are summed.
     if constexpr (std::is_same_v<Acc, float> || std::is_same_v<Wire, Out>) {
-      if (sums && range.inputs.size() == 2)
-        return sum_pair<kStore, kLook>(static_cast<const Wire*>(range.inputs[0]),
-                                       static_cast<const Wire*>(range.inputs[1]),
-                                       static_cast<Out*>(range.output), range.numel, scale);
+      const auto input = [&](size_t rank) { return static_cast<const Wire*>(range.inputs[rank]); };
+      auto* out = static_cast<Out*>(range.output);
+      if (range.inputs.size() == 1)
+        return store_single<kStore, kLook>(input(0), out, range.numel, scale);
+      if (range.inputs.size() == 2 && sums)
+        return store_sum<kStore, kLook>(input(0), input(1), out, range.numel, scale);
     }
     const BlockPasses<Acc> passes{combine_pass<Wire, Acc>(reduction.op),
                                   &store_block<kStore, kLook, Out, Acc>};

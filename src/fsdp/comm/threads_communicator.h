@@ -24,6 +24,7 @@ class ThreadsCommunicator final : public Communicator, private OperationRunner {
   Work enqueue(Operation operation) override;
   std::optional<c10::Event> run(const std::shared_ptr<Operation>& operation) override;
   std::optional<c10::Event> run_met(Operation& operation);
+  bool is_alone() const override { return size() == 1; }
   void abandon() override;
 
   void run_on_host(Operation& operation);

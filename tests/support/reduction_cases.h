@@ -1,0 +1,27 @@
+// The part of the communicator suite that is about sums, and the shapes both parts try.
+#pragma once
+
+#include <cstdint>
+#include <numeric>
+#include <span>
+#include <vector>
+
+#include "support/communicator_suite.h"
+
+namespace fsdp::testing {
+
+std::vector<CommunicatorCase> reduction_cases();
+
+inline const std::vector<int64_t> kSizes = {0, 1, 7, 64, 1000, 5000};
+
+inline std::vector<int64_t> uneven_counts(int ranks, int64_t base) {
+  std::vector<int64_t> counts;
+  for (int rank = 0; rank < ranks; ++rank) counts.push_back(rank % 3 == 1 ? 0 : base + 13 * rank);
+  return counts;
+}
+
+inline int64_t sum(std::span<const int64_t> values) {
+  return std::accumulate(values.begin(), values.end(), int64_t{0});
+}
+
+}  // namespace fsdp::testing
