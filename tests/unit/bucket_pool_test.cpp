@@ -203,7 +203,7 @@ TEST(BucketPool, RefusesOptionsThatMakeNoSense) {
   refuses({.gradient_slots = 0}, "gradient_slots is 0");
   refuses({.alignment = 96}, "alignment is 96; it must be a power of two");
   refuses({.kind = PoolKind::kPlanned, .budget_bytes = -5}, "budget_bytes is -5");
-  refuses({.kind = PoolKind::kMaxPool, .budget_bytes = 5}, "only the planned pool");
+  refuses({.kind = PoolKind::kMaxPool, .budget_bytes = 5}, "without any prefetch");
 }
 
 TEST(BucketPool, RefusesToBeginAStepWhileSomethingIsHeld) {
@@ -300,6 +300,24 @@ TEST(PlannedPool, ChoosesTheDeepestPrefetchOfItsBudget) {
       [&] { small_transformer_pool({.kind = PoolKind::kPlanned, .budget_bytes = 100}, allocator); },
       ThrowsMessage<Error>(
           AllOf(HasSubstr("budget_bytes is 100"), HasSubstr("even with no prefetch"))));
+}
+
+TEST(BucketPool, OfEveryKindGathersAsFarAheadAsItsBudgetAllows) {
+  CountingAllocator allocator;
+  for (const PoolKind kind : all_pool_kinds()) {
+    const auto bytes_with = [&](int32_t prefetch) {
+      return small_transformer_pool({.kind = kind, .prefetch = prefetch}, allocator)
+          ->bytes()
+          .total();
+    };
+    for (int32_t depth = 0; depth < 4; ++depth) {
+      const int64_t budget = bytes_with(depth + 1) - 1;
+      if (budget < bytes_with(depth)) continue;  // one unit more costs nothing
+      const auto pool = small_transformer_pool({.kind = kind, .budget_bytes = budget}, allocator);
+      EXPECT_EQ(pool->trace().prefetch, depth) << name_of(kind);
+      EXPECT_LE(pool->bytes().total(), budget) << name_of(kind);
+    }
+  }
 }
 
 TEST(PlannedPool, TellsWhoHeldAnAddressBefore) {

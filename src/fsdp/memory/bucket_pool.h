@@ -57,7 +57,8 @@ struct PoolOptions {
   // The order of the step, as recorded; empty: units in order of declaration, backward in reverse.
   // `planned` computes its offsets from it, the others the peak of what is allocated on demand.
   StepOrder order = {};
-  // planned: the deepest prefetch that fits is chosen instead of `prefetch`; 0 for no limit.
+  // The deepest prefetch with which the pool stays within this is chosen instead of `prefetch`; 0
+  // for no limit.
   int64_t budget_bytes = 0;
   // Of every address, in bytes; a power of two. The flat layout pads buckets to the same.
   int64_t alignment = 128;

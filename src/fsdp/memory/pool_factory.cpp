@@ -1,4 +1,6 @@
 #include <array>
+#include <utility>
+#include <vector>
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
@@ -42,6 +44,28 @@ std::unique_ptr<BucketPool> make_slotted(BucketTable table, const PoolOptions& o
   return make_slot_pool(std::move(table), std::move(layout), slots, std::move(trace), allocator);
 }
 
+// The deepest prefetch with which a pool of this kind stays within the budget; bytes grow with the
+// depth, so it is found by halving.
+int32_t prefetch_within_budget(const std::vector<UnitBuckets>& units, PoolOptions options,
+                               const StepOrder& order, SlabAllocator& allocator) {
+  const int64_t budget_bytes = std::exchange(options.budget_bytes, 0);
+  const auto bytes_with = [&](int32_t prefetch) {
+    options.prefetch = prefetch;
+    return make_bucket_pool(units, options, allocator)->bytes().total();
+  };
+  const int64_t least = bytes_with(0);
+  if (least > budget_bytes)
+    throw UsageError(concat("budget_bytes is ", budget_bytes, ", but pool ", name_of(options.kind),
+                            " needs ", least, " bytes without any prefetch"));
+  int32_t fits = 0;
+  int32_t too_deep = static_cast<int32_t>(order.forward.size() + order.backward.size());
+  while (too_deep - fits > 1) {
+    const int32_t middle = fits + (too_deep - fits) / 2;
+    (bytes_with(middle) <= budget_bytes ? fits : too_deep) = middle;
+  }
+  return fits;
+}
+
 }  // namespace
 
 std::string_view name_of(PoolKind kind) {
@@ -76,8 +100,6 @@ void PoolOptions::validate() const {
   check(budget_bytes >= 0, "budget_bytes", budget_bytes, "it must be 0 (no limit) or more");
   check(alignment > 0 && (alignment & (alignment - 1)) == 0, "alignment", alignment,
         "it must be a power of two");
-  check(budget_bytes == 0 || kind == PoolKind::kPlanned, "budget_bytes", budget_bytes,
-        "only the planned pool can choose its prefetch by a budget");
 }
 
 std::unique_ptr<BucketPool> make_bucket_pool(std::vector<UnitBuckets> units,
@@ -87,6 +109,13 @@ std::unique_ptr<BucketPool> make_bucket_pool(std::vector<UnitBuckets> units,
   const bool order_given = !options.order.forward.empty() || !options.order.backward.empty() ||
                            !options.order.ends.empty();
   const StepOrder order = order_given ? options.order : declared_order(table);
+  if (options.budget_bytes > 0 && options.kind != PoolKind::kPlanned) {
+    const std::vector<UnitBuckets> declared(table.units().begin(), table.units().end());
+    PoolOptions chosen = options;
+    chosen.prefetch = prefetch_within_budget(declared, options, order, allocator);
+    chosen.budget_bytes = 0;
+    return make_bucket_pool(declared, chosen, allocator);
+  }
   switch (options.kind) {
     case PoolKind::kOnDemand: {
       LiveTrace trace = zero3_trace(table, order, options.prefetch);

@@ -76,7 +76,7 @@ struct ShardOptions {
   // Units gathered ahead of the one that computes; 1 means two units are live.
   int32_t prefetch = 1;
 
-  // Pool `planned` only: gather as far ahead as this many bytes allow; 0: as `prefetch` says.
+  // Gather as far ahead as the pool can within this many bytes; 0: as `prefetch` says.
   int64_t budget_bytes = 0;
 
   // Pools with slots: a step in another order than the first one finds its slot taken.
