@@ -13,11 +13,11 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: help setup ready build test train bench lint format asan tsan clean
+.PHONY: help setup ready build test test-full train bench lint format asan tsan clean
 
 help:  ## this table
 	@printf 'fsdp.cpp: fully sharded data-parallel training in C++ on libtorch\n\n'
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@printf '\n  JOBS=n        parallel jobs (here: $(JOBS))\n'
 	@printf '  FSDP_TORCH=d  use the libtorch in folder d (2.11 to 2.13) instead of the one in .venv\n'
 
@@ -32,6 +32,9 @@ build: ready  ## build everything, optimised, into build/release
 
 test: build  ## build, then run every test
 	@ctest --preset release -j $(JOBS)
+
+test-full: build  ## the same, with every case of the parity suite instead of a covering subset
+	@ctest --preset release -C full -j $(JOBS)
 
 train: build  ## train a small model on 3 ranks (until the trainer is here: the example to copy)
 	@OMP_NUM_THREADS=1 build/release/bin/hello_fsdp 3

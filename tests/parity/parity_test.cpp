@@ -36,7 +36,7 @@ TEST_P(Parity, TrainsLikeAPlainModel) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Cases, Parity, ::testing::ValuesIn(cases_to_run()),
-                         [](const auto& test) { return test.param.name(); });
+                         [](const auto& each) { return each.param.name(); });
 
 // The rule by which the subset was chosen, counted in another way than it is built.
 TEST(ParityMatrix, SubsetHasEveryPairOfValues) {
@@ -119,7 +119,7 @@ TEST_P(SameBits, WhetherWeightsAreShardedOrNot) {
 
 INSTANTIATE_TEST_SUITE_P(Models, SameBits,
                          ::testing::Values(ModelKind::kMlp, ModelKind::kLlama, ModelKind::kHybrid),
-                         [](const auto& test) { return testing::name_of(test.param); });
+                         [](const auto& each) { return testing::name_of(each.param); });
 
 }  // namespace
 }  // namespace fsdp

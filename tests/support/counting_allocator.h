@@ -52,4 +52,32 @@ class CountingAllocator final : public SlabAllocator {
   int64_t num_wrong_frees_ = 0;
 };
 
+// Host memory, counted apart from whatever its user counts.
+class CountingHostAllocator final : public SlabAllocator {
+ public:
+  void* allocate(int64_t bytes, int64_t alignment) override {
+    live_bytes_ += bytes;
+    peak_bytes_ = std::max(peak_bytes_, live_bytes_);
+    ++num_allocations_;
+    return host_.allocate(bytes, alignment);
+  }
+  void deallocate(void* address, int64_t bytes, int64_t alignment) noexcept override {
+    live_bytes_ -= bytes;
+    host_.deallocate(address, bytes, alignment);
+  }
+  std::string_view name() const override { return "counting host"; }
+
+  int64_t live_bytes() const { return live_bytes_; }
+  int64_t peak_bytes() const { return peak_bytes_; }
+  int64_t num_allocations() const { return num_allocations_; }
+  // The peak becomes what is live now.
+  void restart_peak() { peak_bytes_ = live_bytes_; }
+
+ private:
+  HostSlabAllocator host_;
+  int64_t live_bytes_ = 0;
+  int64_t peak_bytes_ = 0;
+  int64_t num_allocations_ = 0;
+};
+
 }  // namespace fsdp::testing

@@ -6,7 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <mutex>
+#include <ostream>
 #include <tuple>
 
 #include "fsdp/base/error.h"
@@ -92,6 +92,8 @@ std::string ParityCase::name() const {
       text.begin(), text.end(), [](char c) { return c == '+' || c == '/'; }, '_');
   return text;
 }
+
+void PrintTo(const ParityCase& parity, std::ostream* out) { *out << parity.name(); }
 
 // --- sharded -------------------------------------------------------------------------------------
 

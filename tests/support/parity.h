@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <iosfwd>
 #include <map>
 #include <string>
 #include <vector>
@@ -39,6 +40,9 @@ struct ParityCase {
   // Letters, digits and underscores: "llama_optim_grads_2x2_planned_mb3_bf16wire_step_sum".
   std::string name() const;
 };
+
+// For messages of GoogleTest.
+void PrintTo(const ParityCase& parity, std::ostream* out);
 
 inline constexpr int kParitySteps = 5;
 

@@ -15,7 +15,7 @@ std::vector<ParityCase> all_cases();
 // least. Defects that need one or two properties to meet show up in it.
 std::vector<ParityCase> pairwise_cases();
 
-// all_cases() when the environment variable FSDP_FULL is 1 (`make test-full`).
+// all_cases() when the environment variable FSDP_FULL is 1 (`make test-full` sets it).
 std::vector<ParityCase> cases_to_run();
 
 }  // namespace fsdp::testing

@@ -32,10 +32,10 @@ at::Tensor weight_gradient(const at::Tensor& weight, const at::Tensor& output_gr
 class LinearFunction final : public torch::autograd::Function<LinearFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& input,
-                            const at::Tensor& weight, const at::Tensor& bias) {
+                            const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
     context->save_for_backward({input, weight});
-    context->saved_data["has_bias"] = bias.defined();
-    return at::linear(input, weight, bias.defined() ? std::optional(bias) : std::nullopt);
+    context->saved_data["has_bias"] = bias.has_value();
+    return at::linear(input, weight, bias);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
@@ -53,7 +53,8 @@ class LinearFunction final : public torch::autograd::Function<LinearFunction> {
 }  // namespace
 
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
-  return LinearFunction::apply(input, weight, bias);
+  // Autograd wants no bias as nothing at all, not as an undefined tensor.
+  return LinearFunction::apply(input, weight, bias.defined() ? std::optional(bias) : std::nullopt);
 }
 
 at::Tensor LinearImpl::forward(const at::Tensor& input) { return linear(input, weight, bias); }

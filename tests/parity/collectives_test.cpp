@@ -1,0 +1,242 @@
+// Which collectives a step needs: counted, in a world that records instead of communicating.
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "fsdp/base/text.h"
+#include "fsdp/comm/world.h"
+#include "fsdp/plan/forecast.h"
+#include "fsdp/plan/traffic.h"
+#include "fsdp/shard/fully_shard.h"
+#include "support/chain_model.h"
+
+namespace fsdp {
+namespace {
+
+using testing::Chain;
+
+constexpr int kUnits = 5;
+const std::vector<int64_t> kNumels(kUnits, 1000);
+
+// Calls of one step by kind and axis.
+struct Counts {
+  int64_t inner_gathers = 0;
+  int64_t outer_gathers = 0;
+  int64_t inner_scatters = 0;
+  int64_t outer_scatters = 0;
+  int64_t inner_all_reduces = 0;
+  int64_t outer_all_reduces = 0;
+
+  friend bool operator==(const Counts&, const Counts&) = default;
+};
+
+void PrintTo(const Counts& counts, std::ostream* out) {
+  *out << "gathers " << counts.inner_gathers << " inner, " << counts.outer_gathers
+       << " outer; reduce-scatters " << counts.inner_scatters << ", " << counts.outer_scatters
+       << "; all-reduces " << counts.inner_all_reduces << ", " << counts.outer_all_reduces;
+}
+
+bool is_outer(const RecordedCall& call) { return call.communicator.find("outer") == 0; }
+
+Counts count(const Recording& calls) {
+  Counts counts;
+  for (const RecordedCall& call : calls) {
+    const bool outer = is_outer(call);
+    switch (call.print.kind) {
+      case OpKind::kAllGather:
+        ++(outer ? counts.outer_gathers : counts.inner_gathers);
+        break;
+      case OpKind::kReduceScatter:
+        ++(outer ? counts.outer_scatters : counts.inner_scatters);
+        break;
+      case OpKind::kAllReduce:
+        ++(outer ? counts.outer_all_reduces : counts.inner_all_reduces);
+        break;
+      case OpKind::kAllToAll:
+      case OpKind::kBroadcast:
+      case OpKind::kBarrier:
+        ADD_FAILURE() << call.print.text() << " has no place in a step";
+    }
+  }
+  return counts;
+}
+
+// What this rank receives, in the forecast's terms.
+Traffic traffic_of(const Recording& calls) {
+  Traffic sum;
+  for (const RecordedCall& call : calls) {
+    const int64_t received = call.print.bytes - call.print.bytes / call.ranks;
+    Traffic one;
+    AxisTraffic& axis = is_outer(call) ? one.outer : one.inner;
+    if (call.print.kind == OpKind::kAllGather) axis.all_gather = received;
+    if (call.print.kind == OpKind::kReduceScatter) axis.reduce_scatter = received;
+    if (call.print.kind == OpKind::kAllReduce) axis.all_reduce = 2 * received;
+    sum += one;
+  }
+  return sum;
+}
+
+// Nothing moves in a simulated world, so values mean nothing: only calls do.
+Recording record_step(const ShardOptions& options, MeshShape shape, int microbatches) {
+  const auto recording = std::make_shared<Recording>();
+  World world = World::simulated(0, static_cast<int>(shape.outer * shape.inner), recording);
+  const Mesh mesh = world.mesh({.outer = static_cast<int>(shape.outer)});
+  Chain chain(kNumels);
+  const Sharded sharded = fully_shard(chain, mesh, options);
+  constexpr int kSteps = 3;  // the order is known from the second on
+  for (int step = 0; step < kSteps; ++step) {
+    recording->clear();
+    for (int i = 0; i < microbatches; ++i) {
+      sharded.microbatch({.last = i + 1 == microbatches});
+      chain(0.0).backward();
+    }
+    sharded.wait_gradients();
+    sharded.refresh_weights();
+    sharded.zero_grad();
+  }
+  return *recording;
+}
+
+struct Expected {
+  const char* strategy;
+  MeshShape mesh;
+  // In a step of m microbatches: fixed + m * each.
+  Counts once;
+  Counts each;
+};
+
+class Collectives : public ::testing::TestWithParam<Expected> {};
+
+TEST_P(Collectives, AreAsManyAsTheStrategyNeeds) {
+  const Expected& expected = GetParam();
+  const ShardOptions options{.strategy = parse_strategy(expected.strategy)};
+  for (const int microbatches : {1, 3}) {
+    SCOPED_TRACE(microbatches);
+    const auto total = [&](int64_t Counts::*what) {
+      return expected.once.*what + microbatches * (expected.each.*what);
+    };
+    const Counts wanted{total(&Counts::inner_gathers),     total(&Counts::outer_gathers),
+                        total(&Counts::inner_scatters),    total(&Counts::outer_scatters),
+                        total(&Counts::inner_all_reduces), total(&Counts::outer_all_reduces)};
+    EXPECT_EQ(count(record_step(options, expected.mesh, microbatches)), wanted);
+  }
+}
+
+constexpr int64_t kU = kUnits;
+// Forward and backward, but the last unit of the forward is still there when the backward begins.
+constexpr int64_t kBothPasses = 2 * kU - 1;
+
+std::string row_name(const ::testing::TestParamInfo<Expected>& row) {
+  std::string name =
+      concat(row.param.strategy, "_", row.param.mesh.outer, "x", row.param.mesh.inner);
+  std::replace_if(
+      name.begin(), name.end(), [](char c) { return c == '+' || c == '/'; }, '_');
+  return name;
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Strategies, Collectives,
+    ::testing::Values(
+        Expected{"no_shard", {1, 4}, {.inner_all_reduces = kU}, {}},
+        Expected{"no_shard", {2, 2}, {.inner_all_reduces = kU, .outer_all_reduces = kU}, {}},
+        Expected{"optim", {1, 4}, {.inner_gathers = kU, .inner_scatters = kU}, {}},
+        Expected{"optim",
+                 {2, 2},
+                 {.inner_gathers = kU, .inner_scatters = kU, .outer_all_reduces = kU},
+                 {}},
+        Expected{"optim_grads", {1, 4}, {.inner_gathers = kU}, {.inner_scatters = kU}},
+        Expected{"optim_grads",
+                 {2, 2},
+                 {.inner_gathers = kU, .outer_all_reduces = kU},
+                 {.inner_scatters = kU}},
+        Expected{
+            "optim_grads_params", {1, 4}, {}, {.inner_gathers = kBothPasses, .inner_scatters = kU}},
+        Expected{"optim_grads_params",
+                 {2, 2},
+                 {.outer_all_reduces = kU},
+                 {.inner_gathers = kBothPasses, .inner_scatters = kU}},
+        Expected{
+            "optim+hfsdp",
+            {2, 2},
+            {.inner_gathers = kU, .outer_gathers = kU, .inner_scatters = kU, .outer_scatters = kU},
+            {}},
+        Expected{"optim_grads+hfsdp",
+                 {2, 2},
+                 {.inner_gathers = kU, .outer_gathers = kU, .outer_scatters = kU},
+                 {.inner_scatters = kU}},
+        Expected{"optim_grads_params+hfsdp",
+                 {2, 2},
+                 {.outer_gathers = kU, .outer_scatters = kU},
+                 {.inner_gathers = kBothPasses, .inner_scatters = kU}},
+        // HSDP and HFSDP over inner groups of one rank: only the outer axis is left.
+        Expected{"optim_grads_params", {3, 1}, {.outer_all_reduces = kU}, {}},
+        Expected{
+            "optim_grads_params+hfsdp", {3, 1}, {.outer_gathers = kU, .outer_scatters = kU}, {}},
+        Expected{"SS/SS/SS",
+                 {2, 2},
+                 {},
+                 {.inner_gathers = kBothPasses,
+                  .outer_gathers = kBothPasses,
+                  .inner_scatters = kU,
+                  .outer_scatters = kU}},
+        Expected{"optim_grads_params+hfsdp", {1, 1}, {}, {}}),
+    row_name);
+
+ModelShape chain_shape() {
+  ModelShape shape{.name = "chain", .units = {}, .uses = {}};
+  for (int i = 0; i < kUnits; ++i) {
+    const std::string name = concat("link", i);
+    shape.units.push_back({name, {{concat(name, ".weight"), {kNumels[0]}, std::nullopt}}});
+    shape.uses.push_back(i);
+  }
+  return shape;
+}
+
+TEST(Collectives, MoveTheBytesThatThePlanForecasts) {
+  for (const Strategy& strategy : named_strategies())
+    for (const MeshShape mesh : {MeshShape{1, 4}, MeshShape{2, 2}, MeshShape{3, 1}})
+      for (const auto wire : {at::kFloat, at::kBFloat16}) {
+        SCOPED_TRACE(
+            concat(to_text(strategy), " ", mesh.outer, "x", mesh.inner, " ", c10::toString(wire)));
+        ShardOptions options{.strategy = strategy};
+        options.precision.grad_comm = wire;
+        PlanOptions plan{.ranks = mesh.outer * mesh.inner,
+                         .outer = mesh.outer,
+                         .compute = DType::kFloat32,
+                         .precision = options.precision.types(),
+                         .pool = options.pool};
+        const Traffic expected = Planner(chain_shape(), plan).forecast(strategy).traffic;
+        const Traffic actual = traffic_of(record_step(options, mesh, 1));
+        EXPECT_EQ(actual.inner.all_gather, expected.inner.all_gather);
+        EXPECT_EQ(actual.inner.reduce_scatter, expected.inner.reduce_scatter);
+        EXPECT_EQ(actual.inner.all_reduce, expected.inner.all_reduce);
+        EXPECT_EQ(actual.outer.all_gather, expected.outer.all_gather);
+        EXPECT_EQ(actual.outer.reduce_scatter, expected.outer.reduce_scatter);
+        EXPECT_EQ(actual.outer.all_reduce, expected.outer.all_reduce);
+      }
+}
+
+TEST(Collectives, CarryTheWireTypeAndDivideOnce) {
+  for (const Strategy& strategy : named_strategies()) {
+    SCOPED_TRACE(to_text(strategy));
+    ShardOptions options{.strategy = strategy};
+    options.precision.grad_comm = at::kBFloat16;
+    for (const RecordedCall& call : record_step(options, {2, 2}, 3)) {
+      if (call.print.kind == OpKind::kAllGather) {
+        EXPECT_EQ(call.print.wire, at::kFloat);
+        continue;
+      }
+      EXPECT_EQ(call.print.wire, at::kBFloat16) << call.print.text();
+      EXPECT_EQ(call.print.reduce, ReduceOp::kSum) << call.print.text();
+      EXPECT_EQ(call.print.scale, is_outer(call) ? 1.0 : 0.25) << call.print.text();
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fsdp

@@ -1,0 +1,170 @@
+// The engine's memory is what it says it is, and what `fsdp plan` says it will be: byte for byte.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "fsdp/base/text.h"
+#include "fsdp/plan/forecast.h"
+#include "fsdp/shard/fully_shard.h"
+#include "support/counting_allocator.h"
+#include "support/parity.h"
+#include "support/run_ranks.h"
+
+namespace fsdp {
+namespace {
+
+using testing::CountingHostAllocator;
+using testing::make_batch;
+using testing::make_model;
+using testing::ModelKind;
+using testing::ParityCase;
+using testing::ParityModel;
+using testing::Precision;
+using testing::run_ranks;
+
+// As planning sees it: units of the model in order, each with its tensors.
+ModelShape shape_of(const ParityModel& model) {
+  ModelShape shape{.name = "parity", .units = {}, .uses = {}};
+  for (const auto& [name, parameter] : testing::distinct_parameters(model)) {
+    const std::string unit = name.substr(0, name.find('.'));
+    if (shape.units.empty() || shape.units.back().name != unit) {
+      shape.uses.push_back(static_cast<int64_t>(shape.units.size()));
+      shape.units.push_back({unit, {}});
+    }
+    shape.units.back().tensors.push_back({name, parameter.sizes().vec(), std::nullopt});
+  }
+  return shape;
+}
+
+MemoryBytes forecast_of(const ParityCase& parity) {
+  const ShardOptions options = parity.options();
+  PlanOptions plan{
+      .ranks = parity.ranks(),
+      .outer = parity.outer,
+      .compute = parity.precision == Precision::kFp32 ? DType::kFloat32 : DType::kBFloat16,
+      .precision = options.precision.types(),
+      .pool = parity.pool,
+      .prefetch = options.prefetch};
+  const auto model = make_model(parity.model, parity.compute());
+  return Planner(shape_of(*model), plan).forecast(options.strategy).bytes;
+}
+
+// One training step; `check` is called wherever a program could ask for the memory.
+template <typename Check>
+void run_step(const ParityCase& parity, ParityModel& model, const Sharded& sharded, int rank,
+              int step, const Check& check) {
+  for (int i = 0; i < parity.microbatches; ++i) {
+    sharded.microbatch({.last = i + 1 == parity.microbatches});
+    const at::Tensor loss =
+        model.summed_loss(make_batch(parity.model, rank, step, i, parity.compute()));
+    check("after a forward");
+    loss.backward();
+    check("after a backward");
+  }
+  sharded.wait_gradients();
+  check("with reduced gradients");
+  sharded.refresh_weights();
+  check("with new weights");
+  sharded.zero_grad();
+  check("after zero_grad");
+}
+
+class Memory : public ::testing::TestWithParam<std::tuple<std::string, PoolKind>> {
+ protected:
+  static constexpr std::pair<int, int> kMeshes[] = {{1, 1}, {1, 3}, {2, 2}, {2, 1}};
+  static constexpr Precision kPrecisions[] = {Precision::kFp32, Precision::kBf16,
+                                              Precision::kBf16Wire};
+
+  template <typename Body>
+  static void for_each_case(ModelKind model, const Body& body) {
+    for (const auto& [outer, inner] : kMeshes)
+      for (const Precision precision : kPrecisions)
+        for (const int microbatches : {1, 2}) {
+          const ParityCase parity{.model = model,
+                                  .strategy = std::get<0>(GetParam()),
+                                  .outer = outer,
+                                  .inner = inner,
+                                  .pool = std::get<1>(GetParam()),
+                                  .microbatches = microbatches,
+                                  .precision = precision};
+          SCOPED_TRACE(parity.name());
+          body(parity);
+        }
+  }
+};
+
+TEST_P(Memory, ReportIsWhatTheAllocatorCounted) {
+  for (const ModelKind kind : {ModelKind::kMlp, ModelKind::kHybrid})
+    for_each_case(kind, [](ParityCase parity) {
+      for (const auto lifetime : {GradientLifetime::kPersistent, GradientLifetime::kStep}) {
+        parity.lifetime = lifetime;
+        run_ranks(parity.ranks(), [&](World& world) {
+          const Mesh mesh = world.mesh({.outer = parity.outer});
+          CountingHostAllocator allocator;
+          {
+            ShardOptions options = parity.options();
+            options.allocator = &allocator;
+            const auto model = make_model(parity.model, parity.compute());
+            const Sharded sharded = fully_shard(model, mesh, options);
+            const auto check = [&](const char* when) {
+              EXPECT_EQ(sharded.memory().total_bytes(), allocator.live_bytes()) << when;
+              EXPECT_EQ(sharded.memory().peak_bytes, allocator.peak_bytes()) << when;
+            };
+            check("after fully_shard");
+            for (int step = 0; step < 3; ++step)
+              run_step(parity, *model, sharded, world.rank(), step, check);
+            {
+              const auto whole = sharded.full_parameters();
+              check("with whole parameters");
+            }
+            check("after them");
+          }
+          EXPECT_EQ(allocator.live_bytes(), 0) << "the model is gone";
+        });
+      }
+    });
+}
+
+TEST_P(Memory, PeakOfAStepIsTheForecast) {
+  for_each_case(ModelKind::kLlama, [](const ParityCase& parity) {
+    const MemoryBytes forecast = forecast_of(parity);
+    run_ranks(parity.ranks(), [&](World& world) {
+      const Mesh mesh = world.mesh({.outer = parity.outer});
+      CountingHostAllocator allocator;
+      ShardOptions options = parity.options();
+      options.allocator = &allocator;
+      const auto model = make_model(parity.model, parity.compute());
+      const Sharded sharded = fully_shard(model, mesh, options);
+      const MemoryReport at_rest = sharded.memory();
+      EXPECT_EQ(at_rest.weight_bytes, forecast.weight);
+      EXPECT_EQ(at_rest.main_weight_bytes, forecast.main_weight);
+      EXPECT_EQ(at_rest.main_grad_bytes, forecast.main_grad);
+      for (int step = 0; step < 3; ++step) {
+        allocator.restart_peak();
+        run_step(parity, *model, sharded, world.rank(), step, [](const char*) {});
+        EXPECT_EQ(allocator.peak_bytes(), forecast.total()) << "step " << step;
+      }
+    });
+  });
+}
+
+std::string case_name(const ::testing::TestParamInfo<Memory::ParamType>& each) {
+  std::string name = concat(std::get<0>(each.param), "_", name_of(std::get<1>(each.param)));
+  std::replace(name.begin(), name.end(), '+', '_');
+  return name;
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Cases, Memory,
+    ::testing::Combine(::testing::Values("no_shard", "optim", "optim_grads", "optim_grads_params",
+                                         "optim+hfsdp", "optim_grads+hfsdp",
+                                         "optim_grads_params+hfsdp"),
+                       ::testing::ValuesIn(all_pool_kinds().begin(), all_pool_kinds().end())),
+    case_name);
+
+}  // namespace
+}  // namespace fsdp

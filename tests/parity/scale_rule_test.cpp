@@ -1,0 +1,200 @@
+// By what a gradient is divided: the rule alone, and what the optimizer sees in the end.
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "fsdp/base/text.h"
+#include "fsdp/comm/world.h"
+#include "fsdp/shard/fully_shard.h"
+#include "fsdp/shard/reduction_path.h"
+#include "support/chain_model.h"
+#include "support/run_ranks.h"
+
+namespace fsdp {
+
+// For messages of the table below.
+void PrintTo(const ReductionStage& stage, std::ostream* out) {
+  *out << name_of(stage.axis) << " to " << letter_of(stage.to)
+       << (stage.when == ReduceWhen::kCycleEnd ? " at the end, x " : " each time, x ")
+       << stage.scale;
+}
+
+namespace {
+
+using testing::Chain;
+using ::testing::ElementsAreArray;
+using testing::run_ranks;
+
+constexpr const char* kStrategies[] = {"no_shard",
+                                       "optim",
+                                       "optim_grads",
+                                       "optim_grads_params",
+                                       "optim+hfsdp",
+                                       "optim_grads+hfsdp",
+                                       "optim_grads_params+hfsdp",
+                                       "RS/PP/RS",
+                                       "RS/PP/SS",
+                                       "RR/SS/SS",
+                                       "SS/SS/SS"};
+
+TEST(ReductionPath, HasTheStagesThatThePlacementsAskFor) {
+  constexpr Axis kInner = Axis::kInner;
+  constexpr Axis kOuter = Axis::kOuter;
+  constexpr Placement kR = Placement::kReplicate;
+  constexpr Placement kS = Placement::kShard;
+  constexpr ReduceWhen kEach = ReduceWhen::kEachBackward;
+  constexpr ReduceWhen kEnd = ReduceWhen::kCycleEnd;
+  using Path = std::vector<ReductionStage>;
+  const double mean = 1.0 / 6;
+  const std::vector<std::pair<std::string, Path>> expected = {
+      {"no_shard", {{kInner, kR, kEnd, mean}, {kOuter, kR, kEnd, 1.0}}},
+      {"optim", {{kInner, kS, kEnd, mean}, {kOuter, kR, kEnd, 1.0}}},
+      {"optim_grads", {{kInner, kS, kEach, mean}, {kOuter, kR, kEnd, 1.0}}},
+      {"optim_grads_params", {{kInner, kS, kEach, mean}, {kOuter, kR, kEnd, 1.0}}},
+      {"optim+hfsdp", {{kInner, kS, kEnd, mean}, {kOuter, kS, kEnd, 1.0}}},
+      {"optim_grads+hfsdp", {{kInner, kS, kEach, mean}, {kOuter, kS, kEnd, 1.0}}},
+      {"optim_grads_params+hfsdp", {{kInner, kS, kEach, mean}, {kOuter, kS, kEnd, 1.0}}},
+      {"RS/PP/RS", {{kInner, kS, kEnd, mean}, {kOuter, kR, kEnd, 1.0}}},
+      {"RS/PP/SS", {{kInner, kS, kEnd, mean}, {kOuter, kS, kEnd, 1.0}}},
+      {"RR/SS/SS", {{kInner, kS, kEach, mean}, {kOuter, kS, kEach, 1.0}}},
+      {"SS/SS/SS", {{kInner, kS, kEach, mean}, {kOuter, kS, kEach, 1.0}}},
+  };
+  for (const auto& [name, path] : expected)
+    EXPECT_THAT(
+        reduction_path(parse_strategy(name), {.outer = 2, .inner = 3}, GradientOf::kMeanOverRanks),
+        ElementsAreArray(path))
+        << name;
+}
+
+// Every cell of strategy x outer x inner x loss.
+TEST(ReductionPath, DividesOnceByAllRanks) {
+  for (const char* strategy : kStrategies)
+    for (int64_t outer = 1; outer <= 4; ++outer)
+      for (int64_t inner = 1; inner <= 4; ++inner)
+        for (const GradientOf gradient : {GradientOf::kMeanOverRanks, GradientOf::kSumOverRanks}) {
+          SCOPED_TRACE(concat(strategy, " ", outer, "x", inner));
+          const std::vector<ReductionStage> path =
+              reduction_path(parse_strategy(strategy), {.outer = outer, .inner = inner}, gradient);
+          // One stage per axis of several ranks: a group of one has nothing to reduce or to scale.
+          EXPECT_EQ(path.size(), static_cast<size_t>((outer > 1) + (inner > 1)));
+          for (const ReductionStage& stage : path) {
+            EXPECT_GT(stage.axis == Axis::kInner ? inner : outer, 1);
+            const bool divides = gradient == GradientOf::kMeanOverRanks && &stage == &path.front();
+            EXPECT_EQ(stage.scale, divides ? 1.0 / static_cast<double>(outer * inner) : 1.0);
+          }
+        }
+}
+
+// --- end to end ----------------------------------------------------------------------------------
+
+// Whole numbers, different for every rank and microbatch.
+double factor_of(int rank, int microbatch) { return 3.0 * rank + 5.0 * microbatch + 1.0; }
+
+double expected_gradient(int ranks, int microbatches, GradientOf gradient) {
+  double sum = 0.0;
+  for (int rank = 0; rank < ranks; ++rank)
+    for (int i = 0; i < microbatches; ++i) sum += factor_of(rank, i);
+  return gradient == GradientOf::kMeanOverRanks ? sum / ranks : sum;
+}
+
+class ScaleRule
+    : public ::testing::TestWithParam<std::tuple<const char*, std::pair<int, int>, int>> {};
+
+TEST_P(ScaleRule, HoldsForKnownGradients) {
+  const auto& [strategy, mesh_shape, microbatches] = GetParam();
+  const auto [outer, inner] = mesh_shape;
+  for (const GradientOf gradient : {GradientOf::kMeanOverRanks, GradientOf::kSumOverRanks}) {
+    const double expected = expected_gradient(outer * inner, microbatches, gradient);
+    // The sums are whole numbers and exact; a division by 3 is one rounding of the factor, one of
+    // the product and, where microbatches are divided one by one, one more for each sum.
+    const double tolerance =
+        gradient == GradientOf::kMeanOverRanks ? (2 + microbatches) * 0x1p-24 * expected : 0.0;
+    run_ranks(outer * inner, [&, strategy = strategy, outer = outer,
+                              microbatches = microbatches](World& world) {
+      const Mesh mesh = world.mesh({.outer = outer});
+      Chain chain(std::vector<int64_t>{37, 5});
+      const Sharded sharded =
+          fully_shard(chain, mesh, {.strategy = parse_strategy(strategy), .gradient = gradient});
+      for (int cycle = 0; cycle < 2; ++cycle) {
+        for (int i = 0; i < microbatches; ++i) {
+          sharded.microbatch({.last = i + 1 == microbatches});
+          chain(factor_of(world.rank(), i)).backward();
+        }
+        for (const ShardedParameter& parameter : sharded.parameters()) {
+          const at::Tensor error = (parameter.gradient.to(at::kDouble) - expected).abs();
+          EXPECT_TRUE(error.le(tolerance).all().item<bool>())
+              << parameter.name << " is " << parameter.gradient << ", expected " << expected;
+        }
+        sharded.zero_grad();
+      }
+    });
+  }
+}
+
+std::string cell_name(const ::testing::TestParamInfo<ScaleRule::ParamType>& cell) {
+  const auto& [strategy, mesh, microbatches] = cell.param;
+  std::string name = concat(strategy, "_", mesh.first, "x", mesh.second, "_mb", microbatches);
+  std::replace_if(
+      name.begin(), name.end(), [](char c) { return c == '+' || c == '/'; }, '_');
+  return name;
+}
+
+INSTANTIATE_TEST_SUITE_P(Cells, ScaleRule,
+                         ::testing::Combine(::testing::ValuesIn(kStrategies),
+                                            ::testing::Values(std::pair(1, 1), std::pair(1, 2),
+                                                              std::pair(1, 3), std::pair(1, 4),
+                                                              std::pair(2, 1), std::pair(2, 2),
+                                                              std::pair(3, 1), std::pair(2, 3)),
+                                            ::testing::Values(1, 3)),
+                         cell_name);
+
+// --- wide sums -----------------------------------------------------------------------------------
+
+// 64 contributions of bf16 (8 bits): a running sum in bf16 stands still as soon as it is 256 times
+// larger than what is added, and is off by 2^-9 of itself with every addition.
+constexpr int kManyRanks = 64;
+
+double narrow_factor(int rank) {
+  return at::full({}, 1.0 + 0.37 * rank / kManyRanks).to(at::kBFloat16).item<double>();
+}
+
+TEST(WideSums, SixtyFourBf16GradientsAreRoundedOnce) {
+  double expected = 0.0;
+  for (int rank = 0; rank < kManyRanks; ++rank) expected += narrow_factor(rank);
+  struct Case {
+    const char* strategy;
+    at::ScalarType main_grads;
+    double tolerance;  // one rounding of the stored type, and those of a sum in fp32
+  };
+  const double sum_roundings = kManyRanks * 0x1p-24;
+  for (const Case& each : {Case{"optim_grads_params", at::kFloat, sum_roundings},
+                           Case{"optim_grads_params", at::kBFloat16, 0x1p-9 + sum_roundings},
+                           Case{"optim", at::kBFloat16, 0x1p-9 + sum_roundings},
+                           // The result of an all-reduce travels as bf16, too.
+                           Case{"no_shard", at::kFloat, 0x1p-9 + sum_roundings}}) {
+    SCOPED_TRACE(concat(each.strategy, " ", c10::toString(each.main_grads)));
+    run_ranks(kManyRanks, [&](World& world) {
+      const Mesh mesh = world.mesh();
+      Chain chain(std::vector<int64_t>{kManyRanks * 3});
+      chain->to(at::kBFloat16);
+      const Sharded sharded =
+          fully_shard(chain, mesh,
+                      {.strategy = parse_strategy(each.strategy),
+                       .precision = {.main_grads = each.main_grads, .grad_comm = at::kBFloat16},
+                       .gradient = GradientOf::kSumOverRanks});
+      chain(narrow_factor(world.rank())).backward();
+      for (const ShardedParameter& parameter : sharded.parameters()) {
+        const at::Tensor error = (parameter.gradient.to(at::kDouble) - expected).abs() / expected;
+        EXPECT_TRUE(error.le(each.tolerance).all().item<bool>()) << error;
+      }
+    });
+  }
+}
+
+}  // namespace
+}  // namespace fsdp
