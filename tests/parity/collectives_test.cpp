@@ -201,6 +201,8 @@ TEST(Collectives, MoveTheBytesThatThePlanForecasts) {
   for (const Strategy& strategy : named_strategies())
     for (const MeshShape mesh : {MeshShape{1, 4}, MeshShape{2, 2}, MeshShape{3, 1}})
       for (const auto wire : {at::kFloat, at::kBFloat16}) {
+        // The plan calls it a mistake to shard an axis that is not there.
+        if (strategy.optimizer.outer == Placement::kShard && mesh.outer == 1) continue;
         SCOPED_TRACE(
             concat(to_text(strategy), " ", mesh.outer, "x", mesh.inner, " ", c10::toString(wire)));
         ShardOptions options{.strategy = strategy};

@@ -75,86 +75,90 @@ void run_step(const ParityCase& parity, ParityModel& model, const Sharded& shard
 
 class Memory : public ::testing::TestWithParam<std::tuple<std::string, PoolKind>> {
  protected:
-  static constexpr std::pair<int, int> kMeshes[] = {{1, 1}, {1, 3}, {2, 2}, {2, 1}};
-  static constexpr Precision kPrecisions[] = {Precision::kFp32, Precision::kBf16,
-                                              Precision::kBf16Wire};
-
-  template <typename Body>
-  static void for_each_case(ModelKind model, const Body& body) {
-    for (const auto& [outer, inner] : kMeshes)
-      for (const Precision precision : kPrecisions)
-        for (const int microbatches : {1, 2}) {
-          const ParityCase parity{.model = model,
-                                  .strategy = std::get<0>(GetParam()),
-                                  .outer = outer,
-                                  .inner = inner,
-                                  .pool = std::get<1>(GetParam()),
-                                  .microbatches = microbatches,
-                                  .precision = precision};
-          SCOPED_TRACE(parity.name());
-          body(parity);
-        }
+  static ParityCase parity_case() {
+    ParityCase parity;
+    std::tie(parity.strategy, parity.pool) = GetParam();
+    parity.microbatches = 2;
+    parity.precision = Precision::kBf16Wire;
+    return parity;
   }
 };
 
 TEST_P(Memory, ReportIsWhatTheAllocatorCounted) {
-  for (const ModelKind kind : {ModelKind::kMlp, ModelKind::kHybrid})
-    for_each_case(kind, [](ParityCase parity) {
-      for (const auto lifetime : {GradientLifetime::kPersistent, GradientLifetime::kStep}) {
-        parity.lifetime = lifetime;
-        run_ranks(parity.ranks(), [&](World& world) {
-          const Mesh mesh = world.mesh({.outer = parity.outer});
-          CountingHostAllocator allocator;
+  ParityCase parity = parity_case();
+  parity.outer = parity.inner = 2;
+  for (const ModelKind model : {ModelKind::kMlp, ModelKind::kHybrid})
+    for (const auto lifetime : {GradientLifetime::kPersistent, GradientLifetime::kStep}) {
+      parity.model = model;
+      parity.lifetime = lifetime;
+      SCOPED_TRACE(parity.name());
+      run_ranks(parity.ranks(), [&](World& world) {
+        const Mesh mesh = world.mesh({.outer = parity.outer});
+        CountingHostAllocator allocator;
+        {
+          ShardOptions options = parity.options();
+          options.allocator = &allocator;
+          const auto module = make_model(parity.model, parity.compute());
+          const Sharded sharded = fully_shard(module, mesh, options);
+          const auto check = [&](const char* when) {
+            EXPECT_EQ(sharded.memory().total_bytes(), allocator.live_bytes()) << when;
+            EXPECT_EQ(sharded.memory().peak_bytes, allocator.peak_bytes()) << when;
+          };
+          check("after fully_shard");
+          for (int step = 0; step < 3; ++step)
+            run_step(parity, *module, sharded, world.rank(), step, check);
           {
-            ShardOptions options = parity.options();
-            options.allocator = &allocator;
-            const auto model = make_model(parity.model, parity.compute());
-            const Sharded sharded = fully_shard(model, mesh, options);
-            const auto check = [&](const char* when) {
-              EXPECT_EQ(sharded.memory().total_bytes(), allocator.live_bytes()) << when;
-              EXPECT_EQ(sharded.memory().peak_bytes, allocator.peak_bytes()) << when;
-            };
-            check("after fully_shard");
-            for (int step = 0; step < 3; ++step)
-              run_step(parity, *model, sharded, world.rank(), step, check);
-            {
-              const auto whole = sharded.full_parameters();
-              check("with whole parameters");
-            }
-            check("after them");
+            const auto whole = sharded.full_parameters();
+            check("with whole parameters");
           }
-          EXPECT_EQ(allocator.live_bytes(), 0) << "the model is gone";
-        });
-      }
-    });
+          check("after them");
+        }
+        EXPECT_EQ(allocator.live_bytes(), 0) << "the model is gone";
+      });
+    }
+}
+
+void expect_forecast(const ParityCase& parity) {
+  SCOPED_TRACE(parity.name());
+  const MemoryBytes forecast = forecast_of(parity);
+  run_ranks(parity.ranks(), [&](World& world) {
+    const Mesh mesh = world.mesh({.outer = parity.outer});
+    CountingHostAllocator allocator;
+    ShardOptions options = parity.options();
+    options.allocator = &allocator;
+    const auto model = make_model(parity.model, parity.compute());
+    const Sharded sharded = fully_shard(model, mesh, options);
+    const MemoryReport at_rest = sharded.memory();
+    EXPECT_EQ(at_rest.weight_bytes, forecast.weight);
+    EXPECT_EQ(at_rest.main_weight_bytes, forecast.main_weight);
+    EXPECT_EQ(at_rest.main_grad_bytes, forecast.main_grad);
+    for (int step = 0; step < 3; ++step) {
+      allocator.restart_peak();
+      run_step(parity, *model, sharded, world.rank(), step, [](const char*) {});
+      EXPECT_EQ(allocator.peak_bytes(), forecast.total()) << "step " << step;
+    }
+  });
 }
 
 TEST_P(Memory, PeakOfAStepIsTheForecast) {
-  for_each_case(ModelKind::kLlama, [](const ParityCase& parity) {
-    const MemoryBytes forecast = forecast_of(parity);
-    run_ranks(parity.ranks(), [&](World& world) {
-      const Mesh mesh = world.mesh({.outer = parity.outer});
-      CountingHostAllocator allocator;
-      ShardOptions options = parity.options();
-      options.allocator = &allocator;
-      const auto model = make_model(parity.model, parity.compute());
-      const Sharded sharded = fully_shard(model, mesh, options);
-      const MemoryReport at_rest = sharded.memory();
-      EXPECT_EQ(at_rest.weight_bytes, forecast.weight);
-      EXPECT_EQ(at_rest.main_weight_bytes, forecast.main_weight);
-      EXPECT_EQ(at_rest.main_grad_bytes, forecast.main_grad);
-      for (int step = 0; step < 3; ++step) {
-        allocator.restart_peak();
-        run_step(parity, *model, sharded, world.rank(), step, [](const char*) {});
-        EXPECT_EQ(allocator.peak_bytes(), forecast.total()) << "step " << step;
-      }
-    });
-  });
+  ParityCase parity = parity_case();
+  parity.model = ModelKind::kLlama;
+  const bool shards_outer = parse_strategy(parity.strategy).optimizer.outer == Placement::kShard;
+  for (const auto& [outer, inner] : {std::pair(1, 1), std::pair(1, 3), std::pair(2, 2)}) {
+    if (shards_outer && outer == 1) continue;  // the plan calls that a mistake
+    for (const Precision precision : {Precision::kFp32, Precision::kBf16Wire}) {
+      parity.outer = outer;
+      parity.inner = inner;
+      parity.precision = precision;
+      expect_forecast(parity);
+    }
+  }
 }
 
 std::string case_name(const ::testing::TestParamInfo<Memory::ParamType>& each) {
   std::string name = concat(std::get<0>(each.param), "_", name_of(std::get<1>(each.param)));
-  std::replace(name.begin(), name.end(), '+', '_');
+  std::replace_if(
+      name.begin(), name.end(), [](char c) { return c == '+' || c == '/'; }, '_');
   return name;
 }
 
@@ -162,7 +166,7 @@ INSTANTIATE_TEST_SUITE_P(
     Cases, Memory,
     ::testing::Combine(::testing::Values("no_shard", "optim", "optim_grads", "optim_grads_params",
                                          "optim+hfsdp", "optim_grads+hfsdp",
-                                         "optim_grads_params+hfsdp"),
+                                         "optim_grads_params+hfsdp", "RS/PP/RS"),
                        ::testing::ValuesIn(all_pool_kinds().begin(), all_pool_kinds().end())),
     case_name);
 

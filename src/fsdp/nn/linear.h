@@ -8,9 +8,11 @@
 
 namespace fsdp::nn {
 
-// torch::nn::Linear with the same parameters, initialisation and result. In a sharded model its
-// backward computes the weight gradient into the unit's gradient slab: no full-size gradient is
-// allocated and nothing is copied. Where that is not possible it does what torch::nn::Linear does.
+// torch::nn::Linear with the same parameters and initialisation, and the result of at::linear, as
+// in Python (torch::nn::Linear rounds once more in narrow types when the input is not a matrix). In
+// a sharded model its backward computes the weight gradient into the unit's gradient slab: no
+// full-size gradient is allocated and nothing is copied. Where that is not possible it does what
+// torch::nn::Linear does.
 class LinearImpl : public torch::nn::LinearImpl {
  public:
   using torch::nn::LinearImpl::LinearImpl;
