@@ -36,23 +36,20 @@ class Timings {
   explicit Timings(std::vector<std::vector<double>> us) : us_(std::move(us)) {}
 
   double median_us(size_t contender) const { return median(us_[contender]); }
+  // For short steps: whatever else the machine does can only make a turn slower.
+  double best_us(size_t contender) const {
+    return *std::min_element(us_[contender].begin(), us_[contender].end());
+  }
 
   // Of the quotients within a round: what slows a whole round drops out.
   double median_ratio(size_t contender, size_t base) const {
-    return over_rounds(contender, base, [](double a, double b) { return a / b; });
-  }
-  double median_difference_us(size_t contender, size_t base) const {
-    return over_rounds(contender, base, [](double a, double b) { return a - b; });
+    std::vector<double> ratios;
+    for (size_t round = 0; round < us_[base].size(); ++round)
+      ratios.push_back(us_[contender][round] / us_[base][round]);
+    return median(std::move(ratios));
   }
 
  private:
-  double over_rounds(size_t contender, size_t base, const auto& combine) const {
-    std::vector<double> values;
-    for (size_t round = 0; round < us_[base].size(); ++round)
-      values.push_back(combine(us_[contender][round], us_[base][round]));
-    return median(std::move(values));
-  }
-
   std::vector<std::vector<double>> us_;
 };
 

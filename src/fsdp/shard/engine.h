@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
 
 #include <cstdint>
 #include <memory>
@@ -61,7 +62,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // A use of the unit, and of those that own parameters it shares; end_use() takes what begin_use()
   // returned.
-  using Times = std::vector<int32_t>;
+  using Times = c10::SmallVector<int32_t, 4>;
   Times begin_use(UnitState& unit, Phase phase, CallMode mode);
   void end_use(UnitState& unit, const Times& times, Phase phase, CallMode mode);
 

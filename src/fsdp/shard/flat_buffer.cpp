@@ -39,6 +39,7 @@ FlatBuffer::FlatBuffer(const FlatLayout& layout, const FlatBufferSpec& spec,
     : layout_(layout),
       spec_(spec),
       numel_(layout.shard_numel(spec.placed, spec.rank)),
+      ranges_(layout.shard_ranges(spec.placed, spec.rank)),
       allocator_(allocator) {}
 
 void FlatBuffer::allocate() {
@@ -57,8 +58,10 @@ void FlatBuffer::release() {
 
 at::Tensor FlatBuffer::at(FlatRange range) const {
   if (range.empty()) return local_.narrow(0, 0, 0);
-  return local_.narrow(0, local_position(layout_, spec_.placed, spec_.rank, range.begin),
-                       range.numel());
+  for (const ShardRange& held : ranges_)
+    if (held.flat.begin <= range.begin && range.begin < held.flat.end)
+      return local_.narrow(0, held.local_begin + range.begin - held.flat.begin, range.numel());
+  throw Error(concat("element ", range.begin, " is not in the rank's part"));
 }
 
 at::Tensor FlatBuffer::part_of(int64_t index) const {

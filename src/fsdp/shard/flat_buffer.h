@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "fsdp/layout/flat_layout.h"
 #include "fsdp/memory/slab_allocator.h"
@@ -48,6 +49,7 @@ class FlatBuffer {
   const FlatLayout& layout_;
   const FlatBufferSpec spec_;
   const int64_t numel_;
+  const std::vector<ShardRange> ranges_;  // of this rank's part
   SlabAllocator& allocator_;
   Slab slab_;
   at::Tensor local_;

@@ -13,29 +13,42 @@ GradientReduction::GradientReduction(const AxisCuts& cuts, const Strategy& strat
                                                                      : Axis::kInner) {
   const MeshShape shape{.outer = mesh.outer().size(), .inner = mesh.inner().size()};
   for (const ReductionStage& stage : reduction_path(strategy, shape, gradient))
-    (stage.when == ReduceWhen::kEachBackward ? each_backward_ : cycle_end_).push_back(stage);
+    (stage.when == ReduceWhen::kEachBackward ? each_backward_ : cycle_end_).stages.push_back(stage);
 }
 
 // `source_at` gives the memory where a stage reads and works in place, `result_at` where the last
 // one writes.
-Work GradientReduction::run(const Stages& stages, Reduction last_reduction, const Tag& tag,
-                            const auto& source_at, const auto& result_at) const {
-  Work after;
-  for (const ReductionStage& stage : stages) {
-    const bool is_last = &stage == &stages.back();
-    Reduction reduction = is_last ? last_reduction : Reduction{};
-    reduction.scale = stage.scale;
-    const MeshAxis& axis = stage.axis == Axis::kInner ? mesh_.inner() : mesh_.outer();
-    Work last;
-    if (stage.to == Placement::kShard) {
-      for (const AxisCut& cut : cuts_.along(stage.axis))
-        last =
-            axis.reduce().reduce_scatter(is_last ? result_at(cut.part) : source_at(cut.part),
-                                         source_at(cut.whole), reduction, tag, cut.counts, after);
-    } else {
-      for (const AxisCut& cut : cuts_.along(replicated_axis_))
-        last = axis.reduce().all_reduce(source_at(cut.whole), reduction, tag, after);
+void GradientReduction::build(Path& path, const auto& source_at, const auto& result_at) const {
+  path.steps.clear();
+  for (const ReductionStage& stage : path.stages) {
+    std::vector<Step>& steps = path.steps.emplace_back();
+    const bool scatters = stage.to == Placement::kShard;
+    for (const AxisCut& cut : cuts_.along(scatters ? stage.axis : replicated_axis_)) {
+      const at::Tensor whole = source_at(cut.whole);
+      if (!scatters) {
+        steps.push_back({whole, whole, {}});
+      } else {
+        const bool is_last = &stage == &path.stages.back();
+        steps.push_back({is_last ? result_at(cut.part) : source_at(cut.part), whole, cut.counts});
+      }
     }
+  }
+}
+
+Work GradientReduction::run(const Path& path, Reduction last_reduction, const Tag& tag) const {
+  Work after;
+  for (size_t i = 0; i < path.stages.size(); ++i) {
+    const ReductionStage& stage = path.stages[i];
+    Reduction reduction = i + 1 == path.stages.size() ? last_reduction : Reduction{};
+    reduction.scale = stage.scale;
+    Communicator& communicator =
+        (stage.axis == Axis::kInner ? mesh_.inner() : mesh_.outer()).reduce();
+    Work last;
+    for (const Step& step : path.steps[i])
+      last = stage.to == Placement::kShard
+                 ? communicator.reduce_scatter(step.output, step.input, reduction, tag, step.counts,
+                                               after)
+                 : communicator.all_reduce(step.output, reduction, tag, after);
     after = last;
   }
   return after;
@@ -43,23 +56,34 @@ Work GradientReduction::run(const Stages& stages, Reduction last_reduction, cons
 
 Work GradientReduction::start_each_backward(const at::Tensor& slab, const FlatBuffer& main_grad,
                                             Store store, const at::Tensor& nonfinite,
-                                            const Tag& tag) const {
+                                            const Tag& tag) {
+  Path& path = each_backward_;
+  if (!path.is_for(slab, main_grad.local())) {
+    build(
+        path, [&](FlatRange range) { return slab.narrow(0, range.begin, range.numel()); },
+        [&](FlatRange range) { return main_grad.at(range); });
+    path.source = slab;
+    path.result = main_grad.local();
+  }
   Reduction last;
   last.store = store;
   last.nonfinite = nonfinite;
-  return run(
-      each_backward_, last, tag,
-      [&](FlatRange range) { return slab.narrow(0, range.begin, range.numel()); },
-      [&](FlatRange range) { return main_grad.at(range); });
+  return run(path, last, tag);
 }
 
 Work GradientReduction::start_cycle_end(const FlatBuffer& wire, const FlatBuffer& main_grad,
-                                        const at::Tensor& nonfinite, const Tag& tag) const {
+                                        const at::Tensor& nonfinite, const Tag& tag) {
+  Path& path = cycle_end_;
+  if (!path.is_for(wire.local(), main_grad.local())) {
+    build(
+        path, [&](FlatRange range) { return wire.at(range); },
+        [&](FlatRange range) { return main_grad.at(range); });
+    path.source = wire.local();
+    path.result = main_grad.local();
+  }
   Reduction last;
   last.nonfinite = nonfinite;
-  return run(
-      cycle_end_, last, tag, [&](FlatRange range) { return wire.at(range); },
-      [&](FlatRange range) { return main_grad.at(range); });
+  return run(path, last, tag);
 }
 
 }  // namespace fsdp

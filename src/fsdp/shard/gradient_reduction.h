@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "fsdp/comm/mesh.h"
@@ -24,33 +25,49 @@ class GradientReduction {
   GradientReduction(const AxisCuts& cuts, const Strategy& strategy, GradientOf gradient,
                     const Mesh& mesh);
 
-  bool reduces_each_backward() const { return !each_backward_.empty(); }
-  bool reduces_at_cycle_end() const { return !cycle_end_.empty(); }
+  bool reduces_each_backward() const { return !each_backward_.stages.empty(); }
+  bool reduces_at_cycle_end() const { return !cycle_end_.stages.empty(); }
 
   // slab (whole, wire type) -> main gradients, written or added as `store` says.
   Work start_each_backward(const at::Tensor& slab, const FlatBuffer& main_grad, Store store,
-                           const at::Tensor& nonfinite, const Tag& tag) const;
+                           const at::Tensor& nonfinite, const Tag& tag);
 
   // `wire` is a copy of the main gradients in the wire type, or the main gradients themselves.
   Work start_cycle_end(const FlatBuffer& wire, const FlatBuffer& main_grad,
-                       const at::Tensor& nonfinite, const Tag& tag) const;
+                       const at::Tensor& nonfinite, const Tag& tag);
 
   // Whether the result of start_cycle_end lies in `wire` and is still to be copied back: an
   // all-reduce is in place.
   bool ends_in_wire() const {
-    return reduces_at_cycle_end() && cycle_end_.back().to == Placement::kReplicate;
+    return reduces_at_cycle_end() && cycle_end_.stages.back().to == Placement::kReplicate;
   }
 
  private:
-  using Stages = std::vector<ReductionStage>;
-  Work run(const Stages& stages, Reduction last_reduction, const Tag& tag, const auto& source_at,
-           const auto& result_at) const;
+  struct Step {
+    at::Tensor output;
+    at::Tensor input;
+    std::span<const int64_t> counts;
+  };
+  struct Path {
+    std::vector<ReductionStage> stages;
+    // By stage: one step per segment, in the memory the path was last asked for. Pools hand out the
+    // same addresses every step, so that the views of them need not be made again.
+    std::vector<std::vector<Step>> steps;
+    at::Tensor source;
+    at::Tensor result;
+
+    bool is_for(const at::Tensor& wanted_source, const at::Tensor& wanted_result) const {
+      return source.is_same(wanted_source) && result.is_same(wanted_result);
+    }
+  };
+  void build(Path& path, const auto& source_at, const auto& result_at) const;
+  Work run(const Path& path, Reduction last_reduction, const Tag& tag) const;
 
   const AxisCuts& cuts_;
   const Mesh& mesh_;
   const Axis replicated_axis_;  // whose wholes an all-reduce covers
-  Stages each_backward_;
-  Stages cycle_end_;
+  Path each_backward_;
+  Path cycle_end_;
 };
 
 }  // namespace fsdp

@@ -35,9 +35,7 @@ int64_t GroupGradient::wire_bytes() const {
 }
 
 void GroupGradient::make_views(const at::Tensor& flat) {
-  if (viewed_.defined() && viewed_.const_data_ptr() == flat.const_data_ptr() &&
-      viewed_.scalar_type() == flat.scalar_type())
-    return;  // the same memory as last time
+  if (viewed_.is_same(flat)) return;  // the same memory as last time
   viewed_ = flat;
   views_.clear();
   for (int64_t i = 0; i < layout_.num_tensors(); ++i) {
@@ -52,7 +50,9 @@ void GroupGradient::make_views(const at::Tensor& flat) {
 
 void GroupGradient::begin_slab(void* address) {
   FSDP_ASSERT(uses_slab() && !has_slab());
-  slab_ = tensor_over(address, layout_.padded_numel(), wire_, setting_.device);
+  has_slab_ = true;
+  if (!slab_.defined() || slab_.const_data_ptr() != address || slab_.scalar_type() != wire_)
+    slab_ = tensor_over(address, layout_.padded_numel(), wire_, setting_.device);
   make_views(slab_);
   std::fill(written_.begin(), written_.end(), false);
   // The slab held something else before, and the padding takes part in the sum.
@@ -97,7 +97,7 @@ void GroupGradient::start_backward_reduction(const at::Tensor& nonfinite, const 
 
 void GroupGradient::finish_backward_reduction() {
   std::exchange(work_, {}).wait();
-  slab_.reset();
+  has_slab_ = false;
 }
 
 void GroupGradient::start_cycle_reduction(const at::Tensor& nonfinite, const Tag& tag) {
@@ -151,7 +151,7 @@ void GroupGradient::abandon() noexcept {
   } catch (const std::exception& error) {
     log(LogLevel::kWarning, "a reduction that was given up had failed: ", error.what());
   }
-  slab_.reset();
+  has_slab_ = false;
   wire_copy_.reset();
   zero();
 }

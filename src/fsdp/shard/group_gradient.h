@@ -42,7 +42,7 @@ class GroupGradient {
   // --- writing ---
   // The slab for this backward; only when uses_slab().
   void begin_slab(void* address);
-  bool has_slab() const { return slab_.defined(); }
+  bool has_slab() const { return has_slab_; }
 
   // Where tensor `index` is to be written, shaped like it; whether it already holds a contribution
   // that must be added to.
@@ -80,12 +80,13 @@ class GroupGradient {
 
   const FlatLayout& layout_;
   const GroupSetting& setting_;
-  const GradientReduction reduction_;
+  GradientReduction reduction_;
   at::ScalarType wire_;
   FlatBuffer main_;
   std::optional<FlatBuffer> wire_copy_;  // of the main gradients, during the cycle's reduction only
 
-  at::Tensor slab_;                 // flat, wire type; undefined between backwards
+  at::Tensor slab_;                 // flat, wire type: where it is, or was last
+  bool has_slab_ = false;           // during a backward
   std::vector<FlatRange> padding_;  // of a whole buffer
   std::vector<at::Tensor> views_;   // one per tensor, in the slab or in the main gradients
   std::vector<at::Tensor> gaps_;    // views of the padding there

@@ -7,7 +7,6 @@
 #include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/torch_dtype.h"
-#include "fsdp/layout/shard_pieces.h"
 
 namespace fsdp {
 
@@ -63,6 +62,8 @@ ParamGroup::ParamGroup(std::string unit, std::vector<GroupMember> members, Train
                          buffer_spec(setting.strategy.optimizer, *types_.main_weight, setting),
                          setting.memory.main_weight);
     main_weight_->allocate();
+    for (const ShardRange& range : layout_.shard_ranges(setting.strategy.optimizer, setting.rank))
+      refreshed_.push_back({weight_.at(range.flat), main_weight_->at(range.flat)});
   }
   if (types_.trainable) gradient_.emplace(layout_, cuts_, types_, setting);
   if (!needs_slab()) bind(weight_.local().mutable_data_ptr());
@@ -129,10 +130,7 @@ void ParamGroup::reshard() {
 }
 
 void ParamGroup::refresh() {
-  if (main_weight_)
-    for (const ShardPiece& piece : shard_pieces(layout_, setting_.strategy.parameter,
-                                                setting_.strategy.optimizer, setting_.rank))
-      weight_.at(piece.flat).copy_(main_weight_->at(piece.flat));
+  for (const Refreshed& part : refreshed_) part.weight.copy_(part.main_weight);
   if (!gather_.refresh_communicates()) return;
   is_stale_ = true;
   if (is_whole_) unbind();

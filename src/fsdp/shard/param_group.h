@@ -110,6 +110,12 @@ class ParamGroup {
   std::optional<FlatBuffer> main_weight_;  // optimizer's dtype and placement, where that differs
   std::deque<UnshardedStorage> storages_;  // one per member
   WeightGather gather_;
+  // What refresh() casts: the optimizer's part of the weights, and where its new values are.
+  struct Refreshed {
+    at::Tensor weight;
+    at::Tensor main_weight;
+  };
+  std::vector<Refreshed> refreshed_;
   std::optional<GroupGradient> gradient_;
 
   void* slab_ = nullptr;

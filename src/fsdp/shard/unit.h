@@ -2,14 +2,15 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
 #include <memory>
+#include <span>
 #include <tuple>
 #include <type_traits>
 #include <utility>
-#include <vector>
 
 #include "fsdp/base/error.h"
 #include "fsdp/shard/tensor_fields.h"
@@ -26,8 +27,8 @@ class UnitHooks {
    public:
     virtual ~Call() = default;
     // Both may replace tensors by views of them.
-    virtual void enter(const std::vector<at::Tensor*>& inputs) = 0;
-    virtual void leave(const std::vector<at::Tensor*>& outputs) = 0;
+    virtual void enter(std::span<at::Tensor* const> inputs) = 0;
+    virtual void leave(std::span<at::Tensor* const> outputs) = 0;
     virtual void fail() noexcept = 0;
   };
   virtual std::shared_ptr<Call> begin_call() = 0;
@@ -83,7 +84,7 @@ R call_as_unit(UnitHooks& hooks, const auto& forward, A&&... args) {
   const std::shared_ptr<UnitHooks::Call> call = hooks.begin_call();
   try {
     std::tuple<Argument<A>...> arguments(std::forward<A>(args)...);
-    std::vector<at::Tensor*> tensors;
+    c10::SmallVector<at::Tensor*, 8> tensors;
     const auto collect = [&](at::Tensor& tensor) {
       if (tensor.defined()) tensors.push_back(&tensor);
     };

@@ -1,7 +1,10 @@
 #include "fsdp/shard/unit_call.h"
 
 #include <ATen/ATen.h>
+#include <ATen/SequenceNumber.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
 
 #include <algorithm>
 #include <utility>
@@ -10,6 +13,43 @@
 
 namespace fsdp {
 
+namespace {
+
+using torch::autograd::Node;
+
+// Tells a call that autograd came to a node. A class of its own, since Tensor::register_hook needs
+// several allocations to wrap a function.
+class CallHook final : public torch::autograd::FunctionPreHook {
+ public:
+  using Tell = void (UnitCall::*)();
+  CallHook(std::shared_ptr<UnitCall> call, Tell tell) : call_(std::move(call)), tell_(tell) {}
+
+  torch::autograd::variable_list operator()(
+      const torch::autograd::variable_list& gradients) override {
+    (call_.get()->*tell_)();
+    return gradients;
+  }
+
+ private:
+  const std::shared_ptr<UnitCall> call_;
+  const Tell tell_;
+};
+
+void add_hook(Node& node, std::shared_ptr<UnitCall> call, CallHook::Tell tell) {
+  node.add_tensor_pre_hook(std::make_unique<CallHook>(std::move(call), tell));
+}
+
+// The node that made the output, if that was one of this call; nullptr for what came from outside
+// (an input that is returned, say) and where another hook comes first (that of a unit inside). Of a
+// view it is the node of its base: changing a view in place replaces the view's own.
+Node* node_of_call(const at::Tensor& output, uint64_t first_node) {
+  Node* node = (output.is_view() ? output._base() : output).grad_fn().get();
+  const bool is_ours = node != nullptr && node->sequence_nr() >= first_node;
+  return is_ours && node->tensor_pre_hooks().empty() ? node : nullptr;
+}
+
+}  // namespace
+
 UnitCall::UnitCall(std::shared_ptr<Engine> engine, UnitState& unit)
     : engine_(engine),
       running_(std::move(engine)),
@@ -17,7 +57,7 @@ UnitCall::UnitCall(std::shared_ptr<Engine> engine, UnitState& unit)
       mode_(running_->begin_call(unit)),
       number_(running_->next_call_number()) {}
 
-void UnitCall::enter(const std::vector<at::Tensor*>& inputs) {
+void UnitCall::enter(std::span<at::Tensor* const> inputs) {
   times_ = running_->begin_use(unit_, Phase::kForward, mode_);
   is_forward_open_ = true;
   has_gradients_ = at::GradMode::is_enabled();
@@ -25,18 +65,21 @@ void UnitCall::enter(const std::vector<at::Tensor*>& inputs) {
   for (at::Tensor* input : inputs) {
     if (!input->requires_grad()) continue;
     *input = input->view_as(*input);
-    input->register_hook([call = shared_from_this()](const at::Tensor&) { call->end_backward(); });
+    add_hook(*input->grad_fn(), shared_from_this(), &UnitCall::end_backward);
     has_input_hook_ = true;
   }
+  first_node_ = at::sequence_number::peek();
 }
 
-void UnitCall::leave(const std::vector<at::Tensor*>& outputs) {
+void UnitCall::leave(std::span<at::Tensor* const> outputs) {
   for (at::Tensor* output : outputs) {
     if (!has_gradients_ || !output->requires_grad()) continue;
-    // An output that is an input would have the two hooks in the wrong order.
-    *output = output->view_as(*output);
-    output->register_hook(
-        [call = shared_from_this()](const at::Tensor&) { call->begin_backward(); });
+    Node* node = node_of_call(*output, first_node_);
+    if (node == nullptr) {
+      *output = output->view_as(*output);
+      node = output->grad_fn().get();
+    }
+    add_hook(*node, shared_from_this(), &UnitCall::begin_backward);
   }
   is_forward_open_ = false;
   const std::shared_ptr<Engine> engine = std::move(running_);

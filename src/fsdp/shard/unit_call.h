@@ -5,7 +5,7 @@
 
 #include <cstdint>
 #include <memory>
-#include <vector>
+#include <span>
 
 #include "fsdp/shard/engine.h"
 #include "fsdp/shard/unit.h"
@@ -13,7 +13,8 @@
 namespace fsdp {
 
 // Note [Where a unit's backward begins and ends]
-// It begins when a gradient arrives at any of the call's outputs: a hook on each of them. It ends
+// It begins when a gradient arrives at any of the call's outputs: a hook on each of them, or rather
+// on the node that made it, so that it stays when the caller changes the output in place. It ends
 // when everything inside is done. Autograd runs nodes in the reverse order of their creation, so a
 // node that was created at the very beginning of the call runs when all others of the call have:
 // each input that needs a gradient is replaced by a view of itself, and the hook is on that view.
@@ -26,8 +27,8 @@ class UnitCall final : public UnitHooks::Call, public std::enable_shared_from_th
  public:
   UnitCall(std::shared_ptr<Engine> engine, UnitState& unit);
 
-  void enter(const std::vector<at::Tensor*>& inputs) override;
-  void leave(const std::vector<at::Tensor*>& outputs) override;
+  void enter(std::span<at::Tensor* const> inputs) override;
+  void leave(std::span<at::Tensor* const> outputs) override;
   void fail() noexcept override;
 
   // Calls are numbered in the order of their forwards.
@@ -49,6 +50,7 @@ class UnitCall final : public UnitHooks::Call, public std::enable_shared_from_th
   bool has_gradients_ = false;  // hooks are wanted
   bool has_input_hook_ = false;
   bool is_forward_open_ = false;
+  uint64_t first_node_ = 0;       // the sequence number of the first node of the forward itself
   Engine::Times times_;           // of the use that is open now
   int64_t backward_number_ = -1;  // the backward it takes part in
   bool is_through_ = false;       // of that backward
