@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <mutex>
 
 #include "fsdp/nn/linear.h"
@@ -83,9 +84,9 @@ TORCH_MODULE(RmsNorm);
 // Pairs (i, i + half) of a head turn by position * 100^(-i / half).
 at::Tensor rotated(const at::Tensor& x) {
   const int64_t half = kHeadSize / 2;
-  const at::Tensor angle =
-      at::outer(at::arange(x.size(-2), at::kFloat),
-                at::pow(100.0, -at::arange(half, at::kFloat) / static_cast<double>(half)));
+  const at::Tensor angle = at::outer(
+      at::arange(x.size(-2), x.options().dtype(at::kFloat)),
+      at::pow(100.0, -at::arange(half, x.options().dtype(at::kFloat)) / static_cast<double>(half)));
   const at::Tensor cos = angle.cos().to(x.scalar_type());
   const at::Tensor sin = angle.sin().to(x.scalar_type());
   const at::Tensor a = x.narrow(-1, 0, half);
@@ -115,7 +116,8 @@ struct BlockImpl : Module {
     const at::Tensor k = rotated(by_head(parts[1]));
     const int64_t length = x.size(-2);
     const at::Tensor future =
-        at::triu(at::full({length, length}, -1e4, at::kFloat), 1).to(x.scalar_type());
+        at::triu(at::full({length, length}, -1e4, x.options().dtype(at::kFloat)), 1)
+            .to(x.scalar_type());
     const at::Tensor score =
         q.matmul(k.transpose(-1, -2)) / std::sqrt(static_cast<double>(kHeadSize)) + future;
     const at::Tensor mixed = score.softmax(-1).matmul(by_head(parts[2]));
@@ -292,7 +294,15 @@ std::shared_ptr<ParityModel> make_model(ModelKind kind, at::ScalarType compute) 
   at::manual_seed(20240607);
   std::shared_ptr<ParityModel> model = construct(kind);
   model->to(compute);
+  model->to(test_device());
+  // A GPU may add up in the order of its threads otherwise, and bits are compared here.
+  if (!test_device().is_cpu()) at::globalContext().setDeterministicAlgorithms(true, true);
   return model;
+}
+
+c10::Device test_device() {
+  const char* name = std::getenv("FSDP_TEST_DEVICE");
+  return c10::Device(name == nullptr ? "cpu" : name);
 }
 
 Batch make_batch(ModelKind kind, int64_t rank, int64_t step, int64_t microbatch,
@@ -303,7 +313,7 @@ Batch make_batch(ModelKind kind, int64_t rank, int64_t step, int64_t microbatch,
     const at::Tensor x = scrambled(num_samples * 5, seed).remainder(1000).to(at::kFloat) / 500 - 1;
     const at::Tensor input = x.view({num_samples, 5});
     const at::Tensor target = input.narrow(1, 0, 3).sin() + input.narrow(1, 2, 3);
-    return {input.to(compute), target, num_samples};
+    return {input.to(test_device(), compute), target.to(test_device()), num_samples};
   }
   at::Tensor token = scrambled(num_samples * (kSequence + 1), seed);
   if (kind == ModelKind::kHybrid) {
@@ -312,7 +322,7 @@ Batch make_batch(ModelKind kind, int64_t rank, int64_t step, int64_t microbatch,
   } else {
     token = token.remainder(kVocab);
   }
-  token = token.view({num_samples, kSequence + 1});
+  token = token.view({num_samples, kSequence + 1}).to(test_device());
   return {token.narrow(1, 0, kSequence).contiguous(), token.narrow(1, 1, kSequence).contiguous(),
           num_samples * kSequence};
 }

@@ -34,6 +34,9 @@ class ParityModel : public torch::nn::Module {
   virtual at::Tensor summed_loss(const Batch& batch) = 0;
 };
 
+// Where models and batches are: FSDP_TEST_DEVICE, or the CPU.
+c10::Device test_device();
+
 // Equal values on every call. May be called by several ranks at the same time, although libtorch's
 // generator belongs to the process.
 std::shared_ptr<ParityModel> make_model(ModelKind kind, at::ScalarType compute);
