@@ -74,6 +74,20 @@ class SameBits : public ::testing::TestWithParam<ModelKind> {
   }
 };
 
+// Whatever the strategy is called: with one rank there is nothing to shard and nothing to reduce.
+TEST_P(SameBits, OnOneRankAsInAPlainModel) {
+  for (const char* strategy : {"no_shard", "optim", "optim_grads_params+hfsdp", "SS/SS/SS"})
+    for (const int microbatches : {1, 3})
+      for (const Precision precision : {Precision::kFp32, Precision::kBf16, Precision::kBf16Wire}) {
+        const ParityCase parity{.model = GetParam(),
+                                .strategy = strategy,
+                                .microbatches = microbatches,
+                                .precision = precision};
+        SCOPED_TRACE(parity.name());
+        expect_parity(train_threads(parity).front(), parity, 0);
+      }
+}
+
 TEST_P(SameBits, InAllPools) {
   for (const char* strategy : {"optim_grads", "optim_grads_params", "SS/SS/SS", "RS/PP/SS"}) {
     ParityCase parity{.model = GetParam(),

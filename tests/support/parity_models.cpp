@@ -180,11 +180,13 @@ struct WideMlpImpl : Module {
 };
 TORCH_MODULE(WideMlp);
 
-// One small weight used at every position: its gradient is a sum of many uses.
+// One small weight used at every position: its gradient is a sum of many uses. Autograd makes that
+// sum before it adds it to those of earlier microbatches; a layer that writes its gradient itself
+// adds one use at a time, which rounds otherwise (linear_test.cpp has that case).
 struct RecurrenceImpl : Module {
   RecurrenceImpl()
       : in(register_module("in", torch::nn::Linear(kNarrow, 3))),
-        state(register_module("state", nn::Linear(BlockImpl::no_bias(3, 3)))),
+        state(register_module("state", torch::nn::Linear(BlockImpl::no_bias(3, 3)))),
         out(register_module("out", nn::Linear(3, kNarrow))) {}
   at::Tensor forward(const at::Tensor& x) {
     const at::Tensor driven = in(x);
@@ -195,7 +197,7 @@ struct RecurrenceImpl : Module {
     return x + out(at::stack(states, 1));
   }
   torch::nn::Linear in;
-  nn::Linear state;
+  torch::nn::Linear state;
   nn::Linear out;
 };
 TORCH_MODULE(Recurrence);
