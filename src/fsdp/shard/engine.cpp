@@ -151,8 +151,6 @@ Engine::CallMode Engine::begin_call(UnitState& unit) {
       at_rest && unit.kind == UnitKind::kScheduled && plan_->would_start_anew(unit.index);
   if (trains) {
     if (plan_->kind() != PassPlan::Kind::kTraining || anew) open_pass(PassPlan::Kind::kTraining);
-    ++unit.num_pending;
-    for (UnitState* other : unit.needs) ++other->num_pending;
     return CallMode::kTraining;
   }
   if (plan_->kind() == PassPlan::Kind::kTraining) return CallMode::kInBetween;
@@ -163,13 +161,24 @@ Engine::CallMode Engine::begin_call(UnitState& unit) {
   return CallMode::kInference;
 }
 
+int64_t Engine::count_call(UnitState& unit) {
+  ++unit.num_pending;
+  for (UnitState* other : unit.needs) ++other->num_pending;
+  return generation_;
+}
+
+void Engine::uncount_call(UnitState& unit, int64_t generation) {
+  if (generation != generation_) return;
+  --unit.num_pending;
+  for (UnitState* other : unit.needs) --other->num_pending;
+}
+
 void Engine::open_pass(PassPlan::Kind kind) {
   if (plan_->kind() != PassPlan::Kind::kNone) close_pass();
   reduce_->finish();
   release_weights();
   if (new_order_) make_pool(*std::exchange(new_order_, std::nullopt));
   if (slabs_.has_pool()) slabs_.pool().begin_step();
-  for (const auto& unit : units_) unit->num_pending = 0;
   plan_->open(kind);
 }
 
@@ -200,12 +209,16 @@ int32_t Engine::begin_one(UnitState& unit, Phase phase, CallMode mode) {
   int32_t time = -1;
   if (unit.kind == UnitKind::kScheduled && mode != CallMode::kInBetween) {
     const bool followed = plan_->follows();
-    time = plan_->begin(unit.index, phase);
+    // A second forward is part of the backward it runs in.
+    time = plan_->begin(unit.index, mode == CallMode::kRecompute ? Phase::kBackward : phase);
     // What was gathered ahead on a wrong guess makes room.
     if (followed && !plan_->follows()) release_weights();
     gather_ahead(unit, phase, mode);
   }
-  gather_.start(unit);
+  // What is not part of the plan must not move what is.
+  const bool is_planned =
+      mode != CallMode::kInBetween && (mode != CallMode::kInference || plan_->follows());
+  gather_.start(unit, is_planned ? SlabFrom::kPool : SlabFrom::kBeside);
   gather_.finish(unit);
   ++unit.num_active;
   if (time >= 0) ++num_active_;
@@ -227,9 +240,12 @@ void Engine::end_one(UnitState& unit, int32_t time, Phase phase, CallMode mode) 
 
 void Engine::gather_ahead(UnitState& unit, Phase phase, CallMode mode) {
   const auto& wanted = unit.ahead[static_cast<size_t>(phase)];
+  // Its own gather may be among those put off; how long it stays is as planned.
+  for (const StepSchedule::Gather& gather : put_off_)
+    if (gather.unit == unit.index) unit.stay_last = std::max(unit.stay_last, gather.last);
   for (const StepSchedule::Gather& gather : plan_->gathers_now()) {
     if (gather.unit == unit.index) {
-      gather_.start(unit);  // first: it is the one that is needed
+      gather_.start(unit, SlabFrom::kPool);  // first: it is the one that is needed
       unit.stay_last = gather.last;
     } else if (!wanted) {
       put_off_.push_back(gather);
@@ -247,7 +263,7 @@ void Engine::gather_ahead(UnitState& unit, Phase phase, CallMode mode) {
 void Engine::start_ahead(UnitState& unit, int32_t last) {
   // A guess never takes memory beside the pool.
   if (unit.kind != UnitKind::kScheduled || !gather_.has_room(unit)) return;
-  gather_.start(unit);
+  gather_.start(unit, SlabFrom::kPool);
   unit.stay_last = std::max(unit.stay_last, last);
 }
 
@@ -260,8 +276,19 @@ void Engine::refuse_second_order() {
              "sharded for second-order gradients");
 }
 
+void Engine::check_cycle() const {
+  for (const auto& unit : units_)
+    for (const GroupState& state : unit->groups)
+      FSDP_CHECK(!state.group->is_trainable() || !state.group->gradient().is_cycle_over(),
+                 "the gradients of unit '", unit->name,
+                 "' were already reduced in this cycle; call zero_grad() before the next backward, "
+                 "or run all but the last backward of a cycle under no_sync()");
+}
+
 void Engine::enter_backward() {
   if (!in_backward_) {
+    reduce_->finish();  // of the backward before: its gradients may still lie where ours will
+    check_cycle();
     in_backward_ = true;
     ++backward_number_;
     reduce_->begin_backward(is_last_microbatch_, microbatch_);
@@ -274,26 +301,26 @@ void Engine::enter_backward() {
   });
 }
 
-void Engine::add_call_without_end(std::shared_ptr<UnitCall> call) {
-  calls_without_end_.push_back(std::move(call));
+void Engine::add_open_call(std::shared_ptr<UnitCall> call) {
+  open_calls_.push_back(std::move(call));
 }
 
 void Engine::end_calls_after(int64_t number) {
-  while (!calls_without_end_.empty() && calls_without_end_.back()->number() > number) {
-    const std::shared_ptr<UnitCall> call = std::move(calls_without_end_.back());
-    calls_without_end_.pop_back();
+  while (!open_calls_.empty() && open_calls_.back()->number() > number) {
+    const std::shared_ptr<UnitCall> call = std::move(open_calls_.back());
+    open_calls_.pop_back();
     call->end_backward();
   }
 }
 
+// Note [When a unit is reduced]
+// At the end of its last call's backward, and not when all its gradients are there: which of them
+// come at all may differ from rank to rank (experts without tokens), but all ranks must reduce in
+// the same order. What did not come is zero.
 void Engine::call_is_through(UnitState& unit) {
-  const auto through = [&](UnitState& each) {
-    each.num_pending = std::max(0, each.num_pending - 1);
-    for (GroupState& state : each.groups)
-      if (state.group->is_trainable()) reduce_if_complete(each, state);
-  };
-  through(unit);
-  for (UnitState* other : unit.needs) through(*other);
+  if (unit.num_pending == 0) reduce_rest(unit, Which::kSafe);
+  for (UnitState* other : unit.needs)
+    if (other->num_pending == 0) reduce_rest(*other, Which::kSafe);
   reduce_->retire_all_but(unit);
 }
 
@@ -314,32 +341,28 @@ void Engine::gradient_ready(UnitState& unit, GroupState& state, int64_t member,
                             const at::Tensor& gradient) {
   refuse_second_order();
   enter_backward();
-  if (state.is_reduced) {
-    // Another contribution after the reduction began (a part that is recomputed more than once):
-    // a second reduction adds it, at the end of the backward.
-    state.is_reduced = false;
-    state.num_fired = 0;
-    std::fill(state.has_fired.begin(), state.has_fired.end(), false);
-  }
+  if (state.is_reduced && !gradient.defined()) return;
+  // Another contribution after the reduction began (a repeated backward through a unit that is used
+  // twice): a second reduction adds it, at the end of the backward.
+  state.is_reduced = false;
   reduce_->accept(unit, state, member, gradient);
-  if (state.has_fired[static_cast<size_t>(member)]) return;
-  state.has_fired[static_cast<size_t>(member)] = true;
-  ++state.num_fired;
-  reduce_if_complete(unit, state);
 }
 
-void Engine::reduce_if_complete(UnitState& unit, GroupState& state) {
-  // Nothing says when a resident parameter was used for the last time, but the end.
-  if (unit.kind == UnitKind::kResident || unit.num_pending > 1) return;
-  if (state.is_reduced || !state.have_all_fired()) return;
-  reduce_->reduce(unit, state);
+void Engine::reduce_rest(UnitState& unit, Which which) {
+  for (GroupState& state : unit.groups) {
+    if (!state.group->is_trainable() || state.is_reduced) continue;
+    // What is reduced once per cycle takes no second reduction, and how many calls a repeated
+    // backward goes through is not known.
+    if (which == Which::kSafe && unit.is_repeated && !state.gradient_slab) continue;
+    reduce_->reduce(unit, state);
+  }
 }
 
 void Engine::end_backward() {
   end_calls_after(-1);
-  for (const auto& unit : units_)
-    for (GroupState& state : unit->groups)
-      if (state.group->is_trainable() && !state.is_reduced) reduce_->reduce(*unit, state);
+  // Units that no call of this backward ended; also parameters outside units, of which nothing else
+  // says when they were used for the last time.
+  for (const auto& unit : units_) reduce_rest(*unit, Which::kAll);
   forget_backward();
   ++microbatch_;
   close_pass();
@@ -349,14 +372,10 @@ void Engine::end_backward() {
 void Engine::forget_backward() {
   for (const auto& unit : units_) {
     unit->num_active = 0;
-    unit->num_pending = 0;
-    for (GroupState& state : unit->groups) {
-      std::fill(state.has_fired.begin(), state.has_fired.end(), false);
-      state.num_fired = 0;
-      state.is_reduced = false;
-    }
+    unit->is_repeated = false;
+    for (GroupState& state : unit->groups) state.is_reduced = false;
   }
-  calls_without_end_.clear();
+  open_calls_.clear();
   num_active_ = 0;
   in_backward_ = false;
   end_is_queued_ = false;
@@ -384,7 +403,7 @@ void Engine::refresh_weights() {
   for (const auto& unit : units_) {
     for (GroupState& state : unit->groups)
       if (state.group->is_trainable()) state.group->refresh();
-    if (unit->kind == UnitKind::kResident) gather_.start(*unit);
+    if (unit->kind == UnitKind::kResident) gather_.start(*unit, SlabFrom::kBeside);
   }
   for (const auto& unit : units_)
     if (unit->kind == UnitKind::kResident) gather_.finish(*unit);
@@ -448,6 +467,8 @@ void Engine::reset() {
   }
   if (slabs_.has_pool()) slabs_.pool().abandon_step();
   forget_backward();
+  ++generation_;
+  for (const auto& unit : units_) unit->num_pending = 0;
   put_off_.clear();
   plan_->abandon();
   nonfinite_.zero_();

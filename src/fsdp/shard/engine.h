@@ -58,6 +58,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
     kInBetween,  // without gradients, while a training pass is under way
   };
   CallMode begin_call(UnitState& unit);
+  // A backward of the call may come, until it has come or cannot come any more. What was counted
+  // before a reset() counts no more: uncount_call() takes what count_call() returned.
+  int64_t count_call(UnitState& unit);
+  void uncount_call(UnitState& unit, int64_t generation);
   int64_t next_call_number() { return next_call_number_++; }
 
   // A use of the unit, and of those that own parameters it shares; end_use() takes what begin_use()
@@ -71,10 +75,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // An Error when the running backward builds a graph itself.
   static void refuse_second_order();
   int64_t backward_number() const { return backward_number_; }
-  // Ends calls that are newer than this one and have no hook of their own to tell (unit_call.h).
+  // Ends calls that are newer than this one and had no hook of their own to tell (unit_call.h).
   void end_calls_after(int64_t number);
-  void add_call_without_end(std::shared_ptr<UnitCall> call);
-  // The backward of one call is over.
+  void add_open_call(std::shared_ptr<UnitCall> call);
+  // The backward of one call is over; that of the unit's last one starts its reduction.
   void call_is_through(UnitState& unit);
 
   // --- gradients (gradient_hook.cpp) ---
@@ -109,8 +113,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void gather_ahead(UnitState& unit, Phase phase, CallMode mode);
   void start_ahead(UnitState& unit, int32_t last);
 
+  void check_cycle() const;
   void end_backward();
-  void reduce_if_complete(UnitState& unit, GroupState& state);
+  enum class Which : uint8_t { kSafe, kAll };
+  void reduce_rest(UnitState& unit, Which which);
   void forget_backward();
   void check_wire(const UnitState& unit, const GroupState& state, DType wire) const;
 
@@ -130,9 +136,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::optional<PassPlan> plan_;
 
   std::vector<StepSchedule::Gather> put_off_;  // nothing is gathered ahead while recomputing
-  std::vector<std::shared_ptr<UnitCall>> calls_without_end_;
-  int32_t num_active_ = 0;  // uses that compute now
+  std::vector<std::shared_ptr<UnitCall>> open_calls_;  // of the running backward
+  int32_t num_active_ = 0;                             // uses that compute now
   int64_t next_call_number_ = 0;
+  int64_t generation_ = 0;
 
   bool in_backward_ = false;
   bool end_is_queued_ = false;

@@ -1,6 +1,7 @@
 #include "fsdp/shard/flat_buffer.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 
@@ -10,6 +11,8 @@
 namespace fsdp {
 
 at::Tensor tensor_over(void* address, int64_t numel, at::ScalarType dtype, c10::Device device) {
+  // Buffers are made when they are needed first, which may be in an evaluation.
+  const c10::InferenceMode for_training_too(false);
   return at::from_blob(address, {numel}, at::TensorOptions().dtype(dtype).device(device));
 }
 

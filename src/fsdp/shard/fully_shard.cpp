@@ -50,7 +50,14 @@ class Builder {
   void build() {
     for (const FoundUnit& unit : found_.units) add_unit(unit);
     connect();
-    for (const FoundModule& module : found_.modules) adopt_module(module);
+    // Before any of them is: a module whose only parameter is shared with an earlier one draws
+    // random numbers, too.
+    std::vector<bool> needs_init;
+    for (const FoundModule& found : found_.modules) needs_init.push_back(is_on_meta(*found.module));
+    for (size_t i = 0; i < needs_init.size(); ++i) {
+      if (needs_init[i]) materialize(found_.modules[i]);
+      adopt_module(*found_.modules[i].module);
+    }
     values_.check_agreement();
     engine_->complete();
     engine_->keep(attach_gradient_hooks(engine_));
@@ -90,7 +97,6 @@ class Builder {
 
   void add_group(UnitState& unit, const GroupKey& key, std::vector<GroupMember> members) {
     GroupState state;
-    state.has_fired.assign(members.size(), false);
     state.group = std::make_unique<ParamGroup>(unit.name, std::move(members),
                                                key.is_trainable ? Trainable::kYes : Trainable::kNo,
                                                engine_->setting_of(unit.kind), held_numel_);
@@ -116,11 +122,8 @@ class Builder {
 
   // Brings the values of one module's own parameters into the shards. At no time is more than one
   // module of a meta model whole.
-  void adopt_module(const FoundModule& found) {
-    const auto parameters = found.module->named_parameters(/*recurse=*/false);
-    const bool needs_init = is_on_meta(*found.module);
-    if (needs_init) materialize(found);
-    for (const auto& item : parameters) {
+  void adopt_module(torch::nn::Module& module) {
+    for (const auto& item : module.named_parameters(/*recurse=*/false)) {
       if (!item.value().defined()) continue;
       Place& place = places_.at(item.value().unsafeGetTensorImpl());
       // A shared parameter has the value of its first module; the second module's initialisation
@@ -131,7 +134,7 @@ class Builder {
       }
       place.group->attach(place.member);
     }
-    move_buffers(*found.module);
+    move_buffers(module);
   }
 
   static bool is_on_meta(const torch::nn::Module& module) {
@@ -202,6 +205,9 @@ Sharded fully_shard(const std::shared_ptr<torch::nn::Module>& model, const Mesh&
   FSDP_CHECK(model != nullptr, "the model is null; build it first");
   options.validate();
   ModuleUnits found = find_units(model);
+  for (const auto& item : model->named_parameters())
+    FSDP_CHECK(!has_gradient_hook(item.value()), "parameter '", item.key(),
+               "' is already sharded; a model can be sharded once");
   auto engine = std::make_shared<Engine>(mesh, options, device_for(*model, options));
   Builder(engine, std::move(found)).build();
   return Sharded(engine);

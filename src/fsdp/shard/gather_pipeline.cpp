@@ -12,13 +12,13 @@ bool GatherPipeline::has_room(const UnitState& unit) const {
   return true;
 }
 
-void GatherPipeline::start(UnitState& unit) {
+void GatherPipeline::start(UnitState& unit, SlabFrom from) {
   for (GroupState& state : unit.groups) {
     if (!state.group->needs_gather()) continue;
     RECORD_FUNCTION(unit.gather_range, {});
     void* slab = nullptr;
     if (state.weight_slab) {
-      slabs_.acquire(*state.weight_slab);
+      slabs_.acquire(*state.weight_slab, from);
       slab = state.weight_slab->address();
     }
     state.group->start_gather(slab, unit.gather_tag);

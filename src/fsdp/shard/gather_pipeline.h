@@ -19,7 +19,7 @@ class GatherPipeline {
   bool has_room(const UnitState& unit) const;
 
   // No effect on a unit that is gathered or being gathered.
-  void start(UnitState& unit);
+  void start(UnitState& unit, SlabFrom from);
   void finish(UnitState& unit);
   // Waits for a gather that nobody used.
   void release(UnitState& unit);

@@ -29,6 +29,8 @@ class GradientHook final : public torch::autograd::FunctionPostHook {
     return outputs;
   }
 
+  bool is_alive() const { return !engine_.expired(); }
+
   DirectGradient offer() const {
     const std::shared_ptr<Engine> engine = engine_.lock();
     if (engine == nullptr) return {};
@@ -46,6 +48,16 @@ class GradientHook final : public torch::autograd::FunctionPostHook {
 // libtorch 2.13 counts references to nodes otherwise than 2.11.
 using NodePointer =
     decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+
+// The accumulator, and with it the hook, lives as long as the engine.
+const GradientHook* hook_of(const at::Tensor& parameter) {
+  if (!parameter.defined() || !parameter.requires_grad()) return nullptr;
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
+  if (accumulator == nullptr) return nullptr;
+  for (const auto& hook : accumulator->post_hooks())
+    if (const auto* ours = dynamic_cast<const GradientHook*>(hook.get())) return ours;
+  return nullptr;
+}
 
 }  // namespace
 
@@ -66,12 +78,14 @@ std::shared_ptr<void> attach_gradient_hooks(const std::shared_ptr<Engine>& engin
   return accumulators;
 }
 
+bool has_gradient_hook(const at::Tensor& parameter) {
+  const GradientHook* hook = hook_of(parameter);
+  return hook != nullptr && hook->is_alive();
+}
+
 DirectGradient direct_gradient(const at::Tensor& parameter) {
-  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
-  if (accumulator == nullptr) return {};
-  for (const auto& hook : accumulator->post_hooks())
-    if (const auto* ours = dynamic_cast<const GradientHook*>(hook.get())) return ours->offer();
-  return {};
+  const GradientHook* hook = hook_of(parameter);
+  return hook == nullptr ? DirectGradient{} : hook->offer();
 }
 
 }  // namespace fsdp

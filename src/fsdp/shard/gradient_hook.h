@@ -18,4 +18,7 @@ namespace fsdp {
 // backward, after all uses of the parameter.
 std::shared_ptr<void> attach_gradient_hooks(const std::shared_ptr<Engine>& engine);
 
+// Whether the parameter is a trainable one of a model that is sharded.
+bool has_gradient_hook(const at::Tensor& parameter);
+
 }  // namespace fsdp

@@ -106,8 +106,8 @@ void GroupGradient::start_cycle_reduction(const at::Tensor& nonfinite, const Tag
     fill_missing();
     is_empty_ = false;
   }
-  cycle_is_over_ = true;
   if (!reduces_at_cycle_end()) return;
+  cycle_is_over_ = true;
   if (wire_ != main_.dtype()) {
     FlatBufferSpec spec = main_.spec();
     spec.dtype = wire_;

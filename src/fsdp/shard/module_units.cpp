@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 #include "fsdp/base/error.h"
@@ -38,11 +39,8 @@ class Finder {
   void visit(const std::shared_ptr<torch::nn::Module>& module, const std::string& name,
              int32_t unit) {
     if (auto* base = dynamic_cast<UnitBase*>(module.get())) {
-      FSDP_CHECK(!base->is_sharded(), "unit '", name.empty() ? "model" : name,
-                 "' is already sharded; a model can be sharded once");
       if (unit != kOutside) unit_at(unit).encloses_units = true;
-      units_.push_back({.name = name.empty() ? "model" : name, .unit = base, .parent = unit});
-      unit = static_cast<int32_t>(units_.size()) - 1;
+      unit = index_of(base, name, unit);
     }
     const std::string prefix = name.empty() ? "" : name + ".";
     // Owners are given in the order of the tree, values are initialised in that of construction.
@@ -52,7 +50,18 @@ class Finder {
       visit(child.value(), prefix + child.key(), unit);
     const bool has_own =
         !module->named_parameters(false).is_empty() || !module->named_buffers(false).is_empty();
-    if (has_own) modules_.push_back({name, module});
+    if (has_own && visited_.insert(module.get()).second) modules_.push_back({name, module});
+  }
+
+  // A unit that is registered under several names is one unit, called after the first.
+  int32_t index_of(UnitBase* base, const std::string& name, int32_t parent) {
+    const auto [it, is_new] = indices_.try_emplace(base, static_cast<int32_t>(units_.size()));
+    if (is_new) {
+      FSDP_CHECK(!base->is_sharded(), "unit '", name.empty() ? "model" : name,
+                 "' is already sharded; a model can be sharded once");
+      units_.push_back({.name = name.empty() ? "model" : name, .unit = base, .parent = parent});
+    }
+    return it->second;
   }
 
   void add(const at::Tensor& parameter, std::string name, int32_t unit) {
@@ -100,6 +109,8 @@ class Finder {
   FoundUnit outside_;
   std::vector<FoundModule> modules_;
   std::unordered_map<const void*, Owner> owners_;
+  std::unordered_map<const UnitBase*, int32_t> indices_;
+  std::unordered_set<const torch::nn::Module*> visited_;
 };
 
 }  // namespace

@@ -66,6 +66,20 @@ struct RandomState {
 struct Replay final : torch::CustomClassHolder {
   TensorFunction function;
   RandomState random;
+  std::vector<std::shared_ptr<void>> kept;
+};
+
+thread_local Replay* running = nullptr;  // the one whose first forward runs
+
+class RunningGuard {
+ public:
+  explicit RunningGuard(Replay* now) : before_(std::exchange(running, now)) {}
+  ~RunningGuard() { running = before_; }
+  RunningGuard(const RunningGuard&) = delete;
+  RunningGuard& operator=(const RunningGuard&) = delete;
+
+ private:
+  Replay* const before_;
 };
 
 class Recompute final : public torch::autograd::Function<Recompute> {
@@ -78,6 +92,7 @@ class Recompute final : public torch::autograd::Function<Recompute> {
     const StateGuard guard(RecomputeState::kFirstForward);
     std::vector<at::Tensor> arguments = inputs.vec();
     arguments.pop_back();  // see recompute()
+    const RunningGuard running_guard(replay.get());
     return replay->function(arguments);
   }
 
@@ -102,6 +117,7 @@ class Recompute final : public torch::autograd::Function<Recompute> {
       outputs = replay->function(inputs);
       here.restore();
     }
+    replay->kept.clear();
     run_inner_backward(outputs, gradients);
 
     torch::autograd::variable_list result(1);  // the replay itself has no gradient
@@ -130,6 +146,10 @@ class Recompute final : public torch::autograd::Function<Recompute> {
 }  // namespace
 
 RecomputeState recompute_state() { return state; }
+
+void keep_until_recomputed(std::shared_ptr<void> something) {
+  if (running != nullptr) running->kept.push_back(std::move(something));
+}
 
 std::vector<at::Tensor> recompute(const TensorFunction& function,
                                   const std::vector<at::Tensor>& inputs) {

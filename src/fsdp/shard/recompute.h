@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <vector>
 
 namespace fsdp {
@@ -29,5 +30,8 @@ enum class RecomputeState : uint8_t {
   kInnerBackward,  // the backward of the second forward
 };
 RecomputeState recompute_state();
+
+// In state kFirstForward: keeps something until the second forward has run, or never will.
+void keep_until_recomputed(std::shared_ptr<void> something);
 
 }  // namespace fsdp

@@ -32,18 +32,24 @@ void ReducePipeline::prepare(UnitState& unit) {
   for (GroupState& state : unit.groups) {
     if (!state.group->is_trainable() || state.is_reduced) continue;
     GroupGradient& gradient = state.group->gradient();
-    FSDP_CHECK(
-        !gradient.is_cycle_over(), "the gradients of unit '", unit.name,
-        "' were already reduced in this cycle; call zero_grad() before the next backward, or "
-        "run all but the last backward of a cycle under no_sync()");
+    // A slab whose reduction runs takes nothing more; what was reduced for good does not either.
+    while (is_in_flight(state)) retire_front();
     if (!state.gradient_slab) {
+      FSDP_CHECK(!gradient.is_cycle_over(), "a gradient of unit '", unit.name,
+                 "' came after the reduction that ends the cycle; run this backward under "
+                 "no_sync(), and one more after it");
       gradient.begin_direct();
     } else if (!gradient.has_slab()) {
       while (num_units_with_slabs(unit) >= setting_.gradient_slots) retire_front();
-      slabs_.acquire(*state.gradient_slab);
+      slabs_.acquire(*state.gradient_slab, SlabFrom::kPool);
       gradient.begin_slab(state.gradient_slab->address());
     }
   }
+}
+
+bool ReducePipeline::is_in_flight(const GroupState& state) const {
+  return std::any_of(in_flight_.begin(), in_flight_.end(),
+                     [&](const InFlight& entry) { return entry.state == &state; });
 }
 
 void ReducePipeline::check_finite(const GroupState& state, int64_t member,
@@ -60,12 +66,11 @@ void ReducePipeline::accept(UnitState& unit, GroupState& state, int64_t member,
                             const at::Tensor& gradient) {
   GroupGradient& target = state.group->gradient();
   if (gradient.defined()) {
-    check_finite(state, member, gradient);
     prepare(unit);
     target.accept(member, gradient);
-  } else if (target.is_written(member)) {
-    check_finite(state, member, target.target(member));
   }
+  // As it will travel: a value may be too large for the wire.
+  if (target.is_written(member)) check_finite(state, member, target.target(member));
 }
 
 void ReducePipeline::reduce(UnitState& unit, GroupState& state) {

@@ -57,6 +57,7 @@ class ReducePipeline {
   void start_cycle_end(UnitState& unit, GroupState& state);
   void check_finite(const GroupState& state, int64_t member, const at::Tensor& gradient) const;
   int32_t num_units_with_slabs(const UnitState& but) const;
+  bool is_in_flight(const GroupState& state) const;
 
   SlabSource& slabs_;
   const ReduceSetting setting_;

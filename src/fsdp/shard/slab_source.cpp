@@ -10,13 +10,13 @@ constexpr int64_t kAlignment = 128;  // as the pools'
 
 }  // namespace
 
-void SlabSource::acquire(SlabLease& lease) {
+void SlabSource::acquire(SlabLease& lease, SlabFrom from) {
   FSDP_ASSERT(!lease.is_held_);
-  lease.from_pool_ = has_room(lease);
+  lease.from_pool_ = from == SlabFrom::kPool && has_room(lease);
   if (lease.from_pool_) {
     lease.address_ = pool_->acquire(lease.id_);
   } else {
-    if (lease.is_known_to_pool()) ++num_misses_;
+    if (lease.is_known_to_pool() && from == SlabFrom::kPool) ++num_misses_;
     if (lease.own_.bytes() != lease.num_bytes_)
       lease.own_ = Slab(allocator_, lease.num_bytes_, kAlignment);
     lease.address_ = lease.own_.at(0);

@@ -33,9 +33,13 @@ class SlabLease {
   Slab own_;
 };
 
+// Where memory is wanted from. kPool: from there where it has room, else beside it.
+enum class SlabFrom : uint8_t { kPool, kBeside };
+
 // The pool knows the units in the order of a step. What does not fit into that gets memory of its
 // own: units that contain other units (they stay live while those come and go, and would take a
-// slot for good), and buckets of a step that came in another order than planned.
+// slot for good), buckets of a step that came in another order than planned, and uses that are not
+// part of a step at all (an evaluation between a forward and its backward).
 class SlabSource {
  public:
   // Memory beside the pool is kept for the next time (fixed addresses) unless the pool's own memory
@@ -52,7 +56,7 @@ class SlabSource {
     return lease.is_known_to_pool() && pool_->can_acquire(lease.id());
   }
 
-  void acquire(SlabLease& lease);
+  void acquire(SlabLease& lease, SlabFrom from);
   void release(SlabLease& lease);
 
   // After an error: whatever is held is not held any more.

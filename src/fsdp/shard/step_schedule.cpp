@@ -43,7 +43,7 @@ int32_t StepRecorder::begin(int32_t unit, Phase phase) {
   const bool still_forward = num_forward_ == static_cast<int32_t>(uses_.size());
   uses_.push_back(unit);
   ends_.push_back(-1);
-  // A forward after a backward began is part of the backward: it is recomputing.
+  // A forward after a backward began is part of the backward.
   if (phase == Phase::kForward && still_forward) ++num_forward_;
   return now();
 }

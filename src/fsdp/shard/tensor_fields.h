@@ -14,7 +14,7 @@ namespace fsdp {
 
 // Calls visit(at::Tensor&) for every tensor in `value`. Covers tensors and optionals, vectors,
 // arrays, pairs and tuples of what is covered; plain numbers, enums and the like have none. For a
-// type of your own write a specialisation with the same `visit` and `kKnown`.
+// type of your own write a specialisation with the same three members.
 template <typename T>
 struct TensorFields {
   static constexpr bool kKnown = !std::is_class_v<T>;  // numbers have no tensors; a class might

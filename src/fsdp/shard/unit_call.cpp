@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "fsdp/base/log.h"
+#include "fsdp/shard/recompute.h"
 
 namespace fsdp {
 
@@ -35,17 +36,19 @@ class CallHook final : public torch::autograd::FunctionPreHook {
   const Tell tell_;
 };
 
+// Before other hooks: where a unit returns what a unit inside it returned, the outer one begins
+// first.
 void add_hook(Node& node, std::shared_ptr<UnitCall> call, CallHook::Tell tell) {
-  node.add_tensor_pre_hook(std::make_unique<CallHook>(std::move(call), tell));
+  auto& hooks = node.tensor_pre_hooks();
+  hooks.insert(hooks.begin(), std::make_unique<CallHook>(std::move(call), tell));
 }
 
 // The node that made the output, if that was one of this call; nullptr for what came from outside
-// (an input that is returned, say) and where another hook comes first (that of a unit inside). Of a
-// view it is the node of its base: changing a view in place replaces the view's own.
+// (an input that is returned, say). Of a view it is the node of its base: changing a view in place
+// replaces the view's own.
 Node* node_of_call(const at::Tensor& output, uint64_t first_node) {
   Node* node = (output.is_view() ? output._base() : output).grad_fn().get();
-  const bool is_ours = node != nullptr && node->sequence_nr() >= first_node;
-  return is_ours && node->tensor_pre_hooks().empty() ? node : nullptr;
+  return node != nullptr && node->sequence_nr() >= first_node ? node : nullptr;
 }
 
 }  // namespace
@@ -55,18 +58,28 @@ UnitCall::UnitCall(std::shared_ptr<Engine> engine, UnitState& unit)
       running_(std::move(engine)),
       unit_(unit),
       mode_(running_->begin_call(unit)),
-      number_(running_->next_call_number()) {}
+      number_(running_->next_call_number()),
+      has_gradients_(at::GradMode::is_enabled()),
+      will_be_recomputed_(!has_gradients_ && recompute_state() == RecomputeState::kFirstForward) {
+  if (has_gradients_ || will_be_recomputed_) pending_since_ = running_->count_call(unit);
+}
+
+UnitCall::~UnitCall() {
+  if (const std::shared_ptr<Engine> engine = engine_.lock()) stop_pending(*engine);
+}
+
+void UnitCall::stop_pending(Engine& engine) {
+  if (pending_since_) engine.uncount_call(unit_, *std::exchange(pending_since_, std::nullopt));
+}
 
 void UnitCall::enter(std::span<at::Tensor* const> inputs) {
   times_ = running_->begin_use(unit_, Phase::kForward, mode_);
   is_forward_open_ = true;
-  has_gradients_ = at::GradMode::is_enabled();
   if (!has_gradients_) return;
   for (at::Tensor* input : inputs) {
     if (!input->requires_grad()) continue;
     *input = input->view_as(*input);
     add_hook(*input->grad_fn(), shared_from_this(), &UnitCall::end_backward);
-    has_input_hook_ = true;
   }
   first_node_ = at::sequence_number::peek();
 }
@@ -81,6 +94,7 @@ void UnitCall::leave(std::span<at::Tensor* const> outputs) {
     }
     add_hook(*node, shared_from_this(), &UnitCall::begin_backward);
   }
+  if (will_be_recomputed_) keep_until_recomputed(shared_from_this());
   is_forward_open_ = false;
   const std::shared_ptr<Engine> engine = std::move(running_);
   engine->end_use(unit_, times_, Phase::kForward, mode_);
@@ -105,9 +119,10 @@ void UnitCall::begin_backward() {
   engine->end_calls_after(number_);
   if (is_in_backward(*engine)) return;  // another output came first
   backward_number_ = engine->backward_number();
+  if (!pending_since_) unit_.is_repeated = true;
   is_through_ = false;
   times_ = engine->begin_use(unit_, Phase::kBackward, mode_);
-  if (!has_input_hook_) engine->add_call_without_end(shared_from_this());
+  engine->add_open_call(shared_from_this());
 }
 
 void UnitCall::end_backward() {
@@ -116,6 +131,7 @@ void UnitCall::end_backward() {
   engine->end_calls_after(number_);
   is_through_ = true;
   engine->end_use(unit_, times_, Phase::kBackward, mode_);
+  stop_pending(*engine);
   engine->call_is_through(unit_);
 }
 

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 
 #include "fsdp/shard/engine.h"
@@ -21,11 +22,18 @@ namespace fsdp {
 // (A view and not an identity function of our own: then a forward may still change its input in
 // place, and autograd sees it.)
 //
-// A call whose inputs need no gradients (token ids) has no such node. It ends when all its
-// parameters have their gradients, or when autograd comes to a call that is older, or at the end.
+// A call whose inputs need no gradients (token ids) has no such node, and one that changes its
+// input in place loses it. It ends when autograd comes to a call that is older, or at the end.
+//
+// A call counts as pending (UnitState::num_pending) as long as a backward may come to it: until the
+// first one has ended, or until it is gone with its graph. The first forward of what is recomputed
+// leaves no graph; it is kept by what will recompute it, and gives its place to the second forward.
 class UnitCall final : public UnitHooks::Call, public std::enable_shared_from_this<UnitCall> {
  public:
   UnitCall(std::shared_ptr<Engine> engine, UnitState& unit);
+  ~UnitCall() override;
+  UnitCall(const UnitCall&) = delete;
+  UnitCall& operator=(const UnitCall&) = delete;
 
   void enter(std::span<at::Tensor* const> inputs) override;
   void leave(std::span<at::Tensor* const> outputs) override;
@@ -37,6 +45,7 @@ class UnitCall final : public UnitHooks::Call, public std::enable_shared_from_th
   void end_backward();
 
  private:
+  void stop_pending(Engine& engine);
   bool is_in_backward(const Engine& engine) const {
     return backward_number_ == engine.backward_number();
   }
@@ -47,8 +56,9 @@ class UnitCall final : public UnitHooks::Call, public std::enable_shared_from_th
   UnitState& unit_;                  // valid while the engine is
   const Engine::CallMode mode_;
   const int64_t number_;
-  bool has_gradients_ = false;  // hooks are wanted
-  bool has_input_hook_ = false;
+  const bool has_gradients_;              // hooks are wanted
+  const bool will_be_recomputed_;         // hooks will be wanted in the second forward
+  std::optional<int64_t> pending_since_;  // what count_call() returned; nullopt: not pending
   bool is_forward_open_ = false;
   uint64_t first_node_ = 0;       // the sequence number of the first node of the forward itself
   Engine::Times times_;           // of the use that is open now

@@ -28,12 +28,7 @@ struct GroupState {
   std::optional<SlabLease> weight_slab;    // none: the weights are whole in their own buffer
   std::optional<SlabLease> gradient_slab;  // none: gradients go straight to the main gradients
 
-  // During a backward:
-  std::vector<bool> has_fired;  // by member: autograd is through with it
-  int64_t num_fired = 0;
-  bool is_reduced = false;  // its part of this backward is on its way
-
-  bool have_all_fired() const { return num_fired == static_cast<int64_t>(has_fired.size()); }
+  bool is_reduced = false;  // its part of the running backward is on its way
 };
 
 struct UnitState {
@@ -52,9 +47,10 @@ struct UnitState {
   std::string gather_range;  // for profilers: "fsdp::all_gather blocks.3"
   std::string reduce_range;
 
-  int32_t num_active = 0;   // uses that compute now, nested ones included
-  int32_t stay_last = -1;   // the schedule keeps its weights until this time
-  int32_t num_pending = 0;  // calls of this pass whose backward has not ended
+  int32_t num_active = 0;    // uses that compute now, nested ones included
+  int32_t stay_last = -1;    // the schedule keeps its weights until this time
+  int32_t num_pending = 0;   // calls whose backward may still come (unit_call.h)
+  bool is_repeated = false;  // the running backward is not the first one through its graph
 };
 
 }  // namespace fsdp

@@ -8,19 +8,27 @@ namespace fsdp {
 
 namespace {
 
-// The sum of the elements' bits, exact and without regard to the order of summation.
-at::Tensor checksum(const at::Tensor& value) {
-  const at::Tensor flat = value.detach().contiguous().view({-1});
+at::Tensor bits_of(const at::Tensor& flat) {
   switch (flat.element_size()) {
     case 1:
-      return flat.view(at::kByte).sum(at::kLong);
+      return flat.view(at::kByte);
     case 2:
-      return flat.view(at::kShort).sum(at::kLong);
+      return flat.view(at::kShort);
     case 4:
-      return flat.view(at::kInt).sum(at::kLong);
+      return flat.view(at::kInt);
     default:
-      return flat.view(at::kLong).sum(at::kLong);
+      return flat.view(at::kLong);
   }
+}
+
+// The sum of the elements' bits, exact and without regard to the order of summation.
+at::Tensor checksum(const at::Tensor& value) {
+  // Piece by piece: on the CPU a wide sum of narrow numbers makes a wide copy of them first.
+  constexpr int64_t kPiece = int64_t{1} << 20;
+  const at::Tensor bits = bits_of(value.detach().contiguous().view({-1}));
+  at::Tensor sum = at::zeros({}, bits.options().dtype(at::kLong));
+  for (const at::Tensor& piece : bits.split(kPiece)) sum += piece.sum(at::kLong);
+  return sum;
 }
 
 }  // namespace

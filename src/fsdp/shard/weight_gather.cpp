@@ -88,7 +88,8 @@ Work WeightGather::start(void* slab, Refresh refresh, const Tag& tag) {
     last = run(refresh_, tag, last);
   }
   if (!unshards_) return last;
-  FSDP_ASSERT(slab != nullptr);
+  FSDP_ASSERT(slab != nullptr || layout_.padded_numel() == 0);
+  if (layout_.padded_numel() == 0) return last;
   if (slab != unshard_slab_) build_unshard(slab);
   return run(unshard_, tag, last);
 }
