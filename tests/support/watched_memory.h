@@ -18,7 +18,8 @@ namespace fsdp::testing {
 // While one lives: what the calling thread allocates for CPU tensors.
 class TensorAllocations {
  public:
-  TensorAllocations() : counts_(std::make_shared<Counts>()), guard_(c10::DebugInfoKind::PROFILER_STATE, counts_) {}
+  TensorAllocations()
+      : counts_(std::make_shared<Counts>()), guard_(c10::DebugInfoKind::PROFILER_STATE, counts_) {}
 
   int64_t largest_bytes() const { return counts_->largest; }
   int64_t peak_bytes() const { return counts_->peak; }
