@@ -17,11 +17,16 @@
 
 namespace fsdp::testing {
 
+// One for all models: a static of the template below would be one per kind of model.
+inline std::mutex& generator_in_use() {
+  static std::mutex mutex;
+  return mutex;
+}
+
 // Ranks are threads and share the generator, so they build their models one after the other.
 template <typename Make>
 auto build(const Make& make, uint64_t seed = 7) {
-  static std::mutex generator;
-  const std::lock_guard lock(generator);
+  const std::lock_guard lock(generator_in_use());
   torch::manual_seed(seed);
   return make();
 }
