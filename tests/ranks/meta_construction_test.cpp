@@ -62,7 +62,8 @@ struct LayerImpl : torch::nn::Module {
 
 struct HeadImpl : torch::nn::Module {
   HeadImpl()
-      : projection(register_module("projection", SharingLinear(6, 11))),
+      : projection(register_module("projection",
+                                   SharingLinear(torch::nn::LinearOptions(6, 11).bias(false)))),
         norm(register_module("norm", torch::nn::BatchNorm1d(11))) {}
   at::Tensor forward(const at::Tensor& x) { return norm(projection(x)); }
   SharingLinear projection;

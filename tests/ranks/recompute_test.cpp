@@ -27,6 +27,7 @@ struct InnerImpl : torch::nn::Module {
         second(register_module("second", torch::nn::Linear(9, 5))),
         around(where) {}
   at::Tensor forward(const at::Tensor& x) {
+    if (inside) inside();
     const auto body = [this](const at::Tensor& input) {
       return second(at::dropout(at::tanh(first(input)), drop, true));
     };
@@ -36,6 +37,7 @@ struct InnerImpl : torch::nn::Module {
   torch::nn::Linear second;
   Around around;
   double drop = 0.0;
+  std::function<void()> inside;
 };
 
 struct NetImpl : torch::nn::Module {
@@ -162,6 +164,27 @@ TEST(Recompute, GathersNothingOnAGuess) {
             (Counts{{"unit0", 2}, {"unit1", 2}, {"unit2", 2}, {"unit3", 1}}));
   EXPECT_EQ(third_step(Around::kSeveralUnits, PoolKind::kOnDemand).gathers,
             (Counts{{"unit0", 3}, {"unit1", 2}, {"unit2", 2}, {"unit3", 1}}));
+}
+
+TEST(Recompute, GathersNothingAheadInItsSecondForward) {
+  auto recording = std::make_shared<Recording>();
+  World world = World::simulated(0, 2, recording);
+  const Mesh mesh = world.mesh();
+  Net model = build([] { return Net(Around::kSeveralUnits); });
+  Sharded sharded = fully_shard(model, mesh, {.pool = PoolKind::kOnDemand});
+  std::vector<std::string> gathered_last;  // whenever unit0 computes: in forward, and once more
+  model->units[0]->inside = [&] {
+    for (size_t i = recording->size(); i-- > 0;) {
+      if ((*recording)[i].print.kind != OpKind::kAllGather) continue;
+      return gathered_last.emplace_back((*recording)[i].print.tag.text()), void();
+    }
+  };
+  for (int step = 0; step < 3; ++step) {
+    gathered_last.clear();
+    kSquare(model, 0, step).backward();
+    testing::descend(sharded);
+  }
+  EXPECT_EQ(gathered_last, (std::vector<std::string>{"unit1 weight", "unit0 weight"}));
 }
 
 TEST(Recompute, OfAUnitUsedTwiceReducesItOnce) {
