@@ -26,7 +26,8 @@ constexpr double kLearningRate = 0.05;
 struct Settings {
   int ranks = 2;
   int units = 100;
-  int rounds = 11;
+  int rounds = 5;
+  bool every_case = false;
   bench::LlamaShape llama;
 };
 
@@ -195,15 +196,17 @@ struct TaxCase {
   fsdp::ShardOptions options;
 };
 
-std::vector<TaxCase> tax_cases() {
+std::vector<TaxCase> tax_cases(const Settings& settings) {
   using fsdp::PoolKind;
   using fsdp::Strategy;
-  return {{"optim_grads_params, max_pool", {}},
-          {"optim_grads_params, planned", {.pool = PoolKind::kPlanned}},
-          {"optim_grads_params, on_demand", {.pool = PoolKind::kOnDemand}},
-          {"optim_grads", {.strategy = Strategy::optim_grads}},
-          {"optim", {.strategy = Strategy::optim}},
-          {"no_shard", {.strategy = Strategy::no_shard}}};
+  std::vector<TaxCase> cases = {{"optim_grads_params, max_pool", {}},
+                                {"optim_grads", {.strategy = Strategy::optim_grads}},
+                                {"no_shard", {.strategy = Strategy::no_shard}}};
+  if (!settings.every_case) return cases;
+  cases.push_back({"optim", {.strategy = Strategy::optim}});
+  for (const PoolKind pool : {PoolKind::kOnDemand, PoolKind::kDoubleBuffer, PoolKind::kPlanned})
+    cases.push_back({fsdp::concat("optim_grads_params, ", name_of(pool)), {.pool = pool}});
+  return cases;
 }
 
 std::vector<TaxRow> cpu_tax(const Settings& settings) {
@@ -217,7 +220,7 @@ std::vector<TaxRow> cpu_tax(const Settings& settings) {
       trainees.push_back(std::move(trainee));
     };
     add("plain", std::make_unique<Trainee>(settings.llama, world.rank()));
-    for (const TaxCase& each : tax_cases()) {
+    for (const TaxCase& each : tax_cases(settings)) {
       add(each.name, std::make_unique<Trainee>(settings.llama, world.rank(), mesh, each.options));
       check_first_loss(*trainees[0], *trainees.back(), each.name);
     }
@@ -227,6 +230,7 @@ std::vector<TaxRow> cpu_tax(const Settings& settings) {
                             [t = trainees[which].get()] { t->step_without_update(); }});
     bench::take_turns(world, contenders, {.rounds = 1, .steps = 2});  // records the order
     const Timings times = bench::take_turns(world, contenders, {settings.rounds, 1});
+    for (const auto& trainee : trainees) trainee->step_without_update();
     for (size_t i = 2; i < trainees.size(); ++i)
       FSDP_CHECK(std::abs(trainees[i]->loss() - trainees[1]->loss()) < 1e-2, "after ",
                  settings.rounds, " steps the loss of ", contenders[i].name, " is ",
@@ -326,9 +330,12 @@ Results measure(const Settings& settings, const std::string& part) {
   if (all || part == "tax") results.tax = cpu_tax(settings);
   if (all || part == "wire") {
     const double plain_us = plain_step_us(settings);
-    for (const fsdp::Strategy& strategy :
-         {fsdp::Strategy::no_shard, fsdp::Strategy::optim, fsdp::Strategy::optim_grads,
-          fsdp::Strategy::optim_grads_params})
+    std::vector<fsdp::Strategy> strategies = {fsdp::Strategy::no_shard,
+                                              fsdp::Strategy::optim_grads_params};
+    if (settings.every_case)
+      strategies.insert(strategies.begin() + 1,
+                        {fsdp::Strategy::optim, fsdp::Strategy::optim_grads});
+    for (const fsdp::Strategy& strategy : strategies)
       results.wire.push_back(wire_gain(settings, strategy, plain_us));
   }
   return results;
@@ -380,6 +387,7 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(1, 10000));
   app.add_option("--rounds", settings.rounds, "turns of each contender; the median counts")
       ->check(CLI::Range(1, 1000));
+  app.add_flag("--every-case", settings.every_case, "more strategies and pools");
   app.add_option("--layers", settings.llama.layers, "blocks of the Llama")
       ->check(CLI::Range(1, 1000));
   CLI11_PARSE(app, argc, argv);

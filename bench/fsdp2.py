@@ -1,6 +1,6 @@
 """The Llama of bench/llama.h in PyTorch: FSDP2 over gloo beside the same model unsharded.
 
-Usage: .venv/bin/python bench/fsdp2.py [--ranks 2] [--rounds 11]
+Usage: .venv/bin/python bench/fsdp2.py [--ranks 2] [--rounds 5]
 
 Every rank is a process of one thread. Plain: every rank for itself, at the same time. The two take turns in
 the same processes; the medians of time and of the quotient within a round count.
@@ -152,7 +152,7 @@ def measure(ranks, rounds):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     result = measure(args.ranks, args.rounds)
     print(f"{'PyTorch plain':42} {result['plain_ms']:10.2f} {1:12.3f}")
