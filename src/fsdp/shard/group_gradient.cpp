@@ -108,7 +108,7 @@ void GroupGradient::start_cycle_reduction(const at::Tensor& nonfinite, const Tag
   }
   if (!reduces_at_cycle_end()) return;
   cycle_is_over_ = true;
-  if (wire_ != main_.dtype()) {
+  if (needs_wire_copy()) {
     FlatBufferSpec spec = main_.spec();
     spec.dtype = wire_;
     wire_copy_.emplace(layout_, spec, setting_.memory.reduction);

@@ -31,6 +31,7 @@ class GroupGradient {
 
   bool uses_slab() const { return reduction_.reduces_each_backward(); }
   bool reduces_at_cycle_end() const { return reduction_.reduces_at_cycle_end(); }
+  bool needs_wire_copy() const { return reduces_at_cycle_end() && wire_ != main_.dtype(); }
   at::ScalarType wire() const { return wire_; }
   at::ScalarType main_dtype() const { return main_.dtype(); }
   const FlatBuffer& main() const { return main_; }

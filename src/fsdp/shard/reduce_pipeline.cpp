@@ -21,7 +21,7 @@ int32_t ReducePipeline::num_units_with_slabs(const UnitState& but) const {
   int32_t count = 0;
   const UnitState* last = &but;
   for (const InFlight& entry : in_flight_) {
-    if (entry.stage != Stage::kBackward || entry.unit == last || entry.unit == &but) continue;
+    if (entry.unit == last || entry.unit == &but) continue;
     ++count;
     last = entry.unit;
   }
@@ -80,47 +80,50 @@ void ReducePipeline::reduce(UnitState& unit, GroupState& state) {
   GroupGradient& gradient = state.group->gradient();
   if (state.gradient_slab) {
     gradient.start_backward_reduction(setting_.nonfinite, unit.reduce_tag);
-    in_flight_.push_back({&unit, &state, Stage::kBackward});
+    in_flight_.push_back({&unit, &state});
   } else if (is_last_) {
     start_cycle_end(unit, state);
   }
 }
 
 void ReducePipeline::start_cycle_end(UnitState& unit, GroupState& state) {
-  // One copy in the wire type at a time.
-  while (std::any_of(in_flight_.begin(), in_flight_.end(), [&](const InFlight& entry) {
-    return entry.stage == Stage::kCycleEnd && entry.unit != &unit;
-  }))
-    retire_front();
   GroupGradient& gradient = state.group->gradient();
+  // One copy in the wire type at a time; without copies nothing has to end before the rest.
+  if (gradient.needs_wire_copy() && !at_cycle_end_.empty() && at_cycle_end_.back().unit != &unit)
+    finish_cycle();
   gradient.start_cycle_reduction(setting_.nonfinite, unit.reduce_tag);
-  if (gradient.reduces_at_cycle_end()) in_flight_.push_back({&unit, &state, Stage::kCycleEnd});
+  if (gradient.reduces_at_cycle_end()) at_cycle_end_.push_back({&unit, &state});
+}
+
+void ReducePipeline::finish_cycle() {
+  while (!at_cycle_end_.empty()) {
+    const InFlight entry = at_cycle_end_.front();
+    at_cycle_end_.pop_front();
+    entry.state->group->gradient().finish_cycle_reduction();
+  }
 }
 
 void ReducePipeline::retire_front() {
   const InFlight entry = in_flight_.front();
   in_flight_.pop_front();
   GroupGradient& gradient = entry.state->group->gradient();
-  if (entry.stage == Stage::kCycleEnd) return gradient.finish_cycle_reduction();
   gradient.finish_backward_reduction();
   slabs_.release(*entry.state->gradient_slab);
   if (is_last_ && gradient.reduces_at_cycle_end()) start_cycle_end(*entry.unit, *entry.state);
 }
 
 void ReducePipeline::retire_all_but(const UnitState& unit) {
-  // What a retired reduction starts anew comes behind, and has until the next unit's end.
-  for (size_t left = in_flight_.size(); left > 0 && !in_flight_.empty(); --left) {
-    if (in_flight_.front().unit == &unit) return;
-    retire_front();
-  }
+  while (!in_flight_.empty() && in_flight_.front().unit != &unit) retire_front();
 }
 
 void ReducePipeline::finish() {
   while (!in_flight_.empty()) retire_front();
+  finish_cycle();
 }
 
 void ReducePipeline::abandon(UnitState& unit) noexcept {
-  std::erase_if(in_flight_, [&](const InFlight& entry) { return entry.unit == &unit; });
+  for (std::deque<InFlight>* entries : {&in_flight_, &at_cycle_end_})
+    std::erase_if(*entries, [&](const InFlight& entry) { return entry.unit == &unit; });
   for (GroupState& state : unit.groups) {
     if (state.group->is_trainable()) state.group->gradient().abandon();
     if (state.gradient_slab) slabs_.forget(*state.gradient_slab);

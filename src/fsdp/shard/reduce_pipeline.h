@@ -23,7 +23,8 @@ struct ReduceSetting {
 // A unit's gradients live in a slab from their first write until their reduction has ended, and the
 // reduction of one unit ends at the latest when the next unit's backward does: what a pool plans
 // with, and the same in every step. A reduction at the end of a cycle (docs/engine.md) follows the
-// last backward's, one at a time where it needs a copy in the wire type.
+// last backward's and has until somebody wants the gradients; where it needs a copy in the wire
+// type, until the next one begins.
 class ReducePipeline {
  public:
   ReducePipeline(SlabSource& slabs, ReduceSetting setting);
@@ -46,22 +47,22 @@ class ReducePipeline {
   void abandon(UnitState& unit) noexcept;
 
  private:
-  enum class Stage : uint8_t { kBackward, kCycleEnd };
   struct InFlight {
     UnitState* unit;
     GroupState* state;
-    Stage stage;
   };
 
   void retire_front();
   void start_cycle_end(UnitState& unit, GroupState& state);
+  void finish_cycle();
   void check_finite(const GroupState& state, int64_t member, const at::Tensor& gradient) const;
   int32_t num_units_with_slabs(const UnitState& but) const;
   bool is_in_flight(const GroupState& state) const;
 
   SlabSource& slabs_;
   const ReduceSetting setting_;
-  std::deque<InFlight> in_flight_;
+  std::deque<InFlight> in_flight_;     // of this backward, oldest first
+  std::deque<InFlight> at_cycle_end_;  // of what comes after the last backward
   bool is_last_ = true;
   int64_t microbatch_ = 0;
 };
