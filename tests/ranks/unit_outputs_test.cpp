@@ -1,6 +1,4 @@
 // What a unit may return, and what its caller may do with that: hooks must find the backward.
-#include "fsdp/shard/unit_call.h"
-
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -89,9 +87,9 @@ std::vector<UseCase> use_cases() {
   };
 }
 
-class UnitCalls : public ::testing::TestWithParam<UseCase> {};
+class UnitOutputs : public ::testing::TestWithParam<UseCase> {};
 
-TEST_P(UnitCalls, GivesTheGradientsOfAPlainModel) {
+TEST_P(UnitOutputs, GivesTheGradientsOfAPlainModel) {
   const at::Tensor x = at::linspace(-1.0, 1.0, 16).view({4, 4});
   Chain plain(GetParam());
   plain(x).square().sum().backward();
@@ -115,7 +113,7 @@ TEST_P(UnitCalls, GivesTheGradientsOfAPlainModel) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, UnitCalls, ::testing::ValuesIn(use_cases()),
+INSTANTIATE_TEST_SUITE_P(All, UnitOutputs, ::testing::ValuesIn(use_cases()),
                          [](const auto& each) { return each.param.name; });
 
 }  // namespace
