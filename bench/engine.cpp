@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -30,6 +31,15 @@ struct Settings {
   bool every_case = false;
   bench::LlamaShape llama;
 };
+
+// Ranks of one thread each. The setting belongs to the thread that makes it.
+void run_ranks(int ranks, const fsdp::CommOptions& options,
+               const std::function<void(fsdp::World&)>& body) {
+  fsdp::run_threads(ranks, options, [&](fsdp::World& world) {
+    at::set_num_threads(1);
+    body(world);
+  });
+}
 
 // --- host cost -----------------------------------------------------------------------------------
 
@@ -72,7 +82,7 @@ struct HostCost {
 
 HostCost host_cost(const Settings& settings, int ranks, int parameters) {
   HostCost cost{.ranks = ranks, .parameters = parameters};
-  fsdp::run_threads(ranks, {}, [&](fsdp::World& world) {
+  run_ranks(ranks, {}, [&](fsdp::World& world) {
     const fsdp::Mesh mesh = world.mesh();
     ScaleStack plain(settings.units, parameters);
     ScaleStack model(settings.units, parameters);
@@ -211,7 +221,7 @@ std::vector<TaxCase> tax_cases(const Settings& settings) {
 
 std::vector<TaxRow> cpu_tax(const Settings& settings) {
   std::vector<TaxRow> rows;
-  fsdp::run_threads(settings.ranks, {}, [&](fsdp::World& world) {
+  run_ranks(settings.ranks, {}, [&](fsdp::World& world) {
     const fsdp::Mesh mesh = world.mesh();
     std::vector<std::unique_ptr<Trainee>> trainees;
     std::vector<Contender> contenders;
@@ -277,7 +287,7 @@ WireRow wire_gain(const Settings& settings, const fsdp::Strategy& strategy, doub
   WireRow row{.strategy = std::string(strategy.name)};
   row.bandwidth = static_cast<double>(received_bytes(settings, strategy)) / (plain_us * 1e-6);
   const fsdp::CommOptions network{.bandwidth_bytes_per_s = row.bandwidth};
-  fsdp::run_threads(settings.ranks, network, [&](fsdp::World& world) {
+  run_ranks(settings.ranks, network, [&](fsdp::World& world) {
     const fsdp::Mesh mesh = world.mesh();
     Trainee plain(settings.llama, world.rank());
     Trainee fp32(settings.llama, world.rank(), mesh, {.strategy = strategy});
@@ -302,7 +312,7 @@ WireRow wire_gain(const Settings& settings, const fsdp::Strategy& strategy, doub
 
 double plain_step_us(const Settings& settings) {
   double us = 0;
-  fsdp::run_threads(settings.ranks, {}, [&](fsdp::World& world) {
+  run_ranks(settings.ranks, {}, [&](fsdp::World& world) {
     Trainee plain(settings.llama, world.rank());
     plain.step();
     const Timings times =
@@ -391,7 +401,6 @@ int main(int argc, char** argv) {
   app.add_option("--layers", settings.llama.layers, "blocks of the Llama")
       ->check(CLI::Range(1, 1000));
   CLI11_PARSE(app, argc, argv);
-  at::set_num_threads(1);            // the ranks are the parallelism
   setenv("FSDP_LOG", "warning", 0);  // the plans of a dozen models say nothing here
 
   print(settings, measure(settings, part));
