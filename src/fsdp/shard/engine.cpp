@@ -10,7 +10,6 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
-#include "fsdp/base/torch_dtype.h"
 #include "fsdp/shard/recompute.h"
 #include "fsdp/shard/unit_call.h"
 
@@ -379,101 +378,6 @@ void Engine::forget_backward() {
   num_active_ = 0;
   in_backward_ = false;
   end_is_queued_ = false;
-}
-
-// --- between steps -------------------------------------------------------------------------------
-
-void Engine::finish_gradients() {
-  if (in_backward_) end_backward();
-  reduce_->finish();
-}
-
-void Engine::zero_grad() {
-  finish_gradients();
-  for (const auto& unit : units_)
-    for (GroupState& state : unit->groups)
-      if (state.group->is_trainable()) state.group->gradient().zero();
-  nonfinite_.zero_();
-  microbatch_ = 0;
-}
-
-void Engine::refresh_weights() {
-  finish_gradients();
-  release_weights();
-  for (const auto& unit : units_) {
-    for (GroupState& state : unit->groups)
-      if (state.group->is_trainable()) state.group->refresh();
-    if (unit->kind == UnitKind::kResident) gather_.start(*unit, SlabFrom::kBeside);
-  }
-  for (const auto& unit : units_)
-    if (unit->kind == UnitKind::kResident) gather_.finish(*unit);
-}
-
-bool Engine::found_nonfinite() {
-  finish_gradients();
-  at::Tensor flag = nonfinite_.clone();
-  for (const auto& unit : units_)
-    for (const GroupState& state : unit->groups) {
-      if (!state.group->is_trainable()) continue;
-      // One rank reduces nothing, so nothing has looked at its gradients yet.
-      const GroupGradient& gradient = state.group->gradient();
-      if (gradient.uses_slab() || gradient.reduces_at_cycle_end() || gradient.is_empty()) continue;
-      flag.add_(at::isfinite(gradient.main().local()).all().logical_not());
-    }
-  for (const MeshAxis* axis : {&mesh_.inner(), &mesh_.outer()})
-    if (axis->size() > 1)
-      axis->reduce().all_reduce(flag, {.op = ReduceOp::kMax}, "found_nonfinite").wait();
-  return flag.item<float>() != 0.0f;
-}
-
-void Engine::set_grad_comm(std::optional<at::ScalarType> grad_comm) {
-  PrecisionPolicy wanted = options_.precision;
-  wanted.grad_comm = grad_comm;
-  finish_gradients();
-  const auto wire_of = [&](const ParamGroup& group) {
-    return resolve_types(group.types().weight, wanted.types(), Trainable::kYes).wire;
-  };
-  for (const auto& unit : units_)
-    for (const GroupState& state : unit->groups)
-      if (state.group->is_trainable()) check_wire(*unit, state, wire_of(*state.group));
-  options_.precision = wanted;
-  const bool memory_is_fixed = options_.pool != PoolKind::kOnDemand;
-  for (const auto& unit : units_)
-    for (GroupState& state : unit->groups)
-      if (state.group->is_trainable())
-        state.group->set_wire(wire_of(*state.group), memory_is_fixed
-                                                         ? ParamGroup::BucketSize::kKeep
-                                                         : ParamGroup::BucketSize::kFollow);
-  if (!memory_is_fixed && !new_order_) new_order_ = plan_->order();  // a pool of the new sizes
-}
-
-void Engine::check_wire(const UnitState& unit, const GroupState& state, DType wire) const {
-  FSDP_CHECK(state.group->gradient().is_empty(),
-             "precision.grad_comm can change only between cycles; call zero_grad() first");
-  if (!state.gradient_slab || options_.pool == PoolKind::kOnDemand) return;
-  const int64_t bytes = state.group->layout().padded_numel() * element_bytes(wire);
-  if (bytes <= state.gradient_slab->num_bytes()) return;
-  throw UsageError(concat("precision.grad_comm ", name_of(wire), " needs ", bytes,
-                          " bytes for the gradients of unit '", unit.name, "', but pool ",
-                          name_of(options_.pool), " has ", state.gradient_slab->num_bytes(),
-                          "; fixed memory takes types as wide as the first one or narrower: begin "
-                          "with the widest, or use pool on_demand"));
-}
-
-void Engine::reset() {
-  for (const auto& unit : units_) {
-    gather_.abandon(*unit);
-    reduce_->abandon(*unit);
-  }
-  if (slabs_.has_pool()) slabs_.pool().abandon_step();
-  forget_backward();
-  ++generation_;
-  for (const auto& unit : units_) unit->num_pending = 0;
-  put_off_.clear();
-  plan_->abandon();
-  nonfinite_.zero_();
-  microbatch_ = 0;
-  is_last_microbatch_ = true;
 }
 
 }  // namespace fsdp

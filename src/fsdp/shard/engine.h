@@ -92,7 +92,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   };
   DirectTarget direct_target(UnitState& unit, GroupState& state, int64_t member);
 
-  // --- between steps (sharded.h says what they mean) ---
+  // --- between steps (engine_between_steps.cpp; sharded.h says what they mean) ---
   void set_last_microbatch(bool is_last) { is_last_microbatch_ = is_last; }
   bool is_last_microbatch() const { return is_last_microbatch_; }
   void finish_gradients();

@@ -1,0 +1,57 @@
+// The elements an optimizer updates with one set of hyper-parameters: where they lie and in what.
+#pragma once
+
+#include <cstdint>
+
+#include "fsdp/base/dtype.h"
+
+namespace fsdp {
+
+// Where the optimizer's own copy of a weight is.
+enum class MainWeight : uint8_t {
+  kIsWeight,  // nowhere else: the weight itself is updated
+  kSeparate,  // fp32, beside the weight, which is rounded from it
+  // The weight (bf16) is the upper half of an fp32 number, and beside it lies what is missing:
+  // bits of fp32 = (bits of weight << 16) + remainder, a signed 16-bit number.
+  kSplit,
+};
+
+// Types whose range is too narrow for moments: those have one fp32 scale per kScaleBlock elements.
+constexpr bool is_scaled(DType dtype) {
+  return dtype == DType::kFloat16 || dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2;
+}
+
+// One moment (or momentum).
+struct Moment {
+  void* values = nullptr;
+  float* scales = nullptr;  // one per block that the span touches, where is_scaled(dtype)
+  DType dtype = DType::kFloat32;
+};
+
+// Scales and random numbers belong to places in the group's whole buffer, so that the same element
+// has the same ones however it is sharded. Only a block that is cut by a shard's end has two
+// scales.
+inline constexpr int64_t kScaleBlock = 128;
+
+// Pointers of one memory, a host's or a device's.
+struct UpdateSpan {
+  const void* gradient = nullptr;
+  DType gradient_dtype = DType::kFloat32;  // fp32, bf16, fp16: used as it is, never copied
+
+  void* weight = nullptr;  // what computes; written by every update
+  DType weight_dtype = DType::kFloat32;
+  MainWeight main = MainWeight::kIsWeight;
+  void* main_weight = nullptr;  // fp32 or the remainder, as `main` says
+
+  Moment first;   // AdamW: of the gradient; SGD: the momentum
+  Moment second;  // AdamW: of its square
+
+  int64_t numel = 0;
+  int64_t flat_begin = 0;  // of the first element, in the group's whole buffer
+  uint64_t group = 0;      // tells groups apart where random numbers are drawn
+
+  float rate_scale = 1.0f;  // times the learning rate
+  float weight_decay = 0.0f;
+};
+
+}  // namespace fsdp
