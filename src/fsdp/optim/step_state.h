@@ -37,6 +37,7 @@ struct StepRule {
   double growth = 1.0;
   double backoff = 1.0;
   int64_t growth_interval = 2000;
+  double min_scale = 1.0;  // a model that is broken for good would drive it to 0
   double max_scale = 16777216.0;
 };
 
