@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include "fsdp/base/text.h"
 #include "fsdp/memory/group_buckets.h"
 
 namespace fsdp {
@@ -28,7 +29,8 @@ TEST(GroupTypes, LeaveNothingToDefaults) {
   EXPECT_EQ(bf16.main_weight, DType::kFloat32);
   EXPECT_EQ(bf16.main_grad, DType::kBFloat16);
   EXPECT_EQ(bf16.wire, DType::kBFloat16);
-  EXPECT_EQ(bf16.moment, DType::kFloat32);
+  EXPECT_EQ(bf16.first_moment, DType::kFloat32);
+  EXPECT_EQ(bf16.second_moment, DType::kFloat32);
   const GroupTypes fp32 = resolve_types(DType::kFloat32, defaults, Trainable::kYes);
   EXPECT_EQ(fp32.main_weight, std::nullopt) << "equal to the weight: aliased";
   EXPECT_EQ(fp32.wire, DType::kFloat32);
@@ -44,10 +46,28 @@ TEST(GroupTypes, OfFrozenAndWholeNumberGroupsAreTheWeightsAlone) {
                                   resolve_types(DType::kInt64, wide, Trainable::kYes)}) {
     EXPECT_FALSE(types.trainable);
     EXPECT_EQ(types.main_weight, std::nullopt);
-    EXPECT_EQ(types.moment, std::nullopt);
+    EXPECT_EQ(types.first_moment, std::nullopt);
+    EXPECT_EQ(types.second_moment, std::nullopt);
     EXPECT_EQ(types.main_grad, types.weight);
     EXPECT_EQ(types.wire, types.weight);
   }
+}
+
+TEST(GroupTypes, SplitOnlyFloatMainWeightsOfBFloat16Weights) {
+  for (const DType weight : all_dtypes())
+    for (const DType main : all_dtypes())
+      for (const MainStorage storage : all_main_storages()) {
+        const GroupTypes types =
+            resolve_types(weight, {.main_params = main, .main_storage = storage}, Trainable::kYes);
+        const bool splits =
+            storage == MainStorage::kSplit && weight == DType::kBFloat16 && main == DType::kFloat32;
+        const bool exists = is_floating(weight) && main != weight;
+        SCOPED_TRACE(concat(name_of(weight), " ", name_of(main), " ", name_of(storage)));
+        EXPECT_EQ(types.split, splits);
+        EXPECT_EQ(types.main_weight, exists ? std::optional(main) : std::nullopt)
+            << "split or not, it is a number of that type";
+        EXPECT_EQ(main_weight_bytes(types), splits ? 2 : exists ? element_bytes(main) : 0);
+      }
 }
 
 TEST(GroupTypes, TheNarrowestBufferThatExistsDecidesTheAlignment) {
@@ -58,7 +78,7 @@ TEST(GroupTypes, TheNarrowestBufferThatExistsDecidesTheAlignment) {
   EXPECT_EQ(narrowest(DType::kFloat32, {.grad_comm = DType::kBFloat16}, Trainable::kYes), 2);
   EXPECT_EQ(narrowest(DType::kFloat32, {.main_grads = DType::kBFloat16}, Trainable::kYes), 2);
   EXPECT_EQ(narrowest(DType::kFloat32, {.main_params = DType::kBFloat16}, Trainable::kYes), 2);
-  EXPECT_EQ(narrowest(DType::kFloat32, {.moments = DType::kFloat8E4M3}, Trainable::kYes), 4)
+  EXPECT_EQ(narrowest(DType::kFloat32, {.first_moment = DType::kFloat8E4M3}, Trainable::kYes), 4)
       << "moments may be unaligned";
   EXPECT_EQ(narrowest(DType::kFloat32, {.grad_comm = DType::kBFloat16}, Trainable::kNo), 4)
       << "a frozen group has no gradient that could be narrower";

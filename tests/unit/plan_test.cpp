@@ -99,9 +99,11 @@ TEST(Forecast, FollowsThePrecisionPolicy) {
   EXPECT_EQ(plan(model, options).bytes.main_weight, 0);
   options.precision.main_grads = DType::kFloat32;
   EXPECT_EQ(plan(model, options).bytes.main_grad, 4 * shard);
-  options.precision.moments = DType::kFloat8E4M3;
+  options.precision.first_moment = DType::kBFloat16;
+  EXPECT_EQ(plan(model, options).bytes.moments, (2 + 4) * shard);
+  options.precision.second_moment = std::nullopt;
   EXPECT_EQ(plan(model, options).bytes.moments, 2 * shard);
-  options.precision.moments = std::nullopt;
+  options.precision.first_moment = std::nullopt;
   EXPECT_EQ(plan(model, options).bytes.moments, 0);
 }
 
@@ -365,8 +367,8 @@ TEST(PlanOptions, NameFieldValueAndFix) {
   options.budget_bytes = 1 << 20;
   EXPECT_THAT(refusal(options), HasSubstr("but the pool is max_pool"));
   options = options_for("optim", 8);
-  options.precision.moments = DType::kInt32;
-  EXPECT_THAT(refusal(options), HasSubstr("moments is int32; it must be a floating dtype"));
+  options.precision.second_moment = DType::kInt32;
+  EXPECT_THAT(refusal(options), HasSubstr("second_moment is int32; it must be a floating dtype"));
   options = options_for("optim", 8);
   options.strategy.parameter.inner = Placement::kPartial;
   EXPECT_THAT(refusal(options), HasSubstr("only gradients are sums"));

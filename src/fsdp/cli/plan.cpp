@@ -72,7 +72,8 @@ PlanOptions read_options(const PlanArguments& given) {
   options.precision.main_params = parse_dtype_or_none("--main-params", given.main_params);
   options.precision.main_grads = parse_dtype_or_none("--main-grads", given.main_grads);
   options.precision.grad_comm = parse_dtype_or_none("--grad-comm", given.grad_comm);
-  options.precision.moments = parse_dtype_or_none("--moments", given.moments);
+  options.precision.first_moment = parse_dtype_or_none("--moments", given.moments);
+  options.precision.second_moment = options.precision.first_moment;
   options.pool = parse_pool(given.pool);
   options.prefetch = parse_whole_number("--prefetch", given.prefetch, 0, kMaxPrefetch);
   if (!given.budget.empty()) options.budget_bytes = parse_bytes("--budget", given.budget);

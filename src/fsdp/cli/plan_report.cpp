@@ -95,7 +95,8 @@ std::vector<Row> memory_rows(const Forecast& forecast) {
       {"main gradients", bytes.main_grad,
        concat(name_of(types.main_grad), ", ", share_words(options.strategy.gradient, mesh))},
       {"moments", bytes.moments,
-       types.moment ? concat("2 x ", name_of(*types.moment), ", ", optimizer_share) : "none"},
+       types.first_moment ? concat("2 x ", name_of(*types.first_moment), ", ", optimizer_share)
+                          : "none"},
       {"weight pool", bytes.weight_pool, bytes.weight_pool > 0 ? pool_words(forecast) : ""},
       {"gradient pool", bytes.grad_pool,
        bytes.grad_pool > 0 ? concat(name_of(types.wire), " on the wire") : ""},

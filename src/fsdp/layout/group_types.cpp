@@ -1,32 +1,67 @@
 #include "fsdp/layout/group_types.h"
 
 #include <algorithm>
+#include <array>
 
 namespace fsdp {
 
 namespace {
+
+constexpr std::array<MainStorage, 2> kMainStorages = {MainStorage::kSeparate, MainStorage::kSplit};
+
+// The signed 16-bit number that is missing to the upper half of an fp32 one.
+constexpr int64_t kRemainderBytes = 2;
 
 // Gradients of quantised weights are not quantised.
 DType gradient_dtype_of(DType weight) {
   return element_bytes(weight) == 1 ? DType::kBFloat16 : weight;
 }
 
+// The one pair in which the weight is a prefix of the main weight.
+bool can_split(const GroupTypes& types) {
+  return types.weight == DType::kBFloat16 && types.main_weight == DType::kFloat32;
+}
+
 }  // namespace
 
+std::string_view name_of(MainStorage storage) {
+  switch (storage) {
+    case MainStorage::kSeparate:
+      return "separate";
+    case MainStorage::kSplit:
+      return "split";
+  }
+  return "";
+}
+
+std::span<const MainStorage> all_main_storages() { return kMainStorages; }
+
 GroupTypes resolve_types(DType weight, const PrecisionTypes& precision, Trainable trainable) {
-  GroupTypes types{weight, std::nullopt, weight,
-                   weight, std::nullopt, trainable == Trainable::kYes && is_floating(weight)};
+  GroupTypes types{.weight = weight,
+                   .main_weight = std::nullopt,
+                   .main_grad = weight,
+                   .wire = weight,
+                   .first_moment = std::nullopt,
+                   .second_moment = std::nullopt,
+                   .trainable = trainable == Trainable::kYes && is_floating(weight)};
   if (!types.trainable) return types;
   if (precision.main_params != weight) types.main_weight = precision.main_params;
+  types.split = precision.main_storage == MainStorage::kSplit && can_split(types);
   types.main_grad = precision.main_grads.value_or(gradient_dtype_of(weight));
   types.wire = precision.grad_comm.value_or(types.main_grad);
-  types.moment = precision.moments;
+  types.first_moment = precision.first_moment;
+  types.second_moment = precision.second_moment;
   return types;
+}
+
+int64_t main_weight_bytes(const GroupTypes& types) {
+  if (!types.main_weight) return 0;
+  return types.split ? kRemainderBytes : element_bytes(*types.main_weight);
 }
 
 int64_t narrowest_bytes(const GroupTypes& types) {
   int64_t bytes = element_bytes(types.weight);
-  if (types.main_weight) bytes = std::min(bytes, element_bytes(*types.main_weight));
+  if (types.main_weight) bytes = std::min(bytes, main_weight_bytes(types));
   if (types.trainable)
     bytes = std::min({bytes, element_bytes(types.main_grad), element_bytes(types.wire)});
   return bytes;

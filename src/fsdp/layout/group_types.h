@@ -3,21 +3,40 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
+#include <string_view>
 
 #include "fsdp/base/dtype.h"
 
 namespace fsdp {
 
+// Where fp32 main weights of bf16 weights are; other pairs of types are always separate.
+enum class MainStorage : uint8_t {
+  kSeparate,  // whole, beside the weights
+  // The weights are their upper halves, and beside them lie only the 16 bits that are missing.
+  kSplit,
+};
+
+// "separate", "split".
+std::string_view name_of(MainStorage storage);
+
+// Every value, in declaration order.
+std::span<const MainStorage> all_main_storages();
+
 // What the user says about types; docs/plan.md says which buffer each one sets.
 struct PrecisionTypes {
   // Main weights. nullopt: none, the optimizer updates the weights themselves.
   std::optional<DType> main_params = DType::kFloat32;
+  // How they are stored beside weights of another type.
+  MainStorage main_storage = MainStorage::kSeparate;
   // Main gradients. nullopt: the parameter's dtype.
   std::optional<DType> main_grads = std::nullopt;
   // What gradients travel in. nullopt: the main gradients' dtype.
   std::optional<DType> grad_comm = std::nullopt;
-  // Each of the optimizer's two moments. nullopt: none.
-  std::optional<DType> moments = DType::kFloat32;
+  // The optimizer's running averages: of gradients (SGD: the momentum), and of their squares.
+  // nullopt: none. AdamW has both, SGD the first or none.
+  std::optional<DType> first_moment = DType::kFloat32;
+  std::optional<DType> second_moment = DType::kFloat32;
 
   friend constexpr bool operator==(const PrecisionTypes&, const PrecisionTypes&) = default;
 };
@@ -32,14 +51,20 @@ struct GroupTypes {
   std::optional<DType> main_weight;
   DType main_grad;
   DType wire;
-  std::optional<DType> moment;
+  std::optional<DType> first_moment;
+  std::optional<DType> second_moment;
   bool trainable = true;
+  // The weight is the upper half of main_weight, of which only the rest is stored.
+  bool split = false;
 
   friend constexpr bool operator==(const GroupTypes&, const GroupTypes&) = default;
 };
 
 // Whole numbers are not trainable whatever `trainable` says.
 GroupTypes resolve_types(DType weight, const PrecisionTypes& precision, Trainable trainable);
+
+// Bytes per element that main weights take beside the weights: 0 where there are none.
+int64_t main_weight_bytes(const GroupTypes& types);
 
 // FlatLayoutRequest::element_bytes of the group. All its buffers have the same layout in elements,
 // so the narrowest one that exists decides how many elements make an aligned start. Moments never

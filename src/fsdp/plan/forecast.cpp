@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
 #include <span>
 #include <utility>
 
@@ -29,11 +30,13 @@ MemoryBytes buffers_of(std::span<const GroupPlan> groups, const Strategy& strate
     const auto held = [&](PlacementPair placed, DType dtype) {
       return bytes_of(group.layout.shard_numel(placed, rank), dtype);
     };
+    const int64_t optimizer_numel = group.layout.shard_numel(strategy.optimizer, rank);
     bytes.weight += held(strategy.parameter, types.weight);
     if (!types.trainable) continue;
     bytes.main_grad += held(strategy.gradient, types.main_grad);
-    if (types.main_weight) bytes.main_weight += held(strategy.optimizer, *types.main_weight);
-    if (types.moment) bytes.moments += 2 * held(strategy.optimizer, *types.moment);
+    bytes.main_weight += checked_mul(optimizer_numel, main_weight_bytes(types));
+    for (const std::optional<DType> moment : {types.first_moment, types.second_moment})
+      if (moment) bytes.moments += bytes_of(optimizer_numel, *moment);
   }
   return bytes;
 }

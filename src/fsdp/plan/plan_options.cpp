@@ -41,7 +41,8 @@ void PlanOptions::validate() const {
   check_floating("main_params", precision.main_params);
   check_floating("main_grads", precision.main_grads);
   check_floating("grad_comm", precision.grad_comm);
-  check_floating("moments", precision.moments);
+  check_floating("first_moment", precision.first_moment);
+  check_floating("second_moment", precision.second_moment);
 }
 
 }  // namespace fsdp

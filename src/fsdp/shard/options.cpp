@@ -30,7 +30,8 @@ PrecisionTypes PrecisionPolicy::types() const {
   return {.main_params = optional_dtype(main_params),
           .main_grads = optional_dtype(main_grads),
           .grad_comm = optional_dtype(grad_comm),
-          .moments = std::nullopt};
+          .first_moment = std::nullopt,
+          .second_moment = std::nullopt};
 }
 
 void ShardOptions::validate() const {
