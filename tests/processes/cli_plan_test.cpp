@@ -17,6 +17,7 @@ using test::run_fsdp;
 using ::testing::AllOf;
 using ::testing::EndsWith;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using ::testing::StartsWith;
 using Json = nlohmann::json;
 
@@ -47,14 +48,15 @@ TEST(PlanCommand, HelpListsEveryOption) {
   const CommandResult help = run_fsdp("plan --help");
   EXPECT_EQ(help.exit_code, 0);
   for (const char* option :
-       {"--model", "--ranks", "--outer", "--strategy", "--main-params", "--main-grads",
-        "--grad-comm", "--moments", "--pool", "--prefetch", "--budget", "--granularity", "--json",
-        "--compare", "Examples:", "deepseek-v3"})
+       {"--model",         "--ranks",      "--outer",     "--strategy", "--main-params",
+        "--main-storage",  "--main-grads", "--grad-comm", "--moments",  "--first-moment",
+        "--second-moment", "--offload",    "--pool",      "--prefetch", "--budget",
+        "--granularity",   "--json",       "--compare",   "Examples:",  "deepseek-v3"})
     EXPECT_THAT(help.out, HasSubstr(option));
 }
 
 TEST(PlanCommand, TableNamesEveryKind) {
-  const CommandResult result = run_fsdp("plan --model llama3-8b --ranks 8");
+  const CommandResult result = run_fsdp("plan --model llama3-8b --ranks 8 --main-storage separate");
   EXPECT_EQ(result.exit_code, 0);
   for (const char* text : {"8,030,261,248 parameters in 34 units", "padding ", "weights ",
                            "main weights        3829 MiB   fp32, 1/8", "main gradients", "moments",
@@ -63,9 +65,28 @@ TEST(PlanCommand, TableNamesEveryKind) {
     EXPECT_THAT(result.out, HasSubstr(text));
 }
 
+TEST(PlanCommand, TableSaysHowTheOptimizersStateIsStored) {
+  const auto table = [](const std::string& more) {
+    const CommandResult result = run_fsdp("plan --model llama3-8b --ranks 8 " + more);
+    EXPECT_EQ(result.exit_code, 0) << result.err;
+    return result.out;
+  };
+  EXPECT_THAT(table("--main-storage split"),
+              AllOf(HasSubstr("main weights        1915 MiB   fp32 split: its lower half, 1/8"),
+                    Not(HasSubstr("host"))));
+  EXPECT_THAT(table("--moments fp8_e4m3"), HasSubstr("2 x fp8_e4m3 with scales, 1/8"));
+  EXPECT_THAT(table("--first-moment bf16"), HasSubstr("bf16 + fp32, 1/8"));
+  EXPECT_THAT(table("--second-moment none"), HasSubstr("3829 MiB   fp32, 1/8"));
+  EXPECT_THAT(table("--main-storage split --offload 1"),
+              AllOf(HasSubstr("device      host\n"),
+                    HasSubstr("main weights             0 B  3829 MiB   fp32 split"),
+                    HasSubstr("moments                  0 B  7658 MiB   2 x fp32"),
+                    HasSubstr("weights             1915 MiB             bf16, 1/8")));
+}
+
 void expect_keys(const Json& plan) {
   for (const char* key : {"strategy", "parameters", "ranks", "units", "padding_fraction", "bytes",
-                          "traffic_bytes", "plan_seconds"})
+                          "host_bytes", "traffic_bytes", "plan_seconds"})
     EXPECT_TRUE(plan.contains(key)) << key;
   const Json& bytes = plan.at("bytes");
   int64_t sum = 0;
@@ -73,6 +94,9 @@ void expect_keys(const Json& plan) {
        {"weight", "main_weight", "main_grad", "moments", "weight_pool", "grad_pool"})
     sum += bytes.at(key).get<int64_t>();
   EXPECT_EQ(bytes.at("total"), sum);
+  const Json& host = plan.at("host_bytes");
+  EXPECT_EQ(host.at("total").get<int64_t>(),
+            host.at("main_weight").get<int64_t>() + host.at("moments").get<int64_t>());
   const Json& moved = plan.at("traffic_bytes");
   EXPECT_EQ(moved.at("total").get<int64_t>(), moved.at("all_gather").get<int64_t>() +
                                                   moved.at("reduce_scatter").get<int64_t>() +
@@ -80,7 +104,7 @@ void expect_keys(const Json& plan) {
 }
 
 TEST(PlanCommand, JsonHasTheDocumentedKeys) {
-  const Json plan = plan_json("--model llama3-8b --ranks 8");
+  const Json plan = plan_json("--model llama3-8b --ranks 8 --main-storage separate");
   expect_keys(plan);
   EXPECT_EQ(plan.at("parameters"), 8030261248);
   EXPECT_EQ(plan.at("ranks"), 8);
@@ -108,6 +132,16 @@ TEST(PlanCommand, OptionsChangeWhatTheySay) {
   EXPECT_EQ(bytes("--main-params bf16", "main_weight"), 0);
   EXPECT_EQ(bytes("--main-grads fp32", "main_grad"), 2 * bytes("", "main_grad"));
   EXPECT_EQ(bytes("--moments bf16", "moments") * 2, bytes("", "moments"));
+  EXPECT_EQ(bytes("--first-moment bf16 --second-moment none", "moments") * 4, bytes("", "moments"));
+  EXPECT_EQ(bytes("--moments bf16 --second-moment fp32", "moments") * 4, bytes("", "moments") * 3);
+  EXPECT_EQ(bytes("--main-storage split", "main_weight") * 2,
+            bytes("--main-storage separate", "main_weight"));
+  EXPECT_EQ(bytes("--offload 0.5", "moments") * 2, bytes("", "moments"));
+  const Json offloaded = plan_json("--model llama-1b --ranks 4 --main-storage split --offload 1");
+  EXPECT_EQ(offloaded.at("offload"), 1.0);
+  EXPECT_EQ(offloaded.at("host_bytes").at("moments"), bytes("", "moments"));
+  EXPECT_EQ(offloaded.at("host_bytes").at("main_weight"),
+            bytes("--main-storage separate", "main_weight"));
   EXPECT_EQ(bytes("--strategy no_shard", "weight_pool"), 0);
   EXPECT_EQ(bytes("--strategy no_shard --main-grads fp32 --grad-comm bf16", "grad_pool"),
             2 * (32000 * 2048 + 2048));  // the largest unit: final norm and head
@@ -160,6 +194,17 @@ TEST(PlanCommand, AnswersEveryWrongValueWithOneSentence) {
       {"--model llama-1b --ranks 8 --grad-comm bf61",
        "--grad-comm is 'bf61'; did you mean 'bf16'?"},
       {"--model llama-1b --ranks 8 --moments int32", "--moments is 'int32'; "},
+      {"--model llama-1b --ranks 8 --first-moment fp12", "--first-moment is 'fp12'; did you mean"},
+      {"--model llama-1b --ranks 8 --second-moment fp64",
+       "second_moment is fp64; it must be fp32, bf16"},
+      {"--model llama-1b --ranks 8 --first-moment none",
+       "second_moment is fp32, but first_moment is none; AdamW has both"},
+      {"--model llama-1b --ranks 8 --main-storage splt",
+       "--main-storage is 'splt'; did you mean 'split'?"},
+      {"--model llama-1b --ranks 8 --offload 1.5", "--offload is '1.5'; it must be a number from"},
+      {"--model llama-1b --ranks 8 --offload half",
+       "--offload is 'half'; it must be a number from"},
+      {"--model llama-1b --ranks 8 --offload nan", "--offload is 'nan'; it must be a number from"},
       {"--model llama-1b --ranks 8 --pool maxpool",
        "--pool is 'maxpool'; did you mean 'max_pool'?"},
       {"--model llama-1b --ranks 8 --prefetch -1",

@@ -73,6 +73,15 @@ int64_t parse_bytes(const std::string& option, const std::string& value) {
   return std::llround(bytes);
 }
 
+double parse_fraction(const std::string& option, const std::string& value) {
+  double number = 0;
+  const char* end = value.data() + value.size();
+  const auto [stop, error] = std::from_chars(value.data(), end, number);
+  if (error != std::errc{} || stop != end || !(number >= 0 && number <= 1))
+    refuse_option(option, value, "it must be a number from 0 to 1, e.g. 0.5");
+  return number;
+}
+
 std::optional<DType> parse_dtype_or_none(const std::string& option, const std::string& value) {
   std::vector<std::string> names;
   for (const DType dtype : all_dtypes())

@@ -27,6 +27,9 @@ int64_t parse_whole_number(const std::string& option, const std::string& value, 
 // (KB, MB, GB, TB).
 int64_t parse_bytes(const std::string& option, const std::string& value);
 
+// A number from 0 to 1.
+double parse_fraction(const std::string& option, const std::string& value);
+
 // A floating dtype by name; "none" is nullopt.
 std::optional<DType> parse_dtype_or_none(const std::string& option, const std::string& value);
 

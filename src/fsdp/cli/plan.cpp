@@ -2,6 +2,7 @@
 #include <chrono>
 #include <iostream>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -31,7 +32,11 @@ struct PlanArguments {
   std::string main_params = "fp32";
   std::string main_grads = "none";
   std::string grad_comm = "none";
+  std::string main_storage{name_of(PrecisionTypes{}.main_storage)};
   std::string moments = "fp32";
+  std::string first_moment;
+  std::string second_moment;
+  std::string offload = "0";
   std::string pool = "planned";
   std::string prefetch = "1";
   std::string budget;
@@ -44,6 +49,19 @@ PoolKind parse_pool(const std::string& value) {
   std::vector<std::string> names;
   for (const PoolKind kind : all_pool_kinds()) names.emplace_back(name_of(kind));
   return all_pool_kinds()[parse_choice("--pool", value, names)];
+}
+
+MainStorage parse_main_storage(const std::string& value) {
+  std::vector<std::string> names;
+  for (const MainStorage storage : all_main_storages()) names.emplace_back(name_of(storage));
+  return all_main_storages()[parse_choice("--main-storage", value, names)];
+}
+
+// Its own option, or else the one for both.
+std::optional<DType> parse_moment(const char* option, const std::string& value,
+                                  const std::string& both) {
+  return value.empty() ? parse_dtype_or_none("--moments", both)
+                       : parse_dtype_or_none(option, value);
 }
 
 Granularity parse_granularity_option(const std::string& value) {
@@ -72,8 +90,12 @@ PlanOptions read_options(const PlanArguments& given) {
   options.precision.main_params = parse_dtype_or_none("--main-params", given.main_params);
   options.precision.main_grads = parse_dtype_or_none("--main-grads", given.main_grads);
   options.precision.grad_comm = parse_dtype_or_none("--grad-comm", given.grad_comm);
-  options.precision.first_moment = parse_dtype_or_none("--moments", given.moments);
-  options.precision.second_moment = options.precision.first_moment;
+  options.precision.main_storage = parse_main_storage(given.main_storage);
+  options.precision.first_moment =
+      parse_moment("--first-moment", given.first_moment, given.moments);
+  options.precision.second_moment =
+      parse_moment("--second-moment", given.second_moment, given.moments);
+  options.offload = parse_fraction("--offload", given.offload);
   options.pool = parse_pool(given.pool);
   options.prefetch = parse_whole_number("--prefetch", given.prefetch, 0, kMaxPrefetch);
   if (!given.budget.empty()) options.budget_bytes = parse_bytes("--budget", given.budget);
@@ -153,10 +175,19 @@ Command add_plan(CLI::App& parent) {
          "with +hfsdp, or placements such as RS/PS/SS");
   option("--main-params", given->main_params, "DTYPE",
          "Main weights; none: the optimizer updates the weights themselves");
+  option("--main-storage", given->main_storage, "HOW",
+         "fp32 main weights of bf16 weights: separate (4 bytes each) or split (the weights are "
+         "their upper halves, 2 bytes each hold the rest)");
   option("--main-grads", given->main_grads, "DTYPE", "Main gradients; none: as the parameter");
   option("--grad-comm", given->grad_comm, "DTYPE",
          "What gradients travel in; none: as the main gradients");
-  option("--moments", given->moments, "DTYPE", "Each of the optimizer's two moments");
+  option("--moments", given->moments, "DTYPE", "Both of the optimizer's moments");
+  option("--first-moment", given->first_moment, "DTYPE",
+         "Running average of gradients (SGD: the momentum), where it differs from --moments");
+  option("--second-moment", given->second_moment, "DTYPE",
+         "Running average of their squares (SGD: none), where it differs from --moments");
+  option("--offload", given->offload, "FRACTION",
+         "How much of the optimizer's state (moments and main weights) is in the host's memory");
   option("--pool", given->pool, "KIND",
          "Memory of gathered weights and unreduced gradients: on_demand, double_buffer, max_pool "
          "or planned");

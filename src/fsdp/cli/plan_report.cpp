@@ -1,5 +1,6 @@
 #include "fsdp/cli/plan_report.h"
 
+#include <algorithm>
 #include <array>
 #include <iomanip>
 #include <ostream>
@@ -7,6 +8,7 @@
 #include <vector>
 
 #include "fsdp/base/text.h"
+#include "fsdp/optim/update_span.h"
 
 namespace fsdp::cli {
 
@@ -67,15 +69,49 @@ struct Row {
   const char* name;
   int64_t bytes;
   std::string note;
+  int64_t host_bytes = 0;
 };
 
+constexpr int kNameWidth = 18;
+constexpr int kBytesWidth = 10;
+
+// The host has a column where something is there.
 void print_rows(std::ostream& out, const std::vector<Row>& rows) {
+  const bool uses_host =
+      std::any_of(rows.begin(), rows.end(), [](const Row& row) { return row.host_bytes > 0; });
+  if (uses_host)
+    out << std::setw(2 + kNameWidth + kBytesWidth) << "device" << std::setw(kBytesWidth) << "host"
+        << "\n";
   for (const Row& row : rows) {
-    out << "  " << std::left << std::setw(18) << row.name << std::right << std::setw(10)
-        << bytes_words(row.bytes);
+    out << "  " << std::left << std::setw(kNameWidth) << row.name << std::right
+        << std::setw(kBytesWidth) << bytes_words(row.bytes);
+    if (uses_host)
+      out << std::setw(kBytesWidth) << (row.host_bytes > 0 ? bytes_words(row.host_bytes) : "");
     if (!row.note.empty()) out << "   " << row.note;
     out << "\n";
   }
+}
+
+std::string main_weight_words(const GroupTypes& types, const PlanOptions& options) {
+  if (!types.main_weight)
+    return options.precision.main_params == types.weight ? "the weights themselves" : "none";
+  const std::string share = share_words(options.strategy.optimizer, options.mesh());
+  return types.split ? concat(name_of(*types.main_weight), " split: its lower half, ", share)
+                     : concat(name_of(*types.main_weight), ", ", share);
+}
+
+std::string moment_words(DType dtype) {
+  return concat(name_of(dtype), is_scaled(dtype) ? " with scales" : "");
+}
+
+std::string moments_words(const GroupTypes& types, const PlanOptions& options) {
+  if (!types.first_moment) return "none";
+  const std::string first = moment_words(*types.first_moment);
+  const std::string both = !types.second_moment ? first
+                           : types.second_moment == types.first_moment
+                               ? "2 x " + first
+                               : first + " + " + moment_words(*types.second_moment);
+  return concat(both, ", ", share_words(options.strategy.optimizer, options.mesh()));
 }
 
 std::vector<Row> memory_rows(const Forecast& forecast) {
@@ -83,24 +119,18 @@ std::vector<Row> memory_rows(const Forecast& forecast) {
   const MeshShape mesh = options.mesh();
   const MemoryBytes& bytes = forecast.bytes;
   const GroupTypes types = resolve_types(options.compute, options.precision, Trainable::kYes);
-  const std::string optimizer_share = share_words(options.strategy.optimizer, mesh);
-  const bool aliased = options.precision.main_params == types.weight;
   return {
       {"weights", bytes.weight,
        concat(name_of(types.weight), ", ", share_words(options.strategy.parameter, mesh))},
-      {"main weights", bytes.main_weight,
-       types.main_weight ? concat(name_of(*types.main_weight), ", ", optimizer_share)
-       : aliased         ? "the weights themselves"
-                         : "none"},
+      {"main weights", bytes.main_weight, main_weight_words(types, options),
+       bytes.host.main_weight},
       {"main gradients", bytes.main_grad,
        concat(name_of(types.main_grad), ", ", share_words(options.strategy.gradient, mesh))},
-      {"moments", bytes.moments,
-       types.first_moment ? concat("2 x ", name_of(*types.first_moment), ", ", optimizer_share)
-                          : "none"},
+      {"moments", bytes.moments, moments_words(types, options), bytes.host.moments},
       {"weight pool", bytes.weight_pool, bytes.weight_pool > 0 ? pool_words(forecast) : ""},
       {"gradient pool", bytes.grad_pool,
        bytes.grad_pool > 0 ? concat(name_of(types.wire), " on the wire") : ""},
-      {"total", bytes.total(), ""},
+      {"total", bytes.total(), "", bytes.host.total()},
   };
 }
 
@@ -132,6 +162,7 @@ nlohmann::ordered_json to_json(const ModelShape& model, const Forecast& forecast
       {"padding_fraction", forecast.padding_fraction},
       {"pool", name_of(options.pool)},
       {"prefetch", forecast.prefetch},
+      {"offload", options.offload},
       {"bytes",
        {{"weight", bytes.weight},
         {"main_weight", bytes.main_weight},
@@ -140,6 +171,10 @@ nlohmann::ordered_json to_json(const ModelShape& model, const Forecast& forecast
         {"weight_pool", bytes.weight_pool},
         {"grad_pool", bytes.grad_pool},
         {"total", bytes.total()}}},
+      {"host_bytes",
+       {{"main_weight", bytes.host.main_weight},
+        {"moments", bytes.host.moments},
+        {"total", bytes.host.total()}}},
       {"traffic_bytes",
        {{"all_gather", moved.all_gather},
         {"reduce_scatter", moved.reduce_scatter},
@@ -166,9 +201,9 @@ void print_comparison(std::ostream& out, const ModelShape& model,
                       std::span<const Forecast> forecasts) {
   print_header(out, model, forecasts.front());
   out << "pool      " << name_of(forecasts.front().options.pool) << "\n\n";
-  constexpr std::array<const char*, 10> kColumns = {"weights",  "main wts", "main grds", "moments",
-                                                    "wt pool",  "grd pool", "total",     "gather",
-                                                    "red-scat", "all-red"};
+  constexpr std::array<const char*, 11> kColumns = {"weights", "main wts", "main grds", "moments",
+                                                    "wt pool", "grd pool", "total",     "on host",
+                                                    "gather",  "red-scat", "all-red"};
   out << std::left << std::setw(26) << "strategy" << std::right;
   for (const char* column : kColumns) out << std::setw(10) << column;
   out << "\n";
@@ -178,7 +213,8 @@ void print_comparison(std::ostream& out, const ModelShape& model,
     out << std::left << std::setw(26) << to_text(forecast.options.strategy) << std::right;
     for (const int64_t value :
          {bytes.weight, bytes.main_weight, bytes.main_grad, bytes.moments, bytes.weight_pool,
-          bytes.grad_pool, bytes.total(), moved.all_gather, moved.reduce_scatter, moved.all_reduce})
+          bytes.grad_pool, bytes.total(), bytes.host.total(), moved.all_gather,
+          moved.reduce_scatter, moved.all_reduce})
       out << std::setw(10) << bytes_words(value);
     out << "\n";
   }

@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <chrono>
-#include <optional>
 #include <span>
 #include <utility>
 
 #include "fsdp/base/integer.h"
+#include "fsdp/optim/state_bytes.h"
 #include "fsdp/plan/pool_forecast.h"
 
 namespace fsdp {
@@ -22,36 +22,40 @@ double seconds_since(Clock::time_point start) {
 int64_t bytes_of(int64_t numel, DType dtype) { return checked_mul(numel, element_bytes(dtype)); }
 
 // The buffers that stay: each is what its placement leaves to the rank, in its own type.
-MemoryBytes buffers_of(std::span<const GroupPlan> groups, const Strategy& strategy,
+MemoryBytes buffers_of(std::span<const GroupPlan> groups, const PlanOptions& options,
                        MeshCoordinate rank) {
+  const Strategy& strategy = options.strategy;
   MemoryBytes bytes;
   for (const GroupPlan& group : groups) {
     const GroupTypes& types = group.types;
     const auto held = [&](PlacementPair placed, DType dtype) {
       return bytes_of(group.layout.shard_numel(placed, rank), dtype);
     };
-    const int64_t optimizer_numel = group.layout.shard_numel(strategy.optimizer, rank);
     bytes.weight += held(strategy.parameter, types.weight);
     if (!types.trainable) continue;
     bytes.main_grad += held(strategy.gradient, types.main_grad);
-    bytes.main_weight += checked_mul(optimizer_numel, main_weight_bytes(types));
-    for (const std::optional<DType> moment : {types.first_moment, types.second_moment})
-      if (moment) bytes.moments += bytes_of(optimizer_numel, *moment);
+    const StatePlaces places =
+        state_places(group.layout.shard_ranges(strategy.optimizer, rank), options.offload);
+    bytes.main_weight += checked_mul(numel_of(places.device), main_weight_bytes(types));
+    bytes.moments += moments_bytes(types, places.device);
+    bytes.host.main_weight += checked_mul(numel_of(places.host), host_weight_bytes(types));
+    bytes.host.moments += moments_bytes(types, places.host);
   }
   return bytes;
 }
 
-// Ranks hold equally much unless tensors are never cut.
-MemoryBytes buffers_of_fullest_rank(std::span<const GroupPlan> groups, const Strategy& strategy,
-                                    MeshShape mesh) {
-  MemoryBytes fullest = buffers_of(groups, strategy, {});
+// Ranks hold equally much unless tensors are never cut (but for a scale or two of the moments,
+// where one rank's part begins inside a block and another's does not).
+MemoryBytes buffers_of_fullest_rank(std::span<const GroupPlan> groups, const PlanOptions& options) {
+  const MeshShape mesh = options.mesh();
+  MemoryBytes fullest = buffers_of(groups, options, {});
   const bool all_alike = std::all_of(groups.begin(), groups.end(), [](const GroupPlan& group) {
     return group.layout.has_even_shards();
   });
   if (all_alike) return fullest;
   for (int64_t outer = 0; outer < mesh.outer; ++outer)
     for (int64_t inner = 0; inner < mesh.inner; ++inner) {
-      const MemoryBytes bytes = buffers_of(groups, strategy, {.outer = outer, .inner = inner});
+      const MemoryBytes bytes = buffers_of(groups, options, {.outer = outer, .inner = inner});
       if (bytes.total() > fullest.total()) fullest = bytes;
     }
   return fullest;
@@ -105,7 +109,7 @@ Forecast Planner::forecast(const Strategy& strategy) const {
   result.num_units = static_cast<int64_t>(model_.units.size());
   result.padding_fraction = padding_fraction_;
   result.padding_bound_fraction = padding_bound_fraction_;
-  result.bytes = buffers_of_fullest_rank(groups_, strategy, options_.mesh());
+  result.bytes = buffers_of_fullest_rank(groups_, result.options);
 
   const PoolForecast pool = forecast_pool(model_, groups_, result.options);
   result.bytes.weight_pool = pool.weight_bytes;

@@ -12,6 +12,14 @@
 
 namespace fsdp {
 
+// What of the optimizer's state is in the host's memory.
+struct HostBytes {
+  int64_t main_weight = 0;
+  int64_t moments = 0;
+
+  int64_t total() const { return main_weight + moments; }
+};
+
 // Bytes on the fullest rank; docs/plan.md has the formula of each.
 struct MemoryBytes {
   int64_t weight = 0;
@@ -21,6 +29,9 @@ struct MemoryBytes {
   int64_t weight_pool = 0;
   int64_t grad_pool = 0;
 
+  HostBytes host;
+
+  // On the device, that is without `host`.
   int64_t total() const;
 };
 

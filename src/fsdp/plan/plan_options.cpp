@@ -18,6 +18,13 @@ void check_floating(const char* field, std::optional<DType> dtype) {
     throw UsageError(concat(field, " is ", name_of(*dtype), "; it must be a floating dtype"));
 }
 
+// Wider ones than the arithmetic of an update would be wasted.
+void check_moment(const char* field, std::optional<DType> dtype) {
+  if (dtype && (!is_floating(*dtype) || *dtype == DType::kFloat64))
+    throw UsageError(concat(field, " is ", name_of(*dtype),
+                            "; it must be fp32, bf16, fp16, fp8_e4m3, fp8_e5m2 or none"));
+}
+
 }  // namespace
 
 void PlanOptions::validate() const {
@@ -41,8 +48,13 @@ void PlanOptions::validate() const {
   check_floating("main_params", precision.main_params);
   check_floating("main_grads", precision.main_grads);
   check_floating("grad_comm", precision.grad_comm);
-  check_floating("first_moment", precision.first_moment);
-  check_floating("second_moment", precision.second_moment);
+  check_moment("first_moment", precision.first_moment);
+  check_moment("second_moment", precision.second_moment);
+  if (precision.second_moment && !precision.first_moment)
+    throw UsageError(concat("second_moment is ", name_of(*precision.second_moment),
+                            ", but first_moment is none; AdamW has both, SGD the first or none"));
+  if (!(offload >= 0 && offload <= 1))
+    throw UsageError(concat("offload is ", offload, "; it must be a fraction from 0 to 1"));
 }
 
 }  // namespace fsdp

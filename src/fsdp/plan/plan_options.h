@@ -26,6 +26,8 @@ struct PlanOptions {
   DType compute = DType::kBFloat16;
   // The dtypes of everything that is derived from parameters.
   PrecisionTypes precision = {};
+  // The fraction of each shard's optimizer state (moments and main weights) that is on the host.
+  double offload = 0;
   // Where gathered weights and unreduced gradients live.
   PoolKind pool = PoolKind::kPlanned;
   // Units gathered ahead of the one that computes.

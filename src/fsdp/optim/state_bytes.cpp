@@ -1,0 +1,73 @@
+#include "fsdp/optim/state_bytes.h"
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+
+#include "fsdp/base/integer.h"
+#include "fsdp/optim/update_span.h"
+
+namespace fsdp {
+
+namespace {
+
+constexpr int64_t kScaleBytes = sizeof(float);
+
+}  // namespace
+
+int64_t offloaded_numel(int64_t shard_numel, double fraction) {
+  FSDP_ASSERT(shard_numel >= 0 && fraction >= 0 && fraction <= 1);
+  // A number of elements beyond 2^53 is rounded on its way to a double, but all of it is all of it.
+  if (fraction == 1) return shard_numel;
+  return std::llround(static_cast<double>(shard_numel) * fraction);
+}
+
+StatePlaces state_places(std::span<const ShardRange> shard, double offload_fraction) {
+  const int64_t shard_numel = numel_of(shard);
+  const int64_t device_numel = shard_numel - offloaded_numel(shard_numel, offload_fraction);
+  StatePlaces places;
+  for (const ShardRange& range : shard) {
+    const int64_t cut =
+        std::clamp<int64_t>(device_numel - range.local_begin, 0, range.flat.numel());
+    ShardRange first = range;
+    first.flat.end = range.flat.begin + cut;
+    ShardRange last = range;
+    last.flat.begin = first.flat.end;
+    last.local_begin += cut;
+    if (!first.flat.empty()) places.device.push_back(first);
+    if (!last.flat.empty()) places.host.push_back(last);
+  }
+  return places;
+}
+
+int64_t numel_of(std::span<const ShardRange> ranges) {
+  int64_t numel = 0;
+  for (const ShardRange& range : ranges) numel += range.flat.numel();
+  return numel;
+}
+
+int64_t num_scales(FlatRange flat) {
+  if (flat.empty()) return 0;
+  return ceil_div(flat.end, kScaleBlock) - flat.begin / kScaleBlock;
+}
+
+int64_t moment_bytes(DType dtype, FlatRange flat) {
+  const int64_t values = checked_mul(flat.numel(), element_bytes(dtype));
+  return is_scaled(dtype) ? checked_add(values, kScaleBytes * num_scales(flat)) : values;
+}
+
+int64_t moments_bytes(const GroupTypes& types, std::span<const ShardRange> ranges) {
+  int64_t bytes = 0;
+  for (const std::optional<DType> moment : {types.first_moment, types.second_moment}) {
+    if (!moment) continue;
+    for (const ShardRange& range : ranges)
+      bytes = checked_add(bytes, moment_bytes(*moment, range.flat));
+  }
+  return bytes;
+}
+
+int64_t host_weight_bytes(const GroupTypes& types) {
+  return element_bytes(types.main_weight.value_or(types.weight));
+}
+
+}  // namespace fsdp
