@@ -13,16 +13,7 @@
 #include <type_traits>
 
 #include "fsdp/base/error.h"
-
-// Tells the compiler that a loop's iterations do not depend on each other, though it cannot see it.
-#if defined(__clang__)
-// Unrolling a short loop first would leave nothing to vectorise. Conversions of fp16 need not
-// vectorise, which Clang would warn of.
-#define FSDP_INDEPENDENT_ITERATIONS _Pragma("clang loop vectorize(assume_safety) unroll(disable)")
-#pragma clang diagnostic ignored "-Wpass-failed"
-#else
-#define FSDP_INDEPENDENT_ITERATIONS _Pragma("GCC ivdep")
-#endif
+#include "fsdp/base/independent_iterations.h"
 
 namespace fsdp {
 

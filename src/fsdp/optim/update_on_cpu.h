@@ -10,10 +10,6 @@
 
 namespace fsdp {
 
-// Throws an Error where the span's types do not fit together or a pointer is missing. `num_moments`
-// is how many the rule keeps: AdamW 2, SGD 1 or 0.
-void check_span(const UpdateSpan& span, int num_moments);
-
 // Elements [begin, end) of a span.
 struct ElementRange {
   int64_t begin = 0;

@@ -43,8 +43,8 @@ struct UpdateSpan {
   MainWeight main = MainWeight::kIsWeight;
   void* main_weight = nullptr;  // fp32 or the remainder, as `main` says
 
-  Moment first;   // AdamW: of the gradient; SGD: the momentum
-  Moment second;  // AdamW: of its square
+  Moment first{};   // AdamW: of the gradient; SGD: the momentum
+  Moment second{};  // AdamW: of its square
 
   int64_t numel = 0;
   int64_t flat_begin = 0;  // of the first element, in the group's whole buffer
@@ -53,5 +53,12 @@ struct UpdateSpan {
   float rate_scale = 1.0f;  // times the learning rate
   float weight_decay = 0.0f;
 };
+
+// How many blocks of scales a span touches.
+int64_t num_scales(int64_t flat_begin, int64_t numel);
+
+// Throws an Error where the span's types do not fit together or a pointer is missing. `num_moments`
+// is how many the rule keeps: AdamW 2, SGD 1 or 0.
+void check_span(const UpdateSpan& span, int num_moments);
 
 }  // namespace fsdp

@@ -1,0 +1,45 @@
+// Random bits that belong to a place and a time instead of a generator: any thread, shard or device
+// draws the same ones.
+#pragma once
+
+#include <cstdint>
+
+#include "fsdp/base/host_device.h"
+
+namespace fsdp {
+
+// What the bits are for; each purpose has its own.
+enum class RandomPurpose : uint32_t { kWeight = 1, kSecondMoment = 2 };
+
+FSDP_HOST_DEVICE inline uint64_t mixed_bits(uint64_t x) {
+  x = (x ^ (x >> 32)) * 0xD6E8FEB86659FD93ull;
+  x = (x ^ (x >> 32)) * 0xD6E8FEB86659FD93ull;
+  return x ^ (x >> 32);
+}
+
+// One step's bits for one purpose and group, from position & ~0xFFFFFFFF on.
+struct RandomKey {
+  uint32_t first = 0;
+  uint32_t second = 0;
+};
+
+FSDP_HOST_DEVICE inline RandomKey random_key(uint64_t seed, int64_t step, uint64_t group,
+                                             RandomPurpose purpose, int64_t position) {
+  uint64_t key = mixed_bits(seed + 0x9E3779B97F4A7C15ull);
+  key = mixed_bits(key ^ static_cast<uint64_t>(step));
+  key = mixed_bits(key ^ group);
+  const auto high = static_cast<uint64_t>(position) >> 32;
+  key = mixed_bits(key ^ (high << 8) ^ static_cast<uint64_t>(purpose));
+  return {.first = static_cast<uint32_t>(key), .second = static_cast<uint32_t>(key >> 32)};
+}
+
+// 32 bits for the element at a position, of which the key has seen the upper half. Operations that
+// vectorise: two rounds of multiply and shift, with one half of the key before each.
+FSDP_HOST_DEVICE inline uint32_t random_bits(RandomKey key, uint32_t position) {
+  uint32_t x = position ^ key.first;
+  x = (x ^ (x >> 16)) * 0x7FEB352Du;
+  x = ((x ^ (x >> 15)) + key.second) * 0x846CA68Bu;
+  return x ^ (x >> 16);
+}
+
+}  // namespace fsdp

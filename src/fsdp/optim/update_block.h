@@ -1,0 +1,272 @@
+// A block of a span on its way through the first-level cache: widened to fp32 where memory holds
+// something narrower, used in place where it does not. Loads and stores by type here and one loop
+// per rule elsewhere make the number of compiled loops a sum over types instead of a product.
+//
+// For update_on_cpu.cpp, which compiles this for several instruction sets: everything must be
+// inlined there.
+#pragma once
+
+#include <array>
+#include <cmath>
+#include <cstdint>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/independent_iterations.h"
+#include "fsdp/optim/counter_random.h"
+#include "fsdp/optim/moment_code.h"
+#include "fsdp/optim/narrow_float.h"
+#include "fsdp/optim/split_weight.h"
+#include "fsdp/optim/update_rules.h"
+#include "fsdp/optim/update_span.h"
+
+#define FSDP_INLINED [[gnu::always_inline]] inline
+
+namespace fsdp::block {
+
+// Four arrays of it are 16 KiB: half of the smallest first-level cache around.
+inline constexpr int64_t kMaxNumel = 1024;
+static_assert(kMaxNumel % kScaleBlock == 0);
+
+// Which elements of the span; a block does not reach over a multiple of kMaxNumel in flat
+// positions.
+struct Place {
+  int64_t begin = 0;  // in the span
+  int64_t count = 0;
+  int64_t position = 0;  // of `begin`, in the group's whole buffer
+};
+
+using Stage = std::array<float, kMaxNumel>;
+
+// --- arrays of narrow numbers --------------------------------------------------------------------
+
+template <typename Narrow>
+FSDP_INLINED void widen(const void* codes, int64_t begin, int64_t count, float* out) {
+  const auto* from = static_cast<const typename Narrow::Code*>(codes) + begin;
+  FSDP_INDEPENDENT_ITERATIONS
+  for (int64_t i = 0; i < count; ++i) out[i] = Narrow::widened(from[i]);
+}
+
+template <typename Narrow>
+FSDP_INLINED void round_nearest(const float* values, void* codes, int64_t begin, int64_t count) {
+  auto* to = static_cast<typename Narrow::Code*>(codes) + begin;
+  FSDP_INDEPENDENT_ITERATIONS
+  for (int64_t i = 0; i < count; ++i) to[i] = Narrow::nearest(values[i]);
+}
+
+template <typename Narrow>
+FSDP_INLINED void round_stochastic(const float* values, void* codes, const Place& place,
+                                   RandomKey key) {
+  auto* to = static_cast<typename Narrow::Code*>(codes) + place.begin;
+  const auto position = static_cast<uint32_t>(place.position);
+  FSDP_INDEPENDENT_ITERATIONS
+  for (uint32_t i = 0; i < static_cast<uint32_t>(place.count); ++i)
+    to[i] = Narrow::stochastic(values[i], random_bits(key, position + i));
+}
+
+// --- gradients and weights -----------------------------------------------------------------------
+
+FSDP_INLINED const float* load_gradient(const UpdateSpan& span, const Place& place, Stage& stage) {
+  if (span.gradient_dtype == DType::kFloat32)
+    return static_cast<const float*>(span.gradient) + place.begin;
+  if (span.gradient_dtype == DType::kBFloat16) {
+    widen<Bf16>(span.gradient, place.begin, place.count, stage.data());
+  } else {
+    widen<Fp16>(span.gradient, place.begin, place.count, stage.data());
+  }
+  return stage.data();
+}
+
+FSDP_INLINED float* load_weight(const UpdateSpan& span, const Place& place, Stage& stage) {
+  if (span.main == MainWeight::kSeparate)
+    return static_cast<float*>(span.main_weight) + place.begin;
+  if (span.main == MainWeight::kSplit) {
+    const auto* upper = static_cast<const uint16_t*>(span.weight) + place.begin;
+    const auto* remainder = static_cast<const int16_t*>(span.main_weight) + place.begin;
+    FSDP_INDEPENDENT_ITERATIONS
+    for (int64_t i = 0; i < place.count; ++i)
+      stage[static_cast<size_t>(i)] = join_weight({.upper = upper[i], .remainder = remainder[i]});
+  } else if (span.weight_dtype == DType::kFloat32) {
+    return static_cast<float*>(span.weight) + place.begin;
+  } else if (span.weight_dtype == DType::kBFloat16) {
+    widen<Bf16>(span.weight, place.begin, place.count, stage.data());
+  } else {
+    widen<Fp16>(span.weight, place.begin, place.count, stage.data());
+  }
+  return stage.data();
+}
+
+FSDP_INLINED void store_split(const UpdateSpan& span, const Place& place, const float* values) {
+  auto* upper = static_cast<uint16_t*>(span.weight) + place.begin;
+  auto* remainder = static_cast<int16_t*>(span.main_weight) + place.begin;
+  FSDP_INDEPENDENT_ITERATIONS
+  for (int64_t i = 0; i < place.count; ++i) {
+    const SplitWeight split = split_weight(values[i]);
+    upper[i] = split.upper;
+    remainder[i] = split.remainder;
+  }
+}
+
+// The weight that computes, from its main weight, which is in place already.
+FSDP_INLINED void store_beside_main(const UpdateSpan& span, const Place& place,
+                                    const float* values) {
+  if (span.weight_dtype == DType::kBFloat16) {
+    auto* to = static_cast<uint16_t*>(span.weight) + place.begin;
+    FSDP_INDEPENDENT_ITERATIONS
+    for (int64_t i = 0; i < place.count; ++i) to[i] = rounded_away(values[i]);
+  } else if (span.weight_dtype == DType::kFloat16) {
+    round_nearest<Fp16>(values, span.weight, place.begin, place.count);
+  } else {
+    auto* to = static_cast<float*>(span.weight) + place.begin;
+    FSDP_INDEPENDENT_ITERATIONS
+    for (int64_t i = 0; i < place.count; ++i) to[i] = values[i];
+  }
+}
+
+FSDP_INLINED void store_weight(const UpdateSpan& span, const Place& place, const float* values,
+                               Rounding rounding, RandomKey key) {
+  if (span.main == MainWeight::kSplit) return store_split(span, place, values);
+  if (span.main == MainWeight::kSeparate) return store_beside_main(span, place, values);
+  if (span.weight_dtype == DType::kFloat32) return;  // updated in place
+  const bool is_bf16 = span.weight_dtype == DType::kBFloat16;
+  if (rounding == Rounding::kStochastic) {
+    if (is_bf16) return round_stochastic<Bf16>(values, span.weight, place, key);
+    return round_stochastic<Fp16>(values, span.weight, place, key);
+  }
+  if (is_bf16) return round_nearest<Bf16>(values, span.weight, place.begin, place.count);
+  round_nearest<Fp16>(values, span.weight, place.begin, place.count);
+}
+
+// --- moments -------------------------------------------------------------------------------------
+
+// Calls body(offset in the block, count, scale) for every part of the block that has one scale.
+template <typename Body>
+FSDP_INLINED void for_each_scale(const Moment& moment, int64_t span_position, const Place& place,
+                                 Body body) {
+  const int64_t first_block = span_position / kScaleBlock;
+  for (int64_t offset = 0; offset < place.count;) {
+    const int64_t position = place.position + offset;
+    const int64_t count = std::min(place.count - offset, kScaleBlock - position % kScaleBlock);
+    body(offset, count, moment.scales[position / kScaleBlock - first_block]);
+    offset += count;
+  }
+}
+
+template <typename Narrow>
+FSDP_INLINED void widen_scaled(const Moment& moment, int64_t span_position, const Place& place,
+                               float* out) {
+  const auto* codes = static_cast<const typename Narrow::Code*>(moment.values) + place.begin;
+  for_each_scale(moment, span_position, place, [&](int64_t offset, int64_t count, float scale) {
+    FSDP_INDEPENDENT_ITERATIONS
+    for (int64_t i = offset; i < offset + count; ++i) out[i] = Narrow::widened(codes[i]) * scale;
+  });
+}
+
+template <typename Narrow>
+FSDP_INLINED void widen_roots(const Moment& moment, int64_t span_position, const Place& place,
+                              float* out) {
+  const auto* codes = static_cast<const typename Narrow::Code*>(moment.values) + place.begin;
+  for_each_scale(moment, span_position, place, [&](int64_t offset, int64_t count, float scale) {
+    FSDP_INDEPENDENT_ITERATIONS
+    for (int64_t i = offset; i < offset + count; ++i)
+      out[i] = squared_root<Narrow>(codes[i], scale);
+  });
+}
+
+FSDP_INLINED uint32_t largest_magnitude(const float* values, int64_t count) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t magnitude = magnitude_bits(values[i]);
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  return largest;
+}
+
+template <typename Narrow>
+FSDP_INLINED void store_scaled(const float* values, const Moment& moment, int64_t span_position,
+                               const Place& place) {
+  auto* codes = static_cast<typename Narrow::Code*>(moment.values) + place.begin;
+  for_each_scale(moment, span_position, place, [&](int64_t offset, int64_t count, float& scale) {
+    scale = block_scale<Narrow>(largest_magnitude(values + offset, count));
+    const float inverse = inverse_scale(scale);
+    FSDP_INDEPENDENT_ITERATIONS
+    for (int64_t i = offset; i < offset + count; ++i)
+      codes[i] = Narrow::nearest(values[i] * inverse);
+  });
+}
+
+// Overwrites `values`.
+template <typename Narrow>
+FSDP_INLINED void store_roots(float* values, const Moment& moment, int64_t span_position,
+                              const Place& place, RandomKey key) {
+  auto* codes = static_cast<typename Narrow::Code*>(moment.values) + place.begin;
+  FSDP_INDEPENDENT_ITERATIONS
+  for (int64_t i = 0; i < place.count; ++i) values[i] = std::sqrt(values[i]);
+  for_each_scale(moment, span_position, place, [&](int64_t offset, int64_t count, float& scale) {
+    scale = block_scale<Narrow>(largest_magnitude(values + offset, count));
+    const float inverse = inverse_scale(scale);
+    const auto position = static_cast<uint32_t>(place.position);
+    FSDP_INDEPENDENT_ITERATIONS
+    for (int64_t i = offset; i < offset + count; ++i)
+      codes[i] = root_code<Narrow>(values[i] * inverse,
+                                   random_bits(key, position + static_cast<uint32_t>(i)));
+  });
+}
+
+FSDP_INLINED float* load_first(const Moment& moment, int64_t span_position, const Place& place,
+                               Stage& stage) {
+  if (moment.dtype == DType::kFloat32) return static_cast<float*>(moment.values) + place.begin;
+  float* out = stage.data();
+  if (moment.dtype == DType::kBFloat16) {
+    widen<Bf16>(moment.values, place.begin, place.count, out);
+  } else if (moment.dtype == DType::kFloat16) {
+    widen_scaled<Fp16>(moment, span_position, place, out);
+  } else if (moment.dtype == DType::kFloat8E4M3) {
+    widen_scaled<Fp8E4M3>(moment, span_position, place, out);
+  } else {
+    widen_scaled<Fp8E5M2>(moment, span_position, place, out);
+  }
+  return out;
+}
+
+FSDP_INLINED float* load_second(const Moment& moment, int64_t span_position, const Place& place,
+                                Stage& stage) {
+  if (moment.dtype == DType::kFloat32) return static_cast<float*>(moment.values) + place.begin;
+  float* out = stage.data();
+  if (moment.dtype == DType::kBFloat16) {
+    widen<Bf16>(moment.values, place.begin, place.count, out);
+  } else if (moment.dtype == DType::kFloat16) {
+    widen_roots<Fp16>(moment, span_position, place, out);
+  } else if (moment.dtype == DType::kFloat8E4M3) {
+    widen_roots<Fp8E4M3>(moment, span_position, place, out);
+  } else {
+    widen_roots<Fp8E5M2>(moment, span_position, place, out);
+  }
+  return out;
+}
+
+FSDP_INLINED void store_first(const float* values, const Moment& moment, int64_t span_position,
+                              const Place& place) {
+  if (moment.dtype == DType::kFloat32) return;  // updated in place
+  if (moment.dtype == DType::kBFloat16)
+    return round_nearest<Bf16>(values, moment.values, place.begin, place.count);
+  if (moment.dtype == DType::kFloat16)
+    return store_scaled<Fp16>(values, moment, span_position, place);
+  if (moment.dtype == DType::kFloat8E4M3)
+    return store_scaled<Fp8E4M3>(values, moment, span_position, place);
+  store_scaled<Fp8E5M2>(values, moment, span_position, place);
+}
+
+// Overwrites `values`, unless they are what is stored.
+FSDP_INLINED void store_second(float* values, const Moment& moment, int64_t span_position,
+                               const Place& place, RandomKey key) {
+  if (moment.dtype == DType::kFloat32) return;  // updated in place
+  if (moment.dtype == DType::kBFloat16)
+    return round_stochastic<Bf16>(values, moment.values, place, key);
+  if (moment.dtype == DType::kFloat16)
+    return store_roots<Fp16>(values, moment, span_position, place, key);
+  if (moment.dtype == DType::kFloat8E4M3)
+    return store_roots<Fp8E4M3>(values, moment, span_position, place, key);
+  store_roots<Fp8E5M2>(values, moment, span_position, place, key);
+}
+
+}  // namespace fsdp::block
