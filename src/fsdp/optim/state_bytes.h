@@ -25,10 +25,7 @@ StatePlaces state_places(std::span<const ShardRange> shard, double offload_fract
 
 int64_t numel_of(std::span<const ShardRange> ranges);
 
-// Scales of a moment over a contiguous range: one for each block that the range touches.
-int64_t num_scales(FlatRange flat);
-
-// A moment's values and, where it needs them, its scales.
+// A moment's values over a contiguous range and, where it needs them, its scales.
 int64_t moment_bytes(DType dtype, FlatRange flat);
 
 // All moments of these elements.
