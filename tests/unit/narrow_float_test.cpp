@@ -55,14 +55,14 @@ TYPED_TEST(NarrowFloatTest, WidensEveryCodeAndLeadsBackToIt) {
     if (std::isnan(expected)) {
       ASSERT_TRUE(std::isnan(widened)) << bits;
       ASSERT_TRUE(std::isnan(TypeParam::widened(TypeParam::nearest(widened)))) << bits;
-      ASSERT_TRUE(std::isnan(TypeParam::widened(TypeParam::stochastic(widened, ~0u)))) << bits;
+      ASSERT_TRUE(std::isnan(TypeParam::widened(TypeParam::stochastic(widened, 0xFFFFu)))) << bits;
       continue;
     }
     ASSERT_EQ(widened, expected) << bits;
     ASSERT_EQ(std::signbit(widened), std::signbit(expected)) << bits;
     ASSERT_EQ(TypeParam::nearest(widened), code) << bits;
     ASSERT_EQ(TypeParam::stochastic(widened, 0), code) << bits;
-    ASSERT_EQ(TypeParam::stochastic(widened, ~0u), code) << "exact numbers have one neighbour";
+    ASSERT_EQ(TypeParam::stochastic(widened, 0xFFFFu), code) << "exact numbers have one neighbour";
   }
 }
 
@@ -120,26 +120,26 @@ TEST(NarrowFloat, OverflowsToInfOrNan) {
   EXPECT_EQ(Fp16::widened(Fp16::nearest(65519.0f)), 65504.0f);
   EXPECT_EQ(Bf16::widened(Bf16::nearest(std::numeric_limits<float>::max())), kInf);
   EXPECT_EQ(Bf16::widened(Bf16::nearest(kInf)), kInf);
-  EXPECT_EQ(Bf16::widened(Bf16::stochastic(-kInf, ~0u)), -kInf);
+  EXPECT_EQ(Bf16::widened(Bf16::stochastic(-kInf, 0xFFFFu)), -kInf);
 }
 
 TEST(CounterRandom, BitsAreBalancedAndDifferByKey) {
   const RandomKey key = random_key(1, 2, 3, RandomPurpose::kWeight, 0);
   const RandomKey next = random_key(1, 3, 3, RandomPurpose::kWeight, 0);
   constexpr uint32_t kDraws = 1u << 14;
-  std::vector<int> ones(32), same(32), kept(32);
+  std::vector<int> ones(16), same(16), kept(16);
   for (uint32_t position = 0; position < kDraws; ++position) {
     const uint32_t bits = random_bits(key, position);
     const uint32_t of_next_step = random_bits(next, position);
     const uint32_t of_neighbour = random_bits(key, position + 1);
-    for (size_t bit = 0; bit < 32; ++bit) {
+    for (size_t bit = 0; bit < 16; ++bit) {
       ones[bit] += (bits >> bit) & 1u;
       same[bit] += (~(bits ^ of_next_step) >> bit) & 1u;
       kept[bit] += (~(bits ^ of_neighbour) >> bit) & 1u;
     }
   }
   // Standard deviation of a count is sqrt(kDraws) / 2 = 64.
-  for (size_t bit = 0; bit < 32; ++bit) {
+  for (size_t bit = 0; bit < 16; ++bit) {
     EXPECT_NEAR(ones[bit], kDraws / 2, 5 * 64) << bit;
     EXPECT_NEAR(same[bit], kDraws / 2, 5 * 64) << bit;
     EXPECT_NEAR(kept[bit], kDraws / 2, 5 * 64) << bit;

@@ -33,13 +33,20 @@ FSDP_HOST_DEVICE inline RandomKey random_key(uint64_t seed, int64_t step, uint64
   return {.first = static_cast<uint32_t>(key), .second = static_cast<uint32_t>(key >> 32)};
 }
 
-// 32 bits for the element at a position, of which the key has seen the upper half. Operations that
-// vectorise: two rounds of multiply and shift, with one half of the key before each.
-FSDP_HOST_DEVICE inline uint32_t random_bits(RandomKey key, uint32_t position) {
-  uint32_t x = position ^ key.first;
+// 32 bits for a pair of elements: two rounds of multiply and shift, with one half of the key before
+// each. Operations that vectorise.
+FSDP_HOST_DEVICE inline uint32_t random_pair(RandomKey key, uint32_t pair) {
+  uint32_t x = pair ^ key.first;
   x = (x ^ (x >> 16)) * 0x7FEB352Du;
   x = ((x ^ (x >> 15)) + key.second) * 0x846CA68Bu;
   return x ^ (x >> 16);
+}
+
+// 16 bits for the element at a position, of which the key has seen the upper half: the even one of
+// a pair has the lower bits.
+FSDP_HOST_DEVICE inline uint32_t random_bits(RandomKey key, uint32_t position) {
+  const uint32_t pair = random_pair(key, position >> 1);
+  return (position & 1u) != 0 ? pair >> 16 : pair & 0xFFFFu;
 }
 
 }  // namespace fsdp

@@ -20,7 +20,8 @@ namespace fsdp {
 // those does not set a scale that leaves nothing of its neighbours.
 FSDP_HOST_DEVICE inline uint32_t magnitude_bits(float value) {
   const uint32_t absolute = std::bit_cast<uint32_t>(value) & 0x7FFFFFFFu;
-  return absolute >= 0x7F800000u ? 0u : absolute;
+  const uint32_t is_finite = (absolute - 0x7F800000u) >> 31;
+  return absolute & (0u - is_finite);  // without a branch, for the sake of vectorisation
 }
 
 // The power of two that brings numbers up to a magnitude into a type's range. Powers of two, since
@@ -38,18 +39,18 @@ FSDP_HOST_DEVICE inline float inverse_scale(float scale) {
 
 // A root whose square has the right mean: of the two neighbours one is chosen with the probability
 // that the square, not the root, asks for. (Roots with the right mean have squares above it, by
-// more than a step's decay, and would grow without bound.)
+// more than a step's decay, and would grow without bound.) `random` is below 2^16.
 template <typename Narrow>
 FSDP_HOST_DEVICE inline typename Narrow::Code root_code(float scaled_root, uint32_t random) {
   using Code = typename Narrow::Code;
-  const Code low = Narrow::truncated(scaled_root);
-  const Code high = static_cast<Code>(low + 1);
-  const float below = Narrow::widened(low) * Narrow::widened(low);
-  const float above = Narrow::widened(high) * Narrow::widened(high);
-  const float part = static_cast<float>(static_cast<int32_t>(random >> 8)) * 0x1p-24f;
-  const bool goes_up = part * (above - below) < scaled_root * scaled_root - below;
-  const Code code = goes_up ? high : low;
-  return code == 0 && scaled_root > 0.0f ? Code{1} : code;
+  const auto [below, above, low] = Narrow::neighbours(scaled_root);
+  const float part = (static_cast<float>(static_cast<int32_t>(random)) + 0.5f) * 0x1p-16f;
+  const float low_square = below * below;
+  const bool goes_up = part * (above * above - low_square) < scaled_root * scaled_root - low_square;
+  const uint32_t code = low + (goes_up ? 1u : 0u);
+  const auto bits = std::bit_cast<uint32_t>(scaled_root);
+  const uint32_t least = (bits + 0x7FFFFFFFu) >> 31;  // 0 for 0 alone
+  return static_cast<Code>(code > least ? code : least);
 }
 
 template <typename Narrow>

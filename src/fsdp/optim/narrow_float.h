@@ -39,14 +39,13 @@ struct NarrowFloat {
 
   FSDP_HOST_DEVICE static float of_bits(uint32_t bits) { return std::bit_cast<float>(bits); }
 
-  // Too large a magnitude, Inf and NaN; and the sign.
-  FSDP_HOST_DEVICE static Code finished(uint32_t magnitude, uint32_t bits) {
-    const uint32_t absolute = bits & 0x7FFFFFFFu;
+  // Magnitudes that are too large, Inf and NaN; and the sign. (All of them arrive as codes beyond
+  // the largest: their exponents do not fit.)
+  FSDP_HOST_DEVICE static uint32_t finished(uint32_t magnitude, uint32_t bits) {
     const uint32_t bounded = magnitude > kTopCode ? kTopCode : magnitude;
-    const uint32_t overflowed = absolute >= 0x7F800000u ? kTopCode : bounded;
-    const uint32_t finite_or_not = absolute > 0x7F800000u ? kNanCode : overflowed;
+    const bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
     const uint32_t sign = (bits & 0x80000000u) >> kSignShift;
-    return static_cast<Code>(sign | finite_or_not);
+    return sign | (is_nan ? kNanCode : bounded);
   }
 
  public:
@@ -75,37 +74,68 @@ struct NarrowFloat {
     const uint32_t normal = (absolute - kRebias + ((1u << (kShift - 1)) - 1) + last) >> kShift;
     const float moved = of_bits(absolute) + of_bits(kSubnormalMagic);
     const uint32_t subnormal = std::bit_cast<uint32_t>(moved) - kSubnormalMagic;
-    return finished(absolute < kSmallestNormal ? subnormal : normal, bits);
+    return static_cast<Code>(finished(absolute < kSmallestNormal ? subnormal : normal, bits));
   }
 
-  // Away from zero with a probability that makes the mean right; `random` has 32 random bits.
+  // Away from zero with a probability that makes the mean right; `random` is below 2^16.
   FSDP_HOST_DEVICE static Code stochastic(float value, uint32_t random) {
     const auto bits = std::bit_cast<uint32_t>(value);
-    const uint32_t absolute = bits & 0x7FFFFFFFu;
-    const uint32_t normal = (absolute - kRebias + (random >> (32 - kShift))) >> kShift;
-    return finished(absolute < kSmallestNormal ? subnormal_steps(absolute, random) : normal, bits);
+    const Lifted lifted = lifted_magnitude(bits & 0x7FFFFFFFu);
+    const uint32_t sum = std::bit_cast<uint32_t>(lifted.value) - lifted.bits_of_zero;
+    return static_cast<Code>(finished((sum + random_part(random)) >> kShift, bits));
   }
 
-  // Towards zero.
-  FSDP_HOST_DEVICE static Code truncated(float value) { return stochastic(value, 0); }
+  // The two numbers around one that is not negative; Inf counts as NaN.
+  struct Neighbours {
+    float below = 0.0f;
+    float above = 0.0f;
+    uint32_t code_below = 0;
+  };
+  FSDP_HOST_DEVICE static Neighbours neighbours(float value) {
+    const Lifted lifted = lifted_magnitude(std::bit_cast<uint32_t>(value));
+    const uint32_t low = std::bit_cast<uint32_t>(lifted.value) & ~((1u << kShift) - 1);
+    const uint32_t high = low + (1u << kShift);
+    const uint32_t code = (low - lifted.bits_of_zero) >> kShift;
+    return {.below = of_bits(low) - lifted.by,
+            .above = of_bits(high) - lifted.by,
+            .code_below = code > kNanCode ? kNanCode : code};
+  }
 
  private:
-  // How many times the smallest number, plus a random part of 1.
-  FSDP_HOST_DEVICE static uint32_t subnormal_steps(uint32_t absolute, uint32_t random) {
-    // Numbers above the smallest normal one are not meant, and must not overflow an integer.
-    const uint32_t bounded = absolute < kSmallestNormal ? absolute : kSmallestNormal;
-    // As many random bits as fit behind the largest number of steps: the sum must not round up.
-    constexpr float kRandomUnit = 1.0f / static_cast<float>(1u << kShift);
-    const float part =
-        static_cast<float>(static_cast<int32_t>(random >> (32 - kShift))) * kRandomUnit;
-    const float steps = of_bits(bounded) * (1.0f / kMinSubnormal) + part;
-    return static_cast<uint32_t>(static_cast<int32_t>(steps));
+  // Moved to the bits that rounding drops. Where more than 16 are dropped, the random part lies in
+  // the middle of its interval, which leaves the mean of the result right.
+  FSDP_HOST_DEVICE static uint32_t random_part(uint32_t random) {
+    if constexpr (kShift <= 16) {
+      return random >> (16 - kShift);
+    } else {
+      return (random << (kShift - 16)) + (1u << (kShift - 17));
+    }
+  }
+
+  // Subnormals are as far apart as the smallest normal numbers: lifted by the smallest of those,
+  // they can be cut like them.
+  struct Lifted {
+    float value = 0.0f;
+    float by = 0.0f;
+    uint32_t bits_of_zero = 0;  // what the bits of `value` are counted from
+  };
+  FSDP_HOST_DEVICE static Lifted lifted_magnitude(uint32_t magnitude) {
+    const bool is_subnormal = magnitude < kSmallestNormal;
+    const float by = of_bits(is_subnormal ? kSmallestNormal : 0u);
+    const uint32_t one_exponent = is_subnormal ? 1u << 23 : 0u;
+    return {.value = of_bits(magnitude) + by, .by = by, .bits_of_zero = kRebias + one_exponent};
   }
 };
 
 using Fp16 = NarrowFloat<uint16_t, 5, 10, TopExponent::kInfAndNan>;
 using Fp8E4M3 = NarrowFloat<uint8_t, 4, 3, TopExponent::kNumbersAndANan>;
 using Fp8E5M2 = NarrowFloat<uint8_t, 5, 2, TopExponent::kInfAndNan>;
+
+// Not narrow, for loops over any of them.
+struct Fp32 {
+  using Code = float;
+  FSDP_HOST_DEVICE static float widened(Code value) { return value; }
+};
 
 // The upper half of fp32: no rebias, no subnormals of its own.
 struct Bf16 {
@@ -119,7 +149,7 @@ struct Bf16 {
     return finished(bits + 0x7FFFu + ((bits >> 16) & 1u), value);
   }
   FSDP_HOST_DEVICE static Code stochastic(float value, uint32_t random) {
-    return finished(std::bit_cast<uint32_t>(value) + (random >> 16), value);
+    return finished(std::bit_cast<uint32_t>(value) + random, value);
   }
 
  private:

@@ -18,21 +18,21 @@ struct SplitWeight {
   int16_t remainder = 0;
 };
 
-// The bits of the nearest bf16 number, ties away from zero; 0x7FC0 for every NaN.
-FSDP_HOST_DEVICE inline uint16_t rounded_away(float value) {
-  const auto bits = std::bit_cast<uint32_t>(value);
-  const uint32_t nearest = (bits + 0x8000u) >> 16;
-  return static_cast<uint16_t>(value != value ? 0x7FC0u : nearest);
+// NaN in its usual form: the bits of others could overflow to those of 0 when they are rounded.
+FSDP_HOST_DEVICE inline uint32_t bits_to_split(float value) {
+  return value != value ? 0x7FC00000u : std::bit_cast<uint32_t>(value);
 }
 
-// NaN has no remainder: bits + 0x8000 could wrap around to those of 0.
+// The bits of the nearest bf16 number, ties away from zero; 0x7FC0 for every NaN.
+FSDP_HOST_DEVICE inline uint16_t rounded_away(float value) {
+  return static_cast<uint16_t>((bits_to_split(value) + 0x8000u) >> 16);
+}
+
+// What is missing lies within half of 2^16, and so is the lower half, read as a signed number.
 FSDP_HOST_DEVICE inline SplitWeight split_weight(float value) {
-  const auto bits = std::bit_cast<uint32_t>(value);
-  const uint32_t upper = (bits + 0x8000u) >> 16;
-  const uint32_t remainder = bits - (upper << 16);
-  const bool is_nan = value != value;
-  return {.upper = static_cast<uint16_t>(is_nan ? 0x7FC0u : upper),
-          .remainder = static_cast<int16_t>(static_cast<uint16_t>(is_nan ? 0u : remainder))};
+  const uint32_t bits = bits_to_split(value);
+  return {.upper = static_cast<uint16_t>((bits + 0x8000u) >> 16),
+          .remainder = static_cast<int16_t>(static_cast<uint16_t>(bits))};
 }
 
 FSDP_HOST_DEVICE inline float join_weight(SplitWeight split) {

@@ -10,11 +10,6 @@ namespace fsdp {
 
 namespace {
 
-struct Fp32 {
-  using Code = float;
-  static float widened(float value) { return value; }
-};
-
 // In fp64, where no square of an fp32 number overflows; the conversion hides behind the memory.
 // Several sums, to fill vectors and to hide an addition's latency.
 template <typename Narrow>

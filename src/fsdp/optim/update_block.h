@@ -6,7 +6,9 @@
 // inlined there.
 #pragma once
 
+#include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 
@@ -37,6 +39,24 @@ struct Place {
 
 using Stage = std::array<float, kMaxNumel>;
 
+// random_bits of every element of a block.
+class RandomStage {
+ public:
+  using Bits [[gnu::may_alias]] = uint16_t;
+
+  FSDP_INLINED const Bits* draw(const Place& place, RandomKey key) {
+    static_assert(std::endian::native == std::endian::little);  // even elements have the lower bits
+    const auto first = static_cast<uint32_t>(place.position >> 1);
+    const auto count = static_cast<uint32_t>((place.count + (place.position & 1) + 1) / 2);
+    FSDP_INDEPENDENT_ITERATIONS
+    for (uint32_t i = 0; i < count; ++i) pairs_[i] = random_pair(key, first + i);
+    return reinterpret_cast<const Bits*>(pairs_.data()) + (place.position & 1);
+  }
+
+ private:
+  std::array<uint32_t, kMaxNumel / 2 + 1> pairs_;
+};
+
 // --- arrays of narrow numbers --------------------------------------------------------------------
 
 template <typename Narrow>
@@ -57,10 +77,10 @@ template <typename Narrow>
 FSDP_INLINED void round_stochastic(const float* values, void* codes, const Place& place,
                                    RandomKey key) {
   auto* to = static_cast<typename Narrow::Code*>(codes) + place.begin;
-  const auto position = static_cast<uint32_t>(place.position);
+  RandomStage stage;
+  const RandomStage::Bits* random = stage.draw(place, key);
   FSDP_INDEPENDENT_ITERATIONS
-  for (uint32_t i = 0; i < static_cast<uint32_t>(place.count); ++i)
-    to[i] = Narrow::stochastic(values[i], random_bits(key, position + i));
+  for (int64_t i = 0; i < place.count; ++i) to[i] = Narrow::stochastic(values[i], random[i]);
 }
 
 // --- gradients and weights -----------------------------------------------------------------------
@@ -199,16 +219,16 @@ template <typename Narrow>
 FSDP_INLINED void store_roots(float* values, const Moment& moment, int64_t span_position,
                               const Place& place, RandomKey key) {
   auto* codes = static_cast<typename Narrow::Code*>(moment.values) + place.begin;
+  RandomStage stage;
+  const RandomStage::Bits* random = stage.draw(place, key);
   FSDP_INDEPENDENT_ITERATIONS
   for (int64_t i = 0; i < place.count; ++i) values[i] = std::sqrt(values[i]);
   for_each_scale(moment, span_position, place, [&](int64_t offset, int64_t count, float& scale) {
     scale = block_scale<Narrow>(largest_magnitude(values + offset, count));
     const float inverse = inverse_scale(scale);
-    const auto position = static_cast<uint32_t>(place.position);
     FSDP_INDEPENDENT_ITERATIONS
     for (int64_t i = offset; i < offset + count; ++i)
-      codes[i] = root_code<Narrow>(values[i] * inverse,
-                                   random_bits(key, position + static_cast<uint32_t>(i)));
+      codes[i] = root_code<Narrow>(values[i] * inverse, random[i]);
   });
 }
 
