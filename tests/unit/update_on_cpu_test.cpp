@@ -404,6 +404,14 @@ TEST(SquaredSumOnCpu, IsFiniteIfAndOnlyIfAllNumbersAre) {
     }
 }
 
+TEST(UpdateSpan, CountsTheScalesThatItTouches) {
+  EXPECT_EQ(num_scales(0, 0), 0);
+  EXPECT_EQ(num_scales(5, 1), 1);
+  EXPECT_EQ(num_scales(0, 128), 1);
+  EXPECT_EQ(num_scales(1, 128), 2);
+  EXPECT_EQ(num_scales(127, 2), 2);
+}
+
 TEST(UpdateSpan, SaysWhatDoesNotFitTogether) {
   const auto check = [](const std::function<void(UpdateSpan&)>& change) {
     UpdateMemory memory({}, 10, 0);

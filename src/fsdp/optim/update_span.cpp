@@ -24,6 +24,11 @@ void check_moment(const Moment& moment, std::string_view name) {
 
 }  // namespace
 
+int64_t num_scales(int64_t flat_begin, int64_t numel) {
+  if (numel == 0) return 0;
+  return (flat_begin + numel - 1) / kScaleBlock - flat_begin / kScaleBlock + 1;
+}
+
 void check_span(const UpdateSpan& span, int num_moments) {
   FSDP_CHECK(span.numel >= 0 && span.flat_begin >= 0, "a span begins at ", span.flat_begin,
              " and has ", span.numel, " elements: neither may be negative");

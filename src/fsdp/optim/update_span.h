@@ -54,6 +54,9 @@ struct UpdateSpan {
   float weight_decay = 0.0f;
 };
 
+// How many blocks of scales a span touches.
+int64_t num_scales(int64_t flat_begin, int64_t numel);
+
 // Throws an Error where the span's types do not fit together or a pointer is missing. `num_moments`
 // is how many the rule keeps: AdamW 2, SGD 1 or 0.
 void check_span(const UpdateSpan& span, int num_moments);
