@@ -11,6 +11,7 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/optim/begin_step.h"
+#include "fsdp/optim/update_on_device.h"
 #include "support/update_case.h"
 
 namespace fsdp {
@@ -444,6 +445,12 @@ TEST(UpdateSpan, SaysWhatDoesNotFitTogether) {
               throws("no gradient or no weight"));
   EXPECT_THAT([] { squared_sum_on_cpu(nullptr, DType::kInt32, 0); },
               throws("squared sum of int32"));
+}
+
+TEST(UpdateOnDevice, SaysThatThisBuildHasNone) {
+  if (has_device_updates()) GTEST_SKIP() << "this build has them";
+  EXPECT_THAT([] { adamw_on_device({}, {}, nullptr, nullptr); },
+              ThrowsMessage<Error>(HasSubstr("build with FSDP_CUDA=ON")));
 }
 
 }  // namespace

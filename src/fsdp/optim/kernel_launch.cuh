@@ -1,0 +1,19 @@
+// What every start of a kernel needs.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "fsdp/base/error.h"
+
+namespace fsdp {
+
+inline cudaStream_t cuda_stream(void* stream) { return static_cast<cudaStream_t>(stream); }
+
+// Launches report their errors here; those of running kernels appear later, to whoever waits.
+inline void check_launch(const char* kernel) {
+  const cudaError_t error = cudaGetLastError();
+  FSDP_CHECK(error == cudaSuccess, "the kernel '", kernel,
+             "' could not be started: ", cudaGetErrorString(error));
+}
+
+}  // namespace fsdp

@@ -1,0 +1,108 @@
+// The passes beside the updates on a CUDA device: sums of squares, and halves of weights.
+#include "fsdp/base/error.h"
+#include "fsdp/optim/kernel_launch.cuh"
+#include "fsdp/optim/narrow_float.h"
+#include "fsdp/optim/split_weight.h"
+#include "fsdp/optim/update_on_device.h"
+
+namespace fsdp {
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kSumBlocks = 1024;  // always as many, whatever the device: the sum's order is fixed
+constexpr int kMaxBlocks = 4096;
+
+__device__ int64_t thread_index() {
+  return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+}
+__device__ int64_t num_threads() { return static_cast<int64_t>(gridDim.x) * blockDim.x; }
+
+// The sum of all threads' values of a block, in the first thread; halves are added, in fixed order.
+__device__ double block_sum(double value) {
+  __shared__ double sums[kThreads];
+  sums[threadIdx.x] = value;
+  for (int half = kThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+  }
+  return sums[0];
+}
+
+template <typename Narrow>
+__global__ void __launch_bounds__(kThreads)
+    partial_sums_kernel(const void* values, int64_t numel, double* partial) {
+  const auto* from = static_cast<const typename Narrow::Code*>(values);
+  double sum = 0.0;
+  for (int64_t i = thread_index(); i < numel; i += num_threads()) {
+    const double value = Narrow::widened(from[i]);
+    sum += value * value;
+  }
+  sum = block_sum(sum);
+  if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    add_partial_sums_kernel(const double* partial, double* sum) {
+  double mine = 0.0;
+  for (int i = static_cast<int>(threadIdx.x); i < kSumBlocks; i += kThreads) mine += partial[i];
+  mine = block_sum(mine);
+  if (threadIdx.x == 0) *sum += mine;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    join_kernel(const uint16_t* upper, const int16_t* remainder, float* joined, int64_t numel) {
+  for (int64_t i = thread_index(); i < numel; i += num_threads())
+    joined[i] = join_weight({.upper = upper[i], .remainder = remainder[i]});
+}
+
+__global__ void __launch_bounds__(kThreads)
+    split_kernel(const float* joined, uint16_t* upper, int16_t* remainder, int64_t numel) {
+  for (int64_t i = thread_index(); i < numel; i += num_threads()) {
+    const SplitWeight split = split_weight(joined[i]);
+    upper[i] = split.upper;
+    remainder[i] = split.remainder;
+  }
+}
+
+int blocks_for(int64_t numel) {
+  const int64_t blocks = (numel + kThreads - 1) / kThreads;
+  return static_cast<int>(blocks < kMaxBlocks ? blocks : kMaxBlocks);
+}
+
+}  // namespace
+
+int64_t squared_sum_workspace_numel() { return kSumBlocks; }
+
+void squared_sum_on_device(const void* values, DType dtype, int64_t numel, double* sum,
+                           double* workspace, void* stream) {
+  if (numel == 0) return;
+  const auto launch = [&](auto kernel) {
+    kernel<<<kSumBlocks, kThreads, 0, cuda_stream(stream)>>>(values, numel, workspace);
+  };
+  FSDP_CHECK(dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16,
+             "a squared sum of ", name_of(dtype), " was asked for: use fp32, bf16 or fp16");
+  if (dtype == DType::kFloat32) launch(partial_sums_kernel<Fp32>);
+  if (dtype == DType::kBFloat16) launch(partial_sums_kernel<Bf16>);
+  if (dtype == DType::kFloat16) launch(partial_sums_kernel<Fp16>);
+  add_partial_sums_kernel<<<1, kThreads, 0, cuda_stream(stream)>>>(workspace, sum);
+  check_launch("squared_sum");
+}
+
+void join_weights_on_device(const void* weight, const int16_t* remainder, float* joined,
+                            int64_t numel, void* stream) {
+  if (numel == 0) return;
+  join_kernel<<<blocks_for(numel), kThreads, 0, cuda_stream(stream)>>>(
+      static_cast<const uint16_t*>(weight), remainder, joined, numel);
+  check_launch("join_weights");
+}
+
+void split_weights_on_device(const float* joined, void* weight, int16_t* remainder, int64_t numel,
+                             void* stream) {
+  if (numel == 0) return;
+  split_kernel<<<blocks_for(numel), kThreads, 0, cuda_stream(stream)>>>(
+      joined, static_cast<uint16_t*>(weight), remainder, numel);
+  check_launch("split_weights");
+}
+
+}  // namespace fsdp

@@ -1,0 +1,248 @@
+// The update kernels of a device give the same bits as those of the host.
+#include "fsdp/optim/update_on_device.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "fsdp/optim/begin_step.h"
+#include "fsdp/optim/split_weight.h"
+#include "fsdp/optim/update_on_cpu.h"
+#include "support/require.h"
+#include "support/update_case.h"
+
+#define FSDP_REQUIRE_DEVICE_UPDATES() \
+  FSDP_REQUIRE_GPU();                 \
+  if (!has_device_updates()) GTEST_SKIP() << "built without CUDA kernels"
+
+namespace fsdp {
+namespace {
+
+using testing::all_update_types;
+using testing::text_of;
+using testing::UpdateMemory;
+using testing::UpdateTypes;
+
+// An array on the device; the default stream keeps everything in order.
+template <typename T>
+at::Tensor on_device(const std::vector<T>& values) {
+  const auto bytes = static_cast<int64_t>(values.size() * sizeof(T));
+  at::Tensor host = at::empty({bytes}, at::kByte);
+  if (bytes > 0) std::memcpy(host.mutable_data_ptr(), values.data(), values.size() * sizeof(T));
+  return host.to(at::kCUDA);
+}
+
+template <typename T>
+void fetch(const at::Tensor& from, std::vector<T>& values) {
+  const at::Tensor host = from.cpu();
+  if (!values.empty()) std::memcpy(values.data(), host.const_data_ptr(), values.size() * sizeof(T));
+}
+
+// The memory of an update, on the device.
+class DeviceMemory {
+ public:
+  explicit DeviceMemory(const UpdateMemory& host)
+      : host_(host),
+        gradient_(on_device(host.gradient)),
+        weight_(on_device(host.weight)),
+        main_weight_(on_device(host.main_weight)),
+        first_(on_device(host.first)),
+        second_(on_device(host.second)),
+        first_scales_(on_device(host.first_scales)),
+        second_scales_(on_device(host.second_scales)) {}
+
+  UpdateSpan span() {
+    UpdateSpan span = host_.span();
+    span.gradient = gradient_.data_ptr();
+    span.weight = weight_.data_ptr();
+    span.main_weight = main_weight_.data_ptr();
+    span.first.values = first_.data_ptr();
+    span.second.values = second_.data_ptr();
+    span.first.scales = static_cast<float*>(first_scales_.data_ptr());
+    span.second.scales = static_cast<float*>(second_scales_.data_ptr());
+    return span;
+  }
+
+  UpdateMemory fetched() const {
+    UpdateMemory result = host_;
+    fetch(gradient_, result.gradient);
+    fetch(weight_, result.weight);
+    fetch(main_weight_, result.main_weight);
+    fetch(first_, result.first);
+    fetch(second_, result.second);
+    fetch(first_scales_, result.first_scales);
+    fetch(second_scales_, result.second_scales);
+    return result;
+  }
+
+ private:
+  UpdateMemory host_;
+  at::Tensor gradient_, weight_, main_weight_, first_, second_, first_scales_, second_scales_;
+};
+
+class DeviceState {
+ public:
+  explicit DeviceState(const StepState& state) : tensor_(on_device(std::vector{state})) {}
+  StepState* get() { return static_cast<StepState*>(tensor_.data_ptr()); }
+  StepState fetched() const {
+    std::vector<StepState> states(1);
+    fetch(tensor_, states);
+    return states[0];
+  }
+
+ private:
+  at::Tensor tensor_;
+};
+
+StepState begun(int64_t steps) {
+  StepState state{.learning_rate = 0.01};
+  for (int64_t step = 0; step < steps; ++step) {
+    state.squared_norm = 9.0;
+    begin_step(state, {.max_norm = 1.0});
+  }
+  return state;
+}
+
+UpdateMemory drawn(const UpdateTypes& types, int64_t numel, int64_t flat_begin) {
+  UpdateMemory memory(types, numel, flat_begin);
+  memory.draw_weights(1);
+  memory.draw_gradients(2);
+  return memory;
+}
+
+void expect_same_adamw(UpdateMemory host, const AdamWRule& rule) {
+  DeviceMemory device(host);
+  for (int64_t step = 1; step <= 3; ++step) {
+    const StepState state = begun(step);
+    DeviceState device_state(state);
+    adamw_on_cpu(host.span(), rule, state, {0, host.numel});
+    adamw_on_device(device.span(), rule, device_state.get(), nullptr);
+  }
+  EXPECT_TRUE(device.fetched() == host) << text_of(host.types) << ", " << host.numel << " elements";
+}
+
+TEST(UpdateOnDevice, AdamWGivesTheBitsOfTheHostInEveryCombinationOfTypes) {
+  FSDP_REQUIRE_DEVICE_UPDATES();
+  for (const UpdateTypes& types : all_update_types())
+    for (const Rounding rounding : {Rounding::kNearest, Rounding::kStochastic})
+      expect_same_adamw(drawn(types, 1001, 77), {.rounding = rounding, .seed = 5});
+}
+
+TEST(UpdateOnDevice, AdamWGivesTheBitsOfTheHostForEveryLengthAndBegin) {
+  FSDP_REQUIRE_DEVICE_UPDATES();
+  const UpdateTypes types{.gradient = DType::kBFloat16,
+                          .weight = DType::kBFloat16,
+                          .main = MainWeight::kSplit,
+                          .first = DType::kFloat8E4M3,
+                          .second = DType::kFloat16};
+  for (const int64_t numel : {0, 1, 31, 32, 33, 127, 128, 129, 5000})
+    for (const int64_t flat_begin :
+         {int64_t{0}, int64_t{1}, int64_t{127}, int64_t{128}, (int64_t{1} << 32) - 100})
+      expect_same_adamw(drawn(types, numel, flat_begin), {.seed = 5});
+  // More blocks than the grid has warps.
+  expect_same_adamw(drawn({}, 5'000'001, 77), {.seed = 5});
+}
+
+TEST(UpdateOnDevice, SgdGivesTheBitsOfTheHost) {
+  FSDP_REQUIRE_DEVICE_UPDATES();
+  for (const UpdateTypes& types : all_update_types()) {
+    if (types.second != DType::kFloat32) continue;
+    for (const SgdRule& rule :
+         {SgdRule{.rounding = Rounding::kStochastic}, SgdRule{.momentum = 0.9},
+          SgdRule{.momentum = 0.9, .nesterov = true}}) {
+      UpdateMemory host = drawn(types, 1001, 77);
+      DeviceMemory device(host);
+      for (int64_t step = 1; step <= 3; ++step) {
+        const StepState state = begun(step);
+        DeviceState device_state(state);
+        sgd_on_cpu(host.span(), rule, state, {0, host.numel});
+        sgd_on_device(device.span(), rule, device_state.get(), nullptr);
+      }
+      EXPECT_TRUE(device.fetched() == host) << text_of(types);
+    }
+  }
+}
+
+TEST(UpdateOnDevice, SkippedStepsChangeNothing) {
+  FSDP_REQUIRE_DEVICE_UPDATES();
+  const UpdateMemory host = drawn({.second = DType::kBFloat16}, 1001, 77);
+  DeviceMemory device(host);
+  StepState state = begun(1);
+  state.skips = 1;
+  DeviceState device_state(state);
+  adamw_on_device(device.span(), {}, device_state.get(), nullptr);
+  sgd_on_device(device.span(), {.momentum = 0.9}, device_state.get(), nullptr);
+  EXPECT_TRUE(device.fetched() == host);
+}
+
+TEST(UpdateOnDevice, StepsBeginAsOnTheHost) {
+  FSDP_REQUIRE_DEVICE_UPDATES();
+  const StepRule rule{.max_norm = 1.5, .growth = 2.0, .backoff = 0.5, .growth_interval = 2};
+  StepState host{.learning_rate = 0.01, .loss_scale = 1024.0};
+  for (const double squared_norm : {1.0, 1e7, 0.1, std::numeric_limits<double>::infinity(), 3e6}) {
+    host.squared_norm = squared_norm;
+    DeviceState device(host);
+    begin_step_on_device(device.get(), rule, nullptr);
+    begin_step(host, rule);
+    const StepState fetched = device.fetched();
+    EXPECT_EQ(std::memcmp(&fetched, &host, sizeof(StepState)), 0) << squared_norm;
+  }
+}
+
+TEST(UpdateOnDevice, SquaredSumsAgreeWithTheHostAndRepeat) {
+  FSDP_REQUIRE_DEVICE_UPDATES();
+  const at::Tensor workspace =
+      at::empty({squared_sum_workspace_numel()}, at::device(at::kCUDA).dtype(at::kDouble));
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16})
+    for (const int64_t numel : {1, 1000, 1'000'003}) {
+      const UpdateMemory host = drawn({.gradient = dtype}, numel, 0);
+      const at::Tensor values = on_device(host.gradient);
+      const double expected = squared_sum_on_cpu(host.gradient.data(), dtype, numel);
+      const auto sum = [&](double begin) {
+        at::Tensor total = at::full({1}, begin, at::device(at::kCUDA).dtype(at::kDouble));
+        squared_sum_on_device(values.data_ptr(), dtype, numel, total.mutable_data_ptr<double>(),
+                              workspace.mutable_data_ptr<double>(), nullptr);
+        return total.item<double>();
+      };
+      EXPECT_NEAR(sum(0.0), expected, 1e-12 * expected);
+      EXPECT_EQ(sum(0.0), sum(0.0));
+      EXPECT_NEAR(sum(expected), 2 * expected, 1e-12 * expected) << "adds to what is there";
+    }
+}
+
+TEST(UpdateOnDevice, WeightsAreSplitAsOnTheHost) {
+  FSDP_REQUIRE_DEVICE_UPDATES();
+  std::vector<float> values;
+  for (uint32_t i = 0; i < 100'000; ++i) values.push_back(std::bit_cast<float>(i * 42949u));
+  const auto numel = static_cast<int64_t>(values.size());
+  std::vector<uint16_t> upper(values.size());
+  std::vector<int16_t> remainder(values.size());
+  split_weights(values.data(), upper.data(), remainder.data(), numel);
+  std::vector<float> joined(values.size());
+  join_weights(upper.data(), remainder.data(), joined.data(), numel);
+
+  const at::Tensor from = on_device(values);
+  const at::Tensor to = on_device(values);
+  at::Tensor device_upper = on_device(std::vector<uint16_t>(values.size()));
+  at::Tensor device_remainder = on_device(std::vector<int16_t>(values.size()));
+  auto* remainders = static_cast<int16_t*>(device_remainder.data_ptr());
+  split_weights_on_device(static_cast<const float*>(from.data_ptr()), device_upper.data_ptr(),
+                          remainders, numel, nullptr);
+  join_weights_on_device(device_upper.data_ptr(), remainders, static_cast<float*>(to.data_ptr()),
+                         numel, nullptr);
+  std::vector<uint16_t> fetched_upper(values.size());
+  std::vector<int16_t> fetched_remainder(values.size());
+  std::vector<float> fetched_joined(values.size());
+  fetch(device_upper, fetched_upper);
+  fetch(device_remainder, fetched_remainder);
+  fetch(to, fetched_joined);
+  EXPECT_EQ(fetched_upper, upper);
+  EXPECT_EQ(fetched_remainder, remainder);
+  EXPECT_EQ(std::memcmp(fetched_joined.data(), joined.data(), joined.size() * 4), 0);
+}
+
+}  // namespace
+}  // namespace fsdp
