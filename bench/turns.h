@@ -1,77 +1,18 @@
-// Times several contenders side by side on all ranks, so that a busy machine slows all of them
-// alike.
+// Times contenders on all ranks at once.
 #pragma once
 
-#include <algorithm>
-#include <chrono>
-#include <cstddef>
-#include <functional>
-#include <string>
 #include <vector>
 
 #include "fsdp/comm/world.h"
+#include "timings.h"
 
 namespace bench {
 
-struct Contender {
-  std::string name;
-  std::function<void()> step;
-};
-
-struct Turns {
-  int rounds = 11;  // in each of which every contender has one turn
-  int steps = 1;    // of a turn
-};
-
-inline double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  const size_t half = values.size() / 2;
-  return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
-}
-
-// Microseconds per step by contender and round, from when all ranks have begun until all have
-// ended.
-class Timings {
- public:
-  explicit Timings(std::vector<std::vector<double>> us) : us_(std::move(us)) {}
-
-  double median_us(size_t contender) const { return median(us_[contender]); }
-  // For short steps: whatever else the machine does can only make a turn slower.
-  double best_us(size_t contender) const {
-    return *std::min_element(us_[contender].begin(), us_[contender].end());
-  }
-
-  // Of the quotients within a round: what slows a whole round drops out.
-  double median_ratio(size_t contender, size_t base) const {
-    std::vector<double> ratios;
-    for (size_t round = 0; round < us_[base].size(); ++round)
-      ratios.push_back(us_[contender][round] / us_[base][round]);
-    return median(std::move(ratios));
-  }
-
- private:
-  std::vector<std::vector<double>> us_;
-};
-
-// All ranks call it with as many contenders. Every other round goes through them backwards.
+// All ranks call it with as many contenders; a turn lasts from when all ranks have begun until all
+// have ended.
 inline Timings take_turns(fsdp::World& world, const std::vector<Contender>& contenders,
                           const Turns& turns) {
-  using Clock = std::chrono::steady_clock;
-  const auto meet = [&] { world.communicator().barrier("bench").wait(); };
-  const size_t count = contenders.size();
-  std::vector<std::vector<double>> us(count);
-  for (int round = 0; round < turns.rounds; ++round) {
-    for (size_t turn = 0; turn < count; ++turn) {
-      const size_t which = round % 2 == 0 ? turn : count - 1 - turn;
-      meet();
-      const auto begin = Clock::now();
-      for (int step = 0; step < turns.steps; ++step) contenders[which].step();
-      meet();
-      const std::chrono::duration<double, std::micro> elapsed = Clock::now() - begin;
-      us[which].push_back(elapsed.count() / turns.steps);
-    }
-  }
-  return Timings(std::move(us));
+  return take_turns(contenders, turns, [&] { world.communicator().barrier("bench").wait(); });
 }
 
 }  // namespace bench

@@ -153,6 +153,19 @@ TEST(AdamWOnCpu, UpdatesSpansOfAnyLength) {
   }
 }
 
+TEST(AdamWOnCpu, LearningRateOfZeroMovesMomentsAlone) {
+  UpdateMemory memory({}, 300, 0);  // weights of 0 show the smallest change
+  memory.draw_gradients(2);
+  std::memset(memory.gradient.data(), 0, 4 * 10);  // and moments of 0 divide 0 by something
+  const UpdateMemory before = memory;
+  StepState state = begun(1);
+  state.learning_rate = 0.0;
+  for (const double eps : {1e-8, 0.0}) adamw(memory, state, {.eps = eps});
+  EXPECT_EQ(memory.weight, before.weight);
+  EXPECT_NE(memory.first, before.first);
+  EXPECT_NE(memory.second, before.second);
+}
+
 TEST(AdamWOnCpu, SkippedStepsChangeNothing) {
   for (const UpdateTypes& types : all_update_types()) {
     UpdateMemory memory = after_three_steps(types, 200, 13);
