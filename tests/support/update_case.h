@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <random>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -187,10 +186,16 @@ struct UpdateMemory {
   std::vector<float> first_scales, second_scales;
 
  private:
+  // Nearly normal: the sum of four even ones. (std::normal_distribution takes a logarithm of a long
+  // double per number, which some compilers do not compute in advance.)
   static float drawn(uint32_t seed, int64_t position) {
-    std::minstd_rand generator(seed * 7919u + static_cast<uint32_t>(position) + 1u);
-    generator.discard(3);
-    return std::normal_distribution<float>()(generator);
+    uint64_t x = (static_cast<uint64_t>(seed) << 40) + static_cast<uint64_t>(position);
+    float sum = 0;
+    for (int i = 0; i < 4; ++i) {
+      x = (x ^ (x >> 31)) * 0x9E3779B97F4A7C15u + 0x1234567u;
+      sum += static_cast<float>(x >> 40) * 0x1p-24f;
+    }
+    return (sum - 2.0f) * 1.7320508f;
   }
 
   // Values that the type holds only nearly are cut off.
