@@ -216,6 +216,41 @@ TEST(ReduceRanks, LeavesARaisedFlagAsItIs) {
   EXPECT_EQ(flag.item<float>(), 1.0f);
 }
 
+TEST(ReduceRanks, AddsUpTheSquaresOfWhatItStores) {
+  for (const at::ScalarType wire : kFloating)
+    for (const at::ScalarType result : kFloating)
+      for (const int ranks : {1, 2, 3, 5})
+        for (const int64_t numel : {0, 1, 7, 511, 512, 513, 5000}) {
+          std::vector<at::Tensor> inputs;
+          for (int rank = 0; rank < ranks; ++rank)
+            inputs.push_back(testing::rank_pattern(rank, numel, wire));
+          const at::Tensor squares = at::full({1}, 3.0, at::kDouble);
+          const at::Tensor flag = at::zeros({1}, at::kFloat);
+          const at::Tensor stored =
+              reduced(inputs, result, {.scale = 0.7, .nonfinite = flag, .squares = squares});
+          const double expected = 3.0 + stored.to(at::kDouble).square().sum().item<double>();
+          // 64 additions in fp32, each off by half an ulp at most, before fp64 takes over.
+          EXPECT_NEAR(squares.item<double>(), expected, 65 * 0x1p-24 * expected)
+              << wire << " into " << result << " from " << ranks << ", " << numel;
+          EXPECT_EQ(flag.item<float>(), 0.0f);
+        }
+}
+
+TEST(ReduceRanks, SumOfSquaresIsFiniteIfTheValuesAre) {
+  const auto squares_of = [](const at::Tensor& values) {
+    const at::Tensor squares = at::zeros({1}, at::kDouble);
+    reduced({values}, at::kFloat, {.squares = squares});
+    return squares.item<double>();
+  };
+  const at::Tensor large = at::full({600}, 1e30);  // whose squares are no fp32 numbers
+  EXPECT_NEAR(squares_of(large), 600 * 1e60, 1e57);
+  for (const double bad : {NAN, INFINITY, -INFINITY}) {
+    at::Tensor with_one = large.clone();
+    with_one[599].fill_(bad);
+    EXPECT_FALSE(std::isfinite(squares_of(with_one)));
+  }
+}
+
 TEST(ReduceRanks, HandlesSizesAroundItsBlock) {
   for (const int64_t numel : {0, 1, 2047, 2048, 2049, 6000}) {
     const std::vector<at::Tensor> inputs = {testing::rank_pattern(0, numel, at::kFloat),

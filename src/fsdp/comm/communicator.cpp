@@ -78,17 +78,19 @@ Operation operation_on(OpKind kind, const at::Tensor& output, const at::Tensor& 
   return operation;
 }
 
-void check_nonfinite(const at::Tensor& flag, const at::Tensor& output, const Tag& tag) {
-  if (!flag.defined()) return;
+void check_watcher(const char* field, const at::Tensor& watcher, at::ScalarType dtype,
+                   const at::Tensor& output, const Tag& tag) {
+  if (!watcher.defined()) return;
   FSDP_CHECK(
-      flag.numel() == 1 && flag.scalar_type() == at::kFloat && flag.device() == output.device(),
-      "nonfinite of '", tag.text(), "' has ", flag.numel(), " elements of ",
-      c10::toString(flag.scalar_type()), " on ", flag.device().str(),
-      ": it must be one element of Float on ", output.device().str());
+      watcher.numel() == 1 && watcher.scalar_type() == dtype && watcher.device() == output.device(),
+      field, " of '", tag.text(), "' has ", watcher.numel(), " elements of ",
+      c10::toString(watcher.scalar_type()), " on ", watcher.device().str(),
+      ": it must be one element of ", c10::toString(dtype), " on ", output.device().str());
 }
 
 void set_reduction(Operation& operation, const Reduction& reduction, const Tag& tag) {
-  check_nonfinite(reduction.nonfinite, operation.output, tag);
+  check_watcher("nonfinite", reduction.nonfinite, at::kFloat, operation.output, tag);
+  check_watcher("squares", reduction.squares, at::kDouble, operation.output, tag);
   const ReduceTypes types{operation.print.wire, operation.print.result};
   operation.reduction = checked_reduction(reduction, types, tag.text());
   operation.print.reduce = reduction.op;

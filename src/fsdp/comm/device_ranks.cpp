@@ -76,6 +76,8 @@ void reduce_share(Rendezvous& rendezvous, int rank, const Operation& operation,
   flat.copy_(rounded(acc, flat.scalar_type()), /*non_blocking=*/true);
   if (operation.reduction.nonfinite.defined() && at::isFloatingType(flat.scalar_type()))
     watch(operation.reduction.nonfinite, flat);
+  if (operation.reduction.squares.defined())
+    operation.reduction.squares.add_(flat.to(at::kDouble).square_().sum());
 }
 
 void copy_in(Rendezvous& rendezvous, int rank, Operation& operation) {

@@ -153,6 +153,8 @@ c10::Event MpiCommunicator::run_staged(Operation& operation) {
 
   const at::Tensor& flag = operation.reduction.nonfinite;
   if (flag.defined()) on_host_->reduction.nonfinite = at::zeros({1}, at::kFloat);
+  const at::Tensor& squares = operation.reduction.squares;
+  if (squares.defined()) on_host_->reduction.squares = at::zeros({1}, at::kDouble);
 
   follow_on_device(operation, stream_);
   operation.ready->block(*stream_);
@@ -165,6 +167,7 @@ c10::Event MpiCommunicator::run_staged(Operation& operation) {
   run_on_host(*on_host_);
   operation.output.copy_(on_host_->output, /*non_blocking=*/true);
   if (flag.defined() && on_host_->reduction.nonfinite.item<float>() != 0) flag.fill_(1);
+  if (squares.defined()) squares.add_(on_host_->reduction.squares.item<double>());
   c10::Event finished(device.type());
   finished.record(*stream_);
   on_host_.reset();  // the pinned memory's allocator waits for the copy before it reuses it

@@ -54,6 +54,10 @@ struct Reduction {
   // rank computes and stores is NaN or Inf, and stays as it is otherwise. (In an all_reduce each
   // rank computes one share; together the ranks see all values.) Several operations may share it.
   at::Tensor nonfinite = {};
+  // Where defined, one fp64 element on the operation's device: the sum of the squares of the values
+  // that this rank computes and stores is added to it; not finite if and only if one of them is
+  // not. Operations that share it must come one after the other.
+  at::Tensor squares = {};
 };
 
 // What a collective is for ("blocks.3 weight"); appears in errors and profiles. A fixed array, so

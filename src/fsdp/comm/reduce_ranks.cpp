@@ -58,8 +58,7 @@ inline uint32_t rounded_to_bf16(float value) {
   return value != value ? 0x7FC00000u : nearest;
 }
 
-// Rounds and stores. Returns something that is finite if and only if the stored value is: rounding
-// can overflow.
+// Rounds and stores. Returns what was stored, which need not be finite: rounding can overflow.
 template <typename Out, typename Acc>
 Acc store_rounded(Out& place, Acc value) {
   if constexpr (std::is_same_v<Acc, double> && sizeof(Out) == 2) {
@@ -67,7 +66,7 @@ Acc store_rounded(Out& place, Acc value) {
   } else if constexpr (std::is_same_v<Out, c10::BFloat16>) {
     const uint32_t bits = rounded_to_bf16(value);
     place = c10::BFloat16(static_cast<uint16_t>(bits >> 16), c10::BFloat16::from_bits());
-    return std::bit_cast<float>(bits);
+    return std::bit_cast<float>(bits & 0xFFFF0000u);
   } else {
     const auto stored = static_cast<Out>(value);
     place = stored;
@@ -75,39 +74,71 @@ Acc store_rounded(Out& place, Acc value) {
   }
 }
 
-// Whether stored values are watched for NaN and Inf.
-enum class Look : uint8_t { kAway, kForNonfinite };
+// What stored values are watched for.
+enum class Look : uint8_t { kAway, kForNonfinite, kForSquares };
 
-// Calls store(i), which stores element i and returns what it stored, for i from 0 to numel; no
-// iteration depends on another. Returns whether a stored value may be NaN or Inf. The sum of values
-// of which one is not finite is not finite, so one addition per value finds them all, without a
-// branch; values whose sum overflows are suspected wrongly. Several sums, to fill vectors of
-// what is stored and to hide an addition's latency.
+// What was seen of the values that were stored.
+struct Seen {
+  bool suspect = false;  // one of them may be NaN or Inf
+  double squares = 0;    // the sum of their squares, if asked for; right unless suspect
+
+  Seen& operator+=(const Seen& other) {
+    suspect |= other.suspect;
+    squares += other.squares;
+    return *this;
+  }
+};
+
+// As many squares are added up in fp32 by one of several running sums; then in fp64.
+constexpr int64_t kSquaresPerSum = 64;
+
+// Calls store(i), which stores element i and returns what it stored, for i from begin to end; no
+// iteration depends on another. The sum of values of which one is not finite is not finite, so one
+// addition per value finds them all, without a branch; values whose sum overflows are suspected
+// wrongly. Several sums, to fill vectors of what is stored and to hide an addition's latency.
 template <Look kLook, typename Out, typename Acc, typename StoreOne>
-bool store_each(int64_t numel, StoreOne store) {
+Seen store_and_sum(int64_t begin, int64_t end, StoreOne store) {
+  constexpr int64_t kLanes = sizeof(Out) == 2 ? 16 : 8;
+  const auto watched = [](Acc value) { return kLook == Look::kForSquares ? value * value : value; };
+  std::array<Acc, kLanes> sums{};
+  for (; begin + kLanes <= end; begin += kLanes) {
+    FSDP_INDEPENDENT_ITERATIONS
+    for (int64_t lane = 0; lane < kLanes; ++lane)
+      sums[static_cast<size_t>(lane)] += watched(store(begin + lane));
+  }
+  for (; begin < end; ++begin) sums[0] += watched(store(begin));
+  const double sum = std::accumulate(sums.begin(), sums.end(), 0.0);
+  return {.suspect = !std::isfinite(sum), .squares = sum};
+}
+
+// The same for i from 0 to numel, as far as it is to look.
+template <Look kLook, typename Out, typename Acc, typename StoreOne>
+Seen store_each(int64_t numel, StoreOne store) {
   if constexpr (kLook == Look::kAway) {
     FSDP_INDEPENDENT_ITERATIONS
     for (int64_t i = 0; i < numel; ++i) store(i);
-    return false;
+    return {};
+  } else if constexpr (kLook == Look::kForNonfinite) {
+    return {.suspect = store_and_sum<kLook, Out, Acc>(0, numel, store).suspect};
   } else {
-    constexpr int64_t kLanes = sizeof(Out) == 2 ? 16 : 8;
-    std::array<Acc, kLanes> sums{};
-    int64_t begin = 0;
-    for (; begin + kLanes <= numel; begin += kLanes) {
-      FSDP_INDEPENDENT_ITERATIONS
-      for (int64_t lane = 0; lane < kLanes; ++lane)
-        sums[static_cast<size_t>(lane)] += store(begin + lane);
-    }
-    for (; begin < numel; ++begin) sums[0] += store(begin);
-    const Acc sum = std::accumulate(sums.begin(), sums.end(), Acc{0});
-    return !std::isfinite(sum);
+    constexpr int64_t kPerSum = kSquaresPerSum * (sizeof(Out) == 2 ? 16 : 8);
+    Seen seen;
+    for (int64_t begin = 0; begin < numel; begin += kPerSum)
+      seen += store_and_sum<kLook, Out, Acc>(begin, std::min(begin + kPerSum, numel), store);
+    return seen;
   }
 }
 
+// What is really there, for when a sum overflowed.
 template <typename Out>
-bool has_nonfinite(const Out* values, int64_t numel) {
-  return std::any_of(values, values + numel,
-                     [](Out value) { return !std::isfinite(static_cast<double>(value)); });
+Seen seen_again(const Out* values, int64_t numel) {
+  Seen seen;
+  for (int64_t i = 0; i < numel; ++i) {
+    const auto value = static_cast<double>(values[i]);
+    seen.suspect |= !std::isfinite(value);
+    seen.squares += value * value;
+  }
+  return seen;
 }
 
 struct Add {
@@ -145,13 +176,13 @@ Acc store_one(Out& place, Acc combined, Acc scale) {
 // These need no running values: each element is read, combined and stored at once. `out` may be one
 // of the inputs, element by element, which is no dependence between iterations.
 template <Store kStore, Look kLook, typename Wire, typename Acc, typename Out>
-bool store_single(const Wire* a, Out* out, int64_t numel, Acc scale) {
+Seen store_single(const Wire* a, Out* out, int64_t numel, Acc scale) {
   return store_each<kLook, Out, Acc>(
       numel, [=](int64_t i) { return store_one<kStore>(out[i], widened<Acc>(a[i]), scale); });
 }
 
 template <Store kStore, Look kLook, typename Wire, typename Acc, typename Out>
-bool store_sum(const Wire* a, const Wire* b, Out* out, int64_t numel, Acc scale) {
+Seen store_sum(const Wire* a, const Wire* b, Out* out, int64_t numel, Acc scale) {
   return store_each<kLook, Out, Acc>(numel, [=](int64_t i) {
     return store_one<kStore>(out[i], widened<Acc>(a[i]) + widened<Acc>(b[i]), scale);
   });
@@ -200,7 +231,7 @@ void combine_block(std::span<const void* const> inputs, int64_t begin, int64_t c
 }
 
 template <Store kStore, Look kLook, typename Out, typename Acc>
-bool store_block(const Acc* acc, Acc scale, void* output, int64_t begin, int64_t count) {
+Seen store_block(const Acc* acc, Acc scale, void* output, int64_t begin, int64_t count) {
   Out* out = static_cast<Out*>(output) + begin;
   return store_each<kLook, Out, Acc>(
       count, [=](int64_t i) { return store_one<kStore>(out[i], acc[i], scale); });
@@ -211,19 +242,19 @@ bool store_block(const Acc* acc, Acc scale, void* output, int64_t begin, int64_t
 template <typename Acc>
 struct BlockPasses {
   void (*combine)(std::span<const void* const> inputs, int64_t begin, int64_t count, Acc* acc);
-  bool (*store)(const Acc* acc, Acc scale, void* output, int64_t begin, int64_t count);
+  Seen (*store)(const Acc* acc, Acc scale, void* output, int64_t begin, int64_t count);
 };
 
 template <typename Acc>
-bool reduce_blocks(const ReduceRange& range, const BlockPasses<Acc>& passes, Acc scale) {
+Seen reduce_blocks(const ReduceRange& range, const BlockPasses<Acc>& passes, Acc scale) {
   std::array<Acc, kBlock> acc;
-  bool suspect = false;
+  Seen seen;
   for (int64_t begin = 0; begin < range.numel; begin += kBlock) {
     const int64_t count = std::min(kBlock, range.numel - begin);
     passes.combine(range.inputs, begin, count, acc.data());
-    suspect |= passes.store(acc.data(), scale, range.output, begin, count);
+    seen += passes.store(acc.data(), scale, range.output, begin, count);
   }
-  return suspect;
+  return seen;
 }
 
 // --- choosing the loops ------------------------------------------------------------------------
@@ -262,9 +293,11 @@ auto with_integer(at::ScalarType type, Body body) {
 
 // Calls body with the two as constants.
 template <typename Body>
-bool with_store(Store store, Look look, Body body) {
+Seen with_store(Store store, Look look, Body body) {
   const auto with_look = [&](auto store_kind) {
     if (look == Look::kAway) return body(store_kind, std::integral_constant<Look, Look::kAway>{});
+    if (look == Look::kForSquares)
+      return body(store_kind, std::integral_constant<Look, Look::kForSquares>{});
     return body(store_kind, std::integral_constant<Look, Look::kForNonfinite>{});
   };
   if (store == Store::kAdd) return with_look(std::integral_constant<Store, Store::kAdd>{});
@@ -272,7 +305,7 @@ bool with_store(Store store, Look look, Body body) {
 }
 
 template <typename Wire, typename Acc, typename Out>
-bool reduce_typed(const ReduceRange& range, const Reduction& reduction, Look look) {
+Seen reduce_typed(const ReduceRange& range, const Reduction& reduction, Look look) {
   const bool sums = reduction.op == ReduceOp::kSum || reduction.op == ReduceOp::kAvg;
   const Acc scale = static_cast<Acc>(scale_of(reduction, range.inputs.size()));
   return with_store(reduction.store, look, [&](auto store_kind, auto look_kind) {
@@ -293,9 +326,9 @@ bool reduce_typed(const ReduceRange& range, const Reduction& reduction, Look loo
   });
 }
 
-// Returns whether a stored value is NaN or Inf, if it was to look for them.
+// Returns what was to be looked for, for certain.
 template <typename Acc>
-bool reduce_floating(const ReduceRange& range, const Reduction& reduction, Look look) {
+Seen reduce_floating(const ReduceRange& range, const Reduction& reduction, Look look) {
   return with_floating(range.types.wire, [&](auto wire) {
     return with_floating(range.types.result, [&](auto result) {
       using Wire = decltype(wire);
@@ -304,10 +337,10 @@ bool reduce_floating(const ReduceRange& range, const Reduction& reduction, Look 
       constexpr bool kHasDouble = std::is_same_v<Wire, double> || std::is_same_v<Out, double>;
       if constexpr (kHasDouble && std::is_same_v<Acc, float>) {
         FSDP_ASSERT(false, "fp64 accumulated in fp32");
-        return false;
+        return Seen();
       } else {
-        return reduce_typed<Wire, Acc, Out>(range, reduction, look) &&
-               has_nonfinite(static_cast<const Out*>(range.output), range.numel);
+        const Seen seen = reduce_typed<Wire, Acc, Out>(range, reduction, look);
+        return seen.suspect ? seen_again(static_cast<const Out*>(range.output), range.numel) : seen;
       }
     });
   });
@@ -378,12 +411,15 @@ Reduction checked_reduction(const Reduction& reduction, const ReduceTypes& types
 
 void reduce_ranks(const ReduceRange& range, const Reduction& reduction) {
   if (!is_floating_wire(range.types.wire)) return reduce_integers(range, reduction);
-  const Look look = reduction.nonfinite.defined() ? Look::kForNonfinite : Look::kAway;
-  const bool nonfinite = reduction.accumulate == at::kDouble
-                             ? reduce_floating<double>(range, reduction, look)
-                             : reduce_floating<float>(range, reduction, look);
+  const Look look = reduction.squares.defined()     ? Look::kForSquares
+                    : reduction.nonfinite.defined() ? Look::kForNonfinite
+                                                    : Look::kAway;
+  const Seen seen = reduction.accumulate == at::kDouble
+                        ? reduce_floating<double>(range, reduction, look)
+                        : reduce_floating<float>(range, reduction, look);
+  if (reduction.squares.defined()) *reduction.squares.mutable_data_ptr<double>() += seen.squares;
   // Atomic, since operations of several communicators may share one flag.
-  if (nonfinite)
+  if (seen.suspect && reduction.nonfinite.defined())
     std::atomic_ref<float>(*reduction.nonfinite.mutable_data_ptr<float>())
         .store(1.0f, std::memory_order_relaxed);
 }

@@ -18,15 +18,22 @@ void WorkState::fail(std::exception_ptr error) {
   done_.notify_all();
 }
 
+void WorkState::lend_a_hand_until_done() const {
+  if (queue_ != nullptr) {
+    queue_->help_until_done(*this);
+  } else {
+    sleep_until_done();
+  }
+}
+
 void WorkState::wait() {
-  if (!done()) queue_->help_until_done(*this);
+  if (!done()) lend_a_hand_until_done();
   if (error_) std::rethrow_exception(error_);
 }
 
 void Work::wait() const {
   if (state_ == nullptr) return;
-  if (after_ != nullptr && !after_->done() && !state_->done())
-    after_->queue_->help_until_done(*after_);
+  if (after_ != nullptr && !after_->done() && !state_->done()) after_->lend_a_hand_until_done();
   state_->wait();
   if (state_->event_) {
     const c10::Device device = state_->event_->device();

@@ -1,4 +1,5 @@
-// What an enqueued collective returns: something to wait on, the same on CPUs and on devices.
+// What an enqueued collective or update returns: something to wait on, the same on CPUs and on
+// devices.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -15,7 +16,8 @@ class OperationQueue;
 // The shared end of a Work: written once by whoever runs the operation, read by whoever waits.
 class WorkState {
  public:
-  explicit WorkState(OperationQueue* queue) : queue_(queue) {}
+  // Without a queue nobody can lend a hand: waiting is sleeping.
+  explicit WorkState(OperationQueue* queue = nullptr) : queue_(queue) {}
 
   void finish(std::optional<c10::Event> event);
   void fail(std::exception_ptr error);
@@ -32,6 +34,7 @@ class WorkState {
 
   // Unlike wait(), touches nothing but this object: the queue may be on its way out.
   void sleep_until_done() const { done_.wait(0, std::memory_order_acquire); }
+  void lend_a_hand_until_done() const;
 
   OperationQueue* const queue_;  // outlives the state's not being done
   std::atomic<int> done_{0};
