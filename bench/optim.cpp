@@ -86,7 +86,7 @@ class Trained {
     if (policy.main == MainWeight::kSplit) main_ = at::zeros({numel}, at::kShort);
     first_ = make(policy.first);
     second_ = make(policy.second);
-    const int64_t scales = fsdp::num_scales(0, numel);
+    const int64_t scales = fsdp::num_scales({0, numel});
     first_scales_ = at::zeros({scales});
     second_scales_ = at::zeros({scales});
     span_ = {

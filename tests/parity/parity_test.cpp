@@ -49,7 +49,8 @@ TEST(ParityMatrix, SubsetHasEveryPairOfValues) {
         std::to_string(parity.microbatches),
         name_of(parity.precision),
         parity.lifetime == GradientLifetime::kStep ? "step" : "persistent",
-        parity.gradient == GradientOf::kSumOverRanks ? "sum" : "mean"};
+        parity.gradient == GradientOf::kSumOverRanks ? "sum" : "mean",
+        name_of(parity.updated_by)};
   };
   const auto pairs_of = [&](const std::vector<ParityCase>& cases) {
     std::set<std::string> pairs;

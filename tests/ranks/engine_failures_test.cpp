@@ -198,7 +198,10 @@ TEST(Lifetime, AllMemoryComesBackWhoeverGoesFirst) {
           Chain model = build([] { return Chain(4); });
           model->to(at::kBFloat16);
           auto sharded = std::make_unique<Sharded>(
-              fully_shard(model, mesh, {.pool = kind, .allocator = &memory}));
+              fully_shard(model, mesh,
+                          {.precision = {.main_storage = MainStorage::kSeparate},
+                           .pool = kind,
+                           .allocator = &memory}));
           for (int step = 0; step < 2; ++step) {
             model(input_for(world.rank(), step).to(at::kBFloat16)).square().mean().backward();
             testing::descend(*sharded);

@@ -23,6 +23,15 @@ enum class Precision : uint8_t {
 
 const char* name_of(Precision precision);
 
+// Who updates the sharded model; the plain one is always updated by libtorch's AdamW.
+enum class UpdatedBy : uint8_t {
+  kLibtorch,       // its AdamW, on views of the main weights
+  kOurs,           // fsdp::AdamW, hidden; bf16 weights have split main weights
+  kOursOffloaded,  // the same, 0.4 of it on the host
+};
+
+const char* name_of(UpdatedBy updated_by);
+
 struct ParityCase {
   ModelKind model = ModelKind::kMlp;
   std::string strategy = "optim_grads_params";
@@ -33,11 +42,12 @@ struct ParityCase {
   Precision precision = Precision::kFp32;
   GradientLifetime lifetime = GradientLifetime::kPersistent;
   GradientOf gradient = GradientOf::kMeanOverRanks;
+  UpdatedBy updated_by = UpdatedBy::kLibtorch;
 
   int ranks() const { return outer * inner; }
   at::ScalarType compute() const;
   ShardOptions options() const;
-  // Letters, digits and underscores: "llama_optim_grads_2x2_planned_mb3_bf16wire_step_sum".
+  // Letters, digits and underscores: "llama_optim_grads_2x2_planned_mb3_bf16wire_step_sum_ours".
   std::string name() const;
 };
 
@@ -63,7 +73,7 @@ struct RankOutcome {
   std::map<std::string, at::Tensor> weights;  // whole, in the compute dtype
 };
 
-// kParitySteps steps of libtorch's AdamW on this rank's main weights. All ranks call it.
+// kParitySteps steps on this rank's part. All ranks call it.
 RankOutcome train_rank(World& world, const ParityCase& parity);
 
 // The same on thread ranks.
@@ -93,7 +103,8 @@ struct PlainOutcome {
 // Reads model, number of ranks, microbatches, compute dtype and gradient. Kept for the next call.
 const PlainOutcome& train_plain(const ParityCase& parity);
 
-// One rank: the same bits. More: within the tolerances that parity.cpp derives.
+// One rank and libtorch's AdamW: the same bits. Else: within the tolerances that parity.cpp
+// derives.
 void expect_parity(const RankOutcome& actual, const ParityCase& parity, int rank);
 
 }  // namespace fsdp::testing

@@ -33,10 +33,14 @@ constexpr std::array kPrecisions = {Precision::kFp32, Precision::kBf16, Precisio
 constexpr std::array kLifetimes = {GradientLifetime::kPersistent, GradientLifetime::kStep};
 constexpr std::array kGradients = {GradientOf::kMeanOverRanks, GradientOf::kSumOverRanks};
 
-constexpr size_t kNumProperties = 8;
+constexpr std::array kUpdatedBy = {UpdatedBy::kLibtorch, UpdatedBy::kOurs,
+                                   UpdatedBy::kOursOffloaded};
+
+constexpr size_t kNumProperties = 9;
 constexpr std::array<size_t, kNumProperties> kNumValues = {
-    kStrategies.size(),   kMeshes.size(),     kModels.size(),    kPools.size(),
-    kMicrobatches.size(), kPrecisions.size(), kLifetimes.size(), kGradients.size()};
+    kStrategies.size(), kMeshes.size(),       kModels.size(),
+    kPools.size(),      kMicrobatches.size(), kPrecisions.size(),
+    kLifetimes.size(),  kGradients.size(),    kUpdatedBy.size()};
 
 // One index per property.
 using Choice = std::array<size_t, kNumProperties>;
@@ -50,7 +54,8 @@ ParityCase case_of(const Choice& choice) {
           .microbatches = kMicrobatches[choice[4]],
           .precision = kPrecisions[choice[5]],
           .lifetime = kLifetimes[choice[6]],
-          .gradient = kGradients[choice[7]]};
+          .gradient = kGradients[choice[7]],
+          .updated_by = kUpdatedBy[choice[8]]};
 }
 
 std::vector<Choice> all_choices() {

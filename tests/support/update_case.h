@@ -92,7 +92,7 @@ struct UpdateMemory {
       : types(the_types), numel(the_numel), flat_begin(the_flat_begin) {
     const auto bytes = [&](int64_t each) { return Bytes(static_cast<size_t>(each * numel)); };
     const auto scales = [&](DType dtype) {
-      const int64_t count = is_scaled(dtype) ? num_scales(flat_begin, numel) : 0;
+      const int64_t count = is_scaled(dtype) ? num_scales({flat_begin, flat_begin + numel}) : 0;
       return std::vector<float>(static_cast<size_t>(count));
     };
     gradient = bytes(element_bytes(types.gradient));

@@ -8,7 +8,7 @@
 #include <random>
 
 #include "fsdp/base/text.h"
-#include "fsdp/optim/state_bytes.h"
+#include "fsdp/layout/state_bytes.h"
 #include "support/layout_checker.h"
 
 namespace fsdp {

@@ -1,5 +1,5 @@
-// optim/state_bytes.h: how much state a shard has, and which part of it is on the host.
-#include "fsdp/optim/state_bytes.h"
+// layout/state_bytes.h: how much state a shard has, and which part of it is on the host.
+#include "fsdp/layout/state_bytes.h"
 
 #include <gtest/gtest.h>
 
@@ -27,6 +27,16 @@ TEST(OffloadedNumel, IsNothingOfZeroAndAllOfOne) {
   }
 }
 
+TEST(NumScales, IsOnePerBlockOfTheWholeBufferThatIsTouched) {
+  EXPECT_EQ(num_scales({5, 5}), 0);
+  EXPECT_EQ(num_scales({0, 1}), 1);
+  EXPECT_EQ(num_scales({0, 128}), 1);
+  EXPECT_EQ(num_scales({0, 129}), 2);
+  EXPECT_EQ(num_scales({127, 129}), 2);
+  EXPECT_EQ(num_scales({128, 256}), 1);
+  EXPECT_EQ(num_scales({64, 320}), 3);
+}
+
 TEST(MomentBytes, HaveScalesWhereTheRangeOfTheTypeIsNarrow) {
   const FlatRange flat{64, 320};
   EXPECT_EQ(moment_bytes(DType::kFloat32, flat), 4 * 256);
@@ -34,7 +44,6 @@ TEST(MomentBytes, HaveScalesWhereTheRangeOfTheTypeIsNarrow) {
   EXPECT_EQ(moment_bytes(DType::kFloat16, flat), 2 * 256 + 4 * 3);
   EXPECT_EQ(moment_bytes(DType::kFloat8E4M3, flat), 256 + 4 * 3);
   EXPECT_EQ(moment_bytes(DType::kFloat8E5M2, flat), 256 + 4 * 3);
-  EXPECT_EQ(moment_bytes(DType::kFloat8E5M2, {5, 5}), 0);
 }
 
 TEST(HostWeight, IsWholeAndNeverMissing) {

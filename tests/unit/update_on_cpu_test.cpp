@@ -418,12 +418,18 @@ TEST(SquaredSumOnCpu, IsFiniteIfAndOnlyIfAllNumbersAre) {
     }
 }
 
-TEST(UpdateSpan, CountsTheScalesThatItTouches) {
-  EXPECT_EQ(num_scales(0, 0), 0);
-  EXPECT_EQ(num_scales(5, 1), 1);
-  EXPECT_EQ(num_scales(0, 128), 1);
-  EXPECT_EQ(num_scales(1, 128), 2);
-  EXPECT_EQ(num_scales(127, 2), 2);
+TEST(UpdateSpan, PartsAreUpdatedAsTheWholeIs) {
+  for (const UpdateTypes& types : all_update_types()) {
+    UpdateMemory whole = drawn(types, 700, 100);
+    UpdateMemory in_parts = whole;
+    adamw(whole, begun(1));
+    const UpdateSpan span = in_parts.span();
+    for (const auto& [begin, end] : {std::pair(0, 28), std::pair(28, 412), std::pair(412, 700)}) {
+      const UpdateSpan part = part_of_span(span, begin, end - begin);
+      adamw_on_cpu(part, kAdamW, begun(1), {.begin = 0, .end = part.numel});
+    }
+    EXPECT_TRUE(in_parts == whole) << text_of(types);
+  }
 }
 
 TEST(UpdateSpan, SaysWhatDoesNotFitTogether) {

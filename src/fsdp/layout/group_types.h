@@ -28,7 +28,7 @@ struct PrecisionTypes {
   // Main weights. nullopt: none, the optimizer updates the weights themselves.
   std::optional<DType> main_params = DType::kFloat32;
   // How they are stored beside weights of another type.
-  MainStorage main_storage = MainStorage::kSeparate;
+  MainStorage main_storage = MainStorage::kSplit;
   // Main gradients. nullopt: the parameter's dtype.
   std::optional<DType> main_grads = std::nullopt;
   // What gradients travel in. nullopt: the main gradients' dtype.

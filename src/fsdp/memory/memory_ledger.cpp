@@ -18,6 +18,10 @@ std::string_view name_of(MemoryKind kind) {
       return "pool";
     case MemoryKind::kReduction:
       return "reduction";
+    case MemoryKind::kMoment:
+      return "moment";
+    case MemoryKind::kStaging:
+      return "staging";
   }
   return "?";
 }

@@ -15,11 +15,13 @@ enum class MemoryKind : uint8_t {
   kMainGrad,    // gradients while they accumulate
   kPool,        // buckets: gathered weights and unreduced gradients
   kReduction,   // what a reduction needs besides: casts, data of other ranks
+  kMoment,      // what the optimizer remembers, with its scales
+  kStaging,     // what travels between a device and the optimizer's part on the host
 };
 
-inline constexpr int kNumMemoryKinds = 5;
+inline constexpr int kNumMemoryKinds = 7;
 
-// "weight", "main_weight", "main_grad", "pool", "reduction"
+// "weight", "main_weight", "main_grad", "pool", "reduction", "moment", "staging"
 std::string_view name_of(MemoryKind kind);
 
 // Bytes as they are asked for, without an allocator's rounding, so that a forecast can be exact.

@@ -19,7 +19,7 @@ struct RuleSpan {
 };
 
 // In the order of the shard, and none of them empty: together exactly `shard` (all of a rank's
-// ranges, or those of one place: optim/state_bytes.h). A span is as long as can be inside one
+// ranges, or those of one place: layout/state_bytes.h). A span is as long as can be inside one
 // range: tensors with equal hyper-parameters are one span, and what is padding belongs to the
 // tensor before it, at a range's begin to the one after it (and in a range of padding alone to
 // nobody: its hyper-parameters are the defaults). `of_tensors` has one entry per tensor of the

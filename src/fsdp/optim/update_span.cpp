@@ -1,5 +1,7 @@
 #include "fsdp/optim/update_span.h"
 
+#include <cstddef>
+
 #include "fsdp/base/error.h"
 
 namespace fsdp {
@@ -22,11 +24,29 @@ void check_moment(const Moment& moment, std::string_view name) {
              kScaleBlock, " elements, filled with 0");
 }
 
+void* moved(void* address, int64_t bytes) {
+  return address == nullptr ? nullptr : static_cast<std::byte*>(address) + bytes;
+}
+
 }  // namespace
 
-int64_t num_scales(int64_t flat_begin, int64_t numel) {
-  if (numel == 0) return 0;
-  return (flat_begin + numel - 1) / kScaleBlock - flat_begin / kScaleBlock + 1;
+UpdateSpan part_of_span(const UpdateSpan& span, int64_t begin, int64_t numel) {
+  FSDP_ASSERT(begin >= 0 && numel >= 0 && begin + numel <= span.numel);
+  UpdateSpan part = span;
+  if (span.gradient != nullptr)
+    part.gradient =
+        static_cast<const std::byte*>(span.gradient) + begin * element_bytes(span.gradient_dtype);
+  part.weight = moved(span.weight, begin * element_bytes(span.weight_dtype));
+  part.main_weight = moved(span.main_weight, begin * (span.main == MainWeight::kSplit ? 2 : 4));
+  for (Moment* moment : {&part.first, &part.second}) {
+    moment->values = moved(moment->values, begin * element_bytes(moment->dtype));
+    if (moment->scales == nullptr) continue;
+    FSDP_ASSERT(begin == 0 || (span.flat_begin + begin) % kScaleBlock == 0);
+    moment->scales += (span.flat_begin + begin) / kScaleBlock - span.flat_begin / kScaleBlock;
+  }
+  part.numel = numel;
+  part.flat_begin += begin;
+  return part;
 }
 
 void check_span(const UpdateSpan& span, int num_moments) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "fsdp/base/dtype.h"
+#include "fsdp/layout/state_bytes.h"
 
 namespace fsdp {
 
@@ -16,22 +17,12 @@ enum class MainWeight : uint8_t {
   kSplit,
 };
 
-// Types whose range is too narrow for moments: those have one fp32 scale per kScaleBlock elements.
-constexpr bool is_scaled(DType dtype) {
-  return dtype == DType::kFloat16 || dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2;
-}
-
 // One moment (or momentum).
 struct Moment {
   void* values = nullptr;
   float* scales = nullptr;  // one per block that the span touches, where is_scaled(dtype)
   DType dtype = DType::kFloat32;
 };
-
-// Scales and random numbers belong to places in the group's whole buffer, so that the same element
-// has the same ones however it is sharded. Only a block that is cut by a shard's end has two
-// scales.
-inline constexpr int64_t kScaleBlock = 128;
 
 // Pointers of one memory, a host's or a device's.
 struct UpdateSpan {
@@ -54,8 +45,13 @@ struct UpdateSpan {
   float weight_decay = 0.0f;
 };
 
-// How many blocks of scales a span touches.
-int64_t num_scales(int64_t flat_begin, int64_t numel);
+inline FlatRange flat_range(const UpdateSpan& span) {
+  return {span.flat_begin, span.flat_begin + span.numel};
+}
+
+// Elements [begin, begin + numel) of a span, as a span. Where it has scales, `begin` must lie
+// between two blocks of them.
+UpdateSpan part_of_span(const UpdateSpan& span, int64_t begin, int64_t numel);
 
 // Throws an Error where the span's types do not fit together or a pointer is missing. `num_moments`
 // is how many the rule keeps: AdamW 2, SGD 1 or 0.

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "fsdp/base/integer.h"
-#include "fsdp/optim/state_bytes.h"
+#include "fsdp/layout/state_bytes.h"
 #include "fsdp/plan/pool_forecast.h"
 
 namespace fsdp {

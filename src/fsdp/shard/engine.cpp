@@ -32,7 +32,7 @@ Engine::Engine(const Mesh& mesh, const ShardOptions& options, c10::Device device
       options_(options),
       device_(device),
       shape_(shape_of(mesh)),
-      memory_(options.allocator, device),
+      memory_(options, device),
       nonfinite_(at::zeros({1}, at::device(device).dtype(at::kFloat))),
       slabs_(memory_.of(MemoryKind::kPool), options.pool),
       gather_(slabs_) {
@@ -45,6 +45,7 @@ Engine::Engine(const Mesh& mesh, const ShardOptions& options, c10::Device device
                        .granularity = options.granularity,
                        .gradient = options.gradient,
                        .gradient_lifetime = options.gradient_lifetime,
+                       .offload = options.offload,
                        .memory = memory_.for_groups()};
   setting_.emplace(setting);
   setting.strategy.parameter = {Placement::kReplicate, Placement::kReplicate};
@@ -57,6 +58,7 @@ Engine::Engine(const Mesh& mesh, const ShardOptions& options, c10::Device device
 }
 
 Engine::~Engine() {
+  abandon_updates();
   for (const auto& unit : units_) {
     gather_.abandon(*unit);
     reduce_->abandon(*unit);
@@ -219,6 +221,7 @@ int32_t Engine::begin_one(UnitState& unit, Phase phase, CallMode mode) {
       mode != CallMode::kInBetween && (mode != CallMode::kInference || plan_->follows());
   gather_.start(unit, is_planned ? SlabFrom::kPool : SlabFrom::kBeside);
   gather_.finish(unit);
+  settle_update(unit);
   ++unit.num_active;
   if (time >= 0) ++num_active_;
   return time;
@@ -287,6 +290,7 @@ void Engine::check_cycle() const {
 void Engine::enter_backward() {
   if (!in_backward_) {
     reduce_->finish();  // of the backward before: its gradients may still lie where ours will
+    finish_updates();   // of units that had no forward: they read what we will write
     check_cycle();
     in_backward_ = true;
     ++backward_number_;

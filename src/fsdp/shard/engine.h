@@ -92,10 +92,23 @@ class Engine : public std::enable_shared_from_this<Engine> {
   };
   DirectTarget direct_target(UnitState& unit, GroupState& state, int64_t member);
 
+  // --- updates (engine_updates.cpp) ---
+  // Units with something to train, in the order in which the next forward is expected to use them;
+  // first those that nobody announces.
+  std::vector<UnitState*> update_order() const;
+  // Until `update` is done an optimizer reads the unit's gradients and writes its weights and main
+  // weights. The unit's next gather waits for it, and so does whoever else touches any of them; the
+  // caller does not.
+  void begin_update(UnitState& unit, Work update);
+  void finish_updates();
+  void abandon_updates() noexcept;
+
   // --- between steps (engine_between_steps.cpp; sharded.h says what they mean) ---
   void set_last_microbatch(bool is_last) { is_last_microbatch_ = is_last; }
   bool is_last_microbatch() const { return is_last_microbatch_; }
   void finish_gradients();
+  // Gradients are complete and updates done: everything may be read and written.
+  void settle();
   void zero_grad();
   void refresh_weights();
   bool found_nonfinite();
@@ -112,6 +125,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void end_one(UnitState& unit, int32_t time, Phase phase, CallMode mode);
   void gather_ahead(UnitState& unit, Phase phase, CallMode mode);
   void start_ahead(UnitState& unit, int32_t last);
+
+  void settle_update(UnitState& unit);
 
   void check_cycle() const;
   void end_backward();

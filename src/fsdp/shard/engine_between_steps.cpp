@@ -3,8 +3,8 @@
 
 #include <utility>
 
-#include "fsdp/base/error.h"
 #include "fsdp/base/dtype.h"
+#include "fsdp/base/error.h"
 #include "fsdp/shard/engine.h"
 
 namespace fsdp {
@@ -18,13 +18,21 @@ void Engine::zero_grad() {
   finish_gradients();
   for (const auto& unit : units_)
     for (GroupState& state : unit->groups)
-      if (state.group->is_trainable()) state.group->gradient().zero();
+      if (state.group->is_trainable()) {
+        state.group->gradient().zero();
+        if (!unit->is_updating) state.group->gradient().give_back();
+      }
   nonfinite_.zero_();
   microbatch_ = 0;
 }
 
-void Engine::refresh_weights() {
+void Engine::settle() {
   finish_gradients();
+  finish_updates();
+}
+
+void Engine::refresh_weights() {
+  settle();
   release_weights();
   for (const auto& unit : units_) {
     for (GroupState& state : unit->groups)
@@ -87,6 +95,7 @@ void Engine::check_wire(const UnitState& unit, const GroupState& state, DType wi
 }
 
 void Engine::reset() {
+  abandon_updates();
   for (const auto& unit : units_) {
     gather_.abandon(*unit);
     reduce_->abandon(*unit);

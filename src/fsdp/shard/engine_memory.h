@@ -1,4 +1,4 @@
-// The memory of one sharded model: counted, by kind.
+// The memory of one sharded model: counted, by kind, on the model's device and on the host.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -14,17 +14,27 @@ namespace fsdp {
 
 class EngineMemory {
  public:
-  // `given` is the user's allocator, or nullptr for one that fits the device.
-  EngineMemory(SlabAllocator* given, c10::Device device);
+  // From the user's allocators, or ones that fit the device.
+  EngineMemory(const ShardOptions& options, c10::Device device);
 
-  SlabAllocator& of(MemoryKind kind) { return *by_kind_[static_cast<size_t>(kind)]; }
-  MemoryLedger& ledger() { return ledger_; }
+  SlabAllocator& of(MemoryKind kind) { return device_.of(kind); }
+  SlabAllocator& on_host(MemoryKind kind) { return host_.of(kind); }
+  MemoryLedger& ledger() { return device_.ledger; }
+  MemoryLedger& host_ledger() { return host_.ledger; }  // of what is offloaded
   GroupMemory for_groups();
 
  private:
-  std::unique_ptr<SlabAllocator> own_;  // when none was given
-  MemoryLedger ledger_;
-  std::array<std::optional<LedgerAllocator>, kNumMemoryKinds> by_kind_;
+  struct Place {
+    Place(SlabAllocator* given, std::unique_ptr<SlabAllocator> otherwise);
+    SlabAllocator& of(MemoryKind kind) { return *by_kind[static_cast<size_t>(kind)]; }
+
+    std::unique_ptr<SlabAllocator> own;  // when none was given
+    MemoryLedger ledger;
+    std::array<std::optional<LedgerAllocator>, kNumMemoryKinds> by_kind;
+  };
+
+  Place device_;
+  Place host_;
 };
 
 }  // namespace fsdp

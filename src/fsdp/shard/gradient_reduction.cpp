@@ -55,8 +55,7 @@ Work GradientReduction::run(const Path& path, Reduction last_reduction, const Ta
 }
 
 Work GradientReduction::start_each_backward(const at::Tensor& slab, const FlatBuffer& main_grad,
-                                            Store store, const at::Tensor& nonfinite,
-                                            const Tag& tag) {
+                                            Store store, const Watched& watched, const Tag& tag) {
   Path& path = each_backward_;
   if (!path.is_for(slab, main_grad.local())) {
     build(
@@ -67,12 +66,13 @@ Work GradientReduction::start_each_backward(const at::Tensor& slab, const FlatBu
   }
   Reduction last;
   last.store = store;
-  last.nonfinite = nonfinite;
+  last.nonfinite = watched.nonfinite;
+  last.squares = watched.squares;
   return run(path, last, tag);
 }
 
 Work GradientReduction::start_cycle_end(const FlatBuffer& wire, const FlatBuffer& main_grad,
-                                        const at::Tensor& nonfinite, const Tag& tag) {
+                                        const Watched& watched, const Tag& tag) {
   Path& path = cycle_end_;
   if (!path.is_for(wire.local(), main_grad.local())) {
     build(
@@ -82,7 +82,8 @@ Work GradientReduction::start_cycle_end(const FlatBuffer& wire, const FlatBuffer
     path.result = main_grad.local();
   }
   Reduction last;
-  last.nonfinite = nonfinite;
+  last.nonfinite = watched.nonfinite;
+  last.squares = watched.squares;
   return run(path, last, tag);
 }
 

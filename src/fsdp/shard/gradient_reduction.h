@@ -28,13 +28,27 @@ class GradientReduction {
   bool reduces_each_backward() const { return !each_backward_.stages.empty(); }
   bool reduces_at_cycle_end() const { return !cycle_end_.stages.empty(); }
 
+  // What the last reduction of a path looks for in what it stores (Reduction); either may be
+  // undefined.
+  struct Watched {
+    at::Tensor nonfinite;
+    at::Tensor squares;
+  };
+
   // slab (whole, wire type) -> main gradients, written or added as `store` says.
   Work start_each_backward(const at::Tensor& slab, const FlatBuffer& main_grad, Store store,
-                           const at::Tensor& nonfinite, const Tag& tag);
+                           const Watched& watched, const Tag& tag);
 
   // `wire` is a copy of the main gradients in the wire type, or the main gradients themselves.
-  Work start_cycle_end(const FlatBuffer& wire, const FlatBuffer& main_grad,
-                       const at::Tensor& nonfinite, const Tag& tag);
+  Work start_cycle_end(const FlatBuffer& wire, const FlatBuffer& main_grad, const Watched& watched,
+                       const Tag& tag);
+
+  // Whether the path that ends a cycle stores exactly the optimizer's part, so that the squares it
+  // sees are those of the gradient norm. (An all-reduce computes a share on each rank.)
+  bool ends_with_squares() const {
+    const Path& last = reduces_at_cycle_end() ? cycle_end_ : each_backward_;
+    return !last.stages.empty() && last.stages.back().to == Placement::kShard;
+  }
 
   // Whether the result of start_cycle_end lies in `wire` and is still to be copied back: an
   // all-reduce is in place.

@@ -27,6 +27,8 @@ GroupGradient::GroupGradient(const FlatLayout& layout, const AxisCuts& cuts,
             setting.memory.main_grad),
       padding_(padding_ranges(layout, {}, setting.rank)),
       written_(static_cast<size_t>(layout.num_tensors()), false) {
+  if (reduction_.ends_with_squares())
+    squares_ = at::zeros({1}, at::device(setting.device).dtype(at::kDouble));
   if (setting.gradient_lifetime == GradientLifetime::kPersistent) main_.allocate();
 }
 
@@ -86,17 +88,33 @@ void GroupGradient::fill_missing() {
   }
 }
 
+GradientReduction::Watched GroupGradient::watched(const at::Tensor& nonfinite) {
+  has_squares_ = reduction_.ends_with_squares();
+  if (!has_squares_) return {nonfinite, {}};
+  squares_.zero_();
+  return {nonfinite, squares_};
+}
+
+at::Tensor GroupGradient::squares() const {
+  const bool are_right = has_squares_ && main_.local()._version() == squares_version_;
+  return are_right ? squares_ : at::Tensor();
+}
+
 void GroupGradient::start_backward_reduction(const at::Tensor& nonfinite, const Tag& tag) {
   FSDP_ASSERT(has_slab());
   fill_missing();
   if (!main_.is_allocated()) main_.allocate();
+  // What a cycle's end reduces further has no squares yet.
+  const GradientReduction::Watched both =
+      reduces_at_cycle_end() ? GradientReduction::Watched{nonfinite, {}} : watched(nonfinite);
   work_ = reduction_.start_each_backward(slab_, main_, is_empty_ ? Store::kWrite : Store::kAdd,
-                                         nonfinite, tag);
+                                         both, tag);
   is_empty_ = false;
 }
 
 void GroupGradient::finish_backward_reduction() {
   std::exchange(work_, {}).wait();
+  squares_version_ = main_.local()._version();
   has_slab_ = false;
 }
 
@@ -115,11 +133,13 @@ void GroupGradient::start_cycle_reduction(const at::Tensor& nonfinite, const Tag
     wire_copy_->allocate();
     wire_copy_->local().copy_(main_.local());
   }
-  work_ = reduction_.start_cycle_end(wire_copy_ ? *wire_copy_ : main_, main_, nonfinite, tag);
+  work_ =
+      reduction_.start_cycle_end(wire_copy_ ? *wire_copy_ : main_, main_, watched(nonfinite), tag);
 }
 
 void GroupGradient::finish_cycle_reduction() {
   std::exchange(work_, {}).wait();
+  squares_version_ = main_.local()._version();
   if (!wire_copy_) return;
   if (reduction_.ends_in_wire()) {
     // Copied, not added: it is the sum of what the main gradients held.
@@ -134,15 +154,18 @@ void GroupGradient::zero() {
   FSDP_ASSERT(!has_slab());
   is_empty_ = true;
   cycle_is_over_ = false;
+  has_squares_ = false;
   std::fill(written_.begin(), written_.end(), false);
-  if (setting_.gradient_lifetime == GradientLifetime::kStep && main_.is_allocated()) {
-    if (!uses_slab()) {
-      views_.clear();
-      gaps_.clear();
-      viewed_.reset();
-    }
-    main_.release();
+}
+
+void GroupGradient::give_back() {
+  if (setting_.gradient_lifetime != GradientLifetime::kStep || !main_.is_allocated()) return;
+  if (!uses_slab()) {
+    views_.clear();
+    gaps_.clear();
+    viewed_.reset();
   }
+  main_.release();
 }
 
 void GroupGradient::abandon() noexcept {
@@ -154,6 +177,7 @@ void GroupGradient::abandon() noexcept {
   has_slab_ = false;
   wire_copy_.reset();
   zero();
+  give_back();
 }
 
 }  // namespace fsdp

@@ -70,14 +70,25 @@ class GroupGradient {
   bool is_cycle_over() const { return cycle_is_over_; }
   bool is_empty() const { return is_empty_; }
 
+  // Whether everything the optimizer wants has been reduced.
+  bool is_complete() const { return !is_empty_ && (!reduces_at_cycle_end() || cycle_is_over_); }
+
+  // The sum of the squares of the optimizer's part, one fp64 element, where the cycle's last
+  // reduction has computed it on its way; undefined where nobody has, or gradients were changed
+  // since.
+  at::Tensor squares() const;
+
   // Begins a new cycle.
   void zero();
+  // Lets the memory go, where it lives for a step only.
+  void give_back();
   // The same after an error: what is in flight is waited for, and its errors are ignored.
   void abandon() noexcept;
 
  private:
   void make_views(const at::Tensor& flat);
   void fill_missing();
+  GradientReduction::Watched watched(const at::Tensor& nonfinite);
 
   const FlatLayout& layout_;
   const GroupSetting& setting_;
@@ -93,6 +104,10 @@ class GroupGradient {
   std::vector<at::Tensor> gaps_;    // views of the padding there
   at::Tensor viewed_;               // what views_ look at
   std::vector<bool> written_;       // in the slab, or in the main gradients during this cycle
+
+  at::Tensor squares_;            // see squares()
+  uint32_t squares_version_ = 0;  // of the gradients they are of
+  bool has_squares_ = false;
 
   Work work_;
   bool is_empty_ = true;  // nothing contributed to this cycle yet

@@ -16,6 +16,7 @@ struct GroupMemory {
   SlabAllocator& main_weight;
   SlabAllocator& main_grad;
   SlabAllocator& reduction;  // copies in the wire type while a cycle's reduction runs
+  SlabAllocator& host;       // offloaded main weights
 };
 
 struct GroupSetting {
@@ -28,6 +29,7 @@ struct GroupSetting {
   Granularity granularity;
   GradientOf gradient = GradientOf::kMeanOverRanks;
   GradientLifetime gradient_lifetime = GradientLifetime::kPersistent;
+  Offload offload;
   GroupMemory memory;
 };
 

@@ -28,6 +28,7 @@ std::optional<DType> optional_dtype(std::optional<at::ScalarType> type) {
 
 PrecisionTypes PrecisionPolicy::types() const {
   return {.main_params = optional_dtype(main_params),
+          .main_storage = main_storage,
           .main_grads = optional_dtype(main_grads),
           .grad_comm = optional_dtype(grad_comm),
           .first_moment = std::nullopt,
@@ -44,6 +45,12 @@ void ShardOptions::validate() const {
   }
   if (device && device->is_meta())
     throw UsageError("device is meta; name the device that computes, such as cpu or cuda:0");
+  if (!(offload.fraction >= 0.0 && offload.fraction <= 1.0))
+    throw UsageError(concat("offload.fraction is ", offload.fraction,
+                            "; it is a part of every shard: use a number from 0 to 1"));
+  if (offload.chunk_numel < 1)
+    throw UsageError(concat("offload.chunk_numel is ", offload.chunk_numel,
+                            "; use 1 or more elements, such as 1048576"));
   PoolOptions{.kind = pool, .prefetch = prefetch, .budget_bytes = budget_bytes}.validate();
 }
 

@@ -22,6 +22,12 @@ struct PrecisionPolicy {
   // themselves, never a second copy. nullopt: the same.
   std::optional<at::ScalarType> main_params = at::kFloat;
 
+  // How main weights are stored. kSplit: fp32 main weights of bf16 parameters are those parameters
+  // and 16 bits beside them, 4 bytes together instead of 6; the same numbers. Other pairs of types
+  // are separate in any case. kSeparate: for optimizers of your own, which change main weights in
+  // place (Sharded::flat_shards).
+  MainStorage main_storage = MainStorage::kSplit;
+
   // Main gradients: what microbatches add up in, and what the optimizer reads. nullopt: the
   // parameters' dtype.
   std::optional<at::ScalarType> main_grads = std::nullopt;
@@ -63,6 +69,24 @@ enum class InitialValues : uint8_t {
   kOfRankZero,   // rank 0's, sent to the others; what they built is dropped
 };
 
+// Optimizer state that lives in the host's memory and is updated there.
+struct Offload {
+  // Of every shard's elements: 0 none, 1 all; exact to one element.
+  double fraction = 0.0;
+
+  // Page-locked memory, which a device reads and writes by itself.
+  bool pin = true;
+
+  // Chunks travel while others are updated, and the next forward does not wait for them all. Off:
+  // step() returns when everything is done.
+  bool overlap = true;
+
+  // Elements that travel together.
+  int64_t chunk_numel = 1 << 20;
+
+  friend bool operator==(const Offload&, const Offload&) = default;
+};
+
 struct ShardOptions {
   // What is sharded: a row of the table in layout/strategy.h, or any legal placements.
   Strategy strategy = Strategy::optim_grads_params;
@@ -91,6 +115,9 @@ struct ShardOptions {
   // How long main gradients own memory.
   GradientLifetime gradient_lifetime = GradientLifetime::kPersistent;
 
+  // How much of the optimizer's state (moments and main weights) lives on the host.
+  Offload offload = {};
+
   // Whether NaN and Inf are searched parameter by parameter.
   ReportNan report_nan = ReportNan::kOff;
 
@@ -106,6 +133,9 @@ struct ShardOptions {
 
   // Where the memory comes from; must outlive the sharded model. nullptr: the host's or libtorch's.
   SlabAllocator* allocator = nullptr;
+
+  // The same for what is offloaded. nullptr: the host's, page-locked where offload.pin says so.
+  SlabAllocator* host_allocator = nullptr;
 
   // UsageError naming the field, its value and the fix.
   void validate() const;

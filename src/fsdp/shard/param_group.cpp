@@ -57,14 +57,7 @@ ParamGroup::ParamGroup(std::string unit, std::vector<GroupMember> members, Train
   for (const GroupMember& member : members_)
     storages_.emplace_back(member.parameter.numel() * element_bytes(types_.weight), setting.device,
                            sharded_sentence(unit_, member));
-  if (types_.main_weight) {
-    main_weight_.emplace(layout_,
-                         buffer_spec(setting.strategy.optimizer, *types_.main_weight, setting),
-                         setting.memory.main_weight);
-    main_weight_->allocate();
-    for (const ShardRange& range : layout_.shard_ranges(setting.strategy.optimizer, setting.rank))
-      refreshed_.push_back({weight_.at(range.flat), main_weight_->at(range.flat)});
-  }
+  main_weights_.emplace(layout_, types_, setting, weight_);  // needs the weights' memory
   if (types_.trainable) gradient_.emplace(layout_, cuts_, types_, setting);
   if (!needs_slab()) bind(weight_.local().mutable_data_ptr());
 }
@@ -77,7 +70,7 @@ void ParamGroup::set_value(int64_t index, const at::Tensor& value) {
   const at::NoGradGuard no_grad;
   const at::Tensor rounded = value.detach().to(weight_.dtype());
   weight_.set(index, rounded);
-  if (main_weight_) main_weight_->set(index, rounded);
+  main_weights_->set(layout_.tensor_range(index), rounded);
 }
 
 void ParamGroup::take_over_values() {
@@ -111,7 +104,7 @@ void ParamGroup::unbind() {
 void ParamGroup::start_gather(void* slab, const Tag& tag) {
   FSDP_ASSERT(needs_gather(), "unit ", unit_);
   const auto refresh = is_stale_ ? WeightGather::Refresh::kYes : WeightGather::Refresh::kNo;
-  gather_work_ = gather_.start(slab, refresh, tag);
+  gather_work_ = gather_.start(slab, refresh, tag, std::exchange(update_, {}));
   is_stale_ = false;
   slab_ = slab;
   is_gathering_ = true;
@@ -129,8 +122,15 @@ void ParamGroup::reshard() {
   if (needs_slab() && is_whole_) unbind();
 }
 
+void ParamGroup::follow_update(Work update) {
+  update_ = std::move(update);
+  is_stale_ |= gather_.refresh_communicates();
+  // Whole weights that are being written must not be read: the next gather binds them again.
+  if (is_whole_) unbind();
+}
+
 void ParamGroup::refresh() {
-  for (const Refreshed& part : refreshed_) part.weight.copy_(part.main_weight);
+  main_weights_->refresh();
   if (!gather_.refresh_communicates()) return;
   is_stale_ = true;
   if (is_whole_) unbind();
@@ -139,17 +139,6 @@ void ParamGroup::refresh() {
 void ParamGroup::set_wire(DType wire, BucketSize bucket) {
   gradient_->set_wire(scalar_type_of(wire));
   if (bucket == BucketSize::kFollow) types_.wire = wire;
-}
-
-std::vector<OptimizerPiece> ParamGroup::optimizer_pieces() const {
-  std::vector<OptimizerPiece> pieces;
-  for (const ShardRange& range : layout_.shard_ranges(setting_.strategy.optimizer, setting_.rank)) {
-    OptimizerPiece piece{range.flat, main_weight().at(range.flat), {}};
-    if (gradient_ && gradient_->main().is_allocated())
-      piece.gradient = gradient_->main().at(range.flat);
-    pieces.push_back(std::move(piece));
-  }
-  return pieces;
 }
 
 FlatRange ParamGroup::held_flat(int64_t index) const {
@@ -167,7 +156,7 @@ FlatRange ParamGroup::held_of(int64_t index) const {
 }
 
 at::Tensor ParamGroup::main_weight_of(int64_t index) const {
-  return main_weight().at(held_flat(index));
+  return main_weights_->at(held_flat(index));
 }
 
 at::Tensor ParamGroup::gradient_of(int64_t index) const {

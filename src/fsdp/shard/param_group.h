@@ -15,6 +15,7 @@
 #include "fsdp/shard/flat_buffer.h"
 #include "fsdp/shard/group_gradient.h"
 #include "fsdp/shard/group_setting.h"
+#include "fsdp/shard/main_weights.h"
 #include "fsdp/shard/unsharded_storage.h"
 #include "fsdp/shard/weight_gather.h"
 
@@ -24,13 +25,6 @@ namespace fsdp {
 struct GroupMember {
   std::vector<std::string> names;
   at::Tensor parameter;
-};
-
-// A contiguous run of the optimizer's part: the same elements of main weight and gradient.
-struct OptimizerPiece {
-  FlatRange flat;       // in the group's whole buffer
-  at::Tensor weight;    // main weights (the weights themselves when there are none apart)
-  at::Tensor gradient;  // undefined while the gradients own no memory, and for frozen groups
 };
 
 class ParamGroup {
@@ -69,6 +63,10 @@ class ParamGroup {
   void finish_gather();
   void reshard();
 
+  // Somebody writes main weights and weights until `update` is done: the next gather waits for it,
+  // and has the other ranks' part brought.
+  void follow_update(Work update);
+
   // The main weights were changed: casts them into the weights, and has the next gather bring the
   // other ranks' part.
   void refresh();
@@ -82,15 +80,15 @@ class ParamGroup {
   const GroupGradient& gradient() const { return *gradient_; }
 
   // --- what an optimizer and a checkpoint see ---
-  std::vector<OptimizerPiece> optimizer_pieces() const;
-  // This rank's part of a member in the optimizer's placement, one-dimensional.
+  const MainWeights& main_weights() const { return *main_weights_; }
+  // This rank's part of a member in the optimizer's placement, one-dimensional; of main weights a
+  // view or a copy (MainWeights::at).
   at::Tensor main_weight_of(int64_t index) const;
   at::Tensor gradient_of(int64_t index) const;
   // Which elements of the flattened member main_weight_of() holds.
   FlatRange held_of(int64_t index) const;
 
   const FlatBuffer& weight() const { return weight_; }
-  const FlatBuffer& main_weight() const { return main_weight_ ? *main_weight_ : weight_; }
 
   // After an error: nothing is in flight, and the weights are as sharded as they rest.
   void abandon_gather() noexcept;
@@ -106,20 +104,15 @@ class ParamGroup {
   GroupTypes types_;
   const FlatLayout layout_;
   const AxisCuts cuts_;
-  FlatBuffer weight_;                      // compute dtype, parameter placement
-  std::optional<FlatBuffer> main_weight_;  // optimizer's dtype and placement, where that differs
-  std::deque<UnshardedStorage> storages_;  // one per member
+  FlatBuffer weight_;                        // compute dtype, parameter placement
+  std::optional<MainWeights> main_weights_;  // optimizer's dtype and placement
+  std::deque<UnshardedStorage> storages_;    // one per member
   WeightGather gather_;
-  // What refresh() casts: the optimizer's part of the weights, and where its new values are.
-  struct Refreshed {
-    at::Tensor weight;
-    at::Tensor main_weight;
-  };
-  std::vector<Refreshed> refreshed_;
   std::optional<GroupGradient> gradient_;
 
   void* slab_ = nullptr;
   Work gather_work_;
+  Work update_;  // the next gather comes after it
   bool is_gathering_ = false;
   bool is_whole_ = false;
   bool is_stale_ = false;  // other ranks have newer values of what this one has

@@ -32,8 +32,9 @@ std::string MemoryReport::text() const {
   };
   return concat(line("weights         ", weight_bytes), line("main weights    ", main_weight_bytes),
                 line("main gradients  ", main_grad_bytes), line("pool            ", pool_bytes),
-                line("reductions      ", reduction_bytes), line("total           ", total_bytes()),
-                line("most so far     ", peak_bytes));
+                line("reductions      ", reduction_bytes), line("moments         ", moment_bytes),
+                line("total           ", total_bytes()), line("most so far     ", peak_bytes),
+                line("on the host     ", host_bytes));
 }
 
 Sharded::NoSync::NoSync(std::shared_ptr<Engine> engine)
@@ -56,7 +57,7 @@ const ShardOptions& Sharded::options() const { return engine_->options(); }
 
 Sharded::FullParameters::FullParameters(std::shared_ptr<Engine> engine, Access access)
     : engine_(std::move(engine)), access_(access) {
-  engine_->finish_gradients();
+  engine_->settle();
   engine_->release_weights();
   SlabAllocator& allocator = engine_->memory().of(MemoryKind::kPool);
   for (const auto& unit : engine_->units()) {
@@ -81,7 +82,7 @@ Sharded::FullParameters::~FullParameters() {
 }
 
 std::vector<ShardedParameter> Sharded::parameters() const {
-  engine_->finish_gradients();
+  engine_->settle();
   std::vector<ShardedParameter> all;
   for (const auto& unit : engine_->units()) {
     for (const GroupState& state : unit->groups) {
@@ -104,13 +105,23 @@ std::vector<ShardedParameter> Sharded::parameters() const {
 }
 
 std::vector<FlatShard> Sharded::flat_shards() const {
-  engine_->finish_gradients();
+  engine_->settle();
   std::vector<FlatShard> all;
   for (const auto& unit : engine_->units())
     for (const GroupState& state : unit->groups) {
       if (!state.group->is_trainable()) continue;
-      for (OptimizerPiece& piece : state.group->optimizer_pieces())
-        all.push_back({unit->name, std::move(piece.weight), std::move(piece.gradient)});
+      const ParamGroup& group = *state.group;
+      if (!group.main_weights().has_views())
+        throw UsageError(concat(
+            "flat_shards() has no main weights of unit '", unit->name,
+            "' to change in place: they are split into the weights and a remainder, or offloaded; "
+            "use an optimizer of this library, or set precision.main_storage = ",
+            "MainStorage::kSeparate and offload.fraction = 0"));
+      for (const MainWeightPiece& piece : group.main_weights().pieces()) {
+        const FlatBuffer& gradient = group.gradient().main();
+        all.push_back({unit->name, piece.main.defined() ? piece.main : piece.weight,
+                       gradient.is_allocated() ? gradient.at(piece.flat) : at::Tensor()});
+      }
     }
   return all;
 }
@@ -136,7 +147,9 @@ MemoryReport Sharded::memory() const {
           .main_grad_bytes = ledger.bytes(MemoryKind::kMainGrad),
           .pool_bytes = ledger.bytes(MemoryKind::kPool),
           .reduction_bytes = ledger.bytes(MemoryKind::kReduction),
-          .peak_bytes = ledger.total_peak_bytes()};
+          .moment_bytes = ledger.bytes(MemoryKind::kMoment),
+          .peak_bytes = ledger.total_peak_bytes(),
+          .host_bytes = engine_->memory().host_ledger().total_bytes()};
 }
 
 void Sharded::set_precision(const PrecisionPolicy& precision) const {
@@ -148,6 +161,7 @@ void Sharded::set_precision(const PrecisionPolicy& precision) const {
                             "is there already; shard the model again with the new type"));
   };
   if (precision.main_params != now.main_params) refuse("main_params");
+  if (precision.main_storage != now.main_storage) refuse("main_storage");
   if (precision.main_grads != now.main_grads) refuse("main_grads");
   wanted.precision = precision;
   wanted.validate();

@@ -23,9 +23,10 @@ struct ShardedParameter {
   std::string unit;
   std::vector<int64_t> shape;  // of the whole
   bool is_trainable = true;
-  int64_t begin = 0;       // elements [begin, begin + main_weight.numel()) of the flattened whole
-  at::Tensor main_weight;  // one-dimensional; a view
-  at::Tensor gradient;     // the same elements; undefined when frozen, or while it has no memory
+  int64_t begin = 0;  // elements [begin, begin + main_weight.numel()) of the flattened whole
+  // One-dimensional. A view; a copy where main weights are split or offloaded (ShardOptions).
+  at::Tensor main_weight;
+  at::Tensor gradient;  // the same elements; undefined when frozen, or while it has no memory
 };
 
 // The same for all parameters of a group that lie next to each other, padding included: what an
@@ -39,14 +40,17 @@ struct FlatShard {
 // Exact bytes, as asked from the allocator.
 struct MemoryReport {
   int64_t weight_bytes = 0;       // sharded or whole, as the strategy says
-  int64_t main_weight_bytes = 0;  // where they are apart from the weights
+  int64_t main_weight_bytes = 0;  // where they are apart from the weights: all, or what these lack
   int64_t main_grad_bytes = 0;
   int64_t pool_bytes = 0;       // gathered weights and unreduced gradients
   int64_t reduction_bytes = 0;  // copies in the wire type
-  int64_t peak_bytes = 0;       // the most of all together so far
+  int64_t moment_bytes = 0;     // the optimizer's, with their scales
+  int64_t peak_bytes = 0;       // the most of all these together so far
+  int64_t host_bytes = 0;       // what is offloaded: main weights, moments and what they travel in
 
   int64_t total_bytes() const {
-    return weight_bytes + main_weight_bytes + main_grad_bytes + pool_bytes + reduction_bytes;
+    return weight_bytes + main_weight_bytes + main_grad_bytes + pool_bytes + reduction_bytes +
+           moment_bytes;
   }
   // One line per kind.
   std::string text() const;
@@ -117,7 +121,8 @@ class Sharded {
   // --- what is there ---------------------------------------------------------------------------
   // Views: valid as long as the model, gradients of lifetime kStep until zero_grad().
   std::vector<ShardedParameter> parameters() const;
-  std::vector<FlatShard> flat_shards() const;  // of trainable groups
+  // Of trainable groups, to be changed in place; a UsageError where there is nothing to view.
+  std::vector<FlatShard> flat_shards() const;
   std::vector<std::string> unit_names() const;
   // The order in which units begin, as it is expected now.
   std::vector<std::string> unit_order() const;

@@ -47,6 +47,8 @@ struct UnitState {
   std::string gather_range;  // for profilers: "fsdp::all_gather blocks.3"
   std::string reduce_range;
 
+  Work update;               // of its weights, by the optimizer; is_updating until waited for
+  bool is_updating = false;  // (Engine::begin_update)
   int32_t num_active = 0;    // uses that compute now, nested ones included
   int32_t stay_last = -1;    // the schedule keeps its weights until this time
   int32_t num_pending = 0;   // calls whose backward may still come (unit_call.h)

@@ -81,8 +81,8 @@ Work WeightGather::run(const std::vector<Stage>& stages, const Tag& tag, Work af
   return after;
 }
 
-Work WeightGather::start(void* slab, Refresh refresh, const Tag& tag) {
-  Work last;
+Work WeightGather::start(void* slab, Refresh refresh, const Tag& tag, Work after) {
+  Work last = std::move(after);
   if (refresh == Refresh::kYes) {
     if (refresh_.empty()) build_refresh();
     last = run(refresh_, tag, last);

@@ -29,10 +29,11 @@ class WeightGather {
   bool refresh_communicates() const { return refreshes_; }
   bool unshard_communicates() const { return unshards_; }
 
-  // Starts both paths where asked for; `slab` is where the whole weights go, or nullptr when the
-  // weight buffer itself is whole. The result is there when the returned work is done.
+  // Starts both paths where asked for, after `after` has written the weights; `slab` is where the
+  // whole weights go, or nullptr when the weight buffer itself is whole. The result is there when
+  // the returned work is done.
   enum class Refresh : uint8_t { kNo, kYes };
-  Work start(void* slab, Refresh refresh, const Tag& tag);
+  Work start(void* slab, Refresh refresh, const Tag& tag, Work after);
 
  private:
   struct Step {

@@ -11,6 +11,16 @@
 
 namespace fsdp {
 
+// Types whose range is too narrow for moments: those have one fp32 scale per kScaleBlock elements.
+constexpr bool is_scaled(DType dtype) {
+  return dtype == DType::kFloat16 || dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2;
+}
+
+// Scales and random numbers belong to places in the group's whole buffer, so that the same element
+// has the same ones however it is sharded. Only a block that is cut by a shard's end has two
+// scales.
+inline constexpr int64_t kScaleBlock = 128;
+
 // How many elements of a shard have their state on the host: that fraction of them, to the nearest
 // whole element (0.29 of 100 is 29, though the product of the two doubles is a little less).
 int64_t offloaded_numel(int64_t shard_numel, double fraction);
@@ -25,7 +35,10 @@ StatePlaces state_places(std::span<const ShardRange> shard, double offload_fract
 
 int64_t numel_of(std::span<const ShardRange> ranges);
 
-// A moment's values over a contiguous range and, where it needs them, its scales.
+// Scales of a moment over a contiguous range: one for each block that the range touches.
+int64_t num_scales(FlatRange flat);
+
+// A moment's values and, where it needs them, its scales.
 int64_t moment_bytes(DType dtype, FlatRange flat);
 
 // All moments of these elements.

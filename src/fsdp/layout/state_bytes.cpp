@@ -1,11 +1,10 @@
-#include "fsdp/optim/state_bytes.h"
+#include "fsdp/layout/state_bytes.h"
 
 #include <algorithm>
 #include <cmath>
 #include <optional>
 
 #include "fsdp/base/integer.h"
-#include "fsdp/optim/update_span.h"
 
 namespace fsdp {
 
@@ -46,10 +45,14 @@ int64_t numel_of(std::span<const ShardRange> ranges) {
   return numel;
 }
 
+int64_t num_scales(FlatRange flat) {
+  if (flat.empty()) return 0;
+  return ceil_div(flat.end, kScaleBlock) - flat.begin / kScaleBlock;
+}
+
 int64_t moment_bytes(DType dtype, FlatRange flat) {
   const int64_t values = checked_mul(flat.numel(), element_bytes(dtype));
-  return is_scaled(dtype) ? checked_add(values, kScaleBytes * num_scales(flat.begin, flat.numel()))
-                          : values;
+  return is_scaled(dtype) ? checked_add(values, kScaleBytes * num_scales(flat)) : values;
 }
 
 int64_t moments_bytes(const GroupTypes& types, std::span<const ShardRange> ranges) {

@@ -1,0 +1,146 @@
+#include "fsdp/optim/host_updates.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <ATen/record_function.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "fsdp/base/torch_dtype.h"
+
+namespace fsdp {
+
+namespace {
+
+constexpr int64_t kAlignBytes = 128;
+
+// The host lane's way to wait: until the data is there, not until a stream will wait for it.
+void wait_on_host(const Work& work) {
+  work.wait_as_follower();
+  if (const c10::Event* event = work.event()) event->synchronize();
+}
+
+at::Tensor on_host(const Slab& slab, const at::Tensor& like) {
+  return tensor_over(slab.at(0), like.numel(), like.scalar_type(), c10::kCPU);
+}
+
+}  // namespace
+
+HostUpdates::HostUpdates(EngineMemory& memory, c10::Device device, const Offload& offload,
+                         UpdateMath math)
+    : memory_(memory),
+      device_(device),
+      chunk_numel_(std::max(kScaleBlock, offload.chunk_numel / kScaleBlock * kScaleBlock)),
+      math_(std::move(math)),
+      team_(at::get_num_threads()),
+      // Pinned, or copying it would make the host wait for the device.
+      state_(at::zeros({static_cast<int64_t>(sizeof(StepState))},
+                       at::dtype(at::kByte).pinned_memory(!device.is_cpu()))),
+      down_("gradients to the host", device),
+      up_("weights to the device", device),
+      host_("updates on the host", c10::kCPU) {}
+
+std::vector<HostUpdates::Chunk> HostUpdates::chunks_of(
+    const std::vector<GroupUpdate>& groups) const {
+  std::vector<Chunk> chunks;
+  for (const GroupUpdate& group : groups)
+    for (const UpdatePiece& piece : group.pieces()) {
+      if (!piece.main().is_offloaded) continue;
+      const at::Tensor gradient = group.gradient_of(piece);
+      for (const UpdateSpan& span : piece.spans()) {
+        const int64_t in_piece = span.flat_begin - piece.main().flat.begin;
+        // Chunks end where blocks of scales do.
+        for (int64_t begin = 0; begin < span.numel;) {
+          const int64_t past_block = (span.flat_begin + begin) % kScaleBlock;
+          const int64_t numel = std::min(chunk_numel_ - past_block, span.numel - begin);
+          chunks.push_back({part_of_span(span, begin, numel),
+                            gradient.narrow(0, in_piece + begin, numel),
+                            piece.main().weight.narrow(0, in_piece + begin, numel)});
+          begin += numel;
+        }
+      }
+    }
+  return chunks;
+}
+
+void HostUpdates::reserve(const std::vector<GroupUpdate>& groups) {
+  SlabAllocator& allocator = memory_.on_host(MemoryKind::kStaging);
+  const auto grow = [&](Slab& slab, int64_t bytes) {
+    if (slab.bytes() >= bytes) return;
+    slab = Slab();  // the old one goes first
+    slab = Slab(allocator, bytes, kAlignBytes);
+  };
+  for (const GroupUpdate& group : groups)
+    for (const UpdatePiece& piece : group.pieces()) {
+      if (!piece.main().is_offloaded) continue;
+      for (const UpdateSpan& span : piece.spans()) {
+        const int64_t numel = std::min(chunk_numel_, span.numel);
+        for (Slot& slot : slots_) {
+          grow(slot.gradient, numel * element_bytes(span.gradient_dtype));
+          if (span.weight == nullptr) grow(slot.weight, numel * element_bytes(span.weight_dtype));
+        }
+      }
+    }
+}
+
+void HostUpdates::begin(const at::Tensor& state, const Work& begun) {
+  state_is_here_ =
+      down_.run([this, state] { state_.copy_(state, /*non_blocking=*/true); }, {&begun, 1});
+}
+
+Work HostUpdates::run(const std::vector<GroupUpdate>& groups, const Work& beside) {
+  std::vector<Chunk> chunks = chunks_of(groups);
+  if (chunks.empty()) return beside;
+  auto done = std::make_shared<WorkState>();
+  host_.run([this, done, begun = state_is_here_, beside, chunks = std::move(chunks)] {
+    try {
+      wait_on_host(begun);
+      run_chunks(chunks);
+      up_.run([] {}, std::span(&beside, 1), done);
+    } catch (...) {
+      done->fail(std::current_exception());
+      throw;
+    }
+  });
+  return Work(std::move(done));
+}
+
+void HostUpdates::run_chunks(const std::vector<Chunk>& chunks) {
+  std::array<Work, kSlots> down;
+  const auto slot_of = [](size_t index) { return index % kSlots; };
+  for (size_t next = 0; next < std::min(kSlots, chunks.size()); ++next)
+    down[next] = bring_down(chunks[next], slots_[next]);
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    Slot& slot = slots_[slot_of(i)];
+    wait_on_host(down[slot_of(i)]);
+    const at::Tensor updated = update(chunks[i], slot);
+    slot.up = up_.run([updated, weight = chunks[i].weight] { weight.copy_(updated, true); });
+    if (i + kSlots < chunks.size()) down[slot_of(i)] = bring_down(chunks[i + kSlots], slot);
+  }
+}
+
+Work HostUpdates::bring_down(const Chunk& chunk, Slot& slot) {
+  return down_.run([to = on_host(slot.gradient, chunk.gradient), from = chunk.gradient] {
+    to.copy_(from, true);
+  });
+}
+
+at::Tensor HostUpdates::update(const Chunk& chunk, const Slot& slot) {
+  RECORD_FUNCTION("fsdp::update_on_host", {});
+  UpdateSpan span = chunk.span;
+  span.gradient = slot.gradient.at(0);
+  at::Tensor updated;
+  if (span.weight != nullptr) {
+    updated = tensor_over(span.weight, span.numel, chunk.weight.scalar_type(), c10::kCPU);
+  } else {
+    // What the slot held before may still be on its way up.
+    wait_on_host(slot.up);
+    span.weight = slot.weight.at(0);
+    updated = on_host(slot.weight, chunk.weight);
+  }
+  update_on_cpu(span, math_, *static_cast<const StepState*>(state_.const_data_ptr()), team_);
+  return updated;
+}
+
+}  // namespace fsdp

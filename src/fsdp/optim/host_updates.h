@@ -1,0 +1,74 @@
+// Updates what is offloaded, on the host: chunks of gradients come down, weights go back up.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "fsdp/memory/slab_allocator.h"
+#include "fsdp/optim/lane.h"
+#include "fsdp/optim/span_update.h"
+#include "fsdp/optim/update_state.h"
+#include "fsdp/shard/engine_memory.h"
+
+namespace fsdp {
+
+// Three lanes, so that while one chunk is updated the next one comes down and the last one goes up:
+//
+//   down      | g0 | g1 | g2 | g3 |             gradients, in their own type
+//   host           | u0 | u1 | u2 | u3 |        a thread: the same kernel as on the CPU
+//   up                  | w0 | w1 | w2 | w3 |   weights, in theirs
+//
+// The host lane drives the two others, because on a device only it knows when a chunk is updated. A
+// chunk has a slot of staging memory on the way; there are kSlots of them. Where the model is on
+// the CPU the lanes are threads and copies are copies, so everything runs everywhere.
+class HostUpdates {
+ public:
+  static constexpr size_t kSlots = 3;
+
+  HostUpdates(EngineMemory& memory, c10::Device device, const Offload& offload, UpdateMath math);
+
+  // Takes the staging memory that these groups need; before the first step.
+  void reserve(const std::vector<GroupUpdate>& groups);
+
+  // A step begins with `state`, the bytes of a StepState on the device, when `begun` is done.
+  void begin(const at::Tensor& state, const Work& begun);
+  // Updates the offloaded pieces of a unit's groups. The result is done when `beside`, the rest of
+  // the unit's update, is done too.
+  Work run(const std::vector<GroupUpdate>& groups, const Work& beside);
+
+ private:
+  // Elements that travel together, all of one span.
+  struct Chunk {
+    UpdateSpan span;      // without gradient, and without weight unless that is on the host
+    at::Tensor gradient;  // on the device
+    at::Tensor weight;    // there, too
+  };
+  struct Slot {
+    Slab gradient;
+    Slab weight;
+    Work up;  // of the chunk that had the slot before
+  };
+
+  std::vector<Chunk> chunks_of(const std::vector<GroupUpdate>& groups) const;
+  void run_chunks(const std::vector<Chunk>& chunks);
+  Work bring_down(const Chunk& chunk, Slot& slot);
+  // Where the updated weights are, on the host.
+  at::Tensor update(const Chunk& chunk, const Slot& slot);
+
+  EngineMemory& memory_;
+  const c10::Device device_;
+  const int64_t chunk_numel_;
+  const UpdateMath math_;
+  ThreadTeam team_;   // of the host lane's thread
+  at::Tensor state_;  // of this step, on the host
+  Work state_is_here_;
+  std::array<Slot, kSlots> slots_;
+  Lane down_;
+  Lane up_;
+  Lane host_;
+};
+
+}  // namespace fsdp

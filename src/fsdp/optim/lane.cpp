@@ -1,0 +1,109 @@
+#include "fsdp/optim/lane.h"
+
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <utility>
+
+#include "fsdp/base/log.h"
+
+namespace fsdp {
+
+Lane::Lane(std::string name, c10::Device device) : name_(std::move(name)), device_(device) {
+  if (!device.is_cpu())
+    stream_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+}
+
+Lane::~Lane() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  if (worker_.joinable()) worker_.join();
+}
+
+Work Lane::run(Task task, std::span<const Work> after, std::shared_ptr<WorkState> state) {
+  if (stream_) {
+    run_on_stream(task, after, *state);
+    return Work(std::move(state));
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    entries_.push_back({std::move(task), {after.begin(), after.end()}, state});
+    start_worker();
+  }
+  changed_.notify_all();
+  return Work(std::move(state));
+}
+
+void Lane::run_on_stream(const Task& task, std::span<const Work> after, WorkState& state) {
+  try {
+    if (broken_) std::rethrow_exception(broken_);
+    const c10::impl::VirtualGuardImpl device(device_.type());
+    c10::Event queued(device_.type());
+    queued.record(device.getStream(device_));
+    queued.block(*stream_);
+    const c10::StreamGuard guard(*stream_);
+    for (const Work& work : after) work.wait();  // makes the lane's stream wait
+    task();
+    c10::Event ended(device_.type());
+    ended.record(*stream_);
+    state.finish(std::move(ended));
+  } catch (...) {
+    broken_ = std::current_exception();
+    state.fail(broken_);
+  }
+}
+
+void Lane::start_worker() {
+  if (worker_.joinable()) return;
+  worker_ = std::thread([this, rank = thread_rank()] {
+    set_thread_rank(rank);
+    work();
+  });
+}
+
+void Lane::work() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return stopping_ || !entries_.empty(); });
+    if (entries_.empty()) return;
+    Entry entry = std::move(entries_.front());
+    entries_.pop_front();
+    is_busy_ = true;
+    lock.unlock();
+    run_entry(entry);
+    entry = {};
+    lock.lock();
+    is_busy_ = false;
+    changed_.notify_all();
+  }
+}
+
+void Lane::run_entry(Entry& entry) {
+  try {
+    if (broken_) std::rethrow_exception(broken_);
+    for (const Work& work : entry.after) {
+      work.wait_as_follower();
+      if (const c10::Event* event = work.event()) event->synchronize();
+    }
+    entry.task();
+    entry.state->finish(std::nullopt);
+  } catch (...) {
+    broken_ = std::current_exception();
+    entry.state->fail(broken_);
+  }
+}
+
+void Lane::drain() {
+  if (stream_) {
+    stream_->synchronize();
+    return;
+  }
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return entries_.empty() && !is_busy_; });
+}
+
+}  // namespace fsdp

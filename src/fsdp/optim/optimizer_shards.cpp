@@ -1,0 +1,134 @@
+// An optimizer's state by names, for checkpoints.
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/text.h"
+#include "fsdp/optim/optimizer.h"
+#include "fsdp/shard/engine.h"
+
+namespace fsdp {
+
+namespace {
+
+// A moment of a group, as fp32 numbers: one tensor per piece of the rank's optimizer shard.
+using GroupMoment = std::vector<at::Tensor>;
+
+GroupMoment read_moment(const GroupUpdate& update, size_t which) {
+  GroupMoment moment;
+  for (const UpdatePiece& piece : update.pieces()) moment.push_back(piece.moment(which));
+  return moment;
+}
+
+// Calls body(part of a piece's values, its range in the member's) for what this rank has of a
+// member.
+template <typename Body>
+void for_each_part(const GroupUpdate& update, const GroupMoment& moment, int64_t member,
+                   const Body& body) {
+  const ParamGroup& group = update.group();
+  const FlatRange held = group.held_of(member);
+  const int64_t begin = group.layout().tensor_range(member).begin + held.begin;
+  for (size_t i = 0; i < moment.size(); ++i) {
+    const FlatRange piece = update.pieces()[i].main().flat;
+    const FlatRange common = intersect(piece, {begin, begin + held.numel()});
+    if (!common.empty())
+      body(moment[i].narrow(0, common.begin - piece.begin, common.numel()),
+           FlatRange{common.begin - begin, common.end - begin});
+  }
+}
+
+// What set_shards() was given, by parameter and name.
+using Given = std::map<std::pair<std::string, std::string>, const OptimizerShard*>;
+
+const OptimizerShard* find(const Given& given, const std::string& parameter,
+                           const std::string& name) {
+  const auto it = given.find({parameter, name});
+  return it == given.end() ? nullptr : it->second;
+}
+
+void check_fits(const OptimizerShard& shard, FlatRange held) {
+  const int64_t numel = shard.values.defined() ? shard.values.numel() : 0;
+  if (numel == held.numel() && (held.empty() || shard.begin == held.begin)) return;
+  throw UsageError(concat(shard.name, " of '", shard.parameter, "' is given for elements [",
+                          shard.begin, ", ", shard.begin + numel, "), but this rank has [",
+                          held.begin, ", ", held.end,
+                          "); state of another number of ranks or strategy must be sharded again "
+                          "first"));
+}
+
+}  // namespace
+
+std::vector<OptimizerShard> Optimizer::shards_of(const GroupUpdate& update) const {
+  const ParamGroup& group = update.group();
+  std::vector<OptimizerShard> shards;
+  for (size_t which = 0; which < rule_.moments.size(); ++which) {
+    const GroupMoment moment = read_moment(update, which);
+    for (int64_t i = 0; i < group.layout().num_tensors(); ++i) {
+      const FlatRange held = group.held_of(i);
+      OptimizerShard& shard = shards.emplace_back();
+      shard.parameter = group.name_of(i);
+      shard.name = rule_.moments[which].name;
+      shard.shape = group.layout().request().shapes[static_cast<size_t>(i)];
+      shard.begin = held.begin;
+      shard.values = at::empty({held.numel()}, at::kFloat);
+      shard.kept_in = rule_.moments[which].dtype;
+      for_each_part(update, moment, i, [&](const at::Tensor& part, FlatRange range) {
+        shard.values.narrow(0, range.begin, range.numel()).copy_(part);
+      });
+    }
+  }
+  return shards;
+}
+
+std::vector<OptimizerShard> Optimizer::shards() const {
+  synchronize();
+  std::vector<OptimizerShard> all;
+  for (const UnitUpdate& unit : units_)
+    for (const GroupUpdate& update : unit.groups)
+      for (OptimizerShard& shard : shards_of(update)) all.push_back(std::move(shard));
+  return all;
+}
+
+void Optimizer::set_shards(std::span<const OptimizerShard> shards) {
+  synchronize();
+  Given given;
+  for (const OptimizerShard& shard : shards) given[{shard.parameter, shard.name}] = &shard;
+
+  // Everything is checked before anything is changed.
+  Given unknown = given;
+  std::vector<std::string> names;
+  for (const UnitUpdate& unit : units_)
+    for (const GroupUpdate& update : unit.groups)
+      for (int64_t i = 0; i < update.group().layout().num_tensors(); ++i) {
+        names.push_back(update.group().name_of(i));
+        for (const MomentKind& moment : rule_.moments) {
+          if (const OptimizerShard* shard = find(given, names.back(), moment.name))
+            check_fits(*shard, update.group().held_of(i));
+          unknown.erase({names.back(), moment.name});
+        }
+      }
+  if (!unknown.empty()) {
+    const auto& [parameter, name] = unknown.begin()->first;
+    const bool is_known = std::find(names.begin(), names.end(), parameter) != names.end();
+    const std::string guess = is_known ? std::string() : nearest(parameter, names);
+    throw UsageError(concat(rule_.name, " has no ", name, " of '", parameter, "'",
+                            guess.empty() ? "" : concat("; did you mean '", guess, "'?")));
+  }
+  for (UnitUpdate& unit : units_)
+    for (GroupUpdate& update : unit.groups)
+      for (size_t which = 0; which < rule_.moments.size(); ++which) {
+        const GroupMoment moment = read_moment(update, which);
+        for (int64_t i = 0; i < update.group().layout().num_tensors(); ++i)
+          if (const OptimizerShard* shard =
+                  find(given, update.group().name_of(i), rule_.moments[which].name))
+            for_each_part(update, moment, i, [&](const at::Tensor& part, FlatRange range) {
+              part.copy_(shard->values.narrow(0, range.begin, range.numel()));
+            });
+        for (size_t i = 0; i < moment.size(); ++i) update.pieces()[i].set_moment(which, moment[i]);
+      }
+}
+
+}  // namespace fsdp

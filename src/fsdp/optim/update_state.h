@@ -1,0 +1,78 @@
+// What an optimizer keeps of one parameter group: memory for moments, and the spans to update.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "fsdp/memory/slab_allocator.h"
+#include "fsdp/optim/rule_spans.h"
+#include "fsdp/optim/update_span.h"
+#include "fsdp/shard/engine_memory.h"
+#include "fsdp/shard/param_group.h"
+
+namespace fsdp {
+
+// A running average an optimizer keeps of every element.
+struct MomentKind {
+  std::string name;  // in checkpoints: "exp_avg"
+  DType dtype = DType::kFloat32;
+};
+
+// The state of one MainWeightPiece, in the same memory as its main weights.
+class UpdatePiece {
+ public:
+  // `rules` are the piece's elements by hyper-parameters; `group` numbers the group.
+  UpdatePiece(const MainWeightPiece& main, DType gradient_dtype, uint64_t group,
+              const std::vector<RuleSpan>& rules, const std::vector<MomentKind>& moments,
+              EngineMemory& memory);
+
+  const MainWeightPiece& main() const { return *main_; }
+
+  // Everything but gradients; and but weights where they are elsewhere than the rest.
+  const std::vector<UpdateSpan>& spans() const { return spans_; }
+
+  // All of moment `which` as fp32 numbers, a copy on the CPU; and back (moment_values.h).
+  at::Tensor moment(size_t which) const;
+  void set_moment(size_t which, const at::Tensor& values);
+
+ private:
+  struct Memory {
+    Slab values;
+    Slab scales;       // of all spans, one after the other
+    at::Tensor bytes;  // the same as tensors
+    at::Tensor factors;
+  };
+  void allocate(size_t which, DType dtype, SlabAllocator& allocator, c10::Device device);
+  // Calls body with each span and its moment, in copies on the CPU, which are then copied back.
+  template <typename Body>
+  void with_moments_on_cpu(size_t which, const Body& body) const;
+
+  const MainWeightPiece* main_;
+  std::vector<Memory> moments_;
+  std::vector<UpdateSpan> spans_;
+};
+
+// The state of a group's optimizer shard.
+class GroupUpdate {
+ public:
+  // `hyper` has the hyper-parameters of the group's members; `number` tells groups apart.
+  GroupUpdate(ParamGroup& group, uint64_t number, std::span<const HyperParameters> hyper,
+              const std::vector<MomentKind>& moments, EngineMemory& memory);
+
+  ParamGroup& group() const { return *group_; }
+  std::vector<UpdatePiece>& pieces() { return pieces_; }
+  const std::vector<UpdatePiece>& pieces() const { return pieces_; }
+
+  // The gradients of a piece, where they lie now.
+  at::Tensor gradient_of(const UpdatePiece& piece) const;
+
+ private:
+  ParamGroup* group_;
+  std::vector<UpdatePiece> pieces_;
+};
+
+}  // namespace fsdp
