@@ -46,6 +46,7 @@ void train(fsdp::World& world) {
   Net model(kVocabulary, 64);
   const fsdp::Sharded sharded =
       fsdp::fully_shard(model, mesh, {.initial_values = fsdp::InitialValues::kOfRankZero});
+  fsdp::AdamW optimizer(sharded, {.lr = 3e-3, .step = {.max_norm = 1.0}});
   if (world.rank() == 0) std::printf("memory of each rank\n%s", sharded.memory().text().c_str());
 
   torch::Generator data = at::detail::createCPUGenerator(100 + static_cast<uint64_t>(world.rank()));
@@ -55,12 +56,8 @@ void train(fsdp::World& world) {
     const torch::Tensor logits = model(tokens).flatten(0, 1);
     torch::Tensor loss = torch::cross_entropy_loss(logits, next.flatten());
     loss.backward();
-
-    // Plain gradient descent on this rank's part of everything.
-    for (const fsdp::FlatShard& shard : sharded.flat_shards())
-      shard.main_weight.sub_(shard.gradient, 0.5);
-    sharded.refresh_weights();
-    sharded.zero_grad();
+    optimizer.step();  // runs beside the next forward
+    optimizer.zero_grad();
     if (world.rank() == 0 && step % 5 == 4)
       std::printf("step %2d  loss %.3f\n", step + 1, loss.item<float>());
   }
