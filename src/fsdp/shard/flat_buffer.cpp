@@ -13,6 +13,8 @@ namespace fsdp {
 at::Tensor tensor_over(void* address, int64_t numel, at::ScalarType dtype, c10::Device device) {
   // Buffers are made when they are needed first, which may be in an evaluation.
   const c10::InferenceMode for_training_too(false);
+  // Nothing has no address, and a device would ask whose memory that is.
+  if (numel == 0) return at::empty({0}, at::TensorOptions().dtype(dtype).device(device));
   return at::from_blob(address, {numel}, at::TensorOptions().dtype(dtype).device(device));
 }
 
