@@ -79,12 +79,13 @@ Expected expected_adamw(const UpdateMemory& before, int64_t i, const StepState& 
   const double v_hat = v / (1 - std::pow(0.99, t));
   const double decayed = before.main_value(i) * (1 - rate * 0.125);
   const double change = rate * m_hat / (std::sqrt(v_hat) + 1e-8);
-  // The change inherits the error of its moment.
+  // The change inherits the error of its moment, which may be 0 as a sum of large terms.
   const double m_terms = std::abs(before.first_value(i)) * 0.9 + std::abs(g) * 0.1;
+  const double change_terms = rate * m_terms / (1 - std::pow(0.9, t)) / (std::sqrt(v_hat) + 1e-8);
   return {.weight = decayed - change,
           .first = m,
           .second = v,
-          .weight_terms = std::abs(decayed) + std::abs(change) * (m_terms / std::abs(m)),
+          .weight_terms = std::abs(decayed) + change_terms,
           .first_terms = m_terms};
 }
 

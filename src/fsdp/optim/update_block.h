@@ -46,7 +46,7 @@ class RandomStage {
 
   FSDP_INLINED const Bits* draw(const Place& place, RandomKey key) {
     static_assert(std::endian::native == std::endian::little);  // even elements have the lower bits
-    const auto first = static_cast<uint32_t>(place.position >> 1);
+    const uint32_t first = static_cast<uint32_t>(place.position) >> 1;
     const auto count = static_cast<uint32_t>((place.count + (place.position & 1) + 1) / 2);
     FSDP_INDEPENDENT_ITERATIONS
     for (uint32_t i = 0; i < count; ++i) pairs_[i] = random_pair(key, first + i);

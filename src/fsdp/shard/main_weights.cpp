@@ -43,7 +43,8 @@ MainWeightPiece part_of(const MainWeightPiece& piece, FlatRange range) {
 
 MainWeights::MainWeights(const FlatLayout& layout, const GroupTypes& types,
                          const GroupSetting& setting, const FlatBuffer& weight)
-    : dtype_(scalar_type_of(types.main_weight.value_or(types.weight))) {
+    : dtype_(scalar_type_of(types.main_weight.value_or(types.weight))),
+      model_device_(setting.device) {
   const StatePlaces places =
       state_places(layout.shard_ranges(setting.strategy.optimizer, setting.rank),
                    types.trainable ? setting.offload.fraction : 0.0);
@@ -90,7 +91,7 @@ at::Tensor MainWeights::at(FlatRange range) const {
   if (parts.size() == 1) return parts.front();
   if (!parts.empty()) return at::cat(parts);
   FSDP_ASSERT(range.empty(), "element ", range.begin, " is not in the optimizer's part");
-  return at::empty({0}, at::dtype(dtype_));
+  return at::empty({0}, at::dtype(dtype_).device(model_device_));
 }
 
 void MainWeights::set(FlatRange range, const at::Tensor& values) {

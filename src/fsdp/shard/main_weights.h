@@ -51,6 +51,7 @@ class MainWeights {
                   c10::Device device, const FlatBuffer& weight);
 
   const at::ScalarType dtype_;
+  const c10::Device model_device_;
   Slab device_;
   Slab host_;
   std::vector<MainWeightPiece> pieces_;
