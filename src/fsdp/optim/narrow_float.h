@@ -134,12 +134,14 @@ using Fp8E5M2 = NarrowFloat<uint8_t, 5, 2, TopExponent::kInfAndNan>;
 // Not narrow, for loops over any of them.
 struct Fp32 {
   using Code = float;
+  static constexpr bool kRounds = false;  // numbers of fp32 that are stored in it
   FSDP_HOST_DEVICE static float widened(Code value) { return value; }
 };
 
 // The upper half of fp32: no rebias, no subnormals of its own.
 struct Bf16 {
   using Code = uint16_t;
+  static constexpr bool kRounds = true;
 
   FSDP_HOST_DEVICE static float widened(Code code) {
     return std::bit_cast<float>(static_cast<uint32_t>(code) << 16);

@@ -36,23 +36,95 @@ FSDP_INLINED void adamw_block(AdamWFactors by, const float* gradient, float* wei
     adamw_element(by, gradient[i], weight[i], first[i], second[i]);
 }
 
-// Halves of weights need not go through a stage where both moments are fp32: that is the usual case
-// of mixed precision, and a third faster.
-template <typename Gradient>
-FSDP_INLINED void adamw_split_block(AdamWFactors by, const UpdateSpan& span, const Place& place) {
-  const auto* gradient = static_cast<const typename Gradient::Code*>(span.gradient) + place.begin;
-  auto* upper = static_cast<uint16_t*>(span.weight) + place.begin;
-  auto* remainder = static_cast<int16_t*>(span.main_weight) + place.begin;
-  auto* first = static_cast<float*>(span.first.values) + place.begin;
-  auto* second = static_cast<float*>(span.second.values) + place.begin;
-  FSDP_INDEPENDENT_ITERATIONS
-  for (int64_t i = 0; i < place.count; ++i) {
-    float weight = join_weight({.upper = upper[i], .remainder = remainder[i]});
-    adamw_element(by, Gradient::widened(gradient[i]), weight, first[i], second[i]);
-    const SplitWeight split = split_weight(weight);
+// The usual types of mixed precision go through no stage: in one loop, conversions run beside the
+// root and the division, which keep one unit busy and leave the others idle. (Moments are stored
+// before weights, which wait for the division; the other order is slower.)
+struct SplitWeights {
+  uint16_t* upper;
+  int16_t* remainder;
+
+  FSDP_INLINED float load(int64_t i) const {
+    return join_weight({.upper = upper[i], .remainder = remainder[i]});
+  }
+  FSDP_INLINED void store(int64_t i, float value) const {
+    const SplitWeight split = split_weight(value);
     upper[i] = split.upper;
     remainder[i] = split.remainder;
   }
+};
+
+struct SeparateWeights {
+  uint16_t* weight;
+  float* main;
+
+  FSDP_INLINED float load(int64_t i) const { return main[i]; }
+  FSDP_INLINED void store(int64_t i, float value) const {
+    main[i] = value;
+    weight[i] = rounded_away(value);
+  }
+};
+
+// Both moments are of type Narrow; key(purpose, place) makes a RandomKey.
+template <typename Gradient, typename Narrow, typename Weights, typename Key>
+FSDP_INLINED void adamw_direct_block(AdamWFactors by, const UpdateSpan& span, const Place& place,
+                                     Weights weights, Key key) {
+  const auto* gradient = static_cast<const typename Gradient::Code*>(span.gradient) + place.begin;
+  auto* first = static_cast<typename Narrow::Code*>(span.first.values) + place.begin;
+  auto* second = static_cast<typename Narrow::Code*>(span.second.values) + place.begin;
+  block::RandomStage stage;
+  const block::RandomStage::Bits* random = nullptr;
+  if constexpr (Narrow::kRounds)
+    random = stage.draw(place, key(RandomPurpose::kSecondMoment, place));
+  FSDP_INDEPENDENT_ITERATIONS
+  for (int64_t i = 0; i < place.count; ++i) {
+    float weight = weights.load(i);
+    float m = Narrow::widened(first[i]);
+    float v = Narrow::widened(second[i]);
+    adamw_element(by, Gradient::widened(gradient[i]), weight, m, v);
+    if constexpr (Narrow::kRounds) {
+      first[i] = Narrow::nearest(m);
+      second[i] = Narrow::stochastic(v, random[i]);
+    } else {
+      first[i] = m;
+      second[i] = v;
+    }
+    weights.store(i, weight);
+  }
+}
+
+template <typename Gradient, typename Narrow, typename Key>
+FSDP_INLINED void adamw_direct_block(AdamWFactors by, const UpdateSpan& span, const Place& place,
+                                     Key key) {
+  auto* weight = static_cast<uint16_t*>(span.weight) + place.begin;
+  if (span.main == MainWeight::kSplit) {
+    auto* remainder = static_cast<int16_t*>(span.main_weight) + place.begin;
+    adamw_direct_block<Gradient, Narrow>(by, span, place, SplitWeights{weight, remainder}, key);
+  } else {
+    auto* main = static_cast<float*>(span.main_weight) + place.begin;
+    adamw_direct_block<Gradient, Narrow>(by, span, place, SeparateWeights{weight, main}, key);
+  }
+}
+
+// False, and nothing done, where a type needs a stage.
+template <typename Key>
+FSDP_INLINED bool update_directly(AdamWFactors by, const UpdateSpan& span, const Place& place,
+                                  Key key) {
+  if (span.main == MainWeight::kIsWeight || span.weight_dtype != DType::kBFloat16) return false;
+  const auto both_are = [&](DType dtype) {
+    return span.first.dtype == dtype && span.second.dtype == dtype;
+  };
+  const bool is_wide = both_are(DType::kFloat32);
+  if (!is_wide && !both_are(DType::kBFloat16)) return false;
+  if (span.gradient_dtype == DType::kFloat32) {
+    is_wide ? adamw_direct_block<Fp32, Fp32>(by, span, place, key)
+            : adamw_direct_block<Fp32, Bf16>(by, span, place, key);
+  } else if (span.gradient_dtype == DType::kBFloat16) {
+    is_wide ? adamw_direct_block<Bf16, Fp32>(by, span, place, key)
+            : adamw_direct_block<Bf16, Bf16>(by, span, place, key);
+  } else {
+    return false;
+  }
+  return true;
 }
 
 FSDP_INLINED void adamw_blocks(const UpdateSpan& span, const AdamWRule& rule,
@@ -61,14 +133,9 @@ FSDP_INLINED void adamw_blocks(const UpdateSpan& span, const AdamWRule& rule,
   const auto key = [&](RandomPurpose purpose, const Place& place) {
     return random_key(rule.seed, state.step, span.group, purpose, place.position);
   };
-  const bool is_split = span.main == MainWeight::kSplit && span.first.dtype == DType::kFloat32 &&
-                        span.second.dtype == DType::kFloat32;
   alignas(64) Stage gradient_stage, weight_stage, first_stage, second_stage;
   for_each_block(span, range, [&](const Place& place) {
-    if (is_split && span.gradient_dtype == DType::kFloat32)
-      return adamw_split_block<Fp32>(by, span, place);
-    if (is_split && span.gradient_dtype == DType::kBFloat16)
-      return adamw_split_block<Bf16>(by, span, place);
+    if (update_directly(by, span, place, key)) return;
     const float* gradient = block::load_gradient(span, place, gradient_stage);
     float* weight = block::load_weight(span, place, weight_stage);
     float* first = block::load_first(span.first, span.flat_begin, place, first_stage);
