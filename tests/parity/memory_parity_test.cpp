@@ -8,7 +8,9 @@
 #include <vector>
 
 #include "fsdp/base/text.h"
+#include "fsdp/optim/adamw.h"
 #include "fsdp/plan/forecast.h"
+#include "fsdp/shard/engine.h"
 #include "fsdp/shard/fully_shard.h"
 #include "support/counting_allocator.h"
 #include "support/parity.h"
@@ -25,6 +27,7 @@ using testing::ParityCase;
 using testing::ParityModel;
 using testing::Precision;
 using testing::run_ranks;
+using testing::UpdatedBy;
 
 // As planning sees it: units of the model in order, each with its tensors.
 ModelShape shape_of(const ParityModel& model) {
@@ -160,6 +163,51 @@ std::string case_name(const ::testing::TestParamInfo<Memory::ParamType>& each) {
   std::replace_if(
       name.begin(), name.end(), [](char c) { return c == '+' || c == '/'; }, '_');
   return name;
+}
+
+// What an optimizer adds, on the device and on the host. No type keeps scales here: those depend on
+// where shards end (docs/plan.md).
+TEST(OptimizerMemory, IsTheForecast) {
+  for (const char* strategy : {"no_shard", "optim", "optim_grads_params", "SS/SS/SS"})
+    for (const Precision precision : {Precision::kFp32, Precision::kBf16})
+      for (const MainStorage storage : {MainStorage::kSplit, MainStorage::kSeparate})
+        for (const double fraction : {0.0, 0.3, 1.0}) {
+          ParityCase parity{.model = ModelKind::kLlama,
+                            .strategy = strategy,
+                            .outer = 2,
+                            .inner = 2,
+                            .precision = precision,
+                            .updated_by = UpdatedBy::kOurs};
+          ShardOptions options = parity.options();
+          options.precision.main_storage = storage;
+          options.offload.fraction = fraction;
+          SCOPED_TRACE(concat(parity.name(), " ", name_of(storage), " ", fraction));
+          PlanOptions plan{
+              .ranks = parity.ranks(),
+              .outer = parity.outer,
+              .compute = precision == Precision::kFp32 ? DType::kFloat32 : DType::kBFloat16,
+              .precision = options.precision.types(),
+              .pool = parity.pool,
+              .prefetch = options.prefetch};
+          plan.offload = fraction;
+          plan.precision.first_moment = DType::kBFloat16;
+          plan.precision.second_moment = DType::kFloat32;
+          const auto shape = shape_of(*make_model(parity.model, parity.compute()));
+          const MemoryBytes forecast = Planner(shape, plan).forecast(options.strategy).bytes;
+          run_ranks(parity.ranks(), [&](World& world) {
+            const Mesh mesh = world.mesh({.outer = parity.outer});
+            const auto model = make_model(parity.model, parity.compute());
+            const Sharded sharded = fully_shard(model, mesh, options);
+            const AdamW optimizer(sharded, {.first_moment = at::kBFloat16});
+            const MemoryReport memory = sharded.memory();
+            const MemoryLedger& host = sharded.engine().memory().host_ledger();
+            EXPECT_EQ(memory.weight_bytes, forecast.weight);
+            EXPECT_EQ(memory.main_weight_bytes, forecast.main_weight);
+            EXPECT_EQ(memory.moment_bytes, forecast.moments);
+            EXPECT_EQ(host.bytes(MemoryKind::kMainWeight), forecast.host.main_weight);
+            EXPECT_EQ(host.bytes(MemoryKind::kMoment), forecast.host.moments);
+          });
+        }
 }
 
 INSTANTIATE_TEST_SUITE_P(

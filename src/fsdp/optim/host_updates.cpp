@@ -115,14 +115,18 @@ void HostUpdates::run_chunks(const std::vector<Chunk>& chunks) {
     Slot& slot = slots_[slot_of(i)];
     wait_on_host(down[slot_of(i)]);
     const at::Tensor updated = update(chunks[i], slot);
-    slot.up = up_.run([updated, weight = chunks[i].weight] { weight.copy_(updated, true); });
+    slot.up = up_.run([updated, weight = chunks[i].weight] {
+      RECORD_FUNCTION("fsdp::weights_to_device", {});
+      weight.copy_(updated, /*non_blocking=*/true);
+    });
     if (i + kSlots < chunks.size()) down[slot_of(i)] = bring_down(chunks[i + kSlots], slot);
   }
 }
 
 Work HostUpdates::bring_down(const Chunk& chunk, Slot& slot) {
   return down_.run([to = on_host(slot.gradient, chunk.gradient), from = chunk.gradient] {
-    to.copy_(from, true);
+    RECORD_FUNCTION("fsdp::gradients_to_host", {});
+    to.copy_(from, /*non_blocking=*/true);
   });
 }
 

@@ -222,7 +222,7 @@ void Optimizer::update_piece(const UpdatePiece& piece, const at::Tensor& gradien
 
 void Optimizer::update_unit(UnitUpdate& unit) {
   Work work = lane_->run([this, &unit] {
-    RECORD_FUNCTION("fsdp::update", {});
+    RECORD_FUNCTION("fsdp::update_unit", {});
     for (const GroupUpdate& update : unit.groups)
       for (const UpdatePiece& piece : update.pieces())
         if (!piece.main().is_offloaded) update_piece(piece, update.gradient_of(piece));
