@@ -284,6 +284,70 @@ TEST(HiddenUpdates, MakeATouchedWeightAnErrorUntilTheyAreDone) {
   });
 }
 
+TEST(HiddenUpdates, AreWaitedForByForwardsWithoutGradients) {
+  const auto outputs = [](Updates updates) {
+    std::vector<at::Tensor> all;
+    run_ranks(2, [&](World& world) {
+      const Mesh mesh = world.mesh();
+      Chain model = build([] { return Chain(3); });
+      const Sharded sharded = fully_shard(model, mesh);
+      AdamW optimizer(sharded, {.lr = 0.1, .step = {.updates = updates}});
+      for (int step = 0; step < 3; ++step) {
+        take_steps(model, optimizer, world.rank(), step, step + 1);
+        const at::NoGradGuard no_grad;
+        const at::Tensor output = model(input_for(0, 7));
+        if (world.rank() == 0) all.push_back(output);
+      }
+    });
+    return all;
+  };
+  expect_equal(outputs(Updates::kHidden), outputs(Updates::kBlocking));
+}
+
+TEST(HiddenUpdates, SurviveAFailedForward) {
+  std::vector<at::Tensor> expected;
+  for (const bool fails : {false, true})
+    run_ranks(2, [&](World& world) {
+      const Mesh mesh = world.mesh();
+      Chain model = build([] { return Chain(3); });
+      const Sharded sharded = fully_shard(model, mesh);
+      AdamW optimizer(sharded, {.lr = 0.1});
+      take_steps(model, optimizer, world.rank(), 0, 2);
+      if (fails) {
+        model->units[1]->inside = [](auto&) { throw Error("out of luck"); };
+        EXPECT_THAT(error_of([&] { loss_of(model, world.rank(), 2); }), HasSubstr("out of luck"));
+        model->units[1]->inside = nullptr;
+        sharded.reset();
+      }
+      take_steps(model, optimizer, world.rank(), 2, 4);
+      const std::vector<at::Tensor> weights = testing::weights_of(sharded, model);
+      if (world.rank() != 0) return;
+      if (!fails) expected = weights;
+      expect_equal(weights, expected);
+    });
+}
+
+// zero_grad() returns while updates still read gradients that live for a step; the memory goes when
+// they have.
+TEST(HiddenUpdates, LetGradientsGoWhenTheyAreRead) {
+  run_ranks(2, [](World& world) {
+    const Mesh mesh = world.mesh();
+    Chain model = build([] { return Chain(3); });
+    const Sharded sharded =
+        fully_shard(model, mesh, {.gradient_lifetime = GradientLifetime::kStep});
+    AdamW optimizer(sharded);
+    for (int step = 0; step < 3; ++step) {
+      loss_of(model, world.rank(), step).backward();
+      sharded.wait_gradients();
+      EXPECT_GT(sharded.memory().main_grad_bytes, 0);
+      optimizer.step();
+      optimizer.zero_grad();
+      optimizer.synchronize();
+      EXPECT_EQ(sharded.memory().main_grad_bytes, 0);
+    }
+  });
+}
+
 // --- lanes ---------------------------------------------------------------------------------------
 
 TEST(Lane, RunsTasksInOrderAfterWhatTheyWaitFor) {
