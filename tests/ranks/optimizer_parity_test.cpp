@@ -1,5 +1,6 @@
 // Optimizers on sharded models against those of libtorch on plain ones.
 #include <gtest/gtest.h>
+#include <torch/nn/modules/embedding.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
@@ -13,6 +14,7 @@ namespace fsdp {
 namespace {
 
 using testing::Chain;
+using testing::device;
 using testing::kSteps;
 using testing::kStrategies;
 using testing::loss_of;
@@ -189,6 +191,52 @@ TEST_P(Strategies, UpdateAShardAsTheShardOfTheUpdate) {
       for (const auto& [name, value] : expected)
         EXPECT_TRUE(at::equal(actual.at(name), value)) << name << " on " << ranks;
     }
+  }
+}
+
+// --- shared weights ------------------------------------------------------------------------------
+
+struct SharedHeadImpl : torch::nn::Module {
+  void share(const at::Tensor& other) { weight = register_parameter("weight", other); }
+  at::Tensor forward(const at::Tensor& x) { return at::linear(x, weight); }
+  at::Tensor weight;
+};
+TORCH_MODULE(SharedHead);
+
+struct TiedImpl : torch::nn::Module {
+  TiedImpl()
+      : embedding(register_module("embedding", Unit<torch::nn::Embedding>(11, 6))),
+        head(register_module("head", Unit<SharedHead>())) {
+    head->share(embedding->weight);
+  }
+  at::Tensor forward(const at::Tensor& tokens) { return head(at::tanh(embedding(tokens))); }
+  Unit<torch::nn::Embedding> embedding;
+  Unit<SharedHead> head;
+};
+TORCH_MODULE(Tied);
+
+TEST_P(Strategies, CountASharedWeightOnceInTheNorm) {
+  const auto loss_on = [](Tied& model, int rank) {
+    return model(((at::arange(5) * (rank + 2)) % 11).to(device())).square().sum();
+  };
+  const auto make = [] {
+    Tied model = testing::build([] { return Tied(); });
+    model->to(device());
+    return model;
+  };
+  for (const auto& [ranks, outer] : meshes_for(GetParam())) {
+    Tied plain = make();
+    for (int rank = 0; rank < ranks; ++rank) (loss_on(plain, rank) / ranks).backward();
+    const double expected = plain->embedding->weight.grad().norm().item<double>();
+    run_ranks(ranks, [&, outer = outer](World& world) {
+      const Mesh mesh = world.mesh({.outer = outer});
+      Tied model = make();
+      const Sharded sharded = fully_shard(model, mesh, {.strategy = parse_strategy(GetParam())});
+      AdamW optimizer(sharded, {.step = {.measures_norm = true}});
+      loss_on(model, world.rank()).backward();
+      optimizer.step();
+      EXPECT_NEAR(optimizer.gradient_norm(), expected, 1e-5 * expected) << ranks << " ranks";
+    });
   }
 }
 
