@@ -45,7 +45,11 @@ struct Rotation {
     cosine = at::cat({angle.cos(), angle.cos()}, -1);
     sine = at::cat({angle.sin(), angle.sin()}, -1);
   }
-  at::Tensor operator()(const at::Tensor& x) const {  // [batch, heads, sequence, head_size]
+  at::Tensor operator()(const at::Tensor& x) {  // [batch, heads, sequence, head_size]
+    if (cosine.device() != x.device()) {
+      cosine = cosine.to(x.device());
+      sine = sine.to(x.device());
+    }
     const std::vector<at::Tensor> halves = x.chunk(2, -1);
     return x * cosine + at::cat({-halves[1], halves[0]}, -1) * sine;
   }
@@ -87,7 +91,7 @@ struct LlamaBlockImpl : torch::nn::Module {
   }
 
   const int64_t heads;
-  const Rotation rotate;
+  Rotation rotate;
   RmsNorm attention_norm;
   fsdp::nn::Linear query, key, value, output;
   RmsNorm ffn_norm;

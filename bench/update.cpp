@@ -2,6 +2,7 @@
 // a picture of what runs when; and what the gradient norm costs where it comes out of the
 // reduction.
 #include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <CLI/CLI.hpp>
 #include <cstdio>
@@ -11,6 +12,7 @@
 
 #include "fsdp/comm/reduce_ranks.h"
 #include "fsdp/fsdp.h"
+#include "fsdp/optim/span_update.h"
 #include "llama.h"
 #include "timeline.h"
 #include "turns.h"
@@ -19,9 +21,16 @@ namespace {
 
 struct Settings {
   int rounds = 7;
+  c10::Device device = c10::kCPU;
   // Little data, so that updates take a part of a step that can be seen.
   bench::LlamaShape llama{.hidden = 512, .ffn = 1536, .sequence = 32, .batch = 1};
 };
+
+// Until the device has done what it was asked for.
+void synchronize(c10::Device device) {
+  if (!device.is_cpu())
+    c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+}
 
 // A model on one rank, and its optimizer.
 class Trainee {
@@ -31,7 +40,9 @@ class Trainee {
     at::manual_seed(7);
     model_ = bench::Llama(settings.llama);
     const bench::LlamaShape& shape = settings.llama;
-    tokens_ = at::randint(shape.vocab, {shape.batch, shape.sequence}, at::kLong);
+    model_->to(settings.device);
+    tokens_ = at::randint(shape.vocab, {shape.batch, shape.sequence},
+                          at::device(settings.device).dtype(at::kLong));
     sharded_ = std::make_unique<fsdp::Sharded>(fsdp::fully_shard(model_, mesh, shard));
     optimizer_ =
         std::make_unique<fsdp::AdamW>(*sharded_, fsdp::AdamWOptions{.lr = 1e-4, .step = step});
@@ -92,9 +103,10 @@ void compare_steps(const Settings& settings) {
       trainees.back()->backward();
       contenders.push_back({each.name, [trainee = trainees.back().get()] { trainee->step(); }});
     }
-    bench::take_turns(world, contenders, {.rounds = 1, .steps = 2});
+    const auto meet = [&] { synchronize(settings.device); };
+    bench::take_turns(contenders, {.rounds = 1, .steps = 2}, meet);
     const bench::Timings times =
-        bench::take_turns(world, contenders, {.rounds = settings.rounds, .steps = 1});
+        bench::take_turns(contenders, {.rounds = settings.rounds, .steps = 3}, meet);
     std::printf(
         "# a training step of a %lld-layer fp32 Llama, hidden %lld, one rank, one thread each\n",
         static_cast<long long>(settings.llama.layers),
@@ -103,7 +115,8 @@ void compare_steps(const Settings& settings) {
     for (size_t i = 0; i < cases.size(); ++i)
       std::printf("%-30s %10.2f %14.3f\n", cases[i].name, times.best_us(i) / 1e3,
                   times.best_us(i) / times.best_us(0));
-    for (size_t i = 0; i < cases.size(); ++i) {
+    // What runs on a device is not seen by the host's hooks.
+    for (size_t i = 0; settings.device.is_cpu() && i < cases.size(); ++i) {
       std::printf("# %s: step() and the forward after it\n", cases[i].name);
       bench::Timeline timeline(kRows);
       trainees[i]->update();
@@ -113,6 +126,63 @@ void compare_steps(const Settings& settings) {
       loss.backward();
     }
   });
+}
+
+// One flat shard on a device: fp32 gradients and moments, bf16 weights with a remainder, beside a
+// copy and libtorch's fused AdamW with the cast it needs.
+void compare_kernels(const Settings& settings) {
+  constexpr int64_t kNumel = int64_t{1} << 28;
+  const auto on = at::device(settings.device);
+  const auto zeros = [&](at::ScalarType type) { return at::zeros({kNumel}, on.dtype(type)); };
+  const at::Tensor gradient = at::randn({kNumel}, on);
+  const at::Tensor weight = zeros(at::kBFloat16);
+  const at::Tensor remainder = zeros(at::kShort);
+  const at::Tensor first = zeros(at::kFloat);
+  const at::Tensor second = zeros(at::kFloat);
+  at::Tensor state = at::zeros({static_cast<int64_t>(sizeof(fsdp::StepState))}, at::kByte);
+  *static_cast<fsdp::StepState*>(state.mutable_data_ptr()) = {
+      .learning_rate = 1e-3, .step = 1, .beta1_power = 0.9, .beta2_power = 0.999};
+  state = state.to(settings.device);
+  const fsdp::UpdateSpan span{.gradient = gradient.const_data_ptr(),
+                              .weight = weight.mutable_data_ptr(),
+                              .weight_dtype = fsdp::DType::kBFloat16,
+                              .main = fsdp::MainWeight::kSplit,
+                              .main_weight = remainder.mutable_data_ptr(),
+                              .first = {.values = first.mutable_data_ptr()},
+                              .second = {.values = second.mutable_data_ptr()},
+                              .numel = kNumel};
+  std::vector<at::Tensor> theirs = {zeros(at::kFloat)}, grads = {gradient},
+                          firsts = {zeros(at::kFloat)}, seconds = {zeros(at::kFloat)},
+                          steps = {at::ones({}, on.dtype(at::kFloat))};
+  const bench::Timings times = bench::take_turns(
+      {{"copy", [&] { firsts[0].copy_(gradient); }},
+       {"ours",
+        [&] {
+          fsdp::update_on_device(span, fsdp::AdamWRule{},
+                                 static_cast<const fsdp::StepState*>(state.const_data_ptr()),
+                                 settings.device);
+        }},
+       {"libtorch",
+        [&] {
+          at::_fused_adamw_(theirs, grads, firsts, seconds, {}, steps, 1e-3, 0.9, 0.999, 0.01, 1e-8,
+                            false, false);
+        }},
+       {"cast", [&] { weight.copy_(theirs[0]); }}},
+      {.rounds = settings.rounds, .steps = 4}, [&] { synchronize(settings.device); });
+  const auto row = [&](const char* name, double us, int bytes) {
+    const double rate = static_cast<double>(kNumel) * bytes / us / 1e3;
+    std::printf("%-44s %10.1f %10.0f %8.0f %%\n", name, us, rate,
+                100 * rate / (static_cast<double>(kNumel) * 8 / times.best_us(0) / 1e3));
+  };
+  std::printf("# AdamW on %lld elements on %s\n", static_cast<long long>(kNumel),
+              settings.device.str().c_str());
+  std::printf("# %-42s %10s %10s %10s\n", "what", "us", "GB/s", "of copy");
+  row("copy", times.best_us(0), 8);
+  row("ours: fp32 gradient, bf16 + remainder", times.best_us(1), 28);
+  row("libtorch's fused AdamW, fp32", times.best_us(2), 28);
+  row("libtorch's copy_ to bf16", times.best_us(3), 6);
+  std::printf("# libtorch's fused AdamW and copy_ / ours %.2f\n",
+              (times.best_us(2) + times.best_us(3)) / times.best_us(1));
 }
 
 // A reduction of two ranks' gradients into fp32, as the threads backend runs it on each rank.
@@ -151,8 +221,18 @@ int main(int argc, char** argv) {
   app.add_option("--rounds", settings.rounds, "Turns of every contender")->capture_default_str();
   app.add_option("--hidden", settings.llama.hidden, "Width of the model")->capture_default_str();
   app.add_option("--layers", settings.llama.layers, "Blocks of the model")->capture_default_str();
+  app.add_option("--ffn", settings.llama.ffn, "Width of its feed-forward part");
+  app.add_option("--batch", settings.llama.batch, "Sequences per step")->capture_default_str();
+  app.add_option("--sequence", settings.llama.sequence, "Tokens of each")->capture_default_str();
+  std::string device = "cpu";
+  app.add_option("--device", device, "Where the model is, such as cuda:0")->capture_default_str();
   CLI11_PARSE(app, argc, argv);
+  settings.device = c10::Device(device);
   compare_steps(settings);
-  price_of_the_norm(settings);
+  if (settings.device.is_cpu()) {
+    price_of_the_norm(settings);
+  } else {
+    compare_kernels(settings);
+  }
   std::printf("# result: OK\n");
 }
