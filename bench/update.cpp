@@ -2,6 +2,7 @@
 // a picture of what runs when; and what the gradient norm costs where it comes out of the
 // reduction.
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <CLI/CLI.hpp>
@@ -90,7 +91,8 @@ void compare_steps(const Settings& settings) {
       {"all on the host, hidden", fsdp::Updates::kHidden, {.fraction = 1.0}},
   };
   fsdp::run_threads(1, {}, [&](fsdp::World& world) {
-    at::set_num_threads(1);  // computing takes one core, updates another
+    // Computing takes one core, updates another; beside a device the host has nothing else to do.
+    if (settings.device.is_cpu()) at::set_num_threads(1);
     const fsdp::Mesh mesh = world.mesh();
     std::vector<std::unique_ptr<Trainee>> trainees;
     std::vector<bench::Contender> contenders;
@@ -108,7 +110,7 @@ void compare_steps(const Settings& settings) {
     const bench::Timings times =
         bench::take_turns(contenders, {.rounds = settings.rounds, .steps = 3}, meet);
     std::printf(
-        "# a training step of a %lld-layer fp32 Llama, hidden %lld, one rank, one thread each\n",
+        "# a training step of a %lld-layer fp32 Llama, hidden %lld, one rank on %s, %d threads\n",
         static_cast<long long>(settings.llama.layers),
         static_cast<long long>(settings.llama.hidden));
     std::printf("# %-28s %10s %14s\n", "updates", "ms", "of blocking");
