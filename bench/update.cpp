@@ -112,7 +112,8 @@ void compare_steps(const Settings& settings) {
     std::printf(
         "# a training step of a %lld-layer fp32 Llama, hidden %lld, one rank on %s, %d threads\n",
         static_cast<long long>(settings.llama.layers),
-        static_cast<long long>(settings.llama.hidden));
+        static_cast<long long>(settings.llama.hidden), settings.device.str().c_str(),
+        at::get_num_threads());
     std::printf("# %-28s %10s %14s\n", "updates", "ms", "of blocking");
     for (size_t i = 0; i < cases.size(); ++i)
       std::printf("%-30s %10.2f %14.3f\n", cases[i].name, times.best_us(i) / 1e3,
