@@ -4,9 +4,12 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstring>
 
 #include "fsdp/optim/sgd.h"
+#include "fsdp/optim/split_weight.h"
 #include "fsdp/shard/engine.h"
+#include "fsdp/shard/split_tensor.h"
 #include "support/optimizer_training.h"
 
 namespace fsdp {
@@ -46,6 +49,30 @@ TEST(SplitMainWeights, TrainAsSeparateOnesDoBitByBit) {
     separate.shard.precision.main_storage = MainStorage::kSeparate;
     expect_same_bits(train(split), train(separate), strategy);
   }
+}
+
+// The tensors' version of what the kernels do, on bit patterns of every kind.
+TEST(SplitMainWeights, AreExactBothWays) {
+  const at::Tensor bits = at::cat({at::arange(-0x8000, 0x8000, at::kInt) * 65536 + 0x7FFF,
+                                   at::arange(-0x8000, 0x8000, at::kInt) * 65536 - 0x8000,
+                                   at::arange(0x3F7F0000, 0x3F810000, at::kInt),
+                                   at::tensor({0x7F7FFFFF, 0x7F800000, 0, -0x7FFFFFFF - 1})});
+  const at::Tensor values = bits.to(at::kInt).view(at::kFloat);
+  const at::Tensor upper = at::empty_like(values, at::kBFloat16);
+  const at::Tensor remainder = at::empty_like(values, at::kShort);
+  split_into_halves(values, upper, remainder);
+  const at::Tensor is_nan = values.isnan();
+  EXPECT_TRUE(at::equal(upper.isnan(), is_nan));
+  const at::Tensor same =
+      join_halves(upper, remainder).view(at::kInt).eq(values.view(at::kInt)).logical_or(is_nan);
+  EXPECT_TRUE(same.all().item<bool>());
+  std::vector<uint16_t> expected(static_cast<size_t>(values.numel()));
+  std::vector<int16_t> expected_remainder(expected.size());
+  split_weights(values.const_data_ptr<float>(), expected.data(), expected_remainder.data(),
+                values.numel());
+  EXPECT_EQ(std::memcmp(upper.const_data_ptr(), expected.data(), 2 * expected.size()), 0);
+  EXPECT_EQ(std::memcmp(remainder.const_data_ptr(), expected_remainder.data(), 2 * expected.size()),
+            0);
 }
 
 TEST(SplitMainWeights, TakeTwoBytesBesideTheWeight) {

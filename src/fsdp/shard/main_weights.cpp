@@ -25,8 +25,14 @@ void set_value(const MainWeightPiece& piece, const at::Tensor& values) {
     split_into_halves(values.to(piece.weight.device(), at::kFloat), piece.weight, piece.main);
     return;
   }
-  piece.weight.copy_(values);
   if (piece.main.defined()) piece.main.copy_(values);
+  if (piece.weight.scalar_type() == at::kBFloat16 && values.scalar_type() == at::kFloat) {
+    // As updates round, so that a restored weight is the one that was saved.
+    split_into_halves(values.to(piece.weight.device()), piece.weight,
+                      at::empty_like(piece.weight, at::kShort));
+  } else {
+    piece.weight.copy_(values);
+  }
 }
 
 // Elements [begin, begin + numel) of a piece.
