@@ -90,7 +90,7 @@ struct Seen {
 };
 
 // As many squares are added up in fp32 by one of several running sums; then in fp64.
-constexpr int64_t kSquaresPerSum = 64;
+constexpr int64_t kSquaresPerSum = 128;
 
 // Calls store(i), which stores element i and returns what it stored, for i from begin to end; no
 // iteration depends on another. The sum of values of which one is not finite is not finite, so one
