@@ -20,6 +20,7 @@ using testing::Precision;
 using testing::RankOutcome;
 using testing::train_rank;
 using testing::train_threads;
+using testing::UpdatedBy;
 
 World checked_world() {
   CommOptions options = CommOptions::from_environment();
@@ -53,6 +54,12 @@ std::vector<ParityCase> cases() {
                    .lifetime = GradientLifetime::kStep,
                    .gradient = GradientOf::kSumOverRanks});
   all.push_back({.model = ModelKind::kMlp, .precision = Precision::kBf16});
+  for (const char* strategy : {"optim", "optim_grads_params"})
+    for (const UpdatedBy updated_by : {UpdatedBy::kOurs, UpdatedBy::kOursOffloaded})
+      all.push_back({.model = ModelKind::kHybrid,
+                     .strategy = strategy,
+                     .precision = Precision::kBf16,
+                     .updated_by = updated_by});
   return all;
 }
 
