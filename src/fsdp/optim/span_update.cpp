@@ -30,6 +30,9 @@ void on_device(const UpdateSpan& span, const SgdRule& rule, const StepState* sta
   sgd_on_device(span, rule, state, stream);
 }
 
+int num_moments(const AdamWRule&) { return 2; }
+int num_moments(const SgdRule& rule) { return rule.momentum == 0.0 ? 0 : 1; }
+
 }  // namespace
 
 void* current_stream(c10::Device device) {
@@ -42,6 +45,7 @@ void update_on_cpu(const UpdateSpan& span, const UpdateMath& math, const StepSta
   const int64_t count = std::clamp<int64_t>(span.numel / kWorthAThread, 1, team.size());
   std::visit(
       [&](const auto& rule) {
+        check_span(span, num_moments(rule));
         team.run(count,
                  [&](int64_t i) { on_cpu(span, rule, state, piece_of_span(span, i, count)); });
       },
@@ -50,7 +54,12 @@ void update_on_cpu(const UpdateSpan& span, const UpdateMath& math, const StepSta
 
 void update_on_device(const UpdateSpan& span, const UpdateMath& math, const StepState* state,
                       c10::Device device) {
-  std::visit([&](const auto& rule) { on_device(span, rule, state, current_stream(device)); }, math);
+  std::visit(
+      [&](const auto& rule) {
+        check_span(span, num_moments(rule));
+        on_device(span, rule, state, current_stream(device));
+      },
+      math);
 }
 
 }  // namespace fsdp
