@@ -30,16 +30,15 @@ at::Tensor on_host(const Slab& slab, const at::Tensor& like) {
 HostUpdates::HostUpdates(EngineMemory& memory, c10::Device device, const Offload& offload,
                          UpdateMath math)
     : memory_(memory),
-      device_(device),
       chunk_numel_(std::max(kScaleBlock, offload.chunk_numel / kScaleBlock * kScaleBlock)),
       math_(std::move(math)),
       team_(at::get_num_threads()),
       // Pinned, or copying it would make the host wait for the device.
       state_(at::zeros({static_cast<int64_t>(sizeof(StepState))},
                        at::dtype(at::kByte).pinned_memory(!device.is_cpu()))),
-      down_("gradients to the host", device),
-      up_("weights to the device", device),
-      host_("updates on the host", c10::kCPU) {}
+      down_(device),
+      up_(device),
+      host_(c10::kCPU) {}
 
 std::vector<HostUpdates::Chunk> HostUpdates::chunks_of(
     const std::vector<GroupUpdate>& groups) const {

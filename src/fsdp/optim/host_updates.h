@@ -59,16 +59,15 @@ class HostUpdates {
   at::Tensor update(const Chunk& chunk, const Slot& slot);
 
   EngineMemory& memory_;
-  const c10::Device device_;
   const int64_t chunk_numel_;
   const UpdateMath math_;
   ThreadTeam team_;   // of the host lane's thread
   at::Tensor state_;  // of this step, on the host
   Work state_is_here_;
   std::array<Slot, kSlots> slots_;
-  Lane down_;
-  Lane up_;
-  Lane host_;
+  Lane down_;  // gradients
+  Lane up_;    // weights
+  Lane host_;  // updates
 };
 
 }  // namespace fsdp

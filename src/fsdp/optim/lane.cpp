@@ -10,7 +10,7 @@
 
 namespace fsdp {
 
-Lane::Lane(std::string name, c10::Device device) : name_(std::move(name)), device_(device) {
+Lane::Lane(c10::Device device) : device_(device) {
   if (!device.is_cpu())
     stream_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
 }
@@ -72,13 +72,10 @@ void Lane::work() {
     if (entries_.empty()) return;
     Entry entry = std::move(entries_.front());
     entries_.pop_front();
-    is_busy_ = true;
     lock.unlock();
     run_entry(entry);
     entry = {};
     lock.lock();
-    is_busy_ = false;
-    changed_.notify_all();
   }
 }
 
@@ -95,15 +92,6 @@ void Lane::run_entry(Entry& entry) {
     broken_ = std::current_exception();
     entry.state->fail(broken_);
   }
-}
-
-void Lane::drain() {
-  if (stream_) {
-    stream_->synchronize();
-    return;
-  }
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return entries_.empty() && !is_busy_; });
 }
 
 }  // namespace fsdp

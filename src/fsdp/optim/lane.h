@@ -11,8 +11,8 @@
 #include <mutex>
 #include <optional>
 #include <span>
-#include <string>
 #include <thread>
+#include <vector>
 
 #include "fsdp/comm/work.h"
 
@@ -28,7 +28,7 @@ class Lane {
  public:
   using Task = std::function<void()>;
 
-  Lane(std::string name, c10::Device device);
+  explicit Lane(c10::Device device);
   ~Lane();  // finishes what was begun
   Lane(const Lane&) = delete;
   Lane& operator=(const Lane&) = delete;
@@ -36,9 +36,6 @@ class Lane {
   // `state` becomes done or failed with the task, for those who wait for it already.
   Work run(Task task, std::span<const Work> after = {},
            std::shared_ptr<WorkState> state = std::make_shared<WorkState>());
-
-  // Blocks the host until all is done, on the device too. Errors are for those who wait on Works.
-  void drain();
 
  private:
   struct Entry {
@@ -52,14 +49,12 @@ class Lane {
   void work();
   void run_entry(Entry& entry);
 
-  const std::string name_;
   const c10::Device device_;
   std::optional<c10::Stream> stream_;  // devices only
 
   std::mutex mutex_;  // protects the members below
   std::condition_variable changed_;
   std::deque<Entry> entries_;
-  bool is_busy_ = false;
   bool stopping_ = false;
 
   std::exception_ptr broken_;  // by the first error; whoever runs tasks reads and writes it

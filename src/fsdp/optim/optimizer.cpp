@@ -81,7 +81,7 @@ Optimizer::Optimizer(const Sharded& sharded, UpdateRule rule, const StepOptions&
         at::empty({squared_sum_workspace_numel()}, at::device(engine.device()).dtype(at::kDouble));
   set_state({.loss_scale = options.loss_scale.initial});
   add_units();
-  lane_ = std::make_unique<Lane>("updates", engine.device());
+  lane_ = std::make_unique<Lane>(engine.device());
   if (engine.options().offload.fraction > 0.0) {
     on_host_ = std::make_unique<HostUpdates>(engine.memory(), engine.device(),
                                              engine.options().offload, rule_.math);
