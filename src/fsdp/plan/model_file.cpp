@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "fsdp/base/error.h"
+#include "fsdp/base/json_fields.h"
 #include "fsdp/base/text.h"
 #include "fsdp/plan/architecture.h"
-#include "fsdp/plan/json_fields.h"
 #include "fsdp/plan/model_catalog.h"
 
 namespace fsdp {

@@ -1,4 +1,4 @@
-#include "fsdp/plan/json_fields.h"
+#include "fsdp/base/json_fields.h"
 
 #include <algorithm>
 #include <utility>
