@@ -1,4 +1,5 @@
-// Which collectives a step needs: counted, in a world that records instead of communicating.
+// Which collectives a training step and an optimizer's step need: counted, in a world that records
+// instead of communicating.
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -10,6 +11,7 @@
 
 #include "fsdp/base/text.h"
 #include "fsdp/comm/world.h"
+#include "fsdp/optim/adamw.h"
 #include "fsdp/plan/forecast.h"
 #include "fsdp/plan/traffic.h"
 #include "fsdp/shard/fully_shard.h"
@@ -237,6 +239,93 @@ TEST(Collectives, CarryTheWireTypeAndDivideOnce) {
       EXPECT_EQ(call.print.reduce, ReduceOp::kSum) << call.print.text();
       EXPECT_EQ(call.print.scale, is_outer(call) ? 1.0 : 0.25) << call.print.text();
     }
+  }
+}
+
+// --- the optimizer's step -----------------------------------------------------------------------
+
+// What step() itself asks for, after two microbatches. Every parameter is in a unit: one outside
+// any would be gathered before step() returns, too.
+Recording record_update(const ShardOptions& options, MeshShape shape, const StepOptions& step) {
+  const auto recording = std::make_shared<Recording>();
+  World world = World::simulated(0, static_cast<int>(shape.outer * shape.inner), recording);
+  const Mesh mesh = world.mesh({.outer = static_cast<int>(shape.outer)});
+  Chain chain(kNumels);
+  const Sharded sharded = fully_shard(chain, mesh, options);
+  AdamW optimizer(sharded, {.step = step});
+  Recording update;
+  for (int i = 0; i < 2; ++i) {  // the order is known from the second step on
+    for (const bool last : {false, true}) {
+      sharded.microbatch({.last = last});
+      chain(0.0).backward();
+    }
+    sharded.wait_gradients();
+    recording->clear();
+    optimizer.step();
+    optimizer.synchronize();
+    update = *recording;
+    optimizer.zero_grad();
+  }
+  return update;
+}
+
+struct NormAxes {
+  const char* strategy;
+  MeshShape mesh;
+  std::vector<std::string> axes;  // along which the optimizer's state is cut
+};
+
+const std::vector<NormAxes> kNormAxes = {
+    {"no_shard", {1, 4}, {}},
+    {"no_shard", {2, 2}, {}},
+    {"optim", {1, 4}, {"inner"}},
+    {"optim_grads", {1, 4}, {"inner"}},
+    {"optim_grads_params", {1, 4}, {"inner"}},
+    {"optim", {2, 2}, {"inner"}},
+    {"optim_grads", {2, 2}, {"inner"}},
+    {"optim_grads_params", {2, 2}, {"inner"}},
+    {"optim+hfsdp", {2, 2}, {"inner", "outer"}},
+    {"optim_grads+hfsdp", {2, 2}, {"inner", "outer"}},
+    {"optim_grads_params+hfsdp", {2, 2}, {"inner", "outer"}},
+    {"SS/SS/SS", {2, 2}, {"inner", "outer"}},
+    {"optim_grads_params", {3, 1}, {}},
+    {"optim_grads_params+hfsdp", {3, 1}, {"outer"}},
+    {"optim_grads_params+hfsdp", {1, 1}, {}},
+};
+
+TEST(OptimizerCollectives, AreOneScalarPerShardedAxis) {
+  const std::vector<StepOptions> needing_the_norm = {
+      {.max_norm = 1.0},
+      {.measures_norm = true},
+      {.on_nonfinite = OnNonfinite::kSkip},
+      {.loss_scale = LossScale::dynamic()},
+      {.max_norm = 1.0, .measures_norm = true, .on_nonfinite = OnNonfinite::kSkip}};
+  for (const NormAxes& row : kNormAxes)
+    for (const double offloaded : {0.0, 0.5})
+      for (size_t i = 0; i < needing_the_norm.size(); ++i) {
+        SCOPED_TRACE(concat(row.strategy, " ", row.mesh.outer, "x", row.mesh.inner, ", offloaded ",
+                            offloaded, ", options ", i));
+        ShardOptions options{.strategy = parse_strategy(row.strategy)};
+        options.offload.fraction = offloaded;
+        std::vector<std::string> axes;
+        for (const RecordedCall& call : record_update(options, row.mesh, needing_the_norm[i])) {
+          axes.emplace_back(is_outer(call) ? "outer" : "inner");
+          EXPECT_EQ(call.print.tag.text(), "gradient norm") << call.print.text();
+          EXPECT_EQ(call.print.kind, OpKind::kAllReduce) << call.print.text();
+          EXPECT_EQ(call.print.reduce, ReduceOp::kSum) << call.print.text();
+          EXPECT_EQ(call.print.wire, at::kDouble) << call.print.text();
+          EXPECT_EQ(call.print.bytes, 8) << call.print.text();
+        }
+        EXPECT_EQ(axes, row.axes);
+      }
+}
+
+TEST(OptimizerCollectives, AreNoneWhenNothingNeedsTheNorm) {
+  for (const NormAxes& row : kNormAxes) {
+    SCOPED_TRACE(concat(row.strategy, " ", row.mesh.outer, "x", row.mesh.inner));
+    const ShardOptions options{.strategy = parse_strategy(row.strategy)};
+    EXPECT_EQ(record_update(options, row.mesh, {}).size(), 0u);
+    EXPECT_EQ(record_update(options, row.mesh, {.loss_scale = LossScale::fixed(8.0)}).size(), 0u);
   }
 }
 
