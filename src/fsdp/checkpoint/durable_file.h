@@ -1,0 +1,102 @@
+// The file operations checkpoints are made of: what they report as done survives a crash.
+//
+// Each one fails with an Error of one sentence: the path, what was tried, why it failed, and what
+// to do where that is known.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+
+namespace fsdp {
+
+// An open file; closed at the end of its life.
+class FileHandle {
+ public:
+  FileHandle() = default;
+  explicit FileHandle(int descriptor) : descriptor_(descriptor) {}
+  FileHandle(FileHandle&& other) noexcept : descriptor_(other.release()) {}
+  FileHandle& operator=(FileHandle&& other) noexcept;
+  ~FileHandle();
+
+  bool is_open() const { return descriptor_ >= 0; }
+  int descriptor() const { return descriptor_; }
+  int release() { return std::exchange(descriptor_, -1); }
+
+ private:
+  int descriptor_ = -1;
+};
+
+// Writes a new file from its first byte to its last. One that is not finished, because of an error
+// or of another one elsewhere, is removed at the end of the writer's life. For one thread at a
+// time.
+class FileWriter {
+ public:
+  // Creates the file; one that is there is emptied.
+  explicit FileWriter(std::string path);
+  FileWriter(FileWriter&&) = default;
+  ~FileWriter();
+
+  void write(std::span<const std::byte> bytes);
+
+  // Written so far.
+  int64_t bytes() const { return bytes_; }
+
+  // Returns when the disk has everything; nothing can be written afterwards. The file's name is in
+  // its directory for good only after sync_directory().
+  void finish();
+
+ private:
+  void start_writeback();
+
+  std::string path_;
+  FileHandle file_;  // closed: finished, moved from, or close() failed
+  int64_t bytes_ = 0;
+  int64_t writeback_bytes_ = 0;  // on their way to the disk
+};
+
+// Reads a file that nobody changes. Any number of threads may read at a time.
+class FileReader {
+ public:
+  explicit FileReader(std::string path);
+
+  const std::string& path() const { return path_; }
+
+  // When it was opened.
+  int64_t bytes() const { return bytes_; }
+
+  // Fills `into` from `offset` on. A file that ends before is an Error that says how long it is.
+  void read(int64_t offset, std::span<std::byte> into) const;
+
+ private:
+  std::string path_;
+  FileHandle file_;
+  int64_t bytes_ = 0;
+};
+
+// Replaces the whole file, or creates it: whoever looks, even after a crash, finds the old text or
+// the new, never a mix. A crash may leave a hidden file ".NAME.*.tmp" beside it.
+void write_file_durably(const std::string& path, std::string_view text);
+
+// The whole file; an Error if it has more than `max_bytes`.
+std::string read_text_file(const std::string& path, int64_t max_bytes);
+
+// Makes created, renamed and removed names in the directory survive a crash.
+void sync_directory(const std::string& path);
+
+// Creates the directory and the ones above it as needed; existing is fine.
+void make_directories(const std::string& path);
+
+// Survives a crash when it returns. A file at `to` is replaced, a directory there must be empty.
+void rename_durably(const std::string& from, const std::string& to);
+
+// Removes a file, or a directory and all below it; fine if there is none.
+void remove_tree(const std::string& path);
+
+// False where there is nothing, or a link to nothing. An Error where one cannot tell.
+bool path_exists(const std::string& path);
+
+}  // namespace fsdp
