@@ -3,11 +3,9 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/resource.h>
 
 #include <algorithm>
 #include <atomic>
-#include <csignal>
 #include <filesystem>
 #include <optional>
 #include <stdexcept>
@@ -15,6 +13,7 @@
 #include <vector>
 
 #include "fsdp/base/error.h"
+#include "support/file_size_limit.h"
 #include "support/temp_dir.h"
 
 namespace fsdp {
@@ -51,24 +50,6 @@ template <typename... Words>
 auto fails_with(const std::string& path, const Words&... words) {
   return ThrowsMessage<Error>(AllOf(StartsWith(path + ": cannot "), HasSubstr(words)...));
 }
-
-// No file of this process can grow beyond `max_bytes` while this lives.
-class FileSizeLimit {
- public:
-  explicit FileSizeLimit(rlim_t max_bytes) : signal_(std::signal(SIGXFSZ, SIG_IGN)) {
-    ::getrlimit(RLIMIT_FSIZE, &before_);
-    const rlimit limit{.rlim_cur = max_bytes, .rlim_max = before_.rlim_max};
-    FSDP_CHECK(::setrlimit(RLIMIT_FSIZE, &limit) == 0, "no limit");
-  }
-  ~FileSizeLimit() {
-    ::setrlimit(RLIMIT_FSIZE, &before_);
-    std::signal(SIGXFSZ, signal_);
-  }
-
- private:
-  rlimit before_{};
-  void (*signal_)(int);
-};
 
 // --- writing and reading -------------------------------------------------------------------------
 
@@ -207,7 +188,7 @@ TEST(FileWriter, SaysThatTheDiskIsFull) {
 // As when a disk fills up in the middle of a write: a part of it fits.
 TEST(FileWriter, SaysWhereAWriteEndedEarlyAndRemovesThatFile) {
   const testing::TempDir dir;
-  const FileSizeLimit limit(1000);
+  const testing::FileSizeLimit limit(1000);
   EXPECT_THAT(
       [&] {
         FileWriter writer(dir / "data");
@@ -243,7 +224,7 @@ TEST(WriteFileDurably, CreatesAndReplacesAndLeavesNothingElse) {
 TEST(WriteFileDurably, KeepsTheOldTextWhenTheDiskIsFull) {
   const testing::TempDir dir;
   write_file_durably(dir / "latest", "old");
-  const FileSizeLimit limit(1000);
+  const testing::FileSizeLimit limit(1000);
   EXPECT_THROW(write_file_durably(dir / "latest", std::string(2000, 'x')), Error);
   EXPECT_EQ(read_text_file(dir / "latest", 100), "old");
   EXPECT_THAT(names_in(dir.path()), ElementsAre("latest"));

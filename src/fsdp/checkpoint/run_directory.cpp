@@ -1,0 +1,249 @@
+#include "fsdp/checkpoint/run_directory.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cstdio>
+#include <filesystem>
+#include <set>
+#include <system_error>
+#include <utility>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/text.h"
+#include "fsdp/checkpoint/durable_file.h"
+
+namespace fsdp {
+namespace {
+
+constexpr std::string_view kLatestName = "latest";
+constexpr std::string_view kStepPrefix = "step-";
+constexpr std::string_view kReplacedSuffix = ".replaced";
+constexpr std::string_view kTemporarySuffix = ".tmp";
+constexpr std::string_view kRemovedId = "removed";  // of one that is being deleted
+
+std::string in(const std::string& directory, std::string_view name) {
+  return concat(directory, "/", name);
+}
+
+bool is_complete(const std::string& checkpoint) {
+  return path_exists(in(checkpoint, kManifestName));
+}
+
+// None where there is no such directory.
+std::vector<std::string> names_in(const std::string& directory) {
+  std::vector<std::string> names;
+  std::error_code error;
+  std::filesystem::directory_iterator entry(directory, error);
+  for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error))
+    names.push_back(entry->path().filename().string());
+  FSDP_CHECK(!error || error == std::errc::no_such_file_or_directory ||
+                 error == std::errc::not_a_directory,
+             directory, ": cannot list the directory: ", error.message());
+  return names;
+}
+
+// All names in it and in the directories below it.
+void sync_tree(const std::string& directory) {
+  for (const std::string& name : names_in(directory)) {
+    std::error_code ignored;
+    if (std::filesystem::is_directory(in(directory, name), ignored)) sync_tree(in(directory, name));
+  }
+  sync_directory(directory);
+}
+
+// The step of "step-00000100" and "step-00000100.replaced".
+std::optional<int64_t> visible_step_of(std::string_view name) {
+  if (name.ends_with(kReplacedSuffix)) name.remove_suffix(kReplacedSuffix.size());
+  return step_of(name);
+}
+
+// ".step-00000100.ID.tmp", and ".latest.ID.tmp" of an interrupted write_file_durably().
+bool is_temporary(std::string_view name) {
+  if (!name.starts_with('.') || !name.ends_with(kTemporarySuffix)) return false;
+  name.remove_prefix(1);
+  const std::string_view first = name.substr(0, name.find('.'));
+  return first == kLatestName || step_of(first).has_value();
+}
+
+// Renamed first, and durably, so that a half-removed checkpoint is never seen as one.
+void remove_checkpoint(const std::string& run, const std::string& name) {
+  if (!path_exists(in(run, name))) return;
+  const std::string removed = in(run, concat(".", name, ".", kRemovedId, kTemporarySuffix));
+  remove_tree(removed);  // of a crash at this point
+  rename_durably(in(run, name), removed);
+  remove_tree(removed);
+}
+
+// "RUN holds step-00000100 and step-00000200"
+std::string contents(const std::string& run, std::span<const int64_t> steps) {
+  constexpr size_t kMost = 20;
+  if (steps.empty()) return concat(run, " holds no complete checkpoint");
+  std::vector<std::string> names;
+  for (const int64_t step : steps.last(std::min(steps.size(), kMost)))
+    names.push_back(checkpoint_name(step));
+  return concat(run, " holds ", join(names, ", "),
+                steps.size() > kMost ? concat(" and ", steps.size() - kMost, " older ones") : "");
+}
+
+}  // namespace
+
+std::string checkpoint_name(int64_t step) {
+  FSDP_ASSERT(step >= 0, step);
+  char digits[24];
+  std::snprintf(digits, sizeof digits, "%08lld", static_cast<long long>(step));
+  return concat(kStepPrefix, digits);
+}
+
+std::optional<int64_t> step_of(std::string_view name) {
+  if (!name.starts_with(kStepPrefix)) return {};
+  const std::string_view digits = name.substr(kStepPrefix.size());
+  int64_t step = -1;
+  std::from_chars(digits.data(), digits.data() + digits.size(), step);
+  // One name for each step: not "step-100", not "step-00000100x".
+  if (step < 0 || checkpoint_name(step) != name) return {};
+  return step;
+}
+
+void validate(const Retention& retention) {
+  const auto check = [](const char* field, int64_t value) {
+    if (value < 0) throw UsageError(concat(field, " is ", value, ": use 0 or more"));
+  };
+  check("keep_last", retention.keep_last);
+  check("keep_every", retention.keep_every);
+}
+
+RunDirectory::RunDirectory(std::string path) : path_(std::move(path)) {
+  FSDP_CHECK(!path_.empty(), "the directory of the run has no name: give a path");
+  while (path_.size() > 1 && path_.back() == '/') path_.pop_back();
+}
+
+// --- looking -------------------------------------------------------------------------------------
+
+std::vector<int64_t> RunDirectory::steps() const {
+  std::set<int64_t> steps;
+  for (const std::string& name : names_in(path_)) {
+    const std::optional<int64_t> step = visible_step_of(name);
+    if (step.has_value() && is_complete(in(path_, name))) steps.insert(*step);
+  }
+  return {steps.begin(), steps.end()};
+}
+
+std::string RunDirectory::path_of(int64_t step) const {
+  std::string path = in(path_, checkpoint_name(step));
+  if (is_complete(path)) return path;
+  const std::string replaced = concat(path, kReplacedSuffix);
+  FSDP_CHECK(is_complete(replaced), path, ": no complete checkpoint is there; ",
+             contents(path_, steps()));
+  return replaced;
+}
+
+std::optional<int64_t> RunDirectory::latest() const {
+  const std::string file = in(path_, kLatestName);
+  if (!path_exists(file)) return {};
+  constexpr int64_t kMaxBytes = 100;  // a name and a line break
+  std::string name = read_text_file(file, kMaxBytes);
+  while (!name.empty() && (name.back() == '\n' || name.back() == '\r')) name.pop_back();
+  const std::optional<int64_t> step = step_of(name);
+  FSDP_CHECK(step.has_value(), file, ": names '", name,
+             "', which is no name of a checkpoint: write one such as ", checkpoint_name(100),
+             " into it; ", contents(path_, steps()));
+  const std::vector<int64_t> present = steps();
+  FSDP_CHECK(std::binary_search(present.begin(), present.end(), *step), file, ": names ", name,
+             ", which is not there: write the name of one that is into it, or remove it to begin "
+             "anew; ",
+             contents(path_, present));
+  return step;
+}
+
+// --- changing ------------------------------------------------------------------------------------
+
+std::string RunDirectory::temporary(int64_t step, std::string_view id) const {
+  const auto is_plain = [](char c) {
+    return ('a' <= c && c <= 'z') || ('A' <= c && c <= 'Z') || ('0' <= c && c <= '9') || c == '-' ||
+           c == '_';
+  };
+  FSDP_CHECK(!id.empty() && std::all_of(id.begin(), id.end(), is_plain) && id != kRemovedId,
+             "the id of the run is '", id, "': use letters, digits, '-' and '_', and not '",
+             kRemovedId, "'");
+  return in(path_, concat(".", checkpoint_name(step), ".", id, kTemporarySuffix));
+}
+
+// Crash instants, with what is found afterwards:
+//   before 2: the old one; the new one is a temporary
+//   before 3: the old one, under its second name
+//   before 4: the new one, which is not the latest unless the old one was
+//   before 5: the new one; the old one's second name does not count
+void RunDirectory::publish(int64_t step, std::string_view id) const {
+  const std::string from = temporary(step, id);
+  const std::string name = checkpoint_name(step);
+  const std::string to = in(path_, name);
+  const std::string replaced_name = concat(name, kReplacedSuffix);
+  FSDP_ASSERT(is_complete(from), from, " has no ", kManifestName);
+  // 1. All names in it.
+  sync_tree(from);
+  // 2. The old one aside. Without an old one, one that a crash left aside stays until 5.
+  if (path_exists(to)) {
+    if (is_complete(to)) {
+      remove_checkpoint(path_, replaced_name);
+      rename_durably(to, in(path_, replaced_name));
+    } else {
+      remove_checkpoint(path_, name);  // not of our making; the one aside may be all there is
+    }
+  }
+  // 3. The new one in its place.
+  rename_durably(from, to);
+  // 4. The new one is the latest.
+  write_file_durably(in(path_, kLatestName), concat(name, "\n"));
+  // 5. The old one goes.
+  remove_checkpoint(path_, replaced_name);
+}
+
+void RunDirectory::remove_temporaries() const {
+  for (const std::string& name : names_in(path_)) {
+    if (is_temporary(name)) remove_tree(in(path_, name));
+    const bool is_aside = name.ends_with(kReplacedSuffix) && visible_step_of(name).has_value();
+    if (is_aside && is_complete(in(path_, checkpoint_name(*visible_step_of(name)))))
+      remove_checkpoint(path_, name);
+  }
+}
+
+void RunDirectory::remove_old(const Retention& retention, std::span<const int64_t> in_use) const {
+  validate(retention);
+  const std::optional<int64_t> newest = latest();
+  if (retention.keep_last == 0 || !newest.has_value()) return;
+  std::vector<int64_t> old = steps();
+  old.erase(std::upper_bound(old.begin(), old.end(), *newest), old.end());
+  // The latest is the last one in the list, hence always among the kept.
+  const auto num_kept = std::min(retention.keep_last, static_cast<int64_t>(old.size()));
+  old.resize(old.size() - static_cast<size_t>(num_kept));
+  for (const int64_t step : old) {
+    const bool stays_for_ever = retention.keep_every > 0 && step % retention.keep_every == 0;
+    const bool is_used = std::find(in_use.begin(), in_use.end(), step) != in_use.end();
+    if (stays_for_ever || is_used) continue;
+    // In this order: without its first name, the one aside would be seen again.
+    remove_checkpoint(path_, concat(checkpoint_name(step), kReplacedSuffix));
+    remove_checkpoint(path_, checkpoint_name(step));
+  }
+}
+
+// --- what a user means ---------------------------------------------------------------------------
+
+std::string resolve_checkpoint(const std::string& path) {
+  const RunDirectory run(path);
+  if (is_complete(run.path())) return run.path();
+  if (const std::optional<int64_t> step = run.latest()) return run.path_of(*step);
+  // A checkpoint by its name, set aside by a crash while it was being replaced.
+  const std::string aside = concat(run.path(), kReplacedSuffix);
+  const std::string name = std::filesystem::path(run.path()).filename().string();
+  if (step_of(name).has_value() && is_complete(aside)) return aside;
+  FSDP_CHECK(path_exists(path), path, ": there is no such directory: give a checkpoint, or the ",
+             "directory of a run");
+  const std::vector<int64_t> steps = run.steps();
+  FSDP_CHECK(steps.empty(), path, ": has no file '", kLatestName,
+             "' that names one of its checkpoints: give one of them; ", contents(path, steps));
+  throw Error(concat(path, ": is neither a checkpoint (it has no ", kManifestName,
+                     ") nor the directory of a run (it has no file '", kLatestName,
+                     "'): give one of the two"));
+}
+
+}  // namespace fsdp
