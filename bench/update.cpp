@@ -188,20 +188,21 @@ void compare_kernels(const Settings& settings) {
               (times.best_us(2) + times.best_us(3)) / times.best_us(1));
 }
 
-// A reduction of two ranks' gradients into fp32, as the threads backend runs it on each rank.
+// A reduction of two ranks' gradients, as the threads backend runs it on each rank.
 void price_of_the_norm(const Settings& settings) {
   constexpr int64_t kNumel = 1 << 22;
-  std::printf("# reducing 2 ranks' gradients of %lld elements into fp32, one thread\n",
+  std::printf("# reducing 2 ranks' gradients of %lld elements, one thread\n",
               static_cast<long long>(kNumel));
-  std::printf("# %-10s %14s %14s %14s\n", "wire", "us", "with flag", "with squares");
-  for (const at::ScalarType wire : {at::kFloat, at::kBFloat16}) {
-    const at::Tensor a = at::randn({kNumel}).to(wire);
-    const at::Tensor b = at::randn({kNumel}).to(wire);
-    const at::Tensor out = at::empty({kNumel});
+  std::printf("# %-10s %-12s %14s %14s %14s\n", "wire", "into", "us", "with flag", "with squares");
+  const std::vector<fsdp::ReduceTypes> cases = {
+      {at::kFloat, at::kFloat}, {at::kBFloat16, at::kFloat}, {at::kBFloat16, at::kBFloat16}};
+  for (const fsdp::ReduceTypes& types : cases) {
+    const at::Tensor a = at::randn({kNumel}).to(types.wire);
+    const at::Tensor b = at::randn({kNumel}).to(types.wire);
+    const at::Tensor out = at::empty({kNumel}, types.result);
     const at::Tensor flag = at::zeros({1});
     const at::Tensor squares = at::zeros({1}, at::kDouble);
     const std::vector<const void*> inputs = {a.const_data_ptr(), b.const_data_ptr()};
-    const fsdp::ReduceTypes types{wire, at::kFloat};
     const auto reduce = [&](const fsdp::Reduction& reduction) {
       fsdp::reduce_ranks({inputs, out.mutable_data_ptr(), kNumel, types},
                          fsdp::checked_reduction(reduction, types, "bench"));
@@ -211,8 +212,9 @@ void price_of_the_norm(const Settings& settings) {
                            {"flag", [&] { reduce({.nonfinite = flag}); }},
                            {"squares", [&] { reduce({.nonfinite = flag, .squares = squares}); }}},
                           {.rounds = 4 * settings.rounds, .steps = 2}, [] {});
-    std::printf("%-12s %14.1f %14.3f %14.3f\n", c10::toString(wire), times.best_us(0),
-                times.best_us(1) / times.best_us(0), times.best_us(2) / times.best_us(0));
+    std::printf("%-12s %-12s %14.1f %14.3f %14.3f\n", c10::toString(types.wire),
+                c10::toString(types.result), times.best_us(0), times.best_us(1) / times.best_us(0),
+                times.best_us(2) / times.best_us(0));
   }
 }
 

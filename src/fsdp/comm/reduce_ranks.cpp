@@ -55,7 +55,9 @@ inline float rounded_to_odd(double value) {
 inline uint32_t rounded_to_bf16(float value) {
   const auto bits = std::bit_cast<uint32_t>(value);
   const uint32_t nearest = bits + 0x7FFFu + ((bits >> 16) & 1u);
-  return value != value ? 0x7FC00000u : nearest;
+  // Not `? :`, from which compilers make branches when more is done with the result.
+  const uint32_t nan_mask = -static_cast<uint32_t>(value != value);
+  return (nearest & ~nan_mask) | (0x7FC00000u & nan_mask);
 }
 
 // Rounds and stores. Returns what was stored, which need not be finite: rounding can overflow.
@@ -89,21 +91,27 @@ struct Seen {
   }
 };
 
-// As many squares are added up in fp32 by one of several running sums; then in fp64.
+// How many sums run side by side. Two vectors of them hide an addition's latency. Where elements
+// are widened or narrowed, which cores do on one of their units, a longer body keeps the other
+// units busy (5 % of such a pass on a Neoverse-N1).
+template <typename In, typename Out>
+constexpr int64_t kSums = sizeof(In) == 2 || sizeof(Out) == 2 ? 32 : 8;
+
+// As many squares are added up in fp32 by one of the sums; then in fp64.
 constexpr int64_t kSquaresPerSum = 128;
 
 // Calls store(i), which stores element i and returns what it stored, for i from begin to end; no
 // iteration depends on another. The sum of values of which one is not finite is not finite, so one
 // addition per value finds them all, without a branch; values whose sum overflows are suspected
-// wrongly. Several sums, to fill vectors of what is stored and to hide an addition's latency.
-template <Look kLook, typename Out, typename Acc, typename StoreOne>
+// wrongly.
+template <Look kLook, int64_t kNumSums, typename StoreOne>
 Seen store_and_sum(int64_t begin, int64_t end, StoreOne store) {
-  constexpr int64_t kLanes = sizeof(Out) == 2 ? 16 : 8;
+  using Acc = decltype(store(begin));
   const auto watched = [](Acc value) { return kLook == Look::kForSquares ? value * value : value; };
-  std::array<Acc, kLanes> sums{};
-  for (; begin + kLanes <= end; begin += kLanes) {
+  std::array<Acc, kNumSums> sums{};
+  for (; begin + kNumSums <= end; begin += kNumSums) {
     FSDP_INDEPENDENT_ITERATIONS
-    for (int64_t lane = 0; lane < kLanes; ++lane)
+    for (int64_t lane = 0; lane < kNumSums; ++lane)
       sums[static_cast<size_t>(lane)] += watched(store(begin + lane));
   }
   for (; begin < end; ++begin) sums[0] += watched(store(begin));
@@ -112,19 +120,19 @@ Seen store_and_sum(int64_t begin, int64_t end, StoreOne store) {
 }
 
 // The same for i from 0 to numel, as far as it is to look.
-template <Look kLook, typename Out, typename Acc, typename StoreOne>
+template <Look kLook, int64_t kNumSums, typename StoreOne>
 Seen store_each(int64_t numel, StoreOne store) {
   if constexpr (kLook == Look::kAway) {
     FSDP_INDEPENDENT_ITERATIONS
     for (int64_t i = 0; i < numel; ++i) store(i);
     return {};
   } else if constexpr (kLook == Look::kForNonfinite) {
-    return {.suspect = store_and_sum<kLook, Out, Acc>(0, numel, store).suspect};
+    return {.suspect = store_and_sum<kLook, kNumSums>(0, numel, store).suspect};
   } else {
-    constexpr int64_t kPerSum = kSquaresPerSum * (sizeof(Out) == 2 ? 16 : 8);
+    constexpr int64_t kStride = kSquaresPerSum * kNumSums;
     Seen seen;
-    for (int64_t begin = 0; begin < numel; begin += kPerSum)
-      seen += store_and_sum<kLook, Out, Acc>(begin, std::min(begin + kPerSum, numel), store);
+    for (int64_t begin = 0; begin < numel; begin += kStride)
+      seen += store_and_sum<kLook, kNumSums>(begin, std::min(begin + kStride, numel), store);
     return seen;
   }
 }
@@ -177,13 +185,13 @@ Acc store_one(Out& place, Acc combined, Acc scale) {
 // of the inputs, element by element, which is no dependence between iterations.
 template <Store kStore, Look kLook, typename Wire, typename Acc, typename Out>
 Seen store_single(const Wire* a, Out* out, int64_t numel, Acc scale) {
-  return store_each<kLook, Out, Acc>(
+  return store_each<kLook, kSums<Wire, Out>>(
       numel, [=](int64_t i) { return store_one<kStore>(out[i], widened<Acc>(a[i]), scale); });
 }
 
 template <Store kStore, Look kLook, typename Wire, typename Acc, typename Out>
 Seen store_sum(const Wire* a, const Wire* b, Out* out, int64_t numel, Acc scale) {
-  return store_each<kLook, Out, Acc>(numel, [=](int64_t i) {
+  return store_each<kLook, kSums<Wire, Out>>(numel, [=](int64_t i) {
     return store_one<kStore>(out[i], widened<Acc>(a[i]) + widened<Acc>(b[i]), scale);
   });
 }
@@ -233,7 +241,7 @@ void combine_block(std::span<const void* const> inputs, int64_t begin, int64_t c
 template <Store kStore, Look kLook, typename Out, typename Acc>
 Seen store_block(const Acc* acc, Acc scale, void* output, int64_t begin, int64_t count) {
   Out* out = static_cast<Out*>(output) + begin;
-  return store_each<kLook, Out, Acc>(
+  return store_each<kLook, kSums<Acc, Out>>(
       count, [=](int64_t i) { return store_one<kStore>(out[i], acc[i], scale); });
 }
 
