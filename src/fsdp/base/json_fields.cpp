@@ -1,6 +1,8 @@
 #include "fsdp/base/json_fields.h"
 
 #include <algorithm>
+#include <optional>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -19,7 +21,39 @@ std::string short_text(const nlohmann::json& value) {
   return text;
 }
 
+// The library's messages begin with their class and number in brackets, and syntax errors also
+// with their class in words; people need the rest.
+std::string syntax_problem(const nlohmann::json::exception& error) {
+  const std::string what = error.what();
+  for (const std::string_view before : {"parse error ", "] "}) {
+    const size_t found = what.find(before);
+    if (found != std::string::npos) return what.substr(found + before.size());
+  }
+  return what;
+}
+
 }  // namespace
+
+nlohmann::json parse_json(std::string_view text, const std::string& source) {
+  using Json = nlohmann::json;
+  std::vector<std::set<std::string>> keys;
+  std::optional<std::string> twice;
+  const Json::parser_callback_t watch = [&](int, Json::parse_event_t event, Json& value) {
+    if (event == Json::parse_event_t::object_start) keys.emplace_back();
+    if (event == Json::parse_event_t::object_end) keys.pop_back();
+    if (event == Json::parse_event_t::key && !keys.back().insert(value.get<std::string>()).second)
+      twice = value.get<std::string>();
+    return true;
+  };
+  Json document;
+  try {
+    document = Json::parse(text, watch);
+  } catch (const Json::exception& error) {  // also numbers out of range
+    throw UsageError(concat(source, ": not valid JSON, ", syntax_problem(error)));
+  }
+  if (twice) throw UsageError(concat(source, " has the key '", *twice, "' twice; keep one"));
+  return document;
+}
 
 JsonFields::JsonFields(const nlohmann::json& object, std::string source, std::string place)
     : object_(object), source_(std::move(source)), place_(std::move(place)) {

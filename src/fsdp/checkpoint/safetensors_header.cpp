@@ -3,12 +3,11 @@
 #include <algorithm>
 #include <array>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <set>
 #include <utility>
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
+#include "fsdp/base/json_fields.h"
 
 namespace fsdp {
 
@@ -29,29 +28,6 @@ constexpr std::array<std::pair<std::string_view, DType>, 9> kDTypes = {
      {"I64", DType::kInt64},
      {"I32", DType::kInt32},
      {"U8", DType::kUInt8}}};
-
-// A JSON document in which no object has a key twice: of two such values a parser keeps the last,
-// and another one the first.
-Json parse_strictly(std::string_view text, const std::string& source) {
-  std::vector<std::set<std::string>> keys;
-  std::optional<std::string> twice;
-  const Json::parser_callback_t watch = [&](int, Json::parse_event_t event, Json& value) {
-    if (event == Json::parse_event_t::object_start) keys.emplace_back();
-    if (event == Json::parse_event_t::object_end) keys.pop_back();
-    if (event == Json::parse_event_t::key && !keys.back().insert(value.get<std::string>()).second)
-      twice = value.get<std::string>();
-    return true;
-  };
-  Json document;
-  try {
-    document = Json::parse(text, watch);
-  } catch (const Json::exception& error) {
-    throw Error(concat(source, ": the header is not JSON (", error.what(), ")"));
-  }
-  FSDP_CHECK(!twice, source, ": the header has the key '", *twice, "' twice");
-  FSDP_CHECK(document.is_object(), source, ": the header is not a JSON object");
-  return document;
-}
 
 // Reads one tensor's description; every complaint names it.
 class EntryReader {
@@ -190,7 +166,8 @@ SafetensorsHeader parse_safetensors_header(std::string_view header, int64_t file
                                            const std::string& source) {
   FSDP_CHECK(!header.empty() && header.front() == '{', source,
              ": the header does not begin with '{'");
-  const Json document = parse_strictly(header, source);
+  const Json document = parse_json(header, concat(source, ": the header"));
+  FSDP_CHECK(document.is_object(), source, ": the header is not a JSON object");
   SafetensorsHeader result;
   result.data_begin = kLengthBytes + static_cast<int64_t>(header.size());
   FSDP_CHECK(result.data_begin <= file_bytes, source, ": the header ends at byte ",

@@ -78,6 +78,11 @@ class Optimizer {
   void synchronize() const;
 
   // --- checkpoints ---
+  const std::string& name() const { return rule_.name; }
+  // The averages it keeps, in the order in which GroupUpdate counts them.
+  const std::vector<MomentKind>& moments() const { return rule_.moments; }
+  // Of trainable groups, in the engine's order; synchronize() before they are read or set.
+  std::vector<GroupUpdate*> group_updates();
   std::vector<OptimizerShard> shards() const;
   // Values for some or all of shards(), matched by parameter and name; all or nothing: an Error
   // about one changes none.

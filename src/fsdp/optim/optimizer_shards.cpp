@@ -14,30 +14,11 @@ namespace fsdp {
 
 namespace {
 
-// A moment of a group, as fp32 numbers: one tensor per piece of the rank's optimizer shard.
-using GroupMoment = std::vector<at::Tensor>;
-
-GroupMoment read_moment(const GroupUpdate& update, size_t which) {
-  GroupMoment moment;
-  for (const UpdatePiece& piece : update.pieces()) moment.push_back(piece.moment(which));
-  return moment;
-}
-
-// Calls body(part of a piece's values, its range in the member's) for what this rank has of a
-// member.
-template <typename Body>
-void for_each_part(const GroupUpdate& update, const GroupMoment& moment, int64_t member,
-                   const Body& body) {
-  const ParamGroup& group = update.group();
+// What this rank has of a member, in the group's whole buffer.
+FlatRange held_flat(const ParamGroup& group, int64_t member) {
   const FlatRange held = group.held_of(member);
-  const int64_t begin = group.layout().tensor_range(member).begin + held.begin;
-  for (size_t i = 0; i < moment.size(); ++i) {
-    const FlatRange piece = update.pieces()[i].main().flat;
-    const FlatRange common = intersect(piece, {begin, begin + held.numel()});
-    if (!common.empty())
-      body(moment[i].narrow(0, common.begin - piece.begin, common.numel()),
-           FlatRange{common.begin - begin, common.end - begin});
-  }
+  const int64_t begin = group.layout().tensor_range(member).begin;
+  return {begin + held.begin, begin + held.end};
 }
 
 // What set_shards() was given, by parameter and name.
@@ -65,7 +46,6 @@ std::vector<OptimizerShard> Optimizer::shards_of(const GroupUpdate& update) cons
   const ParamGroup& group = update.group();
   std::vector<OptimizerShard> shards;
   for (size_t which = 0; which < rule_.moments.size(); ++which) {
-    const GroupMoment moment = read_moment(update, which);
     for (int64_t i = 0; i < group.layout().num_tensors(); ++i) {
       const FlatRange held = group.held_of(i);
       OptimizerShard& shard = shards.emplace_back();
@@ -75,9 +55,7 @@ std::vector<OptimizerShard> Optimizer::shards_of(const GroupUpdate& update) cons
       shard.begin = held.begin;
       shard.values = at::empty({held.numel()}, at::kFloat);
       shard.kept_in = rule_.moments[which].dtype;
-      for_each_part(update, moment, i, [&](const at::Tensor& part, FlatRange range) {
-        shard.values.narrow(0, range.begin, range.numel()).copy_(part);
-      });
+      update.read_moment(which, held_flat(group, i), shard.values.mutable_data_ptr<float>());
     }
   }
   return shards;
@@ -117,18 +95,22 @@ void Optimizer::set_shards(std::span<const OptimizerShard> shards) {
     throw UsageError(concat(rule_.name, " has no ", name, " of '", parameter, "'",
                             guess.empty() ? "" : concat("; did you mean '", guess, "'?")));
   }
+  for (GroupUpdate* update : group_updates())
+    for (size_t which = 0; which < rule_.moments.size(); ++which)
+      for (int64_t i = 0; i < update->group().layout().num_tensors(); ++i)
+        if (const OptimizerShard* shard =
+                find(given, update->group().name_of(i), rule_.moments[which].name);
+            shard != nullptr && shard->values.defined()) {
+          const at::Tensor values = shard->values.to(at::kCPU, at::kFloat).contiguous();
+          update->set_moment(which, held_flat(update->group(), i), values.const_data_ptr<float>());
+        }
+}
+
+std::vector<GroupUpdate*> Optimizer::group_updates() {
+  std::vector<GroupUpdate*> updates;
   for (UnitUpdate& unit : units_)
-    for (GroupUpdate& update : unit.groups)
-      for (size_t which = 0; which < rule_.moments.size(); ++which) {
-        const GroupMoment moment = read_moment(update, which);
-        for (int64_t i = 0; i < update.group().layout().num_tensors(); ++i)
-          if (const OptimizerShard* shard =
-                  find(given, update.group().name_of(i), rule_.moments[which].name))
-            for_each_part(update, moment, i, [&](const at::Tensor& part, FlatRange range) {
-              part.copy_(shard->values.narrow(0, range.begin, range.numel()));
-            });
-        for (size_t i = 0; i < moment.size(); ++i) update.pieces()[i].set_moment(which, moment[i]);
-      }
+    for (GroupUpdate& update : unit.groups) updates.push_back(&update);
+  return updates;
 }
 
 }  // namespace fsdp

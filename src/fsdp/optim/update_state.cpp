@@ -2,6 +2,9 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+
+#include "fsdp/base/integer.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/optim/moment_values.h"
 
@@ -82,42 +85,83 @@ void UpdatePiece::allocate(size_t which, DType dtype, SlabAllocator& allocator,
   }
 }
 
-template <typename Body>
-void UpdatePiece::with_moments_on_cpu(size_t which, const Body& body) const {
-  const Memory& memory = moments_[which];
-  const at::Tensor bytes = memory.bytes.cpu();
-  const at::Tensor factors = memory.factors.cpu();
-  const auto moved = [](const void* part, const Slab& of, const at::Tensor& to) {
-    return advanced(to.mutable_data_ptr(),
-                    static_cast<const std::byte*>(part) - static_cast<const std::byte*>(of.at(0)));
-  };
-  for (const UpdateSpan& span : spans_) {
-    Moment moment = which == 0 ? span.first : span.second;
-    moment.values = moved(moment.values, memory.values, bytes);
-    if (moment.scales != nullptr)
-      moment.scales = reinterpret_cast<float*>(moved(moment.scales, memory.scales, factors));
-    body(span, moment);
+// Part of one span's moment: in place where that is host memory, else a copy.
+class UpdatePiece::MomentOnCpu {
+ public:
+  // `flat` is widened to whole blocks of scales, as far as the span has them.
+  MomentOnCpu(const Memory& memory, const UpdateSpan& span, size_t which, FlatRange flat)
+      : memory_(memory), role_(which == 0 ? MomentRole::kFirst : MomentRole::kSecond), flat_(flat) {
+    moment_ = which == 0 ? span.first : span.second;
+    const int64_t width = element_bytes(moment_.dtype);
+    if (moment_.scales != nullptr) {
+      const FlatRange all = flat_range(span);
+      flat_ = {std::max(flat.begin / kScaleBlock * kScaleBlock, all.begin),
+               std::min(round_up(flat.end, kScaleBlock), all.end)};
+      const int64_t first = flat_.begin / kScaleBlock - all.begin / kScaleBlock;
+      scales_begin_ = moment_.scales - static_cast<float*>(memory.scales.at(0)) + first;
+      scales_ = memory.factors.narrow(0, scales_begin_, num_scales(flat_)).cpu();
+      moment_.scales = scales_.mutable_data_ptr<float>();
+    }
+    bytes_begin_ = static_cast<const std::byte*>(moment_.values) -
+                   static_cast<const std::byte*>(memory.values.at(0)) +
+                   (flat_.begin - span.flat_begin) * width;
+    bytes_ = memory.bytes.narrow(0, bytes_begin_, flat_.numel() * width).cpu();
+    moment_.values = bytes_.mutable_data_ptr();
   }
-  if (memory.bytes.is_cpu()) return;  // then they are no copies
-  memory.bytes.copy_(bytes);
-  memory.factors.copy_(factors);
+
+  FlatRange flat() const { return flat_; }
+  void read(float* values) const { fsdp::read_moment(moment_, role_, flat_, values); }
+  void write(const float* values) const {
+    write_moment(values, role_, flat_, moment_);
+    if (memory_.bytes.is_cpu()) return;  // then they are no copies
+    memory_.bytes.narrow(0, bytes_begin_, bytes_.numel()).copy_(bytes_);
+    if (scales_.defined()) memory_.factors.narrow(0, scales_begin_, scales_.numel()).copy_(scales_);
+  }
+
+ private:
+  const Memory& memory_;
+  const MomentRole role_;
+  FlatRange flat_;
+  Moment moment_;
+  at::Tensor bytes_;
+  at::Tensor scales_;
+  int64_t bytes_begin_ = 0;
+  int64_t scales_begin_ = 0;
+};
+
+void UpdatePiece::read_moment(size_t which, FlatRange flat, float* values) const {
+  std::vector<float> wider;
+  for (const UpdateSpan& span : spans_) {
+    const FlatRange common = intersect(flat_range(span), flat);
+    if (common.empty()) continue;
+    const MomentOnCpu moment(moments_[which], span, which, common);
+    if (moment.flat() == common) {
+      moment.read(values + (common.begin - flat.begin));
+      continue;
+    }
+    wider.resize(static_cast<size_t>(moment.flat().numel()));
+    moment.read(wider.data());
+    std::copy_n(wider.data() + (common.begin - moment.flat().begin), common.numel(),
+                values + (common.begin - flat.begin));
+  }
 }
 
-at::Tensor UpdatePiece::moment(size_t which) const {
-  at::Tensor values = at::empty({main_->flat.numel()}, at::kFloat);
-  with_moments_on_cpu(which, [&](const UpdateSpan& span, const Moment& moment) {
-    read_moment(moment, which == 0 ? MomentRole::kFirst : MomentRole::kSecond, flat_range(span),
-                values.mutable_data_ptr<float>() + span.flat_begin - main_->flat.begin);
-  });
-  return values;
-}
-
-void UpdatePiece::set_moment(size_t which, const at::Tensor& values) {
-  const at::Tensor given = values.to(at::kCPU, at::kFloat).contiguous();
-  with_moments_on_cpu(which, [&](const UpdateSpan& span, const Moment& moment) {
-    write_moment(given.const_data_ptr<float>() + span.flat_begin - main_->flat.begin,
-                 which == 0 ? MomentRole::kFirst : MomentRole::kSecond, flat_range(span), moment);
-  });
+void UpdatePiece::set_moment(size_t which, FlatRange flat, const float* values) {
+  std::vector<float> wider;
+  for (const UpdateSpan& span : spans_) {
+    const FlatRange common = intersect(flat_range(span), flat);
+    if (common.empty()) continue;
+    const MomentOnCpu moment(moments_[which], span, which, common);
+    if (moment.flat() == common) {
+      moment.write(values + (common.begin - flat.begin));
+      continue;
+    }
+    wider.resize(static_cast<size_t>(moment.flat().numel()));
+    moment.read(wider.data());
+    std::copy_n(values + (common.begin - flat.begin), common.numel(),
+                wider.data() + (common.begin - moment.flat().begin));
+    moment.write(wider.data());
+  }
 }
 
 GroupUpdate::GroupUpdate(ParamGroup& group, uint64_t number, std::span<const HyperParameters> hyper,
@@ -128,6 +172,18 @@ GroupUpdate::GroupUpdate(ParamGroup& group, uint64_t number, std::span<const Hyp
     pieces_.emplace_back(main, group.types().main_grad, number,
                          rule_spans(group.layout(), hyper, {&range, 1}), moments, memory);
   }
+}
+
+void GroupUpdate::read_moment(size_t which, FlatRange flat, float* values) const {
+  for (const UpdatePiece& piece : pieces_)
+    if (const FlatRange common = intersect(piece.main().flat, flat); !common.empty())
+      piece.read_moment(which, common, values + (common.begin - flat.begin));
+}
+
+void GroupUpdate::set_moment(size_t which, FlatRange flat, const float* values) {
+  for (UpdatePiece& piece : pieces_)
+    if (const FlatRange common = intersect(piece.main().flat, flat); !common.empty())
+      piece.set_moment(which, common, values + (common.begin - flat.begin));
 }
 
 at::Tensor GroupUpdate::gradient_of(const UpdatePiece& piece) const {

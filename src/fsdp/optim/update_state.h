@@ -35,9 +35,11 @@ class UpdatePiece {
   // Everything but gradients; and but weights where they are elsewhere than the rest.
   const std::vector<UpdateSpan>& spans() const { return spans_; }
 
-  // All of moment `which` as fp32 numbers, a copy on the CPU; and back (moment_values.h).
-  at::Tensor moment(size_t which) const;
-  void set_moment(size_t which, const at::Tensor& values);
+  // Elements [flat) of the group's whole buffer, all of this piece, of moment `which`: as fp32
+  // numbers on the CPU, and back (moment_values.h). Scaled types keep what is set exactly if whole
+  // blocks of scales are set at once.
+  void read_moment(size_t which, FlatRange flat, float* values) const;
+  void set_moment(size_t which, FlatRange flat, const float* values);
 
  private:
   struct Memory {
@@ -47,9 +49,7 @@ class UpdatePiece {
     at::Tensor factors;
   };
   void allocate(size_t which, DType dtype, SlabAllocator& allocator, c10::Device device);
-  // Calls body with each span and its moment, in copies on the CPU, which are then copied back.
-  template <typename Body>
-  void with_moments_on_cpu(size_t which, const Body& body) const;
+  class MomentOnCpu;
 
   const MainWeightPiece* main_;
   std::vector<Memory> moments_;
@@ -66,6 +66,10 @@ class GroupUpdate {
   ParamGroup& group() const { return *group_; }
   std::vector<UpdatePiece>& pieces() { return pieces_; }
   const std::vector<UpdatePiece>& pieces() const { return pieces_; }
+
+  // As UpdatePiece does, of what this rank has of [flat).
+  void read_moment(size_t which, FlatRange flat, float* values) const;
+  void set_moment(size_t which, FlatRange flat, const float* values);
 
   // The gradients of a piece, where they lie now.
   at::Tensor gradient_of(const UpdatePiece& piece) const;

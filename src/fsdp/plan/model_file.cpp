@@ -177,25 +177,6 @@ ModelShape read_units(const JsonFields& fields, const std::string& source) {
   return model;
 }
 
-// The library's messages begin with their class and number in brackets, and syntax errors also
-// with their class in words; people need the rest.
-std::string syntax_problem(const nlohmann::json::exception& error) {
-  const std::string what = error.what();
-  for (const std::string_view before : {"parse error ", "] "}) {
-    const size_t found = what.find(before);
-    if (found != std::string::npos) return what.substr(found + before.size());
-  }
-  return what;
-}
-
-nlohmann::json parse_json(std::string_view text, const std::string& source) {
-  try {
-    return nlohmann::json::parse(text);
-  } catch (const nlohmann::json::exception& error) {  // also numbers out of range
-    throw UsageError(concat(source, ": not valid JSON, ", syntax_problem(error)));
-  }
-}
-
 }  // namespace
 
 ModelShape parse_model(std::string_view json_text, const std::string& source) {

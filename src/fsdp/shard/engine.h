@@ -111,6 +111,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void settle();
   void zero_grad();
   void refresh_weights();
+  // After MainWeights::set(): what other ranks set comes with the next gathers.
+  void take_over_main_weights();
   bool found_nonfinite();
   void set_grad_comm(std::optional<at::ScalarType> grad_comm);
   void release_weights();
@@ -127,6 +129,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void start_ahead(UnitState& unit, int32_t last);
 
   void settle_update(UnitState& unit);
+  void gather_residents();
 
   void check_cycle() const;
   void end_backward();

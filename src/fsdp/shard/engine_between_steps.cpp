@@ -34,11 +34,23 @@ void Engine::settle() {
 void Engine::refresh_weights() {
   settle();
   release_weights();
-  for (const auto& unit : units_) {
+  for (const auto& unit : units_)
     for (GroupState& state : unit->groups)
       if (state.group->is_trainable()) state.group->refresh();
+  gather_residents();
+}
+
+void Engine::take_over_main_weights() {
+  settle();
+  release_weights();
+  for (const auto& unit : units_)
+    for (GroupState& state : unit->groups) state.group->have_gathered_again();
+  gather_residents();
+}
+
+void Engine::gather_residents() {
+  for (const auto& unit : units_)
     if (unit->kind == UnitKind::kResident) gather_.start(*unit, SlabFrom::kBeside);
-  }
   for (const auto& unit : units_)
     if (unit->kind == UnitKind::kResident) gather_.finish(*unit);
 }

@@ -100,6 +100,15 @@ at::Tensor MainWeights::at(FlatRange range) const {
   return at::empty({0}, at::dtype(dtype_).device(model_device_));
 }
 
+void MainWeights::copy_to(FlatRange range, const at::Tensor& into) const {
+  for (const MainWeightPiece& piece : pieces_) {
+    const FlatRange common = intersect(piece.flat, range);
+    if (common.empty()) continue;
+    into.narrow(0, common.begin - range.begin, common.numel())
+        .copy_(value_of(part_of(piece, common)));
+  }
+}
+
 void MainWeights::set(FlatRange range, const at::Tensor& values) {
   const at::Tensor flat = values.reshape({-1});
   for (const MainWeightPiece& piece : pieces_) {

@@ -39,6 +39,9 @@ class MainWeights {
   // Elements of the whole that this rank's optimizer has: a view where has_views(), else a copy.
   at::Tensor at(FlatRange range) const;
 
+  // The same into memory of the caller's, on any device and of any type.
+  void copy_to(FlatRange range, const at::Tensor& into) const;
+
   // Takes over values of elements [range) of the whole, in this type or a wider one; of what lies
   // outside this rank's part nothing.
   void set(FlatRange range, const at::Tensor& values);

@@ -131,6 +131,10 @@ void ParamGroup::follow_update(Work update) {
 
 void ParamGroup::refresh() {
   main_weights_->refresh();
+  have_gathered_again();
+}
+
+void ParamGroup::have_gathered_again() {
   if (!gather_.refresh_communicates()) return;
   is_stale_ = true;
   if (is_whole_) unbind();

@@ -39,7 +39,11 @@ class ParamGroup {
   const std::string& name_of(int64_t index) const {
     return members_[static_cast<size_t>(index)].names.front();
   }
+  const std::vector<int64_t>& shape_of(int64_t index) const {
+    return layout_.request().shapes[static_cast<size_t>(index)];
+  }
   const FlatLayout& layout() const { return layout_; }
+  const GroupSetting& setting() const { return setting_; }
   const GroupTypes& types() const { return types_; }
   bool is_trainable() const { return types_.trainable; }
   GroupBuckets buckets() const;
@@ -70,6 +74,8 @@ class ParamGroup {
   // The main weights were changed: casts them into the weights, and has the next gather bring the
   // other ranks' part.
   void refresh();
+  // The same where the weights have been changed with them.
+  void have_gathered_again();
 
   // --- gradients; trainable groups only ---
   // Gradients travel in another type from now on; between cycles only. kKeep: buckets() stays as it
@@ -81,6 +87,8 @@ class ParamGroup {
 
   // --- what an optimizer and a checkpoint see ---
   const MainWeights& main_weights() const { return *main_weights_; }
+  // Whoever sets values has them gathered again (Engine::take_over_main_weights).
+  MainWeights& main_weights() { return *main_weights_; }
   // This rank's part of a member in the optimizer's placement, one-dimensional; of main weights a
   // view or a copy (MainWeights::at).
   at::Tensor main_weight_of(int64_t index) const;

@@ -1,0 +1,359 @@
+#include "fsdp/checkpoint/checkpointer.h"
+
+#include <ATen/ATen.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <utility>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/log.h"
+#include "fsdp/checkpoint/crc32c.h"
+#include "fsdp/checkpoint/durable_file.h"
+#include "fsdp/checkpoint/random_state.h"
+#include "fsdp/checkpoint/rank_agreement.h"
+#include "fsdp/checkpoint/snapshot.h"
+#include "fsdp/shard/engine.h"
+
+namespace fsdp {
+
+namespace {
+
+constexpr int64_t kMaxRecordBytes = int64_t{1} << 30;
+// How long the end of a program waits for other ranks' files, if nobody called wait().
+constexpr std::chrono::seconds kPatience{60};
+
+int64_t rank_in(const Mesh& mesh) {
+  return int64_t{mesh.outer().rank()} * mesh.inner().size() + mesh.inner().rank();
+}
+
+// 16 hexadecimal digits; they tell the temporary directories of different runs apart.
+std::string make_id(const Mesh& mesh) {
+  std::random_device random;
+  const auto mine = static_cast<int64_t>(uint64_t{random()} << 32 | random());
+  auto number = static_cast<uint64_t>(number_of_rank_0(mesh, mine, "checkpoint id"));
+  std::string digits;
+  for (int i = 0; i < 16; ++i, number >>= 4) digits.push_back("0123456789abcdef"[number & 15]);
+  return digits;
+}
+
+std::string text_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& known) {
+    return known.what();
+  } catch (...) {
+    return "an unknown error";
+  }
+}
+
+}  // namespace
+
+// One save, from this rank's first file to the checkpoint's appearance. write() and, on rank 0,
+// publish() run in a thread of their own or in the caller's; docs/checkpoints.md has the sequence.
+class Checkpointer::Attempt {
+ public:
+  Attempt(const Checkpointer& owner, const CheckpointState& state, const TrainingPosition& position)
+      : owner_(owner),
+        rank_(rank_in(owner.mesh_)),
+        step_(position.step),
+        temporary_(owner.directory_.temporary(step_, owner.id_)) {
+    try {
+      prepare(state, position);
+    } catch (...) {  // told like all other errors, when all ranks are through
+      error_ = std::current_exception();
+    }
+  }
+
+  ~Attempt() {
+    if (!thread_.joinable()) return;
+    decide(std::chrono::steady_clock::now() + kPatience);
+    thread_.join();
+    if (error_) log(LogLevel::kError, text_of(error_));
+  }
+
+  void copy_state(Snapshot& snapshot) noexcept {
+    try {
+      if (!error_) snapshot.take(pieces_);
+    } catch (...) {
+      error_ = std::current_exception();
+    }
+  }
+
+  const std::string& temporary() const { return temporary_; }
+
+  void run_in_background() {
+    thread_ = std::thread([this] {
+      write();
+      {
+        const std::lock_guard lock(mutex_);
+        is_written_ = true;
+      }
+      changed_.notify_all();
+      if (rank_ == 0) watch();
+    });
+  }
+
+  // This rank's files, its record last.
+  void write() noexcept {
+    if (error_) return;
+    try {
+      record_.files =
+          write_pieces(temporary_, "model", rank_, pieces_.model_pieces, owner_.options_.write);
+      for (RankRecord::File& file : write_pieces(temporary_, "optimizer", rank_,
+                                                 pieces_.moment_pieces, owner_.options_.write))
+        record_.files.push_back(std::move(file));
+      make_directories(temporary_ + "/ranks");
+      write_file_durably(concat(temporary_, "/", rank_record_path(rank_)), to_json(record_));
+    } catch (...) {
+      error_ = std::current_exception();
+      give_up();
+    }
+  }
+
+  // Until this rank's part is written or has failed.
+  void wait_written() {
+    if (!thread_.joinable()) return;
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return is_written_; });
+  }
+
+  // All ranks have written or failed: rank 0 makes the checkpoint visible, or clears it away but
+  // for the empty directory, by which the others know.
+  void finish() noexcept {
+    if (thread_.joinable()) {
+      decide(std::chrono::steady_clock::now());
+      thread_.join();
+    }
+    if (rank_ != 0 || is_published_) return;
+    if (!error_) publish();
+    if (!is_published_) clear();
+  }
+
+  // After finish() of rank 0: what went wrong, here or elsewhere.
+  std::exception_ptr outcome() const {
+    if (error_ || rank_ == 0) return error_;
+    try {
+      if (!path_exists(temporary_) && owner_.directory_.latest() == step_) return nullptr;
+      throw Error(concat("the checkpoint of step ", step_,
+                         " was not saved: another rank says why; what was there before still is"));
+    } catch (...) {
+      return std::current_exception();
+    }
+  }
+
+ private:
+  void prepare(const CheckpointState& state, const TrainingPosition& position) {
+    Engine& engine = state.sharded.engine();
+    engine.settle();
+    if (state.optimizer != nullptr) state.optimizer->synchronize();
+    pieces_ = pieces_of(state, owner_.options_.form);
+    manifest_ = describe(state, pieces_, step_);
+    manifest_.schedule = position.schedule;
+    record_ = {.rank = rank_,
+               .block_bytes = owner_.options_.write.block_bytes,
+               .files = {},
+               .random_state = random_state(engine.device()),
+               .data_position = position.data};
+  }
+
+  // Waits for the other ranks' records, to publish as soon as all are there.
+  void watch() noexcept {
+    auto pause = std::chrono::milliseconds(1);
+    for (;;) {
+      const bool is_complete = num_records() == manifest_.num_ranks();
+      std::unique_lock lock(mutex_);
+      if (error_ || (deadline_ && std::chrono::steady_clock::now() >= *deadline_) || is_complete) {
+        lock.unlock();
+        if (is_complete && !error_) publish();
+        return;
+      }
+      changed_.wait_for(lock, pause);
+      pause = std::min(pause * 2, std::chrono::milliseconds(50));
+    }
+  }
+
+  void decide(std::chrono::steady_clock::time_point deadline) {
+    {
+      const std::lock_guard lock(mutex_);
+      deadline_ = deadline;
+    }
+    changed_.notify_all();
+  }
+
+  int64_t num_records() const noexcept {
+    try {
+      int64_t count = 0;
+      while (count < manifest_.num_ranks() &&
+             path_exists(concat(temporary_, "/", rank_record_path(count))))
+        ++count;
+      return count;
+    } catch (const std::exception&) {
+      return 0;  // publish() will say it better
+    }
+  }
+
+  void publish() noexcept {
+    try {
+      for (int64_t rank = 0; rank < manifest_.num_ranks(); ++rank) add_record(rank);
+      write_file_durably(concat(temporary_, "/", kManifestName), to_json(manifest_));
+      owner_.directory_.publish(step_, owner_.id_);
+      is_published_ = true;
+      owner_.directory_.remove_old(owner_.options_.keep, owner_.in_use_);
+    } catch (...) {
+      error_ = std::current_exception();
+    }
+  }
+
+  void add_record(int64_t rank) {
+    const std::string name = rank_record_path(rank);
+    const std::string path = concat(temporary_, "/", name);
+    FSDP_CHECK(path_exists(path), "the checkpoint of step ", step_, " was not saved: rank ", rank,
+               " has not written its part and says why; what was there before still is");
+    const std::string text = read_text_file(path, kMaxRecordBytes);
+    manifest_.files.push_back(
+        {name, static_cast<int64_t>(text.size()), crc32c(std::as_bytes(std::span(text)))});
+    const RankRecord record = parse_rank_record(text, path);
+    for (const RankRecord::File& file : record.files)
+      manifest_.files.push_back({file.path, file.bytes, crc32c_of(file, record.block_bytes)});
+  }
+
+  // What this rank wrote takes room that the next attempt may need.
+  void give_up() noexcept {
+    try {
+      const std::string name = rank_text(rank_);
+      for (const char* folder : {"model", "optimizer"})
+        for (size_t i = 0;
+             path_exists(concat(temporary_, "/", folder, "/", name, "-", i, ".safetensors")); ++i)
+          remove_tree(concat(temporary_, "/", folder, "/", name, "-", i, ".safetensors"));
+    } catch (const std::exception& error) {
+      log(LogLevel::kWarning, error.what());
+    }
+  }
+
+  void clear() const noexcept {
+    try {
+      for (const char* name : {"model", "optimizer", "ranks", "manifest.json"})
+        remove_tree(concat(temporary_, "/", name));
+    } catch (const std::exception& error) {
+      log(LogLevel::kWarning, error.what());
+    }
+  }
+
+  const Checkpointer& owner_;
+  const int64_t rank_;
+  const int64_t step_;
+  const std::string temporary_;
+  StatePieces pieces_;
+  Manifest manifest_;
+  RankRecord record_;
+  std::thread thread_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::exception_ptr error_;
+  bool is_written_ = false;
+  bool is_published_ = false;
+  // Rank 0 waits no longer than this for others; none: as long as training goes on.
+  std::optional<std::chrono::steady_clock::time_point> deadline_;
+};
+
+Checkpointer::Checkpointer(const std::string& directory, const Mesh& mesh,
+                           const CheckpointerOptions& options)
+    : directory_([&] {
+        validate(options.keep);
+        // The others get the id only afterwards, so nobody writes yet.
+        const RunDirectory run(directory);
+        std::exception_ptr error;
+        try {
+          if (rank_in(mesh) == 0) {
+            make_directories(directory);
+            run.remove_temporaries();
+          }
+        } catch (...) {
+          error = std::current_exception();
+        }
+        agree_on_success(mesh, error, "opening the directory of checkpoints");
+        return run;
+      }()),
+      mesh_(mesh),
+      options_(options),
+      id_(make_id(mesh)) {}
+
+Checkpointer::~Checkpointer() {
+  attempt_.reset();
+  remove_leftover();
+}
+
+// Not as soon as the save has failed: other ranks look for it to know.
+void Checkpointer::remove_leftover() noexcept {
+  try {
+    if (!leftover_.empty()) remove_tree(std::exchange(leftover_, {}));
+  } catch (const std::exception& error) {
+    log(LogLevel::kWarning, error.what());
+  }
+}
+
+int64_t Checkpointer::snapshot_bytes() const { return snapshot_ ? snapshot_->bytes() : 0; }
+
+void Checkpointer::save(const CheckpointState& state, const TrainingPosition& position) {
+  if (position.step < 0)
+    throw UsageError(concat("position.step is ", position.step, "; steps count from 0"));
+  const std::exception_ptr earlier = end_attempt();
+  attempt_ = std::make_unique<Attempt>(*this, state, position);
+  if (options_.mode == SaveMode::kBlocking) {
+    attempt_->write();
+    wait();
+  } else {
+    if (!snapshot_) snapshot_ = std::make_unique<Snapshot>(state.sharded.engine().device());
+    attempt_->copy_state(*snapshot_);
+    attempt_->run_in_background();
+  }
+  if (earlier) std::rethrow_exception(earlier);
+}
+
+std::exception_ptr Checkpointer::end_attempt() {
+  if (!attempt_) return nullptr;
+  attempt_->wait_written();
+  barrier(mesh_, "checkpoint written");
+  remove_leftover();
+  attempt_->finish();
+  barrier(mesh_, "checkpoint decided");
+  const std::exception_ptr outcome = attempt_->outcome();
+  if (outcome && rank_in(mesh_) == 0) leftover_ = attempt_->temporary();
+  attempt_.reset();
+  return outcome;
+}
+
+void Checkpointer::wait() {
+  if (const std::exception_ptr error = end_attempt()) std::rethrow_exception(error);
+}
+
+std::optional<LoadedCheckpoint> Checkpointer::load_latest(const CheckpointState& state,
+                                                          const LoadOptions& options) {
+  wait();
+  std::optional<int64_t> step;
+  std::exception_ptr error;
+  try {
+    step = directory_.latest();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  agree_on_success(mesh_, error, "looking for the latest checkpoint");
+  // One rank may look while another process publishes; all load the same one.
+  step = number_of_rank_0(mesh_, step.value_or(-1), "latest checkpoint");
+  if (*step < 0) return std::nullopt;
+  in_use_ = {*step};
+  return load_checkpoint(directory_.path_of(*step), state, options);
+}
+
+void save_checkpoint(const std::string& directory, const CheckpointState& state,
+                     const TrainingPosition& position, const CheckpointerOptions& options) {
+  CheckpointerOptions blocking = options;
+  blocking.mode = SaveMode::kBlocking;
+  Checkpointer(directory, state.sharded.engine().mesh(), blocking).save(state, position);
+}
+
+}  // namespace fsdp

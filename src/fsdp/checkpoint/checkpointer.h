@@ -1,0 +1,83 @@
+// Saves a run again and again: beside the training or before it goes on, all or nothing.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <string>
+
+#include "fsdp/checkpoint/checkpoint_state.h"
+#include "fsdp/checkpoint/load.h"
+#include "fsdp/checkpoint/run_directory.h"
+#include "fsdp/checkpoint/training_position.h"
+
+namespace fsdp {
+
+enum class SaveMode : uint8_t {
+  kBlocking,  // save() returns when the checkpoint is there; one chunk of memory
+  // save() returns when the state is copied; a thread writes the copy while training goes on.
+  kBackground,
+};
+
+struct CheckpointerOptions {
+  SaveMode mode = SaveMode::kBackground;
+  Retention keep = {};  // which ones stay when a newer one is there
+  StoredForm form = {};
+  WriteOptions write = {};
+};
+
+class Snapshot;
+
+// One per run and rank; ranks call everything in the same order. At most two barriers per save, and
+// no other collective (docs/checkpoints.md tells how a checkpoint becomes visible).
+//
+// A save that fails (a full disk, a directory that is gone) leaves what was there before, and says
+// so on every rank: with kBlocking at once, with kBackground when the next save() or wait() is
+// called. Training may go on, and the next save may succeed.
+class Checkpointer {
+ public:
+  // Removes what crashed runs left unfinished. The mesh must be the model's and outlive this.
+  Checkpointer(const std::string& directory, const Mesh& mesh,
+               const CheckpointerOptions& options = {});
+  // Waits until this rank's files are written, and on rank 0 a minute for the others'; errors are
+  // logged. Call wait() before, where errors are thrown.
+  ~Checkpointer();
+  Checkpointer(const Checkpointer&) = delete;
+  Checkpointer& operator=(const Checkpointer&) = delete;
+
+  // An error of the save before it is thrown after this one has begun.
+  void save(const CheckpointState& state, const TrainingPosition& position);
+
+  // Until the last save is visible. Throws if it failed.
+  void wait();
+
+  // The latest checkpoint into the state; nullopt when there is none yet. Retention never deletes
+  // what was loaded.
+  std::optional<LoadedCheckpoint> load_latest(const CheckpointState& state,
+                                              const LoadOptions& options = {});
+
+  // Bytes of host memory for copies of the state.
+  int64_t snapshot_bytes() const;
+
+ private:
+  class Attempt;
+
+  // Ends the attempt that is under way, on all ranks; returns what went wrong.
+  std::exception_ptr end_attempt();
+  void remove_leftover() noexcept;
+
+  const RunDirectory directory_;
+  const Mesh& mesh_;
+  const CheckpointerOptions options_;
+  const std::string id_;         // of this run, the same on all ranks
+  std::vector<int64_t> in_use_;  // steps
+  std::string leftover_;         // of a save that failed; rank 0 only
+  std::unique_ptr<Snapshot> snapshot_;
+  std::unique_ptr<Attempt> attempt_;
+};
+
+// Saves once, and returns when the checkpoint is there: RUN/step-NNNNNNNN.
+void save_checkpoint(const std::string& directory, const CheckpointState& state,
+                     const TrainingPosition& position, const CheckpointerOptions& options = {});
+
+}  // namespace fsdp

@@ -1,0 +1,245 @@
+#include "fsdp/checkpoint/load.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <exception>
+#include <functional>
+#include <utility>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/integer.h"
+#include "fsdp/base/torch_dtype.h"
+#include "fsdp/checkpoint/durable_file.h"
+#include "fsdp/checkpoint/load_plan.h"
+#include "fsdp/checkpoint/random_state.h"
+#include "fsdp/checkpoint/rank_agreement.h"
+#include "fsdp/checkpoint/run_directory.h"
+#include "fsdp/layout/state_bytes.h"
+#include "fsdp/shard/engine.h"
+
+namespace fsdp {
+
+namespace {
+
+std::byte* bytes_of(const at::Tensor& tensor) {
+  return static_cast<std::byte*>(tensor.mutable_data_ptr());
+}
+
+// A group's flat buffer of one kind: main weights, or a moment.
+struct FlatTarget {
+  const ParamGroup* group = nullptr;
+  at::ScalarType dtype = at::kFloat;
+  std::vector<TensorSource> sources;  // of the group's members
+  std::function<void(FlatRange flat, const at::Tensor& into)> read;
+  std::function<void(FlatRange flat, const at::Tensor& values)> set;
+};
+
+std::vector<WantedTensor> wanted_of(const ParamGroup& group, DType dtype) {
+  std::vector<WantedTensor> wanted;
+  for (int64_t i = 0; i < group.layout().num_tensors(); ++i) {
+    const std::vector<std::string>& names = group.members()[static_cast<size_t>(i)].names;
+    wanted.push_back({.name = names.front(),
+                      .aliases = {names.begin() + 1, names.end()},
+                      .shape = group.shape_of(i),
+                      .dtype = dtype});
+  }
+  return wanted;
+}
+
+// Reads and sets a target, chunk by chunk.
+class TargetLoader {
+ public:
+  TargetLoader(const TensorCatalog& catalog, const LoadOptions& options, ReadStatistics& statistics)
+      : catalog_(catalog), options_(options), statistics_(statistics) {}
+
+  void load(const FlatTarget& target) {
+    // Ends of chunks are ends of blocks of scales: moments with scales are set a block at a time.
+    const int64_t width = static_cast<int64_t>(c10::elementSize(target.dtype));
+    const int64_t step = round_up(std::max<int64_t>(options_.chunk_bytes / width, 1), kScaleBlock);
+    for (const MainWeightPiece& piece : target.group->main_weights().pieces())
+      for (int64_t begin = piece.flat.begin; begin < piece.flat.end;) {
+        const int64_t end = std::min((begin / step + 1) * step, piece.flat.end);
+        load_chunk(target, {begin, end});
+        begin = end;
+      }
+  }
+
+  void load(const TensorSource& source, const at::Tensor& into) {
+    const at::Tensor values = at::empty(into.sizes(), scalar_type_of(source.dtype()));
+    std::vector<FileRun> runs;
+    source.add_reads({0, into.numel()}, bytes_of(values), runs);
+    read(std::move(runs));
+    into.copy_(values);
+  }
+
+ private:
+  void load_chunk(const FlatTarget& target, FlatRange chunk) {
+    const at::Tensor values = at::zeros({chunk.numel()}, target.dtype);
+    std::vector<FileRun> runs;
+    std::vector<std::pair<at::Tensor, at::Tensor>> conversions;  // from, to
+    for (int64_t i = 0; i < target.group->layout().num_tensors(); ++i) {
+      const FlatRange tensor = target.group->layout().tensor_range(i);
+      const FlatRange common = intersect(tensor, chunk);
+      if (common.empty()) continue;
+      const at::Tensor part = values.narrow(0, common.begin - chunk.begin, common.numel());
+      const TensorSource& source = target.sources[static_cast<size_t>(i)];
+      if (source.is_missing()) {
+        target.read(common, part);
+        continue;
+      }
+      at::Tensor stored = part;
+      if (scalar_type_of(source.dtype()) != target.dtype) {
+        stored = at::empty({common.numel()}, scalar_type_of(source.dtype()));
+        conversions.emplace_back(stored, part);
+      }
+      source.add_reads({common.begin - tensor.begin, common.end - tensor.begin}, bytes_of(stored),
+                       runs);
+    }
+    read(std::move(runs));
+    for (const auto& [from, to] : conversions) to.copy_(from);
+    target.set(chunk, values);
+  }
+
+  void read(std::vector<FileRun> runs) {
+    const ReadStatistics more = read_runs(catalog_.files(), std::move(runs), options_.read);
+    statistics_.num_reads += more.num_reads;
+    statistics_.bytes += more.bytes;
+  }
+
+  const TensorCatalog& catalog_;
+  const LoadOptions& options_;
+  ReadStatistics& statistics_;
+};
+
+// What a user means by a path: a checkpoint, a run's latest one, or files of other tools.
+std::string meant_by(const std::string& path) {
+  const bool is_ours =
+      path_exists(concat(path, "/", kManifestName)) || path_exists(path + "/latest");
+  return is_ours ? resolve_checkpoint(path) : path;
+}
+
+// Everything that is to be set, with where it comes from.
+class Loading {
+ public:
+  Loading(const std::string& path, const CheckpointState& state, const LoadOptions& options)
+      : state_(state), options_(options), plan_(meant_by(path), options.names) {
+    for (const auto& unit : state.sharded.engine().units())
+      for (GroupState& group : unit->groups) add_main_weights(*group.group);
+    for (const NamedBuffer& buffer : state.buffers) {
+      const WantedTensor wanted{.name = buffer.name,
+                                .aliases = {},
+                                .shape = buffer.value.sizes().vec(),
+                                .dtype = dtype_of(buffer.value.scalar_type())};
+      buffers_.push_back(plan_.find_model({&wanted, 1}).front());
+    }
+    if (state.optimizer != nullptr) add_moments(*state.optimizer);
+    plan_.check({.allow_missing = options.allow_missing,
+                 .allows_extra = options.extra == LoadOptions::Extra::kAllow});
+  }
+
+  LoadedCheckpoint describe() const {
+    LoadedCheckpoint loaded;
+    loaded.path = plan_.catalog().path();
+    loaded.missing = plan_.missing();
+    loaded.extra = plan_.extra();
+    if (!plan_.catalog().manifest()) return loaded;
+    const Manifest& manifest = *plan_.catalog().manifest();
+    loaded.step = manifest.step;
+    loaded.schedule = manifest.schedule;
+    for (const RankRecord& record : plan_.catalog().ranks())
+      loaded.data_of_ranks.push_back(record.data_position);
+    const MeshShape mesh = state_.sharded.engine().mesh_shape();
+    loaded.has_random_state = manifest.num_ranks() == mesh.outer * mesh.inner;
+    if (loaded.has_random_state)
+      loaded.data = loaded.data_of_ranks[static_cast<size_t>(rank_of(state_.sharded))];
+    return loaded;
+  }
+
+  void run(LoadedCheckpoint& loaded) {
+    TargetLoader loader(plan_.catalog(), options_, loaded.statistics);
+    for (const FlatTarget& target : targets_) loader.load(target);
+    for (size_t i = 0; i < buffers_.size(); ++i)
+      if (!buffers_[i].is_missing()) loader.load(buffers_[i], state_.buffers[i].value);
+    if (state_.optimizer != nullptr && plan_.catalog().manifest()) {
+      const OptimizerRecord& record = plan_.catalog().manifest()->optimizer;
+      state_.optimizer->set_state({.step = record.step,
+                                   .skipped = record.skipped,
+                                   .loss_scale = record.loss_scale,
+                                   .good_steps = record.good_steps});
+    }
+    if (loaded.has_random_state)
+      set_random_state(
+          plan_.catalog().ranks()[static_cast<size_t>(rank_of(state_.sharded))].random_state,
+          state_.sharded.engine().device());
+  }
+
+ private:
+  void add_main_weights(ParamGroup& group) {
+    MainWeights& weights = group.main_weights();
+    targets_.push_back(
+        {.group = &group,
+         .dtype = weights.dtype(),
+         .sources = plan_.find_model(wanted_of(group, dtype_of(weights.dtype()))),
+         .read = [&weights](FlatRange flat,
+                            const at::Tensor& into) { weights.copy_to(flat, into); },
+         .set = [&weights](FlatRange flat,
+                           const at::Tensor& values) { weights.set(flat, values); }});
+  }
+
+  void add_moments(Optimizer& optimizer) {
+    for (size_t which = 0; which < optimizer.moments().size(); ++which)
+      for (GroupUpdate* update : optimizer.group_updates())
+        targets_.push_back(
+            {.group = &update->group(),
+             .dtype = at::kFloat,
+             .sources = plan_.find_moments(wanted_of(update->group(), DType::kFloat32),
+                                           optimizer.moments()[which].name),
+             .read =
+                 [update, which](FlatRange flat, const at::Tensor& into) {
+                   update->read_moment(which, flat, into.mutable_data_ptr<float>());
+                 },
+             .set =
+                 [update, which](FlatRange flat, const at::Tensor& values) {
+                   update->set_moment(which, flat, values.const_data_ptr<float>());
+                 }});
+  }
+
+  const CheckpointState& state_;
+  const LoadOptions& options_;
+  LoadPlan plan_;
+  std::vector<FlatTarget> targets_;
+  std::vector<TensorSource> buffers_;
+};
+
+}  // namespace
+
+LoadedCheckpoint load_checkpoint(const std::string& path, const CheckpointState& state,
+                                 const LoadOptions& options) {
+  const at::NoGradGuard no_grad;
+  Engine& engine = state.sharded.engine();
+  engine.settle();
+  if (state.optimizer != nullptr) state.optimizer->synchronize();
+
+  std::unique_ptr<Loading> loading;
+  LoadedCheckpoint loaded;
+  std::exception_ptr error;
+  try {
+    loading = std::make_unique<Loading>(path, state, options);
+    loaded = loading->describe();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  agree_on_success(engine.mesh(), error, "opening the checkpoint");
+  try {
+    loading->run(loaded);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  agree_on_success(engine.mesh(), error, "reading the checkpoint");
+  engine.take_over_main_weights();
+  return loaded;
+}
+
+}  // namespace fsdp

@@ -1,0 +1,41 @@
+#include "fsdp/checkpoint/rank_agreement.h"
+
+#include <ATen/ATen.h>
+
+#include <array>
+
+#include "fsdp/base/error.h"
+
+namespace fsdp {
+
+namespace {
+
+// After the inner groups all ranks of a row know, after the outer ones all rows do.
+std::array<const MeshAxis*, 2> axes_of(const Mesh& mesh) { return {&mesh.inner(), &mesh.outer()}; }
+
+}  // namespace
+
+void barrier(const Mesh& mesh, const std::string& tag) {
+  for (const MeshAxis* axis : axes_of(mesh))
+    if (axis->size() > 1) axis->reduce().barrier(tag).wait();
+}
+
+int64_t number_of_rank_0(const Mesh& mesh, int64_t mine, const std::string& tag) {
+  at::Tensor number = at::full({1}, mine, at::kLong);
+  // Outer first: then every row's rank 0 knows it.
+  for (const MeshAxis* axis : {&mesh.outer(), &mesh.inner()})
+    if (axis->size() > 1) axis->reduce().broadcast(number, 0, tag).wait();
+  return number.item<int64_t>();
+}
+
+void agree_on_success(const Mesh& mesh, const std::exception_ptr& mine, const std::string& doing) {
+  const int64_t rank = int64_t{mesh.outer().rank()} * mesh.inner().size() + mesh.inner().rank();
+  at::Tensor failed = at::full({1}, mine ? rank : -1, at::kLong);
+  for (const MeshAxis* axis : axes_of(mesh))
+    if (axis->size() > 1) axis->reduce().all_reduce(failed, {.op = ReduceOp::kMax}, doing).wait();
+  if (mine) std::rethrow_exception(mine);
+  FSDP_CHECK(failed.item<int64_t>() < 0, doing, " failed on rank ", failed.item<int64_t>(),
+             ", which says why");
+}
+
+}  // namespace fsdp

@@ -1,0 +1,316 @@
+#include "fsdp/checkpoint/tensor_catalog.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <utility>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/integer.h"
+#include "fsdp/base/json_fields.h"
+#include "fsdp/checkpoint/crc32c.h"
+#include "fsdp/checkpoint/durable_file.h"
+#include "fsdp/checkpoint/safetensors_header.h"
+
+namespace fsdp {
+
+namespace {
+
+namespace fs = std::filesystem;
+
+// No manifest or index is longer; what claims to be is not one.
+constexpr int64_t kMaxJsonBytes = int64_t{1} << 30;
+constexpr const char* kShardingInfo = "DCP_SHARDING_INFO";
+constexpr const char* kSuffix = ".safetensors";
+
+SafetensorsHeader read_safetensors_header(const CheckedFile& file) {
+  const FileReader reader(file.path);
+  FSDP_CHECK(reader.bytes() == file.bytes, file.path, " has ", reader.bytes(), " bytes instead of ",
+             file.bytes, "; it is ", reader.bytes() < file.bytes ? "truncated" : "damaged",
+             ", so use another checkpoint");
+  std::string first(static_cast<size_t>(std::min<int64_t>(8, file.bytes)), '\0');
+  reader.read(0, std::as_writable_bytes(std::span(first)));
+  std::string header(static_cast<size_t>(safetensors_header_bytes(first, file.bytes, file.path)),
+                     '\0');
+  reader.read(8, std::as_writable_bytes(std::span(header)));
+  if (file.block_bytes > 0) {
+    const uint32_t found =
+        crc32c(std::as_bytes(std::span(header)), crc32c(std::as_bytes(std::span(first))));
+    FSDP_CHECK(
+        static_cast<int64_t>(header.size()) + 8 == file.header_bytes && found == file.header_crc32c,
+        file.path,
+        ": the header is not what was written; the file is damaged, so use "
+        "another checkpoint");
+  }
+  return parse_safetensors_header(header, file.bytes, file.path);
+}
+
+// Where each tensor of a file begins in the whole tensor; nothing: files hold whole tensors.
+std::map<std::string, std::vector<int64_t>> saved_offsets(const SafetensorsHeader& header,
+                                                          const std::string& source) {
+  std::map<std::string, std::vector<int64_t>> offsets;
+  const auto found = header.metadata.find(kShardingInfo);
+  if (found == header.metadata.end()) return offsets;
+  const std::string place = concat(source, ": ", kShardingInfo);
+  const nlohmann::json document = parse_json(found->second, place);
+  FSDP_CHECK(document.is_object(), place, " is not a JSON object");
+  for (const auto& [name, value] : document.items()) {
+    const JsonFields fields(value, place, name);
+    std::vector<int64_t>& list = offsets[name];
+    for (const nlohmann::json& item : fields.array("saved_offsets")) {
+      if (!item.is_number_unsigned() || item.get<uint64_t>() > uint64_t{INT64_MAX} / 2)
+        fields.refuse("saved_offsets", "offsets are whole numbers from 0 up");
+      list.push_back(item.get<int64_t>());
+    }
+  }
+  return offsets;
+}
+
+// The box of a tensor that a file holds.
+Box box_in(const SafetensorsEntry& entry, const SafetensorsHeader& header,
+           const std::map<std::string, std::vector<int64_t>>& offsets, const std::string& source) {
+  Box box{std::vector<int64_t>(entry.shape.size(), 0), entry.shape};
+  if (header.metadata.count(kShardingInfo) == 0) return box;
+  const auto found = offsets.find(entry.name);
+  FSDP_CHECK(found != offsets.end(), source, ": tensor '", entry.name, "' is missing in ",
+             kShardingInfo);
+  FSDP_CHECK(found->second.size() == entry.shape.size(), source, ": tensor '", entry.name, "' has ",
+             entry.shape.size(), " dims, but ", found->second.size(), " saved_offsets");
+  box.offsets = found->second;
+  return box;
+}
+
+bool overlap(const Box& a, const Box& b) { return intersect(a, b).numel() > 0; }
+
+// Boxes of one tensor must be exactly the tensor: as many elements, all inside, none twice. Sorted
+// by their first offset only those that can overlap are compared.
+std::optional<std::string> cover_fault(const CatalogTensor& tensor) {
+  std::vector<const Box*> boxes;
+  int64_t numel = 0;
+  const Box whole{std::vector<int64_t>(tensor.tensor.shape.size(), 0), tensor.tensor.shape};
+  for (const StoredBox& stored : tensor.boxes) {
+    if (!(intersect(stored.place.box, whole) == stored.place.box) && stored.place.box.numel() > 0)
+      return "a part of it lies outside its shape";
+    boxes.push_back(&stored.place.box);
+    numel = checked_add(numel, stored.place.box.numel());
+  }
+  if (numel < whole.numel())
+    return concat("only ", numel, " of its ", whole.numel(), " elements are there");
+  const auto begin_of = [](const Box* box) { return box->offsets.empty() ? 0 : box->offsets[0]; };
+  std::sort(boxes.begin(), boxes.end(),
+            [&](const Box* a, const Box* b) { return begin_of(a) < begin_of(b); });
+  for (size_t i = 0; i < boxes.size(); ++i) {
+    const int64_t end = begin_of(boxes[i]) + (boxes[i]->sizes.empty() ? 1 : boxes[i]->sizes[0]);
+    for (size_t k = i + 1; k < boxes.size() && begin_of(boxes[k]) < end; ++k)
+      if (overlap(*boxes[i], *boxes[k])) return "two parts of it overlap";
+  }
+  return std::nullopt;
+}
+
+void check_cover(const TensorSet& set, const std::string& source) {
+  std::vector<std::string> faults;
+  for (const auto& [name, tensor] : set)
+    if (const std::optional<std::string> fault = cover_fault(tensor))
+      faults.push_back(concat(name, " (", *fault, ")"));
+  FSDP_CHECK(faults.empty(), source, ": ", faults.size(),
+             " tensors are not complete: ", some_of(faults),
+             "; a file is missing or damaged, so use another checkpoint");
+}
+
+// Without a manifest the shape is as far as parts reach.
+void grow_shape(CatalogTensor& tensor, const Box& box) {
+  std::vector<int64_t>& shape = tensor.tensor.shape;
+  for (size_t i = 0; i < shape.size(); ++i)
+    shape[i] = std::max(shape[i], checked_add(box.offsets[i], box.sizes[i]));
+}
+
+void check_against(const std::vector<StoredTensor>& expected, TensorSet& set,
+                   const std::string& source) {
+  std::vector<std::string> missing;
+  std::vector<std::string> different;
+  std::set<std::string> names;
+  for (const StoredTensor& tensor : expected) {
+    names.insert(tensor.name);
+    const auto found = set.find(tensor.name);
+    if (found == set.end()) {
+      missing.push_back(tensor.name);
+    } else if (found->second.tensor.dtype != tensor.dtype ||
+               found->second.tensor.shape.size() != tensor.shape.size()) {
+      different.push_back(tensor.name);
+    } else {
+      found->second.tensor.shape = tensor.shape;
+    }
+  }
+  std::vector<std::string> extra;
+  for (const auto& [name, ignored] : set)
+    if (names.count(name) == 0) extra.push_back(name);
+  FSDP_CHECK(missing.empty(), source,
+             ": the files lack tensors of the manifest: ", some_of(missing));
+  FSDP_CHECK(different.empty(), source,
+             ": tensors have another dtype or number of dims than the manifest says: ",
+             some_of(different));
+  FSDP_CHECK(extra.empty(), source,
+             ": the files hold tensors the manifest does not know: ", some_of(extra));
+}
+
+std::string parent_of(const std::string& path) {
+  const std::string parent = fs::path(path).parent_path().string();
+  return parent.empty() ? "." : parent;
+}
+
+// The files of a directory that other tools wrote: those an index names, or all.
+std::vector<std::string> plain_files(const std::string& directory) {
+  std::set<std::string> names;
+  for (const auto& entry : fs::directory_iterator(directory)) {
+    const std::string name = entry.path().filename().string();
+    if (!name.ends_with(".index.json")) continue;
+    const std::string source = entry.path().string();
+    const nlohmann::json index = parse_json(read_text_file(source, kMaxJsonBytes), source);
+    const auto map = index.find("weight_map");
+    FSDP_CHECK(map != index.end() && map->is_object(), source, " has no weight_map");
+    for (const auto& [tensor, file] : map->items()) {
+      FSDP_CHECK(file.is_string() && file.get<std::string>().find('/') == std::string::npos, source,
+                 ": the file of '", tensor, "' is no plain file name");
+      names.insert(file.get<std::string>());
+    }
+  }
+  if (names.empty())
+    for (const auto& entry : fs::directory_iterator(directory))
+      if (entry.path().extension() == kSuffix) names.insert(entry.path().filename().string());
+  std::vector<std::string> paths;
+  for (const std::string& name : names) paths.push_back(concat(directory, "/", name));
+  return paths;
+}
+
+}  // namespace
+
+TensorCatalog::TensorCatalog(const std::string& path) : path_(path) {
+  std::error_code ignored;
+  FSDP_CHECK(fs::exists(path, ignored), path,
+             " does not exist; give a checkpoint, a run's "
+             "directory or a safetensors file");
+  if (fs::exists(path + "/manifest.json", ignored)) {
+    open_ours();
+  } else {
+    open_plain();
+  }
+}
+
+void TensorCatalog::add_file(CheckedFile file, TensorSet& set) {
+  const size_t index = files_.size();
+  const SafetensorsHeader header = read_safetensors_header(file);
+  const auto offsets = saved_offsets(header, file.path);
+  for (const SafetensorsEntry& entry : header.tensors) {
+    const Box box = box_in(entry, header, offsets, file.path);
+    const auto [found, is_new] = set.try_emplace(entry.name);
+    CatalogTensor& tensor = found->second;
+    if (is_new)
+      tensor.tensor = {entry.name, entry.dtype, std::vector<int64_t>(entry.shape.size(), 0)};
+    FSDP_CHECK(tensor.tensor.dtype == entry.dtype, file.path, ": tensor '", entry.name, "' is ",
+               name_of(entry.dtype), " here and ", name_of(tensor.tensor.dtype), " elsewhere");
+    FSDP_CHECK(tensor.tensor.shape.size() == entry.shape.size(), file.path, ": tensor '",
+               entry.name, "' has ", entry.shape.size(), " dims here and ",
+               tensor.tensor.shape.size(), " elsewhere");
+    grow_shape(tensor, box);
+    tensor.boxes.push_back({packed(box, 0), index, header.data_begin + entry.begin});
+  }
+  files_.push_back(std::move(file));
+}
+
+void TensorCatalog::open_ours() {
+  const std::string source = path_ + "/manifest.json";
+  manifest_ = parse_manifest(read_text_file(source, kMaxJsonBytes), source);
+  std::map<std::string, const StoredFile*> known;
+  for (const StoredFile& file : manifest_->files) known[file.path] = &file;
+  std::set<std::string> described = {};
+  for (int64_t rank = 0; rank < manifest_->num_ranks(); ++rank) {
+    const std::string name = rank_record_path(rank);
+    const std::string record_source = concat(path_, "/", name);
+    const auto entry = known.find(name);
+    FSDP_CHECK(entry != known.end(), source, ": files lacks ", name, ", what rank ", rank, " of ",
+               manifest_->num_ranks(), " wrote");
+    const std::string text = read_text_file(record_source, kMaxJsonBytes);
+    FSDP_CHECK(static_cast<int64_t>(text.size()) == entry->second->bytes &&
+                   crc32c(std::as_bytes(std::span(text))) == entry->second->crc32c,
+               record_source, " is not what was written; it is damaged, so use another checkpoint");
+    described.insert(name);
+    ranks_.push_back(parse_rank_record(text, record_source));
+    const RankRecord& record = ranks_.back();
+    FSDP_CHECK(record.rank == rank, record_source, ": rank is ", record.rank, "; it must be ",
+               rank);
+    for (const RankRecord::File& file : record.files) {
+      const auto listed = known.find(file.path);
+      FSDP_CHECK(listed != known.end() && listed->second->bytes == file.bytes &&
+                     listed->second->crc32c == crc32c_of(file, record.block_bytes),
+                 record_source, ": ", file.path, " is not described like this by the manifest");
+      FSDP_CHECK(described.insert(file.path).second, record_source, ": ", file.path,
+                 " was written by another rank, too");
+      const bool is_model = file.path.starts_with("model/");
+      FSDP_CHECK(is_model || file.path.starts_with("optimizer/"), record_source, ": ", file.path,
+                 " is neither in model/ nor in optimizer/");
+      add_file({concat(path_, "/", file.path), file.bytes, record.block_bytes, file.header_bytes,
+                file.header_crc32c, file.blocks},
+               is_model ? model_ : moments_);
+    }
+  }
+  for (const StoredFile& file : manifest_->files)
+    FSDP_CHECK(described.count(file.path) == 1, source, ": no rank wrote ", file.path);
+  check_against(manifest_->model, model_, source);
+  check_against(manifest_->moments, moments_, source);
+  check_cover(model_, path_);
+  check_cover(moments_, path_);
+}
+
+void TensorCatalog::open_plain() {
+  const bool is_directory = fs::is_directory(path_);
+  const std::vector<std::string> paths =
+      is_directory ? plain_files(path_) : std::vector<std::string>{path_};
+  FSDP_CHECK(!paths.empty(), path_,
+             " holds neither a manifest.json nor safetensors files; give a "
+             "checkpoint, a run's directory or a safetensors file");
+  for (const std::string& path : paths) {
+    const int64_t bytes = FileReader(path).bytes();
+    add_file({.path = path, .bytes = bytes}, model_);
+  }
+  check_cover(model_, is_directory ? path_ : parent_of(path_));
+}
+
+TensorSet apply(const NameRules& rules, const TensorSet& set,
+                std::span<const std::string> suffixes) {
+  TensorSet renamed;
+  for (const auto& [name, stored] : set) {
+    std::string parameter = name;
+    std::string suffix;
+    for (const std::string& each : suffixes)
+      if (parameter.ends_with(each)) suffix = each;
+    parameter.resize(parameter.size() - suffix.size());
+    const std::vector<TensorSection> sections =
+        rules.sections_of_stored(parameter, stored.tensor.shape);
+    for (const TensorSection& section : sections) {
+      const auto [found, is_new] = renamed.try_emplace(section.name + suffix);
+      FSDP_CHECK(is_new, "two tensors of the checkpoint are called '", section.name, suffix,
+                 "' by the name rules; '", name, "' is one of them");
+      found->second.tensor = {section.name + suffix, stored.tensor.dtype, section.shape};
+    }
+    for (const StoredBox& box : stored.boxes)
+      for (const SectionBox& part : cut_at_sections(sections, box.place.box)) {
+        StoredBox cut = box;
+        cut.place = part_of(box.place, part.model);
+        cut.place.box = part.stored;
+        renamed[sections[part.section].name + suffix].boxes.push_back(std::move(cut));
+      }
+  }
+  return renamed;
+}
+
+std::string some_of(std::span<const std::string> names) {
+  constexpr size_t kMost = 20;
+  std::vector<std::string> quoted;
+  for (const std::string& name : names.subspan(0, std::min(names.size(), kMost)))
+    quoted.push_back(concat("'", name, "'"));
+  return concat(join(quoted, ", "),
+                names.size() > kMost ? concat(" and ", names.size() - kMost, " more") : "");
+}
+
+}  // namespace fsdp

@@ -1,0 +1,82 @@
+// The tensors of a checkpoint, and where each part of them lies in its files.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "fsdp/checkpoint/manifest.h"
+#include "fsdp/checkpoint/name_rules.h"
+#include "fsdp/checkpoint/strided_box.h"
+
+namespace fsdp {
+
+// A file and, where it has them, the checksums of its blocks. Not kept open: there may be more
+// files than a process may open.
+struct CheckedFile {
+  std::string path;
+  int64_t bytes = 0;
+  int64_t block_bytes = 0;  // 0: there are none
+  int64_t header_bytes = 0;
+  uint32_t header_crc32c = 0;
+  std::vector<uint32_t> blocks = {};
+};
+
+// A part of a tensor. Positions count elements from the first byte of the tensor's data in the
+// file.
+struct StoredBox {
+  StridedBox place;
+  size_t file = 0;         // in CheckpointFiles
+  int64_t data_begin = 0;  // in the file, in bytes
+};
+
+struct CatalogTensor {
+  StoredTensor tensor;
+  std::vector<StoredBox> boxes;  // together exactly the tensor
+};
+
+// By name.
+using TensorSet = std::map<std::string, CatalogTensor>;
+
+// An open checkpoint: every header is read and checked, no data is.
+class TensorCatalog {
+ public:
+  // A directory with manifest.json, or plain safetensors files: one, or a directory of them with or
+  // without an index, as other tools write them. Error with all that is wrong, up to 20 names.
+  explicit TensorCatalog(const std::string& path);
+
+  const std::string& path() const { return path_; }
+  // nullopt: other tools wrote it.
+  const std::optional<Manifest>& manifest() const { return manifest_; }
+  // One per rank that wrote it.
+  const std::vector<RankRecord>& ranks() const { return ranks_; }
+  const std::vector<CheckedFile>& files() const { return files_; }
+
+  const TensorSet& model() const { return model_; }
+  const TensorSet& moments() const { return moments_; }
+
+ private:
+  void open_ours();
+  void open_plain();
+  void add_file(CheckedFile file, TensorSet& set);
+
+  std::string path_;
+  std::optional<Manifest> manifest_;
+  std::vector<RankRecord> ranks_;
+  std::vector<CheckedFile> files_;
+  TensorSet model_;
+  TensorSet moments_;
+};
+
+// The same tensors under the names that rules give them: a fused one becomes its sections. Names
+// end with one of `suffixes` (".exp_avg"), which rules do not see.
+TensorSet apply(const NameRules& rules, const TensorSet& set,
+                std::span<const std::string> suffixes = {});
+
+// "'a', 'b' and 17 more": at most 20.
+std::string some_of(std::span<const std::string> names);
+
+}  // namespace fsdp

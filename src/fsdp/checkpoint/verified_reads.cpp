@@ -1,0 +1,161 @@
+#include "fsdp/checkpoint/verified_reads.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <exception>
+#include <mutex>
+#include <thread>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/integer.h"
+#include "fsdp/checkpoint/crc32c.h"
+#include "fsdp/checkpoint/durable_file.h"
+
+namespace fsdp {
+
+namespace {
+
+// One read: bytes [begin, end) of a file, and the runs that lie in it, some only in part.
+struct Chunk {
+  size_t file = 0;
+  int64_t begin = 0;
+  int64_t end = 0;
+  std::vector<size_t> runs;
+};
+
+// Runs are sorted. Chunks begin and end with a block and do not overlap: nothing is read twice.
+std::vector<Chunk> chunks_of(std::span<const CheckedFile> files, std::span<const FileRun> runs,
+                             int64_t chunk_bytes) {
+  std::vector<Chunk> chunks;
+  for (const FileRun& run : runs) {
+    const CheckedFile& file = files[run.file];
+    const int64_t block = std::max<int64_t>(file.block_bytes, 1);
+    const int64_t most = round_up(chunk_bytes, block);
+    const int64_t end = std::min(round_up(run.offset + run.bytes, block), file.bytes);
+    int64_t begin = run.offset / block * block;
+    if (!chunks.empty() && chunks.back().file == run.file && begin <= chunks.back().end) {
+      Chunk& last = chunks.back();
+      last.end = std::max(last.end, std::min(end, last.begin + most));
+      begin = last.end;
+    }
+    for (; begin < end; begin += most)
+      chunks.push_back({run.file, begin, std::min(end, begin + most), {}});
+  }
+  return chunks;
+}
+
+void assign_runs(std::span<const FileRun> runs, std::vector<Chunk>& chunks) {
+  for (size_t i = 0; i < runs.size(); ++i) {
+    const FileRun& run = runs[i];
+    auto chunk = std::partition_point(chunks.begin(), chunks.end(), [&](const Chunk& each) {
+      return std::pair(each.file, each.end) <= std::pair(run.file, run.offset);
+    });
+    for (;
+         chunk != chunks.end() && chunk->file == run.file && chunk->begin < run.offset + run.bytes;
+         ++chunk)
+      chunk->runs.push_back(i);
+  }
+}
+
+void verify(const CheckedFile& file, const Chunk& chunk, std::span<const std::byte> bytes) {
+  if (file.block_bytes == 0) return;
+  for (int64_t begin = chunk.begin; begin < chunk.end; begin += file.block_bytes) {
+    const int64_t end = std::min(begin + file.block_bytes, chunk.end);
+    const auto block = static_cast<size_t>(begin / file.block_bytes);
+    const uint32_t found = crc32c(
+        bytes.subspan(static_cast<size_t>(begin - chunk.begin), static_cast<size_t>(end - begin)));
+    FSDP_CHECK(found == file.blocks[block], file.path, ": bytes ", begin, " to ", end,
+               " are not what was written (CRC32C ", found, " instead of ", file.blocks[block],
+               "); the file is damaged, so use another checkpoint");
+  }
+}
+
+void copy_out(const Chunk& chunk, std::span<const FileRun> runs, const std::byte* bytes) {
+  for (const size_t index : chunk.runs) {
+    const FileRun& run = runs[index];
+    const int64_t begin = std::max(run.offset, chunk.begin);
+    const int64_t end = std::min(run.offset + run.bytes, chunk.end);
+    if (begin < end)
+      std::memcpy(run.into + (begin - run.offset), bytes + (begin - chunk.begin),
+                  static_cast<size_t>(end - begin));
+  }
+}
+
+int threads_for(const ReadOptions& options, size_t num_chunks) {
+  const int cores = std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, 8);
+  const int wanted = options.threads > 0 ? options.threads : cores;
+  return static_cast<int>(std::min(static_cast<size_t>(wanted), std::max<size_t>(num_chunks, 1)));
+}
+
+// Chunks are taken in order by whoever is free; the first error ends all.
+class ChunkReads {
+ public:
+  ChunkReads(std::span<const CheckedFile> files, std::span<const FileRun> runs,
+             std::span<const Chunk> chunks)
+      : files_(files), runs_(runs), chunks_(chunks) {}
+
+  void work() {
+    std::vector<std::byte> buffer;
+    try {
+      for (size_t i = next_++; i < chunks_.size() && !failed_; i = next_++) {
+        const Chunk& chunk = chunks_[i];
+        buffer.resize(static_cast<size_t>(chunk.end - chunk.begin));
+        const FileReader reader(files_[chunk.file].path);
+        FSDP_CHECK(reader.bytes() == files_[chunk.file].bytes, files_[chunk.file].path, " has ",
+                   reader.bytes(), " bytes, but had ", files_[chunk.file].bytes,
+                   " when it was opened; somebody changes the checkpoint while it is read");
+        reader.read(chunk.begin, buffer);
+        verify(files_[chunk.file], chunk, buffer);
+        copy_out(chunk, runs_, buffer.data());
+      }
+    } catch (...) {
+      const std::lock_guard lock(mutex_);
+      if (!failed_.exchange(true)) error_ = std::current_exception();
+    }
+  }
+
+  void run(int threads) {
+    std::vector<std::jthread> others;
+    for (int i = 1; i < threads; ++i) others.emplace_back([this] { work(); });
+    work();
+    others.clear();
+    if (error_) std::rethrow_exception(error_);
+  }
+
+ private:
+  std::span<const CheckedFile> files_;
+  std::span<const FileRun> runs_;
+  std::span<const Chunk> chunks_;
+  std::atomic<size_t> next_{0};
+  std::atomic<bool> failed_{false};
+  std::mutex mutex_;
+  std::exception_ptr error_;
+};
+
+}  // namespace
+
+ReadStatistics read_runs(std::span<const CheckedFile> files, std::vector<FileRun> wanted,
+                         const ReadOptions& options) {
+  std::erase_if(wanted, [](const FileRun& run) { return run.bytes == 0; });
+  std::sort(wanted.begin(), wanted.end(), [](const FileRun& a, const FileRun& b) {
+    return std::pair(a.file, a.offset) < std::pair(b.file, b.offset);
+  });
+  std::vector<Chunk> chunks = chunks_of(files, wanted, options.chunk_bytes);
+  assign_runs(wanted, chunks);
+  ChunkReads(files, wanted, chunks).run(threads_for(options, chunks.size()));
+  ReadStatistics statistics{.num_reads = static_cast<int64_t>(chunks.size())};
+  for (const Chunk& chunk : chunks) statistics.bytes += chunk.end - chunk.begin;
+  return statistics;
+}
+
+void add_runs(const CatalogTensor& stored, const StridedBox& target, std::byte* into,
+              std::vector<FileRun>& file_runs) {
+  const int64_t width = element_bytes(stored.tensor.dtype);
+  for (const StoredBox& box : stored.boxes)
+    for (const Run& run : runs(box.place, target))
+      file_runs.push_back(
+          {box.file, box.data_begin + run.from * width, run.numel * width, into + run.to * width});
+}
+
+}  // namespace fsdp

@@ -1,0 +1,238 @@
+// Saved and loaded again: the same numbers, whoever saved and whoever loads.
+#include <gmock/gmock.h>
+
+#include <filesystem>
+
+#include "support/checkpoint_training.h"
+
+namespace fsdp::testing {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+Training training(const std::string& strategy, int ranks = 3, int outer = 1) {
+  Training run{.ranks = ranks, .outer = outer};
+  run.shard.strategy = parse_strategy(strategy);
+  return run;
+}
+
+WholeState save_after(const Training& run, int steps, const std::string& directory,
+                      const CheckpointerOptions& options = {}) {
+  return run_training(run, [&](TrainingRank& rank) {
+    rank.train(0, steps);
+    save_checkpoint(directory, rank.state(), {.step = steps}, options);
+  });
+}
+
+WholeState load_into(const Training& run, const std::string& directory) {
+  return run_training(run, [&](TrainingRank& rank) { load_checkpoint(directory, rank.state()); });
+}
+
+TEST(Checkpoint, TenStepsAreFiveSavedAndFiveMore) {
+  for (const std::string& strategy : kStrategies)
+    for (const at::ScalarType compute : {at::kFloat, at::kBFloat16})
+      for (const SaveMode mode : {SaveMode::kBlocking, SaveMode::kBackground}) {
+        Training run = training(strategy, 4, 2);
+        run.compute = compute;
+        const TemporaryDirectory directory;
+        const WholeState straight =
+            run_training(run, [](TrainingRank& rank) { rank.train(0, 10); });
+        run_training(run, [&](TrainingRank& rank) {
+          Checkpointer checkpointer(directory.path(), rank.mesh, {.mode = mode});
+          rank.train(0, 5);
+          checkpointer.save(rank.state(), {.step = 5, .schedule = "s", .data = "d"});
+          rank.train(5, 7);  // not to be seen again
+          checkpointer.wait();
+        });
+        const WholeState resumed = run_training(run, [&](TrainingRank& rank) {
+          Checkpointer checkpointer(directory.path(), rank.mesh);
+          const auto loaded = checkpointer.load_latest(rank.state());
+          ASSERT_TRUE(loaded.has_value());
+          EXPECT_EQ(loaded->step, 5);
+          EXPECT_EQ(loaded->schedule, "s");
+          EXPECT_EQ(loaded->data, "d");
+          EXPECT_EQ(rank.optimizer.state().step, 5);
+          rank.train(5, 10);
+        });
+        expect_same_state(resumed, straight, strategy + " " + c10::toString(compute));
+      }
+}
+
+TEST(Checkpoint, LoadsOnAnyNumberOfRanks) {
+  const TemporaryDirectory directory;
+  const WholeState saved = save_after(training("optim_grads_params", 4), 3, directory.path());
+  for (const int ranks : {1, 2, 3, 8})
+    for (const std::string& strategy : kStrategies)
+      for (const int outer : {1, 2}) {
+        if (ranks % outer != 0) continue;
+        expect_same_state(load_into(training(strategy, ranks, outer), directory.path()), saved,
+                          concat(ranks, " ranks, ", strategy, ", outer ", outer));
+      }
+}
+
+TEST(Checkpoint, LoadsWhateverStrategyWroteIt) {
+  for (const std::string& strategy : kStrategies)
+    for (const int ranks : {1, 6}) {
+      const TemporaryDirectory directory;
+      const Training run = training(strategy, ranks, ranks == 6 ? 2 : 1);
+      const WholeState saved = save_after(run, 2, directory.path());
+      expect_same_state(load_into(training("optim_grads_params", 3), directory.path()), saved,
+                        concat(strategy, " ", ranks));
+    }
+}
+
+TEST(Checkpoint, LoadsIntoOtherPoolsGranularitiesAndMemory) {
+  const TemporaryDirectory directory;
+  Training run = training("optim_grads_params", 3);
+  run.compute = at::kBFloat16;
+  const WholeState saved = save_after(run, 3, directory.path());
+  for (const Granularity granularity :
+       {Granularity::row(), Granularity::tensor(), Granularity::block(4)})
+    for (const double fraction : {0.0, 0.37, 1.0})
+      for (const MainStorage storage : {MainStorage::kSplit, MainStorage::kSeparate}) {
+        Training other = training("optim_grads", 2);
+        other.compute = at::kBFloat16;
+        other.shard.granularity = granularity;
+        other.shard.offload.fraction = fraction;
+        other.shard.precision.main_storage = storage;
+        other.shard.pool = PoolKind::kOnDemand;
+        expect_same_state(load_into(other, directory.path()), saved,
+                          concat(to_text(granularity), " ", fraction));
+      }
+  // fp32 weights have the main weights' values; bf16 ones without main weights are rounded.
+  expect_same_state(load_into(training("optim", 2), directory.path()), saved, "fp32");
+  Training narrow = training("optim", 2);
+  narrow.compute = at::kBFloat16;
+  narrow.shard.precision.main_params = at::kBFloat16;
+  const WholeState loaded = load_into(narrow, directory.path());
+  EXPECT_EQ(loaded.at("unit0.linear.weight").scalar_type(), at::kBFloat16);
+  EXPECT_TRUE(at::allclose(loaded.at("unit0.linear.weight").to(at::kFloat),
+                           saved.at("unit0.linear.weight"), 1.0 / 256, 0.0));
+}
+
+TEST(Checkpoint, KeepsNarrowMomentsExactly) {
+  for (const at::ScalarType moment : {at::kBFloat16, at::kHalf, at::kFloat8_e4m3fn}) {
+    const TemporaryDirectory directory;
+    Training run = training("optim_grads_params", 2);
+    run.adamw.first_moment = moment;
+    run.adamw.second_moment = moment;
+    run.shard.offload.fraction = 0.5;
+    const WholeState straight = run_training(run, [](TrainingRank& rank) { rank.train(0, 6); });
+    save_after(run, 3, directory.path());
+    const WholeState resumed = run_training(run, [&](TrainingRank& rank) {
+      rank.train(0, 1);  // so that there are values to replace
+      load_checkpoint(directory.path(), rank.state());
+      rank.train(3, 6);
+    });
+    expect_same_state(resumed, straight, c10::toString(moment));
+  }
+}
+
+TEST(Checkpoint, IsWrittenOnceWhereRanksHaveTheSame) {
+  const TemporaryDirectory directory;
+  save_after(training("no_shard", 4), 1, directory.path());
+  int64_t bytes = 0;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(directory.path()))
+    if (entry.path().extension() == ".safetensors")
+      bytes += static_cast<int64_t>(entry.file_size());
+  // 3 numbers of 4 bytes for each parameter, and headers of at most 4 KiB for 4 ranks' 2 files.
+  const int64_t numel = 5 * 7 + 7 + 2 * (7 * 7 + 7) + 7 * 3 + 3;
+  EXPECT_GE(bytes, 12 * numel);
+  EXPECT_LE(bytes, 12 * numel + 8 * 4096);
+}
+
+TEST(Checkpoint, RefusesWhatDoesNotFitBeforeAnythingChanges) {
+  const TemporaryDirectory directory;
+  save_after(training("optim_grads_params", 2), 1, directory.path());
+  run_ranks(2, [&](World& world) {
+    const Mesh mesh = world.mesh({});
+    Chain larger = build([] { return Chain(kUnits + 1); });
+    const Sharded sharded = fully_shard(larger, mesh, {});
+    const std::vector<at::Tensor> before = weights_of(sharded, larger);
+    const std::string error =
+        error_of([&] { load_checkpoint(directory.path(), {.sharded = sharded}); });
+    // The last unit of the smaller model is 7 -> 3, here it is 7 -> 7.
+    EXPECT_THAT(error, AllOf(HasSubstr("it lacks 'unit4.linear.weight', 'unit4.linear.bias'"),
+                             HasSubstr("allow_missing"),
+                             HasSubstr("unit3.linear.weight [3, 7] instead of [7, 7]")));
+    expect_equal(weights_of(sharded, larger), before);
+  });
+}
+
+TEST(Checkpoint, LoadsWhatIsAllowedToBeMissingOrExtra) {
+  const TemporaryDirectory directory;
+  const WholeState saved = save_after(training("optim_grads_params", 2), 1, directory.path());
+  const WholeState fresh = run_training(training("optim", 1), [](TrainingRank&) {});
+  const WholeState loaded = run_training(training("optim", 1), [&](TrainingRank& rank) {
+    at::Tensor table = at::ones({2, 2});
+    CheckpointState state = rank.state();
+    state.buffers = {{"table", table}};
+    EXPECT_THAT(error_of([&] { load_checkpoint(directory.path(), state); }),
+                HasSubstr("it lacks 'table'"));
+    const LoadedCheckpoint report =
+        load_checkpoint(directory.path(), state, {.allow_missing = {"tab*"}});
+    EXPECT_THAT(report.missing, ::testing::ElementsAre("table"));
+    EXPECT_TRUE(at::equal(table, at::ones({2, 2})));
+  });
+  expect_same_state(loaded, saved, "allowed");
+}
+
+TEST(Checkpoint, RestoresBuffers) {
+  const TemporaryDirectory directory;
+  const at::Tensor mean = at::arange(12, at::kDouble).view({3, 4});
+  const at::Tensor count = at::full({}, 17, at::kLong);
+  const at::Tensor nothing = at::empty({0, 3});
+  run_training(training("optim", 3), [&](TrainingRank& rank) {
+    CheckpointState state = rank.state();
+    state.buffers = {{"mean", mean}, {"count", count}, {"nothing", nothing}};
+    save_checkpoint(directory.path(), state, {.step = 0});
+  });
+  run_training(training("optim_grads_params", 2), [&](TrainingRank& rank) {
+    CheckpointState state = rank.state();
+    const at::Tensor mean_loaded = at::zeros({3, 4}, at::kDouble);
+    const at::Tensor count_loaded = at::zeros({}, at::kLong);
+    state.buffers = {
+        {"mean", mean_loaded}, {"count", count_loaded}, {"nothing", at::empty({0, 3})}};
+    load_checkpoint(directory.path(), state);
+    EXPECT_TRUE(at::equal(mean_loaded, mean));
+    EXPECT_TRUE(at::equal(count_loaded, count));
+    state.buffers[1].value = at::zeros({}, at::kFloat);
+    EXPECT_THAT(error_of([&] { load_checkpoint(directory.path(), state); }),
+                HasSubstr("other types have 'count int64 instead of fp32'"));
+  });
+}
+
+TEST(Checkpoint, GoesOnWithTheSameRandomNumbers) {
+  const TemporaryDirectory directory;
+  at::Tensor expected;
+  run_training(training("optim", 1), [&](TrainingRank& rank) {
+    torch::manual_seed(3);
+    at::rand({5});
+    save_checkpoint(directory.path(), rank.state(), {.step = 1});
+    expected = at::rand({7});
+  });
+  run_training(training("optim", 1), [&](TrainingRank& rank) {
+    EXPECT_TRUE(load_checkpoint(directory.path(), rank.state()).has_random_state);
+    EXPECT_TRUE(at::equal(at::rand({7}), expected));
+  });
+  run_training(training("optim", 2), [&](TrainingRank& rank) {
+    EXPECT_FALSE(load_checkpoint(directory.path(), rank.state()).has_random_state);
+  });
+}
+
+TEST(Checkpoint, WeightsAloneNeedNoMoments) {
+  const TemporaryDirectory directory;
+  const WholeState saved = save_after(training("optim_grads_params", 2), 2, directory.path());
+  run_ranks(1, [&](World& world) {
+    const Mesh mesh = world.mesh({});
+    Chain model = make_chain();
+    const Sharded sharded = fully_shard(model, mesh, {});
+    load_checkpoint(directory.path(), {.sharded = sharded});
+    for (const ShardedParameter& each : sharded.parameters())
+      EXPECT_TRUE(at::equal(each.main_weight, saved.at(each.name).view({-1}))) << each.name;
+  });
+}
+
+}  // namespace
+}  // namespace fsdp::testing

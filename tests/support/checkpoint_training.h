@@ -1,0 +1,112 @@
+// Training that is saved and goes on elsewhere, for tests of checkpoints.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "fsdp/checkpoint/checkpointer.h"
+#include "support/optimizer_training.h"
+
+namespace fsdp::testing {
+
+// A directory that is there during a test.
+class TemporaryDirectory {
+ public:
+  TemporaryDirectory() {
+    std::string pattern = (std::filesystem::temp_directory_path() / "fsdp-XXXXXX").string();
+    if (mkdtemp(pattern.data()) == nullptr) throw Error("no temporary directory " + pattern);
+    path_ = pattern;
+  }
+  ~TemporaryDirectory() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+  }
+  TemporaryDirectory(const TemporaryDirectory&) = delete;
+  TemporaryDirectory& operator=(const TemporaryDirectory&) = delete;
+
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+// Everything that is saved, whole: by parameter, and by parameter and moment.
+using WholeState = std::map<std::string, at::Tensor>;
+
+class StateCollector {
+ public:
+  void add(const Sharded& sharded, Optimizer& optimizer) {
+    const std::lock_guard lock(mutex_);
+    for (const ShardedParameter& each : sharded.parameters())
+      put(each.name, each.shape, each.begin, each.main_weight);
+    for (const OptimizerShard& each : optimizer.shards())
+      put(each.parameter + "." + each.name, each.shape, each.begin, each.values);
+  }
+  WholeState take() { return std::move(whole_); }
+
+ private:
+  void put(const std::string& name, const std::vector<int64_t>& shape, int64_t begin,
+           const at::Tensor& part) {
+    at::Tensor& whole = whole_[name];
+    if (!whole.defined()) whole = at::full(shape, NAN, part.options().device(at::kCPU));
+    whole.view({-1}).narrow(0, begin, part.numel()).copy_(part);
+  }
+
+  std::mutex mutex_;
+  WholeState whole_;
+};
+
+inline void expect_same_state(const WholeState& actual, const WholeState& expected,
+                              const std::string& what) {
+  ASSERT_EQ(actual.size(), expected.size()) << what;
+  for (const auto& [name, value] : expected)
+    EXPECT_TRUE(at::equal(actual.at(name), value.to(actual.at(name).scalar_type())))
+        << what << " " << name << "\n"
+        << actual.at(name) << "\n"
+        << value;
+}
+
+// A rank of a training.
+struct TrainingRank {
+  World& world;
+  const Mesh& mesh;
+  Chain model;
+  Sharded sharded;
+  AdamW& optimizer;
+
+  CheckpointState state() const { return {.sharded = sharded, .optimizer = &optimizer}; }
+
+  void train(int first_step, int last_step) {
+    for (int step = first_step; step < last_step; ++step) {
+      loss_of(model, world.rank(), step).backward();
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+  }
+};
+
+// Runs `body` on every rank of a new world and model; returns what is there in the end.
+inline WholeState run_training(const Training& run,
+                               const std::function<void(TrainingRank&)>& body) {
+  StateCollector collector;
+  run_ranks(run.ranks, [&](World& world) {
+    const Mesh mesh = world.mesh({.outer = run.outer});
+    Chain model = make_chain(run.compute);
+    const Sharded sharded = fully_shard(model, mesh, run.shard);
+    AdamW optimizer(sharded, run.adamw);
+    TrainingRank rank{world, mesh, model, sharded, optimizer};
+    body(rank);
+    collector.add(sharded, optimizer);
+  });
+  return collector.take();
+}
+
+}  // namespace fsdp::testing
