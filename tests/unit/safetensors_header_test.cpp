@@ -87,8 +87,8 @@ TEST(SafetensorsHeader, EveryDefectHasItsWords) {
   const std::string good = tensor("w", "F32", "[2]", "[0,8]");
   expect_error("", 0, HasSubstr("does not begin with '{'"));
   expect_error(" {}", 0, HasSubstr("does not begin with '{'"));
-  expect_error("{\"w\":", 0, HasSubstr("not JSON"));
-  expect_error("{} x", 0, HasSubstr("not JSON"));
+  expect_error("{\"w\":", 0, HasSubstr("not valid JSON"));
+  expect_error("{} x", 0, HasSubstr("not valid JSON"));
   expect_error(concat("{", good, ",", good, "}"), 8, HasSubstr("'w' twice"));
   expect_error("{\"w\":{\"dtype\":\"F32\",\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]}}",
                8, HasSubstr("'dtype' twice"));
