@@ -27,6 +27,16 @@ TEST(TensorSections, CutABoxThatStraddlesTwoOfThem) {
                           SectionBox{1, Box{{0, 0}, {1, 3}}, Box{{2, 0}, {1, 3}}}));
 }
 
+// The drawing in tensor_sections.h: from the last element of row 1 to the end of row 2.
+TEST(TensorSections, CutAShardThatBeginsInMidRow) {
+  const std::vector<int64_t> shape = {4, 3};
+  std::vector<SectionBox> parts;
+  for (const Box& box : boxes(shape, {5, 9}))
+    for (const SectionBox& part : cut_at_sections(halves(), box)) parts.push_back(part);
+  EXPECT_THAT(parts, ElementsAre(SectionBox{0, Box{{1, 2}, {1, 1}}, Box{{1, 2}, {1, 1}}},
+                                 SectionBox{1, Box{{0, 0}, {1, 3}}, Box{{2, 0}, {1, 3}}}));
+}
+
 TEST(TensorSections, LeaveOutWhatABoxHasNothingOf) {
   EXPECT_THAT(cut_at_sections(halves(), Box{{3, 1}, {1, 2}}),
               ElementsAre(SectionBox{1, Box{{1, 1}, {1, 2}}, Box{{3, 1}, {1, 2}}}));
