@@ -35,7 +35,7 @@ TEST(Checkpoint, TenStepsAreFiveSavedAndFiveMore) {
       for (const SaveMode mode : {SaveMode::kBlocking, SaveMode::kBackground}) {
         Training run = training(strategy, 4, 2);
         run.compute = compute;
-        const TemporaryDirectory directory;
+        const TempDir directory;
         const WholeState straight =
             run_training(run, [](TrainingRank& rank) { rank.train(0, 10); });
         run_training(run, [&](TrainingRank& rank) {
@@ -60,7 +60,7 @@ TEST(Checkpoint, TenStepsAreFiveSavedAndFiveMore) {
 }
 
 TEST(Checkpoint, LoadsOnAnyNumberOfRanks) {
-  const TemporaryDirectory directory;
+  const TempDir directory;
   const WholeState saved = save_after(training("optim_grads_params", 4), 3, directory.path());
   for (const int ranks : {1, 2, 3, 8})
     for (const std::string& strategy : kStrategies)
@@ -74,7 +74,7 @@ TEST(Checkpoint, LoadsOnAnyNumberOfRanks) {
 TEST(Checkpoint, LoadsWhateverStrategyWroteIt) {
   for (const std::string& strategy : kStrategies)
     for (const int ranks : {1, 6}) {
-      const TemporaryDirectory directory;
+      const TempDir directory;
       const Training run = training(strategy, ranks, ranks == 6 ? 2 : 1);
       const WholeState saved = save_after(run, 2, directory.path());
       expect_same_state(load_into(training("optim_grads_params", 3), directory.path()), saved,
@@ -83,7 +83,7 @@ TEST(Checkpoint, LoadsWhateverStrategyWroteIt) {
 }
 
 TEST(Checkpoint, LoadsIntoOtherPoolsGranularitiesAndMemory) {
-  const TemporaryDirectory directory;
+  const TempDir directory;
   Training run = training("optim_grads_params", 3);
   run.compute = at::kBFloat16;
   const WholeState saved = save_after(run, 3, directory.path());
@@ -113,7 +113,7 @@ TEST(Checkpoint, LoadsIntoOtherPoolsGranularitiesAndMemory) {
 
 TEST(Checkpoint, KeepsNarrowMomentsExactly) {
   for (const at::ScalarType moment : {at::kBFloat16, at::kHalf, at::kFloat8_e4m3fn}) {
-    const TemporaryDirectory directory;
+    const TempDir directory;
     Training run = training("optim_grads_params", 2);
     run.adamw.first_moment = moment;
     run.adamw.second_moment = moment;
@@ -130,7 +130,7 @@ TEST(Checkpoint, KeepsNarrowMomentsExactly) {
 }
 
 TEST(Checkpoint, IsWrittenOnceWhereRanksHaveTheSame) {
-  const TemporaryDirectory directory;
+  const TempDir directory;
   save_after(training("no_shard", 4), 1, directory.path());
   int64_t bytes = 0;
   for (const auto& entry : std::filesystem::recursive_directory_iterator(directory.path()))
@@ -143,7 +143,7 @@ TEST(Checkpoint, IsWrittenOnceWhereRanksHaveTheSame) {
 }
 
 TEST(Checkpoint, RefusesWhatDoesNotFitBeforeAnythingChanges) {
-  const TemporaryDirectory directory;
+  const TempDir directory;
   save_after(training("optim_grads_params", 2), 1, directory.path());
   run_ranks(2, [&](World& world) {
     const Mesh mesh = world.mesh({});
@@ -161,7 +161,7 @@ TEST(Checkpoint, RefusesWhatDoesNotFitBeforeAnythingChanges) {
 }
 
 TEST(Checkpoint, LoadsWhatIsAllowedToBeMissingOrExtra) {
-  const TemporaryDirectory directory;
+  const TempDir directory;
   const WholeState saved = save_after(training("optim_grads_params", 2), 1, directory.path());
   const WholeState fresh = run_training(training("optim", 1), [](TrainingRank&) {});
   const WholeState loaded = run_training(training("optim", 1), [&](TrainingRank& rank) {
@@ -179,7 +179,7 @@ TEST(Checkpoint, LoadsWhatIsAllowedToBeMissingOrExtra) {
 }
 
 TEST(Checkpoint, RestoresBuffers) {
-  const TemporaryDirectory directory;
+  const TempDir directory;
   const at::Tensor mean = at::arange(12, at::kDouble).view({3, 4});
   const at::Tensor count = at::full({}, 17, at::kLong);
   const at::Tensor nothing = at::empty({0, 3});
@@ -204,7 +204,7 @@ TEST(Checkpoint, RestoresBuffers) {
 }
 
 TEST(Checkpoint, GoesOnWithTheSameRandomNumbers) {
-  const TemporaryDirectory directory;
+  const TempDir directory;
   at::Tensor expected;
   run_training(training("optim", 1), [&](TrainingRank& rank) {
     torch::manual_seed(3);
@@ -222,7 +222,7 @@ TEST(Checkpoint, GoesOnWithTheSameRandomNumbers) {
 }
 
 TEST(Checkpoint, WeightsAloneNeedNoMoments) {
-  const TemporaryDirectory directory;
+  const TempDir directory;
   const WholeState saved = save_after(training("optim_grads_params", 2), 2, directory.path());
   run_ranks(1, [&](World& world) {
     const Mesh mesh = world.mesh({});

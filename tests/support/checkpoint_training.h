@@ -4,8 +4,6 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include <cstdlib>
-#include <filesystem>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -14,29 +12,9 @@
 
 #include "fsdp/checkpoint/checkpointer.h"
 #include "support/optimizer_training.h"
+#include "support/temp_dir.h"
 
 namespace fsdp::testing {
-
-// A directory that is there during a test.
-class TemporaryDirectory {
- public:
-  TemporaryDirectory() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "fsdp-XXXXXX").string();
-    if (mkdtemp(pattern.data()) == nullptr) throw Error("no temporary directory " + pattern);
-    path_ = pattern;
-  }
-  ~TemporaryDirectory() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  TemporaryDirectory(const TemporaryDirectory&) = delete;
-  TemporaryDirectory& operator=(const TemporaryDirectory&) = delete;
-
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
 
 // Everything that is saved, whole: by parameter, and by parameter and moment.
 using WholeState = std::map<std::string, at::Tensor>;
