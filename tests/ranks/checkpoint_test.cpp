@@ -137,7 +137,7 @@ TEST(Checkpoint, IsWrittenOnceWhereRanksHaveTheSame) {
     if (entry.path().extension() == ".safetensors")
       bytes += static_cast<int64_t>(entry.file_size());
   // 3 numbers of 4 bytes for each parameter, and headers of at most 4 KiB for 4 ranks' 2 files.
-  const int64_t numel = 5 * 7 + 7 + 2 * (7 * 7 + 7) + 7 * 3 + 3;
+  const int64_t numel = 20 * 23 + 24 * 27 + 28 * 31 + 32 * 3;
   EXPECT_GE(bytes, 12 * numel);
   EXPECT_LE(bytes, 12 * numel + 8 * 4096);
 }
@@ -147,15 +147,15 @@ TEST(Checkpoint, RefusesWhatDoesNotFitBeforeAnythingChanges) {
   save_after(training("optim_grads_params", 2), 1, directory.path());
   run_ranks(2, [&](World& world) {
     const Mesh mesh = world.mesh({});
-    Chain larger = build([] { return Chain(kUnits + 1); });
+    Wide larger = make_wide(at::kFloat, kUnits + 1);
     const Sharded sharded = fully_shard(larger, mesh, {});
     const std::vector<at::Tensor> before = weights_of(sharded, larger);
     const std::string error =
         error_of([&] { load_checkpoint(directory.path(), {.sharded = sharded}); });
-    // The last unit of the smaller model is 7 -> 3, here it is 7 -> 7.
+    // The last unit of the smaller model ends with 3.
     EXPECT_THAT(error, AllOf(HasSubstr("it lacks 'unit4.linear.weight', 'unit4.linear.bias'"),
                              HasSubstr("allow_missing"),
-                             HasSubstr("unit3.linear.weight [3, 7] instead of [7, 7]")));
+                             HasSubstr("unit3.linear.weight [3, 31] instead of [35, 31]")));
     expect_equal(weights_of(sharded, larger), before);
   });
 }
@@ -226,7 +226,7 @@ TEST(Checkpoint, WeightsAloneNeedNoMoments) {
   const WholeState saved = save_after(training("optim_grads_params", 2), 2, directory.path());
   run_ranks(1, [&](World& world) {
     const Mesh mesh = world.mesh({});
-    Chain model = make_chain();
+    Wide model = make_wide();
     const Sharded sharded = fully_shard(model, mesh, {});
     load_checkpoint(directory.path(), {.sharded = sharded});
     for (const ShardedParameter& each : sharded.parameters())

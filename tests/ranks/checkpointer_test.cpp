@@ -258,7 +258,7 @@ TEST(Checkpointer, NeedsTwoBarriersAndNoOtherCollective) {
       const auto recording = std::make_shared<Recording>();
       World world = World::simulated(rank, 4, recording);
       const Mesh mesh = world.mesh({.outer = outer});
-      Chain model = make_chain();
+      Wide model = make_wide();
       const Sharded sharded = fully_shard(model, mesh, training().shard);
       AdamW optimizer(sharded, {});
       Checkpointer checkpointer(directory.path(), mesh, {.mode = SaveMode::kBlocking});

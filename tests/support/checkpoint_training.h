@@ -16,6 +16,29 @@
 
 namespace fsdp::testing {
 
+// 19 -> 23 -> 27 -> ... -> 3: large enough for shards of bf16 weights to end in the middle of a
+// row.
+struct WideImpl : torch::nn::Module {
+  explicit WideImpl(int num_units) {
+    for (int i = 0; i < num_units; ++i) {
+      const int64_t out = i + 1 == num_units ? 3 : 23 + 4 * i;
+      units.push_back(register_module("unit" + std::to_string(i), Unit<Block>(19 + 4 * i, out)));
+    }
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (Unit<Block>& unit : units) x = unit(x);
+    return x;
+  }
+  std::vector<Unit<Block>> units;
+};
+TORCH_MODULE(Wide);
+
+inline Wide make_wide(at::ScalarType dtype = at::kFloat, int num_units = kUnits) {
+  Wide model = build([&] { return Wide(num_units); });
+  model->to(device(), dtype);
+  return model;
+}
+
 // Everything that is saved, whole: by parameter, and by parameter and moment.
 using WholeState = std::map<std::string, at::Tensor>;
 
@@ -56,7 +79,7 @@ inline void expect_same_state(const WholeState& actual, const WholeState& expect
 struct TrainingRank {
   World& world;
   const Mesh& mesh;
-  Chain model;
+  Wide model;
   Sharded sharded;
   AdamW& optimizer;
 
@@ -64,7 +87,9 @@ struct TrainingRank {
 
   void train(int first_step, int last_step) {
     for (int step = first_step; step < last_step; ++step) {
-      loss_of(model, world.rank(), step).backward();
+      const at::ScalarType dtype = model->parameters().front().scalar_type();
+      const at::Tensor input = input_for(world.rank(), step, {2, 19}).to(device(), dtype);
+      model(input).to(at::kFloat).square().sum().backward();
       optimizer.step();
       optimizer.zero_grad();
     }
@@ -77,7 +102,7 @@ inline WholeState run_training(const Training& run,
   StateCollector collector;
   run_ranks(run.ranks, [&](World& world) {
     const Mesh mesh = world.mesh({.outer = run.outer});
-    Chain model = make_chain(run.compute);
+    Wide model = make_wide(run.compute);
     const Sharded sharded = fully_shard(model, mesh, run.shard);
     AdamW optimizer(sharded, run.adamw);
     TrainingRank rank{world, mesh, model, sharded, optimizer};

@@ -142,6 +142,17 @@ ReadFlat buffer_reader(const at::Tensor& value) {
   };
 }
 
+void check_names(const CheckpointState& state, const NameRules& names) {
+  std::vector<NamedShape> tensors;
+  for (const auto& unit : state.sharded.engine().units())
+    for (const GroupState& group : unit->groups)
+      for (int64_t i = 0; i < group.group->layout().num_tensors(); ++i)
+        tensors.push_back({group.group->name_of(i), group.group->shape_of(i)});
+  for (const NamedBuffer& buffer : state.buffers)
+    tensors.push_back({buffer.name, buffer.value.sizes().vec()});
+  check_unique(names, tensors);
+}
+
 // Calls body(member, what this rank writes of it, where that begins in the group's buffer).
 template <typename Body>
 void for_each_member(const ParamGroup& group, Replicas replicas, int64_t& number,
@@ -188,6 +199,7 @@ StatePieces pieces_of(const CheckpointState& state, const StoredForm& form) {
   const Engine& engine = state.sharded.engine();
   const Mesh& mesh = engine.mesh();
   const MeshCoordinate rank{.outer = mesh.outer().rank(), .inner = mesh.inner().rank()};
+  check_names(state, form.names);
   StatePieces pieces;
   const int64_t number_of_rank = rank_of(state.sharded);
   PieceCollector model(form.names, number_of_rank, pieces.model, pieces.model_pieces);
