@@ -13,7 +13,11 @@ namespace fsdp::testing {
 
 class TempDir {
  public:
-  TempDir() : path_((std::filesystem::temp_directory_path() / "fsdp_test_XXXXXX").string()) {
+  // kMemory, where there is such a place, for tests that write many files: nothing waits for a
+  // disk.
+  enum class On { kDisk, kMemory };
+
+  explicit TempDir(On on = On::kDisk) : path_((parent(on) / "fsdp_test_XXXXXX").string()) {
     FSDP_CHECK(::mkdtemp(path_.data()) != nullptr, path_, ": cannot create the directory");
   }
   TempDir(const TempDir&) = delete;
@@ -29,6 +33,13 @@ class TempDir {
   std::string operator/(const std::string& name) const { return path_ + "/" + name; }
 
  private:
+  static std::filesystem::path parent(On on) {
+    const std::filesystem::path memory = "/dev/shm";
+    std::error_code ignored;
+    if (on == On::kMemory && std::filesystem::is_directory(memory, ignored)) return memory;
+    return std::filesystem::temp_directory_path();
+  }
+
   std::string path_;
 };
 

@@ -38,7 +38,12 @@ nlohmann::json parse_json(std::string_view text, const std::string& source) {
   using Json = nlohmann::json;
   std::vector<std::set<std::string>> keys;
   std::optional<std::string> twice;
-  const Json::parser_callback_t watch = [&](int, Json::parse_event_t event, Json& value) {
+  const Json::parser_callback_t watch = [&](int depth, Json::parse_event_t event, Json& value) {
+    // Values are copied and written by functions that call themselves: without a limit a short
+    // text could exhaust the stack.
+    constexpr int kMaxDepth = 100;
+    if (depth > kMaxDepth)
+      throw UsageError(concat(source, " is nested more than ", kMaxDepth, " deep; nothing is"));
     if (event == Json::parse_event_t::object_start) keys.emplace_back();
     if (event == Json::parse_event_t::object_end) keys.pop_back();
     if (event == Json::parse_event_t::key && !keys.back().insert(value.get<std::string>()).second)

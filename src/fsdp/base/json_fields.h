@@ -10,7 +10,8 @@
 namespace fsdp {
 
 // A JSON document in which no object has a key twice: of two such values one parser keeps the first
-// and another one the last. UsageError that begins with `source`.
+// and another one the last. Nor is it nested more than 100 deep. UsageError that begins with
+// `source`.
 nlohmann::json parse_json(std::string_view text, const std::string& source);
 
 // One JSON object at one place of a document; holds references to both, so keep the document alive.

@@ -1,5 +1,6 @@
 #include "fsdp/checkpoint/base64.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 

@@ -11,6 +11,7 @@
 #include "fsdp/base/json_fields.h"
 #include "fsdp/checkpoint/base64.h"
 #include "fsdp/checkpoint/crc32c.h"
+#include "fsdp/checkpoint/plain_path.h"
 
 namespace fsdp {
 
@@ -101,22 +102,26 @@ DType dtype(const JsonFields& fields) {
   return *value;
 }
 
-std::vector<int64_t> sizes(const JsonFields& fields, const char* field) {
+std::vector<int64_t> numbers(const JsonFields& fields, const char* field) {
   std::vector<int64_t> values;
-  int64_t product = 1;
   for (const Json& value : fields.array(field)) {
     if (!value.is_number_unsigned() ||
         value.get<uint64_t>() > static_cast<uint64_t>(std::numeric_limits<int64_t>::max()))
       fields.refuse(field, "sizes are whole numbers from 0 up");
     values.push_back(value.get<int64_t>());
   }
+  return values;
+}
+
+std::vector<int64_t> shape(const JsonFields& fields) {
+  std::vector<int64_t> values = numbers(fields, "shape");
   const bool is_empty = std::find(values.begin(), values.end(), 0) != values.end();
   try {
     // 8 bytes are the widest element: whoever multiplies later cannot overflow.
-    for (const int64_t value : values) product = is_empty ? 0 : checked_mul(product, value);
-    checked_mul(product, 8);
+    int64_t bytes = is_empty ? 0 : 8;
+    for (const int64_t value : values) bytes = is_empty ? 0 : checked_mul(bytes, value);
   } catch (const Error&) {
-    fields.refuse(field, "no tensor has so many elements");
+    fields.refuse("shape", "no tensor has so many elements");
   }
   return values;
 }
@@ -140,19 +145,9 @@ void for_each(const JsonFields& fields, const char* field, const Body& body) {
 // A file of the checkpoint itself: whoever sends a manifest must not choose what is opened.
 std::string path(const JsonFields& fields) {
   std::string value = fields.text("path");
-  const auto refuse = [&] {
+  if (!is_plain_path(value))
     fields.refuse(
         "path", "it must be a plain path below the checkpoint, such as model/00000-0.safetensors");
-  };
-  if (value.empty() || value.front() == '/' || value.back() == '/') refuse();
-  for (const char c : value)
-    if (static_cast<unsigned char>(c) < 0x20 || c == '\\') refuse();
-  for (size_t begin = 0; begin <= value.size();) {
-    const size_t end = std::min(value.find('/', begin), value.size());
-    const std::string_view part = std::string_view(value).substr(begin, end - begin);
-    if (part.empty() || part == "." || part == "..") refuse();
-    begin = end + 1;
-  }
   return value;
 }
 
@@ -173,7 +168,7 @@ std::vector<StoredTensor> read_tensors(const JsonFields& fields, const char* fie
   Once once("name");
   for_each(fields, field, [&](const JsonFields& each) {
     once.add(each, each.text("name"));
-    tensors.push_back({each.text("name"), dtype(each), sizes(each, "shape")});
+    tensors.push_back({each.text("name"), dtype(each), shape(each)});
   });
   return tensors;
 }
@@ -187,9 +182,9 @@ GroupRecord read_group(const JsonFields& fields) {
   for_each(fields, "members", [&](const JsonFields& each) {
     GroupRecord::Member member{.name = each.text("name"),
                                .aliases = texts(each, "aliases"),
-                               .shape = sizes(each, "shape"),
+                               .shape = shape(each),
                                .flat = {}};
-    const std::vector<int64_t> flat = sizes(each, "flat");
+    const std::vector<int64_t> flat = numbers(each, "flat");
     if (flat.size() != 2 || flat[0] > flat[1]) each.refuse("flat", "it must be [begin, end]");
     member.flat = {flat[0], flat[1]};
     group.members.push_back(std::move(member));
@@ -304,6 +299,9 @@ RankRecord parse_rank_record(std::string_view json, const std::string& source) {
   RankRecord record;
   record.rank = count(fields, "rank");
   record.block_bytes = count(fields, "block_bytes", 1);
+  if (record.block_bytes > kMaxBlockBytes)
+    fields.refuse("block_bytes",
+                  concat("it must be at most ", kMaxBlockBytes, ": a block is read as a whole"));
   Once once("path");
   size_t index = 0;
   for_each(fields, "files", [&](const JsonFields& each) {

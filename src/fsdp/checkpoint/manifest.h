@@ -15,6 +15,9 @@ namespace fsdp {
 // Readers refuse a higher one. A field that old readers may ignore does not raise it.
 inline constexpr int64_t kCheckpointVersion = 1;
 
+// Only whole blocks can be verified, so this is what a reader may have to hold in memory.
+inline constexpr int64_t kMaxBlockBytes = int64_t{1} << 30;
+
 // A whole tensor as it is stored, whoever wrote which part of it.
 struct StoredTensor {
   std::string name;

@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "fsdp/base/error.h"
+#include "fsdp/base/integer.h"
 #include "fsdp/checkpoint/crc32c.h"
 #include "fsdp/checkpoint/durable_file.h"
 #include "fsdp/checkpoint/safetensors_header.h"
@@ -66,7 +67,7 @@ class ChunkedFile {
 
 std::string header_of(std::span<const Piece* const> pieces) {
   SafetensorsHeader header;
-  nlohmann::ordered_json offsets = nlohmann::ordered_json::object();
+  nlohmann::json offsets = nlohmann::json::object();
   for (const Piece* piece : pieces) {
     SafetensorsEntry& entry = header.tensors.emplace_back();
     entry.name = piece->name;
@@ -107,9 +108,18 @@ RankRecord::File write_file(const std::string& directory, std::string name,
 
 }  // namespace
 
+void WriteOptions::validate() const {
+  if (chunk_bytes < 1)
+    throw UsageError(concat("chunk_bytes is ", chunk_bytes, "; it must be at least 1"));
+  if (block_bytes < 1 || block_bytes > kMaxBlockBytes)
+    throw UsageError(
+        concat("block_bytes is ", block_bytes, "; it must be from 1 to ", kMaxBlockBytes));
+}
+
 std::vector<RankRecord::File> write_pieces(const std::string& directory, const std::string& folder,
                                            int64_t rank, std::span<const Piece> pieces,
                                            const WriteOptions& options) {
+  options.validate();
   std::map<std::string, size_t> boxes_of;  // of each tensor so far
   std::vector<std::vector<const Piece*>> files;
   for (const Piece& piece : pieces) {
@@ -117,7 +127,8 @@ std::vector<RankRecord::File> write_pieces(const std::string& directory, const s
     if (file == files.size()) files.emplace_back();
     files[file].push_back(&piece);
   }
-  std::vector<std::byte> chunk(static_cast<size_t>(options.chunk_bytes));
+  // A multiple of the widest element: also after a part of the header elements are aligned.
+  std::vector<std::byte> chunk(static_cast<size_t>(round_up(options.chunk_bytes, 8)));
   make_directories(concat(directory, "/", folder));
   std::vector<RankRecord::File> written;
   for (size_t i = 0; i < files.size(); ++i) {

@@ -28,6 +28,9 @@ struct WriteOptions {
   int64_t chunk_bytes = int64_t{16} << 20;
   // How much of a file has a checksum of its own: what a reader must read at least.
   int64_t block_bytes = int64_t{1} << 20;
+
+  // UsageError for sizes below 1, and for blocks that no reader would accept.
+  void validate() const;
 };
 
 // Writes and fsyncs `directory`/`folder`/NNNNN-K.safetensors for this rank. Readers take a name for

@@ -8,6 +8,8 @@ namespace fsdp {
 
 std::vector<int64_t> strides_of(std::span<const int64_t> shape) {
   std::vector<int64_t> strides(shape.size(), 1);
+  // Nobody goes along them, and products of the other sizes may be too large.
+  if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return strides;
   for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * shape[i];
   return strides;
 }

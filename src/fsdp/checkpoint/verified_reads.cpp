@@ -137,6 +137,8 @@ class ChunkReads {
 
 ReadStatistics read_runs(std::span<const CheckedFile> files, std::vector<FileRun> wanted,
                          const ReadOptions& options) {
+  if (options.chunk_bytes < 1)
+    throw UsageError(concat("chunk_bytes is ", options.chunk_bytes, "; it must be at least 1"));
   std::erase_if(wanted, [](const FileRun& run) { return run.bytes == 0; });
   std::sort(wanted.begin(), wanted.end(), [](const FileRun& a, const FileRun& b) {
     return std::pair(a.file, a.offset) < std::pair(b.file, b.offset);

@@ -1,5 +1,7 @@
 #include "fsdp/layout/box.h"
 
+#include <algorithm>
+
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
@@ -31,6 +33,8 @@ Box box_along(std::span<const int64_t> shape, std::span<const int64_t> strides, 
 }  // namespace
 
 int64_t Box::numel() const {
+  // Beside a 0 the others may be anything, and their product too large.
+  if (std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) return 0;
   int64_t product = 1;
   for (const int64_t size : sizes) product *= size;
   return product;
