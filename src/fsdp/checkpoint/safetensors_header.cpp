@@ -29,6 +29,14 @@ constexpr std::array<std::pair<std::string_view, DType>, 9> kDTypes = {
      {"I32", DType::kInt32},
      {"U8", DType::kUInt8}}};
 
+// Error for more than can be counted; beside a 0 sizes may be anything.
+int64_t data_bytes(const SafetensorsEntry& entry) {
+  if (std::find(entry.shape.begin(), entry.shape.end(), 0) != entry.shape.end()) return 0;
+  int64_t bytes = element_bytes(entry.dtype);
+  for (const int64_t size : entry.shape) bytes = checked_mul(bytes, size);
+  return bytes;
+}
+
 // Reads one tensor's description; every complaint names it.
 class EntryReader {
  public:
@@ -86,15 +94,12 @@ class EntryReader {
   }
 
   void check_size(const SafetensorsEntry& entry) const {
-    int64_t bytes = element_bytes(entry.dtype);
-    const bool is_empty = std::find(entry.shape.begin(), entry.shape.end(), 0) != entry.shape.end();
+    int64_t bytes = 0;
     try {
-      for (const int64_t size : entry.shape)
-        if (!is_empty) bytes = checked_mul(bytes, size);
+      bytes = data_bytes(entry);
     } catch (const Error&) {
       throw Error(concat(what(), " has a shape of more bytes than can be counted"));
     }
-    if (is_empty) bytes = 0;
     FSDP_CHECK(entry.end - entry.begin == bytes, what(), " has ", entry.end - entry.begin,
                " bytes of data, but its dtype and shape need ", bytes);
   }
@@ -193,10 +198,8 @@ std::string write_safetensors_header(SafetensorsHeader& header, int64_t align_by
                               "' cannot be written to a safetensors file; every tensor needs a "
                               "name of its own, other than ",
                               kMetadata));
-    int64_t bytes = element_bytes(entry.dtype);
-    for (const int64_t size : entry.shape) bytes = checked_mul(bytes, size);
     entry.begin = offset;
-    entry.end = offset = checked_add(offset, bytes);
+    entry.end = offset = checked_add(offset, data_bytes(entry));
     document[entry.name] = {{"dtype", safetensors_name(entry.dtype)},
                             {"shape", entry.shape},
                             {"data_offsets", {entry.begin, entry.end}}};

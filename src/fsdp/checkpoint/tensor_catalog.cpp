@@ -11,6 +11,7 @@
 #include "fsdp/base/json_fields.h"
 #include "fsdp/checkpoint/crc32c.h"
 #include "fsdp/checkpoint/durable_file.h"
+#include "fsdp/checkpoint/plain_path.h"
 #include "fsdp/checkpoint/safetensors_header.h"
 
 namespace fsdp {
@@ -78,13 +79,55 @@ Box box_in(const SafetensorsEntry& entry, const SafetensorsHeader& header,
   FSDP_CHECK(found->second.size() == entry.shape.size(), source, ": tensor '", entry.name, "' has ",
              entry.shape.size(), " dims, but ", found->second.size(), " saved_offsets");
   box.offsets = found->second;
+  for (size_t i = 0; i < box.sizes.size(); ++i)
+    FSDP_CHECK(box.offsets[i] <= INT64_MAX - box.sizes[i], source, ": tensor '", entry.name,
+               "' has a part from ", box.offsets[i], " on that is ", box.sizes[i],
+               " long: no tensor is so large");
   return box;
 }
 
-bool overlap(const Box& a, const Box& b) { return intersect(a, b).numel() > 0; }
+bool overlap(const Box& a, const Box& b) {
+  for (size_t i = 0; i < a.sizes.size(); ++i)
+    if (a.offsets[i] + a.sizes[i] <= b.offsets[i] || b.offsets[i] + b.sizes[i] <= a.offsets[i])
+      return false;
+  return true;
+}
 
-// Boxes of one tensor must be exactly the tensor: as many elements, all inside, none twice. Sorted
-// by their first offset only those that can overlap are compared.
+// Sorted along a dim, only boxes that meet there are compared: along the one where most of them
+// begin at places of their own.
+bool any_overlap(std::vector<const Box*> boxes) {
+  std::erase_if(boxes, [](const Box* box) { return box->numel() == 0; });
+  if (boxes.size() < 2) return false;
+  const size_t num_dims = boxes.front()->sizes.size();
+  if (num_dims == 0) return true;
+  size_t dim = 0;
+  size_t most = 0;
+  for (size_t i = 0; i < num_dims; ++i) {
+    std::set<int64_t> begins;
+    for (const Box* box : boxes) begins.insert(box->offsets[i]);
+    if (begins.size() > most) dim = i;
+    most = std::max(most, begins.size());
+  }
+  std::sort(boxes.begin(), boxes.end(),
+            [&](const Box* a, const Box* b) { return a->offsets[dim] < b->offsets[dim]; });
+  for (size_t i = 0; i < boxes.size(); ++i) {
+    const int64_t end = boxes[i]->offsets[dim] + boxes[i]->sizes[dim];
+    for (size_t k = i + 1; k < boxes.size() && boxes[k]->offsets[dim] < end; ++k)
+      if (overlap(*boxes[i], *boxes[k])) return true;
+  }
+  return false;
+}
+
+// nullopt: more than can be counted. Without a manifest a shape is as large as a file says.
+std::optional<int64_t> countable_numel(const std::vector<int64_t>& shape) {
+  if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return 0;
+  int64_t numel = 1;
+  for (const int64_t size : shape)
+    if (__builtin_mul_overflow(numel, size, &numel)) return std::nullopt;
+  return numel;
+}
+
+// Boxes of one tensor must be exactly the tensor: as many elements, all inside, none twice.
 std::optional<std::string> cover_fault(const CatalogTensor& tensor) {
   std::vector<const Box*> boxes;
   int64_t numel = 0;
@@ -95,16 +138,11 @@ std::optional<std::string> cover_fault(const CatalogTensor& tensor) {
     boxes.push_back(&stored.place.box);
     numel = checked_add(numel, stored.place.box.numel());
   }
-  if (numel < whole.numel())
-    return concat("only ", numel, " of its ", whole.numel(), " elements are there");
-  const auto begin_of = [](const Box* box) { return box->offsets.empty() ? 0 : box->offsets[0]; };
-  std::sort(boxes.begin(), boxes.end(),
-            [&](const Box* a, const Box* b) { return begin_of(a) < begin_of(b); });
-  for (size_t i = 0; i < boxes.size(); ++i) {
-    const int64_t end = begin_of(boxes[i]) + (boxes[i]->sizes.empty() ? 1 : boxes[i]->sizes[0]);
-    for (size_t k = i + 1; k < boxes.size() && begin_of(boxes[k]) < end; ++k)
-      if (overlap(*boxes[i], *boxes[k])) return "two parts of it overlap";
-  }
+  const std::optional<int64_t> whole_numel = countable_numel(tensor.tensor.shape);
+  if (!whole_numel || numel < *whole_numel)
+    return concat("only ", numel, " of its ", whole_numel ? "" : "more than ",
+                  whole_numel.value_or(INT64_MAX), " elements are there");
+  if (any_overlap(std::move(boxes))) return "two parts of it overlap";
   return std::nullopt;
 }
 
@@ -122,7 +160,7 @@ void check_cover(const TensorSet& set, const std::string& source) {
 void grow_shape(CatalogTensor& tensor, const Box& box) {
   std::vector<int64_t>& shape = tensor.tensor.shape;
   for (size_t i = 0; i < shape.size(); ++i)
-    shape[i] = std::max(shape[i], checked_add(box.offsets[i], box.sizes[i]));
+    shape[i] = std::max(shape[i], box.offsets[i] + box.sizes[i]);
 }
 
 void check_against(const std::vector<StoredTensor>& expected, TensorSet& set,
@@ -164,13 +202,14 @@ std::vector<std::string> plain_files(const std::string& directory) {
   std::set<std::string> names;
   for (const auto& entry : fs::directory_iterator(directory)) {
     const std::string name = entry.path().filename().string();
-    if (!name.ends_with(".index.json")) continue;
+    // Beside it may be one of another format, pytorch_model.bin.index.json.
+    if (!name.ends_with(concat(kSuffix, ".index.json"))) continue;
     const std::string source = entry.path().string();
     const nlohmann::json index = parse_json(read_text_file(source, kMaxJsonBytes), source);
     const auto map = index.find("weight_map");
     FSDP_CHECK(map != index.end() && map->is_object(), source, " has no weight_map");
     for (const auto& [tensor, file] : map->items()) {
-      FSDP_CHECK(file.is_string() && file.get<std::string>().find('/') == std::string::npos, source,
+      FSDP_CHECK(file.is_string() && is_plain_name(file.get<std::string>()), source,
                  ": the file of '", tensor, "' is no plain file name");
       names.insert(file.get<std::string>());
     }
