@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <string>
 
 #include "fsdp/base/error.h"
@@ -56,6 +57,20 @@ TEST(SafetensorsHeader, ReadsWhatItWrites) {
   const int64_t length = safetensors_header_bytes(bytes.substr(0, 8), file_bytes, "file");
   EXPECT_EQ(length, static_cast<int64_t>(bytes.size()) - 8);
   EXPECT_EQ(parse_safetensors_header(bytes.substr(8), file_bytes, "file"), header);
+}
+
+// 40000 experts' matrices: steps that look at every pair of them would take minutes.
+TEST(SafetensorsHeader, TakesNoLongerPerTensorWhereThereAreMany) {
+  constexpr int64_t kTensors = 40'000;
+  SafetensorsHeader header;
+  for (int64_t i = 0; i < kTensors; ++i)
+    header.tensors.push_back(
+        {.name = concat("experts.", i, ".weight"), .dtype = DType::kFloat32, .shape = {2, 3}});
+  const auto begin = std::chrono::steady_clock::now();
+  const std::string bytes = write_safetensors_header(header);
+  const auto file_bytes = static_cast<int64_t>(bytes.size()) + kTensors * 24;
+  EXPECT_EQ(parse_safetensors_header(bytes.substr(8), file_bytes, "file"), header);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
 }
 
 // As published: https://github.com/huggingface/safetensors describes the layout.

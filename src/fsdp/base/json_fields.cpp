@@ -32,32 +32,68 @@ std::string syntax_problem(const nlohmann::json::exception& error) {
   return what;
 }
 
+// Looks for what a parser would accept: keys that are there twice, and nesting without end. Stops
+// at what it would not.
+class FaultFinder : public nlohmann::json_sax<nlohmann::json> {
+ public:
+  const std::optional<std::string>& fault() const { return fault_; }
+
+  bool null() override { return true; }
+  bool boolean(bool) override { return true; }
+  bool number_integer(number_integer_t) override { return true; }
+  bool number_unsigned(number_unsigned_t) override { return true; }
+  bool number_float(number_float_t, const string_t&) override { return true; }
+  bool string(string_t&) override { return true; }
+  bool binary(binary_t&) override { return true; }
+
+  bool start_object(size_t) override { return enter(); }
+  bool end_object() override { return leave(); }
+  bool start_array(size_t) override { return enter(); }
+  bool end_array() override { return leave(); }
+
+  bool key(string_t& name) override {
+    if (!keys_.back().insert(name).second)
+      fault_ = concat("has the key '", name, "' twice; keep one");
+    return !fault_;
+  }
+
+  bool parse_error(size_t, const std::string&, const nlohmann::json::exception&) override {
+    return false;
+  }
+
+ private:
+  // Values are copied and written by functions that call themselves: without a limit a short text
+  // could exhaust the stack.
+  static constexpr size_t kMaxDepth = 100;
+
+  bool enter() {
+    keys_.emplace_back();
+    if (keys_.size() > kMaxDepth)
+      fault_ = concat("is nested more than ", kMaxDepth, " deep; nothing is");
+    return !fault_;
+  }
+  bool leave() {
+    keys_.pop_back();
+    return true;
+  }
+
+  std::vector<std::set<std::string>> keys_;  // of each object around; of a list there are none
+  std::optional<std::string> fault_;
+};
+
 }  // namespace
 
 nlohmann::json parse_json(std::string_view text, const std::string& source) {
   using Json = nlohmann::json;
-  std::vector<std::set<std::string>> keys;
-  std::optional<std::string> twice;
-  const Json::parser_callback_t watch = [&](int depth, Json::parse_event_t event, Json& value) {
-    // Values are copied and written by functions that call themselves: without a limit a short
-    // text could exhaust the stack.
-    constexpr int kMaxDepth = 100;
-    if (depth > kMaxDepth)
-      throw UsageError(concat(source, " is nested more than ", kMaxDepth, " deep; nothing is"));
-    if (event == Json::parse_event_t::object_start) keys.emplace_back();
-    if (event == Json::parse_event_t::object_end) keys.pop_back();
-    if (event == Json::parse_event_t::key && !keys.back().insert(value.get<std::string>()).second)
-      twice = value.get<std::string>();
-    return true;
-  };
-  Json document;
+  // In a pass of its own: the parser's own callback makes it walk a list at every item's end.
+  FaultFinder faults;
+  Json::sax_parse(text, &faults);
+  if (faults.fault()) throw UsageError(concat(source, " ", *faults.fault()));
   try {
-    document = Json::parse(text, watch);
+    return Json::parse(text);
   } catch (const Json::exception& error) {  // also numbers out of range
     throw UsageError(concat(source, ": not valid JSON, ", syntax_problem(error)));
   }
-  if (twice) throw UsageError(concat(source, " has the key '", *twice, "' twice; keep one"));
-  return document;
 }
 
 JsonFields::JsonFields(const nlohmann::json& object, std::string source, std::string place)

@@ -1,6 +1,7 @@
 #include "fsdp/checkpoint/load_plan.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/glob.h"
@@ -40,33 +41,50 @@ void TensorSource::add_reads(FlatRange range, std::byte* into, std::vector<FileR
     }
 }
 
-LoadPlan::LoadPlan(const std::string& path, const NameRules& names)
+LoadPlan::LoadPlan(const std::string& path, NameRules names)
     : catalog_(path),
-      names_(names),
-      model_(apply(names, catalog_.model())),
-      moments_(apply(names, catalog_.moments(), suffixes_of(catalog_))) {
+      names_(std::move(names)),
+      model_(apply(names_, catalog_.model())),
+      moments_(apply(names_, catalog_.moments(), suffixes_of(catalog_))) {
   if (!catalog_.manifest()) return;
   for (const UnitRecord& unit : catalog_.manifest()->units)
     for (const GroupRecord& group : unit.groups)
       for (const GroupRecord::Member& member : group.members)
-        for (const std::string& alias : member.aliases) stored_under_[alias] = member.name;
+        for (const std::string& alias : member.aliases) {
+          // By the names that tensors have here: rules may have changed both.
+          const auto from = names_.sections_of_stored(alias, member.shape);
+          const auto to = names_.sections_of_stored(member.name, member.shape);
+          for (size_t i = 0; i < from.size() && from.size() == to.size(); ++i)
+            stored_under_[from[i].name] = to[i].name;
+        }
 }
 
-const CatalogTensor* LoadPlan::find_stored(TensorSet& set, const std::string& name,
-                                           const std::string& suffix,
-                                           std::span<const std::string> aliases) {
-  std::vector<std::string> candidates = {name};
-  candidates.insert(candidates.end(), aliases.begin(), aliases.end());
-  if (const auto shared = stored_under_.find(name); shared != stored_under_.end())
-    candidates.push_back(shared->second);
+const CatalogTensor* LoadPlan::find_stored(TensorSet& set, std::span<const std::string> names,
+                                           const std::string& suffix) {
   const CatalogTensor* found = nullptr;
-  for (const std::string& each : candidates) {
+  for (const std::string& each : names) {
     const auto stored = set.find(each + suffix);
     if (stored == set.end()) continue;
     is_used_[stored->first] = true;  // of two names of one tensor both are known
     if (found == nullptr) found = &stored->second;
   }
   return found;
+}
+
+// Its own name first, then what else it is called in the model, then in the checkpoint.
+std::vector<std::vector<std::string>> LoadPlan::names_of(
+    const WantedTensor& tensor, std::span<const TensorSection> sections) const {
+  std::vector<std::vector<std::string>> names;
+  for (const TensorSection& section : sections) names.push_back({section.name});
+  for (const std::string& alias : tensor.aliases) {
+    const std::vector<TensorSection> others = names_.sections(alias, tensor.shape);
+    for (size_t i = 0; i < others.size() && others.size() == sections.size(); ++i)
+      names[i].push_back(others[i].name);
+  }
+  for (std::vector<std::string>& each : names)
+    if (const auto shared = stored_under_.find(each.front()); shared != stored_under_.end())
+      each.push_back(shared->second);
+  return names;
 }
 
 std::vector<TensorSource> LoadPlan::find(TensorSet& set, std::span<const WantedTensor> wanted,
@@ -76,13 +94,13 @@ std::vector<TensorSource> LoadPlan::find(TensorSet& set, std::span<const WantedT
     TensorSource& source = sources.emplace_back();
     source.shape_ = tensor.shape;
     source.sections_ = names_.sections(tensor.name, tensor.shape);
-    const bool is_fused = source.sections_.size() > 1;
-    for (const TensorSection& section : source.sections_) {
-      const CatalogTensor* stored = find_stored(
-          set, section.name, suffix,
-          is_fused ? std::span<const std::string>() : std::span<const std::string>(tensor.aliases));
+    const std::vector<std::vector<std::string>> names = names_of(tensor, source.sections_);
+    for (size_t i = 0; i < source.sections_.size(); ++i) {
+      const TensorSection& section = source.sections_[i];
+      const CatalogTensor* stored = find_stored(set, names[i], suffix);
       if (stored == nullptr) {
         missing_.push_back(section.name + suffix);
+        missing_from_.push_back({tensor.name + suffix, !suffix.empty()});
         continue;
       }
       if (stored->tensor.shape != section.shape)
@@ -110,6 +128,15 @@ std::vector<TensorSource> LoadPlan::find_moments(std::span<const WantedTensor> w
   return find(moments_, wanted, "." + moment);
 }
 
+std::vector<std::string> LoadPlan::not_allowed(const LoadTolerance& tolerance) const {
+  std::vector<std::string> names;
+  for (size_t i = 0; i < missing_.size(); ++i)
+    if (!matches_any(tolerance.allow_missing, missing_[i]) &&
+        !matches_any(tolerance.allow_missing, missing_from_[i].model_name))
+      names.push_back(missing_[i]);
+  return names;
+}
+
 void LoadPlan::check(const LoadTolerance& tolerance) {
   // Whoever loads weights alone has no use for moments.
   const bool wants_moments = std::any_of(moments_.begin(), moments_.end(), [&](const auto& each) {
@@ -120,13 +147,12 @@ void LoadPlan::check(const LoadTolerance& tolerance) {
       for (const auto& [name, ignored] : *set)
         if (is_used_.count(name) == 0) extra_.push_back(name);
 
-  std::vector<std::string> not_allowed;
-  for (const std::string& name : missing_)
-    if (!matches_any(tolerance.allow_missing, name)) not_allowed.push_back(name);
   std::vector<std::string> faults;
-  if (!not_allowed.empty())
-    faults.push_back(concat("it lacks ", some_of(not_allowed),
-                            moments_.empty() && model_.size() == is_used_.size()
+  const bool lacks_weights = std::any_of(missing_from_.begin(), missing_from_.end(),
+                                         [](const Origin& each) { return !each.is_moment; });
+  if (const std::vector<std::string> lacks = not_allowed(tolerance); !lacks.empty())
+    faults.push_back(concat("it lacks ", some_of(lacks),
+                            moments_.empty() && !lacks_weights
                                 ? " (it holds no optimizer state: load weights alone)"
                                 : " (allow_missing takes patterns of what may keep its value)"));
   if (!tolerance.allows_extra && !extra_.empty())

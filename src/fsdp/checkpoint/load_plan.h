@@ -39,13 +39,13 @@ class TensorSource {
 
 // What may differ between model and checkpoint.
 struct LoadTolerance {
-  std::vector<std::string> allow_missing = {};  // globs on names of the model
+  std::vector<std::string> allow_missing = {};  // globs on names in the model or the checkpoint
   bool allows_extra = false;
 };
 
 class LoadPlan {
  public:
-  LoadPlan(const std::string& path, const NameRules& names);
+  LoadPlan(const std::string& path, NameRules names);
 
   const TensorCatalog& catalog() const { return catalog_; }
 
@@ -63,16 +63,26 @@ class LoadPlan {
  private:
   std::vector<TensorSource> find(TensorSet& set, std::span<const WantedTensor> wanted,
                                  const std::string& suffix);
-  const CatalogTensor* find_stored(TensorSet& set, const std::string& name,
-                                   const std::string& suffix, std::span<const std::string> aliases);
+  // The first of the names that is there; all that are count as used.
+  const CatalogTensor* find_stored(TensorSet& set, std::span<const std::string> names,
+                                   const std::string& suffix);
+  // Under which each of its sections may be found.
+  std::vector<std::vector<std::string>> names_of(const WantedTensor& tensor,
+                                                 std::span<const TensorSection> sections) const;
+  std::vector<std::string> not_allowed(const LoadTolerance& tolerance) const;
 
   const TensorCatalog catalog_;
-  const NameRules& names_;
+  const NameRules names_;
   std::map<std::string, std::string> stored_under_;  // alias of a shared parameter -> its name
   TensorSet model_;
   TensorSet moments_;
   std::map<std::string, bool> is_used_;  // tensors of the sets that were asked for
+  struct Origin {
+    std::string model_name;
+    bool is_moment = false;
+  };
   std::vector<std::string> missing_;
+  std::vector<Origin> missing_from_;  // of each
   std::vector<std::string> extra_;
   std::vector<std::string> wrong_shape_;
   std::vector<std::string> wrong_type_;

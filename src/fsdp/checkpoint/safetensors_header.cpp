@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <utility>
 
 #include "fsdp/base/error.h"
@@ -189,24 +190,27 @@ SafetensorsHeader parse_safetensors_header(std::string_view header, int64_t file
 }
 
 std::string write_safetensors_header(SafetensorsHeader& header, int64_t align_bytes) {
-  nlohmann::ordered_json document = nlohmann::ordered_json::object();
-  if (!header.metadata.empty()) document[kMetadata] = header.metadata;
+  // A list of members: looking each name up in them would take as long as there are pairs of them.
+  nlohmann::ordered_json::object_t members;
+  if (!header.metadata.empty()) members.emplace_back(kMetadata, header.metadata);
+  std::set<std::string_view> names = {kMetadata};
   int64_t offset = 0;
   for (SafetensorsEntry& entry : header.tensors) {
-    if (entry.name == kMetadata || document.contains(entry.name))
+    if (!names.insert(entry.name).second)
       throw UsageError(concat("tensor name '", entry.name,
                               "' cannot be written to a safetensors file; every tensor needs a "
                               "name of its own, other than ",
                               kMetadata));
     entry.begin = offset;
     entry.end = offset = checked_add(offset, data_bytes(entry));
-    document[entry.name] = {{"dtype", safetensors_name(entry.dtype)},
-                            {"shape", entry.shape},
-                            {"data_offsets", {entry.begin, entry.end}}};
+    members.emplace_back(entry.name,
+                         nlohmann::ordered_json{{"dtype", safetensors_name(entry.dtype)},
+                                                {"shape", entry.shape},
+                                                {"data_offsets", {entry.begin, entry.end}}});
   }
   std::string text;
   try {
-    text = document.dump();
+    text = nlohmann::ordered_json(std::move(members)).dump();
   } catch (const Json::exception& error) {
     throw UsageError(concat("a name or metadata of a safetensors file is not UTF-8 (", error.what(),
                             "); use text"));
