@@ -9,6 +9,7 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
+#include "fsdp/checkpoint/durable_file.h"
 
 namespace fsdp {
 namespace {
@@ -143,6 +144,23 @@ TEST(SafetensorsHeader, AnEmptyTensorMayHaveAnyOtherSize) {
                 .tensors.front()
                 .shape.back(),
             0);
+}
+
+// The last 8 bytes of a seed are not the file's: twice the length of its data, as a big number.
+TEST(SafetensorsHeader, SeedsOfItsFuzzerAreAccepted) {
+  for (const char* name :
+       {"empty.bin", "one_tensor.bin", "every_dtype.bin", "piece_of_a_checkpoint.bin"}) {
+    std::string bytes =
+        read_text_file(concat(FSDP_FUZZ_SEEDS, "/safetensors_header/", name), 1 << 20);
+    int64_t twice = 0;
+    for (const char byte : bytes.substr(bytes.size() - 8))
+      twice = twice << 8 | static_cast<unsigned char>(byte);
+    bytes.resize(bytes.size() - 8);
+    const auto file_bytes = static_cast<int64_t>(bytes.size()) + twice / 2;
+    EXPECT_EQ(safetensors_header_bytes(bytes.substr(0, 8), file_bytes, name),
+              static_cast<int64_t>(bytes.size()) - 8);
+    EXPECT_NO_THROW(parse_safetensors_header(bytes.substr(8), file_bytes, name));
+  }
 }
 
 TEST(SafetensorsHeader, NamesThatCannotBeWrittenAreRefused) {
