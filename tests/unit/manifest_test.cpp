@@ -268,6 +268,11 @@ TEST(Manifest, SizesThatNobodyCouldCountAreRefused) {
   expect_refusal_of_manifest("/optimizer/loss_scale", 0, HasSubstr("a number above 0"));
 }
 
+TEST(Manifest, TypesThatNobodyKnowsAreRefused) {
+  for (const char* pointer : {"/model/1/dtype", "/moments/0/dtype", "/units/0/groups/0/dtype"})
+    expect_refusal_of_manifest(pointer, "fp12", HasSubstr("\"fp12\"; it is not a dtype"));
+}
+
 TEST(Manifest, AFlatRangeIsNoShape) {
   Manifest manifest = small_manifest();
   // A second embedding of a large model: begin times end would not fit 64 bits.

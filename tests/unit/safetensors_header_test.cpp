@@ -105,6 +105,9 @@ TEST(SafetensorsHeader, EveryDefectHasItsWords) {
   expect_error(" {}", 0, HasSubstr("does not begin with '{'"));
   expect_error("{\"w\":", 0, HasSubstr("not valid JSON"));
   expect_error("{} x", 0, HasSubstr("not valid JSON"));
+  // Some parsers take a zero byte for the end, and would not see what follows.
+  expect_error(std::string("{}\0{}", 5), 0, HasSubstr("not valid JSON"));
+  expect_error(std::string("{}\0", 3), 0, HasSubstr("not valid JSON"));
   expect_error(concat("{", good, ",", good, "}"), 8, HasSubstr("'w' twice"));
   expect_error("{\"w\":{\"dtype\":\"F32\",\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]}}",
                8, HasSubstr("'dtype' twice"));

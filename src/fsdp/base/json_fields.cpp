@@ -85,6 +85,10 @@ class FaultFinder : public nlohmann::json_sax<nlohmann::json> {
 
 nlohmann::json parse_json(std::string_view text, const std::string& source) {
   using Json = nlohmann::json;
+  // The parser would take it for the end, and not see what follows.
+  const size_t zero = text.find('\0');
+  if (zero != std::string_view::npos)
+    throw UsageError(concat(source, ": not valid JSON, at byte ", zero, ": a zero byte"));
   // In a pass of its own: the parser's own callback makes it walk a list at every item's end.
   FaultFinder faults;
   Json::sax_parse(text, &faults);

@@ -205,6 +205,18 @@ void sync_directory(const std::string& path) {
     fail(path, "store the directory's names on its disk", errno);
 }
 
+std::vector<std::string> names_in(const std::string& directory) {
+  std::vector<std::string> names;
+  std::error_code error;
+  std::filesystem::directory_iterator entry(directory, error);
+  for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error))
+    names.push_back(entry->path().filename().string());
+  FSDP_CHECK(!error || error == std::errc::no_such_file_or_directory ||
+                 error == std::errc::not_a_directory,
+             directory, ": cannot list the directory: ", error.message());
+  return names;
+}
+
 void make_directories(const std::string& path) {
   FSDP_CHECK(!path.empty(), "a directory without a name cannot be created: check the path");
   constexpr mode_t kMode = 0777;  // narrowed by the user's umask

@@ -10,6 +10,7 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 namespace fsdp {
 
@@ -86,6 +87,9 @@ std::string read_text_file(const std::string& path, int64_t max_bytes);
 
 // Makes created, renamed and removed names in the directory survive a crash.
 void sync_directory(const std::string& path);
+
+// The names in a directory, in no order; none where there is no such directory.
+std::vector<std::string> names_in(const std::string& directory);
 
 // Creates the directory and the ones above it as needed; existing is fine.
 void make_directories(const std::string& path);

@@ -29,19 +29,6 @@ bool is_complete(const std::string& checkpoint) {
   return path_exists(in(checkpoint, kManifestName));
 }
 
-// None where there is no such directory.
-std::vector<std::string> names_in(const std::string& directory) {
-  std::vector<std::string> names;
-  std::error_code error;
-  std::filesystem::directory_iterator entry(directory, error);
-  for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error))
-    names.push_back(entry->path().filename().string());
-  FSDP_CHECK(!error || error == std::errc::no_such_file_or_directory ||
-                 error == std::errc::not_a_directory,
-             directory, ": cannot list the directory: ", error.message());
-  return names;
-}
-
 // All names in it and in the directories below it.
 void sync_tree(const std::string& directory) {
   for (const std::string& name : names_in(directory)) {

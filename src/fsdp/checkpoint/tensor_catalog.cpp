@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <system_error>
 #include <utility>
 
 #include "fsdp/base/error.h"
@@ -200,11 +201,11 @@ std::string parent_of(const std::string& path) {
 // The files of a directory that other tools wrote: those an index names, or all.
 std::vector<std::string> plain_files(const std::string& directory) {
   std::set<std::string> names;
-  for (const auto& entry : fs::directory_iterator(directory)) {
-    const std::string name = entry.path().filename().string();
+  const std::vector<std::string> all = names_in(directory);
+  for (const std::string& name : all) {
     // Beside it may be one of another format, pytorch_model.bin.index.json.
     if (!name.ends_with(concat(kSuffix, ".index.json"))) continue;
-    const std::string source = entry.path().string();
+    const std::string source = concat(directory, "/", name);
     const nlohmann::json index = parse_json(read_text_file(source, kMaxJsonBytes), source);
     const auto map = index.find("weight_map");
     FSDP_CHECK(map != index.end() && map->is_object(), source, " has no weight_map");
@@ -215,8 +216,8 @@ std::vector<std::string> plain_files(const std::string& directory) {
     }
   }
   if (names.empty())
-    for (const auto& entry : fs::directory_iterator(directory))
-      if (entry.path().extension() == kSuffix) names.insert(entry.path().filename().string());
+    for (const std::string& name : all)
+      if (name.ends_with(kSuffix)) names.insert(name);
   std::vector<std::string> paths;
   for (const std::string& name : names) paths.push_back(concat(directory, "/", name));
   return paths;
@@ -302,7 +303,8 @@ void TensorCatalog::open_ours() {
 }
 
 void TensorCatalog::open_plain() {
-  const bool is_directory = fs::is_directory(path_);
+  std::error_code ignored;
+  const bool is_directory = fs::is_directory(path_, ignored);
   const std::vector<std::string> paths =
       is_directory ? plain_files(path_) : std::vector<std::string>{path_};
   FSDP_CHECK(!paths.empty(), path_,
