@@ -17,8 +17,11 @@ namespace fsdp {
 
 namespace {
 
-// Elements [flat) of a group's whole buffer to `into`, in the type they are stored in.
-using ReadFlat = std::function<void(FlatRange flat, std::byte* into)>;
+// Elements [flat) of a group's whole buffer, in the type they are stored in; like those of a Piece.
+struct FlatReader {
+  std::function<void(FlatRange flat, std::byte* into)> read;
+  std::function<const std::byte*(FlatRange flat)> in_memory = {};
+};
 
 // A replica leaves small tensors to one of them: they would become many small reads.
 constexpr int64_t kMinShareNumel = int64_t{1} << 18;
@@ -64,7 +67,7 @@ class PieceCollector {
   // `range` of the tensor is this rank's to write; it begins at `flat_begin` of what `read` reads.
   void add(const std::string& name, const std::string& suffix, DType dtype,
            std::span<const int64_t> shape, FlatRange range, int64_t flat_begin,
-           const std::shared_ptr<const ReadFlat>& read) {
+           const std::shared_ptr<const FlatReader>& reader) {
     const std::vector<TensorSection> sections = names_.sections(name, shape);
     for (const TensorSection& section : sections) {
       tensors_.push_back({section.name + suffix, dtype, section.shape});
@@ -77,10 +80,8 @@ class PieceCollector {
         StridedBox place{part.model, strides, flat_begin - range.begin};
         for (size_t i = 0; i < strides.size(); ++i)
           place.begin += part.model.offsets[i] * strides[i];
-        pieces_.push_back({.name = sections[part.section].name + suffix,
-                           .dtype = dtype,
-                           .box = part.stored,
-                           .read = reader_of(std::move(place), dtype, read)});
+        pieces_.push_back(
+            piece_of(sections[part.section].name + suffix, dtype, part.stored, place, reader));
       }
   }
 
@@ -96,18 +97,24 @@ class PieceCollector {
   }
 
   // Reads elements of a box row by row: in one go where it is one stretch.
-  static std::function<void(FlatRange, std::byte*)> reader_of(
-      StridedBox place, DType dtype, const std::shared_ptr<const ReadFlat>& read) {
+  static Piece piece_of(std::string name, DType dtype, const Box& stored, const StridedBox& place,
+                        const std::shared_ptr<const FlatReader>& reader) {
     const std::vector<Run> stretches = runs(place, packed(place.box, 0));
     const int64_t width = element_bytes(dtype);
-    return [stretches, width, read](FlatRange range, std::byte* into) {
+    Piece piece{.name = std::move(name), .dtype = dtype, .box = stored, .read = {}};
+    piece.read = [stretches, width, reader](FlatRange range, std::byte* into) {
       for (const Run& run : stretches) {
         const FlatRange common = intersect({run.to, run.to + run.numel}, range);
         if (common.empty()) continue;
         const int64_t begin = run.from + (common.begin - run.to);
-        (*read)({begin, begin + common.numel()}, into + (common.begin - range.begin) * width);
+        reader->read({begin, begin + common.numel()}, into + (common.begin - range.begin) * width);
       }
     };
+    if (stretches.size() == 1 && reader->in_memory)
+      piece.in_memory = [begin = place.begin, reader](FlatRange range) {
+        return reader->in_memory({begin + range.begin, begin + range.end});
+      };
+    return piece;
   }
 
   const NameRules& names_;
@@ -121,25 +128,37 @@ DType stored_dtype(at::ScalarType main, const StoredForm& form) {
   return is_floating(dtype) ? form.model_dtype.value_or(dtype) : dtype;
 }
 
-ReadFlat main_weight_reader(const ParamGroup& group, DType dtype) {
-  return [weights = &group.main_weights(), type = scalar_type_of(dtype)](FlatRange flat,
-                                                                         std::byte* into) {
-    const at::NoGradGuard no_grad;
-    weights->copy_to(flat, tensor_over(into, flat.numel(), type, c10::kCPU));
-  };
+FlatReader main_weight_reader(const ParamGroup& group, DType dtype) {
+  const MainWeights& weights = group.main_weights();
+  const at::ScalarType type = scalar_type_of(dtype);
+  return {.read =
+              [&weights, type](FlatRange flat, std::byte* into) {
+                const at::NoGradGuard no_grad;
+                weights.copy_to(flat, tensor_over(into, flat.numel(), type, c10::kCPU));
+              },
+          .in_memory =
+              [&weights, type](FlatRange flat) {
+                return static_cast<const std::byte*>(weights.in_host_memory(flat, type));
+              }};
 }
 
-ReadFlat moment_reader(const GroupUpdate& update, size_t which) {
-  return [&update, which](FlatRange flat, std::byte* into) {
-    update.read_moment(which, flat, reinterpret_cast<float*>(into));
-  };
+FlatReader moment_reader(const GroupUpdate& update, size_t which) {
+  return {
+      .read =
+          [&update, which](FlatRange flat, std::byte* into) {
+            update.read_moment(which, flat, reinterpret_cast<float*>(into));
+          },
+      .in_memory =
+          [&update, which](FlatRange flat) {
+            return reinterpret_cast<const std::byte*>(update.moment_in_host_memory(which, flat));
+          }};
 }
 
-ReadFlat buffer_reader(const at::Tensor& value) {
-  return [value](FlatRange flat, std::byte* into) {
+FlatReader buffer_reader(const at::Tensor& value) {
+  return {.read = [value](FlatRange flat, std::byte* into) {
     const at::Tensor part = value.detach().reshape({-1}).narrow(0, flat.begin, flat.numel());
     tensor_over(into, flat.numel(), value.scalar_type(), c10::kCPU).copy_(part);
-  };
+  }};
 }
 
 void check_names(const CheckpointState& state, const NameRules& names) {
@@ -212,7 +231,7 @@ StatePieces pieces_of(const CheckpointState& state, const StoredForm& form) {
     for (const GroupState& group_state : unit->groups) {
       const ParamGroup& group = *group_state.group;
       const DType dtype = stored_dtype(group.main_weights().dtype(), form);
-      const auto read = std::make_shared<const ReadFlat>(main_weight_reader(group, dtype));
+      const auto read = std::make_shared<const FlatReader>(main_weight_reader(group, dtype));
       for_each_member(
           group, replicas_with(group), number, [&](int64_t i, FlatRange range, int64_t flat) {
             model.add(group.name_of(i), "", dtype, group.shape_of(i), range, flat, read);
@@ -220,7 +239,7 @@ StatePieces pieces_of(const CheckpointState& state, const StoredForm& form) {
     }
   for (const NamedBuffer& buffer : state.buffers) {
     const Replicas all{engine.mesh_shape().outer * engine.mesh_shape().inner, number_of_rank};
-    const auto read = std::make_shared<const ReadFlat>(buffer_reader(buffer.value));
+    const auto read = std::make_shared<const FlatReader>(buffer_reader(buffer.value));
     const std::vector<int64_t> shape = buffer.value.sizes().vec();
     const FlatRange range = share_of({0, buffer.value.numel()}, shape, all, number++);
     model.add(buffer.name, "", dtype_of(buffer.value.scalar_type()), shape, range, range.begin,
@@ -231,7 +250,7 @@ StatePieces pieces_of(const CheckpointState& state, const StoredForm& form) {
     const ParamGroup& group = update->group();
     for (size_t which = 0; which < state.optimizer->moments().size(); ++which) {
       const std::string suffix = "." + state.optimizer->moments()[which].name;
-      const auto read = std::make_shared<const ReadFlat>(moment_reader(*update, which));
+      const auto read = std::make_shared<const FlatReader>(moment_reader(*update, which));
       for_each_member(group, replicas_with(group), number,
                       [&](int64_t i, FlatRange range, int64_t flat) {
                         moments.add(group.name_of(i), suffix, DType::kFloat32, group.shape_of(i),

@@ -101,11 +101,9 @@ class Checkpointer::Attempt {
   void write() noexcept {
     if (error_) return;
     try {
-      record_.files =
-          write_pieces(temporary_, "model", rank_, pieces_.model_pieces, owner_.options_.write);
-      for (RankRecord::File& file : write_pieces(temporary_, "optimizer", rank_,
-                                                 pieces_.moment_pieces, owner_.options_.write))
-        record_.files.push_back(std::move(file));
+      const FolderPieces folders[] = {{"model", pieces_.model_pieces},
+                                      {"optimizer", pieces_.moment_pieces}};
+      record_.files = write_pieces(temporary_, rank_, folders, owner_.options_.write);
       make_directories(temporary_ + "/ranks");
       write_file_durably(concat(temporary_, "/", rank_record_path(rank_)), to_json(record_));
     } catch (...) {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <utility>
 
 #include "fsdp/base/error.h"
@@ -48,20 +49,27 @@ std::vector<WantedTensor> wanted_of(const ParamGroup& group, DType dtype) {
   return wanted;
 }
 
-// Reads and sets a target, chunk by chunk.
+// Reads and sets targets, as many at once as fit a chunk of memory: small units next to each other
+// in a file are one read.
 class TargetLoader {
  public:
-  TargetLoader(const TensorCatalog& catalog, const LoadOptions& options, ReadStatistics& statistics)
-      : catalog_(catalog), options_(options), statistics_(statistics) {}
+  TargetLoader(const TensorCatalog& catalog, const LoadOptions& options)
+      : reader_(catalog.files(), options.read),
+        room_(at::empty(
+            {round_up(std::max<int64_t>(options.chunk_bytes, kScaleBlock * 8), kAlignBytes)},
+            at::kByte)) {}
+
+  const ReadStatistics& statistics() const { return reader_.statistics(); }
 
   void load(const FlatTarget& target) {
     // Ends of chunks are ends of blocks of scales: moments with scales are set a block at a time.
     const int64_t width = static_cast<int64_t>(c10::elementSize(target.dtype));
-    const int64_t step = round_up(std::max<int64_t>(options_.chunk_bytes / width, 1), kScaleBlock);
+    const int64_t most = room_.numel() / width / kScaleBlock * kScaleBlock;
     for (const MainWeightPiece& piece : target.group->main_weights().pieces())
       for (int64_t begin = piece.flat.begin; begin < piece.flat.end;) {
-        const int64_t end = std::min((begin / step + 1) * step, piece.flat.end);
-        load_chunk(target, {begin, end});
+        const int64_t end = std::min((begin / kScaleBlock) * kScaleBlock + most, piece.flat.end);
+        if (used_ + (end - begin) * width > room_.numel()) flush();
+        add_chunk(target, {begin, end});
         begin = end;
       }
   }
@@ -70,15 +78,31 @@ class TargetLoader {
     const at::Tensor values = at::empty(into.sizes(), scalar_type_of(source.dtype()));
     std::vector<FileRun> runs;
     source.add_reads({0, into.numel()}, bytes_of(values), runs);
-    read(std::move(runs));
+    reader_.read(std::move(runs));
     into.copy_(values);
   }
 
+  // Reads and sets what is left.
+  void flush() {
+    reader_.read(std::exchange(runs_, {}));
+    for (const auto& [from, to] : std::exchange(conversions_, {})) to.copy_(from);
+    for (const Chunk& chunk : std::exchange(chunks_, {}))
+      chunk.target->set(chunk.flat, chunk.values);
+    used_ = 0;
+  }
+
  private:
-  void load_chunk(const FlatTarget& target, FlatRange chunk) {
-    const at::Tensor values = at::zeros({chunk.numel()}, target.dtype);
-    std::vector<FileRun> runs;
-    std::vector<std::pair<at::Tensor, at::Tensor>> conversions;  // from, to
+  static constexpr int64_t kAlignBytes = 64;
+
+  struct Chunk {
+    const FlatTarget* target = nullptr;
+    FlatRange flat;
+    at::Tensor values;
+  };
+
+  void add_chunk(const FlatTarget& target, FlatRange chunk) {
+    const at::Tensor values = take_room(chunk.numel(), target.dtype);
+    if (covered_numel(target, chunk) < chunk.numel()) values.zero_();  // padding
     for (int64_t i = 0; i < target.group->layout().num_tensors(); ++i) {
       const FlatRange tensor = target.group->layout().tensor_range(i);
       const FlatRange common = intersect(tensor, chunk);
@@ -92,25 +116,35 @@ class TargetLoader {
       at::Tensor stored = part;
       if (scalar_type_of(source.dtype()) != target.dtype) {
         stored = at::empty({common.numel()}, scalar_type_of(source.dtype()));
-        conversions.emplace_back(stored, part);
+        conversions_.emplace_back(stored, part);
       }
       source.add_reads({common.begin - tensor.begin, common.end - tensor.begin}, bytes_of(stored),
-                       runs);
+                       runs_);
     }
-    read(std::move(runs));
-    for (const auto& [from, to] : conversions) to.copy_(from);
-    target.set(chunk, values);
+    chunks_.push_back({&target, chunk, values});
   }
 
-  void read(std::vector<FileRun> runs) {
-    const ReadStatistics more = read_runs(catalog_.files(), std::move(runs), options_.read);
-    statistics_.num_reads += more.num_reads;
-    statistics_.bytes += more.bytes;
+  static int64_t covered_numel(const FlatTarget& target, FlatRange chunk) {
+    int64_t numel = 0;
+    for (int64_t i = 0; i < target.group->layout().num_tensors(); ++i)
+      numel += intersect(target.group->layout().tensor_range(i), chunk).numel();
+    return numel;
   }
 
-  const TensorCatalog& catalog_;
-  const LoadOptions& options_;
-  ReadStatistics& statistics_;
+  // Always the same memory: pages that are used for the first time cost as much as reading them.
+  at::Tensor take_room(int64_t numel, at::ScalarType dtype) {
+    const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
+    const at::Tensor taken = room_.narrow(0, used_, bytes).view(dtype);
+    used_ = std::min(round_up(used_ + bytes, kAlignBytes), room_.numel());
+    return taken;
+  }
+
+  VerifiedReader reader_;
+  const at::Tensor room_;
+  int64_t used_ = 0;
+  std::vector<Chunk> chunks_;
+  std::vector<FileRun> runs_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> conversions_;  // from, to
 };
 
 // What a user means by a path: a checkpoint, a run's latest one, or files of other tools.
@@ -158,10 +192,12 @@ class Loading {
   }
 
   void run(LoadedCheckpoint& loaded) {
-    TargetLoader loader(plan_.catalog(), options_, loaded.statistics);
+    TargetLoader loader(plan_.catalog(), options_);
     for (const FlatTarget& target : targets_) loader.load(target);
+    loader.flush();
     for (size_t i = 0; i < buffers_.size(); ++i)
       if (!buffers_[i].is_missing()) loader.load(buffers_[i], state_.buffers[i].value);
+    loaded.statistics = loader.statistics();
     if (state_.optimizer != nullptr && plan_.catalog().manifest()) {
       const OptimizerRecord& record = plan_.catalog().manifest()->optimizer;
       state_.optimizer->set_state({.step = record.step,

@@ -2,8 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 #include <map>
+#include <memory>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
@@ -15,54 +18,81 @@ namespace fsdp {
 
 namespace {
 
-// Collects small pieces into large writes, and checksums of blocks on the way.
+// Smaller pieces are collected into one write; larger ones are written from where they lie.
+constexpr int64_t kLargeBytes = int64_t{1} << 20;
+
+// A file, and the checksums of its blocks.
 class ChunkedFile {
  public:
-  ChunkedFile(const std::string& path, const WriteOptions& options, std::vector<std::byte>& chunk)
-      : file_(path), block_bytes_(options.block_bytes), chunk_(chunk) {}
-
-  // Room for some of `numel` elements, at least one; the caller fills all of what it gets.
-  std::span<std::byte> room(int64_t numel, int64_t width) {
-    const auto bytes = static_cast<size_t>(width);
-    if (chunk_.size() - used_ < bytes) flush();
-    const size_t fits =
-        std::min((chunk_.size() - used_) / bytes, static_cast<size_t>(numel)) * bytes;
-    used_ += fits;
-    return std::span(chunk_).subspan(used_ - fits, fits);
+  ChunkedFile(const std::string& directory, std::string name, const WriteOptions& options,
+              std::span<std::byte> chunk)
+      : file_(concat(directory, "/", name)), chunk_(chunk), block_bytes_(options.block_bytes) {
+    record_.path = std::move(name);
   }
 
-  RankRecord::File finish(std::string name) {
-    flush();
-    if (block_filled_ > 0) blocks_.push_back(block_);
-    const int64_t bytes = file_.bytes();
+  void append_header(std::string_view header) {
+    record_.header_bytes = static_cast<int64_t>(header.size());
+    record_.header_crc32c = crc32c(std::as_bytes(std::span(header)));
+    write(std::as_bytes(std::span(header)));
+  }
+
+  void append(const Piece& piece) {
+    const int64_t width = element_bytes(piece.dtype);
+    const int64_t numel = piece.box.numel();
+    if (numel * width >= kLargeBytes && append_in_place(piece)) return;
+    for (int64_t begin = 0; begin < numel;) {
+      if (static_cast<int64_t>(chunk_.size() - used_) < width) flush();
+      const int64_t fits = static_cast<int64_t>(chunk_.size() - used_) / width;
+      const int64_t end = std::min(begin + fits, numel);
+      piece.read({begin, end}, chunk_.data() + used_);
+      used_ += static_cast<size_t>((end - begin) * width);
+      begin = end;
+    }
+  }
+
+  // Everything is given to the system; finish() waits for the disk.
+  void flush() { write(chunk_.first(std::exchange(used_, 0))); }
+
+  RankRecord::File finish() {
+    if (block_filled_ > 0) record_.blocks.push_back(block_);
+    record_.bytes = file_.bytes();
     file_.finish();
-    return {.path = std::move(name), .bytes = bytes, .blocks = std::move(blocks_)};
+    return std::move(record_);
   }
 
  private:
-  void flush() {
-    std::span<const std::byte> bytes = std::span<const std::byte>(chunk_).first(used_);
-    file_.write(bytes);
+  bool append_in_place(const Piece& piece) {
+    const FlatRange all{0, piece.box.numel()};
+    const std::byte* const bytes = piece.in_memory ? piece.in_memory(all) : nullptr;
+    if (bytes == nullptr) return false;
+    flush();
+    write({bytes, static_cast<size_t>(all.numel() * element_bytes(piece.dtype))});
+    return true;
+  }
+
+  // A part at a time, so that it is still in the cache when its checksum is computed.
+  void write(std::span<const std::byte> bytes) {
     while (!bytes.empty()) {
-      const auto part = std::min(bytes.size(), static_cast<size_t>(block_bytes_ - block_filled_));
-      block_ = crc32c(bytes.first(part), block_);
-      block_filled_ += static_cast<int64_t>(part);
-      bytes = bytes.subspan(part);
+      const std::span<const std::byte> part =
+          bytes.first(std::min(bytes.size(), static_cast<size_t>(block_bytes_ - block_filled_)));
+      file_.write(part);
+      block_ = crc32c(part, block_);
+      block_filled_ += static_cast<int64_t>(part.size());
+      bytes = bytes.subspan(part.size());
       if (block_filled_ < block_bytes_) continue;
-      blocks_.push_back(block_);
+      record_.blocks.push_back(block_);
       block_ = 0;
       block_filled_ = 0;
     }
-    used_ = 0;
   }
 
   FileWriter file_;
-  const int64_t block_bytes_;
-  std::vector<std::byte>& chunk_;
+  std::span<std::byte> chunk_;
   size_t used_ = 0;
+  const int64_t block_bytes_;
   uint32_t block_ = 0;
   int64_t block_filled_ = 0;
-  std::vector<uint32_t> blocks_;
+  RankRecord::File record_;
 };
 
 std::string header_of(std::span<const Piece* const> pieces) {
@@ -80,30 +110,21 @@ std::string header_of(std::span<const Piece* const> pieces) {
   return write_safetensors_header(header);
 }
 
-RankRecord::File write_file(const std::string& directory, std::string name,
-                            std::span<const Piece* const> pieces, const WriteOptions& options,
-                            std::vector<std::byte>& chunk) {
-  ChunkedFile file(concat(directory, "/", name), options, chunk);
-  const std::string header = header_of(pieces);
-  for (size_t begin = 0; begin < header.size();) {
-    const std::span<std::byte> room = file.room(static_cast<int64_t>(header.size() - begin), 1);
-    std::memcpy(room.data(), header.data() + begin, room.size());
-    begin += room.size();
+// The pieces of each file; wide elements first: then every one is aligned, in the file and in the
+// chunk.
+std::vector<std::vector<const Piece*>> files_of(std::span<const Piece> pieces) {
+  std::map<std::string, size_t> boxes_of;  // of each tensor so far
+  std::vector<std::vector<const Piece*>> files;
+  for (const Piece& piece : pieces) {
+    const size_t file = boxes_of[piece.name]++;
+    if (file == files.size()) files.emplace_back();
+    files[file].push_back(&piece);
   }
-  for (const Piece* piece : pieces) {
-    const int64_t width = element_bytes(piece->dtype);
-    const int64_t numel = piece->box.numel();
-    for (int64_t begin = 0; begin < numel;) {
-      const std::span<std::byte> room = file.room(numel - begin, width);
-      const auto end = begin + static_cast<int64_t>(room.size()) / width;
-      piece->read({begin, end}, room.data());
-      begin = end;
-    }
-  }
-  RankRecord::File written = file.finish(std::move(name));
-  written.header_bytes = static_cast<int64_t>(header.size());
-  written.header_crc32c = crc32c(std::as_bytes(std::span(header)));
-  return written;
+  for (std::vector<const Piece*>& file : files)
+    std::stable_sort(file.begin(), file.end(), [](const Piece* a, const Piece* b) {
+      return element_bytes(a->dtype) > element_bytes(b->dtype);
+    });
+  return files;
 }
 
 }  // namespace
@@ -116,31 +137,37 @@ void WriteOptions::validate() const {
         concat("block_bytes is ", block_bytes, "; it must be from 1 to ", kMaxBlockBytes));
 }
 
+std::vector<RankRecord::File> write_pieces(const std::string& directory, int64_t rank,
+                                           std::span<const FolderPieces> folders,
+                                           const WriteOptions& options) {
+  options.validate();
+  // A multiple of the widest element, so that all are aligned in it.
+  const auto chunk_bytes = static_cast<size_t>(round_up(options.chunk_bytes, 8));
+  const std::unique_ptr<std::byte[]> chunk(new std::byte[chunk_bytes]);
+  std::deque<ChunkedFile> files;
+  for (const FolderPieces& folder : folders) {
+    make_directories(concat(directory, "/", folder.folder));
+    const std::vector<std::vector<const Piece*>> contents = files_of(folder.pieces);
+    for (size_t i = 0; i < contents.size(); ++i) {
+      files.emplace_back(directory,
+                         concat(folder.folder, "/", rank_text(rank), "-", i, ".safetensors"),
+                         options, std::span(chunk.get(), chunk_bytes));
+      files.back().append_header(header_of(contents[i]));
+      for (const Piece* piece : contents[i]) files.back().append(*piece);
+      files.back().flush();
+    }
+  }
+  // The disk has been at work since the first write: one wait in the end instead of one per file.
+  std::vector<RankRecord::File> written;
+  for (ChunkedFile& file : files) written.push_back(file.finish());
+  return written;
+}
+
 std::vector<RankRecord::File> write_pieces(const std::string& directory, const std::string& folder,
                                            int64_t rank, std::span<const Piece> pieces,
                                            const WriteOptions& options) {
-  options.validate();
-  std::map<std::string, size_t> boxes_of;  // of each tensor so far
-  std::vector<std::vector<const Piece*>> files;
-  for (const Piece& piece : pieces) {
-    const size_t file = boxes_of[piece.name]++;
-    if (file == files.size()) files.emplace_back();
-    files[file].push_back(&piece);
-  }
-  // A multiple of the widest element: also after a part of the header elements are aligned.
-  std::vector<std::byte> chunk(static_cast<size_t>(round_up(options.chunk_bytes, 8)));
-  make_directories(concat(directory, "/", folder));
-  std::vector<RankRecord::File> written;
-  for (size_t i = 0; i < files.size(); ++i) {
-    // Wide elements first: then every one is aligned, in the file and in the chunk.
-    std::stable_sort(files[i].begin(), files[i].end(), [](const Piece* a, const Piece* b) {
-      return element_bytes(a->dtype) > element_bytes(b->dtype);
-    });
-    written.push_back(write_file(directory,
-                                 concat(folder, "/", rank_text(rank), "-", i, ".safetensors"),
-                                 files[i], options, chunk));
-  }
-  return written;
+  const FolderPieces one{folder, pieces};
+  return write_pieces(directory, rank, {&one, 1}, options);
 }
 
 }  // namespace fsdp

@@ -21,6 +21,14 @@ struct Piece {
   Box box;
   // Puts elements [range) of the box, counted row by row, to `into`.
   std::function<void(FlatRange range, std::byte* into)> read;
+  // Where they lie one after the other in memory anyway; nullptr: nowhere, and nobody knows.
+  std::function<const std::byte*(FlatRange range)> in_memory = {};
+};
+
+// What one rank puts into one folder: "model", "optimizer".
+struct FolderPieces {
+  std::string folder;
+  std::span<const Piece> pieces;
 };
 
 struct WriteOptions {
@@ -33,8 +41,13 @@ struct WriteOptions {
   void validate() const;
 };
 
-// Writes and fsyncs `directory`/`folder`/NNNNN-K.safetensors for this rank. Readers take a name for
-// one tensor per file, so the second box of a tensor goes to file K = 1, the third to K = 2, ...
+// Writes `directory`/`folder`/NNNNN-K.safetensors for this rank; they are on the disk when it
+// returns. Readers take a name for one tensor per file, so the second box of a tensor goes to file
+// K = 1, the third to K = 2, ...
+std::vector<RankRecord::File> write_pieces(const std::string& directory, int64_t rank,
+                                           std::span<const FolderPieces> folders,
+                                           const WriteOptions& options);
+// The same for one folder.
 std::vector<RankRecord::File> write_pieces(const std::string& directory, const std::string& folder,
                                            int64_t rank, std::span<const Piece> pieces,
                                            const WriteOptions& options);

@@ -31,6 +31,9 @@ void Snapshot::take(StatePieces& pieces) {
       if (bytes == 0) continue;
       piece.read({0, piece.box.numel()}, next);
       const int64_t width = element_bytes(piece.dtype);
+      piece.in_memory = [from = next, width](FlatRange range) -> const std::byte* {
+        return from + range.begin * width;
+      };
       piece.read = [from = next, width](FlatRange range, std::byte* into) {
         std::memcpy(into, from + range.begin * width, static_cast<size_t>(range.numel() * width));
       };

@@ -95,19 +95,10 @@ class ChunkReads {
              std::span<const Chunk> chunks)
       : files_(files), runs_(runs), chunks_(chunks) {}
 
-  void work() {
-    std::vector<std::byte> buffer;
+  void work(std::vector<std::byte>& buffer) {
     try {
       for (size_t i = next_++; i < chunks_.size() && !failed_; i = next_++) {
-        const Chunk& chunk = chunks_[i];
-        buffer.resize(static_cast<size_t>(chunk.end - chunk.begin));
-        const FileReader reader(files_[chunk.file].path);
-        FSDP_CHECK(reader.bytes() == files_[chunk.file].bytes, files_[chunk.file].path, " has ",
-                   reader.bytes(), " bytes, but had ", files_[chunk.file].bytes,
-                   " when it was opened; somebody changes the checkpoint while it is read");
-        reader.read(chunk.begin, buffer);
-        verify(files_[chunk.file], chunk, buffer);
-        copy_out(chunk, runs_, buffer.data());
+        read(chunks_[i], buffer);
       }
     } catch (...) {
       const std::lock_guard lock(mutex_);
@@ -115,15 +106,39 @@ class ChunkReads {
     }
   }
 
-  void run(int threads) {
+  // One thread per buffer, this one included.
+  void run(std::span<std::vector<std::byte>> buffers) {
     std::vector<std::jthread> others;
-    for (int i = 1; i < threads; ++i) others.emplace_back([this] { work(); });
-    work();
+    for (std::vector<std::byte>& buffer : buffers.subspan(1))
+      others.emplace_back([this, &buffer] { work(buffer); });
+    work(buffers.front());
     others.clear();
     if (error_) std::rethrow_exception(error_);
   }
 
  private:
+  void read(const Chunk& chunk, std::vector<std::byte>& buffer) {
+    const CheckedFile& file = files_[chunk.file];
+    const FileReader reader(file.path);
+    FSDP_CHECK(reader.bytes() == file.bytes, file.path, " has ", reader.bytes(), " bytes, but had ",
+               file.bytes, " when it was opened; somebody changes the checkpoint while it is read");
+    const auto bytes = static_cast<size_t>(chunk.end - chunk.begin);
+    // Most chunks lie within one run: they are read to where they belong.
+    const FileRun& first = runs_[chunk.runs.front()];
+    if (chunk.runs.size() == 1 && first.offset <= chunk.begin &&
+        chunk.end <= first.offset + first.bytes) {
+      const std::span<std::byte> into(first.into + (chunk.begin - first.offset), bytes);
+      reader.read(chunk.begin, into);
+      verify(file, chunk, into);
+      return;
+    }
+    if (buffer.size() < bytes) buffer.resize(bytes);
+    const std::span<std::byte> into = std::span(buffer).first(bytes);
+    reader.read(chunk.begin, into);
+    verify(file, chunk, into);
+    copy_out(chunk, runs_, into.data());
+  }
+
   std::span<const CheckedFile> files_;
   std::span<const FileRun> runs_;
   std::span<const Chunk> chunks_;
@@ -135,20 +150,31 @@ class ChunkReads {
 
 }  // namespace
 
-ReadStatistics read_runs(std::span<const CheckedFile> files, std::vector<FileRun> wanted,
-                         const ReadOptions& options) {
+VerifiedReader::VerifiedReader(std::span<const CheckedFile> files, const ReadOptions& options)
+    : files_(files), options_(options) {
   if (options.chunk_bytes < 1)
     throw UsageError(concat("chunk_bytes is ", options.chunk_bytes, "; it must be at least 1"));
+}
+
+void VerifiedReader::read(std::vector<FileRun> wanted) {
   std::erase_if(wanted, [](const FileRun& run) { return run.bytes == 0; });
   std::sort(wanted.begin(), wanted.end(), [](const FileRun& a, const FileRun& b) {
     return std::pair(a.file, a.offset) < std::pair(b.file, b.offset);
   });
-  std::vector<Chunk> chunks = chunks_of(files, wanted, options.chunk_bytes);
+  std::vector<Chunk> chunks = chunks_of(files_, wanted, options_.chunk_bytes);
   assign_runs(wanted, chunks);
-  ChunkReads(files, wanted, chunks).run(threads_for(options, chunks.size()));
-  ReadStatistics statistics{.num_reads = static_cast<int64_t>(chunks.size())};
-  for (const Chunk& chunk : chunks) statistics.bytes += chunk.end - chunk.begin;
-  return statistics;
+  const auto threads = static_cast<size_t>(threads_for(options_, chunks.size()));
+  if (buffers_.size() < threads) buffers_.resize(threads);
+  ChunkReads(files_, wanted, chunks).run(std::span(buffers_).first(threads));
+  statistics_.num_reads += static_cast<int64_t>(chunks.size());
+  for (const Chunk& chunk : chunks) statistics_.bytes += chunk.end - chunk.begin;
+}
+
+ReadStatistics read_runs(std::span<const CheckedFile> files, std::vector<FileRun> wanted,
+                         const ReadOptions& options) {
+  VerifiedReader reader(files, options);
+  reader.read(std::move(wanted));
+  return reader.statistics();
 }
 
 void add_runs(const CatalogTensor& stored, const StridedBox& target, std::byte* into,

@@ -30,8 +30,27 @@ struct ReadStatistics {
   int64_t bytes = 0;  // from files: whole blocks, since only whole ones can be verified
 };
 
-// Neighbouring runs share reads, and threads share the work. Error naming file and block where a
-// checksum does not match; then what `into` holds is undefined.
+// Reads again and again, with memory that it keeps.
+class VerifiedReader {
+ public:
+  // `files` must outlive it.
+  explicit VerifiedReader(std::span<const CheckedFile> files, const ReadOptions& options = {});
+
+  // Neighbouring runs share reads, and threads share the work. Error naming file and block where a
+  // checksum does not match; then what `into` holds is undefined.
+  void read(std::vector<FileRun> wanted);
+
+  // Of all reads so far.
+  const ReadStatistics& statistics() const { return statistics_; }
+
+ private:
+  const std::span<const CheckedFile> files_;
+  const ReadOptions options_;
+  std::vector<std::vector<std::byte>> buffers_;  // one per thread
+  ReadStatistics statistics_;
+};
+
+// Once.
 ReadStatistics read_runs(std::span<const CheckedFile> files, std::vector<FileRun> wanted,
                          const ReadOptions& options = {});
 

@@ -164,6 +164,14 @@ void UpdatePiece::set_moment(size_t which, FlatRange flat, const float* values) 
   }
 }
 
+const float* UpdatePiece::moment_in_host_memory(size_t which, FlatRange flat) const {
+  const Memory& memory = moments_[which];
+  const bool is_plain = !spans_.empty() && memory.bytes.is_cpu() &&
+                        (which == 0 ? spans_[0].first : spans_[0].second).dtype == DType::kFloat32;
+  if (!is_plain) return nullptr;
+  return static_cast<const float*>(memory.values.at(0)) + (flat.begin - main_->flat.begin);
+}
+
 GroupUpdate::GroupUpdate(ParamGroup& group, uint64_t number, std::span<const HyperParameters> hyper,
                          const std::vector<MomentKind>& moments, EngineMemory& memory)
     : group_(&group) {
@@ -184,6 +192,12 @@ void GroupUpdate::set_moment(size_t which, FlatRange flat, const float* values) 
   for (UpdatePiece& piece : pieces_)
     if (const FlatRange common = intersect(piece.main().flat, flat); !common.empty())
       piece.set_moment(which, common, values + (common.begin - flat.begin));
+}
+
+const float* GroupUpdate::moment_in_host_memory(size_t which, FlatRange flat) const {
+  for (const UpdatePiece& piece : pieces_)
+    if (intersect(piece.main().flat, flat) == flat) return piece.moment_in_host_memory(which, flat);
+  return nullptr;
 }
 
 at::Tensor GroupUpdate::gradient_of(const UpdatePiece& piece) const {

@@ -40,6 +40,8 @@ class UpdatePiece {
   // blocks of scales are set at once.
   void read_moment(size_t which, FlatRange flat, float* values) const;
   void set_moment(size_t which, FlatRange flat, const float* values);
+  // Where they are fp32 numbers in host memory; else nullptr.
+  const float* moment_in_host_memory(size_t which, FlatRange flat) const;
 
  private:
   struct Memory {
@@ -70,6 +72,7 @@ class GroupUpdate {
   // As UpdatePiece does, of what this rank has of [flat).
   void read_moment(size_t which, FlatRange flat, float* values) const;
   void set_moment(size_t which, FlatRange flat, const float* values);
+  const float* moment_in_host_memory(size_t which, FlatRange flat) const;
 
   // The gradients of a piece, where they lie now.
   at::Tensor gradient_of(const UpdatePiece& piece) const;

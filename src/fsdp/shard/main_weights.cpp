@@ -109,6 +109,17 @@ void MainWeights::copy_to(FlatRange range, const at::Tensor& into) const {
   }
 }
 
+const void* MainWeights::in_host_memory(FlatRange range, at::ScalarType dtype) const {
+  for (const MainWeightPiece& piece : pieces_) {
+    if (!(intersect(piece.flat, range) == range)) continue;
+    const at::Tensor& values = piece.main.defined() ? piece.main : piece.weight;
+    if (piece.is_split || !values.is_cpu() || values.scalar_type() != dtype) return nullptr;
+    return static_cast<const std::byte*>(values.const_data_ptr()) +
+           (range.begin - piece.flat.begin) * width_of(dtype);
+  }
+  return nullptr;
+}
+
 void MainWeights::set(FlatRange range, const at::Tensor& values) {
   const at::Tensor flat = values.reshape({-1});
   for (const MainWeightPiece& piece : pieces_) {

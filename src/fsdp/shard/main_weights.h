@@ -42,6 +42,9 @@ class MainWeights {
   // The same into memory of the caller's, on any device and of any type.
   void copy_to(FlatRange range, const at::Tensor& into) const;
 
+  // Where they lie one after the other in host memory in this type; nullptr where they do not.
+  const void* in_host_memory(FlatRange range, at::ScalarType dtype) const;
+
   // Takes over values of elements [range) of the whole, in this type or a wider one; of what lies
   // outside this rank's part nothing.
   void set(FlatRange range, const at::Tensor& values);
