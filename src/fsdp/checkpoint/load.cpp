@@ -35,6 +35,8 @@ struct FlatTarget {
   std::vector<TensorSource> sources;  // of the group's members
   std::function<void(FlatRange flat, const at::Tensor& into)> read;
   std::function<void(FlatRange flat, const at::Tensor& values)> set;
+  // Where values can be written without set(); nullptr: nowhere.
+  std::function<void*(FlatRange flat)> in_memory;
 };
 
 std::vector<WantedTensor> wanted_of(const ParamGroup& group, DType dtype) {
@@ -68,8 +70,15 @@ class TargetLoader {
     for (const MainWeightPiece& piece : target.group->main_weights().pieces())
       for (int64_t begin = piece.flat.begin; begin < piece.flat.end;) {
         const int64_t end = std::min((begin / kScaleBlock) * kScaleBlock + most, piece.flat.end);
-        if (used_ + (end - begin) * width > room_.numel()) flush();
-        add_chunk(target, {begin, end});
+        const FlatRange chunk{begin, end};
+        if (void* const memory = is_converted(target) ? nullptr : target.in_memory(chunk)) {
+          add_reads(target, chunk, tensor_over(memory, chunk.numel(), target.dtype, c10::kCPU));
+        } else {
+          if (used_ + chunk.numel() * width > room_.numel()) flush();
+          chunks_.push_back({&target, chunk, take_room(chunk.numel(), target.dtype)});
+          fill_rest(target, chunk, chunks_.back().values);
+          add_reads(target, chunk, chunks_.back().values);
+        }
         begin = end;
       }
   }
@@ -100,35 +109,52 @@ class TargetLoader {
     at::Tensor values;
   };
 
-  void add_chunk(const FlatTarget& target, FlatRange chunk) {
-    const at::Tensor values = take_room(chunk.numel(), target.dtype);
-    if (covered_numel(target, chunk) < chunk.numel()) values.zero_();  // padding
+  // Calls body(source, its elements in the chunk, the same in the tensor) for the chunk's tensors.
+  template <typename Body>
+  static void for_each_tensor(const FlatTarget& target, FlatRange chunk, const Body& body) {
     for (int64_t i = 0; i < target.group->layout().num_tensors(); ++i) {
       const FlatRange tensor = target.group->layout().tensor_range(i);
       const FlatRange common = intersect(tensor, chunk);
-      if (common.empty()) continue;
-      const at::Tensor part = values.narrow(0, common.begin - chunk.begin, common.numel());
-      const TensorSource& source = target.sources[static_cast<size_t>(i)];
-      if (source.is_missing()) {
-        target.read(common, part);
-        continue;
-      }
-      at::Tensor stored = part;
-      if (scalar_type_of(source.dtype()) != target.dtype) {
-        stored = at::empty({common.numel()}, scalar_type_of(source.dtype()));
-        conversions_.emplace_back(stored, part);
-      }
-      source.add_reads({common.begin - tensor.begin, common.end - tensor.begin}, bytes_of(stored),
-                       runs_);
+      if (!common.empty())
+        body(target.sources[static_cast<size_t>(i)], common,
+             FlatRange{common.begin - tensor.begin, common.end - tensor.begin});
     }
-    chunks_.push_back({&target, chunk, values});
   }
 
-  static int64_t covered_numel(const FlatTarget& target, FlatRange chunk) {
+  // What is not read: padding, and tensors that keep their values.
+  static void fill_rest(const FlatTarget& target, FlatRange chunk, const at::Tensor& values) {
     int64_t numel = 0;
-    for (int64_t i = 0; i < target.group->layout().num_tensors(); ++i)
-      numel += intersect(target.group->layout().tensor_range(i), chunk).numel();
-    return numel;
+    for_each_tensor(target, chunk, [&](const TensorSource& source, FlatRange flat, FlatRange) {
+      numel += flat.numel();
+      if (source.is_missing()) numel = -chunk.numel();
+    });
+    if (numel == chunk.numel()) return;
+    values.zero_();
+    for_each_tensor(target, chunk, [&](const TensorSource& source, FlatRange flat, FlatRange) {
+      if (source.is_missing())
+        target.read(flat, values.narrow(0, flat.begin - chunk.begin, flat.numel()));
+    });
+  }
+
+  void add_reads(const FlatTarget& target, FlatRange chunk, const at::Tensor& values) {
+    for_each_tensor(
+        target, chunk, [&](const TensorSource& source, FlatRange flat, FlatRange range) {
+          if (source.is_missing()) return;
+          const at::Tensor part = values.narrow(0, flat.begin - chunk.begin, flat.numel());
+          at::Tensor stored = part;
+          if (scalar_type_of(source.dtype()) != target.dtype) {
+            stored = at::empty({flat.numel()}, scalar_type_of(source.dtype()));
+            conversions_.emplace_back(stored, part);
+          }
+          source.add_reads(range, bytes_of(stored), runs_);
+        });
+  }
+
+  static bool is_converted(const FlatTarget& target) {
+    return std::any_of(
+        target.sources.begin(), target.sources.end(), [&](const TensorSource& source) {
+          return !source.is_missing() && scalar_type_of(source.dtype()) != target.dtype;
+        });
   }
 
   // Always the same memory: pages that are used for the first time cost as much as reading them.
@@ -220,13 +246,17 @@ class Loading {
          .sources = plan_.find_model(wanted_of(group, dtype_of(weights.dtype()))),
          .read = [&weights](FlatRange flat,
                             const at::Tensor& into) { weights.copy_to(flat, into); },
-         .set = [&weights](FlatRange flat,
-                           const at::Tensor& values) { weights.set(flat, values); }});
+         .set = [&weights](FlatRange flat, const at::Tensor& values) { weights.set(flat, values); },
+         .in_memory =
+             [&weights](FlatRange flat) {
+               return weights.settable_in_host_memory(flat, weights.dtype());
+             }});
   }
 
   void add_moments(Optimizer& optimizer) {
-    for (size_t which = 0; which < optimizer.moments().size(); ++which)
-      for (GroupUpdate* update : optimizer.group_updates())
+    // In the order of the files (pieces_of): then they are read from begin to end.
+    for (GroupUpdate* update : optimizer.group_updates())
+      for (size_t which = 0; which < optimizer.moments().size(); ++which)
         targets_.push_back(
             {.group = &update->group(),
              .dtype = at::kFloat,
@@ -239,7 +269,10 @@ class Loading {
              .set =
                  [update, which](FlatRange flat, const at::Tensor& values) {
                    update->set_moment(which, flat, values.const_data_ptr<float>());
-                 }});
+                 },
+             .in_memory = [update, which](FlatRange flat) -> void* {
+               return update->moment_in_host_memory(which, flat);
+             }});
   }
 
   const CheckpointState& state_;

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 #include "fsdp/base/error.h"
@@ -58,17 +59,54 @@ void assign_runs(std::span<const FileRun> runs, std::vector<Chunk>& chunks) {
   }
 }
 
-void verify(const CheckedFile& file, const Chunk& chunk, std::span<const std::byte> bytes) {
-  if (file.block_bytes == 0) return;
-  for (int64_t begin = chunk.begin; begin < chunk.end; begin += file.block_bytes) {
-    const int64_t end = std::min(begin + file.block_bytes, chunk.end);
-    const auto block = static_cast<size_t>(begin / file.block_bytes);
-    const uint32_t found = crc32c(
-        bytes.subspan(static_cast<size_t>(begin - chunk.begin), static_cast<size_t>(end - begin)));
-    FSDP_CHECK(found == file.blocks[block], file.path, ": bytes ", begin, " to ", end,
-               " are not what was written (CRC32C ", found, " instead of ", file.blocks[block],
-               "); the file is damaged, so use another checkpoint");
+// Takes the bytes of a chunk one part after the other, and compares the checksum of every block.
+class BlockCheck {
+ public:
+  BlockCheck(const CheckedFile& file, const Chunk& chunk)
+      : file_(file), begin_(chunk.begin), position_(chunk.begin), end_(chunk.end) {}
+
+  void add(std::span<const std::byte> bytes) {
+    if (file_.block_bytes == 0) return;
+    while (!bytes.empty()) {
+      const int64_t block_end = std::min(begin_ + file_.block_bytes, end_);
+      const std::span<const std::byte> part =
+          bytes.first(std::min(bytes.size(), static_cast<size_t>(block_end - position_)));
+      found_ = crc32c(part, found_);
+      position_ += static_cast<int64_t>(part.size());
+      bytes = bytes.subspan(part.size());
+      if (position_ == block_end) compare();
+    }
   }
+
+ private:
+  void compare() {
+    const uint32_t written = file_.blocks[static_cast<size_t>(begin_ / file_.block_bytes)];
+    FSDP_CHECK(found_ == written, file_.path, ": bytes ", begin_, " to ", position_,
+               " are not what was written (CRC32C ", found_, " instead of ", written,
+               "); the file is damaged, so use another checkpoint");
+    begin_ = position_;
+    found_ = 0;
+  }
+
+  const CheckedFile& file_;
+  int64_t begin_;  // of the block
+  int64_t position_;
+  const int64_t end_;
+  uint32_t found_ = 0;
+};
+
+// Whether a few runs are the chunk, one after the other: then every one is read to where it
+// belongs.
+bool is_made_of_runs(const Chunk& chunk, std::span<const FileRun> runs) {
+  constexpr size_t kFew = 4;  // one read of small parts is quicker than many
+  if (chunk.runs.size() > kFew) return false;
+  int64_t position = chunk.begin;
+  for (const size_t index : chunk.runs) {
+    const FileRun& run = runs[index];
+    if (run.offset > position || (run.offset < position && position != chunk.begin)) return false;
+    position = run.offset + run.bytes;
+  }
+  return position >= chunk.end;
 }
 
 void copy_out(const Chunk& chunk, std::span<const FileRun> runs, const std::byte* bytes) {
@@ -83,22 +121,43 @@ void copy_out(const Chunk& chunk, std::span<const FileRun> runs, const std::byte
 }
 
 int threads_for(const ReadOptions& options, size_t num_chunks) {
-  const int cores = std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, 8);
+  const int cores = std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, 2);
   const int wanted = options.threads > 0 ? options.threads : cores;
   return static_cast<int>(std::min(static_cast<size_t>(wanted), std::max<size_t>(num_chunks, 1)));
 }
 
-// Chunks are taken in order by whoever is free; the first error ends all.
+// Every thread reads a row of neighbouring chunks, from one open file to the next: that is what the
+// system's read-ahead is made for. The first error ends all.
 class ChunkReads {
  public:
   ChunkReads(std::span<const CheckedFile> files, std::span<const FileRun> runs,
              std::span<const Chunk> chunks)
       : files_(files), runs_(runs), chunks_(chunks) {}
 
-  void work(std::vector<std::byte>& buffer) {
+  // One thread per buffer, this one included.
+  void run(std::span<std::vector<std::byte>> buffers) {
+    const size_t num_threads = buffers.size();
+    const auto part = [&](size_t i) {
+      const size_t begin = chunks_.size() * i / num_threads;
+      return chunks_.subspan(begin, chunks_.size() * (i + 1) / num_threads - begin);
+    };
+    std::vector<std::jthread> others;
+    for (size_t i = 1; i < num_threads; ++i)
+      others.emplace_back([this, chunks = part(i), &buffer = buffers[i]] { work(chunks, buffer); });
+    work(part(0), buffers.front());
+    others.clear();
+    if (error_) std::rethrow_exception(error_);
+  }
+
+ private:
+  void work(std::span<const Chunk> chunks, std::vector<std::byte>& buffer) {
     try {
-      for (size_t i = next_++; i < chunks_.size() && !failed_; i = next_++) {
-        read(chunks_[i], buffer);
+      std::optional<FileReader> reader;
+      for (const Chunk& chunk : chunks) {
+        if (failed_) return;
+        const CheckedFile& file = files_[chunk.file];
+        if (!reader || reader->path() != file.path) open(file, reader);
+        read(chunk, *reader, buffer);
       }
     } catch (...) {
       const std::lock_guard lock(mutex_);
@@ -106,43 +165,39 @@ class ChunkReads {
     }
   }
 
-  // One thread per buffer, this one included.
-  void run(std::span<std::vector<std::byte>> buffers) {
-    std::vector<std::jthread> others;
-    for (std::vector<std::byte>& buffer : buffers.subspan(1))
-      others.emplace_back([this, &buffer] { work(buffer); });
-    work(buffers.front());
-    others.clear();
-    if (error_) std::rethrow_exception(error_);
+  static void open(const CheckedFile& file, std::optional<FileReader>& reader) {
+    reader.reset();
+    reader.emplace(file.path);
+    FSDP_CHECK(reader->bytes() == file.bytes, file.path, " has ", reader->bytes(),
+               " bytes, but had ", file.bytes,
+               " when it was opened; somebody changes the checkpoint while it is read");
   }
 
- private:
-  void read(const Chunk& chunk, std::vector<std::byte>& buffer) {
-    const CheckedFile& file = files_[chunk.file];
-    const FileReader reader(file.path);
-    FSDP_CHECK(reader.bytes() == file.bytes, file.path, " has ", reader.bytes(), " bytes, but had ",
-               file.bytes, " when it was opened; somebody changes the checkpoint while it is read");
-    const auto bytes = static_cast<size_t>(chunk.end - chunk.begin);
-    // Most chunks lie within one run: they are read to where they belong.
-    const FileRun& first = runs_[chunk.runs.front()];
-    if (chunk.runs.size() == 1 && first.offset <= chunk.begin &&
-        chunk.end <= first.offset + first.bytes) {
-      const std::span<std::byte> into(first.into + (chunk.begin - first.offset), bytes);
-      reader.read(chunk.begin, into);
-      verify(file, chunk, into);
+  void read(const Chunk& chunk, const FileReader& reader, std::vector<std::byte>& buffer) {
+    BlockCheck check(files_[chunk.file], chunk);
+    if (is_made_of_runs(chunk, runs_)) {
+      for (const size_t index : chunk.runs) {
+        const FileRun& run = runs_[index];
+        const int64_t begin = std::max(run.offset, chunk.begin);
+        const int64_t end = std::min(run.offset + run.bytes, chunk.end);
+        const std::span<std::byte> into(run.into + (begin - run.offset),
+                                        static_cast<size_t>(end - begin));
+        reader.read(begin, into);
+        check.add(into);
+      }
       return;
     }
+    const auto bytes = static_cast<size_t>(chunk.end - chunk.begin);
     if (buffer.size() < bytes) buffer.resize(bytes);
     const std::span<std::byte> into = std::span(buffer).first(bytes);
     reader.read(chunk.begin, into);
-    verify(file, chunk, into);
+    check.add(into);
     copy_out(chunk, runs_, into.data());
   }
 
   std::span<const CheckedFile> files_;
   std::span<const FileRun> runs_;
   std::span<const Chunk> chunks_;
-  std::atomic<size_t> next_{0};
   std::atomic<bool> failed_{false};
   std::mutex mutex_;
   std::exception_ptr error_;

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fsdp/memory/slab_allocator.h"
@@ -73,6 +74,9 @@ class GroupUpdate {
   void read_moment(size_t which, FlatRange flat, float* values) const;
   void set_moment(size_t which, FlatRange flat, const float* values);
   const float* moment_in_host_memory(size_t which, FlatRange flat) const;
+  float* moment_in_host_memory(size_t which, FlatRange flat) {
+    return const_cast<float*>(std::as_const(*this).moment_in_host_memory(which, flat));
+  }
 
   // The gradients of a piece, where they lie now.
   at::Tensor gradient_of(const UpdatePiece& piece) const;

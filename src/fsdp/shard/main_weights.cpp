@@ -120,6 +120,12 @@ const void* MainWeights::in_host_memory(FlatRange range, at::ScalarType dtype) c
   return nullptr;
 }
 
+void* MainWeights::settable_in_host_memory(FlatRange range, at::ScalarType dtype) {
+  for (const MainWeightPiece& piece : pieces_)
+    if (!intersect(piece.flat, range).empty() && piece.main.defined()) return nullptr;
+  return const_cast<void*>(in_host_memory(range, dtype));
+}
+
 void MainWeights::set(FlatRange range, const at::Tensor& values) {
   const at::Tensor flat = values.reshape({-1});
   for (const MainWeightPiece& piece : pieces_) {

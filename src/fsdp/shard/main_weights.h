@@ -44,6 +44,8 @@ class MainWeights {
 
   // Where they lie one after the other in host memory in this type; nullptr where they do not.
   const void* in_host_memory(FlatRange range, at::ScalarType dtype) const;
+  // The same where writing there is all that set() would do.
+  void* settable_in_host_memory(FlatRange range, at::ScalarType dtype);
 
   // Takes over values of elements [range) of the whole, in this type or a wider one; of what lies
   // outside this rank's part nothing.
