@@ -8,7 +8,6 @@
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <cstring>
-#include <filesystem>
 #include <fstream>
 #include <memory>
 #include <string>
@@ -24,14 +23,13 @@
 
 namespace {
 
-namespace fs = std::filesystem;
 using namespace fsdp;
 
 constexpr int64_t kWidth = 1024;
 constexpr int64_t kUnitStateBytes = 12 * (kWidth + 1) * kWidth;  // weight and two moments, fp32
 
 struct Arguments {
-  std::string directory;
+  std::string directory = "/tmp";
   int64_t mib = 768;
   int ranks = 2;
   int rounds = 5;
@@ -72,13 +70,14 @@ void read_plainly(const std::string& path, std::vector<std::byte>& buffer) {
 }
 
 // The next read comes from the disk.
-void forget(const std::string& directory) {
-  for (const auto& entry : fs::recursive_directory_iterator(directory)) {
-    if (!entry.is_regular_file()) continue;
-    const int file = ::open(entry.path().c_str(), O_RDONLY);
-    ::posix_fadvise(file, 0, 0, POSIX_FADV_DONTNEED);
-    ::close(file);
+void forget(const std::string& path) {
+  if (is_directory(path)) {
+    for (const std::string& name : names_in(path)) forget(concat(path, "/", name));
+    return;
   }
+  const int file = ::open(path.c_str(), O_RDONLY);
+  ::posix_fadvise(file, 0, 0, POSIX_FADV_DONTNEED);
+  ::close(file);
 }
 
 // The most memory since the last call with kReset, in MiB, by the kernel's count.
@@ -228,12 +227,12 @@ class Bench {
 int main(int argc, char** argv) {
   Arguments arguments;
   CLI::App app{"Checkpoints beside plain files of as many bytes."};
-  app.add_option("--directory", arguments.directory, "where to write; a folder of its own in it");
+  app.add_option("--directory", arguments.directory, "where to write; a folder of its own in it")
+      ->capture_default_str();
   app.add_option("--mib", arguments.mib, "size of a checkpoint")->capture_default_str();
   app.add_option("--ranks", arguments.ranks, "thread ranks")->capture_default_str();
   app.add_option("--rounds", arguments.rounds, "turns of each")->capture_default_str();
   CLI11_PARSE(app, argc, argv);
-  if (arguments.directory.empty()) arguments.directory = fs::temp_directory_path().string();
   arguments.directory += "/fsdp-bench-checkpoint";
   try {
     make_directories(arguments.directory);

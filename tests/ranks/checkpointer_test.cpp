@@ -1,11 +1,12 @@
 // A run that saves again and again: what is visible when, what stays, and what a failure leaves.
 #include <gmock/gmock.h>
 
+#include <algorithm>
 #include <chrono>
-#include <filesystem>
 #include <fstream>
 #include <thread>
 
+#include "fsdp/checkpoint/durable_file.h"
 #include "support/checkpoint_training.h"
 #include "support/file_size_limit.h"
 
@@ -17,18 +18,14 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
-namespace fs = std::filesystem;
-
 Training training(int ranks = 2, const std::string& strategy = "optim_grads_params") {
   Training run{.ranks = ranks};
   run.shard.strategy = parse_strategy(strategy);
   return run;
 }
 
-std::vector<std::string> names_in(const std::string& directory) {
-  std::vector<std::string> names;
-  for (const auto& entry : fs::directory_iterator(directory))
-    names.push_back(entry.path().filename().string());
+std::vector<std::string> sorted_names_in(const std::string& directory) {
+  std::vector<std::string> names = names_in(directory);
   std::sort(names.begin(), names.end());
   return names;
 }
@@ -46,7 +43,7 @@ TEST(Checkpointer, ABackgroundSaveIsVisibleWithoutAnotherCall) {
     EXPECT_EQ(RunDirectory(directory.path()).latest(), 1);
     checkpointer.wait();
   });
-  EXPECT_THAT(names_in(directory.path()), ElementsAre("latest", "step-00000001"));
+  EXPECT_THAT(sorted_names_in(directory.path()), ElementsAre("latest", "step-00000001"));
 }
 
 TEST(Checkpointer, ABackgroundSaveIsOfTheMomentItWasAskedFor) {
@@ -122,7 +119,7 @@ TEST(Checkpointer, SavesTheSameStepAgain) {
     checkpointer.save(rank.state(), {.step = 1});
     checkpointer.wait();
   });
-  EXPECT_THAT(names_in(directory.path()), ElementsAre("latest", "step-00000001"));
+  EXPECT_THAT(sorted_names_in(directory.path()), ElementsAre("latest", "step-00000001"));
   expect_same_state(
       run_training(training(2),
                    [&](TrainingRank& rank) { load_checkpoint(directory.path(), rank.state()); }),
@@ -159,7 +156,7 @@ TEST(Checkpointer, AFullDiskIsOneSentenceAndTrainingGoesOn) {
       checkpointer.save(rank.state(), {.step = 3});
       checkpointer.wait();
     });
-    EXPECT_THAT(names_in(directory.path()),
+    EXPECT_THAT(sorted_names_in(directory.path()),
                 ElementsAre("latest", "step-00000001", "step-00000003"));
     expect_same_state(
         run_training(training(3),
@@ -183,7 +180,8 @@ TEST(Checkpointer, OneRankThatCannotWriteFailsTheSaveOnAll) {
     EXPECT_EQ(RunDirectory(directory.path()).latest(), 1);
     checkpointer.save(rank.state(), {.step = 3});
   });
-  EXPECT_THAT(names_in(directory.path()), ElementsAre("latest", "step-00000001", "step-00000003"));
+  EXPECT_THAT(sorted_names_in(directory.path()),
+              ElementsAre("latest", "step-00000001", "step-00000003"));
 }
 
 TEST(Checkpointer, AnErrorInTheBackgroundSurfacesAtTheNextCall) {
@@ -205,14 +203,14 @@ TEST(Checkpointer, AVanishedDirectoryIsAnErrorAndComesBack) {
     checkpointer.save(rank.state(), {.step = 1});
     rank.world.communicator().barrier("saved").wait();
     if (rank.world.rank() == 0) {
-      fs::remove_all(directory / "run");
+      remove_tree(directory / "run");
       std::ofstream(directory / "run") << "a file in its place";
     }
     rank.world.communicator().barrier("gone").wait();
     EXPECT_THAT(error_of([&] { checkpointer.save(rank.state(), {.step = 2}); }),
                 HasSubstr(directory / "run"));
     rank.world.communicator().barrier("seen").wait();
-    if (rank.world.rank() == 0) fs::remove(directory / "run");
+    if (rank.world.rank() == 0) remove_tree(directory / "run");
     rank.world.communicator().barrier("room").wait();
     checkpointer.save(rank.state(), {.step = 3});
   });

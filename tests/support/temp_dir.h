@@ -3,11 +3,11 @@
 
 #include <stdlib.h>
 
-#include <filesystem>
+#include <cstdlib>
 #include <string>
-#include <system_error>
 
 #include "fsdp/base/error.h"
+#include "fsdp/checkpoint/durable_file.h"
 
 namespace fsdp::testing {
 
@@ -17,14 +17,16 @@ class TempDir {
   // disk.
   enum class On { kDisk, kMemory };
 
-  explicit TempDir(On on = On::kDisk) : path_((parent(on) / "fsdp_test_XXXXXX").string()) {
+  explicit TempDir(On on = On::kDisk) : path_(parent(on) + "/fsdp_test_XXXXXX") {
     FSDP_CHECK(::mkdtemp(path_.data()) != nullptr, path_, ": cannot create the directory");
   }
   TempDir(const TempDir&) = delete;
   TempDir& operator=(const TempDir&) = delete;
   ~TempDir() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
+    try {
+      remove_tree(path_);
+    } catch (const Error&) {  // somebody may have removed a part of it
+    }
   }
 
   const std::string& path() const { return path_; }
@@ -33,11 +35,10 @@ class TempDir {
   std::string operator/(const std::string& name) const { return path_ + "/" + name; }
 
  private:
-  static std::filesystem::path parent(On on) {
-    const std::filesystem::path memory = "/dev/shm";
-    std::error_code ignored;
-    if (on == On::kMemory && std::filesystem::is_directory(memory, ignored)) return memory;
-    return std::filesystem::temp_directory_path();
+  static std::string parent(On on) {
+    if (on == On::kMemory && is_directory("/dev/shm")) return "/dev/shm";
+    const char* const given = std::getenv("TMPDIR");
+    return given != nullptr && *given != '\0' ? given : "/tmp";
   }
 
   std::string path_;

@@ -64,6 +64,9 @@ class Torch(unittest.TestCase):
         self.assertEqual(faults("memory", "device_slab_allocator.h", "#include <c10/core/Device.h>\n"), [])
         self.assertNotEqual(faults("layout", "device_x.h", "#include <c10/core/Device.h>\n"), [])
 
+    def test_nobody_uses_the_file_system_library_that_libtorch_replaces(self):
+        self.assertIn("libtorch brings another", faults("plan", "model_file.cpp", "#include <filesystem>\n")[0])
+
     def test_the_whole_of_torch_is_for_sources_alone(self):
         self.assertIn("too heavy", faults("comm", "x.h", "#include <torch/torch.h>\n")[0])
         self.assertEqual(faults("comm", "x.cpp", "#include <torch/torch.h>\n"), [])

@@ -1,12 +1,14 @@
 #include "fsdp/checkpoint/durable_file.h"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstdio>
-#include <filesystem>
+#include <cstring>
+#include <memory>
 #include <random>
 #include <system_error>
 
@@ -77,19 +79,51 @@ void sync_file(const FileHandle& file, const std::string& path) {
     fail(path, "store it on its disk", errno);
 }
 
-// "." for a name alone.
-std::string directory_of(const std::string& path) {
-  const std::string parent = std::filesystem::path(path).parent_path().string();
-  return parent.empty() ? "." : parent;
-}
-
 // Beside `path` and hidden. Random, since processes and threads may write the same file at a time.
 std::string temporary_name_for(const std::string& path) {
   std::random_device random;
   char id[17];
   std::snprintf(id, sizeof id, "%08x%08x", random(), random());
-  const std::filesystem::path whole(path);
-  return (whole.parent_path() / concat(".", whole.filename().string(), ".", id, ".tmp")).string();
+  return concat(directory_of(path), "/.", file_name_of(path), ".", id, ".tmp");
+}
+
+// What lies at a path itself; for a link that, and not what it leads to.
+mode_t kind_at(const std::string& path) {
+  struct stat status {};
+  return ::lstat(path.c_str(), &status) == 0 ? status.st_mode & S_IFMT : 0;
+}
+
+// Closes what fdopendir() gave.
+struct CloseDirectory {
+  void operator()(DIR* directory) const { ::closedir(directory); }
+};
+using DirectoryStream = std::unique_ptr<DIR, CloseDirectory>;
+
+// All but "." and "..". 0, or why it stopped.
+int read_names(DIR* directory, std::vector<std::string>& names) {
+  for (;;) {
+    errno = 0;
+    const dirent* const entry = ::readdir(directory);
+    if (entry == nullptr) return errno;
+    const std::string_view name = entry->d_name;
+    if (name != "." && name != "..") names.emplace_back(name);
+  }
+}
+
+// Without following links: a directory that is replaced by a link meanwhile is not gone through.
+int remove_at(int parent, const std::string& name) {
+  if (::unlinkat(parent, name.c_str(), 0) == 0 || errno == ENOENT) return 0;
+  if (errno != EISDIR && errno != EPERM) return errno;
+  const int reason = errno;
+  const int opened =
+      ::openat(parent, name.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+  if (opened < 0) return errno == ENOTDIR ? reason : errno;
+  const DirectoryStream directory(::fdopendir(opened));
+  std::vector<std::string> names;
+  if (const int failed = read_names(directory.get(), names)) return failed;
+  for (const std::string& each : names)
+    if (const int failed = remove_at(opened, each)) return failed;
+  return ::unlinkat(parent, name.c_str(), AT_REMOVEDIR) == 0 ? 0 : errno;
 }
 
 }  // namespace
@@ -111,9 +145,8 @@ FileWriter::FileWriter(std::string path)
 
 FileWriter::~FileWriter() {
   if (!file_.is_open()) return;
-  std::error_code ignored;
   // Somebody may have named a device.
-  if (std::filesystem::is_regular_file(path_, ignored)) ::unlink(path_.c_str());
+  if (kind_at(path_) == S_IFREG) ::unlink(path_.c_str());
 }
 
 void FileWriter::write(std::span<const std::byte> bytes) {
@@ -207,13 +240,11 @@ void sync_directory(const std::string& path) {
 
 std::vector<std::string> names_in(const std::string& directory) {
   std::vector<std::string> names;
-  std::error_code error;
-  std::filesystem::directory_iterator entry(directory, error);
-  for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error))
-    names.push_back(entry->path().filename().string());
-  FSDP_CHECK(!error || error == std::errc::no_such_file_or_directory ||
-                 error == std::errc::not_a_directory,
-             directory, ": cannot list the directory: ", error.message());
+  const DirectoryStream stream(::opendir(directory.c_str()));
+  int reason = errno;
+  if (stream) reason = read_names(stream.get(), names);
+  FSDP_CHECK((stream && reason == 0) || reason == ENOENT || reason == ENOTDIR, directory,
+             ": cannot list the directory: ", std::strerror(reason));
   return names;
 }
 
@@ -227,8 +258,7 @@ void make_directories(const std::string& path) {
     reason = make();
   }
   if (reason == EEXIST) {  // perhaps another rank was faster
-    std::error_code ignored;
-    FSDP_CHECK(std::filesystem::is_directory(path, ignored), path,
+    FSDP_CHECK(is_directory(path), path,
                ": cannot create the directory: there is a file of that name; choose another one");
     return;
   }
@@ -246,9 +276,22 @@ void rename_durably(const std::string& from, const std::string& to) {
 }
 
 void remove_tree(const std::string& path) {
-  std::error_code error;
-  std::filesystem::remove_all(path, error);
-  if (error) fail(path, "remove it", error.value());
+  if (const int reason = remove_at(AT_FDCWD, path)) fail(path, "remove it", reason);
+}
+
+bool is_directory(const std::string& path) {
+  struct stat status {};
+  return ::stat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode);
+}
+
+std::string directory_of(const std::string& path) {
+  const size_t slash = path.find_last_of('/');
+  if (slash == std::string::npos) return ".";
+  return slash == 0 ? "/" : path.substr(0, slash);
+}
+
+std::string file_name_of(const std::string& path) {
+  return path.substr(path.find_last_of('/') + 1);
 }
 
 bool path_exists(const std::string& path) {

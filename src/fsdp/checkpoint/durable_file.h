@@ -2,6 +2,10 @@
 //
 // Each one fails with an Error of one sentence: the path, what was tried, why it failed, and what
 // to do where that is known.
+//
+// Note [No std::filesystem]: libtorch exports functions of that name from the standard library it
+// was built with. A program that links it calls those, and they crash on paths and iterators of
+// another version; so nobody here uses it, and tools/check_rooms.py looks.
 #pragma once
 
 #include <cstddef>
@@ -99,6 +103,13 @@ void rename_durably(const std::string& from, const std::string& to);
 
 // Removes a file, or a directory and all below it; fine if there is none.
 void remove_tree(const std::string& path);
+
+// Whether a directory is there, or a link to one.
+bool is_directory(const std::string& path);
+
+// "a/b" of "a/b/c", "." of a name alone; and "c".
+std::string directory_of(const std::string& path);
+std::string file_name_of(const std::string& path);
 
 // False where there is nothing, or a link to nothing. An Error where one cannot tell.
 bool path_exists(const std::string& path);

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <charconv>
 #include <cstdio>
-#include <filesystem>
 #include <set>
 #include <system_error>
 #include <utility>
@@ -31,10 +30,8 @@ bool is_complete(const std::string& checkpoint) {
 
 // All names in it and in the directories below it.
 void sync_tree(const std::string& directory) {
-  for (const std::string& name : names_in(directory)) {
-    std::error_code ignored;
-    if (std::filesystem::is_directory(in(directory, name), ignored)) sync_tree(in(directory, name));
-  }
+  for (const std::string& name : names_in(directory))
+    if (is_directory(in(directory, name))) sync_tree(in(directory, name));
   sync_directory(directory);
 }
 
@@ -221,8 +218,7 @@ std::string resolve_checkpoint(const std::string& path) {
   if (const std::optional<int64_t> step = run.latest()) return run.path_of(*step);
   // A checkpoint by its name, set aside by a crash while it was being replaced.
   const std::string aside = concat(run.path(), kReplacedSuffix);
-  const std::string name = std::filesystem::path(run.path()).filename().string();
-  if (step_of(name).has_value() && is_complete(aside)) return aside;
+  if (step_of(file_name_of(run.path())).has_value() && is_complete(aside)) return aside;
   FSDP_CHECK(path_exists(path), path, ": there is no such directory: give a checkpoint, or the ",
              "directory of a run");
   const std::vector<int64_t> steps = run.steps();

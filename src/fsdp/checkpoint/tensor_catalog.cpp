@@ -1,7 +1,6 @@
 #include "fsdp/checkpoint/tensor_catalog.h"
 
 #include <algorithm>
-#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <system_error>
@@ -18,8 +17,6 @@
 namespace fsdp {
 
 namespace {
-
-namespace fs = std::filesystem;
 
 // No manifest or index is longer; what claims to be is not one.
 constexpr int64_t kMaxJsonBytes = int64_t{1} << 30;
@@ -193,11 +190,6 @@ void check_against(const std::vector<StoredTensor>& expected, TensorSet& set,
              ": the files hold tensors the manifest does not know: ", some_of(extra));
 }
 
-std::string parent_of(const std::string& path) {
-  const std::string parent = fs::path(path).parent_path().string();
-  return parent.empty() ? "." : parent;
-}
-
 // The files of a directory that other tools wrote: those an index names, or all.
 std::vector<std::string> plain_files(const std::string& directory) {
   std::set<std::string> names;
@@ -226,11 +218,10 @@ std::vector<std::string> plain_files(const std::string& directory) {
 }  // namespace
 
 TensorCatalog::TensorCatalog(const std::string& path) : path_(path) {
-  std::error_code ignored;
-  FSDP_CHECK(fs::exists(path, ignored), path,
+  FSDP_CHECK(path_exists(path), path,
              " does not exist; give a checkpoint, a run's "
              "directory or a safetensors file");
-  if (fs::exists(path + "/manifest.json", ignored)) {
+  if (path_exists(path + "/manifest.json")) {
     open_ours();
   } else {
     open_plain();
@@ -303,10 +294,9 @@ void TensorCatalog::open_ours() {
 }
 
 void TensorCatalog::open_plain() {
-  std::error_code ignored;
-  const bool is_directory = fs::is_directory(path_, ignored);
+  const bool is_folder = is_directory(path_);
   const std::vector<std::string> paths =
-      is_directory ? plain_files(path_) : std::vector<std::string>{path_};
+      is_folder ? plain_files(path_) : std::vector<std::string>{path_};
   FSDP_CHECK(!paths.empty(), path_,
              " holds neither a manifest.json nor safetensors files; give a "
              "checkpoint, a run's directory or a safetensors file");
@@ -314,7 +304,7 @@ void TensorCatalog::open_plain() {
     const int64_t bytes = FileReader(path).bytes();
     add_file({.path = path, .bytes = bytes}, model_);
   }
-  check_cover(model_, is_directory ? path_ : parent_of(path_));
+  check_cover(model_, is_folder ? path_ : directory_of(path_));
 }
 
 TensorSet apply(const NameRules& rules, const TensorSet& set,

@@ -5,15 +5,17 @@
 #include <dlfcn.h>
 #include <torch/headeronly/version.h>
 
-#include <filesystem>
+#include <cstdlib>
 #include <iomanip>
 #include <iostream>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <thread>
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
 #include "fsdp/base/version.h"
+#include "fsdp/checkpoint/durable_file.h"
 #include "fsdp/cli/command.h"
 #include "fsdp/comm/launch.h"
 #include "fsdp/comm/mpi_communicator.h"
@@ -29,9 +31,9 @@ std::string libtorch_place() {
   Dl_info found{};
   const auto* symbol = reinterpret_cast<const void*>(&at::get_num_threads);
   if (dladdr(symbol, &found) == 0 || found.dli_fname == nullptr) return "unknown";
-  std::error_code failed;
-  const auto path = std::filesystem::canonical(found.dli_fname, failed);
-  return failed ? found.dli_fname : path.parent_path().string();
+  const std::unique_ptr<char, decltype(&std::free)> path(::realpath(found.dli_fname, nullptr),
+                                                         &std::free);
+  return path ? directory_of(path.get()) : found.dli_fname;
 }
 
 Json backends() {

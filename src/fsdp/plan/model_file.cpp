@@ -1,8 +1,9 @@
 #include "fsdp/plan/model_file.h"
 
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <array>
-#include <filesystem>
 #include <fstream>
 #include <sstream>
 #include <vector>
@@ -189,8 +190,8 @@ ModelShape parse_model(std::string_view json_text, const std::string& source) {
 }
 
 ModelShape load_model_file(const std::string& path) {
-  std::error_code status;
-  if (!std::filesystem::is_regular_file(path, status))
+  struct stat status {};
+  if (::stat(path.c_str(), &status) != 0 || !S_ISREG(status.st_mode))
     throw UsageError(concat("model is '", path, "', which is not a file; give a JSON file or one ",
                             "of ", join(model_names(), ", ")));
   std::ifstream file(path, std::ios::binary);
