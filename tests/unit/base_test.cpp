@@ -32,6 +32,12 @@ TEST(Text, GroupsDigitsByThousands) {
   EXPECT_EQ(grouped_text(8030261248), "8,030,261,248");
 }
 
+TEST(Text, CountsThings) {
+  EXPECT_EQ(counted_text(0, "tensor"), "0 tensors");
+  EXPECT_EQ(counted_text(1, "tensor"), "1 tensor");
+  EXPECT_EQ(counted_text(2048, "tensor"), "2,048 tensors");
+}
+
 TEST(Text, SuggestsTheNearestNameOnlyWhenItIsNear) {
   const std::vector<std::string> names = {"llama3-8b", "llama3-70b", "mixtral-8x7b"};
   EXPECT_EQ(nearest("llama3-8", names), "llama3-8b");

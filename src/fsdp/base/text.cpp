@@ -46,6 +46,10 @@ std::string grouped_text(int64_t value) {
   return grouped;
 }
 
+std::string counted_text(int64_t count, std::string_view noun) {
+  return concat(grouped_text(count), " ", noun, count == 1 ? "" : "s");
+}
+
 namespace {
 
 size_t edit_distance(std::string_view a, std::string_view b) {

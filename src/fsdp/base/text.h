@@ -31,6 +31,9 @@ std::string bytes_text(double bytes);
 // Whole numbers with thousands separators: "8,030,261,248".
 std::string grouped_text(int64_t value);
 
+// "1 tensor", "2,048 tensors".
+std::string counted_text(int64_t count, std::string_view noun);
+
 // The candidate with the smallest edit distance to `word`, or "" when none is near enough to be a
 // likely typing error. For "did you mean".
 std::string nearest(std::string_view word, std::span<const std::string> candidates);

@@ -248,6 +248,12 @@ std::vector<std::string> names_in(const std::string& directory) {
   return names;
 }
 
+void sync_tree(const std::string& path) {
+  for (const std::string& name : names_in(path))
+    if (is_directory(concat(path, "/", name))) sync_tree(concat(path, "/", name));
+  sync_directory(path);
+}
+
 void make_directories(const std::string& path) {
   FSDP_CHECK(!path.empty(), "a directory without a name cannot be created: check the path");
   constexpr mode_t kMode = 0777;  // narrowed by the user's umask

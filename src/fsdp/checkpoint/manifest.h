@@ -27,6 +27,10 @@ struct StoredTensor {
   friend bool operator==(const StoredTensor&, const StoredTensor&) = default;
 };
 
+// The one file that a checkpoint may have and no rank wrote: the model's description for other
+// tools, as it is published with models.
+inline constexpr std::string_view kModelConfigName = "config.json";
+
 struct StoredFile {
   std::string path;  // below the checkpoint, with '/'
   int64_t bytes = 0;

@@ -28,13 +28,6 @@ bool is_complete(const std::string& checkpoint) {
   return path_exists(in(checkpoint, kManifestName));
 }
 
-// All names in it and in the directories below it.
-void sync_tree(const std::string& directory) {
-  for (const std::string& name : names_in(directory))
-    if (is_directory(in(directory, name))) sync_tree(in(directory, name));
-  sync_directory(directory);
-}
-
 // The step of "step-00000100" and "step-00000100.replaced".
 std::optional<int64_t> visible_step_of(std::string_view name) {
   if (name.ends_with(kReplacedSuffix)) name.remove_suffix(kReplacedSuffix.size());

@@ -251,7 +251,7 @@ void TensorCatalog::add_file(CheckedFile file, TensorSet& set) {
 
 void TensorCatalog::open_ours() {
   const std::string source = path_ + "/manifest.json";
-  manifest_ = parse_manifest(read_text_file(source, kMaxJsonBytes), source);
+  manifest_ = read_manifest(path_);
   std::map<std::string, const StoredFile*> known;
   for (const StoredFile& file : manifest_->files) known[file.path] = &file;
   std::set<std::string> described = {};
@@ -286,7 +286,8 @@ void TensorCatalog::open_ours() {
     }
   }
   for (const StoredFile& file : manifest_->files)
-    FSDP_CHECK(described.count(file.path) == 1, source, ": no rank wrote ", file.path);
+    FSDP_CHECK(described.count(file.path) == 1 || file.path == kModelConfigName, source,
+               ": no rank wrote ", file.path);
   check_against(manifest_->model, model_, source);
   check_against(manifest_->moments, moments_, source);
   check_cover(model_, path_);
@@ -305,6 +306,29 @@ void TensorCatalog::open_plain() {
     add_file({.path = path, .bytes = bytes}, model_);
   }
   check_cover(model_, is_folder ? path_ : directory_of(path_));
+}
+
+std::optional<std::string> TensorCatalog::model_config() const {
+  const std::string directory = is_directory(path_) ? path_ : directory_of(path_);
+  const std::string path = concat(directory, "/", kModelConfigName);
+  if (!manifest_) {
+    if (!path_exists(path)) return std::nullopt;
+    return read_text_file(path, kMaxJsonBytes);
+  }
+  for (const StoredFile& file : manifest_->files) {
+    if (file.path != kModelConfigName) continue;
+    std::string text = read_text_file(path, kMaxJsonBytes);
+    FSDP_CHECK(static_cast<int64_t>(text.size()) == file.bytes &&
+                   crc32c(std::as_bytes(std::span(text))) == file.crc32c,
+               path, " is not what was written; it is damaged, so use another checkpoint");
+    return text;
+  }
+  return std::nullopt;
+}
+
+Manifest read_manifest(const std::string& path) {
+  const std::string source = path + "/manifest.json";
+  return parse_manifest(read_text_file(source, kMaxJsonBytes), source);
 }
 
 TensorSet apply(const NameRules& rules, const TensorSet& set,

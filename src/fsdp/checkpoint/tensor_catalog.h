@@ -58,6 +58,10 @@ class TensorCatalog {
   const TensorSet& model() const { return model_; }
   const TensorSet& moments() const { return moments_; }
 
+  // The text of config.json, which describes the model to other tools: a file of the checkpoint, or
+  // beside the files of other tools. nullopt: there is none. Error where it is damaged.
+  std::optional<std::string> model_config() const;
+
  private:
   void open_ours();
   void open_plain();
@@ -70,6 +74,9 @@ class TensorCatalog {
   TensorSet model_;
   TensorSet moments_;
 };
+
+// The manifest of the checkpoint in this directory.
+Manifest read_manifest(const std::string& path);
 
 // The same tensors under the names that rules give them: a fused one becomes its sections. Names
 // end with one of `suffixes` (".exp_avg"), which rules do not see.

@@ -189,6 +189,11 @@ ModelShape parse_model(std::string_view json_text, const std::string& source) {
                 "give a config.json with \"model_type\", or a list of \"units\" of your own");
 }
 
+bool is_known_model_type(std::string_view model_type) {
+  return std::any_of(kReaders.begin(), kReaders.end(),
+                     [&](const Reader& reader) { return reader.model_type == model_type; });
+}
+
 ModelShape load_model_file(const std::string& path) {
   struct stat status {};
   if (::stat(path.c_str(), &status) != 0 || !S_ISREG(status.st_mode))

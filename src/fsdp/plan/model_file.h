@@ -16,6 +16,9 @@ namespace fsdp {
 // Throws UsageError with source, field, value and fix.
 ModelShape parse_model(std::string_view json_text, const std::string& source);
 
+// Whether parse_model() knows the "model_type" of a config.json.
+bool is_known_model_type(std::string_view model_type);
+
 ModelShape load_model_file(const std::string& path);
 
 // A path (it ends in .json or contains a slash), else a name of the catalog.
