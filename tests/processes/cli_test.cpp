@@ -36,7 +36,8 @@ TEST(Command, HelpListsEverySubcommandWithAnExample) {
   EXPECT_EQ(result.exit_code, 0);
   EXPECT_EQ(result.err, "");
   EXPECT_THAT(result.out,
-              AllOf(HasSubstr("  plan "), HasSubstr("  info "), HasSubstr("Examples:")));
+              AllOf(HasSubstr("  plan "), HasSubstr("  inspect "), HasSubstr("  convert "),
+                    HasSubstr("  info "), HasSubstr("Examples:")));
   EXPECT_THAT(run_fsdp("info --help").out, AllOf(HasSubstr("--json"), HasSubstr("Example:")));
 }
 

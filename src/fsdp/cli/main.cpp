@@ -22,6 +22,9 @@ constexpr const char* kDescription =
 constexpr const char* kFooter =
     "Examples:\n"
     "  fsdp plan --model llama3-8b --ranks 8 --compare    memory and traffic of every strategy\n"
+    "  fsdp inspect runs/7b --verify                      what a checkpoint holds, and whether it "
+    "is whole\n"
+    "  fsdp convert runs/7b exported --to hf              a checkpoint for HuggingFace's packages\n"
     "  fsdp info                                          this build, its libtorch and devices\n"
     "fsdp SUBCOMMAND --help explains the options of one.";
 
@@ -29,8 +32,9 @@ int run(int argc, char** argv) {
   CLI::App app(kDescription, "fsdp");
   app.footer(kFooter);
   app.set_version_flag("--version", "fsdp " FSDP_VERSION);
-  const std::vector<fsdp::cli::Command> commands = {fsdp::cli::add_plan(app),
-                                                    fsdp::cli::add_info(app)};
+  const std::vector<fsdp::cli::Command> commands = {
+      fsdp::cli::add_plan(app), fsdp::cli::add_inspect(app), fsdp::cli::add_convert(app),
+      fsdp::cli::add_info(app)};
   app.require_subcommand(0, 1);  // none is answered below, a second one is a surplus argument
   // Unknown arguments are collected, not refused, so that they can be answered with the nearest.
   app.allow_extras();

@@ -1,0 +1,281 @@
+// `fsdp convert`: checkpoints to HuggingFace's files and back, a chunk in memory at a time.
+#include <chrono>
+#include <iostream>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/log.h"
+#include "fsdp/checkpoint/durable_file.h"
+#include "fsdp/checkpoint/huggingface_files.h"
+#include "fsdp/checkpoint/model_config.h"
+#include "fsdp/checkpoint/name_rules_json.h"
+#include "fsdp/checkpoint/sharded_files.h"
+#include "fsdp/checkpoint/staged_directory.h"
+#include "fsdp/checkpoint/weight_selection.h"
+#include "fsdp/cli/checkpoint_path.h"
+#include "fsdp/cli/command.h"
+#include "fsdp/cli/option_values.h"
+#include "fsdp/cli/progress.h"
+#include "fsdp/plan/model_file.h"
+
+namespace fsdp::cli {
+
+namespace {
+
+constexpr int64_t kMaxRanks = 1'000'000;
+constexpr int64_t kMaxTextBytes = int64_t{1} << 28;
+
+// As typed; empty where an option was not given.
+struct ConvertArguments {
+  std::string source;
+  std::string target;
+  std::string to;
+  std::string dtype;
+  std::string max_shard_size;
+  std::string ranks;
+  std::string names;
+  std::string config;
+  bool overwrite = false;
+};
+
+enum class Form : uint8_t { kHuggingFace, kSharded };
+
+struct ConvertOptions {
+  Form form = Form::kHuggingFace;
+  std::optional<DType> dtype;
+  int64_t max_file_bytes = HuggingFaceOptions{}.max_file_bytes;
+  int64_t ranks = 1;
+  NameRules names;
+};
+
+ConvertOptions read_options(const ConvertArguments& given) {
+  if (given.source.empty() || given.target.empty())
+    throw UsageError("SRC and DST are needed; e.g. fsdp convert run/ exported/ --to hf");
+  if (given.to.empty())
+    throw UsageError(
+        "--to is missing; use hf (files for HuggingFace's packages) or sharded "
+        "(a checkpoint of fsdp.cpp)");
+  ConvertOptions options;
+  const std::vector<std::string> forms = {"hf", "sharded"};
+  options.form = parse_choice("--to", given.to, forms) == 0 ? Form::kHuggingFace : Form::kSharded;
+  const std::vector<std::string> dtypes = {"fp32", "bf16", "fp16"};
+  if (!given.dtype.empty())
+    options.dtype = parse_dtype(dtypes[parse_choice("--dtype", given.dtype, dtypes)]);
+  if (!given.max_shard_size.empty()) {
+    options.max_file_bytes = parse_bytes("--max-shard-size", given.max_shard_size);
+    if (options.form == Form::kSharded)
+      refuse_option("--max-shard-size", given.max_shard_size,
+                    "it is for --to hf; a sharded checkpoint is cut by --ranks");
+  }
+  if (!given.ranks.empty()) {
+    options.ranks = parse_whole_number("--ranks", given.ranks, 1, kMaxRanks);
+    if (options.form == Form::kHuggingFace)
+      refuse_option("--ranks", given.ranks,
+                    "it is for --to sharded; files for HuggingFace are cut by --max-shard-size");
+  }
+  if (!given.names.empty())
+    options.names = parse_name_rules(read_text_file(given.names, kMaxTextBytes), given.names);
+  return options;
+}
+
+struct ConfigFile {
+  std::string text;
+  std::string source;  // its path
+};
+
+std::optional<ConfigFile> find_config(const ConvertArguments& given, const TensorCatalog& catalog) {
+  if (!given.config.empty())
+    return ConfigFile{read_text_file(given.config, kMaxTextBytes), given.config};
+  std::optional<std::string> text = catalog.model_config();
+  if (!text) return std::nullopt;
+  return ConfigFile{*text, concat(catalog.path(), "/", kModelConfigName)};
+}
+
+// nullopt where the kind of model is not known; that is said.
+std::optional<ExpectedWeights> expected_by(const std::optional<ConfigFile>& config) {
+  if (!config) return std::nullopt;
+  const std::string type = model_type_of(config->text, config->source);
+  if (!is_known_model_type(type)) {
+    log(LogLevel::kWarning, config->source, ": model_type '", type,
+        "' is not known here; names and shapes are converted as they are, unchecked");
+    return std::nullopt;
+  }
+  ExpectedWeights expected{.source = config->source,
+                           .tensors = {},
+                           .ties_head = ties_word_embeddings(config->text, config->source)};
+  for (const UnitShape& unit : parse_model(config->text, config->source).units)
+    for (const TensorShape& tensor : unit.tensors)
+      expected.tensors.push_back({tensor.name, tensor.shape});
+  return expected;
+}
+
+WeightSelection select(const TensorCatalog& catalog, const NameRules& rules,
+                       const std::optional<ExpectedWeights>& expected) {
+  const TensorSet model = fsdp::apply(rules, catalog.model());
+  WeightSelection selection =
+      expected ? select_weights(catalog, model, *expected, rules) : select_all(catalog, model);
+  if (!selection.left_out.empty()) log(LogLevel::kInfo, "left out: ", some_of(selection.left_out));
+  return selection;
+}
+
+// One conversion: from a catalog to a directory that appears in the end.
+class Conversion {
+ public:
+  Conversion(const ConvertArguments& given, const ConvertOptions& options)
+      : options_(options),
+        catalog_(meant_by(given.source)),
+        config_(find_config(given, catalog_)),
+        directory_(given.target, given.overwrite ? StagedDirectory::Existing::kReplace
+                                                 : StagedDirectory::Existing::kRefuse) {}
+
+  // Returns a sentence about what was written.
+  std::string run() {
+    const auto start = std::chrono::steady_clock::now();
+    const size_t num_files = options_.form == Form::kHuggingFace ? to_huggingface() : to_sharded();
+    directory_.publish();
+    const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - start;
+    char seconds[32];
+    std::snprintf(seconds, sizeof seconds, "%.1f s", passed.count());
+    return concat(counted_text(num_tensors_, "tensor"), ", ", counted_text(numel_, "parameter"),
+                  ", ", bytes_text(static_cast<double>(total_bytes_)), " in ",
+                  counted_text(static_cast<int64_t>(num_files), "file"), ", ", seconds);
+  }
+
+ private:
+  size_t to_huggingface() {
+    if (!config_)
+      log(LogLevel::kWarning, catalog_.path(),
+          " has no config.json, so none is written and names "
+          "are not checked; give one with --config");
+    const WeightSelection selection = select(catalog_, options_.names, expected_by(config_));
+    ConvertedReads reads = reads_of(options_.dtype);
+    count(selection.tensors, reads);
+    HuggingFaceOptions options{.max_file_bytes = options_.max_file_bytes};
+    if (config_) options.config = config_->text;
+    return write_huggingface_files(directory_.path(), selection.tensors, reads, options).size();
+  }
+
+  size_t to_sharded() {
+    ConvertedReads model = reads_of(options_.dtype);
+    ConvertedReads moments = reads_of(std::nullopt);
+    ShardedContent content = catalog_.manifest() ? content_of_ours() : content_of_others();
+    if (config_) content.config = config_->text;
+    count(content.model, model);
+    for (const CatalogTensor& tensor : content.moments)
+      total_bytes_ += moments.bytes_of(tensor.tensor);
+    if (!catalog_.manifest())
+      content.manifest.precision =
+          concat("weights alone, ", name_of(main_dtype(content.model, model)));
+    write_sharded_files(directory_.path(), content, model, moments, {.ranks = options_.ranks});
+    return read_manifest(directory_.path()).files.size() + 1;
+  }
+
+  ShardedContent content_of_others() {
+    if (!config_)
+      log(LogLevel::kWarning, catalog_.path(),
+          " has no config.json, so names and shapes are not "
+          "checked; give one with --config");
+    const WeightSelection selection = select(catalog_, NameRules(), expected_by(config_));
+    return {.model = apply_in_order(options_.names, selection.tensors)};
+  }
+
+  ShardedContent content_of_ours() {
+    ShardedContent content;
+    content.manifest = *catalog_.manifest();
+    content.ranks = catalog_.ranks();
+    content.model = select_all(catalog_, fsdp::apply(options_.names, catalog_.model())).tensors;
+    std::vector<std::string> suffixes;
+    for (const std::string& moment : content.manifest.optimizer.moments)
+      suffixes.push_back("." + moment);
+    for (const auto& [name, tensor] : fsdp::apply(options_.names, catalog_.moments(), suffixes))
+      content.moments.push_back(tensor);
+    if (content.manifest.num_ranks() != options_.ranks)
+      log(LogLevel::kWarning, "left out: random states and data positions of ",
+          content.manifest.num_ranks(), " ranks, which mean nothing to ", options_.ranks);
+    return content;
+  }
+
+  ConvertedReads reads_of(std::optional<DType> dtype) {
+    return {catalog_.files(), dtype, [this](int64_t bytes) {
+              done_bytes_ += bytes;
+              progress_.update(done_bytes_, total_bytes_);
+            }};
+  }
+
+  void count(std::span<const CatalogTensor> tensors, const ConvertedReads& reads) {
+    num_tensors_ = static_cast<int64_t>(tensors.size());
+    for (const CatalogTensor& tensor : tensors) {
+      numel_ += numel_of(tensor.tensor);
+      total_bytes_ += reads.bytes_of(tensor.tensor);
+    }
+  }
+
+  const ConvertOptions& options_;
+  const TensorCatalog catalog_;
+  const std::optional<ConfigFile> config_;
+  StagedDirectory directory_;
+  Progress progress_{"convert"};
+  int64_t num_tensors_ = 0;
+  int64_t numel_ = 0;
+  int64_t total_bytes_ = 0;
+  int64_t done_bytes_ = 0;
+};
+
+void run_convert(const ConvertArguments& given) {
+  const ConvertOptions options = read_options(given);
+  std::string summary;
+  try {
+    summary = Conversion(given, options).run();
+  } catch (const UsageError& error) {
+    // What files say wrongly is no bad use of the command.
+    throw Error(error.what());
+  }
+  std::cout << "wrote " << given.target << ": " << summary << "\n";
+}
+
+constexpr const char* kFooter =
+    "SRC is a checkpoint, the directory of a run (then its latest checkpoint), a safetensors file "
+    "or "
+    "a directory\nwith safetensors files. DST appears when it is complete, and not at all when "
+    "something fails.\n"
+    "Examples:\n"
+    "  fsdp convert runs/7b exported --to hf --dtype bf16\n"
+    "  fsdp convert Llama-3.2-1B start --to sharded --ranks 8\n"
+    "  fsdp convert runs/7b/step-00001000 again --to sharded --ranks 4\n"
+    "docs/checkpoints.md tells more.";
+
+}  // namespace
+
+Command add_convert(CLI::App& parent) {
+  CLI::App* app =
+      parent.add_subcommand("convert", "Convert checkpoints to HuggingFace's files and back");
+  app->footer(kFooter);
+  const auto given = std::make_shared<ConvertArguments>();
+  const auto option = [&](const char* name, std::string& value, const char* type,
+                          const char* text) {
+    app->add_option(name, value, text)->type_name(type);
+  };
+  option("SRC", given->source, "", "What to convert");
+  option("DST", given->target, "", "The directory to write");
+  option("--to", given->to, "hf|sharded",
+         "hf: whole tensors for HuggingFace's packages; sharded: a checkpoint of fsdp.cpp");
+  option("--dtype", given->dtype, "DTYPE",
+         "Type of floating-point weights: fp32, bf16 or fp16, rounded to nearest; default: as they "
+         "are");
+  option("--max-shard-size", given->max_shard_size, "BYTES",
+         "With --to hf: the most that a file holds; default 5GB");
+  option("--ranks", given->ranks, "N",
+         "With --to sharded: how many ranks' files to cut into; default 1. Any number of ranks can "
+         "load them");
+  option("--config", given->config, "FILE", "The model's config.json, in place of the one in SRC");
+  option("--names", given->names, "FILE.json",
+         "Rules that rename or divide tensors (docs/checkpoints.md)");
+  app->add_flag("--overwrite", given->overwrite,
+                "Replace DST if it is a checkpoint or a directory with safetensors files");
+  return {app, [given] { run_convert(*given); }};
+}
+
+}  // namespace fsdp::cli

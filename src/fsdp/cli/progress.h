@@ -1,0 +1,36 @@
+// How far a long command is, on standard error: a bar on a terminal, otherwise a line now and then.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+
+namespace fsdp::cli {
+
+// One per command. The bar is removed at the end of its life; the last line stays.
+class Progress {
+ public:
+  // `what` begins every line: "verify".
+  explicit Progress(std::string what);
+  ~Progress();
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+
+  // `done` never falls.
+  void update(int64_t done_bytes, int64_t total_bytes);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  bool is_due(int64_t percent) const;
+  std::string line(int64_t done_bytes, int64_t total_bytes, int64_t percent) const;
+
+  const std::string what_;
+  const bool is_terminal_;
+  const Clock::time_point start_;
+  Clock::time_point last_shown_;
+  int64_t last_percent_ = 0;
+  size_t shown_chars_ = 0;  // of the bar, to be wiped
+};
+
+}  // namespace fsdp::cli
