@@ -156,7 +156,7 @@ class Bench {
   // The same bytes with and without, by the class that checkpoints are written with.
   void compare_checksums() {
     const auto write = [&](bool with_checksums) {
-      constexpr size_t kBlock = size_t{1} << 20;
+      constexpr size_t kBlock = size_t{256} << 10;  // as pieces are written
       FileWriter file(plain_path());
       for (size_t begin = 0; begin < own_.size(); begin += kBlock) {
         const auto block =

@@ -4,6 +4,8 @@
 #include "fsdp/base/dtype.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/version.h"
+#include "fsdp/checkpoint/checkpointer.h"
+#include "fsdp/checkpoint/load.h"
 #include "fsdp/comm/mesh.h"
 #include "fsdp/comm/world.h"
 #include "fsdp/layout/flat_layout.h"

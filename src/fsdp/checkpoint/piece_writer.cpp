@@ -21,6 +21,10 @@ namespace {
 // Smaller pieces are collected into one write; larger ones are written from where they lie.
 constexpr int64_t kLargeBytes = int64_t{1} << 20;
 
+// What is written at once: small enough to be still in a core's cache when its checksum is
+// computed.
+constexpr int64_t kPartBytes = int64_t{256} << 10;
+
 // A file, and the checksums of its blocks.
 class ChunkedFile {
  public:
@@ -70,11 +74,11 @@ class ChunkedFile {
     return true;
   }
 
-  // A part at a time, so that it is still in the cache when its checksum is computed.
   void write(std::span<const std::byte> bytes) {
     while (!bytes.empty()) {
+      const int64_t most = std::min(block_bytes_ - block_filled_, kPartBytes);
       const std::span<const std::byte> part =
-          bytes.first(std::min(bytes.size(), static_cast<size_t>(block_bytes_ - block_filled_)));
+          bytes.first(std::min(bytes.size(), static_cast<size_t>(most)));
       file_.write(part);
       block_ = crc32c(part, block_);
       block_filled_ += static_cast<int64_t>(part.size());

@@ -180,19 +180,28 @@ class ChunkReads {
         const FileRun& run = runs_[index];
         const int64_t begin = std::max(run.offset, chunk.begin);
         const int64_t end = std::min(run.offset + run.bytes, chunk.end);
-        const std::span<std::byte> into(run.into + (begin - run.offset),
-                                        static_cast<size_t>(end - begin));
-        reader.read(begin, into);
-        check.add(into);
+        read_parts(reader, begin,
+                   {run.into + (begin - run.offset), static_cast<size_t>(end - begin)}, check);
       }
       return;
     }
     const auto bytes = static_cast<size_t>(chunk.end - chunk.begin);
     if (buffer.size() < bytes) buffer.resize(bytes);
-    const std::span<std::byte> into = std::span(buffer).first(bytes);
-    reader.read(chunk.begin, into);
-    check.add(into);
-    copy_out(chunk, runs_, into.data());
+    read_parts(reader, chunk.begin, std::span(buffer).first(bytes), check);
+    copy_out(chunk, runs_, buffer.data());
+  }
+
+  // So little at once that it is still in a core's cache when its checksum is computed.
+  static void read_parts(const FileReader& reader, int64_t offset, std::span<std::byte> into,
+                         BlockCheck& check) {
+    constexpr size_t kPartBytes = size_t{256} << 10;
+    while (!into.empty()) {
+      const std::span<std::byte> part = into.first(std::min(into.size(), kPartBytes));
+      reader.read(offset, part);
+      check.add(part);
+      offset += static_cast<int64_t>(part.size());
+      into = into.subspan(part.size());
+    }
   }
 
   std::span<const CheckedFile> files_;

@@ -19,8 +19,7 @@ struct FileRun {
 };
 
 struct ReadOptions {
-  // What is read at once, by each thread; rounded up to a block. As much as stays in a cache until
-  // its checksum is known.
+  // What is read at once, by each thread; rounded up to a block.
   int64_t chunk_bytes = int64_t{1} << 20;
   // 0: two, so that one reads while the other computes checksums; more where disks are many.
   int threads = 0;
