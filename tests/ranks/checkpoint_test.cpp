@@ -141,6 +141,51 @@ TEST(Checkpoint, IsWrittenOnceWhereRanksHaveTheSame) {
   EXPECT_LE(bytes, 12 * numel + 8 * 4096);
 }
 
+// One matrix of a million elements: enough for several ranks to share.
+struct BigImpl : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& x) { return unit(x); }
+  Unit<torch::nn::Linear> unit = register_module("unit", Unit<torch::nn::Linear>(900, 1100));
+};
+TORCH_MODULE(Big);
+
+WholeState run_big(const Training& run, const std::function<void(const CheckpointState&)>& body) {
+  StateCollector collector;
+  run_ranks(run.ranks, [&](World& world) {
+    const Mesh mesh = world.mesh({.outer = run.outer});
+    Big model = build([] { return Big(); });
+    const Sharded sharded = fully_shard(model, mesh, run.shard);
+    AdamW optimizer(sharded, {.lr = 0.01});
+    model(input_for(world.rank(), 0, {2, 900})).square().sum().backward();
+    optimizer.step();
+    optimizer.zero_grad();
+    body({.sharded = sharded, .optimizer = &optimizer});
+    collector.add(sharded, optimizer);
+  });
+  return collector.take();
+}
+
+TEST(Checkpoint, RanksThatHaveTheSameShareTheWritingOfLargeTensors) {
+  const std::vector<Training> runs = {training("no_shard", 3), training("optim_grads_params", 4, 2),
+                                      training("optim_grads_params", 2, 2)};
+  for (const Training& run : runs) {
+    const TempDir directory;
+    const WholeState saved = run_big(run, [&](const CheckpointState& state) {
+      save_checkpoint(directory.path(), state, {.step = 1});
+    });
+    const int64_t whole_bytes = int64_t{4} * 901 * 1100;
+    for (int rank = 0; rank < run.ranks; ++rank)
+      EXPECT_GT(
+          FileReader(concat(directory.path(), "/step-00000001/model/0000", rank, "-0.safetensors"))
+              .bytes(),
+          whole_bytes / run.ranks / 2)
+          << run.ranks;
+    expect_same_state(
+        run_big(training("optim_grads", 3),
+                [&](const CheckpointState& state) { load_checkpoint(directory.path(), state); }),
+        saved, concat(run.ranks, " ranks"));
+  }
+}
+
 TEST(Checkpoint, RefusesWhatDoesNotFitBeforeAnythingChanges) {
   const TempDir directory;
   save_after(training("optim_grads_params", 2), 1, directory.path());

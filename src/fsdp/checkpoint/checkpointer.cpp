@@ -72,7 +72,13 @@ class Checkpointer::Attempt {
     if (!thread_.joinable()) return;
     decide(std::chrono::steady_clock::now() + kPatience);
     thread_.join();
-    if (error_) log(LogLevel::kError, text_of(error_));
+    if (error_) {
+      log(LogLevel::kError, text_of(error_));
+    } else if (rank_ == 0 && !is_published_) {
+      log(LogLevel::kError, "the checkpoint of step ", step_, " was not saved: only ",
+          num_records(), " of ", manifest_.num_ranks(), " ranks have written their part after ",
+          kPatience.count(), " s; what was there before still is");
+    }
   }
 
   void copy_state(Snapshot& snapshot) noexcept {
@@ -200,9 +206,18 @@ class Checkpointer::Attempt {
       write_file_durably(concat(temporary_, "/", kManifestName), to_json(manifest_));
       owner_.directory_.publish(step_, owner_.id_);
       is_published_ = true;
-      owner_.directory_.remove_old(owner_.options_.keep, owner_.in_use_);
     } catch (...) {
       error_ = std::current_exception();
+    }
+    if (is_published_) remove_old();
+  }
+
+  // What is saved is saved, even if an old one cannot be removed.
+  void remove_old() const noexcept {
+    try {
+      owner_.directory_.remove_old(owner_.options_.keep, owner_.in_use_);
+    } catch (const std::exception& error) {
+      log(LogLevel::kWarning, error.what());
     }
   }
 
