@@ -92,7 +92,7 @@ nlohmann::json parse_json(std::string_view text, const std::string& source) {
   // In a pass of its own: the parser's own callback makes it walk a list at every item's end.
   FaultFinder faults;
   Json::sax_parse(text, &faults);
-  if (faults.fault()) throw UsageError(concat(source, " ", *faults.fault()));
+  if (faults.fault()) throw UsageError(concat(source, ": it ", *faults.fault()));
   try {
     return Json::parse(text);
   } catch (const Json::exception& error) {  // also numbers out of range
