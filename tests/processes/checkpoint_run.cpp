@@ -4,7 +4,7 @@
 //   checkpoint_run write DIRECTORY
 //       trains on 3 thread ranks, saves to DIRECTORY/run, and writes what the ranks have in memory
 //       to DIRECTORY/memory, whole
-//   checkpoint_run train DIRECTORY LAST_STEP SAVE_EVERY
+//   checkpoint_run train DIRECTORY LAST_STEP SAVE_EVERY [STRATEGY]
 //       goes on from the latest checkpoint in DIRECTORY to LAST_STEP, saving in the background; the
 //       ranks are processes (mpirun). SAVE_EVERY 0: once, in the end
 #include <cstring>
@@ -45,11 +45,12 @@ int write_beside_memory(const std::string& directory) {
   return 0;
 }
 
-int train_until(const std::string& directory, int64_t last_step, int64_t save_every) {
+int train_until(const std::string& directory, int64_t last_step, int64_t save_every,
+                const std::string& strategy) {
   World world = World::from_environment();
   const Mesh mesh = world.mesh({});
   Wide model = make_wide();
-  const Sharded sharded = fully_shard(model, mesh, {});
+  const Sharded sharded = fully_shard(model, mesh, {.strategy = parse_strategy(strategy)});
   AdamW optimizer(sharded, {.lr = 1e-3});
   Checkpointer checkpointer(directory, mesh, {.keep = {.keep_last = 2}});
   const CheckpointState state{.sharded = sharded, .optimizer = &optimizer};
@@ -87,10 +88,12 @@ int main(int argc, char** argv) {
   try {
     if (arguments.size() == 2 && arguments[0] == "write")
       return fsdp::testing::write_beside_memory(arguments[1]);
-    if (arguments.size() == 4 && arguments[0] == "train")
-      return fsdp::testing::train_until(arguments[1], std::stoll(arguments[2]),
-                                        std::stoll(arguments[3]));
-    std::cerr << "usage: checkpoint_run write DIRECTORY | train DIRECTORY LAST_STEP SAVE_EVERY\n";
+    if ((arguments.size() == 4 || arguments.size() == 5) && arguments[0] == "train")
+      return fsdp::testing::train_until(
+          arguments[1], std::stoll(arguments[2]), std::stoll(arguments[3]),
+          arguments.size() == 5 ? arguments[4] : "optim_grads_params");
+    std::cerr << "usage: checkpoint_run write DIRECTORY | train DIRECTORY LAST_STEP SAVE_EVERY "
+                 "[STRATEGY]\n";
     return 2;
   } catch (const std::exception& error) {
     std::cerr << error.what() << "\n";
