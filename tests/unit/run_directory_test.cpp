@@ -280,6 +280,7 @@ TEST_F(CrashTest, WhenTheOldOneIsSetAside) {
   EXPECT_EQ(resolve_checkpoint(dir_.path()), dir_ / "step-00000100.replaced");
   EXPECT_EQ(resolve_checkpoint(dir_ / "step-00000100"), dir_ / "step-00000100.replaced");
   EXPECT_EQ(resolve_checkpoint(dir_ / "step-00000100/"), dir_ / "step-00000100.replaced");
+  EXPECT_EQ(checkpoint_or_files(dir_ / "step-00000100"), dir_ / "step-00000100.replaced");
   expect_continues(100, "old");
 }
 
@@ -420,6 +421,18 @@ TEST_F(RunDirectoryTest, ResolvesARunToItsLatestAndACheckpointToItself) {
   EXPECT_EQ(resolve_checkpoint(dir_ / "step-00000100"), dir_ / "step-00000100");
   put_checkpoint("exported");
   EXPECT_EQ(resolve_checkpoint(dir_ / "exported"), dir_ / "exported");
+}
+
+TEST_F(RunDirectoryTest, FilesOfOtherToolsStayWhatTheyAre) {
+  fs::create_directories(dir_ / "llama");
+  put_file(dir_ / "llama/model.safetensors", "");
+  EXPECT_EQ(checkpoint_or_files(dir_ / "llama"), dir_ / "llama");
+  EXPECT_EQ(checkpoint_or_files(dir_ / "llama/model.safetensors"),
+            dir_ / "llama/model.safetensors");
+  save(100, "new");
+  EXPECT_EQ(checkpoint_or_files(dir_.path()), dir_ / "step-00000100");
+  EXPECT_THAT([&] { checkpoint_or_files(dir_ / "nothing"); },
+              ThrowsMessage<Error>(HasSubstr("there is no such directory")));
 }
 
 TEST_F(RunDirectoryTest, SaysWhatItLookedForWhereNothingIs) {

@@ -10,6 +10,7 @@
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/torch_dtype.h"
+#include "fsdp/checkpoint/rank_agreement.h"
 #include "fsdp/checkpoint/strided_box.h"
 #include "fsdp/shard/engine.h"
 
@@ -209,18 +210,13 @@ GroupRecord record_of(const ParamGroup& group, Granularity granularity) {
 
 }  // namespace
 
-int64_t rank_of(const Sharded& sharded) {
-  const Mesh& mesh = sharded.engine().mesh();
-  return int64_t{mesh.outer().rank()} * mesh.inner().size() + mesh.inner().rank();
-}
-
 StatePieces pieces_of(const CheckpointState& state, const StoredForm& form) {
   const Engine& engine = state.sharded.engine();
   const Mesh& mesh = engine.mesh();
   const MeshCoordinate rank{.outer = mesh.outer().rank(), .inner = mesh.inner().rank()};
   check_names(state, form.names);
   StatePieces pieces;
-  const int64_t number_of_rank = rank_of(state.sharded);
+  const int64_t number_of_rank = rank_in(mesh);
   PieceCollector model(form.names, number_of_rank, pieces.model, pieces.model_pieces);
   PieceCollector moments(form.names, number_of_rank, pieces.moments, pieces.moment_pieces);
   const auto replicas_with = [&](const ParamGroup& group) {

@@ -52,7 +52,4 @@ StatePieces pieces_of(const CheckpointState& state, const StoredForm& form);
 // The manifest without its files.
 Manifest describe(const CheckpointState& state, const StatePieces& pieces, int64_t step);
 
-// Rank in the order in which ranks/NNNNN.json count.
-int64_t rank_of(const Sharded& sharded);
-
 }  // namespace fsdp

@@ -26,10 +26,6 @@ constexpr int64_t kMaxRecordBytes = int64_t{1} << 30;
 // How long the end of a program waits for other ranks' files, if nobody called wait().
 constexpr std::chrono::seconds kPatience{60};
 
-int64_t rank_in(const Mesh& mesh) {
-  return int64_t{mesh.outer().rank()} * mesh.inner().size() + mesh.inner().rank();
-}
-
 // 16 hexadecimal digits; they tell the temporary directories of different runs apart.
 std::string make_id(const Mesh& mesh) {
   std::random_device random;

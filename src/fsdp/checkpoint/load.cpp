@@ -12,7 +12,6 @@
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/torch_dtype.h"
-#include "fsdp/checkpoint/durable_file.h"
 #include "fsdp/checkpoint/load_plan.h"
 #include "fsdp/checkpoint/random_state.h"
 #include "fsdp/checkpoint/rank_agreement.h"
@@ -173,18 +172,11 @@ class TargetLoader {
   std::vector<std::pair<at::Tensor, at::Tensor>> conversions_;  // from, to
 };
 
-// What a user means by a path: a checkpoint, a run's latest one, or files of other tools.
-std::string meant_by(const std::string& path) {
-  const bool is_ours =
-      path_exists(concat(path, "/", kManifestName)) || path_exists(path + "/latest");
-  return is_ours ? resolve_checkpoint(path) : path;
-}
-
 // Everything that is to be set, with where it comes from.
 class Loading {
  public:
   Loading(const std::string& path, const CheckpointState& state, const LoadOptions& options)
-      : state_(state), options_(options), plan_(meant_by(path), options.names) {
+      : state_(state), options_(options), plan_(checkpoint_or_files(path), options.names) {
     for (const auto& unit : state.sharded.engine().units())
       for (GroupState& group : unit->groups) add_main_weights(*group.group);
     for (const NamedBuffer& buffer : state.buffers) {
@@ -213,7 +205,8 @@ class Loading {
     const MeshShape mesh = state_.sharded.engine().mesh_shape();
     loaded.has_random_state = manifest.num_ranks() == mesh.outer * mesh.inner;
     if (loaded.has_random_state)
-      loaded.data = loaded.data_of_ranks[static_cast<size_t>(rank_of(state_.sharded))];
+      loaded.data =
+          loaded.data_of_ranks[static_cast<size_t>(rank_in(state_.sharded.engine().mesh()))];
     return loaded;
   }
 
@@ -232,9 +225,10 @@ class Loading {
                                    .good_steps = record.good_steps});
     }
     if (loaded.has_random_state)
-      set_random_state(
-          plan_.catalog().ranks()[static_cast<size_t>(rank_of(state_.sharded))].random_state,
-          state_.sharded.engine().device());
+      set_random_state(plan_.catalog()
+                           .ranks()[static_cast<size_t>(rank_in(state_.sharded.engine().mesh()))]
+                           .random_state,
+                       state_.sharded.engine().device());
   }
 
  private:

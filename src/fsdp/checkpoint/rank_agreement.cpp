@@ -15,6 +15,10 @@ std::array<const MeshAxis*, 2> axes_of(const Mesh& mesh) { return {&mesh.inner()
 
 }  // namespace
 
+int64_t rank_in(const Mesh& mesh) {
+  return int64_t{mesh.outer().rank()} * mesh.inner().size() + mesh.inner().rank();
+}
+
 void barrier(const Mesh& mesh, const std::string& tag) {
   for (const MeshAxis* axis : axes_of(mesh))
     if (axis->size() > 1) axis->reduce().barrier(tag).wait();
@@ -29,8 +33,7 @@ int64_t number_of_rank_0(const Mesh& mesh, int64_t mine, const std::string& tag)
 }
 
 void agree_on_success(const Mesh& mesh, const std::exception_ptr& mine, const std::string& doing) {
-  const int64_t rank = int64_t{mesh.outer().rank()} * mesh.inner().size() + mesh.inner().rank();
-  at::Tensor failed = at::full({1}, mine ? rank : -1, at::kLong);
+  at::Tensor failed = at::full({1}, mine ? rank_in(mesh) : -1, at::kLong);
   for (const MeshAxis* axis : axes_of(mesh))
     if (axis->size() > 1) axis->reduce().all_reduce(failed, {.op = ReduceOp::kMax}, doing).wait();
   if (mine) std::rethrow_exception(mine);

@@ -9,6 +9,9 @@
 
 namespace fsdp {
 
+// In the order in which ranks/NNNNN.json count.
+int64_t rank_in(const Mesh& mesh);
+
 // Done when every rank of the mesh has come this far: one barrier along each axis.
 void barrier(const Mesh& mesh, const std::string& tag);
 

@@ -222,4 +222,12 @@ std::string resolve_checkpoint(const std::string& path) {
                      "'): give one of the two"));
 }
 
+std::string checkpoint_or_files(const std::string& path) {
+  const RunDirectory run(path);
+  // One that is not there may have been set aside by a crash.
+  const bool is_ours = !path_exists(path) || is_complete(run.path()) ||
+                       path_exists(in(run.path(), kLatestName)) || !run.steps().empty();
+  return is_ours ? resolve_checkpoint(path) : path;
+}
+
 }  // namespace fsdp

@@ -82,4 +82,7 @@ class RunDirectory {
 // directory. Otherwise an Error that says what was looked for.
 std::string resolve_checkpoint(const std::string& path);
 
+// The same for whoever also reads files of other tools: those stay what they are.
+std::string checkpoint_or_files(const std::string& path);
+
 }  // namespace fsdp

@@ -12,10 +12,10 @@
 #include "fsdp/checkpoint/huggingface_files.h"
 #include "fsdp/checkpoint/model_config.h"
 #include "fsdp/checkpoint/name_rules_json.h"
+#include "fsdp/checkpoint/run_directory.h"
 #include "fsdp/checkpoint/sharded_files.h"
 #include "fsdp/checkpoint/staged_directory.h"
 #include "fsdp/checkpoint/weight_selection.h"
-#include "fsdp/cli/checkpoint_path.h"
 #include "fsdp/cli/command.h"
 #include "fsdp/cli/option_values.h"
 #include "fsdp/cli/progress.h"
@@ -126,7 +126,7 @@ class Conversion {
  public:
   Conversion(const ConvertArguments& given, const ConvertOptions& options)
       : options_(options),
-        catalog_(meant_by(given.source)),
+        catalog_(checkpoint_or_files(given.source)),
         config_(find_config(given, catalog_)),
         directory_(given.target, given.overwrite ? StagedDirectory::Existing::kReplace
                                                  : StagedDirectory::Existing::kRefuse) {}

@@ -7,7 +7,7 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/glob.h"
-#include "fsdp/cli/checkpoint_path.h"
+#include "fsdp/checkpoint/run_directory.h"
 #include "fsdp/cli/command.h"
 #include "fsdp/cli/inspect_report.h"
 #include "fsdp/cli/progress.h"
@@ -80,9 +80,9 @@ void refuse_damage(const std::string& path, const Verification& verification) {
 }
 
 void run_summary(const InspectArguments& given) {
-  const std::string path = meant_by(given.path);
+  const std::string path = checkpoint_or_files(given.path);
   const std::vector<int64_t> steps =
-      path == given.path ? std::vector<int64_t>() : steps_in(given.path);
+      path == given.path ? std::vector<int64_t>() : RunDirectory(given.path).steps();
   std::optional<Verification> verification;
   if (given.verify) verification = verify(path);
   // What is damaged may not open; its faults are the answer then.
@@ -113,8 +113,8 @@ void run_summary(const InspectArguments& given) {
 }
 
 void run_diff(const InspectArguments& given) {
-  const TensorCatalog first(meant_by(given.path));
-  const TensorCatalog second(meant_by(given.diff));
+  const TensorCatalog first(checkpoint_or_files(given.path));
+  const TensorCatalog second(checkpoint_or_files(given.diff));
   const TensorSet a = matching(first, given.tensors);
   const TensorSet b = matching(second, given.tensors);
   if (!given.tensors.empty() && a.empty() && b.empty()) refuse_unmatched(first, given.tensors);
@@ -188,3 +188,4 @@ Command add_inspect(CLI::App& parent) {
 }
 
 }  // namespace fsdp::cli
+#include "fsdp/checkpoint/run_directory.h"
