@@ -129,39 +129,34 @@ class UpdatePiece::MomentOnCpu {
   int64_t scales_begin_ = 0;
 };
 
+template <typename Body>
+void UpdatePiece::for_each_part(size_t which, FlatRange flat, const Body& body) const {
+  for (const UpdateSpan& span : spans_)
+    if (const FlatRange common = intersect(flat_range(span), flat); !common.empty())
+      body(MomentOnCpu(moments_[which], span, which, common), common);
+}
+
 void UpdatePiece::read_moment(size_t which, FlatRange flat, float* values) const {
   std::vector<float> wider;
-  for (const UpdateSpan& span : spans_) {
-    const FlatRange common = intersect(flat_range(span), flat);
-    if (common.empty()) continue;
-    const MomentOnCpu moment(moments_[which], span, which, common);
-    if (moment.flat() == common) {
-      moment.read(values + (common.begin - flat.begin));
-      continue;
-    }
+  for_each_part(which, flat, [&](const MomentOnCpu& moment, FlatRange common) {
+    float* const into = values + (common.begin - flat.begin);
+    if (moment.flat() == common) return moment.read(into);
     wider.resize(static_cast<size_t>(moment.flat().numel()));
     moment.read(wider.data());
-    std::copy_n(wider.data() + (common.begin - moment.flat().begin), common.numel(),
-                values + (common.begin - flat.begin));
-  }
+    std::copy_n(wider.data() + (common.begin - moment.flat().begin), common.numel(), into);
+  });
 }
 
 void UpdatePiece::set_moment(size_t which, FlatRange flat, const float* values) {
   std::vector<float> wider;
-  for (const UpdateSpan& span : spans_) {
-    const FlatRange common = intersect(flat_range(span), flat);
-    if (common.empty()) continue;
-    const MomentOnCpu moment(moments_[which], span, which, common);
-    if (moment.flat() == common) {
-      moment.write(values + (common.begin - flat.begin));
-      continue;
-    }
+  for_each_part(which, flat, [&](const MomentOnCpu& moment, FlatRange common) {
+    const float* const from = values + (common.begin - flat.begin);
+    if (moment.flat() == common) return moment.write(from);
     wider.resize(static_cast<size_t>(moment.flat().numel()));
     moment.read(wider.data());
-    std::copy_n(values + (common.begin - flat.begin), common.numel(),
-                wider.data() + (common.begin - moment.flat().begin));
+    std::copy_n(from, common.numel(), wider.data() + (common.begin - moment.flat().begin));
     moment.write(wider.data());
-  }
+  });
 }
 
 const float* UpdatePiece::moment_in_host_memory(size_t which, FlatRange flat) const {

@@ -53,6 +53,9 @@ class UpdatePiece {
   };
   void allocate(size_t which, DType dtype, SlabAllocator& allocator, c10::Device device);
   class MomentOnCpu;
+  // Calls body(moment, elements) for the part of each span that lies in [flat).
+  template <typename Body>
+  void for_each_part(size_t which, FlatRange flat, const Body& body) const;
 
   const MainWeightPiece* main_;
   std::vector<Memory> moments_;
