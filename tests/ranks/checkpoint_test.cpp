@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 
 #include "fsdp/checkpoint/durable_file.h"
+#include "fsdp/checkpoint/name_rules_json.h"
 #include "support/checkpoint_training.h"
 
 namespace fsdp::testing {
@@ -9,6 +10,7 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::UnorderedElementsAre;
 
 Training training(const std::string& strategy, int ranks = 3, int outer = 1) {
   Training run{.ranks = ranks, .outer = outer};
@@ -206,21 +208,39 @@ TEST(Checkpoint, RefusesWhatDoesNotFitBeforeAnythingChanges) {
 }
 
 TEST(Checkpoint, LoadsWhatIsAllowedToBeMissingOrExtra) {
-  const TempDir directory;
-  const WholeState saved = save_after(training("optim_grads_params", 2), 1, directory.path());
-  const WholeState fresh = run_training(training("optim", 1), [](TrainingRank&) {});
-  const WholeState loaded = run_training(training("optim", 1), [&](TrainingRank& rank) {
-    at::Tensor table = at::ones({2, 2});
-    CheckpointState state = rank.state();
-    state.buffers = {{"table", table}};
-    EXPECT_THAT(error_of([&] { load_checkpoint(directory.path(), state); }),
-                HasSubstr("it lacks 'table'"));
-    const LoadedCheckpoint report =
-        load_checkpoint(directory.path(), state, {.allow_missing = {"tab*"}});
-    EXPECT_THAT(report.missing, ::testing::ElementsAre("table"));
-    EXPECT_TRUE(at::equal(table, at::ones({2, 2})));
-  });
-  expect_same_state(loaded, saved, "allowed");
+  // Stored under another name, a parameter is missing and that name is one too many.
+  const std::string name = "unit0.linear.bias";
+  const NameRules renamed = parse_name_rules(
+      R"({"rules": [{"pattern": "unit0.linear.bias", "rename": "renamed.bias"}]})", "test");
+  for (const at::ScalarType compute :
+       {at::kFloat, at::kBFloat16})  // in place, and by way of chunks
+    for (const int ranks : {1, 3}) {
+      const TempDir directory;
+      Training run = training("optim_grads_params", ranks);
+      run.compute = compute;
+      const WholeState saved = save_after(run, 2, directory.path(), {.form = {.names = renamed}});
+      WholeState expected = saved;
+      const WholeState kept = run_training(run, [](TrainingRank& rank) { rank.train(5, 6); });
+      for (const char* part : {"", ".exp_avg", ".exp_avg_sq"})
+        expected[name + part] = kept.at(name + part);
+      const WholeState loaded = run_training(run, [&](TrainingRank& rank) {
+        rank.train(5, 6);
+        LoadOptions options;
+        EXPECT_THAT(error_of([&] { load_checkpoint(directory.path(), rank.state(), options); }),
+                    AllOf(HasSubstr("it lacks 'unit0.linear.bias'"),
+                          HasSubstr("it also has 'renamed.bias'")));
+        options.allow_missing = {"unit0.linear.bias*"};
+        EXPECT_THAT(error_of([&] { load_checkpoint(directory.path(), rank.state(), options); }),
+                    HasSubstr("it also has 'renamed.bias'"));
+        options.extra = LoadOptions::Extra::kAllow;
+        const LoadedCheckpoint report = load_checkpoint(directory.path(), rank.state(), options);
+        EXPECT_THAT(report.missing,
+                    UnorderedElementsAre(name, name + ".exp_avg", name + ".exp_avg_sq"));
+        EXPECT_EQ(report.extra.size(), 3);
+      });
+      expect_same_state(loaded, expected, concat(c10::toString(compute), " ", ranks));
+      EXPECT_FALSE(at::equal(expected.at(name), saved.at(name))) << "the test proves nothing";
+    }
 }
 
 TEST(Checkpoint, RestoresBuffers) {
