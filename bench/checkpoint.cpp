@@ -13,9 +13,9 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/base/crc32c.h"
+#include "fsdp/base/durable_file.h"
 #include "fsdp/checkpoint/checkpointer.h"
-#include "fsdp/checkpoint/crc32c.h"
-#include "fsdp/checkpoint/durable_file.h"
 #include "fsdp/optim/adamw.h"
 #include "fsdp/shard/fully_shard.h"
 #include "fsdp/shard/unit.h"

@@ -75,7 +75,7 @@ def room_fault(room, header):
 def torch_fault(room, name, header):
     """Why the file `name` of `room` may not include `header`, one of torch or one it spoils, or None."""
     if header == "filesystem":
-        return "libtorch brings another version's std::filesystem; use checkpoint/durable_file.h or POSIX"
+        return "libtorch brings another version's std::filesystem; use base/durable_file.h or POSIX"
     if not header.startswith(TORCH_PREFIXES):
         return None
     if room in TORCH_FREE and not (room in ("base", "memory") and TORCH_FILES.match(name)):

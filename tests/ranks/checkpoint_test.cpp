@@ -1,7 +1,7 @@
 // Saved and loaded again: the same numbers, whoever saved and whoever loads.
 #include <gmock/gmock.h>
 
-#include "fsdp/checkpoint/durable_file.h"
+#include "fsdp/base/durable_file.h"
 #include "fsdp/checkpoint/name_rules_json.h"
 #include "support/checkpoint_training.h"
 

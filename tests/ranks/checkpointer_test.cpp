@@ -6,7 +6,7 @@
 #include <fstream>
 #include <thread>
 
-#include "fsdp/checkpoint/durable_file.h"
+#include "fsdp/base/durable_file.h"
 #include "support/checkpoint_training.h"
 #include "support/file_size_limit.h"
 

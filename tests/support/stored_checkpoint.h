@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
+#include "fsdp/base/crc32c.h"
+#include "fsdp/base/durable_file.h"
 #include "fsdp/base/integer.h"
-#include "fsdp/checkpoint/crc32c.h"
-#include "fsdp/checkpoint/durable_file.h"
 #include "fsdp/checkpoint/manifest.h"
 #include "fsdp/checkpoint/piece_writer.h"
 #include "fsdp/checkpoint/strided_box.h"

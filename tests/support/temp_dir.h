@@ -6,8 +6,8 @@
 #include <cstdlib>
 #include <string>
 
+#include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
-#include "fsdp/checkpoint/durable_file.h"
 
 namespace fsdp::testing {
 

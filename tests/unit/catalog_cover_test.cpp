@@ -6,9 +6,9 @@
 #include <map>
 #include <random>
 
+#include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
-#include "fsdp/checkpoint/durable_file.h"
 #include "fsdp/checkpoint/tensor_catalog.h"
 #include "support/stored_checkpoint.h"
 #include "support/temp_dir.h"

@@ -1,5 +1,5 @@
 // CRC32C: the published answers, and every way to get one gives the same.
-#include "fsdp/checkpoint/crc32c.h"
+#include "fsdp/base/crc32c.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // Files that survive: what is written is read back, and what cannot be done is said in a sentence.
-#include "fsdp/checkpoint/durable_file.h"
+#include "fsdp/base/durable_file.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

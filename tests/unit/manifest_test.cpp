@@ -9,10 +9,10 @@
 #include <random>
 #include <string>
 
+#include "fsdp/base/crc32c.h"
+#include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
-#include "fsdp/checkpoint/crc32c.h"
-#include "fsdp/checkpoint/durable_file.h"
 
 namespace fsdp {
 namespace {

@@ -4,9 +4,9 @@
 
 #include <filesystem>
 
+#include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
-#include "fsdp/checkpoint/durable_file.h"
 #include "fsdp/checkpoint/safetensors_header.h"
 #include "fsdp/checkpoint/tensor_catalog.h"
 #include "support/temp_dir.h"

@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/checkpoint/durable_file.h"
+#include "fsdp/base/durable_file.h"
 #include "fsdp/checkpoint/run_directory.h"
 #include "support/temp_dir.h"
 

@@ -9,9 +9,9 @@
 #include <fstream>
 #include <limits>
 
+#include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
-#include "fsdp/checkpoint/durable_file.h"
 #include "support/file_size_limit.h"
 #include "support/temp_dir.h"
 

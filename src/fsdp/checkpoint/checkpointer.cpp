@@ -9,10 +9,10 @@
 #include <thread>
 #include <utility>
 
+#include "fsdp/base/crc32c.h"
+#include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
-#include "fsdp/checkpoint/crc32c.h"
-#include "fsdp/checkpoint/durable_file.h"
 #include "fsdp/checkpoint/random_state.h"
 #include "fsdp/checkpoint/rank_agreement.h"
 #include "fsdp/checkpoint/snapshot.h"

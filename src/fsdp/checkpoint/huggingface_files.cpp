@@ -5,8 +5,8 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
-#include "fsdp/checkpoint/durable_file.h"
 #include "fsdp/checkpoint/model_config.h"
 #include "fsdp/checkpoint/safetensors_header.h"
 

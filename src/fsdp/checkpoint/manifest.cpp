@@ -6,11 +6,11 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "fsdp/base/crc32c.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/json_fields.h"
 #include "fsdp/checkpoint/base64.h"
-#include "fsdp/checkpoint/crc32c.h"
 #include "fsdp/checkpoint/plain_path.h"
 
 namespace fsdp {

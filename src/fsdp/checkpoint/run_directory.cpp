@@ -7,9 +7,9 @@
 #include <system_error>
 #include <utility>
 
+#include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
-#include "fsdp/checkpoint/durable_file.h"
 
 namespace fsdp {
 namespace {

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string>
 
-#include "fsdp/checkpoint/durable_file.h"
+#include "fsdp/base/durable_file.h"
 
 namespace fsdp {
 

@@ -6,11 +6,11 @@
 #include <system_error>
 #include <utility>
 
+#include "fsdp/base/crc32c.h"
+#include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/json_fields.h"
-#include "fsdp/checkpoint/crc32c.h"
-#include "fsdp/checkpoint/durable_file.h"
 #include "fsdp/checkpoint/plain_path.h"
 #include "fsdp/checkpoint/safetensors_header.h"
 

@@ -5,10 +5,10 @@
 #include <optional>
 #include <span>
 
+#include "fsdp/base/crc32c.h"
+#include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
-#include "fsdp/checkpoint/crc32c.h"
-#include "fsdp/checkpoint/durable_file.h"
 #include "fsdp/checkpoint/run_directory.h"
 #include "fsdp/checkpoint/tensor_catalog.h"
 

@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
-#include "fsdp/checkpoint/durable_file.h"
 #include "fsdp/checkpoint/huggingface_files.h"
 #include "fsdp/checkpoint/model_config.h"
 #include "fsdp/checkpoint/name_rules_json.h"

@@ -12,10 +12,10 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
+#include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
 #include "fsdp/base/version.h"
-#include "fsdp/checkpoint/durable_file.h"
 #include "fsdp/cli/command.h"
 #include "fsdp/comm/launch.h"
 #include "fsdp/comm/mpi_communicator.h"

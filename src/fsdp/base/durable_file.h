@@ -1,4 +1,4 @@
-// The file operations checkpoints are made of: what they report as done survives a crash.
+// File operations that last: what they report as done survives a crash.
 //
 // Each one fails with an Error of one sentence: the path, what was tried, why it failed, and what
 // to do where that is known.

@@ -1,4 +1,4 @@
-// CRC32C, the checksum of every byte in a checkpoint, at the speed of memory.
+// CRC32C, the checksum of every byte in checkpoints and token files, at the speed of memory.
 #pragma once
 
 #include <cstddef>

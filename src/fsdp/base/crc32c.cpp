@@ -1,4 +1,4 @@
-#include "fsdp/checkpoint/crc32c.h"
+#include "fsdp/base/crc32c.h"
 
 #include <array>
 #include <bit>

@@ -1,4 +1,4 @@
-#include "fsdp/checkpoint/durable_file.h"
+#include "fsdp/base/durable_file.h"
 
 #include <dirent.h>
 #include <fcntl.h>
