@@ -36,7 +36,7 @@ ONLY_HEADERS = {("nn", "shard"): ("fsdp/shard/unit.h", "fsdp/shard/direct_gradie
 
 # Rooms that belong to the library fsdp_planning: quick to build, to fuzz and to run for 4096 ranks.
 # base and memory keep their torch-using files apart by name.
-TORCH_FREE = ("base", "layout", "memory", "plan")
+TORCH_FREE = ("base", "layout", "memory", "data", "plan")
 TORCH_FILES = re.compile(r"^(torch|stream|event|device)[a-z_]*\.(h|cpp)$")
 
 # 23 s of compile time each; a header passes that on to everybody who includes it.

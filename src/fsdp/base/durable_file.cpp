@@ -79,14 +79,6 @@ void sync_file(const FileHandle& file, const std::string& path) {
     fail(path, "store it on its disk", errno);
 }
 
-// Beside `path` and hidden. Random, since processes and threads may write the same file at a time.
-std::string temporary_name_for(const std::string& path) {
-  std::random_device random;
-  char id[17];
-  std::snprintf(id, sizeof id, "%08x%08x", random(), random());
-  return concat(directory_of(path), "/.", file_name_of(path), ".", id, ".tmp");
-}
-
 // What lies at a path itself; for a link that, and not what it leads to.
 mode_t kind_at(const std::string& path) {
   struct stat status {};
@@ -182,6 +174,25 @@ void FileWriter::finish() {
     ::unlink(path_.c_str());
     fail(path_, "close it", reason);
   }
+}
+
+void FileWriter::rewrite(int64_t offset, std::span<const std::byte> bytes) {
+  FSDP_ASSERT(file_.is_open() && offset >= 0, path_, " at ", offset);
+  FSDP_ASSERT(checked_add(offset, static_cast<int64_t>(bytes.size())) <= bytes_, path_);
+  while (!bytes.empty()) {
+    const ssize_t written = without_interruption(
+        [&] { return ::pwrite(file_.descriptor(), bytes.data(), bytes.size(), offset); });
+    if (written < 0) fail(path_, concat("rewrite ", bytes.size(), " bytes at ", offset), errno);
+    offset += written;
+    bytes = bytes.subspan(static_cast<size_t>(written));
+  }
+}
+
+std::string temporary_name_for(const std::string& path) {
+  std::random_device random;
+  char id[17];
+  std::snprintf(id, sizeof id, "%08x%08x", random(), random());
+  return concat(directory_of(path), "/.", file_name_of(path), ".", id, ".tmp");
 }
 
 void write_file_durably(const std::string& path, std::string_view text) {

@@ -47,6 +47,9 @@ class FileWriter {
 
   void write(std::span<const std::byte> bytes);
 
+  // Replaces bytes that were written: a header that says what came after it.
+  void rewrite(int64_t offset, std::span<const std::byte> bytes);
+
   // Written so far.
   int64_t bytes() const { return bytes_; }
 
@@ -73,6 +76,9 @@ class FileReader {
   // When it was opened.
   int64_t bytes() const { return bytes_; }
 
+  // For what reads in another way, such as mmap().
+  int descriptor() const { return file_.descriptor(); }
+
   // Fills `into` from `offset` on. A file that ends before is an Error that says how long it is.
   void read(int64_t offset, std::span<std::byte> into) const;
 
@@ -81,6 +87,9 @@ class FileReader {
   FileHandle file_;
   int64_t bytes_ = 0;
 };
+
+// A name beside `path` and hidden, ".NAME.*.tmp", that no other thread or process uses.
+std::string temporary_name_for(const std::string& path);
 
 // Replaces the whole file, or creates it: whoever looks, even after a crash, finds the old text or
 // the new, never a mix. A crash may leave a hidden file ".NAME.*.tmp" beside it.

@@ -5,17 +5,12 @@
 #include <cstdint>
 
 #include "fsdp/base/host_device.h"
+#include "fsdp/base/mixed_bits.h"
 
 namespace fsdp {
 
 // What the bits are for; each purpose has its own.
 enum class RandomPurpose : uint32_t { kWeight = 1, kSecondMoment = 2 };
-
-FSDP_HOST_DEVICE inline uint64_t mixed_bits(uint64_t x) {
-  x = (x ^ (x >> 32)) * 0xD6E8FEB86659FD93ull;
-  x = (x ^ (x >> 32)) * 0xD6E8FEB86659FD93ull;
-  return x ^ (x >> 32);
-}
 
 // One step's bits for one purpose and group, from position & ~0xFFFFFFFF on.
 struct RandomKey {

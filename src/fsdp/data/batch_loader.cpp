@@ -1,0 +1,91 @@
+#include "fsdp/data/batch_loader.h"
+
+#include <chrono>
+#include <utility>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/log.h"
+
+namespace fsdp {
+namespace {
+
+const DataPosition& checked(const DataPosition& from, const TrainingBatches& batches) {
+  check_same_order(from, batches.windows(), batches.options().seed);
+  return from;
+}
+
+}  // namespace
+
+BatchLoader::BatchLoader(TrainingBatches batches, const DataPosition& from,
+                         const LoaderOptions& options)
+    : batches_(std::move(batches)),
+      from_(checked(from, batches_)),
+      ahead_(static_cast<size_t>(options.ahead)) {
+  if (options.ahead < 1)
+    throw UsageError(concat("ahead is ", options.ahead, "; it must be at least 1"));
+  thread_ = std::thread([this, rank = thread_rank()] {
+    set_thread_rank(rank);
+    prepare();
+  });
+}
+
+BatchLoader::~BatchLoader() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+}
+
+void BatchLoader::prepare() {
+  const BatchOptions& options = batches_.options();
+  try {
+    for (int64_t place = from_.windows_used;; place += options.batch) {
+      for (int64_t microbatch = 0; microbatch < options.microbatches; ++microbatch) {
+        TokenBatch batch = batches_.read(place, microbatch);
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [&] { return stopping_ || ready_.size() < ahead_; });
+        if (stopping_) return;
+        ready_.push_back(std::move(batch));
+        changed_.notify_all();
+      }
+    }
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    failure_ = std::current_exception();
+    changed_.notify_all();
+  }
+}
+
+TokenBatch BatchLoader::next() {
+  using Clock = std::chrono::steady_clock;
+  std::unique_lock lock(mutex_);
+  if (ready_.empty() && !failure_) {
+    const Clock::time_point start = Clock::now();
+    changed_.wait(lock, [&] { return !ready_.empty() || failure_ != nullptr; });
+    waited_seconds_ += std::chrono::duration<double>(Clock::now() - start).count();
+  }
+  // What was prepared before the failure is good.
+  if (ready_.empty()) std::rethrow_exception(failure_);
+  TokenBatch batch = std::move(ready_.front());
+  ready_.pop_front();
+  ++num_taken_;
+  lock.unlock();
+  changed_.notify_all();
+  return batch;
+}
+
+DataPosition BatchLoader::position() const {
+  const BatchOptions& options = batches_.options();
+  DataPosition position = from_;
+  position.windows_used += num_taken_ / options.microbatches * options.batch;
+  return position;
+}
+
+double BatchLoader::epochs() const {
+  return static_cast<double>(position().windows_used) /
+         static_cast<double>(batches_.windows().num_windows());
+}
+
+}  // namespace fsdp

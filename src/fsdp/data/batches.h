@@ -1,0 +1,87 @@
+// Which windows every step, microbatch and rank takes, and their tokens.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "fsdp/data/data_position.h"
+#include "fsdp/data/permutation.h"
+#include "fsdp/data/token_windows.h"
+
+namespace fsdp {
+
+// What one rank feeds to the model at once: rows of sequence + 1 tokens, row after row. The first
+// `sequence` of a row are inputs, the last `sequence` their targets.
+struct TokenBatch {
+  std::vector<int64_t> tokens;
+  int64_t rows = 0;
+  int64_t columns = 0;  // sequence + 1
+};
+
+struct BatchOptions {
+  int64_t batch = 8;         // rows of a step, of all ranks and microbatches together
+  int64_t microbatches = 1;  // parts of a step that are computed one after the other
+  int64_t ranks = 1;         // that share the rows (data-parallel)
+  int64_t rank = 0;          // this one
+  uint64_t seed = 0;         // of the order of training windows
+};
+
+// UsageError where ranks * microbatches does not divide the batch, with the nearest that work.
+void check_batch(const BatchOptions& options);
+
+// The training windows, shuffled anew in every epoch, without end. A step takes the next `batch`
+// windows of this order; microbatch m of rank r has the rows from (m * ranks + r) * rows on. So a
+// step's windows depend on tokens, sequence, seed and place alone, and a microbatch's also on how
+// many there are, but never on the number of ranks.
+class TrainingBatches {
+ public:
+  TrainingBatches(TokenWindows windows, const BatchOptions& options);
+
+  int64_t rows() const { return rows_; }  // of this rank's microbatch
+  const BatchOptions& options() const { return options_; }
+  const TokenWindows& windows() const { return windows_; }
+
+  // The window at a place of the endless order; its epoch is place / num_windows().
+  int64_t window_at(int64_t place) const;
+
+  // Rows of this rank's microbatch in the step that begins at `place` (0 and then every `batch`).
+  // Any number of threads may call it at a time.
+  TokenBatch read(int64_t place, int64_t microbatch) const;
+
+ private:
+  TokenWindows windows_;
+  BatchOptions options_;
+  int64_t rows_;
+};
+
+struct ValidationOptions {
+  int64_t batch = 8;        // rows of a batch, of all ranks together
+  int64_t ranks = 1;        // that share the rows
+  int64_t rank = 0;         // this one
+  int64_t max_batches = 0;  // 0: as many as there are
+};
+
+// Validation windows in the order of the corpus, in whole batches: what is left over in the end is
+// dropped. Where there are fewer windows than rows, there is one batch, in which windows repeat.
+// The same windows for any number of ranks.
+class ValidationBatches {
+ public:
+  // UsageError where ranks do not divide the batch.
+  ValidationBatches(TokenWindows windows, const ValidationOptions& options);
+
+  int64_t num_batches() const { return num_batches_; }  // 0 without windows
+  int64_t rows() const { return rows_; }
+
+  // This rank's rows.
+  TokenBatch read(int64_t index) const;
+
+ private:
+  TokenWindows windows_;
+  ValidationOptions options_;
+  int64_t rows_;
+  int64_t num_batches_;
+};
+
+}  // namespace fsdp

@@ -1,0 +1,179 @@
+#include "fsdp/data/corpus.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <string_view>
+#include <utility>
+
+#include "fsdp/base/crc32c.h"
+#include "fsdp/base/error.h"
+#include "fsdp/base/integer.h"
+#include "fsdp/base/mixed_bits.h"
+#include "fsdp/data/byte_tokenizer.h"
+#include "fsdp/data/text_files.h"
+
+namespace fsdp {
+namespace {
+
+TokenHeader byte_level_header() {
+  return {.token_bytes = token_bytes_for(kByteVocabulary),
+          .vocabulary = kByteVocabulary,
+          .end_of_document = kByteEndOfDocument,
+          .tokenizer = kByteTokenizerName};
+}
+
+std::string kind_text(const TokenHeader& header) {
+  return concat("tokenizer '", header.tokenizer, "', vocabulary ", header.vocabulary, ", ",
+                header.token_bytes, " bytes per token");
+}
+
+}  // namespace
+
+// Adds the paths one by one.
+class CorpusBuilder {
+ public:
+  explicit CorpusBuilder(const CorpusOptions& options) : options_(options) {}
+
+  void add(const std::string& path) {
+    if (is_token_file(path))
+      add_token_file(path);
+    else
+      add_text(path);
+  }
+
+  std::shared_ptr<const Corpus> finish() {
+    corpus_.left_out_ = left_out_text(found_);
+    return std::make_shared<const Corpus>(std::move(corpus_));
+  }
+
+ private:
+  void add_token_file(const std::string& path) {
+    TokenFile file(path);
+    const TokenHeader header = file.header();
+    ++corpus_.num_files_;
+    append(header, path, {.file = std::move(file)});
+  }
+
+  void add_text(const std::string& path) {
+    const TextFiles files = find_text_files({&path, 1});
+    text_bytes_ += files.bytes;
+    FSDP_CHECK(text_bytes_ <= options_.max_text_bytes, path, ": with it there are ",
+               bytes_text(static_cast<double>(text_bytes_)), " of text, more than the ",
+               bytes_text(static_cast<double>(options_.max_text_bytes)),
+               " that are held in memory; pack it with fsdp data pack and name the .bin file");
+    std::vector<uint16_t> tokens;
+    tokens.reserve(static_cast<size_t>(files.bytes) + files.paths.size());
+    for (const std::string& each : files.paths) {
+      const std::string text = read_text_file(each, options_.max_text_bytes);
+      const size_t begin = tokens.size();
+      tokens.resize(begin + text.size());
+      encode_bytes(text, std::span(tokens).subspan(begin));
+      tokens.push_back(static_cast<uint16_t>(kByteEndOfDocument));
+    }
+    TokenHeader header = byte_level_header();
+    header.num_tokens = static_cast<int64_t>(tokens.size());
+    header.num_documents = static_cast<int64_t>(files.paths.size());
+    header.data_crc32c = crc32c(std::as_bytes(std::span(tokens)));
+    found_.num_hidden += files.num_hidden;
+    found_.num_binary += files.num_binary;
+    found_.num_empty += files.num_empty;
+    found_.num_other += files.num_other;
+    corpus_.num_files_ += header.num_documents;
+    append(header, path, {.text = std::move(tokens)});
+  }
+
+  void append(const TokenHeader& header, const std::string& path, Corpus::Part part) {
+    TokenHeader& all = corpus_.info_;
+    if (corpus_.parts_.empty()) {
+      all = header;
+      first_path_ = path;
+    } else {
+      FSDP_CHECK(header.tokenizer == all.tokenizer && header.vocabulary == all.vocabulary &&
+                     header.token_bytes == all.token_bytes &&
+                     header.end_of_document == all.end_of_document,
+                 path, ": has other tokens (", kind_text(header), ") than ", first_path_, " (",
+                 kind_text(all), "); pack all the text with one tokenizer, or name fewer files");
+      all.num_tokens = checked_add(all.num_tokens, header.num_tokens);
+      all.num_documents += header.num_documents;
+      all.data_crc32c = crc32c_of_joined(all.data_crc32c, header.data_crc32c, header.data_bytes());
+    }
+    part.end = all.num_tokens;
+    part.begin = part.end - header.num_tokens;
+    corpus_.parts_.push_back(std::move(part));
+  }
+
+  const CorpusOptions& options_;
+  Corpus corpus_;
+  TextFiles found_;
+  int64_t text_bytes_ = 0;
+  std::string first_path_;
+};
+
+std::shared_ptr<const Corpus> Corpus::open(std::span<const std::string> paths,
+                                           const CorpusOptions& options) {
+  if (paths.empty())
+    throw UsageError("no data is named; give text files, directories or packed token files");
+  CorpusBuilder builder(options);
+  for (const std::string& path : paths) builder.add(path);
+  return builder.finish();
+}
+
+uint64_t Corpus::fingerprint() const {
+  // The name's checksum, since hashes of the standard library differ between machines.
+  const uint32_t name = crc32c(std::as_bytes(std::span(info_.tokenizer)));
+  uint64_t bits = mixed_bits(uint64_t{info_.data_crc32c} << 32 | name);
+  bits = mixed_bits(bits ^ static_cast<uint64_t>(info_.num_tokens));
+  return mixed_bits(bits ^ static_cast<uint64_t>(info_.vocabulary));
+}
+
+void Corpus::read(int64_t first, std::span<int64_t> into) const {
+  FSDP_ASSERT(first >= 0 && first + static_cast<int64_t>(into.size()) <= num_tokens(), "tokens ",
+              first, " to ", first + static_cast<int64_t>(into.size()), " of ", num_tokens());
+  auto part = std::upper_bound(parts_.begin(), parts_.end(), first,
+                               [](int64_t token, const Part& each) { return token < each.end; });
+  while (!into.empty()) {
+    const auto count =
+        static_cast<size_t>(std::min(static_cast<int64_t>(into.size()), part->end - first));
+    if (part->file)
+      part->file->read(first - part->begin, into.first(count));
+    else
+      widen_tokens(std::as_bytes(std::span(part->text)), 2, first - part->begin, into.first(count));
+    first += static_cast<int64_t>(count);
+    into = into.subspan(count);
+    ++part;
+  }
+}
+
+void Corpus::check_model_vocabulary(int64_t model_vocabulary) const {
+  if (vocabulary() <= model_vocabulary) return;
+  throw UsageError(concat("the data's vocabulary is ", vocabulary(), " (tokenizer '", tokenizer(),
+                          "') and the model's ", model_vocabulary,
+                          "; use data of the model's tokenizer, or a model with a vocabulary of ",
+                          vocabulary(), " or more"));
+}
+
+std::string Corpus::summary() const {
+  return concat(counted_text(num_files_, "file"), ", ", counted_text(num_tokens(), "token"),
+                " of tokenizer '", tokenizer(), "' (vocabulary ", vocabulary(), ")");
+}
+
+bool is_token_file(const std::string& path) {
+  if (is_directory(path)) return false;
+  if (path.ends_with(".bin")) return true;
+  if (!path_exists(path)) return false;  // find_text_files() says so
+  const FileReader reader(path);
+  std::array<std::byte, 8> buffer;
+  const auto first = std::span(buffer).first(
+      static_cast<size_t>(std::min(reader.bytes(), static_cast<int64_t>(buffer.size()))));
+  reader.read(0, first);
+  return begins_like_token_file(first);
+}
+
+std::string fingerprint_text(uint64_t fingerprint) {
+  char text[19];
+  std::snprintf(text, sizeof text, "0x%016llx", static_cast<unsigned long long>(fingerprint));
+  return text;
+}
+
+}  // namespace fsdp

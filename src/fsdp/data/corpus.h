@@ -1,0 +1,76 @@
+// What --data names: text and token files as one sequence of tokens, read at any place.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "fsdp/data/token_file.h"
+
+namespace fsdp {
+
+struct CorpusOptions {
+  // The most text that is held in memory (as tokens of two bytes); more must be packed first.
+  int64_t max_text_bytes = int64_t{2} << 30;
+};
+
+// Immutable; any number of threads may read it at a time, so the ranks of a process share one.
+class Corpus {
+ public:
+  // Text files and directories (one document per file, byte-level tokens) and packed token files
+  // (named *.bin, or recognised by their first bytes), in the order given. All must have the same
+  // tokenizer and token width. Error with the path and what to do.
+  static std::shared_ptr<const Corpus> open(std::span<const std::string> paths,
+                                            const CorpusOptions& options = {});
+
+  int64_t num_tokens() const { return info_.num_tokens; }
+  int64_t num_documents() const { return info_.num_documents; }
+  int64_t vocabulary() const { return info_.vocabulary; }
+  const std::string& tokenizer() const { return info_.tokenizer; }
+  std::optional<int64_t> end_of_document() const { return info_.end_of_document; }
+  // As a token file of all the tokens would have it.
+  const TokenHeader& header() const { return info_; }
+  int64_t num_files() const { return num_files_; }
+  // Files of directories that are no text: "2 hidden, 1 binary"; "" for none.
+  const std::string& left_out() const { return left_out_; }
+
+  // Says which tokens these are: equal for the same tokens of the same tokenizer, whatever files
+  // they come from and whether they were packed or not.
+  uint64_t fingerprint() const;
+
+  // Tokens from `first` on. An Error names the file whose token is outside the vocabulary.
+  void read(int64_t first, std::span<int64_t> into) const;
+
+  // UsageError for a model that has fewer tokens than the data.
+  void check_model_vocabulary(int64_t model_vocabulary) const;
+
+  // "12 files, 1,234,567 tokens of tokenizer 'bytes' (vocabulary 257)"
+  std::string summary() const;
+
+ private:
+  friend class CorpusBuilder;
+  struct Part {
+    int64_t begin = 0;  // the number of its first token
+    int64_t end = 0;
+    std::optional<TokenFile> file = {};  // or
+    std::vector<uint16_t> text = {};
+  };
+
+  Corpus() = default;
+
+  std::vector<Part> parts_;
+  TokenHeader info_;
+  int64_t num_files_ = 0;
+  std::string left_out_;
+};
+
+// Whether a path is taken for a packed token file.
+bool is_token_file(const std::string& path);
+
+// "0x0123456789abcdef"
+std::string fingerprint_text(uint64_t fingerprint);
+
+}  // namespace fsdp

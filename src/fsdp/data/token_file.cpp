@@ -1,0 +1,166 @@
+#include "fsdp/data/token_file.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "fsdp/base/crc32c.h"
+#include "fsdp/base/error.h"
+
+namespace fsdp {
+namespace {
+
+template <typename Stored>
+int64_t widen(const std::byte* stored, std::span<int64_t> into) {
+  Stored largest = 0;
+  for (int64_t& token : into) {
+    Stored value = 0;
+    std::memcpy(&value, stored, sizeof value);
+    stored += sizeof value;
+    token = value;
+    largest = std::max(largest, value);
+  }
+  return largest;
+}
+
+template <typename Stored>
+void narrow(std::span<const int64_t> tokens, std::string& stored) {
+  stored.resize(tokens.size() * sizeof(Stored));
+  char* out = stored.data();
+  for (const int64_t token : tokens) {
+    const auto value = static_cast<Stored>(token);
+    std::memcpy(out, &value, sizeof value);
+    out += sizeof value;
+  }
+}
+
+const std::byte* map_file(const FileReader& reader) {
+  void* const mapped = ::mmap(nullptr, static_cast<size_t>(reader.bytes()), PROT_READ, MAP_SHARED,
+                              reader.descriptor(), 0);
+  FSDP_CHECK(mapped != MAP_FAILED, reader.path(),
+             ": cannot be mapped to memory: ", std::generic_category().message(errno),
+             "; raise the limit for address space (ulimit -v), or copy it to a local disk");
+  return static_cast<const std::byte*>(mapped);
+}
+
+// A model that looked it up would read beyond its embedding.
+[[noreturn]] void refuse_token(const std::string& path, int64_t place, int64_t token,
+                               int64_t vocabulary) {
+  throw Error(concat(path, ": token number ", place, " is ", token, ", outside the vocabulary of ",
+                     vocabulary,
+                     ": the file is damaged; use another copy, or pack the text again"));
+}
+
+void check_tokens(std::span<const int64_t> tokens, int64_t first, const TokenHeader& header,
+                  const std::string& path) {
+  for (size_t i = 0; i < tokens.size(); ++i)
+    if (tokens[i] < 0 || tokens[i] >= header.vocabulary)
+      refuse_token(path, first + static_cast<int64_t>(i), tokens[i], header.vocabulary);
+}
+
+}  // namespace
+
+int64_t widen_tokens(std::span<const std::byte> stored, int64_t token_bytes, int64_t first,
+                     std::span<int64_t> into) {
+  FSDP_ASSERT(first >= 0 && (first + static_cast<int64_t>(into.size())) * token_bytes <=
+                                static_cast<int64_t>(stored.size()),
+              "tokens ", first, " to ", first + static_cast<int64_t>(into.size()));
+  const std::byte* const begin = stored.data() + first * token_bytes;
+  return token_bytes == 2 ? widen<uint16_t>(begin, into) : widen<uint32_t>(begin, into);
+}
+
+// --- reading -------------------------------------------------------------------------------------
+
+TokenFile::TokenFile(std::string path) : path_(std::move(path)) {
+  const FileReader reader(path_);
+  std::vector<std::byte> first(static_cast<size_t>(std::min(reader.bytes(), kTokenHeaderBytes)));
+  reader.read(0, first);
+  header_ = parse_token_header(first, reader.bytes(), path_);
+  mapped_ = map_file(reader);
+}
+
+TokenFile::TokenFile(TokenFile&& other) noexcept
+    : path_(std::move(other.path_)),
+      header_(std::move(other.header_)),
+      mapped_(std::exchange(other.mapped_, nullptr)) {}
+
+TokenFile::~TokenFile() {
+  if (mapped_ != nullptr) ::munmap(const_cast<std::byte*>(mapped_), static_cast<size_t>(bytes()));
+}
+
+std::span<const std::byte> TokenFile::data() const {
+  return {mapped_ + kTokenHeaderBytes, static_cast<size_t>(header_.data_bytes())};
+}
+
+void TokenFile::read(int64_t first, std::span<int64_t> into) const {
+  if (widen_tokens(data(), header_.token_bytes, first, into) >= header_.vocabulary)
+    check_tokens(into, first, header_, path_);
+}
+
+void TokenFile::verify(const std::function<void(int64_t)>& progress) const {
+  constexpr int64_t kPieceTokens = int64_t{1} << 18;
+  std::vector<int64_t> tokens;
+  uint32_t checksum = 0;
+  for (int64_t first = 0; first < header_.num_tokens; first += kPieceTokens) {
+    const int64_t count = std::min(kPieceTokens, header_.num_tokens - first);
+    tokens.resize(static_cast<size_t>(count));
+    read(first, tokens);
+    checksum = crc32c(data().subspan(static_cast<size_t>(first * header_.token_bytes),
+                                     static_cast<size_t>(count * header_.token_bytes)),
+                      checksum);
+    if (progress) progress((first + count) * header_.token_bytes);
+  }
+  FSDP_CHECK(checksum == header_.data_crc32c, path_,
+             ": its tokens are damaged (the checksum differs); use another copy, or pack the text "
+             "again");
+}
+
+// --- writing -------------------------------------------------------------------------------------
+
+TokenFileWriter::TokenFileWriter(std::string path, TokenHeader header)
+    : path_(std::move(path)),
+      temporary_(temporary_name_for(path_)),
+      file_(temporary_),
+      header_(std::move(header)) {
+  header_.num_tokens = 0;
+  header_.num_documents = 0;
+  header_.data_crc32c = 0;
+  // Also finds out now, not hours later, what would be refused in the end.
+  file_.write(write_token_header(header_));
+}
+
+void TokenFileWriter::write(std::span<const int64_t> tokens) {
+  check_tokens(tokens, header_.num_tokens, header_, path_);
+  if (header_.token_bytes == 2)
+    narrow<uint16_t>(tokens, stored_);
+  else
+    narrow<uint32_t>(tokens, stored_);
+  write_stored(std::as_bytes(std::span(stored_)));
+}
+
+void TokenFileWriter::write_stored(std::span<const std::byte> tokens) {
+  FSDP_ASSERT(tokens.size() % static_cast<size_t>(header_.token_bytes) == 0, tokens.size());
+  file_.write(tokens);
+  header_.data_crc32c = crc32c(tokens, header_.data_crc32c);
+  header_.num_tokens += static_cast<int64_t>(tokens.size()) / header_.token_bytes;
+}
+
+TokenHeader TokenFileWriter::finish() {
+  file_.rewrite(0, write_token_header(header_));
+  file_.finish();
+  try {
+    rename_durably(temporary_, path_);
+  } catch (...) {
+    ::unlink(temporary_.c_str());
+    throw;
+  }
+  return header_;
+}
+
+}  // namespace fsdp

@@ -1,0 +1,77 @@
+// Packed token files: memory-mapped when they are read, complete or absent when they are written.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+
+#include "fsdp/base/durable_file.h"
+#include "fsdp/data/token_header.h"
+
+namespace fsdp {
+
+// A file that is open and mapped: huge ones cost address space, and memory only where they are
+// read. Any number of threads may read at a time. Nobody may change the file meanwhile.
+class TokenFile {
+ public:
+  // Reads and checks the header and the file's length, not the tokens. Error that names the path.
+  explicit TokenFile(std::string path);
+  TokenFile(TokenFile&& other) noexcept;
+  TokenFile& operator=(TokenFile&&) = delete;
+  ~TokenFile();
+
+  const std::string& path() const { return path_; }
+  const TokenHeader& header() const { return header_; }
+  int64_t bytes() const { return kTokenHeaderBytes + header_.data_bytes(); }
+
+  // The tokens as they are stored.
+  std::span<const std::byte> data() const;
+
+  // Tokens from `first` on. One outside the vocabulary is an Error: a model that looked it up would
+  // read beyond its embedding.
+  void read(int64_t first, std::span<int64_t> into) const;
+
+  // Reads everything, and fails where the checksum or a token is wrong. `progress` is told how many
+  // bytes are done, now and then.
+  void verify(const std::function<void(int64_t)>& progress = {}) const;
+
+ private:
+  std::string path_;
+  TokenHeader header_;
+  const std::byte* mapped_ = nullptr;  // the whole file; null: moved from
+};
+
+// Writes a new token file beside its path, under which it appears when it is finished; one that was
+// there is replaced then. Not finished, it leaves nothing.
+class TokenFileWriter {
+ public:
+  // Of `header`: vocabulary, token_bytes, end_of_document and tokenizer. The rest is counted.
+  TokenFileWriter(std::string path, TokenHeader header);
+  TokenFileWriter(const TokenFileWriter&) = delete;
+  TokenFileWriter& operator=(const TokenFileWriter&) = delete;
+
+  // Tokens of a document or of a part of it. One outside the vocabulary is an Error.
+  void write(std::span<const int64_t> tokens);
+  // The same, as they are stored; the caller knows that they are in the vocabulary.
+  void write_stored(std::span<const std::byte> tokens);
+
+  // So many documents are complete.
+  void count_documents(int64_t num_documents) { header_.num_documents += num_documents; }
+
+  // Returns when the file survives a crash: what it says of itself.
+  TokenHeader finish();
+
+ private:
+  std::string path_;
+  std::string temporary_;
+  FileWriter file_;
+  TokenHeader header_;
+  std::string stored_;  // a piece on its way to the file
+};
+
+// Stored tokens of 2 or 4 bytes each, from `first` on, as numbers. Returns the largest.
+int64_t widen_tokens(std::span<const std::byte> stored, int64_t token_bytes, int64_t first,
+                     std::span<int64_t> into);
+
+}  // namespace fsdp

@@ -1,0 +1,152 @@
+#include "fsdp/data/token_header.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <string_view>
+
+#include "fsdp/base/crc32c.h"
+#include "fsdp/base/error.h"
+#include "fsdp/base/integer.h"
+
+namespace fsdp {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "token files are little-endian");
+
+constexpr std::string_view kMagic = "fsdptok\n";
+constexpr uint32_t kVersion = 1;
+// Ids are used as 32 bit ones by most programs.
+constexpr int64_t kMaxVocabulary = int64_t{1} << 31;
+constexpr const char* kRemedy = "use another copy, or pack the text again";
+
+// Where each field lies.
+constexpr size_t kVersionAt = 8;
+constexpr size_t kTokenBytesAt = 12;
+constexpr size_t kVocabularyAt = 16;
+constexpr size_t kNumTokensAt = 24;
+constexpr size_t kNumDocumentsAt = 32;
+constexpr size_t kEndOfDocumentAt = 40;  // all bits set: there is none
+constexpr size_t kTokenizerAt = 48;
+constexpr size_t kTokenizerBytes = 64;  // zeros after the name
+constexpr size_t kDataCrcAt = 112;
+constexpr size_t kReservedAt = 116;  // 8 zero bytes
+constexpr size_t kHeaderCrcAt = 124;
+
+template <typename Value>
+Value value_at(std::span<const std::byte> bytes, size_t place) {
+  Value value{};
+  std::memcpy(&value, bytes.data() + place, sizeof value);
+  return value;
+}
+
+template <typename Value>
+void put(TokenHeaderBytes& bytes, size_t place, Value value) {
+  std::memcpy(bytes.data() + place, &value, sizeof value);
+}
+
+bool is_name(std::string_view text) {
+  return !text.empty() && text.size() <= kTokenizerBytes &&
+         std::all_of(text.begin(), text.end(), [](char c) { return c >= ' ' && c <= '~'; });
+}
+
+std::string tokenizer_in(std::span<const std::byte> bytes, const std::string& source) {
+  const auto* const begin = reinterpret_cast<const char*>(bytes.data()) + kTokenizerAt;
+  const std::string_view field(begin, kTokenizerBytes);
+  const std::string_view name = field.substr(0, field.find('\0'));
+  const bool padded = std::all_of(field.begin() + static_cast<std::ptrdiff_t>(name.size()),
+                                  field.end(), [](char c) { return c == '\0'; });
+  FSDP_CHECK(padded && is_name(name), source,
+             ": the tokenizer's name is not 1 to 64 printable characters and then zeros; ",
+             kRemedy);
+  return std::string(name);
+}
+
+// What holds of every header, whoever made it.
+void check(const TokenHeader& header, const std::string& source) {
+  FSDP_CHECK(header.token_bytes == 2 || header.token_bytes == 4, source, ": a token has ",
+             header.token_bytes, " bytes where it must have 2 or 4; ", kRemedy);
+  const int64_t limit = header.token_bytes == 2 ? int64_t{1} << 16 : kMaxVocabulary;
+  FSDP_CHECK(header.vocabulary >= 1 && header.vocabulary <= limit, source, ": the vocabulary is ",
+             header.vocabulary, " where tokens of ", header.token_bytes, " bytes allow 1 to ",
+             limit, "; ", kRemedy);
+  constexpr int64_t kMaxTokens = (INT64_MAX - kTokenHeaderBytes) / 4;
+  FSDP_CHECK(header.num_tokens >= 0 && header.num_tokens <= kMaxTokens, source,
+             ": its header counts ", header.num_tokens, " tokens, more than a file can hold; ",
+             kRemedy);
+  FSDP_CHECK(header.num_documents >= 0 && header.num_documents <= header.num_tokens, source,
+             ": its header counts ", header.num_documents, " documents in ", header.num_tokens,
+             " tokens; ", kRemedy);
+  FSDP_CHECK(!header.end_of_document ||
+                 (*header.end_of_document >= 0 && *header.end_of_document < header.vocabulary),
+             source, ": the token that ends documents is ", header.end_of_document.value_or(-1),
+             ", outside the vocabulary of ", header.vocabulary, "; ", kRemedy);
+  FSDP_CHECK(is_name(header.tokenizer), source, ": the tokenizer's name is '", header.tokenizer,
+             "'; it must be 1 to 64 printable ASCII characters");
+}
+
+void check_length(const TokenHeader& header, int64_t file_bytes, const std::string& source) {
+  const int64_t expected = kTokenHeaderBytes + header.data_bytes();
+  FSDP_CHECK(file_bytes == expected, source, ": has ", file_bytes, " bytes where its header says ",
+             expected, ": it ", file_bytes < expected ? "was cut short" : "has more than it should",
+             "; ", kRemedy);
+}
+
+}  // namespace
+
+int64_t token_bytes_for(int64_t vocabulary) { return vocabulary <= int64_t{1} << 16 ? 2 : 4; }
+
+bool begins_like_token_file(std::span<const std::byte> first) {
+  return first.size() >= kMagic.size() &&
+         std::memcmp(first.data(), kMagic.data(), kMagic.size()) == 0;
+}
+
+TokenHeader parse_token_header(std::span<const std::byte> first, int64_t file_bytes,
+                               const std::string& source) {
+  FSDP_CHECK(begins_like_token_file(first), source,
+             ": does not begin as a packed token file does; make one with fsdp data pack, and give "
+             "a text file another name than .bin");
+  FSDP_CHECK(static_cast<int64_t>(first.size()) >= kTokenHeaderBytes, source, ": has ", file_bytes,
+             " bytes where a header alone has ", kTokenHeaderBytes, ": it was cut short; ",
+             kRemedy);
+  const auto version = value_at<uint32_t>(first, kVersionAt);
+  FSDP_CHECK(version == kVersion, source, ": its version is ", version,
+             " where this program reads ", kVersion, "; use a newer fsdp, or pack the text again");
+  const auto bytes = first.first(kTokenHeaderBytes);
+  FSDP_CHECK(crc32c(bytes.first(kHeaderCrcAt)) == value_at<uint32_t>(bytes, kHeaderCrcAt), source,
+             ": its header is damaged (the checksum differs); ", kRemedy);
+  FSDP_CHECK(
+      value_at<uint64_t>(bytes, kReservedAt) == 0, source,
+      ": its header says something where it must be zero; use a newer fsdp, or pack the text "
+      "again");
+  TokenHeader header;
+  header.token_bytes = value_at<uint32_t>(bytes, kTokenBytesAt);
+  header.vocabulary = value_at<int64_t>(bytes, kVocabularyAt);
+  header.num_tokens = value_at<int64_t>(bytes, kNumTokensAt);
+  header.num_documents = value_at<int64_t>(bytes, kNumDocumentsAt);
+  const auto end_of_document = value_at<int64_t>(bytes, kEndOfDocumentAt);
+  if (end_of_document != -1) header.end_of_document = end_of_document;
+  header.tokenizer = tokenizer_in(bytes, source);
+  header.data_crc32c = value_at<uint32_t>(bytes, kDataCrcAt);
+  check(header, source);
+  check_length(header, file_bytes, source);
+  return header;
+}
+
+TokenHeaderBytes write_token_header(const TokenHeader& header) {
+  check(header, "token file");
+  TokenHeaderBytes bytes{};
+  std::memcpy(bytes.data(), kMagic.data(), kMagic.size());
+  put(bytes, kVersionAt, kVersion);
+  put(bytes, kTokenBytesAt, static_cast<uint32_t>(header.token_bytes));
+  put(bytes, kVocabularyAt, header.vocabulary);
+  put(bytes, kNumTokensAt, header.num_tokens);
+  put(bytes, kNumDocumentsAt, header.num_documents);
+  put(bytes, kEndOfDocumentAt, header.end_of_document.value_or(-1));
+  std::memcpy(bytes.data() + kTokenizerAt, header.tokenizer.data(), header.tokenizer.size());
+  put(bytes, kDataCrcAt, header.data_crc32c);
+  put(bytes, kHeaderCrcAt, crc32c(std::span(bytes).first(kHeaderCrcAt)));
+  return bytes;
+}
+
+}  // namespace fsdp

@@ -1,0 +1,44 @@
+// The first 128 bytes of a packed token file: what the tokens after them are (docs/data.md).
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+
+namespace fsdp {
+
+inline constexpr int64_t kTokenHeaderBytes = 128;
+
+using TokenHeaderBytes = std::array<std::byte, kTokenHeaderBytes>;
+
+struct TokenHeader {
+  int64_t token_bytes = 2;                 // of one token: 2 or 4
+  int64_t vocabulary = 0;                  // tokens are 0 to vocabulary - 1
+  int64_t num_tokens = 0;                  // ends of documents included
+  int64_t num_documents = 0;               // at most one per token
+  std::optional<int64_t> end_of_document;  // the token after each document, if there is one
+  std::string tokenizer;                   // its name: 1 to 64 printable ASCII characters
+  uint32_t data_crc32c = 0;                // of all bytes after the header
+
+  int64_t data_bytes() const { return num_tokens * token_bytes; }
+  bool operator==(const TokenHeader&) const = default;
+};
+
+// The narrower width that holds every token of a vocabulary.
+int64_t token_bytes_for(int64_t vocabulary);
+
+// Reads a header and checks it and the file's length against each other. `first` are the first
+// bytes of the file, as many as there are up to 128. Error that begins with `source`.
+TokenHeader parse_token_header(std::span<const std::byte> first, int64_t file_bytes,
+                               const std::string& source);
+
+// An Error for what no reader would accept.
+TokenHeaderBytes write_token_header(const TokenHeader& header);
+
+// Whether a file that begins with these bytes was meant to be a token file.
+bool begins_like_token_file(std::span<const std::byte> first);
+
+}  // namespace fsdp
