@@ -1,9 +1,7 @@
 #include "fsdp/cli/option_values.h"
 
-#include <algorithm>
-#include <array>
-#include <charconv>
-#include <cmath>
+#include <string>
+#include <vector>
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
@@ -11,23 +9,6 @@
 namespace fsdp::cli {
 
 namespace {
-
-struct ByteUnit {
-  const char* suffix;
-  double bytes;
-};
-
-constexpr std::array<ByteUnit, 9> kByteUnits = {{
-    {"KiB", 0x1p10},
-    {"MiB", 0x1p20},
-    {"GiB", 0x1p30},
-    {"TiB", 0x1p40},
-    {"KB", 1e3},
-    {"MB", 1e6},
-    {"GB", 1e9},
-    {"TB", 1e12},
-    {"B", 1},
-}};
 
 std::vector<std::string> long_names(const CLI::App& app) {
   std::vector<std::string> names;
@@ -37,70 +18,6 @@ std::vector<std::string> long_names(const CLI::App& app) {
 }
 
 }  // namespace
-
-void refuse_option(const std::string& option, const std::string& value, const std::string& rule) {
-  throw UsageError(concat(option, " is '", value, "'; ", rule));
-}
-
-int64_t parse_whole_number(const std::string& option, const std::string& value, int64_t minimum,
-                           int64_t maximum) {
-  int64_t number = 0;
-  const char* end = value.data() + value.size();
-  const auto [stop, error] = std::from_chars(value.data(), end, number);
-  if (error != std::errc{} || stop != end || number < minimum || number > maximum)
-    refuse_option(option, value,
-                  concat("it must be a whole number from ", minimum, " to ", maximum));
-  return number;
-}
-
-int64_t parse_bytes(const std::string& option, const std::string& value) {
-  std::string digits = value;
-  double unit_bytes = 1;
-  for (const ByteUnit& unit : kByteUnits) {
-    if (!digits.ends_with(unit.suffix)) continue;
-    unit_bytes = unit.bytes;
-    digits.resize(digits.size() - std::string_view(unit.suffix).size());
-    break;
-  }
-  while (digits.ends_with(' ')) digits.pop_back();
-  double number = 0;
-  const char* end = digits.data() + digits.size();
-  const auto [stop, error] = std::from_chars(digits.data(), end, number);
-  const double bytes = number * unit_bytes;
-  // 2^62 leaves room for sums; NaN fails both comparisons.
-  if (error != std::errc{} || stop != end || !(bytes >= 1 && bytes < 0x1p62))
-    refuse_option(option, value, "it must be a size above 0 such as 4GiB, 512MiB or 800000000");
-  return std::llround(bytes);
-}
-
-double parse_fraction(const std::string& option, const std::string& value) {
-  double number = 0;
-  const char* end = value.data() + value.size();
-  const auto [stop, error] = std::from_chars(value.data(), end, number);
-  if (error != std::errc{} || stop != end || !(number >= 0 && number <= 1))
-    refuse_option(option, value, "it must be a number from 0 to 1, e.g. 0.5");
-  return number;
-}
-
-std::optional<DType> parse_dtype_or_none(const std::string& option, const std::string& value) {
-  std::vector<std::string> names;
-  for (const DType dtype : all_dtypes())
-    if (is_floating(dtype)) names.emplace_back(name_of(dtype));
-  names.emplace_back("none");
-  const size_t choice = parse_choice(option, value, names);
-  if (choice + 1 == names.size()) return std::nullopt;
-  return parse_dtype(names[choice]);
-}
-
-size_t parse_choice(const std::string& option, const std::string& value,
-                    std::span<const std::string> choices) {
-  const auto found = std::find(choices.begin(), choices.end(), value);
-  if (found != choices.end()) return static_cast<size_t>(found - choices.begin());
-  const std::string near = nearest(value, choices);
-  refuse_option(option, value,
-                concat(near.empty() ? "use" : concat("did you mean '", near, "'? Use"), " one of ",
-                       join(choices, ", ")));
-}
 
 void refuse_leftovers(const CLI::App& app) {
   for (const CLI::App* sub : app.get_subcommands()) refuse_leftovers(*sub);

@@ -1,41 +1,11 @@
-// Option values from their text; an error names the option, the value and what it must be.
-//
-// Options are taken as text and converted here, because the parser's own conversion errors do not
-// say which values are right.
+// What the command line holds beside known options.
 #pragma once
 
 #include <CLI/CLI.hpp>
-#include <cstdint>
-#include <optional>
-#include <span>
-#include <string>
-#include <vector>
 
-#include "fsdp/base/dtype.h"
+#include "fsdp/base/option_values.h"
 
 namespace fsdp::cli {
-
-// "--ranks is 'x'; RULE"
-[[noreturn]] void refuse_option(const std::string& option, const std::string& value,
-                                const std::string& rule);
-
-// A whole number from `minimum` to `maximum`.
-int64_t parse_whole_number(const std::string& option, const std::string& value, int64_t minimum,
-                           int64_t maximum);
-
-// "4GiB", "512 MiB", "1.5e9", "800000000": bytes, with powers of two (KiB, MiB, GiB, TiB) or of ten
-// (KB, MB, GB, TB).
-int64_t parse_bytes(const std::string& option, const std::string& value);
-
-// A number from 0 to 1.
-double parse_fraction(const std::string& option, const std::string& value);
-
-// A floating dtype by name; "none" is nullopt.
-std::optional<DType> parse_dtype_or_none(const std::string& option, const std::string& value);
-
-// The index of the value in `choices`; an unknown one is answered with the nearest.
-size_t parse_choice(const std::string& option, const std::string& value,
-                    std::span<const std::string> choices);
 
 // Throws UsageError for the first argument that nothing has taken, with the nearest option or
 // subcommand.
