@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "fsdp/base/durable_file.h"
+#include "fsdp/checkpoint/tensor_catalog.h"
 #include "support/checkpoint_training.h"
 #include "support/file_size_limit.h"
 
@@ -86,6 +87,17 @@ TEST(Checkpointer, KeepsWhatRetentionSays) {
     checkpointer.wait();
   });
   EXPECT_THAT(RunDirectory(directory.path()).steps(), ElementsAre(4, 6, 7));
+}
+
+TEST(Checkpointer, TheModelsConfigurationIsPartOfTheCheckpoint) {
+  const TempDir directory;
+  const std::string config = "{\"model_type\": \"llama\"}\n";
+  run_training(training(2), [&](TrainingRank& rank) {
+    Checkpointer checkpointer(directory.path(), rank.mesh, {.model_config = config});
+    checkpointer.save(rank.state(), {.step = 1});
+    checkpointer.wait();
+  });
+  EXPECT_EQ(TensorCatalog(resolve_checkpoint(directory.path())).model_config(), config);
 }
 
 TEST(Checkpointer, NeverDeletesWhatTheRunWasLoadedFrom) {

@@ -199,6 +199,7 @@ class Checkpointer::Attempt {
   void publish() noexcept {
     try {
       for (int64_t rank = 0; rank < manifest_.num_ranks(); ++rank) add_record(rank);
+      add_model_config();
       write_file_durably(concat(temporary_, "/", kManifestName), to_json(manifest_));
       owner_.directory_.publish(step_, owner_.id_);
       is_published_ = true;
@@ -230,6 +231,15 @@ class Checkpointer::Attempt {
       manifest_.files.push_back({file.path, file.bytes, crc32c_of(file, record.block_bytes)});
   }
 
+  void add_model_config() {
+    const std::string& text = owner_.options_.model_config;
+    if (text.empty()) return;
+    const std::string name(kModelConfigName);
+    write_file_durably(concat(temporary_, "/", name), text);
+    manifest_.files.push_back(
+        {name, static_cast<int64_t>(text.size()), crc32c(std::as_bytes(std::span(text)))});
+  }
+
   // What this rank wrote takes room that the next attempt may need.
   void give_up() noexcept {
     try {
@@ -245,7 +255,7 @@ class Checkpointer::Attempt {
 
   void clear() const noexcept {
     try {
-      for (const char* name : {"model", "optimizer", "ranks", "manifest.json"})
+      for (const char* name : {"model", "optimizer", "ranks", "config.json", "manifest.json"})
         remove_tree(concat(temporary_, "/", name));
     } catch (const std::exception& error) {
       log(LogLevel::kWarning, error.what());

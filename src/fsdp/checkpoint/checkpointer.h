@@ -24,6 +24,9 @@ struct CheckpointerOptions {
   Retention keep = {};  // which ones stay when a newer one is there
   StoredForm form = {};
   WriteOptions write = {};
+  // The text of the model's config.json, which makes a checkpoint one that says what it is of; "":
+  // none.
+  std::string model_config = {};
 };
 
 class Snapshot;
