@@ -1,5 +1,7 @@
 #include "fsdp/comm/operation_queue.h"
 
+#include <ATen/record_function.h>
+
 #include <chrono>
 #include <utility>
 
@@ -153,6 +155,14 @@ void OperationQueue::run_entry(Entry& entry) {
   std::optional<c10::Event> event;
   try {
     follow(*entry.operation);
+    // For profilers: "fsdp::comm all_gather blocks.3". The name is made only if one listens.
+    at::RecordFunction range(at::RecordScope::FUNCTION);
+    std::string range_name;
+    if (range.isActive()) {
+      const Fingerprint& print = entry.operation->print;
+      range_name = concat("fsdp::comm ", name_of(print.kind), " ", print.tag.text());
+      range.before(std::string_view(range_name), c10::ArrayRef<const c10::IValue>());
+    }
     if (bandwidth_bytes_per_s_ > 0) entry.operation->moves_since = Clock::now();
     event = runner_.run(entry.operation);
     if (bandwidth_bytes_per_s_ > 0) sleep_while_data_would_move(*entry.operation);

@@ -1,0 +1,17 @@
+// Where a run runs: what its log and report keep, so that figures can be compared later.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "fsdp/comm/launch.h"
+#include "fsdp/train/run_facts.h"
+
+namespace fsdp::train {
+
+std::vector<EnvironmentRow> environment_rows(const Launch& launch, int64_t num_ranks,
+                                             c10::Device device);
+
+}  // namespace fsdp::train

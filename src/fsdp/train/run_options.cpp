@@ -1,0 +1,135 @@
+#include "fsdp/train/run_options.h"
+
+#include <ATen/Context.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/torch_dtype.h"
+#include "fsdp/optim/adamw.h"
+#include "fsdp/optim/sgd.h"
+
+namespace fsdp::train {
+
+namespace {
+
+std::optional<at::ScalarType> scalar_type(const std::optional<DType>& dtype) {
+  return dtype ? std::optional(scalar_type_of(*dtype)) : std::nullopt;
+}
+
+// 0 where this libtorch was built without CUDA.
+int num_cuda_devices() {
+  return at::hasCUDA() ? c10::impl::getDeviceGuardImpl(c10::kCUDA)->deviceCount() : 0;
+}
+
+StepOptions step_options(const TrainOptions& o) {
+  return {.max_norm = o.clip,
+          .measures_norm = true,
+          .on_nonfinite =
+              o.on_nonfinite == NonfiniteChoice::kSkip ? OnNonfinite::kSkip : OnNonfinite::kUpdate,
+          .loss_scale = o.dynamic_loss_scale ? LossScale::dynamic(o.loss_scale)
+                                             : LossScale::fixed(o.loss_scale),
+          .updates = o.updates == UpdatesChoice::kHidden ? Updates::kHidden : Updates::kBlocking,
+          .rounding = o.rounding,
+          .seed = o.seed};
+}
+
+}  // namespace
+
+c10::Device training_device(const TrainOptions& options, int local_rank) {
+  if (options.device == DeviceChoice::kCpu) return c10::kCPU;
+  const int devices = num_cuda_devices();
+  if (devices == 0) {
+    if (options.device == DeviceChoice::kAuto) return c10::kCPU;
+    throw UsageError(
+        "--device is cuda, but there is no GPU here (or this libtorch was built "
+        "without CUDA); use --device cpu");
+  }
+  return {c10::kCUDA, static_cast<c10::DeviceIndex>(local_rank % devices)};
+}
+
+DType compute_dtype(const TrainOptions& options, c10::Device device) {
+  if (options.compute) return *options.compute;
+  return device.is_cpu() ? DType::kFloat32 : DType::kBFloat16;
+}
+
+CommOptions comm_options(const TrainOptions& options) {
+  CommOptions comm = CommOptions::from_environment();
+  if (options.timeout != TrainOptions{}.timeout) comm.timeout_seconds = options.timeout;
+  comm.checked |= options.checked;
+  return comm;
+}
+
+ShardOptions shard_options(const TrainOptions& o, c10::Device device) {
+  ShardOptions shard;
+  shard.strategy = o.strategy;
+  shard.precision = {.main_params = scalar_type(o.precision.main_params),
+                     .main_storage = o.precision.main_storage,
+                     .main_grads = scalar_type(o.precision.main_grads),
+                     .grad_comm = scalar_type(o.precision.grad_comm)};
+  shard.pool = o.pool;
+  shard.prefetch = static_cast<int32_t>(o.prefetch);
+  shard.budget_bytes = o.budget_bytes;
+  shard.on_move = o.on_move;
+  shard.other_units = o.other_units;
+  shard.gradient_lifetime = o.gradient_lifetime == LifetimeChoice::kStep
+                                ? GradientLifetime::kStep
+                                : GradientLifetime::kPersistent;
+  shard.offload = {.fraction = o.offload,
+                   .pin = o.offload_pin,
+                   .overlap = o.offload_overlap,
+                   .chunk_numel = o.offload_chunk};
+  shard.report_nan = o.name_nan ? ReportNan::kPerParameter : ReportNan::kOff;
+  shard.granularity = o.granularity;
+  shard.device = device;
+  shard.validate();
+  return shard;
+}
+
+std::unique_ptr<Optimizer> make_optimizer(const TrainOptions& o, const Sharded& sharded) {
+  switch (o.optimizer) {
+    case OptimizerChoice::kAdamW:
+      return std::make_unique<AdamW>(
+          sharded, AdamWOptions{.lr = o.lr,
+                                .beta1 = o.beta1,
+                                .beta2 = o.beta2,
+                                .eps = o.eps,
+                                .weight_decay = o.weight_decay,
+                                .decay_spares_vectors = !o.decay_vectors,
+                                .rules = o.rules,
+                                .first_moment = scalar_type_of(*o.precision.first_moment),
+                                .second_moment = scalar_type_of(*o.precision.second_moment),
+                                .step = step_options(o)});
+    case OptimizerChoice::kSgd:
+      return std::make_unique<SGD>(
+          sharded, SGDOptions{.lr = o.lr,
+                              .momentum = o.momentum,
+                              .nesterov = o.nesterov,
+                              .weight_decay = o.weight_decay,
+                              .decay_spares_vectors = !o.decay_vectors,
+                              .rules = o.rules,
+                              .momentum_dtype = scalar_type_of(*o.precision.first_moment),
+                              .step = step_options(o)});
+  }
+  FSDP_ASSERT(false, "no such optimizer");
+}
+
+CheckpointerOptions checkpointer_options(const TrainOptions& o, const NameRules& names) {
+  CheckpointerOptions options;
+  options.mode = o.save == SaveChoice::kBackground ? SaveMode::kBackground : SaveMode::kBlocking;
+  options.keep = {.keep_last = o.keep_last, .keep_every = o.keep_every};
+  options.form = {.names = names, .model_dtype = o.checkpoint_dtype};
+  options.write.chunk_bytes = o.write_chunk_bytes;
+  return options;
+}
+
+LoadOptions load_options(const TrainOptions& o, const NameRules& names) {
+  LoadOptions options;
+  options.names = names;
+  options.allow_missing = o.allow_missing;
+  options.extra = o.allow_extra ? LoadOptions::Extra::kAllow : LoadOptions::Extra::kRefuse;
+  options.chunk_bytes = o.load_chunk_bytes;
+  options.read.threads = static_cast<int>(o.read_threads);
+  return options;
+}
+
+}  // namespace fsdp::train

@@ -1,0 +1,111 @@
+#include "fsdp/train/train_options.h"
+
+#include <algorithm>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/integer.h"
+#include "fsdp/base/text.h"
+#include "fsdp/checkpoint/run_directory.h"
+
+namespace fsdp::train {
+
+namespace {
+
+void check_division(const TrainOptions& o, int64_t num_ranks) {
+  if (num_ranks % o.outer != 0)
+    throw UsageError(concat("--outer is ", o.outer, ", which does not divide ", num_ranks,
+                            num_ranks == 1 ? " rank" : " ranks", "; give a divisor"));
+  const int64_t parts = checked_mul(num_ranks, o.microbatches);
+  if (o.batch % parts != 0)
+    throw UsageError(concat("--batch is ", o.batch, ", which ", num_ranks,
+                            num_ranks == 1 ? " rank with " : " ranks with ", o.microbatches,
+                            o.microbatches == 1 ? " microbatch" : " microbatches",
+                            " cannot share evenly; give a multiple of ", parts, ", e.g. ",
+                            round_up(o.batch, parts)));
+}
+
+void check_rate(const TrainOptions& o) {
+  if (o.min_lr > o.lr && o.schedule != RateSchedule::kConstant)
+    throw UsageError(concat("--min-lr is ", o.min_lr, ", above --lr = ", o.lr,
+                            "; lower it, or use --schedule constant"));
+  if (o.schedule == RateSchedule::kWsd && o.decay_steps == 0)
+    throw UsageError(
+        "--schedule is wsd, but --decay-steps is 0; say how many of the last steps "
+        "decay");
+  if (o.schedule != RateSchedule::kWsd && o.decay_steps != 0)
+    throw UsageError(concat("--decay-steps is ", o.decay_steps, ", but --schedule is ",
+                            name_of(o.schedule), "; only wsd has them"));
+  if (o.warmup > o.total_steps())
+    throw UsageError(concat("--warmup is ", o.warmup, ", more than the ", o.total_steps(),
+                            " steps in all; lower it"));
+  o.rate_options().validate();
+}
+
+void check_checkpoints(const TrainOptions& o) {
+  validate(Retention{.keep_last = o.keep_last, .keep_every = o.keep_every});
+  if (o.resume.empty())
+    throw UsageError("--resume is empty; use auto, never or the path of a checkpoint");
+  if (!o.init.empty() && o.resume != "auto" && o.resume != "never")
+    throw UsageError(concat("--init is '", o.init, "' and --resume is '", o.resume,
+                            "'; a run begins with one of them"));
+  if (o.write_chunk_bytes < 1 || o.load_chunk_bytes < 1)
+    throw UsageError("--write-chunk and --load-chunk must be sizes above 0, e.g. 16MiB");
+}
+
+}  // namespace
+
+void TrainOptions::validate(int64_t num_ranks) const {
+  if (data.empty())
+    throw UsageError(
+        "--data is missing; give text files, directories or token files, e.g. "
+        "--data docs");
+  check_division(*this, num_ranks);
+  check_rate(*this);
+  check_checkpoints(*this);
+  if (beta1 >= 1 || beta2 >= 1)
+    throw UsageError(
+        concat("--beta1 is ", beta1, " and --beta2 is ", beta2, "; both must be below 1"));
+  if (dynamic_loss_scale && on_nonfinite == NonfiniteChoice::kUpdate)
+    throw UsageError(
+        "--loss-scale is dynamic, but --on-nonfinite is update; a dynamic scale skips "
+        "steps that overflow, so use --on-nonfinite skip");
+  if (compute && (*compute == DType::kFloat8E4M3 || *compute == DType::kFloat8E5M2))
+    throw UsageError(
+        concat("--compute is ", name_of(*compute), "; models compute in fp32, bf16, fp16 or fp64"));
+  if (nesterov && momentum == 0) throw UsageError("--nesterov needs a --momentum above 0");
+  if (budget_bytes != 0 && prefetch != TrainOptions{}.prefetch)
+    throw UsageError(concat("--prefetch is ", prefetch,
+                            ", but --budget chooses the depth itself; drop one of the two"));
+}
+
+int64_t TrainOptions::total_steps() const {
+  return tokens == 0 ? steps : ceil_div(tokens, tokens_per_step());
+}
+
+LearningRateOptions TrainOptions::rate_options() const {
+  return {.schedule = schedule,
+          .rate = lr,
+          .floor = schedule == RateSchedule::kConstant ? 0.0 : min_lr,
+          .warmup_steps = warmup,
+          .total_steps = total_steps(),
+          .decay_steps = decay_steps,
+          .decay = decay};
+}
+
+namespace {
+
+std::string path_of(const std::string& choice, const std::string& directory, const char* name) {
+  if (choice == "none") return "";
+  if (choice != "auto") return choice;
+  return directory.empty() ? "" : concat(directory, "/", name);
+}
+
+}  // namespace
+
+std::string TrainOptions::log_path() const { return path_of(log, checkpoint_dir, "log.jsonl"); }
+
+std::string TrainOptions::report_path() const {
+  return path_of(report, checkpoint_dir, "report.html");
+}
+
+}  // namespace fsdp::train
