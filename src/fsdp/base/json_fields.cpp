@@ -124,6 +124,12 @@ int64_t JsonFields::integer_or(const char* field, int64_t fallback) const {
   return has(field) ? integer(field) : fallback;
 }
 
+double JsonFields::number_or(const char* field, double fallback) const {
+  if (!has(field)) return fallback;
+  if (!object_.at(field).is_number()) refuse(field, "it must be a number");
+  return object_.at(field).get<double>();
+}
+
 bool JsonFields::boolean_or(const char* field, bool fallback) const {
   if (!has(field)) return fallback;
   if (!object_.at(field).is_boolean()) refuse(field, "it must be true or false");
@@ -144,6 +150,10 @@ const nlohmann::json& JsonFields::array(const char* field) const {
   const nlohmann::json& value = required(field);
   if (!value.is_array()) refuse(field, "it must be an array [...]");
   return value;
+}
+
+JsonFields JsonFields::object(const char* field) const {
+  return {required(field), source_, path_of(field)};
 }
 
 JsonFields JsonFields::element(const char* field, size_t index) const {

@@ -25,11 +25,15 @@ class JsonFields {
 
   int64_t integer(const char* field) const;
   int64_t integer_or(const char* field, int64_t fallback) const;
+  double number_or(const char* field, double fallback) const;
   bool boolean_or(const char* field, bool fallback) const;
   std::string text(const char* field) const;
   std::string text_or(const char* field, const std::string& fallback) const;
 
   const nlohmann::json& array(const char* field) const;
+
+  // The object at this field.
+  JsonFields object(const char* field) const;
 
   // Element `index` of array(field), which must be an object.
   JsonFields element(const char* field, size_t index) const;

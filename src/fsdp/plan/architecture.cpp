@@ -4,50 +4,11 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
+#include "fsdp/nn/field_rules.h"
 
 namespace fsdp {
 
 namespace {
-
-// A dimension beyond this is a typing error; products of two, which is what is formed here, fit 64
-// bits with room to add. Whole shapes are checked by ModelShape::validate.
-constexpr int64_t kMaxDim = int64_t{1} << 24;
-// Layers times experts beyond this is a typing error too; it would fill the memory with names.
-constexpr int64_t kMaxBlocks = int64_t{1} << 20;
-
-struct Field {
-  const char* name;
-  int64_t value;
-};
-
-void check_range(int64_t minimum, int64_t maximum, std::initializer_list<Field> fields) {
-  for (const Field& field : fields)
-    if (field.value < minimum || field.value > maximum)
-      throw UsageError(concat(field.name, " is ", field.value, "; it must be a whole number from ",
-                              minimum, " to ", maximum));
-}
-
-void check_dims(std::initializer_list<Field> fields) { check_range(1, kMaxDim, fields); }
-
-int64_t head_dim_of(int64_t head_dim, int64_t hidden_size, int64_t num_attention_heads) {
-  check_dims({{"hidden_size", hidden_size}, {"num_attention_heads", num_attention_heads}});
-  if (head_dim != 0) {
-    check_dims({{"head_dim", head_dim}});
-    return head_dim;
-  }
-  if (hidden_size % num_attention_heads != 0)
-    throw UsageError(concat("hidden_size is ", hidden_size,
-                            ", which num_attention_heads = ", num_attention_heads,
-                            " does not divide; change one of them or set head_dim"));
-  return hidden_size / num_attention_heads;
-}
-
-void check_kv_heads(int64_t num_key_value_heads, int64_t num_attention_heads) {
-  check_dims({{"num_key_value_heads", num_key_value_heads}});
-  if (num_attention_heads % num_key_value_heads != 0)
-    throw UsageError(concat("num_key_value_heads is ", num_key_value_heads,
-                            "; it must divide num_attention_heads = ", num_attention_heads));
-}
 
 enum class Bias { kWithout, kWith };
 
@@ -117,9 +78,9 @@ struct Head {
 
 // The units that a second pass over the head (MTP) uses: the embedding when tied, else the head.
 int64_t add_head(ModelBuilder& model, const Head& head, int64_t embedding) {
-  UnitBuilder unit(head.tied ? head.norm : "lm_head", "");
-  unit.norm(head.norm, head.hidden_size);
+  UnitBuilder unit("lm_head", "");
   if (!head.tied) unit.linear("lm_head", head.vocab_size, head.hidden_size);
+  unit.norm(head.norm, head.hidden_size);
   const int64_t index = model.add(std::move(unit));
   if (!head.tied) return index;
   model.use_again(embedding);
@@ -136,6 +97,7 @@ struct Attention {
   int64_t num_kv_heads;
   int64_t head_dim;
   Bias bias;
+  bool qk_norm = false;
 };
 
 void add_attention(UnitBuilder& unit, const std::string& prefix, const Attention& a) {
@@ -143,6 +105,9 @@ void add_attention(UnitBuilder& unit, const std::string& prefix, const Attention
   unit.linear(prefix + ".k_proj", a.num_kv_heads * a.head_dim, a.hidden_size, a.bias);
   unit.linear(prefix + ".v_proj", a.num_kv_heads * a.head_dim, a.hidden_size, a.bias);
   unit.linear(prefix + ".o_proj", a.hidden_size, a.num_heads * a.head_dim, a.bias);
+  if (!a.qk_norm) return;
+  unit.norm(prefix + ".q_norm", a.head_dim);
+  unit.norm(prefix + ".k_norm", a.head_dim);
 }
 
 void add_gated_mlp(UnitBuilder& unit, const std::string& prefix, int64_t dim, int64_t inner,
@@ -152,58 +117,87 @@ void add_gated_mlp(UnitBuilder& unit, const std::string& prefix, int64_t dim, in
   unit.linear(prefix + ".down_proj", dim, inner, bias);
 }
 
-void add_mixtral_experts(UnitBuilder& unit, const LlamaConfig& c, int64_t num_experts) {
-  unit.linear("block_sparse_moe.gate", num_experts, c.hidden_size);
-  for (int64_t expert = 0; expert < num_experts; ++expert) {
+struct Experts {
+  int64_t num_experts = 0;  // 0: a dense MLP
+  int64_t shared_size = 0;
+};
+
+void add_mixtral_experts(UnitBuilder& unit, const LlamaConfig& c, const Experts& experts) {
+  unit.linear("block_sparse_moe.gate", experts.num_experts, c.hidden_size);
+  for (int64_t expert = 0; expert < experts.num_experts; ++expert) {
     const std::string prefix = concat("block_sparse_moe.experts.", expert);
     unit.linear(prefix + ".w1", c.intermediate_size, c.hidden_size);
     unit.linear(prefix + ".w2", c.hidden_size, c.intermediate_size);
     unit.linear(prefix + ".w3", c.intermediate_size, c.hidden_size);
   }
+  if (experts.shared_size > 0)
+    add_gated_mlp(unit, "block_sparse_moe.shared_expert", c.hidden_size, experts.shared_size);
 }
 
-// Llama and Mixtral differ in the MLP only; num_experts = 0 is the dense one.
-ModelShape build_llama(std::string name, const LlamaConfig& c, int64_t num_experts) {
-  check_dims({{"vocab_size", c.vocab_size}, {"intermediate_size", c.intermediate_size}});
-  check_range(1, kMaxBlocks, {{"num_hidden_layers", c.num_hidden_layers}});
-  const int64_t head_dim = head_dim_of(c.head_dim, c.hidden_size, c.num_attention_heads);
-  check_kv_heads(c.num_key_value_heads, c.num_attention_heads);
+void add_llama_block(UnitBuilder& unit, const LlamaConfig& c, const Experts& experts) {
+  unit.norm("input_layernorm", c.hidden_size);
+  add_attention(unit, "self_attn",
+                {c.hidden_size, c.num_attention_heads, c.num_key_value_heads, head_dim_of(c),
+                 bias_if(c.attention_bias), c.qk_norm});
+  unit.norm("post_attention_layernorm", c.hidden_size);
+  if (experts.num_experts > 0)
+    add_mixtral_experts(unit, c, experts);
+  else
+    add_gated_mlp(unit, "mlp", c.hidden_size, c.intermediate_size, bias_if(c.mlp_bias));
+}
 
+// The units that multi-token prediction uses once more.
+struct SharedUnits {
+  int64_t embedding;
+  int64_t head;
+};
+
+// Layers after the main ones, as the published checkpoints number them. Each embeds the shifted
+// tokens, joins them with the hidden state, runs one block and ends in the main model's head.
+template <typename Config, typename AddBlock>
+void add_prediction_layers(ModelBuilder& model, const Config& c, const SharedUnits& shared,
+                           const AddBlock& add_block) {
+  for (int64_t i = 0; i < c.num_nextn_predict_layers; ++i) {
+    model.use_again(shared.embedding);
+    const int64_t layer = c.num_hidden_layers + i;
+    const std::string block = layer_name("model", layer);
+    UnitBuilder unit(block, block + ".");
+    unit.norm("enorm", c.hidden_size);
+    unit.norm("hnorm", c.hidden_size);
+    unit.linear("eh_proj", c.hidden_size, 2 * c.hidden_size);
+    add_block(unit, layer);
+    unit.norm("shared_head.norm", c.hidden_size);
+    model.add(std::move(unit));
+    model.use_again(shared.head);
+  }
+}
+
+// Llama and Mixtral differ in the MLP only.
+ModelShape build_llama(std::string name, const LlamaConfig& c, const Experts& experts) {
   ModelBuilder model(std::move(name));
   const int64_t embedding = add_embedding(model, "model.embed_tokens", c.vocab_size, c.hidden_size);
   for (int64_t layer = 0; layer < c.num_hidden_layers; ++layer) {
     const std::string block = layer_name("model", layer);
     UnitBuilder unit(block, block + ".");
-    unit.norm("input_layernorm", c.hidden_size);
-    add_attention(unit, "self_attn",
-                  {c.hidden_size, c.num_attention_heads, c.num_key_value_heads, head_dim,
-                   bias_if(c.attention_bias)});
-    unit.norm("post_attention_layernorm", c.hidden_size);
-    if (num_experts > 0)
-      add_mixtral_experts(unit, c, num_experts);
-    else
-      add_gated_mlp(unit, "mlp", c.hidden_size, c.intermediate_size, bias_if(c.mlp_bias));
+    add_llama_block(unit, c, experts);
     model.add(std::move(unit));
   }
-  add_head(model, {"model.norm", c.vocab_size, c.hidden_size, c.tie_word_embeddings}, embedding);
+  const int64_t head = add_head(
+      model, {"model.norm", c.vocab_size, c.hidden_size, c.tie_word_embeddings}, embedding);
+  add_prediction_layers(model, c, {embedding, head},
+                        [&](UnitBuilder& unit, int64_t) { add_llama_block(unit, c, experts); });
   return std::move(model).finish();
 }
 
-void check_expert_count(const char* field, int64_t num_experts, int64_t num_layers) {
-  check_dims({{field, num_experts}});
-  if (num_experts > kMaxBlocks / num_layers)
-    throw UsageError(concat(field, " is ", num_experts, " in ", num_layers, " layers; at most ",
-                            kMaxBlocks, " experts in all are supported"));
-}
-
 ModelShape build(std::string name, const LlamaConfig& c) {
-  return build_llama(std::move(name), c, 0);
+  validate(c);
+  return build_llama(std::move(name), c, {});
 }
 
 ModelShape build(std::string name, const MixtralConfig& c) {
-  check_range(1, kMaxBlocks, {{"num_hidden_layers", c.decoder.num_hidden_layers}});
-  check_expert_count("num_local_experts", c.num_local_experts, c.decoder.num_hidden_layers);
-  return build_llama(std::move(name), c.decoder, c.num_local_experts);
+  validate(c);
+  return build_llama(std::move(name), c.decoder,
+                     {c.num_local_experts, c.shared_expert_intermediate_size});
 }
 
 void add_latent_attention(UnitBuilder& unit, const DeepseekV3Config& c) {
@@ -265,22 +259,6 @@ void validate(const DeepseekV3Config& c) {
                      c.num_hidden_layers + c.num_nextn_predict_layers);
 }
 
-// Layers after the main ones, as the published checkpoint numbers them. Each embeds the shifted
-// tokens, joins them with the hidden state, runs one block and ends in the main model's head.
-void add_prediction_module(ModelBuilder& model, const DeepseekV3Config& c, int64_t layer,
-                           std::pair<int64_t, int64_t> embedding_and_head) {
-  model.use_again(embedding_and_head.first);
-  const std::string block = layer_name("model", layer);
-  UnitBuilder unit(block, block + ".");
-  unit.norm("enorm", c.hidden_size);
-  unit.norm("hnorm", c.hidden_size);
-  unit.linear("eh_proj", c.hidden_size, 2 * c.hidden_size);
-  add_deepseek_block(unit, c, layer);
-  unit.norm("shared_head.norm", c.hidden_size);
-  model.add(std::move(unit));
-  model.use_again(embedding_and_head.second);
-}
-
 ModelShape build(std::string name, const DeepseekV3Config& c) {
   validate(c);
   ModelBuilder model(std::move(name));
@@ -293,8 +271,9 @@ ModelShape build(std::string name, const DeepseekV3Config& c) {
   }
   const int64_t head = add_head(
       model, {"model.norm", c.vocab_size, c.hidden_size, c.tie_word_embeddings}, embedding);
-  for (int64_t i = 0; i < c.num_nextn_predict_layers; ++i)
-    add_prediction_module(model, c, c.num_hidden_layers + i, {embedding, head});
+  add_prediction_layers(model, c, {embedding, head}, [&](UnitBuilder& unit, int64_t layer) {
+    add_deepseek_block(unit, c, layer);
+  });
   return std::move(model).finish();
 }
 
@@ -311,27 +290,8 @@ void add_mamba(UnitBuilder& unit, const NemotronHConfig& c) {
   unit.linear("mixer.out_proj", c.hidden_size, inner, bias);
 }
 
-void validate(const NemotronHConfig& c) {
-  check_dims({{"vocab_size", c.vocab_size},
-              {"hidden_size", c.hidden_size},
-              {"intermediate_size", c.intermediate_size},
-              {"mamba_num_heads", c.mamba_num_heads},
-              {"mamba_head_dim", c.mamba_head_dim},
-              {"n_groups", c.n_groups},
-              {"ssm_state_size", c.ssm_state_size},
-              {"conv_kernel", c.conv_kernel}});
-  if (c.hybrid_override_pattern.empty())
-    throw UsageError("hybrid_override_pattern is empty; it needs one of M, - and * per layer");
-  for (const char layer : c.hybrid_override_pattern)
-    if (layer != 'M' && layer != '-' && layer != '*')
-      throw UsageError(concat("hybrid_override_pattern contains '", layer,
-                              "'; the known layers are M (Mamba-2), - (MLP) and * (attention)"));
-}
-
 ModelShape build(std::string name, const NemotronHConfig& c) {
   validate(c);
-  const int64_t head_dim = head_dim_of(c.head_dim, c.hidden_size, c.num_attention_heads);
-  check_kv_heads(c.num_key_value_heads, c.num_attention_heads);
   ModelBuilder model(std::move(name));
   const int64_t embedding =
       add_embedding(model, "backbone.embeddings", c.vocab_size, c.hidden_size);
@@ -343,7 +303,7 @@ ModelShape build(std::string name, const NemotronHConfig& c) {
       add_mamba(unit, c);
     } else if (c.hybrid_override_pattern[layer] == '*') {
       add_attention(unit, "mixer",
-                    {c.hidden_size, c.num_attention_heads, c.num_key_value_heads, head_dim,
+                    {c.hidden_size, c.num_attention_heads, c.num_key_value_heads, head_dim_of(c),
                      bias_if(c.attention_bias)});
     } else {
       unit.linear("mixer.up_proj", c.intermediate_size, c.hidden_size, bias_if(c.mlp_bias));
@@ -356,9 +316,13 @@ ModelShape build(std::string name, const NemotronHConfig& c) {
   return std::move(model).finish();
 }
 
+ModelShape build(std::string name, const ModelConfig& config) {
+  return std::visit([&](const auto& c) { return build(std::move(name), c); }, config);
+}
+
 }  // namespace
 
-ModelShape build_model(std::string name, const ModelConfig& config) {
+ModelShape build_model(std::string name, const PlannableConfig& config) {
   return std::visit([&](const auto& c) { return build(std::move(name), c); }, config);
 }
 

@@ -8,29 +8,10 @@
 #include <string>
 #include <variant>
 
+#include "fsdp/nn/architecture.h"
 #include "fsdp/plan/model_shape.h"
 
 namespace fsdp {
-
-// Attention with grouped keys and values, then a gated MLP (Llama 1 to 3 and their kin).
-struct LlamaConfig {
-  int64_t vocab_size = 0;
-  int64_t hidden_size = 0;
-  int64_t num_hidden_layers = 0;
-  int64_t num_attention_heads = 0;
-  int64_t num_key_value_heads = 0;
-  int64_t head_dim = 0;  // 0: hidden_size / num_attention_heads
-  int64_t intermediate_size = 0;
-  bool attention_bias = false;
-  bool mlp_bias = false;
-  bool tie_word_embeddings = false;
-};
-
-// Llama's attention; the MLP is a router and several gated experts.
-struct MixtralConfig {
-  LlamaConfig decoder;
-  int64_t num_local_experts = 0;
-};
 
 // Multi-head latent attention; a few dense layers, then routed and shared experts; multi-token
 // prediction (MTP) modules that use the embedding and the head of the main model once more.
@@ -54,30 +35,10 @@ struct DeepseekV3Config {
   bool tie_word_embeddings = false;
 };
 
-// One mixer per layer, chosen by a pattern: M = Mamba-2, - = MLP, * = attention.
-struct NemotronHConfig {
-  int64_t vocab_size = 0;
-  int64_t hidden_size = 0;
-  int64_t intermediate_size = 0;
-  std::string hybrid_override_pattern;
-  int64_t mamba_num_heads = 0;
-  int64_t mamba_head_dim = 0;
-  int64_t n_groups = 0;
-  int64_t ssm_state_size = 0;
-  int64_t conv_kernel = 0;
-  int64_t num_attention_heads = 0;
-  int64_t num_key_value_heads = 0;
-  int64_t head_dim = 0;  // 0: hidden_size / num_attention_heads
-  bool use_conv_bias = true;
-  bool use_bias = false;  // of the Mamba projections
-  bool attention_bias = false;
-  bool mlp_bias = false;
-  bool tie_word_embeddings = false;
-};
-
-using ModelConfig = std::variant<LlamaConfig, MixtralConfig, DeepseekV3Config, NemotronHConfig>;
+// What can be planned: all that can be trained, and more.
+using PlannableConfig = std::variant<ModelConfig, DeepseekV3Config>;
 
 // Throws UsageError with the field, its value and what it must be.
-ModelShape build_model(std::string name, const ModelConfig& config);
+ModelShape build_model(std::string name, const PlannableConfig& config);
 
 }  // namespace fsdp

@@ -4,6 +4,7 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
+#include "fsdp/nn/presets.h"
 #include "fsdp/plan/architecture.h"
 
 namespace fsdp {
@@ -12,12 +13,12 @@ namespace {
 
 struct Entry {
   const char* name;
-  ModelConfig config;
+  PlannableConfig config;
 };
 
-// The numbers of the published configurations.
-const std::array<Entry, 7>& catalog() {
-  static const std::array<Entry, 7> kCatalog = {{
+// The numbers of the published configurations. What can be trained by name can be planned, too.
+const std::array<Entry, 5>& published() {
+  static const std::array<Entry, 5> kPublished = {{
       {"llama3-8b", LlamaConfig{.vocab_size = 128256,
                                 .hidden_size = 4096,
                                 .num_hidden_layers = 32,
@@ -65,33 +66,24 @@ const std::array<Entry, 7>& catalog() {
                                         .num_attention_heads = 32,
                                         .num_key_value_heads = 8,
                                         .head_dim = 128}},
-      {"llama-1b", LlamaConfig{.vocab_size = 32000,
-                               .hidden_size = 2048,
-                               .num_hidden_layers = 22,
-                               .num_attention_heads = 32,
-                               .num_key_value_heads = 4,
-                               .intermediate_size = 5632}},
-      {"llama-110m", LlamaConfig{.vocab_size = 32000,
-                                 .hidden_size = 512,
-                                 .num_hidden_layers = 24,
-                                 .num_attention_heads = 8,
-                                 .num_key_value_heads = 8,
-                                 .intermediate_size = 1536}},
   }};
-  return kCatalog;
+  return kPublished;
 }
 
 }  // namespace
 
 std::vector<std::string> model_names() {
   std::vector<std::string> names;
-  for (const Entry& entry : catalog()) names.emplace_back(entry.name);
+  for (const Entry& entry : published()) names.emplace_back(entry.name);
+  for (const ModelPreset& preset : model_presets()) names.emplace_back(preset.name);
   return names;
 }
 
 ModelShape model_by_name(std::string_view name) {
-  for (const Entry& entry : catalog())
+  for (const Entry& entry : published())
     if (entry.name == name) return build_model(entry.name, entry.config);
+  if (const ModelPreset* preset = find_preset(name))
+    return build_model(preset->name, preset->config);
   const std::vector<std::string> names = model_names();
   const std::string near = nearest(name, names);
   throw UsageError(concat("model is '", name, "', which is not known; ",

@@ -3,7 +3,6 @@
 #include <sys/stat.h>
 
 #include <algorithm>
-#include <array>
 #include <fstream>
 #include <sstream>
 #include <vector>
@@ -11,6 +10,7 @@
 #include "fsdp/base/error.h"
 #include "fsdp/base/json_fields.h"
 #include "fsdp/base/text.h"
+#include "fsdp/nn/config_json.h"
 #include "fsdp/plan/architecture.h"
 #include "fsdp/plan/model_catalog.h"
 
@@ -19,31 +19,7 @@ namespace fsdp {
 namespace {
 
 // Where a field may be left out, its default is the published model class's own.
-LlamaConfig read_decoder(const JsonFields& fields) {
-  LlamaConfig c;
-  c.vocab_size = fields.integer("vocab_size");
-  c.hidden_size = fields.integer("hidden_size");
-  c.num_hidden_layers = fields.integer("num_hidden_layers");
-  c.num_attention_heads = fields.integer("num_attention_heads");
-  c.num_key_value_heads = fields.integer_or("num_key_value_heads", c.num_attention_heads);
-  c.head_dim = fields.integer_or("head_dim", 0);
-  c.intermediate_size = fields.integer("intermediate_size");
-  c.attention_bias = fields.boolean_or("attention_bias", false);
-  c.mlp_bias = fields.boolean_or("mlp_bias", false);
-  c.tie_word_embeddings = fields.boolean_or("tie_word_embeddings", false);
-  return c;
-}
-
-ModelConfig read_llama(const JsonFields& fields) { return read_decoder(fields); }
-
-ModelConfig read_mixtral(const JsonFields& fields) {
-  LlamaConfig decoder = read_decoder(fields);
-  decoder.attention_bias = decoder.mlp_bias = false;  // Mixtral's class has neither option
-  decoder.num_key_value_heads = fields.integer("num_key_value_heads");
-  return MixtralConfig{decoder, fields.integer("num_local_experts")};
-}
-
-ModelConfig read_deepseek_v3(const JsonFields& fields) {
+DeepseekV3Config read_deepseek_v3(const JsonFields& fields) {
   DeepseekV3Config c;
   c.vocab_size = fields.integer("vocab_size");
   c.hidden_size = fields.integer("hidden_size");
@@ -67,32 +43,6 @@ ModelConfig read_deepseek_v3(const JsonFields& fields) {
   return c;
 }
 
-ModelConfig read_nemotron_h(const JsonFields& fields) {
-  NemotronHConfig c;
-  c.vocab_size = fields.integer("vocab_size");
-  c.hidden_size = fields.integer("hidden_size");
-  c.intermediate_size = fields.integer("intermediate_size");
-  c.hybrid_override_pattern = fields.text("hybrid_override_pattern");
-  c.mamba_num_heads = fields.integer("mamba_num_heads");
-  c.mamba_head_dim = fields.integer("mamba_head_dim");
-  c.n_groups = fields.integer("n_groups");
-  c.ssm_state_size = fields.integer("ssm_state_size");
-  c.conv_kernel = fields.integer("conv_kernel");
-  c.num_attention_heads = fields.integer("num_attention_heads");
-  c.num_key_value_heads = fields.integer("num_key_value_heads");
-  c.head_dim = fields.integer_or("head_dim", fields.integer_or("attention_head_dim", 0));
-  c.use_conv_bias = fields.boolean_or("use_conv_bias", true);
-  c.use_bias = fields.boolean_or("use_bias", false);
-  c.attention_bias = fields.boolean_or("attention_bias", false);
-  c.mlp_bias = fields.boolean_or("mlp_bias", false);
-  c.tie_word_embeddings = fields.boolean_or("tie_word_embeddings", false);
-  const auto num_layers = static_cast<int64_t>(c.hybrid_override_pattern.size());
-  if (fields.integer_or("num_hidden_layers", num_layers) != num_layers)
-    fields.refuse("num_hidden_layers",
-                  concat("hybrid_override_pattern has ", num_layers, " layers; make them agree"));
-  return c;
-}
-
 // What fields say together is checked where no file is known; the error gets its file here.
 template <typename Action>
 auto with_source(const std::string& source, const Action& action) {
@@ -103,29 +53,24 @@ auto with_source(const std::string& source, const Action& action) {
   }
 }
 
-struct Reader {
-  const char* model_type;
-  ModelConfig (*read)(const JsonFields& fields);
-};
+// Of those, only this one cannot be trained.
+constexpr const char* kDeepseek = "deepseek_v3";
 
-constexpr std::array<Reader, 4> kReaders = {{
-    {"llama", read_llama},
-    {"mixtral", read_mixtral},
-    {"deepseek_v3", read_deepseek_v3},
-    {"nemotron_h", read_nemotron_h},
-}};
+std::vector<std::string> plannable_types() {
+  std::vector<std::string> types = known_model_types();
+  types.emplace_back(kDeepseek);
+  return types;
+}
 
 ModelShape read_config(const JsonFields& fields, const std::string& source) {
   const std::string model_type = fields.text("model_type");
-  std::vector<std::string> known;
-  for (const Reader& reader : kReaders) {
-    known.emplace_back(reader.model_type);
-    if (reader.model_type != model_type) continue;
-    const ModelConfig config = reader.read(fields);
-    return with_source(source, [&] { return build_model(source, config); });
-  }
-  fields.refuse("model_type", concat("known are ", join(known, ", "),
-                                     "; any other model can be given as a list of \"units\""));
+  if (!is_known_model_type(model_type))
+    fields.refuse("model_type", concat("known are ", join(plannable_types(), ", "),
+                                       "; any other model can be given as a list of \"units\""));
+  const PlannableConfig config = model_type == kDeepseek
+                                     ? PlannableConfig(read_deepseek_v3(fields))
+                                     : PlannableConfig(read_model_config(fields));
+  return with_source(source, [&] { return build_model(source, config); });
 }
 
 TensorShape read_tensor(const JsonFields& fields) {
@@ -190,8 +135,8 @@ ModelShape parse_model(std::string_view json_text, const std::string& source) {
 }
 
 bool is_known_model_type(std::string_view model_type) {
-  return std::any_of(kReaders.begin(), kReaders.end(),
-                     [&](const Reader& reader) { return reader.model_type == model_type; });
+  const std::vector<std::string> types = plannable_types();
+  return std::find(types.begin(), types.end(), model_type) != types.end();
 }
 
 ModelShape load_model_file(const std::string& path) {

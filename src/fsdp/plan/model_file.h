@@ -9,7 +9,7 @@
 namespace fsdp {
 
 // Reads either form:
-//   {"model_type": "llama" | "mixtral" | "deepseek_v3" | "nemotron_h", "hidden_size": ..., ...}
+//   {"model_type": "llama" | "qwen3" | "mixtral" | "nemotron_h" | "deepseek_v3", ...}
 //   {"name": "mine", "units": [{"name": "block", "tensors": [{"name": "w", "shape": [4, 4]}]}]}
 // In the second a tensor may also name its "dtype" and the model the order of "uses" (unit names;
 // default: each unit once, in order). `source` is what errors call the text, usually its path.

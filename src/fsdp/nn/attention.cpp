@@ -1,0 +1,82 @@
+#include "fsdp/nn/attention.h"
+
+#include <ATen/ATen.h>
+
+namespace fsdp::nn {
+
+namespace {
+
+// Half-precision kernels of devices, and those of the host, read a group's keys and values in
+// place; for other types devices have memory-saving kernels for equal numbers of heads only.
+bool reads_groups_in_place(const at::Tensor& query) {
+  return query.device().is_cpu() || query.scalar_type() == at::kBFloat16 ||
+         query.scalar_type() == at::kHalf;
+}
+
+// [batch, kv_heads, sequence, head_dim] -> as many heads as the queries have.
+at::Tensor repeated(const at::Tensor& x, int64_t group) {
+  return x.unsqueeze(2)
+      .expand({x.size(0), x.size(1), group, x.size(2), x.size(3)})
+      .reshape({x.size(0), x.size(1) * group, x.size(2), x.size(3)});
+}
+
+at::Tensor causal_attention(const at::Tensor& query, at::Tensor key, at::Tensor value) {
+  const int64_t group = query.size(1) / key.size(1);
+  const bool in_place = group > 1 && reads_groups_in_place(query);
+  if (group > 1 && !in_place) {
+    key = repeated(key, group);
+    value = repeated(value, group);
+  }
+  return at::scaled_dot_product_attention(query, key, value, /*attn_mask=*/{}, /*dropout_p=*/0.0,
+                                          /*is_causal=*/true, /*scale=*/std::nullopt,
+                                          /*enable_gqa=*/in_place);
+}
+
+}  // namespace
+
+AttentionImpl::AttentionImpl(const AttentionOptions& options)
+    : options_(options),
+      q_proj_(register_module(
+          "q_proj",
+          Projection(ProjectionOptions{options.hidden_size, options.num_heads * options.head_dim,
+                                       options.bias, options.standard_deviation}))),
+      k_proj_(register_module(
+          "k_proj",
+          Projection(ProjectionOptions{options.hidden_size, options.num_kv_heads * options.head_dim,
+                                       options.bias, options.standard_deviation}))),
+      v_proj_(register_module(
+          "v_proj",
+          Projection(ProjectionOptions{options.hidden_size, options.num_kv_heads * options.head_dim,
+                                       options.bias, options.standard_deviation}))),
+      o_proj_(register_module(
+          "o_proj",
+          Projection(ProjectionOptions{options.num_heads * options.head_dim, options.hidden_size,
+                                       options.bias, options.standard_deviation}))) {
+  if (options.qk_norm_eps == 0.0) return;
+  q_norm_ = register_module("q_norm", RmsNorm(options.head_dim, options.qk_norm_eps));
+  k_norm_ = register_module("k_norm", RmsNorm(options.head_dim, options.qk_norm_eps));
+}
+
+at::Tensor AttentionImpl::heads_of(const at::Tensor& projected) const {
+  return projected.view({projected.size(0), projected.size(1), -1, options_.head_dim});
+}
+
+at::Tensor AttentionImpl::forward(const at::Tensor& x) {
+  at::Tensor query = heads_of(q_proj_(x));
+  at::Tensor key = heads_of(k_proj_(x));
+  const at::Tensor value = heads_of(v_proj_(x));
+  if (!q_norm_.is_empty()) {
+    query = q_norm_(query);
+    key = k_norm_(key);
+  }
+  if (options_.rotary) {
+    const RotaryTables tables = options_.rotary->tables(x.size(1), x.device());
+    query = rotate(query, tables);
+    key = rotate(key, tables);
+  }
+  const at::Tensor mixed =
+      causal_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2));
+  return o_proj_(mixed.transpose(1, 2).reshape({x.size(0), x.size(1), -1}));
+}
+
+}  // namespace fsdp::nn

@@ -1,0 +1,14 @@
+// The loss of predicted tokens, in fp32 whatever the logits' type.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace fsdp::nn {
+
+inline constexpr int64_t kNoTarget = -100;
+
+// logits: [..., vocabulary]; targets: [...], int64. The mean of -log(probability) over the targets
+// that are not kNoTarget; 0 when there are none.
+at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets);
+
+}  // namespace fsdp::nn

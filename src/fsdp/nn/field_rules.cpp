@@ -1,0 +1,44 @@
+#include "fsdp/nn/field_rules.h"
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/text.h"
+
+namespace fsdp {
+
+void check_range(int64_t minimum, int64_t maximum, std::initializer_list<IntegerField> fields) {
+  for (const IntegerField& field : fields)
+    if (field.value < minimum || field.value > maximum)
+      throw UsageError(concat(field.name, " is ", field.value, "; it must be a whole number from ",
+                              minimum, " to ", maximum));
+}
+
+void check_dims(std::initializer_list<IntegerField> fields) { check_range(1, kMaxDim, fields); }
+
+int64_t resolved_head_dim(int64_t head_dim, int64_t hidden_size, int64_t num_attention_heads) {
+  check_dims({{"hidden_size", hidden_size}, {"num_attention_heads", num_attention_heads}});
+  if (head_dim != 0) {
+    check_dims({{"head_dim", head_dim}});
+    return head_dim;
+  }
+  if (hidden_size % num_attention_heads != 0)
+    throw UsageError(concat("hidden_size is ", hidden_size,
+                            ", which num_attention_heads = ", num_attention_heads,
+                            " does not divide; change one of them or set head_dim"));
+  return hidden_size / num_attention_heads;
+}
+
+void check_kv_heads(int64_t num_key_value_heads, int64_t num_attention_heads) {
+  check_dims({{"num_key_value_heads", num_key_value_heads}});
+  if (num_attention_heads % num_key_value_heads != 0)
+    throw UsageError(concat("num_key_value_heads is ", num_key_value_heads,
+                            "; it must divide num_attention_heads = ", num_attention_heads));
+}
+
+void check_expert_count(const char* field, int64_t num_experts, int64_t num_layers) {
+  check_dims({{field, num_experts}});
+  if (num_experts > kMaxBlocks / num_layers)
+    throw UsageError(concat(field, " is ", num_experts, " in ", num_layers, " layers; at most ",
+                            kMaxBlocks, " experts in all are supported"));
+}
+
+}  // namespace fsdp

@@ -1,0 +1,32 @@
+// The gated MLP: down(silu(gate(x)) * up(x)).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include "fsdp/nn/projection.h"
+
+namespace fsdp::nn {
+
+// silu(gate) * up; keeps its two arguments for the backward and nothing else.
+at::Tensor gated_silu(const at::Tensor& gate, const at::Tensor& up);
+
+struct GatedMlpOptions {
+  int64_t hidden_size = 0;
+  int64_t intermediate_size = 0;
+  bool bias = false;
+  double standard_deviation = 0.02;
+};
+
+class GatedMlpImpl : public torch::nn::Module {
+ public:
+  explicit GatedMlpImpl(const GatedMlpOptions& options);
+  at::Tensor forward(const at::Tensor& x);
+
+ private:
+  Projection gate_proj_, up_proj_, down_proj_;
+};
+TORCH_MODULE(GatedMlp);
+
+}  // namespace fsdp::nn

@@ -1,0 +1,41 @@
+// The end of a language model: final norm and output matrix, one unit.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include "fsdp/nn/named_init.h"
+#include "fsdp/nn/rms_norm.h"
+
+namespace fsdp::nn {
+
+// A prediction layer has a final norm of its own and uses the output matrix alone.
+enum class HeadInput : uint8_t { kHidden, kNormed };
+
+struct HeadOptions {
+  int64_t vocab_size = 0;
+  int64_t hidden_size = 0;
+  double norm_eps = 1e-5;
+  double standard_deviation = 0.02;
+  // The embedding's weight, when the output matrix is the same.
+  at::Tensor tied_weight = {};
+};
+
+class HeadImpl : public torch::nn::Module, public NamedInit {
+ public:
+  explicit HeadImpl(const HeadOptions& options);
+  // Logits: [batch, sequence, vocab_size].
+  at::Tensor forward(const at::Tensor& x, HeadInput input);
+  void reset_parameters() override;
+
+  at::Tensor weight;
+
+ private:
+  const bool is_tied_;
+  const double standard_deviation_;
+  RmsNorm norm_;
+};
+TORCH_MODULE(Head);
+
+}  // namespace fsdp::nn

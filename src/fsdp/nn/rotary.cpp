@@ -1,0 +1,125 @@
+#include "fsdp/nn/rotary.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <cmath>
+#include <numbers>
+
+namespace fsdp::nn {
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Wavelengths beyond the positions of the first training are stretched, short ones are kept, and
+// between the two there is a smooth passage.
+double scaled(double frequency, const Llama3RopeScaling& scaling) {
+  const double turns = static_cast<double>(scaling.original_max_position_embeddings) * frequency /
+                       (2.0 * std::numbers::pi);
+  if (turns < scaling.low_freq_factor) return frequency / scaling.factor;
+  if (turns > scaling.high_freq_factor) return frequency;
+  const double smooth =
+      (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor);
+  return (1.0 - smooth) * frequency / scaling.factor + smooth * frequency;
+}
+
+enum class Direction { kForward, kBack };
+
+// One pass on the host, where ATen needs four.
+void rotate_on_host(const at::Tensor& x, const at::Tensor& y, const at::Tensor& cosine,
+                    const at::Tensor& sine, float sign) {
+  const int64_t sequence = x.size(1);
+  const int64_t heads = x.size(2);
+  const int64_t half = x.size(3) / 2;
+  const auto* from = x.const_data_ptr<float>();
+  auto* to = y.data_ptr<float>();
+  const auto* cosines = cosine.const_data_ptr<float>();
+  const auto* sines = sine.const_data_ptr<float>();
+  at::parallel_for(0, x.size(0) * sequence, 32, [&](int64_t begin, int64_t end) {
+    for (int64_t position = begin; position < end; ++position) {
+      const float* c = cosines + position % sequence * half;
+      const float* s = sines + position % sequence * half;
+      for (int64_t head = 0; head < heads; ++head) {
+        const float* a = from + (position * heads + head) * 2 * half;
+        float* b = to + (position * heads + head) * 2 * half;
+        for (int64_t i = 0; i < half; ++i) {
+          b[i] = a[i] * c[i] - a[i + half] * (sign * s[i]);
+          b[i + half] = a[i + half] * c[i] + a[i] * (sign * s[i]);
+        }
+      }
+    }
+  });
+}
+
+at::Tensor rotated(const at::Tensor& x_in, const at::Tensor& cosine, const at::Tensor& sine,
+                   Direction direction) {
+  const at::Tensor x = x_in.contiguous();
+  if (x.device().is_cpu() && x.scalar_type() == at::kFloat) {
+    at::Tensor y = at::empty_like(x);
+    rotate_on_host(x, y, cosine, sine, direction == Direction::kForward ? 1.0f : -1.0f);
+    return y;
+  }
+  const at::Tensor wide = x.to(at::kFloat);
+  const at::Tensor y = at::empty_like(wide);
+  const at::Tensor c = cosine.unsqueeze(1);  // over the heads
+  const at::Tensor s = sine.unsqueeze(1);
+  const std::vector<at::Tensor> from = wide.chunk(2, -1);
+  std::vector<at::Tensor> to = y.chunk(2, -1);
+  const double sign = direction == Direction::kForward ? 1.0 : -1.0;
+  at::mul_out(to[0], from[0], c).addcmul_(from[1], s, -sign);
+  at::mul_out(to[1], from[1], c).addcmul_(from[0], s, sign);
+  return y.to(x.scalar_type());
+}
+
+class Rotation final : public torch::autograd::Function<Rotation> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& cosine,
+                            const at::Tensor& sine) {
+    context->save_for_backward({cosine, sine});
+    return rotated(x, cosine, sine, Direction::kForward);
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const variable_list saved = context->get_saved_variables();
+    return {rotated(gradients[0], saved[0], saved[1], Direction::kBack), at::Tensor(),
+            at::Tensor()};
+  }
+};
+
+}  // namespace
+
+std::vector<double> rotary_frequencies(const LlamaConfig& config) {
+  const int64_t head_dim = head_dim_of(config);
+  std::vector<double> frequencies;
+  for (int64_t channel = 0; channel < head_dim; channel += 2) {
+    const double frequency =
+        std::pow(config.rope_theta, -static_cast<double>(channel) / static_cast<double>(head_dim));
+    frequencies.push_back(config.rope_scaling ? scaled(frequency, *config.rope_scaling)
+                                              : frequency);
+  }
+  return frequencies;
+}
+
+RotaryTables Rotary::tables(int64_t sequence, const at::Device& device) {
+  const std::lock_guard lock(mutex_);
+  const bool fits =
+      last_.cosine.defined() && last_.cosine.size(0) == sequence && last_.cosine.device() == device;
+  if (!fits) {
+    const at::NoGradGuard no_grad;
+    const auto on_host = at::device(at::kCPU);
+    const at::Tensor frequency =
+        at::tensor(frequencies_, on_host.dtype(at::kDouble)).to(at::kFloat);
+    const at::Tensor angle = at::outer(at::arange(sequence, on_host.dtype(at::kFloat)), frequency);
+    last_ = {angle.cos().to(device), angle.sin().to(device)};
+  }
+  return last_;
+}
+
+at::Tensor rotate(const at::Tensor& x, const RotaryTables& tables) {
+  return Rotation::apply(x, tables.cosine, tables.sine);
+}
+
+}  // namespace fsdp::nn

@@ -1,0 +1,38 @@
+// Rotary positions: pairs of channels are rotated by an angle that grows with the position.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <mutex>
+#include <vector>
+
+#include "fsdp/nn/architecture.h"
+
+namespace fsdp::nn {
+
+// Angle per position of each pair of channels (i, i + head_dim / 2).
+std::vector<double> rotary_frequencies(const LlamaConfig& config);
+
+struct RotaryTables {
+  at::Tensor cosine;  // [sequence, head_dim / 2], fp32
+  at::Tensor sine;
+};
+
+// Makes tables when they are first needed and keeps the last ones. Shared by the layers of a model;
+// neither parameter nor buffer, since anybody can make them again.
+class Rotary {
+ public:
+  explicit Rotary(const LlamaConfig& config) : frequencies_(rotary_frequencies(config)) {}
+
+  RotaryTables tables(int64_t sequence, const at::Device& device);
+
+ private:
+  const std::vector<double> frequencies_;
+  std::mutex mutex_;  // a backward may recompute on a thread of its own
+  RotaryTables last_;
+};
+
+// x: [batch, sequence, heads, head_dim]; computed in fp32 and rounded to x's type.
+at::Tensor rotate(const at::Tensor& x, const RotaryTables& tables);
+
+}  // namespace fsdp::nn

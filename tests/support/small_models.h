@@ -1,0 +1,101 @@
+// Language models of every kind, small enough to train in a test.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <string>
+#include <vector>
+
+#include "fsdp/nn/language_model.h"
+
+namespace fsdp::testing {
+
+struct SmallModel {
+  std::string name;  // letters, digits and underscores
+  ModelConfig config;
+};
+
+inline LlamaConfig small_llama() {
+  return {.vocab_size = 37,
+          .hidden_size = 24,
+          .num_hidden_layers = 2,
+          .num_attention_heads = 4,
+          .num_key_value_heads = 2,
+          .head_dim = 8,
+          .intermediate_size = 29};
+}
+
+inline MixtralConfig small_mixtral() {
+  return {.decoder = small_llama(),
+          .num_local_experts = 5,
+          .num_experts_per_tok = 2,
+          .router_aux_loss_coef = 0.02};
+}
+
+inline NemotronHConfig small_hybrid() {
+  return {.vocab_size = 37,
+          .hidden_size = 24,
+          .intermediate_size = 29,
+          .hybrid_override_pattern = "M-M*",
+          .mamba_num_heads = 6,
+          .mamba_head_dim = 4,
+          .n_groups = 2,
+          .ssm_state_size = 5,
+          .conv_kernel = 4,
+          .num_attention_heads = 4,
+          .num_key_value_heads = 2,
+          .head_dim = 8,
+          .chunk_size = 4};
+}
+
+// Every option that changes which tensors there are, or how they are used.
+inline std::vector<SmallModel> small_models() {
+  LlamaConfig biased = small_llama();
+  biased.attention_bias = biased.mlp_bias = true;
+  LlamaConfig tied = small_llama();
+  tied.tie_word_embeddings = true;
+  LlamaConfig normed = small_llama();
+  normed.qk_norm = true;
+  LlamaConfig predicting = small_llama();
+  predicting.num_nextn_predict_layers = 2;
+  LlamaConfig tied_predicting = predicting;
+  tied_predicting.tie_word_embeddings = true;
+  MixtralConfig shared = small_mixtral();
+  shared.shared_expert_intermediate_size = 11;
+  MixtralConfig predicting_experts = shared;
+  predicting_experts.decoder.num_nextn_predict_layers = 1;
+  return {
+      {"llama", small_llama()},
+      {"llama_biased", biased},
+      {"llama_tied", tied},
+      {"llama_qk_norm", normed},
+      {"llama_mtp", predicting},
+      {"llama_tied_mtp", tied_predicting},
+      {"mixtral", small_mixtral()},
+      {"mixtral_shared", shared},
+      {"mixtral_shared_mtp", predicting_experts},
+  };
+}
+
+// Different for every rank and step, and no random numbers. [rows, sequence + 1]
+inline at::Tensor small_tokens(int rank, int step, int64_t rows = 2, int64_t sequence = 7) {
+  const at::Tensor index = at::arange(rows * (sequence + 1), at::kLong);
+  return (index * index * 3 + index * 5 + 11 * rank + 7 * step).remainder(37).view({rows, -1});
+}
+
+inline ModelLoss small_loss(LanguageModel& model, const at::Tensor& tokens) {
+  const int64_t sequence = tokens.size(1) - 1;
+  return model.loss(tokens.narrow(1, 0, sequence), tokens.narrow(1, 1, sequence));
+}
+
+// Norms that are all ones would hide being mixed up or left out.
+inline void disturb(LanguageModel& model) {
+  const at::NoGradGuard no_grad;
+  int64_t place = 0;
+  for (at::Tensor& parameter : model.parameters())
+    parameter.add_(at::sin(at::arange(parameter.numel(), at::kFloat) * 0.7 + (1.0 * place++))
+                       .view(parameter.sizes()) *
+                   0.1);
+}
+
+}  // namespace fsdp::testing
