@@ -16,6 +16,7 @@ struct Command {
 Command add_plan(CLI::App& parent);
 Command add_inspect(CLI::App& parent);
 Command add_convert(CLI::App& parent);
+Command add_data(CLI::App& parent);
 Command add_info(CLI::App& parent);
 
 }  // namespace fsdp::cli

@@ -25,6 +25,7 @@ constexpr const char* kFooter =
     "  fsdp inspect runs/7b --verify                      what a checkpoint holds, and whether it "
     "is whole\n"
     "  fsdp convert runs/7b exported --to hf              a checkpoint for HuggingFace's packages\n"
+    "  fsdp data pack books --output books.bin            text as a token file to train on\n"
     "  fsdp info                                          this build, its libtorch and devices\n"
     "fsdp SUBCOMMAND --help explains the options of one.";
 
@@ -34,7 +35,7 @@ int run(int argc, char** argv) {
   app.set_version_flag("--version", "fsdp " FSDP_VERSION);
   const std::vector<fsdp::cli::Command> commands = {
       fsdp::cli::add_plan(app), fsdp::cli::add_inspect(app), fsdp::cli::add_convert(app),
-      fsdp::cli::add_info(app)};
+      fsdp::cli::add_data(app), fsdp::cli::add_info(app)};
   app.require_subcommand(0, 1);  // none is answered below, a second one is a surplus argument
   // Unknown arguments are collected, not refused, so that they can be answered with the nearest.
   app.allow_extras();

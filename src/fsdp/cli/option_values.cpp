@@ -17,6 +17,12 @@ std::vector<std::string> long_names(const CLI::App& app) {
   return names;
 }
 
+// "fsdp data pack"
+std::string full_name(const CLI::App& app) {
+  const CLI::App* const parent = app.get_parent();
+  return parent == nullptr ? app.get_name() : concat(full_name(*parent), " ", app.get_name());
+}
+
 }  // namespace
 
 void refuse_leftovers(const CLI::App& app) {
@@ -25,17 +31,16 @@ void refuse_leftovers(const CLI::App& app) {
   if (leftovers.empty()) return;
   const std::string& word = leftovers.front();
   const bool is_option = word.starts_with('-');
-  const bool at_top = app.get_parent() == nullptr;
+  const auto subcommands = app.get_subcommands([](const CLI::App*) { return true; });
   std::vector<std::string> candidates = long_names(app);
   if (!is_option) {
     candidates.clear();
-    for (const CLI::App* sub : app.get_subcommands([](const CLI::App*) { return true; }))
-      candidates.push_back(sub->get_name());
+    for (const CLI::App* sub : subcommands) candidates.push_back(sub->get_name());
   }
   // "--opt=value" is compared without its value.
   const std::string near = nearest(word.substr(0, word.find('=')), candidates);
-  const std::string kind = is_option ? "option" : at_top ? "subcommand" : "argument";
-  const std::string place = at_top ? "fsdp" : "fsdp " + app.get_name();
+  const std::string kind = is_option ? "option" : subcommands.empty() ? "argument" : "subcommand";
+  const std::string place = full_name(app);
   const std::string help = concat("ee ", place, " --help");
   throw UsageError(
       concat(kind, " '", word, "' is not known to ", place, "; ",

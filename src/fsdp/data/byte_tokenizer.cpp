@@ -31,4 +31,13 @@ std::string decode_bytes(std::span<const int64_t> tokens) {
   return text;
 }
 
+TokenHeader byte_level_header() {
+  TokenHeader header;
+  header.token_bytes = token_bytes_for(kByteVocabulary);
+  header.vocabulary = kByteVocabulary;
+  header.end_of_document = kByteEndOfDocument;
+  header.tokenizer = kByteTokenizerName;
+  return header;
+}
+
 }  // namespace fsdp

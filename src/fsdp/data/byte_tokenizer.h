@@ -7,6 +7,8 @@
 #include <string>
 #include <string_view>
 
+#include "fsdp/data/token_header.h"
+
 namespace fsdp {
 
 inline constexpr const char* kByteTokenizerName = "bytes";
@@ -20,5 +22,8 @@ void encode_bytes(std::string_view text, std::span<int64_t> tokens);
 // The bytes as they were, whether they are valid UTF-8 or not; the end of a document has none. A
 // token that is none of the 257 is an Error.
 std::string decode_bytes(std::span<const int64_t> tokens);
+
+// What a file of such tokens says of itself, without its counts.
+TokenHeader byte_level_header();
 
 }  // namespace fsdp

@@ -2,33 +2,15 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdio>
 #include <string_view>
 #include <utility>
 
 #include "fsdp/base/crc32c.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
-#include "fsdp/base/mixed_bits.h"
 #include "fsdp/data/byte_tokenizer.h"
-#include "fsdp/data/text_files.h"
 
 namespace fsdp {
-namespace {
-
-TokenHeader byte_level_header() {
-  return {.token_bytes = token_bytes_for(kByteVocabulary),
-          .vocabulary = kByteVocabulary,
-          .end_of_document = kByteEndOfDocument,
-          .tokenizer = kByteTokenizerName};
-}
-
-std::string kind_text(const TokenHeader& header) {
-  return concat("tokenizer '", header.tokenizer, "', vocabulary ", header.vocabulary, ", ",
-                header.token_bytes, " bytes per token");
-}
-
-}  // namespace
 
 // Adds the paths one by one.
 class CorpusBuilder {
@@ -43,7 +25,6 @@ class CorpusBuilder {
   }
 
   std::shared_ptr<const Corpus> finish() {
-    corpus_.left_out_ = left_out_text(found_);
     return std::make_shared<const Corpus>(std::move(corpus_));
   }
 
@@ -75,10 +56,7 @@ class CorpusBuilder {
     header.num_tokens = static_cast<int64_t>(tokens.size());
     header.num_documents = static_cast<int64_t>(files.paths.size());
     header.data_crc32c = crc32c(std::as_bytes(std::span(tokens)));
-    found_.num_hidden += files.num_hidden;
-    found_.num_binary += files.num_binary;
-    found_.num_empty += files.num_empty;
-    found_.num_other += files.num_other;
+    corpus_.left_out_ += files.left_out;
     corpus_.num_files_ += header.num_documents;
     append(header, path, {.text = std::move(tokens)});
   }
@@ -89,11 +67,7 @@ class CorpusBuilder {
       all = header;
       first_path_ = path;
     } else {
-      FSDP_CHECK(header.tokenizer == all.tokenizer && header.vocabulary == all.vocabulary &&
-                     header.token_bytes == all.token_bytes &&
-                     header.end_of_document == all.end_of_document,
-                 path, ": has other tokens (", kind_text(header), ") than ", first_path_, " (",
-                 kind_text(all), "); pack all the text with one tokenizer, or name fewer files");
+      check_same_kind(all, first_path_, header, path);
       all.num_tokens = checked_add(all.num_tokens, header.num_tokens);
       all.num_documents += header.num_documents;
       all.data_crc32c = crc32c_of_joined(all.data_crc32c, header.data_crc32c, header.data_bytes());
@@ -105,7 +79,6 @@ class CorpusBuilder {
 
   const CorpusOptions& options_;
   Corpus corpus_;
-  TextFiles found_;
   int64_t text_bytes_ = 0;
   std::string first_path_;
 };
@@ -117,14 +90,6 @@ std::shared_ptr<const Corpus> Corpus::open(std::span<const std::string> paths,
   CorpusBuilder builder(options);
   for (const std::string& path : paths) builder.add(path);
   return builder.finish();
-}
-
-uint64_t Corpus::fingerprint() const {
-  // The name's checksum, since hashes of the standard library differ between machines.
-  const uint32_t name = crc32c(std::as_bytes(std::span(info_.tokenizer)));
-  uint64_t bits = mixed_bits(uint64_t{info_.data_crc32c} << 32 | name);
-  bits = mixed_bits(bits ^ static_cast<uint64_t>(info_.num_tokens));
-  return mixed_bits(bits ^ static_cast<uint64_t>(info_.vocabulary));
 }
 
 void Corpus::read(int64_t first, std::span<int64_t> into) const {
@@ -143,6 +108,14 @@ void Corpus::read(int64_t first, std::span<int64_t> into) const {
     into = into.subspan(count);
     ++part;
   }
+}
+
+void Corpus::verify(const std::function<void(int64_t)>& progress) const {
+  for (const Part& part : parts_)
+    if (part.file)
+      part.file->verify([&](int64_t bytes) {
+        if (progress) progress(part.begin * info_.token_bytes + bytes);
+      });
 }
 
 void Corpus::check_model_vocabulary(int64_t model_vocabulary) const {
@@ -168,12 +141,6 @@ bool is_token_file(const std::string& path) {
       static_cast<size_t>(std::min(reader.bytes(), static_cast<int64_t>(buffer.size()))));
   reader.read(0, first);
   return begins_like_token_file(first);
-}
-
-std::string fingerprint_text(uint64_t fingerprint) {
-  char text[19];
-  std::snprintf(text, sizeof text, "0x%016llx", static_cast<unsigned long long>(fingerprint));
-  return text;
 }
 
 }  // namespace fsdp

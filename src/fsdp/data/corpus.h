@@ -2,12 +2,14 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "fsdp/data/text_files.h"
 #include "fsdp/data/token_file.h"
 
 namespace fsdp {
@@ -34,15 +36,17 @@ class Corpus {
   // As a token file of all the tokens would have it.
   const TokenHeader& header() const { return info_; }
   int64_t num_files() const { return num_files_; }
-  // Files of directories that are no text: "2 hidden, 1 binary"; "" for none.
-  const std::string& left_out() const { return left_out_; }
+  const LeftOut& left_out() const { return left_out_; }
 
-  // Says which tokens these are: equal for the same tokens of the same tokenizer, whatever files
-  // they come from and whether they were packed or not.
-  uint64_t fingerprint() const;
+  // See fingerprint_of().
+  uint64_t fingerprint() const { return fingerprint_of(info_); }
 
   // Tokens from `first` on. An Error names the file whose token is outside the vocabulary.
   void read(int64_t first, std::span<int64_t> into) const;
+
+  // Reads all packed files, and fails where a checksum or a token is wrong. `progress` is told how
+  // many of all bytes are done, now and then.
+  void verify(const std::function<void(int64_t)>& progress = {}) const;
 
   // UsageError for a model that has fewer tokens than the data.
   void check_model_vocabulary(int64_t model_vocabulary) const;
@@ -64,13 +68,10 @@ class Corpus {
   std::vector<Part> parts_;
   TokenHeader info_;
   int64_t num_files_ = 0;
-  std::string left_out_;
+  LeftOut left_out_;
 };
 
 // Whether a path is taken for a packed token file.
 bool is_token_file(const std::string& path);
-
-// "0x0123456789abcdef"
-std::string fingerprint_text(uint64_t fingerprint);
 
 }  // namespace fsdp

@@ -45,17 +45,17 @@ class DirectoryWalk {
   void take(const std::string& path, const std::string& name) {
     struct stat status {};
     if (name.starts_with('.')) {
-      ++files_.num_hidden;
+      ++files_.left_out.num_hidden;
     } else if (::stat(path.c_str(), &status) != 0) {
-      ++files_.num_other;
+      ++files_.left_out.num_other;
     } else if (S_ISDIR(status.st_mode)) {
       enter(path, status);
     } else if (!S_ISREG(status.st_mode)) {
-      ++files_.num_other;
+      ++files_.left_out.num_other;
     } else if (status.st_size == 0) {
-      ++files_.num_empty;
+      ++files_.left_out.num_empty;
     } else if (is_binary(path, status.st_size)) {
-      ++files_.num_binary;
+      ++files_.left_out.num_binary;
     } else {
       files_.paths.push_back(path);
       files_.bytes += status.st_size;
@@ -69,10 +69,10 @@ class DirectoryWalk {
 TextFiles in_directory(const std::string& path, const struct stat& status) {
   TextFiles files;
   DirectoryWalk(files).enter(path, status);
-  FSDP_CHECK(
-      !files.paths.empty(), path, ": no text files in this directory",
-      files.num_left_out() == 0 ? std::string() : concat(" (left out: ", left_out_text(files), ")"),
-      "; name one with text, or packed token files by their own names");
+  FSDP_CHECK(!files.paths.empty(), path, ": no text files in this directory",
+             files.left_out.total() == 0 ? std::string()
+                                         : concat(" (left out: ", to_text(files.left_out), ")"),
+             "; name one with text, or packed token files by their own names");
   std::sort(files.paths.begin(), files.paths.end());
   return files;
 }
@@ -80,10 +80,7 @@ TextFiles in_directory(const std::string& path, const struct stat& status) {
 void append(TextFiles& files, const TextFiles& more) {
   files.paths.insert(files.paths.end(), more.paths.begin(), more.paths.end());
   files.bytes += more.bytes;
-  files.num_hidden += more.num_hidden;
-  files.num_binary += more.num_binary;
-  files.num_empty += more.num_empty;
-  files.num_other += more.num_other;
+  files.left_out += more.left_out;
 }
 
 }  // namespace
@@ -105,15 +102,23 @@ TextFiles find_text_files(std::span<const std::string> paths) {
   return files;
 }
 
-std::string left_out_text(const TextFiles& files) {
+LeftOut& LeftOut::operator+=(const LeftOut& more) {
+  num_hidden += more.num_hidden;
+  num_binary += more.num_binary;
+  num_empty += more.num_empty;
+  num_other += more.num_other;
+  return *this;
+}
+
+std::string to_text(const LeftOut& left_out) {
   std::vector<std::string> parts;
   const auto add = [&](int64_t count, const char* kind) {
     if (count > 0) parts.push_back(concat(grouped_text(count), " ", kind));
   };
-  add(files.num_hidden, "hidden");
-  add(files.num_binary, "binary");
-  add(files.num_empty, "empty");
-  add(files.num_other, "other than files");
+  add(left_out.num_hidden, "hidden");
+  add(left_out.num_binary, "binary");
+  add(left_out.num_empty, "empty");
+  add(left_out.num_other, "other than files");
   return join(parts, ", ");
 }
 

@@ -8,16 +8,22 @@
 
 namespace fsdp {
 
-struct TextFiles {
-  std::vector<std::string> paths;  // one document each
-  int64_t bytes = 0;               // of all of them
-  // Left out of directories:
+// How much of directories is no text.
+struct LeftOut {
   int64_t num_hidden = 0;  // files and directories whose names begin with a dot
   int64_t num_binary = 0;  // files with a zero byte in their first 8 KiB
   int64_t num_empty = 0;
   int64_t num_other = 0;  // devices, pipes, links to nothing
 
-  int64_t num_left_out() const { return num_hidden + num_binary + num_empty + num_other; }
+  int64_t total() const { return num_hidden + num_binary + num_empty + num_other; }
+  LeftOut& operator+=(const LeftOut& more);
+  bool operator==(const LeftOut&) const = default;
+};
+
+struct TextFiles {
+  std::vector<std::string> paths;  // one document each
+  int64_t bytes = 0;               // of all of them
+  LeftOut left_out = {};
 };
 
 // A file that is named is taken whatever it holds; a directory stands for the files in and below
@@ -27,6 +33,6 @@ struct TextFiles {
 TextFiles find_text_files(std::span<const std::string> paths);
 
 // "2 hidden, 1 binary"; "" for nothing.
-std::string left_out_text(const TextFiles& files);
+std::string to_text(const LeftOut& left_out);
 
 }  // namespace fsdp

@@ -49,7 +49,6 @@ const std::byte* map_file(const FileReader& reader) {
   return static_cast<const std::byte*>(mapped);
 }
 
-// A model that looked it up would read beyond its embedding.
 [[noreturn]] void refuse_token(const std::string& path, int64_t place, int64_t token,
                                int64_t vocabulary) {
   throw Error(concat(path, ": token number ", place, " is ", token, ", outside the vocabulary of ",

@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstdio>
 #include <cstring>
 #include <string_view>
 
 #include "fsdp/base/crc32c.h"
 #include "fsdp/base/error.h"
-#include "fsdp/base/integer.h"
+#include "fsdp/base/mixed_bits.h"
+#include "fsdp/base/text.h"
 
 namespace fsdp {
 namespace {
@@ -92,6 +94,12 @@ void check_length(const TokenHeader& header, int64_t file_bytes, const std::stri
              "; ", kRemedy);
 }
 
+std::string kind_text(const TokenHeader& header) {
+  return concat("tokenizer '", header.tokenizer, "', vocabulary ", header.vocabulary, ", ",
+                header.token_bytes, " bytes per token, end of document ",
+                header.end_of_document ? concat(*header.end_of_document) : "none");
+}
+
 }  // namespace
 
 int64_t token_bytes_for(int64_t vocabulary) { return vocabulary <= int64_t{1} << 16 ? 2 : 4; }
@@ -147,6 +155,29 @@ TokenHeaderBytes write_token_header(const TokenHeader& header) {
   put(bytes, kDataCrcAt, header.data_crc32c);
   put(bytes, kHeaderCrcAt, crc32c(std::span(bytes).first(kHeaderCrcAt)));
   return bytes;
+}
+
+uint64_t fingerprint_of(const TokenHeader& header) {
+  // The name's checksum, since hashes of the standard library differ between machines.
+  const uint32_t name = crc32c(std::as_bytes(std::span(header.tokenizer)));
+  uint64_t bits = mixed_bits(uint64_t{header.data_crc32c} << 32 | name);
+  bits = mixed_bits(bits ^ static_cast<uint64_t>(header.num_tokens));
+  return mixed_bits(bits ^ static_cast<uint64_t>(header.vocabulary));
+}
+
+std::string fingerprint_text(uint64_t fingerprint) {
+  char text[19];
+  std::snprintf(text, sizeof text, "0x%016llx", static_cast<unsigned long long>(fingerprint));
+  return text;
+}
+
+void check_same_kind(const TokenHeader& first, const std::string& first_path,
+                     const TokenHeader& other, const std::string& other_path) {
+  FSDP_CHECK(other.tokenizer == first.tokenizer && other.vocabulary == first.vocabulary &&
+                 other.token_bytes == first.token_bytes &&
+                 other.end_of_document == first.end_of_document,
+             other_path, ": has other tokens (", kind_text(other), ") than ", first_path, " (",
+             kind_text(first), "); pack all the text with one tokenizer, or name fewer files");
 }
 
 }  // namespace fsdp

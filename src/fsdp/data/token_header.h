@@ -38,6 +38,17 @@ TokenHeader parse_token_header(std::span<const std::byte> first, int64_t file_by
 // An Error for what no reader would accept.
 TokenHeaderBytes write_token_header(const TokenHeader& header);
 
+// Says which tokens these are: equal for the same tokens of the same tokenizer, whatever files they
+// are in and whether they were packed or not.
+uint64_t fingerprint_of(const TokenHeader& header);
+
+// "0x0123456789abcdef"
+std::string fingerprint_text(uint64_t fingerprint);
+
+// Error where tokens of two files are not of one kind and so cannot follow each other.
+void check_same_kind(const TokenHeader& first, const std::string& first_path,
+                     const TokenHeader& other, const std::string& other_path);
+
 // Whether a file that begins with these bytes was meant to be a token file.
 bool begins_like_token_file(std::span<const std::byte> first);
 

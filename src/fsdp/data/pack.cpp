@@ -1,0 +1,140 @@
+#include "fsdp/data/pack.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "fsdp/base/crc32c.h"
+#include "fsdp/base/durable_file.h"
+#include "fsdp/base/error.h"
+#include "fsdp/data/byte_tokenizer.h"
+#include "fsdp/data/corpus.h"
+#include "fsdp/data/token_file.h"
+
+namespace fsdp {
+namespace {
+
+constexpr int64_t kPieceBytes = int64_t{1} << 20;
+
+// Opened and counted before anything is written.
+struct Source {
+  std::string path;
+  std::optional<TokenFile> tokens;  // or text
+};
+
+class Packing {
+ public:
+  explicit Packing(const PackOptions& options) : options_(options) {}
+
+  void find(std::span<const std::string> paths) {
+    for (const std::string& path : paths) {
+      if (is_token_file(path))
+        add_token_file(path);
+      else
+        add_text(path);
+    }
+    summary_.num_files = static_cast<int64_t>(sources_.size());
+  }
+
+  PackSummary write(const std::string& output) {
+    TokenFileWriter writer(output, *kind_);
+    for (const Source& source : sources_) {
+      if (source.tokens)
+        copy_tokens(*source.tokens, writer);
+      else
+        encode_text(source.path, writer);
+    }
+    summary_.header = writer.finish();
+    return std::move(summary_);
+  }
+
+ private:
+  void add_token_file(const std::string& path) {
+    TokenFile file(path);
+    check_kind(file.header(), path);
+    summary_.source_bytes += file.header().data_bytes();
+    sources_.push_back({path, std::move(file)});
+  }
+
+  void add_text(const std::string& path) {
+    check_kind(byte_level_header(), path);
+    TextFiles files = find_text_files({&path, 1});
+    summary_.source_bytes += files.bytes;
+    for (std::string& each : files.paths) sources_.push_back({std::move(each), std::nullopt});
+    summary_.left_out += files.left_out;
+  }
+
+  void check_kind(const TokenHeader& header, const std::string& path) {
+    if (kind_) return check_same_kind(*kind_, first_path_, header, path);
+    kind_ = header;
+    first_path_ = path;
+  }
+
+  void encode_text(const std::string& path, TokenFileWriter& writer) {
+    const FileReader reader(path);
+    std::string text;
+    std::vector<uint16_t> tokens;
+    for (int64_t offset = 0; offset < reader.bytes(); offset += kPieceBytes) {
+      text.resize(static_cast<size_t>(std::min(kPieceBytes, reader.bytes() - offset)));
+      tokens.resize(text.size());
+      reader.read(offset, std::as_writable_bytes(std::span(text)));
+      encode_bytes(text, std::span(tokens));
+      writer.write_stored(std::as_bytes(std::span(tokens)));
+      advance(static_cast<int64_t>(text.size()));
+    }
+    const auto end = static_cast<uint16_t>(kByteEndOfDocument);
+    writer.write_stored(std::as_bytes(std::span(&end, 1)));
+    writer.count_documents(1);
+  }
+
+  // A damaged file must not become one with a good checksum.
+  void copy_tokens(const TokenFile& file, TokenFileWriter& writer) {
+    const TokenHeader& header = file.header();
+    std::vector<int64_t> tokens;
+    uint32_t checksum = 0;
+    for (int64_t first = 0; first < header.num_tokens;) {
+      const int64_t count = std::min(kPieceBytes / header.token_bytes, header.num_tokens - first);
+      tokens.resize(static_cast<size_t>(count));
+      file.read(first, tokens);
+      const auto stored = file.data().subspan(static_cast<size_t>(first * header.token_bytes),
+                                              static_cast<size_t>(count * header.token_bytes));
+      checksum = crc32c(stored, checksum);
+      writer.write_stored(stored);
+      advance(count * header.token_bytes);
+      first += count;
+    }
+    FSDP_CHECK(checksum == header.data_crc32c, file.path(),
+               ": its tokens are damaged (the checksum differs); use another copy");
+    writer.count_documents(header.num_documents);
+  }
+
+  void advance(int64_t bytes) {
+    done_bytes_ += bytes;
+    if (options_.progress) options_.progress(done_bytes_, summary_.source_bytes);
+  }
+
+  const PackOptions& options_;
+  std::vector<Source> sources_;
+  std::optional<TokenHeader> kind_;  // of the first source
+  std::string first_path_;
+  PackSummary summary_;
+  int64_t done_bytes_ = 0;
+};
+
+}  // namespace
+
+PackSummary pack_tokens(std::span<const std::string> paths, const std::string& output,
+                        const PackOptions& options) {
+  if (paths.empty())
+    throw UsageError("nothing to pack is named; give text files, directories or token files");
+  FSDP_CHECK(!is_directory(output), output, ": is a directory; name a file, e.g. ", output,
+             output.ends_with('/') ? "" : "/", "tokens.bin");
+  FSDP_CHECK(options.existing == PackOptions::Existing::kReplace || !path_exists(output), output,
+             ": is there already; name another file, or replace it with --force");
+  Packing packing(options);
+  packing.find(paths);
+  return packing.write(output);
+}
+
+}  // namespace fsdp

@@ -1,0 +1,33 @@
+// Text and token files into one packed token file, a piece in memory at a time.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+
+#include "fsdp/data/text_files.h"
+#include "fsdp/data/token_header.h"
+
+namespace fsdp {
+
+struct PackOptions {
+  enum class Existing : uint8_t { kRefuse, kReplace };
+  Existing existing = Existing::kRefuse;  // a file that is where the new one goes
+  // Told how many bytes of how many have been read, after every piece.
+  std::function<void(int64_t done_bytes, int64_t total_bytes)> progress = {};
+};
+
+struct PackSummary {
+  TokenHeader header;        // of the file that was written
+  int64_t num_files = 0;     // that were read
+  int64_t source_bytes = 0;  // of them
+  LeftOut left_out;
+};
+
+// What Corpus::open() would read from these paths, in the same order, becomes the file `output`. It
+// appears when it is complete, and not at all when something fails.
+PackSummary pack_tokens(std::span<const std::string> paths, const std::string& output,
+                        const PackOptions& options = {});
+
+}  // namespace fsdp
