@@ -7,7 +7,7 @@
 #include <memory>
 #include <string>
 
-#include "fsdp/comm/mpi_communicator.h"
+#include "fsdp/comm/connect_mpi.h"
 #include "fsdp/comm/world.h"
 #include "support/communicator_suite.h"
 

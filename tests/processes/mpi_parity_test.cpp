@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/comm/mpi_communicator.h"
+#include "fsdp/comm/connect_mpi.h"
 #include "fsdp/comm/world.h"
 #include "support/parity.h"
 

@@ -18,7 +18,7 @@
 #include "fsdp/base/version.h"
 #include "fsdp/cli/command.h"
 #include "fsdp/comm/launch.h"
-#include "fsdp/comm/mpi_communicator.h"
+#include "fsdp/comm/connect_mpi.h"
 
 namespace fsdp::cli {
 

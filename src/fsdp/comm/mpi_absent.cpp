@@ -1,6 +1,6 @@
-// Stands in for mpi_communicator.cpp in a build without MPI.
+// Stands in for connect_mpi.cpp in a build without MPI.
 #include "fsdp/base/error.h"
-#include "fsdp/comm/mpi_communicator.h"
+#include "fsdp/comm/connect_mpi.h"
 
 namespace fsdp {
 

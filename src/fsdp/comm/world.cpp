@@ -11,7 +11,7 @@
 #include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
 #include "fsdp/comm/comm_error.h"
-#include "fsdp/comm/mpi_communicator.h"
+#include "fsdp/comm/connect_mpi.h"
 #include "fsdp/comm/threads_communicator.h"
 
 namespace fsdp {

@@ -1,4 +1,4 @@
-#include "fsdp/comm/mpi_communicator.h"
+#include "fsdp/comm/message_communicator.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
@@ -13,15 +13,12 @@
 
 #include "fsdp/comm/comm_error.h"
 #include "fsdp/comm/device_ranks.h"
-#include "fsdp/comm/mpi_runtime.h"
 #include "fsdp/comm/operation_queue.h"
 #include "fsdp/comm/reduce_ranks.h"
 
 namespace fsdp {
 
 namespace {
-
-constexpr int kWorldChannel = 1;
 
 // A reduction receives and sums this much from each rank at a time: the staging memory is bounded,
 // and still in cache when it is summed.
@@ -31,13 +28,13 @@ char* at_element(const at::Tensor& tensor, int64_t element) {
   return static_cast<char*>(tensor.mutable_data_ptr()) + element * tensor.element_size();
 }
 
-class MpiCommunicator final : public Communicator, private OperationRunner {
+class MessageCommunicator final : public Communicator, private OperationRunner {
  public:
-  MpiCommunicator(std::shared_ptr<MpiRuntime> runtime, const CommOptions& options, int channel,
-                  std::vector<int> members, std::string name)
-      : Communicator(position_of(runtime->rank(), members), static_cast<int>(members.size()),
+  MessageCommunicator(std::shared_ptr<MessageTransport> transport, const CommOptions& options,
+                      int channel, std::vector<int> members, std::string name)
+      : Communicator(position_of(transport->rank(), members), static_cast<int>(members.size()),
                      std::move(name)),
-        runtime_(std::move(runtime)),
+        transport_(std::move(transport)),
         options_(options),
         channel_(channel),
         members_(std::move(members)),
@@ -45,7 +42,7 @@ class MpiCommunicator final : public Communicator, private OperationRunner {
 
   std::unique_ptr<Communicator> split(std::span<const int> colors, std::string name) override;
   void abort(const std::string& message) override {
-    runtime_->tell_everybody(message, MpiRuntime::Words::kFinal);
+    transport_->tell_everybody(message, MessageTransport::Words::kFinal);
   }
 
  private:
@@ -57,11 +54,12 @@ class MpiCommunicator final : public Communicator, private OperationRunner {
   Work enqueue(Operation operation) override { return queue_.push(std::move(operation)); }
   std::optional<c10::Event> run(const std::shared_ptr<Operation>& operation) override;
   bool is_alone() const override { return size() == 1; }
-  void idle() override { runtime_->listen(); }
+  void idle() override { transport_->listen(); }
   double idle_seconds() const override { return 0.05; }
   void abandon() override {
-    runtime_->tell_everybody(concat("rank ", rank(), " of '", name(), "' was left by an exception"),
-                             MpiRuntime::Words::kInPassing);
+    transport_->tell_everybody(
+        concat("rank ", rank(), " of '", name(), "' was left by an exception"),
+        MessageTransport::Words::kInPassing);
   }
 
   void keep_what_is_in_flight(const std::shared_ptr<Operation>& operation);
@@ -77,9 +75,9 @@ class MpiCommunicator final : public Communicator, private OperationRunner {
   // One message to and one from every other member; those of 0 bytes are not sent.
   template <typename Send, typename Receive>
   void exchange_with_all(Send send_to, Receive receive_from);
-  void exchange(std::span<const MpiMessage> sends, std::span<const MpiMessage> receives);
+  void exchange(std::span<const Message> sends, std::span<const Message> receives);
 
-  const std::shared_ptr<MpiRuntime> runtime_;
+  const std::shared_ptr<MessageTransport> transport_;
   const CommOptions options_;
   const int channel_;
   const std::vector<int> members_;  // world rank of each rank here
@@ -93,21 +91,21 @@ class MpiCommunicator final : public Communicator, private OperationRunner {
   OperationQueue queue_;  // last: its worker uses everything above
 };
 
-std::unique_ptr<Communicator> MpiCommunicator::split(std::span<const int> colors,
-                                                     std::string name) {
+std::unique_ptr<Communicator> MessageCommunicator::split(std::span<const int> colors,
+                                                         std::string name) {
   std::vector<int> members = members_of(colors);
   for (int& member : members) member = members_[static_cast<size_t>(member)];
   // Ranks may have split different groups before; the largest proposal is free on all of them.
-  at::Tensor channel = at::full({1}, runtime_->propose_channel(), at::kLong);
+  at::Tensor channel = at::full({1}, transport_->propose_channel(), at::kLong);
   all_reduce(channel, {.op = ReduceOp::kMax}, "split " + name).wait();
   const auto agreed = static_cast<int>(channel.item<int64_t>());
-  runtime_->agree_on_channel(agreed);
-  return std::make_unique<MpiCommunicator>(runtime_, options_, agreed, std::move(members),
-                                           std::move(name));
+  transport_->agree_on_channel(agreed);
+  return std::make_unique<MessageCommunicator>(transport_, options_, agreed, std::move(members),
+                                               std::move(name));
 }
 
-std::optional<c10::Event> MpiCommunicator::run(const std::shared_ptr<Operation>& operation) {
-  runtime_->throw_if_aborted();
+std::optional<c10::Event> MessageCommunicator::run(const std::shared_ptr<Operation>& operation) {
+  transport_->throw_if_aborted();
   current_ = operation.get();
   try {
     if (options_.checked) {
@@ -128,14 +126,14 @@ std::optional<c10::Event> MpiCommunicator::run(const std::shared_ptr<Operation>&
   }
 }
 
-// MPI may still write to the memory of an exchange that was given up.
-void MpiCommunicator::keep_what_is_in_flight(const std::shared_ptr<Operation>& operation) {
-  runtime_->keep_forever(operation);
-  runtime_->keep_forever(std::move(on_host_));
-  runtime_->keep_forever(std::make_shared<std::vector<char>>(std::move(staging_)));
+// The transport may still write to the memory of an exchange that was given up.
+void MessageCommunicator::keep_what_is_in_flight(const std::shared_ptr<Operation>& operation) {
+  transport_->keep_forever(operation);
+  transport_->keep_forever(std::move(on_host_));
+  transport_->keep_forever(std::make_shared<std::vector<char>>(std::move(staging_)));
 }
 
-c10::Event MpiCommunicator::run_staged(Operation& operation) {
+c10::Event MessageCommunicator::run_staged(Operation& operation) {
   const c10::Device device = operation.device();
   if (!stream_) stream_ = c10::impl::VirtualGuardImpl(device.type()).getNewStream(device);
   const c10::StreamGuard guard(*stream_);
@@ -163,7 +161,7 @@ c10::Event MpiCommunicator::run_staged(Operation& operation) {
     on_host_->output.copy_(operation.output, /*non_blocking=*/true);
   c10::Event copied(device.type());
   copied.record(*stream_);
-  copied.synchronize();  // the worker thread's host wait; MPI reads host memory
+  copied.synchronize();  // the worker thread's host wait; transports read host memory
   run_on_host(*on_host_);
   operation.output.copy_(on_host_->output, /*non_blocking=*/true);
   if (flag.defined() && on_host_->reduction.nonfinite.item<float>() != 0) flag.fill_(1);
@@ -174,7 +172,7 @@ c10::Event MpiCommunicator::run_staged(Operation& operation) {
   return finished;
 }
 
-void MpiCommunicator::run_on_host(Operation& operation) {
+void MessageCommunicator::run_on_host(Operation& operation) {
   switch (operation.print.kind) {
     case OpKind::kAllGather:
       return all_gather(operation.output, operation.output_shares, at_element(operation.input, 0));
@@ -197,9 +195,9 @@ void MpiCommunicator::run_on_host(Operation& operation) {
 }
 
 template <typename Send, typename Receive>
-void MpiCommunicator::exchange_with_all(Send send_to, Receive receive_from) {
-  std::vector<MpiMessage> sends;
-  std::vector<MpiMessage> receives;
+void MessageCommunicator::exchange_with_all(Send send_to, Receive receive_from) {
+  std::vector<Message> sends;
+  std::vector<Message> receives;
   for (int step = 1; step < size(); ++step) {
     // Each rank begins with its right neighbour, so that nobody is everybody's first target.
     const int to = (rank() + step) % size();
@@ -212,25 +210,25 @@ void MpiCommunicator::exchange_with_all(Send send_to, Receive receive_from) {
   exchange(sends, receives);
 }
 
-void MpiCommunicator::exchange(std::span<const MpiMessage> sends,
-                               std::span<const MpiMessage> receives) {
-  MpiPurpose purpose;
+void MessageCommunicator::exchange(std::span<const Message> sends,
+                                   std::span<const Message> receives) {
+  Purpose purpose;
   purpose.what = concat("rank ", rank(), " of '", name(), "' at ", current_->print.text());
   purpose.timeout_seconds = options_.timeout_seconds;
-  runtime_->exchange(channel_, sends, receives, purpose);
+  transport_->exchange(channel_, sends, receives, purpose);
 }
 
-void MpiCommunicator::compare_fingerprints(const Operation& operation) {
+void MessageCommunicator::compare_fingerprints(const Operation& operation) {
   constexpr int64_t kBytes = sizeof(Fingerprint);
   staging_.resize(static_cast<size_t>(size() * kBytes));
   const auto place_of = [&](int rank_here) { return staging_.data() + rank_here * kBytes; };
   std::memcpy(place_of(rank()), &operation.print, kBytes);
   exchange_with_all(
       [&](int) {
-        return MpiMessage{0, place_of(rank()), kBytes};
+        return Message{0, place_of(rank()), kBytes};
       },
       [&](int from) {
-        return MpiMessage{0, place_of(from), kBytes};
+        return Message{0, place_of(from), kBytes};
       });
   for (int other = 0; other < size(); ++other) {
     Fingerprint theirs;
@@ -241,7 +239,8 @@ void MpiCommunicator::compare_fingerprints(const Operation& operation) {
   }
 }
 
-void MpiCommunicator::all_gather(const at::Tensor& output, const Shares& shares, const char* own) {
+void MessageCommunicator::all_gather(const at::Tensor& output, const Shares& shares,
+                                     const char* own) {
   const int64_t width = output.element_size();
   char* own_place = at_element(output, shares.offset(rank()));
   const int64_t own_bytes = shares.count(rank()) * width;
@@ -249,16 +248,16 @@ void MpiCommunicator::all_gather(const at::Tensor& output, const Shares& shares,
     std::memcpy(own_place, own, static_cast<size_t>(own_bytes));
   exchange_with_all(
       [&](int) {
-        return MpiMessage{0, own_place, own_bytes};
+        return Message{0, own_place, own_bytes};
       },
       [&](int from) {
-        return MpiMessage{0, at_element(output, shares.offset(from)), shares.count(from) * width};
+        return Message{0, at_element(output, shares.offset(from)), shares.count(from) * width};
       });
 }
 
 // Piece by piece: everybody's contribution to this rank's share arrives in `staging_` and is summed
 // in rank order, this rank's own contribution from where it lies.
-void MpiCommunicator::reduce_share(const Operation& operation, const at::Tensor& output) {
+void MessageCommunicator::reduce_share(const Operation& operation, const at::Tensor& output) {
   const Shares& shares = operation.input_shares;
   const int64_t width = operation.input.element_size();
   const int64_t piece_numel = kPieceBytes / width;
@@ -274,13 +273,13 @@ void MpiCommunicator::reduce_share(const Operation& operation, const at::Tensor&
         at_element(operation.input, shares.offset(rank()) + std::min(begin, shares.count(rank())));
     exchange_with_all(
         [&](int to) {
-          return MpiMessage{0, at_element(operation.input, shares.offset(to) + begin),
-                            count(to) * width};
+          return Message{0, at_element(operation.input, shares.offset(to) + begin),
+                         count(to) * width};
         },
         [&](int from) {
           char* place = staging_.data() + from * mine * width;
           inputs[static_cast<size_t>(from)] = place;
-          return MpiMessage{0, place, mine * width};
+          return Message{0, place, mine * width};
         });
     if (mine > 0)
       reduce_ranks({.inputs = inputs,
@@ -291,7 +290,7 @@ void MpiCommunicator::reduce_share(const Operation& operation, const at::Tensor&
   }
 }
 
-void MpiCommunicator::all_to_all(const Operation& operation) {
+void MessageCommunicator::all_to_all(const Operation& operation) {
   const int64_t width = operation.output.element_size();
   const Shares& out = operation.output_shares;
   const Shares& in = operation.input_shares;
@@ -301,26 +300,24 @@ void MpiCommunicator::all_to_all(const Operation& operation) {
                 static_cast<size_t>(in.count(rank()) * width));
   exchange_with_all(
       [&](int to) {
-        return MpiMessage{0, at_element(operation.input, in.offset(to)), in.count(to) * width};
+        return Message{0, at_element(operation.input, in.offset(to)), in.count(to) * width};
       },
       [&](int from) {
-        return MpiMessage{0, at_element(operation.output, out.offset(from)),
-                          out.count(from) * width};
+        return Message{0, at_element(operation.output, out.offset(from)), out.count(from) * width};
       });
 }
 
 // The root sends each rank one piece, then the ranks gather the pieces: nobody sends more than
 // about one copy of the tensor, whatever the number of ranks.
-void MpiCommunicator::broadcast(const Operation& operation) {
+void MessageCommunicator::broadcast(const Operation& operation) {
   const int root = operation.print.root;
   const Shares& shares = operation.output_shares;
   const int64_t width = operation.output.element_size();
-  std::vector<MpiMessage> sends;
-  std::vector<MpiMessage> receives;
+  std::vector<Message> sends;
+  std::vector<Message> receives;
   const auto piece = [&](int owner, int peer) {
-    return MpiMessage{members_[static_cast<size_t>(peer)],
-                      at_element(operation.output, shares.offset(owner)),
-                      shares.count(owner) * width};
+    return Message{members_[static_cast<size_t>(peer)],
+                   at_element(operation.output, shares.offset(owner)), shares.count(owner) * width};
   };
   if (rank() == root) {
     for (int to = 0; to < size(); ++to)
@@ -332,32 +329,26 @@ void MpiCommunicator::broadcast(const Operation& operation) {
   all_gather(operation.output, shares, at_element(operation.output, shares.offset(rank())));
 }
 
-void MpiCommunicator::barrier() {
+void MessageCommunicator::barrier() {
   staging_.resize(static_cast<size_t>(size()));
   exchange_with_all(
       [&](int) {
-        return MpiMessage{0, staging_.data() + rank(), 1};
+        return Message{0, staging_.data() + rank(), 1};
       },
       [&](int from) {
-        return MpiMessage{0, staging_.data() + from, 1};
+        return Message{0, staging_.data() + from, 1};
       });
 }
 
 }  // namespace
 
-bool mpi_available() { return true; }
-
-std::unique_ptr<Communicator> connect_mpi(const Launch& launch, const CommOptions& options) {
+std::unique_ptr<Communicator> communicator_over(std::shared_ptr<MessageTransport> transport,
+                                                const CommOptions& options) {
   options.validate();
-  auto runtime = MpiRuntime::shared();
-  FSDP_CHECK(runtime->size() == launch.size && runtime->rank() == launch.rank,
-             name_of(launch.launcher), " says rank ", launch.rank, " of ", launch.size,
-             ", but MPI says rank ", runtime->rank(), " of ", runtime->size(),
-             ": start the job with mpirun, or with srun --mpi=pmix if Slurm has it");
-  std::vector<int> members(static_cast<size_t>(runtime->size()));
+  std::vector<int> members(static_cast<size_t>(transport->size()));
   std::iota(members.begin(), members.end(), 0);
-  return std::make_unique<MpiCommunicator>(std::move(runtime), options, kWorldChannel,
-                                           std::move(members), "world");
+  return std::make_unique<MessageCommunicator>(
+      std::move(transport), options, MessageTransport::kWorldChannel, std::move(members), "world");
 }
 
 }  // namespace fsdp

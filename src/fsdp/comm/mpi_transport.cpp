@@ -1,4 +1,4 @@
-#include "fsdp/comm/mpi_runtime.h"
+#include "fsdp/comm/mpi_transport.h"
 
 #include <mpi.h>
 
@@ -8,17 +8,14 @@
 #include <thread>
 
 #include "fsdp/base/log.h"
-#include "fsdp/comm/comm_error.h"
 
 namespace fsdp {
 
 namespace {
 
-constexpr int kFailureChannel = 0;
 constexpr int64_t kFailureTextBytes = 2048;
 constexpr char kFinalMark = '!';
 constexpr char kInPassingMark = '?';
-constexpr int kAnotherProcess = -2;                     // no thread_rank() of this process
 constexpr int64_t kMaxMessageBytes = int64_t{1} << 30;  // MPI counts in int
 
 void check_mpi(int code, const char* call) {
@@ -29,29 +26,17 @@ void check_mpi(int code, const char* call) {
   throw CommError(concat(call, " failed: ", std::string(text, static_cast<size_t>(length))));
 }
 
-// Waiting without burning a core that another rank may need: first yield, then sleep ever longer.
-class Backoff {
- public:
-  void pause() {
-    if (++rounds_ < 2000) return std::this_thread::yield();
-    std::this_thread::sleep_for(std::chrono::microseconds(rounds_ < 4000 ? 20 : 200));
-  }
-
- private:
-  int rounds_ = 0;
-};
-
 }  // namespace
 
-struct MpiRuntime::Listener {
+struct MpiTransport::Listener {
   std::vector<char> text = std::vector<char>(kFailureTextBytes);
   MPI_Request request = MPI_REQUEST_NULL;
 };
 
 // The requests of one exchange, in pieces that MPI can count.
-class MpiRuntime::Pending {
+class MpiTransport::Pending {
  public:
-  void receive(int channel, const MpiMessage& message) {
+  void receive(int channel, const Message& message) {
     for_each_piece(message, [&](char* data, int bytes) {
       check_mpi(MPI_Irecv(data, bytes, MPI_BYTE, message.peer, channel, MPI_COMM_WORLD,
                           &add(message.peer, bytes)),
@@ -59,7 +44,7 @@ class MpiRuntime::Pending {
     });
   }
 
-  void send(int channel, const MpiMessage& message) {
+  void send(int channel, const Message& message) {
     for_each_piece(message, [&](char* data, int bytes) {
       check_mpi(MPI_Isend(data, bytes, MPI_BYTE, message.peer, channel, MPI_COMM_WORLD,
                           &add(message.peer, kIsSend)),
@@ -68,7 +53,7 @@ class MpiRuntime::Pending {
   }
 
   // Returns whether everything has arrived.
-  bool test(const std::string& what) {
+  bool test(const Purpose& purpose) {
     indices_.resize(requests_.size());
     statuses_.resize(requests_.size());
     int done = 0;
@@ -78,8 +63,8 @@ class MpiRuntime::Pending {
     for (int i = 0; i < done; ++i) {
       const auto index = static_cast<size_t>(indices_[static_cast<size_t>(i)]);
       const MPI_Status& status = statuses_[static_cast<size_t>(i)];
-      if (code == MPI_ERR_IN_STATUS) check_status(status, index, what);
-      check_size(status, index, what);
+      if (code == MPI_ERR_IN_STATUS) check_status(status, index, purpose);
+      check_size(status, index, purpose);
       ++num_done_;
     }
     if (code != MPI_ERR_IN_STATUS) check_mpi(code, "MPI_Testsome");
@@ -100,7 +85,7 @@ class MpiRuntime::Pending {
   };
 
   template <typename Body>
-  void for_each_piece(const MpiMessage& message, Body body) {
+  void for_each_piece(const Message& message, Body body) {
     for (int64_t at = 0; at < message.bytes; at += kMaxMessageBytes)
       body(message.data + at, static_cast<int>(std::min(kMaxMessageBytes, message.bytes - at)));
   }
@@ -110,24 +95,21 @@ class MpiRuntime::Pending {
     return requests_.emplace_back(MPI_REQUEST_NULL);
   }
 
-  void check_status(const MPI_Status& status, size_t index, const std::string& what) const {
+  void check_status(const MPI_Status& status, size_t index, const Purpose& purpose) const {
     if (status.MPI_ERROR == MPI_SUCCESS) return;
     throw CommError(
-        concat(what, ": the message of rank ", expectations_[index].peer,
+        concat(purpose.what, ": the message of rank ", expectations_[index].peer,
                " is longer than expected or was lost: the ranks disagree about what they "
                "do; run again with FSDP_CHECKED=1 to see both sides"));
   }
 
-  void check_size(const MPI_Status& status, size_t index, const std::string& what) const {
+  void check_size(const MPI_Status& status, size_t index, const Purpose& purpose) const {
     const Expectation& expected = expectations_[index];
     if (expected.bytes == kIsSend) return;
     int bytes = 0;
     MPI_Get_count(&status, MPI_BYTE, &bytes);
     if (bytes == expected.bytes) return;
-    throw CommError(concat(what, ": rank ", expected.peer, " sent ", bytes, " bytes where ",
-                           expected.bytes,
-                           " were expected: the ranks disagree about what they do; "
-                           "run again with FSDP_CHECKED=1 to see both sides"));
+    throw size_error(purpose, expected.peer, bytes, expected.bytes);
   }
 
   std::vector<std::string> peers_of(bool receives) const {
@@ -148,9 +130,9 @@ class MpiRuntime::Pending {
   size_t num_done_ = 0;
 };
 
-std::shared_ptr<MpiRuntime> MpiRuntime::shared() {
+std::shared_ptr<MpiTransport> MpiTransport::shared() {
   static std::mutex mutex;
-  static std::weak_ptr<MpiRuntime> current;
+  static std::weak_ptr<MpiTransport> current;
   const std::lock_guard lock(mutex);
   if (auto runtime = current.lock()) return runtime;
   int finalized = 0;
@@ -158,12 +140,12 @@ std::shared_ptr<MpiRuntime> MpiRuntime::shared() {
   FSDP_CHECK(!finalized,
              "this process has left its MPI job already: keep the first World alive as "
              "long as any is needed");
-  std::shared_ptr<MpiRuntime> runtime(new MpiRuntime());
+  std::shared_ptr<MpiTransport> runtime(new MpiTransport());
   current = runtime;
   return runtime;
 }
 
-MpiRuntime::MpiRuntime() {
+MpiTransport::MpiTransport() : MessageTransport(0, 1) {
   int initialized = 0;
   MPI_Initialized(&initialized);
   int provided = MPI_THREAD_SINGLE;
@@ -182,7 +164,7 @@ MpiRuntime::MpiRuntime() {
   post_listener();
 }
 
-MpiRuntime::~MpiRuntime() {
+MpiTransport::~MpiTransport() {
   if (failed_ || abort_.raised()) {
     // MPI may still write to these; the process is about to end.
     for (auto& object : kept_forever_) new std::shared_ptr<void>(std::move(object));
@@ -194,13 +176,13 @@ MpiRuntime::~MpiRuntime() {
   MPI_Finalize();
 }
 
-void MpiRuntime::post_listener() {
+void MpiTransport::post_listener() {
   check_mpi(MPI_Irecv(listener_->text.data(), static_cast<int>(kFailureTextBytes), MPI_BYTE,
                       MPI_ANY_SOURCE, kFailureChannel, MPI_COMM_WORLD, &listener_->request),
             "MPI_Irecv");
 }
 
-void MpiRuntime::listen() {
+void MpiTransport::listen() {
   const std::lock_guard lock(mutex_);
   int arrived = 0;
   MPI_Status status;
@@ -217,17 +199,7 @@ void MpiRuntime::listen() {
   post_listener();
 }
 
-void MpiRuntime::throw_if_aborted() {
-  const auto deadline = std::chrono::steady_clock::now() + AbortSignal::kMomentForWords;
-  Backoff backoff;
-  while (abort_.awaits_words() && std::chrono::steady_clock::now() < deadline) {
-    listen();
-    backoff.pause();
-  }
-  abort_.throw_if_raised();
-}
-
-void MpiRuntime::tell_everybody(const std::string& message, Words words) {
+void MpiTransport::tell_everybody(const std::string& message, Words words) {
   const std::lock_guard lock(mutex_);
   failed_ = true;
   const bool is_final = words == Words::kFinal;
@@ -255,39 +227,25 @@ void MpiRuntime::tell_everybody(const std::string& message, Words words) {
     MPI_Testall(static_cast<int>(requests.size()), requests.data(), &all, MPI_STATUSES_IGNORE);
 }
 
-void MpiRuntime::exchange(int channel, std::span<const MpiMessage> sends,
-                          std::span<const MpiMessage> receives, const MpiPurpose& purpose) {
+void MpiTransport::exchange(int channel, std::span<const Message> sends,
+                            std::span<const Message> receives, const Purpose& purpose) {
   Pending pending;
-  for (const MpiMessage& message : receives) pending.receive(channel, message);
-  for (const MpiMessage& message : sends) pending.send(channel, message);
+  for (const Message& message : receives) pending.receive(channel, message);
+  for (const Message& message : sends) pending.send(channel, message);
   const auto deadline =
       std::chrono::steady_clock::now() + std::chrono::duration<double>(purpose.timeout_seconds);
   Backoff backoff;
-  for (int round = 0; !pending.test(purpose.what); ++round) {
+  for (int round = 0; !pending.test(purpose); ++round) {
     backoff.pause();
     if (round % 64 != 63) continue;
     listen();
     throw_if_aborted();
     if (std::chrono::steady_clock::now() < deadline) continue;
-    const std::vector<std::string> missing = pending.missing();
-    throw TimeoutError(
-        concat(purpose.what, " waited ", purpose.timeout_seconds, " s for world rank ",
-               join(missing, ", "), missing.size() == 1 ? ", which has" : ", which have",
-               " not arrived; look at what it does instead, or raise FSDP_TIMEOUT_S"));
+    throw late_error(purpose, pending.missing());
   }
 }
 
-int MpiRuntime::propose_channel() {
-  const std::lock_guard lock(mutex_);
-  return next_channel_;
-}
-
-void MpiRuntime::agree_on_channel(int channel) {
-  const std::lock_guard lock(mutex_);
-  next_channel_ = std::max(next_channel_, channel + 1);
-}
-
-void MpiRuntime::keep_forever(std::shared_ptr<void> object) {
+void MpiTransport::keep_forever(std::shared_ptr<void> object) {
   const std::lock_guard lock(mutex_);
   failed_ = true;
   kept_forever_.push_back(std::move(object));
