@@ -4,6 +4,7 @@
 #   tools/setup.sh            install what is missing, print every part
 #   tools/setup.sh --quiet    the same, but silent when nothing was missing
 #   tools/setup.sh --fuzz     also clang and its fuzzer runtime, without which tests/fuzz is skipped
+#   tools/setup.sh --report   also Chromium, without which the test that opens a report in it is skipped
 #
 # Idempotent: a part that is there, from wherever it came, is left alone, so a second run only looks.
 # Debian packages are installed as root or through sudo; Python packages go to .venv.
@@ -26,7 +27,8 @@ for argument in "$@"; do
   case "$argument" in
     --quiet) quiet=yes ;;
     --fuzz) required+=(clang) ;;
-    *) echo "setup: argument '$argument' is unknown: use --quiet, --fuzz or nothing." >&2; exit 2 ;;
+    --report) required+=(chromium) ;;
+    *) echo "setup: argument '$argument' is unknown: use --quiet, --fuzz, --report or nothing." >&2; exit 2 ;;
   esac
 done
 
@@ -72,6 +74,7 @@ find_cli11() { find_file include/CLI/CLI.hpp; }
 find_clang() {
   command -v clang++ && compgen -G "$(clang++ -print-resource-dir)/lib/linux/libclang_rt.fuzzer-*.a" >/dev/null
 }
+find_chromium() { command -v chromium || command -v chromium-browser || command -v google-chrome; }
 find_mpi() { command -v mpirun >/dev/null && command -v mpicxx; }
 find_gtest() {
   # Either the built package (headers and both libraries) or the sources, which CMake then builds.
@@ -103,7 +106,7 @@ PY
 declare -A packages=(
   [compiler]="g++" [cmake]="cmake" [ninja]="ninja-build" [json]="nlohmann-json3-dev"
   [cli11]="libcli11-dev" [gtest]="libgtest-dev libgmock-dev" [mpi]="libopenmpi-dev openmpi-bin"
-  [python]="python3 python3-venv" [clang]="clang libclang-rt-dev")
+  [python]="python3 python3-venv" [clang]="clang libclang-rt-dev" [chromium]="chromium")
 no_mpi=.cache/no-mpi  # exists when MPI alone could not be installed; delete it to try again
 
 # Prints the packages of the parts that are not there.
@@ -213,6 +216,9 @@ check_system_parts() {
   else report "MPI" "none" "no mpi communicator then; to try again: rm -f $no_mpi && make setup"; fi
   if place=$(find_clang); then report "clang" "$(clang++ --version | first_version)" "$place (for tests/fuzz)"
   else report "clang" "none" "optional; without it tests/fuzz is skipped (to install it: tools/setup.sh --fuzz)"; fi
+  if place=$(find_chromium); then
+    report "Chromium" "$("$place" --version 2>/dev/null | first_version)" "$place (for the test of the report)"
+  else report "Chromium" "none" "optional; without it report_test is skipped (to install it: tools/setup.sh --report)"; fi
   if ccache=$(command -v ccache); then report "ccache" "$(ccache --version | first_version)" "$ccache"
   else report "ccache" "none" "optional; makes the second clean build fast"; fi
 }

@@ -14,6 +14,7 @@
 #include "fsdp/base/env.h"
 #include "fsdp/base/text.h"
 #include "fsdp/train/settings_table.h"
+#include "fsdp/train/utf8_text.h"
 
 namespace fsdp::train {
 
@@ -45,19 +46,12 @@ std::string loss_text(double loss) {
   return text.data();
 }
 
-// What is printed is one line whatever a model wrote: no control character reaches the terminal.
-std::string printable(std::string_view text) {
-  std::string result;
-  for (const char c : text) {
-    const auto code = static_cast<unsigned char>(c);
-    if (c == '\n')
-      result += "\n    ";
-    else if (code >= 0x20 && code < 0x7f)
-      result += c;
-    else if (c == '\t')
-      result += ' ';
-    else
-      result += '?';
+// A model writes anything; its lines are set in, so that they are told from the run's.
+std::string indented(std::string_view text) {
+  std::string result = "    ";
+  for (const char c : clean_utf8(text)) {
+    result += c;
+    if (c == '\n') result += "    ";
   }
   return result;
 }
@@ -149,8 +143,8 @@ void Console::checkpoint(const CheckpointRecord& record) {
 }
 
 void Console::sample(const TextSample& sample) {
-  print_line(concat("sample after step ", sample.step, ":\n    ",
-                    printable(sample.prompt + sample.continuation)));
+  print_line(concat("sample after step ", sample.step, ":\n",
+                    indented(sample.prompt + sample.continuation)));
 }
 
 void Console::end(const EndRecord& record, const std::optional<ValidationRecord>& best,

@@ -1,26 +1,19 @@
 #include "fsdp/train/json_log.h"
 
-#include <fcntl.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <optional>
 #include <span>
-#include <system_error>
-#include <utility>
+#include <string_view>
 #include <vector>
 
-#include "fsdp/base/error.h"
-#include "fsdp/base/log.h"
+#include "fsdp/base/durable_file.h"
 #include "fsdp/base/text.h"
 
 namespace fsdp::train {
 
 namespace {
-
-constexpr int64_t kNotAFile = -1;
 
 bool is_regular_file(const std::string& path) {
   struct stat status {};
@@ -80,57 +73,25 @@ void resume(const std::string& path, int64_t resumed_step, const LogRecordSink& 
   if (!is_intact) rewrite(path, resumed_step);
 }
 
+// Makes what is there ready to be appended to.
+const std::string& prepared(const std::string& path, int64_t resumed_step,
+                            const LogRecordSink& restored) {
+  if (!is_regular_file(path)) return path;
+  if (resumed_step > 0)
+    resume(path, resumed_step, restored);
+  else
+    rename_durably(path, concat(path, ".previous"));
+  return path;
+}
+
 }  // namespace
 
-JsonLog::JsonLog(std::string path, int64_t resumed_step, const LogRecordSink& restored)
-    : path_(std::move(path)) {
-  make_directories(directory_of(path_));
-  if (is_regular_file(path_)) {
-    if (resumed_step > 0)
-      resume(path_, resumed_step, restored);
-    else
-      rename_durably(path_, concat(path_, ".previous"));
-  }
-  open();
-}
-
-void JsonLog::open() {
-  constexpr mode_t kMode = 0666;  // narrowed by the user's umask
-  file_ = FileHandle(
-      ::open(path_.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOCTTY, kMode));
-  FSDP_CHECK(file_.is_open(), path_,
-             ": cannot open the log: ", std::generic_category().message(errno),
-             "; choose another file with --log");
-  struct stat status {};
-  const bool is_file = ::fstat(file_.descriptor(), &status) == 0 && S_ISREG(status.st_mode);
-  bytes_ = is_file ? status.st_size : kNotAFile;
-}
+JsonLog::JsonLog(const std::string& path, int64_t resumed_step, const LogRecordSink& restored)
+    : file_(prepared(path, resumed_step, restored), "--log") {}
 
 void JsonLog::write(std::string line) {
   line += '\n';
-  std::string_view rest = line;
-  int reason = 0;
-  while (!rest.empty() && reason == 0) {
-    const ssize_t written = ::write(file_.descriptor(), rest.data(), rest.size());
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0)
-      reason = errno;
-    else
-      rest.remove_prefix(static_cast<size_t>(written));
-  }
-  if (reason == 0) {
-    if (bytes_ != kNotAFile) bytes_ += static_cast<int64_t>(line.size());
-    is_failing_ = false;
-    return;
-  }
-  // The next line must not begin in the middle of this one.
-  if (bytes_ != kNotAFile && rest.size() < line.size() &&
-      ::ftruncate(file_.descriptor(), bytes_) != 0)
-    bytes_ = kNotAFile;
-  if (std::exchange(is_failing_, true)) return;
-  log(LogLevel::kWarning, path_,
-      ": the log cannot be written: ", std::generic_category().message(reason),
-      "; training goes on without it");
+  file_.append(line);
 }
 
 }  // namespace fsdp::train

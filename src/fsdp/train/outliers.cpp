@@ -9,10 +9,11 @@ namespace {
 
 constexpr int64_t kFirstSteps = 20;
 // The recent losses are about the last 2 / weight - 1 ones: 19 for the level, which follows the
-// falling loss of the first hundreds of steps, and 99 for slope and deviation, which are noisier.
+// falling loss of the first hundreds of steps, 49 for the deviation, and 99 for the slope, the
+// noisiest of the three.
 constexpr double kLevelWeight = 0.1;
 constexpr double kSlopeWeight = 0.02;
-constexpr double kVarianceWeight = 0.02;
+constexpr double kVarianceWeight = 0.04;
 // Equal losses have no deviation; rounding alone makes none of them an outlier.
 constexpr double kLeastDeviation = 1e-6;
 

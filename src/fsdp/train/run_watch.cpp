@@ -3,6 +3,9 @@
 #include <chrono>
 #include <limits>
 #include <utility>
+#include <variant>
+
+#include "fsdp/train/report_page.h"
 
 namespace fsdp::train {
 
@@ -17,50 +20,76 @@ double seconds_since_1970() {
 
 RunWatch::RunWatch(WatchOptions options, RunFacts facts, std::ostream& out)
     : options_(std::move(options)), facts_(std::move(facts)), console_(options_.console, out) {
+  const double time = seconds_since_1970();
   if (!options_.log_path.empty()) {
-    log_.emplace(options_.log_path, facts_.resumed_step,
-                 [this](const LogRecord& record) { restore(record); });
-    log_->write(run_line(facts_, seconds_since_1970()));
+    log_.emplace(options_.log_path, facts_.resumed_step, [this](const LogRecord& record) {
+      history_.restore(record);
+      if (const auto* step = std::get_if<StepRecord>(&record)) outliers_.add(step->loss);
+    });
+    log_->write(run_line(facts_, time));
+  }
+  history_.add(RunStart{facts_.resumed_step});
+  if (!options_.tensorboard_dir.empty()) {
+    events_.emplace(options_.tensorboard_dir, facts_.resumed_step, time);
+    events_->settings(facts_.settings, facts_.resumed_step, time);
+  }
+  if (!options_.report_path.empty()) {
+    report_.emplace(options_.report_path);
+    write_report();
   }
   console_.begin(facts_);
 }
 
-void RunWatch::restore(const LogRecord& record) {
-  if (const auto* step = std::get_if<StepRecord>(&record)) outliers_.add(step->loss);
-  if (const auto* validation = std::get_if<ValidationRecord>(&record)) remember(*validation);
-}
-
-void RunWatch::remember(const ValidationRecord& record) {
-  if (!best_validation_ || record.loss < best_validation_->loss) best_validation_ = record;
-}
-
 void RunWatch::step(StepRecord record) {
+  const double time = seconds_since_1970();
   record.loss_z = outliers_.add(record.loss);
-  if (log_) log_->write(log_line_of(record, seconds_since_1970()));
+  history_.add(record);
+  if (log_) log_->write(log_line_of(record, time));
+  if (events_) events_->step(record, time);
   console_.step(record);
+  if (report_ && report_->is_due()) write_report();
 }
 
 void RunWatch::validation(const ValidationRecord& record) {
-  if (log_) log_->write(log_line_of(record, seconds_since_1970()));
-  console_.validation(
-      record, best_validation_ ? best_validation_->loss : std::numeric_limits<double>::infinity());
-  remember(record);
+  const double time = seconds_since_1970();
+  const auto& best = history_.best_validation();
+  console_.validation(record, best ? best->loss : std::numeric_limits<double>::infinity());
+  history_.add(record);
+  if (log_) log_->write(log_line_of(record, time));
+  if (events_) events_->validation(record, time);
 }
 
 void RunWatch::checkpoint(const CheckpointRecord& record) {
+  history_.add(record);
   if (log_) log_->write(log_line_of(record, seconds_since_1970()));
   console_.checkpoint(record);
 }
 
 void RunWatch::memory(std::vector<MemoryRow> rows) { facts_.memory = std::move(rows); }
 
-void RunWatch::timeline(std::vector<TimelineSpan> spans) { static_cast<void>(spans); }
+void RunWatch::timeline(std::vector<TimelineSpan> spans) { timeline_ = std::move(spans); }
 
-void RunWatch::sample(TextSample sample) { console_.sample(sample); }
+void RunWatch::sample(TextSample sample) {
+  console_.sample(sample);
+  if (events_) events_->sample(sample, seconds_since_1970());
+  sample_ = std::move(sample);
+}
 
 void RunWatch::end(const EndRecord& record) {
+  history_.add(record);
   if (log_) log_->write(log_line_of(record, seconds_since_1970()));
-  console_.end(record, best_validation_, options_.report_path);
+  if (report_) write_report();
+  console_.end(record, history_.best_validation(), options_.report_path);
+}
+
+void RunWatch::write_report() {
+  report_->write([this] {
+    return report_page({.facts = facts_,
+                        .history = history_,
+                        .timeline = timeline_,
+                        .sample = sample_ ? &*sample_ : nullptr,
+                        .time = seconds_since_1970()});
+  });
 }
 
 }  // namespace fsdp::train

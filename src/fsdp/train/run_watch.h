@@ -4,16 +4,19 @@
 
 #include <cstdint>
 #include <iosfwd>
-#include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "fsdp/train/console.h"
 #include "fsdp/train/json_log.h"
 #include "fsdp/train/outliers.h"
+#include "fsdp/train/report_file.h"
 #include "fsdp/train/run_facts.h"
+#include "fsdp/train/run_history.h"
 #include "fsdp/train/step_record.h"
+#include "fsdp/train/tensorboard_events.h"
 
 namespace fsdp::train {
 
@@ -49,18 +52,23 @@ class RunWatch {
   void note(std::string_view text) { console_.note(text); }
 
   // The lowest validation loss so far, that of runs before the resume included.
-  const std::optional<ValidationRecord>& best_validation() const { return best_validation_; }
+  const std::optional<ValidationRecord>& best_validation() const {
+    return history_.best_validation();
+  }
 
  private:
-  void restore(const LogRecord& record);
-  void remember(const ValidationRecord& record);
+  void write_report();
 
   WatchOptions options_;
   RunFacts facts_;
   Console console_;
-  std::optional<JsonLog> log_;
+  RunHistory history_;
   LossOutliers outliers_;
-  std::optional<ValidationRecord> best_validation_;
+  std::vector<TimelineSpan> timeline_;
+  std::optional<TextSample> sample_;
+  std::optional<JsonLog> log_;
+  std::optional<TensorboardEvents> events_;
+  std::optional<ReportFile> report_;
 };
 
 }  // namespace fsdp::train
