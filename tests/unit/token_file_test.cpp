@@ -142,6 +142,15 @@ TEST(TokenHeader, FingerprintsSayWhichTokensTheseAre) {
   EXPECT_EQ(fingerprint_text(0xab), "0x00000000000000ab");
 }
 
+// Their first byte is for the fuzzer. One that begins with texts that are refused finds little.
+TEST(TokenHeader, SeedsOfItsFuzzerAreAccepted) {
+  for (const char* name : {"bytes.bin", "repaired.bin", "empty.bin"}) {
+    const std::string seed = read_text_file(concat(FSDP_FUZZ_SEEDS, "/token_file/", name), 1 << 20);
+    const auto bytes = std::as_bytes(std::span(seed)).subspan(1);
+    EXPECT_NO_THROW(parse_token_header(bytes.first(128), static_cast<int64_t>(bytes.size()), name));
+  }
+}
+
 class TokenFiles : public ::testing::Test {
  protected:
   void damage(const std::string& path, int64_t place, char byte) const {
