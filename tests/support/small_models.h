@@ -64,17 +64,23 @@ inline std::vector<SmallModel> small_models() {
   shared.shared_expert_intermediate_size = 11;
   MixtralConfig predicting_experts = shared;
   predicting_experts.decoder.num_nextn_predict_layers = 1;
-  return {
-      {"llama", small_llama()},
-      {"llama_biased", biased},
-      {"llama_tied", tied},
-      {"llama_qk_norm", normed},
-      {"llama_mtp", predicting},
-      {"llama_tied_mtp", tied_predicting},
-      {"mixtral", small_mixtral()},
-      {"mixtral_shared", shared},
-      {"mixtral_shared_mtp", predicting_experts},
-  };
+  NemotronHConfig biased_hybrid = small_hybrid();
+  biased_hybrid.use_bias = biased_hybrid.attention_bias = biased_hybrid.mlp_bias = true;
+  biased_hybrid.use_conv_bias = false;
+  NemotronHConfig tied_hybrid = small_hybrid();
+  tied_hybrid.tie_word_embeddings = true;
+  return {{"llama", small_llama()},
+          {"llama_biased", biased},
+          {"llama_tied", tied},
+          {"llama_qk_norm", normed},
+          {"llama_mtp", predicting},
+          {"llama_tied_mtp", tied_predicting},
+          {"mixtral", small_mixtral()},
+          {"mixtral_shared", shared},
+          {"mixtral_shared_mtp", predicting_experts},
+          {"hybrid", small_hybrid()},
+          {"hybrid_biased", biased_hybrid},
+          {"hybrid_tied", tied_hybrid}};
 }
 
 // Different for every rank and step, and no random numbers. [rows, sequence + 1]

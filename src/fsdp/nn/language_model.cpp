@@ -1,6 +1,6 @@
 #include "fsdp/nn/language_model.h"
 
-#include "fsdp/base/error.h"
+#include "fsdp/nn/hybrid.h"
 #include "fsdp/nn/llama.h"
 #include "fsdp/nn/named_init.h"
 
@@ -9,8 +9,9 @@ namespace fsdp {
 namespace {
 
 std::shared_ptr<LanguageModel> make(const ModelConfig& config, Recompute recompute) {
-  if (std::holds_alternative<NemotronHConfig>(config)) throw UsageError("hybrid: not yet");
-  return nn::make_llama(config, recompute);
+  const auto* hybrid = std::get_if<NemotronHConfig>(&config);
+  return hybrid != nullptr ? nn::make_hybrid(*hybrid, recompute)
+                           : nn::make_llama(config, recompute);
 }
 
 }  // namespace

@@ -9,9 +9,10 @@
 
 namespace fsdp::nn {
 
-// Over the last dimension, which is the weight's. The result has the input's type and is rounded
-// once.
-at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double eps);
+// Over the last dimension, or over each of so many equal parts of it; the weight has its size. The
+// result has the input's type.
+at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double eps,
+                    int64_t num_groups = 1);
 
 class RmsNormImpl : public torch::nn::Module, public NamedInit {
  public:

@@ -281,11 +281,11 @@ void add_mamba(UnitBuilder& unit, const NemotronHConfig& c) {
   const int64_t inner = c.mamba_num_heads * c.mamba_head_dim;
   const int64_t convolved = inner + 2 * c.n_groups * c.ssm_state_size;  // x, B and C
   const Bias bias = bias_if(c.use_bias);
+  for (const char* per_head : {"mixer.A_log", "mixer.D", "mixer.dt_bias"})
+    unit.tensor(per_head, {c.mamba_num_heads});
   unit.linear("mixer.in_proj", inner + convolved + c.mamba_num_heads, c.hidden_size, bias);
   unit.tensor("mixer.conv1d.weight", {convolved, 1, c.conv_kernel});
   if (c.use_conv_bias) unit.tensor("mixer.conv1d.bias", {convolved});
-  for (const char* per_head : {"mixer.A_log", "mixer.D", "mixer.dt_bias"})
-    unit.tensor(per_head, {c.mamba_num_heads});
   unit.norm("mixer.norm", inner);
   unit.linear("mixer.out_proj", c.hidden_size, inner, bias);
 }

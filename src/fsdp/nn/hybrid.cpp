@@ -1,0 +1,129 @@
+#include "fsdp/nn/hybrid.h"
+
+#include <ATen/ATen.h>
+#include <torch/nn/modules/container/modulelist.h>
+
+#include <vector>
+
+#include "fsdp/nn/attention.h"
+#include "fsdp/nn/cross_entropy.h"
+#include "fsdp/nn/embedding.h"
+#include "fsdp/nn/head.h"
+#include "fsdp/nn/mamba2.h"
+#include "fsdp/nn/projection.h"
+#include "fsdp/nn/rms_norm.h"
+#include "fsdp/shard/recompute.h"
+#include "fsdp/shard/unit.h"
+
+namespace fsdp::nn {
+
+namespace {
+
+// down(relu(up(x))^2)
+class SquaredReluMlpImpl : public torch::nn::Module {
+ public:
+  explicit SquaredReluMlpImpl(const NemotronHConfig& c)
+      : up_proj_(register_module(
+            "up_proj", Projection(ProjectionOptions{c.hidden_size, c.intermediate_size, c.mlp_bias,
+                                                    c.initializer_range}))),
+        down_proj_(register_module(
+            "down_proj", Projection(ProjectionOptions{c.intermediate_size, c.hidden_size,
+                                                      c.mlp_bias, c.initializer_range}))) {}
+  at::Tensor forward(const at::Tensor& x) { return down_proj_(at::relu(up_proj_(x)).square()); }
+
+ private:
+  Projection up_proj_, down_proj_;
+};
+TORCH_MODULE(SquaredReluMlp);
+
+// One mixer behind a norm; which one is said by a letter of the pattern.
+class HybridBlockImpl : public torch::nn::Module {
+ public:
+  HybridBlockImpl(const NemotronHConfig& c, char kind, Recompute recompute)
+      : recompute_(recompute),
+        norm_(register_module("norm", RmsNorm(c.hidden_size, c.layer_norm_epsilon))) {
+    if (kind == 'M')
+      mamba_ = register_module("mixer", Mamba2(c));
+    else if (kind == '*')
+      attention_ = register_module(
+          "mixer", Attention(AttentionOptions{.hidden_size = c.hidden_size,
+                                              .num_heads = c.num_attention_heads,
+                                              .num_kv_heads = c.num_key_value_heads,
+                                              .head_dim = head_dim_of(c),
+                                              .bias = c.attention_bias,
+                                              .standard_deviation = c.initializer_range}));
+    else
+      mlp_ = register_module("mixer", SquaredReluMlp(c));
+  }
+
+  at::Tensor forward(const at::Tensor& x) {
+    if (recompute_ == Recompute::kNone) return compute(x);
+    return recompute(
+        [this](const std::vector<at::Tensor>& inputs) {
+          return std::vector<at::Tensor>{compute(inputs[0])};
+        },
+        {x})[0];
+  }
+
+ private:
+  at::Tensor compute(const at::Tensor& x) { return x + mix(norm_(x)); }
+
+  at::Tensor mix(const at::Tensor& x) {
+    if (!mamba_.is_empty()) return mamba_(x);
+    return attention_.is_empty() ? mlp_(x) : attention_(x);
+  }
+
+  const Recompute recompute_;
+  RmsNorm norm_;
+  Mamba2 mamba_{nullptr};
+  Attention attention_{nullptr};
+  SquaredReluMlp mlp_{nullptr};
+};
+TORCH_MODULE(HybridBlock);
+
+class Hybrid final : public LanguageModel {
+ public:
+  Hybrid(const NemotronHConfig& c, Recompute recompute)
+      : LanguageModel(c, {{"lm_head.norm.weight", "backbone.norm_f.weight"}}) {
+    auto backbone = register_module("backbone", std::make_shared<torch::nn::Module>());
+    embedding_ = backbone->register_module(
+        "embeddings", Unit<Embedding>(c.vocab_size, c.hidden_size, c.initializer_range));
+    torch::nn::ModuleList layers;
+    for (const char kind : c.hybrid_override_pattern) {
+      blocks_.emplace_back(c, kind, recompute);
+      layers->push_back(blocks_.back());
+    }
+    backbone->register_module("layers", layers);
+    head_ = register_module(
+        "lm_head", Unit<Head>(HeadOptions{
+                       .vocab_size = c.vocab_size,
+                       .hidden_size = c.hidden_size,
+                       .norm_eps = c.layer_norm_epsilon,
+                       .standard_deviation = c.initializer_range,
+                       .tied_weight = c.tie_word_embeddings ? embedding_->weight : at::Tensor()}));
+  }
+
+  at::Tensor logits(const at::Tensor& tokens) override {
+    at::Tensor x = embedding_(tokens);
+    for (Unit<HybridBlock>& block : blocks_) x = block(x);
+    return head_(x, HeadInput::kHidden);
+  }
+
+  ModelLoss loss(const at::Tensor& tokens, const at::Tensor& targets) override {
+    const at::Tensor next = cross_entropy(logits(tokens), targets);
+    return {next, {{"cross_entropy", next.detach()}}};
+  }
+
+ private:
+  Unit<Embedding> embedding_{nullptr};
+  std::vector<Unit<HybridBlock>> blocks_;
+  Unit<Head> head_{nullptr};
+};
+
+}  // namespace
+
+std::shared_ptr<LanguageModel> make_hybrid(const NemotronHConfig& config, Recompute recompute) {
+  return std::make_shared<Hybrid>(config, recompute);
+}
+
+}  // namespace fsdp::nn
