@@ -75,7 +75,7 @@ TEST(StepLine, AlignsItsColumnsWithTheirNames) {
       "   step       loss  grad norm         lr        ms    tokens/s  TFLOP/s     MFU       peak");
   EXPECT_EQ(
       columns.line(record),
-      "  7/300     5.6312      1.234   3.00e-04     412.3      19,882      1.2  41.3 %   40.0 MiB");
+      "  7/300     5.6312      1.234   3.00e-04     412.3      19,882     1.25  41.3 %   40.0 MiB");
 }
 
 TEST(StepLine, HasNoColumnsForWhatIsUnknown) {
@@ -106,7 +106,10 @@ TEST(StepLine, StaysAlignedForFiguresOfAnySize) {
 }
 
 TEST(Duration, IsSaidAsAPersonWould) {
-  EXPECT_EQ(duration_text(0.04), "0.0 s");
+  EXPECT_EQ(duration_text(0.0004), "0 ms");
+  EXPECT_EQ(duration_text(0.0124), "12 ms");
+  EXPECT_EQ(duration_text(0.9996), "1.0 s");
+  EXPECT_EQ(duration_text(5), "5 s");
   EXPECT_EQ(duration_text(9.94), "9.9 s");
   EXPECT_EQ(duration_text(59.4), "59 s");
   EXPECT_EQ(duration_text(59.6), "1 min 0 s");
@@ -186,7 +189,7 @@ TEST(Console, PrintsPlainLinesIntoAFile) {
       lines_of(out.str()),
       ElementsAre(HasSubstr("step       loss"), HasSubstr(" 1/3 "), HasSubstr(" 2/3 "),
                   HasSubstr(" 3/3 "), "validation after step 3: loss 2.5000",
-                  "checkpoint of step 3: runs/x/step_3, 40.0 MiB in 0.9 s (training waited 0.0 s)",
+                  "checkpoint of step 3: runs/x/step_3, 40.0 MiB in 900 ms (training waited 12 ms)",
                   "trained 3 steps in 1 min 52 s; best validation loss 2.5000 at step 3; "
                   "report runs/x/report.html"));
 }

@@ -51,7 +51,7 @@ TEST(RunWatch, ShowsTheSameRunEverywhere) {
   EXPECT_THAT(out.str(), HasSubstr("* lr  0.1"));
   EXPECT_THAT(out.str(), HasSubstr("loss z +"));
   EXPECT_THAT(out.str(), HasSubstr("validation after step 52: loss 2.7500  (best 2.5000)"));
-  EXPECT_THAT(out.str(), HasSubstr("trained 52 steps in 5.0 s, stopped by SIGINT after step 52; "
+  EXPECT_THAT(out.str(), HasSubstr("trained 52 steps in 5 s, stopped by SIGINT after step 52; "
                                    "best validation loss 2.5000 at step 51"));
   const std::string page = read_text_file(dir / "report.html", 1 << 20);
   for (const char* const part :

@@ -162,8 +162,8 @@ std::string drawing(const LineChart& chart, const Plot& plot) {
 
 // What a pointer over the chart reads out: for the page's script.
 std::string data_json(const LineChart& chart, const Plot& plot) {
-  std::string json =
-      concat("{\"from\":", plot.steps.low(), ",\"to\":", plot.steps.high(), ",\"lines\":[");
+  std::string json = concat("{\"from\":", coordinate(plot.steps.low()),
+                            ",\"to\":", coordinate(plot.steps.high()), ",\"lines\":[");
   for (const ChartLine& line : chart.lines) {
     std::string steps;
     std::string values;

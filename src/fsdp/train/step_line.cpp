@@ -89,7 +89,8 @@ std::string StepColumns::line(const StepRecord& record) const {
   add(formatted("%.1f", record.milliseconds), kMillisecondChars);
   const double tokens = std::clamp(record.tokens_per_second, 0.0, 1e15);
   add(grouped_text(std::llround(std::isnan(tokens) ? 0 : tokens)), kTokenChars);
-  if (has_teraflops) add(formatted("%.1f", record.teraflops), kTeraflopChars);
+  if (has_teraflops)
+    add(formatted(record.teraflops < 10 ? "%.2f" : "%.1f", record.teraflops), kTeraflopChars);
   if (has_mfu) add(formatted("%.1f %%", 100 * record.mfu), kMfuChars);
   if (has_peak) add(bytes_text(static_cast<double>(record.peak_bytes)), kPeakChars);
   return text;
@@ -104,7 +105,10 @@ std::string step_remark(const StepRecord& record) {
 
 std::string duration_text(double seconds) {
   if (!(seconds < 1e9)) return "years";
-  if (seconds < 9.95) return formatted("%.1f s", std::max(seconds, 0.0));
+  if (seconds == std::floor(seconds) && seconds < 10)
+    return formatted("%.0f s", std::max(seconds, 0.0));
+  if (seconds < 0.9995) return formatted("%.0f ms", 1000 * std::max(seconds, 0.0));
+  if (seconds < 9.95) return formatted("%.1f s", seconds);
   const int64_t whole = std::llround(seconds);
   if (whole < 60) return concat(whole, " s");
   if (whole < 3600) return concat(whole / 60, " min ", whole % 60, " s");
@@ -122,7 +126,7 @@ std::string progress_bar(int64_t done, int64_t total, double seconds_left, int64
           : static_cast<int64_t>(100 * static_cast<double>(shown) / static_cast<double>(total));
   const std::string before = right_aligned(concat(percent, " %"), 5);
   std::string after = concat(kGap, shown, "/", total);
-  if (seconds_left >= 0) after += concat(kGap, duration_text(seconds_left), " left");
+  if (seconds_left >= 0) after += concat(kGap, duration_text(std::ceil(seconds_left)), " left");
   const int64_t room = width - static_cast<int64_t>(before.size() + after.size()) - 3;
   std::string text = before;
   if (room >= kMinBar) {

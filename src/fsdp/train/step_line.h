@@ -27,7 +27,7 @@ struct StepColumns {
 // What sets the step apart: "loss z +5.1", "skipped: ..."; "" for nothing.
 std::string step_remark(const StepRecord& record);
 
-// "45 s", "1 min 52 s", "3 h 20 min".
+// "12 ms", "4.5 s", "45 s", "1 min 52 s", "3 h 20 min".
 std::string duration_text(double seconds);
 
 // " 41 % [########------------]  123/300  1 min 12 s left", in `width` characters at most.
