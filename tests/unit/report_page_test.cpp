@@ -110,6 +110,14 @@ TEST(LineChart, UsesALogarithmWhereValuesAreFarApart) {
   EXPECT_THAT(line_chart_html(chart_of({-1, 50, 2})), Not(HasSubstr("log scale")));
 }
 
+TEST(LineChart, MarksOnlyStepsThatItHas) {
+  LineChart chart = chart_of({1, 2, 3});
+  chart.marks = {0, 2, 9};
+  const std::string html = line_chart_html(chart);
+  EXPECT_THAT(html, HasSubstr("class=\"mark\" d=\"M500,0V300\""));
+  EXPECT_EQ(html.find("class=\"mark\""), html.rfind("class=\"mark\""));
+}
+
 TEST(LineChart, SaysWhatItCutsOff) {
   std::vector<double> values(100, 300.0);
   values[0] = 5000;

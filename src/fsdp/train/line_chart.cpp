@@ -147,7 +147,8 @@ std::string drawing(const LineChart& chart, const Plot& plot) {
     svg +=
         concat("<path class=\"grid\" d=\"M0,", coordinate(plot.y(tick.value)), "H", kWidth, "\"/>");
   for (const double mark : chart.marks)
-    svg += concat("<path class=\"mark\" d=\"M", coordinate(plot.x(mark)), ",0V", kHeight, "\"/>");
+    if (mark >= plot.steps.low() && mark <= plot.steps.high())
+      svg += concat("<path class=\"mark\" d=\"M", coordinate(plot.x(mark)), ",0V", kHeight, "\"/>");
   if (const std::string path = range_path(chart.ranges, plot); !path.empty())
     svg += concat("<path class=\"range\" d=\"", path, "\"/>");
   for (const ChartLine& line : chart.lines) {

@@ -36,7 +36,7 @@ struct LineChart {
   std::vector<ChartLine> lines = {};
   // Drawn as an area behind the lines, where a point stands for several steps.
   std::vector<ChartRange> ranges = {};
-  // Steps with a rule: there the run was resumed.
+  // Steps with a rule, where the chart has them: there the run was resumed.
   std::vector<double> marks = {};
   // The axis begins at 0, for figures of which a half is a half as high.
   bool begins_at_zero = false;

@@ -136,16 +136,19 @@ std::string status_html(const ReportContent& content) {
   const std::string of = concat(grouped_text(last->step), " of ", grouped_text(last->total_steps));
   std::string text;
   const char* dot = "running";
+  // Of a run in parts the end knows the last one.
+  const bool is_in_parts = !history.resumed_steps().empty();
   if (!history.end()) {
     text = concat("<b>Running:</b> step ", of);
   } else if (history.end()->stopped_by.empty()) {
     dot = "";
-    text = concat("<b>Complete:</b> ", of, " steps in ", duration_text(history.end()->seconds));
+    const double seconds = is_in_parts ? history.step_seconds() : history.end()->seconds;
+    text = concat("<b>Complete:</b> ", of, " steps in ", duration_text(seconds));
   } else {
     dot = "stopped";
     text = concat("<b>Stopped</b> by ", html_text(history.end()->stopped_by), " after step ", of);
   }
-  if (!history.resumed_steps().empty())
+  if (is_in_parts)
     text += concat(", resumed after step ", grouped_text(history.resumed_steps().back()));
   if (history.num_skipped() > 0)
     text += concat(", ", counted_text(history.num_skipped(), "update"),

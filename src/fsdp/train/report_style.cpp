@@ -20,13 +20,13 @@ h3{font-size:.8rem;font-weight:650;color:var(--soft);margin:1.1rem 0 .25rem}
 .status .dot.running{background:var(--blue)}.status .dot.stopped{background:var(--orange)}
 .grid{display:grid;grid-template-columns:repeat(2,minmax(0,1fr));gap:1rem}
 .wide{grid-column:1/-1}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(132px,1fr));gap:.75rem;margin:0 0 1rem}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(118px,1fr));gap:.75rem;margin:0 0 1rem}
 .card,.tile{background:var(--card);border:1px solid var(--line);border-radius:10px;min-width:0}
 .card{padding:1rem 1.15rem 1.1rem}
 .tile{padding:.7rem .9rem}
 .tile dt{color:var(--soft);font-size:.8rem}
 .tile dd{margin:0;font-size:1.3rem;font-weight:600;line-height:1.35;white-space:nowrap}
-.tile dd small{display:block;min-height:1.4em;font-size:.78rem;font-weight:400;color:var(--soft)}
+.tile dd small{display:block;white-space:normal;min-height:1.4em;font-size:.78rem;font-weight:400;color:var(--soft)}
 .card>header{display:flex;flex-wrap:wrap;align-items:baseline;gap:.1rem .7rem;margin-bottom:.75rem}
 .unit,.note,small{color:var(--soft)}
 .unit,.legend{font-size:.82rem}
