@@ -13,7 +13,7 @@ namespace {
 
 // Bytes alone would seldom be JSON, so most of them stand for a piece of it. Numbers are small or
 // absurd: large but allowed ones only take time.
-constexpr std::array<std::string_view, 60> kPieces = {
+constexpr std::array<std::string_view, 64> kPieces = {
     "{",
     "}",
     "[",
@@ -74,7 +74,11 @@ constexpr std::array<std::string_view, 60> kPieces = {
     "\"num_nextn_predict_layers\":",
     "{\"vocab_size\":64,\"hidden_size\":8,\"num_hidden_layers\":2,\"num_attention_heads\":2,"
     "\"num_key_value_heads\":1,\"intermediate_size\":16,",
-    " "};
+    " ",
+    "\"qwen3\"",
+    "\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":",
+    "\"shared_expert_intermediate_size\":",
+    "\"layers_block_type\":[\"mlp\",\"mamba\"],"};
 
 std::string text_of(const uint8_t* data, size_t size) {
   std::string text;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "fsdp/base/error.h"
+#include "fsdp/nn/flops.h"
 #include "fsdp/nn/presets.h"
 #include "fsdp/plan/architecture.h"
 #include "fsdp/plan/model_catalog.h"
@@ -239,6 +240,31 @@ TEST(Architecture, CountsNormsSharedExpertsAndPredictionLayers) {
   EXPECT_EQ(
       parameters(MixtralConfig{llama(), 4, 2, 0.0, 10}) - parameters(MixtralConfig{llama(), 4}),
       3 * 3 * 10 * 48);
+}
+
+// Six per weight that is multiplied; attention counted by hand.
+TEST(Flops, AreSixPerMultipliedWeightAndAttention) {
+  const auto weights_without_embedding = [](const ModelConfig& config, int64_t num_norms) {
+    return static_cast<double>(build_model("m", config).parameters() - 100 * 48 - num_norms * 48);
+  };
+  const auto attention = [](int64_t layers, double sequence) {
+    return static_cast<double>(layers) * 2.0 * 48.0 * (sequence + 1.0) / 2.0;
+  };
+  EXPECT_EQ(flops_per_token(llama(), 63),
+            6 * (weights_without_embedding(llama(), 7) + attention(3, 63)));
+  LlamaConfig predicting = llama();
+  predicting.num_nextn_predict_layers = 1;  // its head is the same matrix, multiplied again
+  EXPECT_EQ(flops_per_token(predicting, 63),
+            6 * (weights_without_embedding(predicting, 7 + 5) + 100 * 48 + attention(4, 63)));
+  const MixtralConfig experts{llama(), 5, 2, 0.0, 10};
+  const double idle = 3.0 * 3 * 3 * 77 * 48;  // three of five experts, three matrices, three layers
+  EXPECT_EQ(flops_per_token(experts, 63),
+            6 * (weights_without_embedding(experts, 7) - idle + attention(3, 63)));
+  // Per Mamba layer no product has A_log, D, dt_bias, the norm and the biases of the convolution.
+  const double unused = 2.0 * (3 * 4 + 32 + 96);
+  const double scan = 2.0 * (63 * 2 * 16 + 63 * 32 + 2 * 32 * 16);
+  EXPECT_EQ(flops_per_token(hybrid(), 63),
+            6 * (weights_without_embedding(hybrid(), 5) - unused + scan + attention(1, 63)));
 }
 
 TEST(Presets, AreTrainablePlannedAndNamedOnce) {

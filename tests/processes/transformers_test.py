@@ -1,0 +1,156 @@
+#!/usr/bin/env python3
+"""Our models against the transformers package's: the same weights, the same logits, loss and gradients in fp32.
+
+    transformers_test.py MODEL_RUN      the program; ends with "skipped: ..." where packages are missing
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here needs a network
+
+try:
+    import safetensors
+    import torch
+    import transformers
+except ImportError as error:
+    print(f"skipped: {error}; make setup installs what requirements.txt names")
+    sys.exit(0)
+
+MODEL_RUN = sys.argv[1]
+VOCABULARY = 37
+DENSE = dict(vocab_size=VOCABULARY, hidden_size=48, intermediate_size=77, num_hidden_layers=3, num_attention_heads=6,
+             num_key_value_heads=2, max_position_embeddings=64)
+HYBRID = dict(vocab_size=VOCABULARY, hidden_size=48, intermediate_size=77, hybrid_override_pattern="M-M*-",
+              mamba_num_heads=6, mamba_head_dim=16, n_groups=2, ssm_state_size=16, conv_kernel=4, chunk_size=8,
+              num_attention_heads=6, num_key_value_heads=2, head_dim=8)
+# Low frequencies of 8 channels and 20 positions are scaled only if the first training was as short.
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}
+
+CASES = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {**DENSE}),
+    "llama-tied": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {**DENSE, "tie_word_embeddings": True}),
+    "llama-all-heads": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {**DENSE, "num_key_value_heads": 6}),
+    "llama-biased": (transformers.LlamaConfig, transformers.LlamaForCausalLM,
+                     {**DENSE, "attention_bias": True, "mlp_bias": True}),
+    "llama-3.1": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {**DENSE, "rope_parameters": LLAMA3}),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {**DENSE, "head_dim": 16}),
+    "qwen3-tied": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM,
+                   {**DENSE, "head_dim": 16, "tie_word_embeddings": True}),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM,
+                {**DENSE, "intermediate_size": 76, "num_local_experts": 5, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1,
+                 "output_router_logits": True}),
+    "nemotron-h": (transformers.NemotronHConfig, transformers.NemotronHForCausalLM, {**HYBRID}),
+}
+
+# Both sides round products and sums of a few hundred terms to fp32, in different orders: 6e-8 each, a hundred of
+# them in a row, of values up to the largest of a tensor.
+TOLERANCE = 1e-5
+
+
+def published(name, gradient):
+    """Yields (name, gradient) as published checkpoints name and divide it."""
+    if name.endswith(".mlp.gate.weight"):
+        yield name.replace(".mlp.", ".block_sparse_moe."), gradient
+    elif name.endswith(".experts.gate_up_proj"):
+        layer = name.removesuffix(".mlp.experts.gate_up_proj")
+        for expert, both in enumerate(gradient):
+            for part, value in zip(("w1", "w3"), both.chunk(2)):
+                yield f"{layer}.block_sparse_moe.experts.{expert}.{part}.weight", value
+    elif name.endswith(".experts.down_proj"):
+        layer = name.removesuffix(".mlp.experts.down_proj")
+        for expert, value in enumerate(gradient):
+            yield f"{layer}.block_sparse_moe.experts.{expert}.w2.weight", value
+    else:
+        yield name, gradient
+
+
+def theirs(model):
+    """Logits, loss and gradients of the package's model."""
+    tokens = torch.arange(40).remainder(VOCABULARY).reshape(2, 20)
+    model.train()  # nothing here is random; the loss of the routers is only added in training
+    output = model(tokens, labels=tokens)
+    output.loss.backward()
+    is_hybrid = model.config.model_type == "nemotron_h"
+    result = {"logits": output.logits.detach(), "loss": output.loss.detach().reshape(1)}
+    for name, parameter in model.named_parameters():
+        if is_hybrid:
+            name = name.replace("model.", "backbone.", 1)
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for stored, value in published(name, gradient):
+            result["gradient." + stored] = value
+    return result
+
+
+def ours(folder, ranks):
+    target = folder.with_name(f"{folder.name}-computed-{ranks}")
+    subprocess.run([MODEL_RUN, "compute", folder, str(ranks), target], check=True)
+    result = {}
+    for path in target.rglob("*.safetensors"):
+        with safetensors.safe_open(path, "pt") as file:
+            for name in file.keys():
+                result[name] = file.get_tensor(name)
+    return result
+
+
+def compare(case, actual, expected):
+    names = {name for name in actual if not name.startswith("loss.")}
+    assert names == set(expected), (case, names ^ set(expected))
+    worst = 0.0
+    for name, value in expected.items():
+        assert actual[name].shape == value.shape, (case, name)
+        error = ((actual[name] - value).abs().max() / value.abs().max().clamp_min(1e-6)).item()
+        assert error < TOLERANCE, f"{case}: {name}: {error}"
+        worst = max(worst, error)
+    return worst
+
+
+def check_config(case, folder, config):
+    """The package reads our config.json to the same configuration."""
+    written = folder.with_name(f"{folder.name}-config")
+    written.mkdir()
+    text = subprocess.run([MODEL_RUN, "config", folder / "config.json"], check=True, capture_output=True, text=True).stdout
+    (written / "config.json").write_text(text)
+    again = transformers.AutoConfig.from_pretrained(written)
+    assert type(again) is type(config), case
+    for field in json.loads(text):
+        if field in ("architectures", "rope_theta", "rope_scaling", "hybrid_override_pattern"):
+            continue
+        if getattr(config, field, None) is not None:  # we write what the package works out later, too
+            assert getattr(again, field) == getattr(config, field), (case, field)
+    assert getattr(again, "rope_parameters", None) == getattr(config, "rope_parameters", None), case
+    if case == "nemotron-h":
+        assert again.layers_block_type == config.layers_block_type
+
+
+def check(case, folder):
+    config_class, model_class, fields = CASES[case]
+    config = config_class(**fields)
+    model = model_class(config)
+    with torch.no_grad():  # norms are ones otherwise, and would hide being mixed up
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    check_config(case, folder, config)
+    expected = theirs(model)
+    return max(compare(case, ours(folder, ranks), expected) for ranks in (1, 2))
+
+
+def main():
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(1)
+    with tempfile.TemporaryDirectory() as name:
+        for case in CASES:
+            worst = check(case, pathlib.Path(name, case))
+            print(f"{case}: largest difference {worst:.1e} of the largest value")
+    print(f"passed: transformers {transformers.__version__}")
+
+
+if __name__ == "__main__":
+    main()
