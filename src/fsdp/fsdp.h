@@ -8,6 +8,8 @@
 #include "fsdp/checkpoint/load.h"
 #include "fsdp/comm/mesh.h"
 #include "fsdp/comm/world.h"
+#include "fsdp/data/batch_loader.h"
+#include "fsdp/data/byte_tokenizer.h"
 #include "fsdp/layout/flat_layout.h"
 #include "fsdp/layout/strategy.h"
 #include "fsdp/memory/bucket_pool.h"

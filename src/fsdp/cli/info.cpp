@@ -17,8 +17,8 @@
 #include "fsdp/base/text.h"
 #include "fsdp/base/version.h"
 #include "fsdp/cli/command.h"
-#include "fsdp/comm/launch.h"
 #include "fsdp/comm/connect_mpi.h"
+#include "fsdp/comm/launch.h"
 
 namespace fsdp::cli {
 
