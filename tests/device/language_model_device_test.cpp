@@ -7,6 +7,7 @@
 #include <string>
 
 #include "fsdp/nn/language_model.h"
+#include "fsdp/optim/adamw.h"
 #include "fsdp/shard/fully_shard.h"
 #include "fsdp/shard/parameter_init.h"
 #include "support/require.h"
@@ -43,11 +44,12 @@ TEST(LanguageModelOnDevice, ComputesWhatTheHostDoes) {
       const auto actual = gradients_of(*device, tokens.cuda());
       ASSERT_EQ(actual.size(), expected.size()) << each.name;
       // fp32 products are exact to fp32 there, too: libtorch does not use TF32 unless asked.
-      for (const auto& [name, value] : expected) {
-        const double scale = std::max(1e-6, value.abs().max().item<double>());
-        EXPECT_LT((actual.at(name) - value).abs().max().item<double>() / scale, 2e-5)
+      // Gradients that would be 0 without rounding, as those of key biases where there are no
+      // positions, are below 1e-7.
+      for (const auto& [name, value] : expected)
+        EXPECT_LT((actual.at(name) - value).abs().max().item<double>(),
+                  2e-5 * value.abs().max().item<double>() + 1e-7)
             << each.name << " " << name;
-      }
     }
   }
 }
@@ -72,6 +74,7 @@ TEST(LanguageModelOnDevice, BeginsWithTheHostsValuesAndTrainsSharded) {
                 << each.name << " " << item.key();
         }
         const at::Tensor tokens = small_tokens(world.rank(), 0).cuda();
+        AdamW optimizer(sharded, {.lr = 1e-2});
         double first = 0.0;
         double last = 0.0;
         for (int step = 0; step < 8; ++step) {
@@ -79,10 +82,8 @@ TEST(LanguageModelOnDevice, BeginsWithTheHostsValuesAndTrainsSharded) {
           loss.total.backward();
           last = loss.terms[0].value.item<double>();
           if (step == 0) first = last;
-          for (const FlatShard& shard : sharded.flat_shards())
-            shard.main_weight.sub_(shard.gradient, 0.5);
-          sharded.refresh_weights();
-          sharded.zero_grad();
+          optimizer.step();
+          optimizer.zero_grad();
         }
         EXPECT_LT(last, first) << each.name;
       });

@@ -281,12 +281,12 @@ TEST(Presets, AreTrainablePlannedAndNamedOnce) {
   EXPECT_STREQ(model_presets().front().name, "tiny");
 }
 
-TEST(Presets, TinyIsTiny) {
+TEST(Presets, TinyOnesAre) {
   const ModelPreset* tiny = find_preset("tiny");
   EXPECT_EQ(vocab_size_of(tiny->config), 257);
-  const int64_t parameters = model_by_name("tiny").parameters();
-  EXPECT_GT(parameters, 1'500'000);
-  EXPECT_LT(parameters, 3'000'000);
+  EXPECT_EQ(model_by_name("tiny").parameters(), 1'673'280);
+  EXPECT_EQ(model_by_name("moe-tiny").parameters(), 2'921'856);
+  EXPECT_EQ(model_by_name("hybrid-tiny").parameters(), 1'541'484);
 }
 
 }  // namespace
