@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "fsdp/base/durable_file.h"
+#include "fsdp/checkpoint/rank_agreement.h"
 #include "fsdp/checkpoint/tensor_catalog.h"
 #include "support/checkpoint_training.h"
 #include "support/file_size_limit.h"
@@ -98,6 +99,27 @@ TEST(Checkpointer, TheModelsConfigurationIsPartOfTheCheckpoint) {
     checkpointer.wait();
   });
   EXPECT_EQ(TensorCatalog(resolve_checkpoint(directory.path())).model_config(), config);
+}
+
+TEST(Checkpointer, TellsRankZeroWhatHasBecomeVisible) {
+  const TempDir directory;
+  run_training(training(2), [&](TrainingRank& rank) {
+    Checkpointer checkpointer(directory.path(), rank.mesh);
+    EXPECT_THAT(checkpointer.take_saved(), IsEmpty());
+    checkpointer.save(rank.state(), {.step = 3});
+    checkpointer.wait();
+    const std::vector<SavedCheckpoint> saved = checkpointer.take_saved();
+    EXPECT_THAT(checkpointer.take_saved(), IsEmpty());
+    if (rank_in(rank.mesh) != 0) {
+      EXPECT_THAT(saved, IsEmpty());
+      return;
+    }
+    ASSERT_EQ(saved.size(), 1U);
+    EXPECT_EQ(saved[0].step, 3);
+    EXPECT_EQ(saved[0].path, RunDirectory(directory.path()).path_of(3));
+    EXPECT_GT(saved[0].bytes, 0);
+    EXPECT_GT(saved[0].seconds, 0);
+  });
 }
 
 TEST(Checkpointer, NeverDeletesWhatTheRunWasLoadedFrom) {

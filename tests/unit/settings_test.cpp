@@ -149,8 +149,23 @@ TEST(Settings, NumbersAndFlagsAreNumbersAndFlagsInAConfig) {
 
 TEST(Settings, OnlyWhatDiffersFromTheDefaultIsMarked) {
   TrainOptions options = given({{"steps", {"12"}}, {"batch", {"16"}}});
-  for (const SettingRow& shown : shown_settings(options))
+  for (const SettingRow& shown : shown_settings(options, options))
     EXPECT_EQ(shown.is_changed, shown.name == "steps") << shown.name;
+}
+
+TEST(Settings, WhatIsLeftToBeChosenIsShownAsItWasChosen) {
+  const TrainOptions options = given({{"steps", {"200"}}, {"checkpoint-dir", {"d"}}});
+  const TrainOptions resolved = options.resolved(4, DType::kBFloat16, DeviceChoice::kCuda);
+  std::map<std::string, SettingRow> shown;
+  for (const SettingRow& row : shown_settings(options, resolved)) shown[row.name] = row;
+  EXPECT_EQ(shown["warmup"].value, "20");
+  EXPECT_EQ(shown["min-lr"].value, "3e-04");
+  EXPECT_EQ(shown["compute"].value, "bf16");
+  EXPECT_EQ(shown["device"].value, "cuda");
+  EXPECT_EQ(shown["ranks"].value, "4");
+  EXPECT_EQ(shown["log"].value, "d/log.jsonl");
+  for (const char* name : {"warmup", "min-lr", "compute", "device", "ranks", "log"})
+    EXPECT_FALSE(shown[name].is_changed) << name;
 }
 
 TEST(Settings, AFlagForBothMomentsComesBeforeThoseForOne) {

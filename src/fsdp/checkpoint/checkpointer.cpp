@@ -203,10 +203,19 @@ class Checkpointer::Attempt {
       write_file_durably(concat(temporary_, "/", kManifestName), to_json(manifest_));
       owner_.directory_.publish(step_, owner_.id_);
       is_published_ = true;
+      note_saved();
     } catch (...) {
       error_ = std::current_exception();
     }
     if (is_published_) remove_old();
+  }
+
+  void note_saved() const {
+    const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - begun_;
+    SavedCheckpoint saved{step_, owner_.directory_.path_of(step_), 0, taken.count()};
+    for (const StoredFile& file : manifest_.files) saved.bytes += file.bytes;
+    const std::lock_guard lock(owner_.saved_mutex_);
+    owner_.saved_.push_back(std::move(saved));
   }
 
   // What is saved is saved, even if an old one cannot be removed.
@@ -266,6 +275,7 @@ class Checkpointer::Attempt {
   const int64_t rank_;
   const int64_t step_;
   const std::string temporary_;
+  const std::chrono::steady_clock::time_point begun_ = std::chrono::steady_clock::now();
   StatePieces pieces_;
   Manifest manifest_;
   RankRecord record_;
@@ -313,6 +323,11 @@ void Checkpointer::remove_leftover() noexcept {
   } catch (const std::exception& error) {
     log(LogLevel::kWarning, error.what());
   }
+}
+
+std::vector<SavedCheckpoint> Checkpointer::take_saved() {
+  const std::lock_guard lock(saved_mutex_);
+  return std::exchange(saved_, {});
 }
 
 int64_t Checkpointer::snapshot_bytes() const { return snapshot_ ? snapshot_->bytes() : 0; }

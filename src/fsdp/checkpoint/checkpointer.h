@@ -4,7 +4,9 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <vector>
 
 #include "fsdp/checkpoint/checkpoint_state.h"
 #include "fsdp/checkpoint/load.h"
@@ -27,6 +29,14 @@ struct CheckpointerOptions {
   // The text of the model's config.json, which makes a checkpoint one that says what it is of; "":
   // none.
   std::string model_config = {};
+};
+
+// A checkpoint that is there.
+struct SavedCheckpoint {
+  int64_t step = 0;
+  std::string path;
+  int64_t bytes = 0;   // of all ranks' files
+  double seconds = 0;  // from save() until it was visible
 };
 
 class Snapshot;
@@ -59,6 +69,10 @@ class Checkpointer {
   std::optional<LoadedCheckpoint> load_latest(const CheckpointState& state,
                                               const LoadOptions& options = {});
 
+  // On rank 0, those that have become visible since the last call, in their order; nothing on other
+  // ranks. Never waits.
+  std::vector<SavedCheckpoint> take_saved();
+
   // Bytes of host memory for copies of the state.
   int64_t snapshot_bytes() const;
 
@@ -75,6 +89,8 @@ class Checkpointer {
   const std::string id_;         // of this run, the same on all ranks
   std::vector<int64_t> in_use_;  // steps
   std::string leftover_;         // of a save that failed; rank 0 only
+  mutable std::mutex saved_mutex_;
+  mutable std::vector<SavedCheckpoint> saved_;  // guarded by saved_mutex_
   std::unique_ptr<Snapshot> snapshot_;
   std::unique_ptr<Attempt> attempt_;
 };

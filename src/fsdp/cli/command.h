@@ -13,6 +13,14 @@ struct Command {
   std::function<void()> run;
 };
 
+// Thrown by a command that has said what there was to say, and wants this exit code.
+struct ExitCode {
+  int code = 0;
+};
+
+Command add_train(CLI::App& parent);
+Command add_generate(CLI::App& parent);
+Command add_eval(CLI::App& parent);
 Command add_plan(CLI::App& parent);
 Command add_inspect(CLI::App& parent);
 Command add_convert(CLI::App& parent);

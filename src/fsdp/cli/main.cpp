@@ -21,6 +21,8 @@ constexpr const char* kDescription =
     "Fully sharded data-parallel training on libtorch: plans, runs and inspects it.";
 constexpr const char* kFooter =
     "Examples:\n"
+    "  fsdp train --data docs --ranks 2                   a small language model of some text\n"
+    "  fsdp generate --checkpoint runs/a --prompt 'The '  what it has learnt\n"
     "  fsdp plan --model llama3-8b --ranks 8 --compare    memory and traffic of every strategy\n"
     "  fsdp inspect runs/7b --verify                      what a checkpoint holds, and whether it "
     "is whole\n"
@@ -34,8 +36,9 @@ int run(int argc, char** argv) {
   app.footer(kFooter);
   app.set_version_flag("--version", "fsdp " FSDP_VERSION);
   const std::vector<fsdp::cli::Command> commands = {
-      fsdp::cli::add_plan(app), fsdp::cli::add_inspect(app), fsdp::cli::add_convert(app),
-      fsdp::cli::add_data(app), fsdp::cli::add_info(app)};
+      fsdp::cli::add_train(app),   fsdp::cli::add_generate(app), fsdp::cli::add_eval(app),
+      fsdp::cli::add_data(app),    fsdp::cli::add_plan(app),     fsdp::cli::add_inspect(app),
+      fsdp::cli::add_convert(app), fsdp::cli::add_info(app)};
   app.require_subcommand(0, 1);  // none is answered below, a second one is a surplus argument
   // Unknown arguments are collected, not refused, so that they can be answered with the nearest.
   app.allow_extras();
@@ -66,6 +69,8 @@ int main(int argc, char** argv) {
     std::cout.flush();
     if (!std::cout) throw fsdp::Error("standard output cannot be written; check its place");
     return code;
+  } catch (const fsdp::cli::ExitCode& exit) {
+    return exit.code;
   } catch (const fsdp::UsageError& error) {
     std::fprintf(stderr, "fsdp: %s.\n", error.what());
     return kBadUse;

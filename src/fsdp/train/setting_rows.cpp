@@ -201,8 +201,10 @@ void add_optimizer(Rows& rows) {
   rows.add("lr", "X", number_value(&O::lr, 0, 1e6), "The highest learning rate");
   rows.add("schedule", "NAME", choice_value(&O::schedule, names_of(all_rate_schedules())),
            "How the rate goes on after the warm-up: constant, linear, cosine or wsd");
-  rows.add("warmup", "N", whole_value(&O::warmup, 0, kMany), "Steps in which the rate rises");
-  rows.add("min-lr", "X", number_value(&O::min_lr, 0, 1e6), "What the rate falls to");
+  rows.add("warmup", "N|auto", whole_or_auto(&O::warmup, 0, kMany),
+           "Steps in which the rate rises; auto: a tenth of all, at most 1000");
+  rows.add("min-lr", "X|auto", number_or_auto(&O::min_lr, 0, 1e6),
+           "What the rate falls to; auto: a tenth of --lr");
   rows.add("decay-steps", "N", whole_value(&O::decay_steps, 0, kMany),
            "wsd: how many of the last steps decay");
   rows.add("decay", "NAME", choice_value(&O::decay, names_of(all_rate_decays())),

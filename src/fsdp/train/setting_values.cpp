@@ -4,6 +4,12 @@
 
 namespace fsdp::train {
 
+namespace {
+
+const std::string kAuto = "auto";
+
+}  // namespace
+
 std::string number_text(double value) {
   char buffer[32];
   const auto [end, error] = std::to_chars(buffer, buffer + sizeof(buffer), value);
@@ -42,6 +48,29 @@ SettingValue number_value(double TrainOptions::*field, double minimum, double ma
       SettingKind::kNumber, [field](const TrainOptions& o) { return number_text(o.*field); },
       [=](TrainOptions& o, const std::string& option, const std::string& value) {
         o.*field = parse_number(option, value, minimum, maximum);
+      });
+}
+
+SettingValue whole_or_auto(std::optional<int64_t> TrainOptions::*field, int64_t minimum,
+                           int64_t maximum) {
+  return one_value(
+      SettingKind::kText,
+      [field](const TrainOptions& o) { return o.*field ? std::to_string(*(o.*field)) : kAuto; },
+      [=](TrainOptions& o, const std::string& option, const std::string& value) {
+        o.*field = value == kAuto
+                       ? std::nullopt
+                       : std::optional(parse_whole_number(option, value, minimum, maximum));
+      });
+}
+
+SettingValue number_or_auto(std::optional<double> TrainOptions::*field, double minimum,
+                            double maximum) {
+  return one_value(
+      SettingKind::kText,
+      [field](const TrainOptions& o) { return o.*field ? number_text(*(o.*field)) : kAuto; },
+      [=](TrainOptions& o, const std::string& option, const std::string& value) {
+        o.*field = value == kAuto ? std::nullopt
+                                  : std::optional(parse_number(option, value, minimum, maximum));
       });
 }
 

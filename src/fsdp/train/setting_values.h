@@ -61,6 +61,12 @@ SettingValue whole_value(Access access, int64_t minimum, int64_t maximum) {
       });
 }
 
+// A value of its own kind, or "auto".
+SettingValue whole_or_auto(std::optional<int64_t> TrainOptions::*field, int64_t minimum,
+                           int64_t maximum);
+SettingValue number_or_auto(std::optional<double> TrainOptions::*field, double minimum,
+                            double maximum);
+
 // An enumeration whose values are 0, 1, ... in the order of their names.
 template <typename Choice>
 SettingValue choice_value(Choice TrainOptions::*field, std::vector<std::string> names) {

@@ -99,17 +99,15 @@ std::string config_text(const TrainOptions& options) {
   return document.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
 }
 
-std::vector<SettingRow> shown_settings(const TrainOptions& options) {
+std::vector<SettingRow> shown_settings(const TrainOptions& given, const TrainOptions& resolved) {
   const TrainOptions defaults;
   std::vector<SettingRow> shown;
-  for (const Setting& setting : settings()) {
-    const std::vector<std::string> values = setting.read(options);
+  for (const Setting& setting : settings())
     shown.push_back({.group = setting.group,
                      .name = setting.name,
-                     .value = join(values, " "),
-                     .is_changed = values != setting.read(defaults),
+                     .value = join(setting.read(resolved), " "),
+                     .is_changed = setting.read(given) != setting.read(defaults),
                      .help = setting.help});
-  }
   return shown;
 }
 

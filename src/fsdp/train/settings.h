@@ -49,7 +49,8 @@ void apply_config(TrainOptions& options, std::string_view text, const std::strin
 // A config file that sets every field to what it is here.
 std::string config_text(const TrainOptions& options);
 
-// What is shown at the start of a run; marked where it is not the default.
-std::vector<SettingRow> shown_settings(const TrainOptions& options);
+// What is shown at the start of a run: values as they were resolved, marked where what was given is
+// not the default.
+std::vector<SettingRow> shown_settings(const TrainOptions& given, const TrainOptions& resolved);
 
 }  // namespace fsdp::train

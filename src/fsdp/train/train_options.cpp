@@ -25,8 +25,8 @@ void check_division(const TrainOptions& o, int64_t num_ranks) {
 }
 
 void check_rate(const TrainOptions& o) {
-  if (o.min_lr > o.lr && o.schedule != RateSchedule::kConstant)
-    throw UsageError(concat("--min-lr is ", o.min_lr, ", above --lr = ", o.lr,
+  if (o.min_lr && *o.min_lr > o.lr && o.schedule != RateSchedule::kConstant)
+    throw UsageError(concat("--min-lr is ", *o.min_lr, ", above --lr = ", o.lr,
                             "; lower it, or use --schedule constant"));
   if (o.schedule == RateSchedule::kWsd && o.decay_steps == 0)
     throw UsageError(
@@ -35,8 +35,8 @@ void check_rate(const TrainOptions& o) {
   if (o.schedule != RateSchedule::kWsd && o.decay_steps != 0)
     throw UsageError(concat("--decay-steps is ", o.decay_steps, ", but --schedule is ",
                             name_of(o.schedule), "; only wsd has them"));
-  if (o.warmup > o.total_steps())
-    throw UsageError(concat("--warmup is ", o.warmup, ", more than the ", o.total_steps(),
+  if (o.warmup && *o.warmup > o.total_steps())
+    throw UsageError(concat("--warmup is ", *o.warmup, ", more than the ", o.total_steps(),
                             " steps in all; lower it"));
   o.rate_options().validate();
 }
@@ -85,11 +85,26 @@ int64_t TrainOptions::total_steps() const {
 LearningRateOptions TrainOptions::rate_options() const {
   return {.schedule = schedule,
           .rate = lr,
-          .floor = schedule == RateSchedule::kConstant ? 0.0 : min_lr,
-          .warmup_steps = warmup,
+          .floor = schedule == RateSchedule::kConstant ? 0.0 : min_lr.value_or(lr / 10),
+          .warmup_steps = warmup.value_or(std::min<int64_t>(total_steps() / 10, 1000)),
           .total_steps = total_steps(),
           .decay_steps = decay_steps,
           .decay = decay};
+}
+
+TrainOptions TrainOptions::resolved(int64_t num_ranks, DType compute_dtype,
+                                    DeviceChoice device_choice) const {
+  TrainOptions result = *this;
+  result.ranks = num_ranks;
+  result.compute = compute_dtype;
+  result.device = device_choice;
+  result.steps = total_steps();
+  const LearningRateOptions rate = rate_options();
+  result.warmup = rate.warmup_steps;
+  result.min_lr = rate.floor;
+  result.log = log_path().empty() ? "none" : log_path();
+  result.report = report_path().empty() ? "none" : report_path();
+  return result;
 }
 
 namespace {

@@ -52,9 +52,9 @@ struct TrainOptions {
   OptimizerChoice optimizer = OptimizerChoice::kAdamW;
   double lr = 3e-3;
   RateSchedule schedule = RateSchedule::kCosine;
-  int64_t warmup = 20;
-  double min_lr = 3e-4;
-  int64_t decay_steps = 0;  // wsd
+  std::optional<int64_t> warmup = std::nullopt;  // nullopt: a tenth of the steps, at most 1000
+  std::optional<double> min_lr = std::nullopt;   // nullopt: a tenth of `lr`
+  int64_t decay_steps = 0;                       // wsd
   RateDecay decay = RateDecay::kLinear;
   double beta1 = 0.9;
   double beta2 = 0.95;
@@ -131,7 +131,11 @@ struct TrainOptions {
   // Sequences of one rank and microbatch.
   int64_t rows(int64_t num_ranks) const { return batch / (num_ranks * microbatches); }
 
+  // With what is left to be chosen chosen.
   LearningRateOptions rate_options() const;
+
+  // With nothing left to be chosen: what is shown.
+  TrainOptions resolved(int64_t num_ranks, DType compute_dtype, DeviceChoice device_choice) const;
 
   // Where they are; "": nowhere.
   std::string log_path() const;

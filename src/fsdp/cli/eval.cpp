@@ -1,0 +1,102 @@
+// `fsdp eval`: how well a trained model predicts text.
+#include <cmath>
+#include <cstdio>
+#include <iostream>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/text.h"
+#include "fsdp/cli/command.h"
+#include "fsdp/cli/option_values.h"
+#include "fsdp/comm/world.h"
+#include "fsdp/data/byte_tokenizer.h"
+#include "fsdp/data/corpus.h"
+#include "fsdp/train/evaluation.h"
+#include "fsdp/train/loaded_model.h"
+
+namespace fsdp::cli {
+
+namespace {
+
+struct EvalArguments {
+  std::string checkpoint;
+  std::string model;
+  std::vector<std::string> data;
+  std::string sequence = "256";
+  std::string batch = "16";
+  std::string batches = "0";
+  std::string ranks = "1";
+  std::string device = "auto";
+  std::string compute = "auto";
+  bool json = false;
+};
+
+void print(const EvalArguments& given, const train::Evaluation& result, const Corpus& corpus) {
+  const double bits = result.loss / std::log(2.0);
+  const bool has_bytes = corpus.tokenizer() == kByteTokenizerName;
+  if (given.json) {
+    nlohmann::ordered_json line = {
+        {"checkpoint", result.path},           {"step", result.step},    {"loss", result.loss},
+        {"perplexity", std::exp(result.loss)}, {"bits_per_token", bits}, {"tokens", result.tokens}};
+    std::cout << line.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << "\n";
+    return;
+  }
+  std::printf("checkpoint   %s\n", result.path.c_str());
+  std::printf("data         %s\n", corpus.summary().c_str());
+  std::printf("tokens       %s\n", grouped_text(result.tokens).c_str());
+  std::printf("loss         %.4f\n", result.loss);
+  std::printf("perplexity   %.3f\n", std::exp(result.loss));
+  std::printf("%s  %.3f\n", has_bytes ? "bits per byte" : "bits per token", bits);
+}
+
+void run_eval(const EvalArguments& given) {
+  if (given.checkpoint.empty())
+    throw UsageError(
+        "--checkpoint is missing; give a run's directory, a checkpoint, or a "
+        "directory of safetensors files");
+  if (given.data.empty())
+    throw UsageError("--data is missing; give text files, directories or token files");
+  const auto ranks = static_cast<int>(parse_whole_number("--ranks", given.ranks, 1, 4096));
+  const train::EvaluationOptions options{
+      .sequence = parse_whole_number("--sequence", given.sequence, 1, 1 << 24),
+      .batch = parse_whole_number("--batch", given.batch, 1, 1 << 30),
+      .max_batches = parse_whole_number("--batches", given.batches, 0, int64_t{1} << 40)};
+  const train::InferenceOptions inference{.path = given.checkpoint,
+                                          .model = given.model,
+                                          .device = given.device,
+                                          .compute = given.compute};
+  const std::shared_ptr<const Corpus> corpus = Corpus::open(given.data);
+  run_threads(ranks, CommOptions::from_environment(), [&](World& world) {
+    const train::Evaluation result = train::evaluate(inference, corpus, options, world);
+    if (world.rank() == 0) print(given, result, *corpus);
+  });
+}
+
+}  // namespace
+
+Command add_eval(CLI::App& parent) {
+  CLI::App* app = parent.add_subcommand("eval", "Measure how well a trained model predicts text");
+  app->footer("Example:\n  fsdp eval --checkpoint runs/tiny --data docs");
+  const auto given = std::make_shared<EvalArguments>();
+  const auto option = [&](const char* name, auto& value, const char* type, const char* text) {
+    return app->add_option(name, value, text)->type_name(type)->capture_default_str();
+  };
+  option("--checkpoint", given->checkpoint, "PATH",
+         "A run's directory (its latest checkpoint), a checkpoint, or safetensors files");
+  option("--data", given->data, "PATH...", "Text files, directories of them, or token files");
+  option("--sequence", given->sequence, "N", "Tokens per sequence");
+  option("--batch", given->batch, "N", "Sequences at a time, of all ranks");
+  option("--batches", given->batches, "N", "At most so many batches; 0: all of the data");
+  option("--ranks", given->ranks, "N", "Ranks as threads of this process");
+  option("--model", given->model, "NAME|PATH",
+         "The model, where the checkpoint has no config.json");
+  option("--device", given->device, "NAME", "auto, cpu or cuda");
+  option("--compute", given->compute, "DTYPE", "auto: fp32 on CPUs, bf16 on GPUs");
+  app->add_flag("--json", given->json, "Print JSON instead of a table");
+  return {app, [given] { run_eval(*given); }};
+}
+
+}  // namespace fsdp::cli

@@ -1,0 +1,174 @@
+// `fsdp train`: trains a language model, sharded over threads, processes or hosts.
+#include <chrono>
+#include <iostream>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "fsdp/base/durable_file.h"
+#include "fsdp/base/error.h"
+#include "fsdp/base/text.h"
+#include "fsdp/cli/command.h"
+#include "fsdp/cli/option_values.h"
+#include "fsdp/comm/launch.h"
+#include "fsdp/comm/world.h"
+#include "fsdp/train/console.h"
+#include "fsdp/train/environment.h"
+#include "fsdp/train/run_options.h"
+#include "fsdp/train/run_plan.h"
+#include "fsdp/train/settings.h"
+#include "fsdp/train/stop_request.h"
+#include "fsdp/train/training_run.h"
+
+namespace fsdp::cli {
+
+namespace {
+
+using train::Setting;
+using train::SettingKind;
+using train::TrainOptions;
+
+constexpr int64_t kMaxConfigBytes = int64_t{1} << 24;
+
+struct TrainArguments {
+  std::string config;
+  bool print_config = false;
+  bool check = false;
+  // By the setting's name; what CLI11 fills.
+  std::map<std::string, std::vector<std::string>> values;
+  std::map<std::string, bool> flags;
+};
+
+train::GivenValues given_values(const CLI::App& app, const TrainArguments& given) {
+  train::GivenValues values;
+  for (const Setting& setting : train::settings()) {
+    const std::string name = setting.name;
+    if (app.count("--" + name) == 0) continue;
+    if (setting.kind == SettingKind::kFlag)
+      values[name] = {given.flags.at(name) ? "true" : "false"};
+    else
+      values[name] = given.values.at(name);
+  }
+  return values;
+}
+
+TrainOptions read_options(const CLI::App& app, const TrainArguments& given) {
+  TrainOptions options;
+  if (!given.config.empty())
+    train::apply_config(options, read_text_file(given.config, kMaxConfigBytes), given.config);
+  train::apply_given(options, given_values(app, given));
+  return options;
+}
+
+int64_t num_ranks_of(const TrainOptions& options, const Launch& launch) {
+  if (launch.size == 1) return std::max<int64_t>(1, options.ranks);
+  if (options.ranks != 0 && options.ranks != launch.size)
+    throw UsageError(concat("--ranks is ", options.ranks, ", but ", name_of(launch.launcher),
+                            " started ", launch.size, " processes; leave --ranks out"));
+  return launch.size;
+}
+
+// Every process of a job finds the same mistake. The first one says it; the launcher then ends the
+// others, which come to speak only if theirs was another.
+template <typename Action>
+auto let_the_first_speak(const Launch& launch, const Action& action) {
+  try {
+    return action();
+  } catch (const Error&) {
+    if (launch.rank > 0) std::this_thread::sleep_for(std::chrono::seconds(2));
+    throw;
+  }
+}
+
+void print_check(const train::RunPlan& plan, const Launch& launch, c10::Device device) {
+  const TrainOptions& options = plan.options;
+  train::Console console(train::console_options_for_stdout(), std::cout);
+  console.begin({.title = train::title_of(plan),
+                 .settings = train::shown_settings(options, plan.resolved),
+                 .environment = train::environment_rows(launch, plan.num_ranks, device),
+                 .memory = train::memory_rows(plan.forecast)});
+  console.note(concat("data: ", plan.corpus->summary()));
+  const int64_t tokens = options.total_steps() * options.tokens_per_step();
+  console.note(concat(grouped_text(options.total_steps()), " steps of ",
+                      grouped_text(options.tokens_per_step()), " tokens: ", grouped_text(tokens),
+                      " tokens in all"));
+  console.note("everything fits together; nothing was trained (--check)");
+}
+
+void run_train(const CLI::App& app, const TrainArguments& given) {
+  const TrainOptions options = read_options(app, given);
+  if (given.print_config) {
+    std::cout << train::config_text(options);
+    return;
+  }
+  const Launch launch = read_launch();
+  const c10::Device device = train::training_device(options, launch.local_rank);
+  const train::RunPlan plan = let_the_first_speak(launch, [&] {
+    return train::plan_run(
+        options, num_ranks_of(options, launch), train::compute_dtype(options, device),
+        device.is_cpu() ? train::DeviceChoice::kCpu : train::DeviceChoice::kCuda);
+  });
+  if (given.check) {
+    if (launch.rank == 0) print_check(plan, launch, device);
+    return;
+  }
+  const train::StopRequest stop;
+  int signal = 0;
+  const auto body = [&](World& world) {
+    train::TrainingRun run(plan, world, stop, std::cout);
+    const int stopped_by = run.train();
+    if (world.rank() == 0) signal = stopped_by;
+  };
+  if (launch.size == 1) {
+    run_threads(static_cast<int>(plan.num_ranks), train::comm_options(options), body);
+  } else {
+    World world = World::from_environment(train::comm_options(options));
+    body(world);
+  }
+  if (signal != 0) throw ExitCode{128 + signal};  // as shells report it
+}
+
+void add_setting(CLI::App& app, const Setting& setting, TrainArguments& given) {
+  const std::string name = setting.name;
+  const std::vector<std::string> defaults = setting.read(TrainOptions{});
+  CLI::Option* option = nullptr;
+  if (setting.kind == SettingKind::kFlag) {
+    option = app.add_flag(concat("--", name, ",!--no-", name), given.flags[name], setting.help);
+  } else {
+    option = app.add_option("--" + name, given.values[name], setting.help)
+                 ->type_name(setting.type)
+                 ->default_str(join(defaults, " "));
+    option->expected(
+        1, setting.kind == SettingKind::kList ? CLI::detail::expected_max_vector_size : 1);
+  }
+  option->group(setting.group);
+}
+
+constexpr const char* kFooter =
+    "A flag that is a yes or no is --FLAG or --no-FLAG. A config file is a JSON object whose keys "
+    "are these names with _ for -.\n"
+    "Examples:\n"
+    "  fsdp train --data docs --ranks 2\n"
+    "  fsdp train --data text.bin --model llama-110m --batch 64 --checkpoint-dir runs/a --check\n"
+    "  mpirun -n 4 fsdp train --config run.json --steps 1000\n"
+    "docs/train.md tells more.";
+
+}  // namespace
+
+Command add_train(CLI::App& parent) {
+  CLI::App* app = parent.add_subcommand("train", "Train a language model, sharded over ranks");
+  app->footer(kFooter);
+  const auto given = std::make_shared<TrainArguments>();
+  app->add_option("--config", given->config, "Settings from a file; flags win")
+      ->type_name("FILE.json");
+  app->add_flag("--print-config", given->print_config,
+                "Print all settings as a config file, and do nothing else");
+  app->add_flag("--check", given->check,
+                "Check everything, show the memory forecast, and do nothing else");
+  for (const Setting& setting : train::settings()) add_setting(*app, setting, *given);
+  return {app, [app, given] { run_train(*app, *given); }};
+}
+
+}  // namespace fsdp::cli

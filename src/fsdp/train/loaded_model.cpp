@@ -1,0 +1,57 @@
+#include "fsdp/train/loaded_model.h"
+
+#include <ATen/ATen.h>
+
+#include <optional>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/torch_dtype.h"
+#include "fsdp/checkpoint/load.h"
+#include "fsdp/checkpoint/run_directory.h"
+#include "fsdp/checkpoint/tensor_catalog.h"
+#include "fsdp/nn/config_json.h"
+#include "fsdp/shard/fully_shard.h"
+#include "fsdp/shard/parameter_init.h"
+#include "fsdp/train/run_options.h"
+#include "fsdp/train/run_plan.h"
+#include "fsdp/train/settings.h"
+#include "fsdp/train/stored_names.h"
+
+namespace fsdp::train {
+
+namespace {
+
+ModelConfig config_of(const InferenceOptions& options, const std::string& path) {
+  if (!options.model.empty()) return find_model(options.model).config;
+  const std::optional<std::string> text = TensorCatalog(path).model_config();
+  if (!text)
+    throw UsageError(concat(path,
+                            " has no config.json, so the model is not known; name it with "
+                            "--model"));
+  return parse_model_config(*text, concat(path, "/config.json"));
+}
+
+}  // namespace
+
+LoadedModel load_for_inference(const InferenceOptions& options, const Mesh& mesh) {
+  TrainOptions given;
+  apply_given(given, {{"device", {options.device}}, {"compute", {options.compute}}});
+  const c10::Device device = training_device(given, mesh.inner().rank());
+  const std::string path = checkpoint_or_files(options.path);
+  std::shared_ptr<LanguageModel> model;
+  {
+    const MetaConstruction meta;
+    model = build_language_model(config_of(options, path),
+                                 {.dtype = scalar_type_of(compute_dtype(given, device))});
+  }
+  // Frozen: neither gradients nor main weights need memory.
+  for (at::Tensor& parameter : model->parameters()) parameter.requires_grad_(false);
+  const Sharded sharded =
+      fully_shard(std::static_pointer_cast<torch::nn::Module>(model), mesh, {.device = device});
+  LoadOptions loading;
+  loading.names = stored_name_rules(*model);
+  const LoadedCheckpoint loaded = load_checkpoint(path, {.sharded = sharded}, loading);
+  return {model, sharded, device, path, loaded.step};
+}
+
+}  // namespace fsdp::train

@@ -1,0 +1,143 @@
+#include "fsdp/train/run_plan.h"
+
+#include <iomanip>
+#include <sstream>
+#include <utility>
+
+#include "fsdp/base/durable_file.h"
+#include "fsdp/base/error.h"
+#include "fsdp/base/text.h"
+#include "fsdp/nn/config_json.h"
+#include "fsdp/nn/presets.h"
+#include "fsdp/plan/architecture.h"
+#include "fsdp/plan/model_catalog.h"
+
+namespace fsdp::train {
+
+namespace {
+
+constexpr int64_t kMaxConfigBytes = int64_t{16} << 20;
+
+bool is_path(const std::string& text) {
+  return text.find('/') != std::string::npos || text.ends_with(".json") || is_directory(text);
+}
+
+std::string config_path(const std::string& path) {
+  const std::string file = is_directory(path) ? concat(path, "/config.json") : path;
+  if (!path_exists(file))
+    throw UsageError(concat("--model is '", path, "', but there is no file '", file,
+                            "'; give a preset (", join(preset_names(), ", "),
+                            "), a config.json, or a directory with one"));
+  return file;
+}
+
+[[noreturn]] void refuse_model(const std::string& name) {
+  const std::vector<std::string> presets = preset_names();
+  for (const std::string& known : model_names())
+    if (known == name)
+      throw UsageError(concat("--model is '", name,
+                              "', which can be planned (fsdp plan) but not "
+                              "trained; the presets are ",
+                              join(presets, ", ")));
+  const std::string near = nearest(name, presets);
+  throw UsageError(concat("--model is '", name, "', which is not known; ",
+                          near.empty() ? "the" : concat("did you mean '", near, "'? The"),
+                          " presets are ", join(presets, ", "), ", or give a config.json"));
+}
+
+// PlanOptions as the engine will run; see run_options.h for the rest.
+PlanOptions plan_options(const TrainOptions& o, int64_t num_ranks, DType compute) {
+  PlanOptions plan{.ranks = num_ranks,
+                   .outer = o.outer,
+                   .strategy = o.strategy,
+                   .compute = compute,
+                   .precision = o.precision,
+                   .offload = o.offload,
+                   .pool = o.pool,
+                   .prefetch = o.prefetch,
+                   .granularity = o.granularity};
+  if (o.optimizer == OptimizerChoice::kSgd) {
+    plan.precision.second_moment = std::nullopt;
+    if (o.momentum == 0) plan.precision.first_moment = std::nullopt;
+  }
+  if (o.budget_bytes != 0) plan.budget_bytes = o.budget_bytes;
+  return plan;
+}
+
+std::string millions(int64_t count) {
+  std::ostringstream text;
+  const double value = static_cast<double>(count);
+  text << std::fixed << std::setprecision(1);
+  if (value >= 1e9)
+    text << value / 1e9 << " B";
+  else
+    text << value / 1e6 << " M";
+  return text.str();
+}
+
+}  // namespace
+
+NamedModel find_model(const std::string& name_or_path) {
+  if (const ModelPreset* preset = find_preset(name_or_path)) return {name_or_path, preset->config};
+  if (!is_path(name_or_path)) refuse_model(name_or_path);
+  const std::string path = config_path(name_or_path);
+  NamedModel model{path, parse_model_config(read_text_file(path, kMaxConfigBytes), path)};
+  try {
+    check_trainable(model.config);
+  } catch (const UsageError& error) {
+    throw UsageError(concat(path, ": ", error.what()));
+  }
+  return model;
+}
+
+RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, DType compute,
+                 DeviceChoice device) {
+  options.validate(num_ranks);
+  RunPlan plan{.options = options,
+               .resolved = options.resolved(num_ranks, compute, device),
+               .num_ranks = num_ranks,
+               .compute = compute,
+               .model = find_model(options.model),
+               .model_config = {},
+               .corpus = nullptr,
+               .validation = nullptr,
+               .forecast = {}};
+  plan.model_config = config_json(plan.model.config);
+  const int64_t positions = max_positions_of(plan.model.config);
+  if (options.sequence > positions)
+    throw UsageError(concat("--sequence is ", options.sequence, ", more than the ", positions,
+                            " positions (max_position_embeddings) of model '", plan.model.name,
+                            "'; lower it, or raise that in a config.json"));
+  plan.forecast = Planner(build_model(plan.model.name, plan.model.config),
+                          plan_options(options, num_ranks, compute))
+                      .forecast();
+  plan.corpus = Corpus::open(options.data);
+  plan.corpus->check_model_vocabulary(vocab_size_of(plan.model.config));
+  if (!options.validation_data.empty()) {
+    plan.validation = Corpus::open(options.validation_data);
+    plan.validation->check_model_vocabulary(vocab_size_of(plan.model.config));
+  }
+  return plan;
+}
+
+std::vector<MemoryRow> memory_rows(const Forecast& forecast) {
+  const MemoryBytes& bytes = forecast.bytes;
+  std::vector<MemoryRow> rows = {
+      {.kind = "weights", .forecast_bytes = bytes.weight},
+      {.kind = "main weights", .forecast_bytes = bytes.main_weight},
+      {.kind = "main gradients", .forecast_bytes = bytes.main_grad},
+      {.kind = "moments", .forecast_bytes = bytes.moments},
+      {.kind = "pool", .forecast_bytes = bytes.weight_pool + bytes.grad_pool},
+  };
+  if (bytes.host.total() > 0)
+    rows.push_back({.kind = "offloaded", .forecast_bytes = bytes.host.total(), .is_on_host = true});
+  return rows;
+}
+
+std::string title_of(const RunPlan& plan) {
+  return concat(plan.model.name, ": ", millions(plan.forecast.parameters), " parameters in ",
+                counted_text(plan.forecast.num_units, "unit"), " on ",
+                counted_text(plan.num_ranks, "rank"));
+}
+
+}  // namespace fsdp::train

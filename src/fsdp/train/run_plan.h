@@ -1,0 +1,49 @@
+// What all ranks of a run have in common: made once per process, before anything trains.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "fsdp/data/corpus.h"
+#include "fsdp/nn/architecture.h"
+#include "fsdp/plan/forecast.h"
+#include "fsdp/train/run_facts.h"
+#include "fsdp/train/train_options.h"
+
+namespace fsdp::train {
+
+// A model that can be trained, by what --model says.
+struct NamedModel {
+  std::string name;  // "tiny", or the path of its config.json
+  ModelConfig config;
+};
+
+// A preset, a config.json, or a directory with one. UsageError with the nearest preset.
+NamedModel find_model(const std::string& name_or_path);
+
+struct RunPlan {
+  TrainOptions options;   // as given
+  TrainOptions resolved;  // as shown
+  int64_t num_ranks = 1;
+  DType compute = DType::kFloat32;
+  NamedModel model;
+  std::string model_config;  // the text of config.json
+  std::shared_ptr<const Corpus> corpus;
+  std::shared_ptr<const Corpus> validation;  // null: a part of `corpus`
+  Forecast forecast;
+};
+
+// Opens the data, checks everything against everything, and forecasts memory. UsageError or Error
+// in one sentence.
+RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, DType compute,
+                 DeviceChoice device);
+
+// The forecast as rows; measured values can be added later.
+std::vector<MemoryRow> memory_rows(const Forecast& forecast);
+
+// "tiny: 1.8 M parameters in 8 units, on 2 ranks"
+std::string title_of(const RunPlan& plan);
+
+}  // namespace fsdp::train

@@ -1,0 +1,362 @@
+#include "fsdp/train/training_run.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <chrono>
+#include <csignal>
+#include <thread>
+#include <utility>
+
+#include "fsdp/base/durable_file.h"
+#include "fsdp/base/env.h"
+#include "fsdp/base/error.h"
+#include "fsdp/base/log.h"
+#include "fsdp/base/torch_dtype.h"
+#include "fsdp/checkpoint/rank_agreement.h"
+#include "fsdp/checkpoint/run_directory.h"
+#include "fsdp/data/byte_tokenizer.h"
+#include "fsdp/nn/flops.h"
+#include "fsdp/shard/fully_shard.h"
+#include "fsdp/shard/parameter_init.h"
+#include "fsdp/train/device_memory.h"
+#include "fsdp/train/environment.h"
+#include "fsdp/train/model_batch.h"
+#include "fsdp/train/run_options.h"
+#include "fsdp/train/settings.h"
+#include "fsdp/train/step_timeline.h"
+#include "fsdp/train/stored_names.h"
+#include "fsdp/train/text_generation.h"
+
+namespace fsdp::train {
+
+namespace {
+
+// A model whose gradients are never finite again does not recover by itself.
+constexpr int64_t kMaxSkippedInARow = 50;
+// The first step allocates and the second plans anew; this one is like those that follow.
+constexpr int64_t kTimelineStep = 3;
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Ranks of a process share its cores, unless somebody has said how.
+void share_cores(const TrainOptions& options, int64_t ranks_here) {
+  if (options.threads > 0) return at::set_num_threads(static_cast<int>(options.threads));
+  if (env_text("OMP_NUM_THREADS")) return;
+  const auto cores = static_cast<int64_t>(std::thread::hardware_concurrency());
+  at::set_num_threads(static_cast<int>(std::max<int64_t>(1, cores / ranks_here)));
+}
+
+std::string text_of_schedule(const TrainOptions& options) {
+  return concat(name_of(options.schedule), ", ", options.total_steps(), " steps, rate ",
+                options.lr);
+}
+
+}  // namespace
+
+// The mean over ranks and microbatches of the losses, and whether any rank is to stop.
+struct TrainingRun::Metrics {
+  std::vector<std::string> names;  // "loss" and its terms
+  std::vector<double> values;
+  int signal = 0;
+  StepState optimizer;
+};
+
+TrainingRun::TrainingRun(const RunPlan& plan, World& world, const StopRequest& stop,
+                         std::ostream& out)
+    : plan_(plan),
+      options_(plan.options),
+      world_(world),
+      stop_(stop),
+      mesh_(world.mesh({.outer = static_cast<int>(plan.options.outer)})),
+      device_(training_device(plan.options, world.local_rank())),
+      total_steps_(plan.options.total_steps()),
+      started_(now()) {
+  share_cores(options_, options_.ranks > 0 ? options_.ranks : world.launch().local_size);
+  at::globalContext().setDeterministicAlgorithms(options_.deterministic, /*warn_only=*/false);
+  {
+    const MetaConstruction meta;
+    model_ = build_language_model(
+        plan_.model.config,
+        {.seed = options_.seed,
+         .recompute =
+             options_.recompute == RecomputeChoice::kBlock ? Recompute::kBlock : Recompute::kNone,
+         .dtype = scalar_type_of(plan_.compute)});
+  }
+  sharded_ = fully_shard(std::static_pointer_cast<torch::nn::Module>(model_), mesh_,
+                         shard_options(options_, device_));
+  optimizer_ = make_optimizer(options_, *sharded_);
+  compare_data();
+  load();
+  if (world_.rank() == 0) begin_watch(out);
+}
+
+TrainingRun::~TrainingRun() = default;
+
+// Hosts may have different files under the same name.
+void TrainingRun::compare_data() const {
+  const auto mine = static_cast<int64_t>(plan_.corpus->fingerprint());
+  const int64_t first = number_of_rank_0(mesh_, mine, "data fingerprint");
+  std::exception_ptr error;
+  if (mine != first)
+    error = std::make_exception_ptr(Error(concat(
+        "rank ", world_.rank(), " reads other data than rank 0 (",
+        fingerprint_text(static_cast<uint64_t>(mine)), " and ",
+        fingerprint_text(static_cast<uint64_t>(first)), "); give all hosts the same files")));
+  agree_on_success(mesh_, error, "comparing the data");
+}
+
+void TrainingRun::load() {
+  const NameRules names = stored_name_rules(*model_);
+  const LoadOptions loading = load_options(options_, names);
+  const CheckpointState state{.sharded = *sharded_, .optimizer = optimizer_.get()};
+  std::optional<LoadedCheckpoint> loaded;
+  if (!options_.checkpoint_dir.empty()) {
+    if (options_.resume != "auto") {
+      const std::vector<int64_t> steps = RunDirectory(options_.checkpoint_dir).steps();
+      if (!steps.empty())
+        throw UsageError(concat("--checkpoint-dir is '", options_.checkpoint_dir,
+                                "', which holds checkpoints up to step ", steps.back(),
+                                ", but --resume is '", options_.resume,
+                                "'; give a new directory, or --resume auto to go on with it"));
+    }
+    CheckpointerOptions saving = checkpointer_options(options_, names);
+    saving.model_config = plan_.model_config;
+    checkpointer_ = std::make_unique<Checkpointer>(options_.checkpoint_dir, mesh_, saving);
+    if (options_.resume == "auto") loaded = checkpointer_->load_latest(state, loading);
+  }
+  if (options_.resume != "auto" && options_.resume != "never")
+    loaded = load_checkpoint(options_.resume, state, loading);
+  if (!loaded && !options_.init.empty())
+    load_checkpoint(options_.init, {.sharded = *sharded_}, loading);
+
+  const SplitOptions split{
+      .sequence = options_.sequence,
+      .validation_fraction = plan_.validation ? 0.0 : options_.validation_fraction};
+  DataSplit windows = split_corpus(plan_.corpus, split);
+  DataPosition position = first_position(windows.training, options_.seed);
+  if (loaded) {
+    step_ = first_step_ = saved_step_ = loaded->step;
+    const std::string& text =
+        loaded->data_of_ranks.empty() ? loaded->data : loaded->data_of_ranks.front();
+    position = parse_data_position(text, concat(loaded->path, ": data position"));
+  }
+  loader_ = std::make_unique<BatchLoader>(
+      TrainingBatches(windows.training, {.batch = options_.batch,
+                                         .microbatches = options_.microbatches,
+                                         .ranks = plan_.num_ranks,
+                                         .rank = world_.rank(),
+                                         .seed = options_.seed}),
+      position);
+  if (options_.validate_every > 0)
+    validation_ = std::make_unique<ValidationBatches>(
+        plan_.validation ? all_windows(plan_.validation, options_.sequence) : windows.validation,
+        ValidationOptions{.batch = options_.batch,
+                          .ranks = plan_.num_ranks,
+                          .rank = world_.rank(),
+                          .max_batches = options_.validation_batches});
+}
+
+void TrainingRun::begin_watch(std::ostream& out) {
+  RunFacts facts{.title = title_of(plan_),
+                 .settings = shown_settings(options_, plan_.resolved),
+                 .environment = environment_rows(world_.launch(), plan_.num_ranks, device_),
+                 .memory = memory_rows(plan_.forecast),
+                 .resumed_step = first_step_};
+  WatchOptions watch{.log_path = options_.log_path(),
+                     .tensorboard_dir = options_.tensorboard,
+                     .report_path = options_.report_path(),
+                     .console = console_options_for_stdout()};
+  watch.console.is_quiet = options_.quiet;
+  watch.console.log_every = options_.log_every;
+  for (const std::string& path : {watch.log_path, watch.report_path})
+    if (!path.empty()) make_directories(directory_of(path));
+  watch_ = std::make_unique<RunWatch>(std::move(watch), std::move(facts), out);
+  watch_->note(concat("data: ", plan_.corpus->summary()));
+  if (first_step_ > 0) watch_->note(concat("goes on after step ", first_step_));
+}
+
+int TrainingRun::train() {
+  try {
+    const int signal = train_steps();
+    end(signal);
+    return signal;
+  } catch (...) {
+    report_end("an error");
+    throw;
+  }
+}
+
+int TrainingRun::train_steps() {
+  if (step_ >= total_steps_ && watch_)
+    watch_->note(concat("step ", step_, " of ", total_steps_,
+                        " is done already; give more --steps to train on"));
+  std::optional<StepTimeline> timeline;
+  int signal = 0;
+  while (step_ < total_steps_ && signal == 0) {
+    const bool is_recorded =
+        watch_ && step_ + 1 == std::min(first_step_ + kTimelineStep, total_steps_);
+    if (is_recorded) timeline.emplace();
+    const double begin = now();
+    const Metrics metrics = step();
+    const double seconds = now() - begin;
+    if (is_recorded) {
+      watch_->timeline(timeline->finish());
+      timeline.reset();
+    }
+    record(metrics, seconds);
+    signal = metrics.signal;
+    if (is_due(options_.validate_every)) validate();
+    if (is_due(options_.checkpoint_every)) save();
+    report_saved();
+  }
+  return signal;
+}
+
+bool TrainingRun::is_due(int64_t every) const { return every > 0 && step_ % every == 0; }
+
+TrainingRun::Metrics TrainingRun::step() {
+  optimizer_->set_learning_rate(learning_rate(options_.rate_options(), step_ + 1));
+  const int64_t parts = options_.microbatches;
+  at::Tensor sums;  // of the loss and its terms
+  Metrics metrics;
+  for (int64_t part = 0; part < parts; ++part) {
+    sharded_->microbatch({.last = part + 1 == parts});
+    const ModelBatch batch = to_model_batch(loader_->next(), device_);
+    const ModelLoss loss = model_->loss(batch.tokens, batch.targets);
+    const at::Tensor scaled = optimizer_->scaled(parts == 1 ? loss.total : loss.total / parts);
+    scaled.backward();
+    std::vector<at::Tensor> values = {loss.total.detach()};
+    metrics.names = {"loss"};
+    for (const LossTerm& term : loss.terms) {
+      metrics.names.push_back(term.name);
+      values.push_back(term.value);
+    }
+    const at::Tensor stacked = at::stack(values).to(at::kDouble);
+    sums = sums.defined() ? sums.add_(stacked) : stacked;
+  }
+  // Ranks may hear of a signal in different steps: what one has heard all hear now.
+  const int asked = stop_.signal();
+  const at::Tensor heard =
+      at::tensor({asked == SIGINT ? 1.0 : 0.0, asked == SIGTERM ? 1.0 : 0.0}, at::kDouble);
+  sums = at::cat({sums, heard.to(device_)});
+  Work agreed = world_.communicator().all_reduce(sums, {.op = ReduceOp::kAvg}, "losses");
+  optimizer_->step();
+  optimizer_->zero_grad();
+  agreed.wait();
+  ++step_;
+
+  sums = sums.to(at::kCPU);
+  const double* values = sums.const_data_ptr<double>();
+  const size_t num_losses = metrics.names.size();
+  for (size_t i = 0; i < num_losses; ++i)
+    metrics.values.push_back(values[i] / static_cast<double>(parts));
+  metrics.signal = values[num_losses] > 0 ? SIGINT : values[num_losses + 1] > 0 ? SIGTERM : 0;
+  metrics.optimizer = optimizer_->state();
+  return metrics;
+}
+
+void TrainingRun::record(const Metrics& metrics, double seconds) {
+  const bool is_skipped = metrics.optimizer.skips != 0;
+  num_skipped_ = is_skipped ? num_skipped_ + 1 : 0;
+  if (watch_) {
+    StepRecord record{
+        .step = step_,
+        .total_steps = total_steps_,
+        .loss = metrics.values.front(),
+        .learning_rate = optimizer_->learning_rate(),
+        .gradient_norm = metrics.optimizer.norm,
+        .milliseconds = seconds * 1e3,
+        .tokens_per_second = static_cast<double>(options_.tokens_per_step()) / seconds,
+        .peak_bytes = peak_memory_bytes(device_),
+        .tokens = step_ * options_.tokens_per_step(),
+        .is_skipped = is_skipped};
+    record.teraflops = record.tokens_per_second *
+                       flops_per_token(plan_.model.config, options_.sequence) /
+                       static_cast<double>(plan_.num_ranks) / 1e12;
+    if (options_.peak_tflops > 0) record.mfu = record.teraflops / options_.peak_tflops;
+    for (size_t i = 1; i < metrics.names.size(); ++i)
+      record.terms.push_back({metrics.names[i], metrics.values[i]});
+    watch_->step(std::move(record));
+  }
+  FSDP_CHECK(
+      num_skipped_ < kMaxSkippedInARow, "gradients were NaN or Inf in ", num_skipped_,
+      " steps in a row, up to step ", step_,
+      ", so the model learns nothing any more; go back to an earlier checkpoint with a lower "
+      "--lr, or find the parameter with --name-nan");
+}
+
+void TrainingRun::validate() {
+  if (!validation_ || validation_->num_batches() == 0) return;
+  validated_step_ = step_;
+  const double begin = now();
+  const double loss = mean_loss(*model_, *validation_, device_, world_.communicator());
+  if (!watch_) return;
+  watch_->validation({.step = step_,
+                      .loss = loss,
+                      .tokens = validation_->num_batches() * options_.tokens_per_step(),
+                      .milliseconds = (now() - begin) * 1e3});
+}
+
+std::string TrainingRun::stored_position() const { return to_json(loader_->position()); }
+
+// A save that fails costs a checkpoint, not the run: what was there before still is, and the next
+// one may succeed. The last one's error is the run's.
+void TrainingRun::save() {
+  if (!checkpointer_ || saved_step_ == step_) return;
+  saved_step_ = step_;
+  const double begin = now();
+  try {
+    checkpointer_->save(
+        {.sharded = *sharded_, .optimizer = optimizer_.get()},
+        {.step = step_, .schedule = text_of_schedule(options_), .data = stored_position()});
+  } catch (const Error& error) {
+    log(LogLevel::kError, error.what());
+  }
+  blocked_ms_ = (now() - begin) * 1e3;
+}
+
+void TrainingRun::report_saved() {
+  if (!checkpointer_) return;
+  for (const SavedCheckpoint& saved : checkpointer_->take_saved())
+    if (watch_)
+      watch_->checkpoint({.step = saved.step,
+                          .path = saved.path,
+                          .bytes = saved.bytes,
+                          .blocked_milliseconds = blocked_ms_,
+                          .milliseconds = saved.seconds * 1e3});
+}
+
+void TrainingRun::end(int signal) {
+  if (signal == 0 && validation_ && validated_step_ != step_ && step_ > first_step_) validate();
+  save();
+  if (checkpointer_) checkpointer_->wait();
+  report_saved();
+  const bool has_text = plan_.corpus->tokenizer() == kByteTokenizerName && !options_.sample.empty();
+  if (signal == 0 && has_text) {
+    const std::string continuation = generate_text(*model_, options_.sample,
+                                                   {.max_tokens = options_.sample_tokens,
+                                                    .temperature = 0.8,
+                                                    .top_p = 0.95,
+                                                    .seed = options_.seed,
+                                                    .max_context = options_.sequence},
+                                                   device_);
+    if (watch_) watch_->sample({step_, options_.sample, continuation});
+  }
+  report_end(signal == 0 ? "" : signal_name(signal));
+}
+
+void TrainingRun::report_end(const std::string& stopped_by) {
+  if (!watch_) return;
+  std::vector<MemoryRow> memory = memory_rows(plan_.forecast);
+  add_measured(memory, sharded_->memory());
+  watch_->memory(std::move(memory));
+  watch_->end({.step = step_,
+               .num_steps = step_ - first_step_,
+               .seconds = now() - started_,
+               .stopped_by = stopped_by});
+}
+
+}  // namespace fsdp::train

@@ -1,0 +1,74 @@
+// One rank's part of a training run: from building the model to the last checkpoint.
+#pragma once
+
+#include <iosfwd>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "fsdp/checkpoint/checkpointer.h"
+#include "fsdp/comm/world.h"
+#include "fsdp/data/batch_loader.h"
+#include "fsdp/nn/language_model.h"
+#include "fsdp/optim/optimizer.h"
+#include "fsdp/shard/sharded.h"
+#include "fsdp/train/run_plan.h"
+#include "fsdp/train/run_watch.h"
+#include "fsdp/train/stop_request.h"
+
+namespace fsdp::train {
+
+// Ranks construct and call it alike. What a person sees comes from rank 0.
+class TrainingRun {
+ public:
+  // Builds and shards the model, and loads what there is to load.
+  TrainingRun(const RunPlan& plan, World& world, const StopRequest& stop, std::ostream& out);
+  ~TrainingRun();
+
+  // Until the last step, or the one in which a signal came. What stopped it: 0, or the signal.
+  int train();
+
+ private:
+  struct Metrics;  // what ranks agree on after a step
+
+  void compare_data() const;
+  void load();
+  void begin_watch(std::ostream& out);
+  Metrics step();
+  void record(const Metrics& metrics, double seconds);
+  void validate();
+  void save();
+  void report_saved();
+  int train_steps();
+  void end(int signal);
+  void report_end(const std::string& stopped_by);
+  bool is_due(int64_t every) const;
+  std::string stored_position() const;
+
+  const RunPlan& plan_;
+  const TrainOptions& options_;
+  World& world_;
+  const StopRequest& stop_;
+  const Mesh mesh_;
+  const c10::Device device_;
+  const int64_t total_steps_;
+
+  std::shared_ptr<LanguageModel> model_;
+  std::optional<Sharded> sharded_;
+  std::unique_ptr<Optimizer> optimizer_;
+  std::unique_ptr<Checkpointer> checkpointer_;
+  std::unique_ptr<BatchLoader> loader_;
+  std::unique_ptr<ValidationBatches> validation_;
+  std::unique_ptr<RunWatch> watch_;  // rank 0 only
+
+  int64_t step_ = 0;         // done so far
+  int64_t first_step_ = 0;   // done before this process
+  int64_t saved_step_ = -1;  // the last one that a checkpoint was begun for
+  int64_t validated_step_ = -1;
+  double blocked_ms_ = 0;    // by the last save
+  int64_t num_skipped_ = 0;  // in a row
+  double started_ = 0;       // seconds on the steady clock
+};
+
+}  // namespace fsdp::train
