@@ -1,6 +1,7 @@
 #include "fsdp/train/train_options.h"
 
 #include <algorithm>
+#include <string>
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
@@ -101,7 +102,8 @@ TrainOptions TrainOptions::resolved(int64_t num_ranks, DType compute_dtype,
   result.steps = total_steps();
   const LearningRateOptions rate = rate_options();
   result.warmup = rate.warmup_steps;
-  result.min_lr = rate.floor;
+  // Of a division only some digits are meant.
+  result.min_lr = min_lr ? *min_lr : std::stod(concat(rate.floor));
   result.log = log_path().empty() ? "none" : log_path();
   result.report = report_path().empty() ? "none" : report_path();
   return result;
