@@ -7,7 +7,6 @@
 #include <string>
 
 #include "fsdp/nn/language_model.h"
-#include "fsdp/optim/adamw.h"
 #include "fsdp/shard/fully_shard.h"
 #include "fsdp/shard/parameter_init.h"
 #include "support/require.h"
@@ -65,7 +64,9 @@ TEST(LanguageModelOnDevice, BeginsWithTheHostsValuesAndTrainsSharded) {
           return build_language_model(each.config, {.seed = 3, .dtype = dtype});
         }();
         const Mesh mesh = world.mesh();
-        const Sharded sharded = fully_shard(model, mesh, {.device = at::Device(at::kCUDA, 0)});
+        const Sharded sharded = fully_shard(model, mesh,
+                                            {.precision = {.main_storage = MainStorage::kSeparate},
+                                             .device = at::Device(at::kCUDA, 0)});
         {
           const auto whole = sharded.full_parameters();
           const auto expected = host->named_parameters();
@@ -74,7 +75,6 @@ TEST(LanguageModelOnDevice, BeginsWithTheHostsValuesAndTrainsSharded) {
                 << each.name << " " << item.key();
         }
         const at::Tensor tokens = small_tokens(world.rank(), 0).cuda();
-        AdamW optimizer(sharded, {.lr = 1e-2});
         double first = 0.0;
         double last = 0.0;
         for (int step = 0; step < 8; ++step) {
@@ -82,8 +82,10 @@ TEST(LanguageModelOnDevice, BeginsWithTheHostsValuesAndTrainsSharded) {
           loss.total.backward();
           last = loss.terms[0].value.item<double>();
           if (step == 0) first = last;
-          optimizer.step();
-          optimizer.zero_grad();
+          for (const FlatShard& shard : sharded.flat_shards())
+            shard.main_weight.sub_(shard.gradient, 0.5);
+          sharded.refresh_weights();
+          sharded.zero_grad();
         }
         EXPECT_LT(last, first) << each.name;
       });
