@@ -1,6 +1,6 @@
 """What the ranks of an MPI job say when it goes wrong, and that nothing hangs.
 
-Usage: mpi_failures_test.py MPI_FAILURES_BINARY MPIRUN [MPIRUN_OPTION...]
+Usage: mpi_failures_test.py PROCESS_FAILURES_BINARY MPIRUN [MPIRUN_OPTION...]
 """
 
 import os

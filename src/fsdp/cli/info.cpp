@@ -39,6 +39,7 @@ std::string libtorch_place() {
 Json backends() {
   Json names = {"threads"};
   if (mpi_available()) names.push_back("mpi");
+  names.push_back("tcp");
   names.push_back("simulated");
   return names;
 }

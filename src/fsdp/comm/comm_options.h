@@ -9,8 +9,8 @@ struct CommOptions {
   double timeout_seconds = 600.0;
 
   // Ranks compare what they are about to do (sequence, operation, dtype, bytes, tag) before data
-  // moves. `threads` always does, since there it costs nothing; `mpi` pays one small message per
-  // rank and operation. Environment: FSDP_CHECKED=1.
+  // moves. `threads` always does, since there it costs nothing; `mpi` and `tcp` pay one small
+  // message per rank and operation. Environment: FSDP_CHECKED=1.
   bool checked = false;
 
   // A collective on CPU tensors lasts at least as long as the bytes this rank receives take at this

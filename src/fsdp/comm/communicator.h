@@ -30,7 +30,8 @@ namespace fsdp {
 // may be that operation's; nobody has to wait in between. If that one failed, this one fails with
 // its error. The ranks of a communicator need not agree on it, but must not chain in circles.
 //
-// One thread at a time may call a communicator. Backends: `threads`, `mpi`, `simulated`.
+// One thread at a time may call a communicator. Backends: `threads`, `mpi`, `tcp`,
+// `simulated`.
 class Communicator {
  public:
   virtual ~Communicator() = default;

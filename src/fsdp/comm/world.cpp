@@ -12,6 +12,7 @@
 #include "fsdp/base/log.h"
 #include "fsdp/comm/comm_error.h"
 #include "fsdp/comm/connect_mpi.h"
+#include "fsdp/comm/connect_tcp.h"
 #include "fsdp/comm/threads_communicator.h"
 
 namespace fsdp {
@@ -25,10 +26,7 @@ std::shared_ptr<Rendezvous> meeting_place(int ranks, const CommOptions& options)
 
 std::unique_ptr<Communicator> connect(const Launch& launch, const CommOptions& options) {
   if (launch.size == 1) return std::make_unique<ThreadsCommunicator>(0, meeting_place(1, options));
-  FSDP_CHECK(
-      launch.launcher != Launcher::kTorchrun, "torchrun started ", launch.size,
-      " processes, but this build has no communicator that connects them: start CPU jobs with "
-      "mpirun or srun, or run the ranks as threads of one process");
+  if (launch.launcher == Launcher::kTorchrun) return connect_tcp(launch, options);
   return connect_mpi(launch, options);
 }
 

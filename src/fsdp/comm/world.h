@@ -14,8 +14,8 @@ namespace fsdp {
 
 class World {
  public:
-  // Joins the job this process was started in: mpirun and srun through MPI; without a launcher, a
-  // world of one rank.
+  // Joins the job this process was started in: mpirun and srun through MPI, torchrun through
+  // TCP; without a launcher, a world of one rank.
   static World from_environment(const CommOptions& options = CommOptions::from_environment());
 
   // Rank `rank` of `size`, alone: nothing moves, every call is recorded.

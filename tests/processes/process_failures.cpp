@@ -1,11 +1,13 @@
-// A job that goes wrong in the way its argument says; mpi_failures_test.py checks what it says
-// then.
+// A job that goes wrong in the way its argument says; mpi_failures_test.py and tcp_failures_test.py
+// check what it says then.
 #include <ATen/ATen.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 
 #include "fsdp/base/error.h"
@@ -58,6 +60,17 @@ void fail(World& world) {
   mesh.inner().reduce().barrier("waits").wait();
 }
 
+// One of many collectives will find the odd one stopped or killed from outside.
+void work_on(World& world) {
+  fsdp::Communicator& comm = world.communicator();
+  const at::Tensor whole = at::ones({(1 << 20) * comm.size()});
+  comm.barrier("begins").wait();
+  if (is_odd_one(world)) std::printf("pid %d\n", getpid());
+  std::fflush(stdout);
+  for (int step = 0; step < 1'000'000; ++step)
+    comm.all_gather(whole, at::ones({1 << 20}), "blocks.3").wait();
+}
+
 void die(World& world) {
   if (is_odd_one(world)) std::_Exit(3);
   world.communicator().barrier("waits").wait();
@@ -66,6 +79,7 @@ void die(World& world) {
 const std::map<std::string, std::function<void(World&)>> kFailures = {
     {"disagree", disagree}, {"follow", follow}, {"counts", disagree_about_counts},
     {"away", stay_away},    {"fail", fail},     {"die", die},
+    {"work", work_on},
 };
 
 }  // namespace
@@ -73,7 +87,14 @@ const std::map<std::string, std::function<void(World&)>> kFailures = {
 int main(int argc, char** argv) {
   const auto failure = kFailures.find(argc == 2 ? argv[1] : "");
   if (failure == kFailures.end()) return 2;
-  World world = World::from_environment();
+  std::optional<World> joined;
+  try {
+    joined.emplace(World::from_environment());
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 1;
+  }
+  World& world = *joined;
   try {
     failure->second(world);
   } catch (const std::exception& error) {

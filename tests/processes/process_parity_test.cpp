@@ -5,9 +5,9 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/comm/connect_mpi.h"
 #include "fsdp/comm/world.h"
 #include "support/parity.h"
+#include "support/process_world.h"
 
 namespace fsdp {
 namespace {
@@ -25,12 +25,12 @@ using testing::UpdatedBy;
 World checked_world() {
   CommOptions options = CommOptions::from_environment();
   options.checked = true;
-  return World(read_launch(), connect_mpi(read_launch(), options));
+  return testing::join_processes(options);
 }
 
-class MpiParity : public ::testing::TestWithParam<ParityCase> {};
+class ProcessParity : public ::testing::TestWithParam<ParityCase> {};
 
-TEST_P(MpiParity, TrainsLikeAPlainModelAndLikeThreads) {
+TEST_P(ProcessParity, TrainsLikeAPlainModelAndLikeThreads) {
   World world = checked_world();
   ParityCase parity = GetParam();
   // One outer or inner axis over all processes: two and three are prime.
@@ -63,7 +63,7 @@ std::vector<ParityCase> cases() {
   return all;
 }
 
-INSTANTIATE_TEST_SUITE_P(Cases, MpiParity, ::testing::ValuesIn(cases()), [](const auto& test) {
+INSTANTIATE_TEST_SUITE_P(Cases, ProcessParity, ::testing::ValuesIn(cases()), [](const auto& test) {
   return std::to_string(test.index) + "_" + test.param.name();
 });
 
@@ -73,7 +73,7 @@ INSTANTIATE_TEST_SUITE_P(Cases, MpiParity, ::testing::ValuesIn(cases()), [](cons
 // The job is joined once for all cases: MPI cannot be started twice in a process.
 int main(int argc, char** argv) {
   ::testing::InitGoogleTest(&argc, argv);
-  fsdp::World keeps_the_job_alive =
-      fsdp::World(fsdp::read_launch(), fsdp::connect_mpi(fsdp::read_launch(), fsdp::CommOptions{}));
+  const fsdp::World keeps_the_job_alive =
+      fsdp::testing::join_processes(fsdp::CommOptions::from_environment());
   return RUN_ALL_TESTS();
 }

@@ -1,0 +1,168 @@
+"""What the ranks of a TCP job say when it goes wrong, how soon, and that nothing hangs.
+
+Usage: tcp_failures_test.py PROCESS_FAILURES_BINARY
+"""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import unittest
+
+import start_ranks
+
+BINARY = sys.argv[1]
+RANKS = 3
+
+
+def start(failure, **environment):
+    os.environ.update(environment)
+    try:
+        return start_ranks.start(
+            RANKS, [BINARY, failure], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+    finally:
+        for name in environment:
+            del os.environ[name]
+
+
+def finish(processes):
+    """Returns {rank: its last message} of the ranks that said something."""
+    messages = {}
+    for rank, process in enumerate(processes):
+        output, _ = process.communicate(timeout=60)
+        found = re.findall(r"^\[rank \d\] (.*)$", output, re.MULTILINE)
+        if found:
+            messages[rank] = found[-1]
+    return messages
+
+
+def run(failure, **environment):
+    """Returns ({rank: its last message}, seconds)."""
+    begin = time.monotonic()
+    messages = finish(start(failure, **environment))
+    return messages, time.monotonic() - begin
+
+
+def run_alone(rank, ranks, port, **environment):
+    """One process of a job whose others are not there; returns what it says."""
+    variables = {**os.environ, **start_ranks.environment_of(rank, ranks, port), **environment}
+    process = subprocess.run([BINARY, "away"], env=variables, capture_output=True, text=True, timeout=60)
+    assert process.returncode == 1, process
+    return process.stderr.strip()
+
+
+class TcpFailures(unittest.TestCase):
+    def test_checked_mode_shows_both_sides_on_all_ranks_within_5_seconds(self):
+        messages, seconds = run("disagree", FSDP_CHECKED="1")
+        self.assertEqual(sorted(messages), [0, 1, 2])
+        for message in messages.values():
+            self.assertIn("all_gather 'blocks.3' of 96 bytes of Float", message)
+            self.assertIn("all_reduce (sum) 'blocks.4' of 16 bytes of Half", message)
+        self.assertLess(seconds, 5)
+
+    def test_unchecked_mode_notices_sizes_and_points_to_checked_mode(self):
+        messages, seconds = run("counts")
+        self.assertEqual(sorted(messages), [0, 1, 2])
+        for message in messages.values():
+            self.assertIn("FSDP_CHECKED=1", message)
+        self.assertLess(seconds, 5)
+
+    def test_an_operation_fails_with_the_error_of_what_it_follows(self):
+        messages, _ = run("follow", FSDP_CHECKED="1")
+        self.assertEqual(sorted(messages), [0, 1, 2])
+        for message in messages.values():
+            self.assertIn("all_gather 'blocks.3' of 96 bytes", message)
+            self.assertIn("all_gather 'blocks.3' of 108 bytes", message)
+
+    def test_a_rank_that_left_is_named_at_once(self):
+        messages, seconds = run("away")
+        self.assertEqual(sorted(messages), [0, 1])
+        for message in messages.values():
+            self.assertIn("barrier 'blocks.3' needs world rank 2, which has left the job", message)
+        self.assertLess(seconds, 8)
+
+    def test_message_of_a_failing_rank_reaches_all_others(self):
+        messages, seconds = run("fail")
+        self.assertEqual(messages[2], "no space left for blocks.7")
+        for rank in (0, 1):
+            self.assertEqual(messages[rank], "rank 2 failed: no space left for blocks.7")
+        self.assertLess(seconds, 8)
+
+    def test_a_dead_process_is_named_at_once(self):
+        messages, seconds = run("die")
+        self.assertEqual(sorted(messages), [0, 1])
+        for message in messages.values():
+            self.assertIn("rank 2 is gone: its connection ", message)
+        self.assertLess(seconds, 8)
+
+    def test_a_process_killed_in_the_middle_of_a_transfer_is_named_at_once(self):
+        processes = start("work")
+        self.assertIn("pid", processes[2].stdout.readline())
+        time.sleep(0.3)
+        begin = time.monotonic()
+        processes[2].kill()
+        messages = finish(processes)
+        for rank in (0, 1):
+            self.assertIn("rank 2 is gone: its connection ", messages[rank])
+        self.assertLess(time.monotonic() - begin, 5)
+
+    def test_deadline_names_a_process_that_stands_still(self):
+        processes = start("work", FSDP_TIMEOUT_S="2")
+        self.assertIn("pid", processes[2].stdout.readline())
+        processes[2].send_signal(signal.SIGSTOP)
+        begin = time.monotonic()
+        try:
+            messages = finish(processes[:2])
+        finally:
+            processes[2].kill()
+            processes[2].communicate()
+        # The one whose deadline comes first names the culprit and tells the other.
+        for rank in (0, 1):
+            self.assertRegex(messages[rank], r"all_gather 'blocks.3' of \d+ bytes of Float waited 2 s for world rank 2,")
+        self.assertLess(time.monotonic() - begin, 10)
+
+    def test_different_world_sizes_are_shown(self):
+        port = start_ranks.free_port()
+        processes = [
+            subprocess.Popen(
+                [BINARY, "away"],
+                env={**os.environ, **start_ranks.environment_of(rank, ranks, port)},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank, ranks in ((0, 2), (1, 3))
+        ]
+        said = [process.communicate(timeout=60)[1] for process in processes]
+        self.assertIn("rank 1 says WORLD_SIZE=3, but rank 0 says WORLD_SIZE=2", said[0])
+        self.assertIn("rank 0 says WORLD_SIZE=2, but rank 1 says WORLD_SIZE=3", said[1])
+
+    def test_a_port_in_use_is_one_sentence(self):
+        with socket.socket() as holder:
+            holder.bind(("0.0.0.0", 0))
+            holder.listen()
+            said = run_alone(0, 2, holder.getsockname()[1])
+        self.assertRegex(said, r"^cannot open the store at MASTER_ADDR:MASTER_PORT, 127.0.0.1:\d+: .*in use")
+        self.assertEqual(len(said.splitlines()), 1, said)
+
+    def test_no_store_is_one_sentence(self):
+        said = run_alone(1, 2, start_ranks.free_port(), FSDP_TIMEOUT_S="1")
+        self.assertRegex(said, r"^nobody listens at MASTER_ADDR:MASTER_PORT, 127.0.0.1:\d+, after 1 s: rank 0 should;")
+        self.assertEqual(len(said.splitlines()), 1, said)
+
+    def test_a_rank_that_never_comes_is_named(self):
+        said = run_alone(0, 2, start_ranks.free_port(), FSDP_TIMEOUT_S="1")
+        self.assertIn("rank 0 of 2 waited 1 s for rank 1, which has not joined", said)
+        self.assertEqual(len(said.splitlines()), 1, said)
+
+    def test_a_name_without_address_is_one_sentence(self):
+        said = run_alone(1, 2, 29500, MASTER_ADDR="no.such.host.invalid", FSDP_TIMEOUT_S="1")
+        self.assertIn("host 'no.such.host.invalid' has no address", said)
+        self.assertEqual(len(said.splitlines()), 1, said)
+
+
+if __name__ == "__main__":
+    unittest.main(argv=sys.argv[:1])

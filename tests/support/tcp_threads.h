@@ -1,0 +1,72 @@
+// Ranks that are threads of one process, yet talk through TCP: a sanitizer sees all of them.
+#pragma once
+
+#include <exception>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "fsdp/comm/meeting_store.h"
+#include "fsdp/comm/tcp_mesh.h"
+
+namespace fsdp::testing {
+
+class StoreInMemory final : public MeetingStore {
+ public:
+  void publish(const std::string& key, const std::string& text) override {
+    const std::lock_guard lock(mutex_);
+    entries_[key] = text;
+  }
+
+  std::optional<std::string> find(const std::string& key) override {
+    const std::lock_guard lock(mutex_);
+    const auto found = entries_.find(key);
+    return found == entries_.end() ? std::nullopt : std::optional(found->second);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, std::string> entries_;
+};
+
+inline TcpMeshOptions mesh_options(int rank, int size) {
+  TcpMeshOptions options;
+  options.rank = rank;
+  options.size = size;
+  options.address = "127.0.0.1";
+  options.prefix = "test/";
+  options.timeout_seconds = 30;
+  return options;
+}
+
+// Runs every body in a thread of its own; returns what each threw, "" for nothing.
+inline std::vector<std::string> run_beside(const std::vector<std::function<void()>>& bodies) {
+  std::vector<std::string> errors(bodies.size());
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < bodies.size(); ++i)
+    threads.emplace_back([&, i] {
+      try {
+        bodies[i]();
+      } catch (const std::exception& error) {
+        errors[i] = error.what();
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  return errors;
+}
+
+// Connects `size` ranks and gives each its sockets.
+inline std::vector<std::string> run_connected(
+    int size, const std::function<void(int rank, std::vector<Socket> sockets)>& body) {
+  StoreInMemory store;
+  std::vector<std::function<void()>> bodies;
+  for (int rank = 0; rank < size; ++rank)
+    bodies.push_back([&, rank] { body(rank, connect_tcp_mesh(store, mesh_options(rank, size))); });
+  return run_beside(bodies);
+}
+
+}  // namespace fsdp::testing
