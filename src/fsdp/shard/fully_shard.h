@@ -19,14 +19,19 @@ namespace fsdp {
 // their gradients and optimizer state are sharded like all others. Parameters on the meta device
 // are initialised here, one module at a time, in the order of construction.
 //
-// The mesh must outlive the model.
+// The mesh must outlive the model; so one that is gone after the call is refused by the compiler.
 Sharded fully_shard(const std::shared_ptr<torch::nn::Module>& model, const Mesh& mesh,
                     const ShardOptions& options = {});
+Sharded fully_shard(const std::shared_ptr<torch::nn::Module>& model, const Mesh&& mesh,
+                    const ShardOptions& options = {}) = delete;
 
 template <typename Contained>
 Sharded fully_shard(const torch::nn::ModuleHolder<Contained>& model, const Mesh& mesh,
                     const ShardOptions& options = {}) {
   return fully_shard(std::static_pointer_cast<torch::nn::Module>(model.ptr()), mesh, options);
 }
+template <typename Contained>
+Sharded fully_shard(const torch::nn::ModuleHolder<Contained>& model, const Mesh&& mesh,
+                    const ShardOptions& options = {}) = delete;
 
 }  // namespace fsdp
