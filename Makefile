@@ -13,7 +13,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: help setup ready build test test-full train bench lint format asan tsan clean
+.PHONY: help setup ready build test test-full train bench bench-train lint format asan tsan clean
 
 help:  ## this table
 	@printf 'fsdp.cpp: fully sharded data-parallel training in C++ on libtorch\n\n'
@@ -36,11 +36,15 @@ test: build  ## build, then run every test
 test-full: build  ## the same, with every case of the parity suite instead of a covering subset
 	@ctest --preset release -C full -j $(JOBS)
 
-train: build  ## train a small model on 3 ranks (until the trainer is here: the example to copy)
-	@OMP_NUM_THREADS=1 build/release/bin/hello_fsdp 3
+# TRAIN takes further flags: make train TRAIN="--model moe-tiny --steps 50"
+train: build  ## train a small language model on this repository's own text, on 2 ranks, in runs/tiny
+	@build/release/bin/fsdp train --ranks 2 --data README.md docs src --checkpoint-dir runs/tiny $(TRAIN)
 
 bench: build  ## build, then run the benchmarks in build/release/bin/bench_*
 	@tools/bench.sh
+
+bench-train: build  ## build, then race `fsdp train` against PyTorch's FSDP2
+	@$(if $(FSDP_TORCH),python3,.venv/bin/python) bench/train.py
 
 lint: ready  ## check formatting, rooms, sizes, scripts
 	@tools/lint.sh

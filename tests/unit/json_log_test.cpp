@@ -31,6 +31,7 @@ StepRecord step_record(int64_t step) {
           .learning_rate = 3e-4,
           .gradient_norm = 1.25,
           .milliseconds = 41.23456789,
+          .overhead_milliseconds = 0.25,
           .tokens_per_second = 19876.54321,
           .teraflops = 1.5,
           .mfu = 0.41,
@@ -66,6 +67,7 @@ TEST(LogLines, NameEveryFigureOfAStep) {
   EXPECT_EQ(json["lr"], 3e-4);
   EXPECT_EQ(json["grad_norm"], 1.25);
   EXPECT_EQ(json["ms"], 41.2346);
+  EXPECT_EQ(json["overhead_ms"], 0.25);
   EXPECT_EQ(json["tokens_per_s"], 19876.5);
   EXPECT_EQ(json["tflops"], 1.5);
   EXPECT_EQ(json["mfu"], 0.41);

@@ -118,6 +118,7 @@ StepRecord step_record_of(const Json& json) {
                     .learning_rate = number_of(json, "lr"),
                     .gradient_norm = number_of(json, "grad_norm"),
                     .milliseconds = number_of(json, "ms"),
+                    .overhead_milliseconds = number_of(json, "overhead_ms"),
                     .tokens_per_second = number_of(json, "tokens_per_s"),
                     .teraflops = number_of(json, "tflops"),
                     .mfu = number_of(json, "mfu"),
@@ -166,6 +167,7 @@ std::string log_line_of(const StepRecord& record, double time) {
   line.add_exact("lr", record.learning_rate);
   line.add_exact("grad_norm", record.gradient_norm);
   line.add_measured("ms", record.milliseconds);
+  line.add_measured("overhead_ms", record.overhead_milliseconds);
   line.add_measured("tokens_per_s", record.tokens_per_second);
   if (record.teraflops > 0) line.add_measured("tflops", record.teraflops);
   if (record.mfu > 0) line.add_measured("mfu", record.mfu);

@@ -197,7 +197,7 @@ std::string tiles_html(const RunHistory& history) {
   if (last->mfu > 0)
     html += tile_html("Model FLOPs use", figure_text(std::round(1000 * last->mfu) / 10), "%");
   if (last->peak_bytes > 0)
-    html += tile_html("Peak memory", bytes_text(static_cast<double>(last->peak_bytes)), "per rank");
+    html += tile_html("Peak memory", bytes_text(static_cast<double>(last->peak_bytes)), "so far");
   if (last->tokens > 0)
     html += tile_html("Tokens", count_text(last->tokens),
                       concat("in ", duration_text(history.step_seconds())));

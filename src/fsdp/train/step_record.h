@@ -25,14 +25,18 @@ struct StepRecord {
   double learning_rate = 0;
   // Before clipping.
   double gradient_norm = 0;
+  // From the end of the step before, without validations and saves between them.
   double milliseconds = 0;
+  // How much of that the rank spent on other things than the step itself: waiting for data, metrics
+  // and logs.
+  double overhead_milliseconds = 0;
   // Of all ranks together.
   double tokens_per_second = 0;
   // Of one device, counted by the model's formula; 0: unknown.
   double teraflops = 0;
   // teraflops as a fraction of the device's peak; 0: unknown.
   double mfu = 0;
-  // Most memory that one rank had at a time, so far.
+  // Most memory so far: of a device, or of the whole process on a CPU.
   int64_t peak_bytes = 0;
   // Trained on so far, this step included.
   int64_t tokens = 0;

@@ -200,13 +200,16 @@ int TrainingRun::train_steps() {
         watch_ && step_ + 1 == std::min(first_step_ + kTimelineStep, total_steps_);
     if (is_recorded) timeline.emplace();
     const double begin = now();
+    const double logging = overhead_;  // of the step before; it is part of the time between steps
     const Metrics metrics = step();
-    const double seconds = now() - begin;
+    const double seconds = now() - begin + logging;
     if (is_recorded) {
       watch_->timeline(timeline->finish());
       timeline.reset();
     }
+    const double done = now();
     record(metrics, seconds);
+    overhead_ = now() - done;
     signal = metrics.signal;
     if (is_due(options_.validate_every)) validate();
     if (is_due(options_.checkpoint_every)) save();
@@ -224,10 +227,13 @@ TrainingRun::Metrics TrainingRun::step() {
   Metrics metrics;
   for (int64_t part = 0; part < parts; ++part) {
     sharded_->microbatch({.last = part + 1 == parts});
+    const double asked = now();
     const ModelBatch batch = to_model_batch(loader_->next(), device_);
+    overhead_ += now() - asked;
     const ModelLoss loss = model_->loss(batch.tokens, batch.targets);
     const at::Tensor scaled = optimizer_->scaled(parts == 1 ? loss.total : loss.total / parts);
     scaled.backward();
+    const double computed = now();
     std::vector<at::Tensor> values = {loss.total.detach()};
     metrics.names = {"loss"};
     for (const LossTerm& term : loss.terms) {
@@ -236,13 +242,16 @@ TrainingRun::Metrics TrainingRun::step() {
     }
     const at::Tensor stacked = at::stack(values).to(at::kDouble);
     sums = sums.defined() ? sums.add_(stacked) : stacked;
+    overhead_ += now() - computed;
   }
   // Ranks may hear of a signal in different steps: what one has heard all hear now.
-  const int asked = stop_.signal();
+  const double computed = now();
+  const int signal = stop_.signal();
   const at::Tensor heard =
-      at::tensor({asked == SIGINT ? 1.0 : 0.0, asked == SIGTERM ? 1.0 : 0.0}, at::kDouble);
+      at::tensor({signal == SIGINT ? 1.0 : 0.0, signal == SIGTERM ? 1.0 : 0.0}, at::kDouble);
   sums = at::cat({sums, heard.to(device_)});
   Work agreed = world_.communicator().all_reduce(sums, {.op = ReduceOp::kAvg}, "losses");
+  overhead_ += now() - computed;
   optimizer_->step();
   optimizer_->zero_grad();
   agreed.wait();

@@ -68,6 +68,7 @@ class TrainingRun {
   int64_t validated_step_ = -1;
   double blocked_ms_ = 0;    // by the last save
   int64_t num_skipped_ = 0;  // in a row
+  double overhead_ = 0;      // seconds of this step that were not its own; see StepRecord
   double started_ = 0;       // seconds on the steady clock
 };
 
