@@ -1,5 +1,6 @@
-// How fast the `threads` communicator moves and sums CPU tensors, beside a plain memcpy by as many
-// threads. Results are checked in the same run. bench/comm.py runs this beside gloo.
+// How fast a communicator moves and sums CPU tensors: `threads` beside a plain memcpy by as many
+// threads or, started by a launcher as several processes, theirs. Results are checked in the same
+// run. bench/comm.py runs this beside gloo, bench/processes.py over TCP and MPI.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
@@ -96,19 +97,22 @@ Row time_memcpy(int threads, int64_t bytes) {
   return {"memcpy", bytes, *std::max_element(times.begin(), times.end())};
 }
 
-std::vector<Row> run(int ranks, const std::vector<int64_t>& sizes) {
+std::vector<Row> time_communicator(fsdp::Communicator& comm, const std::vector<int64_t>& sizes) {
+  std::vector<Row> rows;
+  for (const int64_t bytes : sizes) {
+    rows.push_back(time_all_gather(comm, bytes));
+    rows.push_back(time_reduce_scatter(comm, bytes, at::kFloat, "reduce_scatter fp32"));
+    rows.push_back(time_reduce_scatter(comm, bytes, at::kBFloat16, "reduce_scatter bf16 wire"));
+  }
+  return rows;
+}
+
+std::vector<Row> run_as_threads(int ranks, const std::vector<int64_t>& sizes) {
   std::vector<Row> rows;
   for (const int64_t bytes : sizes) rows.push_back(time_memcpy(ranks, bytes));
   fsdp::run_threads(ranks, {}, [&](fsdp::World& world) {
-    fsdp::Communicator& comm = world.communicator();
-    for (const int64_t bytes : sizes) {
-      const std::vector<Row> mine = {
-          time_all_gather(comm, bytes),
-          time_reduce_scatter(comm, bytes, at::kFloat, "reduce_scatter fp32"),
-          time_reduce_scatter(comm, bytes, at::kBFloat16, "reduce_scatter bf16 wire"),
-      };
-      if (world.rank() == 0) rows.insert(rows.end(), mine.begin(), mine.end());
-    }
+    const std::vector<Row> mine = time_communicator(world.communicator(), sizes);
+    if (world.rank() == 0) rows.insert(rows.end(), mine.begin(), mine.end());
   });
   return rows;
 }
@@ -116,17 +120,28 @@ std::vector<Row> run(int ranks, const std::vector<int64_t>& sizes) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app{"Rates of the threads communicator, beside memcpy", "bench_comm"};
+  CLI::App app{"Rates of a communicator, beside memcpy if its ranks are threads", "bench_comm"};
   int ranks = 2;
   std::string format = "text";
   std::vector<int64_t> sizes = {1 << 10, 32 << 10, 1 << 20, 32 << 20, 64 << 20};
-  app.add_option("--ranks", ranks, "ranks, each a thread")->check(CLI::Range(1, 64));
+  app.add_option("--ranks", ranks, "ranks, each a thread; ignored under mpirun and torchrun")
+      ->check(CLI::Range(1, 64));
   app.add_option("--bytes", sizes, "sizes of the whole side, in bytes");
   app.add_option("--format", format, "text or json")->check(CLI::IsMember({"text", "json"}));
   CLI11_PARSE(app, argc, argv);
   at::set_num_threads(1);  // the ranks are the parallelism
 
-  const std::vector<Row> rows = run(ranks, sizes);
+  std::vector<Row> rows;
+  const fsdp::Launch launch = fsdp::read_launch();
+  const bool as_threads = launch.size == 1;
+  if (as_threads) {
+    rows = run_as_threads(ranks, sizes);
+  } else {
+    fsdp::World world = fsdp::World::from_environment();
+    rows = time_communicator(world.communicator(), sizes);
+    ranks = world.size();
+    if (world.rank() != 0) return 0;
+  }
   if (format == "json") {
     nlohmann::json out = nlohmann::json::array();
     for (const Row& row : rows)
@@ -134,10 +149,8 @@ int main(int argc, char** argv) {
     std::puts(out.dump().c_str());
     return 0;
   }
-  std::printf(
-      "# threads communicator, %d ranks, best of 7 batches; GB/s = bytes of the whole side / "
-      "time\n",
-      ranks);
+  std::printf("# %d ranks as %s, best of 7 batches; GB/s = bytes of the whole side / time\n", ranks,
+              as_threads ? "threads" : fsdp::name_of(launch.launcher));
   std::printf("%-26s %12s %12s %10s\n", "# operation", "bytes", "us", "GB/s");
   for (const Row& row : rows)
     std::printf("%-26s %12lld %12.2f %10.2f\n", row.operation.c_str(),
