@@ -1,0 +1,190 @@
+#!/usr/bin/env python3
+"""Runs every command that the documentation shows.
+
+    docs_commands_test.py PROJECT BINARIES [PAGE...]      BINARIES: the folder with fsdp and the examples' programs
+
+Commands are the lines of ```sh blocks, and what follows "$ " in blocks without a language. Those of a page run in their
+order, in one directory that holds copies of the project's docs, examples and tools. They must succeed; where the page shows
+"fsdp: ..." as the answer, they must fail with these words instead.
+"""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+PROJECT, BINARIES = map(pathlib.Path, sys.argv[1:3])
+
+# Commands that are not run, and why. Each must occur in its page.
+NOT_RUN = {
+    "README.md": {
+        "make train": "builds; .ci/run starts from there",
+        "make test": "runs this",
+        "cmake --install build/release --prefix ~/fsdp": "install_test does, elsewhere",
+        "FSDP_TORCH=$(python3 -c 'import torch, os; print(os.path.dirname(torch.__file__))') make test": "builds",
+    },
+    "CONTRIBUTING.md": {
+        "make build": "builds",
+        "make test": "runs this",
+        "cmake --preset debug": "builds",
+        "cmake --build --preset debug --target base_test": "builds",
+        "ctest --preset debug -R base_test": "needs that build",
+    },
+    "docs/multi-host.md": {
+        "mpirun --hostfile hosts -n 16 --bind-to none fsdp train --config run.json --outer 2 "
+        "--checkpoint-dir /shared/runs/a": "needs two hosts; the command after it has this form",
+        "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node01:29500 --no-python fsdp train "
+        "--config run.json --outer 2 --checkpoint-dir /shared/runs/a": "needs two hosts; torchrun_test has this form",
+    },
+    "examples/huggingface_finetune/README.md": {
+        "FSDP=build/release/bin/fsdp examples/huggingface_finetune/finetune.sh work": "finetune_test does",
+    },
+    "docs/data.md": {
+        "tools/pack_tokens.py books --tokenizer tokenizer.json --end-of-document '</s>' --name my-tokenizer "
+        "--output books.bin": "pack_tokens_test does, with a tokenizer that it makes",
+    },
+}
+
+# Changes to commands before they run, because a page shows what is worth doing and a test has seconds. Each must apply.
+CHANGES = {
+    # Any free port in place of torchrun's usual one, which another job may have.
+    "README.md": {"torchrun --nproc-per-node": "torchrun --standalone --nproc-per-node"},
+    "docs/train.md": {
+        "--ranks 2 --checkpoint-dir runs/first": "--ranks 2 --checkpoint-dir runs/first --steps 2",
+        "--steps 20 --lr 3e-4": "--steps 2 --batch 4 --lr 3e-4",
+    },
+}
+
+# What the reader of a page is expected to have.
+GIVEN = {
+    "docs/data.md": {"books/one.txt": "A rank is a process.\n" * 40, "more.txt": "More of it.\n" * 40},
+}
+
+
+class Command:
+    def __init__(self, place, text, answer=None):
+        self.place, self.text, self.answer = place, text, answer
+
+
+def without_remark(line):
+    return re.sub(r"\s+#.*$", "", line).strip()
+
+
+def commands_of_block(page, number, language, lines):
+    """Whole commands: lines that end with a backslash go on."""
+    found, at = [], 0
+    while at < len(lines):
+        line, place = lines[at], f"{page}:{number + at}"
+        at += 1
+        if language == "" and not line.startswith("$ "):
+            continue
+        text = without_remark(line.removeprefix("$ "))
+        while text.endswith("\\"):
+            text = text[:-1].rstrip() + " " + without_remark(lines[at])
+            at += 1
+        answer = lines[at] if language == "" and at < len(lines) and lines[at].startswith("fsdp: ") else None
+        if text and not text.startswith("#"):
+            found.append(Command(place, text, answer))
+    return found
+
+
+def commands_of_page(page):
+    found, block, language, start = [], None, "", 0
+    for number, line in enumerate((PROJECT / page).read_text().splitlines(), 1):
+        fence = re.match(r"\s*```(\w*)$", line)
+        if fence and block is None:
+            block, language, start = [], fence[1], number + 1
+        elif fence:
+            if language in ("", "sh"):
+                found += commands_of_block(page, start, language, block)
+            block = None
+        elif block is not None:
+            block.append(line)
+    assert block is None, f"{page}: a block that begins at line {start - 1} does not end"
+    return found
+
+
+def changed(page, commands):
+    """Those to run, after changes; fails where a table names what the page does not have."""
+    unused = set(NOT_RUN.get(page, {}))
+    to_run = [command for command in commands if command.text not in NOT_RUN.get(page, {})]
+    unused -= {command.text for command in commands}
+    assert not unused, f"{page} no longer has these commands, which NOT_RUN names: {sorted(unused)}"
+    for old, new in CHANGES.get(page, {}).items():
+        assert any(old in command.text for command in to_run), f"{page} no longer has '{old}', which CHANGES names"
+        for command in to_run:
+            command.text = command.text.replace(old, new)
+    return to_run
+
+
+def search_path(*folders):
+    """With Python's programs, of which torchrun is one."""
+    return os.pathsep.join([*map(str, folders), os.path.dirname(sys.executable), os.environ["PATH"]])
+
+
+def environment(shims):
+    """Open MPI refuses root and more ranks than cores unless it is told otherwise."""
+    return {**os.environ, "PATH": search_path(shims), "OMP_NUM_THREADS": "1", "FSDP_TIMEOUT_S": "60", "HF_HUB_OFFLINE": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_MCA_rmaps_base_oversubscribe": "1"}
+
+
+def prepare(folder, page):
+    for name in ("docs", "examples", "tools"):
+        shutil.copytree(PROJECT / name, folder / name)
+    shutil.copy(PROJECT / "README.md", folder)
+    (folder / "build/release").mkdir(parents=True)
+    (folder / "build/release/bin").symlink_to(BINARIES.resolve())
+    for name, text in GIVEN.get(page, {}).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def run(command, folder, shims):
+    begin = time.monotonic()
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", command.text], cwd=folder, env=environment(shims),
+                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=300)
+    errors = done.stderr.decode(errors="replace")
+    print(f"{command.place}: {time.monotonic() - begin:4.1f} s  {command.text}", flush=True)
+    if command.answer is None and done.returncode == 0:
+        return 0
+    if command.answer is not None and done.returncode != 0 and command.answer in errors:
+        return 0
+    wanted = "success" if command.answer is None else f"'{command.answer}'"
+    print(f"  FAILED: exit status {done.returncode}, wanted {wanted}")
+    print(done.stdout.decode(errors="replace")[-1500:] + errors[-1500:])
+    return 1
+
+
+def check_page(page):
+    to_run = changed(page, commands_of_page(page))
+    for launcher in ("mpirun", "torchrun"):
+        if not shutil.which(launcher, path=search_path()):
+            print(f"{page}: commands with {launcher} are left out, since it is not here")
+            to_run = [command for command in to_run if launcher not in command.text]
+    if not to_run:
+        return 0
+    with tempfile.TemporaryDirectory() as place:
+        folder, shims = pathlib.Path(place, "fsdp"), pathlib.Path(place, "bin")
+        folder.mkdir()
+        shims.mkdir()
+        (shims / "fsdp").symlink_to((BINARIES / "fsdp").resolve())
+        prepare(folder, page)
+        return sum(run(command, folder, shims) for command in to_run)
+
+
+def main():
+    pages = sorted(str(path.relative_to(PROJECT)) for path in
+                   [*PROJECT.glob("*.md"), *PROJECT.glob("docs/*.md"), *PROJECT.glob("examples/**/*.md")])
+    unknown = (set(NOT_RUN) | set(CHANGES) | set(GIVEN)) - set(pages)
+    assert not unknown, f"no such pages: {sorted(unknown)}"
+    num_failed = sum(check_page(page) for page in sys.argv[3:] or pages)
+    sys.exit(f"{num_failed} commands failed" if num_failed else 0)
+
+
+if __name__ == "__main__":
+    main()
