@@ -37,8 +37,8 @@ NOT_RUN = {
     "docs/multi-host.md": {
         "mpirun --hostfile hosts -n 16 --bind-to none fsdp train --config run.json --outer 2 "
         "--checkpoint-dir /shared/runs/a": "needs two hosts; the command after it has this form",
-        "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node01:29500 --no-python fsdp train "
-        "--config run.json --outer 2 --checkpoint-dir /shared/runs/a": "needs two hosts; torchrun_test has this form",
+        "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node01:29500 --no-python -- fsdp "
+        "train --config run.json --outer 2 --checkpoint-dir /shared/runs/a": "needs two hosts; torchrun_test has this form",
     },
     "examples/huggingface_finetune/README.md": {
         "FSDP=build/release/bin/fsdp examples/huggingface_finetune/finetune.sh work": "finetune_test does",
