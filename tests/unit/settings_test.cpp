@@ -177,7 +177,8 @@ TEST(Settings, AFlagForBothMomentsComesBeforeThoseForOne) {
 TEST(Settings, AnUnknownKeyIsAnsweredWithTheNearest) {
   TrainOptions options;
   EXPECT_EQ(error_of([&] { apply_config(options, R"({"step": 1})", "c.json"); }),
-            "c.json: 'step' is no setting; did you mean 'steps'?");
+            "c.json: 'step' is no setting; did you mean 'steps'? fsdp train --print-config lists "
+            "them all");
   EXPECT_THAT(error_of([&] { apply_config(options, R"({"zzzzzzzz": 1})", "c.json"); }),
               HasSubstr("--print-config"));
 }

@@ -16,6 +16,7 @@
 #include "fsdp/data/corpus.h"
 #include "fsdp/train/evaluation.h"
 #include "fsdp/train/loaded_model.h"
+#include "fsdp/train/torch_warnings.h"
 
 namespace fsdp::cli {
 
@@ -64,12 +65,16 @@ void run_eval(const EvalArguments& given) {
       .sequence = parse_whole_number("--sequence", given.sequence, 1, 1 << 24),
       .batch = parse_whole_number("--batch", given.batch, 1, 1 << 30),
       .max_batches = parse_whole_number("--batches", given.batches, 0, int64_t{1} << 40)};
+  if (options.batch % ranks != 0)
+    throw UsageError(concat("--batch is ", options.batch, ", which ", ranks,
+                            " ranks cannot share evenly; give a multiple of ", ranks));
   const train::InferenceOptions inference{.path = given.checkpoint,
                                           .model = given.model,
                                           .device = given.device,
                                           .compute = given.compute};
   const std::shared_ptr<const Corpus> corpus = Corpus::open(given.data);
   run_threads(ranks, CommOptions::from_environment(), [&](World& world) {
+    const train::QuietTorchWarnings quiet;
     const train::Evaluation result = train::evaluate(inference, corpus, options, world);
     if (world.rank() == 0) print(given, result, *corpus);
   });

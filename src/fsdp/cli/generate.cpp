@@ -13,6 +13,7 @@
 #include "fsdp/train/loaded_model.h"
 #include "fsdp/train/run_options.h"
 #include "fsdp/train/text_generation.h"
+#include "fsdp/train/torch_warnings.h"
 
 namespace fsdp::cli {
 
@@ -51,6 +52,7 @@ void run_generate(const GenerateArguments& given) {
                                           .device = given.device,
                                           .compute = given.compute};
   run_threads(1, CommOptions::from_environment(), [&](World& world) {
+    const train::QuietTorchWarnings quiet;
     const Mesh mesh = world.mesh();
     const train::LoadedModel loaded = train::load_for_inference(inference, mesh);
     const int64_t vocabulary = vocab_size_of(loaded.model->config());

@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <exception>
 #include <iostream>
+#include <string>
 #include <vector>
 
 #include "fsdp/base/error.h"
@@ -48,7 +49,10 @@ int run(int argc, char** argv) {
   } catch (const CLI::Success& request) {  // --help, --version
     return app.exit(request);
   } catch (const CLI::ArgumentMismatch& error) {
-    throw fsdp::UsageError(fsdp::concat(error.what(), "; give the option once, with one value"));
+    throw fsdp::UsageError(fsdp::cli::mismatch_text(error.what()));
+  } catch (
+      const CLI::ConversionError& error) {  // of a flag: all else is text that we read ourselves
+    throw fsdp::UsageError(fsdp::concat(error.what(), "; a flag takes no value"));
   } catch (const CLI::ParseError& error) {
     throw fsdp::UsageError(error.what());
   }
@@ -75,7 +79,9 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "fsdp: %s.\n", error.what());
     return kBadUse;
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "fsdp: %s.\n", error.what());
+    // Exceptions of libtorch go on with a stack trace, which helps nobody here.
+    const std::string what = error.what();
+    std::fprintf(stderr, "fsdp: %s.\n", what.substr(0, what.find('\n')).c_str());
     return kFailure;
   }
 }

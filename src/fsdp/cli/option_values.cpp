@@ -47,4 +47,13 @@ void refuse_leftovers(const CLI::App& app) {
              near.empty() ? "s" + help : concat("did you mean '", near, "'? S", help)));
 }
 
+std::string mismatch_text(const std::string& what) {
+  const std::string option = what.substr(0, what.find(':'));
+  if (what.find(" missing") != std::string::npos)
+    return concat(option, " has no value; give one, or leave the option out");
+  if (what.find(" received ") != std::string::npos)
+    return concat(option, " was given more than once; give it once, with one value");
+  return concat(what, "; give the option once, with one value");
+}
+
 }  // namespace fsdp::cli

@@ -20,6 +20,7 @@
 #include "fsdp/train/run_plan.h"
 #include "fsdp/train/settings.h"
 #include "fsdp/train/stop_request.h"
+#include "fsdp/train/torch_warnings.h"
 #include "fsdp/train/training_run.h"
 
 namespace fsdp::cli {
@@ -56,6 +57,8 @@ train::GivenValues given_values(const CLI::App& app, const TrainArguments& given
 
 TrainOptions read_options(const CLI::App& app, const TrainArguments& given) {
   TrainOptions options;
+  if (app.count("--config") > 0 && given.config.empty())
+    throw UsageError("--config is empty; name a JSON file, e.g. --config run.json");
   if (!given.config.empty())
     train::apply_config(options, read_text_file(given.config, kMaxConfigBytes), given.config);
   train::apply_given(options, given_values(app, given));
@@ -117,6 +120,7 @@ void run_train(const CLI::App& app, const TrainArguments& given) {
   const train::StopRequest stop;
   int signal = 0;
   const auto body = [&](World& world) {
+    const train::QuietTorchWarnings quiet;
     train::TrainingRun run(plan, world, stop, std::cout);
     const int stopped_by = run.train();
     if (world.rank() == 0) signal = stopped_by;

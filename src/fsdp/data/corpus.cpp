@@ -1,5 +1,7 @@
 #include "fsdp/data/corpus.h"
 
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <array>
 #include <string_view>
@@ -131,10 +133,19 @@ std::string Corpus::summary() const {
                 " of tokenizer '", tokenizer(), "' (vocabulary ", vocabulary(), ")");
 }
 
+namespace {
+
+bool is_regular_file(const std::string& path) {
+  struct stat status {};
+  return ::stat(path.c_str(), &status) == 0 && S_ISREG(status.st_mode);
+}
+
+}  // namespace
+
 bool is_token_file(const std::string& path) {
   if (is_directory(path)) return false;
   if (path.ends_with(".bin")) return true;
-  if (!path_exists(path)) return false;  // find_text_files() says so
+  if (!is_regular_file(path)) return false;  // find_text_files() says so; a pipe would not end
   const FileReader reader(path);
   std::array<std::byte, 8> buffer;
   const auto first = std::span(buffer).first(

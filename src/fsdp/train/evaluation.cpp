@@ -12,6 +12,10 @@ Evaluation evaluate(const InferenceOptions& inference, const std::shared_ptr<con
                     const EvaluationOptions& options, World& world) {
   const Mesh mesh = world.mesh();
   const LoadedModel loaded = load_for_inference(inference, mesh);
+  const int64_t positions = max_positions_of(loaded.model->config());
+  if (options.sequence > positions)
+    throw UsageError(concat("--sequence is ", options.sequence, ", more than the ", positions,
+                            " positions (max_position_embeddings) of the model; lower it"));
   corpus->check_model_vocabulary(vocab_size_of(loaded.model->config()));
   const ValidationBatches batches(all_windows(corpus, options.sequence),
                                   {.batch = options.batch,

@@ -36,6 +36,9 @@ ModelConfig config_of(const InferenceOptions& options, const std::string& path) 
 LoadedModel load_for_inference(const InferenceOptions& options, const Mesh& mesh) {
   TrainOptions given;
   apply_given(given, {{"device", {options.device}}, {"compute", {options.compute}}});
+  if (given.compute && element_bytes(*given.compute) < 2)
+    throw UsageError(concat("--compute is ", name_of(*given.compute),
+                            "; models compute in fp64, fp32, bf16 or fp16"));
   const c10::Device device = training_device(given, mesh.inner().rank());
   const std::string path = checkpoint_or_files(options.path);
   std::shared_ptr<LanguageModel> model;

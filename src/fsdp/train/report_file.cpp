@@ -1,5 +1,7 @@
 #include "fsdp/train/report_file.h"
 
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <chrono>
 #include <utility>
@@ -25,6 +27,11 @@ double steady_seconds() {
 ReportFile::ReportFile(std::string path, std::function<double()> now)
     : path_(std::move(path)), now_(now ? std::move(now) : steady_seconds) {
   make_directories(directory_of(path_));
+  // A page replaces the one before: what is no file, such as /dev/null, would be gone.
+  struct stat status {};
+  FSDP_CHECK(::stat(path_.c_str(), &status) != 0 || S_ISREG(status.st_mode), path_,
+             ": is not a file, so no report can replace it; choose another place with --report, or "
+             "--report none");
 }
 
 bool ReportFile::is_due() const { return now_() >= next_at_; }

@@ -7,6 +7,8 @@
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
+#include "fsdp/checkpoint/run_directory.h"
+#include "fsdp/data/token_windows.h"
 #include "fsdp/nn/config_json.h"
 #include "fsdp/nn/presets.h"
 #include "fsdp/plan/architecture.h"
@@ -85,14 +87,54 @@ NamedModel find_model(const std::string& name_or_path) {
   try {
     check_trainable(model.config);
   } catch (const UsageError& error) {
-    throw UsageError(concat(path, ": ", error.what()));
+    // Some name the file themselves: those about fields that were read and cannot be computed.
+    const std::string what = error.what();
+    throw UsageError(what.starts_with(path) ? what : concat(path, ": ", what));
   }
   return model;
 }
 
+namespace {
+
+void check_directory(const char* option, const std::string& path) {
+  if (!path.empty() && path_exists(path) && !is_directory(path))
+    throw UsageError(concat(option, " is '", path, "', which is a file; name a directory"));
+}
+
+void check_file(const char* option, const std::string& path) {
+  if (is_directory(path))
+    throw UsageError(concat(option, " is '", path, "', which is a directory; name a file in it"));
+  const std::string directory = path.empty() ? "." : directory_of(path);
+  if (path_exists(directory) && !is_directory(directory))
+    throw UsageError(
+        concat(option, " is '", path, "', but '", directory, "' is a file; name another place"));
+}
+
+// What would be found only when the model is there and the checkpoint's directory has been made.
+void check_places(const TrainOptions& options) {
+  check_directory("--checkpoint-dir", options.checkpoint_dir);
+  check_directory("--tensorboard", options.tensorboard);
+  check_file("--log", options.log_path());
+  check_file("--report", options.report_path());
+  for (const std::string& path : {options.init, options.resume})
+    if (!path.empty() && path != "auto" && path != "never")
+      static_cast<void>(checkpoint_or_files(path));
+}
+
+void check_windows(const RunPlan& plan) {
+  const TrainOptions& options = plan.options;
+  const double fraction = plan.validation ? 0.0 : options.validation_fraction;
+  static_cast<void>(split_corpus(plan.corpus, {options.sequence, fraction}));
+  if (plan.validation && options.validate_every > 0)
+    static_cast<void>(all_windows(plan.validation, options.sequence));
+}
+
+}  // namespace
+
 RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, DType compute,
                  DeviceChoice device) {
   options.validate(num_ranks);
+  check_places(options);
   RunPlan plan{.options = options,
                .resolved = options.resolved(num_ranks, compute, device),
                .num_ranks = num_ranks,
@@ -117,6 +159,7 @@ RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, DType compute,
     plan.validation = Corpus::open(options.validation_data);
     plan.validation->check_model_vocabulary(vocab_size_of(plan.model.config));
   }
+  check_windows(plan);
   return plan;
 }
 

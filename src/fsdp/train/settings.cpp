@@ -81,8 +81,8 @@ void apply_config(TrainOptions& options, std::string_view text, const std::strin
     if (std::find(keys.begin(), keys.end(), key) != keys.end()) continue;
     const std::string near = nearest(key, keys);
     throw UsageError(concat(source, ": '", key, "' is no setting; ",
-                            near.empty() ? "fsdp train --print-config lists them all"
-                                         : concat("did you mean '", near, "'?")));
+                            near.empty() ? "" : concat("did you mean '", near, "'? "),
+                            "fsdp train --print-config lists them all"));
   }
   for (const Setting& setting : settings()) {
     const auto found = document.find(setting.key());

@@ -39,7 +39,44 @@ void check_rate(const TrainOptions& o) {
   if (o.warmup && *o.warmup > o.total_steps())
     throw UsageError(concat("--warmup is ", *o.warmup, ", more than the ", o.total_steps(),
                             " steps in all; lower it"));
+  const int64_t warmup = o.rate_options().warmup_steps;
+  if (o.decay_steps > o.total_steps() - warmup)
+    throw UsageError(concat("--decay-steps is ", o.decay_steps, ", but of ", o.total_steps(),
+                            " steps ", warmup, " warm up; lower it, or --warmup"));
   o.rate_options().validate();
+}
+
+// In the words of the flags; the engine would refuse them in those of its fields.
+void check_types(const TrainOptions& o) {
+  struct Rule {
+    const char* option;
+    std::optional<DType> value;
+    std::vector<DType> allowed;
+    const char* other;  // what else can be said
+  };
+  const std::vector<DType> trained = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+  const std::vector<DType> sums = {DType::kFloat64, DType::kFloat32, DType::kBFloat16,
+                                   DType::kFloat16};
+  const std::vector<DType> moments = {DType::kFloat32, DType::kBFloat16, DType::kFloat16,
+                                      DType::kFloat8E4M3, DType::kFloat8E5M2};
+  for (const Rule& rule :
+       {Rule{"--compute", o.compute, trained, "auto"},
+        Rule{"--main-params", o.precision.main_params, {DType::kFloat32}, "none"},
+        Rule{"--main-grads", o.precision.main_grads, trained, "none"},
+        Rule{"--grad-comm", o.precision.grad_comm, sums, "none"},
+        Rule{o.precision.first_moment == o.precision.second_moment ? "--moments" : "--first-moment",
+             o.precision.first_moment, moments, nullptr},
+        Rule{"--second-moment", o.precision.second_moment, moments, nullptr}}) {
+    if (!rule.value) continue;
+    std::vector<std::string> names;
+    for (const DType dtype : rule.allowed) names.emplace_back(name_of(dtype));
+    if (rule.other != nullptr) names.emplace_back(rule.other);
+    const bool is_allowed =
+        std::find(rule.allowed.begin(), rule.allowed.end(), *rule.value) != rule.allowed.end();
+    if (!is_allowed)
+      throw UsageError(concat(rule.option, " is ", name_of(*rule.value),
+                              ", which cannot be trained with; use ", join(names, ", ")));
+  }
 }
 
 void check_checkpoints(const TrainOptions& o) {
@@ -70,10 +107,9 @@ void TrainOptions::validate(int64_t num_ranks) const {
     throw UsageError(
         "--loss-scale is dynamic, but --on-nonfinite is update; a dynamic scale skips "
         "steps that overflow, so use --on-nonfinite skip");
-  if (compute && (*compute == DType::kFloat8E4M3 || *compute == DType::kFloat8E5M2))
-    throw UsageError(
-        concat("--compute is ", name_of(*compute), "; models compute in fp32, bf16, fp16 or fp64"));
-  if (nesterov && momentum == 0) throw UsageError("--nesterov needs a --momentum above 0");
+  check_types(*this);
+  if (nesterov && (optimizer != OptimizerChoice::kSgd || momentum == 0))
+    throw UsageError("--nesterov needs --optimizer sgd with a --momentum above 0; drop it");
   if (budget_bytes != 0 && prefetch != TrainOptions{}.prefetch)
     throw UsageError(concat("--prefetch is ", prefetch,
                             ", but --budget chooses the depth itself; drop one of the two"));

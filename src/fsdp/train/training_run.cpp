@@ -113,24 +113,26 @@ void TrainingRun::load() {
   const LoadOptions loading = load_options(options_, names);
   const CheckpointState state{.sharded = *sharded_, .optimizer = optimizer_.get()};
   std::optional<LoadedCheckpoint> loaded;
+  const std::vector<int64_t> steps = options_.checkpoint_dir.empty()
+                                         ? std::vector<int64_t>{}
+                                         : RunDirectory(options_.checkpoint_dir).steps();
+  // What cannot be loaded leaves no directory behind, so this comes before the Checkpointer.
+  if (options_.resume != "auto") {
+    if (!steps.empty())
+      throw UsageError(concat("--checkpoint-dir is '", options_.checkpoint_dir,
+                              "', which holds checkpoints up to step ", steps.back(),
+                              ", but --resume is '", options_.resume,
+                              "'; give a new directory, or --resume auto to go on with it"));
+    if (options_.resume != "never") loaded = load_checkpoint(options_.resume, state, loading);
+  }
+  if (!loaded && steps.empty() && !options_.init.empty())
+    load_checkpoint(options_.init, {.sharded = *sharded_}, loading);
   if (!options_.checkpoint_dir.empty()) {
-    if (options_.resume != "auto") {
-      const std::vector<int64_t> steps = RunDirectory(options_.checkpoint_dir).steps();
-      if (!steps.empty())
-        throw UsageError(concat("--checkpoint-dir is '", options_.checkpoint_dir,
-                                "', which holds checkpoints up to step ", steps.back(),
-                                ", but --resume is '", options_.resume,
-                                "'; give a new directory, or --resume auto to go on with it"));
-    }
     CheckpointerOptions saving = checkpointer_options(options_, names);
     saving.model_config = plan_.model_config;
     checkpointer_ = std::make_unique<Checkpointer>(options_.checkpoint_dir, mesh_, saving);
     if (options_.resume == "auto") loaded = checkpointer_->load_latest(state, loading);
   }
-  if (options_.resume != "auto" && options_.resume != "never")
-    loaded = load_checkpoint(options_.resume, state, loading);
-  if (!loaded && !options_.init.empty())
-    load_checkpoint(options_.init, {.sharded = *sharded_}, loading);
 
   const SplitOptions split{
       .sequence = options_.sequence,
