@@ -1,0 +1,79 @@
+"""Small training runs for the tests of the command: a model, a text, and ways to start them."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+
+# Two layers are the least that has one unit gathered while another computes.
+LLAMA = {"model_type": "llama", "vocab_size": 257, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+         "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+# 16 tokens in each of 8 sequences: 4 ranks have 2 each, or 1 in each of 2 microbatches.
+SHAPE = ["--sequence", "16", "--batch", "8"]
+# Launchers' variables of whoever started the test would be taken for the run's own.
+LAUNCHERS = ("OMPI_", "PMIX_", "SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "FSDP_")
+
+
+def write_model(path, **fields):
+    """A config.json of the small model, with other fields where they are given."""
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**LLAMA, **fields}))
+
+
+def write_text(path, copies=60):
+    """About 90 bytes a copy; no two lines are the same, so that no two windows are."""
+    lines = (f"Line {i}: the quick brown fox number {i * 7919 % 1000} jumps over the lazy dog.\n" for i in range(copies))
+    pathlib.Path(path).write_text("".join(lines))
+
+
+def environment(**more):
+    """Open MPI's permissions stay, places in other jobs do not."""
+    kept = {name: value for name, value in os.environ.items()
+            if not name.startswith(LAUNCHERS) or name.startswith("OMPI_ALLOW")}
+    return {**kept, "OMP_NUM_THREADS": "1", "FSDP_LOG": "warning", **more}
+
+
+def run(command, cwd, code=0, timeout=120, **more):
+    """Runs to the end; the exit code must be the one given."""
+    done = subprocess.run(command, cwd=cwd, env=environment(**more), stdin=subprocess.DEVNULL, capture_output=True,
+                          text=True, errors="replace", timeout=timeout)
+    assert code is None or done.returncode == code, (
+        f"exit code {done.returncode}, not {code}:\n{command}\n{done.stdout}\n{done.stderr}")
+    return done
+
+
+def start(command, cwd, **more):
+    """Runs beside the test, in a process group of its own."""
+    return subprocess.Popen(command, cwd=cwd, env=environment(**more), stdin=subprocess.DEVNULL,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+                            start_new_session=True)
+
+
+def stop(job):
+    """Ends whatever is left of a job, so that a test which failed leaves nothing running."""
+    try:
+        os.killpg(job.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    return job.communicate(timeout=60)
+
+
+def log_records(path, kind=None):
+    """The lines of a log, all or of one kind; the last one may be half written while the run goes on."""
+    try:
+        text = pathlib.Path(path).read_text()
+    except FileNotFoundError:
+        return []
+    records = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [each for each in records if kind in (None, each["kind"])]
+
+
+def losses(path):
+    """{step: loss}; a step that is there twice, as after a crash, must be the same."""
+    found = {}
+    for record in log_records(path, "step"):
+        before = found.setdefault(record["step"], record["loss"])
+        assert before == record["loss"], f"{path}: step {record['step']} has two losses"
+    return found

@@ -1,0 +1,248 @@
+"""`fsdp train`, `eval` and `generate` from end to end: the same losses however a run is divided.
+
+Usage: train_runs_test.py FSDP [MPIRUN [MPIRUN_OPTION...]]       without mpirun its tests are skipped
+"""
+
+import json
+import math
+import pathlib
+import struct
+import sys
+import tempfile
+import unittest
+
+import small_runs
+
+FSDP, MPIRUN = sys.argv[1], sys.argv[2:]
+STEPS = 6
+# Ranks add the gradients of 8 sequences in another order. Each sum is off by a few fp32 roundings (6e-8), AdamW makes
+# steps of about the same length of whatever gradient, and six of them add up.
+ORDER = 1e-5
+# The same with sums rounded to bf16 (4e-3) on their way.
+ORDER_BF16 = 1e-2
+
+
+class Trained(unittest.TestCase):
+    """A directory with the small model and its text."""
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = pathlib.Path(folder.name)
+        small_runs.write_model(self.root / "model" / "config.json")
+        small_runs.write_text(self.root / "text.txt")
+
+    def fsdp(self, *arguments, code=0, mpi=0):
+        launch = [*MPIRUN, "-n", str(mpi)] if mpi else []
+        return small_runs.run([*launch, FSDP, *map(str, arguments)], cwd=self.root, code=code)
+
+    def train(self, name, *options, steps=STEPS, mpi=0, code=0):
+        """Losses by step; the run's log is NAME.jsonl."""
+        options = list(options)
+        for name_of_option, value in (("--model", "model/config.json"), ("--validate-every", 0)):
+            if name_of_option not in options:
+                options += [name_of_option, value]
+        done = self.fsdp("train", "--data", "text.txt", *small_runs.SHAPE, "--steps", steps, "--sample", "", "--quiet",
+                         "--schedule", "constant", "--warmup", "0", "--log", f"{name}.jsonl", *options, mpi=mpi, code=code)
+        self.assertEqual((done.stdout, done.stderr), ("", ""))
+        return small_runs.losses(self.root / f"{name}.jsonl")
+
+    def assert_near(self, losses, expected, tolerance):
+        self.assertEqual(losses.keys(), expected.keys())
+        for step, loss in losses.items():
+            self.assertLess(abs(loss - expected[step]) / expected[step], tolerance, f"step {step}")
+
+
+class Ranks(Trained):
+    def test_one_rank_and_several_threads_have_the_same_losses(self):
+        one = self.train("one")
+        self.assertEqual(list(one), list(range(1, STEPS + 1)))
+        self.assertLess(one[STEPS], one[1] - 0.1)
+        self.assertGreater(one[1], math.log(257) - 0.5)  # a fresh model knows nothing
+        for ranks in (2, 4):
+            with self.subTest(ranks=ranks):
+                self.assert_near(self.train(f"threads{ranks}", "--ranks", ranks), one, ORDER)
+        self.assert_near(self.train("parts", "--ranks", 2, "--microbatches", 4), one, ORDER)
+
+    @unittest.skipUnless(MPIRUN, "no mpirun")
+    def test_processes_compute_what_threads_do(self):
+        for ranks in (2, 4):
+            with self.subTest(ranks=ranks):
+                threads = self.train(f"threads{ranks}", "--ranks", ranks)
+                processes = self.train(f"processes{ranks}", mpi=ranks)
+                if ranks == 2:  # a sum of two numbers has one order
+                    self.assertEqual(processes, threads)
+                else:
+                    self.assert_near(processes, threads, ORDER)
+
+    def test_models_of_every_kind_train_the_same_on_two_ranks(self):
+        moe = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+        small_runs.write_model(self.root / "moe" / "config.json", **moe)
+        # Experts are balanced within what a rank and microbatch has: that is another loss where the batch is divided, by
+        # a coefficient of 0.001 and little of it.
+        for model, steps, tolerance in (("moe", STEPS, 1e-3), ("hybrid-tiny", 2, ORDER)):
+            with self.subTest(model):
+                one = self.train(f"{model}1", "--model", model, steps=steps)
+                two = self.train(f"{model}2", "--model", model, "--ranks", 2, steps=steps)
+                self.assert_near(two, one, tolerance)
+
+    def test_a_log_line_has_the_names_that_others_script_against(self):
+        self.train("run", "--ranks", 2, "--microbatches", 2, steps=3)
+        kinds = [record["kind"] for record in small_runs.log_records(self.root / "run.jsonl")]
+        self.assertEqual(kinds, ["run", "step", "step", "step", "end"])
+        for number, record in enumerate(small_runs.log_records(self.root / "run.jsonl", "step"), start=1):
+            self.assertEqual(record["step"], number)
+            for name in ("loss", "lr", "grad_norm", "ms", "tokens_per_s", "peak_bytes"):
+                self.assertGreater(record[name], 0, name)
+            self.assertEqual(record["tokens"], number * 16 * 8)
+            self.assertAlmostEqual(record["tokens_per_s"], 128 / (record["ms"] / 1e3), delta=record["tokens_per_s"] / 1e3)
+
+
+class Engine(Trained):
+    """Every way to shard, to buffer and to round gives the losses of not sharding at all."""
+
+    STRATEGIES = (("optim",), ("optim_grads",), ("optim_grads_params",), ("optim", "--outer", 2),
+                  ("optim_grads_params", "--outer", 2), ("optim_grads+hfsdp", "--outer", 2),
+                  ("optim_grads_params+hfsdp", "--outer", 2))
+    POOLS = ("on_demand", "double_buffer", "max_pool", "planned")
+
+    def test_strategies_and_pools(self):
+        expected = self.train("plain", "--ranks", 4, "--strategy", "no_shard", steps=4)
+        for strategy in self.STRATEGIES:
+            first = None
+            for pool in self.POOLS:
+                with self.subTest(strategy=strategy, pool=pool):
+                    name = "-".join(map(str, (*strategy, pool)))
+                    found = self.train(name, "--ranks", 4, "--strategy", *strategy, "--pool", pool, steps=4)
+                    self.assert_near(found, expected, ORDER)
+                    first = first or found
+                    self.assertEqual(found, first, "where memory comes from changes no number")
+
+    PRECISIONS = (("--compute", "bf16"), ("--compute", "bf16", "--main-storage", "separate", "--main-grads", "fp32"),
+                  ("--compute", "bf16", "--main-grads", "fp32", "--grad-comm", "bf16", "--moments", "bf16"),
+                  ("--compute", "bf16", "--main-params", "none", "--rounding", "stochastic"),
+                  ("--compute", "fp16", "--loss-scale", "dynamic", "--main-grads", "fp32"))
+
+    def test_strategies_and_precisions(self):
+        fp32 = self.train("fp32", steps=4)
+        for number, precision in enumerate(self.PRECISIONS):
+            expected = self.train(f"{number}", "--ranks", 2, "--strategy", "no_shard", *precision, steps=4)
+            # A narrower type is another computation, but of the same thing.
+            self.assert_near(expected, fp32, 3e-2)
+            self.assertNotEqual(expected, fp32)
+            for strategy in ("optim", "optim_grads", "optim_grads_params"):
+                with self.subTest(precision=precision, strategy=strategy):
+                    found = self.train(f"{number}-{strategy}", "--ranks", 2, "--strategy", strategy, *precision, steps=4)
+                    self.assert_near(found, expected, ORDER_BF16)
+
+    def test_other_settings_of_the_engine_change_no_number(self):
+        expected = self.train("plain", "--ranks", 2)
+        for number, options in enumerate((
+                ("--prefetch", 0), ("--prefetch", 3), ("--budget", "1MiB"), ("--recompute", "block"), ("--checked",),
+                ("--updates", "blocking"), ("--gradient-lifetime", "step"), ("--offload", 0.5, "--offload-chunk", 64),
+                ("--deterministic",), ("--granularity", "row"), ("--name-nan",))):
+            with self.subTest(options=options):
+                self.assertEqual(self.train(f"{number}", "--ranks", 2, *options), expected)
+
+
+class Settings(Trained):
+    def test_what_print_config_prints_is_the_same_run(self):
+        options = ["--model", "model/config.json", "--data", "text.txt", *small_runs.SHAPE, "--steps", "3", "--lr",
+                   "0.002", "--rule", "*norm* decay=0 rate=0.5", "--pool", "max_pool", "--moments", "bf16", "--quiet",
+                   "--sample", "", "--validate-every", "2", "--budget", "none", "--ranks", "2", "--loss-scale", "8"]
+        printed = self.fsdp("train", *options, "--print-config").stdout
+        (self.root / "run.json").write_text(printed)
+        self.assertEqual(self.fsdp("train", "--config", "run.json", "--print-config").stdout, printed)
+        self.assertEqual(json.loads(printed)["lr"], 0.002)
+        self.fsdp("train", *options, "--log", "flags.jsonl")
+        self.fsdp("train", "--config", "run.json", "--log", "config.jsonl")
+        flags = small_runs.losses(self.root / "flags.jsonl")
+        self.assertEqual(len(flags), 3)
+        self.assertEqual(flags, small_runs.losses(self.root / "config.jsonl"))
+        # Flags win, and the rest stays.
+        again = json.loads(self.fsdp("train", "--config", "run.json", "--lr", "0.5", "--print-config").stdout)
+        self.assertEqual(again, {**json.loads(printed), "lr": 0.5})
+
+    def test_check_tells_the_memory_and_touches_nothing(self):
+        before = sorted(self.root.rglob("*"))
+        done = self.fsdp("train", "--model", "model/config.json", "--data", "text.txt", *small_runs.SHAPE, "--ranks", 2,
+                         "--checkpoint-dir", "run", "--tensorboard", "tb", "--check")
+        for words in ("memory per rank (forecast)", "weights", "moments", "nothing was trained"):
+            self.assertIn(words, done.stdout)
+        self.assertEqual(sorted(self.root.rglob("*")), before)
+
+
+class Afterwards(Trained):
+    """What is done with a run when it has ended."""
+
+    def test_generate_repeats_itself_for_the_same_seed(self):
+        self.train("run", "--checkpoint-dir", "run")
+
+        def text(*options):
+            return self.fsdp("generate", "--checkpoint", "run", "--prompt", "The qu", "--tokens", 24, *options).stdout
+
+        greedy = text()
+        self.assertTrue(greedy.startswith("The qu"), greedy)
+        self.assertGreater(len(greedy), len("The qu\n"))
+        self.assertEqual(text(), greedy)
+        drawn = text("--temperature", 1, "--seed", 5)
+        self.assertTrue(drawn.startswith("The qu"), drawn)
+        self.assertEqual(text("--temperature", 1, "--seed", 5), drawn)
+        self.assertNotEqual(text("--temperature", 1, "--seed", 6), drawn)
+        # So little of the probability is the likeliest token alone.
+        self.assertEqual(text("--temperature", 1, "--seed", 5, "--top-p", 1e-6), greedy)
+
+    def test_eval_is_the_validation_of_the_log(self):
+        small_runs.write_text(self.root / "other.txt", copies=30)
+        self.train("run", "--checkpoint-dir", "run", "--validation-data", "other.txt", "--validate-every", 3,
+                   "--validation-batches", 5)
+        logged = small_runs.log_records(self.root / "run.jsonl", "validation")[-1]
+        self.assertEqual(logged["step"], STEPS)
+        results = {}
+        for ranks in (1, 2):
+            done = self.fsdp("eval", "--checkpoint", "run", "--data", "other.txt", *small_runs.SHAPE, "--batches", 5,
+                             "--json", "--ranks", ranks)
+            results[ranks] = json.loads(done.stdout)
+        self.assertEqual(results[1]["step"], STEPS)
+        self.assertEqual(results[1]["tokens"], 5 * 8 * 16)
+        self.assertAlmostEqual(results[1]["loss"], logged["loss"], delta=1e-12)
+        self.assertAlmostEqual(results[2]["loss"], logged["loss"], delta=ORDER)
+        self.assertAlmostEqual(results[1]["perplexity"], math.exp(logged["loss"]), delta=1e-3)
+
+    def test_weights_of_other_tools_begin_a_run(self):
+        self.train("run", "--checkpoint-dir", "run")
+        self.fsdp("convert", "run", "exported", "--to", "hf")
+        fresh = self.train("fresh", steps=2)
+        ours = self.train("ours", "--init", "run", steps=2)
+        self.assertLess(ours[1], fresh[1] - 0.1)
+        self.assertEqual(self.train("theirs", "--init", "exported", "--model", "exported", steps=2), ours)
+        self.assertEqual(self.train("sharded", "--init", "exported", "--ranks", 2, steps=2).keys(), ours.keys())
+        edit_safetensors(self.root / "exported" / "model.safetensors")
+        for flags, words in (([], "model.norm.weight"), (["--allow-extra"], "model.norm.weight"),
+                             (["--allow-missing", "*norm.weight"], "surplus")):
+            with self.subTest(flags=flags):
+                done = self.fsdp("train", "--model", "model/config.json", "--data", "text.txt", "--steps", 1,
+                                 *small_runs.SHAPE, "--init", "exported", *flags, code=1)
+                self.assertIn(words, done.stderr)
+        self.train("allowed", "--init", "exported", "--allow-extra", "--allow-missing", "model.norm.*", steps=2)
+
+
+def edit_safetensors(path):
+    """Takes the last norm's weight out, and puts one in that no model has."""
+    data = path.read_bytes()
+    size = struct.unpack("<Q", data[:8])[0]
+    header, body = json.loads(data[8:8 + size]), data[8 + size:]
+    metadata = header.pop("__metadata__", {})
+    tensors = {name: (each, body[slice(*each["data_offsets"])]) for name, each in header.items()}
+    each, _ = tensors.pop("model.norm.weight")
+    tensors["surplus.weight"] = ({**each, "shape": [1]}, b"\0" * 4)
+    header, body = {"__metadata__": metadata}, b""
+    for name, (each, content) in tensors.items():
+        header[name] = {**each, "data_offsets": [len(body), len(body) + len(content)]}
+        body += content
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + body)
+
+
+if __name__ == "__main__":
+    unittest.main(argv=sys.argv[:1], verbosity=2)
