@@ -38,7 +38,7 @@ GivenValues changed_values() {
           {"data", {"a", "b c"}},
           {"validation-data", {"v"}},
           {"validation-fraction", {"0.125"}},
-          {"sequence", {"128"}},
+          {"sequence", {"64"}},
           {"batch", {"24"}},
           {"microbatches", {"3"}},
           {"validate-every", {"7"}},
@@ -148,7 +148,7 @@ TEST(Settings, NumbersAndFlagsAreNumbersAndFlagsInAConfig) {
 }
 
 TEST(Settings, OnlyWhatDiffersFromTheDefaultIsMarked) {
-  TrainOptions options = given({{"steps", {"12"}}, {"batch", {"16"}}});
+  TrainOptions options = given({{"steps", {"12"}}, {"batch", {"8"}}});
   for (const SettingRow& shown : shown_settings(options, options))
     EXPECT_EQ(shown.is_changed, shown.name == "steps") << shown.name;
 }
@@ -159,7 +159,7 @@ TEST(Settings, WhatIsLeftToBeChosenIsShownAsItWasChosen) {
   std::map<std::string, SettingRow> shown;
   for (const SettingRow& row : shown_settings(options, resolved)) shown[row.name] = row;
   EXPECT_EQ(shown["warmup"].value, "20");
-  EXPECT_EQ(shown["min-lr"].value, "3e-04");
+  EXPECT_EQ(shown["min-lr"].value, "4e-04");
   EXPECT_EQ(shown["compute"].value, "bf16");
   EXPECT_EQ(shown["device"].value, "cuda");
   EXPECT_EQ(shown["ranks"].value, "4");

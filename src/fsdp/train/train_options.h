@@ -38,19 +38,19 @@ struct TrainOptions {
   std::vector<std::string> data;             // text files, directories, packed token files
   std::vector<std::string> validation_data;  // none: a part of `data`
   double validation_fraction = 0.02;
-  int64_t sequence = 256;
-  int64_t batch = 16;        // sequences per step, of all ranks
+  int64_t sequence = 128;
+  int64_t batch = 8;         // sequences per step, of all ranks
   int64_t microbatches = 1;  // of each rank and step
-  int64_t validate_every = 50;
-  int64_t validation_batches = 4;
+  int64_t validate_every = 100;
+  int64_t validation_batches = 16;
 
   // --- length ---
-  int64_t steps = 300;
+  int64_t steps = 500;
   int64_t tokens = 0;  // 0: as `steps` says
 
   // --- optimizer ---
   OptimizerChoice optimizer = OptimizerChoice::kAdamW;
-  double lr = 3e-3;
+  double lr = 4e-3;
   RateSchedule schedule = RateSchedule::kCosine;
   std::optional<int64_t> warmup = std::nullopt;  // nullopt: a tenth of the steps, at most 1000
   std::optional<double> min_lr = std::nullopt;   // nullopt: a tenth of `lr`
