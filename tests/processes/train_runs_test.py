@@ -172,6 +172,16 @@ class Settings(Trained):
         self.assertEqual(sorted(self.root.rglob("*")), before)
 
 
+    @unittest.skipUnless(MPIRUN, "no mpirun")
+    def test_a_mistake_of_all_processes_is_said_once(self):
+        for wrong, code in ((["--batch", 7], 2), (["--batch", 8, "--strategy", "x"], 2), (["--data", "nothing"], 1)):
+            with self.subTest(wrong=wrong):
+                data = [] if "--data" in wrong else ["--data", "text.txt"]
+                done = self.fsdp("train", "--model", "model/config.json", "--sequence", 16, *data, *wrong, mpi=2, code=code)
+                said = [line for line in done.stderr.splitlines() if line.startswith("fsdp: ")]
+                self.assertEqual(len(said), 1, done.stderr)
+
+
 class Afterwards(Trained):
     """What is done with a run when it has ended."""
 

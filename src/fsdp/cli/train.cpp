@@ -101,13 +101,15 @@ void print_check(const train::RunPlan& plan, const Launch& launch, c10::Device d
 }
 
 void run_train(const CLI::App& app, const TrainArguments& given) {
-  const TrainOptions options = read_options(app, given);
+  const Launch launch = read_launch();
+  const TrainOptions options =
+      let_the_first_speak(launch, [&] { return read_options(app, given); });
   if (given.print_config) {
-    std::cout << train::config_text(options);
+    if (launch.rank == 0) std::cout << train::config_text(options);
     return;
   }
-  const Launch launch = read_launch();
-  const c10::Device device = train::training_device(options, launch.local_rank);
+  const c10::Device device = let_the_first_speak(
+      launch, [&] { return train::training_device(options, launch.local_rank); });
   const train::RunPlan plan = let_the_first_speak(launch, [&] {
     return train::plan_run(
         options, num_ranks_of(options, launch), train::compute_dtype(options, device),
