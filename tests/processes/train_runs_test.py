@@ -14,6 +14,7 @@ import unittest
 import small_runs
 
 FSDP, MPIRUN = sys.argv[1], sys.argv[2:]
+START_RANKS = [sys.executable, str(pathlib.Path(__file__).with_name("start_ranks.py"))]  # as torchrun does
 STEPS = 6
 # Ranks add the gradients of 8 sequences in another order. Each sum is off by a few fp32 roundings (6e-8), AdamW makes
 # steps of about the same length of whatever gradient, and six of them add up.
@@ -32,18 +33,18 @@ class Trained(unittest.TestCase):
         small_runs.write_model(self.root / "model" / "config.json")
         small_runs.write_text(self.root / "text.txt")
 
-    def fsdp(self, *arguments, code=0, mpi=0):
-        launch = [*MPIRUN, "-n", str(mpi)] if mpi else []
+    def fsdp(self, *arguments, code=0, mpi=0, tcp=0):
+        launch = [*MPIRUN, "-n", str(mpi)] if mpi else [*START_RANKS, str(tcp)] if tcp else []
         return small_runs.run([*launch, FSDP, *map(str, arguments)], cwd=self.root, code=code)
 
-    def train(self, name, *options, steps=STEPS, mpi=0, code=0):
+    def train(self, name, *options, steps=STEPS, mpi=0, tcp=0, code=0):
         """Losses by step; the run's log is NAME.jsonl."""
         options = list(options)
         for name_of_option, value in (("--model", "model/config.json"), ("--validate-every", 0)):
             if name_of_option not in options:
                 options += [name_of_option, value]
         done = self.fsdp("train", "--data", "text.txt", *small_runs.SHAPE, "--steps", steps, "--sample", "", "--quiet",
-                         "--schedule", "constant", "--warmup", "0", "--log", f"{name}.jsonl", *options, mpi=mpi, code=code)
+                         "--schedule", "constant", "--warmup", "0", "--log", f"{name}.jsonl", *options, mpi=mpi, tcp=tcp, code=code)
         self.assertEqual((done.stdout, done.stderr), ("", ""))
         return small_runs.losses(self.root / f"{name}.jsonl")
 
@@ -74,6 +75,12 @@ class Ranks(Trained):
                     self.assertEqual(processes, threads)
                 else:
                     self.assert_near(processes, threads, ORDER)
+
+    def test_processes_of_torchrun_compute_what_threads_do(self):
+        for ranks in (2, 4):
+            with self.subTest(ranks=ranks):
+                threads = self.train(f"threads{ranks}", "--ranks", ranks)
+                self.assert_near(self.train(f"tcp{ranks}", tcp=ranks), threads, ORDER)
 
     def test_models_of_every_kind_train_the_same_on_two_ranks(self):
         moe = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
