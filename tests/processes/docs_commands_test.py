@@ -54,7 +54,7 @@ CHANGES = {
     # Any free port in place of torchrun's usual one, which another job may have.
     "README.md": {"torchrun --nproc-per-node": "torchrun --standalone --nproc-per-node"},
     "docs/train.md": {
-        "--ranks 2 --checkpoint-dir runs/first": "--ranks 2 --checkpoint-dir runs/first --steps 2",
+        "--ranks 2 --checkpoint-dir runs/first": "--ranks 2 --checkpoint-dir runs/first --steps 2 --batch 4",
         "--steps 20 --lr 3e-4": "--steps 2 --batch 4 --lr 3e-4",
     },
 }
