@@ -107,7 +107,7 @@ TEST_F(Loader, PositionsOfOtherOrdersAreRefused) {
   other.sequence = 11;
   EXPECT_EQ(refusal(other),
             "sequence was 11 when the run was saved and is 10 now, so its place in the data cannot "
-            "be found; use the same, or begin the data anew");
+            "be found; use the same, or begin the data anew (--restart-data)");
   other = good;
   other.num_windows += 1;
   EXPECT_THAT(refusal(other), AllOf(HasSubstr("54"), HasSubstr("share for validation")));

@@ -103,6 +103,7 @@ GivenValues changed_values() {
           {"load-chunk", {"2097152"}},
           {"read-threads", {"4"}},
           {"resume", {"never"}},
+          {"restart-data", {"true"}},
           {"allow-missing", {"*.bias"}},
           {"allow-extra", {"true"}},
           {"log", {"log"}},

@@ -25,6 +25,7 @@ namespace {
 constexpr int64_t kMaxRecordBytes = int64_t{1} << 30;
 // How long the end of a program waits for other ranks' files, if nobody called wait().
 constexpr std::chrono::seconds kPatience{60};
+constexpr std::chrono::seconds kPatienceInFailure{1};
 
 // 16 hexadecimal digits; they tell the temporary directories of different runs apart.
 std::string make_id(const Mesh& mesh) {
@@ -66,14 +67,17 @@ class Checkpointer::Attempt {
 
   ~Attempt() {
     if (!thread_.joinable()) return;
-    decide(std::chrono::steady_clock::now() + kPatience);
+    // After an exception the other ranks may be gone, and its words should not wait for them.
+    const bool fails = std::uncaught_exceptions() > 0;
+    const std::chrono::seconds patience = fails ? kPatienceInFailure : kPatience;
+    decide(std::chrono::steady_clock::now() + patience);
     thread_.join();
     if (error_) {
       log(LogLevel::kError, text_of(error_));
     } else if (rank_ == 0 && !is_published_) {
       log(LogLevel::kError, "the checkpoint of step ", step_, " was not saved: only ",
           num_records(), " of ", manifest_.num_ranks(), " ranks have written their part after ",
-          kPatience.count(), " s; what was there before still is");
+          patience.count(), " s; what was there before still is");
     }
   }
 

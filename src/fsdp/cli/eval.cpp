@@ -94,7 +94,8 @@ Command add_eval(CLI::App& parent) {
   option("--data", given->data, "PATH...", "Text files, directories of them, or token files");
   option("--sequence", given->sequence, "N", "Tokens per sequence");
   option("--batch", given->batch, "N", "Sequences at a time, of all ranks");
-  option("--batches", given->batches, "N", "At most so many batches; 0: all of the data");
+  option("--batches", given->batches, "N",
+         "At most so many batches; 0: all whole ones of the data");
   option("--ranks", given->ranks, "N", "Ranks as threads of this process");
   option("--model", given->model, "NAME|PATH",
          "The model, where the checkpoint has no config.json");

@@ -34,7 +34,7 @@ int64_t at_least(const JsonFields& fields, const char* field, int64_t minimum) {
                                const std::string& now, const std::string& fix) {
   throw UsageError(concat(what, " was ", before, " when the run was saved and is ", now,
                           " now, so its place in the data cannot be found; ", fix,
-                          ", or begin the data anew"));
+                          ", or begin the data anew (--restart-data)"));
 }
 
 }  // namespace

@@ -17,15 +17,19 @@ Evaluation evaluate(const InferenceOptions& inference, const std::shared_ptr<con
     throw UsageError(concat("--sequence is ", options.sequence, ", more than the ", positions,
                             " positions (max_position_embeddings) of the model; lower it"));
   corpus->check_model_vocabulary(vocab_size_of(loaded.model->config()));
-  const ValidationBatches batches(all_windows(corpus, options.sequence),
-                                  {.batch = options.batch,
-                                   .ranks = world.size(),
-                                   .rank = world.rank(),
-                                   .max_batches = options.max_batches});
+  const TokenWindows windows = all_windows(corpus, options.sequence);
+  // No window twice: short data makes a smaller batch, if every rank can have one.
+  const int64_t ranks = world.size();
+  int64_t batch = options.batch;
+  if (windows.num_windows() < batch && windows.num_windows() >= ranks)
+    batch = windows.num_windows() / ranks * ranks;
+  const ValidationBatches batches(
+      windows,
+      {.batch = batch, .ranks = ranks, .rank = world.rank(), .max_batches = options.max_batches});
   return {.path = loaded.path,
           .step = loaded.step,
           .loss = mean_loss(*loaded.model, batches, loaded.device, world.communicator()),
-          .tokens = batches.num_batches() * options.batch * options.sequence};
+          .tokens = batches.num_batches() * batch * options.sequence};
 }
 
 }  // namespace fsdp::train

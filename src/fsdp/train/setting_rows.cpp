@@ -328,6 +328,8 @@ void add_checkpoints(Rows& rows) {
            "Of each rank while loading; 0: two");
   rows.add("resume", "auto|never|PATH", text_value(&O::resume),
            "auto: go on with the latest checkpoint of --checkpoint-dir, if there is one");
+  rows.add("restart-data", "BOOL", flag_value(&O::restart_data),
+           "Resume, but begin the data anew: for other data, another --sequence or --seed");
   rows.add("allow-missing", "PATTERN...", list_value(&O::allow_missing),
            "Tensors that what is loaded may lack; they keep their initial values");
   rows.add("allow-extra", "BOOL", flag_value(&O::allow_extra),

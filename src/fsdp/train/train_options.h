@@ -108,6 +108,7 @@ struct TrainOptions {
   int64_t load_chunk_bytes = int64_t{64} << 20;
   int64_t read_threads = 0;
   std::string resume = "auto";  // auto, never or a path
+  bool restart_data = false;
   std::vector<std::string> allow_missing;
   bool allow_extra = false;
 

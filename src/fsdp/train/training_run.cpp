@@ -143,7 +143,8 @@ void TrainingRun::load() {
     step_ = first_step_ = saved_step_ = loaded->step;
     const std::string& text =
         loaded->data_of_ranks.empty() ? loaded->data : loaded->data_of_ranks.front();
-    position = parse_data_position(text, concat(loaded->path, ": data position"));
+    if (!options_.restart_data)
+      position = parse_data_position(text, concat(loaded->path, ": data position"));
   }
   loader_ = std::make_unique<BatchLoader>(
       TrainingBatches(windows.training, {.batch = options_.batch,
