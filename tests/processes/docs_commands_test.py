@@ -22,7 +22,6 @@ PROJECT, BINARIES = map(pathlib.Path, sys.argv[1:3])
 # Commands that are not run, and why. Each must occur in its page.
 NOT_RUN = {
     "README.md": {
-        "make train": "builds; .ci/run starts from there",
         "make test": "runs this",
         "cmake --install build/release --prefix ~/fsdp": "install_test does, elsewhere",
         "FSDP_TORCH=$(python3 -c 'import torch, os; print(os.path.dirname(torch.__file__))') make test": "builds",
@@ -51,8 +50,12 @@ NOT_RUN = {
 
 # Changes to commands before they run, because a page shows what is worth doing and a test has seconds. Each must apply.
 CHANGES = {
-    # Any free port in place of torchrun's usual one, which another job may have.
-    "README.md": {"torchrun --nproc-per-node": "torchrun --standalone --nproc-per-node"},
+    "README.md": {
+        # What it runs after building, shorter.
+        "make train": "fsdp train --data docs --ranks 2 --steps 2 --checkpoint-dir runs/tiny",
+        # Any free port in place of torchrun's usual one, which another job may have.
+        "torchrun --nproc-per-node": "torchrun --standalone --nproc-per-node",
+    },
     "docs/train.md": {
         "--ranks 2 --checkpoint-dir runs/first": "--ranks 2 --checkpoint-dir runs/first --steps 2 --batch 4",
         "--steps 20 --lr 3e-4": "--steps 2 --batch 4 --lr 3e-4",
