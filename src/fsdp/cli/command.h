@@ -18,6 +18,10 @@ struct ExitCode {
   int code = 0;
 };
 
+// For commands that show a run themselves: what the engine says of itself beside warnings is left
+// out, unless FSDP_LOG asks for it. Before the first message.
+void log_warnings_only();
+
 Command add_train(CLI::App& parent);
 Command add_generate(CLI::App& parent);
 Command add_eval(CLI::App& parent);

@@ -26,7 +26,7 @@ struct EvalArguments {
   std::string checkpoint;
   std::string model;
   std::vector<std::string> data;
-  std::string sequence = "256";
+  std::string sequence = "auto";
   std::string batch = "16";
   std::string batches = "0";
   std::string ranks = "1";
@@ -54,6 +54,7 @@ void print(const EvalArguments& given, const train::Evaluation& result, const Co
 }
 
 void run_eval(const EvalArguments& given) {
+  log_warnings_only();
   if (given.checkpoint.empty())
     throw UsageError(
         "--checkpoint is missing; give a run's directory, a checkpoint, or a "
@@ -62,7 +63,9 @@ void run_eval(const EvalArguments& given) {
     throw UsageError("--data is missing; give text files, directories or token files");
   const auto ranks = static_cast<int>(parse_whole_number("--ranks", given.ranks, 1, 4096));
   const train::EvaluationOptions options{
-      .sequence = parse_whole_number("--sequence", given.sequence, 1, 1 << 24),
+      .sequence = given.sequence == "auto"
+                      ? 0
+                      : parse_whole_number("--sequence", given.sequence, 1, 1 << 24),
       .batch = parse_whole_number("--batch", given.batch, 1, 1 << 30),
       .max_batches = parse_whole_number("--batches", given.batches, 0, int64_t{1} << 40)};
   if (options.batch % ranks != 0)
@@ -92,7 +95,7 @@ Command add_eval(CLI::App& parent) {
   option("--checkpoint", given->checkpoint, "PATH",
          "A run's directory (its latest checkpoint), a checkpoint, or safetensors files");
   option("--data", given->data, "PATH...", "Text files, directories of them, or token files");
-  option("--sequence", given->sequence, "N", "Tokens per sequence");
+  option("--sequence", given->sequence, "N|auto", "Tokens per sequence; auto: as it was trained");
   option("--batch", given->batch, "N", "Sequences at a time, of all ranks");
   option("--batches", given->batches, "N",
          "At most so many batches; 0: all whole ones of the data");

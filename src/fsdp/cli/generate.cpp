@@ -41,6 +41,7 @@ train::SamplingOptions sampling_options(const GenerateArguments& given) {
 }
 
 void run_generate(const GenerateArguments& given) {
+  log_warnings_only();
   if (given.checkpoint.empty())
     throw UsageError(
         "--checkpoint is missing; give a run's directory, a checkpoint, or a "

@@ -1,6 +1,7 @@
 // The command `fsdp`: reads the options, runs one subcommand, turns what went wrong into one
 // sentence and an exit code.
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <iostream>
 #include <string>
@@ -66,6 +67,8 @@ int run(int argc, char** argv) {
 }
 
 }  // namespace
+
+void fsdp::cli::log_warnings_only() { ::setenv("FSDP_LOG", "warning", /*overwrite=*/0); }
 
 int main(int argc, char** argv) {
   try {

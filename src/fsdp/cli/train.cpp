@@ -101,6 +101,7 @@ void print_check(const train::RunPlan& plan, const Launch& launch, c10::Device d
 }
 
 void run_train(const CLI::App& app, const TrainArguments& given) {
+  log_warnings_only();
   const Launch launch = read_launch();
   const TrainOptions options =
       let_the_first_speak(launch, [&] { return read_options(app, given); });

@@ -13,7 +13,7 @@ void BucketPool::reserve() {
   reserve_memory();
   reserved_ = true;
   // Every rank has the same pool; one of them says what it holds.
-  if (thread_rank() <= 0) log(LogLevel::kDebug, report());
+  if (thread_rank() <= 0) log(LogLevel::kInfo, report());
 }
 
 void BucketPool::begin_step() {

@@ -12,7 +12,7 @@
 namespace fsdp::train {
 
 struct EvaluationOptions {
-  int64_t sequence = 256;
+  int64_t sequence = 0;     // 0: as the model was trained; 256 where that is not known
   int64_t batch = 16;       // sequences at a time, of all ranks
   int64_t max_batches = 0;  // 0: all
 };

@@ -9,6 +9,7 @@
 #include "fsdp/checkpoint/load.h"
 #include "fsdp/checkpoint/run_directory.h"
 #include "fsdp/checkpoint/tensor_catalog.h"
+#include "fsdp/data/data_position.h"
 #include "fsdp/nn/config_json.h"
 #include "fsdp/shard/fully_shard.h"
 #include "fsdp/shard/parameter_init.h"
@@ -29,6 +30,16 @@ ModelConfig config_of(const InferenceOptions& options, const std::string& path) 
                             " has no config.json, so the model is not known; name it with "
                             "--model"));
   return parse_model_config(*text, concat(path, "/config.json"));
+}
+
+// What the run noted of its data; programs of one's own may note something else.
+int64_t sequence_of(const LoadedCheckpoint& loaded) {
+  if (loaded.data_of_ranks.empty()) return 0;
+  try {
+    return parse_data_position(loaded.data_of_ranks.front(), loaded.path).sequence;
+  } catch (const UsageError&) {
+    return 0;
+  }
 }
 
 }  // namespace
@@ -54,7 +65,7 @@ LoadedModel load_for_inference(const InferenceOptions& options, const Mesh& mesh
   LoadOptions loading;
   loading.names = stored_name_rules(*model);
   const LoadedCheckpoint loaded = load_checkpoint(path, {.sharded = sharded}, loading);
-  return {model, sharded, device, path, loaded.step};
+  return {model, sharded, device, path, loaded.step, sequence_of(loaded)};
 }
 
 }  // namespace fsdp::train

@@ -26,8 +26,9 @@ struct LoadedModel {
   std::shared_ptr<LanguageModel> model;
   Sharded sharded;
   c10::Device device;
-  std::string path;  // of the checkpoint
-  int64_t step = 0;  // 0 for files of other tools
+  std::string path;      // of the checkpoint
+  int64_t step = 0;      // 0 for files of other tools
+  int64_t sequence = 0;  // it was trained with, in tokens; 0: not known
 };
 
 // All ranks of the mesh, which must outlive the result, call it.

@@ -285,9 +285,11 @@ void TrainingRun::record(const Metrics& metrics, double seconds) {
         .peak_bytes = peak_memory_bytes(device_),
         .tokens = step_ * options_.tokens_per_step(),
         .is_skipped = is_skipped};
-    record.teraflops = record.tokens_per_second *
-                       flops_per_token(plan_.model.config, options_.sequence) /
-                       static_cast<double>(plan_.num_ranks) / 1e12;
+    // What a CPU could do at most is not known, and its figure would say nothing.
+    if (!device_.is_cpu() || options_.peak_tflops > 0)
+      record.teraflops = record.tokens_per_second *
+                         flops_per_token(plan_.model.config, options_.sequence) /
+                         static_cast<double>(plan_.num_ranks) / 1e12;
     if (options_.peak_tflops > 0) record.mfu = record.teraflops / options_.peak_tflops;
     for (size_t i = 1; i < metrics.names.size(); ++i)
       record.terms.push_back({metrics.names[i], metrics.values[i]});
