@@ -281,6 +281,7 @@ void TrainingRun::record(const Metrics& metrics, double seconds) {
         .learning_rate = optimizer_->learning_rate(),
         .gradient_norm = metrics.optimizer.norm,
         .milliseconds = seconds * 1e3,
+        .overhead_milliseconds = overhead_ * 1e3,
         .tokens_per_second = static_cast<double>(options_.tokens_per_step()) / seconds,
         .peak_bytes = peak_memory_bytes(device_),
         .tokens = step_ * options_.tokens_per_step(),
