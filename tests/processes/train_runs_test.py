@@ -99,8 +99,9 @@ class Ranks(Trained):
         self.assertEqual(kinds, ["run", "step", "step", "step", "end"])
         for number, record in enumerate(small_runs.log_records(self.root / "run.jsonl", "step"), start=1):
             self.assertEqual(record["step"], number)
-            for name in ("loss", "lr", "grad_norm", "ms", "tokens_per_s", "peak_bytes"):
+            for name in ("loss", "lr", "grad_norm", "ms", "overhead_ms", "tokens_per_s", "peak_bytes"):
                 self.assertGreater(record[name], 0, name)
+            self.assertLess(record["overhead_ms"], record["ms"])
             self.assertEqual(record["tokens"], number * 16 * 8)
             self.assertAlmostEqual(record["tokens_per_s"], 128 / (record["ms"] / 1e3), delta=record["tokens_per_s"] / 1e3)
 
