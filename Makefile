@@ -13,7 +13,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: help setup ready build test test-full train bench bench-train lint format asan tsan clean
+.PHONY: help setup ready build test test-full train bench bench-train bench-gpu lint format asan tsan clean
 
 help:  ## this table
 	@printf 'fsdp.cpp: fully sharded data-parallel training in C++ on libtorch\n\n'
@@ -45,6 +45,11 @@ bench: build  ## build, then run the benchmarks in build/release/bin/bench_*
 
 bench-train: build  ## build, then race `fsdp train` against PyTorch's FSDP2
 	@$(if $(FSDP_TORCH),python3,.venv/bin/python) bench/train.py
+
+# Rows, models and rounds: make bench-gpu GPU="--rows ours fsdp2 --models llama-1b"
+bench-gpu: ready  ## build for CUDA, then race training steps against PyTorch, FSDP2 and Megatron-FSDP on one GPU
+	@cmake --preset cuda && cmake --build --preset cuda -j $(JOBS) --target bench_gpu
+	@$(if $(FSDP_TORCH),python3,.venv/bin/python) bench/gpu.py $(GPU)
 
 lint: ready  ## check formatting, rooms, sizes, scripts
 	@tools/lint.sh

@@ -9,6 +9,10 @@ if [[ -n ${FSDP_TORCH:-} || ! -x $python ]]; then python=python3; fi
 
 for program in build/release/bin/bench_*; do
   name=${program##*/bench_}
+  if [[ $name == gpu ]]; then  # takes minutes of a GPU
+    echo "# bench_gpu: make bench-gpu runs it"
+    continue
+  fi
   if [[ ! -f bench/$name.py ]]; then
     "$program"
   elif "$python" -c 'import torch.distributed' 2>/dev/null; then

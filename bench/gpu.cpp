@@ -1,0 +1,222 @@
+// bench_gpu: what a training step takes on a device, sharded and unsharded: one JSON line per row.
+// bench/gpu.py runs it beside the peers and writes the table.
+//
+//   bench_gpu --model llama-1b --rows plain-same ours
+//   bench_gpu --model tiny --device cpu --steps 2
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/profiler_kineto.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "device_meter.h"
+#include "fsdp/base/error.h"
+#include "fsdp/comm/world.h"
+#include "fsdp/nn/architecture.h"
+#include "fsdp/nn/presets.h"
+#include "gpu_rows.h"
+#include "timings.h"
+
+namespace {
+
+using bench::Batch;
+using nlohmann::json;
+
+// The steps whose losses are compared, here and in gpu_peers.py.
+constexpr size_t kLossAfter = 20;
+constexpr int kProfiledSteps = 2;
+// So few tokens that the device is done before the host has asked for more.
+constexpr int64_t kHostTokens = 16;
+
+struct Settings {
+  std::string model = "llama-1b";
+  std::string device = "cuda";
+  std::vector<std::string> rows;
+  int64_t batch = 4;
+  int64_t sequence = 0;  // 0: as the table has it
+  int warm_up = 5;
+  int steps = 20;
+  std::string tokens;   // a file
+  std::string profile;  // a folder
+};
+
+const fsdp::ModelPreset& preset_of(const Settings& settings) {
+  const fsdp::ModelPreset* preset = fsdp::find_preset(settings.model);
+  if (preset == nullptr)
+    throw fsdp::UsageError(fsdp::concat("--model is '", settings.model, "'; there are ",
+                                        fsdp::join(fsdp::preset_names(), ", ")));
+  return *preset;
+}
+
+int64_t sequence_of(const Settings& settings) {
+  if (settings.sequence > 0) return settings.sequence;
+  if (settings.model == "llama-1b") return 2048;
+  return settings.model == "llama-110m" ? 512 : 64;
+}
+
+// A file of batch x (sequence + 1) int32 numbers, which the peers read, too; without one, some
+// numbers.
+Batch read_batch(const Settings& settings, int64_t vocab_size, c10::Device device) {
+  const int64_t sequence = sequence_of(settings);
+  at::Tensor text = at::empty({settings.batch, sequence + 1}, at::kInt);
+  if (settings.tokens.empty()) {
+    at::Generator generator = at::detail::createCPUGenerator(/*seed_val=*/1);
+    text.random_(0, vocab_size, generator);
+  } else {
+    std::ifstream file(settings.tokens, std::ios::binary);
+    const auto num_bytes = static_cast<std::streamsize>(text.nbytes());
+    FSDP_CHECK(file.read(static_cast<char*>(text.mutable_data_ptr()), num_bytes), "--tokens is '",
+               settings.tokens, "', which does not hold ", num_bytes, " bytes: ", settings.batch,
+               " x ", sequence + 1, " int32 numbers");
+  }
+  text = text.to(at::kLong);
+  return {text.narrow(1, 0, sequence).contiguous().to(device),
+          text.narrow(1, 1, sequence).contiguous().to(device)};
+}
+
+double milliseconds_of(const std::function<void()>& call) {
+  const auto begin = std::chrono::steady_clock::now();
+  call();
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin)
+      .count();
+}
+
+// The host's part of a step: how long its calls take when the device never makes them wait.
+double host_milliseconds(const std::function<void()>& step, c10::Device device, int steps) {
+  std::vector<double> times;
+  for (int i = 0; i < steps; ++i) {
+    bench::synchronize(device);
+    times.push_back(milliseconds_of(step));
+  }
+  bench::synchronize(device);
+  return bench::median(std::move(times));
+}
+
+// What the device ran in a few steps, as a trace for chrome://tracing and bench/gpu_profile.py.
+void profile(const std::function<void()>& step, c10::Device device, const std::string& path) {
+  using torch::profiler::impl::ActivityType;
+  const torch::profiler::impl::ProfilerConfig config(torch::profiler::impl::ProfilerState::KINETO);
+  const std::set<ActivityType> activities = {device.is_cpu() ? ActivityType::CPU
+                                                             : ActivityType::CUDA};
+  bench::synchronize(device);
+  torch::autograd::profiler::prepareProfiler(config, activities);
+  torch::autograd::profiler::enableProfiler(config, activities);
+  for (int i = 0; i < kProfiledSteps; ++i) step();
+  bench::synchronize(device);
+  torch::autograd::profiler::disableProfiler()->save(path);
+}
+
+json measure(const bench::Row& row, const Settings& settings, fsdp::World& world) {
+  const fsdp::ModelPreset& preset = preset_of(settings);
+  c10::Device device(settings.device);
+  if (!device.is_cpu()) device.set_index(static_cast<c10::DeviceIndex>(world.local_rank()));
+  const Batch batch = read_batch(settings, fsdp::vocab_size_of(preset.config), device);
+  const std::unique_ptr<bench::Trainee> trainee =
+      row.make({.config = preset.config,
+                .device = device,
+                .compute = device.is_cpu() ? at::kFloat : at::kBFloat16,
+                .world = world});
+  std::vector<at::Tensor> losses;
+  const std::function<void()> step = [&] {
+    trainee->step(batch);
+    losses.push_back(trainee->loss().clone());
+  };
+
+  bench::forget_peak(device);
+  for (int i = 0; i < settings.warm_up; ++i) step();
+  bench::DeviceClock clock(device);
+  clock.mark();
+  for (int i = 0; i < settings.steps; ++i) {
+    step();
+    clock.mark();
+  }
+  const std::vector<double> times = clock.milliseconds();
+  const bench::DeviceMemory memory = bench::device_memory(device);
+  const double busy_host_ms = host_milliseconds(step, device, 3);
+  if (!settings.profile.empty())
+    profile(step, device,
+            settings.profile + "/" + settings.model + "-" + std::string(row.name) + ".json");
+
+  const Batch few{batch.tokens.slice(0, 0, 1).slice(1, 0, kHostTokens).contiguous(),
+                  batch.targets.slice(0, 0, 1).slice(1, 0, kHostTokens).contiguous()};
+  const auto small_step = [&] { trainee->step(few); };
+  host_milliseconds(small_step, device, 3);
+  const double host_ms = host_milliseconds(small_step, device, settings.steps);
+
+  std::vector<double> loss_values;
+  for (const at::Tensor& loss : losses) loss_values.push_back(loss.item<double>());
+  constexpr double kMegabyte = 1e6;
+  return {{"row", row.name},
+          {"model", settings.model},
+          {"device", settings.device},
+          {"batch", settings.batch},
+          {"sequence", sequence_of(settings)},
+          {"units", bench::num_units(preset.config)},
+          {"ms", bench::median(times)},
+          {"step_ms", times},
+          {"host_ms", host_ms},
+          {"busy_host_ms", busy_host_ms},
+          {"peak_mb", static_cast<double>(memory.peak_bytes) / kMegabyte},
+          {"reserved_mb", static_cast<double>(memory.reserved_bytes) / kMegabyte},
+          {"in_use_mb", static_cast<double>(memory.in_use_bytes) / kMegabyte},
+          {"loss", loss_values[std::min(kLossAfter, loss_values.size() - 1)]},
+          {"losses", loss_values}};
+}
+
+void check_device(const Settings& settings) {
+  if (settings.device == "cpu" || at::hasCUDA()) return;
+  throw fsdp::UsageError(
+      fsdp::concat("--device is '", settings.device,
+                   "', but there is no GPU here, or libtorch is built for CPUs alone; use --device "
+                   "cpu --model tiny to try the program"));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app{"What a training step takes on a device, sharded and unsharded", "bench_gpu"};
+  Settings settings;
+  std::string list = "rows, each a model of its own, one after the other:";
+  for (const bench::Row& row : bench::rows()) {
+    settings.rows.emplace_back(row.name);
+    list += fsdp::concat("\n  ", row.name, ": ", row.summary);
+  }
+  app.add_option("--model", settings.model, "a preset of the Llama family");
+  app.add_option("--device", settings.device, "cuda or cpu")->check(CLI::IsMember({"cuda", "cpu"}));
+  app.add_option("--rows", settings.rows, list);
+  app.add_option("--batch", settings.batch, "sequences per step")->check(CLI::PositiveNumber);
+  app.add_option("--sequence", settings.sequence, "tokens of each; 0: as the table has it");
+  app.add_option("--warm-up", settings.warm_up, "steps before those that are timed")
+      ->check(CLI::PositiveNumber);
+  app.add_option("--steps", settings.steps, "steps that are timed; the median counts")
+      ->check(CLI::PositiveNumber);
+  app.add_option("--tokens", settings.tokens, "a file of batch x (sequence + 1) int32 numbers");
+  app.add_option("--profile", settings.profile, "a folder for traces of what the device ran");
+  CLI11_PARSE(app, argc, argv);
+  setenv("FSDP_LOG", "warning", 0);
+
+  try {
+    check_device(settings);
+    fsdp::World world = fsdp::World::from_environment();
+    FSDP_CHECK(world.size() == 1, "bench_gpu measures one rank, and this job has ", world.size());
+    for (const std::string& name : settings.rows) {
+      std::printf("%s\n", measure(bench::find_row(name), settings, world).dump().c_str());
+      std::fflush(stdout);
+    }
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "bench_gpu: %s\n", error.what());
+    return 1;
+  }
+  return 0;
+}

@@ -1,0 +1,188 @@
+"""The table of training steps on one GPU: ours, the same model unsharded, and the peers, in one run.
+
+Usage: python bench/gpu.py [--bench build/cuda/bin/bench_gpu] [--models llama-1b llama-110m] [--rows ours fsdp2 ...]
+                           [--steps 20] [--rounds 2] [--out bench/results]
+
+Every row is a process of its own; rows take turns, and every other round goes through them backwards. Writes
+DATE-gpu.json and DATE-gpu.md, with a line for each goal. A row that cannot run is left out with a note. The peers'
+megatron-fsdp is found in --peers where it is not installed (gpu_peers.py says how to put it there).
+"""
+
+import argparse
+import array
+import importlib.util
+import json
+import os
+import pathlib
+import platform
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import gpu_profile
+import gpu_report
+
+HERE = pathlib.Path(__file__).resolve().parent
+OURS = ("plain-bf16", "plain-same", "ours", "ours-collectives", "ours-graph", "plain-same-graph")
+MORE_OURS = ("ours-persistent",)  # on request
+PEERS = ("pytorch-bf16", "fsdp2", "megatron-fsdp", "megatron-fsdp-double-buffer", "fsdp2-compile")
+SHAPES = {"llama-1b": (4, 2048, 32000), "llama-110m": (4, 512, 32000), "tiny": (4, 64, 257)}
+
+
+def stop(sentence):
+    sys.exit(f"gpu: {sentence}")
+
+
+def first_line(command):
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=HERE)
+        return done.stdout.strip().splitlines()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return ""
+
+
+def environment(args):
+    """What the figures depend on. Ends the program where nothing can be measured."""
+    if importlib.util.find_spec("torch") is None:
+        stop(f"{sys.executable} has no PyTorch, which the peers need; run this with a Python that has it")
+    import torch
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        stop("PyTorch sees no GPU here; --device cpu --models tiny tries the program, without figures worth having")
+    found = {"date": time.strftime("%Y-%m-%d"), "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+             "python": platform.python_version(), "torch": torch.__version__,
+             "commit": args.commit or first_line(["git", "rev-parse", "--short", "HEAD"]) or "unknown",
+             "command": " ".join(["python", "bench/gpu.py", *sys.argv[1:]])}
+    if args.device == "cuda":
+        found["gpu"] = first_line(["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"])
+        found["cuda"] = torch.version.cuda
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    sys.path.append(args.peers)
+    if importlib.util.find_spec("megatron_fsdp") is not None:
+        text = (pathlib.Path(importlib.util.find_spec("megatron_fsdp").origin).parent / "package_info.py").read_text()
+        numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE))
+        found["megatron_fsdp"] = ".".join(numbers.get(part, "?") for part in ("MAJOR", "MINOR", "PATCH"))
+    return found
+
+
+def write_tokens(path, model):
+    batch, sequence, vocab = SHAPES[model]
+    numbers = random.Random(1)
+    with open(path, "wb") as file:
+        array.array("i", (numbers.randrange(vocab) for _ in range(batch * (sequence + 1)))).tofile(file)
+
+
+def command_of(args, row, model, folder):
+    command = [sys.executable, str(HERE / "gpu_peers.py"), "--row", row, "--peers", args.peers]
+    if row in OURS + MORE_OURS:
+        command = [args.bench, "--rows", row]
+    command += ["--model", model, "--device", args.device, "--steps", str(args.steps), "--warm-up", str(args.warm_up),
+                "--tokens", f"{folder}/{model}.tokens"]
+    return command
+
+
+def run_row(args, row, model, folder, profiles=False):
+    """What the process measured, or {"error": its last words}."""
+    command = command_of(args, row, model, folder) + (["--profile", folder] if profiles else [])
+    try:
+        # One rank whatever started this script.
+        kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=args.timeout, env=kept)
+    except OSError as error:
+        return {"error": str(error)}
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done after {args.timeout} s"}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode == 0 and lines:
+        return json.loads(lines[-1])
+    words = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+    if args.verbose:
+        print("\n".join(words[-30:]), file=sys.stderr)
+    errors = [line for line in words if re.match(r"\S*(Error|Exception|bench_gpu)\b.*:", line)]
+    return {"error": (errors or words or ["no words"])[-1].strip()[:300]}
+
+
+def joined(turns):
+    """One row of several rounds."""
+    good = [turn for turn in turns if "error" not in turn]
+    if not good:
+        return turns[-1]
+    row = dict(good[0])
+    for key in ("ms", "host_ms", "busy_host_ms"):
+        values = [turn[key] for turn in good if turn[key] is not None]
+        row[key] = statistics.median(values) if values else None
+    row["round_ms"] = [turn.get("ms") for turn in turns]
+    row["round_loss"] = [turn.get("loss") for turn in turns]
+    row["peak_mb"] = max(turn["peak_mb"] for turn in good)
+    return row
+
+
+def measure(args, folder, profiles):
+    """{model: {row: figures}}, and fills {model: {row: profile}}."""
+    turns = {model: {row: [] for row in args.rows} for model in args.models}
+    for model in args.models:
+        write_tokens(f"{folder}/{model}.tokens", model)
+    for turn in range(args.rounds):
+        for model in args.models:
+            for row in args.rows if turn % 2 == 0 else args.rows[::-1]:
+                last = turns[model][row]
+                if last and "error" in last[-1]:
+                    continue
+                begin = time.time()
+                profiled = turn == args.rounds - 1 and row in args.profile
+                last.append(run_row(args, row, model, folder, profiled))
+                result = last[-1]
+                words = result.get("error") or f"{result['ms']:.2f} ms, {result['peak_mb']:.0f} MB"
+                print(f"# {model} {row}: {words} ({time.time() - begin:.0f} s)", file=sys.stderr, flush=True)
+                trace = pathlib.Path(folder) / f"{model}-{row}.json"
+                if profiled and trace.exists():
+                    profiles.setdefault(model, {})[row] = gpu_profile.summary(trace)
+    return {model: {row: joined(each) for row, each in rows.items()} for model, rows in turns.items()}
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--bench", default="build/cuda/bin/bench_gpu")
+    parser.add_argument("--models", nargs="+", default=["llama-1b", "llama-110m"], choices=SHAPES)
+    parser.add_argument("--rows", nargs="+", default=[*OURS, *PEERS], choices=[*OURS, *MORE_OURS, *PEERS], metavar="ROW",
+                        help=", ".join((*OURS, *MORE_OURS, *PEERS)))
+    parser.add_argument("--steps", type=int, default=20, help="that are timed in each turn; the median counts")
+    parser.add_argument("--warm-up", type=int, default=5, help="steps before them")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each row")
+    parser.add_argument("--profile", nargs="*", default=["plain-same", "ours"], metavar="ROW",
+                        help="rows whose last turn ends with a profile")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--peers", default="build/peers", help="a folder with an unpacked megatron-fsdp")
+    parser.add_argument("--out", default=str(HERE / "results"), help="where the results go")
+    parser.add_argument("--commit", default="", help="what was built, where there is no git")
+    parser.add_argument("--timeout", type=int, default=400, help="seconds for one turn of a row")
+    parser.add_argument("--verbose", action="store_true", help="show the last words of rows that fail")
+    return parser.parse_args()
+
+
+def main():
+    args = arguments()
+    args.bench, args.peers = os.path.abspath(args.bench), os.path.abspath(args.peers)
+    found = environment(args)
+    if not os.path.exists(args.bench) and any(row in OURS + MORE_OURS for row in args.rows):
+        stop(f"--bench is '{args.bench}', which is not there; cmake --preset cuda && cmake --build --preset cuda "
+             "--target bench_gpu builds it")
+    profiles = {}
+    with tempfile.TemporaryDirectory() as folder:
+        results = measure(args, folder, profiles)
+    report = {"environment": found, "shapes": {model: SHAPES[model][:2] for model in args.models}, "rounds": args.rounds,
+              "steps": args.steps, "results": results, "goals": gpu_report.goals(results), "profiles": profiles}
+    out = pathlib.Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{found['date']}-gpu.json").write_text(json.dumps(report, indent=1) + "\n")
+    page = gpu_report.page(report)
+    (out / f"{found['date']}-gpu.md").write_text(page)
+    print(page)
+
+
+if __name__ == "__main__":
+    main()

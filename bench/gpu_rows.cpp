@@ -1,0 +1,224 @@
+#include "gpu_rows.h"
+
+#include <ATen/ATen.h>
+
+#include <array>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/text.h"
+#include "fsdp/nn/language_model.h"
+#include "fsdp/optim/adamw.h"
+#include "fsdp/shard/fully_shard.h"
+#include "fsdp/shard/parameter_init.h"
+
+namespace bench {
+
+namespace {
+
+constexpr AdamWRates kRates;
+constexpr uint64_t kSeed = 1;
+
+fsdp::BuildOptions build_options(const RowSetup& setup) {
+  return {.seed = kSeed, .dtype = setup.compute};
+}
+
+// --- unsharded -----------------------------------------------------------------------------------
+
+// libtorch's fused AdamW over tensors of one type, as Python's torch.optim.AdamW(fused=True) calls
+// it.
+class FusedAdamW {
+ public:
+  explicit FusedAdamW(const std::vector<at::Tensor>& weights) {
+    for (const at::Tensor& weight : weights) {
+      firsts_.push_back(at::zeros_like(weight));
+      seconds_.push_back(at::zeros_like(weight));
+      steps_.push_back(at::zeros({}, weight.options().dtype(at::kFloat)));
+    }
+  }
+
+  void update(const std::vector<at::Tensor>& weights, const std::vector<at::Tensor>& gradients) {
+    at::_foreach_add_(steps_, 1);
+    at::_fused_adamw_(weights, gradients, firsts_, seconds_, /*max_exp_avg_sqs=*/{}, steps_,
+                      kRates.lr, kRates.beta1, kRates.beta2, kRates.weight_decay, kRates.eps,
+                      /*amsgrad=*/false, /*maximize=*/false);
+  }
+
+ private:
+  std::vector<at::Tensor> firsts_;
+  std::vector<at::Tensor> seconds_;
+  std::vector<at::Tensor> steps_;
+};
+
+// What the two unsharded rows share: the model, and its gradients as autograd leaves them.
+class Plain : public Trainee {
+ public:
+  explicit Plain(const RowSetup& setup)
+      : Trainee(setup.device),
+        model_(fsdp::build_language_model(setup.config, build_options(setup))) {
+    model_->to(setup.device);
+    parameters_ = model_->parameters();
+    for (const at::Tensor& parameter : parameters_) weights_.push_back(parameter.detach());
+  }
+
+ protected:
+  void compute(const Batch& batch) {
+    const at::Tensor loss = model_->loss(batch.tokens, batch.targets).total;
+    loss.backward();
+    loss_.copy_(loss.detach());
+    gradients_.clear();
+    for (const at::Tensor& parameter : parameters_) gradients_.push_back(parameter.grad());
+  }
+
+  void drop_gradients() {
+    gradients_.clear();
+    for (at::Tensor& parameter : parameters_) parameter.mutable_grad() = at::Tensor();
+  }
+
+  const std::shared_ptr<fsdp::LanguageModel> model_;
+  std::vector<at::Tensor> parameters_;
+  std::vector<at::Tensor> weights_;    // the same without autograd
+  std::vector<at::Tensor> gradients_;  // between compute() and drop_gradients()
+};
+
+// Everything in bf16: fewer bytes than any careful training, and the goal to come near.
+class PlainBf16 final : public Plain {
+ public:
+  explicit PlainBf16(const RowSetup& setup) : Plain(setup), optimizer_(weights_) {}
+
+  void step(const Batch& batch) override {
+    compute(batch);
+    optimizer_.update(weights_, gradients_);
+    drop_gradients();
+  }
+
+ private:
+  FusedAdamW optimizer_;
+};
+
+// The types of the sharded rows, as a careful user would write it: a handful of launches each for
+// the cast of gradients, the update and the cast of weights.
+class PlainSame final : public Plain {
+ public:
+  explicit PlainSame(const RowSetup& setup)
+      : Plain(setup), main_weights_(copies(weights_)), optimizer_(main_weights_) {
+    for (const at::Tensor& weight : main_weights_)
+      main_gradients_.push_back(at::empty_like(weight));
+  }
+
+  void step(const Batch& batch) override {
+    compute(batch);
+    at::_foreach_copy_(main_gradients_, gradients_);
+    drop_gradients();
+    optimizer_.update(main_weights_, main_gradients_);
+    at::_foreach_copy_(weights_, main_weights_);
+  }
+
+ private:
+  static std::vector<at::Tensor> copies(const std::vector<at::Tensor>& weights) {
+    std::vector<at::Tensor> result;
+    for (const at::Tensor& weight : weights)
+      result.push_back(weight.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true));
+    return result;
+  }
+
+  std::vector<at::Tensor> main_weights_;
+  std::vector<at::Tensor> main_gradients_;
+  FusedAdamW optimizer_;
+};
+
+// --- sharded -------------------------------------------------------------------------------------
+
+class ShardedTrainee final : public Trainee {
+ public:
+  ShardedTrainee(const RowSetup& setup, fsdp::ShardOptions options)
+      : Trainee(setup.device), mesh_(setup.world.mesh()) {
+    {
+      const fsdp::MetaConstruction meta;
+      model_ = fsdp::build_language_model(setup.config, build_options(setup));
+    }
+    options.precision.main_params = at::kFloat;
+    options.precision.main_grads = at::kFloat;
+    options.device = setup.device;
+    const fsdp::Sharded sharded =
+        fsdp::fully_shard(std::static_pointer_cast<torch::nn::Module>(model_), mesh_, options);
+    // Other rows decay vectors, too.
+    optimizer_ = std::make_unique<fsdp::AdamW>(
+        sharded, fsdp::AdamWOptions{.lr = kRates.lr,
+                                    .beta1 = kRates.beta1,
+                                    .beta2 = kRates.beta2,
+                                    .eps = kRates.eps,
+                                    .weight_decay = kRates.weight_decay,
+                                    .decay_spares_vectors = false});
+  }
+
+  void step(const Batch& batch) override {
+    const at::Tensor loss = model_->loss(batch.tokens, batch.targets).total;
+    loss.backward();
+    loss_.copy_(loss.detach());
+    optimizer_->step();
+    optimizer_->zero_grad();
+  }
+
+ private:
+  const fsdp::Mesh mesh_;
+  std::shared_ptr<fsdp::LanguageModel> model_;
+  std::unique_ptr<fsdp::AdamW> optimizer_;
+};
+
+// --- the table -----------------------------------------------------------------------------------
+
+template <typename Kind>
+std::unique_ptr<Trainee> make_plain(const RowSetup& setup) {
+  return std::make_unique<Kind>(setup);
+}
+
+// One rank: nothing travels, weights compute where they lie. Gradients live for a step, as the
+// peers' do.
+std::unique_ptr<Trainee> make_ours(const RowSetup& setup) {
+  return std::make_unique<ShardedTrainee>(
+      setup, fsdp::ShardOptions{.gradient_lifetime = fsdp::GradientLifetime::kStep});
+}
+
+// The same with gradients that keep their memory.
+std::unique_ptr<Trainee> make_ours_persistent(const RowSetup& setup) {
+  return std::make_unique<ShardedTrainee>(
+      setup, fsdp::ShardOptions{.gradient_lifetime = fsdp::GradientLifetime::kPersistent});
+}
+
+constexpr std::array kRows = {
+    Row{"plain-bf16", "unsharded; weights, gradients and moments in bf16", Launch::kEager,
+        &make_plain<PlainBf16>},
+    Row{"plain-same", "unsharded; bf16 weights, fp32 main weights, gradients and moments",
+        Launch::kEager, &make_plain<PlainSame>},
+    Row{"ours", "fully_shard, one rank: nothing travels", Launch::kEager, &make_ours},
+    Row{"ours-persistent", "the same, with gradients that keep their memory", Launch::kEager,
+        &make_ours_persistent},
+};
+
+}  // namespace
+
+Trainee::Trainee(c10::Device device) : loss_(at::zeros({}, at::device(device).dtype(at::kFloat))) {}
+
+std::span<const Row> rows() { return kRows; }
+
+const Row& find_row(std::string_view name) {
+  std::vector<std::string> names;
+  for (const Row& row : kRows) {
+    if (row.name == name) return row;
+    names.emplace_back(row.name);
+  }
+  throw fsdp::UsageError(
+      fsdp::concat("--rows has '", name, "'; there are ", fsdp::join(names, ", ")));
+}
+
+int64_t num_units(const fsdp::ModelConfig& config) {
+  const auto* llama = std::get_if<fsdp::LlamaConfig>(&config);
+  FSDP_CHECK(llama != nullptr, "only models of the Llama family are compared");
+  return llama->num_hidden_layers + 2;
+}
+
+}  // namespace bench

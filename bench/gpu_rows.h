@@ -1,0 +1,79 @@
+// The ways to train one model that bench_gpu compares, each a step that can be timed or recorded.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string_view>
+
+#include "fsdp/comm/world.h"
+#include "fsdp/nn/architecture.h"
+
+namespace bench {
+
+// What every row trains on and with, here and in gpu_peers.py.
+struct Batch {
+  at::Tensor tokens;   // [batch, sequence], int64
+  at::Tensor targets;  // the same shape: what follows each token
+};
+
+struct AdamWRates {
+  double lr = 3e-4;
+  double beta1 = 0.9;
+  double beta2 = 0.95;
+  double eps = 1e-8;
+  double weight_decay = 0.1;
+};
+
+struct RowSetup {
+  fsdp::ModelConfig config;
+  c10::Device device;
+  // What rows compute in, and what the rows "in bf16" keep everything in: bf16, but for CPUs, many
+  // of which cannot multiply it.
+  at::ScalarType compute = at::kBFloat16;
+  fsdp::World& world;  // of one rank
+};
+
+// One model and its optimizer. It begins with the same values in every row.
+class Trainee {
+ public:
+  explicit Trainee(c10::Device device);
+  virtual ~Trainee() = default;
+  Trainee(const Trainee&) = delete;
+  Trainee& operator=(const Trainee&) = delete;
+
+  // Forward, backward and update. The host reads nothing, so a step can be recorded and replayed.
+  virtual void step(const Batch& batch) = 0;
+
+  // Of the last step, before its update: one fp32 element on the device, always the same one.
+  const at::Tensor& loss() const { return loss_; }
+
+ protected:
+  at::Tensor loss_;
+};
+
+enum class Launch : uint8_t {
+  kEager,  // every step is launched kernel by kernel
+  kGraph,  // the step is recorded once and replayed
+};
+
+struct Row {
+  std::string_view name;
+  std::string_view summary;
+  Launch launch = Launch::kEager;
+  std::unique_ptr<Trainee> (*make)(const RowSetup& setup) = nullptr;
+};
+
+std::span<const Row> rows();
+
+// UsageError with the names there are.
+const Row& find_row(std::string_view name);
+
+// Embedding, layers and head.
+int64_t num_units(const fsdp::ModelConfig& config);
+
+}  // namespace bench
