@@ -57,7 +57,8 @@ class Checkpointer::Attempt {
       : owner_(owner),
         rank_(rank_in(owner.mesh_)),
         step_(position.step),
-        temporary_(owner.directory_.temporary(step_, owner.id_)) {
+        id_(concat(owner.id_, "-", owner.num_attempts_)),
+        temporary_(owner.directory_.temporary(step_, id_)) {
     try {
       prepare(state, position);
     } catch (...) {  // told like all other errors, when all ranks are through
@@ -205,7 +206,7 @@ class Checkpointer::Attempt {
       for (int64_t rank = 0; rank < manifest_.num_ranks(); ++rank) add_record(rank);
       add_model_config();
       write_file_durably(concat(temporary_, "/", kManifestName), to_json(manifest_));
-      owner_.directory_.publish(step_, owner_.id_);
+      owner_.directory_.publish(step_, id_);
       is_published_ = true;
       note_saved();
     } catch (...) {
@@ -278,6 +279,9 @@ class Checkpointer::Attempt {
   const Checkpointer& owner_;
   const int64_t rank_;
   const int64_t step_;
+  // A rank may begin the next attempt at the same step while another one still looks how this
+  // ended.
+  const std::string id_;
   const std::string temporary_;
   const std::chrono::steady_clock::time_point begun_ = std::chrono::steady_clock::now();
   StatePieces pieces_;
@@ -340,6 +344,7 @@ void Checkpointer::save(const CheckpointState& state, const TrainingPosition& po
   if (position.step < 0)
     throw UsageError(concat("position.step is ", position.step, "; steps count from 0"));
   const std::exception_ptr earlier = end_attempt();
+  ++num_attempts_;
   attempt_ = std::make_unique<Attempt>(*this, state, position);
   if (options_.mode == SaveMode::kBlocking) {
     attempt_->write();

@@ -87,6 +87,7 @@ class Checkpointer {
   const Mesh& mesh_;
   const CheckpointerOptions options_;
   const std::string id_;         // of this run, the same on all ranks
+  int64_t num_attempts_ = 0;     // the same on all ranks, too
   std::vector<int64_t> in_use_;  // steps
   std::string leftover_;         // of a save that failed; rank 0 only
   mutable std::mutex saved_mutex_;
