@@ -4,6 +4,8 @@
 #include <ATen/Parallel.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
+#include <bit>
 #include <cmath>
 #include <numbers>
 
@@ -105,17 +107,21 @@ std::vector<double> rotary_frequencies(const LlamaConfig& config) {
 
 RotaryTables Rotary::tables(int64_t sequence, const at::Device& device) {
   const std::lock_guard lock(mutex_);
-  const bool fits =
-      last_.cosine.defined() && last_.cosine.size(0) == sequence && last_.cosine.device() == device;
+  const bool fits = !made_.empty() && made_.back().cosine.size(0) >= sequence &&
+                    made_.back().cosine.device() == device;
   if (!fits) {
     const at::NoGradGuard no_grad;
+    const auto num_positions =
+        static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(std::max<int64_t>(sequence, 1))));
     const auto on_host = at::device(at::kCPU);
     const at::Tensor frequency =
         at::tensor(frequencies_, on_host.dtype(at::kDouble)).to(at::kFloat);
-    const at::Tensor angle = at::outer(at::arange(sequence, on_host.dtype(at::kFloat)), frequency);
-    last_ = {angle.cos().to(device), angle.sin().to(device)};
+    const at::Tensor angle =
+        at::outer(at::arange(num_positions, on_host.dtype(at::kFloat)), frequency);
+    made_.push_back({angle.cos().to(device), angle.sin().to(device)});
   }
-  return last_;
+  const RotaryTables& longest = made_.back();
+  return {longest.cosine.narrow(0, 0, sequence), longest.sine.narrow(0, 0, sequence)};
 }
 
 at::Tensor rotate(const at::Tensor& x, const RotaryTables& tables) {

@@ -18,8 +18,8 @@ struct RotaryTables {
   at::Tensor sine;
 };
 
-// Makes tables when they are first needed and keeps the last ones. Shared by the layers of a model;
-// neither parameter nor buffer, since anybody can make them again.
+// Makes tables when they are first needed, each twice as long as the last one, and keeps them.
+// Shared by the layers of a model; neither parameter nor buffer, since anybody can make them again.
 class Rotary {
  public:
   explicit Rotary(const LlamaConfig& config) : frequencies_(rotary_frequencies(config)) {}
@@ -28,8 +28,8 @@ class Rotary {
 
  private:
   const std::vector<double> frequencies_;
-  std::mutex mutex_;  // a backward may recompute on a thread of its own
-  RotaryTables last_;
+  std::mutex mutex_;                // a backward may recompute on a thread of its own
+  std::vector<RotaryTables> made_;  // shorter ones, too: a recorded step goes on reading its own
 };
 
 // x: [batch, sequence, heads, head_dim]; computed in fp32 and rounded to x's type.
