@@ -1,5 +1,5 @@
 // Narrow types: every code, every tie, and the mean of stochastic rounding.
-#include "fsdp/optim/narrow_float.h"
+#include "fsdp/base/narrow_float.h"
 
 #include <gtest/gtest.h>
 

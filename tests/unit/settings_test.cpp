@@ -87,6 +87,7 @@ GivenValues changed_values() {
           {"offload-overlap", {"false"}},
           {"offload-chunk", {"4096"}},
           {"device", {"cpu"}},
+          {"cuda-graph", {"true"}},
           {"threads", {"2"}},
           {"checked", {"true"}},
           {"name-nan", {"true"}},

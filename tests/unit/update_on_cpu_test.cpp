@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "fsdp/base/error.h"
+#include "fsdp/base/narrow_float.h"
 #include "fsdp/optim/begin_step.h"
-#include "fsdp/optim/narrow_float.h"
 #include "fsdp/optim/update_on_device.h"
 #include "support/update_case.h"
 

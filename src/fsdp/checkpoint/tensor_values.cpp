@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "fsdp/base/error.h"
-#include "fsdp/optim/narrow_float.h"
+#include "fsdp/base/narrow_float.h"
 
 namespace fsdp {
 

@@ -21,6 +21,10 @@ CommOptions CommOptions::from_environment() {
   options.checked = env_choice("FSDP_CHECKED", kOffOn, options.checked ? 1 : 0) == 1;
   options.bandwidth_bytes_per_s =
       env_bytes_per_second("FSDP_BANDWIDTH", options.bandwidth_bytes_per_s);
+  static const std::vector<std::string> kNcclUses = {"auto", "off", "always"};
+  static const std::vector<std::string> kNcclReduces = {"exact", "native"};
+  options.nccl = static_cast<NcclUse>(env_choice("FSDP_NCCL", kNcclUses, 0));
+  options.nccl_reduce = static_cast<NcclReduce>(env_choice("FSDP_NCCL_REDUCE", kNcclReduces, 0));
   return options;
 }
 

@@ -3,6 +3,20 @@
 
 namespace fsdp {
 
+// When tensors on GPUs travel by NCCL.
+enum class NcclUse {
+  kAuto,    // when this build has NCCL and every process of a host can have a GPU of its own
+  kOff,     // never: processes stage device tensors through host memory
+  kAlways,  // by all means, with one process, too
+};
+
+// How NCCL adds gradients.
+enum class NcclReduce {
+  kExact,   // contributions travel as they are and are added in rank order in fp32 or wider: the
+            // same bits in every run and with every backend
+  kNative,  // NCCL's own reduce-scatter, in the wire type and in an order of its choice
+};
+
 struct CommOptions {
   // How long any wait for other ranks may take before it is an error that says who is missing.
   // Environment: FSDP_TIMEOUT_S.
@@ -17,6 +31,10 @@ struct CommOptions {
   // rate; its worker sleeps meanwhile. 0: no limit. For measuring overlap on a machine without a
   // network. Environment: FSDP_BANDWIDTH, in bytes per second or as "1.25GB".
   double bandwidth_bytes_per_s = 0;
+
+  // Environment: FSDP_NCCL=auto|off|always and FSDP_NCCL_REDUCE=exact|native.
+  NcclUse nccl = NcclUse::kAuto;
+  NcclReduce nccl_reduce = NcclReduce::kExact;
 
   // An Error that names the field, its value and what is allowed.
   void validate() const;

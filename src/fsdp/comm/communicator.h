@@ -30,7 +30,7 @@ namespace fsdp {
 // may be that operation's; nobody has to wait in between. If that one failed, this one fails with
 // its error. The ranks of a communicator need not agree on it, but must not chain in circles.
 //
-// One thread at a time may call a communicator. Backends: `threads`, `mpi`, `tcp`,
+// One thread at a time may call a communicator. Backends: `threads`, `mpi`, `tcp`, `nccl`,
 // `simulated`.
 class Communicator {
  public:
@@ -72,14 +72,22 @@ class Communicator {
   // simulated world can do it too. Every rank of this communicator calls it.
   virtual std::unique_ptr<Communicator> split(std::span<const int> colors, std::string name) = 0;
 
+  // Why a device cannot record this communicator's operations into a graph and replay them without
+  // the host: words that follow a noun ("whose ..."), or "" if it can.
+  virtual std::string why_not_recorded() const { return "whose host carries data between them"; }
+
   // Makes every wait of every rank fail with this message, now and later.
   virtual void abort(const std::string& message) = 0;
 
+  // Throws if another rank has failed; never waits for one. Any thread may call it.
+  virtual void throw_if_aborted() {}
+
+  // Takes an operation that the calls above have checked; for communicators that pass some on. The
+  // sequence number is the backend's to set.
+  virtual Work enqueue(Operation operation) = 0;
+
  protected:
   Communicator(int rank, int size, std::string name);
-
-  // Called with a checked operation; the sequence number is the backend's to set.
-  virtual Work enqueue(Operation operation) = 0;
 
   // The ranks of this communicator that share this rank's color; errors about `colors` are here.
   std::vector<int> members_of(std::span<const int> colors) const;

@@ -44,6 +44,11 @@ class MessageCommunicator final : public Communicator, private OperationRunner {
   void abort(const std::string& message) override {
     transport_->tell_everybody(message, MessageTransport::Words::kFinal);
   }
+  void throw_if_aborted() override {
+    transport_->listen();
+    transport_->throw_if_aborted();
+  }
+  Work enqueue(Operation operation) override { return queue_.push(std::move(operation)); }
 
  private:
   static int position_of(int world_rank, const std::vector<int>& members) {
@@ -51,7 +56,6 @@ class MessageCommunicator final : public Communicator, private OperationRunner {
                             members.begin());
   }
 
-  Work enqueue(Operation operation) override { return queue_.push(std::move(operation)); }
   std::optional<c10::Event> run(const std::shared_ptr<Operation>& operation) override;
   bool is_alone() const override { return size() == 1; }
   void idle() override { transport_->listen(); }
@@ -86,7 +90,7 @@ class MessageCommunicator final : public Communicator, private OperationRunner {
   const Operation* current_ = nullptr;  // for messages
   std::vector<char> staging_;           // what other ranks send that goes to no tensor
   std::shared_ptr<Operation> on_host_;  // a device operation's copy in pinned memory
-  std::optional<c10::Stream> stream_;   // device tensors: copies to and from pinned memory
+  DeviceSide device_side_;              // device tensors: copies to and from pinned memory
 
   OperationQueue queue_;  // last: its worker uses everything above
 };
@@ -135,8 +139,9 @@ void MessageCommunicator::keep_what_is_in_flight(const std::shared_ptr<Operation
 
 c10::Event MessageCommunicator::run_staged(Operation& operation) {
   const c10::Device device = operation.device();
-  if (!stream_) stream_ = c10::impl::VirtualGuardImpl(device.type()).getNewStream(device);
-  const c10::StreamGuard guard(*stream_);
+  std::optional<c10::Stream>& stream = device_side_.stream;
+  if (!stream) stream = c10::impl::VirtualGuardImpl(device.type()).getNewStream(device);
+  const c10::StreamGuard guard(*stream);
   const auto pinned_like = [](const at::Tensor& tensor) {
     return at::empty(tensor.sizes(), tensor.options().device(at::kCPU).pinned_memory(true));
   };
@@ -154,20 +159,20 @@ c10::Event MessageCommunicator::run_staged(Operation& operation) {
   const at::Tensor& squares = operation.reduction.squares;
   if (squares.defined()) on_host_->reduction.squares = at::zeros({1}, at::kDouble);
 
-  follow_on_device(operation, stream_);
-  operation.ready->block(*stream_);
+  follow_on_device(operation, device_side_);
+  operation.ready->block(*stream);
   on_host_->input.copy_(operation.input, /*non_blocking=*/true);
   if (operation.reduction.store == Store::kAdd)
     on_host_->output.copy_(operation.output, /*non_blocking=*/true);
   c10::Event copied(device.type());
-  copied.record(*stream_);
+  copied.record(*stream);
   copied.synchronize();  // the worker thread's host wait; transports read host memory
   run_on_host(*on_host_);
   operation.output.copy_(on_host_->output, /*non_blocking=*/true);
   if (flag.defined() && on_host_->reduction.nonfinite.item<float>() != 0) flag.fill_(1);
   if (squares.defined()) squares.add_(on_host_->reduction.squares.item<double>());
   c10::Event finished(device.type());
-  finished.record(*stream_);
+  finished.record(*stream);
   on_host_.reset();  // the pinned memory's allocator waits for the copy before it reuses it
   return finished;
 }

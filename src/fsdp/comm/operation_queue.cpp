@@ -18,10 +18,11 @@ namespace {
 constexpr int64_t kQuickBytes = int64_t{64} << 10;
 
 bool is_quick(const Operation& operation) {
+  if (!operation.device().is_cpu()) return operation.after.done();  // no more than a few launches
   const bool small =
       !operation.output.defined() ||
       static_cast<int64_t>(operation.output.nbytes() + operation.input.nbytes()) <= kQuickBytes;
-  return small && operation.device().is_cpu() && operation.after.done();
+  return small && operation.after.done();
 }
 
 }  // namespace

@@ -8,7 +8,6 @@
 
 #include "fsdp/base/log.h"
 #include "fsdp/comm/comm_error.h"
-#include "fsdp/comm/device_ranks.h"
 #include "fsdp/comm/reduce_ranks.h"
 
 namespace fsdp {
@@ -72,7 +71,7 @@ void ThreadsCommunicator::abandon() {
 std::optional<c10::Event> ThreadsCommunicator::run(const std::shared_ptr<Operation>& operation) {
   rendezvous_->abort().throw_if_raised();
   try {
-    if (!operation->device().is_cpu()) follow_on_device(*operation, stream_);
+    if (!operation->device().is_cpu()) follow_on_device(*operation, device_side_);
     rendezvous_->meet(rank(), *operation);
     operation->moves_since = std::chrono::steady_clock::now();
     return run_met(*operation);
@@ -93,7 +92,8 @@ std::optional<c10::Event> ThreadsCommunicator::run_met(Operation& operation) {
     rendezvous_->sync(rank());  // until here others read this rank's counts
     if (!mismatch.empty()) throw CommError(mismatch);
   }
-  if (!operation.device().is_cpu()) return run_on_device(*rendezvous_, rank(), operation, stream_);
+  if (!operation.device().is_cpu())
+    return run_on_device(*rendezvous_, rank(), operation, device_side_);
   run_on_host(operation);
   rendezvous_->sync(rank());  // until here others read this rank's tensors
   return std::nullopt;

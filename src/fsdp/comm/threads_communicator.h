@@ -5,6 +5,7 @@
 #include <string>
 
 #include "fsdp/comm/communicator.h"
+#include "fsdp/comm/device_ranks.h"
 #include "fsdp/comm/operation_queue.h"
 #include "fsdp/comm/rendezvous.h"
 
@@ -19,9 +20,13 @@ class ThreadsCommunicator final : public Communicator, private OperationRunner {
 
   std::unique_ptr<Communicator> split(std::span<const int> colors, std::string name) override;
   void abort(const std::string& message) override;
+  void throw_if_aborted() override { rendezvous_->abort().throw_if_raised(); }
+  Work enqueue(Operation operation) override;
+  std::string why_not_recorded() const override {
+    return size() == 1 ? "" : "which are threads of one process and read each other's memory";
+  }
 
  private:
-  Work enqueue(Operation operation) override;
   std::optional<c10::Event> run(const std::shared_ptr<Operation>& operation) override;
   std::optional<c10::Event> run_met(Operation& operation);
   bool is_alone() const override { return size() == 1; }
@@ -34,7 +39,7 @@ class ThreadsCommunicator final : public Communicator, private OperationRunner {
   void broadcast_on_host(Operation& operation);
 
   const std::shared_ptr<Rendezvous> rendezvous_;
-  std::optional<c10::Stream> stream_;  // device tensors: all copies and sums of this communicator
+  DeviceSide device_side_;  // device tensors only
   uint64_t num_splits_ = 0;
   OperationQueue queue_;  // last: its worker uses everything above
 };

@@ -1,5 +1,7 @@
 #include "fsdp/comm/world.h"
 
+#include <ATen/Context.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/AutogradState.h>
 
 #include <exception>
@@ -12,6 +14,7 @@
 #include "fsdp/base/log.h"
 #include "fsdp/comm/comm_error.h"
 #include "fsdp/comm/connect_mpi.h"
+#include "fsdp/comm/connect_nccl.h"
 #include "fsdp/comm/connect_tcp.h"
 #include "fsdp/comm/threads_communicator.h"
 
@@ -24,10 +27,26 @@ std::shared_ptr<Rendezvous> meeting_place(int ranks, const CommOptions& options)
   return std::make_shared<Rendezvous>("world", ranks, options, std::make_shared<AbortSignal>());
 }
 
-std::unique_ptr<Communicator> connect(const Launch& launch, const CommOptions& options) {
+std::unique_ptr<Communicator> connect_hosts(const Launch& launch, const CommOptions& options) {
   if (launch.size == 1) return std::make_unique<ThreadsCommunicator>(0, meeting_place(1, options));
   if (launch.launcher == Launcher::kTorchrun) return connect_tcp(launch, options);
   return connect_mpi(launch, options);
+}
+
+bool uses_nccl(const Launch& launch, const CommOptions& options) {
+  if (options.nccl != NcclUse::kAuto) return options.nccl == NcclUse::kAlways;
+  if (launch.size == 1 || !nccl_available() || !at::hasCUDA()) return false;
+  const int num_devices = at::detail::getCUDAHooks().deviceCount();
+  if (num_devices >= launch.local_size) return true;
+  log(LogLevel::kInfo, launch.local_size, " processes of this host share ", num_devices,
+      " GPUs, which NCCL does not do; device tensors go through host memory");
+  return false;
+}
+
+std::unique_ptr<Communicator> connect(const Launch& launch, const CommOptions& options) {
+  std::unique_ptr<Communicator> hosts = connect_hosts(launch, options);
+  if (!uses_nccl(launch, options)) return hosts;
+  return over_nccl(std::move(hosts), launch.local_rank, options);
 }
 
 // The error of the rank that failed by itself, rather than of those that failed because of it.

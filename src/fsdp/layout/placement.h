@@ -53,6 +53,12 @@ std::optional<PlacementPair> parse_placement_pair(std::string_view text);
 struct MeshShape {
   int64_t outer = 1;
   int64_t inner = 1;
+  // One rank along the inner axis exchanges with itself what several would exchange: to measure
+  // what that costs where there is one device.
+  bool talks_alone = false;
+
+  constexpr bool communicates_outer() const { return outer > 1; }
+  constexpr bool communicates_inner() const { return inner > 1 || talks_alone; }
 
   friend constexpr bool operator==(const MeshShape&, const MeshShape&) = default;
 };
@@ -67,6 +73,12 @@ struct MeshCoordinate {
 constexpr int64_t num_shards(PlacementPair pair, MeshShape mesh) {
   return (pair.outer == Placement::kShard ? mesh.outer : 1) *
          (pair.inner == Placement::kShard ? mesh.inner : 1);
+}
+
+// Whether its parts must be exchanged before it is whole.
+constexpr bool is_exchanged(PlacementPair pair, MeshShape mesh) {
+  return (pair.outer == Placement::kShard && mesh.communicates_outer()) ||
+         (pair.inner == Placement::kShard && mesh.communicates_inner());
 }
 
 }  // namespace fsdp

@@ -14,9 +14,9 @@ GroupBuckets group_buckets(const FlatLayout& layout, const GroupTypes& types,
                   checked_mul(layout.padded_numel(), element_bytes(dtype)), dtype, role};
   };
   GroupBuckets buckets;
-  if (num_shards(strategy.parameter, mesh) > 1)
+  if (is_exchanged(strategy.parameter, mesh))
     buckets.weight = bucket(BucketRole::kWeight, types.weight);
-  if (types.trainable && num_shards(strategy.gradient, mesh) > 1)
+  if (types.trainable && is_exchanged(strategy.gradient, mesh))
     buckets.gradient = bucket(BucketRole::kGradient, types.wire);
   return buckets;
 }

@@ -12,7 +12,7 @@
 #include <cstdint>
 
 #include "fsdp/base/host_device.h"
-#include "fsdp/optim/narrow_float.h"
+#include "fsdp/base/narrow_float.h"
 
 namespace fsdp {
 

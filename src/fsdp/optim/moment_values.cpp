@@ -5,8 +5,8 @@
 #include <cstring>
 
 #include "fsdp/base/error.h"
+#include "fsdp/base/narrow_float.h"
 #include "fsdp/optim/moment_code.h"
-#include "fsdp/optim/narrow_float.h"
 
 namespace fsdp {
 

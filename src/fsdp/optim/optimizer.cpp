@@ -129,8 +129,17 @@ StepState* Optimizer::state_pointer() const {
 void Optimizer::set_learning_rate(double rate) {
   if (!std::isfinite(rate) || rate < 0.0)
     throw UsageError(concat("lr is ", rate, "; use a finite number of 0 or more"));
+  rate_changed_ |= rate != learning_rate_;
   learning_rate_ = rate;
-  rate_changed_ = true;
+}
+
+void Optimizer::tell_learning_rate() {
+  if (std::exchange(rate_changed_, false)) rate_on_device_.fill_(learning_rate_);
+}
+
+void Optimizer::come_to_rest() {
+  synchronize();
+  std::exchange(begun_, {}).wait();
 }
 
 bool Optimizer::needs_norm() const {
@@ -194,10 +203,11 @@ Work Optimizer::start_norm() {
 }
 
 Work Optimizer::begin(Work norm) {
-  const bool tells_rate = std::exchange(rate_changed_, false);
+  const std::optional<double> new_rate =
+      std::exchange(rate_changed_, false) ? std::optional(learning_rate_) : std::nullopt;
   return lane_->run(
-      [this, tells_rate, rate = learning_rate_] {
-        if (tells_rate) rate_on_device_.fill_(rate);
+      [this, new_rate] {
+        if (new_rate) rate_on_device_.fill_(*new_rate);
         if (state_.is_cpu()) {
           begin_step(*state_pointer(), step_rule_);
         } else {

@@ -61,7 +61,7 @@ class Optimizer {
   // Applies from the next step on.
   void set_learning_rate(double rate);
   double learning_rate() const { return learning_rate_; }
-  // The same as one fp64 element on the model's device, for those who replay steps.
+  // The same as one fp64 element on the model's device.
   const at::Tensor& learning_rate_on_device() const { return rate_on_device_; }
 
   // The loss to call backward() on, where losses are scaled.
@@ -76,6 +76,14 @@ class Optimizer {
 
   // Waits until all updates are done.
   void synchronize() const;
+
+  // --- steps that are replayed (graph/) ---
+  // Tells the device now what step() would tell it. Nothing of a step may be under way.
+  void tell_learning_rate();
+  // The caller's stream waits for all of the last step, which is then forgotten.
+  void come_to_rest();
+  // Without waiting: what was recorded, but cannot be replayed, never happened.
+  void forget_step() { begun_ = {}; }
 
   // --- checkpoints ---
   const std::string& name() const { return rule_.name; }

@@ -1,7 +1,7 @@
 // The passes beside the updates on a CUDA device: sums of squares, and halves of weights.
 #include "fsdp/base/error.h"
-#include "fsdp/optim/kernel_launch.cuh"
-#include "fsdp/optim/narrow_float.h"
+#include "fsdp/base/kernel_launch.cuh"
+#include "fsdp/base/narrow_float.h"
 #include "fsdp/optim/split_weight.h"
 #include "fsdp/optim/update_on_device.h"
 
@@ -29,15 +29,37 @@ __device__ double block_sum(double value) {
   return sums[0];
 }
 
+// Numbers that are loaded at once.
+template <typename Narrow>
+struct alignas(16) Codes {
+  static constexpr int kCount = 16 / sizeof(typename Narrow::Code);
+  typename Narrow::Code of[kCount];
+};
+
 template <typename Narrow>
 __global__ void __launch_bounds__(kThreads)
     partial_sums_kernel(const void* values, int64_t numel, double* partial) {
+  constexpr int kCount = Codes<Narrow>::kCount;
   const auto* from = static_cast<const typename Narrow::Code*>(values);
   double sum = 0.0;
-  for (int64_t i = thread_index(); i < numel; i += num_threads()) {
-    const double value = Narrow::widened(from[i]);
+  const auto add = [&](typename Narrow::Code code) {
+    const double value = Narrow::widened(code);
     sum += value * value;
+  };
+  // The first ones, until an address is aligned, and the last ones go one by one.
+  const auto misaligned =
+      static_cast<int64_t>(reinterpret_cast<uintptr_t>(from) % 16 / sizeof(*from));
+  const int64_t head = misaligned == 0 ? 0 : min(numel, static_cast<int64_t>(kCount) - misaligned);
+  const int64_t num_wide = (numel - head) / kCount;
+  if (thread_index() < head) add(from[thread_index()]);
+  const auto* wide = reinterpret_cast<const Codes<Narrow>*>(from + head);
+  for (int64_t i = thread_index(); i < num_wide; i += num_threads()) {
+    const Codes<Narrow> codes = wide[i];
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) add(codes.of[k]);
   }
+  const int64_t rest = head + num_wide * kCount + thread_index();
+  if (rest < numel) add(from[rest]);
   sum = block_sum(sum);
   if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }

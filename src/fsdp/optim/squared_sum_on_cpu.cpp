@@ -3,7 +3,7 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/independent_iterations.h"
-#include "fsdp/optim/narrow_float.h"
+#include "fsdp/base/narrow_float.h"
 #include "fsdp/optim/update_on_cpu.h"
 
 namespace fsdp {

@@ -14,9 +14,9 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/independent_iterations.h"
+#include "fsdp/base/narrow_float.h"
 #include "fsdp/optim/counter_random.h"
 #include "fsdp/optim/moment_code.h"
-#include "fsdp/optim/narrow_float.h"
 #include "fsdp/optim/split_weight.h"
 #include "fsdp/optim/update_rules.h"
 #include "fsdp/optim/update_span.h"

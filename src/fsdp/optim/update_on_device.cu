@@ -1,11 +1,11 @@
 // The updates as CUDA kernels. A warp works on one block of scales at a time, four elements per
 // lane, and shares nothing with others. Compiled with -fmad=false: the same bits as on the host.
+#include "fsdp/base/kernel_launch.cuh"
+#include "fsdp/base/narrow_float.h"
 #include "fsdp/optim/adamw_math.h"
 #include "fsdp/optim/begin_step.h"
 #include "fsdp/optim/counter_random.h"
-#include "fsdp/optim/kernel_launch.cuh"
 #include "fsdp/optim/moment_code.h"
-#include "fsdp/optim/narrow_float.h"
 #include "fsdp/optim/sgd_math.h"
 #include "fsdp/optim/split_weight.h"
 #include "fsdp/optim/update_on_device.h"
@@ -21,17 +21,30 @@ constexpr int kThreads = 256;
 constexpr int kMaxBlocks = 4096;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
-// What a lane works on: elements `lane`, `lane` + 32, ... of a block of scales, so that a warp's
-// loads lie side by side however the span is aligned.
+// Which elements of a block of scales a lane works on.
+enum class Access {
+  kWide,   // four neighbours, loaded and stored at once: blocks that lie in the span, aligned
+  kApart,  // every 32nd, so that a warp's loads lie side by side however the span is aligned
+};
+
+template <Access kAccess>
 struct Lane {
+  static constexpr int kStride = kAccess == Access::kWide ? 1 : kWarp;
+
   int64_t begin;     // of this lane's first element in the span; may lie before it
   int64_t position;  // of the same, in the group's whole buffer
   int64_t scale;     // index of the block's scale
   int64_t numel;     // of the span
 
-  __device__ int64_t index(int k) const { return begin + k * kWarp; }
-  __device__ bool has(int k) const { return index(k) >= 0 && index(k) < numel; }
+  __device__ int64_t index(int k) const { return begin + k * kStride; }
+  __device__ uint32_t position_of(int k) const {
+    return static_cast<uint32_t>(position + k * kStride);
+  }
+  __device__ bool has(int k) const {
+    return kAccess == Access::kWide || (index(k) >= 0 && index(k) < numel);
+  }
 };
+using WideLane = Lane<Access::kWide>;
 
 // --- numbers of a lane ---------------------------------------------------------------------------
 
@@ -42,7 +55,22 @@ struct Raw {
 };
 
 template <typename Word>
-__device__ Raw load_words(const void* values, const Lane& lane) {
+struct alignas(kPerLane * sizeof(Word)) Words {
+  Word of[kPerLane];
+};
+
+template <typename Word>
+__device__ Raw load_words(const void* values, const WideLane& lane) {
+  const auto words =
+      *reinterpret_cast<const Words<Word>*>(static_cast<const Word*>(values) + lane.begin);
+  Raw raw;
+#pragma unroll
+  for (int k = 0; k < kPerLane; ++k) raw.bits[k] = words.of[k];
+  return raw;
+}
+
+template <typename Word>
+__device__ Raw load_words(const void* values, const Lane<Access::kApart>& lane) {
   Raw raw;
 #pragma unroll
   for (int k = 0; k < kPerLane; ++k) {
@@ -52,7 +80,8 @@ __device__ Raw load_words(const void* values, const Lane& lane) {
   return raw;
 }
 
-__device__ Raw load_raw(DType dtype, const void* values, const Lane& lane) {
+template <Access kAccess>
+__device__ Raw load_raw(DType dtype, const void* values, const Lane<kAccess>& lane) {
   if (dtype == DType::kFloat32) return load_words<uint32_t>(values, lane);
   if (dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2)
     return load_words<uint8_t>(values, lane);
@@ -87,7 +116,15 @@ __device__ Numbers widened(DType dtype, const Raw& raw) {
 
 // Stores code(k) wherever the lane has an element.
 template <typename Word, typename Function>
-__device__ void store_each(void* values, const Lane& lane, const Function& code) {
+__device__ void store_each(void* values, const WideLane& lane, const Function& code) {
+  Words<Word> words;
+#pragma unroll
+  for (int k = 0; k < kPerLane; ++k) words.of[k] = static_cast<Word>(code(k));
+  *reinterpret_cast<Words<Word>*>(static_cast<Word*>(values) + lane.begin) = words;
+}
+
+template <typename Word, typename Function>
+__device__ void store_each(void* values, const Lane<Access::kApart>& lane, const Function& code) {
 #pragma unroll
   for (int k = 0; k < kPerLane; ++k)
     if (lane.has(k)) static_cast<Word*>(values)[lane.index(k)] = static_cast<Word>(code(k));
@@ -100,7 +137,8 @@ struct RawWeight {
   Raw main;
 };
 
-__device__ RawWeight load_weight(const UpdateSpan& span, const Lane& lane) {
+template <Access kAccess>
+__device__ RawWeight load_weight(const UpdateSpan& span, const Lane<kAccess>& lane) {
   RawWeight raw;
   if (span.main != MainWeight::kSeparate)
     raw.weight = load_raw(span.weight_dtype, span.weight, lane);
@@ -120,8 +158,9 @@ __device__ Numbers main_weight(const UpdateSpan& span, const RawWeight& raw) {
   return widened(span.weight_dtype, raw.weight);
 }
 
-__device__ void store_rounded(const UpdateSpan& span, const Lane& lane, const Numbers& values,
-                              Rounding rounding, RandomKey key) {
+template <Access kAccess>
+__device__ void store_rounded(const UpdateSpan& span, const Lane<kAccess>& lane,
+                              const Numbers& values, Rounding rounding, RandomKey key) {
   const bool is_bf16 = span.weight_dtype == DType::kBFloat16;
   if (rounding == Rounding::kNearest) {
     store_each<uint16_t>(span.weight, lane, [&](int k) {
@@ -130,14 +169,15 @@ __device__ void store_rounded(const UpdateSpan& span, const Lane& lane, const Nu
     return;
   }
   store_each<uint16_t>(span.weight, lane, [&](int k) {
-    const uint32_t random = random_bits(key, static_cast<uint32_t>(lane.position + k * kWarp));
+    const uint32_t random = random_bits(key, lane.position_of(k));
     return is_bf16 ? Bf16::stochastic(values.of[k], random)
                    : Fp16::stochastic(values.of[k], random);
   });
 }
 
-__device__ void store_weight(const UpdateSpan& span, const Lane& lane, const Numbers& values,
-                             Rounding rounding, RandomKey key) {
+template <Access kAccess>
+__device__ void store_weight(const UpdateSpan& span, const Lane<kAccess>& lane,
+                             const Numbers& values, Rounding rounding, RandomKey key) {
   const auto wide = [&](int k) { return values.of[k]; };
   const auto upper = [&](int k) { return rounded_away(values.of[k]); };
   if (span.main == MainWeight::kSplit) {
@@ -160,7 +200,8 @@ __device__ void store_weight(const UpdateSpan& span, const Lane& lane, const Num
 
 // --- moments -------------------------------------------------------------------------------------
 
-__device__ float load_scale(const Moment& moment, const Lane& lane) {
+template <Access kAccess>
+__device__ float load_scale(const Moment& moment, const Lane<kAccess>& lane) {
   return is_scaled(moment.dtype) ? moment.scales[lane.scale] : 1.0f;
 }
 
@@ -176,8 +217,9 @@ __device__ Numbers second_moment(const Moment& moment, const Raw& raw, float sca
 }
 
 // Of all lanes that have an element; they hold one block's numbers together. Sets its scale.
-template <typename Narrow>
-__device__ float shared_scale(const Numbers& values, const Moment& moment, const Lane& lane) {
+template <typename Narrow, Access kAccess>
+__device__ float shared_scale(const Numbers& values, const Moment& moment,
+                              const Lane<kAccess>& lane) {
   uint32_t largest = 0;
 #pragma unroll
   for (int k = 0; k < kPerLane; ++k)
@@ -189,25 +231,28 @@ __device__ float shared_scale(const Numbers& values, const Moment& moment, const
   return scale;
 }
 
-template <typename Narrow>
-__device__ void store_scaled(const Numbers& values, const Moment& moment, const Lane& lane) {
+template <typename Narrow, Access kAccess>
+__device__ void store_scaled(const Numbers& values, const Moment& moment,
+                             const Lane<kAccess>& lane) {
   const float inverse = inverse_scale(shared_scale<Narrow>(values, moment, lane));
   store_each<typename Narrow::Code>(moment.values, lane,
                                     [&](int k) { return Narrow::nearest(values.of[k] * inverse); });
 }
 
-template <typename Narrow>
-__device__ void store_roots(const Numbers& values, const Moment& moment, const Lane& lane,
+template <typename Narrow, Access kAccess>
+__device__ void store_roots(const Numbers& values, const Moment& moment, const Lane<kAccess>& lane,
                             RandomKey key) {
   const Numbers roots = each([&](int k) { return sqrtf(values.of[k]); });
   const float inverse = inverse_scale(shared_scale<Narrow>(roots, moment, lane));
   store_each<typename Narrow::Code>(moment.values, lane, [&](int k) {
-    const uint32_t random = random_bits(key, static_cast<uint32_t>(lane.position + k * kWarp));
+    const uint32_t random = random_bits(key, lane.position_of(k));
     return root_code<Narrow>(roots.of[k] * inverse, random);
   });
 }
 
-__device__ void store_first(const Numbers& values, const Moment& moment, const Lane& lane) {
+template <Access kAccess>
+__device__ void store_first(const Numbers& values, const Moment& moment,
+                            const Lane<kAccess>& lane) {
   if (moment.dtype == DType::kBFloat16) {
     store_each<uint16_t>(moment.values, lane, [&](int k) { return Bf16::nearest(values.of[k]); });
   } else if (moment.dtype == DType::kFloat16) {
@@ -221,11 +266,12 @@ __device__ void store_first(const Numbers& values, const Moment& moment, const L
   }
 }
 
-__device__ void store_second(const Numbers& values, const Moment& moment, const Lane& lane,
+template <Access kAccess>
+__device__ void store_second(const Numbers& values, const Moment& moment, const Lane<kAccess>& lane,
                              RandomKey key) {
   if (moment.dtype == DType::kBFloat16) {
     store_each<uint16_t>(moment.values, lane, [&](int k) {
-      const uint32_t random = random_bits(key, static_cast<uint32_t>(lane.position + k * kWarp));
+      const uint32_t random = random_bits(key, lane.position_of(k));
       return Bf16::stochastic(values.of[k], random);
     });
   } else if (moment.dtype == DType::kFloat16) {
@@ -243,29 +289,32 @@ __device__ void store_second(const Numbers& values, const Moment& moment, const 
 
 // Calls body(lane) for every block of scales that the span touches; all lanes of a warp together.
 template <typename Body>
-__device__ void for_each_block(const UpdateSpan& span, const Body& body) {
+__device__ void for_each_block(const UpdateSpan& span, bool is_aligned, const Body& body) {
   const int64_t first_block = span.flat_begin / kScaleBlock;
   const int64_t num_blocks = (span.flat_begin + span.numel - 1) / kScaleBlock - first_block + 1;
   const int64_t num_warps = static_cast<int64_t>(gridDim.x) * (kThreads / kWarp);
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
   for (int64_t block = warp; block < num_blocks; block += num_warps) {
-    const int64_t position = (first_block + block) * kScaleBlock + threadIdx.x % kWarp;
-    body(Lane{.begin = position - span.flat_begin,
-              .position = position,
-              .scale = block,
-              .numel = span.numel});
+    const int64_t position = (first_block + block) * kScaleBlock;
+    const int64_t begin = position - span.flat_begin;
+    const auto lane = static_cast<int64_t>(threadIdx.x % kWarp);
+    if (is_aligned && begin >= 0 && begin + kScaleBlock <= span.numel) {
+      body(WideLane{begin + lane * kPerLane, position + lane * kPerLane, block, span.numel});
+    } else {
+      body(Lane<Access::kApart>{begin + lane, position + lane, block, span.numel});
+    }
   }
 }
 
 __global__ void __launch_bounds__(kThreads)
-    adamw_kernel(UpdateSpan span, AdamWRule rule, const StepState* state) {
+    adamw_kernel(UpdateSpan span, AdamWRule rule, const StepState* state, bool is_aligned) {
   if (state->skips != 0) return;
   // fp64 is slow on many devices: once per thread block.
   __shared__ AdamWFactors by;
   if (threadIdx.x == 0) by = adamw_factors(rule, *state, span.rate_scale, span.weight_decay);
   __syncthreads();
   const int64_t step = state->step;
-  for_each_block(span, [&](const Lane& lane) {
+  for_each_block(span, is_aligned, [&](const auto& lane) {
     const Raw raw_gradient = load_raw(span.gradient_dtype, span.gradient, lane);
     const RawWeight raw_weight = load_weight(span, lane);
     const Raw raw_first = load_raw(span.first.dtype, span.first.values, lane);
@@ -292,13 +341,13 @@ __global__ void __launch_bounds__(kThreads)
 
 template <Momentum kMomentum>
 __global__ void __launch_bounds__(kThreads)
-    sgd_kernel(UpdateSpan span, SgdRule rule, const StepState* state) {
+    sgd_kernel(UpdateSpan span, SgdRule rule, const StepState* state, bool is_aligned) {
   if (state->skips != 0) return;
   __shared__ SgdFactors by;
   if (threadIdx.x == 0) by = sgd_factors(rule, *state, span.rate_scale, span.weight_decay);
   __syncthreads();
   const int64_t step = state->step;
-  for_each_block(span, [&](const Lane& lane) {
+  for_each_block(span, is_aligned, [&](const auto& lane) {
     const Raw raw_gradient = load_raw(span.gradient_dtype, span.gradient, lane);
     const RawWeight raw_weight = load_weight(span, lane);
     Numbers buffer{};
@@ -322,6 +371,20 @@ __global__ void begin_step_kernel(StepState* state, StepRule rule) { begin_step(
 
 // --- launches ------------------------------------------------------------------------------------
 
+// Whether blocks of scales begin where four numbers of every array can be loaded at once.
+bool is_aligned(const UpdateSpan& span) {
+  const auto begins_well = [&](const void* values, int64_t width) {
+    const auto address = reinterpret_cast<intptr_t>(values) - span.flat_begin * width;
+    return values == nullptr || address % (kPerLane * width) == 0;
+  };
+  const int64_t main_width = span.main == MainWeight::kSplit ? sizeof(int16_t) : sizeof(float);
+  return begins_well(span.gradient, element_bytes(span.gradient_dtype)) &&
+         begins_well(span.weight, element_bytes(span.weight_dtype)) &&
+         begins_well(span.main_weight, main_width) &&
+         begins_well(span.first.values, element_bytes(span.first.dtype)) &&
+         begins_well(span.second.values, element_bytes(span.second.dtype));
+}
+
 int blocks_for(const UpdateSpan& span) {
   const int64_t touched = span.numel / kScaleBlock + 2;
   const int64_t per_block = kThreads / kWarp;
@@ -341,7 +404,8 @@ void begin_step_on_device(StepState* state, const StepRule& rule, void* stream) 
 void adamw_on_device(const UpdateSpan& span, const AdamWRule& rule, const StepState* state,
                      void* stream) {
   if (span.numel == 0) return;
-  adamw_kernel<<<blocks_for(span), kThreads, 0, cuda_stream(stream)>>>(span, rule, state);
+  adamw_kernel<<<blocks_for(span), kThreads, 0, cuda_stream(stream)>>>(span, rule, state,
+                                                                       is_aligned(span));
   check_launch("adamw");
 }
 
@@ -349,7 +413,8 @@ void sgd_on_device(const UpdateSpan& span, const SgdRule& rule, const StepState*
                    void* stream) {
   if (span.numel == 0) return;
   const auto launch = [&](auto kernel) {
-    kernel<<<blocks_for(span), kThreads, 0, cuda_stream(stream)>>>(span, rule, state);
+    kernel<<<blocks_for(span), kThreads, 0, cuda_stream(stream)>>>(span, rule, state,
+                                                                   is_aligned(span));
   };
   switch (momentum_kind(rule)) {
     case Momentum::kNone:

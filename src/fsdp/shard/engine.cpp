@@ -19,8 +19,10 @@ namespace {
 
 constexpr int32_t kGradientSlots = 2;  // one unit computes, one is reduced
 
-MeshShape shape_of(const Mesh& mesh) {
-  return {.outer = mesh.outer().size(), .inner = mesh.inner().size()};
+MeshShape shape_of(const Mesh& mesh, Collectives collectives) {
+  return {.outer = mesh.outer().size(),
+          .inner = mesh.inner().size(),
+          .talks_alone = collectives == Collectives::kAlways};
 }
 
 bool is_inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
@@ -31,7 +33,7 @@ Engine::Engine(const Mesh& mesh, const ShardOptions& options, c10::Device device
     : mesh_(mesh),
       options_(options),
       device_(device),
-      shape_(shape_of(mesh)),
+      shape_(shape_of(mesh, options.collectives)),
       memory_(options, device),
       nonfinite_(at::zeros({1}, at::device(device).dtype(at::kFloat))),
       slabs_(memory_.of(MemoryKind::kPool), options.pool),

@@ -103,6 +103,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void finish_updates();
   void abandon_updates() noexcept;
 
+  // --- steps that are replayed (graph/) ---
+  // Whether the next pass runs in memory that is there: no order was learned since it was planned.
+  bool is_planned() const { return !new_order_; }
+  bool has_gradients() const;
+  // Of all trainable groups, in order.
+  std::vector<GradientCycle> gradient_cycles() const;
+  void set_gradient_cycles(const std::vector<GradientCycle>& cycles);
+
   // --- between steps (engine_between_steps.cpp; sharded.h says what they mean) ---
   void set_last_microbatch(bool is_last) { is_last_microbatch_ = is_last; }
   bool is_last_microbatch() const { return is_last_microbatch_; }

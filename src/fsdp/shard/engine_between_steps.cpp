@@ -26,6 +26,27 @@ void Engine::zero_grad() {
   microbatch_ = 0;
 }
 
+bool Engine::has_gradients() const {
+  for (const GradientCycle& cycle : gradient_cycles())
+    if (!cycle.is_empty) return true;
+  return false;
+}
+
+std::vector<GradientCycle> Engine::gradient_cycles() const {
+  std::vector<GradientCycle> cycles;
+  for (const auto& unit : units_)
+    for (const GroupState& state : unit->groups)
+      if (state.group->is_trainable()) cycles.push_back(state.group->gradient().cycle());
+  return cycles;
+}
+
+void Engine::set_gradient_cycles(const std::vector<GradientCycle>& cycles) {
+  auto next = cycles.begin();
+  for (const auto& unit : units_)
+    for (GroupState& state : unit->groups)
+      if (state.group->is_trainable()) state.group->gradient().set_cycle(*next++);
+}
+
 void Engine::settle() {
   finish_gradients();
   finish_updates();

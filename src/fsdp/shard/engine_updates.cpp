@@ -38,6 +38,8 @@ void Engine::begin_update(UnitState& unit, Work update) {
 
 void Engine::settle_update(UnitState& unit) {
   if (!std::exchange(unit.is_updating, false)) return;
+  for (GroupState& state : unit.groups)
+    if (state.group->is_trainable()) state.group->forget_update();
   std::exchange(unit.update, {}).wait();
   for (GroupState& state : unit.groups)
     if (state.group->is_trainable() && state.group->gradient().is_empty())

@@ -6,6 +6,7 @@
 
 #include <utility>
 
+#include "fsdp/base/error.h"
 #include "fsdp/shard/direct_gradient.h"
 
 namespace fsdp {
@@ -69,6 +70,9 @@ std::shared_ptr<void> attach_gradient_hooks(const std::shared_ptr<Engine>& engin
       const auto& members = state.group->members();
       for (size_t i = 0; i < members.size(); ++i) {
         members[i].parameter.mutable_grad() = at::Tensor();
+        FSDP_CHECK(
+            !has_gradient_hook(members[i].parameter), "parameter '", members[i].names.front(),
+            "' is still part of a loss that waits for its backward; let go of the loss first");
         accumulators->push_back(torch::autograd::impl::grad_accumulator(members[i].parameter));
         accumulators->back()->add_post_hook(
             std::make_unique<GradientHook>(engine, *unit, state, static_cast<int64_t>(i)));
@@ -76,6 +80,11 @@ std::shared_ptr<void> attach_gradient_hooks(const std::shared_ptr<Engine>& engin
     }
   }
   return accumulators;
+}
+
+void attach_gradient_hooks_anew(Engine& engine) {
+  engine.keep(nullptr);
+  engine.keep(attach_gradient_hooks(engine.shared_from_this()));
 }
 
 bool has_gradient_hook(const at::Tensor& parameter) {

@@ -18,6 +18,10 @@ namespace fsdp {
 // backward, after all uses of the parameter.
 std::shared_ptr<void> attach_gradient_hooks(const std::shared_ptr<Engine>& engine);
 
+// Makes accumulators anew. Autograd runs one on the stream that was current when it was made, and a
+// step that is recorded into a graph must run on the graph's stream alone.
+void attach_gradient_hooks_anew(Engine& engine);
+
 // Whether the parameter is a trainable one of a model that is sharded.
 bool has_gradient_hook(const at::Tensor& parameter);
 

@@ -5,13 +5,12 @@
 namespace fsdp {
 
 GradientReduction::GradientReduction(const AxisCuts& cuts, const Strategy& strategy,
-                                     GradientOf gradient, const Mesh& mesh)
+                                     GradientOf gradient, const Mesh& mesh, MeshShape shape)
     : cuts_(cuts),
       mesh_(mesh),
       // Once inner is cut a rank has its inner part to reduce, which is the outer axis' whole.
       replicated_axis_(strategy.optimizer.inner == Placement::kShard ? Axis::kOuter
                                                                      : Axis::kInner) {
-  const MeshShape shape{.outer = mesh.outer().size(), .inner = mesh.inner().size()};
   for (const ReductionStage& stage : reduction_path(strategy, shape, gradient))
     (stage.when == ReduceWhen::kEachBackward ? each_backward_ : cycle_end_).stages.push_back(stage);
 }

@@ -23,7 +23,7 @@ namespace fsdp {
 class GradientReduction {
  public:
   GradientReduction(const AxisCuts& cuts, const Strategy& strategy, GradientOf gradient,
-                    const Mesh& mesh);
+                    const Mesh& mesh, MeshShape shape);
 
   bool reduces_each_backward() const { return !each_backward_.stages.empty(); }
   bool reduces_at_cycle_end() const { return !cycle_end_.stages.empty(); }

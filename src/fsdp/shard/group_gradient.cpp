@@ -17,7 +17,7 @@ GroupGradient::GroupGradient(const FlatLayout& layout, const AxisCuts& cuts,
                              const GroupTypes& types, const GroupSetting& setting)
     : layout_(layout),
       setting_(setting),
-      reduction_(cuts, setting.strategy, setting.gradient, setting.mesh),
+      reduction_(cuts, setting.strategy, setting.gradient, setting.mesh, setting.shape),
       wire_(scalar_type_of(types.wire)),
       main_(layout,
             {.placed = setting.strategy.gradient,
@@ -89,14 +89,14 @@ void GroupGradient::fill_missing() {
 }
 
 GradientReduction::Watched GroupGradient::watched(const at::Tensor& nonfinite) {
-  has_squares_ = reduction_.ends_with_squares();
-  if (!has_squares_) return {nonfinite, {}};
+  cycle_.has_squares = reduction_.ends_with_squares();
+  if (!cycle_.has_squares) return {nonfinite, {}};
   squares_.zero_();
   return {nonfinite, squares_};
 }
 
 at::Tensor GroupGradient::squares() const {
-  const bool are_right = has_squares_ && main_.local()._version() == squares_version_;
+  const bool are_right = cycle_.has_squares && main_.local()._version() == squares_version_;
   return are_right ? squares_ : at::Tensor();
 }
 
@@ -107,9 +107,9 @@ void GroupGradient::start_backward_reduction(const at::Tensor& nonfinite, const 
   // What a cycle's end reduces further has no squares yet.
   const GradientReduction::Watched both =
       reduces_at_cycle_end() ? GradientReduction::Watched{nonfinite, {}} : watched(nonfinite);
-  work_ = reduction_.start_each_backward(slab_, main_, is_empty_ ? Store::kWrite : Store::kAdd,
-                                         both, tag);
-  is_empty_ = false;
+  work_ = reduction_.start_each_backward(slab_, main_,
+                                         cycle_.is_empty ? Store::kWrite : Store::kAdd, both, tag);
+  cycle_.is_empty = false;
 }
 
 void GroupGradient::finish_backward_reduction() {
@@ -122,10 +122,10 @@ void GroupGradient::start_cycle_reduction(const at::Tensor& nonfinite, const Tag
   if (!uses_slab()) {
     begin_direct();
     fill_missing();
-    is_empty_ = false;
+    cycle_.is_empty = false;
   }
   if (!reduces_at_cycle_end()) return;
-  cycle_is_over_ = true;
+  cycle_.is_over = true;
   if (needs_wire_copy()) {
     FlatBufferSpec spec = main_.spec();
     spec.dtype = wire_;
@@ -150,11 +150,16 @@ void GroupGradient::finish_cycle_reduction() {
   wire_copy_.reset();
 }
 
+void GroupGradient::set_cycle(const GradientCycle& cycle) {
+  FSDP_ASSERT(!has_slab());
+  cycle_ = cycle;
+  squares_version_ = main_.is_allocated() ? main_.local()._version() : 0;
+  std::fill(written_.begin(), written_.end(), !cycle.is_empty);
+}
+
 void GroupGradient::zero() {
   FSDP_ASSERT(!has_slab());
-  is_empty_ = true;
-  cycle_is_over_ = false;
-  has_squares_ = false;
+  cycle_ = {};
   std::fill(written_.begin(), written_.end(), false);
 }
 

@@ -14,6 +14,13 @@
 
 namespace fsdp {
 
+// How far a group's gradients have come in their cycle.
+struct GradientCycle {
+  bool is_empty = true;      // nothing contributed yet
+  bool is_over = false;      // the last reduction has started
+  bool has_squares = false;  // and computes the sum of squares
+};
+
 // Two ways through a cycle (a cycle is the microbatches between two calls of zero()):
 //
 //   gradient placement sharded       each backward writes a slab in the wire type, which is reduced
@@ -67,16 +74,22 @@ class GroupGradient {
   void finish_cycle_reduction();
 
   // Whether the cycle's last reduction has started: another backward would add to reduced values.
-  bool is_cycle_over() const { return cycle_is_over_; }
-  bool is_empty() const { return is_empty_; }
+  bool is_cycle_over() const { return cycle_.is_over; }
+  bool is_empty() const { return cycle_.is_empty; }
 
   // Whether everything the optimizer wants has been reduced.
-  bool is_complete() const { return !is_empty_ && (!reduces_at_cycle_end() || cycle_is_over_); }
+  bool is_complete() const {
+    return !cycle_.is_empty && (!reduces_at_cycle_end() || cycle_.is_over);
+  }
 
   // The sum of the squares of the optimizer's part, one fp64 element, where the cycle's last
   // reduction has computed it on its way; undefined where nobody has, or gradients were changed
   // since.
   at::Tensor squares() const;
+
+  // What a replayed step leaves behind is what the recorded one left: only a device has seen it.
+  const GradientCycle& cycle() const { return cycle_; }
+  void set_cycle(const GradientCycle& cycle);
 
   // Begins a new cycle.
   void zero();
@@ -107,11 +120,9 @@ class GroupGradient {
 
   at::Tensor squares_;            // see squares()
   uint32_t squares_version_ = 0;  // of the gradients they are of
-  bool has_squares_ = false;
 
   Work work_;
-  bool is_empty_ = true;  // nothing contributed to this cycle yet
-  bool cycle_is_over_ = false;
+  GradientCycle cycle_;
 };
 
 }  // namespace fsdp

@@ -63,6 +63,12 @@ enum class ReportNan : uint8_t {
                   // costs a pass over every gradient and, on a device, a host wait each
 };
 
+// When ranks exchange weights and gradients.
+enum class Collectives : uint8_t {
+  kBetweenRanks,  // one rank has everything and exchanges nothing
+  kAlways,        // one rank, too: gathers and reductions are really issued, to measure them
+};
+
 // Whose parameter values a model begins with.
 enum class InitialValues : uint8_t {
   kOfEveryRank,  // every rank built the same (from the same seed or file); checked, an Error if not
@@ -120,6 +126,9 @@ struct ShardOptions {
 
   // Whether NaN and Inf are searched parameter by parameter.
   ReportNan report_nan = ReportNan::kOff;
+
+  // Whether one rank, which needs no collectives, issues them all the same.
+  Collectives collectives = Collectives::kBetweenRanks;
 
   // Where a shard may end inside a tensor; whole tensors for optimizers that need them.
   Granularity granularity = Granularity::element();

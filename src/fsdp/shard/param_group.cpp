@@ -1,6 +1,7 @@
 #include "fsdp/shard/param_group.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <utility>
 
@@ -52,7 +53,7 @@ ParamGroup::ParamGroup(std::string unit, std::vector<GroupMember> members, Train
       cuts_(layout_, setting.rank),
       weight_(layout_, buffer_spec(setting.strategy.parameter, types_.weight, setting),
               setting.memory.weight),
-      gather_(layout_, cuts_, setting.strategy, setting.mesh, weight_) {
+      gather_(layout_, cuts_, setting.strategy, setting.mesh, setting.shape, weight_) {
   weight_.allocate();
   for (const GroupMember& member : members_)
     storages_.emplace_back(member.parameter.numel() * element_bytes(types_.weight), setting.device,

@@ -62,6 +62,9 @@ class ParamGroup {
   // A gather is needed before the next use.
   bool needs_gather() const { return !is_whole() && !is_gathering_; }
 
+  // The caller's stream waits for the update, and gathers come after what that has queued.
+  void forget_update() { update_ = {}; }
+
   // Starts to collect whole weights, in the slab or in place; finish_gather() makes them usable.
   void start_gather(void* slab, const Tag& tag);
   void finish_gather();

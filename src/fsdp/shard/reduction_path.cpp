@@ -10,16 +10,16 @@ std::vector<ReductionStage> reduction_path(const Strategy& strategy, MeshShape m
                                            GradientOf gradient) {
   struct Side {
     Axis axis;
-    int64_t num_ranks;
+    bool communicates;
     Placement gradient;
     Placement optimizer;
   };
   const Side sides[] = {
-      {Axis::kInner, mesh.inner, strategy.gradient.inner, strategy.optimizer.inner},
-      {Axis::kOuter, mesh.outer, strategy.gradient.outer, strategy.optimizer.outer}};
+      {Axis::kInner, mesh.communicates_inner(), strategy.gradient.inner, strategy.optimizer.inner},
+      {Axis::kOuter, mesh.communicates_outer(), strategy.gradient.outer, strategy.optimizer.outer}};
   std::vector<ReductionStage> path;
   for (const Side& side : sides) {
-    if (side.num_ranks == 1) continue;
+    if (!side.communicates) continue;
     const bool waits = side.gradient == Placement::kPartial;
     path.push_back({.axis = side.axis,
                     .to = waits ? side.optimizer : side.gradient,

@@ -32,7 +32,7 @@ struct ReductionStage {
 };
 
 // From what a rank's backward left behind (Partial along both axes) to the optimizer's placement.
-// An axis of one rank has no stage. In the order in which they run.
+// An axis of one rank has no stage, unless it talks alone. In the order in which they run.
 //
 // A gradient is divided exactly once, by the number of ranks that contribute, in the first stage:
 // its running sum is wide, and later stages add what is already divided. Without any stage there is

@@ -19,25 +19,30 @@ Placement along(PlacementPair pair, Axis axis) {
 // Outer first: the outer whole is the inner part.
 constexpr Axis kGatherOrder[] = {Axis::kOuter, Axis::kInner};
 
-bool gathers(Placement from, Placement to, const MeshAxis& axis) {
-  return from == Placement::kShard && to == Placement::kReplicate && axis.size() > 1;
-}
+constexpr PlacementPair kWhole{Placement::kReplicate, Placement::kReplicate};
 
 }  // namespace
 
 WeightGather::WeightGather(const FlatLayout& layout, const AxisCuts& cuts, const Strategy& strategy,
-                           const Mesh& mesh, const FlatBuffer& weight)
+                           const Mesh& mesh, MeshShape shape, const FlatBuffer& weight)
     : layout_(layout),
       cuts_(cuts),
       mesh_(mesh),
+      shape_(shape),
       weight_(weight),
       parameter_(strategy.parameter),
       optimizer_(strategy.optimizer) {
   for (const Axis axis : kGatherOrder) {
-    const Placement parameter = along(parameter_, axis);
-    refreshes_ |= gathers(along(optimizer_, axis), parameter, mesh_axis(mesh, axis));
-    unshards_ |= gathers(parameter, Placement::kReplicate, mesh_axis(mesh, axis));
+    refreshes_ |= gathers(optimizer_, parameter_, axis);
+    unshards_ |= gathers(parameter_, kWhole, axis);
   }
+}
+
+bool WeightGather::gathers(PlacementPair from, PlacementPair to, Axis axis) const {
+  const bool communicates =
+      axis == Axis::kInner ? shape_.communicates_inner() : shape_.communicates_outer();
+  return communicates && along(from, axis) == Placement::kShard &&
+         along(to, axis) == Placement::kReplicate;
 }
 
 WeightGather::Stage WeightGather::stage_of(Axis axis, const auto& output_at,
@@ -52,7 +57,7 @@ WeightGather::Stage WeightGather::stage_of(Axis axis, const auto& output_at,
 void WeightGather::build_refresh() {
   const auto in_weight = [&](FlatRange range) { return weight_.at(range); };
   for (const Axis axis : kGatherOrder)
-    if (gathers(along(optimizer_, axis), along(parameter_, axis), mesh_axis(mesh_, axis)))
+    if (gathers(optimizer_, parameter_, axis))
       refresh_.push_back(stage_of(axis, in_weight, in_weight));
 }
 
@@ -63,7 +68,7 @@ void WeightGather::build_unshard(void* slab) {
   const auto in_weight = [&](FlatRange range) { return weight_.at(range); };
   unshard_.clear();
   for (const Axis axis : kGatherOrder) {
-    if (!gathers(along(parameter_, axis), Placement::kReplicate, mesh_axis(mesh_, axis))) continue;
+    if (!gathers(parameter_, kWhole, axis)) continue;
     // The second stage continues in place where the first one wrote.
     unshard_.push_back(unshard_.empty() ? stage_of(axis, in_slab, in_weight)
                                         : stage_of(axis, in_slab, in_slab));

@@ -24,7 +24,7 @@ namespace fsdp {
 class WeightGather {
  public:
   WeightGather(const FlatLayout& layout, const AxisCuts& cuts, const Strategy& strategy,
-               const Mesh& mesh, const FlatBuffer& weight);
+               const Mesh& mesh, MeshShape shape, const FlatBuffer& weight);
 
   bool refresh_communicates() const { return refreshes_; }
   bool unshard_communicates() const { return unshards_; }
@@ -46,12 +46,14 @@ class WeightGather {
 
   void build_refresh();
   void build_unshard(void* slab);
+  bool gathers(PlacementPair from, PlacementPair to, Axis axis) const;
   Stage stage_of(Axis axis, const auto& output_at, const auto& input_at) const;
   static Work run(const std::vector<Stage>& stages, const Tag& tag, Work after);
 
   const FlatLayout& layout_;
   const AxisCuts& cuts_;
   const Mesh& mesh_;
+  const MeshShape shape_;
   const FlatBuffer& weight_;
   const PlacementPair parameter_;
   const PlacementPair optimizer_;

@@ -39,6 +39,8 @@ c10::Device training_device(const TrainOptions& options, int local_rank) {
   if (options.device == DeviceChoice::kCpu) return c10::kCPU;
   const int devices = num_cuda_devices();
   if (devices == 0) {
+    if (options.cuda_graph)
+      throw UsageError("--cuda-graph records what a GPU does, and there is none here; drop it");
     if (options.device == DeviceChoice::kAuto) return c10::kCPU;
     throw UsageError(
         "--device is cuda, but there is no GPU here (or this libtorch was built "
@@ -56,6 +58,7 @@ CommOptions comm_options(const TrainOptions& options) {
   CommOptions comm = CommOptions::from_environment();
   if (options.timeout != TrainOptions{}.timeout) comm.timeout_seconds = options.timeout;
   comm.checked |= options.checked;
+  if (options.device == DeviceChoice::kCpu) comm.nccl = NcclUse::kOff;
   return comm;
 }
 

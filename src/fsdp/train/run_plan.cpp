@@ -150,6 +150,10 @@ RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, DType compute,
     throw UsageError(concat("--sequence is ", options.sequence, ", more than the ", positions,
                             " positions (max_position_embeddings) of model '", plan.model.name,
                             "'; lower it, or raise that in a config.json"));
+  if (options.cuda_graph && std::holds_alternative<MixtralConfig>(plan.model.config))
+    throw UsageError(concat("--cuda-graph cannot record model '", plan.model.name,
+                            "': how many tokens each expert gets, the host must know in every "
+                            "step; drop --cuda-graph"));
   plan.forecast = Planner(build_model(plan.model.name, plan.model.config),
                           plan_options(options, num_ranks, compute))
                       .forecast();

@@ -292,6 +292,8 @@ void add_machine(Rows& rows) {
   rows.group("machine");
   rows.add("device", "NAME", choice_value(&O::device, {"auto", "cpu", "cuda"}),
            "Where to compute; auto: a GPU where there is one");
+  rows.add("cuda-graph", "BOOL", flag_value(&O::cuda_graph),
+           "Record a step once and replay it as one launch");
   rows.add("threads", "N", whole_value(&O::threads, 0, 4096),
            "Computing threads of each rank; 0: the cores, shared evenly");
   rows.add("checked", "BOOL", flag_value(&O::checked),

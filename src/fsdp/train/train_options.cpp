@@ -90,6 +90,28 @@ void check_checkpoints(const TrainOptions& o) {
     throw UsageError("--write-chunk and --load-chunk must be sizes above 0, e.g. 16MiB");
 }
 
+// What the host takes part in cannot be replayed without it.
+void check_graph(const TrainOptions& o) {
+  if (!o.cuda_graph) return;
+  if (o.device == DeviceChoice::kCpu)
+    throw UsageError(
+        "--cuda-graph records what a GPU does, but --device is cpu; drop one of the two");
+  if (o.ranks > 1)
+    throw UsageError(concat("--cuda-graph records one rank of a process, but --ranks is ", o.ranks,
+                            "; start ", o.ranks, " processes, e.g. with mpirun -n ", o.ranks));
+  if (o.offload > 0)
+    throw UsageError(concat("--cuda-graph cannot record updates on the host, but --offload is ",
+                            o.offload, "; drop one of the two"));
+  if (o.name_nan)
+    throw UsageError(
+        "--cuda-graph cannot record --name-nan, which waits for every gradient; drop one of the "
+        "two");
+  if (o.pool == PoolKind::kOnDemand)
+    throw UsageError(
+        "--cuda-graph needs memory that stays where it is, but --pool is on_demand; use planned, "
+        "max_pool or double_buffer");
+}
+
 }  // namespace
 
 void TrainOptions::validate(int64_t num_ranks) const {
@@ -108,6 +130,7 @@ void TrainOptions::validate(int64_t num_ranks) const {
         "--loss-scale is dynamic, but --on-nonfinite is update; a dynamic scale skips "
         "steps that overflow, so use --on-nonfinite skip");
   check_types(*this);
+  check_graph(*this);
   if (nesterov && (optimizer != OptimizerChoice::kSgd || momentum == 0))
     throw UsageError("--nesterov needs --optimizer sgd with a --momentum above 0; drop it");
   if (budget_bytes != 0 && prefetch != TrainOptions{}.prefetch)

@@ -90,6 +90,7 @@ struct TrainOptions {
 
   // --- machine ---
   DeviceChoice device = DeviceChoice::kAuto;
+  bool cuda_graph = false;
   int64_t threads = 0;  // of each rank on a CPU; 0: the cores, shared evenly
   bool checked = false;
   bool name_nan = false;

@@ -21,7 +21,6 @@
 #include "fsdp/shard/parameter_init.h"
 #include "fsdp/train/device_memory.h"
 #include "fsdp/train/environment.h"
-#include "fsdp/train/model_batch.h"
 #include "fsdp/train/run_options.h"
 #include "fsdp/train/settings.h"
 #include "fsdp/train/step_timeline.h"
@@ -58,8 +57,7 @@ std::string text_of_schedule(const TrainOptions& options) {
 
 // The mean over ranks and microbatches of the losses, and whether any rank is to stop.
 struct TrainingRun::Metrics {
-  std::vector<std::string> names;  // "loss" and its terms
-  std::vector<double> values;
+  std::vector<double> values;  // by loss_names_
   int signal = 0;
   StepState optimizer;
 };
@@ -88,6 +86,11 @@ TrainingRun::TrainingRun(const RunPlan& plan, World& world, const StopRequest& s
   sharded_ = fully_shard(std::static_pointer_cast<torch::nn::Module>(model_), mesh_,
                          shard_options(options_, device_));
   optimizer_ = make_optimizer(options_, *sharded_);
+  if (options_.cuda_graph)
+    graph_ = std::make_unique<Graph>(*sharded_, optimizer_.get(), [this] {
+      forward_and_backward();
+      update();
+    });
   compare_data();
   load();
   if (world_.rank() == 0) begin_watch(out);
@@ -223,48 +226,74 @@ int TrainingRun::train_steps() {
 
 bool TrainingRun::is_due(int64_t every) const { return every > 0 && step_ % every == 0; }
 
-TrainingRun::Metrics TrainingRun::step() {
-  optimizer_->set_learning_rate(learning_rate(options_.rate_options(), step_ + 1));
-  const int64_t parts = options_.microbatches;
-  at::Tensor sums;  // of the loss and its terms
-  Metrics metrics;
+// A recorded step reads its batches where it was recorded.
+void TrainingRun::load_batches() {
+  const double asked = now();
+  batches_.resize(static_cast<size_t>(options_.microbatches));
+  for (ModelBatch& batch : batches_) {
+    const ModelBatch next = to_model_batch(loader_->next(), device_);
+    if (graph_ && batch.tokens.defined()) {
+      batch.tokens.copy_(next.tokens);
+      batch.targets.copy_(next.targets);
+    } else {
+      batch = next;
+    }
+  }
+  overhead_ += now() - asked;
+}
+
+void TrainingRun::forward_and_backward() {
+  losses_ = at::Tensor();
+  const auto parts = static_cast<int64_t>(batches_.size());
   for (int64_t part = 0; part < parts; ++part) {
+    const ModelBatch& batch = batches_[static_cast<size_t>(part)];
     sharded_->microbatch({.last = part + 1 == parts});
-    const double asked = now();
-    const ModelBatch batch = to_model_batch(loader_->next(), device_);
-    overhead_ += now() - asked;
     const ModelLoss loss = model_->loss(batch.tokens, batch.targets);
-    const at::Tensor scaled = optimizer_->scaled(parts == 1 ? loss.total : loss.total / parts);
-    scaled.backward();
+    optimizer_->scaled(parts == 1 ? loss.total : loss.total / parts).backward();
     const double computed = now();
     std::vector<at::Tensor> values = {loss.total.detach()};
-    metrics.names = {"loss"};
+    loss_names_ = {"loss"};
     for (const LossTerm& term : loss.terms) {
-      metrics.names.push_back(term.name);
+      loss_names_.push_back(term.name);
       values.push_back(term.value);
     }
     const at::Tensor stacked = at::stack(values).to(at::kDouble);
-    sums = sums.defined() ? sums.add_(stacked) : stacked;
+    losses_ = losses_.defined() ? losses_.add_(stacked) : stacked;
     overhead_ += now() - computed;
+  }
+}
+
+void TrainingRun::update() {
+  optimizer_->step();
+  optimizer_->zero_grad();
+}
+
+TrainingRun::Metrics TrainingRun::step() {
+  optimizer_->set_learning_rate(learning_rate(options_.rate_options(), step_ + 1));
+  load_batches();
+  if (graph_) {
+    graph_->run();
+  } else {
+    forward_and_backward();
   }
   // Ranks may hear of a signal in different steps: what one has heard all hear now.
   const double computed = now();
   const int signal = stop_.signal();
   const at::Tensor heard =
       at::tensor({signal == SIGINT ? 1.0 : 0.0, signal == SIGTERM ? 1.0 : 0.0}, at::kDouble);
-  sums = at::cat({sums, heard.to(device_)});
+  at::Tensor sums = at::cat({losses_, heard.to(device_)});
   Work agreed = world_.communicator().all_reduce(sums, {.op = ReduceOp::kAvg}, "losses");
   overhead_ += now() - computed;
-  optimizer_->step();
-  optimizer_->zero_grad();
+  if (!graph_) update();
   agreed.wait();
   ++step_;
 
   sums = sums.to(at::kCPU);
   const double* values = sums.const_data_ptr<double>();
-  const size_t num_losses = metrics.names.size();
+  const size_t num_losses = loss_names_.size();
+  Metrics metrics;
   for (size_t i = 0; i < num_losses; ++i)
-    metrics.values.push_back(values[i] / static_cast<double>(parts));
+    metrics.values.push_back(values[i] / static_cast<double>(options_.microbatches));
   metrics.signal = values[num_losses] > 0 ? SIGINT : values[num_losses + 1] > 0 ? SIGTERM : 0;
   metrics.optimizer = optimizer_->state();
   return metrics;
@@ -292,8 +321,8 @@ void TrainingRun::record(const Metrics& metrics, double seconds) {
                          flops_per_token(plan_.model.config, options_.sequence) /
                          static_cast<double>(plan_.num_ranks) / 1e12;
     if (options_.peak_tflops > 0) record.mfu = record.teraflops / options_.peak_tflops;
-    for (size_t i = 1; i < metrics.names.size(); ++i)
-      record.terms.push_back({metrics.names[i], metrics.values[i]});
+    for (size_t i = 1; i < loss_names_.size(); ++i)
+      record.terms.push_back({loss_names_[i], metrics.values[i]});
     watch_->step(std::move(record));
   }
   FSDP_CHECK(

@@ -10,9 +10,11 @@
 #include "fsdp/checkpoint/checkpointer.h"
 #include "fsdp/comm/world.h"
 #include "fsdp/data/batch_loader.h"
+#include "fsdp/graph/graph.h"
 #include "fsdp/nn/language_model.h"
 #include "fsdp/optim/optimizer.h"
 #include "fsdp/shard/sharded.h"
+#include "fsdp/train/model_batch.h"
 #include "fsdp/train/run_plan.h"
 #include "fsdp/train/run_watch.h"
 #include "fsdp/train/stop_request.h"
@@ -35,6 +37,9 @@ class TrainingRun {
   void compare_data() const;
   void load();
   void begin_watch(std::ostream& out);
+  void load_batches();
+  void forward_and_backward();
+  void update();
   Metrics step();
   void record(const Metrics& metrics, double seconds);
   void validate();
@@ -59,8 +64,13 @@ class TrainingRun {
   std::unique_ptr<Optimizer> optimizer_;
   std::unique_ptr<Checkpointer> checkpointer_;
   std::unique_ptr<BatchLoader> loader_;
+  std::unique_ptr<Graph> graph_;  // with --cuda-graph
   std::unique_ptr<ValidationBatches> validation_;
   std::unique_ptr<RunWatch> watch_;  // rank 0 only
+
+  std::vector<ModelBatch> batches_;      // of this step, by microbatch
+  std::vector<std::string> loss_names_;  // "loss" and its terms
+  at::Tensor losses_;                    // the same, summed over microbatches
 
   int64_t step_ = 0;         // done so far
   int64_t first_step_ = 0;   // done before this process

@@ -1,0 +1,42 @@
+// Sums of all ranks' values on a CUDA device, in one pass: added in rank order in fp32, scaled,
+// added to what is there, rounded once, and looked at. In builds without CUDA: an Error.
+#pragma once
+
+#include <cstdint>
+
+#include "fsdp/base/dtype.h"
+
+namespace fsdp {
+
+// All pointers are device memory. Plain bytes: it is a kernel's argument.
+struct DeviceSum {
+  static constexpr int kMaxListed = 32;
+
+  // What each rank contributes, in rank order: listed, or one after the other from `first` on.
+  const void* listed[kMaxListed] = {};
+  const void* first = nullptr;
+  int64_t stride_bytes = 0;
+  int32_t num_ranks = 1;
+
+  void* output = nullptr;
+  int64_t numel = 0;
+  DType wire = DType::kFloat32;    // of the inputs
+  DType result = DType::kFloat32;  // of the output
+
+  float scale = 1.0f;
+  bool adds = false;           // to the output, before rounding
+  float* nonfinite = nullptr;  // becomes 1 where a stored value is NaN or Inf
+  double* squares = nullptr;   // the sum of the squares of all stored values is added to it
+  void* workspace = nullptr;   // device_sum_workspace_bytes(), zero at first; of one stream only
+};
+
+// Whether this build has the kernel, and whether it takes the type: fp32, bf16, fp16.
+bool has_device_sums();
+bool is_summed_on_device(DType dtype);
+
+int64_t device_sum_workspace_bytes();
+
+// Enqueued on `stream`, a cudaStream_t. The same bits in every run, and as reduce_ranks() computes.
+void sum_on_device(const DeviceSum& sum, void* stream);
+
+}  // namespace fsdp

@@ -1,0 +1,142 @@
+#include "fsdp/graph/graph.h"
+
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <utility>
+
+#include "fsdp/base/error.h"
+#include "fsdp/graph/device_graph.h"
+#include "fsdp/shard/engine.h"
+#include "fsdp/shard/gradient_hook.h"
+
+namespace fsdp {
+
+namespace {
+
+// A step whose order of units never comes to rest is not the same step every time.
+constexpr int64_t kMaxExtraWarmup = 4;
+
+c10::Stream new_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+}
+
+void follow(const c10::Stream& second, const c10::Stream& first) {
+  c10::Event queued(first.device_type());
+  queued.record(first);
+  queued.block(second);
+}
+
+[[noreturn]] void refuse(const std::string& what, const char* fix) {
+  throw UsageError(concat("a graph cannot record ", what, "; ", fix));
+}
+
+void check_options(const Engine& engine) {
+  const ShardOptions& options = engine.options();
+  if (options.pool == PoolKind::kOnDemand && engine.slabs().has_pool())
+    refuse("steps with pool on_demand, whose addresses change",
+           "use pool max_pool, planned or double_buffer");
+  if (options.offload.fraction > 0.0)
+    refuse(concat("steps with offload.fraction ", options.offload.fraction,
+                  ", whose updates are the host's work"),
+           "set it to 0, or run the steps without a graph");
+  if (options.report_nan != ReportNan::kOff)
+    refuse("steps with report_nan per parameter, which wait for the device",
+           "set it to off; found_nonfinite() after a step still says whether there was one");
+  for (const MeshAxis* axis : {&engine.mesh().inner(), &engine.mesh().outer()})
+    if (axis->size() > 1)
+      if (const std::string why = axis->gather().why_not_recorded(); !why.empty())
+        refuse(concat("steps of ", axis->size(), " ranks, ", why),
+               "use ranks that are processes with NCCL, or run the steps without a graph");
+}
+
+}  // namespace
+
+void GraphOptions::validate() const {
+  if (warmup < 2)
+    throw UsageError(concat("graph.warmup is ", warmup,
+                            "; use 2 or more: the first step learns the order of units, the second "
+                            "one plans with it"));
+}
+
+Graph::Graph(const Sharded& sharded, Optimizer* optimizer, Body body, const GraphOptions& options)
+    : sharded_(sharded),
+      optimizer_(optimizer),
+      body_(std::move(body)),
+      options_(options),
+      device_graph_(make_device_graph(sharded.engine().device())),
+      stream_(new_stream(sharded.engine().device())) {
+  options_.validate();
+  check_options(sharded_.engine());
+  come_to_rest();
+  const c10::StreamGuard guard(stream_);
+  attach_gradient_hooks_anew(sharded_.engine());
+}
+
+Graph::~Graph() = default;
+
+// Nothing that was begun outside a recording may be waited for inside it, nor the other way round.
+void Graph::come_to_rest() const {
+  Engine& engine = sharded_.engine();
+  if (optimizer_ != nullptr) optimizer_->come_to_rest();
+  engine.settle();
+  engine.release_weights();
+}
+
+void Graph::run() {
+  const c10::Stream caller =
+      c10::impl::VirtualGuardImpl(stream_.device_type()).getStream(stream_.device());
+  follow(stream_, caller);
+  {
+    const c10::StreamGuard guard(stream_);
+    come_to_rest();
+    if (optimizer_ != nullptr) optimizer_->tell_learning_rate();
+    const bool is_warm = num_eager_ >= options_.warmup && sharded_.engine().is_planned();
+    if (!is_recorded_ && !is_warm) {
+      FSDP_CHECK(num_eager_ < options_.warmup + kMaxExtraWarmup, "after ", num_eager_,
+                 " steps the order of the model's units still changes, so no step can be recorded "
+                 "for the next ones; run the steps without a graph");
+      body_();
+      ++num_eager_;
+    } else {
+      if (!is_recorded_) record();
+      device_graph_->replay();
+      sharded_.engine().set_gradient_cycles(cycles_);
+    }
+    come_to_rest();
+  }
+  follow(caller, stream_);
+}
+
+void Graph::record() {
+  Engine& engine = sharded_.engine();
+  const double rate = optimizer_ != nullptr ? optimizer_->learning_rate() : 0.0;
+  FSDP_CHECK(!engine.has_gradients(),
+             "a graph is to be recorded while there are gradients of an earlier backward; end the "
+             "body with zero_grad(), or call it before run()");
+  try {
+    device_graph_->begin(options_.generators);
+    body_();
+    come_to_rest();
+    device_graph_->end();
+  } catch (const std::exception& error) {
+    device_graph_->abandon();
+    sharded_.reset();
+    if (optimizer_ != nullptr) optimizer_->forget_step();
+    throw Error(concat("this step cannot be recorded as a graph: ", error.what(),
+                       " (what waits for the device inside the step cannot be replayed: item(), "
+                       "copies to the host, shapes that depend on values)"));
+  }
+  cycles_ = engine.gradient_cycles();
+  FSDP_CHECK(!engine.has_gradients() ||
+                 engine.options().gradient_lifetime == GradientLifetime::kPersistent,
+             "the recorded step leaves gradients behind, whose memory would go with zero_grad(); "
+             "set gradient_lifetime to persistent, or record the optimizer's step, too");
+  FSDP_CHECK(optimizer_ == nullptr || optimizer_->learning_rate() == rate,
+             "the recorded step sets the learning rate itself, so every replay would use the same; "
+             "call set_learning_rate() outside of it");
+  is_recorded_ = true;
+}
+
+}  // namespace fsdp
