@@ -11,9 +11,11 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/comm/reduce_on_device.h"
 #include "fsdp/comm/reduce_ranks.h"
 #include "fsdp/fsdp.h"
 #include "fsdp/optim/span_update.h"
+#include "fsdp/optim/update_on_device.h"
 #include "llama.h"
 #include "timeline.h"
 #include "turns.h"
@@ -154,6 +156,22 @@ void compare_kernels(const Settings& settings) {
                               .first = {.values = first.mutable_data_ptr()},
                               .second = {.values = second.mutable_data_ptr()},
                               .numel = kNumel};
+  // Gradients of two ranks that arrive in bf16 and are added to fp32 main gradients, with the sum
+  // of squares; and the norm of gradients that no reduction has looked at.
+  const at::Tensor arrived = at::randn({2, kNumel}, on.dtype(at::kBFloat16));
+  const at::Tensor narrow = arrived[0];
+  const at::Tensor squares = at::zeros({1}, on.dtype(at::kDouble));
+  at::Tensor sum_workspace;
+  const at::Tensor norm_workspace =
+      at::empty({fsdp::squared_sum_workspace_numel()}, on.dtype(at::kDouble));
+  const std::vector<at::Tensor> contributions = {arrived[0], arrived[1]};
+  fsdp::Reduction reduction{
+      .accumulate = at::kFloat, .store = fsdp::Store::kAdd, .squares = squares};
+  const auto add_squares = [&](const at::Tensor& values, fsdp::DType dtype) {
+    fsdp::squared_sum_on_device(
+        values.const_data_ptr(), dtype, kNumel, squares.mutable_data_ptr<double>(),
+        norm_workspace.mutable_data_ptr<double>(), fsdp::current_stream(settings.device));
+  };
   std::vector<at::Tensor> theirs = {zeros(at::kFloat)}, grads = {gradient},
                           firsts = {zeros(at::kFloat)}, seconds = {zeros(at::kFloat)},
                           steps = {at::ones({}, on.dtype(at::kFloat))};
@@ -170,7 +188,10 @@ void compare_kernels(const Settings& settings) {
           at::_fused_adamw_(theirs, grads, firsts, seconds, {}, steps, 1e-3, 0.9, 0.999, 0.01, 1e-8,
                             false, false);
         }},
-       {"cast", [&] { weight.copy_(theirs[0]); }}},
+       {"cast", [&] { weight.copy_(theirs[0]); }},
+       {"sum", [&] { fsdp::reduce_on_device(contributions, reduction, firsts[0], sum_workspace); }},
+       {"norm of fp32", [&] { add_squares(gradient, fsdp::DType::kFloat32); }},
+       {"norm of bf16", [&] { add_squares(narrow, fsdp::DType::kBFloat16); }}},
       {.rounds = settings.rounds, .steps = 4}, [&] { synchronize(settings.device); });
   const auto row = [&](const char* name, double us, int bytes) {
     const double rate = static_cast<double>(kNumel) * bytes / us / 1e3;
@@ -184,6 +205,9 @@ void compare_kernels(const Settings& settings) {
   row("ours: fp32 gradient, bf16 + remainder", times.best_us(1), 28);
   row("libtorch's fused AdamW, fp32", times.best_us(2), 28);
   row("libtorch's copy_ to bf16", times.best_us(3), 6);
+  row("sum of two ranks' bf16, added to fp32", times.best_us(4), 12);
+  row("squared sum of fp32", times.best_us(5), 4);
+  row("squared sum of bf16", times.best_us(6), 2);
   std::printf("# libtorch's fused AdamW and copy_ / ours %.2f\n",
               (times.best_us(2) + times.best_us(3)) / times.best_us(1));
 }
