@@ -137,5 +137,34 @@ INSTANTIATE_TEST_SUITE_P(Pools, OnDevice,
                                             ::testing::Bool()),
                          name_of_case);
 
+// fp32 main gradients of bf16 weights: the product reaches them as the GPU has summed it.
+TEST(OnDevice, RoundsNoWeightGradientBeforeItReachesItsMainGradient) {
+  FSDP_REQUIRE_GPU();
+  run_ranks(1, [](World& world) {
+    const Mesh mesh = world.mesh();
+    for (const Collectives collectives : {Collectives::kBetweenRanks, Collectives::kAlways}) {
+      torch::manual_seed(5);
+      Unit<nn::Linear> model(torch::nn::LinearOptions(96, 64).bias(false));
+      model->to(at::kCUDA, at::kBFloat16);
+      const Sharded sharded = fully_shard(
+          model, mesh, {.precision = {.main_grads = at::kFloat}, .collectives = collectives});
+      const auto bf16 = at::device(at::kCUDA).dtype(at::kBFloat16);
+      at::Tensor expected;
+      for (int microbatch = 0; microbatch < 2; ++microbatch) {
+        const at::Tensor input = at::randn({128, 96}, bf16);
+        const at::Tensor gradient = at::randn({128, 64}, bf16);
+        sharded.microbatch({.last = microbatch == 1});
+        model(input).backward(gradient);
+        const at::Tensor product = at::mm(gradient.t(), input, at::kFloat);
+        expected = expected.defined() ? expected + product : product;
+      }
+      const at::Tensor actual = sharded.parameters().front().gradient;
+      ASSERT_EQ(actual.scalar_type(), at::kFloat);
+      EXPECT_TRUE(at::equal(actual, expected.view(-1)));
+      sharded.zero_grad();
+    }
+  });
+}
+
 }  // namespace
 }  // namespace fsdp

@@ -14,14 +14,27 @@ using torch::autograd::variable_list;
 
 at::Tensor rows_of(const at::Tensor& tensor) { return tensor.reshape({-1, tensor.size(-1)}); }
 
+// The fp32 product of narrow matrices, which GPUs have before they round it.
+void write_wide(DirectGradient& direct, const at::Tensor& transposed, const at::Tensor& rows) {
+  const at::ScalarType wide = direct.target.scalar_type();
+  if (direct.beta == 0.0) {
+    at::mm_out(direct.target, transposed, rows, wide);
+  } else {
+    direct.target.add_(at::mm(transposed, rows, wide));
+  }
+}
+
 // The gradient itself, or nothing when it went to its place directly.
 at::Tensor weight_gradient(const at::Tensor& weight, const at::Tensor& output_gradient,
                            const at::Tensor& input) {
   const at::Tensor transposed = rows_of(output_gradient).t();  // [out, rows]
   const at::Tensor rows = rows_of(input);                      // [rows, in]
-  DirectGradient direct = direct_gradient(weight);
+  DirectGradient direct = direct_gradient(
+      weight, weight.is_cuda() ? GradientType::kOrWider : GradientType::kOfParameter);
   if (!direct.target.defined()) return transposed.mm(rows);
-  if (direct.beta == 0.0) {
+  if (direct.target.scalar_type() != rows.scalar_type()) {
+    write_wide(direct, transposed, rows);
+  } else if (direct.beta == 0.0) {
     at::mm_out(direct.target, transposed, rows);
   } else {
     direct.target.addmm_(transposed, rows);

@@ -3,18 +3,28 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
+
 namespace fsdp {
 
 // What a layer's backward asks for, inside that backward. Where `target` is defined the layer
 // writes   target = beta * target + gradient   (beta is 0 or 1; with 0 the target is not read) and
 // returns no gradient to autograd: no full-size gradient is allocated, and nothing is copied.
 // Undefined: hand the gradient to autograd as usual (the parameter is not sharded, its gradients
-// travel in another type, or its unit is used again later in this backward).
+// travel in a type the layer cannot write, or its unit is used again later in this backward).
 struct DirectGradient {
   at::Tensor target;
   double beta = 0.0;
 };
 
-DirectGradient direct_gradient(const at::Tensor& parameter);
+// What a layer can write.
+enum class GradientType : uint8_t {
+  kOfParameter,  // the parameter's own dtype
+  kOrWider,  // or fp32 for a bf16 or fp16 parameter, as products of matrices on a GPU can: nothing
+             // is rounded before it is summed
+};
+
+DirectGradient direct_gradient(const at::Tensor& parameter,
+                               GradientType type = GradientType::kOfParameter);
 
 }  // namespace fsdp

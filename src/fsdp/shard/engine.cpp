@@ -329,13 +329,17 @@ void Engine::call_is_through(UnitState& unit) {
   reduce_->retire_all_but(unit);
 }
 
-Engine::DirectTarget Engine::direct_target(UnitState& unit, GroupState& state, int64_t member) {
+Engine::DirectTarget Engine::direct_target(UnitState& unit, GroupState& state, int64_t member,
+                                           GradientType type) {
   // A unit that is used again later in this backward would keep its slab all that time.
   if (!in_backward_ || unit.num_pending > 1 || state.is_reduced) return {};
   GroupGradient& gradient = state.group->gradient();
   const at::ScalarType written = gradient.uses_slab() ? gradient.wire() : gradient.main_dtype();
-  if (written != state.group->members()[static_cast<size_t>(member)].parameter.scalar_type())
-    return {};
+  const at::ScalarType own =
+      state.group->members()[static_cast<size_t>(member)].parameter.scalar_type();
+  const bool widens = type == GradientType::kOrWider && written == at::kFloat &&
+                      (own == at::kBFloat16 || own == at::kHalf);
+  if (written != own && !widens) return {};
   reduce_->prepare(unit);
   const bool adds = gradient.is_written(member);
   gradient.mark_written(member);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "fsdp/comm/mesh.h"
+#include "fsdp/shard/direct_gradient.h"
 #include "fsdp/shard/engine_memory.h"
 #include "fsdp/shard/gather_pipeline.h"
 #include "fsdp/shard/options.h"
@@ -90,7 +91,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     at::Tensor target;
     bool adds = false;  // there is a contribution already
   };
-  DirectTarget direct_target(UnitState& unit, GroupState& state, int64_t member);
+  DirectTarget direct_target(UnitState& unit, GroupState& state, int64_t member, GradientType type);
 
   // --- updates (engine_updates.cpp) ---
   // Units with something to train, in the order in which the next forward is expected to use them;

@@ -32,10 +32,10 @@ class GradientHook final : public torch::autograd::FunctionPostHook {
 
   bool is_alive() const { return !engine_.expired(); }
 
-  DirectGradient offer() const {
+  DirectGradient offer(GradientType type) const {
     const std::shared_ptr<Engine> engine = engine_.lock();
     if (engine == nullptr) return {};
-    Engine::DirectTarget target = engine->direct_target(unit_, state_, member_);
+    Engine::DirectTarget target = engine->direct_target(unit_, state_, member_, type);
     return {std::move(target.target), target.adds ? 1.0 : 0.0};
   }
 
@@ -92,9 +92,9 @@ bool has_gradient_hook(const at::Tensor& parameter) {
   return hook != nullptr && hook->is_alive();
 }
 
-DirectGradient direct_gradient(const at::Tensor& parameter) {
+DirectGradient direct_gradient(const at::Tensor& parameter, GradientType type) {
   const GradientHook* hook = hook_of(parameter);
-  return hook == nullptr ? DirectGradient{} : hook->offer();
+  return hook == nullptr ? DirectGradient{} : hook->offer(type);
 }
 
 }  // namespace fsdp
