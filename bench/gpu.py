@@ -27,8 +27,8 @@ import gpu_profile
 import gpu_report
 
 HERE = pathlib.Path(__file__).resolve().parent
-OURS = ("plain-bf16", "plain-same", "ours", "ours-collectives", "ours-graph", "plain-same-graph")
-MORE_OURS = ("ours-persistent",)  # on request
+OURS = ("plain-bf16", "plain-same", "plain-same-graph", "ours", "ours-graph", "ours-collectives")
+MORE_OURS = ("ours-collectives-graph", "ours-persistent")  # on request
 PEERS = ("pytorch-bf16", "fsdp2", "megatron-fsdp", "megatron-fsdp-double-buffer", "fsdp2-compile")
 SHAPES = {"llama-1b": (4, 2048, 32000), "llama-110m": (4, 512, 32000), "tiny": (4, 64, 257)}
 
@@ -111,37 +111,50 @@ def joined(turns):
     good = [turn for turn in turns if "error" not in turn]
     if not good:
         return turns[-1]
-    row = dict(good[0])
-    for key in ("ms", "host_ms", "busy_host_ms"):
-        values = [turn[key] for turn in good if turn[key] is not None]
-        row[key] = statistics.median(values) if values else None
+    row = dict(good[-1])
+    row["ms"] = statistics.median(turn["ms"] for turn in good)
+    for key in ("host_ms", "busy_host_ms"):
+        row[key] = min((turn[key] for turn in good if turn[key] is not None), default=None)
     row["round_ms"] = [turn.get("ms") for turn in turns]
     row["round_loss"] = [turn.get("loss") for turn in turns]
     row["peak_mb"] = max(turn["peak_mb"] for turn in good)
     return row
 
 
-def measure(args, folder, profiles):
-    """{model: {row: figures}}, and fills {model: {row: profile}}."""
+def take_turn(args, turn, row, model, folder):
+    """What run_row() says, with the profile of a last turn."""
+    begin = time.time()
+    profiled = turn == args.rounds - 1 and row in args.profile
+    result = run_row(args, row, model, folder, profiled)
+    words = result.get("error") or f"{result['ms']:.2f} ms, {result['peak_mb']:.0f} MB"
+    print(f"# {model} {row}: {words} ({time.time() - begin:.0f} s)", file=sys.stderr, flush=True)
+    trace = pathlib.Path(folder) / f"{model}-{row}.json"
+    if profiled and trace.exists():
+        result["profile"] = gpu_profile.summary(trace)
+        trace.unlink()
+    return result
+
+
+def measure(args, folder, save):
+    """Calls save({model: {row: turns so far}}) after every turn: a run that is cut short leaves what it had."""
     turns = {model: {row: [] for row in args.rows} for model in args.models}
     for model in args.models:
         write_tokens(f"{folder}/{model}.tokens", model)
     for turn in range(args.rounds):
         for model in args.models:
             for row in args.rows if turn % 2 == 0 else args.rows[::-1]:
-                last = turns[model][row]
-                if last and "error" in last[-1]:
+                if turns[model][row] and "error" in turns[model][row][-1]:
                     continue
-                begin = time.time()
-                profiled = turn == args.rounds - 1 and row in args.profile
-                last.append(run_row(args, row, model, folder, profiled))
-                result = last[-1]
-                words = result.get("error") or f"{result['ms']:.2f} ms, {result['peak_mb']:.0f} MB"
-                print(f"# {model} {row}: {words} ({time.time() - begin:.0f} s)", file=sys.stderr, flush=True)
-                trace = pathlib.Path(folder) / f"{model}-{row}.json"
-                if profiled and trace.exists():
-                    profiles.setdefault(model, {})[row] = gpu_profile.summary(trace)
-    return {model: {row: joined(each) for row, each in rows.items()} for model, rows in turns.items()}
+                turns[model][row].append(take_turn(args, turn, row, model, folder))
+                save(turns)
+
+
+def report_of(args, found, turns):
+    results = {model: {row: joined(each) for row, each in rows.items() if each} for model, rows in turns.items()}
+    profiles = {model: {row: figures.pop("profile") for row, figures in rows.items() if "profile" in figures}
+                for model, rows in results.items()}
+    return {"environment": found, "shapes": {model: SHAPES[model][:2] for model in args.models}, "rounds": args.rounds,
+            "steps": args.steps, "results": results, "goals": gpu_report.goals(results), "profiles": profiles}
 
 
 def arguments():
@@ -171,17 +184,17 @@ def main():
     if not os.path.exists(args.bench) and any(row in OURS + MORE_OURS for row in args.rows):
         stop(f"--bench is '{args.bench}', which is not there; cmake --preset cuda && cmake --build --preset cuda "
              "--target bench_gpu builds it")
-    profiles = {}
-    with tempfile.TemporaryDirectory() as folder:
-        results = measure(args, folder, profiles)
-    report = {"environment": found, "shapes": {model: SHAPES[model][:2] for model in args.models}, "rounds": args.rounds,
-              "steps": args.steps, "results": results, "goals": gpu_report.goals(results), "profiles": profiles}
     out = pathlib.Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    (out / f"{found['date']}-gpu.json").write_text(json.dumps(report, indent=1) + "\n")
-    page = gpu_report.page(report)
-    (out / f"{found['date']}-gpu.md").write_text(page)
-    print(page)
+
+    def save(turns):
+        report = report_of(args, found, turns)
+        (out / f"{found['date']}-gpu.json").write_text(json.dumps(report, indent=1) + "\n")
+        (out / f"{found['date']}-gpu.md").write_text(gpu_report.page(report))
+
+    with tempfile.TemporaryDirectory() as folder:
+        measure(args, folder, save)
+    print((out / f"{found['date']}-gpu.md").read_text())
 
 
 if __name__ == "__main__":

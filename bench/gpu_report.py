@@ -123,7 +123,8 @@ def page(report):
              "steps each; bf16 compute, fp32 main weights, gradients and moments (but for the rows in bf16), AdamW, one rank.",
              "", "; ".join(f"{name} {value}" for name, value in found.items() if value) + ".", "",
              "- ms: median step between events on the computing stream, then of the rounds; ratios: within a round.",
-             "- host ms: what the calls of a step take with 16 tokens, so that the device never makes them wait. Per unit: "
+             "- host ms: what the calls of a step take with 16 tokens, so that the device never makes them wait; the best, as other "
+             "work can only slow them. With a graph: one replay, with all tokens. Per unit: "
              "beyond `plain-same` (C++) or `pytorch-bf16` (Python), over the number of units.",
              "- peak: most that libtorch's allocator had handed out; reserved: had taken from the driver; in use: all of the "
              "device's memory after the last step.",

@@ -1,8 +1,12 @@
 #include "gpu_rows.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <array>
+#include <optional>
 #include <string>
 #include <utility>
 #include <variant>
@@ -10,6 +14,9 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
+#include "fsdp/comm/world.h"
+#include "fsdp/graph/device_graph.h"
+#include "fsdp/graph/graph.h"
 #include "fsdp/nn/language_model.h"
 #include "fsdp/optim/adamw.h"
 #include "fsdp/shard/fully_shard.h"
@@ -21,6 +28,10 @@ namespace {
 
 constexpr AdamWRates kRates;
 constexpr uint64_t kSeed = 1;
+
+at::Tensor loss_on(c10::Device device) {
+  return at::zeros({}, at::device(device).dtype(at::kFloat));
+}
 
 fsdp::BuildOptions build_options(const RowSetup& setup) {
   return {.seed = kSeed, .dtype = setup.compute};
@@ -57,7 +68,7 @@ class FusedAdamW {
 class Plain : public Trainee {
  public:
   explicit Plain(const RowSetup& setup)
-      : Trainee(setup.device),
+      : Trainee(loss_on(setup.device)),
         model_(fsdp::build_language_model(setup.config, build_options(setup))) {
     model_->to(setup.device);
     parameters_ = model_->parameters();
@@ -130,12 +141,71 @@ class PlainSame final : public Plain {
   FusedAdamW optimizer_;
 };
 
+// A step that is recorded after a few eager ones, as fsdp::Graph does it for sharded models.
+class Recorded final : public Trainee {
+ public:
+  Recorded(c10::Device device, std::unique_ptr<Trainee> eager)
+      : Trainee(eager->loss()),
+        device_(device),
+        eager_(std::move(eager)),
+        graph_(fsdp::make_device_graph(device)),
+        stream_(guard().getStreamFromGlobalPool(device)) {}
+
+  void step(const Batch& batch) override {
+    const c10::Stream caller = guard().getStream(device_);
+    follow(stream_, caller);
+    {
+      const c10::StreamGuard on_stream(stream_);
+      if (num_steps_ < kEagerSteps) {
+        eager_->step(batch);
+      } else {
+        if (num_steps_ == kEagerSteps) {
+          graph_->begin({});
+          eager_->step(batch);
+          graph_->end();
+        }
+        graph_->replay();
+      }
+    }
+    ++num_steps_;
+    follow(caller, stream_);
+  }
+
+ private:
+  static constexpr int64_t kEagerSteps = 3;
+
+  c10::impl::VirtualGuardImpl guard() const { return c10::impl::VirtualGuardImpl(device_.type()); }
+  static void follow(const c10::Stream& second, const c10::Stream& first) {
+    c10::Event queued(first.device_type());
+    queued.record(first);
+    queued.block(second);
+  }
+
+  const c10::Device device_;
+  const std::unique_ptr<Trainee> eager_;
+  const std::unique_ptr<fsdp::DeviceGraph> graph_;
+  const c10::Stream stream_;
+  int64_t num_steps_ = 0;
+};
+
 // --- sharded -------------------------------------------------------------------------------------
+
+// As the peers have it: NCCL, though there is one rank.
+fsdp::CommOptions comm_options(c10::Device device, fsdp::Collectives collectives) {
+  fsdp::CommOptions options = fsdp::CommOptions::from_environment();
+  if (!device.is_cpu() && collectives == fsdp::Collectives::kAlways)
+    options.nccl = fsdp::NcclUse::kAlways;
+  return options;
+}
 
 class ShardedTrainee final : public Trainee {
  public:
-  ShardedTrainee(const RowSetup& setup, fsdp::ShardOptions options)
-      : Trainee(setup.device), mesh_(setup.world.mesh()) {
+  ShardedTrainee(const RowSetup& setup, fsdp::ShardOptions options, Launch launch)
+      : Trainee(loss_on(setup.device)),
+        launch_(launch),
+        world_(fsdp::World::from_environment(comm_options(setup.device, options.collectives))),
+        mesh_(world_.mesh()) {
+    FSDP_CHECK(world_.size() == 1, "bench_gpu measures one rank, and this job has ", world_.size());
     {
       const fsdp::MetaConstruction meta;
       model_ = fsdp::build_language_model(setup.config, build_options(setup));
@@ -143,19 +213,28 @@ class ShardedTrainee final : public Trainee {
     options.precision.main_params = at::kFloat;
     options.precision.main_grads = at::kFloat;
     options.device = setup.device;
-    const fsdp::Sharded sharded =
-        fsdp::fully_shard(std::static_pointer_cast<torch::nn::Module>(model_), mesh_, options);
+    sharded_.emplace(
+        fsdp::fully_shard(std::static_pointer_cast<torch::nn::Module>(model_), mesh_, options));
     // Other rows decay vectors, too.
     optimizer_ = std::make_unique<fsdp::AdamW>(
-        sharded, fsdp::AdamWOptions{.lr = kRates.lr,
-                                    .beta1 = kRates.beta1,
-                                    .beta2 = kRates.beta2,
-                                    .eps = kRates.eps,
-                                    .weight_decay = kRates.weight_decay,
-                                    .decay_spares_vectors = false});
+        *sharded_, fsdp::AdamWOptions{.lr = kRates.lr,
+                                      .beta1 = kRates.beta1,
+                                      .beta2 = kRates.beta2,
+                                      .eps = kRates.eps,
+                                      .weight_decay = kRates.weight_decay,
+                                      .decay_spares_vectors = false});
   }
 
   void step(const Batch& batch) override {
+    if (launch_ == Launch::kEager) return train(batch);
+    if (!graph_)
+      graph_ = std::make_unique<fsdp::Graph>(*sharded_, optimizer_.get(),
+                                             [this, batch] { train(batch); });
+    graph_->run();
+  }
+
+ private:
+  void train(const Batch& batch) {
     const at::Tensor loss = model_->loss(batch.tokens, batch.targets).total;
     loss.backward();
     loss_.copy_(loss.detach());
@@ -163,10 +242,13 @@ class ShardedTrainee final : public Trainee {
     optimizer_->zero_grad();
   }
 
- private:
+  const Launch launch_;
+  fsdp::World world_;
   const fsdp::Mesh mesh_;
   std::shared_ptr<fsdp::LanguageModel> model_;
+  std::optional<fsdp::Sharded> sharded_;
   std::unique_ptr<fsdp::AdamW> optimizer_;
+  std::unique_ptr<fsdp::Graph> graph_;
 };
 
 // --- the table -----------------------------------------------------------------------------------
@@ -176,32 +258,43 @@ std::unique_ptr<Trainee> make_plain(const RowSetup& setup) {
   return std::make_unique<Kind>(setup);
 }
 
-// One rank: nothing travels, weights compute where they lie. Gradients live for a step, as the
-// peers' do.
-std::unique_ptr<Trainee> make_ours(const RowSetup& setup) {
-  return std::make_unique<ShardedTrainee>(
-      setup, fsdp::ShardOptions{.gradient_lifetime = fsdp::GradientLifetime::kStep});
+template <typename Kind>
+std::unique_ptr<Trainee> make_recorded(const RowSetup& setup) {
+  return std::make_unique<Recorded>(setup.device, std::make_unique<Kind>(setup));
 }
 
-// The same with gradients that keep their memory.
-std::unique_ptr<Trainee> make_ours_persistent(const RowSetup& setup) {
+// Gradients live for a step, as the peers' do, or keep their memory.
+template <fsdp::Collectives kCollectives, Launch kLaunch,
+          fsdp::GradientLifetime kLifetime = fsdp::GradientLifetime::kStep>
+std::unique_ptr<Trainee> make_sharded(const RowSetup& setup) {
   return std::make_unique<ShardedTrainee>(
-      setup, fsdp::ShardOptions{.gradient_lifetime = fsdp::GradientLifetime::kPersistent});
+      setup, fsdp::ShardOptions{.gradient_lifetime = kLifetime, .collectives = kCollectives},
+      kLaunch);
 }
+
+using fsdp::Collectives;
 
 constexpr std::array kRows = {
     Row{"plain-bf16", "unsharded; weights, gradients and moments in bf16", Launch::kEager,
         &make_plain<PlainBf16>},
     Row{"plain-same", "unsharded; bf16 weights, fp32 main weights, gradients and moments",
         Launch::kEager, &make_plain<PlainSame>},
-    Row{"ours", "fully_shard, one rank: nothing travels", Launch::kEager, &make_ours},
-    Row{"ours-persistent", "the same, with gradients that keep their memory", Launch::kEager,
-        &make_ours_persistent},
+    Row{"plain-same-graph", "plain-same, recorded and replayed", Launch::kGraph,
+        &make_recorded<PlainSame>},
+    Row{"ours", "fully_shard, one rank: nothing travels", Launch::kEager,
+        &make_sharded<Collectives::kBetweenRanks, Launch::kEager>},
+    Row{"ours-graph", "ours, recorded and replayed", Launch::kGraph,
+        &make_sharded<Collectives::kBetweenRanks, Launch::kGraph>},
+    Row{"ours-collectives", "ours, with every collective issued through NCCL", Launch::kEager,
+        &make_sharded<Collectives::kAlways, Launch::kEager>},
+    Row{"ours-collectives-graph", "the same, recorded and replayed", Launch::kGraph,
+        &make_sharded<Collectives::kAlways, Launch::kGraph>},
+    Row{"ours-persistent", "ours, with gradients that keep their memory", Launch::kEager,
+        &make_sharded<Collectives::kBetweenRanks, Launch::kEager,
+                      fsdp::GradientLifetime::kPersistent>},
 };
 
 }  // namespace
-
-Trainee::Trainee(c10::Device device) : loss_(at::zeros({}, at::device(device).dtype(at::kFloat))) {}
 
 std::span<const Row> rows() { return kRows; }
 

@@ -9,8 +9,8 @@
 #include <memory>
 #include <span>
 #include <string_view>
+#include <utility>
 
-#include "fsdp/comm/world.h"
 #include "fsdp/nn/architecture.h"
 
 namespace bench {
@@ -35,25 +35,26 @@ struct RowSetup {
   // What rows compute in, and what the rows "in bf16" keep everything in: bf16, but for CPUs, many
   // of which cannot multiply it.
   at::ScalarType compute = at::kBFloat16;
-  fsdp::World& world;  // of one rank
 };
 
 // One model and its optimizer. It begins with the same values in every row.
 class Trainee {
  public:
-  explicit Trainee(c10::Device device);
+  // `loss` is where the losses go.
+  explicit Trainee(at::Tensor loss) : loss_(std::move(loss)) {}
   virtual ~Trainee() = default;
   Trainee(const Trainee&) = delete;
   Trainee& operator=(const Trainee&) = delete;
 
-  // Forward, backward and update. The host reads nothing, so a step can be recorded and replayed.
+  // Forward, backward and update. The host reads nothing, so that a step can be recorded; one that
+  // is takes the same batch every time.
   virtual void step(const Batch& batch) = 0;
 
   // Of the last step, before its update: one fp32 element on the device, always the same one.
   const at::Tensor& loss() const { return loss_; }
 
  protected:
-  at::Tensor loss_;
+  const at::Tensor loss_;
 };
 
 enum class Launch : uint8_t {

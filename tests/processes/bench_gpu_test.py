@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 
-ROWS = ("plain-bf16", "plain-same", "ours", "pytorch-bf16", "fsdp2")
+ROWS = ("plain-bf16", "plain-same", "ours", "ours-collectives", "pytorch-bf16", "fsdp2")
 
 
 def run(command):
@@ -32,8 +32,9 @@ def all_rows_train_the_same_model(script, program):
         losses = rows[name]["losses"]
         assert abs(losses[0] - first) < 1e-4, f"{name} begins with the loss {losses[0]}, plain-same with {first}"
         assert losses[-1] < losses[0] - 0.1, f"{name} does not learn: {losses}"
-    for mine, plain in zip(rows["ours"]["losses"], rows["plain-same"]["losses"]):
-        assert abs(mine - plain) < 1e-3, f"ours: {rows['ours']['losses']}, plain-same: {rows['plain-same']['losses']}"
+    for name in ("ours", "ours-collectives"):
+        for mine, plain in zip(rows[name]["losses"], rows["plain-same"]["losses"]):
+            assert abs(mine - plain) < 1e-3, f"{name}: {rows[name]['losses']}, plain-same: {rows['plain-same']['losses']}"
     goals = {goal["goal"]: goal["met"] for goal in report["goals"]["tiny"]}
     assert goals["ours: loss of plain-same within 1%"] is True, goals
     assert goals["ours-graph <= 1.02 x plain-same-graph"] is None, goals

@@ -3,15 +3,20 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
+#include <algorithm>
 #include <cmath>
 #include <numbers>
+#include <thread>
 #include <utility>
+#include <vector>
+
+#include "fsdp/base/integer.h"
 
 namespace fsdp::nn {
 
 namespace {
 
-constexpr int64_t kGrain = 16384;  // elements per task: about 0.3 ms
+constexpr int64_t kGrain = 65536;  // elements that are worth a thread: about 1 ms
 
 uint64_t mixed(uint64_t x) {
   x = (x ^ (x >> 32)) * 0xD6E8FEB86659FD93ull;
@@ -51,17 +56,26 @@ void fill_normal_pairs(float* values, int64_t begin, int64_t end, const ElementB
   }
 }
 
-// Made on the host and copied, so that all devices have the same bits. Tasks begin at even
-// elements.
+// Calls part(begin, end) for the pieces of [0, numel), which begin at even elements, on as many
+// threads as libtorch would use. Its own parallel_for runs serially in code that is not compiled
+// for its OpenMP.
+template <typename Part>
+void in_threads(int64_t numel, const Part& part) {
+  const int64_t num_threads = std::clamp<int64_t>(numel / kGrain, 1, at::get_num_threads());
+  const int64_t size = round_up(ceil_div(numel, num_threads), 2);
+  std::vector<std::jthread> threads;
+  for (int64_t begin = size; begin < numel; begin += size)
+    threads.emplace_back([&part, begin, end = std::min(begin + size, numel)] { part(begin, end); });
+  part(0, std::min(size, numel));
+}
+
+// Made on the host and copied, so that all devices have the same bits.
 template <typename Fill>
 void fill_on_host(const at::Tensor& parameter, const Fill& fill) {
   const at::NoGradGuard no_grad;
   const at::Tensor host = at::empty(parameter.sizes(), at::device(at::kCPU).dtype(at::kFloat));
   auto* values = host.data_ptr<float>();
-  const int64_t numel = host.numel();
-  at::parallel_for(0, (numel + 1) / 2, kGrain / 2, [&](int64_t begin, int64_t end) {
-    fill(values, 2 * begin, std::min(2 * end, numel));
-  });
+  in_threads(host.numel(), [&](int64_t begin, int64_t end) { fill(values, begin, end); });
   parameter.copy_(host);
 }
 
