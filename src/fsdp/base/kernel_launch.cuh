@@ -9,6 +9,10 @@ namespace fsdp {
 
 inline cudaStream_t cuda_stream(void* stream) { return static_cast<cudaStream_t>(stream); }
 
+inline void check_call(cudaError_t error, const char* call) {
+  FSDP_CHECK(error == cudaSuccess, call, " failed: ", cudaGetErrorString(error));
+}
+
 // Launches report their errors here; those of running kernels appear later, to whoever waits.
 inline void check_launch(const char* kernel) {
   const cudaError_t error = cudaGetLastError();

@@ -13,8 +13,10 @@ namespace {
 
 constexpr int kWarp = 32;
 constexpr int kThreads = 256;
-constexpr int kMaxBlocks = 1024;  // whatever the device: the order of the squares' sum is fixed
-constexpr int kVector = 8;        // elements a thread takes at once: 16 bytes of bf16
+// Whatever the device, as the order of the squares' sum is fixed; and many more than run at once,
+// so that the last ones leave nothing idle.
+constexpr int kMaxBlocks = 16384;
+constexpr int kVector = 8;  // elements a thread takes at once: 16 bytes of bf16
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
 struct Workspace {

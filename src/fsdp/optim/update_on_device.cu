@@ -18,33 +18,19 @@ constexpr int kWarp = 32;
 constexpr int kPerLane = static_cast<int>(kScaleBlock) / kWarp;
 static_assert(kPerLane * kWarp == kScaleBlock);
 constexpr int kThreads = 256;
-constexpr int kMaxBlocks = 4096;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
-// Which elements of a block of scales a lane works on.
-enum class Access {
-  kWide,   // four neighbours, loaded and stored at once: blocks that lie in the span, aligned
-  kApart,  // every 32nd, so that a warp's loads lie side by side however the span is aligned
-};
-
-template <Access kAccess>
+// What a lane works on: elements `lane`, `lane` + 32, ... of a block of scales, so that a warp's
+// loads lie side by side however the span is aligned.
 struct Lane {
-  static constexpr int kStride = kAccess == Access::kWide ? 1 : kWarp;
-
   int64_t begin;     // of this lane's first element in the span; may lie before it
   int64_t position;  // of the same, in the group's whole buffer
   int64_t scale;     // index of the block's scale
   int64_t numel;     // of the span
 
-  __device__ int64_t index(int k) const { return begin + k * kStride; }
-  __device__ uint32_t position_of(int k) const {
-    return static_cast<uint32_t>(position + k * kStride);
-  }
-  __device__ bool has(int k) const {
-    return kAccess == Access::kWide || (index(k) >= 0 && index(k) < numel);
-  }
+  __device__ int64_t index(int k) const { return begin + k * kWarp; }
+  __device__ bool has(int k) const { return index(k) >= 0 && index(k) < numel; }
 };
-using WideLane = Lane<Access::kWide>;
 
 // --- numbers of a lane ---------------------------------------------------------------------------
 
@@ -55,22 +41,7 @@ struct Raw {
 };
 
 template <typename Word>
-struct alignas(kPerLane * sizeof(Word)) Words {
-  Word of[kPerLane];
-};
-
-template <typename Word>
-__device__ Raw load_words(const void* values, const WideLane& lane) {
-  const auto words =
-      *reinterpret_cast<const Words<Word>*>(static_cast<const Word*>(values) + lane.begin);
-  Raw raw;
-#pragma unroll
-  for (int k = 0; k < kPerLane; ++k) raw.bits[k] = words.of[k];
-  return raw;
-}
-
-template <typename Word>
-__device__ Raw load_words(const void* values, const Lane<Access::kApart>& lane) {
+__device__ Raw load_words(const void* values, const Lane& lane) {
   Raw raw;
 #pragma unroll
   for (int k = 0; k < kPerLane; ++k) {
@@ -80,8 +51,7 @@ __device__ Raw load_words(const void* values, const Lane<Access::kApart>& lane) 
   return raw;
 }
 
-template <Access kAccess>
-__device__ Raw load_raw(DType dtype, const void* values, const Lane<kAccess>& lane) {
+__device__ Raw load_raw(DType dtype, const void* values, const Lane& lane) {
   if (dtype == DType::kFloat32) return load_words<uint32_t>(values, lane);
   if (dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2)
     return load_words<uint8_t>(values, lane);
@@ -116,15 +86,7 @@ __device__ Numbers widened(DType dtype, const Raw& raw) {
 
 // Stores code(k) wherever the lane has an element.
 template <typename Word, typename Function>
-__device__ void store_each(void* values, const WideLane& lane, const Function& code) {
-  Words<Word> words;
-#pragma unroll
-  for (int k = 0; k < kPerLane; ++k) words.of[k] = static_cast<Word>(code(k));
-  *reinterpret_cast<Words<Word>*>(static_cast<Word*>(values) + lane.begin) = words;
-}
-
-template <typename Word, typename Function>
-__device__ void store_each(void* values, const Lane<Access::kApart>& lane, const Function& code) {
+__device__ void store_each(void* values, const Lane& lane, const Function& code) {
 #pragma unroll
   for (int k = 0; k < kPerLane; ++k)
     if (lane.has(k)) static_cast<Word*>(values)[lane.index(k)] = static_cast<Word>(code(k));
@@ -137,8 +99,7 @@ struct RawWeight {
   Raw main;
 };
 
-template <Access kAccess>
-__device__ RawWeight load_weight(const UpdateSpan& span, const Lane<kAccess>& lane) {
+__device__ RawWeight load_weight(const UpdateSpan& span, const Lane& lane) {
   RawWeight raw;
   if (span.main != MainWeight::kSeparate)
     raw.weight = load_raw(span.weight_dtype, span.weight, lane);
@@ -158,9 +119,8 @@ __device__ Numbers main_weight(const UpdateSpan& span, const RawWeight& raw) {
   return widened(span.weight_dtype, raw.weight);
 }
 
-template <Access kAccess>
-__device__ void store_rounded(const UpdateSpan& span, const Lane<kAccess>& lane,
-                              const Numbers& values, Rounding rounding, RandomKey key) {
+__device__ void store_rounded(const UpdateSpan& span, const Lane& lane, const Numbers& values,
+                              Rounding rounding, RandomKey key) {
   const bool is_bf16 = span.weight_dtype == DType::kBFloat16;
   if (rounding == Rounding::kNearest) {
     store_each<uint16_t>(span.weight, lane, [&](int k) {
@@ -169,15 +129,14 @@ __device__ void store_rounded(const UpdateSpan& span, const Lane<kAccess>& lane,
     return;
   }
   store_each<uint16_t>(span.weight, lane, [&](int k) {
-    const uint32_t random = random_bits(key, lane.position_of(k));
+    const uint32_t random = random_bits(key, static_cast<uint32_t>(lane.position + k * kWarp));
     return is_bf16 ? Bf16::stochastic(values.of[k], random)
                    : Fp16::stochastic(values.of[k], random);
   });
 }
 
-template <Access kAccess>
-__device__ void store_weight(const UpdateSpan& span, const Lane<kAccess>& lane,
-                             const Numbers& values, Rounding rounding, RandomKey key) {
+__device__ void store_weight(const UpdateSpan& span, const Lane& lane, const Numbers& values,
+                             Rounding rounding, RandomKey key) {
   const auto wide = [&](int k) { return values.of[k]; };
   const auto upper = [&](int k) { return rounded_away(values.of[k]); };
   if (span.main == MainWeight::kSplit) {
@@ -200,8 +159,7 @@ __device__ void store_weight(const UpdateSpan& span, const Lane<kAccess>& lane,
 
 // --- moments -------------------------------------------------------------------------------------
 
-template <Access kAccess>
-__device__ float load_scale(const Moment& moment, const Lane<kAccess>& lane) {
+__device__ float load_scale(const Moment& moment, const Lane& lane) {
   return is_scaled(moment.dtype) ? moment.scales[lane.scale] : 1.0f;
 }
 
@@ -217,9 +175,8 @@ __device__ Numbers second_moment(const Moment& moment, const Raw& raw, float sca
 }
 
 // Of all lanes that have an element; they hold one block's numbers together. Sets its scale.
-template <typename Narrow, Access kAccess>
-__device__ float shared_scale(const Numbers& values, const Moment& moment,
-                              const Lane<kAccess>& lane) {
+template <typename Narrow>
+__device__ float shared_scale(const Numbers& values, const Moment& moment, const Lane& lane) {
   uint32_t largest = 0;
 #pragma unroll
   for (int k = 0; k < kPerLane; ++k)
@@ -231,28 +188,25 @@ __device__ float shared_scale(const Numbers& values, const Moment& moment,
   return scale;
 }
 
-template <typename Narrow, Access kAccess>
-__device__ void store_scaled(const Numbers& values, const Moment& moment,
-                             const Lane<kAccess>& lane) {
+template <typename Narrow>
+__device__ void store_scaled(const Numbers& values, const Moment& moment, const Lane& lane) {
   const float inverse = inverse_scale(shared_scale<Narrow>(values, moment, lane));
   store_each<typename Narrow::Code>(moment.values, lane,
                                     [&](int k) { return Narrow::nearest(values.of[k] * inverse); });
 }
 
-template <typename Narrow, Access kAccess>
-__device__ void store_roots(const Numbers& values, const Moment& moment, const Lane<kAccess>& lane,
+template <typename Narrow>
+__device__ void store_roots(const Numbers& values, const Moment& moment, const Lane& lane,
                             RandomKey key) {
   const Numbers roots = each([&](int k) { return sqrtf(values.of[k]); });
   const float inverse = inverse_scale(shared_scale<Narrow>(roots, moment, lane));
   store_each<typename Narrow::Code>(moment.values, lane, [&](int k) {
-    const uint32_t random = random_bits(key, lane.position_of(k));
+    const uint32_t random = random_bits(key, static_cast<uint32_t>(lane.position + k * kWarp));
     return root_code<Narrow>(roots.of[k] * inverse, random);
   });
 }
 
-template <Access kAccess>
-__device__ void store_first(const Numbers& values, const Moment& moment,
-                            const Lane<kAccess>& lane) {
+__device__ void store_first(const Numbers& values, const Moment& moment, const Lane& lane) {
   if (moment.dtype == DType::kBFloat16) {
     store_each<uint16_t>(moment.values, lane, [&](int k) { return Bf16::nearest(values.of[k]); });
   } else if (moment.dtype == DType::kFloat16) {
@@ -266,12 +220,11 @@ __device__ void store_first(const Numbers& values, const Moment& moment,
   }
 }
 
-template <Access kAccess>
-__device__ void store_second(const Numbers& values, const Moment& moment, const Lane<kAccess>& lane,
+__device__ void store_second(const Numbers& values, const Moment& moment, const Lane& lane,
                              RandomKey key) {
   if (moment.dtype == DType::kBFloat16) {
     store_each<uint16_t>(moment.values, lane, [&](int k) {
-      const uint32_t random = random_bits(key, lane.position_of(k));
+      const uint32_t random = random_bits(key, static_cast<uint32_t>(lane.position + k * kWarp));
       return Bf16::stochastic(values.of[k], random);
     });
   } else if (moment.dtype == DType::kFloat16) {
@@ -289,32 +242,29 @@ __device__ void store_second(const Numbers& values, const Moment& moment, const 
 
 // Calls body(lane) for every block of scales that the span touches; all lanes of a warp together.
 template <typename Body>
-__device__ void for_each_block(const UpdateSpan& span, bool is_aligned, const Body& body) {
+__device__ void for_each_block(const UpdateSpan& span, const Body& body) {
   const int64_t first_block = span.flat_begin / kScaleBlock;
   const int64_t num_blocks = (span.flat_begin + span.numel - 1) / kScaleBlock - first_block + 1;
   const int64_t num_warps = static_cast<int64_t>(gridDim.x) * (kThreads / kWarp);
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
   for (int64_t block = warp; block < num_blocks; block += num_warps) {
-    const int64_t position = (first_block + block) * kScaleBlock;
-    const int64_t begin = position - span.flat_begin;
-    const auto lane = static_cast<int64_t>(threadIdx.x % kWarp);
-    if (is_aligned && begin >= 0 && begin + kScaleBlock <= span.numel) {
-      body(WideLane{begin + lane * kPerLane, position + lane * kPerLane, block, span.numel});
-    } else {
-      body(Lane<Access::kApart>{begin + lane, position + lane, block, span.numel});
-    }
+    const int64_t position = (first_block + block) * kScaleBlock + threadIdx.x % kWarp;
+    body(Lane{.begin = position - span.flat_begin,
+              .position = position,
+              .scale = block,
+              .numel = span.numel});
   }
 }
 
 __global__ void __launch_bounds__(kThreads)
-    adamw_kernel(UpdateSpan span, AdamWRule rule, const StepState* state, bool is_aligned) {
+    adamw_kernel(UpdateSpan span, AdamWRule rule, const StepState* state) {
   if (state->skips != 0) return;
   // fp64 is slow on many devices: once per thread block.
   __shared__ AdamWFactors by;
   if (threadIdx.x == 0) by = adamw_factors(rule, *state, span.rate_scale, span.weight_decay);
   __syncthreads();
   const int64_t step = state->step;
-  for_each_block(span, is_aligned, [&](const auto& lane) {
+  for_each_block(span, [&](const Lane& lane) {
     const Raw raw_gradient = load_raw(span.gradient_dtype, span.gradient, lane);
     const RawWeight raw_weight = load_weight(span, lane);
     const Raw raw_first = load_raw(span.first.dtype, span.first.values, lane);
@@ -341,13 +291,13 @@ __global__ void __launch_bounds__(kThreads)
 
 template <Momentum kMomentum>
 __global__ void __launch_bounds__(kThreads)
-    sgd_kernel(UpdateSpan span, SgdRule rule, const StepState* state, bool is_aligned) {
+    sgd_kernel(UpdateSpan span, SgdRule rule, const StepState* state) {
   if (state->skips != 0) return;
   __shared__ SgdFactors by;
   if (threadIdx.x == 0) by = sgd_factors(rule, *state, span.rate_scale, span.weight_decay);
   __syncthreads();
   const int64_t step = state->step;
-  for_each_block(span, is_aligned, [&](const auto& lane) {
+  for_each_block(span, [&](const Lane& lane) {
     const Raw raw_gradient = load_raw(span.gradient_dtype, span.gradient, lane);
     const RawWeight raw_weight = load_weight(span, lane);
     Numbers buffer{};
@@ -371,25 +321,36 @@ __global__ void begin_step_kernel(StepState* state, StepRule rule) { begin_step(
 
 // --- launches ------------------------------------------------------------------------------------
 
-// Whether blocks of scales begin where four numbers of every array can be loaded at once.
-bool is_aligned(const UpdateSpan& span) {
-  const auto begins_well = [&](const void* values, int64_t width) {
-    const auto address = reinterpret_cast<intptr_t>(values) - span.flat_begin * width;
-    return values == nullptr || address % (kPerLane * width) == 0;
-  };
-  const int64_t main_width = span.main == MainWeight::kSplit ? sizeof(int16_t) : sizeof(float);
-  return begins_well(span.gradient, element_bytes(span.gradient_dtype)) &&
-         begins_well(span.weight, element_bytes(span.weight_dtype)) &&
-         begins_well(span.main_weight, main_width) &&
-         begins_well(span.first.values, element_bytes(span.first.dtype)) &&
-         begins_well(span.second.values, element_bytes(span.second.dtype));
+// Thread blocks of the kernel that a device of this process runs at once.
+template <typename Kernel>
+int blocks_at_once(Kernel kernel) {
+  int device = 0;
+  int multiprocessors = 0;
+  int per_multiprocessor = 0;
+  check_call(cudaGetDevice(&device), "cudaGetDevice");
+  check_call(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
+             "cudaDeviceGetAttribute");
+  check_call(
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, kThreads, 0),
+      "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+  return multiprocessors * per_multiprocessor;
 }
 
+// No more than run at once: each has factors to compute first, and a second wave that does not fill
+// the device would leave the rest of it idle.
+template <auto kKernel>
 int blocks_for(const UpdateSpan& span) {
+  static const int at_once = blocks_at_once(kKernel);
   const int64_t touched = span.numel / kScaleBlock + 2;
   const int64_t per_block = kThreads / kWarp;
   const int64_t blocks = (touched + per_block - 1) / per_block;
-  return static_cast<int>(blocks < kMaxBlocks ? blocks : kMaxBlocks);
+  return static_cast<int>(blocks < at_once ? blocks : at_once);
+}
+
+template <Momentum kMomentum>
+void launch_sgd(const UpdateSpan& span, const SgdRule& rule, const StepState* state, void* stream) {
+  const int blocks = blocks_for<sgd_kernel<kMomentum>>(span);
+  sgd_kernel<kMomentum><<<blocks, kThreads, 0, cuda_stream(stream)>>>(span, rule, state);
 }
 
 }  // namespace
@@ -404,27 +365,23 @@ void begin_step_on_device(StepState* state, const StepRule& rule, void* stream) 
 void adamw_on_device(const UpdateSpan& span, const AdamWRule& rule, const StepState* state,
                      void* stream) {
   if (span.numel == 0) return;
-  adamw_kernel<<<blocks_for(span), kThreads, 0, cuda_stream(stream)>>>(span, rule, state,
-                                                                       is_aligned(span));
+  adamw_kernel<<<blocks_for<adamw_kernel>(span), kThreads, 0, cuda_stream(stream)>>>(span, rule,
+                                                                                     state);
   check_launch("adamw");
 }
 
 void sgd_on_device(const UpdateSpan& span, const SgdRule& rule, const StepState* state,
                    void* stream) {
   if (span.numel == 0) return;
-  const auto launch = [&](auto kernel) {
-    kernel<<<blocks_for(span), kThreads, 0, cuda_stream(stream)>>>(span, rule, state,
-                                                                   is_aligned(span));
-  };
   switch (momentum_kind(rule)) {
     case Momentum::kNone:
-      launch(sgd_kernel<Momentum::kNone>);
+      launch_sgd<Momentum::kNone>(span, rule, state, stream);
       break;
     case Momentum::kPlain:
-      launch(sgd_kernel<Momentum::kPlain>);
+      launch_sgd<Momentum::kPlain>(span, rule, state, stream);
       break;
     case Momentum::kNesterov:
-      launch(sgd_kernel<Momentum::kNesterov>);
+      launch_sgd<Momentum::kNesterov>(span, rule, state, stream);
       break;
   }
   check_launch("sgd");
