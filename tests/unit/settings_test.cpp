@@ -157,7 +157,8 @@ TEST(Settings, OnlyWhatDiffersFromTheDefaultIsMarked) {
 
 TEST(Settings, WhatIsLeftToBeChosenIsShownAsItWasChosen) {
   const TrainOptions options = given({{"steps", {"200"}}, {"checkpoint-dir", {"d"}}});
-  const TrainOptions resolved = options.resolved(4, DType::kBFloat16, DeviceChoice::kCuda);
+  const TrainOptions resolved = options.resolved(
+      4, {.device = DeviceChoice::kCuda, .compute = DType::kBFloat16, .peak_tflops = 312});
   std::map<std::string, SettingRow> shown;
   for (const SettingRow& row : shown_settings(options, resolved)) shown[row.name] = row;
   EXPECT_EQ(shown["warmup"].value, "20");
@@ -166,8 +167,15 @@ TEST(Settings, WhatIsLeftToBeChosenIsShownAsItWasChosen) {
   EXPECT_EQ(shown["device"].value, "cuda");
   EXPECT_EQ(shown["ranks"].value, "4");
   EXPECT_EQ(shown["log"].value, "d/log.jsonl");
-  for (const char* name : {"warmup", "min-lr", "compute", "device", "ranks", "log"})
+  EXPECT_EQ(shown["peak-tflops"].value, "312");
+  for (const char* name : {"warmup", "min-lr", "compute", "device", "ranks", "log", "peak-tflops"})
     EXPECT_FALSE(shown[name].is_changed) << name;
+}
+
+TEST(Settings, AGivenPeakWinsOverThatOfTheDevice) {
+  const RankDevice found{.device = DeviceChoice::kCuda, .peak_tflops = 312};
+  EXPECT_EQ(given({{"peak-tflops", {"100"}}}).resolved(1, found).peak_tflops, 100);
+  EXPECT_EQ(given({{"peak-tflops", {"0"}}}).resolved(1, found).peak_tflops, 0);
 }
 
 TEST(Settings, AFlagForBothMomentsComesBeforeThoseForOne) {

@@ -19,6 +19,7 @@
 #include "fsdp/cli/command.h"
 #include "fsdp/comm/connect_mpi.h"
 #include "fsdp/comm/launch.h"
+#include "fsdp/train/device_name.h"
 
 namespace fsdp::cli {
 
@@ -49,7 +50,10 @@ Json devices() {
   found.push_back(concat("cpu: ", std::thread::hardware_concurrency(), " hardware threads, ",
                          at::get_cpu_capability()));
   const auto num_cuda = at::detail::getCUDAHooks().deviceCount();
-  for (int64_t i = 0; i < num_cuda; ++i) found.push_back(concat("cuda:", i));
+  for (int64_t i = 0; i < num_cuda; ++i) {
+    const std::string name = train::device_name({c10::kCUDA, static_cast<c10::DeviceIndex>(i)});
+    found.push_back(concat("cuda:", i, name.empty() ? "" : ": ", name));
+  }
   return found;
 }
 

@@ -90,7 +90,7 @@ void print_check(const train::RunPlan& plan, const Launch& launch, c10::Device d
   train::Console console(train::console_options_for_stdout(), std::cout);
   console.begin({.title = train::title_of(plan),
                  .settings = train::shown_settings(options, plan.resolved),
-                 .environment = train::environment_rows(launch, plan.num_ranks, device),
+                 .environment = train::environment_rows(launch, plan, device),
                  .memory = train::memory_rows(plan.forecast)});
   console.note(concat("data: ", plan.corpus->summary()));
   const int64_t tokens = options.total_steps() * options.tokens_per_step();
@@ -112,9 +112,8 @@ void run_train(const CLI::App& app, const TrainArguments& given) {
   const c10::Device device = let_the_first_speak(
       launch, [&] { return train::training_device(options, launch.local_rank); });
   const train::RunPlan plan = let_the_first_speak(launch, [&] {
-    return train::plan_run(
-        options, num_ranks_of(options, launch), train::compute_dtype(options, device),
-        device.is_cpu() ? train::DeviceChoice::kCpu : train::DeviceChoice::kCuda);
+    return train::plan_run(options, num_ranks_of(options, launch),
+                           train::rank_device(options, device));
   });
   if (given.check) {
     if (launch.rank == 0) print_check(plan, launch, device);

@@ -3,15 +3,15 @@
 
 #include <c10/core/Device.h>
 
-#include <cstdint>
 #include <vector>
 
 #include "fsdp/comm/launch.h"
 #include "fsdp/train/run_facts.h"
+#include "fsdp/train/run_plan.h"
 
 namespace fsdp::train {
 
-std::vector<EnvironmentRow> environment_rows(const Launch& launch, int64_t num_ranks,
+std::vector<EnvironmentRow> environment_rows(const Launch& launch, const RunPlan& plan,
                                              c10::Device device);
 
 }  // namespace fsdp::train

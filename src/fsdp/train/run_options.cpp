@@ -7,6 +7,8 @@
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/optim/adamw.h"
 #include "fsdp/optim/sgd.h"
+#include "fsdp/train/device_name.h"
+#include "fsdp/train/peak_rates.h"
 
 namespace fsdp::train {
 
@@ -19,6 +21,15 @@ std::optional<at::ScalarType> scalar_type(const std::optional<DType>& dtype) {
 // 0 where this libtorch was built without CUDA.
 int num_cuda_devices() {
   return at::hasCUDA() ? c10::impl::getDeviceGuardImpl(c10::kCUDA)->deviceCount() : 0;
+}
+
+// How libtorch multiplies matrices of this type on a GPU.
+std::optional<ProductType> product_type(DType compute) {
+  if (compute == DType::kBFloat16) return ProductType::kBFloat16;
+  if (compute == DType::kFloat16) return ProductType::kFloat16;
+  if (compute != DType::kFloat32) return std::nullopt;
+  return at::globalContext().allowTF32CuBLAS() ? ProductType::kTensorFloat32
+                                               : ProductType::kFloat32;
 }
 
 StepOptions step_options(const TrainOptions& o) {
@@ -52,6 +63,14 @@ c10::Device training_device(const TrainOptions& options, int local_rank) {
 DType compute_dtype(const TrainOptions& options, c10::Device device) {
   if (options.compute) return *options.compute;
   return device.is_cpu() ? DType::kFloat32 : DType::kBFloat16;
+}
+
+RankDevice rank_device(const TrainOptions& options, c10::Device device) {
+  RankDevice found{.device = device.is_cpu() ? DeviceChoice::kCpu : DeviceChoice::kCuda,
+                   .compute = compute_dtype(options, device)};
+  const std::optional<ProductType> products = product_type(found.compute);
+  if (products) found.peak_tflops = known_peak_tflops(device_name(device), *products).value_or(0);
+  return found;
 }
 
 CommOptions comm_options(const TrainOptions& options) {

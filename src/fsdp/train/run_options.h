@@ -20,6 +20,9 @@ c10::Device training_device(const TrainOptions& options, int local_rank);
 // Of weights and activations.
 DType compute_dtype(const TrainOptions& options, c10::Device device);
 
+// What plan_run() is to know of it.
+RankDevice rank_device(const TrainOptions& options, c10::Device device);
+
 // Environment variables where flags say nothing.
 CommOptions comm_options(const TrainOptions& options);
 ShardOptions shard_options(const TrainOptions& options, c10::Device device);

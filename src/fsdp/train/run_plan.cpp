@@ -131,14 +131,13 @@ void check_windows(const RunPlan& plan) {
 
 }  // namespace
 
-RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, DType compute,
-                 DeviceChoice device) {
+RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevice& device) {
   options.validate(num_ranks);
   check_places(options);
   RunPlan plan{.options = options,
-               .resolved = options.resolved(num_ranks, compute, device),
+               .resolved = options.resolved(num_ranks, device),
                .num_ranks = num_ranks,
-               .compute = compute,
+               .compute = device.compute,
                .model = find_model(options.model),
                .model_config = {},
                .corpus = nullptr,
@@ -155,7 +154,7 @@ RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, DType compute,
                             "': how many tokens each expert gets, the host must know in every "
                             "step; drop --cuda-graph"));
   plan.forecast = Planner(build_model(plan.model.name, plan.model.config),
-                          plan_options(options, num_ranks, compute))
+                          plan_options(options, num_ranks, device.compute))
                       .forecast();
   plan.corpus = Corpus::open(options.data);
   plan.corpus->check_model_vocabulary(vocab_size_of(plan.model.config));

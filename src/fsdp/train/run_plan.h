@@ -37,8 +37,7 @@ struct RunPlan {
 
 // Opens the data, checks everything against everything, and forecasts memory. UsageError or Error
 // in one sentence.
-RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, DType compute,
-                 DeviceChoice device);
+RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevice& device);
 
 // The forecast as rows; measured values can be added later.
 std::vector<MemoryRow> memory_rows(const Forecast& forecast);

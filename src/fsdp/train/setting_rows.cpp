@@ -351,8 +351,9 @@ void add_output(Rows& rows) {
   rows.add("sample", "TEXT", text_value(&O::sample),
            "What the sample of generated text at the end begins with; '': no sample");
   rows.add("sample-tokens", "N", whole_value(&O::sample_tokens, 1, 1 << 20), "Its length");
-  rows.add("peak-tflops", "X", number_value(&O::peak_tflops, 0, 1e9),
-           "What one rank's device can compute at most, for MFU; 0: not shown");
+  rows.add("peak-tflops", "X|auto", number_or_auto(&O::peak_tflops, 0, 1e9),
+           "What one rank's device can compute at most, for MFU; auto: of known GPUs, by name; 0: "
+           "not shown");
   rows.add("quiet", "BOOL", flag_value(&O::quiet), "Print nothing but errors");
 }
 

@@ -152,12 +152,12 @@ LearningRateOptions TrainOptions::rate_options() const {
           .decay = decay};
 }
 
-TrainOptions TrainOptions::resolved(int64_t num_ranks, DType compute_dtype,
-                                    DeviceChoice device_choice) const {
+TrainOptions TrainOptions::resolved(int64_t num_ranks, const RankDevice& found) const {
   TrainOptions result = *this;
   result.ranks = num_ranks;
-  result.compute = compute_dtype;
-  result.device = device_choice;
+  result.compute = found.compute;
+  result.device = found.device;
+  result.peak_tflops = peak_tflops.value_or(found.peak_tflops);
   result.steps = total_steps();
   const LearningRateOptions rate = rate_options();
   result.warmup = rate.warmup_steps;

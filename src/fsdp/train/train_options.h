@@ -27,6 +27,13 @@ enum class NonfiniteChoice : uint8_t { kUpdate, kSkip };
 enum class UpdatesChoice : uint8_t { kHidden, kBlocking };
 enum class SaveChoice : uint8_t { kBackground, kBlocking };
 
+// What a rank computes on, as it was found, and with.
+struct RankDevice {
+  DeviceChoice device = DeviceChoice::kCpu;
+  DType compute = DType::kFloat32;
+  double peak_tflops = 0;  // at most, in `compute`; 0: not known
+};
+
 struct TrainOptions {
   // --- model ---
   std::string model = "tiny";  // a preset, or the path of a config.json or of its directory
@@ -120,7 +127,8 @@ struct TrainOptions {
   int64_t log_every = 0;        // 0: every step of a short run, else now and then
   std::string sample = "The ";
   int64_t sample_tokens = 200;
-  double peak_tflops = 0;  // of one rank's device; 0: unknown
+  // Of one rank's device; nullopt: by its name; 0: unknown.
+  std::optional<double> peak_tflops = std::nullopt;
   bool quiet = false;
 
   // What can be wrong with the fields together, before anything is opened, for this many ranks.
@@ -137,7 +145,7 @@ struct TrainOptions {
   LearningRateOptions rate_options() const;
 
   // With nothing left to be chosen: what is shown.
-  TrainOptions resolved(int64_t num_ranks, DType compute_dtype, DeviceChoice device_choice) const;
+  TrainOptions resolved(int64_t num_ranks, const RankDevice& found) const;
 
   // Where they are; "": nowhere.
   std::string log_path() const;

@@ -168,7 +168,7 @@ void TrainingRun::load() {
 void TrainingRun::begin_watch(std::ostream& out) {
   RunFacts facts{.title = title_of(plan_),
                  .settings = shown_settings(options_, plan_.resolved),
-                 .environment = environment_rows(world_.launch(), plan_.num_ranks, device_),
+                 .environment = environment_rows(world_.launch(), plan_, device_),
                  .memory = memory_rows(plan_.forecast),
                  .resumed_step = first_step_};
   WatchOptions watch{.log_path = options_.log_path(),
@@ -316,11 +316,12 @@ void TrainingRun::record(const Metrics& metrics, double seconds) {
         .tokens = step_ * options_.tokens_per_step(),
         .is_skipped = is_skipped};
     // What a CPU could do at most is not known, and its figure would say nothing.
-    if (!device_.is_cpu() || options_.peak_tflops > 0)
+    const double peak = plan_.resolved.peak_tflops.value_or(0);
+    if (!device_.is_cpu() || peak > 0)
       record.teraflops = record.tokens_per_second *
                          flops_per_token(plan_.model.config, options_.sequence) /
                          static_cast<double>(plan_.num_ranks) / 1e12;
-    if (options_.peak_tflops > 0) record.mfu = record.teraflops / options_.peak_tflops;
+    if (peak > 0) record.mfu = record.teraflops / peak;
     for (size_t i = 1; i < loss_names_.size(); ++i)
       record.terms.push_back({loss_names_[i], metrics.values[i]});
     watch_->step(std::move(record));
