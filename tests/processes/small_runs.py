@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 
@@ -33,6 +34,14 @@ def environment(**more):
     kept = {name: value for name, value in os.environ.items()
             if not name.startswith(LAUNCHERS) or name.startswith("OMPI_ALLOW")}
     return {**kept, "OMP_NUM_THREADS": "1", "FSDP_LOG": "warning", **more}
+
+
+def slow_type_warning(command):
+    """What a run that computes in a type without instructions on this CPU says, as a pattern; "" for others."""
+    words = re.search("(?m)^(?:flags|Features)\\s*:(.*)$", pathlib.Path("/proc/cpuinfo").read_text())[1].split()
+    needs = {"bf16": {"bf16", "avx512bw"}, "fp16": {"asimdhp", "avx512_fp16"}}  # one of these
+    slow = [name for name, any_of in needs.items() if name in command and not any_of & set(words)]
+    return rf"warning: --compute is {slow[0]}, .*; use --compute fp32 here\n" if slow else ""
 
 
 def run(command, cwd, code=0, timeout=120, **more):

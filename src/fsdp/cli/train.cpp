@@ -9,6 +9,7 @@
 
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
+#include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
 #include "fsdp/cli/command.h"
 #include "fsdp/cli/option_values.h"
@@ -115,6 +116,8 @@ void run_train(const CLI::App& app, const TrainArguments& given) {
     return train::plan_run(options, num_ranks_of(options, launch),
                            train::rank_device(options, device));
   });
+  const std::string slow = train::slow_compute_text(plan.compute, device, this_cpu());
+  if (launch.rank == 0 && !slow.empty()) log(LogLevel::kWarning, slow);
   if (given.check) {
     if (launch.rank == 0) print_check(plan, launch, device);
     return;

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "fsdp/base/error.h"
+#include "fsdp/base/log.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/checkpoint/load.h"
 #include "fsdp/checkpoint/run_directory.h"
@@ -51,12 +52,15 @@ LoadedModel load_for_inference(const InferenceOptions& options, const Mesh& mesh
     throw UsageError(concat("--compute is ", name_of(*given.compute),
                             "; models compute in fp64, fp32, bf16 or fp16"));
   const c10::Device device = training_device(given, mesh.inner().rank());
+  const DType compute = compute_dtype(given, device);
+  const std::string slow = slow_compute_text(compute, device, this_cpu());
+  if (mesh.inner().rank() == 0 && !slow.empty()) log(LogLevel::kWarning, slow);
   const std::string path = checkpoint_or_files(options.path);
   std::shared_ptr<LanguageModel> model;
   {
     const MetaConstruction meta;
     model = build_language_model(config_of(options, path),
-                                 {.dtype = scalar_type_of(compute_dtype(given, device))});
+                                 {.dtype = scalar_type_of(compute)});
   }
   // Frozen: neither gradients nor main weights need memory.
   for (at::Tensor& parameter : model->parameters()) parameter.requires_grad_(false);

@@ -65,6 +65,13 @@ DType compute_dtype(const TrainOptions& options, c10::Device device) {
   return device.is_cpu() ? DType::kFloat32 : DType::kBFloat16;
 }
 
+std::string slow_compute_text(DType compute, c10::Device device, const CpuTypes& cpu) {
+  if (!device.is_cpu() || is_quick_on(cpu, compute)) return "";
+  return concat("--compute is ", name_of(compute),
+                ", for which this CPU has no instructions: products are up to 300 times slower "
+                "than in fp32; use --compute fp32 here");
+}
+
 RankDevice rank_device(const TrainOptions& options, c10::Device device) {
   RankDevice found{.device = device.is_cpu() ? DeviceChoice::kCpu : DeviceChoice::kCuda,
                    .compute = compute_dtype(options, device)};

@@ -4,7 +4,9 @@
 #include <c10/core/Device.h>
 
 #include <memory>
+#include <string>
 
+#include "fsdp/base/cpu_types.h"
 #include "fsdp/checkpoint/checkpointer.h"
 #include "fsdp/checkpoint/load.h"
 #include "fsdp/comm/comm_options.h"
@@ -19,6 +21,9 @@ c10::Device training_device(const TrainOptions& options, int local_rank);
 
 // Of weights and activations.
 DType compute_dtype(const TrainOptions& options, c10::Device device);
+
+// Why computing in this type is a bad idea on this device, in a sentence; "": it is none.
+std::string slow_compute_text(DType compute, c10::Device device, const CpuTypes& cpu);
 
 // What plan_run() is to know of it.
 RankDevice rank_device(const TrainOptions& options, c10::Device device);
