@@ -162,6 +162,7 @@ MODELS = [
     ("train --model model/missing.json", "missing.json: hidden_size is missing; add it"),
     ("train --model model/broken.json", "broken.json: not valid JSON"),
 ]
+WIDE = "is of another model: hidden_size was 32 and is 16 now, head_dim was 16 and is 8 now"
 RESUMES = [
     ("train --checkpoint-dir done --resume never", "which holds checkpoints up to step 4, but --resume is 'never'; give a new directory"),
     ("train --checkpoint-dir done --resume other", "which holds checkpoints up to step 4, but --resume is 'other'"),
@@ -170,6 +171,11 @@ RESUMES = [
     ("train --checkpoint-dir done --steps 6 --seed 2", "the data's seed was 1 when the run was saved and is 2 now"),
     ("train --checkpoint-dir done --steps 6 --validation-fraction 0.1", "keep the same share for validation"),
     ("train --checkpoint-dir future --steps 6", "manifest.json: version is 99; this fsdp.cpp reads versions up to 1"),
+    ("train --checkpoint-dir other --steps 6", f"other/step-00000004 {WIDE}; train the same --model, or choose another"),
+    ("train --resume other", f"other/step-00000004 {WIDE}; train the same --model, or take the weights alone with --init"),
+    ("train --init other", f"other/step-00000004 {WIDE}; give the --model of these weights"),
+    ("train --resume done --model hybrid-tiny", 'is of another model: model_type was "llama" and is "nemotron_h" now; '),
+    ("train --resume done --model model/theta.json", "is of another model: rope_theta was 10000.0 and is 500.0 now; "),
 ]
 OTHERS = [
     ("generate", "--checkpoint is missing; give a run's directory"),
@@ -181,6 +187,7 @@ OTHERS = [
     ("generate --checkpoint done --prompt a --seed x", "--seed is 'x'"),
     ("generate --checkpoint done --prompt a --device gpu", "did you mean 'cpu'?"),
     ("generate --checkpoint done --prompt a --compute fp8_e4m3", "--compute is fp8_e4m3; models compute in fp64, fp32"),
+    ("generate --checkpoint done --prompt a --model model/wide.json", "head_dim was 8 and is 16 now; leave --model out"),
     ("generate --checkpont done", "did you mean '--checkpoint'? See fsdp generate --help"),
     ("eval", "--checkpoint is missing; give a run's directory"),
     ("eval --checkpoint done", "--data is missing; give text files"),
@@ -225,17 +232,13 @@ FAILURES = [
     ("train --resume folder", "folder holds neither a manifest.json nor safetensors files"),
     ("train --resume damaged", DAMAGED),
     ("train --resume gone", "model/00000-0.safetensors: cannot open the file"),
-    ("train --resume other", "does not fit this model: other shapes have"),
     ("train --checkpoint-dir damaged --steps 6", DAMAGED),
-    ("train --checkpoint-dir other --steps 6", "does not fit this model: other shapes have"),
     ("train --checkpoint-dir incomplete --steps 6", "incomplete/latest: names step-00000004, which is not there"),
     ("train --init nothing", "nothing: there is no such directory"),
     ("train --init damaged", DAMAGED),
-    ("train --init other", "does not fit this model"),
     ("train --report pipe", "pipe: is not a file, so no report can replace it; choose another place with --report"),
     ("generate --checkpoint nothing --prompt a", "nothing: there is no such directory"),
     ("generate --checkpoint damaged --prompt a", DAMAGED),
-    ("generate --checkpoint done --prompt a --model model/wide.json", "does not fit this model"),
     ("eval --checkpoint done --data missing.txt", "missing.txt: cannot be read"),
     ("eval --checkpoint folder --data text.txt", "folder holds neither a manifest.json nor safetensors files"),
     ("data pack missing.txt --output new.bin", "missing.txt: cannot be read"),

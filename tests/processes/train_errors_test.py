@@ -45,7 +45,7 @@ CONFIGS = {
     "twice": '{"steps": 1, "steps": 2}', "array": "[1]", "broken": '{"steps": 1', "empty": "", "zero": '{"steps": 1}\0x',
     "deep": "[" * 200}
 MODELS = {
-    "wide": {"hidden_size": 32}, "vocabulary": {"vocab_size": 100}, "odd": {"hidden_size": 15},
+    "wide": {"hidden_size": 32}, "theta": {"rope_theta": 500.0}, "vocabulary": {"vocab_size": 100}, "odd": {"hidden_size": 15},
     "heads": {"num_attention_heads": 4, "num_key_value_heads": 3}, "text": {"hidden_size": "wide"},
     "type": {"model_type": "lama"}, "dropout": {"attention_dropout": 0.5}, "layers": {"num_hidden_layers": -1},
     "missing": {"hidden_size": None}, "rope": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}}

@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "fsdp/base/error.h"
+#include "fsdp/base/text.h"
+#include "fsdp/nn/config_differences.h"
 #include "fsdp/nn/flops.h"
 #include "fsdp/nn/presets.h"
 #include "fsdp/plan/architecture.h"
@@ -240,6 +242,34 @@ TEST(Architecture, CountsNormsSharedExpertsAndPredictionLayers) {
   EXPECT_EQ(
       parameters(MixtralConfig{llama(), 4, 2, 0.0, 10}) - parameters(MixtralConfig{llama(), 4}),
       3 * 3 * 10 * 48);
+}
+
+std::string differences(const ModelConfig& before, const ModelConfig& now, ModelAspect aspect) {
+  std::string text;
+  for (const FieldDifference& each : differing_fields(before, now, aspect))
+    text += concat(each.field, " ", each.before, " ", each.now, "; ");
+  return text;
+}
+
+TEST(DifferingFields, NamesEachWithBothValues) {
+  LlamaConfig other = llama();
+  other.vocab_size = 200;
+  other.num_nextn_predict_layers = 1;
+  EXPECT_EQ(differences(llama(), llama(), ModelAspect::kResults), "");
+  EXPECT_EQ(differences(llama(), other, ModelAspect::kResults),
+            "vocab_size 100 200; num_nextn_predict_layers none 1; ");
+  EXPECT_EQ(differences(other, hybrid(), ModelAspect::kResults),
+            "model_type \"llama\" \"nemotron_h\"; ");
+}
+
+TEST(DifferingFields, LeavesOutWhatTensorsOrResultsDoNotDependOn) {
+  LlamaConfig longer = llama();
+  longer.max_position_embeddings *= 2;
+  longer.initializer_range *= 2;
+  EXPECT_EQ(differences(llama(), longer, ModelAspect::kResults), "");
+  longer.rope_theta = 500;
+  EXPECT_EQ(differences(llama(), longer, ModelAspect::kResults), "rope_theta 10000.0 500.0; ");
+  EXPECT_EQ(differences(llama(), longer, ModelAspect::kTensors), "");
 }
 
 // Six per weight that is multiplied; attention counted by hand.

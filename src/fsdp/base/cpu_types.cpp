@@ -36,8 +36,7 @@ CpuTypes detect() {
   unsigned c = 0;
   unsigned d = 0;
   const bool is_known = __get_cpuid_count(kLeaf, 0, &a, &b, &c, &d) != 0;
-  return {.has_bfloat16 = has_avx512,
-          .has_float16 = has_avx512 && is_known && (d & kFloat16) != 0};
+  return {.has_bfloat16 = has_avx512, .has_float16 = has_avx512 && is_known && (d & kFloat16) != 0};
 }
 
 #else

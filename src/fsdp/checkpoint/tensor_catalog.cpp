@@ -308,14 +308,17 @@ void TensorCatalog::open_plain() {
   check_cover(model_, is_folder ? path_ : directory_of(path_));
 }
 
-std::optional<std::string> TensorCatalog::model_config() const {
-  const std::string directory = is_directory(path_) ? path_ : directory_of(path_);
+namespace {
+
+std::optional<std::string> model_config_at(const std::string& checkpoint,
+                                           const Manifest* manifest) {
+  const std::string directory = is_directory(checkpoint) ? checkpoint : directory_of(checkpoint);
   const std::string path = concat(directory, "/", kModelConfigName);
-  if (!manifest_) {
+  if (manifest == nullptr) {
     if (!path_exists(path)) return std::nullopt;
     return read_text_file(path, kMaxJsonBytes);
   }
-  for (const StoredFile& file : manifest_->files) {
+  for (const StoredFile& file : manifest->files) {
     if (file.path != kModelConfigName) continue;
     std::string text = read_text_file(path, kMaxJsonBytes);
     FSDP_CHECK(static_cast<int64_t>(text.size()) == file.bytes &&
@@ -324,6 +327,18 @@ std::optional<std::string> TensorCatalog::model_config() const {
     return text;
   }
   return std::nullopt;
+}
+
+}  // namespace
+
+std::optional<std::string> TensorCatalog::model_config() const {
+  return model_config_at(path_, manifest_ ? &*manifest_ : nullptr);
+}
+
+std::optional<std::string> stored_model_config(const std::string& checkpoint) {
+  if (!path_exists(checkpoint + "/manifest.json")) return model_config_at(checkpoint, nullptr);
+  const Manifest manifest = read_manifest(checkpoint);
+  return model_config_at(checkpoint, &manifest);
 }
 
 Manifest read_manifest(const std::string& path) {

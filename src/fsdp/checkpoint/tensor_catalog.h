@@ -75,6 +75,9 @@ class TensorCatalog {
   TensorSet moments_;
 };
 
+// TensorCatalog(checkpoint).model_config(), without reading headers.
+std::optional<std::string> stored_model_config(const std::string& checkpoint);
+
 // The manifest of the checkpoint in this directory.
 Manifest read_manifest(const std::string& path);
 

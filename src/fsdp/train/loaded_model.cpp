@@ -16,6 +16,7 @@
 #include "fsdp/shard/parameter_init.h"
 #include "fsdp/train/run_options.h"
 #include "fsdp/train/run_plan.h"
+#include "fsdp/train/same_model.h"
 #include "fsdp/train/settings.h"
 #include "fsdp/train/stored_names.h"
 
@@ -24,7 +25,11 @@ namespace fsdp::train {
 namespace {
 
 ModelConfig config_of(const InferenceOptions& options, const std::string& path) {
-  if (!options.model.empty()) return find_model(options.model).config;
+  if (!options.model.empty()) {
+    const ModelConfig model = find_model(options.model).config;
+    check_same_model(path, model, ModelAspect::kTensors, "leave --model out");
+    return model;
+  }
   const std::optional<std::string> text = TensorCatalog(path).model_config();
   if (!text)
     throw UsageError(concat(path,
@@ -59,8 +64,7 @@ LoadedModel load_for_inference(const InferenceOptions& options, const Mesh& mesh
   std::shared_ptr<LanguageModel> model;
   {
     const MetaConstruction meta;
-    model = build_language_model(config_of(options, path),
-                                 {.dtype = scalar_type_of(compute)});
+    model = build_language_model(config_of(options, path), {.dtype = scalar_type_of(compute)});
   }
   // Frozen: neither gradients nor main weights need memory.
   for (at::Tensor& parameter : model->parameters()) parameter.requires_grad_(false);

@@ -13,6 +13,7 @@
 #include "fsdp/nn/presets.h"
 #include "fsdp/plan/architecture.h"
 #include "fsdp/plan/model_catalog.h"
+#include "fsdp/train/same_model.h"
 
 namespace fsdp::train {
 
@@ -110,6 +111,11 @@ void check_file(const char* option, const std::string& path) {
         concat(option, " is '", path, "', but '", directory, "' is a file; name another place"));
 }
 
+std::vector<int64_t> steps_of(const TrainOptions& options) {
+  if (options.checkpoint_dir.empty()) return {};
+  return RunDirectory(options.checkpoint_dir).steps();
+}
+
 // What would be found only when the model is there and the checkpoint's directory has been made.
 void check_places(const TrainOptions& options) {
   check_directory("--checkpoint-dir", options.checkpoint_dir);
@@ -119,6 +125,27 @@ void check_places(const TrainOptions& options) {
   for (const std::string& path : {options.init, options.resume})
     if (!path.empty() && path != "auto" && path != "never")
       static_cast<void>(checkpoint_or_files(path));
+  const std::vector<int64_t> steps = steps_of(options);
+  if (options.resume != "auto" && !steps.empty())
+    throw UsageError(concat("--checkpoint-dir is '", options.checkpoint_dir,
+                            "', which holds checkpoints up to step ", steps.back(),
+                            ", but --resume is '", options.resume,
+                            "'; give a new directory, or --resume auto to go on with it"));
+}
+
+// What is loaded must be of the run's model, unless somebody said what may be missing or too much.
+void check_loaded_model(const TrainOptions& options, const ModelConfig& model) {
+  if (options.allow_extra || !options.allow_missing.empty()) return;
+  const std::vector<int64_t> steps = steps_of(options);
+  if (options.resume == "auto" && !steps.empty())
+    check_same_model(resolve_checkpoint(options.checkpoint_dir), model, ModelAspect::kResults,
+                     "train the same --model, or choose another --checkpoint-dir");
+  else if (options.resume != "auto" && options.resume != "never")
+    check_same_model(checkpoint_or_files(options.resume), model, ModelAspect::kResults,
+                     "train the same --model, or take the weights alone with --init");
+  else if (!options.init.empty())
+    check_same_model(checkpoint_or_files(options.init), model, ModelAspect::kTensors,
+                     "give the --model of these weights");
 }
 
 void check_windows(const RunPlan& plan) {
@@ -144,6 +171,7 @@ RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevic
                .validation = nullptr,
                .forecast = {}};
   plan.model_config = config_json(plan.model.config);
+  check_loaded_model(options, plan.model.config);
   const int64_t positions = max_positions_of(plan.model.config);
   if (options.sequence > positions)
     throw UsageError(concat("--sequence is ", options.sequence, ", more than the ", positions,

@@ -120,14 +120,8 @@ void TrainingRun::load() {
                                          ? std::vector<int64_t>{}
                                          : RunDirectory(options_.checkpoint_dir).steps();
   // What cannot be loaded leaves no directory behind, so this comes before the Checkpointer.
-  if (options_.resume != "auto") {
-    if (!steps.empty())
-      throw UsageError(concat("--checkpoint-dir is '", options_.checkpoint_dir,
-                              "', which holds checkpoints up to step ", steps.back(),
-                              ", but --resume is '", options_.resume,
-                              "'; give a new directory, or --resume auto to go on with it"));
-    if (options_.resume != "never") loaded = load_checkpoint(options_.resume, state, loading);
-  }
+  if (options_.resume != "auto" && options_.resume != "never")
+    loaded = load_checkpoint(options_.resume, state, loading);
   if (!loaded && steps.empty() && !options_.init.empty())
     load_checkpoint(options_.init, {.sharded = *sharded_}, loading);
   if (!options_.checkpoint_dir.empty()) {
