@@ -273,7 +273,9 @@ class Waits(Stops):
                 _, errors = job.communicate(timeout=60)
                 seconds = time.monotonic() - begin
                 self.assertNotEqual(job.returncode, 0)
-                self.assertRegex(errors, rf"fsdp: .*waited 3 s for (world )?rank {sleeper}")
+                self.assertRegex(errors, rf"fsdp: .*waited 3 s for (world )?rank {sleeper}, .* or raise --timeout\.")
+                self.assertNotIn("warning", errors)
+                self.assertEqual(errors.count("waited"), 1, errors)
                 self.assertGreater(seconds, 2.5)
                 self.assertLess(seconds, 12)
 

@@ -82,8 +82,11 @@ TEST(LoadOptionsOf, EveryFlagArrives) {
 TEST(CommOptionsOf, FlagsWinOverTheEnvironment) {
   ::setenv("FSDP_TIMEOUT_S", "7", 1);
   EXPECT_EQ(comm_options(given({})).timeout_seconds, 7);
+  EXPECT_STREQ(comm_options(given({})).timeout_name, "FSDP_TIMEOUT_S");
   EXPECT_EQ(comm_options(given({{"timeout", {"9"}}})).timeout_seconds, 9);
+  EXPECT_STREQ(comm_options(given({{"timeout", {"9"}}})).timeout_name, "--timeout");
   ::unsetenv("FSDP_TIMEOUT_S");
+  EXPECT_STREQ(comm_options(given({})).timeout_name, "--timeout");
   EXPECT_TRUE(comm_options(given({{"checked", {"true"}}})).checked);
 }
 

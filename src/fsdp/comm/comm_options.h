@@ -21,6 +21,8 @@ struct CommOptions {
   // How long any wait for other ranks may take before it is an error that says who is missing.
   // Environment: FSDP_TIMEOUT_S.
   double timeout_seconds = 600.0;
+  // What that error says to raise: where a program has a setting of its own, its name.
+  const char* timeout_name = "FSDP_TIMEOUT_S";
 
   // Ranks compare what they are about to do (sequence, operation, dtype, bytes, tag) before data
   // moves. `threads` always does, since there it costs nothing; `mpi` and `tcp` pay one small

@@ -34,6 +34,7 @@ std::shared_ptr<MessageTransport> join_job(const Launch& launch, const CommOptio
   mesh.prefix = concat(meeting_prefix(), num_joined_before, "/");
   mesh.seconds_for_old_entries = agent_holds_store() ? kSecondsForOldEntries : 0;
   mesh.timeout_seconds = options.timeout_seconds;
+  mesh.timeout_name = options.timeout_name;
   return std::make_shared<TcpTransport>(launch.rank, connect_tcp_mesh(*store, mesh));
 }
 

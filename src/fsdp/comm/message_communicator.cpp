@@ -220,6 +220,7 @@ void MessageCommunicator::exchange(std::span<const Message> sends,
   Purpose purpose;
   purpose.what = concat("rank ", rank(), " of '", name(), "' at ", current_->print.text());
   purpose.timeout_seconds = options_.timeout_seconds;
+  purpose.timeout_name = options_.timeout_name;
   transport_->exchange(channel_, sends, receives, purpose);
 }
 

@@ -37,7 +37,7 @@ TimeoutError late_error(const Purpose& purpose, const std::vector<std::string>& 
   return TimeoutError(
       concat(purpose.what, " waited ", purpose.timeout_seconds, " s for world rank ",
              join(missing_ranks, ", "), missing_ranks.size() == 1 ? ", which has" : ", which have",
-             " not arrived; look at what it does instead, or raise FSDP_TIMEOUT_S"));
+             " not arrived; look at what it does instead, or raise ", purpose.timeout_name));
 }
 
 CommError size_error(const Purpose& purpose, int peer, int64_t bytes, int64_t expected_bytes) {

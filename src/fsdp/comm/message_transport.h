@@ -24,6 +24,7 @@ struct Message {
 struct Purpose {
   std::string what;  // "rank 1 of 'inner gather' at operation 3: ..."
   double timeout_seconds = 0;
+  const char* timeout_name = "FSDP_TIMEOUT_S";  // what to raise to wait longer
 };
 
 // Point-to-point messages on numbered channels; one per communicator, so that communicators do not

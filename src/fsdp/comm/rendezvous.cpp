@@ -107,7 +107,7 @@ void Rendezvous::give_up(int rank, uint64_t progress) {
       concat("rank ", rank, " of '", name_, "' waited ", options_.timeout_seconds, " s at ",
              seats_[static_cast<size_t>(rank)].print.text(), " for rank ", join(missing, ", "),
              missing.size() == 1 ? ", which has not arrived" : ", which have not arrived",
-             "; look at what it does instead, or raise FSDP_TIMEOUT_S");
+             "; look at what it does instead, or raise ", options_.timeout_name);
   abort_->raise(message);
   throw TimeoutError(message);
 }

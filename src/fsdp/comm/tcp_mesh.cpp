@@ -187,7 +187,8 @@ class Meeting {
   [[noreturn]] void throw_late(const std::vector<std::string>& ranks, const std::string& what) {
     throw TimeoutError(concat("rank ", options_.rank, " of ", options_.size, " waited ",
                               options_.timeout_seconds, " s for rank ", join(ranks, ", "),
-                              ", which ", what, ": look at what it says, or raise FSDP_TIMEOUT_S"));
+                              ", which ", what, ": look at what it says, or raise ",
+                              options_.timeout_name));
   }
 
   MeetingStore& store_;

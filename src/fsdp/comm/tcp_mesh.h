@@ -21,6 +21,7 @@ struct TcpMeshOptions {
   double seconds_for_old_entries = 0;
   // How long the processes may take to find each other.
   double timeout_seconds = 600;
+  const char* timeout_name = "FSDP_TIMEOUT_S";  // what to raise to wait longer
 };
 
 // One connected socket per rank, empty at this rank's own place. Every rank publishes where it

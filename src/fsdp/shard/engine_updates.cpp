@@ -51,7 +51,8 @@ void Engine::abandon_updates() noexcept {
     try {
       settle_update(*unit);
     } catch (const std::exception& error) {
-      log(LogLevel::kWarning, "an update that was given up had failed: ", error.what());
+      // What made it be given up is thrown; this follows from it.
+      log(LogLevel::kDebug, "an update that was given up had failed: ", error.what());
     }
   }
 }

@@ -177,7 +177,8 @@ void GroupGradient::abandon() noexcept {
   try {
     std::exchange(work_, {}).wait();
   } catch (const std::exception& error) {
-    log(LogLevel::kWarning, "a reduction that was given up had failed: ", error.what());
+    // What made it be given up is thrown; this follows from it.
+    log(LogLevel::kDebug, "a reduction that was given up had failed: ", error.what());
   }
   has_slab_ = false;
   wire_copy_.reset();

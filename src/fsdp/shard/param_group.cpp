@@ -173,7 +173,8 @@ void ParamGroup::abandon_gather() noexcept {
   try {
     reshard();
   } catch (const std::exception& error) {
-    log(LogLevel::kWarning, "a gather that was given up had failed: ", error.what());
+    // What made it be given up is thrown; this follows from it.
+    log(LogLevel::kDebug, "a gather that was given up had failed: ", error.what());
   }
 }
 

@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include "fsdp/base/env.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/optim/adamw.h"
@@ -82,7 +83,9 @@ RankDevice rank_device(const TrainOptions& options, c10::Device device) {
 
 CommOptions comm_options(const TrainOptions& options) {
   CommOptions comm = CommOptions::from_environment();
-  if (options.timeout != TrainOptions{}.timeout) comm.timeout_seconds = options.timeout;
+  const bool is_given = options.timeout != TrainOptions{}.timeout;
+  if (is_given) comm.timeout_seconds = options.timeout;
+  if (is_given || !env_text("FSDP_TIMEOUT_S")) comm.timeout_name = "--timeout";
   comm.checked |= options.checked;
   if (options.device == DeviceChoice::kCpu) comm.nccl = NcclUse::kOff;
   return comm;
