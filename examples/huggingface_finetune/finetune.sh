@@ -21,7 +21,7 @@ mkdir -p "$work"
 [[ -n ${2:-} ]] || "$python" "$here/make_tiny_llama.py" "$model"
 
 # One token file, so that everybody below reads the same tokens.
-"$fsdp" data pack "$data" --output "$work/tokens.bin" --force
+"$fsdp" data pack "$data" --output "$work/tokens.bin" --overwrite
 
 echo "== before"
 "$fsdp" eval --checkpoint "$model" --data "$work/tokens.bin" --sequence 64 --batches 8

@@ -57,7 +57,7 @@ TEST_F(DataCommand, HelpListsEveryOptionWithExamples) {
   EXPECT_THAT(run_fsdp("--help").out, HasSubstr("data"));
   EXPECT_THAT(data("--help").out, AllOf(HasSubstr("pack"), HasSubstr("info")));
   EXPECT_THAT(data("pack --help").out, AllOf(HasSubstr("INPUT"), HasSubstr("--output"),
-                                             HasSubstr("--force"), HasSubstr("Examples:")));
+                                             HasSubstr("--overwrite"), HasSubstr("Examples:")));
   EXPECT_THAT(data("info --help").out, AllOf(HasSubstr("PATH"), HasSubstr("--json"),
                                              HasSubstr("--verify"), HasSubstr("Examples:")));
 }
@@ -126,7 +126,7 @@ TEST_F(DataCommand, AnswersEveryWrongUseWithOneSentence) {
   expect_error("info text.bin", 1, "text.bin: does not begin as a packed token file does");
   expect_error("info none.bin", 1, "none.bin: cannot open the file");
   EXPECT_FALSE(path_exists("x.bin"));
-  EXPECT_EQ(data("pack books --output books.bin --force").exit_code, 0);
+  EXPECT_EQ(data("pack books --output books.bin --overwrite").exit_code, 0);
 }
 
 TEST_F(DataCommand, FindsDamageWhenItVerifies) {

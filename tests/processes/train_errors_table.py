@@ -84,6 +84,11 @@ NAMES = [
     ("train --step 5", "option '--step' is not known to fsdp train; did you mean '--steps'? See fsdp train --help"),
     ("train --xyzzy", "option '--xyzzy' is not known to fsdp train; see fsdp train --help"),
     ("train --steps 2 --steps 3", "--steps was given more than once; give it once"),
+    ("train --quiet --quiet", "--quiet was given more than once; give it once"),
+    ("train --quiet --no-quiet", "--quiet was given more than once; give it once"),
+    ("data info --json --json text.txt", "--json was given more than once; give it once"),
+    ("train --steps= --quiet", f"--steps is ''; {WHOLE} 1"),
+    ("train --data= --quiet", "--data is ''; it must not be empty"),
     ("train --quiet extra", "argument 'extra' is not known to fsdp train"),
     ("train --nesterov=maybe", "--nesterov = maybe; a flag takes no value"),
     ("train --quiet --steps", "--steps has no value; give one"),
@@ -213,6 +218,7 @@ LAUNCHES = [
 
 USE = NUMBERS + NAMES + TOGETHER + CONFIGS + MODELS + RESUMES + OTHERS + LAUNCHES
 
+NOT_STORED = "neither a checkpoint nor a safetensors file; give the directory of a run or of a checkpoint, or such files"
 DAMAGED = "the file is damaged, so use another checkpoint"
 FAILURES = [
     ("train --config nothing.json", "nothing.json: cannot open the file: No such file or directory"),
@@ -229,6 +235,9 @@ FAILURES = [
     ("train --data another.bin other.bin", "other.bin: has other tokens"),
     ("train --checkpoint-dir text.txt/run", "a directory in this path is a file; check the path"),
     ("train --resume nothing", "nothing: there is no such directory: give a checkpoint, or the directory of a run"),
+    ("train --resume text.txt", f"text.txt: is a file, but {NOT_STORED}"),
+    ("train --init model/config.json", f"model/config.json: is a file, but {NOT_STORED}"),
+    ("eval --checkpoint text.txt --data text.txt", f"text.txt: is a file, but {NOT_STORED}"),
     ("train --resume folder", "folder holds neither a manifest.json nor safetensors files"),
     ("train --resume damaged", DAMAGED),
     ("train --resume gone", "model/00000-0.safetensors: cannot open the file"),
@@ -242,7 +251,7 @@ FAILURES = [
     ("eval --checkpoint done --data missing.txt", "missing.txt: cannot be read"),
     ("eval --checkpoint folder --data text.txt", "folder holds neither a manifest.json nor safetensors files"),
     ("data pack missing.txt --output new.bin", "missing.txt: cannot be read"),
-    ("data pack text.txt --output short.txt", "short.txt: is there already; name another file, or replace it with --force"),
+    ("data pack text.txt --output short.txt", "short.txt: is there already; name another file, or replace it with --overwrite"),
     ("data pack text.txt --output folder", "folder: is a directory; name a file, e.g. folder/tokens.bin"),
     ("data pack text.txt --output text.txt/new.bin", "a directory in this path is a file"),
     ("data info bad.bin", "bad.bin: does not begin as a packed token file does"),
@@ -252,6 +261,8 @@ FAILURES = [
     ("train", "environment variable RANK is 'x': it must be a whole number from 0", {**TORCHRUN, "RANK": "x"}),
     ("train", "MASTER_PORT is '0': it must be a port from 1 to 65535", {**TORCHRUN, "MASTER_PORT": "0"}),
     ("train", "FSDP_TIMEOUT_S is 'soon': it must be a number of seconds above 0", {"FSDP_TIMEOUT_S": "soon"}),
+    ("train", "FSDP_LOG is 'loud': it must be one of debug, info, warning, error", {"FSDP_LOG": "loud"}),
+    ("data info text.txt", "FSDP_LOG is 'loud': it must be one of", {"FSDP_LOG": "loud"}),
     ("train", "FSDP_CHECKED is 'maybe': it must be one of 0, 1", {"FSDP_CHECKED": "maybe"}),
     ("train", "FSDP_BANDWIDTH is 'fast': it must be bytes per second", {"FSDP_BANDWIDTH": "fast"}),
 ]

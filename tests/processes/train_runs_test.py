@@ -108,6 +108,16 @@ class Ranks(Trained):
             self.assertAlmostEqual(record["tokens_per_s"], 128 / (record["ms"] / 1e3), delta=record["tokens_per_s"] / 1e3)
 
 
+    @unittest.skipUnless(MPIRUN, "no mpirun")
+    def test_a_mistake_of_all_processes_is_said_once(self):
+        done = self.fsdp("train", "--xyzzy", mpi=2, code=2)
+        self.assertEqual(done.stderr.count("option '--xyzzy' is not known to fsdp train"), 1, done.stderr)
+
+    def test_an_empty_value_may_follow_the_equals_sign(self):
+        printed = self.fsdp("train", "--sample=", "--steps=7", "--print-config").stdout
+        self.assertEqual((json.loads(printed)["sample"], json.loads(printed)["steps"]), ("", 7))
+
+
 class Engine(Trained):
     """Every way to shard, to buffer and to round gives the losses of not sharding at all."""
 

@@ -24,6 +24,8 @@ bool log_enabled(LogLevel level) {
   return level >= threshold;
 }
 
+void check_log_level() { static_cast<void>(level_from_environment()); }
+
 void log_line(LogLevel level, std::string_view message) {
   std::string line = rank_of_thread < 0 ? "" : concat("[rank ", rank_of_thread, "] ");
   if (level == LogLevel::kWarning) line += "warning: ";

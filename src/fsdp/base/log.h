@@ -13,6 +13,9 @@ enum class LogLevel { kDebug, kInfo, kWarning, kError };
 // The level is read once from FSDP_LOG (debug, info, warning, error); default info.
 bool log_enabled(LogLevel level);
 
+// An Error when FSDP_LOG is none of these, which would otherwise be found with the first message.
+void check_log_level();
+
 // Writes one line in one piece, so that lines of several ranks do not mix.
 void log_line(LogLevel level, std::string_view message);
 

@@ -223,6 +223,10 @@ std::string resolve_checkpoint(const std::string& path) {
 }
 
 std::string checkpoint_or_files(const std::string& path) {
+  FSDP_CHECK(
+      !path_exists(path) || is_directory(path) || path.ends_with(".safetensors"), path,
+      ": is a file, but neither a checkpoint nor a safetensors file; give the directory of a "
+      "run or of a checkpoint, or such files");
   const RunDirectory run(path);
   // One that is not there may have been set aside by a crash.
   const bool is_ours = !path_exists(path) || is_complete(run.path()) ||

@@ -28,7 +28,7 @@ using Json = nlohmann::ordered_json;
 struct PackArguments {
   std::vector<std::string> inputs;
   std::string output;
-  bool force = false;
+  bool overwrite = false;
 };
 
 void run_pack(const PackArguments& given) {
@@ -40,7 +40,7 @@ void run_pack(const PackArguments& given) {
   {
     Progress progress("pack");
     PackOptions options;
-    if (given.force) options.existing = PackOptions::Existing::kReplace;
+    if (given.overwrite) options.existing = PackOptions::Existing::kReplace;
     options.progress = [&](int64_t done, int64_t total) { progress.update(done, total); };
     summary = pack_tokens(given.inputs, given.output, options);
   }
@@ -63,7 +63,7 @@ constexpr const char* kPackFooter =
     "something fails.\n"
     "Examples:\n"
     "  fsdp data pack books --output books.bin\n"
-    "  fsdp data pack a.txt b.txt old.bin --output all.bin --force\n"
+    "  fsdp data pack a.txt b.txt old.bin --output all.bin --overwrite\n"
     "docs/data.md tells more.";
 
 CLI::App* add_data_pack(CLI::App& parent, PackArguments& given) {
@@ -73,7 +73,7 @@ CLI::App* add_data_pack(CLI::App& parent, PackArguments& given) {
   app->allow_extras();
   app->add_option("INPUT", given.inputs, "What to pack, in this order")->type_name("");
   app->add_option("--output", given.output, "The file to write, named *.bin")->type_name("FILE");
-  app->add_flag("--force", given.force, "Replace FILE if it is there");
+  app->add_flag("--overwrite", given.overwrite, "Replace FILE if it is there");
   return app;
 }
 

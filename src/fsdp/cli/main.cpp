@@ -1,16 +1,20 @@
 // The command `fsdp`: reads the options, runs one subcommand, turns what went wrong into one
 // sentence and an exit code.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
 #include <iostream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fsdp/base/error.h"
+#include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
 #include "fsdp/base/version.h"
 #include "fsdp/cli/command.h"
+#include "fsdp/cli/first_speaker.h"
 #include "fsdp/cli/option_values.h"
 
 namespace {
@@ -33,7 +37,44 @@ constexpr const char* kFooter =
     "  fsdp info                                          this build, its libtorch and devices\n"
     "fsdp SUBCOMMAND --help explains the options of one.";
 
+// In CLI11's order, which is from the last to the first. "--name=" stands for an empty value, which
+// CLI11 would take from the next word.
+std::vector<std::string> words_of(int argc, char** argv) {
+  std::vector<std::string> words;
+  for (int i = 1; i < argc; ++i) {
+    const std::string word = argv[i];
+    const bool is_empty_value = word.starts_with("--") && word.find('=') == word.size() - 1;
+    words.push_back(is_empty_value ? word.substr(0, word.size() - 1) : word);
+    if (is_empty_value) words.emplace_back();
+  }
+  std::reverse(words.begin(), words.end());
+  return words;
+}
+
+void parse(CLI::App& app, std::vector<std::string> words) {
+  try {
+    app.parse(std::move(words));
+  } catch (const CLI::Success&) {  // --help, --version
+    throw;
+  } catch (const CLI::ArgumentMismatch& error) {
+    throw fsdp::UsageError(fsdp::cli::mismatch_text(error.what()));
+  } catch (
+      const CLI::ConversionError& error) {  // of a flag: all else is text that we read ourselves
+    throw fsdp::UsageError(fsdp::concat(error.what(), "; a flag takes no value"));
+  } catch (const CLI::ParseError& error) {
+    throw fsdp::UsageError(error.what());
+  }
+  fsdp::cli::refuse_leftovers(app);
+  fsdp::cli::refuse_repeated_flags(app);
+}
+
+// An environment that cannot be understood is for the subcommand to say.
+fsdp::Launch launch_if_known() try { return fsdp::read_launch(); } catch (const fsdp::Error&) {
+  return {};
+}
+
 int run(int argc, char** argv) {
+  fsdp::check_log_level();
   CLI::App app(kDescription, "fsdp");
   app.footer(kFooter);
   app.set_version_flag("--version", "fsdp " FSDP_VERSION);
@@ -46,18 +87,10 @@ int run(int argc, char** argv) {
   app.allow_extras();
   for (const fsdp::cli::Command& command : commands) command.app->allow_extras();
   try {
-    app.parse(argc, argv);
-  } catch (const CLI::Success& request) {  // --help, --version
+    fsdp::cli::let_the_first_speak(launch_if_known(), [&] { parse(app, words_of(argc, argv)); });
+  } catch (const CLI::Success& request) {
     return app.exit(request);
-  } catch (const CLI::ArgumentMismatch& error) {
-    throw fsdp::UsageError(fsdp::cli::mismatch_text(error.what()));
-  } catch (
-      const CLI::ConversionError& error) {  // of a flag: all else is text that we read ourselves
-    throw fsdp::UsageError(fsdp::concat(error.what(), "; a flag takes no value"));
-  } catch (const CLI::ParseError& error) {
-    throw fsdp::UsageError(error.what());
   }
-  fsdp::cli::refuse_leftovers(app);
   for (const fsdp::cli::Command& command : commands) {
     if (!command.app->parsed()) continue;
     command.run();

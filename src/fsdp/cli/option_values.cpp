@@ -47,6 +47,14 @@ void refuse_leftovers(const CLI::App& app) {
              near.empty() ? "s" + help : concat("did you mean '", near, "'? S", help)));
 }
 
+void refuse_repeated_flags(const CLI::App& app) {
+  for (const CLI::App* sub : app.get_subcommands()) refuse_repeated_flags(*sub);
+  for (const CLI::Option* option : app.get_options())
+    if (option->get_items_expected_max() == 0 && option->count() > 1)
+      throw UsageError(
+          concat("--", option->get_lnames().front(), " was given more than once; give it once"));
+}
+
 std::string mismatch_text(const std::string& what) {
   const std::string option = what.substr(0, what.find(':'));
   if (what.find(" missing") != std::string::npos)

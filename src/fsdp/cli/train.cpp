@@ -1,10 +1,8 @@
 // `fsdp train`: trains a language model, sharded over threads, processes or hosts.
-#include <chrono>
 #include <iostream>
 #include <map>
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "fsdp/base/durable_file.h"
@@ -12,6 +10,7 @@
 #include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
 #include "fsdp/cli/command.h"
+#include "fsdp/cli/first_speaker.h"
 #include "fsdp/cli/option_values.h"
 #include "fsdp/comm/launch.h"
 #include "fsdp/comm/world.h"
@@ -72,18 +71,6 @@ int64_t num_ranks_of(const TrainOptions& options, const Launch& launch) {
     throw UsageError(concat("--ranks is ", options.ranks, ", but ", name_of(launch.launcher),
                             " started ", launch.size, " processes; leave --ranks out"));
   return launch.size;
-}
-
-// Every process of a job finds the same mistake. The first one says it; the launcher then ends the
-// others, which come to speak only if theirs was another.
-template <typename Action>
-auto let_the_first_speak(const Launch& launch, const Action& action) {
-  try {
-    return action();
-  } catch (const Error&) {
-    if (launch.rank > 0) std::this_thread::sleep_for(std::chrono::seconds(2));
-    throw;
-  }
 }
 
 void print_check(const train::RunPlan& plan, const Launch& launch, c10::Device device) {

@@ -131,7 +131,7 @@ PackSummary pack_tokens(std::span<const std::string> paths, const std::string& o
   FSDP_CHECK(!is_directory(output), output, ": is a directory; name a file, e.g. ", output,
              output.ends_with('/') ? "" : "/", "tokens.bin");
   FSDP_CHECK(options.existing == PackOptions::Existing::kReplace || !path_exists(output), output,
-             ": is there already; name another file, or replace it with --force");
+             ": is there already; name another file, or replace it with --overwrite");
   Packing packing(options);
   packing.find(paths);
   return packing.write(output);
