@@ -95,9 +95,34 @@ TEST(Generate, AllRanksWriteTheSameWhateverTheirNumber) {
   EXPECT_NE(text_of_ranks(1, {.max_tokens = 24, .temperature = 1, .seed = 4}), alone);
 }
 
+// Greedily, the whole context anew for each token.
+std::vector<int64_t> written_without_cache(LanguageModel& model, std::vector<int64_t> text,
+                                           int64_t num_tokens, size_t max_context) {
+  const at::NoGradGuard no_grad;
+  const size_t begin = text.size();
+  for (int64_t i = 0; i < num_tokens; ++i) {
+    const auto shown = static_cast<int64_t>(std::min(text.size(), max_context));
+    const at::Tensor tokens = at::tensor(text).narrow(0, text.size() - shown, shown).unsqueeze(0);
+    text.push_back(model.logits(tokens).select(1, -1).argmax().item<int64_t>());
+  }
+  return {text.begin() + static_cast<int64_t>(begin), text.end()};
+}
+
+TEST(Generate, WritesWhatTheWholeTextSaysOfEachNextToken) {
+  const std::vector<int64_t> prompt = {7, 200, 31};
+  for (const char* name : {"tiny", "moe-tiny", "hybrid-tiny"}) {
+    const auto model = build_language_model(find_preset(name)->config, {.seed = 3});
+    EXPECT_EQ(generate(*model, prompt, {.max_tokens = 24}, c10::kCPU),
+              written_without_cache(*model, prompt, 24, 1024))
+        << name;
+  }
+}
+
 TEST(Generate, AContextThatIsTooLongForgetsItsBeginning) {
-  const std::string text = text_of_ranks(1, {.max_tokens = 40, .max_context = 8});
-  EXPECT_GT(text.size(), 0U);
+  const auto model = build_language_model(small_model(), {.seed = 5});
+  const std::vector<int64_t> prompt = {97, 98};
+  EXPECT_EQ(generate(*model, prompt, {.max_tokens = 20, .max_context = 8}, c10::kCPU),
+            written_without_cache(*model, prompt, 20, 8));
 }
 
 }  // namespace

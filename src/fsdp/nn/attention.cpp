@@ -20,6 +20,13 @@ at::Tensor repeated(const at::Tensor& x, int64_t group) {
       .reshape({x.size(0), x.size(1) * group, x.size(2), x.size(3)});
 }
 
+// Queries are those of the last positions; libtorch's own causal mask is for equally many of both.
+std::optional<at::Tensor> mask_of(const at::Tensor& query, const at::Tensor& key) {
+  const int64_t num_earlier = key.size(2) - query.size(2);
+  if (num_earlier == 0 || query.size(2) == 1) return std::nullopt;
+  return at::ones({query.size(2), key.size(2)}, query.options().dtype(at::kBool)).tril(num_earlier);
+}
+
 at::Tensor causal_attention(const at::Tensor& query, at::Tensor key, at::Tensor value) {
   const int64_t group = query.size(1) / key.size(1);
   const bool in_place = group > 1 && reads_groups_in_place(query);
@@ -27,9 +34,16 @@ at::Tensor causal_attention(const at::Tensor& query, at::Tensor key, at::Tensor 
     key = repeated(key, group);
     value = repeated(value, group);
   }
-  return at::scaled_dot_product_attention(query, key, value, /*attn_mask=*/{}, /*dropout_p=*/0.0,
-                                          /*is_causal=*/true, /*scale=*/std::nullopt,
-                                          /*enable_gqa=*/in_place);
+  return at::scaled_dot_product_attention(query, key, value, mask_of(query, key),
+                                          /*dropout_p=*/0.0,
+                                          /*is_causal=*/query.size(2) == key.size(2),
+                                          /*scale=*/std::nullopt, /*enable_gqa=*/in_place);
+}
+
+// Positions after those that are kept; the result is kept.
+at::Tensor appended(at::Tensor& kept, const at::Tensor& more) {
+  kept = kept.defined() ? at::cat({kept, more}, 1) : more;
+  return kept;
 }
 
 }  // namespace
@@ -61,18 +75,23 @@ at::Tensor AttentionImpl::heads_of(const at::Tensor& projected) const {
   return projected.view({projected.size(0), projected.size(1), -1, options_.head_dim});
 }
 
-at::Tensor AttentionImpl::forward(const at::Tensor& x) {
+at::Tensor AttentionImpl::forward(const at::Tensor& x, LayerCache* cache) {
   at::Tensor query = heads_of(q_proj_(x));
   at::Tensor key = heads_of(k_proj_(x));
-  const at::Tensor value = heads_of(v_proj_(x));
+  at::Tensor value = heads_of(v_proj_(x));
   if (!q_norm_.is_empty()) {
     query = q_norm_(query);
     key = k_norm_(key);
   }
   if (options_.rotary) {
-    const RotaryTables tables = options_.rotary->tables(x.size(1), x.device());
+    const int64_t begin = cache != nullptr && cache->key.defined() ? cache->key.size(1) : 0;
+    const RotaryTables tables = options_.rotary->tables(begin, begin + x.size(1), x.device());
     query = rotate(query, tables);
     key = rotate(key, tables);
+  }
+  if (cache != nullptr) {
+    key = appended(cache->key, key);
+    value = appended(cache->value, value);
   }
   const at::Tensor mixed =
       causal_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2));

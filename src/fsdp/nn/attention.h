@@ -7,6 +7,7 @@
 
 #include <memory>
 
+#include "fsdp/nn/decoding_cache.h"
 #include "fsdp/nn/projection.h"
 #include "fsdp/nn/rms_norm.h"
 #include "fsdp/nn/rotary.h"
@@ -29,8 +30,9 @@ struct AttentionOptions {
 class AttentionImpl : public torch::nn::Module {
  public:
   explicit AttentionImpl(const AttentionOptions& options);
-  // [batch, sequence, hidden_size], and so is the result.
-  at::Tensor forward(const at::Tensor& x);
+  // [batch, sequence, hidden_size], and so is the result. With a cache, x follows what that holds,
+  // and is added to it.
+  at::Tensor forward(const at::Tensor& x, LayerCache* cache);
 
  private:
   at::Tensor heads_of(const at::Tensor& projected) const;  // [batch, sequence, heads, head_dim]

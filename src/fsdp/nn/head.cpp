@@ -6,6 +6,10 @@
 
 namespace fsdp::nn {
 
+at::Tensor last_position(const at::Tensor& hidden) {
+  return hidden.narrow(1, hidden.size(1) - 1, 1);
+}
+
 HeadImpl::HeadImpl(const HeadOptions& options)
     : is_tied_(options.tied_weight.defined()),
       standard_deviation_(options.standard_deviation),

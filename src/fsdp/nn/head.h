@@ -22,6 +22,9 @@ struct HeadOptions {
   at::Tensor tied_weight = {};
 };
 
+// What the next token depends on: [batch, sequence, hidden_size] -> [batch, 1, hidden_size].
+at::Tensor last_position(const at::Tensor& hidden);
+
 class HeadImpl : public torch::nn::Module, public NamedInit {
  public:
   explicit HeadImpl(const HeadOptions& options);

@@ -56,21 +56,22 @@ class HybridBlockImpl : public torch::nn::Module {
       mlp_ = register_module("mixer", SquaredReluMlp(c));
   }
 
-  at::Tensor forward(const at::Tensor& x) {
-    if (recompute_ == Recompute::kNone) return compute(x);
+  // As LlamaBlockImpl's.
+  at::Tensor forward(const at::Tensor& x, LayerCache* cache) {
+    if (recompute_ == Recompute::kNone || cache != nullptr) return compute(x, cache);
     return recompute(
         [this](const std::vector<at::Tensor>& inputs) {
-          return std::vector<at::Tensor>{compute(inputs[0])};
+          return std::vector<at::Tensor>{compute(inputs[0], nullptr)};
         },
         {x})[0];
   }
 
  private:
-  at::Tensor compute(const at::Tensor& x) { return x + mix(norm_(x)); }
+  at::Tensor compute(const at::Tensor& x, LayerCache* cache) { return x + mix(norm_(x), cache); }
 
-  at::Tensor mix(const at::Tensor& x) {
-    if (!mamba_.is_empty()) return mamba_(x);
-    return attention_.is_empty() ? mlp_(x) : attention_(x);
+  at::Tensor mix(const at::Tensor& x, LayerCache* cache) {
+    if (!mamba_.is_empty()) return mamba_(x, cache);
+    return attention_.is_empty() ? mlp_(x) : attention_(x, cache);
   }
 
   const Recompute recompute_;
@@ -104,9 +105,13 @@ class Hybrid final : public LanguageModel {
   }
 
   at::Tensor logits(const at::Tensor& tokens) override {
-    at::Tensor x = embedding_(tokens);
-    for (Unit<HybridBlock>& block : blocks_) x = block(x);
-    return head_(x, HeadInput::kHidden);
+    return head_(hidden_of(tokens, nullptr), HeadInput::kHidden);
+  }
+
+  at::Tensor next_logits(const at::Tensor& tokens, DecodingCache& cache) override {
+    const at::NoGradGuard no_grad;
+    cache.layers.resize(blocks_.size());
+    return head_(last_position(hidden_of(tokens, &cache)), HeadInput::kHidden).squeeze(1);
   }
 
   ModelLoss loss(const at::Tensor& tokens, const at::Tensor& targets) override {
@@ -115,6 +120,13 @@ class Hybrid final : public LanguageModel {
   }
 
  private:
+  at::Tensor hidden_of(const at::Tensor& tokens, DecodingCache* cache) {
+    at::Tensor x = embedding_(tokens);
+    for (size_t i = 0; i < blocks_.size(); ++i)
+      x = blocks_[i](x, cache == nullptr ? nullptr : &cache->layers[i]);
+    return x;
+  }
+
   Unit<Embedding> embedding_{nullptr};
   std::vector<Unit<HybridBlock>> blocks_;
   Unit<Head> head_{nullptr};

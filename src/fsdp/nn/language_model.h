@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "fsdp/nn/architecture.h"
+#include "fsdp/nn/decoding_cache.h"
 
 namespace fsdp {
 
@@ -38,6 +39,11 @@ class LanguageModel : public torch::nn::Module {
  public:
   // tokens: [batch, sequence], int64. Result: [batch, sequence, vocabulary], of the weights' type.
   virtual at::Tensor logits(const at::Tensor& tokens) = 0;
+
+  // Logits of what follows `tokens`, [batch, vocabulary], which in turn follow those that the cache
+  // has seen: all tokens of a text at once, or one after the other. For using a trained model: no
+  // gradients.
+  virtual at::Tensor next_logits(const at::Tensor& tokens, DecodingCache& cache) = 0;
 
   // Both [batch, sequence], int64; targets[b, i] is what follows tokens[b, i], and -100 where
   // nothing is to be predicted. The mean over the targets there are; 0 when there are none.

@@ -65,12 +65,19 @@ class Llama final : public LanguageModel {
 
   at::Tensor logits(const at::Tensor& tokens) override {
     std::vector<RouterLoad> loads;
-    return head_(hidden_of(tokens, loads), HeadInput::kHidden);
+    return head_(hidden_of(tokens, loads, nullptr), HeadInput::kHidden);
+  }
+
+  at::Tensor next_logits(const at::Tensor& tokens, DecodingCache& cache) override {
+    const at::NoGradGuard no_grad;
+    std::vector<RouterLoad> loads;
+    cache.layers.resize(blocks_.size());
+    return head_(last_position(hidden_of(tokens, loads, &cache)), HeadInput::kHidden).squeeze(1);
   }
 
   ModelLoss loss(const at::Tensor& tokens, const at::Tensor& targets) override {
     std::vector<RouterLoad> loads;
-    const at::Tensor hidden = hidden_of(tokens, loads);
+    const at::Tensor hidden = hidden_of(tokens, loads, nullptr);
     const at::Tensor next = cross_entropy(head_(hidden, HeadInput::kHidden), targets);
     ModelLoss loss{next, {{"cross_entropy", next.detach()}}};
     if (!predictions_.empty()) add_predictions(tokens, targets, hidden, loads, loss);
@@ -79,10 +86,11 @@ class Llama final : public LanguageModel {
   }
 
  private:
-  at::Tensor hidden_of(const at::Tensor& tokens, std::vector<RouterLoad>& loads) {
+  at::Tensor hidden_of(const at::Tensor& tokens, std::vector<RouterLoad>& loads,
+                       DecodingCache* cache) {
     at::Tensor x = embedding_(tokens);
-    for (Unit<LlamaBlock>& block : blocks_) {
-      BlockOutput output = block(x);
+    for (size_t i = 0; i < blocks_.size(); ++i) {
+      BlockOutput output = blocks_[i](x, cache == nullptr ? nullptr : &cache->layers[i]);
       note_load(output, loads);
       x = std::move(output[0]);
     }

@@ -44,8 +44,8 @@ LlamaLayerParts::LlamaLayerParts(torch::nn::Module& owner, const LlamaBlockOptio
                                                                  c.mlp_bias, c.initializer_range}));
 }
 
-BlockOutput LlamaLayerParts::operator()(const at::Tensor& x) {
-  const at::Tensor middle = x + attention_(input_norm_(x));
+BlockOutput LlamaLayerParts::operator()(const at::Tensor& x, LayerCache* cache) {
+  const at::Tensor middle = x + attention_(input_norm_(x), cache);
   const at::Tensor normed = mlp_norm_(middle);
   if (experts_.is_empty()) return {middle + mlp_(normed)};
   RoutedTokens routed = experts_(normed);
@@ -56,11 +56,11 @@ BlockOutput LlamaLayerParts::operator()(const at::Tensor& x) {
 LlamaBlockImpl::LlamaBlockImpl(const LlamaBlockOptions& options)
     : recompute_(options.recompute), layer_(*this, options) {}
 
-BlockOutput LlamaBlockImpl::forward(const at::Tensor& x) {
-  if (recompute_ == Recompute::kNone) return layer_(x);
+BlockOutput LlamaBlockImpl::forward(const at::Tensor& x, LayerCache* cache) {
+  if (recompute_ == Recompute::kNone || cache != nullptr) return layer_(x, cache);
   // Inside the unit: its weights are gathered ahead of the backward as usual.
-  return recompute([this](const std::vector<at::Tensor>& inputs) { return layer_(inputs[0]); },
-                   {x});
+  return recompute(
+      [this](const std::vector<at::Tensor>& inputs) { return layer_(inputs[0], nullptr); }, {x});
 }
 
 PredictionBlockImpl::PredictionBlockImpl(const LlamaBlockOptions& options)
@@ -77,7 +77,7 @@ PredictionBlockImpl::PredictionBlockImpl(const LlamaBlockOptions& options)
 
 BlockOutput PredictionBlockImpl::compute(const at::Tensor& hidden, const at::Tensor& embedded) {
   BlockOutput output =
-      layer_(joined_(at::cat({embedding_norm_(embedded), hidden_norm_(hidden)}, -1)));
+      layer_(joined_(at::cat({embedding_norm_(embedded), hidden_norm_(hidden)}, -1)), nullptr);
   output.insert(output.begin() + 1, head_norm_(output[0]));
   return output;
 }

@@ -32,7 +32,7 @@ using BlockOutput = std::vector<at::Tensor>;
 class LlamaLayerParts {
  public:
   LlamaLayerParts(torch::nn::Module& owner, const LlamaBlockOptions& options);
-  BlockOutput operator()(const at::Tensor& x);
+  BlockOutput operator()(const at::Tensor& x, LayerCache* cache);
 
  private:
   RmsNorm input_norm_;
@@ -45,7 +45,8 @@ class LlamaLayerParts {
 class LlamaBlockImpl : public torch::nn::Module {
  public:
   explicit LlamaBlockImpl(const LlamaBlockOptions& options);
-  BlockOutput forward(const at::Tensor& x);
+  // Without gradients `cache` may hold what came before x; null in training.
+  BlockOutput forward(const at::Tensor& x, LayerCache* cache);
 
  private:
   const Recompute recompute_;

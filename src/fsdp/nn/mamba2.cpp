@@ -27,13 +27,20 @@ CausalConvImpl::CausalConvImpl(int64_t num_channels, int64_t kernel_size, bool w
   if (with_bias) bias = register_parameter("bias", at::empty({num_channels}));
 }
 
-at::Tensor CausalConvImpl::forward(const at::Tensor& x) {
+at::Tensor CausalConvImpl::forward(const at::Tensor& x, at::Tensor* window) {
   const int64_t before = weight.size(2) - 1;
   const std::optional<at::Tensor> added = bias.defined() ? std::optional(bias) : std::nullopt;
-  return at::conv1d(x.transpose(1, 2), weight, added, /*stride=*/1, /*padding=*/before,
-                    /*dilation=*/1, /*groups=*/weight.size(0))
-      .narrow(2, 0, x.size(1))
-      .transpose(1, 2);
+  const auto convolve = [&](const at::Tensor& inputs, int64_t padding) {
+    return at::conv1d(inputs.transpose(1, 2), weight, added, /*stride=*/1, padding,
+                      /*dilation=*/1, /*groups=*/weight.size(0))
+        .narrow(2, 0, x.size(1))
+        .transpose(1, 2);
+  };
+  if (window == nullptr) return convolve(x, before);
+  if (!window->defined()) *window = at::zeros({x.size(0), before, x.size(2)}, x.options());
+  const at::Tensor inputs = at::cat({*window, x}, 1);
+  *window = inputs.narrow(1, x.size(1), before);
+  return convolve(inputs, 0);
 }
 
 void CausalConvImpl::reset_parameters() {
@@ -57,7 +64,7 @@ Mamba2Impl::Mamba2Impl(const NemotronHConfig& c)
           "out_proj", Projection(ProjectionOptions{inner_size(c), c.hidden_size, c.use_bias,
                                                    c.initializer_range}))) {}
 
-at::Tensor Mamba2Impl::forward(const at::Tensor& x) {
+at::Tensor Mamba2Impl::forward(const at::Tensor& x, LayerCache* cache) {
   const NemotronHConfig& c = config_;
   const int64_t batch = x.size(0);
   const int64_t sequence = x.size(1);
@@ -65,7 +72,7 @@ at::Tensor Mamba2Impl::forward(const at::Tensor& x) {
       in_proj_(x).split_with_sizes({inner_size(c), conv_size(c), c.mamba_num_heads}, -1);
   const at::Tensor& gate = projected[0];
   const std::vector<at::Tensor> convolved =
-      at::silu(conv1d_(projected[1]))
+      at::silu(conv1d_(projected[1], cache == nullptr ? nullptr : &cache->window))
           .to(at::kFloat)
           .split_with_sizes(
               {inner_size(c), c.n_groups * c.ssm_state_size, c.n_groups * c.ssm_state_size}, -1);
@@ -81,7 +88,7 @@ at::Tensor Mamba2Impl::forward(const at::Tensor& x) {
        .b = per_group(convolved[1]),
        .c = per_group(convolved[2]),
        .d = d_.to(at::kFloat)},
-      c.chunk_size);
+      c.chunk_size, cache == nullptr ? nullptr : &cache->state);
   const at::Tensor gated = y.flatten(2) * at::silu(gate.to(at::kFloat));
   return out_proj_(
       rms_norm(gated, norm_->weight, c.layer_norm_epsilon, c.n_groups).to(x.scalar_type()));

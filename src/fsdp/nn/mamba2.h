@@ -6,6 +6,7 @@
 #include <torch/nn/pimpl.h>
 
 #include "fsdp/nn/architecture.h"
+#include "fsdp/nn/decoding_cache.h"
 #include "fsdp/nn/named_init.h"
 #include "fsdp/nn/projection.h"
 #include "fsdp/nn/rms_norm.h"
@@ -16,7 +17,9 @@ namespace fsdp::nn {
 class CausalConvImpl : public torch::nn::Module, public NamedInit {
  public:
   CausalConvImpl(int64_t num_channels, int64_t kernel_size, bool with_bias);
-  at::Tensor forward(const at::Tensor& x);  // [batch, sequence, channels]
+  // [batch, sequence, channels]. `window`, where it is not null, has the inputs before x, zeros if
+  // undefined, and gets those that the next ones need.
+  at::Tensor forward(const at::Tensor& x, at::Tensor* window);
   void reset_parameters() override;
 
   at::Tensor weight;  // [channels, 1, kernel_size]
@@ -27,7 +30,8 @@ TORCH_MODULE(CausalConv);
 class Mamba2Impl : public torch::nn::Module, public NamedInit {
  public:
   explicit Mamba2Impl(const NemotronHConfig& config);
-  at::Tensor forward(const at::Tensor& x);  // [batch, sequence, hidden_size]
+  // [batch, sequence, hidden_size]. With a cache, x follows what that holds, and is added to it.
+  at::Tensor forward(const at::Tensor& x, LayerCache* cache);
   void reset_parameters() override;
 
  private:

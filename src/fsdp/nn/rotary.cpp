@@ -105,14 +105,14 @@ std::vector<double> rotary_frequencies(const LlamaConfig& config) {
   return frequencies;
 }
 
-RotaryTables Rotary::tables(int64_t sequence, const at::Device& device) {
+RotaryTables Rotary::tables(int64_t begin, int64_t end, const at::Device& device) {
   const std::lock_guard lock(mutex_);
-  const bool fits = !made_.empty() && made_.back().cosine.size(0) >= sequence &&
+  const bool fits = !made_.empty() && made_.back().cosine.size(0) >= end &&
                     made_.back().cosine.device() == device;
   if (!fits) {
     const at::NoGradGuard no_grad;
     const auto num_positions =
-        static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(std::max<int64_t>(sequence, 1))));
+        static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(std::max<int64_t>(end, 1))));
     const auto on_host = at::device(at::kCPU);
     const at::Tensor frequency =
         at::tensor(frequencies_, on_host.dtype(at::kDouble)).to(at::kFloat);
@@ -121,7 +121,7 @@ RotaryTables Rotary::tables(int64_t sequence, const at::Device& device) {
     made_.push_back({angle.cos().to(device), angle.sin().to(device)});
   }
   const RotaryTables& longest = made_.back();
-  return {longest.cosine.narrow(0, 0, sequence), longest.sine.narrow(0, 0, sequence)};
+  return {longest.cosine.narrow(0, begin, end - begin), longest.sine.narrow(0, begin, end - begin)};
 }
 
 at::Tensor rotate(const at::Tensor& x, const RotaryTables& tables) {

@@ -14,7 +14,7 @@ namespace fsdp::nn {
 std::vector<double> rotary_frequencies(const LlamaConfig& config);
 
 struct RotaryTables {
-  at::Tensor cosine;  // [sequence, head_dim / 2], fp32
+  at::Tensor cosine;  // [positions, head_dim / 2], fp32
   at::Tensor sine;
 };
 
@@ -24,7 +24,8 @@ class Rotary {
  public:
   explicit Rotary(const LlamaConfig& config) : frequencies_(rotary_frequencies(config)) {}
 
-  RotaryTables tables(int64_t sequence, const at::Device& device);
+  // Of the positions from `begin` to before `end`.
+  RotaryTables tables(int64_t begin, int64_t end, const at::Device& device);
 
  private:
   const std::vector<double> frequencies_;

@@ -53,20 +53,40 @@ class DecayWithin final : public torch::autograd::Function<DecayWithin> {
   }
 };
 
-// The states that chunks begin with, one after the other: all but the last chunk's end.
-at::Tensor states_at_begin(const at::Tensor& added, const at::Tensor& kept) {
+// The states that chunks begin with, one after the other. `state` becomes what the last one ends
+// with.
+at::Tensor states_at_begin(const at::Tensor& added, const at::Tensor& kept, at::Tensor* state) {
   const std::vector<at::Tensor> added_by = added.unbind(1);
   const std::vector<at::Tensor> kept_by = kept.unbind(1);
-  std::vector<at::Tensor> states = {at::zeros_like(added_by[0])};
+  const bool is_given = state != nullptr && state->defined();
+  std::vector<at::Tensor> states = {is_given ? *state : at::zeros_like(added_by[0])};
   for (size_t chunk = 0; chunk + 1 < added_by.size(); ++chunk)
     states.push_back(at::addcmul(added_by[chunk], states.back(), kept_by[chunk]));
+  if (state != nullptr) *state = at::addcmul(added_by.back(), states.back(), kept_by.back());
   return at::stack(states, 1);
+}
+
+// One position: the recurrence itself.
+at::Tensor one_step(const ScanInput& input, at::Tensor& state) {
+  const int64_t batch = input.x.size(0);
+  const int64_t groups = input.b.size(2);
+  const int64_t heads = input.x.size(2) / groups;
+  const auto by_head = [&](const at::Tensor& tensor) {  // [batch, groups, heads, ...]
+    return tensor.reshape({batch, groups, heads, -1});
+  };
+  const at::Tensor kept = by_head((input.step * input.a).exp()).unsqueeze(-1);
+  const at::Tensor stepped = by_head(input.x * input.step.unsqueeze(-1)).unsqueeze(-1);
+  const at::Tensor b = input.b.reshape({batch, groups, 1, 1, -1});
+  const at::Tensor c = input.c.reshape({batch, groups, 1, -1, 1});
+  state = at::addcmul(state * kept, stepped, b);
+  return at::matmul(state, c).view(input.x.sizes()) + input.x * input.d.unsqueeze(-1);
 }
 
 }  // namespace
 
-at::Tensor selective_scan(const ScanInput& input, int64_t chunk_size) {
+at::Tensor selective_scan(const ScanInput& input, int64_t chunk_size, at::Tensor* state) {
   const int64_t sequence = input.x.size(1);
+  if (sequence == 1 && state != nullptr && state->defined()) return one_step(input, *state);
   const int64_t positions = std::min(chunk_size, sequence);
   const int64_t chunks = (sequence + positions - 1) / positions;
   const Sizes n{.batch = input.x.size(0),
@@ -108,7 +128,7 @@ at::Tensor selective_scan(const ScanInput& input, int64_t chunk_size) {
           .view({n.batch, n.chunks, n.groups, n.heads, n.head_dim, n.state});
   const at::Tensor since_begin = sum.exp().to(at::kFloat);
   const at::Tensor kept = since_begin.narrow(-1, positions - 1, 1).unsqueeze(-1);
-  const at::Tensor states = states_at_begin(added, kept);
+  const at::Tensor states = states_at_begin(added, kept, state);
 
   // From the chunks before: [batch, chunks, groups, positions, heads, head_dim].
   const at::Tensor before =

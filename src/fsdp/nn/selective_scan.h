@@ -19,7 +19,9 @@ struct ScanInput {
 
 // y, [batch, sequence, heads, head_dim]. Within a chunk positions see each other by matrix
 // products; between chunks the state is handed on. The result does not depend on the chunk's size
-// but for rounding, and the sequence need not be a multiple of it.
-at::Tensor selective_scan(const ScanInput& input, int64_t chunk_size);
+// but for rounding, and the sequence need not be a multiple of it. `state`, where it is not null,
+// is S(-1), zeros if undefined, and becomes S at the end: [batch, groups, heads of a group,
+// head_dim, state].
+at::Tensor selective_scan(const ScanInput& input, int64_t chunk_size, at::Tensor* state = nullptr);
 
 }  // namespace fsdp::nn

@@ -49,6 +49,40 @@ int64_t choose_token(std::span<const float> logits, const SamplingOptions& optio
   return static_cast<int64_t>(order[num_kept - 1]);
 }
 
+namespace {
+
+// What follows a text that grows. As long as the model sees all of it, only new tokens are
+// computed; after that, each token moves all those before it to other positions.
+class NextLogits {
+ public:
+  NextLogits(LanguageModel& model, int64_t max_context, c10::Device device)
+      : model_(model), max_context_(static_cast<size_t>(max_context)), device_(device) {}
+
+  // [1, vocabulary]
+  at::Tensor after(const std::vector<int64_t>& text) {
+    if (text.size() > max_context_)
+      return model_.logits(tokens_of(std::span(text).last(max_context_))).select(1, -1);
+    const at::Tensor unseen = tokens_of(std::span(text).subspan(num_seen_));
+    num_seen_ = text.size();
+    return model_.next_logits(unseen, cache_);
+  }
+
+ private:
+  at::Tensor tokens_of(std::span<const int64_t> tokens) const {
+    return at::tensor(at::ArrayRef<int64_t>(tokens.data(), tokens.size()), at::kLong)
+        .unsqueeze(0)
+        .to(device_);
+  }
+
+  LanguageModel& model_;
+  const size_t max_context_;
+  const c10::Device device_;
+  DecodingCache cache_;
+  size_t num_seen_ = 0;
+};
+
+}  // namespace
+
 std::vector<int64_t> generate(LanguageModel& model, std::span<const int64_t> prompt,
                               const SamplingOptions& options, c10::Device device,
                               const std::function<void(int64_t)>& on_token) {
@@ -57,12 +91,9 @@ std::vector<int64_t> generate(LanguageModel& model, std::span<const int64_t> pro
   const at::NoGradGuard no_grad;
   std::vector<int64_t> text(prompt.begin(), prompt.end());
   std::vector<int64_t> written;
+  NextLogits next(model, options.max_context, device);
   while (static_cast<int64_t>(written.size()) < options.max_tokens) {
-    const size_t shown = std::min(text.size(), static_cast<size_t>(options.max_context));
-    const at::Tensor tokens = at::from_blob(text.data() + (text.size() - shown),
-                                            {1, static_cast<int64_t>(shown)}, at::kLong);
-    const at::Tensor last =
-        model.logits(tokens.to(device)).select(1, -1).to(at::kCPU, at::kFloat).contiguous();
+    const at::Tensor last = next.after(text).to(at::kCPU, at::kFloat).contiguous();
     const uint64_t bits = mixed_bits(mixed_bits(options.seed) + written.size());
     const double draw = static_cast<double>(bits >> 11) * 0x1p-53;
     const int64_t token = choose_token(
