@@ -18,6 +18,7 @@ import warnings
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from best_rows import keep_best
 
 SIZES = [1 << 10, 32 << 10, 1 << 20, 32 << 20, 64 << 20]
 
@@ -67,12 +68,6 @@ def run_gloo(ranks):
 def run_ours(binary, ranks):
     command = [binary, "--ranks", str(ranks), "--format", "json", "--bytes", *map(str, SIZES)]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-
-
-def keep_best(best, rows):
-    for row in rows:
-        key = (row["operation"], row["bytes"])
-        best[key] = min(best.get(key, float("inf")), row["us"])
 
 
 def main():

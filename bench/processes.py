@@ -13,6 +13,8 @@ import socket
 import subprocess
 import time
 
+from best_rows import keep_best
+
 SIZES = [1 << 10, 1 << 20, 32 << 20]
 MPIRUN = ["mpirun", "--oversubscribe", "--quiet", "-n"]
 MPI_ENVIRONMENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -46,12 +48,6 @@ def run_tcp(command, ranks):
     outputs = [process.communicate()[0] for process in processes]
     assert all(process.returncode == 0 for process in processes)
     return json.loads(outputs[0])
-
-
-def keep_best(best, rows):
-    for row in rows:
-        key = (row["operation"], row["bytes"])
-        best[key] = min(best.get(key, float("inf")), row["us"])
 
 
 def main():

@@ -7,31 +7,14 @@
 //   checkpoint_run train DIRECTORY LAST_STEP SAVE_EVERY [STRATEGY]
 //       goes on from the latest checkpoint in DIRECTORY to LAST_STEP, saving in the background; the
 //       ranks are processes (mpirun). SAVE_EVERY 0: once, in the end
-#include <cstring>
 #include <iostream>
 #include <string>
 
-#include "fsdp/checkpoint/piece_writer.h"
 #include "support/checkpoint_training.h"
+#include "support/whole_tensors.h"
 
 namespace fsdp::testing {
 namespace {
-
-// One file of whole tensors, made of what ranks say they have and not by the way checkpoints go.
-void write_whole(const WholeState& state, const std::string& directory) {
-  std::vector<Piece> pieces;
-  for (const auto& [name, value] : state) {
-    const std::vector<int64_t> shape = value.sizes().vec();
-    pieces.push_back({.name = name,
-                      .dtype = DType::kFloat32,
-                      .box = {std::vector<int64_t>(shape.size(), 0), shape},
-                      .read = [value = value.contiguous()](FlatRange range, std::byte* into) {
-                        std::memcpy(into, value.const_data_ptr<float>() + range.begin,
-                                    static_cast<size_t>(range.numel()) * sizeof(float));
-                      }});
-  }
-  write_pieces(directory, "memory", 0, pieces, {});
-}
 
 int write_beside_memory(const std::string& directory) {
   Training run{.ranks = 3};
@@ -41,7 +24,8 @@ int write_beside_memory(const std::string& directory) {
     rank.train(0, 3);
     save_checkpoint(directory + "/run", rank.state(), {.step = 3});
   });
-  write_whole(state, directory);
+  // Made of what ranks say they have, and not by the way checkpoints go.
+  write_whole_tensors(state, directory, "memory");
   return 0;
 }
 

@@ -12,6 +12,7 @@ import sys
 import time
 import unittest
 
+import failure_checks
 import start_ranks
 
 BINARY = sys.argv[1]
@@ -55,41 +56,14 @@ def run_alone(rank, ranks, port, **environment):
     return process.stderr.strip()
 
 
-class TcpFailures(unittest.TestCase):
-    def test_checked_mode_shows_both_sides_on_all_ranks_within_5_seconds(self):
-        messages, seconds = run("disagree", FSDP_CHECKED="1")
-        self.assertEqual(sorted(messages), [0, 1, 2])
-        for message in messages.values():
-            self.assertIn("all_gather 'blocks.3' of 96 bytes of Float", message)
-            self.assertIn("all_reduce (sum) 'blocks.4' of 16 bytes of Half", message)
-        self.assertLess(seconds, 5)
-
-    def test_unchecked_mode_notices_sizes_and_points_to_checked_mode(self):
-        messages, seconds = run("counts")
-        self.assertEqual(sorted(messages), [0, 1, 2])
-        for message in messages.values():
-            self.assertIn("FSDP_CHECKED=1", message)
-        self.assertLess(seconds, 5)
-
-    def test_an_operation_fails_with_the_error_of_what_it_follows(self):
-        messages, _ = run("follow", FSDP_CHECKED="1")
-        self.assertEqual(sorted(messages), [0, 1, 2])
-        for message in messages.values():
-            self.assertIn("all_gather 'blocks.3' of 96 bytes", message)
-            self.assertIn("all_gather 'blocks.3' of 108 bytes", message)
+class TcpFailures(failure_checks.FailureChecks, unittest.TestCase):
+    run_job = staticmethod(run)
 
     def test_a_rank_that_left_is_named_at_once(self):
         messages, seconds = run("away")
         self.assertEqual(sorted(messages), [0, 1])
         for message in messages.values():
             self.assertIn("barrier 'blocks.3' needs world rank 2, which has left the job", message)
-        self.assertLess(seconds, 8)
-
-    def test_message_of_a_failing_rank_reaches_all_others(self):
-        messages, seconds = run("fail")
-        self.assertEqual(messages[2], "no space left for blocks.7")
-        for rank in (0, 1):
-            self.assertEqual(messages[rank], "rank 2 failed: no space left for blocks.7")
         self.assertLess(seconds, 8)
 
     def test_a_dead_process_is_named_at_once(self):

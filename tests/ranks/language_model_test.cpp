@@ -24,6 +24,7 @@ using testing::small_loss;
 using testing::small_models;
 using testing::small_tokens;
 using testing::SmallModel;
+using testing::stored_name;
 
 using Values = std::map<std::string, at::Tensor>;
 
@@ -37,12 +38,6 @@ void expect_same_bits(const Values& actual, const Values& expected, const std::s
   ASSERT_EQ(actual.size(), expected.size()) << what;
   for (const auto& [name, value] : expected)
     EXPECT_TRUE(at::equal(actual.at(name), value)) << what << ": " << name;
-}
-
-std::string stored_name(const LanguageModel& model, const std::string& name) {
-  for (const StoredName& renamed : model.stored_names())
-    if (renamed.in_tree == name) return renamed.stored;
-  return name;
 }
 
 // Units as fully_shard() finds them, under the names of published checkpoints.

@@ -94,6 +94,13 @@ inline ModelLoss small_loss(LanguageModel& model, const at::Tensor& tokens) {
   return model.loss(tokens.narrow(1, 0, sequence), tokens.narrow(1, 1, sequence));
 }
 
+// What published checkpoints call a tensor.
+inline std::string stored_name(const LanguageModel& model, const std::string& in_tree) {
+  for (const StoredName& renamed : model.stored_names())
+    if (renamed.in_tree == in_tree) return renamed.stored;
+  return in_tree;
+}
+
 // Norms that are all ones would hide being mixed up or left out.
 inline void disturb(LanguageModel& model) {
   const at::NoGradGuard no_grad;

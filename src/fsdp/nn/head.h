@@ -22,6 +22,16 @@ struct HeadOptions {
   at::Tensor tied_weight = {};
 };
 
+// Of a configuration; `embedding` is the weight that the output matrix may be.
+template <typename Config>
+HeadOptions head_options(const Config& config, double norm_eps, const at::Tensor& embedding) {
+  return {.vocab_size = config.vocab_size,
+          .hidden_size = config.hidden_size,
+          .norm_eps = norm_eps,
+          .standard_deviation = config.initializer_range,
+          .tied_weight = config.tie_word_embeddings ? embedding : at::Tensor()};
+}
+
 // What the next token depends on: [batch, sequence, hidden_size] -> [batch, 1, hidden_size].
 at::Tensor last_position(const at::Tensor& hidden);
 

@@ -95,13 +95,8 @@ class Hybrid final : public LanguageModel {
       layers->push_back(blocks_.back());
     }
     backbone->register_module("layers", layers);
-    head_ = register_module(
-        "lm_head", Unit<Head>(HeadOptions{
-                       .vocab_size = c.vocab_size,
-                       .hidden_size = c.hidden_size,
-                       .norm_eps = c.layer_norm_epsilon,
-                       .standard_deviation = c.initializer_range,
-                       .tied_weight = c.tie_word_embeddings ? embedding_->weight : at::Tensor()}));
+    head_ = register_module("lm_head",
+                            Unit<Head>(head_options(c, c.layer_norm_epsilon, embedding_->weight)));
   }
 
   at::Tensor logits(const at::Tensor& tokens) override {

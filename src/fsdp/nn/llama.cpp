@@ -54,13 +54,8 @@ class Llama final : public LanguageModel {
       layers->push_back(predictions_.back());
     }
     model->register_module("layers", layers);
-    head_ = register_module(
-        "lm_head", Unit<Head>(HeadOptions{
-                       .vocab_size = c.vocab_size,
-                       .hidden_size = c.hidden_size,
-                       .norm_eps = c.rms_norm_eps,
-                       .standard_deviation = c.initializer_range,
-                       .tied_weight = c.tie_word_embeddings ? embedding_->weight : at::Tensor()}));
+    head_ =
+        register_module("lm_head", Unit<Head>(head_options(c, c.rms_norm_eps, embedding_->weight)));
   }
 
   at::Tensor logits(const at::Tensor& tokens) override {

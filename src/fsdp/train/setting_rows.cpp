@@ -19,24 +19,14 @@ std::vector<std::string> names_of(std::span<const Value> values) {
   return names;
 }
 
-SettingValue strategy_value() {
+// A type with a parser of its own, which does not know the option's name.
+template <typename Value>
+SettingValue parsed_value(Value TrainOptions::*field, Value (*parse)(std::string_view)) {
   return one_value(
-      SettingKind::kText, [](const TrainOptions& o) { return to_text(o.strategy); },
-      [](TrainOptions& o, const std::string& option, const std::string& value) {
+      SettingKind::kText, [field](const TrainOptions& o) { return to_text(o.*field); },
+      [field, parse](TrainOptions& o, const std::string& option, const std::string& value) {
         try {
-          o.strategy = parse_strategy(value);
-        } catch (const UsageError& error) {
-          throw UsageError(concat(option, ": ", error.what()));
-        }
-      });
-}
-
-SettingValue granularity_value() {
-  return one_value(
-      SettingKind::kText, [](const TrainOptions& o) { return to_text(o.granularity); },
-      [](TrainOptions& o, const std::string& option, const std::string& value) {
-        try {
-          o.granularity = parse_granularity(value);
+          o.*field = parse(value);
         } catch (const UsageError& error) {
           throw UsageError(concat(option, ": ", error.what()));
         }
@@ -238,7 +228,7 @@ void add_sharding(Rows& rows) {
            "started");
   rows.add("outer", "N", whole_value(&O::outer, 1, 1 << 20),
            "Ranks along the outer axis (HSDP, HFSDP); divides all ranks");
-  rows.add("strategy", "NAME", strategy_value(),
+  rows.add("strategy", "NAME", parsed_value(&O::strategy, parse_strategy),
            "What is sharded: no_shard, optim, optim_grads, optim_grads_params, the last three "
            "also with +hfsdp, or placements such as RS/PS/SS");
   rows.add("main-params", "DTYPE",
@@ -277,7 +267,7 @@ void add_sharding(Rows& rows) {
            "double_buffer: memory of units unlike the most common one");
   rows.add("gradient-lifetime", "HOW", choice_value(&O::gradient_lifetime, {"persistent", "step"}),
            "Whether main gradients keep their memory between steps");
-  rows.add("granularity", "WHERE", granularity_value(),
+  rows.add("granularity", "WHERE", parsed_value(&O::granularity, parse_granularity),
            "Where a shard may end: element, row, block(N) or tensor");
   rows.add("offload", "FRACTION", number_value(&O::offload, 0, 1),
            "How much of the optimizer's state is in the host's memory");
