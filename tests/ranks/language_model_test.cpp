@@ -163,6 +163,20 @@ TEST(LanguageModel, LearnsTheSameShardedAndWhole) {
   }
 }
 
+// Prediction layers use embedding and head again: one forward all the same, whose order is known
+// after the first step.
+TEST(LanguageModel, KeepsEveryUnitInItsSlot) {
+  for (const SmallModel& each : small_models()) {
+    testing::run_ranks(2, [&](World& world) {
+      const auto model = build_language_model(each.config, {.seed = 3});
+      const Mesh mesh = world.mesh();
+      const Sharded sharded =
+          fully_shard(model, mesh, {.pool = PoolKind::kMaxPool, .on_move = OnMove::kRefuse});
+      EXPECT_NO_THROW(testing::train(model, sharded, world.rank(), 4, loss_of)) << each.name;
+    });
+  }
+}
+
 TEST(LanguageModel, RecomputingChangesNoBit) {
   for (const SmallModel& each : small_models()) {
     std::vector<Values> gradients;

@@ -110,6 +110,14 @@ TEST(PassPlan, AForwardThatBeginsAgainAfterAWholeOneIsAnotherPass) {
   EXPECT_FALSE(plan.would_start_anew(0)) << "its backward has begun";
 }
 
+TEST(PassPlan, AFirstUnitThatIsUsedAgainGoesOnWithItsForward) {
+  PassPlan plan = three_units(1);  // the embedding, a prediction layer, the head
+  run(plan, {0, 2, 2}, {});
+  EXPECT_FALSE(plan.would_start_anew(0)) << "the prediction layer is to come";
+  for (const int32_t unit : {0, 1, 2}) plan.end(plan.begin(unit, Phase::kForward));
+  EXPECT_TRUE(plan.would_start_anew(0)) << "every unit had its turn";
+}
+
 TEST(PassPlan, WithoutGradientsLetsTheLastUnitGo) {
   PassPlan plan = three_units(1);
   plan.open(PassPlan::Kind::kInference);

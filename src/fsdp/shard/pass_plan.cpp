@@ -91,8 +91,15 @@ std::optional<StepOrder> PassPlan::close(std::span<const std::string> names) {
 }
 
 bool PassPlan::would_start_anew(int32_t unit) const {
-  return unit == schedule().first_unit() && !recorder_.has_backward() &&
-         recorder_.num_forward() >= schedule().num_forward();
+  return unit == schedule().first_unit() && !recorder_.has_backward() && had_whole_forward();
+}
+
+// In an order of its own, a forward is whole when every unit had its turn. Before that, an
+// embedding that is called again is used once more by a layer that is to come.
+bool PassPlan::had_whole_forward() const {
+  if (follows_) return recorder_.num_forward() >= schedule().num_forward();
+  return std::all_of(order_.forward.begin(), order_.forward.end(),
+                     [&](int32_t unit) { return recorder_.has_used(unit); });
 }
 
 int32_t PassPlan::begin(int32_t unit, Phase phase) {

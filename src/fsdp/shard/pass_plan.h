@@ -57,6 +57,8 @@ class PassPlan {
     return kind_ == Kind::kInference ? inference_ : training_;
   }
 
+  bool had_whole_forward() const;
+
   const std::vector<bool> scheduled_;
   const int32_t prefetch_;
   StepOrder order_;

@@ -1,6 +1,7 @@
 // When to gather which unit in a step whose order is known, and a recorder that learns the order.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -62,6 +63,9 @@ class StepRecorder {
   int32_t num_forward() const { return num_forward_; }
   bool has_backward() const { return num_forward_ < static_cast<int32_t>(uses_.size()); }
   bool is_empty() const { return uses_.empty(); }
+  bool has_used(int32_t unit) const {
+    return std::find(uses_.begin(), uses_.end(), unit) != uses_.end();
+  }
 
   // What was seen so far. Uses that are still open end now; one that ended while a later one went
   // on is given that one's end, since uses nest.
