@@ -120,8 +120,10 @@ void run_train(const CLI::App& app, const TrainArguments& given) {
   if (launch.size == 1) {
     run_threads(static_cast<int>(plan.num_ranks), train::comm_options(options), body);
   } else {
-    World world = World::from_environment(train::comm_options(options));
-    body(world);
+    let_the_failed_speak([&] {
+      World world = World::from_environment(train::comm_options(options));
+      body(world);
+    });
   }
   if (signal != 0) throw ExitCode{128 + signal};  // as shells report it
 }
