@@ -97,8 +97,11 @@ void run_train(const CLI::App& app, const TrainArguments& given) {
     if (launch.rank == 0) std::cout << train::config_text(options);
     return;
   }
-  const c10::Device device = let_the_first_speak(
-      launch, [&] { return train::training_device(options, launch.local_rank); });
+  // Settings that contradict each other come first: what they say is true on every machine.
+  const c10::Device device = let_the_first_speak(launch, [&] {
+    options.validate(num_ranks_of(options, launch));
+    return train::training_device(options, launch.local_rank);
+  });
   const train::RunPlan plan = let_the_first_speak(launch, [&] {
     return train::plan_run(options, num_ranks_of(options, launch),
                            train::rank_device(options, device));
