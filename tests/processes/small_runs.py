@@ -37,9 +37,9 @@ def environment(**more):
 
 
 def slow_type_warning(command):
-    """What a run that computes in a type without instructions on this CPU says, as a pattern; "" for others."""
+    """What a run says that computes in a type without quick products on this CPU, as a pattern; "" for others."""
     words = re.search("(?m)^(?:flags|Features)\\s*:(.*)$", pathlib.Path("/proc/cpuinfo").read_text())[1].split()
-    needs = {"bf16": {"bf16", "avx512bw"}, "fp16": {"asimdhp", "avx512_fp16"}}  # one of these
+    needs = {"bf16": {"bf16", "avx512bw"}, "fp16": {"avx512_fp16"}}  # one of these
     slow = [name for name, any_of in needs.items() if name in command and not any_of & set(words)]
     return rf"warning: --compute is {slow[0]}, .*; use --compute fp32 here\n" if slow else ""
 

@@ -96,11 +96,11 @@ TEST(ComputeDtype, IsWhatTheDeviceIsGoodAtUnlessSomebodySaysOtherwise) {
   EXPECT_EQ(compute_dtype(given({{"compute", {"fp64"}}}), c10::kCPU), DType::kFloat64);
 }
 
-TEST(SlowCompute, IsToldOfCpusWithoutTheInstructions) {
+TEST(SlowCompute, IsToldOfCpusWithoutQuickProducts) {
   const CpuTypes plain{};
   const CpuTypes able{.has_bfloat16 = true, .has_float16 = true};
   EXPECT_THAT(slow_compute_text(DType::kBFloat16, c10::kCPU, plain),
-              testing::AllOf(testing::StartsWith("--compute is bf16, for which this CPU has no"),
+              testing::AllOf(testing::StartsWith("--compute is bf16, for which libtorch has no"),
                              testing::EndsWith("use --compute fp32 here")));
   EXPECT_THAT(slow_compute_text(DType::kFloat16, c10::kCPU, {.has_bfloat16 = true}),
               testing::StartsWith("--compute is fp16"));

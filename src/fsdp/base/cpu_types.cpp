@@ -12,13 +12,12 @@ namespace {
 
 #if defined(__aarch64__)
 
-// From the kernel's asm/hwcap.h; old headers lack the second.
-constexpr unsigned long kHalfPrecision = 1UL << 10;  // in AT_HWCAP: asimdhp
-constexpr unsigned long kBFloat16 = 1UL << 14;       // in AT_HWCAP2: bf16
+// From the kernel's asm/hwcap.h, which old headers lack: bf16.
+constexpr unsigned long kBFloat16 = 1UL << 14;
 
+// libtorch's fp16 products are slow even where there are instructions for them (Neoverse-N1 has).
 CpuTypes detect() {
-  return {.has_bfloat16 = (::getauxval(AT_HWCAP2) & kBFloat16) != 0,
-          .has_float16 = (::getauxval(AT_HWCAP) & kHalfPrecision) != 0};
+  return {.has_bfloat16 = (::getauxval(AT_HWCAP2) & kBFloat16) != 0, .has_float16 = false};
 }
 
 #elif defined(__x86_64__)

@@ -1,4 +1,4 @@
-// Which narrow types this machine's CPU multiplies with instructions of its own.
+// Which narrow types libtorch multiplies quickly on this machine's CPU.
 #pragma once
 
 #include "fsdp/base/dtype.h"
@@ -10,10 +10,10 @@ struct CpuTypes {
   bool has_float16 = false;
 };
 
-// Asked once. Other kinds of machines have neither.
+// Asked once. Machines that are neither x86-64 nor aarch64 have none.
 CpuTypes this_cpu();
 
-// Whether libtorch's products of this type are about as fast as fp32 ones there.
+// Whether products of this type are about as fast there as fp32 ones.
 bool is_quick_on(const CpuTypes& cpu, DType dtype);
 
 }  // namespace fsdp

@@ -69,8 +69,8 @@ DType compute_dtype(const TrainOptions& options, c10::Device device) {
 std::string slow_compute_text(DType compute, c10::Device device, const CpuTypes& cpu) {
   if (!device.is_cpu() || is_quick_on(cpu, compute)) return "";
   return concat("--compute is ", name_of(compute),
-                ", for which this CPU has no instructions: products are up to 300 times slower "
-                "than in fp32; use --compute fp32 here");
+                ", for which libtorch has no quick products on this CPU: they are up to 300 times "
+                "slower than in fp32; use --compute fp32 here");
 }
 
 RankDevice rank_device(const TrainOptions& options, c10::Device device) {
