@@ -10,6 +10,7 @@
 #include "fsdp/comm/world.h"
 #include "fsdp/data/batch_loader.h"
 #include "fsdp/data/byte_tokenizer.h"
+#include "fsdp/graph/graph.h"
 #include "fsdp/layout/flat_layout.h"
 #include "fsdp/layout/strategy.h"
 #include "fsdp/memory/bucket_pool.h"

@@ -39,6 +39,13 @@ NOT_RUN = {
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node01:29500 --no-python -- fsdp "
         "train --config run.json --outer 2 --checkpoint-dir /shared/runs/a": "needs two hosts; torchrun_test has this form",
     },
+    "docs/gpu.md": {
+        "export FSDP_TORCH=$(python3 -c 'import os, torch; print(os.path.dirname(torch.__file__))')": "for the build",
+        "cmake --preset cuda": "builds",
+        "cmake --build --preset cuda": "builds",
+        "ctest --preset cuda": "needs that build",
+        "fsdp train --model llama-110m --data docs --cuda-graph": "needs a GPU; graph_device_test records such steps",
+    },
     "examples/huggingface_finetune/README.md": {
         "FSDP=build/release/bin/fsdp examples/huggingface_finetune/finetune.sh work": "finetune_test does",
     },

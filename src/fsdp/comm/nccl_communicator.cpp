@@ -8,8 +8,8 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
+#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -75,7 +75,8 @@ class NcclCommunicator final : public Communicator {
 
     const c10::cuda::CUDAStream stream;
     NcclHandle handle;
-    at::Tensor staging;    // bytes
+    // Bytes; the last one is the largest. Smaller ones stay: a recorded step goes on using its own.
+    std::vector<at::Tensor> staging;
     at::Tensor workspace;  // of sums
   };
 
@@ -185,10 +186,10 @@ at::Tensor share_of(const at::Tensor& tensor, const Shares& shares, int rank) {
 
 at::Tensor NcclCommunicator::staging_for(at::ScalarType type, int64_t numel) {
   const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(type));
-  at::Tensor& staging = on_device_->staging;
-  if (!staging.defined() || staging.numel() < bytes)
-    staging = at::empty({bytes}, at::device(device_).dtype(at::kByte));
-  return staging.narrow(0, 0, bytes).view(type);
+  std::vector<at::Tensor>& staging = on_device_->staging;
+  if (staging.empty() || staging.back().numel() < bytes)
+    staging.push_back(at::empty({bytes}, at::device(device_).dtype(at::kByte)));
+  return staging.back().narrow(0, 0, bytes).view(type);
 }
 
 void NcclCommunicator::all_gather(const at::Tensor& output, const at::Tensor& input,

@@ -110,25 +110,31 @@ void Graph::run() {
 }
 
 void Graph::record() {
-  Engine& engine = sharded_.engine();
-  const double rate = optimizer_ != nullptr ? optimizer_->learning_rate() : 0.0;
-  FSDP_CHECK(!engine.has_gradients(),
+  FSDP_CHECK(!sharded_.engine().has_gradients(),
              "a graph is to be recorded while there are gradients of an earlier backward; end the "
              "body with zero_grad(), or call it before run()");
+  const double rate = optimizer_ != nullptr ? optimizer_->learning_rate() : 0.0;
   try {
     device_graph_->begin(options_.generators);
     body_();
     come_to_rest();
+    check_recorded(rate);
     device_graph_->end();
-  } catch (const std::exception& error) {
-    device_graph_->abandon();
-    sharded_.reset();
-    if (optimizer_ != nullptr) optimizer_->forget_step();
+  } catch (const Error&) {
+    give_up();
+    throw;
+  } catch (const std::exception& error) {  // of libtorch
+    give_up();
     throw Error(concat("this step cannot be recorded as a graph: ", error.what(),
                        " (what waits for the device inside the step cannot be replayed: item(), "
                        "copies to the host, shapes that depend on values)"));
   }
-  cycles_ = engine.gradient_cycles();
+  cycles_ = sharded_.engine().gradient_cycles();
+  is_recorded_ = true;
+}
+
+void Graph::check_recorded(double rate) const {
+  const Engine& engine = sharded_.engine();
   FSDP_CHECK(!engine.has_gradients() ||
                  engine.options().gradient_lifetime == GradientLifetime::kPersistent,
              "the recorded step leaves gradients behind, whose memory would go with zero_grad(); "
@@ -136,7 +142,14 @@ void Graph::record() {
   FSDP_CHECK(optimizer_ == nullptr || optimizer_->learning_rate() == rate,
              "the recorded step sets the learning rate itself, so every replay would use the same; "
              "call set_learning_rate() outside of it");
-  is_recorded_ = true;
+}
+
+// What the host believes to have begun never happened.
+void Graph::give_up() {
+  device_graph_->abandon();
+  device_graph_ = make_device_graph(stream_.device());
+  sharded_.reset();
+  if (optimizer_ != nullptr) optimizer_->forget_step();
 }
 
 }  // namespace fsdp

@@ -58,13 +58,16 @@ class Graph {
 
  private:
   void record();
+  // `rate` was the learning rate before.
+  void check_recorded(double rate) const;
+  void give_up();
   void come_to_rest() const;
 
   const Sharded sharded_;
   Optimizer* const optimizer_;
   const Body body_;
   const GraphOptions options_;
-  const std::unique_ptr<DeviceGraph> device_graph_;
+  std::unique_ptr<DeviceGraph> device_graph_;
   const c10::Stream stream_;  // every step runs here, so that recorded and eager ones do alike
   int64_t num_eager_ = 0;
   bool is_recorded_ = false;
