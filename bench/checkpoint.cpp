@@ -168,8 +168,11 @@ class Bench {
     };
     const bench::Timings timings = bench::take_turns(
         world_, {{"without", [&] { write(false); }}, {"with", [&] { write(true); }}},
-        {.rounds = 2 * arguments_.rounds + 1});
-    say(concat("checksums  writing with them / without ", timings.median_ratio(1, 0)));
+        // The disk varies by more than they cost, so there are many turns.
+        {.rounds = 4 * arguments_.rounds + 1});
+    const auto [low, high] = timings.ratio_quartiles(1, 0);
+    say(concat("checksums  writing with them / without ", timings.median_ratio(1, 0),
+               " (quartiles ", low, " and ", high, " of ", 4 * arguments_.rounds + 1, " turns)"));
   }
 
   void compare_reads(double gigabytes) {

@@ -40,13 +40,25 @@ class Timings {
 
   // Of the quotients within a round: what slows a whole round drops out.
   double median_ratio(size_t contender, size_t base) const {
-    std::vector<double> ratios;
-    for (size_t round = 0; round < us_[base].size(); ++round)
-      ratios.push_back(us_[contender][round] / us_[base][round]);
-    return median(std::move(ratios));
+    return median(ratios(contender, base));
+  }
+
+  // Half of the rounds' quotients lie between these two: how far the median can be trusted.
+  std::pair<double, double> ratio_quartiles(size_t contender, size_t base) const {
+    std::vector<double> sorted = ratios(contender, base);
+    std::sort(sorted.begin(), sorted.end());
+    const size_t last = sorted.size() - 1;
+    return {sorted[last / 4], sorted[last - last / 4]};
   }
 
  private:
+  std::vector<double> ratios(size_t contender, size_t base) const {
+    std::vector<double> of_rounds;
+    for (size_t round = 0; round < us_[base].size(); ++round)
+      of_rounds.push_back(us_[contender][round] / us_[base][round]);
+    return of_rounds;
+  }
+
   std::vector<std::vector<double>> us_;
 };
 
