@@ -15,6 +15,7 @@
 #include "fsdp/base/error.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/optim/begin_step.h"
+#include "fsdp/optim/thread_team.h"
 #include "fsdp/optim/update_on_cpu.h"
 #include "timings.h"
 
@@ -35,15 +36,11 @@ const fsdp::AdamWRule kRule{.rounding = fsdp::Rounding::kStochastic, .seed = 1};
 constexpr double kRate = 1e-3;
 constexpr float kWeightDecay = 0.1f;
 
-// Runs body(index, count) on every thread. (at::parallel_for runs in one thread unless its caller
-// is compiled for OpenMP.)
+// Runs body(index, count) on every thread of the team, as the optimizer does it: threads that wait
+// for work, as libtorch's do.
 template <typename Body>
-void on_all_threads(const Body& body) {
-  const int64_t count = at::get_num_threads();
-  std::vector<std::thread> threads;
-  for (int64_t index = 1; index < count; ++index) threads.emplace_back(body, index, count);
-  body(int64_t{0}, count);
-  for (std::thread& thread : threads) thread.join();
+void on_all_threads(fsdp::ThreadTeam& team, const Body& body) {
+  team.run(team.size(), [&](int64_t index) { body(index, team.size()); });
 }
 
 // --- what is updated -----------------------------------------------------------------------------
@@ -75,7 +72,8 @@ std::vector<Policy> policies() {
 // Memory of one optimizer.
 class Trained {
  public:
-  Trained(const Policy& policy, int64_t numel) : policy_(policy) {
+  Trained(const Policy& policy, int64_t numel, fsdp::ThreadTeam& team)
+      : policy_(policy), team_(team) {
     const auto make = [&](DType dtype) {
       return at::zeros({numel * fsdp::element_bytes(dtype)}, at::kByte);
     };
@@ -108,7 +106,7 @@ class Trained {
     state_.learning_rate = kRate;
     state_.squared_norm = max_norm > 0.0 ? squared_norm() : 0.0;
     fsdp::begin_step(state_, {.max_norm = max_norm});
-    on_all_threads([&](int64_t index, int64_t count) {
+    on_all_threads(team_, [&](int64_t index, int64_t count) {
       fsdp::adamw_on_cpu(span_, kRule, state_, fsdp::piece_of_span(span_, index, count));
     });
   }
@@ -118,7 +116,7 @@ class Trained {
     state_.learning_rate = kRate;
     state_.squared_norm = 4.0;
     fsdp::begin_step(state_, {.max_norm = 1.0});
-    on_all_threads([&](int64_t index, int64_t count) {
+    on_all_threads(team_, [&](int64_t index, int64_t count) {
       fsdp::adamw_on_cpu(span_, kRule, state_, fsdp::piece_of_span(span_, index, count));
     });
   }
@@ -137,8 +135,8 @@ class Trained {
 
  private:
   double squared_norm() const {
-    std::vector<double> sums(static_cast<size_t>(at::get_num_threads()));
-    on_all_threads([&](int64_t index, int64_t count) {
+    std::vector<double> sums(static_cast<size_t>(team_.size()));
+    on_all_threads(team_, [&](int64_t index, int64_t count) {
       const fsdp::ElementRange piece = fsdp::piece_of_span(span_, index, count);
       const auto* begin = static_cast<const char*>(span_.gradient) +
                           piece.begin * fsdp::element_bytes(policy_.gradient);
@@ -151,6 +149,7 @@ class Trained {
   }
 
   Policy policy_;
+  fsdp::ThreadTeam& team_;
   at::Tensor gradient_, weight_, main_, first_, second_, first_scales_, second_scales_;
   fsdp::UpdateSpan span_;
   fsdp::StepState state_;
@@ -184,9 +183,10 @@ class TorchTrained {
 
 class Copy {
  public:
-  explicit Copy(int64_t numel) : from_(at::randn({2 * numel})), to_(at::zeros({2 * numel})) {}
+  Copy(int64_t numel, fsdp::ThreadTeam& team)
+      : team_(team), from_(at::randn({2 * numel})), to_(at::zeros({2 * numel})) {}
   void step() {
-    on_all_threads([&](int64_t index, int64_t count) {
+    on_all_threads(team_, [&](int64_t index, int64_t count) {
       const int64_t begin = from_.numel() / count * index;
       const int64_t end = index + 1 == count ? from_.numel() : from_.numel() / count * (index + 1);
       std::memcpy(to_.mutable_data_ptr<float>() + begin, from_.const_data_ptr<float>() + begin,
@@ -196,11 +196,13 @@ class Copy {
   int64_t bytes() const { return from_.numel() * 8; }
 
  private:
+  fsdp::ThreadTeam& team_;
   at::Tensor from_, to_;
 };
 
 void check_against_torch(int64_t numel) {
-  Trained ours(policies()[0], numel);
+  fsdp::ThreadTeam team(1);
+  Trained ours(policies()[0], numel, team);
   TorchTrained theirs(ours.weight(), ours.gradient());
   for (int step = 0; step < 5; ++step) {
     ours.step();
@@ -219,11 +221,12 @@ void print_row(const std::string& name, double us, int64_t bytes, double copy_ba
 
 void race(const Settings& settings, int threads) {
   at::set_num_threads(threads);
-  Copy copy(settings.numel);
+  fsdp::ThreadTeam team(threads);
+  Copy copy(settings.numel, team);
   std::deque<Trained> trained;
   std::vector<Contender> contenders = {{"copy", [&] { copy.step(); }}};
   for (const Policy& policy : policies()) {
-    Trained& each = trained.emplace_back(policy, settings.numel);
+    Trained& each = trained.emplace_back(policy, settings.numel, team);
     contenders.push_back({policy.name, [&] { each.step(); }});
   }
   TorchTrained theirs(trained[0].weight(), trained[0].gradient());
