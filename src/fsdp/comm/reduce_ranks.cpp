@@ -100,39 +100,60 @@ constexpr int64_t kSums = sizeof(In) == 2 || sizeof(Out) == 2 ? 32 : 8;
 // As many squares are added up in fp32 by one of the sums; then in fp64.
 constexpr int64_t kSquaresPerSum = 128;
 
+// sum + value * value. The square of a bf16 number fits into fp32 (down to 1e-40), so a fused
+// operation gives the same bits as two where it is exact, and takes the time of one.
+template <bool kIsExact>
+inline float plus_square(float sum, float value) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  if constexpr (kIsExact) return std::fma(value, value, sum);
+#endif
+  return sum + value * value;
+}
+
+template <bool kIsExact>
+inline double plus_square(double sum, double value) {
+  return sum + value * value;
+}
+
 // Calls store(i), which stores element i and returns what it stored, for i from begin to end; no
 // iteration depends on another. The sum of values of which one is not finite is not finite, so one
 // addition per value finds them all, without a branch; values whose sum overflows are suspected
 // wrongly.
-template <Look kLook, int64_t kNumSums, typename StoreOne>
+template <Look kLook, typename Out, int64_t kNumSums, typename StoreOne>
 Seen store_and_sum(int64_t begin, int64_t end, StoreOne store) {
   using Acc = decltype(store(begin));
-  const auto watched = [](Acc value) { return kLook == Look::kForSquares ? value * value : value; };
+  const auto watch = [](Acc sum, Acc value) {
+    if constexpr (kLook == Look::kForSquares)
+      return plus_square<std::is_same_v<Out, c10::BFloat16>>(sum, value);
+    return sum + value;
+  };
   std::array<Acc, kNumSums> sums{};
   for (; begin + kNumSums <= end; begin += kNumSums) {
     FSDP_INDEPENDENT_ITERATIONS
-    for (int64_t lane = 0; lane < kNumSums; ++lane)
-      sums[static_cast<size_t>(lane)] += watched(store(begin + lane));
+    for (int64_t lane = 0; lane < kNumSums; ++lane) {
+      Acc& sum = sums[static_cast<size_t>(lane)];
+      sum = watch(sum, store(begin + lane));
+    }
   }
-  for (; begin < end; ++begin) sums[0] += watched(store(begin));
+  for (; begin < end; ++begin) sums[0] = watch(sums[0], store(begin));
   const double sum = std::accumulate(sums.begin(), sums.end(), 0.0);
   return {.suspect = !std::isfinite(sum), .squares = sum};
 }
 
 // The same for i from 0 to numel, as far as it is to look.
-template <Look kLook, int64_t kNumSums, typename StoreOne>
+template <Look kLook, typename Out, int64_t kNumSums, typename StoreOne>
 Seen store_each(int64_t numel, StoreOne store) {
   if constexpr (kLook == Look::kAway) {
     FSDP_INDEPENDENT_ITERATIONS
     for (int64_t i = 0; i < numel; ++i) store(i);
     return {};
   } else if constexpr (kLook == Look::kForNonfinite) {
-    return {.suspect = store_and_sum<kLook, kNumSums>(0, numel, store).suspect};
+    return {.suspect = store_and_sum<kLook, Out, kNumSums>(0, numel, store).suspect};
   } else {
     constexpr int64_t kStride = kSquaresPerSum * kNumSums;
     Seen seen;
     for (int64_t begin = 0; begin < numel; begin += kStride)
-      seen += store_and_sum<kLook, kNumSums>(begin, std::min(begin + kStride, numel), store);
+      seen += store_and_sum<kLook, Out, kNumSums>(begin, std::min(begin + kStride, numel), store);
     return seen;
   }
 }
@@ -185,13 +206,13 @@ Acc store_one(Out& place, Acc combined, Acc scale) {
 // of the inputs, element by element, which is no dependence between iterations.
 template <Store kStore, Look kLook, typename Wire, typename Acc, typename Out>
 Seen store_single(const Wire* a, Out* out, int64_t numel, Acc scale) {
-  return store_each<kLook, kSums<Wire, Out>>(
+  return store_each<kLook, Out, kSums<Wire, Out>>(
       numel, [=](int64_t i) { return store_one<kStore>(out[i], widened<Acc>(a[i]), scale); });
 }
 
 template <Store kStore, Look kLook, typename Wire, typename Acc, typename Out>
 Seen store_sum(const Wire* a, const Wire* b, Out* out, int64_t numel, Acc scale) {
-  return store_each<kLook, kSums<Wire, Out>>(numel, [=](int64_t i) {
+  return store_each<kLook, Out, kSums<Wire, Out>>(numel, [=](int64_t i) {
     return store_one<kStore>(out[i], widened<Acc>(a[i]) + widened<Acc>(b[i]), scale);
   });
 }
@@ -241,7 +262,7 @@ void combine_block(std::span<const void* const> inputs, int64_t begin, int64_t c
 template <Store kStore, Look kLook, typename Out, typename Acc>
 Seen store_block(const Acc* acc, Acc scale, void* output, int64_t begin, int64_t count) {
   Out* out = static_cast<Out*>(output) + begin;
-  return store_each<kLook, kSums<Acc, Out>>(
+  return store_each<kLook, Out, kSums<Acc, Out>>(
       count, [=](int64_t i) { return store_one<kStore>(out[i], acc[i], scale); });
 }
 
