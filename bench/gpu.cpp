@@ -46,6 +46,7 @@ struct Settings {
   int64_t sequence = 0;  // 0: as the table has it
   int warm_up = 5;
   int steps = 20;
+  double lr = bench::AdamWRates().lr;
   std::string tokens;   // a file
   std::string profile;  // a folder
 };
@@ -133,7 +134,8 @@ json measure(const bench::Row& row, const Settings& settings) {
   const std::unique_ptr<bench::Trainee> trainee =
       row.make({.config = preset.config,
                 .device = device,
-                .compute = device.is_cpu() ? at::kFloat : at::kBFloat16});
+                .compute = device.is_cpu() ? at::kFloat : at::kBFloat16,
+                .rates = {.lr = settings.lr}});
   std::vector<at::Tensor> losses;
   const std::function<void()> step = [&] {
     trainee->step(batch);
@@ -207,6 +209,7 @@ int main(int argc, char** argv) {
       ->check(CLI::PositiveNumber);
   app.add_option("--steps", settings.steps, "steps that are timed; the median counts")
       ->check(CLI::PositiveNumber);
+  app.add_option("--lr", settings.lr, "learning rate")->capture_default_str();
   app.add_option("--tokens", settings.tokens, "a file of batch x (sequence + 1) int32 numbers");
   app.add_option("--profile", settings.profile, "a folder for traces of what the device ran");
   CLI11_PARSE(app, argc, argv);

@@ -81,7 +81,7 @@ def command_of(args, row, model, folder):
     if row in OURS + MORE_OURS:
         command = [args.bench, "--rows", row]
     command += ["--model", model, "--device", args.device, "--steps", str(args.steps), "--warm-up", str(args.warm_up),
-                "--tokens", f"{folder}/{model}.tokens"]
+                "--lr", str(args.lr), "--tokens", f"{folder}/{model}.tokens"]
     return command
 
 
@@ -165,6 +165,7 @@ def arguments():
                         help=", ".join((*OURS, *MORE_OURS, *PEERS)))
     parser.add_argument("--steps", type=int, default=20, help="that are timed in each turn; the median counts")
     parser.add_argument("--warm-up", type=int, default=5, help="steps before them")
+    parser.add_argument("--lr", type=float, default=3e-4, help="learning rate of every row")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each row")
     parser.add_argument("--profile", nargs="*", default=["plain-same", "ours"], metavar="ROW",
                         help="rows whose last turn ends with a profile")

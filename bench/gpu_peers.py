@@ -22,7 +22,7 @@ import gpu_llama
 ROWS = ("pytorch-bf16", "fsdp2", "fsdp2-compile", "megatron-fsdp", "megatron-fsdp-double-buffer")
 SEQUENCE = {"llama-1b": 2048, "llama-110m": 512}
 # The same as in gpu_rows.h and gpu.cpp.
-ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
+ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
 LOSS_AFTER, HOST_TOKENS, PROFILED_STEPS = 20, 16, 2
 
 
@@ -32,7 +32,7 @@ LOSS_AFTER, HOST_TOKENS, PROFILED_STEPS = 20, 16, 2
 def pytorch_bf16(args):
     """Unsharded; weights, gradients and moments in bf16."""
     model = gpu_llama.build(args.model, args.device, gpu_llama.compute_type(args.device))
-    return model, torch.optim.AdamW(model.parameters(), **ADAMW)
+    return model, torch.optim.AdamW(model.parameters(), lr=args.lr, **ADAMW)
 
 
 def fsdp2(args, compiles=False):
@@ -48,7 +48,7 @@ def fsdp2(args, compiles=False):
     mesh = init_device_mesh(args.device, (1,))
     for unit in (model.model.embed_tokens, *model.model.layers, model.lm_head, model):
         fully_shard(unit, mesh=mesh, mp_policy=policy)
-    return model, torch.optim.AdamW(model.parameters(), **ADAMW)
+    return model, torch.optim.AdamW(model.parameters(), lr=args.lr, **ADAMW)
 
 
 def megatron_fsdp(args, double_buffer=False):
@@ -61,7 +61,7 @@ def megatron_fsdp(args, double_buffer=False):
         mixed_precision_policy=library.MixedPrecisionPolicy(main_params_dtype=torch.float32,
                                                             main_grads_dtype=torch.float32),
         fsdp_double_buffer=double_buffer)
-    optimizer = library.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), **ADAMW))
+    optimizer = library.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=args.lr, **ADAMW))
     # That has taken a step with zero gradients, to make the moments.
     for state in optimizer.state.values():
         state["step"].zero_()
@@ -197,6 +197,7 @@ def main():
     parser.add_argument("--sequence", type=int, default=0, help="0: as the table has it")
     parser.add_argument("--warm-up", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--lr", type=float, default=3e-4, help="learning rate")
     parser.add_argument("--tokens", help="a file of batch x (sequence + 1) int32 numbers")
     parser.add_argument("--profile", help="a folder for traces of what the device ran")
     parser.add_argument("--peers", default="build/peers", help="a folder with an unpacked megatron-fsdp")

@@ -26,7 +26,6 @@ namespace bench {
 
 namespace {
 
-constexpr AdamWRates kRates;
 constexpr uint64_t kSeed = 1;
 
 at::Tensor loss_on(c10::Device device) {
@@ -43,7 +42,7 @@ fsdp::BuildOptions build_options(const RowSetup& setup) {
 // it.
 class FusedAdamW {
  public:
-  explicit FusedAdamW(const std::vector<at::Tensor>& weights) {
+  FusedAdamW(const std::vector<at::Tensor>& weights, const AdamWRates& rates) : rates_(rates) {
     for (const at::Tensor& weight : weights) {
       firsts_.push_back(at::zeros_like(weight));
       seconds_.push_back(at::zeros_like(weight));
@@ -54,11 +53,12 @@ class FusedAdamW {
   void update(const std::vector<at::Tensor>& weights, const std::vector<at::Tensor>& gradients) {
     at::_foreach_add_(steps_, 1);
     at::_fused_adamw_(weights, gradients, firsts_, seconds_, /*max_exp_avg_sqs=*/{}, steps_,
-                      kRates.lr, kRates.beta1, kRates.beta2, kRates.weight_decay, kRates.eps,
+                      rates_.lr, rates_.beta1, rates_.beta2, rates_.weight_decay, rates_.eps,
                       /*amsgrad=*/false, /*maximize=*/false);
   }
 
  private:
+  const AdamWRates rates_;
   std::vector<at::Tensor> firsts_;
   std::vector<at::Tensor> seconds_;
   std::vector<at::Tensor> steps_;
@@ -98,7 +98,7 @@ class Plain : public Trainee {
 // Everything in bf16: fewer bytes than any careful training, and the goal to come near.
 class PlainBf16 final : public Plain {
  public:
-  explicit PlainBf16(const RowSetup& setup) : Plain(setup), optimizer_(weights_) {}
+  explicit PlainBf16(const RowSetup& setup) : Plain(setup), optimizer_(weights_, setup.rates) {}
 
   void step(const Batch& batch) override {
     compute(batch);
@@ -115,7 +115,7 @@ class PlainBf16 final : public Plain {
 class PlainSame final : public Plain {
  public:
   explicit PlainSame(const RowSetup& setup)
-      : Plain(setup), main_weights_(copies(weights_)), optimizer_(main_weights_) {
+      : Plain(setup), main_weights_(copies(weights_)), optimizer_(main_weights_, setup.rates) {
     for (const at::Tensor& weight : main_weights_)
       main_gradients_.push_back(at::empty_like(weight));
   }
@@ -217,11 +217,11 @@ class ShardedTrainee final : public Trainee {
         fsdp::fully_shard(std::static_pointer_cast<torch::nn::Module>(model_), mesh_, options));
     // Other rows decay vectors, too.
     optimizer_ = std::make_unique<fsdp::AdamW>(
-        *sharded_, fsdp::AdamWOptions{.lr = kRates.lr,
-                                      .beta1 = kRates.beta1,
-                                      .beta2 = kRates.beta2,
-                                      .eps = kRates.eps,
-                                      .weight_decay = kRates.weight_decay,
+        *sharded_, fsdp::AdamWOptions{.lr = setup.rates.lr,
+                                      .beta1 = setup.rates.beta1,
+                                      .beta2 = setup.rates.beta2,
+                                      .eps = setup.rates.eps,
+                                      .weight_decay = setup.rates.weight_decay,
                                       .decay_spares_vectors = false});
   }
 

@@ -35,6 +35,7 @@ struct RowSetup {
   // What rows compute in, and what the rows "in bf16" keep everything in: bf16, but for CPUs, many
   // of which cannot multiply it.
   at::ScalarType compute = at::kBFloat16;
+  AdamWRates rates;
 };
 
 // One model and its optimizer. It begins with the same values in every row.
