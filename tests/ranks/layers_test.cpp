@@ -85,23 +85,27 @@ TEST(RmsNorm, OfOtherTypesIsThatOfFp32Rounded) {
 TEST(Rotary, RotatesPairsByTheirAngles) {
   LlamaConfig config{.hidden_size = 24, .num_attention_heads = 4, .head_dim = 6};
   Rotary rotary(config);
+  // Twice as many heads of queries as of keys; all in one tensor, to be compared at once.
   const auto ours = [&](const std::vector<at::Tensor>& in) {
-    return rotate(in[0], rotary.tables(0, in[0].size(1), at::kCPU));
+    const QueryAndKey rotated =
+        rotate({in[0], in[1]}, rotary.tables(0, in[0].size(1), in[0].device()));
+    return at::cat({rotated.query, rotated.key}, 2);
   };
   const auto by_complex_numbers = [&](const std::vector<at::Tensor>& in) {
-    const auto half = in[0].chunk(2, -1);
+    const auto half = at::cat({in[0], in[1]}, 2).chunk(2, -1);
     const at::Tensor angle = at::outer(at::arange(in[0].size(1), at::kDouble),
                                        at::tensor(rotary_frequencies(config), at::kDouble));
     const at::Tensor turned =
         at::complex(half[0], half[1]) * at::polar(at::ones_like(angle), angle).unsqueeze(1);
     return at::cat({at::real(turned), at::imag(turned)}, -1);
   };
-  const std::vector<at::Tensor> values = {waves({2, 50, 4, 6}, 0.0)};
+  const std::vector<at::Tensor> values = {waves({2, 50, 4, 6}, 0.0), waves({2, 50, 2, 6}, 1.0)};
   // Angles up to 49 in fp32: 49 * 6e-8.
   expect_near(output_and_gradients(ours, values, at::kFloat),
               output_and_gradients(by_complex_numbers, values, at::kDouble), 6e-6, "rotary");
-  const at::Tensor narrow = values[0].to(at::kBFloat16);
-  EXPECT_TRUE(at::equal(ours({narrow}), ours({narrow.to(at::kFloat)}).to(at::kBFloat16)));
+  const std::vector<at::Tensor> narrow = {values[0].to(at::kBFloat16), values[1].to(at::kBFloat16)};
+  const std::vector<at::Tensor> wide = {narrow[0].to(at::kFloat), narrow[1].to(at::kFloat)};
+  EXPECT_TRUE(at::equal(ours(narrow), ours(wide).to(at::kBFloat16)));
 }
 
 TEST(GatedSilu, EqualsItsFormulaInDoublePrecision) {

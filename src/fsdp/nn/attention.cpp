@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <utility>
+
 namespace fsdp::nn {
 
 namespace {
@@ -76,9 +78,10 @@ at::Tensor AttentionImpl::heads_of(const at::Tensor& projected) const {
 }
 
 at::Tensor AttentionImpl::forward(const at::Tensor& x, LayerCache* cache) {
-  at::Tensor query = heads_of(q_proj_(x));
-  at::Tensor key = heads_of(k_proj_(x));
-  at::Tensor value = heads_of(v_proj_(x));
+  const std::vector<at::Tensor> projected = project(x, {q_proj_, k_proj_, v_proj_});
+  at::Tensor query = heads_of(projected[0]);
+  at::Tensor key = heads_of(projected[1]);
+  at::Tensor value = heads_of(projected[2]);
   if (!q_norm_.is_empty()) {
     query = q_norm_(query);
     key = k_norm_(key);
@@ -86,8 +89,9 @@ at::Tensor AttentionImpl::forward(const at::Tensor& x, LayerCache* cache) {
   if (options_.rotary) {
     const int64_t begin = cache != nullptr && cache->key.defined() ? cache->key.size(1) : 0;
     const RotaryTables tables = options_.rotary->tables(begin, begin + x.size(1), x.device());
-    query = rotate(query, tables);
-    key = rotate(key, tables);
+    QueryAndKey rotated = rotate({query, key}, tables);
+    query = std::move(rotated.query);
+    key = std::move(rotated.key);
   }
   if (cache != nullptr) {
     key = appended(cache->key, key);

@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "fsdp/nn/device_layers.h"
+
 namespace fsdp::nn {
 
 namespace {
@@ -36,10 +38,57 @@ class CrossEntropy final : public torch::autograd::Function<CrossEntropy> {
   }
 };
 
+// The same without a matrix of probabilities: the logits are kept, and the sums of their rows.
+class CrossEntropyByKernel final : public torch::autograd::Function<CrossEntropyByKernel> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& logits_in,
+                            const at::Tensor& targets_in) {
+    const at::Tensor logits = logits_in.contiguous();
+    const at::Tensor targets = targets_in.contiguous();
+    const auto numbers = logits.options().dtype(at::kFloat);
+    const at::Tensor row_sums = at::empty({logits.size(0), 2}, numbers);
+    const at::Tensor row_losses = at::empty({logits.size(0)}, numbers);
+    const at::Tensor weight = at::empty({}, numbers);
+    at::Tensor loss = at::empty({}, numbers);
+    const OnDeviceOf on_device(logits);
+    cross_entropy_on_device(memory_of(logits, targets, row_sums, weight),
+                            row_losses.mutable_data_ptr<float>(), loss.mutable_data_ptr<float>(),
+                            on_device.stream());
+    context->save_for_backward({logits, targets, row_sums, weight});
+    return loss;
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const variable_list saved = context->get_saved_variables();
+    const at::Tensor loss_gradient = gradients[0].to(at::kFloat);
+    at::Tensor gradient = at::empty_like(saved[0]);
+    const OnDeviceOf on_device(gradient);
+    cross_entropy_backward_on_device(memory_of(saved[0], saved[1], saved[2], saved[3]),
+                                     loss_gradient.const_data_ptr<float>(),
+                                     gradient.mutable_data_ptr(), on_device.stream());
+    return {gradient, at::Tensor()};
+  }
+
+ private:
+  static CrossEntropyMemory memory_of(const at::Tensor& logits, const at::Tensor& targets,
+                                      const at::Tensor& row_sums, const at::Tensor& weight) {
+    return {.dtype = dtype_of(logits.scalar_type()),
+            .num_rows = logits.size(0),
+            .vocabulary = logits.size(1),
+            .logits = logits.const_data_ptr(),
+            .targets = targets.const_data_ptr<int64_t>(),
+            .row_sums = row_sums.mutable_data_ptr<float>(),
+            .weight = weight.mutable_data_ptr<float>()};
+  }
+};
+
 }  // namespace
 
 at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets) {
-  return CrossEntropy::apply(logits.reshape({-1, logits.size(-1)}), targets.reshape({-1}));
+  const at::Tensor rows = logits.reshape({-1, logits.size(-1)});
+  const at::Tensor flat_targets = targets.reshape({-1});
+  if (has_kernels(rows)) return CrossEntropyByKernel::apply(rows, flat_targets);
+  return CrossEntropy::apply(rows, flat_targets);
 }
 
 }  // namespace fsdp::nn

@@ -3,9 +3,9 @@
 
 #include <ATen/core/Tensor.h>
 
-namespace fsdp::nn {
+#include "fsdp/nn/no_target.h"
 
-inline constexpr int64_t kNoTarget = -100;
+namespace fsdp::nn {
 
 // logits: [..., vocabulary]; targets: [...], int64. The mean of -log(probability) over the targets
 // that are not kNoTarget; 0 when there are none.

@@ -85,7 +85,10 @@ ExpertImpl::ExpertImpl(const ExpertsOptions& o)
       w3_(register_module("w3",
                           projection(o.hidden_size, o.intermediate_size, o.standard_deviation))) {}
 
-at::Tensor ExpertImpl::forward(const at::Tensor& x) { return w2_(gated_silu(w1_(x), w3_(x))); }
+at::Tensor ExpertImpl::forward(const at::Tensor& x) {
+  const std::vector<at::Tensor> projected = project(x, {w1_, w3_});
+  return w2_(gated_silu(projected[0], projected[1]));
+}
 
 ExpertsImpl::ExpertsImpl(const ExpertsOptions& o)
     : options_(o),

@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "fsdp/nn/device_layers.h"
+
 namespace fsdp::nn {
 
 namespace {
@@ -10,18 +12,52 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+bool have_kernels(const at::Tensor& gate, const at::Tensor& up) {
+  return has_kernels(gate) && up.scalar_type() == gate.scalar_type() && up.sizes() == gate.sizes();
+}
+
+GatedSiluMemory memory_of(const at::Tensor& gate, const at::Tensor& up) {
+  return {.dtype = dtype_of(gate.scalar_type()),
+          .numel = gate.numel(),
+          .gate = gate.const_data_ptr(),
+          .up = up.const_data_ptr()};
+}
+
 class GatedSilu final : public torch::autograd::Function<GatedSilu> {
  public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& gate,
-                            const at::Tensor& up) {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& gate_in,
+                            const at::Tensor& up_in) {
+    if (!have_kernels(gate_in, up_in)) {
+      context->save_for_backward({gate_in, up_in});
+      return at::silu(gate_in).mul_(up_in);
+    }
+    const at::Tensor gate = gate_in.contiguous();
+    const at::Tensor up = up_in.contiguous();
     context->save_for_backward({gate, up});
-    return at::silu(gate).mul_(up);
+    at::Tensor result = at::empty_like(gate);
+    const OnDeviceOf on_device(gate);
+    gated_silu_on_device(memory_of(gate, up), result.mutable_data_ptr(), on_device.stream());
+    return result;
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const variable_list saved = context->get_saved_variables();
+    if (have_kernels(saved[0], saved[1])) return by_kernel(saved[0], saved[1], gradients[0]);
     return {at::silu_backward(gradients[0] * saved[1], saved[0]),
             at::silu(saved[0]).mul_(gradients[0])};
+  }
+
+ private:
+  static variable_list by_kernel(const at::Tensor& gate, const at::Tensor& up,
+                                 const at::Tensor& gradient_in) {
+    const at::Tensor gradient = gradient_in.contiguous();
+    at::Tensor gate_gradient = at::empty_like(gate);
+    at::Tensor up_gradient = at::empty_like(up);
+    const OnDeviceOf on_device(gate);
+    gated_silu_backward_on_device(memory_of(gate, up), gradient.const_data_ptr(),
+                                  gate_gradient.mutable_data_ptr(), up_gradient.mutable_data_ptr(),
+                                  on_device.stream());
+    return {gate_gradient, up_gradient};
   }
 };
 
@@ -43,7 +79,8 @@ GatedMlpImpl::GatedMlpImpl(const GatedMlpOptions& o)
                                                     o.standard_deviation}))) {}
 
 at::Tensor GatedMlpImpl::forward(const at::Tensor& x) {
-  return down_proj_(gated_silu(gate_proj_(x), up_proj_(x)));
+  const std::vector<at::Tensor> projected = project(x, {gate_proj_, up_proj_});
+  return down_proj_(gated_silu(projected[0], projected[1]));
 }
 
 }  // namespace fsdp::nn

@@ -67,7 +67,10 @@ class HybridBlockImpl : public torch::nn::Module {
   }
 
  private:
-  at::Tensor compute(const at::Tensor& x, LayerCache* cache) { return x + mix(norm_(x), cache); }
+  at::Tensor compute(const at::Tensor& x, LayerCache* cache) {
+    const NormedBranch branch = norm_->branch(x);
+    return branch.around + mix(branch.normed, cache);
+  }
 
   at::Tensor mix(const at::Tensor& x, LayerCache* cache) {
     if (!mamba_.is_empty()) return mamba_(x, cache);

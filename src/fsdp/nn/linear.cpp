@@ -3,6 +3,9 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
+#include <utility>
+
 #include "fsdp/shard/direct_gradient.h"
 
 namespace fsdp::nn {
@@ -63,7 +66,57 @@ class LinearFunction final : public torch::autograd::Function<LinearFunction> {
   }
 };
 
+// Weights without biases, on a device.
+class LinearsFunction final : public torch::autograd::Function<LinearsFunction> {
+ public:
+  static variable_list forward(AutogradContext* context, const at::Tensor& input,
+                               at::TensorList weights) {
+    variable_list saved = {input};
+    variable_list outputs;
+    for (const at::Tensor& weight : weights) {
+      saved.push_back(weight);
+      outputs.push_back(at::linear(input, weight));
+    }
+    context->save_for_backward(std::move(saved));
+    return outputs;
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const variable_list saved = context->get_saved_variables();
+    const at::Tensor& input = saved[0];
+    variable_list result(gradients.size() + 1);
+    at::Tensor sum;
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      const at::Tensor& weight = saved[i + 1];
+      if (context->needs_input_grad(0)) {
+        const at::Tensor rows = rows_of(gradients[i]);
+        sum = sum.defined() ? sum.addmm_(rows, weight) : rows.mm(weight);
+      }
+      if (context->needs_input_grad(i + 1))
+        result[i + 1] = weight_gradient(weight, gradients[i], input);
+    }
+    if (sum.defined()) result[0] = sum.view(input.sizes());
+    return result;
+  }
+};
+
+bool are_summed_by_products(const at::Tensor& input, const std::vector<at::Tensor>& biases) {
+  const auto is_absent = [](const at::Tensor& bias) { return !bias.defined(); };
+  return input.is_cuda() && std::all_of(biases.begin(), biases.end(), is_absent);
+}
+
 }  // namespace
+
+std::vector<at::Tensor> linear(const at::Tensor& input, const std::vector<at::Tensor>& weights,
+                               const std::vector<at::Tensor>& biases) {
+  // Autograd looks for tensors in a TensorList, and in no other list.
+  if (are_summed_by_products(input, biases))
+    return LinearsFunction::apply(input, at::TensorList(weights));
+  std::vector<at::Tensor> outputs;
+  for (size_t i = 0; i < weights.size(); ++i)
+    outputs.push_back(linear(input, weights[i], biases[i]));
+  return outputs;
+}
 
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
   // Autograd wants no bias as nothing at all, not as an undefined tensor.

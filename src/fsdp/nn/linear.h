@@ -6,6 +6,8 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/pimpl.h>
 
+#include <vector>
+
 namespace fsdp::nn {
 
 // torch::nn::Linear with the same parameters and initialisation, and the result of at::linear, as
@@ -22,5 +24,10 @@ TORCH_MODULE(Linear);
 
 // input * weight^T + bias (bias may be undefined), with the same backward.
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias);
+
+// The same for several weights and one input. On a device the matrix products of the backward add
+// up the input's gradient as they go.
+std::vector<at::Tensor> linear(const at::Tensor& input, const std::vector<at::Tensor>& weights,
+                               const std::vector<at::Tensor>& biases);
 
 }  // namespace fsdp::nn

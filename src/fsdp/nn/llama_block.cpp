@@ -45,11 +45,11 @@ LlamaLayerParts::LlamaLayerParts(torch::nn::Module& owner, const LlamaBlockOptio
 }
 
 BlockOutput LlamaLayerParts::operator()(const at::Tensor& x, LayerCache* cache) {
-  const at::Tensor middle = x + attention_(input_norm_(x), cache);
-  const at::Tensor normed = mlp_norm_(middle);
-  if (experts_.is_empty()) return {middle + mlp_(normed)};
-  RoutedTokens routed = experts_(normed);
-  return {middle + routed.output, std::move(routed.load.mean_probability),
+  const NormedBranch first = input_norm_->branch(x);
+  const NormedBranch second = mlp_norm_->branch(first.around, attention_(first.normed, cache));
+  if (experts_.is_empty()) return {second.around + mlp_(second.normed)};
+  RoutedTokens routed = experts_(second.normed);
+  return {second.around + routed.output, std::move(routed.load.mean_probability),
           std::move(routed.load.share)};
 }
 

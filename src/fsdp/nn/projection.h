@@ -5,6 +5,8 @@
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
+#include <vector>
+
 #include "fsdp/nn/named_init.h"
 
 namespace fsdp::nn {
@@ -32,5 +34,8 @@ class ProjectionImpl : public torch::nn::Module, public NamedInit {
   const double standard_deviation_;
 };
 TORCH_MODULE(Projection);
+
+// Several of one input.
+std::vector<at::Tensor> project(const at::Tensor& input, const std::vector<Projection>& layers);
 
 }  // namespace fsdp::nn

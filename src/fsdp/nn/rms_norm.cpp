@@ -6,6 +6,9 @@
 
 #include <array>
 #include <cmath>
+#include <optional>
+
+#include "fsdp/nn/device_layers.h"
 
 namespace fsdp::nn {
 
@@ -108,6 +111,86 @@ class HostRmsNorm final : public torch::autograd::Function<HostRmsNorm> {
   }
 };
 
+bool has_norm_kernel(const at::Tensor& input, const at::Tensor& weight) {
+  return has_kernels(input) && weight.scalar_type() == input.scalar_type() &&
+         norm_fits_device(dtype_of(input.scalar_type()), input.size(-1));
+}
+
+// {x + added, or x where nothing is added; the same normed}
+class DeviceRmsNorm final : public torch::autograd::Function<DeviceRmsNorm> {
+ public:
+  static variable_list forward(AutogradContext* context, const at::Tensor& x_in,
+                               const std::optional<at::Tensor>& added_in,
+                               const at::Tensor& weight_in, double eps) {
+    const at::Tensor x = dense_packs(x_in);
+    const at::Tensor weight = dense_packs(weight_in);
+    NormInput input = input_of(x, weight, eps);
+    const at::Tensor normed = at::empty_like(x);
+    const at::Tensor scales = at::empty({input.num_rows}, x.options().dtype(at::kFloat));
+    NormOutput output{.normed = normed.mutable_data_ptr(),
+                      .scales = scales.mutable_data_ptr<float>()};
+    at::Tensor around = x_in;
+    at::Tensor added;
+    if (added_in) {
+      added = dense_packs(*added_in);
+      around = at::empty_like(x);
+      input.added = added.const_data_ptr();
+      output.sum = around.mutable_data_ptr();
+    }
+    const OnDeviceOf on_device(x);
+    rms_norm_on_device(input, output, on_device.stream());
+    context->save_for_backward({added_in ? around : x, weight, scales});
+    context->saved_data["eps"] = eps;
+    context->saved_data["has_added"] = added_in.has_value();
+    context->set_materialize_grads(false);
+    return {around, normed};
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const at::Tensor& of_around = gradients[0];
+    const bool has_added = context->saved_data["has_added"].toBool();
+    const auto result = [&](const at::Tensor& of_x, const at::Tensor& of_weight) {
+      return variable_list{of_x, has_added ? of_x : at::Tensor(), of_weight, at::Tensor()};
+    };
+    if (!gradients[1].defined()) return result(of_around, at::Tensor());
+    const variable_list saved = context->get_saved_variables();
+    const at::Tensor x = dense_packs(saved[0]);
+    const NormInput input = input_of(x, saved[1], context->saved_data["eps"].toDouble());
+    const at::Tensor of_normed = dense_packs(gradients[1]);
+    const at::Tensor of_sum = of_around.defined() ? dense_packs(of_around) : at::Tensor();
+    const at::Tensor of_x = at::empty_like(x);
+    const at::Tensor of_weight = at::empty_like(saved[1]);
+    const at::Tensor weight_sums =
+        at::empty({norm_weight_sums(input.num_rows), input.size}, x.options().dtype(at::kFloat));
+    const OnDeviceOf on_device(x);
+    rms_norm_backward_on_device(input,
+                                {.scales = saved[2].const_data_ptr<float>(),
+                                 .of_normed = of_normed.const_data_ptr(),
+                                 .of_sum = of_sum.defined() ? of_sum.const_data_ptr() : nullptr,
+                                 .of_x = of_x.mutable_data_ptr(),
+                                 .of_weight = of_weight.mutable_data_ptr(),
+                                 .weight_sums = weight_sums.mutable_data_ptr<float>()},
+                                on_device.stream());
+    return result(of_x, of_weight);
+  }
+
+ private:
+  static NormInput input_of(const at::Tensor& x, const at::Tensor& weight, double eps) {
+    return {.dtype = dtype_of(x.scalar_type()),
+            .num_rows = x.numel() / x.size(-1),
+            .size = x.size(-1),
+            .eps = static_cast<float>(eps),
+            .x = x.const_data_ptr(),
+            .weight = weight.const_data_ptr()};
+  }
+};
+
+NormedBranch branch_on_device(const at::Tensor& x, const std::optional<at::Tensor>& added,
+                              const at::Tensor& weight, double eps) {
+  const variable_list result = DeviceRmsNorm::apply(x, added, weight, eps);
+  return {result[0], result[1]};
+}
+
 }  // namespace
 
 at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double eps,
@@ -115,6 +198,8 @@ at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double ep
   const bool is_plain = input.device().is_cpu() && input.scalar_type() == at::kFloat &&
                         weight.scalar_type() == at::kFloat && input.numel() > 0;
   if (is_plain) return HostRmsNorm::apply(input, weight, eps, num_groups);
+  if (num_groups == 1 && has_norm_kernel(input, weight))
+    return branch_on_device(input, std::nullopt, weight, eps).normed;
   if (num_groups == 1) return at::rms_norm(input, weight.sizes(), weight, eps);
   const std::vector<int64_t> group = {input.size(-1) / num_groups};
   const at::Tensor grouped = input.unflatten(-1, {num_groups, group[0]});
@@ -127,6 +212,19 @@ RmsNormImpl::RmsNormImpl(int64_t size, double eps)
     : weight(register_parameter("weight", at::empty({size}))), eps_(eps) {}
 
 at::Tensor RmsNormImpl::forward(const at::Tensor& input) { return rms_norm(input, weight, eps_); }
+
+NormedBranch RmsNormImpl::branch(const at::Tensor& x) {
+  if (has_norm_kernel(x, weight)) return branch_on_device(x, std::nullopt, weight, eps_);
+  return {x, forward(x)};
+}
+
+NormedBranch RmsNormImpl::branch(const at::Tensor& x, const at::Tensor& added) {
+  if (has_norm_kernel(x, weight) && added.scalar_type() == x.scalar_type() &&
+      added.sizes() == x.sizes())
+    return branch_on_device(x, added, weight, eps_);
+  const at::Tensor sum = x + added;
+  return {sum, forward(sum)};
+}
 
 void RmsNormImpl::reset_parameters() {
   const at::NoGradGuard no_grad;

@@ -14,10 +14,20 @@ namespace fsdp::nn {
 at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double eps,
                     int64_t num_groups = 1);
 
+// Where a residual layer begins: what goes around it, and what goes in. Both from one function, so
+// that a device adds up their gradients where it computes them.
+struct NormedBranch {
+  at::Tensor around;
+  at::Tensor normed;
+};
+
 class RmsNormImpl : public torch::nn::Module, public NamedInit {
  public:
   RmsNormImpl(int64_t size, double eps);
   at::Tensor forward(const at::Tensor& input);
+  NormedBranch branch(const at::Tensor& x);
+  // Of x + added.
+  NormedBranch branch(const at::Tensor& x, const at::Tensor& added);
   void reset_parameters() override;
 
   at::Tensor weight;

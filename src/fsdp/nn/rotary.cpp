@@ -9,6 +9,8 @@
 #include <cmath>
 #include <numbers>
 
+#include "fsdp/nn/device_layers.h"
+
 namespace fsdp::nn {
 
 namespace {
@@ -76,18 +78,57 @@ at::Tensor rotated(const at::Tensor& x_in, const at::Tensor& cosine, const at::T
   return y.to(x.scalar_type());
 }
 
+RotatedHeads strided_heads(const at::Tensor& from, const at::Tensor& to) {
+  return {.from = from.const_data_ptr(),
+          .to = to.mutable_data_ptr(),
+          .num_heads = from.size(2),
+          .strides = {from.stride(0), from.stride(1), from.stride(2)}};
+}
+
+// Queries and keys in one launch, wherever their heads lie.
+QueryAndKey rotated_by_kernel(const QueryAndKey& x, const RotaryTables& tables,
+                              Direction direction) {
+  const auto with_dense_heads = [](const at::Tensor& heads) {
+    return heads.stride(3) == 1 ? heads : heads.contiguous();
+  };
+  const QueryAndKey from{with_dense_heads(x.query), with_dense_heads(x.key)};
+  const QueryAndKey to{at::empty(x.query.sizes(), x.query.options()),
+                       at::empty(x.key.sizes(), x.key.options())};
+  const OnDeviceOf on_device(x.query);
+  rotate_on_device({strided_heads(from.query, to.query), strided_heads(from.key, to.key)},
+                   {.dtype = dtype_of(x.query.scalar_type()),
+                    .batch = x.query.size(0),
+                    .sequence = x.query.size(1),
+                    .head_dim = x.query.size(3)},
+                   {.cosine = tables.cosine.const_data_ptr<float>(),
+                    .sine = tables.sine.const_data_ptr<float>(),
+                    .sign = direction == Direction::kForward ? 1.0f : -1.0f},
+                   on_device.stream());
+  return to;
+}
+
+QueryAndKey rotated(const QueryAndKey& x, const RotaryTables& tables, Direction direction) {
+  if (has_kernels(x.query) && x.key.scalar_type() == x.query.scalar_type())
+    return rotated_by_kernel(x, tables, direction);
+  return {rotated(x.query, tables.cosine, tables.sine, direction),
+          rotated(x.key, tables.cosine, tables.sine, direction)};
+}
+
 class Rotation final : public torch::autograd::Function<Rotation> {
  public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& cosine,
-                            const at::Tensor& sine) {
+  static variable_list forward(AutogradContext* context, const at::Tensor& query,
+                               const at::Tensor& key, const at::Tensor& cosine,
+                               const at::Tensor& sine) {
     context->save_for_backward({cosine, sine});
-    return rotated(x, cosine, sine, Direction::kForward);
+    const QueryAndKey result = rotated({query, key}, {cosine, sine}, Direction::kForward);
+    return {result.query, result.key};
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const variable_list saved = context->get_saved_variables();
-    return {rotated(gradients[0], saved[0], saved[1], Direction::kBack), at::Tensor(),
-            at::Tensor()};
+    const QueryAndKey result =
+        rotated({gradients[0], gradients[1]}, {saved[0], saved[1]}, Direction::kBack);
+    return {result.query, result.key, at::Tensor(), at::Tensor()};
   }
 };
 
@@ -124,8 +165,9 @@ RotaryTables Rotary::tables(int64_t begin, int64_t end, const at::Device& device
   return {longest.cosine.narrow(0, begin, end - begin), longest.sine.narrow(0, begin, end - begin)};
 }
 
-at::Tensor rotate(const at::Tensor& x, const RotaryTables& tables) {
-  return Rotation::apply(x, tables.cosine, tables.sine);
+QueryAndKey rotate(const QueryAndKey& heads, const RotaryTables& tables) {
+  const variable_list result = Rotation::apply(heads.query, heads.key, tables.cosine, tables.sine);
+  return {result[0], result[1]};
 }
 
 }  // namespace fsdp::nn

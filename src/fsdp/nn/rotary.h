@@ -33,7 +33,13 @@ class Rotary {
   std::vector<RotaryTables> made_;  // shorter ones, too: a recorded step goes on reading its own
 };
 
-// x: [batch, sequence, heads, head_dim]; computed in fp32 and rounded to x's type.
-at::Tensor rotate(const at::Tensor& x, const RotaryTables& tables);
+struct QueryAndKey {
+  at::Tensor query;  // [batch, sequence, heads, head_dim]
+  at::Tensor key;    // likewise, with as many heads or fewer
+};
+
+// Computed in fp32 and rounded to the heads' type; the result is dense. Keeps the tables for the
+// backward and nothing else.
+QueryAndKey rotate(const QueryAndKey& heads, const RotaryTables& tables);
 
 }  // namespace fsdp::nn

@@ -1,7 +1,5 @@
 #include "fsdp/optim/span_update.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include <algorithm>
 
 #include "fsdp/optim/update_on_cpu.h"
@@ -34,11 +32,6 @@ int num_moments(const AdamWRule&) { return 2; }
 int num_moments(const SgdRule& rule) { return rule.momentum == 0.0 ? 0 : 1; }
 
 }  // namespace
-
-void* current_stream(c10::Device device) {
-  const c10::impl::VirtualGuardImpl guard(device.type());
-  return guard.getStream(device).native_handle();
-}
 
 void update_on_cpu(const UpdateSpan& span, const UpdateMath& math, const StepState& state,
                    ThreadTeam& team) {

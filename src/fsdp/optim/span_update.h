@@ -5,6 +5,7 @@
 
 #include <variant>
 
+#include "fsdp/base/device_stream.h"
 #include "fsdp/optim/step_state.h"
 #include "fsdp/optim/thread_team.h"
 #include "fsdp/optim/update_rules.h"
@@ -21,8 +22,5 @@ void update_on_cpu(const UpdateSpan& span, const UpdateMath& math, const StepSta
 // Enqueued on the device's current stream; `state` is memory of the device.
 void update_on_device(const UpdateSpan& span, const UpdateMath& math, const StepState* state,
                       c10::Device device);
-
-// What device kernels take as their stream.
-void* current_stream(c10::Device device);
 
 }  // namespace fsdp

@@ -1,0 +1,240 @@
+// Root-mean-square norms of rows. A row belongs to a team of threads, whose registers hold it: it
+// is read once and written once. Weight gradients are summed in fixed order: by every team over its
+// rows, by a block over its teams, then over the blocks.
+#include "fsdp/base/kernel_launch.cuh"
+#include "fsdp/base/packed_access.cuh"
+#include "fsdp/nn/layers_on_device.h"
+
+namespace fsdp::nn {
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarp = 32;
+// About as many as run at once; not asked of the device, so that sums have one order on every one.
+constexpr int kMaxSums = 512;
+
+// The team of a thread, and the packs of a row that are the thread's: `lane`, `lane` + kTeam, ...
+template <int kTeam>
+struct Team {
+  static constexpr int kPerBlock = kThreads / kTeam;
+  static __device__ int in_block() { return static_cast<int>(threadIdx.x) / kTeam; }
+  static __device__ int lane() { return static_cast<int>(threadIdx.x) % kTeam; }
+};
+
+// The sum of a team's values, in each of its threads. `turn` tells calls apart that follow one
+// another: the next may write while this one is read.
+template <int kTeam>
+__device__ float team_sum(float value, int turn) {
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+  if constexpr (kTeam > kWarp) {
+    constexpr int kWarps = kTeam / kWarp;
+    static_assert(kTeam == kThreads);
+    __shared__ float sums[2][kWarps];
+    if (threadIdx.x % kWarp == 0) sums[turn % 2][threadIdx.x / kWarp] = value;
+    __syncthreads();
+    value = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) value += sums[turn % 2][warp];
+  }
+  return value;
+}
+
+// Calls body(k, begin) for the packs of a row that are this thread's.
+template <int kTeam, int kPacks, int kCount, typename Body>
+__device__ void at_own_packs(int size, const Body& body) {
+#pragma unroll
+  for (int k = 0; k < kPacks; ++k) {
+    const int begin = (k * kTeam + Team<kTeam>::lane()) * kCount;
+    if (begin < size) body(k, begin);
+  }
+}
+
+template <typename T, int kTeam, int kPacks>
+__global__ void __launch_bounds__(kThreads)
+    rms_norm_kernel(__grid_constant__ const NormInput in, __grid_constant__ const NormOutput out) {
+  constexpr int kCount = kPackCount<T>;
+  using Numbers = Floats<kCount>;
+  const int64_t row =
+      static_cast<int64_t>(blockIdx.x) * Team<kTeam>::kPerBlock + Team<kTeam>::in_block();
+  const bool has_row = row < in.num_rows;  // the others' threads take part in sums
+  const int size = has_row ? static_cast<int>(in.size) : 0;
+  const int64_t offset = row * in.size;
+  Numbers x[kPacks];
+  float squares = 0.0f;
+  at_own_packs<kTeam, kPacks, kCount>(size, [&](int k, int begin) {
+    x[k] = load_pack<kCount>(static_cast<const T*>(in.x) + offset + begin);
+    if (in.added != nullptr) {
+      const Numbers more = load_pack<kCount>(static_cast<const T*>(in.added) + offset + begin);
+      // Rounded before it is normed, as it would be on its way through memory.
+      for (int i = 0; i < kCount; ++i) x[k].of[i] = widened(rounded<T>(x[k].of[i] + more.of[i]));
+      store_pack(static_cast<T*>(out.sum) + offset + begin, x[k]);
+    }
+    for (int i = 0; i < kCount; ++i) squares += x[k].of[i] * x[k].of[i];
+  });
+  squares = team_sum<kTeam>(squares, 0);
+  const float scale = rsqrtf(squares / static_cast<float>(in.size) + in.eps);
+  at_own_packs<kTeam, kPacks, kCount>(size, [&](int k, int begin) {
+    const Numbers w = load_pack<kCount>(static_cast<const T*>(in.weight) + begin);
+    Numbers y;
+    for (int i = 0; i < kCount; ++i) y.of[i] = x[k].of[i] * scale * w.of[i];
+    store_pack(static_cast<T*>(out.normed) + offset + begin, y);
+  });
+  if (has_row && Team<kTeam>::lane() == 0) out.scales[row] = scale;
+}
+
+// Adds up what the teams of a block have summed, and stores it.
+template <int kTeam, int kPacks, int kCount>
+__device__ void store_block_sums(const Floats<kCount> (&mine)[kPacks], int size, float* to) {
+  if constexpr (kTeam == kThreads) {
+    at_own_packs<kTeam, kPacks, kCount>(size, [&](int k, int begin) {
+      for (int i = 0; i < kCount; ++i) to[begin + i] = mine[k].of[i];
+    });
+  } else {
+    constexpr int kWidth = kTeam * kPacks * kCount;
+    __shared__ float sums[Team<kTeam>::kPerBlock][kWidth];
+    at_own_packs<kTeam, kPacks, kCount>(size, [&](int k, int begin) {
+      for (int i = 0; i < kCount; ++i) sums[Team<kTeam>::in_block()][begin + i] = mine[k].of[i];
+    });
+    __syncthreads();
+    for (int i = static_cast<int>(threadIdx.x); i < size; i += kThreads) {
+      float sum = 0.0f;
+      for (int team = 0; team < Team<kTeam>::kPerBlock; ++team) sum += sums[team][i];
+      to[i] = sum;
+    }
+  }
+}
+
+template <typename T, int kTeam, int kPacks>
+__global__ void __launch_bounds__(kThreads)
+    rms_norm_backward_kernel(__grid_constant__ const NormInput in,
+                             __grid_constant__ const NormGradients by) {
+  constexpr int kCount = kPackCount<T>;
+  using Numbers = Floats<kCount>;
+  const int size = static_cast<int>(in.size);
+  Numbers w[kPacks];
+  Numbers dw[kPacks]{};
+  at_own_packs<kTeam, kPacks, kCount>(size, [&](int k, int begin) {
+    w[k] = load_pack<kCount>(static_cast<const T*>(in.weight) + begin);
+  });
+  const int64_t num_teams = static_cast<int64_t>(gridDim.x) * Team<kTeam>::kPerBlock;
+  // As many turns for every team of a block: sums are taken together.
+  int turn = 0;
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * Team<kTeam>::kPerBlock;
+       first < in.num_rows; first += num_teams, ++turn) {
+    const int64_t row = first + Team<kTeam>::in_block();
+    const bool has_row = row < in.num_rows;
+    const int row_size = has_row ? size : 0;
+    const int64_t offset = row * in.size;
+    const float scale = has_row ? by.scales[row] : 0.0f;
+    Numbers x[kPacks];  // x * scale
+    Numbers g[kPacks];
+    float dot = 0.0f;
+    at_own_packs<kTeam, kPacks, kCount>(row_size, [&](int k, int begin) {
+      x[k] = load_pack<kCount>(static_cast<const T*>(in.x) + offset + begin);
+      g[k] = load_pack<kCount>(static_cast<const T*>(by.of_normed) + offset + begin);
+      for (int i = 0; i < kCount; ++i) {
+        x[k].of[i] *= scale;
+        dw[k].of[i] += g[k].of[i] * x[k].of[i];
+        g[k].of[i] *= w[k].of[i];
+        dot += g[k].of[i] * x[k].of[i];
+      }
+    });
+    const float along = team_sum<kTeam>(dot, turn) / static_cast<float>(in.size);
+    at_own_packs<kTeam, kPacks, kCount>(row_size, [&](int k, int begin) {
+      Numbers dx{};
+      if (by.of_sum != nullptr)
+        dx = load_pack<kCount>(static_cast<const T*>(by.of_sum) + offset + begin);
+      for (int i = 0; i < kCount; ++i) dx.of[i] += scale * (g[k].of[i] - x[k].of[i] * along);
+      store_pack(static_cast<T*>(by.of_x) + offset + begin, dx);
+    });
+  }
+  store_block_sums<kTeam, kPacks, kCount>(dw, size, by.weight_sums + blockIdx.x * in.size);
+}
+
+// A block adds up kWarp columns; its warps have every 32nd row of sums each.
+template <typename T>
+__global__ void __launch_bounds__(kWarp* kWarp)
+    rms_norm_weight_kernel(const float* sums, int num_sums, int64_t size, T* gradient) {
+  __shared__ float parts[kWarp][kWarp + 1];
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
+  float sum = 0.0f;
+  if (column < size)
+    for (int i = static_cast<int>(threadIdx.y); i < num_sums; i += kWarp)
+      sum += sums[i * size + column];
+  parts[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || column >= size) return;
+  sum = 0.0f;
+  for (int i = 0; i < kWarp; ++i) sum += parts[i][threadIdx.x];
+  gradient[column] = rounded<T>(sum);
+}
+
+// Calls function(team, packs) with the smallest team that holds a row.
+template <int kCount, typename Function>
+void with_team(int64_t size, const Function& function) {
+  const auto choose = [&](auto team, auto packs) {
+    if (size > int64_t{team} * packs * kCount) return false;
+    function(team, packs);
+    return true;
+  };
+  constexpr std::integral_constant<int, kWarp> kSmall;
+  constexpr std::integral_constant<int, kThreads> kLarge;
+  constexpr std::integral_constant<int, 1> kOne;
+  constexpr std::integral_constant<int, 2> kTwo;
+  constexpr std::integral_constant<int, 4> kFour;
+  static_assert(kFour * kLarge * kCount == kMaxNormPacks * kCount);
+  if (choose(kSmall, kOne) || choose(kSmall, kFour) || choose(kLarge, kOne) ||
+      choose(kLarge, kTwo) || choose(kLarge, kFour))
+    return;
+  FSDP_ASSERT(false, "no team of threads holds rows of ", size);
+}
+
+int64_t blocks_for(int64_t num_rows, int rows_per_block) {
+  return (num_rows + rows_per_block - 1) / rows_per_block;
+}
+
+}  // namespace
+
+bool norm_fits_device(DType dtype, int64_t size) {
+  const int64_t count = kPackBytes / element_bytes(dtype);
+  return size > 0 && size % count == 0 && size <= kMaxNormPacks * count;
+}
+
+int64_t norm_weight_sums(int64_t num_rows) { return num_rows < kMaxSums ? num_rows : kMaxSums; }
+
+void rms_norm_on_device(const NormInput& input, const NormOutput& output, void* stream) {
+  if (input.num_rows == 0) return;
+  with_kernel_type(input.dtype, "rms_norm", [&](auto zero) {
+    using T = decltype(zero);
+    with_team<kPackCount<T>>(input.size, [&](auto team, auto packs) {
+      const int64_t blocks = blocks_for(input.num_rows, Team<team>::kPerBlock);
+      rms_norm_kernel<T, team, packs>
+          <<<static_cast<unsigned>(blocks), kThreads, 0, cuda_stream(stream)>>>(input, output);
+    });
+  });
+  check_launch("rms_norm");
+}
+
+void rms_norm_backward_on_device(const NormInput& input, const NormGradients& gradients,
+                                 void* stream) {
+  with_kernel_type(input.dtype, "rms_norm_backward", [&](auto zero) {
+    using T = decltype(zero);
+    int num_sums = 0;
+    with_team<kPackCount<T>>(input.size, [&](auto team, auto packs) {
+      const int64_t blocks = blocks_for(input.num_rows, Team<team>::kPerBlock);
+      num_sums = static_cast<int>(blocks < kMaxSums ? blocks : kMaxSums);
+      if (num_sums > 0)
+        rms_norm_backward_kernel<T, team, packs>
+            <<<static_cast<unsigned>(num_sums), kThreads, 0, cuda_stream(stream)>>>(input,
+                                                                                    gradients);
+    });
+    const auto columns = static_cast<unsigned>((input.size + kWarp - 1) / kWarp);
+    rms_norm_weight_kernel<T><<<columns, dim3(kWarp, kWarp), 0, cuda_stream(stream)>>>(
+        gradients.weight_sums, num_sums, input.size, static_cast<T*>(gradients.of_weight));
+  });
+  check_launch("rms_norm_backward");
+}
+
+}  // namespace fsdp::nn

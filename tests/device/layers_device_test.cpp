@@ -1,0 +1,360 @@
+// The kernels of the layers against plain formulas in fp64 of the same inputs: nothing but the
+// rounding of the result, and what fp32 arithmetic needs.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "fsdp/nn/cross_entropy.h"
+#include "fsdp/nn/gated_mlp.h"
+#include "fsdp/nn/layers_on_device.h"
+#include "fsdp/nn/rms_norm.h"
+#include "fsdp/nn/rotary.h"
+#include "support/require.h"
+
+#define FSDP_REQUIRE_DEVICE_LAYERS() \
+  FSDP_REQUIRE_GPU();                \
+  if (!has_device_layers()) GTEST_SKIP() << "built without CUDA kernels"
+
+namespace fsdp::nn {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+using Function = std::function<Tensors(const Tensors&)>;
+
+constexpr at::ScalarType kTypes[] = {at::kFloat, at::kBFloat16, at::kHalf};
+
+// The largest error of a rounding to nearest, as a part of the number.
+double half_unit(at::ScalarType type) {
+  if (type == at::kBFloat16) return 0x1p-8;
+  return type == at::kHalf ? 0x1p-11 : 0x1p-24;
+}
+
+at::Tensor numbers(at::IntArrayRef shape, at::ScalarType type, double size = 1.0) {
+  return (at::randn(shape, at::device(at::kCUDA).dtype(at::kFloat)) * size).to(type);
+}
+
+// The outputs, and the gradients of the inputs for these gradients of the outputs.
+Tensors outputs_and_gradients(const Function& function, const Tensors& values,
+                              const Tensors& output_gradients) {
+  Tensors inputs;
+  for (const at::Tensor& value : values) inputs.push_back(value.detach().set_requires_grad(true));
+  Tensors results = function(inputs);
+  at::Tensor sum;
+  for (size_t i = 0; i < results.size(); ++i) {
+    const at::Tensor part = (results[i].to(at::kDouble) * output_gradients[i]).sum();
+    sum = sum.defined() ? sum + part : part;
+  }
+  sum.backward();
+  for (at::Tensor& result : results) result = result.detach();
+  for (const at::Tensor& input : inputs) results.push_back(input.grad());
+  return results;
+}
+
+Tensors in_double(const Tensors& tensors) {
+  Tensors wide;
+  for (const at::Tensor& tensor : tensors) wide.push_back(tensor.to(at::kDouble));
+  return wide;
+}
+
+// Rounded once; `slack` is what else an element may be wrong by.
+void expect_rounded(const at::Tensor& actual, const at::Tensor& expected, const at::Tensor& slack,
+                    const std::string& what) {
+  ASSERT_EQ(actual.sizes(), expected.sizes()) << what;
+  if (actual.numel() == 0) return;
+  constexpr double kHalfSubnormal = 0x1p-25;  // of fp16
+  const at::Tensor bound = expected.abs() * half_unit(actual.scalar_type()) + slack +
+                           (actual.scalar_type() == at::kHalf ? kHalfSubnormal : 0.0);
+  const at::Tensor error = (actual.to(at::kDouble) - expected).abs();
+  EXPECT_TRUE(actual.isfinite().all().item<bool>()) << what;
+  EXPECT_LE((error - bound).max().item<double>(), 0.0)
+      << what << ", " << actual.sizes() << " of " << actual.scalar_type() << ", largest error "
+      << error.max().item<double>() << " of " << expected.abs().max().item<double>();
+}
+
+void expect_same_again(const Function& function, const Tensors& values,
+                       const Tensors& output_gradients, const std::string& what) {
+  const Tensors first = outputs_and_gradients(function, values, output_gradients);
+  for (int again = 0; again < 3; ++again) {
+    const Tensors second = outputs_and_gradients(function, values, output_gradients);
+    for (size_t i = 0; i < first.size(); ++i)
+      EXPECT_TRUE(at::equal(first[i], second[i])) << what << " " << i;
+  }
+}
+
+// --- rotary positions ----------------------------------------------------------------------------
+
+struct Heads {
+  int64_t batch, sequence, queries, keys, dim;
+};
+
+void check_rotation(const Heads& n, at::ScalarType type, int64_t first_position) {
+  Rotary rotary(
+      {.hidden_size = n.queries * n.dim, .num_attention_heads = n.queries, .head_dim = n.dim});
+  const RotaryTables tables =
+      rotary.tables(first_position, first_position + n.sequence, at::Device(at::kCUDA, 0));
+  const Function ours = [&](const Tensors& in) {
+    const QueryAndKey rotated = rotate({in[0], in[1]}, tables);
+    // Attention wants heads before positions: gradients come back strided.
+    return Tensors{rotated.query.transpose(1, 2), rotated.key.transpose(1, 2)};
+  };
+  const Function formula = [&](const Tensors& in) {
+    Tensors results;
+    for (const at::Tensor& x : in) {
+      const auto half = x.chunk(2, -1);
+      const at::Tensor c = tables.cosine.to(at::kDouble).unsqueeze(1);
+      const at::Tensor s = tables.sine.to(at::kDouble).unsqueeze(1);
+      results.push_back(
+          at::cat({half[0] * c - half[1] * s, half[1] * c + half[0] * s}, -1).transpose(1, 2));
+    }
+    return results;
+  };
+  // Queries and keys from one matrix product: strided.
+  const at::Tensor both = numbers({n.batch, n.sequence, n.queries + n.keys, n.dim}, type);
+  const Tensors values = {both.narrow(2, 0, n.queries), both.narrow(2, n.queries, n.keys)};
+  const Tensors gradients = in_double({numbers({n.batch, n.queries, n.sequence, n.dim}, type),
+                                       numbers({n.batch, n.keys, n.sequence, n.dim}, type)});
+  const Tensors actual = outputs_and_gradients(ours, values, gradients);
+  const Tensors expected = outputs_and_gradients(formula, in_double(values), gradients);
+  // Two products and their sum, of numbers up to 6.
+  const at::Tensor slack = at::full({}, 6 * 3 * 0x1p-24, at::device(at::kCUDA).dtype(at::kDouble));
+  for (size_t i = 0; i < actual.size(); ++i)
+    expect_rounded(actual[i], expected[i], slack, "rotary " + std::to_string(i));
+}
+
+TEST(RotaryOnDevice, EqualsItsFormulaRoundedOnce) {
+  FSDP_REQUIRE_DEVICE_LAYERS();
+  at::manual_seed(1);
+  for (const at::ScalarType type : kTypes) {
+    check_rotation({2, 33, 4, 2, 64}, type, 0);
+    check_rotation({1, 40, 32, 4, 128}, type, 7);
+    check_rotation({3, 5, 2, 1, 6}, type, 1);     // no packs
+    check_rotation({1, 1, 1, 1, 2}, type, 1000);  // one token, one pair
+    check_rotation({0, 5, 2, 2, 16}, type, 0);
+  }
+}
+
+TEST(RotaryOnDevice, ComputesTheHostsBits) {
+  FSDP_REQUIRE_DEVICE_LAYERS();
+  at::manual_seed(2);
+  Rotary rotary({.hidden_size = 64, .num_attention_heads = 2, .head_dim = 32});
+  const at::Tensor query = numbers({2, 50, 2, 32}, at::kFloat);
+  const at::Tensor key = numbers({2, 50, 1, 32}, at::kFloat);
+  const QueryAndKey device = rotate({query, key}, rotary.tables(0, 50, query.device()));
+  const QueryAndKey host = rotate({query.cpu(), key.cpu()}, rotary.tables(0, 50, at::kCPU));
+  EXPECT_TRUE(at::equal(device.query.cpu(), host.query));
+  EXPECT_TRUE(at::equal(device.key.cpu(), host.key));
+}
+
+// --- gated MLP -----------------------------------------------------------------------------------
+
+const Function kGatedSilu = [](const Tensors& in) { return Tensors{gated_silu(in[0], in[1])}; };
+
+void check_gated_silu(const Tensors& values, const at::Tensor& gradient) {
+  const Function formula = [](const Tensors& in) {
+    return Tensors{in[0] * in[0].sigmoid() * in[1]};
+  };
+  const Tensors actual = outputs_and_gradients(kGatedSilu, values, {gradient});
+  const Tensors expected = outputs_and_gradients(formula, in_double(values), {gradient});
+  const at::Tensor g = values[0].to(at::kDouble).abs();
+  const at::Tensor u = values[1].to(at::kDouble).abs();
+  // The sigmoid to four units of fp32, three products; its derivative has a zero.
+  constexpr double kUnits = 8 * 0x1p-24;
+  expect_rounded(actual[0], expected[0], expected[0].abs() * kUnits, "silu(gate) * up");
+  expect_rounded(actual[1], expected[1], gradient.abs() * u * (1.0 + g) * kUnits, "of gate");
+  expect_rounded(actual[2], expected[2], expected[2].abs() * kUnits, "of up");
+}
+
+TEST(GatedSiluOnDevice, EqualsItsFormulaRoundedOnce) {
+  FSDP_REQUIRE_DEVICE_LAYERS();
+  at::manual_seed(3);
+  for (const at::ScalarType type : kTypes) {
+    for (const int64_t numel : {0, 1, 7, 8, 4099, 3 * 2048}) {
+      const at::Tensor gradient = numbers({numel}, type).to(at::kDouble);
+      check_gated_silu({numbers({numel}, type, 3.0), numbers({numel}, type)}, gradient);
+      // Not at a multiple of 16 bytes.
+      check_gated_silu({numbers({numel + 1}, type).narrow(0, 1, numel), numbers({numel}, type)},
+                       gradient);
+    }
+    // Columns of one matrix.
+    const at::Tensor both = numbers({33, 2 * 40}, type);
+    check_gated_silu({both.narrow(1, 0, 40), both.narrow(1, 40, 40)},
+                     numbers({33, 40}, type).to(at::kDouble));
+  }
+}
+
+TEST(GatedSiluOnDevice, StaysFiniteFarFromZero) {
+  FSDP_REQUIRE_DEVICE_LAYERS();
+  for (const at::ScalarType type : kTypes) {
+    const at::Tensor gate = at::tensor({-6e4f, -200.0f, -90.0f, 0.0f, 90.0f, 200.0f, 6e4f},
+                                       at::device(at::kCUDA).dtype(at::kFloat))
+                                .to(type);
+    const Tensors results =
+        outputs_and_gradients(kGatedSilu, {gate, at::ones_like(gate)},
+                              {at::ones_like(gate, gate.options().dtype(at::kDouble))});
+    EXPECT_TRUE(at::allclose(results[0].to(at::kFloat), gate.to(at::kFloat).clamp_min(0)));
+    EXPECT_TRUE(results[1].isfinite().all().item<bool>());
+    EXPECT_TRUE(at::equal(results[0], results[2]));
+  }
+}
+
+// --- cross entropy -------------------------------------------------------------------------------
+
+at::Tensor some_targets(int64_t rows, int64_t vocabulary) {
+  const at::Tensor targets =
+      at::randint(vocabulary, {rows}, at::device(at::kCUDA).dtype(at::kLong));
+  return targets.masked_fill_(at::arange(rows, targets.options()).remainder(3).eq(1), kNoTarget);
+}
+
+void check_cross_entropy(const at::Tensor& logits, const at::Tensor& targets, double scale) {
+  const Function ours = [&](const Tensors& in) { return Tensors{cross_entropy(in[0], targets)}; };
+  const double count = std::max(1.0, targets.ne(kNoTarget).sum().item<double>());
+  const Function formula = [&](const Tensors& in) {
+    return Tensors{
+        at::nll_loss(at::log_softmax(in[0], -1), targets, {}, at::Reduction::Sum, kNoTarget) /
+        count};
+  };
+  const Tensors gradient = {
+      at::full({}, scale, at::device(at::kCUDA).dtype(at::kFloat)).to(at::kDouble)};
+  const Tensors actual = outputs_and_gradients(ours, {logits}, gradient);
+  const Tensors expected = outputs_and_gradients(formula, in_double({logits}), gradient);
+  // Exponents of up to 30 in fp32, and so are their sums' logarithms.
+  constexpr double kUnits = 64 * 0x1p-24;
+  expect_rounded(actual[0], expected[0], (expected[0].abs() + 1.0) * kUnits, "loss");
+  expect_rounded(actual[1], expected[1], (expected[1].abs() + 0.1 * scale / count) * kUnits,
+                 "gradient");
+  EXPECT_EQ(actual[1].masked_select(targets.eq(kNoTarget).unsqueeze(1)).abs().sum().item<double>(),
+            0.0);
+}
+
+TEST(CrossEntropyOnDevice, EqualsItsFormulaRoundedOnce) {
+  FSDP_REQUIRE_DEVICE_LAYERS();
+  at::manual_seed(4);
+  for (const at::ScalarType type : kTypes)
+    for (const auto& [rows, vocabulary] : std::vector<std::pair<int64_t, int64_t>>{
+             {1, 1}, {5, 11}, {64, 257}, {33, 32000}, {9, 5003}}) {
+      const at::Tensor logits = numbers({rows, vocabulary}, type, 4.0);
+      check_cross_entropy(logits, some_targets(rows, vocabulary), 1.0);
+      check_cross_entropy(logits, some_targets(rows, vocabulary), 1024.0);  // a loss scale
+      check_cross_entropy(logits - 900.0, some_targets(rows, vocabulary), 1.0);
+    }
+}
+
+TEST(CrossEntropyOnDevice, IsZeroWhereNothingIsPredicted) {
+  FSDP_REQUIRE_DEVICE_LAYERS();
+  for (const at::ScalarType type : kTypes) {
+    for (const int64_t rows : {0, 6}) {
+      const at::Tensor logits = numbers({rows, 40}, type).set_requires_grad(true);
+      const at::Tensor targets =
+          at::full({rows}, kNoTarget, at::device(at::kCUDA).dtype(at::kLong));
+      const at::Tensor loss = cross_entropy(logits, targets);
+      loss.backward();
+      EXPECT_EQ(loss.item<double>(), 0.0);
+      EXPECT_EQ(logits.grad().sizes(), logits.sizes());
+      EXPECT_EQ(logits.grad().abs().sum().item<double>(), 0.0);
+    }
+  }
+}
+
+TEST(CrossEntropyOnDevice, KeepsTheLogitsAndOneNumberPerRow) {
+  FSDP_REQUIRE_DEVICE_LAYERS();
+  const at::Tensor logits = numbers({2, 16, 4000}, at::kBFloat16).set_requires_grad(true);
+  const at::Tensor before = logits.detach().clone();
+  const at::Tensor loss = cross_entropy(logits, some_targets(32, 4000).view({2, 16}));
+  loss.backward({}, /*keep_graph=*/true);
+  const at::Tensor first = logits.grad().clone();
+  logits.mutable_grad() = at::Tensor();
+  loss.backward();
+  EXPECT_TRUE(at::equal(first, logits.grad()));
+  EXPECT_TRUE(at::equal(before, logits.detach()));
+}
+
+// --- norms ---------------------------------------------------------------------------------------
+
+RmsNorm norm_with(const at::Tensor& weight) {
+  RmsNorm norm(weight.size(0), 1e-5);
+  norm->weight = weight;
+  return norm;
+}
+
+void check_norm(int64_t rows, int64_t size, at::ScalarType type) {
+  const Function ours = [&](const Tensors& in) {
+    const NormedBranch branch = norm_with(in[2])->branch(in[0], in[1]);
+    return Tensors{branch.around, branch.normed};
+  };
+  const Tensors values = {numbers({rows, size}, type, 2.0), numbers({rows, size}, type),
+                          numbers({size}, type)};
+  // The sum is rounded before it is normed.
+  const at::Tensor sum = (values[0] + values[1]).to(at::kDouble);
+  const Function formula = [&](const Tensors& in) {
+    return Tensors{in[0], in[0] * (in[0].square().mean(-1, true) + 1e-5).rsqrt() * in[1]};
+  };
+  const Tensors gradients = in_double({numbers({rows, size}, type), numbers({rows, size}, type)});
+  const Tensors actual = outputs_and_gradients(ours, values, gradients);
+  const Tensors expected =
+      outputs_and_gradients(formula, {sum, values[2].to(at::kDouble)}, gradients);
+  const at::Tensor scale = (sum.square().mean(-1, true) + 1e-5).rsqrt();
+  constexpr double kUnits = 16 * 0x1p-24;
+  const std::string what = " of " + std::to_string(rows) + " rows";
+  EXPECT_TRUE(at::equal(actual[0].to(at::kDouble), sum));
+  expect_rounded(actual[1], expected[1], expected[1].abs() * kUnits, "normed" + what);
+  const at::Tensor terms = (gradients[1] * values[2].to(at::kDouble)).abs() * scale;
+  const at::Tensor slack =
+      (gradients[0].abs() + terms + (sum.abs() * scale) * terms.mean(-1, true)) * kUnits;
+  expect_rounded(actual[2], expected[2], slack, "of x" + what);
+  EXPECT_TRUE(at::equal(actual[2], actual[3]));
+  const at::Tensor weight_terms = (gradients[1] * sum).abs() * scale;
+  expect_rounded(actual[4], expected[3], weight_terms.sum(0) * kUnits * 4, "of weight" + what);
+}
+
+TEST(RmsNormOnDevice, EqualsItsFormulaRoundedOnce) {
+  FSDP_REQUIRE_DEVICE_LAYERS();
+  at::manual_seed(5);
+  for (const at::ScalarType type : kTypes)
+    for (const int64_t size : {8, 64, 128, 264, 1000, 1024, 2048, 4096, 8192})
+      for (const int64_t rows : {1, 37, 1100}) check_norm(rows, size, type);
+}
+
+// Sizes that no kernel is made for, parts of larger tensors, other types of weight: libtorch's.
+TEST(RmsNormOnDevice, TakesWhateverComes) {
+  FSDP_REQUIRE_DEVICE_LAYERS();
+  for (const int64_t size : {7, 30, 2048, 40000}) {
+    const at::Tensor x = numbers({3, 5, size + 1}, at::kBFloat16).narrow(2, 1, size);
+    const at::Tensor w = numbers({size}, at::kBFloat16);
+    const at::Tensor expected = rms_norm(x.to(at::kFloat).cpu(), w.to(at::kFloat).cpu(), 1e-5);
+    for (const at::ScalarType type : {at::kBFloat16, at::kFloat})
+      EXPECT_TRUE(
+          at::allclose(rms_norm(x, w.to(type), 1e-5).to(at::kFloat).cpu(), expected, 0.008, 1e-6))
+          << size;
+  }
+  const at::Tensor none = numbers({0, 64}, at::kBFloat16).set_requires_grad(true);
+  const at::Tensor weight = numbers({64}, at::kBFloat16).set_requires_grad(true);
+  rms_norm(none, weight, 1e-5).sum().backward();
+  EXPECT_EQ(weight.grad().abs().sum().item<double>(), 0.0);
+}
+
+// --- all -----------------------------------------------------------------------------------------
+
+TEST(LayersOnDevice, ComputeTheSameBitsInEveryRun) {
+  FSDP_REQUIRE_DEVICE_LAYERS();
+  at::manual_seed(6);
+  const auto random = [](at::IntArrayRef shape) { return numbers(shape, at::kBFloat16); };
+  const auto gradient = [&](at::IntArrayRef shape) { return random(shape).to(at::kDouble); };
+  expect_same_again(kGatedSilu, {random({300, 5632}), random({300, 5632})}, {gradient({300, 5632})},
+                    "gated_silu");
+  const at::Tensor targets = some_targets(300, 32000);
+  expect_same_again([&](const Tensors& in) { return Tensors{cross_entropy(in[0], targets)}; },
+                    {random({300, 32000})}, {gradient({})}, "cross_entropy");
+  expect_same_again(
+      [&](const Tensors& in) {
+        const NormedBranch branch = norm_with(in[1])->branch(in[0]);
+        return Tensors{branch.around, branch.normed};
+      },
+      {random({4000, 2048}), random({2048})}, {gradient({4000, 2048}), gradient({4000, 2048})},
+      "rms_norm");
+}
+
+}  // namespace
+}  // namespace fsdp::nn
