@@ -27,7 +27,7 @@ import gpu_profile
 import gpu_report
 
 HERE = pathlib.Path(__file__).resolve().parent
-OURS = ("plain-bf16", "plain-same", "plain-same-graph", "ours", "ours-graph", "ours-collectives")
+OURS = ("plain-bf16", "plain-same", "plain-same-graph", "ours", "ours-graph", "ours-collectives", "plain-same-aten", "ours-aten")
 MORE_OURS = ("ours-collectives-graph", "ours-persistent")  # on request
 PEERS = ("pytorch-bf16", "fsdp2", "megatron-fsdp", "megatron-fsdp-double-buffer", "fsdp2-compile")
 SHAPES = {"llama-1b": (4, 2048, 32000), "llama-110m": (4, 512, 32000), "tiny": (4, 64, 257)}
@@ -79,7 +79,7 @@ def write_tokens(path, model):
 def command_of(args, row, model, folder):
     command = [sys.executable, str(HERE / "gpu_peers.py"), "--row", row, "--peers", args.peers]
     if row in OURS + MORE_OURS:
-        command = [args.bench, "--rows", row]
+        command = [args.bench, "--rows", row.removesuffix("-aten")]
     command += ["--model", model, "--device", args.device, "--steps", str(args.steps), "--warm-up", str(args.warm_up),
                 "--lr", str(args.lr), "--tokens", f"{folder}/{model}.tokens"]
     return command
@@ -91,6 +91,8 @@ def run_row(args, row, model, folder, profiles=False):
     try:
         # One rank whatever started this script.
         kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        if row.endswith("-aten"):
+            kept["FSDP_LAYERS"] = "aten"  # libtorch's operations instead of our layers' kernels, as the peers compute
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=args.timeout, env=kept)
     except OSError as error:
         return {"error": str(error)}
@@ -165,7 +167,8 @@ def arguments():
                         help=", ".join((*OURS, *MORE_OURS, *PEERS)))
     parser.add_argument("--steps", type=int, default=20, help="that are timed in each turn; the median counts")
     parser.add_argument("--warm-up", type=int, default=5, help="steps before them")
-    parser.add_argument("--lr", type=float, default=3e-4, help="learning rate of every row")
+    parser.add_argument("--lr", type=float, default=3e-5,
+                        help="of every row; with 3e-4 llama-1b is too lively for losses to be compared")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each row")
     parser.add_argument("--profile", nargs="*", default=["plain-same", "ours"], metavar="ROW",
                         help="rows whose last turn ends with a profile")

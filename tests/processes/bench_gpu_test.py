@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 
-ROWS = ("plain-bf16", "plain-same", "ours", "ours-collectives", "pytorch-bf16", "fsdp2")
+ROWS = ("plain-bf16", "plain-same", "ours", "ours-collectives", "ours-aten", "pytorch-bf16", "fsdp2")
 
 
 def run(command):
@@ -17,7 +17,7 @@ def run(command):
 def all_rows_train_the_same_model(script, program):
     with tempfile.TemporaryDirectory() as folder:
         done = run([sys.executable, script, "--bench", program, "--device", "cpu", "--models", "tiny", "--rows", *ROWS,
-                    "--steps", 3, "--warm-up", 1, "--rounds", 1, "--profile", "--out", folder, "--verbose"])
+                    "--steps", 3, "--warm-up", 1, "--rounds", 1, "--lr", 3e-4, "--profile", "--out", folder, "--verbose"])
         assert done.returncode == 0, done.stdout + done.stderr
         (results,) = pathlib.Path(folder).glob("*-gpu.json")
         (page,) = pathlib.Path(folder).glob("*-gpu.md")
