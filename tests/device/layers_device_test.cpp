@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <cstdlib>
+#include <exception>
 #include <functional>
 #include <string>
 #include <vector>
@@ -10,6 +12,7 @@
 #include "fsdp/nn/cross_entropy.h"
 #include "fsdp/nn/gated_mlp.h"
 #include "fsdp/nn/layers_on_device.h"
+#include "fsdp/nn/linear.h"
 #include "fsdp/nn/rms_norm.h"
 #include "fsdp/nn/rotary.h"
 #include "support/require.h"
@@ -271,6 +274,21 @@ TEST(CrossEntropyOnDevice, KeepsTheLogitsAndOneNumberPerRow) {
   EXPECT_TRUE(at::equal(before, logits.detach()));
 }
 
+TEST(CrossEntropyOnDeviceDeathTest, StopsAtTargetsThatAreNoTokens) {
+  FSDP_REQUIRE_DEVICE_LAYERS();
+  GTEST_FLAG_SET(death_test_style, "threadsafe");  // the device is of no more use to its process
+  const auto exit_code = [] {
+    const at::Tensor targets = at::full({3}, 40, at::device(at::kCUDA).dtype(at::kLong));
+    try {
+      cross_entropy(numbers({3, 40}, at::kBFloat16), targets).item<float>();
+    } catch (const std::exception&) {
+      return 3;
+    }
+    return 0;
+  };
+  EXPECT_EXIT(std::_Exit(exit_code()), ::testing::ExitedWithCode(3), "neither a token");
+}
+
 // --- norms ---------------------------------------------------------------------------------------
 
 RmsNorm norm_with(const at::Tensor& weight) {
@@ -333,6 +351,32 @@ TEST(RmsNormOnDevice, TakesWhateverComes) {
   const at::Tensor weight = numbers({64}, at::kBFloat16).set_requires_grad(true);
   rms_norm(none, weight, 1e-5).sum().backward();
   EXPECT_EQ(weight.grad().abs().sum().item<double>(), 0.0);
+}
+
+// --- projections ---------------------------------------------------------------------------------
+
+TEST(LinearOnDevice, SumsGradientsOfOneInput) {
+  FSDP_REQUIRE_DEVICE_LAYERS();
+  at::manual_seed(7);
+  const std::vector<at::Tensor> biases(3);
+  for (const at::ScalarType type : kTypes) {
+    const Function ours = [&](const Tensors& in) {
+      return linear(in[0], {in[1], in[2], in[3]}, biases);
+    };
+    const Function formula = [](const Tensors& in) {
+      return Tensors{at::linear(in[0], in[1]), at::linear(in[0], in[2]), at::linear(in[0], in[3])};
+    };
+    const Tensors values = {numbers({2, 5, 24}, type), numbers({16, 24}, type),
+                            numbers({8, 24}, type), numbers({40, 24}, type)};
+    const Tensors gradients =
+        in_double({numbers({2, 5, 16}, type), numbers({2, 5, 8}, type), numbers({2, 5, 40}, type)});
+    const Tensors actual = outputs_and_gradients(ours, values, gradients);
+    const Tensors expected = outputs_and_gradients(formula, in_double(values), gradients);
+    // The input's gradient is rounded by each product.
+    for (size_t i = 0; i < actual.size(); ++i)
+      expect_rounded(actual[i], expected[i], expected[i].abs().max() * 3 * half_unit(type),
+                     "linear " + std::to_string(i));
+  }
 }
 
 // --- all -----------------------------------------------------------------------------------------

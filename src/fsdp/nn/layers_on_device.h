@@ -68,7 +68,7 @@ struct CrossEntropyMemory {
   int64_t num_rows = 0;
   int64_t vocabulary = 0;
   const void* logits = nullptr;
-  const int64_t* targets = nullptr;  // per row; one that is neither kNoTarget nor a token traps
+  const int64_t* targets = nullptr;  // per row; neither kNoTarget nor a token: asserts
   float* row_sums = nullptr;         // per row two: the largest logit, log(sum(exp(logit - it)))
   float* weight = nullptr;           // one number: 1 / (rows that have a target), at most 1
 };
