@@ -20,7 +20,7 @@ KINDS = (
     ("attention", r"flash|fmha|attention|sdpa"),
     ("matrix products", r"gemm|nvjet|cutlass|xmma|cublas|splitK"),
     ("optimizer", r"adam|begin_step|FusedOptimizer"),
-    ("casts and copies of many tensors", r"multi_tensor_apply|chunk_cat|split_with_sizes"),
+    ("casts and copies of many tensors", r"multi_tensor_apply|chunk_cat|split_with_sizes|pack_kernel"),
     ("norms", r"(rms|layer)_?norm|GammaBeta"),
     ("softmax and loss", r"softmax|nll_loss|scatter_gather|cross_entropy"),
     ("rotary positions", r"rotate_kernel"),

@@ -1,6 +1,6 @@
 // What an optimizer's step costs a training step: hidden, blocking and offloaded side by side, with
-// a picture of what runs when; and what the gradient norm costs where it comes out of the
-// reduction.
+// a picture of what runs when; what the gradient norm costs where it comes out of the reduction;
+// and on a GPU, what its kernels make of its memory bandwidth.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -11,14 +11,12 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/comm/reduce_on_device.h"
 #include "fsdp/comm/reduce_ranks.h"
 #include "fsdp/fsdp.h"
-#include "fsdp/optim/span_update.h"
-#include "fsdp/optim/update_on_device.h"
 #include "llama.h"
 #include "timeline.h"
 #include "turns.h"
+#include "update_kernels.h"
 
 namespace {
 
@@ -133,85 +131,6 @@ void compare_steps(const Settings& settings) {
   });
 }
 
-// One flat shard on a device: fp32 gradients and moments, bf16 weights with a remainder, beside a
-// copy and libtorch's fused AdamW with the cast it needs.
-void compare_kernels(const Settings& settings) {
-  constexpr int64_t kNumel = int64_t{1} << 28;
-  const auto on = at::device(settings.device);
-  const auto zeros = [&](at::ScalarType type) { return at::zeros({kNumel}, on.dtype(type)); };
-  const at::Tensor gradient = at::randn({kNumel}, on);
-  const at::Tensor weight = zeros(at::kBFloat16);
-  const at::Tensor remainder = zeros(at::kShort);
-  const at::Tensor first = zeros(at::kFloat);
-  const at::Tensor second = zeros(at::kFloat);
-  at::Tensor state = at::zeros({static_cast<int64_t>(sizeof(fsdp::StepState))}, at::kByte);
-  *static_cast<fsdp::StepState*>(state.mutable_data_ptr()) = {
-      .learning_rate = 1e-3, .step = 1, .beta1_power = 0.9, .beta2_power = 0.999};
-  state = state.to(settings.device);
-  const fsdp::UpdateSpan span{.gradient = gradient.const_data_ptr(),
-                              .weight = weight.mutable_data_ptr(),
-                              .weight_dtype = fsdp::DType::kBFloat16,
-                              .main = fsdp::MainWeight::kSplit,
-                              .main_weight = remainder.mutable_data_ptr(),
-                              .first = {.values = first.mutable_data_ptr()},
-                              .second = {.values = second.mutable_data_ptr()},
-                              .numel = kNumel};
-  // Gradients of two ranks that arrive in bf16 and are added to fp32 main gradients, with the sum
-  // of squares; and the norm of gradients that no reduction has looked at.
-  const at::Tensor arrived = at::randn({2, kNumel}, on.dtype(at::kBFloat16));
-  const at::Tensor narrow = arrived[0];
-  const at::Tensor squares = at::zeros({1}, on.dtype(at::kDouble));
-  at::Tensor sum_workspace;
-  const at::Tensor norm_workspace =
-      at::empty({fsdp::squared_sum_workspace_numel()}, on.dtype(at::kDouble));
-  const std::vector<at::Tensor> contributions = {arrived[0], arrived[1]};
-  fsdp::Reduction reduction{
-      .accumulate = at::kFloat, .store = fsdp::Store::kAdd, .squares = squares};
-  const auto add_squares = [&](const at::Tensor& values, fsdp::DType dtype) {
-    fsdp::squared_sum_on_device(
-        values.const_data_ptr(), dtype, kNumel, squares.mutable_data_ptr<double>(),
-        norm_workspace.mutable_data_ptr<double>(), fsdp::current_stream(settings.device));
-  };
-  std::vector<at::Tensor> theirs = {zeros(at::kFloat)}, grads = {gradient},
-                          firsts = {zeros(at::kFloat)}, seconds = {zeros(at::kFloat)},
-                          steps = {at::ones({}, on.dtype(at::kFloat))};
-  const bench::Timings times = bench::take_turns(
-      {{"copy", [&] { firsts[0].copy_(gradient); }},
-       {"ours",
-        [&] {
-          fsdp::update_on_device(span, fsdp::AdamWRule{},
-                                 static_cast<const fsdp::StepState*>(state.const_data_ptr()),
-                                 settings.device);
-        }},
-       {"libtorch",
-        [&] {
-          at::_fused_adamw_(theirs, grads, firsts, seconds, {}, steps, 1e-3, 0.9, 0.999, 0.01, 1e-8,
-                            false, false);
-        }},
-       {"cast", [&] { weight.copy_(theirs[0]); }},
-       {"sum", [&] { fsdp::reduce_on_device(contributions, reduction, firsts[0], sum_workspace); }},
-       {"norm of fp32", [&] { add_squares(gradient, fsdp::DType::kFloat32); }},
-       {"norm of bf16", [&] { add_squares(narrow, fsdp::DType::kBFloat16); }}},
-      {.rounds = settings.rounds, .steps = 4}, [&] { synchronize(settings.device); });
-  const auto row = [&](const char* name, double us, int bytes) {
-    const double rate = static_cast<double>(kNumel) * bytes / us / 1e3;
-    std::printf("%-44s %10.1f %10.0f %8.0f %%\n", name, us, rate,
-                100 * rate / (static_cast<double>(kNumel) * 8 / times.best_us(0) / 1e3));
-  };
-  std::printf("# AdamW on %lld elements on %s\n", static_cast<long long>(kNumel),
-              settings.device.str().c_str());
-  std::printf("# %-42s %10s %10s %10s\n", "what", "us", "GB/s", "of copy");
-  row("copy", times.best_us(0), 8);
-  row("ours: fp32 gradient, bf16 + remainder", times.best_us(1), 28);
-  row("libtorch's fused AdamW, fp32", times.best_us(2), 28);
-  row("libtorch's copy_ to bf16", times.best_us(3), 6);
-  row("sum of two ranks' bf16, added to fp32", times.best_us(4), 12);
-  row("squared sum of fp32", times.best_us(5), 4);
-  row("squared sum of bf16", times.best_us(6), 2);
-  std::printf("# libtorch's fused AdamW and copy_ / ours %.2f\n",
-              (times.best_us(2) + times.best_us(3)) / times.best_us(1));
-}
-
 // A reduction of two ranks' gradients, as the threads backend runs it on each rank.
 void price_of_the_norm(const Settings& settings) {
   constexpr int64_t kNumel = 1 << 22;
@@ -255,13 +174,15 @@ int main(int argc, char** argv) {
   app.add_option("--sequence", settings.llama.sequence, "Tokens of each")->capture_default_str();
   std::string device = "cpu";
   app.add_option("--device", device, "Where the model is, such as cuda:0")->capture_default_str();
+  bool kernels_only = false;
+  app.add_flag("--kernels", kernels_only, "The kernels of a GPU alone, without training steps");
   CLI11_PARSE(app, argc, argv);
   settings.device = c10::Device(device);
-  compare_steps(settings);
+  if (!kernels_only) compare_steps(settings);
   if (settings.device.is_cpu()) {
     price_of_the_norm(settings);
   } else {
-    compare_kernels(settings);
+    bench::compare_kernels(settings.device, settings.rounds);
   }
   std::printf("# result: OK\n");
 }

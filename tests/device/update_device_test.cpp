@@ -4,8 +4,11 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstring>
 #include <limits>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "fsdp/optim/begin_step.h"
@@ -124,11 +127,53 @@ void expect_same_adamw(UpdateMemory host, const AdamWRule& rule) {
   EXPECT_TRUE(device.fetched() == host) << text_of(host.types) << ", " << host.numel << " elements";
 }
 
+// Where spans begin: at places from which vectors are aligned, with and without a block that is
+// cut, and at one from which they are not. Each has kernels of its own.
+constexpr int64_t kBegins[] = {256, 100, 77};
+
 TEST(UpdateOnDevice, AdamWGivesTheBitsOfTheHostInEveryCombinationOfTypes) {
   FSDP_REQUIRE_DEVICE_UPDATES();
   for (const UpdateTypes& types : all_update_types())
-    for (const Rounding rounding : {Rounding::kNearest, Rounding::kStochastic})
-      expect_same_adamw(drawn(types, 1001, 77), {.rounding = rounding, .seed = 5});
+    for (const int64_t flat_begin : kBegins)
+      for (const Rounding rounding : {Rounding::kNearest, Rounding::kStochastic})
+        expect_same_adamw(drawn(types, 1001, flat_begin), {.rounding = rounding, .seed = 5});
+}
+
+// Of two arrays of numbers: the same bits, or both NaN, whose bits are a machine's own.
+void expect_same_numbers(DType dtype, const UpdateMemory::Bytes& actual,
+                         const UpdateMemory::Bytes& expected, const std::string& what) {
+  const int64_t bytes = element_bytes(dtype);
+  for (int64_t i = 0; i < static_cast<int64_t>(expected.size()) / bytes; ++i) {
+    const bool same_bits = std::memcmp(actual.data() + i * bytes, expected.data() + i * bytes,
+                                       static_cast<size_t>(bytes)) == 0;
+    const bool both_nan = std::isnan(testing::decoded(dtype, actual.data(), i)) &&
+                          std::isnan(testing::decoded(dtype, expected.data(), i));
+    ASSERT_TRUE(same_bits || both_nan) << what << ", element " << i;
+  }
+}
+
+TEST(UpdateOnDevice, GradientsThatAreNotFiniteDoWhatTheyDoOnTheHost) {
+  FSDP_REQUIRE_DEVICE_UPDATES();
+  for (const UpdateTypes& types : all_update_types()) {
+    if (types.gradient != DType::kFloat32 || types.main == MainWeight::kSplit) continue;
+    UpdateMemory host = drawn(types, 1001, 100);
+    const float bad[] = {std::numeric_limits<float>::infinity(),
+                         -std::numeric_limits<float>::infinity(),
+                         std::numeric_limits<float>::quiet_NaN()};
+    for (int64_t i = 0; i < 3; ++i)
+      std::memcpy(host.gradient.data() + 4 * (200 + 150 * i), &bad[i], 4);
+    DeviceMemory device(host);
+    const StepState state = begun(1);
+    DeviceState device_state(state);
+    adamw_on_cpu(host.span(), {.seed = 5}, state, {0, host.numel});
+    adamw_on_device(device.span(), {.seed = 5}, device_state.get(), nullptr);
+    const UpdateMemory fetched = device.fetched();
+    expect_same_numbers(types.weight, fetched.weight, host.weight, text_of(types));
+    expect_same_numbers(types.first, fetched.first, host.first, text_of(types));
+    expect_same_numbers(types.second, fetched.second, host.second, text_of(types));
+    EXPECT_EQ(fetched.first_scales, host.first_scales) << text_of(types);
+    EXPECT_EQ(fetched.second_scales, host.second_scales) << text_of(types);
+  }
 }
 
 TEST(UpdateOnDevice, AdamWGivesTheBitsOfTheHostForEveryLengthAndBegin) {
@@ -144,16 +189,22 @@ TEST(UpdateOnDevice, AdamWGivesTheBitsOfTheHostForEveryLengthAndBegin) {
       expect_same_adamw(drawn(types, numel, flat_begin), {.seed = 5});
   // More blocks than the grid has warps.
   expect_same_adamw(drawn({}, 5'000'001, 77), {.seed = 5});
+  expect_same_adamw(drawn({}, 5'000'001, 128), {.seed = 5});
+  // Vectors of a span whose positions go past 2^32, where random numbers have another key.
+  expect_same_adamw(drawn(types, 1000, (int64_t{1} << 32) - 500), {.seed = 5});
 }
 
 TEST(UpdateOnDevice, SgdGivesTheBitsOfTheHost) {
   FSDP_REQUIRE_DEVICE_UPDATES();
   for (const UpdateTypes& types : all_update_types()) {
     if (types.second != DType::kFloat32) continue;
-    for (const SgdRule& rule :
-         {SgdRule{.rounding = Rounding::kStochastic}, SgdRule{.momentum = 0.9},
-          SgdRule{.momentum = 0.9, .nesterov = true}}) {
-      UpdateMemory host = drawn(types, 1001, 77);
+    for (const auto& [rule, flat_begin] :
+         {std::pair{SgdRule{.rounding = Rounding::kStochastic}, int64_t{77}},
+          {SgdRule{.rounding = Rounding::kStochastic}, 100},
+          {SgdRule{.momentum = 0.9}, 100},
+          {SgdRule{.momentum = 0.9, .nesterov = true}, 100},
+          {SgdRule{.momentum = 0.9, .nesterov = true}, 77}}) {
+      UpdateMemory host = drawn(types, 1001, flat_begin);
       DeviceMemory device(host);
       for (int64_t step = 1; step <= 3; ++step) {
         const StepState state = begun(step);
@@ -216,7 +267,7 @@ TEST(UpdateOnDevice, SquaredSumsAgreeWithTheHostAndRepeat) {
 TEST(UpdateOnDevice, WeightsAreSplitAsOnTheHost) {
   FSDP_REQUIRE_DEVICE_UPDATES();
   std::vector<float> values;
-  for (uint32_t i = 0; i < 100'000; ++i) values.push_back(std::bit_cast<float>(i * 42949u));
+  for (uint32_t i = 0; i < 100'003; ++i) values.push_back(std::bit_cast<float>(i * 42949u));
   const auto numel = static_cast<int64_t>(values.size());
   std::vector<uint16_t> upper(values.size());
   std::vector<int16_t> remainder(values.size());

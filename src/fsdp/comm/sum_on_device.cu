@@ -13,10 +13,14 @@ namespace {
 
 constexpr int kWarp = 32;
 constexpr int kThreads = 256;
-// Whatever the device, as the order of the squares' sum is fixed; and many more than run at once,
-// so that the last ones leave nothing idle.
-constexpr int kMaxBlocks = 16384;
-constexpr int kVector = 8;  // elements a thread takes at once: 16 bytes of bf16
+// Whatever the device, as the order of the squares' sum is fixed; more than run at once, so that
+// the last ones leave little idle, and few enough for one block to add up what they found.
+constexpr int kMaxBlocks = 8192;
+// Neighbours that a thread moves at once: 16 bytes of fp32. With more of them its stores of fp32
+// would be two, each to half of every sector that the warp touches.
+constexpr int kVector = 4;
+constexpr int kVectorsAtOnce = 4;  // of a thread, so that more loads are in flight
+constexpr int kRanksAtOnce = 2;    // likewise: loaded before the first is added
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
 struct Workspace {
@@ -25,7 +29,7 @@ struct Workspace {
 };
 
 template <typename Narrow, int kCount>
-struct alignas(kCount == 1 ? sizeof(typename Narrow::Code) : 16) Codes {
+struct alignas(kCount * sizeof(typename Narrow::Code)) Codes {
   typename Narrow::Code code[kCount];
 };
 
@@ -38,6 +42,12 @@ template <typename Narrow, int kCount>
 __device__ Codes<Narrow, kCount> load(const void* values, int64_t index) {
   return *reinterpret_cast<const Codes<Narrow, kCount>*>(
       static_cast<const typename Narrow::Code*>(values) + index);
+}
+
+template <typename Narrow, int kCount>
+__device__ void store(void* values, int64_t index, const Codes<Narrow, kCount>& codes) {
+  *reinterpret_cast<Codes<Narrow, kCount>*>(static_cast<typename Narrow::Code*>(values) + index) =
+      codes;
 }
 
 template <typename Narrow, int kCount>
@@ -68,29 +78,51 @@ struct Seen {
   bool nonfinite = false;
 };
 
-template <typename Wire, typename Result, int kCount>
-__device__ void sum_at(const DeviceSum& sum, int64_t index, Seen& seen) {
-  Numbers<kCount> total = widened(load<Wire, kCount>(input_of(sum, 0), index));
-  for (int rank = 1; rank < sum.num_ranks; ++rank) {
-    const Numbers<kCount> next = widened(load<Wire, kCount>(input_of(sum, rank), index));
+// Elements [first, first + kCount) and others that are `stride` apart, as far as they lie before
+// `end`.
+template <typename Wire, typename Result, int kCount, int kTimes>
+__device__ void sum_at(const DeviceSum& sum, int64_t first, int64_t stride, int64_t end,
+                       Seen& seen) {
+  const auto each = [&](const auto& body) {
 #pragma unroll
-    for (int k = 0; k < kCount; ++k) total.of[k] += next.of[k];
-  }
-  auto* place = reinterpret_cast<Codes<Result, kCount>*>(
-      static_cast<typename Result::Code*>(sum.output) + index);
-  Numbers<kCount> before = {};
-  if (sum.adds) before = widened(*place);
-  Codes<Result, kCount> stored;
+    for (int i = 0; i < kTimes; ++i)
+      if (first + i * stride < end) body(i, first + i * stride);
+  };
+  Codes<Result, kCount> stored[kTimes];
+  if (sum.adds) each([&](int i, int64_t at) { stored[i] = load<Result, kCount>(sum.output, at); });
+  Numbers<kCount> total[kTimes];
+  for (int begin = 0; begin < sum.num_ranks; begin += kRanksAtOnce) {
+    Codes<Wire, kCount> arrived[kRanksAtOnce][kTimes];
+    const auto each_rank = [&](const auto& body) {
 #pragma unroll
-  for (int k = 0; k < kCount; ++k) {
-    float value = total.of[k] * sum.scale;
-    if (sum.adds) value = before.of[k] + value;
-    stored.code[k] = rounded<Result>(value);
-    const float exact = Result::widened(stored.code[k]);
-    seen.squares += static_cast<double>(exact) * exact;
-    seen.nonfinite |= !(exact - exact == 0.0f);
+      for (int r = 0; r < kRanksAtOnce; ++r)
+        if (begin + r < sum.num_ranks) body(r);
+    };
+    each_rank([&](int r) {
+      const void* input = input_of(sum, begin + r);
+      each([&](int i, int64_t at) { arrived[r][i] = load<Wire, kCount>(input, at); });
+    });
+    each_rank([&](int r) {
+      each([&](int i, int64_t) {
+        const Numbers<kCount> numbers = widened(arrived[r][i]);
+#pragma unroll
+        for (int k = 0; k < kCount; ++k)
+          total[i].of[k] = begin + r == 0 ? numbers.of[k] : total[i].of[k] + numbers.of[k];
+      });
+    });
   }
-  *place = stored;
+  each([&](int i, int64_t at) {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      float value = total[i].of[k] * sum.scale;
+      if (sum.adds) value = Result::widened(stored[i].code[k]) + value;
+      stored[i].code[k] = rounded<Result>(value);
+      const float exact = Result::widened(stored[i].code[k]);
+      seen.squares += static_cast<double>(exact) * exact;
+      seen.nonfinite |= !(exact - exact == 0.0f);
+    }
+    store(sum.output, at, stored[i]);
+  });
 }
 
 // In the first thread; in an order that depends on nothing.
@@ -117,9 +149,19 @@ __device__ void add_squares(const DeviceSum& sum, double mine) {
   }
   __syncthreads();
   if (!is_last) return;
+  constexpr int kAtOnce = 16;  // or each load would wait for the one before
   double partial = 0.0;
-  for (int i = static_cast<int>(threadIdx.x); i < static_cast<int>(gridDim.x); i += kThreads)
-    partial += __ldcg(&workspace->partial[i]);  // past this multiprocessor's own cache
+  for (unsigned begin = threadIdx.x; begin < gridDim.x; begin += kThreads * kAtOnce) {
+    double found[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const unsigned block = begin + i * kThreads;
+      // Past this multiprocessor's own cache.
+      found[i] = block < gridDim.x ? __ldcg(&workspace->partial[block]) : 0.0;
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) partial += found[i];
+  }
   const double total = block_sum(partial);
   if (threadIdx.x != 0) return;
   *sum.squares += total;
@@ -128,15 +170,16 @@ __device__ void add_squares(const DeviceSum& sum, double mine) {
 
 template <typename Wire, typename Result, int kCount>
 __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ DeviceSum sum) {
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const int64_t num_threads = static_cast<int64_t>(gridDim.x) * kThreads;
-  const int64_t num_vectors = sum.numel / kCount;
+  constexpr int64_t kStride = int64_t{kThreads} * kCount;  // of a block's vectors
+  constexpr int64_t kTile = kStride * kVectorsAtOnce;
+  const int64_t end = sum.numel / kCount * kCount;
   Seen seen;
-  for (int64_t i = thread; i < num_vectors; i += num_threads)
-    sum_at<Wire, Result, kCount>(sum, i * kCount, seen);
+  for (int64_t tile = blockIdx.x * kTile; tile < end; tile += gridDim.x * kTile)
+    sum_at<Wire, Result, kCount, kVectorsAtOnce>(sum, tile + threadIdx.x * kCount, kStride, end,
+                                                 seen);
   // What is left over is less than a vector.
-  const int64_t rest = num_vectors * kCount + thread;
-  if (kCount > 1 && rest < sum.numel) sum_at<Wire, Result, 1>(sum, rest, seen);
+  if (kCount > 1 && blockIdx.x == 0)
+    sum_at<Wire, Result, 1, 1>(sum, end + threadIdx.x, 1, sum.numel, seen);
   if (sum.nonfinite != nullptr && seen.nonfinite) *sum.nonfinite = 1.0f;  // all store the same
   if (sum.squares != nullptr) add_squares(sum, seen.squares);
 }
@@ -154,7 +197,7 @@ bool is_aligned(const DeviceSum& sum) {
 template <typename Wire, typename Result>
 void launch(const DeviceSum& sum, cudaStream_t stream) {
   const bool wide = is_aligned(sum);
-  const int64_t per_block = kThreads * (wide ? kVector : 1);
+  const int64_t per_block = int64_t{kThreads} * kVectorsAtOnce * (wide ? kVector : 1);
   const int64_t wanted = (sum.numel + per_block - 1) / per_block;
   const auto blocks = static_cast<unsigned>(wanted < kMaxBlocks ? wanted : kMaxBlocks);
   if (wide) {

@@ -25,11 +25,16 @@ FSDP_HOST_DEVICE inline uint32_t magnitude_bits(float value) {
 }
 
 // The power of two that brings numbers up to a magnitude into a type's range. Powers of two, since
-// dividing by them does not round. 0 for 0.
+// dividing by them does not round. 0 for 0. As integers, magnitudes and their quotients are ordered
+// alike: what the largest has more than the type's own largest, in whole exponents, rounded up.
 template <typename Narrow>
 FSDP_HOST_DEVICE inline float block_scale(uint32_t largest_magnitude_bits) {
-  const float ratio = std::bit_cast<float>(largest_magnitude_bits) / Narrow::kMax;
-  return std::bit_cast<float>((std::bit_cast<uint32_t>(ratio) + 0x007FFFFFu) & 0x7F800000u);
+  constexpr int32_t kExponent = 1 << 23;
+  constexpr auto kMaxBits = std::bit_cast<int32_t>(Narrow::kMax);
+  const auto largest = static_cast<int32_t>(largest_magnitude_bits);
+  const int32_t above = largest - kMaxBits + 127 * kExponent + (kExponent - 1);
+  const int32_t bounded = above < kExponent ? kExponent : above;
+  return std::bit_cast<float>(largest == 0 ? 0 : bounded & 0x7F800000);
 }
 
 // 1 / scale for a scale of block_scale; something finite for 0.
@@ -44,7 +49,8 @@ template <typename Narrow>
 FSDP_HOST_DEVICE inline typename Narrow::Code root_code(float scaled_root, uint32_t random) {
   using Code = typename Narrow::Code;
   const auto [below, above, low] = Narrow::neighbours(scaled_root);
-  const float part = (static_cast<float>(static_cast<int32_t>(random)) + 0.5f) * 0x1p-16f;
+  // (random + 1/2) / 2^16, by way of the mantissa of a number from 1 to 2.
+  const float part = std::bit_cast<float>(0x3F800040u | (random << 7)) - 1.0f;
   const float low_square = below * below;
   const bool goes_up = part * (above * above - low_square) < scaled_root * scaled_root - low_square;
   const uint32_t code = low + (goes_up ? 1u : 0u);

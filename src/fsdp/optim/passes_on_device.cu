@@ -10,8 +10,8 @@ namespace fsdp {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kSumBlocks = 1024;  // always as many, whatever the device: the sum's order is fixed
-constexpr int kMaxBlocks = 4096;
+constexpr int kSumBlocks = 1024;   // always as many, whatever the device: the sum's order is fixed
+constexpr int kMaxBlocks = 16384;  // many more than run at once: the last ones leave nothing idle
 
 __device__ int64_t thread_index() {
   return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -72,19 +72,62 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) *sum += mine;
 }
 
-__global__ void __launch_bounds__(kThreads)
-    join_kernel(const uint16_t* upper, const int16_t* remainder, float* joined, int64_t numel) {
-  for (int64_t i = thread_index(); i < numel; i += num_threads())
-    joined[i] = join_weight({.upper = upper[i], .remainder = remainder[i]});
+// Neighbours that a thread of the passes below moves at once, where all arrays are aligned for it.
+constexpr int kVector = 4;
+template <typename Word, int kCount>
+struct alignas(kCount * sizeof(Word)) Vector {
+  Word of[kCount];
+};
+template <typename Word, int kCount>
+__device__ const Vector<Word, kCount>& vector_of(const Word* values, int64_t index) {
+  return reinterpret_cast<const Vector<Word, kCount>*>(values)[index];
+}
+template <typename Word, int kCount>
+__device__ Vector<Word, kCount>& vector_of(Word* values, int64_t index) {
+  return reinterpret_cast<Vector<Word, kCount>*>(values)[index];
 }
 
+template <int kCount>
 __global__ void __launch_bounds__(kThreads)
-    split_kernel(const float* joined, uint16_t* upper, int16_t* remainder, int64_t numel) {
-  for (int64_t i = thread_index(); i < numel; i += num_threads()) {
-    const SplitWeight split = split_weight(joined[i]);
-    upper[i] = split.upper;
-    remainder[i] = split.remainder;
+    join_kernel(const uint16_t* upper, const int16_t* remainder, float* joined, int64_t count) {
+  for (int64_t i = thread_index(); i < count; i += num_threads()) {
+    const Vector<uint16_t, kCount> uppers = vector_of<uint16_t, kCount>(upper, i);
+    const Vector<int16_t, kCount> remainders = vector_of<int16_t, kCount>(remainder, i);
+    Vector<float, kCount> values;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k)
+      values.of[k] = join_weight({.upper = uppers.of[k], .remainder = remainders.of[k]});
+    vector_of<float, kCount>(joined, i) = values;
   }
+}
+
+template <int kCount>
+__global__ void __launch_bounds__(kThreads)
+    split_kernel(const float* joined, uint16_t* upper, int16_t* remainder, int64_t count) {
+  for (int64_t i = thread_index(); i < count; i += num_threads()) {
+    const Vector<float, kCount> values = vector_of<float, kCount>(joined, i);
+    Vector<uint16_t, kCount> uppers;
+    Vector<int16_t, kCount> remainders;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      const SplitWeight split = split_weight(values.of[k]);
+      uppers.of[k] = split.upper;
+      remainders.of[k] = split.remainder;
+    }
+    vector_of<uint16_t, kCount>(upper, i) = uppers;
+    vector_of<int16_t, kCount>(remainder, i) = remainders;
+  }
+}
+
+// How many elements at the begin of three arrays can go as vectors; the others go one by one.
+int64_t numel_in_vectors(const void* halves, const void* remainder, const float* joined,
+                         int64_t numel) {
+  const auto is_aligned = [](const void* address, size_t bytes) {
+    return reinterpret_cast<uintptr_t>(address) % (kVector * bytes) == 0;
+  };
+  return is_aligned(halves, 2) && is_aligned(remainder, 2) && is_aligned(joined, 4)
+             ? numel / kVector * kVector
+             : 0;
 }
 
 int blocks_for(int64_t numel) {
@@ -113,17 +156,27 @@ void squared_sum_on_device(const void* values, DType dtype, int64_t numel, doubl
 
 void join_weights_on_device(const void* weight, const int16_t* remainder, float* joined,
                             int64_t numel, void* stream) {
-  if (numel == 0) return;
-  join_kernel<<<blocks_for(numel), kThreads, 0, cuda_stream(stream)>>>(
-      static_cast<const uint16_t*>(weight), remainder, joined, numel);
+  const auto* upper = static_cast<const uint16_t*>(weight);
+  const int64_t wide = numel_in_vectors(weight, remainder, joined, numel);
+  if (wide > 0)
+    join_kernel<kVector><<<blocks_for(wide / kVector), kThreads, 0, cuda_stream(stream)>>>(
+        upper, remainder, joined, wide / kVector);
+  if (numel > wide)
+    join_kernel<1><<<blocks_for(numel - wide), kThreads, 0, cuda_stream(stream)>>>(
+        upper + wide, remainder + wide, joined + wide, numel - wide);
   check_launch("join_weights");
 }
 
 void split_weights_on_device(const float* joined, void* weight, int16_t* remainder, int64_t numel,
                              void* stream) {
-  if (numel == 0) return;
-  split_kernel<<<blocks_for(numel), kThreads, 0, cuda_stream(stream)>>>(
-      joined, static_cast<uint16_t*>(weight), remainder, numel);
+  auto* upper = static_cast<uint16_t*>(weight);
+  const int64_t wide = numel_in_vectors(weight, remainder, joined, numel);
+  if (wide > 0)
+    split_kernel<kVector><<<blocks_for(wide / kVector), kThreads, 0, cuda_stream(stream)>>>(
+        joined, upper, remainder, wide / kVector);
+  if (numel > wide)
+    split_kernel<1><<<blocks_for(numel - wide), kThreads, 0, cuda_stream(stream)>>>(
+        joined + wide, upper + wide, remainder + wide, numel - wide);
   check_launch("split_weights");
 }
 

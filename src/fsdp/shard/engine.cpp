@@ -342,6 +342,7 @@ Engine::DirectTarget Engine::direct_target(UnitState& unit, GroupState& state, i
   if (written != own && !widens) return {};
   reduce_->prepare(unit);
   const bool adds = gradient.is_written(member);
+  if (adds) gradient.place_accepted();
   gradient.mark_written(member);
   return {gradient.target(member), adds};
 }

@@ -73,12 +73,16 @@ void GroupGradient::begin_direct() {
 
 void GroupGradient::accept(int64_t index, const at::Tensor& gradient) {
   const at::Tensor& to = target(index);
-  if (is_written(index)) {
+  const bool adds = is_written(index);
+  if (HeldGradients::takes(to, gradient)) {
+    held_.hold(to, gradient, adds ? HeldGradients::How::kAdd : HeldGradients::How::kWrite);
+  } else if (adds) {
+    place_accepted();
     to.add_(gradient);
   } else {
     to.copy_(gradient);
-    mark_written(index);
   }
+  mark_written(index);
 }
 
 void GroupGradient::fill_missing() {
@@ -102,6 +106,7 @@ at::Tensor GroupGradient::squares() const {
 
 void GroupGradient::start_backward_reduction(const at::Tensor& nonfinite, const Tag& tag) {
   FSDP_ASSERT(has_slab());
+  place_accepted();
   fill_missing();
   if (!main_.is_allocated()) main_.allocate();
   // What a cycle's end reduces further has no squares yet.
@@ -119,6 +124,7 @@ void GroupGradient::finish_backward_reduction() {
 }
 
 void GroupGradient::start_cycle_reduction(const at::Tensor& nonfinite, const Tag& tag) {
+  place_accepted();
   if (!uses_slab()) {
     begin_direct();
     fill_missing();
@@ -180,6 +186,7 @@ void GroupGradient::abandon() noexcept {
     // What made it be given up is thrown; this follows from it.
     log(LogLevel::kDebug, "a reduction that was given up had failed: ", error.what());
   }
+  held_.drop();
   has_slab_ = false;
   wire_copy_.reset();
   zero();

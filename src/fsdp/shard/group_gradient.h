@@ -11,6 +11,7 @@
 #include "fsdp/shard/flat_buffer.h"
 #include "fsdp/shard/gradient_reduction.h"
 #include "fsdp/shard/group_setting.h"
+#include "fsdp/shard/held_gradients.h"
 
 namespace fsdp {
 
@@ -60,8 +61,10 @@ class GroupGradient {
   // Makes target() valid when no slab is used.
   void begin_direct();
 
-  // Copies (or adds) a gradient to its target, casting.
+  // Copies (or adds) a gradient to its target, casting. On a device this may wait for the group's
+  // other gradients, until place_accepted() or the reduction.
   void accept(int64_t index, const at::Tensor& gradient);
+  void place_accepted() { held_.pack(); }
 
   // --- reducing ---
   // Gradients nobody wrote are zero. Then the slab's reduction starts.
@@ -117,6 +120,7 @@ class GroupGradient {
   std::vector<at::Tensor> gaps_;    // views of the padding there
   at::Tensor viewed_;               // what views_ look at
   std::vector<bool> written_;       // in the slab, or in the main gradients during this cycle
+  HeldGradients held_;              // accepted ones that are not in place yet
 
   at::Tensor squares_;            // see squares()
   uint32_t squares_version_ = 0;  // of the gradients they are of

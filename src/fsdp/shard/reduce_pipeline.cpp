@@ -54,7 +54,6 @@ bool ReducePipeline::is_in_flight(const GroupState& state) const {
 
 void ReducePipeline::check_finite(const GroupState& state, int64_t member,
                                   const at::Tensor& gradient) const {
-  if (setting_.report_nan == ReportNan::kOff) return;
   const bool is_finite = at::isfinite(gradient).all().item<bool>();
   FSDP_CHECK(is_finite, "the gradient of parameter '",
              state.group->members()[static_cast<size_t>(member)].names.front(), "' of unit '",
@@ -70,7 +69,10 @@ void ReducePipeline::accept(UnitState& unit, GroupState& state, int64_t member,
     target.accept(member, gradient);
   }
   // As it will travel: a value may be too large for the wire.
-  if (target.is_written(member)) check_finite(state, member, target.target(member));
+  if (setting_.report_nan != ReportNan::kOff && target.is_written(member)) {
+    target.place_accepted();
+    check_finite(state, member, target.target(member));
+  }
 }
 
 void ReducePipeline::reduce(UnitState& unit, GroupState& state) {
@@ -83,6 +85,8 @@ void ReducePipeline::reduce(UnitState& unit, GroupState& state) {
     in_flight_.push_back({&unit, &state});
   } else if (is_last_) {
     start_cycle_end(unit, state);
+  } else {
+    gradient.place_accepted();
   }
 }
 
