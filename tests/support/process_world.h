@@ -1,6 +1,8 @@
 // The world of a test that a launcher started as several processes.
 #pragma once
 
+#include <memory>
+
 #include "fsdp/comm/connect_mpi.h"
 #include "fsdp/comm/connect_tcp.h"
 #include "fsdp/comm/world.h"
@@ -8,10 +10,14 @@
 namespace fsdp::testing {
 
 // Unlike World::from_environment, takes the launcher's backend for one rank, too.
-inline World join_processes(const CommOptions& options) {
+inline std::unique_ptr<Communicator> connect_processes(const CommOptions& options) {
   const Launch launch = read_launch();
   const bool by_tcp = launch.launcher == Launcher::kTorchrun;
-  return World(launch, by_tcp ? connect_tcp(launch, options) : connect_mpi(launch, options));
+  return by_tcp ? connect_tcp(launch, options) : connect_mpi(launch, options);
+}
+
+inline World join_processes(const CommOptions& options) {
+  return World(read_launch(), connect_processes(options));
 }
 
 }  // namespace fsdp::testing

@@ -11,6 +11,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds kBetweenLooks{100};
+constexpr std::chrono::milliseconds kBetweenLooksAtTheEnd{1};
+
+// Whoever adds cleans up, as the thread looks too seldom for a stream of small operations. Half of
+// this many at a time: asking the device costs more than remembering.
+constexpr size_t kMany = 16;
 
 }  // namespace
 
@@ -26,11 +31,12 @@ DeviceWatch::~DeviceWatch() {
   if (thread_.joinable()) thread_.join();
 }
 
-void DeviceWatch::add(std::shared_ptr<Operation> operation, std::shared_ptr<c10::Event> finished) {
+void DeviceWatch::add(Operation operation, Work work) {
   const std::lock_guard lock(mutex_);
-  // Whoever adds, cleans up: the thread looks too seldom for a stream of small operations.
-  while (!entries_.empty() && entries_.front().finished->query()) entries_.pop_front();
-  entries_.push_back({std::move(operation), std::move(finished), Clock::now()});
+  // They end in order: if that one has, so have those before it.
+  if (entries_.size() >= kMany && entries_[kMany / 2].has_ended())
+    entries_.erase(entries_.begin(), entries_.begin() + kMany / 2 + 1);
+  entries_.push_back({std::move(operation), std::move(work), Clock::now()});
   if (!thread_.joinable())
     thread_ = std::thread([this, rank = thread_rank()] {
       set_thread_rank(rank);
@@ -38,18 +44,37 @@ void DeviceWatch::add(std::shared_ptr<Operation> operation, std::shared_ptr<c10:
     });
 }
 
-std::string DeviceWatch::look() {
-  {
-    const std::lock_guard lock(mutex_);
-    while (!entries_.empty() && entries_.front().finished->query()) entries_.pop_front();
+void DeviceWatch::wait_for_the_end() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    forget_what_has_ended();
+    if (entries_.empty() || has_reported_) return;
+    changed_.wait_for(lock, kBetweenLooksAtTheEnd);
   }
-  if (std::string words = callbacks_.trouble(); !words.empty()) return words;
+}
+
+void DeviceWatch::forget_what_has_ended() {
+  while (!entries_.empty() && entries_.front().has_ended()) entries_.pop_front();
+}
+
+std::string DeviceWatch::look() {
+  std::string words = trouble();
   const std::lock_guard lock(mutex_);
-  if (entries_.empty()) return "";
+  forget_what_has_ended();
+  if (entries_.empty()) return words;
   const Entry& oldest = entries_.front();
+  if (!words.empty()) return concat(words, "; under way was ", oldest.operation.print.text());
   if (Clock::now() - oldest.since < std::chrono::duration<double>(timeout_seconds_)) return "";
-  return concat("not ended within ", timeout_seconds_, " s: ", oldest.operation->print.text(),
+  return concat("not ended within ", timeout_seconds_, " s: ", oldest.operation.print.text(),
                 "; a rank is gone or stuck, or computes longer than that");
+}
+
+std::string DeviceWatch::trouble() const {
+  try {
+    return callbacks_.trouble();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
 }
 
 void DeviceWatch::watch() {
@@ -62,11 +87,11 @@ void DeviceWatch::watch() {
     } catch (const std::exception& error) {
       words = error.what();
     }
-    if (!words.empty()) {
-      callbacks_.on_fail(words);
-      return;
-    }
+    if (!words.empty()) callbacks_.on_fail(words);
     lock.lock();
+    if (words.empty()) continue;
+    has_reported_ = true;
+    return;
   }
 }
 

@@ -1,18 +1,16 @@
 // Watches collectives that are under way on a device, where no host thread waits for them.
 #pragma once
 
-#include <c10/core/Event.h>
-
 #include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
-#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
 
 #include "fsdp/comm/operation.h"
+#include "fsdp/comm/work.h"
 
 namespace fsdp {
 
@@ -21,7 +19,7 @@ namespace fsdp {
 class DeviceWatch {
  public:
   struct Callbacks {
-    std::function<std::string()> trouble;             // words, or "" while all is well
+    std::function<std::string()> trouble;             // words, thrown or not; "" if all is well
     std::function<void(const std::string&)> on_fail;  // called by the watching thread
   };
 
@@ -30,19 +28,28 @@ class DeviceWatch {
   DeviceWatch(const DeviceWatch&) = delete;
   DeviceWatch& operator=(const DeviceWatch&) = delete;
 
-  // The operation ends with `finished`; its tensors are kept until then.
-  void add(std::shared_ptr<Operation> operation, std::shared_ptr<c10::Event> finished);
+  // The operations of one stream, in their order. Each ends with its work's event, and its tensors
+  // are kept until that has been seen.
+  void add(Operation operation, Work work);
+
+  // Returns when everything has ended, or when the watch has reported.
+  void wait_for_the_end();
 
  private:
   struct Entry {
-    std::shared_ptr<Operation> operation;
-    std::shared_ptr<c10::Event> finished;
+    Operation operation;
+    Work work;
     std::chrono::steady_clock::time_point since;
+
+    bool has_ended() const { return work.event()->query(); }
   };
 
   void watch();
   // Words about what is wrong, or "". Forgets what has ended.
   std::string look();
+  std::string trouble() const;
+  // The caller holds mutex_.
+  void forget_what_has_ended();
 
   const double timeout_seconds_;
   const Callbacks callbacks_;
@@ -50,6 +57,7 @@ class DeviceWatch {
   std::condition_variable changed_;
   std::deque<Entry> entries_;  // oldest first
   bool stopping_ = false;
+  bool has_reported_ = false;
   std::thread thread_;  // started by the first operation
 };
 

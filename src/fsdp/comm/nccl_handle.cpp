@@ -5,21 +5,16 @@
 
 #include "fsdp/base/log.h"
 #include "fsdp/comm/comm_error.h"
-#include "fsdp/comm/message_transport.h"
+#include "fsdp/comm/nccl_meeting.h"
 
 namespace fsdp {
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
+// What a launch takes at most when nothing holds it up.
+constexpr std::chrono::seconds kLongestLaunch{1};
 
 }  // namespace
-
-void check_nccl(ncclResult_t result, const std::string& doing) {
-  if (result == ncclSuccess) return;
-  throw CommError(concat("NCCL failed at ", doing, ": ", ncclGetErrorString(result), " (",
-                         ncclGetLastError(nullptr), ")"));
-}
 
 ncclDataType_t nccl_type(at::ScalarType type) {
   switch (c10::elementSize(type)) {
@@ -36,69 +31,35 @@ ncclDataType_t nccl_type(at::ScalarType type) {
 
 ncclUniqueId NcclHandle::new_id() {
   ncclUniqueId id;
-  check_nccl(ncclGetUniqueId(&id), "ncclGetUniqueId");
+  if (const ncclResult_t result = ncclGetUniqueId(&id); result != ncclSuccess)
+    throw_nccl_error(result, "ncclGetUniqueId");
   return id;
 }
 
-NcclHandle::NcclHandle(const ncclUniqueId& id, int rank, int size, std::string name,
+NcclHandle::NcclHandle(const ncclUniqueId& id, Communicator& hosts, c10::Device device,
                        const CommOptions& options)
-    : name_(std::move(name)), timeout_seconds_(options.timeout_seconds) {
-  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-  config.blocking = 0;
-  const std::string doing = concat("the meeting of the ", size, " ranks of '", name_, "'");
-  const ncclResult_t begun = ncclCommInitRankConfig(&comm_, size, id, rank, &config);
-  try {
-    check_nccl(settled(begun, doing), doing);
-  } catch (...) {
-    abort();
-    throw;
-  }
-}
+    : name_(hosts.name()), comm_(meet_over_nccl(id, hosts, device, options)) {}
 
 NcclHandle::~NcclHandle() {
-  if (is_aborted_ || comm_ == nullptr) return;
-  // Waits for what is under way; a rank that never comes ends it by its deadline.
-  try {
-    settled(ncclCommFinalize(comm_), "the end of '" + name_ + "'");
-  } catch (const std::exception& error) {
-    log(LogLevel::kDebug, error.what());
-  }
+  if (is_ended_) return;
+  const ncclResult_t flushed = ncclCommFinalize(comm_);
+  if (flushed != ncclSuccess)
+    log(LogLevel::kDebug, "the end of '", name_, "': ", ncclGetErrorString(flushed));
   ncclCommDestroy(comm_);
 }
 
-ncclResult_t NcclHandle::settled(ncclResult_t result, const std::string& doing) const {
-  if (result != ncclInProgress) return result;
-  const auto deadline = Clock::now() + std::chrono::duration<double>(timeout_seconds_);
-  Backoff backoff;
-  ncclResult_t state = ncclInProgress;
-  while (true) {
-    const ncclResult_t asked = ncclCommGetAsyncError(comm_, &state);
-    if (asked != ncclSuccess) return asked;
-    if (state != ncclInProgress) return state;
-    if (Clock::now() > deadline)
-      throw TimeoutError(concat("not all ranks came within ", timeout_seconds_, " s to ", doing,
-                                ": a rank is gone, is stuck, or cannot be reached by NCCL "
-                                "(NCCL_DEBUG=INFO shows its network)"));
-    backoff.pause();
-  }
+void NcclHandle::begin_group(const Fingerprint& operation) const {
+  if (is_ended_) throw CommError(concat("'", name_, "' was ended before ", operation.text()));
+  check(ncclGroupStart(), operation);
 }
 
-void NcclHandle::launch(const std::string& doing, const std::function<void(ncclComm_t)>& calls) {
-  const std::lock_guard lock(mutex_);
-  if (is_aborted_) throw CommError(concat("'", name_, "' was ended before ", doing));
-  check_nccl(ncclGroupStart(), doing);
-  try {
-    calls(comm_);
-  } catch (...) {
-    (void)ncclGroupEnd();
-    throw;
-  }
-  check_nccl(settled(ncclGroupEnd(), doing), doing);
+void NcclHandle::check(ncclResult_t result, const Fingerprint& operation) {
+  if (result != ncclSuccess) throw_nccl_error(result, operation.text());
 }
 
 std::string NcclHandle::error() {
-  const std::lock_guard lock(mutex_);
-  if (is_aborted_ || comm_ == nullptr) return "";
+  const std::unique_lock lock(launching_, std::try_to_lock);
+  if (!lock || is_ended_) return "";  // busy: the next time
   ncclResult_t state = ncclSuccess;
   const ncclResult_t asked = ncclCommGetAsyncError(comm_, &state);
   if (asked != ncclSuccess) state = asked;
@@ -106,11 +67,20 @@ std::string NcclHandle::error() {
   return concat(ncclGetErrorString(state), " (", ncclGetLastError(comm_), ")");
 }
 
+// A launch may be stuck: the device takes so many and no more while a kernel waits for a rank that
+// is gone. Then NCCL's memory must not go before the launch has come back, so the kernel is ended
+// first.
 void NcclHandle::abort() noexcept {
-  const std::lock_guard lock(mutex_);
-  if (std::exchange(is_aborted_, true) || comm_ == nullptr) return;
+  if (is_ended_.exchange(true)) return;
+  std::unique_lock lock(launching_, kLongestLaunch);
+#ifdef NCCL_REVOKE_DEFAULT
+  if (!lock) {
+    ncclCommRevoke(comm_, NCCL_REVOKE_DEFAULT);
+    static_cast<void>(lock.try_lock_for(kLongestLaunch));
+  }
+#endif
+  if (!lock) log(LogLevel::kWarning, "a launch of '", name_, "' does not come back from NCCL");
   ncclCommAbort(comm_);
-  comm_ = nullptr;
 }
 
 }  // namespace fsdp

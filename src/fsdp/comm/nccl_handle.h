@@ -5,20 +5,25 @@
 #include <ATen/core/Tensor.h>
 #include <nccl.h>
 
-#include <functional>
+#include <atomic>
 #include <mutex>
 #include <string>
 
 #include "fsdp/comm/comm_options.h"
+#include "fsdp/comm/communicator.h"
 
 namespace fsdp {
 
-// Calls do not block: NCCL goes on by itself, and whoever needs the result asks until it is there,
-// at most until the deadline. Thread-safe: another thread may abort().
+// In NCCL's blocking mode, in which a launch is a few microseconds of the caller's thread: the
+// other mode hands every launch over to a new thread. What a launch could wait for, the connections
+// to the other ranks, is there before the first one.
+//
+// Thread-safe: another thread may abort().
 class NcclHandle {
  public:
-  // Collective: every rank of `name` calls it with rank 0's id.
-  NcclHandle(const ncclUniqueId& id, int rank, int size, std::string name,
+  // Collective: every rank of `hosts` calls it, with rank 0's id. A TimeoutError when not all of
+  // them come, or another rank's failure.
+  NcclHandle(const ncclUniqueId& id, Communicator& hosts, c10::Device device,
              const CommOptions& options);
   ~NcclHandle();
   NcclHandle(const NcclHandle&) = delete;
@@ -26,9 +31,16 @@ class NcclHandle {
 
   static ncclUniqueId new_id();
 
-  // Runs `calls`, some NCCL calls on this communicator that belong together, and returns when they
-  // are on their stream. A CommError that names `doing` when one fails.
-  void launch(const std::string& doing, const std::function<void(ncclComm_t)>& calls);
+  // Runs `calls`, some NCCL calls on this communicator that belong together and are launched
+  // together; it returns the first error among them. A CommError that names the operation.
+  template <typename Calls>
+  void launch(const Fingerprint& operation, const Calls& calls) {
+    const std::lock_guard lock(launching_);
+    begin_group(operation);
+    const ncclResult_t called = calls(comm_);
+    const ncclResult_t launched = ncclGroupEnd();
+    check(called != ncclSuccess ? called : launched, operation);
+  }
 
   // NCCL's words if it has met an error since; "" if not.
   std::string error();
@@ -37,17 +49,14 @@ class NcclHandle {
   void abort() noexcept;
 
  private:
-  ncclResult_t settled(ncclResult_t result, const std::string& doing) const;
+  void begin_group(const Fingerprint& operation) const;
+  static void check(ncclResult_t result, const Fingerprint& operation);
 
   const std::string name_;
-  const double timeout_seconds_;
-  std::mutex mutex_;  // protects the members below
+  std::atomic<bool> is_ended_{false};  // by abort()
+  std::timed_mutex launching_;         // held by whoever uses the member below
   ncclComm_t comm_ = nullptr;
-  bool is_aborted_ = false;
 };
-
-// Throws a CommError with NCCL's words.
-void check_nccl(ncclResult_t result, const std::string& doing);
 
 // The type in which NCCL moves the tensor's elements; it is not asked to add any that it has not.
 ncclDataType_t nccl_type(at::ScalarType type);

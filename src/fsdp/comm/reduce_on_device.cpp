@@ -2,7 +2,9 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/SmallVector.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "fsdp/base/torch_dtype.h"
@@ -67,10 +69,8 @@ void reduce_step_by_step(std::span<const at::Tensor> inputs, const Reduction& re
 }
 
 // The bytes between one input and the next where they all lie as far apart; 0 where they do not.
-int64_t stride_of(std::span<const at::Tensor> inputs) {
-  const auto address = [&](size_t rank) {
-    return static_cast<const char*>(inputs[rank].const_data_ptr());
-  };
+int64_t stride_of(std::span<const void* const> inputs) {
+  const auto address = [&](size_t rank) { return static_cast<const char*>(inputs[rank]); };
   if (inputs.size() < 2) return 0;
   const int64_t stride = address(1) - address(0);
   for (size_t rank = 2; rank < inputs.size(); ++rank)
@@ -78,38 +78,36 @@ int64_t stride_of(std::span<const at::Tensor> inputs) {
   return stride;
 }
 
-bool is_one_kernel(std::span<const at::Tensor> inputs, const Reduction& reduction,
-                   const at::Tensor& output) {
-  const auto is_summed = [](const at::Tensor& tensor) {
-    return at::isFloatingType(tensor.scalar_type()) &&
-           is_summed_on_device(dtype_of(tensor.scalar_type()));
+bool is_one_kernel(std::span<const void* const> inputs, at::ScalarType wire,
+                   const Reduction& reduction, const at::Tensor& output) {
+  const auto is_summed = [](at::ScalarType type) {
+    return at::isFloatingType(type) && is_summed_on_device(dtype_of(type));
   };
   return output.is_cuda() && (inputs.size() <= DeviceSum::kMaxListed || stride_of(inputs) != 0) &&
          (reduction.op == ReduceOp::kSum || reduction.op == ReduceOp::kAvg) &&
-         reduction.accumulate == at::kFloat && is_summed(inputs.front()) && is_summed(output);
+         reduction.accumulate == at::kFloat && is_summed(wire) && is_summed(output.scalar_type());
 }
 
 }  // namespace
 
-void reduce_on_device(std::span<const at::Tensor> inputs, const Reduction& reduction,
-                      const at::Tensor& output, at::Tensor& workspace) {
-  if (!is_one_kernel(inputs, reduction, output))
-    return reduce_step_by_step(inputs, reduction, output);
+bool reduce_in_one_kernel(std::span<const void* const> inputs, at::ScalarType wire,
+                          const Reduction& reduction, const at::Tensor& output,
+                          at::Tensor& workspace) {
+  if (!is_one_kernel(inputs, wire, reduction, output)) return false;
   if (reduction.squares.defined() && !workspace.defined())
     workspace = at::zeros({device_sum_workspace_bytes()}, output.options().dtype(at::kByte));
   DeviceSum sum{.num_ranks = static_cast<int32_t>(inputs.size()),
                 .output = output.mutable_data_ptr(),
                 .numel = output.numel(),
-                .wire = dtype_of(inputs.front().scalar_type()),
+                .wire = dtype_of(wire),
                 .result = dtype_of(output.scalar_type()),
                 .scale = static_cast<float>(scale_of(reduction, inputs.size())),
                 .adds = reduction.store == Store::kAdd};
   if (inputs.size() > DeviceSum::kMaxListed) {
-    sum.first = inputs.front().const_data_ptr();
+    sum.first = inputs.front();
     sum.stride_bytes = stride_of(inputs);
   } else {
-    for (size_t rank = 0; rank < inputs.size(); ++rank)
-      sum.listed[rank] = inputs[rank].const_data_ptr();
+    std::copy(inputs.begin(), inputs.end(), sum.listed);
   }
   if (reduction.nonfinite.defined()) sum.nonfinite = reduction.nonfinite.mutable_data_ptr<float>();
   if (reduction.squares.defined()) {
@@ -118,6 +116,15 @@ void reduce_on_device(std::span<const at::Tensor> inputs, const Reduction& reduc
   }
   const c10::impl::VirtualGuardImpl guard(output.device().type());
   sum_on_device(sum, guard.getStream(output.device()).native_handle());
+  return true;
+}
+
+void reduce_on_device(std::span<const at::Tensor> inputs, const Reduction& reduction,
+                      const at::Tensor& output, at::Tensor& workspace) {
+  c10::SmallVector<const void*, DeviceSum::kMaxListed> addresses;
+  for (const at::Tensor& input : inputs) addresses.push_back(input.const_data_ptr());
+  if (!reduce_in_one_kernel(addresses, inputs.front().scalar_type(), reduction, output, workspace))
+    reduce_step_by_step(inputs, reduction, output);
 }
 
 }  // namespace fsdp

@@ -15,4 +15,10 @@ namespace fsdp {
 void reduce_on_device(std::span<const at::Tensor> inputs, const Reduction& reduction,
                       const at::Tensor& output, at::Tensor& workspace);
 
+// The same for inputs of type `wire` that are known by their addresses; false, and nothing is
+// enqueued, when one kernel cannot do it.
+bool reduce_in_one_kernel(std::span<const void* const> inputs, at::ScalarType wire,
+                          const Reduction& reduction, const at::Tensor& output,
+                          at::Tensor& workspace);
+
 }  // namespace fsdp

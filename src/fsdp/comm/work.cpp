@@ -12,6 +12,18 @@ void WorkState::finish(std::optional<c10::Event> event) {
   done_.notify_all();
 }
 
+void WorkState::finish_on(const c10::Stream& stream) {
+  if (!event_) event_.emplace(stream.device_type());
+  event_->record(stream);
+  done_.store(1, std::memory_order_release);
+  done_.notify_all();
+}
+
+void WorkState::reopen() {
+  error_ = nullptr;
+  done_.store(0, std::memory_order_relaxed);
+}
+
 void WorkState::fail(std::exception_ptr error) {
   error_ = std::move(error);
   done_.store(1, std::memory_order_release);

@@ -20,7 +20,12 @@ class WorkState {
   explicit WorkState(OperationQueue* queue = nullptr) : queue_(queue) {}
 
   void finish(std::optional<c10::Event> event);
+  // Done on the device where `stream` is now. A state that is used again records the event it has.
+  void finish_on(const c10::Stream& stream);
   void fail(std::exception_ptr error);
+
+  // Makes it ready for another operation. Nobody may hold a Work of the last one.
+  void reopen();
 
   bool done() const { return done_.load(std::memory_order_acquire) != 0; }
 
