@@ -27,6 +27,7 @@ TEST(ShardOptionsOf, EveryFlagArrives) {
                                                   {"budget", {"4KiB"}},
                                                   {"on-move", {"refuse"}},
                                                   {"other-units", {"persistent"}},
+                                                  {"user-buffers", {"registered"}},
                                                   {"gradient-lifetime", {"step"}},
                                                   {"offload", {"0.25"}},
                                                   {"offload-pin", {"false"}},
@@ -45,6 +46,7 @@ TEST(ShardOptionsOf, EveryFlagArrives) {
   EXPECT_EQ(shard.budget_bytes, 4096);
   EXPECT_EQ(shard.on_move, OnMove::kRefuse);
   EXPECT_EQ(shard.other_units, OtherUnits::kPersistent);
+  EXPECT_EQ(shard.user_buffers, UserBuffers::kRegistered);
   EXPECT_EQ(shard.gradient_lifetime, GradientLifetime::kStep);
   EXPECT_EQ(shard.offload,
             (Offload{.fraction = 0.25, .pin = false, .overlap = false, .chunk_numel = 64}));

@@ -61,6 +61,11 @@ TEST(ShardOptions, RefuseWhatMakesNoSenseInOneSentence) {
   EXPECT_THAT(Alone({.budget_bytes = -5}).refusal(),
               AllOf(HasSubstr("budget_bytes"), HasSubstr("-5")));
   EXPECT_THAT(Alone({.device = c10::Device(c10::kMeta)}).refusal(), HasSubstr("device is meta"));
+  EXPECT_THAT(Alone({.user_buffers = UserBuffers::kSymmetric}).refusal(),
+              AllOf(HasSubstr("user_buffers is symmetric"), HasSubstr("NCCL"), HasSubstr("off")));
+  EXPECT_THAT(
+      Alone({.pool = PoolKind::kOnDemand, .user_buffers = UserBuffers::kRegistered}).refusal(),
+      AllOf(HasSubstr("user_buffers is registered"), HasSubstr("on_demand")));
   Strategy illegal = Strategy::optim_grads_params;
   illegal.optimizer = {Placement::kReplicate, Placement::kReplicate};
   EXPECT_FALSE(Alone({.strategy = illegal}).refusal().empty());

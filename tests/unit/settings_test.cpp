@@ -80,6 +80,7 @@ GivenValues changed_values() {
           {"budget", {"4294967296"}},
           {"on-move", {"refuse"}},
           {"other-units", {"persistent"}},
+          {"user-buffers", {"symmetric"}},
           {"gradient-lifetime", {"step"}},
           {"granularity", {"block(128)"}},
           {"offload", {"0.5"}},

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "fsdp/comm/operation.h"
+#include "fsdp/comm/user_buffers.h"
 #include "fsdp/comm/work.h"
 
 namespace fsdp {
@@ -75,6 +76,16 @@ class Communicator {
   // Why a device cannot record this communicator's operations into a graph and replay them without
   // the host: words that follow a noun ("whose ..."), or "" if it can.
   virtual std::string why_not_recorded() const { return "whose host carries data between them"; }
+
+  // Whether operations can use memory of their callers in place (user_buffers.h).
+  virtual bool registers_memory() const { return false; }
+
+  // Lets them use this piece, from now on until deregister_memory(), at best as `best` says. It
+  // comes from nccl_allocate(). Every rank calls it, in the same order and with as many bytes.
+  virtual RegisteredMemory register_memory(void* address, int64_t bytes, UserBuffers best);
+
+  // Waits for what uses it. Before the memory goes.
+  virtual void deregister_memory(void* address) noexcept;
 
   // Makes every wait of every rank fail with this message, now and later.
   virtual void abort(const std::string& message) = 0;

@@ -20,6 +20,7 @@
 #include "fsdp/comm/comm_error.h"
 #include "fsdp/comm/connect_nccl.h"
 #include "fsdp/comm/device_watch.h"
+#include "fsdp/comm/nccl_buffers.h"
 #include "fsdp/comm/nccl_operations.h"
 #include "fsdp/comm/work_pool.h"
 
@@ -44,11 +45,8 @@ class NcclCommunicator final : public Communicator {
   // Ends what is under way within its deadline or, on the way out of an exception, at once.
   ~NcclCommunicator() override {
     if (!watch_) return;
-    if (std::uncaught_exceptions() > exceptions_in_flight_) {
-      fail(concat("rank ", rank(), " of '", name(), "' was left by an exception"));
-    } else {
-      watch_->wait_for_the_end();
-    }
+    end_if_left_by_an_exception();
+    watch_->wait_for_the_end();
   }
 
   std::unique_ptr<Communicator> split(std::span<const int> colors, std::string name) override {
@@ -68,12 +66,18 @@ class NcclCommunicator final : public Communicator {
 
   std::string why_not_recorded() const override { return ""; }
 
+  bool registers_memory() const override { return true; }
+  RegisteredMemory register_memory(void* address, int64_t bytes, UserBuffers best) override;
+  void deregister_memory(void* address) noexcept override;
+
   Work enqueue(Operation operation) override;
 
  private:
   void connect();
   void fail(const std::string& message) noexcept;
   void throw_if_failed();
+  void end_if_left_by_an_exception() noexcept;
+  bool is_agreed(bool by_this_rank);
 
   const c10::Device device_;
   const CommOptions options_;
@@ -82,6 +86,7 @@ class NcclCommunicator final : public Communicator {
   uint64_t num_operations_ = 0;
   WorkPool works_;
   std::optional<NcclOperations> operations_;
+  std::optional<NcclBuffers> buffers_;
 
   std::atomic<bool> has_failed_{false};  // true only after failure_ was set
   std::mutex failure_mutex_;             // protects the member below
@@ -100,6 +105,7 @@ void NcclCommunicator::connect() {
   ncclUniqueId id;
   std::memcpy(id.internal, bytes.const_data_ptr(), NCCL_UNIQUE_ID_BYTES);
   operations_.emplace(id, *hosts_, device_, options_);
+  buffers_.emplace(operations_->handle());
   watch_.emplace(
       options_.timeout_seconds,
       DeviceWatch::Callbacks{.trouble =
@@ -135,6 +141,47 @@ void NcclCommunicator::throw_if_failed() {
   throw CommError(failure_);
 }
 
+// Nobody will complete what is under way, and nobody may go on waiting for it.
+void NcclCommunicator::end_if_left_by_an_exception() noexcept {
+  if (std::uncaught_exceptions() > exceptions_in_flight_)
+    fail(concat("rank ", rank(), " of '", name(), "' was left by an exception"));
+}
+
+bool NcclCommunicator::is_agreed(bool by_this_rank) {
+  const at::Tensor agreed = at::full({1}, by_this_rank ? 1 : 0, at::kLong);
+  hosts_->all_reduce(agreed, {.op = ReduceOp::kMin}, "user buffers").wait();
+  return agreed.item<int64_t>() == 1;
+}
+
+// Ranks that mix what is registered with what is not get wrong results, so it is all or none. They
+// meet before each attempt, which NCCL has no deadline for.
+RegisteredMemory NcclCommunicator::register_memory(void* address, int64_t bytes, UserBuffers best) {
+  if (!operations_) connect();
+  const c10::cuda::CUDAGuard guard(device_);
+  c10::cuda::device_synchronize();
+  std::string why_not_better;
+  for (const UserBuffers use : {UserBuffers::kSymmetric, UserBuffers::kRegistered}) {
+    if (use > best) continue;
+    std::string obstacle = NcclBuffers::obstacle_to(use);
+    if (is_agreed(obstacle.empty())) {
+      obstacle = buffers_->add(address, bytes, use);
+      if (is_agreed(obstacle.empty())) return {use, why_not_better};
+      buffers_->forget(address);
+    }
+    if (!why_not_better.empty()) why_not_better += "; ";
+    why_not_better += obstacle.empty() ? "other ranks cannot" : obstacle;
+  }
+  return {UserBuffers::kOff, why_not_better};
+}
+
+void NcclCommunicator::deregister_memory(void* address) noexcept {
+  if (!buffers_) return;
+  end_if_left_by_an_exception();
+  const c10::cuda::CUDAGuard guard(device_);
+  cudaDeviceSynchronize();
+  buffers_->forget(address);
+}
+
 // The watch asks the hosts for failures of other ranks, so that this does not have to.
 Work NcclCommunicator::enqueue(Operation operation) {
   const c10::Device device = operation.device();
@@ -166,6 +213,16 @@ Work NcclCommunicator::enqueue(Operation operation) {
 }
 
 }  // namespace
+
+void* nccl_allocate(int64_t bytes) {
+  void* address = nullptr;
+  const ncclResult_t result = ncclMemAlloc(&address, static_cast<size_t>(bytes));
+  if (result == ncclSuccess) return address;
+  throw Error(concat("NCCL cannot allocate ", bytes_text(static_cast<double>(bytes)), ": ",
+                     ncclGetErrorString(result), " (", ncclGetLastError(nullptr), ")"));
+}
+
+void nccl_deallocate(void* address) noexcept { static_cast<void>(ncclMemFree(address)); }
 
 bool nccl_available() { return true; }
 

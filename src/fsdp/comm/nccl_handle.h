@@ -42,6 +42,13 @@ class NcclHandle {
     check(called != ncclSuccess ? called : launched, operation);
   }
 
+  // Runs one call that is no operation and returns its result; ncclInvalidUsage after abort().
+  template <typename Call>
+  ncclResult_t call(const Call& call) {
+    const std::lock_guard lock(launching_);
+    return is_ended_ ? ncclInvalidUsage : call(comm_);
+  }
+
   // NCCL's words if it has met an error since; "" if not.
   std::string error();
 

@@ -34,7 +34,8 @@ Engine::Engine(const Mesh& mesh, const ShardOptions& options, c10::Device device
       options_(options),
       device_(device),
       shape_(shape_of(mesh, options.collectives)),
-      memory_(options, device),
+      registered_(make_registered_slabs(mesh, shape_, options, device)),
+      memory_(options, device, registered_.get()),
       nonfinite_(at::zeros({1}, at::device(device).dtype(at::kFloat))),
       slabs_(memory_.of(MemoryKind::kPool), options.pool),
       gather_(slabs_) {
@@ -133,6 +134,7 @@ void Engine::make_pool(StepOrder order) {
                                       .budget_bytes = options_.budget_bytes},
                                      memory_.of(MemoryKind::kPool)));
     slabs_.pool().reserve();
+    has_new_pool_ = true;
   }
   plan_->expect(std::move(order), slabs_.has_pool() ? &slabs_.pool() : nullptr);
 }
@@ -181,6 +183,9 @@ void Engine::open_pass(PassPlan::Kind kind) {
   reduce_->finish();
   release_weights();
   if (new_order_) make_pool(*std::exchange(new_order_, std::nullopt));
+  // After the first step: before it, the pool may still be made anew.
+  if (registered_ != nullptr && backward_number_ > 0 && std::exchange(has_new_pool_, false))
+    registered_->register_new();
   if (slabs_.has_pool()) slabs_.pool().begin_step();
   plan_->open(kind);
 }

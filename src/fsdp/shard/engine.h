@@ -17,6 +17,7 @@
 #include "fsdp/shard/options.h"
 #include "fsdp/shard/pass_plan.h"
 #include "fsdp/shard/reduce_pipeline.h"
+#include "fsdp/shard/registered_slabs.h"
 #include "fsdp/shard/slab_source.h"
 #include "fsdp/shard/unit_state.h"
 
@@ -151,6 +152,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   ShardOptions options_;
   const c10::Device device_;
   const MeshShape shape_;
+  const std::unique_ptr<RegisteredSlabs> registered_;  // where options ask for it
   EngineMemory memory_;
   std::optional<GroupSetting> setting_;           // of units
   std::optional<GroupSetting> resident_setting_;  // of parameters outside any unit
@@ -174,6 +176,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   int64_t microbatch_ = 0;  // of this cycle
   bool is_last_microbatch_ = true;
   std::optional<StepOrder> new_order_;  // to plan with before the next pass
+  bool has_new_pool_ = false;           // whose memory is not registered
   std::shared_ptr<void> kept_;
 };
 

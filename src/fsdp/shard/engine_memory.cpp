@@ -20,16 +20,19 @@ std::unique_ptr<SlabAllocator> host_allocator_for(c10::Device device, const Offl
 
 }  // namespace
 
-EngineMemory::Place::Place(SlabAllocator* given, std::unique_ptr<SlabAllocator> otherwise)
+EngineMemory::Place::Place(SlabAllocator* given, std::unique_ptr<SlabAllocator> otherwise,
+                           SlabAllocator* pool)
     : own(std::move(otherwise)) {
   SlabAllocator& base = given != nullptr ? *given : *own;
-  for (size_t i = 0; i < by_kind.size(); ++i)
-    by_kind[i].emplace(base, ledger, static_cast<MemoryKind>(i));
+  for (size_t i = 0; i < by_kind.size(); ++i) {
+    const auto kind = static_cast<MemoryKind>(i);
+    by_kind[i].emplace(pool != nullptr && kind == MemoryKind::kPool ? *pool : base, ledger, kind);
+  }
 }
 
-EngineMemory::EngineMemory(const ShardOptions& options, c10::Device device)
-    : device_(options.allocator, allocator_for(device)),
-      host_(options.host_allocator, host_allocator_for(device, options.offload)) {}
+EngineMemory::EngineMemory(const ShardOptions& options, c10::Device device, SlabAllocator* pool)
+    : device_(options.allocator, allocator_for(device), pool),
+      host_(options.host_allocator, host_allocator_for(device, options.offload), nullptr) {}
 
 GroupMemory EngineMemory::for_groups() {
   return {.weight = of(MemoryKind::kWeight),

@@ -14,8 +14,8 @@ namespace fsdp {
 
 class EngineMemory {
  public:
-  // From the user's allocators, or ones that fit the device.
-  EngineMemory(const ShardOptions& options, c10::Device device);
+  // From the user's allocators, or ones that fit the device; `pool`, if any, for MemoryKind::kPool.
+  EngineMemory(const ShardOptions& options, c10::Device device, SlabAllocator* pool);
 
   SlabAllocator& of(MemoryKind kind) { return device_.of(kind); }
   SlabAllocator& on_host(MemoryKind kind) { return host_.of(kind); }
@@ -25,7 +25,7 @@ class EngineMemory {
 
  private:
   struct Place {
-    Place(SlabAllocator* given, std::unique_ptr<SlabAllocator> otherwise);
+    Place(SlabAllocator* given, std::unique_ptr<SlabAllocator> otherwise, SlabAllocator* pool);
     SlabAllocator& of(MemoryKind kind) { return *by_kind[static_cast<size_t>(kind)]; }
 
     std::unique_ptr<SlabAllocator> own;  // when none was given

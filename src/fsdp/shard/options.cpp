@@ -51,6 +51,14 @@ void ShardOptions::validate() const {
   if (offload.chunk_numel < 1)
     throw UsageError(concat("offload.chunk_numel is ", offload.chunk_numel,
                             "; use 1 or more elements, such as 1048576"));
+  if (user_buffers != UserBuffers::kOff && pool == PoolKind::kOnDemand)
+    throw UsageError(concat("user_buffers is ", name_of(user_buffers),
+                            ", which needs memory that stays where it is, but pool is on_demand; "
+                            "use planned, max_pool or double_buffer"));
+  if (user_buffers != UserBuffers::kOff && allocator != nullptr)
+    throw UsageError(concat("user_buffers is ", name_of(user_buffers),
+                            ", for which NCCL allocates, but an allocator is given; drop one of "
+                            "the two"));
   PoolOptions{.kind = pool, .prefetch = prefetch, .budget_bytes = budget_bytes}.validate();
 }
 

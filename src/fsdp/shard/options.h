@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "fsdp/comm/user_buffers.h"
 #include "fsdp/layout/granularity.h"
 #include "fsdp/layout/group_types.h"
 #include "fsdp/layout/strategy.h"
@@ -114,6 +115,10 @@ struct ShardOptions {
 
   // Pool `double_buffer`: units that are not like the most common one.
   OtherUnits other_units = OtherUnits::kOnDemand;
+
+  // Whether NCCL allocates the pool's memory and uses it in place (docs/gpu.md); registered after
+  // the first step.
+  UserBuffers user_buffers = UserBuffers::kOff;
 
   // What ranks' gradients become.
   GradientOf gradient = GradientOf::kMeanOverRanks;

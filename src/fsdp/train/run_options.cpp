@@ -103,6 +103,7 @@ ShardOptions shard_options(const TrainOptions& o, c10::Device device) {
   shard.budget_bytes = o.budget_bytes;
   shard.on_move = o.on_move;
   shard.other_units = o.other_units;
+  shard.user_buffers = o.user_buffers;
   shard.gradient_lifetime = o.gradient_lifetime == LifetimeChoice::kStep
                                 ? GradientLifetime::kStep
                                 : GradientLifetime::kPersistent;

@@ -112,6 +112,19 @@ void check_graph(const TrainOptions& o) {
         "max_pool or double_buffer");
 }
 
+void check_user_buffers(const TrainOptions& o) {
+  if (o.user_buffers == UserBuffers::kOff) return;
+  const std::string given = concat("--user-buffers is ", name_of(o.user_buffers));
+  if (o.device == DeviceChoice::kCpu || o.ranks > 1)
+    throw UsageError(concat(given,
+                            ", which NCCL between processes on GPUs alone uses; set it to off, or "
+                            "start the processes with mpirun, srun or torchrun"));
+  if (o.pool == PoolKind::kOnDemand)
+    throw UsageError(concat(given,
+                            ", which needs memory that stays where it is, but --pool is on_demand; "
+                            "use planned, max_pool or double_buffer"));
+}
+
 }  // namespace
 
 void TrainOptions::validate(int64_t num_ranks) const {
@@ -131,6 +144,7 @@ void TrainOptions::validate(int64_t num_ranks) const {
         "steps that overflow, so use --on-nonfinite skip");
   check_types(*this);
   check_graph(*this);
+  check_user_buffers(*this);
   if (nesterov && (optimizer != OptimizerChoice::kSgd || momentum == 0))
     throw UsageError("--nesterov needs --optimizer sgd with a --momentum above 0; drop it");
   if (budget_bytes != 0 && prefetch != TrainOptions{}.prefetch)

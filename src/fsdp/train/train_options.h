@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "fsdp/base/dtype.h"
+#include "fsdp/comm/user_buffers.h"
 #include "fsdp/layout/granularity.h"
 #include "fsdp/layout/group_types.h"
 #include "fsdp/layout/strategy.h"
@@ -88,6 +89,7 @@ struct TrainOptions {
   int64_t budget_bytes = 0;
   OnMove on_move = OnMove::kFollow;
   OtherUnits other_units = OtherUnits::kOnDemand;
+  UserBuffers user_buffers = UserBuffers::kOff;
   LifetimeChoice gradient_lifetime = LifetimeChoice::kPersistent;
   Granularity granularity = Granularity::element();
   double offload = 0.0;
