@@ -1,46 +1,32 @@
 // The `nccl` backend over processes that share one GPU: the suite every backend must pass, training
 // with the same bits as ranks that are threads, and whole steps as graphs. Started by ctest through
-// start_ranks.py.
+// start_ranks.py. What goes wrong is in nccl_failures_device_test.cpp.
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <chrono>
-#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
-#include "fsdp/comm/comm_error.h"
-#include "fsdp/comm/connect_nccl.h"
 #include "fsdp/graph/graph.h"
-#include "fsdp/nn/language_model.h"
-#include "fsdp/optim/adamw.h"
-#include "fsdp/shard/fully_shard.h"
 #include "support/communicator_suite.h"
+#include "support/nccl_ranks.h"
 #include "support/parity.h"
-#include "support/process_world.h"
 #include "support/require.h"
-#include "support/small_models.h"
 
 namespace fsdp {
 namespace {
 
-using testing::small_llama;
-using testing::small_tokens;
-
-const at::Device kDevice(at::kCUDA, 0);
-
-World world_over_nccl(const CommOptions& options) {
-  const Launch launch = read_launch();
-  return World(launch, over_nccl(testing::connect_processes(options), launch.local_rank, options));
-}
+using testing::kGpu;
+using testing::SmallTraining;
+using testing::world_over_nccl;
 
 // Processes on one GPU take turns of some milliseconds, and every communicator needs many to meet.
 // So the tests share what they can; what fails is not shared.
@@ -71,7 +57,7 @@ class NcclSuite : public ::testing::TestWithParam<size_t> {};
 TEST_P(NcclSuite, Passes) {
   FSDP_REQUIRE_GPU();
   World& world = shared_ranks->world();
-  testing::communicator_cases()[GetParam()].body(world, kDevice);
+  testing::communicator_cases()[GetParam()].body(world, kGpu);
   world.communicator().barrier("end of case").wait();
 }
 
@@ -91,36 +77,20 @@ enum class By { kStep, kGraph };
 
 Result train(const Mesh& mesh, const std::string& strategy, By by,
              UserBuffers user_buffers = UserBuffers::kOff) {
-  const auto model = build_language_model(small_llama(), {.seed = 3, .dtype = at::kBFloat16});
-  model->to(kDevice);
-  const Sharded sharded = fully_shard(model, mesh,
-                                      {.strategy = parse_strategy(strategy),
-                                       .precision = {.main_grads = at::kFloat},
-                                       .user_buffers = user_buffers,
-                                       .collectives = Collectives::kAlways});
-  AdamW optimizer(sharded, {.lr = 1e-2, .step = {.max_norm = 0.5}});
-  at::Tensor tokens = small_tokens(0, 0).to(kDevice);
-  at::Tensor loss;
-  const auto step = [&] {
-    const int64_t length = tokens.size(1) - 1;
-    const at::Tensor total =
-        model->loss(tokens.narrow(1, 0, length), tokens.narrow(1, 1, length)).total;
-    total.backward();
-    loss = total.detach();
-    optimizer.step();
-    optimizer.zero_grad();
-  };
+  SmallTraining training(mesh, strategy, user_buffers);
   std::unique_ptr<Graph> graph;
-  if (by == By::kGraph) graph = std::make_unique<Graph>(sharded, &optimizer, step);
+  if (by == By::kGraph)
+    graph = std::make_unique<Graph>(training.sharded(), &training.optimizer(),
+                                    [&] { training.step(); });
   Result result;
   for (int number = 0; number < 12; ++number) {
-    tokens.copy_(small_tokens(mesh.inner().rank(), number % 3));
-    optimizer.set_learning_rate(1e-2 / (1 + number));
-    graph ? graph->run() : step();
-    result.losses.push_back(loss.item<double>());
+    training.begin_step(number);
+    graph ? graph->run() : training.step();
+    result.losses.push_back(training.loss());
   }
-  const auto whole = sharded.full_parameters();
-  for (const at::Tensor& parameter : model->parameters()) result.weights.push_back(parameter.cpu());
+  const auto whole = training.sharded().full_parameters();
+  for (const at::Tensor& parameter : training.model().parameters())
+    result.weights.push_back(parameter.cpu());
   return result;
 }
 
@@ -184,7 +154,7 @@ TEST(RegisteredMemory, ComesAndGoes) {
   Communicator& comm = shared_ranks->mesh().inner().gather();
   const int64_t numel = 1 << 20;
   const int64_t bytes = numel * comm.size() * 4;
-  const auto floats = at::device(kDevice).dtype(at::kFloat);
+  const auto floats = at::device(kGpu).dtype(at::kFloat);
   const at::Tensor share = at::full({numel}, 1.0 + comm.rank(), floats);
   for (int round = 0; round < 4; ++round) {
     void* memory = nccl_allocate(bytes);
@@ -245,7 +215,7 @@ INSTANTIATE_TEST_SUITE_P(Cases, Parity, ::testing::ValuesIn(parity_cases()), [](
 
 // What NCCL adds: whole numbers, which are exact in any order.
 void check_native_sum(Communicator& comm, at::ScalarType type, const Reduction& reduction) {
-  const auto options = at::device(kDevice).dtype(type);
+  const auto options = at::device(kGpu).dtype(type);
   const int64_t numel = 96;
   const at::Tensor input =
       at::arange(comm.size() * numel, options).remainder_(64).add_(comm.rank());
@@ -272,7 +242,7 @@ TEST(NcclCommunicator, AddsNativelyWhereItIsAskedTo) {
   options.nccl_reduce = NcclReduce::kNative;
   World world = world_over_nccl(options);
   Communicator& comm = world.communicator();
-  const at::Tensor squares = at::zeros({1}, at::device(kDevice).dtype(at::kDouble));
+  const at::Tensor squares = at::zeros({1}, at::device(kGpu).dtype(at::kDouble));
   for (const at::ScalarType type : {at::kFloat, at::kBFloat16}) {
     check_native_sum(comm, type, {});
     check_native_sum(comm, type, {.scale = 2.0});
@@ -289,7 +259,7 @@ double host_microseconds(const std::function<void()>& call) {
   using Clock = std::chrono::steady_clock;
   double best = 1e9;
   for (int round = 0; round < 10; ++round) {
-    at::ones({1}, kDevice).item<float>();  // nothing is under way
+    at::ones({1}, kGpu).item<float>();  // nothing is under way
     shared_ranks->world().communicator().barrier("round").wait();
     const Clock::time_point begin = Clock::now();
     for (int repeat = 0; repeat < 20; ++repeat) call();
@@ -303,7 +273,7 @@ double host_microseconds(const std::function<void()>& call) {
 TEST(NcclCommunicator, TakesLittleOfTheHostsTime) {
   FSDP_REQUIRE_GPU();
   Communicator& comm = shared_ranks->mesh().inner().gather();
-  const auto bf16 = at::device(kDevice).dtype(at::kBFloat16);
+  const auto bf16 = at::device(kGpu).dtype(at::kBFloat16);
   const at::Tensor share = at::ones({1 << 16}, bf16);
   const at::Tensor whole = at::ones({comm.size() << 16}, bf16);
   const at::Tensor main_share = at::zeros({1 << 16}, bf16.dtype(at::kFloat));
@@ -320,83 +290,6 @@ TEST(NcclCommunicator, TakesLittleOfTheHostsTime) {
   EXPECT_LT(gather, 300);
   EXPECT_LT(reduce, 300);
   EXPECT_LT(sum, 300);
-}
-
-// --- failures: each in a job of its own (nccl_failures_test.py) ----------------------------------
-
-CommOptions short_deadline() {
-  CommOptions options = CommOptions::from_environment();
-  options.timeout_seconds = 3;
-  return options;
-}
-
-// Until another rank or the watch has given up.
-void wait_for_the_failure(Communicator& comm) {
-  while (true) {
-    comm.throw_if_aborted();
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-}
-
-TEST(NcclFailures, NameTheOperationThatNobodyElseCameTo) {
-  FSDP_REQUIRE_GPU();
-  World world = world_over_nccl(short_deadline());
-  Communicator& comm = world.communicator();
-  const at::Tensor whole = at::ones({comm.size() * 1000}, kDevice);
-  comm.all_gather(whole, whole.narrow(0, comm.rank() * 1000, 1000), "together").wait();
-  if (comm.rank() != 0) {
-    // This rank stays away; it hears why the others have given up.
-    EXPECT_THAT([&] { wait_for_the_failure(comm); },
-                ::testing::ThrowsMessage<CommError>(::testing::HasSubstr("'alone'")));
-    return;
-  }
-  comm.all_gather(whole, whole.narrow(0, 0, 1000), "alone").wait();
-  EXPECT_THAT([&] { wait_for_the_failure(comm); },
-              ::testing::ThrowsMessage<CommError>(::testing::AllOf(
-                  ::testing::HasSubstr("not ended within 3 s"), ::testing::HasSubstr("'alone'"))));
-  at::ones({1}, kDevice).item<float>();  // the device is free again
-}
-
-// More launches than the device takes at once: the one that is stuck comes back, too.
-TEST(NcclFailures, EndLaunchesThatAreStuck) {
-  FSDP_REQUIRE_GPU();
-  World world = world_over_nccl(short_deadline());
-  Communicator& comm = world.communicator();
-  const at::Tensor whole = at::ones({comm.size() * 1000}, kDevice);
-  comm.all_gather(whole, whole.narrow(0, comm.rank() * 1000, 1000), "together").wait();
-  const auto launch_for_ever = [&] {
-    while (true) comm.all_gather(whole, whole.narrow(0, comm.rank() * 1000, 1000), "blocks.3");
-  };
-  const auto call = [&] { comm.rank() == 0 ? launch_for_ever() : wait_for_the_failure(comm); };
-  EXPECT_THAT(call, ::testing::ThrowsMessage<CommError>(::testing::HasSubstr("'blocks.3'")));
-}
-
-// The last rank is killed while the others wait for it.
-TEST(NcclFailures, NameTheOperationOfARankThatDied) {
-  FSDP_REQUIRE_GPU();
-  World world = world_over_nccl(CommOptions::from_environment());
-  Communicator& comm = world.communicator();
-  const at::Tensor whole = at::ones({comm.size() * 1000}, kDevice);
-  comm.all_gather(whole, whole.narrow(0, comm.rank() * 1000, 1000), "together").wait();
-  comm.barrier("all are here").wait();
-  if (comm.rank() == comm.size() - 1) std::raise(SIGKILL);
-  comm.all_gather(whole, whole.narrow(0, comm.rank() * 1000, 1000), "blocks.3").wait();
-  EXPECT_THAT([&] { wait_for_the_failure(comm); },
-              ::testing::ThrowsMessage<CommError>(::testing::HasSubstr("is gone")));
-  EXPECT_THAT([&] { comm.all_gather(whole, whole.narrow(0, 0, 1000), "blocks.4").wait(); },
-              ::testing::ThrowsMessage<CommError>(::testing::HasSubstr("'blocks.3'")));
-}
-
-// The last rank is there, but does not come to NCCL's meeting.
-TEST(NcclFailures, GiveUpAMeetingToWhichARankDoesNotCome) {
-  FSDP_REQUIRE_GPU();
-  std::unique_ptr<Communicator> hosts = testing::connect_processes(short_deadline());
-  if (hosts->rank() == hosts->size() - 1) {
-    EXPECT_THAT([&] { wait_for_the_failure(*hosts); }, ::testing::Throws<CommError>());
-    return;
-  }
-  EXPECT_THAT([&] { over_nccl(std::move(hosts), read_launch().local_rank, short_deadline()); },
-              ::testing::Throws<CommError>());
 }
 
 }  // namespace

@@ -41,6 +41,9 @@ class NcclFailures(unittest.TestCase):
     def test_launches_that_are_stuck(self):
         self.check("EndLaunchesThatAreStuck", 2)
 
+    def test_replays_to_which_a_rank_does_not_come(self):
+        self.check("EndReplaysToWhichARankDoesNotCome", 2)
+
     def test_a_rank_that_died(self):
         for ranks in (2, 3):
             self.check("NameTheOperationOfARankThatDied", ranks, killed=1)

@@ -207,6 +207,8 @@ Work Communicator::barrier(const Tag& tag) {
   return enqueue(std::move(operation));
 }
 
+void Communicator::watch_replay(const c10::Stream& /*stream*/) {}
+
 RegisteredMemory Communicator::register_memory(void* /*address*/, int64_t bytes, UserBuffers best) {
   throw Error(concat(bytes, " bytes of memory are to be ", name_of(best), " for '", name_,
                      "', whose operations use only their own: ask registers_memory() first"));

@@ -77,6 +77,10 @@ class Communicator {
   // the host: words that follow a noun ("whose ..."), or "" if it can.
   virtual std::string why_not_recorded() const { return "whose host carries data between them"; }
 
+  // A replay of recorded operations was put on `stream`, of which the host knows nothing else: it
+  // is under the same deadline as they were, and throw_if_aborted() tells when it was missed.
+  virtual void watch_replay(const c10::Stream& stream);
+
   // Whether operations can use memory of their callers in place (user_buffers.h).
   virtual bool registers_memory() const { return false; }
 

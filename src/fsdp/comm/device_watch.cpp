@@ -31,12 +31,25 @@ DeviceWatch::~DeviceWatch() {
   if (thread_.joinable()) thread_.join();
 }
 
+std::string DeviceWatch::Entry::text() const {
+  if (const auto* name = std::get_if<std::string>(&what)) return *name;
+  return std::get<Operation>(what).print.text();
+}
+
 void DeviceWatch::add(Operation operation, Work work) {
+  push({std::move(operation), std::move(work), Clock::now()});
+}
+
+void DeviceWatch::add(std::string what, Work work) {
+  push({std::move(what), std::move(work), Clock::now()});
+}
+
+void DeviceWatch::push(Entry entry) {
   const std::lock_guard lock(mutex_);
   // They end in order: if that one has, so have those before it.
   if (entries_.size() >= kMany && entries_[kMany / 2].has_ended())
     entries_.erase(entries_.begin(), entries_.begin() + kMany / 2 + 1);
-  entries_.push_back({std::move(operation), std::move(work), Clock::now()});
+  entries_.push_back(std::move(entry));
   if (!thread_.joinable())
     thread_ = std::thread([this, rank = thread_rank()] {
       set_thread_rank(rank);
@@ -63,9 +76,9 @@ std::string DeviceWatch::look() {
   forget_what_has_ended();
   if (entries_.empty()) return words;
   const Entry& oldest = entries_.front();
-  if (!words.empty()) return concat(words, "; under way was ", oldest.operation.print.text());
+  if (!words.empty()) return concat(words, "; under way was ", oldest.text());
   if (Clock::now() - oldest.since < std::chrono::duration<double>(timeout_seconds_)) return "";
-  return concat("not ended within ", timeout_seconds_, " s: ", oldest.operation.print.text(),
+  return concat("not ended within ", timeout_seconds_, " s: ", oldest.text(),
                 "; a rank is gone or stuck, or computes longer than that");
 }
 

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <variant>
 
 #include "fsdp/comm/operation.h"
 #include "fsdp/comm/work.h"
@@ -28,22 +29,26 @@ class DeviceWatch {
   DeviceWatch(const DeviceWatch&) = delete;
   DeviceWatch& operator=(const DeviceWatch&) = delete;
 
-  // The operations of one stream, in their order. Each ends with its work's event, and its tensors
+  // What one stream does, in its order. Each ends with its work's event; the operation's tensors
   // are kept until that has been seen.
   void add(Operation operation, Work work);
+  // Something else, by its name.
+  void add(std::string what, Work work);
 
   // Returns when everything has ended, or when the watch has reported.
   void wait_for_the_end();
 
  private:
   struct Entry {
-    Operation operation;
+    std::variant<Operation, std::string> what;
     Work work;
     std::chrono::steady_clock::time_point since;
 
     bool has_ended() const { return work.event()->query(); }
+    std::string text() const;
   };
 
+  void push(Entry entry);
   void watch();
   // Words about what is wrong, or "". Forgets what has ended.
   std::string look();

@@ -47,6 +47,7 @@ class NcclCommunicator final : public Communicator {
     if (!watch_) return;
     end_if_left_by_an_exception();
     watch_->wait_for_the_end();
+    if (replay_watch_) replay_watch_->wait_for_the_end();
   }
 
   std::unique_ptr<Communicator> split(std::span<const int> colors, std::string name) override {
@@ -66,6 +67,8 @@ class NcclCommunicator final : public Communicator {
 
   std::string why_not_recorded() const override { return ""; }
 
+  void watch_replay(const c10::Stream& stream) override;
+
   bool registers_memory() const override { return true; }
   RegisteredMemory register_memory(void* address, int64_t bytes, UserBuffers best) override;
   void deregister_memory(void* address) noexcept override;
@@ -78,6 +81,7 @@ class NcclCommunicator final : public Communicator {
   void throw_if_failed();
   void end_if_left_by_an_exception() noexcept;
   bool is_agreed(bool by_this_rank);
+  DeviceWatch::Callbacks callbacks_for_watching();
 
   const c10::Device device_;
   const CommOptions options_;
@@ -92,7 +96,9 @@ class NcclCommunicator final : public Communicator {
   std::mutex failure_mutex_;             // protects the member below
   std::string failure_;                  // the first error's words
 
-  std::optional<DeviceWatch> watch_;  // last: its thread uses everything above
+  // Last: their threads use everything above. Replays run on streams of their own.
+  std::optional<DeviceWatch> watch_;
+  std::optional<DeviceWatch> replay_watch_;
 };
 
 void NcclCommunicator::connect() {
@@ -106,22 +112,31 @@ void NcclCommunicator::connect() {
   std::memcpy(id.internal, bytes.const_data_ptr(), NCCL_UNIQUE_ID_BYTES);
   operations_.emplace(id, *hosts_, device_, options_);
   buffers_.emplace(operations_->handle());
-  watch_.emplace(
-      options_.timeout_seconds,
-      DeviceWatch::Callbacks{.trouble =
-                                 [this] {
-                                   hosts_->throw_if_aborted();
-                                   const std::string words = operations_->handle().error();
-                                   return words.empty() ? "" : concat("NCCL reports: ", words);
-                                 },
-                             .on_fail =
-                                 [this](const std::string& words) {
-                                   const std::string message =
-                                       concat("rank ", rank(), " of '", name(), "': ", words);
-                                   hosts_->abort(message);
-                                   fail(message);
-                                 }});
+  watch_.emplace(options_.timeout_seconds, callbacks_for_watching());
   log(LogLevel::kDebug, "'", name(), "' uses NCCL ", nccl_version(), " on ", device_.str());
+}
+
+DeviceWatch::Callbacks NcclCommunicator::callbacks_for_watching() {
+  return {.trouble =
+              [this] {
+                hosts_->throw_if_aborted();
+                const std::string words = operations_->handle().error();
+                return words.empty() ? "" : concat("NCCL reports: ", words);
+              },
+          .on_fail =
+              [this](const std::string& words) {
+                const std::string message = concat("rank ", rank(), " of '", name(), "': ", words);
+                hosts_->abort(message);
+                fail(message);
+              }};
+}
+
+void NcclCommunicator::watch_replay(const c10::Stream& stream) {
+  if (!operations_) return;  // nothing was recorded
+  if (!replay_watch_) replay_watch_.emplace(options_.timeout_seconds, callbacks_for_watching());
+  std::shared_ptr<WorkState> state = works_.take();
+  state->finish_on(stream);
+  replay_watch_->add("a replayed step", Work(std::move(state)));
 }
 
 // What is under way on the device ends, so that whoever waits for the device comes back; the next

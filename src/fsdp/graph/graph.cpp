@@ -5,6 +5,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <utility>
+#include <vector>
 
 #include "fsdp/base/error.h"
 #include "fsdp/graph/device_graph.h"
@@ -32,6 +33,13 @@ void follow(const c10::Stream& second, const c10::Stream& first) {
   throw UsageError(concat("a graph cannot record ", what, "; ", fix));
 }
 
+std::vector<const MeshAxis*> axes_that_talk(const Engine& engine) {
+  std::vector<const MeshAxis*> axes;
+  for (const MeshAxis* axis : {&engine.mesh().inner(), &engine.mesh().outer()})
+    if (axis->size() > 1) axes.push_back(axis);
+  return axes;
+}
+
 void check_options(const Engine& engine) {
   const ShardOptions& options = engine.options();
   if (options.pool == PoolKind::kOnDemand && engine.slabs().has_pool())
@@ -44,11 +52,10 @@ void check_options(const Engine& engine) {
   if (options.report_nan != ReportNan::kOff)
     refuse("steps with report_nan per parameter, which wait for the device",
            "set it to off; found_nonfinite() after a step still says whether there was one");
-  for (const MeshAxis* axis : {&engine.mesh().inner(), &engine.mesh().outer()})
-    if (axis->size() > 1)
-      if (const std::string why = axis->gather().why_not_recorded(); !why.empty())
-        refuse(concat("steps of ", axis->size(), " ranks, ", why),
-               "use ranks that are processes with NCCL, or run the steps without a graph");
+  for (const MeshAxis* axis : axes_that_talk(engine))
+    if (const std::string why = axis->gather().why_not_recorded(); !why.empty())
+      refuse(concat("steps of ", axis->size(), " ranks, ", why),
+             "use ranks that are processes with NCCL, or run the steps without a graph");
 }
 
 }  // namespace
@@ -101,12 +108,22 @@ void Graph::run() {
       ++num_eager_;
     } else {
       if (!is_recorded_) record();
-      device_graph_->replay();
+      replay();
       sharded_.engine().set_gradient_cycles(cycles_);
     }
     come_to_rest();
   }
   follow(caller, stream_);
+}
+
+// The collectives in it are known to nobody but the device, so somebody has to say that they are
+// under way, and to ask what became of the last ones.
+void Graph::replay() {
+  for (const MeshAxis* axis : axes_that_talk(sharded_.engine()))
+    for (Communicator* ranks : {&axis->gather(), &axis->reduce()}) ranks->throw_if_aborted();
+  device_graph_->replay();
+  for (const MeshAxis* axis : axes_that_talk(sharded_.engine()))
+    axis->gather().watch_replay(stream_);
 }
 
 void Graph::record() {

@@ -57,6 +57,7 @@ class Graph {
   bool is_recorded() const { return is_recorded_; }
 
  private:
+  void replay();
   void record();
   // `rate` was the learning rate before.
   void check_recorded(double rate) const;

@@ -1,0 +1,75 @@
+// Ranks that NCCL connects, as processes on one GPU, and a small model they train.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <memory>
+#include <string>
+
+#include "fsdp/comm/connect_nccl.h"
+#include "fsdp/nn/language_model.h"
+#include "fsdp/optim/adamw.h"
+#include "fsdp/shard/fully_shard.h"
+#include "support/process_world.h"
+#include "support/small_models.h"
+
+namespace fsdp::testing {
+
+inline const at::Device kGpu(at::kCUDA, 0);
+
+inline World world_over_nccl(const CommOptions& options) {
+  const Launch launch = read_launch();
+  return World(launch, over_nccl(connect_processes(options), launch.local_rank, options));
+}
+
+// A small Llama and its optimizer. step() is the same work every time, for graphs.
+class SmallTraining {
+ public:
+  SmallTraining(const Mesh& mesh, const std::string& strategy,
+                UserBuffers user_buffers = UserBuffers::kOff)
+      : rank_(mesh.inner().rank()),
+        model_(build_language_model(small_llama(), {.seed = 3, .dtype = at::kBFloat16})),
+        sharded_(shard(mesh, strategy, user_buffers)),
+        optimizer_(sharded_, {.lr = 1e-2, .step = {.max_norm = 0.5}}),
+        tokens_(small_tokens(0, 0).to(kGpu)) {}
+
+  void begin_step(int number) {
+    tokens_.copy_(small_tokens(rank_, number % 3));
+    optimizer_.set_learning_rate(1e-2 / (1 + number));
+  }
+
+  void step() {
+    const int64_t length = tokens_.size(1) - 1;
+    const at::Tensor total =
+        model_->loss(tokens_.narrow(1, 0, length), tokens_.narrow(1, 1, length)).total;
+    total.backward();
+    loss_ = total.detach();
+    optimizer_.step();
+    optimizer_.zero_grad();
+  }
+
+  double loss() const { return loss_.item<double>(); }
+  LanguageModel& model() { return *model_; }
+  const Sharded& sharded() const { return sharded_; }
+  AdamW& optimizer() { return optimizer_; }
+
+ private:
+  // Collectives are issued where there is one rank, too.
+  Sharded shard(const Mesh& mesh, const std::string& strategy, UserBuffers user_buffers) {
+    model_->to(kGpu);
+    return fully_shard(model_, mesh,
+                       {.strategy = parse_strategy(strategy),
+                        .precision = {.main_grads = at::kFloat},
+                        .user_buffers = user_buffers,
+                        .collectives = Collectives::kAlways});
+  }
+
+  const int rank_;
+  const std::shared_ptr<LanguageModel> model_;
+  const Sharded sharded_;
+  AdamW optimizer_;
+  const at::Tensor tokens_;
+  at::Tensor loss_;
+};
+
+}  // namespace fsdp::testing
