@@ -13,10 +13,6 @@ using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds kBetweenLooks{100};
 constexpr std::chrono::milliseconds kBetweenLooksAtTheEnd{1};
 
-// Whoever adds cleans up, as the thread looks too seldom for a stream of small operations. Half of
-// this many at a time: asking the device costs more than remembering.
-constexpr size_t kMany = 16;
-
 }  // namespace
 
 DeviceWatch::DeviceWatch(double timeout_seconds, Callbacks callbacks)
@@ -36,19 +32,17 @@ std::string DeviceWatch::Entry::text() const {
   return std::get<Operation>(what).print.text();
 }
 
-void DeviceWatch::add(Operation operation, Work work) {
-  push({std::move(operation), std::move(work), Clock::now()});
+void DeviceWatch::add(Operation operation, StreamMark end) {
+  push({std::move(operation), std::move(end), Clock::now()});
 }
 
-void DeviceWatch::add(std::string what, Work work) {
-  push({std::move(what), std::move(work), Clock::now()});
+void DeviceWatch::add(std::string what, StreamMark end) {
+  push({std::move(what), std::move(end), Clock::now()});
 }
 
 void DeviceWatch::push(Entry entry) {
   const std::lock_guard lock(mutex_);
-  // They end in order: if that one has, so have those before it.
-  if (entries_.size() >= kMany && entries_[kMany / 2].has_ended())
-    entries_.erase(entries_.begin(), entries_.begin() + kMany / 2 + 1);
+  forget_what_has_ended();  // the thread looks too seldom for a stream of small operations
   entries_.push_back(std::move(entry));
   if (!thread_.joinable())
     thread_ = std::thread([this, rank = thread_rank()] {
@@ -67,19 +61,24 @@ void DeviceWatch::wait_for_the_end() {
 }
 
 void DeviceWatch::forget_what_has_ended() {
-  while (!entries_.empty() && entries_.front().has_ended()) entries_.pop_front();
+  while (!entries_.empty() && entries_.front().end.is_reached()) entries_.pop_front();
 }
 
 std::string DeviceWatch::look() {
-  std::string words = trouble();
+  if (const std::string words = trouble(); !words.empty()) return words + under_way();
   const std::lock_guard lock(mutex_);
   forget_what_has_ended();
-  if (entries_.empty()) return words;
+  if (entries_.empty()) return "";
   const Entry& oldest = entries_.front();
-  if (!words.empty()) return concat(words, "; under way was ", oldest.text());
   if (Clock::now() - oldest.since < std::chrono::duration<double>(timeout_seconds_)) return "";
   return concat("not ended within ", timeout_seconds_, " s: ", oldest.text(),
                 "; a rank is gone or stuck, or computes longer than that");
+}
+
+std::string DeviceWatch::under_way() {
+  const std::lock_guard lock(mutex_);
+  forget_what_has_ended();
+  return entries_.empty() ? "" : concat("; under way was ", entries_.front().text());
 }
 
 std::string DeviceWatch::trouble() const {

@@ -11,12 +11,13 @@
 #include <variant>
 
 #include "fsdp/comm/operation.h"
-#include "fsdp/comm/work.h"
+#include "fsdp/comm/stream_mark.h"
 
 namespace fsdp {
 
-// A thread looks at them a few times a second. What takes longer than the deadline, or what
-// `trouble` tells of in the meantime, is reported once; nothing is watched after that.
+// A thread looks at them a few times a second, without calls of CUDA (stream_mark.h). What takes
+// longer than the deadline, or what `trouble` tells of in the meantime, is reported once; nothing
+// is watched after that.
 class DeviceWatch {
  public:
   struct Callbacks {
@@ -29,11 +30,14 @@ class DeviceWatch {
   DeviceWatch(const DeviceWatch&) = delete;
   DeviceWatch& operator=(const DeviceWatch&) = delete;
 
-  // What one stream does, in its order. Each ends with its work's event; the operation's tensors
-  // are kept until that has been seen.
-  void add(Operation operation, Work work);
+  // What one stream does, in its order; each ends at its mark. The operation's tensors are kept
+  // until that has been seen.
+  void add(Operation operation, StreamMark end);
   // Something else, by its name.
-  void add(std::string what, Work work);
+  void add(std::string what, StreamMark end);
+
+  // "; under way was ...", or "".
+  std::string under_way();
 
   // Returns when everything has ended, or when the watch has reported.
   void wait_for_the_end();
@@ -41,10 +45,9 @@ class DeviceWatch {
  private:
   struct Entry {
     std::variant<Operation, std::string> what;
-    Work work;
+    StreamMark end;
     std::chrono::steady_clock::time_point since;
 
-    bool has_ended() const { return work.event()->query(); }
     std::string text() const;
   };
 

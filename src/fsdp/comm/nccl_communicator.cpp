@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <exception>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <utility>
@@ -77,6 +78,8 @@ class NcclCommunicator final : public Communicator {
 
  private:
   void connect();
+  // Tells the other ranks, too.
+  void give_up(const std::string& words);
   void fail(const std::string& message) noexcept;
   void throw_if_failed();
   void end_if_left_by_an_exception() noexcept;
@@ -91,6 +94,8 @@ class NcclCommunicator final : public Communicator {
   WorkPool works_;
   std::optional<NcclOperations> operations_;
   std::optional<NcclBuffers> buffers_;
+  std::optional<StreamMarks> marks_;
+  std::map<c10::StreamId, StreamMarks> replay_marks_;
 
   std::atomic<bool> has_failed_{false};  // true only after failure_ was set
   std::mutex failure_mutex_;             // protects the member below
@@ -112,6 +117,7 @@ void NcclCommunicator::connect() {
   std::memcpy(id.internal, bytes.const_data_ptr(), NCCL_UNIQUE_ID_BYTES);
   operations_.emplace(id, *hosts_, device_, options_);
   buffers_.emplace(operations_->handle());
+  marks_.emplace();
   watch_.emplace(options_.timeout_seconds, callbacks_for_watching());
   log(LogLevel::kDebug, "'", name(), "' uses NCCL ", nccl_version(), " on ", device_.str());
 }
@@ -123,20 +129,20 @@ DeviceWatch::Callbacks NcclCommunicator::callbacks_for_watching() {
                 const std::string words = operations_->handle().error();
                 return words.empty() ? "" : concat("NCCL reports: ", words);
               },
-          .on_fail =
-              [this](const std::string& words) {
-                const std::string message = concat("rank ", rank(), " of '", name(), "': ", words);
-                hosts_->abort(message);
-                fail(message);
-              }};
+          .on_fail = [this](const std::string& words) { give_up(words); }};
+}
+
+void NcclCommunicator::give_up(const std::string& words) {
+  const std::string message = concat("rank ", rank(), " of '", name(), "': ", words);
+  hosts_->abort(message);
+  fail(message);
 }
 
 void NcclCommunicator::watch_replay(const c10::Stream& stream) {
   if (!operations_) return;  // nothing was recorded
   if (!replay_watch_) replay_watch_.emplace(options_.timeout_seconds, callbacks_for_watching());
-  std::shared_ptr<WorkState> state = works_.take();
-  state->finish_on(stream);
-  replay_watch_->add("a replayed step", Work(std::move(state)));
+  replay_watch_->add("a replayed step",
+                     replay_marks_[stream.id()].next(c10::cuda::CUDAStream(stream)));
 }
 
 // What is under way on the device ends, so that whoever waits for the device comes back; the next
@@ -211,19 +217,21 @@ Work NcclCommunicator::enqueue(Operation operation) {
   const c10::cuda::CUDAStream stream = operations_->stream();
   const c10::cuda::CUDAStreamGuard guard(stream);
   operation.ready->block(stream);
+  operation.ready.reset();  // here, as whoever watches must not call CUDA
   if (const c10::Event* ended = operation.after.event()) ended->block(stream);
   try {
     operations_->run(operation);
-  } catch (...) {
+  } catch (const CommError& error) {
     throw_if_failed();  // the cause rather than its consequence
-    throw;
+    give_up(error.what() + watch_->under_way());
+    throw_if_failed();
   }
   std::shared_ptr<WorkState> state = works_.take();
   state->finish_on(stream);
   Work work(std::move(state));
   const bool is_recorded =
       c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
-  if (!is_recorded) watch_->add(std::move(operation), work);
+  if (!is_recorded) watch_->add(std::move(operation), marks_->next(stream));
   return work;
 }
 
