@@ -61,10 +61,7 @@ class NcclCommunicator final : public Communicator {
     fail(message);
   }
 
-  void throw_if_aborted() override {
-    hosts_->throw_if_aborted();
-    throw_if_failed();
-  }
+  void throw_if_aborted() override;
 
   std::string why_not_recorded() const override { return ""; }
 
@@ -81,6 +78,8 @@ class NcclCommunicator final : public Communicator {
   // Tells the other ranks, too.
   void give_up(const std::string& words);
   void fail(const std::string& message) noexcept;
+  enum class Whose : uint8_t { kOwn, kAnothers };
+  void note_failure(const std::string& message, Whose whose);
   void throw_if_failed();
   void end_if_left_by_an_exception() noexcept;
   bool is_agreed(bool by_this_rank);
@@ -97,9 +96,10 @@ class NcclCommunicator final : public Communicator {
   std::optional<StreamMarks> marks_;
   std::map<c10::StreamId, StreamMarks> replay_marks_;
 
-  std::atomic<bool> has_failed_{false};  // true only after failure_ was set
-  std::mutex failure_mutex_;             // protects the member below
+  std::mutex failure_mutex_;             // protects the members below
+  std::atomic<bool> has_failed_{false};  // may be read without
   std::string failure_;                  // the first error's words
+  Whose failed_by_ = Whose::kOwn;
 
   // Last: their threads use everything above. Replays run on streams of their own.
   std::optional<DeviceWatch> watch_;
@@ -123,19 +123,24 @@ void NcclCommunicator::connect() {
 }
 
 DeviceWatch::Callbacks NcclCommunicator::callbacks_for_watching() {
-  return {.trouble =
-              [this] {
-                hosts_->throw_if_aborted();
-                const std::string words = operations_->handle().error();
-                return words.empty() ? "" : concat("NCCL reports: ", words);
-              },
+  return {.trouble = [this]() -> std::string {
+            try {
+              hosts_->throw_if_aborted();
+            } catch (const AbortedError& error) {
+              note_failure(concat(error.what(), watch_->under_way()), Whose::kAnothers);
+              return error.what();
+            }
+            const std::string words = operations_->handle().error();
+            return words.empty() ? "" : concat("NCCL reports: ", words);
+          },
           .on_fail = [this](const std::string& words) { give_up(words); }};
 }
 
 void NcclCommunicator::give_up(const std::string& words) {
   const std::string message = concat("rank ", rank(), " of '", name(), "': ", words);
+  note_failure(message, Whose::kOwn);
   hosts_->abort(message);
-  fail(message);
+  operations_->handle().abort();
 }
 
 void NcclCommunicator::watch_replay(const c10::Stream& stream) {
@@ -148,18 +153,32 @@ void NcclCommunicator::watch_replay(const c10::Stream& stream) {
 // What is under way on the device ends, so that whoever waits for the device comes back; the next
 // call says why.
 void NcclCommunicator::fail(const std::string& message) noexcept {
-  {
-    const std::lock_guard lock(failure_mutex_);
-    if (failure_.empty()) failure_ = message;
-    has_failed_ = true;
-  }
+  note_failure(message, Whose::kOwn);
   if (operations_) operations_->handle().abort();
+}
+
+void NcclCommunicator::note_failure(const std::string& message, Whose whose) {
+  const std::lock_guard lock(failure_mutex_);
+  if (has_failed_) return;
+  failure_ = message;
+  failed_by_ = whose;
+  has_failed_ = true;
 }
 
 void NcclCommunicator::throw_if_failed() {
   if (!has_failed_) return;
   const std::lock_guard lock(failure_mutex_);
+  if (failed_by_ == Whose::kAnothers) throw AbortedError(failure_);
   throw CommError(failure_);
+}
+
+void NcclCommunicator::throw_if_aborted() {
+  throw_if_failed();
+  try {
+    hosts_->throw_if_aborted();
+  } catch (const AbortedError& error) {
+    throw AbortedError(error.what() + (watch_ ? watch_->under_way() : ""));
+  }
 }
 
 // Nobody will complete what is under way, and nobody may go on waiting for it.
