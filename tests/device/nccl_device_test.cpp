@@ -123,56 +123,6 @@ INSTANTIATE_TEST_SUITE_P(Strategies, Training,
                                            "optim_grads_params"),
                          [](const auto& test) { return test.param; });
 
-// --- user buffers --------------------------------------------------------------------------------
-
-class InPlace : public ::testing::TestWithParam<UserBuffers> {};
-
-TEST_P(InPlace, TrainsWithTheSameBits) {
-  FSDP_REQUIRE_GPU();
-  const Mesh& mesh = shared_ranks->mesh();
-  const std::string strategy = "optim_grads_params";
-  const Result copied = train(mesh, strategy, By::kStep);
-  ::testing::internal::CaptureStderr();
-  const Result in_place = train(mesh, strategy, By::kStep, GetParam());
-  const std::string said = ::testing::internal::GetCapturedStderr();
-  expect_same(in_place, copied);
-  expect_same(train(mesh, strategy, By::kGraph, GetParam()), copied);
-  if (mesh.inner().rank() == 0) {
-    std::fputs(said.c_str(), stdout);
-    EXPECT_THAT(said, ::testing::HasSubstr("user buffers: "));
-    EXPECT_THAT(said, ::testing::HasSubstr(nccl_version()));
-  }
-  shared_ranks->world().communicator().barrier("end of case").wait();
-}
-
-INSTANTIATE_TEST_SUITE_P(Uses, InPlace,
-                         ::testing::Values(UserBuffers::kRegistered, UserBuffers::kSymmetric),
-                         [](const auto& test) { return name_of(test.param); });
-
-// Registered, used, deregistered and freed again and again, beside operations that go on.
-TEST(RegisteredMemory, ComesAndGoes) {
-  FSDP_REQUIRE_GPU();
-  Communicator& comm = shared_ranks->mesh().inner().gather();
-  const int64_t numel = 1 << 20;
-  const int64_t bytes = numel * comm.size() * 4;
-  const auto floats = at::device(kGpu).dtype(at::kFloat);
-  const at::Tensor share = at::full({numel}, 1.0 + comm.rank(), floats);
-  for (int round = 0; round < 4; ++round) {
-    void* memory = nccl_allocate(bytes);
-    const RegisteredMemory became = comm.register_memory(memory, bytes, UserBuffers::kSymmetric);
-    EXPECT_TRUE(became.use == UserBuffers::kSymmetric || !became.why_not_better.empty());
-    {
-      const at::Tensor whole = at::from_blob(memory, {numel * comm.size()}, floats);
-      comm.all_gather(whole, share, "in place").wait();
-      for (int rank = 0; rank < comm.size(); ++rank)
-        EXPECT_TRUE((whole.narrow(0, rank * numel, numel) == 1.0 + rank).all().item<bool>());
-    }
-    comm.deregister_memory(memory);
-    nccl_deallocate(memory);
-  }
-  comm.barrier("end of case").wait();
-}
-
 // --- parity --------------------------------------------------------------------------------------
 
 // The same cases that run over MPI and TCP.
@@ -215,6 +165,56 @@ std::vector<testing::ParityCase> parity_cases() {
 INSTANTIATE_TEST_SUITE_P(Cases, Parity, ::testing::ValuesIn(parity_cases()), [](const auto& test) {
   return std::to_string(test.index) + "_" + test.param.name();
 });
+
+// --- user buffers --------------------------------------------------------------------------------
+
+class InPlace : public ::testing::TestWithParam<UserBuffers> {};
+
+TEST_P(InPlace, TrainsWithTheSameBits) {
+  FSDP_REQUIRE_GPU();
+  const Mesh& mesh = shared_ranks->mesh();
+  const std::string strategy = "optim_grads_params";
+  const Result copied = train(mesh, strategy, By::kStep);
+  ::testing::internal::CaptureStderr();
+  const Result in_place = train(mesh, strategy, By::kStep, GetParam());
+  const std::string said = ::testing::internal::GetCapturedStderr();
+  expect_same(in_place, copied);
+  expect_same(train(mesh, strategy, By::kGraph, GetParam()), copied);
+  if (mesh.inner().rank() == 0) {
+    std::fputs(said.c_str(), stdout);
+    EXPECT_THAT(said, ::testing::HasSubstr("user buffers: "));
+    EXPECT_THAT(said, ::testing::HasSubstr(nccl_version()));
+  }
+  shared_ranks->world().communicator().barrier("end of case").wait();
+}
+
+// Registered, used, deregistered and freed again and again, beside operations that go on.
+TEST_P(InPlace, MemoryComesAndGoes) {
+  FSDP_REQUIRE_GPU();
+  Communicator& comm = shared_ranks->mesh().inner().gather();
+  const int64_t numel = 1 << 20;
+  const int64_t bytes = numel * comm.size() * 4;
+  const auto floats = at::device(kGpu).dtype(at::kFloat);
+  const at::Tensor share = at::full({numel}, 1.0 + comm.rank(), floats);
+  for (int round = 0; round < 4; ++round) {
+    void* memory = nccl_allocate(bytes);
+    const RegisteredMemory became = comm.register_memory(memory, bytes, GetParam());
+    EXPECT_TRUE(became.use == GetParam() || !became.why_not_better.empty());
+    {
+      const at::Tensor whole = at::from_blob(memory, {numel * comm.size()}, floats);
+      comm.all_gather(whole, share, "in place").wait();
+      for (int rank = 0; rank < comm.size(); ++rank)
+        EXPECT_TRUE((whole.narrow(0, rank * numel, numel) == 1.0 + rank).all().item<bool>());
+    }
+    comm.deregister_memory(memory);
+    nccl_deallocate(memory);
+  }
+  comm.barrier("end of case").wait();
+}
+
+INSTANTIATE_TEST_SUITE_P(Uses, InPlace,
+                         ::testing::Values(UserBuffers::kRegistered, UserBuffers::kSymmetric),
+                         [](const auto& test) { return name_of(test.param); });
 
 // What NCCL adds: whole numbers, which are exact in any order.
 void check_native_sum(Communicator& comm, at::ScalarType type, const Reduction& reduction) {
