@@ -41,13 +41,35 @@ __device__ T rounded(float value) {
   if constexpr (std::is_same_v<T, float>) return value;
 }
 
-template <int kCount, typename T>
-__device__ Floats<kCount> load_pack(const T* from) {
-  const auto pack = *reinterpret_cast<const Pack<T, kCount>*>(from);
+template <typename T, int kCount>
+__device__ Floats<kCount> widened(const Pack<T, kCount>& pack) {
   Floats<kCount> result;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) result.of[i] = widened(pack.of[i]);
   return result;
+}
+
+template <int kCount, typename T>
+__device__ Floats<kCount> load_pack(const T* from) {
+  return widened(*reinterpret_cast<const Pack<T, kCount>*>(from));
+}
+
+// A whole pack as it is in memory, for what is looked at later: four registers.
+template <typename T>
+struct RawPack {
+  uint4 words;
+};
+
+template <typename T>
+__device__ RawPack<T> load_raw_pack(const T* from) {
+  return {*reinterpret_cast<const uint4*>(from)};
+}
+
+template <typename T>
+__device__ Floats<kPackCount<T>> widened(const RawPack<T>& raw) {
+  Pack<T, kPackCount<T>> pack;
+  memcpy(&pack, &raw, sizeof(pack));
+  return widened(pack);
 }
 
 template <int kCount, typename T>

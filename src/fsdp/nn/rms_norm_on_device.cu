@@ -11,8 +11,12 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
-// About as many as run at once; not asked of the device, so that sums have one order on every one.
-constexpr int kMaxSums = 512;
+// Thread blocks that run at once on a multiprocessor, of those whose threads have one pack of a
+// row; more packs take more registers.
+constexpr int kBlocksAtOnce = 4;
+// Thread blocks of the backward, as many as run at once on an H100; not asked of the device, so
+// that sums have one order on every one.
+constexpr int kMaxSums = 128 * kBlocksAtOnce;
 
 // The team of a thread, and the packs of a row that are the thread's: `lane`, `lane` + kTeam, ...
 template <int kTeam>
@@ -26,17 +30,18 @@ struct Team {
 // another: the next may write while this one is read.
 template <int kTeam>
 __device__ float team_sum(float value, int turn) {
+  constexpr int kTogether = kTeam < kWarp ? kTeam : kWarp;
 #pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+  for (int step = kTogether / 2; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
   if constexpr (kTeam > kWarp) {
-    constexpr int kWarps = kTeam / kWarp;
-    static_assert(kTeam == kThreads);
-    __shared__ float sums[2][kWarps];
+    __shared__ float sums[2][kThreads / kWarp];
     if (threadIdx.x % kWarp == 0) sums[turn % 2][threadIdx.x / kWarp] = value;
     __syncthreads();
+    constexpr int kWarps = kTeam / kWarp;
     value = 0.0f;
 #pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) value += sums[turn % 2][warp];
+    for (int warp = 0; warp < kWarps; ++warp)
+      value += sums[turn % 2][Team<kTeam>::in_block() * kWarps + warp];
   }
   return value;
 }
@@ -106,48 +111,71 @@ __device__ void store_block_sums(const Floats<kCount> (&mine)[kPacks], int size,
   }
 }
 
+// A thread's part of a row, as it is in memory: loaded while the row before it is computed.
+template <typename T, int kPacks>
+struct RowPart {
+  RawPack<T> x[kPacks];
+  RawPack<T> of_normed[kPacks];
+  RawPack<T> of_sum[kPacks];
+  float scale;
+};
+
+template <int kTeam, typename T, int kPacks>
+__device__ void load_row(const NormInput& in, const NormGradients& by, int64_t row,
+                         RowPart<T, kPacks>& part) {
+  if (row >= in.num_rows) return;
+  constexpr int kCount = kPackCount<T>;
+  const int64_t offset = row * in.size;
+  const auto load = [&](const void* rows, int begin) {
+    return load_raw_pack(static_cast<const T*>(rows) + offset + begin);
+  };
+  at_own_packs<kTeam, kPacks, kCount>(static_cast<int>(in.size), [&](int k, int begin) {
+    part.x[k] = load(in.x, begin);
+    part.of_normed[k] = load(by.of_normed, begin);
+    if (by.of_sum != nullptr) part.of_sum[k] = load(by.of_sum, begin);
+  });
+  part.scale = by.scales[row];
+}
+
 template <typename T, int kTeam, int kPacks>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksAtOnce / kPacks)
     rms_norm_backward_kernel(__grid_constant__ const NormInput in,
                              __grid_constant__ const NormGradients by) {
   constexpr int kCount = kPackCount<T>;
   using Numbers = Floats<kCount>;
   const int size = static_cast<int>(in.size);
-  Numbers w[kPacks];
   Numbers dw[kPacks]{};
-  at_own_packs<kTeam, kPacks, kCount>(size, [&](int k, int begin) {
-    w[k] = load_pack<kCount>(static_cast<const T*>(in.weight) + begin);
-  });
   const int64_t num_teams = static_cast<int64_t>(gridDim.x) * Team<kTeam>::kPerBlock;
-  // As many turns for every team of a block: sums are taken together.
+  int64_t row = static_cast<int64_t>(blockIdx.x) * Team<kTeam>::kPerBlock + Team<kTeam>::in_block();
+  RowPart<T, kPacks> next;
+  load_row<kTeam>(in, by, row, next);
+  // As many turns for every team of a block, since sums are taken together.
   int turn = 0;
-  for (int64_t first = static_cast<int64_t>(blockIdx.x) * Team<kTeam>::kPerBlock;
-       first < in.num_rows; first += num_teams, ++turn) {
-    const int64_t row = first + Team<kTeam>::in_block();
-    const bool has_row = row < in.num_rows;
-    const int row_size = has_row ? size : 0;
-    const int64_t offset = row * in.size;
-    const float scale = has_row ? by.scales[row] : 0.0f;
+  for (int64_t first = row - Team<kTeam>::in_block(); first < in.num_rows;
+       first += num_teams, row += num_teams, ++turn) {
+    const RowPart<T, kPacks> part = next;
+    load_row<kTeam>(in, by, row + num_teams, next);
+    const int row_size = row < in.num_rows ? size : 0;
     Numbers x[kPacks];  // x * scale
     Numbers g[kPacks];
     float dot = 0.0f;
     at_own_packs<kTeam, kPacks, kCount>(row_size, [&](int k, int begin) {
-      x[k] = load_pack<kCount>(static_cast<const T*>(in.x) + offset + begin);
-      g[k] = load_pack<kCount>(static_cast<const T*>(by.of_normed) + offset + begin);
+      const Numbers w = load_pack<kCount>(static_cast<const T*>(in.weight) + begin);
+      x[k] = widened(part.x[k]);
+      g[k] = widened(part.of_normed[k]);
       for (int i = 0; i < kCount; ++i) {
-        x[k].of[i] *= scale;
+        x[k].of[i] *= part.scale;
         dw[k].of[i] += g[k].of[i] * x[k].of[i];
-        g[k].of[i] *= w[k].of[i];
+        g[k].of[i] *= w.of[i];
         dot += g[k].of[i] * x[k].of[i];
       }
     });
     const float along = team_sum<kTeam>(dot, turn) / static_cast<float>(in.size);
     at_own_packs<kTeam, kPacks, kCount>(row_size, [&](int k, int begin) {
       Numbers dx{};
-      if (by.of_sum != nullptr)
-        dx = load_pack<kCount>(static_cast<const T*>(by.of_sum) + offset + begin);
-      for (int i = 0; i < kCount; ++i) dx.of[i] += scale * (g[k].of[i] - x[k].of[i] * along);
-      store_pack(static_cast<T*>(by.of_x) + offset + begin, dx);
+      if (by.of_sum != nullptr) dx = widened(part.of_sum[k]);
+      for (int i = 0; i < kCount; ++i) dx.of[i] += part.scale * (g[k].of[i] - x[k].of[i] * along);
+      store_pack(static_cast<T*>(by.of_x) + row * in.size + begin, dx);
     });
   }
   store_block_sums<kTeam, kPacks, kCount>(dw, size, by.weight_sums + blockIdx.x * in.size);
@@ -171,6 +199,9 @@ __global__ void __launch_bounds__(kWarp* kWarp)
   gradient[column] = rounded<T>(sum);
 }
 
+template <int kValue>
+inline constexpr std::integral_constant<int, kValue> kConstant;
+
 // Calls function(team, packs) with the smallest team that holds a row.
 template <int kCount, typename Function>
 void with_team(int64_t size, const Function& function) {
@@ -179,14 +210,11 @@ void with_team(int64_t size, const Function& function) {
     function(team, packs);
     return true;
   };
-  constexpr std::integral_constant<int, kWarp> kSmall;
-  constexpr std::integral_constant<int, kThreads> kLarge;
-  constexpr std::integral_constant<int, 1> kOne;
-  constexpr std::integral_constant<int, 2> kTwo;
-  constexpr std::integral_constant<int, 4> kFour;
-  static_assert(kFour * kLarge * kCount == kMaxNormPacks * kCount);
-  if (choose(kSmall, kOne) || choose(kSmall, kFour) || choose(kLarge, kOne) ||
-      choose(kLarge, kTwo) || choose(kLarge, kFour))
+  static_assert(4 * kThreads == kMaxNormPacks);
+  if (choose(kConstant<16>, kConstant<1>) || choose(kConstant<32>, kConstant<1>) ||
+      choose(kConstant<64>, kConstant<1>) || choose(kConstant<128>, kConstant<1>) ||
+      choose(kConstant<kThreads>, kConstant<1>) || choose(kConstant<kThreads>, kConstant<2>) ||
+      choose(kConstant<kThreads>, kConstant<4>))
     return;
   FSDP_ASSERT(false, "no team of threads holds rows of ", size);
 }
@@ -224,7 +252,7 @@ void rms_norm_backward_on_device(const NormInput& input, const NormGradients& gr
     int num_sums = 0;
     with_team<kPackCount<T>>(input.size, [&](auto team, auto packs) {
       const int64_t blocks = blocks_for(input.num_rows, Team<team>::kPerBlock);
-      num_sums = static_cast<int>(blocks < kMaxSums ? blocks : kMaxSums);
+      num_sums = static_cast<int>(blocks < kMaxSums / packs ? blocks : kMaxSums / packs);
       if (num_sums > 0)
         rms_norm_backward_kernel<T, team, packs>
             <<<static_cast<unsigned>(num_sums), kThreads, 0, cuda_stream(stream)>>>(input,
