@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "fsdp/nn/gated_mlp.h"
 #include "fsdp/nn/selective_scan.h"
 
 namespace fsdp::nn {
@@ -89,7 +90,7 @@ at::Tensor Mamba2Impl::forward(const at::Tensor& x, LayerCache* cache) {
        .c = per_group(convolved[2]),
        .d = d_.to(at::kFloat)},
       c.chunk_size, cache == nullptr ? nullptr : &cache->state);
-  const at::Tensor gated = y.flatten(2) * at::silu(gate.to(at::kFloat));
+  const at::Tensor gated = gated_silu(gate.to(at::kFloat), y.flatten(2));
   return out_proj_(
       rms_norm(gated, norm_->weight, c.layer_norm_epsilon, c.n_groups).to(x.scalar_type()));
 }
