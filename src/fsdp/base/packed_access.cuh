@@ -51,7 +51,9 @@ __device__ Floats<kCount> widened(const Pack<T, kCount>& pack) {
 
 template <int kCount, typename T>
 __device__ Floats<kCount> load_pack(const T* from) {
-  return widened(*reinterpret_cast<const Pack<T, kCount>*>(from));
+  // A copy: through a reference to memory its numbers would be loaded one by one.
+  const Pack<T, kCount> pack = *reinterpret_cast<const Pack<T, kCount>*>(from);
+  return widened(pack);
 }
 
 // A whole pack as it is in memory, for what is looked at later: four registers.

@@ -13,7 +13,7 @@ namespace fsdp::nn {
 
 namespace {
 
-constexpr int kThreads = 512;  // of a row
+constexpr int kThreads = 256;  // of a row
 
 // One value of all threads of a block, in every thread; halves are joined, in fixed order.
 template <typename Value, typename Join>
