@@ -74,11 +74,14 @@ struct ExponentialSum {
     float top = largest;
 #pragma unroll
     for (int k = 0; k < kCount; ++k) top = fmaxf(top, values.of[k]);
+    if (top > largest) {  // soon seldom
+      sum *= expf(largest - top);
+      largest = top;
+    }
     float more = 0.0f;
 #pragma unroll
-    for (int k = 0; k < kCount; ++k) more += expf(values.of[k] - top);
-    sum = sum * expf(largest - top) + more;
-    largest = top;
+    for (int k = 0; k < kCount; ++k) more += expf(values.of[k] - largest);
+    sum += more;
   }
 };
 
