@@ -183,8 +183,9 @@ std::vector<Kernel> libtorch_kernels(const Arrays& arrays) {
 
 // --- gradients -----------------------------------------------------------------------------------
 
-// Gradients that arrive in a type and are added to (or become) fp32 main gradients.
-Kernel sum_kernel(const Arrays& arrays, int num_ranks, at::ScalarType wire, fsdp::Store store) {
+// Gradients that arrive in a type and are added to (or become) main gradients.
+Kernel sum_kernel(const Arrays& arrays, int num_ranks, at::ScalarType wire, fsdp::Store store,
+                  at::ScalarType result = at::kFloat) {
   const std::vector<at::Tensor> memory = {arrays.gradient, arrays.weight, arrays.first,
                                           arrays.second};
   std::vector<at::Tensor> inputs;
@@ -193,10 +194,13 @@ Kernel sum_kernel(const Arrays& arrays, int num_ranks, at::ScalarType wire, fsdp
   const bool adds = store == fsdp::Store::kAdd;
   const fsdp::Reduction reduction{
       .scale = 0.5, .accumulate = at::kFloat, .store = store, .squares = arrays.squares};
-  return {fsdp::concat("sum of ", num_ranks, " x ", wire == at::kFloat ? "fp32" : "bf16",
-                       adds ? ", added to fp32" : " as fp32", ", with squares"),
-          num_ranks * static_cast<double>(c10::elementSize(wire)) + (adds ? 8 : 4),
-          [inputs, reduction, output = arrays.main, workspace = at::Tensor()]() mutable {
+  const auto name = [](at::ScalarType type) { return type == at::kFloat ? "fp32" : "bf16"; };
+  return {fsdp::concat("sum of ", num_ranks, " x ", name(wire), adds ? ", added to " : " as ",
+                       name(result), ", with squares"),
+          num_ranks * static_cast<double>(c10::elementSize(wire)) +
+              (adds ? 2 : 1) * static_cast<double>(c10::elementSize(result)),
+          [inputs, reduction, output = Arrays::as(arrays.main, result),
+           workspace = at::Tensor()]() mutable {
             fsdp::reduce_on_device(inputs, reduction, output, workspace);
           }};
 }
@@ -243,6 +247,7 @@ std::vector<Kernel> gradient_kernels(const Arrays& arrays) {
           sum_kernel(arrays, 4, at::kBFloat16, Store::kAdd),
           sum_kernel(arrays, 2, at::kBFloat16, Store::kWrite),
           sum_kernel(arrays, 2, at::kFloat, Store::kAdd),
+          sum_kernel(arrays, 2, at::kBFloat16, Store::kWrite, at::kBFloat16),
           squares_kernel(arrays, kFp32),
           squares_kernel(arrays, kBf16),
           pack_kernel(arrays, kBf16, kFp32, Pack::kWrite),

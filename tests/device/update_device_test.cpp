@@ -139,6 +139,23 @@ TEST(UpdateOnDevice, AdamWGivesTheBitsOfTheHostInEveryCombinationOfTypes) {
         expect_same_adamw(drawn(types, 1001, flat_begin), {.rounding = rounding, .seed = 5});
 }
 
+// Roots and quotients are computed otherwise where numbers are very large or small.
+TEST(UpdateOnDevice, AdamWGivesTheBitsOfTheHostForGradientsOfEverySize) {
+  FSDP_REQUIRE_DEVICE_UPDATES();
+  for (const DType second : {DType::kFloat32, DType::kBFloat16, DType::kFloat8E4M3}) {
+    UpdateMemory host = drawn({.second = second}, 400'000, 128);
+    for (int64_t i = 0; i < host.numel; ++i) {
+      float gradient = 0.0f;
+      std::memcpy(&gradient, host.gradient.data() + 4 * i, 4);
+      // Neighbours of one size, which go together, and of sizes that differ.
+      const auto exponent = static_cast<int>((i < 200'000 ? i / 100 : i) % 190);
+      gradient = exponent == 0 ? 0.0f : std::ldexp(gradient, exponent - 130);
+      std::memcpy(host.gradient.data() + 4 * i, &gradient, 4);
+    }
+    expect_same_adamw(host, {.seed = 5});
+  }
+}
+
 // Of two arrays of numbers: the same bits, or both NaN, whose bits are a machine's own.
 void expect_same_numbers(DType dtype, const UpdateMemory::Bytes& actual,
                          const UpdateMemory::Bytes& expected, const std::string& what) {

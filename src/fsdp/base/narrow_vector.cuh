@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 #include "fsdp/base/narrow_float.h"
 
@@ -124,6 +126,10 @@ __device__ inline Numbers widened<Fp8E5M2>(const Vector<uint8_t>& codes) {
   });
 }
 
+__device__ inline bool has_nan(const Numbers& values) {
+  return isunordered(values.of[0], values.of[1]) || isunordered(values.of[2], values.of[3]);
+}
+
 // To nearest, ties to even, where no number is NaN, Inf or too large for the type.
 template <typename Narrow>
 __device__ Vector<typename Narrow::Code> nearest_in_range(const Numbers& values) {
@@ -146,11 +152,13 @@ __device__ Vector<typename Narrow::Code> nearest_in_range(const Numbers& values)
 // Any numbers. A device writes NaN with other bits than a host.
 template <typename Narrow>
 __device__ Vector<typename Narrow::Code> nearest(const Numbers& values) {
-  const float* v = values.of;
   constexpr bool kIsWide = std::is_same_v<Narrow, Bf16> || std::is_same_v<Narrow, Fp16>;
-  if (kIsWide && !isunordered(v[0], v[1]) && !isunordered(v[2], v[3]))
-    return nearest_in_range<Narrow>(values);
-  return vector_of<typename Narrow::Code>([&](int k) { return Narrow::nearest(v[k]); });
+  if (kIsWide && !has_nan(values)) return nearest_in_range<Narrow>(values);
+  return vector_of<typename Narrow::Code>([&](int k) { return Narrow::nearest(values.of[k]); });
+}
+template <>
+__device__ inline Vector<float> nearest<Fp32>(const Numbers& values) {
+  return vector_of<float>([&](int k) { return values.of[k]; });
 }
 
 }  // namespace fsdp

@@ -163,21 +163,55 @@ __device__ inline Numbers main_weight(const UpdateSpan& span, const RawWeight& r
       [&](int k) { return join_weight({.upper = upper.of[k], .remainder = remainder.of[k]}); });
 }
 
+struct SplitVector {
+  Vector<uint16_t> upper;
+  Vector<int16_t> remainder;
+};
+
+// The upper halves of two numbers' bits, side by side; and the lower ones.
+__device__ inline uint32_t upper_halves(uint32_t first, uint32_t second) {
+  return __byte_perm(first, second, 0x7632);
+}
+__device__ inline uint32_t lower_halves(uint32_t first, uint32_t second) {
+  return __byte_perm(first, second, 0x5410);
+}
+
+// split_weight of four; without NaN, which is split in its usual form alone, bytes are only moved.
+__device__ inline SplitVector split_vector(const Numbers& values) {
+  const float* v = values.of;
+  if (has_nan(values))
+    return {.upper = vector_of<uint16_t>([&](int k) { return split_weight(v[k]).upper; }),
+            .remainder = vector_of<int16_t>([&](int k) { return split_weight(v[k]).remainder; })};
+  const auto rounded = [&](int k) {
+    return upper_halves(__float_as_uint(v[k]) + 0x8000u, __float_as_uint(v[k + 1]) + 0x8000u);
+  };
+  const auto rest = [&](int k) {
+    return lower_halves(__float_as_uint(v[k]), __float_as_uint(v[k + 1]));
+  };
+  return {.upper = narrow::as_vector<uint16_t>(rounded(0), rounded(2)),
+          .remainder = narrow::as_vector<int16_t>(rest(0), rest(2))};
+}
+
 template <typename Narrow, typename Lane>
-__device__ void store_stochastic(void* to, const Lane& lane, const Numbers& values, RandomKey key) {
-  store(to, lane, vector_of<uint16_t>([&](int k) {
-          return Narrow::stochastic(values.of[k], random_of(key, lane, k));
-        }));
+__device__ Vector<uint16_t> stochastic(const Numbers& values, const Lane& lane, RandomKey key) {
+  if (std::is_same_v<Narrow, Bf16> && !has_nan(values)) {
+    const auto rounded = [&](int k) {
+      return upper_halves(__float_as_uint(values.of[k]) + random_of(key, lane, k),
+                          __float_as_uint(values.of[k + 1]) + random_of(key, lane, k + 1));
+    };
+    return narrow::as_vector<uint16_t>(rounded(0), rounded(2));
+  }
+  return vector_of<uint16_t>(
+      [&](int k) { return Narrow::stochastic(values.of[k], random_of(key, lane, k)); });
 }
 
 template <typename Lane>
 __device__ void store_weight(const UpdateSpan& span, const Lane& lane, const Numbers& values,
                              Rounding rounding, const RandomKeys& keys) {
-  const auto upper = [&](int k) { return rounded_away(values.of[k]); };
-  const auto remainder = [&](int k) { return split_weight(values.of[k]).remainder; };
   if (span.main == MainWeight::kSplit) {
-    store(span.weight, lane, vector_of<uint16_t>(upper));
-    store(span.main_weight, lane, vector_of<int16_t>(remainder));
+    const SplitVector split = split_vector(values);
+    store(span.weight, lane, split.upper);
+    store(span.main_weight, lane, split.remainder);
     return;
   }
   if (span.main == MainWeight::kSeparate) store_wide(span.main_weight, lane, values);
@@ -187,14 +221,14 @@ __device__ void store_weight(const UpdateSpan& span, const Lane& lane, const Num
   } else if (span.main == MainWeight::kIsWeight && rounding == Rounding::kStochastic) {
     const RandomKey key = keys.at(RandomPurpose::kWeight, lane.position);
     if (is_bf16) {
-      store_stochastic<Bf16>(span.weight, lane, values, key);
+      store(span.weight, lane, stochastic<Bf16>(values, lane, key));
     } else {
-      store_stochastic<Fp16>(span.weight, lane, values, key);
+      store(span.weight, lane, stochastic<Fp16>(values, lane, key));
     }
   } else if (span.main == MainWeight::kIsWeight && is_bf16) {
     store(span.weight, lane, nearest<Bf16>(values));
   } else if (is_bf16) {
-    store(span.weight, lane, vector_of<uint16_t>(upper));
+    store(span.weight, lane, split_vector(values).upper);
   } else {
     store(span.weight, lane, nearest<Fp16>(values));
   }
@@ -252,9 +286,8 @@ __device__ void store_scaled(const Numbers& values, const Moment& moment, const 
 }
 
 template <typename Narrow, typename Lane>
-__device__ void store_roots(const Numbers& values, const Moment& moment, const Lane& lane,
+__device__ void store_roots(const Numbers& roots, const Moment& moment, const Lane& lane,
                             RandomKey key) {
-  const Numbers roots = each([&](int k) { return sqrtf(values.of[k]); });
   const float inverse = share_scale<Narrow>(roots, moment, lane).inverse;
   store(moment.values, lane, vector_of<typename Narrow::Code>([&](int k) {
           return root_code<Narrow>(roots.of[k] * inverse, random_of(key, lane, k));
@@ -277,17 +310,17 @@ __device__ void store_first(const Numbers& values, const Moment& moment, const L
 }
 
 template <typename Lane>
-__device__ void store_second(const Numbers& values, const Moment& moment, const Lane& lane,
-                             const RandomKeys& keys) {
+__device__ void store_second(const Numbers& values, const Numbers& roots, const Moment& moment,
+                             const Lane& lane, const RandomKeys& keys) {
   const RandomKey key = keys.at(RandomPurpose::kSecondMoment, lane.position);
   if (moment.dtype == DType::kBFloat16) {
-    store_stochastic<Bf16>(moment.values, lane, values, key);
+    store(moment.values, lane, stochastic<Bf16>(values, lane, key));
   } else if (moment.dtype == DType::kFloat16) {
-    store_roots<Fp16>(values, moment, lane, key);
+    store_roots<Fp16>(roots, moment, lane, key);
   } else if (moment.dtype == DType::kFloat8E4M3) {
-    store_roots<Fp8E4M3>(values, moment, lane, key);
+    store_roots<Fp8E4M3>(roots, moment, lane, key);
   } else if (moment.dtype == DType::kFloat8E5M2) {
-    store_roots<Fp8E5M2>(values, moment, lane, key);
+    store_roots<Fp8E5M2>(roots, moment, lane, key);
   } else {
     store_wide(moment.values, lane, values);
   }

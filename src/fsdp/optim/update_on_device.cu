@@ -1,6 +1,6 @@
 // The updates as CUDA kernels. Compiled with -fmad=false: the same bits as on the host.
 #include "fsdp/base/kernel_launch.cuh"
-#include "fsdp/optim/adamw_math.h"
+#include "fsdp/optim/adamw_vector.cuh"
 #include "fsdp/optim/begin_step.h"
 #include "fsdp/optim/sgd_math.h"
 #include "fsdp/optim/update_lane.cuh"
@@ -69,9 +69,11 @@ __global__ void __launch_bounds__(kThreads)
   Form::tell(span);
   Moments::tell(span);
   // fp64 is slow on many devices: once per thread block.
-  __shared__ AdamWFactors by;
-  if (threadIdx.x == 0) by = adamw_factors(rule, *state, span.rate_scale, span.weight_decay);
+  __shared__ AdamWFactors shared;
+  if (threadIdx.x == 0) shared = adamw_factors(rule, *state, span.rate_scale, span.weight_decay);
   __syncthreads();
+  const AdamWFactors by = shared;
+  const bool has_plain_factors = are_plain(by);
   const RandomKeys keys(rule.seed, state->step, span);
   for_each_block<kBlocks>(span, range, [&](const Lane<kBlocks>& lane) {
     const Raw raw_gradient = load_raw(span.gradient_dtype, span.gradient, lane);
@@ -85,13 +87,11 @@ __global__ void __launch_bounds__(kThreads)
     Numbers weight = main_weight(span, raw_weight);
     Numbers first = first_moment(span.first, raw_first, first_scale);
     Numbers second = second_moment(span.second, raw_second, second_scale);
-#pragma unroll
-    for (int k = 0; k < kVector; ++k)
-      adamw_element(by, gradient.of[k], weight.of[k], first.of[k], second.of[k]);
+    const Numbers roots = adamw_vector(by, has_plain_factors, gradient, weight, first, second);
 
     store_weight(span, lane, weight, rule.rounding, keys);
     store_first(first, span.first, lane);
-    store_second(second, span.second, lane, keys);
+    store_second(second, roots, span.second, lane, keys);
   });
 }
 

@@ -4,7 +4,7 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/kernel_launch.cuh"
-#include "fsdp/base/narrow_float.h"
+#include "fsdp/base/narrow_vector.cuh"
 #include "fsdp/shard/pack_on_device.h"
 
 namespace fsdp {
@@ -12,8 +12,7 @@ namespace fsdp {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kVector = 4;  // neighbours that a thread moves at once
-constexpr int kAtOnce = 4;  // vectors of a thread, so that many loads are in flight
+constexpr int kAtOnce = 4;  // vectors that a thread moves, so that many loads are in flight
 constexpr int64_t kTile = int64_t{kThreads} * kVector * kAtOnce;
 constexpr int64_t kChunk = 4 * kTile;  // to begin a block takes as long as a tile
 constexpr int kMaxListed = 96;
@@ -32,11 +31,6 @@ struct PackList {
 static_assert(sizeof(PackList) <= 4000);
 
 template <typename Narrow>
-struct alignas(kVector * sizeof(typename Narrow::Code)) Codes {
-  typename Narrow::Code of[kVector];
-};
-
-template <typename Narrow>
 __device__ typename Narrow::Code rounded(float value) {
   return Narrow::nearest(value);
 }
@@ -45,68 +39,65 @@ __device__ float rounded<Fp32>(float value) {
   return value;
 }
 
-template <typename From, typename To>
+// What a thread block packs: a part of one tensor.
+template <typename From, typename To, bool kAdds>
 struct Chunk {
-  const typename From::Code* from;
-  typename To::Code* to;
+  using FromCode = typename From::Code;
+  using ToCode = typename To::Code;
+
+  const FromCode* from;
+  ToCode* to;
   int64_t numel;
   float scale;
-  bool adds;
 
-  __device__ typename To::Code packed(typename From::Code code, typename To::Code before) const {
-    const float value = From::widened(code) * scale;
-    return rounded<To>(adds ? To::widened(before) + value : value);
-  }
-
-  __device__ void pack_vectors() const {
-    const int64_t end = numel / kVector * kVector;
+  __device__ void pack() const {
+    const bool are_vectors = reinterpret_cast<uintptr_t>(from) % sizeof(Vector<FromCode>) == 0 &&
+                             reinterpret_cast<uintptr_t>(to) % sizeof(Vector<ToCode>) == 0;
+    const int64_t end = are_vectors ? numel / kVector * kVector : 0;
     for (int64_t tile = 0; tile < end; tile += kTile) pack_tile(tile + threadIdx.x * kVector, end);
-    pack_from(end);
+    for (int64_t i = end + threadIdx.x; i < numel; i += kThreads) pack_one(i);
   }
 
   __device__ void pack_tile(int64_t first, int64_t end) const {
-    const auto each = [&](const auto& body) {
+    const auto each_vector = [&](const auto& body) {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i)
         if (const int64_t at = first + i * kThreads * kVector; at < end) body(i, at);
     };
-    Codes<From> codes[kAtOnce];
-    Codes<To> results[kAtOnce] = {};
-    each([&](int i, int64_t at) {
-      codes[i] = *reinterpret_cast<const Codes<From>*>(from + at);
-      if (adds) results[i] = *reinterpret_cast<const Codes<To>*>(to + at);
+    Vector<FromCode> codes[kAtOnce];
+    Vector<ToCode> before[kAtOnce];
+    each_vector([&](int i, int64_t at) {
+      codes[i] = *reinterpret_cast<const Vector<FromCode>*>(from + at);
+      if constexpr (kAdds) before[i] = *reinterpret_cast<const Vector<ToCode>*>(to + at);
     });
-    each([&](int i, int64_t at) {
-#pragma unroll
-      for (int k = 0; k < kVector; ++k) results[i].of[k] = packed(codes[i].of[k], results[i].of[k]);
-      *reinterpret_cast<Codes<To>*>(to + at) = results[i];
+    each_vector([&](int i, int64_t at) {
+      const Numbers numbers = widened<From>(codes[i]);
+      Numbers values = each([&](int k) { return numbers.of[k] * scale; });
+      if constexpr (kAdds) {
+        const Numbers old = widened<To>(before[i]);
+        values = each([&](int k) { return old.of[k] + values.of[k]; });
+      }
+      *reinterpret_cast<Vector<ToCode>*>(to + at) = nearest<To>(values);
     });
   }
 
-  __device__ void pack_from(int64_t begin) const {
-    for (int64_t i = begin + threadIdx.x; i < numel; i += kThreads)
-      to[i] = packed(from[i], adds ? to[i] : typename To::Code{});
-  }
-
-  __device__ void pack() const {
-    const bool are_vectors = reinterpret_cast<uintptr_t>(from) % sizeof(Codes<From>) == 0 &&
-                             reinterpret_cast<uintptr_t>(to) % sizeof(Codes<To>) == 0;
-    if (are_vectors) {
-      pack_vectors();
-    } else {
-      pack_from(0);
-    }
+  __device__ void pack_one(int64_t i) const {
+    float value = From::widened(from[i]) * scale;
+    if constexpr (kAdds) value = To::widened(to[i]) + value;
+    to[i] = rounded<To>(value);
   }
 };
 
 template <typename From, typename To>
 __device__ void pack_chunk(const PackList& list, int tensor, int64_t begin) {
-  Chunk<From, To>{.from = static_cast<const typename From::Code*>(list.from[tensor]) + begin,
-                  .to = static_cast<typename To::Code*>(list.to[tensor]) + begin,
-                  .numel = min(kChunk, list.numel[tensor] - begin),
-                  .scale = list.scale,
-                  .adds = list.adds[tensor]}
-      .pack();
+  const auto* from = static_cast<const typename From::Code*>(list.from[tensor]) + begin;
+  auto* to = static_cast<typename To::Code*>(list.to[tensor]) + begin;
+  const int64_t numel = min(kChunk, list.numel[tensor] - begin);
+  if (list.adds[tensor]) {
+    Chunk<From, To, true>{from, to, numel, list.scale}.pack();
+  } else {
+    Chunk<From, To, false>{from, to, numel, list.scale}.pack();
+  }
 }
 
 template <typename To>
