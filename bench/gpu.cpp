@@ -25,6 +25,7 @@
 #include "fsdp/nn/architecture.h"
 #include "fsdp/nn/presets.h"
 #include "gpu_rows.h"
+#include "host_ranges.h"
 #include "timings.h"
 
 namespace {
@@ -49,6 +50,8 @@ struct Settings {
   double lr = bench::AdamWRates().lr;
   std::string tokens;   // a file
   std::string profile;  // a folder
+  bool deterministic = false;
+  int64_t offload_chunk = 0;  // 0: the default
 };
 
 const fsdp::ModelPreset& preset_of(const Settings& settings) {
@@ -113,18 +116,32 @@ double few_tokens_host_milliseconds(bench::Trainee& trainee, const Batch& batch,
   return host_milliseconds(step, batch.tokens.device(), steps);
 }
 
-// What the device ran in a few steps, as a trace for chrome://tracing and bench/gpu_profile.py.
-void profile(const std::function<void()>& step, c10::Device device, const std::string& path) {
+// The engine's ranges on the host, beside the trace they belong to.
+void save(const std::vector<bench::HostRange>& ranges, const std::string& path) {
+  json list = json::array();
+  for (const bench::HostRange& range : ranges)
+    list.push_back({{"name", range.name}, {"begin_ns", range.begin_ns}, {"end_ns", range.end_ns}});
+  std::ofstream(path) << list.dump() << "\n";
+}
+
+// What the device ran in a few steps, as a trace for chrome://tracing and bench/gpu_profile.py, and
+// with the host's ranges for bench/gpu_timeline.py.
+void profile(const std::function<void()>& step, const std::function<void()>& finish,
+             c10::Device device, const std::string& path) {
   using torch::profiler::impl::ActivityType;
   const torch::profiler::impl::ProfilerConfig config(torch::profiler::impl::ProfilerState::KINETO);
   const std::set<ActivityType> activities = {device.is_cpu() ? ActivityType::CPU
                                                              : ActivityType::CUDA};
+  finish();
   bench::synchronize(device);
   torch::autograd::profiler::prepareProfiler(config, activities);
   torch::autograd::profiler::enableProfiler(config, activities);
+  bench::HostRanges ranges("fsdp::");
   for (int i = 0; i < kProfiledSteps; ++i) step();
+  finish();
   bench::synchronize(device);
-  torch::autograd::profiler::disableProfiler()->save(path);
+  torch::autograd::profiler::disableProfiler()->save(path + ".json");
+  save(ranges.finish(), path + ".host.json");
 }
 
 json measure(const bench::Row& row, const Settings& settings) {
@@ -135,7 +152,8 @@ json measure(const bench::Row& row, const Settings& settings) {
       row.make({.config = preset.config,
                 .device = device,
                 .compute = device.is_cpu() ? at::kFloat : at::kBFloat16,
-                .rates = {.lr = settings.lr}});
+                .rates = {.lr = settings.lr},
+                .offload_chunk = settings.offload_chunk});
   std::vector<at::Tensor> losses;
   const std::function<void()> step = [&] {
     trainee->step(batch);
@@ -158,8 +176,9 @@ json measure(const bench::Row& row, const Settings& settings) {
                              : few_tokens_host_milliseconds(*trainee, batch, settings.steps);
   // Last, since what a profiler leaves behind slows every later launch.
   if (!settings.profile.empty())
-    profile(step, device,
-            settings.profile + "/" + settings.model + "-" + std::string(row.name) + ".json");
+    profile(
+        step, [&] { trainee->finish(); }, device,
+        settings.profile + "/" + settings.model + "-" + std::string(row.name));
 
   const auto num_steps = static_cast<size_t>(settings.warm_up + settings.steps);
   std::vector<double> loss_values;
@@ -211,12 +230,21 @@ int main(int argc, char** argv) {
       ->check(CLI::PositiveNumber);
   app.add_option("--lr", settings.lr, "learning rate")->capture_default_str();
   app.add_option("--tokens", settings.tokens, "a file of batch x (sequence + 1) int32 numbers");
+  app.add_option("--offload-chunk", settings.offload_chunk,
+                 "elements that travel together to and from the host; 0: the default");
+  app.add_flag("--deterministic", settings.deterministic,
+               "libtorch's kernels that add in the same order every time; slower");
   app.add_option("--profile", settings.profile, "a folder for traces of what the device ran");
   CLI11_PARSE(app, argc, argv);
   setenv("FSDP_LOG", "warning", 0);
 
   try {
     check_device(settings);
+    if (settings.deterministic) {
+      setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", 0);  // or libtorch refuses
+      at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/false);
+      at::globalContext().setDeterministicFillUninitializedMemory(false);
+    }
     for (const std::string& name : settings.rows) {
       std::printf("%s\n", measure(bench::find_row(name), settings).dump().c_str());
       std::fflush(stdout);

@@ -233,6 +233,8 @@ class ShardedTrainee final : public Trainee {
     graph_->run();
   }
 
+  void finish() override { optimizer_->synchronize(); }
+
  private:
   void train(const Batch& batch) {
     const at::Tensor loss = model_->loss(batch.tokens, batch.targets).total;
@@ -272,6 +274,15 @@ std::unique_ptr<Trainee> make_sharded(const RowSetup& setup) {
       kLaunch);
 }
 
+// The last kPercent percent of every shard's main weights and moments live on the host.
+template <int kPercent>
+std::unique_ptr<Trainee> make_offloaded(const RowSetup& setup) {
+  fsdp::ShardOptions options{.gradient_lifetime = fsdp::GradientLifetime::kStep};
+  options.offload.fraction = kPercent / 100.0;
+  if (setup.offload_chunk > 0) options.offload.chunk_numel = setup.offload_chunk;
+  return std::make_unique<ShardedTrainee>(setup, options, Launch::kEager);
+}
+
 using fsdp::Collectives;
 
 constexpr std::array kRows = {
@@ -292,6 +303,10 @@ constexpr std::array kRows = {
     Row{"ours-persistent", "ours, with gradients that keep their memory", Launch::kEager,
         &make_sharded<Collectives::kBetweenRanks, Launch::kEager,
                       fsdp::GradientLifetime::kPersistent>},
+    Row{"ours-offload-50", "ours, with half of main weights and moments on the host",
+        Launch::kEager, &make_offloaded<50>},
+    Row{"ours-offload-100", "ours, with all main weights and moments on the host", Launch::kEager,
+        &make_offloaded<100>},
 };
 
 }  // namespace

@@ -36,6 +36,7 @@ struct RowSetup {
   // of which cannot multiply it.
   at::ScalarType compute = at::kBFloat16;
   AdamWRates rates;
+  int64_t offload_chunk = 0;  // of the rows that offload; 0: the default
 };
 
 // One model and its optimizer. It begins with the same values in every row.
@@ -50,6 +51,9 @@ class Trainee {
   // Forward, backward and update. The host reads nothing, so that a step can be recorded; one that
   // is takes the same batch every time.
   virtual void step(const Batch& batch) = 0;
+
+  // Until the host has done its part of what was begun; the device may go on.
+  virtual void finish() {}
 
   // Of the last step, before its update: one fp32 element on the device, always the same one.
   const at::Tensor& loss() const { return loss_; }

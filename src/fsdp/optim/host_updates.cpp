@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <ATen/record_function.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <utility>
@@ -21,6 +23,11 @@ void wait_on_host(const Work& work) {
   if (const c10::Event* event = work.event()) event->synchronize();
 }
 
+std::optional<c10::Stream> stream_of_its_own(c10::Device device) {
+  if (device.is_cpu()) return std::nullopt;
+  return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+}
+
 at::Tensor on_host(const Slab& slab, const at::Tensor& like) {
   return tensor_over(slab.at(0), like.numel(), like.scalar_type(), c10::kCPU);
 }
@@ -30,6 +37,7 @@ at::Tensor on_host(const Slab& slab, const at::Tensor& like) {
 HostUpdates::HostUpdates(EngineMemory& memory, c10::Device device, const Offload& offload,
                          UpdateMath math)
     : memory_(memory),
+      idle_(stream_of_its_own(device)),
       chunk_numel_(std::max(kScaleBlock, offload.chunk_numel / kScaleBlock * kScaleBlock)),
       math_(std::move(math)),
       team_(at::get_num_threads()),
@@ -94,6 +102,11 @@ Work HostUpdates::run(const std::vector<GroupUpdate>& groups, const Work& beside
   auto done = std::make_shared<WorkState>();
   host_.run([this, done, begun = state_is_here_, beside, chunks = std::move(chunks)] {
     try {
+      // Gradients are there and weights are read no more when the step has begun. A lane would also
+      // wait for what is on this thread's stream: by default the one on which the next forward
+      // runs.
+      std::optional<c10::StreamGuard> guard;
+      if (idle_) guard.emplace(*idle_);
       wait_on_host(begun);
       run_chunks(chunks);
       up_.run([] {}, std::span(&beside, 1), done);

@@ -2,9 +2,12 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
+#include <array>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "fsdp/memory/slab_allocator.h"
@@ -59,6 +62,8 @@ class HostUpdates {
   at::Tensor update(const Chunk& chunk, const Slot& slot);
 
   EngineMemory& memory_;
+  // Devices only: the host lane's current stream, on which nobody computes.
+  const std::optional<c10::Stream> idle_;
   const int64_t chunk_numel_;
   const UpdateMath math_;
   ThreadTeam team_;   // of the host lane's thread
