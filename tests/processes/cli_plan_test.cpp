@@ -48,10 +48,11 @@ TEST(PlanCommand, HelpListsEveryOption) {
   const CommandResult help = run_fsdp("plan --help");
   EXPECT_EQ(help.exit_code, 0);
   for (const char* option :
-       {"--model",         "--ranks",      "--outer",     "--strategy", "--main-params",
-        "--main-storage",  "--main-grads", "--grad-comm", "--moments",  "--first-moment",
-        "--second-moment", "--offload",    "--pool",      "--prefetch", "--budget",
-        "--granularity",   "--json",       "--compare",   "Examples:",  "deepseek-v3"})
+       {"--model",         "--ranks",      "--outer",     "--strategy",          "--main-params",
+        "--main-storage",  "--main-grads", "--grad-comm", "--moments",           "--first-moment",
+        "--second-moment", "--offload",    "--pool",      "--prefetch",          "--budget",
+        "--granularity",   "--batch",      "--sequence",  "--gradient-lifetime", "--json",
+        "--compare",       "Examples:",    "deepseek-v3"})
     EXPECT_THAT(help.out, HasSubstr(option));
 }
 
@@ -82,6 +83,28 @@ TEST(PlanCommand, TableSaysHowTheOptimizersStateIsStored) {
                     HasSubstr("main weights             0 B  3829 MiB   fp32 split"),
                     HasSubstr("moments                  0 B  7658 MiB   2 x fp32"),
                     HasSubstr("weights             1915 MiB             bf16, 1/8")));
+}
+
+TEST(PlanCommand, AddsTheMostMemoryOfAStepWhenABatchIsGiven) {
+  const std::string model = "plan --model llama-1b --ranks 1 --main-grads fp32 ";
+  const CommandResult table = run_fsdp(model + "--batch 4 --sequence 2048");
+  EXPECT_EQ(table.exit_code, 0) << table.err;
+  for (const char* text : {"most memory of a step on a GPU, 4 x 2048 tokens: in the backward of",
+                           "activations", "kept for the backward", "CUDA context"})
+    EXPECT_THAT(table.out, HasSubstr(text));
+  EXPECT_THAT(run_fsdp(model).out, Not(HasSubstr("most memory of a step")));
+
+  const std::string batch = "--model llama-1b --ranks 1 --main-grads fp32 --batch 4 ";
+  const Json kept = plan_json(batch + "--sequence 2048");
+  const Json peak = kept.at("peak_bytes");
+  int64_t sum = 0;
+  for (const char* key : {"state", "gradients", "activations", "working", "workspaces", "rounding"})
+    sum += peak.at(key).get<int64_t>();
+  EXPECT_EQ(peak.at("allocated"), sum);
+  EXPECT_EQ(peak.at("total"), sum + peak.at("context").get<int64_t>());
+  EXPECT_EQ(peak.at("gradients"), kept.at("bytes").at("main_grad"));
+  const Json step = plan_json(batch + "--sequence 2048 --gradient-lifetime step");
+  EXPECT_LT(step.at("peak_bytes").at("allocated"), peak.at("allocated"));
 }
 
 void expect_keys(const Json& plan) {
@@ -201,6 +224,17 @@ TEST(PlanCommand, AnswersEveryWrongValueWithOneSentence) {
        "second_moment is fp32, but first_moment is none; AdamW has both"},
       {"--model llama-1b --ranks 8 --main-storage splt",
        "--main-storage is 'splt'; did you mean 'split'?"},
+      {"--model llama-1b --ranks 8 --batch 4",
+       "--sequence is missing; the peak of a step needs both"},
+      {"--model llama-1b --ranks 8 --sequence 4",
+       "--batch is missing; the peak of a step needs both"},
+      {"--model llama-1b --ranks 8 --batch 0 --sequence 4", "--batch is '0'"},
+      {"--model llama-1b --ranks 8 --batch 1 --sequence 4 --compare",
+       "--batch is '1', but --compare has no column for peaks"},
+      {"--model llama-1b --ranks 8 --gradient-lifetime step",
+       "--gradient-lifetime is 'step', which matters for the peak of a step alone"},
+      {"--model mixtral-8x7b --ranks 8 --batch 1 --sequence 4",
+       "the activations of model 'mixtral-8x7b' are not known"},
       {"--model llama-1b --ranks 8 --offload 1.5", "--offload is '1.5'; it must be a number from"},
       {"--model llama-1b --ranks 8 --offload half",
        "--offload is 'half'; it must be a number from"},

@@ -15,6 +15,7 @@
 #include "fsdp/plan/forecast.h"
 #include "fsdp/plan/model_catalog.h"
 #include "fsdp/plan/model_file.h"
+#include "fsdp/plan/peak_forecast.h"
 
 namespace fsdp::cli {
 
@@ -41,6 +42,9 @@ struct PlanArguments {
   std::string prefetch = "1";
   std::string budget;
   std::string granularity = "element";
+  std::string batch;
+  std::string sequence;
+  std::string gradient_lifetime = "persistent";
   bool json = false;
   bool compare = false;
 };
@@ -103,6 +107,33 @@ PlanOptions read_options(const PlanArguments& given) {
   return options;
 }
 
+// The batch whose peak is asked for, if one is.
+std::optional<PeakOptions> read_peak_options(const CLI::App& app, const PlanArguments& given) {
+  if (given.batch.empty() && given.sequence.empty()) {
+    if (app.count("--gradient-lifetime") > 0)
+      throw UsageError(concat("--gradient-lifetime is '", given.gradient_lifetime,
+                              "', which matters for the peak of a step alone; give --batch and "
+                              "--sequence, too"));
+    return std::nullopt;
+  }
+  if (given.batch.empty() || given.sequence.empty())
+    throw UsageError(concat(given.batch.empty() ? "--batch" : "--sequence",
+                            " is missing; the peak of a step needs both: sequences and their "
+                            "tokens, e.g. --batch 4 --sequence 2048"));
+  if (given.compare)
+    throw UsageError(concat("--batch is '", given.batch,
+                            "', but --compare has no column for peaks; drop one of the two"));
+  constexpr int64_t kMost = int64_t{1} << 24;
+  PeakOptions options;
+  options.batch = {.rows = parse_whole_number("--batch", given.batch, 1, kMost),
+                   .sequence = parse_whole_number("--sequence", given.sequence, 1, kMost)};
+  const std::vector<std::string> lifetimes = {"persistent", "step"};
+  const size_t lifetime = parse_choice("--gradient-lifetime", given.gradient_lifetime, lifetimes);
+  options.gradient_lifetime =
+      lifetime == 0 ? GradientLifetime::kPersistent : GradientLifetime::kStep;
+  return options;
+}
+
 // A file's name need not be UTF-8; JSON must be.
 void print_json(const nlohmann::ordered_json& value) {
   std::cout << value.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << "\n";
@@ -121,6 +152,7 @@ void run_plan(const CLI::App& app, const PlanArguments& given) {
     throw UsageError(concat("--prefetch is '", given.prefetch,
                             "', but --budget chooses the depth itself; drop one of the two"));
   const PlanOptions options = read_options(given);
+  const std::optional<PeakOptions> batch = read_peak_options(app, given);
   const auto start = std::chrono::steady_clock::now();
   ModelShape loaded = load_model(given.model);
   const std::chrono::duration<double> load = std::chrono::steady_clock::now() - start;
@@ -129,10 +161,16 @@ void run_plan(const CLI::App& app, const PlanArguments& given) {
   if (!given.compare) {
     Forecast forecast = planner.forecast();
     forecast.plan_seconds += load.count();
-    if (given.json)
-      print_json(to_json(model, forecast));
-    else
+    std::optional<PeakForecast> peak;
+    if (batch) peak = forecast_peak(model, planner.groups(), forecast, *batch);
+    if (given.json) {
+      nlohmann::ordered_json value = to_json(model, forecast);
+      if (peak) value["peak_bytes"] = to_json(*peak);
+      print_json(value);
+    } else {
       print_forecast(std::cout, model, forecast);
+      if (peak) print_peak(std::cout, batch->batch, *peak);
+    }
     return;
   }
   std::vector<Forecast> forecasts = planner.forecast_all();
@@ -151,6 +189,8 @@ std::string footer() {
                 "  fsdp plan --model deepseek-v3 --ranks 4096 --outer 8 --compare\n"
                 "  fsdp plan --model config.json --ranks 64 --grad-comm bf16 --main-grads fp32 "
                 "--budget 4GiB --json\n"
+                "  fsdp plan --model llama-1b --ranks 1 --main-grads fp32 --batch 4 --sequence "
+                "2048\n"
                 "docs/plan.md has every formula.");
 }
 
@@ -196,6 +236,12 @@ Command add_plan(CLI::App& parent) {
          "Planned pool: take the deepest prefetch that fits, e.g. 4GiB");
   option("--granularity", given->granularity, "WHERE",
          "Where a shard may end: element, row, block:N or tensor");
+  option("--batch", given->batch, "N",
+         "Sequences that a rank computes at a time, for the most memory of a step on a GPU");
+  option("--sequence", given->sequence, "N", "Tokens of each of them");
+  option("--gradient-lifetime", given->gradient_lifetime, "HOW",
+         "For that: whether main gradients keep their memory between steps (persistent) or not "
+         "(step)");
   app->add_flag("--json", given->json, "Print JSON instead of a table");
   app->add_flag("--compare", given->compare, "All strategies side by side");
   return {app, [app, given] { run_plan(*app, *given); }};

@@ -197,6 +197,28 @@ void print_forecast(std::ostream& out, const ModelShape& model, const Forecast& 
   out << "\nplanned in " << fixed_text(forecast.plan_seconds, 3) << " s\n";
 }
 
+nlohmann::ordered_json to_json(const PeakForecast& peak) {
+  return {{"when", peak.when},           {"state", peak.state},
+          {"gradients", peak.gradients}, {"activations", peak.activations},
+          {"working", peak.working},     {"workspaces", peak.workspaces},
+          {"rounding", peak.rounding},   {"allocated", peak.allocated()},
+          {"context", peak.context},     {"total", peak.total()}};
+}
+
+void print_peak(std::ostream& out, const BatchShape& batch, const PeakForecast& peak) {
+  out << "\nmost memory of a step on a GPU, " << batch.rows << " x " << batch.sequence
+      << " tokens: in " << peak.when << "\n";
+  print_rows(out, {{"state", peak.state, "weights, main weights, moments and pools"},
+                   {"main gradients", peak.gradients, "those that have memory then"},
+                   {"activations", peak.activations, "kept for the backward"},
+                   {"working", peak.working, "what is being computed"},
+                   {"workspaces", peak.workspaces, "of matrix products"},
+                   {"rounding", peak.rounding, "of the allocator"},
+                   {"allocated", peak.allocated(), "by libtorch"},
+                   {"CUDA context", peak.context, "as measured on an H200"},
+                   {"total", peak.total(), ""}});
+}
+
 void print_comparison(std::ostream& out, const ModelShape& model,
                       std::span<const Forecast> forecasts) {
   print_header(out, model, forecasts.front());

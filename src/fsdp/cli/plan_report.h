@@ -6,6 +6,7 @@
 #include <span>
 
 #include "fsdp/plan/forecast.h"
+#include "fsdp/plan/peak_forecast.h"
 
 namespace fsdp::cli {
 
@@ -15,6 +16,10 @@ nlohmann::ordered_json to_json(const ModelShape& model, const Forecast& forecast
 void print_forecast(std::ostream& out, const ModelShape& model, const Forecast& forecast);
 
 // Several strategies on one model and mesh: a row each.
+// The same for the most memory of a step.
+nlohmann::ordered_json to_json(const PeakForecast& peak);
+void print_peak(std::ostream& out, const BatchShape& batch, const PeakForecast& peak);
+
 void print_comparison(std::ostream& out, const ModelShape& model,
                       std::span<const Forecast> forecasts);
 

@@ -191,7 +191,9 @@ ModelShape build_llama(std::string name, const LlamaConfig& c, const Experts& ex
 
 ModelShape build(std::string name, const LlamaConfig& c) {
   validate(c);
-  return build_llama(std::move(name), c, {});
+  ModelShape model = build_llama(std::move(name), c, {});
+  if (c.num_nextn_predict_layers == 0) model.layers = c;
+  return model;
 }
 
 ModelShape build(std::string name, const MixtralConfig& c) {

@@ -57,6 +57,7 @@ class Planner {
   Planner(ModelShape model, const PlanOptions& options);
 
   const ModelShape& model() const { return model_; }
+  const std::vector<GroupPlan>& groups() const { return groups_; }
 
   Forecast forecast() const { return forecast(options_.strategy); }
   Forecast forecast(const Strategy& strategy) const;

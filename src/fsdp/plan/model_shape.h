@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "fsdp/base/dtype.h"
+#include "fsdp/nn/architecture.h"
 
 namespace fsdp {
 
@@ -38,6 +39,8 @@ struct ModelShape {
   std::vector<UnitShape> units;
   // Forward order as indices into `units`, one entry per use.
   std::vector<int64_t> uses;
+  // Of a plain stack of such blocks: what its layers compute, too.
+  std::optional<LlamaConfig> layers = {};
 
   // Elements of all units; shared parameters count once.
   int64_t parameters() const;

@@ -12,6 +12,7 @@
 #include "fsdp/layout/group_types.h"
 #include "fsdp/layout/strategy.h"
 #include "fsdp/memory/bucket_pool.h"
+#include "fsdp/memory/gradient_lifetime.h"
 #include "fsdp/memory/slab_allocator.h"
 
 namespace fsdp {
@@ -47,15 +48,6 @@ struct PrecisionPolicy {
 enum class GradientOf : uint8_t {
   kMeanOverRanks,  // each rank's loss is a mean over its tokens: sum over ranks / ranks
   kSumOverRanks,   // each rank's loss is already divided by all tokens of all ranks: the sum
-};
-
-// How long a unit's main gradients own memory.
-enum class GradientLifetime : uint8_t {
-  // For good: fixed addresses, which graphs need.
-  kPersistent,
-  // From the unit's first reduction of a cycle until zero_grad(), so that they never coexist with
-  // the activations of the forward.
-  kStep,
 };
 
 enum class ReportNan : uint8_t {

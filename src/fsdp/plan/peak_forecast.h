@@ -1,0 +1,63 @@
+// The most memory that a step takes on a GPU: what sharding keeps, what a forward leaves for its
+// backward, and what is being computed meanwhile.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "fsdp/memory/gradient_lifetime.h"
+#include "fsdp/plan/forecast.h"
+#include "fsdp/plan/group_plan.h"
+
+namespace fsdp {
+
+// What one rank computes at a time.
+struct BatchShape {
+  int64_t rows = 0;      // sequences
+  int64_t sequence = 0;  // tokens of each
+
+  int64_t tokens() const;
+};
+
+struct PeakOptions {
+  BatchShape batch;
+  GradientLifetime gradient_lifetime = GradientLifetime::kPersistent;
+};
+
+// A tensor that stays from a layer's forward to its backward.
+struct KeptTensor {
+  const char* what;
+  int64_t elements_per_token;
+  int64_t element_bytes;
+};
+
+// The one table of what our layers keep on a GPU (nn/): per block, and after the last one.
+std::vector<KeptTensor> kept_by_block(const LlamaConfig& config, DType compute);
+std::vector<KeptTensor> kept_by_head(const LlamaConfig& config, DType compute);
+
+// Bytes at the moment when there are most, by what they are for.
+struct PeakForecast {
+  std::string_view when;    // "the backward of the loss"
+  int64_t state = 0;        // weights, main weights, moments and pools
+  int64_t gradients = 0;    // main gradients that have memory then
+  int64_t activations = 0;  // kept for the backward, and the batch
+  int64_t working = 0;      // what is being computed
+  int64_t workspaces = 0;   // of matrix products
+  int64_t rounding = 0;     // what the allocator adds to the state's pieces
+  // Beside what libtorch's allocator gives out: the CUDA context with its kernels.
+  int64_t context = 0;
+
+  // What libtorch's allocator has given out.
+  int64_t allocated() const {
+    return state + gradients + activations + working + workspaces + rounding;
+  }
+  int64_t total() const { return allocated() + context; }
+};
+
+// UsageError for a model whose layers are not known, or compute in another type than bf16 or fp16.
+PeakForecast forecast_peak(const ModelShape& model, std::span<const GroupPlan> groups,
+                           const Forecast& forecast, const PeakOptions& options);
+
+}  // namespace fsdp

@@ -1,0 +1,145 @@
+// The most memory of a step, as libtorch's allocator counts it, is what `fsdp plan` says it is.
+#include <ATen/ATen.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <map>
+#include <string>
+#include <tuple>
+
+#include "fsdp/base/text.h"
+#include "fsdp/nn/presets.h"
+#include "fsdp/plan/architecture.h"
+#include "fsdp/plan/peak_forecast.h"
+#include "support/allocation_log.h"
+#include "support/llama_training.h"
+#include "support/require.h"
+
+namespace fsdp {
+namespace {
+
+using testing::AllocationLog;
+using testing::LlamaTraining;
+
+// Of the whole peak: blocks are rounded up, and kernels choose their own workspaces.
+constexpr double kTolerance = 0.02;
+
+struct Shape {
+  const char* name;
+  LlamaConfig config;
+  BatchShape batch;
+};
+
+LlamaConfig preset(const char* name) { return std::get<LlamaConfig>(find_preset(name)->config); }
+
+LlamaConfig odd_llama(int64_t layers) {
+  return {.vocab_size = 5000,
+          .hidden_size = 640,
+          .num_hidden_layers = layers,
+          .num_attention_heads = 10,
+          .num_key_value_heads = 5,
+          .intermediate_size = 1792};
+}
+
+std::vector<Shape> shapes() {
+  return {{"odd", odd_llama(6), {.rows = 16, .sequence = 768}},
+          {"llama_110m", preset("llama-110m"), {.rows = 4, .sequence = 512}},
+          {"llama_1b", preset("llama-1b"), {.rows = 4, .sequence = 2048}}};
+}
+
+PeakForecast planned(const Shape& shape, GradientLifetime lifetime) {
+  PlanOptions options{.precision = {.main_grads = DType::kFloat32}, .pool = PoolKind::kMaxPool};
+  const Planner planner(build_model(shape.name, ModelConfig(shape.config)), options);
+  return forecast_peak(planner.model(), planner.groups(), planner.forecast(),
+                       {.batch = shape.batch, .gradient_lifetime = lifetime});
+}
+
+struct Measured {
+  int64_t peak_bytes = 0;                // given out, of this training
+  int64_t between_bytes = 0;             // the same between two steps
+  int64_t reserved_bytes = 0;            // taken from the driver
+  int64_t context_bytes = 0;             // of the device, and not the allocator's
+  std::map<int64_t, int64_t> live = {};  // sizes of the blocks of the peak's step, with their count
+  std::map<int64_t, int64_t> saved = {};  // of those that a forward leaves
+};
+
+Measured measured(World& world, const Shape& shape, GradientLifetime lifetime) {
+  constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+  c10::DeviceAllocator* allocator = c10::getDeviceAllocator(at::kCUDA);
+  allocator->emptyCache();
+  const int64_t before = allocator->getDeviceStats(0).allocated_bytes[kAll].current;
+  LlamaTraining training(
+      world, {.gradient_lifetime = lifetime},
+      {.config = shape.config, .rows = shape.batch.rows, .sequence = shape.batch.sequence});
+  training.steps(2);
+  training.optimizer().synchronize();
+  training.finish();
+  allocator->resetPeakStats(0);
+  Measured result;
+  result.between_bytes = allocator->getDeviceStats(0).allocated_bytes[kAll].current - before;
+  training.steps(2);
+  training.optimizer().synchronize();
+  training.finish();
+  const auto stats = allocator->getDeviceStats(0);
+  const auto [free_bytes, total_bytes] = allocator->getMemoryInfo(0);
+  result.peak_bytes = stats.allocated_bytes[kAll].peak - before;
+  result.reserved_bytes = stats.reserved_bytes[kAll].current;
+  result.context_bytes =
+      static_cast<int64_t>(total_bytes - free_bytes) - stats.reserved_bytes[kAll].current;
+  const AllocationLog log;
+  const at::Tensor loss = training.model().loss(training.tokens(), training.tokens()).total;
+  result.saved = log.live();
+  loss.backward();
+  result.live = log.live_at_peak();
+  training.optimizer().step();
+  training.optimizer().zero_grad();
+  training.optimizer().synchronize();
+  return result;
+}
+
+std::string text(const std::map<int64_t, int64_t>& sizes) {
+  std::string words;
+  for (const auto& [size, count] : sizes) words += concat(" ", count, " x ", size);
+  return words;
+}
+
+class PeakOnDevice : public ::testing::TestWithParam<std::tuple<size_t, GradientLifetime>> {};
+
+TEST_P(PeakOnDevice, IsWithinTwoPercentOfThePlan) {
+  FSDP_REQUIRE_GPU();
+  at::globalContext().lazyInitDevice(at::kCUDA);  // or the allocator knows no device
+  World world = World::from_environment();
+  const auto& [index, lifetime] = GetParam();
+  const Shape shape = shapes()[index];
+  const PeakForecast plan = planned(shape, lifetime);
+  const auto [free_bytes, total_bytes] = c10::getDeviceAllocator(at::kCUDA)->getMemoryInfo(0);
+  if (static_cast<double>(free_bytes) < 1.2 * static_cast<double>(plan.total()))
+    GTEST_SKIP() << "the GPU has too little memory for " << shape.name;
+  const Measured actual = measured(world, shape, lifetime);
+  std::printf(
+      "%s: planned %.1f MB (state %.1f, gradients %.1f, activations %.1f, working %.1f), "
+      "measured %.1f, between steps %.1f, reserved %.1f, context %.1f\n",
+      shape.name, static_cast<double>(plan.allocated()) / 1e6,
+      static_cast<double>(plan.state) / 1e6, static_cast<double>(plan.gradients) / 1e6,
+      static_cast<double>(plan.activations) / 1e6, static_cast<double>(plan.working) / 1e6,
+      static_cast<double>(actual.peak_bytes) / 1e6, static_cast<double>(actual.between_bytes) / 1e6,
+      static_cast<double>(actual.reserved_bytes) / 1e6,
+      static_cast<double>(actual.context_bytes) / 1e6);
+  EXPECT_NEAR(static_cast<double>(actual.peak_bytes), static_cast<double>(plan.allocated()),
+              kTolerance * static_cast<double>(plan.allocated()))
+      << "blocks at the peak:" << text(actual.live)
+      << "\nleft by the forward:" << text(actual.saved);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Shapes, PeakOnDevice,
+    ::testing::Combine(::testing::Range(size_t{0}, shapes().size()),
+                       ::testing::Values(GradientLifetime::kStep, GradientLifetime::kPersistent)),
+    [](const auto& test) {
+      return concat(shapes()[std::get<0>(test.param)].name,
+                    std::get<1>(test.param) == GradientLifetime::kStep ? "_step" : "_persistent");
+    });
+
+}  // namespace
+}  // namespace fsdp

@@ -1,0 +1,70 @@
+// Every block that libtorch's allocator gives the calling thread, and which of them live when most
+// does.
+#pragma once
+
+#include <c10/core/Allocator.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace fsdp::testing {
+
+// Records while it lives what the thread that made it allocates on devices and frees.
+class AllocationLog {
+ public:
+  AllocationLog()
+      : log_(std::make_shared<Log>()), guard_(c10::DebugInfoKind::PROFILER_STATE, log_) {}
+
+  int64_t bytes() const {
+    return log_->bytes;
+  }  // since the beginning; what others freed counts less
+  int64_t peak_bytes() const { return log_->peak_bytes; }
+  // Since the beginning: how many blocks of each size live now, and at the peak.
+  std::map<int64_t, int64_t> live() const { return log_->live_after(log_->events.size()); }
+  std::map<int64_t, int64_t> live_at_peak() const { return log_->live_after(log_->peak_event); }
+
+ private:
+  struct Event {
+    void* address;
+    int64_t bytes;  // negative: given back
+  };
+  struct Log final : c10::MemoryReportingInfoBase {
+    void reportMemoryUsage(void* address, int64_t size, size_t, size_t,
+                           c10::Device device) override {
+      if (device.is_cpu()) return;
+      events.push_back({address, size});
+      bytes += size;
+      if (bytes <= peak_bytes) return;
+      peak_bytes = bytes;
+      peak_event = events.size();
+    }
+    bool memoryProfilingEnabled() const override { return true; }
+
+    std::map<int64_t, int64_t> live_after(size_t count) const {
+      std::map<void*, int64_t> blocks;
+      for (size_t i = 0; i < count; ++i) {
+        if (events[i].bytes > 0)
+          blocks[events[i].address] = events[i].bytes;
+        else
+          blocks.erase(events[i].address);
+      }
+      std::map<int64_t, int64_t> sizes;
+      for (const auto& [address, size] : blocks) ++sizes[size];
+      return sizes;
+    }
+
+    std::vector<Event> events;
+    int64_t bytes = 0;
+    int64_t peak_bytes = 0;
+    size_t peak_event = 0;
+  };
+
+  std::shared_ptr<Log> log_;
+  c10::DebugInfoGuard guard_;
+};
+
+}  // namespace fsdp::testing
