@@ -3,7 +3,9 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <cstdio>
 #include <numeric>
+#include <set>
 #include <string>
 #include <tuple>
 #include <vector>

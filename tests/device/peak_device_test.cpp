@@ -7,6 +7,7 @@
 #include <map>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "fsdp/base/text.h"
 #include "fsdp/nn/presets.h"

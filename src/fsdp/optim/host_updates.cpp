@@ -7,6 +7,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "fsdp/base/torch_dtype.h"
@@ -99,8 +100,13 @@ void HostUpdates::begin(const at::Tensor& state, const Work& begun) {
 Work HostUpdates::run(const std::vector<GroupUpdate>& groups, const Work& beside) {
   std::vector<Chunk> chunks = chunks_of(groups);
   if (chunks.empty()) return beside;
+  const size_t count = chunks.size();
+  {
+    const std::lock_guard lock(mutex_);
+    std::move(chunks.begin(), chunks.end(), std::back_inserter(queue_));
+  }
   auto done = std::make_shared<WorkState>();
-  host_.run([this, done, begun = state_is_here_, beside, chunks = std::move(chunks)] {
+  host_.run([this, done, count, begun = state_is_here_, beside] {
     try {
       // Gradients are there and weights are read no more when the step has begun. A lane would also
       // wait for what is on this thread's stream: by default the one on which the next forward
@@ -108,7 +114,7 @@ Work HostUpdates::run(const std::vector<GroupUpdate>& groups, const Work& beside
       std::optional<c10::StreamGuard> guard;
       if (idle_) guard.emplace(*idle_);
       wait_on_host(begun);
-      run_chunks(chunks);
+      run_chunks(count);
       up_.run([] {}, std::span(&beside, 1), done);
     } catch (...) {
       done->fail(std::current_exception());
@@ -118,21 +124,43 @@ Work HostUpdates::run(const std::vector<GroupUpdate>& groups, const Work& beside
   return Work(std::move(done));
 }
 
-void HostUpdates::run_chunks(const std::vector<Chunk>& chunks) {
-  std::array<Work, kSlots> down;
-  const auto slot_of = [](size_t index) { return index % kSlots; };
-  for (size_t next = 0; next < std::min(kSlots, chunks.size()); ++next)
-    down[next] = bring_down(chunks[next], slots_[next]);
-  for (size_t i = 0; i < chunks.size(); ++i) {
-    Slot& slot = slots_[slot_of(i)];
-    wait_on_host(down[slot_of(i)]);
-    const at::Tensor updated = update(chunks[i], slot);
-    slot.up = up_.run([updated, weight = chunks[i].weight] {
-      RECORD_FUNCTION("fsdp::weights_to_device", {});
-      weight.copy_(updated, /*non_blocking=*/true);
-    });
-    if (i + kSlots < chunks.size()) down[slot_of(i)] = bring_down(chunks[i + kSlots], slot);
+void HostUpdates::run_chunks(size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    bring_down_first_chunks();
+    run_first_chunk();
   }
+}
+
+void HostUpdates::bring_down_first_chunks() {
+  while (num_coming_ < kSlots) {
+    const Chunk* next = nullptr;
+    {
+      const std::lock_guard lock(mutex_);
+      if (num_coming_ < queue_.size()) next = &queue_[num_coming_];  // stays: others only append
+    }
+    if (next == nullptr) return;
+    Slot& slot = slots_[(first_slot_ + num_coming_) % kSlots];
+    slot.down = bring_down(*next, slot);
+    ++num_coming_;
+  }
+}
+
+void HostUpdates::run_first_chunk() {
+  Chunk chunk;
+  {
+    const std::lock_guard lock(mutex_);
+    chunk = std::move(queue_.front());
+    queue_.pop_front();
+  }
+  Slot& slot = slots_[first_slot_];
+  wait_on_host(slot.down);
+  const at::Tensor updated = update(chunk, slot);
+  slot.up = up_.run([updated, weight = chunk.weight] {
+    RECORD_FUNCTION("fsdp::weights_to_device", {});
+    weight.copy_(updated, /*non_blocking=*/true);
+  });
+  first_slot_ = (first_slot_ + 1) % kSlots;
+  --num_coming_;
 }
 
 Work HostUpdates::bring_down(const Chunk& chunk, Slot& slot) {

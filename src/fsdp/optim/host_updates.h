@@ -6,7 +6,9 @@
 
 #include <array>
 #include <cstdint>
+#include <deque>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -25,8 +27,9 @@ namespace fsdp {
 //   up                  | w0 | w1 | w2 | w3 |   weights, in theirs
 //
 // The host lane drives the two others, because on a device only it knows when a chunk is updated. A
-// chunk has a slot of staging memory on the way; there are kSlots of them. Where the model is on
-// the CPU the lanes are threads and copies are copies, so everything runs everywhere.
+// chunk has a slot of staging memory on the way; there are kSlots of them. Chunks of all units of a
+// step form one queue, so that nothing stops where a unit ends. Where the model is on the CPU the
+// lanes are threads and copies are copies, so everything runs everywhere.
 class HostUpdates {
  public:
   static constexpr size_t kSlots = 3;
@@ -52,11 +55,16 @@ class HostUpdates {
   struct Slot {
     Slab gradient;
     Slab weight;
-    Work up;  // of the chunk that had the slot before
+    Work down;  // of the gradients in it
+    Work up;    // of the chunk that had the slot before
   };
 
   std::vector<Chunk> chunks_of(const std::vector<GroupUpdate>& groups) const;
-  void run_chunks(const std::vector<Chunk>& chunks);
+  // The queue's first `count`.
+  void run_chunks(size_t count);
+  void run_first_chunk();
+  // As many of the queue's first chunks as there are slots.
+  void bring_down_first_chunks();
   Work bring_down(const Chunk& chunk, Slot& slot);
   // Where the updated weights are, on the host.
   at::Tensor update(const Chunk& chunk, const Slot& slot);
@@ -70,9 +78,13 @@ class HostUpdates {
   at::Tensor state_;  // of this step, on the host
   Work state_is_here_;
   std::array<Slot, kSlots> slots_;
-  Lane down_;  // gradients
-  Lane up_;    // weights
-  Lane host_;  // updates
+  size_t first_slot_ = 0;    // of the queue's first chunk; the host lane's, as the next
+  size_t num_coming_ = 0;    // of its first chunks have a slot
+  std::mutex mutex_;         // protects the member below
+  std::deque<Chunk> queue_;  // of a step: before the next one begins it is empty
+  Lane down_;                // gradients
+  Lane up_;                  // weights
+  Lane host_;                // updates
 };
 
 }  // namespace fsdp
