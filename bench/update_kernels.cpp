@@ -41,6 +41,7 @@ class Arrays {
   explicit Arrays(c10::Device on)
       : device(on),
         gradient(at::randn({kNumel}, at::device(on))),
+        narrow_gradient(gradient.to(at::kBFloat16)),
         weight(zeros()),
         main(zeros()),
         first(zeros()),
@@ -71,7 +72,7 @@ class Arrays {
   void* stream() const { return fsdp::current_stream(device); }
 
   const c10::Device device;
-  const at::Tensor gradient, weight, main, first, second, scales, squares;
+  const at::Tensor gradient, narrow_gradient, weight, main, first, second, scales, squares;
 
  private:
   at::Tensor zeros() const { return at::zeros({kNumel}, at::device(device)); }
@@ -128,7 +129,8 @@ double update_bytes(const UpdateCase& types, int num_moments) {
 }
 
 fsdp::UpdateSpan span_of(const Arrays& arrays, const UpdateCase& types) {
-  return {.gradient = arrays.gradient.const_data_ptr(),
+  const bool is_wide = types.gradient == kFp32;
+  return {.gradient = (is_wide ? arrays.gradient : arrays.narrow_gradient).const_data_ptr(),
           .gradient_dtype = types.gradient,
           .weight = arrays.weight.mutable_data_ptr(),
           .weight_dtype = types.weight,
