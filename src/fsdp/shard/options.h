@@ -81,7 +81,7 @@ struct Offload {
   bool overlap = true;
 
   // Elements that travel together.
-  int64_t chunk_numel = 1 << 22;
+  int64_t chunk_numel = 1 << 20;
 
   friend bool operator==(const Offload&, const Offload&) = default;
 };

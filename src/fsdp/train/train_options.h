@@ -95,7 +95,7 @@ struct TrainOptions {
   double offload = 0.0;
   bool offload_pin = true;
   bool offload_overlap = true;
-  int64_t offload_chunk = 1 << 22;
+  int64_t offload_chunk = 1 << 20;
 
   // --- machine ---
   DeviceChoice device = DeviceChoice::kAuto;
