@@ -136,6 +136,7 @@ struct Fp32 {
   using Code = float;
   static constexpr bool kRounds = false;  // numbers of fp32 that are stored in it
   FSDP_HOST_DEVICE static float widened(Code value) { return value; }
+  FSDP_HOST_DEVICE static Code nearest(float value) { return value; }
 };
 
 // The upper half of fp32: no rebias, no subnormals of its own.

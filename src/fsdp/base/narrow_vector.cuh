@@ -153,12 +153,10 @@ __device__ Vector<typename Narrow::Code> nearest_in_range(const Numbers& values)
 template <typename Narrow>
 __device__ Vector<typename Narrow::Code> nearest(const Numbers& values) {
   constexpr bool kIsWide = std::is_same_v<Narrow, Bf16> || std::is_same_v<Narrow, Fp16>;
-  if (kIsWide && !has_nan(values)) return nearest_in_range<Narrow>(values);
+  if constexpr (kIsWide) {
+    if (!has_nan(values)) return nearest_in_range<Narrow>(values);
+  }
   return vector_of<typename Narrow::Code>([&](int k) { return Narrow::nearest(values.of[k]); });
-}
-template <>
-__device__ inline Vector<float> nearest<Fp32>(const Numbers& values) {
-  return vector_of<float>([&](int k) { return values.of[k]; });
 }
 
 }  // namespace fsdp

@@ -58,15 +58,6 @@ __device__ Numbers<kCount> widened(const Codes<Narrow, kCount>& codes) {
   return numbers;
 }
 
-template <typename Narrow>
-__device__ typename Narrow::Code rounded(float value) {
-  return Narrow::nearest(value);
-}
-template <>
-__device__ float rounded<Fp32>(float value) {
-  return value;
-}
-
 __device__ const void* input_of(const DeviceSum& sum, int rank) {
   return sum.first == nullptr ? sum.listed[rank]
                               : static_cast<const char*>(sum.first) + rank * sum.stride_bytes;
@@ -116,7 +107,7 @@ __device__ void sum_at(const DeviceSum& sum, int64_t first, int64_t stride, int6
     for (int k = 0; k < kCount; ++k) {
       float value = total[i].of[k] * sum.scale;
       if (sum.adds) value = Result::widened(stored[i].code[k]) + value;
-      stored[i].code[k] = rounded<Result>(value);
+      stored[i].code[k] = Result::nearest(value);
       const float exact = Result::widened(stored[i].code[k]);
       seen.squares += static_cast<double>(exact) * exact;
       seen.nonfinite |= !(exact - exact == 0.0f);

@@ -30,15 +30,6 @@ struct PackList {
 };
 static_assert(sizeof(PackList) <= 4000);
 
-template <typename Narrow>
-__device__ typename Narrow::Code rounded(float value) {
-  return Narrow::nearest(value);
-}
-template <>
-__device__ float rounded<Fp32>(float value) {
-  return value;
-}
-
 // What a thread block packs: a part of one tensor.
 template <typename From, typename To, bool kAdds>
 struct Chunk {
@@ -84,7 +75,7 @@ struct Chunk {
   __device__ void pack_one(int64_t i) const {
     float value = From::widened(from[i]) * scale;
     if constexpr (kAdds) value = To::widened(to[i]) + value;
-    to[i] = rounded<To>(value);
+    to[i] = To::nearest(value);
   }
 };
 
