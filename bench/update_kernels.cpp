@@ -69,7 +69,7 @@ class Arrays {
   const fsdp::StepState* state() const {
     return static_cast<const fsdp::StepState*>(state_.const_data_ptr());
   }
-  void* stream() const { return fsdp::current_stream(device); }
+  void* stream() const { return fsdp::current_stream(device).native_handle(); }
 
   const c10::Device device;
   const at::Tensor gradient, narrow_gradient, weight, main, first, second, scales, squares;

@@ -1,5 +1,7 @@
 // The engine on a CUDA device: streams, events and slabs, with ranks that are threads on one GPU.
 #include <ATen/ATen.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
 #include <torch/nn/modules/linear.h>
 
@@ -136,6 +138,41 @@ INSTANTIATE_TEST_SUITE_P(Pools, OnDevice,
                                             ::testing::ValuesIn(all_pool_kinds()),
                                             ::testing::Bool()),
                          name_of_case);
+
+// Autograd hands gradients over on the stream that was current in fully_shard(). Work that keeps
+// that one busy would let reductions read gradients that have not come yet.
+TEST(OnDevice, TrainsOnAStreamOfTheCaller) {
+  FSDP_REQUIRE_GPU();
+  for (const int ranks : {1, 2}) {
+    const std::vector<at::Tensor> expected = train_plain(ranks);
+    run_ranks(ranks, [&](World& world) {
+      const Mesh mesh = world.mesh();
+      Stack model = make_stack(false);
+      const Sharded sharded = fully_shard(
+          model, mesh,
+          {.gradient_lifetime = GradientLifetime::kStep, .collectives = Collectives::kAlways});
+      const at::Tensor large = at::ones({8192, 8192}, at::kCUDA);
+      const c10::Device device = large.device();
+      const c10::Stream stream =
+          c10::impl::VirtualGuardImpl(at::kCUDA).getStreamFromGlobalPool(device);
+      for (int step = 0; step < kSteps; ++step) {
+        for (int i = 0; i < 3; ++i) at::mm(large, large);  // tens of milliseconds
+        const c10::StreamGuard guard(stream);
+        model(input_of(world.rank(), step)).square().mean().backward();
+        for (const FlatShard& shard : sharded.flat_shards())
+          shard.main_weight.sub_(shard.gradient, 0.05);
+        sharded.refresh_weights();
+        sharded.zero_grad();
+      }
+      const c10::StreamGuard guard(stream);
+      const auto whole = sharded.full_parameters();
+      const std::vector<at::Tensor> actual = model->parameters();
+      for (size_t i = 0; i < expected.size(); ++i)
+        EXPECT_TRUE(at::allclose(actual[i].cpu(), expected[i], 1e-4, 1e-6))
+            << ranks << " ranks, parameter " << i;
+    });
+  }
+}
 
 // fp32 main gradients of bf16 weights: the product reaches them as the GPU has summed it.
 TEST(OnDevice, RoundsNoWeightGradientBeforeItReachesItsMainGradient) {

@@ -1,12 +1,12 @@
 #include "fsdp/graph/graph.h"
 
-#include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <utility>
 #include <vector>
 
+#include "fsdp/base/device_stream.h"
 #include "fsdp/base/error.h"
 #include "fsdp/graph/device_graph.h"
 #include "fsdp/shard/engine.h"
@@ -21,12 +21,6 @@ constexpr int64_t kMaxExtraWarmup = 4;
 
 c10::Stream new_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
-}
-
-void follow(const c10::Stream& second, const c10::Stream& first) {
-  c10::Event queued(first.device_type());
-  queued.record(first);
-  queued.block(second);
 }
 
 [[noreturn]] void refuse(const std::string& what, const char* fix) {
@@ -92,8 +86,7 @@ void Graph::come_to_rest() const {
 }
 
 void Graph::run() {
-  const c10::Stream caller =
-      c10::impl::VirtualGuardImpl(stream_.device_type()).getStream(stream_.device());
+  const c10::Stream caller = current_stream(stream_.device());
   follow(stream_, caller);
   {
     const c10::StreamGuard guard(stream_);

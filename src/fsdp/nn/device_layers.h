@@ -21,7 +21,7 @@ at::Tensor dense_packs(const at::Tensor& tensor);
 class OnDeviceOf {
  public:
   explicit OnDeviceOf(const at::Tensor& tensor)
-      : guard_(tensor.device()), stream_(current_stream(tensor.device())) {}
+      : guard_(tensor.device()), stream_(current_stream(tensor.device()).native_handle()) {}
   void* stream() const { return stream_; }
 
  private:

@@ -27,7 +27,8 @@ void add_squared_norm(const at::Tensor& gradient, const at::Tensor& sum,
   const int64_t numel = gradient.numel();
   if (!sum.is_cpu()) {
     squared_sum_on_device(gradient.const_data_ptr(), dtype, numel, sum.mutable_data_ptr<double>(),
-                          workspace.mutable_data_ptr<double>(), current_stream(sum.device()));
+                          workspace.mutable_data_ptr<double>(),
+                          current_stream(sum.device()).native_handle());
     return;
   }
   const auto* bytes = static_cast<const std::byte*>(gradient.const_data_ptr());

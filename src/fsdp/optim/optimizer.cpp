@@ -211,7 +211,8 @@ Work Optimizer::begin(Work norm) {
         if (state_.is_cpu()) {
           begin_step(*state_pointer(), step_rule_);
         } else {
-          begin_step_on_device(state_pointer(), step_rule_, current_stream(state_.device()));
+          begin_step_on_device(state_pointer(), step_rule_,
+                               current_stream(state_.device()).native_handle());
         }
       },
       std::span(&norm, 1));

@@ -50,7 +50,7 @@ void update_on_device(const UpdateSpan& span, const UpdateMath& math, const Step
   std::visit(
       [&](const auto& rule) {
         check_span(span, num_moments(rule));
-        on_device(span, rule, state, current_stream(device));
+        on_device(span, rule, state, current_stream(device).native_handle());
       },
       math);
 }

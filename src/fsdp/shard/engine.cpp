@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "fsdp/base/device_stream.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
 #include "fsdp/shard/recompute.h"
@@ -214,6 +215,7 @@ void Engine::end_use(UnitState& unit, const Times& times, Phase phase, CallMode 
 }
 
 int32_t Engine::begin_one(UnitState& unit, Phase phase, CallMode mode) {
+  if (!device_.is_cpu()) unit.stream = current_stream(device_);
   int32_t time = -1;
   if (unit.kind == UnitKind::kScheduled && mode != CallMode::kInBetween) {
     const bool followed = plan_->follows();

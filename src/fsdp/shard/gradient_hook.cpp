@@ -1,17 +1,36 @@
 #include "fsdp/shard/gradient_hook.h"
 
+#include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <utility>
 
+#include "fsdp/base/device_stream.h"
 #include "fsdp/base/error.h"
 #include "fsdp/shard/direct_gradient.h"
 
 namespace fsdp {
 
 namespace {
+
+// Autograd runs an accumulator on the stream that was current when it was made: that of
+// fully_shard(), or of a graph. The unit may compute on another one.
+class OnStreamOfUnit {
+ public:
+  OnStreamOfUnit(const UnitState& unit, const at::Tensor& gradient) {
+    if (!unit.stream) return;
+    const c10::Stream accumulator = current_stream(unit.stream->device());
+    if (accumulator == *unit.stream) return;
+    follow(*unit.stream, accumulator);
+    if (gradient.defined() && gradient.has_storage()) used_on(*unit.stream, gradient);
+    guard_.reset_stream(*unit.stream);
+  }
+
+ private:
+  c10::OptionalStreamGuard guard_;
+};
 
 class GradientHook final : public torch::autograd::FunctionPostHook {
  public:
@@ -25,6 +44,7 @@ class GradientHook final : public torch::autograd::FunctionPostHook {
       const at::Tensor& parameter = state_.group->members()[static_cast<size_t>(member_)].parameter;
       at::Tensor gradient = std::move(parameter.mutable_grad());
       parameter.mutable_grad() = at::Tensor();
+      const OnStreamOfUnit stream(unit_, gradient);
       engine->gradient_ready(unit_, state_, member_, gradient);
     }
     return outputs;

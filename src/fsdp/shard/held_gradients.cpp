@@ -1,10 +1,10 @@
 #include "fsdp/shard/held_gradients.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 
+#include "fsdp/base/device_stream.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/shard/pack_on_device.h"
@@ -27,8 +27,7 @@ bool HeldGradients::takes(const at::Tensor& target, const at::Tensor& gradient) 
 }
 
 void HeldGradients::hold(const at::Tensor& target, const at::Tensor& gradient, How how) {
-  const c10::Stream current =
-      c10::impl::VirtualGuardImpl(target.device().type()).getStream(target.device());
+  const c10::Stream current = current_stream(target.device());
   // One launch belongs to one stream and touches a target once.
   const bool is_held = std::any_of(entries_.begin(), entries_.end(), [&](const Entry& entry) {
     return entry.target.is_same(target);
@@ -42,6 +41,11 @@ void HeldGradients::hold(const at::Tensor& target, const at::Tensor& gradient, H
 
 void HeldGradients::pack() {
   if (entries_.empty()) return;
+  const c10::Stream current = current_stream(stream_->device());
+  if (current != *stream_) {
+    follow(current, *stream_);
+    for (const Entry& entry : entries_) used_on(current, entry.gradient);
+  }
   std::vector<PackedTensor> tensors;
   tensors.reserve(entries_.size());
   for (const Entry& entry : entries_)
@@ -51,8 +55,7 @@ void HeldGradients::pack() {
                        .numel = entry.target.numel(),
                        .adds = entry.how == How::kAdd});
   const DType type = dtype_of(entries_.front().target.scalar_type());
-  pack_on_device(tensors, type, /*scale=*/1.0f, stream_->native_handle());
-  // The allocator hands a gradient's memory out again on the stream that it came from: this one.
+  pack_on_device(tensors, type, /*scale=*/1.0f, current.native_handle());
   drop();
 }
 

@@ -26,7 +26,7 @@ class HeldGradients {
   // and add_() would have now. All targets have one type.
   void hold(const at::Tensor& target, const at::Tensor& gradient, How how);
 
-  // On the stream that was current when they were held.
+  // On the current stream, where whoever reads the targets comes after it.
   void pack();
 
   // After an error.

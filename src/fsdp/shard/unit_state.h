@@ -1,6 +1,8 @@
 // One unit as the engine sees it.
 #pragma once
 
+#include <c10/core/Stream.h>
+
 #include <array>
 #include <cstdint>
 #include <memory>
@@ -47,6 +49,9 @@ struct UnitState {
   std::string gather_range;  // for profilers: "fsdp::all_gather blocks.3"
   std::string reduce_range;
 
+  // The one its calls compute on, which orders its slabs, gradients and collectives; only of
+  // devices that have streams, and once there was a call.
+  std::optional<c10::Stream> stream;
   Work update;               // of its weights, by the optimizer; is_updating until waited for
   bool is_updating = false;  // (Engine::begin_update)
   int32_t num_active = 0;    // uses that compute now, nested ones included
