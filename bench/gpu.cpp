@@ -38,6 +38,7 @@ constexpr size_t kLossAfter = 20;
 constexpr int kProfiledSteps = 2;
 // So few tokens that the device is done before the host has asked for more.
 constexpr int64_t kHostTokens = 16;
+constexpr int kHostSteps = 3;  // of a turn; the best counts
 
 struct Settings {
   std::string model = "llama-1b";
@@ -52,6 +53,7 @@ struct Settings {
   std::string profile;  // a folder
   bool deterministic = false;
   int64_t offload_chunk = 0;  // 0: the default
+  int host_turns = 0;         // 0: whole measurements
 };
 
 const fsdp::ModelPreset& preset_of(const Settings& settings) {
@@ -107,11 +109,14 @@ double host_milliseconds(const std::function<void()>& step, c10::Device device, 
   return *std::min_element(times.begin(), times.end());
 }
 
+Batch few_tokens_of(const Batch& batch) {
+  return {batch.tokens.slice(0, 0, 1).slice(1, 0, kHostTokens).contiguous(),
+          batch.targets.slice(0, 0, 1).slice(1, 0, kHostTokens).contiguous()};
+}
+
 // The same when the device never makes them wait.
 double few_tokens_host_milliseconds(bench::Trainee& trainee, const Batch& batch, int steps) {
-  const Batch few{batch.tokens.slice(0, 0, 1).slice(1, 0, kHostTokens).contiguous(),
-                  batch.targets.slice(0, 0, 1).slice(1, 0, kHostTokens).contiguous()};
-  const auto step = [&] { trainee.step(few); };
+  const auto step = [&, few = few_tokens_of(batch)] { trainee.step(few); };
   host_milliseconds(step, batch.tokens.device(), 3);
   return host_milliseconds(step, batch.tokens.device(), steps);
 }
@@ -144,16 +149,49 @@ void profile(const std::function<void()>& step, const std::function<void()>& fin
   save(ranges.finish(), path + ".host.json");
 }
 
+c10::Device device_of(const Settings& settings) {
+  return settings.device == "cpu" ? c10::Device("cpu") : c10::Device("cuda:0");
+}
+
+std::unique_ptr<bench::Trainee> make_trainee(const bench::Row& row, const Settings& settings) {
+  const c10::Device device = device_of(settings);
+  return row.make({.config = preset_of(settings).config,
+                   .device = device,
+                   .compute = device.is_cpu() ? at::kFloat : at::kBFloat16,
+                   .rates = {.lr = settings.lr},
+                   .offload_chunk = settings.offload_chunk});
+}
+
+// The host's milliseconds of rows that take turns in one process. Processes of their own differ by
+// more than sharding costs: by where their threads and memory happen to be.
+void print_host_turns(const Settings& settings) {
+  const c10::Device device = device_of(settings);
+  const fsdp::ModelConfig& config = preset_of(settings).config;
+  const Batch few = few_tokens_of(read_batch(settings, fsdp::vocab_size_of(config), device));
+  std::vector<std::unique_ptr<bench::Trainee>> trainees;
+  std::vector<std::vector<double>> turns(settings.rows.size());
+  for (const std::string& name : settings.rows) {
+    trainees.push_back(make_trainee(bench::find_row(name), settings));
+    for (int i = 0; i < settings.warm_up; ++i) trainees.back()->step(few);
+  }
+  for (int turn = 0; turn < settings.host_turns; ++turn)
+    for (size_t row = 0; row < trainees.size(); ++row)
+      turns[row].push_back(
+          host_milliseconds([&] { trainees[row]->step(few); }, device, kHostSteps));
+  for (size_t row = 0; row < trainees.size(); ++row)
+    std::printf("%s\n", json{{"row", settings.rows[row]},
+                             {"model", settings.model},
+                             {"units", bench::num_units(config)},
+                             {"host_turns_ms", turns[row]}}
+                            .dump()
+                            .c_str());
+}
+
 json measure(const bench::Row& row, const Settings& settings) {
   const fsdp::ModelPreset& preset = preset_of(settings);
-  const c10::Device device = settings.device == "cpu" ? c10::Device("cpu") : c10::Device("cuda:0");
+  const c10::Device device = device_of(settings);
   const Batch batch = read_batch(settings, fsdp::vocab_size_of(preset.config), device);
-  const std::unique_ptr<bench::Trainee> trainee =
-      row.make({.config = preset.config,
-                .device = device,
-                .compute = device.is_cpu() ? at::kFloat : at::kBFloat16,
-                .rates = {.lr = settings.lr},
-                .offload_chunk = settings.offload_chunk});
+  const std::unique_ptr<bench::Trainee> trainee = make_trainee(row, settings);
   std::vector<at::Tensor> losses;
   const std::function<void()> step = [&] {
     trainee->step(batch);
@@ -234,6 +272,8 @@ int main(int argc, char** argv) {
                  "elements that travel together to and from the host; 0: the default");
   app.add_flag("--deterministic", settings.deterministic,
                "libtorch's kernels that add in the same order every time; slower");
+  app.add_option("--host-turns", settings.host_turns,
+                 "only the host's time: all rows in one process, this many times by turns");
   app.add_option("--profile", settings.profile, "a folder for traces of what the device ran");
   CLI11_PARSE(app, argc, argv);
   setenv("FSDP_LOG", "warning", 0);
@@ -244,6 +284,10 @@ int main(int argc, char** argv) {
       setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", 0);  // or libtorch refuses
       at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/false);
       at::globalContext().setDeterministicFillUninitializedMemory(false);
+    }
+    if (settings.host_turns > 0) {
+      print_host_turns(settings);
+      return 0;
     }
     for (const std::string& name : settings.rows) {
       std::printf("%s\n", measure(bench::find_row(name), settings).dump().c_str());

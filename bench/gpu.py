@@ -85,9 +85,8 @@ def command_of(args, row, model, folder):
     return command
 
 
-def run_row(args, row, model, folder, profiles=False):
-    """What the process measured, or {"error": its last words}."""
-    command = command_of(args, row, model, folder) + (["--profile", folder] if profiles else [])
+def run(args, command, row=""):
+    """The figures a process printed, and an error: its last words, if it failed."""
     try:
         # One rank whatever started this script.
         kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
@@ -95,17 +94,36 @@ def run_row(args, row, model, folder, profiles=False):
             kept["FSDP_LAYERS"] = "aten"  # libtorch's operations instead of our layers' kernels, as the peers compute
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=args.timeout, env=kept)
     except OSError as error:
-        return {"error": str(error)}
+        return [], str(error)
     except subprocess.TimeoutExpired:
-        return {"error": f"not done after {args.timeout} s"}
+        return [], f"not done after {args.timeout} s"
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode == 0 and lines:
-        return json.loads(lines[-1])
+        return [json.loads(line) for line in lines], ""
     words = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in (done.stderr or done.stdout).splitlines() if line.strip()]
     if args.verbose:
         print("\n".join(words[-30:]), file=sys.stderr)
     errors = [line for line in words if re.match(r"\S*(Error|Exception|bench_gpu)\b.*:", line)]
-    return {"error": (errors or words or ["no words"])[-1].strip()[:300]}
+    return [], (errors or words or ["no words"])[-1].strip()[:300]
+
+
+def run_row(args, row, model, folder, profiles=False):
+    """What the process measured, or {"error": its last words}."""
+    figures, error = run(args, command_of(args, row, model, folder) + (["--profile", folder] if profiles else []), row)
+    return {"error": error} if error else figures[-1]
+
+
+def host_turns(args, model, folder):
+    """Milliseconds of the host, {row: one for each turn}, of our eager rows by turns in one process."""
+    rows = [row for row in ("plain-same", "ours", "ours-collectives") if row in args.rows]
+    if len(rows) < 2:
+        return {}
+    command = [args.bench, "--rows", *rows, "--model", model, "--device", args.device, "--host-turns", str(args.host_turns),
+               "--tokens", f"{folder}/{model}.tokens"]
+    figures, error = run(args, command)
+    words = error or ", ".join(f"{each['row']} {min(each['host_turns_ms']):.1f}" for each in figures)
+    print(f"# {model} host ms: {words}", file=sys.stderr, flush=True)
+    return {each["row"]: each["host_turns_ms"] for each in figures}
 
 
 def joined(turns):
@@ -138,21 +156,27 @@ def take_turn(args, turn, row, model, folder):
 
 
 def measure(args, folder, save):
-    """Calls save({model: {row: turns so far}}) after every turn: a run that is cut short leaves what it had."""
+    """Calls save({model: {row: turns so far}}, hosts) after every turn: a run that is cut short leaves what it had."""
     turns = {model: {row: [] for row in args.rows} for model in args.models}
+    hosts = {}
     for model in args.models:
         write_tokens(f"{folder}/{model}.tokens", model)
+        hosts[model] = host_turns(args, model, folder)
     for turn in range(args.rounds):
         for model in args.models:
             for row in args.rows if turn % 2 == 0 else args.rows[::-1]:
                 if turns[model][row] and "error" in turns[model][row][-1]:
                     continue
                 turns[model][row].append(take_turn(args, turn, row, model, folder))
-                save(turns)
+                save(turns, hosts)
 
 
-def report_of(args, found, turns):
+def report_of(args, found, turns, hosts):
     results = {model: {row: joined(each) for row, each in rows.items() if each} for model, rows in turns.items()}
+    for model, rows in hosts.items():
+        for row, milliseconds in rows.items():
+            if "ms" in results[model].get(row, {}):
+                results[model][row] |= {"host_ms": min(milliseconds), "host_turns_ms": milliseconds}
     profiles = {model: {row: figures.pop("profile") for row, figures in rows.items() if "profile" in figures}
                 for model, rows in results.items()}
     return {"environment": found, "shapes": {model: SHAPES[model][:2] for model in args.models}, "rounds": args.rounds,
@@ -170,6 +194,7 @@ def arguments():
     parser.add_argument("--lr", type=float, default=3e-5,
                         help="of every row; with 3e-4 llama-1b is too lively for losses to be compared")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each row")
+    parser.add_argument("--host-turns", type=int, default=10, help="of our eager rows, in one process, for the host's time")
     parser.add_argument("--profile", nargs="*", default=["plain-same", "ours"], metavar="ROW",
                         help="rows whose last turn ends with a profile")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -191,8 +216,8 @@ def main():
     out = pathlib.Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
 
-    def save(turns):
-        report = report_of(args, found, turns)
+    def save(turns, hosts):
+        report = report_of(args, found, turns, hosts)
         (out / f"{found['date']}-gpu.json").write_text(json.dumps(report, indent=1) + "\n")
         (out / f"{found['date']}-gpu.md").write_text(gpu_report.page(report))
 

@@ -4,6 +4,7 @@ Usage: python bench/gpu_report.py RESULTS.json    prints the page again
 """
 
 import json
+import statistics
 import sys
 
 import gpu_profile
@@ -37,6 +38,9 @@ def ratio(rows, name, base):
 def host_cost(rows, name):
     """Milliseconds of the host per unit and step beyond the unsharded model of the same language."""
     base = "pytorch-bf16" if name in EAGER_PEERS else "plain-same-aten" if name.endswith("-aten") else "plain-same"
+    mine, plain = (rows.get(each, {}).get("host_turns_ms") for each in (name, base))
+    if mine and plain:
+        return statistics.median(a - b for a, b in zip(mine, plain)) / rows[name]["units"]
     mine, plain = (rows.get(each, {}).get("host_ms") for each in (name, base))
     return None if mine is None or plain is None else (mine - plain) / rows[name]["units"]
 
@@ -130,7 +134,8 @@ def page(report):
              "- ms: median step between events on the computing stream, then of the rounds; ratios: within a round.",
              "- host ms: what the calls of a step take with 16 tokens, so that the device never makes them wait; the best, as other "
              "work can only slow them. With a graph: one replay, with all tokens. Per unit: "
-             "beyond `plain-same` (C++) or `pytorch-bf16` (Python), over the number of units.",
+             "beyond `plain-same` (C++) or `pytorch-bf16` (Python), over the number of units; `plain-same`, `ours` and "
+             "`ours-collectives` take turns in one process for it, and the median difference counts.",
              "- peak: most that libtorch's allocator had handed out; reserved: had taken from the driver; in use: all of the "
              "device's memory after the last step.",
              "- -aten: the layers' element-wise parts by libtorch's operations, as the peers compute them, instead of our kernels.",

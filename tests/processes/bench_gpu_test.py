@@ -17,7 +17,8 @@ def run(command):
 def all_rows_train_the_same_model(script, program):
     with tempfile.TemporaryDirectory() as folder:
         done = run([sys.executable, script, "--bench", program, "--device", "cpu", "--models", "tiny", "--rows", *ROWS,
-                    "--steps", 3, "--warm-up", 1, "--rounds", 1, "--lr", 3e-4, "--profile", "--out", folder, "--verbose"])
+                    "--steps", 3, "--warm-up", 1, "--rounds", 1, "--lr", 3e-4, "--host-turns", 2, "--profile",
+                    "--out", folder, "--verbose"])
         assert done.returncode == 0, done.stdout + done.stderr
         (results,) = pathlib.Path(folder).glob("*-gpu.json")
         (page,) = pathlib.Path(folder).glob("*-gpu.md")
@@ -35,6 +36,8 @@ def all_rows_train_the_same_model(script, program):
     for name in ("ours", "ours-collectives"):
         for mine, plain in zip(rows[name]["losses"], rows["plain-same"]["losses"]):
             assert abs(mine - plain) < 1e-3, f"{name}: {rows[name]['losses']}, plain-same: {rows['plain-same']['losses']}"
+    for name in ("plain-same", "ours", "ours-collectives"):
+        assert len(rows[name]["host_turns_ms"]) == 2, rows[name]
     goals = {goal["goal"]: goal["met"] for goal in report["goals"]["tiny"]}
     assert goals["ours: loss of plain-same within 1%"] is True, goals
     assert goals["ours-graph <= 1.02 x plain-same-graph"] is None, goals

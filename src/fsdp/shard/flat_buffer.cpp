@@ -13,9 +13,12 @@ namespace fsdp {
 at::Tensor tensor_over(void* address, int64_t numel, at::ScalarType dtype, c10::Device device) {
   // Buffers are made when they are needed first, which may be in an evaluation.
   const c10::InferenceMode for_training_too(false);
-  // Nothing has no address, and a device would ask whose memory that is.
+  // Nothing has no address.
   if (numel == 0) return at::empty({0}, at::TensorOptions().dtype(dtype).device(device));
-  return at::from_blob(address, {numel}, at::TensorOptions().dtype(dtype).device(device));
+  return at::for_blob(address, {numel})
+      .options(at::TensorOptions().dtype(dtype).device(device))
+      .target_device(device)  // or the driver would be asked whose memory it is
+      .make_tensor();
 }
 
 std::vector<FlatRange> padding_ranges(const FlatLayout& layout, PlacementPair placed,
@@ -45,20 +48,23 @@ FlatBuffer::FlatBuffer(const FlatLayout& layout, const FlatBufferSpec& spec,
       spec_(spec),
       numel_(layout.shard_numel(spec.placed, spec.rank)),
       ranges_(layout.shard_ranges(spec.placed, spec.rank)),
+      padding_(padding_ranges(layout, spec.placed, spec.rank)),
       allocator_(allocator) {}
 
 void FlatBuffer::allocate() {
   FSDP_ASSERT(!is_allocated());
   const auto width = static_cast<int64_t>(c10::elementSize(spec_.dtype));
   slab_ = Slab(allocator_, numel_ * width, layout_.request().align_bytes);
-  local_ = tensor_over(slab_.at(0), numel_, spec_.dtype, spec_.device);
-  for (const FlatRange& range : padding_ranges(layout_, spec_.placed, spec_.rank))
-    at(range).zero_();
+  // Views of the same memory may go on as they are.
+  if (!local_.defined() || local_.const_data_ptr() != slab_.at(0))
+    local_ = tensor_over(slab_.at(0), numel_, spec_.dtype, spec_.device);
+  is_allocated_ = true;
+  for (const FlatRange& range : padding_) at(range).zero_();
 }
 
 void FlatBuffer::release() {
-  local_.reset();
   slab_ = Slab();
+  is_allocated_ = false;
 }
 
 at::Tensor FlatBuffer::at(FlatRange range) const {

@@ -27,13 +27,14 @@ class FlatBuffer {
   // Not initialised but for the padding, which is 0: it takes part in reductions and updates.
   void allocate();
   void release();
-  bool is_allocated() const { return local_.defined(); }
+  bool is_allocated() const { return is_allocated_; }
 
   int64_t numel() const { return numel_; }
   const FlatBufferSpec& spec() const { return spec_; }
   at::ScalarType dtype() const { return spec_.dtype; }
 
-  // All of this rank's part, one-dimensional.
+  // All of this rank's part, one-dimensional; the same tensor while memory comes back at the same
+  // address.
   const at::Tensor& local() const { return local_; }
 
   // Elements [begin, end) of the whole, which must lie in this rank's part.
@@ -50,9 +51,11 @@ class FlatBuffer {
   const FlatBufferSpec spec_;
   const int64_t numel_;
   const std::vector<ShardRange> ranges_;  // of this rank's part
+  const std::vector<FlatRange> padding_;
   SlabAllocator& allocator_;
   Slab slab_;
-  at::Tensor local_;
+  at::Tensor local_;  // over the memory there is, or was last
+  bool is_allocated_ = false;
 };
 
 // A one-dimensional tensor over memory that somebody else owns.

@@ -171,11 +171,6 @@ void GroupGradient::zero() {
 
 void GroupGradient::give_back() {
   if (setting_.gradient_lifetime != GradientLifetime::kStep || !main_.is_allocated()) return;
-  if (!uses_slab()) {
-    views_.clear();
-    gaps_.clear();
-    viewed_.reset();
-  }
   main_.release();
 }
 
