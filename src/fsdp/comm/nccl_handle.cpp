@@ -1,6 +1,8 @@
 #include "fsdp/comm/nccl_handle.h"
 
 #include <chrono>
+#include <future>
+#include <thread>
 #include <utility>
 
 #include "fsdp/base/log.h"
@@ -13,6 +15,8 @@ namespace {
 
 // What a launch takes at most when nothing holds it up.
 constexpr std::chrono::seconds kLongestLaunch{1};
+// And an end: it closes connections and waits for NCCL's threads and kernels.
+constexpr std::chrono::seconds kLongestEnd{10};
 
 }  // namespace
 
@@ -80,7 +84,17 @@ void NcclHandle::abort() noexcept {
   }
 #endif
   if (!lock) log(LogLevel::kWarning, "a launch of '", name_, "' does not come back from NCCL");
-  ncclCommAbort(comm_);
+  // By a thread that is left behind if NCCL itself waits for a rank that is gone: whoever gives up
+  // must be heard.
+  std::promise<void> ended;
+  const std::future<void> end = ended.get_future();
+  std::thread([comm = comm_, done = std::move(ended)]() mutable {
+    ncclCommAbort(comm);
+    done.set_value();
+  }).detach();
+  if (end.wait_for(kLongestEnd) != std::future_status::ready)
+    log(LogLevel::kWarning, "NCCL has not ended '", name_, "' within ", kLongestEnd.count(),
+        " s; it is left as it is");
 }
 
 }  // namespace fsdp
