@@ -109,6 +109,28 @@ TEST(NarrowFloat, KnowsItsRange) {
   EXPECT_EQ(Fp8E5M2::kMinSubnormal, 0x1p-16f);
 }
 
+template <typename Narrow>
+void expect_neighbours() {
+  const auto least = std::bit_cast<uint32_t>(Narrow::kMinNormal);
+  const auto most = std::bit_cast<uint32_t>(Narrow::kMax);
+  for (uint32_t bits = least; bits <= most; bits += 1021) {
+    const auto value = std::bit_cast<float>(bits);
+    const auto expected = Narrow::neighbours(value);
+    const auto found = Narrow::normal_neighbours(value);
+    ASSERT_EQ(found.below, expected.below) << value;
+    ASSERT_EQ(found.above, expected.above) << value;
+    ASSERT_EQ(Narrow::nearest(found.below), expected.code_below) << value;
+    ASSERT_LE(found.below, value);
+    ASSERT_GT(found.above, value);
+  }
+}
+
+TEST(NarrowFloat, NormalNumbersHaveTheNeighboursOfAnyNumber) {
+  expect_neighbours<Fp16>();
+  expect_neighbours<Fp8E4M3>();
+  expect_neighbours<Fp8E5M2>();
+}
+
 TEST(NarrowFloat, OverflowsToInfOrNan) {
   constexpr float kInf = std::numeric_limits<float>::infinity();
   for (const float large : {65520.0f, 1e30f, std::numeric_limits<float>::max(), kInf}) {

@@ -53,6 +53,7 @@ struct NarrowFloat {
   static constexpr float kMax = std::bit_cast<float>(((kTopCode - 1) << kShift) + kRebias);
   static constexpr float kMinSubnormal =
       std::bit_cast<float>(kSmallestNormal - (static_cast<uint32_t>(kMantissaBits) << 23));
+  static constexpr float kMinNormal = std::bit_cast<float>(kSmallestNormal);
 
   FSDP_HOST_DEVICE static float widened(Code code) {
     const uint32_t magnitude = code & kMagnitudeMask;
@@ -99,6 +100,11 @@ struct NarrowFloat {
     return {.below = of_bits(low) - lifted.by,
             .above = of_bits(high) - lifted.by,
             .code_below = code > kNanCode ? kNanCode : code};
+  }
+  // The same for one from kMinNormal to kMax, without its code.
+  FSDP_HOST_DEVICE static Neighbours normal_neighbours(float value) {
+    const uint32_t low = std::bit_cast<uint32_t>(value) & ~((1u << kShift) - 1);
+    return {.below = of_bits(low), .above = of_bits(low + (1u << kShift))};
   }
 
  private:

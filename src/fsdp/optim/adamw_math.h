@@ -44,15 +44,24 @@ FSDP_HOST_DEVICE inline AdamWFactors adamw_factors(const AdamWRule& rule, const 
 
 // Products and sums are fused where it is written, and nowhere else: a result is the same on every
 // machine. (Hosts without fused operations, x86-64 before 2013, are slow here.)
+FSDP_HOST_DEVICE inline float adamw_first(const AdamWFactors& by, float gradient, float first) {
+  return fmaf(gradient, by.to_first, first * by.beta1);
+}
+FSDP_HOST_DEVICE inline float adamw_second(const AdamWFactors& by, float gradient, float second) {
+  const float g = gradient * by.to_second;
+  return fmaf(g, g, second * by.beta2);
+}
+// By the new moments; `root` is the second one's.
+FSDP_HOST_DEVICE inline float adamw_weight(const AdamWFactors& by, float first, float root,
+                                           float weight) {
+  return fmaf(weight, by.decay, first / fmaf(root, by.root, by.eps));
+}
+
 FSDP_HOST_DEVICE inline void adamw_element(const AdamWFactors& by, float gradient, float& weight,
                                            float& first, float& second) {
-  const float m = fmaf(gradient, by.to_first, first * by.beta1);
-  const float g = gradient * by.to_second;
-  const float v = fmaf(g, g, second * by.beta2);
-  first = m;
-  second = v;
-  const float change = m / fmaf(sqrtf(v), by.root, by.eps);
-  weight = fmaf(weight, by.decay, change);
+  first = adamw_first(by, gradient, first);
+  second = adamw_second(by, gradient, second);
+  weight = adamw_weight(by, first, sqrtf(second), weight);
 }
 
 }  // namespace fsdp

@@ -42,18 +42,21 @@ FSDP_HOST_DEVICE inline float inverse_scale(float scale) {
   return std::bit_cast<float>((254u << 23) - std::bit_cast<uint32_t>(scale));
 }
 
-// A root whose square has the right mean: of the two neighbours one is chosen with the probability
-// that the square, not the root, asks for. (Roots with the right mean have squares above it, by
-// more than a step's decay, and would grow without bound.) `random` is below 2^16.
+// Which neighbour a root becomes, so that its square has the right mean: it is chosen with the
+// probability that the square, not the root, asks for. (Roots with the right mean have squares
+// above it, by more than a step's decay, and would grow without bound.) `random` is below 2^16.
+FSDP_HOST_DEVICE inline bool root_goes_up(float root, float below, float above, uint32_t random) {
+  // (random + 1/2) / 2^16, by way of the mantissa of a number from 1 to 2.
+  const float part = std::bit_cast<float>(0x3F800040u | (random << 7)) - 1.0f;
+  const float low_square = below * below;
+  return part * (above * above - low_square) < root * root - low_square;
+}
+
 template <typename Narrow>
 FSDP_HOST_DEVICE inline typename Narrow::Code root_code(float scaled_root, uint32_t random) {
   using Code = typename Narrow::Code;
   const auto [below, above, low] = Narrow::neighbours(scaled_root);
-  // (random + 1/2) / 2^16, by way of the mantissa of a number from 1 to 2.
-  const float part = std::bit_cast<float>(0x3F800040u | (random << 7)) - 1.0f;
-  const float low_square = below * below;
-  const bool goes_up = part * (above * above - low_square) < scaled_root * scaled_root - low_square;
-  const uint32_t code = low + (goes_up ? 1u : 0u);
+  const uint32_t code = low + (root_goes_up(scaled_root, below, above, random) ? 1u : 0u);
   const auto bits = std::bit_cast<uint32_t>(scaled_root);
   const uint32_t least = (bits + 0x7FFFFFFFu) >> 31;  // 0 for 0 alone
   return static_cast<Code>(code > least ? code : least);
