@@ -24,52 +24,32 @@ enum class Blocks : uint8_t { kWhole, kCut };
 
 template <Blocks kBlocks>
 struct Lane {
-  int64_t begin;     // of this lane's first element in the span; may lie before it
-  int64_t position;  // of the same, in the group's whole buffer
-  int64_t scale;     // index of the block's scale
-  int64_t numel;     // of the span
+  int64_t begin;      // of this lane's first element in the span; may lie before it
+  uint32_t position;  // of the same in the group's whole buffer, the lower half
+  int64_t scale;      // index of the block's scale
+  int64_t numel;      // of the span
 
   __device__ bool has(int k) const {
     return kBlocks == Blocks::kWhole || (begin + k >= 0 && begin + k < numel);
   }
 };
 
-// The keys of a step and a group. They change every 2^32 positions, so those of a span's begin are
-// kept.
-class RandomKeys {
+// The random bits of a lane's elements. Neighbours share theirs in pairs, and a lane has two pairs,
+// of which the first is even: their numbers, and what random_pair first multiplies, differ in the
+// last bit alone.
+class LaneRandom {
  public:
-  __device__ RandomKeys(uint64_t seed, int64_t step, const UpdateSpan& span)
-      : seed_(seed),
-        step_(step),
-        group_(span.group),
-        high_(span.flat_begin >> 32),
-        for_weight_(made(RandomPurpose::kWeight, span.flat_begin)),
-        for_second_(made(RandomPurpose::kSecondMoment, span.flat_begin)) {}
+  template <typename Lane>
+  __device__ LaneRandom(RandomKey key, const Lane& lane)
+      : pairs_{random_pair(key, lane.position / 2), random_pair(key, lane.position / 2 ^ 1u)} {}
 
-  __device__ RandomKey at(RandomPurpose purpose, int64_t position) const {
-    if (position >> 32 != high_) return made(purpose, position);
-    return purpose == RandomPurpose::kWeight ? for_weight_ : for_second_;
+  __device__ uint32_t of(int k) const {
+    return k % 2 != 0 ? pairs_[k / 2] >> 16 : pairs_[k / 2] & 0xFFFFu;
   }
 
  private:
-  __device__ RandomKey made(RandomPurpose purpose, int64_t position) const {
-    return random_key(seed_, step_, group_, purpose, position);
-  }
-
-  uint64_t seed_;
-  int64_t step_;
-  uint64_t group_;
-  int64_t high_;
-  RandomKey for_weight_;
-  RandomKey for_second_;
+  uint32_t pairs_[2];
 };
-
-// Neighbours share their bits in pairs, and a lane's first one is even.
-template <typename Lane>
-__device__ uint32_t random_of(RandomKey key, const Lane& lane, int k) {
-  const uint32_t pair = random_pair(key, static_cast<uint32_t>(lane.position) / 2 + k / 2);
-  return k % 2 != 0 ? pair >> 16 : pair & 0xFFFFu;
-}
 
 // --- arrays --------------------------------------------------------------------------------------
 
@@ -92,18 +72,18 @@ template <typename Word>
 __device__ void store(void* values, const Lane<Blocks::kCut>& lane, const Vector<Word>& vector) {
 #pragma unroll
   for (int k = 0; k < kVector; ++k)
-    if (lane.has(k)) static_cast<Word*>(values)[lane.begin + k] = vector.of[k];
+    if (lane.has(k)) static_cast<Word*>(values)[lane.begin + k] = vector[k];
 }
 
 // Numbers as they lie in memory. All of a lane's are loaded before the first is looked at: so many
 // loads are in flight at once.
 struct Raw {
-  Vector<uint32_t> words;  // the first ones, as many as the type needs
+  uint32_t words[kVector];  // the first ones, as many as the type needs
 
   template <typename Word>
   __device__ Vector<Word> as() const {
     Vector<Word> vector;
-    memcpy(&vector, &words, sizeof(vector));
+    memcpy(&vector, words, sizeof(vector));
     return vector;
   }
 };
@@ -112,7 +92,7 @@ template <typename Word, typename Lane>
 __device__ Raw load_words(const void* values, const Lane& lane) {
   const Vector<Word> vector = load<Word>(values, lane);
   Raw raw;
-  memcpy(&raw.words, &vector, sizeof(vector));
+  memcpy(raw.words, &vector, sizeof(vector));
   return raw;
 }
 
@@ -154,19 +134,30 @@ __device__ RawWeight load_weight(const UpdateSpan& span, const Lane& lane) {
   return raw;
 }
 
+// join_weight of two neighbours, as they lie side by side.
+__device__ inline float joined_low(uint32_t uppers, uint32_t remainders) {
+  return join_weight({.upper = static_cast<uint16_t>(uppers),
+                      .remainder = static_cast<int16_t>(static_cast<uint16_t>(remainders))});
+}
+__device__ inline float joined_high(uint32_t uppers, uint32_t remainders) {
+  const int32_t remainder = static_cast<int32_t>(remainders) >> 16;
+  return __uint_as_float((uppers & 0xFFFF0000u) + static_cast<uint32_t>(remainder));
+}
+
 __device__ inline Numbers main_weight(const UpdateSpan& span, const RawWeight& raw) {
   if (span.main == MainWeight::kSeparate) return widened<Fp32>(raw.main.as<float>());
   if (span.main != MainWeight::kSplit) return widened(span.weight_dtype, raw.weight);
-  const auto upper = raw.weight.as<uint16_t>();
-  const auto remainder = raw.main.as<int16_t>();
-  return each(
-      [&](int k) { return join_weight({.upper = upper.of[k], .remainder = remainder.of[k]}); });
+  const uint32_t* uppers = raw.weight.words;
+  const uint32_t* remainders = raw.main.words;
+  return {joined_low(uppers[0], remainders[0]), joined_high(uppers[0], remainders[0]),
+          joined_low(uppers[1], remainders[1]), joined_high(uppers[1], remainders[1])};
 }
 
-struct SplitVector {
-  Vector<uint16_t> upper;
-  Vector<int16_t> remainder;
-};
+// Bits of numbers that were computed here, NaN in the form of bits_to_split: a device's arithmetic
+// knows one NaN, which as an integer is above all numbers.
+__device__ inline uint32_t computed_bits(float value) {
+  return static_cast<uint32_t>(min(__float_as_int(value), 0x7FC00000));
+}
 
 // The upper halves of two numbers' bits, side by side; and the lower ones.
 __device__ inline uint32_t upper_halves(uint32_t first, uint32_t second) {
@@ -176,42 +167,36 @@ __device__ inline uint32_t lower_halves(uint32_t first, uint32_t second) {
   return __byte_perm(first, second, 0x5410);
 }
 
-// split_weight of four; without NaN, which is split in its usual form alone, bytes are only moved.
-__device__ inline SplitVector split_vector(const Numbers& values) {
-  const float* v = values.of;
-  if (has_nan(values))
-    return {.upper = vector_of<uint16_t>([&](int k) { return split_weight(v[k]).upper; }),
-            .remainder = vector_of<int16_t>([&](int k) { return split_weight(v[k]).remainder; })};
-  const auto rounded = [&](int k) {
-    return upper_halves(__float_as_uint(v[k]) + 0x8000u, __float_as_uint(v[k + 1]) + 0x8000u);
-  };
-  const auto rest = [&](int k) {
-    return lower_halves(__float_as_uint(v[k]), __float_as_uint(v[k + 1]));
-  };
-  return {.upper = narrow::as_vector<uint16_t>(rounded(0), rounded(2)),
-          .remainder = narrow::as_vector<int16_t>(rest(0), rest(2))};
+// Adds to the bits of four numbers what function(k) says, and cuts off the lower halves.
+template <typename Function>
+__device__ Vector<uint16_t> cut_after_adding(const Numbers& values, const Function& function) {
+  const auto sum = [&](int k) { return computed_bits(values.of[k]) + function(k); };
+  return {{upper_halves(sum(0), sum(1)), upper_halves(sum(2), sum(3))}};
+}
+
+// split_weight of four.
+__device__ inline Vector<uint16_t> upper_vector(const Numbers& values) {
+  return cut_after_adding(values, [](int) { return 0x8000u; });
+}
+__device__ inline Vector<uint16_t> remainder_vector(const Numbers& values) {
+  const auto bits = [&](int k) { return computed_bits(values.of[k]); };
+  return {{lower_halves(bits(0), bits(1)), lower_halves(bits(2), bits(3))}};
 }
 
 template <typename Narrow, typename Lane>
 __device__ Vector<uint16_t> stochastic(const Numbers& values, const Lane& lane, RandomKey key) {
-  if (std::is_same_v<Narrow, Bf16> && !has_nan(values)) {
-    const auto rounded = [&](int k) {
-      return upper_halves(__float_as_uint(values.of[k]) + random_of(key, lane, k),
-                          __float_as_uint(values.of[k + 1]) + random_of(key, lane, k + 1));
-    };
-    return narrow::as_vector<uint16_t>(rounded(0), rounded(2));
-  }
-  return vector_of<uint16_t>(
-      [&](int k) { return Narrow::stochastic(values.of[k], random_of(key, lane, k)); });
+  const LaneRandom random(key, lane);
+  if constexpr (std::is_same_v<Narrow, Bf16>)
+    return cut_after_adding(values, [&](int k) { return random.of(k); });
+  return vector_of<uint16_t>([&](int k) { return Narrow::stochastic(values.of[k], random.of(k)); });
 }
 
 template <typename Lane>
 __device__ void store_weight(const UpdateSpan& span, const Lane& lane, const Numbers& values,
-                             Rounding rounding, const RandomKeys& keys) {
+                             Rounding rounding, RandomKey key) {
   if (span.main == MainWeight::kSplit) {
-    const SplitVector split = split_vector(values);
-    store(span.weight, lane, split.upper);
-    store(span.main_weight, lane, split.remainder);
+    store(span.weight, lane, upper_vector(values));
+    store(span.main_weight, lane, remainder_vector(values));
     return;
   }
   if (span.main == MainWeight::kSeparate) store_wide(span.main_weight, lane, values);
@@ -219,7 +204,6 @@ __device__ void store_weight(const UpdateSpan& span, const Lane& lane, const Num
   if (span.weight_dtype == DType::kFloat32) {
     store_wide(span.weight, lane, values);
   } else if (span.main == MainWeight::kIsWeight && rounding == Rounding::kStochastic) {
-    const RandomKey key = keys.at(RandomPurpose::kWeight, lane.position);
     if (is_bf16) {
       store(span.weight, lane, stochastic<Bf16>(values, lane, key));
     } else {
@@ -228,7 +212,7 @@ __device__ void store_weight(const UpdateSpan& span, const Lane& lane, const Num
   } else if (span.main == MainWeight::kIsWeight && is_bf16) {
     store(span.weight, lane, nearest<Bf16>(values));
   } else if (is_bf16) {
-    store(span.weight, lane, split_vector(values).upper);
+    store(span.weight, lane, upper_vector(values));
   } else {
     store(span.weight, lane, nearest<Fp16>(values));
   }
@@ -252,7 +236,7 @@ __device__ inline Numbers second_moment(const Moment& moment, const Raw& raw, fl
   return each([&](int k) { return values.of[k] * values.of[k]; });
 }
 
-// Of all lanes that have an element; they hold one block's numbers together.
+// Of a block, whose numbers the lanes hold together. (Zeros, where a lane has no element.)
 struct SharedScale {
   float inverse;
   bool is_of_all;  // no number is NaN or Inf, so all are in range
@@ -260,44 +244,52 @@ struct SharedScale {
 
 // Sets the block's scale.
 template <typename Narrow, typename Lane>
-__device__ SharedScale share_scale(const Numbers& values, const Moment& moment, const Lane& lane) {
-  constexpr uint32_t kInf = 0x7F800000u;
-  const auto largest_of = [&](const auto& magnitude) {
-    uint32_t largest = 0;
+__device__ SharedScale share_scale(const Measured& values, const Moment& moment, const Lane& lane) {
+  uint32_t largest = __reduce_max_sync(kAllLanes, __float_as_uint(values.largest));
+  const bool is_of_all = largest < 0x7F800000u;
+  if (!is_of_all) {
+    largest = 0;
 #pragma unroll
-    for (int k = 0; k < kVector; ++k)
-      if (lane.has(k)) largest = max(largest, magnitude(values.of[k]));
-    return __reduce_max_sync(kAllLanes, largest);
-  };
-  uint32_t largest = largest_of([](float value) { return __float_as_uint(value) & 0x7FFFFFFFu; });
-  const bool is_of_all = largest < kInf;
-  if (!is_of_all) largest = largest_of([](float value) { return magnitude_bits(value); });
+    for (int k = 0; k < kVector; ++k) largest = max(largest, magnitude_bits(values.numbers.of[k]));
+    largest = __reduce_max_sync(kAllLanes, largest);
+  }
   const float scale = block_scale<Narrow>(largest);
   if (threadIdx.x % kWarp == 0) moment.scales[lane.scale] = scale;
   return {.inverse = inverse_scale(scale), .is_of_all = is_of_all};
 }
 
 template <typename Narrow, typename Lane>
-__device__ void store_scaled(const Numbers& values, const Moment& moment, const Lane& lane) {
+__device__ void store_scaled(const Measured& values, const Moment& moment, const Lane& lane) {
   const SharedScale scale = share_scale<Narrow>(values, moment, lane);
-  const Numbers scaled = each([&](int k) { return values.of[k] * scale.inverse; });
-  store(moment.values, lane,
-        scale.is_of_all ? nearest_in_range<Narrow>(scaled) : nearest<Narrow>(scaled));
+  const Numbers scaled = each([&](int k) { return values.numbers.of[k] * scale.inverse; });
+  if (scale.is_of_all) return store(moment.values, lane, nearest_in_range<Narrow>(scaled));
+  store(moment.values, lane, nearest<Narrow>(scaled));
 }
 
+// Where all of a lane's numbers are normal ones of the type, the device's own conversion makes
+// codes of what root_code would choose.
 template <typename Narrow, typename Lane>
-__device__ void store_roots(const Numbers& roots, const Moment& moment, const Lane& lane,
+__device__ void store_roots(const Measured& roots, const Moment& moment, const Lane& lane,
                             RandomKey key) {
-  const float inverse = share_scale<Narrow>(roots, moment, lane).inverse;
+  const SharedScale scale = share_scale<Narrow>(roots, moment, lane);
+  const Numbers scaled = each([&](int k) { return roots.numbers.of[k] * scale.inverse; });
+  const LaneRandom random(key, lane);
+  if (scale.is_of_all && roots.least * scale.inverse >= Narrow::kMinNormal) {
+    const Numbers chosen = each([&](int k) {
+      const auto [below, above, code] = Narrow::normal_neighbours(scaled.of[k]);
+      return root_goes_up(scaled.of[k], below, above, random.of(k)) ? above : below;
+    });
+    return store(moment.values, lane, nearest_in_range<Narrow>(chosen));
+  }
   store(moment.values, lane, vector_of<typename Narrow::Code>([&](int k) {
-          return root_code<Narrow>(roots.of[k] * inverse, random_of(key, lane, k));
+          return root_code<Narrow>(scaled.of[k], random.of(k));
         }));
 }
 
 template <typename Lane>
-__device__ void store_first(const Numbers& values, const Moment& moment, const Lane& lane) {
+__device__ void store_first(const Measured& values, const Moment& moment, const Lane& lane) {
   if (moment.dtype == DType::kBFloat16) {
-    store(moment.values, lane, nearest<Bf16>(values));
+    store(moment.values, lane, nearest<Bf16>(values.numbers));
   } else if (moment.dtype == DType::kFloat16) {
     store_scaled<Fp16>(values, moment, lane);
   } else if (moment.dtype == DType::kFloat8E4M3) {
@@ -305,14 +297,13 @@ __device__ void store_first(const Numbers& values, const Moment& moment, const L
   } else if (moment.dtype == DType::kFloat8E5M2) {
     store_scaled<Fp8E5M2>(values, moment, lane);
   } else {
-    store_wide(moment.values, lane, values);
+    store_wide(moment.values, lane, values.numbers);
   }
 }
 
 template <typename Lane>
-__device__ void store_second(const Numbers& values, const Numbers& roots, const Moment& moment,
-                             const Lane& lane, const RandomKeys& keys) {
-  const RandomKey key = keys.at(RandomPurpose::kSecondMoment, lane.position);
+__device__ void store_second(const Numbers& values, const Measured& roots, const Moment& moment,
+                             const Lane& lane, RandomKey key) {
   if (moment.dtype == DType::kBFloat16) {
     store(moment.values, lane, stochastic<Bf16>(values, lane, key));
   } else if (moment.dtype == DType::kFloat16) {

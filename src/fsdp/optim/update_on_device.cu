@@ -23,13 +23,13 @@ struct BlockRange {
 // Calls body(lane) for every block of the range; all lanes of a warp together.
 template <Blocks kBlocks, typename Body>
 __device__ void for_each_block(const UpdateSpan& span, BlockRange range, const Body& body) {
-  const int64_t first_block = span.flat_begin / kScaleBlock;
   const int64_t num_warps = static_cast<int64_t>(gridDim.x) * (kThreads / kWarp);
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
+  const int64_t first_begin = threadIdx.x % kWarp * kVector - span.flat_begin % kScaleBlock;
   for (int64_t block = range.begin + warp; block < range.end; block += num_warps) {
-    const int64_t position = (first_block + block) * kScaleBlock + threadIdx.x % kWarp * kVector;
-    body(Lane<kBlocks>{.begin = position - span.flat_begin,
-                       .position = position,
+    const int64_t begin = first_begin + block * kScaleBlock;
+    body(Lane<kBlocks>{.begin = begin,
+                       .position = static_cast<uint32_t>(span.flat_begin + begin),
                        .scale = block,
                        .numel = span.numel});
   }
@@ -62,19 +62,41 @@ struct AnyMoments {
   __device__ static void tell(UpdateSpan&) {}
 };
 
+// The keys of a launch's random numbers: its range does not go past 2^32 positions.
+struct RandomKeys {
+  RandomKey for_weight;
+  RandomKey for_second;
+};
+__device__ RandomKeys random_keys(uint64_t seed, int64_t step, const UpdateSpan& span,
+                                  BlockRange range) {
+  const int64_t position = (span.flat_begin / kScaleBlock + range.begin) * kScaleBlock;
+  const auto key = [&](RandomPurpose purpose) {
+    return random_key(seed, step, span.group, purpose, position);
+  };
+  return {key(RandomPurpose::kWeight), key(RandomPurpose::kSecondMoment)};
+}
+
+// What all elements of a launch share; once per thread block, since fp64 is slow on many devices.
+struct AdamWShared {
+  AdamWFactors by;
+  bool has_plain_factors = false;
+  RandomKeys keys;
+};
+
 template <typename Form, typename Moments, Blocks kBlocks>
 __global__ void __launch_bounds__(kThreads)
     adamw_kernel(UpdateSpan span, BlockRange range, AdamWRule rule, const StepState* state) {
   if (state->skips != 0) return;
   Form::tell(span);
   Moments::tell(span);
-  // fp64 is slow on many devices: once per thread block.
-  __shared__ AdamWFactors shared;
-  if (threadIdx.x == 0) shared = adamw_factors(rule, *state, span.rate_scale, span.weight_decay);
+  __shared__ AdamWShared shared;
+  if (threadIdx.x == 0) {
+    shared.by = adamw_factors(rule, *state, span.rate_scale, span.weight_decay);
+    shared.has_plain_factors = are_plain(shared.by);
+    shared.keys = random_keys(rule.seed, state->step, span, range);
+  }
   __syncthreads();
-  const AdamWFactors by = shared;
-  const bool has_plain_factors = are_plain(by);
-  const RandomKeys keys(rule.seed, state->step, span);
+  const AdamWShared of_all = shared;
   for_each_block<kBlocks>(span, range, [&](const Lane<kBlocks>& lane) {
     const Raw raw_gradient = load_raw(span.gradient_dtype, span.gradient, lane);
     const RawWeight raw_weight = load_weight(span, lane);
@@ -83,15 +105,14 @@ __global__ void __launch_bounds__(kThreads)
     const float first_scale = load_scale(span.first, lane);
     const float second_scale = load_scale(span.second, lane);
 
-    const Numbers gradient = widened(span.gradient_dtype, raw_gradient);
-    Numbers weight = main_weight(span, raw_weight);
-    Numbers first = first_moment(span.first, raw_first, first_scale);
-    Numbers second = second_moment(span.second, raw_second, second_scale);
-    const Numbers roots = adamw_vector(by, has_plain_factors, gradient, weight, first, second);
+    const AdamWVector updated = adamw_vector(
+        of_all.by, of_all.has_plain_factors, widened(span.gradient_dtype, raw_gradient),
+        main_weight(span, raw_weight), first_moment(span.first, raw_first, first_scale),
+        second_moment(span.second, raw_second, second_scale));
 
-    store_weight(span, lane, weight, rule.rounding, keys);
-    store_first(first, span.first, lane);
-    store_second(second, roots, span.second, lane, keys);
+    store_weight(span, lane, updated.weight, rule.rounding, of_all.keys.for_weight);
+    store_first(updated.first, span.first, lane);
+    store_second(updated.second, updated.roots, span.second, lane, of_all.keys.for_second);
   });
 }
 
@@ -102,7 +123,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ SgdFactors by;
   if (threadIdx.x == 0) by = sgd_factors(rule, *state, span.rate_scale, span.weight_decay);
   __syncthreads();
-  const RandomKeys keys(rule.seed, state->step, span);
+  const RandomKey key = random_keys(rule.seed, state->step, span, range).for_weight;
   for_each_block<kBlocks>(span, range, [&](const Lane<kBlocks>& lane) {
     const Raw raw_gradient = load_raw(span.gradient_dtype, span.gradient, lane);
     const RawWeight raw_weight = load_weight(span, lane);
@@ -116,8 +137,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int k = 0; k < kVector; ++k)
       sgd_element<kMomentum>(by, gradient.of[k], weight.of[k], buffer.of[k]);
-    store_weight(span, lane, weight, rule.rounding, keys);
-    if constexpr (kMomentum != Momentum::kNone) store_first(buffer, span.first, lane);
+    store_weight(span, lane, weight, rule.rounding, key);
+    if constexpr (kMomentum != Momentum::kNone) store_first(measured(buffer), span.first, lane);
   });
 }
 
@@ -140,16 +161,29 @@ int blocks_at_once(Kernel kernel) {
   return multiprocessors * per_multiprocessor;
 }
 
+// A part of the range, from its begin on, in which the upper half of positions does not change:
+// random numbers have one key there.
+BlockRange range_of_one_key(const UpdateSpan& span, BlockRange range) {
+  constexpr int64_t kBlocksOfKey = (int64_t{1} << 32) / kScaleBlock;
+  const int64_t first_block = span.flat_begin / kScaleBlock;
+  const int64_t end = ((first_block + range.begin) / kBlocksOfKey + 1) * kBlocksOfKey - first_block;
+  return {range.begin, end < range.end ? end : range.end};
+}
+
 // No more than run at once. Alone, an update with many short blocks is a little faster; beside the
 // next forward it is slower, since both then run on a part of the device each (docs/optimizer.md).
 template <auto kKernel, typename Rule>
 void launch(const UpdateSpan& span, BlockRange range, const Rule& rule, const StepState* state,
             void* stream) {
   static const int at_once = blocks_at_once(kKernel);
-  const int64_t per_block = kThreads / kWarp;
-  const int64_t wanted = (range.end - range.begin + per_block - 1) / per_block;
-  const auto blocks = static_cast<unsigned>(wanted < at_once ? wanted : at_once);
-  kKernel<<<blocks, kThreads, 0, cuda_stream(stream)>>>(span, range, rule, state);
+  constexpr int64_t kPerBlock = kThreads / kWarp;
+  while (range.begin < range.end) {
+    const BlockRange part = range_of_one_key(span, range);
+    const int64_t wanted = (part.end - part.begin + kPerBlock - 1) / kPerBlock;
+    const auto blocks = static_cast<unsigned>(wanted < at_once ? wanted : at_once);
+    kKernel<<<blocks, kThreads, 0, cuda_stream(stream)>>>(span, part, rule, state);
+    range.begin = part.end;
+  }
 }
 
 // Whether a lane's numbers are aligned as one vector in every array.
@@ -211,7 +245,9 @@ struct AdamWLaunch {
   template <DType kFirst, DType kSecond>
   void with_moments() const {
     using Moments = KnownMoments<kFirst, kSecond>;
-    if constexpr (kFirst == kSecond && kFirst != kE5M2) {
+    constexpr bool kIsUsual =
+        (kFirst == kSecond && kFirst != kE5M2) || (kFirst == kE4M3 && kSecond == kBf16);
+    if constexpr (kIsUsual) {
       run_first_that_fits<Moments, KnownForm<kFp32, kFp32, MainWeight::kIsWeight>,
                           KnownForm<kFp32, kBf16, MainWeight::kSplit>,
                           KnownForm<kBf16, kBf16, MainWeight::kSplit>,
