@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "fsdp/base/error.h"
+#include "support/dropped_tensors_case.h"
 #include "support/rank_pattern.h"
 #include "support/reduction_cases.h"
 
@@ -320,6 +321,7 @@ std::span<const CommunicatorCase> communicator_cases() {
         {"EnqueuesWithoutWaiting", enqueues_without_waiting},
         {"FollowsWorkOfOtherCommunicators", follows_work_of_other_communicators},
         {"FollowsWorkOfACommunicatorThatWasClosed", follows_work_of_a_communicator_that_was_closed},
+        dropped_tensors_case(),
         {"SplitsIntoGroupsAndGroupsOfGroups", splits_into_groups_and_groups_of_groups},
         {"ArrangesRanksInAMesh", arranges_ranks_in_a_mesh},
         {"RefusesBadArgumentsBeforeAnythingMoves", refuses_bad_arguments_before_anything_moves},

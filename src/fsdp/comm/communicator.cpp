@@ -71,9 +71,10 @@ Operation operation_on(OpKind kind, const at::Tensor& output, const at::Tensor& 
   operation.output = output;
   operation.input = input;
   if (!input.device().is_cpu()) {
+    operation.called_on =
+        c10::impl::VirtualGuardImpl(input.device().type()).getStream(input.device());
     operation.ready.emplace(input.device().type());
-    operation.ready->record(
-        c10::impl::VirtualGuardImpl(input.device().type()).getStream(input.device()));
+    operation.ready->record(*operation.called_on);
   }
   return operation;
 }

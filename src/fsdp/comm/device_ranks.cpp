@@ -79,6 +79,7 @@ c10::Event run_on_device(Rendezvous& rendezvous, int rank, Operation& operation,
   const c10::impl::VirtualGuardImpl guard_impl(device.type());
   std::optional<c10::Stream>& stream = side.stream;
   if (!stream) stream = guard_impl.getNewStream(device);
+  operation.runs_on = stream;
   const c10::StreamGuard guard(*stream);
   const auto wait_for_everybody = [&] {
     for (int other = 0; other < rendezvous.ranks(); ++other)

@@ -23,7 +23,7 @@ struct DeviceSide {
 void follow_on_device(Operation& operation, DeviceSide& side);
 
 // Enqueues this rank's part of `operation`, which has been met, on its stream and returns the event
-// after which the result is there and nobody reads this rank's input any more. The host waits for
+// after which the result is there and nobody reads this rank's tensors any more. The host waits for
 // the other ranks' threads, never for a device.
 c10::Event run_on_device(Rendezvous& rendezvous, int rank, Operation& operation, DeviceSide& side);
 

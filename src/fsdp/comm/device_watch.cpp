@@ -29,11 +29,11 @@ DeviceWatch::~DeviceWatch() {
 
 std::string DeviceWatch::Entry::text() const {
   if (const auto* name = std::get_if<std::string>(&what)) return *name;
-  return std::get<Operation>(what).print.text();
+  return std::get<Fingerprint>(what).text();
 }
 
-void DeviceWatch::add(Operation operation, StreamMark end) {
-  push({std::move(operation), std::move(end), Clock::now()});
+void DeviceWatch::add(const Fingerprint& operation, StreamMark end) {
+  push({operation, std::move(end), Clock::now()});
 }
 
 void DeviceWatch::add(std::string what, StreamMark end) {

@@ -30,9 +30,8 @@ class DeviceWatch {
   DeviceWatch(const DeviceWatch&) = delete;
   DeviceWatch& operator=(const DeviceWatch&) = delete;
 
-  // What one stream does, in its order; each ends at its mark. The operation's tensors are kept
-  // until that has been seen.
-  void add(Operation operation, StreamMark end);
+  // What one stream does, in its order; each ends at its mark.
+  void add(const Fingerprint& operation, StreamMark end);
   // Something else, by its name.
   void add(std::string what, StreamMark end);
 
@@ -44,7 +43,7 @@ class DeviceWatch {
 
  private:
   struct Entry {
-    std::variant<Operation, std::string> what;
+    std::variant<Fingerprint, std::string> what;
     StreamMark end;
     std::chrono::steady_clock::time_point since;
 

@@ -141,6 +141,7 @@ c10::Event MessageCommunicator::run_staged(Operation& operation) {
   const c10::Device device = operation.device();
   std::optional<c10::Stream>& stream = device_side_.stream;
   if (!stream) stream = c10::impl::VirtualGuardImpl(device.type()).getNewStream(device);
+  operation.runs_on = stream;
   const c10::StreamGuard guard(*stream);
   const auto pinned_like = [](const at::Tensor& tensor) {
     return at::empty(tensor.sizes(), tensor.options().device(at::kCPU).pinned_memory(true));

@@ -236,7 +236,6 @@ Work NcclCommunicator::enqueue(Operation operation) {
   const c10::cuda::CUDAStream stream = operations_->stream();
   const c10::cuda::CUDAStreamGuard guard(stream);
   operation.ready->block(stream);
-  operation.ready.reset();  // here, as whoever watches must not call CUDA
   if (const c10::Event* ended = operation.after.event()) ended->block(stream);
   try {
     operations_->run(operation);
@@ -245,12 +244,15 @@ Work NcclCommunicator::enqueue(Operation operation) {
     give_up(error.what() + watch_->under_way());
     throw_if_failed();
   }
+  const Fingerprint print = operation.print;
+  operation.runs_on = stream;
   std::shared_ptr<WorkState> state = works_.take();
+  state->keep_tensors_of(std::make_shared<Operation>(std::move(operation)));
   state->finish_on(stream);
   Work work(std::move(state));
   const bool is_recorded =
       c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
-  if (!is_recorded) watch_->add(std::move(operation), marks_->next(stream));
+  if (!is_recorded) watch_->add(print, marks_->next(stream));
   return work;
 }
 

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Event.h>
+#include <c10/core/Stream.h>
 
 #include <array>
 #include <chrono>
@@ -113,8 +114,11 @@ struct Operation {
   int64_t received_bytes = 0;
   std::chrono::steady_clock::time_point moves_since = {};
 
-  // Device tensors only: when the caller's stream has produced the input.
+  // Device tensors only: the caller's stream, when that has produced the input, and the stream on
+  // which the operation runs, which whoever runs it sets.
+  std::optional<c10::Stream> called_on = std::nullopt;
   std::optional<c10::Event> ready = std::nullopt;
+  std::optional<c10::Stream> runs_on = std::nullopt;
 
   at::Device device() const { return output.defined() ? output.device() : at::Device(at::kCPU); }
 };

@@ -167,7 +167,11 @@ void OperationQueue::run_entry(Entry& entry) {
     if (bandwidth_bytes_per_s_ > 0) entry.operation->moves_since = Clock::now();
     event = runner_.run(entry.operation);
     if (bandwidth_bytes_per_s_ > 0) sleep_while_data_would_move(*entry.operation);
-    entry.operation.reset();  // tensors go before the waiter hears of it: it may count references
+    if (event) {
+      entry.state->keep_tensors_of(std::move(entry.operation));
+    } else {
+      entry.operation.reset();  // before the waiter hears of it: it may count references
+    }
   } catch (const std::exception& error) {
     {
       const std::lock_guard lock(queue_mutex_);

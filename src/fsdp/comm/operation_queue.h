@@ -21,8 +21,9 @@ class OperationRunner {
   virtual ~OperationRunner() = default;
 
   // Carries one operation out. Returns the event that marks its end on a device, if it is one
-  // there. Called by one thread at a time. An implementation that fails while others may still use
-  // the operation's tensors keeps a reference to it.
+  // there, and sets the stream on which it `runs_on`. Called by one thread at a time. An
+  // implementation that fails while others may still use the operation's tensors keeps a reference
+  // to it.
   virtual std::optional<c10::Event> run(const std::shared_ptr<Operation>& operation) = 0;
 
   // Whether there is no other rank, so that an operation never waits for anybody.

@@ -47,10 +47,12 @@ void Work::wait() const {
   if (state_ == nullptr) return;
   if (after_ != nullptr && !after_->done() && !state_->done()) after_->lend_a_hand_until_done();
   state_->wait();
-  if (state_->event_) {
-    const c10::Device device = state_->event_->device();
-    state_->event_->block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-  }
+  if (!state_->event_) return;
+  const c10::Device device = state_->event_->device();
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  state_->event_->block(stream);
+  state_->in_use_.let_go_if_called_on(stream);
+  if (after_ != nullptr) after_->in_use_.let_go_if_called_on(stream);  // has ended before
 }
 
 void Work::wait_as_follower() const {

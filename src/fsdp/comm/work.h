@@ -8,6 +8,9 @@
 #include <exception>
 #include <memory>
 #include <optional>
+#include <utility>
+
+#include "fsdp/comm/tensors_in_use.h"
 
 namespace fsdp {
 
@@ -24,7 +27,12 @@ class WorkState {
   void finish_on(const c10::Stream& stream);
   void fail(std::exception_ptr error);
 
-  // Makes it ready for another operation. Nobody may hold a Work of the last one.
+  // Of an operation that runs on a device; before it is finished.
+  void keep_tensors_of(std::shared_ptr<Operation> operation) { in_use_.keep(std::move(operation)); }
+
+  // Nobody holds a Work of the operation any more.
+  void close() noexcept { in_use_.leave_to_allocator(); }
+  // Makes it ready for another operation. The last one's must be closed.
   void reopen();
 
   bool done() const { return done_.load(std::memory_order_acquire) != 0; }
@@ -45,12 +53,14 @@ class WorkState {
   std::atomic<int> done_{0};
   std::exception_ptr error_;         // read only after done_
   std::optional<c10::Event> event_;  // read only after done_; recorded when the device is done
+  TensorsInUse in_use_;              // of an operation on a device
 };
 
 // wait() on CPU tensors: returns when the data is there. On device tensors: returns when the
 // collective is on its stream, and makes the caller's current stream wait for it; the host does
-// not. A failed operation throws from every wait(). Dropping a Work does not cancel anything; a
-// later call on the same communicator reports an error nobody waited for.
+// not (Note [Tensors in use] says who keeps the tensors until then). A failed operation throws from
+// every wait(). Dropping a Work does not cancel anything; a later call on the same communicator
+// reports an error nobody waited for.
 class Work {
  public:
   Work() = default;  // already done

@@ -17,6 +17,7 @@ std::shared_ptr<WorkState> WorkPool::take() {
   state->reopen();
   return {state.release(), [spares = spares_](WorkState* unused) {
             std::unique_ptr<WorkState> owned(unused);
+            owned->close();
             const std::lock_guard lock(spares->mutex);
             spares->states.push_back(std::move(owned));
           }};
