@@ -88,14 +88,16 @@ class DroppedTensors {
   std::vector<Work> held_;
 };
 
-// A device's allocator now has as many blocks, and no others, and gives out the lowest first: what
-// is dropped is what it gives out next, and the driver, which may wait, is asked for nothing.
+// A device's allocator now has as many blocks for each rank, and no others, and gives out the
+// lowest first: what is dropped is what it gives out next, and the driver, which may wait, is asked
+// for nothing.
 void cache_blocks(Communicator& comm, const DroppedTensors& tensors, at::Device device, int count) {
   comm.barrier("nothing is in use").wait();
   c10::getDeviceAllocator(device.type())->emptyCache();
   comm.barrier("nothing is cached").wait();
   std::vector<at::Tensor> cached;
   for (int i = 0; i < count; ++i) cached.push_back(tensors.filled(0));
+  comm.barrier("all have theirs").wait();  // ranks that are threads share the allocator
 }
 
 // Of each operation the input goes while nobody has read it, of every second one the output, too.
