@@ -241,10 +241,13 @@ PY
   then index=(--extra-index-url "$torch_cpu_index")
   else echo "setup: $torch_cpu_index does not answer: torch comes from pip's own indexes"; fi
   echo "setup: installing Python packages into .venv (torch is large; this takes a minute or more)"
-  if ! .venv/bin/python -m pip install -qq --disable-pip-version-check ${index[@]+"${index[@]}"} -r requirements.txt; then
+  if ! .venv/bin/python -m pip install -qq --no-compile --disable-pip-version-check ${index[@]+"${index[@]}"} \
+      -r requirements.txt; then
     fail "Python packages could not be installed into .venv (see above); with a libtorch of your own set FSDP_TORCH=<dir>."
     return
   fi
+  # pip would compile ten thousand files on one core. Some packages hold files that are not for this Python.
+  .venv/bin/python -m compileall -qq -j 0 .venv/lib || true
   echo "$wanted" >"$stamp"
 }
 torch_folder() {
