@@ -5,6 +5,8 @@
 #include "fsdp/base/error.h"
 #include "fsdp/base/independent_iterations.h"
 #include "fsdp/optim/adamw_math.h"
+#include "fsdp/optim/default_nan.h"
+#include "fsdp/optim/overlapped_adamw.h"
 #include "fsdp/optim/sgd_math.h"
 #include "fsdp/optim/update_block.h"
 
@@ -133,6 +135,9 @@ FSDP_INLINED void adamw_blocks(const UpdateSpan& span, const AdamWRule& rule,
   const auto key = [&](RandomPurpose purpose, const Place& place) {
     return random_key(rule.seed, state.step, span.group, purpose, place.position);
   };
+#if defined(__aarch64__)
+  range.begin += overlapped::update(by, span, range.begin, range.end - range.begin);  // if it can
+#endif
   alignas(64) Stage gradient_stage, weight_stage, first_stage, second_stage;
   for_each_block(span, range, [&](const Place& place) {
     if (update_directly(by, span, place, key)) return;
@@ -245,6 +250,8 @@ void adamw_on_cpu(const UpdateSpan& span, const AdamWRule& rule, const StepState
   if (state.skips != 0) return;
 #if defined(__x86_64__)
   if (has_avx2()) return adamw_avx2(span, rule, state, range);
+#elif defined(__aarch64__)
+  const DefaultNan usual;  // for the overlapped loop's sake; in all loops, so that all agree
 #endif
   adamw_baseline(span, rule, state, range);
 }
