@@ -68,6 +68,7 @@ void FlatBuffer::release() {
 }
 
 at::Tensor FlatBuffer::at(FlatRange range) const {
+  FSDP_ASSERT(is_allocated(), "local_ may look at memory that is gone");
   if (range.empty()) return local_.narrow(0, 0, 0);
   for (const ShardRange& held : ranges_)
     if (held.flat.begin <= range.begin && range.begin < held.flat.end)
@@ -76,6 +77,7 @@ at::Tensor FlatBuffer::at(FlatRange range) const {
 }
 
 at::Tensor FlatBuffer::part_of(int64_t index) const {
+  FSDP_ASSERT(is_allocated());
   const auto slices = layout_.tensor_slices(spec_.placed, spec_.rank, index);
   if (slices.empty()) return local_.narrow(0, 0, 0);
   FSDP_ASSERT(slices.size() == 1, "tensor ", index, " has ", slices.size(), " parts");
@@ -83,6 +85,7 @@ at::Tensor FlatBuffer::part_of(int64_t index) const {
 }
 
 void FlatBuffer::set(int64_t index, const at::Tensor& whole) {
+  FSDP_ASSERT(is_allocated());
   const at::Tensor flat = whole.reshape({-1});
   for (const TensorSlice& slice : layout_.tensor_slices(spec_.placed, spec_.rank, index))
     local_.narrow(0, slice.local_begin, slice.range.numel())
