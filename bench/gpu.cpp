@@ -273,7 +273,8 @@ int main(int argc, char** argv) {
   app.add_flag("--deterministic", settings.deterministic,
                "libtorch's kernels that add in the same order every time; slower");
   app.add_option("--host-turns", settings.host_turns,
-                 "only the host's time: all rows in one process, this many times by turns");
+                 "only the host's time: all rows in one process, this many times by turns")
+      ->check(CLI::NonNegativeNumber);
   app.add_option("--profile", settings.profile, "a folder for traces of what the device ran");
   CLI11_PARSE(app, argc, argv);
   setenv("FSDP_LOG", "warning", 0);

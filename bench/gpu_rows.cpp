@@ -1,7 +1,6 @@
 #include "gpu_rows.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -12,6 +11,7 @@
 #include <variant>
 #include <vector>
 
+#include "fsdp/base/device_stream.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
 #include "fsdp/comm/world.h"
@@ -149,11 +149,11 @@ class Recorded final : public Trainee {
         device_(device),
         eager_(std::move(eager)),
         graph_(fsdp::make_device_graph(device)),
-        stream_(guard().getStreamFromGlobalPool(device)) {}
+        stream_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)) {}
 
   void step(const Batch& batch) override {
-    const c10::Stream caller = guard().getStream(device_);
-    follow(stream_, caller);
+    const c10::Stream caller = fsdp::current_stream(device_);
+    fsdp::follow(stream_, caller);
     {
       const c10::StreamGuard on_stream(stream_);
       if (num_steps_ < kEagerSteps) {
@@ -168,18 +168,11 @@ class Recorded final : public Trainee {
       }
     }
     ++num_steps_;
-    follow(caller, stream_);
+    fsdp::follow(caller, stream_);
   }
 
  private:
   static constexpr int64_t kEagerSteps = 3;
-
-  c10::impl::VirtualGuardImpl guard() const { return c10::impl::VirtualGuardImpl(device_.type()); }
-  static void follow(const c10::Stream& second, const c10::Stream& first) {
-    c10::Event queued(first.device_type());
-    queued.record(first);
-    queued.block(second);
-  }
 
   const c10::Device device_;
   const std::unique_ptr<Trainee> eager_;

@@ -1,9 +1,8 @@
 #include "fsdp/comm/communicator.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include <utility>
 
+#include "fsdp/base/device_stream.h"
 #include "fsdp/base/error.h"
 #include "fsdp/comm/reduce_ranks.h"
 
@@ -71,8 +70,7 @@ Operation operation_on(OpKind kind, const at::Tensor& output, const at::Tensor& 
   operation.output = output;
   operation.input = input;
   if (!input.device().is_cpu()) {
-    operation.called_on =
-        c10::impl::VirtualGuardImpl(input.device().type()).getStream(input.device());
+    operation.called_on = current_stream(input.device());
     operation.ready.emplace(input.device().type());
     operation.ready->record(*operation.called_on);
   }

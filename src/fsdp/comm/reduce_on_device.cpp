@@ -1,12 +1,12 @@
 #include "fsdp/comm/reduce_on_device.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <cmath>
 
+#include "fsdp/base/device_stream.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/comm/reduce_ranks.h"
 #include "fsdp/comm/sum_on_device.h"
@@ -114,8 +114,7 @@ bool reduce_in_one_kernel(std::span<const void* const> inputs, at::ScalarType wi
     sum.squares = reduction.squares.mutable_data_ptr<double>();
     sum.workspace = workspace.mutable_data_ptr();
   }
-  const c10::impl::VirtualGuardImpl guard(output.device().type());
-  sum_on_device(sum, guard.getStream(output.device()).native_handle());
+  sum_on_device(sum, current_stream(output.device()).native_handle());
   return true;
 }
 

@@ -1,9 +1,8 @@
 #include "fsdp/comm/tensors_in_use.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include <utility>
 
+#include "fsdp/base/device_stream.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
 #include "fsdp/comm/operation.h"
@@ -31,11 +30,9 @@ void TensorsInUse::leave_to_allocator() noexcept {
   if (!keeps_.load(std::memory_order_acquire)) return;
   const Operation& operation = *operation_;
   try {
-    const c10::impl::VirtualGuardImpl device(operation.runs_on->device_type());
     for (const at::Tensor* tensor : {&operation.output, &operation.input,
                                      &operation.reduction.nonfinite, &operation.reduction.squares})
-      if (tensor->defined())
-        device.recordDataPtrOnStream(tensor->storage().data_ptr(), *operation.runs_on);
+      if (tensor->defined()) used_on(*operation.runs_on, *tensor);
   } catch (const std::exception& error) {
     log(LogLevel::kError, "memory of ", operation.print.text(),
         " may be given to others before it has ended: ", error.what());

@@ -1,7 +1,6 @@
 #include "fsdp/comm/work.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
+#include "fsdp/base/device_stream.h"
 #include "fsdp/comm/operation_queue.h"
 
 namespace fsdp {
@@ -48,8 +47,7 @@ void Work::wait() const {
   if (after_ != nullptr && !after_->done() && !state_->done()) after_->lend_a_hand_until_done();
   state_->wait();
   if (!state_->event_) return;
-  const c10::Device device = state_->event_->device();
-  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  const c10::Stream stream = current_stream(state_->event_->device());
   state_->event_->block(stream);
   state_->in_use_.let_go_if_called_on(stream);
   if (after_ != nullptr) after_->in_use_.let_go_if_called_on(stream);  // has ended before

@@ -6,6 +6,7 @@
 
 #include <utility>
 
+#include "fsdp/base/device_stream.h"
 #include "fsdp/base/log.h"
 
 namespace fsdp {
@@ -41,10 +42,7 @@ Work Lane::run(Task task, std::span<const Work> after, std::shared_ptr<WorkState
 void Lane::run_on_stream(const Task& task, std::span<const Work> after, WorkState& state) {
   try {
     if (broken_) std::rethrow_exception(broken_);
-    const c10::impl::VirtualGuardImpl device(device_.type());
-    c10::Event queued(device_.type());
-    queued.record(device.getStream(device_));
-    queued.block(*stream_);
+    follow(*stream_, current_stream(device_));
     const c10::StreamGuard guard(*stream_);
     for (const Work& work : after) work.wait();  // makes the lane's stream wait
     task();
