@@ -6,6 +6,7 @@ Rank 0 opens the store at a free port. When a rank fails, the others have ten se
 """
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -13,10 +14,20 @@ import sys
 import time
 
 
-def free_port():
+def is_free(port):
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def free_port():
+    """One below those that the system gives to connections: such a one may be gone before rank 0 opens it."""
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as limits:
+        first_given = int(limits.read().split()[0])
+    return next(port for port in random.sample(range(10_000, max(first_given, 20_000)), 1000) if is_free(port))
 
 
 def environment_of(rank, ranks, port, address="127.0.0.1"):
