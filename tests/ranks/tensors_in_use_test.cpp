@@ -109,8 +109,8 @@ class Piece {
 class Launcher final : public OperationRunner {
  public:
   std::optional<c10::Event> run(const std::shared_ptr<Operation>& operation) override {
-    if (!operation->called_on) return std::nullopt;
-    operation->runs_on = kCommunicators;
+    if (operation->on_device == nullptr) return std::nullopt;
+    operation->on_device->runs_on = kCommunicators;
     c10::Event end(kDevice.type());
     end.record(kCommunicators);
     return end;
@@ -128,9 +128,9 @@ class OperationTensors : public ::testing::Test {
     operation.print.kind = OpKind::kAllGather;
     operation.output = output_.tensor();
     operation.input = input_.tensor();
-    operation.called_on = kCallers;
-    operation.ready.emplace(kDevice.type());
-    operation.ready->record(kCallers);
+    operation.on_device = std::make_unique<OnDevice>(
+        OnDevice{.called_on = kCallers, .ready = c10::Event(kDevice.type())});
+    operation.on_device->ready.record(kCallers);
     operation.after = after;
     return operation;
   }

@@ -70,9 +70,10 @@ Operation operation_on(OpKind kind, const at::Tensor& output, const at::Tensor& 
   operation.output = output;
   operation.input = input;
   if (!input.device().is_cpu()) {
-    operation.called_on = current_stream(input.device());
-    operation.ready.emplace(input.device().type());
-    operation.ready->record(*operation.called_on);
+    const c10::Stream caller = current_stream(input.device());
+    operation.on_device = std::make_unique<OnDevice>(
+        OnDevice{.called_on = caller, .ready = c10::Event(caller.device_type())});
+    operation.on_device->ready.record(caller);
   }
   return operation;
 }

@@ -66,9 +66,10 @@ void follow_on_device(Operation& operation, DeviceSide& side) {
   if (ended == nullptr) return;
   const c10::Device device = operation.device();
   if (!side.stream) side.stream = c10::impl::VirtualGuardImpl(device.type()).getNewStream(device);
-  operation.ready->block(*side.stream);
+  operation.on_device->ready.block(*side.stream);
   ended->block(*side.stream);
-  operation.ready->record(*side.stream);  // nobody has seen it yet: the ranks have not met
+  operation.on_device->ready.record(
+      *side.stream);  // nobody has seen it yet: the ranks have not met
 }
 
 // Each rank's stream waits until every input is produced, reads, and records that it has read; then
@@ -79,17 +80,17 @@ c10::Event run_on_device(Rendezvous& rendezvous, int rank, Operation& operation,
   const c10::impl::VirtualGuardImpl guard_impl(device.type());
   std::optional<c10::Stream>& stream = side.stream;
   if (!stream) stream = guard_impl.getNewStream(device);
-  operation.runs_on = stream;
+  operation.on_device->runs_on = stream;
   const c10::StreamGuard guard(*stream);
   const auto wait_for_everybody = [&] {
     for (int other = 0; other < rendezvous.ranks(); ++other)
-      rendezvous.of(other).ready->block(*stream);
+      rendezvous.of(other).on_device->ready.block(*stream);
   };
   // `ready` is re-recorded for each phase: first "input produced" (by the caller's stream), then "I
   // have read". A sync between the last use of one meaning and the first of the next.
   const auto everybody_reaches_here = [&] {
     rendezvous.sync(rank);
-    operation.ready->record(*stream);
+    operation.on_device->ready.record(*stream);
     rendezvous.sync(rank);
     wait_for_everybody();
   };

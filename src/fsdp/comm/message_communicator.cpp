@@ -141,7 +141,7 @@ c10::Event MessageCommunicator::run_staged(Operation& operation) {
   const c10::Device device = operation.device();
   std::optional<c10::Stream>& stream = device_side_.stream;
   if (!stream) stream = c10::impl::VirtualGuardImpl(device.type()).getNewStream(device);
-  operation.runs_on = stream;
+  operation.on_device->runs_on = stream;
   const c10::StreamGuard guard(*stream);
   const auto pinned_like = [](const at::Tensor& tensor) {
     return at::empty(tensor.sizes(), tensor.options().device(at::kCPU).pinned_memory(true));
@@ -161,7 +161,7 @@ c10::Event MessageCommunicator::run_staged(Operation& operation) {
   if (squares.defined()) on_host_->reduction.squares = at::zeros({1}, at::kDouble);
 
   follow_on_device(operation, device_side_);
-  operation.ready->block(*stream);
+  operation.on_device->ready.block(*stream);
   on_host_->input.copy_(operation.input, /*non_blocking=*/true);
   if (operation.reduction.store == Store::kAdd)
     on_host_->output.copy_(operation.output, /*non_blocking=*/true);

@@ -235,7 +235,7 @@ Work NcclCommunicator::enqueue(Operation operation) {
   operation.after.wait_as_follower();
   const c10::cuda::CUDAStream stream = operations_->stream();
   const c10::cuda::CUDAStreamGuard guard(stream);
-  operation.ready->block(stream);
+  operation.on_device->ready.block(stream);
   if (const c10::Event* ended = operation.after.event()) ended->block(stream);
   try {
     operations_->run(operation);
@@ -245,7 +245,7 @@ Work NcclCommunicator::enqueue(Operation operation) {
     throw_if_failed();
   }
   const Fingerprint print = operation.print;
-  operation.runs_on = stream;
+  operation.on_device->runs_on = stream;
   std::shared_ptr<WorkState> state = works_.take();
   state->keep_tensors_of(std::make_shared<Operation>(std::move(operation)));
   state->finish_on(stream);

@@ -9,6 +9,7 @@
 #include <array>
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -100,6 +101,13 @@ struct Fingerprint {
   std::string text() const;
 };
 
+// What only operations on a device have. Apart from the others, which are moved faster without it.
+struct OnDevice {
+  c10::Stream called_on;                              // by the caller
+  c10::Event ready;                                   // when that stream has produced the input
+  std::optional<c10::Stream> runs_on = std::nullopt;  // set by whoever runs the operation
+};
+
 struct Operation {
   Fingerprint print;
   Reduction reduction;
@@ -114,11 +122,7 @@ struct Operation {
   int64_t received_bytes = 0;
   std::chrono::steady_clock::time_point moves_since = {};
 
-  // Device tensors only: the caller's stream, when that has produced the input, and the stream on
-  // which the operation runs, which whoever runs it sets.
-  std::optional<c10::Stream> called_on = std::nullopt;
-  std::optional<c10::Event> ready = std::nullopt;
-  std::optional<c10::Stream> runs_on = std::nullopt;
+  std::unique_ptr<OnDevice> on_device;  // where tensors are on one
 
   at::Device device() const { return output.defined() ? output.device() : at::Device(at::kCPU); }
 };
