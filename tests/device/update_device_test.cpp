@@ -220,6 +220,24 @@ TEST(UpdateOnDevice, AdamWGivesTheBitsOfTheHostForEveryLengthAndBegin) {
   expect_same_adamw(drawn(types, 1000, (int64_t{1} << 32) - 500), {.seed = 5});
 }
 
+// So many blocks that a warp takes several in a row, in one run or in two, the last of them short.
+TEST(UpdateOnDevice, AdamWGivesTheBitsOfTheHostForRunsOfBlocks) {
+  FSDP_REQUIRE_DEVICE_UPDATES();
+  const std::pair<DType, DType> moments[] = {{DType::kFloat8E4M3, DType::kFloat8E4M3},
+                                             {DType::kFloat8E5M2, DType::kFloat16},
+                                             {DType::kFloat16, DType::kFloat32},
+                                             {DType::kFloat32, DType::kFloat8E4M3}};
+  for (const auto& [first, second] : moments)
+    for (const int64_t numel : {2'000'001, 7'000'003})
+      expect_same_adamw(drawn({.gradient = DType::kFloat32,
+                               .weight = DType::kBFloat16,
+                               .main = MainWeight::kSplit,
+                               .first = first,
+                               .second = second},
+                              numel, 128),
+                        {.seed = 5});
+}
+
 TEST(UpdateOnDevice, SgdGivesTheBitsOfTheHost) {
   FSDP_REQUIRE_DEVICE_UPDATES();
   for (const UpdateTypes& types : all_update_types()) {

@@ -26,7 +26,6 @@ template <Blocks kBlocks>
 struct Lane {
   int64_t begin;      // of this lane's first element in the span; may lie before it
   uint32_t position;  // of the same in the group's whole buffer, the lower half
-  int64_t scale;      // index of the block's scale
   int64_t numel;      // of the span
 
   __device__ bool has(int k) const {
@@ -220,11 +219,6 @@ __device__ void store_weight(const UpdateSpan& span, const Lane& lane, const Num
 
 // --- moments -------------------------------------------------------------------------------------
 
-template <typename Lane>
-__device__ float load_scale(const Moment& moment, const Lane& lane) {
-  return is_scaled(moment.dtype) ? moment.scales[lane.scale] : 1.0f;
-}
-
 __device__ inline Numbers first_moment(const Moment& moment, const Raw& raw, float scale) {
   const Numbers values = widened(moment.dtype, raw);
   return each([&](int k) { return values.of[k] * scale; });
@@ -238,13 +232,14 @@ __device__ inline Numbers second_moment(const Moment& moment, const Raw& raw, fl
 
 // Of a block, whose numbers the lanes hold together. (Zeros, where a lane has no element.)
 struct SharedScale {
-  float inverse;
+  float scale;
   bool is_of_all;  // no number is NaN or Inf, so all are in range
+
+  __device__ float inverse() const { return inverse_scale(scale); }
 };
 
-// Sets the block's scale.
-template <typename Narrow, typename Lane>
-__device__ SharedScale share_scale(const Measured& values, const Moment& moment, const Lane& lane) {
+template <typename Narrow>
+__device__ SharedScale shared_scale(const Measured& values) {
   uint32_t largest = __reduce_max_sync(kAllLanes, __float_as_uint(values.largest));
   const bool is_of_all = largest < 0x7F800000u;
   if (!is_of_all) {
@@ -253,68 +248,71 @@ __device__ SharedScale share_scale(const Measured& values, const Moment& moment,
     for (int k = 0; k < kVector; ++k) largest = max(largest, magnitude_bits(values.numbers.of[k]));
     largest = __reduce_max_sync(kAllLanes, largest);
   }
-  const float scale = block_scale<Narrow>(largest);
-  if (threadIdx.x % kWarp == 0) moment.scales[lane.scale] = scale;
-  return {.inverse = inverse_scale(scale), .is_of_all = is_of_all};
+  return {.scale = block_scale<Narrow>(largest), .is_of_all = is_of_all};
 }
 
+// What follows stores a lane's part of a block and returns the block's scale, 1 where there is
+// none.
+
 template <typename Narrow, typename Lane>
-__device__ void store_scaled(const Measured& values, const Moment& moment, const Lane& lane) {
-  const SharedScale scale = share_scale<Narrow>(values, moment, lane);
-  const Numbers scaled = each([&](int k) { return values.numbers.of[k] * scale.inverse; });
-  if (scale.is_of_all) return store(moment.values, lane, nearest_in_range<Narrow>(scaled));
-  store(moment.values, lane, nearest<Narrow>(scaled));
+__device__ float store_scaled(const Measured& values, const Moment& moment, const Lane& lane) {
+  const SharedScale shared = shared_scale<Narrow>(values);
+  const Numbers scaled = each([&](int k) { return values.numbers.of[k] * shared.inverse(); });
+  if (shared.is_of_all) {
+    store(moment.values, lane, nearest_in_range<Narrow>(scaled));
+  } else {
+    store(moment.values, lane, nearest<Narrow>(scaled));
+  }
+  return shared.scale;
 }
 
 // Where all of a lane's numbers are normal ones of the type, the device's own conversion makes
 // codes of what root_code would choose.
 template <typename Narrow, typename Lane>
-__device__ void store_roots(const Measured& roots, const Moment& moment, const Lane& lane,
-                            RandomKey key) {
-  const SharedScale scale = share_scale<Narrow>(roots, moment, lane);
-  const Numbers scaled = each([&](int k) { return roots.numbers.of[k] * scale.inverse; });
+__device__ float store_roots(const Measured& roots, const Moment& moment, const Lane& lane,
+                             RandomKey key) {
+  const SharedScale shared = shared_scale<Narrow>(roots);
+  const Numbers scaled = each([&](int k) { return roots.numbers.of[k] * shared.inverse(); });
   const LaneRandom random(key, lane);
-  if (scale.is_of_all && roots.least * scale.inverse >= Narrow::kMinNormal) {
+  if (shared.is_of_all && roots.least * shared.inverse() >= Narrow::kMinNormal) {
     const Numbers chosen = each([&](int k) {
       const auto [below, above, code] = Narrow::normal_neighbours(scaled.of[k]);
       return root_goes_up(scaled.of[k], below, above, random.of(k)) ? above : below;
     });
-    return store(moment.values, lane, nearest_in_range<Narrow>(chosen));
+    store(moment.values, lane, nearest_in_range<Narrow>(chosen));
+  } else {
+    store(moment.values, lane, vector_of<typename Narrow::Code>([&](int k) {
+            return root_code<Narrow>(scaled.of[k], random.of(k));
+          }));
   }
-  store(moment.values, lane, vector_of<typename Narrow::Code>([&](int k) {
-          return root_code<Narrow>(scaled.of[k], random.of(k));
-        }));
+  return shared.scale;
 }
 
 template <typename Lane>
-__device__ void store_first(const Measured& values, const Moment& moment, const Lane& lane) {
+__device__ float store_first(const Measured& values, const Moment& moment, const Lane& lane) {
+  if (moment.dtype == DType::kFloat16) return store_scaled<Fp16>(values, moment, lane);
+  if (moment.dtype == DType::kFloat8E4M3) return store_scaled<Fp8E4M3>(values, moment, lane);
+  if (moment.dtype == DType::kFloat8E5M2) return store_scaled<Fp8E5M2>(values, moment, lane);
   if (moment.dtype == DType::kBFloat16) {
     store(moment.values, lane, nearest<Bf16>(values.numbers));
-  } else if (moment.dtype == DType::kFloat16) {
-    store_scaled<Fp16>(values, moment, lane);
-  } else if (moment.dtype == DType::kFloat8E4M3) {
-    store_scaled<Fp8E4M3>(values, moment, lane);
-  } else if (moment.dtype == DType::kFloat8E5M2) {
-    store_scaled<Fp8E5M2>(values, moment, lane);
   } else {
     store_wide(moment.values, lane, values.numbers);
   }
+  return 1.0f;
 }
 
 template <typename Lane>
-__device__ void store_second(const Numbers& values, const Measured& roots, const Moment& moment,
-                             const Lane& lane, RandomKey key) {
+__device__ float store_second(const Numbers& values, const Measured& roots, const Moment& moment,
+                              const Lane& lane, RandomKey key) {
+  if (moment.dtype == DType::kFloat16) return store_roots<Fp16>(roots, moment, lane, key);
+  if (moment.dtype == DType::kFloat8E4M3) return store_roots<Fp8E4M3>(roots, moment, lane, key);
+  if (moment.dtype == DType::kFloat8E5M2) return store_roots<Fp8E5M2>(roots, moment, lane, key);
   if (moment.dtype == DType::kBFloat16) {
     store(moment.values, lane, stochastic<Bf16>(values, lane, key));
-  } else if (moment.dtype == DType::kFloat16) {
-    store_roots<Fp16>(roots, moment, lane, key);
-  } else if (moment.dtype == DType::kFloat8E4M3) {
-    store_roots<Fp8E4M3>(roots, moment, lane, key);
-  } else if (moment.dtype == DType::kFloat8E5M2) {
-    store_roots<Fp8E5M2>(roots, moment, lane, key);
   } else {
     store_wide(moment.values, lane, values);
   }
+  return 1.0f;
 }
 
 }  // namespace fsdp

@@ -2,6 +2,7 @@
 #include "fsdp/base/kernel_launch.cuh"
 #include "fsdp/optim/adamw_vector.cuh"
 #include "fsdp/optim/begin_step.h"
+#include "fsdp/optim/run_scales.cuh"
 #include "fsdp/optim/sgd_math.h"
 #include "fsdp/optim/update_lane.cuh"
 #include "fsdp/optim/update_on_device.h"
@@ -18,20 +19,48 @@ constexpr int kThreads = 256;
 struct BlockRange {
   int64_t begin = 0;
   int64_t end = 0;
+  int run = 1;  // how many in a row a warp takes
 };
 
-// Calls body(lane) for every block of the range; all lanes of a warp together.
-template <Blocks kBlocks, typename Body>
+struct BlockScales {
+  float first;
+  float second;
+};
+
+enum class Runs : uint8_t { kOfOne, kOfSeveral };
+
+// Calls body(lane, scales of both moments) for every block of the range; all lanes of a warp
+// together. The body leaves new scales.
+template <Blocks kBlocks, Runs kRuns, typename Body>
 __device__ void for_each_block(const UpdateSpan& span, BlockRange range, const Body& body) {
   const int64_t num_warps = static_cast<int64_t>(gridDim.x) * (kThreads / kWarp);
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
   const int64_t first_begin = threadIdx.x % kWarp * kVector - span.flat_begin % kScaleBlock;
-  for (int64_t block = range.begin + warp; block < range.end; block += num_warps) {
-    const int64_t begin = first_begin + block * kScaleBlock;
-    body(Lane<kBlocks>{.begin = begin,
-                       .position = static_cast<uint32_t>(span.flat_begin + begin),
-                       .scale = block,
-                       .numel = span.numel});
+  if constexpr (kRuns == Runs::kOfOne) range.run = 1;
+  for (int64_t run = range.begin + warp * range.run; run < range.end;
+       run += num_warps * range.run) {
+    const int64_t left = range.end - run;
+    const int count = left < range.run ? static_cast<int>(left) : range.run;
+    RunScales first(span.first, run, count);
+    RunScales second(span.second, run, count);
+    const auto update = [&](int k) {
+      const int64_t begin = first_begin + (run + k) * kScaleBlock;
+      const Lane<kBlocks> lane{.begin = begin,
+                               .position = static_cast<uint32_t>(span.flat_begin + begin),
+                               .numel = span.numel};
+      BlockScales scales{first.of(k), second.of(k)};
+      body(lane, scales);
+      first.set(k, scales.first);
+      second.set(k, scales.second);
+    };
+    if constexpr (kRuns == Runs::kOfOne) {
+      update(0);
+    } else {
+#pragma unroll 1  // or it takes more registers than there are
+      for (int k = 0; k < count; ++k) update(k);
+    }
+    first.store();
+    second.store();
   }
 }
 
@@ -53,12 +82,18 @@ struct AnyForm {
 };
 template <DType kFirst, DType kSecond>
 struct KnownMoments {
+  static constexpr bool kHasScales = is_scaled(kFirst) || is_scaled(kSecond);
+  static constexpr Runs kRuns = kHasScales ? Runs::kOfSeveral : Runs::kOfOne;
+  // The loop over a run would take the registers of the fourth.
+  static constexpr int kMinThreadBlocks = kHasScales ? 4 : 0;
   __device__ static void tell(UpdateSpan& span) {
     span.first.dtype = kFirst;
     span.second.dtype = kSecond;
   }
 };
 struct AnyMoments {
+  static constexpr Runs kRuns = Runs::kOfOne;
+  static constexpr int kMinThreadBlocks = 0;
   __device__ static void tell(UpdateSpan&) {}
 };
 
@@ -84,7 +119,7 @@ struct AdamWShared {
 };
 
 template <typename Form, typename Moments, Blocks kBlocks>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, Moments::kMinThreadBlocks)
     adamw_kernel(UpdateSpan span, BlockRange range, AdamWRule rule, const StepState* state) {
   if (state->skips != 0) return;
   Form::tell(span);
@@ -97,49 +132,53 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
   const AdamWShared of_all = shared;
-  for_each_block<kBlocks>(span, range, [&](const Lane<kBlocks>& lane) {
-    const Raw raw_gradient = load_raw(span.gradient_dtype, span.gradient, lane);
-    const RawWeight raw_weight = load_weight(span, lane);
-    const Raw raw_first = load_raw(span.first.dtype, span.first.values, lane);
-    const Raw raw_second = load_raw(span.second.dtype, span.second.values, lane);
-    const float first_scale = load_scale(span.first, lane);
-    const float second_scale = load_scale(span.second, lane);
+  for_each_block<kBlocks, Moments::kRuns>(
+      span, range, [&](const Lane<kBlocks>& lane, BlockScales& scales) {
+        const Raw raw_gradient = load_raw(span.gradient_dtype, span.gradient, lane);
+        const RawWeight raw_weight = load_weight(span, lane);
+        const Raw raw_first = load_raw(span.first.dtype, span.first.values, lane);
+        const Raw raw_second = load_raw(span.second.dtype, span.second.values, lane);
 
-    const AdamWVector updated = adamw_vector(
-        of_all.by, of_all.has_plain_factors, widened(span.gradient_dtype, raw_gradient),
-        main_weight(span, raw_weight), first_moment(span.first, raw_first, first_scale),
-        second_moment(span.second, raw_second, second_scale));
+        const AdamWVector updated = adamw_vector(
+            of_all.by, of_all.has_plain_factors, widened(span.gradient_dtype, raw_gradient),
+            main_weight(span, raw_weight), first_moment(span.first, raw_first, scales.first),
+            second_moment(span.second, raw_second, scales.second));
 
-    store_weight(span, lane, updated.weight, rule.rounding, of_all.keys.for_weight);
-    store_first(updated.first, span.first, lane);
-    store_second(updated.second, updated.roots, span.second, lane, of_all.keys.for_second);
-  });
+        store_weight(span, lane, updated.weight, rule.rounding, of_all.keys.for_weight);
+        scales.first = store_first(updated.first, span.first, lane);
+        scales.second =
+            store_second(updated.second, updated.roots, span.second, lane, of_all.keys.for_second);
+      });
 }
 
 template <Momentum kMomentum, Blocks kBlocks>
 __global__ void __launch_bounds__(kThreads)
     sgd_kernel(UpdateSpan span, BlockRange range, SgdRule rule, const StepState* state) {
   if (state->skips != 0) return;
+  span.second.dtype = DType::kFloat32;  // without scales, like every moment that there is not
+  if constexpr (kMomentum == Momentum::kNone) span.first.dtype = DType::kFloat32;
   __shared__ SgdFactors by;
   if (threadIdx.x == 0) by = sgd_factors(rule, *state, span.rate_scale, span.weight_decay);
   __syncthreads();
   const RandomKey key = random_keys(rule.seed, state->step, span, range).for_weight;
-  for_each_block<kBlocks>(span, range, [&](const Lane<kBlocks>& lane) {
-    const Raw raw_gradient = load_raw(span.gradient_dtype, span.gradient, lane);
-    const RawWeight raw_weight = load_weight(span, lane);
-    Numbers buffer{};
-    if constexpr (kMomentum != Momentum::kNone) {
-      const Raw raw_buffer = load_raw(span.first.dtype, span.first.values, lane);
-      buffer = first_moment(span.first, raw_buffer, load_scale(span.first, lane));
-    }
-    const Numbers gradient = widened(span.gradient_dtype, raw_gradient);
-    Numbers weight = main_weight(span, raw_weight);
+  for_each_block<kBlocks, Runs::kOfOne>(
+      span, range, [&](const Lane<kBlocks>& lane, BlockScales& scales) {
+        const Raw raw_gradient = load_raw(span.gradient_dtype, span.gradient, lane);
+        const RawWeight raw_weight = load_weight(span, lane);
+        Numbers buffer{};
+        if constexpr (kMomentum != Momentum::kNone) {
+          const Raw raw_buffer = load_raw(span.first.dtype, span.first.values, lane);
+          buffer = first_moment(span.first, raw_buffer, scales.first);
+        }
+        const Numbers gradient = widened(span.gradient_dtype, raw_gradient);
+        Numbers weight = main_weight(span, raw_weight);
 #pragma unroll
-    for (int k = 0; k < kVector; ++k)
-      sgd_element<kMomentum>(by, gradient.of[k], weight.of[k], buffer.of[k]);
-    store_weight(span, lane, weight, rule.rounding, key);
-    if constexpr (kMomentum != Momentum::kNone) store_first(measured(buffer), span.first, lane);
-  });
+        for (int k = 0; k < kVector; ++k)
+          sgd_element<kMomentum>(by, gradient.of[k], weight.of[k], buffer.of[k]);
+        store_weight(span, lane, weight, rule.rounding, key);
+        if constexpr (kMomentum != Momentum::kNone)
+          scales.first = store_first(measured(buffer), span.first, lane);
+      });
 }
 
 __global__ void begin_step_kernel(StepState* state, StepRule rule) { begin_step(*state, rule); }
@@ -167,7 +206,15 @@ BlockRange range_of_one_key(const UpdateSpan& span, BlockRange range) {
   constexpr int64_t kBlocksOfKey = (int64_t{1} << 32) / kScaleBlock;
   const int64_t first_block = span.flat_begin / kScaleBlock;
   const int64_t end = ((first_block + range.begin) / kBlocksOfKey + 1) * kBlocksOfKey - first_block;
-  return {range.begin, end < range.end ? end : range.end};
+  return {.begin = range.begin, .end = end < range.end ? end : range.end};
+}
+
+// How many blocks in a row a warp takes where a run may have several: so many that all warps have
+// as many runs, or one.
+int run_length(int64_t num_blocks, int64_t num_warps) {
+  const auto ceil_of = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t runs_of_warp = ceil_of(num_blocks, kMaxRun * num_warps);
+  return static_cast<int>(ceil_of(num_blocks, runs_of_warp * num_warps));
 }
 
 // No more than run at once. Alone, an update with many short blocks is a little faster; beside the
@@ -178,7 +225,8 @@ void launch(const UpdateSpan& span, BlockRange range, const Rule& rule, const St
   static const int at_once = blocks_at_once(kKernel);
   constexpr int64_t kPerBlock = kThreads / kWarp;
   while (range.begin < range.end) {
-    const BlockRange part = range_of_one_key(span, range);
+    BlockRange part = range_of_one_key(span, range);
+    part.run = run_length(part.end - part.begin, at_once * kPerBlock);
     const int64_t wanted = (part.end - part.begin + kPerBlock - 1) / kPerBlock;
     const auto blocks = static_cast<unsigned>(wanted < at_once ? wanted : at_once);
     kKernel<<<blocks, kThreads, 0, cuda_stream(stream)>>>(span, part, rule, state);
