@@ -18,6 +18,7 @@
 #include "fsdp/base/version.h"
 #include "fsdp/cli/command.h"
 #include "fsdp/comm/connect_mpi.h"
+#include "fsdp/comm/connect_nccl.h"
 #include "fsdp/comm/launch.h"
 #include "fsdp/train/device_name.h"
 
@@ -41,6 +42,7 @@ Json backends() {
   Json names = {"threads"};
   if (mpi_available()) names.push_back("mpi");
   names.push_back("tcp");
+  if (nccl_available()) names.push_back("nccl");
   names.push_back("simulated");
   return names;
 }
