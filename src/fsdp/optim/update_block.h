@@ -9,19 +9,17 @@
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <cmath>
 #include <cstdint>
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/independent_iterations.h"
+#include "fsdp/base/inlined.h"
 #include "fsdp/base/narrow_float.h"
 #include "fsdp/optim/counter_random.h"
 #include "fsdp/optim/moment_code.h"
 #include "fsdp/optim/split_weight.h"
 #include "fsdp/optim/update_rules.h"
 #include "fsdp/optim/update_span.h"
-
-#define FSDP_INLINED [[gnu::always_inline]] inline
 
 namespace fsdp::block {
 
@@ -158,15 +156,19 @@ FSDP_INLINED void store_weight(const UpdateSpan& span, const Place& place, const
 
 // --- moments -------------------------------------------------------------------------------------
 
+// The scale of the element at a position.
+FSDP_INLINED float& scale_at(const Moment& moment, int64_t span_position, int64_t position) {
+  return moment.scales[position / kScaleBlock - span_position / kScaleBlock];
+}
+
 // Calls body(offset in the block, count, scale) for every part of the block that has one scale.
 template <typename Body>
 FSDP_INLINED void for_each_scale(const Moment& moment, int64_t span_position, const Place& place,
                                  Body body) {
-  const int64_t first_block = span_position / kScaleBlock;
   for (int64_t offset = 0; offset < place.count;) {
     const int64_t position = place.position + offset;
     const int64_t count = std::min(place.count - offset, kScaleBlock - position % kScaleBlock);
-    body(offset, count, moment.scales[position / kScaleBlock - first_block]);
+    body(offset, count, scale_at(moment, span_position, position));
     offset += count;
   }
 }
@@ -214,21 +216,18 @@ FSDP_INLINED void store_scaled(const float* values, const Moment& moment, int64_
   });
 }
 
-// Overwrites `values`.
 template <typename Narrow>
-FSDP_INLINED void store_roots(float* values, const Moment& moment, int64_t span_position,
+FSDP_INLINED void store_roots(const float* roots, const Moment& moment, int64_t span_position,
                               const Place& place, RandomKey key) {
   auto* codes = static_cast<typename Narrow::Code*>(moment.values) + place.begin;
   RandomStage stage;
   const RandomStage::Bits* random = stage.draw(place, key);
-  FSDP_INDEPENDENT_ITERATIONS
-  for (int64_t i = 0; i < place.count; ++i) values[i] = std::sqrt(values[i]);
   for_each_scale(moment, span_position, place, [&](int64_t offset, int64_t count, float& scale) {
-    scale = block_scale<Narrow>(largest_magnitude(values + offset, count));
+    scale = block_scale<Narrow>(largest_magnitude(roots + offset, count));
     const float inverse = inverse_scale(scale);
     FSDP_INDEPENDENT_ITERATIONS
     for (int64_t i = offset; i < offset + count; ++i)
-      codes[i] = root_code<Narrow>(values[i] * inverse, random[i]);
+      codes[i] = root_code<Narrow>(roots[i] * inverse, random[i]);
   });
 }
 
@@ -276,8 +275,8 @@ FSDP_INLINED void store_first(const float* values, const Moment& moment, int64_t
   store_scaled<Fp8E5M2>(values, moment, span_position, place);
 }
 
-// Overwrites `values`, unless they are what is stored.
-FSDP_INLINED void store_second(float* values, const Moment& moment, int64_t span_position,
+// Roots where the type keeps those.
+FSDP_INLINED void store_second(const float* values, const Moment& moment, int64_t span_position,
                                const Place& place, RandomKey key) {
   if (moment.dtype == DType::kFloat32) return;  // updated in place
   if (moment.dtype == DType::kBFloat16)

@@ -1,6 +1,7 @@
 #include "fsdp/optim/update_on_cpu.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/independent_iterations.h"
@@ -31,11 +32,20 @@ FSDP_INLINED void for_each_block(const UpdateSpan& span, ElementRange range, Bod
 
 // --- the rules on a block ------------------------------------------------------------------------
 
+// What is kept in place of a second moment: where its root is stored, the one of the update.
+enum class Kept : uint8_t { kMoment, kRoot };
+
+template <Kept kKept>
 FSDP_INLINED void adamw_block(AdamWFactors by, const float* gradient, float* weight, float* first,
                               float* second, int64_t count) {
   FSDP_INDEPENDENT_ITERATIONS
-  for (int64_t i = 0; i < count; ++i)
-    adamw_element(by, gradient[i], weight[i], first[i], second[i]);
+  for (int64_t i = 0; i < count; ++i) {
+    first[i] = adamw_first(by, gradient[i], first[i]);
+    const float moment = adamw_second(by, gradient[i], second[i]);
+    const float root = std::sqrt(moment);
+    weight[i] = adamw_weight(by, first[i], root, weight[i]);
+    second[i] = kKept == Kept::kRoot ? root : moment;
+  }
 }
 
 // The usual types of mixed precision go through no stage: in one loop, conversions run beside the
@@ -145,7 +155,9 @@ FSDP_INLINED void adamw_blocks(const UpdateSpan& span, const AdamWRule& rule,
     float* weight = block::load_weight(span, place, weight_stage);
     float* first = block::load_first(span.first, span.flat_begin, place, first_stage);
     float* second = block::load_second(span.second, span.flat_begin, place, second_stage);
-    adamw_block(by, gradient, weight, first, second, place.count);
+    is_scaled(span.second.dtype)
+        ? adamw_block<Kept::kRoot>(by, gradient, weight, first, second, place.count)
+        : adamw_block<Kept::kMoment>(by, gradient, weight, first, second, place.count);
     block::store_weight(span, place, weight, rule.rounding, key(RandomPurpose::kWeight, place));
     block::store_first(first, span.first, span.flat_begin, place);
     block::store_second(second, span.second, span.flat_begin, place,
