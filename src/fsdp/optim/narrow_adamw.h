@@ -1,0 +1,235 @@
+// AdamW with narrow moments or weights (aarch64), in whole blocks of scales: what lies around them
+// is left to the loops of update_on_cpu.cpp. The same bits as adamw_element and moment_code.h.
+//
+// One loop updates everything where both moments are bf16, the usual ones. Others go through three
+// loops with stages between them, one for each moment and one for the weights, so that the number
+// of compiled loops is a sum over types.
+#pragma once
+
+#if defined(__aarch64__)
+
+#include <algorithm>
+#include <cstdint>
+
+#include "fsdp/optim/narrow_moments.h"
+#include "fsdp/optim/narrow_weights.h"
+#include "fsdp/optim/step_state.h"
+#include "fsdp/optim/update_on_cpu.h"
+#include "fsdp/optim/update_rules.h"
+#include "fsdp/optim/update_span.h"
+
+namespace fsdp::narrow {
+
+using overlapped::LoadedConstants;
+
+struct alignas(64) Stages {
+  float gradient[kScaleBlock];
+  float first[kScaleBlock];
+  float roots[kScaleBlock];
+};
+
+// What does not change within a span.
+struct Step {
+  const UpdateSpan& span;
+  const AdamWFactors& by;
+  Rounding rounding;
+  RandomVectors for_second;
+  RandomVectors for_weight;
+};
+
+// --- loops ---------------------------------------------------------------------------------------
+
+template <typename Weights>
+FSDP_INLINED void update_weights(const Factors& by, const LoadedConstants& loaded, int64_t i,
+                                 const Sixteen& first, const Sixteen& roots,
+                                 const Weights& weights) {
+  const Sixteen before = weights.load(i);
+  const auto updated = [&](float32x4_t w, float32x4_t m, float32x4_t root) {
+    const float32x4_t denominator = vfmaq_f32(loaded.eps, root, by.root);
+    return vfmaq_f32(vdivq_f32(m, denominator), w, by.decay);
+  };
+  weights.store(i, vectors::each(updated, before, first, roots));
+}
+
+template <typename Gradient, typename Weights>
+[[gnu::noinline]] void update_block(const Step& step, const Place& place,
+                                    const typename Gradient::Code* gradient,
+                                    const Weights& weights) {
+  const Factors by(step.by);
+  const LoadedConstants loaded{.eps = vdupq_n_f32(step.by.eps), .one = vdupq_n_f32(1.0f)};
+  const First<Bf16> first(step.span, place, step.for_second);
+  const Second<Bf16> second(step.span, place, step.for_second);
+  Sixteen g = Codes<Gradient>::load(gradient);
+  Sixteen m = first.update(by, 0, g);
+  Sixteen roots = second.update(by, 0, g);
+  // Weights wait for a root and a division: the next moments have their turn before them.
+  for (int64_t i = 16; i < kScaleBlock; i += 16) {
+    g = Codes<Gradient>::load(gradient + i);
+    const Sixteen next_m = first.update(by, i, g);
+    const Sixteen next_roots = second.update(by, i, g);
+    update_weights(by, loaded, i - 16, m, roots, weights);
+    m = next_m;
+    roots = next_roots;
+  }
+  update_weights(by, loaded, kScaleBlock - 16, m, roots, weights);
+}
+
+template <typename Moment>
+[[gnu::noinline]] Left update_moment(const Step& step, const Place& place, const float* gradient,
+                                     float* out) {
+  const Factors by(step.by);
+  Moment moment(step.span, place, step.for_second);
+  for (int64_t i = 0; i < kScaleBlock; i += 16)
+    vectors::store(out + i, moment.update(by, i, vectors::load(gradient + i)));
+  return moment.end(out);
+}
+
+template <typename Moment>
+[[gnu::noinline]] void store_moment(const Step& step, const Place& place, const float* values,
+                                    Left left) {
+  Moment::store(step.span, place, step.for_second, values, left);
+}
+
+template <typename Weights>
+[[gnu::noinline]] void update_weights(const Step& step, const float* first, const float* roots,
+                                      const Weights& weights) {
+  const Factors by(step.by);
+  const LoadedConstants loaded{.eps = vdupq_n_f32(step.by.eps), .one = vdupq_n_f32(1.0f)};
+  for (int64_t i = 0; i < kScaleBlock; i += 16)
+    update_weights(by, loaded, i, vectors::load(first + i), vectors::load(roots + i), weights);
+}
+
+// --- types ---------------------------------------------------------------------------------------
+
+// Calls body with the type as an object.
+template <typename Body>
+FSDP_INLINED void with_scaled_type(DType dtype, const Body& body) {
+  if (dtype == DType::kFloat16) return body(Fp16{});
+  if (dtype == DType::kFloat8E4M3) return body(Fp8E4M3{});
+  body(Fp8E5M2{});
+}
+template <typename Body>
+FSDP_INLINED void with_moment_type(DType dtype, const Body& body) {
+  if (dtype == DType::kFloat32) return body(Fp32{});
+  if (dtype == DType::kBFloat16) return body(Bf16{});
+  with_scaled_type(dtype, body);
+}
+template <typename Body>
+FSDP_INLINED void with_weight_type(DType dtype, const Body& body) {
+  if (dtype == DType::kBFloat16) return body(Bf16{});
+  body(Fp16{});
+}
+
+// Calls body with the block's weights.
+template <typename Body>
+FSDP_INLINED void with_weights(const Step& step, const Place& place, const Body& body) {
+  const UpdateSpan& span = step.span;
+  const auto at = [&]<typename Word>(Word* words) { return words + place.begin; };
+  if (span.main == MainWeight::kSplit)
+    return body(SplitWeights{at(static_cast<uint16_t*>(span.weight)),
+                             at(static_cast<int16_t*>(span.main_weight))});
+  const auto narrow = [&]<typename Narrow>(Narrow) {
+    auto* weight = at(static_cast<typename Narrow::Code*>(span.weight));
+    if (span.main == MainWeight::kSeparate)
+      return body(SeparateWeights<Narrow>{weight, at(static_cast<float*>(span.main_weight))});
+    if constexpr (std::is_same_v<Narrow, Fp32>) {
+      body(WholeWeights{weight});
+    } else if (step.rounding == Rounding::kStochastic) {
+      body(StochasticWeights<Narrow>{weight, step.for_weight.block()});
+    } else {
+      body(NearestWeights<Narrow>{weight});
+    }
+  };
+  if (span.weight_dtype == DType::kFloat32) return narrow(Fp32{});
+  with_weight_type(span.weight_dtype, narrow);
+}
+
+// Gradients of a block in fp32.
+inline const float* wide_gradients(const UpdateSpan& span, const Place& place, float* stage) {
+  if (span.gradient_dtype == DType::kFloat32)
+    return static_cast<const float*>(span.gradient) + place.begin;
+  with_weight_type(span.gradient_dtype, [&]<typename Narrow>(Narrow) {
+    const auto* codes = static_cast<const typename Narrow::Code*>(span.gradient) + place.begin;
+    for (int64_t i = 0; i < kScaleBlock; i += 16)
+      vectors::store(stage + i, Codes<Narrow>::load(codes + i));
+  });
+  return stage;
+}
+
+inline void update_in_stages(const Step& step, const Place& place, Stages& stages) {
+  const UpdateSpan& span = step.span;
+  const float* gradient = wide_gradients(span, place, stages.gradient);
+  float* first = span.first.dtype == DType::kFloat32
+                     ? static_cast<float*>(span.first.values) + place.begin
+                     : stages.first;
+  Left left_of_first = Left::kNothing;
+  with_moment_type(span.first.dtype, [&]<typename Narrow>(Narrow) {
+    left_of_first = update_moment<First<Narrow>>(step, place, gradient, first);
+  });
+  Left left_of_second = Left::kNothing;
+  with_moment_type(span.second.dtype, [&]<typename Narrow>(Narrow) {
+    left_of_second = update_moment<Second<Narrow>>(step, place, gradient, stages.roots);
+  });
+  with_weights(step, place,
+               [&](const auto& weights) { update_weights(step, first, stages.roots, weights); });
+  if (left_of_first != Left::kNothing)
+    with_scaled_type(span.first.dtype, [&]<typename Narrow>(Narrow) {
+      store_moment<First<Narrow>>(step, place, first, left_of_first);
+    });
+  if (left_of_second != Left::kNothing)
+    with_scaled_type(span.second.dtype, [&]<typename Narrow>(Narrow) {
+      store_moment<Second<Narrow>>(step, place, stages.roots, left_of_second);
+    });
+}
+
+inline void update_at_once(const Step& step, const Place& place, Stages& stages) {
+  const UpdateSpan& span = step.span;
+  with_weights(step, place, [&](const auto& weights) {
+    if (span.gradient_dtype == DType::kBFloat16) {
+      const auto* gradient = static_cast<const uint16_t*>(span.gradient) + place.begin;
+      update_block<Bf16>(step, place, gradient, weights);
+    } else {
+      update_block<Fp32>(step, place, wide_gradients(span, place, stages.gradient), weights);
+    }
+  });
+}
+
+inline void update_block(Step& step, const Place& place, Stages& stages) {
+  const UpdateSpan& span = step.span;
+  step.for_second.move_to(place.position);
+  step.for_weight.move_to(place.position);
+  if (span.first.dtype == DType::kBFloat16 && span.second.dtype == DType::kBFloat16)
+    return update_at_once(step, place, stages);
+  update_in_stages(step, place, stages);
+}
+
+// The part of a range that consists of whole blocks of scales.
+inline ElementRange whole_blocks(const UpdateSpan& span, ElementRange range) {
+  const int64_t first = span.flat_begin + range.begin + kScaleBlock - 1;
+  const int64_t end = (span.flat_begin + range.end) / kScaleBlock * kScaleBlock - span.flat_begin;
+  const int64_t begin = std::min(first / kScaleBlock * kScaleBlock - span.flat_begin, range.end);
+  return {.begin = begin, .end = std::max(begin, end)};
+}
+
+// Updates the whole blocks of scales in a range, and returns which those are.
+inline ElementRange update(const AdamWFactors& by, const UpdateSpan& span, const AdamWRule& rule,
+                           const StepState& state, ElementRange range) {
+  const auto random = [&](RandomPurpose purpose) {
+    return RandomVectors(rule.seed, state.step, span.group, purpose);
+  };
+  Step step{.span = span,
+            .by = by,
+            .rounding = rule.rounding,
+            .for_second = random(RandomPurpose::kSecondMoment),
+            .for_weight = random(RandomPurpose::kWeight)};
+  Stages stages;
+  const ElementRange whole = whole_blocks(span, range);
+  for (int64_t begin = whole.begin; begin < whole.end; begin += kScaleBlock)
+    update_block(step, {.begin = begin, .count = kScaleBlock, .position = span.flat_begin + begin},
+                 stages);
+  return whole;
+}
+
+}  // namespace fsdp::narrow
+
+#endif  // __aarch64__
