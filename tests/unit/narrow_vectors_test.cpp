@@ -189,7 +189,7 @@ TEST(RandomVectors, DrawTheBitsOfEveryPosition) {
       vectors_of.move_to(position);
       const RandomKey key = random_key(7, 11, 13, RandomPurpose::kSecondMoment, position);
       for (int64_t i = 0; i < kScaleBlock; i += kGroup) {
-        vectors::store(drawn.data(), vectors_of.block().at(i));
+        vectors::store(drawn.data(), vectors_of.from(position).at(i));
         for (size_t k = 0; k < kGroup; ++k) {
           const auto at = static_cast<uint32_t>(position + i) + static_cast<uint32_t>(k);
           ASSERT_EQ(drawn[k], random_bits(key, at)) << position << " + " << i << " + " << k;

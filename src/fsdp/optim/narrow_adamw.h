@@ -1,14 +1,16 @@
 // AdamW with narrow moments or weights (aarch64), in whole blocks of scales: what lies around them
 // is left to the loops of update_on_cpu.cpp. The same bits as adamw_element and moment_code.h.
 //
-// One loop updates everything where both moments are bf16, the usual ones. Others go through three
-// loops with stages between them, one for each moment and one for the weights, so that the number
-// of compiled loops is a sum over types.
+// One loop updates everything where both moments are bf16, the usual ones. Others go through
+// several with stages between them: one for the moments, which a root waits in, one for the
+// weights, which a division waits in, and one for each moment that had to wait for its scale. So
+// the types of gradients, moments and weights add up instead of being multiplied.
 #pragma once
 
 #if defined(__aarch64__)
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 
 #include "fsdp/optim/narrow_moments.h"
@@ -22,11 +24,33 @@ namespace fsdp::narrow {
 
 using overlapped::LoadedConstants;
 
+// Elements that go through a loop at once: whole blocks of scales. A place does not reach over a
+// multiple of it in flat positions.
+inline constexpr int64_t kMaxNumel = RandomVectors::kWindow;
+static_assert(kMaxNumel % kScaleBlock == 0);
+
 struct alignas(64) Stages {
-  float gradient[kScaleBlock];
-  float first[kScaleBlock];
-  float roots[kScaleBlock];
+  float gradient[kMaxNumel];
+  float first[kMaxNumel];
+  float roots[kMaxNumel];
 };
+
+// What is left to store of every block of scales.
+struct BlockLeft {
+  Left first;
+  Left second;
+};
+using AllLeft = std::array<BlockLeft, kMaxNumel / kScaleBlock>;
+
+// Calls body(offset, place, left) for the blocks of scales of a place.
+template <typename Body>
+FSDP_INLINED void for_each_block(const Place& place, AllLeft& left, const Body& body) {
+  for (int64_t offset = 0; offset < place.count; offset += kScaleBlock) {
+    const Place part{
+        .begin = place.begin + offset, .count = kScaleBlock, .position = place.position + offset};
+    body(offset, part, left[static_cast<size_t>(offset / kScaleBlock)]);
+  }
+}
 
 // What does not change within a span.
 struct Step {
@@ -52,9 +76,9 @@ FSDP_INLINED void update_weights(const Factors& by, const LoadedConstants& loade
 }
 
 template <typename Gradient, typename Weights>
-[[gnu::noinline]] void update_block(const Step& step, const Place& place,
-                                    const typename Gradient::Code* gradient,
-                                    const Weights& weights) {
+[[gnu::noinline]] void update_at_once(const Step& step, const Place& place,
+                                      const typename Gradient::Code* gradient,
+                                      const Weights& weights) {
   const Factors by(step.by);
   const LoadedConstants loaded{.eps = vdupq_n_f32(step.by.eps), .one = vdupq_n_f32(1.0f)};
   const First<Bf16> first(step.span, place, step.for_second);
@@ -63,7 +87,7 @@ template <typename Gradient, typename Weights>
   Sixteen m = first.update(by, 0, g);
   Sixteen roots = second.update(by, 0, g);
   // Weights wait for a root and a division: the next moments have their turn before them.
-  for (int64_t i = 16; i < kScaleBlock; i += 16) {
+  for (int64_t i = 16; i < place.count; i += 16) {
     g = Codes<Gradient>::load(gradient + i);
     const Sixteen next_m = first.update(by, i, g);
     const Sixteen next_roots = second.update(by, i, g);
@@ -71,31 +95,43 @@ template <typename Gradient, typename Weights>
     m = next_m;
     roots = next_roots;
   }
-  update_weights(by, loaded, kScaleBlock - 16, m, roots, weights);
+  update_weights(by, loaded, place.count - 16, m, roots, weights);
 }
 
-template <typename Moment>
-[[gnu::noinline]] Left update_moment(const Step& step, const Place& place, const float* gradient,
-                                     float* out) {
+// Leaves new first moments and the roots of second ones in stages. (First moments in fp32 are their
+// own stage.)
+template <typename First, typename Second>
+[[gnu::noinline]] void update_moments(const Step& step, const Place& place, const float* gradient,
+                                      float* firsts, float* roots, AllLeft& all_left) {
   const Factors by(step.by);
-  Moment moment(step.span, place, step.for_second);
-  for (int64_t i = 0; i < kScaleBlock; i += 16)
-    vectors::store(out + i, moment.update(by, i, vectors::load(gradient + i)));
-  return moment.end(out);
+  for_each_block(place, all_left, [&](int64_t offset, const Place& part, BlockLeft& left) {
+    First first(step.span, part, step.for_second);
+    Second second(step.span, part, step.for_second);
+    for (int64_t i = 0; i < kScaleBlock; i += 16) {
+      const Sixteen g = vectors::load(gradient + offset + i);
+      const Sixteen m = first.update(by, i, g);
+      const Sixteen r = second.update(by, i, g);
+      vectors::store(firsts + offset + i, m);
+      vectors::store(roots + offset + i, r);
+    }
+    left = {.first = first.end(firsts + offset), .second = second.end(roots + offset)};
+  });
 }
 
 template <typename Moment>
 [[gnu::noinline]] void store_moment(const Step& step, const Place& place, const float* values,
-                                    Left left) {
-  Moment::store(step.span, place, step.for_second, values, left);
+                                    AllLeft& all_left, Left BlockLeft::*left_of) {
+  for_each_block(place, all_left, [&](int64_t offset, const Place& part, const BlockLeft& left) {
+    Moment::store(step.span, part, step.for_second, values + offset, left.*left_of);
+  });
 }
 
 template <typename Weights>
-[[gnu::noinline]] void update_weights(const Step& step, const float* first, const float* roots,
-                                      const Weights& weights) {
+[[gnu::noinline]] void update_weights(const Step& step, int64_t count, const float* first,
+                                      const float* roots, const Weights& weights) {
   const Factors by(step.by);
   const LoadedConstants loaded{.eps = vdupq_n_f32(step.by.eps), .one = vdupq_n_f32(1.0f)};
-  for (int64_t i = 0; i < kScaleBlock; i += 16)
+  for (int64_t i = 0; i < count; i += 16)
     update_weights(by, loaded, i, vectors::load(first + i), vectors::load(roots + i), weights);
 }
 
@@ -120,7 +156,7 @@ FSDP_INLINED void with_weight_type(DType dtype, const Body& body) {
   body(Fp16{});
 }
 
-// Calls body with the block's weights.
+// Calls body with the weights of a place.
 template <typename Body>
 FSDP_INLINED void with_weights(const Step& step, const Place& place, const Body& body) {
   const UpdateSpan& span = step.span;
@@ -135,7 +171,7 @@ FSDP_INLINED void with_weights(const Step& step, const Place& place, const Body&
     if constexpr (std::is_same_v<Narrow, Fp32>) {
       body(WholeWeights{weight});
     } else if (step.rounding == Rounding::kStochastic) {
-      body(StochasticWeights<Narrow>{weight, step.for_weight.block()});
+      body(StochasticWeights<Narrow>{weight, step.for_weight.from(place.position)});
     } else {
       body(NearestWeights<Narrow>{weight});
     }
@@ -144,13 +180,13 @@ FSDP_INLINED void with_weights(const Step& step, const Place& place, const Body&
   with_weight_type(span.weight_dtype, narrow);
 }
 
-// Gradients of a block in fp32.
+// Gradients in fp32.
 inline const float* wide_gradients(const UpdateSpan& span, const Place& place, float* stage) {
   if (span.gradient_dtype == DType::kFloat32)
     return static_cast<const float*>(span.gradient) + place.begin;
   with_weight_type(span.gradient_dtype, [&]<typename Narrow>(Narrow) {
     const auto* codes = static_cast<const typename Narrow::Code*>(span.gradient) + place.begin;
-    for (int64_t i = 0; i < kScaleBlock; i += 16)
+    for (int64_t i = 0; i < place.count; i += 16)
       vectors::store(stage + i, Codes<Narrow>::load(codes + i));
   });
   return stage;
@@ -162,23 +198,23 @@ inline void update_in_stages(const Step& step, const Place& place, Stages& stage
   float* first = span.first.dtype == DType::kFloat32
                      ? static_cast<float*>(span.first.values) + place.begin
                      : stages.first;
-  Left left_of_first = Left::kNothing;
-  with_moment_type(span.first.dtype, [&]<typename Narrow>(Narrow) {
-    left_of_first = update_moment<First<Narrow>>(step, place, gradient, first);
-  });
-  Left left_of_second = Left::kNothing;
-  with_moment_type(span.second.dtype, [&]<typename Narrow>(Narrow) {
-    left_of_second = update_moment<Second<Narrow>>(step, place, gradient, stages.roots);
-  });
-  with_weights(step, place,
-               [&](const auto& weights) { update_weights(step, first, stages.roots, weights); });
-  if (left_of_first != Left::kNothing)
-    with_scaled_type(span.first.dtype, [&]<typename Narrow>(Narrow) {
-      store_moment<First<Narrow>>(step, place, first, left_of_first);
+  AllLeft left;
+  with_moment_type(span.first.dtype, [&]<typename OfFirst>(OfFirst) {
+    with_moment_type(span.second.dtype, [&]<typename OfSecond>(OfSecond) {
+      update_moments<First<OfFirst>, Second<OfSecond>>(step, place, gradient, first, stages.roots,
+                                                       left);
     });
-  if (left_of_second != Left::kNothing)
+  });
+  with_weights(step, place, [&](const auto& weights) {
+    update_weights(step, place.count, first, stages.roots, weights);
+  });
+  if (is_scaled(span.first.dtype))
+    with_scaled_type(span.first.dtype, [&]<typename Narrow>(Narrow) {
+      store_moment<First<Narrow>>(step, place, first, left, &BlockLeft::first);
+    });
+  if (is_scaled(span.second.dtype))
     with_scaled_type(span.second.dtype, [&]<typename Narrow>(Narrow) {
-      store_moment<Second<Narrow>>(step, place, stages.roots, left_of_second);
+      store_moment<Second<Narrow>>(step, place, stages.roots, left, &BlockLeft::second);
     });
 }
 
@@ -187,14 +223,14 @@ inline void update_at_once(const Step& step, const Place& place, Stages& stages)
   with_weights(step, place, [&](const auto& weights) {
     if (span.gradient_dtype == DType::kBFloat16) {
       const auto* gradient = static_cast<const uint16_t*>(span.gradient) + place.begin;
-      update_block<Bf16>(step, place, gradient, weights);
+      update_at_once<Bf16>(step, place, gradient, weights);
     } else {
-      update_block<Fp32>(step, place, wide_gradients(span, place, stages.gradient), weights);
+      update_at_once<Fp32>(step, place, wide_gradients(span, place, stages.gradient), weights);
     }
   });
 }
 
-inline void update_block(Step& step, const Place& place, Stages& stages) {
+inline void update_place(Step& step, const Place& place, Stages& stages) {
   const UpdateSpan& span = step.span;
   step.for_second.move_to(place.position);
   step.for_weight.move_to(place.position);
@@ -224,9 +260,12 @@ inline ElementRange update(const AdamWFactors& by, const UpdateSpan& span, const
             .for_weight = random(RandomPurpose::kWeight)};
   Stages stages;
   const ElementRange whole = whole_blocks(span, range);
-  for (int64_t begin = whole.begin; begin < whole.end; begin += kScaleBlock)
-    update_block(step, {.begin = begin, .count = kScaleBlock, .position = span.flat_begin + begin},
-                 stages);
+  for (int64_t begin = whole.begin; begin < whole.end;) {
+    const int64_t position = span.flat_begin + begin;
+    const int64_t count = std::min(whole.end - begin, kMaxNumel - position % kMaxNumel);
+    update_place(step, {.begin = begin, .count = count, .position = position}, stages);
+    begin += count;
+  }
   return whole;
 }
 

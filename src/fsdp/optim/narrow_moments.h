@@ -236,7 +236,7 @@ class Second {
     auto* codes = static_cast<typename Narrow::Code*>(span.second.values) + place.begin;
     const float scale = block::scale_at(span.second, span.flat_begin, place.position);
     const float32x4_t inverse = vdupq_n_f32(inverse_scale(scale));
-    const RandomVectors::Block bits = random.block();
+    const RandomVectors::Bits bits = random.from(place.position);
     for (int64_t i = 0; i < kScaleBlock; i += 16) {
       const Sixteen scaled = vectors::product(vectors::load(roots + i), inverse);
       const vectors::Halves drawn = bits.at(i);
@@ -262,7 +262,8 @@ template <>
 class Second<Bf16> {
  public:
   Second(const UpdateSpan& span, const Place& place, const RandomVectors& random)
-      : codes_(static_cast<uint16_t*>(span.second.values) + place.begin), random_(random.block()) {}
+      : codes_(static_cast<uint16_t*>(span.second.values) + place.begin),
+        random_(random.from(place.position)) {}
 
   FSDP_INLINED Sixteen update(const Factors& by, int64_t i, const Sixteen& gradient) const {
     const Sixteen after = updated_second(by, Codes<Bf16>::load(codes_ + i), gradient);
@@ -273,7 +274,7 @@ class Second<Bf16> {
 
  private:
   uint16_t* codes_;
-  RandomVectors::Block random_;
+  RandomVectors::Bits random_;
 };
 
 template <>

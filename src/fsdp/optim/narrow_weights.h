@@ -81,7 +81,7 @@ struct NearestWeights {
 template <typename Narrow>
 struct StochasticWeights {
   typename Narrow::Code* weight;
-  RandomVectors::Block random;
+  RandomVectors::Bits random;
 
   FSDP_INLINED Sixteen load(int64_t i) const { return Codes<Narrow>::load(weight + i); }
   FSDP_INLINED void store(int64_t i, const Sixteen& values) const {

@@ -1,6 +1,6 @@
 // The random bits of counter_random.h for a block of elements, sixteen at a time (aarch64).
 //
-// The pairs of a block differ in their last bits alone, and the first shift of random_pair moves
+// The pairs of a window differ in their last bits alone, and the first shift of random_pair moves
 // none of those into others: x ^ (x >> 16) of pair j is that of pair 0, ^ j. Its product with a
 // constant is therefore a sum: of the upper bits' product, one for all, and the last bits', which
 // stays the same for 2^16 pairs.
@@ -13,7 +13,6 @@
 #include <cstdint>
 
 #include "fsdp/base/inlined.h"
-#include "fsdp/layout/state_bytes.h"
 #include "fsdp/optim/counter_random.h"
 #include "fsdp/optim/narrow_vectors.h"
 
@@ -24,13 +23,16 @@ class RandomVectors {
   RandomVectors(uint64_t seed, int64_t step, uint64_t group, RandomPurpose purpose)
       : seed_(seed), step_(step), group_(group), purpose_(purpose) {}
 
-  // To the block at a position, a multiple of kScaleBlock.
+  // Positions in windows of so many elements.
+  static constexpr int64_t kWindow = 1024;
+
+  // To the window of a position.
   void move_to(int64_t position) {
     if (const int64_t high = position >> 32; high != high_) {
       key_ = random_key(seed_, step_, group_, purpose_, position);
       high_ = high;
     }
-    const uint32_t x = (static_cast<uint32_t>(position) >> 1) ^ key_.first;
+    const uint32_t x = (static_cast<uint32_t>(position / kWindow * kWindow) >> 1) ^ key_.first;
     const uint32_t mixed = x ^ (x >> 16);
     if (const uint32_t last = mixed % kPairs; last != last_) {
       for (uint32_t pair = 0; pair < kPairs; ++pair) products_[pair] = (last ^ pair) * kFirst;
@@ -41,10 +43,10 @@ class RandomVectors {
 
   RandomKey key() const { return key_; }
 
-  // The block's bits, for a loop: in registers, where no store can change them.
-  class Block {
+  // The bits from a position on, for a loop: in registers, where no store can change them.
+  class Bits {
    public:
-    // random_bits of elements [i, i + 16) of the block; i is a multiple of 16.
+    // random_bits of elements [i, i + 16) from there; all multiples of 16.
     FSDP_INLINED vectors::Halves at(int64_t i) const {
       return {four_pairs(products_ + i / 2), four_pairs(products_ + i / 2 + 4)};
     }
@@ -58,8 +60,8 @@ class RandomVectors {
     }
 
     friend class RandomVectors;
-    explicit Block(const RandomVectors& random)
-        : products_(random.products_),
+    Bits(const RandomVectors& random, int64_t position)
+        : products_(random.products_ + position % kWindow / 2),
           product_(vdupq_n_u32(random.product_)),
           key_(vdupq_n_u32(random.key_.second)) {}
 
@@ -67,10 +69,10 @@ class RandomVectors {
     uint32x4_t product_;
     uint32x4_t key_;
   };
-  FSDP_INLINED Block block() const { return Block(*this); }
+  FSDP_INLINED Bits from(int64_t position) const { return Bits(*this, position); }
 
  private:
-  static constexpr uint32_t kPairs = kScaleBlock / 2;
+  static constexpr uint32_t kPairs = kWindow / 2;
   static constexpr uint32_t kFirst = 0x7FEB352Du;  // random_pair's
   static constexpr uint32_t kSecond = 0x846CA68Bu;
 
