@@ -15,11 +15,10 @@
 #include <arm_neon.h>
 
 #include <cstdint>
-#include <cstring>
 
 namespace fsdp {
 
-// Within these bounds and those of without_exact_quotients, nothing on the way leaves the range of
+// Within these bounds and those of ExactQuotientTest, nothing on the way leaves the range of
 // normal numbers.
 inline constexpr float kMinExactDivisor = 0x1p-60f;
 inline constexpr float kMaxExactDivisor = 0x1p62f;
@@ -41,42 +40,55 @@ inline constexpr float kMaxExactDivisor = 0x1p62f;
   return vfmaq_f32(q, r, y);
 }
 
-// Two numbers in a general register, for tests beside vector units that have no time for them. (The
-// empty statement keeps a compiler from making vectors of them again.)
-[[gnu::always_inline]] inline uint64_t two_numbers(const float* values) {
-  uint64_t bits = 0;
-  std::memcpy(&bits, values, sizeof bits);
-  asm("" : "+r"(bits));
-  return bits;
+// Four numbers in general registers, for tests beside vector units that have no time for them. From
+// memory, in words that a compiler must believe: it would take numbers that were just stored from
+// vector registers.
+struct FourNumbers {
+  uint64_t low;
+  uint64_t high;
+};
+[[gnu::always_inline]] inline FourNumbers four_numbers(const float* values) {
+  FourNumbers four;
+  const auto& memory = *reinterpret_cast<const float(*)[4]>(values);
+#if defined(__clang__)
+  asm("ldp %0, %1, %2" : "=r"(four.low), "=r"(four.high) : "Q"(memory));
+#else
+  asm("ldp %0, %1, %2" : "=r"(four.low), "=r"(four.high) : "Ump"(memory));
+#endif
+  return four;
 }
 
-// The tests below return 0 if all of kNumel numbers pass, so that one branch can ask for several.
-
-// Dividends have exact quotients where 2^-63 <= |m| < 2^65 and m is no power of two: the two upper
-// bits of such exponents differ, and other mantissas than 0 carry when ones are added.
-template <int kNumel>
-[[gnu::always_inline]] inline uint64_t without_exact_quotients(const float* dividends) {
-  static_assert(kNumel % 2 == 0);
-  constexpr uint64_t kTested = 0x607FFFFF'607FFFFFu;  // two bits of the exponent, the mantissa
-  constexpr uint64_t kAdded = 0x207FFFFF'207FFFFFu;
-  constexpr uint64_t kCarried = 0x40800000'40800000u;
-  uint64_t all = kCarried;
-  for (int i = 0; i < kNumel; i += 2) all &= (two_numbers(dividends + i) & kTested) + kAdded;
-  return all ^ kCarried;
-}
-
-// Numbers, not negative, pass if they are below 2^65: the two upper bits of larger exponents, of
-// Inf and of NaN are set.
-template <int kNumel>
-[[gnu::always_inline]] inline uint64_t at_least_2_to_65(const float* values) {
-  static_assert(kNumel % 2 == 0);
-  uint64_t any = 0;
-  for (int i = 0; i < kNumel; i += 2) {
-    const uint64_t bits = two_numbers(values + i);
-    any |= bits & (bits << 1);
+// Whether quotients are exact, asked for four numbers at a time, answered at the end.
+class ExactQuotientTest {
+ public:
+  // Dividends pass where 2^-63 <= |m| < 2^65 and m is no power of two: the two upper bits of such
+  // exponents differ, and other mantissas than 0 carry when ones are added.
+  [[gnu::always_inline]] void take_dividends(const float* values) {
+    constexpr uint64_t kTested = 0x607FFFFF'607FFFFFu;  // two bits of the exponent, the mantissa
+    constexpr uint64_t kAdded = 0x207FFFFF'207FFFFFu;
+    const auto [low, high] = four_numbers(values);
+    carried_ &= (low & kTested) + kAdded;
+    carried_ &= (high & kTested) + kAdded;
   }
-  return any & 0x40000000'40000000u;
-}
+
+  // Numbers, not negative, that divisors are made of pass if they are below 2^65: the two upper
+  // bits of larger exponents, of Inf and of NaN are set.
+  [[gnu::always_inline]] void take_second_moments(const float* values) {
+    const auto [low, high] = four_numbers(values);
+    large_ |= low & (low << 1);
+    large_ |= high & (high << 1);
+  }
+
+  [[gnu::always_inline]] bool passes() const {
+    constexpr uint64_t kLarge = 0x40000000'40000000u;
+    return ((kCarried & ~carried_) | (large_ & kLarge)) == 0;
+  }
+
+ private:
+  static constexpr uint64_t kCarried = 0x40800000'40800000u;
+  uint64_t carried_ = kCarried;
+  uint64_t large_ = 0;
+};
 
 }  // namespace fsdp
 
