@@ -53,7 +53,7 @@ class Comparison {
   void compare() {
     const float32x4_t m = vld1q_f32(dividends_);
     const float32x4_t d = vld1q_f32(divisors_);
-    const uint32x4_t ours = vreinterpretq_u32_f32(exact_quotient(m, d, vdupq_n_f32(1.0f)));
+    const uint32x4_t ours = vreinterpretq_u32_f32(divided_exactly(m, d).q);
     const uint32x4_t expected = vreinterpretq_u32_f32(vdivq_f32(m, d));
     const uint32x4_t same = vceqq_u32(ours, expected);
     num_wrong_ += 4 - vaddvq_u32(vshrq_n_u32(same, 31));
@@ -104,7 +104,7 @@ TEST(ExactQuotient, ReciprocalsOfAllMantissasAreWithinTwoToTheMinus24) {
     const float divisors[4] = {of_mantissa(mantissa), of_mantissa(mantissa + 1),
                                of_mantissa(mantissa + 2), of_mantissa(mantissa + 3)};
     float reciprocals[4];
-    vst1q_f32(reciprocals, close_reciprocal(vld1q_f32(divisors), vdupq_n_f32(1.0f)));
+    vst1q_f32(reciprocals, divided_exactly(vdupq_n_f32(1.0f), vld1q_f32(divisors)).y);
     for (int i = 0; i < 4; ++i)
       worst = std::max(worst, std::abs(static_cast<double>(reciprocals[i]) * divisors[i] - 1.0));
   }

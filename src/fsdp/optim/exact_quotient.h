@@ -23,21 +23,32 @@ namespace fsdp {
 inline constexpr float kMinExactDivisor = 0x1p-60f;
 inline constexpr float kMaxExactDivisor = 0x1p62f;
 
-// 1 / d, nearly rounded. `one` is 1: it is overwritten, and where the caller loads it from memory,
-// no register has to be copied.
-[[gnu::always_inline]] inline float32x4_t close_reciprocal(float32x4_t d, float32x4_t one) {
-  float32x4_t y = vrecpeq_f32(d);                // 8 bits
-  y = vmulq_f32(y, vrecpsq_f32(d, y));           // 16
-  return vfmaq_f32(y, y, vfmsq_f32(one, d, y));  // 24
-}
+// The operations of m / d, one by one in this order, so that a loop can do others between them.
+struct ExactQuotient {
+  float32x4_t m, y, e, one, q;
 
-// m / d.
-[[gnu::always_inline]] inline float32x4_t exact_quotient(float32x4_t m, float32x4_t d,
-                                                         float32x4_t one) {
-  const float32x4_t y = close_reciprocal(d, one);
-  const float32x4_t q = vmulq_f32(m, y);
-  const float32x4_t r = vfmsq_f32(m, d, q);
-  return vfmaq_f32(q, r, y);
+  [[gnu::always_inline]] void estimate(float32x4_t d) { y = vrecpeq_f32(d); }  // 8 bits of 1 / d
+  [[gnu::always_inline]] void estimate_error(float32x4_t d) { e = vrecpsq_f32(d, y); }
+  [[gnu::always_inline]] void reciprocal() { y = vmulq_f32(y, e); }  // 16
+  [[gnu::always_inline]] void reciprocal_error(float32x4_t d) { one = vfmsq_f32(one, d, y); }
+  [[gnu::always_inline]] void close_reciprocal() { y = vfmaq_f32(y, y, one); }  // 24
+  [[gnu::always_inline]] void quotient() { q = vmulq_f32(m, y); }
+  [[gnu::always_inline]] void remainder(float32x4_t d) { m = vfmsq_f32(m, d, q); }
+  [[gnu::always_inline]] void exact_quotient() { q = vfmaq_f32(q, m, y); }
+};
+
+// All of them: q is m / d then, and y nearly 1 / d.
+[[gnu::always_inline]] inline ExactQuotient divided_exactly(float32x4_t m, float32x4_t d) {
+  ExactQuotient of{.m = m, .y = {}, .e = {}, .one = vdupq_n_f32(1.0f), .q = {}};
+  of.estimate(d);
+  of.estimate_error(d);
+  of.reciprocal();
+  of.reciprocal_error(d);
+  of.close_reciprocal();
+  of.quotient();
+  of.remainder(d);
+  of.exact_quotient();
+  return of;
 }
 
 // Four numbers in general registers, for tests beside vector units that have no time for them. From

@@ -9,6 +9,7 @@
 
 #include "fsdp/base/inlined.h"
 #include "fsdp/optim/exact_quotient.h"
+#include "fsdp/optim/narrow_vectors.h"
 #include "fsdp/optim/overlapped_order.h"
 
 namespace fsdp::overlapped {
@@ -18,23 +19,22 @@ namespace {
 // Arrays, since compilers take a structure of four vectors for four neighbouring registers.
 using Vector = float32x4_t;
 using Group = Vector[kVectors];
+using vectors::as_bits;
+using vectors::as_floats;
 
 // Loads and stores that stay where they are written: a compiler would move a load to its first use.
-template <typename Vector>
+template <typename Register>
 struct InMemory {
-  typedef Vector Type [[gnu::aligned(2), gnu::may_alias]];
+  typedef Register Type [[gnu::aligned(2), gnu::may_alias]];
 };
-template <typename Vector>
-FSDP_INLINED Vector load(const void* from) {
-  return *static_cast<const volatile typename InMemory<Vector>::Type*>(from);
+template <typename Register>
+FSDP_INLINED Register load(const void* from) {
+  return *static_cast<const volatile typename InMemory<Register>::Type*>(from);
 }
-template <typename Vector>
-FSDP_INLINED void store(void* to, Vector values) {
-  *static_cast<volatile typename InMemory<Vector>::Type*>(to) = values;
+template <typename Register>
+FSDP_INLINED void store(void* to, Register values) {
+  *static_cast<volatile typename InMemory<Register>::Type*>(to) = values;
 }
-
-FSDP_INLINED Vector as_floats(uint32x4_t bits) { return vreinterpretq_f32_u32(bits); }
-FSDP_INLINED uint32x4_t as_bits(Vector values) { return vreinterpretq_u32_f32(values); }
 
 FSDP_INLINED Vector widened(uint16x8_t bf16, int k) {
   return as_floats(k % 2 == 0 ? vshll_n_u16(vget_low_u16(bf16), 16) : vshll_high_n_u16(bf16, 16));
@@ -42,7 +42,7 @@ FSDP_INLINED Vector widened(uint16x8_t bf16, int k) {
 
 // Goes on to the next group, and asks for memory so many elements ahead: the core's own prefetching
 // does not see past the end of a page.
-inline constexpr int64_t kAhead = 1024;
+constexpr int64_t kAhead = 1024;
 template <typename Word>
 FSDP_INLINED void go_on(Word*& at) {
   __builtin_prefetch(at + kAhead, /*for writing:*/ std::is_const_v<Word> ? 0 : 1);
@@ -60,19 +60,19 @@ FSDP_INLINED Vector gradient_at(const uint16_t* group, int k) {
 // What an update has of weights in registers: vectors, and pairs of them as they lie in memory.
 struct WeightRegisters {
   Group whole;
-  uint16x8_t upper[kVectors / 2];
+  uint16x8_t upper[kVectors / 2], rounded[kVectors / 2];
   int16x8_t lower[kVectors / 2];
 };
 
 // rounded_away of every element, which needs no test here: DefaultNan gives every NaN its usual
 // form.
 FSDP_INLINED void round_away(WeightRegisters& of, int k) {
-  uint16x8_t& upper = of.upper[k / 2];
+  uint16x8_t& rounded = of.rounded[k / 2];
   const uint32x4_t bits = as_bits(of.whole[k]);
   if (k % 2 == 0) {
-    upper = vcombine_u16(vrshrn_n_u32(bits, 16), vdup_n_u16(0));
+    rounded = vcombine_u16(vrshrn_n_u32(bits, 16), vdup_n_u16(0));
   } else {
-    upper = vrshrn_high_n_u32(vget_low_u16(upper), bits, 16);
+    rounded = vrshrn_high_n_u32(vget_low_u16(rounded), bits, 16);
   }
 }
 
@@ -105,7 +105,7 @@ struct SeparateWeights {
   FSDP_INLINED void perform(int k, WeightRegisters& of) const {
     WholeWeights{main}.perform<kWhat>(k, of);
     if constexpr (kWhat == kRound) round_away(of, k);
-    if constexpr (kWhat == kStoreUpper) store(weight + 8 * k, of.upper[k]);
+    if constexpr (kWhat == kStoreUpper) store(weight + 8 * k, of.rounded[k]);
   }
 };
 
@@ -128,7 +128,7 @@ struct SplitWeights {
     if constexpr (kWhat == kJoin) of.whole[k] = joined(of.whole[k], of.lower[k / 2], k);
     if constexpr (kWhat == kRound) round_away(of, k);
     if constexpr (kWhat == kCut) of.lower[k] = cut(of.whole[2 * k], of.whole[2 * k + 1]);
-    if constexpr (kWhat == kStoreUpper) store(upper + pair, of.upper[k]);
+    if constexpr (kWhat == kStoreUpper) store(upper + pair, of.rounded[k]);
     if constexpr (kWhat == kStoreLower) store(remainder + pair, of.lower[k]);
   }
 
@@ -147,10 +147,10 @@ struct SplitWeights {
 
 // What an iteration has in registers; the steps fill and use it.
 struct Registers {
-  Group gradient, scaled, first, second, root;              // of the next group
-  Group dividend, reciprocal, estimate_error, one, change;  // of this one
+  Group gradient, scaled, first, second, root;  // of the next group
+  ExactQuotientTest test;
+  ExactQuotient quotients[kVectors];  // of this one
   WeightRegisters weights;
-  ExactQuotientTest test;  // of the next group
 };
 
 template <typename GradientCode, typename Weights>
@@ -195,28 +195,24 @@ struct Loop {
     if constexpr (kWhat == kDenominator) denominator = vfmaq_f32(denominator, of.root[k], by.root);
   }
 
-  // A step for the weights of this group: exact_quotient or a division, and the rest.
+  // A step for the weights of this group, by exact_quotient.h or a division.
   template <Do kWhat, int k>
   FSDP_INLINED void update_weights(Vector d, Registers& of) const {
-    Vector& m = of.dividend[k];
-    Vector& y = of.reciprocal[k];
-    Vector& e = of.estimate_error[k];
-    Vector& one = of.one[k];
-    Vector& q = of.change[k];
-    if constexpr (kWhat == kLoadDividend) m = load<Vector>(first + 4 * k);
-    if constexpr (kWhat == kEstimate) y = vrecpeq_f32(d);
-    if constexpr (kWhat == kEstimateError) e = vrecpsq_f32(d, y);
-    if constexpr (kWhat == kReciprocal) y = vmulq_f32(y, e);
-    if constexpr (kWhat == kLoadOne) one = loaded.one;
-    if constexpr (kWhat == kReciprocalError) one = vfmsq_f32(one, d, y);
-    if constexpr (kWhat == kCloseReciprocal) y = vfmaq_f32(y, y, one);
-    if constexpr (kWhat == kQuotient) q = vmulq_f32(m, y);
-    if constexpr (kWhat == kRemainder) m = vfmsq_f32(m, d, q);
-    if constexpr (kWhat == kExactQuotient) q = vfmaq_f32(q, m, y);
-    if constexpr (kWhat == kDivide) q = vdivq_f32(m, d);
+    ExactQuotient& quotient = of.quotients[k];
+    if constexpr (kWhat == kLoadDividend) quotient.m = load<Vector>(first + 4 * k);
+    if constexpr (kWhat == kEstimate) quotient.estimate(d);
+    if constexpr (kWhat == kEstimateError) quotient.estimate_error(d);
+    if constexpr (kWhat == kReciprocal) quotient.reciprocal();
+    if constexpr (kWhat == kLoadOne) quotient.one = loaded.one;
+    if constexpr (kWhat == kReciprocalError) quotient.reciprocal_error(d);
+    if constexpr (kWhat == kCloseReciprocal) quotient.close_reciprocal();
+    if constexpr (kWhat == kQuotient) quotient.quotient();
+    if constexpr (kWhat == kRemainder) quotient.remainder(d);
+    if constexpr (kWhat == kExactQuotient) quotient.exact_quotient();
+    if constexpr (kWhat == kDivide) quotient.q = vdivq_f32(quotient.m, d);
     weights.template perform<kWhat>(k, of.weights);
     if constexpr (kWhat == kDecay)
-      of.weights.whole[k] = vfmaq_f32(q, of.weights.whole[k], by.decay);
+      of.weights.whole[k] = vfmaq_f32(quotient.q, of.weights.whole[k], by.decay);
   }
 
   // The steps at these places of an order; the moments are those of the group at kBegin.

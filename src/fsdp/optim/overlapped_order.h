@@ -7,8 +7,8 @@
 // as fast as roots and divisions are evenly spread among the others, and the orders that compilers
 // choose, with all roots side by side, leave a sixth of its speed. Every order in which a value is
 // computed before it is used gives the same bits (a test at compile time looks after that); this
-// one was found by exchanging operations at random and keeping what was faster, half a million
-// times (bench/results/2026-11-16-optim.md).
+// one was found by moving operations at random and keeping what was faster, a million times
+// (bench/results/2026-11-16-optim.md).
 #pragma once
 
 #include <algorithm>
@@ -42,7 +42,7 @@ enum Do : uint8_t {
   kRoot,
   kLoadEps,
   kDenominator,
-  // The weights of this one: exact_quotient, or a division.
+  // The weights of this one, by exact_quotient.h or a division.
   kLoadDividend,
   kEstimate,
   kEstimateError,
@@ -196,27 +196,46 @@ constexpr bool concerns(const Step& step, int vector) {
   return is_of_pair(step.what) ? step.of == vector / 2 : step.of == vector;
 }
 
-// Every step of a vector where it must be, and once.
+using Places = std::array<int, kStoreLower + 1>;  // of a vector's steps, counted from 1
+
 template <typename Order>
-constexpr bool is_right(const Order& order) {
+constexpr Places places_of(const Order& order, int vector) {
+  Places places{};
+  for (int i = 0; i < static_cast<int>(std::size(order)); ++i)
+    if (concerns(order[i], vector)) places[order[i].what] = i + 1;
+  return places;
+}
+
+template <typename Order>
+constexpr bool is_ordered(const Order& order) {
   for (int vector = 0; vector < kVectors; ++vector) {
-    std::array<int, kStoreLower + 1> place{};  // 0: none
-    for (int i = 0; i < static_cast<int>(std::size(order)); ++i) {
-      if (!concerns(order[i], vector)) continue;
-      if (place[order[i].what] != 0) return false;
-      place[order[i].what] = i + 1;
-    }
-    const bool is_multiplied = vector < kMultiplied;
-    for (int what = 0; what <= kStoreLower; ++what) {
-      const bool multiplies = is_test(Do(what)) || (what >= kEstimate && what <= kExactQuotient);
-      const bool is_done = what == kDivide ? !is_multiplied : !multiplies || is_multiplied;
-      if (is_done != (place[what] != 0)) return false;
-    }
+    const Places places = places_of(order, vector);
     for (const Needed& needed : kNeeded)
-      if (place[needed.later] != 0 && place[needed.later] < place[needed.earlier]) return false;
+      if (places[needed.later] != 0 && places[needed.later] < places[needed.earlier]) return false;
+    // The second of a pair is rounded into the register of the first.
+    if (vector % 2 != 0 && places[kRound] < places_of(order, vector - 1)[kRound]) return false;
   }
   return true;
 }
-static_assert(is_right(kOrder));
+
+// Every step of every vector, once.
+template <typename Order>
+constexpr bool is_complete(const Order& order) {
+  size_t num_steps = 0;
+  for (int vector = 0; vector < kVectors; ++vector) {
+    const Places places = places_of(order, vector);
+    for (int what = 0; what <= kStoreLower; ++what) {
+      const bool multiplies = is_test(Do(what)) || (what >= kEstimate && what <= kExactQuotient);
+      const bool is_multiplied = vector < kMultiplied;
+      const bool is_done = what == kDivide ? !is_multiplied : !multiplies || is_multiplied;
+      if (is_done != (places[what] != 0)) return false;
+      num_steps += is_done && !(is_of_pair(Do(what)) && vector % 2 != 0) ? 1 : 0;
+    }
+  }
+  return num_steps == std::size(order);
+}
+
+static_assert(is_complete(kOrder) && is_ordered(kOrder));
+static_assert(is_ordered(kMomentsAlone) && is_ordered(kDividedWeightsAlone));
 
 }  // namespace fsdp::overlapped
