@@ -72,11 +72,14 @@ struct FourNumbers {
 // Whether quotients are exact, asked for four numbers at a time, answered at the end.
 class ExactQuotientTest {
  public:
+  static constexpr uint64_t kTested =
+      0x607FFFFF'607FFFFFu;  // two bits of the exponent, the mantissa
+  static constexpr uint64_t kAdded = 0x207FFFFF'207FFFFFu;
+  static constexpr uint64_t kCarried = 0x40800000'40800000u;
+
   // Dividends pass where 2^-63 <= |m| < 2^65 and m is no power of two: the two upper bits of such
   // exponents differ, and other mantissas than 0 carry when ones are added.
   [[gnu::always_inline]] void take_dividends(const float* values) {
-    constexpr uint64_t kTested = 0x607FFFFF'607FFFFFu;  // two bits of the exponent, the mantissa
-    constexpr uint64_t kAdded = 0x207FFFFF'207FFFFFu;
     const auto [low, high] = four_numbers(values);
     carried_ &= (low & kTested) + kAdded;
     carried_ &= (high & kTested) + kAdded;
@@ -96,7 +99,6 @@ class ExactQuotientTest {
   }
 
  private:
-  static constexpr uint64_t kCarried = 0x40800000'40800000u;
   uint64_t carried_ = kCarried;
   uint64_t large_ = 0;
 };

@@ -22,7 +22,12 @@
 
 namespace fsdp::narrow {
 
-using overlapped::LoadedConstants;
+// Constants that operations overwrite. They are loaded each time: a copy of a register would take a
+// vector unit's time.
+struct LoadedConstants {
+  volatile float32x4_t eps;
+  volatile float32x4_t one;
+};
 
 // Elements that go through a loop at once: whole blocks of scales. A place does not reach over a
 // multiple of it in flat positions.

@@ -17,14 +17,12 @@
 #include "fsdp/optim/adamw_math.h"
 #include "fsdp/optim/moment_code.h"
 #include "fsdp/optim/narrow_vectors.h"
-#include "fsdp/optim/overlapped_adamw.h"
 #include "fsdp/optim/random_vectors.h"
 #include "fsdp/optim/update_block.h"
 
 namespace fsdp::narrow {
 
 using block::Place;
-using overlapped::Factors;
 using vectors::as_bits;
 using vectors::as_floats;
 using vectors::Codes;
@@ -39,6 +37,18 @@ enum class Left : uint8_t {
 };
 
 // --- the rule ------------------------------------------------------------------------------------
+
+struct Factors {
+  explicit Factors(const AdamWFactors& by)
+      : beta1(vdupq_n_f32(by.beta1)),
+        beta2(vdupq_n_f32(by.beta2)),
+        to_first(vdupq_n_f32(by.to_first)),
+        to_second(vdupq_n_f32(by.to_second)),
+        root(vdupq_n_f32(by.root)),
+        decay(vdupq_n_f32(by.decay)) {}
+
+  float32x4_t beta1, beta2, to_first, to_second, root, decay;
+};
 
 FSDP_INLINED Sixteen updated_first(const Factors& by, const Sixteen& first,
                                    const Sixteen& gradient) {
