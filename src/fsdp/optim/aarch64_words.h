@@ -52,14 +52,14 @@ inline constexpr Word kNothing = 0xD503201F;     // nop
 inline constexpr Word kLandingPad = 0xD503245F;  // bti  c: what a call through a pointer may need
 inline constexpr Word kReturn = 0xD65F03C0;      // ret
 
-constexpr Word add_constant(int to, int constant) {  // add x, x, #constant
-  return with_registers(0x91000000 | static_cast<Word>(constant) << 10, to, to);
+constexpr Word add_constant(int to, int constant) {  // add x, x, #constant, or sub
+  const Word word = constant < 0 ? 0xD1000000 | static_cast<Word>(-constant) << 10
+                                 : 0x91000000 | static_cast<Word>(constant) << 10;
+  return with_registers(word, to, to);
 }
-inline constexpr int kStack = 31;         // where a register's number stands for an address
-constexpr Word add_to_stack(int bytes) {  // add sp, sp, #bytes, or sub
-  const Word word = bytes < 0 ? 0xD1000000 | static_cast<Word>(-bytes) << 10
-                              : 0x91000000 | static_cast<Word>(bytes) << 10;
-  return with_registers(word, kStack, kStack);
+inline constexpr int kStack = 31;  // where a register's number stands for an address
+constexpr Word load_general(int to, int base, int64_t bytes) {  // ldr x, [base, #bytes]
+  return with_registers(0xF9400000 | static_cast<Word>(bytes / 8) << 10, to, base);
 }
 constexpr Word count_down(int of) {  // subs x, x, #1
   return with_registers(0xF1000400, of, of);
@@ -72,9 +72,6 @@ constexpr Word of_pair(Word word, int one, int other, int base, int64_t bytes) {
 }
 constexpr Word load_pair(int one, int other, int base, int64_t bytes) {
   return of_pair(0xA9400000, one, other, base, bytes);  // ldp xD, xE, [base, #bytes]
-}
-constexpr Word store_pair(int one, int other, int base, int64_t bytes) {
-  return of_pair(0xA9000000, one, other, base, bytes);  // stp xD, xE, [base, #bytes]
 }
 constexpr Word load_half_vectors(int one, int other, int base, int64_t bytes) {
   return of_pair(0x6D400000, one, other, base, bytes);  // ldp dD, dE, [base, #bytes]
@@ -93,8 +90,14 @@ constexpr Word ask_to_write(int base, int64_t bytes) {  // prfm pstl1keep, [base
 }
 
 // By so many words, forward or back.
+constexpr Word branch(int words) {  // b
+  return 0x14000000 | (static_cast<Word>(words) & 0x3FFFFFF);
+}
+constexpr Word branch_if_zero(int words) {  // b.eq
+  return 0x54000000 | (static_cast<Word>(words) & 0x7FFFF) << 5;
+}
 constexpr Word branch_if_not_zero(int words) {  // b.ne
-  return 0x54000001 | (static_cast<Word>(words) & 0x7FFFF) << 5;
+  return branch_if_zero(words) | 1;
 }
 constexpr Word branch_if_any_bit(int general, int words) {  // cbnz xD
   return 0xB5000000 | (static_cast<Word>(words) & 0x7FFFF) << 5 | static_cast<Word>(general);

@@ -11,10 +11,9 @@
 
 namespace fsdp::overlapped {
 
-// A function of a Frame&, as words. It updates groups until none is left or the moments of the next
-// one do not pass ExactQuotientTest, and leaves the frame where it has come to.
+// A function that updates all groups of a const Frame&, as words.
 struct alignas(64) Code {
-  std::array<aarch64::Word, 256> words{};
+  std::array<aarch64::Word, 512> words{};
   int count = 0;
 
   constexpr void add(aarch64::Word word) { words[count++] = word; }
@@ -76,7 +75,7 @@ class VectorRegisters {
 };
 
 // False if registers do not suffice.
-constexpr bool add_body(Code& code, const Operations& operations, std::span<const Step> order) {
+constexpr bool add_steps(Code& code, const Operations& operations, std::span<const Step> order) {
   VectorRegisters registers(operations, order);
   for (int i = 0; i < static_cast<int>(order.size()); ++i) {
     Operation operation = operations[operations.find(order[i])];
@@ -99,8 +98,21 @@ constexpr bool add_body(Code& code, const Operations& operations, std::span<cons
   return true;
 }
 
-// Goes on to the next group, and back to the body if there is one and its moments pass.
-constexpr void add_end_of_loop(Code& code, Kind kind, int body) {
+// Some steps of an update, in the order that explains them.
+struct Explained {
+  std::array<Step, Operations::kCapacity> steps{};
+  size_t count = 0;
+
+  template <typename IsWanted>
+  constexpr Explained(const Operations& operations, IsWanted is_wanted) {
+    for (int i = 0; i < operations.size(); ++i)
+      if (is_wanted(operations[i].step.what)) steps[count++] = operations[i].step;
+  }
+  constexpr operator std::span<const Step>() const { return std::span(steps).first(count); }
+};
+
+// Goes on to the next group, finds out whether its moments pass ExactQuotientTest, and counts.
+constexpr void add_end_of_group(Code& code, Kind kind) {
   namespace a = aarch64;
   code.add(a::add_constant(kGradientAt, kGroup * gradient_bytes(kind)));
   code.add(a::add_constant(kFirstAt, kGroup * 4));
@@ -111,47 +123,77 @@ constexpr void add_end_of_loop(Code& code, Kind kind, int body) {
   code.add(a::with_registers(a::kAndLarge, kLargeBits, kLargeBits));
   code.add(a::with_registers(a::kOr, kFailed, kFailed, kLargeBits));
   code.add(a::count_down(kGroupsLeft));
-  code.add(a::branch_if_any_bit(kFailed, 2));
-  code.add(a::branch_if_not_zero(body - code.count));
 }
 
+// Note [Two loops]
+// The first loop does the steps in the given order, with quotients from multiplications. Where the
+// moments of the next group do not pass, it leaves for the second one, which divides everything by
+// the unit, and comes back as soon as they do. Before the loops there are the moments of the first
+// group, after them the weights of the last one.
+//
+//     moments --+--> multiplied weights, next moments --+--> divided weights
+//               +--> divided weights, next moments -----+
+//
 // Empty where registers do not suffice.
-constexpr Code assembled(const Operations& operations, std::span<const Step> order) {
+constexpr Code assembled(Kind kind, std::span<const Step> order) {
   namespace a = aarch64;
+  const Operations operations(kind), divided(kind, /*num_multiplied=*/0);
   constexpr int kKept = 8;  // d8 to d15 belong to the caller: eight of them, from the eighth on
-  constexpr int kPointers = offsetof(Frame, gradient);
-  constexpr int kNumGeneral = kFailed - kFrame;
   Code code;
   code.add(a::kLandingPad);
-  code.add(a::add_to_stack(-8 * kKept));
+  code.add(a::add_constant(a::kStack, -8 * kKept));
   for (int i = 0; i < kKept; i += 2)
     code.add(a::store_half_vectors(kKept + i, kKept + i + 1, a::kStack, 8 * i));
-  for (int i = 0; i < kFirstFree; ++i)
+  for (int i = 0; i < kFirstDenominator; ++i)
     code.add(a::with_registers(a::load_vector(kFrame, 16 * i), i));
-  for (int i = 0; i < kNumGeneral; i += 2)
-    code.add(a::load_pair(kGradientAt + i, kGradientAt + i + 1, kFrame, kPointers + 8 * i));
+  for (int i = 0; i < kFailed - kGradientAt; ++i)
+    code.add(a::load_general(kGradientAt + i, kFrame, offsetof(Frame, gradient) + 8 * i));
   code.add(a::with_registers(a::kZero, kZeroRegister));
+
+  // The steps for moments are those of the group after the one where everything points.
+  code.add(a::add_constant(kGradientAt, -kGroup * gradient_bytes(kind)));
+  code.add(a::add_constant(kFirstAt, -kGroup * 4));
+  code.add(a::add_constant(kSecondAt, -kGroup * 4));
+  code.add(a::add_constant(kWeightAt, -kGroup * weight_bytes(kind)));
+  code.add(a::add_constant(kLowerAt, -kGroup * 2));
+  if (!add_steps(code, operations, Explained(operations, is_of_moments))) return {};
+  add_end_of_group(code, kind);
+  const int from_start_to_end = code.count;
+  code.add(0);
+  const int from_start = code.count;
+  code.add(0);
 
   // Instructions are fetched four at a time: an order is fast where it was found, here in a loop
   // that begins with the second of four, and up to 9 % slower elsewhere.
   while (code.count % 4 != 1) code.add(a::kNothing);
-  const int body = code.count;
-  if (!add_body(code, operations, order)) return {};
-  add_end_of_loop(code, operations.kind(), body);
+  const int multiplied_loop = code.count;
+  if (!add_steps(code, operations, order)) return {};
+  add_end_of_group(code, kind);
+  code.add(a::branch_if_any_bit(kFailed, 3));
+  code.add(a::branch_if_not_zero(multiplied_loop - code.count));
+  const int from_multiplied_to_end = code.count;
+  code.add(0);
 
-  for (int i = kFirstDenominator; i < kFirstFree; ++i)
-    code.add(a::with_registers(a::store_vector(kFrame, 16 * i), i));
-  for (int i = 0; i < kNumGeneral; i += 2)
-    code.add(a::store_pair(kGradientAt + i, kGradientAt + i + 1, kFrame, kPointers + 8 * i));
+  const int from_divided_to_end = code.count;
+  code.add(0);
+  const int divided_loop = code.count;
+  if (!add_steps(code, divided, Explained(divided, [](Do) { return true; }))) return {};
+  add_end_of_group(code, kind);
+  code.add(a::branch_if_any_bit(kFailed, from_divided_to_end - code.count));
+  code.add(a::branch_if_not_zero(multiplied_loop - code.count));
+
+  const int end = code.count;
+  if (!add_steps(code, divided, Explained(divided, is_of_weights))) return {};
   for (int i = 0; i < kKept; i += 2)
     code.add(a::load_half_vectors(kKept + i, kKept + i + 1, a::kStack, 8 * i));
-  code.add(a::add_to_stack(8 * kKept));
+  code.add(a::add_constant(a::kStack, 8 * kKept));
   code.add(a::kReturn);
+
+  code.words[from_start_to_end] = a::branch_if_zero(end - from_start_to_end);
+  code.words[from_start] = a::branch_if_any_bit(kFailed, divided_loop - from_start);
+  code.words[from_multiplied_to_end] = a::branch(end - from_multiplied_to_end);
+  code.words[from_divided_to_end] = a::branch_if_zero(end - from_divided_to_end);
   return code;
 }
-
-// What is loaded and stored above lies in a frame in this order.
-static_assert(offsetof(Frame, denominators) == 16 * kFirstDenominator);
-static_assert(offsetof(Frame, failed) == offsetof(Frame, gradient) + 8 * (kFailed - kGradientAt));
 
 }  // namespace fsdp::overlapped

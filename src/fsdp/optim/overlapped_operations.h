@@ -106,7 +106,8 @@ struct Operation {
 // change places, all others may.
 class Operations {
  public:
-  constexpr explicit Operations(Kind kind) : kind_(kind) {
+  constexpr explicit Operations(Kind kind, int num_multiplied = kMultiplied)
+      : kind_(kind), num_multiplied_(num_multiplied) {
     for (int k = 0; k < kVectors; ++k) {
       divide(k);
       update_weight(k);
@@ -175,6 +176,7 @@ class Operations {
   constexpr void ask_for_memory();
 
   Kind kind_;
+  int num_multiplied_;
   std::array<Operation, kCapacity> operations_{};
   int size_ = 0;
 };
@@ -249,7 +251,7 @@ constexpr void Operations::divide(int k) {
   const Variable d{kDenominatorOf, k}, m{kDividend, k}, y{kReciprocalOf, k}, e{kError, k};
   const Variable one{kOneMinus, k}, q{kQuotientOf, k};
   load({kLoadDividend, k}, m, kFirstAt, kVectorBytes * k);
-  if (k >= kMultiplied) {
+  if (k >= num_multiplied_) {
     compute({kDivide, k}, aarch64::kDivide, q, {m, d});
     return;
   }

@@ -74,6 +74,9 @@ enum Do : uint8_t {
   kAskLower,
 };
 
+constexpr bool is_of_moments(Do what) { return what <= kDenominator; }
+constexpr bool is_of_weights(Do what) { return kDenominator < what && what <= kStoreLower; }
+
 struct Step {
   Do what;
   int of;  // which vector, or pair
@@ -85,25 +88,23 @@ struct alignas(16) FourFloats {
   float values[4] = {};
 };
 
-// What the code is called with. It has all of this in registers, but for `eps` and `one`, which
-// instructions overwrite: they are loaded each time, since a copy of a register would take a vector
-// unit's time.
+// What the code is called with, and leaves as it is. It has all of this in registers, but for `eps`
+// and `one`, which instructions overwrite: they are loaded each time, since a copy of a register
+// would take a vector unit's time.
 struct Frame {
   FourFloats beta1{}, beta2{}, to_first{}, to_second{}, root{}, decay{};
-  FourFloats denominators[kVectors] = {};  // of this group
   FourFloats eps{}, one{};
-  // Where this group lies.
+  // Where the first group lies.
   const void* gradient = nullptr;
   void* first = nullptr;
   void* second = nullptr;
   void* weight = nullptr;  // fp32, or its upper halves
   void* lower = nullptr;   // its lower halves; or bf16 weights beside it
-  int64_t groups = 0;      // that are left
-  // Constants of ExactQuotientTest; and what is not 0 if the next group does not pass it.
+  int64_t groups = 0;      // at least one
+  // Constants of ExactQuotientTest.
   uint64_t tested = 0;
   uint64_t added = 0;
   uint64_t carried = 0;
-  uint64_t failed = 0;
 };
 
 }  // namespace fsdp::overlapped
