@@ -3,6 +3,7 @@
 #if defined(__aarch64__)
 
 #include <array>
+#include <bit>
 #include <iterator>
 #include <utility>
 
@@ -35,7 +36,7 @@ constexpr Code assembled_as_found() {
 using Function = void (*)(const Frame&);
 Function function_of(Kind kind) {
   for (size_t i = 0; i < kCodes.size(); ++i)
-    if (kFound[i].kind == kind) return reinterpret_cast<Function>(kCodes[i].words.data());
+    if (kFound[i].kind == kind) return std::bit_cast<Function>(kCodes[i].words.data());
   return nullptr;  // there is one for every kind
 }
 

@@ -17,6 +17,8 @@ struct alignas(64) Code {
   int count = 0;
 
   constexpr void add(aarch64::Word word) { words[count++] = word; }
+  // The place of a word that is not known yet.
+  constexpr int leave_out() { return count++; }
 };
 
 // Whether an order has every step once, and none before another that it needs.
@@ -39,10 +41,12 @@ class VectorRegisters {
  public:
   constexpr VectorRegisters(const Operations& operations, std::span<const Step> order) {
     held_.fill(kNone);
-    for (size_t i = 0; i < order.size(); ++i) {
-      const Operation& operation = operations[operations.find(order[i])];
+    int place = 0;
+    for (const Step& step : order) {
+      const Operation& operation = operations[operations.find(step)];
       for (int j = 0; j < operation.num_uses; ++j)
-        last_use_[index_of(operation.uses[j].variable)] = static_cast<int>(i);
+        last_use_[index_of(operation.uses[j].variable)] = place;
+      ++place;
     }
     for (int i = kFirstFree; i < kZeroRegister; ++i) is_free_[i] = true;
   }
@@ -125,6 +129,37 @@ constexpr void add_end_of_group(Code& code, Kind kind) {
   code.add(a::count_down(kGroupsLeft));
 }
 
+// Puts everything where it is used. The steps for moments are those of the group after the one
+// where all pointers point, so these begin a group before the first.
+constexpr void add_entry(Code& code, Kind kind) {
+  namespace a = aarch64;
+  code.add(a::kLandingPad);
+  code.add(a::add_constant(a::kStack, -8 * kNumKept));
+  for (int i = 0; i < kNumKept; i += 2)
+    code.add(a::store_half_vectors(kFirstKept + i, kFirstKept + i + 1, a::kStack, 8 * i));
+  for (int i = 0; i < kFirstDenominator; ++i)
+    code.add(a::with_registers(a::load_vector(kFrame, 16 * i), i));
+  for (int i = 0; i < kFailed - kGradientAt; ++i)
+    code.add(a::load_general(kGradientAt + i, kFrame, offsetof(Frame, gradient) + 8 * i));
+  code.add(a::with_registers(a::kZero, kZeroRegister));
+  code.add(a::add_constant(kGradientAt, -kGroup * gradient_bytes(kind)));
+  code.add(a::add_constant(kFirstAt, -kGroup * 4));
+  code.add(a::add_constant(kSecondAt, -kGroup * 4));
+  code.add(a::add_constant(kWeightAt, -kGroup * weight_bytes(kind)));
+  code.add(a::add_constant(kLowerAt, -kGroup * 2));
+}
+static_assert(offsetof(Frame, decay) == 16 * kDecayFactor);
+static_assert(offsetof(Frame, carried) ==
+              offsetof(Frame, gradient) + 8 * (kAllCarried - kGradientAt));
+
+constexpr void add_exit(Code& code) {
+  namespace a = aarch64;
+  for (int i = 0; i < kNumKept; i += 2)
+    code.add(a::load_half_vectors(kFirstKept + i, kFirstKept + i + 1, a::kStack, 8 * i));
+  code.add(a::add_constant(a::kStack, 8 * kNumKept));
+  code.add(a::kReturn);
+}
+
 // Note [Two loops]
 // The first loop does the steps in the given order, with quotients from multiplications. Where the
 // moments of the next group do not pass, it leaves for the second one, which divides everything by
@@ -137,62 +172,40 @@ constexpr void add_end_of_group(Code& code, Kind kind) {
 // Empty where registers do not suffice.
 constexpr Code assembled(Kind kind, std::span<const Step> order) {
   namespace a = aarch64;
-  const Operations operations(kind), divided(kind, /*num_multiplied=*/0);
-  constexpr int kKept = 8;  // d8 to d15 belong to the caller: eight of them, from the eighth on
+  const Operations multiplied(kind), divided(kind, /*num_multiplied=*/0);
   Code code;
-  code.add(a::kLandingPad);
-  code.add(a::add_constant(a::kStack, -8 * kKept));
-  for (int i = 0; i < kKept; i += 2)
-    code.add(a::store_half_vectors(kKept + i, kKept + i + 1, a::kStack, 8 * i));
-  for (int i = 0; i < kFirstDenominator; ++i)
-    code.add(a::with_registers(a::load_vector(kFrame, 16 * i), i));
-  for (int i = 0; i < kFailed - kGradientAt; ++i)
-    code.add(a::load_general(kGradientAt + i, kFrame, offsetof(Frame, gradient) + 8 * i));
-  code.add(a::with_registers(a::kZero, kZeroRegister));
-
-  // The steps for moments are those of the group after the one where everything points.
-  code.add(a::add_constant(kGradientAt, -kGroup * gradient_bytes(kind)));
-  code.add(a::add_constant(kFirstAt, -kGroup * 4));
-  code.add(a::add_constant(kSecondAt, -kGroup * 4));
-  code.add(a::add_constant(kWeightAt, -kGroup * weight_bytes(kind)));
-  code.add(a::add_constant(kLowerAt, -kGroup * 2));
-  if (!add_steps(code, operations, Explained(operations, is_of_moments))) return {};
+  add_entry(code, kind);
+  if (!add_steps(code, divided, Explained(divided, is_of_moments))) return {};
   add_end_of_group(code, kind);
-  const int from_start_to_end = code.count;
-  code.add(0);
-  const int from_start = code.count;
-  code.add(0);
+  const int start_to_end = code.leave_out();
+  const int start_to_divided = code.leave_out();
 
   // Instructions are fetched four at a time: an order is fast where it was found, here in a loop
   // that begins with the second of four, and up to 9 % slower elsewhere.
   while (code.count % 4 != 1) code.add(a::kNothing);
   const int multiplied_loop = code.count;
-  if (!add_steps(code, operations, order)) return {};
+  if (!add_steps(code, multiplied, order)) return {};
   add_end_of_group(code, kind);
-  code.add(a::branch_if_any_bit(kFailed, 3));
+  const int multiplied_to_divided = code.leave_out();
   code.add(a::branch_if_not_zero(multiplied_loop - code.count));
-  const int from_multiplied_to_end = code.count;
-  code.add(0);
+  const int multiplied_to_end = code.leave_out();
 
-  const int from_divided_to_end = code.count;
-  code.add(0);
   const int divided_loop = code.count;
+  const int divided_to_end = code.leave_out();  // if that was the last group
   if (!add_steps(code, divided, Explained(divided, [](Do) { return true; }))) return {};
   add_end_of_group(code, kind);
-  code.add(a::branch_if_any_bit(kFailed, from_divided_to_end - code.count));
+  code.add(a::branch_if_any_bit(kFailed, divided_loop - code.count));
   code.add(a::branch_if_not_zero(multiplied_loop - code.count));
 
   const int end = code.count;
   if (!add_steps(code, divided, Explained(divided, is_of_weights))) return {};
-  for (int i = 0; i < kKept; i += 2)
-    code.add(a::load_half_vectors(kKept + i, kKept + i + 1, a::kStack, 8 * i));
-  code.add(a::add_constant(a::kStack, 8 * kKept));
-  code.add(a::kReturn);
-
-  code.words[from_start_to_end] = a::branch_if_zero(end - from_start_to_end);
-  code.words[from_start] = a::branch_if_any_bit(kFailed, divided_loop - from_start);
-  code.words[from_multiplied_to_end] = a::branch(end - from_multiplied_to_end);
-  code.words[from_divided_to_end] = a::branch_if_zero(end - from_divided_to_end);
+  add_exit(code);
+  code.words[start_to_end] = a::branch_if_zero(end - start_to_end);
+  code.words[start_to_divided] = a::branch_if_any_bit(kFailed, divided_loop - start_to_divided);
+  code.words[multiplied_to_divided] =
+      a::branch_if_any_bit(kFailed, divided_loop - multiplied_to_divided);
+  code.words[multiplied_to_end] = a::branch(end - multiplied_to_end);
+  code.words[divided_to_end] = a::branch_if_zero(end - divided_to_end);
   return code;
 }
 

@@ -38,6 +38,7 @@ enum Constant : uint8_t { kBeta1, kBeta2, kToFirst, kToSecond, kRootFactor, kDec
 inline constexpr int kFirstDenominator = kDecayFactor + 1;
 inline constexpr int kFirstFree = kFirstDenominator + kVectors;
 inline constexpr int kZeroRegister = 31;
+inline constexpr int kFirstKept = 8, kNumKept = 8;  // whose lower halves belong to the caller
 
 // A variable of a vector or a pair. The last ones do not lie in vector registers.
 enum Role : uint8_t {
@@ -127,11 +128,7 @@ class Operations {
   constexpr const Operation& operator[](int i) const { return operations_[i]; }
 
   // -1 if this kind of update has no such step.
-  constexpr int find(Step step) const {
-    for (int i = 0; i < size_; ++i)
-      if (operations_[i].step == step) return i;
-    return -1;
-  }
+  constexpr int find(Step step) const { return places_[step.what][step.of] - 1; }
 
  private:
   static constexpr int64_t kVectorBytes = 16;
@@ -139,6 +136,7 @@ class Operations {
   constexpr Operation& add(Step step) {
     Operation& added = operations_[size_++];
     added.step = step;
+    places_[step.what][step.of] = size_;
     return added;
   }
   // d = f(a, b), or f(d, a, b).
@@ -179,6 +177,7 @@ class Operations {
   int num_multiplied_;
   std::array<Operation, kCapacity> operations_{};
   int size_ = 0;
+  std::array<std::array<int, kVectors>, kAskLower + 1> places_{};  // of steps, counted from 1
 };
 
 // --- the moments of the next group ---------------------------------------------------------------
