@@ -16,6 +16,7 @@
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/memory/slab_allocator.h"
 #include "fsdp/optim/begin_step.h"
+#include "fsdp/optim/span_update.h"
 #include "fsdp/optim/thread_team.h"
 #include "fsdp/optim/update_on_cpu.h"
 #include "fsdp/shard/flat_buffer.h"
@@ -123,9 +124,7 @@ class Trained {
     state_.learning_rate = kRate;
     state_.squared_norm = max_norm > 0.0 ? squared_norm() : 0.0;
     fsdp::begin_step(state_, {.max_norm = max_norm});
-    on_all_threads(team_, [&](int64_t index, int64_t count) {
-      fsdp::adamw_on_cpu(span_, kRule, state_, fsdp::piece_of_span(span_, index, count));
-    });
+    fsdp::update_on_cpu(span_, kRule, state_, team_);
   }
 
   // With a clip factor, but no pass to find it: what is left where reductions sum the squares.
@@ -133,9 +132,7 @@ class Trained {
     state_.learning_rate = kRate;
     state_.squared_norm = 4.0;
     fsdp::begin_step(state_, {.max_norm = 1.0});
-    on_all_threads(team_, [&](int64_t index, int64_t count) {
-      fsdp::adamw_on_cpu(span_, kRule, state_, fsdp::piece_of_span(span_, index, count));
-    });
+    fsdp::update_on_cpu(span_, kRule, state_, team_);
   }
 
   // What a step must read and write.
