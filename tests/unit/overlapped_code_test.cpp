@@ -3,7 +3,6 @@
 #include "fsdp/optim/overlapped_code.h"
 
 #include <gtest/gtest.h>
-#include <sys/mman.h>
 
 #include <algorithm>
 #include <array>
@@ -13,10 +12,10 @@
 #include <random>
 #include <vector>
 
-#include "fsdp/base/error.h"
 #include "fsdp/optim/default_nan.h"
 #include "fsdp/optim/exact_quotient.h"
 #include "fsdp/optim/overlapped_orders.h"
+#include "support/runnable_code.h"
 
 namespace fsdp::overlapped {
 namespace {
@@ -79,28 +78,6 @@ TEST(OverlappedOrder, GivesNoCodeWhereRegistersDoNotSuffice) {
 
 // --- code ----------------------------------------------------------------------------------------
 
-// Memory that code can be run in.
-class Runnable {
- public:
-  Runnable() {
-    if (memory_ == MAP_FAILED) throw Error("no memory to run code in");
-  }
-  ~Runnable() { munmap(memory_, sizeof(Code)); }
-  Runnable(const Runnable&) = delete;
-  Runnable& operator=(const Runnable&) = delete;
-
-  void operator()(const Code& code, const Frame& frame) const {
-    std::memcpy(memory_, code.words.data(), sizeof(code.words));
-    auto* const begin = static_cast<char*>(memory_);
-    __builtin___clear_cache(begin, begin + sizeof(code.words));
-    reinterpret_cast<void (*)(const Frame&)>(memory_)(frame);
-  }
-
- private:
-  void* memory_ = mmap(nullptr, sizeof(Code), PROT_READ | PROT_WRITE | PROT_EXEC,
-                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-};
-
 // Neighbours change places, again and again, where they may.
 Code shuffled(const Operations& operations, std::mt19937& random) {
   std::vector<int> places(static_cast<size_t>(operations.size()));
@@ -146,27 +123,31 @@ struct Arrays {
 // Which quotients may come from multiplications.
 enum class Tested : uint8_t { kAsInUse, kNonePasses };
 
-void run(const Code& code, Arrays& arrays, int groups, Tested tested = Tested::kAsInUse) {
+Frame frame_of(Arrays& arrays, int groups, Tested tested) {
   const auto four = [](float x) { return FourFloats{{x, x, x, x}}; };
-  const Frame frame{.beta1 = four(0.9f),
-                    .beta2 = four(0.99f),
-                    .to_first = four(0.1f),
-                    .to_second = four(0.1f),
-                    .root = four(-300.0f),
-                    .decay = four(0.999f),
-                    .eps = four(-1e-4f),
-                    .one = four(1.0f),
-                    .gradient = arrays.values[0].data(),
-                    .first = arrays.values[1].data(),
-                    .second = arrays.values[2].data(),
-                    .weight = arrays.values[3].data(),
-                    .lower = arrays.values[4].data(),
-                    .groups = groups,
-                    .tested = ExactQuotientTest::kTested,
-                    .added = ExactQuotientTest::kAdded,
-                    .carried = tested == Tested::kAsInUse ? ExactQuotientTest::kCarried : ~0ull};
+  return {.beta1 = four(0.9f),
+          .beta2 = four(0.99f),
+          .to_first = four(0.1f),
+          .to_second = four(0.1f),
+          .root = four(-300.0f),
+          .decay = four(0.999f),
+          .eps = four(-1e-4f),
+          .one = four(1.0f),
+          .gradient = arrays.values[0].data(),
+          .first = arrays.values[1].data(),
+          .second = arrays.values[2].data(),
+          .weight = arrays.values[3].data(),
+          .lower = arrays.values[4].data(),
+          .groups = groups,
+          .tested = ExactQuotientTest::kTested,
+          .added = ExactQuotientTest::kAdded,
+          .carried = tested == Tested::kAsInUse ? ExactQuotientTest::kCarried : ~0ull};
+}
+
+void run(const Code& code, Arrays& arrays, int groups, Tested tested = Tested::kAsInUse) {
+  const Frame frame = frame_of(arrays, groups, tested);
   const DefaultNan usual;
-  Runnable()(code, frame);
+  testing::RunnableCode{code}(frame);
 }
 
 void expect_same(const Arrays& ours, const Arrays& theirs) {
@@ -201,6 +182,38 @@ TEST(OverlappedCode, ComputesTheSameBitsInBothOfItsLoops) {
       run(found_code(found), theirs, groups, Tested::kNonePasses);
       expect_same(ours, theirs);
     }
+}
+
+// As every function must: compilers keep numbers there across calls.
+TEST(OverlappedCode, LeavesTheRegistersOfItsCallerAsTheyWere) {
+  for (const Found& found : kFound) {
+    Arrays arrays(found.kind, 7);
+    const testing::RunnableCode code(found_code(found));
+    const Frame frame = frame_of(arrays, kGroups, Tested::kAsInUse);
+    const double before[8] = {1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5};
+    double after[8] = {};
+    register const Frame* argument asm("x0") = &frame;
+    register const double* from asm("x19") = before;
+    register double* to asm("x20") = after;
+    register const void* function asm("x21") = code.address();
+    asm volatile(
+        "ldp d8, d9, [x19]\n ldp d10, d11, [x19, #16]\n"
+        "ldp d12, d13, [x19, #32]\n ldp d14, d15, [x19, #48]\n"
+        "mov x22, sp\n blr x21\n mov x23, sp\n sub x22, x22, x23\n"
+        "stp d8, d9, [x20]\n stp d10, d11, [x20, #16]\n"
+        "stp d12, d13, [x20, #32]\n stp d14, d15, [x20, #48]\n"
+        "add x20, x20, x22\n"
+        : "+r"(argument), "+r"(from), "+r"(to), "+r"(function)
+        :
+        : "memory", "cc", "x1", "x2", "x3", "x4", "x5", "x6", "x7", "x8", "x9", "x10", "x11", "x12",
+          "x13", "x14", "x15", "x16", "x17", "x22", "x23", "x30", "v0", "v1", "v2", "v3", "v4",
+          "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12", "v13", "v14", "v15", "v16", "v17",
+          "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26", "v27", "v28", "v29", "v30",
+          "v31");
+    const double* const moved = to;  // by as much as the stack
+    EXPECT_EQ(moved, after);
+    for (int i = 0; i < 8; ++i) EXPECT_EQ(after[i], before[i]) << "d" << 8 + i;
+  }
 }
 
 #endif
