@@ -115,14 +115,20 @@ struct Explained {
   constexpr operator std::span<const Step>() const { return std::span(steps).first(count); }
 };
 
+// To the next group, or to the one before.
+constexpr void add_move(Code& code, Kind kind, int groups) {
+  const int elements = kGroup * groups;
+  code.add(aarch64::add_constant(kGradientAt, elements * gradient_bytes(kind)));
+  code.add(aarch64::add_constant(kFirstAt, elements * 4));
+  code.add(aarch64::add_constant(kSecondAt, elements * 4));
+  code.add(aarch64::add_constant(kWeightAt, elements * weight_bytes(kind)));
+  code.add(aarch64::add_constant(kLowerAt, elements * 2));
+}
+
 // Goes on to the next group, finds out whether its moments pass ExactQuotientTest, and counts.
 constexpr void add_end_of_group(Code& code, Kind kind) {
   namespace a = aarch64;
-  code.add(a::add_constant(kGradientAt, kGroup * gradient_bytes(kind)));
-  code.add(a::add_constant(kFirstAt, kGroup * 4));
-  code.add(a::add_constant(kSecondAt, kGroup * 4));
-  code.add(a::add_constant(kWeightAt, kGroup * weight_bytes(kind)));
-  code.add(a::add_constant(kLowerAt, kGroup * 2));
+  add_move(code, kind, 1);
   code.add(a::with_registers(a::kAndNot, kFailed, kAllCarried, kCarriedBits));
   code.add(a::with_registers(a::kAndLarge, kLargeBits, kLargeBits));
   code.add(a::with_registers(a::kOr, kFailed, kFailed, kLargeBits));
@@ -142,11 +148,7 @@ constexpr void add_entry(Code& code, Kind kind) {
   for (int i = 0; i < kFailed - kGradientAt; ++i)
     code.add(a::load_general(kGradientAt + i, kFrame, offsetof(Frame, gradient) + 8 * i));
   code.add(a::with_registers(a::kZero, kZeroRegister));
-  code.add(a::add_constant(kGradientAt, -kGroup * gradient_bytes(kind)));
-  code.add(a::add_constant(kFirstAt, -kGroup * 4));
-  code.add(a::add_constant(kSecondAt, -kGroup * 4));
-  code.add(a::add_constant(kWeightAt, -kGroup * weight_bytes(kind)));
-  code.add(a::add_constant(kLowerAt, -kGroup * 2));
+  add_move(code, kind, -1);
 }
 static_assert(offsetof(Frame, decay) == 16 * kDecayFactor);
 static_assert(offsetof(Frame, carried) ==

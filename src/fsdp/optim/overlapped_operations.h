@@ -146,8 +146,7 @@ class Operations {
     added.add(word);
     added.add(Use{.variable = d, .writes = true, .place = 0});
     for (const Variable& operand : operands)
-      if (const int place = added.num_uses; true)
-        added.add(Use{.variable = operand, .writes = false, .place = place});
+      added.add(Use{.variable = operand, .writes = false, .place = added.num_uses});
   }
   constexpr void compute(Step step, aarch64::Word word, Variable d, Variable a, int b) {
     compute(step, aarch64::with_registers(word, 0, 0, b), d, {a});
@@ -216,32 +215,29 @@ constexpr void Operations::update_moments(int k) {
 // ExactQuotientTest, in general registers and from memory: the vector units have no time for it.
 constexpr void Operations::test(int k) {
   using aarch64::with_registers;
-  const int64_t at = kVectorBytes * (kVectors + k);
-  // The first vector's tests begin a group's bits, the others' add to them.
-  const auto add_to = [&](Operation& test, int bits, aarch64::Word how, int low, int high) {
-    test.add(with_registers(how, bits, low, k == 0 ? high : bits));
-    if (k != 0) test.add(with_registers(how, bits, bits, high));
+  const auto begin = [&](Do what, Role tested, General base, int low) -> Operation& {
+    Operation& test = add({what, k});
+    test.add(Use{{tested, k}, false});
+    test.add(Use{{kTests, what == kTestFirst ? 0 : 1}, true});
+    test.add(aarch64::load_pair(low, low + 1, base, kVectorBytes * (kVectors + k)));
+    return test;
   };
-  {
-    constexpr int kLow = kScratch, kHigh = kScratch + 1;
-    Operation& test = add({kTestFirst, k});
-    test.add(Use{{kFirstInMemory, k}, false});
-    test.add(Use{{kTests, 0}, true});
-    test.add(aarch64::load_pair(kLow, kHigh, kFirstAt, at));
-    for (const int half : {kLow, kHigh})
-      test.add(with_registers(aarch64::kAnd, half, half, kTestedBits));
-    for (const int half : {kLow, kHigh})
-      test.add(with_registers(aarch64::kAdd, half, half, kAddedBits));
-    add_to(test, kCarriedBits, aarch64::kAnd, kLow, kHigh);
-  }
-  constexpr int kLow = kScratch + 2, kHigh = kScratch + 3;
-  Operation& test = add({kTestSecond, k});
-  test.add(Use{{kSecondInMemory, k}, false});
-  test.add(Use{{kTests, 1}, true});
-  test.add(aarch64::load_pair(kLow, kHigh, kSecondAt, at));
-  for (const int half : {kLow, kHigh})
-    test.add(with_registers(aarch64::kAndDoubled, half, half, half));
-  add_to(test, kLargeBits, aarch64::kOr, kLow, kHigh);
+  // The first vector's tests begin a group's bits, the others' add to them.
+  const auto end = [&](Operation& test, General bits, aarch64::Word how, int low) {
+    test.add(with_registers(how, bits, low, k == 0 ? low + 1 : bits));
+    if (k != 0) test.add(with_registers(how, bits, bits, low + 1));
+  };
+  constexpr int kOfFirst = kScratch, kOfSecond = kScratch + 2;
+  Operation& first = begin(kTestFirst, kFirstInMemory, kFirstAt, kOfFirst);
+  for (const int half : {kOfFirst, kOfFirst + 1})
+    first.add(with_registers(aarch64::kAnd, half, half, kTestedBits));
+  for (const int half : {kOfFirst, kOfFirst + 1})
+    first.add(with_registers(aarch64::kAdd, half, half, kAddedBits));
+  end(first, kCarriedBits, aarch64::kAnd, kOfFirst);
+  Operation& second = begin(kTestSecond, kSecondInMemory, kSecondAt, kOfSecond);
+  for (const int half : {kOfSecond, kOfSecond + 1})
+    second.add(with_registers(aarch64::kAndDoubled, half, half, half));
+  end(second, kLargeBits, aarch64::kOr, kOfSecond);
 }
 
 // --- the weights of this group -------------------------------------------------------------------
