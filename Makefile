@@ -13,7 +13,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: help setup ready build test test-full train bench bench-train bench-gpu lint format asan tsan clean
+.PHONY: help setup ready build test test-full soak train bench bench-train bench-gpu lint format asan tsan clean
 
 help:  ## this table
 	@printf 'fsdp.cpp: fully sharded data-parallel training in C++ on libtorch\n\n'
@@ -35,6 +35,11 @@ test: build  ## build, then run every test
 
 test-full: build  ## the same, with every case of the parity suite instead of a covering subset
 	@ctest --preset release -C full -j $(JOBS)
+
+MINUTES ?= 10
+soak: build  ## small jobs of all backends again and again beside other work, for MINUTES=10: the same bits every time?
+	@$(if $(FSDP_TORCH),python3,.venv/bin/python) tests/processes/soak.py --minutes $(MINUTES) build/release/bin/fsdp \
+	  $(if $(shell command -v mpirun),mpirun --oversubscribe --quiet)
 
 # TRAIN takes further flags: make train TRAIN="--model moe-tiny --steps 50"
 train: build  ## train a small language model on this repository's own text, on 2 ranks, in runs/tiny

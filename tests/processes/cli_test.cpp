@@ -61,12 +61,14 @@ TEST(Command, FailsWhenItsOutputCannotBeWritten) {
 TEST(Info, ShowsBuildLibtorchBackendsDevicesAndRanks) {
   const CommandResult table = run_fsdp("info");
   EXPECT_EQ(table.exit_code, 0);
-  for (const char* row : {"fsdp ", "build ", "libtorch ", "backends ", "devices ", "ranks "})
+  for (const char* row :
+       {"fsdp ", "build ", "libtorch ", "math ", "backends ", "devices ", "ranks "})
     EXPECT_THAT(table.out, HasSubstr(row));
   const auto info = nlohmann::json::parse(run_fsdp("info --json").out);
   EXPECT_EQ(info.at("version"), FSDP_EXPECTED_VERSION);
   EXPECT_THAT(info.at("libtorch").at("version").get<std::string>(), StartsWith("2."));
   EXPECT_THAT(info.at("libtorch").at("place").get<std::string>(), StartsWith("/"));
+  EXPECT_THAT(info.at("math").get<std::string>(), HasSubstr("vectors of "));
   EXPECT_EQ(info.at("backends").at(0), "threads");
   EXPECT_THAT(info.at("devices").at(0).get<std::string>(), StartsWith("cpu: "));
   EXPECT_FALSE(info.at("build_type").get<std::string>().empty());

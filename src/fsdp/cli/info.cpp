@@ -1,7 +1,6 @@
 // `fsdp info`: what this build is and what it finds on this machine.
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
-#include <ATen/Version.h>
 #include <dlfcn.h>
 #include <torch/headeronly/version.h>
 
@@ -15,6 +14,7 @@
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
+#include "fsdp/base/torch_math.h"
 #include "fsdp/base/version.h"
 #include "fsdp/cli/command.h"
 #include "fsdp/comm/connect_mpi.h"
@@ -49,8 +49,7 @@ Json backends() {
 
 Json devices() {
   Json found = Json::array();
-  found.push_back(concat("cpu: ", std::thread::hardware_concurrency(), " hardware threads, ",
-                         at::get_cpu_capability()));
+  found.push_back(concat("cpu: ", std::thread::hardware_concurrency(), " hardware threads"));
   const auto num_cuda = at::detail::getCUDAHooks().deviceCount();
   for (int64_t i = 0; i < num_cuda; ++i) {
     const std::string name = train::device_name({c10::kCUDA, static_cast<c10::DeviceIndex>(i)});
@@ -77,6 +76,7 @@ Json collect() {
       {"build_type", FSDP_BUILD_TYPE},
       {"compiler", FSDP_COMPILER},
       {"libtorch", {{"version", TORCH_VERSION}, {"place", libtorch_place()}}},
+      {"math", torch_math_text()},
       {"backends", backends()},
       {"devices", devices()},
       {"ranks", ranks()},
@@ -99,6 +99,7 @@ void print_table(const Json& info) {
       concat(info["build_type"].get<std::string>(), ", ", info["compiler"].get<std::string>()));
   row("libtorch", concat(info["libtorch"]["version"].get<std::string>(), ", ",
                          info["libtorch"]["place"].get<std::string>()));
+  row("math", info["math"]);
   row("backends", words(info["backends"]));
   row("devices", words(info["devices"]));
   if (world.contains("problem")) return row("ranks", world["problem"]);

@@ -12,6 +12,7 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
+#include "fsdp/base/torch_math.h"
 #include "fsdp/comm/comm_error.h"
 #include "fsdp/comm/connect_mpi.h"
 #include "fsdp/comm/connect_nccl.h"
@@ -75,7 +76,9 @@ class FirstError {
 }  // namespace
 
 World::World(Launch launch, std::unique_ptr<Communicator> communicator)
-    : launch_(std::move(launch)), communicator_(std::move(communicator)) {}
+    : launch_(std::move(launch)), communicator_(std::move(communicator)) {
+  choose_torch_math();  // every rank comes here before it computes
+}
 
 World World::from_environment(const CommOptions& options) {
   const Launch launch = read_launch();
