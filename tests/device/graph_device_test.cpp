@@ -2,6 +2,8 @@
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/utils.h>
 
 #include <memory>
 #include <string>
@@ -13,6 +15,7 @@
 #include "fsdp/nn/language_model.h"
 #include "fsdp/optim/adamw.h"
 #include "fsdp/shard/fully_shard.h"
+#include "fsdp/shard/unit.h"
 #include "support/require.h"
 #include "support/run_ranks.h"
 #include "support/small_models.h"
@@ -37,11 +40,11 @@ struct Training {
   at::Tensor tokens;  // [microbatches, rows, sequence + 1], where batches are copied to
   at::Tensor loss;
 
-  Training(const Mesh& mesh, ShardOptions options, at::ScalarType dtype, int parts,
-           StepOptions step = {.max_norm = 0.5})
+  Training(const Mesh& mesh, const ShardOptions& options, at::ScalarType dtype, int parts,
+           const AdamWOptions& update = {.lr = 1e-2, .step = {.max_norm = 0.5}})
       : model(build_language_model(small_llama(), {.seed = 3, .dtype = dtype})),
         sharded(shard(mesh, options)),
-        optimizer(std::make_unique<AdamW>(sharded, AdamWOptions{.lr = 1e-2, .step = step})),
+        optimizer(std::make_unique<AdamW>(sharded, update)),
         microbatches(parts),
         tokens(at::stack(std::vector<at::Tensor>(static_cast<size_t>(parts), small_tokens(0, 0)))
                    .cuda()) {}
@@ -138,6 +141,170 @@ INSTANTIATE_TEST_SUITE_P(
                        ::testing::Values(at::kFloat, at::kBFloat16), ::testing::Values(1, 3)),
     name_of_case);
 
+// Options that change what a step consists of, each beside its eager twin.
+struct OptionsCase {
+  const char* name;
+  ShardOptions options;
+  AdamWOptions update = {.lr = 1e-2, .step = {.max_norm = 0.5}};
+};
+
+std::vector<OptionsCase> options_cases() {
+  const PrecisionPolicy narrow_wire{.main_grads = at::kFloat, .grad_comm = at::kBFloat16};
+  const auto moments = [](at::ScalarType first, at::ScalarType second) {
+    return AdamWOptions{.lr = 1e-2, .first_moment = first, .second_moment = second};
+  };
+  return {{"bf16_on_the_wire", {.precision = narrow_wire}},
+          {"bf16_on_the_wire_zero1", {.strategy = Strategy::optim, .precision = narrow_wire}},
+          {"fp32_on_the_wire", {.precision = {.grad_comm = at::kFloat}}},
+          {"separate_main_weights", {.precision = {.main_storage = MainStorage::kSeparate}}},
+          {"bf16_moments", {}, moments(at::kBFloat16, at::kBFloat16)},
+          {"fp16_moments", {}, moments(at::kHalf, at::kHalf)},
+          {"fp8_moments", {}, moments(at::kFloat8_e4m3fn, at::kFloat8_e4m3fn)},
+          {"planned", {.pool = PoolKind::kPlanned, .prefetch = 2}},
+          {"double_buffer", {.pool = PoolKind::kDoubleBuffer}},
+          {"double_buffer_step",
+           {.pool = PoolKind::kDoubleBuffer, .gradient_lifetime = GradientLifetime::kStep}}};
+}
+
+class ReplaysWith : public ::testing::TestWithParam<OptionsCase> {};
+
+TEST_P(ReplaysWith, AreBitwiseTheEagerSteps) {
+  FSDP_REQUIRE_GPU();
+  run_ranks(1, [&](World& world) {
+    const Mesh mesh = world.mesh();
+    ShardOptions options = GetParam().options;
+    options.collectives = Collectives::kAlways;
+    Training eager(mesh, options, at::kBFloat16, 2, GetParam().update);
+    Training replayed(mesh, options, at::kBFloat16, 2, GetParam().update);
+    Graph graph(replayed.sharded, replayed.optimizer.get(), [&] { replayed.step(); });
+    for (int number = 0; number < 12; ++number) {
+      eager.prepare(number);
+      eager.step();
+      replayed.prepare(number);
+      graph.run();
+      ASSERT_EQ(replayed.loss.item<double>(), eager.loss.item<double>()) << "step " << number;
+    }
+    EXPECT_TRUE(graph.is_recorded());
+    expect_same(replayed.weights(), eager.weights());
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Options, ReplaysWith, ::testing::ValuesIn(options_cases()),
+                         [](const auto& test) { return test.param.name; });
+
+// Two units whose order is a field. Wide ones, so that their slabs are pieces of memory of their
+// own.
+struct TurnedImpl : torch::nn::Module {
+  static constexpr int64_t kWidth = 1024;
+
+  TurnedImpl()
+      : first(register_module("first", Unit<torch::nn::Linear>(kWidth, kWidth))),
+        second(register_module("second", Unit<torch::nn::Linear>(kWidth, kWidth))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    return is_turned ? first(at::tanh(second(x))) : second(at::tanh(first(x)));
+  }
+
+  Unit<torch::nn::Linear> first;
+  Unit<torch::nn::Linear> second;
+  bool is_turned = false;
+};
+
+struct TurnedTraining {
+  std::shared_ptr<TurnedImpl> model;
+  Sharded sharded;
+  AdamW optimizer;
+  at::Tensor input = at::linspace(-1, 1, 8 * TurnedImpl::kWidth, at::kCUDA).view({8, -1});
+
+  explicit TurnedTraining(const Mesh& mesh)
+      : model([] {
+          torch::manual_seed(5);
+          return std::make_shared<TurnedImpl>();
+        }()),
+        sharded([&] {
+          model->to(at::kCUDA);
+          return fully_shard(model, mesh, {.collectives = Collectives::kAlways});
+        }()),
+        optimizer(sharded, {.lr = 1e-3}) {}
+
+  void step() {
+    model->forward(input).square().mean().backward();
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  double validate() {
+    const at::NoGradGuard no_grad;
+    return model->forward(input).sum().item<double>();
+  }
+  std::vector<at::Tensor> weights() {
+    const auto whole = sharded.full_parameters();
+    std::vector<at::Tensor> copies;
+    for (const at::Tensor& parameter : model->parameters()) copies.push_back(parameter.cpu());
+    return copies;
+  }
+};
+
+// Two eager steps in another order plan the pool anew, and the next pass frees the memory that the
+// recorded step uses; here it is given to others at once, who would see replays write to it.
+TEST(GraphOnDevice, IsRecordedAgainWhenItsMemoryWasPlannedAnew) {
+  FSDP_REQUIRE_GPU();
+  run_ranks(1, [](World& world) {
+    const Mesh mesh = world.mesh();
+    TurnedTraining eager(mesh);
+    TurnedTraining replayed(mesh);
+    Graph graph(replayed.sharded, &replayed.optimizer, [&] { replayed.step(); });
+    const auto run_both = [&](int steps) {
+      for (int i = 0; i < steps; ++i) {
+        eager.step();
+        graph.run();
+      }
+    };
+    run_both(6);
+    ASSERT_TRUE(graph.is_recorded());
+    for (TurnedTraining* training : {&eager, &replayed}) {
+      training->model->is_turned = true;
+      training->step();
+      training->step();
+      training->validate();
+      training->model->is_turned = false;
+    }
+    std::vector<at::Tensor> others;
+    for (int i = 0; i < 16; ++i)
+      others.push_back(at::ones({TurnedImpl::kWidth * (TurnedImpl::kWidth + 1)}, at::kCUDA));
+    run_both(1);
+    EXPECT_FALSE(graph.is_recorded()) << "its memory is gone";
+    run_both(5);
+    EXPECT_TRUE(graph.is_recorded());
+    for (const at::Tensor& other : others) EXPECT_TRUE((other == 1).all().item<bool>());
+    EXPECT_EQ(replayed.validate(), eager.validate());
+    expect_same(replayed.weights(), eager.weights());
+  });
+}
+
+TEST(GraphOnDevice, FollowsATypeOnTheWireThatChangesBetweenRuns) {
+  FSDP_REQUIRE_GPU();
+  run_ranks(1, [](World& world) {
+    const Mesh mesh = world.mesh();
+    const ShardOptions options{.precision = {.main_grads = at::kFloat},
+                               .collectives = Collectives::kAlways};
+    Training eager(mesh, options, at::kBFloat16, 1);
+    Training replayed(mesh, options, at::kBFloat16, 1);
+    Training unchanged(mesh, options, at::kBFloat16, 1);
+    Graph graph(replayed.sharded, replayed.optimizer.get(), [&] { replayed.step(); });
+    for (int number = 0; number < 16; ++number) {
+      for (Training* training : {&eager, &replayed, &unchanged}) {
+        // fp16 rounds to other numbers than bf16, whose gradients fp32 holds as they are.
+        if (number == 6 && training != &unchanged)
+          training->sharded.set_precision({.main_grads = at::kFloat, .grad_comm = at::kHalf});
+        training->prepare(number);
+        training == &replayed ? graph.run() : training->step();
+      }
+    }
+    EXPECT_TRUE(graph.is_recorded());
+    expect_same(replayed.weights(), eager.weights());
+    EXPECT_FALSE(at::equal(replayed.weights()[0], unchanged.weights()[0])) << "nothing changed";
+  });
+}
+
 TEST(GraphOnDevice, LeavesRoomForValidationAndEagerStepsBetweenReplays) {
   FSDP_REQUIRE_GPU();
   run_ranks(1, [](World& world) {
@@ -212,11 +379,11 @@ TEST(GraphOnDevice, SkipsAStepWhoseGradientsAreNotFiniteAndFollowsTheLossScale) 
   FSDP_REQUIRE_GPU();
   run_ranks(1, [](World& world) {
     const Mesh mesh = world.mesh();
-    StepOptions step{.loss_scale = LossScale::dynamic(1e30)};
-    step.loss_scale.interval = 4;
+    AdamWOptions update{.lr = 1e-2, .step = {.loss_scale = LossScale::dynamic(1e30)}};
+    update.step.loss_scale.interval = 4;
     const ShardOptions options{.precision = {.main_grads = at::kBFloat16}};
-    Training eager(mesh, options, at::kBFloat16, 1, step);
-    Training replayed(mesh, options, at::kBFloat16, 1, step);
+    Training eager(mesh, options, at::kBFloat16, 1, update);
+    Training replayed(mesh, options, at::kBFloat16, 1, update);
     Graph graph(replayed.sharded, replayed.optimizer.get(), [&] { replayed.step(); });
     for (int number = 0; number < 30; ++number) {
       eager.prepare(number);

@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/base/error.h"
 #include "fsdp/graph/graph.h"
 #include "support/communicator_suite.h"
 #include "support/nccl_ranks.h"
@@ -41,7 +42,13 @@ class SharedRanks : public ::testing::Environment {
     if (!mesh_) mesh_.emplace(world().mesh());
     return *mesh_;
   }
+  // All ranks along the outer axis; the inner one has collectives of one rank.
+  const Mesh& outer_mesh() {
+    if (!outer_mesh_) outer_mesh_.emplace(world().mesh({.outer = world().size()}));
+    return *outer_mesh_;
+  }
   void TearDown() override {
+    outer_mesh_.reset();
     mesh_.reset();
     world_.reset();
   }
@@ -49,6 +56,7 @@ class SharedRanks : public ::testing::Environment {
  private:
   std::optional<World> world_;
   std::optional<Mesh> mesh_;
+  std::optional<Mesh> outer_mesh_;
 };
 
 SharedRanks* const shared_ranks = new SharedRanks;  // belongs to GoogleTest
@@ -68,9 +76,10 @@ INSTANTIATE_TEST_SUITE_P(AllCases, NcclSuite,
                            return testing::communicator_cases()[test.param].name;
                          });
 
-// A few steps of a small Llama; the loss of each, and the weights at the end.
+// A few steps of a small Llama; the loss of each, some validations, and the weights at the end.
 struct Result {
   std::vector<double> losses;
+  std::vector<double> validations;
   std::vector<at::Tensor> weights;
 };
 
@@ -88,6 +97,8 @@ Result train(const Mesh& mesh, const std::string& strategy, By by,
     training.begin_step(number);
     graph ? graph->run() : training.step();
     result.losses.push_back(training.loss());
+    // Before a step is recorded, and between replays: weights are fresh after it, and then are not.
+    if (number % 4 == 2) result.validations.push_back(training.validate());
   }
   const auto whole = training.sharded().full_parameters();
   for (const at::Tensor& parameter : training.model().parameters())
@@ -97,31 +108,71 @@ Result train(const Mesh& mesh, const std::string& strategy, By by,
 
 void expect_same(const Result& actual, const Result& expected) {
   EXPECT_EQ(actual.losses, expected.losses);
+  EXPECT_EQ(actual.validations, expected.validations);
   ASSERT_EQ(actual.weights.size(), expected.weights.size());
   for (size_t i = 0; i < expected.weights.size(); ++i)
     EXPECT_TRUE(at::equal(actual.weights[i], expected.weights[i])) << "parameter " << i;
 }
 
-class Training : public ::testing::TestWithParam<std::string> {};
+struct TrainingCase {
+  std::string name;
+  std::string strategy;
+  enum class Along { kInner, kOuter } ranks = Along::kInner;
+};
+class Training : public ::testing::TestWithParam<TrainingCase> {};
 
 TEST_P(Training, HasTheBitsOfThreadsAndReplaysThemAsAGraph) {
   FSDP_REQUIRE_GPU();
-  const Mesh& mesh = shared_ranks->mesh();
-  const Result by_nccl = train(mesh, GetParam(), By::kStep);
+  const bool is_outer = GetParam().ranks == TrainingCase::Along::kOuter;
+  const Mesh& mesh = is_outer ? shared_ranks->outer_mesh() : shared_ranks->mesh();
+  World& world = shared_ranks->world();
+  const Result by_nccl = train(mesh, GetParam().strategy, By::kStep);
   Result by_threads;
-  run_threads(mesh.size(), {.timeout_seconds = 60}, [&](World& threads) {
-    Result result = train(threads.mesh(), GetParam(), By::kStep);
-    if (threads.rank() == mesh.inner().rank()) by_threads = std::move(result);
+  run_threads(world.size(), {.timeout_seconds = 60}, [&](World& threads) {
+    Result result = train(threads.mesh({.outer = is_outer ? threads.size() : 1}),
+                          GetParam().strategy, By::kStep);
+    if (threads.rank() == world.rank()) by_threads = std::move(result);
   });
   expect_same(by_nccl, by_threads);
-  expect_same(train(mesh, GetParam(), By::kGraph), by_nccl);
-  shared_ranks->world().communicator().barrier("end of case").wait();
+  expect_same(train(mesh, GetParam().strategy, By::kGraph), by_nccl);
+  world.communicator().barrier("end of case").wait();
 }
 
-INSTANTIATE_TEST_SUITE_P(Strategies, Training,
-                         ::testing::Values("no_shard", "optim", "optim_grads",
-                                           "optim_grads_params"),
-                         [](const auto& test) { return test.param; });
+INSTANTIATE_TEST_SUITE_P(
+    Strategies, Training,
+    ::testing::Values(TrainingCase{"no_shard", "no_shard"}, TrainingCase{"optim", "optim"},
+                      TrainingCase{"optim_grads", "optim_grads"},
+                      TrainingCase{"optim_grads_params", "optim_grads_params"},
+                      TrainingCase{"hsdp", "optim_grads_params", TrainingCase::Along::kOuter},
+                      TrainingCase{"hfsdp", "optim_grads_params+hfsdp",
+                                   TrainingCase::Along::kOuter},
+                      TrainingCase{"hfsdp_zero1", "optim+hfsdp", TrainingCase::Along::kOuter}),
+    [](const auto& test) { return test.param.name; });
+
+// What was recorded and given up left the host with gathers that never happened.
+TEST(NcclGraph, GoesOnEagerlyWhenAStepCannotBeRecorded) {
+  FSDP_REQUIRE_GPU();
+  const Mesh& mesh = shared_ranks->mesh();
+  SmallTraining plain(mesh, "optim");
+  SmallTraining training(mesh, "optim");
+  Graph graph(training.sharded(), &training.optimizer(), [&] {
+    training.step();
+    training.loss();  // waits for the device
+  });
+  for (int number = 0; number < 6; ++number) {
+    plain.begin_step(number);
+    plain.step();
+    training.begin_step(number);
+    if (number < 3) {
+      graph.run();
+    } else {
+      EXPECT_THROW(graph.run(), Error);
+      training.step();
+    }
+    EXPECT_EQ(training.loss(), plain.loss()) << number;
+  }
+  shared_ranks->world().communicator().barrier("end of case").wait();
+}
 
 // --- parity --------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ class SmallTraining {
  public:
   SmallTraining(const Mesh& mesh, const std::string& strategy,
                 UserBuffers user_buffers = UserBuffers::kOff)
-      : rank_(mesh.inner().rank()),
+      : rank_(mesh.outer().rank() * mesh.inner().size() + mesh.inner().rank()),
         model_(build_language_model(small_llama(), {.seed = 3, .dtype = at::kBFloat16})),
         sharded_(shard(mesh, strategy, user_buffers)),
         optimizer_(sharded_, {.lr = 1e-2, .step = {.max_norm = 0.5}}),
@@ -49,6 +49,11 @@ class SmallTraining {
   }
 
   double loss() const { return loss_.item<double>(); }
+  // Of other tokens, between steps.
+  double validate() {
+    const at::NoGradGuard no_grad;
+    return model_->logits(small_tokens(7, 7).to(kGpu)).sum().item<double>();
+  }
   LanguageModel& model() { return *model_; }
   const Sharded& sharded() const { return sharded_; }
   AdamW& optimizer() { return optimizer_; }

@@ -8,6 +8,7 @@
 
 #include "fsdp/base/device_stream.h"
 #include "fsdp/base/error.h"
+#include "fsdp/base/log.h"
 #include "fsdp/graph/device_graph.h"
 #include "fsdp/shard/engine.h"
 #include "fsdp/shard/gradient_hook.h"
@@ -91,6 +92,7 @@ void Graph::run() {
   {
     const c10::StreamGuard guard(stream_);
     come_to_rest();
+    if (is_recorded_ && sharded_.engine().plan_number() != recorded_plan_) drop_recording();
     if (optimizer_ != nullptr) optimizer_->tell_learning_rate();
     const bool is_warm = num_eager_ >= options_.warmup && sharded_.engine().is_planned();
     if (!is_recorded_ && !is_warm) {
@@ -103,6 +105,7 @@ void Graph::run() {
       if (!is_recorded_) record();
       replay();
       sharded_.engine().set_gradient_cycles(cycles_);
+      if (optimizer_ != nullptr) sharded_.engine().expect_new_weights();
     }
     come_to_rest();
   }
@@ -124,6 +127,8 @@ void Graph::record() {
              "a graph is to be recorded while there are gradients of an earlier backward; end the "
              "body with zero_grad(), or call it before run()");
   const double rate = optimizer_ != nullptr ? optimizer_->learning_rate() : 0.0;
+  // Weights may be fresh now, because of a validation; before later replays they will not be.
+  sharded_.engine().expect_new_weights();
   try {
     device_graph_->begin(options_.generators);
     body_();
@@ -140,7 +145,18 @@ void Graph::record() {
                        "copies to the host, shapes that depend on values)"));
   }
   cycles_ = sharded_.engine().gradient_cycles();
+  recorded_plan_ = sharded_.engine().plan_number();
   is_recorded_ = true;
+}
+
+// Its addresses are somebody else's by now.
+void Graph::drop_recording() {
+  log(LogLevel::kInfo,
+      "the memory of the recorded step was planned anew since; it is recorded again after ",
+      options_.warmup, " steps without a graph");
+  device_graph_ = make_device_graph(stream_.device());
+  is_recorded_ = false;
+  num_eager_ = 0;
 }
 
 void Graph::check_recorded(double rate) const {
@@ -159,6 +175,7 @@ void Graph::give_up() {
   device_graph_->abandon();
   device_graph_ = make_device_graph(stream_.device());
   sharded_.reset();
+  sharded_.engine().expect_new_weights();  // gathers that were recorded brought nothing
   if (optimizer_ != nullptr) optimizer_->forget_step();
 }
 

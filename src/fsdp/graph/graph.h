@@ -37,7 +37,9 @@ struct GraphOptions {
 // must be on the device. Learning rates are: set them outside the body.
 //
 // A replay is bitwise what the body would have computed. Between runs anything may happen: a
-// validation, a checkpoint, a step without the graph.
+// validation, a checkpoint, a step without the graph. What plans the model's memory anew (passes in
+// another order of units, set_precision()) makes the next runs eager ones, until the step is
+// recorded again.
 class Graph {
  public:
   using Body = std::function<void()>;
@@ -59,6 +61,7 @@ class Graph {
  private:
   void replay();
   void record();
+  void drop_recording();
   // `rate` was the learning rate before.
   void check_recorded(double rate) const;
   void give_up();
@@ -72,6 +75,7 @@ class Graph {
   const c10::Stream stream_;  // every step runs here, so that recorded and eager ones do alike
   int64_t num_eager_ = 0;
   bool is_recorded_ = false;
+  int64_t recorded_plan_ = 0;          // the engine's plan_number() then
   std::vector<GradientCycle> cycles_;  // of gradients the body leaves behind
 };
 

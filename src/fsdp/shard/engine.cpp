@@ -102,6 +102,7 @@ void Engine::complete() {
 }
 
 void Engine::make_pool(StepOrder order) {
+  ++plan_number_;
   std::vector<UnitBuckets> table;
   bool has_buckets = false;
   for (const auto& unit : units_) {

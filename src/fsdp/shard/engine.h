@@ -108,6 +108,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // --- steps that are replayed (graph/) ---
   // Whether the next pass runs in memory that is there: no order was learned since it was planned.
   bool is_planned() const { return !new_order_; }
+  // Another number means other memory or wire types for a step: what was recorded before uses what
+  // is not there any more.
+  int64_t plan_number() const { return plan_number_; }
+  // A replay updates weights, or will, without the host's knowledge: the next gather of every unit
+  // brings the other ranks' part.
+  void expect_new_weights();
   bool has_gradients() const;
   // Of all trainable groups, in order.
   std::vector<GradientCycle> gradient_cycles() const;
@@ -177,6 +183,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool is_last_microbatch_ = true;
   std::optional<StepOrder> new_order_;  // to plan with before the next pass
   bool has_new_pool_ = false;           // whose memory is not registered
+  int64_t plan_number_ = 0;
   std::shared_ptr<void> kept_;
 };
 

@@ -69,6 +69,14 @@ void Engine::take_over_main_weights() {
   gather_residents();
 }
 
+// Units that stay whole are gathered within the step that updates them.
+void Engine::expect_new_weights() {
+  for (const auto& unit : units_)
+    if (unit->kind != UnitKind::kResident)
+      for (GroupState& state : unit->groups)
+        if (state.group->is_trainable()) state.group->have_gathered_again();
+}
+
 void Engine::gather_residents() {
   for (const auto& unit : units_)
     if (unit->kind == UnitKind::kResident) gather_.start(*unit, SlabFrom::kBeside);
@@ -104,6 +112,7 @@ void Engine::set_grad_comm(std::optional<at::ScalarType> grad_comm) {
     for (const GroupState& state : unit->groups)
       if (state.group->is_trainable()) check_wire(*unit, state, wire_of(*state.group));
   options_.precision = wanted;
+  ++plan_number_;
   const bool memory_is_fixed = options_.pool != PoolKind::kOnDemand;
   for (const auto& unit : units_)
     for (GroupState& state : unit->groups)
