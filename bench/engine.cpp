@@ -257,10 +257,10 @@ std::vector<TaxRow> cpu_tax(const Settings& settings) {
 // --- a narrow wire on a slow network -------------------------------------------------------------
 
 // What one rank receives in a step with fp32 on the wire, counted in a world that moves nothing.
-int64_t received_bytes(const Settings& settings, const fsdp::Strategy& strategy) {
+int64_t received_bytes(const Settings& settings, const fsdp::Strategy& strategy, int outer) {
   const auto recording = std::make_shared<fsdp::Recording>();
   fsdp::World world = fsdp::World::simulated(0, settings.ranks, recording);
-  const fsdp::Mesh mesh = world.mesh();
+  const fsdp::Mesh mesh = world.mesh({.outer = outer});
   Trainee trainee(settings.llama, 0, mesh, {.strategy = strategy});
   trainee.step();
   trainee.step();
@@ -276,6 +276,7 @@ int64_t received_bytes(const Settings& settings, const fsdp::Strategy& strategy)
 
 struct WireRow {
   std::string strategy;
+  int outer = 1;         // of the ranks, along the outer axis
   double bandwidth = 0;  // bytes per second
   double plain_ms = 0;
   double fp32_ms = 0;
@@ -283,12 +284,14 @@ struct WireRow {
   double gain = 0;  // fp32 / bf16
 };
 
-WireRow wire_gain(const Settings& settings, const fsdp::Strategy& strategy, double plain_us) {
-  WireRow row{.strategy = std::string(strategy.name)};
-  row.bandwidth = static_cast<double>(received_bytes(settings, strategy)) / (plain_us * 1e-6);
+WireRow wire_gain(const Settings& settings, const fsdp::Strategy& strategy, int outer,
+                  double plain_us) {
+  WireRow row{.strategy = std::string(strategy.name), .outer = outer};
+  row.bandwidth =
+      static_cast<double>(received_bytes(settings, strategy, outer)) / (plain_us * 1e-6);
   const fsdp::CommOptions network{.bandwidth_bytes_per_s = row.bandwidth};
   run_ranks(settings.ranks, network, [&](fsdp::World& world) {
-    const fsdp::Mesh mesh = world.mesh();
+    const fsdp::Mesh mesh = world.mesh({.outer = outer});
     Trainee plain(settings.llama, world.rank());
     Trainee fp32(settings.llama, world.rank(), mesh, {.strategy = strategy});
     Trainee bf16(settings.llama, world.rank(), mesh,
@@ -346,7 +349,11 @@ Results measure(const Settings& settings, const std::string& part) {
       strategies.insert(strategies.begin() + 1,
                         {fsdp::Strategy::optim, fsdp::Strategy::optim_grads});
     for (const fsdp::Strategy& strategy : strategies)
-      results.wire.push_back(wire_gain(settings, strategy, plain_us));
+      results.wire.push_back(wire_gain(settings, strategy, /*outer=*/1, plain_us));
+    // Reductions that a cycle ends with, and casts before them.
+    for (const char* strategy : {"optim_grads_params", "optim_grads_params+hfsdp"})
+      results.wire.push_back(
+          wire_gain(settings, fsdp::parse_strategy(strategy), settings.ranks, plain_us));
   }
   return results;
 }
@@ -375,10 +382,10 @@ void print(const Settings& settings, const Results& results) {
   if (!results.wire.empty()) {
     std::printf(
         "# the same on a network on which its fp32 communication takes as long as a plain step\n");
-    std::printf("%-22s %10s %10s %14s %14s %12s\n", "# strategy", "MB/s", "plain ms",
+    std::printf("%-26s %6s %10s %10s %14s %14s %12s\n", "# strategy", "outer", "MB/s", "plain ms",
                 "fp32 wire ms", "bf16 wire ms", "fp32 / bf16");
     for (const WireRow& row : results.wire)
-      std::printf("%-22s %10.1f %10.2f %14.2f %14.2f %12.3f\n", row.strategy.c_str(),
+      std::printf("%-26s %6d %10.1f %10.2f %14.2f %14.2f %12.3f\n", row.strategy.c_str(), row.outer,
                   row.bandwidth * 1e-6, row.plain_ms, row.fp32_ms, row.bf16_ms, row.gain);
   }
   std::puts("# result: OK");

@@ -61,6 +61,7 @@ Counts count(const Recording& calls) {
         break;
       case OpKind::kAllToAll:
       case OpKind::kBroadcast:
+      case OpKind::kCopy:
       case OpKind::kBarrier:
         ADD_FAILURE() << call.print.text() << " has no place in a step";
     }

@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 #include <torch/nn/modules/embedding.h>
 
+#include <chrono>
+
 #include "fsdp/nn/linear.h"
 #include "fsdp/shard/engine.h"
 #include "support/run_ranks.h"
@@ -399,6 +401,29 @@ TEST(TiedParameters, OfAUnitRegisteredTwiceTrainLikeAPlainModel) {
     EXPECT_THAT(parameter_of(sharded, "first.linear.weight").aliases,
                 ElementsAre("again.linear.weight"));
   });
+}
+
+// A network on which a unit's reduction takes a tenth of a second, with a cast before each: what
+// ends the cycle has until somebody wants the gradients.
+TEST(CycleEnd, DoesNotHoldUpTheBackward) {
+  for (const char* strategy : {"optim_grads_params", "optim_grads_params+hfsdp", "optim"}) {
+    SCOPED_TRACE(strategy);
+    run_threads(2, {.timeout_seconds = 60, .bandwidth_bytes_per_s = 1120}, [&](World& world) {
+      using Clock = std::chrono::steady_clock;
+      const Mesh mesh = world.mesh({.outer = 2});
+      Chain model = build([] { return Chain(5); });
+      const Sharded sharded = fully_shard(model, mesh,
+                                          {.strategy = parse_strategy(strategy),
+                                           .precision = {.grad_comm = at::kBFloat16},
+                                           .initial_values = InitialValues::kOfEveryRank});
+      const at::Tensor loss = model->forward(input_for(world.rank(), 0)).square().mean();
+      const Clock::time_point begin = Clock::now();
+      loss.backward();
+      const Clock::duration backward = Clock::now() - begin;
+      sharded.wait_gradients();
+      EXPECT_LT(backward, (Clock::now() - begin) / 2);
+    });
+  }
 }
 
 }  // namespace

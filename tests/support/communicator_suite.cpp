@@ -208,6 +208,33 @@ void follows_work_of_a_communicator_that_was_closed(World& world, at::Device dev
   }
 }
 
+// One piece of memory that reductions use in turn, each filled and emptied between them: nobody
+// waits before the end.
+void copies_between_its_collectives(World& world, at::Device device) {
+  Communicator& comm = world.communicator();
+  const auto other = comm.split(std::vector<int>(static_cast<size_t>(comm.size()), 0), "other");
+  const auto floats = at::device(device).dtype(at::kFloat);
+  const int64_t numel = 1 << 16;
+  const at::Tensor shared = at::zeros({numel}, floats.dtype(at::kBFloat16));
+  std::vector<at::Tensor> tensors;
+  std::vector<at::Tensor> results;
+  Work last;
+  for (int round = 0; round < 5; ++round) {
+    // bf16 has no 257: the copy rounds it to 256.
+    tensors.push_back(at::full({numel}, round == 0 ? 257.0 : 1.0 * round, floats));
+    results.push_back(at::zeros({numel}, floats));
+    Communicator& chosen = round % 2 == 0 ? comm : *other;
+    chosen.copy(shared, tensors.back(), "in", last);
+    chosen.all_reduce(shared, {}, "sum");
+    last = chosen.copy(results.back(), shared, "out");
+  }
+  last.wait();
+  for (int round = 0; round < 5; ++round) {
+    const double expected = comm.size() * (round == 0 ? 256.0 : 1.0 * round);
+    EXPECT_TRUE((results[static_cast<size_t>(round)] == expected).all().item<bool>()) << round;
+  }
+}
+
 void splits_into_groups_and_groups_of_groups(World& world, at::Device device) {
   Communicator& comm = world.communicator();
   std::vector<int> parity;
@@ -295,6 +322,7 @@ void refuses_bad_arguments_before_anything_moves(World& world, at::Device device
          "not narrower than the wire");
   expect([&] { comm.all_reduce(tensor(16).view({4, 4}).t(), {}, "x"); }, "must be contiguous");
   expect([&] { comm.broadcast(tensor(4), n, "x"); }, "root of broadcast 'x' is");
+  expect([&] { comm.copy(tensor(4), tensor(5), "x"); }, "output of 'x' has 4 elements");
   const std::vector<int64_t> long_counts(static_cast<size_t>(n) + 1, 1);
   expect([&] { comm.all_gather(tensor(n + 1), tensor(1), "x", long_counts); }, "one per rank");
   at::Tensor whole = tensor(4 * n + 1);
@@ -322,6 +350,7 @@ std::span<const CommunicatorCase> communicator_cases() {
         {"FollowsWorkOfOtherCommunicators", follows_work_of_other_communicators},
         {"FollowsWorkOfACommunicatorThatWasClosed", follows_work_of_a_communicator_that_was_closed},
         dropped_tensors_case(),
+        {"CopiesBetweenItsCollectives", copies_between_its_collectives},
         {"SplitsIntoGroupsAndGroupsOfGroups", splits_into_groups_and_groups_of_groups},
         {"ArrangesRanksInAMesh", arranges_ranks_in_a_mesh},
         {"RefusesBadArgumentsBeforeAnythingMoves", refuses_bad_arguments_before_anything_moves},

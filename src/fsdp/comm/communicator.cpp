@@ -200,6 +200,17 @@ Work Communicator::broadcast(const at::Tensor& tensor, int root, const Tag& tag)
   return enqueue(std::move(operation));
 }
 
+Work Communicator::copy(const at::Tensor& output, const at::Tensor& input, const Tag& tag,
+                        const Work& after) {
+  check_pair(output, input, tag);
+  check_numel(output, "output", tag, input.numel());
+  FSDP_CHECK(apart(output, input), "input and output of copy '", tag.text(), "' overlap");
+  Operation operation = operation_on(OpKind::kCopy, output, input, tag);
+  operation.print.bytes = nbytes(input);
+  operation.after = after;
+  return enqueue(std::move(operation));
+}
+
 Work Communicator::barrier(const Tag& tag) {
   Operation operation;
   operation.print.kind = OpKind::kBarrier;

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -13,6 +14,10 @@
 #include "fsdp/comm/work.h"
 
 namespace fsdp {
+
+// How operations of each kind have used their callers' memory since that was registered: the worst
+// of all of them.
+using UsedBuffers = std::map<OpKind, UserBuffers>;
 
 // A communicator runs its collectives in the order in which they were enqueued, which must be the
 // same on every rank; two communicators are independent of each other. A call checks its arguments,
@@ -65,6 +70,11 @@ class Communicator {
   // tensor = the tensor of rank `root`.
   Work broadcast(const at::Tensor& tensor, int root, const Tag& tag);
 
+  // output = input, in the output's dtype, when what this rank enqueued here before has ended: for
+  // memory that collectives use in turn. Moves nothing between ranks; every rank calls it.
+  Work copy(const at::Tensor& output, const at::Tensor& input, const Tag& tag,
+            const Work& after = {});
+
   // Done when every rank has come this far.
   Work barrier(const Tag& tag);
 
@@ -90,6 +100,9 @@ class Communicator {
 
   // Waits for what uses it. Before the memory goes.
   virtual void deregister_memory(void* address) noexcept;
+
+  // What came of it.
+  virtual UsedBuffers used_buffers() const { return {}; }
 
   // Makes every wait of every rank fail with this message, now and later.
   virtual void abort(const std::string& message) = 0;

@@ -21,6 +21,11 @@ void copy_flat(const at::Tensor& to, const at::Tensor& from) {
     to.view(-1).copy_(from.view(-1), /*non_blocking=*/true);
 }
 
+c10::Stream stream_of(DeviceSide& side, c10::Device device) {
+  if (!side.stream) side.stream = c10::impl::VirtualGuardImpl(device.type()).getNewStream(device);
+  return *side.stream;
+}
+
 void reduce_share(Rendezvous& rendezvous, int rank, const Operation& operation,
                   const at::Tensor& output, DeviceSide& side) {
   std::vector<at::Tensor> inputs;
@@ -55,6 +60,7 @@ void copy_in(Rendezvous& rendezvous, int rank, Operation& operation, DeviceSide&
     case OpKind::kBroadcast:
       return copy_flat(operation.output, rendezvous.of(operation.print.root).input);
     case OpKind::kBarrier:
+    case OpKind::kCopy:
       return;
   }
 }
@@ -64,12 +70,28 @@ void copy_in(Rendezvous& rendezvous, int rank, Operation& operation, DeviceSide&
 void follow_on_device(Operation& operation, DeviceSide& side) {
   const c10::Event* ended = operation.after.event();
   if (ended == nullptr) return;
-  const c10::Device device = operation.device();
-  if (!side.stream) side.stream = c10::impl::VirtualGuardImpl(device.type()).getNewStream(device);
+  stream_of(side, operation.device());
   operation.on_device->ready.block(*side.stream);
   ended->block(*side.stream);
   operation.on_device->ready.record(
       *side.stream);  // nobody has seen it yet: the ranks have not met
+}
+
+std::optional<c10::Event> run_copy(Operation& operation, DeviceSide& side) {
+  const c10::Device device = operation.device();
+  if (device.is_cpu()) {
+    operation.output.view(-1).copy_(operation.input.view(-1));
+    return std::nullopt;
+  }
+  const c10::Stream stream = stream_of(side, device);
+  operation.on_device->runs_on = stream;
+  const c10::StreamGuard guard(stream);
+  follow_on_device(operation, side);
+  operation.on_device->ready.block(stream);
+  copy_flat(operation.output, operation.input);
+  c10::Event finished(device.type());
+  finished.record(stream);
+  return finished;
 }
 
 // Each rank's stream waits until every input is produced, reads, and records that it has read; then
@@ -77,20 +99,18 @@ void follow_on_device(Operation& operation, DeviceSide& side) {
 // stay in place until the last sync.
 c10::Event run_on_device(Rendezvous& rendezvous, int rank, Operation& operation, DeviceSide& side) {
   const c10::Device device = operation.device();
-  const c10::impl::VirtualGuardImpl guard_impl(device.type());
-  std::optional<c10::Stream>& stream = side.stream;
-  if (!stream) stream = guard_impl.getNewStream(device);
+  const c10::Stream stream = stream_of(side, device);
   operation.on_device->runs_on = stream;
-  const c10::StreamGuard guard(*stream);
+  const c10::StreamGuard guard(stream);
   const auto wait_for_everybody = [&] {
     for (int other = 0; other < rendezvous.ranks(); ++other)
-      rendezvous.of(other).on_device->ready.block(*stream);
+      rendezvous.of(other).on_device->ready.block(stream);
   };
   // `ready` is re-recorded for each phase: first "input produced" (by the caller's stream), then "I
   // have read". A sync between the last use of one meaning and the first of the next.
   const auto everybody_reaches_here = [&] {
     rendezvous.sync(rank);
-    operation.on_device->ready.record(*stream);
+    operation.on_device->ready.record(stream);
     rendezvous.sync(rank);
     wait_for_everybody();
   };
@@ -107,7 +127,7 @@ c10::Event run_on_device(Rendezvous& rendezvous, int rank, Operation& operation,
     everybody_reaches_here();
   }
   c10::Event finished(device.type());
-  finished.record(*stream);
+  finished.record(stream);
   rendezvous.sync(rank);
   return finished;
 }

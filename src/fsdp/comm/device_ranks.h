@@ -1,4 +1,5 @@
-// Collectives among ranks that are threads of one process and whose tensors are on a device.
+// Collectives among ranks that are threads of one process and whose tensors are on a device, and
+// copies between them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,6 +22,9 @@ struct DeviceSide {
 // Makes `ready` of a device operation mean: the caller's stream has produced the input, and what
 // the operation comes after has ended.
 void follow_on_device(Operation& operation, DeviceSide& side);
+
+// Runs an OpKind::kCopy, which needs no other rank, on the host or on this communicator's stream.
+std::optional<c10::Event> run_copy(Operation& operation, DeviceSide& side);
 
 // Enqueues this rank's part of `operation`, which has been met, on its stream and returns the event
 // after which the result is there and nobody reads this rank's tensors any more. The host waits for

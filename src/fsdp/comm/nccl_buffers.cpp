@@ -1,5 +1,9 @@
 #include "fsdp/comm/nccl_buffers.h"
 
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+
 #include "fsdp/base/text.h"
 #include "fsdp/comm/connect_nccl.h"
 
@@ -9,6 +13,15 @@ namespace {
 
 // The first version whose windows are symmetric.
 constexpr int kFirstWithWindows = NCCL_VERSION(2, 27, 0);
+
+// Where ranks cannot reach each other's memory NCCL answers with the handle of an ordinary
+// registration instead, which is the host's; a window's is on the device.
+bool is_symmetric(ncclWindow_t window) {
+  cudaPointerAttributes place{};
+  const bool is_known = cudaPointerGetAttributes(&place, window) == cudaSuccess;
+  (void)cudaGetLastError();
+  return is_known && place.type == cudaMemoryTypeDevice;
+}
 
 }  // namespace
 
@@ -23,7 +36,7 @@ std::string NcclBuffers::obstacle_to(UserBuffers use) {
 
 std::string NcclBuffers::add(void* address, int64_t bytes, UserBuffers use) {
   const auto size = static_cast<size_t>(bytes);
-  Entry entry;
+  Entry entry{.bytes = bytes, .use = use};
   ncclResult_t result = ncclSuccess;
   if (use == UserBuffers::kSymmetric) {
 #ifdef NCCL_WIN_COLL_SYMMETRIC
@@ -40,12 +53,15 @@ std::string NcclBuffers::add(void* address, int64_t bytes, UserBuffers use) {
     return concat(call, ": ", ncclGetErrorString(result), " (", ncclGetLastError(nullptr), ")");
   // Where these GPUs, or the user's variables, do not allow it.
   if (entry.window == nullptr && entry.handle == nullptr) return concat(call, " does nothing here");
-  entries_.emplace(address, entry);
+  entries_.emplace(static_cast<const char*>(address), entry);
+  in_use_.clear();  // what was true before is not any more
+  if (entry.window != nullptr && !is_symmetric(entry.window))
+    return "the ranks' GPUs do not reach each other's memory";
   return "";
 }
 
 void NcclBuffers::forget(void* address) noexcept {
-  const auto found = entries_.find(address);
+  const auto found = entries_.find(static_cast<const char*>(address));
   if (found == entries_.end()) return;
   const Entry entry = found->second;
   entries_.erase(found);
@@ -56,6 +72,22 @@ void NcclBuffers::forget(void* address) noexcept {
 #endif
     return ncclCommDeregister(comm, entry.handle);
   }));
+}
+
+UserBuffers NcclBuffers::use_of(const Used& piece) const {
+  const auto* begin = static_cast<const char*>(piece.address);
+  const auto after = entries_.upper_bound(begin);
+  if (after == entries_.begin()) return UserBuffers::kOff;
+  const auto& [address, entry] = *std::prev(after);
+  return begin + piece.bytes <= address + entry.bytes ? entry.use : UserBuffers::kOff;
+}
+
+void NcclBuffers::note(OpKind kind, UserBuffers best, std::initializer_list<Used> pieces) {
+  if (entries_.empty()) return;
+  for (const Used& piece : pieces)
+    if (piece.bytes > 0) best = std::min(best, use_of(piece));
+  const auto [known, is_new] = in_use_.try_emplace(kind, best);
+  if (!is_new) known->second = std::min(known->second, best);
 }
 
 }  // namespace fsdp

@@ -21,7 +21,6 @@
 #include "fsdp/comm/comm_error.h"
 #include "fsdp/comm/connect_nccl.h"
 #include "fsdp/comm/device_watch.h"
-#include "fsdp/comm/nccl_buffers.h"
 #include "fsdp/comm/nccl_operations.h"
 #include "fsdp/comm/work_pool.h"
 
@@ -70,6 +69,7 @@ class NcclCommunicator final : public Communicator {
   bool registers_memory() const override { return true; }
   RegisteredMemory register_memory(void* address, int64_t bytes, UserBuffers best) override;
   void deregister_memory(void* address) noexcept override;
+  UsedBuffers used_buffers() const override;
 
   Work enqueue(Operation operation) override;
 
@@ -92,7 +92,6 @@ class NcclCommunicator final : public Communicator {
   uint64_t num_operations_ = 0;
   WorkPool works_;
   std::optional<NcclOperations> operations_;
-  std::optional<NcclBuffers> buffers_;
   std::optional<StreamMarks> marks_;
   std::map<c10::StreamId, StreamMarks> replay_marks_;
 
@@ -116,7 +115,6 @@ void NcclCommunicator::connect() {
   ncclUniqueId id;
   std::memcpy(id.internal, bytes.const_data_ptr(), NCCL_UNIQUE_ID_BYTES);
   operations_.emplace(id, *hosts_, device_, options_);
-  buffers_.emplace(operations_->handle());
   marks_.emplace();
   watch_.emplace(options_.timeout_seconds, callbacks_for_watching());
   log(LogLevel::kDebug, "'", name(), "' uses NCCL ", nccl_version(), " on ", device_.str());
@@ -199,14 +197,17 @@ RegisteredMemory NcclCommunicator::register_memory(void* address, int64_t bytes,
   if (!operations_) connect();
   const c10::cuda::CUDAGuard guard(device_);
   c10::cuda::device_synchronize();
+  if (is_agreed(operations_->has_staging()) && !is_agreed(operations_->register_staging()))
+    operations_->deregister_staging();
+  NcclBuffers& buffers = operations_->buffers();
   std::string why_not_better;
   for (const UserBuffers use : {UserBuffers::kSymmetric, UserBuffers::kRegistered}) {
     if (use > best) continue;
     std::string obstacle = NcclBuffers::obstacle_to(use);
     if (is_agreed(obstacle.empty())) {
-      obstacle = buffers_->add(address, bytes, use);
+      obstacle = buffers.add(address, bytes, use);
       if (is_agreed(obstacle.empty())) return {use, why_not_better};
-      buffers_->forget(address);
+      buffers.forget(address);
     }
     if (!why_not_better.empty()) why_not_better += "; ";
     why_not_better += obstacle.empty() ? "other ranks cannot" : obstacle;
@@ -215,11 +216,15 @@ RegisteredMemory NcclCommunicator::register_memory(void* address, int64_t bytes,
 }
 
 void NcclCommunicator::deregister_memory(void* address) noexcept {
-  if (!buffers_) return;
+  if (!operations_) return;
   end_if_left_by_an_exception();
   const c10::cuda::CUDAGuard guard(device_);
   cudaDeviceSynchronize();
-  buffers_->forget(address);
+  operations_->buffers().forget(address);
+}
+
+UsedBuffers NcclCommunicator::used_buffers() const {
+  return operations_ ? operations_->buffers().in_use() : UsedBuffers();
 }
 
 // The watch asks the hosts for failures of other ranks, so that this does not have to.

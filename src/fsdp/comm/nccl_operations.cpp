@@ -4,7 +4,9 @@
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
+#include <utility>
 
+#include "fsdp/comm/connect_nccl.h"
 #include "fsdp/comm/reduce_on_device.h"
 #include "fsdp/comm/reduce_ranks.h"
 #include "fsdp/comm/sum_on_device.h"
@@ -39,6 +41,10 @@ at::Tensor part_of(const at::Tensor& tensor, int64_t begin, int64_t numel) {
   return tensor.view(-1).narrow(0, begin, numel);
 }
 
+NcclBuffers::Used used(const at::Tensor& tensor) {
+  return {tensor.const_data_ptr(), static_cast<int64_t>(tensor.nbytes())};
+}
+
 // Collects the first error of several calls.
 class Calls {
  public:
@@ -60,12 +66,38 @@ NcclOperations::NcclOperations(const ncclUniqueId& id, Communicator& hosts, c10:
       device_(device),
       reduce_(options.nccl_reduce),
       stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device.index())),
-      handle_(id, hosts, device, options) {}
+      handle_(id, hosts, device, options),
+      buffers_(handle_) {}
+
+NcclOperations::~NcclOperations() { deregister_staging(); }
 
 const at::Tensor& NcclOperations::staging_of(int64_t bytes) {
   if (staging_.empty() || staging_.back().numel() < bytes)
     staging_.push_back(at::empty({bytes}, at::device(device_).dtype(at::kByte)));
   return staging_.back();
+}
+
+// A recorded step goes on using what it knows, so this comes before one is recorded.
+bool NcclOperations::register_staging() {
+  if (registered_staging_ != nullptr || staging_.empty()) return registered_staging_ != nullptr;
+  const int64_t bytes = staging_.back().numel();
+  void* memory = nccl_allocate(bytes);
+  if (!buffers_.add(memory, bytes, UserBuffers::kRegistered).empty()) {
+    nccl_deallocate(memory);
+    return false;
+  }
+  registered_staging_ = memory;
+  staging_.push_back(at::from_blob(memory, {bytes}, staging_.back().options()));
+  return true;
+}
+
+void NcclOperations::deregister_staging() {
+  if (registered_staging_ == nullptr) return;
+  std::erase_if(staging_, [&](const at::Tensor& piece) {
+    return piece.const_data_ptr() == registered_staging_;
+  });
+  buffers_.forget(registered_staging_);
+  nccl_deallocate(std::exchange(registered_staging_, nullptr));
 }
 
 at::Tensor NcclOperations::staging_for(at::ScalarType type, int64_t numel) {
@@ -77,6 +109,10 @@ void NcclOperations::all_gather(const Operation& operation, const at::Tensor& ou
                                 const void* input, const Shares& shares) {
   const ncclDataType_t type = nccl_type(output.scalar_type());
   const cudaStream_t stream = stream_;
+  const int64_t width = output.element_size();
+  buffers_.note(operation.print.kind,
+                shares.is_equal() ? UserBuffers::kSymmetric : UserBuffers::kRegistered,
+                {{input, shares.count(rank_) * width}, used(output)});
   handle_.launch(operation.print, [&](ncclComm_t comm) {
     if (shares.is_equal())
       return ncclAllGather(input, output.mutable_data_ptr(), static_cast<size_t>(shares.count(0)),
@@ -96,6 +132,8 @@ void NcclOperations::exchange(const Operation& operation) {
   const cudaStream_t stream = stream_;
   const Shares& sent = operation.input_shares;
   const Shares& received = operation.output_shares;
+  buffers_.note(operation.print.kind, UserBuffers::kRegistered,
+                {used(operation.input), used(operation.output)});
   handle_.launch(operation.print, [&](ncclComm_t comm) {
     Calls calls;
     for (int peer = 0; peer < size_; ++peer) {
@@ -109,6 +147,7 @@ void NcclOperations::exchange(const Operation& operation) {
 }
 
 void NcclOperations::broadcast(const Operation& operation) {
+  buffers_.note(operation.print.kind, UserBuffers::kRegistered, {used(operation.output)});
   handle_.launch(operation.print, [&](ncclComm_t comm) {
     return ncclBroadcast(operation.input.const_data_ptr(), operation.output.mutable_data_ptr(),
                          static_cast<size_t>(operation.output.numel()),
@@ -157,6 +196,10 @@ void NcclOperations::reduce_piece(const Operation& operation, const at::Tensor& 
   for (int peer = 0; peer < size_; ++peer)
     contributions.push_back(is_staged(peer) ? at_element(staged, mine_bytes * num_staged++)
                                             : contribution_to(peer));
+  // Sends and receives have no symmetric kernels.
+  if (num_staged > 0)
+    buffers_.note(operation.print.kind, UserBuffers::kRegistered,
+                  {used(operation.input), {staged.const_data_ptr(), mine_bytes * num_staged}});
   if (num_staged > 0)
     handle_.launch(operation.print, [&](ncclComm_t comm) {
       Calls calls;
@@ -188,6 +231,7 @@ void NcclOperations::reduce_natively(const Operation& operation, const at::Tenso
   const double scale = scale_of(reduction, static_cast<size_t>(size_));
   // Narrow factors would be rounded before they are multiplied with.
   const bool is_scaled_by_nccl = scale != 1.0 && wire == at::kFloat;
+  buffers_.note(operation.print.kind, UserBuffers::kSymmetric, {used(operation.input), used(sum)});
   handle_.launch(operation.print, [&](ncclComm_t comm) {
     Calls calls;
     ncclRedOp_t op = ncclSum;
@@ -240,6 +284,9 @@ void NcclOperations::run(const Operation& operation) {
       return exchange(operation);
     case OpKind::kBroadcast:
       return broadcast(operation);
+    case OpKind::kCopy:
+      operation.output.view(-1).copy_(operation.input.view(-1), /*non_blocking=*/true);
+      return;
     case OpKind::kBarrier:
       return;  // has no tensor, so it is the hosts'
   }

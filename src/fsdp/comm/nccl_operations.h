@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "fsdp/comm/nccl_buffers.h"
 #include "fsdp/comm/nccl_handle.h"
 #include "fsdp/comm/operation.h"
 
@@ -18,12 +19,20 @@ class NcclOperations {
   // Collective, as NcclHandle.
   NcclOperations(const ncclUniqueId& id, Communicator& hosts, c10::Device device,
                  const CommOptions& options);
+  ~NcclOperations();
 
   NcclHandle& handle() { return handle_; }
+  NcclBuffers& buffers() { return buffers_; }
   const c10::cuda::CUDAStream& stream() const { return stream_; }
 
   // Launches everything the operation consists of. stream() must be the current one.
   void run(const Operation& operation);
+
+  // Lets NCCL use the memory in which reductions receive, as large as they have needed it, in
+  // place. Both say whether there is such memory now.
+  bool has_staging() const { return !staging_.empty(); }
+  bool register_staging();
+  void deregister_staging();
 
  private:
   void all_gather(const Operation& operation, const at::Tensor& output, const void* input,
@@ -46,6 +55,8 @@ class NcclOperations {
   const NcclReduce reduce_;
   const c10::cuda::CUDAStream stream_;
   NcclHandle handle_;
+  NcclBuffers buffers_;
+  void* registered_staging_ = nullptr;
   // Bytes; the last one is the largest. Smaller ones stay: a recorded step goes on using its own.
   std::vector<at::Tensor> staging_;
   at::Tensor workspace_;  // of sums

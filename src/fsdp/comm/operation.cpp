@@ -20,6 +20,8 @@ const char* name_of(OpKind kind) {
       return "broadcast";
     case OpKind::kBarrier:
       return "barrier";
+    case OpKind::kCopy:
+      return "copy";
   }
   return "unknown operation";  // a fingerprint from another rank may hold any byte
 }

@@ -26,6 +26,7 @@ enum class OpKind : uint8_t {
   kAllToAll,
   kBroadcast,
   kBarrier,
+  kCopy,  // within this rank, between its collectives
 };
 
 const char* name_of(OpKind kind);

@@ -22,7 +22,7 @@ char* write_at(const at::Tensor& tensor, int64_t element) {
   return static_cast<char*>(tensor.mutable_data_ptr()) + element * tensor.element_size();
 }
 
-void copy(char* to, const char* from, int64_t bytes) {
+void copy_bytes(char* to, const char* from, int64_t bytes) {
   if (to != from && bytes > 0) std::memcpy(to, from, static_cast<size_t>(bytes));
 }
 
@@ -70,6 +70,7 @@ void ThreadsCommunicator::abandon() {
 
 std::optional<c10::Event> ThreadsCommunicator::run(const std::shared_ptr<Operation>& operation) {
   rendezvous_->abort().throw_if_raised();
+  if (operation->print.kind == OpKind::kCopy) return run_copy(*operation, device_side_);
   try {
     if (!operation->device().is_cpu()) follow_on_device(*operation, device_side_);
     rendezvous_->meet(rank(), *operation);
@@ -120,6 +121,7 @@ void ThreadsCommunicator::run_on_host(Operation& operation) {
     case OpKind::kBroadcast:
       return broadcast_on_host(operation);
     case OpKind::kBarrier:
+    case OpKind::kCopy:
       return;
   }
 }
@@ -133,8 +135,8 @@ void ThreadsCommunicator::all_gather_on_host(Operation& operation) {
     const int from = (rank() + step) % size();
     const int64_t offset = shares.offset(from);
     const at::Tensor& theirs = rendezvous_->of(from).input;
-    copy(write_at(operation.output, offset), read_at(theirs, shares_lie_in_inputs ? offset : 0),
-         shares.count(from) * width);
+    copy_bytes(write_at(operation.output, offset),
+               read_at(theirs, shares_lie_in_inputs ? offset : 0), shares.count(from) * width);
   }
 }
 
@@ -155,16 +157,16 @@ void ThreadsCommunicator::all_to_all_on_host(Operation& operation) {
   for (int step = 0; step < size(); ++step) {
     const int from = (rank() + step) % size();
     const Operation& theirs = rendezvous_->of(from);
-    copy(write_at(operation.output, operation.output_shares.offset(from)),
-         read_at(theirs.input, theirs.input_shares.offset(rank())),
-         operation.output_shares.count(from) * width);
+    copy_bytes(write_at(operation.output, operation.output_shares.offset(from)),
+               read_at(theirs.input, theirs.input_shares.offset(rank())),
+               operation.output_shares.count(from) * width);
   }
 }
 
 void ThreadsCommunicator::broadcast_on_host(Operation& operation) {
   const int root = operation.print.root;
-  copy(write_at(operation.output, 0), read_at(rendezvous_->of(root).input, 0),
-       static_cast<int64_t>(operation.output.nbytes()));
+  copy_bytes(write_at(operation.output, 0), read_at(rendezvous_->of(root).input, 0),
+             static_cast<int64_t>(operation.output.nbytes()));
 }
 
 }  // namespace fsdp

@@ -14,7 +14,7 @@ enum class MemoryKind : uint8_t {
   kMainWeight,  // the optimizer's copy
   kMainGrad,    // gradients while they accumulate
   kPool,        // buckets: gathered weights and unreduced gradients
-  kReduction,   // what a reduction needs besides: casts, data of other ranks
+  kReduction,   // casts before the reductions that end a cycle
   kMoment,      // what the optimizer remembers, with its scales
   kStaging,     // what travels between a device and the optimizer's part on the host
 };

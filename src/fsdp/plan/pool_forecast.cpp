@@ -47,65 +47,27 @@ StepOrder step_order_of(const ModelShape& model) {
   return mirrored_order(std::vector<int32_t>(model.uses.begin(), model.uses.end()));
 }
 
-// The last reduction of a step (to the optimizer's placement) casts what a rank holds of a unit's
-// main gradients when they travel in another type: bytes by unit.
-std::vector<int64_t> cast_bytes(std::span<const GroupPlan> groups, const PlanOptions& options,
-                                size_t num_units) {
-  std::vector<int64_t> by_unit(num_units, 0);
+// The reductions that end a cycle (to the optimizer's placement) cast what a rank holds of a
+// group's main gradients when they travel in another type: a slot for each of them, which fits any
+// group.
+int64_t cast_bytes(std::span<const GroupPlan> groups, const PlanOptions& options) {
   const PlacementPair gradient = options.strategy.gradient;
   const PlacementPair optimizer = options.strategy.optimizer;
   const MeshShape mesh = options.mesh();
-  const bool reduces = (gradient.inner != optimizer.inner && mesh.inner > 1) ||
-                       (gradient.outer != optimizer.outer && mesh.outer > 1);
-  if (!reduces) return by_unit;
+  const int64_t num_stages = (gradient.inner != optimizer.inner && mesh.inner > 1 ? 1 : 0) +
+                             (gradient.outer != optimizer.outer && mesh.outer > 1 ? 1 : 0);
+  int64_t largest = 0;
   for (const GroupPlan& group : groups)
     if (group.types.trainable && group.types.wire != group.types.main_grad)
-      by_unit[static_cast<size_t>(group.unit)] +=
-          checked_mul(group.layout.max_shard_numel(gradient), element_bytes(group.types.wire));
-  return by_unit;
+      largest = std::max(largest, checked_mul(group.layout.max_shard_numel(gradient),
+                                              element_bytes(group.types.wire)));
+  return checked_mul(largest, num_stages);
 }
 
-// Bytes of casts at every time of the step, and a while after it; one unit's at a time.
-//   gradients in buckets   a bucket is released when the next unit's backward ends, the cast comes
-//                          then, and goes when that of the next unit comes: one time later
-//   gradients elsewhere    the cast comes when the unit's backward ends, and goes likewise
-std::vector<int64_t> casts_by_time(const BucketPool& pool, const StepOrder& order,
-                                   const std::vector<int64_t>& by_unit) {
-  std::vector<int64_t> bytes(static_cast<size_t>(pool.trace().num_times) + 2, 0);
-  std::vector<bool> is_known(by_unit.size(), false);
-  const auto note = [&](int32_t time, int32_t unit) {
-    int64_t& most = bytes[static_cast<size_t>(time)];
-    most = std::max(most, by_unit[static_cast<size_t>(unit)]);
-    is_known[static_cast<size_t>(unit)] = true;
-  };
-  for (const LiveInterval& stay : pool.trace().intervals)
-    if (pool.table().bucket(stay.bucket).role == BucketRole::kGradient)
-      note(stay.last + 1, stay.bucket.unit);
-  const std::vector<bool> has_bucket = is_known;
-  const auto num_forward = static_cast<int32_t>(order.forward.size());
-  for (int32_t i = 0; i < static_cast<int32_t>(order.backward.size()); ++i) {
-    const int32_t unit = order.backward[static_cast<size_t>(i)];
-    if (has_bucket[static_cast<size_t>(unit)]) continue;
-    note(num_forward + i, unit);
-    note(num_forward + i + 1, unit);
-  }
-  return bytes;
-}
-
-// What a pool takes: it is asked for that only and never allocates. With casts: the most of both
-// together, which is less than the sum of both where the pool's memory comes and goes.
-int64_t pool_bytes(std::vector<UnitBuckets> units, const PoolOptions& options,
-                   const std::vector<int64_t>& casts) {
+// What a pool takes: it is asked for that only and never allocates.
+int64_t pool_bytes(std::vector<UnitBuckets> units, const PoolOptions& options) {
   HostSlabAllocator allocator;
-  const std::unique_ptr<BucketPool> pool = make_bucket_pool(std::move(units), options, allocator);
-  if (casts.empty()) return pool->bytes().total();
-  std::vector<int64_t> at_time = casts_by_time(*pool, options.order, casts);
-  for (const LiveInterval& stay : pool->trace().intervals) {
-    if (pool->address_is_fixed(stay.bucket)) continue;
-    for (int32_t time = stay.first; time <= stay.last; ++time)
-      at_time[static_cast<size_t>(time)] += stay.bytes;
-  }
-  return pool->bytes().fixed() + *std::max_element(at_time.begin(), at_time.end());
+  return make_bucket_pool(std::move(units), options, allocator)->bytes().total();
 }
 
 // Each stay of a unit's weights in memory begins with one gather.
@@ -139,11 +101,11 @@ PoolForecast forecast_pool(const ModelShape& model, std::span<const GroupPlan> g
   PoolForecast forecast;
   forecast.prefetch = options.prefetch;
   forecast.num_gathers.assign(model.units.size(), 0);
-  const std::vector<int64_t> casts = cast_bytes(groups, options, model.units.size());
+  const int64_t casts = cast_bytes(groups, options);
   const bool has_weights = has_role(units, BucketRole::kWeight);
   const bool has_gradients = has_role(units, BucketRole::kGradient);
   if (!has_weights && !has_gradients) {
-    forecast.grad_bytes = *std::max_element(casts.begin(), casts.end());
+    forecast.grad_bytes = casts;
     return forecast;
   }
 
@@ -159,9 +121,9 @@ PoolForecast forecast_pool(const ModelShape& model, std::span<const GroupPlan> g
   forecast.num_gathers = count_gathers(units, pool.order, pool.prefetch);
   // Pools may share memory between the two, so the split is: what weights alone would need, and
   // what gradients add.
-  const int64_t all_bytes = pool_bytes(units, pool, casts);
+  const int64_t all_bytes = pool_bytes(units, pool) + casts;
   if (has_weights)
-    forecast.weight_bytes = std::min(all_bytes, pool_bytes(only_weights(units), pool, {}));
+    forecast.weight_bytes = std::min(all_bytes, pool_bytes(only_weights(units), pool));
   forecast.grad_bytes = all_bytes - forecast.weight_bytes;
   return forecast;
 }

@@ -12,7 +12,7 @@ namespace fsdp {
 struct PoolForecast {
   // What gathered weights alone need.
   int64_t weight_bytes = 0;
-  // What unreduced gradients add to that, and the bucket of a cast before the last reduction.
+  // What unreduced gradients add to that, and the slots of casts before the last reductions.
   int64_t grad_bytes = 0;
   // The depth of the plan: as asked for, or the deepest that fits the budget.
   int64_t prefetch = 0;

@@ -35,9 +35,10 @@ Engine::Engine(const Mesh& mesh, const ShardOptions& options, c10::Device device
       options_(options),
       device_(device),
       shape_(shape_of(mesh, options.collectives)),
-      registered_(make_registered_slabs(mesh, shape_, options, device)),
+      registered_(make_user_buffer_memory(mesh, shape_, options, device)),
       memory_(options, device, registered_.get()),
       nonfinite_(at::zeros({1}, at::device(device).dtype(at::kFloat))),
+      wire_slots_(memory_.of(MemoryKind::kReduction)),
       slabs_(memory_.of(MemoryKind::kPool), options.pool),
       gather_(slabs_) {
   GroupSetting setting{.mesh = mesh,
@@ -50,7 +51,8 @@ Engine::Engine(const Mesh& mesh, const ShardOptions& options, c10::Device device
                        .gradient = options.gradient,
                        .gradient_lifetime = options.gradient_lifetime,
                        .offload = options.offload,
-                       .memory = memory_.for_groups()};
+                       .memory = memory_.for_groups(),
+                       .wire_slots = wire_slots_};
   setting_.emplace(setting);
   setting.strategy.parameter = {Placement::kReplicate, Placement::kReplicate};
   resident_setting_.emplace(setting);
@@ -58,7 +60,8 @@ Engine::Engine(const Mesh& mesh, const ShardOptions& options, c10::Device device
       slabs_, ReduceSetting{.gradient_slots = kGradientSlots,
                             .report_nan = options.report_nan,
                             .rank = mesh.outer().rank() * mesh.inner().size() + mesh.inner().rank(),
-                            .nonfinite = nonfinite_});
+                            .nonfinite = nonfinite_,
+                            .wire_slots = wire_slots_});
 }
 
 Engine::~Engine() {
@@ -99,6 +102,20 @@ void Engine::complete() {
   }
   plan_.emplace(std::move(scheduled), options_.prefetch);
   make_pool(mirrored_order(std::move(order.forward)));
+  reserve_wire_slots();
+}
+
+void Engine::reserve_wire_slots() {
+  int64_t bytes = 0;
+  size_t num_stages = 0;
+  for (const auto& unit : units_)
+    for (const GroupState& state : unit->groups)
+      if (state.group->is_trainable()) {
+        const GroupGradient& gradient = state.group->gradient();
+        bytes = std::max(bytes, gradient.cast_bytes());
+        num_stages = std::max(num_stages, gradient.num_stages_at_cycle_end());
+      }
+  wire_slots_.reserve(bytes, num_stages);
 }
 
 void Engine::make_pool(StepOrder order) {
@@ -136,7 +153,6 @@ void Engine::make_pool(StepOrder order) {
                                       .budget_bytes = options_.budget_bytes},
                                      memory_.of(MemoryKind::kPool)));
     slabs_.pool().reserve();
-    has_new_pool_ = true;
   }
   plan_->expect(std::move(order), slabs_.has_pool() ? &slabs_.pool() : nullptr);
 }
@@ -185,9 +201,7 @@ void Engine::open_pass(PassPlan::Kind kind) {
   reduce_->finish();
   release_weights();
   if (new_order_) make_pool(*std::exchange(new_order_, std::nullopt));
-  // After the first step: before it, the pool may still be made anew.
-  if (registered_ != nullptr && backward_number_ > 0 && std::exchange(has_new_pool_, false))
-    registered_->register_new();
+  if (registered_ != nullptr) registered_->begin_pass(backward_number_);
   if (slabs_.has_pool()) slabs_.pool().begin_step();
   plan_->open(kind);
 }

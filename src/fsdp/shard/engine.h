@@ -138,6 +138,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void open_pass(PassPlan::Kind kind);
   void close_pass();
   void make_pool(StepOrder order);
+  void reserve_wire_slots();
 
   int32_t begin_one(UnitState& unit, Phase phase, CallMode mode);
   void end_one(UnitState& unit, int32_t time, Phase phase, CallMode mode);
@@ -158,11 +159,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   ShardOptions options_;
   const c10::Device device_;
   const MeshShape shape_;
-  const std::unique_ptr<RegisteredSlabs> registered_;  // where options ask for it
+  const std::unique_ptr<UserBufferMemory> registered_;  // where options ask for it
   EngineMemory memory_;
   std::optional<GroupSetting> setting_;           // of units
   std::optional<GroupSetting> resident_setting_;  // of parameters outside any unit
   at::Tensor nonfinite_;
+  WireSlots wire_slots_;
   SlabSource slabs_;
   std::vector<std::unique_ptr<UnitState>> units_;
   std::vector<std::string> names_;  // of units, by index
@@ -182,7 +184,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   int64_t microbatch_ = 0;  // of this cycle
   bool is_last_microbatch_ = true;
   std::optional<StepOrder> new_order_;  // to plan with before the next pass
-  bool has_new_pool_ = false;           // whose memory is not registered
   int64_t plan_number_ = 0;
   std::shared_ptr<void> kept_;
 };

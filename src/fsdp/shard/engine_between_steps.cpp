@@ -120,6 +120,7 @@ void Engine::set_grad_comm(std::optional<at::ScalarType> grad_comm) {
         state.group->set_wire(wire_of(*state.group), memory_is_fixed
                                                          ? ParamGroup::BucketSize::kKeep
                                                          : ParamGroup::BucketSize::kFollow);
+  reserve_wire_slots();
   if (!memory_is_fixed && !new_order_) new_order_ = plan_->order();  // a pool of the new sizes
 }
 
@@ -143,6 +144,7 @@ void Engine::reset() {
     reduce_->abandon(*unit);
   }
   if (slabs_.has_pool()) slabs_.pool().abandon_step();
+  wire_slots_.end_cycle();
   forget_backward();
   ++generation_;
   for (const auto& unit : units_) unit->num_pending = 0;

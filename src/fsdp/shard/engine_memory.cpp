@@ -21,24 +21,25 @@ std::unique_ptr<SlabAllocator> host_allocator_for(c10::Device device, const Offl
 }  // namespace
 
 EngineMemory::Place::Place(SlabAllocator* given, std::unique_ptr<SlabAllocator> otherwise,
-                           SlabAllocator* pool)
+                           UserBufferMemory* registered)
     : own(std::move(otherwise)) {
   SlabAllocator& base = given != nullptr ? *given : *own;
   for (size_t i = 0; i < by_kind.size(); ++i) {
     const auto kind = static_cast<MemoryKind>(i);
-    by_kind[i].emplace(pool != nullptr && kind == MemoryKind::kPool ? *pool : base, ledger, kind);
+    SlabAllocator* special = registered != nullptr ? registered->of(kind) : nullptr;
+    by_kind[i].emplace(special != nullptr ? *special : base, ledger, kind);
   }
 }
 
-EngineMemory::EngineMemory(const ShardOptions& options, c10::Device device, SlabAllocator* pool)
-    : device_(options.allocator, allocator_for(device), pool),
+EngineMemory::EngineMemory(const ShardOptions& options, c10::Device device,
+                           UserBufferMemory* registered)
+    : device_(options.allocator, allocator_for(device), registered),
       host_(options.host_allocator, host_allocator_for(device, options.offload), nullptr) {}
 
 GroupMemory EngineMemory::for_groups() {
   return {.weight = of(MemoryKind::kWeight),
           .main_weight = of(MemoryKind::kMainWeight),
           .main_grad = of(MemoryKind::kMainGrad),
-          .reduction = of(MemoryKind::kReduction),
           .host = on_host(MemoryKind::kMainWeight)};
 }
 

@@ -9,13 +9,15 @@
 
 #include "fsdp/memory/memory_ledger.h"
 #include "fsdp/shard/group_setting.h"
+#include "fsdp/shard/registered_slabs.h"
 
 namespace fsdp {
 
 class EngineMemory {
  public:
-  // From the user's allocators, or ones that fit the device; `pool`, if any, for MemoryKind::kPool.
-  EngineMemory(const ShardOptions& options, c10::Device device, SlabAllocator* pool);
+  // From the user's allocators, or ones that fit the device; what collectives touch from
+  // `registered`, if there is one.
+  EngineMemory(const ShardOptions& options, c10::Device device, UserBufferMemory* registered);
 
   SlabAllocator& of(MemoryKind kind) { return device_.of(kind); }
   SlabAllocator& on_host(MemoryKind kind) { return host_.of(kind); }
@@ -25,7 +27,8 @@ class EngineMemory {
 
  private:
   struct Place {
-    Place(SlabAllocator* given, std::unique_ptr<SlabAllocator> otherwise, SlabAllocator* pool);
+    Place(SlabAllocator* given, std::unique_ptr<SlabAllocator> otherwise,
+          UserBufferMemory* registered);
     SlabAllocator& of(MemoryKind kind) { return *by_kind[static_cast<size_t>(kind)]; }
 
     std::unique_ptr<SlabAllocator> own;  // when none was given

@@ -55,11 +55,15 @@ void FlatBuffer::allocate() {
   FSDP_ASSERT(!is_allocated());
   const auto width = static_cast<int64_t>(c10::elementSize(spec_.dtype));
   slab_ = Slab(allocator_, numel_ * width, layout_.request().align_bytes);
-  // Views of the same memory may go on as they are.
-  if (!local_.defined() || local_.const_data_ptr() != slab_.at(0))
-    local_ = tensor_over(slab_.at(0), numel_, spec_.dtype, spec_.device);
-  is_allocated_ = true;
+  lie_at(slab_.at(0));
   for (const FlatRange& range : padding_) at(range).zero_();
+}
+
+void FlatBuffer::lie_at(void* address) {
+  // Views of the same memory may go on as they are.
+  if (!local_.defined() || local_.const_data_ptr() != address)
+    local_ = tensor_over(address, numel_, spec_.dtype, spec_.device);
+  is_allocated_ = true;
 }
 
 void FlatBuffer::release() {

@@ -27,6 +27,8 @@ class FlatBuffer {
   // Not initialised but for the padding, which is 0: it takes part in reductions and updates.
   void allocate();
   void release();
+  // Uses memory that somebody else owns, as it is.
+  void lie_at(void* address);
   bool is_allocated() const { return is_allocated_; }
 
   int64_t numel() const { return numel_; }

@@ -19,19 +19,25 @@ GradientReduction::GradientReduction(const AxisCuts& cuts, const Strategy& strat
 // one writes.
 void GradientReduction::build(Path& path, const auto& source_at, const auto& result_at) const {
   path.steps.clear();
+  path.back.clear();
   for (const ReductionStage& stage : path.stages) {
     std::vector<Step>& steps = path.steps.emplace_back();
     const bool scatters = stage.to == Placement::kShard;
+    const bool is_last = &stage == &path.stages.back();
     for (const AxisCut& cut : cuts_.along(scatters ? stage.axis : replicated_axis_)) {
       const at::Tensor whole = source_at(cut.whole);
       if (!scatters) {
         steps.push_back({whole, whole, {}});
+        if (is_last) path.back.push_back({result_at(cut.whole), whole, {}});
       } else {
-        const bool is_last = &stage == &path.stages.back();
         steps.push_back({is_last ? result_at(cut.part) : source_at(cut.part), whole, cut.counts});
       }
     }
   }
+}
+
+Communicator& GradientReduction::communicator_of(const ReductionStage& stage) const {
+  return (stage.axis == Axis::kInner ? mesh_.inner() : mesh_.outer()).reduce();
 }
 
 Work GradientReduction::run(const Path& path, Reduction last_reduction, const Tag& tag) const {
@@ -40,8 +46,7 @@ Work GradientReduction::run(const Path& path, Reduction last_reduction, const Ta
     const ReductionStage& stage = path.stages[i];
     Reduction reduction = i + 1 == path.stages.size() ? last_reduction : Reduction{};
     reduction.scale = stage.scale;
-    Communicator& communicator =
-        (stage.axis == Axis::kInner ? mesh_.inner() : mesh_.outer()).reduce();
+    Communicator& communicator = communicator_of(stage);
     Work last;
     for (const Step& step : path.steps[i])
       last = stage.to == Placement::kShard
@@ -71,7 +76,7 @@ Work GradientReduction::start_each_backward(const at::Tensor& slab, const FlatBu
 }
 
 Work GradientReduction::start_cycle_end(const FlatBuffer& wire, const FlatBuffer& main_grad,
-                                        const Watched& watched, const Tag& tag) {
+                                        const Watched& watched, const Tag& tag, const Work& after) {
   Path& path = cycle_end_;
   if (!path.is_for(wire.local(), main_grad.local())) {
     build(
@@ -83,7 +88,12 @@ Work GradientReduction::start_cycle_end(const FlatBuffer& wire, const FlatBuffer
   Reduction last;
   last.nonfinite = watched.nonfinite;
   last.squares = watched.squares;
-  return run(path, last, tag);
+  if (&wire == &main_grad) return run(path, last, tag);
+  communicator_of(path.stages.front()).copy(wire.local(), main_grad.local(), tag, after);
+  Work end = run(path, last, tag);
+  for (const Step& step : path.back)
+    end = communicator_of(path.stages.back()).copy(step.output, step.input, tag);
+  return end;
 }
 
 }  // namespace fsdp

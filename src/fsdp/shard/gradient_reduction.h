@@ -19,7 +19,8 @@ namespace fsdp {
 // Runs the stages of reduction_path(). Those of each backward start in a slab of the wire type and
 // end in the main gradients; a stage that is not the last one works in place in the slab. Those at
 // the end of a cycle start in the main gradients, or in a copy of them in the wire type, and end in
-// the main gradients again. All of them run in the background, one after the other.
+// the main gradients again. All of them run in the background, one after the other: the first one's
+// communicator makes the copy, since it knows when the memory is free.
 class GradientReduction {
  public:
   GradientReduction(const AxisCuts& cuts, const Strategy& strategy, GradientOf gradient,
@@ -39,21 +40,17 @@ class GradientReduction {
   Work start_each_backward(const at::Tensor& slab, const FlatBuffer& main_grad, Store store,
                            const Watched& watched, const Tag& tag);
 
-  // `wire` is a copy of the main gradients in the wire type, or the main gradients themselves.
+  // `wire` is the main gradients themselves, or memory for a copy of them in the wire type, which
+  // is free when `after` has ended. Copies to and fro are part of the path: nobody waits for them.
   Work start_cycle_end(const FlatBuffer& wire, const FlatBuffer& main_grad, const Watched& watched,
-                       const Tag& tag);
+                       const Tag& tag, const Work& after);
+  size_t num_stages_at_cycle_end() const { return cycle_end_.stages.size(); }
 
   // Whether the path that ends a cycle stores exactly the optimizer's part, so that the squares it
   // sees are those of the gradient norm. (An all-reduce computes a share on each rank.)
   bool ends_with_squares() const {
     const Path& last = reduces_at_cycle_end() ? cycle_end_ : each_backward_;
     return !last.stages.empty() && last.stages.back().to == Placement::kShard;
-  }
-
-  // Whether the result of start_cycle_end lies in `wire` and is still to be copied back: an
-  // all-reduce is in place.
-  bool ends_in_wire() const {
-    return reduces_at_cycle_end() && cycle_end_.stages.back().to == Placement::kReplicate;
   }
 
  private:
@@ -67,6 +64,7 @@ class GradientReduction {
     // By stage: one step per segment, in the memory the path was last asked for. Pools hand out the
     // same addresses every step, so that the views of them need not be made again.
     std::vector<std::vector<Step>> steps;
+    std::vector<Step> back;  // an all-reduce is in place: what it leaves there belongs elsewhere
     at::Tensor source;
     at::Tensor result;
 
@@ -76,6 +74,7 @@ class GradientReduction {
   };
   void build(Path& path, const auto& source_at, const auto& result_at) const;
   Work run(const Path& path, Reduction last_reduction, const Tag& tag) const;
+  Communicator& communicator_of(const ReductionStage& stage) const;
 
   const AxisCuts& cuts_;
   const Mesh& mesh_;

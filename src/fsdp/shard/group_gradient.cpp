@@ -9,7 +9,6 @@
 #include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/torch_dtype.h"
-#include "fsdp/layout/shard_pieces.h"
 
 namespace fsdp {
 
@@ -32,8 +31,15 @@ GroupGradient::GroupGradient(const FlatLayout& layout, const AxisCuts& cuts,
   if (setting.gradient_lifetime == GradientLifetime::kPersistent) main_.allocate();
 }
 
-int64_t GroupGradient::wire_bytes() const {
-  return layout_.padded_numel() * static_cast<int64_t>(c10::elementSize(wire_));
+int64_t GroupGradient::cast_bytes() const {
+  if (!reduces_at_cycle_end() || wire_ == main_.dtype()) return 0;
+  return layout_.max_shard_numel(main_.spec().placed) *
+         static_cast<int64_t>(c10::elementSize(wire_));
+}
+
+void GroupGradient::set_wire(at::ScalarType wire) {
+  wire_ = wire;
+  cast_.reset();
 }
 
 void GroupGradient::make_views(const at::Tensor& flat) {
@@ -132,28 +138,24 @@ void GroupGradient::start_cycle_reduction(const at::Tensor& nonfinite, const Tag
   }
   if (!reduces_at_cycle_end()) return;
   cycle_.is_over = true;
-  if (needs_wire_copy()) {
+  if (cast_bytes() == 0) {
+    work_ = reduction_.start_cycle_end(main_, main_, watched(nonfinite), tag, {});
+    return;
+  }
+  if (!cast_) {
     FlatBufferSpec spec = main_.spec();
     spec.dtype = wire_;
-    wire_copy_.emplace(layout_, spec, setting_.memory.reduction);
-    wire_copy_->allocate();
-    wire_copy_->local().copy_(main_.local());
+    cast_.emplace(layout_, spec, setting_.memory.main_grad);
   }
-  work_ =
-      reduction_.start_cycle_end(wire_copy_ ? *wire_copy_ : main_, main_, watched(nonfinite), tag);
+  WireSlots::Slot& slot = setting_.wire_slots.next();
+  cast_->lie_at(slot.memory.at(0));
+  work_ = reduction_.start_cycle_end(*cast_, main_, watched(nonfinite), tag, slot.last_use);
+  slot.last_use = work_;
 }
 
 void GroupGradient::finish_cycle_reduction() {
   std::exchange(work_, {}).wait();
   squares_version_ = main_.local()._version();
-  if (!wire_copy_) return;
-  if (reduction_.ends_in_wire()) {
-    // Copied, not added: it is the sum of what the main gradients held.
-    for (const ShardPiece& piece :
-         shard_pieces(layout_, main_.spec().placed, setting_.strategy.optimizer, setting_.rank))
-      main_.at(piece.flat).copy_(wire_copy_->at(piece.flat));
-  }
-  wire_copy_.reset();
 }
 
 void GroupGradient::set_cycle(const GradientCycle& cycle) {
@@ -183,7 +185,6 @@ void GroupGradient::abandon() noexcept {
   }
   held_.drop();
   has_slab_ = false;
-  wire_copy_.reset();
   zero();
   give_back();
 }

@@ -39,14 +39,15 @@ class GroupGradient {
 
   bool uses_slab() const { return reduction_.reduces_each_backward(); }
   bool reduces_at_cycle_end() const { return reduction_.reduces_at_cycle_end(); }
-  bool needs_wire_copy() const { return reduces_at_cycle_end() && wire_ != main_.dtype(); }
+  // Of the cast before the reductions at a cycle's end, on any rank; 0 where none is needed.
+  int64_t cast_bytes() const;
+  size_t num_stages_at_cycle_end() const { return reduction_.num_stages_at_cycle_end(); }
   at::ScalarType wire() const { return wire_; }
   at::ScalarType main_dtype() const { return main_.dtype(); }
   const FlatBuffer& main() const { return main_; }
-  int64_t wire_bytes() const;  // of the slab
 
   // Between cycles only.
-  void set_wire(at::ScalarType wire) { wire_ = wire; }
+  void set_wire(at::ScalarType wire);
 
   // --- writing ---
   // The slab for this backward; only when uses_slab().
@@ -111,7 +112,7 @@ class GroupGradient {
   GradientReduction reduction_;
   at::ScalarType wire_;
   FlatBuffer main_;
-  std::optional<FlatBuffer> wire_copy_;  // of the main gradients, during the cycle's reduction only
+  std::optional<FlatBuffer> cast_;  // of the main gradients, in a slot during their last reduction
 
   at::Tensor slab_;                 // flat, wire type: where it is, or was last
   bool has_slab_ = false;           // during a backward

@@ -7,6 +7,7 @@
 #include "fsdp/layout/strategy.h"
 #include "fsdp/memory/slab_allocator.h"
 #include "fsdp/shard/options.h"
+#include "fsdp/shard/wire_slots.h"
 
 namespace fsdp {
 
@@ -15,8 +16,7 @@ struct GroupMemory {
   SlabAllocator& weight;
   SlabAllocator& main_weight;
   SlabAllocator& main_grad;
-  SlabAllocator& reduction;  // copies in the wire type while a cycle's reduction runs
-  SlabAllocator& host;       // offloaded main weights
+  SlabAllocator& host;  // offloaded main weights
 };
 
 struct GroupSetting {
@@ -31,6 +31,7 @@ struct GroupSetting {
   GradientLifetime gradient_lifetime = GradientLifetime::kPersistent;
   Offload offload;
   GroupMemory memory;
+  WireSlots& wire_slots;
 };
 
 }  // namespace fsdp

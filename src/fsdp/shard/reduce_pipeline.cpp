@@ -92,9 +92,6 @@ void ReducePipeline::reduce(UnitState& unit, GroupState& state) {
 
 void ReducePipeline::start_cycle_end(UnitState& unit, GroupState& state) {
   GroupGradient& gradient = state.group->gradient();
-  // One copy in the wire type at a time; without copies nothing has to end before the rest.
-  if (gradient.needs_wire_copy() && !at_cycle_end_.empty() && at_cycle_end_.back().unit != &unit)
-    finish_cycle();
   gradient.start_cycle_reduction(setting_.nonfinite, unit.reduce_tag);
   if (gradient.reduces_at_cycle_end()) at_cycle_end_.push_back({&unit, &state});
 }
@@ -105,6 +102,7 @@ void ReducePipeline::finish_cycle() {
     at_cycle_end_.pop_front();
     entry.state->group->gradient().finish_cycle_reduction();
   }
+  setting_.wire_slots.end_cycle();
 }
 
 void ReducePipeline::retire_front() {

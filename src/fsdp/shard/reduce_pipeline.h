@@ -18,13 +18,13 @@ struct ReduceSetting {
   ReportNan report_nan = ReportNan::kOff;
   int rank = 0;
   at::Tensor nonfinite;  // one element, set by reductions that store a NaN or Inf
+  WireSlots& wire_slots;
 };
 
 // A unit's gradients live in a slab from their first write until their reduction has ended, and the
 // reduction of one unit ends at the latest when the next unit's backward does: what a pool plans
 // with, and the same in every step. A reduction at the end of a cycle (docs/engine.md) follows the
-// last backward's and has until somebody wants the gradients; where it needs a copy in the wire
-// type, until the next one begins.
+// last backward's and has until somebody wants the gradients.
 class ReducePipeline {
  public:
   ReducePipeline(SlabSource& slabs, ReduceSetting setting);

@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <set>
 #include <utility>
 
 #include "fsdp/base/error.h"
+#include "fsdp/base/integer.h"
 #include "fsdp/base/log.h"
 #include "fsdp/comm/connect_nccl.h"
 
@@ -14,16 +16,40 @@ namespace fsdp {
 
 namespace {
 
-// Those whose operations read or write the pool's memory.
-std::vector<Communicator*> users_of(const Mesh& mesh, MeshShape shape, const Strategy& strategy) {
+// NCCL's memory comes in pages of 2 MiB, which a norm's weights would waste.
+constexpr int64_t kChunkBytes = int64_t{32} << 20;
+
+struct AxisUse {
+  const MeshAxis& axis;
+  bool communicates;
+  Placement parameter;
+  Placement gradient;
+  Placement optimizer;
+};
+
+std::vector<AxisUse> axes_of(const Mesh& mesh, MeshShape shape, const Strategy& strategy) {
+  return {{mesh.inner(), shape.communicates_inner(), strategy.parameter.inner,
+           strategy.gradient.inner, strategy.optimizer.inner},
+          {mesh.outer(), shape.communicates_outer(), strategy.parameter.outer,
+           strategy.gradient.outer, strategy.optimizer.outer}};
+}
+
+// Those whose operations read or write memory of this kind.
+std::vector<Communicator*> users_of(MemoryKind kind, const std::vector<AxisUse>& axes) {
   std::vector<Communicator*> users;
-  if (shape.communicates_inner()) {
-    users.push_back(&mesh.inner().gather());
-    users.push_back(&mesh.inner().reduce());
-  }
-  if (shape.communicates_outer()) {
-    if (strategy.parameter.outer == Placement::kShard) users.push_back(&mesh.outer().gather());
-    if (strategy.gradient.outer != Placement::kPartial) users.push_back(&mesh.outer().reduce());
+  for (const AxisUse& axis : axes) {
+    if (!axis.communicates) continue;
+    const bool ends_cycle = axis.gradient == Placement::kPartial;
+    const bool unshards = axis.parameter == Placement::kShard;
+    const bool refreshes = axis.optimizer == Placement::kShard && !unshards;
+    const bool gathers =
+        kind == MemoryKind::kWeight ? unshards || refreshes : kind == MemoryKind::kPool && unshards;
+    const bool reduces =
+        kind == MemoryKind::kPool
+            ? !ends_cycle
+            : (kind == MemoryKind::kMainGrad || kind == MemoryKind::kReduction) && ends_cycle;
+    if (gathers) users.push_back(&axis.axis.gather());
+    if (reduces) users.push_back(&axis.axis.reduce());
   }
   return users;
 }
@@ -35,48 +61,129 @@ RegisteredSlabs::RegisteredSlabs(std::vector<Communicator*> users, c10::Device d
     : users_(std::move(users)), device_(device), best_(best), name_(device.str() + " (NCCL)") {}
 
 void* RegisteredSlabs::allocate(int64_t bytes, int64_t alignment) {
-  const c10::DeviceGuard guard(device_);
-  void* address = nccl_allocate(bytes);
+  const auto begin_in = [&](const Chunk& chunk) { return round_up(chunk.used_bytes, alignment); };
+  if (chunks_.empty() || begin_in(chunks_.back()) + bytes > chunks_.back().bytes) {
+    const c10::DeviceGuard guard(device_);
+    const int64_t chunk_bytes = std::max(bytes, kChunkBytes);
+    chunks_.push_back({nccl_allocate(chunk_bytes), chunk_bytes});
+  }
+  Chunk& chunk = chunks_.back();
+  const int64_t begin = begin_in(chunk);
+  chunk.used_bytes = begin + bytes;
+  ++chunk.num_pieces;
+  char* address = static_cast<char*>(chunk.address) + begin;
   FSDP_ASSERT(reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(alignment) == 0);
-  pieces_.push_back({address, bytes});
   return address;
 }
 
 void RegisteredSlabs::deallocate(void* address, int64_t /*bytes*/, int64_t /*alignment*/) noexcept {
-  for (Communicator* user : users_) user->deregister_memory(address);
-  std::erase_if(pieces_, [&](const Piece& piece) { return piece.address == address; });
+  const auto chunk = std::find_if(chunks_.begin(), chunks_.end(), [&](const Chunk& each) {
+    const auto* begin = static_cast<const char*>(each.address);
+    return begin <= address && address < begin + each.bytes;
+  });
+  if (chunk == chunks_.end() || --chunk->num_pieces > 0) return;
+  for (Communicator* user : users_) user->deregister_memory(chunk->address);
   const c10::DeviceGuard guard(device_);
-  nccl_deallocate(address);
+  nccl_deallocate(chunk->address);
+  chunks_.erase(chunk);
 }
 
-void RegisteredSlabs::register_new() {
+bool RegisteredSlabs::has_new() const {
+  return std::any_of(chunks_.begin(), chunks_.end(),
+                     [](const Chunk& chunk) { return !chunk.is_registered; });
+}
+
+int64_t RegisteredSlabs::num_bytes() const {
+  int64_t bytes = 0;
+  for (const Chunk& chunk : chunks_) bytes += chunk.bytes;
+  return bytes;
+}
+
+RegisteredMemory RegisteredSlabs::register_new() {
   RegisteredMemory worst{best_, ""};
-  int64_t num_bytes = 0;
-  for (Piece& piece : pieces_) {
-    if (std::exchange(piece.is_registered, true)) continue;
-    num_bytes += piece.bytes;
+  for (Chunk& chunk : chunks_) {
+    if (std::exchange(chunk.is_registered, true)) continue;
     for (Communicator* user : users_) {
-      RegisteredMemory became = user->register_memory(piece.address, piece.bytes, best_);
+      RegisteredMemory became = user->register_memory(chunk.address, chunk.bytes, best_);
       if (became.use < worst.use) worst = std::move(became);
     }
   }
-  if (num_bytes == 0 || thread_rank() > 0) return;
-  log(LogLevel::kInfo, "user buffers: ", bytes_text(static_cast<double>(num_bytes)),
-      " of gathered weights and gradients, ", name_of(worst.use), " with ", users_.size(),
-      " communicators of NCCL ", nccl_version(),
-      worst.why_not_better.empty() ? "" : concat(", not better because ", worst.why_not_better));
+  return worst;
 }
 
-std::unique_ptr<RegisteredSlabs> make_registered_slabs(const Mesh& mesh, MeshShape shape,
-                                                       const ShardOptions& options,
-                                                       c10::Device device) {
+UserBufferMemory::UserBufferMemory(const Mesh& mesh, MeshShape shape, const ShardOptions& options,
+                                   c10::Device device)
+    : wanted_(options.user_buffers),
+      gradients_stay_(options.gradient_lifetime == GradientLifetime::kPersistent) {
+  // A window is as large on every rank, and shards of whole tensors are not.
+  const bool is_even = options.granularity != Granularity::tensor();
+  const UserBuffers best = is_even ? wanted_ : std::min(wanted_, UserBuffers::kRegistered);
+  if (best != wanted_) why_not_better_ = "shards of whole tensors differ in size";
+  const std::vector<AxisUse> axes = axes_of(mesh, shape, options.strategy);
+  for (const MemoryKind kind :
+       {MemoryKind::kWeight, MemoryKind::kPool, MemoryKind::kMainGrad, MemoryKind::kReduction}) {
+    if (kind == MemoryKind::kMainGrad && !gradients_stay_) continue;
+    std::vector<Communicator*> users = users_of(kind, axes);
+    if (!users.empty()) by_kind_[static_cast<size_t>(kind)].emplace(std::move(users), device, best);
+  }
+}
+
+SlabAllocator* UserBufferMemory::of(MemoryKind kind) {
+  std::optional<RegisteredSlabs>& slabs = by_kind_[static_cast<size_t>(kind)];
+  return slabs ? &*slabs : nullptr;
+}
+
+void UserBufferMemory::begin_pass(int64_t num_backwards) {
+  if (num_backwards == 0) return;
+  const bool has_new = std::any_of(by_kind_.begin(), by_kind_.end(),
+                                   [](const auto& slabs) { return slabs && slabs->has_new(); });
+  if (has_new) {
+    register_new();
+    registered_after_ = num_backwards;
+  } else if (registered_after_ >= 0 && num_backwards > registered_after_) {
+    report();
+    registered_after_ = -1;
+  }
+}
+
+void UserBufferMemory::register_new() {
+  for (auto& slabs : by_kind_) {
+    if (!slabs || !slabs->has_new()) continue;
+    const RegisteredMemory became = slabs->register_new();
+    if (became.use < wanted_) why_not_better_ = became.why_not_better;
+  }
+}
+
+// NCCL still decides for itself which memory it uses in place, by where the other ranks are.
+void UserBufferMemory::report() const {
+  if (thread_rank() > 0) return;
+  std::string words;
+  std::set<const Communicator*> reported;
+  int64_t num_bytes = 0;
+  for (const auto& slabs : by_kind_) {
+    if (!slabs) continue;
+    num_bytes += slabs->num_bytes();
+    for (const Communicator* user : slabs->users()) {
+      if (!reported.insert(user).second) continue;
+      for (const auto& [kind, use] : user->used_buffers())
+        words += concat("; ", user->name(), " ", name_of(kind), " ",
+                        use == UserBuffers::kOff ? "copied" : name_of(use));
+    }
+  }
+  log(LogLevel::kInfo, "user buffers: ", bytes_text(static_cast<double>(num_bytes)),
+      " known to NCCL ", nccl_version(), words,
+      why_not_better_.empty() ? "" : concat("; not better because ", why_not_better_));
+}
+
+std::unique_ptr<UserBufferMemory> make_user_buffer_memory(const Mesh& mesh, MeshShape shape,
+                                                          const ShardOptions& options,
+                                                          c10::Device device) {
   if (options.user_buffers == UserBuffers::kOff) return nullptr;
   if (!mesh.inner().gather().registers_memory() || device.is_cpu())
     throw UsageError(concat("user_buffers is ", name_of(options.user_buffers),
                             ", but the ranks of this job do not talk by NCCL on GPUs, which alone "
                             "uses them; set it to off"));
-  return std::make_unique<RegisteredSlabs>(users_of(mesh, shape, options.strategy), device,
-                                           options.user_buffers);
+  return std::make_unique<UserBufferMemory>(mesh, shape, options, device);
 }
 
 }  // namespace fsdp
