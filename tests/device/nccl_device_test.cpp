@@ -5,6 +5,7 @@
 #include <c10/util/signal_handler.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -16,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
 #include "fsdp/graph/graph.h"
 #include "support/communicator_suite.h"
@@ -29,6 +31,9 @@ namespace {
 using testing::kGpu;
 using testing::SmallTraining;
 using testing::world_over_nccl;
+
+// Where NCCL of this process writes what it does with registered memory.
+std::string nccl_log_path() { return ::testing::TempDir() + "nccl." + std::to_string(getpid()); }
 
 // Processes on one GPU take turns of some milliseconds, and every communicator needs many to meet.
 // So the tests share what they can; what fails is not shared.
@@ -230,6 +235,8 @@ TEST_P(InPlace, TrainsWithTheSameBits) {
   const Result in_place = train(mesh, strategy, By::kStep, GetParam());
   const std::string said = ::testing::internal::GetCapturedStderr();
   expect_same(in_place, copied);
+  const std::string nccl_log = read_text_file(nccl_log_path(), int64_t{1} << 30);
+  if (mesh.inner().rank() == 0) std::fputs(nccl_log.substr(0, 20000).c_str(), stdout);
   expect_same(train(mesh, strategy, By::kGraph, GetParam()), copied);
   if (mesh.inner().rank() == 0) {
     std::fputs(said.c_str(), stdout);
@@ -359,6 +366,9 @@ int main(int argc, char** argv) {
   // NCCL takes one process per GPU and host. Each process is told that it is a host of its own, so
   // that they reach each other over the network, as hosts do.
   setenv("NCCL_HOSTID", ("host" + std::to_string(launch.rank)).c_str(), 1);
+  setenv("NCCL_DEBUG", "INFO", 1);
+  setenv("NCCL_DEBUG_SUBSYS", "REG", 1);
+  setenv("NCCL_DEBUG_FILE", fsdp::nccl_log_path().c_str(), 1);
   const fsdp::World keeps_the_job_alive =
       fsdp::testing::join_processes(fsdp::CommOptions::from_environment());
   ::testing::AddGlobalTestEnvironment(fsdp::shared_ranks);

@@ -33,9 +33,10 @@ struct WideImpl : torch::nn::Module {
 };
 TORCH_MODULE(Wide);
 
-inline Wide make_wide(at::ScalarType dtype = at::kFloat, int num_units = kUnits) {
+inline Wide make_wide(at::ScalarType dtype = at::kFloat, int num_units = kUnits,
+                      c10::Device where = device()) {
   Wide model = build([&] { return Wide(num_units); });
-  model->to(device(), dtype);
+  model->to(where, dtype);
   return model;
 }
 
@@ -85,14 +86,17 @@ struct TrainingRank {
 
   CheckpointState state() const { return {.sharded = sharded, .optimizer = &optimizer}; }
 
+  at::Tensor input_of(int number) const {
+    const at::Tensor parameter = model->parameters().front();
+    return input_for(world.rank(), number, {2, 19}).to(parameter.device(), parameter.scalar_type());
+  }
+  void step(const at::Tensor& input) {
+    model(input).to(at::kFloat).square().sum().backward();
+    optimizer.step();
+    optimizer.zero_grad();
+  }
   void train(int first_step, int last_step) {
-    for (int step = first_step; step < last_step; ++step) {
-      const at::ScalarType dtype = model->parameters().front().scalar_type();
-      const at::Tensor input = input_for(world.rank(), step, {2, 19}).to(device(), dtype);
-      model(input).to(at::kFloat).square().sum().backward();
-      optimizer.step();
-      optimizer.zero_grad();
-    }
+    for (int number = first_step; number < last_step; ++number) step(input_of(number));
   }
 };
 
@@ -102,7 +106,7 @@ inline WholeState run_training(const Training& run,
   StateCollector collector;
   run_ranks(run.ranks, [&](World& world) {
     const Mesh mesh = world.mesh({.outer = run.outer});
-    Wide model = make_wide(run.compute);
+    Wide model = make_wide(run.compute, kUnits, run.where);
     const Sharded sharded = fully_shard(model, mesh, run.shard);
     AdamW optimizer(sharded, run.adamw);
     TrainingRank rank{world, mesh, model, sharded, optimizer};

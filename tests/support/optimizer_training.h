@@ -44,6 +44,7 @@ struct Training {
   ShardOptions shard = {};
   AdamWOptions adamw = {.lr = 0.01};
   int microbatches = 1;
+  c10::Device where = device();
 };
 
 struct Outcome {

@@ -23,6 +23,7 @@ class NcclOperations {
 
   NcclHandle& handle() { return handle_; }
   NcclBuffers& buffers() { return buffers_; }
+  const NcclBuffers& buffers() const { return buffers_; }
   const c10::cuda::CUDAStream& stream() const { return stream_; }
 
   // Launches everything the operation consists of. stream() must be the current one.
