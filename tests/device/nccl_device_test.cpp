@@ -235,13 +235,58 @@ TEST_P(InPlace, TrainsWithTheSameBits) {
   const Result in_place = train(mesh, strategy, By::kStep, GetParam());
   const std::string said = ::testing::internal::GetCapturedStderr();
   expect_same(in_place, copied);
-  const std::string nccl_log = read_text_file(nccl_log_path(), int64_t{1} << 30);
-  if (mesh.inner().rank() == 0) std::fputs(nccl_log.substr(0, 20000).c_str(), stdout);
   expect_same(train(mesh, strategy, By::kGraph, GetParam()), copied);
   if (mesh.inner().rank() == 0) {
     std::fputs(said.c_str(), stdout);
     EXPECT_THAT(said, ::testing::HasSubstr("user buffers: "));
     EXPECT_THAT(said, ::testing::HasSubstr(nccl_version()));
+    EXPECT_THAT(said, ::testing::HasSubstr("all_gather " + std::string(name_of(GetParam()))));
+    EXPECT_THAT(said, ::testing::Not(::testing::HasSubstr("copied")));
+  }
+  shared_ranks->world().communicator().barrier("end of case").wait();
+}
+
+// Bytes that NCCL says it has registered, by its own log.
+int64_t bytes_registered_by_nccl() {
+  const std::string log = read_text_file(nccl_log_path(), int64_t{1} << 30);
+  int64_t bytes = 0;
+  for (size_t at = log.find("register comm "); at != std::string::npos;
+       at = log.find("register comm ", at + 1))
+    bytes += std::stoll(log.substr(log.find(" size ", at) + 6));
+  return bytes;
+}
+
+// Shards, slabs, casts and what reductions receive in, along both axes: both ends of a collective
+// must be known to NCCL, or it uses neither in place.
+TEST_P(InPlace, CoversAllThatCollectivesTouch) {
+  FSDP_REQUIRE_GPU();
+  using Along = TrainingCase::Along;
+  for (const TrainingCase& each :
+       {TrainingCase{"zero3", "optim_grads_params"}, TrainingCase{"zero1", "optim"},
+        TrainingCase{"no_shard", "no_shard"},
+        TrainingCase{"hsdp", "optim_grads_params", Along::kOuter},
+        TrainingCase{"hfsdp", "optim_grads_params+hfsdp", Along::kOuter}}) {
+    SCOPED_TRACE(each.name);
+    const Mesh& mesh =
+        each.ranks == Along::kOuter ? shared_ranks->outer_mesh() : shared_ranks->mesh();
+    for (const auto wire : {at::kFloat, at::kBFloat16}) {
+      const int64_t before = bytes_registered_by_nccl();
+      SmallTraining training(mesh, each.strategy, GetParam(), wire);
+      for (int number = 0; number < 4; ++number) {
+        training.begin_step(number);
+        training.step();
+      }
+      training.loss();
+      EXPECT_GT(bytes_registered_by_nccl(), before);
+      int num_kinds = 0;
+      for (const MeshAxis* axis : {&mesh.inner(), &mesh.outer()})
+        for (const Communicator* ranks : {&axis->gather(), &axis->reduce()})
+          for (const auto& [kind, use] : ranks->used_buffers()) {
+            EXPECT_GE(use, UserBuffers::kRegistered) << ranks->name() << " " << name_of(kind);
+            ++num_kinds;
+          }
+      EXPECT_GE(num_kinds, each.strategy == "no_shard" ? 1 : 2);
+    }
   }
   shared_ranks->world().communicator().barrier("end of case").wait();
 }

@@ -216,6 +216,10 @@ void copies_between_its_collectives(World& world, at::Device device) {
   const auto floats = at::device(device).dtype(at::kFloat);
   const int64_t numel = 1 << 16;
   const at::Tensor shared = at::zeros({numel}, floats.dtype(at::kBFloat16));
+  // Keeps the streams of a device's ranks busy for different times, so that one that does not wait
+  // for another one's copy reads what was there before.
+  const at::Tensor ballast = at::ones({device.is_cpu() ? 1 : comm.rank() << 26}, floats);
+  const at::Tensor ballast_copy = at::empty_like(ballast);
   std::vector<at::Tensor> tensors;
   std::vector<at::Tensor> results;
   Work last;
@@ -224,7 +228,8 @@ void copies_between_its_collectives(World& world, at::Device device) {
     tensors.push_back(at::full({numel}, round == 0 ? 257.0 : 1.0 * round, floats));
     results.push_back(at::zeros({numel}, floats));
     Communicator& chosen = round % 2 == 0 ? comm : *other;
-    chosen.copy(shared, tensors.back(), "in", last);
+    chosen.copy(ballast_copy, ballast, "ballast", last);
+    chosen.copy(shared, tensors.back(), "in");
     chosen.all_reduce(shared, {}, "sum");
     last = chosen.copy(results.back(), shared, "out");
   }

@@ -26,10 +26,10 @@ inline World world_over_nccl(const CommOptions& options) {
 class SmallTraining {
  public:
   SmallTraining(const Mesh& mesh, const std::string& strategy,
-                UserBuffers user_buffers = UserBuffers::kOff)
+                UserBuffers user_buffers = UserBuffers::kOff, at::ScalarType wire = at::kFloat)
       : rank_(mesh.outer().rank() * mesh.inner().size() + mesh.inner().rank()),
         model_(build_language_model(small_llama(), {.seed = 3, .dtype = at::kBFloat16})),
-        sharded_(shard(mesh, strategy, user_buffers)),
+        sharded_(shard(mesh, strategy, user_buffers, wire)),
         optimizer_(sharded_, {.lr = 1e-2, .step = {.max_norm = 0.5}}),
         tokens_(small_tokens(0, 0).to(kGpu)) {}
 
@@ -60,11 +60,12 @@ class SmallTraining {
 
  private:
   // Collectives are issued where there is one rank, too.
-  Sharded shard(const Mesh& mesh, const std::string& strategy, UserBuffers user_buffers) {
+  Sharded shard(const Mesh& mesh, const std::string& strategy, UserBuffers user_buffers,
+                at::ScalarType wire) {
     model_->to(kGpu);
     return fully_shard(model_, mesh,
                        {.strategy = parse_strategy(strategy),
-                        .precision = {.main_grads = at::kFloat},
+                        .precision = {.main_grads = at::kFloat, .grad_comm = wire},
                         .user_buffers = user_buffers,
                         .collectives = Collectives::kAlways});
   }

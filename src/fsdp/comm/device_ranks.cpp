@@ -4,6 +4,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <utility>
 #include <vector>
 
 #include "fsdp/comm/reduce_on_device.h"
@@ -69,10 +70,12 @@ void copy_in(Rendezvous& rendezvous, int rank, Operation& operation, DeviceSide&
 
 void follow_on_device(Operation& operation, DeviceSide& side) {
   const c10::Event* ended = operation.after.event();
-  if (ended == nullptr) return;
+  // Other ranks read what a copy wrote on this rank's stream, and wait for `ready` alone.
+  const bool follows_copy = std::exchange(side.has_copied, false);
+  if (ended == nullptr && !follows_copy) return;
   stream_of(side, operation.device());
   operation.on_device->ready.block(*side.stream);
-  ended->block(*side.stream);
+  if (ended != nullptr) ended->block(*side.stream);
   operation.on_device->ready.record(
       *side.stream);  // nobody has seen it yet: the ranks have not met
 }
@@ -89,6 +92,7 @@ std::optional<c10::Event> run_copy(Operation& operation, DeviceSide& side) {
   follow_on_device(operation, side);
   operation.on_device->ready.block(stream);
   copy_flat(operation.output, operation.input);
+  side.has_copied = true;
   c10::Event finished(device.type());
   finished.record(stream);
   return finished;

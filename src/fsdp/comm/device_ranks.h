@@ -17,10 +17,11 @@ namespace fsdp {
 struct DeviceSide {
   std::optional<c10::Stream> stream;  // all copies and sums of this communicator
   at::Tensor workspace;               // of the sums
+  bool has_copied = false;            // since the ranks met last
 };
 
-// Makes `ready` of a device operation mean: the caller's stream has produced the input, and what
-// the operation comes after has ended.
+// Makes `ready` of a device operation mean: the caller's stream, or a copy before this operation,
+// has produced the input, and what the operation comes after has ended.
 void follow_on_device(Operation& operation, DeviceSide& side);
 
 // Runs an OpKind::kCopy, which needs no other rank, on the host or on this communicator's stream.

@@ -14,6 +14,9 @@ namespace {
 // The first version whose windows are symmetric.
 constexpr int kFirstWithWindows = NCCL_VERSION(2, 27, 0);
 
+// What is smaller travels inside NCCL's own messages: norms, flags.
+constexpr int64_t kSmallBytes = 1 << 10;
+
 // Where ranks cannot reach each other's memory NCCL answers with the handle of an ordinary
 // registration instead, which is the host's; a window's is on the device.
 bool is_symmetric(ncclWindow_t window) {
@@ -84,8 +87,12 @@ UserBuffers NcclBuffers::use_of(const Used& piece) const {
 
 void NcclBuffers::note(OpKind kind, UserBuffers best, std::initializer_list<Used> pieces) {
   if (entries_.empty()) return;
-  for (const Used& piece : pieces)
+  int64_t num_bytes = 0;
+  for (const Used& piece : pieces) {
+    num_bytes += piece.bytes;
     if (piece.bytes > 0) best = std::min(best, use_of(piece));
+  }
+  if (num_bytes < kSmallBytes) return;
   const auto [known, is_new] = in_use_.try_emplace(kind, best);
   if (!is_new) known->second = std::min(known->second, best);
 }

@@ -44,10 +44,9 @@ std::vector<Communicator*> users_of(MemoryKind kind, const std::vector<AxisUse>&
     const bool refreshes = axis.optimizer == Placement::kShard && !unshards;
     const bool gathers =
         kind == MemoryKind::kWeight ? unshards || refreshes : kind == MemoryKind::kPool && unshards;
-    const bool reduces =
-        kind == MemoryKind::kPool
-            ? !ends_cycle
-            : (kind == MemoryKind::kMainGrad || kind == MemoryKind::kReduction) && ends_cycle;
+    const bool reduces = kind == MemoryKind::kMainGrad ||
+                         (kind == MemoryKind::kPool && !ends_cycle) ||
+                         (kind == MemoryKind::kReduction && ends_cycle);
     if (gathers) users.push_back(&axis.axis.gather());
     if (reduces) users.push_back(&axis.axis.reduce());
   }
