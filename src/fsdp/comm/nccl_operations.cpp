@@ -79,7 +79,7 @@ const at::Tensor& NcclOperations::staging_of(int64_t bytes) {
 
 // A recorded step goes on using what it knows, so this comes before one is recorded.
 bool NcclOperations::register_staging() {
-  if (registered_staging_ != nullptr || staging_.empty()) return registered_staging_ != nullptr;
+  if (registered_staging_ != nullptr || !has_staging()) return registered_staging_ != nullptr;
   const int64_t bytes = staging_.back().numel();
   void* memory = nccl_allocate(bytes);
   if (!buffers_.add(memory, bytes, UserBuffers::kRegistered).empty()) {

@@ -30,8 +30,8 @@ class NcclOperations {
   void run(const Operation& operation);
 
   // Lets NCCL use the memory in which reductions receive, as large as they have needed it, in
-  // place. Both say whether there is such memory now.
-  bool has_staging() const { return !staging_.empty(); }
+  // place; says whether it does now.
+  bool has_staging() const { return !staging_.empty() && staging_.back().numel() > 0; }
   bool register_staging();
   void deregister_staging();
 
