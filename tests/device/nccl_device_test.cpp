@@ -285,7 +285,10 @@ TEST_P(InPlace, CoversAllThatCollectivesTouch) {
             EXPECT_GE(use, UserBuffers::kRegistered) << ranks->name() << " " << name_of(kind);
             ++num_kinds;
           }
-      EXPECT_GE(num_kinds, each.strategy == "no_shard" ? 1 : 2);
+      // One rank sends nothing: its sums read what is there.
+      if (shared_ranks->world().size() > 1) {
+        EXPECT_GE(num_kinds, each.strategy == "no_shard" ? 1 : 2);
+      }
     }
   }
   shared_ranks->world().communicator().barrier("end of case").wait();

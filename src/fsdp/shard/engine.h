@@ -17,9 +17,9 @@
 #include "fsdp/shard/options.h"
 #include "fsdp/shard/pass_plan.h"
 #include "fsdp/shard/reduce_pipeline.h"
-#include "fsdp/shard/registered_slabs.h"
 #include "fsdp/shard/slab_source.h"
 #include "fsdp/shard/unit_state.h"
+#include "fsdp/shard/user_buffer_memory.h"
 
 namespace fsdp {
 

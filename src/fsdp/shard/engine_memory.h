@@ -9,7 +9,7 @@
 
 #include "fsdp/memory/memory_ledger.h"
 #include "fsdp/shard/group_setting.h"
-#include "fsdp/shard/registered_slabs.h"
+#include "fsdp/shard/user_buffer_memory.h"
 
 namespace fsdp {
 

@@ -108,8 +108,8 @@ struct ShardOptions {
   // Pool `double_buffer`: units that are not like the most common one.
   OtherUnits other_units = OtherUnits::kOnDemand;
 
-  // Whether NCCL allocates the pool's memory and uses it in place (docs/gpu.md); registered after
-  // the first step.
+  // Whether NCCL allocates the memory that collectives touch and uses it in place (docs/gpu.md);
+  // registered after the first step.
   UserBuffers user_buffers = UserBuffers::kOff;
 
   // What ranks' gradients become.

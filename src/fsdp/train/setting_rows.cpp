@@ -267,7 +267,7 @@ void add_sharding(Rows& rows) {
            "double_buffer: memory of units unlike the most common one");
   rows.add("user-buffers", "HOW",
            choice_value(&O::user_buffers, {"off", "registered", "symmetric"}),
-           "Whether NCCL uses the pool's memory in place");
+           "Whether NCCL uses the memory that collectives touch in place");
   rows.add("gradient-lifetime", "HOW", choice_value(&O::gradient_lifetime, {"persistent", "step"}),
            "Whether main gradients keep their memory between steps");
   rows.add("granularity", "WHERE", parsed_value(&O::granularity, parse_granularity),

@@ -1,4 +1,4 @@
-#include "fsdp/shard/registered_slabs.h"
+#include "fsdp/shard/user_buffer_memory.h"
 
 #include <c10/core/DeviceGuard.h>
 
