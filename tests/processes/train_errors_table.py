@@ -123,6 +123,7 @@ TOGETHER = [
     ("train --model model/vocabulary.json", "the data's vocabulary is 257 (tokenizer 'bytes') and the model's 100"),
     ("train --data other.bin", "the data's vocabulary is 1000 (tokenizer 'other') and the model's 257"),
     ("train --init done --resume done", "--init is 'done' and --resume is 'done'; a run begins with one of them"),
+    ("train --init done --from-scratch", "--init is 'done' and --from-scratch is given, which is for random weights"),
     ("train --resume ''", "--resume is empty; use auto, never or the path of a checkpoint"),
     ("train --compute fp8_e4m3", "--compute is fp8_e4m3, which cannot be trained with; use fp32, bf16, fp16, auto"),
     ("train --compute fp64", "--compute is fp64, which cannot be trained with"),

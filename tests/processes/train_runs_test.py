@@ -12,6 +12,7 @@ import tempfile
 import unittest
 
 import small_runs
+import start_ranks
 
 FSDP, MPIRUN = sys.argv[1], sys.argv[2:]
 START_RANKS = [sys.executable, str(pathlib.Path(__file__).with_name("start_ranks.py"))]  # as torchrun does
@@ -106,6 +107,36 @@ class Ranks(Trained):
             self.assertLess(record["overhead_ms"], record["ms"])
             self.assertEqual(record["tokens"], number * 16 * 8)
             self.assertAlmostEqual(record["tokens_per_s"], 128 / (record["ms"] / 1e3), delta=record["tokens_per_s"] / 1e3)
+
+
+class Disagreement(Trained):
+    """Processes that were started differently say so when they meet."""
+
+    FLAGS = (("--lr", "0.1"), ("--batch", "24"), ("--sequence", "8"), ("--optimizer", "sgd"), ("--moments", "bf16"),
+             ("--clip", "0.5"), ("--weight-decay", "0.2"), ("--loss-scale", "2"), ("--strategy", "optim"), ("--steps", "9"),
+             ("--microbatches", "2"), ("--outer", "3"), ("--save", "blocking"), ("--checkpoint-every", "3"), ("--seed", "7"))
+
+    def start(self, different):
+        """Three ranks over TCP, the last one with other settings."""
+        settings = {"--model": "model/config.json", "--data": "text.txt", "--sequence": "16", "--batch": "12", "--steps": "4",
+                    "--sample": "", "--validate-every": "0", "--checkpoint-dir": "run", "--timeout": "60"}
+        port = start_ranks.free_port()
+        jobs = []
+        for rank in range(3):
+            words = [word for row in {**settings, **(different if rank == 2 else {})}.items() for word in row]
+            jobs.append(small_runs.start([FSDP, "train", *words], cwd=self.root,
+                                         **start_ranks.environment_of(rank, 3, port)))
+        return jobs
+
+    def test_every_setting_is_compared(self):
+        for name, value in self.FLAGS:
+            with self.subTest(name):
+                jobs = self.start({name: value})
+                ended = [(job.communicate(timeout=60)[1], job.returncode) for job in jobs]
+                for words, code in ended:
+                    self.assertEqual(code, 2, words)
+                self.assertRegex(ended[0][0], f"rank 2 has {name} '{value}' and rank 0 has '.+'; start all ranks with the same")
+                self.assertFalse((self.root / "run").exists())
 
 
 class Engine(Trained):
@@ -242,6 +273,14 @@ class Afterwards(Trained):
         self.assertLess(ours[1], fresh[1] - 0.1)
         self.assertEqual(self.train("theirs", "--init", "exported", "--model", "exported", steps=2), ours)
         self.assertEqual(self.train("sharded", "--init", "exported", "--ranks", 2, steps=2).keys(), ours.keys())
+        # A directory of weights is meant with them, unless somebody says otherwise.
+        self.assertEqual(self.train("alone", "--model", "exported", steps=2), ours)
+        self.assertEqual(self.train("config", "--model", "exported/config.json", steps=2), fresh)
+        self.assertEqual(self.train("scratch", "--model", "exported", "--from-scratch", steps=2), fresh)
+        for flags, words in (((), "weights: those of exported (--from-scratch for random ones)\n"),
+                             (("--from-scratch",), "weights: random, seed 1\n")):
+            self.assertIn(words, self.fsdp("train", "--model", "exported", "--data", "text.txt", *small_runs.SHAPE, "--check",
+                                           *flags).stdout)
         edit_safetensors(self.root / "exported" / "model.safetensors")
         for flags, words in (([], "model.norm.weight"), (["--allow-extra"], "model.norm.weight"),
                              (["--allow-missing", "*norm.weight"], "surplus")):

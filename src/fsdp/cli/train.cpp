@@ -1,4 +1,6 @@
 // `fsdp train`: trains a language model, sharded over threads, processes or hosts.
+#include <torch/headeronly/version.h>
+
 #include <iostream>
 #include <map>
 #include <memory>
@@ -9,10 +11,12 @@
 #include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
+#include "fsdp/base/version.h"
 #include "fsdp/cli/command.h"
 #include "fsdp/cli/first_speaker.h"
 #include "fsdp/cli/option_values.h"
 #include "fsdp/comm/launch.h"
+#include "fsdp/comm/rank_facts.h"
 #include "fsdp/comm/world.h"
 #include "fsdp/train/console.h"
 #include "fsdp/train/environment.h"
@@ -81,11 +85,25 @@ void print_check(const train::RunPlan& plan, const Launch& launch, c10::Device d
                  .environment = train::environment_rows(launch, plan, device),
                  .memory = train::memory_rows(plan.forecast)});
   console.note(concat("data: ", plan.corpus->summary()));
+  console.note(concat("weights: ", train::first_weights_text(plan)));
   const int64_t tokens = options.total_steps() * options.tokens_per_step();
   console.note(concat(grouped_text(options.total_steps()), " steps of ",
                       grouped_text(options.tokens_per_step()), " tokens: ", grouped_text(tokens),
                       " tokens in all"));
   console.note("everything fits together; nothing was trained (--check)");
+}
+
+// Whatever decides about the numbers of a run, or about which collectives it issues. Hosts may have
+// the same model and data under other names: those are compared by what they are.
+RankFacts facts_of(const train::RunPlan& plan) {
+  RankFacts facts = train::setting_facts(plan.resolved);
+  std::erase_if(facts, [](const auto& fact) {
+    return fact.first == "--model" || fact.first == "--data" || fact.first == "--validation-data";
+  });
+  facts.emplace_back("fsdp", FSDP_VERSION);
+  facts.emplace_back("libtorch", TORCH_VERSION);
+  facts.emplace_back("the model", plan.model_config);
+  return facts;
 }
 
 void run_train(const CLI::App& app, const TrainArguments& given) {
@@ -124,8 +142,14 @@ void run_train(const CLI::App& app, const TrainArguments& given) {
     run_threads(static_cast<int>(plan.num_ranks), train::comm_options(options), body);
   } else {
     let_the_failed_speak([&] {
-      World world = World::from_environment(train::comm_options(options));
-      body(world);
+      std::string difference;
+      {
+        World world = World::from_environment(train::comm_options(options));
+        difference = difference_of(world.communicator(), facts_of(plan));
+        if (difference.empty()) body(world);
+      }
+      if (!difference.empty())
+        throw UsageError(concat(difference, "; start all ranks with the same"));
     });
   }
   if (signal != 0) throw ExitCode{128 + signal};  // as shells report it

@@ -133,8 +133,23 @@ void check_places(const TrainOptions& options) {
                             "'; give a new directory, or --resume auto to go on with it"));
 }
 
+bool holds_weights(const std::string& directory) {
+  for (const std::string& name : names_in(directory))
+    if (name == kManifestName || name.ends_with(".safetensors")) return true;
+  return false;
+}
+
+// Whoever names a directory of weights as the model means them, too.
+std::string init_of(const TrainOptions& options) {
+  const bool is_meant =
+      options.init.empty() && !options.from_scratch && find_preset(options.model) == nullptr;
+  if (is_meant && is_directory(options.model) && holds_weights(options.model)) return options.model;
+  return options.init;
+}
+
 // What is loaded must be of the run's model, unless somebody said what may be missing or too much.
-void check_loaded_model(const TrainOptions& options, const ModelConfig& model) {
+void check_loaded_model(const TrainOptions& options, const std::string& init,
+                        const ModelConfig& model) {
   if (options.allow_extra || !options.allow_missing.empty()) return;
   const std::vector<int64_t> steps = steps_of(options);
   if (options.resume == "auto" && !steps.empty())
@@ -143,8 +158,8 @@ void check_loaded_model(const TrainOptions& options, const ModelConfig& model) {
   else if (options.resume != "auto" && options.resume != "never")
     check_same_model(checkpoint_or_files(options.resume), model, ModelAspect::kResults,
                      "train the same --model, or take the weights alone with --init");
-  else if (!options.init.empty())
-    check_same_model(checkpoint_or_files(options.init), model, ModelAspect::kTensors,
+  else if (!init.empty())
+    check_same_model(checkpoint_or_files(init), model, ModelAspect::kTensors,
                      "give the --model of these weights");
 }
 
@@ -167,11 +182,12 @@ RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevic
                .compute = device.compute,
                .model = find_model(options.model),
                .model_config = {},
+               .init = init_of(options),
                .corpus = nullptr,
                .validation = nullptr,
                .forecast = {}};
   plan.model_config = config_json(plan.model.config);
-  check_loaded_model(options, plan.model.config);
+  check_loaded_model(options, plan.init, plan.model.config);
   const int64_t positions = max_positions_of(plan.model.config);
   if (options.sequence > positions)
     throw UsageError(concat("--sequence is ", options.sequence, ", more than the ", positions,
@@ -212,6 +228,12 @@ std::string title_of(const RunPlan& plan) {
   return concat(plan.model.name, ": ", millions(plan.forecast.parameters), " parameters in ",
                 counted_text(plan.forecast.num_units, "unit"), " on ",
                 counted_text(plan.num_ranks, "rank"));
+}
+
+std::string first_weights_text(const RunPlan& plan) {
+  if (plan.init.empty()) return concat("random, seed ", plan.options.seed);
+  return concat("those of ", plan.init,
+                plan.options.init.empty() ? " (--from-scratch for random ones)" : "");
 }
 
 }  // namespace fsdp::train

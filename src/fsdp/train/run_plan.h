@@ -30,6 +30,7 @@ struct RunPlan {
   DType compute = DType::kFloat32;
   NamedModel model;
   std::string model_config;  // the text of config.json
+  std::string init;          // weights to begin with, unless there is a checkpoint; "": random ones
   std::shared_ptr<const Corpus> corpus;
   std::shared_ptr<const Corpus> validation;  // null: a part of `corpus`
   Forecast forecast;
@@ -44,5 +45,8 @@ std::vector<MemoryRow> memory_rows(const Forecast& forecast);
 
 // "tiny: 1.8 M parameters in 8 units, on 2 ranks"
 std::string title_of(const RunPlan& plan);
+
+// Where a run that resumes nothing has its weights from: "random, seed 1", "those of DIR".
+std::string first_weights_text(const RunPlan& plan);
 
 }  // namespace fsdp::train

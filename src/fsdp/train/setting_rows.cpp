@@ -155,7 +155,10 @@ void add_model(Rows& rows) {
            "A preset (tiny, moe-tiny, hybrid-tiny, llama-110m, llama-1b), a config.json, or a "
            "directory with one");
   rows.add("init", "PATH", text_value(&O::init),
-           "Weights to begin with: a checkpoint, a run, or safetensors files of other tools");
+           "Weights to begin with: a checkpoint, a run, or safetensors files of other tools; those "
+           "beside --model's config.json, if it is a directory that has some");
+  rows.add("from-scratch", "BOOL", flag_value(&O::from_scratch),
+           "Begin with random weights, though --model's directory has some");
   rows.add("compute", "DTYPE", dtype_value(&O::compute, "auto"),
            "Of weights and activations; auto: fp32 on CPUs, bf16 on GPUs");
   rows.add("recompute", "WHAT", choice_value(&O::recompute, {"none", "block"}),

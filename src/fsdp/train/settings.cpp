@@ -92,6 +92,13 @@ void apply_config(TrainOptions& options, std::string_view text, const std::strin
   }
 }
 
+std::vector<std::pair<std::string, std::string>> setting_facts(const TrainOptions& options) {
+  std::vector<std::pair<std::string, std::string>> facts;
+  for (const Setting& setting : settings())
+    facts.emplace_back(concat("--", setting.name), join(setting.read(options), " "));
+  return facts;
+}
+
 std::string config_text(const TrainOptions& options) {
   nlohmann::ordered_json document;
   for (const Setting& setting : settings())

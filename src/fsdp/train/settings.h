@@ -7,6 +7,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "fsdp/train/run_facts.h"
@@ -48,6 +49,9 @@ void apply_config(TrainOptions& options, std::string_view text, const std::strin
 
 // A config file that sets every field to what it is here.
 std::string config_text(const TrainOptions& options);
+
+// Every setting as a flag and its value, to compare: {"--lr", "0.004"}.
+std::vector<std::pair<std::string, std::string>> setting_facts(const TrainOptions& options);
 
 // What is shown at the start of a run: values as they were resolved, marked where what was given is
 // not the default.

@@ -83,6 +83,10 @@ void check_checkpoints(const TrainOptions& o) {
   validate(Retention{.keep_last = o.keep_last, .keep_every = o.keep_every});
   if (o.resume.empty())
     throw UsageError("--resume is empty; use auto, never or the path of a checkpoint");
+  if (!o.init.empty() && o.from_scratch)
+    throw UsageError(concat("--init is '", o.init,
+                            "' and --from-scratch is given, which is for random weights; leave one "
+                            "of them out"));
   if (!o.init.empty() && o.resume != "auto" && o.resume != "never")
     throw UsageError(concat("--init is '", o.init, "' and --resume is '", o.resume,
                             "'; a run begins with one of them"));

@@ -38,7 +38,8 @@ struct RankDevice {
 struct TrainOptions {
   // --- model ---
   std::string model = "tiny";  // a preset, or the path of a config.json or of its directory
-  std::string init;            // weights to begin with; "": fresh ones
+  std::string init;            // weights to begin with; "": the model's, if it has some
+  bool from_scratch = false;   // fresh ones, though the model has some
   std::optional<DType> compute = std::nullopt;  // of weights and activations; nullopt: by device
   RecomputeChoice recompute = RecomputeChoice::kNone;
 

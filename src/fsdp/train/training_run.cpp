@@ -122,8 +122,8 @@ void TrainingRun::load() {
   // What cannot be loaded leaves no directory behind, so this comes before the Checkpointer.
   if (options_.resume != "auto" && options_.resume != "never")
     loaded = load_checkpoint(options_.resume, state, loading);
-  if (!loaded && steps.empty() && !options_.init.empty())
-    load_checkpoint(options_.init, {.sharded = *sharded_}, loading);
+  if (!loaded && steps.empty() && !plan_.init.empty())
+    load_checkpoint(plan_.init, {.sharded = *sharded_}, loading);
   if (!options_.checkpoint_dir.empty()) {
     CheckpointerOptions saving = checkpointer_options(options_, names);
     saving.model_config = plan_.model_config;
@@ -175,7 +175,8 @@ void TrainingRun::begin_watch(std::ostream& out) {
     if (!path.empty()) make_directories(directory_of(path));
   watch_ = std::make_unique<RunWatch>(std::move(watch), std::move(facts), out);
   watch_->note(concat("data: ", plan_.corpus->summary()));
-  if (first_step_ > 0) watch_->note(concat("goes on after step ", first_step_));
+  watch_->note(concat("weights: ", first_step_ > 0 ? concat("those after step ", first_step_)
+                                                   : first_weights_text(plan_)));
 }
 
 int TrainingRun::train() {
