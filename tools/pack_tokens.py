@@ -5,7 +5,7 @@
 
 INPUTs are UTF-8 text files, or directories (files in and below them by path; hidden, empty and binary ones
 are left out). A document is a file, and the token of --end-of-document follows it. Needs the Python packages
-`tokenizers` and `numpy`.
+`tokenizers` and `numpy`; after `make setup`, .venv/bin/python3 has them.
 """
 
 import argparse

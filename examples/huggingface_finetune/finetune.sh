@@ -27,7 +27,7 @@ echo "== before"
 "$fsdp" eval --checkpoint "$model" --data "$work/tokens.bin" --sequence 64 --batches 8
 
 echo "== fine-tuning"
-"$fsdp" train --model "$model" --init "$model" --data "$work/tokens.bin" --ranks 2 --steps "$steps" --batch 8 \
+"$fsdp" train --model "$model" --data "$work/tokens.bin" --ranks 2 --steps "$steps" --batch 8 \
   --sequence 64 --lr 1e-3 --validate-every 0 --sample "" --checkpoint-dir "$work/run" | tail -n $((steps + 4))
 
 echo "== back to HuggingFace's format"

@@ -47,7 +47,7 @@ NOT_RUN = {
         "fsdp train --model llama-110m --data docs --cuda-graph": "needs a GPU; graph_device_test records such steps",
     },
     "examples/huggingface_finetune/README.md": {
-        "FSDP=build/release/bin/fsdp examples/huggingface_finetune/finetune.sh work": "finetune_test does",
+        "PYTHON=.venv/bin/python3 FSDP=build/release/bin/fsdp examples/huggingface_finetune/finetune.sh work": "finetune_test does",
     },
     "docs/data.md": {
         "tools/pack_tokens.py books --tokenizer tokenizer.json --end-of-document '</s>' --name my-tokenizer "
