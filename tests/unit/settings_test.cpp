@@ -33,6 +33,7 @@ TrainOptions given(const GivenValues& values) {
 GivenValues changed_values() {
   return {{"model", {"llama-1b"}},
           {"init", {"weights"}},
+          {"from-scratch", {"true"}},
           {"compute", {"bf16"}},
           {"recompute", {"block"}},
           {"data", {"a", "b c"}},

@@ -10,8 +10,9 @@
 
 namespace fsdp::cli {
 
-// In which a launcher ends a job that has failed.
-constexpr std::chrono::seconds kMomentForLauncher{2};
+// In which a launcher ends a job that has failed. Open MPI takes 1 to 2.3 s from the first process
+// that ends to SIGKILL for the others.
+constexpr std::chrono::seconds kMomentForLauncher{4};
 
 // Every process of a job finds the same mistake. The first one says it; the launcher then ends the
 // others, which come to speak only if theirs was another.
