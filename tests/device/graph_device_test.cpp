@@ -292,7 +292,7 @@ TEST(GraphOnDevice, FollowsATypeOnTheWireThatChangesBetweenRuns) {
     Graph graph(replayed.sharded, replayed.optimizer.get(), [&] { replayed.step(); });
     for (int number = 0; number < 16; ++number) {
       for (Training* training : {&eager, &replayed, &unchanged}) {
-        // fp16 rounds to other numbers than bf16, whose gradients fp32 holds as they are.
+        // fp16 rounds what fp32 carried whole.
         if (number == 6 && training != &unchanged)
           training->sharded.set_precision({.main_grads = at::kFloat, .grad_comm = at::kHalf});
         training->prepare(number);

@@ -138,6 +138,16 @@ class Disagreement(Trained):
                 self.assertRegex(ended[0][0], f"rank 2 has {name} '{value}' and rank 0 has '.+'; start all ranks with the same")
                 self.assertFalse((self.root / "run").exists())
 
+    def test_models_are_compared_by_what_they_are(self):
+        small_runs.write_model(self.root / "copy" / "config.json")
+        small_runs.write_model(self.root / "wider" / "config.json", intermediate_size=48)
+        for model, code in (("wider/config.json", 2), ("copy/config.json", 0)):  # the second one leaves checkpoints
+            with self.subTest(model):
+                jobs = self.start({"--model": model})
+                ended = [(job.communicate(timeout=60)[1], job.returncode) for job in jobs]
+                self.assertEqual([each for _, each in ended], [code] * 3, ended)
+                self.assertEqual("rank 2 has a model with checksum" in ended[0][0], code == 2, ended)
+
 
 class Engine(Trained):
     """Every way to shard, to buffer and to round gives the losses of not sharding at all."""

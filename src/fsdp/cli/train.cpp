@@ -4,9 +4,11 @@
 #include <iostream>
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "fsdp/base/crc32c.h"
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
@@ -102,7 +104,8 @@ RankFacts facts_of(const train::RunPlan& plan) {
   });
   facts.emplace_back("fsdp", FSDP_VERSION);
   facts.emplace_back("libtorch", TORCH_VERSION);
-  facts.emplace_back("the model", plan.model_config);
+  facts.emplace_back("a model with checksum",
+                     concat(crc32c(std::as_bytes(std::span(plan.model_config)))));
   return facts;
 }
 

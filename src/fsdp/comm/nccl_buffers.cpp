@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <iterator>
 
 #include "fsdp/base/text.h"
 #include "fsdp/comm/connect_nccl.h"

@@ -4,7 +4,6 @@
 #include <nccl.h>
 
 #include <cstdint>
-#include <functional>
 #include <initializer_list>
 #include <map>
 #include <string>

@@ -148,8 +148,8 @@ void UserBufferMemory::begin_pass(int64_t num_backwards) {
 void UserBufferMemory::register_new() {
   for (auto& slabs : by_kind_) {
     if (!slabs || !slabs->has_new()) continue;
-    const RegisteredMemory became = slabs->register_new();
-    if (became.use < wanted_) why_not_better_ = became.why_not_better;
+    const std::string why_not_better = slabs->register_new().why_not_better;
+    if (!why_not_better.empty()) why_not_better_ = why_not_better;
   }
 }
 
