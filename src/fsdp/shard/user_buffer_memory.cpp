@@ -111,17 +111,18 @@ RegisteredMemory RegisteredSlabs::register_new() {
 }
 
 UserBufferMemory::UserBufferMemory(const Mesh& mesh, MeshShape shape, const ShardOptions& options,
-                                   c10::Device device)
-    : wanted_(options.user_buffers),
-      gradients_stay_(options.gradient_lifetime == GradientLifetime::kPersistent) {
+                                   c10::Device device) {
   // A window is as large on every rank, and shards of whole tensors are not.
   const bool is_even = options.granularity != Granularity::tensor();
-  const UserBuffers best = is_even ? wanted_ : std::min(wanted_, UserBuffers::kRegistered);
-  if (best != wanted_) why_not_better_ = "shards of whole tensors differ in size";
+  const UserBuffers best =
+      is_even ? options.user_buffers : std::min(options.user_buffers, UserBuffers::kRegistered);
+  if (best != options.user_buffers) why_not_better_ = "shards of whole tensors differ in size";
   const std::vector<AxisUse> axes = axes_of(mesh, shape, options.strategy);
   for (const MemoryKind kind :
        {MemoryKind::kWeight, MemoryKind::kPool, MemoryKind::kMainGrad, MemoryKind::kReduction}) {
-    if (kind == MemoryKind::kMainGrad && !gradients_stay_) continue;
+    const bool stays =
+        kind != MemoryKind::kMainGrad || options.gradient_lifetime == GradientLifetime::kPersistent;
+    if (!stays) continue;
     std::vector<Communicator*> users = users_of(kind, axes);
     if (!users.empty()) by_kind_[static_cast<size_t>(kind)].emplace(std::move(users), device, best);
   }

@@ -66,8 +66,6 @@ class UserBufferMemory {
   void register_new();
   void report() const;
 
-  const UserBuffers wanted_;
-  const bool gradients_stay_;
   std::array<std::optional<RegisteredSlabs>, kNumMemoryKinds> by_kind_;
   std::string why_not_better_;
   int64_t registered_after_ = -1;  // backwards; -1: nothing to report
