@@ -8,6 +8,7 @@
 #include "fsdp/base/env.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
+#include "fsdp/base/shown_text.h"
 #include "fsdp/base/text.h"
 
 namespace fsdp {
@@ -36,6 +37,18 @@ TEST(Text, CountsThings) {
   EXPECT_EQ(counted_text(0, "tensor"), "0 tensors");
   EXPECT_EQ(counted_text(1, "tensor"), "1 tensor");
   EXPECT_EQ(counted_text(2048, "tensor"), "2,048 tensors");
+}
+
+TEST(Text, ShowsTextOfOthersShortAndWithoutControlCharacters) {
+  EXPECT_EQ(shown(""), "");
+  EXPECT_EQ(shown("model.norm.weight"), "model.norm.weight");
+  EXPECT_EQ(shown(std::string(120, 'a')), std::string(120, 'a'));
+  EXPECT_EQ(shown(std::string(5000, 'a')), std::string(120, 'a') + "...");
+  EXPECT_EQ(shown(std::string_view("\x1b[2J\n\0\x7f!", 8)), "\\x1b[2J\\x0a\\x00\\x7f!");
+  // Neither an escape nor a letter of several bytes is cut.
+  EXPECT_EQ(shown(std::string(118, 'a') + "\n"), std::string(118, 'a') + "...");
+  EXPECT_EQ(shown(std::string(119, 'a') + "\xc3\xa4"), std::string(119, 'a') + "...");
+  EXPECT_EQ(shown(std::string(118, 'a') + "\xc3\xa4"), std::string(118, 'a') + "\xc3\xa4");
 }
 
 TEST(Text, SuggestsTheNearestNameOnlyWhenItIsNear) {
