@@ -3,6 +3,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <atomic>
@@ -164,6 +165,11 @@ TEST(FileReader, RefusesWhatIsNoFile) {
               fails_with(dir / "nothing", "open the file", "No such file", "check the path"));
   EXPECT_THAT([&] { FileReader(dir.path()); },
               ThrowsMessage<Error>(AllOf(StartsWith(dir.path()), HasSubstr("a directory"))));
+  // At once, though nobody writes to it.
+  ASSERT_EQ(::mkfifo((dir / "pipe").c_str(), 0600), 0);
+  EXPECT_THAT([&] { FileReader(dir / "pipe"); },
+              ThrowsMessage<Error>(HasSubstr("pipe: cannot be read: it is not a file but a device "
+                                             "or a pipe; write what comes from it to a file")));
 }
 
 TEST(ReadTextFile, RefusesMoreThanItIsToldToExpect) {

@@ -66,12 +66,25 @@ FileHandle open_file(const std::string& path, int flags, const char* tried) {
   return file;
 }
 
+void check_regular(const struct stat& status, const std::string& path) {
+  FSDP_CHECK(S_ISREG(status.st_mode), path, ": cannot be read: it is not a file but ",
+             S_ISDIR(status.st_mode)
+                 ? "a directory; name a file in it"
+                 : "a device or a pipe; write what comes from it to a file, and name that");
+}
+
 int64_t length_of(const FileHandle& file, const std::string& path) {
   struct stat status {};
   if (::fstat(file.descriptor(), &status) != 0) fail(path, "tell its length", errno);
-  FSDP_CHECK(S_ISREG(status.st_mode), path, ": cannot be read: it is not a file but ",
-             S_ISDIR(status.st_mode) ? "a directory" : "a device or a pipe");
+  check_regular(status, path);
   return status.st_size;
+}
+
+// To open a pipe, one would wait until somebody writes to it; so its kind is looked at before.
+FileHandle open_to_read(const std::string& path) {
+  struct stat status {};
+  if (::stat(path.c_str(), &status) == 0) check_regular(status, path);
+  return open_file(path, O_RDONLY | O_CLOEXEC, "open the file");
 }
 
 void sync_file(const FileHandle& file, const std::string& path) {
@@ -211,9 +224,7 @@ void write_file_durably(const std::string& path, std::string_view text) {
 // --- reading -------------------------------------------------------------------------------------
 
 FileReader::FileReader(std::string path)
-    : path_(std::move(path)),
-      file_(open_file(path_, O_RDONLY | O_CLOEXEC, "open the file")),
-      bytes_(length_of(file_, path_)) {}
+    : path_(std::move(path)), file_(open_to_read(path_)), bytes_(length_of(file_, path_)) {}
 
 void FileReader::read(int64_t offset, std::span<std::byte> into) const {
   FSDP_ASSERT(offset >= 0, path_, " at ", offset);
