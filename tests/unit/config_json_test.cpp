@@ -155,8 +155,27 @@ TEST(ConfigJson, NamesFileFieldValueAndFix) {
       {R"("rope_scaling": 3)", "rope_scaling is 3; it must be an object"},
       {R"("rope_parameters": {"rope_type": 7})",
        "rope_parameters.rope_type is 7; it must be a str"},
-      {R"("rope_scaling": {"rope_type": "llama3", "factor": "x"})",
+      {R"("rope_scaling": {"rope_type": "llama3", "factor": "x", "low_freq_factor": 1,
+           "high_freq_factor": 4, "original_max_position_embeddings": 8192})",
        "rope_scaling.factor is \"x\"; it must be a number"},
+      {R"("rope_scaling": {"rope_type": "llama3", "low_freq_factor": 1, "high_freq_factor": 4,
+           "original_max_position_embeddings": 8192})",
+       "rope_scaling.factor is missing; \"llama3\" scaling needs it"},
+      {R"("rope_parameters": {"rope_type": "llama3", "factor": 8, "high_freq_factor": 4,
+           "original_max_position_embeddings": 8192})",
+       "rope_parameters.low_freq_factor is missing"},
+      {R"("rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 1,
+           "original_max_position_embeddings": 8192})",
+       "rope_scaling.high_freq_factor is missing"},
+      {R"("rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1,
+           "high_freq_factor": 4, "original_max_position_embeddings": null})",
+       "rope_scaling.original_max_position_embeddings is null; \"llama3\" scaling needs it"},
+      {R"("head_dim": 0)", "head_dim is 0; it must be at least 1; leave it out for hidden_size / "},
+      {R"("head_dim": -8)", "head_dim is -8; it must be at least 1"},
+      {R"("rms_norm_eps": 1e999)", "not valid JSON"},
+      {R"("rope_theta": NaN)", "not valid JSON"},
+      {R"("max_position_embeddings": 99999999999999999999)",
+       "max_position_embeddings is 1e+20; it must be a whole number"},
       {R"("num_nextn_predict_layers": 1.5)", "num_nextn_predict_layers is 1.5; it must be a whole"},
       {R"("hidden_act": 1)", "hidden_act is 1; it must be a string"},
   };
@@ -168,6 +187,10 @@ TEST(ConfigJson, NamesFileFieldValueAndFix) {
     EXPECT_THAT(refusal([&] { parse_model_config(text, "c.json"); }),
                 AllOf(StartsWith("c.json: "), HasSubstr(bad.says)));
   }
+  std::string mixed = config_json(hybrid());
+  mixed.replace(mixed.find("\"head_dim\": 8"), 13, R"("attention_head_dim": 0)");
+  EXPECT_THAT(refusal([&] { parse_model_config(mixed, "c.json"); }),
+              StartsWith("c.json: attention_head_dim is 0; it must be at least 1"));
   EXPECT_THAT(
       refusal([&] { parse_model_config(R"({"model_type": "bert"})", "c.json"); }),
       HasSubstr("c.json: model_type is \"bert\"; known are llama, mixtral, nemotron_h, qwen3"));
@@ -223,6 +246,46 @@ TEST(Architecture, RefusesWhatCannotBeComputed) {
               HasSubstr("n_groups is 3; it must divide mamba_num_heads = 4"));
   EXPECT_THAT(refused(hybrid(), [](NemotronHConfig& c) { c.chunk_size = 0; }),
               HasSubstr("chunk_size is 0"));
+}
+
+// Each by a sentence, before anything is made of it.
+TEST(Architecture, RefusesSizesThatNoModelHas) {
+  const auto refused = [](auto config, const auto& change) {
+    change(config);
+    return refusal([&] { build_model("m", ModelConfig(config)); });
+  };
+  const auto llama_with = [&](int64_t LlamaConfig::*field, int64_t value) {
+    return refused(llama(), [&](LlamaConfig& c) { c.*field = value; });
+  };
+  EXPECT_EQ(llama_with(&LlamaConfig::num_hidden_layers, 4096), "accepted");
+  EXPECT_EQ(llama_with(&LlamaConfig::num_hidden_layers, 20000),
+            "num_hidden_layers is 20000; it must be a whole number from 1 to 4096");
+  EXPECT_EQ(llama_with(&LlamaConfig::num_nextn_predict_layers, 4094),
+            "num_nextn_predict_layers is 4094; it must be a whole number from 0 to 4093");
+  for (const auto field : {&LlamaConfig::vocab_size, &LlamaConfig::hidden_size,
+                           &LlamaConfig::num_hidden_layers, &LlamaConfig::num_attention_heads,
+                           &LlamaConfig::num_key_value_heads, &LlamaConfig::intermediate_size})
+    for (const int64_t value : {int64_t{0}, int64_t{-1}, INT64_MAX, INT64_MIN})
+      EXPECT_THAT(llama_with(field, value), HasSubstr(concat(" is ", value, "; it must be a ")));
+  EXPECT_THAT(llama_with(&LlamaConfig::num_key_value_heads, 4),
+              HasSubstr("num_key_value_heads is 4; it must divide num_attention_heads = 6"));
+  EXPECT_THAT(refused(llama(),
+                      [](LlamaConfig& c) {
+                        c.hidden_size = c.intermediate_size = c.vocab_size = 1 << 24;
+                        c.head_dim = 1 << 24;
+                        c.num_attention_heads = c.num_key_value_heads = 1 << 24;
+                      }),
+              HasSubstr("parameters; check its shapes"));
+  EXPECT_THAT(refused(MixtralConfig{llama(), 1 << 17}, [](MixtralConfig&) {}),
+              HasSubstr("num_local_experts is 131072 in 3 layers; at most 131072 experts in all"));
+  EXPECT_THAT(
+      refused(hybrid(),
+              [](NemotronHConfig& c) { c.hybrid_override_pattern = std::string(4097, 'M'); }),
+      "hybrid_override_pattern has 4097 layers; at most 4096 are supported");
+  LlamaConfig no_positions = llama();
+  no_positions.max_position_embeddings = 0;
+  EXPECT_THAT(refusal([&] { check_trainable(no_positions); }),
+              HasSubstr("max_position_embeddings is 0; it must be"));
 }
 
 TEST(Architecture, CountsNormsSharedExpertsAndPredictionLayers) {

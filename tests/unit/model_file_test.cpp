@@ -147,5 +147,15 @@ TEST(ModelFile, DoesNotTakeAFolderOrNothingForAFile) {
   EXPECT_EQ(load_model("llama-1b").name, "llama-1b");
 }
 
+TEST(ModelFile, HasAtMostSoManyUnits) {
+  std::string units;
+  for (int i = 0; i < 8193; ++i)
+    units += R"({"name": "u)" + std::to_string(i) + R"(", "tensors": []},)";
+  units.pop_back();
+  EXPECT_EQ(
+      refusal(R"({"units": [)" + units + "]}"),
+      "m.json: units has 8193 entries; at most 8192 are supported, so join neighbouring units");
+}
+
 }  // namespace
 }  // namespace fsdp

@@ -19,6 +19,10 @@ void check_number(const char* field, double value, Above limit) {
                             limit == Above::kZero ? "above 0" : "from 0 up", ", and not infinite"));
 }
 
+void check_positions(int64_t max_position_embeddings) {
+  check_range(1, int64_t{1} << 31, {{"max_position_embeddings", max_position_embeddings}});
+}
+
 void check_computed(const std::string& not_computed) {
   if (!not_computed.empty()) throw UsageError(not_computed);
 }
@@ -44,6 +48,7 @@ void check_computable(const LlamaConfig& c) {
   validate(c);
   check_computed(c.not_computed);
   check_rope(c);
+  check_positions(c.max_position_embeddings);
   check_number("rms_norm_eps", c.rms_norm_eps, Above::kZero);
   check_number("initializer_range", c.initializer_range, Above::kZeroOrEqual);
   check_number("mtp_loss_weight", c.mtp_loss_weight, Above::kZeroOrEqual);
@@ -59,6 +64,7 @@ void check_computable(const MixtralConfig& c) {
 void check_computable(const NemotronHConfig& c) {
   validate(c);
   check_computed(c.not_computed);
+  check_positions(c.max_position_embeddings);
   check_number("layer_norm_epsilon", c.layer_norm_epsilon, Above::kZero);
   check_number("initializer_range", c.initializer_range, Above::kZeroOrEqual);
   check_number("time_step_min", c.time_step_min, Above::kZeroOrEqual);
@@ -84,15 +90,13 @@ int64_t head_dim_of(const NemotronHConfig& c) {
 
 void validate(const LlamaConfig& c) {
   check_dims({{"vocab_size", c.vocab_size}, {"intermediate_size", c.intermediate_size}});
-  check_range(1, kMaxBlocks, {{"num_hidden_layers", c.num_hidden_layers}});
-  check_range(0, kMaxBlocks, {{"num_nextn_predict_layers", c.num_nextn_predict_layers}});
+  check_layers(c.num_hidden_layers, c.num_nextn_predict_layers);
   static_cast<void>(head_dim_of(c));
   check_kv_heads(c.num_key_value_heads, c.num_attention_heads);
 }
 
 void validate(const MixtralConfig& c) {
-  check_range(1, kMaxBlocks, {{"num_hidden_layers", c.decoder.num_hidden_layers}});
-  check_range(0, kMaxBlocks, {{"num_nextn_predict_layers", c.decoder.num_nextn_predict_layers}});
+  check_layers(c.decoder.num_hidden_layers, c.decoder.num_nextn_predict_layers);
   check_expert_count("num_local_experts", c.num_local_experts,
                      c.decoder.num_hidden_layers + c.decoder.num_nextn_predict_layers);
   check_range(0, kMaxDim, {{"shared_expert_intermediate_size", c.shared_expert_intermediate_size}});
@@ -110,6 +114,10 @@ void validate(const NemotronHConfig& c) {
               {"conv_kernel", c.conv_kernel}});
   if (c.hybrid_override_pattern.empty())
     throw UsageError("hybrid_override_pattern is empty; it needs one of M, - and * per layer");
+  const auto num_layers = static_cast<int64_t>(c.hybrid_override_pattern.size());
+  if (num_layers > kMaxLayers)
+    throw UsageError(concat("hybrid_override_pattern has ", num_layers, " layers; at most ",
+                            kMaxLayers, " are supported"));
   for (const char layer : c.hybrid_override_pattern)
     if (layer != 'M' && layer != '-' && layer != '*')
       throw UsageError(concat("hybrid_override_pattern contains '", layer,

@@ -49,6 +49,9 @@ void read_rope_scaling(const JsonFields& rope, LlamaConfig& c) {
   const std::string type = rope.text_or("rope_type", rope.text_or("type", "default"));
   const char* type_field = rope.has("rope_type") ? "rope_type" : "type";
   if (type == "llama3") {
+    for (const char* field :
+         {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
+      if (!rope.has(field)) rope.refuse(field, "\"llama3\" scaling needs it; add it");
     Llama3RopeScaling scaling;
     scaling.factor = rope.number_or("factor", scaling.factor);
     scaling.low_freq_factor = rope.number_or("low_freq_factor", scaling.low_freq_factor);
@@ -76,6 +79,15 @@ void read_rope(const JsonFields& fields, double default_theta, LlamaConfig& c) {
   }
 }
 
+// In the structs 0 stands for "not given"; a file that says 0 means something else.
+int64_t read_head_dim(const JsonFields& fields, const char* field, int64_t fallback) {
+  const int64_t head_dim = fields.integer_or(field, fallback);
+  if (fields.has(field) && head_dim < 1)
+    fields.refuse(field,
+                  "it must be at least 1; leave it out for hidden_size / num_attention_heads");
+  return head_dim;
+}
+
 LlamaConfig read_decoder(const JsonFields& fields, const DecoderDefaults& defaults) {
   LlamaConfig c;
   c.vocab_size = fields.integer("vocab_size");
@@ -83,7 +95,7 @@ LlamaConfig read_decoder(const JsonFields& fields, const DecoderDefaults& defaul
   c.num_hidden_layers = fields.integer("num_hidden_layers");
   c.num_attention_heads = fields.integer("num_attention_heads");
   c.num_key_value_heads = fields.integer_or("num_key_value_heads", c.num_attention_heads);
-  c.head_dim = fields.integer_or("head_dim", defaults.head_dim);
+  c.head_dim = read_head_dim(fields, "head_dim", defaults.head_dim);
   c.intermediate_size = fields.integer("intermediate_size");
   c.attention_bias = fields.boolean_or("attention_bias", false);
   c.mlp_bias = fields.boolean_or("mlp_bias", false);
@@ -162,7 +174,7 @@ ModelConfig read_nemotron_h(const JsonFields& fields) {
   c.conv_kernel = fields.integer("conv_kernel");
   c.num_attention_heads = fields.integer("num_attention_heads");
   c.num_key_value_heads = fields.integer("num_key_value_heads");
-  c.head_dim = fields.integer_or("head_dim", fields.integer_or("attention_head_dim", 0));
+  c.head_dim = read_head_dim(fields, "head_dim", read_head_dim(fields, "attention_head_dim", 0));
   c.use_conv_bias = fields.boolean_or("use_conv_bias", true);
   c.use_bias = fields.boolean_or("use_bias", false);
   c.attention_bias = fields.boolean_or("attention_bias", false);

@@ -27,6 +27,12 @@ int64_t resolved_head_dim(int64_t head_dim, int64_t hidden_size, int64_t num_att
   return hidden_size / num_attention_heads;
 }
 
+void check_layers(int64_t num_hidden_layers, int64_t num_nextn_predict_layers) {
+  check_range(1, kMaxLayers, {{"num_hidden_layers", num_hidden_layers}});
+  check_range(0, kMaxLayers - num_hidden_layers,
+              {{"num_nextn_predict_layers", num_nextn_predict_layers}});
+}
+
 void check_kv_heads(int64_t num_key_value_heads, int64_t num_attention_heads) {
   check_dims({{"num_key_value_heads", num_key_value_heads}});
   if (num_attention_heads % num_key_value_heads != 0)
@@ -36,9 +42,9 @@ void check_kv_heads(int64_t num_key_value_heads, int64_t num_attention_heads) {
 
 void check_expert_count(const char* field, int64_t num_experts, int64_t num_layers) {
   check_dims({{field, num_experts}});
-  if (num_experts > kMaxBlocks / num_layers)
+  if (num_experts > kMaxExperts / num_layers)
     throw UsageError(concat(field, " is ", num_experts, " in ", num_layers, " layers; at most ",
-                            kMaxBlocks, " experts in all are supported"));
+                            kMaxExperts, " experts in all are supported"));
 }
 
 }  // namespace fsdp

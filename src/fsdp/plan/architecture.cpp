@@ -252,11 +252,10 @@ void validate(const DeepseekV3Config& c) {
               {"v_head_dim", c.v_head_dim},
               {"intermediate_size", c.intermediate_size},
               {"moe_intermediate_size", c.moe_intermediate_size}});
-  check_range(1, kMaxBlocks, {{"num_hidden_layers", c.num_hidden_layers}});
+  check_layers(c.num_hidden_layers, c.num_nextn_predict_layers);
   check_range(0, kMaxDim,
               {{"q_lora_rank", c.q_lora_rank}, {"n_shared_experts", c.n_shared_experts}});
   check_range(0, c.num_hidden_layers, {{"first_k_dense_replace", c.first_k_dense_replace}});
-  check_range(0, kMaxBlocks, {{"num_nextn_predict_layers", c.num_nextn_predict_layers}});
   check_expert_count("n_routed_experts", c.n_routed_experts,
                      c.num_hidden_layers + c.num_nextn_predict_layers);
 }

@@ -3,10 +3,9 @@
 #include <sys/stat.h>
 
 #include <algorithm>
-#include <fstream>
-#include <sstream>
 #include <vector>
 
+#include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/json_fields.h"
 #include "fsdp/base/text.h"
@@ -91,6 +90,15 @@ TensorShape read_tensor(const JsonFields& fields) {
   return tensor;
 }
 
+// More would be planned for minutes; no model is near.
+constexpr size_t kMaxUnits = 8192;
+
+void check_count(const char* field, size_t count, const std::string& source) {
+  if (count > kMaxUnits)
+    throw UsageError(concat(source, ": ", field, " has ", count, " entries; at most ", kMaxUnits,
+                            " are supported, so join neighbouring units"));
+}
+
 void read_uses(const JsonFields& fields, ModelShape& model) {
   for (const nlohmann::json& use : fields.array("uses")) {
     const std::string name = use.is_string() ? use.get<std::string>() : "";
@@ -106,6 +114,7 @@ ModelShape read_units(const JsonFields& fields, const std::string& source) {
   fields.allow_only({"name", "units", "uses"});
   ModelShape model{fields.text_or("name", source), {}, {}};
   const size_t num_units = fields.array("units").size();
+  check_count("units", num_units, source);
   for (size_t i = 0; i < num_units; ++i) {
     const JsonFields unit_fields = fields.element("units", i);
     unit_fields.allow_only({"name", "tensors"});
@@ -115,10 +124,12 @@ ModelShape read_units(const JsonFields& fields, const std::string& source) {
       unit.tensors.push_back(read_tensor(unit_fields.element("tensors", t)));
     model.units.push_back(std::move(unit));
   }
-  if (fields.has("uses"))
+  if (fields.has("uses")) {
+    check_count("uses", fields.array("uses").size(), source);
     read_uses(fields, model);
-  else
+  } else {
     for (size_t i = 0; i < num_units; ++i) model.uses.push_back(static_cast<int64_t>(i));
+  }
   with_source(source, [&] { model.validate(); });
   return model;
 }
@@ -140,15 +151,12 @@ bool is_known_model_type(std::string_view model_type) {
 }
 
 ModelShape load_model_file(const std::string& path) {
+  constexpr int64_t kMaxBytes = int64_t{64} << 20;
   struct stat status {};
   if (::stat(path.c_str(), &status) != 0 || !S_ISREG(status.st_mode))
     throw UsageError(concat("model is '", path, "', which is not a file; give a JSON file or one ",
                             "of ", join(model_names(), ", ")));
-  std::ifstream file(path, std::ios::binary);
-  std::ostringstream text;
-  text << file.rdbuf();
-  if (!file) throw UsageError(concat("model file '", path, "' cannot be read; check its rights"));
-  return parse_model(text.str(), path);
+  return parse_model(read_text_file(path, kMaxBytes), path);
 }
 
 ModelShape load_model(const std::string& name_or_path) {
