@@ -28,11 +28,12 @@ class DataCommand : public ::testing::Test {
   DataCommand() {
     make_directories(directory_ / "books/poems");
     write_text_file(directory_ / "books/b.txt", "second\n");
-    write_text_file(directory_ / "books/a.txt", "\"first\"\t\x80");
+    write_text_file(directory_ / "books/a.txt", "\"first\"\t\x01");
     write_text_file(directory_ / "books/poems/c.txt", "third");
     write_text_file(directory_ / "books/.hidden", "no");
     write_text_file(directory_ / "books/picture", std::string("\0\1", 2));
     write_text_file(directory_ / "more.txt", "more");
+    write_text_file(directory_ / "picture.png", std::string("\0\1", 2));
     EXPECT_EQ(::chdir(directory_.path().c_str()), 0);
   }
   ~DataCommand() override { EXPECT_EQ(::chdir("/"), 0); }
@@ -56,8 +57,9 @@ class DataCommand : public ::testing::Test {
 TEST_F(DataCommand, HelpListsEveryOptionWithExamples) {
   EXPECT_THAT(run_fsdp("--help").out, HasSubstr("data"));
   EXPECT_THAT(data("--help").out, AllOf(HasSubstr("pack"), HasSubstr("info")));
-  EXPECT_THAT(data("pack --help").out, AllOf(HasSubstr("INPUT"), HasSubstr("--output"),
-                                             HasSubstr("--overwrite"), HasSubstr("Examples:")));
+  EXPECT_THAT(data("pack --help").out,
+              AllOf(HasSubstr("INPUT"), HasSubstr("--output"), HasSubstr("--overwrite"),
+                    HasSubstr("--any-bytes"), HasSubstr("Examples:")));
   EXPECT_THAT(data("info --help").out, AllOf(HasSubstr("PATH"), HasSubstr("--json"),
                                              HasSubstr("--verify"), HasSubstr("Examples:")));
 }
@@ -77,7 +79,7 @@ TEST_F(DataCommand, PacksTextAndShowsIt) {
               AllOf(HasSubstr("data         books.bin\n"), HasSubstr("tokens       24 of 2 bytes"),
                     HasSubstr("documents    3\n"), HasSubstr("'bytes', vocabulary 257"),
                     HasSubstr("verified     checksums and all tokens are right\n"),
-                    HasSubstr("begins       \"\"first\"\\t\\x80second\\nthird\"\n")));
+                    HasSubstr("begins       \"\"first\"\\t\\x01second\\nthird\"\n")));
 }
 
 TEST_F(DataCommand, TextAndItsPackedFileAreTheSameData) {
@@ -88,7 +90,12 @@ TEST_F(DataCommand, TextAndItsPackedFileAreTheSameData) {
   EXPECT_EQ(packed["tokens"], 24);
   EXPECT_EQ(packed["files"], 1);
   EXPECT_EQ(text["files"], 3);
-  EXPECT_EQ(text["left_out"], (Json{{"hidden", 1}, {"binary", 1}, {"empty", 0}, {"other", 0}}));
+  EXPECT_EQ(text["left_out"], (Json{{"hidden", 1},
+                                    {"binary", 1},
+                                    {"not_utf8", 0},
+                                    {"json_lines", 0},
+                                    {"empty", 0},
+                                    {"other", 0}}));
   for (const char* key : {"documents", "vocabulary", "tokenizer", "end_of_document", "token_bytes",
                           "data_bytes", "begins"})
     EXPECT_EQ(packed[key], text[key]) << key;
@@ -125,8 +132,12 @@ TEST_F(DataCommand, AnswersEveryWrongUseWithOneSentence) {
   expect_error("pack books counting.bin --output x.bin", 1, "has other tokens");
   expect_error("info text.bin", 1, "text.bin: does not begin as a packed token file does");
   expect_error("info none.bin", 1, "none.bin: cannot open the file");
+  expect_error("pack books/picture --output x.bin", 1, "is no text (a zero byte at 0); name text");
+  write_text_file("rows.jsonl", "{\"text\": \"a\"}\n{\"text\": \"b\"}\n");
+  expect_error("info rows.jsonl", 1, "rows.jsonl: has JSON objects as lines; write their text");
   EXPECT_FALSE(path_exists("x.bin"));
   EXPECT_EQ(data("pack books --output books.bin --overwrite").exit_code, 0);
+  EXPECT_EQ(data("pack books/picture --output x.bin --any-bytes").exit_code, 0);
 }
 
 TEST_F(DataCommand, FindsDamageWhenItVerifies) {

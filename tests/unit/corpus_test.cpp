@@ -19,6 +19,7 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::ElementsAre;
+using ::testing::EndsWith;
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
 
@@ -46,6 +47,15 @@ class CorpusFiles : public ::testing::Test {
     return text;
   }
 
+  static std::string refusal(const std::string& path) {
+    try {
+      open_corpus({path});
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "accepted";
+  }
+
   PackSummary pack(const std::vector<std::string>& paths, const std::string& name,
                    const PackOptions& options = {}) const {
     return pack_tokens(paths, directory_ / name, options);
@@ -62,8 +72,10 @@ TEST_F(CorpusFiles, DirectoriesAreSortedByPathAndLeaveOutWhatIsNoText) {
   write("d/.hidden", "h");
   write("d/.git/config", "h");
   write("d/image.png", std::string("PNG\0", 4));
-  write("d/late.bin", std::string(8191, 'x') + std::string(1, '\0'));
-  write("d/later.txt", std::string(8192, 'x') + std::string(1, '\0'));
+  write("d/late.bin", std::string(65535, 'x') + std::string(1, '\0'));
+  write("d/later.txt", std::string(65536, 'x') + std::string(1, '\0'));
+  write("d/latin1.txt", "caf\xe9");
+  write("d/rows.jsonl", "{\"text\": \"a\"}\n");
   write("d/empty", "");
   ASSERT_EQ(::symlink("nowhere", (directory_ / "d/broken").c_str()), 0);
   ASSERT_EQ(::mkfifo((directory_ / "d/pipe").c_str(), 0600), 0);
@@ -71,10 +83,11 @@ TEST_F(CorpusFiles, DirectoriesAreSortedByPathAndLeaveOutWhatIsNoText) {
               ElementsAre("d/B.txt", "d/a.txt", "d/a/z.txt", "d/b.txt", "d/later.txt"));
   const std::vector<std::string> paths = {directory_ / "d"};
   const TextFiles files = find_text_files(paths);
-  EXPECT_EQ(files.left_out,
-            (LeftOut{.num_hidden = 2, .num_binary = 2, .num_empty = 1, .num_other = 2}));
-  EXPECT_EQ(to_text(files.left_out), "2 hidden, 2 binary, 1 empty, 2 other than files");
-  EXPECT_EQ(files.bytes, 4 + 8193);
+  const std::string left_out =
+      "2 hidden, 2 binary, 1 not UTF-8, 1 of JSON lines, 1 empty, 2 other than files";
+  EXPECT_EQ(to_text(files.left_out), left_out);
+  EXPECT_THAT(open_corpus(paths)->summary(), EndsWith("; left out: " + left_out));
+  EXPECT_EQ(files.bytes, 4 + 65537);
   EXPECT_THAT(found({directory_ / "d/"}), ::testing::SizeIs(5));
 }
 
@@ -97,15 +110,6 @@ TEST_F(CorpusFiles, NamedPathsStayInTheirOrder) {
 }
 
 TEST_F(CorpusFiles, PathsWithoutTextAreRefused) {
-  const auto refusal = [&](const std::string& path) {
-    std::string text;
-    try {
-      open_corpus({path});
-    } catch (const Error& error) {
-      text = error.what();
-    }
-    return text;
-  };
   EXPECT_THAT(refusal(directory_ / "none"), HasSubstr("none: cannot be read: No such file or "
                                                       "directory; check the path"));
   make_directories(directory_ / "empty");
@@ -118,11 +122,92 @@ TEST_F(CorpusFiles, PathsWithoutTextAreRefused) {
   EXPECT_THAT([] { open_corpus({}); }, ThrowsMessage<UsageError>(HasSubstr("no data is named")));
 }
 
+TEST_F(CorpusFiles, NamedFilesThatAreNoTextAreRefusedByWhatTheyAre) {
+  const auto refused = [&](const std::string& name, std::string_view bytes) {
+    return refusal(write(name, std::string(bytes)));
+  };
+  using namespace std::string_view_literals;
+  EXPECT_THAT(
+      refused("a.parquet", "PAR1\x15\0\x15"sv),
+      EndsWith("a.parquet: is a parquet file; write its text to files first (docs/data.md shows "
+               "how), or pack its bytes as they are with fsdp data pack --any-bytes"));
+  EXPECT_THAT(refused("a.txt", "\x1f\x8b\x08\0"sv), HasSubstr("is compressed with gzip; unpack"));
+  EXPECT_THAT(refused("zstd", "\x28\xb5\x2f\xfd\x24"sv), HasSubstr("is compressed with zstd;"));
+  EXPECT_THAT(refused("xz", "\xfd\x37zXZ\0"sv), HasSubstr("is compressed with xz;"));
+  EXPECT_THAT(refused("bz2", "BZh91AY&SY\x94"sv), HasSubstr("is compressed with bzip2;"));
+  EXPECT_THAT(refused("a.pt", "PK\x03\x04\0\0"sv), HasSubstr("is a zip archive (so are npz and"));
+  EXPECT_THAT(refused("a.npy", "\x93NUMPY\1\0"sv), HasSubstr("is a NumPy array; token ids"));
+  EXPECT_THAT(refused("a.pdf", "%PDF-1.7\n"sv), HasSubstr("is a PDF; convert it to text first"));
+  EXPECT_THAT(refused("a.out", "\x7f\x45LF\2\1\1\0"sv), HasSubstr("is a program;"));
+  EXPECT_THAT(refused("arrow", "ARROW1\0\0"sv), HasSubstr("is an Arrow file;"));
+  EXPECT_THAT(refused("a.db", "SQLite format 3\0"sv), HasSubstr("is an SQLite database;"));
+  EXPECT_THAT(refused("a.pkl", "\x80\x04\x95"sv), HasSubstr("is a Python pickle;"));
+  EXPECT_THAT(refused("tensors", "\x40\0\0\0\0\0\0\0{\"a\":"sv), HasSubstr("is a safetensors"));
+  EXPECT_THAT(refused("utf-16", "\xff\xfeh\0i\0"sv), HasSubstr("is UTF-16 text; convert it to"));
+  EXPECT_THAT(refused("zeros", "ab\0"sv), HasSubstr("is no text (a zero byte at 2);"));
+  EXPECT_THAT(refused("latin1", "caf\xe9"sv),
+              HasSubstr("is not UTF-8 text (byte 0xe9 at 3); convert it first, e.g. iconv"));
+  const std::string row = "{\"text\": \"a\"}\n";
+  EXPECT_THAT(refused("data", row + "\r\n" + row),
+              HasSubstr("data: has JSON objects as lines; write their text to a file first, e.g. "
+                        "jq -r .text (docs/data.md shows more), or pack"));
+  EXPECT_THAT(refused("one.jsonl", row), HasSubstr("has JSON objects as lines"));
+  EXPECT_THAT(refused("long.jsonl", "{\"text\": \"" + std::string(70'000, 'x') + "\"}\n"),
+              HasSubstr("has JSON objects as lines"));
+}
+
+TEST_F(CorpusFiles, TextThatLooksLikeSomethingElseIsTaken) {
+  const std::string whole = "\xc3\xa4";
+  for (const std::string& text :
+       {std::string("{\"a\": 1}\n"), std::string("{\n  \"a\": 1,\n  \"b\": 2\n}\n"),
+        std::string("{ braces } are text\n{\"a\": 1}\n"), std::string("{\"a\": 1}\nand text\n"),
+        std::string("[1]\n[2]\n"), std::string("PAR1 and BZh are magic\n"), std::string("\x1b[1m"),
+        "\xef\xbb\xbf" + whole,                      // a mark of UTF-8
+        std::string(65'535, 'x') + whole + "\xff"})  // a character cut where looking ends
+    EXPECT_EQ(refusal(write("text", text)), "accepted") << text.substr(0, 60);
+  EXPECT_THAT(refusal(write("text", "x" + whole.substr(0, 1))), HasSubstr("is not UTF-8"));
+}
+
+TEST_F(CorpusFiles, AnyBytesCanBePacked) {
+  const std::string file = write("picture", std::string("\xff\0", 2));
+  EXPECT_THAT([&] { pack({file}, "a.bin"); }, ThrowsMessage<Error>(HasSubstr("--any-bytes")));
+  pack({file}, "a.bin", {.named = NamedFiles::kAnyBytes});
+  EXPECT_THAT(tokens_of(*open_corpus({directory_ / "a.bin"})), ElementsAre(255, 0, 256));
+}
+
+// Whoever wrote the file: its checksums are right.
+TEST_F(CorpusFiles, TokensOutsideTheVocabularyAreFoundWhenAFileIsOpened) {
+  const auto write_one_wrong = [&](size_t at, uint32_t token) {
+    std::vector<uint32_t> tokens(200'000, 7);
+    tokens[at] = token;
+    TokenHeader header = counting_header();
+    header.vocabulary = 100;
+    TokenFileWriter writer(directory_ / "wrong.bin", header);
+    writer.write_stored(std::as_bytes(std::span(tokens)));
+    writer.finish();
+    return refusal(directory_ / "wrong.bin");
+  };
+  EXPECT_EQ(write_one_wrong(0, 99), "accepted");
+  for (const size_t at : {size_t{0}, size_t{65'536}, size_t{199'999}})
+    EXPECT_THAT(write_one_wrong(at, 100),
+                EndsWith(concat("wrong.bin: token number ", at, " is 100, outside the vocabulary ",
+                                "of 100 that the header names: one of them is wrong; use another ",
+                                "copy, or pack the text again")));
+  EXPECT_THAT(write_one_wrong(5, UINT32_MAX), HasSubstr("token number 5 is 4294967295, outside"));
+  // Of more than may be read, the beginning and evenly spread places.
+  const CorpusOptions little{.looked_over_bytes = 2 * 65'536 * 4};
+  const std::vector<std::string> paths = {directory_ / "wrong.bin"};
+  write_one_wrong(65'536 + 5, 100);
+  EXPECT_NO_THROW(open_corpus(paths, little));
+  write_one_wrong(2 * 65'536 + 5, 100);
+  EXPECT_THROW(open_corpus(paths, little), Error);
+}
+
 TEST_F(CorpusFiles, ADocumentIsAFileAndHasAnEnd) {
   write("d/1", "one");
   write("d/2", "two");
-  const auto corpus = open_corpus({write("last", "\xff\n"), directory_ / "d"});
-  EXPECT_EQ(text_of(*corpus), "\xff\n|one|two|");
+  const auto corpus = open_corpus({write("last", "\x01\n"), directory_ / "d"});
+  EXPECT_EQ(text_of(*corpus), "\x01\n|one|two|");
   EXPECT_EQ(corpus->num_tokens(), 11);
   EXPECT_EQ(corpus->num_documents(), 3);
   EXPECT_EQ(corpus->num_files(), 3);

@@ -233,8 +233,8 @@ TEST_F(TokenFiles, NeverGiveATokenOutsideTheVocabulary) {
   EXPECT_NO_THROW(file.read(0, tokens));
   EXPECT_THAT(
       [&] { file.read(1, tokens); },
-      ThrowsMessage<Error>(HasSubstr("token number 2 is 100, outside the vocabulary of 100: "
-                                     "the file is damaged; use another copy")));
+      ThrowsMessage<Error>(HasSubstr("token number 2 is 100, outside the vocabulary of 100 "
+                                     "that the header names: one of them is wrong; use another")));
   EXPECT_THROW(file.verify(), Error);
   TokenFileWriter writer(directory_ / "new.bin", header);
   EXPECT_THAT(

@@ -29,6 +29,7 @@ struct PackArguments {
   std::vector<std::string> inputs;
   std::string output;
   bool overwrite = false;
+  bool any_bytes = false;
 };
 
 void run_pack(const PackArguments& given) {
@@ -40,6 +41,7 @@ void run_pack(const PackArguments& given) {
   {
     Progress progress("pack");
     PackOptions options;
+    if (given.any_bytes) options.named = NamedFiles::kAnyBytes;
     if (given.overwrite) options.existing = PackOptions::Existing::kReplace;
     options.progress = [&](int64_t done, int64_t total) { progress.update(done, total); };
     summary = pack_tokens(given.inputs, given.output, options);
@@ -57,10 +59,11 @@ void run_pack(const PackArguments& given) {
 }
 
 constexpr const char* kPackFooter =
-    "INPUTs are text files, directories (the text files in and below them, sorted by path; hidden "
-    "and binary ones\nare left out) and packed files to join. A document is a file; tokens are "
-    "bytes, and one more ends a document.\nFILE appears when it is complete, and not at all when "
-    "something fails.\n"
+    "INPUTs are text files (UTF-8), directories (the text files in and below them, sorted by path; "
+    "hidden ones and those\nthat are no text are left out) and packed files to join. A document is "
+    "a file; tokens are bytes, and one more ends\na document. FILE appears when it is complete, "
+    "and "
+    "not at all when something fails.\n"
     "Examples:\n"
     "  fsdp data pack books --output books.bin\n"
     "  fsdp data pack a.txt b.txt old.bin --output all.bin --overwrite\n"
@@ -74,6 +77,7 @@ CLI::App* add_data_pack(CLI::App& parent, PackArguments& given) {
   app->add_option("INPUT", given.inputs, "What to pack, in this order")->type_name("");
   app->add_option("--output", given.output, "The file to write, named *.bin")->type_name("FILE");
   app->add_flag("--overwrite", given.overwrite, "Replace FILE if it is there");
+  app->add_flag("--any-bytes", given.any_bytes, "Take named files as they are, text or not");
   return app;
 }
 
@@ -116,6 +120,8 @@ void print_json(const Corpus& corpus, const InfoArguments& given) {
                {"left_out",
                 {{"hidden", left_out.num_hidden},
                  {"binary", left_out.num_binary},
+                 {"not_utf8", left_out.num_not_utf8},
+                 {"json_lines", left_out.num_json_lines},
                  {"empty", left_out.num_empty},
                  {"other", left_out.num_other}}},
                {"tokens", header.num_tokens},

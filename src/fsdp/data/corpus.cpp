@@ -17,7 +17,9 @@ namespace fsdp {
 // Adds the paths one by one.
 class CorpusBuilder {
  public:
-  explicit CorpusBuilder(const CorpusOptions& options) : options_(options) {}
+  CorpusBuilder(const CorpusOptions& options, size_t num_paths)
+      : options_(options),
+        looked_over_bytes_(options.looked_over_bytes / static_cast<int64_t>(num_paths)) {}
 
   void add(const std::string& path) {
     if (is_token_file(path))
@@ -33,6 +35,7 @@ class CorpusBuilder {
  private:
   void add_token_file(const std::string& path) {
     TokenFile file(path);
+    file.look_over(looked_over_bytes_);
     const TokenHeader header = file.header();
     ++corpus_.num_files_;
     append(header, path, {.file = std::move(file)});
@@ -80,6 +83,7 @@ class CorpusBuilder {
   }
 
   const CorpusOptions& options_;
+  int64_t looked_over_bytes_;  // of a file
   Corpus corpus_;
   int64_t text_bytes_ = 0;
   std::string first_path_;
@@ -89,7 +93,7 @@ std::shared_ptr<const Corpus> Corpus::open(std::span<const std::string> paths,
                                            const CorpusOptions& options) {
   if (paths.empty())
     throw UsageError("no data is named; give text files, directories or packed token files");
-  CorpusBuilder builder(options);
+  CorpusBuilder builder(options, paths.size());
   for (const std::string& path : paths) builder.add(path);
   return builder.finish();
 }
@@ -130,7 +134,8 @@ void Corpus::check_model_vocabulary(int64_t model_vocabulary) const {
 
 std::string Corpus::summary() const {
   return concat(counted_text(num_files_, "file"), ", ", counted_text(num_tokens(), "token"),
-                " of tokenizer '", tokenizer(), "' (vocabulary ", vocabulary(), ")");
+                " of tokenizer '", tokenizer(), "' (vocabulary ", vocabulary(), ")",
+                left_out_.total() == 0 ? "" : "; left out: ", to_text(left_out_));
 }
 
 namespace {

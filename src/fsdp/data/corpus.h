@@ -17,6 +17,8 @@ namespace fsdp {
 struct CorpusOptions {
   // The most text that is held in memory (as tokens of two bytes); more must be packed first.
   int64_t max_text_bytes = int64_t{2} << 30;
+  // So much of packed files is looked over when they are opened; see TokenFile::look_over().
+  int64_t looked_over_bytes = int64_t{64} << 20;
 };
 
 // Immutable; any number of threads may read it at a time, so the ranks of a process share one.
@@ -51,7 +53,7 @@ class Corpus {
   // UsageError for a model that has fewer tokens than the data.
   void check_model_vocabulary(int64_t model_vocabulary) const;
 
-  // "12 files, 1,234,567 tokens of tokenizer 'bytes' (vocabulary 257)"
+  // "12 files, 1,234,567 tokens of tokenizer 'bytes' (vocabulary 257)", and what was left out
   std::string summary() const;
 
  private:

@@ -59,7 +59,7 @@ class Packing {
 
   void add_text(const std::string& path) {
     check_kind(byte_level_header(), path);
-    TextFiles files = find_text_files({&path, 1});
+    TextFiles files = find_text_files({&path, 1}, options_.named);
     summary_.source_bytes += files.bytes;
     for (std::string& each : files.paths) sources_.push_back({std::move(each), std::nullopt});
     summary_.left_out += files.left_out;

@@ -14,6 +14,7 @@ namespace fsdp {
 struct PackOptions {
   enum class Existing : uint8_t { kRefuse, kReplace };
   Existing existing = Existing::kRefuse;  // a file that is where the new one goes
+  NamedFiles named = NamedFiles::kText;
   // Told how many bytes of how many have been read, after every piece.
   std::function<void(int64_t done_bytes, int64_t total_bytes)> progress = {};
 };

@@ -3,9 +3,7 @@
 #include <sys/stat.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
-#include <cstring>
 #include <set>
 #include <system_error>
 #include <utility>
@@ -13,19 +11,10 @@
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
+#include "fsdp/data/file_content.h"
 
 namespace fsdp {
 namespace {
-
-// As git and grep decide it.
-bool is_binary(const std::string& path, int64_t file_bytes) {
-  constexpr int64_t kLookedAtBytes = 8192;
-  std::array<std::byte, kLookedAtBytes> buffer;
-  const std::span<std::byte> first =
-      std::span(buffer).first(static_cast<size_t>(std::min(file_bytes, kLookedAtBytes)));
-  FileReader(path).read(0, first);
-  return std::find(first.begin(), first.end(), std::byte{0}) != first.end();
-}
 
 // Goes through one directory that was named.
 class DirectoryWalk {
@@ -54,11 +43,26 @@ class DirectoryWalk {
       ++files_.left_out.num_other;
     } else if (status.st_size == 0) {
       ++files_.left_out.num_empty;
-    } else if (is_binary(path, status.st_size)) {
-      ++files_.left_out.num_binary;
     } else {
-      files_.paths.push_back(path);
-      files_.bytes += status.st_size;
+      take_text(path, status.st_size);
+    }
+  }
+
+  void take_text(const std::string& path, int64_t file_bytes) {
+    switch (judge_file(path, file_bytes).content) {
+      case FileContent::kText:
+        files_.paths.push_back(path);
+        files_.bytes += file_bytes;
+        return;
+      case FileContent::kNotUtf8:
+        ++files_.left_out.num_not_utf8;
+        return;
+      case FileContent::kJsonLines:
+        ++files_.left_out.num_json_lines;
+        return;
+      case FileContent::kBinary:
+        ++files_.left_out.num_binary;
+        return;
     }
   }
 
@@ -85,7 +89,7 @@ void append(TextFiles& files, const TextFiles& more) {
 
 }  // namespace
 
-TextFiles find_text_files(std::span<const std::string> paths) {
+TextFiles find_text_files(std::span<const std::string> paths, NamedFiles named) {
   TextFiles files;
   for (const std::string& path : paths) {
     struct stat status {};
@@ -97,6 +101,11 @@ TextFiles find_text_files(std::span<const std::string> paths) {
     }
     FSDP_CHECK(S_ISREG(status.st_mode), path, ": is a device or a pipe; name files or directories");
     FSDP_CHECK(status.st_size > 0, path, ": is empty; name a file with text");
+    if (named == NamedFiles::kText) {
+      const JudgedFile judged = judge_file(path, status.st_size);
+      FSDP_CHECK(judged.content == FileContent::kText, path, ": ", judged.problem,
+                 ", or pack its bytes as they are with fsdp data pack --any-bytes");
+    }
     append(files, {.paths = {path}, .bytes = status.st_size});
   }
   return files;
@@ -105,6 +114,8 @@ TextFiles find_text_files(std::span<const std::string> paths) {
 LeftOut& LeftOut::operator+=(const LeftOut& more) {
   num_hidden += more.num_hidden;
   num_binary += more.num_binary;
+  num_not_utf8 += more.num_not_utf8;
+  num_json_lines += more.num_json_lines;
   num_empty += more.num_empty;
   num_other += more.num_other;
   return *this;
@@ -117,6 +128,8 @@ std::string to_text(const LeftOut& left_out) {
   };
   add(left_out.num_hidden, "hidden");
   add(left_out.num_binary, "binary");
+  add(left_out.num_not_utf8, "not UTF-8");
+  add(left_out.num_json_lines, "of JSON lines");
   add(left_out.num_empty, "empty");
   add(left_out.num_other, "other than files");
   return join(parts, ", ");

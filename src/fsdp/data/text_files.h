@@ -11,11 +11,15 @@ namespace fsdp {
 // How much of directories is no text.
 struct LeftOut {
   int64_t num_hidden = 0;  // files and directories whose names begin with a dot
-  int64_t num_binary = 0;  // files with a zero byte in their first 8 KiB
+  int64_t num_binary = 0;  // files of a known format other than text, or with a zero byte
+  int64_t num_not_utf8 = 0;
+  int64_t num_json_lines = 0;
   int64_t num_empty = 0;
   int64_t num_other = 0;  // devices, pipes, links to nothing
 
-  int64_t total() const { return num_hidden + num_binary + num_empty + num_other; }
+  int64_t total() const {
+    return num_hidden + num_binary + num_not_utf8 + num_json_lines + num_empty + num_other;
+  }
   LeftOut& operator+=(const LeftOut& more);
   bool operator==(const LeftOut&) const = default;
 };
@@ -26,11 +30,14 @@ struct TextFiles {
   LeftOut left_out = {};
 };
 
-// A file that is named is taken whatever it holds; a directory stands for the files in and below
-// it, sorted by their paths, byte by byte. Links are followed, and no directory is entered twice
-// for one path. Paths stay in the order given. Error where a path is missing, cannot be read, or
-// names a directory without text.
-TextFiles find_text_files(std::span<const std::string> paths);
+// What files that are named, and not found in a directory, may hold.
+enum class NamedFiles : uint8_t { kText, kAnyBytes };
+
+// A directory stands for the files in and below it, sorted by their paths, byte by byte. Links are
+// followed, and no directory is entered twice for one path. Paths stay in the order given. What
+// judge_file() says is no text is left out of directories, and an Error where it is named. So is a
+// path that is missing, cannot be read, or names a directory without text.
+TextFiles find_text_files(std::span<const std::string> paths, NamedFiles named = NamedFiles::kText);
 
 // "2 hidden, 1 binary"; "" for nothing.
 std::string to_text(const LeftOut& left_out);

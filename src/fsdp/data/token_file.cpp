@@ -12,6 +12,7 @@
 
 #include "fsdp/base/crc32c.h"
 #include "fsdp/base/error.h"
+#include "fsdp/base/integer.h"
 
 namespace fsdp {
 namespace {
@@ -53,7 +54,8 @@ const std::byte* map_file(const FileReader& reader) {
                                int64_t vocabulary) {
   throw Error(concat(path, ": token number ", place, " is ", token, ", outside the vocabulary of ",
                      vocabulary,
-                     ": the file is damaged; use another copy, or pack the text again"));
+                     " that the header names: one of them is wrong; use another copy, or pack the "
+                     "text again"));
 }
 
 void check_tokens(std::span<const int64_t> tokens, int64_t first, const TokenHeader& header,
@@ -100,6 +102,19 @@ std::span<const std::byte> TokenFile::data() const {
 void TokenFile::read(int64_t first, std::span<int64_t> into) const {
   if (widen_tokens(data(), header_.token_bytes, first, into) >= header_.vocabulary)
     check_tokens(into, first, header_, path_);
+}
+
+void TokenFile::look_over(int64_t max_bytes) const {
+  constexpr int64_t kPieceTokens = int64_t{1} << 16;
+  const int64_t all_pieces = (header_.num_tokens + kPieceTokens - 1) / kPieceTokens;
+  const int64_t num_pieces =
+      std::min(all_pieces, std::max<int64_t>(1, max_bytes / (kPieceTokens * header_.token_bytes)));
+  std::vector<int64_t> tokens;
+  for (int64_t i = 0; i < num_pieces; ++i) {
+    const int64_t first = checked_mul(i, all_pieces) / num_pieces * kPieceTokens;
+    tokens.resize(static_cast<size_t>(std::min(kPieceTokens, header_.num_tokens - first)));
+    read(first, tokens);
+  }
 }
 
 void TokenFile::verify(const std::function<void(int64_t)>& progress) const {
