@@ -4,11 +4,13 @@
     tools/pack_tokens.py INPUT... --tokenizer tokenizer.json --output FILE.bin
 
 INPUTs are UTF-8 text files, or directories (files in and below them by path; hidden, empty and binary ones
-are left out). A document is a file, and the token of --end-of-document follows it. Needs the Python packages
-`tokenizers` and `numpy`; after `make setup`, .venv/bin/python3 has them.
+are left out). A document is a file, or with --field what each line of it, a JSON object, has under that name; the token
+of --end-of-document follows it. Needs the Python packages `tokenizers` and `numpy`; after `make setup`,
+.venv/bin/python3 has them.
 """
 
 import argparse
+import json
 import os
 import pathlib
 import struct
@@ -98,6 +100,24 @@ def text_files(inputs):
                 yield each
 
 
+def documents(path, field):
+    """Of one file. Lines of JSON are no text, so somebody must say where the text is."""
+    if field is None:
+        if path.suffix in (".jsonl", ".ndjson"):
+            sys.exit(f"pack_tokens: {path}: has JSON objects as lines; name the field with the text, e.g. --field text.")
+        yield path.read_text(encoding="utf-8")
+        return
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                text = json.loads(line)[field]
+                if not isinstance(text, str):
+                    raise TypeError(text)
+            except (ValueError, KeyError, TypeError):
+                sys.exit(f"pack_tokens: {path}: line {number} is no JSON object with a text named '{field}'.")
+            yield text
+
+
 def header(width, vocabulary, num_tokens, num_documents, end, name, checksum):
     packed = struct.pack("<8sIIqqqq64sIQ", b"fsdptok\n", 1, width, vocabulary, num_tokens, num_documents, end,
                          name.encode("ascii"), checksum, 0)
@@ -138,9 +158,10 @@ def pack(options, tokenizer, out):
     num_documents = 0
     tokens = TokenStream(out, width)
     for path in text_files(options.inputs):
-        ids = tokenizer.encode(path.read_text(encoding="utf-8"), add_special_tokens=False).ids
-        tokens.write(ids + ([end] if end != NONE else []))
-        num_documents += 1
+        for text in documents(path, options.field):
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+            tokens.write(ids + ([end] if end != NONE else []))
+            num_documents += 1
     tokens.flush()
     out.seek(0)
     out.write(header(width, vocabulary, tokens.count, num_documents, end, options.name, tokens.checksum))
@@ -153,6 +174,7 @@ def main():
     parser.add_argument("--tokenizer", required=True, help="a tokenizer.json, or the directory that holds one")
     parser.add_argument("--output", required=True, help="the file to write, named *.bin")
     parser.add_argument("--end-of-document", metavar="TOKEN", help="what follows each document, e.g. '</s>'; default: nothing")
+    parser.add_argument("--field", metavar="NAME", help="INPUTs are JSON lines; the text of each is in this field")
     parser.add_argument("--name", help="the tokenizer's name in the file; default: that of its directory")
     options = parser.parse_args()
     path = pathlib.Path(options.tokenizer)

@@ -67,6 +67,24 @@ def check_checksums(folder):
         check(info.returncode == 0 and f"{2 * count:,} of 2 bytes" in info.stdout, info.stdout + info.stderr)
 
 
+def check_json_lines(folder):
+    """A line is a document; without --field it is no text."""
+    rows, output = folder / "rows.jsonl", folder / "rows.bin"
+    command = [sys.executable, PACK, str(rows), "--tokenizer", str(folder), "--output", str(output),
+               "--end-of-document", "</s>"]
+    rows.write_text('{"text": "one two", "id": 1}\n{"text": "three"}\n')
+    wrong = run(*command)
+    check(wrong.returncode != 0 and "has JSON objects as lines; name the field" in wrong.stderr, wrong.stderr)
+    packed = run(*command, "--field", "text")
+    check(packed.returncode == 0 and "5 tokens, 2 documents" in packed.stdout, packed.stdout)
+    tokens = numpy.fromfile(output, "<u2", offset=128).tolist()
+    check(tokens == [0, 1, 5, 2, 5], f"tokens are {tokens}")
+    for line in ("[]", "{", '{"id": 2}', '{"text": 3}'):
+        rows.write_text('{"text": "one"}\n' + line + "\n")
+        wrong = run(*command, "--field", "text")
+        check(wrong.returncode != 0 and "line 2 is no JSON object with a text named 'text'" in wrong.stderr, wrong.stderr)
+
+
 def check_errors(folder):
     wrong = run(sys.executable, PACK, str(folder / "text"), "--tokenizer", str(folder / "none"), "--output", "x.bin")
     check(wrong.returncode != 0 and "cannot be read" in wrong.stderr, wrong.stderr)
@@ -86,5 +104,6 @@ with tempfile.TemporaryDirectory() as name:
     pack_and_read(root, 2, 0)
     pack_and_read(root, 4, 70000)
     check_checksums(root)
+    check_json_lines(root)
     check_errors(root)
 print("pack_tokens_test: fine")
