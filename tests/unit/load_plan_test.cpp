@@ -127,6 +127,14 @@ TEST_F(LoadPlans, ListWhatIsMissing) {
                  AllOf(HasSubstr("it lacks 'b'"), HasSubstr("allow_missing")));
 }
 
+TEST_F(LoadPlans, DoNotOfferWhatNobodyCanSet) {
+  write({data("a", {3})});
+  expect_refusal(kNoRules, {wanted("b", {2})},
+                 AllOf(HasSubstr("it lacks 'b'; it also has 'a'; give the weights of this model"),
+                       Not(HasSubstr("allow_"))),
+                 {.is_offered = false});
+}
+
 TEST_F(LoadPlans, LetGoOfWhatMayBeMissing) {
   write({data("a", {3})});
   LoadPlan plan(directory_.path(), kNoRules);

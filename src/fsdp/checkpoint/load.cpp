@@ -56,9 +56,9 @@ class TargetLoader {
  public:
   TargetLoader(const TensorCatalog& catalog, const LoadOptions& options)
       : reader_(catalog.files(), options.read),
-        room_(at::empty(
-            {round_up(std::max<int64_t>(options.chunk_bytes, kScaleBlock * 8), kAlignBytes)},
-            at::kByte)) {}
+        room_(at::empty({round_up(std::clamp(options.chunk_bytes, kScaleBlock * 8, kMaxRoomBytes),
+                                  kAlignBytes)},
+                        at::kByte)) {}
 
   const ReadStatistics& statistics() const { return reader_.statistics(); }
 
@@ -101,6 +101,7 @@ class TargetLoader {
 
  private:
   static constexpr int64_t kAlignBytes = 64;
+  static constexpr int64_t kMaxRoomBytes = int64_t{1} << 30;  // more gains nothing
 
   struct Chunk {
     const FlatTarget* target = nullptr;
@@ -188,7 +189,8 @@ class Loading {
     }
     if (state.optimizer != nullptr) add_moments(*state.optimizer);
     plan_.check({.allow_missing = options.allow_missing,
-                 .allows_extra = options.extra == LoadOptions::Extra::kAllow});
+                 .allows_extra = options.extra == LoadOptions::Extra::kAllow,
+                 .is_offered = options.is_tolerance_offered});
   }
 
   LoadedCheckpoint describe() const {

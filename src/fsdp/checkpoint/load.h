@@ -18,6 +18,8 @@ struct LoadOptions {
   // Whether it may have tensors the model does not have.
   enum class Extra : uint8_t { kRefuse, kAllow };
   Extra extra = Extra::kRefuse;
+  // Whether errors say how to allow more; not where nobody can set these two.
+  bool is_tolerance_offered = true;
   // What is in memory beside the state itself, at most.
   int64_t chunk_bytes = int64_t{64} << 20;
   ReadOptions read = {};

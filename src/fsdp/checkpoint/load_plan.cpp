@@ -150,17 +150,20 @@ void LoadPlan::check(const LoadTolerance& tolerance) {
   std::vector<std::string> faults;
   const bool lacks_weights = std::any_of(missing_from_.begin(), missing_from_.end(),
                                          [](const Origin& each) { return !each.is_moment; });
+  const char* const how_missing =
+      moments_.empty() && !lacks_weights ? " (it holds no optimizer state: load weights alone)"
+      : tolerance.is_offered ? " (allow_missing takes patterns of what may keep its value)"
+                             : "";
+  const char* const how_extra =
+      tolerance.is_offered ? " (allow_extra ignores what the model does not have)" : "";
   if (const std::vector<std::string> lacks = not_allowed(tolerance); !lacks.empty())
-    faults.push_back(concat("it lacks ", some_of(lacks),
-                            moments_.empty() && !lacks_weights
-                                ? " (it holds no optimizer state: load weights alone)"
-                                : " (allow_missing takes patterns of what may keep its value)"));
+    faults.push_back(concat("it lacks ", some_of(lacks), how_missing));
   if (!tolerance.allows_extra && !extra_.empty())
-    faults.push_back(concat("it also has ", some_of(extra_),
-                            " (allow_extra ignores what the model does not have)"));
+    faults.push_back(concat("it also has ", some_of(extra_), how_extra));
   if (!wrong_shape_.empty()) faults.push_back(concat("other shapes have ", some_of(wrong_shape_)));
   if (!wrong_type_.empty()) faults.push_back(concat("other types have ", some_of(wrong_type_)));
-  FSDP_CHECK(faults.empty(), catalog_.path(), " does not fit this model: ", join(faults, "; "));
+  FSDP_CHECK(faults.empty(), catalog_.path(), " does not fit this model: ", join(faults, "; "),
+             tolerance.is_offered ? "" : "; give the weights of this model, or name their model");
 }
 
 }  // namespace fsdp

@@ -41,6 +41,7 @@ class TensorSource {
 struct LoadTolerance {
   std::vector<std::string> allow_missing = {};  // globs on names in the model or the checkpoint
   bool allows_extra = false;
+  bool is_offered = true;  // whether who called can allow more; errors say how
 };
 
 class LoadPlan {

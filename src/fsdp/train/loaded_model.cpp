@@ -72,6 +72,7 @@ LoadedModel load_for_inference(const InferenceOptions& options, const Mesh& mesh
       fully_shard(std::static_pointer_cast<torch::nn::Module>(model), mesh, {.device = device});
   LoadOptions loading;
   loading.names = stored_name_rules(*model);
+  loading.is_tolerance_offered = false;
   const LoadedCheckpoint loaded = load_checkpoint(path, {.sharded = sharded}, loading);
   return {model, sharded, device, path, loaded.step, sequence_of(loaded)};
 }
