@@ -6,8 +6,13 @@
 Commands are the lines of ```sh blocks, and what follows "$ " in blocks without a language. Those of a page run in their
 order, in one directory that holds copies of the project's docs, examples and tools. They must succeed; where the page shows
 "fsdp: ..." as the answer, they must fail with these words instead.
+
+What follows "$ COMMAND" in its block is what it prints, line by line, where "..." stands for anything, and for any lines at
+the beginning of one. Numbers, times, sizes and what depends on the machine may have other values, but not another form;
+numbers of `fsdp plan` are the same everywhere.
 """
 
+import difflib
 import os
 import pathlib
 import re
@@ -59,47 +64,68 @@ NOT_RUN = {
 CHANGES = {
     "README.md": {
         # What it runs after building, shorter.
-        "make train": "fsdp train --data docs --ranks 2 --steps 2 --checkpoint-dir runs/tiny",
+        "make train": "fsdp train --data docs --ranks 2 --steps 2 --validate-every 1 --checkpoint-dir runs/tiny",
         # Any free port in place of torchrun's usual one, which another job may have.
         "torchrun --nproc-per-node": "torchrun --standalone --nproc-per-node",
     },
     "docs/train.md": {
-        "--ranks 2 --checkpoint-dir runs/first": "--ranks 2 --checkpoint-dir runs/first --steps 2 --batch 4",
+        "--ranks 2 --checkpoint-dir runs/first": "--ranks 2 --checkpoint-dir runs/first --steps 2 --batch 4 --validate-every 1",
         "--steps 20 --lr 3e-4": "--steps 2 --batch 4 --lr 3e-4",
     },
 }
 
+# Blocks whose first lines, up to a command, are printed by an earlier command of the page: how they begin, and that command.
+# Their lines must have the form of lines that it prints, in any order.
+PRINTED_BEFORE = {
+    "README.md": {"   step       loss": "make train"},
+    "docs/train.md": {"   step       loss": "fsdp train --data docs --ranks 2 --checkpoint-dir runs/first"},
+}
+
 # What the reader of a page is expected to have.
 GIVEN = {
-    "docs/data.md": {"books/one.txt": "A rank is a process.\n" * 40, "more.txt": "More of it.\n" * 40},
+    "docs/data.md": {"books/one.txt": "A rank is a process.\n" * 40, "more.txt": "More of it.\n" * 40,
+                     "picture.png": "\0\1\2" * 40},
 }
 
 
 class Command:
-    def __init__(self, place, text, answer=None):
-        self.place, self.text, self.answer = place, text, answer
+    def __init__(self, place, text):
+        self.place, self.text = place, text
+        self.answer = []  # lines that the page shows after it
+        self.forms = []   # lines of PRINTED_BEFORE
 
 
 def without_remark(line):
     return re.sub(r"\s+#.*$", "", line).strip()
 
 
-def commands_of_block(page, number, language, lines):
+def commands_of_block(page, number, language, lines, before):
     """Whole commands: lines that end with a backslash go on."""
     found, at = [], 0
     while at < len(lines):
         line, place = lines[at], f"{page}:{number + at}"
         at += 1
         if language == "" and not line.startswith("$ "):
+            if found:
+                found[-1].answer.append(line)
+            elif before:
+                before.forms.append(line)
             continue
         text = without_remark(line.removeprefix("$ "))
         while text.endswith("\\"):
             text = text[:-1].rstrip() + " " + without_remark(lines[at])
             at += 1
-        answer = lines[at] if language == "" and at < len(lines) and lines[at].startswith("fsdp: ") else None
         if text and not text.startswith("#"):
-            found.append(Command(place, text, answer))
+            found.append(Command(place, text))
     return found
+
+
+def printed_before(page, lines, commands):
+    """The earlier command that prints the first lines of a block, if the table names one."""
+    for beginning, text in PRINTED_BEFORE.get(page, {}).items():
+        if lines and lines[0].startswith(beginning):
+            return next(command for command in commands if command.text == text)
+    return None
 
 
 def commands_of_page(page):
@@ -110,11 +136,13 @@ def commands_of_page(page):
             block, language, start = [], fence[1], number + 1
         elif fence:
             if language in ("", "sh"):
-                found += commands_of_block(page, start, language, block)
+                found += commands_of_block(page, start, language, block, printed_before(page, block, found))
             block = None
         elif block is not None:
             block.append(line)
     assert block is None, f"{page}: a block that begins at line {start - 1} does not end"
+    num_shown = sum(bool(command.forms) for command in found)
+    assert num_shown == len(PRINTED_BEFORE.get(page, {})), f"{page} no longer has a block that PRINTED_BEFORE names"
     return found
 
 
@@ -139,6 +167,7 @@ def search_path(*folders):
 def environment(shims):
     """Open MPI refuses root and more ranks than cores unless it is told otherwise."""
     return {**os.environ, "PATH": search_path(shims), "OMP_NUM_THREADS": "1", "FSDP_TIMEOUT_S": "60", "HF_HUB_OFFLINE": "1",
+            "CUDA_VISIBLE_DEVICES": "",  # what the pages show was printed without a GPU
             "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "OMPI_MCA_rmaps_base_oversubscribe": "1"}
 
@@ -154,19 +183,68 @@ def prepare(folder, page):
         (folder / name).write_text(text)
 
 
+# What may differ between machines and runs: each is compared by the word in its place.
+VARYING = [
+    (r"(?<![\w./])/[\w./-]+", "PATH"),
+    (r"^math .*", "math LIBRARIES"),
+    (r"\b(GNU|Clang)\b", "COMPILER"),
+    (r"\b(mpi|nccl), ", ""),
+    (r"\b(\d+ h )?(\d+ min )?[\d.]+ (ms|s|min|h)\b", "TIME"),
+]
+NUMBERS = [
+    (r"\b[\d.]+ [KMGT]?i?B\b", "SIZE"),
+    (r"(?<!\w)[-+]?\d[\d,.]*(e[-+]\d+)?", "NUMBER"),
+]
+
+
+def form_of(line, exact_numbers):
+    for pattern, word in VARYING + ([] if exact_numbers else NUMBERS):
+        line = re.sub(pattern, word, line)
+    return " ".join(line.split())
+
+
+def is_gap(line):
+    return line.lstrip().startswith("...")
+
+
+def matches(shown, printed):
+    """Whether lines are those that a page shows; a line "..." stands for any number of them."""
+    if not shown:
+        return not printed
+    if is_gap(shown[0]):
+        return any(matches(shown[1:], printed[at:]) for at in range(len(printed) + 1))
+    pattern = ".*".join(map(re.escape, shown[0].split("...")))
+    return bool(printed) and re.fullmatch(pattern, printed[0]) is not None and matches(shown[1:], printed[1:])
+
+
+def problem_of(command, status, output, errors):
+    """What is not as the page says; "": nothing."""
+    if command.answer and command.answer[0].startswith("fsdp: "):
+        return "" if status != 0 and command.answer[0] in errors else f"wanted '{command.answer[0]}'"
+    if status != 0:
+        return "wanted success"
+    exact = "fsdp plan " in command.text
+    printed = [form_of(line, exact) for line in output.rstrip("\n").split("\n")]
+    shown = [form_of(line, exact) for line in command.answer]
+    if shown and not matches(shown, printed):
+        return "\n".join(["it does not print what the page shows:", *difflib.unified_diff(shown, printed, "page", "printed", n=0)])
+    # Four spaces are before what a model wrote.
+    unlike = [line for line in command.forms
+              if not is_gap(line) and not line.startswith("    ") and form_of(line, exact) not in printed]
+    return f"it prints no line with the form of {unlike}" if unlike else ""
+
+
 def run(command, folder, shims):
     begin = time.monotonic()
     done = subprocess.run(["bash", "-euo", "pipefail", "-c", command.text], cwd=folder, env=environment(shims),
                           stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=300)
-    errors = done.stderr.decode(errors="replace")
+    output, errors = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
     print(f"{command.place}: {time.monotonic() - begin:4.1f} s  {command.text}", flush=True)
-    if command.answer is None and done.returncode == 0:
+    problem = problem_of(command, done.returncode, output, errors)
+    if not problem:
         return 0
-    if command.answer is not None and done.returncode != 0 and command.answer in errors:
-        return 0
-    wanted = "success" if command.answer is None else f"'{command.answer}'"
-    print(f"  FAILED: exit status {done.returncode}, wanted {wanted}")
-    print(done.stdout.decode(errors="replace")[-1500:] + errors[-1500:])
+    print(f"  FAILED: exit status {done.returncode}, {problem}")
+    print(output[-1500:] + errors[-1500:])
     return 1
 
 
@@ -190,7 +268,7 @@ def check_page(page):
 def main():
     pages = sorted(str(path.relative_to(PROJECT)) for path in
                    [*PROJECT.glob("*.md"), *PROJECT.glob("docs/*.md"), *PROJECT.glob("examples/**/*.md")])
-    unknown = (set(NOT_RUN) | set(CHANGES) | set(GIVEN)) - set(pages)
+    unknown = (set(NOT_RUN) | set(CHANGES) | set(GIVEN) | set(PRINTED_BEFORE)) - set(pages)
     assert not unknown, f"no such pages: {sorted(unknown)}"
     num_failed = sum(check_page(page) for page in sys.argv[3:] or pages)
     sys.exit(f"{num_failed} commands failed" if num_failed else 0)
