@@ -48,7 +48,8 @@ MODELS = {
     "wide": {"hidden_size": 32}, "theta": {"rope_theta": 500.0}, "vocabulary": {"vocab_size": 100}, "odd": {"hidden_size": 15},
     "heads": {"num_attention_heads": 4, "num_key_value_heads": 3}, "text": {"hidden_size": "wide"},
     "type": {"model_type": "lama"}, "dropout": {"attention_dropout": 0.5}, "layers": {"num_hidden_layers": -1},
-    "missing": {"hidden_size": None}, "rope": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}}
+    "missing": {"hidden_size": None}, "rope": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+    "scaling": {"rope_scaling": {"rope_type": "llama3"}}, "head": {"head_dim": 0}, "deep": {"num_hidden_layers": 20000}}
 
 
 def write_inputs(root):
@@ -72,6 +73,11 @@ def write_inputs(root):
     good = token_file([b % 256 for b in range(3000)], 257, "bytes")
     for name in ("other", "another"):
         (root / f"{name}.bin").write_bytes(token_file([b % 1000 for b in range(3000)], 1000, name))
+    (root / "beyond.bin").write_bytes(token_file([7] * 2999 + [300], 257, "bytes"))
+    (root / "rows.jsonl").write_text('{"text": "a rank is a process"}\n' * 100)
+    tensor = b'{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    (root / "plain").mkdir()
+    (root / "plain" / "model.safetensors").write_bytes(struct.pack("<Q", len(tensor)) + tensor + bytes(4))
     (root / "bad.bin").write_text("text, and no token file at all " * 10)
     (root / "cut.bin").write_bytes(good[:-10])
     (root / "header.bin").write_bytes(good[:20] + bytes([good[20] ^ 1]) + good[21:])
