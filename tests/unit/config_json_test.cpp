@@ -282,6 +282,8 @@ TEST(Architecture, RefusesSizesThatNoModelHas) {
       refused(hybrid(),
               [](NemotronHConfig& c) { c.hybrid_override_pattern = std::string(4097, 'M'); }),
       "hybrid_override_pattern has 4097 layers; at most 4096 are supported");
+  EXPECT_THAT(refused(hybrid(), [](NemotronHConfig& c) { c.hybrid_override_pattern = "M\x1b"; }),
+              HasSubstr("hybrid_override_pattern contains '\\x1b'; the known layers are"));
   LlamaConfig no_positions = llama();
   no_positions.max_position_embeddings = 0;
   EXPECT_THAT(refusal([&] { check_trainable(no_positions); }),

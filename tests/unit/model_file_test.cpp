@@ -147,6 +147,11 @@ TEST(ModelFile, DoesNotTakeAFolderOrNothingForAFile) {
   EXPECT_EQ(load_model("llama-1b").name, "llama-1b");
 }
 
+TEST(ModelFile, ShowsNamesWithoutWhatTerminalsObey) {
+  EXPECT_THAT(refusal(R"({"units": [{"name": "a\u001b[2J\n", "tensors": []}]})"),
+              HasSubstr(R"(unit 'a\x1b[2J\x0a' has no tensors)"));
+}
+
 TEST(ModelFile, HasAtMostSoManyUnits) {
   std::string units;
   for (int i = 0; i < 8193; ++i)

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/base/shown_text.h"
 #include "fsdp/base/text.h"
 #include "fsdp/optim/update_span.h"
 
@@ -48,7 +49,7 @@ std::string cut_words(Granularity granularity) {
 void print_header(std::ostream& out, const ModelShape& model, const Forecast& forecast) {
   const PlanOptions& options = forecast.options;
   const MeshShape mesh = options.mesh();
-  out << "model     " << model.name << ": " << grouped_text(forecast.parameters)
+  out << "model     " << shown(model.name) << ": " << grouped_text(forecast.parameters)
       << " parameters in " << forecast.num_units << " units\n";
   out << "ranks     " << options.ranks;
   if (mesh.outer > 1) out << " = " << mesh.outer << " outer x " << mesh.inner << " inner";

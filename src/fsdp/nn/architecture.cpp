@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "fsdp/base/error.h"
+#include "fsdp/base/shown_text.h"
 #include "fsdp/base/text.h"
 #include "fsdp/nn/field_rules.h"
 
@@ -120,7 +121,7 @@ void validate(const NemotronHConfig& c) {
                             kMaxLayers, " are supported"));
   for (const char layer : c.hybrid_override_pattern)
     if (layer != 'M' && layer != '-' && layer != '*')
-      throw UsageError(concat("hybrid_override_pattern contains '", layer,
+      throw UsageError(concat("hybrid_override_pattern contains '", shown({&layer, 1}),
                               "'; the known layers are M (Mamba-2), - (MLP) and * (attention)"));
   static_cast<void>(head_dim_of(c));
   check_kv_heads(c.num_key_value_heads, c.num_attention_heads);

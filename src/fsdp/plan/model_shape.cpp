@@ -5,6 +5,7 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
+#include "fsdp/base/shown_text.h"
 #include "fsdp/base/text.h"
 
 namespace fsdp {
@@ -17,7 +18,7 @@ void validate_tensor(const TensorShape& tensor) {
   if (tensor.name.empty()) refuse("a tensor has no name; give every tensor one");
   for (const int64_t dim : tensor.shape)
     if (dim < 0)
-      refuse(concat("tensor '", tensor.name, "' has shape ", list_text(tensor.shape),
+      refuse(concat("tensor '", shown(tensor.name), "' has shape ", list_text(tensor.shape),
                     "; no dimension may be negative"));
 }
 
@@ -25,13 +26,13 @@ void validate_uses(const ModelShape& model) {
   std::vector<bool> used(model.units.size(), false);
   for (const int64_t use : model.uses) {
     if (use < 0 || use >= static_cast<int64_t>(model.units.size()))
-      refuse(concat("uses of model '", model.name, "' name unit ", use, ", but there are ",
+      refuse(concat("uses of model '", shown(model.name), "' name unit ", use, ", but there are ",
                     model.units.size(), " units"));
     used[static_cast<size_t>(use)] = true;
   }
   for (size_t i = 0; i < used.size(); ++i)
     if (!used[i])
-      refuse(concat("unit '", model.units[i].name, "' of model '", model.name,
+      refuse(concat("unit '", shown(model.units[i].name), "' of model '", shown(model.name),
                     "' is never used; add it to 'uses' or remove it"));
 }
 
@@ -56,19 +57,20 @@ int64_t ModelShape::parameters() const {
 }
 
 void ModelShape::validate() const {
-  if (units.empty()) refuse(concat("model '", name, "' has no units; give at least one"));
+  if (units.empty()) refuse(concat("model '", shown(name), "' has no units; give at least one"));
   std::unordered_set<std::string> unit_names;
   std::unordered_set<std::string> tensor_names;
   for (const UnitShape& unit : units) {
     if (unit.name.empty()) refuse("a unit has no name; give every unit one");
     if (!unit_names.insert(unit.name).second)
-      refuse(concat("unit name '", unit.name, "' appears twice; names must be unique"));
+      refuse(concat("unit name '", shown(unit.name), "' appears twice; names must be unique"));
     if (unit.tensors.empty())
-      refuse(concat("unit '", unit.name, "' has no tensors; give at least one"));
+      refuse(concat("unit '", shown(unit.name), "' has no tensors; give at least one"));
     for (const TensorShape& tensor : unit.tensors) {
       validate_tensor(tensor);
       if (!tensor_names.insert(tensor.name).second)
-        refuse(concat("tensor name '", tensor.name, "' appears twice; names must be unique"));
+        refuse(
+            concat("tensor name '", shown(tensor.name), "' appears twice; names must be unique"));
     }
   }
   validate_uses(*this);
@@ -82,8 +84,8 @@ void ModelShape::validate() const {
     }
   };
   if (!fits())
-    refuse(
-        concat("model '", name, "' has more than ", kMaxElements, " parameters; check its shapes"));
+    refuse(concat("model '", shown(name), "' has more than ", kMaxElements,
+                  " parameters; check its shapes"));
 }
 
 std::vector<DTypeGroup> group_by_dtype(const UnitShape& unit, DType compute_dtype) {
