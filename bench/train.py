@@ -75,7 +75,7 @@ def ours(args, launch):
         with open(f"{folder}/config.json", "w") as config:
             json.dump(CONFIG, config)
         with open(f"{folder}/text", "wb") as text:
-            text.write(os.urandom(1 << 20).replace(b"\0", b" "))
+            text.write(os.urandom(1 << 20).translate(bytes(ord(" ") + byte % 95 for byte in range(256))))
         command = launch + [args.fsdp, "train", "--model", f"{folder}/config.json", "--data", f"{folder}/text",
                             "--sequence", str(fsdp2.SEQUENCE), "--batch", str(fsdp2.BATCH * args.ranks),
                             "--steps", str(args.steps), "--validate-every", "0", "--sample", "", "--lr", "1e-3",

@@ -227,7 +227,8 @@ def problem_of(command, status, output, errors):
     printed = [form_of(line, exact) for line in output.rstrip("\n").split("\n")]
     shown = [form_of(line, exact) for line in command.answer]
     if shown and not matches(shown, printed):
-        return "\n".join(["it does not print what the page shows:", *difflib.unified_diff(shown, printed, "page", "printed", n=0)])
+        difference = difflib.unified_diff(shown, printed, "page", "printed", n=0, lineterm="")
+        return "\n".join(["it does not print what the page shows:", *difference])
     # Four spaces are before what a model wrote.
     unlike = [line for line in command.forms
               if not is_gap(line) and not line.startswith("    ") and form_of(line, exact) not in printed]

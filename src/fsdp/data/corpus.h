@@ -17,7 +17,8 @@ namespace fsdp {
 struct CorpusOptions {
   // The most text that is held in memory (as tokens of two bytes); more must be packed first.
   int64_t max_text_bytes = int64_t{2} << 30;
-  // So much of packed files is looked over when they are opened; see TokenFile::look_over().
+  // So much of packed files is looked over when they are opened, and a piece of each at least; 0:
+  // nothing. See TokenFile::look_over().
   int64_t looked_over_bytes = int64_t{64} << 20;
 };
 

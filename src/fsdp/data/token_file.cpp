@@ -107,8 +107,8 @@ void TokenFile::read(int64_t first, std::span<int64_t> into) const {
 void TokenFile::look_over(int64_t max_bytes) const {
   constexpr int64_t kPieceTokens = int64_t{1} << 16;
   const int64_t all_pieces = (header_.num_tokens + kPieceTokens - 1) / kPieceTokens;
-  const int64_t num_pieces =
-      std::min(all_pieces, std::max<int64_t>(1, max_bytes / (kPieceTokens * header_.token_bytes)));
+  const int64_t piece_bytes = kPieceTokens * header_.token_bytes;
+  const int64_t num_pieces = std::min(all_pieces, (max_bytes + piece_bytes - 1) / piece_bytes);
   std::vector<int64_t> tokens;
   for (int64_t i = 0; i < num_pieces; ++i) {
     const int64_t first = checked_mul(i, all_pieces) / num_pieces * kPieceTokens;

@@ -32,7 +32,7 @@ class TokenFile {
   // read beyond its embedding.
   void read(int64_t first, std::span<int64_t> into) const;
 
-  // Reads at most so many bytes of the tokens, evenly spread, and fails as read() does. So tokens
+  // Reads about so many bytes of the tokens, evenly spread, and fails as read() does. So tokens
   // of another vocabulary than the header's are found before hours of training.
   void look_over(int64_t max_bytes) const;
 
