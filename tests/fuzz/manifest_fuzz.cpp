@@ -11,6 +11,7 @@
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/checkpoint/manifest.h"
+#include "fsdp/checkpoint/manifest_checksum.h"
 
 namespace {
 
@@ -81,6 +82,8 @@ void try_parse(std::string_view text, const Parse& parse) {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string_view text(reinterpret_cast<const char*>(data), size);
   try_parse(text, fsdp::parse_manifest);
+  // No fuzzer guesses a checksum.
+  if (text.ends_with("\n}\n")) try_parse(fsdp::with_checksum(text), fsdp::parse_manifest);
   try_parse(text, fsdp::parse_rank_record);
   return 0;
 }

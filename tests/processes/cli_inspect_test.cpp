@@ -1,6 +1,7 @@
 // `fsdp inspect` as users run it: tables, JSON, damage, differences, and every wrong use.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <nlohmann/json.hpp>
 #include <string>
@@ -183,6 +184,34 @@ TEST_F(InspectCommand, DiffShowsTwentyOfAKind) {
       HasSubstr("... and 10 more of this kind"));
 }
 
+// Numbers that training goes on with, and the checksum itself.
+TEST_F(InspectCommand, VerifyFindsAFlippedBitInTheManifest) {
+  const std::string file = path_ + "/manifest.json";
+  const std::string good = read_text(file);
+  EXPECT_THAT(inspect(path_ + " --verify").out, EndsWith("every byte is what was written\n"));
+  for (const char* words :
+       {"\"version\": 2", "\"step\": 100", "\"skipped\": 2", "\"loss_scale\": 1.0"}) {
+    std::string text = good;
+    const size_t at = text.find(words) + std::string(words).size() - 1;
+    ASSERT_LT(at, text.size()) << words;
+    text[at] = static_cast<char>(text[at] ^ 1);
+    write_text(file, text);
+    expect_error(inspect(path_ + " --verify"), 1,
+                 "manifest.json is not what was written; it is damaged, so use another checkpoint");
+  }
+}
+
+TEST_F(InspectCommand, VerifySaysThatAnOldManifestHasNoChecksum) {
+  const std::string file = path_ + "/manifest.json";
+  Json manifest = Json::parse(read_text(file));
+  manifest["version"] = 1;
+  manifest.erase("crc32c");
+  write_text(file, manifest.dump(1));
+  const CommandResult result = inspect(path_ + " --verify");
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_THAT(result.out, EndsWith("is of an old version and has no checksum itself\n"));
+}
+
 TEST_F(InspectCommand, SaysWhatIsWrongWithItsUse) {
   expect_error(inspect(""), 2, "PATH is missing");
   expect_error(inspect(path_ + " --diff " + path_ + " --verify"), 2, "goes without --verify");
@@ -195,8 +224,22 @@ TEST_F(InspectCommand, SaysWhatIsWrongWithAPath) {
   expect_error(inspect(directory_ / "empty"), 1, "holds neither a manifest.json nor safetensors");
   write_text(directory_ / "no.safetensors", "{}");
   expect_error(inspect(directory_ / "no.safetensors"), 1, "no.safetensors has 2 bytes");
+  for (const char* name : {"pipe", "pipe.safetensors"}) {
+    ASSERT_EQ(::mkfifo((directory_ / name).c_str(), 0600), 0);
+    expect_error(inspect(directory_ / name), 1, name);
+  }
   write_text(run_ + "/latest", "step-00000999\n");
   expect_error(inspect(run_), 1, "holds step-00000050, step-00000100");
+}
+
+TEST_F(InspectCommand, ShowsLittleOfLongNamesAndNoControlCharacters) {
+  const std::string name = "\x1b[2J" + std::string(5000, 'n');
+  write_plain_file(directory_ / "long/a.safetensors", {counting(name, {1})});
+  write_plain_file(directory_ / "long/b.safetensors", {counting(name, {1, 1})});
+  const CommandResult result = inspect(directory_ / "long");
+  expect_error(result, 1, "tensor '\\x1b[2Jnnn");
+  EXPECT_LT(result.err.size(), 400u);
+  EXPECT_THAT(result.err, Not(HasSubstr("\x1b")));
 }
 
 }  // namespace

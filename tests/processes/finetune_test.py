@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""A Llama of the transformers package, fine-tuned sharded by `fsdp train` and exported: the package computes what we do.
+"""A Llama of the transformers package, fine-tuned sharded by `fsdp train` and exported: the package computes what we do,
+and all that is published with a model comes back with it.
 
     finetune_test.py FSDP MODEL_RUN FINETUNE     the command, our models as a program, the example's script
 
@@ -55,7 +56,70 @@ def their_text(model):
     return bytes(token for token in tokens.tolist() if token < 256)
 
 
+def save_published(folder, kind):
+    """A small model in bf16, with fields and files that nobody here reads."""
+    sizes = dict(vocab_size=257, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=64, bos_token_id=5, eos_token_id=[6, 7], pad_token_id=8)
+    if kind == "mixtral":
+        sizes |= dict(num_local_experts=4, output_router_logits=False)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **sizes))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "of_their_own": {"a": [1, 2]}}, indent=4))
+    generation = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**generation, "temperature": 0.25, "do_sample": True}))
+    for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "merges.txt",
+                 "vocab.json", "added_tokens.json", "chat_template.jinja"):
+        (folder / name).write_bytes(f"{name} of {kind}\r\n".encode() + bytes(range(256)))
+
+
+def check_comes_back(published, exported):
+    """All but the weights is what it was."""
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (published, exported))
+    assert after.pop("torch_dtype") == after["dtype"] == before["dtype"] == "bfloat16", after
+    assert after == before, (before, after)
+    for path in published.iterdir():
+        if path.suffix != ".safetensors" and path.name != "config.json":
+            assert (exported / path.name).read_bytes() == path.read_bytes(), path.name
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype="auto")
+    assert model.dtype == torch.bfloat16 and model.generation_config.temperature == 0.25
+    assert model.config.eos_token_id == [6, 7] and not getattr(model.config, "output_router_logits", False)
+    start = transformers.AutoModelForCausalLM.from_pretrained(published, dtype="auto").state_dict()
+    assert any(not torch.equal(value, start[key]) for key, value in model.state_dict().items()), "nothing was trained"
+
+
+def check_round_trip(folder, kind):
+    """Trained from a published model, resumed without it, and exported where it is not at hand."""
+    folder.mkdir()
+    (folder / "text.txt").write_bytes(pathlib.Path(__file__).read_bytes())
+    save_published(folder / "published", kind)
+
+    def fsdp(*words):
+        subprocess.run([FSDP, *map(str, words)], check=True, cwd=folder, stdout=subprocess.DEVNULL)
+
+    def train(run, steps, *begin):
+        fsdp("train", *begin, "--data", "text.txt", "--ranks", 2, "--steps", steps, "--batch", 4, "--sequence", 16, "--lr", 0.01,
+             "--warmup", 0, "--sample", "", "--validate-every", 0, "--checkpoint-dir", run, "--quiet")
+
+    # Of the same model in other words, which says nothing of the fields that nobody reads.
+    computed = subprocess.run([MODEL_RUN, "config", folder / "published/config.json"], check=True, stdout=subprocess.PIPE)
+    (folder / "model.json").write_bytes(computed.stdout)
+    train("run", 2, "--model", "published")
+    train("other", 2, "--model", "model.json", "--init", "published")
+    (folder / "published").rename(folder / "elsewhere")
+    train("run", 4, "--model", "model.json")
+    for run in ("run", "other", "run/step-00000002"):
+        exported = folder / f"{run}-exported"
+        fsdp("convert", run, exported, "--to", "hf")
+        check_comes_back(folder / "elsewhere", exported)
+    fsdp("convert", "run", "sharded", "--to", "sharded", "--ranks", 3)
+    fsdp("convert", "sharded", "exported", "--to", "hf")
+    check_comes_back(folder / "elsewhere", folder / "exported")
+
+
 def main(folder):
+    for kind in ("llama", "mixtral"):
+        check_round_trip(folder / kind, kind)
     environment = {**os.environ, "FSDP": FSDP, "PYTHON": sys.executable, "STEPS": str(STEPS)}
     subprocess.run([FINETUNE, folder], check=True, env=environment)  # compares losses of both programs itself
 

@@ -98,7 +98,7 @@ def write_runs(root):
     (root / "incomplete" / "step-00000004" / "manifest.json").unlink()
     manifest = root / "future" / "step-00000004" / "manifest.json"
     text = manifest.read_text()
-    newer = text.replace('"version":1', '"version":99').replace('"version": 1', '"version": 99')
+    newer = text.replace('"version": 2', '"version": 99').replace('"crc32c"', '"checksum"')
     assert newer != text
     manifest.write_text(newer)
 

@@ -205,6 +205,27 @@ class Kills(Stops):
         self.kill_often(3, kill, mpi=2)
 
 
+class TwoRuns(Stops):
+    """Which saved over each other, and both ended as if all were well."""
+
+    def check_refused(self, job, **launch):
+        done = self.finish("run", 5, code=1, **launch)
+        said = [line for line in done.stderr.splitlines() if "another run saves" in line]
+        self.assertEqual(len(said), 1, done.stderr)
+        host = os.uname().nodename
+        self.assertIn(f"fsdp: run: another run saves its checkpoints here (process {job.pid} on {host}); stop", said[0])
+        self.assertIn("(--checkpoint-dir)", said[0])
+
+    def test_the_second_one_is_refused_until_the_first_is_dead(self):
+        job = self.start("run", "--checkpoint-every", 3, "--ranks", 2)
+        self.check_refused(job)
+        if MPIRUN:
+            self.check_refused(job, mpi=2)
+        self.assertIsNone(job.poll(), "the first run ended")
+        job.kill()
+        self.check_goes_on("run", "--ranks", 2)
+
+
 class Disks(Stops):
     def test_a_file_that_cannot_grow_costs_a_checkpoint_and_no_other(self):
         self.finish("run", 4)

@@ -85,6 +85,7 @@ struct CheckpointParts {
   Manifest manifest = {};
   std::vector<RankRecord> ranks = {};
   std::optional<std::string> config = std::nullopt;
+  std::vector<ModelFile> model_files = {};
 };
 
 // A checkpoint of ours, cut for `options.ranks`.
@@ -98,9 +99,10 @@ inline void write_checkpoint(const std::string& directory, const CheckpointParts
   const TensorCatalog moments(moments_path);
   ShardedContent content{.model = {},
                          .moments = {},
-                         .config = parts.config,
+                         .model_files = parts.model_files,
                          .manifest = parts.manifest,
                          .ranks = parts.ranks};
+  if (parts.config) content.model_files.push_back({"config.json", *parts.config});
   for (const WholeTensor& tensor : parts.model)
     content.model.push_back(model.model().at(tensor.name));
   for (const WholeTensor& tensor : parts.moments)

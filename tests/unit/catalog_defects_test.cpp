@@ -258,6 +258,16 @@ TEST_F(CatalogDefects, FileInAnotherFolder) {
   expect_refusal(HasSubstr("neither in model/ nor in optimizer/"));
 }
 
+TEST_F(CatalogDefects, FlippedBitAnywhereInTheManifest) {
+  const auto bytes = static_cast<int64_t>(fs::file_size(path("manifest.json")));
+  for (int64_t byte = 0; byte < bytes; ++byte) {
+    flip("manifest.json", byte);
+    expect_refusal(HasSubstr("manifest.json"));
+    flip("manifest.json", byte);
+  }
+  TensorCatalog catalog(path());
+}
+
 TEST_F(CatalogDefects, DamagedManifest) {
   fs::resize_file(path("manifest.json"), fs::file_size(path("manifest.json")) / 2);
   expect_refusal(AllOf(HasSubstr("manifest.json"), HasSubstr("not valid JSON")));

@@ -6,7 +6,9 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/checkpoint/huggingface_files.h"
+#include "fsdp/checkpoint/manifest_checksum.h"
 #include "fsdp/checkpoint/model_config.h"
+#include "fsdp/checkpoint/verify_files.h"
 #include "support/stored_tensors.h"
 #include "support/temp_dir.h"
 
@@ -16,6 +18,9 @@ namespace {
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
+using ::testing::ThrowsMessage;
 using Json = nlohmann::ordered_json;
 
 std::vector<WholeTensor> some_tensors() {
@@ -171,18 +176,46 @@ TEST_F(ConvertedFiles, KeepsWhatRanksHadWhereThereAreAsMany) {
   EXPECT_EQ(more.ranks()[1].random_state, "");
 }
 
-TEST_F(ConvertedFiles, ConfigJsonIsTheOnlyFileThatNoRankWrites) {
+TEST_F(ConvertedFiles, OnlyFilesThatModelsArePublishedWithAreWrittenByNoRank) {
   write_checkpoint(directory_ / "c", {.model = some_tensors(), .config = "{}"});
   const std::string path = directory_ / "c/manifest.json";
   std::string manifest = read_text(path);
   manifest.replace(manifest.find("config.json"), 11, "other.json!");
-  write_text(path, manifest);
+  write_text(path, with_checksum(manifest));
   try {
     const TensorCatalog catalog(directory_ / "c");
     FAIL();
   } catch (const Error& error) {
     EXPECT_THAT(error.what(), HasSubstr("no rank wrote other.json!"));
   }
+}
+
+TEST_F(ConvertedFiles, FilesOfAPublishedModelTravelAlong) {
+  const std::vector<ModelFile> files = {{"generation_config.json", "{}\n"},
+                                        {"tokenizer.json", std::string("\xff\0\n", 3)},
+                                        {"chat_template.jinja", ""}};
+  write_checkpoint(directory_ / "c",
+                   {.model = some_tensors(), .config = "{}", .model_files = files});
+  write_text(directory_ / "c/notes.txt", "of nobody");
+  EXPECT_EQ(stored_model_files(directory_ / "c"), files);
+  EXPECT_THAT(verify_files(directory_ / "c").damaged, IsEmpty());
+  export_to("hf", std::nullopt,
+            {.config = "{}", .model_files = stored_model_files(directory_ / "c")});
+  EXPECT_EQ(stored_model_files(directory_ / "hf"), files);
+  EXPECT_EQ(stored_model_files(directory_ / "hf/model.safetensors"), files);
+  change_byte(directory_ / "c/tokenizer.json", 0);
+  EXPECT_THAT([&] { stored_model_files(directory_ / "c"); },
+              ThrowsMessage<Error>(HasSubstr("tokenizer.json is not what was written")));
+  EXPECT_THAT(verify_files(directory_ / "c").damaged, SizeIs(1));
+}
+
+TEST_F(ConvertedFiles, TheTypeAModelIsPublishedInIsReadFromEitherName) {
+  const auto dtype = [](const char* config) { return published_dtype(config, "config.json"); };
+  EXPECT_EQ(dtype(R"({"dtype": "bfloat16"})"), DType::kBFloat16);
+  EXPECT_EQ(dtype(R"({"torch_dtype": "float16"})"), DType::kFloat16);
+  EXPECT_EQ(dtype(R"({"dtype": "float32", "torch_dtype": "float16"})"), DType::kFloat32);
+  for (const char* config : {"{}", R"({"dtype": "float8_e4m3fn"})", R"({"dtype": {"a": 1}})"})
+    EXPECT_EQ(dtype(config), std::nullopt) << config;
 }
 
 TEST_F(ConvertedFiles, DamagedConfigJsonIsRefused) {

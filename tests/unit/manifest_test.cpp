@@ -13,12 +13,15 @@
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
+#include "support/resealed.h"
 
 namespace fsdp {
 namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
+using testing::resealed;
 using ::testing::ThrowsMessage;
 using Json = nlohmann::json;
 using Random = std::mt19937_64;
@@ -74,7 +77,7 @@ std::vector<StoredTensor> random_tensors(Random& random) {
 
 Manifest random_manifest(Random& random) {
   Manifest manifest;
-  manifest.step = draw(random, 0, INT64_MAX);
+  manifest.step = draw(random, 0, kMaxStoredSteps);
   manifest.mesh = {.outer = draw(random, 1, 4), .inner = draw(random, 1, INT32_MAX)};
   manifest.strategy = random_text(random);
   manifest.precision = random_text(random);
@@ -82,7 +85,7 @@ Manifest random_manifest(Random& random) {
   manifest.optimizer = {
       .name = random_text(random),
       .moments = {},
-      .step = draw(random, 0, INT64_MAX),
+      .step = draw(random, 0, kMaxStoredSteps),
       .skipped = draw(random, 0, 100),
       .loss_scale = std::ldexp(1.0 + static_cast<double>(draw(random, 0, 1 << 30)) / 3e9,
                                static_cast<int>(draw(random, -100, 100))),
@@ -141,6 +144,23 @@ TEST(RankRecord, IsReadBackAsWritten) {
   }
 }
 
+TEST(Manifest, IsReadFromVersion1WhichHadNoChecksum) {
+  Random random(66);
+  const Manifest manifest = random_manifest(random);
+  Json old = Json::parse(to_json(manifest));
+  old["version"] = 1;
+  EXPECT_THAT([&] { parse_manifest(resealed(old), "manifest.json"); },
+              ThrowsMessage<Error>(HasSubstr("a manifest of version 1 has none")));
+  old.erase("crc32c");
+  EXPECT_EQ(parse_manifest(old.dump(), "manifest.json"), manifest);
+  old["version"] = 2;
+  EXPECT_THAT([&] { parse_manifest(old.dump(), "manifest.json"); },
+              ThrowsMessage<Error>(HasSubstr("crc32c is missing")));
+  // Somebody else's line breaks.
+  EXPECT_THAT([&] { parse_manifest(Json::parse(to_json(manifest)).dump(), "manifest.json"); },
+              ThrowsMessage<Error>(HasSubstr("it was changed, so use another checkpoint")));
+}
+
 // --- refusals --------------------------------------------------------------------------------
 
 Manifest small_manifest() {
@@ -171,7 +191,7 @@ void expect_refusal_of_manifest(const std::string& pointer, const Json& value,
                                 const Matcher& words) {
   Json document = Json::parse(to_json(small_manifest()));
   document[Json::json_pointer(pointer)] = value;
-  EXPECT_THAT([&] { parse_manifest(document.dump(), "manifest.json"); },
+  EXPECT_THAT([&] { parse_manifest(resealed(document), "manifest.json"); },
               ThrowsMessage<Error>(AllOf(HasSubstr("manifest.json: "), words)))
       << pointer << " = " << value;
 }
@@ -185,11 +205,23 @@ void expect_refusal_of_record(const std::string& pointer, const Json& value, con
       << pointer << " = " << value;
 }
 
+// White space, names of fields and the checksum itself included.
+TEST(Manifest, AFlippedBitAnywhereIsRefused) {
+  const std::string good = to_json(small_manifest());
+  for (size_t bit = 0; bit < good.size() * 8; ++bit) {
+    std::string text = good;
+    text[bit / 8] = static_cast<char>(text[bit / 8] ^ (1 << (bit % 8)));
+    ASSERT_THAT([&] { parse_manifest(text, "manifest.json"); },
+                ThrowsMessage<Error>(AllOf(HasSubstr("manifest.json"), Not(HasSubstr("\n")))))
+        << "bit " << bit;
+  }
+}
+
 TEST(Manifest, AHigherVersionIsRefusedWithWhatToDo) {
   expect_refusal_of_manifest("/version", kCheckpointVersion + 1,
-                             AllOf(HasSubstr("version is 2"), HasSubstr("newer")));
+                             AllOf(HasSubstr("version is 3"), HasSubstr("newer")));
   expect_refusal_of_manifest("/version", 0, HasSubstr("count from 1"));
-  expect_refusal_of_record("/version", kCheckpointVersion + 1, HasSubstr("version is 2"));
+  expect_refusal_of_record("/version", kCheckpointVersion + 1, HasSubstr("version is 3"));
 }
 
 TEST(Manifest, AnotherFormatIsRefused) {
@@ -233,8 +265,11 @@ void expect_every_field_is_needed(const std::string& text, const Parse& parse) {
 }
 
 TEST(Manifest, EveryFieldIsNeededAndOfItsKind) {
-  expect_every_field_is_needed(to_json(small_manifest()),
-                               [](const std::string& text) { parse_manifest(text, "file"); });
+  Json manifest = Json::parse(to_json(small_manifest()));
+  manifest.erase("crc32c");
+  expect_every_field_is_needed(manifest.dump(), [](const std::string& text) {
+    parse_manifest(resealed(Json::parse(text)), "file");
+  });
 }
 
 TEST(RankRecord, EveryFieldIsNeededAndOfItsKind) {
@@ -258,6 +293,9 @@ TEST(Manifest, NegativeCountsAreRefused) {
 TEST(Manifest, SizesThatNobodyCouldCountAreRefused) {
   const int64_t huge = int64_t{1} << 62;
   expect_refusal_of_manifest("/step", UINT64_MAX, HasSubstr("whole number"));
+  for (const char* pointer :
+       {"/step", "/optimizer/step", "/optimizer/skipped", "/optimizer/good_steps"})
+    expect_refusal_of_manifest(pointer, kMaxStoredSteps + 1, HasSubstr("so many steps"));
   expect_refusal_of_manifest("/model/0/shape", {huge, 2}, HasSubstr("so many elements"));
   expect_refusal_of_manifest("/model/0/shape", {int64_t{1} << 60, 1}, HasSubstr("many elements"));
   expect_refusal_of_manifest("/model/0/shape", {UINT64_MAX, 1}, HasSubstr("from 0 up"));
@@ -297,7 +335,7 @@ TEST(Manifest, NamesThatAreThereTwiceAreRefused) {
   expect_refusal_of_record("/files/1/path", "model/00001-0.safetensors", HasSubstr("twice"));
   std::string text = to_json(small_manifest());
   text.insert(text.find('{') + 1, "\"step\": 8,");
-  EXPECT_THAT([&] { parse_manifest(text, "manifest.json"); },
+  EXPECT_THAT([&] { parse_manifest(with_checksum(text), "manifest.json"); },
               ThrowsMessage<Error>(HasSubstr("'step' twice")));
 }
 

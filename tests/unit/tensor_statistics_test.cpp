@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <ctime>
 #include <limits>
 #include <numeric>
 #include <random>
@@ -87,6 +88,36 @@ TEST(TensorStatistics, HasOneBinForOneNumberAndNoOverflowForTheLargest) {
   EXPECT_EQ(std::accumulate(wide.bins.begin(), wide.bins.end(), int64_t{0}), 2);
 }
 
+TEST(TensorStatistics, BeginAnewAfterTheEnd) {
+  StatisticsCollector collector;
+  const std::vector<double> first = {1, -2, NAN, 1000};
+  const std::vector<double> second = {3, 4};
+  collector.add(first);
+  collector.finish();
+  EXPECT_EQ(collector.finish().numel, 0);
+  collector.add(second);
+  const TensorStatistics s = collector.finish();
+  EXPECT_EQ(s.bins, collect(second).bins);
+  EXPECT_EQ(s.mean, 3.5);
+  EXPECT_EQ(s.deviation, 0.5);
+  EXPECT_EQ(s.num_nan, 0);
+}
+
+// Looking through 65,536 counts after each of 20,000 takes a second, and 3 ms without.
+TEST(TensorStatistics, OfManySmallTensorsAreQuick) {
+  StatisticsCollector collector;
+  const std::vector<double> values = {1, 2};
+  int64_t numel = 0;
+  const std::clock_t begin = std::clock();
+  for (int i = 0; i < 20'000; ++i) {
+    collector.add(values);
+    numel += collector.finish().numel;
+  }
+  const double seconds = static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC;
+  EXPECT_EQ(numel, 40'000);
+  EXPECT_LT(seconds, 0.2);  // of the processor: others may use it, too
+}
+
 TEST(TensorStatistics, ReadsATensorInChunksFromSeveralFiles) {
   const testing::TempDir directory;
   const int64_t rows = 3000;  // 3000 x 1024 doubles are more than one chunk
@@ -98,8 +129,9 @@ TEST(TensorStatistics, ReadsATensorInChunksFromSeveralFiles) {
   const TensorCatalog catalog(path);
   int64_t bytes = 0;
   int num_calls = 0;
+  StatisticsCollector collector;
   const TensorStatistics s =
-      statistics_of(catalog.files(), catalog.model().at("w"), [&](int64_t more) {
+      statistics_of(catalog.files(), catalog.model().at("w"), collector, [&](int64_t more) {
         bytes += more;
         ++num_calls;
       });

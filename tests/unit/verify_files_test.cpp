@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "fsdp/base/error.h"
+#include "fsdp/checkpoint/manifest_checksum.h"
 #include "support/stored_tensors.h"
 #include "support/temp_dir.h"
 
@@ -45,6 +46,7 @@ TEST_F(VerifyFiles, FindsNothingInWhatWasWritten) {
   const Verification result =
       verify_files(path_, [&](int64_t done, int64_t total) { progress.emplace_back(done, total); });
   EXPECT_TRUE(result.has_checksums);
+  EXPECT_TRUE(result.has_manifest_checksum);
   EXPECT_THAT(result.damaged, IsEmpty());
   EXPECT_EQ(result.num_files, 2 + 2 + 2 + 1);  // model, optimizer, ranks, config.json
   EXPECT_TRUE(std::is_sorted(progress.begin(), progress.end()));
@@ -102,7 +104,7 @@ TEST_F(VerifyFiles, FindsWhatDoesNotFitTogetherThoughChecksumsDo) {
   std::string manifest = read_text(file("manifest.json"));
   const size_t at = manifest.find("\"shape\"");
   manifest.replace(manifest.find("80", at), 2, "81");
-  write_text(file("manifest.json"), manifest);
+  write_text(file("manifest.json"), with_checksum(manifest));
   EXPECT_THAT(verify_files(path_).damaged, ElementsAre(damage("manifest.json", "not complete")));
 }
 

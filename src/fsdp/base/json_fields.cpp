@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "fsdp/base/error.h"
+#include "fsdp/base/shown_text.h"
 #include "fsdp/base/text.h"
 
 namespace fsdp {
@@ -53,7 +54,7 @@ class FaultFinder : public nlohmann::json_sax<nlohmann::json> {
 
   bool key(string_t& name) override {
     if (!keys_.back().insert(name).second)
-      fault_ = concat("has the key '", name, "' twice; keep one");
+      fault_ = concat("has the key '", shown(name), "' twice; keep one");
     return !fault_;
   }
 
@@ -96,7 +97,7 @@ nlohmann::json parse_json(std::string_view text, const std::string& source) {
   try {
     return Json::parse(text);
   } catch (const Json::exception& error) {  // also numbers out of range
-    throw UsageError(concat(source, ": not valid JSON, ", syntax_problem(error)));
+    throw UsageError(concat(source, ": not valid JSON, ", shown(syntax_problem(error))));
   }
 }
 
@@ -184,7 +185,7 @@ const nlohmann::json& JsonFields::required(const char* field) const {
 }
 
 std::string JsonFields::path_of(const std::string& field) const {
-  return place_.empty() ? field : concat(place_, ".", field);
+  return place_.empty() ? shown(field) : concat(place_, ".", shown(field));
 }
 
 }  // namespace fsdp

@@ -61,8 +61,11 @@ int64_t parse_bytes(const std::string& option, const std::string& value) {
   const char* end = digits.data() + digits.size();
   const auto [stop, error] = std::from_chars(digits.data(), end, number);
   const double bytes = number * unit_bytes;
-  // 2^62 leaves room for sums; NaN fails both comparisons.
-  if (error != std::errc{} || stop != end || !(bytes >= 1 && bytes < 0x1p62))
+  const bool is_number = error == std::errc{} && stop == end;
+  // It leaves room for sums.
+  if (is_number && bytes >= 0x1p62)
+    refuse_option(option, value, "no machine has so many bytes; use a size such as 4GiB");
+  if (!is_number || !(bytes >= 1))  // NaN, too
     refuse_option(option, value, "it must be a size above 0 such as 4GiB, 512MiB or 800000000");
   return std::llround(bytes);
 }

@@ -73,6 +73,10 @@ std::string nearest(std::string_view word, std::span<const std::string> candidat
   size_t best_distance = std::max<size_t>(2, word.size() / 3) + 1;
   std::string best;
   for (const std::string& candidate : candidates) {
+    // Of lengths that differ by so much, the distance is no less.
+    if (std::max(word.size(), candidate.size()) - std::min(word.size(), candidate.size()) >=
+        best_distance)
+      continue;
     const size_t distance = edit_distance(word, candidate);
     if (distance < best_distance) {
       best_distance = distance;

@@ -13,6 +13,7 @@
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
+#include "fsdp/base/start_thread.h"
 #include "fsdp/checkpoint/random_state.h"
 #include "fsdp/checkpoint/rank_agreement.h"
 #include "fsdp/checkpoint/snapshot.h"
@@ -93,7 +94,7 @@ class Checkpointer::Attempt {
   const std::string& temporary() const { return temporary_; }
 
   void run_in_background() {
-    thread_ = std::thread([this] {
+    thread_ = start_thread("writing a checkpoint", [this] {
       write();
       {
         const std::lock_guard lock(mutex_);
@@ -204,7 +205,7 @@ class Checkpointer::Attempt {
   void publish() noexcept {
     try {
       for (int64_t rank = 0; rank < manifest_.num_ranks(); ++rank) add_record(rank);
-      add_model_config();
+      add_model_files();
       write_file_durably(concat(temporary_, "/", kManifestName), to_json(manifest_));
       owner_.directory_.publish(step_, id_);
       is_published_ = true;
@@ -245,13 +246,12 @@ class Checkpointer::Attempt {
       manifest_.files.push_back({file.path, file.bytes, crc32c_of(file, record.block_bytes)});
   }
 
-  void add_model_config() {
-    const std::string& text = owner_.options_.model_config;
-    if (text.empty()) return;
-    const std::string name(kModelConfigName);
-    write_file_durably(concat(temporary_, "/", name), text);
-    manifest_.files.push_back(
-        {name, static_cast<int64_t>(text.size()), crc32c(std::as_bytes(std::span(text)))});
+  void add_model_files() {
+    std::vector<ModelFile> files = owner_.options_.model_files;
+    if (!owner_.options_.model_config.empty())
+      files.push_back({std::string(kModelConfigName), owner_.options_.model_config});
+    for (StoredFile& file : write_model_files(temporary_, files))
+      manifest_.files.push_back(std::move(file));
   }
 
   // What this rank wrote takes room that the next attempt may need.
@@ -269,7 +269,7 @@ class Checkpointer::Attempt {
 
   void clear() const noexcept {
     try {
-      for (const char* name : {"model", "optimizer", "ranks", "config.json", "manifest.json"})
+      for (const std::string& name : names_in(temporary_))
         remove_tree(concat(temporary_, "/", name));
     } catch (const std::exception& error) {
       log(LogLevel::kWarning, error.what());
@@ -307,6 +307,7 @@ Checkpointer::Checkpointer(const std::string& directory, const Mesh& mesh,
         try {
           if (rank_in(mesh) == 0) {
             make_directories(directory);
+            lock_.emplace(directory);
             run.remove_temporaries();
           }
         } catch (...) {

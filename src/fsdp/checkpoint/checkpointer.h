@@ -5,12 +5,15 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "fsdp/checkpoint/checkpoint_state.h"
 #include "fsdp/checkpoint/load.h"
+#include "fsdp/checkpoint/model_files.h"
 #include "fsdp/checkpoint/run_directory.h"
+#include "fsdp/checkpoint/run_lock.h"
 #include "fsdp/checkpoint/training_position.h"
 
 namespace fsdp {
@@ -27,8 +30,9 @@ struct CheckpointerOptions {
   StoredForm form = {};
   WriteOptions write = {};
   // The text of the model's config.json, which makes a checkpoint one that says what it is of; "":
-  // none.
+  // none. Rank 0's is written, as are the other files the model is published with.
   std::string model_config = {};
+  std::vector<ModelFile> model_files = {};
 };
 
 // A checkpoint that is there.
@@ -49,7 +53,8 @@ class Snapshot;
 // called. Training may go on, and the next save may succeed.
 class Checkpointer {
  public:
-  // Removes what crashed runs left unfinished. The mesh must be the model's and outlive this.
+  // Removes what crashed runs left unfinished. Error if another run, or another Checkpointer, saves
+  // to this directory. The mesh must be the model's and outlive this.
   Checkpointer(const std::string& directory, const Mesh& mesh,
                const CheckpointerOptions& options = {});
   // Waits until this rank's files are written, and on rank 0 a minute for the others'; errors are
@@ -83,6 +88,7 @@ class Checkpointer {
   std::exception_ptr end_attempt();
   void remove_leftover() noexcept;
 
+  std::optional<RunLock> lock_;  // rank 0 only; until nothing is written any more
   const RunDirectory directory_;
   const Mesh& mesh_;
   const CheckpointerOptions options_;

@@ -112,6 +112,7 @@ std::vector<std::string> write_huggingface_files(const std::string& directory,
     write_file_durably(concat(directory, "/", kModelConfigName),
                        with_stored_dtype(*options.config, std::string(kModelConfigName),
                                          main_dtype(tensors, reads)));
+  write_model_files(directory, options.model_files);
   return names;
 }
 

@@ -4,6 +4,7 @@
 //   model-00001-of-00003.safetensors ...
 //   model.safetensors.index.json           which tensor is in which file
 //   config.json                            where it is known
+//   tokenizer.json ...                     and what else the model is published with
 #pragma once
 
 #include <cstdint>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "fsdp/checkpoint/converted_reads.h"
+#include "fsdp/checkpoint/model_files.h"
 
 namespace fsdp {
 
@@ -21,6 +23,8 @@ struct HuggingFaceOptions {
   int64_t max_file_bytes = 5'000'000'000;
   // The text of config.json.
   std::optional<std::string> config = std::nullopt;
+  // What else the model is published with.
+  std::vector<ModelFile> model_files = {};
 };
 
 // Consecutive tensors, as many as fit, in each file: positions [begin, end).

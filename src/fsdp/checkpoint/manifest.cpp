@@ -11,6 +11,7 @@
 #include "fsdp/base/integer.h"
 #include "fsdp/base/json_fields.h"
 #include "fsdp/checkpoint/base64.h"
+#include "fsdp/checkpoint/manifest_checksum.h"
 #include "fsdp/checkpoint/plain_path.h"
 
 namespace fsdp {
@@ -84,9 +85,25 @@ void check_format(const JsonFields& fields, const char* format) {
   if (fields.integer("version") < 1) fields.refuse("version", "versions count from 1");
 }
 
+// After check_format(). Where the text has a checksum, it is right.
+void check_has_checksum(const JsonFields& fields, std::string_view json) {
+  const bool is_old = fields.integer("version") < 2;
+  const bool is_there = checksum_in(json) != ManifestChecksum::kAbsent;
+  if (is_there != is_old && fields.has("crc32c") == is_there) return;
+  fields.refuse("crc32c", concat("a manifest of version ", fields.integer("version"),
+                                 is_old ? " has none" : " ends with a line that has it",
+                                 "; it was changed, so use another checkpoint"));
+}
+
 int64_t count(const JsonFields& fields, const char* field, int64_t minimum = 0) {
   const int64_t value = fields.integer(field);
   if (value < minimum) fields.refuse(field, concat("it must be at least ", minimum));
+  return value;
+}
+
+int64_t steps(const JsonFields& fields, const char* field) {
+  const int64_t value = count(fields, field);
+  if (value > kMaxStoredSteps) fields.refuse(field, "no run has so many steps");
   return value;
 }
 
@@ -196,9 +213,9 @@ OptimizerRecord read_optimizer(const Json& value, const std::string& source) {
   const JsonFields fields(value, source, "optimizer");
   OptimizerRecord optimizer{.name = fields.text("name"),
                             .moments = texts(fields, "moments"),
-                            .step = count(fields, "step"),
-                            .skipped = count(fields, "skipped"),
-                            .good_steps = count(fields, "good_steps")};
+                            .step = steps(fields, "step"),
+                            .skipped = steps(fields, "skipped"),
+                            .good_steps = steps(fields, "good_steps")};
   const auto scale = value.find("loss_scale");
   if (scale == value.end() || !scale->is_number() || !(scale->get<double>() > 0.0))
     fields.refuse("loss_scale", "it must be a number above 0");
@@ -221,26 +238,31 @@ std::string to_json(const Manifest& manifest) {
     for (const GroupRecord& group : unit.groups) groups.push_back(json_of(group));
     units.push_back({{"name", unit.name}, {"groups", std::move(groups)}});
   }
-  return text_of({{"format", kFormat},
-                  {"version", kCheckpointVersion},
-                  {"step", manifest.step},
-                  {"mesh", {{"outer", manifest.mesh.outer}, {"inner", manifest.mesh.inner}}},
-                  {"strategy", manifest.strategy},
-                  {"precision", manifest.precision},
-                  {"schedule", manifest.schedule},
-                  {"optimizer", json_of(manifest.optimizer)},
-                  {"units", std::move(units)},
-                  {"model", json_of(manifest.model)},
-                  {"moments", json_of(manifest.moments)},
-                  {"files", json_of(manifest.files)}});
+  return with_checksum(
+      text_of({{"format", kFormat},
+               {"version", kCheckpointVersion},
+               {"step", manifest.step},
+               {"mesh", {{"outer", manifest.mesh.outer}, {"inner", manifest.mesh.inner}}},
+               {"strategy", manifest.strategy},
+               {"precision", manifest.precision},
+               {"schedule", manifest.schedule},
+               {"optimizer", json_of(manifest.optimizer)},
+               {"units", std::move(units)},
+               {"model", json_of(manifest.model)},
+               {"moments", json_of(manifest.moments)},
+               {"files", json_of(manifest.files)}}));
 }
 
 Manifest parse_manifest(std::string_view json, const std::string& source) {
+  // Before anything is believed: a changed digit of the version would be called a newer one.
+  FSDP_CHECK(checksum_in(json) != ManifestChecksum::kWrong, source,
+             " is not what was written; it is damaged, so use another checkpoint");
   const Json document = parse_json(json, source);
   const JsonFields fields(document, source, "");
   check_format(fields, kFormat);
+  check_has_checksum(fields, json);
   Manifest manifest;
-  manifest.step = count(fields, "step");
+  manifest.step = steps(fields, "step");
   const JsonFields mesh(member_of(document, "mesh", source), source, "mesh");
   manifest.mesh = {.outer = count(mesh, "outer", 1), .inner = count(mesh, "inner", 1)};
   // More ranks than any machine has would overflow products of them.

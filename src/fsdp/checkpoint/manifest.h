@@ -12,8 +12,12 @@
 
 namespace fsdp {
 
-// Readers refuse a higher one. A field that old readers may ignore does not raise it.
-inline constexpr int64_t kCheckpointVersion = 1;
+// Readers refuse a higher one. A field that old readers may ignore does not raise it. Manifests
+// have a checksum from version 2 on (manifest_checksum.h).
+inline constexpr int64_t kCheckpointVersion = 2;
+
+// No run has more steps; numbers up to it can be added without a thought.
+inline constexpr int64_t kMaxStoredSteps = 1'000'000'000'000;
 
 // Only whole blocks can be verified, so this is what a reader may have to hold in memory.
 inline constexpr int64_t kMaxBlockBytes = int64_t{1} << 30;
@@ -27,8 +31,7 @@ struct StoredTensor {
   friend bool operator==(const StoredTensor&, const StoredTensor&) = default;
 };
 
-// The one file that a checkpoint may have and no rank wrote: the model's description for other
-// tools, as it is published with models.
+// The model's description for other tools, as it is published with models (model_files.h).
 inline constexpr std::string_view kModelConfigName = "config.json";
 
 struct StoredFile {
@@ -95,9 +98,9 @@ struct Manifest {
 
 std::string to_json(const Manifest& manifest);
 
-// Error that names `source`, the field and what is wrong: a higher version, a field that is missing
-// or of the wrong kind, a path that leads out of the checkpoint, a file or tensor that is there
-// twice.
+// Error that names `source`, the field and what is wrong: a byte that is not what was written, a
+// higher version, a field that is missing or of the wrong kind, a path that leads out of the
+// checkpoint, a file or tensor that is there twice.
 Manifest parse_manifest(std::string_view json, const std::string& source);
 
 // What one rank wrote: ranks/NNNNN.json, its last act.

@@ -43,6 +43,18 @@ bool ties_word_embeddings(std::string_view config, const std::string& source) {
   return JsonFields(document, source, "").boolean_or("tie_word_embeddings", false);
 }
 
+std::optional<DType> published_dtype(std::string_view config, const std::string& source) {
+  const nlohmann::json document = parse_json(config, source);
+  const JsonFields fields(document, source, "");  // an object
+  for (const char* field : {"dtype", "torch_dtype"}) {
+    if (!fields.has(field)) continue;
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16})
+      if (document[field] == torch_name(dtype)) return dtype;
+    return std::nullopt;
+  }
+  return std::nullopt;
+}
+
 std::string with_stored_dtype(std::string_view config, const std::string& source, DType dtype) {
   const nlohmann::json checked = parse_json(config, source);
   const JsonFields fields(checked, source, "");  // an object

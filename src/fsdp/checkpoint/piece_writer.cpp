@@ -21,6 +21,9 @@ namespace {
 // Smaller pieces are collected into one write; larger ones are written from where they lie.
 constexpr int64_t kLargeBytes = int64_t{1} << 20;
 
+// A chunk of more gains nothing.
+constexpr int64_t kMaxChunkBytes = int64_t{1} << 30;
+
 // What is written at once: small enough to be still in a core's cache when its checksum is
 // computed.
 constexpr int64_t kPartBytes = int64_t{256} << 10;
@@ -146,7 +149,8 @@ std::vector<RankRecord::File> write_pieces(const std::string& directory, int64_t
                                            const WriteOptions& options) {
   options.validate();
   // A multiple of the widest element, so that all are aligned in it.
-  const auto chunk_bytes = static_cast<size_t>(round_up(options.chunk_bytes, 8));
+  const auto chunk_bytes =
+      static_cast<size_t>(round_up(std::min(options.chunk_bytes, kMaxChunkBytes), 8));
   const std::unique_ptr<std::byte[]> chunk(new std::byte[chunk_bytes]);
   std::deque<ChunkedFile> files;
   for (const FolderPieces& folder : folders) {

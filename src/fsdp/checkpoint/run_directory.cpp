@@ -9,6 +9,7 @@
 
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
+#include "fsdp/base/shown_text.h"
 #include "fsdp/base/text.h"
 
 namespace fsdp {
@@ -121,7 +122,7 @@ std::optional<int64_t> RunDirectory::latest() const {
   std::string name = read_text_file(file, kMaxBytes);
   while (!name.empty() && (name.back() == '\n' || name.back() == '\r')) name.pop_back();
   const std::optional<int64_t> step = step_of(name);
-  FSDP_CHECK(step.has_value(), file, ": names '", name,
+  FSDP_CHECK(step.has_value(), file, ": names '", shown(name),
              "', which is no name of a checkpoint: write one such as ", checkpoint_name(100),
              " into it; ", contents(path_, steps()));
   const std::vector<int64_t> present = steps();

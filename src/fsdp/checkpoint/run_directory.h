@@ -5,6 +5,7 @@
 //     step-00000100/            a complete checkpoint; it has a manifest.json
 //     step-00000100.replaced/   the one before it, if a crash came while it was being replaced
 //     .step-00000200.ID.tmp/    being written, or left by a crash
+//     lock                      who writes here (run_lock.h)
 //
 // Note [Crash instants]: every change is a rename, made durable before the next one. So a
 // checkpoint is there as a whole or not at all, whenever the power goes.

@@ -9,6 +9,7 @@
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/json_fields.h"
+#include "fsdp/base/shown_text.h"
 
 namespace fsdp {
 
@@ -48,7 +49,7 @@ class EntryReader {
     FSDP_CHECK(value_.is_object(), what(), " is described by no JSON object");
     for (const auto& [key, ignored] : value_.items())
       FSDP_CHECK(key == "dtype" || key == "shape" || key == "data_offsets", what(),
-                 " has the field '", key, "', which safetensors does not");
+                 " has the field '", shown(key), "', which safetensors does not");
     SafetensorsEntry entry{.name = name_, .dtype = dtype(), .shape = integers("shape")};
     const std::vector<int64_t> offsets = integers("data_offsets");
     FSDP_CHECK(offsets.size() == 2, what(), " has ", offsets.size(),
@@ -62,7 +63,7 @@ class EntryReader {
   }
 
  private:
-  std::string what() const { return concat(source_, ": tensor '", name_, "'"); }
+  std::string what() const { return concat(source_, ": tensor '", shown(name_), "'"); }
 
   const Json& field(const char* name) const {
     const auto it = value_.find(name);
@@ -76,7 +77,7 @@ class EntryReader {
     const auto& text = value.get_ref<const std::string&>();
     for (const auto& [name, dtype] : kDTypes)
       if (name == text) return dtype;
-    throw Error(concat(what(), " has dtype ", text, ", which is not supported here"));
+    throw Error(concat(what(), " has dtype ", shown(text), ", which is not supported here"));
   }
 
   std::vector<int64_t> integers(const char* name) const {
@@ -87,7 +88,8 @@ class EntryReader {
       // Unsigned numbers above the largest int64_t would wrap around.
       const bool fits =
           item.is_number_unsigned() && item.get<uint64_t>() <= static_cast<uint64_t>(INT64_MAX);
-      FSDP_CHECK(fits, what(), " has ", item.dump(), " in its ", name,
+      FSDP_CHECK(fits, what(), " has ",
+                 shown(item.dump(-1, ' ', true, Json::error_handler_t::replace)), " in its ", name,
                  ": whole numbers from 0 up are needed");
       numbers.push_back(item.get<int64_t>());
     }
@@ -114,7 +116,7 @@ std::map<std::string, std::string> read_metadata(const Json& value, const std::s
   FSDP_CHECK(value.is_object(), source, ": ", kMetadata, " is not a JSON object");
   std::map<std::string, std::string> metadata;
   for (const auto& [key, text] : value.items()) {
-    FSDP_CHECK(text.is_string(), source, ": '", key, "' in ", kMetadata, " is no text");
+    FSDP_CHECK(text.is_string(), source, ": '", shown(key), "' in ", kMetadata, " is no text");
     metadata[key] = text.get<std::string>();
   }
   return metadata;
@@ -128,12 +130,12 @@ void check_cover(std::vector<SafetensorsEntry>& tensors, int64_t data_bytes,
   });
   int64_t covered = 0;
   for (const SafetensorsEntry& entry : tensors) {
-    FSDP_CHECK(entry.end <= data_bytes, source, ": tensor '", entry.name, "' ends at byte ",
+    FSDP_CHECK(entry.end <= data_bytes, source, ": tensor '", shown(entry.name), "' ends at byte ",
                entry.end, " of ", data_bytes, " bytes of data; the file is truncated");
-    FSDP_CHECK(entry.begin >= covered, source, ": tensor '", entry.name, "' begins at byte ",
+    FSDP_CHECK(entry.begin >= covered, source, ": tensor '", shown(entry.name), "' begins at byte ",
                entry.begin, ", inside the tensor before it, which ends at ", covered);
     FSDP_CHECK(entry.begin == covered, source, ": bytes ", covered, " to ", entry.begin,
-               " before tensor '", entry.name, "' belong to no tensor");
+               " before tensor '", shown(entry.name), "' belong to no tensor");
     covered = entry.end;
   }
   FSDP_CHECK(covered == data_bytes, source, ": ", data_bytes - covered,
@@ -197,7 +199,7 @@ std::string write_safetensors_header(SafetensorsHeader& header, int64_t align_by
   int64_t offset = 0;
   for (SafetensorsEntry& entry : header.tensors) {
     if (!names.insert(entry.name).second)
-      throw UsageError(concat("tensor name '", entry.name,
+      throw UsageError(concat("tensor name '", shown(entry.name),
                               "' cannot be written to a safetensors file; every tensor needs a "
                               "name of its own, other than ",
                               kMetadata));

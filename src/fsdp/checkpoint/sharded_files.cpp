@@ -94,11 +94,8 @@ void write_sharded_files(const std::string& directory, const ShardedContent& con
     for (const RankRecord::File& file : record.files)
       manifest.files.push_back({file.path, file.bytes, crc32c_of(file, record.block_bytes)});
   }
-  if (content.config) {
-    const std::string name(kModelConfigName);
-    write_file_durably(concat(directory, "/", name), *content.config);
-    manifest.files.push_back(described(name, *content.config));
-  }
+  for (StoredFile& file : write_model_files(directory, content.model_files))
+    manifest.files.push_back(std::move(file));
   write_file_durably(concat(directory, "/", kManifestName), to_json(manifest));
 }
 

@@ -2,12 +2,12 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "fsdp/checkpoint/converted_reads.h"
+#include "fsdp/checkpoint/model_files.h"
 #include "fsdp/checkpoint/piece_writer.h"
 
 namespace fsdp {
@@ -16,8 +16,8 @@ namespace fsdp {
 struct ShardedContent {
   std::vector<CatalogTensor> model;
   std::vector<CatalogTensor> moments = {};
-  // The text of config.json.
-  std::optional<std::string> config = std::nullopt;
+  // config.json and what else the model is published with.
+  std::vector<ModelFile> model_files = {};
   // Step, optimizer, units and words; mesh, tensors and files are filled in.
   Manifest manifest = {};
   // Random states and data positions; used if as many ranks are written.

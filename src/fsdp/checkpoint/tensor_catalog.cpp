@@ -11,6 +11,8 @@
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/json_fields.h"
+#include "fsdp/base/shown_text.h"
+#include "fsdp/checkpoint/model_files.h"
 #include "fsdp/checkpoint/plain_path.h"
 #include "fsdp/checkpoint/safetensors_header.h"
 
@@ -55,7 +57,7 @@ std::map<std::string, std::vector<int64_t>> saved_offsets(const SafetensorsHeade
   const nlohmann::json document = parse_json(found->second, place);
   FSDP_CHECK(document.is_object(), place, " is not a JSON object");
   for (const auto& [name, value] : document.items()) {
-    const JsonFields fields(value, place, name);
+    const JsonFields fields(value, place, shown(name));
     std::vector<int64_t>& list = offsets[name];
     for (const nlohmann::json& item : fields.array("saved_offsets")) {
       if (!item.is_number_unsigned() || item.get<uint64_t>() > uint64_t{INT64_MAX} / 2)
@@ -72,13 +74,13 @@ Box box_in(const SafetensorsEntry& entry, const SafetensorsHeader& header,
   Box box{std::vector<int64_t>(entry.shape.size(), 0), entry.shape};
   if (header.metadata.count(kShardingInfo) == 0) return box;
   const auto found = offsets.find(entry.name);
-  FSDP_CHECK(found != offsets.end(), source, ": tensor '", entry.name, "' is missing in ",
+  FSDP_CHECK(found != offsets.end(), source, ": tensor '", shown(entry.name), "' is missing in ",
              kShardingInfo);
-  FSDP_CHECK(found->second.size() == entry.shape.size(), source, ": tensor '", entry.name, "' has ",
-             entry.shape.size(), " dims, but ", found->second.size(), " saved_offsets");
+  FSDP_CHECK(found->second.size() == entry.shape.size(), source, ": tensor '", shown(entry.name),
+             "' has ", entry.shape.size(), " dims, but ", found->second.size(), " saved_offsets");
   box.offsets = found->second;
   for (size_t i = 0; i < box.sizes.size(); ++i)
-    FSDP_CHECK(box.offsets[i] <= INT64_MAX - box.sizes[i], source, ": tensor '", entry.name,
+    FSDP_CHECK(box.offsets[i] <= INT64_MAX - box.sizes[i], source, ": tensor '", shown(entry.name),
                "' has a part from ", box.offsets[i], " on that is ", box.sizes[i],
                " long: no tensor is so large");
   return box;
@@ -148,7 +150,7 @@ void check_cover(const TensorSet& set, const std::string& source) {
   std::vector<std::string> faults;
   for (const auto& [name, tensor] : set)
     if (const std::optional<std::string> fault = cover_fault(tensor))
-      faults.push_back(concat(name, " (", *fault, ")"));
+      faults.push_back(concat(shown(name), " (", *fault, ")"));
   FSDP_CHECK(faults.empty(), source, ": ", faults.size(),
              " tensors are not complete: ", some_of(faults),
              "; a file is missing or damaged, so use another checkpoint");
@@ -203,7 +205,7 @@ std::vector<std::string> plain_files(const std::string& directory) {
     FSDP_CHECK(map != index.end() && map->is_object(), source, " has no weight_map");
     for (const auto& [tensor, file] : map->items()) {
       FSDP_CHECK(file.is_string() && is_plain_name(file.get<std::string>()), source,
-                 ": the file of '", tensor, "' is no plain file name");
+                 ": the file of '", shown(tensor), "' is no plain file name");
       names.insert(file.get<std::string>());
     }
   }
@@ -238,10 +240,11 @@ void TensorCatalog::add_file(CheckedFile file, TensorSet& set) {
     CatalogTensor& tensor = found->second;
     if (is_new)
       tensor.tensor = {entry.name, entry.dtype, std::vector<int64_t>(entry.shape.size(), 0)};
-    FSDP_CHECK(tensor.tensor.dtype == entry.dtype, file.path, ": tensor '", entry.name, "' is ",
-               name_of(entry.dtype), " here and ", name_of(tensor.tensor.dtype), " elsewhere");
+    FSDP_CHECK(tensor.tensor.dtype == entry.dtype, file.path, ": tensor '", shown(entry.name),
+               "' is ", name_of(entry.dtype), " here and ", name_of(tensor.tensor.dtype),
+               " elsewhere");
     FSDP_CHECK(tensor.tensor.shape.size() == entry.shape.size(), file.path, ": tensor '",
-               entry.name, "' has ", entry.shape.size(), " dims here and ",
+               shown(entry.name), "' has ", entry.shape.size(), " dims here and ",
                tensor.tensor.shape.size(), " elsewhere");
     grow_shape(tensor, box);
     tensor.boxes.push_back({packed(box, 0), index, header.data_begin + entry.begin});
@@ -286,7 +289,7 @@ void TensorCatalog::open_ours() {
     }
   }
   for (const StoredFile& file : manifest_->files)
-    FSDP_CHECK(described.count(file.path) == 1 || file.path == kModelConfigName, source,
+    FSDP_CHECK(described.count(file.path) == 1 || is_model_file(file.path), source,
                ": no rank wrote ", file.path);
   check_against(manifest_->model, model_, source);
   check_against(manifest_->moments, moments_, source);
@@ -308,42 +311,16 @@ void TensorCatalog::open_plain() {
   check_cover(model_, is_folder ? path_ : directory_of(path_));
 }
 
-namespace {
-
-std::optional<std::string> model_config_at(const std::string& checkpoint,
-                                           const Manifest* manifest) {
-  const std::string directory = is_directory(checkpoint) ? checkpoint : directory_of(checkpoint);
-  const std::string path = concat(directory, "/", kModelConfigName);
-  if (manifest == nullptr) {
-    if (!path_exists(path)) return std::nullopt;
-    return read_text_file(path, kMaxJsonBytes);
-  }
-  for (const StoredFile& file : manifest->files) {
-    if (file.path != kModelConfigName) continue;
-    std::string text = read_text_file(path, kMaxJsonBytes);
-    FSDP_CHECK(static_cast<int64_t>(text.size()) == file.bytes &&
-                   crc32c(std::as_bytes(std::span(text))) == file.crc32c,
-               path, " is not what was written; it is damaged, so use another checkpoint");
-    return text;
-  }
-  return std::nullopt;
-}
-
-}  // namespace
-
 std::optional<std::string> TensorCatalog::model_config() const {
-  return model_config_at(path_, manifest_ ? &*manifest_ : nullptr);
-}
-
-std::optional<std::string> stored_model_config(const std::string& checkpoint) {
-  if (!path_exists(checkpoint + "/manifest.json")) return model_config_at(checkpoint, nullptr);
-  const Manifest manifest = read_manifest(checkpoint);
-  return model_config_at(checkpoint, &manifest);
+  return read_model_file(path_, manifest_ ? &*manifest_ : nullptr, kModelConfigName);
 }
 
 Manifest read_manifest(const std::string& path) {
-  const std::string source = path + "/manifest.json";
-  return parse_manifest(read_text_file(source, kMaxJsonBytes), source);
+  return parse_manifest(read_manifest_text(path), path + "/manifest.json");
+}
+
+std::string read_manifest_text(const std::string& path) {
+  return read_text_file(path + "/manifest.json", kMaxJsonBytes);
 }
 
 TensorSet apply(const NameRules& rules, const TensorSet& set,
@@ -378,7 +355,7 @@ std::string some_of(std::span<const std::string> names) {
   constexpr size_t kMost = 20;
   std::vector<std::string> quoted;
   for (const std::string& name : names.subspan(0, std::min(names.size(), kMost)))
-    quoted.push_back(concat("'", name, "'"));
+    quoted.push_back(concat("'", shown(name), "'"));
   return concat(join(quoted, ", "),
                 names.size() > kMost ? concat(" and ", names.size() - kMost, " more") : "");
 }

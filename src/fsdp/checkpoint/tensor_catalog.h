@@ -75,11 +75,9 @@ class TensorCatalog {
   TensorSet moments_;
 };
 
-// TensorCatalog(checkpoint).model_config(), without reading headers.
-std::optional<std::string> stored_model_config(const std::string& checkpoint);
-
-// The manifest of the checkpoint in this directory.
+// The manifest of the checkpoint in this directory, and its text.
 Manifest read_manifest(const std::string& path);
+std::string read_manifest_text(const std::string& path);
 
 // The same tensors under the names that rules give them: a fused one becomes its sections. Names
 // end with one of `suffixes` (".exp_avg"), which rules do not see.

@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "fsdp/checkpoint/tensor_values.h"
 
@@ -45,7 +46,8 @@ void StatisticsCollector::add(std::span<const double> values) {
       max = is_first && count == 0 ? value : std::max(max, value);
       sum += value;
       ++count;
-      ++counts_[count_index(value)];
+      const size_t index = count_index(value);
+      if (counts_[index]++ == 0) counted_.push_back(index);
     }
   }
   if (count == 0) return;
@@ -64,26 +66,25 @@ void StatisticsCollector::add(std::span<const double> values) {
   squares_ += squares + distance * distance * before * static_cast<double>(count) / all;
 }
 
-TensorStatistics StatisticsCollector::finish() const {
-  TensorStatistics statistics = so_far_;
+TensorStatistics StatisticsCollector::finish() {
+  TensorStatistics statistics = std::exchange(so_far_, {});
+  const double squares = std::exchange(squares_, 0.0);
   if (statistics.num_finite() == 0) return statistics;
-  statistics.deviation = std::sqrt(squares_ / static_cast<double>(statistics.num_finite()));
+  statistics.deviation = std::sqrt(squares / static_cast<double>(statistics.num_finite()));
   // Halves: the difference of the largest numbers of fp64 would not be finite.
   const double width = statistics.max / 2 - statistics.min / 2;
-  for (size_t i = 0; i < counts_.size(); ++i) {
-    if (counts_[i] == 0) continue;
+  for (const size_t i : std::exchange(counted_, {})) {
     const double value = std::clamp(middle_of(i), statistics.min, statistics.max);
     const double place = width > 0.0 ? (value / 2 - statistics.min / 2) / width : 0.5;
     const auto bin = static_cast<size_t>(place * static_cast<double>(TensorStatistics::kNumBins));
-    statistics.bins[std::min(bin, TensorStatistics::kNumBins - 1)] += counts_[i];
+    statistics.bins[std::min(bin, TensorStatistics::kNumBins - 1)] += std::exchange(counts_[i], 0);
   }
   return statistics;
 }
 
 TensorStatistics statistics_of(std::span<const CheckedFile> files, const CatalogTensor& tensor,
-                               const OnBytes& on_bytes) {
+                               StatisticsCollector& collector, const OnBytes& on_bytes) {
   const DType dtype = tensor.tensor.dtype;
-  StatisticsCollector collector;
   std::vector<std::byte> bytes;
   std::vector<double> values;
   // By the width of a double, which is what a chunk becomes.

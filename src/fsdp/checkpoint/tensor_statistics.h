@@ -36,16 +36,19 @@ class StatisticsCollector {
   StatisticsCollector();
 
   void add(std::span<const double> values);
-  TensorStatistics finish() const;
+  // Of all since the last call; then it begins anew. Costs as much as there were different numbers,
+  // so that many small tensors are quick.
+  TensorStatistics finish();
 
  private:
   TensorStatistics so_far_;
   double squares_ = 0.0;         // of distances from the mean
   std::vector<int64_t> counts_;  // by the upper 16 bits as fp32
+  std::vector<size_t> counted_;  // where they are above 0
 };
 
 TensorStatistics statistics_of(std::span<const CheckedFile> files, const CatalogTensor& tensor,
-                               const OnBytes& on_bytes = {});
+                               StatisticsCollector& collector, const OnBytes& on_bytes = {});
 
 // A character per bin, from ' ' for none to '@' for the fullest.
 std::string histogram_text(const TensorStatistics& statistics);

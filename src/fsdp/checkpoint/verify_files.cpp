@@ -9,6 +9,7 @@
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
+#include "fsdp/checkpoint/manifest_checksum.h"
 #include "fsdp/checkpoint/run_directory.h"
 #include "fsdp/checkpoint/tensor_catalog.h"
 
@@ -200,6 +201,7 @@ Verification verify_files(const std::string& path,
   verify_ours(path, verifier);
   Verification result = verifier.take();
   result.has_checksums = true;
+  result.has_manifest_checksum = checksum_in(read_manifest_text(path)) == ManifestChecksum::kRight;
   if (!result.damaged.empty()) return result;
   try {
     const TensorCatalog catalog(path);  // headers, boxes and names that do not fit together

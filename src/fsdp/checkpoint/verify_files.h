@@ -18,6 +18,8 @@ struct DamagedPart {
 struct Verification {
   // Other tools write none; then this says that all bytes can be read and all headers are right.
   bool has_checksums = false;
+  // Whether manifest.json has one, too; version 1 had not.
+  bool has_manifest_checksum = false;
   int64_t num_files = 0;
   int64_t bytes = 0;
   std::vector<DamagedPart> damaged;

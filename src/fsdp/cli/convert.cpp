@@ -11,6 +11,7 @@
 #include "fsdp/base/log.h"
 #include "fsdp/checkpoint/huggingface_files.h"
 #include "fsdp/checkpoint/model_config.h"
+#include "fsdp/checkpoint/model_files.h"
 #include "fsdp/checkpoint/name_rules_json.h"
 #include "fsdp/checkpoint/run_directory.h"
 #include "fsdp/checkpoint/sharded_files.h"
@@ -151,18 +152,32 @@ class Conversion {
           " has no config.json, so none is written and names "
           "are not checked; give one with --config");
     const WeightSelection selection = select(catalog_, options_.names, expected_by(config_));
-    ConvertedReads reads = reads_of(options_.dtype);
+    ConvertedReads reads = reads_of(export_dtype());
     count(selection.tensors, reads);
     HuggingFaceOptions options{.max_file_bytes = options_.max_file_bytes};
     if (config_) options.config = config_->text;
+    options.model_files = stored_model_files(catalog_.path());
     return write_huggingface_files(directory_.path(), selection.tensors, reads, options).size();
+  }
+
+  // A run's weights are its main weights, fp32 as a rule; a model that came in another type is
+  // exported in that.
+  std::optional<DType> export_dtype() const {
+    const bool is_trained = catalog_.manifest() && !catalog_.manifest()->optimizer.name.empty();
+    if (options_.dtype || !config_ || !is_trained) return options_.dtype;
+    return published_dtype(config_->text, config_->source);
   }
 
   size_t to_sharded() {
     ConvertedReads model = reads_of(options_.dtype);
     ConvertedReads moments = reads_of(std::nullopt);
     ShardedContent content = catalog_.manifest() ? content_of_ours() : content_of_others();
-    if (config_) content.config = config_->text;
+    content.model_files = stored_model_files(catalog_.path());
+    if (config_)
+      content.model_files.push_back(
+          {std::string(kModelConfigName),
+           options_.dtype ? with_stored_dtype(config_->text, config_->source, *options_.dtype)
+                          : config_->text});
     count(content.model, model);
     for (const CatalogTensor& tensor : content.moments)
       total_bytes_ += moments.bytes_of(tensor.tensor);
@@ -264,7 +279,7 @@ Command add_convert(CLI::App& parent) {
          "hf: whole tensors for HuggingFace's packages; sharded: a checkpoint of fsdp.cpp");
   option("--dtype", given->dtype, "DTYPE",
          "Type of floating-point weights: fp32, bf16 or fp16, rounded to nearest; default: as they "
-         "are");
+         "are; of a trained model --to hf: the type in config.json");
   option("--max-shard-size", given->max_shard_size, "BYTES",
          "With --to hf: the most that a file holds; default 5GB");
   option("--ranks", given->ranks, "N",

@@ -62,8 +62,9 @@ std::vector<InspectedTensor> inspect_tensors(const TensorCatalog& catalog, const
   int64_t total = 0;
   int64_t done = 0;
   for (const InspectedTensor& row : rows) total += bytes_of(row.tensor->tensor);
+  StatisticsCollector collector;
   for (InspectedTensor& row : rows)
-    row.statistics = statistics_of(catalog.files(), *row.tensor,
+    row.statistics = statistics_of(catalog.files(), *row.tensor, collector,
                                    [&](int64_t bytes) { progress.update(done += bytes, total); });
   return rows;
 }

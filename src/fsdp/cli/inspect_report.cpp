@@ -228,6 +228,7 @@ Json to_json(const Verification& verification) {
   for (const DamagedPart& part : verification.damaged)
     damaged.push_back({{"path", part.path}, {"what", part.what}});
   return {{"has_checksums", verification.has_checksums},
+          {"has_manifest_checksum", verification.has_manifest_checksum},
           {"files", verification.num_files},
           {"bytes", verification.bytes},
           {"damaged", std::move(damaged)}};
@@ -285,7 +286,11 @@ void print_verification(std::ostream& out, const Verification& verification) {
                      ": all can be read and the headers are right; there "
                      "are no checksums"));
   else if (verification.damaged.empty())
-    print_row(out, "verified", concat(read, ": every byte is what was written"));
+    print_row(out, "verified",
+              concat(read, ": every byte is what was written",
+                     verification.has_manifest_checksum
+                         ? ""
+                         : "; manifest.json is of an old version and has no checksum itself"));
 }
 
 void print_differences(std::ostream& out, std::span<const TensorDifference> differences,

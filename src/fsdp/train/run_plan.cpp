@@ -19,8 +19,6 @@ namespace fsdp::train {
 
 namespace {
 
-constexpr int64_t kMaxConfigBytes = int64_t{16} << 20;
-
 bool is_path(const std::string& text) {
   return text.find('/') != std::string::npos || text.ends_with(".json") || is_directory(text);
 }

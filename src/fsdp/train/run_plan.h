@@ -14,6 +14,9 @@
 
 namespace fsdp::train {
 
+// A longer config.json is none.
+inline constexpr int64_t kMaxConfigBytes = int64_t{16} << 20;
+
 // A model that can be trained, by what --model says.
 struct NamedModel {
   std::string name;  // "tiny", or the path of its config.json
@@ -29,7 +32,7 @@ struct RunPlan {
   int64_t num_ranks = 1;
   DType compute = DType::kFloat32;
   NamedModel model;
-  std::string model_config;  // the text of config.json
+  std::string model_config;  // as config.json, in words of our own (published_model.h has others')
   std::string init;          // weights to begin with, unless there is a checkpoint; "": random ones
   std::shared_ptr<const Corpus> corpus;
   std::shared_ptr<const Corpus> validation;  // null: a part of `corpus`

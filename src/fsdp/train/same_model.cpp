@@ -5,7 +5,7 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
-#include "fsdp/checkpoint/tensor_catalog.h"
+#include "fsdp/checkpoint/model_files.h"
 #include "fsdp/nn/config_json.h"
 
 namespace fsdp::train {

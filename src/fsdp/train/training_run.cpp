@@ -21,6 +21,7 @@
 #include "fsdp/shard/parameter_init.h"
 #include "fsdp/train/device_memory.h"
 #include "fsdp/train/environment.h"
+#include "fsdp/train/published_model.h"
 #include "fsdp/train/run_options.h"
 #include "fsdp/train/settings.h"
 #include "fsdp/train/step_timeline.h"
@@ -126,7 +127,11 @@ void TrainingRun::load() {
     load_checkpoint(plan_.init, {.sharded = *sharded_}, loading);
   if (!options_.checkpoint_dir.empty()) {
     CheckpointerOptions saving = checkpointer_options(options_, names);
-    saving.model_config = plan_.model_config;
+    if (world_.rank() == 0) {  // who writes them
+      PublishedModel published = published_model(plan_);
+      saving.model_config = std::move(published.config);
+      saving.model_files = std::move(published.files);
+    }
     checkpointer_ = std::make_unique<Checkpointer>(options_.checkpoint_dir, mesh_, saving);
     if (options_.resume == "auto") loaded = checkpointer_->load_latest(state, loading);
   }

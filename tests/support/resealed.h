@@ -1,0 +1,16 @@
+// Manifests with a defect that their checksum does not tell.
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "fsdp/checkpoint/manifest_checksum.h"
+
+namespace fsdp::testing {
+
+inline std::string resealed(nlohmann::json manifest) {
+  manifest.erase("crc32c");
+  return with_checksum(manifest.dump(1) + "\n");
+}
+
+}  // namespace fsdp::testing
