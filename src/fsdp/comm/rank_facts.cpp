@@ -3,8 +3,11 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <array>
+#include <charconv>
 #include <cstring>
 
+#include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
 
 namespace fsdp {
@@ -18,66 +21,126 @@ int64_t digest_of(const std::string& text) {
   return static_cast<int64_t>(hash >> 2);
 }
 
-// Values in turn, each ended by a zero, which no value contains.
-std::string values_of(const RankFacts& facts) {
+// The axes along which ranks lie, inner first.
+using Axes = std::vector<Communicator*>;
+
+// Names and values in turn, each ended by a zero, which none contains.
+std::string text_of(const RankFacts& facts) {
   std::string text;
-  for (const auto& [name, value] : facts) {
-    text += value;
-    text.push_back('\0');
-  }
+  for (const auto& [name, value] : facts)
+    for (const std::string& part : {name, value}) (text += part).push_back('\0');
   return text;
 }
 
-std::vector<std::string> split_values(const std::string& text) {
-  std::vector<std::string> values;
-  for (size_t begin = 0; begin < text.size();) {
+RankFacts facts_in(const std::string& text) {
+  RankFacts facts;
+  auto next = [&text, begin = size_t{0}]() mutable {
     const size_t end = text.find('\0', begin);
-    values.push_back(text.substr(begin, end - begin));
-    begin = end + 1;
+    return text.substr(std::exchange(begin, end + 1), end - begin);
+  };
+  const auto num_parts = std::count(text.begin(), text.end(), '\0');
+  for (int64_t i = 0; i < num_parts / 2; ++i) {
+    std::string name = next();
+    facts.emplace_back(std::move(name), next());
   }
-  return values;
+  return facts;
+}
+
+void take_greatest(const Axes& axes, const at::Tensor& numbers) {
+  for (Communicator* axis : axes)
+    axis->all_reduce(numbers, {.op = ReduceOp::kMax}, "settings").wait();
 }
 
 // The greatest of all ranks' numbers, and of their negatives: the same on every rank, and where no
 // data moves (a simulated world) this rank's own.
-bool is_same_everywhere(Communicator& ranks, int64_t mine) {
+bool is_same_everywhere(const Axes& axes, int64_t mine) {
   const at::Tensor both = at::tensor({mine, -mine}, at::kLong);
-  ranks.all_reduce(both, {.op = ReduceOp::kMax}, "settings").wait();
+  take_greatest(axes, both);
   return both[0].item<int64_t>() == -both[1].item<int64_t>();
 }
 
-std::vector<std::string> texts_of_ranks(Communicator& ranks, const std::string& mine) {
-  const at::Tensor length = at::full({1}, static_cast<int64_t>(mine.size()), at::kLong);
-  const at::Tensor lengths = at::zeros({ranks.size()}, at::kLong);
-  ranks.all_gather(lengths, length, "lengths of settings").wait();
-  const int64_t width = lengths.max().item<int64_t>();
-  const at::Tensor padded = at::zeros({width}, at::kByte);
-  std::memcpy(padded.mutable_data_ptr(), mine.data(), mine.size());
-  const at::Tensor all = at::zeros({ranks.size() * width}, at::kByte);
-  ranks.all_gather(all, padded, "settings").wait();
+// By rank. What travels is as long on every rank: a length, the text, and zeros after it.
+std::vector<std::string> texts_of_ranks(const Axes& axes, const std::string& mine) {
+  const at::Tensor width = at::tensor({static_cast<int64_t>(mine.size())}, at::kLong);
+  take_greatest(axes, width);
+  const auto length = width[0].item<int64_t>();
+  at::Tensor all = at::zeros({8 + length}, at::kByte);
+  const auto own_length = static_cast<int64_t>(mine.size());
+  std::memcpy(all.mutable_data_ptr(), &own_length, 8);
+  std::memcpy(static_cast<char*>(all.mutable_data_ptr()) + 8, mine.data(), mine.size());
+  for (Communicator* axis : axes) {
+    const at::Tensor more = at::zeros({axis->size() * all.numel()}, at::kByte);
+    axis->all_gather(more, all, "settings").wait();
+    all = more;
+  }
   std::vector<std::string> texts;
-  for (int64_t rank = 0; rank < ranks.size(); ++rank)
-    texts.emplace_back(static_cast<const char*>(all.const_data_ptr()) + rank * width,
-                       static_cast<size_t>(lengths[rank].item<int64_t>()));
+  for (const char* text = static_cast<const char*>(all.const_data_ptr());
+       texts.size() < static_cast<size_t>(all.numel() / (8 + length)); text += 8 + length) {
+    int64_t num_chars = 0;
+    std::memcpy(&num_chars, text, 8);
+    texts.emplace_back(text + 8, static_cast<size_t>(num_chars));
+  }
   return texts;
+}
+
+// Until all ranks have what they gathered: who throws then cuts off nobody. A rank that another one
+// cuts off here has it, too.
+void let_others_finish(const Axes& axes) {
+  try {
+    for (auto axis = axes.rbegin(); axis != axes.rend(); ++axis)
+      (*axis)->barrier("settings").wait();
+  } catch (const std::exception& error) {
+    log(LogLevel::kDebug, "another rank has left: ", error.what());
+  }
+}
+
+// "" where they are the same.
+std::string first_difference(size_t rank, const RankFacts& other, const RankFacts& first) {
+  for (size_t i = 0; i < std::max(first.size(), other.size()); ++i) {
+    if (i >= first.size())
+      return concat("rank ", rank, " has ", other[i].first, " '", other[i].second,
+                    "' and rank 0 has none");
+    if (i >= other.size())
+      return concat("rank ", rank, " has no ", first[i].first, " and rank 0 has '", first[i].second,
+                    "'");
+    if (other[i] != first[i])
+      return concat("rank ", rank, " has ", other[i].first, " '", other[i].second,
+                    "' and rank 0 has ",
+                    other[i].first == first[i].first ? "" : concat(first[i].first, " "), "'",
+                    first[i].second, "'");
+  }
+  return "";
+}
+
+std::string difference_along(const Axes& axes, const RankFacts& facts) {
+  const std::string mine = text_of(facts);
+  if (axes.empty() || is_same_everywhere(axes, digest_of(mine))) return "";
+  const std::vector<std::string> texts = texts_of_ranks(axes, mine);
+  let_others_finish(axes);
+  const RankFacts first = facts_in(texts[0]);
+  for (size_t rank = 1; rank < texts.size(); ++rank)
+    if (std::string words = first_difference(rank, facts_in(texts[rank]), first); !words.empty())
+      return words;
+  return "ranks have other settings";
 }
 
 }  // namespace
 
 std::string difference_of(Communicator& ranks, const RankFacts& facts) {
-  const std::string mine = values_of(facts);
-  if (ranks.size() == 1 || is_same_everywhere(ranks, digest_of(mine))) return "";
-  const std::vector<std::string> texts = texts_of_ranks(ranks, mine);
-  const std::vector<std::string> first = split_values(texts[0]);
-  for (size_t rank = 1; rank < texts.size(); ++rank) {
-    const std::vector<std::string> other = split_values(texts[rank]);
-    const size_t count = std::min({first.size(), other.size(), facts.size()});
-    for (size_t i = 0; i < count; ++i)
-      if (first[i] != other[i])
-        return concat("rank ", rank, " has ", facts[i].first, " '", other[i], "' and rank 0 has '",
-                      first[i], "'");
-  }
-  return "ranks have other sets of settings";
+  return difference_along(ranks.size() > 1 ? Axes{&ranks} : Axes{}, facts);
+}
+
+std::string difference_of(const Mesh& mesh, const RankFacts& facts) {
+  Axes axes;
+  for (const MeshAxis* axis : {&mesh.inner(), &mesh.outer()})
+    if (axis->size() > 1) axes.push_back(&axis->gather());
+  return difference_along(axes, facts);
+}
+
+std::string number_fact(double value) {
+  std::array<char, 32> text{};
+  const auto end = std::to_chars(text.data(), text.data() + text.size(), value).ptr;
+  return std::string(text.data(), end);
 }
 
 }  // namespace fsdp

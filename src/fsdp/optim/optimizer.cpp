@@ -15,6 +15,7 @@
 #include "fsdp/optim/gradient_norm.h"
 #include "fsdp/optim/host_updates.h"
 #include "fsdp/optim/lane.h"
+#include "fsdp/optim/optimizer_facts.h"
 #include "fsdp/optim/span_update.h"
 #include "fsdp/optim/update_on_device.h"
 #include "fsdp/shard/engine.h"
@@ -63,13 +64,18 @@ void check_types(const ParamGroup& group, const std::string& optimizer) {
 Optimizer::Optimizer(const Sharded& sharded, UpdateRule rule, const StepOptions& options)
     : sharded_(sharded),
       rule_(std::move(rule)),
+      seat_(sharded_.engine().seat_optimizer(rule_.name)),
       options_(options),
       step_rule_(step_rule(rule_, options)),
       learning_rate_(rule_.learning_rate),
       team_(at::get_num_threads()) {
+  Engine& engine = sharded_.engine();
+  if (const std::string difference = difference_of(engine.mesh(), optimizer_facts(rule_, options_));
+      !difference.empty())
+    throw UsageError(
+        concat(difference, "; make the optimizer with the same options on every rank"));
   options_.validate();
   set_learning_rate(learning_rate_);
-  Engine& engine = sharded_.engine();
   engine.settle();
   state_ = at::zeros({static_cast<int64_t>(sizeof(StepState))},
                      at::device(engine.device()).dtype(at::kByte));

@@ -121,6 +121,7 @@ class Optimizer {
 
   const Sharded sharded_;  // first: its memory must outlive what is below
   const UpdateRule rule_;
+  const std::shared_ptr<const std::string> seat_;  // the engine's optimizer is this one
   const StepOptions options_;
   const StepRule step_rule_;
   double learning_rate_;

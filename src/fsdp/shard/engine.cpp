@@ -99,6 +99,10 @@ void Engine::complete() {
   for (const auto& unit : units_) {
     scheduled.push_back(unit->kind == UnitKind::kScheduled);
     if (scheduled.back()) order.forward.push_back(unit->index);
+    for (const GroupState& state : unit->groups)
+      if (state.group->is_trainable())
+        for (const GroupMember& member : state.group->members())
+          stand_ins_.add(member.parameter, member.names.front());
   }
   plan_.emplace(std::move(scheduled), options_.prefetch);
   make_pool(mirrored_order(std::move(order.forward)));
@@ -315,7 +319,10 @@ void Engine::enter_backward() {
   if (!in_backward_) {
     reduce_->finish();  // of the backward before: its gradients may still lie where ours will
     finish_updates();   // of units that had no forward: they read what we will write
+    heed_cleared_gradients();
     check_cycle();
+    count_unread_backward();
+    stand_ins_.take();
     in_backward_ = true;
     ++backward_number_;
     reduce_->begin_backward(is_last_microbatch_, microbatch_);
@@ -396,6 +403,7 @@ void Engine::end_backward() {
   // says when they were used for the last time.
   for (const auto& unit : units_) reduce_rest(*unit, Which::kAll);
   forget_backward();
+  stand_ins_.put();
   ++microbatch_;
   close_pass();
   release_weights();

@@ -14,6 +14,7 @@
 #include "fsdp/shard/direct_gradient.h"
 #include "fsdp/shard/engine_memory.h"
 #include "fsdp/shard/gather_pipeline.h"
+#include "fsdp/shard/gradient_stand_ins.h"
 #include "fsdp/shard/options.h"
 #include "fsdp/shard/pass_plan.h"
 #include "fsdp/shard/reduce_pipeline.h"
@@ -44,7 +45,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // --- construction (fully_shard.cpp) ---
   UnitState& add_unit(std::string name, UnitKind kind);
   const GroupSetting& setting_of(UnitKind kind) const;
-  // All units and groups are there: declares their temporary memory and takes it.
+  // All units and groups are there: declares their temporary memory and takes it. Gradients that
+  // parameters have are dropped.
   void complete();
   // Something that must live as long as the engine.
   void keep(std::shared_ptr<void> something) { kept_ = std::move(something); }
@@ -74,6 +76,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // A backward came to one of our hooks.
   void enter_backward();
+  bool is_in_backward() const { return in_backward_; }
   // An Error when the running backward builds a graph itself.
   static void refuse_second_order();
   int64_t backward_number() const { return backward_number_; }
@@ -95,6 +98,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   DirectTarget direct_target(UnitState& unit, GroupState& state, int64_t member, GradientType type);
 
   // --- updates (engine_updates.cpp) ---
+  // One optimizer at a time, since each updates everything that is trainable; its place is free
+  // again when what is returned is gone. UsageError where it is taken.
+  std::shared_ptr<const std::string> seat_optimizer(std::string name);
   // Units with something to train, in the order in which the next forward is expected to use them;
   // first those that nobody announces.
   std::vector<UnitState*> update_order() const;
@@ -130,6 +136,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // After MainWeights::set(): what other ranks set comes with the next gathers.
   void take_over_main_weights();
   bool found_nonfinite();
+  // Somebody reads gradients, or has views of them and may at any time.
+  void expect_reader() { waits_for_reader_ = false; }
   void set_grad_comm(std::optional<at::ScalarType> grad_comm);
   void release_weights();
   void reset();
@@ -149,6 +157,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void gather_residents();
 
   void check_cycle() const;
+  void heed_cleared_gradients();
+  void count_unread_backward();
+  void warn_unread(const std::string& what);
   void end_backward();
   enum class Which : uint8_t { kSafe, kAll };
   void reduce_rest(UnitState& unit, Which which);
@@ -171,6 +182,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   GatherPipeline gather_;
   std::optional<ReducePipeline> reduce_;
   std::optional<PassPlan> plan_;
+  GradientStandIns stand_ins_;
 
   std::vector<StepSchedule::Gather> put_off_;  // nothing is gathered ahead while recomputing
   std::vector<std::shared_ptr<UnitCall>> open_calls_;  // of the running backward
@@ -185,6 +197,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool is_last_microbatch_ = true;
   std::optional<StepOrder> new_order_;  // to plan with before the next pass
   int64_t plan_number_ = 0;
+  // Gradients are computed to be used: until somebody does, or it was said that nobody does.
+  bool waits_for_reader_ = true;
+  int32_t num_unread_backwards_ = 0;
+  int32_t num_unread_cycles_ = 0;
+  std::weak_ptr<const std::string> optimizer_;
   std::shared_ptr<void> kept_;
 };
 

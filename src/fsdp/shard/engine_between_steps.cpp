@@ -5,6 +5,7 @@
 
 #include "fsdp/base/dtype.h"
 #include "fsdp/base/error.h"
+#include "fsdp/base/log.h"
 #include "fsdp/shard/engine.h"
 
 namespace fsdp {
@@ -16,6 +17,9 @@ void Engine::finish_gradients() {
 
 void Engine::zero_grad() {
   finish_gradients();
+  // One cycle may be a rehearsal.
+  if (waits_for_reader_ && microbatch_ > 0 && ++num_unread_cycles_ == 2)
+    warn_unread("a second cycle's gradients are dropped by zero_grad()");
   for (const auto& unit : units_)
     for (GroupState& state : unit->groups)
       if (state.group->is_trainable()) {
@@ -24,6 +28,33 @@ void Engine::zero_grad() {
       }
   nonfinite_.zero_();
   microbatch_ = 0;
+}
+
+// zero_grad() of a module, or of torch's optimizers: what it means for our gradients is known.
+void Engine::heed_cleared_gradients() {
+  const GradientStandIns::Missing missing = stand_ins_.missing();
+  if (missing == GradientStandIns::Missing::kNone) return;
+  FSDP_CHECK(missing == GradientStandIns::Missing::kAll || (microbatch_ == 0 && !has_gradients()),
+             "grad() of parameter '", stand_ins_.name_of_missing(),
+             "' was set or cleared by itself, but gradients of a sharded model lie in shards and "
+             "begin a cycle together; call zero_grad() of the optimizer, of Sharded or of the "
+             "whole model");
+  stand_ins_.put();
+  zero_grad();
+}
+
+void Engine::count_unread_backward() {
+  constexpr int32_t kMany = 16;
+  if (waits_for_reader_ && is_last_microbatch_ && ++num_unread_backwards_ == kMany)
+    warn_unread(concat(kMany, " backwards have come, none of them under no_sync()"));
+}
+
+void Engine::warn_unread(const std::string& what) {
+  waits_for_reader_ = false;  // once is enough
+  if (mesh_.outer().rank() != 0 || mesh_.inner().rank() != 0) return;
+  log(LogLevel::kWarning, what,
+      ", and nobody has used a gradient since fully_shard(): nothing is trained without step() of "
+      "an fsdp::AdamW or fsdp::SGD, or a reader of Sharded::parameters() or flat_shards()");
 }
 
 bool Engine::has_gradients() const {
@@ -49,10 +80,12 @@ void Engine::set_gradient_cycles(const std::vector<GradientCycle>& cycles) {
 
 void Engine::settle() {
   finish_gradients();
+  heed_cleared_gradients();
   finish_updates();
 }
 
 void Engine::refresh_weights() {
+  expect_reader();  // whose optimizer changed the weights
   settle();
   release_weights();
   for (const auto& unit : units_)
@@ -86,6 +119,7 @@ void Engine::gather_residents() {
 
 bool Engine::found_nonfinite() {
   finish_gradients();
+  expect_reader();
   at::Tensor flag = nonfinite_.clone();
   for (const auto& unit : units_)
     for (const GroupState& state : unit->groups) {

@@ -2,10 +2,21 @@
 #include <algorithm>
 #include <utility>
 
+#include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
 #include "fsdp/shard/engine.h"
 
 namespace fsdp {
+
+std::shared_ptr<const std::string> Engine::seat_optimizer(std::string name) {
+  if (const auto other = optimizer_.lock())
+    throw UsageError(concat("the model has an optimizer already (", *other,
+                            "), which updates all its parameters; use that one, or let go of it "
+                            "first; rules in its options treat parameters differently"));
+  auto seat = std::make_shared<const std::string>(std::move(name));
+  optimizer_ = seat;
+  return seat;
+}
 
 std::vector<UnitState*> Engine::update_order() const {
   std::vector<UnitState*> wanted;
@@ -25,6 +36,7 @@ std::vector<UnitState*> Engine::update_order() const {
 }
 
 void Engine::begin_update(UnitState& unit, Work update) {
+  expect_reader();
   unit.update = update;
   unit.is_updating = true;
   for (GroupState& state : unit.groups)

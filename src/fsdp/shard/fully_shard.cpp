@@ -15,6 +15,7 @@
 #include "fsdp/shard/gradient_hook.h"
 #include "fsdp/shard/module_units.h"
 #include "fsdp/shard/parameter_init.h"
+#include "fsdp/shard/shard_facts.h"
 #include "fsdp/shard/unit_call.h"
 #include "fsdp/shard/value_agreement.h"
 
@@ -203,12 +204,18 @@ class Builder {
 Sharded fully_shard(const std::shared_ptr<torch::nn::Module>& model, const Mesh& mesh,
                     const ShardOptions& options) {
   FSDP_CHECK(model != nullptr, "the model is null; build it first");
-  options.validate();
   ModuleUnits found = find_units(model);
   for (const auto& item : model->named_parameters())
     FSDP_CHECK(!has_gradient_hook(item.value()), "parameter '", item.key(),
                "' is already sharded; a model can be sharded once");
-  auto engine = std::make_shared<Engine>(mesh, options, device_for(*model, options));
+  const c10::Device device = device_for(*model, options);
+  // First of all: what is wrong on one rank only is then an error on all.
+  if (const std::string difference = difference_of(mesh, shard_facts(options, device, found));
+      !difference.empty())
+    throw UsageError(
+        concat(difference, "; call fully_shard() with the same model and options on every rank"));
+  options.validate();
+  auto engine = std::make_shared<Engine>(mesh, options, device);
   Builder(engine, std::move(found)).build();
   return Sharded(engine);
 }

@@ -66,6 +66,28 @@ class GradientHook final : public torch::autograd::FunctionPostHook {
   const int64_t member_;
 };
 
+// A parameter that is whole can be used outside of any unit, and then its gradient may be the first
+// thing of a backward that we hear of: autograd must not find the stand-in there.
+class BeforeAccumulation final : public torch::autograd::FunctionPreHook {
+ public:
+  explicit BeforeAccumulation(const std::shared_ptr<Engine>& engine) : engine_(engine) {}
+
+  torch::autograd::variable_list operator()(
+      const torch::autograd::variable_list& gradients) override {
+    if (const std::shared_ptr<Engine> engine = engine_.lock();
+        engine && !engine->is_in_backward()) {
+      Engine::refuse_second_order();
+      engine->enter_backward();
+    }
+    // Autograd's own list, which it replaces by what is returned: a copy would be an allocation for
+    // every parameter and backward.
+    return std::move(const_cast<torch::autograd::variable_list&>(gradients));
+  }
+
+ private:
+  const std::weak_ptr<Engine> engine_;
+};
+
 // libtorch 2.13 counts references to nodes otherwise than 2.11.
 using NodePointer =
     decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
@@ -89,13 +111,14 @@ std::shared_ptr<void> attach_gradient_hooks(const std::shared_ptr<Engine>& engin
       if (!state.group->is_trainable()) continue;
       const auto& members = state.group->members();
       for (size_t i = 0; i < members.size(); ++i) {
-        members[i].parameter.mutable_grad() = at::Tensor();
         FSDP_CHECK(
             !has_gradient_hook(members[i].parameter), "parameter '", members[i].names.front(),
             "' is still part of a loss that waits for its backward; let go of the loss first");
         accumulators->push_back(torch::autograd::impl::grad_accumulator(members[i].parameter));
         accumulators->back()->add_post_hook(
             std::make_unique<GradientHook>(engine, *unit, state, static_cast<int64_t>(i)));
+        if (!state.group->needs_slab())
+          accumulators->back()->add_pre_hook(std::make_unique<BeforeAccumulation>(engine));
       }
     }
   }

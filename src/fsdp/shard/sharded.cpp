@@ -83,6 +83,7 @@ Sharded::FullParameters::~FullParameters() {
 
 std::vector<ShardedParameter> Sharded::parameters() const {
   engine_->settle();
+  engine_->expect_reader();
   std::vector<ShardedParameter> all;
   for (const auto& unit : engine_->units()) {
     for (const GroupState& state : unit->groups) {
@@ -106,6 +107,7 @@ std::vector<ShardedParameter> Sharded::parameters() const {
 
 std::vector<FlatShard> Sharded::flat_shards() const {
   engine_->settle();
+  engine_->expect_reader();
   std::vector<FlatShard> all;
   for (const auto& unit : engine_->units())
     for (const GroupState& state : unit->groups) {
