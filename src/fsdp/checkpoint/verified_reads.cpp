@@ -12,6 +12,7 @@
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
+#include "fsdp/base/start_thread.h"
 
 namespace fsdp {
 
@@ -143,7 +144,9 @@ class ChunkReads {
     };
     std::vector<std::jthread> others;
     for (size_t i = 1; i < num_threads; ++i)
-      others.emplace_back([this, chunks = part(i), &buffer = buffers[i]] { work(chunks, buffer); });
+      others.push_back(start_thread<std::jthread>(
+          "reading a checkpoint",
+          [this, chunks = part(i), &buffer = buffers[i]] { work(chunks, buffer); }));
     work(part(0), buffers.front());
     others.clear();
     if (error_) std::rethrow_exception(error_);

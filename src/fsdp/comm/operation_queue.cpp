@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "fsdp/base/log.h"
+#include "fsdp/base/start_thread.h"
 #include "fsdp/comm/comm_error.h"
 
 namespace fsdp {
@@ -73,10 +74,11 @@ Work OperationQueue::push(Operation operation) {
 
 void OperationQueue::start_worker() {
   if (worker_.joinable()) return;
-  worker_ = std::thread([this, rank = thread_rank()] {
-    set_thread_rank(rank);
-    work();
-  });
+  worker_ = start_thread(concat("collectives of communicator '", name_, "'"),
+                         [this, rank = thread_rank()] {
+                           set_thread_rank(rank);
+                           work();
+                         });
 }
 
 void OperationQueue::help_until_done(const WorkState& state) {

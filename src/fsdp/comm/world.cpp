@@ -6,12 +6,14 @@
 
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
+#include "fsdp/base/start_thread.h"
 #include "fsdp/base/torch_math.h"
 #include "fsdp/comm/comm_error.h"
 #include "fsdp/comm/connect_mpi.h"
@@ -105,18 +107,26 @@ void run_threads(int ranks, const CommOptions& options, const std::function<void
     Launch launch;
     launch.rank = launch.local_rank = rank;
     launch.size = launch.local_size = ranks;
-    World world(launch, std::make_unique<ThreadsCommunicator>(rank, rendezvous));
+    std::optional<World> world;  // closed after the words of what is thrown are out
     try {
-      body(world);
+      world.emplace(launch, std::make_unique<ThreadsCommunicator>(rank, rendezvous));
+      body(*world);
     } catch (const AbortedError&) {
       first_error.note_consequence(std::current_exception());
     } catch (const std::exception& error) {
       first_error.note_cause(std::current_exception());
-      world.communicator().abort(concat("rank ", rank, " failed: ", error.what()));
+      rendezvous->abort().raise(concat("rank ", rank, " failed: ", error.what()));
     }
   };
   std::vector<std::thread> threads;
-  for (int rank = 0; rank < ranks; ++rank) threads.emplace_back(run_rank, rank);
+  try {
+    for (int rank = 0; rank < ranks; ++rank)
+      threads.push_back(start_thread(concat("rank ", rank, " of ", ranks),
+                                     [&run_rank, rank] { run_rank(rank); }));
+  } catch (const std::exception& error) {
+    first_error.note_cause(std::current_exception());
+    rendezvous->abort().raise(error.what());  // those that run must not wait for the others
+  }
   for (std::thread& thread : threads) thread.join();
   first_error.rethrow();
 }

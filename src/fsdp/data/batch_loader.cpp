@@ -5,6 +5,7 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
+#include "fsdp/base/start_thread.h"
 
 namespace fsdp {
 namespace {
@@ -23,7 +24,7 @@ BatchLoader::BatchLoader(TrainingBatches batches, const DataPosition& from,
       ahead_(static_cast<size_t>(options.ahead)) {
   if (options.ahead < 1)
     throw UsageError(concat("ahead is ", options.ahead, "; it must be at least 1"));
-  thread_ = std::thread([this, rank = thread_rank()] {
+  thread_ = start_thread("reading batches", [this, rank = thread_rank()] {
     set_thread_rank(rank);
     prepare();
   });

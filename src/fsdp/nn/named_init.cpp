@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "fsdp/base/integer.h"
+#include "fsdp/base/start_thread.h"
 
 namespace fsdp::nn {
 
@@ -65,7 +66,9 @@ void in_threads(int64_t numel, const Part& part) {
   const int64_t size = round_up(ceil_div(numel, num_threads), 2);
   std::vector<std::jthread> threads;
   for (int64_t begin = size; begin < numel; begin += size)
-    threads.emplace_back([&part, begin, end = std::min(begin + size, numel)] { part(begin, end); });
+    threads.push_back(start_thread<std::jthread>(
+        "first values of parameters",
+        [&part, begin, end = std::min(begin + size, numel)] { part(begin, end); }));
   part(0, std::min(size, numel));
 }
 

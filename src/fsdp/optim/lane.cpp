@@ -8,6 +8,7 @@
 
 #include "fsdp/base/device_stream.h"
 #include "fsdp/base/log.h"
+#include "fsdp/base/start_thread.h"
 
 namespace fsdp {
 
@@ -57,7 +58,7 @@ void Lane::run_on_stream(const Task& task, std::span<const Work> after, WorkStat
 
 void Lane::start_worker() {
   if (worker_.joinable()) return;
-  worker_ = std::thread([this, rank = thread_rank()] {
+  worker_ = start_thread("the optimizer's updates", [this, rank = thread_rank()] {
     set_thread_rank(rank);
     work();
   });

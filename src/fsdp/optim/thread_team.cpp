@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "fsdp/base/start_thread.h"
+
 namespace fsdp {
 
 ThreadTeam::ThreadTeam(int64_t size) : size_(std::max<int64_t>(1, size)) {}
@@ -21,7 +23,7 @@ void ThreadTeam::run(int64_t count, const std::function<void(int64_t)>& part) {
     return;
   }
   while (static_cast<int64_t>(threads_.size()) < size_ - 1)
-    threads_.emplace_back([this] { work(); });
+    threads_.push_back(start_thread("the optimizer's arithmetic", [this] { work(); }));
   {
     const std::lock_guard lock(mutex_);
     part_ = &part;
