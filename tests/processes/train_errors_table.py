@@ -259,6 +259,8 @@ FAILURES = [
     ("train --checkpoint-dir incomplete --steps 6", "incomplete/latest: names step-00000004, which is not there"),
     ("train --init nothing", "nothing: there is no such directory"),
     ("train --init damaged", DAMAGED),
+    ("train --sequence 64 --batch 1073741824",
+     "cannot allocate 520.0 GiB for 1,073,741,824 sequences of 65 tokens; use a smaller batch, or more microbatches"),
     ("train --report pipe", "pipe: is not a file, so no report can replace it; choose another place with --report"),
     ("generate --checkpoint nothing --prompt a", "nothing: there is no such directory"),
     ("generate --checkpoint damaged --prompt a", DAMAGED),

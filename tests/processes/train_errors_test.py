@@ -19,7 +19,8 @@ FSDP = sys.argv[1]
 # What a sentence for people does not have: names of classes, places in sources, stack traces.
 NOT_FOR_PEOPLE = ("std::", "c10::", "what():", "terminate", "Exception", "frame #", ".cpp:", ".h:", "core dumped", "basic_")
 # These are found when the run's directory and the log in it are there already.
-LEAVES = {"train --report pipe": ["new", "new/log.jsonl"]}
+LEAVES = {"train --report pipe": ["new", "new/log.jsonl"],
+          "train --sequence 64 --batch 1073741824": ["new", "new/log.jsonl", "new/report.html"]}
 
 
 def crc32c(data):

@@ -230,5 +230,15 @@ TEST_F(Batches, DataThatIsTooShortIsRefused) {
               ThrowsMessage<UsageError>(HasSubstr("1 window of sequence 10 need 11")));
 }
 
+TEST_F(Batches, ThatNoMemoryHoldsSayHowMuchTheyNeed) {
+  const TokenWindows windows = all_windows(counting(101), 9);
+  // More than any machine addresses, and more than a vector counts.
+  for (const int64_t batch : {int64_t{1} << 50, int64_t{1} << 60})
+    EXPECT_THAT(
+        [&] { TrainingBatches(windows, {.batch = batch}).read(0, 0); },
+        ThrowsMessage<Error>(AllOf(HasSubstr("cannot allocate "), HasSubstr("iB for 1,1"),
+                                   HasSubstr(" sequences of 10 tokens; use a smaller batch"))));
+}
+
 }  // namespace
 }  // namespace fsdp::testing

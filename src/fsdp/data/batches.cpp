@@ -1,6 +1,7 @@
 #include "fsdp/data/batches.h"
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "fsdp/base/error.h"
@@ -25,12 +26,21 @@ std::string nearest_multiples(int64_t value, int64_t factor) {
   return below == 0 ? concat(factor) : concat(below, " or ", checked_add(below, factor));
 }
 
+std::vector<int64_t> memory_for(int64_t rows, int64_t columns) {
+  try {
+    return std::vector<int64_t>(static_cast<size_t>(checked_mul(rows, columns)));
+  } catch (const std::exception&) {  // too much for the system, or for any vector
+    const double bytes = static_cast<double>(rows) * static_cast<double>(columns) * sizeof(int64_t);
+    throw Error(concat("cannot allocate ", bytes_text(bytes), " for ", grouped_text(rows),
+                       " sequences of ", grouped_text(columns),
+                       " tokens; use a smaller batch, or more microbatches"));
+  }
+}
+
 template <typename WindowOfRow>
 TokenBatch read_rows(const TokenWindows& windows, int64_t rows, const WindowOfRow& window_of_row) {
   const int64_t columns = windows.sequence() + 1;
-  TokenBatch batch{.tokens = std::vector<int64_t>(static_cast<size_t>(checked_mul(rows, columns))),
-                   .rows = rows,
-                   .columns = columns};
+  TokenBatch batch{.tokens = memory_for(rows, columns), .rows = rows, .columns = columns};
   const std::span<int64_t> tokens(batch.tokens);
   for (int64_t row = 0; row < rows; ++row)
     windows.read(window_of_row(row),
