@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "fsdp/base/error.h"
+#include "fsdp/base/shown_text.h"
 #include "fsdp/checkpoint/tensor_values.h"
 
 namespace fsdp {
@@ -31,7 +32,7 @@ void ConvertedReads::read(const CatalogTensor& tensor, FlatRange range, std::byt
     read_elements(files_, tensor, range, stored_.data());
     const int64_t num_overflows =
         convert_values(from, stored_, to, {into, static_cast<size_t>(bytes)});
-    FSDP_CHECK(num_overflows == 0, "tensor '", tensor.tensor.name, "' has ", num_overflows,
+    FSDP_CHECK(num_overflows == 0, "tensor '", shown(tensor.tensor.name), "' has ", num_overflows,
                " numbers that are too large for ", name_of(to), "; keep ", name_of(from),
                ", or choose a type with a larger range");
   }

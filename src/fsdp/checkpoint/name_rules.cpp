@@ -7,6 +7,7 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
+#include "fsdp/base/shown_text.h"
 #include "fsdp/base/text.h"
 
 namespace fsdp {
@@ -23,7 +24,7 @@ std::string title_of(const NameRule& rule) {
 
 // "tensor 'a.weight_w' of shape [4, 3] (made from 'a.weight')"
 std::string what(const TensorSection& section, const std::string& owner) {
-  return concat("tensor '", section.name, "' of shape ", list_text(section.shape),
+  return concat("tensor '", shown(section.name), "' of shape ", list_text(section.shape),
                 section.name == owner ? "" : concat(" (made from '", owner, "')"));
 }
 

@@ -336,8 +336,8 @@ TensorSet apply(const NameRules& rules, const TensorSet& set,
         rules.sections_of_stored(parameter, stored.tensor.shape);
     for (const TensorSection& section : sections) {
       const auto [found, is_new] = renamed.try_emplace(section.name + suffix);
-      FSDP_CHECK(is_new, "two tensors of the checkpoint are called '", section.name, suffix,
-                 "' by the name rules; '", name, "' is one of them");
+      FSDP_CHECK(is_new, "two tensors of the checkpoint are called '", shown(section.name + suffix),
+                 "' by the name rules; '", shown(name), "' is one of them");
       found->second.tensor = {section.name + suffix, stored.tensor.dtype, section.shape};
     }
     for (const StoredBox& box : stored.boxes)

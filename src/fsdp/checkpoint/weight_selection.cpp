@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "fsdp/base/error.h"
+#include "fsdp/base/shown_text.h"
 #include "fsdp/checkpoint/tensor_differences.h"
 
 namespace fsdp {
@@ -145,8 +146,9 @@ std::vector<CatalogTensor> apply_in_order(const NameRules& rules,
   for (const CatalogTensor& tensor : tensors)
     for (const auto& [name, section] :
          fsdp::apply(rules, TensorSet{{tensor.tensor.name, tensor}})) {
-      FSDP_CHECK(names.insert(name).second, "two tensors of the checkpoint are called '", name,
-                 "' by the name rules; '", tensor.tensor.name, "' is one of them");
+      FSDP_CHECK(names.insert(name).second, "two tensors of the checkpoint are called '",
+                 shown(name), "' by the name rules; '", shown(tensor.tensor.name),
+                 "' is one of them");
       renamed.push_back(section);
     }
   return renamed;

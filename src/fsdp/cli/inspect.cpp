@@ -7,6 +7,7 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/glob.h"
+#include "fsdp/base/shown_text.h"
 #include "fsdp/checkpoint/run_directory.h"
 #include "fsdp/cli/command.h"
 #include "fsdp/cli/inspect_report.h"
@@ -48,9 +49,9 @@ void refuse_unmatched(const TensorCatalog& catalog, const std::string& pattern) 
   std::vector<std::string> names;
   for (const auto& [name, tensor] : matching(catalog, "")) names.push_back(name);
   const std::string near = nearest_to_glob(pattern, names);
-  throw Error(concat("--tensors is '", pattern, "', which no tensor of ", catalog.path(),
-                     " is called; ",
-                     near.empty() ? "use * for any text" : concat("is '", near, "' meant?")));
+  throw Error(
+      concat("--tensors is '", pattern, "', which no tensor of ", catalog.path(), " is called; ",
+             near.empty() ? "use * for any text" : concat("is '", shown(near), "' meant?")));
 }
 
 std::vector<InspectedTensor> inspect_tensors(const TensorCatalog& catalog, const TensorSet& tensors,

@@ -8,6 +8,7 @@
 #include <map>
 #include <ostream>
 
+#include "fsdp/base/shown_text.h"
 #include "fsdp/base/text.h"
 #include "fsdp/checkpoint/run_directory.h"
 
@@ -151,11 +152,12 @@ std::string statistics_text(const TensorStatistics& statistics) {
 }
 
 std::string difference_text(const TensorDifference& difference) {
-  if (!difference.second) return concat("only in the first   ", difference.name);
-  if (!difference.first) return concat("only in the second  ", difference.name);
+  const std::string name = shown(difference.name);
+  if (!difference.second) return concat("only in the first   ", name);
+  if (!difference.first) return concat("only in the second  ", name);
   if (difference.has_other_shape())
-    return concat("other shape         ", difference.name, ": ", list_text(difference.first->shape),
-                  " and ", list_text(difference.second->shape));
+    return concat("other shape         ", name, ": ", list_text(difference.first->shape), " and ",
+                  list_text(difference.second->shape));
   const std::string values =
       difference.num_different == 0
           ? "the same numbers"
@@ -163,9 +165,9 @@ std::string difference_text(const TensorDifference& difference) {
                    grouped_text(numel_of(*difference.first)), " elements differ, by at most ",
                    number_text(difference.max_difference));
   if (difference.has_other_dtype())
-    return concat("other type          ", difference.name, ": ", name_of(difference.first->dtype),
-                  " and ", name_of(difference.second->dtype), ", ", values);
-  return concat("other values        ", difference.name, ": ", values);
+    return concat("other type          ", name, ": ", name_of(difference.first->dtype), " and ",
+                  name_of(difference.second->dtype), ", ", values);
+  return concat("other values        ", name, ": ", values);
 }
 
 int kind_of(const TensorDifference& difference) {
@@ -267,7 +269,7 @@ void print_tensors(std::ostream& out, std::span<const InspectedTensor> tensors) 
   Table table({"name", "type", "shape", "size", "parts"});
   for (const InspectedTensor& each : tensors) {
     const StoredTensor& tensor = each.tensor->tensor;
-    table.add({tensor.name, std::string(name_of(tensor.dtype)), list_text(tensor.shape),
+    table.add({shown(tensor.name), std::string(name_of(tensor.dtype)), list_text(tensor.shape),
                bytes_words(bytes_of(tensor)), std::to_string(each.tensor->boxes.size())});
   }
   table.print(out, [&](size_t row) {

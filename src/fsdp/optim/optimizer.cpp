@@ -278,10 +278,11 @@ void Optimizer::set_state(const StepState& state) {
   StepState all{.learning_rate = learning_rate_, .step = state.step, .skipped = state.skipped};
   all.loss_scale = state.loss_scale;
   all.good_steps = state.good_steps;
-  // As a run that comes here would have them, bit by bit.
+  // As a run that comes here would have them, bit by bit. They end at numbers that stay the same.
   for (int64_t i = 0; i < state.step; ++i) {
-    all.beta1_power *= step_rule_.beta1;
-    all.beta2_power *= step_rule_.beta2;
+    const double before1 = std::exchange(all.beta1_power, all.beta1_power * step_rule_.beta1);
+    const double before2 = std::exchange(all.beta2_power, all.beta2_power * step_rule_.beta2);
+    if (all.beta1_power == before1 && all.beta2_power == before2) break;
   }
   at::Tensor bytes = at::empty({static_cast<int64_t>(sizeof(StepState))}, at::kByte);
   *static_cast<StepState*>(bytes.mutable_data_ptr()) = all;
