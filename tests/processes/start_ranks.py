@@ -7,6 +7,7 @@ Rank 0 opens the store at a free port. When a rank fails, the others have ten se
 
 import os
 import random
+import secrets
 import signal
 import socket
 import subprocess
@@ -30,6 +31,9 @@ def free_port():
     return next(port for port in random.sample(range(10_000, max(first_given, 20_000)), 1000) if is_free(port))
 
 
+SECRET = secrets.token_hex(32)  # of the jobs that this process starts: nobody else on this host joins them
+
+
 def environment_of(rank, ranks, port, address="127.0.0.1"):
     return {
         "RANK": str(rank),
@@ -38,6 +42,7 @@ def environment_of(rank, ranks, port, address="127.0.0.1"):
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
+        "FSDP_SECRET": SECRET,
     }
 
 

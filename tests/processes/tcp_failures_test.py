@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import unittest
 
@@ -116,16 +117,77 @@ class TcpFailures(failure_checks.FailureChecks, unittest.TestCase):
 
     def test_a_port_in_use_is_one_sentence(self):
         with socket.socket() as holder:
-            holder.bind(("0.0.0.0", 0))
+            holder.bind(("127.0.0.1", 0))
             holder.listen()
             said = run_alone(0, 2, holder.getsockname()[1])
-        self.assertRegex(said, r"^cannot open the store at MASTER_ADDR:MASTER_PORT, 127.0.0.1:\d+: .*in use")
-        self.assertEqual(len(said.splitlines()), 1, said)
+        self.assertRegex(said, r"^cannot listen at 127.0.0.1:\d+: .*in use; choose another port$")
 
-    def test_no_store_is_one_sentence(self):
+    def test_no_rank_0_is_one_sentence(self):
         said = run_alone(1, 2, start_ranks.free_port(), FSDP_TIMEOUT_S="1")
-        self.assertRegex(said, r"^nobody listens at MASTER_ADDR:MASTER_PORT, 127.0.0.1:\d+, after 1 s: rank 0 should;")
-        self.assertEqual(len(said.splitlines()), 1, said)
+        self.assertRegex(said, r"^rank 0 has not answered at 127.0.0.1:\d+ after 1 s: look at what it does, or correct "
+                               r"MASTER_ADDR and MASTER_PORT$")
+
+    def test_rank_0_does_not_listen_where_other_hosts_cannot_reach_it(self):
+        said = run_alone(0, 2, start_ranks.free_port(), LOCAL_WORLD_SIZE="1", FSDP_TIMEOUT_S="1")
+        self.assertRegex(said, r"^rank 0 would listen at 127.0.0.1, .*: set FSDP_HOST_ADDRESS")
+
+    def test_secrets_are_checked_before_anything_else(self):
+        for variables, words in (({"FSDP_SECRET": "short"}, "FSDP_SECRET has 5 characters: it needs 16 or more"),
+                                 ({"FSDP_SECRET": "x" * 16, "FSDP_SECRET_FILE": "f"}, "both FSDP_SECRET and FSDP_SECRET_FILE"),
+                                 ({"FSDP_SECRET_FILE": "/no/such/file"}, "/no/such/file")):
+            with self.subTest(words):
+                environment = {"FSDP_SECRET": "", **variables}
+                self.assertIn(words, run_alone(0, 2, start_ranks.free_port(), **environment))
+
+    def test_a_process_without_the_secret_does_not_join(self):
+        port = start_ranks.free_port()
+        with tempfile.NamedTemporaryFile("w") as file:
+            file.write("a secret of this job\n")
+            file.flush()
+            secrets = ({"FSDP_SECRET_FILE": file.name, "FSDP_SECRET": ""}, {"FSDP_SECRET": "of somebody else"})
+            processes = [
+                subprocess.Popen(
+                    [BINARY, "away"],
+                    env={**os.environ, **start_ranks.environment_of(rank, 2, port), **secrets[rank], "FSDP_TIMEOUT_S": "3"},
+                    stderr=subprocess.PIPE, text=True)
+                for rank in range(2)
+            ]
+            said = [process.communicate(timeout=60)[1] for process in processes]
+        self.assertIn("rank 0 and rank 1 have not the same FSDP_SECRET", said[1])
+        self.assertIn("somebody who says RANK=1 called and does not know this job's FSDP_SECRET", said[0])
+        self.assertIn("rank 0 of 2 waited 3 s for rank 1, which has not joined", said[0])
+        self.assertNotIn("of somebody else", said[0] + said[1])
+
+    def test_nobody_listens_while_the_job_works(self):
+        processes = start("work")
+        try:
+            self.assertIn("pid", processes[2].stdout.readline())  # all have met
+            listening = subprocess.run(["ss", "-Htlnp"], capture_output=True, text=True, check=True).stdout
+            for process in processes:
+                self.assertNotIn(f"pid={process.pid},", listening)
+        finally:
+            for process in processes:
+                process.kill()
+                process.communicate()
+
+    def test_a_process_killed_before_all_have_joined_is_named_at_once(self):
+        for killed, other, words in ((1, 0, "rank 1 left before all ranks had joined; look at what it said last"),
+                                     (0, 1, "rank 0 is gone: it ended before all ranks had met; look at what it said last")):
+            with self.subTest(killed=killed):
+                port = start_ranks.free_port()
+                processes = [  # the third one never comes
+                    subprocess.Popen([BINARY, "away"], env={**os.environ, **start_ranks.environment_of(rank, 3, port)},
+                                     stderr=subprocess.PIPE, text=True)
+                    for rank in range(2)
+                ]
+                connected = ["ss", "-Htn", "state", "established", f"( sport = :{port} )"]
+                while not subprocess.run(connected, capture_output=True, text=True, check=True).stdout:
+                    time.sleep(0.01)
+                begin = time.monotonic()
+                processes[killed].kill()
+                self.assertEqual(processes[other].communicate(timeout=60)[1].strip(), words)
+                self.assertLess(time.monotonic() - begin, 10)
+                processes[killed].communicate()
 
     def test_a_rank_that_never_comes_is_named(self):
         said = run_alone(0, 2, start_ranks.free_port(), FSDP_TIMEOUT_S="1")

@@ -18,6 +18,7 @@ import time
 import unittest
 
 import small_runs
+import start_ranks
 
 FSDP, MPIRUN = sys.argv[1], sys.argv[2:]
 FOREVER = 10**6
@@ -133,6 +134,39 @@ class Signals(Stops):
         self.assertNotEqual(job.returncode, 0)
         saved = (self.root / "run" / "latest").read_text().strip()
         self.assertEqual(saved, f"step-{max(self.losses('run')):08}")
+
+
+class OverTcp(Stops):
+    """Processes that nobody watches: what happens to one they find out by themselves."""
+
+    def start_ranks(self, ranks, *options, odd_one=()):
+        """The last one gets other options, too."""
+        port = start_ranks.free_port()
+        jobs = []
+        for rank in range(ranks):
+            words = [*options, *(odd_one if rank == ranks - 1 else ())]
+            jobs.append(small_runs.start(self.command("run", FOREVER, *words), cwd=self.root,
+                                         **start_ranks.environment_of(rank, ranks, port)))
+            self.addCleanup(small_runs.stop, jobs[-1])
+        return jobs
+
+    def test_a_signal_to_one_process_ends_all_with_its_code(self):
+        jobs = self.start_ranks(2, "--checkpoint-every", 0)
+        self.wait_for_steps(jobs[0], "run", 3)
+        jobs[1].send_signal(signal.SIGTERM)
+        for rank, job in enumerate(jobs):
+            _, errors = job.communicate(timeout=60)
+            self.assertEqual(job.returncode, 128 + signal.SIGTERM, f"rank {rank}: {errors}")
+
+    def test_a_process_that_fails_before_the_first_step_is_heard_by_all(self):
+        begin = time.monotonic()
+        jobs = self.start_ranks(2, odd_one=["--data", "nowhere.txt"])
+        said = [job.communicate(timeout=120)[1] for job in jobs]
+        self.assertEqual([job.returncode != 0 for job in jobs], [True] * 2, said)
+        for words in said:
+            self.assertIn("nowhere.txt", words)
+            self.assertEqual(len(words.strip().splitlines()), 1, words)
+        self.assertLess(time.monotonic() - begin, 60)  # --timeout is 600
 
 
 class Resumes(Stops):

@@ -95,6 +95,33 @@ TEST(TcpTransport, KeepsMessagesThatComeBeforeTheyAreAskedFor) {
   });
 }
 
+// More than the receiver keeps for a peer: the rest waits at the sender, the other channel does
+// not.
+TEST(TcpTransport, ASenderThatIsFarAheadWaitsWhenTheReceiversWindowIsFull) {
+  constexpr int kMessages = 400;  // 25 MiB, three windows
+  std::atomic<int> num_sent{0};
+  run_transports(2, [&](TcpTransport& transport) {
+    const int64_t bytes = TcpTransport::kEagerBytes;
+    if (transport.rank() == 0) {
+      std::thread ahead([&] {
+        for (int i = 0; i < kMessages; ++i) {
+          send(transport, 1, 1, pattern(bytes - i, i));
+          ++num_sent;
+        }
+      });
+      for (int i = 0; i < 50; ++i) send(transport, 2, 1, pattern(kSmallBytes, i));
+      ahead.join();
+    } else {
+      for (int i = 0; i < 50; ++i)
+        EXPECT_EQ(receive(transport, 2, 0, kSmallBytes), pattern(kSmallBytes, i));
+      EXPECT_LT(num_sent * bytes, TcpTransport::kWindowBytes + 2 * bytes);
+      for (int i = 0; i < kMessages; ++i)
+        EXPECT_EQ(receive(transport, 1, 0, bytes - i), pattern(bytes - i, i));
+    }
+  });
+  EXPECT_EQ(num_sent, kMessages);
+}
+
 // The large message is under way, or asked for, while others use the same connection.
 TEST(TcpTransport, LetsChannelsPassALargeMessageThatNobodyTakes) {
   run_transports(2, [](TcpTransport& transport) {
@@ -228,6 +255,112 @@ TEST(TcpTransport, WordsAboutAFailureReachARankThatIsBusyReceiving) {
       });
   EXPECT_EQ(errors[0], "rank 2 failed: no space");
   EXPECT_EQ(errors[1], "rank 2 failed: no space");
+}
+
+// --- peers that are no ranks of ours, or have gone mad ---
+
+void send_frame(const Socket& socket, FrameKind kind, int channel, int64_t message_bytes,
+                int64_t frame_bytes) {
+  const FrameHeader header{kind, channel, message_bytes, frame_bytes};
+  const std::vector<char> payload(static_cast<size_t>(std::max<int64_t>(frame_bytes, 0)), 'x');
+  const Deadline deadline = Clock::now() + std::chrono::seconds(5);
+  // Whoever has been hung up on cannot send any more.
+  if (send_all(socket, &header, sizeof(header), deadline))
+    send_all(socket, payload.data(), payload.size(), deadline);
+}
+
+// What rank 0 says while rank 1, a bare socket, sends what `misbehave` does. Rank 0 waits for
+// `bytes` on channel 1.
+std::string error_beside(int64_t bytes, const std::function<void(const Socket&)>& misbehave) {
+  const std::vector<std::string> errors =
+      run_connected(2, [&](int rank, std::vector<Socket> sockets) {
+        if (rank == 1) {
+          misbehave(sockets[0]);
+          char byte = 0;  // until rank 0 has hung up
+          while (receive_all(sockets[0], &byte, 1, Clock::now() + std::chrono::seconds(10))) {
+          }
+          return;
+        }
+        TcpTransport transport(rank, std::move(sockets));
+        receive(transport, 1, 1, bytes);
+      });
+  EXPECT_EQ(errors[1], "");
+  return errors[0];
+}
+
+constexpr const char* kNotOurs =
+    "rank 1 is gone: its connection carried something that is not of this program; look at what it "
+    "said last";
+
+TEST(TcpTransport, HangsUpOnPiecesThatDoNotFitTheMessage) {
+  // 7 of 8 bytes, then 8 more: a byte beyond the buffer with every frame.
+  EXPECT_EQ(error_beside(8,
+                         [](const Socket& socket) {
+                           send_frame(socket, FrameKind::kData, 1, 8, 7);
+                           for (int i = 0; i < 10; ++i)
+                             send_frame(socket, FrameKind::kData, 1, 8, 8);
+                         }),
+            kNotOurs);
+  EXPECT_EQ(error_beside(kLargeBytes,
+                         [](const Socket& socket) {
+                           for (int64_t sent = 0; sent <= kLargeBytes; sent += 200'000)
+                             send_frame(socket, FrameKind::kData, 1, kLargeBytes, 200'000);
+                         }),
+            kNotOurs);
+}
+
+TEST(TcpTransport, HangsUpOnMoreUnaskedMessagesThanThePeerMaySend) {
+  EXPECT_EQ(error_beside(kSmallBytes,
+                         [](const Socket& socket) {
+                           for (int i = 0; i < 300; ++i)
+                             send_frame(socket, FrameKind::kData, 2, TcpTransport::kEagerBytes,
+                                        TcpTransport::kEagerBytes);
+                         }),
+            kNotOurs);
+}
+
+TEST(TcpTransport, HangsUpOnMoreChannelsThanThereAre) {
+  EXPECT_EQ(error_beside(kSmallBytes,
+                         [](const Socket& socket) {
+                           for (int channel = 0; channel < 70'000; ++channel)
+                             send_frame(socket, FrameKind::kAnnounce, channel + 2, 5, 0);
+                         }),
+            kNotOurs);
+}
+
+TEST(TcpTransport, HangsUpOnFramesThatMakeNoSense) {
+  const std::vector<FrameHeader> frames = {
+      {static_cast<FrameKind>(77), 1, 8, 0},
+      {FrameKind::kData, 1, 8, 9},
+      {FrameKind::kData, 1, -8, -8},
+      {FrameKind::kData, -1, 8, 8},
+      {FrameKind::kData, 1, INT64_MAX, TcpConnection::kMaxFrameBytes + 1},
+      {FrameKind::kReady, 1, 8, 8},
+      {FrameKind::kFailure, 0, 0, TcpConnection::kMaxTextBytes + 1}};
+  for (const FrameHeader& frame : frames)
+    EXPECT_EQ(error_beside(kLargeBytes,
+                           [&](const Socket& socket) {
+                             send_frame(socket, frame.kind, frame.channel, frame.message_bytes,
+                                        frame.frame_bytes);
+                           }),
+              kNotOurs)
+        << static_cast<int>(frame.kind) << " " << frame.frame_bytes;
+}
+
+TEST(TcpTransport, ShowsWordsOfAPeerWithoutControlCharacters) {
+  const std::string words =
+      "!rank 1 failed: \x1b[2J\x9b"
+      "1mgone\nsecond line\x07";
+  EXPECT_EQ(
+      error_beside(
+          kSmallBytes,
+          [&](const Socket& socket) {
+            const FrameHeader header{FrameKind::kFailure, 0, 0, static_cast<int64_t>(words.size())};
+            const Deadline deadline = Clock::now() + std::chrono::seconds(5);
+            send_all(socket, &header, sizeof(header), deadline);
+            send_all(socket, words.data(), words.size(), deadline);
+          }),
+      "rank 1 failed: \\x1b[2J\\x9b1mgone\nsecond line\\x07");
 }
 
 // An exchange that was given up in the middle of a message lets go of its memory: the address

@@ -3,42 +3,39 @@
 
 #include <exception>
 #include <functional>
-#include <map>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "fsdp/comm/meeting_store.h"
 #include "fsdp/comm/tcp_mesh.h"
 
 namespace fsdp::testing {
 
-class StoreInMemory final : public MeetingStore {
+class PlaceInMemory final : public MeetingPlace {
  public:
-  void publish(const std::string& key, const std::string& text) override {
+  void announce(const Endpoint& endpoint) override {
     const std::lock_guard lock(mutex_);
-    entries_[key] = text;
+    endpoint_ = endpoint;
   }
 
-  std::optional<std::string> find(const std::string& key) override {
+  std::optional<Endpoint> find() override {
     const std::lock_guard lock(mutex_);
-    const auto found = entries_.find(key);
-    return found == entries_.end() ? std::nullopt : std::optional(found->second);
+    return endpoint_;
   }
 
  private:
   std::mutex mutex_;
-  std::map<std::string, std::string> entries_;
+  std::optional<Endpoint> endpoint_;
 };
 
 inline TcpMeshOptions mesh_options(int rank, int size) {
   TcpMeshOptions options;
   options.rank = rank;
   options.size = size;
-  options.address = "127.0.0.1";
-  options.prefix = "test/";
+  options.listen.host = "127.0.0.1";
+  options.meeting = "test";
   options.timeout_seconds = 30;
   return options;
 }
@@ -62,10 +59,10 @@ inline std::vector<std::string> run_beside(const std::vector<std::function<void(
 // Connects `size` ranks and gives each its sockets.
 inline std::vector<std::string> run_connected(
     int size, const std::function<void(int rank, std::vector<Socket> sockets)>& body) {
-  StoreInMemory store;
+  PlaceInMemory place;
   std::vector<std::function<void()>> bodies;
   for (int rank = 0; rank < size; ++rank)
-    bodies.push_back([&, rank] { body(rank, connect_tcp_mesh(store, mesh_options(rank, size))); });
+    bodies.push_back([&, rank] { body(rank, connect_tcp_mesh(place, mesh_options(rank, size))); });
   return run_beside(bodies);
 }
 

@@ -17,6 +17,7 @@
 #include "fsdp/cli/command.h"
 #include "fsdp/cli/first_speaker.h"
 #include "fsdp/cli/option_values.h"
+#include "fsdp/comm/comm_error.h"
 #include "fsdp/comm/launch.h"
 #include "fsdp/comm/rank_facts.h"
 #include "fsdp/comm/world.h"
@@ -109,6 +110,29 @@ RankFacts facts_of(const train::RunPlan& plan) {
   return facts;
 }
 
+// The signal that stopped the run; 0 for none.
+int train_as(World& world, const train::RunPlan& plan, const train::StopRequest& stop) {
+  const train::QuietTorchWarnings quiet;
+  return train::TrainingRun(plan, world, stop, std::cout).train();
+}
+
+// Plans when it has joined the others: they notice at once when this process ends while it reads
+// its data, and hear why when it fails. Where ranks differ nothing is trained.
+template <typename Plan>
+int train_as_process(World& world, const Plan& plan_here, std::string& difference) {
+  try {
+    const train::RunPlan plan = plan_here();
+    difference = difference_of(world.communicator(), facts_of(plan));
+    const train::StopRequest stop;
+    return difference.empty() ? train_as(world, plan, stop) : 0;
+  } catch (const CommError&) {
+    throw;
+  } catch (const std::exception& error) {
+    world.communicator().abort(concat("rank ", world.rank(), " failed: ", error.what()));
+    throw;
+  }
+}
+
 void run_train(const CLI::App& app, const TrainArguments& given) {
   log_warnings_only();
   const Launch launch = read_launch();
@@ -123,33 +147,34 @@ void run_train(const CLI::App& app, const TrainArguments& given) {
     options.validate(num_ranks_of(options, launch));
     return train::training_device(options, launch.local_rank);
   });
-  const train::RunPlan plan = let_the_first_speak(launch, [&] {
-    return train::plan_run(options, num_ranks_of(options, launch),
-                           train::rank_device(options, device));
-  });
-  const std::string slow = train::slow_compute_text(plan.compute, device, this_cpu());
-  if (launch.rank == 0 && !slow.empty()) log(LogLevel::kWarning, slow);
+  const auto plan_here = [&] {
+    train::RunPlan plan = let_the_first_speak(launch, [&] {
+      return train::plan_run(options, num_ranks_of(options, launch),
+                             train::rank_device(options, device));
+    });
+    const std::string slow = train::slow_compute_text(plan.compute, device, this_cpu());
+    if (launch.rank == 0 && !slow.empty()) log(LogLevel::kWarning, slow);
+    return plan;
+  };
   if (given.check) {
+    const train::RunPlan plan = plan_here();
     if (launch.rank == 0) print_check(plan, launch, device);
     return;
   }
-  const train::StopRequest stop;
   int signal = 0;
-  const auto body = [&](World& world) {
-    const train::QuietTorchWarnings quiet;
-    train::TrainingRun run(plan, world, stop, std::cout);
-    const int stopped_by = run.train();
-    if (world.rank() == 0) signal = stopped_by;
-  };
   if (launch.size == 1) {
-    run_threads(static_cast<int>(plan.num_ranks), train::comm_options(options), body);
+    const train::RunPlan plan = plan_here();
+    const train::StopRequest stop;
+    run_threads(static_cast<int>(plan.num_ranks), train::comm_options(options), [&](World& world) {
+      const int stopped_by = train_as(world, plan, stop);
+      if (world.rank() == 0) signal = stopped_by;
+    });
   } else {
     let_the_failed_speak([&] {
       std::string difference;
       {
         World world = World::from_environment(train::comm_options(options));
-        difference = difference_of(world.communicator(), facts_of(plan));
-        if (difference.empty()) body(world);
+        signal = train_as_process(world, plan_here, difference);
       }
       if (!difference.empty())
         throw UsageError(concat(difference, "; start all ranks with the same"));

@@ -115,26 +115,38 @@ Socket try_connect(const Endpoint& endpoint, Deadline deadline) {
   return Socket();
 }
 
-Socket listen_at(const std::string& host, int backlog) {
-  const Addresses found = resolve({host, 0}, SOCK_STREAM, AI_PASSIVE);
+Socket start_connecting(const Endpoint& endpoint) {
+  const Addresses found = resolve(endpoint, SOCK_STREAM, AI_NUMERICHOST);
+  Socket socket = open_socket(*found, SOCK_NONBLOCK);
+  if (!socket) return Socket();
+  const int code = ::connect(socket.fd(), found->ai_addr, found->ai_addrlen);
+  return code == 0 || errno == EINPROGRESS ? std::move(socket) : Socket();
+}
+
+Socket listen_at(const Endpoint& endpoint) {
+  const Addresses found = resolve(endpoint, SOCK_STREAM, AI_PASSIVE);
   for (const addrinfo* address = found.get(); address != nullptr; address = address->ai_next) {
     Socket socket = open_socket(*address, SOCK_NONBLOCK);
     if (!socket) continue;
+    // Connections of an earlier job at this port may linger for a minute.
+    if (endpoint.port != 0) set_option(socket, SOL_SOCKET, SO_REUSEADDR, 1);
     if (::bind(socket.fd(), address->ai_addr, address->ai_addrlen) != 0) continue;
-    if (::listen(socket.fd(), backlog) == 0) return socket;
+    if (::listen(socket.fd(), SOMAXCONN) == 0) return socket;
   }
-  throw CommError(concat("cannot listen at '", host, "': ", std::strerror(errno),
-                         "; set FSDP_HOST_ADDRESS to an address of this host"));
+  const bool is_taken = errno == EADDRINUSE;
+  throw CommError(concat(
+      "cannot listen at ", endpoint.text(), ": ", std::strerror(errno),
+      is_taken ? "; choose another port" : "; set FSDP_HOST_ADDRESS to an address of this host"));
 }
 
 Socket try_accept(const Socket& listener) {
   return Socket(::accept4(listener.fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
 }
 
-Endpoint endpoint_of(const Socket& listener) {
+Endpoint endpoint_of(const Socket& socket) {
   sockaddr_storage address{};
   socklen_t length = sizeof(address);
-  ::getsockname(listener.fd(), reinterpret_cast<sockaddr*>(&address), &length);
+  ::getsockname(socket.fd(), reinterpret_cast<sockaddr*>(&address), &length);
   const uint16_t port = address.ss_family == AF_INET6
                             ? reinterpret_cast<const sockaddr_in6*>(&address)->sin6_port
                             : reinterpret_cast<const sockaddr_in*>(&address)->sin_port;
@@ -142,17 +154,21 @@ Endpoint endpoint_of(const Socket& listener) {
 }
 
 // A datagram socket is "connected" without a packet: the kernel looks up the route and no more.
-std::string address_towards(const Endpoint& endpoint) {
-  const Addresses found = resolve(endpoint, SOCK_DGRAM, 0);
-  for (const addrinfo* to = found.get(); to != nullptr; to = to->ai_next) {
+std::string own_address(const std::string& host) {
+  const Addresses own = resolve({host, 0}, SOCK_DGRAM, 0);
+  for (const addrinfo* to = own.get(); to != nullptr; to = to->ai_next) {
     const Socket socket = open_socket(*to, 0);
-    if (!socket || ::connect(socket.fd(), to->ai_addr, to->ai_addrlen) != 0) continue;
-    sockaddr_storage address{};
-    socklen_t length = sizeof(address);
-    if (::getsockname(socket.fd(), reinterpret_cast<sockaddr*>(&address), &length) == 0)
-      return numeric_host(address, length);
+    if (socket && ::bind(socket.fd(), to->ai_addr, to->ai_addrlen) == 0)
+      return endpoint_of(socket).host;
   }
-  throw CommError(concat("this host has no route to '", endpoint.host,
+  constexpr int kAnyPort = 9;
+  const Addresses other = resolve({host, kAnyPort}, SOCK_DGRAM, 0);
+  for (const addrinfo* to = other.get(); to != nullptr; to = to->ai_next) {
+    const Socket socket = open_socket(*to, 0);
+    if (socket && ::connect(socket.fd(), to->ai_addr, to->ai_addrlen) == 0)
+      return endpoint_of(socket).host;
+  }
+  throw CommError(concat("this host has no route to '", host,
                          "': set FSDP_HOST_ADDRESS to the address at which others reach it"));
 }
 

@@ -39,17 +39,23 @@ struct Endpoint {
 // says no. An Error when the name has no address.
 Socket try_connect(const Endpoint& endpoint, Deadline deadline);
 
-// Listens at an address of this host, at any free port. An Error when it is not of this host.
-Socket listen_at(const std::string& host, int backlog);
+// Begins to connect to an address in numbers; the socket becomes readable when that has failed or
+// the other side says something. An empty socket when it cannot even begin; errno says why.
+Socket start_connecting(const Endpoint& endpoint);
+
+// Listens at an address of this host and that port, 0 for any free one. An Error when the address
+// is not of this host or the port is taken.
+Socket listen_at(const Endpoint& endpoint);
 
 // An empty socket when nobody has called yet.
 Socket try_accept(const Socket& listener);
 
-// Where a listening socket listens, in numbers.
-Endpoint endpoint_of(const Socket& listener);
+// Where a socket listens, or its own end of a connection, in numbers.
+Endpoint endpoint_of(const Socket& socket);
 
-// The address of this host, in numbers, that packets to `endpoint` leave from.
-std::string address_towards(const Endpoint& endpoint);
+// The address of this host, in numbers, at which others reach it who know `host`: the address that
+// this name has if it is of this host, otherwise the one that packets to it leave from.
+std::string own_address(const std::string& host);
 
 // Whether an address in numbers is seen on its own host only.
 bool is_loopback(const std::string& address);

@@ -131,12 +131,14 @@ bool TcpConnection::is_sound(const FrameHeader& header) const {
   if (header.frame_bytes > kMaxFrameBytes) return false;
   switch (header.kind) {
     case FrameKind::kData:
-      return header.frame_bytes > 0 && header.frame_bytes <= header.message_bytes;
+      return header.frame_bytes > 0 &&
+             (header.message_bytes > kMaxFrameBytes || header.frame_bytes == header.message_bytes);
     case FrameKind::kFailure:
-      return true;
+      return header.frame_bytes <= kMaxTextBytes;
     case FrameKind::kAnnounce:
     case FrameKind::kReady:
     case FrameKind::kGoodbye:
+    case FrameKind::kTaken:
       return header.frame_bytes == 0;
   }
   return false;
@@ -151,7 +153,9 @@ bool TcpConnection::parse(FrameReader& reader) {
       if (!is_sound(header_)) return false;
       buffer_begin_ += sizeof(header_);
       frame_left_ = header_.frame_bytes;
-      place_ = reader.begin_frame(peer_, header_);
+      const std::optional<char*> place = reader.begin_frame(peer_, header_);
+      if (!place) return false;
+      place_ = *place;
       in_frame_ = true;
       continue;
     }

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdint>
 #include <deque>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -18,6 +19,7 @@ enum class FrameKind : uint32_t {
   kReady = 3,     // a large message of that many bytes may come
   kFailure = 4,   // why the job fails; the payload is text
   kGoodbye = 5,   // nothing will follow
+  kTaken = 6,     // short messages that cost that many bytes of the window have been taken
 };
 
 // What precedes every payload, in the byte order of the hosts, which is the same on all.
@@ -42,8 +44,9 @@ struct OutgoingMessage {
 class FrameReader {
  public:
   virtual ~FrameReader() = default;
-  // Where the payload goes; nullptr: nowhere.
-  virtual char* begin_frame(int peer, const FrameHeader& header) = 0;
+  // Where the payload goes; nullptr: nowhere. Nothing at all when the peer may not send this frame
+  // now: the connection is closed.
+  virtual std::optional<char*> begin_frame(int peer, const FrameHeader& header) = 0;
   virtual void end_frame(int peer, const FrameHeader& header) = 0;
 };
 
@@ -52,6 +55,8 @@ class TcpConnection {
   // A large message travels in pieces of this size, so that messages of other channels, and words
   // about failures, get in between.
   static constexpr int64_t kMaxFrameBytes = int64_t{256} << 10;
+  // Of words about a failure.
+  static constexpr int64_t kMaxTextBytes = 2048;
 
   TcpConnection(int peer, Socket socket);
 

@@ -8,10 +8,12 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <sstream>
 #include <thread>
 #include <utility>
 
 #include "fsdp/base/log.h"
+#include "fsdp/base/shown_text.h"
 
 namespace fsdp {
 
@@ -19,7 +21,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr size_t kFailureTextBytes = 2048;
+// What a message that waits in memory costs besides its bytes.
+constexpr int64_t kMessageCost = 128;
+// Of one peer; a program that has made so many communicators has made a mistake.
+constexpr size_t kMaxLanes = size_t{1} << 16;
 constexpr char kFinalMark = '!';
 constexpr char kInPassingMark = '?';
 
@@ -28,6 +33,17 @@ constexpr std::chrono::microseconds kSpin{50};
 
 // How long it sleeps at most, so that nothing depends on a wakeup alone.
 constexpr double kNapSeconds = 0.1;
+
+bool is_short(int64_t bytes) { return bytes <= TcpTransport::kEagerBytes; }
+
+// A peer's words, line by line: they go to this process's terminal.
+std::string shown_lines(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream in(text);
+  for (std::string line; std::getline(in, line);)
+    lines.push_back(shown(line, TcpConnection::kMaxTextBytes));
+  return join(lines, "\n");
+}
 
 }  // namespace
 
@@ -134,16 +150,20 @@ void TcpTransport::post(Receive& receive) {
   }
   if (lane.announced_bytes && *lane.announced_bytes != receive.bytes)
     return fail_with_size(receive, *lane.announced_bytes);
-  if (receive.bytes > kEagerBytes) {
+  if (!is_short(receive.bytes) || lane.announced_bytes) {
     connection.enqueue_frame({FrameKind::kReady, receive.channel, receive.bytes, 0});
     write_now(connection);
   }
 }
 
 void TcpTransport::post(Send& send) {
-  Lane& lane = peer(send.peer).lanes[send.message.channel];
-  TcpConnection& connection = *peer(send.peer).connection;
-  if (send.message.bytes <= kEagerBytes) {
+  Peer& other = peer(send.peer);
+  Lane& lane = other.lanes[send.message.channel];
+  TcpConnection& connection = *other.connection;
+  const int64_t cost = is_short(send.message.bytes) ? send.message.bytes + kMessageCost : 0;
+  const bool fits_window = cost > 0 && cost <= other.window_left;
+  other.window_left -= cost;
+  if (fits_window) {
     connection.enqueue_message(send.message);
   } else {
     connection.enqueue_frame({FrameKind::kAnnounce, send.message.channel, send.message.bytes, 0});
@@ -176,9 +196,22 @@ void TcpTransport::finish(Receive& receive) {
   Lane& lane = peer(receive.peer).lanes[receive.channel];
   std::memcpy(receive.data, lane.early.front().data.data(), static_cast<size_t>(receive.bytes));
   lane.early.pop_front();
+  peer(receive.peer).early_bytes -= receive.bytes + kMessageCost;
   lane.receive = nullptr;
   others_finished_ = true;
   receive.arrived_bytes = receive.bytes;
+  note_taken(receive);
+}
+
+// The sender hears of it in portions, so that it costs a frame for many messages.
+void TcpTransport::note_taken(Receive& receive) {
+  if (!is_short(receive.bytes)) return;
+  Peer& other = peer(receive.peer);
+  other.taken_bytes += receive.bytes + kMessageCost;
+  if (other.taken_bytes < kWindowBytes / 2) return;
+  other.connection->enqueue_frame(
+      {FrameKind::kTaken, kFailureChannel, std::exchange(other.taken_bytes, 0), 0});
+  write_now(*other.connection);
 }
 
 void TcpTransport::take_back(Exchange& exchange) {
@@ -297,7 +330,7 @@ void TcpTransport::listen() {
 
 void TcpTransport::send_failure(const std::string& message, Words words) {
   const std::string text = concat(words == Words::kFinal ? kFinalMark : kInPassingMark, message)
-                               .substr(0, kFailureTextBytes);
+                               .substr(0, TcpConnection::kMaxTextBytes);
   for (Peer& other : peers_) {
     if (!other.connection || !other.connection->is_open()) continue;
     other.connection->enqueue_frame({FrameKind::kFailure, kFailureChannel, 0, 0}, text);
@@ -343,28 +376,36 @@ void TcpTransport::tell_everybody(const std::string& message, Words words) {
   flush(lock);
 }
 
-char* TcpTransport::begin_frame(int rank, const FrameHeader& header) {
+std::optional<char*> TcpTransport::begin_frame(int rank, const FrameHeader& header) {
   if (header.kind == FrameKind::kFailure) {
     failure_text_.assign(static_cast<size_t>(header.frame_bytes), ' ');
     return failure_text_.data();
   }
+  Peer& other = peer(rank);
+  if (other.lanes.size() >= kMaxLanes && !other.lanes.contains(header.channel)) return std::nullopt;
   if (header.kind != FrameKind::kData || abort_.raised()) return nullptr;
-  return begin_data(peer(rank).lanes[header.channel], header);
+  return begin_data(other, header);
 }
 
-char* TcpTransport::begin_data(Lane& lane, const FrameHeader& header) {
+std::optional<char*> TcpTransport::begin_data(Peer& other, const FrameHeader& header) {
+  Lane& lane = other.lanes[header.channel];
   Receive* receive = lane.receive;
-  if (receive == nullptr) {
-    // Larger ones come only when they are asked for: this one's exchange was given up.
-    if (header.message_bytes > kEagerBytes) return nullptr;
-    lane.early.push_back({std::vector<char>(static_cast<size_t>(header.message_bytes))});
-    return lane.early.back().data.data();
-  }
+  if (receive == nullptr) return begin_early(other, lane, header);
   if (header.message_bytes != receive->bytes) {
     fail_with_size(*receive, header.message_bytes);
     return nullptr;
   }
+  if (header.frame_bytes > receive->bytes - receive->arrived_bytes) return std::nullopt;
   return receive->data + receive->arrived_bytes;
+}
+
+std::optional<char*> TcpTransport::begin_early(Peer& other, Lane& lane, const FrameHeader& header) {
+  // Larger ones come only when they are asked for: this one's exchange was given up.
+  if (!is_short(header.message_bytes)) return nullptr;
+  other.early_bytes += header.message_bytes + kMessageCost;
+  if (other.early_bytes > kWindowBytes) return std::nullopt;
+  lane.early.push_back({std::vector<char>(static_cast<size_t>(header.message_bytes))});
+  return lane.early.back().data.data();
 }
 
 void TcpTransport::end_frame(int rank, const FrameHeader& header) {
@@ -374,10 +415,7 @@ void TcpTransport::end_frame(int rank, const FrameHeader& header) {
     case FrameKind::kData:
       return end_data(lane, header);
     case FrameKind::kAnnounce:
-      lane.announced_bytes = header.message_bytes;
-      if (lane.receive != nullptr && lane.receive->bytes != header.message_bytes)
-        fail_with_size(*lane.receive, header.message_bytes);
-      return;
+      return hear_announcement(other, header);
     case FrameKind::kReady:
       lane.ready_bytes = header.message_bytes;
       return release_large(lane, *other.connection);
@@ -386,7 +424,21 @@ void TcpTransport::end_frame(int rank, const FrameHeader& header) {
     case FrameKind::kGoodbye:
       other.has_left = others_finished_ = true;
       return;
+    case FrameKind::kTaken:
+      other.window_left += std::min(header.message_bytes, kWindowBytes - other.window_left);
+      return;
   }
+}
+
+void TcpTransport::hear_announcement(Peer& other, const FrameHeader& header) {
+  Lane& lane = other.lanes[header.channel];
+  lane.announced_bytes = header.message_bytes;
+  if (lane.receive == nullptr) return;
+  if (lane.receive->bytes != header.message_bytes)
+    return fail_with_size(*lane.receive, header.message_bytes);
+  // Who waits for a short message has not said so.
+  if (is_short(header.message_bytes))
+    other.connection->enqueue_frame({FrameKind::kReady, header.channel, header.message_bytes, 0});
 }
 
 void TcpTransport::end_data(Lane& lane, const FrameHeader& header) {
@@ -400,6 +452,7 @@ void TcpTransport::end_data(Lane& lane, const FrameHeader& header) {
   lane.receive->arrived_bytes += header.frame_bytes;
   if (!lane.receive->is_done()) return;
   others_finished_ = true;
+  note_taken(*lane.receive);
   lane.receive = nullptr;
   lane.announced_bytes.reset();
 }
@@ -407,7 +460,7 @@ void TcpTransport::end_data(Lane& lane, const FrameHeader& header) {
 void TcpTransport::hear_failure() {
   failed_ = others_finished_ = true;
   if (failure_text_.empty()) return;
-  const std::string words = failure_text_.substr(1);
+  const std::string words = shown_lines(failure_text_.substr(1));
   if (failure_text_.front() == kFinalMark) {
     abort_.raise(words);
   } else {

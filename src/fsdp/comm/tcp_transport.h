@@ -21,11 +21,17 @@ namespace fsdp {
 // others sleep), and a communicator without work looks in now and then.
 //
 // Messages up to kEagerBytes leave at once; one that comes before it is asked for waits in memory.
-// Larger ones leave when the receiver has a place for them, so they never need any. Both sides name
-// the size, so that both notice when they disagree.
+// Larger ones leave when the receiver has a place for them, so they never need any; so do short
+// ones once the receiver has kWindowBytes of them that it has not asked for. Both sides name the
+// size, so that both notice when they disagree.
+//
+// Whatever a peer sends is bounded: what does not fit into the buffer that waits for it, into the
+// window or into the channels that there may be ends the connection.
 class TcpTransport final : public MessageTransport, private FrameReader {
  public:
   static constexpr int64_t kEagerBytes = int64_t{64} << 10;
+  // Of short messages from one peer that wait in memory, counted with what each costs besides.
+  static constexpr int64_t kWindowBytes = int64_t{8} << 20;
 
   // `sockets` as from connect_tcp_mesh: one per rank, empty at `rank`.
   TcpTransport(int rank, std::vector<Socket> sockets);
@@ -61,6 +67,9 @@ class TcpTransport final : public MessageTransport, private FrameReader {
     std::unique_ptr<TcpConnection> connection;
     std::map<int, Lane> lanes;  // by channel
     bool has_left = false;
+    int64_t window_left = kWindowBytes;  // what may be sent before it is asked for
+    int64_t early_bytes = 0;             // what the peer has sent before it was asked for
+    int64_t taken_bytes = 0;             // what it has not been told of yet
   };
 
   using Lock = std::unique_lock<std::mutex>;
@@ -72,6 +81,7 @@ class TcpTransport final : public MessageTransport, private FrameReader {
   void write_now(TcpConnection& connection) const;
   void fail_with_size(Receive& receive, int64_t bytes);
   void finish(Receive& receive);
+  void note_taken(Receive& receive);
   void release_large(Lane& lane, TcpConnection& connection);
   void take_back(Exchange& exchange);
   void wait(Exchange& exchange, Lock& lock);
@@ -87,10 +97,12 @@ class TcpTransport final : public MessageTransport, private FrameReader {
   // Until all frames are written, or two seconds have passed: a dead peer must not hold us up.
   void flush(Lock& lock);
 
-  char* begin_frame(int rank, const FrameHeader& header) override;
-  char* begin_data(Lane& lane, const FrameHeader& header);
+  std::optional<char*> begin_frame(int rank, const FrameHeader& header) override;
+  std::optional<char*> begin_data(Peer& other, const FrameHeader& header);
+  std::optional<char*> begin_early(Peer& other, Lane& lane, const FrameHeader& header);
   void end_frame(int rank, const FrameHeader& header) override;
   void end_data(Lane& lane, const FrameHeader& header);
+  void hear_announcement(Peer& other, const FrameHeader& header);
   void hear_failure();
 
   std::mutex mutex_;  // protects the members below

@@ -1,0 +1,19 @@
+// SHA-256 (FIPS 180-4) and HMAC over it (RFC 2104): who made these bytes knows the key.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <span>
+
+namespace fsdp {
+
+using Digest = std::array<std::byte, 32>;
+
+Digest sha256(std::span<const std::byte> message);
+
+Digest hmac_sha256(std::span<const std::byte> key, std::span<const std::byte> message);
+
+// In a time that does not tell where they differ.
+bool is_same(const Digest& a, const Digest& b);
+
+}  // namespace fsdp
