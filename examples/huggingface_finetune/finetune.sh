@@ -31,7 +31,8 @@ echo "== fine-tuning"
   --sequence 64 --lr 1e-3 --validate-every 0 --sample "" --checkpoint-dir "$work/run" | tail -n $((steps + 4))
 
 echo "== back to HuggingFace's format"
-"$fsdp" convert "$work/run" "$work/tuned" --to hf --overwrite
+# All bits that were trained, to compare them below; without --dtype, the type that the model came in.
+"$fsdp" convert "$work/run" "$work/tuned" --to hf --dtype fp32 --overwrite
 
 echo "== the same model in both"
 "$fsdp" eval --checkpoint "$work/run" --data "$work/tokens.bin" --sequence 64 --batches 8 --json > "$work/eval.json"
