@@ -336,7 +336,7 @@ TEST(TcpTransport, HangsUpOnFramesThatMakeNoSense) {
       {FrameKind::kData, -1, 8, 8},
       {FrameKind::kData, 1, INT64_MAX, TcpConnection::kMaxFrameBytes + 1},
       {FrameKind::kReady, 1, 8, 8},
-      {FrameKind::kFailure, 0, 0, TcpConnection::kMaxTextBytes + 1}};
+      {FrameKind::kFailure, 0, 0, 4096}};
   for (const FrameHeader& frame : frames)
     EXPECT_EQ(error_beside(kLargeBytes,
                            [&](const Socket& socket) {

@@ -2,11 +2,26 @@
 
 #include <algorithm>
 #include <chrono>
+#include <sstream>
 #include <thread>
+
+#include "fsdp/base/log.h"
+#include "fsdp/base/shown_text.h"
 
 namespace fsdp {
 
+namespace {
+
 using Clock = std::chrono::steady_clock;
+
+// The first letter of a failure's text.
+constexpr char kFinalMark = '!';
+constexpr char kInPassingMark = '?';
+
+// Who raises an abort that came from elsewhere: no thread_rank() of this process.
+constexpr int kAnotherProcess = -2;
+
+}  // namespace
 
 void MessageTransport::throw_if_aborted() {
   const auto deadline = Clock::now() + AbortSignal::kMomentForWords;
@@ -16,6 +31,30 @@ void MessageTransport::throw_if_aborted() {
     backoff.pause();
   }
   abort_.throw_if_raised();
+}
+
+std::string MessageTransport::raise_own(const std::string& message, Words words) {
+  const bool is_final = words == Words::kFinal;
+  if (abort_.explained() || (abort_.raised() && !is_final)) return "";
+  if (is_final) {
+    abort_.raise(message);
+  } else {
+    abort_.raise_unexplained(message, thread_rank());
+  }
+  return concat(is_final ? kFinalMark : kInPassingMark, message).substr(0, kMaxTextBytes);
+}
+
+void MessageTransport::raise_heard(std::string_view text) {
+  if (text.empty()) return;
+  std::vector<std::string> lines;
+  std::istringstream in{std::string(text.substr(1))};
+  for (std::string line; std::getline(in, line);) lines.push_back(shown(line, kMaxTextBytes));
+  const std::string words = join(lines, "\n");
+  if (text.front() == kFinalMark) {
+    abort_.raise(words);
+  } else {
+    abort_.raise_unexplained(words, kAnotherProcess);
+  }
 }
 
 int MessageTransport::propose_channel() {

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "fsdp/comm/abort_signal.h"
@@ -72,8 +73,13 @@ class MessageTransport {
  protected:
   MessageTransport(int rank, int size) : rank_(rank), size_(size) {}
 
-  // Who raises an abort that came from elsewhere: no thread_rank() of this process.
-  static constexpr int kAnotherProcess = -2;
+  // Raises the signal for this rank's failure; the text for the other ranks, "" when they have
+  // heard as much already.
+  std::string raise_own(const std::string& message, Words words);
+  // Raises the signal for what another rank sent. Its words go to this process's terminal: they are
+  // shown without control characters.
+  void raise_heard(std::string_view text);
+  static constexpr int64_t kMaxTextBytes = 2048;
 
   int rank_;
   int size_;

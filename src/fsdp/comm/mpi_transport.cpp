@@ -7,15 +7,10 @@
 #include <cstring>
 #include <thread>
 
-#include "fsdp/base/log.h"
-
 namespace fsdp {
 
 namespace {
 
-constexpr int64_t kFailureTextBytes = 2048;
-constexpr char kFinalMark = '!';
-constexpr char kInPassingMark = '?';
 constexpr int64_t kMaxMessageBytes = int64_t{1} << 30;  // MPI counts in int
 
 void check_mpi(int code, const char* call) {
@@ -29,7 +24,7 @@ void check_mpi(int code, const char* call) {
 }  // namespace
 
 struct MpiTransport::Listener {
-  std::vector<char> text = std::vector<char>(kFailureTextBytes);
+  std::vector<char> text = std::vector<char>(kMaxTextBytes);
   MPI_Request request = MPI_REQUEST_NULL;
 };
 
@@ -177,7 +172,7 @@ MpiTransport::~MpiTransport() {
 }
 
 void MpiTransport::post_listener() {
-  check_mpi(MPI_Irecv(listener_->text.data(), static_cast<int>(kFailureTextBytes), MPI_BYTE,
+  check_mpi(MPI_Irecv(listener_->text.data(), static_cast<int>(kMaxTextBytes), MPI_BYTE,
                       MPI_ANY_SOURCE, kFailureChannel, MPI_COMM_WORLD, &listener_->request),
             "MPI_Irecv");
 }
@@ -190,29 +185,15 @@ void MpiTransport::listen() {
   if (!arrived) return;
   int length = 0;
   MPI_Get_count(&status, MPI_BYTE, &length);
-  const std::string text(listener_->text.data(), static_cast<size_t>(length));
-  if (text.front() == kFinalMark) {
-    abort_.raise(text.substr(1));
-  } else {
-    abort_.raise_unexplained(text.substr(1), kAnotherProcess);
-  }
+  raise_heard({listener_->text.data(), static_cast<size_t>(length)});
   post_listener();
 }
 
 void MpiTransport::tell_everybody(const std::string& message, Words words) {
   const std::lock_guard lock(mutex_);
   failed_ = true;
-  const bool is_final = words == Words::kFinal;
-  if (abort_.explained() || (abort_.raised() && !is_final)) return;
-  if (is_final) {
-    abort_.raise(message);
-  } else {
-    abort_.raise_unexplained(message, thread_rank());
-  }
-  std::vector<char>& text = outgoing_.emplace_back();
-  text.push_back(is_final ? kFinalMark : kInPassingMark);
-  text.insert(text.end(), message.begin(), message.end());
-  text.resize(std::min(text.size(), static_cast<size_t>(kFailureTextBytes)));
+  const std::string& text = outgoing_.emplace_back(raise_own(message, words));
+  if (text.empty()) return;
   std::vector<MPI_Request> requests;
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;

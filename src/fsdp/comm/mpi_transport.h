@@ -39,7 +39,7 @@ class MpiTransport final : public MessageTransport {
   std::mutex mutex_;  // protects the members below
   bool failed_ = false;
   std::unique_ptr<Listener> listener_;
-  std::deque<std::vector<char>> outgoing_;  // messages about failures, kept until the end
+  std::deque<std::string> outgoing_;  // messages about failures, kept until the end
   std::vector<std::shared_ptr<void>> kept_forever_;
 };
 

@@ -134,7 +134,7 @@ bool TcpConnection::is_sound(const FrameHeader& header) const {
       return header.frame_bytes > 0 &&
              (header.message_bytes > kMaxFrameBytes || header.frame_bytes == header.message_bytes);
     case FrameKind::kFailure:
-      return header.frame_bytes <= kMaxTextBytes;
+      return true;
     case FrameKind::kAnnounce:
     case FrameKind::kReady:
     case FrameKind::kGoodbye:

@@ -55,8 +55,6 @@ class TcpConnection {
   // A large message travels in pieces of this size, so that messages of other channels, and words
   // about failures, get in between.
   static constexpr int64_t kMaxFrameBytes = int64_t{256} << 10;
-  // Of words about a failure.
-  static constexpr int64_t kMaxTextBytes = 2048;
 
   TcpConnection(int peer, Socket socket);
 

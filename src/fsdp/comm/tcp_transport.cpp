@@ -8,12 +8,8 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
-#include <sstream>
 #include <thread>
 #include <utility>
-
-#include "fsdp/base/log.h"
-#include "fsdp/base/shown_text.h"
 
 namespace fsdp {
 
@@ -25,8 +21,6 @@ using Clock = std::chrono::steady_clock;
 constexpr int64_t kMessageCost = 128;
 // Of one peer; a program that has made so many communicators has made a mistake.
 constexpr size_t kMaxLanes = size_t{1} << 16;
-constexpr char kFinalMark = '!';
-constexpr char kInPassingMark = '?';
 
 // How long the leader looks again and again before it sleeps: about what waking up costs.
 constexpr std::chrono::microseconds kSpin{50};
@@ -35,15 +29,6 @@ constexpr std::chrono::microseconds kSpin{50};
 constexpr double kNapSeconds = 0.1;
 
 bool is_short(int64_t bytes) { return bytes <= TcpTransport::kEagerBytes; }
-
-// A peer's words, line by line: they go to this process's terminal.
-std::string shown_lines(const std::string& text) {
-  std::vector<std::string> lines;
-  std::istringstream in(text);
-  for (std::string line; std::getline(in, line);)
-    lines.push_back(shown(line, TcpConnection::kMaxTextBytes));
-  return join(lines, "\n");
-}
 
 }  // namespace
 
@@ -313,10 +298,9 @@ void TcpTransport::note_end(Peer& ended) {
   if (ended.has_left || abort_.raised()) return;
   const std::string message = concat("rank ", ended.connection->peer(), " is gone: its connection ",
                                      ended.connection->ending(), "; look at what it said last");
-  abort_.raise(message);
   failed_ = true;
   // The others may see this rank's end before that one's.
-  send_failure(message, Words::kFinal);
+  send_failure(raise_own(message, Words::kFinal));
 }
 
 void TcpTransport::listen() {
@@ -328,9 +312,7 @@ void TcpTransport::listen() {
   changed_.notify_all();
 }
 
-void TcpTransport::send_failure(const std::string& message, Words words) {
-  const std::string text = concat(words == Words::kFinal ? kFinalMark : kInPassingMark, message)
-                               .substr(0, TcpConnection::kMaxTextBytes);
+void TcpTransport::send_failure(const std::string& text) {
   for (Peer& other : peers_) {
     if (!other.connection || !other.connection->is_open()) continue;
     other.connection->enqueue_frame({FrameKind::kFailure, kFailureChannel, 0, 0}, text);
@@ -363,14 +345,9 @@ void TcpTransport::flush(Lock& lock) {
 void TcpTransport::tell_everybody(const std::string& message, Words words) {
   Lock lock(mutex_);
   failed_ = true;
-  const bool is_final = words == Words::kFinal;
-  if (abort_.explained() || (abort_.raised() && !is_final)) return;
-  if (is_final) {
-    abort_.raise(message);
-  } else {
-    abort_.raise_unexplained(message, thread_rank());
-  }
-  send_failure(message, words);
+  const std::string text = raise_own(message, words);
+  if (text.empty()) return;
+  send_failure(text);
   wake_leader();
   changed_.notify_all();
   flush(lock);
@@ -378,6 +355,7 @@ void TcpTransport::tell_everybody(const std::string& message, Words words) {
 
 std::optional<char*> TcpTransport::begin_frame(int rank, const FrameHeader& header) {
   if (header.kind == FrameKind::kFailure) {
+    if (header.frame_bytes > kMaxTextBytes) return std::nullopt;
     failure_text_.assign(static_cast<size_t>(header.frame_bytes), ' ');
     return failure_text_.data();
   }
@@ -420,7 +398,8 @@ void TcpTransport::end_frame(int rank, const FrameHeader& header) {
       lane.ready_bytes = header.message_bytes;
       return release_large(lane, *other.connection);
     case FrameKind::kFailure:
-      return hear_failure();
+      failed_ = others_finished_ = true;
+      return raise_heard(failure_text_);
     case FrameKind::kGoodbye:
       other.has_left = others_finished_ = true;
       return;
@@ -455,17 +434,6 @@ void TcpTransport::end_data(Lane& lane, const FrameHeader& header) {
   note_taken(*lane.receive);
   lane.receive = nullptr;
   lane.announced_bytes.reset();
-}
-
-void TcpTransport::hear_failure() {
-  failed_ = others_finished_ = true;
-  if (failure_text_.empty()) return;
-  const std::string words = shown_lines(failure_text_.substr(1));
-  if (failure_text_.front() == kFinalMark) {
-    abort_.raise(words);
-  } else {
-    abort_.raise_unexplained(words, kAnotherProcess);
-  }
 }
 
 }  // namespace fsdp

@@ -93,7 +93,7 @@ class TcpTransport final : public MessageTransport, private FrameReader {
   void serve(size_t rank, short events);
   void wake_leader() const;
   void note_end(Peer& ended);
-  void send_failure(const std::string& message, Words words);
+  void send_failure(const std::string& text);
   // Until all frames are written, or two seconds have passed: a dead peer must not hold us up.
   void flush(Lock& lock);
 
@@ -103,7 +103,6 @@ class TcpTransport final : public MessageTransport, private FrameReader {
   void end_frame(int rank, const FrameHeader& header) override;
   void end_data(Lane& lane, const FrameHeader& header);
   void hear_announcement(Peer& other, const FrameHeader& header);
-  void hear_failure();
 
   std::mutex mutex_;  // protects the members below
   std::condition_variable changed_;
