@@ -2,8 +2,11 @@
 // disks leave whole.
 #include "fsdp/train/json_log.h"
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <cmath>
@@ -11,6 +14,7 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
 #include "support/file_size_limit.h"
 #include "support/temp_dir.h"
@@ -227,6 +231,21 @@ TEST(JsonLog, RefusesAPlaceThatCannotBeWritten) {
   put(dir / "file", "");
   EXPECT_THROW(JsonLog(dir / "file/log", 0), Error);
   EXPECT_THROW(JsonLog(dir.path(), 0), Error);  // a directory
+}
+
+// A pipe without a reader is refused at once, where to open it would wait.
+TEST(JsonLog, WritesToAPipeThatSomebodyReads) {
+  const testing::TempDir dir(testing::TempDir::On::kMemory);
+  const std::string path = dir / "pipe";
+  ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0);
+  EXPECT_THAT([&] { JsonLog(path, 0); },
+              ::testing::ThrowsMessage<Error>(
+                  HasSubstr("pipe: cannot be opened for writing: nobody reads from it; choose")));
+  const FileHandle reader(::open(path.c_str(), O_RDONLY | O_NONBLOCK));
+  JsonLog(path, 0).write("line");
+  char text[8] = {};
+  EXPECT_EQ(::read(reader.descriptor(), text, sizeof text), 5);
+  EXPECT_STREQ(text, "line\n");
 }
 
 TEST(JsonLog, CostsMicrosecondsPerStep) {

@@ -34,10 +34,12 @@ int write_all(int descriptor, std::string_view& rest) {
 AppendFile::AppendFile(std::string path, const std::string& option) : path_(std::move(path)) {
   make_directories(directory_of(path_));
   constexpr mode_t kMode = 0666;  // narrowed by the user's umask
+  // To open a pipe that nobody reads would wait without end; what is written may wait.
   constexpr int kFlags = O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOCTTY;
-  file_ = FileHandle(::open(path_.c_str(), kFlags, kMode));
-  FSDP_CHECK(file_.is_open(), path_,
-             ": cannot be opened for writing: ", std::generic_category().message(errno),
+  file_ = FileHandle(::open(path_.c_str(), kFlags | O_NONBLOCK, kMode));
+  FSDP_CHECK(file_.is_open() && ::fcntl(file_.descriptor(), F_SETFL, O_APPEND) == 0, path_,
+             ": cannot be opened for writing: ",
+             errno == ENXIO ? "nobody reads from it" : std::generic_category().message(errno),
              "; choose another place with ", option);
   struct stat status {};
   const bool is_file = ::fstat(file_.descriptor(), &status) == 0 && S_ISREG(status.st_mode);
