@@ -240,6 +240,12 @@ TEST_F(InspectCommand, ShowsLittleOfLongNamesAndNoControlCharacters) {
   expect_error(result, 1, "tensor '\\x1b[2Jnnn");
   EXPECT_LT(result.err.size(), 400u);
   EXPECT_THAT(result.err, Not(HasSubstr("\x1b")));
+  CheckpointParts parts{.model = {counting(name, {1})}};
+  parts.manifest.strategy = "\x1b[2J";
+  write_checkpoint(directory_ / "ours", parts);
+  const std::string table = inspect((directory_ / "ours") + " --tensors '*'").out;
+  EXPECT_THAT(table, AllOf(HasSubstr("strategy    \\x1b[2J\n"), HasSubstr("\\x1b[2Jnnn")));
+  EXPECT_THAT(table, Not(HasSubstr("\x1b")));
 }
 
 }  // namespace

@@ -81,7 +81,8 @@ Json to_json(const TensorDifference& difference) {
 }
 
 void print_row(std::ostream& out, const char* name, const std::string& value) {
-  if (!value.empty()) out << std::left << std::setw(12) << name << value << "\n";
+  constexpr size_t kMost = 4096;  // a path may be as long
+  if (!value.empty()) out << std::left << std::setw(12) << name << shown(value, kMost) << "\n";
 }
 
 std::string steps_text(std::span<const int64_t> steps) {
