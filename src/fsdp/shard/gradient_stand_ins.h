@@ -35,7 +35,8 @@ class GradientStandIns {
     at::Tensor parameter;
     at::Tensor stand_in;
     std::string name;
-    bool is_there() const { return parameter.grad().is_same(stand_in); }
+    // Not grad(), which first asks at some length whether the parameter is a leaf.
+    bool is_there() const { return parameter.mutable_grad().is_same(stand_in); }
   };
   std::vector<Entry> entries_;
   bool are_put_ = false;
