@@ -13,10 +13,6 @@ for program in build/release/bin/bench_*; do
     echo "# bench_gpu: make bench-gpu runs it"
     continue
   fi
-  if [[ $name == update_order ]]; then  # measures nothing that is in use
-    echo "# bench_update_order: looks for orders of AdamW's steps on aarch64"
-    continue
-  fi
   if [[ ! -f bench/$name.py ]]; then
     "$program"
   elif "$python" -c 'import torch.distributed' 2>/dev/null; then

@@ -350,23 +350,5 @@ TEST(HostSlabAllocator, AlignsAndCanBeWritten) {
   }
 }
 
-// See Note [Staggered pieces].
-TEST(HostSlabAllocator, LargePiecesBeginInDifferentPlaces) {
-  constexpr int64_t kBytes = int64_t{4} << 20;
-  HostSlabAllocator allocator;
-  std::vector<Slab> slabs;
-  std::set<uintptr_t> places;
-  for (int i = 0; i < 8; ++i) {
-    Slab& slab = slabs.emplace_back(allocator, kBytes, 128);
-    const auto address = reinterpret_cast<uintptr_t>(slab.at(0));
-    EXPECT_EQ(address % 128, 0u);
-    places.insert(address % 16384);
-    std::memset(slab.at(0), 0x5a, 1);
-    std::memset(slab.at(kBytes - 1), 0x5a, 1);
-  }
-  EXPECT_EQ(places.size(), 8u);
-  EXPECT_EQ(reinterpret_cast<uintptr_t>(Slab(allocator, kBytes, 4096).at(0)) % 4096, 0u);
-}
-
 }  // namespace
 }  // namespace fsdp

@@ -6,9 +6,6 @@
 #include "fsdp/base/error.h"
 #include "fsdp/base/independent_iterations.h"
 #include "fsdp/optim/adamw_math.h"
-#include "fsdp/optim/default_nan.h"
-#include "fsdp/optim/narrow_adamw.h"
-#include "fsdp/optim/overlapped_adamw.h"
 #include "fsdp/optim/sgd_math.h"
 #include "fsdp/optim/update_block.h"
 
@@ -140,8 +137,9 @@ FSDP_INLINED bool update_directly(AdamWFactors by, const UpdateSpan& span, const
   return true;
 }
 
-FSDP_INLINED void adamw_stages(const UpdateSpan& span, const AdamWRule& rule,
-                               const StepState& state, AdamWFactors by, ElementRange range) {
+FSDP_INLINED void adamw_blocks(const UpdateSpan& span, const AdamWRule& rule,
+                               const StepState& state, ElementRange range) {
+  const AdamWFactors by = adamw_factors(rule, state, span.rate_scale, span.weight_decay);
   const auto key = [&](RandomPurpose purpose, const Place& place) {
     return random_key(rule.seed, state.step, span.group, purpose, place.position);
   };
@@ -160,18 +158,6 @@ FSDP_INLINED void adamw_stages(const UpdateSpan& span, const AdamWRule& rule,
     block::store_second(second, span.second, span.flat_begin, place,
                         key(RandomPurpose::kSecondMoment, place));
   });
-}
-
-FSDP_INLINED void adamw_blocks(const UpdateSpan& span, const AdamWRule& rule,
-                               const StepState& state, ElementRange range) {
-  const AdamWFactors by = adamw_factors(rule, state, span.rate_scale, span.weight_decay);
-  ElementRange done{.begin = range.end, .end = range.end};  // by loops of this machine's own
-#if defined(__aarch64__)
-  range.begin += overlapped::update(by, span, range.begin, range.end - range.begin);  // if it can
-  done = narrow::update(by, span, rule, state, range);
-#endif
-  for (const ElementRange part : {ElementRange{range.begin, done.begin}, {done.end, range.end}})
-    adamw_stages(span, rule, state, by, part);
 }
 
 template <Momentum kMomentum>
@@ -271,8 +257,6 @@ void adamw_on_cpu(const UpdateSpan& span, const AdamWRule& rule, const StepState
   if (state.skips != 0) return;
 #if defined(__x86_64__)
   if (has_avx2()) return adamw_avx2(span, rule, state, range);
-#elif defined(__aarch64__)
-  const DefaultNan usual;  // for the overlapped loop's sake; in all loops, so that all agree
 #endif
   adamw_baseline(span, rule, state, range);
 }
