@@ -42,7 +42,8 @@ soak: build  ## small jobs of all backends again and again beside other work, fo
 	  $(if $(shell command -v mpirun),mpirun --oversubscribe --quiet)
 
 # TRAIN takes further flags: make train TRAIN="--model moe-tiny --steps 50"
-train: build  ## train a small language model on this repository's own text, on 2 ranks, in runs/tiny
+train: ready  ## train a small language model on this repository's own text, on 2 ranks, in runs/tiny
+	@tools/build.sh release -j $(JOBS) --target fsdp_command
 	@build/release/bin/fsdp train --ranks 2 --data README.md docs src --checkpoint-dir runs/tiny $(TRAIN)
 
 bench: build  ## build, then run the benchmarks in build/release/bin/bench_*
