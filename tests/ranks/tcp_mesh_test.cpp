@@ -6,6 +6,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
 #include <string>
 #include <thread>
@@ -238,6 +239,13 @@ TEST(TcpMesh, EverybodyHearsOfARankThatEndsBeforeAllHaveMet) {
 // of another round.
 TEST(TcpMesh, WaitsForThisRoundsRank0WhenTheStoreHoldsAnOldOne) {
   const Socket stranger = listen_at({"127.0.0.1", 0});
+  std::atomic<bool> is_over{false};
+  std::thread hang_up([&] {
+    while (!is_over) {
+      try_accept(stranger).close();
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  });
   PlaceInMemory old_round;
   std::thread old_rank_0([&] {
     TcpMeshOptions options = mesh_options(0, 2);
@@ -245,7 +253,8 @@ TEST(TcpMesh, WaitsForThisRoundsRank0WhenTheStoreHoldsAnOldOne) {
     options.timeout_seconds = 3;
     EXPECT_THROW(connect_tcp_mesh(old_round, options), std::exception);
   });
-  for (const Endpoint& old : {Endpoint{"127.0.0.1", 1}, wait_for(old_round)}) {
+  for (const Endpoint& old :
+       {Endpoint{"127.0.0.1", 1}, endpoint_of(stranger), wait_for(old_round)}) {
     PlaceInMemory place;
     place.announce(old);
     EXPECT_THAT(
@@ -258,6 +267,8 @@ TEST(TcpMesh, WaitsForThisRoundsRank0WhenTheStoreHoldsAnOldOne) {
         Each(""))
         << old.text();
   }
+  is_over = true;
+  hang_up.join();
   old_rank_0.join();
 }
 

@@ -45,6 +45,8 @@ TEST(Text, ShowsTextOfOthersShortAndWithoutControlCharacters) {
   EXPECT_EQ(shown(std::string(120, 'a')), std::string(120, 'a'));
   EXPECT_EQ(shown(std::string(5000, 'a')), std::string(120, 'a') + "...");
   EXPECT_EQ(shown(std::string_view("\x1b[2J\n\0\x7f!", 8)), "\\x1b[2J\\x0a\\x00\\x7f!");
+  // U+009B does what ESC [ does; bytes that are no UTF-8 may.
+  EXPECT_EQ(shown("\xc2\x9b!\x9b!"), "\\xc2\\x9b!\\x9b!");
   // Neither an escape nor a letter of several bytes is cut.
   EXPECT_EQ(shown(std::string(118, 'a') + "\n"), std::string(118, 'a') + "...");
   EXPECT_EQ(shown(std::string(119, 'a') + "\xc3\xa4"), std::string(119, 'a') + "...");

@@ -1,25 +1,16 @@
 #include "fsdp/base/shown_text.h"
 
+#include <algorithm>
 #include <cstdio>
+
+#include "fsdp/base/utf8.h"
 
 namespace fsdp {
 
 namespace {
 
-// The character that `text` begins with; more than a byte where it is UTF-8.
-std::string_view first_character(std::string_view text) {
-  size_t bytes = 1;
-  if (static_cast<unsigned char>(text[0]) >= 0xC0)
-    while (bytes < text.size() && bytes < 4 && (text[bytes] & 0xC0) == 0x80) ++bytes;
-  return text.substr(0, bytes);
-}
-
-// Terminals obey both sets, U+0000 to U+001F and U+0080 to U+009F; bytes that are no UTF-8 count.
-bool is_control(std::string_view character) {
-  const auto first = static_cast<unsigned char>(character[0]);
-  if (character.size() == 1) return first < 0x20 || first >= 0x7F;
-  return first == 0xC2 && static_cast<unsigned char>(character[1]) < 0xA0;
-}
+// Terminals obey both sets.
+bool is_control(uint32_t code) { return code < 0x20 || (code >= 0x7F && code < 0xA0); }
 
 std::string escaped(std::string_view bytes) {
   std::string text;
@@ -36,11 +27,13 @@ std::string escaped(std::string_view bytes) {
 std::string shown(std::string_view text, size_t max_characters) {
   std::string result;
   while (!text.empty()) {
-    const std::string_view character = first_character(text);
-    const std::string next = is_control(character) ? escaped(character) : std::string(character);
+    const Utf8Character character = decode_utf8(text);
+    const std::string_view bytes = text.substr(0, std::max<size_t>(character.num_bytes, 1));
+    const bool is_shown = character.num_bytes > 0 && !is_control(character.code);
+    const std::string next = is_shown ? std::string(bytes) : escaped(bytes);
     if (result.size() + next.size() > max_characters) return result + "...";
     result += next;
-    text.remove_prefix(character.size());
+    text.remove_prefix(bytes.size());
   }
   return result;
 }
