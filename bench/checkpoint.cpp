@@ -130,7 +130,7 @@ class Bench {
     model_(at::ones({64, kWidth})).square().mean().backward();
     optimizer_.step();
     optimizer_.zero_grad();
-    optimizer_.synchronize();
+    optimizer_.wait();
   }
 
   // rate, and rate by the plain one's.
@@ -164,7 +164,7 @@ class Bench {
         file.write(block);
         if (with_checksums) checksum_ += crc32c(block);
       }
-      file.finish();
+      file.commit();
     };
     const bench::Timings timings = bench::take_turns(
         world_, {{"without", [&] { write(false); }}, {"with", [&] { write(true); }}},

@@ -22,8 +22,8 @@
 
 #include "device_meter.h"
 #include "fsdp/base/error.h"
-#include "fsdp/nn/architecture.h"
-#include "fsdp/nn/presets.h"
+#include "fsdp/nn/config/model_config.h"
+#include "fsdp/nn/config/presets.h"
 #include "gpu_rows.h"
 #include "host_ranges.h"
 #include "timings.h"

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-# (hidden, layers, heads, heads of keys and values, ffn, vocabulary, deviation of first values): src/fsdp/nn/presets.cpp
+# (hidden, layers, heads, heads of keys and values, ffn, vocabulary, deviation of first values): src/fsdp/nn/config/presets.cpp
 PRESETS = {
     "tiny": (192, 4, 6, 2, 512, 257, 0.06),
     "llama-110m": (512, 24, 8, 8, 1536, 32000, 0.02),
@@ -122,7 +122,7 @@ class Llama(nn.Module):
         return self.tables
 
 
-# --- first values: those of src/fsdp/nn/named_init.cpp, a function of seed, name and element ---------------------------
+# --- first values: those of src/fsdp/nn/layers/named_init.cpp, a function of seed, name and element ---------------------------
 
 MASK = (1 << 64) - 1
 MIX = 0xD6E8FEB86659FD93

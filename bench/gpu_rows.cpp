@@ -226,7 +226,7 @@ class ShardedTrainee final : public Trainee {
     graph_->run();
   }
 
-  void finish() override { optimizer_->synchronize(); }
+  void finish() override { optimizer_->wait(); }
 
  private:
   void train(const Batch& batch) {

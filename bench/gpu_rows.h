@@ -11,7 +11,7 @@
 #include <string_view>
 #include <utility>
 
-#include "fsdp/nn/architecture.h"
+#include "fsdp/nn/config/model_config.h"
 
 namespace bench {
 

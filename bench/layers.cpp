@@ -20,10 +20,10 @@
 
 #include "device_meter.h"
 #include "fsdp/graph/device_graph.h"
-#include "fsdp/nn/cross_entropy.h"
-#include "fsdp/nn/gated_mlp.h"
-#include "fsdp/nn/rms_norm.h"
-#include "fsdp/nn/rotary.h"
+#include "fsdp/nn/layers/cross_entropy.h"
+#include "fsdp/nn/layers/feed_forward.h"
+#include "fsdp/nn/layers/rms_norm.h"
+#include "fsdp/nn/layers/rotary.h"
 #include "timings.h"
 
 namespace {

@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "fsdp/nn/linear.h"
+#include "fsdp/nn/layers/linear.h"
 #include "fsdp/shard/unit.h"
 
 namespace bench {

@@ -15,11 +15,11 @@
 #include "fsdp/base/error.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/memory/slab_allocator.h"
-#include "fsdp/optim/begin_step.h"
-#include "fsdp/optim/span_update.h"
-#include "fsdp/optim/thread_team.h"
-#include "fsdp/optim/update_on_cpu.h"
-#include "fsdp/shard/flat_buffer.h"
+#include "fsdp/optim/kernels/step_state.h"
+#include "fsdp/optim/kernels/thread_team.h"
+#include "fsdp/optim/kernels/update_on_cpu.h"
+#include "fsdp/optim/shard_passes.h"
+#include "fsdp/shard/group/flat_buffer.h"
 #include "timings.h"
 
 namespace {

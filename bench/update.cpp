@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/comm/reduce_ranks.h"
+#include "fsdp/comm/reduce/reduce_ranks.h"
 #include "fsdp/fsdp.h"
 #include "llama.h"
 #include "timeline.h"

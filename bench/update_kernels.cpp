@@ -14,10 +14,10 @@
 #include "fsdp/base/device_stream.h"
 #include "fsdp/base/text.h"
 #include "fsdp/comm/operation.h"
-#include "fsdp/comm/reduce_on_device.h"
-#include "fsdp/optim/span_update.h"
-#include "fsdp/optim/update_on_device.h"
-#include "fsdp/shard/pack_on_device.h"
+#include "fsdp/comm/reduce/reduce_on_device.h"
+#include "fsdp/optim/kernels/update_on_device.h"
+#include "fsdp/optim/shard_passes.h"
+#include "fsdp/shard/group/pack_on_device.h"
 #include "timings.h"
 
 namespace bench {

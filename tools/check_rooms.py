@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """Checks who includes whom: a room (a folder of src/fsdp) may include only the rooms it may know.
 
+Folders inside a room (comm/tcp) are furniture: they belong to their room, and its rule is theirs.
+
     tools/check_rooms.py [FOLDER]      FOLDER holds the rooms; default: src/fsdp beside this script
 
 Prints one line per forbidden include and exits with 1 when there is one. docs/design.md explains the
@@ -73,8 +75,9 @@ def room_fault(room, header):
     return None
 
 
-def torch_fault(room, name, header):
-    """Why the file `name` of `room` may not include `header`, one of torch or one it spoils, or None."""
+def torch_fault(room, file, header):
+    """Why `file` (its path inside `room`) may not include `header`, one of torch or one it spoils, or None."""
+    name = file.rsplit("/", 1)[-1]
     if header == "filesystem":
         return "libtorch brings another version's std::filesystem; use base/durable_file.h or POSIX"
     if not header.startswith(TORCH_PREFIXES):
@@ -86,17 +89,18 @@ def torch_fault(room, name, header):
     return None
 
 
-def faults_of_file(room, name, text):
-    """Yields (line number, sentence) for each forbidden include of one file."""
+def faults_of_file(room, file, text):
+    """Yields (line number, sentence) for each forbidden include of `file` (its path inside `room`)."""
     for number, quote, header in includes(text):
         if header.startswith("fsdp/"):
             fault = room_fault(room, header)
             if fault is None and quote == "<":
                 fault = f"write the project's own header with quotes: \"{header}\""
         elif quote == '"' and "/" not in header:
-            fault = f"write the whole path: \"fsdp/{room}/{header}\""
+            folder = "/".join(("fsdp", room, *file.split("/")[:-1]))
+            fault = f"write the whole path: \"{folder}/{header}\""
         else:
-            fault = torch_fault(room, name, header)
+            fault = torch_fault(room, file, header)
         if fault:
             yield number, fault
 
@@ -113,7 +117,7 @@ def check(root):
         if parts[0] not in MAY_KNOW:
             lines.append(f"{path}: '{parts[0]}' is no room: add it to MAY_KNOW in tools/check_rooms.py")
             continue
-        for number, fault in faults_of_file(parts[0], path.name, path.read_text()):
+        for number, fault in faults_of_file(parts[0], "/".join(parts[1:]), path.read_text()):
             lines.append(f"{path}:{number}: {fault}")
     return lines
 

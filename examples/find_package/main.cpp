@@ -4,7 +4,7 @@
 
 #include <ATen/ATen.h>
 #include <fsdp/fsdp.h>
-#include <fsdp/plan/model_catalog.h>
+#include <fsdp/plan/load_model.h>
 
 int main() {
   const fsdp::ModelShape model = fsdp::model_by_name("llama-110m");

@@ -128,7 +128,7 @@ TEST_P(MemoryReportOnDevice, IsWhatTheAllocatorGaveOut) {
       training.step();
       expect_equal("after a step");
     }
-    training.optimizer().synchronize();
+    training.optimizer().wait();
     training.finish();
     expect_equal("when all is done");
     // What libtorch keeps besides: workspaces of products, the optimizer's few numbers, the tokens.

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "fsdp/base/text.h"
-#include "fsdp/plan/architecture.h"
 #include "fsdp/plan/forecast.h"
+#include "fsdp/plan/model_tensors.h"
 #include "fsdp/plan/pool_forecast.h"
 #include "support/device_trace.h"
 #include "support/llama_training.h"

@@ -10,7 +10,7 @@
 #include <tuple>
 #include <vector>
 
-#include "fsdp/nn/linear.h"
+#include "fsdp/nn/layers/linear.h"
 #include "fsdp/shard/fully_shard.h"
 #include "fsdp/shard/recompute.h"
 #include "fsdp/shard/unit.h"

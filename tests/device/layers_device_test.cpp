@@ -9,12 +9,12 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/nn/cross_entropy.h"
-#include "fsdp/nn/gated_mlp.h"
-#include "fsdp/nn/layers_on_device.h"
-#include "fsdp/nn/linear.h"
-#include "fsdp/nn/rms_norm.h"
-#include "fsdp/nn/rotary.h"
+#include "fsdp/nn/kernels/layer_kernels.h"
+#include "fsdp/nn/layers/cross_entropy.h"
+#include "fsdp/nn/layers/feed_forward.h"
+#include "fsdp/nn/layers/linear.h"
+#include "fsdp/nn/layers/rms_norm.h"
+#include "fsdp/nn/layers/rotary.h"
 #include "support/require.h"
 
 #define FSDP_REQUIRE_DEVICE_LAYERS() \

@@ -14,8 +14,8 @@
 #include "fsdp/base/text.h"
 #include "fsdp/nn/language_model.h"
 #include "fsdp/optim/adamw.h"
-#include "fsdp/plan/architecture.h"
 #include "fsdp/plan/forecast.h"
+#include "fsdp/plan/model_tensors.h"
 #include "fsdp/shard/fully_shard.h"
 #include "support/device_trace.h"
 #include "support/llama_training.h"
@@ -51,7 +51,7 @@ Result train(World& world, const Offload& offload, at::ScalarType dtype, double 
     optimizer.zero_grad();
     result.losses.push_back(total.item<double>());
   }
-  optimizer.synchronize();
+  optimizer.wait();
   for (const OptimizerShard& shard : optimizer.shards()) result.moments.push_back(shard.values);
   const auto whole = sharded.full_parameters();
   for (const at::Tensor& parameter : model->parameters()) result.weights.push_back(parameter.cpu());
@@ -117,10 +117,10 @@ TEST_P(Bus, CarriesGradientsDownAndWeightsUpAndNothingElse) {
     testing::LlamaTraining training(world, {.offload = {.fraction = fraction}},
                                     {.config = config, .rows = 4, .sequence = 2048});
     training.steps(3);
-    training.optimizer().synchronize();
+    training.optimizer().wait();
     trace = testing::trace_device(world, [&] {
       training.steps(kSteps);
-      training.optimizer().synchronize();
+      training.optimizer().wait();
     });
   });
   const auto down = [](const DeviceSpan& span) { return span.is_named("Memcpy DtoH"); };

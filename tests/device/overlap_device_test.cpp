@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "fsdp/base/text.h"
-#include "fsdp/comm/connect_nccl.h"
+#include "fsdp/comm/backends.h"
 #include "support/device_trace.h"
 #include "support/llama_training.h"
 #include "support/require.h"

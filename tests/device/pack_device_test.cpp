@@ -7,7 +7,7 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/torch_dtype.h"
-#include "fsdp/shard/pack_on_device.h"
+#include "fsdp/shard/group/pack_on_device.h"
 #include "support/require.h"
 
 #define FSDP_REQUIRE_DEVICE_PACKS() \

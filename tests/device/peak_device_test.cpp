@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "fsdp/base/text.h"
-#include "fsdp/nn/presets.h"
-#include "fsdp/plan/architecture.h"
+#include "fsdp/nn/config/presets.h"
+#include "fsdp/plan/model_tensors.h"
 #include "fsdp/plan/peak_forecast.h"
 #include "support/allocation_log.h"
 #include "support/llama_training.h"
@@ -74,13 +74,13 @@ Measured measured(World& world, const Shape& shape, GradientLifetime lifetime) {
       world, {.gradient_lifetime = lifetime},
       {.config = shape.config, .rows = shape.batch.rows, .sequence = shape.batch.sequence});
   training.steps(2);
-  training.optimizer().synchronize();
+  training.optimizer().wait();
   training.finish();
   allocator->resetPeakStats(0);
   Measured result;
   result.between_bytes = allocator->getDeviceStats(0).allocated_bytes[kAll].current - before;
   training.steps(2);
-  training.optimizer().synchronize();
+  training.optimizer().wait();
   training.finish();
   const auto stats = allocator->getDeviceStats(0);
   const auto [free_bytes, total_bytes] = allocator->getMemoryInfo(0);
@@ -95,7 +95,7 @@ Measured measured(World& world, const Shape& shape, GradientLifetime lifetime) {
   result.live = log.live_at_peak();
   training.optimizer().step();
   training.optimizer().zero_grad();
-  training.optimizer().synchronize();
+  training.optimizer().wait();
   return result;
 }
 

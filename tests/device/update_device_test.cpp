@@ -1,5 +1,5 @@
 // The update kernels of a device give the same bits as those of the host.
-#include "fsdp/optim/update_on_device.h"
+#include "fsdp/optim/kernels/update_on_device.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include "fsdp/optim/begin_step.h"
-#include "fsdp/optim/split_weight.h"
-#include "fsdp/optim/update_on_cpu.h"
+#include "fsdp/optim/kernels/split_weight.h"
+#include "fsdp/optim/kernels/step_state.h"
+#include "fsdp/optim/kernels/update_on_cpu.h"
 #include "support/require.h"
 #include "support/update_case.h"
 

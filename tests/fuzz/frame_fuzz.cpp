@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "fsdp/base/error.h"
-#include "fsdp/comm/tcp_transport.h"
+#include "fsdp/comm/tcp/tcp_transport.h"
 
 namespace {
 

@@ -10,8 +10,8 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
-#include "fsdp/checkpoint/manifest.h"
-#include "fsdp/checkpoint/manifest_checksum.h"
+#include "fsdp/checkpoint/format/manifest.h"
+#include "fsdp/checkpoint/format/manifest_text.h"
 
 namespace {
 

@@ -7,7 +7,7 @@
 #include <string_view>
 
 #include "fsdp/base/error.h"
-#include "fsdp/plan/model_file.h"
+#include "fsdp/plan/load_model.h"
 
 namespace {
 

@@ -13,7 +13,6 @@
 #include "fsdp/comm/world.h"
 #include "fsdp/optim/adamw.h"
 #include "fsdp/plan/forecast.h"
-#include "fsdp/plan/traffic.h"
 #include "fsdp/shard/fully_shard.h"
 #include "support/chain_model.h"
 
@@ -69,7 +68,7 @@ Counts count(const Recording& calls) {
   return counts;
 }
 
-// What this rank receives, in the forecast's terms.
+// The bytes that this rank receives, in the forecast's terms.
 Traffic traffic_of(const Recording& calls) {
   Traffic sum;
   for (const RecordedCall& call : calls) {
@@ -131,7 +130,7 @@ TEST_P(Collectives, AreAsManyAsTheStrategyNeeds) {
 }
 
 constexpr int64_t kU = kUnits;
-// Forward and backward, but the last unit of the forward is still there when the backward begins.
+// Forward and backward; the last unit of the forward is still whole when the backward begins.
 constexpr int64_t kBothPasses = 2 * kU - 1;
 
 std::string row_name(const ::testing::TestParamInfo<Expected>& row) {
@@ -204,7 +203,7 @@ TEST(Collectives, MoveTheBytesThatThePlanForecasts) {
   for (const Strategy& strategy : named_strategies())
     for (const MeshShape mesh : {MeshShape{1, 4}, MeshShape{2, 2}, MeshShape{3, 1}})
       for (const auto wire : {at::kFloat, at::kBFloat16}) {
-        // The plan calls it a mistake to shard an axis that is not there.
+        // The plan refuses to shard an axis of one rank.
         if (strategy.optimizer.outer == Placement::kShard && mesh.outer == 1) continue;
         SCOPED_TRACE(
             concat(to_text(strategy), " ", mesh.outer, "x", mesh.inner, " ", c10::toString(wire)));
@@ -245,8 +244,8 @@ TEST(Collectives, CarryTheWireTypeAndDivideOnce) {
 
 // --- the optimizer's step -----------------------------------------------------------------------
 
-// What step() itself asks for, after two microbatches. Every parameter is in a unit: one outside
-// any would be gathered before step() returns, too.
+// The collectives of step() itself, after two microbatches. Every parameter is in a unit, because
+// one outside any would be gathered before step() returns, too.
 Recording record_update(const ShardOptions& options, MeshShape shape, const StepOptions& step) {
   const auto recording = std::make_shared<Recording>();
   World world = World::simulated(0, static_cast<int>(shape.outer * shape.inner), recording);
@@ -263,7 +262,7 @@ Recording record_update(const ShardOptions& options, MeshShape shape, const Step
     sharded.wait_gradients();
     recording->clear();
     optimizer.step();
-    optimizer.synchronize();
+    optimizer.wait();
     update = *recording;
     optimizer.zero_grad();
   }

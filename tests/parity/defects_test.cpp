@@ -1,5 +1,5 @@
-// Known defects of sharded training systems, one test each: what goes wrong there must not here.
-// The numbers are those of the list the project was specified with.
+// Known defects of other sharded training systems, one test each. The numbers are those of the list
+// the project was specified with.
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -195,7 +195,7 @@ TEST(Defect10_1_9, ForwardGathersAheadInEveryStep) {
   }
 }
 
-// Whoever waited for a unit with several groups waited for the last group only.
+// A wait for a unit with several groups waited for the last group only.
 TEST(Defect10_1_10, AllGroupsOfAUnitAreThereWhenItComputes) {
   struct ManyGroupsImpl : torch::nn::Module {
     ManyGroupsImpl() {

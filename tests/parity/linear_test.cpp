@@ -1,5 +1,5 @@
-// fsdp::nn::Linear is at::linear, wherever its gradient is written.
-#include "fsdp/nn/linear.h"
+// fsdp::nn::Linear computes like at::linear, wherever its gradient is written.
+#include "fsdp/nn/layers/linear.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -39,8 +39,8 @@ Linear make_linear(bool with_bias, at::ScalarType dtype) {
   return linear;
 }
 
-// What Python's layer calls. That of the C++ library rounds a product before it adds the bias when
-// the input has more or fewer than two dimensions, which bf16 shows.
+// The function that Python's layer calls. The C++ library's layer rounds a product before it adds
+// the bias if the input does not have two dimensions, which bf16 shows.
 struct ReferenceLinearImpl : torch::nn::LinearImpl {
   using torch::nn::LinearImpl::LinearImpl;
   at::Tensor forward(const at::Tensor& x) {

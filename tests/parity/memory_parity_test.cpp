@@ -1,4 +1,4 @@
-// The engine's memory is what it says it is, and what `fsdp plan` says it will be: byte for byte.
+// The engine's memory equals its own report and the forecast of `fsdp plan`, byte for byte.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -10,7 +10,7 @@
 #include "fsdp/base/text.h"
 #include "fsdp/optim/adamw.h"
 #include "fsdp/plan/forecast.h"
-#include "fsdp/shard/engine.h"
+#include "fsdp/shard/engine/engine.h"
 #include "fsdp/shard/fully_shard.h"
 #include "support/counting_allocator.h"
 #include "support/parity.h"
@@ -148,7 +148,7 @@ TEST_P(Memory, PeakOfAStepIsTheForecast) {
   parity.model = ModelKind::kLlama;
   const bool shards_outer = parse_strategy(parity.strategy).optimizer.outer == Placement::kShard;
   for (const auto& [outer, inner] : {std::pair(1, 1), std::pair(1, 3), std::pair(2, 2)}) {
-    if (shards_outer && outer == 1) continue;  // the plan calls that a mistake
+    if (shards_outer && outer == 1) continue;  // the plan refuses that
     for (const Precision precision : {Precision::kFp32, Precision::kBf16Wire}) {
       parity.outer = outer;
       parity.inner = inner;
@@ -165,8 +165,8 @@ std::string case_name(const ::testing::TestParamInfo<Memory::ParamType>& each) {
   return name;
 }
 
-// What an optimizer adds, on the device and on the host. No type keeps scales here: those depend on
-// where shards end (docs/plan.md).
+// The optimizer's memory, on the device and on the host. No type keeps scales here, because those
+// depend on where shards end (docs/plan.md).
 TEST(OptimizerMemory, IsTheForecast) {
   for (const char* strategy : {"no_shard", "optim", "optim_grads_params", "SS/SS/SS"})
     for (const Precision precision : {Precision::kFp32, Precision::kBf16})
@@ -200,7 +200,7 @@ TEST(OptimizerMemory, IsTheForecast) {
             const Sharded sharded = fully_shard(model, mesh, options);
             const AdamW optimizer(sharded, {.first_moment = at::kBFloat16});
             const MemoryReport memory = sharded.memory();
-            const MemoryLedger& host = sharded.engine().memory().host_ledger();
+            const MemoryLedger& host = EngineAccess::of(sharded).memory().host_ledger();
             EXPECT_EQ(memory.weight_bytes, forecast.weight);
             EXPECT_EQ(memory.main_weight_bytes, forecast.main_weight);
             EXPECT_EQ(memory.moment_bytes, forecast.moments);

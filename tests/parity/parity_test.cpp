@@ -1,4 +1,4 @@
-// Sharded training gives what plain training gives: losses, gradients and weights.
+// Sharded training equals plain training: losses, gradients and weights.
 #include "support/parity.h"
 
 #include <gtest/gtest.h>
@@ -75,7 +75,7 @@ class SameBits : public ::testing::TestWithParam<ModelKind> {
   }
 };
 
-// Whatever the strategy is called: with one rank there is nothing to shard and nothing to reduce.
+// With one rank no strategy has anything to shard or to reduce.
 TEST_P(SameBits, OnOneRankAsInAPlainModel) {
   for (const char* strategy : {"no_shard", "optim", "optim_grads_params+hfsdp", "SS/SS/SS"})
     for (const int microbatches : {1, 3})

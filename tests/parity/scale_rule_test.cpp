@@ -1,4 +1,4 @@
-// By what a gradient is divided: the rule alone, and what the optimizer sees in the end.
+// The divisor of a gradient: the rule alone, and the gradient that the optimizer sees.
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -11,23 +11,15 @@
 #include "fsdp/base/text.h"
 #include "fsdp/comm/world.h"
 #include "fsdp/shard/fully_shard.h"
-#include "fsdp/shard/reduction_path.h"
+#include "fsdp/shard/group/redistribution.h"
 #include "support/chain_model.h"
 #include "support/run_ranks.h"
 
 namespace fsdp {
 
-// For messages of the table below.
-void PrintTo(const ReductionStage& stage, std::ostream* out) {
-  *out << name_of(stage.axis) << " to " << letter_of(stage.to)
-       << (stage.when == ReduceWhen::kCycleEnd ? " at the end, x " : " each time, x ")
-       << stage.scale;
-}
-
 namespace {
 
 using testing::Chain;
-using ::testing::ElementsAreArray;
 using testing::run_ranks;
 
 constexpr const char* kStrategies[] = {"no_shard",
@@ -42,47 +34,74 @@ constexpr const char* kStrategies[] = {"no_shard",
                                        "RR/SS/SS",
                                        "SS/SS/SS"};
 
-TEST(ReductionPath, HasTheStagesThatThePlacementsAskFor) {
-  constexpr Axis kInner = Axis::kInner;
-  constexpr Axis kOuter = Axis::kOuter;
-  constexpr Placement kR = Placement::kReplicate;
-  constexpr Placement kS = Placement::kShard;
-  constexpr ReduceWhen kEach = ReduceWhen::kEachBackward;
-  constexpr ReduceWhen kEnd = ReduceWhen::kCycleEnd;
-  using Path = std::vector<ReductionStage>;
-  const double mean = 1.0 / 6;
-  const std::vector<std::pair<std::string, Path>> expected = {
-      {"no_shard", {{kInner, kR, kEnd, mean}, {kOuter, kR, kEnd, 1.0}}},
-      {"optim", {{kInner, kS, kEnd, mean}, {kOuter, kR, kEnd, 1.0}}},
-      {"optim_grads", {{kInner, kS, kEach, mean}, {kOuter, kR, kEnd, 1.0}}},
-      {"optim_grads_params", {{kInner, kS, kEach, mean}, {kOuter, kR, kEnd, 1.0}}},
-      {"optim+hfsdp", {{kInner, kS, kEnd, mean}, {kOuter, kS, kEnd, 1.0}}},
-      {"optim_grads+hfsdp", {{kInner, kS, kEach, mean}, {kOuter, kS, kEnd, 1.0}}},
-      {"optim_grads_params+hfsdp", {{kInner, kS, kEach, mean}, {kOuter, kS, kEnd, 1.0}}},
-      {"RS/PP/RS", {{kInner, kS, kEnd, mean}, {kOuter, kR, kEnd, 1.0}}},
-      {"RS/PP/SS", {{kInner, kS, kEnd, mean}, {kOuter, kS, kEnd, 1.0}}},
-      {"RR/SS/SS", {{kInner, kS, kEach, mean}, {kOuter, kS, kEach, 1.0}}},
-      {"SS/SS/SS", {{kInner, kS, kEach, mean}, {kOuter, kS, kEach, 1.0}}},
+// "inner S to R, x 1": one stage in words.
+std::vector<std::string> words_of(const PlacementPath& path) {
+  std::vector<std::string> words;
+  for (const PlacementStage& stage : path)
+    words.push_back(concat(stage.axis == Axis::kInner ? "inner " : "outer ",
+                           letter_of(stage.from()), letter_of(stage.to()),
+                           stage.scale == 1.0 ? "" : concat(" / ", 1.0 / stage.scale)));
+  return words;
+}
+
+TEST(GroupPaths, HaveTheStagesThatThePlacementsAskFor) {
+  using Words = std::vector<std::string>;
+  struct Row {
+    const char* strategy;
+    Words refresh, unshard, each_backward, cycle_end;
   };
-  for (const auto& [name, path] : expected)
-    EXPECT_THAT(
-        reduction_path(parse_strategy(name), {.outer = 2, .inner = 3}, GradientOf::kMeanOverRanks),
-        ElementsAreArray(path))
-        << name;
+  const std::vector<Row> rows = {
+      {"no_shard", {}, {}, {}, {"inner PR / 6", "outer PR"}},
+      {"optim", {"inner SR"}, {}, {}, {"inner PS / 6", "outer PR"}},
+      {"optim_grads", {"inner SR"}, {}, {"inner PS / 6"}, {"outer PR"}},
+      {"optim_grads_params", {}, {"inner SR"}, {"inner PS / 6"}, {"outer PR"}},
+      {"optim+hfsdp", {"outer SR", "inner SR"}, {}, {}, {"inner PS / 6", "outer PS"}},
+      {"optim_grads+hfsdp", {"outer SR", "inner SR"}, {}, {"inner PS / 6"}, {"outer PS"}},
+      {"optim_grads_params+hfsdp", {"outer SR"}, {"inner SR"}, {"inner PS / 6"}, {"outer PS"}},
+      {"RS/PP/RS", {}, {"inner SR"}, {}, {"inner PS / 6", "outer PR"}},
+      {"RS/PP/SS", {"outer SR"}, {"inner SR"}, {}, {"inner PS / 6", "outer PS"}},
+      {"RR/SS/SS", {"outer SR", "inner SR"}, {}, {"inner PS / 6", "outer PS"}, {}},
+      {"SS/SS/SS", {}, {"outer SR", "inner SR"}, {"inner PS / 6", "outer PS"}, {}},
+  };
+  for (const Row& row : rows) {
+    SCOPED_TRACE(row.strategy);
+    const GroupPaths paths = group_paths(parse_strategy(row.strategy), {.outer = 2, .inner = 3},
+                                         GradientOf::kMeanOverRanks);
+    EXPECT_EQ(words_of(paths.refresh), row.refresh);
+    EXPECT_EQ(words_of(paths.unshard), row.unshard);
+    EXPECT_EQ(words_of(paths.each_backward), row.each_backward);
+    EXPECT_EQ(words_of(paths.cycle_end), row.cycle_end);
+  }
+}
+
+// Each stage begins with the placements after the one before.
+TEST(GroupPaths, StagesContinueEachOther) {
+  const GroupPaths paths = group_paths(Strategy::optim.hfsdp(), {.outer = 2, .inner = 3},
+                                       GradientOf::kMeanOverRanks);
+  for (const PlacementPath& path : {paths.refresh, paths.cycle_end}) {
+    ASSERT_EQ(path.size(), 2u);
+    EXPECT_EQ(path[0].after, path[1].before);
+  }
+  EXPECT_EQ(to_text(paths.refresh.front().before), "SS");
+  EXPECT_EQ(to_text(paths.refresh.back().after), "RR");
+  EXPECT_EQ(to_text(paths.cycle_end.front().before), "PP");
+  EXPECT_EQ(to_text(paths.cycle_end.back().after), "SS");
 }
 
 // Every cell of strategy x outer x inner x loss.
-TEST(ReductionPath, DividesOnceByAllRanks) {
+TEST(GroupPaths, DivideGradientsOnceByAllRanks) {
   for (const char* strategy : kStrategies)
     for (int64_t outer = 1; outer <= 4; ++outer)
       for (int64_t inner = 1; inner <= 4; ++inner)
         for (const GradientOf gradient : {GradientOf::kMeanOverRanks, GradientOf::kSumOverRanks}) {
           SCOPED_TRACE(concat(strategy, " ", outer, "x", inner));
-          const std::vector<ReductionStage> path =
-              reduction_path(parse_strategy(strategy), {.outer = outer, .inner = inner}, gradient);
+          const GroupPaths paths = group_paths(parse_strategy(strategy),
+                                               {.outer = outer, .inner = inner}, gradient);
+          PlacementPath path = paths.each_backward;
+          path.insert(path.end(), paths.cycle_end.begin(), paths.cycle_end.end());
           // One stage per axis of several ranks: a group of one has nothing to reduce or to scale.
           EXPECT_EQ(path.size(), static_cast<size_t>((outer > 1) + (inner > 1)));
-          for (const ReductionStage& stage : path) {
+          for (const PlacementStage& stage : path) {
             EXPECT_GT(stage.axis == Axis::kInner ? inner : outer, 1);
             const bool divides = gradient == GradientOf::kMeanOverRanks && &stage == &path.front();
             EXPECT_EQ(stage.scale, divides ? 1.0 / static_cast<double>(outer * inner) : 1.0);
@@ -156,7 +175,7 @@ INSTANTIATE_TEST_SUITE_P(Cells, ScaleRule,
 // --- wide sums -----------------------------------------------------------------------------------
 
 // A running sum in bf16 (8 bits) would be off by up to 2^-8 of itself with each of 64 additions. In
-// fp32 the sum of 64 such numbers is exact, so that all that is left is the rounding of the result.
+// fp32 the sum of 64 such numbers is exact, so that only the rounding of the result remains.
 constexpr int kManyRanks = 64;
 
 double narrow_factor(int rank) {
@@ -169,7 +188,7 @@ TEST(WideSums, SixtyFourBf16GradientsAreRoundedOnce) {
   struct Case {
     const char* strategy;
     at::ScalarType main_grads;
-    at::ScalarType result;  // what the sum is rounded to
+    at::ScalarType result;  // the type of the result
   };
   for (const Case& each :
        {Case{"optim_grads_params", at::kFloat, at::kFloat},

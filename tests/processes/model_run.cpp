@@ -16,11 +16,11 @@
 #include "fsdp/base/durable_file.h"
 #include "fsdp/checkpoint/load.h"
 #include "fsdp/comm/world.h"
-#include "fsdp/nn/config_json.h"
+#include "fsdp/nn/config/config_json.h"
 #include "fsdp/nn/language_model.h"
 #include "fsdp/shard/fully_shard.h"
 #include "fsdp/shard/parameter_init.h"
-#include "fsdp/train/stored_names.h"
+#include "fsdp/train/model/trained_model.h"
 #include "support/small_models.h"
 #include "support/whole_tensors.h"
 

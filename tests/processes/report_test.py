@@ -25,7 +25,7 @@ if CHROMIUM is None:
 
 SECTIONS = ("summary", "loss", "learning-rate", "gradient-norm", "throughput", "step-time", "memory", "timeline",
             "sample", "checkpoints", "settings", "environment")
-# The colours of the page's corner, --page in report_style.cpp.
+# The colours of the page's corner, --page in report_parts.cpp.
 LIGHT, DARK = (0xf7, 0xf7, 0xf5), (0x14, 0x16, 0x1a)
 
 # Runs in the page, after its own script, and tells the page around it what it finds.

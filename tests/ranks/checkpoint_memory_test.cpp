@@ -1,4 +1,4 @@
-// A blocking save needs one chunk of memory beside the state, whatever the state is kept in.
+// A blocking save needs one chunk of memory beside the state, for every type of state.
 #include <fstream>
 #include <string>
 
@@ -43,7 +43,7 @@ TEST(CheckpointMemory, ABlockingSaveNeedsOneChunk) {
         Checkpointer checkpointer(
             directory.path(), mesh,
             {.mode = SaveMode::kBlocking, .write = {.chunk_bytes = kChunkBytes}});
-        checkpointer.save(state, {.step = 1});  // whatever is needed only once
+        checkpointer.save(state, {.step = 1});  // allocates one-time memory
         const int64_t before = peak_bytes(Peak::kReset);
         checkpointer.save(state, {.step = 2});
         const int64_t more = peak_bytes(Peak::kRead) - before;

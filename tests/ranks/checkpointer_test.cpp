@@ -1,4 +1,5 @@
-// A run that saves again and again: what is visible when, what stays, and what a failure leaves.
+// A run that saves repeatedly: which checkpoints are visible, which stay, and what a failure
+// leaves.
 #include <gmock/gmock.h>
 
 #include <algorithm>
@@ -7,8 +8,8 @@
 #include <thread>
 
 #include "fsdp/base/durable_file.h"
+#include "fsdp/checkpoint/format/tensor_catalog.h"
 #include "fsdp/checkpoint/rank_agreement.h"
-#include "fsdp/checkpoint/tensor_catalog.h"
 #include "support/checkpoint_training.h"
 #include "support/file_size_limit.h"
 
@@ -204,7 +205,7 @@ TEST(Checkpointer, OneRankThatCannotWriteFailsTheSaveOnAll) {
   run_training(training(3), [&](TrainingRank& rank) {
     Checkpointer checkpointer(directory.path(), rank.mesh, {.mode = SaveMode::kBlocking});
     checkpointer.save(rank.state(), {.step = 1});
-    // A data position that is no text cannot be written: on one rank.
+    // A data position that is not text cannot be written; only one rank has one.
     const std::string position = rank.world.rank() == 1 ? "\xff" : "";
     const std::string error =
         error_of([&] { checkpointer.save(rank.state(), {.step = 2, .data = position}); });
@@ -225,7 +226,7 @@ TEST(Checkpointer, AnErrorInTheBackgroundSurfacesAtTheNextCall) {
     checkpointer.save(rank.state(), {.step = 1, .data = "\xff"});
     EXPECT_THAT(error_of([&] { checkpointer.save(rank.state(), {.step = 2}); }),
                 HasSubstr("not UTF-8"));
-    checkpointer.wait();  // the second one was begun all the same
+    checkpointer.wait();  // the second one was begun nevertheless
     EXPECT_EQ(RunDirectory(directory.path()).latest(), 2);
   });
 }
@@ -308,7 +309,7 @@ TEST(Checkpointer, NeedsTwoBarriersAndNoOtherCollective) {
 
 TEST(Checkpointer, ARankReadsOnlyItsPart) {
   const TempDir directory;
-  // Blocks of 64 bytes, so that what must be read beside the wanted bytes is little.
+  // Blocks of 64 bytes, so that few unwanted bytes must be read.
   const CheckpointerOptions options{.write = {.chunk_bytes = 256, .block_bytes = 64}};
   run_training(training(4), [&](TrainingRank& rank) {
     save_checkpoint(directory.path(), rank.state(), {.step = 1}, options);

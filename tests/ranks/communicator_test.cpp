@@ -1,4 +1,4 @@
-// The `threads` backend against the suite that every backend must pass, and what only it can show:
+// The `threads` backend against the suite that every backend must pass, and its own cases:
 // disagreement, deadlines and failing ranks inside one process.
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
@@ -53,7 +53,7 @@ TEST(ThreadsCommunicator, GivesTheSameBitsOnEveryRun) {
   EXPECT_EQ(digests[0], digests[1]);
 }
 
-// What each rank's own thread was told, in rank order.
+// The error of each rank's own thread, in rank order.
 std::vector<std::string> messages_of(int ranks, const CommOptions& options,
                                      const std::function<void(World&)>& body) {
   std::vector<std::string> messages(static_cast<size_t>(ranks));
@@ -73,7 +73,7 @@ std::vector<std::string> messages_of(int ranks, const CommOptions& options,
 struct Disagreement {
   const char* name;
   std::function<Work(Communicator&)> most;
-  std::function<Work(Communicator&)> odd_one;  // what the last rank does instead
+  std::function<Work(Communicator&)> odd_one;  // the last rank's other call
   const char* words_of_most;
   const char* words_of_odd_one;
 };
@@ -140,7 +140,7 @@ TEST(ThreadsCommunicator, NamesWhoHasNotArrivedAtTheDeadline) {
     if (world.rank() == 3) return;
     if (world.rank() != 1) world.communicator().all_reduce(at::ones({8}), {}, "blocks.3").wait();
   });
-  // Either even rank may be the first to give up; everybody hears its words.
+  // Either even rank may give up first; all ranks get its message.
   EXPECT_THAT(messages[0],
               AnyOf(AllOf(HasSubstr("all_reduce (sum) 'blocks.3'"), HasSubstr("waited 0.3 s"),
                           HasSubstr("for rank 1, 3, which have not arrived")),

@@ -1,17 +1,17 @@
-// Token after token, with a cache, a model computes what it computes of the whole text.
-#include "fsdp/nn/decoding_cache.h"
+// Token after token, with a cache, a model computes the same as from the whole text.
+#include "fsdp/nn/layers/decoding_cache.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include "fsdp/nn/config/presets.h"
 #include "fsdp/nn/language_model.h"
-#include "fsdp/nn/presets.h"
 #include "support/small_models.h"
 
 namespace fsdp {
 namespace {
 
-// Other sums in another order: some roundings of fp32, relative to the largest logit.
+// Sums in another order: some roundings of fp32, relative to the largest logit.
 constexpr double kRounding = 2e-5;
 
 // Tokens are shown in parts of these lengths.

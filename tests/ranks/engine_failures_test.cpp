@@ -1,4 +1,4 @@
-// What goes wrong, and what comes after: exceptions, misuse, ends of life.
+// Failures and their aftermath: exceptions, misuse, ends of life.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -6,7 +6,7 @@
 
 #include <stdexcept>
 
-#include "fsdp/shard/engine.h"
+#include "fsdp/shard/engine/engine.h"
 #include "support/run_ranks.h"
 #include "support/sharded_training.h"
 #include "support/watched_memory.h"
@@ -43,7 +43,7 @@ class FailsInBackward final : public torch::autograd::Function<FailsInBackward> 
   }
 };
 
-// `fail` runs once, between two good steps; training must go on as if it had not been.
+// Runs `fail` once, between two good steps; training must go on as if nothing had happened.
 template <typename Fail>
 void expect_recovers(const Fail& fail) {
   const auto expected = testing::train_plain(build([] { return Chain(5); }), 2, 4, kSquare);
@@ -106,7 +106,7 @@ TEST(Exceptions, InForwardLetTheUnitsGo) {
     Sharded sharded = fully_shard(model, mesh, {.prefetch = 0});
     model->units[1]->inside = [](testing::BlockImpl&) { throw std::runtime_error("lost"); };
     EXPECT_EQ(error_of([&] { kSquare(model, world.rank(), 0); }), "lost");
-    EXPECT_FALSE(sharded.engine().units()[1]->groups[0].weight_slab->is_held());
+    EXPECT_FALSE(EngineAccess::of(sharded).units()[1]->groups()[0].slabs().weight->is_held());
   });
 }
 
@@ -143,7 +143,7 @@ TEST(Cycles, AccumulateOrSayThatTheyAreOver) {
           EXPECT_THAT(said, AllOf(HasSubstr("zero_grad()"), HasSubstr("no_sync()")));
           EXPECT_TRUE(at::equal(gradient(), once)) << "what was reduced is still there";
           sharded.zero_grad();
-          kSquare(model, world.rank(), 0).backward();  // what the message says is enough
+          kSquare(model, world.rank(), 0).backward();  // the message's advice is enough
           EXPECT_TRUE(at::equal(gradient(), once));
         } else {
           EXPECT_EQ(said, "") << to_text(strategy) << " on " << ranks;

@@ -1,5 +1,5 @@
-// shard/: what a step costs in memory operations once the first ones have been seen. A program of
-// its own, because it replaces the global allocation functions to count them.
+// shard/: the memory operations of a step after the first ones. A program of its own, because it
+// replaces the global allocation functions to count them.
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 #include "support/run_ranks.h"
 
 namespace {
-// Per thread: a rank counts what its own thread asks for, not what others do meanwhile.
+// Per thread: a rank counts only the requests of its own thread.
 thread_local int64_t num_news = 0;
 }  // namespace
 
@@ -22,13 +22,12 @@ void* operator new(size_t bytes) {
   if (void* address = std::malloc(bytes)) return address;
   throw std::bad_alloc();
 }
-// All of the family: a block of one that is freed by another's delete is an error to sanitizers.
+// Replaces the whole family: sanitizers report a block that another family's delete frees.
 void* operator new(size_t bytes, const std::nothrow_t&) noexcept {
   ++num_news;
   return std::malloc(bytes);
 }
-// Not inlined: GCC would see free() meet a pointer of operator new, and warn that they do not
-// match.
+// Not inlined: GCC would see free() of a pointer from operator new, and warn of a mismatch.
 [[gnu::noinline]] void operator delete(void* address) noexcept { std::free(address); }
 [[gnu::noinline]] void operator delete(void* address, size_t) noexcept { std::free(address); }
 [[gnu::noinline]] void operator delete(void* address, const std::nothrow_t&) noexcept {
@@ -118,7 +117,7 @@ TEST_P(EngineHotPath, TakesNothingFromTheAllocatorOnceTheOrderIsKnown) {
   }
 }
 
-// What a rank's thread asks of the heap between two steps.
+// The heap requests of a rank's thread between two steps.
 int64_t news_between_steps(World& world, const Strategy& strategy, int num_parameters) {
   const Mesh mesh = world.mesh();
   Stack model(kNumUnits, num_parameters);
@@ -132,7 +131,7 @@ int64_t news_between_steps(World& world, const Strategy& strategy, int num_param
   return num_news - before;
 }
 
-// Nothing is looked up by name either: that would hash or compare strings, of which none is made.
+// Nothing is looked up by name either, which would hash or compare strings.
 TEST_P(EngineHotPath, AsksTheHeapForNothingBetweenSteps) {
   run_ranks(GetParam().ranks, [&](World& world) {
     const Strategy strategy = parse_strategy(GetParam().strategy);

@@ -1,11 +1,11 @@
-// What the kind of pool may change (addresses, bytes) and what it may not (numbers).
+// The kind of pool may change addresses and bytes, but no numbers.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/nn/modules/embedding.h>
 
 #include <map>
 
-#include "fsdp/shard/engine.h"
+#include "fsdp/shard/engine/engine.h"
 #include "support/run_ranks.h"
 #include "support/sharded_training.h"
 
@@ -61,7 +61,7 @@ TEST(EnginePools, GiveBitEqualResults) {
         Uneven model = build([] { return Uneven(); });
         Sharded sharded = fully_shard(model, mesh, {.pool = kind, .prefetch = prefetch});
         testing::train(model, sharded, world.rank(), 4, kSquare);
-        EXPECT_EQ(sharded.engine().slabs().num_misses(), 0) << name_of(kind);
+        EXPECT_EQ(EngineAccess::of(sharded).slabs().num_misses(), 0) << name_of(kind);
         testing::expect_equal(testing::weights_of(sharded, model), expected,
                               std::string(name_of(kind)));
       });
@@ -88,7 +88,7 @@ TEST(EnginePools, KeepAddressesFromTheFirstStepOn) {
         if (step == 0) first = addresses;
         EXPECT_EQ(addresses, first) << name_of(kind) << " step " << step;
       }
-      EXPECT_TRUE(sharded.engine().slabs().pool().addresses_are_fixed()) << name_of(kind);
+      EXPECT_TRUE(EngineAccess::of(sharded).slabs().pool().addresses_are_fixed()) << name_of(kind);
     });
   }
 }
@@ -111,16 +111,16 @@ TEST(EnginePools, AreNotPinnedByWhatRanBeforeTheFirstStep) {
     Square model(build([] { return std::make_shared<SquareImpl>(); }));
     Sharded sharded = fully_shard(model, mesh);
     {
-      // Say, an initialisation that looks at the units one by one.
+      // For example, an initialisation that looks at the units one by one.
       const at::NoGradGuard no_grad;
       for (const size_t i : {2, 0, 3, 1, 1, 0}) model->units[i](input_for(0, 0));
     }
     for (int step = 0; step < 3; ++step) {
       kSquare(model, world.rank(), step).backward();
       testing::descend(sharded);
-      EXPECT_TRUE(sharded.engine().slabs().pool().addresses_are_fixed()) << "step " << step;
+      EXPECT_TRUE(EngineAccess::of(sharded).slabs().pool().addresses_are_fixed()) << "step " << step;
     }
-    EXPECT_EQ(sharded.engine().slabs().num_misses(), 0);
+    EXPECT_EQ(EngineAccess::of(sharded).slabs().num_misses(), 0);
   });
 }
 
@@ -153,8 +153,8 @@ struct WatchedEmbeddingImpl : torch::nn::Module {
 };
 using Embedding = Unit<WatchedEmbeddingImpl>;
 
-// Predicts one token further from the hidden state and the embedding of the next token, which it
-// asks for itself.
+// Predicts one token further from the hidden state and the embedding of the next token, which the
+// layer computes itself.
 struct PredictionImpl : torch::nn::Module {
   explicit PredictionImpl(Embedding shared)
       : embedding(std::move(shared)), mix(register_module("mix", torch::nn::Linear(8, 4))) {}
@@ -165,7 +165,7 @@ struct PredictionImpl : torch::nn::Module {
     if (probe && mixed.requires_grad()) mixed.register_hook([this](const at::Tensor&) { probe(); });
     return at::tanh(mixed);
   }
-  Embedding embedding;  // called, not owned: the model has registered it
+  Embedding embedding;  // called, not owned: the model registers it
   torch::nn::Linear mix;
   Probe probe;
 };
@@ -196,9 +196,9 @@ at::Tensor token_loss(MultiToken& model, int rank, int step) {
 
 int num_whole_units(const Sharded& sharded) {
   int count = 0;
-  for (const auto& unit : sharded.engine().units())
-    count += std::any_of(unit->groups.begin(), unit->groups.end(), [](const GroupState& state) {
-      return state.weight_slab && state.weight_slab->is_held();
+  for (const auto& unit : EngineAccess::of(sharded).units())
+    count += std::any_of(unit->groups().begin(), unit->groups().end(), [](const ParamGroup& group) {
+      return group.slabs().weight && group.slabs().weight->is_held();
     });
   return count;
 }
@@ -226,10 +226,10 @@ TEST(EnginePools, TwoSlotsDoForAPredictionLayerThatCallsTheTiedEmbeddingAgain) {
         token_loss(model, world.rank(), step).backward();
         testing::descend(sharded);
         EXPECT_LE(most, 2) << name_of(kind) << " step " << step;
-        if (step == 0) misses = sharded.engine().slabs().num_misses();
+        if (step == 0) misses = EngineAccess::of(sharded).slabs().num_misses();
       }
       EXPECT_GE(num_probes, 4 * 7);
-      EXPECT_EQ(sharded.engine().slabs().num_misses(), misses)
+      EXPECT_EQ(EngineAccess::of(sharded).slabs().num_misses(), misses)
           << name_of(kind) << ": the order is known from the second step on";
       testing::expect_close(testing::weights_of(sharded, model), expected,
                             std::string(name_of(kind)));
@@ -246,7 +246,7 @@ TEST(EnginePools, ThatRefuseMovesRunThePredictionLayer) {
       token_loss(model, world.rank(), step).backward();
       testing::descend(sharded);
     }
-    EXPECT_TRUE(sharded.engine().slabs().pool().addresses_are_fixed());
+    EXPECT_TRUE(EngineAccess::of(sharded).slabs().pool().addresses_are_fixed());
   });
 }
 
@@ -262,8 +262,8 @@ TEST(EnginePools, GiveASlabBackWhenItsReductionHasEnded) {
       x = unit(x);
       x.register_hook([&](const at::Tensor&) {
         int live = 0;
-        for (const auto& each : sharded.engine().units())
-          live += each->groups[0].gradient_slab->is_held() ? 1 : 0;
+        for (const auto& each : EngineAccess::of(sharded).units())
+          live += each->groups()[0].slabs().gradient->is_held() ? 1 : 0;
         most = std::max(most, live);
       });
     }

@@ -1,4 +1,4 @@
-// What a sharded model does differently from a plain one: nothing that a user's numbers show.
+// A sharded model gives the same numbers as a plain one.
 #include "fsdp/shard/fully_shard.h"
 
 #include <gmock/gmock.h>

@@ -1,7 +1,7 @@
 // A model that fuses tensors and one that does not load each other's checkpoints, moments included.
 #include <gmock/gmock.h>
 
-#include "fsdp/checkpoint/megatron_rules.h"
+#include "fsdp/checkpoint/names/name_tables.h"
 #include "support/checkpoint_training.h"
 
 namespace fsdp::testing {
@@ -99,7 +99,7 @@ void train(Model& model, const CheckpointState& state, int rank) {
   }
 }
 
-// What the unfused model has, from what the fused one has.
+// The unfused model's state, from that of the fused one.
 WholeState unfused(const WholeState& fused) {
   WholeState state;
   for (const auto& [name, value] : fused) {
@@ -129,7 +129,7 @@ TEST(FusedCheckpoint, SectionsAreStoredAndAnUnfusedModelLoadsThem) {
             save_checkpoint(directory.path(), state, {.step = 1}, {.form = {.names = rules()}});
           });
       for (const int readers : kRanks) {
-        // Plainly, because its names are those in the files.
+        // Without rules, because its names are those in the files.
         const WholeState loaded =
             run<UnfusedModel>(readers, 0.0, [&](UnfusedModel&, const CheckpointState& state, int) {
               load_checkpoint(directory.path(), state);
@@ -150,7 +150,7 @@ TEST(FusedCheckpoint, AnUnfusedModelLoadsWhatWasStoredFused) {
     const WholeState fused = run<FusedModel>(
         writers, 0.0, [&](FusedModel& model, const CheckpointState& state, int rank) {
           train(model, state, rank);
-          save_checkpoint(directory.path(), state, {.step = 1});  // no rules: as it is
+          save_checkpoint(directory.path(), state, {.step = 1});  // without rules
         });
     for (const int readers : kRanks) {
       const WholeState loaded =
@@ -175,7 +175,7 @@ TEST(FusedCheckpoint, AFusedModelLoadsWhatAnUnfusedOneSaved) {
   for (const int readers : kRanks) {
     const WholeState loaded =
         run<FusedModel>(readers, 0.0, [&](FusedModel&, const CheckpointState& state, int) {
-          // Half a tensor is none: without rules everything of it is missing.
+          // Half a tensor does not count: without rules the whole tensor is missing.
           EXPECT_THAT(error_of([&] { load_checkpoint(directory.path(), state); }),
                       HasSubstr("it lacks 'layer0.mlp.linear_fc1."));
           load_checkpoint(directory.path(), state, {.names = rules()});

@@ -1,4 +1,4 @@
-// Where a sharded model's gradients go: slabs, zeros, sums of several uses.
+// The way of a sharded model's gradients: slabs, zeros, sums of several uses.
 #include <c10/util/accumulate.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -6,8 +6,8 @@
 
 #include <chrono>
 
-#include "fsdp/nn/linear.h"
-#include "fsdp/shard/engine.h"
+#include "fsdp/nn/layers/linear.h"
+#include "fsdp/shard/engine/engine.h"
 #include "support/run_ranks.h"
 #include "support/sharded_training.h"
 #include "support/watched_memory.h"
@@ -134,7 +134,7 @@ TEST(DirectGradients, TakeNoMemoryOfTheirOwn) {
   run_ranks(2, [&](World& world) {
     EXPECT_LT(largest_in_backward(build([=] { return DirectNet(kWidth); }), world), kWeightBytes);
   });
-  // Without a model that hands its gradients over this test could not fail.
+  // A model that hands its gradients over proves that this test can fail.
   struct HandedOverImpl : torch::nn::Module {
     HandedOverImpl() : only(register_module("only", Unit<testing::Block>(5, 1000))) {}
     at::Tensor forward(const at::Tensor& x) { return only(x); }
@@ -211,7 +211,7 @@ TEST(UnusedParameters, HaveGradientsOfZero) {
     Sharded sharded = fully_shard(model, mesh);
     model(input_for(0, 0), std::vector<int64_t>{0, 1, 2})
         .sum()
-        .backward();  // leaves something in the slabs
+        .backward();  // leaves old values in the slabs
     sharded.zero_grad();
     model(input_for(0, 0), std::vector<int64_t>{1}).sum().backward();
     EXPECT_TRUE(parameter_of(sharded, "bank.expert0.weight").gradient.eq(0).all().item<bool>());
@@ -257,17 +257,17 @@ TEST(FrozenParameters, HaveNoGradientAndNoMainWeight) {
     model->to(at::kBFloat16);  // so that main weights are apart
     Sharded sharded =
         fully_shard(model, mesh, {.precision = {.main_storage = MainStorage::kSeparate}});
-    const auto& units = sharded.engine().units();
-    ASSERT_EQ(units[0]->groups.size(), 1u);
-    ASSERT_EQ(units[1]->groups.size(), 2u) << "frozen and trainable members are two groups";
-    for (const GroupState& state :
-         {std::cref(units[0]->groups[0]), std::cref(units[1]->groups[0])}) {
-      EXPECT_FALSE(state.group->is_trainable());
-      for (const MainWeightPiece& piece : state.group->main_weights().pieces())
+    const auto& units = EngineAccess::of(sharded).units();
+    ASSERT_EQ(units[0]->groups().size(), 1u);
+    ASSERT_EQ(units[1]->groups().size(), 2u) << "frozen and trainable members are two groups";
+    for (const ParamGroup& group :
+         {std::cref(units[0]->groups()[0]), std::cref(units[1]->groups()[0])}) {
+      EXPECT_FALSE(group.is_trainable());
+      for (const MainWeightPiece& piece : group.main_weights().pieces())
         EXPECT_FALSE(piece.main.defined()) << "no second copy";
-      EXPECT_FALSE(state.gradient_slab.has_value());
+      EXPECT_FALSE(group.slabs().gradient.has_value());
     }
-    EXPECT_TRUE(units[1]->groups[1].group->is_trainable());
+    EXPECT_TRUE(units[1]->groups()[1].is_trainable());
     EXPECT_FALSE(parameter_of(sharded, "frozen.linear.weight").gradient.defined());
     EXPECT_FALSE(parameter_of(sharded, "frozen.linear.weight").is_trainable);
     EXPECT_TRUE(parameter_of(sharded, "mixed.adapter.weight").gradient.defined());
@@ -328,9 +328,9 @@ TEST(TiedParameters, AreStoredOnceAndWholeWhileAnyUserComputes) {
       weight_numel += c10::multiply_integers(each.shape);
     EXPECT_EQ(weight_numel, 8 * 4 + (4 * 4 + 4) + 8) << "embedding, block, the head's bias";
     testing::train(model, sharded, world.rank(), 2, kTokenLoss);
-    // In the second step the embedding is let go after its own use and gathered for the head.
-    EXPECT_EQ(sharded.engine().slabs().num_misses(), 0);
-    const StepOrder& order = sharded.engine().order();
+    // In the second step the embedding is released after its own use and gathered for the head.
+    EXPECT_EQ(EngineAccess::of(sharded).slabs().num_misses(), 0);
+    const StepOrder& order = EngineAccess::of(sharded).weights().order();
     EXPECT_EQ(order.forward, (std::vector<int32_t>{0, 1, 2, 0}));
   });
 }
@@ -403,8 +403,8 @@ TEST(TiedParameters, OfAUnitRegisteredTwiceTrainLikeAPlainModel) {
   });
 }
 
-// A network on which a unit's reduction takes a tenth of a second, with a cast before each: what
-// ends the cycle has until somebody wants the gradients.
+// A network on which a unit's reduction takes a tenth of a second, with a cast before each: the
+// cycle's last reductions may go on until somebody wants the gradients.
 TEST(CycleEnd, DoesNotHoldUpTheBackward) {
   for (const char* strategy : {"optim_grads_params", "optim_grads_params+hfsdp", "optim"}) {
     SCOPED_TRACE(strategy);

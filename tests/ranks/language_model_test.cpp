@@ -9,8 +9,8 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/comm/world.h"
-#include "fsdp/nn/presets.h"
-#include "fsdp/plan/architecture.h"
+#include "fsdp/nn/config/presets.h"
+#include "fsdp/plan/model_tensors.h"
 #include "fsdp/shard/module_units.h"
 #include "fsdp/shard/parameter_init.h"
 #include "support/run_ranks.h"

@@ -1,16 +1,15 @@
-// Layers of language models against slow and obvious computations of the same.
+// Layers of language models against slow and obvious versions of the same computation.
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <functional>
 #include <map>
 
-#include "fsdp/nn/cross_entropy.h"
-#include "fsdp/nn/experts.h"
-#include "fsdp/nn/gated_mlp.h"
-#include "fsdp/nn/rms_norm.h"
-#include "fsdp/nn/rotary.h"
-#include "fsdp/nn/selective_scan.h"
+#include "fsdp/nn/layers/cross_entropy.h"
+#include "fsdp/nn/layers/feed_forward.h"
+#include "fsdp/nn/layers/mamba2.h"
+#include "fsdp/nn/layers/rms_norm.h"
+#include "fsdp/nn/layers/rotary.h"
 #include "support/small_models.h"
 
 namespace fsdp::nn {
@@ -134,7 +133,7 @@ TEST(CrossEntropy, EqualsLibtorchsInDoublePrecision) {
 
 // --- experts -------------------------------------------------------------------------------------
 
-// Every expert computes every token; what it was not chosen for counts nothing.
+// Every expert computes every token; results of experts that were not chosen count as 0.
 at::Tensor dense_experts(Experts& experts, const at::Tensor& x, int64_t num_chosen) {
   std::map<std::string, at::Tensor> weights;
   for (const auto& item : experts->named_parameters()) weights[item.key()] = item.value();
@@ -246,7 +245,7 @@ ScanInput scan_input(const std::vector<at::Tensor>& in) {
           .d = in[5]};
 }
 
-// One position after the other, as the header says it.
+// One position after the other, by the formula in the header.
 at::Tensor step_by_step(const ScanInput& in) {
   const int64_t heads = in.x.size(2);
   const int64_t repeats = heads / in.b.size(2);
@@ -282,7 +281,7 @@ TEST(SelectiveScan, EqualsTheRecurrenceForEveryChunkSizeAndLength) {
   }
 }
 
-// Long steps first: what is left is far below what fp32 sums of exponents can tell apart.
+// Long steps first: the remaining state is far below the precision of fp32 sums of exponents.
 TEST(SelectiveScan, KeepsItsDigitsBehindLongSteps) {
   const int64_t sequence = 64;
   std::vector<at::Tensor> values = {

@@ -10,8 +10,8 @@
 #include <optional>
 
 #include "fsdp/comm/world.h"
-#include "fsdp/nn/linear.h"
-#include "fsdp/shard/engine.h"
+#include "fsdp/nn/layers/linear.h"
+#include "fsdp/shard/engine/engine.h"
 #include "fsdp/shard/parameter_init.h"
 #include "support/sharded_training.h"
 #include "support/watched_memory.h"
@@ -29,7 +29,7 @@ struct SharingLinearImpl : torch::nn::LinearImpl {
 };
 TORCH_MODULE(SharingLinear);
 
-// A module with parameters and a buffer of its own, which says how they begin.
+// A module with its own parameters and a buffer, which sets their first values.
 struct ScaleImpl : torch::nn::Module, ParameterInit {
   explicit ScaleImpl(int64_t width)
       : scale(register_parameter("scale", at::empty({width}))),
@@ -156,7 +156,7 @@ TEST(MetaConstruction, TrainsLikeTheOtherWay) {
   testing::expect_equal(weights(true), weights(false));
 }
 
-constexpr int64_t kWidth = 2048;  // far more than what is looked at in one go
+constexpr int64_t kWidth = 2048;  // far more than is looked at in one go
 constexpr int64_t kModuleBytes = kWidth * kWidth * 4;
 
 TEST(MetaConstruction, HoldsNoMoreThanOneModuleWhole) {
@@ -175,7 +175,7 @@ TEST(MetaConstruction, HoldsNoMoreThanOneModuleWhole) {
     const MetaConstruction meta;
     model = std::make_shared<WideImpl>();
   }
-  const testing::TensorAllocations allocations;  // what sharding itself takes is not of this kind
+  const testing::TensorAllocations allocations;  // does not count sharding's own memory
   Sharded sharded = fully_shard(model, mesh);
   EXPECT_GE(allocations.peak_bytes(), kModuleBytes) << "or this would count nothing";
   EXPECT_LT(allocations.peak_bytes(), 2 * kModuleBytes) << "4 modules would be 4 times that";

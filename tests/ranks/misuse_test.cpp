@@ -1,4 +1,4 @@
-// What is written for a plain model meets a sharded one: it works, or says at once what to do.
+// Code for plain models on a sharded one: it works, or fails at once and says what to do.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/nn/utils/clip_grad.h>
@@ -30,8 +30,8 @@ Chain make_chain() {
 
 at::Tensor loss_of(Chain& model, int rank, int step) { return model(input_for(rank, step)).sum(); }
 
-// `body(model, sharded, rank)` on two ranks, with weights that are whole between steps and such
-// that are not.
+// Calls `body(model, sharded, rank)` on two ranks, with weights that stay whole between steps and
+// with sharded ones.
 template <typename Body>
 void with_sharded(const Body& body) {
   for (const Strategy& strategy : {Strategy::optim, Strategy::optim_grads_params})
@@ -50,7 +50,7 @@ std::vector<at::Tensor> gradients_of(const Sharded& sharded) {
   return gradients;
 }
 
-// What everybody says who finds no gradient in grad().
+// The message for code that finds no gradient in grad().
 const auto kWhereGradientsAre =
     AllOf(HasSubstr("the model is sharded and so are its gradients"), HasSubstr("fsdp::AdamW"),
           HasSubstr("step.max_norm"), HasSubstr("Sharded::parameters()"));
@@ -99,8 +99,8 @@ TEST(TorchOptimizers, FailInTheirFirstStepAndNameOurs) {
     torch::optim::SGD sgd(model->parameters(), torch::optim::SGDOptions(0.1));
     torch::optim::AdamW adamw(model->parameters());
     loss_of(model, rank, 0).backward();
-    // Where weights are sharded, touching one of these may be what fails, which has its own words;
-    // libtorch before 2.13 has no error for it, and AdamW's decay touches weights first.
+    // If weights are sharded, touching one of them may fail first, with another message; libtorch
+    // before 2.13 has no error for it, and AdamW's decay touches weights first.
     if (sharded.options().strategy == Strategy::optim) {
       EXPECT_THAT(error_of([&] { sgd.step(); }), kWhereGradientsAre);
       EXPECT_THAT(error_of([&] { adamw.step(); }), kWhereGradientsAre);
@@ -129,7 +129,7 @@ TEST(ZeroGradOfTheModule, BeginsANewCycle) {
     model->zero_grad();
     loss_of(model, rank, 1).backward();
     expect_equal(gradients_of(sharded), expected);
-    // Of an optimizer of torch, which drops them the same way.
+    // An optimizer of torch drops them in the same way.
     torch::optim::SGD(model->parameters(), torch::optim::SGDOptions(0.1)).zero_grad();
     loss_of(model, rank, 1).backward();
     expect_equal(gradients_of(sharded), expected);
@@ -192,7 +192,7 @@ TEST(SecondOptimizer, OfAModelIsRefusedAsLongAsTheFirstLives) {
 
 // --- gradients that nobody uses ------------------------------------------------------------------
 
-// What is logged while `body(model, sharded)` runs on one rank.
+// The log while `body(model, sharded)` runs on one rank.
 template <typename Body>
 std::string log_of(const Body& body) {
   ::testing::internal::CaptureStderr();
@@ -240,7 +240,7 @@ TEST(UnreadGradients, AreNotReportedWhereSomebodyReadsThem) {
               }
             }),
             "");
-  // Of ours or not, and however late in a long cycle that was announced.
+  // Read by our optimizer or otherwise, and however late in an announced long cycle.
   EXPECT_EQ(log_of([](Chain& model, const Sharded& sharded) {
               for (int step = 0; step < 80; ++step) {
                 sharded.microbatch({.last = step % 40 == 39});

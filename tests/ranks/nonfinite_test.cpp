@@ -4,8 +4,8 @@
 
 #include <limits>
 
-#include "fsdp/nn/linear.h"
-#include "fsdp/shard/engine.h"
+#include "fsdp/nn/layers/linear.h"
+#include "fsdp/shard/engine/engine.h"
 #include "support/run_ranks.h"
 #include "support/sharded_training.h"
 

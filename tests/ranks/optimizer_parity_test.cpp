@@ -130,7 +130,7 @@ TEST(AdamWOnOneRank, IsWithinOneUlpOfLibtorchPerStep) {
   for (const double rate : {1e-4, 1e-3, 1e-2}) {
     const Ulps ulps = ulps_from_libtorch(rate);
     EXPECT_LE(ulps.of_large, 1.0);
-    // What the update itself was rounded by shows: seven times half an ulp, here and there.
+    // The update's own rounding shows: seven times half an ulp on both sides.
     EXPECT_LE(ulps.of_all, 4.0);
   }
 }
@@ -157,8 +157,8 @@ TEST_P(Strategies, TrainAsLibtorchWithClippingDoes) {
     }
 }
 
-// The optimizer sees elements, not parameters: where they are cut changes nothing. (Gradients are
-// equal bit by bit because every rank computes the same loss here.)
+// The optimizer sees elements, not parameters, so cuts change nothing. (Gradients are equal bit by
+// bit because every rank computes the same loss here.)
 TEST_P(Strategies, UpdateAShardAsTheShardOfTheUpdate) {
   const auto with_equal_data = [&](int ranks, int outer, const AdamWOptions& adamw) {
     MainWeightCollector collector;

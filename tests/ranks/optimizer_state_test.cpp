@@ -1,4 +1,4 @@
-// What an optimizer keeps: by name, in bytes, at which addresses, and when it is touched.
+// The state of an optimizer: its names, bytes and addresses, and when it is touched.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/version.h>
@@ -11,7 +11,7 @@
 #include "fsdp/optim/adamw.h"
 #include "fsdp/optim/lane.h"
 #include "fsdp/optim/sgd.h"
-#include "fsdp/shard/engine.h"
+#include "fsdp/shard/engine/engine.h"
 #include "support/optimizer_training.h"
 
 namespace fsdp {
@@ -67,7 +67,7 @@ TEST(OptimizerShards, NameEveryParameterOnEveryRank) {
   }
 }
 
-// What a checkpoint would do, for every type moments can have and wherever they are.
+// Does what a checkpoint would do, for every type of moments and every place of them.
 TEST(OptimizerShards, BringTrainingBackBitByBit) {
   for (const at::ScalarType moments :
        {at::kFloat, at::kBFloat16, at::kHalf, at::kFloat8_e4m3fn, at::kFloat8_e5m2})
@@ -105,7 +105,7 @@ TEST(OptimizerShards, BringTrainingBackBitByBit) {
       });
 }
 
-// Powers of the rates end at numbers that stay the same; whoever went on would count for hours.
+// Powers of the betas end at fixed numbers; a loop over all steps would take hours.
 TEST(OptimizerState, OfAnyNumberOfStepsIsSetAtOnce) {
   run_ranks(1, [](World& world) {
     const Mesh mesh = world.mesh();
@@ -193,7 +193,7 @@ TEST(BytesPerParameter, AreWhatTheFormulaSays) {
       const MemoryReport memory = sharded.memory();
       const auto elements = static_cast<double>(
           memory.weight_bytes / static_cast<int64_t>(c10::elementSize(policy.weight)));
-      const MemoryLedger& host = sharded.engine().memory().host_ledger();
+      const MemoryLedger& host = EngineAccess::of(sharded).memory().host_ledger();
       const auto staging = static_cast<double>(host.bytes(MemoryKind::kStaging));
       EXPECT_EQ(static_cast<double>(memory.total_bytes() - memory.pool_bytes),
                 elements * policy.device_bytes);
@@ -210,13 +210,13 @@ TEST(Offload, TakesExactlyTheFraction) {
       const Sharded sharded = fully_shard(model, mesh, {.offload = {.fraction = fraction}});
       const AdamW optimizer(sharded);
       int64_t expected = 0;
-      for (const auto& unit : sharded.engine().units())
-        for (const GroupState& state : unit->groups)
+      for (const auto& unit : EngineAccess::of(sharded).units())
+        for (const ParamGroup& group : unit->groups())
           expected +=
-              offloaded_numel(state.group->layout().shard_numel(
+              offloaded_numel(group.layout().shard_numel(
                                   {Placement::kReplicate, Placement::kShard}, {0, world.rank()}),
                               fraction);
-      const MemoryLedger& host = sharded.engine().memory().host_ledger();
+      const MemoryLedger& host = EngineAccess::of(sharded).memory().host_ledger();
       EXPECT_EQ(host.bytes(MemoryKind::kMoment), 8 * expected) << fraction;
       EXPECT_EQ(host.bytes(MemoryKind::kMainWeight), 4 * expected) << fraction;
     }
@@ -243,8 +243,8 @@ TEST(Optimizer, GivesEverythingBack) {
 
 // --- addresses -----------------------------------------------------------------------------------
 
-// What a replayed step needs: gradients are views of one buffer, before and after zero_grad(), in
-// the type they have.
+// A replayed step needs this: gradients are views of one buffer, before and after zero_grad(), in
+// their own type.
 TEST(Gradients, StayWhereTheyAre) {
   for (const std::optional<at::ScalarType> main_grads :
        {std::optional<at::ScalarType>(), std::optional(at::kFloat)})
@@ -278,7 +278,7 @@ TEST(Gradients, StayWhereTheyAre) {
     });
 }
 
-// Weights that are whole between steps are not while somebody writes them.
+// Weights that are whole between steps are not whole while an update writes them.
 TEST(HiddenUpdates, MakeATouchedWeightAnErrorUntilTheyAreWaitedFor) {
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
   GTEST_SKIP() << "this libtorch cannot take such an error back";
@@ -348,8 +348,8 @@ TEST(HiddenUpdates, SurviveAFailedForward) {
     });
 }
 
-// zero_grad() returns while updates still read gradients that live for a step; the memory goes when
-// they have.
+// zero_grad() returns while updates still read gradients that live for a step; their memory is
+// released when the updates have read them.
 TEST(HiddenUpdates, LetGradientsGoWhenTheyAreRead) {
   run_ranks(2, [](World& world) {
     const Mesh mesh = world.mesh();
@@ -363,7 +363,7 @@ TEST(HiddenUpdates, LetGradientsGoWhenTheyAreRead) {
       EXPECT_GT(sharded.memory().main_grad_bytes, 0);
       optimizer.step();
       optimizer.zero_grad();
-      optimizer.synchronize();
+      optimizer.wait();
       EXPECT_EQ(sharded.memory().main_grad_bytes, 0);
     }
   });
@@ -401,13 +401,13 @@ TEST(Lane, HandsErrorsToThoseWhoWait) {
   EXPECT_THAT(error_of([&] { later.wait(); }), HasSubstr("broken"));
 }
 
-// step() returns while updates wait, and a unit's gather waits for its own update alone.
+// step() returns while updates wait, and a unit's gather waits only for its own update.
 TEST(HiddenUpdates, HoldNobodyUpButTheirOwnUnit) {
   run_ranks(1, [](World& world) {
     const Mesh mesh = world.mesh();
     Chain model = build([] { return Chain(3); });
     const Sharded sharded = fully_shard(model, mesh);
-    Engine& engine = sharded.engine();
+    Engine& engine = EngineAccess::of(sharded);
     Lane lane(c10::kCPU);
     std::atomic<bool> second_may_end = false;
     engine.begin_update(*engine.units()[0], lane.run([] {}));

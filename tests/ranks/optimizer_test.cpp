@@ -1,15 +1,15 @@
 // Optimizers on sharded models: the same numbers however they are stored, hidden or offloaded, and
-// steps that are not like others.
+// special steps.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <cstring>
 
+#include "fsdp/optim/kernels/split_weight.h"
 #include "fsdp/optim/sgd.h"
-#include "fsdp/optim/split_weight.h"
-#include "fsdp/shard/engine.h"
-#include "fsdp/shard/split_tensor.h"
+#include "fsdp/shard/engine/engine.h"
+#include "fsdp/shard/group/main_weights.h"
 #include "support/optimizer_training.h"
 
 namespace fsdp {
@@ -51,7 +51,7 @@ TEST(SplitMainWeights, TrainAsSeparateOnesDoBitByBit) {
   }
 }
 
-// The tensors' version of what the kernels do, on bit patterns of every kind.
+// The tensors' version of the kernels' function, on bit patterns of every kind.
 TEST(SplitMainWeights, AreExactBothWays) {
   const at::Tensor bits = at::cat({at::arange(-0x8000, 0x8000, at::kInt) * 65536 + 0x7FFF,
                                    at::arange(-0x8000, 0x8000, at::kInt) * 65536 - 0x8000,
@@ -150,9 +150,9 @@ TEST(GradientNorm, ComesOutOfTheReductionWhereThatStoresTheOptimizersPart) {
       const Sharded sharded = fully_shard(model, mesh, {.strategy = parse_strategy(strategy)});
       loss_of(model, world.rank(), 0).backward();
       sharded.wait_gradients();
-      for (const auto& unit : sharded.engine().units())
-        for (const GroupState& state : unit->groups)
-          EXPECT_EQ(state.group->gradient().squares().defined(), comes_along) << strategy;
+      for (const auto& unit : EngineAccess::of(sharded).units())
+        for (const ParamGroup& group : unit->groups())
+          EXPECT_EQ(group.gradient().squares().defined(), comes_along) << strategy;
     }
   });
 }
@@ -293,7 +293,7 @@ TEST(Rules, DecideWhatDecaysAndHowFast) {
                               .weight_decay = 0.5,
                               .rules = {{.pattern = "unit1.*", .rate_scale = 0.0},
                                         {.pattern = "unit2.linear.bias", .weight_decay = 0.25}}});
-    (loss_of(model, 0, 0) * 0.0).backward();  // gradients of 0: what moves is decay
+    (loss_of(model, 0, 0) * 0.0).backward();  // gradients of 0: only decay moves weights
     optimizer.step();
     const std::vector<at::Tensor> after = testing::weights_of(sharded, model);
     size_t i = 0;

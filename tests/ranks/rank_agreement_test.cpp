@@ -1,5 +1,5 @@
-// Ranks that shard another model, with other options, or make another optimizer: all of them say so
-// at once, and nobody waits.
+// Ranks that shard another model, with other options, or make another optimizer: all of them throw
+// at once, and none waits.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -24,7 +24,7 @@ using testing::run_ranks;
 constexpr int kRanks = 3;
 constexpr int kOddRank = 2;
 
-// The words of all ranks, where `body(world)` throws.
+// The messages of all ranks if `body(world)` throws.
 std::set<std::string> words_of(int ranks, const std::function<void(World&)>& body) {
   std::mutex mutex;
   std::set<std::string> words;

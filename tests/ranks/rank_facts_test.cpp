@@ -1,4 +1,4 @@
-// Ranks that were told different things find out when they meet.
+// Ranks with different facts find out when they meet.
 #include "fsdp/comm/rank_facts.h"
 
 #include <gtest/gtest.h>
@@ -39,7 +39,7 @@ TEST(RankFacts, SayNothingWhereAllAgree) {
 TEST(RankFacts, ShowTheFirstOneThatDiffersToEveryRank) {
   EXPECT_EQ(words_of(4, [](int rank) { return facts_of("0.1", rank == 2 ? "3000" : "20"); }),
             std::set<std::string>{"rank 2 has --steps '3000' and rank 0 has '20'"});
-  // Values that are equal when they are put together are not.
+  // Values that are equal only when put together count as different.
   EXPECT_EQ(
       words_of(2, [](int rank) { return rank == 0 ? facts_of("1", "23") : facts_of("12", "3"); }),
       std::set<std::string>{"rank 1 has --lr '12' and rank 0 has '1'"});

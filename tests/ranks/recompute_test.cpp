@@ -7,7 +7,7 @@
 
 #include <map>
 
-#include "fsdp/shard/engine.h"
+#include "fsdp/shard/engine/engine.h"
 #include "support/run_ranks.h"
 #include "support/sharded_training.h"
 
@@ -139,7 +139,7 @@ Traffic third_step(Around around, PoolKind kind) {
     kSquare(model, 0, step).backward();
     testing::descend(sharded);
   }
-  EXPECT_EQ(sharded.engine().slabs().num_misses(), 0) << static_cast<int>(around);
+  EXPECT_EQ(EngineAccess::of(sharded).slabs().num_misses(), 0) << static_cast<int>(around);
   Traffic traffic;
   for (const RecordedCall& call : *recording) {
     const std::string tag(call.print.tag.text());
@@ -156,8 +156,8 @@ TEST(Recompute, ReducesEveryUnitOnce) {
 }
 
 TEST(Recompute, GathersNothingOnAGuess) {
-  // Recomputing goes forwards inside the backward; gathering the next forward unit there would be
-  // for nothing. A unit is gathered for its forward, and once for its second forward and backward,
+  // Recomputing runs forwards inside the backward; gathering the next forward unit there would be
+  // useless. A unit is gathered for its forward, and once for its second forward and backward,
   // unless others are recomputed in between; the last units of the forward stay.
   using Counts = std::map<std::string, int>;
   EXPECT_EQ(third_step(Around::kOneUnit, PoolKind::kOnDemand).gathers,
@@ -234,7 +234,7 @@ TEST(Recompute, WithoutGradientsIsAPlainCall) {
     Sharded sharded = fully_shard(model, mesh);
     const at::NoGradGuard no_grad;
     EXPECT_FALSE(model(input_for(0, 0)).requires_grad());
-    for (const auto& unit : sharded.engine().units()) EXPECT_EQ(unit->num_pending, 0);
+    for (const auto& unit : EngineAccess::of(sharded).units()) EXPECT_EQ(EngineAccess::of(sharded).num_pending_calls(*unit), 0);
   });
 }
 

@@ -6,7 +6,7 @@
 #include <limits>
 #include <vector>
 
-#include "fsdp/comm/reduce_ranks.h"
+#include "fsdp/comm/reduce/reduce_ranks.h"
 #include "support/rank_pattern.h"
 
 namespace fsdp {

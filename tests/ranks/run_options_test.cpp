@@ -5,7 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "fsdp/base/error.h"
-#include "fsdp/train/settings.h"
+#include "fsdp/train/settings/settings.h"
 
 namespace fsdp::train {
 namespace {

@@ -1,4 +1,4 @@
-// Wrong options are one sentence, before any collective; the right ones do what they say.
+// Wrong options are one sentence, before any collective; right ones take effect.
 #include <ATen/record_function.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <mutex>
 
-#include "fsdp/shard/engine.h"
+#include "fsdp/shard/engine/engine.h"
 #include "support/run_ranks.h"
 #include "support/sharded_training.h"
 
@@ -26,7 +26,7 @@ const auto kSquare = [](auto& model, int rank, int step) {
   return model(input_for(rank, step)).square().mean();
 };
 
-// A rank of two whose collectives are only written down.
+// One rank of two whose collectives are only recorded.
 struct Alone {
   explicit Alone(const ShardOptions& options = {})
       : world(World::simulated(0, 2, recording)), mesh(world.mesh()), options_(options) {}

@@ -1,9 +1,9 @@
-// A span's update by many threads: into however many parts they cut it, its bits are the same.
-#include "fsdp/optim/span_update.h"
+// A span's update by many threads has the same bits, into however many parts they cut it.
+#include "fsdp/optim/shard_passes.h"
 
 #include <gtest/gtest.h>
 
-#include "fsdp/optim/begin_step.h"
+#include "fsdp/optim/kernels/step_state.h"
 #include "support/update_case.h"
 
 namespace fsdp {

@@ -1,4 +1,4 @@
-// What one rank did when: gathers, computing, reductions and updates in their rows.
+// The timeline of one rank: gathers, computing, reductions and updates in their rows.
 #include "fsdp/train/step_timeline.h"
 
 #include <ATen/ATen.h>
@@ -38,8 +38,8 @@ std::vector<TimelineSpan> timeline_of_a_step() {
       model->loss(tokens, tokens).total.backward();
       optimizer.step();
       optimizer.zero_grad();
-      optimizer.synchronize();
-      if (timeline) spans = timeline->finish();
+      optimizer.wait();
+      if (timeline) spans = timeline->end();
     }
   });
   return spans;
@@ -78,9 +78,9 @@ TEST(StepTimeline, OneAtATime) {
 
 TEST(StepTimeline, RecordsNothingAfterItsEnd) {
   StepTimeline timeline;
-  const std::vector<TimelineSpan> before = timeline.finish();
+  const std::vector<TimelineSpan> before = timeline.end();
   at::ones({4}).add_(1);
-  EXPECT_EQ(timeline.finish().size(), before.size());
+  EXPECT_EQ(timeline.end().size(), before.size());
 }
 
 }  // namespace

@@ -6,7 +6,7 @@
 #include <map>
 #include <sstream>
 
-#include "fsdp/shard/engine.h"
+#include "fsdp/shard/engine/engine.h"
 #include "support/run_ranks.h"
 #include "support/sharded_training.h"
 #include "support/watched_memory.h"
@@ -34,9 +34,9 @@ TEST(StorageRebinding, ParametersLieInTheSlabWhileTheirUnitComputes) {
     int num_seen = 0;
     for (size_t i = 0; i < 3; ++i) {
       model->units[i]->inside = [&, i](testing::BlockImpl& block) {
-        const GroupState& state = sharded.engine().units()[i]->groups[0];
-        const auto* begin = static_cast<const std::byte*>(state.weight_slab->address());
-        const auto* end = begin + state.weight_slab->num_bytes();
+        const ParamGroup& group = EngineAccess::of(sharded).units()[i]->groups()[0];
+        const auto* begin = static_cast<const std::byte*>(group.slabs().weight->address());
+        const auto* end = begin + group.slabs().weight->num_bytes();
         for (const at::Tensor& parameter : block.parameters()) {
           const auto* address = static_cast<const std::byte*>(parameter.const_data_ptr());
           EXPECT_TRUE(address >= begin && address + parameter.nbytes() <= end) << "unit " << i;
@@ -52,7 +52,7 @@ TEST(StorageRebinding, ParametersLieInTheSlabWhileTheirUnitComputes) {
 TEST(StorageRebinding, ViewsSavedByAutogradFollowToOtherMemory) {
   const auto expected = testing::train_plain(build([] { return Chain(4); }), 2, 3, square_loss);
   run_ranks(2, [&](World& world) {
-    // Freed memory is full of NaN and never used again, so each gather is elsewhere.
+    // Freed memory is full of NaN and never used again, so each gather has another address.
     testing::OnceOnlyAllocator memory;
     const Mesh mesh = world.mesh();
     Chain model = build([] { return Chain(4); });
@@ -138,10 +138,10 @@ TEST(StorageRebinding, GroupsOfOneRankGatherWithoutACopy) {
     const Mesh mesh = world.mesh({.outer = outer});
     Chain model = build([] { return Chain(3); });
     Sharded sharded = fully_shard(model, mesh);
-    EXPECT_FALSE(sharded.engine().slabs().has_pool());
+    EXPECT_FALSE(EngineAccess::of(sharded).slabs().has_pool());
     int num_seen = 0;
     model->units[1]->inside = [&](testing::BlockImpl& block) {
-      const at::Tensor& shard = sharded.engine().units()[1]->groups[0].group->weight().local();
+      const at::Tensor& shard = EngineAccess::of(sharded).units()[1]->groups()[0].weight().local();
       EXPECT_EQ(block.linear->weight.const_data_ptr(), shard.const_data_ptr());
       ++num_seen;
     };

@@ -8,8 +8,8 @@
 #include <tuple>
 
 #include "fsdp/base/log.h"
-#include "fsdp/comm/message_communicator.h"
-#include "fsdp/comm/tcp_transport.h"
+#include "fsdp/comm/backends.h"
+#include "fsdp/comm/tcp/tcp_transport.h"
 #include "fsdp/comm/world.h"
 #include "support/communicator_suite.h"
 #include "support/tcp_threads.h"

@@ -1,5 +1,5 @@
-// How ranks find each other, who is let in, and what they say when something is wrong.
-#include "fsdp/comm/tcp_mesh.h"
+// How ranks find each other, which callers may join, and the errors when something is wrong.
+#include "fsdp/comm/tcp/tcp_mesh.h"
 
 #include <sys/resource.h>
 
@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "fsdp/base/text.h"
-#include "fsdp/comm/handshake.h"
+#include "fsdp/comm/tcp/handshake.h"
 #include "support/tcp_threads.h"
 
 namespace fsdp {
@@ -32,7 +32,7 @@ using Clock = std::chrono::steady_clock;
 
 Deadline in_seconds(int seconds) { return Clock::now() + std::chrono::seconds(seconds); }
 
-// Until rank 0 listens.
+// Waits until rank 0 listens.
 Endpoint wait_for(PlaceInMemory& place) {
   std::optional<Endpoint> endpoint;
   while (!(endpoint = place.find())) std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -46,7 +46,7 @@ Socket introduced(const Endpoint& rank_0, const Introduction& own) {
   return handshake.take_socket();
 }
 
-// What one rank does; the options may be changed.
+// One rank's part; the options may be changed.
 std::function<void()> join(PlaceInMemory& place, int rank, int size,
                            const std::function<void(TcpMeshOptions&)>& change = {}) {
   return [&place, rank, size, change] {
@@ -80,8 +80,8 @@ TEST(TcpMesh, ConnectsEachWithEach) {
   EXPECT_THAT(errors, Each(""));
 }
 
-// The time of a hundred ranks grows with their connections, of which there are 4950; on a slow and
-// busy machine still far below a wait for somebody who calls again.
+// The time of a hundred ranks grows with their 4950 connections; even a slow and busy machine stays
+// far below the pause before a caller tries again.
 TEST(TcpMesh, AHundredRanksMeetWithoutWaitingForEachOther) {
   const auto begin = Clock::now();
   EXPECT_THAT(run_connected(100, [](int, std::vector<Socket>) {}), Each(""));
@@ -198,7 +198,7 @@ TEST(TcpMesh, TellsOfAnAddressThatOthersCannotReach) {
                                HasSubstr("set FSDP_HOST_ADDRESS")));
 }
 
-// A rank is gone before the last one has come: nobody waits for the deadline.
+// A rank is gone before the last one has come: no rank waits for the deadline.
 TEST(TcpMesh, EverybodyHearsOfARankThatEndsBeforeAllHaveJoined) {
   PlaceInMemory place;
   const auto begin = Clock::now();
@@ -216,7 +216,7 @@ TEST(TcpMesh, EverybodyHearsOfARankThatEndsBeforeAllHaveJoined) {
   EXPECT_LT(Clock::now() - begin, std::chrono::seconds(10));
 }
 
-// Rank 1 dies when it has heard where the others are.
+// Rank 1 dies after it has heard where the others are.
 TEST(TcpMesh, EverybodyHearsOfARankThatEndsBeforeAllHaveMet) {
   PlaceInMemory place;
   const auto begin = Clock::now();
@@ -235,8 +235,8 @@ TEST(TcpMesh, EverybodyHearsOfARankThatEndsBeforeAllHaveMet) {
   EXPECT_LT(Clock::now() - begin, std::chrono::seconds(10));
 }
 
-// What an earlier round left: a port where nobody listens, a port of somebody else, and of a rank 0
-// of another round.
+// Leftovers of an earlier round: a port where nobody listens, a port of another program, and of a
+// rank 0 of another round.
 TEST(TcpMesh, WaitsForThisRoundsRank0WhenTheStoreHoldsAnOldOne) {
   const Socket stranger = listen_at({"127.0.0.1", 0});
   std::atomic<bool> is_over{false};
@@ -299,8 +299,8 @@ TEST(TcpMesh, ARankWithAnotherSecretIsToldAtOnceAndDoesNotJoin) {
   }
 }
 
-// The job forms around somebody who calls as rank 1 without the secret: he gets no connection, no
-// addresses, and the real rank 1 is the one that is connected.
+// A stranger calls as rank 1 without the secret: he gets no connection and no addresses, and the
+// job connects the real rank 1.
 TEST(TcpMesh, AStrangerWhoCallsAsARankIsNotLetIn) {
   PlaceInMemory place;
   Handshake::State answer = Handshake::State::kGoing;
@@ -315,7 +315,7 @@ TEST(TcpMesh, AStrangerWhoCallsAsARankIsNotLetIn) {
   EXPECT_EQ(answer, Handshake::State::kOtherKey);
 }
 
-// Who stands in for rank 0 (a store that a stranger wrote to) cannot make ranks believe it.
+// A stranger who stands in for rank 0 (by writing to the store) cannot deceive the ranks.
 TEST(TcpMesh, RanksDoNotJoinSomebodyElsesRank0) {
   PlaceInMemory place;
   const std::vector<std::string> errors = run_beside(
@@ -329,7 +329,7 @@ TEST(TcpMesh, NobodyListensAnyMoreWhenAllHaveMet) {
   EXPECT_FALSE(try_connect(*place.find(), in_seconds(5)));
 }
 
-// More silent callers than a job may have waiting, nonsense, and somebody who hangs up.
+// More silent callers than a job lets wait, nonsense, and a caller that hangs up.
 TEST(TcpMesh, FormsInSpiteOfStrangersWhoCall) {
   PlaceInMemory place;
   std::vector<Socket> strangers;

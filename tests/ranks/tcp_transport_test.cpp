@@ -1,5 +1,5 @@
 // Messages over TCP between ranks that are threads: order, flow, disagreement, and ends.
-#include "fsdp/comm/tcp_transport.h"
+#include "fsdp/comm/tcp/tcp_transport.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -95,7 +95,7 @@ TEST(TcpTransport, KeepsMessagesThatComeBeforeTheyAreAskedFor) {
   });
 }
 
-// More than the receiver keeps for a peer: the rest waits at the sender, the other channel does
+// More than the receiver keeps for a peer: the rest waits at the sender, but the other channel does
 // not.
 TEST(TcpTransport, ASenderThatIsFarAheadWaitsWhenTheReceiversWindowIsFull) {
   constexpr int kMessages = 400;  // 25 MiB, three windows
@@ -164,7 +164,7 @@ TEST(TcpTransport, ServesManyThreadsOfARank) {
   });
 }
 
-// Sender's and receiver's sizes, below and above what leaves at once.
+// Sender's and receiver's sizes, below and above the limit for sending at once.
 class Disagreement : public ::testing::TestWithParam<std::pair<int64_t, int64_t>> {};
 
 TEST_P(Disagreement, AboutASizeIsAnErrorOnBothSidesAtOnce) {
@@ -264,12 +264,12 @@ void send_frame(const Socket& socket, FrameKind kind, int channel, int64_t messa
   const FrameHeader header{kind, channel, message_bytes, frame_bytes};
   const std::vector<char> payload(static_cast<size_t>(std::max<int64_t>(frame_bytes, 0)), 'x');
   const Deadline deadline = Clock::now() + std::chrono::seconds(5);
-  // Whoever has been hung up on cannot send any more.
+  // A peer that was hung up on cannot send any more.
   if (send_all(socket, &header, sizeof(header), deadline))
     send_all(socket, payload.data(), payload.size(), deadline);
 }
 
-// What rank 0 says while rank 1, a bare socket, sends what `misbehave` does. Rank 0 waits for
+// Rank 0's error while rank 1, a bare socket, sends the bytes of `misbehave`. Rank 0 waits for
 // `bytes` on channel 1.
 std::string error_beside(int64_t bytes, const std::function<void(const Socket&)>& misbehave) {
   const std::vector<std::string> errors =
@@ -363,8 +363,7 @@ TEST(TcpTransport, ShowsWordsOfAPeerWithoutControlCharacters) {
       "rank 1 failed: \\x1b[2J\\x9b1mgone\nsecond line\\x07");
 }
 
-// An exchange that was given up in the middle of a message lets go of its memory: the address
-// sanitizer watches.
+// A failed exchange releases the memory of a message in the middle; the address sanitizer watches.
 TEST(TcpTransport, TakesItsBuffersBackWhenAnExchangeFails) {
   for (int round = 0; round < 5; ++round) {
     run_connected(2, [&](int rank, std::vector<Socket> sockets) {

@@ -1,5 +1,5 @@
-// Who keeps the tensors of an operation on a device, and until when: with a device that runs
-// nothing and writes down what it is told.
+// How long the tensors of an operation on a device are kept, and by whom: with a device that runs
+// nothing and records its orders.
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -29,7 +29,7 @@ const c10::Stream kCallers = stream_of(1);
 const c10::Stream kAnother = stream_of(2);
 const c10::Stream kCommunicators = stream_of(3);
 
-// What the allocator was told, in order: this memory is used by that stream.
+// The allocator's notices, in order: this memory is used by that stream.
 using Told = std::vector<std::pair<const void*, c10::Stream>>;
 
 class Notes {
@@ -80,7 +80,7 @@ struct NotingDevice final : c10::impl::DeviceGuardImplInterface {
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, NotingDevice);
 
-// A tensor of which nothing is asked but whether it is there.
+// A tensor that only knows whether it is alive.
 class Piece {
  public:
   Piece() {
@@ -96,7 +96,7 @@ class Piece {
   const at::Tensor& tensor() const { return tensor_; }
   const void* memory() const { return bytes_.data(); }
   void drop() { tensor_.reset(); }
-  // By anybody.
+  // By any holder.
   bool is_held() const { return is_held_; }
 
  private:
@@ -105,7 +105,7 @@ class Piece {
   at::Tensor tensor_;
 };
 
-// Launches, or, on the host, does all of it.
+// Launches an operation or, on the host, runs all of it.
 class Launcher final : public OperationRunner {
  public:
   std::optional<c10::Event> run(const std::shared_ptr<Operation>& operation) override {
@@ -116,7 +116,7 @@ class Launcher final : public OperationRunner {
     return end;
   }
   bool is_alone() const override { return false; }  // a thread of the queue's runs all of it
-  void abandon() override {}
+  void cancel() noexcept override {}
 };
 
 class OperationTensors : public ::testing::Test {
@@ -142,7 +142,7 @@ class OperationTensors : public ::testing::Test {
     return {{output_.memory(), kCommunicators}, {input_.memory(), kCommunicators}};
   }
   static Told told() { return Notes::of_the_device().take(); }
-  // The queue's thread, too, has let go of what it ran.
+  // Also makes the queue's thread release the operations that it ran.
   void close_queue() { queue_.reset(); }
 
   Piece output_;

@@ -1,5 +1,5 @@
 // Which token comes next, and that all ranks of a sharded model write the same text.
-#include "fsdp/train/text_generation.h"
+#include "fsdp/train/model/text_generation.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -8,7 +8,7 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/comm/world.h"
-#include "fsdp/nn/presets.h"
+#include "fsdp/nn/config/presets.h"
 #include "fsdp/shard/fully_shard.h"
 
 namespace fsdp::train {

@@ -1,4 +1,4 @@
-// Where the system gives no more threads, the error is a sentence and nobody waits for those that
+// If the system gives no more threads, the error is a sentence, and no thread waits for those that
 // never came. A program of its own, because it stands in for pthread_create().
 #include <dlfcn.h>
 #include <gmock/gmock.h>
@@ -11,7 +11,7 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/optim/adamw.h"
-#include "fsdp/optim/thread_team.h"
+#include "fsdp/optim/kernels/thread_team.h"
 #include "support/run_ranks.h"
 #include "support/sharded_training.h"
 
@@ -57,7 +57,7 @@ TEST(RankThreads, ThatCannotStartEndThoseThatWaitForThem) {
   EXPECT_THAT(error_of([&] {
                 const ThreadLimit limit(3);
                 run_ranks(8, [&](World& world) {
-                  // Until all eight are there: for ever, if nobody said that they never will.
+                  // Waits until all eight are there: forever, if nobody told that they never will.
                   const std::string words =
                       error_of([&] { world.communicator().barrier("start").wait(); });
                   if (words.find("rank 3 of 8") != std::string::npos) ++num_told;

@@ -1,4 +1,4 @@
-// The first use of libtorch's math libraries: one thread's, whoever computes first.
+// The first use of libtorch's math libraries happens on one thread.
 #include <ATen/ATen.h>
 #include <dlfcn.h>
 #include <gtest/gtest.h>
@@ -15,8 +15,8 @@ std::atomic<int> num_detections{0};
 
 }  // namespace
 
-// In place of MKL's own, which libtorch calls by this name: how often its vector functions look for
-// their code, slowly enough that whoever else looks does so meanwhile.
+// Replaces MKL's own function, which libtorch calls by this name: counts how often its vector
+// functions look for their code, slowly enough that other threads look meanwhile.
 extern "C" __attribute__((visibility("default"))) int mkl_serv_vml_cpu_detect() {
   ++num_detections;
   std::this_thread::sleep_for(std::chrono::milliseconds(200));

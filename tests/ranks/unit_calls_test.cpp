@@ -1,8 +1,8 @@
-// When and how often units are called: whatever it is, they train like the plain model.
+// However often and in whatever order units are called, they train like the plain model.
 #include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 
-#include "fsdp/shard/engine.h"
+#include "fsdp/shard/engine/engine.h"
 #include "support/run_ranks.h"
 #include "support/trains_like_plain.h"
 
@@ -62,9 +62,9 @@ void expect_undisturbed(const Between& between) {
         testing::descend(sharded);
       }
       const bool is_fixed = kind == PoolKind::kMaxPool || kind == PoolKind::kPlanned;
-      EXPECT_TRUE(!is_fixed || sharded.engine().slabs().pool().addresses_are_fixed())
+      EXPECT_TRUE(!is_fixed || EngineAccess::of(sharded).slabs().pool().addresses_are_fixed())
           << name_of(kind);
-      EXPECT_EQ(sharded.engine().slabs().num_misses(), 0) << name_of(kind);
+      EXPECT_EQ(EngineAccess::of(sharded).slabs().num_misses(), 0) << name_of(kind);
       testing::expect_equal(testing::weights_of(sharded, model), expected,
                             std::string(name_of(kind)));
     });
@@ -105,7 +105,7 @@ TEST(UnitCalls, WithGradientsButWithoutBackwardAreForgotten) {
       kSquare(model, world.rank(), step).backward();
       testing::descend(sharded);
     }
-    EXPECT_EQ(sharded.engine().slabs().num_misses(), 0);
+    EXPECT_EQ(EngineAccess::of(sharded).slabs().num_misses(), 0);
     testing::expect_equal(testing::weights_of(sharded, model), expected);
   });
 }
@@ -129,8 +129,8 @@ TEST(UnitCalls, OfTwoForwardsBeforeTwoBackwardsAddUp) {
   const auto sum = [](Chain& model, int rank, int step) {
     return kSquare(model, rank, step) + kSquare(model, rank, step + 10);
   };
-  // With an outer axis the first backward's reductions have a second stage, which is not theirs to
-  // start while the cycle goes on.
+  // With an outer axis the first backward's reductions have a second stage, which must not start
+  // while the cycle goes on.
   for (const int outer : {1, 2}) {
     for (const auto& [strategy, num_units] : kCases) {
       const auto make = [&, num_units = num_units] { return Chain(num_units); };

@@ -1,15 +1,15 @@
-// What units may look like: nested, in containers, with any arguments and sizes.
+// Forms of units: nested, in containers, with any arguments and sizes.
 #include <gtest/gtest.h>
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/container/sequential.h>
 
-#include "fsdp/shard/engine.h"
+#include "fsdp/shard/engine/engine.h"
 #include "support/run_ranks.h"
 #include "support/trains_like_plain.h"
 
 namespace fsdp {
 
-// What a forward of the user's own returns.
+// A result type of the user's own.
 struct Hidden {
   at::Tensor state;
   at::Tensor gate;
@@ -123,6 +123,73 @@ TEST(UnitForms, InModuleListTrainLikeAPlainModel) {
   expect_trains_like_plain(maker<ListedImpl>(), kSquare);
 }
 
+TEST(UnitForms, OfASequentialTrainLikeAPlainModel) {
+  struct NetImpl : torch::nn::Module {
+    NetImpl()
+        : first(register_module("first", Unit<torch::nn::Sequential>(Block(5, 7), Block(7, 5)))),
+          last(register_module("last", Unit<Block>(5, 3))) {}
+    at::Tensor forward(const at::Tensor& x) { return last(first(x)); }
+    Unit<torch::nn::Sequential> first;
+    Unit<Block> last;
+  };
+  expect_trains_like_plain(maker<NetImpl>(), kSquare);
+}
+
+// --- forwards ------------------------------------------------------------------------------------
+
+struct DefaultsImpl : torch::nn::Module {
+  DefaultsImpl() : linear(register_module("linear", torch::nn::Linear(5, 5))) {}
+  at::Tensor forward(const at::Tensor& x, double factor = 0.5,
+                     const std::optional<at::Tensor>& extra = std::nullopt) {
+    const at::Tensor y = at::tanh(linear(x)) * factor;
+    return extra ? y + *extra : y;
+  }
+  torch::nn::Linear linear;
+};
+
+struct CallsDefaultsImpl : torch::nn::Module {
+  CallsDefaultsImpl()
+      : one(register_module("one", Unit<DefaultsImpl>())),
+        two(register_module("two", Unit<DefaultsImpl>())) {}
+  at::Tensor forward(const at::Tensor& x) { return two(one(x), 2, x) + two(one(x), 0.25); }
+  Unit<DefaultsImpl> one;
+  Unit<DefaultsImpl> two;
+};
+
+TEST(UnitForms, WithDefaultArgumentsTrainLikeAPlainModel) {
+  expect_trains_like_plain(maker<CallsDefaultsImpl>(), kSquare);
+}
+
+TEST(UnitForms, TakeTheModulesOwnDefaults) {
+  DefaultsImpl plain;
+  Unit<DefaultsImpl> unit;
+  unit->linear->weight.set_data(plain.linear->weight);
+  unit->linear->bias.set_data(plain.linear->bias);
+  const at::Tensor x = input_for(0, 0);
+  EXPECT_TRUE(unit(x).equal(plain.forward(x)));
+  EXPECT_TRUE(unit(x, 3.0).equal(plain.forward(x, 3.0)));
+  EXPECT_TRUE(unit->forward(x, 3.0, x).equal(plain.forward(x, 3.0, x)));
+}
+
+struct OverloadedImpl : torch::nn::Module {
+  OverloadedImpl() : linear(register_module("linear", torch::nn::Linear(5, 5))) {}
+  at::Tensor forward(const at::Tensor& x) { return linear(x); }
+  at::Tensor forward(const at::Tensor& x, double factor) { return at::tanh(linear(x)) * factor; }
+  torch::nn::Linear linear;
+};
+
+TEST(UnitForms, OfOneOfSeveralForwardsTrainLikeAPlainModel) {
+  struct NetImpl : torch::nn::Module {
+    NetImpl()
+        : one(register_module("one", Unit<OverloadedImpl, at::Tensor(const at::Tensor&)>())),
+          two(register_module("two", Unit<OverloadedImpl, at::Tensor(at::Tensor, double)>())) {}
+    at::Tensor forward(const at::Tensor& x) { return two(one(x), 0.5); }
+    Unit<OverloadedImpl, at::Tensor(const at::Tensor&)> one;
+    Unit<OverloadedImpl, at::Tensor(at::Tensor, double)> two;
+  };
+  expect_trains_like_plain(maker<NetImpl>(), kSquare);
+}
+
 // --- what goes in and out ------------------------------------------------------------------------
 
 struct TupleImpl : torch::nn::Module {
@@ -205,7 +272,7 @@ TEST(UnitForms, MayChangeTheirInputInPlace) {
     int most_whole = 0;
   };
   expect_trains_like_plain(maker<HolderImpl>(), kSquare);
-  // Their weights are let go in time all the same.
+  // Their weights are released in time nevertheless.
   run_ranks(2, [](World& world) {
     const Mesh mesh = world.mesh();
     auto model = build(maker<HolderImpl>());
@@ -214,7 +281,7 @@ TEST(UnitForms, MayChangeTheirInputInPlace) {
       kSquare(model, world.rank(), step).backward();
       testing::descend(sharded);
     }
-    EXPECT_EQ(sharded.engine().slabs().num_misses(), 0);
+    EXPECT_EQ(EngineAccess::of(sharded).slabs().num_misses(), 0);
   });
 }
 
@@ -271,7 +338,7 @@ struct WrappersImpl : torch::nn::Module {
   Unit<Block> third;
 };
 
-// The whole model is a unit, so that the wrappers are not what stays whole for the backward.
+// The whole model is a unit, so that the wrappers do not stay whole for the backward.
 TEST(UnitForms, MayReturnWhatAUnitInsideReturnedAndHaveItChangedInPlace) {
   expect_trains_like_plain([] { return Unit<WrappersImpl>(); }, kSquare);
   expect_trains_like_plain(maker<WrappersImpl>(), kSquare);
@@ -362,7 +429,7 @@ TEST(UnitForms, OfAThousandUnitsTrainLikeAPlainModel) {
     Chain model = build([] { return Chain(1000); });
     Sharded sharded = fully_shard(model, mesh);
     testing::train(model, sharded, world.rank(), 2, kSquare);
-    EXPECT_EQ(sharded.engine().slabs().num_misses(), 0);
+    EXPECT_EQ(EngineAccess::of(sharded).slabs().num_misses(), 0);
     testing::expect_close(testing::weights_of(sharded, model), expected);
   });
 }

@@ -4,7 +4,7 @@
 
 #include <map>
 
-#include "fsdp/shard/engine.h"
+#include "fsdp/shard/engine/engine.h"
 #include "support/run_ranks.h"
 #include "support/sharded_training.h"
 
@@ -32,7 +32,7 @@ struct FreeImpl : torch::nn::Module {
 };
 TORCH_MODULE(Free);
 
-// A model in a simulated world of two ranks: what had been gathered when a unit began to compute.
+// A model in a simulated world of two ranks, with the gathers before each unit's computation.
 class Watched {
  public:
   Watched(int num_units, const ShardOptions& options)
@@ -127,7 +127,7 @@ TEST(UnitOrder, OfTheUserNeverTakesMoreThanThePoolHas) {
     watched.step({0, 1, 2, 3});
     EXPECT_THAT(watched.gathered_at[0], ElementsAre("unit0", "unit1"));
   }
-  EXPECT_EQ(watched.sharded.engine().slabs().num_misses(), 0);
+  EXPECT_EQ(EngineAccess::of(watched.sharded).slabs().num_misses(), 0);
 }
 
 TEST(UnitOrder, ThatChangesIsReportedOnceAndFollowed) {

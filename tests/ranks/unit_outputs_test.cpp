@@ -1,4 +1,4 @@
-// What a unit may return, and what its caller may do with that: hooks must find the backward.
+// The outputs of units and their use by the caller: hooks must find the backward in every case.
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -16,7 +16,7 @@ using testing::run_ranks;
 
 using Tensors = std::vector<at::Tensor>;
 
-// A unit whose forward is whatever a test wants, with two weights.
+// A unit with two weights whose forward the test defines.
 struct LayerImpl : torch::nn::Module {
   using Function = std::function<Tensors(LayerImpl&, const at::Tensor&)>;
   explicit LayerImpl(Function wanted) : function(std::move(wanted)) {}
@@ -33,7 +33,7 @@ struct UseCase {
   std::function<at::Tensor(Tensors)> caller = [](Tensors y) { return y.back(); };
 };
 
-// Three units in a row, so that the weights of each are away when its backward begins.
+// Three units in a row, so that the weights of each are released when its backward begins.
 struct ChainImpl : torch::nn::Module {
   explicit ChainImpl(const UseCase& wanted) : use(wanted) {
     for (const char* name : {"a", "b", "c"})

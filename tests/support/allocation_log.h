@@ -1,5 +1,5 @@
-// Every block that libtorch's allocator gives the calling thread, and which of them live when most
-// does.
+// Every block that libtorch's allocator gives the calling thread, and the blocks that live at the
+// peak.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -13,7 +13,7 @@
 
 namespace fsdp::testing {
 
-// Records while it lives what the thread that made it allocates on devices and frees.
+// While it lives, records device memory that its thread allocates and frees.
 class AllocationLog {
  public:
   AllocationLog()
@@ -30,7 +30,7 @@ class AllocationLog {
  private:
   struct Event {
     void* address;
-    int64_t bytes;  // negative: given back
+    int64_t bytes;  // negative: released
   };
   struct Log final : c10::MemoryReportingInfoBase {
     void reportMemoryUsage(void* address, int64_t size, size_t, size_t,

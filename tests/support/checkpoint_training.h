@@ -100,7 +100,7 @@ struct TrainingRank {
   }
 };
 
-// Runs `body` on every rank of a new world and model; returns what is there in the end.
+// Runs `body` on every rank of a new world and model; returns the final state.
 inline WholeState run_training(const Training& run,
                                const std::function<void(TrainingRank&)>& body) {
   StateCollector collector;

@@ -70,7 +70,7 @@ void gathers_in_place(World& world, at::Device device) {
                            rank_pattern(rank, numel, at::kBFloat16)));
 }
 
-// What `from` writes to `to` says so.
+// The values that `from` writes to `to` identify both.
 at::Tensor letter(int from, int to, int64_t numel) {
   return at::full({numel}, 100.0f * static_cast<float>(from) + static_cast<float>(to), at::kFloat);
 }
@@ -157,9 +157,9 @@ void enqueues_without_waiting(World& world, at::Device device) {
   EXPECT_TRUE((b == comm.size()).all().item<bool>());
 }
 
-// Each call sums over a column, gathers the sums along the row, and averages what was gathered over
-// the column again. Nobody waits before the end, so an operation that did not wait for the one it
-// comes after would read what is not there yet.
+// Each call sums over a column, gathers the sums along the row, and averages the result over the
+// column again. No caller waits before the end, so an operation that does not wait for its `after`
+// would read unfinished data.
 void follows_work_of_other_communicators(World& world, at::Device device) {
   const Mesh mesh = world.mesh({.outer = world.size() % 2 == 0 ? 2 : 1});
   const int inner = mesh.inner().size();
@@ -189,12 +189,12 @@ void follows_work_of_other_communicators(World& world, at::Device device) {
   }
 }
 
-// Reductions too; and the first communicator may be closed before anybody waits for the second.
+// Reductions too; and the first communicator may be closed before a wait for the second.
 void follows_work_of_a_communicator_that_was_closed(World& world, at::Device device) {
   Communicator& comm = world.communicator();
   const std::vector<int> together(static_cast<size_t>(comm.size()), 0);
   const auto floats = at::device(device).dtype(at::kFloat);
-  const int rounds = device.is_cpu() ? 20 : 5;  // what carries device tensors may be slow to make
+  const int rounds = device.is_cpu() ? 20 : 5;  // device backends may be slow to make
   for (int round = 0; round < rounds; ++round) {
     auto first = comm.split(together, "first");
     at::Tensor whole = at::zeros({comm.size() * 1000}, floats);
@@ -208,7 +208,7 @@ void follows_work_of_a_communicator_that_was_closed(World& world, at::Device dev
   }
 }
 
-// One piece of memory that reductions use in turn, each filled and emptied between them: nobody
+// Reductions use one piece of memory in turn, and copies fill and empty it in between; no caller
 // waits before the end.
 void copies_between_its_collectives(World& world, at::Device device) {
   Communicator& comm = world.communicator();
@@ -216,8 +216,8 @@ void copies_between_its_collectives(World& world, at::Device device) {
   const auto floats = at::device(device).dtype(at::kFloat);
   const int64_t numel = 1 << 16;
   const at::Tensor shared = at::zeros({numel}, floats.dtype(at::kBFloat16));
-  // Keeps the streams of a device's ranks busy for different times, so that one that does not wait
-  // for another one's copy reads what was there before.
+  // Keeps the streams of a device's ranks busy for different times, so that a stream that does not
+  // wait for another one's copy reads old data.
   const at::Tensor ballast = at::ones({device.is_cpu() ? 1 : comm.rank() << 26}, floats);
   const at::Tensor ballast_copy = at::empty_like(ballast);
   std::vector<at::Tensor> tensors;

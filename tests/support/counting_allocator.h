@@ -1,4 +1,4 @@
-// A slab allocator that counts, for tests of what a pool really takes.
+// A slab allocator that counts, for tests of a pool's real memory.
 #pragma once
 
 #include <algorithm>
@@ -52,7 +52,7 @@ class CountingAllocator final : public SlabAllocator {
   int64_t num_wrong_frees_ = 0;
 };
 
-// Host memory, counted apart from whatever its user counts.
+// Host memory with its own count, independent of its user's.
 class CountingHostAllocator final : public SlabAllocator {
  public:
   void* allocate(int64_t bytes, int64_t alignment) override {
@@ -70,7 +70,7 @@ class CountingHostAllocator final : public SlabAllocator {
   int64_t live_bytes() const { return live_bytes_; }
   int64_t peak_bytes() const { return peak_bytes_; }
   int64_t num_allocations() const { return num_allocations_; }
-  // The peak becomes what is live now.
+  // Sets the peak to the bytes that are live now.
   void restart_peak() { peak_bytes_ = live_bytes_; }
 
  private:

@@ -1,4 +1,4 @@
-// What a device did and what the host asked it for, by libtorch's own profiler: kernels and copies
+// The work of a device and the host's calls for it, by libtorch's own profiler: kernels and copies
 // with their streams and times, and the calls of CUDA's runtime.
 #pragma once
 
@@ -49,19 +49,19 @@ class DeviceTrace {
   double busy_us(const std::set<int64_t>& streams) const;
   double busy_together_us(const std::set<int64_t>& some, const std::set<int64_t>& others) const;
 
-  // How many of the spans that `is_wanted` run, for a part of their time, while one of these
-  // streams is busy: kernels that fill the device push each other aside.
+  // How many of the spans that `is_wanted` run at least partly while one of these streams is busy:
+  // kernels that fill the device push each other aside.
   int64_t count_beside(const Filter& is_wanted, const std::set<int64_t>& streams) const;
 
   // Calls that make a host thread wait for the device, or ask the driver for memory, from the first
-  // launch to the last: what came later only ended the trace.
+  // launch to the last: later calls only end the trace.
   std::vector<HostCall> waits() const;
   std::vector<HostCall> allocations() const;
 
   // Threads that launch kernels, and not copies alone.
   std::set<int64_t> launching_threads() const;
 
-  // Every stream with what ran on it, and every call with its count: for a failed test.
+  // Every stream with its spans, and every call with its count: for a failed test.
   std::string text() const;
 
  private:
@@ -71,12 +71,12 @@ class DeviceTrace {
   std::vector<HostCall> calls_;
 };
 
-// What matrix products and attention are called, in all kernels of libtorch.
+// Whether libtorch names the kernel as a matrix product or attention.
 bool is_computing(const DeviceSpan& span);
 bool is_device_copy(const DeviceSpan& span);
 
-// Traces what `body` does on all ranks, until the device has done it. All ranks call it; rank 0 has
-// the trace.
+// Traces `body` on all ranks until the device has done its work. All ranks call it; rank 0 has the
+// trace.
 DeviceTrace trace_device(World& world, const std::function<void()>& body);
 
 }  // namespace fsdp::testing

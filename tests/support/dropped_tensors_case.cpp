@@ -18,8 +18,8 @@ c10::Stream another_stream(at::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getNewStream(device);
 }
 
-// Makes a communicator's device stream stand still for some 100 ms, and with it all that is
-// enqueued meanwhile, while the callers' own streams go on.
+// Holds a communicator's device stream, and everything enqueued on it, for some 100 ms while the
+// callers' own streams go on.
 class HeldUp {
  public:
   HeldUp(Communicator& comm, at::Device device) : stream_(another_stream(device)) {
@@ -43,7 +43,7 @@ class HeldUp {
   Work work_;
 };
 
-// What becomes of the Work of an operation whose tensors go at once.
+// How a test treats the Work of an operation whose tensors it drops at once.
 enum class WorkIs { kDropped, kHeld, kWaitedForElsewhere };
 
 class DroppedTensors {
@@ -55,7 +55,7 @@ class DroppedTensors {
     if (!device.is_cpu()) elsewhere_ = another_stream(device);
   }
 
-  // Sends this rank's number to everybody. Returns where everybody's will be.
+  // Sends this rank's number to all ranks. Returns the tensor that receives all numbers.
   at::Tensor exchange(WorkIs work_is) {
     const at::Tensor input = filled(comm_.rank() + 1);
     at::Tensor output = filled(0);
@@ -79,7 +79,7 @@ class DroppedTensors {
   }
 
  private:
-  // 12 MiB: such tensors libtorch's allocator neither cuts from larger blocks nor merges.
+  // 12 MiB: libtorch's allocator neither cuts such tensors from larger blocks nor merges them.
   static constexpr int64_t kOwnBlock = 3 << 20;
 
   Communicator& comm_;
@@ -89,9 +89,8 @@ class DroppedTensors {
   std::vector<Work> held_;
 };
 
-// A device's allocator now has as many blocks for each rank, and no others, and gives out the
-// lowest first: what is dropped is what it gives out next, and the driver, which may wait, is asked
-// for nothing.
+// Leaves a device's allocator with this many blocks for each rank, and no others. It gives out the
+// lowest first, so it gives out a dropped block next, and does not ask the driver, which may wait.
 void cache_blocks(Communicator& comm, const DroppedTensors& tensors, at::Device device, int count) {
   comm.barrier("nothing is in use").wait();
   c10::getDeviceAllocator(device.type())->emptyCache();
@@ -101,22 +100,22 @@ void cache_blocks(Communicator& comm, const DroppedTensors& tensors, at::Device 
   comm.barrier("all have theirs").wait();  // ranks that are threads share the allocator
 }
 
-// Of each operation the input goes while nobody has read it, of every second one the output, too.
-// Whoever then asks for as much memory must not get theirs: what he writes would be sent, or be
-// overwritten by what arrives.
+// Drops the input of each operation before it is read, and the output of every second one, too.
+// Another allocation of the same size must not get their memory: its writes would be sent, or be
+// overwritten by arriving data.
 void keeps_tensors_that_were_dropped(World& world, at::Device device) {
   constexpr WorkIs kAll[] = {WorkIs::kDropped, WorkIs::kHeld, WorkIs::kWaitedForElsewhere};
   constexpr int kNumDropped = 3 * 3;
   Communicator& comm = world.communicator();
   DroppedTensors tensors(comm, device);
-  tensors.exchange(WorkIs::kDropped);  // makes what the communicator needs
+  tensors.exchange(WorkIs::kDropped);  // makes the communicator's own memory
   comm.all_reduce(tensors.filled(0), {}, "made").wait();
   std::optional<HeldUp> held_up;
   if (!device.is_cpu()) {
     cache_blocks(comm, tensors, device, 3 * kNumDropped);
     held_up.emplace(comm, device);
   }
-  // Not where the host carries data: it has waited for the device.
+  // Not if the host carries the data, since it then has waited for the device.
   comm.barrier("held up").wait();
   const bool is_held_up = held_up && comm.rank() == 0 && !held_up->is_over();
 

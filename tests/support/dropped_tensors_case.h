@@ -1,4 +1,4 @@
-// The part of the communicator suite that is about tensors that their owner lets go of early.
+// The part of the communicator suite about tensors that their owner drops early.
 #pragma once
 
 #include "support/communicator_suite.h"

@@ -1,4 +1,4 @@
-// A disk that is full: no file of this process grows beyond so many bytes, in the scope of a test.
+// Simulates a full disk: in its scope no file of this process grows beyond so many bytes.
 #pragma once
 
 #include <sys/resource.h>
@@ -9,7 +9,7 @@
 
 namespace fsdp::testing {
 
-// Writing more fails with EFBIG (instead of ENOSPC) after what fits.
+// Writing more fails with EFBIG (instead of ENOSPC) after the bytes that fit.
 class FileSizeLimit {
  public:
   explicit FileSizeLimit(rlim_t max_bytes) : signal_(std::signal(SIGXFSZ, SIG_IGN)) {
@@ -26,7 +26,7 @@ class FileSizeLimit {
 
  private:
   rlimit before_{};
-  void (*signal_)(int);  // what SIGXFSZ did before
+  void (*signal_)(int);  // the handler of SIGXFSZ before
 };
 
 }  // namespace fsdp::testing

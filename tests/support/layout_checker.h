@@ -1,6 +1,5 @@
-// Everything a FlatLayout promises, checked element by element: the random test and the fuzzer
-// share it. Written from the promises in flat_layout.h, without the arithmetic of the
-// implementation.
+// Checks everything a FlatLayout promises, element by element, for the random test and the fuzzer.
+// Written from the promises in flat_layout.h, without the arithmetic of the implementation.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +14,7 @@
 
 namespace fsdp::testing {
 
-// Each check returns what is wrong, or "".
+// Each check returns the fault, or "".
 #define FSDP_PROMISE(condition, ...) \
   if (!(condition)) return ::fsdp::concat(#condition, ": ", __VA_ARGS__)
 
@@ -193,7 +192,7 @@ class LayoutChecker {
       }
     }
     FSDP_PROMISE(max_numel == layout_.max_shard_numel(placed), max_numel);
-    // As many copies as there are ranks that do not share the work of holding it.
+    // As many copies as there are ranks along the axes that do not shard it.
     const int64_t copies =
         request_.inner_ranks * request_.outer_ranks / num_shards(placed, layout_.mesh());
     for (size_t e = 0; e < padded(); ++e) FSDP_PROMISE(holders[e] == copies, "element ", e);

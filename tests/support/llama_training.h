@@ -1,5 +1,4 @@
-// One rank's training of a Llama on the GPU, on a stream of its own: what tests of time and memory
-// look at.
+// One rank's training of a Llama on the GPU, on a stream of its own, for tests of time and memory.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -20,7 +19,7 @@
 namespace fsdp::testing {
 
 // Wide enough that the device, not the host, takes the time of a step; units of less than 2^24
-// elements, so that every reduction is one piece (comm/nccl_communicator.cpp).
+// elements, so that every reduction is one piece (comm/nccl/nccl_communicator.cpp).
 inline LlamaConfig wide_llama() {
   return {.vocab_size = 8192,
           .hidden_size = 1024,
@@ -38,7 +37,7 @@ struct TrainingShape {
   int microbatches = 1;
 };
 
-// Main gradients are fp32. The caller's stream is this training's from here on.
+// Main gradients are fp32. Makes its own stream the caller's current one.
 class LlamaTraining {
  public:
   LlamaTraining(World& world, ShardOptions options, const TrainingShape& shape)
@@ -84,7 +83,7 @@ class LlamaTraining {
   int64_t num_units() const { return static_cast<int64_t>(sharded_->unit_names().size()); }
   const at::Tensor& tokens() const { return tokens_; }
 
-  // Until the device has done everything.
+  // Waits until the device has done everything.
   void finish() const { c10::impl::VirtualGuardImpl(at::kCUDA).synchronizeDevice(device_.index()); }
 
  private:

@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "fsdp/comm/connect_nccl.h"
+#include "fsdp/comm/backends.h"
 #include "fsdp/nn/language_model.h"
 #include "fsdp/optim/adamw.h"
 #include "fsdp/shard/fully_shard.h"
@@ -49,7 +49,7 @@ class SmallTraining {
   }
 
   double loss() const { return loss_.item<double>(); }
-  // Of other tokens, between steps.
+  // On other tokens, between steps.
   double validate() {
     const at::NoGradGuard no_grad;
     return model_->logits(small_tokens(7, 7).to(kGpu)).sum().item<double>();
@@ -59,7 +59,7 @@ class SmallTraining {
   AdamW& optimizer() { return optimizer_; }
 
  private:
-  // Collectives are issued where there is one rank, too.
+  // Issues collectives even with one rank.
   Sharded shard(const Mesh& mesh, const std::string& strategy, UserBuffers user_buffers,
                 at::ScalarType wire) {
     model_->to(kGpu);

@@ -20,7 +20,7 @@ namespace fsdp::testing {
 inline constexpr int kUnits = 4;
 inline constexpr int kSteps = 4;
 
-// Where the models are: FSDP_TEST_DEVICE, or the CPU.
+// The device of the models: FSDP_TEST_DEVICE, or the CPU.
 inline c10::Device device() {
   const char* name = std::getenv("FSDP_TEST_DEVICE");
   return name == nullptr ? c10::Device(c10::kCPU) : c10::Device(name);
@@ -53,7 +53,7 @@ struct Outcome {
   std::vector<double> norms;                       // by step, if they were measured
 };
 
-// Main weights of all ranks, put together by the offsets every rank says it has.
+// Main weights of all ranks, put together by every rank's offsets.
 class MainWeightCollector {
  public:
   void add(const Sharded& sharded) {

@@ -22,9 +22,9 @@ namespace fsdp::testing {
 
 namespace {
 
-// AdamW as usual does not see by what factor its gradients are wrong, and where a gradient is
-// nothing but rounding it moves the weight by the full learning rate. Both end with an epsilon that
-// is as large as the gradients of these models.
+// With a usual epsilon AdamW hides a wrong factor of its gradients, and moves a weight by the full
+// learning rate if its gradient is pure rounding. An epsilon as large as the gradients of these
+// models prevents both.
 constexpr double kLearningRate = 1e-2;
 constexpr double kEpsilon = 1e-2;
 constexpr double kWeightDecay = 0.1;
@@ -94,7 +94,7 @@ at::ScalarType ParityCase::compute() const {
 ShardOptions ParityCase::options() const {
   ShardOptions options{.strategy = parse_strategy(strategy), .pool = pool};
   if (updated_by == UpdatedBy::kLibtorch)
-    options.precision.main_storage = MainStorage::kSeparate;  // it wants views
+    options.precision.main_storage = MainStorage::kSeparate;  // for views
   if (updated_by == UpdatedBy::kOursOffloaded)
     options.offload = {.fraction = 0.4, .chunk_numel = 128};  // many chunks of these models
   options.precision.main_grads = at::kFloat;
@@ -134,7 +134,7 @@ class LibtorchUpdates {
   }
 
   void step() {
-    // The gradient as the optimizer wants it: in the main weight's dtype.
+    // The gradient in the main weight's dtype, as the optimizer expects it.
     const std::vector<ShardedParameter> now = sharded_.parameters();
     for (size_t i = 0; i < now.size(); ++i)
       if (now[i].is_trainable)
@@ -150,7 +150,7 @@ class LibtorchUpdates {
   std::optional<torch::optim::AdamW> optimizer_;
 };
 
-// Whoever updates: step() is an update and the end of the cycle.
+// The update function: step() is an update and the end of the cycle.
 std::function<void()> updates_of(const Sharded& sharded, const ParityCase& parity) {
   if (parity.updated_by == UpdatedBy::kLibtorch)
     return [updates = std::make_shared<LibtorchUpdates>(sharded)] { updates->step(); };
@@ -228,7 +228,7 @@ void expect_equal_bits(const RankOutcome& actual, const RankOutcome& expected) {
 
 namespace {
 
-// A parameter that computes, and its main weight: another tensor where the dtype differs.
+// A parameter, and its main weight: another tensor if the dtype differs.
 struct Trained {
   std::string name;
   at::Tensor parameter;
@@ -248,7 +248,7 @@ std::vector<Trained> prepare(const ParityModel& model) {
   return all;
 }
 
-// Adds what one rank's backward left in the parameters; one that was not used contributes zero.
+// Adds the gradients that one rank's backward left in the parameters; a missing one counts as zero.
 void collect_gradients(std::vector<Trained>& all, double scale) {
   for (Trained& each : all) {
     if (!each.parameter.requires_grad()) continue;
@@ -268,8 +268,8 @@ void collect_gradients(std::vector<Trained>& all, double scale) {
 }
 
 // AdamW divides a gradient by sqrt(second moment) + epsilon. The mean magnitude of the tensor is
-// added since later steps compute their gradients with weights that are already a little off, by
-// which every gradient changes, those near zero too.
+// added because weights of later steps are already a little off, which changes every gradient,
+// those near zero, too.
 void note_sensitivity(std::vector<Trained>& all, PlainOutcome& outcome, int step) {
   const double correction = 1.0 - std::pow(kBeta2, step + 1);
   for (Trained& each : all) {
@@ -343,9 +343,9 @@ bool is_equal_bit_by_bit(const ParityCase& parity) {
   return parity.ranks() == 1 && parity.updated_by == UpdatedBy::kLibtorch;
 }
 
-// Of a reduced gradient, relative to the magnitude of what was summed, from equal weights.
+// Of a reduced gradient, relative to the magnitude of the summands, from equal weights.
 // fp32: sums over ranks and microbatches are added in another order and divided at another time; a
-// sum of n numbers has n roundings, here and there. (A layer that adds to a gradient itself does so
+// sum of n numbers has n roundings on both sides. (A layer that adds to a gradient itself does so
 // within its dot product, of at most 18 terms in these models.)
 // bf16 wire: one rounding to travel along an axis and one for the result there, two axes at most.
 double gradient_tolerance(const ParityCase& parity) {
@@ -353,10 +353,10 @@ double gradient_tolerance(const ParityCase& parity) {
   return parity.precision == Precision::kBf16Wire ? summed + 4 * kBf16Rounding : summed;
 }
 
-// The same after some steps. fp32: gradients of later steps are off by what the weights are off by,
-// too; four times is room for that (the largest error of the covering subset is a seventh of it).
-// bf16: a weight that differs in its last fp32 bit may round to another bf16 value, and activations
-// after it likewise, so that every later gradient has the errors of bf16 anew.
+// The same after some steps. fp32: errors of the weights add errors to gradients of later steps; a
+// factor of four allows for them (the largest error of the covering subset is a seventh of it).
+// bf16: a weight that differs in its last fp32 bit may round to another bf16 value, and so may
+// later activations, so that every later gradient has the errors of bf16 anew.
 double drift_tolerance(const ParityCase& parity) {
   const double amplified = 4.0 * gradient_tolerance(parity);
   return parity.precision == Precision::kFp32 ? amplified : amplified + 4 * kBf16Rounding;
@@ -369,7 +369,7 @@ void expect_near(const std::string& what, const at::Tensor& actual, const at::Te
   const at::Tensor error =
       (actual.to(at::kDouble).flatten() - expected.to(at::kDouble).flatten()).abs();
   const at::Tensor allowed = tolerance.to(at::kDouble).flatten();
-  const at::Tensor is_near = error.le(allowed);  // not the other way round: a NaN must fail
+  const at::Tensor is_near = error.le(allowed);  // in this form, so that a NaN fails
   const auto worst = (error - allowed).argmax().item<int64_t>();
   EXPECT_TRUE(is_near.all().item<bool>())
       << what << ": " << is_near.logical_not().sum().item<int64_t>() << " of " << actual.numel()
@@ -384,8 +384,8 @@ at::Tensor part_of(const at::Tensor& whole, const Piece& piece) {
 void expect_losses(const RankOutcome& actual, const std::vector<float>& expected,
                    const ParityCase& parity) {
   ASSERT_EQ(actual.losses.size(), expected.size());
-  // Weights are off by drift_tolerance times what a step moves; so is what a step changes the loss
-  // by, which is less than the loss itself. 2^-20: the loss's own sum.
+  // Weights are off by drift_tolerance times the change of a step; so is a step's change of the
+  // loss, which is less than the loss itself. 2^-20: the loss's own sum.
   const double relative = drift_tolerance(parity) + 0x1p-20;
   for (size_t i = 0; i < expected.size(); ++i) {
     const bool is_first_step = i < static_cast<size_t>(parity.microbatches);

@@ -65,7 +65,7 @@ struct Piece {
   at::Tensor value;
 };
 
-// What one rank saw and was left with.
+// One rank's losses, gradients and final weights.
 struct RankOutcome {
   std::vector<float> losses;                  // of every step and microbatch
   std::vector<Piece> first_gradients;         // of step 1, in the optimizer's placement
@@ -86,8 +86,8 @@ void expect_equal_bits(const RankOutcome& actual, const RankOutcome& expected);
 
 struct PlainParameter {
   at::Tensor first_gradient;
-  // The mean or sum over ranks and microbatches of |gradient|, of step 1: what roundings of sums
-  // are relative to.
+  // The mean or sum over ranks and microbatches of |gradient|, of step 1: roundings of sums are
+  // relative to it.
   at::Tensor first_magnitude;
   at::Tensor main_weight;
   at::Tensor weight;

@@ -10,8 +10,8 @@ namespace fsdp::testing {
 
 namespace {
 
-// The seven named ones, then what has no name: weights sharded and gradients not, everything over
-// both axes, gradients over both axes and weights whole, ZeRO-3 with gradients over both axes.
+// The seven named ones, then unnamed ones: only weights sharded, everything over both axes,
+// gradients over both axes and weights whole, ZeRO-3 with gradients over both axes.
 constexpr std::array kStrategies = {"no_shard",
                                     "optim",
                                     "optim_grads",
@@ -86,7 +86,7 @@ size_t num_new_pairs(const Choice& choice, const std::set<ValuePair>& missing) {
   return count;
 }
 
-// For each property in turn the value that makes the most pairs new, until that is stable.
+// Takes for each property in turn the value that adds the most new pairs, until nothing changes.
 Choice improved(Choice choice, const std::set<ValuePair>& missing) {
   for (bool changed = true; changed;) {
     changed = false;
@@ -116,7 +116,7 @@ std::vector<ParityCase> pairwise_cases() {
     for_each_pair(choice, [&](const ValuePair& pair) { missing.insert(pair); });
   std::vector<ParityCase> cases;
   while (!missing.empty()) {
-    // Starts with a pair that is missing, so that every case brings one at least.
+    // Starts with a missing pair, so that every case adds at least one.
     const ValuePair pair = *missing.begin();
     Choice start{};
     start[pair[0]] = pair[1];

@@ -9,7 +9,7 @@
 #include <cstdlib>
 #include <mutex>
 
-#include "fsdp/nn/linear.h"
+#include "fsdp/nn/layers/linear.h"
 #include "fsdp/shard/unit.h"
 
 namespace fsdp::testing {
@@ -182,7 +182,7 @@ TORCH_MODULE(WideMlp);
 
 // One small weight used at every position: its gradient is a sum of many uses. Autograd makes that
 // sum before it adds it to those of earlier microbatches; a layer that writes its gradient itself
-// adds one use at a time, which rounds otherwise (linear_test.cpp has that case).
+// adds one use at a time, which rounds differently (linear_test.cpp has that case).
 struct RecurrenceImpl : Module {
   RecurrenceImpl()
       : in(register_module("in", torch::nn::Linear(kNarrow, 3))),
@@ -297,7 +297,7 @@ std::shared_ptr<ParityModel> make_model(ModelKind kind, at::ScalarType compute) 
   std::shared_ptr<ParityModel> model = construct(kind);
   model->to(compute);
   model->to(test_device());
-  // A GPU may add up in the order of its threads otherwise, and bits are compared here.
+  // Otherwise a GPU may add up in the order of its threads, and bits are compared here.
   if (!test_device().is_cpu()) at::globalContext().setDeterministicAlgorithms(true, true);
   return model;
 }

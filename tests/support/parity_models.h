@@ -21,20 +21,20 @@ enum class ModelKind : uint8_t {
 
 const char* name_of(ModelKind kind);
 
-// What one rank computes with in one microbatch.
+// One rank's input in one microbatch.
 struct Batch {
   at::Tensor input;
   at::Tensor target;
-  int64_t num_rows = 0;  // what a mean loss divides by
+  int64_t num_rows = 0;  // the divisor of a mean loss
 };
 
 class ParityModel : public torch::nn::Module {
  public:
-  // Summed over the rows of the batch, in fp32 whatever the model computes in.
+  // Summed over the rows of the batch, always in fp32.
   virtual at::Tensor summed_loss(const Batch& batch) = 0;
 };
 
-// Where models and batches are: FSDP_TEST_DEVICE, or the CPU.
+// The device of models and batches: FSDP_TEST_DEVICE, or the CPU.
 c10::Device test_device();
 
 // Equal values on every call. May be called by several ranks at the same time, although libtorch's

@@ -3,13 +3,12 @@
 
 #include <memory>
 
-#include "fsdp/comm/connect_mpi.h"
-#include "fsdp/comm/connect_tcp.h"
+#include "fsdp/comm/backends.h"
 #include "fsdp/comm/world.h"
 
 namespace fsdp::testing {
 
-// Unlike World::from_environment, takes the launcher's backend for one rank, too.
+// Unlike World::from_environment, uses the launcher's backend for one rank, too.
 inline std::unique_ptr<Communicator> connect_processes(const CommOptions& options) {
   const Launch launch = read_launch();
   const bool by_tcp = launch.launcher == Launcher::kTorchrun;

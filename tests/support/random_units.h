@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "fsdp/memory/bucket.h"
-#include "fsdp/memory/step_order.h"
+#include "fsdp/memory/live_trace.h"
 
 namespace fsdp::testing {
 

@@ -88,7 +88,7 @@ void reduces_every_dtype_in_rank_order(World& world, at::Device device) {
   }
 }
 
-// One share is longer than what a backend may move at a time (MPI: 1 MiB per rank), and odd.
+// One share is odd, and longer than a backend moves at a time (MPI: 1 MiB per rank).
 void reduces_large_uneven_shares(World& world, at::Device device) {
   Communicator& comm = world.communicator();
   std::vector<int64_t> counts = uneven_counts(comm.size(), 1000);
@@ -117,14 +117,14 @@ void reduces_any_wire_into_any_output(World& world, at::Device device) {
       check_reduce_scatter(comm, device, {wire, result, {.op = ReduceOp::kAvg}, counts});
 }
 
-// Rank 0's share is longer than what MPI moves at a time, the others' are small.
+// Rank 0's share is longer than MPI moves at a time, the others' are small.
 std::vector<int64_t> one_long_share(int ranks) {
   std::vector<int64_t> counts(static_cast<size_t>(ranks), 101);
   counts[0] = 600001;
   return counts;
 }
 
-// The output holds something; the reduced share is added to it before the one rounding.
+// The output is not empty; the reduced share is added to it before the only rounding.
 void adds_to_what_is_there(World& world, at::Device device) {
   Communicator& comm = world.communicator();
   const std::vector<int64_t> counts = one_long_share(comm.size());

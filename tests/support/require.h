@@ -1,5 +1,5 @@
-// Tests that need something this machine may not have: skipped in words, or failed where it is
-// promised (FSDP_REQUIRE=gpu).
+// For tests that need something this machine may not have: they are skipped with a reason, or fail
+// if FSDP_REQUIRE (=gpu) promises it.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -1,10 +1,10 @@
-// Manifests with a defect that their checksum does not tell.
+// Manifests with a defect that their checksum does not reveal.
 #pragma once
 
 #include <nlohmann/json.hpp>
 #include <string>
 
-#include "fsdp/checkpoint/manifest_checksum.h"
+#include "fsdp/checkpoint/format/manifest_text.h"
 
 namespace fsdp::testing {
 

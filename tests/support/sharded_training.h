@@ -17,7 +17,7 @@
 
 namespace fsdp::testing {
 
-// One for all models: a static of the template below would be one per kind of model.
+// One for all models; a static of the template below would be one per kind of model.
 inline std::mutex& generator_in_use() {
   static std::mutex mutex;
   return mutex;
@@ -118,7 +118,7 @@ inline void expect_equal(const std::vector<at::Tensor>& actual,
                                                    << expected[i];
 }
 
-// Sums over ranks are wide and rounded once, those of the plain model are not.
+// Sums over ranks are wide and rounded once, unlike those of the plain model.
 inline void expect_close(const std::vector<at::Tensor>& actual,
                          const std::vector<at::Tensor>& expected, const std::string& what = {}) {
   ASSERT_EQ(actual.size(), expected.size()) << what;
@@ -129,7 +129,7 @@ inline void expect_close(const std::vector<at::Tensor>& actual,
         << expected[i];
 }
 
-// The words of the error that `body` throws; empty when it throws none.
+// The message of the error that `body` throws; empty if it throws none.
 template <typename Body>
 std::string error_of(const Body& body) {
   try {

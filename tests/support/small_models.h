@@ -48,7 +48,7 @@ inline NemotronHConfig small_hybrid() {
           .chunk_size = 4};
 }
 
-// Every option that changes which tensors there are, or how they are used.
+// Covers every option that changes which tensors there are, or their use.
 inline std::vector<SmallModel> small_models() {
   LlamaConfig biased = small_llama();
   biased.attention_bias = biased.mlp_bias = true;
@@ -94,14 +94,14 @@ inline ModelLoss small_loss(LanguageModel& model, const at::Tensor& tokens) {
   return model.loss(tokens.narrow(1, 0, sequence), tokens.narrow(1, 1, sequence));
 }
 
-// What published checkpoints call a tensor.
+// A tensor's name in published checkpoints.
 inline std::string stored_name(const LanguageModel& model, const std::string& in_tree) {
   for (const StoredName& renamed : model.stored_names())
     if (renamed.in_tree == in_tree) return renamed.stored;
   return in_tree;
 }
 
-// Norms that are all ones would hide being mixed up or left out.
+// Norms of ones would hide that they are mixed up or missing.
 inline void disturb(LanguageModel& model) {
   const at::NoGradGuard no_grad;
   int64_t place = 0;

@@ -14,9 +14,9 @@
 #include "fsdp/base/crc32c.h"
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/integer.h"
-#include "fsdp/checkpoint/manifest.h"
-#include "fsdp/checkpoint/piece_writer.h"
-#include "fsdp/checkpoint/strided_box.h"
+#include "fsdp/checkpoint/format/manifest.h"
+#include "fsdp/checkpoint/format/piece_writer.h"
+#include "fsdp/checkpoint/format/tensor_boxes.h"
 
 namespace fsdp::testing {
 
@@ -39,7 +39,7 @@ inline TensorData random_data(std::mt19937_64& random, std::string name, DType d
   return data;
 }
 
-// What a rank would write of it; `data` must live until it is written.
+// A piece as a rank would write it; `data` must live until it is written.
 inline Piece piece_of(const TensorData& data, const Box& box) {
   const int64_t width = element_bytes(data.tensor.dtype);
   const auto read = [&data, box, width](FlatRange range, std::byte* into) {
@@ -53,7 +53,7 @@ inline Piece piece_of(const TensorData& data, const Box& box) {
     }
   };
   Piece piece{.name = data.tensor.name, .dtype = data.tensor.dtype, .box = box, .read = read};
-  // Of boxes that are one stretch, half: both ways to the file are taken.
+  // Half of the contiguous boxes offer their address, so that both ways to the file are tested.
   const std::vector<Run> stretches = runs(packed(whole_box(data.tensor.shape), 0), packed(box, 0));
   const bool begins_even =
       std::accumulate(box.offsets.begin(), box.offsets.end(), int64_t{0}) % 2 == 0;
@@ -64,7 +64,7 @@ inline Piece piece_of(const TensorData& data, const Box& box) {
   return piece;
 }
 
-// A checkpoint whose parts can be changed and written again: a defect that no checksum tells.
+// A checkpoint whose parts can be changed and written again: a defect that no checksum reveals.
 struct StoredCheckpoint {
   std::string path;
   Manifest manifest;
@@ -72,7 +72,7 @@ struct StoredCheckpoint {
 
   void write_manifest() const { write_file_durably(path + "/manifest.json", to_json(manifest)); }
 
-  // Also into the list of the manifest, which write_manifest() must then follow.
+  // Also adds it to the list of the manifest, so that write_manifest() must follow.
   void write_record(int64_t rank) {
     const std::string text = to_json(records[static_cast<size_t>(rank)]);
     write_file_durably(concat(path, "/", rank_record_path(rank)), text);
@@ -80,7 +80,7 @@ struct StoredCheckpoint {
           crc32c(std::as_bytes(std::span(text)))});
   }
 
-  // Adds or replaces what the manifest says about a file.
+  // Adds or replaces the manifest's entry of a file.
   void list(const StoredFile& file) {
     for (StoredFile& each : manifest.files)
       if (each.path == file.path) {

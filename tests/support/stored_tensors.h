@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/checkpoint/safetensors_header.h"
-#include "fsdp/checkpoint/sharded_files.h"
+#include "fsdp/checkpoint/format/safetensors_header.h"
+#include "fsdp/checkpoint/tools/converted_files.h"
 
 namespace fsdp::testing {
 
@@ -57,7 +57,7 @@ inline std::string read_text(const std::string& path) {
   return text.str();
 }
 
-// Another byte at `offset`; from the end if it is negative.
+// Changes the byte at `offset`; counts from the end if it is negative.
 inline void change_byte(const std::string& path, int64_t offset) {
   std::string text = read_text(path);
   const auto at =

@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "fsdp/comm/tcp_mesh.h"
+#include "fsdp/comm/tcp/tcp_mesh.h"
 
 namespace fsdp::testing {
 
@@ -40,7 +40,7 @@ inline TcpMeshOptions mesh_options(int rank, int size) {
   return options;
 }
 
-// Runs every body in a thread of its own; returns what each threw, "" for nothing.
+// Runs every body in a thread of its own; returns each one's error, "" for none.
 inline std::vector<std::string> run_beside(const std::vector<std::function<void()>>& bodies) {
   std::vector<std::string> errors(bodies.size());
   std::vector<std::thread> threads;

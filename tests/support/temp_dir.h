@@ -1,4 +1,4 @@
-// A directory of its own for a test, gone at its end.
+// A directory for one test, removed at its end.
 #pragma once
 
 #include <stdlib.h>
@@ -13,8 +13,7 @@ namespace fsdp::testing {
 
 class TempDir {
  public:
-  // kMemory, where there is such a place, for tests that write many files: nothing waits for a
-  // disk.
+  // kMemory, if there is such a place, for tests that write many files: nothing waits for a disk.
   enum class On { kDisk, kMemory };
 
   explicit TempDir(On on = On::kDisk) : path_(parent(on) + "/fsdp_test_XXXXXX") {
@@ -25,7 +24,7 @@ class TempDir {
   ~TempDir() {
     try {
       remove_tree(path_);
-    } catch (const Error&) {  // somebody may have removed a part of it
+    } catch (const Error&) {  // a part of it may have been removed
     }
   }
 

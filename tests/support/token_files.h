@@ -28,7 +28,7 @@ inline TokenHeader write_tokens(const std::string& path, const std::vector<int64
   TokenFileWriter writer(path, header);
   writer.write(tokens);
   writer.count_documents(header.num_documents);
-  return writer.finish();
+  return writer.commit();
 }
 
 // Token i is `first + i`.
@@ -52,7 +52,7 @@ inline std::vector<int64_t> tokens_of(const Corpus& corpus) {
 inline void write_text_file(const std::string& path, std::string_view text) {
   FileWriter writer(path);
   writer.write(std::as_bytes(std::span(text)));
-  writer.finish();
+  writer.commit();
 }
 
 }  // namespace fsdp::testing

@@ -4,7 +4,7 @@
 #include <memory>
 #include <string>
 
-#include "fsdp/shard/engine.h"
+#include "fsdp/shard/engine/engine.h"
 #include "support/run_ranks.h"
 #include "support/sharded_training.h"
 
@@ -15,24 +15,25 @@ inline constexpr auto kSquare = [](auto& model, int rank, int step) {
 };
 
 inline bool nothing_is_held(const Sharded& sharded) {
-  for (const auto& unit : sharded.engine().units())
-    for (const GroupState& state : unit->groups)
-      if ((state.weight_slab && state.weight_slab->is_held()) ||
-          (state.gradient_slab && state.gradient_slab->is_held()))
+  for (const auto& unit : EngineAccess::of(sharded).units())
+    for (const ParamGroup& group : unit->groups())
+      if ((group.slabs().weight && group.slabs().weight->is_held()) ||
+          (group.slabs().gradient && group.slabs().gradient->is_held()))
         return false;
   return true;
 }
 
 // Trains sharded with every kind of pool, and under the two strategies that differ most.
 template <typename Make, typename Loss>
-void expect_trains_like_plain(const Make& make, const Loss& loss, int steps = 3) {
+void expect_trains_like_plain(const Make& make, const Loss& loss, int steps = 3,
+                              const std::vector<std::string>& units = {}) {
   const auto expected = train_plain(build(make), 2, steps, loss);
   for (const PoolKind kind : all_pool_kinds()) {
     for (const Strategy& strategy : {Strategy::optim, Strategy::optim_grads_params}) {
       run_ranks(2, [&](World& world) {
         const Mesh mesh = world.mesh();
         auto model = build(make);
-        Sharded sharded = fully_shard(model, mesh, {.strategy = strategy, .pool = kind});
+        Sharded sharded = fully_shard(model, mesh, {.strategy = strategy, .units = units, .pool = kind});
         train(model, sharded, world.rank(), steps, loss);
         EXPECT_TRUE(nothing_is_held(sharded));
         expect_close(weights_of(sharded, model), expected, std::string(name_of(kind)));

@@ -9,11 +9,11 @@
 #include <vector>
 
 #include "fsdp/base/text.h"
-#include "fsdp/optim/update_span.h"
+#include "fsdp/optim/kernels/update_span.h"
 
 namespace fsdp::testing {
 
-// Widens one number by the definition of its type, slowly.
+// Widens one number by the definition of its type.
 inline double decoded(DType dtype, const void* values, int64_t index) {
   if (dtype == DType::kFloat32) return static_cast<const float*>(values)[index];
   const bool is_half = dtype == DType::kFloat16 || dtype == DType::kBFloat16;
@@ -145,7 +145,7 @@ struct UpdateMemory {
     }
   }
 
-  // The weight as the optimizer knows it.
+  // The weight as the optimizer sees it.
   double main_value(int64_t i) const {
     if (types.main == MainWeight::kSeparate) return decoded(DType::kFloat32, main_weight.data(), i);
     if (types.main == MainWeight::kSplit) {
@@ -186,8 +186,8 @@ struct UpdateMemory {
   std::vector<float> first_scales, second_scales;
 
  private:
-  // Nearly normal: the sum of four even ones. (std::normal_distribution takes a logarithm of a long
-  // double per number, which some compilers do not compute in advance.)
+  // Nearly normal: the sum of four uniform numbers. (std::normal_distribution takes a logarithm of
+  // a long double per number, which some compilers do not compute in advance.)
   static float drawn(uint32_t seed, int64_t position) {
     uint64_t x = (static_cast<uint64_t>(seed) << 40) + static_cast<uint64_t>(position);
     float sum = 0;
@@ -198,7 +198,7 @@ struct UpdateMemory {
     return (sum - 2.0f) * 1.7320508f;
   }
 
-  // Values that the type holds only nearly are cut off.
+  // Cuts off digits that the type cannot hold.
   static void write(DType dtype, Bytes& to, int64_t i, float value) {
     uint32_t bits = 0;
     std::memcpy(&bits, &value, 4);

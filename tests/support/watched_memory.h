@@ -1,4 +1,4 @@
-// Memory that tests look at: what libtorch allocates in a thread, and slabs that never come back.
+// Memory that tests watch: libtorch's allocations in a thread, and slabs that never come back.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -15,7 +15,7 @@
 
 namespace fsdp::testing {
 
-// While one lives: what the calling thread allocates for CPU tensors.
+// While it lives, counts what the calling thread allocates for CPU tensors.
 class TensorAllocations {
  public:
   TensorAllocations()
@@ -41,8 +41,8 @@ class TensorAllocations {
   c10::DebugInfoGuard guard_;
 };
 
-// Hands out every address once, and fills what is given back with NaN: whoever still looks there
-// computes nonsense. The memory goes when the allocator does.
+// Hands out every address once, and fills released memory with NaN, so that late readers compute
+// nonsense. Frees the memory in its destructor.
 class OnceOnlyAllocator final : public SlabAllocator {
  public:
   ~OnceOnlyAllocator() override {

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/checkpoint/piece_writer.h"
+#include "fsdp/checkpoint/format/piece_writer.h"
 
 namespace fsdp::testing {
 

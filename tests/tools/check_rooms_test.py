@@ -24,7 +24,7 @@ class Rooms(unittest.TestCase):
         self.assertIn("room 'layout' may not know 'memory' (it knows base)", sentence)
 
     def test_neighbours_are_not_known(self):
-        self.assertEqual(len(faults("comm", "x.h", '#include "fsdp/layout/placement.h"\n')), 1)
+        self.assertEqual(len(faults("comm", "x.h", '#include "fsdp/layout/strategy.h"\n')), 1)
 
     def test_the_line_is_named(self):
         text = "#pragma once\n\n#include <vector>\n  #  include \"fsdp/cli/x.h\"\n"
@@ -42,6 +42,11 @@ class Rooms(unittest.TestCase):
     def test_short_paths_and_angle_brackets_are_faults(self):
         self.assertIn('"fsdp/layout/box.h"', faults("layout", "x.cpp", '#include "box.h"\n')[0])
         self.assertIn("with quotes", faults("layout", "x.cpp", "#include <fsdp/base/text.h>\n")[0])
+
+    def test_a_folder_belongs_to_its_room(self):
+        self.assertEqual(faults("comm", "tcp/x.cpp", '#include "fsdp/comm/message/y.h"\n#include "fsdp/base/z.h"\n'), [])
+        self.assertEqual(len(faults("comm", "tcp/x.cpp", '#include "fsdp/layout/strategy.h"\n')), 1)
+        self.assertIn('"fsdp/comm/tcp/y.h"', faults("comm", "tcp/x.cpp", '#include "y.h"\n')[0])
 
     def test_an_include_in_a_comment_is_none(self):
         self.assertEqual(faults("base", "x.h", '// #include "fsdp/cli/x.h"\n'), [])

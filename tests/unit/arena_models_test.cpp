@@ -6,9 +6,9 @@
 #include <ctime>
 
 #include "fsdp/layout/flat_layout.h"
+#include "fsdp/memory/arena/prefetch_plan.h"
 #include "fsdp/memory/bucket_pool.h"
-#include "fsdp/memory/prefetch_plan.h"
-#include "fsdp/plan/model_catalog.h"
+#include "fsdp/plan/load_model.h"
 
 namespace fsdp {
 namespace {

@@ -1,5 +1,5 @@
 // memory/: live traces, placements, arena plans. Checked by brute force over times and bytes.
-#include "fsdp/memory/arena_planner.h"
+#include "fsdp/memory/arena/arena_planner.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -10,9 +10,9 @@
 #include <set>
 
 #include "fsdp/base/error.h"
-#include "fsdp/memory/arena_placer.h"
+#include "fsdp/memory/arena/arena_placer.h"
+#include "fsdp/memory/arena/prefetch_plan.h"
 #include "fsdp/memory/bucket_pool.h"
-#include "fsdp/memory/prefetch_plan.h"
 #include "support/random_units.h"
 
 namespace fsdp {

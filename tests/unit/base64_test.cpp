@@ -1,5 +1,5 @@
 // Base64: the published examples, every value back, and one text for each.
-#include "fsdp/checkpoint/base64.h"
+#include "fsdp/checkpoint/format/manifest_text.h"
 
 #include <gtest/gtest.h>
 

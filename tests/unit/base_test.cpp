@@ -8,8 +8,8 @@
 #include "fsdp/base/env.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
-#include "fsdp/base/shown_text.h"
 #include "fsdp/base/text.h"
+#include "fsdp/base/utf8.h"
 
 namespace fsdp {
 namespace {
@@ -58,6 +58,7 @@ TEST(Text, SuggestsTheNearestNameOnlyWhenItIsNear) {
   EXPECT_EQ(nearest("llama3-8", names), "llama3-8b");
   EXPECT_EQ(nearest("lama3-70b", names), "llama3-70b");
   EXPECT_EQ(nearest("gpt", names), "");
+  EXPECT_EQ(nearest("fp8", std::vector<std::string>{"fp64", "fp16", "fp8_e4m3"}), "fp8_e4m3");
 }
 
 TEST(Integer, RefusesToOverflow) {

@@ -1,5 +1,5 @@
 // How a step begins: skipping, clipping, loss scales, powers.
-#include "fsdp/optim/begin_step.h"
+#include "fsdp/optim/kernels/step_state.h"
 
 #include <gtest/gtest.h>
 

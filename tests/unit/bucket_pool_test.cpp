@@ -7,8 +7,8 @@
 #include <cstring>
 
 #include "fsdp/base/error.h"
-#include "fsdp/memory/planned_pool.h"
-#include "fsdp/memory/prefetch_plan.h"
+#include "fsdp/memory/arena/prefetch_plan.h"
+#include "fsdp/memory/pool/planned_pool.h"
 #include "support/counting_allocator.h"
 #include "support/small_transformer.h"
 
@@ -98,7 +98,7 @@ TEST(BucketPool, SaysBeforehandWhetherAcquireWouldSucceed) {
     pool->acquire({1, 0});
     EXPECT_FALSE(pool->can_acquire({1, 0})) << "held, " << name_of(kind);
     EXPECT_THROW(pool->can_acquire({9, 0}), Error);
-    pool->abandon_step();
+    pool->cancel_step();
     EXPECT_FALSE(pool->is_held({1, 0})) << name_of(kind);
     EXPECT_NO_THROW(pool->begin_step()) << name_of(kind);
   }

@@ -9,7 +9,7 @@
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
-#include "fsdp/checkpoint/tensor_catalog.h"
+#include "fsdp/checkpoint/format/tensor_catalog.h"
 #include "support/stored_checkpoint.h"
 #include "support/temp_dir.h"
 

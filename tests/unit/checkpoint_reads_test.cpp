@@ -10,9 +10,9 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
-#include "fsdp/checkpoint/safetensors_header.h"
-#include "fsdp/checkpoint/tensor_catalog.h"
-#include "fsdp/checkpoint/verified_reads.h"
+#include "fsdp/checkpoint/format/safetensors_header.h"
+#include "fsdp/checkpoint/format/tensor_catalog.h"
+#include "fsdp/checkpoint/format/verified_reads.h"
 #include "support/stored_checkpoint.h"
 #include "support/temp_dir.h"
 

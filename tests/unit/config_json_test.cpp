@@ -1,5 +1,5 @@
 // nn/: configurations from and to config.json, presets, and what each wrong field is answered with.
-#include "fsdp/nn/config_json.h"
+#include "fsdp/nn/config/config_json.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -9,11 +9,11 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
-#include "fsdp/nn/config_differences.h"
-#include "fsdp/nn/flops.h"
-#include "fsdp/nn/presets.h"
-#include "fsdp/plan/architecture.h"
-#include "fsdp/plan/model_catalog.h"
+#include "fsdp/nn/config/config_differences.h"
+#include "fsdp/nn/config/flops.h"
+#include "fsdp/nn/config/presets.h"
+#include "fsdp/plan/load_model.h"
+#include "fsdp/plan/model_tensors.h"
 
 namespace fsdp {
 namespace {

@@ -1,5 +1,5 @@
 // What is printed, to the letter: on a terminal, in a file, and not at all.
-#include "fsdp/train/console.h"
+#include "fsdp/train/log/console.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -9,7 +9,7 @@
 #include <sstream>
 
 #include "fsdp/base/text.h"
-#include "fsdp/train/settings_table.h"
+#include "fsdp/train/log/console_tables.h"
 
 namespace fsdp::train {
 namespace {
@@ -210,9 +210,9 @@ TEST(Console, SaysNothingWhenQuiet) {
 }
 
 TEST(Console, ThinsOutTheLinesOfLongRuns) {
-  const auto num_lines = [](int64_t total, int64_t every) {
+  const auto num_lines = [](int64_t total, int64_t every, int64_t max_lines = 300) {
     std::ostringstream out;
-    Console console({.log_every = every}, out);
+    Console console({.log_every = every, .max_lines = max_lines}, out);
     for (int64_t step = 1; step <= total; ++step) console.step(step_record(step, total));
     return lines_of(out.str()).size() - 1;  // without the header
   };
@@ -221,6 +221,7 @@ TEST(Console, ThinsOutTheLinesOfLongRuns) {
   EXPECT_EQ(num_lines(10000, 0), 201);
   EXPECT_EQ(num_lines(100, 30), 5);  // 1, 30, 60, 90, 100
   EXPECT_EQ(num_lines(1000, 1), 1000);
+  EXPECT_EQ(num_lines(250, 0, 30), 26);  // 1, 10, 20, ...
 }
 
 TEST(Console, ShowsAnOutlierWhereverItIs) {

@@ -5,10 +5,10 @@
 #include <nlohmann/json.hpp>
 
 #include "fsdp/base/error.h"
-#include "fsdp/checkpoint/huggingface_files.h"
-#include "fsdp/checkpoint/manifest_checksum.h"
-#include "fsdp/checkpoint/model_config.h"
-#include "fsdp/checkpoint/verify_files.h"
+#include "fsdp/checkpoint/format/manifest_text.h"
+#include "fsdp/checkpoint/format/model_files.h"
+#include "fsdp/checkpoint/tools/converted_files.h"
+#include "fsdp/checkpoint/tools/verify_files.h"
 #include "support/stored_tensors.h"
 #include "support/temp_dir.h"
 

@@ -184,7 +184,7 @@ TEST_F(CorpusFiles, TokensOutsideTheVocabularyAreFoundWhenAFileIsOpened) {
     header.vocabulary = 100;
     TokenFileWriter writer(directory_ / "wrong.bin", header);
     writer.write_stored(std::as_bytes(std::span(tokens)));
-    writer.finish();
+    writer.commit();
     return refusal(directory_ / "wrong.bin");
   };
   EXPECT_EQ(write_one_wrong(0, 99), "accepted");

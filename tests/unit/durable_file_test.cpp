@@ -43,7 +43,7 @@ std::vector<std::string> names_in(const std::string& directory) {
 void write_whole(const std::string& path, std::string_view text) {
   FileWriter writer(path);
   writer.write(bytes_of(text));
-  writer.finish();
+  writer.commit();
 }
 
 // One sentence: the path, what was tried, and the rest in words.
@@ -62,7 +62,7 @@ TEST(FileWriter, WritesInOrderWhatIsReadBackAtAnyOffset) {
   writer.write(bytes_of("two "));
   EXPECT_EQ(writer.bytes(), 8);
   writer.write(bytes_of("three"));
-  writer.finish();
+  writer.commit();
   EXPECT_EQ(writer.bytes(), 13);
 
   const FileReader reader(dir / "data");
@@ -84,7 +84,7 @@ TEST(FileWriter, WritesFilesOfManyMegabytes) {
     std::fill(piece.begin(), piece.end(), static_cast<std::byte>(i));
     writer.write(piece);
   }
-  writer.finish();
+  writer.commit();
   const FileReader reader(dir / "large");
   ASSERT_EQ(reader.bytes(), kPieces * (3 << 20));
   for (int64_t i = 0; i < kPieces; ++i) {
@@ -119,7 +119,7 @@ TEST(FileWriter, MovesWithoutLosingTheFile) {
   FileWriter second = std::move(*first);
   first.reset();
   second.write(bytes_of("two"));
-  second.finish();
+  second.commit();
   EXPECT_EQ(read_text_file(dir / "data", 100), "one two");
 }
 

@@ -1,10 +1,10 @@
-// layout/group_types.h and memory/group_buckets.h: what engine and forecast agree on.
+// layout/group_types.h and memory/group_memory.h: what engine and forecast agree on.
 #include "fsdp/layout/group_types.h"
 
 #include <gtest/gtest.h>
 
 #include "fsdp/base/text.h"
-#include "fsdp/memory/group_buckets.h"
+#include "fsdp/memory/group_memory.h"
 
 namespace fsdp {
 namespace {

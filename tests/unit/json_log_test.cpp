@@ -1,6 +1,6 @@
 // The machine log: lines that any JSON reader takes, and a file that resumes, crashes and full
 // disks leave whole.
-#include "fsdp/train/json_log.h"
+#include "fsdp/train/log/json_log.h"
 
 #include <fcntl.h>
 #include <gmock/gmock.h>

@@ -1,5 +1,5 @@
 // What a checkpoint says about itself: read back as written, and refused where it cannot be true.
-#include "fsdp/checkpoint/manifest.h"
+#include "fsdp/checkpoint/format/manifest.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

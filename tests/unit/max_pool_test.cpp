@@ -1,5 +1,5 @@
 // memory/: the smallest slot that fits any unit.
-#include "fsdp/memory/max_pool.h"
+#include "fsdp/memory/pool/slot_layout.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -10,7 +10,7 @@
 #include <string>
 
 #include "fsdp/plan/forecast.h"
-#include "fsdp/plan/model_catalog.h"
+#include "fsdp/plan/load_model.h"
 
 namespace fsdp {
 namespace {

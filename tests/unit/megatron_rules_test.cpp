@@ -1,5 +1,5 @@
-// checkpoint/megatron_rules.h: every transform, with names and sizes.
-#include "fsdp/checkpoint/megatron_rules.h"
+// checkpoint/names/name_tables.h: every transform, with names and sizes.
+#include "fsdp/checkpoint/names/name_tables.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

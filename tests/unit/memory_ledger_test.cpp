@@ -34,7 +34,7 @@ TEST(MemoryLedger, RestartsPeaksAtWhatIsAllocatedNow) {
   MemoryLedger ledger;
   ledger.add(MemoryKind::kMainGrad, 80);
   ledger.remove(MemoryKind::kMainGrad, 60);
-  ledger.restart_peak();
+  ledger.reset_peak();
   EXPECT_EQ(ledger.peak_bytes(MemoryKind::kMainGrad), 20);
   EXPECT_EQ(ledger.total_peak_bytes(), 20);
   ledger.add(MemoryKind::kMainGrad, 10);

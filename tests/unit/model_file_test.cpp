@@ -1,5 +1,5 @@
 // plan/: models from JSON, and what each wrong field is answered with.
-#include "fsdp/plan/model_file.h"
+#include "fsdp/plan/load_model.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "fsdp/base/error.h"
-#include "fsdp/plan/model_catalog.h"
 
 namespace fsdp {
 namespace {

@@ -7,7 +7,7 @@
 #include <random>
 
 #include "fsdp/layout/flat_layout.h"
-#include "fsdp/plan/model_catalog.h"
+#include "fsdp/plan/load_model.h"
 
 namespace fsdp {
 namespace {

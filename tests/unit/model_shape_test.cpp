@@ -5,8 +5,8 @@
 #include <gtest/gtest.h>
 
 #include "fsdp/base/error.h"
-#include "fsdp/plan/architecture.h"
-#include "fsdp/plan/model_catalog.h"
+#include "fsdp/plan/load_model.h"
+#include "fsdp/plan/model_tensors.h"
 
 namespace fsdp {
 namespace {

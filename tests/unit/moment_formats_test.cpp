@@ -1,4 +1,4 @@
-// Why moments are kept as moment_code.h says: how far steps are from those with fp32 moments, for
+// Why moments are kept as kernels/moments.h says: how far steps are from those with fp32 moments, for
 // gradients whose sizes differ by orders of magnitude and shrink over time.
 //
 // 300 steps, 4096 elements, sizes exp(2 x normal); "error" is |step - fp32's| / |fp32's| of the
@@ -27,8 +27,8 @@
 #include <random>
 #include <vector>
 
-#include "fsdp/optim/begin_step.h"
-#include "fsdp/optim/update_on_cpu.h"
+#include "fsdp/optim/kernels/step_state.h"
+#include "fsdp/optim/kernels/update_on_cpu.h"
 #include "support/update_case.h"
 
 namespace fsdp {

@@ -1,11 +1,10 @@
-// checkpoint/name_rules_json.h: tables of rules that people write.
-#include "fsdp/checkpoint/name_rules_json.h"
+// checkpoint/names/name_tables.h: tables of rules that people write.
+#include "fsdp/checkpoint/names/name_tables.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "fsdp/base/error.h"
-#include "fsdp/checkpoint/megatron_rules.h"
 
 namespace fsdp {
 namespace {

@@ -1,5 +1,5 @@
-// checkpoint/name_rules.h: patterns, fields, and the sections that rules make of a tensor.
-#include "fsdp/checkpoint/name_rules.h"
+// checkpoint/names/name_rules.h: patterns, fields, and the sections that rules make of a tensor.
+#include "fsdp/checkpoint/names/name_rules.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

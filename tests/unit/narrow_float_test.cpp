@@ -8,7 +8,7 @@
 #include <limits>
 #include <vector>
 
-#include "fsdp/optim/counter_random.h"
+#include "fsdp/optim/kernels/counter_random.h"
 #include "support/update_case.h"
 
 namespace fsdp {

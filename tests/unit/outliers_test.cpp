@@ -1,5 +1,5 @@
 // Which losses are called outliers, on curves like those of training.
-#include "fsdp/train/outliers.h"
+#include "fsdp/train/log/run_history.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
-// layout/padding_bound.h: known optima, and never above what an exhaustive search finds.
-#include "fsdp/layout/padding_bound.h"
+// layout/brick.h: known optima, and never above what an exhaustive search finds.
+#include "fsdp/layout/brick.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // Where a pass is, what it expects, and what it learns.
-#include "fsdp/shard/pass_plan.h"
+#include "fsdp/shard/engine/schedule.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/shard/step_schedule.h"
+#include "fsdp/shard/engine/schedule.h"
 
 namespace fsdp {
 namespace {
@@ -17,23 +17,23 @@ using ::testing::IsEmpty;
 
 const std::vector<std::string> kNames = {"a", "b", "c"};
 
-PassPlan three_units(int32_t prefetch) {
-  PassPlan plan({true, true, true}, prefetch);
+Schedule three_units(int32_t prefetch) {
+  Schedule plan({true, true, true}, prefetch);
   plan.expect(mirrored_order({0, 1, 2}), nullptr);
   return plan;
 }
 
-std::vector<int32_t> units_of(std::span<const StepSchedule::Gather> gathers) {
+std::vector<int32_t> units_of(std::span<const GatherPlan::Gather> gathers) {
   std::vector<int32_t> units;
-  for (const StepSchedule::Gather& gather : gathers) units.push_back(gather.unit);
+  for (const GatherPlan::Gather& gather : gathers) units.push_back(gather.unit);
   return units;
 }
 
 // Units that neither nest nor overlap.
-std::vector<std::vector<int32_t>> run(PassPlan& plan, const std::vector<int32_t>& forward,
+std::vector<std::vector<int32_t>> run(Schedule& plan, const std::vector<int32_t>& forward,
                                       const std::vector<int32_t>& backward) {
   std::vector<std::vector<int32_t>> gathered;
-  plan.open(PassPlan::Kind::kTraining);
+  plan.open(Schedule::Kind::kTraining);
   const auto use = [&](int32_t unit, Phase phase) {
     const int32_t time = plan.begin(unit, phase);
     gathered.push_back(units_of(plan.gathers_now()));
@@ -44,8 +44,8 @@ std::vector<std::vector<int32_t>> run(PassPlan& plan, const std::vector<int32_t>
   return gathered;
 }
 
-TEST(PassPlan, GathersOneUnitAheadOfTheOneThatComputes) {
-  PassPlan plan = three_units(1);
+TEST(Schedule, GathersOneUnitAheadOfTheOneThatComputes) {
+  Schedule plan = three_units(1);
   EXPECT_THAT(run(plan, {0, 1, 2}, {2, 1, 0}),
               ElementsAre(ElementsAre(0, 1), ElementsAre(2), IsEmpty(), ElementsAre(1),
                           ElementsAre(0), IsEmpty()));
@@ -53,15 +53,15 @@ TEST(PassPlan, GathersOneUnitAheadOfTheOneThatComputes) {
   EXPECT_EQ(plan.close(kNames), std::nullopt) << "it was as expected";
 }
 
-TEST(PassPlan, WithoutPrefetchGathersEachUnitWhenItBegins) {
-  PassPlan plan = three_units(0);
+TEST(Schedule, WithoutPrefetchGathersEachUnitWhenItBegins) {
+  Schedule plan = three_units(0);
   EXPECT_THAT(run(plan, {0, 1, 2}, {2, 1, 0}),
               ElementsAre(ElementsAre(0), ElementsAre(1), ElementsAre(2), IsEmpty(), ElementsAre(1),
                           ElementsAre(0)));
 }
 
-TEST(PassPlan, LearnsTheOrderOfItsFirstTrainingPass) {
-  PassPlan plan = three_units(1);
+TEST(Schedule, LearnsTheOrderOfItsFirstTrainingPass) {
+  Schedule plan = three_units(1);
   run(plan, {2, 0, 1}, {1, 0, 2});
   EXPECT_FALSE(plan.follows());
   const std::optional<StepOrder> learned = plan.close(kNames);
@@ -71,8 +71,8 @@ TEST(PassPlan, LearnsTheOrderOfItsFirstTrainingPass) {
   EXPECT_THAT(learned->ends, IsEmpty()) << "nothing was nested";
 }
 
-TEST(PassPlan, AfterASurpriseGathersNothingAheadUntilTheNextPass) {
-  PassPlan plan = three_units(1);
+TEST(Schedule, AfterASurpriseGathersNothingAheadUntilTheNextPass) {
+  Schedule plan = three_units(1);
   run(plan, {0, 1, 2}, {2, 1, 0});
   plan.close(kNames);
   EXPECT_THAT(run(plan, {0, 2}, {2, 0}),
@@ -81,8 +81,8 @@ TEST(PassPlan, AfterASurpriseGathersNothingAheadUntilTheNextPass) {
   EXPECT_THAT(run(plan, {0, 1}, {})[1], ElementsAre(2)) << "the known order is expected again";
 }
 
-TEST(PassPlan, AdoptsANewOrderThatComesTwiceInARow) {
-  PassPlan plan = three_units(1);
+TEST(Schedule, AdoptsANewOrderThatComesTwiceInARow) {
+  Schedule plan = three_units(1);
   run(plan, {0, 1, 2}, {2, 1, 0});
   plan.close(kNames);
   run(plan, {0, 2}, {2, 0});
@@ -93,14 +93,14 @@ TEST(PassPlan, AdoptsANewOrderThatComesTwiceInARow) {
   EXPECT_THAT(learned->forward, ElementsAre(0, 2));
 }
 
-TEST(PassPlan, AForwardWithoutBackwardTeachesNothing) {
-  PassPlan plan = three_units(1);
+TEST(Schedule, AForwardWithoutBackwardTeachesNothing) {
+  Schedule plan = three_units(1);
   run(plan, {2, 1, 0}, {});
   EXPECT_EQ(plan.close(kNames), std::nullopt);
 }
 
-TEST(PassPlan, AForwardThatBeginsAgainAfterAWholeOneIsAnotherPass) {
-  PassPlan plan = three_units(1);
+TEST(Schedule, AForwardThatBeginsAgainAfterAWholeOneIsAnotherPass) {
+  Schedule plan = three_units(1);
   run(plan, {0, 1}, {});
   EXPECT_FALSE(plan.would_start_anew(0)) << "the forward was not whole";
   run(plan, {0, 1, 2}, {});
@@ -110,17 +110,17 @@ TEST(PassPlan, AForwardThatBeginsAgainAfterAWholeOneIsAnotherPass) {
   EXPECT_FALSE(plan.would_start_anew(0)) << "its backward has begun";
 }
 
-TEST(PassPlan, AFirstUnitThatIsUsedAgainGoesOnWithItsForward) {
-  PassPlan plan = three_units(1);  // the embedding, a prediction layer, the head
+TEST(Schedule, AFirstUnitThatIsUsedAgainGoesOnWithItsForward) {
+  Schedule plan = three_units(1);  // the embedding, a prediction layer, the head
   run(plan, {0, 2, 2}, {});
   EXPECT_FALSE(plan.would_start_anew(0)) << "the prediction layer is to come";
   for (const int32_t unit : {0, 1, 2}) plan.end(plan.begin(unit, Phase::kForward));
   EXPECT_TRUE(plan.would_start_anew(0)) << "every unit had its turn";
 }
 
-TEST(PassPlan, WithoutGradientsLetsTheLastUnitGo) {
-  PassPlan plan = three_units(1);
-  plan.open(PassPlan::Kind::kInference);
+TEST(Schedule, WithoutGradientsLetsTheLastUnitGo) {
+  Schedule plan = three_units(1);
+  plan.open(Schedule::Kind::kInference);
   plan.begin(0, Phase::kForward);
   plan.begin(1, Phase::kForward);
   EXPECT_THAT(units_of(plan.gathers_now()), ElementsAre(2));

@@ -8,9 +8,8 @@
 #include <vector>
 
 #include "fsdp/base/error.h"
-#include "fsdp/plan/allocator_blocks.h"
-#include "fsdp/plan/architecture.h"
-#include "fsdp/plan/model_file.h"
+#include "fsdp/plan/load_model.h"
+#include "fsdp/plan/model_tensors.h"
 
 namespace fsdp {
 namespace {

@@ -1,5 +1,5 @@
 // The shuffled order: every number once, and no order better than another.
-#include "fsdp/data/permutation.h"
+#include "fsdp/data/batches.h"
 
 #include <gtest/gtest.h>
 

@@ -1,9 +1,8 @@
-// layout/placement.h and layout/strategy.h: which triples exist, how they are named and refused.
+// layout/strategy.h and layout/strategy.h: which triples exist, how they are named and refused.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "fsdp/base/error.h"
-#include "fsdp/layout/placement.h"
 #include "fsdp/layout/strategy.h"
 
 namespace fsdp {

@@ -7,8 +7,8 @@
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
-#include "fsdp/checkpoint/safetensors_header.h"
-#include "fsdp/checkpoint/tensor_catalog.h"
+#include "fsdp/checkpoint/format/safetensors_header.h"
+#include "fsdp/checkpoint/format/tensor_catalog.h"
 #include "support/temp_dir.h"
 
 namespace fsdp {

@@ -10,9 +10,8 @@
 #include "fsdp/base/error.h"
 #include "fsdp/plan/forecast.h"
 #include "fsdp/plan/group_plan.h"
-#include "fsdp/plan/model_catalog.h"
+#include "fsdp/plan/load_model.h"
 #include "fsdp/plan/pool_forecast.h"
-#include "fsdp/plan/traffic.h"
 
 namespace fsdp {
 namespace {

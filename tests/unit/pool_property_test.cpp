@@ -158,7 +158,7 @@ TEST(PoolProperties, CanAcquireSaysWhetherAcquireThrows) {
         if (pool->is_held(id) && random.between(0, 3) > 0) {
           pool->release(id);
         } else if (random.between(0, 19) == 0) {
-          pool->abandon_step();
+          pool->cancel_step();
           ASSERT_EQ(pool->num_held(), 0) << where;
           pool->begin_step();
         } else {
@@ -199,7 +199,7 @@ TEST(PoolProperties, AnAbandonedStepLeavesNoTrace) {
         for (const LiveInterval& each : trace.intervals)
           if (each.first == time) pool->acquire(each.bucket);
       }
-      pool->abandon_step();
+      pool->cancel_step();
       ASSERT_EQ(pool->num_held(), 0) << where;
       ASSERT_EQ(allocator.live_bytes(), pool->bytes().fixed()) << where;
       const Observed after = run_step(*pool, random);

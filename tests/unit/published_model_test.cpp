@@ -1,12 +1,12 @@
 // What a model's config.json says beyond what is read here stays in it.
-#include "fsdp/train/published_model.h"
+#include "fsdp/train/model/published_model.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>
 
-#include "fsdp/nn/config_json.h"
+#include "fsdp/nn/config/config_json.h"
 
 namespace fsdp::train {
 namespace {

@@ -1,5 +1,5 @@
 // The report as text; tests/processes/report_test.py has a browser open it.
-#include "fsdp/train/report_page.h"
+#include "fsdp/train/report/report_page.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -9,11 +9,10 @@
 #include <limits>
 
 #include "fsdp/base/error.h"
-#include "fsdp/train/chart_axis.h"
-#include "fsdp/train/line_chart.h"
-#include "fsdp/train/report_file.h"
-#include "fsdp/train/timeline_chart.h"
-#include "fsdp/train/utf8_text.h"
+#include "fsdp/train/log/utf8_text.h"
+#include "fsdp/train/report/chart_axis.h"
+#include "fsdp/train/report/line_chart.h"
+#include "fsdp/train/report/timeline_chart.h"
 #include "support/file_size_limit.h"
 #include "support/temp_dir.h"
 

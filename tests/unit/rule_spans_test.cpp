@@ -1,5 +1,6 @@
-// optim/rule_spans.h: every element of a shard in exactly one span, with its tensor's settings.
-#include "fsdp/optim/rule_spans.h"
+// optim/parameter_rules.h: every element of a shard in exactly one span, with its tensor's
+// settings.
+#include "fsdp/optim/parameter_rules.h"
 
 #include <gtest/gtest.h>
 

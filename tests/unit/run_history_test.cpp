@@ -1,5 +1,5 @@
 // What is kept of a run's figures when there are too many to keep.
-#include "fsdp/train/run_history.h"
+#include "fsdp/train/log/run_history.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
 // Two runs on one directory: the second one is told of the first, and a dead one is no obstacle.
-#include "fsdp/checkpoint/run_lock.h"
+#include "fsdp/checkpoint/run_directory.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

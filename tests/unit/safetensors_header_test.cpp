@@ -1,5 +1,5 @@
 // The safetensors header: what is written is read back, and every defect has its own words.
-#include "fsdp/checkpoint/safetensors_header.h"
+#include "fsdp/checkpoint/format/safetensors_header.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

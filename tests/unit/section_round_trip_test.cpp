@@ -8,8 +8,8 @@
 #include <random>
 
 #include "fsdp/base/text.h"
-#include "fsdp/checkpoint/name_rules.h"
-#include "fsdp/checkpoint/tensor_sections.h"
+#include "fsdp/checkpoint/format/tensor_boxes.h"
+#include "fsdp/checkpoint/names/name_rules.h"
 #include "support/layout_checker.h"
 
 namespace fsdp {

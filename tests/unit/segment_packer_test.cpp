@@ -1,5 +1,5 @@
-// layout/segment_packer.h: where a tensor goes so that cuts fall between its bricks.
-#include "fsdp/layout/segment_packer.h"
+// layout/row_packing.h: where a tensor goes so that cuts fall between its bricks.
+#include "fsdp/layout/row_packing.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
 // Flags, config files and what is shown come from one table.
-#include "fsdp/train/settings.h"
+#include "fsdp/train/settings/settings.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
 // Both halves of a weight lead back to it, bit for bit.
-#include "fsdp/optim/split_weight.h"
+#include "fsdp/optim/kernels/split_weight.h"
 
 #include <gtest/gtest.h>
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "fsdp/base/error.h"
-#include "fsdp/optim/update_on_cpu.h"
+#include "fsdp/optim/kernels/update_on_cpu.h"
 #include "support/update_case.h"
 
 namespace fsdp {

@@ -1,5 +1,5 @@
 // A directory appears complete or not at all, and nothing is lost by accident.
-#include "fsdp/checkpoint/staged_directory.h"
+#include "fsdp/checkpoint/tools/staged_directory.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

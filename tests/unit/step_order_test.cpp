@@ -1,5 +1,5 @@
-// memory/step_order.h: steps in which units begin while others still compute.
-#include "fsdp/memory/step_order.h"
+// memory/live_trace.h: steps in which units begin while others still compute.
+#include "fsdp/memory/live_trace.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -9,8 +9,8 @@
 #include <set>
 
 #include "fsdp/base/error.h"
+#include "fsdp/memory/arena/prefetch_plan.h"
 #include "fsdp/memory/bucket_pool.h"
-#include "fsdp/memory/prefetch_plan.h"
 #include "support/counting_allocator.h"
 #include "support/random_units.h"
 #include "support/small_transformer.h"

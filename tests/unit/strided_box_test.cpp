@@ -1,5 +1,5 @@
 // Runs between two memories that hold boxes of one tensor: what an element-by-element copy does.
-#include "fsdp/checkpoint/strided_box.h"
+#include "fsdp/checkpoint/format/tensor_boxes.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // Two checkpoints compared: what only one has, other shapes and types, other numbers.
-#include "fsdp/checkpoint/tensor_differences.h"
+#include "fsdp/checkpoint/tools/tensor_numbers.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

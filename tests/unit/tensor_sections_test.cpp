@@ -1,11 +1,11 @@
-// checkpoint/tensor_sections.h: boxes of a model tensor, cut where the tensor is divided.
-#include "fsdp/checkpoint/tensor_sections.h"
+// checkpoint/format/tensor_boxes.h: boxes of a model tensor, cut where the tensor is divided.
+#include "fsdp/checkpoint/format/tensor_boxes.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "fsdp/base/error.h"
-#include "fsdp/checkpoint/name_rules.h"
+#include "fsdp/checkpoint/names/name_rules.h"
 
 namespace fsdp {
 namespace {
@@ -27,7 +27,7 @@ TEST(TensorSections, CutABoxThatStraddlesTwoOfThem) {
                           SectionBox{1, Box{{0, 0}, {1, 3}}, Box{{2, 0}, {1, 3}}}));
 }
 
-// The drawing in tensor_sections.h: from the last element of row 1 to the end of row 2.
+// The drawing in tensor_boxes.h: from the last element of row 1 to the end of row 2.
 TEST(TensorSections, CutAShardThatBeginsInMidRow) {
   const std::vector<int64_t> shape = {4, 3};
   std::vector<SectionBox> parts;

@@ -1,5 +1,5 @@
 // Statistics of numbers that are seen once and in parts.
-#include "fsdp/checkpoint/tensor_statistics.h"
+#include "fsdp/checkpoint/tools/tensor_numbers.h"
 
 #include <gtest/gtest.h>
 
@@ -19,7 +19,7 @@ TensorStatistics collect(const std::vector<double>& values, size_t part = 1000) 
   StatisticsCollector collector;
   for (size_t i = 0; i < values.size(); i += part)
     collector.add(std::span(values).subspan(i, std::min(part, values.size() - i)));
-  return collector.finish();
+  return collector.take();
 }
 
 TEST(TensorStatistics, CountsMeasuresAndSkipsWhatIsNotFinite) {
@@ -93,10 +93,10 @@ TEST(TensorStatistics, BeginAnewAfterTheEnd) {
   const std::vector<double> first = {1, -2, NAN, 1000};
   const std::vector<double> second = {3, 4};
   collector.add(first);
-  collector.finish();
-  EXPECT_EQ(collector.finish().numel, 0);
+  collector.take();
+  EXPECT_EQ(collector.take().numel, 0);
   collector.add(second);
-  const TensorStatistics s = collector.finish();
+  const TensorStatistics s = collector.take();
   EXPECT_EQ(s.bins, collect(second).bins);
   EXPECT_EQ(s.mean, 3.5);
   EXPECT_EQ(s.deviation, 0.5);
@@ -111,7 +111,7 @@ TEST(TensorStatistics, OfManySmallTensorsAreQuick) {
   const std::clock_t begin = std::clock();
   for (int i = 0; i < 20'000; ++i) {
     collector.add(values);
-    numel += collector.finish().numel;
+    numel += collector.take().numel;
   }
   const double seconds = static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC;
   EXPECT_EQ(numel, 40'000);

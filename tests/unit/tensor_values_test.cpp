@@ -1,5 +1,5 @@
 // Numbers of every type, and conversions that round once.
-#include "fsdp/checkpoint/tensor_values.h"
+#include "fsdp/checkpoint/format/tensor_stream.h"
 
 #include <gtest/gtest.h>
 

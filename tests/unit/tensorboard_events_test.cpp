@@ -1,5 +1,5 @@
 // Event files byte by byte; tests/processes/tensorboard_test.py has TensorBoard read them.
-#include "fsdp/train/tensorboard_events.h"
+#include "fsdp/train/log/tensorboard_events.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

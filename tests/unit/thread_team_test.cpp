@@ -1,5 +1,5 @@
 // Threads that share work: every part is done once, by the time run() returns.
-#include "fsdp/optim/thread_team.h"
+#include "fsdp/optim/kernels/thread_team.h"
 
 #include <gtest/gtest.h>
 

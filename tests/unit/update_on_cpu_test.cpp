@@ -1,5 +1,5 @@
 // The fused updates against the formulas in fp64, over all types, and how they may be cut.
-#include "fsdp/optim/update_on_cpu.h"
+#include "fsdp/optim/kernels/update_on_cpu.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -11,8 +11,8 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/narrow_float.h"
-#include "fsdp/optim/begin_step.h"
-#include "fsdp/optim/update_on_device.h"
+#include "fsdp/optim/kernels/step_state.h"
+#include "fsdp/optim/kernels/update_on_device.h"
 #include "support/update_case.h"
 
 namespace fsdp {

@@ -1,11 +1,11 @@
 // Every kind of damage is found and named, all of it in one go.
-#include "fsdp/checkpoint/verify_files.h"
+#include "fsdp/checkpoint/tools/verify_files.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "fsdp/base/error.h"
-#include "fsdp/checkpoint/manifest_checksum.h"
+#include "fsdp/checkpoint/format/manifest_text.h"
 #include "support/stored_tensors.h"
 #include "support/temp_dir.h"
 

@@ -1,5 +1,5 @@
 // Which stored tensors become a model's weights, and what does not fit it.
-#include "fsdp/checkpoint/weight_selection.h"
+#include "fsdp/checkpoint/tools/weight_selection.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

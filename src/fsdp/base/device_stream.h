@@ -9,11 +9,12 @@ namespace fsdp {
 // Kernels of ours take its native_handle().
 c10::Stream current_stream(c10::Device device);
 
-// What is enqueued on `second` from now on comes after all that is enqueued on `first`.
+// Makes `second` wait: work that is enqueued there from now on comes after all work that is
+// enqueued on `first`.
 void follow(const c10::Stream& second, const c10::Stream& first);
 
-// Memory that libtorch gave out on one stream is about to be used on another: it may be let go
-// before that has happened.
+// Tells libtorch's allocator that `stream` uses the tensor's memory, so that the tensor may be
+// released before that use has ended.
 void used_on(const c10::Stream& stream, const at::Tensor& tensor);
 
 }  // namespace fsdp

@@ -1,4 +1,5 @@
-// The element types a buffer can have, known without torch.
+// The element types a buffer can have, known without torch, and which of them this machine's CPU
+// computes with quickly.
 #pragma once
 
 #include <cstdint>
@@ -34,5 +35,18 @@ std::optional<DType> parse_dtype(std::string_view name);
 std::span<const DType> all_dtypes();
 
 bool is_floating(DType dtype);
+
+// Which narrow types libtorch multiplies quickly on a CPU.
+struct CpuTypes {
+  bool has_bfloat16 = false;
+  bool has_float16 = false;
+};
+
+// Of this machine's CPU, which is asked once. Machines that are neither x86-64 nor aarch64 have
+// none.
+CpuTypes this_cpu();
+
+// Whether products of this type are about as fast there as fp32 ones.
+bool is_quick_on(const CpuTypes& cpu, DType dtype);
 
 }  // namespace fsdp

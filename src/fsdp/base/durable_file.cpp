@@ -80,7 +80,7 @@ int64_t length_of(const FileHandle& file, const std::string& path) {
   return status.st_size;
 }
 
-// To open a pipe, one would wait until somebody writes to it; so its kind is looked at before.
+// Looks at the file's kind before it opens the file: opening a pipe would wait for a writer.
 FileHandle open_to_read(const std::string& path) {
   struct stat status {};
   if (::stat(path.c_str(), &status) == 0) check_regular(status, path);
@@ -92,7 +92,7 @@ void sync_file(const FileHandle& file, const std::string& path) {
     fail(path, "store it on its disk", errno);
 }
 
-// What lies at a path itself; for a link that, and not what it leads to.
+// The status of what lies at a path; of a link itself, not of the file it leads to.
 mode_t kind_at(const std::string& path) {
   struct stat status {};
   return ::lstat(path.c_str(), &status) == 0 ? status.st_mode & S_IFMT : 0;
@@ -150,7 +150,7 @@ FileWriter::FileWriter(std::string path)
 
 FileWriter::~FileWriter() {
   if (!file_.is_open()) return;
-  // Somebody may have named a device.
+  // The path may name a device, which must not be removed.
   if (kind_at(path_) == S_IFREG) ::unlink(path_.c_str());
 }
 
@@ -166,19 +166,19 @@ void FileWriter::write(std::span<const std::byte> bytes) {
   start_writeback();
 }
 
-// Left to itself the kernel begins late, and finish() would wait for most of the file while
-// nothing else was left to do.
+// Begins to write to the disk early. Left to itself the kernel begins late, and commit() would wait
+// for most of the file while the caller has nothing else to do.
 void FileWriter::start_writeback() {
   constexpr int64_t kPieceBytes = int64_t{32} << 20;
   const int64_t waiting = bytes_ - writeback_bytes_;
   if (waiting < kPieceBytes) return;
-  // A hint: what it cannot do, finish() does; what fails on the way, finish() reports.
+  // Only a hint: commit() writes what is left and reports what failed.
   static_cast<void>(
       ::sync_file_range(file_.descriptor(), writeback_bytes_, waiting, SYNC_FILE_RANGE_WRITE));
   writeback_bytes_ = bytes_;
 }
 
-void FileWriter::finish() {
+void FileWriter::commit() {
   FSDP_ASSERT(file_.is_open(), path_, " is finished");
   sync_file(file_, path_);
   // Network file systems report the last errors here. The handle is gone even then.
@@ -212,7 +212,7 @@ void write_file_durably(const std::string& path, std::string_view text) {
   const std::string temporary = temporary_name_for(path);
   FileWriter writer(temporary);
   writer.write(std::as_bytes(std::span(text)));
-  writer.finish();
+  writer.commit();
   try {
     rename_durably(temporary, path);
   } catch (...) {

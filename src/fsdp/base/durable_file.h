@@ -35,7 +35,7 @@ class FileHandle {
   int descriptor_ = -1;
 };
 
-// Writes a new file from its first byte to its last. One that is not finished, because of an error
+// Writes a new file from its first byte to its last. One that is not committed, because of an error
 // or of another one elsewhere, is removed at the end of the writer's life. For one thread at a
 // time.
 class FileWriter {
@@ -55,13 +55,13 @@ class FileWriter {
 
   // Returns when the disk has everything; nothing can be written afterwards. The file's name is in
   // its directory for good only after sync_directory().
-  void finish();
+  void commit();
 
  private:
   void start_writeback();
 
   std::string path_;
-  FileHandle file_;  // closed: finished, moved from, or close() failed
+  FileHandle file_;  // closed: committed, moved from, or close() failed
   int64_t bytes_ = 0;
   int64_t writeback_bytes_ = 0;  // on their way to the disk
 };

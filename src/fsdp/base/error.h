@@ -27,8 +27,12 @@ class InternalError : public std::logic_error {
   using std::logic_error::logic_error;
 };
 
-[[noreturn]] void throw_internal_error(const char* file, int line, const char* condition,
-                                       const std::string& message);
+[[noreturn, gnu::cold]] inline void throw_internal_error(const char* file, int line,
+                                                         const char* condition,
+                                                         const std::string& message) {
+  throw InternalError(concat("internal error at ", file, ":", line, ": ", condition,
+                             message.empty() ? "" : ": ", message));
+}
 
 }  // namespace fsdp
 

@@ -13,7 +13,7 @@ Digest sha256(std::span<const std::byte> message);
 
 Digest hmac_sha256(std::span<const std::byte> key, std::span<const std::byte> message);
 
-// In a time that does not tell where they differ.
+// Takes the same time wherever they differ, so that the time tells an attacker nothing.
 bool is_same(const Digest& a, const Digest& b);
 
 }  // namespace fsdp

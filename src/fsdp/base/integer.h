@@ -1,9 +1,11 @@
-// Integer arithmetic on sizes: rounding, and operations that refuse to overflow.
+// Arithmetic of whole numbers: sizes that are rounded or refuse to overflow, and bits that are
+// mixed.
 #pragma once
 
 #include <cstdint>
 #include <numeric>
 
+#include "fsdp/base/compiler.h"
 #include "fsdp/base/error.h"
 
 namespace fsdp {
@@ -32,5 +34,13 @@ inline int64_t round_up(int64_t value, int64_t multiple) {
 }
 
 inline int64_t checked_lcm(int64_t a, int64_t b) { return checked_mul(a / std::gcd(a, b), b); }
+
+// A bijection of 64 bits in which every bit of the result depends on all bits of the argument. Zero
+// stays zero.
+FSDP_HOST_DEVICE inline uint64_t mixed_bits(uint64_t x) {
+  x = (x ^ (x >> 32)) * 0xD6E8FEB86659FD93ull;
+  x = (x ^ (x >> 32)) * 0xD6E8FEB86659FD93ull;
+  return x ^ (x >> 32);
+}
 
 }  // namespace fsdp

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "fsdp/base/error.h"
-#include "fsdp/base/shown_text.h"
 #include "fsdp/base/text.h"
+#include "fsdp/base/utf8.h"
 
 namespace fsdp {
 
@@ -33,8 +33,8 @@ std::string syntax_problem(const nlohmann::json::exception& error) {
   return what;
 }
 
-// Looks for what a parser would accept: keys that are there twice, and nesting without end. Stops
-// at what it would not.
+// Refuses what the parser would accept: keys that an object has twice, and nesting without end.
+// Stops silently at an error of syntax, which the parser reports.
 class FaultFinder : public nlohmann::json_sax<nlohmann::json> {
  public:
   const std::optional<std::string>& fault() const { return fault_; }
@@ -78,7 +78,7 @@ class FaultFinder : public nlohmann::json_sax<nlohmann::json> {
     return true;
   }
 
-  std::vector<std::set<std::string>> keys_;  // of each object around; of a list there are none
+  std::vector<std::set<std::string>> keys_;  // of each object that is open; empty for a list
   std::optional<std::string> fault_;
 };
 
@@ -86,7 +86,7 @@ class FaultFinder : public nlohmann::json_sax<nlohmann::json> {
 
 nlohmann::json parse_json(std::string_view text, const std::string& source) {
   using Json = nlohmann::json;
-  // The parser would take it for the end, and not see what follows.
+  // The parser takes a zero byte for the end of the text and would not see what follows it.
   const size_t zero = text.find('\0');
   if (zero != std::string_view::npos)
     throw UsageError(concat(source, ": not valid JSON, at byte ", zero, ": a zero byte"));

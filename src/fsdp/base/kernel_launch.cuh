@@ -13,7 +13,7 @@ inline void check_call(cudaError_t error, const char* call) {
   FSDP_CHECK(error == cudaSuccess, call, " failed: ", cudaGetErrorString(error));
 }
 
-// Launches report their errors here; those of running kernels appear later, to whoever waits.
+// Throws for a launch that failed. Errors of running kernels appear later, when somebody waits.
 inline void check_launch(const char* kernel) {
   const cudaError_t error = cudaGetLastError();
   FSDP_CHECK(error == cudaSuccess, "the kernel '", kernel,

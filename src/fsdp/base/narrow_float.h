@@ -6,7 +6,7 @@
 #include <bit>
 #include <cstdint>
 
-#include "fsdp/base/host_device.h"
+#include "fsdp/base/compiler.h"
 
 namespace fsdp {
 

@@ -62,7 +62,7 @@ int64_t parse_bytes(const std::string& option, const std::string& value) {
   const auto [stop, error] = std::from_chars(digits.data(), end, number);
   const double bytes = number * unit_bytes;
   const bool is_number = error == std::errc{} && stop == end;
-  // It leaves room for sums.
+  // Far below the largest int64_t, so that sums of such numbers fit, too.
   if (is_number && bytes >= 0x1p62)
     refuse_option(option, value, "no machine has so many bytes; use a size such as 4GiB");
   if (!is_number || !(bytes >= 1))  // NaN, too

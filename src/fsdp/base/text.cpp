@@ -70,6 +70,10 @@ size_t edit_distance(std::string_view a, std::string_view b) {
 }  // namespace
 
 std::string nearest(std::string_view word, std::span<const std::string> candidates) {
+  // "fp8" is the beginning of a longer name rather than a misspelt short one.
+  if (word.size() >= 2)
+    for (const std::string& candidate : candidates)
+      if (candidate.starts_with(word)) return candidate;
   size_t best_distance = std::max<size_t>(2, word.size() / 3) + 1;
   std::string best;
   for (const std::string& candidate : candidates) {

@@ -5,8 +5,8 @@
 
 namespace fsdp {
 
-// Has those libraries choose their code for this processor now, in one thread; any thread may call
-// it, and all but the first find it done. World does, so that no rank computes before.
+// Makes those libraries choose their code for this processor now, in one thread. Any thread may
+// call it; all calls but the first do nothing. World calls it before any rank computes.
 //
 // Note [The first call of MKL's vector functions]
 // MKL's cos, exp, ... ask mkl_vml_serv_cpu_detect() which code to run. At its first call that

@@ -1,8 +1,9 @@
-// Characters of UTF-8 text, one at a time.
+// UTF-8 text that came from a file or another process: its characters, and how messages show it.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <string_view>
 
 namespace fsdp {
@@ -14,5 +15,10 @@ struct Utf8Character {
 
 // The character at the beginning of `text`, which is not empty.
 Utf8Character decode_utf8(std::string_view text);
+
+// Foreign text as messages show it: at most that many characters, then "..."; control characters as
+// "\x1b". Whoever wrote the text chose its length and bytes, and must not write to a terminal or
+// fill a log.
+std::string shown(std::string_view text, size_t max_characters = 120);
 
 }  // namespace fsdp

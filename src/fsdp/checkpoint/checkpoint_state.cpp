@@ -1,33 +1,37 @@
 #include "fsdp/checkpoint/checkpoint_state.h"
 
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
+#include <mutex>
 #include <utility>
+#include <vector>
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/torch_dtype.h"
+#include "fsdp/checkpoint/format/tensor_boxes.h"
 #include "fsdp/checkpoint/rank_agreement.h"
-#include "fsdp/checkpoint/strided_box.h"
-#include "fsdp/shard/engine.h"
+#include "fsdp/shard/engine/engine.h"
 
 namespace fsdp {
 
 namespace {
 
-// Elements [flat) of a group's whole buffer, in the type they are stored in; like those of a Piece.
+// Reads elements [flat) of a group's whole buffer, in their stored type; as a Piece does.
 struct FlatReader {
   std::function<void(FlatRange flat, std::byte* into)> read;
   std::function<const std::byte*(FlatRange flat)> in_memory = {};
 };
 
-// A replica leaves small tensors to one of them: they would become many small reads.
+// Smaller tensors are written by one replica alone, because parts would be many small reads.
 constexpr int64_t kMinShareNumel = int64_t{1} << 18;
 
-// Along which axes ranks have the same values, as one number.
+// Ranks that have the same values, counted over all axes as one number.
 struct Replicas {
   int64_t count = 1;
   int64_t index = 0;
@@ -41,7 +45,7 @@ Replicas replicas_of(PlacementPair placed, MeshShape shape, MeshCoordinate rank)
   return replicas;
 }
 
-// What one of several ranks that have `held` of a tensor writes; cut between rows where that goes.
+// The part of `held` that one of several replicas writes; cut between rows where possible.
 FlatRange share_of(FlatRange held, std::span<const int64_t> shape, Replicas replicas,
                    int64_t tensor) {
   int64_t row = 1;
@@ -58,14 +62,14 @@ FlatRange share_of(FlatRange held, std::span<const int64_t> shape, Replicas repl
   return part.empty() ? FlatRange{} : part;
 }
 
-// Collects one set of tensors: a model's, or the moments'.
+// Collects one set of tensors: the model's, or the moments'.
 class PieceCollector {
  public:
   PieceCollector(const NameRules& names, int64_t rank, std::vector<StoredTensor>& tensors,
                  std::vector<Piece>& pieces)
       : names_(names), rank_(rank), tensors_(tensors), pieces_(pieces) {}
 
-  // `range` of the tensor is this rank's to write; it begins at `flat_begin` of what `read` reads.
+  // This rank writes `range` of the tensor, which begins at `flat_begin` of the reader's buffer.
   void add(const std::string& name, const std::string& suffix, DType dtype,
            std::span<const int64_t> shape, FlatRange range, int64_t flat_begin,
            const std::shared_ptr<const FlatReader>& reader) {
@@ -77,7 +81,7 @@ class PieceCollector {
     const std::vector<int64_t> strides = strides_of(shape);
     for (const Box& box : boxes(shape, range))
       for (const SectionBox& part : cut_at_sections(sections, box)) {
-        // Where the part's elements lie in the model tensor.
+        // The place of the part's elements in the model tensor.
         StridedBox place{part.model, strides, flat_begin - range.begin};
         for (size_t i = 0; i < strides.size(); ++i)
           place.begin += part.model.offsets[i] * strides[i];
@@ -87,7 +91,7 @@ class PieceCollector {
   }
 
  private:
-  // Without a box, nobody would know of a tensor without elements.
+  // Gives a tensor without elements an empty box, or no file would mention it.
   void add_without_elements(const StoredTensor& tensor) {
     const std::vector<int64_t>& shape = tensor.shape;
     if (rank_ == 0 && std::find(shape.begin(), shape.end(), 0) != shape.end())
@@ -97,7 +101,7 @@ class PieceCollector {
                          .read = {}});
   }
 
-  // Reads elements of a box row by row: in one go where it is one stretch.
+  // Reads the elements of a box row by row, or at once if they are contiguous.
   static Piece piece_of(std::string name, DType dtype, const Box& stored, const StridedBox& place,
                         const std::shared_ptr<const FlatReader>& reader) {
     const std::vector<Run> stretches = runs(place, packed(place.box, 0));
@@ -164,16 +168,16 @@ FlatReader buffer_reader(const at::Tensor& value) {
 
 void check_names(const CheckpointState& state, const NameRules& names) {
   std::vector<NamedShape> tensors;
-  for (const auto& unit : state.sharded.engine().units())
-    for (const GroupState& group : unit->groups)
-      for (int64_t i = 0; i < group.group->layout().num_tensors(); ++i)
-        tensors.push_back({group.group->name_of(i), group.group->shape_of(i)});
+  for (const auto& unit : EngineAccess::of(state.sharded).units())
+    for (const ParamGroup& group : unit->groups())
+      for (int64_t i = 0; i < group.layout().num_tensors(); ++i)
+        tensors.push_back({group.name_of(i), group.shape_of(i)});
   for (const NamedBuffer& buffer : state.buffers)
     tensors.push_back({buffer.name, buffer.value.sizes().vec()});
   check_unique(names, tensors);
 }
 
-// Calls body(member, what this rank writes of it, where that begins in the group's buffer).
+// Calls body(member, the range that this rank writes, its beginning in the group's buffer).
 template <typename Body>
 void for_each_member(const ParamGroup& group, Replicas replicas, int64_t& number,
                      const Body& body) {
@@ -208,10 +212,20 @@ GroupRecord record_of(const ParamGroup& group, Granularity granularity) {
   return record;
 }
 
+constexpr int64_t kAlignBytes = 64;
+
+int64_t piece_bytes(const Piece& piece) { return piece.box.numel() * element_bytes(piece.dtype); }
+
+std::vector<at::Generator> generators(c10::Device device) {
+  std::vector<at::Generator> all = {at::detail::getDefaultCPUGenerator()};
+  if (!device.is_cpu()) all.push_back(at::globalContext().defaultGenerator(device));
+  return all;
+}
+
 }  // namespace
 
 StatePieces pieces_of(const CheckpointState& state, const StoredForm& form) {
-  const Engine& engine = state.sharded.engine();
+  const Engine& engine = EngineAccess::of(state.sharded);
   const Mesh& mesh = engine.mesh();
   const MeshCoordinate rank{.outer = mesh.outer().rank(), .inner = mesh.inner().rank()};
   check_names(state, form.names);
@@ -224,8 +238,8 @@ StatePieces pieces_of(const CheckpointState& state, const StoredForm& form) {
   };
   int64_t number = 0;
   for (const auto& unit : engine.units())
-    for (const GroupState& group_state : unit->groups) {
-      const ParamGroup& group = *group_state.group;
+    for (const ParamGroup& group_state : unit->groups()) {
+      const ParamGroup& group = group_state;
       const DType dtype = stored_dtype(group.main_weights().dtype(), form);
       const auto read = std::make_shared<const FlatReader>(main_weight_reader(group, dtype));
       for_each_member(
@@ -258,7 +272,7 @@ StatePieces pieces_of(const CheckpointState& state, const StoredForm& form) {
 }
 
 Manifest describe(const CheckpointState& state, const StatePieces& pieces, int64_t step) {
-  const Engine& engine = state.sharded.engine();
+  const Engine& engine = EngineAccess::of(state.sharded);
   Manifest manifest{.step = step,
                     .mesh = engine.mesh_shape(),
                     .strategy = to_text(engine.options().strategy),
@@ -271,9 +285,9 @@ Manifest describe(const CheckpointState& state, const StatePieces& pieces, int64
                     .files = {}};
   for (const auto& unit : engine.units()) {
     UnitRecord& record = manifest.units.emplace_back();
-    record.name = unit->name;
-    for (const GroupState& group : unit->groups)
-      record.groups.push_back(record_of(*group.group, engine.options().granularity));
+    record.name = unit->name();
+    for (const ParamGroup& group : unit->groups())
+      record.groups.push_back(record_of(group, engine.options().granularity));
   }
   if (state.optimizer == nullptr) return manifest;
   const StepState steps = state.optimizer->state();
@@ -286,6 +300,63 @@ Manifest describe(const CheckpointState& state, const StatePieces& pieces, int64
   for (const MomentKind& moment : state.optimizer->moments())
     manifest.optimizer.moments.push_back(moment.name);
   return manifest;
+}
+
+void Snapshot::take(StatePieces& pieces) {
+  int64_t total = 0;
+  for (const auto* list : {&pieces.model_pieces, &pieces.moment_pieces})
+    for (const Piece& piece : *list) total += round_up(piece_bytes(piece), kAlignBytes);
+  if (total > bytes()) {
+    memory_ = at::Tensor();  // before allocating, because both might not fit
+    memory_ = at::empty({total}, at::TensorOptions(at::kByte).pinned_memory(!device_.is_cpu()));
+  }
+  auto* next = total > 0 ? static_cast<std::byte*>(memory_.mutable_data_ptr()) : nullptr;
+  for (auto* list : {&pieces.model_pieces, &pieces.moment_pieces})
+    for (Piece& piece : *list) {
+      const int64_t bytes = piece_bytes(piece);
+      if (bytes == 0) continue;
+      piece.read({0, piece.box.numel()}, next);
+      const int64_t width = element_bytes(piece.dtype);
+      piece.in_memory = [from = next, width](FlatRange range) -> const std::byte* {
+        return from + range.begin * width;
+      };
+      piece.read = [from = next, width](FlatRange range, std::byte* into) {
+        std::memcpy(into, from + range.begin * width, static_cast<size_t>(range.numel() * width));
+      };
+      next += round_up(bytes, kAlignBytes);
+    }
+}
+
+// For each generator: the size of its state in 8 bytes, then the state.
+std::string random_state(c10::Device device) {
+  std::string all;
+  for (at::Generator& generator : generators(device)) {
+    const std::lock_guard lock(generator.mutex());
+    const at::Tensor state = generator.get_state().cpu().contiguous();
+    const auto bytes = static_cast<uint64_t>(state.nbytes());
+    all.append(reinterpret_cast<const char*>(&bytes), sizeof(bytes));
+    all.append(static_cast<const char*>(state.const_data_ptr()), bytes);
+  }
+  return all;
+}
+
+void set_random_state(const std::string& state, c10::Device device) {
+  size_t position = 0;
+  for (at::Generator& generator : generators(device)) {
+    uint64_t bytes = 0;
+    if (position == state.size()) return;  // written without this device: keep its state
+    FSDP_CHECK(state.size() - position >= sizeof(bytes),
+               "the random state of the checkpoint ends in the middle");
+    std::memcpy(&bytes, state.data() + position, sizeof(bytes));
+    position += sizeof(bytes);
+    FSDP_CHECK(state.size() - position >= bytes,
+               "the random state of the checkpoint ends in the middle");
+    at::Tensor values = at::empty({static_cast<int64_t>(bytes)}, at::kByte);
+    std::memcpy(values.mutable_data_ptr(), state.data() + position, bytes);
+    position += bytes;
+    const std::lock_guard lock(generator.mutex());
+    generator.set_state(values);
+  }
 }
 
 }  // namespace fsdp

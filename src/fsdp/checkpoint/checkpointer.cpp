@@ -14,21 +14,20 @@
 #include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/start_thread.h"
-#include "fsdp/checkpoint/random_state.h"
+#include "fsdp/checkpoint/checkpoint_state.h"
 #include "fsdp/checkpoint/rank_agreement.h"
-#include "fsdp/checkpoint/snapshot.h"
-#include "fsdp/shard/engine.h"
+#include "fsdp/shard/engine/engine.h"
 
 namespace fsdp {
 
 namespace {
 
 constexpr int64_t kMaxRecordBytes = int64_t{1} << 30;
-// How long the end of a program waits for other ranks' files, if nobody called wait().
-constexpr std::chrono::seconds kPatience{60};
+// How long the destructor waits for other ranks' files, if nobody called wait().
+constexpr std::chrono::seconds kPatienceForRanks{60};
 constexpr std::chrono::seconds kPatienceInFailure{1};
 
-// 16 hexadecimal digits; they tell the temporary directories of different runs apart.
+// 16 hexadecimal digits that tell the temporary directories of different runs apart.
 std::string make_id(const Mesh& mesh) {
   std::random_device random;
   const auto mine = static_cast<int64_t>(uint64_t{random()} << 32 | random());
@@ -38,7 +37,7 @@ std::string make_id(const Mesh& mesh) {
   return digits;
 }
 
-std::string text_of(const std::exception_ptr& error) {
+std::string error_text(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const std::exception& known) {
@@ -62,20 +61,20 @@ class Checkpointer::Attempt {
         temporary_(owner.directory_.temporary(step_, id_)) {
     try {
       prepare(state, position);
-    } catch (...) {  // told like all other errors, when all ranks are through
+    } catch (...) {  // reported like all other errors, after all ranks are done
       error_ = std::current_exception();
     }
   }
 
   ~Attempt() {
     if (!thread_.joinable()) return;
-    // After an exception the other ranks may be gone, and its words should not wait for them.
+    // During an exception the other ranks may be gone, and its message must not wait for them.
     const bool fails = std::uncaught_exceptions() > 0;
-    const std::chrono::seconds patience = fails ? kPatienceInFailure : kPatience;
+    const std::chrono::seconds patience = fails ? kPatienceInFailure : kPatienceForRanks;
     decide(std::chrono::steady_clock::now() + patience);
     thread_.join();
     if (error_) {
-      log(LogLevel::kError, text_of(error_));
+      log(LogLevel::kError, error_text(error_));
     } else if (rank_ == 0 && !is_published_) {
       log(LogLevel::kError, "the checkpoint of step ", step_, " was not saved: only ",
           num_records(), " of ", manifest_.num_ranks(), " ranks have written their part after ",
@@ -105,7 +104,7 @@ class Checkpointer::Attempt {
     });
   }
 
-  // This rank's files, its record last.
+  // Writes this rank's files, its record last.
   void write() noexcept {
     if (error_) return;
     try {
@@ -116,20 +115,20 @@ class Checkpointer::Attempt {
       write_file_durably(concat(temporary_, "/", rank_record_path(rank_)), to_json(record_));
     } catch (...) {
       error_ = std::current_exception();
-      give_up();
+      cancel();
     }
   }
 
-  // Until this rank's part is written or has failed.
+  // Waits until this rank's part is written or has failed.
   void wait_written() {
     if (!thread_.joinable()) return;
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return is_written_; });
   }
 
-  // All ranks have written or failed: rank 0 makes the checkpoint visible, or clears it away but
-  // for the empty directory, by which the others know.
-  void finish() noexcept {
+  // After all ranks have written or failed: rank 0 makes the checkpoint visible, or removes all but
+  // the empty directory, which tells the other ranks of the failure.
+  void end() noexcept {
     if (thread_.joinable()) {
       decide(std::chrono::steady_clock::now());
       thread_.join();
@@ -139,7 +138,7 @@ class Checkpointer::Attempt {
     if (!is_published_) clear();
   }
 
-  // After finish() of rank 0: what went wrong, here or elsewhere.
+  // After end() of rank 0: the error of this or another rank.
   std::exception_ptr outcome() const {
     if (error_ || rank_ == 0) return error_;
     try {
@@ -153,9 +152,9 @@ class Checkpointer::Attempt {
 
  private:
   void prepare(const CheckpointState& state, const TrainingPosition& position) {
-    Engine& engine = state.sharded.engine();
-    engine.settle();
-    if (state.optimizer != nullptr) state.optimizer->synchronize();
+    Engine& engine = EngineAccess::of(state.sharded);
+    engine.wait();
+    if (state.optimizer != nullptr) state.optimizer->wait();
     pieces_ = pieces_of(state, owner_.options_.form);
     manifest_ = describe(state, pieces_, step_);
     manifest_.schedule = position.schedule;
@@ -166,7 +165,7 @@ class Checkpointer::Attempt {
                .data_position = position.data};
   }
 
-  // Waits for the other ranks' records, to publish as soon as all are there.
+  // Waits for the other ranks' records, to publish as soon as all are written.
   void watch() noexcept {
     auto pause = std::chrono::milliseconds(1);
     for (;;) {
@@ -198,7 +197,7 @@ class Checkpointer::Attempt {
         ++count;
       return count;
     } catch (const std::exception&) {
-      return 0;  // publish() will say it better
+      return 0;  // publish() will report it better
     }
   }
 
@@ -224,7 +223,7 @@ class Checkpointer::Attempt {
     owner_.saved_.push_back(std::move(saved));
   }
 
-  // What is saved is saved, even if an old one cannot be removed.
+  // A saved checkpoint counts as saved, even if an old one cannot be removed.
   void remove_old() const noexcept {
     try {
       owner_.directory_.remove_old(owner_.options_.keep, owner_.in_use_);
@@ -254,8 +253,8 @@ class Checkpointer::Attempt {
       manifest_.files.push_back(std::move(file));
   }
 
-  // What this rank wrote takes room that the next attempt may need.
-  void give_up() noexcept {
+  // Removes this rank's files, because the next attempt may need the space.
+  void cancel() noexcept {
     try {
       const std::string name = rank_text(rank_);
       for (const char* folder : {"model", "optimizer"})
@@ -279,8 +278,8 @@ class Checkpointer::Attempt {
   const Checkpointer& owner_;
   const int64_t rank_;
   const int64_t step_;
-  // A rank may begin the next attempt at the same step while another one still looks how this
-  // ended.
+  // A rank may begin the next attempt at the same step while another one still reads the outcome of
+  // this one.
   const std::string id_;
   const std::string temporary_;
   const std::chrono::steady_clock::time_point begun_ = std::chrono::steady_clock::now();
@@ -293,7 +292,7 @@ class Checkpointer::Attempt {
   std::exception_ptr error_;
   bool is_written_ = false;
   bool is_published_ = false;
-  // Rank 0 waits no longer than this for others; none: as long as training goes on.
+  // Until when rank 0 waits for others; nullopt: as long as training goes on.
   std::optional<std::chrono::steady_clock::time_point> deadline_;
 };
 
@@ -325,7 +324,7 @@ Checkpointer::~Checkpointer() {
   remove_leftover();
 }
 
-// Not as soon as the save has failed: other ranks look for it to know.
+// Removed late, because other ranks look for it to learn of the failure.
 void Checkpointer::remove_leftover() noexcept {
   try {
     if (!leftover_.empty()) remove_tree(std::exchange(leftover_, {}));
@@ -351,7 +350,8 @@ void Checkpointer::save(const CheckpointState& state, const TrainingPosition& po
     attempt_->write();
     wait();
   } else {
-    if (!snapshot_) snapshot_ = std::make_unique<Snapshot>(state.sharded.engine().device());
+    if (!snapshot_)
+      snapshot_ = std::make_unique<Snapshot>(EngineAccess::of(state.sharded).device());
     attempt_->copy_state(*snapshot_);
     attempt_->run_in_background();
   }
@@ -363,7 +363,7 @@ std::exception_ptr Checkpointer::end_attempt() {
   attempt_->wait_written();
   barrier(mesh_, "checkpoint written");
   remove_leftover();
-  attempt_->finish();
+  attempt_->end();
   barrier(mesh_, "checkpoint decided");
   const std::exception_ptr outcome = attempt_->outcome();
   if (outcome && rank_in(mesh_) == 0) leftover_ = attempt_->temporary();
@@ -386,7 +386,7 @@ std::optional<LoadedCheckpoint> Checkpointer::load_latest(const CheckpointState&
     error = std::current_exception();
   }
   agree_on_success(mesh_, error, "looking for the latest checkpoint");
-  // One rank may look while another process publishes; all load the same one.
+  // Another process may publish between the ranks' looks, so all load what rank 0 found.
   step = number_of_rank_0(mesh_, step.value_or(-1), "latest checkpoint");
   if (*step < 0) return std::nullopt;
   in_use_ = {*step};
@@ -397,7 +397,7 @@ void save_checkpoint(const std::string& directory, const CheckpointState& state,
                      const TrainingPosition& position, const CheckpointerOptions& options) {
   CheckpointerOptions blocking = options;
   blocking.mode = SaveMode::kBlocking;
-  Checkpointer(directory, state.sharded.engine().mesh(), blocking).save(state, position);
+  Checkpointer(directory, EngineAccess::of(state.sharded).mesh(), blocking).save(state, position);
 }
 
 }  // namespace fsdp

@@ -1,4 +1,4 @@
-// Saves a run again and again: beside the training or before it goes on, all or nothing.
+// Saves a run repeatedly, beside or between steps; a checkpoint appears complete or not at all.
 #pragma once
 
 #include <cstdint>
@@ -10,32 +10,41 @@
 #include <vector>
 
 #include "fsdp/checkpoint/checkpoint_state.h"
+#include "fsdp/checkpoint/format/model_files.h"
 #include "fsdp/checkpoint/load.h"
-#include "fsdp/checkpoint/model_files.h"
 #include "fsdp/checkpoint/run_directory.h"
-#include "fsdp/checkpoint/run_lock.h"
-#include "fsdp/checkpoint/training_position.h"
 
 namespace fsdp {
 
+// --- where a run is ------------------------------------------------------------------------------
+
+// A program's position when it saves. Its texts are free; JSON is a good choice.
+struct TrainingPosition {
+  int64_t step = 0;           // names the checkpoint
+  std::string schedule = {};  // of the learning rate; the same text on all ranks
+  std::string data = {};      // how far this rank has read its data
+};
+
+// --- saving --------------------------------------------------------------------------------------
+
 enum class SaveMode : uint8_t {
-  kBlocking,  // save() returns when the checkpoint is there; one chunk of memory
+  kBlocking,  // save() returns when the checkpoint is visible; needs one chunk of memory
   // save() returns when the state is copied; a thread writes the copy while training goes on.
   kBackground,
 };
 
 struct CheckpointerOptions {
   SaveMode mode = SaveMode::kBackground;
-  Retention keep = {};  // which ones stay when a newer one is there
+  Retention keep = {};  // which checkpoints stay when newer ones appear
   StoredForm form = {};
   WriteOptions write = {};
-  // The text of the model's config.json, which makes a checkpoint one that says what it is of; "":
-  // none. Rank 0's is written, as are the other files the model is published with.
+  // The text of the model's config.json, with which a checkpoint describes its model; "": none.
+  // Rank 0 writes it, and the other files that the model is published with.
   std::string model_config = {};
   std::vector<ModelFile> model_files = {};
 };
 
-// A checkpoint that is there.
+// A checkpoint that has become visible.
 struct SavedCheckpoint {
   int64_t step = 0;
   std::string path;
@@ -45,37 +54,37 @@ struct SavedCheckpoint {
 
 class Snapshot;
 
-// One per run and rank; ranks call everything in the same order. At most two barriers per save, and
-// no other collective (docs/checkpoints.md tells how a checkpoint becomes visible).
+// One per run and rank; ranks call everything in the same order. A save costs at most two barriers
+// and no other collective (docs/checkpoints.md tells how a checkpoint becomes visible).
 //
-// A save that fails (a full disk, a directory that is gone) leaves what was there before, and says
-// so on every rank: with kBlocking at once, with kBackground when the next save() or wait() is
-// called. Training may go on, and the next save may succeed.
+// A save that fails (a full disk, a missing directory) keeps the checkpoints before it, and throws
+// on every rank: with kBlocking at once, with kBackground from the next save() or wait(). Training
+// may go on, and the next save may succeed.
 class Checkpointer {
  public:
-  // Removes what crashed runs left unfinished. Error if another run, or another Checkpointer, saves
-  // to this directory. The mesh must be the model's and outlive this.
+  // Removes unfinished directories of crashed runs. Throws an Error if another run, or another
+  // Checkpointer, saves to this directory. The mesh must be the model's and outlive this object.
   Checkpointer(const std::string& directory, const Mesh& mesh,
                const CheckpointerOptions& options = {});
-  // Waits until this rank's files are written, and on rank 0 a minute for the others'; errors are
-  // logged. Call wait() before, where errors are thrown.
+  // Waits until this rank's files are written, and on rank 0 a minute for the others'. Logs errors;
+  // call wait() before, which throws them.
   ~Checkpointer();
   Checkpointer(const Checkpointer&) = delete;
   Checkpointer& operator=(const Checkpointer&) = delete;
 
-  // An error of the save before it is thrown after this one has begun.
+  // Throws an error of the save before, after this one has begun.
   void save(const CheckpointState& state, const TrainingPosition& position);
 
-  // Until the last save is visible. Throws if it failed.
+  // Waits until the last save is visible. Throws if it failed.
   void wait();
 
-  // The latest checkpoint into the state; nullopt when there is none yet. Retention never deletes
-  // what was loaded.
+  // Loads the latest checkpoint into the state; nullopt if there is none yet. Retention never
+  // deletes a loaded checkpoint.
   std::optional<LoadedCheckpoint> load_latest(const CheckpointState& state,
                                               const LoadOptions& options = {});
 
-  // On rank 0, those that have become visible since the last call, in their order; nothing on other
-  // ranks. Never waits.
+  // On rank 0, the checkpoints that have become visible since the last call, in their order; empty
+  // on other ranks. Never waits.
   std::vector<SavedCheckpoint> take_saved();
 
   // Bytes of host memory for copies of the state.
@@ -84,25 +93,25 @@ class Checkpointer {
  private:
   class Attempt;
 
-  // Ends the attempt that is under way, on all ranks; returns what went wrong.
+  // Ends the attempt under way, on all ranks; returns its error.
   std::exception_ptr end_attempt();
   void remove_leftover() noexcept;
 
-  std::optional<RunLock> lock_;  // rank 0 only; until nothing is written any more
+  std::optional<RunLock> lock_;  // rank 0 only; held until nothing is written any more
   const RunDirectory directory_;
   const Mesh& mesh_;
   const CheckpointerOptions options_;
   const std::string id_;         // of this run, the same on all ranks
-  int64_t num_attempts_ = 0;     // the same on all ranks, too
+  int64_t num_attempts_ = 0;     // the same on all ranks
   std::vector<int64_t> in_use_;  // steps
-  std::string leftover_;         // of a save that failed; rank 0 only
+  std::string leftover_;         // directory of a failed save; rank 0 only
   mutable std::mutex saved_mutex_;
   mutable std::vector<SavedCheckpoint> saved_;  // guarded by saved_mutex_
   std::unique_ptr<Snapshot> snapshot_;
   std::unique_ptr<Attempt> attempt_;
 };
 
-// Saves once, and returns when the checkpoint is there: RUN/step-NNNNNNNN.
+// Saves once, and returns when the checkpoint is visible: RUN/step-NNNNNNNN.
 void save_checkpoint(const std::string& directory, const CheckpointState& state,
                      const TrainingPosition& position, const CheckpointerOptions& options = {});
 

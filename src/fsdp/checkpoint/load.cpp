@@ -12,18 +12,18 @@
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/torch_dtype.h"
+#include "fsdp/checkpoint/checkpoint_state.h"
 #include "fsdp/checkpoint/load_plan.h"
-#include "fsdp/checkpoint/random_state.h"
 #include "fsdp/checkpoint/rank_agreement.h"
 #include "fsdp/checkpoint/run_directory.h"
 #include "fsdp/layout/state_bytes.h"
-#include "fsdp/shard/engine.h"
+#include "fsdp/shard/engine/engine.h"
 
 namespace fsdp {
 
 namespace {
 
-std::byte* bytes_of(const at::Tensor& tensor) {
+std::byte* byte_pointer(const at::Tensor& tensor) {
   return static_cast<std::byte*>(tensor.mutable_data_ptr());
 }
 
@@ -34,7 +34,7 @@ struct FlatTarget {
   std::vector<TensorSource> sources;  // of the group's members
   std::function<void(FlatRange flat, const at::Tensor& into)> read;
   std::function<void(FlatRange flat, const at::Tensor& values)> set;
-  // Where values can be written without set(); nullptr: nowhere.
+  // The memory that values can be written to without set(); nullptr: there is none.
   std::function<void*(FlatRange flat)> in_memory;
 };
 
@@ -50,8 +50,8 @@ std::vector<WantedTensor> wanted_of(const ParamGroup& group, DType dtype) {
   return wanted;
 }
 
-// Reads and sets targets, as many at once as fit a chunk of memory: small units next to each other
-// in a file are one read.
+// Reads and sets targets, as many at once as fit a chunk of memory, so that neighbouring small
+// units in a file are one read.
 class TargetLoader {
  public:
   TargetLoader(const TensorCatalog& catalog, const LoadOptions& options)
@@ -63,7 +63,7 @@ class TargetLoader {
   const ReadStatistics& statistics() const { return reader_.statistics(); }
 
   void load(const FlatTarget& target) {
-    // Ends of chunks are ends of blocks of scales: moments with scales are set a block at a time.
+    // Chunks end with blocks of scales, because moments with scales are set a block at a time.
     const int64_t width = static_cast<int64_t>(c10::elementSize(target.dtype));
     const int64_t most = room_.numel() / width / kScaleBlock * kScaleBlock;
     for (const MainWeightPiece& piece : target.group->main_weights().pieces())
@@ -85,12 +85,12 @@ class TargetLoader {
   void load(const TensorSource& source, const at::Tensor& into) {
     const at::Tensor values = at::empty(into.sizes(), scalar_type_of(source.dtype()));
     std::vector<FileRun> runs;
-    source.add_reads({0, into.numel()}, bytes_of(values), runs);
+    source.add_reads({0, into.numel()}, byte_pointer(values), runs);
     reader_.read(std::move(runs));
     into.copy_(values);
   }
 
-  // Reads and sets what is left.
+  // Reads and sets the rest.
   void flush() {
     reader_.read(std::exchange(runs_, {}));
     for (const auto& [from, to] : std::exchange(conversions_, {})) to.copy_(from);
@@ -121,7 +121,7 @@ class TargetLoader {
     }
   }
 
-  // What is not read: padding, and tensors that keep their values.
+  // Fills the elements that are not read: padding, and tensors that keep their values.
   static void fill_rest(const FlatTarget& target, FlatRange chunk, const at::Tensor& values) {
     int64_t numel = 0;
     for_each_tensor(target, chunk, [&](const TensorSource& source, FlatRange flat, FlatRange) {
@@ -146,7 +146,7 @@ class TargetLoader {
             stored = at::empty({flat.numel()}, scalar_type_of(source.dtype()));
             conversions_.emplace_back(stored, part);
           }
-          source.add_reads(range, bytes_of(stored), runs_);
+          source.add_reads(range, byte_pointer(stored), runs_);
         });
   }
 
@@ -157,7 +157,7 @@ class TargetLoader {
         });
   }
 
-  // Always the same memory: pages that are used for the first time cost as much as reading them.
+  // Reuses the same memory: the first use of a page costs as much as reading it.
   at::Tensor take_room(int64_t numel, at::ScalarType dtype) {
     const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
     const at::Tensor taken = room_.narrow(0, used_, bytes).view(dtype);
@@ -173,13 +173,13 @@ class TargetLoader {
   std::vector<std::pair<at::Tensor, at::Tensor>> conversions_;  // from, to
 };
 
-// Everything that is to be set, with where it comes from.
+// Everything to be set, and its sources.
 class Loading {
  public:
   Loading(const std::string& path, const CheckpointState& state, const LoadOptions& options)
       : state_(state), options_(options), plan_(checkpoint_or_files(path), options.names) {
-    for (const auto& unit : state.sharded.engine().units())
-      for (GroupState& group : unit->groups) add_main_weights(*group.group);
+    for (const auto& unit : EngineAccess::of(state.sharded).units())
+      for (ParamGroup& group : unit->groups()) add_main_weights(group);
     for (const NamedBuffer& buffer : state.buffers) {
       const WantedTensor wanted{.name = buffer.name,
                                 .aliases = {},
@@ -204,11 +204,12 @@ class Loading {
     loaded.schedule = manifest.schedule;
     for (const RankRecord& record : plan_.catalog().ranks())
       loaded.data_of_ranks.push_back(record.data_position);
-    const MeshShape mesh = state_.sharded.engine().mesh_shape();
+    const MeshShape mesh = EngineAccess::of(state_.sharded).mesh_shape();
     loaded.has_random_state = manifest.num_ranks() == mesh.outer * mesh.inner;
     if (loaded.has_random_state)
       loaded.data =
-          loaded.data_of_ranks[static_cast<size_t>(rank_in(state_.sharded.engine().mesh()))];
+          loaded
+              .data_of_ranks[static_cast<size_t>(rank_in(EngineAccess::of(state_.sharded).mesh()))];
     return loaded;
   }
 
@@ -227,10 +228,11 @@ class Loading {
                                    .good_steps = record.good_steps});
     }
     if (loaded.has_random_state)
-      set_random_state(plan_.catalog()
-                           .ranks()[static_cast<size_t>(rank_in(state_.sharded.engine().mesh()))]
-                           .random_state,
-                       state_.sharded.engine().device());
+      set_random_state(
+          plan_.catalog()
+              .ranks()[static_cast<size_t>(rank_in(EngineAccess::of(state_.sharded).mesh()))]
+              .random_state,
+          EngineAccess::of(state_.sharded).device());
   }
 
  private:
@@ -250,7 +252,7 @@ class Loading {
   }
 
   void add_moments(Optimizer& optimizer) {
-    // In the order of the files (pieces_of): then they are read from begin to end.
+    // In the order of the files (pieces_of), so that they are read from begin to end.
     for (GroupUpdate* update : optimizer.group_updates())
       for (size_t which = 0; which < optimizer.moments().size(); ++which)
         targets_.push_back(
@@ -283,9 +285,9 @@ class Loading {
 LoadedCheckpoint load_checkpoint(const std::string& path, const CheckpointState& state,
                                  const LoadOptions& options) {
   const at::NoGradGuard no_grad;
-  Engine& engine = state.sharded.engine();
-  engine.settle();
-  if (state.optimizer != nullptr) state.optimizer->synchronize();
+  Engine& engine = EngineAccess::of(state.sharded);
+  engine.wait();
+  if (state.optimizer != nullptr) state.optimizer->wait();
 
   std::unique_ptr<Loading> loading;
   LoadedCheckpoint loaded;

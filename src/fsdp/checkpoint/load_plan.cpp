@@ -51,7 +51,7 @@ LoadPlan::LoadPlan(const std::string& path, NameRules names)
     for (const GroupRecord& group : unit.groups)
       for (const GroupRecord::Member& member : group.members)
         for (const std::string& alias : member.aliases) {
-          // By the names that tensors have here: rules may have changed both.
+          // Compares the names after the rules, which may have changed both.
           const auto from = names_.sections_of_stored(alias, member.shape);
           const auto to = names_.sections_of_stored(member.name, member.shape);
           for (size_t i = 0; i < from.size() && from.size() == to.size(); ++i)
@@ -65,13 +65,13 @@ const CatalogTensor* LoadPlan::find_stored(TensorSet& set, std::span<const std::
   for (const std::string& each : names) {
     const auto stored = set.find(each + suffix);
     if (stored == set.end()) continue;
-    is_used_[stored->first] = true;  // of two names of one tensor both are known
+    is_used_[stored->first] = true;  // both names of one tensor count as used
     if (found == nullptr) found = &stored->second;
   }
   return found;
 }
 
-// Its own name first, then what else it is called in the model, then in the checkpoint.
+// The tensor's own name first, then its aliases in the model, then those in the checkpoint.
 std::vector<std::vector<std::string>> LoadPlan::names_of(
     const WantedTensor& tensor, std::span<const TensorSection> sections) const {
   std::vector<std::vector<std::string>> names;
@@ -113,7 +113,7 @@ std::vector<TensorSource> LoadPlan::find(TensorSet& set, std::span<const WantedT
                                      " instead of ", name_of(expected)));
       source.stored_.push_back(stored);
     }
-    // Of a fused tensor some sections would not do.
+    // A fused tensor needs all of its sections.
     if (source.stored_.size() < source.sections_.size()) source.stored_.clear();
   }
   return sources;
@@ -138,7 +138,7 @@ std::vector<std::string> LoadPlan::not_allowed(const LoadTolerance& tolerance) c
 }
 
 void LoadPlan::check(const LoadTolerance& tolerance) {
-  // Whoever loads weights alone has no use for moments.
+  // Moments are no extra tensors for a caller that loads weights alone.
   const bool wants_moments = std::any_of(moments_.begin(), moments_.end(), [&](const auto& each) {
     return is_used_.count(each.first) > 0;
   });

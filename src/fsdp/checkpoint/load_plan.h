@@ -1,5 +1,5 @@
-// Which stored tensors each tensor of a model comes from: names, shapes and types are checked here,
-// before anything is changed.
+// Finds the stored tensors for each tensor of a model, and checks names, shapes and types before
+// anything is changed.
 #pragma once
 
 #include <cstdint>
@@ -8,26 +8,26 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/checkpoint/tensor_catalog.h"
-#include "fsdp/checkpoint/verified_reads.h"
+#include "fsdp/checkpoint/format/tensor_catalog.h"
+#include "fsdp/checkpoint/format/verified_reads.h"
 
 namespace fsdp {
 
-// A tensor of the model, in the order and by the names it has there.
+// A tensor of the model, with its name and its place in the list.
 struct WantedTensor {
   std::string name;
-  std::vector<std::string> aliases;  // stored under one of these, it is found as well
+  std::vector<std::string> aliases;  // other names under which it may be stored
   std::vector<int64_t> shape;
-  DType dtype = DType::kFloat32;  // in memory; another floating type is converted
+  DType dtype = DType::kFloat32;  // in memory; other floating types are converted
 };
 
-// Where its elements are; sections one after the other.
+// Where a tensor's elements are stored, section after section.
 class TensorSource {
  public:
   bool is_missing() const { return stored_.empty(); }
   DType dtype() const { return stored_.front()->tensor.dtype; }
 
-  // Elements [range) of the flattened tensor go to `into`, packed, in dtype().
+  // Adds reads of elements [range) of the flattened tensor to `into`, packed, in dtype().
   void add_reads(FlatRange range, std::byte* into, std::vector<FileRun>& runs) const;
 
  private:
@@ -37,11 +37,11 @@ class TensorSource {
   std::vector<const CatalogTensor*> stored_;
 };
 
-// What may differ between model and checkpoint.
+// The differences that are allowed between model and checkpoint.
 struct LoadTolerance {
   std::vector<std::string> allow_missing = {};  // globs on names in the model or the checkpoint
   bool allows_extra = false;
-  bool is_offered = true;  // whether who called can allow more; errors say how
+  bool is_offered = true;  // whether the caller can allow more; then errors say how
 };
 
 class LoadPlan {
@@ -50,13 +50,13 @@ class LoadPlan {
 
   const TensorCatalog& catalog() const { return catalog_; }
 
-  // Sources in the order of what is wanted. Faults are collected until check().
+  // Sources in the order of `wanted`. Collects faults until check().
   std::vector<TensorSource> find_model(std::span<const WantedTensor> wanted);
-  // Moments are called "<parameter>.<moment>".
+  // Moments are named "<parameter>.<moment>".
   std::vector<TensorSource> find_moments(std::span<const WantedTensor> wanted,
                                          const std::string& moment);
 
-  // One Error about all that does not fit. Otherwise missing() and extra() are what is tolerated.
+  // Throws one Error about all faults. Otherwise missing() and extra() list the tolerated ones.
   void check(const LoadTolerance& tolerance);
   const std::vector<std::string>& missing() const { return missing_; }
   const std::vector<std::string>& extra() const { return extra_; }
@@ -64,10 +64,10 @@ class LoadPlan {
  private:
   std::vector<TensorSource> find(TensorSet& set, std::span<const WantedTensor> wanted,
                                  const std::string& suffix);
-  // The first of the names that is there; all that are count as used.
+  // The first of the names that exists; all names that exist count as used.
   const CatalogTensor* find_stored(TensorSet& set, std::span<const std::string> names,
                                    const std::string& suffix);
-  // Under which each of its sections may be found.
+  // The names under which each section of the tensor may be stored.
   std::vector<std::vector<std::string>> names_of(const WantedTensor& tensor,
                                                  std::span<const TensorSection> sections) const;
   std::vector<std::string> not_allowed(const LoadTolerance& tolerance) const;
@@ -77,7 +77,7 @@ class LoadPlan {
   std::map<std::string, std::string> stored_under_;  // alias of a shared parameter -> its name
   TensorSet model_;
   TensorSet moments_;
-  std::map<std::string, bool> is_used_;  // tensors of the sets that were asked for
+  std::map<std::string, bool> is_used_;  // stored tensors that were asked for
   struct Origin {
     std::string model_name;
     bool is_moment = false;

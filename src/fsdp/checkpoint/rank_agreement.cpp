@@ -10,7 +10,7 @@ namespace fsdp {
 
 namespace {
 
-// After the inner groups all ranks of a row know, after the outer ones all rows do.
+// Inner groups first, which informs all ranks of a row; then the outer ones inform all rows.
 std::array<const MeshAxis*, 2> axes_of(const Mesh& mesh) { return {&mesh.inner(), &mesh.outer()}; }
 
 }  // namespace
@@ -26,7 +26,7 @@ void barrier(const Mesh& mesh, const std::string& tag) {
 
 int64_t number_of_rank_0(const Mesh& mesh, int64_t mine, const std::string& tag) {
   at::Tensor number = at::full({1}, mine, at::kLong);
-  // Outer first: then every row's rank 0 knows it.
+  // Outer first, so that every row's rank 0 knows the number.
   for (const MeshAxis* axis : {&mesh.outer(), &mesh.inner()})
     if (axis->size() > 1) axis->reduce().broadcast(number, 0, tag).wait();
   return number.item<int64_t>();

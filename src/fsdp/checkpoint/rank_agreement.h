@@ -1,4 +1,4 @@
-// Ranks that save or load together: all come this far, and all know if one could not.
+// Agreement of ranks that save or load together: all arrive, and all learn of a failure.
 #pragma once
 
 #include <cstdint>
@@ -9,16 +9,16 @@
 
 namespace fsdp {
 
-// In the order in which ranks/NNNNN.json count.
+// The rank's number in the names ranks/NNNNN.json.
 int64_t rank_in(const Mesh& mesh);
 
-// Done when every rank of the mesh has come this far: one barrier along each axis.
+// Returns when every rank of the mesh has called it: one barrier along each axis.
 void barrier(const Mesh& mesh, const std::string& tag);
 
-// The same number on all ranks: that of rank 0.
+// Returns rank 0's number on all ranks.
 int64_t number_of_rank_0(const Mesh& mesh, int64_t mine, const std::string& tag);
 
-// Throws `mine` where it is set, and an Error on all other ranks if any rank has one.
+// Throws `mine` if it is set, and an Error on all other ranks if any rank has one.
 void agree_on_success(const Mesh& mesh, const std::exception_ptr& mine, const std::string& doing);
 
 }  // namespace fsdp

@@ -1,25 +1,78 @@
 #include "fsdp/checkpoint/run_directory.h"
 
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <array>
+#include <cerrno>
 #include <charconv>
+#include <chrono>
 #include <cstdio>
 #include <set>
+#include <string_view>
 #include <system_error>
+#include <thread>
 #include <utility>
 
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
-#include "fsdp/base/shown_text.h"
+#include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
+#include "fsdp/base/utf8.h"
 
 namespace fsdp {
+
 namespace {
+
+// A process that was killed holds its locks until its memory is freed.
+constexpr std::chrono::seconds kPatienceForLock{2};
+constexpr std::chrono::milliseconds kPause{20};
+
+std::string host_name() {
+  std::array<char, 256> name{};
+  return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "unknown";
+}
+
+// "process 4711 on HOST"
+std::string text_in(const FileHandle& file) {
+  std::array<char, 400> text{};
+  const ssize_t count = ::pread(file.descriptor(), text.data(), text.size(), 0);
+  std::string_view line(text.data(), static_cast<size_t>(count > 0 ? count : 0));
+  return std::string(line.substr(0, line.find('\n')));
+}
+
+// The process that had the lock may have removed the file since it was opened.
+bool is_at(const std::string& path, const FileHandle& file) {
+  struct stat mine {};
+  struct stat there {};
+  return ::fstat(file.descriptor(), &mine) == 0 && ::stat(path.c_str(), &there) == 0 &&
+         mine.st_ino == there.st_ino && mine.st_dev == there.st_dev;
+}
+
+// Opens and locks the file. Returns 0 or the reason for failing.
+int lock_file(const std::string& path, FileHandle& file) {
+  const auto deadline = std::chrono::steady_clock::now() + kPatienceForLock;
+  for (;;) {
+    file = FileHandle(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
+    FSDP_CHECK(file.is_open(), path,
+               ": cannot open the file: ", std::generic_category().message(errno),
+               "; choose a directory that can be written");
+    const int reason = ::flock(file.descriptor(), LOCK_EX | LOCK_NB) == 0 ? 0 : errno;
+    if (reason == 0 && is_at(path, file)) return 0;
+    const bool may_change = reason == 0 || reason == EINTR || reason == EWOULDBLOCK;
+    if (!may_change || std::chrono::steady_clock::now() >= deadline) return reason;
+    std::this_thread::sleep_for(kPause);
+  }
+}
 
 constexpr std::string_view kLatestName = "latest";
 constexpr std::string_view kStepPrefix = "step-";
 constexpr std::string_view kReplacedSuffix = ".replaced";
 constexpr std::string_view kTemporarySuffix = ".tmp";
-constexpr std::string_view kRemovedId = "removed";  // of one that is being deleted
+constexpr std::string_view kRemovedId = "removed";  // of a checkpoint that is being deleted
 
 std::string in(const std::string& directory, std::string_view name) {
   return concat(directory, "/", name);
@@ -43,11 +96,11 @@ bool is_temporary(std::string_view name) {
   return first == kLatestName || step_of(first).has_value();
 }
 
-// Renamed first, and durably, so that a half-removed checkpoint is never seen as one.
+// Renames first, durably, so that a half-removed checkpoint is never taken for one.
 void remove_checkpoint(const std::string& run, const std::string& name) {
   if (!path_exists(in(run, name))) return;
   const std::string removed = in(run, concat(".", name, ".", kRemovedId, kTemporarySuffix));
-  remove_tree(removed);  // of a crash at this point
+  remove_tree(removed);  // left by a crash at this point
   rename_durably(in(run, name), removed);
   remove_tree(removed);
 }
@@ -65,6 +118,34 @@ std::string contents(const std::string& run, std::span<const int64_t> steps) {
 
 }  // namespace
 
+RunLock::RunLock(const std::string& directory) : path_(directory + "/lock") {
+  FileHandle file;
+  const int reason = lock_file(path_, file);
+  const std::string before = text_in(file);
+  FSDP_CHECK(reason != EWOULDBLOCK, directory, ": another run saves its checkpoints here",
+             before.empty() ? "" : concat(" (", shown(before), ")"),
+             "; stop that one, or give this one another directory (--checkpoint-dir)");
+  if (reason != 0) {
+    log(LogLevel::kWarning, directory, ": its file system has no locks (",
+        std::generic_category().message(reason), "), so see to it that no other run saves there");
+    return;
+  }
+  // Locks that hosts do not share would not have found the other run.
+  const std::string host = host_name();
+  if (!before.empty() && !before.ends_with(concat(" on ", host)))
+    log(LogLevel::kWarning, directory, ": the run before (", shown(before),
+        ") did not end by itself; see to it that it no longer runs");
+  const std::string mine = concat("process ", ::getpid(), " on ", host, "\n");
+  // On a full disk the text may be missing; then others get a shorter message.
+  static_cast<void>(::ftruncate(file.descriptor(), 0) == 0 &&
+                    ::pwrite(file.descriptor(), mine.data(), mine.size(), 0) > 0);
+  file_ = std::move(file);
+}
+
+RunLock::~RunLock() {
+  if (file_.is_open() && is_at(path_, file_)) ::unlink(path_.c_str());
+}
+
 std::string checkpoint_name(int64_t step) {
   FSDP_ASSERT(step >= 0, step);
   char digits[24];
@@ -77,7 +158,7 @@ std::optional<int64_t> step_of(std::string_view name) {
   const std::string_view digits = name.substr(kStepPrefix.size());
   int64_t step = -1;
   std::from_chars(digits.data(), digits.data() + digits.size(), step);
-  // One name for each step: not "step-100", not "step-00000100x".
+  // Each step has one name: neither "step-100" nor "step-00000100x".
   if (step < 0 || checkpoint_name(step) != name) return {};
   return step;
 }
@@ -146,33 +227,33 @@ std::string RunDirectory::temporary(int64_t step, std::string_view id) const {
   return in(path_, concat(".", checkpoint_name(step), ".", id, kTemporarySuffix));
 }
 
-// Crash instants, with what is found afterwards:
-//   before 2: the old one; the new one is a temporary
-//   before 3: the old one, under its second name
-//   before 4: the new one, which is not the latest unless the old one was
-//   before 5: the new one; the old one's second name does not count
+// Crash instants, and what is found afterwards:
+//   before 2: the old checkpoint; the new one is a temporary
+//   before 3: the old checkpoint, under its second name
+//   before 4: the new checkpoint, which is not the latest unless the old one was
+//   before 5: the new checkpoint; the second name of the old one is ignored
 void RunDirectory::publish(int64_t step, std::string_view id) const {
   const std::string from = temporary(step, id);
   const std::string name = checkpoint_name(step);
   const std::string to = in(path_, name);
   const std::string replaced_name = concat(name, kReplacedSuffix);
   FSDP_ASSERT(is_complete(from), from, " has no ", kManifestName);
-  // 1. All names in it.
+  // 1. Make all names inside durable.
   sync_tree(from);
-  // 2. The old one aside. Without an old one, one that a crash left aside stays until 5.
+  // 2. Set the old one aside. Without an old one, one set aside by a crash stays until 5.
   if (path_exists(to)) {
     if (is_complete(to)) {
       remove_checkpoint(path_, replaced_name);
       rename_durably(to, in(path_, replaced_name));
     } else {
-      remove_checkpoint(path_, name);  // not of our making; the one aside may be all there is
+      remove_checkpoint(path_, name);  // made by others; the one aside may be the only one
     }
   }
-  // 3. The new one in its place.
+  // 3. Put the new one in its place.
   rename_durably(from, to);
-  // 4. The new one is the latest.
+  // 4. Make the new one the latest.
   write_file_durably(in(path_, kLatestName), concat(name, "\n"));
-  // 5. The old one goes.
+  // 5. Remove the old one.
   remove_checkpoint(path_, replaced_name);
 }
 
@@ -191,14 +272,14 @@ void RunDirectory::remove_old(const Retention& retention, std::span<const int64_
   if (retention.keep_last == 0 || !newest.has_value()) return;
   std::vector<int64_t> old = steps();
   old.erase(std::upper_bound(old.begin(), old.end(), *newest), old.end());
-  // The latest is the last one in the list, hence always among the kept.
+  // The latest is the last one in the list, hence always kept.
   const auto num_kept = std::min(retention.keep_last, static_cast<int64_t>(old.size()));
   old.resize(old.size() - static_cast<size_t>(num_kept));
   for (const int64_t step : old) {
     const bool stays_for_ever = retention.keep_every > 0 && step % retention.keep_every == 0;
     const bool is_used = std::find(in_use.begin(), in_use.end(), step) != in_use.end();
     if (stays_for_ever || is_used) continue;
-    // In this order: without its first name, the one aside would be seen again.
+    // In this order: without its first name, the one set aside would count again.
     remove_checkpoint(path_, concat(checkpoint_name(step), kReplacedSuffix));
     remove_checkpoint(path_, checkpoint_name(step));
   }
@@ -210,7 +291,7 @@ std::string resolve_checkpoint(const std::string& path) {
   const RunDirectory run(path);
   if (is_complete(run.path())) return run.path();
   if (const std::optional<int64_t> step = run.latest()) return run.path_of(*step);
-  // A checkpoint by its name, set aside by a crash while it was being replaced.
+  // A checkpoint that a crash left set aside while it was being replaced.
   const std::string aside = concat(run.path(), kReplacedSuffix);
   if (step_of(file_name_of(run.path())).has_value() && is_complete(aside)) return aside;
   FSDP_CHECK(path_exists(path), path, ": there is no such directory: give a checkpoint, or the ",
@@ -229,7 +310,7 @@ std::string checkpoint_or_files(const std::string& path) {
       ": is a file, but neither a checkpoint nor a safetensors file; give the directory of a "
       "run or of a checkpoint, or such files");
   const RunDirectory run(path);
-  // One that is not there may have been set aside by a crash.
+  // A missing one may have been set aside by a crash.
   const bool is_ours = !path_exists(path) || is_complete(run.path()) ||
                        path_exists(in(run.path(), kLatestName)) || !run.steps().empty();
   return is_ours ? resolve_checkpoint(path) : path;

@@ -1,11 +1,11 @@
-// The directory of a run: which checkpoints it holds, how one appears in it, and how one goes.
+// The directory of a run: its checkpoints, how they appear, and how they are removed.
 //
 //   RUN/
 //     latest                    "step-00000100\n": the newest complete checkpoint
 //     step-00000100/            a complete checkpoint; it has a manifest.json
 //     step-00000100.replaced/   the one before it, if a crash came while it was being replaced
 //     .step-00000200.ID.tmp/    being written, or left by a crash
-//     lock                      who writes here (run_lock.h)
+//     lock                      who writes here (RunLock)
 //
 // Note [Crash instants]: every change is a rename, made durable before the next one. So a
 // checkpoint is there as a whole or not at all, whenever the power goes.
@@ -18,7 +18,30 @@
 #include <string_view>
 #include <vector>
 
+#include "fsdp/base/durable_file.h"
+
 namespace fsdp {
+
+// --- one run at a time ---------------------------------------------------------------------------
+
+// Holds RUN/lock, which contains the host and the process number, for its lifetime. The kernel
+// releases the lock however the process ends, so a file left by a crash is no obstacle. Readers
+// need no lock.
+class RunLock {
+ public:
+  // The directory must exist. Error that names the run that holds the lock. Only warns if the file
+  // system has no locks; docs/checkpoints.md lists those with locks per host only.
+  explicit RunLock(const std::string& directory);
+  ~RunLock();
+  RunLock(const RunLock&) = delete;
+  RunLock& operator=(const RunLock&) = delete;
+
+ private:
+  std::string path_;
+  FileHandle file_;
+};
+
+// --- the checkpoints of a run --------------------------------------------------------------------
 
 // The file that makes a directory a checkpoint; written last.
 inline constexpr std::string_view kManifestName = "manifest.json";
@@ -26,23 +49,23 @@ inline constexpr std::string_view kManifestName = "manifest.json";
 // "step-00000100"
 std::string checkpoint_name(int64_t step);
 
-// The other way round; none for every other name.
+// The inverse; nullopt for every other name.
 std::optional<int64_t> step_of(std::string_view name);
 
 // Which checkpoints stay when newer ones come.
 struct Retention {
-  int64_t keep_last = 0;   // so many of the newest; 0: all
-  int64_t keep_every = 0;  // steps that are multiples of this stay for ever; 0: none
+  int64_t keep_last = 0;   // this many of the newest; 0: all
+  int64_t keep_every = 0;  // multiples of this step stay forever; 0: none
 };
 
-// UsageError for what cannot be.
+// Throws a UsageError for impossible values.
 void validate(const Retention& retention);
 
-// Names and renames only: what is inside a checkpoint is others' business. One process changes a
-// run's directory at a time (rank 0 of the run); any number may look.
+// Handles names and renames only, not the content of checkpoints. One process changes a run's
+// directory at a time (rank 0 of the run); any number may read it.
 class RunDirectory {
  public:
-  // Need not exist yet.
+  // The directory need not exist yet.
   explicit RunDirectory(std::string path);
 
   const std::string& path() const { return path_; }
@@ -50,40 +73,40 @@ class RunDirectory {
   // Steps of complete checkpoints, ascending.
   std::vector<int64_t> steps() const;
 
-  // Where the complete checkpoint of this step is. If there is none: an Error that lists those that
-  // are there.
+  // The path of the complete checkpoint of this step. If there is none: an Error that lists the
+  // existing ones.
   std::string path_of(int64_t step) const;
 
-  // What the file `latest` says; none where there is no such file. If it names something that is
-  // not there: an Error that lists what is.
+  // The step in the file `latest`; nullopt without that file. If it names a missing checkpoint: an
+  // Error that lists the existing ones.
   std::optional<int64_t> latest() const;
 
-  // Where a checkpoint is written before publish(). `id` is the same on all ranks of a run and
-  // unique to it: letters, digits, '-' and '_'.
+  // The directory in which a checkpoint is written before publish(). `id` is the same on all ranks
+  // of a run and unique to it: letters, digits, '-' and '_'.
   std::string temporary(int64_t step, std::string_view id) const;
 
-  // Makes the temporary directory the checkpoint of this step, in place of one that is there, and
-  // the latest. The files in it are on the disk already (FileWriter::finish); their names, and
-  // those of directories in it, are taken care of here.
+  // Makes the temporary directory the checkpoint of this step, in place of an older one, and the
+  // latest. Its files must be on the disk already (FileWriter::commit); publish() makes their names
+  // and directories durable.
   void publish(int64_t step, std::string_view id) const;
 
-  // Removes what crashed runs left half done. For a run that begins: it removes what others write.
+  // Removes the temporaries of crashed runs. Only at the start: a running save has one, too.
   void remove_temporaries() const;
 
-  // Removes checkpoints older than the latest as `retention` says, but none that is `in_use` (that
-  // the run was loaded from, or that is being read). Those newer than the latest stay: a run that
-  // was resumed from an earlier step replaces them one by one.
+  // Removes checkpoints older than the latest as `retention` says, except those `in_use` (loaded by
+  // the run, or being read). Newer ones than the latest stay: a run that was resumed from an
+  // earlier step replaces them one by one.
   void remove_old(const Retention& retention, std::span<const int64_t> in_use = {}) const;
 
  private:
   std::string path_;
 };
 
-// The checkpoint a user means: `path` itself if it is one, or the latest if it is a run's
+// The checkpoint that a user names: `path` itself if it is one, or the latest if it is a run's
 // directory. Otherwise an Error that says what was looked for.
 std::string resolve_checkpoint(const std::string& path);
 
-// The same for whoever also reads files of other tools: those stay what they are.
+// The same for callers that also read files of other tools, whose paths it returns unchanged.
 std::string checkpoint_or_files(const std::string& path);
 
 }  // namespace fsdp

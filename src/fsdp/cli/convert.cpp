@@ -1,4 +1,4 @@
-// `fsdp convert`: checkpoints to HuggingFace's files and back, a chunk in memory at a time.
+// `fsdp convert`: checkpoints to HuggingFace's files and back, with one chunk in memory at a time.
 #include <chrono>
 #include <iostream>
 #include <memory>
@@ -9,27 +9,23 @@
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
-#include "fsdp/checkpoint/huggingface_files.h"
-#include "fsdp/checkpoint/model_config.h"
-#include "fsdp/checkpoint/model_files.h"
-#include "fsdp/checkpoint/name_rules_json.h"
+#include "fsdp/checkpoint/format/model_files.h"
+#include "fsdp/checkpoint/names/name_tables.h"
 #include "fsdp/checkpoint/run_directory.h"
-#include "fsdp/checkpoint/sharded_files.h"
-#include "fsdp/checkpoint/staged_directory.h"
-#include "fsdp/checkpoint/weight_selection.h"
+#include "fsdp/checkpoint/tools/converted_files.h"
+#include "fsdp/checkpoint/tools/staged_directory.h"
+#include "fsdp/checkpoint/tools/weight_selection.h"
 #include "fsdp/cli/command.h"
-#include "fsdp/cli/option_values.h"
 #include "fsdp/cli/progress.h"
-#include "fsdp/plan/model_file.h"
+#include "fsdp/plan/load_model.h"
 
 namespace fsdp::cli {
 
 namespace {
 
-constexpr int64_t kMaxRanks = 1'000'000;
 constexpr int64_t kMaxTextBytes = int64_t{1} << 28;
 
-// As typed; empty where an option was not given.
+// As typed; empty for an option that was not given.
 struct ConvertArguments {
   std::string source;
   std::string target;
@@ -52,7 +48,7 @@ struct ConvertOptions {
   NameRules names;
 };
 
-ConvertOptions read_options(const ConvertArguments& given) {
+ConvertOptions convert_options_of(const ConvertArguments& given) {
   if (given.source.empty() || given.target.empty())
     throw UsageError("SRC and DST are needed; e.g. fsdp convert run/ exported/ --to hf");
   if (given.to.empty())
@@ -95,7 +91,7 @@ std::optional<ConfigFile> find_config(const ConvertArguments& given, const Tenso
   return ConfigFile{*text, concat(catalog.path(), "/", kModelConfigName)};
 }
 
-// nullopt where the kind of model is not known; that is said.
+// nullopt for an unknown kind of model, with a message.
 std::optional<ExpectedWeights> expected_by(const std::optional<ConfigFile>& config) {
   if (!config) return std::nullopt;
   const std::string type = model_type_of(config->text, config->source);
@@ -122,7 +118,7 @@ WeightSelection select(const TensorCatalog& catalog, const NameRules& rules,
   return selection;
 }
 
-// One conversion: from a catalog to a directory that appears in the end.
+// One conversion: from a catalog to a directory that appears complete at the end.
 class Conversion {
  public:
   Conversion(const ConvertArguments& given, const ConvertOptions& options)
@@ -132,7 +128,7 @@ class Conversion {
         directory_(given.target, given.overwrite ? StagedDirectory::Existing::kReplace
                                                  : StagedDirectory::Existing::kRefuse) {}
 
-  // Returns a sentence about what was written.
+  // Returns a sentence about the written files.
   std::string run() {
     const auto start = std::chrono::steady_clock::now();
     const size_t num_files = options_.form == Form::kHuggingFace ? to_huggingface() : to_sharded();
@@ -160,8 +156,8 @@ class Conversion {
     return write_huggingface_files(directory_.path(), selection.tensors, reads, options).size();
   }
 
-  // A run's weights are its main weights, fp32 as a rule; a model that came in another type is
-  // exported in that.
+  // A run stores its main weights, as a rule fp32; a model that was published in another type is
+  // exported in that type.
   std::optional<DType> export_dtype() const {
     const bool is_trained = catalog_.manifest() && !catalog_.manifest()->optimizer.name.empty();
     if (options_.dtype || !config_ || !is_trained) return options_.dtype;
@@ -240,18 +236,18 @@ class Conversion {
 };
 
 void run_convert(const ConvertArguments& given) {
-  const ConvertOptions options = read_options(given);
+  const ConvertOptions options = convert_options_of(given);
   std::string summary;
   try {
     summary = Conversion(given, options).run();
   } catch (const UsageError& error) {
-    // What files say wrongly is no bad use of the command.
+    // A fault of the files is not a wrong use of the command.
     throw Error(error.what());
   }
   std::cout << "wrote " << given.target << ": " << summary << "\n";
 }
 
-constexpr const char* kFooter =
+constexpr const char* kConvertFooter =
     "SRC is a checkpoint, the directory of a run (then its latest checkpoint), a safetensors file "
     "or "
     "a directory\nwith safetensors files. DST appears when it is complete, and not at all when "
@@ -267,7 +263,7 @@ constexpr const char* kFooter =
 Command add_convert(CLI::App& parent) {
   CLI::App* app =
       parent.add_subcommand("convert", "Convert checkpoints to HuggingFace's files and back");
-  app->footer(kFooter);
+  app->footer(kConvertFooter);
   const auto given = std::make_shared<ConvertArguments>();
   const auto option = [&](const char* name, std::string& value, const char* type,
                           const char* text) {

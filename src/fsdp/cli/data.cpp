@@ -1,4 +1,4 @@
-// `fsdp data`: packs text into token files and shows what data is.
+// `fsdp data`: packs text into token files and describes data.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -89,7 +89,7 @@ struct InfoArguments {
   bool verify = false;
 };
 
-// What a person recognises the text by; only bytes can be shown without the tokenizer.
+// The text by which a person recognises the data; only bytes can be shown without a tokenizer.
 std::string beginning_of(const Corpus& corpus) {
   constexpr int64_t kMaxTokens = 200;
   if (corpus.tokenizer() != kByteTokenizerName) return "";
@@ -98,7 +98,7 @@ std::string beginning_of(const Corpus& corpus) {
   return decode_bytes(tokens);
 }
 
-// On one line, whatever the bytes are.
+// On one line, for any bytes.
 std::string quoted(const std::string& text) {
   constexpr size_t kMaxChars = 60;
   std::string out = "\"";
@@ -112,7 +112,7 @@ std::string quoted(const std::string& text) {
   return out + "\"";
 }
 
-void print_json(const Corpus& corpus, const InfoArguments& given) {
+void print_corpus_json(const Corpus& corpus, const InfoArguments& given) {
   const TokenHeader& header = corpus.header();
   const LeftOut& left_out = corpus.left_out();
   Json json = {{"paths", given.paths},
@@ -135,11 +135,11 @@ void print_json(const Corpus& corpus, const InfoArguments& given) {
                {"verified", given.verify},
                {"begins", beginning_of(corpus)}};
   if (header.end_of_document) json["end_of_document"] = *header.end_of_document;
-  // Text may be cut inside a character, or be no UTF-8 at all.
+  // Text may be cut inside a character, or not be UTF-8 at all.
   std::cout << json.dump(2, ' ', true, Json::error_handler_t::replace) << "\n";
 }
 
-void print_table(const Corpus& corpus, const InfoArguments& given) {
+void print_corpus_table(const Corpus& corpus, const InfoArguments& given) {
   const auto row = [](const char* name, const std::string& value) {
     std::cout << std::left << std::setw(13) << name << value << "\n";
   };
@@ -166,9 +166,9 @@ void run_info(const InfoArguments& given) {
     corpus->verify([&](int64_t done) { progress.update(done, corpus->header().data_bytes()); });
   }
   if (given.json)
-    print_json(*corpus, given);
+    print_corpus_json(*corpus, given);
   else
-    print_table(*corpus, given);
+    print_corpus_table(*corpus, given);
 }
 
 constexpr const char* kInfoFooter =
@@ -195,7 +195,7 @@ CLI::App* add_data_info(CLI::App& parent, InfoArguments& given) {
 Command add_data(CLI::App& parent) {
   CLI::App* app = parent.add_subcommand("data", "Pack text into token files, and show them");
   app->footer("fsdp data pack --help and fsdp data info --help explain the two.");
-  app->require_subcommand(0, 1);  // none is answered below
+  app->require_subcommand(0, 1);  // its absence is handled below
   const auto pack = std::make_shared<PackArguments>();
   const auto info = std::make_shared<InfoArguments>();
   const CLI::App* const pack_app = add_data_pack(*app, *pack);

@@ -10,12 +10,10 @@
 #include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
 #include "fsdp/cli/command.h"
-#include "fsdp/cli/option_values.h"
 #include "fsdp/comm/world.h"
 #include "fsdp/data/byte_tokenizer.h"
 #include "fsdp/data/corpus.h"
-#include "fsdp/train/evaluation.h"
-#include "fsdp/train/loaded_model.h"
+#include "fsdp/train/model/trained_model.h"
 #include "fsdp/train/torch_warnings.h"
 
 namespace fsdp::cli {

@@ -7,12 +7,11 @@
 #include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
 #include "fsdp/cli/command.h"
-#include "fsdp/cli/option_values.h"
 #include "fsdp/comm/world.h"
 #include "fsdp/data/byte_tokenizer.h"
-#include "fsdp/train/loaded_model.h"
+#include "fsdp/train/model/text_generation.h"
+#include "fsdp/train/model/trained_model.h"
 #include "fsdp/train/run_options.h"
-#include "fsdp/train/text_generation.h"
 #include "fsdp/train/torch_warnings.h"
 
 namespace fsdp::cli {

@@ -1,4 +1,4 @@
-// `fsdp info`: what this build is and what it finds on this machine.
+// `fsdp info`: describes this build and what it finds on this machine.
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <dlfcn.h>
@@ -17,10 +17,9 @@
 #include "fsdp/base/torch_math.h"
 #include "fsdp/base/version.h"
 #include "fsdp/cli/command.h"
-#include "fsdp/comm/connect_mpi.h"
-#include "fsdp/comm/connect_nccl.h"
+#include "fsdp/comm/backends.h"
 #include "fsdp/comm/launch.h"
-#include "fsdp/train/device_name.h"
+#include "fsdp/train/environment.h"
 
 namespace fsdp::cli {
 
@@ -58,7 +57,7 @@ Json devices() {
   return found;
 }
 
-// A broken environment is what this command is asked about, so it is shown and not thrown.
+// Shows a broken environment instead of throwing, because people use this command to find it.
 Json ranks() try {
   const Launch launch = read_launch();
   return {{"launcher", name_of(launch.launcher)},
@@ -89,7 +88,7 @@ std::string words(const Json& list) {
   return text;
 }
 
-void print_table(const Json& info) {
+void print_info_table(const Json& info) {
   const auto row = [](const char* name, const std::string& value) {
     std::cout << std::left << std::setw(12) << name << value << "\n";
   };
@@ -125,7 +124,7 @@ Command add_info(CLI::App& parent) {
             if (options->json)
               std::cout << info.dump(2) << "\n";
             else
-              print_table(info);
+              print_info_table(info);
           }};
 }
 

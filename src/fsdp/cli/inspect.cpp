@@ -1,13 +1,14 @@
-// `fsdp inspect`: what a checkpoint holds, whether it is whole, and how two of them differ.
+// `fsdp inspect`: lists a checkpoint's content, verifies it, and compares two of them.
 #include <iostream>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/glob.h"
-#include "fsdp/base/shown_text.h"
+#include "fsdp/base/utf8.h"
 #include "fsdp/checkpoint/run_directory.h"
 #include "fsdp/cli/command.h"
 #include "fsdp/cli/inspect_report.h"
@@ -17,7 +18,7 @@ namespace fsdp::cli {
 
 namespace {
 
-// Of each kind of difference; a table of thousands helps nobody.
+// Differences shown per kind; a table of thousands helps nobody.
 constexpr size_t kMostDifferences = 20;
 
 struct InspectArguments {
@@ -31,12 +32,7 @@ struct InspectArguments {
 
 using Json = nlohmann::ordered_json;
 
-// A file's name need not be UTF-8; JSON must be.
-void print_json(const Json& value) {
-  std::cout << value.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << "\n";
-}
-
-// Model and moments together: their names differ.
+// Model and moments together, since their names differ.
 TensorSet matching(const TensorCatalog& catalog, const std::string& pattern) {
   TensorSet found;
   for (const TensorSet* set : {&catalog.model(), &catalog.moments()})
@@ -87,7 +83,7 @@ void run_summary(const InspectArguments& given) {
       path == given.path ? std::vector<int64_t>() : RunDirectory(given.path).steps();
   std::optional<Verification> verification;
   if (given.verify) verification = verify(path);
-  // What is damaged may not open; its faults are the answer then.
+  // A damaged checkpoint may not open; then its faults are the answer.
   if (verification && !verification->damaged.empty()) {
     if (given.json)
       print_json({{"path", path}, {"verification", to_json(*verification)}});
@@ -151,12 +147,12 @@ void run_inspect(const InspectArguments& given) {
   try {
     given.diff.empty() ? run_summary(given) : run_diff(given);
   } catch (const UsageError& error) {
-    // What files say wrongly is no bad use of the command.
+    // A fault of the files is not a wrong use of the command.
     throw Error(error.what());
   }
 }
 
-constexpr const char* kFooter =
+constexpr const char* kInspectFooter =
     "PATH and OTHER are checkpoints, directories of runs (then their latest checkpoints), "
     "safetensors files or\ndirectories with safetensors files. Exit code 1: damaged, different, or "
     "not readable.\n"
@@ -172,7 +168,7 @@ constexpr const char* kFooter =
 Command add_inspect(CLI::App& parent) {
   CLI::App* app = parent.add_subcommand(
       "inspect", "Show what a checkpoint holds, check it, or compare two of them");
-  app->footer(kFooter);
+  app->footer(kInspectFooter);
   const auto given = std::make_shared<InspectArguments>();
   app->add_option("PATH", given->path, "A checkpoint, a run's directory or safetensors files");
   app->add_option("--tensors", given->tensors,
@@ -190,4 +186,3 @@ Command add_inspect(CLI::App& parent) {
 }
 
 }  // namespace fsdp::cli
-#include "fsdp/checkpoint/run_directory.h"

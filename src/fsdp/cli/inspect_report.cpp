@@ -6,10 +6,11 @@
 #include <functional>
 #include <iomanip>
 #include <map>
+#include <nlohmann/json.hpp>
 #include <ostream>
 
-#include "fsdp/base/shown_text.h"
 #include "fsdp/base/text.h"
+#include "fsdp/base/utf8.h"
 #include "fsdp/checkpoint/run_directory.h"
 
 namespace fsdp::cli {
@@ -18,7 +19,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-std::string bytes_words(int64_t bytes) { return bytes_text(static_cast<double>(bytes)); }
+std::string size_words(int64_t bytes) { return bytes_text(static_cast<double>(bytes)); }
 
 std::string number_text(double value) {
   char text[32];
@@ -60,20 +61,20 @@ Json number(double value) {
   return std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf";
 }
 
-Json to_json(const StoredTensor& tensor) {
+Json row_of(const StoredTensor& tensor) {
   return {{"name", tensor.name}, {"dtype", name_of(tensor.dtype)}, {"shape", tensor.shape}};
 }
 
-Json to_json(const TensorStatistics& statistics) {
+Json row_of(const TensorStatistics& statistics) {
   return {{"min", statistics.min},       {"max", statistics.max},     {"mean", statistics.mean},
           {"std", statistics.deviation}, {"nan", statistics.num_nan}, {"inf", statistics.num_inf},
           {"histogram", statistics.bins}};
 }
 
-Json to_json(const TensorDifference& difference) {
+Json row_of(const TensorDifference& difference) {
   Json row = {{"name", difference.name}};
-  row["first"] = difference.first ? to_json(*difference.first) : Json();
-  row["second"] = difference.second ? to_json(*difference.second) : Json();
+  row["first"] = difference.first ? row_of(*difference.first) : Json();
+  row["second"] = difference.second ? row_of(*difference.second) : Json();
   if (difference.is_only_in_one() || difference.has_other_shape()) return row;
   row["num_different"] = difference.num_different;
   row["max_difference"] = number(difference.max_difference);
@@ -81,7 +82,7 @@ Json to_json(const TensorDifference& difference) {
 }
 
 void print_row(std::ostream& out, const char* name, const std::string& value) {
-  constexpr size_t kMost = 4096;  // a path may be as long
+  constexpr size_t kMost = 4096;  // the longest path
   if (!value.empty()) out << std::left << std::setw(12) << name << shown(value, kMost) << "\n";
 }
 
@@ -112,7 +113,7 @@ std::string set_text(const TensorSet& tensors, const char* noun) {
   if (tensors.empty()) return "";
   const Amount amount = amount_of(tensors);
   return concat(counted_text(static_cast<int64_t>(tensors.size()), "tensor"), ", ",
-                counted_text(amount.numel, noun), ", ", bytes_words(amount.bytes), ", ",
+                counted_text(amount.numel, noun), ", ", size_words(amount.bytes), ", ",
                 types_text(amount));
 }
 
@@ -217,10 +218,10 @@ Json to_json(const TensorCatalog& catalog, std::span<const int64_t> steps) {
 Json to_json(std::span<const InspectedTensor> tensors) {
   Json rows = Json::array();
   for (const InspectedTensor& each : tensors) {
-    Json row = to_json(each.tensor->tensor);
+    Json row = row_of(each.tensor->tensor);
     row["bytes"] = bytes_of(each.tensor->tensor);
     row["parts"] = each.tensor->boxes.size();
-    if (each.statistics) row["statistics"] = to_json(*each.statistics);
+    if (each.statistics) row["statistics"] = row_of(*each.statistics);
     rows.push_back(std::move(row));
   }
   return rows;
@@ -239,7 +240,7 @@ Json to_json(const Verification& verification) {
 
 Json to_json(std::span<const TensorDifference> differences) {
   Json rows = Json::array();
-  for (const TensorDifference& difference : differences) rows.push_back(to_json(difference));
+  for (const TensorDifference& difference : differences) rows.push_back(row_of(difference));
   return rows;
 }
 
@@ -263,7 +264,7 @@ void print_summary(std::ostream& out, const TensorCatalog& catalog,
   print_row(out, "moments", set_text(catalog.moments(), "element"));
   print_row(out, "config.json", catalog.model_config() ? "yes" : "none");
   print_row(out, "files",
-            concat(catalog.files().size(), " with tensors, ", bytes_words(file_bytes(catalog))));
+            concat(catalog.files().size(), " with tensors, ", size_words(file_bytes(catalog))));
 }
 
 void print_tensors(std::ostream& out, std::span<const InspectedTensor> tensors) {
@@ -271,7 +272,7 @@ void print_tensors(std::ostream& out, std::span<const InspectedTensor> tensors) 
   for (const InspectedTensor& each : tensors) {
     const StoredTensor& tensor = each.tensor->tensor;
     table.add({shown(tensor.name), std::string(name_of(tensor.dtype)), list_text(tensor.shape),
-               bytes_words(bytes_of(tensor)), std::to_string(each.tensor->boxes.size())});
+               size_words(bytes_of(tensor)), std::to_string(each.tensor->boxes.size())});
   }
   table.print(out, [&](size_t row) {
     if (tensors[row].statistics) out << "  " << statistics_text(*tensors[row].statistics) << "\n";
@@ -282,7 +283,7 @@ void print_verification(std::ostream& out, const Verification& verification) {
   for (const DamagedPart& part : verification.damaged)
     out << "damaged     " << part.path << ": " << part.what << "\n";
   const std::string read =
-      concat(counted_text(verification.num_files, "file"), ", ", bytes_words(verification.bytes));
+      concat(counted_text(verification.num_files, "file"), ", ", size_words(verification.bytes));
   if (!verification.has_checksums)
     print_row(out, "verified",
               concat(read,

@@ -1,18 +1,17 @@
-// What `fsdp inspect` found, as tables for people and as JSON for programs.
+// The results of `fsdp inspect`, as tables for people and as JSON for programs.
 #pragma once
 
 #include <cstdint>
 #include <iosfwd>
-#include <nlohmann/json.hpp>
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
-#include "fsdp/checkpoint/tensor_catalog.h"
-#include "fsdp/checkpoint/tensor_differences.h"
-#include "fsdp/checkpoint/tensor_statistics.h"
-#include "fsdp/checkpoint/verify_files.h"
+#include "fsdp/checkpoint/format/tensor_catalog.h"
+#include "fsdp/checkpoint/tools/tensor_numbers.h"
+#include "fsdp/checkpoint/tools/verify_files.h"
 
 namespace fsdp::cli {
 
@@ -27,7 +26,7 @@ nlohmann::ordered_json to_json(std::span<const InspectedTensor> tensors);
 nlohmann::ordered_json to_json(const Verification& verification);
 nlohmann::ordered_json to_json(std::span<const TensorDifference> differences);
 
-// `steps` are those of the run it is the latest checkpoint of; none: it was named itself.
+// `steps` are those of the run whose latest checkpoint this is; empty: the user named it directly.
 void print_summary(std::ostream& out, const TensorCatalog& catalog, std::span<const int64_t> steps);
 void print_tensors(std::ostream& out, std::span<const InspectedTensor> tensors);
 void print_verification(std::ostream& out, const Verification& verification);

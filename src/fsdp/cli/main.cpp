@@ -1,5 +1,5 @@
-// The command `fsdp`: reads the options, runs one subcommand, turns what went wrong into one
-// sentence and an exit code.
+// The command `fsdp`: reads the options, runs one subcommand, turns an error into one sentence and
+// an exit code.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -14,8 +14,6 @@
 #include "fsdp/base/text.h"
 #include "fsdp/base/version.h"
 #include "fsdp/cli/command.h"
-#include "fsdp/cli/first_speaker.h"
-#include "fsdp/cli/option_values.h"
 
 namespace {
 
@@ -25,7 +23,7 @@ constexpr int kBadUse = 2;
 
 constexpr const char* kDescription =
     "Fully sharded data-parallel training on libtorch: plans, runs and inspects it.";
-constexpr const char* kFooter =
+constexpr const char* kCommandFooter =
     "Examples:\n"
     "  fsdp train --data docs --ranks 2                   a small language model of some text\n"
     "  fsdp generate --checkpoint runs/a --prompt 'The '  what it has learnt\n"
@@ -37,8 +35,8 @@ constexpr const char* kFooter =
     "  fsdp info                                          this build, its libtorch and devices\n"
     "fsdp SUBCOMMAND --help explains the options of one.";
 
-// In CLI11's order, which is from the last to the first. "--name=" stands for an empty value, which
-// CLI11 would take from the next word.
+// In CLI11's order, from the last word to the first. "--name=" stands for an empty value, for which
+// CLI11 would take the next word.
 std::vector<std::string> words_of(int argc, char** argv) {
   std::vector<std::string> words;
   for (int i = 1; i < argc; ++i) {
@@ -58,8 +56,7 @@ void parse(CLI::App& app, std::vector<std::string> words) {
     throw;
   } catch (const CLI::ArgumentMismatch& error) {
     throw fsdp::UsageError(fsdp::cli::mismatch_text(error.what()));
-  } catch (
-      const CLI::ConversionError& error) {  // of a flag: all else is text that we read ourselves
+  } catch (const CLI::ConversionError& error) {  // of a flag: we read all other values ourselves
     throw fsdp::UsageError(fsdp::concat(error.what(), "; a flag takes no value"));
   } catch (const CLI::ParseError& error) {
     throw fsdp::UsageError(error.what());
@@ -68,7 +65,7 @@ void parse(CLI::App& app, std::vector<std::string> words) {
   fsdp::cli::refuse_repeated_flags(app);
 }
 
-// An environment that cannot be understood is for the subcommand to say.
+// Leaves errors about the environment to the subcommand.
 fsdp::Launch launch_if_known() try { return fsdp::read_launch(); } catch (const fsdp::Error&) {
   return {};
 }
@@ -76,14 +73,14 @@ fsdp::Launch launch_if_known() try { return fsdp::read_launch(); } catch (const 
 int run(int argc, char** argv) {
   fsdp::check_log_level();
   CLI::App app(kDescription, "fsdp");
-  app.footer(kFooter);
+  app.footer(kCommandFooter);
   app.set_version_flag("--version", "fsdp " FSDP_VERSION);
   const std::vector<fsdp::cli::Command> commands = {
       fsdp::cli::add_train(app),   fsdp::cli::add_generate(app), fsdp::cli::add_eval(app),
       fsdp::cli::add_data(app),    fsdp::cli::add_plan(app),     fsdp::cli::add_inspect(app),
       fsdp::cli::add_convert(app), fsdp::cli::add_info(app)};
-  app.require_subcommand(0, 1);  // none is answered below, a second one is a surplus argument
-  // Unknown arguments are collected, not refused, so that they can be answered with the nearest.
+  app.require_subcommand(0, 1);  // none is handled below, a second one is a surplus argument
+  // Collects unknown arguments, so that the error can name the nearest option.
   app.allow_extras();
   for (const fsdp::cli::Command& command : commands) command.app->allow_extras();
   try {
@@ -115,7 +112,7 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "fsdp: %s.\n", error.what());
     return kBadUse;
   } catch (const std::exception& error) {
-    // Exceptions of libtorch go on with a stack trace, which helps nobody here.
+    // libtorch's messages continue with a stack trace, which helps nobody here.
     const std::string what = error.what();
     std::fprintf(stderr, "fsdp: %s.\n", what.substr(0, what.find('\n')).c_str());
     return kFailure;

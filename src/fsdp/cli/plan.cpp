@@ -1,7 +1,8 @@
-// `fsdp plan`: memory and traffic of a model on any number of ranks, without running it.
+// `fsdp plan`: memory and traffic of a model on any number of ranks, without a run.
 #include <chrono>
 #include <iostream>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <utility>
@@ -10,21 +11,16 @@
 #include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
 #include "fsdp/cli/command.h"
-#include "fsdp/cli/option_values.h"
 #include "fsdp/cli/plan_report.h"
 #include "fsdp/plan/forecast.h"
-#include "fsdp/plan/model_catalog.h"
-#include "fsdp/plan/model_file.h"
+#include "fsdp/plan/load_model.h"
 #include "fsdp/plan/peak_forecast.h"
 
 namespace fsdp::cli {
 
 namespace {
 
-// More ranks than any machine has; a larger number is a typing error.
-constexpr int64_t kMaxRanks = 1'000'000;
-
-// As typed; empty where an option was not given.
+// As typed; empty for an option that was not given.
 struct PlanArguments {
   std::string model;
   std::string ranks;
@@ -61,7 +57,7 @@ MainStorage parse_main_storage(const std::string& value) {
   return all_main_storages()[parse_choice("--main-storage", value, names)];
 }
 
-// Its own option, or else the one for both.
+// The moment's own option, or else the one for both.
 std::optional<DType> parse_moment(const char* option, const std::string& value,
                                   const std::string& both) {
   return value.empty() ? parse_dtype_or_none("--moments", both)
@@ -86,7 +82,7 @@ Granularity parse_granularity_option(const std::string& value) {
   refuse_option(kOption, value, "N is the number of elements of a block, e.g. block:128");
 }
 
-PlanOptions read_options(const PlanArguments& given) {
+PlanOptions plan_options_of(const PlanArguments& given) {
   PlanOptions options;
   options.ranks = parse_whole_number("--ranks", given.ranks, 1, kMaxRanks);
   options.outer = parse_whole_number("--outer", given.outer, 1, kMaxRanks);
@@ -107,7 +103,7 @@ PlanOptions read_options(const PlanArguments& given) {
   return options;
 }
 
-// The batch whose peak is asked for, if one is.
+// The batch to forecast the peak for, if one is given.
 std::optional<PeakOptions> read_peak_options(const CLI::App& app, const PlanArguments& given) {
   if (given.batch.empty() && given.sequence.empty()) {
     if (app.count("--gradient-lifetime") > 0)
@@ -134,11 +130,6 @@ std::optional<PeakOptions> read_peak_options(const CLI::App& app, const PlanArgu
   return options;
 }
 
-// A file's name need not be UTF-8; JSON must be.
-void print_json(const nlohmann::ordered_json& value) {
-  std::cout << value.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << "\n";
-}
-
 void run_plan(const CLI::App& app, const PlanArguments& given) {
   if (given.model.empty())
     throw UsageError(
@@ -151,7 +142,7 @@ void run_plan(const CLI::App& app, const PlanArguments& given) {
   if (!given.budget.empty() && app.count("--prefetch") > 0)
     throw UsageError(concat("--prefetch is '", given.prefetch,
                             "', but --budget chooses the depth itself; drop one of the two"));
-  const PlanOptions options = read_options(given);
+  const PlanOptions options = plan_options_of(given);
   const std::optional<PeakOptions> batch = read_peak_options(app, given);
   const auto start = std::chrono::steady_clock::now();
   ModelShape loaded = load_model(given.model);

@@ -3,13 +3,14 @@
 #include <algorithm>
 #include <array>
 #include <iomanip>
+#include <nlohmann/json.hpp>
 #include <ostream>
 #include <string>
 #include <vector>
 
-#include "fsdp/base/shown_text.h"
 #include "fsdp/base/text.h"
-#include "fsdp/optim/update_span.h"
+#include "fsdp/base/utf8.h"
+#include "fsdp/optim/kernels/update_span.h"
 
 namespace fsdp::cli {
 
@@ -76,7 +77,7 @@ struct Row {
 constexpr int kNameWidth = 18;
 constexpr int kBytesWidth = 10;
 
-// The host has a column where something is there.
+// Shows the host's column only if something is in host memory.
 void print_rows(std::ostream& out, const std::vector<Row>& rows) {
   const bool uses_host =
       std::any_of(rows.begin(), rows.end(), [](const Row& row) { return row.host_bytes > 0; });

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <iosfwd>
-#include <nlohmann/json.hpp>
+#include <nlohmann/json_fwd.hpp>
 #include <span>
 
 #include "fsdp/plan/forecast.h"
@@ -15,11 +15,11 @@ nlohmann::ordered_json to_json(const ModelShape& model, const Forecast& forecast
 // One strategy: a row per kind of memory and per collective, with type and share.
 void print_forecast(std::ostream& out, const ModelShape& model, const Forecast& forecast);
 
-// Several strategies on one model and mesh: a row each.
-// The same for the most memory of a step.
+// The same for a step's peak of memory.
 nlohmann::ordered_json to_json(const PeakForecast& peak);
 void print_peak(std::ostream& out, const BatchShape& batch, const PeakForecast& peak);
 
+// Several strategies on one model and mesh: a row each.
 void print_comparison(std::ostream& out, const ModelShape& model,
                       std::span<const Forecast> forecasts);
 

@@ -33,7 +33,7 @@ Progress::~Progress() {
   if (shown_chars_ > 0) std::fprintf(stderr, "\r%s\r", std::string(shown_chars_, ' ').c_str());
 }
 
-// On a terminal ten times a second; in a file after every 10 percent, a line per second at most.
+// On a terminal ten times a second; in a file after every 10 percent, at most a line per second.
 // The last one in any case.
 bool Progress::is_due(int64_t percent) const {
   if (percent == 100) return percent != last_percent_;

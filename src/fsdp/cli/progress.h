@@ -1,4 +1,4 @@
-// How far a long command is, on standard error: a bar on a terminal, otherwise a line now and then.
+// The progress of a long command, on standard error: a bar on a terminal, else a line now and then.
 #pragma once
 
 #include <chrono>
@@ -7,7 +7,7 @@
 
 namespace fsdp::cli {
 
-// One per command. The bar is removed at the end of its life; the last line stays.
+// One per command. The destructor removes the bar, but keeps the last line.
 class Progress {
  public:
   // `what` begins every line: "verify".
@@ -16,7 +16,7 @@ class Progress {
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 
-  // `done` never falls.
+  // `done_bytes` never falls.
   void update(int64_t done_bytes, int64_t total_bytes);
 
  private:

@@ -15,17 +15,15 @@
 #include "fsdp/base/text.h"
 #include "fsdp/base/version.h"
 #include "fsdp/cli/command.h"
-#include "fsdp/cli/first_speaker.h"
-#include "fsdp/cli/option_values.h"
 #include "fsdp/comm/comm_error.h"
 #include "fsdp/comm/launch.h"
 #include "fsdp/comm/rank_facts.h"
 #include "fsdp/comm/world.h"
-#include "fsdp/train/console.h"
 #include "fsdp/train/environment.h"
+#include "fsdp/train/log/console.h"
 #include "fsdp/train/run_options.h"
 #include "fsdp/train/run_plan.h"
-#include "fsdp/train/settings.h"
+#include "fsdp/train/settings/settings.h"
 #include "fsdp/train/stop_request.h"
 #include "fsdp/train/torch_warnings.h"
 #include "fsdp/train/training_run.h"
@@ -44,7 +42,7 @@ struct TrainArguments {
   std::string config;
   bool print_config = false;
   bool check = false;
-  // By the setting's name; what CLI11 fills.
+  // By the setting's name; filled by CLI11.
   std::map<std::string, std::vector<std::string>> values;
   std::map<std::string, bool> flags;
 };
@@ -62,7 +60,7 @@ train::GivenValues given_values(const CLI::App& app, const TrainArguments& given
   return values;
 }
 
-TrainOptions read_options(const CLI::App& app, const TrainArguments& given) {
+TrainOptions train_options_of(const CLI::App& app, const TrainArguments& given) {
   TrainOptions options;
   if (app.count("--config") > 0 && given.config.empty())
     throw UsageError("--config is empty; name a JSON file, e.g. --config run.json");
@@ -96,8 +94,8 @@ void print_check(const train::RunPlan& plan, const Launch& launch, c10::Device d
   console.note("everything fits together; nothing was trained (--check)");
 }
 
-// Whatever decides about the numbers of a run, or about which collectives it issues. Hosts may have
-// the same model and data under other names: those are compared by what they are.
+// Every fact that decides the numbers of a run or the collectives it issues. Hosts may have the
+// same model and data under other names, so those are compared by content.
 RankFacts facts_of(const train::RunPlan& plan) {
   RankFacts facts = train::setting_facts(plan.resolved);
   std::erase_if(facts, [](const auto& fact) {
@@ -110,14 +108,14 @@ RankFacts facts_of(const train::RunPlan& plan) {
   return facts;
 }
 
-// The signal that stopped the run; 0 for none.
+// Returns the signal that stopped the run; 0 for none.
 int train_as(World& world, const train::RunPlan& plan, const train::StopRequest& stop) {
   const train::QuietTorchWarnings quiet;
   return train::TrainingRun(plan, world, stop, std::cout).train();
 }
 
-// Plans when it has joined the others: they notice at once when this process ends while it reads
-// its data, and hear why when it fails. Where ranks differ nothing is trained.
+// Plans after joining the others, so that they notice at once if this process ends while it reads
+// its data, and learn why if it fails. Ranks that differ do not begin to train.
 template <typename Plan>
 int train_as_process(World& world, const Plan& plan_here, std::string& difference) {
   try {
@@ -137,12 +135,12 @@ void run_train(const CLI::App& app, const TrainArguments& given) {
   log_warnings_only();
   const Launch launch = read_launch();
   const TrainOptions options =
-      let_the_first_speak(launch, [&] { return read_options(app, given); });
+      let_the_first_speak(launch, [&] { return train_options_of(app, given); });
   if (given.print_config) {
     if (launch.rank == 0) std::cout << train::config_text(options);
     return;
   }
-  // Settings that contradict each other come first: what they say is true on every machine.
+  // Contradicting settings come first, because they are wrong on every machine.
   const c10::Device device = let_the_first_speak(launch, [&] {
     options.validate(num_ranks_of(options, launch));
     return train::training_device(options, launch.local_rank);
@@ -199,7 +197,7 @@ void add_setting(CLI::App& app, const Setting& setting, TrainArguments& given) {
   option->group(setting.group);
 }
 
-constexpr const char* kFooter =
+constexpr const char* kTrainFooter =
     "A flag that is a yes or no is --FLAG or --no-FLAG. A config file is a JSON object whose keys "
     "are these names with _ for -.\n"
     "Examples:\n"
@@ -212,7 +210,7 @@ constexpr const char* kFooter =
 
 Command add_train(CLI::App& parent) {
   CLI::App* app = parent.add_subcommand("train", "Train a language model, sharded over ranks");
-  app->footer(kFooter);
+  app->footer(kTrainFooter);
   const auto given = std::make_shared<TrainArguments>();
   app->add_option("--config", given->config, "Settings from a file; flags win")
       ->type_name("FILE.json");

@@ -28,4 +28,16 @@ CommOptions CommOptions::from_environment() {
   return options;
 }
 
+const char* name_of(UserBuffers use) {
+  switch (use) {
+    case UserBuffers::kOff:
+      return "off";
+    case UserBuffers::kRegistered:
+      return "registered";
+    case UserBuffers::kSymmetric:
+      return "symmetric";
+  }
+  return "unknown";
+}
+
 }  // namespace fsdp

@@ -1,5 +1,9 @@
-// The settings all communicators share.
+// The settings that all communicators share, and how far a backend uses its callers' memory in
+// place.
 #pragma once
+
+#include <cstdint>
+#include <string>
 
 namespace fsdp {
 
@@ -43,6 +47,23 @@ struct CommOptions {
 
   // The defaults above, overridden by the environment.
   static CommOptions from_environment();
+};
+
+// Whether a backend uses the memory of its callers in place, without copies through its own; from
+// worst to best.
+enum class UserBuffers : uint8_t {
+  kOff,         // what is sent and received is copied through the backend's memory
+  kRegistered,  // the backend knows the memory and may let the network or other GPUs use it
+  kSymmetric,   // every rank knows where the others' is, for kernels that read and write there
+};
+
+// "off", "registered", "symmetric"
+const char* name_of(UserBuffers use);
+
+// How a communicator uses memory that was registered with it.
+struct RegisteredMemory {
+  UserBuffers use = UserBuffers::kOff;
+  std::string why_not_better;  // "" where nothing better was asked for
 };
 
 }  // namespace fsdp

@@ -4,7 +4,7 @@
 
 #include "fsdp/base/device_stream.h"
 #include "fsdp/base/error.h"
-#include "fsdp/comm/reduce_ranks.h"
+#include "fsdp/comm/reduce/reduce_ranks.h"
 
 namespace fsdp {
 

@@ -9,8 +9,8 @@
 #include <span>
 #include <string>
 
+#include "fsdp/comm/comm_options.h"
 #include "fsdp/comm/operation.h"
-#include "fsdp/comm/user_buffers.h"
 #include "fsdp/comm/work.h"
 
 namespace fsdp {
@@ -22,7 +22,7 @@ using UsedBuffers = std::map<OpKind, UserBuffers>;
 // A communicator runs its collectives in the order in which they were enqueued, which must be the
 // same on every rank; two communicators are independent of each other. A call checks its arguments,
 // enqueues and returns; `Work::wait()` makes the result usable. Until then the tensors must not be
-// touched; they are kept alive, whoever else lets go of them (tensors_in_use.h).
+// touched; they are kept alive, whoever else releases them (Note [Tensors in use]).
 //
 // Tensors are contiguous; their shape does not matter, only their number of elements. All ranks use
 // the same dtype. Operations that only move data take every dtype; reductions take fp64, fp32,
@@ -87,21 +87,24 @@ class Communicator {
   // the host: words that follow a noun ("whose ..."), or "" if it can.
   virtual std::string why_not_recorded() const { return "whose host carries data between them"; }
 
-  // A replay of recorded operations was put on `stream`, of which the host knows nothing else: it
-  // is under the same deadline as they were, and throw_if_aborted() tells when it was missed.
+  // Watches a replay of recorded operations that was just put on `stream`: the host does not see
+  // the single operations, so the replay as a whole has the deadline of one of them, and
+  // throw_if_aborted() throws when it was missed.
   virtual void watch_replay(const c10::Stream& stream);
 
-  // Whether operations can use memory of their callers in place (user_buffers.h).
+  // Whether operations can use memory of their callers in place (UserBuffers).
   virtual bool registers_memory() const { return false; }
 
-  // Lets them use this piece, from now on until deregister_memory(), at best as `best` says. It
-  // comes from nccl_allocate(). Every rank calls it, in the same order and with as many bytes.
+  // Registers memory that comes from nccl_allocate(), so that operations use it in place until
+  // deregister_memory(), and no better than `best` says. Every rank calls it, in the same order and
+  // with as many bytes.
   virtual RegisteredMemory register_memory(void* address, int64_t bytes, UserBuffers best);
 
-  // Waits for what uses it. Before the memory goes.
+  // Waits for the operations that use the memory, then ends its registration. Must be called before
+  // the memory is released.
   virtual void deregister_memory(void* address) noexcept;
 
-  // What came of it.
+  // How operations have used registered memory until now.
   virtual UsedBuffers used_buffers() const { return {}; }
 
   // Makes every wait of every rank fail with this message, now and later.

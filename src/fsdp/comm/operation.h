@@ -1,5 +1,5 @@
-// One collective as data: what is asked for, on which tensors, and by what ranks recognise that
-// they ask for the same thing.
+// One collective as data: what is asked for, on which tensors, how these are divided among ranks,
+// and by what ranks recognise that they ask for the same thing.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,13 +11,45 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
-#include "fsdp/comm/shares.h"
 #include "fsdp/comm/work.h"
 
 namespace fsdp {
+
+// How the elements of one flat tensor are divided among the ranks of a communicator. Equal shares
+// need no memory of their own, so that the everyday case allocates nothing.
+class Shares {
+ public:
+  Shares() = default;
+
+  // Every rank has `numel_per_rank`.
+  static Shares equal(int64_t numel_per_rank, int ranks);
+
+  // Rank r has `counts[r]`; zero is fine.
+  static Shares uneven(std::span<const int64_t> counts);
+
+  // `numel` cut into pieces of equal size except the last ones, each piece starting at a multiple
+  // of `multiple`: how an all-reduce is divided into work for each rank.
+  static Shares cut(int64_t numel, int ranks, int64_t multiple);
+
+  int64_t count(int rank) const { return end(rank) - offset(rank); }
+  int64_t offset(int rank) const;
+  int64_t total() const { return ranks_ == 0 ? 0 : end(ranks_ - 1); }
+  int64_t largest() const;
+  int ranks() const { return ranks_; }
+  bool is_equal() const { return ends_.empty(); }
+
+ private:
+  int64_t end(int rank) const;
+
+  int ranks_ = 0;
+  int64_t equal_count_ = 0;
+  std::vector<int64_t> ends_;  // running sums; empty when the shares are equal
+};
 
 enum class OpKind : uint8_t {
   kAllGather,
@@ -108,6 +140,12 @@ struct OnDevice {
   c10::Event ready;                                   // when that stream has produced the input
   std::optional<c10::Stream> runs_on = std::nullopt;  // set by whoever runs the operation
 };
+
+// Where an element of a flat tensor is. A view of the tensor would cost more than a launch.
+inline char* at_element(const at::Tensor& tensor, int64_t element) {
+  return static_cast<char*>(tensor.mutable_data_ptr()) +
+         element * static_cast<int64_t>(tensor.element_size());
+}
 
 struct Operation {
   Fingerprint print;

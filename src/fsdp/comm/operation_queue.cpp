@@ -11,9 +11,9 @@
 
 namespace fsdp {
 
-using Clock = std::chrono::steady_clock;
-
 namespace {
+
+using Clock = std::chrono::steady_clock;
 
 // Waking a thread takes some microseconds, in which this much is copied or summed.
 constexpr int64_t kQuickBytes = int64_t{64} << 10;
@@ -36,7 +36,7 @@ OperationQueue::OperationQueue(std::string name, OperationRunner& runner,
       exceptions_in_flight_(std::uncaught_exceptions()) {}
 
 OperationQueue::~OperationQueue() {
-  if (std::uncaught_exceptions() > exceptions_in_flight_) runner_.abandon();
+  if (std::uncaught_exceptions() > exceptions_in_flight_) runner_.cancel();
   {
     const std::lock_guard lock(queue_mutex_);
     stopping_ = true;
@@ -120,7 +120,7 @@ void OperationQueue::work() {
 }
 
 bool OperationQueue::run_next() {
-  Entry entry;
+  Queued entry;
   std::string broken;
   {
     const std::lock_guard lock(queue_mutex_);
@@ -154,7 +154,7 @@ void OperationQueue::sleep_while_data_would_move(const Operation& operation) con
                                 std::chrono::ceil<Clock::duration>(transfer));
 }
 
-void OperationQueue::run_entry(Entry& entry) {
+void OperationQueue::run_entry(Queued& entry) {
   std::optional<c10::Event> event;
   try {
     follow(*entry.operation);
@@ -172,7 +172,7 @@ void OperationQueue::run_entry(Entry& entry) {
     if (event) {
       entry.state->keep_tensors_of(std::move(entry.operation));
     } else {
-      entry.operation.reset();  // before the waiter hears of it: it may count references
+      entry.operation.reset();  // before the waiter wakes up, which may count references
     }
   } catch (const std::exception& error) {
     {
@@ -182,7 +182,7 @@ void OperationQueue::run_entry(Entry& entry) {
     entry.state->fail(std::current_exception());
     return;
   }
-  entry.state->finish(std::move(event));
+  entry.state->complete(std::move(event));
 }
 
 }  // namespace fsdp

@@ -34,7 +34,7 @@ class OperationRunner {
 
   // The owner is being left by an exception: nothing enqueued can be completed any more, and nobody
   // may go on waiting for this rank.
-  virtual void abandon() = 0;
+  virtual void cancel() noexcept = 0;
 
   // Seconds between two idle() calls; 0 for never.
   virtual double idle_seconds() const { return 0; }
@@ -57,7 +57,7 @@ class OperationRunner {
 class OperationQueue {
  public:
   OperationQueue(std::string name, OperationRunner& runner, const CommOptions& options);
-  // Finishes what was enqueued (within its deadlines) or, on the way out of an exception, abandons
+  // Waits for what was enqueued (within its deadlines) or, on the way out of an exception, cancels
   // it; then stops the worker.
   ~OperationQueue();
   OperationQueue(const OperationQueue&) = delete;
@@ -70,7 +70,7 @@ class OperationQueue {
   void help_until_done(const WorkState& state);
 
  private:
-  struct Entry {
+  struct Queued {
     std::shared_ptr<Operation> operation;
     std::shared_ptr<WorkState> state;
   };
@@ -81,7 +81,7 @@ class OperationQueue {
   // Takes the oldest entry and runs it. Returns false when there was none. The caller holds
   // running_.
   bool run_next();
-  void run_entry(Entry& entry);
+  void run_entry(Queued& entry);
   // Waits for what the operation comes after; throws its error.
   static void follow(const Operation& operation);
   void sleep_while_data_would_move(const Operation& operation) const;
@@ -95,7 +95,7 @@ class OperationQueue {
   std::mutex running_;      // held while an operation runs: keeps the order
   std::mutex queue_mutex_;  // protects the members below
   std::condition_variable queue_filled_;
-  std::deque<Entry> entries_;
+  std::deque<Queued> entries_;
   std::string broken_;  // the first error's message; empty while all is well
   uint64_t next_sequence_ = 0;
   bool stopping_ = false;

@@ -59,7 +59,7 @@ bool is_same_everywhere(const Axes& axes, int64_t mine) {
   return both[0].item<int64_t>() == -both[1].item<int64_t>();
 }
 
-// By rank. What travels is as long on every rank: a length, the text, and zeros after it.
+// The texts of all ranks, by rank. Every rank sends as many bytes: a length, the text, and zeros.
 std::vector<std::string> texts_of_ranks(const Axes& axes, const std::string& mine) {
   const at::Tensor width = at::tensor({static_cast<int64_t>(mine.size())}, at::kLong);
   take_greatest(axes, width);
@@ -83,9 +83,10 @@ std::vector<std::string> texts_of_ranks(const Axes& axes, const std::string& min
   return texts;
 }
 
-// Until all ranks have what they gathered: who throws then cuts off nobody. A rank that another one
-// cuts off here has it, too.
-void let_others_finish(const Axes& axes) {
+// Waits until all ranks have gathered the facts: a rank that throws earlier would end the others'
+// gather. If another rank throws during this wait, this rank has the facts already, so the error is
+// only logged.
+void wait_for_others(const Axes& axes) {
   try {
     for (auto axis = axes.rbegin(); axis != axes.rend(); ++axis)
       (*axis)->barrier("settings").wait();
@@ -116,7 +117,7 @@ std::string difference_along(const Axes& axes, const RankFacts& facts) {
   const std::string mine = text_of(facts);
   if (axes.empty() || is_same_everywhere(axes, digest_of(mine))) return "";
   const std::vector<std::string> texts = texts_of_ranks(axes, mine);
-  let_others_finish(axes);
+  wait_for_others(axes);
   const RankFacts first = facts_in(texts[0]);
   for (size_t rank = 1; rank < texts.size(); ++rank)
     if (std::string words = first_difference(rank, facts_in(texts[rank]), first); !words.empty())

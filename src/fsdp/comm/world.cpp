@@ -4,6 +4,7 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/AutogradState.h>
 
+#include <algorithm>
 #include <exception>
 #include <mutex>
 #include <optional>
@@ -15,11 +16,9 @@
 #include "fsdp/base/log.h"
 #include "fsdp/base/start_thread.h"
 #include "fsdp/base/torch_math.h"
+#include "fsdp/comm/backends.h"
 #include "fsdp/comm/comm_error.h"
-#include "fsdp/comm/connect_mpi.h"
-#include "fsdp/comm/connect_nccl.h"
-#include "fsdp/comm/connect_tcp.h"
-#include "fsdp/comm/threads_communicator.h"
+#include "fsdp/comm/threads/threads_communicator.h"
 
 namespace fsdp {
 
@@ -46,7 +45,7 @@ bool uses_nccl(const Launch& launch, const CommOptions& options) {
   return false;
 }
 
-std::unique_ptr<Communicator> connect(const Launch& launch, const CommOptions& options) {
+std::unique_ptr<Communicator> connect_processes(const Launch& launch, const CommOptions& options) {
   std::unique_ptr<Communicator> hosts = connect_hosts(launch, options);
   if (!uses_nccl(launch, options)) return hosts;
   return over_nccl(std::move(hosts), launch.local_rank, options);
@@ -77,6 +76,27 @@ class FirstError {
 
 }  // namespace
 
+SimulatedCommunicator::SimulatedCommunicator(int rank, int size, std::string name,
+                                             std::shared_ptr<Recording> recording)
+    : Communicator(rank, size, std::move(name)), recording_(std::move(recording)) {}
+
+Work SimulatedCommunicator::enqueue(Operation operation) {
+  if (operation.print.kind == OpKind::kCopy) return Work();  // within one rank: not recorded
+  operation.print.sequence = next_sequence_++;
+  recording_->push_back({name(), size(), operation.print});
+  return Work();
+}
+
+std::unique_ptr<Communicator> SimulatedCommunicator::split(std::span<const int> colors,
+                                                           std::string name) {
+  const std::vector<int> members = members_of(colors);
+  const auto position = std::find(members.begin(), members.end(), rank()) - members.begin();
+  return std::make_unique<SimulatedCommunicator>(
+      static_cast<int>(position), static_cast<int>(members.size()), std::move(name), recording_);
+}
+
+void SimulatedCommunicator::abort(const std::string& message) { throw AbortedError(message); }
+
 World::World(Launch launch, std::unique_ptr<Communicator> communicator)
     : launch_(std::move(launch)), communicator_(std::move(communicator)) {
   choose_torch_math();  // every rank comes here before it computes
@@ -85,7 +105,7 @@ World::World(Launch launch, std::unique_ptr<Communicator> communicator)
 World World::from_environment(const CommOptions& options) {
   const Launch launch = read_launch();
   if (launch.size > 1) set_thread_rank(launch.rank);
-  return World(launch, connect(launch, options));
+  return World(launch, connect_processes(launch, options));
 }
 
 World World::simulated(int rank, int size, std::shared_ptr<Recording> recording) {
@@ -107,7 +127,7 @@ void run_threads(int ranks, const CommOptions& options, const std::function<void
     Launch launch;
     launch.rank = launch.local_rank = rank;
     launch.size = launch.local_size = ranks;
-    std::optional<World> world;  // closed after the words of what is thrown are out
+    std::optional<World> world;  // closed after the error's words have been passed on
     try {
       world.emplace(launch, std::make_unique<ThreadsCommunicator>(rank, rendezvous));
       body(*world);
@@ -125,7 +145,8 @@ void run_threads(int ranks, const CommOptions& options, const std::function<void
                                      [&run_rank, rank] { run_rank(rank); }));
   } catch (const std::exception& error) {
     first_error.note_cause(std::current_exception());
-    rendezvous->abort().raise(error.what());  // those that run must not wait for the others
+    rendezvous->abort().raise(
+        error.what());  // ranks that run already must not wait for those that were not started
   }
   for (std::thread& thread : threads) thread.join();
   first_error.rethrow();

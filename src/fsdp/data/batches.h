@@ -1,4 +1,4 @@
-// Which windows every step, microbatch and rank takes, and their tokens.
+// Which windows every step, microbatch and rank takes, in which shuffled order, and their tokens.
 #pragma once
 
 #include <cstdint>
@@ -6,11 +6,31 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/data/data_position.h"
-#include "fsdp/data/permutation.h"
 #include "fsdp/data/token_windows.h"
 
 namespace fsdp {
+
+// A shuffled order of the numbers 0 to size - 1 that takes no memory, whatever the size: a Feistel
+// network over the next power of two, walked until it is below `size` again. The same
+// numbers on every machine and in every version: runs are resumed by them.
+class Permutation {
+ public:
+  // `size` >= 1. Another seed or round is another order.
+  Permutation(int64_t size, uint64_t seed, uint64_t round);
+
+  int64_t size() const { return size_; }
+
+  // Where `index` (0 to size - 1) goes.
+  int64_t operator()(int64_t index) const;
+
+ private:
+  uint64_t permuted(uint64_t value) const;  // of the power of two
+
+  int64_t size_;
+  uint64_t key_;
+  int lower_bits_;  // of the two halves that the bits are cut in
+  int upper_bits_;  // the same, or one less
+};
 
 // What one rank feeds to the model at once: rows of sequence + 1 tokens, row after row. The first
 // `sequence` of a row are inputs, the last `sequence` their targets.

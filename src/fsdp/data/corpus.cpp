@@ -28,7 +28,7 @@ class CorpusBuilder {
       add_text(path);
   }
 
-  std::shared_ptr<const Corpus> finish() {
+  std::shared_ptr<const Corpus> build() {
     return std::make_shared<const Corpus>(std::move(corpus_));
   }
 
@@ -95,7 +95,7 @@ std::shared_ptr<const Corpus> Corpus::open(std::span<const std::string> paths,
     throw UsageError("no data is named; give text files, directories or packed token files");
   CorpusBuilder builder(options, paths.size());
   for (const std::string& path : paths) builder.add(path);
-  return builder.finish();
+  return builder.build();
 }
 
 void Corpus::read(int64_t first, std::span<int64_t> into) const {

@@ -45,7 +45,7 @@ class Packing {
       else
         encode_text(source.path, writer);
     }
-    summary_.header = writer.finish();
+    summary_.header = writer.commit();
     return std::move(summary_);
   }
 
@@ -88,7 +88,7 @@ class Packing {
     writer.count_documents(1);
   }
 
-  // A damaged file must not become one with a good checksum.
+  // Checks the source first: a damaged file must not become a file with a good checksum.
   void copy_tokens(const TokenFile& file, TokenFileWriter& writer) {
     const TokenHeader& header = file.header();
     std::vector<int64_t> tokens;

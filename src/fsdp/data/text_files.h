@@ -1,4 +1,5 @@
-// Which files are the text that paths name, in an order that depends on their names alone.
+// Which files are the text that paths name, in an order that depends on their names alone, and
+// whether a file is text at all.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +8,19 @@
 #include <vector>
 
 namespace fsdp {
+
+enum class FileContent : uint8_t { kText, kNotUtf8, kJsonLines, kBinary };
+
+// Whether a file is text that a model can be trained on.
+struct JudgedFile {
+  FileContent content = FileContent::kText;
+  // What it is and how its text is got, e.g. "is a parquet file; ..."; "" for text.
+  std::string problem = {};
+};
+
+// Judges a regular file of `file_bytes` by its first 64 KiB. Text is UTF-8 without zero bytes;
+// lines that are JSON objects hold text, but are none.
+JudgedFile judge_file(const std::string& path, int64_t file_bytes);
 
 // How much of directories is no text.
 struct LeftOut {

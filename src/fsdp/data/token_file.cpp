@@ -145,7 +145,7 @@ TokenFileWriter::TokenFileWriter(std::string path, TokenHeader header)
   header_.num_tokens = 0;
   header_.num_documents = 0;
   header_.data_crc32c = 0;
-  // Also finds out now, not hours later, what would be refused in the end.
+  // Refuses a bad header now, not hours later in commit().
   file_.write(write_token_header(header_));
 }
 
@@ -165,9 +165,9 @@ void TokenFileWriter::write_stored(std::span<const std::byte> tokens) {
   header_.num_tokens += static_cast<int64_t>(tokens.size()) / header_.token_bytes;
 }
 
-TokenHeader TokenFileWriter::finish() {
+TokenHeader TokenFileWriter::commit() {
   file_.rewrite(0, write_token_header(header_));
-  file_.finish();
+  file_.commit();
   try {
     rename_durably(temporary_, path_);
   } catch (...) {

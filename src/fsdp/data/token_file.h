@@ -46,8 +46,8 @@ class TokenFile {
   const std::byte* mapped_ = nullptr;  // the whole file; null: moved from
 };
 
-// Writes a new token file beside its path, under which it appears when it is finished; one that was
-// there is replaced then. Not finished, it leaves nothing.
+// Writes a new token file beside its path, under which it appears when it is committed; one that
+// was there is replaced then. Not committed, it leaves nothing.
 class TokenFileWriter {
  public:
   // Of `header`: vocabulary, token_bytes, end_of_document and tokenizer. The rest is counted.
@@ -64,7 +64,7 @@ class TokenFileWriter {
   void count_documents(int64_t num_documents) { header_.num_documents += num_documents; }
 
   // Returns when the file survives a crash: what it says of itself.
-  TokenHeader finish();
+  TokenHeader commit();
 
  private:
   std::string path_;

@@ -8,7 +8,7 @@
 
 #include "fsdp/base/crc32c.h"
 #include "fsdp/base/error.h"
-#include "fsdp/base/mixed_bits.h"
+#include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
 
 namespace fsdp {
@@ -17,8 +17,8 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "token files are little-endian");
 
 constexpr std::string_view kMagic = "fsdptok\n";
-constexpr uint32_t kVersion = 1;
-// Ids are used as 32 bit ones by most programs.
+constexpr uint32_t kHeaderVersion = 1;
+// Most programs keep token ids in 32 bits.
 constexpr int64_t kMaxVocabulary = int64_t{1} << 31;
 constexpr const char* kRemedy = "use another copy, or pack the text again";
 
@@ -64,7 +64,7 @@ std::string tokenizer_in(std::span<const std::byte> bytes, const std::string& so
   return std::string(name);
 }
 
-// What holds of every header, whoever made it.
+// Checks what must be true of every header, of one that was read and of one to be written.
 void check(const TokenHeader& header, const std::string& source) {
   FSDP_CHECK(header.token_bytes == 2 || header.token_bytes == 4, source, ": a token has ",
              header.token_bytes, " bytes where it must have 2 or 4; ", kRemedy);
@@ -118,8 +118,9 @@ TokenHeader parse_token_header(std::span<const std::byte> first, int64_t file_by
              " bytes where a header alone has ", kTokenHeaderBytes, ": it was cut short; ",
              kRemedy);
   const auto version = value_at<uint32_t>(first, kVersionAt);
-  FSDP_CHECK(version == kVersion, source, ": its version is ", version,
-             " where this program reads ", kVersion, "; use a newer fsdp, or pack the text again");
+  FSDP_CHECK(version == kHeaderVersion, source, ": its version is ", version,
+             " where this program reads ", kHeaderVersion,
+             "; use a newer fsdp, or pack the text again");
   const auto bytes = first.first(kTokenHeaderBytes);
   FSDP_CHECK(crc32c(bytes.first(kHeaderCrcAt)) == value_at<uint32_t>(bytes, kHeaderCrcAt), source,
              ": its header is damaged (the checksum differs); ", kRemedy);
@@ -145,7 +146,7 @@ TokenHeaderBytes write_token_header(const TokenHeader& header) {
   check(header, "token file");
   TokenHeaderBytes bytes{};
   std::memcpy(bytes.data(), kMagic.data(), kMagic.size());
-  put(bytes, kVersionAt, kVersion);
+  put(bytes, kVersionAt, kHeaderVersion);
   put(bytes, kTokenBytesAt, static_cast<uint32_t>(header.token_bytes));
   put(bytes, kVocabularyAt, header.vocabulary);
   put(bytes, kNumTokensAt, header.num_tokens);

@@ -23,7 +23,7 @@ class DeviceGraph {
   virtual void begin(const std::vector<at::Generator>& generators) = 0;
   virtual void end() = 0;
   // Instead of end(), after an error.
-  virtual void abandon() noexcept = 0;
+  virtual void cancel() noexcept = 0;
 
   // On the current stream.
   virtual void replay() = 0;

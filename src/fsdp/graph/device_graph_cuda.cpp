@@ -28,7 +28,7 @@ class CudaGraph final : public DeviceGraph {
 
   void end() override { graph_.capture_end(); }
 
-  void abandon() noexcept override {
+  void cancel() noexcept override {
     try {
       graph_.capture_end();
     } catch (const std::exception& error) {

@@ -10,8 +10,8 @@
 #include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
 #include "fsdp/graph/device_graph.h"
-#include "fsdp/shard/engine.h"
-#include "fsdp/shard/gradient_hook.h"
+#include "fsdp/shard/engine/engine.h"
+#include "fsdp/shard/engine/gradient_hook.h"
 
 namespace fsdp {
 
@@ -67,23 +67,23 @@ Graph::Graph(const Sharded& sharded, Optimizer* optimizer, Body body, const Grap
       optimizer_(optimizer),
       body_(std::move(body)),
       options_(options),
-      device_graph_(make_device_graph(sharded.engine().device())),
-      stream_(new_stream(sharded.engine().device())) {
+      device_graph_(make_device_graph(EngineAccess::of(sharded).device())),
+      stream_(new_stream(EngineAccess::of(sharded).device())) {
   options_.validate();
-  check_options(sharded_.engine());
-  come_to_rest();
+  check_options(EngineAccess::of(sharded_));
+  wait_for_all();
   const c10::StreamGuard guard(stream_);
-  attach_gradient_hooks_anew(sharded_.engine());
+  EngineAccess::of(sharded_).renew_gradient_hooks();
 }
 
 Graph::~Graph() = default;
 
 // Nothing that was begun outside a recording may be waited for inside it, nor the other way round.
-void Graph::come_to_rest() const {
-  Engine& engine = sharded_.engine();
-  if (optimizer_ != nullptr) optimizer_->come_to_rest();
-  engine.settle();
-  engine.release_weights();
+void Graph::wait_for_all() const {
+  Engine& engine = EngineAccess::of(sharded_);
+  if (optimizer_ != nullptr) optimizer_->wait_for_step();
+  engine.wait();
+  engine.weights().release();
 }
 
 void Graph::run() {
@@ -91,10 +91,12 @@ void Graph::run() {
   follow(stream_, caller);
   {
     const c10::StreamGuard guard(stream_);
-    come_to_rest();
-    if (is_recorded_ && sharded_.engine().plan_number() != recorded_plan_) drop_recording();
+    wait_for_all();
+    if (is_recorded_ && EngineAccess::of(sharded_).weights().plan_number() != recorded_plan_)
+      release_recording();
     if (optimizer_ != nullptr) optimizer_->tell_learning_rate();
-    const bool is_warm = num_eager_ >= options_.warmup && sharded_.engine().is_planned();
+    const bool is_warm =
+        num_eager_ >= options_.warmup && EngineAccess::of(sharded_).weights().is_planned();
     if (!is_recorded_ && !is_warm) {
       FSDP_CHECK(num_eager_ < options_.warmup + kMaxExtraWarmup, "after ", num_eager_,
                  " steps the order of the model's units still changes, so no step can be recorded "
@@ -104,53 +106,53 @@ void Graph::run() {
     } else {
       if (!is_recorded_) record();
       replay();
-      sharded_.engine().set_gradient_cycles(cycles_);
-      if (optimizer_ != nullptr) sharded_.engine().expect_new_weights();
+      EngineAccess::of(sharded_).gradients().set_cycles(cycles_);
+      if (optimizer_ != nullptr) EngineAccess::of(sharded_).expect_newer_weights();
     }
-    come_to_rest();
+    wait_for_all();
   }
   follow(caller, stream_);
 }
 
-// The collectives in it are known to nobody but the device, so somebody has to say that they are
-// under way, and to ask what became of the last ones.
+// Only the device knows the collectives of a replay. So their communicators are told here that
+// collectives are under way, and are asked whether the last ones failed.
 void Graph::replay() {
-  for (const MeshAxis* axis : axes_that_talk(sharded_.engine()))
+  for (const MeshAxis* axis : axes_that_talk(EngineAccess::of(sharded_)))
     for (Communicator* ranks : {&axis->gather(), &axis->reduce()}) ranks->throw_if_aborted();
   device_graph_->replay();
-  for (const MeshAxis* axis : axes_that_talk(sharded_.engine()))
+  for (const MeshAxis* axis : axes_that_talk(EngineAccess::of(sharded_)))
     axis->gather().watch_replay(stream_);
 }
 
 void Graph::record() {
-  FSDP_CHECK(!sharded_.engine().has_gradients(),
+  FSDP_CHECK(!EngineAccess::of(sharded_).gradients().has_any(),
              "a graph is to be recorded while there are gradients of an earlier backward; end the "
              "body with zero_grad(), or call it before run()");
   const double rate = optimizer_ != nullptr ? optimizer_->learning_rate() : 0.0;
   // Weights may be fresh now, because of a validation; before later replays they will not be.
-  sharded_.engine().expect_new_weights();
+  EngineAccess::of(sharded_).expect_newer_weights();
   try {
     device_graph_->begin(options_.generators);
     body_();
-    come_to_rest();
+    wait_for_all();
     check_recorded(rate);
     device_graph_->end();
   } catch (const Error&) {
-    give_up();
+    cancel_recording();
     throw;
   } catch (const std::exception& error) {  // of libtorch
-    give_up();
+    cancel_recording();
     throw Error(concat("this step cannot be recorded as a graph: ", error.what(),
                        " (what waits for the device inside the step cannot be replayed: item(), "
                        "copies to the host, shapes that depend on values)"));
   }
-  cycles_ = sharded_.engine().gradient_cycles();
-  recorded_plan_ = sharded_.engine().plan_number();
+  cycles_ = EngineAccess::of(sharded_).gradients().cycles();
+  recorded_plan_ = EngineAccess::of(sharded_).weights().plan_number();
   is_recorded_ = true;
 }
 
-// Its addresses are somebody else's by now.
-void Graph::drop_recording() {
+// The engine has planned its memory anew, so the addresses in the recording belong to others.
+void Graph::release_recording() {
   log(LogLevel::kInfo,
       "the memory of the recorded step was planned anew since; it is recorded again after ",
       options_.warmup, " steps without a graph");
@@ -160,8 +162,8 @@ void Graph::drop_recording() {
 }
 
 void Graph::check_recorded(double rate) const {
-  const Engine& engine = sharded_.engine();
-  FSDP_CHECK(!engine.has_gradients() ||
+  const Engine& engine = EngineAccess::of(sharded_);
+  FSDP_CHECK(!engine.gradients().has_any() ||
                  engine.options().gradient_lifetime == GradientLifetime::kPersistent,
              "the recorded step leaves gradients behind, whose memory would go with zero_grad(); "
              "set gradient_lifetime to persistent, or record the optimizer's step, too");
@@ -170,13 +172,14 @@ void Graph::check_recorded(double rate) const {
              "call set_learning_rate() outside of it");
 }
 
-// What the host believes to have begun never happened.
-void Graph::give_up() {
-  device_graph_->abandon();
+// The device ran nothing of the recorded step, although the host has noted its gathers, reductions
+// and updates as begun: all of them are cancelled.
+void Graph::cancel_recording() {
+  device_graph_->cancel();
   device_graph_ = make_device_graph(stream_.device());
   sharded_.reset();
-  sharded_.engine().expect_new_weights();  // gathers that were recorded brought nothing
-  if (optimizer_ != nullptr) optimizer_->forget_step();
+  EngineAccess::of(sharded_).expect_newer_weights();  // gathers that were recorded brought nothing
+  if (optimizer_ != nullptr) optimizer_->cancel_step();
 }
 
 }  // namespace fsdp

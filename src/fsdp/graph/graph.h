@@ -61,11 +61,11 @@ class Graph {
  private:
   void replay();
   void record();
-  void drop_recording();
+  void release_recording();
   // `rate` was the learning rate before.
   void check_recorded(double rate) const;
-  void give_up();
-  void come_to_rest() const;
+  void cancel_recording();
+  void wait_for_all() const;
 
   const Sharded sharded_;
   Optimizer* const optimizer_;

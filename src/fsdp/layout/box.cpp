@@ -33,7 +33,7 @@ Box box_along(std::span<const int64_t> shape, std::span<const int64_t> strides, 
 }  // namespace
 
 int64_t Box::numel() const {
-  // Beside a 0 the others may be anything, and their product too large.
+  // With a dim of 0 the other dims may be anything, and their product may overflow.
   if (std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) return 0;
   int64_t product = 1;
   for (const int64_t size : sizes) product *= size;

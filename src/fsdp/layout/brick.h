@@ -1,4 +1,5 @@
-// A tensor as the packers see it: a size, and the piece of it that no cut may split.
+// A tensor as the packers see it: a size, and the piece of it that no cut may split. And how small
+// the shards of such tensors can be at best, which our own padding is measured against.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +21,8 @@ struct BrickedTensor {
   bool is_single_brick() const { return brick_numel == numel; }
 };
 
+using BrickedTensors = std::vector<BrickedTensor>;
+
 // `indivisible_numel` >= 1; sizes that would overflow end as one brick.
 BrickedTensor bricked(int64_t tensor, int64_t numel, int64_t indivisible_numel,
                       int64_t align_numel);
@@ -29,5 +32,13 @@ struct Packing {
   std::vector<int64_t> offsets;  // per tensor of the request; 0 for those that were not packed
   std::vector<Segment> segments;
 };
+
+// A size below which no layout can keep every rank's shard, when shards are equally long, tensors
+// and shards start at multiples of align_numel, and no brick is split. Proof in docs/layout.md: for
+// any a > 0, the pieces x of one rank satisfy sum(floor(x / a)) <= floor(shard / a), and some rank
+// holds at least the average of these sums, so shard >= a * ceil(sum over all(floor(x / a)) /
+// ranks).
+int64_t min_shard_numel(std::span<const BrickedTensor> tensors, int64_t align_numel,
+                        int64_t num_ranks);
 
 }  // namespace fsdp

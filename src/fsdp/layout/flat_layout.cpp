@@ -8,11 +8,11 @@
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
 #include "fsdp/layout/brick.h"
-#include "fsdp/layout/padding_bound.h"
 #include "fsdp/layout/row_packing.h"
 #include "fsdp/layout/tensor_balance.h"
 
 namespace fsdp {
+
 namespace {
 
 constexpr int64_t kMaxRanks = int64_t{1} << 24;
@@ -296,6 +296,34 @@ void FlatLayout::validate_cuts(size_t tensor) const {
   FSDP_ASSERT(first_cut % piece == 0, "tensor ", tensor, " is cut at ", first_cut);
   if (numel - first_cut <= share_numel) return;
   FSDP_ASSERT(share_numel % piece == 0, "tensor ", tensor, " is cut every ", share_numel);
+}
+
+int64_t local_position(const FlatLayout& layout, PlacementPair placed, MeshCoordinate rank,
+                       int64_t flat_begin) {
+  for (const ShardRange& range : layout.shard_ranges(placed, rank))
+    if (range.flat.begin <= flat_begin && flat_begin < range.flat.end)
+      return range.local_begin + flat_begin - range.flat.begin;
+  FSDP_ASSERT(false, "element ", flat_begin, " is not in the rank's part");
+  return 0;
+}
+
+std::vector<ShardPiece> shard_pieces(const FlatLayout& layout, PlacementPair coarse,
+                                     PlacementPair fine, MeshCoordinate rank) {
+  std::vector<ShardPiece> pieces;
+  for (const ShardRange& range : layout.shard_ranges(fine, rank))
+    pieces.push_back(
+        {range.flat, local_position(layout, coarse, rank, range.flat.begin), range.local_begin});
+  return pieces;
+}
+
+FlatRange held_range(const FlatLayout& layout, const Segment& segment, PlacementPair placed,
+                     MeshCoordinate rank) {
+  const int64_t outer_ranks = layout.mesh().outer;
+  const int64_t num_shares = outer_ranks * layout.mesh().inner;
+  if (placed.inner != Placement::kShard) return segment.shares(0, num_shares);
+  const int64_t first = rank.inner * outer_ranks;
+  if (placed.outer != Placement::kShard) return segment.shares(first, first + outer_ranks);
+  return segment.shares(first + rank.outer, first + rank.outer + 1);
 }
 
 }  // namespace fsdp

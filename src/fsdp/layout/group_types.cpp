@@ -9,7 +9,7 @@ namespace {
 
 constexpr std::array<MainStorage, 2> kMainStorages = {MainStorage::kSeparate, MainStorage::kSplit};
 
-// The signed 16-bit number that is missing to the upper half of an fp32 one.
+// The signed 16-bit number that completes the upper half of an fp32 number.
 constexpr int64_t kRemainderBytes = 2;
 
 // Gradients of quantised weights are not quantised.

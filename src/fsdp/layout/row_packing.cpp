@@ -7,13 +7,23 @@
 #include <utility>
 #include <vector>
 
+#include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
-#include "fsdp/layout/segment_packer.h"
 
 namespace fsdp {
+
 namespace {
 
-using Tensors = std::vector<BrickedTensor>;
+constexpr int64_t kNowhere = -1;
+
+std::optional<SegmentPacker> try_pack(std::span<const BrickedTensor> tensors, int64_t share_numel,
+                                      int64_t num_shares) {
+  SegmentPacker packer(share_numel, num_shares);
+  for (const BrickedTensor& tensor : tensors) {
+    if (!packer.place(tensor)) return std::nullopt;
+  }
+  return packer;
+}
 
 // A segment fewer is worth this part of the shard in padding: 1 / 2048, 0.05 %.
 constexpr int64_t kSegmentWorth = 2048;
@@ -23,8 +33,8 @@ struct OpenSegment {
   int64_t unit_numel = 0;
 };
 
-Tensors tensors_of(const SegmentPacker& packer) {
-  Tensors tensors;
+BrickedTensors tensors_of(const SegmentPacker& packer) {
+  BrickedTensors tensors;
   for (const SegmentPacker::Placed& placed : packer.placed()) tensors.push_back(placed.tensor);
   return tensors;
 }
@@ -35,15 +45,15 @@ class RowPacker {
       : align_numel_(align_numel), num_shares_(num_shares) {}
 
   // Tensors that fit wherever there is room; the rest become a class.
-  void add_fillers(const Tensors& tensors) {
-    Tensors rest;
+  void add_fillers(const BrickedTensors& tensors) {
+    BrickedTensors rest;
     for (const BrickedTensor& tensor : tensors) {
       if (!place_anywhere(tensor)) rest.push_back(tensor);
     }
     add_class(rest, align_numel_);
   }
 
-  void add_class(const Tensors& tensors, int64_t unit_numel) {
+  void add_class(const BrickedTensors& tensors, int64_t unit_numel) {
     if (tensors.empty()) return;
     OpenSegment own{*pack_segment(tensors, unit_numel, align_numel_, num_shares_, INT64_MAX),
                     unit_numel};
@@ -55,7 +65,7 @@ class RowPacker {
     }
   }
 
-  Packing finish(int64_t num_tensors) const {
+  Packing packing(int64_t num_tensors) const {
     Packing packing{.offsets = std::vector<int64_t>(static_cast<size_t>(num_tensors), 0),
                     .segments = {}};
     int64_t begin = 0;
@@ -81,7 +91,7 @@ class RowPacker {
   }
 
   // The segment whose share grows least when it takes the whole class, if that is worth it.
-  std::optional<Joined> best_join(const Tensors& tensors, int64_t own_share_numel) const {
+  std::optional<Joined> best_join(const BrickedTensors& tensors, int64_t own_share_numel) const {
     int64_t total_numel = own_share_numel;
     for (const OpenSegment& segment : segments_) {
       total_numel = checked_add(total_numel, segment.packer.share_numel());
@@ -93,7 +103,7 @@ class RowPacker {
     for (size_t i = 0; i < segments_.size(); ++i) {
       const OpenSegment& segment = segments_[i];
       const int64_t share_numel = segment.packer.share_numel();
-      Tensors all = tensors_of(segment.packer);
+      BrickedTensors all = tensors_of(segment.packer);
       all.insert(all.end(), tensors.begin(), tensors.end());
       const int64_t limit =
           max_growth > INT64_MAX - share_numel ? INT64_MAX : share_numel + max_growth;
@@ -114,16 +124,105 @@ class RowPacker {
 
 }  // namespace
 
+SegmentPacker::SegmentPacker(int64_t share_numel, int64_t num_shares) : share_numel_(share_numel) {
+  if (share_numel > 0) gaps_.push_back({0, checked_mul(share_numel, num_shares)});
+}
+
+// Cuts lie at multiples of the share. The first one inside the tensor must meet a brick's end; when
+// there are more, the share must be a whole number of bricks as well.
+bool SegmentPacker::cuts_between_bricks(const BrickedTensor& tensor, int64_t position) const {
+  const int64_t end = position + tensor.numel;
+  const int64_t first_cut = (position / share_numel_ + 1) * share_numel_;
+  if (first_cut >= end) return true;
+  if ((first_cut - position) % tensor.brick_numel != 0) return false;
+  return end - first_cut <= share_numel_ || share_numel_ % tensor.brick_numel == 0;
+}
+
+int64_t SegmentPacker::position_in(const FlatRange& gap, const BrickedTensor& tensor) const {
+  if (gap.numel() < tensor.numel) return kNowhere;
+  const int64_t next_cut = (gap.begin / share_numel_ + 1) * share_numel_;
+  const int64_t bricks_before_cut = (next_cut - gap.begin) / tensor.brick_numel;
+  // At once; with whole bricks before the next cut; after the next cut.
+  for (const int64_t position :
+       {gap.begin, next_cut - bricks_before_cut * tensor.brick_numel, next_cut}) {
+    if (position + tensor.numel > gap.end) return kNowhere;
+    if (cuts_between_bricks(tensor, position)) return position;
+  }
+  return kNowhere;
+}
+
+bool SegmentPacker::place(const BrickedTensor& tensor) {
+  // Models repeat shapes by the hundred. A gap that refused one tensor refuses all of the same
+  // shape, so the search goes on behind that gap.
+  const bool is_twin = tensor.numel == last_.numel && tensor.brick_numel == last_.brick_numel;
+  last_ = tensor;
+  if (!is_twin) first_gap_ = 0;
+  for (; first_gap_ < gaps_.size(); ++first_gap_) {
+    const FlatRange gap = gaps_[first_gap_];
+    const int64_t position = position_in(gap, tensor);
+    if (position == kNowhere) continue;
+    placed_.push_back({tensor, position});
+    const auto at = gaps_.begin() + static_cast<std::ptrdiff_t>(first_gap_);
+    const FlatRange before{gap.begin, position};
+    *at = {position + tensor.numel, gap.end};
+    if (at->empty()) gaps_.erase(at);
+    if (!before.empty()) {
+      gaps_.insert(gaps_.begin() + static_cast<std::ptrdiff_t>(first_gap_), before);
+      ++first_gap_;
+    }
+    return true;
+  }
+  return false;
+}
+
+std::optional<SegmentPacker> pack_segment(std::span<const BrickedTensor> tensors,
+                                          int64_t unit_numel, int64_t align_numel,
+                                          int64_t num_shares, int64_t max_share_numel) {
+  int64_t volume = 0;
+  for (const BrickedTensor& tensor : tensors) volume = checked_add(volume, tensor.numel);
+  const int64_t shortest = round_up(ceil_div(volume, num_shares), align_numel);
+  if (shortest > max_share_numel) return std::nullopt;
+  if (auto packer = try_pack(tensors, shortest, num_shares)) return packer;
+
+  // Usually a finite limit is too small, so it is tried first.
+  if (max_share_numel != INT64_MAX &&
+      !try_pack(tensors, max_share_numel / unit_numel * unit_numel, num_shares)) {
+    return std::nullopt;
+  }
+  // Lengths in units from here on. Double the step until it fits (one share that holds the whole
+  // volume always does), then halve.
+  const int64_t longest = max_share_numel / unit_numel;
+  int64_t too_short = ceil_div(shortest, unit_numel) - 1;
+  int64_t long_enough = too_short;
+  std::optional<SegmentPacker> best;
+  for (int64_t step = 1; !best; step *= 2) {
+    if (too_short >= longest) return std::nullopt;
+    long_enough = std::min(too_short + step, longest);
+    best = try_pack(tensors, checked_mul(long_enough, unit_numel), num_shares);
+    if (!best) too_short = long_enough;
+  }
+  while (long_enough - too_short > 1) {
+    const int64_t middle = too_short + (long_enough - too_short) / 2;
+    if (auto packer = try_pack(tensors, middle * unit_numel, num_shares)) {
+      best = std::move(packer);
+      long_enough = middle;
+    } else {
+      too_short = middle;
+    }
+  }
+  return best;
+}
+
 Packing pack_rows(std::span<const BrickedTensor> tensors, int64_t num_tensors, int64_t align_numel,
                   int64_t num_shares) {
-  Tensors sorted(tensors.begin(), tensors.end());
+  BrickedTensors sorted(tensors.begin(), tensors.end());
   std::stable_sort(sorted.begin(), sorted.end(),
                    [](const BrickedTensor& a, const BrickedTensor& b) {
                      return std::tie(a.brick_numel, a.numel) > std::tie(b.brick_numel, b.numel);
                    });
-  std::map<int64_t, Tensors, std::greater<>> classes;
-  Tensors single_bricks;
-  Tensors divisible;
+  std::map<int64_t, BrickedTensors, std::greater<>> classes;
+  BrickedTensors single_bricks;
+  BrickedTensors divisible;
   for (const BrickedTensor& tensor : sorted) {
     if (tensor.brick_numel == align_numel) {
       divisible.push_back(tensor);
@@ -137,7 +236,7 @@ Packing pack_rows(std::span<const BrickedTensor> tensors, int64_t num_tensors, i
   for (const auto& [brick_numel, members] : classes) packer.add_class(members, brick_numel);
   packer.add_fillers(single_bricks);
   packer.add_fillers(divisible);
-  return packer.finish(num_tensors);
+  return packer.packing(num_tensors);
 }
 
 }  // namespace fsdp

@@ -16,7 +16,7 @@ constexpr int64_t kScaleBytes = sizeof(float);
 
 int64_t offloaded_numel(int64_t shard_numel, double fraction) {
   FSDP_ASSERT(shard_numel >= 0 && fraction >= 0 && fraction <= 1);
-  // A number of elements beyond 2^53 is rounded on its way to a double, but all of it is all of it.
+  // A number of elements beyond 2^53 is rounded on its way to a double; the whole must stay exact.
   if (fraction == 1) return shard_numel;
   return std::llround(static_cast<double>(shard_numel) * fraction);
 }

@@ -7,6 +7,7 @@
 #include "fsdp/base/text.h"
 
 namespace fsdp {
+
 namespace {
 
 constexpr Placement kR = Placement::kReplicate;
@@ -77,6 +78,27 @@ std::optional<Strategy> parse_known(std::string_view text) {
 }
 
 }  // namespace
+
+char letter_of(Placement placement) {
+  switch (placement) {
+    case Placement::kReplicate:
+      return 'R';
+    case Placement::kShard:
+      return 'S';
+    case Placement::kPartial:
+      return 'P';
+  }
+  return '?';
+}
+
+std::string to_text(PlacementPair pair) { return {letter_of(pair.outer), letter_of(pair.inner)}; }
+
+std::optional<PlacementPair> parse_placement_pair(std::string_view text) {
+  for (const PlacementPair pair : kAllPlacementPairs) {
+    if (to_text(pair) == text) return pair;
+  }
+  return std::nullopt;
+}
 
 Strategy Strategy::hfsdp() const {
   const Strategy sharded = named_or_custom(shard_outer(*this, name));

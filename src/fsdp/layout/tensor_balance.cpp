@@ -12,8 +12,6 @@
 namespace fsdp {
 namespace {
 
-using Tensors = std::vector<BrickedTensor>;
-
 struct Owner {
   int64_t load = 0;
   int64_t index = 0;  // decides between equal loads
@@ -35,12 +33,12 @@ std::vector<Owner> candidates(int64_t num_possible, size_t num_tensors,
 }
 
 // The longest-processing-time rule: owner -> its tensors. `tensors` must be sorted, largest first.
-std::map<int64_t, Tensors> spread(const Tensors& tensors, int64_t num_possible_owners,
-                                  std::span<const int64_t> loads) {
+std::map<int64_t, BrickedTensors> spread(const BrickedTensors& tensors, int64_t num_possible_owners,
+                                         std::span<const int64_t> loads) {
   const std::vector<Owner> owners = candidates(num_possible_owners, tensors.size(), loads);
   std::priority_queue<Owner, std::vector<Owner>, std::greater<>> least_loaded(owners.begin(),
                                                                               owners.end());
-  std::map<int64_t, Tensors> owned;
+  std::map<int64_t, BrickedTensors> owned;
   for (const BrickedTensor& tensor : tensors) {
     const Owner owner = least_loaded.top();
     least_loaded.pop();
@@ -50,7 +48,7 @@ std::map<int64_t, Tensors> spread(const Tensors& tensors, int64_t num_possible_o
   return owned;
 }
 
-// What the outer ranks of each inner rank hold together.
+// The load of each inner rank: what its outer ranks hold together.
 std::vector<int64_t> inner_loads(std::span<const int64_t> held_numel, MeshShape mesh) {
   if (held_numel.empty()) return {};
   std::vector<int64_t> loads(static_cast<size_t>(mesh.inner), 0);
@@ -65,7 +63,7 @@ std::vector<int64_t> inner_loads(std::span<const int64_t> held_numel, MeshShape 
 
 Packing balance_tensors(std::span<const BrickedTensor> tensors, int64_t num_tensors, MeshShape mesh,
                         std::span<const int64_t> held_numel) {
-  Tensors sorted(tensors.begin(), tensors.end());
+  BrickedTensors sorted(tensors.begin(), tensors.end());
   std::stable_sort(
       sorted.begin(), sorted.end(),
       [](const BrickedTensor& a, const BrickedTensor& b) { return a.numel > b.numel; });
@@ -79,7 +77,7 @@ Packing balance_tensors(std::span<const BrickedTensor> tensors, int64_t num_tens
                           ? held_numel
                           : held_numel.subspan(static_cast<size_t>(inner) * outer, outer);
     for (auto& [outer_rank, share] : spread(of_inner, mesh.outer, held)) {
-      Tensors in_order = share;
+      BrickedTensors in_order = share;
       std::sort(in_order.begin(), in_order.end(),
                 [](const BrickedTensor& a, const BrickedTensor& b) { return a.tensor < b.tensor; });
       const int64_t begin = at;

@@ -4,7 +4,7 @@
 #include <span>
 
 #include "fsdp/layout/brick.h"
-#include "fsdp/layout/placement.h"
+#include "fsdp/layout/strategy.h"
 
 namespace fsdp {
 

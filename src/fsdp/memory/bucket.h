@@ -34,7 +34,7 @@ struct Bucket {
   std::string name;                       // unique within its unit, e.g. "weight.bf16"
   int64_t bytes = 0;                      // the padded size of the flat layout; 0 is allowed
   DType dtype = DType::kBFloat16;         // of the elements
-  BucketRole role = BucketRole::kWeight;  // whose life it leads
+  BucketRole role = BucketRole::kWeight;  // whether it lives as weights or as gradients do
 };
 
 // One gather/reduce granule.

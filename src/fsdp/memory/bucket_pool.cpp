@@ -12,14 +12,14 @@ void BucketPool::reserve() {
   if (reserved_) return;
   reserve_memory();
   reserved_ = true;
-  // Every rank has the same pool; one of them says what it holds.
+  // Every rank has the same pool, so only one of them logs its report.
   if (thread_rank() <= 0) log(LogLevel::kInfo, report());
 }
 
 void BucketPool::begin_step() {
   FSDP_CHECK(num_held_ == 0, "a step begins while ", num_held_,
              " buckets are still held; release them at the end of the step (", state_text(), ")");
-  restart_step();
+  reset_step();
 }
 
 void* BucketPool::acquire(BucketId id) {
@@ -50,7 +50,7 @@ void BucketPool::release(BucketId id) {
   FSDP_CHECK(state.held, table_.text(id),
              " is released but not held; acquire it first, and release it once (", state_text(),
              ")");
-  give_back(id, index);
+  release_memory(id, index);
   state = {};
   --num_held_;
 }
@@ -60,7 +60,7 @@ bool BucketPool::can_acquire(BucketId id) const {
   return !states_[static_cast<size_t>(index)].held && can_take(id, index);
 }
 
-void BucketPool::abandon_step() {
+void BucketPool::cancel_step() noexcept {
   for (int32_t i = 0; num_held_ > 0 && i < table_.num_buckets(); ++i) {
     if (states_[static_cast<size_t>(i)].held) release(table_.id_of(i));
   }

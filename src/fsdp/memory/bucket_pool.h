@@ -13,7 +13,6 @@
 #include "fsdp/memory/bucket.h"
 #include "fsdp/memory/live_trace.h"
 #include "fsdp/memory/slab_allocator.h"
-#include "fsdp/memory/step_order.h"
 
 namespace fsdp {
 
@@ -125,7 +124,7 @@ class BucketPool {
 
   // Releases everything that is held, after a step that failed; begin_step() comes next, as always.
   // previous_holders() knows nothing of what was cut short, so wait for all streams first.
-  void abandon_step();
+  void cancel_step() noexcept;
 
   bool is_held(BucketId id) const { return at(id).held; }
   // Of a held bucket.
@@ -161,8 +160,8 @@ class BucketPool {
   virtual void* take(BucketId id, int32_t index) = 0;
   // Whether take() would succeed.
   virtual bool can_take(BucketId id, int32_t index) const = 0;
-  virtual void give_back(BucketId id, int32_t index) = 0;
-  virtual void restart_step() = 0;
+  virtual void release_memory(BucketId id, int32_t index) = 0;
+  virtual void reset_step() = 0;
   // Who holds what, for error messages.
   virtual std::string state_text() const = 0;
   // The held buckets by name, for state_text().

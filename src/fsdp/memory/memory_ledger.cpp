@@ -38,7 +38,7 @@ void MemoryLedger::remove(MemoryKind kind, int64_t bytes) noexcept {
   total_.now -= bytes;
 }
 
-void MemoryLedger::restart_peak() {
+void MemoryLedger::reset_peak() {
   for (Count& count : counts_) count.peak = count.now;
   total_.peak = total_.now;
 }

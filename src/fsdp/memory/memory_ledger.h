@@ -34,13 +34,13 @@ class MemoryLedger {
   int64_t bytes(MemoryKind kind) const { return of(kind).now; }
   int64_t total_bytes() const { return total_.now; }
 
-  // The most at one time since the ledger was made or the peaks were restarted. Kinds peak at
+  // The most at one time since the ledger was made or the peaks were reset. Kinds peak at
   // different times, so the total's peak is at most the sum of theirs.
   int64_t peak_bytes(MemoryKind kind) const { return of(kind).peak; }
   int64_t total_peak_bytes() const { return total_.peak; }
 
   // Every peak becomes what is allocated now.
-  void restart_peak();
+  void reset_peak();
 
  private:
   struct Count {

@@ -5,13 +5,11 @@
 
 #include <vector>
 
-#include "fsdp/nn/attention.h"
-#include "fsdp/nn/cross_entropy.h"
-#include "fsdp/nn/embedding.h"
-#include "fsdp/nn/head.h"
-#include "fsdp/nn/mamba2.h"
-#include "fsdp/nn/projection.h"
-#include "fsdp/nn/rms_norm.h"
+#include "fsdp/nn/layers/attention.h"
+#include "fsdp/nn/layers/cross_entropy.h"
+#include "fsdp/nn/layers/mamba2.h"
+#include "fsdp/nn/layers/matrix_layers.h"
+#include "fsdp/nn/layers/rms_norm.h"
 #include "fsdp/shard/recompute.h"
 #include "fsdp/shard/unit.h"
 
@@ -36,7 +34,7 @@ class SquaredReluMlpImpl : public torch::nn::Module {
 };
 TORCH_MODULE(SquaredReluMlp);
 
-// One mixer behind a norm; which one is said by a letter of the pattern.
+// One mixer behind a norm; a letter of the pattern selects it.
 class HybridBlockImpl : public torch::nn::Module {
  public:
   HybridBlockImpl(const NemotronHConfig& c, char kind, Recompute recompute)
@@ -56,7 +54,7 @@ class HybridBlockImpl : public torch::nn::Module {
       mlp_ = register_module("mixer", SquaredReluMlp(c));
   }
 
-  // As LlamaBlockImpl's.
+  // Like LlamaBlockImpl's.
   at::Tensor forward(const at::Tensor& x, LayerCache* cache) {
     if (recompute_ == Recompute::kNone || cache != nullptr) return compute(x, cache);
     return recompute(

@@ -7,7 +7,7 @@
 
 namespace fsdp::nn {
 
-// The configuration is trainable. Values are not set.
+// `config` must be trainable. Leaves values unset.
 std::shared_ptr<LanguageModel> make_hybrid(const NemotronHConfig& config, Recompute recompute);
 
 }  // namespace fsdp::nn

@@ -1,8 +1,8 @@
 #include "fsdp/nn/language_model.h"
 
 #include "fsdp/nn/hybrid.h"
+#include "fsdp/nn/layers/named_init.h"
 #include "fsdp/nn/llama.h"
-#include "fsdp/nn/named_init.h"
 
 namespace fsdp {
 

@@ -1,4 +1,4 @@
-// What training asks of a language model, and the one function that builds every kind of it.
+// The interface of language models that training uses, and the function that builds all of them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,43 +10,42 @@
 #include <utility>
 #include <vector>
 
-#include "fsdp/nn/architecture.h"
-#include "fsdp/nn/decoding_cache.h"
+#include "fsdp/nn/config/model_config.h"
+#include "fsdp/nn/layers/decoding_cache.h"
 
 namespace fsdp {
 
-// One part of a loss, for people: detached, one element, before its weight.
+// One part of a loss, for display: detached, one element, before its weight.
 struct LossTerm {
   std::string name;  // "cross_entropy", "load_balance" or "mtp"
   at::Tensor value;
 };
 
 struct ModelLoss {
-  at::Tensor total;  // what backward() is called on
+  at::Tensor total;  // for backward()
   std::vector<LossTerm> terms;
 };
 
-// A tensor whose name in the module tree is not that of published checkpoints.
+// A tensor whose name in the module tree differs from published checkpoints.
 struct StoredName {
   std::string in_tree;
   std::string stored;
 };
 
-// Embedding, layers and head are units: they are called by logits() and loss(), so that the model
-// works the same before and after fully_shard(). Names in the module tree are those of published
-// checkpoints but for stored_names().
+// Embedding, layers and head are units: logits() and loss() call them, so that the model works the
+// same before and after fully_shard(). Names in the module tree are those of published checkpoints,
+// except stored_names().
 class LanguageModel : public torch::nn::Module {
  public:
   // tokens: [batch, sequence], int64. Result: [batch, sequence, vocabulary], of the weights' type.
   virtual at::Tensor logits(const at::Tensor& tokens) = 0;
 
-  // Logits of what follows `tokens`, [batch, vocabulary], which in turn follow those that the cache
-  // has seen: all tokens of a text at once, or one after the other. For using a trained model: no
-  // gradients.
+  // Logits of the token after `tokens`, [batch, vocabulary]. `tokens` follow those that the cache
+  // has seen: a whole text at once, or token after token. For using a trained model: no gradients.
   virtual at::Tensor next_logits(const at::Tensor& tokens, DecodingCache& cache) = 0;
 
-  // Both [batch, sequence], int64; targets[b, i] is what follows tokens[b, i], and -100 where
-  // nothing is to be predicted. The mean over the targets there are; 0 when there are none.
+  // Both [batch, sequence], int64; targets[b, i] is the token after tokens[b, i], or -100 for no
+  // prediction. The mean over all other targets; 0 if there are none.
   virtual ModelLoss loss(const at::Tensor& tokens, const at::Tensor& targets) = 0;
 
   const ModelConfig& config() const { return config_; }
@@ -61,14 +60,14 @@ class LanguageModel : public torch::nn::Module {
   const std::vector<StoredName> stored_names_;
 };
 
-// What of the activations is computed again in the backward instead of being kept.
+// The activations that the backward computes again instead of keeping them.
 enum class Recompute : uint8_t { kNone, kBlock };
 
 struct BuildOptions {
-  // Initial values depend on it and on the parameters' names alone.
+  // Initial values depend only on the seed and on the parameters' names.
   uint64_t seed = 0;
   Recompute recompute = Recompute::kNone;
-  // Of the parameters. Narrow ones get the rounded fp32 values.
+  // The parameters' type. Narrow types get the rounded fp32 values.
   at::ScalarType dtype = at::ScalarType::Float;
 };
 

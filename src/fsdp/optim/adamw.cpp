@@ -1,13 +1,13 @@
 #include "fsdp/optim/adamw.h"
 
 #include "fsdp/base/error.h"
-#include "fsdp/optim/moment_dtype.h"
+#include "fsdp/optim/optimizer_options.h"
 
 namespace fsdp {
 
 namespace {
 
-UpdateRule rule_of(const AdamWOptions& options) {
+UpdateRule adamw_rule_of(const AdamWOptions& options) {
   const auto check = [](bool is_good, const char* field, double value, const char* fix) {
     if (!is_good) throw UsageError(concat("AdamW's ", field, " is ", value, "; ", fix));
   };
@@ -34,6 +34,6 @@ UpdateRule rule_of(const AdamWOptions& options) {
 }  // namespace
 
 AdamW::AdamW(const Sharded& sharded, const AdamWOptions& options)
-    : Optimizer(sharded, rule_of(options), options.step) {}
+    : Optimizer(sharded, adamw_rule_of(options), options.step) {}
 
 }  // namespace fsdp

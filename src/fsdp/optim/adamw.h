@@ -18,17 +18,17 @@ struct AdamWOptions {
   // Added to the root of the second moment, so that nothing is divided by 0.
   double eps = 1e-8;
 
-  // A step takes lr * weight_decay of a weight away, whatever its gradient.
+  // A step takes lr * weight_decay of a weight away, for any gradient.
   double weight_decay = 0.01;
 
-  // Whether vectors and scalars (biases, norms) are spared from it.
+  // Whether vectors and scalars (biases, norms) do not decay.
   bool decay_spares_vectors = true;
 
   // Decay and rate by parameter names; the first rule that matches counts.
   std::vector<ParameterRule> rules = {};
 
-  // What the moments are kept in: fp32, bf16, fp16, Float8_e4m3fn or Float8_e5m2 (docs/optimizer.md
-  // says what each costs). fp16 and fp8 bring a scale per 128 elements.
+  // Type of the moments: fp32, bf16, fp16, Float8_e4m3fn or Float8_e5m2 (docs/optimizer.md gives
+  // the cost of each). fp16 and fp8 add a scale per 128 elements.
   at::ScalarType first_moment = at::kFloat;
   at::ScalarType second_moment = at::kFloat;
 

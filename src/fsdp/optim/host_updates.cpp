@@ -16,9 +16,7 @@ namespace fsdp {
 
 namespace {
 
-constexpr int64_t kAlignBytes = 128;
-
-// The host lane's way to wait: until the data is there, not until a stream will wait for it.
+// The host lane's wait: blocks until the data is there, instead of ordering a stream.
 void wait_on_host(const Work& work) {
   work.wait_as_follower();
   if (const c10::Event* event = work.event()) event->synchronize();
@@ -42,7 +40,7 @@ HostUpdates::HostUpdates(EngineMemory& memory, c10::Device device, const Offload
       chunk_numel_(std::max(kScaleBlock, offload.chunk_numel / kScaleBlock * kScaleBlock)),
       math_(std::move(math)),
       team_(at::get_num_threads()),
-      // Pinned, or copying it would make the host wait for the device.
+      // Pinned, because copying pageable memory would make the host wait for the device.
       state_(at::zeros({static_cast<int64_t>(sizeof(StepState))},
                        at::dtype(at::kByte).pinned_memory(!device.is_cpu()))),
       down_(device),
@@ -58,7 +56,7 @@ std::vector<HostUpdates::Chunk> HostUpdates::chunks_of(
       const at::Tensor gradient = group.gradient_of(piece);
       for (const UpdateSpan& span : piece.spans()) {
         const int64_t in_piece = span.flat_begin - piece.main().flat.begin;
-        // Chunks end where blocks of scales do.
+        // Chunks end at the ends of blocks of scales.
         for (int64_t begin = 0; begin < span.numel;) {
           const int64_t past_block = (span.flat_begin + begin) % kScaleBlock;
           const int64_t numel = std::min(chunk_numel_ - past_block, span.numel - begin);
@@ -76,8 +74,8 @@ void HostUpdates::reserve(const std::vector<GroupUpdate>& groups) {
   SlabAllocator& allocator = memory_.on_host(MemoryKind::kStaging);
   const auto grow = [&](Slab& slab, int64_t bytes) {
     if (slab.bytes() >= bytes) return;
-    slab = Slab();  // the old one goes first
-    slab = Slab(allocator, bytes, kAlignBytes);
+    slab = Slab();  // releases the old one first
+    slab = Slab(allocator, bytes, kStateAlignBytes);
   };
   for (const GroupUpdate& group : groups)
     for (const UpdatePiece& piece : group.pieces()) {
@@ -108,9 +106,9 @@ Work HostUpdates::run(const std::vector<GroupUpdate>& groups, const Work& beside
   auto done = std::make_shared<WorkState>();
   host_.run([this, done, count, begun = state_is_here_, beside] {
     try {
-      // Gradients are there and weights are read no more when the step has begun. A lane would also
-      // wait for what is on this thread's stream: by default the one on which the next forward
-      // runs.
+      // After the step has begun, gradients are complete and nobody reads weights. Without the
+      // guard, a lane would also wait for this thread's stream: by default the one of the next
+      // forward.
       std::optional<c10::StreamGuard> guard;
       if (idle_) guard.emplace(*idle_);
       wait_on_host(begun);
@@ -178,7 +176,7 @@ at::Tensor HostUpdates::update(const Chunk& chunk, const Slot& slot) {
   if (span.weight != nullptr) {
     updated = tensor_over(span.weight, span.numel, chunk.weight.scalar_type(), c10::kCPU);
   } else {
-    // What the slot held before may still be on its way up.
+    // The slot's last content may still be on its way up.
     wait_on_host(slot.up);
     span.weight = slot.weight.at(0);
     updated = on_host(slot.weight, chunk.weight);

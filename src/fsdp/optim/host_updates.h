@@ -1,4 +1,4 @@
-// Updates what is offloaded, on the host: chunks of gradients come down, weights go back up.
+// Updates the offloaded state on the host: chunks of gradients come down, weights go back up.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,43 +14,43 @@
 
 #include "fsdp/memory/slab_allocator.h"
 #include "fsdp/optim/lane.h"
-#include "fsdp/optim/span_update.h"
+#include "fsdp/optim/shard_passes.h"
 #include "fsdp/optim/update_state.h"
-#include "fsdp/shard/engine_memory.h"
+#include "fsdp/shard/engine/engine_memory.h"
 
 namespace fsdp {
 
-// Three lanes, so that while one chunk is updated the next one comes down and the last one goes up:
+// Three lanes, so that while one chunk is updated the next comes down and the last one goes up:
 //
 //   down      | g0 | g1 | g2 | g3 |             gradients, in their own type
 //   host           | u0 | u1 | u2 | u3 |        a thread: the same kernel as on the CPU
 //   up                  | w0 | w1 | w2 | w3 |   weights, in theirs
 //
-// The host lane drives the two others, because on a device only it knows when a chunk is updated. A
-// chunk has a slot of staging memory on the way; there are kSlots of them. Chunks of all units of a
-// step form one queue, so that nothing stops where a unit ends. Where the model is on the CPU the
-// lanes are threads and copies are copies, so everything runs everywhere.
+// The host lane drives the other two, because on a device only it knows when a chunk is updated. A
+// chunk on its way has one of kSlots slots of staging memory. Chunks of all units of a step form
+// one queue, so that nothing stops at the end of a unit. If the model is on the CPU, the lanes are
+// threads and the copies are plain copies, so everything runs everywhere.
 class HostUpdates {
  public:
   static constexpr size_t kSlots = 3;
 
   HostUpdates(EngineMemory& memory, c10::Device device, const Offload& offload, UpdateMath math);
 
-  // Takes the staging memory that these groups need; before the first step.
+  // Allocates the staging memory that these groups need; call it before the first step.
   void reserve(const std::vector<GroupUpdate>& groups);
 
-  // A step begins with `state`, the bytes of a StepState on the device, when `begun` is done.
+  // Begins a step with `state`, the bytes of a StepState on the device, after `begun`.
   void begin(const at::Tensor& state, const Work& begun);
   // Updates the offloaded pieces of a unit's groups. The result is done when `beside`, the rest of
-  // the unit's update, is done too.
+  // the unit's update, is done, too.
   Work run(const std::vector<GroupUpdate>& groups, const Work& beside);
 
  private:
-  // Elements that travel together, all of one span.
+  // Elements that travel together, all from one span.
   struct Chunk {
-    UpdateSpan span;      // without gradient, and without weight unless that is on the host
+    UpdateSpan span;      // without gradient; without weight unless that is on the host
     at::Tensor gradient;  // on the device
-    at::Tensor weight;    // there, too
+    at::Tensor weight;    // on the device
   };
   struct Slot {
     Slab gradient;
@@ -60,17 +60,17 @@ class HostUpdates {
   };
 
   std::vector<Chunk> chunks_of(const std::vector<GroupUpdate>& groups) const;
-  // The queue's first `count`.
+  // The first `count` chunks of the queue.
   void run_chunks(size_t count);
   void run_first_chunk();
-  // As many of the queue's first chunks as there are slots.
+  // As many of the first chunks as there are slots.
   void bring_down_first_chunks();
   Work bring_down(const Chunk& chunk, Slot& slot);
-  // Where the updated weights are, on the host.
+  // Returns the updated weights, on the host.
   at::Tensor update(const Chunk& chunk, const Slot& slot);
 
   EngineMemory& memory_;
-  // Devices only: the host lane's current stream, on which nobody computes.
+  // Devices only: the host lane's current stream, on which nothing computes.
   const std::optional<c10::Stream> idle_;
   const int64_t chunk_numel_;
   const UpdateMath math_;
@@ -78,10 +78,10 @@ class HostUpdates {
   at::Tensor state_;  // of this step, on the host
   Work state_is_here_;
   std::array<Slot, kSlots> slots_;
-  size_t first_slot_ = 0;    // of the queue's first chunk; the host lane's, as the next
-  size_t num_coming_ = 0;    // of its first chunks have a slot
+  size_t first_slot_ = 0;    // of the queue's first chunk; only the host lane uses it and the next
+  size_t num_coming_ = 0;    // how many of the first chunks have a slot
   std::mutex mutex_;         // protects the member below
-  std::deque<Chunk> queue_;  // of a step: before the next one begins it is empty
+  std::deque<Chunk> queue_;  // of a step: empty before the next one begins
   Lane down_;                // gradients
   Lane up_;                  // weights
   Lane host_;                // updates

@@ -33,7 +33,7 @@ Work Lane::run(Task task, std::span<const Work> after, std::shared_ptr<WorkState
   }
   {
     const std::lock_guard lock(mutex_);
-    entries_.push_back({std::move(task), {after.begin(), after.end()}, state});
+    queue_.push_back({std::move(task), {after.begin(), after.end()}, state});
     start_worker();
   }
   changed_.notify_all();
@@ -49,7 +49,7 @@ void Lane::run_on_stream(const Task& task, std::span<const Work> after, WorkStat
     task();
     c10::Event ended(device_.type());
     ended.record(*stream_);
-    state.finish(std::move(ended));
+    state.complete(std::move(ended));
   } catch (...) {
     broken_ = std::current_exception();
     state.fail(broken_);
@@ -67,29 +67,29 @@ void Lane::start_worker() {
 void Lane::work() {
   std::unique_lock lock(mutex_);
   while (true) {
-    changed_.wait(lock, [this] { return stopping_ || !entries_.empty(); });
-    if (entries_.empty()) return;
-    Entry entry = std::move(entries_.front());
-    entries_.pop_front();
+    changed_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
+    if (queue_.empty()) return;
+    QueuedTask queued = std::move(queue_.front());
+    queue_.pop_front();
     lock.unlock();
-    run_entry(entry);
-    entry = {};
+    run_queued(queued);
+    queued = {};
     lock.lock();
   }
 }
 
-void Lane::run_entry(Entry& entry) {
+void Lane::run_queued(QueuedTask& queued) {
   try {
     if (broken_) std::rethrow_exception(broken_);
-    for (const Work& work : entry.after) {
+    for (const Work& work : queued.after) {
       work.wait_as_follower();
       if (const c10::Event* event = work.event()) event->synchronize();
     }
-    entry.task();
-    entry.state->finish(std::nullopt);
+    queued.task();
+    queued.state->complete(std::nullopt);
   } catch (...) {
     broken_ = std::current_exception();
-    entry.state->fail(broken_);
+    queued.state->fail(broken_);
   }
 }
 

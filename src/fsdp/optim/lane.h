@@ -18,10 +18,10 @@
 
 namespace fsdp {
 
-// On the CPU tasks run on a worker thread. On a device the caller's host thread runs them at once,
-// with the lane's stream as the current one, so a task is a few kernel launches. Either way what a
-// task does comes after `after`, after what the caller's current stream had queued, and after the
-// lane's earlier tasks; and nobody waits who does not ask for it.
+// On the CPU a worker thread runs the tasks. On a device the caller's host thread runs them at
+// once, with the lane's stream as the current one, so a task is a few kernel launches. In both
+// cases a task comes after `after`, after everything queued on the caller's current stream, and
+// after the lane's earlier tasks; only callers that ask for it wait.
 //
 // The first failed task breaks the lane: every later one fails with its error.
 class Lane {
@@ -29,16 +29,16 @@ class Lane {
   using Task = std::function<void()>;
 
   explicit Lane(c10::Device device);
-  ~Lane();  // finishes what was begun
+  ~Lane();  // waits for all tasks
   Lane(const Lane&) = delete;
   Lane& operator=(const Lane&) = delete;
 
-  // `state` becomes done or failed with the task, for those who wait for it already.
+  // `state` becomes done or failed with the task, for callers that already wait for it.
   Work run(Task task, std::span<const Work> after = {},
            std::shared_ptr<WorkState> state = std::make_shared<WorkState>());
 
  private:
-  struct Entry {
+  struct QueuedTask {
     Task task;
     std::vector<Work> after;
     std::shared_ptr<WorkState> state;
@@ -47,17 +47,17 @@ class Lane {
   void run_on_stream(const Task& task, std::span<const Work> after, WorkState& state);
   void start_worker();
   void work();
-  void run_entry(Entry& entry);
+  void run_queued(QueuedTask& queued);
 
   const c10::Device device_;
   std::optional<c10::Stream> stream_;  // devices only
 
   std::mutex mutex_;  // protects the members below
   std::condition_variable changed_;
-  std::deque<Entry> entries_;
+  std::deque<QueuedTask> queue_;
   bool stopping_ = false;
 
-  std::exception_ptr broken_;  // by the first error; whoever runs tasks reads and writes it
+  std::exception_ptr broken_;  // the first error; used by the thread that runs tasks
   std::thread worker_;         // started by the first task
 };
 

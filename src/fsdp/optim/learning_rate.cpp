@@ -36,7 +36,7 @@ int64_t num_decaying(const LearningRateOptions& options) {
                                                 : options.total_steps - options.warmup_steps;
 }
 
-// How much of the way from the floor to the rate is left after the fraction q of the decay.
+// The fraction from the floor to the rate that is left after the fraction q of the decay.
 double fall(const LearningRateOptions& options, double q) {
   switch (options.schedule) {
     case RateSchedule::kConstant:

@@ -1,5 +1,4 @@
-// Learning-rate schedules: pure functions of the step, so that a resumed run needs nothing but its
-// step.
+// Learning-rate schedules: pure functions of the step, so that a resumed run needs only its step.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +8,13 @@
 namespace fsdp {
 
 enum class RateSchedule : uint8_t {
-  kConstant,  // the rate, for ever
+  kConstant,  // the rate, forever
   kLinear,    // falls in a straight line from the rate to the floor
   kCosine,    // falls along half a cosine from the rate to the floor
   kWsd,  // warm-up, stable, decay: the rate until the last decay_steps, then `decay` to the floor
 };
 
-// How kWsd falls: what is left after the fraction q of its decay.
+// How kWsd falls: the fraction that is left after the fraction q of its decay.
 enum class RateDecay : uint8_t {
   kLinear,        // 1 - q
   kOneMinusSqrt,  // 1 - sqrt(q): steep first
@@ -40,16 +39,16 @@ RateDecay parse_rate_decay(std::string_view name);
 //   in the decay             floor + (rate - floor) * fall(q)
 //   after total_steps        floor; constant never ends
 //
-// The decay is the last n steps (linear and cosine: all that follow the warm-up; wsd: decay_steps),
-// of which the first has q = 0 and the last q = (n - 1) / n. So the first step is one of warm-up
-// and not of rate 0, the last warm-up step has the full rate, and no step is wasted at a floor of
-// 0: the floor is what would follow the last step.
+// The decay is the last n steps (linear and cosine: all after the warm-up; wsd: decay_steps), of
+// which the first has q = 0 and the last q = (n - 1) / n. So the first step is a warm-up step with
+// a rate above 0, the last warm-up step has the full rate, and no step is wasted at a floor of 0:
+// the floor would come after the last step.
 struct LearningRateOptions {
-  // What follows the warm-up.
+  // The part after the warm-up.
   RateSchedule schedule = RateSchedule::kConstant;
   // The highest rate.
   double rate = 3e-4;
-  // What the rate falls to.
+  // The lowest rate of the decay.
   double floor = 0;
   // Steps in which the rate rises to its full height; 0: the first step has it.
   int64_t warmup_steps = 0;
@@ -57,7 +56,7 @@ struct LearningRateOptions {
   int64_t total_steps = 0;
   // Wsd only: how many of the last steps decay.
   int64_t decay_steps = 0;
-  // Wsd only: how they do.
+  // Wsd only: the form of their decay.
   RateDecay decay = RateDecay::kLinear;
 
   // Throws UsageError with the field, its value and the fix.

@@ -11,14 +11,12 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/torch_dtype.h"
-#include "fsdp/optim/begin_step.h"
-#include "fsdp/optim/gradient_norm.h"
 #include "fsdp/optim/host_updates.h"
+#include "fsdp/optim/kernels/step_state.h"
+#include "fsdp/optim/kernels/update_on_device.h"
 #include "fsdp/optim/lane.h"
-#include "fsdp/optim/optimizer_facts.h"
-#include "fsdp/optim/span_update.h"
-#include "fsdp/optim/update_on_device.h"
-#include "fsdp/shard/engine.h"
+#include "fsdp/optim/shard_passes.h"
+#include "fsdp/shard/engine/engine.h"
 
 namespace fsdp {
 
@@ -64,19 +62,19 @@ void check_types(const ParamGroup& group, const std::string& optimizer) {
 Optimizer::Optimizer(const Sharded& sharded, UpdateRule rule, const StepOptions& options)
     : sharded_(sharded),
       rule_(std::move(rule)),
-      seat_(sharded_.engine().seat_optimizer(rule_.name)),
+      seat_(EngineAccess::of(sharded_).seat_optimizer(rule_.name)),
       options_(options),
       step_rule_(step_rule(rule_, options)),
       learning_rate_(rule_.learning_rate),
       team_(at::get_num_threads()) {
-  Engine& engine = sharded_.engine();
+  Engine& engine = EngineAccess::of(sharded_);
   if (const std::string difference = difference_of(engine.mesh(), optimizer_facts(rule_, options_));
       !difference.empty())
     throw UsageError(
         concat(difference, "; make the optimizer with the same options on every rank"));
   options_.validate();
   set_learning_rate(learning_rate_);
-  engine.settle();
+  engine.wait();
   state_ = at::zeros({static_cast<int64_t>(sizeof(StepState))},
                      at::device(engine.device()).dtype(at::kByte));
   norm_ = field(state_, offsetof(StepState, squared_norm));
@@ -96,18 +94,18 @@ Optimizer::Optimizer(const Sharded& sharded, UpdateRule rule, const StepOptions&
 }
 
 Optimizer::~Optimizer() {
-  // The engine must not wait for what goes with us.
-  if (lane_) sharded_.engine().abandon_updates();
+  // The engine must not wait for updates that end with this object.
+  if (lane_) EngineAccess::of(sharded_).cancel_updates();
 }
 
 void Optimizer::add_units() {
-  Engine& engine = sharded_.engine();
+  Engine& engine = EngineAccess::of(sharded_);
   std::vector<ParameterTraits> traits;
   for (const auto& unit : engine.units())
-    for (const GroupState& state : unit->groups)
-      if (state.group->is_trainable()) {
-        check_types(*state.group, rule_.name);
-        for (const GroupMember& member : state.group->members())
+    for (ParamGroup& group : unit->groups())
+      if (group.is_trainable()) {
+        check_types(group, rule_.name);
+        for (const GroupMember& member : group.members())
           traits.push_back({member.names, member.parameter.dim()});
       }
   if (traits.empty())
@@ -118,10 +116,10 @@ void Optimizer::add_units() {
   uint64_t number = 0;
   for (const auto& unit : engine.units()) {
     UnitUpdate& update = units_.emplace_back(UnitUpdate{unit.get(), {}});
-    for (const GroupState& state : unit->groups) {
-      if (!state.group->is_trainable()) continue;
-      const size_t count = state.group->members().size();
-      update.groups.emplace_back(*state.group, number++, rest.first(count), rule_.moments,
+    for (ParamGroup& group : unit->groups()) {
+      if (!group.is_trainable()) continue;
+      const size_t count = group.members().size();
+      update.groups.emplace_back(group, number++, rest.first(count), rule_.moments,
                                  engine.memory());
       rest = rest.subspan(count);
     }
@@ -143,8 +141,8 @@ void Optimizer::tell_learning_rate() {
   if (std::exchange(rate_changed_, false)) rate_on_device_.fill_(learning_rate_);
 }
 
-void Optimizer::come_to_rest() {
-  synchronize();
+void Optimizer::wait_for_step() {
+  wait();
   std::exchange(begun_, {}).wait();
 }
 
@@ -159,28 +157,28 @@ void Optimizer::check_gradients() const {
   for (const UnitUpdate& unit : units_)
     for (const GroupUpdate& update : unit.groups)
       if (!update.group().gradient().is_complete())
-        throw UsageError(concat("step() finds no complete gradients of unit '", unit.unit->name,
+        throw UsageError(concat("step() finds no complete gradients of unit '", unit.unit->name(),
                                 "'; call backward() before it, the last one of a cycle outside "
                                 "no_sync() and microbatch({.last = false})"));
 }
 
 void Optimizer::step() {
   RECORD_FUNCTION("fsdp::step", {});
-  Engine& engine = sharded_.engine();
-  engine.settle();
-  engine.release_weights();
+  Engine& engine = EngineAccess::of(sharded_);
+  engine.wait();
+  engine.weights().release();
   check_gradients();
   begun_ = begin(needs_norm() ? start_norm() : Work());
   if (on_host_) on_host_->begin(state_, begun_);
-  for (UnitState* unit : engine.update_order())
-    update_unit(units_[static_cast<size_t>(unit->index)]);
+  for (ShardedUnit* unit : engine.update_order())
+    update_unit(units_[static_cast<size_t>(unit->index())]);
   if (options_.updates == Updates::kBlocking || (on_host_ && !engine.options().offload.overlap))
-    engine.finish_updates();
+    engine.wait_updates();
 }
 
 Work Optimizer::start_norm() {
-  Engine& engine = sharded_.engine();
-  // Asked here: by the time the task runs the next cycle may have begun.
+  Engine& engine = EngineAccess::of(sharded_);
+  // Read here: when the task runs, the next cycle may have begun.
   std::vector<at::Tensor> known;
   std::vector<at::Tensor> unknown;
   for (const UnitUpdate& unit : units_)
@@ -197,7 +195,7 @@ Work Optimizer::start_norm() {
     for (const at::Tensor& squares : known) norm_.add_(squares);
     for (const at::Tensor& gradient : unknown) add_squared_norm(gradient, norm_, workspace_, team_);
   });
-  // What the optimizer's shards have in common along an axis is counted once.
+  // Counts once what the optimizer's shards share along an axis.
   const PlacementPair placed = engine.options().strategy.optimizer;
   const auto sum_along = [&](Placement placement, const MeshAxis& axis) {
     if (placement == Placement::kShard && axis.size() > 1)
@@ -245,14 +243,14 @@ void Optimizer::update_unit(UnitUpdate& unit) {
         if (!piece.main().is_offloaded) update_piece(piece, update.gradient_of(piece));
   });
   if (on_host_) work = on_host_->run(unit.groups, work);
-  sharded_.engine().begin_update(*unit.unit, std::move(work));
+  EngineAccess::of(sharded_).begin_update(*unit.unit, std::move(work));
 }
 
 void Optimizer::zero_grad() { sharded_.zero_grad(); }
 
 // --- what others see -----------------------------------------------------------------------------
 
-void Optimizer::synchronize() const { sharded_.engine().finish_updates(); }
+void Optimizer::wait() const { EngineAccess::of(sharded_).wait_updates(); }
 
 StepState Optimizer::state() const {
   begun_.wait();
@@ -269,16 +267,16 @@ double Optimizer::gradient_norm() const {
 at::Tensor Optimizer::scaled(const at::Tensor& loss) const {
   if (options_.loss_scale.initial == 1.0 && !has_dynamic_scale(step_rule_)) return loss;
   begun_.wait();
-  // Copied: autograd keeps it until the backward, and the scale may change before that.
+  // A copy: autograd keeps it until the backward, and the scale may change before that.
   return loss * loss_scale_.to(loss.scalar_type(), false, /*copy=*/true).squeeze();
 }
 
 void Optimizer::set_state(const StepState& state) {
-  synchronize();
+  wait();
   StepState all{.learning_rate = learning_rate_, .step = state.step, .skipped = state.skipped};
   all.loss_scale = state.loss_scale;
   all.good_steps = state.good_steps;
-  // As a run that comes here would have them, bit by bit. They end at numbers that stay the same.
+  // Computes the powers as a run of that many steps would, bit by bit. They end at fixed numbers.
   for (int64_t i = 0; i < state.step; ++i) {
     const double before1 = std::exchange(all.beta1_power, all.beta1_power * step_rule_.beta1);
     const double before2 = std::exchange(all.beta2_power, all.beta2_power * step_rule_.beta2);

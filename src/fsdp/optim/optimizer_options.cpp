@@ -1,10 +1,61 @@
 #include "fsdp/optim/optimizer_options.h"
 
 #include <cmath>
+#include <string>
 
 #include "fsdp/base/error.h"
+#include "fsdp/base/text.h"
+#include "fsdp/comm/rank_facts.h"
+#include "fsdp/optim/optimizer.h"
 
 namespace fsdp {
+
+namespace {
+
+// Takes every struct apart by the names of all its fields, so that a new field does not compile
+// until it is added here.
+
+// Rounding and seed are those of StepOptions.
+void add_facts(RankFacts& facts, const AdamWRule& rule) {
+  const auto& [beta1, beta2, eps, rounding, seed] = rule;
+  facts.emplace_back("beta1", number_fact(beta1));
+  facts.emplace_back("beta2", number_fact(beta2));
+  facts.emplace_back("eps", number_fact(eps));
+}
+
+void add_facts(RankFacts& facts, const SgdRule& rule) {
+  const auto& [momentum, nesterov, rounding, seed] = rule;
+  facts.emplace_back("momentum", number_fact(momentum));
+  facts.emplace_back("nesterov", nesterov ? "true" : "false");
+}
+
+void add_facts(RankFacts& facts, const StepOptions& step) {
+  const auto& [max_norm, measures_norm, on_nonfinite, loss_scale, updates, rounding, seed] = step;
+  const auto& [initial, backoff, growth, interval] = loss_scale;
+  facts.emplace_back("step.max_norm", number_fact(max_norm));
+  facts.emplace_back("step.measures_norm", measures_norm ? "true" : "false");
+  facts.emplace_back("step.on_nonfinite", choice_fact(on_nonfinite, {"kUpdate", "kSkip"}));
+  facts.emplace_back("step.loss_scale.initial", number_fact(initial));
+  facts.emplace_back("step.loss_scale.backoff", number_fact(backoff));
+  facts.emplace_back("step.loss_scale.growth", number_fact(growth));
+  facts.emplace_back("step.loss_scale.interval", concat(interval));
+  facts.emplace_back("step.updates", choice_fact(updates, {"kHidden", "kBlocking"}));
+  facts.emplace_back("step.rounding", choice_fact(rounding, {"kNearest", "kStochastic"}));
+  facts.emplace_back("step.seed", concat(seed));
+}
+
+void add_facts(RankFacts& facts, const ParameterRuleOptions& parameters) {
+  const auto& [weight_decay, spares_vectors, rules] = parameters;
+  facts.emplace_back("weight_decay", number_fact(weight_decay));
+  facts.emplace_back("decay_spares_vectors", spares_vectors ? "true" : "false");
+  int number = 0;
+  for (const auto& [pattern, decay, rate_scale] : rules)
+    facts.emplace_back(concat("rules[", number++, "]"),
+                       concat(pattern, " weight_decay ", decay ? number_fact(*decay) : "nullopt",
+                              " rate_scale ", number_fact(rate_scale)));
+}
+
+}  // namespace
 
 void StepOptions::validate() const {
   const auto check = [](bool is_good, const char* field, double value, const char* fix) {
@@ -20,6 +71,28 @@ void StepOptions::validate() const {
         loss_scale.growth, "use a number of 1 or more");
   check(loss_scale.interval >= 1, "loss_scale.interval", static_cast<double>(loss_scale.interval),
         "use 1 or more steps");
+}
+
+DType moment_dtype(const char* field, at::ScalarType type) {
+  if (type == at::kFloat) return DType::kFloat32;
+  if (type == at::kBFloat16) return DType::kBFloat16;
+  if (type == at::kHalf) return DType::kFloat16;
+  if (type == at::kFloat8_e4m3fn) return DType::kFloat8E4M3;
+  if (type == at::kFloat8_e5m2) return DType::kFloat8E5M2;
+  throw UsageError(concat(field, " is ", c10::toString(type),
+                          "; moments are kept in Float, BFloat16, Half, Float8_e4m3fn or "
+                          "Float8_e5m2"));
+}
+
+RankFacts optimizer_facts(const UpdateRule& rule, const StepOptions& step) {
+  const auto& [name, math, moments, learning_rate, parameters] = rule;
+  RankFacts facts{{"optimizer", name}, {"lr", number_fact(learning_rate)}};
+  std::visit([&facts](const auto& each) { add_facts(facts, each); }, math);
+  for (const auto& [moment, dtype] : moments)
+    facts.emplace_back(concat("moment ", moment), name_of(dtype));
+  add_facts(facts, step);
+  add_facts(facts, parameters);  // last: the number of rules may differ
+  return facts;
 }
 
 }  // namespace fsdp

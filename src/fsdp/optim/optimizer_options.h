@@ -1,56 +1,59 @@
-// What optimizers have in common that a user decides.
+// The options that all optimizers have in common.
 #pragma once
+
+#include <c10/core/ScalarType.h>
 
 #include <cstdint>
 
-#include "fsdp/optim/update_rules.h"
+#include "fsdp/base/dtype.h"
+#include "fsdp/optim/kernels/update_math.h"
 
 namespace fsdp {
 
-// What a step does when a gradient of any rank is NaN or Inf.
+// How a step reacts to a NaN or Inf in a gradient of any rank.
 enum class OnNonfinite : uint8_t {
-  kUpdate,  // goes on, as libtorch does
+  kUpdate,  // updates, as libtorch does
   kSkip,    // changes nothing, on no rank; decided on the device
 };
 
 // When updates run.
 enum class Updates : uint8_t {
-  // Unit by unit, beside what comes next: step() returns at once, and the next forward waits for
-  // the update of the unit it needs.
+  // Unit by unit, beside the next work: step() returns at once, and the next forward waits for the
+  // update of the unit it needs.
   kHidden,
-  kBlocking,  // step() returns when all is done (on a device: is queued on the computing stream)
+  kBlocking,  // step() returns after all updates (devices: after queueing them for the computation)
 };
 
-// Losses are multiplied by a scale so that fp16 gradients do not vanish, and gradients are divided
-// by it again inside the update. Multiply with Optimizer::scaled().
+// Losses are multiplied by a scale so that fp16 gradients do not vanish, and the update divides
+// gradients by it again. Multiply with Optimizer::scaled().
 struct LossScale {
-  // What it is, or begins with. 1: no scaling.
+  // The scale, or its first value. 1: no scaling.
   double initial = 1.0;
 
-  // After a step that was skipped because of a NaN or Inf the scale is multiplied by this. 1 for
-  // this and `growth`: the scale stays as it is.
+  // Multiplies the scale after a step that was skipped because of a NaN or Inf. 1 for this and
+  // `growth`: the scale stays as it is.
   double backoff = 1.0;
 
-  // After `interval` good steps in a row the scale is multiplied by this.
+  // Multiplies the scale after `interval` good steps in a row.
   double growth = 1.0;
   int64_t interval = 2000;
 
   static LossScale fixed(double scale) { return {.initial = scale}; }
-  // Grows until gradients overflow, and steps back when they do.
+  // Grows until gradients overflow, then steps back.
   static LossScale dynamic(double initial = 65536.0) {
     return {.initial = initial, .backoff = 0.5, .growth = 2.0};
   }
 };
 
-// What concerns a step as a whole.
+// The options of a step as a whole.
 struct StepOptions {
-  // Gradients of all ranks are clipped to this norm. 0: they are not.
+  // Clips the gradients of all ranks to this norm. 0: no clipping.
   double max_norm = 0.0;
 
-  // Compute the norm even if nothing needs it, for Optimizer::gradient_norm().
+  // Computes the norm even if nothing needs it, for Optimizer::gradient_norm().
   bool measures_norm = false;
 
-  // What happens to a step with NaN or Inf gradients; with a dynamic loss scale it is skipped.
+  // Reaction to NaN or Inf gradients; with a dynamic loss scale the step is skipped.
   OnNonfinite on_nonfinite = OnNonfinite::kUpdate;
 
   // For fp16 gradients.
@@ -62,11 +65,14 @@ struct StepOptions {
   // How a bf16 or fp16 weight without a main weight is rounded (precision.main_params = nullopt).
   Rounding rounding = Rounding::kNearest;
 
-  // Of the random numbers of stochastic rounding, which narrow moments use too.
+  // For the random numbers of stochastic rounding, which narrow moments use, too.
   uint64_t seed = 0;
 
   // UsageError naming the field, its value and the fix.
   void validate() const;
 };
+
+// UsageError that names the option, for a type that moments cannot have.
+DType moment_dtype(const char* field, at::ScalarType type);
 
 }  // namespace fsdp

@@ -8,20 +8,20 @@
 #include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
 #include "fsdp/optim/optimizer.h"
-#include "fsdp/shard/engine.h"
+#include "fsdp/shard/engine/engine.h"
 
 namespace fsdp {
 
 namespace {
 
-// What this rank has of a member, in the group's whole buffer.
+// This rank's part of a member, in the group's whole buffer.
 FlatRange held_flat(const ParamGroup& group, int64_t member) {
   const FlatRange held = group.held_of(member);
   const int64_t begin = group.layout().tensor_range(member).begin;
   return {begin + held.begin, begin + held.end};
 }
 
-// What set_shards() was given, by parameter and name.
+// The argument of set_shards(), by parameter and name.
 using Given = std::map<std::pair<std::string, std::string>, const OptimizerShard*>;
 
 const OptimizerShard* find(const Given& given, const std::string& parameter,
@@ -62,7 +62,7 @@ std::vector<OptimizerShard> Optimizer::shards_of(const GroupUpdate& update) cons
 }
 
 std::vector<OptimizerShard> Optimizer::shards() const {
-  synchronize();
+  wait();
   std::vector<OptimizerShard> all;
   for (const UnitUpdate& unit : units_)
     for (const GroupUpdate& update : unit.groups)
@@ -71,11 +71,11 @@ std::vector<OptimizerShard> Optimizer::shards() const {
 }
 
 void Optimizer::set_shards(std::span<const OptimizerShard> shards) {
-  synchronize();
+  wait();
   Given given;
   for (const OptimizerShard& shard : shards) given[{shard.parameter, shard.name}] = &shard;
 
-  // Everything is checked before anything is changed.
+  // Checks everything before it changes anything.
   Given unknown = given;
   std::vector<std::string> names;
   for (const UnitUpdate& unit : units_)

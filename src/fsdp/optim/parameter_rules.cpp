@@ -11,7 +11,7 @@ namespace fsdp {
 
 namespace {
 
-// What became of a rule.
+// Whether a rule was of use.
 struct RuleUse {
   bool matches = false;  // some parameter
   bool decides = false;  // for one that no earlier rule matches
@@ -59,6 +59,44 @@ void check_factor(const std::string& field, double value) {
     throw UsageError(concat(field, " is ", value, "; it must be a number of 0 or more"));
 }
 
+// A tensor with elements.
+struct PlacedTensor {
+  FlatRange flat;
+  HyperParameters hyper;
+};
+
+std::vector<PlacedTensor> in_flat_order(const FlatLayout& layout,
+                                        std::span<const HyperParameters> of_tensors) {
+  std::vector<PlacedTensor> placed;
+  for (int64_t tensor = 0; tensor < layout.num_tensors(); ++tensor) {
+    const FlatRange flat = layout.tensor_range(tensor);
+    if (!flat.empty()) placed.push_back({flat, of_tensors[static_cast<size_t>(tensor)]});
+  }
+  std::sort(placed.begin(), placed.end(), [](const PlacedTensor& a, const PlacedTensor& b) {
+    return a.flat.begin < b.flat.begin;
+  });
+  return placed;
+}
+
+// A range of padding alone needs no change: its weights and gradients are zeros.
+void add_spans(std::span<const PlacedTensor> tensors, const ShardRange& range,
+               std::vector<RuleSpan>& spans) {
+  RuleSpan span{range.flat, range.local_begin, {}};
+  auto tensor = std::partition_point(tensors.begin(), tensors.end(), [&](const PlacedTensor& each) {
+    return each.flat.end <= range.flat.begin;
+  });
+  if (tensor != tensors.end() && tensor->flat.begin < range.flat.end) span.hyper = tensor->hyper;
+  for (; tensor != tensors.end() && tensor->flat.begin < range.flat.end; ++tensor) {
+    if (tensor->hyper == span.hyper) continue;
+    span.flat.end = tensor->flat.begin;
+    spans.push_back(span);
+    span = {{tensor->flat.begin, range.flat.end},
+            range.local_begin + (tensor->flat.begin - range.flat.begin),
+            tensor->hyper};
+  }
+  if (!span.flat.empty()) spans.push_back(span);
+}
+
 }  // namespace
 
 void ParameterRuleOptions::validate() const {
@@ -81,7 +119,7 @@ std::vector<HyperParameters> apply_rules(const ParameterRuleOptions& options,
   for (const ParameterTraits& parameter : parameters) {
     const ParameterRule* first = nullptr;
     for (size_t i = 0; i < options.rules.size(); ++i) {
-      // Which rules are of use is known early; then only the first match is of interest.
+      // Once a rule is known to match something, only the first match of each parameter counts.
       if ((first != nullptr && uses[i].matches) || !matches(options.rules[i], parameter)) continue;
       uses[i].matches = true;
       if (first != nullptr) continue;
@@ -92,6 +130,16 @@ std::vector<HyperParameters> apply_rules(const ParameterRuleOptions& options,
   }
   check_uses(options, uses, parameters);
   return results;
+}
+
+std::vector<RuleSpan> rule_spans(const FlatLayout& layout,
+                                 std::span<const HyperParameters> of_tensors,
+                                 std::span<const ShardRange> shard) {
+  FSDP_ASSERT(static_cast<int64_t>(of_tensors.size()) == layout.num_tensors());
+  const std::vector<PlacedTensor> tensors = in_flat_order(layout, of_tensors);
+  std::vector<RuleSpan> spans;
+  for (const ShardRange& range : shard) add_spans(tensors, range, spans);
+  return spans;
 }
 
 }  // namespace fsdp

@@ -1,5 +1,5 @@
-// Which parameters are updated how: weight decay and a factor of the learning rate, by rules over
-// their names and shapes.
+// Weight decay and learning-rate factors by rules over names and shapes of parameters, and a rank's
+// shard cut accordingly.
 #pragma once
 
 #include <cstdint>
@@ -8,25 +8,28 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/layout/flat_layout.h"
+
 namespace fsdp {
 
+// --- rules ---------------------------------------------------------------------------------------
+
 struct ParameterRule {
-  // Of the names it is for: `*` is any text (dots too), `?` one character; "*.bias",
+  // Matches the names of parameters: `*` is any text (dots too), `?` one character; "*.bias",
   // "embed.weight".
   std::string pattern;
-  // Their weight decay, whatever their shape. nullopt: as without the rule.
+  // Their weight decay, for any shape. nullopt: as without the rule.
   std::optional<double> weight_decay = std::nullopt;
-  // Their learning rate is the schedule's times this; 0 leaves them as they are.
+  // Multiplies the schedule's learning rate for them; 0 freezes them.
   double rate_scale = 1.0;
 };
 
-// How the parameters of a model are updated. The first rule that matches a parameter is the one
-// that counts, the others do nothing to it: so exceptions come before what they are exceptions of,
-// and how a parameter is treated can be read in one line.
+// How the parameters of a model are updated. Only the first rule that matches a parameter counts:
+// so exceptions come before the general rules, and one line tells how a parameter is treated.
 struct ParameterRuleOptions {
-  // Of parameters whose rule names none.
+  // For parameters whose rule names none.
   double weight_decay = 0.0;
-  // Whether it is left out for parameters of fewer than two dimensions: biases, norms, scalars.
+  // Whether parameters of fewer than two dimensions (biases, norms, scalars) do not decay.
   bool spares_vectors = true;
   // In the order in which they are tried.
   std::vector<ParameterRule> rules = {};
@@ -35,14 +38,14 @@ struct ParameterRuleOptions {
   void validate() const;
 };
 
-// What rules ask of a parameter.
+// The properties of a parameter that rules use.
 struct ParameterTraits {
   std::vector<std::string>
       names;  // more than one where modules share it; a rule for any is for all
   int64_t num_dims = 0;
 };
 
-// What an update does with a parameter.
+// How an update treats a parameter.
 struct HyperParameters {
   double weight_decay = 0.0;
   double rate_scale = 1.0;
@@ -51,8 +54,27 @@ struct HyperParameters {
 };
 
 // One result per parameter. `parameters` are those of the whole model: UsageError for a rule that
-// is for none of them (with the nearest name), or that earlier rules leave none to.
+// matches none of them (with the nearest name), or only those of earlier rules.
 std::vector<HyperParameters> apply_rules(const ParameterRuleOptions& options,
                                          std::span<const ParameterTraits> parameters);
+
+// --- spans of a shard ----------------------------------------------------------------------------
+
+struct RuleSpan {
+  FlatRange flat;           // in the group's whole buffer
+  int64_t local_begin = 0;  // in the shard's own count
+  HyperParameters hyper;
+
+  friend bool operator==(const RuleSpan&, const RuleSpan&) = default;
+};
+
+// In the order of the shard, and none of them empty: together exactly `shard` (all of a rank's
+// ranges, or those of one place: layout/state_bytes.h). A span is as long as possible inside one
+// range: tensors with equal hyper-parameters share a span. Padding belongs to the tensor before it,
+// at a range's begin to the one after it; a range of padding alone has the default
+// hyper-parameters. `of_tensors` has one entry per tensor of the layout.
+std::vector<RuleSpan> rule_spans(const FlatLayout& layout,
+                                 std::span<const HyperParameters> of_tensors,
+                                 std::span<const ShardRange> shard);
 
 }  // namespace fsdp

@@ -1,13 +1,13 @@
 #include "fsdp/optim/sgd.h"
 
 #include "fsdp/base/error.h"
-#include "fsdp/optim/moment_dtype.h"
+#include "fsdp/optim/optimizer_options.h"
 
 namespace fsdp {
 
 namespace {
 
-UpdateRule rule_of(const SGDOptions& options) {
+UpdateRule sgd_rule_of(const SGDOptions& options) {
   if (!(options.momentum >= 0.0 && options.momentum < 1.0))
     throw UsageError(
         concat("SGD's momentum is ", options.momentum, "; use a number from 0 up to, but not, 1"));
@@ -34,6 +34,6 @@ UpdateRule rule_of(const SGDOptions& options) {
 }  // namespace
 
 SGD::SGD(const Sharded& sharded, const SGDOptions& options)
-    : Optimizer(sharded, rule_of(options), options.step) {}
+    : Optimizer(sharded, sgd_rule_of(options), options.step) {}
 
 }  // namespace fsdp

@@ -6,13 +6,11 @@
 
 #include "fsdp/base/integer.h"
 #include "fsdp/base/torch_dtype.h"
-#include "fsdp/optim/moment_values.h"
+#include "fsdp/optim/kernels/moments.h"
 
 namespace fsdp {
 
 namespace {
-
-constexpr int64_t kAlignBytes = 128;
 
 Moment& moment_of(UpdateSpan& span, size_t which) { return which == 0 ? span.first : span.second; }
 
@@ -20,7 +18,7 @@ std::byte* advanced(void* address, int64_t bytes) {
   return static_cast<std::byte*>(address) + bytes;
 }
 
-// Types and places of what does not change from step to step.
+// The types and addresses that do not change from step to step.
 UpdateSpan span_of(const MainWeightPiece& main, const RuleSpan& run) {
   const int64_t begin = run.flat.begin - main.flat.begin;
   const auto address = [&](const at::Tensor& tensor) {
@@ -69,8 +67,8 @@ void UpdatePiece::allocate(size_t which, DType dtype, SlabAllocator& allocator,
   for (const UpdateSpan& span : spans_)
     if (is_scaled(dtype)) scale_count += num_scales(flat_range(span));
   constexpr auto kScaleBytes = static_cast<int64_t>(sizeof(float));
-  memory.values = Slab(allocator, value_bytes, kAlignBytes);
-  memory.scales = Slab(allocator, scale_count * kScaleBytes, kAlignBytes);
+  memory.values = Slab(allocator, value_bytes, kStateAlignBytes);
+  memory.scales = Slab(allocator, scale_count * kScaleBytes, kStateAlignBytes);
   memory.bytes = tensor_over(memory.values.at(0), value_bytes, at::kByte, device).zero_();
   memory.factors = tensor_over(memory.scales.at(0), scale_count, at::kFloat, device).zero_();
 
@@ -85,10 +83,10 @@ void UpdatePiece::allocate(size_t which, DType dtype, SlabAllocator& allocator,
   }
 }
 
-// Part of one span's moment: in place where that is host memory, else a copy.
+// Part of one span's moment: in place if it is in host memory, else a copy.
 class UpdatePiece::MomentOnCpu {
  public:
-  // `flat` is widened to whole blocks of scales, as far as the span has them.
+  // Widens `flat` to whole blocks of scales, as far as the span has them.
   MomentOnCpu(const Memory& memory, const UpdateSpan& span, size_t which, FlatRange flat)
       : memory_(memory), role_(which == 0 ? MomentRole::kFirst : MomentRole::kSecond), flat_(flat) {
     moment_ = which == 0 ? span.first : span.second;
@@ -113,7 +111,7 @@ class UpdatePiece::MomentOnCpu {
   void read(float* values) const { fsdp::read_moment(moment_, role_, flat_, values); }
   void write(const float* values) const {
     write_moment(values, role_, flat_, moment_);
-    if (memory_.bytes.is_cpu()) return;  // then they are no copies
+    if (memory_.bytes.is_cpu()) return;  // not copies
     memory_.bytes.narrow(0, bytes_begin_, bytes_.numel()).copy_(bytes_);
     if (scales_.defined()) memory_.factors.narrow(0, scales_begin_, scales_.numel()).copy_(scales_);
   }

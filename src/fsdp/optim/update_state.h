@@ -1,4 +1,4 @@
-// What an optimizer keeps of one parameter group: memory for moments, and the spans to update.
+// The optimizer's state of one parameter group: memory for moments, and the spans to update.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,14 +10,17 @@
 #include <vector>
 
 #include "fsdp/memory/slab_allocator.h"
-#include "fsdp/optim/rule_spans.h"
-#include "fsdp/optim/update_span.h"
-#include "fsdp/shard/engine_memory.h"
-#include "fsdp/shard/param_group.h"
+#include "fsdp/optim/kernels/update_span.h"
+#include "fsdp/optim/parameter_rules.h"
+#include "fsdp/shard/engine/engine_memory.h"
+#include "fsdp/shard/group/param_group.h"
 
 namespace fsdp {
 
-// A running average an optimizer keeps of every element.
+// Memory of an optimizer begins at multiples of this.
+inline constexpr int64_t kStateAlignBytes = 128;
+
+// A running average that an optimizer keeps of every element.
 struct MomentKind {
   std::string name;  // in checkpoints: "exp_avg"
   DType dtype = DType::kFloat32;
@@ -26,22 +29,22 @@ struct MomentKind {
 // The state of one MainWeightPiece, in the same memory as its main weights.
 class UpdatePiece {
  public:
-  // `rules` are the piece's elements by hyper-parameters; `group` numbers the group.
+  // `rules` are the piece's spans of equal hyper-parameters; `group` numbers the group.
   UpdatePiece(const MainWeightPiece& main, DType gradient_dtype, uint64_t group,
               const std::vector<RuleSpan>& rules, const std::vector<MomentKind>& moments,
               EngineMemory& memory);
 
   const MainWeightPiece& main() const { return *main_; }
 
-  // Everything but gradients; and but weights where they are elsewhere than the rest.
+  // Without gradients, and without weights that are not in this memory.
   const std::vector<UpdateSpan>& spans() const { return spans_; }
 
   // Elements [flat) of the group's whole buffer, all of this piece, of moment `which`: as fp32
-  // numbers on the CPU, and back (moment_values.h). Scaled types keep what is set exactly if whole
+  // numbers on the CPU, and back (kernels/moments.h). Scaled types keep set values exactly if whole
   // blocks of scales are set at once.
   void read_moment(size_t which, FlatRange flat, float* values) const;
   void set_moment(size_t which, FlatRange flat, const float* values);
-  // Where they are fp32 numbers in host memory; else nullptr.
+  // Their address if they are fp32 numbers in host memory; else nullptr.
   const float* moment_in_host_memory(size_t which, FlatRange flat) const;
 
  private:
@@ -65,7 +68,7 @@ class UpdatePiece {
 // The state of a group's optimizer shard.
 class GroupUpdate {
  public:
-  // `hyper` has the hyper-parameters of the group's members; `number` tells groups apart.
+  // `hyper` are the hyper-parameters of the group's members; `number` tells groups apart.
   GroupUpdate(ParamGroup& group, uint64_t number, std::span<const HyperParameters> hyper,
               const std::vector<MomentKind>& moments, EngineMemory& memory);
 
@@ -73,7 +76,7 @@ class GroupUpdate {
   std::vector<UpdatePiece>& pieces() { return pieces_; }
   const std::vector<UpdatePiece>& pieces() const { return pieces_; }
 
-  // As UpdatePiece does, of what this rank has of [flat).
+  // As in UpdatePiece, for this rank's part of [flat).
   void read_moment(size_t which, FlatRange flat, float* values) const;
   void set_moment(size_t which, FlatRange flat, const float* values);
   const float* moment_in_host_memory(size_t which, FlatRange flat) const;
@@ -81,7 +84,7 @@ class GroupUpdate {
     return const_cast<float*>(std::as_const(*this).moment_in_host_memory(which, flat));
   }
 
-  // The gradients of a piece, where they lie now.
+  // The gradients of a piece, at their current place.
   at::Tensor gradient_of(const UpdatePiece& piece) const;
 
  private:

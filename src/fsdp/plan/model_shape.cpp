@@ -5,8 +5,8 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
-#include "fsdp/base/shown_text.h"
 #include "fsdp/base/text.h"
+#include "fsdp/base/utf8.h"
 
 namespace fsdp {
 

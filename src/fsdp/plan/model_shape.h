@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "fsdp/base/dtype.h"
-#include "fsdp/nn/architecture.h"
+#include "fsdp/nn/config/model_config.h"
 
 namespace fsdp {
 

@@ -7,14 +7,19 @@
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
 #include "fsdp/layout/state_bytes.h"
-#include "fsdp/plan/allocator_blocks.h"
 
 namespace fsdp {
 
 namespace {
 
+constexpr int64_t kMiB = int64_t{1} << 20;
 // libtorch's allocator gives out multiples of this.
 constexpr int64_t kBlockBytes = 512;
+constexpr int64_t kSmall = kMiB;  // up to here pieces share segments that are split anywhere
+constexpr int64_t kSharedSegment = 20 * kMiB;
+constexpr int64_t kOwnSegment = 10 * kMiB;  // from here on
+constexpr int64_t kSegmentUnit = 2 * kMiB;
+
 // What libtorch gives cuBLAS on Hopper, once for the thread that runs the forward and once for that
 // of the backward.
 constexpr int64_t kWorkspaceBytes = 2 * (int64_t{32} << 20);
@@ -38,14 +43,14 @@ Widths widths_of(const LlamaConfig& c) {
           .vocabulary = c.vocab_size};
 }
 
-int64_t bytes_of(int64_t tokens, int64_t elements_per_token, int64_t element) {
+int64_t kept_bytes(int64_t tokens, int64_t elements_per_token, int64_t element) {
   return round_up(checked_mul(checked_mul(tokens, elements_per_token), element), kBlockBytes);
 }
 
-int64_t bytes_of(int64_t tokens, std::span<const KeptTensor> kept) {
+int64_t kept_bytes(int64_t tokens, std::span<const KeptTensor> kept) {
   int64_t sum = 0;
   for (const KeptTensor& tensor : kept)
-    sum = checked_add(sum, bytes_of(tokens, tensor.elements_per_token, tensor.element_bytes));
+    sum = checked_add(sum, kept_bytes(tokens, tensor.elements_per_token, tensor.element_bytes));
   return sum;
 }
 
@@ -94,15 +99,29 @@ int64_t rounding_of_state(std::span<const GroupPlan> groups, const PlanOptions& 
 // the MLP's tensors are gone.
 int64_t working_of_block(const LlamaConfig& config, int64_t tokens, int64_t element) {
   const Widths w = widths_of(config);
-  const int64_t mlp = bytes_of(tokens, w.hidden + 2 * w.intermediate, element);
-  const int64_t attention = bytes_of(tokens, w.hidden + 2 * w.queries, element) +
-                            2 * bytes_of(tokens, w.queries, element) +
-                            bytes_of(tokens, w.queries + w.heads, 4) -
-                            bytes_of(tokens, w.hidden + 3 * w.intermediate, element);
+  const int64_t mlp = kept_bytes(tokens, w.hidden + 2 * w.intermediate, element);
+  const int64_t attention = kept_bytes(tokens, w.hidden + 2 * w.queries, element) +
+                            2 * kept_bytes(tokens, w.queries, element) +
+                            kept_bytes(tokens, w.queries + w.heads, 4) -
+                            kept_bytes(tokens, w.hidden + 3 * w.intermediate, element);
   return std::max(mlp, attention);
 }
 
 }  // namespace
+
+int64_t AllocatorBlocks::give(int64_t bytes) {
+  const int64_t size = round_up(bytes, kBlockBytes);
+  if (size <= kSmall) return size;
+  auto found = rests_.lower_bound(size);  // the smallest that fits
+  if (found == rests_.end())
+    found = rests_.insert(size < kOwnSegment ? kSharedSegment : round_up(size, kSegmentUnit));
+  const int64_t block = *found;
+  rests_.erase(found);
+  const int64_t rest = block - size;
+  if (rest <= kSmall) return block;
+  rests_.insert(rest);
+  return size;
+}
 
 int64_t BatchShape::tokens() const { return checked_mul(rows, sequence); }
 
@@ -152,11 +171,11 @@ PeakForecast forecast_peak(const ModelShape& model, std::span<const GroupPlan> g
   const int64_t element = element_bytes(compute);
   const int64_t tokens = options.batch.tokens();
   const int64_t num_blocks = config.num_hidden_layers;
-  const int64_t block = bytes_of(tokens, kept_by_block(config, compute));
-  const int64_t head = bytes_of(tokens, kept_by_head(config, compute));
-  const int64_t logits = bytes_of(tokens, w.vocabulary, element);
-  const int64_t hidden = bytes_of(tokens, w.hidden, element);
-  const int64_t batch = 2 * bytes_of(tokens, 1, kTokenBytes);
+  const int64_t block = kept_bytes(tokens, kept_by_block(config, compute));
+  const int64_t head = kept_bytes(tokens, kept_by_head(config, compute));
+  const int64_t logits = kept_bytes(tokens, w.vocabulary, element);
+  const int64_t hidden = kept_bytes(tokens, w.hidden, element);
+  const int64_t batch = 2 * kept_bytes(tokens, 1, kTokenBytes);
   const std::vector<int64_t> by_unit =
       gradients_by_unit(groups, model.units.size(), forecast.options.strategy.gradient);
   const bool persist = options.gradient_lifetime == GradientLifetime::kPersistent;
@@ -186,7 +205,7 @@ PeakForecast forecast_peak(const ModelShape& model, std::span<const GroupPlan> g
     add("the backward of a block", i, checked_mul(i, block), hidden + working);
   // Autograd has the embedding's gradient whole, in the type of the weights, before it is added up.
   add("the backward of the embedding", 0, 0,
-      2 * hidden + bytes_of(w.vocabulary, w.hidden, element));
+      2 * hidden + kept_bytes(w.vocabulary, w.hidden, element));
   return *std::max_element(
       moments.begin(), moments.end(),
       [](const PeakForecast& a, const PeakForecast& b) { return a.allocated() < b.allocated(); });

@@ -1,17 +1,31 @@
 // The most memory that a step takes on a GPU: what sharding keeps, what a forward leaves for its
-// backward, and what is being computed meanwhile.
+// backward, what is being computed meanwhile, and what libtorch's allocator adds.
 #pragma once
 
 #include <cstdint>
+#include <set>
 #include <span>
 #include <string_view>
 #include <vector>
 
-#include "fsdp/memory/gradient_lifetime.h"
+#include "fsdp/memory/group_memory.h"
 #include "fsdp/plan/forecast.h"
 #include "fsdp/plan/group_plan.h"
 
 namespace fsdp {
+
+// The blocks that libtorch's CUDA allocator gives out. Follows that allocator (with its default
+// settings) through requests that are all kept. Pieces of
+// more than 1 MiB come from segments of 20 MiB or, from 10 MiB on, from ones of their own in
+// multiples of 2 MiB; a rest of up to 1 MiB is not worth splitting off and goes with the piece.
+class AllocatorBlocks {
+ public:
+  // The bytes of the block, at least `bytes`.
+  int64_t give(int64_t bytes);
+
+ private:
+  std::multiset<int64_t> rests_;  // of segments, free
+};
 
 // What one rank computes at a time.
 struct BatchShape {

@@ -7,10 +7,10 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
+#include "fsdp/memory/arena/prefetch_plan.h"
 #include "fsdp/memory/bucket_pool.h"
-#include "fsdp/memory/group_buckets.h"
-#include "fsdp/memory/prefetch_plan.h"
-#include "fsdp/memory/step_order.h"
+#include "fsdp/memory/group_memory.h"
+#include "fsdp/memory/live_trace.h"
 
 namespace fsdp {
 
@@ -64,7 +64,7 @@ int64_t cast_bytes(std::span<const GroupPlan> groups, const PlanOptions& options
   return checked_mul(largest, num_stages);
 }
 
-// What a pool takes: it is asked for that only and never allocates.
+// The bytes that a pool would take. The pool is made only to be asked; it allocates nothing.
 int64_t pool_bytes(std::vector<UnitBuckets> units, const PoolOptions& options) {
   HostSlabAllocator allocator;
   return make_bucket_pool(std::move(units), options, allocator)->bytes().total();

@@ -11,13 +11,12 @@
 #include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
-#include "fsdp/shard/engine.h"
-#include "fsdp/shard/gradient_hook.h"
+#include "fsdp/shard/agreement.h"
+#include "fsdp/shard/engine/engine.h"
+#include "fsdp/shard/engine/gradient_hook.h"
 #include "fsdp/shard/module_units.h"
 #include "fsdp/shard/parameter_init.h"
-#include "fsdp/shard/shard_facts.h"
-#include "fsdp/shard/unit_call.h"
-#include "fsdp/shard/value_agreement.h"
+#include "fsdp/shard/engine/unit_call.h"
 
 namespace fsdp {
 
@@ -51,8 +50,8 @@ class Builder {
   void build() {
     for (const FoundUnit& unit : found_.units) add_unit(unit);
     connect();
-    // Before any of them is: a module whose only parameter is shared with an earlier one draws
-    // random numbers, too.
+    // Decided before any is initialised: a module whose only parameter is shared with an earlier
+    // one draws random numbers, too.
     std::vector<bool> needs_init;
     for (const FoundModule& found : found_.modules) needs_init.push_back(is_on_meta(*found.module));
     for (size_t i = 0; i < needs_init.size(); ++i) {
@@ -61,9 +60,8 @@ class Builder {
     }
     values_.check_agreement();
     engine_->complete();
-    engine_->keep(attach_gradient_hooks(engine_));
     for (const FoundUnit& found : found_.units)
-      if (found.unit != nullptr) attach(found);
+      if (!found.is_outside()) attach(found);
     report_residents();
   }
 
@@ -75,12 +73,12 @@ class Builder {
   };
 
   static UnitKind kind_of(const FoundUnit& unit) {
-    if (unit.unit == nullptr) return UnitKind::kResident;
+    if (unit.is_outside()) return UnitKind::kResident;
     return unit.encloses_units ? UnitKind::kEnclosing : UnitKind::kScheduled;
   }
 
   void add_unit(const FoundUnit& found) {
-    UnitState& unit = engine_->add_unit(found.name, kind_of(found));
+    ShardedUnit& unit = engine_->add_unit(found.name, kind_of(found));
     std::vector<GroupKey> keys;
     std::vector<std::vector<GroupMember>> members;
     for (const OwnedParameter& parameter : found.parameters) {
@@ -96,39 +94,37 @@ class Builder {
     for (size_t i = 0; i < keys.size(); ++i) add_group(unit, keys[i], std::move(members[i]));
   }
 
-  void add_group(UnitState& unit, const GroupKey& key, std::vector<GroupMember> members) {
-    GroupState state;
-    state.group = std::make_unique<ParamGroup>(unit.name, std::move(members),
-                                               key.is_trainable ? Trainable::kYes : Trainable::kNo,
-                                               engine_->setting_of(unit.kind), held_numel_);
-    const ParamGroup& group = *state.group;
+  void add_group(ShardedUnit& unit, const GroupKey& key, std::vector<GroupMember> members) {
+    ParamGroup& group =
+        unit.add_group(std::move(members), key.is_trainable ? Trainable::kYes : Trainable::kNo,
+                       engine_->setting_of(unit.kind()), held_numel_);
     for (size_t i = 0; i < group.members().size(); ++i)
-      places_[group.members()[i].parameter.unsafeGetTensorImpl()] = {state.group.get(),
+      places_[group.members()[i].parameter.unsafeGetTensorImpl()] = {&group,
                                                                      static_cast<int64_t>(i)};
     if (!held_numel_.empty())
       for (const Segment& segment : group.layout().segments())
         for (const Segment::UnevenShare& share : segment.uneven_shares())
           held_numel_[static_cast<size_t>(share.index)] += share.numel;
-    unit.groups.push_back(std::move(state));
   }
 
   void connect() {
     for (size_t i = 0; i < found_.units.size(); ++i) {
-      UnitState& unit = *engine_->units()[i];
+      ShardedUnit& unit = *engine_->units()[i];
       for (const int32_t other : found_.units[i].shares_with)
-        unit.needs.push_back(engine_->units()[static_cast<size_t>(other)].get());
-      unit.stays_for_backward = unit.kind == UnitKind::kEnclosing && found_.units[i].parent < 0;
+        unit.add_need(*engine_->units()[static_cast<size_t>(other)]);
+      if (unit.kind() == UnitKind::kEnclosing && found_.units[i].parent < 0)
+        unit.stay_for_backward();
     }
   }
 
-  // Brings the values of one module's own parameters into the shards. At no time is more than one
-  // module of a meta model whole.
+  // Brings the values of one module's own parameters into the shards. At most one module of a meta
+  // model is whole at a time.
   void adopt_module(torch::nn::Module& module) {
     for (const auto& item : module.named_parameters(/*recurse=*/false)) {
       if (!item.value().defined()) continue;
       Place& place = places_.at(item.value().unsafeGetTensorImpl());
       // A shared parameter has the value of its first module; the second module's initialisation
-      // went to scratch memory, so that the random numbers after it are the same.
+      // goes to scratch memory, so that the random numbers after it are the same.
       if (!std::exchange(place.has_value, true)) {
         const at::Tensor value = values_.agree_on(item.value(), place.group->name_of(place.member));
         place.group->set_value(place.member, value);
@@ -149,7 +145,7 @@ class Builder {
   void materialize(const FoundModule& found) {
     const auto replace = [&](const at::Tensor& tensor) {
       if (!tensor.defined()) return;
-      // In the type models are constructed in: that of a converted model comes from rounding.
+      // In the type in which models are constructed: a converted model has the rounded values.
       const at::ScalarType dtype = at::isFloatingType(tensor.scalar_type())
                                        ? c10::get_default_dtype_as_scalartype()
                                        : tensor.scalar_type();
@@ -173,23 +169,28 @@ class Builder {
   }
 
   void attach(const FoundUnit& found) {
-    const auto index = static_cast<size_t>(&found - found_.units.data());
-    found.unit->attach(std::make_shared<EngineHooks>(engine_, *engine_->units()[index]));
+    ShardedUnit& unit = *engine_->units()[static_cast<size_t>(&found - found_.units.data())];
+    if (found.unit != nullptr)
+      found.unit->attach(std::make_shared<EngineHooks>(engine_, unit));
+    else
+      engine_->own_hooks(make_named_unit_hooks(*found.module, engine_, unit));
   }
 
   void report_residents() const {
-    if (found_.units.back().unit != nullptr) return;
+    if (!found_.units.back().is_outside()) return;
     std::vector<std::string> names;
     for (const OwnedParameter& parameter : found_.units.back().parameters)
       names.push_back(concat("'", parameter.names.front(), "'"));
     constexpr size_t kShown = 5;
     const size_t num_more = names.size() > kShown ? names.size() - kShown : 0;
     names.resize(names.size() - num_more);
+    const Mesh& mesh = engine_->mesh();
     if (engine_->mesh_shape() == MeshShape{}) return;  // one rank: everything is whole anyway
+    if (mesh.outer().rank() != 0 || mesh.inner().rank() != 0) return;
     log(LogLevel::kInfo,
         "parameters outside any unit stay whole between steps: ", join(names, ", "),
         num_more > 0 ? concat(" and ", num_more, " more") : std::string(),
-        "; declare the module that uses them as fsdp::Unit to shard them");
+        "; declare the module that uses them as fsdp::Unit, or name it in units, to shard them");
   }
 
   const std::shared_ptr<Engine> engine_;
@@ -204,12 +205,12 @@ class Builder {
 Sharded fully_shard(const std::shared_ptr<torch::nn::Module>& model, const Mesh& mesh,
                     const ShardOptions& options) {
   FSDP_CHECK(model != nullptr, "the model is null; build it first");
-  ModuleUnits found = find_units(model);
+  ModuleUnits found = find_units(model, options.units);
   for (const auto& item : model->named_parameters())
     FSDP_CHECK(!has_gradient_hook(item.value()), "parameter '", item.key(),
                "' is already sharded; a model can be sharded once");
   const c10::Device device = device_for(*model, options);
-  // First of all: what is wrong on one rank only is then an error on all.
+  // Comes first, so that a fault of one rank is an error on all.
   if (const std::string difference = difference_of(mesh, shard_facts(options, device, found));
       !difference.empty())
     throw UsageError(

@@ -1,4 +1,4 @@
-// fully_shard(): from a plain model to a sharded one.
+// fully_shard(): turns a plain model into a sharded one.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -19,7 +19,7 @@ namespace fsdp {
 // their gradients and optimizer state are sharded like all others. Parameters on the meta device
 // are initialised here, one module at a time, in the order of construction.
 //
-// The mesh must outlive the model; so one that is gone after the call is refused by the compiler.
+// The mesh must outlive the model; the compiler refuses a temporary one.
 Sharded fully_shard(const std::shared_ptr<torch::nn::Module>& model, const Mesh& mesh,
                     const ShardOptions& options = {});
 Sharded fully_shard(const std::shared_ptr<torch::nn::Module>& model, const Mesh&& mesh,

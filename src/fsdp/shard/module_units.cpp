@@ -6,7 +6,9 @@
 #include <utility>
 
 #include "fsdp/base/error.h"
+#include "fsdp/base/glob.h"
 #include "fsdp/base/text.h"
+#include "fsdp/shard/call_unit.h"
 
 namespace fsdp {
 
@@ -14,11 +16,28 @@ namespace {
 
 constexpr int32_t kOutside = -1;
 
+// Matches part by part, so that "layers.*" means the layers and not the modules inside them.
+bool describes(std::string_view pattern, std::string_view name) {
+  while (true) {
+    const size_t pattern_end = pattern.find('.');
+    const size_t name_end = name.find('.');
+    if (!matches_glob(pattern.substr(0, pattern_end), name.substr(0, name_end))) return false;
+    if (pattern_end == std::string_view::npos || name_end == std::string_view::npos)
+      return pattern_end == name_end;
+    pattern.remove_prefix(pattern_end + 1);
+    name.remove_prefix(name_end + 1);
+  }
+}
+
 class Finder {
  public:
+  explicit Finder(const std::vector<std::string>& named)
+      : named_(named), is_used_(named.size(), false) {}
+
   ModuleUnits find(const std::shared_ptr<torch::nn::Module>& model) {
     visit(model, "", kOutside);
     FSDP_CHECK(!owners_.empty(), "the model has no parameters, so there is nothing to shard");
+    check_names_are_used(*model);
     if (!outside_.parameters.empty()) {
       outside_.name = "(outside units)";
       units_.push_back(std::move(outside_));
@@ -38,12 +57,14 @@ class Finder {
 
   void visit(const std::shared_ptr<torch::nn::Module>& module, const std::string& name,
              int32_t unit) {
-    if (auto* base = dynamic_cast<UnitBase*>(module.get())) {
+    auto* base = dynamic_cast<UnitBase*>(module.get());
+    const bool is_named = is_described(name);
+    if (base != nullptr || is_named) {
       if (unit != kOutside) unit_at(unit).encloses_units = true;
-      unit = index_of(base, name, unit);
+      unit = index_of(*module, base, name, unit);
     }
     const std::string prefix = name.empty() ? "" : name + ".";
-    // Owners are given in the order of the tree, values are initialised in that of construction.
+    // Owners follow the order of the tree, initialisation that of construction.
     for (const auto& item : module->named_parameters(/*recurse=*/false))
       if (item.value().defined()) add(item.value(), prefix + item.key(), unit);
     for (const auto& child : module->named_children())
@@ -53,15 +74,42 @@ class Finder {
     if (has_own && visited_.insert(module.get()).second) modules_.push_back({name, module});
   }
 
-  // A unit that is registered under several names is one unit, called after the first.
-  int32_t index_of(UnitBase* base, const std::string& name, int32_t parent) {
-    const auto [it, is_new] = indices_.try_emplace(base, static_cast<int32_t>(units_.size()));
+  // A unit that is registered under several names is one unit, with its first name.
+  int32_t index_of(torch::nn::Module& module, UnitBase* base, const std::string& name,
+                   int32_t parent) {
+    const auto [it, is_new] = indices_.try_emplace(&module, static_cast<int32_t>(units_.size()));
     if (is_new) {
-      FSDP_CHECK(!base->is_sharded(), "unit '", name.empty() ? "model" : name,
+      const bool is_sharded =
+          base != nullptr ? base->is_sharded() : named_unit_hooks(module) != nullptr;
+      FSDP_CHECK(!is_sharded, "unit '", name.empty() ? "model" : name,
                  "' is already sharded; a model can be sharded once");
-      units_.push_back({.name = name.empty() ? "model" : name, .unit = base, .parent = parent});
+      units_.push_back({.name = name.empty() ? "model" : name,
+                        .unit = base,
+                        .module = base != nullptr ? nullptr : &module,
+                        .parent = parent});
     }
     return it->second;
+  }
+
+  bool is_described(const std::string& name) {
+    bool any = false;
+    for (size_t i = 0; i < named_.size(); ++i) {
+      if (name.empty() || !describes(named_[i], name)) continue;
+      is_used_[i] = true;
+      any = true;
+    }
+    return any;
+  }
+
+  void check_names_are_used(const torch::nn::Module& model) const {
+    for (size_t i = 0; i < named_.size(); ++i) {
+      if (is_used_[i]) continue;
+      std::vector<std::string> names;
+      for (const auto& item : model.named_modules()) names.push_back(item.key());
+      const std::string guess = nearest_to_glob(named_[i], names);
+      throw UsageError(concat("units has '", named_[i], "', but no module of the model is called so",
+                              guess.empty() ? "" : concat("; did you mean '", guess, "'?")));
+    }
   }
 
   void add(const at::Tensor& parameter, std::string name, int32_t unit) {
@@ -73,7 +121,7 @@ class Finder {
     }
     const Owner owner = it->second;
     unit_at(owner.unit).parameters[owner.parameter].names.push_back(std::move(name));
-    // What is outside is whole anyway, and a unit around this one is whole while this one runs.
+    // Parameters outside are always whole, and a unit around this one is whole while this one runs.
     if (owner.unit == kOutside || unit == kOutside || is_around(owner.unit, unit)) return;
     std::vector<int32_t>& shares_with = unit_at(unit).shares_with;
     if (std::find(shares_with.begin(), shares_with.end(), owner.unit) == shares_with.end())
@@ -86,7 +134,7 @@ class Finder {
     return false;
   }
 
-  // Units that own nothing and share nothing stay what they are: passthroughs.
+  // Units that own nothing and share nothing stay plain modules.
   std::vector<FoundUnit> keep_useful() {
     std::vector<int32_t> new_index(units_.size(), kOutside);
     std::vector<FoundUnit> kept;
@@ -96,7 +144,7 @@ class Finder {
       kept.push_back(units_[i]);
     }
     for (FoundUnit& unit : kept) {
-      // The next unit around it that is kept.
+      // The next kept unit around it.
       while (unit.parent != kOutside && new_index[static_cast<size_t>(unit.parent)] == kOutside)
         unit.parent = units_[static_cast<size_t>(unit.parent)].parent;
       if (unit.parent != kOutside) unit.parent = new_index[static_cast<size_t>(unit.parent)];
@@ -105,18 +153,21 @@ class Finder {
     return kept;
   }
 
+  const std::vector<std::string>& named_;
+  std::vector<bool> is_used_;  // by index of named_
   std::vector<FoundUnit> units_;
   FoundUnit outside_;
   std::vector<FoundModule> modules_;
   std::unordered_map<const void*, Owner> owners_;
-  std::unordered_map<const UnitBase*, int32_t> indices_;
+  std::unordered_map<const torch::nn::Module*, int32_t> indices_;
   std::unordered_set<const torch::nn::Module*> visited_;
 };
 
 }  // namespace
 
-ModuleUnits find_units(const std::shared_ptr<torch::nn::Module>& model) {
-  return Finder().find(model);
+ModuleUnits find_units(const std::shared_ptr<torch::nn::Module>& model,
+                       const std::vector<std::string>& named) {
+  return Finder(named).find(model);
 }
 
 }  // namespace fsdp

@@ -1,4 +1,4 @@
-// Reads a module tree: which units it has, and which unit owns which parameter.
+// Reads a module tree: its units, and the parameters that each unit owns.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +13,7 @@
 
 namespace fsdp {
 
-// A parameter with all its names; the first one is where the tree has it first.
+// A parameter with all its names, in the order of the tree.
 struct OwnedParameter {
   std::vector<std::string> names;
   at::Tensor tensor;
@@ -21,15 +21,19 @@ struct OwnedParameter {
 
 struct FoundUnit {
   std::string name;          // its path in the tree; the root is "model"
-  UnitBase* unit = nullptr;  // nullptr: the parameters outside any unit
+  // One of both; neither: for the parameters outside any unit.
+  UnitBase* unit = nullptr;             // declared as Unit<M>
+  torch::nn::Module* module = nullptr;  // named by ShardOptions::units
   int32_t parent = -1;       // the unit around it
   bool encloses_units = false;
   std::vector<OwnedParameter> parameters = {};
   std::vector<int32_t> shares_with = {};  // units that own parameters this one has, too
+
+  bool is_outside() const { return unit == nullptr && module == nullptr; }
 };
 
-// One module with parameters or buffers of its own, in the order of construction: children before
-// their parent, which registers its own parameters after its members.
+// A module with its own parameters or buffers, in the order of construction: children before their
+// parent, which registers its own parameters after its members.
 struct FoundModule {
   std::string name;
   std::shared_ptr<torch::nn::Module> module;
@@ -40,8 +44,11 @@ struct ModuleUnits {
   std::vector<FoundModule> modules;
 };
 
-// A parameter belongs to the innermost unit around it, and, where several modules share it, to the
-// first one that has it. Error for a model that has no parameters or is already sharded.
-ModuleUnits find_units(const std::shared_ptr<torch::nn::Module>& model);
+// A parameter belongs to the innermost unit around it and, if several modules share it, to the
+// first one that has it. Units are the modules declared as Unit<M> and those that `named` matches
+// (ShardOptions::units). Error for a model that has no parameters or is already sharded, and for a
+// name that matches no module.
+ModuleUnits find_units(const std::shared_ptr<torch::nn::Module>& model,
+                       const std::vector<std::string>& named);
 
 }  // namespace fsdp

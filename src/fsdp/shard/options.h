@@ -1,4 +1,4 @@
-// What a user decides when a model is sharded.
+// The options of fully_shard().
 #pragma once
 
 #include <c10/core/Device.h>
@@ -6,13 +6,15 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
+#include <vector>
 
-#include "fsdp/comm/user_buffers.h"
+#include "fsdp/comm/comm_options.h"
 #include "fsdp/layout/granularity.h"
 #include "fsdp/layout/group_types.h"
 #include "fsdp/layout/strategy.h"
 #include "fsdp/memory/bucket_pool.h"
-#include "fsdp/memory/gradient_lifetime.h"
+#include "fsdp/memory/group_memory.h"
 #include "fsdp/memory/slab_allocator.h"
 
 namespace fsdp {
@@ -20,22 +22,22 @@ namespace fsdp {
 // The types of the buffers beside the weights, which keep the parameters' own dtype (convert the
 // model before sharding it: `model->to(torch::kBFloat16)`).
 struct PrecisionPolicy {
-  // Main weights: what the optimizer updates. Equal to the parameters' dtype: the weights
-  // themselves, never a second copy. nullopt: the same.
+  // Main weights, which the optimizer updates. Equal to the parameters' dtype, or nullopt: the
+  // weights themselves, never a second copy.
   std::optional<at::ScalarType> main_params = at::kFloat;
 
   // How main weights are stored. kSplit: fp32 main weights of bf16 parameters are those parameters
-  // and 16 bits beside them, 4 bytes together instead of 6; the same numbers. Other pairs of types
-  // are separate in any case. kSeparate: for optimizers of your own, which change main weights in
+  // and 16 bits beside them, 4 bytes together instead of 6, with the same numbers. Other pairs of
+  // types are always separate. kSeparate: for optimizers of your own, which change main weights in
   // place (Sharded::flat_shards).
   MainStorage main_storage = MainStorage::kSplit;
 
-  // Main gradients: what microbatches add up in, and what the optimizer reads. nullopt: the
+  // Main gradients, in which microbatches add up, and which the optimizer reads. nullopt: the
   // parameters' dtype.
   std::optional<at::ScalarType> main_grads = std::nullopt;
 
-  // What gradients travel in. Sums over ranks are wide whatever travels (docs/communication.md).
-  // nullopt: the main gradients' dtype. The one field that set_precision() can change later.
+  // The type in which gradients travel; sums over ranks are always wide (docs/communication.md).
+  // nullopt: the main gradients' dtype. The only field that set_precision() can change later.
   std::optional<at::ScalarType> grad_comm = std::nullopt;
 
   // The same without torch, for layouts and forecasts.
@@ -44,7 +46,7 @@ struct PrecisionPolicy {
   friend bool operator==(const PrecisionPolicy&, const PrecisionPolicy&) = default;
 };
 
-// What a gradient is when every rank computed its own loss.
+// How a gradient is made of the ranks' own gradients.
 enum class GradientOf : uint8_t {
   kMeanOverRanks,  // each rank's loss is a mean over its tokens: sum over ranks / ranks
   kSumOverRanks,   // each rank's loss is already divided by all tokens of all ranks: the sum
@@ -62,22 +64,22 @@ enum class Collectives : uint8_t {
   kAlways,        // one rank, too: gathers and reductions are really issued, to measure them
 };
 
-// Whose parameter values a model begins with.
+// The rank whose parameter values a model begins with.
 enum class InitialValues : uint8_t {
-  kOfEveryRank,  // every rank built the same (from the same seed or file); checked, an Error if not
-  kOfRankZero,   // rank 0's, sent to the others; what they built is dropped
+  kOfEveryRank,  // every rank built the same (from one seed or file); an Error if they differ
+  kOfRankZero,   // rank 0's, sent to the others, whose own values are dropped
 };
 
 // Optimizer state that lives in the host's memory and is updated there.
 struct Offload {
-  // Of every shard's elements: 0 none, 1 all; exact to one element.
+  // Fraction of every shard's elements: 0 none, 1 all; exact to one element.
   double fraction = 0.0;
 
   // Page-locked memory, which a device reads and writes by itself.
   bool pin = true;
 
-  // Chunks travel while others are updated, and the next forward does not wait for them all. Off:
-  // step() returns when everything is done.
+  // Chunks travel while others are updated, and the next forward does not wait for all of them.
+  // Off: step() returns when everything is done.
   bool overlap = true;
 
   // Elements that travel together.
@@ -87,8 +89,13 @@ struct Offload {
 };
 
 struct ShardOptions {
-  // What is sharded: a row of the table in layout/strategy.h, or any legal placements.
+  // The placements: a row of the table in layout/strategy.h, or any legal ones.
   Strategy strategy = Strategy::optim_grads_params;
+
+  // Modules that are units without being declared as Unit<M>, by their names in the module tree:
+  // "layers.*" (`*` is any text between two dots, `?` one character). The program calls them by
+  // fsdp::call_unit() (call_unit.h), and keeps the Sharded as long as it calls them.
+  std::vector<std::string> units = {};
 
   // Types of main weights, main gradients and gradient communication.
   PrecisionPolicy precision = {};
@@ -99,20 +106,20 @@ struct ShardOptions {
   // Units gathered ahead of the one that computes; 1 means two units are live.
   int32_t prefetch = 1;
 
-  // Gather as far ahead as the pool can within this many bytes; 0: as `prefetch` says.
+  // Gathers as far ahead as the pool can within this many bytes; 0: as `prefetch` says.
   int64_t budget_bytes = 0;
 
-  // Pools with slots: a step in another order than the first one finds its slot taken.
+  // Pools with slots: the reaction to a step in another order, which finds its slot taken.
   OnMove on_move = OnMove::kFollow;
 
-  // Pool `double_buffer`: units that are not like the most common one.
+  // Pool `double_buffer`: memory of units that are not like the most common one.
   OtherUnits other_units = OtherUnits::kOnDemand;
 
   // Whether NCCL allocates the memory that collectives touch and uses it in place (docs/gpu.md);
   // registered after the first step.
   UserBuffers user_buffers = UserBuffers::kOff;
 
-  // What ranks' gradients become.
+  // How a gradient is made of the ranks' own gradients.
   GradientOf gradient = GradientOf::kMeanOverRanks;
 
   // How long main gradients own memory.
@@ -124,23 +131,23 @@ struct ShardOptions {
   // Whether NaN and Inf are searched parameter by parameter.
   ReportNan report_nan = ReportNan::kOff;
 
-  // Whether one rank, which needs no collectives, issues them all the same.
+  // Whether a single rank, which needs no collectives, issues them nevertheless.
   Collectives collectives = Collectives::kBetweenRanks;
 
   // Where a shard may end inside a tensor; whole tensors for optimizers that need them.
   Granularity granularity = Granularity::element();
 
   // Whose values the model begins with. Ranks that are threads of one process share its random
-  // number generator, so there rank 0's is the simple choice.
+  // number generator; for them rank 0's values are the simple choice.
   InitialValues initial_values = InitialValues::kOfEveryRank;
 
-  // Where the buffers are. nullopt: where the parameters are; the CPU for meta parameters.
+  // The device of the buffers. nullopt: that of the parameters; the CPU for meta parameters.
   std::optional<c10::Device> device = std::nullopt;
 
-  // Where the memory comes from; must outlive the sharded model. nullptr: the host's or libtorch's.
+  // For all memory; must outlive the sharded model. nullptr: the host's allocator or libtorch's.
   SlabAllocator* allocator = nullptr;
 
-  // The same for what is offloaded. nullptr: the host's, page-locked where offload.pin says so.
+  // The same for offloaded state. nullptr: the host's, page-locked if offload.pin says so.
   SlabAllocator* host_allocator = nullptr;
 
   // UsageError naming the field, its value and the fix.

@@ -1,4 +1,4 @@
-// How parameters that were constructed on the meta device get their first values.
+// Gives parameters that were constructed on the meta device their first values.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -8,16 +8,15 @@
 
 namespace fsdp {
 
-// A module of one's own that has parameters or buffers of its own implements this, if models are to
-// be built on the meta device: it sets all of them, like the constructor does. libtorch's layers
-// need nothing; theirs are known.
+// Implement this in your own modules with parameters or buffers, if models are to be built on the
+// meta device: set all of them, as the constructor does. libtorch's layers need nothing.
 class ParameterInit {
  public:
   virtual ~ParameterInit() = default;
   virtual void reset_parameters() = 0;
 };
 
-// Calls the module's reset_parameters(). Error when it has none that is known; `name` is its path.
+// Calls the module's reset_parameters(). Error if it has none that is known; `name` is its path.
 void initialize_parameters(torch::nn::Module& module, const std::string& name);
 
 // While one of these lives, tensors that the calling thread makes without naming a device are on

@@ -62,14 +62,14 @@ struct RandomState {
   }
 };
 
-// What the backward needs to run the function again.
+// The state with which the backward runs the function again.
 struct Replay final : torch::CustomClassHolder {
   TensorFunction function;
   RandomState random;
   std::vector<std::shared_ptr<void>> kept;
 };
 
-thread_local Replay* running = nullptr;  // the one whose first forward runs
+thread_local Replay* running = nullptr;  // whose first forward runs
 
 class RunningGuard {
  public:
@@ -153,12 +153,12 @@ void keep_until_recomputed(std::shared_ptr<void> something) {
 
 std::vector<at::Tensor> recompute(const TensorFunction& function,
                                   const std::vector<at::Tensor>& inputs) {
-  // Without gradients, or inside another one's first run, there is nothing to save.
+  // Without gradients, or inside another first forward, there is nothing to save.
   if (!at::GradMode::is_enabled()) return function(inputs);
   auto replay = c10::make_intrusive<Replay>();
   replay->function = function;
   replay->random = RandomState::now(inputs);
-  // Autograd calls the backward only if an input requires a gradient, and the function's parameters
+  // Autograd calls the backward only if an input requires a gradient, but the function's parameters
   // are not among the inputs: this one stands for them.
   std::vector<at::Tensor> arguments = inputs;
   arguments.push_back(at::empty({0}).set_requires_grad(true));

@@ -1,4 +1,4 @@
-// fsdp::recompute(): forget what a function's forward saved, and run it again in the backward.
+// fsdp::recompute(): keeps nothing of a function's forward, and runs it again in the backward.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,9 +12,9 @@ namespace fsdp {
 
 using TensorFunction = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
 
-// Returns function(inputs). Only the inputs are kept; the backward calls the function again, with
-// the random number generators as they were, and goes back through that. The function must compute
-// the same both times; it may use parameters, and it may contain units or be part of one.
+// Returns function(inputs) and keeps only the inputs. The backward restores the random number
+// generators, calls the function again and goes back through that call. The function must compute
+// the same both times; it may use parameters, contain units, or be part of one.
 std::vector<at::Tensor> recompute(const TensorFunction& function,
                                   const std::vector<at::Tensor>& inputs);
 
@@ -22,7 +22,7 @@ std::vector<at::Tensor> recompute(const TensorFunction& function,
 at::Tensor recompute(const std::function<at::Tensor(const at::Tensor&)>& function,
                      const at::Tensor& input);
 
-// Where the calling thread is with regard to recompute(): what a unit does depends on it.
+// The calling thread's place in recompute(), on which a unit's behaviour depends.
 enum class RecomputeState : uint8_t {
   kNone,
   kFirstForward,   // without gradients, but a backward will come
@@ -31,7 +31,7 @@ enum class RecomputeState : uint8_t {
 };
 RecomputeState recompute_state();
 
-// In state kFirstForward: keeps something until the second forward has run, or never will.
+// In state kFirstForward: keeps `something` until the second forward has run, or never will.
 void keep_until_recomputed(std::shared_ptr<void> something);
 
 }  // namespace fsdp

@@ -7,17 +7,17 @@
 #include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
-#include "fsdp/shard/engine.h"
+#include "fsdp/shard/engine/engine.h"
 
 namespace fsdp {
 
 namespace {
 
-UnitState& unit_named(const Engine& engine, const std::string& name) {
+ShardedUnit& unit_named(const Engine& engine, const std::string& name) {
   std::vector<std::string> names;
   for (const auto& unit : engine.units()) {
-    if (unit->name == name) return *unit;
-    names.push_back(unit->name);
+    if (unit->name() == name) return *unit;
+    names.push_back(unit->name());
   }
   const std::string guess = nearest(name, names);
   throw UsageError(concat("unit '", name, "' does not exist",
@@ -37,18 +37,20 @@ std::string MemoryReport::text() const {
                 line("on the host     ", host_bytes));
 }
 
+Engine& EngineAccess::of(const Sharded& sharded) { return *sharded.engine_; }
+
 Sharded::NoSync::NoSync(std::shared_ptr<Engine> engine)
-    : engine_(std::move(engine)), was_last_(engine_->is_last_microbatch()) {
-  engine_->set_last_microbatch(false);
+    : engine_(std::move(engine)), was_last_(engine_->gradients().is_last_microbatch()) {
+  engine_->gradients().set_last_microbatch(false);
 }
 
-Sharded::NoSync::~NoSync() { engine_->set_last_microbatch(was_last_); }
+Sharded::NoSync::~NoSync() { engine_->gradients().set_last_microbatch(was_last_); }
 
 void Sharded::microbatch(Microbatch microbatch) const {
-  engine_->set_last_microbatch(microbatch.last);
+  engine_->gradients().set_last_microbatch(microbatch.last);
 }
 
-void Sharded::wait_gradients() const { engine_->finish_gradients(); }
+void Sharded::wait_gradients() const { engine_->wait_gradients(); }
 void Sharded::zero_grad() const { engine_->zero_grad(); }
 bool Sharded::found_nonfinite() const { return engine_->found_nonfinite(); }
 void Sharded::refresh_weights() const { engine_->refresh_weights(); }
@@ -57,43 +59,35 @@ const ShardOptions& Sharded::options() const { return engine_->options(); }
 
 Sharded::FullParameters::FullParameters(std::shared_ptr<Engine> engine, Access access)
     : engine_(std::move(engine)), access_(access) {
-  engine_->settle();
-  engine_->release_weights();
-  SlabAllocator& allocator = engine_->memory().of(MemoryKind::kPool);
+  engine_->wait();
+  engine_->weights().release();
   for (const auto& unit : engine_->units()) {
-    for (GroupState& state : unit->groups) {
-      ParamGroup& group = *state.group;
-      if (!group.needs_gather()) continue;
-      const int64_t bytes = group.layout().padded_numel() * element_bytes(group.types().weight);
-      Slab slab;
-      if (group.needs_slab()) slab = Slab(allocator, bytes, 128);
-      group.start_gather(slab.at(0), unit->gather_tag);
-      gathered_.emplace_back(&group, std::move(slab));
-    }
+    if (unit->phase() != WeightPhase::kResting) continue;
+    unit->start_gather(SlabFrom::kBeside);
+    gathered_.push_back(unit.get());
   }
-  for (auto& [group, slab] : gathered_) group->finish_gather();
+  for (ShardedUnit* unit : gathered_) unit->wait_gather();
 }
 
 Sharded::FullParameters::~FullParameters() {
   if (access_ == Access::kWrite)
     for (const auto& unit : engine_->units())
-      for (GroupState& state : unit->groups) state.group->take_over_values();
-  for (auto& [group, slab] : gathered_) group->reshard();
+      for (ParamGroup& group : unit->groups()) group.take_over_values();
+  for (ShardedUnit* unit : gathered_) unit->release_weights();
 }
 
 std::vector<ShardedParameter> Sharded::parameters() const {
-  engine_->settle();
-  engine_->expect_reader();
+  engine_->wait();
+  engine_->gradients().expect_reader();
   std::vector<ShardedParameter> all;
   for (const auto& unit : engine_->units()) {
-    for (const GroupState& state : unit->groups) {
-      const ParamGroup& group = *state.group;
+    for (const ParamGroup& group : unit->groups()) {
       for (size_t i = 0; i < group.members().size(); ++i) {
         const GroupMember& member = group.members()[i];
         const auto index = static_cast<int64_t>(i);
         all.push_back({.name = member.names.front(),
                        .aliases = {member.names.begin() + 1, member.names.end()},
-                       .unit = unit->name,
+                       .unit = unit->name(),
                        .shape = group.layout().request().shapes[i],
                        .is_trainable = group.is_trainable(),
                        .begin = group.held_of(index).begin,
@@ -106,22 +100,21 @@ std::vector<ShardedParameter> Sharded::parameters() const {
 }
 
 std::vector<FlatShard> Sharded::flat_shards() const {
-  engine_->settle();
-  engine_->expect_reader();
+  engine_->wait();
+  engine_->gradients().expect_reader();
   std::vector<FlatShard> all;
   for (const auto& unit : engine_->units())
-    for (const GroupState& state : unit->groups) {
-      if (!state.group->is_trainable()) continue;
-      const ParamGroup& group = *state.group;
+    for (const ParamGroup& group : unit->groups()) {
+      if (!group.is_trainable()) continue;
       if (!group.main_weights().has_views())
         throw UsageError(concat(
-            "flat_shards() has no main weights of unit '", unit->name,
+            "flat_shards() has no main weights of unit '", unit->name(),
             "' to change in place: they are split into the weights and a remainder, or offloaded; "
             "use an optimizer of this library, or set precision.main_storage = ",
             "MainStorage::kSeparate and offload.fraction = 0"));
       for (const MainWeightPiece& piece : group.main_weights().pieces()) {
         const FlatBuffer& gradient = group.gradient().main();
-        all.push_back({unit->name, piece.main.defined() ? piece.main : piece.weight,
+        all.push_back({unit->name(), piece.main.defined() ? piece.main : piece.weight,
                        gradient.is_allocated() ? gradient.at(piece.flat) : at::Tensor()});
       }
     }
@@ -130,15 +123,16 @@ std::vector<FlatShard> Sharded::flat_shards() const {
 
 std::vector<std::string> Sharded::unit_names() const {
   std::vector<std::string> names;
-  for (const auto& unit : engine_->units()) names.push_back(unit->name);
+  for (const auto& unit : engine_->units()) names.push_back(unit->name());
   return names;
 }
 
 std::vector<std::string> Sharded::unit_order() const {
   std::vector<std::string> names;
-  for (const auto* part : {&engine_->order().forward, &engine_->order().backward})
+  const StepOrder& order = engine_->weights().order();
+  for (const auto* part : {&order.forward, &order.backward})
     for (const int32_t unit : *part)
-      names.push_back(engine_->units()[static_cast<size_t>(unit)]->name);
+      names.push_back(engine_->units()[static_cast<size_t>(unit)]->name());
   return names;
 }
 
@@ -172,9 +166,11 @@ void Sharded::set_precision(const PrecisionPolicy& precision) const {
 
 void Sharded::set_prefetch(const std::string& unit, const std::vector<std::string>& ahead,
                            PrefetchIn phase) const {
-  std::vector<UnitState*> units;
+  std::vector<ShardedUnit*> units;
   for (const std::string& name : ahead) units.push_back(&unit_named(*engine_, name));
-  unit_named(*engine_, unit).ahead[phase == PrefetchIn::kForward ? 0 : 1] = std::move(units);
+  engine_->weights().set_ahead(unit_named(*engine_, unit),
+                               phase == PrefetchIn::kForward ? Phase::kForward : Phase::kBackward,
+                               std::move(units));
 }
 
 }  // namespace fsdp

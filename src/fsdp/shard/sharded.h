@@ -1,4 +1,4 @@
-// What a program holds after fully_shard(): the model's state as sharding sees it.
+// The handle that a program holds after fully_shard(): the state of a sharded model.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,13 +8,12 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/memory/slab_allocator.h"
 #include "fsdp/shard/options.h"
 
 namespace fsdp {
 
 class Engine;
-class ParamGroup;
+class ShardedUnit;
 
 // This rank's part of one parameter, in the optimizer's placement.
 struct ShardedParameter {
@@ -24,29 +23,29 @@ struct ShardedParameter {
   std::vector<int64_t> shape;  // of the whole
   bool is_trainable = true;
   int64_t begin = 0;  // elements [begin, begin + main_weight.numel()) of the flattened whole
-  // One-dimensional. A view; a copy where main weights are split or offloaded (ShardOptions).
+  // One-dimensional. A view; a copy if main weights are split or offloaded (ShardOptions).
   at::Tensor main_weight;
-  at::Tensor gradient;  // the same elements; undefined when frozen, or while it has no memory
+  at::Tensor gradient;  // the same elements; undefined if frozen, or while it has no memory
 };
 
-// The same for all parameters of a group that lie next to each other, padding included: what an
-// optimizer that works element by element wants.
+// The same for all neighbouring parameters of a group, padding included: for optimizers that work
+// element by element.
 struct FlatShard {
   std::string unit;
   at::Tensor main_weight;  // one-dimensional; a view
   at::Tensor gradient;     // the same elements; undefined while it has no memory
 };
 
-// Exact bytes, as asked from the allocator.
+// Exact bytes, as requested from the allocator.
 struct MemoryReport {
   int64_t weight_bytes = 0;       // sharded or whole, as the strategy says
-  int64_t main_weight_bytes = 0;  // where they are apart from the weights: all, or what these lack
+  int64_t main_weight_bytes = 0;  // apart from the weights: whole ones, or remainders
   int64_t main_grad_bytes = 0;
   int64_t pool_bytes = 0;       // gathered weights and unreduced gradients
   int64_t reduction_bytes = 0;  // copies in the wire type
   int64_t moment_bytes = 0;     // the optimizer's, with their scales
-  int64_t peak_bytes = 0;       // the most of all these together so far
-  int64_t host_bytes = 0;       // what is offloaded: main weights, moments and what they travel in
+  int64_t peak_bytes = 0;       // the highest sum of all these so far
+  int64_t host_bytes = 0;       // offloaded state: main weights, moments and staging memory
 
   int64_t total_bytes() const {
     return weight_bytes + main_weight_bytes + main_grad_bytes + pool_bytes + reduction_bytes +
@@ -64,14 +63,14 @@ struct Microbatch {
 // When set_prefetch() applies.
 enum class PrefetchIn : uint8_t { kForward, kBackward };
 
-// A handle: copies mean the same model. The model's units keep everything alive, too.
+// A handle: copies refer to the same model. The model's units keep everything alive, too.
 class Sharded {
  public:
   explicit Sharded(std::shared_ptr<Engine> engine) : engine_(std::move(engine)) {}
 
   // --- gradients -------------------------------------------------------------------------------
-  // Backwards between two calls of zero_grad() add up. All but the last one are announced, since
-  // what is reduced once per cycle is reduced in the last.
+  // Backwards between two calls of zero_grad() add up. Announce all but the last one, since the
+  // last one starts the reductions that happen once per cycle.
   class NoSync {
    public:
     explicit NoSync(std::shared_ptr<Engine> engine);
@@ -88,15 +87,15 @@ class Sharded {
   // The same until the next call: microbatch({.last = i + 1 == n}).
   void microbatch(Microbatch microbatch) const;
 
-  // Waits until the gradients of this cycle are complete. Whatever reads them below does it, too.
+  // Waits until the gradients of this cycle are complete. Functions that read them wait, too.
   void wait_gradients() const;
-  // Begins a new cycle. Nothing is written: the next backward overwrites.
+  // Begins a new cycle. Writes nothing: the next backward overwrites.
   void zero_grad() const;
   // Whether any rank's gradients of this cycle hold a NaN or Inf. All ranks call it.
   bool found_nonfinite() const;
 
   // --- weights ---------------------------------------------------------------------------------
-  // After the main weights were changed: brings the change to the weights that compute.
+  // After the main weights were changed: brings the change to the computing weights.
   void refresh_weights() const;
 
   enum class Access : uint8_t { kRead, kWrite };
@@ -110,21 +109,21 @@ class Sharded {
    private:
     std::shared_ptr<Engine> engine_;
     const Access access_;
-    std::vector<std::pair<ParamGroup*, Slab>> gathered_;
+    std::vector<ShardedUnit*> gathered_;
   };
-  // While the guard lives every parameter is whole; with kWrite what was changed in them becomes
-  // the value, on all ranks alike. All ranks call it.
+  // While the guard lives every parameter is whole; with kWrite, changes become the value, on all
+  // ranks alike. All ranks call it.
   [[nodiscard]] FullParameters full_parameters(Access access = Access::kRead) const {
     return FullParameters(engine_, access);
   }
 
   // --- what is there ---------------------------------------------------------------------------
-  // Views: valid as long as the model, gradients of lifetime kStep until zero_grad().
+  // Views, valid as long as the model; gradients of lifetime kStep until zero_grad().
   std::vector<ShardedParameter> parameters() const;
-  // Of trainable groups, to be changed in place; a UsageError where there is nothing to view.
+  // For trainable groups, to be changed in place; UsageError if there is nothing to view.
   std::vector<FlatShard> flat_shards() const;
   std::vector<std::string> unit_names() const;
-  // The order in which units begin, as it is expected now.
+  // The order in which units are now expected to begin.
   std::vector<std::string> unit_order() const;
   MemoryReport memory() const;
   const ShardOptions& options() const;
@@ -132,16 +131,16 @@ class Sharded {
   // --- changes ---------------------------------------------------------------------------------
   // Between cycles. Only grad_comm can change; docs/engine.md says what a fixed pool allows.
   void set_precision(const PrecisionPolicy& precision) const;
-  // What is gathered when `unit` begins, instead of what the recorded order says.
+  // Replaces the recorded order's gathers when `unit` begins.
   void set_prefetch(const std::string& unit, const std::vector<std::string>& ahead,
                     PrefetchIn phase) const;
-  // After an exception in forward or backward: drops what was under way and this cycle's gradients.
-  // All ranks call it.
+  // After an exception in forward or backward: drops everything under way and this cycle's
+  // gradients. All ranks call it.
   void reset() const;
 
-  Engine& engine() const { return *engine_; }
-
  private:
+  friend struct EngineAccess;
+
   std::shared_ptr<Engine> engine_;
 };
 

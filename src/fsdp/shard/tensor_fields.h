@@ -1,4 +1,4 @@
-// Finds the tensors in what a forward takes and returns, so that a unit can attach to them.
+// Finds the tensors in the arguments and results of a forward, so that a unit can attach to them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,9 +12,9 @@
 
 namespace fsdp {
 
-// Calls visit(at::Tensor&) for every tensor in `value`. Covers tensors and optionals, vectors,
-// arrays, pairs and tuples of what is covered; plain numbers, enums and the like have none. For a
-// type of your own write a specialisation with the same three members.
+// Calls visit(at::Tensor&) for every tensor in `value`. Covers tensors, and optionals, vectors,
+// arrays, pairs and tuples of covered types; plain numbers, enums and the like have none. For your
+// own type write a specialisation with the same three members.
 template <typename T>
 struct TensorFields {
   static constexpr bool kKnown = !std::is_class_v<T>;  // numbers have no tensors; a class might

@@ -15,9 +15,13 @@
 #include "fsdp/base/error.h"
 #include "fsdp/shard/tensor_fields.h"
 
+namespace torch::nn {
+class SequentialImpl;
+}
+
 namespace fsdp {
 
-// What the engine does around one call of a unit's forward. Made by fully_shard().
+// The engine's work around one call of a unit's forward. Made by fully_shard().
 class UnitHooks {
  public:
   virtual ~UnitHooks() = default;
@@ -34,7 +38,7 @@ class UnitHooks {
   virtual std::shared_ptr<Call> begin_call() = 0;
 };
 
-// What is common to units of all modules: the seam between a module and the engine.
+// The common base of all units: the seam between a module and the engine.
 class UnitBase {
  public:
   virtual ~UnitBase() = default;
@@ -62,18 +66,37 @@ concept HasPlainForward = requires {
   &Impl::forward;
 };
 
-// An argument as forward gets it: its own copy where the engine may put a view in place of a
-// tensor, the caller's object otherwise. A tensor that forward wants to change for its caller (T&)
-// is left alone.
+// R(A...) of a forward that is neither overloaded nor a template.
+template <typename Member>
+struct SignatureOf;
+template <typename C, typename R, typename... A>
+struct SignatureOf<R (C::*)(A...)> {
+  using type = R(A...);
+};
+template <typename C, typename R, typename... A>
+struct SignatureOf<R (C::*)(A...) const> : SignatureOf<R (C::*)(A...)> {};
+
+template <typename Impl>
+struct DefaultSignature {
+  static_assert(HasPlainForward<Impl>,
+                "fsdp::Unit<M>: M has several forwards, or a template; name the one that is meant, "
+                "e.g. fsdp::Unit<M, torch::Tensor(torch::Tensor, int64_t)>");
+  using type = typename SignatureOf<decltype(&Impl::forward)>::type;
+};
+// For a forward that is a template.
+template <>
+struct DefaultSignature<torch::nn::SequentialImpl> {
+  using type = at::Tensor(at::Tensor);
+};
+
+// An argument as forward gets it: a copy of a tensor, because the engine may replace it by a view;
+// otherwise the caller's object. A tensor that forward changes for its caller (T&) is left alone.
 template <typename A>
 inline constexpr bool kIsCopied =
     TensorFields<std::remove_cvref_t<A>>::kHasTensors &&
     !(std::is_lvalue_reference_v<A> && !std::is_const_v<std::remove_reference_t<A>>);
 template <typename A>
 using Argument = std::conditional_t<kIsCopied<A>, std::remove_cvref_t<A>, A&&>;
-
-template <typename Impl, typename Forward>
-class UnitImpl;
 
 // Runs `forward` between the two ends of a call.
 template <typename R, typename... A>
@@ -107,56 +130,93 @@ R call_as_unit(UnitHooks& hooks, const auto& forward, A&&... args) {
   }
 }
 
-// The unit *is* the module (it inherits), so that names in the tree are the module's own.
-template <typename Impl, typename C, typename R, typename... A>
-class UnitImpl<Impl, R (C::*)(A...)> : public Impl, public UnitBase {
+// The first of A..., as many as in B...: the arguments of a call that omits trailing ones.
+template <typename Taken, typename Left, size_t kCount>
+struct FirstOf;
+template <typename... T, typename... L>
+struct FirstOf<std::tuple<T...>, std::tuple<L...>, 0> {
+  using type = std::tuple<T...>;
+};
+template <typename... T, typename F, typename... L, size_t kCount>
+requires(kCount > 0) struct FirstOf<std::tuple<T...>, std::tuple<F, L...>, kCount>
+    : FirstOf<std::tuple<T..., F>, std::tuple<L...>, kCount - 1> {};
+
+template <typename Impl, typename Signature>
+class UnitImpl;
+
+// The unit *is* the module (it inherits), so that the tree has the module's own names.
+template <typename Impl, typename R, typename... A>
+class UnitImpl<Impl, R(A...)> : public Impl, public UnitBase {
  public:
   using Impl::Impl;
 
-  R forward(A... args) {
-    if (!is_sharded()) return Impl::forward(std::forward<A>(args)...);
-    return call_as_unit<R, A...>(
-        *hooks_, [this](A... each) -> R { return Impl::forward(std::forward<A>(each)...); },
-        std::forward<A>(args)...);
+  R forward(A... args) { return call<A...>(std::forward<A>(args)...); }
+
+  // The same without trailing arguments that have defaults in Impl::forward.
+  template <typename... B>
+  R forward_with_defaults(B&&... args) {
+    using First = typename FirstOf<std::tuple<>, std::tuple<A...>, sizeof...(B)>::type;
+    return [&]<typename... F>(std::type_identity<std::tuple<F...>>) -> R {
+      return call<F...>(static_cast<F>(std::forward<B>(args))...);
+    }
+    (std::type_identity<First>());
   }
+  static constexpr size_t kNumArguments = sizeof...(A);
 
   std::shared_ptr<torch::nn::Module> clone(
       const std::optional<torch::Device>& = std::nullopt) const override {
     throw Error("a unit cannot be cloned; build the module again and load its parameters");
   }
+
+ private:
+  template <typename... F>
+  R call(F&&... args) {
+    if (!is_sharded()) return Impl::forward(std::forward<F>(args)...);
+    return call_as_unit<R, F...>(
+        *hooks_, [this](F... each) -> R { return Impl::forward(std::forward<F>(each)...); },
+        std::forward<F>(args)...);
+  }
 };
 
-template <typename Impl, typename C, typename R, typename... A>
-class UnitImpl<Impl, R (C::*)(A...) const> : public UnitImpl<Impl, R (C::*)(A...)> {
- public:
-  using UnitImpl<Impl, R (C::*)(A...)>::UnitImpl;
-};
-
-template <typename M>
+template <typename M, typename Signature>
 struct UnitOf {
   using Impl = typename ContainedIn<M>::type;
-  static_assert(HasPlainForward<Impl>,
-                "fsdp::Unit<M>: M needs one forward that is neither overloaded nor a template");
-  using type = UnitImpl<Impl, decltype(&Impl::forward)>;
+  using type = UnitImpl<Impl, Signature>;
+};
+template <typename M>
+struct UnitOf<M, void> : UnitOf<M, typename DefaultSignature<typename ContainedIn<M>::type>::type> {
 };
 
 }  // namespace detail
 
-// A module whose parameters are gathered before its forward and backward and let go after, and
-// whose gradients are reduced together. M is a module holder (Linear, or what TORCH_MODULE made) or
-// a module class. Made with M's own constructor arguments, registered and called like M:
+// A module whose parameters are gathered before its forward and backward and released after, and
+// whose gradients are reduced together. M is a module holder (Linear, or a TORCH_MODULE) or a
+// module class. Constructed with M's own arguments, registered and called like M:
 //
 //   struct NetImpl : torch::nn::Module {
 //     fsdp::Unit<Block> first{register_module("first", fsdp::Unit<Block>(64))};
 //     torch::Tensor forward(torch::Tensor x) { return first(x); }
 //   };
 //
-// Before fully_shard() it is M and nothing else. Units may contain units; works in Sequential and
-// ModuleList.
-template <typename M>
-class Unit : public torch::nn::ModuleHolder<typename detail::UnitOf<M>::type> {
+// Before fully_shard() it behaves exactly like M. Units may contain units; they work in Sequential
+// and ModuleList, and Unit<torch::nn::Sequential> is one unit. Called as first(x), it takes M's
+// default arguments; first->forward(...) takes all arguments.
+//
+// If forward is overloaded or a template, `Signature` names the one to call: Unit<Block,
+// torch::Tensor(torch::Tensor, int64_t)>. The unit has no other.
+template <typename M, typename Signature = void>
+class Unit : public torch::nn::ModuleHolder<typename detail::UnitOf<M, Signature>::type> {
  public:
-  using torch::nn::ModuleHolder<typename detail::UnitOf<M>::type>::ModuleHolder;
+  using Impl = typename detail::UnitOf<M, Signature>::type;
+  using torch::nn::ModuleHolder<Impl>::ModuleHolder;
+
+  template <typename... B>
+  decltype(auto) operator()(B&&... args) {
+    if constexpr (sizeof...(B) == Impl::kNumArguments)
+      return (*this)->forward(std::forward<B>(args)...);
+    else
+      return (*this)->forward_with_defaults(std::forward<B>(args)...);
+  }
 };
 
 }  // namespace fsdp

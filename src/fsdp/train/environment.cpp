@@ -1,21 +1,32 @@
 #include "fsdp/train/environment.h"
 
 #include <ATen/Parallel.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <dlfcn.h>
+#include <sys/resource.h>
 #include <sys/utsname.h>
 #include <torch/headeronly/version.h>
 
+#include <array>
 #include <chrono>
 #include <ctime>
 #include <string>
+#include <string_view>
 #include <thread>
 
 #include "fsdp/base/text.h"
 #include "fsdp/base/version.h"
-#include "fsdp/train/device_name.h"
 
 namespace fsdp::train {
 
 namespace {
+
+// A function of CUDA's driver library, whose interface does not change: libtorch tells device names
+// only to programs that are compiled with CUDA's headers.
+template <typename Function>
+Function driver_function(void* driver, const char* name) {
+  return reinterpret_cast<Function>(::dlsym(driver, name));
+}
 
 std::string time_text() {
   const std::time_t now = std::time(nullptr);
@@ -31,7 +42,7 @@ std::string device_text(c10::Device device) {
   return name.empty() ? device.str() : concat(device.str(), ", ", name);
 }
 
-// What MFU is a part of, and who says so.
+// The peak rate that MFU refers to, and its source.
 std::string peak_text(const RunPlan& plan) {
   const double peak = plan.resolved.peak_tflops.value_or(0);
   if (peak == 0) return "not known";
@@ -40,6 +51,53 @@ std::string peak_text(const RunPlan& plan) {
 }
 
 }  // namespace
+
+std::string device_name(c10::Device device) {
+  if (!device.is_cuda()) return "";
+  // Never closed, because libtorch uses the library, too.
+  void* const driver = ::dlopen("libcuda.so.1", RTLD_LAZY);
+  if (driver == nullptr) return "";
+  const auto start = driver_function<int (*)(unsigned)>(driver, "cuInit");
+  const auto find = driver_function<int (*)(int*, int)>(driver, "cuDeviceGet");
+  const auto name_of = driver_function<int (*)(char*, int, int)>(driver, "cuDeviceGetName");
+  if (start == nullptr || find == nullptr || name_of == nullptr) return "";
+  int found = 0;
+  std::array<char, 256> name{};
+  const bool is_known = start(0) == 0 && find(&found, device.index()) == 0 &&
+                        name_of(name.data(), static_cast<int>(name.size()) - 1, found) == 0;
+  return is_known ? name.data() : "";
+}
+
+int64_t peak_memory_bytes(c10::Device device) {
+  if (device.is_cpu()) {
+    rusage usage{};
+    ::getrusage(RUSAGE_SELF, &usage);
+    return int64_t{usage.ru_maxrss} * 1024;  // Linux counts in KiB
+  }
+  constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+  return at::getDeviceAllocator(device.type())
+      ->getDeviceStats(device.index())
+      .allocated_bytes[kAll]
+      .peak;
+}
+
+void add_measured(std::vector<MemoryRow>& rows, const MemoryReport& report) {
+  struct Kind {
+    std::string_view name;
+    int64_t bytes;
+  };
+  const Kind kinds[] = {
+      {"weights", report.weight_bytes},
+      {"main weights", report.main_weight_bytes},
+      {"main gradients", report.main_grad_bytes},
+      {"moments", report.moment_bytes},
+      {"pool", report.pool_bytes + report.reduction_bytes},
+      {"offloaded", report.host_bytes},
+  };
+  for (MemoryRow& row : rows)
+    for (const Kind& kind : kinds)
+      if (row.kind == kind.name) row.measured_bytes = kind.bytes;
+}
 
 std::vector<EnvironmentRow> environment_rows(const Launch& launch, const RunPlan& plan,
                                              c10::Device device) {

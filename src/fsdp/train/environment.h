@@ -1,15 +1,34 @@
-// Where a run runs: what its log and report keep, so that figures can be compared later.
+// Where a run runs: names of devices, peak memory, and the facts of the machine that log and report
+// keep, so that figures can be compared later.
 #pragma once
 
 #include <c10/core/Device.h>
 
+#include <cstdint>
+#include <string>
 #include <vector>
 
 #include "fsdp/comm/launch.h"
-#include "fsdp/train/run_facts.h"
+#include "fsdp/shard/sharded.h"
+#include "fsdp/train/log/run_records.h"
 #include "fsdp/train/run_plan.h"
 
 namespace fsdp::train {
+
+// --- names of devices ----------------------------------------------------------------------------
+
+// "NVIDIA H200"; "" for CPUs, and where the driver does not say.
+std::string device_name(c10::Device device);
+
+// --- memory --------------------------------------------------------------------------------------
+
+// On a GPU: the most that libtorch's allocator has handed out. On a CPU: the most memory of this
+// process, with all its ranks and libraries.
+int64_t peak_memory_bytes(c10::Device device);
+
+void add_measured(std::vector<MemoryRow>& rows, const MemoryReport& report);
+
+// --- environment ---------------------------------------------------------------------------------
 
 std::vector<EnvironmentRow> environment_rows(const Launch& launch, const RunPlan& plan,
                                              c10::Device device);

@@ -9,7 +9,7 @@ namespace fsdp::train {
 namespace {
 
 // From data sheets. Most print figures "with sparsity", which are halved here; those of GeForce and
-// RTX cards are with sums in fp32, as cuBLAS computes. 0: the GPU has no such instructions.
+// RTX cards are for sums in fp32, as cuBLAS computes. 0: the GPU has no such instructions.
 struct PeakRates {
   std::string_view names;  // a pattern, without "NVIDIA "
   double fp32;
@@ -68,11 +68,11 @@ double rate_of(const PeakRates& rates, ProductType type) {
 }  // namespace
 
 std::optional<double> known_peak_tflops(std::string_view device_name, ProductType type) {
-  // Drivers before 2021 leave the maker out.
+  // Drivers before 2021 omit the maker.
   constexpr std::string_view kMaker = "NVIDIA ";
   if (device_name.starts_with(kMaker)) device_name.remove_prefix(kMaker.size());
   for (const PeakRates& rates : kPeakRates) {
-    // The whole name: what has a word more (MIG, Laptop, D) computes less.
+    // Matches the whole name: a GPU with one more word (MIG, Laptop, D) is slower.
     if (!matches_glob(rates.names, device_name)) continue;
     const double rate = rate_of(rates, type);
     return rate > 0 ? std::optional(rate) : std::nullopt;

@@ -1,4 +1,4 @@
-// What GPUs can compute at most, by the name that their driver gives them.
+// Peak rates of GPUs, by the name that the driver gives them.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace fsdp::train {
 
-// What matrix products are computed in. fp32 ones are TensorFloat32 where libtorch is allowed to.
+// The type of matrix products. fp32 ones use TensorFloat32 where libtorch is allowed to.
 enum class ProductType : uint8_t { kFloat32, kTensorFloat32, kBFloat16, kFloat16 };
 
 // TFLOP/s of dense matrices, as the manufacturer publishes them; nullopt for a name that is not in

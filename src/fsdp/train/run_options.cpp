@@ -8,7 +8,7 @@
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/optim/adamw.h"
 #include "fsdp/optim/sgd.h"
-#include "fsdp/train/device_name.h"
+#include "fsdp/train/environment.h"
 #include "fsdp/train/peak_rates.h"
 
 namespace fsdp::train {
@@ -24,7 +24,7 @@ int num_cuda_devices() {
   return at::hasCUDA() ? c10::impl::getDeviceGuardImpl(c10::kCUDA)->deviceCount() : 0;
 }
 
-// How libtorch multiplies matrices of this type on a GPU.
+// The type in which libtorch multiplies such matrices on a GPU.
 std::optional<ProductType> product_type(DType compute) {
   if (compute == DType::kBFloat16) return ProductType::kBFloat16;
   if (compute == DType::kFloat16) return ProductType::kFloat16;

@@ -9,11 +9,11 @@
 #include "fsdp/base/text.h"
 #include "fsdp/checkpoint/run_directory.h"
 #include "fsdp/data/token_windows.h"
-#include "fsdp/nn/config_json.h"
-#include "fsdp/nn/presets.h"
-#include "fsdp/plan/architecture.h"
-#include "fsdp/plan/model_catalog.h"
-#include "fsdp/train/same_model.h"
+#include "fsdp/nn/config/config_json.h"
+#include "fsdp/nn/config/presets.h"
+#include "fsdp/plan/load_model.h"
+#include "fsdp/plan/model_tensors.h"
+#include "fsdp/train/model/published_model.h"
 
 namespace fsdp::train {
 
@@ -46,7 +46,7 @@ std::string config_path(const std::string& path) {
                           " presets are ", join(presets, ", "), ", or give a config.json"));
 }
 
-// PlanOptions as the engine will run; see run_options.h for the rest.
+// The engine's options as PlanOptions; see run_options.h for the rest.
 PlanOptions plan_options(const TrainOptions& o, int64_t num_ranks, DType compute) {
   PlanOptions plan{.ranks = num_ranks,
                    .outer = o.outer,
@@ -86,7 +86,7 @@ NamedModel find_model(const std::string& name_or_path) {
   try {
     check_trainable(model.config);
   } catch (const UsageError& error) {
-    // Some name the file themselves: those about fields that were read and cannot be computed.
+    // Errors about fields that cannot be computed name the file themselves.
     const std::string what = error.what();
     throw UsageError(what.starts_with(path) ? what : concat(path, ": ", what));
   }
@@ -114,7 +114,7 @@ std::vector<int64_t> steps_of(const TrainOptions& options) {
   return RunDirectory(options.checkpoint_dir).steps();
 }
 
-// What would be found only when the model is there and the checkpoint's directory has been made.
+// Finds early what else would fail only after the model and the checkpoint's directory are made.
 void check_places(const TrainOptions& options) {
   check_directory("--checkpoint-dir", options.checkpoint_dir);
   check_directory("--tensorboard", options.tensorboard);
@@ -137,7 +137,7 @@ bool holds_weights(const std::string& directory) {
   return false;
 }
 
-// Whoever names a directory of weights as the model means them, too.
+// A person who names a directory of weights as the model wants its weights, too.
 std::string init_of(const TrainOptions& options) {
   const bool is_meant =
       options.init.empty() && !options.from_scratch && find_preset(options.model) == nullptr;
@@ -145,7 +145,7 @@ std::string init_of(const TrainOptions& options) {
   return options.init;
 }
 
-// What is loaded must be of the run's model, unless somebody said what may be missing or too much.
+// Loaded weights must be of the run's model, unless a flag allows missing or extra tensors.
 void check_loaded_model(const TrainOptions& options, const std::string& init,
                         const ModelConfig& model) {
   if (options.allow_extra || !options.allow_missing.empty()) return;

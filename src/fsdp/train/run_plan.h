@@ -1,4 +1,4 @@
-// What all ranks of a run have in common: made once per process, before anything trains.
+// The plan that all ranks of a run share: made once per process, before anything trains.
 #pragma once
 
 #include <cstdint>
@@ -7,17 +7,17 @@
 #include <vector>
 
 #include "fsdp/data/corpus.h"
-#include "fsdp/nn/architecture.h"
+#include "fsdp/nn/config/model_config.h"
 #include "fsdp/plan/forecast.h"
-#include "fsdp/train/run_facts.h"
-#include "fsdp/train/train_options.h"
+#include "fsdp/train/log/run_records.h"
+#include "fsdp/train/settings/train_options.h"
 
 namespace fsdp::train {
 
-// A longer config.json is none.
+// A longer file is not taken for a config.json.
 inline constexpr int64_t kMaxConfigBytes = int64_t{16} << 20;
 
-// A model that can be trained, by what --model says.
+// A model that can be trained, as --model names it.
 struct NamedModel {
   std::string name;  // "tiny", or the path of its config.json
   ModelConfig config;
@@ -32,24 +32,24 @@ struct RunPlan {
   int64_t num_ranks = 1;
   DType compute = DType::kFloat32;
   NamedModel model;
-  std::string model_config;  // as config.json, in words of our own (published_model.h has others')
-  std::string init;          // weights to begin with, unless there is a checkpoint; "": random ones
+  std::string model_config;  // config.json in our own words (published_model.h has the original)
+  std::string init;          // weights to begin with, without a checkpoint to resume; "": random
   std::shared_ptr<const Corpus> corpus;
   std::shared_ptr<const Corpus> validation;  // null: a part of `corpus`
   Forecast forecast;
 };
 
-// Opens the data, checks everything against everything, and forecasts memory. UsageError or Error
+// Opens the data, checks all settings against each other, and forecasts memory. UsageError or Error
 // in one sentence.
 RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevice& device);
 
-// The forecast as rows; measured values can be added later.
+// The forecast as rows, to which measured values can be added later.
 std::vector<MemoryRow> memory_rows(const Forecast& forecast);
 
 // "tiny: 1.8 M parameters in 8 units, on 2 ranks"
 std::string title_of(const RunPlan& plan);
 
-// Where a run that resumes nothing has its weights from: "random, seed 1", "those of DIR".
+// The origin of the weights of a run that resumes nothing: "random, seed 1", "those of DIR".
 std::string first_weights_text(const RunPlan& plan);
 
 }  // namespace fsdp::train

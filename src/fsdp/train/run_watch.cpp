@@ -5,7 +5,7 @@
 #include <utility>
 #include <variant>
 
-#include "fsdp/train/report_page.h"
+#include "fsdp/train/report/report_page.h"
 
 namespace fsdp::train {
 

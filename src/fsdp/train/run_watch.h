@@ -1,5 +1,5 @@
-// Everything that watches a run, behind one object: the trainer reports what happened, and console,
-// log, TensorBoard and report show it.
+// Everything that watches a run, behind one object: the trainer reports events, and console, log,
+// TensorBoard and report show them.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,12 @@
 #include <string_view>
 #include <vector>
 
-#include "fsdp/train/console.h"
-#include "fsdp/train/json_log.h"
-#include "fsdp/train/outliers.h"
-#include "fsdp/train/report_file.h"
-#include "fsdp/train/run_facts.h"
-#include "fsdp/train/run_history.h"
-#include "fsdp/train/step_record.h"
-#include "fsdp/train/tensorboard_events.h"
+#include "fsdp/train/log/console.h"
+#include "fsdp/train/log/json_log.h"
+#include "fsdp/train/log/run_history.h"
+#include "fsdp/train/log/run_records.h"
+#include "fsdp/train/log/tensorboard_events.h"
+#include "fsdp/train/report/report_page.h"
 
 namespace fsdp::train {
 
@@ -25,25 +23,25 @@ struct WatchOptions {
   std::string log_path = {};
   // A directory for event files; "": none.
   std::string tensorboard_dir = {};
-  // An HTML page, written again and again while the run goes on; "": none.
+  // An HTML page, rewritten while the run goes on; "": none.
   std::string report_path = {};
   ConsoleOptions console = {};
 };
 
 // Lives on one rank and one thread. Only the constructor fails (files that cannot be made); later
-// troubles with files are warned of once, and training goes on.
+// failures of files cause one warning, and training goes on.
 class RunWatch {
  public:
-  // Prints settings and forecast, and begins or goes on with the files.
+  // Prints settings and forecast, and begins or continues the files.
   RunWatch(WatchOptions options, RunFacts facts, std::ostream& out);
 
-  // Fills record.loss_z. The records of a run come in order of their steps.
+  // Fills record.loss_z. Records must come in the order of their steps.
   void step(StepRecord record);
   void validation(const ValidationRecord& record);
   void checkpoint(const CheckpointRecord& record);
-  // Replaces the rows of RunFacts, once memory is measured.
+  // Replaces the rows of RunFacts after memory was measured.
   void memory(std::vector<MemoryRow> rows);
-  // Of one step; the last one is shown.
+  // The spans of one step; the report shows the last call's.
   void timeline(std::vector<TimelineSpan> spans);
   void sample(TextSample sample);
   void end(const EndRecord& record);
@@ -51,7 +49,7 @@ class RunWatch {
   // A line for the person at the console.
   void note(std::string_view text) { console_.note(text); }
 
-  // The lowest validation loss so far, that of runs before the resume included.
+  // The lowest validation loss so far, parts before a resume included.
   const std::optional<ValidationRecord>& best_validation() const {
     return history_.best_validation();
   }

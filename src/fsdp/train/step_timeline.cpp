@@ -19,8 +19,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Operators that follow each other this closely are one span: a picture does not show the gaps, and
-// a step of a large model has a hundred thousand of them.
+// Operators that follow each other this closely become one span: a picture does not show the gaps,
+// and a step of a large model has a hundred thousand of them.
 constexpr double kGapUs = 30;
 
 struct RowOfRange {
@@ -28,7 +28,7 @@ struct RowOfRange {
   const char* row;
 };
 
-// Ranges of our own, by name. What they enclose belongs to them.
+// Our own ranges, by name. Operators inside them belong to them.
 constexpr std::array<RowOfRange, 6> kRows = {{
     {"fsdp::comm all_gather", "gather"},
     {"fsdp::comm reduce_scatter", "reduce"},
@@ -43,7 +43,8 @@ constexpr const char* kCompute = "compute";
 
 class StepTimeline::Recorder {
  public:
-  // Others may be inside a callback when a recording ends: they hold it until they are through.
+  // Other threads may be inside a callback when a recording ends; the shared pointer keeps the
+  // recorder until they have left.
   static void start(const std::shared_ptr<Recorder>& recorder) {
     {
       const std::lock_guard lock(active_mutex());
@@ -62,7 +63,7 @@ class StepTimeline::Recorder {
     if (active().get() == this) active().reset();
   }
 
-  std::vector<TimelineSpan> finish() {
+  std::vector<TimelineSpan> stop_and_join() {
     stop();
     const std::lock_guard lock(mutex_);
     std::stable_sort(
@@ -90,7 +91,7 @@ class StepTimeline::Recorder {
     double begin_us = 0;
   };
 
-  // Callbacks of libtorch carry no pointer of ours.
+  // Global, because libtorch's callbacks carry no pointer of ours.
   static std::shared_ptr<Recorder>& active() {
     static std::shared_ptr<Recorder> recorder;
     return recorder;
@@ -104,7 +105,7 @@ class StepTimeline::Recorder {
     return active();
   }
 
-  // How many ranges of our own this thread is in.
+  // How many of our ranges this thread is in.
   static int& depth() {
     thread_local int ranges = 0;
     return ranges;
@@ -127,8 +128,8 @@ class StepTimeline::Recorder {
     if (begun->row != nullptr) {
       ++depth();
     } else {
-      // Other ranges of the engine only queue work; other threads' operators, and those inside our
-      // ranges, are part of these.
+      // The engine's other ranges only queue work. Operators of other threads, and those inside our
+      // ranges, are part of our ranges.
       if (name.starts_with("fsdp::") || depth() > 0 ||
           std::this_thread::get_id() != recorder->thread_)
         return nullptr;
@@ -161,6 +162,6 @@ StepTimeline::StepTimeline() : recorder_(std::make_shared<Recorder>()) {
   Recorder::start(recorder_);
 }
 StepTimeline::~StepTimeline() { recorder_->stop(); }
-std::vector<TimelineSpan> StepTimeline::finish() { return recorder_->finish(); }
+std::vector<TimelineSpan> StepTimeline::end() { return recorder_->stop_and_join(); }
 
 }  // namespace fsdp::train

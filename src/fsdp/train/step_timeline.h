@@ -1,16 +1,15 @@
-// What one rank did when, in one step: computing, gathering, reducing, updating.
+// The timeline of one rank in one step: computing, gathering, reducing, updating.
 #pragma once
 
 #include <memory>
 #include <vector>
 
-#include "fsdp/train/run_facts.h"
+#include "fsdp/train/log/run_records.h"
 
 namespace fsdp::train {
 
-// Records the calling thread's rank from its construction until finish(), through libtorch's
-// profiling hooks. On a device the times are those in which the host queued the work. One at a
-// time in a process.
+// Records the calling thread's rank from its construction until end(), through libtorch's profiling
+// hooks. On a device it records when the host queued the work. One per process at a time.
 class StepTimeline {
  public:
   StepTimeline();
@@ -19,7 +18,7 @@ class StepTimeline {
   StepTimeline& operator=(const StepTimeline&) = delete;
 
   // Rows "compute", "gather", "reduce" and "update", each in order of time.
-  std::vector<TimelineSpan> finish();
+  std::vector<TimelineSpan> end();
 
  private:
   class Recorder;

@@ -18,7 +18,7 @@ static_assert(std::atomic<int>::is_always_lock_free, "a signal handler may not l
 struct sigaction before_interrupt;
 struct sigaction before_terminate;
 
-// Only what a signal handler may do.
+// Does only what is allowed in a signal handler.
 void on_signal(int signal) {
   int expected = 0;
   if (requested.compare_exchange_strong(expected, signal)) return;
@@ -33,7 +33,7 @@ StopRequest::StopRequest() {
   requested = 0;
   struct sigaction action {};
   action.sa_handler = on_signal;
-  action.sa_flags = SA_RESTART;  // the files that are being written go on
+  action.sa_flags = SA_RESTART;  // reads and writes under way continue
   FSDP_CHECK(::sigaction(SIGINT, &action, &before_interrupt) == 0 &&
                  ::sigaction(SIGTERM, &action, &before_terminate) == 0,
              "signals cannot be handled: ", std::strerror(errno));

@@ -1,10 +1,10 @@
-// Whether somebody asked this process to stop: the first SIGINT or SIGTERM asks, the second ends
-// it.
+// Tells whether somebody asked this process to stop: the first SIGINT or SIGTERM asks, the second
+// one ends the process.
 #pragma once
 
 namespace fsdp::train {
 
-// While one of these lives the signals are ours. One per process.
+// Handles the two signals while it lives. One per process.
 class StopRequest {
  public:
   StopRequest();

@@ -16,32 +16,31 @@
 #include "fsdp/checkpoint/rank_agreement.h"
 #include "fsdp/checkpoint/run_directory.h"
 #include "fsdp/data/byte_tokenizer.h"
-#include "fsdp/nn/flops.h"
+#include "fsdp/nn/config/flops.h"
 #include "fsdp/shard/fully_shard.h"
 #include "fsdp/shard/parameter_init.h"
-#include "fsdp/train/device_memory.h"
 #include "fsdp/train/environment.h"
-#include "fsdp/train/published_model.h"
+#include "fsdp/train/model/published_model.h"
+#include "fsdp/train/model/text_generation.h"
+#include "fsdp/train/model/trained_model.h"
 #include "fsdp/train/run_options.h"
-#include "fsdp/train/settings.h"
+#include "fsdp/train/settings/settings.h"
 #include "fsdp/train/step_timeline.h"
-#include "fsdp/train/stored_names.h"
-#include "fsdp/train/text_generation.h"
 
 namespace fsdp::train {
 
 namespace {
 
-// A model whose gradients are never finite again does not recover by itself.
+// A model whose gradients are not finite this often in a row does not recover.
 constexpr int64_t kMaxSkippedInARow = 50;
-// The first step allocates and the second plans anew; this one is like those that follow.
+// The first step allocates and the second one plans anew; the third is like all others.
 constexpr int64_t kTimelineStep = 3;
 
 double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Ranks of a process share its cores, unless somebody has said how.
+// Divides the cores among the ranks of a process, unless a person has chosen the threads.
 void share_cores(const TrainOptions& options, int64_t ranks_here) {
   if (options.threads > 0) return at::set_num_threads(static_cast<int>(options.threads));
   if (env_text("OMP_NUM_THREADS")) return;
@@ -99,7 +98,7 @@ TrainingRun::TrainingRun(const RunPlan& plan, World& world, const StopRequest& s
 
 TrainingRun::~TrainingRun() = default;
 
-// Hosts may have different files under the same name.
+// Catches hosts that have different files under the same name.
 void TrainingRun::compare_data() const {
   const auto mine = static_cast<int64_t>(plan_.corpus->fingerprint());
   const int64_t first = number_of_rank_0(mesh_, mine, "data fingerprint");
@@ -120,7 +119,7 @@ void TrainingRun::load() {
   const std::vector<int64_t> steps = options_.checkpoint_dir.empty()
                                          ? std::vector<int64_t>{}
                                          : RunDirectory(options_.checkpoint_dir).steps();
-  // What cannot be loaded leaves no directory behind, so this comes before the Checkpointer.
+  // Comes before the Checkpointer, so that a failed load leaves no directory behind.
   if (options_.resume != "auto" && options_.resume != "never")
     loaded = load_checkpoint(options_.resume, state, loading);
   if (!loaded && steps.empty() && !plan_.init.empty())
@@ -206,11 +205,11 @@ int TrainingRun::train_steps() {
         watch_ && step_ + 1 == std::min(first_step_ + kTimelineStep, total_steps_);
     if (is_recorded) timeline.emplace();
     const double begin = now();
-    const double logging = overhead_;  // of the step before; it is part of the time between steps
+    const double logging = overhead_;  // of the step before; it is part of this step's time
     const Metrics metrics = step();
     const double seconds = now() - begin + logging;
     if (is_recorded) {
-      watch_->timeline(timeline->finish());
+      watch_->timeline(timeline->end());
       timeline.reset();
     }
     const double done = now();
@@ -226,7 +225,7 @@ int TrainingRun::train_steps() {
 
 bool TrainingRun::is_due(int64_t every) const { return every > 0 && step_ % every == 0; }
 
-// A recorded step reads its batches where it was recorded.
+// A recorded step reads its batches from the memory that it was recorded with.
 void TrainingRun::load_batches() {
   const double asked = now();
   batches_.resize(static_cast<size_t>(options_.microbatches));
@@ -276,7 +275,7 @@ TrainingRun::Metrics TrainingRun::step() {
   } else {
     forward_and_backward();
   }
-  // Ranks may hear of a signal in different steps: what one has heard all hear now.
+  // Ranks may get a signal in different steps; here all learn of it in the same one.
   const double computed = now();
   const int signal = stop_.signal();
   const at::Tensor heard =
@@ -315,7 +314,7 @@ void TrainingRun::record(const Metrics& metrics, double seconds) {
         .peak_bytes = peak_memory_bytes(device_),
         .tokens = step_ * options_.tokens_per_step(),
         .is_skipped = is_skipped};
-    // What a CPU could do at most is not known, and its figure would say nothing.
+    // The peak of a CPU is not known, so its figure would say nothing.
     const double peak = plan_.resolved.peak_tflops.value_or(0);
     if (!device_.is_cpu() || peak > 0)
       record.teraflops = record.tokens_per_second *
@@ -347,8 +346,8 @@ void TrainingRun::validate() {
 
 std::string TrainingRun::stored_position() const { return to_json(loader_->position()); }
 
-// A save that fails costs a checkpoint, not the run: what was there before still is, and the next
-// one may succeed. The last one's error is the run's.
+// A failed save costs a checkpoint, not the run: the checkpoints before remain, and the next one
+// may succeed. The error of the last save ends the run.
 void TrainingRun::save() {
   if (!checkpointer_ || saved_step_ == step_) return;
   saved_step_ = step_;

@@ -14,25 +14,25 @@
 #include "fsdp/nn/language_model.h"
 #include "fsdp/optim/optimizer.h"
 #include "fsdp/shard/sharded.h"
-#include "fsdp/train/model_batch.h"
+#include "fsdp/train/model/trained_model.h"
 #include "fsdp/train/run_plan.h"
 #include "fsdp/train/run_watch.h"
 #include "fsdp/train/stop_request.h"
 
 namespace fsdp::train {
 
-// Ranks construct and call it alike. What a person sees comes from rank 0.
+// All ranks construct and call it alike. Only rank 0 prints.
 class TrainingRun {
  public:
-  // Builds and shards the model, and loads what there is to load.
+  // Builds and shards the model, and loads its weights and state.
   TrainingRun(const RunPlan& plan, World& world, const StopRequest& stop, std::ostream& out);
   ~TrainingRun();
 
-  // Until the last step, or the one in which a signal came. What stopped it: 0, or the signal.
+  // Trains until the last step, or the one in which a signal came. Returns the signal, or 0.
   int train();
 
  private:
-  struct Metrics;  // what ranks agree on after a step
+  struct Metrics;  // the figures that ranks combine after a step
 
   void compare_data() const;
   void load();
@@ -74,11 +74,11 @@ class TrainingRun {
 
   int64_t step_ = 0;         // done so far
   int64_t first_step_ = 0;   // done before this process
-  int64_t saved_step_ = -1;  // the last one that a checkpoint was begun for
+  int64_t saved_step_ = -1;  // the last step whose checkpoint was begun
   int64_t validated_step_ = -1;
-  double blocked_ms_ = 0;    // by the last save
+  double blocked_ms_ = 0;    // how long the last save blocked
   int64_t num_skipped_ = 0;  // in a row
-  double overhead_ = 0;      // seconds of this step that were not its own; see StepRecord
+  double overhead_ = 0;      // seconds of this step that StepRecord counts as overhead
   double started_ = 0;       // seconds on the steady clock
 };
 

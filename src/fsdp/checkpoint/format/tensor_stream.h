@@ -1,0 +1,72 @@
+// Reads a stored tensor in the order of its elements, a chunk at a time, however it was cut: as
+// bytes, as numbers, or converted to another type.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "fsdp/base/dtype.h"
+#include "fsdp/checkpoint/format/tensor_catalog.h"
+#include "fsdp/layout/segment.h"
+
+namespace fsdp {
+
+// --- numbers -------------------------------------------------------------------------------------
+
+// Reads every number as a double: exact, except for integers beyond 2^53.
+void read_values(DType dtype, std::span<const std::byte> bytes, std::span<double> values);
+
+// Converts floating-point numbers to fp64, fp32, fp16 or bf16, rounded once: to nearest, ties to
+// even. Returns how many finite numbers became Inf because the type cannot hold them.
+int64_t convert_values(DType from, std::span<const std::byte> bytes, DType to,
+                       std::span<std::byte> into);
+
+// --- chunks --------------------------------------------------------------------------------------
+
+// Bytes in memory at a time while whole tensors are read. 16 blocks of 1 MiB, so that the two at
+// the ends, which may be read twice, weigh little.
+inline constexpr int64_t kStreamBytes = int64_t{16} << 20;
+
+// Called with the number of bytes since the last call.
+using OnBytes = std::function<void(int64_t bytes)>;
+
+int64_t numel_of(const StoredTensor& tensor);
+int64_t bytes_of(const StoredTensor& tensor);
+
+// Reads elements [range) of the flattened tensor to `into`, and verifies them.
+void read_elements(std::span<const CheckedFile> files, const CatalogTensor& tensor, FlatRange range,
+                   std::byte* into);
+
+// Calls body(range) with neighbouring ranges of at most kStreamBytes of elements of `width` bytes;
+// never for a tensor without elements.
+void for_each_chunk(int64_t numel, int64_t width, const std::function<void(FlatRange)>& body);
+
+// --- another type --------------------------------------------------------------------------------
+
+// Refers to `files`, which must outlive it. For one thread at a time.
+class ConvertedReads {
+ public:
+  // `dtype` is for floating-point tensors: fp32, bf16, fp16 or fp64. nullopt: the stored type.
+  // `on_bytes` hears of every byte read.
+  ConvertedReads(std::span<const CheckedFile> files, std::optional<DType> dtype,
+                 OnBytes on_bytes = {});
+
+  DType dtype_of(const StoredTensor& tensor) const;
+  int64_t bytes_of(const StoredTensor& tensor) const;
+
+  // Reads elements [range) of the flattened tensor to `into`, in dtype_of(tensor). Error for finite
+  // numbers that this type cannot hold.
+  void read(const CatalogTensor& tensor, FlatRange range, std::byte* into);
+
+ private:
+  std::span<const CheckedFile> files_;
+  std::optional<DType> dtype_;
+  OnBytes on_bytes_;
+  std::vector<std::byte> stored_;  // before conversion
+};
+
+}  // namespace fsdp

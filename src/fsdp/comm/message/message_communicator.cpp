@@ -1,0 +1,361 @@
+#include "fsdp/comm/backends.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "fsdp/comm/comm_error.h"
+#include "fsdp/comm/message/message_transport.h"
+#include "fsdp/comm/operation_queue.h"
+#include "fsdp/comm/reduce/reduce_ranks.h"
+#include "fsdp/comm/threads/device_ranks.h"
+
+namespace fsdp {
+
+namespace {
+
+// A reduction receives and sums this much from each rank at a time: the staging memory is bounded,
+// and still in cache when it is summed.
+constexpr int64_t kPieceBytes = int64_t{1} << 20;
+
+class MessageCommunicator final : public Communicator, private OperationRunner {
+ public:
+  MessageCommunicator(std::shared_ptr<MessageTransport> transport, const CommOptions& options,
+                      int channel, std::vector<int> members, std::string name)
+      : Communicator(position_of(transport->rank(), members), static_cast<int>(members.size()),
+                     std::move(name)),
+        transport_(std::move(transport)),
+        options_(options),
+        channel_(channel),
+        members_(std::move(members)),
+        queue_(this->name(), *this, options) {}
+
+  std::unique_ptr<Communicator> split(std::span<const int> colors, std::string name) override;
+  void abort(const std::string& message) override {
+    transport_->tell_everybody(message, MessageTransport::Words::kFinal);
+  }
+  void throw_if_aborted() override {
+    transport_->listen();
+    transport_->throw_if_aborted();
+  }
+  Work enqueue(Operation operation) override { return queue_.push(std::move(operation)); }
+
+ private:
+  static int position_of(int world_rank, const std::vector<int>& members) {
+    return static_cast<int>(std::find(members.begin(), members.end(), world_rank) -
+                            members.begin());
+  }
+
+  std::optional<c10::Event> run(const std::shared_ptr<Operation>& operation) override;
+  bool is_alone() const override { return size() == 1; }
+  void idle() override { transport_->listen(); }
+  double idle_seconds() const override { return 0.05; }
+  void cancel() noexcept override {
+    transport_->tell_everybody(
+        concat("rank ", rank(), " of '", name(), "' was left by an exception"),
+        MessageTransport::Words::kInPassing);
+  }
+
+  void keep_what_is_in_flight(const std::shared_ptr<Operation>& operation);
+  c10::Event run_staged(Operation& operation);
+  void run_on_host(Operation& operation);
+  void compare_fingerprints(const Operation& operation);
+  void all_gather(const at::Tensor& output, const Shares& shares, const char* own);
+  void reduce_share(const Operation& operation, const at::Tensor& output);
+  void all_to_all(const Operation& operation);
+  void broadcast(const Operation& operation);
+  void barrier();
+
+  // One message to and one from every other member; those of 0 bytes are not sent.
+  template <typename Send, typename Receive>
+  void exchange_with_all(Send send_to, Receive receive_from);
+  void exchange(std::span<const Message> sends, std::span<const Message> receives);
+
+  const std::shared_ptr<MessageTransport> transport_;
+  const CommOptions options_;
+  const int channel_;
+  const std::vector<int> members_;  // world rank of each rank here
+
+  // Used by run() alone.
+  const Operation* current_ = nullptr;  // for messages
+  std::vector<char> staging_;           // what other ranks send that goes to no tensor
+  std::shared_ptr<Operation> on_host_;  // a device operation's copy in pinned memory
+  DeviceSide device_side_;              // device tensors: copies to and from pinned memory
+
+  OperationQueue queue_;  // last: its worker uses everything above
+};
+
+std::unique_ptr<Communicator> MessageCommunicator::split(std::span<const int> colors,
+                                                         std::string name) {
+  std::vector<int> members = members_of(colors);
+  for (int& member : members) member = members_[static_cast<size_t>(member)];
+  // Ranks may have split different groups before; the largest proposal is free on all of them.
+  at::Tensor channel = at::full({1}, transport_->propose_channel(), at::kLong);
+  all_reduce(channel, {.op = ReduceOp::kMax}, "split " + name).wait();
+  const auto agreed = static_cast<int>(channel.item<int64_t>());
+  transport_->agree_on_channel(agreed);
+  return std::make_unique<MessageCommunicator>(transport_, options_, agreed, std::move(members),
+                                               std::move(name));
+}
+
+std::optional<c10::Event> MessageCommunicator::run(const std::shared_ptr<Operation>& operation) {
+  transport_->throw_if_aborted();
+  if (operation->print.kind == OpKind::kCopy) return run_copy(*operation, device_side_);
+  current_ = operation.get();
+  try {
+    if (options_.checked) {
+      compare_fingerprints(*operation);
+      operation->moves_since = std::chrono::steady_clock::now();
+    }
+    if (!operation->device().is_cpu()) return run_staged(*operation);
+    run_on_host(*operation);
+    return std::nullopt;
+  } catch (const AbortedError&) {
+    // The failure is another rank's, or was told to all by this one: nothing to add to its words.
+    keep_what_is_in_flight(operation);
+    throw;
+  } catch (const std::exception& error) {
+    keep_what_is_in_flight(operation);
+    abort(concat("rank ", rank(), " of '", name(), "' failed: ", error.what()));
+    throw;
+  }
+}
+
+// The transport may still write to the memory of an exchange that was cancelled.
+void MessageCommunicator::keep_what_is_in_flight(const std::shared_ptr<Operation>& operation) {
+  transport_->keep_forever(operation);
+  transport_->keep_forever(std::move(on_host_));
+  transport_->keep_forever(std::make_shared<std::vector<char>>(std::move(staging_)));
+}
+
+c10::Event MessageCommunicator::run_staged(Operation& operation) {
+  const c10::Device device = operation.device();
+  std::optional<c10::Stream>& stream = device_side_.stream;
+  if (!stream) stream = c10::impl::VirtualGuardImpl(device.type()).getNewStream(device);
+  operation.on_device->runs_on = stream;
+  const c10::StreamGuard guard(*stream);
+  const auto pinned_like = [](const at::Tensor& tensor) {
+    return at::empty(tensor.sizes(), tensor.options().device(at::kCPU).pinned_memory(true));
+  };
+  on_host_ = std::make_shared<Operation>();
+  on_host_->print = operation.print;
+  on_host_->reduction = operation.reduction;
+  on_host_->input_shares = operation.input_shares;
+  on_host_->output_shares = operation.output_shares;
+  on_host_->input = pinned_like(operation.input);
+  const bool one_tensor = operation.output.is_same(operation.input);
+  on_host_->output = one_tensor ? on_host_->input : pinned_like(operation.output);
+
+  const at::Tensor& flag = operation.reduction.nonfinite;
+  if (flag.defined()) on_host_->reduction.nonfinite = at::zeros({1}, at::kFloat);
+  const at::Tensor& squares = operation.reduction.squares;
+  if (squares.defined()) on_host_->reduction.squares = at::zeros({1}, at::kDouble);
+
+  follow_on_device(operation, device_side_);
+  operation.on_device->ready.block(*stream);
+  on_host_->input.copy_(operation.input, /*non_blocking=*/true);
+  if (operation.reduction.store == Store::kAdd)
+    on_host_->output.copy_(operation.output, /*non_blocking=*/true);
+  c10::Event copied(device.type());
+  copied.record(*stream);
+  copied.synchronize();  // the worker thread's host wait; transports read host memory
+  run_on_host(*on_host_);
+  operation.output.copy_(on_host_->output, /*non_blocking=*/true);
+  if (flag.defined() && on_host_->reduction.nonfinite.item<float>() != 0) flag.fill_(1);
+  if (squares.defined()) squares.add_(on_host_->reduction.squares.item<double>());
+  c10::Event finished(device.type());
+  finished.record(*stream);
+  on_host_.reset();  // the pinned memory's allocator waits for the copy before it reuses it
+  return finished;
+}
+
+void MessageCommunicator::run_on_host(Operation& operation) {
+  switch (operation.print.kind) {
+    case OpKind::kAllGather:
+      return all_gather(operation.output, operation.output_shares, at_element(operation.input, 0));
+    case OpKind::kReduceScatter:
+      return reduce_share(operation, operation.output);
+    case OpKind::kAllReduce: {
+      const Shares& shares = operation.output_shares;
+      const at::Tensor own =
+          operation.output.view(-1).narrow(0, shares.offset(rank()), shares.count(rank()));
+      reduce_share(operation, own);
+      return all_gather(operation.output, shares, at_element(own, 0));
+    }
+    case OpKind::kAllToAll:
+      return all_to_all(operation);
+    case OpKind::kBroadcast:
+      return broadcast(operation);
+    case OpKind::kBarrier:
+      return barrier();
+    case OpKind::kCopy:
+      return;
+  }
+}
+
+template <typename Send, typename Receive>
+void MessageCommunicator::exchange_with_all(Send send_to, Receive receive_from) {
+  std::vector<Message> sends;
+  std::vector<Message> receives;
+  for (int step = 1; step < size(); ++step) {
+    // Each rank begins with its right neighbour, so that nobody is everybody's first target.
+    const int to = (rank() + step) % size();
+    const int from = (rank() + size() - step) % size();
+    sends.push_back(send_to(to));
+    receives.push_back(receive_from(from));
+    sends.back().peer = members_[static_cast<size_t>(to)];
+    receives.back().peer = members_[static_cast<size_t>(from)];
+  }
+  exchange(sends, receives);
+}
+
+void MessageCommunicator::exchange(std::span<const Message> sends,
+                                   std::span<const Message> receives) {
+  Purpose purpose;
+  purpose.what = concat("rank ", rank(), " of '", name(), "' at ", current_->print.text());
+  purpose.timeout_seconds = options_.timeout_seconds;
+  purpose.timeout_name = options_.timeout_name;
+  transport_->exchange(channel_, sends, receives, purpose);
+}
+
+void MessageCommunicator::compare_fingerprints(const Operation& operation) {
+  constexpr int64_t kBytes = sizeof(Fingerprint);
+  staging_.resize(static_cast<size_t>(size() * kBytes));
+  const auto place_of = [&](int rank_here) { return staging_.data() + rank_here * kBytes; };
+  std::memcpy(place_of(rank()), &operation.print, kBytes);
+  exchange_with_all(
+      [&](int) {
+        return Message{0, place_of(rank()), kBytes};
+      },
+      [&](int from) {
+        return Message{0, place_of(from), kBytes};
+      });
+  for (int other = 0; other < size(); ++other) {
+    Fingerprint theirs;
+    std::memcpy(&theirs, place_of(other), kBytes);
+    if (theirs == operation.print) continue;
+    throw CommError(concat("ranks of '", name(), "' disagree: rank ", rank(), " is at ",
+                           operation.print.text(), "; rank ", other, " is at ", theirs.text()));
+  }
+}
+
+void MessageCommunicator::all_gather(const at::Tensor& output, const Shares& shares,
+                                     const char* own) {
+  const int64_t width = output.element_size();
+  char* own_place = at_element(output, shares.offset(rank()));
+  const int64_t own_bytes = shares.count(rank()) * width;
+  if (own_place != own && own_bytes > 0)
+    std::memcpy(own_place, own, static_cast<size_t>(own_bytes));
+  exchange_with_all(
+      [&](int) {
+        return Message{0, own_place, own_bytes};
+      },
+      [&](int from) {
+        return Message{0, at_element(output, shares.offset(from)), shares.count(from) * width};
+      });
+}
+
+// Piece by piece: everybody's contribution to this rank's share arrives in `staging_` and is summed
+// in rank order, this rank's own contribution from where it lies.
+void MessageCommunicator::reduce_share(const Operation& operation, const at::Tensor& output) {
+  const Shares& shares = operation.input_shares;
+  const int64_t width = operation.input.element_size();
+  const int64_t piece_numel = kPieceBytes / width;
+  staging_.resize(
+      static_cast<size_t>(size() * std::min(kPieceBytes, shares.count(rank()) * width)));
+  for (int64_t begin = 0; begin < shares.largest(); begin += piece_numel) {
+    const auto count = [&](int owner) {
+      return std::clamp<int64_t>(shares.count(owner) - begin, 0, piece_numel);
+    };
+    const int64_t mine = count(rank());
+    std::vector<const void*> inputs(static_cast<size_t>(size()));
+    inputs[static_cast<size_t>(rank())] =
+        at_element(operation.input, shares.offset(rank()) + std::min(begin, shares.count(rank())));
+    exchange_with_all(
+        [&](int to) {
+          return Message{0, at_element(operation.input, shares.offset(to) + begin),
+                         count(to) * width};
+        },
+        [&](int from) {
+          char* place = staging_.data() + from * mine * width;
+          inputs[static_cast<size_t>(from)] = place;
+          return Message{0, place, mine * width};
+        });
+    if (mine > 0)
+      reduce_ranks({.inputs = inputs,
+                    .output = at_element(output, begin),
+                    .numel = mine,
+                    .types = {operation.print.wire, operation.print.result}},
+                   operation.reduction);
+  }
+}
+
+void MessageCommunicator::all_to_all(const Operation& operation) {
+  const int64_t width = operation.output.element_size();
+  const Shares& out = operation.output_shares;
+  const Shares& in = operation.input_shares;
+  if (in.count(rank()) > 0)
+    std::memcpy(at_element(operation.output, out.offset(rank())),
+                at_element(operation.input, in.offset(rank())),
+                static_cast<size_t>(in.count(rank()) * width));
+  exchange_with_all(
+      [&](int to) {
+        return Message{0, at_element(operation.input, in.offset(to)), in.count(to) * width};
+      },
+      [&](int from) {
+        return Message{0, at_element(operation.output, out.offset(from)), out.count(from) * width};
+      });
+}
+
+// The root sends each rank one piece, then the ranks gather the pieces: nobody sends more than
+// about one copy of the tensor, whatever the number of ranks.
+void MessageCommunicator::broadcast(const Operation& operation) {
+  const int root = operation.print.root;
+  const Shares& shares = operation.output_shares;
+  const int64_t width = operation.output.element_size();
+  std::vector<Message> sends;
+  std::vector<Message> receives;
+  const auto piece = [&](int owner, int peer) {
+    return Message{members_[static_cast<size_t>(peer)],
+                   at_element(operation.output, shares.offset(owner)), shares.count(owner) * width};
+  };
+  if (rank() == root) {
+    for (int to = 0; to < size(); ++to)
+      if (to != root) sends.push_back(piece(to, to));
+  } else {
+    receives.push_back(piece(rank(), root));
+  }
+  exchange(sends, receives);
+  all_gather(operation.output, shares, at_element(operation.output, shares.offset(rank())));
+}
+
+void MessageCommunicator::barrier() {
+  staging_.resize(static_cast<size_t>(size()));
+  exchange_with_all(
+      [&](int) {
+        return Message{0, staging_.data() + rank(), 1};
+      },
+      [&](int from) {
+        return Message{0, staging_.data() + from, 1};
+      });
+}
+
+}  // namespace
+
+std::unique_ptr<Communicator> communicator_over(std::shared_ptr<MessageTransport> transport,
+                                                const CommOptions& options) {
+  options.validate();
+  std::vector<int> members(static_cast<size_t>(transport->size()));
+  std::iota(members.begin(), members.end(), 0);
+  return std::make_unique<MessageCommunicator>(
+      std::move(transport), options, MessageTransport::kWorldChannel, std::move(members), "world");
+}
+
+}  // namespace fsdp

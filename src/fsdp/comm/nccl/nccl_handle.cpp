@@ -1,0 +1,227 @@
+#include "fsdp/comm/nccl/nccl_handle.h"
+
+#include <ATen/ATen.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <future>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "fsdp/base/log.h"
+#include "fsdp/comm/comm_error.h"
+
+namespace fsdp {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr std::chrono::milliseconds kBetweenMeetingLooks{50};
+
+// A CommError with NCCL's words, that names what failed.
+[[noreturn]] void throw_nccl_error(ncclResult_t result, const std::string& doing) {
+  throw CommError(concat("NCCL failed at ", doing, ": ", ncclGetErrorString(result), " (",
+                         ncclGetLastError(nullptr), ")"));
+}
+
+struct NcclPlace {
+  ncclUniqueId id;
+  int rank;
+  int size;
+  c10::Device device;
+};
+
+// What the thread of the meeting and the thread that waits for it share.
+struct NcclMeeting {
+  std::mutex mutex;  // protects the members below
+  std::condition_variable changed;
+  bool is_over = false;
+  bool is_cancelled = false;
+  ncclComm_t comm = nullptr;
+  std::exception_ptr error;
+};
+
+// The first message between two ranks makes their connection, for which both must be there. One
+// letter to everybody, so that no later launch is the first.
+void exchange_letters(ncclComm_t comm, const NcclPlace& place) {
+  if (place.size == 1) return;
+  const c10::cuda::CUDAStream stream =
+      c10::cuda::getStreamFromPool(/*isHighPriority=*/false, place.device.index());
+  const c10::cuda::CUDAStreamGuard guard(stream);
+  const at::Tensor letters = at::zeros({2, place.size}, at::device(place.device).dtype(at::kByte));
+  auto* sent = letters.mutable_data_ptr<uint8_t>();
+  auto* received = sent + place.size;
+  ncclResult_t result = ncclGroupStart();
+  for (int peer = 0; peer < place.size && result == ncclSuccess; ++peer) {
+    if (peer == place.rank) continue;
+    result = ncclSend(sent + peer, 1, ncclUint8, peer, comm, stream);
+    if (result == ncclSuccess) result = ncclRecv(received + peer, 1, ncclUint8, peer, comm, stream);
+  }
+  const ncclResult_t launched = ncclGroupEnd();
+  if (result == ncclSuccess) result = launched;
+  if (result != ncclSuccess) throw_nccl_error(result, "the first message to every rank");
+  stream.synchronize();
+}
+
+ncclComm_t meet(const NcclPlace& place) {
+  const c10::cuda::CUDAGuard guard(place.device);
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 1;
+  ncclComm_t comm = nullptr;
+  const ncclResult_t made =
+      ncclCommInitRankConfig(&comm, place.size, place.id, place.rank, &config);
+  if (made != ncclSuccess) throw_nccl_error(made, "ncclCommInitRankConfig");
+  try {
+    exchange_letters(comm, place);
+  } catch (...) {
+    ncclCommAbort(comm);
+    throw;
+  }
+  return comm;
+}
+
+void hold_meeting(const std::shared_ptr<NcclMeeting>& meeting, const NcclPlace& place) {
+  ncclComm_t comm = nullptr;
+  std::exception_ptr error;
+  try {
+    comm = meet(place);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  const std::lock_guard lock(meeting->mutex);
+  if (meeting->is_cancelled && comm != nullptr) ncclCommAbort(comm);
+  meeting->comm = comm;
+  meeting->error = error;
+  meeting->is_over = true;
+  meeting->changed.notify_all();
+}
+
+// Note [Why a meeting has a thread]
+// ncclCommInitRankConfig waits for the other ranks, and in blocking mode nothing ends that. So it
+// waits in a thread of its own, which is left behind when the time is up: it keeps what it uses,
+// and ends the communicator should it be made after all.
+ncclComm_t await_meeting(const std::shared_ptr<NcclMeeting>& meeting, Communicator& hosts,
+                         const CommOptions& options) {
+  const auto deadline = Clock::now() + std::chrono::duration<double>(options.timeout_seconds);
+  std::unique_lock lock(meeting->mutex);
+  try {
+    while (
+        !meeting->changed.wait_for(lock, kBetweenMeetingLooks, [&] { return meeting->is_over; })) {
+      hosts.throw_if_aborted();
+      if (Clock::now() > deadline)
+        throw TimeoutError(
+            concat("not all ", hosts.size(), " ranks of '", hosts.name(), "' met over NCCL within ",
+                   options.timeout_seconds,
+                   " s: a rank is gone, is stuck, or cannot be reached by NCCL "
+                   "(NCCL_DEBUG=INFO shows its network); if they need longer, raise ",
+                   options.timeout_name));
+    }
+  } catch (...) {
+    meeting->is_cancelled = true;
+    throw;
+  }
+  if (meeting->error) std::rethrow_exception(meeting->error);
+  return meeting->comm;
+}
+
+// The longest that a launch takes when it does not wait for another rank.
+constexpr std::chrono::seconds kLongestLaunch{1};
+// The longest that the end of a communicator takes: NCCL closes connections and waits for its
+// threads and kernels.
+constexpr std::chrono::seconds kLongestEnd{10};
+
+// A communicator of the ranks of `hosts`, connected to all of them, so that later launches wait for
+// nobody. A TimeoutError when one does not come within the deadline; another rank's failure as soon
+// as it is known. Every rank calls it, with rank 0's id.
+ncclComm_t meet_over_nccl(const ncclUniqueId& id, Communicator& hosts, c10::Device device,
+                          const CommOptions& options) {
+  const auto meeting = std::make_shared<NcclMeeting>();
+  const NcclPlace place{id, hosts.rank(), hosts.size(), device};
+  std::thread([meeting, place] { hold_meeting(meeting, place); }).detach();
+  return await_meeting(meeting, hosts, options);
+}
+
+}  // namespace
+
+ncclDataType_t nccl_type(at::ScalarType type) {
+  switch (c10::elementSize(type)) {
+    case 2:
+      return type == at::kBFloat16 ? ncclBfloat16 : ncclFloat16;
+    case 4:
+      return type == at::kFloat ? ncclFloat32 : ncclInt32;
+    case 8:
+      return type == at::kDouble ? ncclFloat64 : ncclInt64;
+    default:
+      return ncclUint8;
+  }
+}
+
+ncclUniqueId NcclHandle::new_id() {
+  ncclUniqueId id;
+  if (const ncclResult_t result = ncclGetUniqueId(&id); result != ncclSuccess)
+    throw_nccl_error(result, "ncclGetUniqueId");
+  return id;
+}
+
+NcclHandle::NcclHandle(const ncclUniqueId& id, Communicator& hosts, c10::Device device,
+                       const CommOptions& options)
+    : name_(hosts.name()), comm_(meet_over_nccl(id, hosts, device, options)) {}
+
+NcclHandle::~NcclHandle() {
+  if (is_ended_) return;
+  const ncclResult_t flushed = ncclCommFinalize(comm_);
+  if (flushed != ncclSuccess)
+    log(LogLevel::kDebug, "the end of '", name_, "': ", ncclGetErrorString(flushed));
+  ncclCommDestroy(comm_);
+}
+
+void NcclHandle::begin_group(const Fingerprint& operation) const {
+  if (is_ended_) throw CommError(concat("'", name_, "' was ended before ", operation.text()));
+  check(ncclGroupStart(), operation);
+}
+
+void NcclHandle::check(ncclResult_t result, const Fingerprint& operation) {
+  if (result != ncclSuccess) throw_nccl_error(result, operation.text());
+}
+
+std::string NcclHandle::error() {
+  const std::unique_lock lock(launching_, std::try_to_lock);
+  if (!lock || is_ended_) return "";  // busy: the next time
+  ncclResult_t state = ncclSuccess;
+  const ncclResult_t asked = ncclCommGetAsyncError(comm_, &state);
+  if (asked != ncclSuccess) state = asked;
+  if (state == ncclSuccess || state == ncclInProgress) return "";
+  return concat(ncclGetErrorString(state), " (", ncclGetLastError(comm_), ")");
+}
+
+// A launch may be stuck: a device takes a limited number of launches while a kernel waits for a
+// rank that is gone. NCCL's memory must not be released before that launch has returned, so the
+// kernel is ended first.
+void NcclHandle::abort() noexcept {
+  if (is_ended_.exchange(true)) return;
+  std::unique_lock lock(launching_, kLongestLaunch);
+#ifdef NCCL_REVOKE_DEFAULT
+  if (!lock) {
+    ncclCommRevoke(comm_, NCCL_REVOKE_DEFAULT);
+    static_cast<void>(lock.try_lock_for(kLongestLaunch));
+  }
+#endif
+  if (!lock) log(LogLevel::kWarning, "a launch of '", name_, "' does not come back from NCCL");
+  // In a thread of its own, which is left behind if NCCL itself waits for a rank that is gone: the
+  // caller must return, so that its error is heard.
+  std::promise<void> ended;
+  const std::future<void> end = ended.get_future();
+  std::thread([comm = comm_, done = std::move(ended)]() mutable {
+    ncclCommAbort(comm);
+    done.set_value();
+  }).detach();
+  if (end.wait_for(kLongestEnd) != std::future_status::ready)
+    log(LogLevel::kWarning, "NCCL has not ended '", name_, "' within ", kLongestEnd.count(),
+        " s; it is left as it is");
+}
+
+}  // namespace fsdp

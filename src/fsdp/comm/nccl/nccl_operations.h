@@ -1,0 +1,66 @@
+// What one collective is made of over NCCL: its calls, and the kernels that add.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "fsdp/comm/nccl/nccl_buffers.h"
+#include "fsdp/comm/nccl/nccl_handle.h"
+#include "fsdp/comm/operation.h"
+
+namespace fsdp {
+
+// One rank of one communicator, with its stream.
+class NcclOperations {
+ public:
+  // Collective, as NcclHandle.
+  NcclOperations(const ncclUniqueId& id, Communicator& hosts, c10::Device device,
+                 const CommOptions& options);
+  ~NcclOperations();
+
+  NcclHandle& handle() { return handle_; }
+  NcclBuffers& buffers() { return buffers_; }
+  const NcclBuffers& buffers() const { return buffers_; }
+  const c10::cuda::CUDAStream& stream() const { return stream_; }
+
+  // Launches everything the operation consists of. stream() must be the current one.
+  void run(const Operation& operation);
+
+  // Lets NCCL use the memory in which reductions receive, as large as they have needed it, in
+  // place; says whether it does now.
+  bool has_staging() const { return !staging_.empty() && staging_.back().numel() > 0; }
+  bool register_staging();
+  void deregister_staging();
+
+ private:
+  void all_gather(const Operation& operation, const at::Tensor& output, const void* input,
+                  const Shares& shares);
+  void exchange(const Operation& operation);
+  void broadcast(const Operation& operation);
+  void reduce_share(const Operation& operation, const at::Tensor& output);
+  void reduce_piece(const Operation& operation, const at::Tensor& output, int64_t begin,
+                    int64_t piece);
+  void reduce_natively(const Operation& operation, const at::Tensor& output);
+  void all_reduce(const Operation& operation);
+
+  // Memory until the next call.
+  const at::Tensor& staging_of(int64_t bytes);
+  at::Tensor staging_for(at::ScalarType type, int64_t numel);
+
+  const int rank_;
+  const int size_;
+  const c10::Device device_;
+  const NcclReduce reduce_;
+  const c10::cuda::CUDAStream stream_;
+  NcclHandle handle_;
+  NcclBuffers buffers_;
+  void* registered_staging_ = nullptr;
+  // Bytes; the last one is the largest. Smaller ones stay: a recorded step goes on using its own.
+  std::vector<at::Tensor> staging_;
+  at::Tensor workspace_;  // of sums
+};
+
+}  // namespace fsdp

@@ -1,0 +1,129 @@
+#include "fsdp/comm/reduce/reduce_on_device.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/SmallVector.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "fsdp/base/device_stream.h"
+#include "fsdp/base/torch_dtype.h"
+#include "fsdp/comm/reduce/reduce_ranks.h"
+#include "fsdp/comm/reduce/sum_on_device.h"
+
+namespace fsdp {
+
+namespace {
+
+at::Tensor combine(const at::Tensor& acc, const at::Tensor& value, ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+    case ReduceOp::kAvg:
+      return at::add(acc, value);
+    case ReduceOp::kMax:
+      return at::maximum(acc, value);
+    case ReduceOp::kMin:
+      return at::minimum(acc, value);
+  }
+  return acc;
+}
+
+// As reduce_ranks does it: fp64 reaches a narrow type through fp32 rounded to odd, so that it is
+// rounded once.
+at::Tensor rounded(const at::Tensor& acc, at::ScalarType result) {
+  const bool narrow = result == at::kBFloat16 || result == at::kHalf;
+  if (acc.scalar_type() != at::kDouble || !narrow) return acc.to(result);
+  const at::Tensor near = acc.to(at::kFloat);
+  const at::Tensor back = near.to(at::kDouble);
+  const at::Tensor is_even = near.view(at::kInt).bitwise_and(1).eq(0);
+  const at::Tensor towards = at::where(back.lt(acc), INFINITY, -INFINITY).to(at::kFloat);
+  return at::where(is_even.logical_and_(back.ne(acc)), at::nextafter(near, towards), near)
+      .to(result);
+}
+
+// Atomic on the device, since operations on several streams may share one flag.
+void watch(const at::Tensor& flag, const at::Tensor& stored) {
+  const at::Tensor bad = stored.isfinite().all().logical_not().to(at::kFloat).view(1);
+  const at::Tensor place = at::zeros({1}, flag.options().dtype(at::kLong));
+  flag.view(-1).scatter_reduce_(0, place, bad, "amax");
+}
+
+// Combine in the accumulation type, scale once, add to the output where asked, round once.
+void reduce_step_by_step(std::span<const at::Tensor> inputs, const Reduction& reduction,
+                         const at::Tensor& output) {
+  const at::ScalarType acc_type = *reduction.accumulate;
+  at::Tensor acc = inputs.front().to(acc_type);
+  for (const at::Tensor& input : inputs.subspan(1))
+    acc = combine(acc, input.to(acc_type), reduction.op);
+  const double scale = scale_of(reduction, inputs.size());
+  // A float factor, as on the host: a double one would be rounded differently by some kernels.
+  if (scale != 1.0)
+    acc = acc_type == at::kDouble ? acc * scale
+                                  : acc * static_cast<double>(static_cast<float>(scale));
+  const at::Tensor flat = output.view(-1);
+  if (reduction.store == Store::kAdd) acc = flat.to(acc_type) + acc;
+  flat.copy_(rounded(acc, flat.scalar_type()), /*non_blocking=*/true);
+  if (reduction.nonfinite.defined() && at::isFloatingType(flat.scalar_type()))
+    watch(reduction.nonfinite, flat);
+  if (reduction.squares.defined()) reduction.squares.add_(flat.to(at::kDouble).square_().sum());
+}
+
+// The bytes between one input and the next where they all lie as far apart; 0 where they do not.
+int64_t stride_of(std::span<const void* const> inputs) {
+  const auto address = [&](size_t rank) { return static_cast<const char*>(inputs[rank]); };
+  if (inputs.size() < 2) return 0;
+  const int64_t stride = address(1) - address(0);
+  for (size_t rank = 2; rank < inputs.size(); ++rank)
+    if (address(rank) - address(rank - 1) != stride) return 0;
+  return stride;
+}
+
+bool is_one_kernel(std::span<const void* const> inputs, at::ScalarType wire,
+                   const Reduction& reduction, const at::Tensor& output) {
+  const auto is_summed = [](at::ScalarType type) {
+    return at::isFloatingType(type) && is_summed_on_device(dtype_of(type));
+  };
+  return output.is_cuda() && (inputs.size() <= DeviceSum::kMaxListed || stride_of(inputs) != 0) &&
+         (reduction.op == ReduceOp::kSum || reduction.op == ReduceOp::kAvg) &&
+         reduction.accumulate == at::kFloat && is_summed(wire) && is_summed(output.scalar_type());
+}
+
+}  // namespace
+
+bool reduce_in_one_kernel(std::span<const void* const> inputs, at::ScalarType wire,
+                          const Reduction& reduction, const at::Tensor& output,
+                          at::Tensor& workspace) {
+  if (!is_one_kernel(inputs, wire, reduction, output)) return false;
+  if (reduction.squares.defined() && !workspace.defined())
+    workspace = at::zeros({device_sum_workspace_bytes()}, output.options().dtype(at::kByte));
+  DeviceSum sum{.num_ranks = static_cast<int32_t>(inputs.size()),
+                .output = output.mutable_data_ptr(),
+                .numel = output.numel(),
+                .wire = dtype_of(wire),
+                .result = dtype_of(output.scalar_type()),
+                .scale = static_cast<float>(scale_of(reduction, inputs.size())),
+                .adds = reduction.store == Store::kAdd};
+  if (inputs.size() > DeviceSum::kMaxListed) {
+    sum.first = inputs.front();
+    sum.stride_bytes = stride_of(inputs);
+  } else {
+    std::copy(inputs.begin(), inputs.end(), sum.listed);
+  }
+  if (reduction.nonfinite.defined()) sum.nonfinite = reduction.nonfinite.mutable_data_ptr<float>();
+  if (reduction.squares.defined()) {
+    sum.squares = reduction.squares.mutable_data_ptr<double>();
+    sum.workspace = workspace.mutable_data_ptr();
+  }
+  sum_on_device(sum, current_stream(output.device()).native_handle());
+  return true;
+}
+
+void reduce_on_device(std::span<const at::Tensor> inputs, const Reduction& reduction,
+                      const at::Tensor& output, at::Tensor& workspace) {
+  c10::SmallVector<const void*, DeviceSum::kMaxListed> addresses;
+  for (const at::Tensor& input : inputs) addresses.push_back(input.const_data_ptr());
+  if (!reduce_in_one_kernel(addresses, inputs.front().scalar_type(), reduction, output, workspace))
+    reduce_step_by_step(inputs, reduction, output);
+}
+
+}  // namespace fsdp

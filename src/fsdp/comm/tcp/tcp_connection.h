@@ -1,0 +1,131 @@
+// One TCP connection to one rank: whole frames out of and into a stream of bytes, never waiting.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "fsdp/comm/tcp/socket.h"
+
+namespace fsdp {
+
+enum class FrameKind : uint32_t {
+  kData = 1,      // a piece of a message
+  kAnnounce = 2,  // a large message of that many bytes waits for the receiver
+  kReady = 3,     // a large message of that many bytes may come
+  kFailure = 4,   // why the job fails; the payload is text
+  kGoodbye = 5,   // nothing will follow
+  kTaken = 6,     // short messages that cost that many bytes of the window have been taken
+};
+
+// What precedes every payload, in the byte order of the hosts, which is the same on all.
+struct FrameHeader {
+  FrameKind kind = FrameKind::kData;
+  int32_t channel = 0;
+  int64_t message_bytes = 0;  // of the whole message
+  int64_t frame_bytes = 0;    // of the payload that follows
+};
+
+// A message on its way out. Its owner keeps it, and the bytes it points to, until it is sent or
+// cancelled.
+struct OutgoingMessage {
+  int channel = 0;
+  const char* data = nullptr;
+  int64_t bytes = 0;
+  int64_t sent_bytes = 0;
+  bool is_sent() const { return sent_bytes == bytes; }
+};
+
+// Who makes sense of the frames that a connection reads.
+class FrameReader {
+ public:
+  virtual ~FrameReader() = default;
+  // Where the payload goes; nullptr: nowhere. Nothing at all when the peer may not send this frame
+  // now: the connection is closed.
+  virtual std::optional<char*> begin_frame(int peer, const FrameHeader& header) = 0;
+  virtual void end_frame(int peer, const FrameHeader& header) = 0;
+};
+
+class TcpConnection {
+ public:
+  // A large message travels in pieces of this size, so that messages of other channels, and words
+  // about failures, get in between.
+  static constexpr int64_t kMaxFrameBytes = int64_t{256} << 10;
+
+  TcpConnection(int peer, Socket socket);
+
+  int peer() const { return peer_; }
+  int fd() const { return socket_.fd(); }
+  bool is_open() const { return static_cast<bool>(socket_); }
+  // Why it is no longer open: "was closed", "failed: Connection reset by peer".
+  const std::string& ending() const { return ending_; }
+
+  // --- out ---
+
+  // Goes before messages that wait.
+  void enqueue_frame(FrameHeader header, std::string_view payload = {});
+  void enqueue_message(OutgoingMessage& message);
+  // Sends no more of a message. A piece that has begun will be completed from a copy.
+  void cancel(const OutgoingMessage& message) noexcept;
+  bool wants_to_write() const;
+  // Writes as much as the socket takes; true when a message was completed.
+  bool write();
+  // Whether all has been written and has reached the other host.
+  bool is_flushed() const;
+
+  // --- in ---
+
+  // Reads what has arrived, up to some limit, so that no connection keeps the others waiting.
+  void read(FrameReader& reader);
+  // A payload that is being read into this memory goes nowhere from now on.
+  void stop_reading_into(const char* data, int64_t bytes);
+
+  // --- end ---
+  void close(std::string ending);
+  // Says that nothing will be written any more; the kernel delivers the rest.
+  void end_writing();
+
+ private:
+  // The frame that is being written.
+  struct Writing {
+    std::vector<char> bytes;  // header and, for control frames, payload
+    size_t written = 0;
+    OutgoingMessage* message = nullptr;  // whose piece follows the bytes
+    int64_t piece_bytes = 0;
+    int64_t piece_written = 0;
+
+    bool is_done() const { return written == bytes.size() && piece_written == piece_bytes; }
+  };
+
+  bool next_frame();
+  // True when this completes a message.
+  bool note_written(size_t written);
+  void stop_writing();
+
+  // Makes sense of what lies in buffer_; false when it is no frame.
+  bool parse(FrameReader& reader);
+  bool is_sound(const FrameHeader& header) const;
+
+  const int peer_;
+  Socket socket_;
+  std::string ending_;
+
+  std::deque<std::vector<char>> control_;  // complete frames
+  std::deque<OutgoingMessage*> messages_;  // served in turn, a piece each
+  Writing writing_;
+  bool is_writing_ = false;
+
+  std::vector<char> buffer_;
+  size_t buffer_begin_ = 0;
+  size_t buffer_end_ = 0;
+  FrameHeader header_;  // of the frame that is being read
+  bool in_frame_ = false;
+  int64_t frame_left_ = 0;  // of its payload
+  char* place_ = nullptr;   // of its next byte; nullptr: nowhere
+};
+
+}  // namespace fsdp

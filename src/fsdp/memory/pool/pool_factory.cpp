@@ -1,0 +1,176 @@
+#include <array>
+#include <utility>
+#include <vector>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/log.h"
+#include "fsdp/base/text.h"
+#include "fsdp/memory/arena/prefetch_plan.h"
+#include "fsdp/memory/bucket_pool.h"
+#include "fsdp/memory/pool/planned_pool.h"
+#include "fsdp/memory/pool/slot_layout.h"
+#include "fsdp/memory/pool/slot_pool.h"
+
+namespace fsdp {
+
+namespace {
+
+class OnDemandPool final : public BucketPool {
+ public:
+  OnDemandPool(BucketTable declared, LiveTrace step, int64_t alignment,
+               SlabAllocator& slab_allocator)
+      : BucketPool(std::move(declared), std::move(step), slab_allocator),
+        slabs_(static_cast<size_t>(table().num_buckets())),
+        alignment_(alignment),
+        peak_bytes_(lower_bound_bytes(trace())) {}
+
+  PoolKind kind() const override { return PoolKind::kOnDemand; }
+  PoolBytes bytes() const override { return {.on_demand_peak = peak_bytes_}; }
+  // The allocator may well return the same address again, but nobody promises it.
+  bool address_is_fixed(BucketId) const override { return false; }
+  std::span<const BucketId> previous_holders(BucketId) const override { return {}; }
+  std::string report() const override {
+    return concat("on_demand: up to ", bytes_text(static_cast<double>(peak_bytes_)),
+                  " from allocator '", allocator_name_, "'; addresses are not fixed");
+  }
+
+ private:
+  void reserve_memory() override {}
+  void* take(BucketId id, int32_t index) override {
+    Slab& slab = slabs_[static_cast<size_t>(index)];
+    slab = Slab(allocator(), table().bucket(id).bytes, alignment_);
+    return slab.at(0);
+  }
+  bool can_take(BucketId, int32_t) const override { return true; }
+  void release_memory(BucketId, int32_t index) override {
+    slabs_[static_cast<size_t>(index)] = Slab();
+  }
+  void reset_step() override {}
+  std::string state_text() const override { return held_text(); }
+
+  std::vector<Slab> slabs_;  // by flat index; empty when not held
+  int64_t alignment_;
+  int64_t peak_bytes_;
+  std::string allocator_name_{allocator().name()};
+};
+
+constexpr std::array<PoolKind, 4> kPoolKinds = {PoolKind::kOnDemand, PoolKind::kDoubleBuffer,
+                                                PoolKind::kMaxPool, PoolKind::kPlanned};
+
+std::unique_ptr<BucketPool> make_planned(BucketTable table, const PoolOptions& options,
+                                         const StepOrder& order, SlabAllocator& allocator) {
+  const ArenaPlannerOptions planner{.alignment = options.alignment};
+  if (options.budget_bytes == 0) {
+    ArenaPlan plan = plan_prefetch(table, order, options.prefetch, planner);
+    return make_planned_pool(std::move(table), std::move(plan), options.alignment, allocator);
+  }
+  BudgetedPlan chosen = deepest_prefetch(table, order, options.budget_bytes, planner);
+  log(LogLevel::kInfo, chosen.text);
+  return make_planned_pool(std::move(table), std::move(chosen.plan), options.alignment, allocator);
+}
+
+std::unique_ptr<BucketPool> make_slotted(BucketTable table, const PoolOptions& options,
+                                         const StepOrder& order, SlabAllocator& allocator) {
+  LiveTrace trace = zero3_trace(table, order, options.prefetch);
+  const SlotOptions slots{
+      .num_slots = num_slots_for(table, trace, options.prefetch, options.gradient_slots),
+      .on_move = options.on_move,
+      .alignment = options.alignment};
+  SlotLayout layout = options.kind == PoolKind::kMaxPool
+                          ? max_pool_layout(table, slots)
+                          : double_buffer_layout(table, options.other_units, slots);
+  return make_slot_pool(std::move(table), std::move(layout), slots, std::move(trace), allocator);
+}
+
+// The deepest prefetch with which a pool of this kind stays within the budget; bytes grow with the
+// depth, so it is found by halving.
+int32_t prefetch_within_budget(const std::vector<UnitBuckets>& units, PoolOptions options,
+                               const StepOrder& order, SlabAllocator& allocator) {
+  const int64_t budget_bytes = std::exchange(options.budget_bytes, 0);
+  const auto bytes_with = [&](int32_t prefetch) {
+    options.prefetch = prefetch;
+    return make_bucket_pool(units, options, allocator)->bytes().total();
+  };
+  const int64_t least = bytes_with(0);
+  if (least > budget_bytes)
+    throw UsageError(concat("budget_bytes is ", budget_bytes, ", but pool ", name_of(options.kind),
+                            " needs ", least, " bytes without any prefetch"));
+  int32_t fits = 0;
+  int32_t too_deep = static_cast<int32_t>(order.forward.size() + order.backward.size());
+  while (too_deep - fits > 1) {
+    const int32_t middle = fits + (too_deep - fits) / 2;
+    (bytes_with(middle) <= budget_bytes ? fits : too_deep) = middle;
+  }
+  return fits;
+}
+
+}  // namespace
+
+std::unique_ptr<BucketPool> make_on_demand_pool(BucketTable table, LiveTrace trace,
+                                                int64_t alignment, SlabAllocator& allocator) {
+  return std::make_unique<OnDemandPool>(std::move(table), std::move(trace), alignment, allocator);
+}
+
+std::string_view name_of(PoolKind kind) {
+  switch (kind) {
+    case PoolKind::kOnDemand:
+      return "on_demand";
+    case PoolKind::kDoubleBuffer:
+      return "double_buffer";
+    case PoolKind::kMaxPool:
+      return "max_pool";
+    case PoolKind::kPlanned:
+      return "planned";
+  }
+  return "?";
+}
+
+std::span<const PoolKind> all_pool_kinds() { return kPoolKinds; }
+
+std::optional<PoolKind> parse_pool_kind(std::string_view name) {
+  for (const PoolKind kind : kPoolKinds) {
+    if (name_of(kind) == name) return kind;
+  }
+  return std::nullopt;
+}
+
+void PoolOptions::validate() const {
+  const auto check = [](bool good, const char* field, int64_t value, const char* allowed) {
+    if (!good) throw UsageError(concat("pool option ", field, " is ", value, "; ", allowed));
+  };
+  check(prefetch >= 0, "prefetch", prefetch, "it counts units ahead, so 0 or more");
+  check(gradient_slots >= 1, "gradient_slots", gradient_slots, "it must be 1 or more");
+  check(budget_bytes >= 0, "budget_bytes", budget_bytes, "it must be 0 (no limit) or more");
+  check(alignment > 0 && (alignment & (alignment - 1)) == 0, "alignment", alignment,
+        "it must be a power of two");
+}
+
+std::unique_ptr<BucketPool> make_bucket_pool(std::vector<UnitBuckets> units,
+                                             const PoolOptions& options, SlabAllocator& allocator) {
+  options.validate();
+  BucketTable table(std::move(units));
+  const bool order_given = !options.order.forward.empty() || !options.order.backward.empty() ||
+                           !options.order.ends.empty();
+  const StepOrder order = order_given ? options.order : declared_order(table);
+  if (options.budget_bytes > 0 && options.kind != PoolKind::kPlanned) {
+    const std::vector<UnitBuckets> declared(table.units().begin(), table.units().end());
+    PoolOptions chosen = options;
+    chosen.prefetch = prefetch_within_budget(declared, options, order, allocator);
+    chosen.budget_bytes = 0;
+    return make_bucket_pool(declared, chosen, allocator);
+  }
+  switch (options.kind) {
+    case PoolKind::kOnDemand: {
+      LiveTrace trace = zero3_trace(table, order, options.prefetch);
+      return make_on_demand_pool(std::move(table), std::move(trace), options.alignment, allocator);
+    }
+    case PoolKind::kDoubleBuffer:
+    case PoolKind::kMaxPool:
+      return make_slotted(std::move(table), options, order, allocator);
+    case PoolKind::kPlanned:
+      return make_planned(std::move(table), options, order, allocator);
+  }
+  throw UsageError("pool option kind is no kind of pool");
+}
+
+}  // namespace fsdp

@@ -1,0 +1,336 @@
+#include "fsdp/nn/config/config_json.h"
+
+#include <array>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/json_fields.h"
+#include "fsdp/base/text.h"
+
+namespace fsdp {
+
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+// Remembers the first field that is not computed, worded like the errors of JsonFields.
+void note_not_computed(std::string& note, const JsonFields& fields, const std::string& field,
+                       const std::string& rule) {
+  if (!note.empty()) return;
+  try {
+    fields.refuse(field, rule);
+  } catch (const UsageError& error) {
+    note = error.what();
+  }
+}
+
+void expect_text(std::string& note, const JsonFields& fields, const char* field,
+                 const std::string& only) {
+  if (fields.text_or(field, only) != only)
+    note_not_computed(note, fields, field, concat("only \"", only, "\" is computed"));
+}
+
+void expect_zero(std::string& note, const JsonFields& fields, const char* field) {
+  if (fields.number_or(field, 0.0) != 0.0)
+    note_not_computed(note, fields, field, "only 0 is computed");
+}
+
+// The defaults in which the package's classes differ.
+struct DecoderDefaults {
+  double rms_norm_eps = 1e-6;
+  double rope_theta = 10000.0;
+  int64_t max_position_embeddings = 2048;
+  int64_t head_dim = 0;
+};
+
+void read_rope_scaling(const JsonFields& rope, LlamaConfig& c) {
+  // Until version 4.43 the package wrote "type".
+  const std::string type = rope.text_or("rope_type", rope.text_or("type", "default"));
+  const char* type_field = rope.has("rope_type") ? "rope_type" : "type";
+  if (type == "llama3") {
+    for (const char* field :
+         {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
+      if (!rope.has(field)) rope.refuse(field, "\"llama3\" scaling needs it; add it");
+    Llama3RopeScaling scaling;
+    scaling.factor = rope.number_or("factor", scaling.factor);
+    scaling.low_freq_factor = rope.number_or("low_freq_factor", scaling.low_freq_factor);
+    scaling.high_freq_factor = rope.number_or("high_freq_factor", scaling.high_freq_factor);
+    scaling.original_max_position_embeddings = rope.integer_or(
+        "original_max_position_embeddings", scaling.original_max_position_embeddings);
+    c.rope_scaling = scaling;
+  } else if (type != "default") {
+    note_not_computed(c.not_computed, rope, type_field,
+                      "only \"default\" and \"llama3\" are computed");
+  }
+}
+
+// Version 5 of the package keeps everything in "rope_parameters", earlier ones in two fields.
+void read_rope(const JsonFields& fields, double default_theta, LlamaConfig& c) {
+  c.rope_theta = fields.number_or("rope_theta", default_theta);
+  for (const char* field : {"rope_scaling", "rope_parameters"}) {
+    if (!fields.has(field)) continue;
+    const JsonFields rope = fields.object(field);
+    c.rope_theta = rope.number_or("rope_theta", c.rope_theta);
+    if (rope.number_or("partial_rotary_factor", 1.0) != 1.0)
+      note_not_computed(c.not_computed, rope, "partial_rotary_factor", "only 1 is computed");
+    read_rope_scaling(rope, c);
+    return;
+  }
+}
+
+// In the structs 0 stands for "not given", so a file must not say 0.
+int64_t read_head_dim(const JsonFields& fields, const char* field, int64_t fallback) {
+  const int64_t head_dim = fields.integer_or(field, fallback);
+  if (fields.has(field) && head_dim < 1)
+    fields.refuse(field,
+                  "it must be at least 1; leave it out for hidden_size / num_attention_heads");
+  return head_dim;
+}
+
+LlamaConfig read_decoder(const JsonFields& fields, const DecoderDefaults& defaults) {
+  LlamaConfig c;
+  c.vocab_size = fields.integer("vocab_size");
+  c.hidden_size = fields.integer("hidden_size");
+  c.num_hidden_layers = fields.integer("num_hidden_layers");
+  c.num_attention_heads = fields.integer("num_attention_heads");
+  c.num_key_value_heads = fields.integer_or("num_key_value_heads", c.num_attention_heads);
+  c.head_dim = read_head_dim(fields, "head_dim", defaults.head_dim);
+  c.intermediate_size = fields.integer("intermediate_size");
+  c.attention_bias = fields.boolean_or("attention_bias", false);
+  c.mlp_bias = fields.boolean_or("mlp_bias", false);
+  c.tie_word_embeddings = fields.boolean_or("tie_word_embeddings", false);
+  c.rms_norm_eps = fields.number_or("rms_norm_eps", defaults.rms_norm_eps);
+  c.max_position_embeddings =
+      fields.integer_or("max_position_embeddings", defaults.max_position_embeddings);
+  c.initializer_range = fields.number_or("initializer_range", c.initializer_range);
+  c.num_nextn_predict_layers = fields.integer_or("num_nextn_predict_layers", 0);
+  c.mtp_loss_weight = fields.number_or("mtp_loss_weight", c.mtp_loss_weight);
+  read_rope(fields, defaults.rope_theta, c);
+  expect_text(c.not_computed, fields, "hidden_act", "silu");
+  expect_zero(c.not_computed, fields, "attention_dropout");
+  return c;
+}
+
+ModelConfig read_llama(const JsonFields& fields) { return read_decoder(fields, {}); }
+
+ModelConfig read_qwen3(const JsonFields& fields) {
+  LlamaConfig c = read_decoder(fields, {.max_position_embeddings = 32768, .head_dim = 128});
+  c.mlp_bias = false;  // Qwen 3's class has no such option
+  c.qk_norm = true;
+  if (fields.boolean_or("use_sliding_window", false))
+    note_not_computed(c.not_computed, fields, "use_sliding_window", "only false is computed");
+  return c;
+}
+
+ModelConfig read_mixtral(const JsonFields& fields) {
+  MixtralConfig c;
+  c.decoder = read_decoder(
+      fields, {.rms_norm_eps = 1e-5, .rope_theta = 1000000.0, .max_position_embeddings = 131072});
+  c.decoder.attention_bias = c.decoder.mlp_bias = false;  // Mixtral's class has neither option
+  c.decoder.num_key_value_heads = fields.integer("num_key_value_heads");
+  c.num_local_experts = fields.integer("num_local_experts");
+  c.num_experts_per_tok = fields.integer_or("num_experts_per_tok", c.num_experts_per_tok);
+  c.router_aux_loss_coef = fields.number_or("router_aux_loss_coef", c.router_aux_loss_coef);
+  c.shared_expert_intermediate_size = fields.integer_or("shared_expert_intermediate_size", 0);
+  expect_zero(c.decoder.not_computed, fields, "router_jitter_noise");
+  if (fields.has("sliding_window"))
+    note_not_computed(c.decoder.not_computed, fields, "sliding_window", "only null is computed");
+  return c;
+}
+
+// Version 5 of the package writes a list of words instead of a pattern.
+std::string read_pattern(const JsonFields& fields) {
+  if (fields.has("hybrid_override_pattern") || !fields.has("layers_block_type"))
+    return fields.text("hybrid_override_pattern");
+  constexpr std::array<std::pair<const char*, char>, 5> kKinds = {{{"linear_attention", 'M'},
+                                                                   {"mamba", 'M'},
+                                                                   {"full_attention", '*'},
+                                                                   {"attention", '*'},
+                                                                   {"mlp", '-'}}};
+  std::string pattern;
+  for (const nlohmann::json& layer : fields.array("layers_block_type")) {
+    const std::string word = layer.is_string() ? layer.get<std::string>() : "";
+    const size_t before = pattern.size();
+    for (const auto& [kind, letter] : kKinds)
+      if (word == kind) pattern += letter;
+    if (pattern.size() == before)
+      fields.refuse("layers_block_type",
+                    "the known layers are linear_attention, full_attention and mlp");
+  }
+  return pattern;
+}
+
+ModelConfig read_nemotron_h(const JsonFields& fields) {
+  NemotronHConfig c;
+  c.vocab_size = fields.integer("vocab_size");
+  c.hidden_size = fields.integer("hidden_size");
+  c.intermediate_size = fields.integer("intermediate_size");
+  c.hybrid_override_pattern = read_pattern(fields);
+  c.mamba_num_heads = fields.integer("mamba_num_heads");
+  c.mamba_head_dim = fields.integer("mamba_head_dim");
+  c.n_groups = fields.integer("n_groups");
+  c.ssm_state_size = fields.integer("ssm_state_size");
+  c.conv_kernel = fields.integer("conv_kernel");
+  c.num_attention_heads = fields.integer("num_attention_heads");
+  c.num_key_value_heads = fields.integer("num_key_value_heads");
+  c.head_dim = read_head_dim(fields, "head_dim", read_head_dim(fields, "attention_head_dim", 0));
+  c.use_conv_bias = fields.boolean_or("use_conv_bias", true);
+  c.use_bias = fields.boolean_or("use_bias", false);
+  c.attention_bias = fields.boolean_or("attention_bias", false);
+  c.mlp_bias = fields.boolean_or("mlp_bias", false);
+  c.tie_word_embeddings = fields.boolean_or("tie_word_embeddings", false);
+  c.layer_norm_epsilon = fields.number_or("layer_norm_epsilon", c.layer_norm_epsilon);
+  c.chunk_size = fields.integer_or("chunk_size", c.chunk_size);
+  c.time_step_min = fields.number_or("time_step_min", c.time_step_min);
+  c.max_position_embeddings =
+      fields.integer_or("max_position_embeddings", c.max_position_embeddings);
+  c.initializer_range = fields.number_or("initializer_range", c.initializer_range);
+  const auto num_layers = static_cast<int64_t>(c.hybrid_override_pattern.size());
+  if (fields.integer_or("num_hidden_layers", num_layers) != num_layers)
+    fields.refuse("num_hidden_layers",
+                  concat("hybrid_override_pattern has ", num_layers, " layers; make them agree"));
+  expect_text(c.not_computed, fields, "mlp_hidden_act", "relu2");
+  expect_text(c.not_computed, fields, "mamba_hidden_act", "silu");
+  expect_zero(c.not_computed, fields, "attention_dropout");
+  expect_zero(c.not_computed, fields, "hidden_dropout");
+  expect_zero(c.not_computed, fields, "num_nextn_predict_layers");
+  if (fields.boolean_or("residual_in_fp32", false))
+    note_not_computed(c.not_computed, fields, "residual_in_fp32", "only false is computed");
+  if (fields.has("sliding_window"))
+    note_not_computed(c.not_computed, fields, "sliding_window", "only null is computed");
+  return c;
+}
+
+struct Reader {
+  const char* model_type;
+  ModelConfig (*read)(const JsonFields& fields);
+};
+
+constexpr std::array<Reader, 4> kReaders = {{
+    {"llama", read_llama},
+    {"mixtral", read_mixtral},
+    {"nemotron_h", read_nemotron_h},
+    {"qwen3", read_qwen3},
+}};
+
+Json rope_scaling_json(const std::optional<Llama3RopeScaling>& scaling) {
+  if (!scaling) return nullptr;
+  return {{"rope_type", "llama3"},
+          {"factor", scaling->factor},
+          {"low_freq_factor", scaling->low_freq_factor},
+          {"high_freq_factor", scaling->high_freq_factor},
+          {"original_max_position_embeddings", scaling->original_max_position_embeddings}};
+}
+
+// Writes positions in the two fields that every version of the package reads.
+Json decoder_json(const char* model_type, const char* model_class, const LlamaConfig& c) {
+  Json json = {{"model_type", model_type},
+               {"architectures", Json::array({model_class})},
+               {"vocab_size", c.vocab_size},
+               {"hidden_size", c.hidden_size},
+               {"num_hidden_layers", c.num_hidden_layers},
+               {"num_attention_heads", c.num_attention_heads},
+               {"num_key_value_heads", c.num_key_value_heads},
+               {"head_dim", head_dim_of(c)},
+               {"intermediate_size", c.intermediate_size},
+               {"hidden_act", "silu"},
+               {"attention_bias", c.attention_bias},
+               {"mlp_bias", c.mlp_bias},
+               {"tie_word_embeddings", c.tie_word_embeddings},
+               {"rms_norm_eps", c.rms_norm_eps},
+               {"rope_theta", c.rope_theta},
+               {"rope_scaling", rope_scaling_json(c.rope_scaling)},
+               {"max_position_embeddings", c.max_position_embeddings},
+               {"initializer_range", c.initializer_range}};
+  if (c.num_nextn_predict_layers > 0) {
+    json["num_nextn_predict_layers"] = c.num_nextn_predict_layers;
+    json["mtp_loss_weight"] = c.mtp_loss_weight;
+  }
+  return json;
+}
+
+Json to_json(const LlamaConfig& c) {
+  if (!c.qk_norm) return decoder_json("llama", "LlamaForCausalLM", c);
+  if (c.mlp_bias)
+    throw UsageError("mlp_bias is true; with qk_norm (model_type qwen3) only false is possible");
+  Json json = decoder_json("qwen3", "Qwen3ForCausalLM", c);
+  json.erase("mlp_bias");
+  return json;
+}
+
+Json to_json(const MixtralConfig& c) {
+  const LlamaConfig& decoder = c.decoder;
+  if (decoder.attention_bias || decoder.mlp_bias || decoder.qk_norm)
+    throw UsageError(
+        "attention_bias, mlp_bias or qk_norm is true; with experts (model_type mixtral) only false "
+        "is possible");
+  Json json = decoder_json("mixtral", "MixtralForCausalLM", decoder);
+  json.erase("attention_bias");
+  json.erase("mlp_bias");
+  json["num_local_experts"] = c.num_local_experts;
+  json["num_experts_per_tok"] = c.num_experts_per_tok;
+  json["router_aux_loss_coef"] = c.router_aux_loss_coef;
+  json["output_router_logits"] = true;
+  if (c.shared_expert_intermediate_size > 0)
+    json["shared_expert_intermediate_size"] = c.shared_expert_intermediate_size;
+  return json;
+}
+
+Json to_json(const NemotronHConfig& c) {
+  return {{"model_type", "nemotron_h"},
+          {"architectures", Json::array({"NemotronHForCausalLM"})},
+          {"vocab_size", c.vocab_size},
+          {"hidden_size", c.hidden_size},
+          {"num_hidden_layers", static_cast<int64_t>(c.hybrid_override_pattern.size())},
+          {"hybrid_override_pattern", c.hybrid_override_pattern},
+          {"intermediate_size", c.intermediate_size},
+          {"mlp_hidden_act", "relu2"},
+          {"mamba_hidden_act", "silu"},
+          {"mamba_num_heads", c.mamba_num_heads},
+          {"mamba_head_dim", c.mamba_head_dim},
+          {"n_groups", c.n_groups},
+          {"ssm_state_size", c.ssm_state_size},
+          {"conv_kernel", c.conv_kernel},
+          {"chunk_size", c.chunk_size},
+          {"time_step_min", c.time_step_min},
+          {"num_attention_heads", c.num_attention_heads},
+          {"num_key_value_heads", c.num_key_value_heads},
+          {"head_dim", head_dim_of(c)},
+          {"use_conv_bias", c.use_conv_bias},
+          {"use_bias", c.use_bias},
+          {"attention_bias", c.attention_bias},
+          {"mlp_bias", c.mlp_bias},
+          {"tie_word_embeddings", c.tie_word_embeddings},
+          {"layer_norm_epsilon", c.layer_norm_epsilon},
+          {"max_position_embeddings", c.max_position_embeddings},
+          {"initializer_range", c.initializer_range}};
+}
+
+}  // namespace
+
+std::vector<std::string> known_model_types() {
+  std::vector<std::string> types;
+  for (const Reader& reader : kReaders) types.emplace_back(reader.model_type);
+  return types;
+}
+
+ModelConfig read_model_config(const JsonFields& fields) {
+  const std::string model_type = fields.text("model_type");
+  for (const Reader& reader : kReaders)
+    if (reader.model_type == model_type) return reader.read(fields);
+  fields.refuse("model_type", concat("known are ", join(known_model_types(), ", ")));
+}
+
+ModelConfig parse_model_config(std::string_view json_text, const std::string& source) {
+  const nlohmann::json document = parse_json(json_text, source);
+  return read_model_config(JsonFields(document, source, ""));
+}
+
+std::string config_json(const ModelConfig& config) {
+  check_trainable(config);
+  const Json json = std::visit([](const auto& c) { return to_json(c); }, config);
+  return json.dump(2) + "\n";
+}
+
+}  // namespace fsdp

@@ -1,0 +1,144 @@
+// The numbers that describe a model: one struct per architecture that can be planned and trained.
+//
+// Fields are named after the keys of the configurations published with the models.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <string>
+#include <variant>
+
+namespace fsdp {
+
+// --- rules for fields ----------------------------------------------------------------------------
+
+// Rules for the fields of a model's configuration, with errors that name field, value and rule.
+
+// A larger dimension is a typing error. Products of two dimensions fit 64 bits with room to add;
+// ModelShape::validate checks whole shapes.
+inline constexpr int64_t kMaxDim = int64_t{1} << 24;
+// More layers, or more experts in all layers, are typing errors, too: no model comes near, and
+// planning one would take minutes.
+inline constexpr int64_t kMaxLayers = 4096;
+inline constexpr int64_t kMaxExperts = int64_t{1} << 17;
+
+struct IntegerField {
+  const char* name;
+  int64_t value;
+};
+
+// UsageError for the first field outside the range.
+void check_range(int64_t minimum, int64_t maximum, std::initializer_list<IntegerField> fields);
+
+// From 1 to kMaxDim.
+void check_dims(std::initializer_list<IntegerField> fields);
+
+// head_dim, or hidden_size / num_attention_heads when it is 0; all three are checked.
+int64_t resolved_head_dim(int64_t head_dim, int64_t hidden_size, int64_t num_attention_heads);
+
+// The main layers, and those that predict more tokens after them.
+void check_layers(int64_t num_hidden_layers, int64_t num_nextn_predict_layers);
+
+void check_kv_heads(int64_t num_key_value_heads, int64_t num_attention_heads);
+
+void check_expert_count(const char* field, int64_t num_experts, int64_t num_layers);
+
+// --- architectures -------------------------------------------------------------------------------
+
+// Llama 3.1's extension to more positions: slows down slow rotations further, by wavelength.
+struct Llama3RopeScaling {
+  double factor = 8.0;
+  double low_freq_factor = 1.0;
+  double high_freq_factor = 4.0;
+  int64_t original_max_position_embeddings = 8192;
+
+  friend bool operator==(const Llama3RopeScaling&, const Llama3RopeScaling&) = default;
+};
+
+// Attention with grouped keys and values, then a gated MLP (Llama 1 to 3, Qwen 3 and their kin).
+struct LlamaConfig {
+  int64_t vocab_size = 0;
+  int64_t hidden_size = 0;
+  int64_t num_hidden_layers = 0;
+  int64_t num_attention_heads = 0;
+  int64_t num_key_value_heads = 0;
+  int64_t head_dim = 0;  // 0: hidden_size / num_attention_heads
+  int64_t intermediate_size = 0;
+  bool attention_bias = false;
+  bool mlp_bias = false;
+  bool tie_word_embeddings = false;
+  bool qk_norm = false;  // a norm for each query and key head, as Qwen 3 has
+  double rms_norm_eps = 1e-5;
+  double rope_theta = 10000.0;
+  std::optional<Llama3RopeScaling> rope_scaling = {};
+  int64_t max_position_embeddings = 2048;
+  double initializer_range = 0.02;
+  // Multi-token prediction: this many blocks after the main ones, each for one more token.
+  int64_t num_nextn_predict_layers = 0;
+  double mtp_loss_weight = 0.3;  // of the mean of their losses
+  // The part of the published configuration that is not computed here, in a sentence; "": none.
+  std::string not_computed = {};
+
+  friend bool operator==(const LlamaConfig&, const LlamaConfig&) = default;
+};
+
+// Llama's attention; the MLP is a router and several gated experts.
+struct MixtralConfig {
+  LlamaConfig decoder;
+  int64_t num_local_experts = 0;
+  int64_t num_experts_per_tok = 2;
+  double router_aux_loss_coef = 0.001;
+  // A gated MLP that every token passes beside its experts; 0: none.
+  int64_t shared_expert_intermediate_size = 0;
+
+  friend bool operator==(const MixtralConfig&, const MixtralConfig&) = default;
+};
+
+// One mixer per layer, chosen by a pattern: M = Mamba-2, - = MLP, * = attention.
+struct NemotronHConfig {
+  int64_t vocab_size = 0;
+  int64_t hidden_size = 0;
+  int64_t intermediate_size = 0;
+  std::string hybrid_override_pattern;
+  int64_t mamba_num_heads = 0;
+  int64_t mamba_head_dim = 0;
+  int64_t n_groups = 0;
+  int64_t ssm_state_size = 0;
+  int64_t conv_kernel = 0;
+  int64_t num_attention_heads = 0;
+  int64_t num_key_value_heads = 0;
+  int64_t head_dim = 0;  // 0: hidden_size / num_attention_heads
+  bool use_conv_bias = true;
+  bool use_bias = false;  // of the Mamba projections
+  bool attention_bias = false;
+  bool mlp_bias = false;
+  bool tie_word_embeddings = false;
+  double layer_norm_epsilon = 1e-5;
+  int64_t chunk_size = 128;      // positions per chunk of the selective scan
+  double time_step_min = 0.001;  // lower limit of steps
+  int64_t max_position_embeddings = 4096;
+  double initializer_range = 0.02;
+  std::string not_computed = {};  // as above
+
+  friend bool operator==(const NemotronHConfig&, const NemotronHConfig&) = default;
+};
+
+using ModelConfig = std::variant<LlamaConfig, MixtralConfig, NemotronHConfig>;
+
+// head_dim, or its default if it is 0.
+int64_t head_dim_of(const LlamaConfig& config);
+int64_t head_dim_of(const NemotronHConfig& config);
+
+// Checks that the tensors have shapes. UsageError with the field, its value and its rule.
+void validate(const LlamaConfig& config);
+void validate(const MixtralConfig& config);
+void validate(const NemotronHConfig& config);
+
+// Checks that the model can be computed, too. UsageError, as above.
+void check_trainable(const ModelConfig& config);
+
+int64_t vocab_size_of(const ModelConfig& config);
+int64_t max_positions_of(const ModelConfig& config);
+
+}  // namespace fsdp

@@ -1,0 +1,85 @@
+#include "fsdp/nn/config/presets.h"
+
+#include <array>
+
+namespace fsdp {
+
+namespace {
+
+// 256 bytes and the end of a document.
+constexpr int64_t kByteVocabulary = 257;
+
+// For a narrow model's matrices: with the usual 0.02 of wide models, it would learn nothing in its
+// first few hundred steps.
+constexpr double kNarrowRange = 0.06;
+
+const std::array<ModelPreset, 5>& presets() {
+  static const std::array<ModelPreset, 5> kPresets = {{
+      {"tiny", "Llama on bytes, for two CPU cores",
+       LlamaConfig{.vocab_size = kByteVocabulary,
+                   .hidden_size = 192,
+                   .num_hidden_layers = 4,
+                   .num_attention_heads = 6,
+                   .num_key_value_heads = 2,
+                   .intermediate_size = 512,
+                   .initializer_range = kNarrowRange}},
+      {"moe-tiny", "8 experts of which 2 are chosen, and a shared one, on bytes",
+       MixtralConfig{.decoder = {.vocab_size = kByteVocabulary,
+                                 .hidden_size = 128,
+                                 .num_hidden_layers = 4,
+                                 .num_attention_heads = 4,
+                                 .num_key_value_heads = 2,
+                                 .intermediate_size = 192,
+                                 .initializer_range = kNarrowRange},
+                     .num_local_experts = 8,
+                     .router_aux_loss_coef = 0.01,
+                     .shared_expert_intermediate_size = 192}},
+      {"hybrid-tiny", "Mamba-2, MLP and attention layers, on bytes",
+       NemotronHConfig{.vocab_size = kByteVocabulary,
+                       .hidden_size = 192,
+                       .intermediate_size = 512,
+                       .hybrid_override_pattern = "M-M*-M-",
+                       .mamba_num_heads = 12,
+                       .mamba_head_dim = 32,
+                       .n_groups = 2,
+                       .ssm_state_size = 32,
+                       .conv_kernel = 4,
+                       .num_attention_heads = 6,
+                       .num_key_value_heads = 2,
+                       .chunk_size = 64,
+                       .initializer_range = kNarrowRange}},
+      {"llama-110m", "Llama of 115 million parameters",
+       LlamaConfig{.vocab_size = 32000,
+                   .hidden_size = 512,
+                   .num_hidden_layers = 24,
+                   .num_attention_heads = 8,
+                   .num_key_value_heads = 8,
+                   .intermediate_size = 1536}},
+      {"llama-1b", "Llama of 1.1 billion parameters (TinyLlama's shape)",
+       LlamaConfig{.vocab_size = 32000,
+                   .hidden_size = 2048,
+                   .num_hidden_layers = 22,
+                   .num_attention_heads = 32,
+                   .num_key_value_heads = 4,
+                   .intermediate_size = 5632}},
+  }};
+  return kPresets;
+}
+
+}  // namespace
+
+std::span<const ModelPreset> model_presets() { return presets(); }
+
+std::vector<std::string> preset_names() {
+  std::vector<std::string> names;
+  for (const ModelPreset& preset : presets()) names.emplace_back(preset.name);
+  return names;
+}
+
+const ModelPreset* find_preset(std::string_view name) {
+  for (const ModelPreset& preset : presets())
+    if (preset.name == name) return &preset;
+  return nullptr;
+}
+
+}  // namespace fsdp

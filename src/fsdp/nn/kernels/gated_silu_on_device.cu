@@ -1,0 +1,127 @@
+// silu(gate) * up and its two gradients: every number is read once and written once.
+#include "fsdp/base/kernel_launch.cuh"
+#include "fsdp/base/packed_access.cuh"
+#include "fsdp/nn/kernels/layer_kernels.h"
+
+namespace fsdp::nn {
+
+namespace {
+
+constexpr int kThreads = 256;
+
+__device__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + expf(-x)); }
+
+template <typename T, int kCount>
+__device__ void forward_at(const T* gate, const T* up, T* result, int64_t i) {
+  const Floats<kCount> g = load_pack<kCount>(gate + i);
+  const Floats<kCount> u = load_pack<kCount>(up + i);
+  Floats<kCount> y;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) y.of[k] = g.of[k] * sigmoid(g.of[k]) * u.of[k];
+  store_pack(result + i, y);
+}
+
+template <typename T>
+struct Gradients {
+  const T* of_result;
+  T* of_gate;
+  T* of_up;
+};
+
+template <typename T, int kCount>
+__device__ void backward_at(const T* gate, const T* up, const Gradients<T>& gradients, int64_t i) {
+  const Floats<kCount> g = load_pack<kCount>(gate + i);
+  const Floats<kCount> u = load_pack<kCount>(up + i);
+  const Floats<kCount> d = load_pack<kCount>(gradients.of_result + i);
+  Floats<kCount> dg;
+  Floats<kCount> du;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    const float s = sigmoid(g.of[k]);
+    du.of[k] = d.of[k] * (g.of[k] * s);
+    dg.of[k] = d.of[k] * u.of[k] * (s * (1.0f + g.of[k] * (1.0f - s)));
+  }
+  store_pack(gradients.of_gate + i, dg);
+  store_pack(gradients.of_up + i, du);
+}
+
+// Calls body(count, i) for this thread's numbers: whole packs, and the rest one by one.
+template <int kCount, typename Body>
+__device__ void at_own_numbers(int64_t numel, const Body& body) {
+  const int64_t begin =
+      (static_cast<int64_t>(blockIdx.x) * kThreads + static_cast<int64_t>(threadIdx.x)) * kCount;
+  if (begin + kCount <= numel) {
+    body(std::integral_constant<int, kCount>{}, begin);
+  } else {
+    for (int64_t i = begin; i < numel; ++i) body(std::integral_constant<int, 1>{}, i);
+  }
+}
+
+template <typename T, int kCount>
+__global__ void __launch_bounds__(kThreads)
+    gated_silu_kernel(const T* gate, const T* up, T* result, int64_t numel) {
+  at_own_numbers<kCount>(numel, [&](auto count, int64_t i) {
+    forward_at<T, decltype(count)::value>(gate, up, result, i);
+  });
+}
+
+template <typename T, int kCount>
+__global__ void __launch_bounds__(kThreads)
+    gated_silu_backward_kernel(const T* gate, const T* up, Gradients<T> gradients, int64_t numel) {
+  at_own_numbers<kCount>(numel, [&](auto count, int64_t i) {
+    backward_at<T, decltype(count)::value>(gate, up, gradients, i);
+  });
+}
+
+unsigned blocks_for(int64_t numel, int per_thread) {
+  const int64_t per_block = static_cast<int64_t>(kThreads) * per_thread;
+  return static_cast<unsigned>((numel + per_block - 1) / per_block);
+}
+
+}  // namespace
+
+bool has_device_layers() { return true; }
+
+void gated_silu_on_device(const GatedSiluMemory& memory, void* result, void* stream) {
+  if (memory.numel == 0) return;
+  const bool in_packs =
+      begins_a_pack(memory.gate) && begins_a_pack(memory.up) && begins_a_pack(result);
+  with_kernel_type(memory.dtype, "gated_silu", [&](auto zero) {
+    using T = decltype(zero);
+    const auto launch = [&](auto kernel, int per_thread) {
+      kernel<<<blocks_for(memory.numel, per_thread), kThreads, 0, cuda_stream(stream)>>>(
+          static_cast<const T*>(memory.gate), static_cast<const T*>(memory.up),
+          static_cast<T*>(result), memory.numel);
+    };
+    if (in_packs)
+      launch(gated_silu_kernel<T, kPackCount<T>>, kPackCount<T>);
+    else
+      launch(gated_silu_kernel<T, 1>, 1);
+  });
+  check_launch("gated_silu");
+}
+
+void gated_silu_backward_on_device(const GatedSiluMemory& memory, const void* gradient,
+                                   void* gate_gradient, void* up_gradient, void* stream) {
+  if (memory.numel == 0) return;
+  const bool in_packs = begins_a_pack(memory.gate) && begins_a_pack(memory.up) &&
+                        begins_a_pack(gradient) && begins_a_pack(gate_gradient) &&
+                        begins_a_pack(up_gradient);
+  with_kernel_type(memory.dtype, "gated_silu_backward", [&](auto zero) {
+    using T = decltype(zero);
+    const Gradients<T> gradients{static_cast<const T*>(gradient), static_cast<T*>(gate_gradient),
+                                 static_cast<T*>(up_gradient)};
+    const auto launch = [&](auto kernel, int per_thread) {
+      kernel<<<blocks_for(memory.numel, per_thread), kThreads, 0, cuda_stream(stream)>>>(
+          static_cast<const T*>(memory.gate), static_cast<const T*>(memory.up), gradients,
+          memory.numel);
+    };
+    if (in_packs)
+      launch(gated_silu_backward_kernel<T, kPackCount<T>>, kPackCount<T>);
+    else
+      launch(gated_silu_backward_kernel<T, 1>, 1);
+  });
+  check_launch("gated_silu_backward");
+}
+
+}  // namespace fsdp::nn

@@ -1,0 +1,126 @@
+// The element-wise parts of the layers as CUDA kernels: one launch where ATen takes a pass over
+// memory per operation. Computed in fp32, rounded once to the numbers' type (fp32, bf16 or fp16);
+// the same bits in every run. Calls enqueue on a stream (a cudaStream_t) and never wait. All
+// pointers are memory of the current device. In builds without CUDA every function throws an Error.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+
+#include "fsdp/base/dtype.h"
+
+namespace fsdp::nn {
+
+// The target of a position that predicts nothing.
+inline constexpr int64_t kNoTarget = -100;
+
+// Whether this build has the kernels.
+bool has_device_layers();
+
+// --- rotary positions ----------------------------------------------------------------------------
+
+// [batch, sequence, heads, head_dim], strided but for the last dimension; the result is dense.
+struct RotatedHeads {
+  const void* from = nullptr;
+  void* to = nullptr;
+  int64_t num_heads = 0;
+  std::array<int64_t, 3> strides{};  // of batch, sequence and heads in `from`, in elements
+};
+
+struct RotationShape {
+  DType dtype = DType::kBFloat16;
+  int64_t batch = 0;
+  int64_t sequence = 0;
+  int64_t head_dim = 0;
+};
+
+// [sequence, head_dim / 2] each, dense.
+struct RotationAngles {
+  const float* cosine = nullptr;
+  const float* sine = nullptr;
+  float sign = 1.0f;  // -1: rotate back
+};
+
+// Queries and keys in one launch.
+void rotate_on_device(const std::array<RotatedHeads, 2>& heads, const RotationShape& shape,
+                      const RotationAngles& angles, void* stream);
+
+// --- gated MLP -----------------------------------------------------------------------------------
+
+// All dense, of `numel` numbers.
+struct GatedSiluMemory {
+  DType dtype = DType::kBFloat16;
+  int64_t numel = 0;
+  const void* gate = nullptr;
+  const void* up = nullptr;
+};
+
+// result = silu(gate) * up
+void gated_silu_on_device(const GatedSiluMemory& memory, void* result, void* stream);
+
+// Gradients of the sum of gradient * result.
+void gated_silu_backward_on_device(const GatedSiluMemory& memory, const void* gradient,
+                                   void* gate_gradient, void* up_gradient, void* stream);
+
+// --- cross entropy -------------------------------------------------------------------------------
+
+// Logits: [num_rows, vocabulary], dense.
+struct CrossEntropyMemory {
+  DType dtype = DType::kBFloat16;
+  int64_t num_rows = 0;
+  int64_t vocabulary = 0;
+  const void* logits = nullptr;
+  const int64_t* targets = nullptr;  // per row; asserts a token or kNoTarget
+  float* row_sums = nullptr;         // per row two: the largest logit, log(sum(exp(logit - it)))
+  float* weight = nullptr;           // one number: 1 / (rows that have a target), at most 1
+};
+
+// Fills row_sums, weight and *loss. `row_losses` is work space for num_rows numbers.
+void cross_entropy_on_device(const CrossEntropyMemory& memory, float* row_losses, float* loss,
+                             void* stream);
+
+// The gradient of *loss_gradient * loss with respect to the logits, in their type.
+void cross_entropy_backward_on_device(const CrossEntropyMemory& memory, const float* loss_gradient,
+                                      void* gradient, void* stream);
+
+// --- root-mean-square norm -----------------------------------------------------------------------
+
+// The longest row, in packs of 16 bytes.
+inline constexpr int64_t kMaxNormPacks = 1024;
+bool norm_fits_device(DType dtype, int64_t size);
+
+// Rows and weight are dense and begin at multiples of 16 bytes.
+struct NormInput {
+  DType dtype = DType::kBFloat16;
+  int64_t num_rows = 0;
+  int64_t size = 0;  // of a row
+  float eps = 0.0f;
+  const void* x = nullptr;
+  const void* added = nullptr;  // null, or like x: x + added is normed
+  const void* weight = nullptr;
+};
+
+struct NormOutput {
+  void* sum = nullptr;  // x + added, if something is added
+  void* normed = nullptr;
+  float* scales = nullptr;  // per row: 1 / sqrt(mean(x^2) + eps)
+};
+
+void rms_norm_on_device(const NormInput& input, const NormOutput& output, void* stream);
+
+struct NormGradients {
+  const float* scales = nullptr;
+  const void* of_normed = nullptr;
+  const void* of_sum = nullptr;  // null: 0
+  void* of_x = nullptr;          // also the gradient of `added`
+  void* of_weight = nullptr;
+  float* weight_sums = nullptr;  // work space: norm_weight_sums() times the size of a row
+};
+int64_t norm_weight_sums(int64_t num_rows);
+
+// `input.x` is the normed input, with `added` in it.
+void rms_norm_backward_on_device(const NormInput& input, const NormGradients& gradients,
+                                 void* stream);
+
+}  // namespace fsdp::nn

@@ -1,0 +1,42 @@
+// Stands in for the CUDA kernels in builds without them.
+#include "fsdp/base/error.h"
+#include "fsdp/nn/kernels/layer_kernels.h"
+
+namespace fsdp::nn {
+
+namespace {
+
+[[noreturn]] void throw_absent() {
+  throw Error("a kernel of a layer was called, and this build has none: build with FSDP_CUDA=ON");
+}
+
+}  // namespace
+
+bool has_device_layers() { return false; }
+
+void rotate_on_device(const std::array<RotatedHeads, 2>&, const RotationShape&,
+                      const RotationAngles&, void*) {
+  throw_absent();
+}
+
+void gated_silu_on_device(const GatedSiluMemory&, void*, void*) { throw_absent(); }
+
+void gated_silu_backward_on_device(const GatedSiluMemory&, const void*, void*, void*, void*) {
+  throw_absent();
+}
+
+void cross_entropy_on_device(const CrossEntropyMemory&, float*, float*, void*) { throw_absent(); }
+
+void cross_entropy_backward_on_device(const CrossEntropyMemory&, const float*, void*, void*) {
+  throw_absent();
+}
+
+bool norm_fits_device(DType, int64_t) { return false; }
+
+int64_t norm_weight_sums(int64_t) { throw_absent(); }
+
+void rms_norm_on_device(const NormInput&, const NormOutput&, void*) { throw_absent(); }
+
+void rms_norm_backward_on_device(const NormInput&, const NormGradients&, void*) { throw_absent(); }
+
+}  // namespace fsdp::nn

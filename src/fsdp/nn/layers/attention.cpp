@@ -1,0 +1,105 @@
+#include "fsdp/nn/layers/attention.h"
+
+#include <ATen/ATen.h>
+
+#include <utility>
+
+namespace fsdp::nn {
+
+namespace {
+
+// Devices' half-precision kernels and the host's kernels read a group's keys and values in place;
+// for other types, devices have memory-saving kernels only for equal numbers of heads.
+bool reads_groups_in_place(const at::Tensor& query) {
+  return query.device().is_cpu() || query.scalar_type() == at::kBFloat16 ||
+         query.scalar_type() == at::kHalf;
+}
+
+// [batch, kv_heads, sequence, head_dim] -> as many heads as the queries have.
+at::Tensor repeated(const at::Tensor& x, int64_t group) {
+  return x.unsqueeze(2)
+      .expand({x.size(0), x.size(1), group, x.size(2), x.size(3)})
+      .reshape({x.size(0), x.size(1) * group, x.size(2), x.size(3)});
+}
+
+// Queries belong to the last positions; libtorch's own causal mask needs as many keys as queries.
+std::optional<at::Tensor> mask_of(const at::Tensor& query, const at::Tensor& key) {
+  const int64_t num_earlier = key.size(2) - query.size(2);
+  if (num_earlier == 0 || query.size(2) == 1) return std::nullopt;
+  return at::ones({query.size(2), key.size(2)}, query.options().dtype(at::kBool)).tril(num_earlier);
+}
+
+at::Tensor causal_attention(const at::Tensor& query, at::Tensor key, at::Tensor value) {
+  const int64_t group = query.size(1) / key.size(1);
+  const bool in_place = group > 1 && reads_groups_in_place(query);
+  if (group > 1 && !in_place) {
+    key = repeated(key, group);
+    value = repeated(value, group);
+  }
+  return at::scaled_dot_product_attention(query, key, value, mask_of(query, key),
+                                          /*dropout_p=*/0.0,
+                                          /*is_causal=*/query.size(2) == key.size(2),
+                                          /*scale=*/std::nullopt, /*enable_gqa=*/in_place);
+}
+
+// Appends positions to the kept ones, and keeps the result.
+at::Tensor appended(at::Tensor& kept, const at::Tensor& more) {
+  kept = kept.defined() ? at::cat({kept, more}, 1) : more;
+  return kept;
+}
+
+}  // namespace
+
+AttentionImpl::AttentionImpl(const AttentionOptions& options)
+    : options_(options),
+      q_proj_(register_module(
+          "q_proj",
+          Projection(ProjectionOptions{options.hidden_size, options.num_heads * options.head_dim,
+                                       options.bias, options.standard_deviation}))),
+      k_proj_(register_module(
+          "k_proj",
+          Projection(ProjectionOptions{options.hidden_size, options.num_kv_heads * options.head_dim,
+                                       options.bias, options.standard_deviation}))),
+      v_proj_(register_module(
+          "v_proj",
+          Projection(ProjectionOptions{options.hidden_size, options.num_kv_heads * options.head_dim,
+                                       options.bias, options.standard_deviation}))),
+      o_proj_(register_module(
+          "o_proj",
+          Projection(ProjectionOptions{options.num_heads * options.head_dim, options.hidden_size,
+                                       options.bias, options.standard_deviation}))) {
+  if (options.qk_norm_eps == 0.0) return;
+  q_norm_ = register_module("q_norm", RmsNorm(options.head_dim, options.qk_norm_eps));
+  k_norm_ = register_module("k_norm", RmsNorm(options.head_dim, options.qk_norm_eps));
+}
+
+at::Tensor AttentionImpl::heads_of(const at::Tensor& projected) const {
+  return projected.view({projected.size(0), projected.size(1), -1, options_.head_dim});
+}
+
+at::Tensor AttentionImpl::forward(const at::Tensor& x, LayerCache* cache) {
+  const std::vector<at::Tensor> projected = project(x, {q_proj_, k_proj_, v_proj_});
+  at::Tensor query = heads_of(projected[0]);
+  at::Tensor key = heads_of(projected[1]);
+  at::Tensor value = heads_of(projected[2]);
+  if (!q_norm_.is_empty()) {
+    query = q_norm_(query);
+    key = k_norm_(key);
+  }
+  if (options_.rotary) {
+    const int64_t begin = cache != nullptr && cache->key.defined() ? cache->key.size(1) : 0;
+    const RotaryTables tables = options_.rotary->tables(begin, begin + x.size(1), x.device());
+    QueryAndKey rotated = rotate({query, key}, tables);
+    query = std::move(rotated.query);
+    key = std::move(rotated.key);
+  }
+  if (cache != nullptr) {
+    key = appended(cache->key, key);
+    value = appended(cache->value, value);
+  }
+  const at::Tensor mixed =
+      causal_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2));
+  return o_proj_(mixed.transpose(1, 2).reshape({x.size(0), x.size(1), -1}));
+}
+
+}  // namespace fsdp::nn

@@ -1,0 +1,46 @@
+// Causal self-attention with grouped keys and values.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <memory>
+
+#include "fsdp/nn/layers/decoding_cache.h"
+#include "fsdp/nn/layers/matrix_layers.h"
+#include "fsdp/nn/layers/rms_norm.h"
+#include "fsdp/nn/layers/rotary.h"
+
+namespace fsdp::nn {
+
+struct AttentionOptions {
+  int64_t hidden_size = 0;
+  int64_t num_heads = 0;
+  int64_t num_kv_heads = 0;  // divides num_heads; each one serves a group of query heads
+  int64_t head_dim = 0;
+  bool bias = false;
+  // Norms each query and key head with this epsilon; 0: no norm.
+  double qk_norm_eps = 0.0;
+  double standard_deviation = 0.02;
+  // Null: no positions.
+  std::shared_ptr<Rotary> rotary = nullptr;
+};
+
+class AttentionImpl : public torch::nn::Module {
+ public:
+  explicit AttentionImpl(const AttentionOptions& options);
+  // [batch, sequence, hidden_size], like the result. With a cache, x follows the cached positions
+  // and is added to them.
+  at::Tensor forward(const at::Tensor& x, LayerCache* cache);
+
+ private:
+  at::Tensor heads_of(const at::Tensor& projected) const;  // [batch, sequence, heads, head_dim]
+
+  const AttentionOptions options_;
+  Projection q_proj_, k_proj_, v_proj_, o_proj_;
+  RmsNorm q_norm_{nullptr}, k_norm_{nullptr};
+};
+TORCH_MODULE(Attention);
+
+}  // namespace fsdp::nn

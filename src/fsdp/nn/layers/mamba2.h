@@ -1,0 +1,71 @@
+// The Mamba-2 mixer with the parameters and names of Nemotron-H, and its state space.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include "fsdp/nn/config/model_config.h"
+#include "fsdp/nn/layers/decoding_cache.h"
+#include "fsdp/nn/layers/matrix_layers.h"
+#include "fsdp/nn/layers/named_init.h"
+#include "fsdp/nn/layers/rms_norm.h"
+
+namespace fsdp::nn {
+
+// --- the state space -----------------------------------------------------------------------------
+
+// Mamba-2's state space: a recurrence over positions, computed in chunks.
+
+// All fp32. For every batch entry and head h of group g, with a state S [head_dim, state]:
+//   S(t) = exp(step(t) A) S(t - 1) + step(t) x(t) B(t)^T        S(-1) = 0
+//   y(t) = S(t) C(t) + D x(t)
+struct ScanInput {
+  at::Tensor x;     // [batch, sequence, heads, head_dim]
+  at::Tensor step;  // [batch, sequence, heads], not negative
+  at::Tensor a;     // [heads], negative
+  at::Tensor b;     // [batch, sequence, groups, state]; each group is for heads / groups heads
+  at::Tensor c;     // the same
+  at::Tensor d;     // [heads]
+};
+
+// y, [batch, sequence, heads, head_dim]. Positions of a chunk see each other by matrix products;
+// each chunk hands its state to the next. Except for rounding, the result does not depend on the
+// chunk size, of which the sequence need not be a multiple. `state`, if not null, is S(-1)
+// (undefined: zeros), and becomes S at the end: [batch, groups, heads of a group, head_dim, state].
+at::Tensor selective_scan(const ScanInput& input, int64_t chunk_size, at::Tensor* state = nullptr);
+
+// --- the mixer -----------------------------------------------------------------------------------
+
+// Convolves each channel over the current and the previous positions.
+class CausalConvImpl : public torch::nn::Module, public NamedInit {
+ public:
+  CausalConvImpl(int64_t num_channels, int64_t kernel_size, bool with_bias);
+  // [batch, sequence, channels]. `window`, if not null, holds the inputs before x (undefined:
+  // zeros), and becomes the inputs that the next call needs.
+  at::Tensor forward(const at::Tensor& x, at::Tensor* window);
+  void reset_parameters() override;
+
+  at::Tensor weight;  // [channels, 1, kernel_size]
+  at::Tensor bias;    // [channels], or undefined
+};
+TORCH_MODULE(CausalConv);
+
+class Mamba2Impl : public torch::nn::Module, public NamedInit {
+ public:
+  explicit Mamba2Impl(const NemotronHConfig& config);
+  // [batch, sequence, hidden_size]. With a cache, x follows the cached positions and joins them.
+  at::Tensor forward(const at::Tensor& x, LayerCache* cache);
+  void reset_parameters() override;
+
+ private:
+  const NemotronHConfig config_;
+  at::Tensor a_log_, d_, dt_bias_;  // [heads]
+  Projection in_proj_;
+  CausalConv conv1d_;
+  RmsNorm norm_;
+  Projection out_proj_;
+};
+TORCH_MODULE(Mamba2);
+
+}  // namespace fsdp::nn

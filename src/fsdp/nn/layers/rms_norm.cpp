@@ -1,0 +1,233 @@
+#include "fsdp/nn/layers/rms_norm.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <array>
+#include <cmath>
+#include <optional>
+
+#include "fsdp/nn/kernels/kernel_calls.h"
+
+namespace fsdp::nn {
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr int64_t kNormGrain = 16384;  // elements per task
+constexpr int64_t kLanes = 16;
+
+// Sums in lanes, so that it is vectorised and gives the same result on every machine.
+template <typename Term>
+float lane_sum(int64_t size, const Term& term) {
+  std::array<float, kLanes> lanes{};
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes)
+    for (int64_t lane = 0; lane < kLanes; ++lane)
+      lanes[static_cast<size_t>(lane)] += term(i + lane);
+  for (; i < size; ++i) lanes[static_cast<size_t>(i % kLanes)] += term(i);
+  float sum = 0.0f;
+  for (const float lane : lanes) sum += lane;
+  return sum;
+}
+
+int64_t rows_per_task(int64_t size) { return std::max<int64_t>(1, kNormGrain / size); }
+
+// ATen takes six passes on the host, and twice as many in the backward; these take one each.
+class HostRmsNorm final : public torch::autograd::Function<HostRmsNorm> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& input_in,
+                            const at::Tensor& weight, double eps, int64_t num_groups) {
+    const at::Tensor input = input_in.contiguous();
+    const int64_t size = input.size(-1) / num_groups;
+    const int64_t num_rows = input.numel() / size;
+    const at::Tensor output = at::empty_like(input);
+    const at::Tensor scale = at::empty({num_rows}, input.options());
+    const auto* x = input.const_data_ptr<float>();
+    const auto* w = weight.const_data_ptr<float>();
+    auto* y = output.data_ptr<float>();
+    auto* scales = scale.data_ptr<float>();
+    at::parallel_for(0, num_rows, rows_per_task(size), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        const float* x_row = x + row * size;
+        float* y_row = y + row * size;
+        const float* w_row = w + row % num_groups * size;
+        const float squares = lane_sum(size, [&](int64_t i) { return x_row[i] * x_row[i]; });
+        const float s =
+            1.0f / std::sqrt(squares / static_cast<float>(size) + static_cast<float>(eps));
+        scales[row] = s;
+        for (int64_t i = 0; i < size; ++i) y_row[i] = x_row[i] * s * w_row[i];
+      }
+    });
+    context->save_for_backward({input, weight, scale});
+    context->saved_data["num_groups"] = num_groups;
+    return output;
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const variable_list saved = context->get_saved_variables();
+    const at::Tensor gradient = gradients[0].contiguous();
+    const int64_t num_groups = context->saved_data["num_groups"].toInt();
+    const int64_t width = saved[0].size(-1);
+    const int64_t size = width / num_groups;
+    const int64_t num_rows = saved[0].numel() / size;
+    const int64_t rows_at_once = rows_per_task(size);
+    const int64_t num_tasks = (num_rows + rows_at_once - 1) / rows_at_once;
+    const at::Tensor input_gradient = at::empty_like(saved[0]);
+    // One row of partial sums per task, so that the number of threads does not change the sums.
+    const at::Tensor partial = at::zeros({num_tasks, width}, saved[0].options());
+    const auto* x = saved[0].const_data_ptr<float>();
+    const auto* w = saved[1].const_data_ptr<float>();
+    const auto* scales = saved[2].const_data_ptr<float>();
+    const auto* g = gradient.const_data_ptr<float>();
+    auto* dx = input_gradient.data_ptr<float>();
+    auto* dw = partial.data_ptr<float>();
+    at::parallel_for(0, num_tasks, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; ++task)
+        for (int64_t row = task * rows_at_once; row < std::min(num_rows, (task + 1) * rows_at_once);
+             ++row) {
+          const int64_t group = row % num_groups * size;
+          backward_row(size, x + row * size, w + group, scales[row], g + row * size,
+                       dx + row * size, dw + task * width + group);
+        }
+    });
+    return {input_gradient, num_tasks == 1 ? partial.view({width}) : partial.sum(0), at::Tensor(),
+            at::Tensor()};
+  }
+
+ private:
+  static void backward_row(int64_t size, const float* x, const float* w, float s, const float* g,
+                           float* dx, float* dw) {
+    const float dot = lane_sum(size, [&](int64_t i) { return g[i] * w[i] * x[i]; });
+    const float along = s * s * dot / static_cast<float>(size);
+    for (int64_t i = 0; i < size; ++i) {
+      dx[i] = s * (g[i] * w[i] - x[i] * along);
+      dw[i] += g[i] * x[i] * s;
+    }
+  }
+};
+
+bool has_norm_kernel(const at::Tensor& input, const at::Tensor& weight) {
+  return has_kernels(input) && weight.scalar_type() == input.scalar_type() &&
+         norm_fits_device(dtype_of(input.scalar_type()), input.size(-1));
+}
+
+// {x + added, or x if nothing is added; the same normed}
+class DeviceRmsNorm final : public torch::autograd::Function<DeviceRmsNorm> {
+ public:
+  static variable_list forward(AutogradContext* context, const at::Tensor& x_in,
+                               const std::optional<at::Tensor>& added_in,
+                               const at::Tensor& weight_in, double eps) {
+    const at::Tensor x = dense_packs(x_in);
+    const at::Tensor weight = dense_packs(weight_in);
+    NormInput input = input_of(x, weight, eps);
+    const at::Tensor normed = at::empty_like(x);
+    const at::Tensor scales = at::empty({input.num_rows}, x.options().dtype(at::kFloat));
+    NormOutput output{.normed = normed.mutable_data_ptr(),
+                      .scales = scales.mutable_data_ptr<float>()};
+    at::Tensor around = x_in;
+    at::Tensor added;
+    if (added_in) {
+      added = dense_packs(*added_in);
+      around = at::empty_like(x);
+      input.added = added.const_data_ptr();
+      output.sum = around.mutable_data_ptr();
+    }
+    const OnDeviceOf on_device(x);
+    rms_norm_on_device(input, output, on_device.stream());
+    context->save_for_backward({added_in ? around : x, weight, scales});
+    context->saved_data["eps"] = eps;
+    context->saved_data["has_added"] = added_in.has_value();
+    context->set_materialize_grads(false);
+    return {around, normed};
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const at::Tensor& of_around = gradients[0];
+    const bool has_added = context->saved_data["has_added"].toBool();
+    const auto result = [&](const at::Tensor& of_x, const at::Tensor& of_weight) {
+      return variable_list{of_x, has_added ? of_x : at::Tensor(), of_weight, at::Tensor()};
+    };
+    if (!gradients[1].defined()) return result(of_around, at::Tensor());
+    const variable_list saved = context->get_saved_variables();
+    const at::Tensor x = dense_packs(saved[0]);
+    const NormInput input = input_of(x, saved[1], context->saved_data["eps"].toDouble());
+    const at::Tensor of_normed = dense_packs(gradients[1]);
+    const at::Tensor of_sum = of_around.defined() ? dense_packs(of_around) : at::Tensor();
+    const at::Tensor of_x = at::empty_like(x);
+    const at::Tensor of_weight = at::empty_like(saved[1]);
+    const at::Tensor weight_sums =
+        at::empty({norm_weight_sums(input.num_rows), input.size}, x.options().dtype(at::kFloat));
+    const OnDeviceOf on_device(x);
+    rms_norm_backward_on_device(input,
+                                {.scales = saved[2].const_data_ptr<float>(),
+                                 .of_normed = of_normed.const_data_ptr(),
+                                 .of_sum = of_sum.defined() ? of_sum.const_data_ptr() : nullptr,
+                                 .of_x = of_x.mutable_data_ptr(),
+                                 .of_weight = of_weight.mutable_data_ptr(),
+                                 .weight_sums = weight_sums.mutable_data_ptr<float>()},
+                                on_device.stream());
+    return result(of_x, of_weight);
+  }
+
+ private:
+  static NormInput input_of(const at::Tensor& x, const at::Tensor& weight, double eps) {
+    return {.dtype = dtype_of(x.scalar_type()),
+            .num_rows = x.numel() / x.size(-1),
+            .size = x.size(-1),
+            .eps = static_cast<float>(eps),
+            .x = x.const_data_ptr(),
+            .weight = weight.const_data_ptr()};
+  }
+};
+
+NormedBranch branch_on_device(const at::Tensor& x, const std::optional<at::Tensor>& added,
+                              const at::Tensor& weight, double eps) {
+  const variable_list result = DeviceRmsNorm::apply(x, added, weight, eps);
+  return {result[0], result[1]};
+}
+
+}  // namespace
+
+at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double eps,
+                    int64_t num_groups) {
+  const bool is_plain = input.device().is_cpu() && input.scalar_type() == at::kFloat &&
+                        weight.scalar_type() == at::kFloat && input.numel() > 0;
+  if (is_plain) return HostRmsNorm::apply(input, weight, eps, num_groups);
+  if (num_groups == 1 && has_norm_kernel(input, weight))
+    return branch_on_device(input, std::nullopt, weight, eps).normed;
+  if (num_groups == 1) return at::rms_norm(input, weight.sizes(), weight, eps);
+  const std::vector<int64_t> group = {input.size(-1) / num_groups};
+  const at::Tensor grouped = input.unflatten(-1, {num_groups, group[0]});
+  return (at::rms_norm(grouped, group, {}, eps) * weight.view({num_groups, group[0]}))
+      .flatten(-2)
+      .to(input.scalar_type());
+}
+
+RmsNormImpl::RmsNormImpl(int64_t size, double eps)
+    : weight(register_parameter("weight", at::empty({size}))), eps_(eps) {}
+
+at::Tensor RmsNormImpl::forward(const at::Tensor& input) { return rms_norm(input, weight, eps_); }
+
+NormedBranch RmsNormImpl::branch(const at::Tensor& x) {
+  if (has_norm_kernel(x, weight)) return branch_on_device(x, std::nullopt, weight, eps_);
+  return {x, forward(x)};
+}
+
+NormedBranch RmsNormImpl::branch(const at::Tensor& x, const at::Tensor& added) {
+  if (has_norm_kernel(x, weight) && added.scalar_type() == x.scalar_type() &&
+      added.sizes() == x.sizes())
+    return branch_on_device(x, added, weight, eps_);
+  const at::Tensor sum = x + added;
+  return {sum, forward(sum)};
+}
+
+void RmsNormImpl::reset_parameters() {
+  const at::NoGradGuard no_grad;
+  weight.fill_(1.0);
+}
+
+}  // namespace fsdp::nn

@@ -1,0 +1,173 @@
+#include "fsdp/nn/layers/rotary.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <numbers>
+
+#include "fsdp/nn/kernels/kernel_calls.h"
+
+namespace fsdp::nn {
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Stretches wavelengths beyond the positions of the first training, keeps short ones, and blends
+// smoothly in between.
+double scaled(double frequency, const Llama3RopeScaling& scaling) {
+  const double turns = static_cast<double>(scaling.original_max_position_embeddings) * frequency /
+                       (2.0 * std::numbers::pi);
+  if (turns < scaling.low_freq_factor) return frequency / scaling.factor;
+  if (turns > scaling.high_freq_factor) return frequency;
+  const double smooth =
+      (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor);
+  return (1.0 - smooth) * frequency / scaling.factor + smooth * frequency;
+}
+
+enum class Direction { kForward, kBack };
+
+// One pass on the host, where ATen needs four.
+void rotate_on_host(const at::Tensor& x, const at::Tensor& y, const at::Tensor& cosine,
+                    const at::Tensor& sine, float sign) {
+  const int64_t sequence = x.size(1);
+  const int64_t heads = x.size(2);
+  const int64_t half = x.size(3) / 2;
+  const auto* from = x.const_data_ptr<float>();
+  auto* to = y.data_ptr<float>();
+  const auto* cosines = cosine.const_data_ptr<float>();
+  const auto* sines = sine.const_data_ptr<float>();
+  at::parallel_for(0, x.size(0) * sequence, 32, [&](int64_t begin, int64_t end) {
+    for (int64_t position = begin; position < end; ++position) {
+      const float* c = cosines + position % sequence * half;
+      const float* s = sines + position % sequence * half;
+      for (int64_t head = 0; head < heads; ++head) {
+        const float* a = from + (position * heads + head) * 2 * half;
+        float* b = to + (position * heads + head) * 2 * half;
+        for (int64_t i = 0; i < half; ++i) {
+          b[i] = a[i] * c[i] - a[i + half] * (sign * s[i]);
+          b[i + half] = a[i + half] * c[i] + a[i] * (sign * s[i]);
+        }
+      }
+    }
+  });
+}
+
+at::Tensor rotated(const at::Tensor& x_in, const at::Tensor& cosine, const at::Tensor& sine,
+                   Direction direction) {
+  const at::Tensor x = x_in.contiguous();
+  if (x.device().is_cpu() && x.scalar_type() == at::kFloat) {
+    at::Tensor y = at::empty_like(x);
+    rotate_on_host(x, y, cosine, sine, direction == Direction::kForward ? 1.0f : -1.0f);
+    return y;
+  }
+  const at::Tensor wide = x.to(at::kFloat);
+  const at::Tensor y = at::empty_like(wide);
+  const at::Tensor c = cosine.unsqueeze(1);  // over the heads
+  const at::Tensor s = sine.unsqueeze(1);
+  const std::vector<at::Tensor> from = wide.chunk(2, -1);
+  std::vector<at::Tensor> to = y.chunk(2, -1);
+  const double sign = direction == Direction::kForward ? 1.0 : -1.0;
+  at::mul_out(to[0], from[0], c).addcmul_(from[1], s, -sign);
+  at::mul_out(to[1], from[1], c).addcmul_(from[0], s, sign);
+  return y.to(x.scalar_type());
+}
+
+RotatedHeads strided_heads(const at::Tensor& from, const at::Tensor& to) {
+  return {.from = from.const_data_ptr(),
+          .to = to.mutable_data_ptr(),
+          .num_heads = from.size(2),
+          .strides = {from.stride(0), from.stride(1), from.stride(2)}};
+}
+
+// Rotates queries and keys in one launch, for any strides of their heads.
+QueryAndKey rotated_by_kernel(const QueryAndKey& x, const RotaryTables& tables,
+                              Direction direction) {
+  const auto with_dense_heads = [](const at::Tensor& heads) {
+    return heads.stride(3) == 1 ? heads : heads.contiguous();
+  };
+  const QueryAndKey from{with_dense_heads(x.query), with_dense_heads(x.key)};
+  const QueryAndKey to{at::empty(x.query.sizes(), x.query.options()),
+                       at::empty(x.key.sizes(), x.key.options())};
+  const OnDeviceOf on_device(x.query);
+  rotate_on_device({strided_heads(from.query, to.query), strided_heads(from.key, to.key)},
+                   {.dtype = dtype_of(x.query.scalar_type()),
+                    .batch = x.query.size(0),
+                    .sequence = x.query.size(1),
+                    .head_dim = x.query.size(3)},
+                   {.cosine = tables.cosine.const_data_ptr<float>(),
+                    .sine = tables.sine.const_data_ptr<float>(),
+                    .sign = direction == Direction::kForward ? 1.0f : -1.0f},
+                   on_device.stream());
+  return to;
+}
+
+QueryAndKey rotated(const QueryAndKey& x, const RotaryTables& tables, Direction direction) {
+  if (has_kernels(x.query) && x.key.scalar_type() == x.query.scalar_type())
+    return rotated_by_kernel(x, tables, direction);
+  return {rotated(x.query, tables.cosine, tables.sine, direction),
+          rotated(x.key, tables.cosine, tables.sine, direction)};
+}
+
+class Rotation final : public torch::autograd::Function<Rotation> {
+ public:
+  static variable_list forward(AutogradContext* context, const at::Tensor& query,
+                               const at::Tensor& key, const at::Tensor& cosine,
+                               const at::Tensor& sine) {
+    context->save_for_backward({cosine, sine});
+    const QueryAndKey result = rotated({query, key}, {cosine, sine}, Direction::kForward);
+    return {result.query, result.key};
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const variable_list saved = context->get_saved_variables();
+    const QueryAndKey result =
+        rotated({gradients[0], gradients[1]}, {saved[0], saved[1]}, Direction::kBack);
+    return {result.query, result.key, at::Tensor(), at::Tensor()};
+  }
+};
+
+}  // namespace
+
+std::vector<double> rotary_frequencies(const LlamaConfig& config) {
+  const int64_t head_dim = head_dim_of(config);
+  std::vector<double> frequencies;
+  for (int64_t channel = 0; channel < head_dim; channel += 2) {
+    const double frequency =
+        std::pow(config.rope_theta, -static_cast<double>(channel) / static_cast<double>(head_dim));
+    frequencies.push_back(config.rope_scaling ? scaled(frequency, *config.rope_scaling)
+                                              : frequency);
+  }
+  return frequencies;
+}
+
+RotaryTables Rotary::tables(int64_t begin, int64_t end, const at::Device& device) {
+  const std::lock_guard lock(mutex_);
+  const bool fits = !made_.empty() && made_.back().cosine.size(0) >= end &&
+                    made_.back().cosine.device() == device;
+  if (!fits) {
+    const at::NoGradGuard no_grad;
+    const auto num_positions =
+        static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(std::max<int64_t>(end, 1))));
+    const auto on_host = at::device(at::kCPU);
+    const at::Tensor frequency =
+        at::tensor(frequencies_, on_host.dtype(at::kDouble)).to(at::kFloat);
+    const at::Tensor angle =
+        at::outer(at::arange(num_positions, on_host.dtype(at::kFloat)), frequency);
+    made_.push_back({angle.cos().to(device), angle.sin().to(device)});
+  }
+  const RotaryTables& longest = made_.back();
+  return {longest.cosine.narrow(0, begin, end - begin), longest.sine.narrow(0, begin, end - begin)};
+}
+
+QueryAndKey rotate(const QueryAndKey& heads, const RotaryTables& tables) {
+  const variable_list result = Rotation::apply(heads.query, heads.key, tables.cosine, tables.sine);
+  return {result[0], result[1]};
+}
+
+}  // namespace fsdp::nn

@@ -1,0 +1,60 @@
+// The elements that an optimizer updates with one set of hyper-parameters: addresses and types.
+#pragma once
+
+#include <cstdint>
+
+#include "fsdp/base/dtype.h"
+#include "fsdp/layout/state_bytes.h"
+
+namespace fsdp {
+
+// Where the optimizer's own copy of a weight is.
+enum class MainWeight : uint8_t {
+  kIsWeight,  // nowhere else: the weight itself is updated
+  kSeparate,  // fp32, beside the weight, which is rounded from it
+  // The weight (bf16) is the upper half of an fp32 number, and beside it lies the remainder: bits
+  // of fp32 = (bits of weight << 16) + remainder, a signed 16-bit number.
+  kSplit,
+};
+
+// One moment (or momentum).
+struct Moment {
+  void* values = nullptr;
+  float* scales = nullptr;  // one per block that the span touches, where is_scaled(dtype)
+  DType dtype = DType::kFloat32;
+};
+
+// Pointers of one memory, a host's or a device's.
+struct UpdateSpan {
+  const void* gradient = nullptr;
+  DType gradient_dtype = DType::kFloat32;  // fp32, bf16, fp16: used as it is, never copied
+
+  void* weight = nullptr;  // for computing; written by every update
+  DType weight_dtype = DType::kFloat32;
+  MainWeight main = MainWeight::kIsWeight;
+  void* main_weight = nullptr;  // fp32 or the remainder, as `main` says
+
+  Moment first{};   // AdamW: of the gradient; SGD: the momentum
+  Moment second{};  // AdamW: of its square
+
+  int64_t numel = 0;
+  int64_t flat_begin = 0;  // of the first element, in the group's whole buffer
+  uint64_t group = 0;      // tells groups apart where random numbers are drawn
+
+  float rate_scale = 1.0f;  // times the learning rate
+  float weight_decay = 0.0f;
+};
+
+inline FlatRange flat_range(const UpdateSpan& span) {
+  return {span.flat_begin, span.flat_begin + span.numel};
+}
+
+// Elements [begin, begin + numel) of a span, as a span. If it has scales, `begin` must lie between
+// two blocks of them.
+UpdateSpan part_of_span(const UpdateSpan& span, int64_t begin, int64_t numel);
+
+// Throws an Error if the span's types do not fit together or a pointer is missing. `num_moments` is
+// the rule's number of moments: AdamW 2, SGD 1 or 0.
+void check_span(const UpdateSpan& span, int num_moments);
+
+}  // namespace fsdp

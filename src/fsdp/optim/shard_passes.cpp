@@ -1,0 +1,96 @@
+#include "fsdp/optim/shard_passes.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "fsdp/base/integer.h"
+#include "fsdp/base/torch_dtype.h"
+#include "fsdp/optim/kernels/update_on_cpu.h"
+#include "fsdp/optim/kernels/update_on_device.h"
+
+namespace fsdp {
+
+namespace {
+
+// For fewer elements, waking a thread takes longer than the update.
+constexpr int64_t kWorthAThread = 32768;
+// With fewer elements, the start of a part costs too much, since nothing is prefetched for it.
+constexpr int64_t kWorthAPart = 131072;
+
+// How many parts threads cut a span into. All threads wait for the last one, and the more threads
+// there are, the likelier one is late: so each of many threads takes several parts in turn.
+int64_t num_parts(int64_t numel, int64_t num_threads) {
+  const int64_t num_awake = std::clamp<int64_t>(numel / kWorthAThread, 1, num_threads);
+  const int64_t most = num_threads * std::clamp<int64_t>(num_threads / 2, 1, 8);
+  return std::clamp(numel / kWorthAPart, num_awake, most);
+}
+
+void on_cpu(const UpdateSpan& span, const AdamWRule& rule, const StepState& state,
+            ElementRange range) {
+  adamw_on_cpu(span, rule, state, range);
+}
+void on_cpu(const UpdateSpan& span, const SgdRule& rule, const StepState& state,
+            ElementRange range) {
+  sgd_on_cpu(span, rule, state, range);
+}
+void on_device(const UpdateSpan& span, const AdamWRule& rule, const StepState* state,
+               void* stream) {
+  adamw_on_device(span, rule, state, stream);
+}
+void on_device(const UpdateSpan& span, const SgdRule& rule, const StepState* state, void* stream) {
+  sgd_on_device(span, rule, state, stream);
+}
+
+int num_moments(const AdamWRule&) { return 2; }
+int num_moments(const SgdRule& rule) { return rule.momentum == 0.0 ? 0 : 1; }
+
+// Sums of this many elements are added up in order, so that threads make no difference.
+constexpr int64_t kChunk = 65536;
+
+}  // namespace
+
+void update_on_cpu(const UpdateSpan& span, const UpdateMath& math, const StepState& state,
+                   ThreadTeam& team) {
+  const int64_t count = num_parts(span.numel, team.size());
+  std::visit(
+      [&](const auto& rule) {
+        check_span(span, num_moments(rule));
+        team.run(count,
+                 [&](int64_t i) { on_cpu(span, rule, state, piece_of_span(span, i, count)); });
+      },
+      math);
+}
+
+void update_on_device(const UpdateSpan& span, const UpdateMath& math, const StepState* state,
+                      c10::Device device) {
+  std::visit(
+      [&](const auto& rule) {
+        check_span(span, num_moments(rule));
+        on_device(span, rule, state, current_stream(device).native_handle());
+      },
+      math);
+}
+
+void add_squared_norm(const at::Tensor& gradient, const at::Tensor& sum,
+                      const at::Tensor& workspace, ThreadTeam& team) {
+  const DType dtype = dtype_of(gradient.scalar_type());
+  const int64_t numel = gradient.numel();
+  if (!sum.is_cpu()) {
+    squared_sum_on_device(gradient.const_data_ptr(), dtype, numel, sum.mutable_data_ptr<double>(),
+                          workspace.mutable_data_ptr<double>(),
+                          current_stream(sum.device()).native_handle());
+    return;
+  }
+  const auto* bytes = static_cast<const std::byte*>(gradient.const_data_ptr());
+  std::vector<double> sums(static_cast<size_t>(ceil_div(numel, kChunk)));
+  team.run(static_cast<int64_t>(sums.size()), [&](int64_t i) {
+    sums[static_cast<size_t>(i)] = squared_sum_on_cpu(bytes + i * kChunk * element_bytes(dtype),
+                                                      dtype, std::min(kChunk, numel - i * kChunk));
+  });
+  *sum.mutable_data_ptr<double>() += std::accumulate(sums.begin(), sums.end(), 0.0);
+}
+
+}  // namespace fsdp

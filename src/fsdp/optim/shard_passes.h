@@ -1,0 +1,38 @@
+// The passes of a step over a shard: the update of a span and the sum of a gradient's squares, by
+// threads on the CPU and by kernels on a device.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include <variant>
+
+#include "fsdp/base/device_stream.h"
+#include "fsdp/optim/kernels/step_state.h"
+#include "fsdp/optim/kernels/thread_team.h"
+#include "fsdp/optim/kernels/update_math.h"
+#include "fsdp/optim/kernels/update_span.h"
+
+namespace fsdp {
+
+// --- updates -------------------------------------------------------------------------------------
+
+using UpdateMath = std::variant<AdamWRule, SgdRule>;
+
+// On the CPU, by the team's threads.
+void update_on_cpu(const UpdateSpan& span, const UpdateMath& math, const StepState& state,
+                   ThreadTeam& team);
+
+// Enqueued on the device's current stream; `state` is memory of the device.
+void update_on_device(const UpdateSpan& span, const UpdateMath& math, const StepState* state,
+                      c10::Device device);
+
+// --- sum of squares ------------------------------------------------------------------------------
+
+// Adds the sum of the squares of a one-dimensional tensor to `sum`, one fp64 element in the same
+// memory; finite if and only if all of them are. The same gradients give the same bits, for any
+// number of threads. On devices `workspace` has squared_sum_workspace_numel() elements.
+void add_squared_norm(const at::Tensor& gradient, const at::Tensor& sum,
+                      const at::Tensor& workspace, ThreadTeam& team);
+
+}  // namespace fsdp

@@ -1,0 +1,330 @@
+#include "fsdp/plan/model_tensors.h"
+
+#include <utility>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/text.h"
+#include "fsdp/nn/config/model_config.h"
+
+namespace fsdp {
+
+namespace {
+
+enum class Bias { kWithout, kWith };
+
+Bias bias_if(bool with) { return with ? Bias::kWith : Bias::kWithout; }
+
+// Collects the tensors of one unit under a common prefix.
+class UnitBuilder {
+ public:
+  UnitBuilder(std::string unit_name, std::string prefix)
+      : unit_{std::move(unit_name), {}}, prefix_(std::move(prefix)) {}
+
+  void tensor(const std::string& name, std::vector<int64_t> shape,
+              std::optional<DType> dtype = std::nullopt) {
+    unit_.tensors.push_back({prefix_ + name, std::move(shape), dtype});
+  }
+
+  // y = W x (+ b): weight [out, in].
+  void linear(const std::string& name, int64_t out, int64_t in, Bias bias = Bias::kWithout) {
+    tensor(name + ".weight", {out, in});
+    if (bias == Bias::kWith) tensor(name + ".bias", {out});
+  }
+
+  void norm(const std::string& name, int64_t dim) { tensor(name + ".weight", {dim}); }
+
+  UnitShape build() && { return std::move(unit_); }
+
+ private:
+  UnitShape unit_;
+  std::string prefix_;
+};
+
+// Appends units in forward order, each used where it is added.
+class ModelBuilder {
+ public:
+  explicit ModelBuilder(std::string name) { model_.name = std::move(name); }
+
+  int64_t add(UnitBuilder&& unit) {
+    const auto index = static_cast<int64_t>(model_.units.size());
+    model_.units.push_back(std::move(unit).build());
+    model_.uses.push_back(index);
+    return index;
+  }
+
+  void use_again(int64_t index) { model_.uses.push_back(index); }
+
+  ModelShape build() && {
+    model_.validate();
+    return std::move(model_);
+  }
+
+ private:
+  ModelShape model_;
+};
+
+int64_t add_embedding(ModelBuilder& model, const std::string& tensor, int64_t vocab, int64_t dim) {
+  UnitBuilder unit(tensor, tensor);
+  unit.tensor(".weight", {vocab, dim});
+  return model.add(std::move(unit));
+}
+
+struct Head {
+  std::string norm;
+  int64_t vocab_size;
+  int64_t hidden_size;
+  bool tied;
+};
+
+// The units that a second pass over the head (MTP) uses: the embedding when tied, else the head.
+int64_t add_head(ModelBuilder& model, const Head& head, int64_t embedding) {
+  UnitBuilder unit("lm_head", "");
+  if (!head.tied) unit.linear("lm_head", head.vocab_size, head.hidden_size);
+  unit.norm(head.norm, head.hidden_size);
+  const int64_t index = model.add(std::move(unit));
+  if (!head.tied) return index;
+  model.use_again(embedding);
+  return embedding;
+}
+
+std::string layer_name(const char* stack, int64_t layer) {
+  return concat(stack, ".layers.", layer);
+}
+
+struct Attention {
+  int64_t hidden_size;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  Bias bias;
+  bool qk_norm = false;
+};
+
+void add_attention(UnitBuilder& unit, const std::string& prefix, const Attention& a) {
+  unit.linear(prefix + ".q_proj", a.num_heads * a.head_dim, a.hidden_size, a.bias);
+  unit.linear(prefix + ".k_proj", a.num_kv_heads * a.head_dim, a.hidden_size, a.bias);
+  unit.linear(prefix + ".v_proj", a.num_kv_heads * a.head_dim, a.hidden_size, a.bias);
+  unit.linear(prefix + ".o_proj", a.hidden_size, a.num_heads * a.head_dim, a.bias);
+  if (!a.qk_norm) return;
+  unit.norm(prefix + ".q_norm", a.head_dim);
+  unit.norm(prefix + ".k_norm", a.head_dim);
+}
+
+void add_gated_mlp(UnitBuilder& unit, const std::string& prefix, int64_t dim, int64_t inner,
+                   Bias bias = Bias::kWithout) {
+  unit.linear(prefix + ".gate_proj", inner, dim, bias);
+  unit.linear(prefix + ".up_proj", inner, dim, bias);
+  unit.linear(prefix + ".down_proj", dim, inner, bias);
+}
+
+struct Experts {
+  int64_t num_experts = 0;  // 0: a dense MLP
+  int64_t shared_size = 0;
+};
+
+void add_mixtral_experts(UnitBuilder& unit, const LlamaConfig& c, const Experts& experts) {
+  unit.linear("block_sparse_moe.gate", experts.num_experts, c.hidden_size);
+  for (int64_t expert = 0; expert < experts.num_experts; ++expert) {
+    const std::string prefix = concat("block_sparse_moe.experts.", expert);
+    unit.linear(prefix + ".w1", c.intermediate_size, c.hidden_size);
+    unit.linear(prefix + ".w2", c.hidden_size, c.intermediate_size);
+    unit.linear(prefix + ".w3", c.intermediate_size, c.hidden_size);
+  }
+  if (experts.shared_size > 0)
+    add_gated_mlp(unit, "block_sparse_moe.shared_expert", c.hidden_size, experts.shared_size);
+}
+
+void add_llama_block(UnitBuilder& unit, const LlamaConfig& c, const Experts& experts) {
+  unit.norm("input_layernorm", c.hidden_size);
+  add_attention(unit, "self_attn",
+                {c.hidden_size, c.num_attention_heads, c.num_key_value_heads, head_dim_of(c),
+                 bias_if(c.attention_bias), c.qk_norm});
+  unit.norm("post_attention_layernorm", c.hidden_size);
+  if (experts.num_experts > 0)
+    add_mixtral_experts(unit, c, experts);
+  else
+    add_gated_mlp(unit, "mlp", c.hidden_size, c.intermediate_size, bias_if(c.mlp_bias));
+}
+
+// The units that multi-token prediction uses once more.
+struct SharedUnits {
+  int64_t embedding;
+  int64_t head;
+};
+
+// Layers after the main ones, as the published checkpoints number them. Each embeds the shifted
+// tokens, joins them with the hidden state, runs one block and ends in the main model's head.
+template <typename Config, typename AddBlock>
+void add_prediction_layers(ModelBuilder& model, const Config& c, const SharedUnits& shared,
+                           const AddBlock& add_block) {
+  for (int64_t i = 0; i < c.num_nextn_predict_layers; ++i) {
+    model.use_again(shared.embedding);
+    const int64_t layer = c.num_hidden_layers + i;
+    const std::string block = layer_name("model", layer);
+    UnitBuilder unit(block, block + ".");
+    unit.norm("enorm", c.hidden_size);
+    unit.norm("hnorm", c.hidden_size);
+    unit.linear("eh_proj", c.hidden_size, 2 * c.hidden_size);
+    add_block(unit, layer);
+    unit.norm("shared_head.norm", c.hidden_size);
+    model.add(std::move(unit));
+    model.use_again(shared.head);
+  }
+}
+
+// Llama and Mixtral differ in the MLP only.
+ModelShape build_llama(std::string name, const LlamaConfig& c, const Experts& experts) {
+  ModelBuilder model(std::move(name));
+  const int64_t embedding = add_embedding(model, "model.embed_tokens", c.vocab_size, c.hidden_size);
+  for (int64_t layer = 0; layer < c.num_hidden_layers; ++layer) {
+    const std::string block = layer_name("model", layer);
+    UnitBuilder unit(block, block + ".");
+    add_llama_block(unit, c, experts);
+    model.add(std::move(unit));
+  }
+  const int64_t head = add_head(
+      model, {"model.norm", c.vocab_size, c.hidden_size, c.tie_word_embeddings}, embedding);
+  add_prediction_layers(model, c, {embedding, head},
+                        [&](UnitBuilder& unit, int64_t) { add_llama_block(unit, c, experts); });
+  return std::move(model).build();
+}
+
+ModelShape build(std::string name, const LlamaConfig& c) {
+  validate(c);
+  ModelShape model = build_llama(std::move(name), c, {});
+  if (c.num_nextn_predict_layers == 0) model.layers = c;
+  return model;
+}
+
+ModelShape build(std::string name, const MixtralConfig& c) {
+  validate(c);
+  return build_llama(std::move(name), c.decoder,
+                     {c.num_local_experts, c.shared_expert_intermediate_size});
+}
+
+void add_latent_attention(UnitBuilder& unit, const DeepseekV3Config& c) {
+  const int64_t qk_head_dim = c.qk_nope_head_dim + c.qk_rope_head_dim;
+  const int64_t queries = c.num_attention_heads * qk_head_dim;
+  const Bias bias = bias_if(c.attention_bias);
+  if (c.q_lora_rank == 0) {
+    unit.linear("self_attn.q_proj", queries, c.hidden_size);
+  } else {
+    unit.linear("self_attn.q_a_proj", c.q_lora_rank, c.hidden_size, bias);
+    unit.norm("self_attn.q_a_layernorm", c.q_lora_rank);
+    unit.linear("self_attn.q_b_proj", queries, c.q_lora_rank);
+  }
+  unit.linear("self_attn.kv_a_proj_with_mqa", c.kv_lora_rank + c.qk_rope_head_dim, c.hidden_size,
+              bias);
+  unit.norm("self_attn.kv_a_layernorm", c.kv_lora_rank);
+  unit.linear("self_attn.kv_b_proj", c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim),
+              c.kv_lora_rank);
+  unit.linear("self_attn.o_proj", c.hidden_size, c.num_attention_heads * c.v_head_dim, bias);
+}
+
+void add_deepseek_experts(UnitBuilder& unit, const DeepseekV3Config& c) {
+  unit.linear("mlp.gate", c.n_routed_experts, c.hidden_size);
+  // The published checkpoint keeps this one in fp32.
+  unit.tensor("mlp.gate.e_score_correction_bias", {c.n_routed_experts}, DType::kFloat32);
+  for (int64_t expert = 0; expert < c.n_routed_experts; ++expert)
+    add_gated_mlp(unit, concat("mlp.experts.", expert), c.hidden_size, c.moe_intermediate_size);
+  if (c.n_shared_experts > 0)
+    add_gated_mlp(unit, "mlp.shared_experts", c.hidden_size,
+                  c.n_shared_experts * c.moe_intermediate_size);
+}
+
+void add_deepseek_block(UnitBuilder& unit, const DeepseekV3Config& c, int64_t layer) {
+  unit.norm("input_layernorm", c.hidden_size);
+  add_latent_attention(unit, c);
+  unit.norm("post_attention_layernorm", c.hidden_size);
+  if (layer < c.first_k_dense_replace)
+    add_gated_mlp(unit, "mlp", c.hidden_size, c.intermediate_size);
+  else
+    add_deepseek_experts(unit, c);
+}
+
+void validate(const DeepseekV3Config& c) {
+  check_dims({{"vocab_size", c.vocab_size},
+              {"hidden_size", c.hidden_size},
+              {"num_attention_heads", c.num_attention_heads},
+              {"kv_lora_rank", c.kv_lora_rank},
+              {"qk_nope_head_dim", c.qk_nope_head_dim},
+              {"qk_rope_head_dim", c.qk_rope_head_dim},
+              {"v_head_dim", c.v_head_dim},
+              {"intermediate_size", c.intermediate_size},
+              {"moe_intermediate_size", c.moe_intermediate_size}});
+  check_layers(c.num_hidden_layers, c.num_nextn_predict_layers);
+  check_range(0, kMaxDim,
+              {{"q_lora_rank", c.q_lora_rank}, {"n_shared_experts", c.n_shared_experts}});
+  check_range(0, c.num_hidden_layers, {{"first_k_dense_replace", c.first_k_dense_replace}});
+  check_expert_count("n_routed_experts", c.n_routed_experts,
+                     c.num_hidden_layers + c.num_nextn_predict_layers);
+}
+
+ModelShape build(std::string name, const DeepseekV3Config& c) {
+  validate(c);
+  ModelBuilder model(std::move(name));
+  const int64_t embedding = add_embedding(model, "model.embed_tokens", c.vocab_size, c.hidden_size);
+  for (int64_t layer = 0; layer < c.num_hidden_layers; ++layer) {
+    const std::string block = layer_name("model", layer);
+    UnitBuilder unit(block, block + ".");
+    add_deepseek_block(unit, c, layer);
+    model.add(std::move(unit));
+  }
+  const int64_t head = add_head(
+      model, {"model.norm", c.vocab_size, c.hidden_size, c.tie_word_embeddings}, embedding);
+  add_prediction_layers(model, c, {embedding, head}, [&](UnitBuilder& unit, int64_t layer) {
+    add_deepseek_block(unit, c, layer);
+  });
+  return std::move(model).build();
+}
+
+void add_mamba(UnitBuilder& unit, const NemotronHConfig& c) {
+  const int64_t inner = c.mamba_num_heads * c.mamba_head_dim;
+  const int64_t convolved = inner + 2 * c.n_groups * c.ssm_state_size;  // x, B and C
+  const Bias bias = bias_if(c.use_bias);
+  for (const char* per_head : {"mixer.A_log", "mixer.D", "mixer.dt_bias"})
+    unit.tensor(per_head, {c.mamba_num_heads});
+  unit.linear("mixer.in_proj", inner + convolved + c.mamba_num_heads, c.hidden_size, bias);
+  unit.tensor("mixer.conv1d.weight", {convolved, 1, c.conv_kernel});
+  if (c.use_conv_bias) unit.tensor("mixer.conv1d.bias", {convolved});
+  unit.norm("mixer.norm", inner);
+  unit.linear("mixer.out_proj", c.hidden_size, inner, bias);
+}
+
+ModelShape build(std::string name, const NemotronHConfig& c) {
+  validate(c);
+  ModelBuilder model(std::move(name));
+  const int64_t embedding =
+      add_embedding(model, "backbone.embeddings", c.vocab_size, c.hidden_size);
+  for (size_t layer = 0; layer < c.hybrid_override_pattern.size(); ++layer) {
+    const std::string block = layer_name("backbone", static_cast<int64_t>(layer));
+    UnitBuilder unit(block, block + ".");
+    unit.norm("norm", c.hidden_size);
+    if (c.hybrid_override_pattern[layer] == 'M') {
+      add_mamba(unit, c);
+    } else if (c.hybrid_override_pattern[layer] == '*') {
+      add_attention(unit, "mixer",
+                    {c.hidden_size, c.num_attention_heads, c.num_key_value_heads, head_dim_of(c),
+                     bias_if(c.attention_bias)});
+    } else {
+      unit.linear("mixer.up_proj", c.intermediate_size, c.hidden_size, bias_if(c.mlp_bias));
+      unit.linear("mixer.down_proj", c.hidden_size, c.intermediate_size, bias_if(c.mlp_bias));
+    }
+    model.add(std::move(unit));
+  }
+  add_head(model, {"backbone.norm_f", c.vocab_size, c.hidden_size, c.tie_word_embeddings},
+           embedding);
+  return std::move(model).build();
+}
+
+ModelShape build(std::string name, const ModelConfig& config) {
+  return std::visit([&](const auto& c) { return build(std::move(name), c); }, config);
+}
+
+}  // namespace
+
+ModelShape build_model(std::string name, const PlannableConfig& config) {
+  return std::visit([&](const auto& c) { return build(std::move(name), c); }, config);
+}
+
+}  // namespace fsdp

@@ -1,0 +1,130 @@
+#include "fsdp/shard/agreement.h"
+
+#include <ATen/ATen.h>
+
+#include <optional>
+#include <string>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/text.h"
+
+namespace fsdp {
+
+namespace {
+
+std::string type_fact(std::optional<at::ScalarType> type) {
+  return type ? c10::toString(*type) : "nullopt";
+}
+
+void add_precision(RankFacts& facts, const PrecisionPolicy& precision) {
+  const auto& [main_params, main_storage, main_grads, grad_comm] = precision;
+  facts.emplace_back("precision.main_params", type_fact(main_params));
+  facts.emplace_back("precision.main_storage", name_of(main_storage));
+  facts.emplace_back("precision.main_grads", type_fact(main_grads));
+  facts.emplace_back("precision.grad_comm", type_fact(grad_comm));
+}
+
+void add_options(RankFacts& facts, const ShardOptions& options, c10::Device device) {
+  // Names all fields, so that a new field does not compile until it is added here. Fields that may
+  // differ are left out: the number of the device, how much is offloaded (numbers do not depend on
+  // it, and hosts have more memory or less), and the allocators.
+  const auto& [strategy, units, precision, pool, prefetch, budget_bytes, on_move, other_units,
+               user_buffers, gradient, gradient_lifetime, offload, report_nan, collectives,
+               granularity, initial_values, device_wish, allocator, host_allocator] = options;
+  facts.emplace_back("strategy", to_text(strategy));
+  facts.emplace_back("units", join(units, ", "));
+  add_precision(facts, precision);
+  facts.emplace_back("pool", name_of(pool));
+  facts.emplace_back("prefetch", concat(prefetch));
+  facts.emplace_back("budget_bytes", concat(budget_bytes));
+  facts.emplace_back("on_move", choice_fact(on_move, {"kFollow", "kRefuse"}));
+  facts.emplace_back("other_units", choice_fact(other_units, {"kOnDemand", "kPersistent"}));
+  facts.emplace_back("user_buffers", name_of(user_buffers));
+  facts.emplace_back("gradient", choice_fact(gradient, {"kMeanOverRanks", "kSumOverRanks"}));
+  facts.emplace_back("gradient_lifetime", choice_fact(gradient_lifetime, {"kPersistent", "kStep"}));
+  facts.emplace_back("report_nan", choice_fact(report_nan, {"kOff", "kPerParameter"}));
+  facts.emplace_back("collectives", choice_fact(collectives, {"kBetweenRanks", "kAlways"}));
+  facts.emplace_back("granularity", to_text(granularity));
+  facts.emplace_back("initial_values",
+                     choice_fact(initial_values, {"kOfEveryRank", "kOfRankZero"}));
+  facts.emplace_back("device", c10::DeviceTypeName(device.type(), /*lower_case=*/true));
+}
+
+at::Tensor bits_of(const at::Tensor& flat) {
+  switch (flat.element_size()) {
+    case 1:
+      return flat.view(at::kByte);
+    case 2:
+      return flat.view(at::kShort);
+    case 4:
+      return flat.view(at::kInt);
+    default:
+      return flat.view(at::kLong);
+  }
+}
+
+// The sum of the elements' bits, exact and independent of the order of summation.
+at::Tensor checksum(const at::Tensor& value) {
+  // Piece by piece, because a wide sum of narrow numbers on the CPU first makes a wide copy.
+  constexpr int64_t kPiece = int64_t{1} << 20;
+  const at::Tensor bits = bits_of(value.detach().contiguous().view({-1}));
+  at::Tensor sum = at::zeros({}, bits.options().dtype(at::kLong));
+  for (const at::Tensor& piece : bits.split(kPiece)) sum += piece.sum(at::kLong);
+  return sum;
+}
+
+}  // namespace
+
+RankFacts shard_facts(const ShardOptions& options, c10::Device device, const ModuleUnits& found) {
+  RankFacts facts;
+  add_options(facts, options, device);
+  int64_t number = 0;
+  for (const FoundUnit& unit : found.units)
+    for (const OwnedParameter& parameter : unit.parameters) {
+      const at::Tensor& tensor = parameter.tensor;
+      facts.emplace_back(
+          concat("parameter ", number++),
+          concat(join(parameter.names, " = "), " ", c10::toString(tensor.scalar_type()), " ",
+                 list_text(tensor.sizes()), tensor.requires_grad() ? "" : " frozen",
+                 unit.unit == nullptr ? " outside any unit" : concat(" of unit ", unit.name)));
+    }
+  return facts;
+}
+
+bool ValueAgreement::are_made_here() const {
+  return from_ == InitialValues::kOfEveryRank ||
+         (mesh_.outer().rank() == 0 && mesh_.inner().rank() == 0);
+}
+
+at::Tensor ValueAgreement::agree_on(const at::Tensor& value, const std::string& name) {
+  if (mesh_.size() == 1) return value;
+  if (from_ == InitialValues::kOfEveryRank) {
+    names_.push_back(name);
+    checksums_.push_back(checksum(value));
+    return value;
+  }
+  const at::Tensor agreed = value.detach().contiguous();
+  // Down the column of rank 0, then along every row.
+  for (const MeshAxis* axis : {&mesh_.outer(), &mesh_.inner()})
+    if (axis->size() > 1) axis->gather().broadcast(agreed, 0, name).wait();
+  return agreed;
+}
+
+void ValueAgreement::check_agreement() const {
+  if (checksums_.empty()) return;
+  const at::Tensor own = at::stack(checksums_);
+  at::Tensor lowest = own.clone();
+  at::Tensor highest = own.clone();
+  for (const MeshAxis* axis : {&mesh_.inner(), &mesh_.outer()}) {
+    if (axis->size() == 1) continue;
+    axis->gather().all_reduce(lowest, {.op = ReduceOp::kMin}, "initial values").wait();
+    axis->gather().all_reduce(highest, {.op = ReduceOp::kMax}, "initial values").wait();
+  }
+  const at::Tensor differs = lowest.ne(highest).cpu();
+  for (size_t i = 0; i < names_.size(); ++i)
+    FSDP_CHECK(!differs[static_cast<int64_t>(i)].item<bool>(), "parameter '", names_[i],
+               "' has different values on different ranks; build the model from the same seed or "
+               "file everywhere, or set initial_values to kOfRankZero");
+}
+
+}  // namespace fsdp

@@ -1,0 +1,109 @@
+// Which units are whole, and when: gathers before their use, releases after it.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/util/SmallVector.h>
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "fsdp/shard/engine/schedule.h"
+#include "fsdp/shard/engine/sharded_unit.h"
+#include "fsdp/shard/engine/user_buffer_memory.h"
+#include "fsdp/shard/options.h"
+
+namespace fsdp {
+
+using ShardedUnits = std::vector<std::unique_ptr<ShardedUnit>>;
+
+// The context of a unit's call.
+enum class CallMode : uint8_t {
+  kTraining,   // with gradients, or the first forward of a recomputed function
+  kRecompute,  // the second forward, inside a backward
+  kInference,  // without gradients
+  kInBetween,  // without gradients, while a training pass is under way
+};
+
+class Weights {
+ public:
+  // Slabs come from `slabs`, whose pool is planned here in memory of `pool_memory`; `registered`
+  // may be nullptr.
+  Weights(const ShardOptions& options, c10::Device device, const ShardedUnits& units,
+          SlabSource& slabs, SlabAllocator& pool_memory, UserBufferMemory* registered);
+
+  // After all units are added: plans the pool for the order of registration.
+  void complete();
+
+  // The order in which units are now expected to begin.
+  const StepOrder& order() const { return schedule_->order(); }
+  // Replaces the schedule's gathers when `unit` begins.
+  void set_ahead(const ShardedUnit& unit, Phase phase, std::vector<ShardedUnit*> ahead);
+
+  // --- passes ---
+  // The kind of pass that a forward of this unit begins; kNone: it belongs to the open one.
+  Schedule::Kind pass_begun_by(const ShardedUnit& unit, bool trains) const;
+  bool is_training() const { return schedule_->kind() == Schedule::Kind::kTraining; }
+  // Wait for gradients before, because their slabs may move. `num_backwards`: those so far.
+  void open_pass(Schedule::Kind kind, int64_t num_backwards);
+  void close_pass();
+
+  // Whether the next pass runs in the current memory: no order was learned since it was planned.
+  bool is_planned() const { return !new_order_; }
+  // A new number means other memory or wire types for a step.
+  int64_t plan_number() const { return plan_number_; }
+  // After a change of the gradients' wire type: keeps pools of fixed memory, plans others again.
+  void change_wire();
+
+  // --- uses ---
+  // A use of the unit, and of those that own parameters it shares; end_use() takes the result of
+  // begin_use().
+  using Times = c10::SmallVector<int32_t, 4>;
+  Times begin_use(ShardedUnit& unit, Phase phase, CallMode mode);
+  void end_use(ShardedUnit& unit, const Times& times, Phase phase, CallMode mode);
+
+  // Releases every unit that is not in use.
+  void release();
+  // After a backward, whatever its calls told: marks every unit as unused.
+  void end_uses();
+  // Gathers the units that stay whole: parameters outside any unit.
+  void gather_residents();
+  // After an error: ends all gathers, releases all slabs, closes the pass.
+  void cancel() noexcept;
+
+ private:
+  // The current use of a unit.
+  struct Use {
+    int32_t num_active = 0;  // uses that compute, nested ones included
+    int32_t stay_last = -1;  // the schedule keeps its weights until this time
+    // The user's gathers for its beginning, by phase; nullopt: those of the schedule.
+    std::array<std::optional<std::vector<ShardedUnit*>>, 2> ahead;
+  };
+
+  Use& use_of(const ShardedUnit& unit) { return uses_[static_cast<size_t>(unit.index())]; }
+  void make_pool(StepOrder order);
+  int32_t begin_one(ShardedUnit& unit, Phase phase, CallMode mode);
+  void end_one(ShardedUnit& unit, int32_t time, Phase phase, CallMode mode);
+  void gather_ahead(ShardedUnit& unit, Phase phase, CallMode mode);
+  void start_ahead(ShardedUnit& unit, int32_t last);
+  void release_one(ShardedUnit& unit);
+
+  const ShardOptions& options_;
+  const c10::Device device_;
+  const ShardedUnits& units_;
+  SlabSource& slabs_;
+  SlabAllocator& pool_memory_;
+  UserBufferMemory* const registered_;
+  std::vector<std::string> names_;  // of units, by index
+  std::vector<Use> uses_;           // by index of the unit
+  std::optional<Schedule> schedule_;
+  std::vector<GatherPlan::Gather> put_off_;  // gathers that wait until a recompute has ended
+  int32_t num_active_ = 0;                   // uses of scheduled units that compute now
+  std::optional<StepOrder> new_order_;       // to plan with before the next pass
+  int64_t plan_number_ = 0;
+};
+
+}  // namespace fsdp

@@ -1,0 +1,208 @@
+#include "fsdp/shard/group/group_gradient.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/log.h"
+#include "fsdp/base/torch_dtype.h"
+
+namespace fsdp {
+
+namespace {
+
+FlatBufferSpec gradient_spec(PlacementPair placed, at::ScalarType dtype,
+                             const GroupSetting& setting) {
+  return {.placed = placed, .rank = setting.rank, .dtype = dtype, .device = setting.device};
+}
+
+}  // namespace
+
+GroupGradient::GroupGradient(const FlatLayout& layout, const GroupPaths& paths,
+                             const GroupTypes& types, const GroupSetting& setting)
+    : layout_(layout),
+      setting_(setting),
+      each_backward_(layout, setting.mesh, setting.rank, paths.each_backward),
+      cycle_end_(layout, setting.mesh, setting.rank, paths.cycle_end),
+      main_(layout,
+            gradient_spec(setting.strategy.gradient, scalar_type_of(types.main_grad), setting),
+            &setting.memory.main_grad),
+      padding_(padding_ranges(layout, {}, setting.rank)),
+      written_(static_cast<size_t>(layout.num_tensors()), false) {
+  set_wire(scalar_type_of(types.wire));
+  const Redistribution& last = reduces_at_cycle_end() ? cycle_end_ : each_backward_;
+  if (last.ends_in_shard())
+    squares_ = at::zeros({1}, at::device(setting.device).dtype(at::kDouble));
+  if (setting.gradient_lifetime == GradientLifetime::kPersistent) main_.allocate();
+}
+
+int64_t GroupGradient::cast_bytes() const {
+  if (!reduces_at_cycle_end() || wire_ == main_.dtype()) return 0;
+  return layout_.max_shard_numel(main_.spec().placed) *
+         static_cast<int64_t>(c10::elementSize(wire_));
+}
+
+void GroupGradient::set_wire(at::ScalarType wire) {
+  wire_ = wire;
+  slab_.emplace(layout_, gradient_spec({}, wire, setting_));
+  cast_.emplace(layout_, gradient_spec(main_.spec().placed, wire, setting_));
+}
+
+void GroupGradient::move(GradientPhase from, GradientPhase to) {
+  FSDP_ASSERT(phase_ == from, "phase ", static_cast<int>(phase_), " of a gradient, not ",
+              static_cast<int>(from));
+  phase_ = to;
+}
+
+void GroupGradient::make_views(const at::Tensor& flat) {
+  if (viewed_.is_same(flat)) return;  // the same memory as last time
+  viewed_ = flat;
+  views_.clear();
+  for (int64_t i = 0; i < layout_.num_tensors(); ++i) {
+    const FlatRange range = layout_.tensor_range(i);
+    views_.push_back(flat.narrow(0, range.begin, range.numel())
+                         .view(layout_.request().shapes[static_cast<size_t>(i)]));
+  }
+  gaps_.clear();
+  for (const FlatRange& range : padding_)
+    gaps_.push_back(flat.narrow(0, range.begin, range.numel()));
+}
+
+void GroupGradient::begin_writing(void* slab) {
+  move(GradientPhase::kResting, GradientPhase::kWriting);
+  if (!uses_slab()) {
+    if (!main_.is_allocated()) main_.allocate();
+    return make_views(main_.local());
+  }
+  slab_->lie_at(slab);
+  make_views(slab_->local());
+  std::fill(written_.begin(), written_.end(), false);
+  // The slab held other data before, and the padding takes part in the sum.
+  if (setting_.device.is_cpu()) {
+    for (const at::Tensor& gap : gaps_) std::memset(gap.mutable_data_ptr(), 0, gap.nbytes());
+  } else if (!gaps_.empty()) {
+    at::_foreach_zero_(gaps_);
+  }
+}
+
+void GroupGradient::accept(int64_t index, const at::Tensor& gradient) {
+  const at::Tensor& to = target(index);
+  const bool adds = is_written(index);
+  if (HeldGradients::takes(to, gradient)) {
+    held_.hold(to, gradient, adds ? HeldGradients::How::kAdd : HeldGradients::How::kWrite);
+  } else if (adds) {
+    place_accepted();
+    to.add_(gradient);
+  } else {
+    to.copy_(gradient);
+  }
+  mark_written(index);
+}
+
+void GroupGradient::fill_missing() {
+  for (size_t i = 0; i < views_.size(); ++i) {
+    if (!written_[i]) views_[i].zero_();
+    written_[i] = true;
+  }
+}
+
+// How the reduction that completes the gradients stores them.
+Reduction GroupGradient::watched(const at::Tensor& nonfinite) {
+  cycle_.has_squares = squares_.defined();
+  if (cycle_.has_squares) squares_.zero_();
+  return {.nonfinite = nonfinite, .squares = squares_};
+}
+
+at::Tensor GroupGradient::squares() const {
+  const bool are_right = cycle_.has_squares && main_.local()._version() == squares_version_;
+  return are_right ? squares_ : at::Tensor();
+}
+
+void GroupGradient::start_reduction(const at::Tensor& nonfinite, const Tag& tag) {
+  FSDP_ASSERT(uses_slab());
+  move(GradientPhase::kWriting, GradientPhase::kReducing);
+  place_accepted();
+  fill_missing();
+  if (!main_.is_allocated()) main_.allocate();
+  // Gradients that the cycle's end reduces further have no squares yet.
+  Reduction last =
+      reduces_at_cycle_end() ? Reduction{.nonfinite = nonfinite} : watched(nonfinite);
+  last.store = cycle_.is_empty ? Store::kWrite : Store::kAdd;
+  work_ = each_backward_.start(*slab_, main_, tag, {}, last);
+  cycle_.is_empty = false;
+}
+
+void GroupGradient::wait_reduction() {
+  move(GradientPhase::kReducing, GradientPhase::kReduced);
+  std::exchange(work_, {}).wait();
+  squares_version_ = main_.local()._version();
+}
+
+void GroupGradient::end_writing() {
+  FSDP_ASSERT(!uses_slab());
+  move(GradientPhase::kWriting, GradientPhase::kReduced);
+  place_accepted();
+}
+
+void GroupGradient::reopen() {
+  if (phase_ != GradientPhase::kResting) move(GradientPhase::kReduced, GradientPhase::kResting);
+}
+
+void GroupGradient::start_cycle_reduction(const at::Tensor& nonfinite, const Tag& tag) {
+  if (!uses_slab()) {
+    fill_missing();
+    cycle_.is_empty = false;
+  }
+  if (!reduces_at_cycle_end()) return;
+  cycle_.is_over = true;
+  const Reduction last = watched(nonfinite);
+  if (cast_bytes() == 0) {
+    work_ = cycle_end_.start(main_, main_, tag, {}, last);
+    return;
+  }
+  WireSlots::Slot& slot = setting_.wire_slots.next();
+  cast_->lie_at(slot.memory.at(0));
+  work_ = cycle_end_.start_in_type_of(*cast_, main_, tag, slot.last_use, last);
+  slot.last_use = work_;
+}
+
+void GroupGradient::wait_cycle_reduction() {
+  std::exchange(work_, {}).wait();
+  squares_version_ = main_.local()._version();
+}
+
+void GroupGradient::set_cycle(const GradientCycle& cycle) {
+  FSDP_ASSERT(phase_ != GradientPhase::kWriting && phase_ != GradientPhase::kReducing);
+  cycle_ = cycle;
+  squares_version_ = main_.is_allocated() ? main_.local()._version() : 0;
+  std::fill(written_.begin(), written_.end(), !cycle.is_empty);
+}
+
+void GroupGradient::zero() {
+  FSDP_ASSERT(phase_ != GradientPhase::kWriting && phase_ != GradientPhase::kReducing);
+  cycle_ = {};
+  std::fill(written_.begin(), written_.end(), false);
+}
+
+void GroupGradient::release() {
+  if (setting_.gradient_lifetime != GradientLifetime::kStep || !main_.is_allocated()) return;
+  main_.release();
+}
+
+void GroupGradient::cancel() noexcept {
+  try {
+    std::exchange(work_, {}).wait();
+  } catch (const std::exception& error) {
+    // Only logged: the caller reports the first error, which caused this one.
+    log(LogLevel::kDebug, "a cancelled reduction had failed: ", error.what());
+  }
+  held_.reset();
+  phase_ = GradientPhase::kResting;
+  zero();
+  release();
+}
+
+}  // namespace fsdp

@@ -1,0 +1,153 @@
+// The gradients of one parameter group: where they are written, add up and are reduced.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "fsdp/comm/work.h"
+#include "fsdp/layout/group_types.h"
+#include "fsdp/shard/group/flat_buffer.h"
+#include "fsdp/shard/group/group_setting.h"
+#include "fsdp/shard/group/held_gradients.h"
+#include "fsdp/shard/group/redistribution.h"
+
+namespace fsdp {
+
+// Where a group's gradients are in the running backward.
+enum class GradientPhase : uint8_t {
+  kResting,   // no gradient has come yet
+  kWriting,   // autograd and layers write, to the slab or to the main gradients
+  kReducing,  // the slab is being reduced
+  kReduced,   // the backward's part is in the main gradients
+};
+
+// How far a group's gradients have come in their cycle.
+struct GradientCycle {
+  bool is_empty = true;      // nothing contributed yet
+  bool is_over = false;      // the last reduction has started
+  bool has_squares = false;  // and it computes the sum of squares
+};
+
+// Two ways through a cycle (a cycle is the backwards between two calls of zero()):
+//
+//   gradient placement sharded       each backward writes a slab in the wire type, which is reduced
+//                                    into the main gradients: the first one of a cycle writes them,
+//                                    later ones add
+//   gradient placement whole         each backward writes or adds to the main gradients directly,
+//                                    in their own type
+//
+// After the last microbatch, gradients that are still partial are reduced in the wire type. No pass
+// ever zeroes gradients: those that a cycle did not write are filled in at its end.
+//
+// The phases of a backward are resting -> writing -> reducing -> reduced; without a slab there is
+// no reducing. A contribution after the reduction begins anew (reopen).
+class GroupGradient {
+ public:
+  GroupGradient(const FlatLayout& layout, const GroupPaths& paths, const GroupTypes& types,
+                const GroupSetting& setting);
+
+  bool uses_slab() const { return each_backward_.communicates(); }
+  bool reduces_at_cycle_end() const { return cycle_end_.communicates(); }
+  // The size of the cast before the reductions at a cycle's end, on any rank; 0 if there is none.
+  int64_t cast_bytes() const;
+  size_t num_stages_at_cycle_end() const { return cycle_end_.num_stages(); }
+  at::ScalarType wire() const { return wire_; }
+  at::ScalarType main_dtype() const { return main_.dtype(); }
+  const FlatBuffer& main() const { return main_; }
+
+  // Call it between cycles only.
+  void set_wire(at::ScalarType wire);
+
+  // --- one backward ---
+  GradientPhase phase() const { return phase_; }
+  // Whether the running backward's part is in the main gradients, or on its way there.
+  bool is_reduced() const { return phase_ >= GradientPhase::kReducing; }
+
+  // Begins writing: into this slab, or (nullptr, without slabs) into the main gradients.
+  void begin_writing(void* slab);
+
+  // The target of tensor `index`, shaped like it, and whether it already holds a contribution to
+  // add to.
+  const at::Tensor& target(int64_t index) const { return views_[static_cast<size_t>(index)]; }
+  bool is_written(int64_t index) const { return written_[static_cast<size_t>(index)]; }
+  void mark_written(int64_t index) { written_[static_cast<size_t>(index)] = true; }
+
+  // Copies or adds a gradient to its target, and casts it. On a device this may wait for the
+  // group's other gradients, until place_accepted() or the reduction.
+  void accept(int64_t index, const at::Tensor& gradient);
+  void place_accepted() { held_.pack(); }
+
+  // With a slab: zeroes gradients that nobody wrote, and starts the slab's reduction. Sets
+  // `nonfinite` if a stored value is not finite.
+  void start_reduction(const at::Tensor& nonfinite, const Tag& tag);
+  // Ends the reduction; the slab may be released after it.
+  void wait_reduction();
+  // The same without a slab, where there is no reduction to start.
+  void end_writing();
+
+  // Back to resting: for the next backward, or for another contribution to this one.
+  void reopen();
+
+  // --- the end of a cycle ---
+  // After the last microbatch: reduces gradients that are still partial.
+  void start_cycle_reduction(const at::Tensor& nonfinite, const Tag& tag);
+  void wait_cycle_reduction();
+
+  // Whether the cycle's last reduction has started: another backward would add to reduced values.
+  bool is_cycle_over() const { return cycle_.is_over; }
+  bool is_empty() const { return cycle_.is_empty; }
+
+  // Whether everything that the optimizer reads has been reduced.
+  bool is_complete() const {
+    return !cycle_.is_empty && (!reduces_at_cycle_end() || cycle_.is_over);
+  }
+
+  // The sum of the squares of the optimizer's part, one fp64 element, if the cycle's last reduction
+  // has computed it on its way; undefined otherwise, or if gradients were changed since.
+  at::Tensor squares() const;
+
+  // Also the state after a replayed step, which only the device has seen.
+  const GradientCycle& cycle() const { return cycle_; }
+  void set_cycle(const GradientCycle& cycle);
+
+  // Begins a new cycle.
+  void zero();
+  // Hands the memory back if its lifetime is one step.
+  void release();
+  // After an error: waits for running work, ignores its errors, and begins a new cycle.
+  void cancel() noexcept;
+
+ private:
+  void move(GradientPhase from, GradientPhase to);
+  void make_views(const at::Tensor& flat);
+  void fill_missing();
+  Reduction watched(const at::Tensor& nonfinite);
+
+  const FlatLayout& layout_;
+  const GroupSetting& setting_;
+  Redistribution each_backward_;
+  Redistribution cycle_end_;
+  at::ScalarType wire_;
+  FlatBuffer main_;
+  std::optional<FlatBuffer> slab_;  // whole, in the wire type
+  std::optional<FlatBuffer> cast_;  // the main gradients in a slot, during their last reduction
+
+  std::vector<FlatRange> padding_;  // of a whole buffer
+  std::vector<at::Tensor> views_;   // one per tensor, in the slab or in the main gradients
+  std::vector<at::Tensor> gaps_;    // views of the padding there
+  at::Tensor viewed_;               // the buffer that views_ look at
+  std::vector<bool> written_;       // in the slab, or in the main gradients during this cycle
+  HeldGradients held_;              // accepted ones that are not in place yet
+
+  at::Tensor squares_;            // see squares()
+  uint32_t squares_version_ = 0;  // version of the gradients they belong to
+
+  Work work_;
+  GradientPhase phase_ = GradientPhase::kResting;
+  GradientCycle cycle_;
+};
+
+}  // namespace fsdp

@@ -1,0 +1,133 @@
+// The parameters of one unit with equal dtype and trainability: their buffers and where they lie.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "fsdp/layout/flat_layout.h"
+#include "fsdp/layout/group_types.h"
+#include "fsdp/memory/group_memory.h"
+#include "fsdp/shard/group/flat_buffer.h"
+#include "fsdp/shard/group/group_gradient.h"
+#include "fsdp/shard/group/group_setting.h"
+#include "fsdp/shard/group/main_weights.h"
+#include "fsdp/shard/group/parameter_storage.h"
+#include "fsdp/shard/group/redistribution.h"
+#include "fsdp/shard/group/slab_source.h"
+
+namespace fsdp {
+
+// One parameter, with every name it has in the module tree; the first one is its owner's.
+struct GroupMember {
+  std::vector<std::string> names;
+  at::Tensor parameter;
+};
+
+// Temporary memory for whole weights and for unreduced gradients, as buckets() asks for it.
+struct GroupSlabs {
+  std::optional<SlabLease> weight;    // none: the weights are whole in their own buffer
+  std::optional<SlabLease> gradient;  // none: gradients go straight to the main gradients
+};
+
+class ParamGroup {
+ public:
+  // Lays the members out and allocates; set_value() then brings their values. `held_numel` counts
+  // what every rank holds of earlier groups (FlatLayoutRequest).
+  ParamGroup(std::string unit, std::vector<GroupMember> members, Trainable trainable,
+             const GroupSetting& setting, std::vector<int64_t> held_numel);
+
+  const std::string& unit() const { return unit_; }
+  const std::vector<GroupMember>& members() const { return members_; }
+  const std::string& name_of(int64_t index) const {
+    return members_[static_cast<size_t>(index)].names.front();
+  }
+  const std::vector<int64_t>& shape_of(int64_t index) const {
+    return layout_.request().shapes[static_cast<size_t>(index)];
+  }
+  const FlatLayout& layout() const { return layout_; }
+  const GroupSetting& setting() const { return setting_; }
+  const GroupTypes& types() const { return types_; }
+  bool is_trainable() const { return types_.trainable; }
+  GroupBuckets buckets() const;
+  GroupSlabs& slabs() { return slabs_; }
+  const GroupSlabs& slabs() const { return slabs_; }
+
+  // Copies this rank's part of a member's value.
+  void set_value(int64_t index, const at::Tensor& value);
+  // Makes the member's parameter a view of its storage here.
+  void attach(int64_t index);
+  // While the weights are whole: makes their current numbers the value.
+  void take_over_values();
+
+  // --- weights; the unit says when (sharded_unit.h) ---
+  // Whether whole weights exist only in a slab, between gather and unbind().
+  bool needs_slab() const { return unshard_.communicates(); }
+  bool is_bound() const { return is_bound_; }
+
+  // Starts to collect whole weights after `after` has written this rank's part: first other ranks'
+  // newer values, then the parts of other ranks, into the slab (nullptr: none is needed).
+  void start_gather(void* slab, const Tag& tag, const Work& after);
+  // Waits for the gather, and binds the parameters to the whole weights.
+  void wait_gather();
+  void unbind();
+
+  // Other ranks have newer values of this rank's part: the next gather brings them. False if this
+  // rank holds nothing of theirs.
+  bool expect_newer();
+
+  // After the main weights were changed: casts them into the weights.
+  void refresh() { main_weights_->refresh(); }
+
+  // --- gradients; trainable groups only ---
+  // Changes the type in which gradients travel; between cycles only. kKeep: buckets() stays as it
+  // was, because its memory exists already.
+  enum class BucketSize : uint8_t { kKeep, kFollow };
+  void set_wire(DType wire, BucketSize bucket);
+  GroupGradient& gradient() { return *gradient_; }
+  const GroupGradient& gradient() const { return *gradient_; }
+
+  // --- what an optimizer and a checkpoint see ---
+  const MainWeights& main_weights() const { return *main_weights_; }
+  // After setting values, call Engine::take_over_main_weights, so that they are gathered again.
+  MainWeights& main_weights() { return *main_weights_; }
+  // This rank's part of a member in the optimizer's placement, one-dimensional; for main weights a
+  // view or a copy (MainWeights::at).
+  at::Tensor main_weight_of(int64_t index) const;
+  at::Tensor gradient_of(int64_t index) const;
+  // The elements of the flattened member that main_weight_of() holds.
+  FlatRange held_of(int64_t index) const;
+
+  const FlatBuffer& weight() const { return weight_; }
+
+ private:
+  ParamGroup(std::string unit, std::vector<GroupMember> members, Trainable trainable,
+             const GroupSetting& setting, std::vector<int64_t> held_numel,
+             const GroupPaths& paths);
+  FlatRange held_flat(int64_t index) const;
+  void bind(const FlatBuffer& whole);
+
+  const std::string unit_;
+  const GroupSetting& setting_;
+  std::vector<GroupMember> members_;
+  GroupTypes types_;
+  const FlatLayout layout_;
+  FlatBuffer weight_;                        // compute dtype, parameter placement
+  FlatBuffer whole_;                         // the same, whole, in a slab
+  std::optional<MainWeights> main_weights_;  // optimizer's dtype and placement
+  std::optional<GroupGradient> gradient_;
+  std::deque<ParameterStorage> storages_;  // one per member
+  Redistribution refresh_;                 // see GroupPaths
+  Redistribution unshard_;
+  GroupSlabs slabs_;
+
+  Work gather_;
+  bool is_bound_ = false;
+  bool is_stale_ = false;  // other ranks have newer values of this rank's part
+};
+
+}  // namespace fsdp

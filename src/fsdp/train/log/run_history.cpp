@@ -1,0 +1,168 @@
+#include "fsdp/train/log/run_history.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace fsdp::train {
+
+namespace {
+
+// Twice as many points as a wide screen has columns; 110 kB.
+constexpr size_t kMaxBuckets = 2048;
+
+SeriesBucket bucket_of(int64_t step, double value) {
+  if (!std::isfinite(value)) return {.first_step = step, .last_step = step, .num_nonfinite = 1};
+  return {.first_step = step,
+          .last_step = step,
+          .count = 1,
+          .sum = value,
+          .min = value,
+          .max = value,
+          .num_nonfinite = 0};
+}
+
+// Joins neighbours of the same stride.
+void join_strides(std::vector<SeriesBucket>& buckets, int64_t stride) {
+  size_t num_kept = 0;
+  for (const SeriesBucket& bucket : buckets) {
+    const bool joins =
+        num_kept > 0 && buckets[num_kept - 1].first_step / stride == bucket.first_step / stride;
+    if (joins)
+      buckets[num_kept - 1].join(bucket);
+    else
+      buckets[num_kept++] = bucket;
+  }
+  buckets.resize(num_kept);
+}
+
+constexpr int64_t kFirstSteps = 20;
+// A weight counts about the last 2 / weight - 1 losses: 19 for the level, which follows the falling
+// loss of the first hundreds of steps, 49 for the deviation, and 99 for the slope, the noisiest of
+// the three.
+constexpr double kLevelWeight = 0.1;
+constexpr double kSlopeWeight = 0.02;
+constexpr double kVarianceWeight = 0.04;
+// Keeps rounding from making an outlier of one among equal losses, which have no deviation.
+constexpr double kLeastDeviation = 1e-6;
+
+constexpr size_t kMaxRows = 50;  // of a table
+
+template <typename Record>
+void keep_newest(std::deque<Record>& records, const Record& record) {
+  records.push_back(record);
+  if (records.size() > kMaxRows) records.pop_front();
+}
+
+}  // namespace
+
+void SeriesBucket::join(const SeriesBucket& next) {
+  last_step = next.last_step;
+  num_nonfinite += next.num_nonfinite;
+  if (next.is_empty()) return;
+  min = is_empty() ? next.min : std::min(min, next.min);
+  max = is_empty() ? next.max : std::max(max, next.max);
+  sum += next.sum;
+  count += next.count;
+}
+
+void Series::add(int64_t step, double value) {
+  const SeriesBucket bucket = bucket_of(step, value);
+  if (!buckets_.empty() && buckets_.back().first_step / stride_ == step / stride_) {
+    buckets_.back().join(bucket);
+    return;
+  }
+  buckets_.push_back(bucket);
+  while (buckets_.size() > kMaxBuckets) {
+    stride_ *= 2;
+    join_strides(buckets_, stride_);
+  }
+}
+
+std::vector<SeriesBucket> Series::coarse(size_t max_buckets) const {
+  std::vector<SeriesBucket> result = buckets_;
+  for (int64_t stride = stride_; result.size() > max_buckets;) {
+    stride *= 2;
+    join_strides(result, stride);
+  }
+  return result;
+}
+
+std::vector<double> smoothed_means(std::span<const SeriesBucket> buckets) {
+  const size_t size = buckets.size();
+  std::vector<double> sums(size + 1, 0.0);
+  std::vector<double> counts(size + 1, 0.0);
+  for (size_t i = 0; i < size; ++i) {
+    sums[i + 1] = sums[i] + buckets[i].sum;
+    counts[i + 1] = counts[i] + static_cast<double>(buckets[i].count);
+  }
+  const size_t reach = size / 40;  // a fortieth of the run to each side
+  std::vector<double> result(size, 0.0);
+  for (size_t i = 0; i < size; ++i) {
+    const size_t near = std::min({reach, i, size - 1 - i});
+    const size_t begin = i - near;
+    const size_t end = i + near + 1;
+    const double count = counts[end] - counts[begin];
+    const double before = i > 0 ? result[i - 1] : 0;
+    result[i] = count > 0 ? (sums[end] - sums[begin]) / count : before;
+  }
+  return result;
+}
+
+double LossOutliers::add(double loss) {
+  if (!std::isfinite(loss)) return 0;
+  ++num_losses_;
+  if (num_losses_ == 1) {
+    level_ = loss;
+    return 0;
+  }
+  const double expected = level_ + slope_;
+  const double deviation = std::max(std::sqrt(variance_), kLeastDeviation * std::abs(level_));
+  double residual = loss - expected;
+  const bool is_early = num_losses_ <= kFirstSteps;
+  const double z = is_early || deviation == 0 ? 0 : residual / deviation;
+  if (!is_early) residual = std::clamp(residual, -kOutlierZ * deviation, kOutlierZ * deviation);
+
+  // The first losses weigh alike, as long as they are few.
+  const double fair = 1.0 / static_cast<double>(num_losses_);
+  const double old_level = level_;
+  level_ = expected + std::max(kLevelWeight, fair) * residual;
+  slope_ += std::max(kSlopeWeight, fair) * (level_ - old_level - slope_);
+  variance_ += std::max(kVarianceWeight, fair) * (residual * residual - variance_);
+  return z;
+}
+
+void RunHistory::restore(const LogRecord& record) {
+  std::visit([this](const auto& each) { add(each); }, record);
+}
+
+void RunHistory::add(const StepRecord& record) {
+  loss_.add(record.step, record.loss);
+  learning_rate_.add(record.step, record.learning_rate);
+  gradient_norm_.add(record.step, record.gradient_norm);
+  tokens_per_second_.add(record.step, record.tokens_per_second);
+  milliseconds_.add(record.step, record.milliseconds);
+  last_step_ = record;
+  step_seconds_ += std::isfinite(record.milliseconds) ? record.milliseconds / 1000 : 0;
+  num_skipped_ += record.is_skipped ? 1 : 0;
+  if (std::abs(record.loss_z) >= kOutlierZ) {
+    ++num_outliers_;
+    keep_newest(outliers_, record);
+  }
+}
+
+void RunHistory::add(const ValidationRecord& record) {
+  validation_loss_.add(record.step, record.loss);
+  if (!best_validation_ || record.loss < best_validation_->loss) best_validation_ = record;
+}
+
+void RunHistory::add(const CheckpointRecord& record) {
+  ++num_checkpoints_;
+  keep_newest(checkpoints_, record);
+}
+
+void RunHistory::add(const RunStart& start) {
+  end_.reset();
+  if (start.resumed_step > 0) keep_newest(resumed_steps_, start.resumed_step);
+}
+
+}  // namespace fsdp::train

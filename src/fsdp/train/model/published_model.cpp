@@ -1,0 +1,105 @@
+#include "fsdp/train/model/published_model.h"
+
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <vector>
+
+#include "fsdp/base/durable_file.h"
+#include "fsdp/base/error.h"
+#include "fsdp/base/text.h"
+#include "fsdp/checkpoint/format/model_files.h"
+#include "fsdp/checkpoint/run_directory.h"
+#include "fsdp/nn/config/config_json.h"
+#include "fsdp/nn/config/presets.h"
+
+namespace fsdp::train {
+
+namespace {
+
+using OrderedJson = nlohmann::ordered_json;
+
+// Fields that have several spellings, of which config_json() writes one.
+constexpr const char* kOtherSpellings[] = {"rope_parameters", "layers_block_type",
+                                           "attention_head_dim"};
+
+// Checkpoints, or files of other tools, in order of precedence.
+std::vector<std::string> origins_of(const RunPlan& plan) {
+  const TrainOptions& options = plan.options;
+  std::vector<std::string> origins;
+  if (options.resume != "auto" && options.resume != "never")
+    origins.push_back(checkpoint_or_files(options.resume));
+  else if (options.resume == "auto" && !options.checkpoint_dir.empty() &&
+           !RunDirectory(options.checkpoint_dir).steps().empty())
+    origins.push_back(resolve_checkpoint(options.checkpoint_dir));
+  if (!plan.init.empty()) origins.push_back(checkpoint_or_files(plan.init));
+  if (find_preset(options.model) == nullptr && is_directory(options.model))
+    origins.push_back(options.model);
+  return origins;
+}
+
+// nullopt for models that cannot be trained here.
+std::optional<std::string> described_by(const std::string& config) {
+  try {
+    return config_json(parse_model_config(config, "config.json"));
+  } catch (const UsageError&) {
+    return std::nullopt;
+  }
+}
+
+// nullopt for a configuration that a user's own program stored.
+std::optional<ModelConfig> stored_model(const std::string& checkpoint) {
+  const std::optional<std::string> text = stored_model_config(checkpoint);
+  if (!text) return std::nullopt;
+  try {
+    ModelConfig model = parse_model_config(*text, checkpoint);
+    check_trainable(model);
+    return model;
+  } catch (const UsageError&) {
+    return std::nullopt;
+  }
+}
+
+}  // namespace
+
+std::string config_json_like(const ModelConfig& model, const std::string& published) {
+  const std::string mine = config_json(model);
+  const std::optional<std::string> theirs = described_by(published);
+  if (theirs == mine) return published;
+  if (!theirs) return mine;
+  const OrderedJson before = OrderedJson::parse(*theirs);
+  const OrderedJson now = OrderedJson::parse(mine);
+  OrderedJson merged = OrderedJson::parse(published);
+  for (const auto& [field, value] : now.items())
+    // Our models all have the same value here; the published one may have another, which counts.
+    if (!before.contains(field) || before[field] != value || field != "output_router_logits")
+      merged[field] = value;
+  for (const char* field : kOtherSpellings) merged.erase(field);
+  const std::string text = merged.dump(2) + "\n";
+  return described_by(text) == mine ? text : mine;
+}
+
+PublishedModel published_model(const RunPlan& plan) {
+  PublishedModel published{.config = plan.model_config, .files = {}};
+  std::optional<std::string> config;
+  for (const std::string& origin : origins_of(plan)) {
+    if (!config) config = stored_model_config(origin);
+    if (published.files.empty()) published.files = stored_model_files(origin);
+  }
+  if (!config && find_preset(plan.options.model) == nullptr)
+    config = read_text_file(plan.model.name, kMaxConfigBytes);
+  if (config) published.config = config_json_like(plan.model.config, *config);
+  return published;
+}
+
+void check_same_model(const std::string& checkpoint, const ModelConfig& model, ModelAspect aspect,
+                      const std::string& fix) {
+  const std::optional<ModelConfig> stored = stored_model(checkpoint);
+  if (!stored) return;
+  std::vector<std::string> texts;
+  for (const FieldDifference& each : differing_fields(*stored, model, aspect))
+    texts.push_back(concat(each.field, " was ", each.before, " and is ", each.now, " now"));
+  if (!texts.empty())
+    throw UsageError(concat(checkpoint, " is of another model: ", join(texts, ", "), "; ", fix));
+}
+
+}  // namespace fsdp::train

@@ -1,0 +1,34 @@
+// The files that a model was published with, which a run keeps in its checkpoints, and the check
+// that a checkpoint belongs to the model it is loaded into.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "fsdp/checkpoint/format/model_files.h"
+#include "fsdp/nn/config/config_differences.h"
+#include "fsdp/nn/config/model_config.h"
+#include "fsdp/train/run_plan.h"
+
+namespace fsdp::train {
+
+struct PublishedModel {
+  std::string config;            // the text of config.json
+  std::vector<ModelFile> files;  // the others
+};
+
+// From the origin of the run: the checkpoint it resumes, the weights of --init, or the --model.
+PublishedModel published_model(const RunPlan& plan);
+
+// A config.json of this model. Keeps fields of `published` that this project does not read, and the
+// whole text of `published` if it describes the same model.
+std::string config_json_like(const ModelConfig& model, const std::string& published);
+
+// --- the same model or not -----------------------------------------------------------------------
+
+// Throws a UsageError that names the fields that differ, and ends with `fix`. Accepts a checkpoint
+// (or files of another tool) that does not describe its model.
+void check_same_model(const std::string& checkpoint, const ModelConfig& model, ModelAspect aspect,
+                      const std::string& fix);
+
+}  // namespace fsdp::train

@@ -1,0 +1,144 @@
+#include "fsdp/train/model/trained_model.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/log.h"
+#include "fsdp/base/torch_dtype.h"
+#include "fsdp/checkpoint/format/tensor_catalog.h"
+#include "fsdp/checkpoint/load.h"
+#include "fsdp/checkpoint/run_directory.h"
+#include "fsdp/data/batches.h"
+#include "fsdp/data/token_windows.h"
+#include "fsdp/nn/config/config_json.h"
+#include "fsdp/shard/fully_shard.h"
+#include "fsdp/shard/parameter_init.h"
+#include "fsdp/train/model/published_model.h"
+#include "fsdp/train/run_options.h"
+#include "fsdp/train/run_plan.h"
+#include "fsdp/train/settings/settings.h"
+
+namespace fsdp::train {
+
+namespace {
+
+ModelConfig config_of(const InferenceOptions& options, const std::string& path) {
+  if (!options.model.empty()) {
+    const ModelConfig model = find_model(options.model).config;
+    check_same_model(path, model, ModelAspect::kTensors, "leave --model out");
+    return model;
+  }
+  const std::optional<std::string> text = TensorCatalog(path).model_config();
+  if (!text)
+    throw UsageError(concat(path,
+                            " has no config.json, so the model is not known; name it with "
+                            "--model"));
+  return parse_model_config(*text, concat(path, "/config.json"));
+}
+
+// The sequence length that the run noted; a user's own program may note other things.
+int64_t sequence_of(const LoadedCheckpoint& loaded) {
+  if (loaded.data_of_ranks.empty()) return 0;
+  try {
+    return parse_data_position(loaded.data_of_ranks.front(), loaded.path).sequence;
+  } catch (const UsageError&) {
+    return 0;
+  }
+}
+
+constexpr int64_t kSequence = 256;  // for models whose training is not known
+
+int64_t sequence_for(const EvaluationOptions& options, const LoadedModel& loaded) {
+  const int64_t positions = max_positions_of(loaded.model->config());
+  if (options.sequence > positions)
+    throw UsageError(concat("--sequence is ", options.sequence, ", more than the ", positions,
+                            " positions (max_position_embeddings) of the model; lower it"));
+  if (options.sequence > 0) return options.sequence;
+  return loaded.sequence > 0 ? loaded.sequence : std::min(kSequence, positions);
+}
+
+}  // namespace
+
+NameRules stored_name_rules(const LanguageModel& model) {
+  std::vector<NameRule> rules;
+  for (const StoredName& name : model.stored_names())
+    rules.push_back(
+        {.title = "published name", .pattern = name.in_tree, .sections = {{.name = name.stored}}});
+  return NameRules(std::move(rules));
+}
+
+ModelBatch to_model_batch(const TokenBatch& batch, c10::Device device) {
+  const at::Tensor rows =
+      at::tensor(batch.tokens, at::kLong).view({batch.rows, batch.columns}).to(device);
+  return {rows.slice(1, 0, batch.columns - 1), rows.slice(1, 1, batch.columns)};
+}
+
+double mean_loss(LanguageModel& model, const ValidationBatches& batches, c10::Device device,
+                 Communicator& all) {
+  FSDP_ASSERT(batches.num_batches() > 0);
+  const at::NoGradGuard no_grad;
+  at::Tensor sum = at::zeros({1}, at::TensorOptions().dtype(at::kDouble).device(device));
+  for (int64_t i = 0; i < batches.num_batches(); ++i) {
+    const ModelBatch batch = to_model_batch(batches.read(i), device);
+    // The first term is the cross entropy alone; the others only help training.
+    sum += model.loss(batch.tokens, batch.targets).terms.front().value.to(at::kDouble);
+  }
+  all.all_reduce(sum, {.op = ReduceOp::kAvg}, "mean loss").wait();
+  return sum.item<double>() / static_cast<double>(batches.num_batches());
+}
+
+LoadedModel load_for_inference(const InferenceOptions& options, const Mesh& mesh) {
+  TrainOptions given;
+  apply_given(given, {{"device", {options.device}}, {"compute", {options.compute}}});
+  if (given.compute && element_bytes(*given.compute) < 2)
+    throw UsageError(concat("--compute is ", name_of(*given.compute),
+                            "; models compute in fp64, fp32, bf16 or fp16"));
+  const c10::Device device = training_device(given, mesh.inner().rank());
+  const DType compute = compute_dtype(given, device);
+  const std::string slow = slow_compute_text(compute, device, this_cpu());
+  if (mesh.inner().rank() == 0 && !slow.empty()) log(LogLevel::kWarning, slow);
+  const std::string path = checkpoint_or_files(options.path);
+  std::shared_ptr<LanguageModel> model;
+  {
+    const MetaConstruction meta;
+    model = build_language_model(config_of(options, path), {.dtype = scalar_type_of(compute)});
+  }
+  // Frozen: neither gradients nor main weights need memory.
+  for (at::Tensor& parameter : model->parameters()) parameter.requires_grad_(false);
+  const Sharded sharded =
+      fully_shard(std::static_pointer_cast<torch::nn::Module>(model), mesh, {.device = device});
+  LoadOptions loading;
+  loading.names = stored_name_rules(*model);
+  loading.is_tolerance_offered = false;
+  const LoadedCheckpoint loaded = load_checkpoint(path, {.sharded = sharded}, loading);
+  return {model, sharded, device, path, loaded.step, sequence_of(loaded)};
+}
+
+Evaluation evaluate(const InferenceOptions& inference, const std::shared_ptr<const Corpus>& corpus,
+                    const EvaluationOptions& options, World& world) {
+  const Mesh mesh = world.mesh();
+  const LoadedModel loaded = load_for_inference(inference, mesh);
+  const int64_t sequence = sequence_for(options, loaded);
+  corpus->check_model_vocabulary(vocab_size_of(loaded.model->config()));
+  const TokenWindows windows = all_windows(corpus, sequence);
+  // Uses no window twice: short data makes a smaller batch, if every rank can have one.
+  const int64_t ranks = world.size();
+  int64_t batch = options.batch;
+  if (windows.num_windows() < batch && windows.num_windows() >= ranks)
+    batch = windows.num_windows() / ranks * ranks;
+  const ValidationBatches batches(
+      windows,
+      {.batch = batch, .ranks = ranks, .rank = world.rank(), .max_batches = options.max_batches});
+  return {.path = loaded.path,
+          .step = loaded.step,
+          .loss = mean_loss(*loaded.model, batches, loaded.device, world.communicator()),
+          .tokens = batches.num_batches() * batch * sequence};
+}
+
+}  // namespace fsdp::train

@@ -1,0 +1,84 @@
+// A trained model, ready to compute: built from its checkpoint's description, without gradients;
+// and its mean loss on a corpus.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "fsdp/checkpoint/names/name_rules.h"
+#include "fsdp/comm/communicator.h"
+#include "fsdp/comm/mesh.h"
+#include "fsdp/comm/world.h"
+#include "fsdp/data/batches.h"
+#include "fsdp/data/corpus.h"
+#include "fsdp/nn/language_model.h"
+#include "fsdp/shard/sharded.h"
+
+namespace fsdp::train {
+
+// --- names of stored tensors ---------------------------------------------------------------------
+
+// Maps the module tree's names to those of published checkpoints, where they differ.
+NameRules stored_name_rules(const LanguageModel& model);
+
+// --- batches -------------------------------------------------------------------------------------
+
+// [rows, sequence] each.
+struct ModelBatch {
+  at::Tensor tokens;
+  at::Tensor targets;  // the token after each token
+};
+
+ModelBatch to_model_batch(const TokenBatch& batch, c10::Device device);
+
+// Cross entropy per token over all batches and ranks, without gradients. All ranks call it.
+double mean_loss(LanguageModel& model, const ValidationBatches& batches, c10::Device device,
+                 Communicator& all);
+
+// --- loading -------------------------------------------------------------------------------------
+
+struct InferenceOptions {
+  // A run's directory, a checkpoint, or safetensors files of other tools.
+  std::string path;
+  // A preset, a config.json or a directory with one; "": the checkpoint's own config.json.
+  std::string model = {};
+  std::string device = "auto";   // as --device
+  std::string compute = "auto";  // as --compute
+};
+
+struct LoadedModel {
+  std::shared_ptr<LanguageModel> model;
+  Sharded sharded;
+  c10::Device device;
+  std::string path;      // of the checkpoint
+  int64_t step = 0;      // 0 for files of other tools
+  int64_t sequence = 0;  // the sequence length of its training, in tokens; 0: not known
+};
+
+// All ranks of the mesh call it; the mesh must outlive the result.
+LoadedModel load_for_inference(const InferenceOptions& options, const Mesh& mesh);
+
+// --- evaluation ----------------------------------------------------------------------------------
+
+struct EvaluationOptions {
+  int64_t sequence = 0;     // 0: as the model was trained; 256 where that is not known
+  int64_t batch = 16;       // sequences at a time, of all ranks
+  int64_t max_batches = 0;  // 0: all
+};
+
+struct Evaluation {
+  std::string path;
+  int64_t step = 0;
+  double loss = 0;  // cross entropy per token, in nats
+  int64_t tokens = 0;
+};
+
+// All ranks call it and get the same result.
+Evaluation evaluate(const InferenceOptions& inference, const std::shared_ptr<const Corpus>& corpus,
+                    const EvaluationOptions& options, World& world);
+
+}  // namespace fsdp::train

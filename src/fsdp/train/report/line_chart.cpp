@@ -1,0 +1,238 @@
+#include "fsdp/train/report/line_chart.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+
+#include "fsdp/base/text.h"
+#include "fsdp/train/log/utf8_text.h"
+#include "fsdp/train/report/chart_axis.h"
+
+namespace fsdp::train {
+
+namespace {
+
+// Browsers stretch the drawing to the page's width, but not its strokes and texts.
+constexpr double kPlotWidth = 1000;
+constexpr double kPlotHeight = 300;
+
+// One digit after the point is a tenth of a pixel; most coordinates have none.
+std::string coordinate(double value) {
+  std::string text = formatted("%.1f", value);
+  if (text.ends_with(".0")) text.resize(text.size() - 2);
+  return text;
+}
+
+struct Plot {
+  ChartAxis steps;
+  ChartAxis values;
+
+  double x(double step) const { return kPlotWidth * steps.position(step); }
+  double y(double value) const {
+    // Clamped: browsers draw large numbers badly, and nobody sees them.
+    return kPlotHeight * (1 - std::clamp(values.position(value), -1.0, 2.0));
+  }
+  std::string point(double step, double value) const {
+    return concat(coordinate(x(step)), ",", coordinate(y(value)));
+  }
+};
+
+struct ValueExtent {
+  double low = INFINITY;
+  double high = -INFINITY;
+
+  void take(double value) {
+    if (!std::isfinite(value)) return;
+    low = std::min(low, value);
+    high = std::max(high, value);
+  }
+  bool is_empty() const { return low > high; }
+};
+
+ValueExtent step_extent(const LineChart& chart) {
+  ValueExtent extent;
+  for (const ChartLine& line : chart.lines)
+    for (const ChartPoint& point : line.points) extent.take(point.step);
+  return extent;
+}
+
+ValueExtent value_extent(const LineChart& chart) {
+  ValueExtent extent;
+  for (const ChartLine& line : chart.lines)
+    for (const ChartPoint& point : line.points) extent.take(point.value);
+  for (const ChartRange& range : chart.ranges) {
+    extent.take(range.low);
+    extent.take(range.high);
+  }
+  return extent;
+}
+
+// 1.5 times the value that 98 of 100 points stay below, if the highest point is above that.
+double cut_at(const LineChart& chart, double high) {
+  std::vector<double> values;
+  for (const ChartLine& line : chart.lines)
+    for (const ChartPoint& point : line.points)
+      if (std::isfinite(point.value)) values.push_back(point.value);
+  const auto place = values.begin() + static_cast<std::ptrdiff_t>(values.size() * 98 / 100);
+  if (values.size() < 10 || place == values.end()) return high;
+  std::nth_element(values.begin(), place, values.end());
+  return std::min(high, 1.5 * *place);
+}
+
+ChartAxis value_axis(const LineChart& chart, ValueExtent extent) {
+  using Scale = ChartAxis::Scale;
+  if (chart.cuts_peaks) extent.high = std::max(extent.low, cut_at(chart, extent.high));
+  if (chart.begins_at_zero)
+    return ChartAxis::rounded(std::min(extent.low, 0.0), extent.high, Scale::kLinear);
+  // Beyond a factor of ten, small values would lie flat on the axis.
+  const bool is_wide = extent.low > 0 && extent.high > 10 * extent.low;
+  return ChartAxis::rounded(extent.low, extent.high,
+                            is_wide ? Scale::kLogarithmic : Scale::kLinear);
+}
+
+std::string line_path(const ChartLine& line, const Plot& plot) {
+  std::string path;
+  bool is_down = false;  // whether the pen draws
+  for (const ChartPoint& point : line.points) {
+    if (!std::isfinite(point.value)) {
+      is_down = false;
+      continue;
+    }
+    path += is_down ? 'L' : 'M';
+    path += plot.point(point.step, point.value);
+    // A stroke without length and with round ends is a dot, however the drawing is stretched.
+    if (line.look == ChartLine::Look::kDots) path += "h0";
+    is_down = line.look != ChartLine::Look::kDots;
+  }
+  return path;
+}
+
+std::string range_path(const std::vector<ChartRange>& ranges, const Plot& plot) {
+  std::string path;
+  for (const ChartRange& range : ranges)
+    path += concat(path.empty() ? "M" : "L", plot.point(range.step, range.high));
+  for (auto range = ranges.rbegin(); range != ranges.rend(); ++range)
+    path += "L" + plot.point(range->step, range->low);
+  return path.empty() ? path : path + "Z";
+}
+
+const char* css_class(ChartLine::Look look) {
+  switch (look) {
+    case ChartLine::Look::kFaint:
+      return "faint";
+    case ChartLine::Look::kMain:
+      return "main";
+    case ChartLine::Look::kDots:
+      return "dots";
+  }
+  return "";
+}
+
+std::string drawing(const LineChart& chart, const Plot& plot) {
+  std::string svg =
+      concat("<svg viewBox=\"0 0 ", kPlotWidth, " ", kPlotHeight,
+             "\" preserveAspectRatio=\"none\" role=\"img\" aria-labelledby=\"", chart.id, "-title ",
+             chart.id, "-desc\"><title id=\"", chart.id, "-title\">", html_text(chart.title),
+             "</title><desc id=\"", chart.id, "-desc\">", html_text(chart.description), "</desc>");
+  for (const AxisTick& tick : plot.values.ticks())
+    svg += concat("<path class=\"grid\" d=\"M0,", coordinate(plot.y(tick.value)), "H", kPlotWidth,
+                  "\"/>");
+  for (const double mark : chart.marks)
+    if (mark >= plot.steps.low() && mark <= plot.steps.high())
+      svg += concat("<path class=\"mark\" d=\"M", coordinate(plot.x(mark)), ",0V", kPlotHeight,
+                    "\"/>");
+  if (const std::string path = range_path(chart.ranges, plot); !path.empty())
+    svg += concat("<path class=\"range\" d=\"", path, "\"/>");
+  for (const ChartLine& line : chart.lines) {
+    const std::string path = line_path(line, plot);
+    if (line.look == ChartLine::Look::kDots)  // the line through them comes below
+      svg += concat("<path class=\"thread\" d=\"",
+                    line_path({line.name, ChartLine::Look::kMain, line.points}, plot), "\"/>");
+    svg += concat("<path class=\"", css_class(line.look), "\" d=\"", path, "\"/>");
+  }
+  return svg + "</svg>";
+}
+
+// The figures that the page's script reads out under a pointer.
+std::string data_json(const LineChart& chart, const Plot& plot) {
+  std::string json = concat("{\"from\":", coordinate(plot.steps.low()),
+                            ",\"to\":", coordinate(plot.steps.high()), ",\"lines\":[");
+  for (const ChartLine& line : chart.lines) {
+    std::string steps;
+    std::string values;
+    for (const ChartPoint& point : line.points) {
+      steps += concat(steps.empty() ? "" : ",", coordinate(point.step));
+      values += concat(values.empty() ? "" : ",",
+                       std::isfinite(point.value) ? formatted("%.5g", point.value) : "null");
+    }
+    json += concat(json.back() == '[' ? "" : ",", "{\"name\":\"", html_text(line.name),
+                   "\",\"look\":\"", css_class(line.look), "\",\"x\":[", steps, "],\"y\":[", values,
+                   "]}");
+  }
+  return json + "]}";
+}
+
+std::string labels(const Plot& plot) {
+  std::string html = "<div class=\"ylabels\" aria-hidden=\"true\">";
+  for (const AxisTick& tick : plot.values.ticks())
+    html +=
+        concat("<span style=\"bottom:", formatted("%.2f", 100 * plot.values.position(tick.value)),
+               "%\">", tick.label, "</span>");
+  html += "</div><div class=\"xlabels\" aria-hidden=\"true\">";
+  for (const AxisTick& tick : plot.steps.ticks())
+    if (tick.value == std::floor(tick.value))
+      html +=
+          concat("<span style=\"left:", formatted("%.2f", 100 * plot.steps.position(tick.value)),
+                 "%\">", tick.label, "</span>");
+  return html + "</div>";
+}
+
+// Names the highest value if the chart cuts it off.
+std::string cut_note(const LineChart& chart, const Plot& plot) {
+  ChartPoint highest{0, -INFINITY};
+  for (const ChartLine& line : chart.lines)
+    for (const ChartPoint& point : line.points)
+      if (std::isfinite(point.value) && point.value > highest.value) highest = point;
+  if (!chart.cuts_peaks || highest.value <= plot.values.high()) return "";
+  return concat("<p class=\"note\">The highest value, ", figure_text(highest.value), " at step ",
+                figure_text(std::floor(highest.step)), ", is outside.</p>");
+}
+
+}  // namespace
+
+std::string figure_text(double value) {
+  if (!std::isfinite(value)) return std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf";
+  const double size = std::abs(value);
+  if (size >= 1e15) return formatted("%.3g", value);
+  if (size >= 1000 || value == std::floor(value)) return grouped_text(std::llround(value));
+  if (size >= 100) return formatted("%.0f", value);
+  return formatted(size >= 1e-3 ? "%.4g" : "%.2e", value);
+}
+
+std::string line_chart_html(const LineChart& chart) {
+  const ValueExtent steps = step_extent(chart);
+  const ValueExtent values = value_extent(chart);
+  if (steps.is_empty() || values.is_empty()) return "";
+  const Plot plot{ChartAxis(steps.low, steps.high, ChartAxis::Scale::kLinear),
+                  value_axis(chart, values)};
+  std::string html =
+      concat("<section class=\"card chart", chart.is_wide ? " wide" : "", "\" id=\"", chart.id,
+             "\"><header><h2>", html_text(chart.title), "</h2><span class=\"unit\">",
+             html_text(chart.unit),
+             plot.values.scale() == ChartAxis::Scale::kLogarithmic ? ", log scale" : "",
+             "</span><span class=\"legend\">");
+  if (chart.lines.size() > 1)
+    for (const ChartLine& line : chart.lines)
+      html += concat("<span class=\"key ", css_class(line.look), "\">", html_text(line.name),
+                     "</span>");
+  html += concat(
+      "</span></header><div class=\"plot\"><div class=\"area", chart.cuts_peaks ? " cut" : "",
+      "\">", drawing(chart, plot), "</div>", labels(plot), "</div>", cut_note(chart, plot),
+      chart.note.empty() ? "" : concat("<p class=\"note\">", chart.note, "</p>"),
+      "<script type=\"application/json\">", data_json(chart, plot), "</script></section>\n");
+  return html;
+}
+
+}  // namespace fsdp::train

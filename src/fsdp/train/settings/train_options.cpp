@@ -1,0 +1,205 @@
+#include "fsdp/train/settings/train_options.h"
+
+#include <algorithm>
+#include <string>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/integer.h"
+#include "fsdp/base/text.h"
+#include "fsdp/checkpoint/run_directory.h"
+
+namespace fsdp::train {
+
+namespace {
+
+void check_division(const TrainOptions& o, int64_t num_ranks) {
+  if (num_ranks % o.outer != 0)
+    throw UsageError(concat("--outer is ", o.outer, ", which does not divide ", num_ranks,
+                            num_ranks == 1 ? " rank" : " ranks", "; give a divisor"));
+  const int64_t parts = checked_mul(num_ranks, o.microbatches);
+  if (o.batch % parts != 0)
+    throw UsageError(concat("--batch is ", o.batch, ", which ", num_ranks,
+                            num_ranks == 1 ? " rank with " : " ranks with ", o.microbatches,
+                            o.microbatches == 1 ? " microbatch" : " microbatches",
+                            " cannot share evenly; give a multiple of ", parts, ", e.g. ",
+                            round_up(o.batch, parts)));
+}
+
+void check_rate(const TrainOptions& o) {
+  if (o.min_lr && *o.min_lr > o.lr && o.schedule != RateSchedule::kConstant)
+    throw UsageError(concat("--min-lr is ", *o.min_lr, ", above --lr = ", o.lr,
+                            "; lower it, or use --schedule constant"));
+  if (o.schedule == RateSchedule::kWsd && o.decay_steps == 0)
+    throw UsageError(
+        "--schedule is wsd, but --decay-steps is 0; say how many of the last steps "
+        "decay");
+  if (o.schedule != RateSchedule::kWsd && o.decay_steps != 0)
+    throw UsageError(concat("--decay-steps is ", o.decay_steps, ", but --schedule is ",
+                            name_of(o.schedule), "; only wsd has them"));
+  if (o.warmup && *o.warmup > o.total_steps())
+    throw UsageError(concat("--warmup is ", *o.warmup, ", more than the ", o.total_steps(),
+                            " steps in all; lower it"));
+  const int64_t warmup = o.rate_options().warmup_steps;
+  if (o.decay_steps > o.total_steps() - warmup)
+    throw UsageError(concat("--decay-steps is ", o.decay_steps, ", but of ", o.total_steps(),
+                            " steps ", warmup, " warm up; lower it, or --warmup"));
+  o.rate_options().validate();
+}
+
+// Names the flags; the engine would refuse the same types by the names of its fields.
+void check_types(const TrainOptions& o) {
+  struct Rule {
+    const char* option;
+    std::optional<DType> value;
+    std::vector<DType> allowed;
+    const char* other;  // the alternative
+  };
+  const std::vector<DType> trained = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+  const std::vector<DType> sums = {DType::kFloat64, DType::kFloat32, DType::kBFloat16,
+                                   DType::kFloat16};
+  const std::vector<DType> moments = {DType::kFloat32, DType::kBFloat16, DType::kFloat16,
+                                      DType::kFloat8E4M3, DType::kFloat8E5M2};
+  for (const Rule& rule :
+       {Rule{"--compute", o.compute, trained, "auto"},
+        Rule{"--main-params", o.precision.main_params, {DType::kFloat32}, "none"},
+        Rule{"--main-grads", o.precision.main_grads, trained, "none"},
+        Rule{"--grad-comm", o.precision.grad_comm, sums, "none"},
+        Rule{o.precision.first_moment == o.precision.second_moment ? "--moments" : "--first-moment",
+             o.precision.first_moment, moments, nullptr},
+        Rule{"--second-moment", o.precision.second_moment, moments, nullptr}}) {
+    if (!rule.value) continue;
+    std::vector<std::string> names;
+    for (const DType dtype : rule.allowed) names.emplace_back(name_of(dtype));
+    if (rule.other != nullptr) names.emplace_back(rule.other);
+    const bool is_allowed =
+        std::find(rule.allowed.begin(), rule.allowed.end(), *rule.value) != rule.allowed.end();
+    if (!is_allowed)
+      throw UsageError(concat(rule.option, " is ", name_of(*rule.value),
+                              ", which cannot be trained with; use ", join(names, ", ")));
+  }
+}
+
+void check_checkpoints(const TrainOptions& o) {
+  validate(Retention{.keep_last = o.keep_last, .keep_every = o.keep_every});
+  if (o.resume.empty())
+    throw UsageError("--resume is empty; use auto, never or the path of a checkpoint");
+  if (!o.init.empty() && o.from_scratch)
+    throw UsageError(concat("--init is '", o.init,
+                            "' and --from-scratch is given, which is for random weights; leave one "
+                            "of them out"));
+  if (!o.init.empty() && o.resume != "auto" && o.resume != "never")
+    throw UsageError(concat("--init is '", o.init, "' and --resume is '", o.resume,
+                            "'; a run begins with one of them"));
+  if (o.write_chunk_bytes < 1 || o.load_chunk_bytes < 1)
+    throw UsageError("--write-chunk and --load-chunk must be sizes above 0, e.g. 16MiB");
+}
+
+// A graph is replayed without the host, so it cannot hold steps in which the host takes part.
+void check_graph(const TrainOptions& o) {
+  if (!o.cuda_graph) return;
+  if (o.device == DeviceChoice::kCpu)
+    throw UsageError(
+        "--cuda-graph records what a GPU does, but --device is cpu; drop one of the two");
+  if (o.ranks > 1)
+    throw UsageError(concat("--cuda-graph records one rank of a process, but --ranks is ", o.ranks,
+                            "; start ", o.ranks, " processes, e.g. with mpirun -n ", o.ranks));
+  if (o.offload > 0)
+    throw UsageError(concat("--cuda-graph cannot record updates on the host, but --offload is ",
+                            o.offload, "; drop one of the two"));
+  if (o.name_nan)
+    throw UsageError(
+        "--cuda-graph cannot record --name-nan, which waits for every gradient; drop one of the "
+        "two");
+  if (o.pool == PoolKind::kOnDemand)
+    throw UsageError(
+        "--cuda-graph needs memory that stays where it is, but --pool is on_demand; use planned, "
+        "max_pool or double_buffer");
+}
+
+void check_user_buffers(const TrainOptions& o) {
+  if (o.user_buffers == UserBuffers::kOff) return;
+  const std::string given = concat("--user-buffers is ", name_of(o.user_buffers));
+  if (o.device == DeviceChoice::kCpu || o.ranks > 1)
+    throw UsageError(concat(given,
+                            ", which NCCL between processes on GPUs alone uses; set it to off, or "
+                            "start the processes with mpirun, srun or torchrun"));
+  if (o.pool == PoolKind::kOnDemand)
+    throw UsageError(concat(given,
+                            ", which needs memory that stays where it is, but --pool is on_demand; "
+                            "use planned, max_pool or double_buffer"));
+}
+
+}  // namespace
+
+void TrainOptions::validate(int64_t num_ranks) const {
+  if (data.empty())
+    throw UsageError(
+        "--data is missing; give text files, directories or token files, e.g. "
+        "--data docs");
+  check_division(*this, num_ranks);
+  check_rate(*this);
+  check_checkpoints(*this);
+  if (beta1 >= 1 || beta2 >= 1)
+    throw UsageError(
+        concat("--beta1 is ", beta1, " and --beta2 is ", beta2, "; both must be below 1"));
+  if (dynamic_loss_scale && on_nonfinite == NonfiniteChoice::kUpdate)
+    throw UsageError(
+        "--loss-scale is dynamic, but --on-nonfinite is update; a dynamic scale skips "
+        "steps that overflow, so use --on-nonfinite skip");
+  check_types(*this);
+  check_graph(*this);
+  check_user_buffers(*this);
+  if (nesterov && (optimizer != OptimizerChoice::kSgd || momentum == 0))
+    throw UsageError("--nesterov needs --optimizer sgd with a --momentum above 0; drop it");
+  if (budget_bytes != 0 && prefetch != TrainOptions{}.prefetch)
+    throw UsageError(concat("--prefetch is ", prefetch,
+                            ", but --budget chooses the depth itself; drop one of the two"));
+}
+
+int64_t TrainOptions::total_steps() const {
+  return tokens == 0 ? steps : ceil_div(tokens, tokens_per_step());
+}
+
+LearningRateOptions TrainOptions::rate_options() const {
+  return {.schedule = schedule,
+          .rate = lr,
+          .floor = schedule == RateSchedule::kConstant ? 0.0 : min_lr.value_or(lr / 10),
+          .warmup_steps = warmup.value_or(std::min<int64_t>(total_steps() / 10, 1000)),
+          .total_steps = total_steps(),
+          .decay_steps = decay_steps,
+          .decay = decay};
+}
+
+TrainOptions TrainOptions::resolved(int64_t num_ranks, const RankDevice& found) const {
+  TrainOptions result = *this;
+  result.ranks = num_ranks;
+  result.compute = found.compute;
+  result.device = found.device;
+  result.peak_tflops = peak_tflops.value_or(found.peak_tflops);
+  result.steps = total_steps();
+  const LearningRateOptions rate = rate_options();
+  result.warmup = rate.warmup_steps;
+  // Rounds the quotient to the digits that a person would write.
+  result.min_lr = min_lr ? *min_lr : std::stod(concat(rate.floor));
+  result.log = log_path().empty() ? "none" : log_path();
+  result.report = report_path().empty() ? "none" : report_path();
+  return result;
+}
+
+namespace {
+
+std::string path_of(const std::string& choice, const std::string& directory, const char* name) {
+  if (choice == "none") return "";
+  if (choice != "auto") return choice;
+  return directory.empty() ? "" : concat(directory, "/", name);
+}
+
+}  // namespace
+
+std::string TrainOptions::log_path() const { return path_of(log, checkpoint_dir, "log.jsonl"); }
+
+std::string TrainOptions::report_path() const {
+  return path_of(report, checkpoint_dir, "report.html");
+}
+
+}  // namespace fsdp::train
