@@ -94,7 +94,7 @@ TEST_P(CollectivesOfAStep, AreAsManyAsPlanned) {
            !reduce.contains(span.stream);
   };
   const Planned plan = planned(strategy, prefetch, microbatches);
-  // A gather is a copy from each rank; the own part is there already where weights stay whole.
+  // A gather copies from each rank; a rank's own part is in place if weights stay whole.
   const bool in_place = strategy.parameter.inner == Placement::kReplicate;
   const int64_t copies = in_place ? kRanks - 1 : kRanks;
   const int64_t times = kSteps * kRanks;

@@ -1,4 +1,4 @@
-// Whole steps as a CUDA graph: bit by bit what the same steps compute without one.
+// Whole steps as a CUDA graph: the same bits as without one.
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -141,7 +141,7 @@ INSTANTIATE_TEST_SUITE_P(
                        ::testing::Values(at::kFloat, at::kBFloat16), ::testing::Values(1, 3)),
     name_of_case);
 
-// Options that change what a step consists of, each beside its eager twin.
+// Options that change the parts of a step, each beside its eager twin.
 struct OptionsCase {
   const char* name;
   ShardOptions options;

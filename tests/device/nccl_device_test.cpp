@@ -32,11 +32,11 @@ using testing::kGpu;
 using testing::SmallTraining;
 using testing::world_over_nccl;
 
-// Where NCCL of this process writes what it does with registered memory.
+// The file to which NCCL of this process logs its use of registered memory.
 std::string nccl_log_path() { return ::testing::TempDir() + "nccl." + std::to_string(getpid()); }
 
 // Processes on one GPU take turns of some milliseconds, and every communicator needs many to meet.
-// So the tests share what they can; what fails is not shared.
+// So the tests share ranks, except those that fail.
 class SharedRanks : public ::testing::Environment {
  public:
   World& world() {
@@ -154,7 +154,7 @@ INSTANTIATE_TEST_SUITE_P(
                       TrainingCase{"hfsdp_zero1", "optim+hfsdp", TrainingCase::Along::kOuter}),
     [](const auto& test) { return test.param.name; });
 
-// What was recorded and given up left the host with gathers that never happened.
+// An abandoned recording left the host with gathers that never happened.
 TEST(NcclGraph, GoesOnEagerlyWhenAStepCannotBeRecorded) {
   FSDP_REQUIRE_GPU();
   const Mesh& mesh = shared_ranks->mesh();
@@ -285,7 +285,7 @@ TEST_P(InPlace, CoversAllThatCollectivesTouch) {
             EXPECT_GE(use, UserBuffers::kRegistered) << ranks->name() << " " << name_of(kind);
             ++num_kinds;
           }
-      // One rank sends nothing: its sums read what is there.
+      // One rank sends nothing: its sums read their input in place.
       if (shared_ranks->world().size() > 1) {
         EXPECT_GE(num_kinds, each.strategy == "no_shard" ? 1 : 2);
       }

@@ -27,7 +27,7 @@ CommOptions short_deadline() {
   return options;
 }
 
-// Until another rank or the watch has given up.
+// Waits until another rank or the watch has given up.
 void wait_for_the_failure(Communicator& comm) {
   while (true) {
     comm.throw_if_aborted();
@@ -42,7 +42,7 @@ TEST(NcclFailures, NameTheOperationThatNobodyElseCameTo) {
   const at::Tensor whole = at::ones({comm.size() * 1000}, kGpu);
   comm.all_gather(whole, whole.narrow(0, comm.rank() * 1000, 1000), "together").wait();
   if (comm.rank() != 0) {
-    // This rank stays away; it hears why the others have given up.
+    // This rank stays away, and learns why the others have given up.
     EXPECT_THAT([&] { wait_for_the_failure(comm); },
                 ::testing::ThrowsMessage<CommError>(::testing::HasSubstr("'alone'")));
     return;
@@ -86,7 +86,7 @@ TEST(NcclFailures, NameTheOperationOfARankThatDied) {
   EXPECT_THAT([&] { wait_for_the_failure(comm); }, ::testing::Throws<CommError>()) << "for good";
 }
 
-// The last rank is there, but does not come to NCCL's meeting.
+// The last rank runs, but does not come to NCCL's meeting.
 TEST(NcclFailures, GiveUpAMeetingToWhichARankDoesNotCome) {
   FSDP_REQUIRE_GPU();
   std::unique_ptr<Communicator> hosts = testing::connect_processes(short_deadline());

@@ -1,5 +1,5 @@
-// Optimizer state in the host's memory of a model on a GPU: the same bits as on the device, no more
-// bytes on the bus than gradients and weights have, and nobody but the host's own lane waits.
+// Optimizer state in host memory for a model on a GPU: the same bits as on the device, no more
+// bytes on the bus than gradients and weights have, and only the host's own lane waits.
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

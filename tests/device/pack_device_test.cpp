@@ -19,7 +19,7 @@ namespace {
 
 constexpr at::ScalarType kTypes[] = {at::kFloat, at::kBFloat16, at::kHalf};
 
-// Tensors that lie one after the other in a flat buffer, with gaps that nobody may touch.
+// Tensors one after the other in a flat buffer, with gaps that must not be touched.
 struct Bucket {
   at::Tensor flat;                  // on the host, as it is before
   std::vector<at::Tensor> tensors;  // on the host

@@ -1,5 +1,5 @@
-// libFuzzer: whatever bytes a peer sends, a TCP transport receives its message or throws an Error,
-// keeps within its memory, and never waits for more once the peer has closed the connection.
+// libFuzzer: for any bytes of a peer, a TCP transport receives its message or throws an Error,
+// keeps within its memory, and stops waiting when the peer closes the connection.
 #include <sys/socket.h>
 #include <unistd.h>
 

@@ -1,6 +1,5 @@
-// libFuzzer: any text is either a manifest, or a rank's record, that stays what it is when it is
-// written again and opens nothing outside its checkpoint, or is refused with an Error that names
-// it.
+// libFuzzer: any text is either a manifest or a rank's record, which is the same after writing it
+// again and opens nothing outside its checkpoint, or is refused with an Error that names it.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>

@@ -1,5 +1,4 @@
-// A run that saves repeatedly: which checkpoints are visible, which stay, and what a failure
-// leaves.
+// A run that saves repeatedly: visible checkpoints, retention, and failures.
 #include <gmock/gmock.h>
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// memory/: what pools promise and what they refuse.
+// memory/: the guarantees and the errors of pools.
 #include "fsdp/memory/bucket_pool.h"
 
 #include <gmock/gmock.h>

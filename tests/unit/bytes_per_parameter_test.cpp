@@ -164,8 +164,8 @@ std::string main_words(const Policy& policy) {
                 policy.weight == kBf16 ? fsdp::name_of(policy.storage) : "");
 }
 
-// A column per choice of moments; the last one is the same for all: what stays on the device, and
-// what a parameter whose state is on the host takes there beside its moments.
+// A column per choice of moments. The last one is the same for all: the bytes that stay on the
+// device, and the host's bytes of an offloaded parameter beside its moments.
 std::string markdown_table() {
   std::ostringstream out;
   out << "| weights | main weights | main gradients |";

@@ -1,4 +1,4 @@
-// Parts are a tensor exactly where every element is there once: against counting them one by one.
+// Parts cover a tensor exactly if every element occurs once, as counting them one by one shows.
 #include <gtest/gtest.h>
 
 #include <array>

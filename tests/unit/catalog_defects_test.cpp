@@ -63,8 +63,8 @@ class CatalogDefects : public ::testing::Test {
     ASSERT_TRUE(stream.good());
   }
 
-  // Writes a file of one tensor again, under a header of the test's making, with checksums that
-  // are right: only what the header says is wrong.
+  // Rewrites a file of one tensor with the test's own header and right checksums, so that only the
+  // header is wrong.
   void replace(const std::string& file, size_t rank, SafetensorsHeader header) {
     std::string bytes = write_safetensors_header(header);
     const auto header_bytes = static_cast<int64_t>(bytes.size());

@@ -1,4 +1,4 @@
-// What is printed, to the letter: on a terminal, in a file, and not at all.
+// The console's output, to the letter: on a terminal, in a file, and with --quiet.
 #include "fsdp/train/log/console.h"
 
 #include <gmock/gmock.h>
@@ -44,7 +44,7 @@ std::vector<std::string> lines_of(const std::string& text) {
   return lines;
 }
 
-// What a terminal shows in the end, for text that moves within one line: \r and "wipe the rest".
+// The final text of a terminal, for output that moves within one line: \r and "wipe the rest".
 std::vector<std::string> screen_of(const std::string& text) {
   std::vector<std::string> screen(1);
   size_t column = 0;

@@ -175,7 +175,7 @@ TEST_F(CorpusFiles, AnyBytesCanBePacked) {
   EXPECT_THAT(tokens_of(*open_corpus({directory_ / "a.bin"})), ElementsAre(255, 0, 256));
 }
 
-// Whoever wrote the file: its checksums are right.
+// The file's checksums are right: its writer chose these bytes.
 TEST_F(CorpusFiles, TokensOutsideTheVocabularyAreFoundWhenAFileIsOpened) {
   const auto write_one_wrong = [&](size_t at, uint32_t token) {
     std::vector<uint32_t> tokens(200'000, 7);

@@ -1,4 +1,4 @@
-// Files that survive: what is written is read back, and what cannot be done is said in a sentence.
+// Files that survive: what is written is read back, and every failure is a sentence.
 #include "fsdp/base/durable_file.h"
 
 #include <gmock/gmock.h>
@@ -46,7 +46,7 @@ void write_whole(const std::string& path, std::string_view text) {
   writer.commit();
 }
 
-// One sentence: the path, what was tried, and the rest in words.
+// One sentence: the path, the attempt, and the reason.
 template <typename... Words>
 auto fails_with(const std::string& path, const Words&... words) {
   return ThrowsMessage<Error>(AllOf(StartsWith(path + ": cannot "), HasSubstr(words)...));

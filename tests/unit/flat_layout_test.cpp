@@ -182,7 +182,7 @@ TEST(FlatLayout, WholeTensorsGoWhereLeastIsHeldAlready) {
   EXPECT_EQ(FlatLayout(request).shard_numel(kBoth, {.outer = 0, .inner = 1}), 8);
 }
 
-// A stack of equal units: without regard to what is held, rank 0 would have every largest tensor.
+// A stack of equal units: without held_numel, rank 0 would own the largest tensor of each.
 TEST(FlatLayout, WholeTensorsOfManyGroupsEvenOut) {
   constexpr int64_t kRanks = 6;
   FlatLayoutRequest request = unaligned({{100}, {50}, {30}, {5}}, kRanks, Granularity::tensor());

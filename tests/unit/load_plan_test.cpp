@@ -1,4 +1,4 @@
-// What of a checkpoint goes where in a model, and what is said where they do not fit.
+// Which stored tensors go where in a model, and the errors if they do not fit.
 #include "fsdp/checkpoint/load_plan.h"
 
 #include <gmock/gmock.h>
@@ -147,7 +147,7 @@ TEST_F(LoadPlans, LetGoOfWhatMayBeMissing) {
                  {.allow_missing = {"*.weight"}, .allows_extra = true});
 }
 
-// The model's name, whatever the rules store it as.
+// The model's name, under any name that the rules store it.
 TEST_F(LoadPlans, LetGoOfFusedTensorsByTheirName) {
   write({data("a", {3})});
   LoadPlan plan(directory_.path(), fused_rules());

@@ -1,4 +1,4 @@
-// What a checkpoint says about itself: read back as written, and refused where it cannot be true.
+// Manifests: read back as written, and refused if they cannot be true.
 #include "fsdp/checkpoint/format/manifest.h"
 
 #include <gmock/gmock.h>
@@ -30,7 +30,7 @@ int64_t draw(Random& random, int64_t low, int64_t high) {
   return std::uniform_int_distribution<int64_t>(low, high)(random);
 }
 
-// Of what JSON has to escape and of what it has not.
+// Characters that JSON must escape, and others.
 std::string random_text(Random& random) {
   static const std::vector<std::string> kParts = {"a",  "weight", ".", "7",    "\"",
                                                   "\\", "/",      " ", "\n\t", "\u00fc"};
@@ -383,7 +383,7 @@ TEST(RankRecord, BlocksMustBeThoseOfTheFile) {
   expect_refusal_of_record("/random_state", "AAA", HasSubstr("base64"));
 }
 
-// Whoever reports a nested value writes it, call by call: too many would end the program.
+// The error for a nested value writes it recursively: too many levels would end the program.
 TEST(Manifest, DocumentsThatAreNestedWithoutEndAreRefused) {
   const std::string deep = std::string(1'000'000, '[') + std::string(1'000'000, ']');
   const std::string open = std::string(1'000'000, '[');

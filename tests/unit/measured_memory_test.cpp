@@ -48,7 +48,7 @@ MemoryBytes plan_of(const PlanOptions& options) {
   return Planner(quantised_llama(), options).forecast().bytes;
 }
 
-// What stays between steps: the shards, and whole weights of what is no unit.
+// The memory that stays between steps: the shards, and whole weights outside any unit.
 double resting_mib(const PlanOptions& options) {
   const MemoryBytes bytes = plan_of(options);
   double whole = 0;
@@ -63,8 +63,8 @@ void expect_within(double forecast, double measured, double tolerance) {
 }
 
 TEST(MeasuredMemory, ASecondSetOfMainWeights) {
-  // bf16 gradients, 2 x 4; with the optimizer's own copy of the main weights, and without. What was
-  // allocated at most differs by the same amount.
+  // bf16 gradients, 2 x 4; with the optimizer's own copy of the main weights, and without. The
+  // measured peaks differ by the same amount.
   const double duplicate =
       static_cast<double>(plan_of(with_outer_axis(DType::kBFloat16)).main_weight);
   expect_within(duplicate / kMiB, 23425.69 - 19595.55, 0.001);
@@ -104,7 +104,7 @@ TEST(MeasuredMemory, TwoSlotsForWeightsAndForGradientsInBFloat16) {
 }
 
 TEST(MeasuredMemory, AllOfIt) {
-  // What is left, about 112 MiB in each, is no function of the types: activations, workspaces of
+  // The rest, about 112 MiB in each, does not depend on the types: activations, workspaces of
   // libraries and scales of quantised weights.
   const auto expect = [](double forecast, double measured) {
     expect_within(forecast, measured, 0.02);

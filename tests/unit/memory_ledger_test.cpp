@@ -1,4 +1,4 @@
-// memory/memory_ledger.h: what is counted, under which kind, and when peaks begin.
+// memory/memory_ledger.h: the counts of each kind, and the beginning of peaks.
 #include "fsdp/memory/memory_ledger.h"
 
 #include <gtest/gtest.h>

@@ -14,7 +14,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
 
-// What a pattern found, before which modules; empty when it does not describe the name.
+// The texts that a pattern captured, and the modules before them; empty without a match.
 std::vector<std::string> found(const std::string& pattern, const std::string& name) {
   const std::optional<NameMatch> match = NamePattern(pattern).match(name);
   if (!match) return {};

@@ -1,4 +1,4 @@
-// Where a pass is, what it expects, and what it learns.
+// The schedule of passes: its place, its expectations, and the order it learns.
 #include "fsdp/shard/engine/schedule.h"
 
 #include <gmock/gmock.h>

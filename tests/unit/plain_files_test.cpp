@@ -1,4 +1,4 @@
-// Safetensors files of other tools: alone, in a directory, with an index; nobody vouches for them.
+// Safetensors files of other tools, without checksums: alone, in a directory, with an index.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -22,7 +22,7 @@ struct Observed {
   int64_t num_overlaps = 0;
 };
 
-// What is live now, by address: finds overlaps without knowing how any pool works.
+// The live buckets by address: finds overlaps without knowing how any pool works.
 class LiveRanges {
  public:
   bool add(void* address, int64_t bytes) {
@@ -211,7 +211,7 @@ TEST(PoolProperties, AnAbandonedStepLeavesNoTrace) {
   }
 }
 
-// With memory behind the addresses: what a bucket's holder wrote is still there at release.
+// With memory behind the addresses: a holder's data is intact at release.
 TEST(PoolProperties, NobodyWritesOverAHeldBucket) {
   for (uint32_t seed = 0; seed < 200; ++seed) {
     for (const PoolKind kind : all_pool_kinds()) {

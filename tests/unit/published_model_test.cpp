@@ -1,4 +1,4 @@
-// What a model's config.json says beyond what is read here stays in it.
+// Fields of a model's config.json that this project does not read stay in it.
 #include "fsdp/train/model/published_model.h"
 
 #include <gmock/gmock.h>

@@ -1,4 +1,4 @@
-// The directory of a run: names, what is found in it after every crash, and what is deleted.
+// The directory of a run: names, its content after every crash, and deletion.
 #include "fsdp/checkpoint/run_directory.h"
 
 #include <gmock/gmock.h>
@@ -212,7 +212,7 @@ TEST_F(RunDirectoryTest, TemporaryNamesAreHiddenAndTheIdIsPlain) {
 
 // --- crashes -------------------------------------------------------------------------------------
 
-// After any of them a run begins, finds what it should, and saves the same step again.
+// After any of them a run begins, finds the right checkpoint, and saves the same step again.
 class CrashTest : public RunDirectoryTest {
  protected:
   void expect_continues(std::optional<int64_t> latest, const std::string& text) {
@@ -374,7 +374,7 @@ TEST_F(RetentionTest, KeepsWhatIsInUse) {
   EXPECT_THAT(run_.steps(), ElementsAre(200, 700, 1000));
 }
 
-// A run that was resumed from an earlier step: what it has not reached again is not counted.
+// A run that was resumed from an earlier step: later steps do not count until it reaches them.
 TEST_F(RetentionTest, CountsFromTheLatestAndLeavesNewerOnes) {
   put_latest("step-00000500\n");
   run_.remove_old({.keep_last = 2});

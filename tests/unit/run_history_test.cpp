@@ -1,4 +1,4 @@
-// What is kept of a run's figures when there are too many to keep.
+// The bounded history of a run's figures.
 #include "fsdp/train/log/run_history.h"
 
 #include <gmock/gmock.h>

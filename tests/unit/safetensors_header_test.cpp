@@ -1,4 +1,4 @@
-// The safetensors header: what is written is read back, and every defect has its own words.
+// The safetensors header: read back as written, and every defect has its own message.
 #include "fsdp/checkpoint/format/safetensors_header.h"
 
 #include <gmock/gmock.h>

@@ -1,4 +1,4 @@
-// Fused tensors to sections and back, through random cuts: what was written is what is read.
+// Fused tensors to sections and back, through random cuts, without a change.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

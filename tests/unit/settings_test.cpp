@@ -1,4 +1,4 @@
-// Flags, config files and what is shown come from one table.
+// Flags, config files and the table at the start come from one table.
 #include "fsdp/train/settings/settings.h"
 
 #include <gmock/gmock.h>

@@ -1,4 +1,4 @@
-// Two checkpoints compared: what only one has, other shapes and types, other numbers.
+// Two checkpoints compared: missing tensors, other shapes and types, other numbers.
 #include "fsdp/checkpoint/tools/tensor_numbers.h"
 
 #include <gmock/gmock.h>

@@ -1,4 +1,4 @@
-// Packed token files: what is written is read, every defect is one sentence, nothing by halves.
+// Packed token files: read back as written, every defect is one sentence, no half files.
 #include "fsdp/data/token_file.h"
 
 #include <gmock/gmock.h>

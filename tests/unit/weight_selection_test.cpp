@@ -1,4 +1,4 @@
-// Which stored tensors become a model's weights, and what does not fit it.
+// Which stored tensors become a model's weights, and the errors if they do not fit it.
 #include "fsdp/checkpoint/tools/weight_selection.h"
 
 #include <gmock/gmock.h>

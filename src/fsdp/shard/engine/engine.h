@@ -92,8 +92,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Registers an optimizer, one at a time, since each updates everything that is trainable; its
   // place is free again when the result is gone. UsageError if it is taken.
   std::shared_ptr<const std::string> seat_optimizer(std::string name);
-  // Units with trainable parameters, in the order in which the next forward is expected to use
-  // them; resident ones first.
+  // Units with trainable parameters, in the expected order of the next forward; first those that
+  // are not scheduled.
   std::vector<ShardedUnit*> update_order() const;
   // Until `update` is done an optimizer reads the unit's gradients and writes its weights and main
   // weights. The unit's next gather waits for it, and so does everything else that touches them;

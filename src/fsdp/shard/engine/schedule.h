@@ -68,8 +68,8 @@ class StepRecorder {
     return std::find(uses_.begin(), uses_.end(), unit) != uses_.end();
   }
 
-  // What was seen so far. Uses that are still open end now; one that ended while a later one went
-  // on is given that one's end, since uses nest.
+  // The order seen so far. Open uses end now. A use that ended before a later one gets the later
+  // one's end, since uses nest.
   StepOrder order() const;
 
  private:
