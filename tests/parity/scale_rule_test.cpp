@@ -76,8 +76,8 @@ TEST(GroupPaths, HaveTheStagesThatThePlacementsAskFor) {
 
 // Each stage begins with the placements after the one before.
 TEST(GroupPaths, StagesContinueEachOther) {
-  const GroupPaths paths = group_paths(Strategy::optim.hfsdp(), {.outer = 2, .inner = 3},
-                                       GradientOf::kMeanOverRanks);
+  const GroupPaths paths =
+      group_paths(Strategy::optim.hfsdp(), {.outer = 2, .inner = 3}, GradientOf::kMeanOverRanks);
   for (const PlacementPath& path : {paths.refresh, paths.cycle_end}) {
     ASSERT_EQ(path.size(), 2u);
     EXPECT_EQ(path[0].after, path[1].before);
@@ -95,8 +95,8 @@ TEST(GroupPaths, DivideGradientsOnceByAllRanks) {
       for (int64_t inner = 1; inner <= 4; ++inner)
         for (const GradientOf gradient : {GradientOf::kMeanOverRanks, GradientOf::kSumOverRanks}) {
           SCOPED_TRACE(concat(strategy, " ", outer, "x", inner));
-          const GroupPaths paths = group_paths(parse_strategy(strategy),
-                                               {.outer = outer, .inner = inner}, gradient);
+          const GroupPaths paths =
+              group_paths(parse_strategy(strategy), {.outer = outer, .inner = inner}, gradient);
           PlacementPath path = paths.each_backward;
           path.insert(path.end(), paths.cycle_end.begin(), paths.cycle_end.end());
           // One stage per axis of several ranks: a group of one has nothing to reduce or to scale.

@@ -118,7 +118,8 @@ TEST(EnginePools, AreNotPinnedByWhatRanBeforeTheFirstStep) {
     for (int step = 0; step < 3; ++step) {
       kSquare(model, world.rank(), step).backward();
       testing::descend(sharded);
-      EXPECT_TRUE(EngineAccess::of(sharded).slabs().pool().addresses_are_fixed()) << "step " << step;
+      EXPECT_TRUE(EngineAccess::of(sharded).slabs().pool().addresses_are_fixed())
+          << "step " << step;
     }
     EXPECT_EQ(EngineAccess::of(sharded).slabs().num_misses(), 0);
   });

@@ -14,12 +14,12 @@
 namespace fsdp {
 namespace {
 
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
 using testing::Block;
 using testing::BlockImpl;
 using testing::build;
+using ::testing::ElementsAre;
 using testing::expect_trains_like_plain;
+using ::testing::HasSubstr;
 using testing::input_for;
 using testing::kSquare;
 using testing::maker;

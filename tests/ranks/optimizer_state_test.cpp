@@ -213,8 +213,8 @@ TEST(Offload, TakesExactlyTheFraction) {
       for (const auto& unit : EngineAccess::of(sharded).units())
         for (const ParamGroup& group : unit->groups())
           expected +=
-              offloaded_numel(group.layout().shard_numel(
-                                  {Placement::kReplicate, Placement::kShard}, {0, world.rank()}),
+              offloaded_numel(group.layout().shard_numel({Placement::kReplicate, Placement::kShard},
+                                                         {0, world.rank()}),
                               fraction);
       const MemoryLedger& host = EngineAccess::of(sharded).memory().host_ledger();
       EXPECT_EQ(host.bytes(MemoryKind::kMoment), 8 * expected) << fraction;

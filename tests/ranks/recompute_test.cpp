@@ -234,7 +234,8 @@ TEST(Recompute, WithoutGradientsIsAPlainCall) {
     Sharded sharded = fully_shard(model, mesh);
     const at::NoGradGuard no_grad;
     EXPECT_FALSE(model(input_for(0, 0)).requires_grad());
-    for (const auto& unit : EngineAccess::of(sharded).units()) EXPECT_EQ(EngineAccess::of(sharded).num_pending_calls(*unit), 0);
+    for (const auto& unit : EngineAccess::of(sharded).units())
+      EXPECT_EQ(EngineAccess::of(sharded).num_pending_calls(*unit), 0);
   });
 }
 

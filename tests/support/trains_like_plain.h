@@ -33,7 +33,8 @@ void expect_trains_like_plain(const Make& make, const Loss& loss, int steps = 3,
       run_ranks(2, [&](World& world) {
         const Mesh mesh = world.mesh();
         auto model = build(make);
-        Sharded sharded = fully_shard(model, mesh, {.strategy = strategy, .units = units, .pool = kind});
+        Sharded sharded =
+            fully_shard(model, mesh, {.strategy = strategy, .units = units, .pool = kind});
         train(model, sharded, world.rank(), steps, loss);
         EXPECT_TRUE(nothing_is_held(sharded));
         expect_close(weights_of(sharded, model), expected, std::string(name_of(kind)));

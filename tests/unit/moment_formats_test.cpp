@@ -1,5 +1,5 @@
-// Why moments are kept as kernels/moments.h says: how far steps are from those with fp32 moments, for
-// gradients whose sizes differ by orders of magnitude and shrink over time.
+// Why moments are kept as kernels/moments.h says: how far steps are from those with fp32 moments,
+// for gradients whose sizes differ by orders of magnitude and shrink over time.
 //
 // 300 steps, 4096 elements, sizes exp(2 x normal); "error" is |step - fp32's| / |fp32's| of the
 // last step, "largest" the largest element of a step (fp32: 0.34). Beyond what the kernels do

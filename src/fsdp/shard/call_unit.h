@@ -17,7 +17,8 @@ namespace detail {
 
 template <typename M>
 auto& module_in(M& module) {
-  if constexpr (requires { typename M::ContainedType; } || requires { module.get(); })
+  if constexpr (
+      requires { typename M::ContainedType; } || requires { module.get(); })
     return *module;
   else
     return module;
@@ -49,7 +50,8 @@ auto call_unit(M&& module, B&&... args) {
   if (hooks == nullptr) return impl.forward(std::forward<B>(args)...);
   using R = decltype(impl.forward(std::forward<B>(args)...));
   return detail::call_as_unit<R, detail::Handed<B>...>(
-      *hooks, [&impl](auto&&... each) -> R { return impl.forward(std::forward<decltype(each)>(each)...); },
+      *hooks,
+      [&impl](auto&&... each) -> R { return impl.forward(std::forward<decltype(each)>(each)...); },
       detail::Handed<B>(std::forward<B>(args))...);
 }
 

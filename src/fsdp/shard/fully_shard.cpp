@@ -14,9 +14,9 @@
 #include "fsdp/shard/agreement.h"
 #include "fsdp/shard/engine/engine.h"
 #include "fsdp/shard/engine/gradient_hook.h"
+#include "fsdp/shard/engine/unit_call.h"
 #include "fsdp/shard/module_units.h"
 #include "fsdp/shard/parameter_init.h"
-#include "fsdp/shard/engine/unit_call.h"
 
 namespace fsdp {
 

@@ -107,7 +107,8 @@ class Finder {
       std::vector<std::string> names;
       for (const auto& item : model.named_modules()) names.push_back(item.key());
       const std::string guess = nearest_to_glob(named_[i], names);
-      throw UsageError(concat("units has '", named_[i], "', but no module of the model is called so",
+      throw UsageError(concat("units has '", named_[i],
+                              "', but no module of the model is called so",
                               guess.empty() ? "" : concat("; did you mean '", guess, "'?")));
     }
   }

@@ -20,11 +20,11 @@ struct OwnedParameter {
 };
 
 struct FoundUnit {
-  std::string name;          // its path in the tree; the root is "model"
+  std::string name;  // its path in the tree; the root is "model"
   // One of both; neither: for the parameters outside any unit.
   UnitBase* unit = nullptr;             // declared as Unit<M>
   torch::nn::Module* module = nullptr;  // named by ShardOptions::units
-  int32_t parent = -1;       // the unit around it
+  int32_t parent = -1;                  // the unit around it
   bool encloses_units = false;
   std::vector<OwnedParameter> parameters = {};
   std::vector<int32_t> shares_with = {};  // units that own parameters this one has, too

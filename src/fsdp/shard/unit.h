@@ -139,7 +139,8 @@ struct FirstOf<std::tuple<T...>, std::tuple<L...>, 0> {
 };
 template <typename... T, typename F, typename... L, size_t kCount>
 requires(kCount > 0) struct FirstOf<std::tuple<T...>, std::tuple<F, L...>, kCount>
-    : FirstOf<std::tuple<T..., F>, std::tuple<L...>, kCount - 1> {};
+    : FirstOf<std::tuple<T..., F>, std::tuple<L...>, kCount - 1> {
+};
 
 template <typename Impl, typename Signature>
 class UnitImpl;
@@ -158,8 +159,7 @@ class UnitImpl<Impl, R(A...)> : public Impl, public UnitBase {
     using First = typename FirstOf<std::tuple<>, std::tuple<A...>, sizeof...(B)>::type;
     return [&]<typename... F>(std::type_identity<std::tuple<F...>>) -> R {
       return call<F...>(static_cast<F>(std::forward<B>(args))...);
-    }
-    (std::type_identity<First>());
+    }(std::type_identity<First>());
   }
   static constexpr size_t kNumArguments = sizeof...(A);
 

@@ -8,8 +8,8 @@
 #include <optional>
 
 #include "fsdp/memory/memory_ledger.h"
-#include "fsdp/shard/group/group_setting.h"
 #include "fsdp/shard/engine/user_buffer_memory.h"
+#include "fsdp/shard/group/group_setting.h"
 
 namespace fsdp {
 

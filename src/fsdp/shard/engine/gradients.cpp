@@ -137,8 +137,7 @@ Gradients::DirectTarget Gradients::direct_target(ShardedUnit& unit, ParamGroup& 
   GroupGradient& gradient = group.gradient();
   if (gradient.is_reduced()) return {};
   const at::ScalarType written = gradient.uses_slab() ? gradient.wire() : gradient.main_dtype();
-  const at::ScalarType own =
-      group.members()[static_cast<size_t>(member)].parameter.scalar_type();
+  const at::ScalarType own = group.members()[static_cast<size_t>(member)].parameter.scalar_type();
   const bool widens = type == GradientType::kOrWider && written == at::kFloat &&
                       (own == at::kBFloat16 || own == at::kHalf);
   if (written != own && !widens) return {};
@@ -258,9 +257,8 @@ std::vector<GradientCycle> Gradients::cycles() const {
 
 void Gradients::set_cycles(const std::vector<GradientCycle>& cycles) {
   auto next = cycles.begin();
-  each_trainable(units_, [&](const ShardedUnit&, ParamGroup& group) {
-    group.gradient().set_cycle(*next++);
-  });
+  each_trainable(
+      units_, [&](const ShardedUnit&, ParamGroup& group) { group.gradient().set_cycle(*next++); });
 }
 
 bool Gradients::found_nonfinite() {

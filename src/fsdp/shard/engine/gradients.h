@@ -108,11 +108,11 @@ class Gradients {
   WireSlots& wire_slots_;
   at::Tensor nonfinite_;  // one element, set by reductions that store a NaN or Inf
   GradientStandIns stand_ins_;
-  std::deque<Reducing> reducing_;   // slabs of this backward, oldest first
+  std::deque<Reducing> reducing_;    // slabs of this backward, oldest first
   std::deque<Reducing> completing_;  // reductions after the last backward
-  bool is_last_ = true;             // of the running backward
-  bool is_last_microbatch_ = true;  // of the next one
-  int64_t microbatch_ = 0;          // of this cycle
+  bool is_last_ = true;              // of the running backward
+  bool is_last_microbatch_ = true;   // of the next one
+  int64_t microbatch_ = 0;           // of this cycle
   // Gradients are computed to be used: until somebody does, or it was said that nobody does.
   bool waits_for_reader_ = true;
   int32_t num_unread_backwards_ = 0;

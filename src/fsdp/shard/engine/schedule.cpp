@@ -57,7 +57,7 @@ GatherPlan::GatherPlan(const StepOrder& order, const LiveTrace& trace, const Buc
 }
 
 GatherPlan GatherPlan::without_pool(const StepOrder& order, const std::vector<bool>& scheduled,
-                                        int32_t prefetch) {
+                                    int32_t prefetch) {
   std::vector<UnitBuckets> units;
   for (size_t i = 0; i < scheduled.size(); ++i) {
     units.push_back({concat(i), {}});

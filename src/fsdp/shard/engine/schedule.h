@@ -31,7 +31,7 @@ class GatherPlan {
   // The same if no pool holds the weights: there is still an order to gather in. `scheduled` says
   // which units take part.
   static GatherPlan without_pool(const StepOrder& order, const std::vector<bool>& scheduled,
-                                   int32_t prefetch);
+                                 int32_t prefetch);
 
   int32_t num_forward() const { return num_forward_; }
   int32_t num_times() const { return static_cast<int32_t>(uses_.size()); }
@@ -118,9 +118,7 @@ class Schedule {
   std::span<const GatherPlan::Gather> gathers_now() const;
 
  private:
-  const GatherPlan& plan() const {
-    return kind_ == Kind::kInference ? inference_ : training_;
-  }
+  const GatherPlan& plan() const { return kind_ == Kind::kInference ? inference_ : training_; }
 
   bool had_whole_forward() const;
 

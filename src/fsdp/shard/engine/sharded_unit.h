@@ -26,7 +26,8 @@ enum class UnitKind : uint8_t {
 
 // Where a unit's weights are. Units whose weights need no slab rest in kWhole.
 //
-//   kResting --start_gather()--> kGathering --wait_gather()--> kWhole --release_weights()--> kResting
+//   kResting --start_gather()--> kGathering --wait_gather()--> kWhole --release_weights()-->
+//   kResting
 //
 // An update, or newer weights of other ranks, also lead from kWhole to kResting: weights must not
 // be read while they are written, and the next gather binds the parameters again.

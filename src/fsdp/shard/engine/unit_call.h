@@ -54,7 +54,7 @@ class UnitCall final : public UnitHooks::Call, public std::enable_shared_from_th
   // Hooks of a graph that outlives the model do nothing.
   const std::weak_ptr<Engine> engine_;
   std::shared_ptr<Engine> running_;  // from construction until the forward has ended
-  ShardedUnit& unit_;                  // valid while the engine is
+  ShardedUnit& unit_;                // valid while the engine is
   const CallMode mode_;
   const int64_t number_;
   const bool has_gradients_;              // hooks are wanted

@@ -83,15 +83,14 @@ void Weights::set_ahead(const ShardedUnit& unit, Phase phase, std::vector<Sharde
 Schedule::Kind Weights::pass_begun_by(const ShardedUnit& unit, bool trains) const {
   const Schedule::Kind now = schedule_->kind();
   const bool at_rest = num_active_ == 0;
-  const bool anew = at_rest && unit.kind() == UnitKind::kScheduled &&
-                    schedule_->would_start_anew(unit.index());
+  const bool anew =
+      at_rest && unit.kind() == UnitKind::kScheduled && schedule_->would_start_anew(unit.index());
   if (trains)
     return now != Schedule::Kind::kTraining || anew ? Schedule::Kind::kTraining
                                                     : Schedule::Kind::kNone;
-  const bool surprises =
-      at_rest && now == Schedule::Kind::kInference && !schedule_->follows();
-  const bool begins = now == Schedule::Kind::kNone ||
-                      (now == Schedule::Kind::kInference && (anew || surprises));
+  const bool surprises = at_rest && now == Schedule::Kind::kInference && !schedule_->follows();
+  const bool begins =
+      now == Schedule::Kind::kNone || (now == Schedule::Kind::kInference && (anew || surprises));
   return begins ? Schedule::Kind::kInference : Schedule::Kind::kNone;
 }
 

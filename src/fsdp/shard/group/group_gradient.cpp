@@ -128,8 +128,7 @@ void GroupGradient::start_reduction(const at::Tensor& nonfinite, const Tag& tag)
   fill_missing();
   if (!main_.is_allocated()) main_.allocate();
   // Gradients that the cycle's end reduces further have no squares yet.
-  Reduction last =
-      reduces_at_cycle_end() ? Reduction{.nonfinite = nonfinite} : watched(nonfinite);
+  Reduction last = reduces_at_cycle_end() ? Reduction{.nonfinite = nonfinite} : watched(nonfinite);
   last.store = cycle_.is_empty ? Store::kWrite : Store::kAdd;
   work_ = each_backward_.start(*slab_, main_, tag, {}, last);
   cycle_.is_empty = false;

@@ -106,8 +106,7 @@ class ParamGroup {
 
  private:
   ParamGroup(std::string unit, std::vector<GroupMember> members, Trainable trainable,
-             const GroupSetting& setting, std::vector<int64_t> held_numel,
-             const GroupPaths& paths);
+             const GroupSetting& setting, std::vector<int64_t> held_numel, const GroupPaths& paths);
   FlatRange held_flat(int64_t index) const;
   void bind(const FlatBuffer& whole);
 

@@ -68,14 +68,14 @@ Redistribution::Redistribution(const FlatLayout& layout, const Mesh& mesh, MeshC
                                PlacementPath path) {
   for (const PlacementStage& step : path) {
     const MeshAxis& axis = step.axis == Axis::kInner ? mesh.inner() : mesh.outer();
-    Stage& stage = stages_.emplace_back(
-        Stage{step, gathers(step) ? &axis.gather() : &axis.reduce(), {}, {}});
+    Stage& stage =
+        stages_.emplace_back(Stage{step, gathers(step) ? &axis.gather() : &axis.reduce(), {}, {}});
     if (layout.padded_numel() == 0) continue;  // every rank knows that there is nothing to move
     for (const Segment& segment : layout.segments())
-      stage.cuts.push_back({held_range(layout, segment, step.before, rank),
-                            held_range(layout, segment, step.after, rank),
-                            segment.is_even() ? std::vector<int64_t>()
-                                              : share_counts(layout, segment, rank, step)});
+      stage.cuts.push_back(
+          {held_range(layout, segment, step.before, rank),
+           held_range(layout, segment, step.after, rank),
+           segment.is_even() ? std::vector<int64_t>() : share_counts(layout, segment, rank, step)});
   }
 }
 
@@ -86,7 +86,8 @@ void Redistribution::look_at(const FlatBuffer& source, const FlatBuffer& target)
     const bool is_last = &stage == &stages_.back();
     const bool grows = gathers(stage.step);
     const FlatBuffer& from = grows && !is_first ? target : source;
-    const FlatBuffer& into = grows || (is_last && stage.step.to() == Placement::kShard) ? target : source;
+    const FlatBuffer& into =
+        grows || (is_last && stage.step.to() == Placement::kShard) ? target : source;
     stage.transfers.clear();
     for (const Cut& cut : stage.cuts)
       stage.transfers.push_back({into.at(cut.after), from.at(cut.before)});
@@ -129,7 +130,7 @@ Work Redistribution::start_in_type_of(const FlatBuffer& wire, const FlatBuffer& 
   // An all-reduce is in place, so its result lies in the copy.
   const Stage& stage = stages_.back();
   for (size_t i = 0; i < results_.size(); ++i)
-      end = stage.communicator->copy(results_[i], stage.transfers[i].output, tag);
+    end = stage.communicator->copy(results_[i], stage.transfers[i].output, tag);
   return end;
 }
 
