@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/crc32c.h"
 #include "fsdp/base/durable_file.h"
 #include "fsdp/checkpoint/checkpointer.h"

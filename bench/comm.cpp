@@ -16,7 +16,7 @@
 #include <thread>
 #include <vector>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/comm/world.h"
 
 namespace {

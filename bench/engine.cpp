@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/base/check.h"
 #include "fsdp/fsdp.h"
 #include "llama.h"
 #include "turns.h"

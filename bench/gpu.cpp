@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "device_meter.h"
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/nn/config/model_config.h"
 #include "fsdp/nn/config/presets.h"
 #include "gpu_rows.h"

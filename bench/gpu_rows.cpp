@@ -11,8 +11,8 @@
 #include <variant>
 #include <vector>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/device_stream.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
 #include "fsdp/comm/world.h"
 #include "fsdp/graph/device_graph.h"

@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/memory/slab_allocator.h"
 #include "fsdp/optim/kernels/step_state.h"

@@ -10,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "fsdp/base/text.h"
 #include "fsdp/nn/layers/linear.h"
 #include "fsdp/shard/fully_shard.h"
 #include "fsdp/shard/recompute.h"

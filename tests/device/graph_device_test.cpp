@@ -10,7 +10,7 @@
 #include <tuple>
 #include <vector>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/graph/graph.h"
 #include "fsdp/nn/language_model.h"
 #include "fsdp/optim/adamw.h"

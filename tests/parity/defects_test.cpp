@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
 #include "fsdp/comm/world.h"
 #include "fsdp/shard/fully_shard.h"

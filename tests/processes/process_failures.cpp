@@ -10,7 +10,7 @@
 #include <optional>
 #include <string>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/comm/world.h"
 
 namespace {

@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 
 #include "fsdp/base/durable_file.h"
+#include "fsdp/base/text.h"
 #include "fsdp/checkpoint/names/name_tables.h"
 #include "support/checkpoint_training.h"
 

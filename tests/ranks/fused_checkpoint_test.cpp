@@ -1,6 +1,7 @@
 // A model that fuses tensors and one that does not load each other's checkpoints, moments included.
 #include <gmock/gmock.h>
 
+#include "fsdp/base/text.h"
 #include "fsdp/checkpoint/names/name_tables.h"
 #include "support/checkpoint_training.h"
 

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <map>
 
+#include "fsdp/base/text.h"
 #include "fsdp/layout/state_bytes.h"
 #include "fsdp/optim/adamw.h"
 #include "fsdp/optim/lane.h"

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <mutex>
 
+#include "fsdp/base/text.h"
 #include "fsdp/shard/engine/engine.h"
 #include "support/run_ranks.h"
 #include "support/sharded_training.h"

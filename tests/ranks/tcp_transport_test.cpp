@@ -1,5 +1,6 @@
 // Messages over TCP between ranks that are threads: order, flow, disagreement, and ends.
 #include "fsdp/comm/tcp/tcp_transport.h"
+#include "fsdp/base/text.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <map>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/memory/slab_allocator.h"
 
 namespace fsdp::testing {

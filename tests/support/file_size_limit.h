@@ -5,7 +5,7 @@
 
 #include <csignal>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 
 namespace fsdp::testing {
 

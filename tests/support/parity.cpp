@@ -12,7 +12,7 @@
 #include <ostream>
 #include <tuple>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
 #include "fsdp/optim/adamw.h"
 #include "fsdp/shard/fully_shard.h"

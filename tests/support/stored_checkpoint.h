@@ -14,6 +14,7 @@
 #include "fsdp/base/crc32c.h"
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/integer.h"
+#include "fsdp/base/text.h"
 #include "fsdp/checkpoint/format/manifest.h"
 #include "fsdp/checkpoint/format/piece_writer.h"
 #include "fsdp/checkpoint/format/tensor_boxes.h"

@@ -6,8 +6,8 @@
 #include <cstdlib>
 #include <string>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/durable_file.h"
-#include "fsdp/base/error.h"
 
 namespace fsdp::testing {
 

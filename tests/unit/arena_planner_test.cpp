@@ -9,7 +9,7 @@
 #include <numeric>
 #include <set>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/memory/arena/arena_placer.h"
 #include "fsdp/memory/arena/prefetch_plan.h"
 #include "fsdp/memory/bucket_pool.h"

@@ -4,9 +4,9 @@
 
 #include <cstdlib>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/dtype.h"
 #include "fsdp/base/env.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
 #include "fsdp/base/utf8.h"

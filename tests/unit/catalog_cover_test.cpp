@@ -6,8 +6,8 @@
 #include <map>
 #include <random>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/durable_file.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
 #include "fsdp/checkpoint/format/tensor_catalog.h"
 #include "support/stored_checkpoint.h"

@@ -6,7 +6,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
 #include "fsdp/checkpoint/format/safetensors_header.h"
 #include "fsdp/checkpoint/format/tensor_catalog.h"

@@ -8,7 +8,7 @@
 #include <random>
 #include <set>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
 #include "fsdp/checkpoint/format/safetensors_header.h"
 #include "fsdp/checkpoint/format/tensor_catalog.h"

@@ -7,7 +7,7 @@
 #include <set>
 #include <vector>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
 #include "fsdp/nn/config/config_differences.h"
 #include "fsdp/nn/config/flops.h"

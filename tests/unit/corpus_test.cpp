@@ -8,7 +8,7 @@
 
 #include <random>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/data/byte_tokenizer.h"
 #include "fsdp/data/pack.h"
 #include "support/temp_dir.h"

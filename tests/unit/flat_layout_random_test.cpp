@@ -3,7 +3,7 @@
 
 #include <random>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
 #include "support/layout_checker.h"
 

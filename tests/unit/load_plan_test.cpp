@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <random>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
 #include "support/stored_checkpoint.h"
 #include "support/temp_dir.h"

@@ -9,9 +9,9 @@
 #include <random>
 #include <string>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/crc32c.h"
 #include "fsdp/base/durable_file.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
 #include "support/resealed.h"
 

@@ -4,7 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
 
 namespace fsdp {

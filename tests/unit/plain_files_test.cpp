@@ -4,8 +4,8 @@
 
 #include <filesystem>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/durable_file.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
 #include "fsdp/checkpoint/format/safetensors_header.h"
 #include "fsdp/checkpoint/format/tensor_catalog.h"

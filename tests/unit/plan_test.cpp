@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/plan/forecast.h"
 #include "fsdp/plan/group_plan.h"
 #include "fsdp/plan/load_model.h"

@@ -6,7 +6,7 @@
 #include <map>
 #include <utility>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/memory/bucket_pool.h"
 #include "support/counting_allocator.h"
 #include "support/random_units.h"

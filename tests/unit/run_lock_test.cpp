@@ -11,7 +11,7 @@
 #include <fstream>
 #include <functional>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
 #include "support/temp_dir.h"
 

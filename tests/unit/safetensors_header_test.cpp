@@ -7,8 +7,8 @@
 #include <chrono>
 #include <string>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/durable_file.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
 
 namespace fsdp {

@@ -8,7 +8,7 @@
 #include <numeric>
 #include <set>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/memory/arena/prefetch_plan.h"
 #include "fsdp/memory/bucket_pool.h"
 #include "support/counting_allocator.h"

@@ -6,8 +6,8 @@
 
 #include <cstring>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/crc32c.h"
-#include "fsdp/base/error.h"
 #include "support/file_size_limit.h"
 #include "support/temp_dir.h"
 #include "support/token_files.h"

@@ -4,7 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/checkpoint/format/manifest_text.h"
 #include "support/stored_tensors.h"
 #include "support/temp_dir.h"

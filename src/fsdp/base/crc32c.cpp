@@ -4,7 +4,7 @@
 #include <bit>
 #include <cstring>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 
 #if defined(__x86_64__)
 #include <nmmintrin.h>

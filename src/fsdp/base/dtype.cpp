@@ -2,7 +2,7 @@
 
 #include <array>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 
 #if defined(__aarch64__)
 #include <sys/auxv.h>

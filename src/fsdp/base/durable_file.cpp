@@ -12,7 +12,7 @@
 #include <random>
 #include <system_error>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
 

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstdlib>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 
 namespace fsdp {
 

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <numeric>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/compiler.h"
-#include "fsdp/base/error.h"
 
 namespace fsdp {
 

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
 #include "fsdp/base/utf8.h"
 

@@ -3,7 +3,7 @@
 
 #include <cuda_runtime.h>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 
 namespace fsdp {
 

@@ -8,8 +8,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/dtype.h"
-#include "fsdp/base/error.h"
 
 namespace fsdp {
 

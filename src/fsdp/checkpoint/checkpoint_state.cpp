@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/checkpoint/format/tensor_boxes.h"

@@ -9,9 +9,9 @@
 #include <thread>
 #include <utility>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/crc32c.h"
 #include "fsdp/base/durable_file.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/start_thread.h"
 #include "fsdp/checkpoint/checkpoint_state.h"

@@ -4,7 +4,7 @@
 
 #include <array>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 
 namespace fsdp {
 

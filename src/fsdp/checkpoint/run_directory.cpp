@@ -17,8 +17,8 @@
 #include <thread>
 #include <utility>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/durable_file.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
 #include "fsdp/base/utf8.h"

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/durable_file.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
 #include "fsdp/checkpoint/format/model_files.h"
 #include "fsdp/checkpoint/names/name_tables.h"

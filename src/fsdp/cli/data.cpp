@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/log.h"
 #include "fsdp/cli/command.h"
 #include "fsdp/cli/progress.h"

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
 #include "fsdp/cli/command.h"
 #include "fsdp/comm/world.h"

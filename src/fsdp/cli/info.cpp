@@ -11,8 +11,8 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/durable_file.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
 #include "fsdp/base/torch_math.h"
 #include "fsdp/base/version.h"

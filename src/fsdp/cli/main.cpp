@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
 #include "fsdp/base/version.h"

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
 #include "fsdp/cli/command.h"
 #include "fsdp/cli/plan_report.h"

@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/crc32c.h"
 #include "fsdp/base/durable_file.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
 #include "fsdp/base/version.h"

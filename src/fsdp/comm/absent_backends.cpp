@@ -1,5 +1,5 @@
 // Stands in for the backends and kernels that this build does not have: says so in words.
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/comm/backends.h"
 #include "fsdp/comm/reduce/sum_on_device.h"
 

@@ -2,8 +2,8 @@
 
 #include <utility>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/device_stream.h"
-#include "fsdp/base/error.h"
 #include "fsdp/comm/reduce/reduce_ranks.h"
 
 namespace fsdp {

@@ -3,8 +3,8 @@
 #include <charconv>
 #include <vector>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/env.h"
-#include "fsdp/base/error.h"
 
 namespace fsdp {
 

@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 
 namespace fsdp {
 

@@ -7,6 +7,7 @@
 
 #include "fsdp/base/log.h"
 #include "fsdp/base/start_thread.h"
+#include "fsdp/base/text.h"
 #include "fsdp/comm/comm_error.h"
 
 namespace fsdp {

@@ -2,8 +2,8 @@
 
 #include <utility>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/device_stream.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
 #include "fsdp/comm/operation.h"
 #include "fsdp/comm/operation_queue.h"

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/start_thread.h"
 #include "fsdp/base/torch_math.h"

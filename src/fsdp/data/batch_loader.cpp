@@ -3,7 +3,7 @@
 #include <chrono>
 #include <utility>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/start_thread.h"
 

@@ -7,8 +7,8 @@
 #include <string_view>
 #include <utility>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/crc32c.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/data/byte_tokenizer.h"
 

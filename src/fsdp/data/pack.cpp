@@ -5,9 +5,9 @@
 #include <utility>
 #include <vector>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/crc32c.h"
 #include "fsdp/base/durable_file.h"
-#include "fsdp/base/error.h"
 #include "fsdp/data/byte_tokenizer.h"
 #include "fsdp/data/corpus.h"
 #include "fsdp/data/token_file.h"

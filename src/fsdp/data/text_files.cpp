@@ -13,8 +13,8 @@
 #include <system_error>
 #include <utility>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/durable_file.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
 #include "fsdp/base/utf8.h"
 

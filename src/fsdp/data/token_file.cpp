@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/crc32c.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
 
 namespace fsdp {

@@ -6,8 +6,8 @@
 #include <cstring>
 #include <string_view>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/crc32c.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
 

@@ -1,5 +1,5 @@
 // Builds without CUDA record nothing.
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/graph/device_graph.h"
 
 namespace fsdp {

@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/device_stream.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
 #include "fsdp/graph/device_graph.h"
 #include "fsdp/shard/engine/engine.h"

@@ -3,7 +3,7 @@
 #include <array>
 #include <charconv>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
 

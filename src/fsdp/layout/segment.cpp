@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
 
 namespace fsdp {

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <optional>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
 
 namespace fsdp {

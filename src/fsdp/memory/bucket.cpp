@@ -3,7 +3,7 @@
 #include <set>
 #include <string_view>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
 
 namespace fsdp {

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 
 namespace fsdp {
 

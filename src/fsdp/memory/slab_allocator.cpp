@@ -2,7 +2,7 @@
 
 #include <new>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
 
 namespace fsdp {

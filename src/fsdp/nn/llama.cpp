@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "fsdp/base/check.h"
 #include "fsdp/nn/layers/cross_entropy.h"
 #include "fsdp/nn/layers/matrix_layers.h"
 #include "fsdp/shard/recompute.h"

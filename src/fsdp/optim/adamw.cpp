@@ -1,6 +1,6 @@
 #include "fsdp/optim/adamw.h"
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/optim/optimizer_options.h"
 
 namespace fsdp {

@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <utility>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/optim/host_updates.h"
 #include "fsdp/optim/kernels/step_state.h"

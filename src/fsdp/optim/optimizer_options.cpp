@@ -3,7 +3,7 @@
 #include <cmath>
 #include <string>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
 #include "fsdp/comm/rank_facts.h"
 #include "fsdp/optim/optimizer.h"

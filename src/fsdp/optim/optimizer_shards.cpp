@@ -5,7 +5,7 @@
 #include <map>
 #include <utility>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
 #include "fsdp/optim/optimizer.h"
 #include "fsdp/shard/engine/engine.h"

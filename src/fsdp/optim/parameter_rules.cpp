@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/glob.h"
 #include "fsdp/base/text.h"
 

@@ -1,6 +1,6 @@
 #include "fsdp/plan/group_plan.h"
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
 
 namespace fsdp {

@@ -6,8 +6,8 @@
 #include <array>
 #include <vector>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/durable_file.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/json_fields.h"
 #include "fsdp/base/text.h"
 #include "fsdp/nn/config/config_json.h"

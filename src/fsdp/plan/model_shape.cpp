@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <unordered_set>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
 #include "fsdp/base/utf8.h"

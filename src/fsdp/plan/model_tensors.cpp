@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
 #include "fsdp/nn/config/model_config.h"
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
 #include "fsdp/layout/state_bytes.h"

@@ -3,7 +3,7 @@
 #include <mutex>
 #include <unordered_map>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/shard/engine/unit_call.h"
 
 namespace fsdp {

@@ -5,7 +5,7 @@
 #include <unordered_set>
 #include <utility>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/glob.h"
 #include "fsdp/base/text.h"
 #include "fsdp/shard/call_unit.h"

@@ -1,6 +1,6 @@
 #include "fsdp/shard/options.h"
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/torch_dtype.h"
 
 namespace fsdp {

@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
 #include "fsdp/shard/engine/engine.h"

@@ -1,6 +1,6 @@
 #include "fsdp/train/peak_rates.h"
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/glob.h"
 #include "fsdp/base/text.h"
 

@@ -3,8 +3,8 @@
 #include <ATen/Context.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/env.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/optim/adamw.h"
 #include "fsdp/optim/sgd.h"

@@ -4,8 +4,8 @@
 #include <sstream>
 #include <utility>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/durable_file.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
 #include "fsdp/checkpoint/run_directory.h"
 #include "fsdp/data/token_windows.h"

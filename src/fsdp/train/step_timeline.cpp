@@ -10,7 +10,7 @@
 #include <string_view>
 #include <thread>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/log.h"
 
 namespace fsdp::train {

@@ -6,7 +6,7 @@
 
 #include <atomic>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 
 namespace fsdp::train {
 

@@ -8,9 +8,9 @@
 #include <thread>
 #include <utility>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/env.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/checkpoint/rank_agreement.h"

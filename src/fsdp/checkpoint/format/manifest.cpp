@@ -6,8 +6,8 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/crc32c.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/json_fields.h"
 #include "fsdp/checkpoint/format/manifest_text.h"

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <span>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/crc32c.h"
-#include "fsdp/base/error.h"
 
 namespace fsdp {
 

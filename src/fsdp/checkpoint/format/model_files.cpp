@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/crc32c.h"
 #include "fsdp/base/durable_file.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/json_fields.h"
 #include "fsdp/checkpoint/format/tensor_catalog.h"
 #include "fsdp/checkpoint/run_directory.h"

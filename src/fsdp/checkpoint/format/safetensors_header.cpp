@@ -6,7 +6,7 @@
 #include <set>
 #include <utility>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/json_fields.h"
 #include "fsdp/base/utf8.h"

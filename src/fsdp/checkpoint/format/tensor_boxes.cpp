@@ -4,7 +4,7 @@
 #include <optional>
 #include <utility>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
 
 namespace fsdp {

@@ -6,9 +6,9 @@
 #include <system_error>
 #include <utility>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/crc32c.h"
 #include "fsdp/base/durable_file.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/json_fields.h"
 #include "fsdp/base/utf8.h"

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/narrow_float.h"
 #include "fsdp/base/utf8.h"
 #include "fsdp/checkpoint/format/verified_reads.h"

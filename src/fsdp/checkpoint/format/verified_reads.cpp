@@ -8,9 +8,9 @@
 #include <optional>
 #include <thread>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/crc32c.h"
 #include "fsdp/base/durable_file.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/start_thread.h"
 

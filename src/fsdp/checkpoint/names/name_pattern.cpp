@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <utility>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/glob.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"

@@ -5,7 +5,7 @@
 #include <map>
 #include <utility>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
 #include "fsdp/base/utf8.h"

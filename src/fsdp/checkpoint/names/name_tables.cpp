@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/json_fields.h"
 #include "fsdp/base/text.h"
 

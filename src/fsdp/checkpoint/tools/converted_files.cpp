@@ -5,9 +5,9 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/crc32c.h"
 #include "fsdp/base/durable_file.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/checkpoint/format/model_files.h"
 #include "fsdp/checkpoint/format/safetensors_header.h"

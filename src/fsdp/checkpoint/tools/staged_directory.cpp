@@ -9,7 +9,7 @@
 #include <system_error>
 #include <vector>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/log.h"
 #include "fsdp/checkpoint/run_directory.h"
 

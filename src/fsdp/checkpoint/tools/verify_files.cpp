@@ -5,9 +5,9 @@
 #include <optional>
 #include <span>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/crc32c.h"
 #include "fsdp/base/durable_file.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/checkpoint/format/manifest_text.h"
 #include "fsdp/checkpoint/format/tensor_catalog.h"

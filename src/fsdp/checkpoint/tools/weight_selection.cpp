@@ -4,7 +4,7 @@
 #include <set>
 #include <tuple>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/utf8.h"
 #include "fsdp/checkpoint/tools/tensor_numbers.h"
 

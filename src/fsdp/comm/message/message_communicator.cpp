@@ -1,3 +1,4 @@
+#include "fsdp/base/text.h"
 #include "fsdp/comm/backends.h"
 
 #include <ATen/ATen.h>

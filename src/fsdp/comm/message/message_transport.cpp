@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "fsdp/base/log.h"
+#include "fsdp/base/text.h"
 #include "fsdp/base/utf8.h"
 
 namespace fsdp {

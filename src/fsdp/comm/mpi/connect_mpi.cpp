@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/comm/mpi/mpi_transport.h"
 
 namespace fsdp {

@@ -7,6 +7,8 @@
 #include <cstring>
 #include <thread>
 
+#include "fsdp/base/check.h"
+
 namespace fsdp {
 
 namespace {

@@ -16,7 +16,7 @@
 #include <optional>
 #include <utility>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/log.h"
 #include "fsdp/comm/backends.h"
 #include "fsdp/comm/comm_error.h"

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "fsdp/base/log.h"
+#include "fsdp/base/text.h"
 #include "fsdp/comm/comm_error.h"
 
 namespace fsdp {

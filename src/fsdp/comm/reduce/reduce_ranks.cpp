@@ -12,8 +12,8 @@
 #include <numeric>
 #include <type_traits>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/compiler.h"
-#include "fsdp/base/error.h"
 
 namespace fsdp {
 

@@ -2,7 +2,7 @@
 // once. Compiled with -fmad=false: the same bits as on the host.
 #include <cstdint>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/kernel_launch.cuh"
 #include "fsdp/base/narrow_float.h"
 #include "fsdp/comm/reduce/sum_on_device.h"

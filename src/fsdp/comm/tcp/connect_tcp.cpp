@@ -10,9 +10,9 @@
 #include <thread>
 #include <vector>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/env.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/utf8.h"
 #include "fsdp/comm/backends.h"

@@ -10,7 +10,7 @@
 #include <string_view>
 #include <utility>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/log.h"
 #include "fsdp/comm/comm_error.h"
 

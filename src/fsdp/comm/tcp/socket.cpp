@@ -13,6 +13,7 @@
 #include <cstring>
 #include <memory>
 
+#include "fsdp/base/check.h"
 #include "fsdp/comm/comm_error.h"
 
 namespace fsdp {

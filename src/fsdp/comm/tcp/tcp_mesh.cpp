@@ -13,6 +13,7 @@
 #include <thread>
 #include <utility>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/utf8.h"
 #include "fsdp/comm/comm_error.h"

@@ -11,6 +11,8 @@
 #include <thread>
 #include <utility>
 
+#include "fsdp/base/text.h"
+
 namespace fsdp {
 
 namespace {

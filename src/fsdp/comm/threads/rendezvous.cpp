@@ -5,6 +5,7 @@
 #include <thread>
 #include <utility>
 
+#include "fsdp/base/check.h"
 #include "fsdp/comm/comm_error.h"
 
 namespace fsdp {

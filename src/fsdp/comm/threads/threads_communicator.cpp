@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "fsdp/base/log.h"
+#include "fsdp/base/text.h"
 #include "fsdp/comm/comm_error.h"
 #include "fsdp/comm/reduce/reduce_ranks.h"
 

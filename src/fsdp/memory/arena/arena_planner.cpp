@@ -5,7 +5,7 @@
 #include <numeric>
 #include <tuple>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/memory/arena/arena_placer.h"
 

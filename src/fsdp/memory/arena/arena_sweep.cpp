@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <tuple>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 
 namespace fsdp {
 

@@ -4,7 +4,7 @@
 #include <array>
 #include <vector>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
 #include "fsdp/memory/pool/slot_layout.h"
 

@@ -1,6 +1,6 @@
 #include "fsdp/memory/pool/slot_assignment.h"
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
 #include "fsdp/memory/pool/slot_assignment.h"

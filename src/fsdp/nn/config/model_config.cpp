@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
 #include "fsdp/base/utf8.h"
 

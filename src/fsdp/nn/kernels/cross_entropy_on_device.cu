@@ -4,6 +4,7 @@
 #include <cassert>
 #include <cfloat>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/kernel_launch.cuh"
 #include "fsdp/base/packed_access.cuh"
 #include "fsdp/nn/kernels/layer_kernels.h"

@@ -1,6 +1,7 @@
 // Root-mean-square norms of rows. A team of threads holds a row in its registers, so that the row
 // is read once and written once. Weight gradients are summed in fixed order: by every team over its
 // rows, by a block over its teams, then over the blocks.
+#include "fsdp/base/check.h"
 #include "fsdp/base/kernel_launch.cuh"
 #include "fsdp/base/packed_access.cuh"
 #include "fsdp/nn/kernels/layer_kernels.h"

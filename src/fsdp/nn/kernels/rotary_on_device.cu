@@ -1,4 +1,5 @@
 // Rotary positions of queries and keys in one launch: every number is read once and written once.
+#include "fsdp/base/check.h"
 #include "fsdp/base/kernel_launch.cuh"
 #include "fsdp/base/packed_access.cuh"
 #include "fsdp/nn/kernels/layer_kernels.h"

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/narrow_float.h"
 
 namespace fsdp {

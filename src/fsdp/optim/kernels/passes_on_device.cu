@@ -1,5 +1,5 @@
 // The other passes of a step on a CUDA device: sums of squares, and halves of weights.
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/kernel_launch.cuh"
 #include "fsdp/base/narrow_float.h"
 #include "fsdp/optim/kernels/split_weight.h"

@@ -1,8 +1,8 @@
 #include <array>
 #include <numeric>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/compiler.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/narrow_float.h"
 #include "fsdp/optim/kernels/update_on_cpu.h"
 

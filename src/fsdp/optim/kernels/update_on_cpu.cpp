@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/compiler.h"
-#include "fsdp/base/error.h"
 #include "fsdp/optim/kernels/split_weight.h"
 #include "fsdp/optim/kernels/update_block.h"
 #include "fsdp/optim/kernels/update_math.h"

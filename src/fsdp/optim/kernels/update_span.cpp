@@ -2,7 +2,7 @@
 
 #include <cstddef>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 
 namespace fsdp {
 

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/log.h"
 #include "fsdp/shard/engine/gradient_hook.h"
 #include "fsdp/shard/engine/unit_call.h"

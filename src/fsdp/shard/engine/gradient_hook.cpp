@@ -6,8 +6,8 @@
 
 #include <utility>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/device_stream.h"
-#include "fsdp/base/error.h"
 #include "fsdp/shard/direct_gradient.h"
 
 namespace fsdp {

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/dtype.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
 
 namespace fsdp {

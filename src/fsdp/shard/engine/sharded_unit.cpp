@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <exception>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/log.h"
 
 namespace fsdp {

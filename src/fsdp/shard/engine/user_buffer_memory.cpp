@@ -7,7 +7,7 @@
 #include <set>
 #include <utility>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/log.h"
 #include "fsdp/comm/backends.h"

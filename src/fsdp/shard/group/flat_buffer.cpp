@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/layout/flat_layout.h"
 
 namespace fsdp {

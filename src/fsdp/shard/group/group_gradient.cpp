@@ -6,7 +6,7 @@
 #include <cstring>
 #include <utility>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/torch_dtype.h"
 

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/layout/state_bytes.h"
 

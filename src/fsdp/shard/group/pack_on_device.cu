@@ -2,7 +2,7 @@
 // that long and short ones share the device evenly.
 #include <algorithm>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/kernel_launch.cuh"
 #include "fsdp/base/narrow_vector.cuh"
 #include "fsdp/shard/group/pack_on_device.h"

@@ -5,7 +5,7 @@
 
 #include <utility>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/torch_dtype.h"
 
 namespace fsdp {

@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/comm/comm_options.h"
 
 namespace fsdp {

@@ -1,6 +1,6 @@
 #include "fsdp/shard/group/slab_source.h"
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 
 namespace fsdp {
 

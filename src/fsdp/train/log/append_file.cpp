@@ -8,7 +8,7 @@
 #include <system_error>
 #include <utility>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/log.h"
 
 namespace fsdp::train {

@@ -4,8 +4,8 @@
 #include <optional>
 #include <vector>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/durable_file.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
 #include "fsdp/checkpoint/format/model_files.h"
 #include "fsdp/checkpoint/run_directory.h"

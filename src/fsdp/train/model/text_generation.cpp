@@ -7,7 +7,7 @@
 #include <cmath>
 #include <numeric>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/data/byte_tokenizer.h"
 

@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/durable_file.h"
-#include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
 #include "fsdp/base/version.h"

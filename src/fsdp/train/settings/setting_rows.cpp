@@ -2,7 +2,7 @@
 
 #include <limits>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 
 namespace fsdp::train {
 

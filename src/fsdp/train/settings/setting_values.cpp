@@ -2,6 +2,8 @@
 
 #include <charconv>
 
+#include "fsdp/base/check.h"
+
 namespace fsdp::train {
 
 namespace {

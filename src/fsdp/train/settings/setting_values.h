@@ -11,7 +11,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/option_values.h"
 #include "fsdp/base/text.h"
 #include "fsdp/train/settings/settings.h"

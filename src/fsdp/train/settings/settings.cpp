@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/json_fields.h"
 #include "fsdp/base/text.h"
 #include "fsdp/train/settings/setting_values.h"

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <string>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
 #include "fsdp/checkpoint/run_directory.h"
