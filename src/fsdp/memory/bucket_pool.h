@@ -5,41 +5,16 @@
 #include <array>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "fsdp/memory/bucket.h"
 #include "fsdp/memory/live_trace.h"
+#include "fsdp/memory/pool_options.h"
 #include "fsdp/memory/slab_allocator.h"
 
 namespace fsdp {
-
-enum class PoolKind : uint8_t {
-  kOnDemand,      // memory per bucket, allocated at acquire and freed at release
-  kDoubleBuffer,  // slots of the most common unit, for that kind of unit
-  kMaxPool,       // slots that fit any unit
-  kPlanned,       // one arena, offsets from the live intervals of the step
-};
-
-// "on_demand", "double_buffer", "max_pool", "planned"
-std::string_view name_of(PoolKind kind);
-std::optional<PoolKind> parse_pool_kind(std::string_view name);
-std::span<const PoolKind> all_pool_kinds();
-
-// What a double buffer does with the units that are not like the most common one.
-enum class OtherUnits : uint8_t {
-  kOnDemand,    // allocated at acquire, freed at release: less memory, addresses not fixed
-  kPersistent,  // own memory for good: fixed addresses
-};
-
-// What happens when units come in another order than in the first step, so that a unit's slot is
-// taken and another one is free.
-enum class OnMove : uint8_t {
-  kFollow,  // take the free slot, say so once; the address is then reported as not fixed
-  kRefuse,  // an error: after graph capture or registration a moved address is a wrong result
-};
 
 struct PoolOptions {
   PoolKind kind = PoolKind::kMaxPool;

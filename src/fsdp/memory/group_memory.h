@@ -25,13 +25,4 @@ struct GroupBuckets {
 GroupBuckets group_buckets(const FlatLayout& layout, const GroupTypes& types,
                            const Strategy& strategy, MeshShape mesh);
 
-// How long a unit's main gradients own memory.
-enum class GradientLifetime : uint8_t {
-  // For good: fixed addresses, which graphs need.
-  kPersistent,
-  // From the unit's first reduction of a cycle until zero_grad(), so that they never coexist with
-  // the activations of the forward.
-  kStep,
-};
-
 }  // namespace fsdp

@@ -13,8 +13,7 @@
 #include "fsdp/layout/granularity.h"
 #include "fsdp/layout/group_types.h"
 #include "fsdp/layout/strategy.h"
-#include "fsdp/memory/bucket_pool.h"
-#include "fsdp/memory/group_memory.h"
+#include "fsdp/memory/pool_options.h"
 #include "fsdp/memory/slab_allocator.h"
 
 namespace fsdp {
