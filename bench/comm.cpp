@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "fsdp/base/check.h"
+#include "fsdp/comm/communicator.h"
 #include "fsdp/comm/world.h"
 
 namespace {

@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "fsdp/comm/communicator.h"
 #include "fsdp/comm/world.h"
 #include "timings.h"
 

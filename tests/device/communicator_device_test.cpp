@@ -8,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "fsdp/comm/communicator.h"
 #include "fsdp/comm/world.h"
 #include "support/communicator_suite.h"
 #include "support/rank_pattern.h"

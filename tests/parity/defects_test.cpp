@@ -11,6 +11,7 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
+#include "fsdp/comm/communicator.h"
 #include "fsdp/comm/world.h"
 #include "fsdp/shard/fully_shard.h"
 #include "support/chain_model.h"

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "fsdp/base/check.h"
+#include "fsdp/comm/communicator.h"
 #include "fsdp/comm/world.h"
 
 namespace {

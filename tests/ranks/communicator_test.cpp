@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "fsdp/comm/comm_error.h"
+#include "fsdp/comm/communicator.h"
 #include "fsdp/comm/world.h"
 #include "support/communicator_suite.h"
 

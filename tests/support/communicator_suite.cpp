@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "fsdp/base/error.h"
+#include "fsdp/comm/communicator.h"
 #include "support/dropped_tensors_case.h"
 #include "support/rank_pattern.h"
 #include "support/reduction_cases.h"

@@ -10,6 +10,8 @@
 #include <optional>
 #include <vector>
 
+#include "fsdp/comm/communicator.h"
+
 namespace fsdp::testing {
 
 namespace {

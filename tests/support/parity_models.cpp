@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <mutex>
 
+#include "fsdp/comm/communicator.h"
 #include "fsdp/nn/layers/linear.h"
 #include "fsdp/shard/unit.h"
 

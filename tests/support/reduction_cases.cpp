@@ -9,6 +9,8 @@
 
 #include "support/rank_pattern.h"
 
+#include "fsdp/comm/communicator.h"
+
 namespace fsdp::testing {
 
 namespace {

@@ -8,12 +8,20 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "fsdp/comm/comm_options.h"
 #include "fsdp/comm/operation.h"
 #include "fsdp/comm/work.h"
 
+namespace c10 {
+class Stream;
+}
+
 namespace fsdp {
+
+struct Operation;
+class Shares;
 
 // How operations of each kind have used their callers' memory since that was registered: the worst
 // of all of them.

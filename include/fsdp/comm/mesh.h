@@ -2,11 +2,12 @@
 #pragma once
 
 #include <memory>
+#include <span>
 #include <string>
 
-#include "fsdp/comm/communicator.h"
-
 namespace fsdp {
+
+class Communicator;
 
 struct MeshOptions {
   // Ranks along the outer axis: replicas (HSDP) or the second cut (HFSDP). Must divide the world;
@@ -20,10 +21,13 @@ struct MeshOptions {
 class MeshAxis {
  public:
   MeshAxis(std::string name, Communicator& world, std::span<const int> colors);
+  MeshAxis(MeshAxis&&) noexcept;
+  MeshAxis& operator=(MeshAxis&&) noexcept;
+  ~MeshAxis();
 
   const std::string& name() const { return name_; }
-  int rank() const { return gather_->rank(); }
-  int size() const { return gather_->size(); }
+  int rank() const;
+  int size() const;
   Communicator& gather() const { return *gather_; }
   Communicator& reduce() const { return *reduce_; }
 

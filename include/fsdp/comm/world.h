@@ -7,37 +7,14 @@
 #include <vector>
 
 #include "fsdp/comm/comm_options.h"
-#include "fsdp/comm/communicator.h"
 #include "fsdp/comm/launch.h"
 #include "fsdp/comm/mesh.h"
 
 namespace fsdp {
 
-struct RecordedCall {
-  std::string communicator;
-  int ranks = 0;
-  Fingerprint print;
-};
-
-// Shared by a simulated communicator and everything split from it, in the order of the calls.
+class Communicator;
+struct RecordedCall;
 using Recording = std::vector<RecordedCall>;
-
-// The `simulated` backend: a world of any size seen from one rank; moves nothing, records every
-// call. Checks arguments like every backend, so a dry run finds wrong sizes; outputs stay as they
-// are.
-class SimulatedCommunicator final : public Communicator {
- public:
-  SimulatedCommunicator(int rank, int size, std::string name, std::shared_ptr<Recording> recording);
-
-  std::unique_ptr<Communicator> split(std::span<const int> colors, std::string name) override;
-  void abort(const std::string& message) override;
-
- private:
-  Work enqueue(Operation operation) override;
-
-  const std::shared_ptr<Recording> recording_;
-  uint64_t next_sequence_ = 0;
-};
 
 class World {
  public:
@@ -49,9 +26,12 @@ class World {
   static World simulated(int rank, int size, std::shared_ptr<Recording> recording);
 
   World(Launch launch, std::unique_ptr<Communicator> communicator);
+  World(World&&) noexcept;
+  World& operator=(World&&) noexcept;
+  ~World();
 
-  int rank() const { return communicator_->rank(); }
-  int size() const { return communicator_->size(); }
+  int rank() const;
+  int size() const;
   int local_rank() const { return launch_.local_rank; }
   const Launch& launch() const { return launch_; }
 

@@ -7,9 +7,9 @@
 #include <string>
 #include <string_view>
 
-#include "fsdp/data/token_header.h"
-
 namespace fsdp {
+
+struct TokenHeader;
 
 inline constexpr const char* kByteTokenizerName = "bytes";
 inline constexpr int64_t kByteVocabulary = 257;

@@ -7,12 +7,11 @@
 #include <optional>
 #include <span>
 #include <string>
-#include <vector>
-
-#include "fsdp/data/text_files.h"
-#include "fsdp/data/token_file.h"
 
 namespace fsdp {
+
+struct LeftOut;
+struct TokenHeader;
 
 struct CorpusOptions {
   // The most text that is held in memory (as tokens of two bytes); more must be packed first.
@@ -31,18 +30,22 @@ class Corpus {
   static std::shared_ptr<const Corpus> open(std::span<const std::string> paths,
                                             const CorpusOptions& options = {});
 
-  int64_t num_tokens() const { return info_.num_tokens; }
-  int64_t num_documents() const { return info_.num_documents; }
-  int64_t vocabulary() const { return info_.vocabulary; }
-  const std::string& tokenizer() const { return info_.tokenizer; }
-  std::optional<int64_t> end_of_document() const { return info_.end_of_document; }
+  ~Corpus();
+  Corpus(const Corpus&) = delete;
+  Corpus& operator=(const Corpus&) = delete;
+
+  int64_t num_tokens() const;
+  int64_t num_documents() const;
+  int64_t vocabulary() const;
+  const std::string& tokenizer() const;
+  std::optional<int64_t> end_of_document() const;
   // As a token file of all the tokens would have it.
-  const TokenHeader& header() const { return info_; }
-  int64_t num_files() const { return num_files_; }
-  const LeftOut& left_out() const { return left_out_; }
+  const TokenHeader& header() const;
+  int64_t num_files() const;
+  const LeftOut& left_out() const;
 
   // See fingerprint_of().
-  uint64_t fingerprint() const { return fingerprint_of(info_); }
+  uint64_t fingerprint() const;
 
   // Tokens from `first` on. An Error names the file whose token is outside the vocabulary.
   void read(int64_t first, std::span<int64_t> into) const;
@@ -59,19 +62,11 @@ class Corpus {
 
  private:
   friend class CorpusBuilder;
-  struct Part {
-    int64_t begin = 0;  // the number of its first token
-    int64_t end = 0;
-    std::optional<TokenFile> file = {};  // or
-    std::vector<uint16_t> text = {};
-  };
+  struct Content;
 
-  Corpus() = default;
+  explicit Corpus(std::unique_ptr<const Content> content);
 
-  std::vector<Part> parts_;
-  TokenHeader info_;
-  int64_t num_files_ = 0;
-  LeftOut left_out_;
+  const std::unique_ptr<const Content> content_;
 };
 
 // Whether a path is taken for a packed token file.

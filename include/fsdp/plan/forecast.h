@@ -2,14 +2,17 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "fsdp/layout/strategy.h"
-#include "fsdp/plan/group_plan.h"
 #include "fsdp/plan/model_shape.h"
+#include "fsdp/plan/plan_options.h"
 
 namespace fsdp {
+
+struct GroupPlan;
 
 // Bytes received by one rank. A gather or a reduce-scatter of B bytes over n ranks receives
 // B (n-1)/n, an all-reduce twice that (a reduce-scatter and a gather): what any algorithm without
@@ -91,7 +94,7 @@ class Planner {
   Planner(ModelShape model, const PlanOptions& options);
 
   const ModelShape& model() const { return model_; }
-  const std::vector<GroupPlan>& groups() const { return groups_; }
+  const std::vector<GroupPlan>& groups() const { return *groups_; }
 
   Forecast forecast() const { return forecast(options_.strategy); }
   Forecast forecast(const Strategy& strategy) const;
@@ -103,7 +106,7 @@ class Planner {
  private:
   ModelShape model_;
   PlanOptions options_;
-  std::vector<GroupPlan> groups_;
+  std::shared_ptr<const std::vector<GroupPlan>> groups_;
   double padding_fraction_ = 0;
   double padding_bound_fraction_ = 0;
   double layout_seconds_ = 0;

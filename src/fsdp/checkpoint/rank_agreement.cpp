@@ -5,6 +5,7 @@
 #include <array>
 
 #include "fsdp/base/check.h"
+#include "fsdp/comm/communicator.h"
 
 namespace fsdp {
 

@@ -4,6 +4,7 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/device_stream.h"
+#include "fsdp/comm/enqueued_operation.h"
 #include "fsdp/comm/reduce/reduce_ranks.h"
 
 namespace fsdp {

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "fsdp/base/check.h"
+#include "fsdp/comm/communicator.h"
 
 namespace fsdp {
 
@@ -35,6 +36,13 @@ MeshAxis::MeshAxis(std::string name, Communicator& world, std::span<const int> c
     : name_(std::move(name)),
       gather_(world.split(colors, name_ + " gather")),
       reduce_(world.split(colors, name_ + " reduce")) {}
+
+MeshAxis::MeshAxis(MeshAxis&&) noexcept = default;
+MeshAxis& MeshAxis::operator=(MeshAxis&&) noexcept = default;
+MeshAxis::~MeshAxis() = default;
+
+int MeshAxis::rank() const { return gather_->rank(); }
+int MeshAxis::size() const { return gather_->size(); }
 
 Mesh::Mesh(Communicator& world, const MeshOptions& options)
     : outer_("outer", world, columns(world, options)),

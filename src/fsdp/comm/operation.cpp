@@ -4,6 +4,7 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
+#include "fsdp/comm/enqueued_operation.h"
 
 namespace fsdp {
 

@@ -10,8 +10,10 @@
 #include <thread>
 
 #include "fsdp/comm/comm_options.h"
+#include "fsdp/comm/enqueued_operation.h"
 #include "fsdp/comm/operation.h"
 #include "fsdp/comm/work.h"
+#include "fsdp/comm/work_state.h"
 
 namespace fsdp {
 

@@ -1,4 +1,4 @@
-#include "fsdp/comm/work.h"
+#include "fsdp/comm/work_state.h"
 
 #include <utility>
 
@@ -46,6 +46,8 @@ void WorkState::wait() {
   if (!done()) lend_a_hand_until_done();
   if (error_) std::rethrow_exception(error_);
 }
+
+bool Work::done() const { return state_ == nullptr || state_->done(); }
 
 void Work::wait() const {
   if (state_ == nullptr) return;

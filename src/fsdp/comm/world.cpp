@@ -18,6 +18,8 @@
 #include "fsdp/base/torch_math.h"
 #include "fsdp/comm/backends.h"
 #include "fsdp/comm/comm_error.h"
+#include "fsdp/comm/communicator.h"
+#include "fsdp/comm/enqueued_operation.h"
 #include "fsdp/comm/threads/threads_communicator.h"
 
 namespace fsdp {
@@ -74,7 +76,22 @@ class FirstError {
   std::exception_ptr consequence_;
 };
 
-}  // namespace
+// The `simulated` backend: a world of any size seen from one rank; moves nothing, records every
+// call. Checks arguments like every backend, so a dry run finds wrong sizes; outputs stay as they
+// are.
+class SimulatedCommunicator final : public Communicator {
+ public:
+  SimulatedCommunicator(int rank, int size, std::string name, std::shared_ptr<Recording> recording);
+
+  std::unique_ptr<Communicator> split(std::span<const int> colors, std::string name) override;
+  void abort(const std::string& message) override;
+
+ private:
+  Work enqueue(Operation operation) override;
+
+  const std::shared_ptr<Recording> recording_;
+  uint64_t next_sequence_ = 0;
+};
 
 SimulatedCommunicator::SimulatedCommunicator(int rank, int size, std::string name,
                                              std::shared_ptr<Recording> recording)
@@ -97,10 +114,19 @@ std::unique_ptr<Communicator> SimulatedCommunicator::split(std::span<const int> 
 
 void SimulatedCommunicator::abort(const std::string& message) { throw AbortedError(message); }
 
+}  // namespace
+
 World::World(Launch launch, std::unique_ptr<Communicator> communicator)
     : launch_(std::move(launch)), communicator_(std::move(communicator)) {
   choose_torch_math();  // every rank comes here before it computes
 }
+
+World::World(World&&) noexcept = default;
+World& World::operator=(World&&) noexcept = default;
+World::~World() = default;
+
+int World::rank() const { return communicator_->rank(); }
+int World::size() const { return communicator_->size(); }
 
 World World::from_environment(const CommOptions& options) {
   const Launch launch = read_launch();

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "fsdp/base/check.h"
+#include "fsdp/data/token_header.h"
 
 namespace fsdp {
 namespace {

@@ -6,13 +6,30 @@
 #include <array>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/crc32c.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/data/byte_tokenizer.h"
+#include "fsdp/data/text_files.h"
+#include "fsdp/data/token_file.h"
 
 namespace fsdp {
+
+struct Corpus::Content {
+  struct Part {
+    int64_t begin = 0;  // the number of its first token
+    int64_t end = 0;
+    std::optional<TokenFile> file = {};  // or
+    std::vector<uint16_t> text = {};
+  };
+
+  std::vector<Part> parts;
+  TokenHeader info;
+  int64_t num_files = 0;
+  LeftOut left_out;
+};
 
 // Adds the paths one by one.
 class CorpusBuilder {
@@ -29,7 +46,7 @@ class CorpusBuilder {
   }
 
   std::shared_ptr<const Corpus> build() {
-    return std::make_shared<const Corpus>(std::move(corpus_));
+    return std::shared_ptr<const Corpus>(new Corpus(std::move(content_)));
   }
 
  private:
@@ -37,7 +54,7 @@ class CorpusBuilder {
     TokenFile file(path);
     file.look_over(looked_over_bytes_);
     const TokenHeader header = file.header();
-    ++corpus_.num_files_;
+    ++content_->num_files;
     append(header, path, {.file = std::move(file)});
   }
 
@@ -61,14 +78,14 @@ class CorpusBuilder {
     header.num_tokens = static_cast<int64_t>(tokens.size());
     header.num_documents = static_cast<int64_t>(files.paths.size());
     header.data_crc32c = crc32c(std::as_bytes(std::span(tokens)));
-    corpus_.left_out_ += files.left_out;
-    corpus_.num_files_ += header.num_documents;
+    content_->left_out += files.left_out;
+    content_->num_files += header.num_documents;
     append(header, path, {.text = std::move(tokens)});
   }
 
-  void append(const TokenHeader& header, const std::string& path, Corpus::Part part) {
-    TokenHeader& all = corpus_.info_;
-    if (corpus_.parts_.empty()) {
+  void append(const TokenHeader& header, const std::string& path, Corpus::Content::Part part) {
+    TokenHeader& all = content_->info;
+    if (content_->parts.empty()) {
       all = header;
       first_path_ = path;
     } else {
@@ -79,15 +96,29 @@ class CorpusBuilder {
     }
     part.end = all.num_tokens;
     part.begin = part.end - header.num_tokens;
-    corpus_.parts_.push_back(std::move(part));
+    content_->parts.push_back(std::move(part));
   }
 
   const CorpusOptions& options_;
   int64_t looked_over_bytes_;  // of a file
-  Corpus corpus_;
+  std::unique_ptr<Corpus::Content> content_ = std::make_unique<Corpus::Content>();
   int64_t text_bytes_ = 0;
   std::string first_path_;
 };
+
+Corpus::Corpus(std::unique_ptr<const Content> content) : content_(std::move(content)) {}
+
+Corpus::~Corpus() = default;
+
+int64_t Corpus::num_tokens() const { return content_->info.num_tokens; }
+int64_t Corpus::num_documents() const { return content_->info.num_documents; }
+int64_t Corpus::vocabulary() const { return content_->info.vocabulary; }
+const std::string& Corpus::tokenizer() const { return content_->info.tokenizer; }
+std::optional<int64_t> Corpus::end_of_document() const { return content_->info.end_of_document; }
+const TokenHeader& Corpus::header() const { return content_->info; }
+int64_t Corpus::num_files() const { return content_->num_files; }
+const LeftOut& Corpus::left_out() const { return content_->left_out; }
+uint64_t Corpus::fingerprint() const { return fingerprint_of(content_->info); }
 
 std::shared_ptr<const Corpus> Corpus::open(std::span<const std::string> paths,
                                            const CorpusOptions& options) {
@@ -101,8 +132,9 @@ std::shared_ptr<const Corpus> Corpus::open(std::span<const std::string> paths,
 void Corpus::read(int64_t first, std::span<int64_t> into) const {
   FSDP_ASSERT(first >= 0 && first + static_cast<int64_t>(into.size()) <= num_tokens(), "tokens ",
               first, " to ", first + static_cast<int64_t>(into.size()), " of ", num_tokens());
-  auto part = std::upper_bound(parts_.begin(), parts_.end(), first,
-                               [](int64_t token, const Part& each) { return token < each.end; });
+  auto part =
+      std::upper_bound(content_->parts.begin(), content_->parts.end(), first,
+                       [](int64_t token, const Content::Part& each) { return token < each.end; });
   while (!into.empty()) {
     const auto count =
         static_cast<size_t>(std::min(static_cast<int64_t>(into.size()), part->end - first));
@@ -117,10 +149,10 @@ void Corpus::read(int64_t first, std::span<int64_t> into) const {
 }
 
 void Corpus::verify(const std::function<void(int64_t)>& progress) const {
-  for (const Part& part : parts_)
+  for (const Content::Part& part : content_->parts)
     if (part.file)
       part.file->verify([&](int64_t bytes) {
-        if (progress) progress(part.begin * info_.token_bytes + bytes);
+        if (progress) progress(part.begin * content_->info.token_bytes + bytes);
       });
 }
 
@@ -133,9 +165,9 @@ void Corpus::check_model_vocabulary(int64_t model_vocabulary) const {
 }
 
 std::string Corpus::summary() const {
-  return concat(counted_text(num_files_, "file"), ", ", counted_text(num_tokens(), "token"),
+  return concat(counted_text(num_files(), "file"), ", ", counted_text(num_tokens(), "token"),
                 " of tokenizer '", tokenizer(), "' (vocabulary ", vocabulary(), ")",
-                left_out_.total() == 0 ? "" : "; left out: ", to_text(left_out_));
+                left_out().total() == 0 ? "" : "; left out: ", to_text(left_out()));
 }
 
 namespace {

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "fsdp/base/torch_dtype.h"
+#include "fsdp/comm/work_state.h"
 
 namespace fsdp {
 

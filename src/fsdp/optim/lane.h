@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "fsdp/comm/work.h"
+#include "fsdp/comm/work_state.h"
 
 namespace fsdp {
 

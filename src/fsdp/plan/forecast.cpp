@@ -7,6 +7,7 @@
 
 #include "fsdp/base/integer.h"
 #include "fsdp/layout/state_bytes.h"
+#include "fsdp/plan/group_plan.h"
 #include "fsdp/plan/pool_forecast.h"
 
 namespace fsdp {
@@ -151,8 +152,8 @@ Planner::Planner(ModelShape model, const PlanOptions& options)
   const Clock::time_point start = Clock::now();
   options_.validate();
   model_.validate();
-  groups_ = lay_out(model_, options_);
-  const Padding padding = padding_of(groups_);
+  groups_ = std::make_shared<const std::vector<GroupPlan>>(lay_out(model_, options_));
+  const Padding padding = padding_of(*groups_);
   padding_fraction_ = padding.fraction;
   padding_bound_fraction_ = padding.bound_fraction;
   layout_seconds_ = seconds_since(start);
@@ -168,13 +169,13 @@ Forecast Planner::forecast(const Strategy& strategy) const {
   result.num_units = static_cast<int64_t>(model_.units.size());
   result.padding_fraction = padding_fraction_;
   result.padding_bound_fraction = padding_bound_fraction_;
-  result.bytes = buffers_of_fullest_rank(groups_, result.options);
+  result.bytes = buffers_of_fullest_rank(*groups_, result.options);
 
-  const PoolForecast pool = forecast_pool(model_, groups_, result.options);
+  const PoolForecast pool = forecast_pool(model_, *groups_, result.options);
   result.bytes.weight_pool = pool.weight_bytes;
   result.bytes.grad_pool = pool.grad_bytes;
   result.prefetch = pool.prefetch;
-  for (const GroupPlan& group : groups_) {
+  for (const GroupPlan& group : *groups_) {
     const int64_t padded = group.layout.padded_numel();
     const GroupBytes whole{.weight = bytes_in(padded, group.types.weight),
                            .wire = group.types.trainable ? bytes_in(padded, group.types.wire) : 0};

@@ -1,51 +1,15 @@
-// What a plan is made for (ranks, strategy, types, pool), and the model's parameter groups laid out
-// for it: the element counts every forecast is made of.
+// The model's parameter groups laid out for a plan: the element counts every forecast is made of.
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <vector>
 
-#include "fsdp/base/dtype.h"
 #include "fsdp/layout/flat_layout.h"
-#include "fsdp/layout/granularity.h"
 #include "fsdp/layout/group_types.h"
-#include "fsdp/layout/strategy.h"
-#include "fsdp/memory/bucket_pool.h"
 #include "fsdp/plan/model_shape.h"
+#include "fsdp/plan/plan_options.h"
 
 namespace fsdp {
-
-// Deeper than any stack of units that is planned; a larger number is a typing error.
-inline constexpr int64_t kMaxPrefetch = 4096;
-
-struct PlanOptions {
-  // Ranks in all.
-  int64_t ranks = 1;
-  // Ranks along the outer axis; divides `ranks`, the rest is the inner (shard) axis.
-  int64_t outer = 1;
-  // What is sharded.
-  Strategy strategy = Strategy::optim_grads_params;
-  // The dtype of parameters that name none of their own.
-  DType compute = DType::kBFloat16;
-  // The dtypes of everything that is derived from parameters.
-  PrecisionTypes precision = {};
-  // The fraction of each shard's optimizer state (moments and main weights) that is on the host.
-  double offload = 0;
-  // Where gathered weights and unreduced gradients live.
-  PoolKind pool = PoolKind::kPlanned;
-  // Units gathered ahead of the one that computes.
-  int64_t prefetch = 1;
-  // Planned pool only: gather as far ahead as this many bytes allow, and ignore `prefetch`.
-  std::optional<int64_t> budget_bytes = std::nullopt;
-  // Where a shard may end.
-  Granularity granularity = {};
-
-  MeshShape mesh() const { return {.outer = outer, .inner = ranks / outer}; }
-
-  // Throws UsageError with the field, its value and the fix.
-  void validate() const;
-};
 
 // One unit's tensors of one dtype.
 struct GroupPlan {

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "fsdp/comm/comm_error.h"
+#include "fsdp/comm/enqueued_operation.h"
 #include "fsdp/comm/message/message_transport.h"
 #include "fsdp/comm/operation_queue.h"
 #include "fsdp/comm/reduce/reduce_ranks.h"

@@ -20,9 +20,11 @@
 #include "fsdp/base/log.h"
 #include "fsdp/comm/backends.h"
 #include "fsdp/comm/comm_error.h"
+#include "fsdp/comm/enqueued_operation.h"
 #include "fsdp/comm/nccl/device_watch.h"
 #include "fsdp/comm/nccl/nccl_operations.h"
 #include "fsdp/comm/work.h"
+#include "fsdp/comm/work_state.h"
 
 namespace fsdp {
 

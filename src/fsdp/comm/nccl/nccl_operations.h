@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "fsdp/comm/enqueued_operation.h"
 #include "fsdp/comm/nccl/nccl_buffers.h"
 #include "fsdp/comm/nccl/nccl_handle.h"
 #include "fsdp/comm/operation.h"

@@ -8,6 +8,7 @@
 
 #include <optional>
 
+#include "fsdp/comm/enqueued_operation.h"
 #include "fsdp/comm/operation.h"
 #include "fsdp/comm/threads/rendezvous.h"
 

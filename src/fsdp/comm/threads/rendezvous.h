@@ -13,6 +13,7 @@
 
 #include "fsdp/comm/comm_error.h"
 #include "fsdp/comm/comm_options.h"
+#include "fsdp/comm/enqueued_operation.h"
 #include "fsdp/comm/operation.h"
 
 namespace fsdp {

@@ -9,6 +9,7 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/dtype.h"
 #include "fsdp/base/log.h"
+#include "fsdp/comm/communicator.h"
 
 namespace fsdp {
 

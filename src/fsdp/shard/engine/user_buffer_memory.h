@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/comm/communicator.h"
 #include "fsdp/comm/mesh.h"
 #include "fsdp/memory/memory_ledger.h"
 #include "fsdp/memory/slab_allocator.h"

@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "fsdp/comm/communicator.h"
 #include "fsdp/comm/work.h"
 #include "fsdp/layout/group_types.h"
 #include "fsdp/shard/group/flat_buffer.h"

@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "fsdp/comm/communicator.h"
 #include "fsdp/comm/mesh.h"
 #include "fsdp/comm/work.h"
 #include "fsdp/layout/strategy.h"
