@@ -15,7 +15,7 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/memory/slab_allocator.h"
-#include "fsdp/optim/kernels/step_state.h"
+#include "fsdp/optim/kernels/begin_step.h"
 #include "fsdp/optim/kernels/thread_team.h"
 #include "fsdp/optim/kernels/update_on_cpu.h"
 #include "fsdp/optim/shard_passes.h"

@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "fsdp/optim/kernels/begin_step.h"
 #include "fsdp/optim/kernels/split_weight.h"
-#include "fsdp/optim/kernels/step_state.h"
 #include "fsdp/optim/kernels/update_on_cpu.h"
 #include "support/require.h"
 #include "support/update_case.h"

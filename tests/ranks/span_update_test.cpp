@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include "fsdp/optim/kernels/step_state.h"
+#include "fsdp/optim/kernels/begin_step.h"
 #include "support/update_case.h"
 
 namespace fsdp {

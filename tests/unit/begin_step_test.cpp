@@ -1,5 +1,5 @@
 // How a step begins: skipping, clipping, loss scales, powers.
-#include "fsdp/optim/kernels/step_state.h"
+#include "fsdp/optim/kernels/begin_step.h"
 
 #include <gtest/gtest.h>
 

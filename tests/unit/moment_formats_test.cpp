@@ -27,7 +27,7 @@
 #include <random>
 #include <vector>
 
-#include "fsdp/optim/kernels/step_state.h"
+#include "fsdp/optim/kernels/begin_step.h"
 #include "fsdp/optim/kernels/update_on_cpu.h"
 #include "support/update_case.h"
 

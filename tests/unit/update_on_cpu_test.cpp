@@ -11,7 +11,7 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/narrow_float.h"
-#include "fsdp/optim/kernels/step_state.h"
+#include "fsdp/optim/kernels/begin_step.h"
 #include "fsdp/optim/kernels/update_on_device.h"
 #include "support/update_case.h"
 

@@ -2,17 +2,15 @@
 #pragma once
 
 #include <cstdint>
-#include <exception>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "fsdp/checkpoint/checkpoint_options.h"
 #include "fsdp/checkpoint/checkpoint_state.h"
-#include "fsdp/checkpoint/format/model_files.h"
 #include "fsdp/checkpoint/load.h"
-#include "fsdp/checkpoint/run_directory.h"
+#include "fsdp/comm/mesh.h"
 
 namespace fsdp {
 
@@ -52,8 +50,6 @@ struct SavedCheckpoint {
   double seconds = 0;  // from save() until it was visible
 };
 
-class Snapshot;
-
 // One per run and rank; ranks call everything in the same order. A save costs at most two barriers
 // and no other collective (docs/checkpoints.md tells how a checkpoint becomes visible).
 //
@@ -91,24 +87,9 @@ class Checkpointer {
   int64_t snapshot_bytes() const;
 
  private:
-  class Attempt;
+  class Impl;
 
-  // Ends the attempt under way, on all ranks; returns its error.
-  std::exception_ptr end_attempt();
-  void remove_leftover() noexcept;
-
-  std::optional<RunLock> lock_;  // rank 0 only; held until nothing is written any more
-  const RunDirectory directory_;
-  const Mesh& mesh_;
-  const CheckpointerOptions options_;
-  const std::string id_;         // of this run, the same on all ranks
-  int64_t num_attempts_ = 0;     // the same on all ranks
-  std::vector<int64_t> in_use_;  // steps
-  std::string leftover_;         // directory of a failed save; rank 0 only
-  mutable std::mutex saved_mutex_;
-  mutable std::vector<SavedCheckpoint> saved_;  // guarded by saved_mutex_
-  std::unique_ptr<Snapshot> snapshot_;
-  std::unique_ptr<Attempt> attempt_;
+  const std::unique_ptr<Impl> impl_;
 };
 
 // Saves once, and returns when the checkpoint is visible: RUN/step-NNNNNNNN.

@@ -5,8 +5,9 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/checkpoint/checkpoint_options.h"
 #include "fsdp/checkpoint/checkpoint_state.h"
-#include "fsdp/checkpoint/format/verified_reads.h"
+#include "fsdp/checkpoint/names/name_rules.h"
 
 namespace fsdp {
 

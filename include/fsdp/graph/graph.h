@@ -2,19 +2,17 @@
 #pragma once
 
 #include <ATen/core/Generator.h>
-#include <c10/core/Stream.h>
 
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <vector>
 
-#include "fsdp/optim/optimizer.h"
 #include "fsdp/shard/sharded.h"
 
 namespace fsdp {
 
-class DeviceGraph;
+class Optimizer;
 
 struct GraphOptions {
   // Steps that run as they are before one is recorded: the first ones learn the order of units,
@@ -56,27 +54,12 @@ class Graph {
   // the model is as before the step.
   void run();
 
-  bool is_recorded() const { return is_recorded_; }
+  bool is_recorded() const;
 
  private:
-  void replay();
-  void record();
-  void release_recording();
-  // `rate` was the learning rate before.
-  void check_recorded(double rate) const;
-  void cancel_recording();
-  void wait_for_all() const;
+  class Impl;
 
-  const Sharded sharded_;
-  Optimizer* const optimizer_;
-  const Body body_;
-  const GraphOptions options_;
-  std::unique_ptr<DeviceGraph> device_graph_;
-  const c10::Stream stream_;  // every step runs here, so that recorded and eager ones do alike
-  int64_t num_eager_ = 0;
-  bool is_recorded_ = false;
-  int64_t recorded_plan_ = 0;          // the engine's plan_number() then
-  std::vector<GradientCycle> cycles_;  // of gradients the body leaves behind
+  const std::unique_ptr<Impl> impl_;
 };
 
 }  // namespace fsdp

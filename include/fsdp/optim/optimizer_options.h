@@ -1,14 +1,22 @@
 // The options that all optimizers have in common.
 #pragma once
 
-#include <c10/core/ScalarType.h>
-
 #include <cstdint>
-
-#include "fsdp/base/dtype.h"
-#include "fsdp/optim/kernels/update_math.h"
+#include <optional>
+#include <string>
 
 namespace fsdp {
+
+// Treats some parameters in another way than the others.
+struct ParameterRule {
+  // Matches the names of parameters: `*` is any text (dots too), `?` one character; "*.bias",
+  // "embed.weight".
+  std::string pattern;
+  // Their weight decay, for any shape. nullopt: as without the rule.
+  std::optional<double> weight_decay = std::nullopt;
+  // Multiplies the schedule's learning rate for them; 0 freezes them.
+  double rate_scale = 1.0;
+};
 
 // How a step reacts to a NaN or Inf in a gradient of any rank.
 enum class OnNonfinite : uint8_t {
@@ -22,6 +30,12 @@ enum class Updates : uint8_t {
   // update of the unit it needs.
   kHidden,
   kBlocking,  // step() returns after all updates (devices: after queueing them for the computation)
+};
+
+// How an updated weight is rounded if no wider copy of it is kept (MainWeight::kIsWeight).
+enum class Rounding : uint8_t {
+  kNearest,     // ties to even: updates of less than half an ulp are lost
+  kStochastic,  // up or down so that the mean is right; drawn from (seed, step, group, position)
 };
 
 // Losses are multiplied by a scale so that fp16 gradients do not vanish, and the update divides
@@ -71,8 +85,5 @@ struct StepOptions {
   // UsageError naming the field, its value and the fix.
   void validate() const;
 };
-
-// UsageError that names the option, for a type that moments cannot have.
-DType moment_dtype(const char* field, at::ScalarType type);
 
 }  // namespace fsdp

@@ -3,6 +3,8 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <vector>
+
 #include "fsdp/optim/optimizer.h"
 
 namespace fsdp {

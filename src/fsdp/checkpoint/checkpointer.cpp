@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
 #include <random>
 #include <thread>
@@ -14,8 +15,13 @@
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/start_thread.h"
-#include "fsdp/checkpoint/checkpoint_state.h"
+#include "fsdp/checkpoint/format/manifest.h"
+#include "fsdp/checkpoint/format/model_files.h"
+#include "fsdp/checkpoint/format/piece_writer.h"
 #include "fsdp/checkpoint/rank_agreement.h"
+#include "fsdp/checkpoint/run_directory.h"
+#include "fsdp/checkpoint/state_pieces.h"
+#include "fsdp/optim/optimizer.h"
 #include "fsdp/shard/engine/engine.h"
 
 namespace fsdp {
@@ -49,11 +55,47 @@ std::string error_text(const std::exception_ptr& error) {
 
 }  // namespace
 
+// Functions without a comment here are those of Checkpointer.
+class Checkpointer::Impl {
+ public:
+  Impl(const std::string& directory, const Mesh& mesh, const CheckpointerOptions& options);
+  ~Impl();
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+
+  void save(const CheckpointState& state, const TrainingPosition& position);
+  void wait();
+  std::optional<LoadedCheckpoint> load_latest(const CheckpointState& state,
+                                              const LoadOptions& options);
+  std::vector<SavedCheckpoint> take_saved();
+  int64_t snapshot_bytes() const;
+
+ private:
+  class Attempt;
+
+  // Ends the attempt under way, on all ranks; returns its error.
+  std::exception_ptr end_attempt();
+  void remove_leftover() noexcept;
+
+  std::optional<RunLock> lock_;  // rank 0 only; held until nothing is written any more
+  const RunDirectory directory_;
+  const Mesh& mesh_;
+  const CheckpointerOptions options_;
+  const std::string id_;         // of this run, the same on all ranks
+  int64_t num_attempts_ = 0;     // the same on all ranks
+  std::vector<int64_t> in_use_;  // steps
+  std::string leftover_;         // directory of a failed save; rank 0 only
+  mutable std::mutex saved_mutex_;
+  mutable std::vector<SavedCheckpoint> saved_;  // guarded by saved_mutex_
+  std::unique_ptr<Snapshot> snapshot_;
+  std::unique_ptr<Attempt> attempt_;
+};
+
 // One save, from this rank's first file to the checkpoint's appearance. write() and, on rank 0,
 // publish() run in a thread of their own or in the caller's; docs/checkpoints.md has the sequence.
-class Checkpointer::Attempt {
+class Checkpointer::Impl::Attempt {
  public:
-  Attempt(const Checkpointer& owner, const CheckpointState& state, const TrainingPosition& position)
+  Attempt(const Impl& owner, const CheckpointState& state, const TrainingPosition& position)
       : owner_(owner),
         rank_(rank_in(owner.mesh_)),
         step_(position.step),
@@ -275,7 +317,7 @@ class Checkpointer::Attempt {
     }
   }
 
-  const Checkpointer& owner_;
+  const Impl& owner_;
   const int64_t rank_;
   const int64_t step_;
   // A rank may begin the next attempt at the same step while another one still reads the outcome of
@@ -296,8 +338,8 @@ class Checkpointer::Attempt {
   std::optional<std::chrono::steady_clock::time_point> deadline_;
 };
 
-Checkpointer::Checkpointer(const std::string& directory, const Mesh& mesh,
-                           const CheckpointerOptions& options)
+Checkpointer::Impl::Impl(const std::string& directory, const Mesh& mesh,
+                         const CheckpointerOptions& options)
     : directory_([&] {
         validate(options.keep);
         // The others get the id only afterwards, so nobody writes yet.
@@ -319,13 +361,13 @@ Checkpointer::Checkpointer(const std::string& directory, const Mesh& mesh,
       options_(options),
       id_(make_id(mesh)) {}
 
-Checkpointer::~Checkpointer() {
+Checkpointer::Impl::~Impl() {
   attempt_.reset();
   remove_leftover();
 }
 
 // Removed late, because other ranks look for it to learn of the failure.
-void Checkpointer::remove_leftover() noexcept {
+void Checkpointer::Impl::remove_leftover() noexcept {
   try {
     if (!leftover_.empty()) remove_tree(std::exchange(leftover_, {}));
   } catch (const std::exception& error) {
@@ -333,14 +375,14 @@ void Checkpointer::remove_leftover() noexcept {
   }
 }
 
-std::vector<SavedCheckpoint> Checkpointer::take_saved() {
+std::vector<SavedCheckpoint> Checkpointer::Impl::take_saved() {
   const std::lock_guard lock(saved_mutex_);
   return std::exchange(saved_, {});
 }
 
-int64_t Checkpointer::snapshot_bytes() const { return snapshot_ ? snapshot_->bytes() : 0; }
+int64_t Checkpointer::Impl::snapshot_bytes() const { return snapshot_ ? snapshot_->bytes() : 0; }
 
-void Checkpointer::save(const CheckpointState& state, const TrainingPosition& position) {
+void Checkpointer::Impl::save(const CheckpointState& state, const TrainingPosition& position) {
   if (position.step < 0)
     throw UsageError(concat("position.step is ", position.step, "; steps count from 0"));
   const std::exception_ptr earlier = end_attempt();
@@ -358,7 +400,7 @@ void Checkpointer::save(const CheckpointState& state, const TrainingPosition& po
   if (earlier) std::rethrow_exception(earlier);
 }
 
-std::exception_ptr Checkpointer::end_attempt() {
+std::exception_ptr Checkpointer::Impl::end_attempt() {
   if (!attempt_) return nullptr;
   attempt_->wait_written();
   barrier(mesh_, "checkpoint written");
@@ -371,12 +413,12 @@ std::exception_ptr Checkpointer::end_attempt() {
   return outcome;
 }
 
-void Checkpointer::wait() {
+void Checkpointer::Impl::wait() {
   if (const std::exception_ptr error = end_attempt()) std::rethrow_exception(error);
 }
 
-std::optional<LoadedCheckpoint> Checkpointer::load_latest(const CheckpointState& state,
-                                                          const LoadOptions& options) {
+std::optional<LoadedCheckpoint> Checkpointer::Impl::load_latest(const CheckpointState& state,
+                                                                const LoadOptions& options) {
   wait();
   std::optional<int64_t> step;
   std::exception_ptr error;
@@ -392,6 +434,24 @@ std::optional<LoadedCheckpoint> Checkpointer::load_latest(const CheckpointState&
   in_use_ = {*step};
   return load_checkpoint(directory_.path_of(*step), state, options);
 }
+
+// --- what users see ------------------------------------------------------------------------------
+
+Checkpointer::Checkpointer(const std::string& directory, const Mesh& mesh,
+                           const CheckpointerOptions& options)
+    : impl_(std::make_unique<Impl>(directory, mesh, options)) {}
+Checkpointer::~Checkpointer() = default;
+
+void Checkpointer::save(const CheckpointState& state, const TrainingPosition& position) {
+  impl_->save(state, position);
+}
+void Checkpointer::wait() { impl_->wait(); }
+std::optional<LoadedCheckpoint> Checkpointer::load_latest(const CheckpointState& state,
+                                                          const LoadOptions& options) {
+  return impl_->load_latest(state, options);
+}
+std::vector<SavedCheckpoint> Checkpointer::take_saved() { return impl_->take_saved(); }
+int64_t Checkpointer::snapshot_bytes() const { return impl_->snapshot_bytes(); }
 
 void save_checkpoint(const std::string& directory, const CheckpointState& state,
                      const TrainingPosition& position, const CheckpointerOptions& options) {

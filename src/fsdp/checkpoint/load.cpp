@@ -12,11 +12,12 @@
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/torch_dtype.h"
-#include "fsdp/checkpoint/checkpoint_state.h"
 #include "fsdp/checkpoint/load_plan.h"
 #include "fsdp/checkpoint/rank_agreement.h"
 #include "fsdp/checkpoint/run_directory.h"
+#include "fsdp/checkpoint/state_pieces.h"
 #include "fsdp/layout/state_bytes.h"
+#include "fsdp/optim/optimizer_impl.h"
 #include "fsdp/shard/engine/engine.h"
 
 namespace fsdp {
@@ -187,7 +188,7 @@ class Loading {
                                 .dtype = dtype_of(buffer.value.scalar_type())};
       buffers_.push_back(plan_.find_model({&wanted, 1}).front());
     }
-    if (state.optimizer != nullptr) add_moments(*state.optimizer);
+    if (state.optimizer != nullptr) add_moments(OptimizerAccess::of(*state.optimizer));
     plan_.check({.allow_missing = options.allow_missing,
                  .allows_extra = options.extra == LoadOptions::Extra::kAllow,
                  .is_offered = options.is_tolerance_offered});
@@ -251,7 +252,7 @@ class Loading {
              }});
   }
 
-  void add_moments(Optimizer& optimizer) {
+  void add_moments(Optimizer::Impl& optimizer) {
     // In the order of the files (pieces_of), so that they are read from begin to end.
     for (GroupUpdate* update : optimizer.group_updates())
       for (size_t which = 0; which < optimizer.moments().size(); ++which)

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "fsdp/base/durable_file.h"
+#include "fsdp/checkpoint/checkpoint_options.h"
 
 namespace fsdp {
 
@@ -51,12 +52,6 @@ std::string checkpoint_name(int64_t step);
 
 // The inverse; nullopt for every other name.
 std::optional<int64_t> step_of(std::string_view name);
-
-// Which checkpoints stay when newer ones come.
-struct Retention {
-  int64_t keep_last = 0;   // this many of the newest; 0: all
-  int64_t keep_every = 0;  // multiples of this step stay forever; 0: none
-};
 
 // Throws a UsageError for impossible values.
 void validate(const Retention& retention);

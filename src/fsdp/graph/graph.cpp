@@ -10,6 +10,7 @@
 #include "fsdp/base/device_stream.h"
 #include "fsdp/base/log.h"
 #include "fsdp/graph/device_graph.h"
+#include "fsdp/optim/optimizer_impl.h"
 #include "fsdp/shard/engine/engine.h"
 #include "fsdp/shard/engine/gradient_hook.h"
 
@@ -62,7 +63,37 @@ void GraphOptions::validate() const {
                             "one plans with it"));
 }
 
-Graph::Graph(const Sharded& sharded, Optimizer* optimizer, Body body, const GraphOptions& options)
+// Functions without a comment here are those of Graph.
+class Graph::Impl {
+ public:
+  Impl(const Sharded& sharded, Optimizer* optimizer, Body body, const GraphOptions& options);
+
+  void run();
+  bool is_recorded() const { return is_recorded_; }
+
+ private:
+  void replay();
+  void record();
+  void release_recording();
+  // `rate` was the learning rate before.
+  void check_recorded(double rate) const;
+  void cancel_recording();
+  void wait_for_all() const;
+
+  const Sharded sharded_;
+  Optimizer* const optimizer_;
+  const Body body_;
+  const GraphOptions options_;
+  std::unique_ptr<DeviceGraph> device_graph_;
+  const c10::Stream stream_;  // every step runs here, so that recorded and eager ones do alike
+  int64_t num_eager_ = 0;
+  bool is_recorded_ = false;
+  int64_t recorded_plan_ = 0;          // the engine's plan_number() then
+  std::vector<GradientCycle> cycles_;  // of gradients the body leaves behind
+};
+
+Graph::Impl::Impl(const Sharded& sharded, Optimizer* optimizer, Body body,
+                  const GraphOptions& options)
     : sharded_(sharded),
       optimizer_(optimizer),
       body_(std::move(body)),
@@ -76,17 +107,15 @@ Graph::Graph(const Sharded& sharded, Optimizer* optimizer, Body body, const Grap
   EngineAccess::of(sharded_).renew_gradient_hooks();
 }
 
-Graph::~Graph() = default;
-
 // Nothing that was begun outside a recording may be waited for inside it, nor the other way round.
-void Graph::wait_for_all() const {
+void Graph::Impl::wait_for_all() const {
   Engine& engine = EngineAccess::of(sharded_);
-  if (optimizer_ != nullptr) optimizer_->wait_for_step();
+  if (optimizer_ != nullptr) OptimizerAccess::of(*optimizer_).wait_for_step();
   engine.wait();
   engine.weights().release();
 }
 
-void Graph::run() {
+void Graph::Impl::run() {
   const c10::Stream caller = current_stream(stream_.device());
   follow(stream_, caller);
   {
@@ -94,7 +123,7 @@ void Graph::run() {
     wait_for_all();
     if (is_recorded_ && EngineAccess::of(sharded_).weights().plan_number() != recorded_plan_)
       release_recording();
-    if (optimizer_ != nullptr) optimizer_->tell_learning_rate();
+    if (optimizer_ != nullptr) OptimizerAccess::of(*optimizer_).tell_learning_rate();
     const bool is_warm =
         num_eager_ >= options_.warmup && EngineAccess::of(sharded_).weights().is_planned();
     if (!is_recorded_ && !is_warm) {
@@ -116,7 +145,7 @@ void Graph::run() {
 
 // Only the device knows the collectives of a replay. So their communicators are told here that
 // collectives are under way, and are asked whether the last ones failed.
-void Graph::replay() {
+void Graph::Impl::replay() {
   for (const MeshAxis* axis : axes_that_talk(EngineAccess::of(sharded_)))
     for (Communicator* ranks : {&axis->gather(), &axis->reduce()}) ranks->throw_if_aborted();
   device_graph_->replay();
@@ -124,7 +153,7 @@ void Graph::replay() {
     axis->gather().watch_replay(stream_);
 }
 
-void Graph::record() {
+void Graph::Impl::record() {
   FSDP_CHECK(!EngineAccess::of(sharded_).gradients().has_any(),
              "a graph is to be recorded while there are gradients of an earlier backward; end the "
              "body with zero_grad(), or call it before run()");
@@ -152,7 +181,7 @@ void Graph::record() {
 }
 
 // The engine has planned its memory anew, so the addresses in the recording belong to others.
-void Graph::release_recording() {
+void Graph::Impl::release_recording() {
   log(LogLevel::kInfo,
       "the memory of the recorded step was planned anew since; it is recorded again after ",
       options_.warmup, " steps without a graph");
@@ -161,7 +190,7 @@ void Graph::release_recording() {
   num_eager_ = 0;
 }
 
-void Graph::check_recorded(double rate) const {
+void Graph::Impl::check_recorded(double rate) const {
   const Engine& engine = EngineAccess::of(sharded_);
   FSDP_CHECK(!engine.gradients().has_any() ||
                  engine.options().gradient_lifetime == GradientLifetime::kPersistent,
@@ -174,12 +203,19 @@ void Graph::check_recorded(double rate) const {
 
 // The device ran nothing of the recorded step, although the host has noted its gathers, reductions
 // and updates as begun: all of them are cancelled.
-void Graph::cancel_recording() {
+void Graph::Impl::cancel_recording() {
   device_graph_->cancel();
   device_graph_ = make_device_graph(stream_.device());
   sharded_.reset();
   EngineAccess::of(sharded_).expect_newer_weights();  // gathers that were recorded brought nothing
-  if (optimizer_ != nullptr) optimizer_->cancel_step();
+  if (optimizer_ != nullptr) OptimizerAccess::of(*optimizer_).cancel_step();
 }
+
+Graph::Graph(const Sharded& sharded, Optimizer* optimizer, Body body, const GraphOptions& options)
+    : impl_(std::make_unique<Impl>(sharded, optimizer, std::move(body), options)) {}
+Graph::~Graph() = default;
+
+void Graph::run() { impl_->run(); }
+bool Graph::is_recorded() const { return impl_->is_recorded(); }
 
 }  // namespace fsdp

@@ -1,7 +1,7 @@
 #include "fsdp/optim/adamw.h"
 
 #include "fsdp/base/check.h"
-#include "fsdp/optim/optimizer_options.h"
+#include "fsdp/optim/optimizer_impl.h"
 
 namespace fsdp {
 
@@ -34,6 +34,6 @@ UpdateRule adamw_rule_of(const AdamWOptions& options) {
 }  // namespace
 
 AdamW::AdamW(const Sharded& sharded, const AdamWOptions& options)
-    : Optimizer(sharded, adamw_rule_of(options), options.step) {}
+    : Optimizer(std::make_unique<Impl>(sharded, adamw_rule_of(options), options.step)) {}
 
 }  // namespace fsdp

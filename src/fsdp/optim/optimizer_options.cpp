@@ -6,7 +6,7 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
 #include "fsdp/comm/rank_facts.h"
-#include "fsdp/optim/optimizer.h"
+#include "fsdp/optim/optimizer_impl.h"
 
 namespace fsdp {
 

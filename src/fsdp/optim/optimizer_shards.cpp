@@ -7,7 +7,7 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
-#include "fsdp/optim/optimizer.h"
+#include "fsdp/optim/optimizer_impl.h"
 #include "fsdp/shard/engine/engine.h"
 
 namespace fsdp {
@@ -42,7 +42,7 @@ void check_fits(const OptimizerShard& shard, FlatRange held) {
 
 }  // namespace
 
-std::vector<OptimizerShard> Optimizer::shards_of(const GroupUpdate& update) const {
+std::vector<OptimizerShard> Optimizer::Impl::shards_of(const GroupUpdate& update) const {
   const ParamGroup& group = update.group();
   std::vector<OptimizerShard> shards;
   for (size_t which = 0; which < rule_.moments.size(); ++which) {
@@ -61,7 +61,7 @@ std::vector<OptimizerShard> Optimizer::shards_of(const GroupUpdate& update) cons
   return shards;
 }
 
-std::vector<OptimizerShard> Optimizer::shards() const {
+std::vector<OptimizerShard> Optimizer::Impl::shards() const {
   wait();
   std::vector<OptimizerShard> all;
   for (const UnitUpdate& unit : units_)
@@ -70,7 +70,7 @@ std::vector<OptimizerShard> Optimizer::shards() const {
   return all;
 }
 
-void Optimizer::set_shards(std::span<const OptimizerShard> shards) {
+void Optimizer::Impl::set_shards(std::span<const OptimizerShard> shards) {
   wait();
   Given given;
   for (const OptimizerShard& shard : shards) given[{shard.parameter, shard.name}] = &shard;
@@ -106,7 +106,7 @@ void Optimizer::set_shards(std::span<const OptimizerShard> shards) {
         }
 }
 
-std::vector<GroupUpdate*> Optimizer::group_updates() {
+std::vector<GroupUpdate*> Optimizer::Impl::group_updates() {
   std::vector<GroupUpdate*> updates;
   for (UnitUpdate& unit : units_)
     for (GroupUpdate& update : unit.groups) updates.push_back(&update);

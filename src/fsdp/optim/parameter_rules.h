@@ -9,20 +9,11 @@
 #include <vector>
 
 #include "fsdp/layout/flat_layout.h"
+#include "fsdp/optim/optimizer_options.h"
 
 namespace fsdp {
 
 // --- rules ---------------------------------------------------------------------------------------
-
-struct ParameterRule {
-  // Matches the names of parameters: `*` is any text (dots too), `?` one character; "*.bias",
-  // "embed.weight".
-  std::string pattern;
-  // Their weight decay, for any shape. nullopt: as without the rule.
-  std::optional<double> weight_decay = std::nullopt;
-  // Multiplies the schedule's learning rate for them; 0 freezes them.
-  double rate_scale = 1.0;
-};
 
 // How the parameters of a model are updated. Only the first rule that matches a parameter counts:
 // so exceptions come before the general rules, and one line tells how a parameter is treated.

@@ -1,7 +1,7 @@
 #include "fsdp/optim/sgd.h"
 
 #include "fsdp/base/check.h"
-#include "fsdp/optim/optimizer_options.h"
+#include "fsdp/optim/optimizer_impl.h"
 
 namespace fsdp {
 
@@ -34,6 +34,6 @@ UpdateRule sgd_rule_of(const SGDOptions& options) {
 }  // namespace
 
 SGD::SGD(const Sharded& sharded, const SGDOptions& options)
-    : Optimizer(sharded, sgd_rule_of(options), options.step) {}
+    : Optimizer(std::make_unique<Impl>(sharded, sgd_rule_of(options), options.step)) {}
 
 }  // namespace fsdp

@@ -8,7 +8,7 @@
 #include <variant>
 
 #include "fsdp/base/device_stream.h"
-#include "fsdp/optim/kernels/step_state.h"
+#include "fsdp/optim/kernels/begin_step.h"
 #include "fsdp/optim/kernels/thread_team.h"
 #include "fsdp/optim/kernels/update_math.h"
 #include "fsdp/optim/kernels/update_span.h"

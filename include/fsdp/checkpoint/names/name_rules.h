@@ -2,21 +2,36 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
-#include "fsdp/checkpoint/format/tensor_boxes.h"
-#include "fsdp/checkpoint/names/name_pattern.h"
-
 namespace fsdp {
+
+struct NameMatch;
+struct TensorSection;
+
+// Fields of the modules that a pattern matches, and of everything inside them.
+struct FieldsOfModules {
+  // For module paths: `*` is any text (dots too), `?` one character; "decoder.layers.*", "*.mtp".
+  std::string modules;
+  std::map<std::string, int64_t> values;
+
+  friend bool operator==(const FieldsOfModules&, const FieldsOfModules&) = default;
+};
+
+// If several patterns with a field match a module, the one with most letters (all but `*` and `?`)
+// counts, and of equally long ones the last.
+using ModuleFields = std::vector<FieldsOfModules>;
 
 // One section that a rule cuts from a tensor.
 struct SectionRule {
-  // The stored name, in place of the text that the pattern matched: see NameTemplate.
+  // The stored name, in place of the text that the pattern matched: name_tables.h has the grammar.
   std::string name;
-  // Along the rule's dim: see FieldSum. "": an equal part of what remains.
+  // Along the rule's dim: a number, or a sum of fields. "": an equal part of what remains.
   std::string size = "";
 
   friend bool operator==(const SectionRule&, const SectionRule&) = default;
@@ -42,7 +57,7 @@ struct NameRule {
 
   // For people, in messages: "SwiGLU".
   std::string title;
-  // Matches the names of tensors that the rule changes: see NamePattern.
+  // Matches the names of tensors that the rule changes: name_tables.h has the grammar.
   std::string pattern;
   // The dim that is divided.
   int64_t dim = 0;
@@ -81,13 +96,7 @@ class NameRules {
                                                 std::span<const int64_t> shape) const;
 
  private:
-  struct Parsed {
-    NamePattern pattern;
-    std::vector<NameTemplate> names;
-    std::vector<std::optional<FieldSum>> sizes;  // nullopt: an equal part
-  };
-
-  static Parsed parse(const NameRule& rule);
+  struct Parsed;
 
   // The match of rule `index` with a name, if the rule's condition holds for the owner.
   std::optional<NameMatch> match(size_t index, const std::string& name,
@@ -103,7 +112,7 @@ class NameRules {
 
   std::vector<NameRule> rules_;
   ModuleFields fields_;
-  std::vector<Parsed> parsed_;  // one per rule
+  std::shared_ptr<const std::vector<Parsed>> parsed_;  // one per rule; nullptr without rules
 };
 
 struct NamedShape {

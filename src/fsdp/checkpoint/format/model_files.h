@@ -10,16 +10,10 @@
 #include <vector>
 
 #include "fsdp/base/dtype.h"
+#include "fsdp/checkpoint/checkpoint_options.h"
 #include "fsdp/checkpoint/format/manifest.h"
 
 namespace fsdp {
-
-struct ModelFile {
-  std::string name;  // "tokenizer.json"
-  std::string text;
-
-  friend bool operator==(const ModelFile&, const ModelFile&) = default;
-};
 
 // Whether this is a known model file: the only files of a checkpoint that no rank's record lists.
 bool is_model_file(std::string_view name);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "fsdp/base/dtype.h"
+#include "fsdp/checkpoint/checkpoint_options.h"
 #include "fsdp/checkpoint/format/manifest.h"
 #include "fsdp/layout/box.h"
 
@@ -29,16 +30,6 @@ struct Piece {
 struct FolderPieces {
   std::string folder;
   std::span<const Piece> pieces;
-};
-
-struct WriteOptions {
-  // Memory that writing takes beside the state itself.
-  int64_t chunk_bytes = int64_t{16} << 20;
-  // Bytes of a file that share a checksum: the least that a reader must read.
-  int64_t block_bytes = int64_t{1} << 20;
-
-  // UsageError for sizes below 1, and for blocks larger than readers accept.
-  void validate() const;
 };
 
 // Writes `directory`/`folder`/NNNNN-K.safetensors for this rank; the files are on the disk when it

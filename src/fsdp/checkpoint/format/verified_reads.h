@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "fsdp/checkpoint/checkpoint_options.h"
 #include "fsdp/checkpoint/format/tensor_catalog.h"
 
 namespace fsdp {
@@ -16,18 +17,6 @@ struct FileRun {
   int64_t offset = 0;
   int64_t bytes = 0;
   std::byte* into = nullptr;
-};
-
-struct ReadOptions {
-  // Bytes per read of each thread; rounded up to a block.
-  int64_t chunk_bytes = int64_t{1} << 20;
-  // 0: two, so that one reads while the other computes checksums; more help with many disks.
-  int threads = 0;
-};
-
-struct ReadStatistics {
-  int64_t num_reads = 0;
-  int64_t bytes = 0;  // whole blocks, since only whole ones can be verified
 };
 
 // Keeps its memory from read to read.

@@ -10,22 +10,11 @@
 #include <string_view>
 #include <vector>
 
+#include "fsdp/checkpoint/names/name_rules.h"
+
 namespace fsdp {
 
 // --- numbers of modules --------------------------------------------------------------------------
-
-// Fields of the modules that a pattern matches, and of everything inside them.
-struct FieldsOfModules {
-  // For module paths: `*` is any text (dots too), `?` one character; "decoder.layers.*", "*.mtp".
-  std::string modules;
-  std::map<std::string, int64_t> values;
-
-  friend bool operator==(const FieldsOfModules&, const FieldsOfModules&) = default;
-};
-
-// If several patterns with a field match a module, the one with most letters (all but `*` and `?`)
-// counts, and of equally long ones the last.
-using ModuleFields = std::vector<FieldsOfModules>;
 
 // A field of the module that owns a tensor; nullopt if no pattern states it.
 std::optional<int64_t> field_of(const ModuleFields& fields, std::string_view tensor,

@@ -9,6 +9,8 @@
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
 #include "fsdp/base/utf8.h"
+#include "fsdp/checkpoint/format/tensor_boxes.h"
+#include "fsdp/checkpoint/names/name_pattern.h"
 
 namespace fsdp {
 
@@ -30,30 +32,37 @@ std::string what(const TensorSection& section, const std::string& owner) {
 
 }  // namespace
 
+struct NameRules::Parsed {
+  explicit Parsed(const NameRule& rule);
+
+  NamePattern pattern;
+  std::vector<NameTemplate> names;
+  std::vector<std::optional<FieldSum>> sizes;  // nullopt: an equal part
+};
+
 NameRules::NameRules(std::vector<NameRule> rules, ModuleFields fields)
     : rules_(std::move(rules)), fields_(std::move(fields)) {
+  std::vector<Parsed> parsed;
   for (size_t i = 0; i < rules_.size(); ++i) {
     try {
-      parsed_.push_back(parse(rules_[i]));
+      parsed.emplace_back(rules_[i]);
     } catch (const UsageError& error) {
       throw UsageError(concat("rules[", i, "]: ", error.what()));
     }
   }
+  parsed_ = std::make_shared<const std::vector<Parsed>>(std::move(parsed));
 }
 
-NameRules::Parsed NameRules::parse(const NameRule& rule) {
-  Parsed parsed{.pattern = NamePattern(rule.pattern), .names = {}, .sizes = {}};
+NameRules::Parsed::Parsed(const NameRule& rule) : pattern(rule.pattern) {
   if (rule.sections.empty())
     throw UsageError(concat(title_of(rule), " has no sections; give one with a name, or several"));
   if (rule.dim < 0) throw UsageError(concat("dim is ", rule.dim, "; dims are counted from 0 up"));
   if (rule.condition && rule.condition->field.empty())
     throw UsageError("the condition has no field; name the one that decides");
   for (const SectionRule& section : rule.sections) {
-    parsed.names.emplace_back(section.name, parsed.pattern);
-    parsed.sizes.push_back(section.size.empty() ? std::nullopt
-                                                : std::optional<FieldSum>(section.size));
+    names.emplace_back(section.name, pattern);
+    sizes.push_back(section.size.empty() ? std::nullopt : std::optional<FieldSum>(section.size));
   }
-  return parsed;
 }
 
 std::vector<TensorSection> NameRules::sections(const std::string& name,
@@ -93,7 +102,7 @@ std::optional<NameMatch> NameRules::match(size_t index, const std::string& name,
     if (!value && condition->unknown == FieldCondition::Unknown::kSkip) return std::nullopt;
     if (value && condition->equals && *value != *condition->equals) return std::nullopt;
   }
-  return parsed_[index].pattern.match(name);
+  return (*parsed_)[index].pattern.match(name);
 }
 
 std::vector<TensorSection> NameRules::divide(size_t index, const TensorSection& section,
@@ -101,7 +110,9 @@ std::vector<TensorSection> NameRules::divide(size_t index, const TensorSection& 
   const std::optional<NameMatch> found = match(index, section.name, owner);
   if (!found) return {};
   std::vector<TensorSection> parts;
-  const auto fill = [&](size_t s) { return parsed_[index].names[s].fill(*found, fields_, owner); };
+  const auto fill = [&](size_t s) {
+    return (*parsed_)[index].names[s].fill(*found, fields_, owner);
+  };
   if (is_rename(rules_[index]))
     return {{.name = fill(0), .shape = section.shape, .offsets = section.offsets}};
 
@@ -125,7 +136,7 @@ std::vector<int64_t> NameRules::sizes(size_t index, const TensorSection& section
              " has no dim ", rule.dim, ", which ", title_of(rule),
              " divides; correct its dim, or its pattern");
   const int64_t whole = section.shape[static_cast<size_t>(rule.dim)];
-  const std::vector<std::optional<FieldSum>>& given = parsed_[index].sizes;
+  const std::vector<std::optional<FieldSum>>& given = (*parsed_)[index].sizes;
 
   std::vector<int64_t> result;
   int64_t left = whole;

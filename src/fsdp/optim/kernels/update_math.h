@@ -6,17 +6,12 @@
 #include <cstdint>
 
 #include "fsdp/base/compiler.h"
-#include "fsdp/optim/kernels/step_state.h"
+#include "fsdp/optim/kernels/begin_step.h"
+#include "fsdp/optim/optimizer_options.h"
 
 namespace fsdp {
 
 // --- rules ---------------------------------------------------------------------------------------
-
-// How an updated weight is rounded if no wider copy of it is kept (MainWeight::kIsWeight).
-enum class Rounding : uint8_t {
-  kNearest,     // ties to even: updates of less than half an ulp are lost
-  kStochastic,  // up or down so that the mean is right; drawn from (seed, step, group, position)
-};
 
 // Adam with decoupled weight decay.
 struct AdamWRule {

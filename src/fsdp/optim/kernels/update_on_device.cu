@@ -1,7 +1,7 @@
 // The updates as CUDA kernels, compiled with -fmad=false for the same bits as on the host.
 #include "fsdp/base/kernel_launch.cuh"
 #include "fsdp/optim/kernels/adamw_vector.cuh"
-#include "fsdp/optim/kernels/step_state.h"
+#include "fsdp/optim/kernels/begin_step.h"
 #include "fsdp/optim/kernels/update_lane.cuh"
 #include "fsdp/optim/kernels/update_math.h"
 #include "fsdp/optim/kernels/update_on_device.h"

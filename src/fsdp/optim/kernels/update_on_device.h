@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "fsdp/base/dtype.h"
-#include "fsdp/optim/kernels/step_state.h"
+#include "fsdp/optim/kernels/begin_step.h"
 #include "fsdp/optim/kernels/update_math.h"
 #include "fsdp/optim/kernels/update_span.h"
 

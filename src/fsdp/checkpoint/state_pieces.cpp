@@ -1,4 +1,4 @@
-#include "fsdp/checkpoint/checkpoint_state.h"
+#include "fsdp/checkpoint/state_pieces.h"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -16,6 +16,7 @@
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/checkpoint/format/tensor_boxes.h"
 #include "fsdp/checkpoint/rank_agreement.h"
+#include "fsdp/optim/optimizer_impl.h"
 #include "fsdp/shard/engine/engine.h"
 
 namespace fsdp {
@@ -256,10 +257,11 @@ StatePieces pieces_of(const CheckpointState& state, const StoredForm& form) {
               read);
   }
   if (state.optimizer == nullptr) return pieces;
-  for (const GroupUpdate* update : state.optimizer->group_updates()) {
+  Optimizer::Impl& optimizer = OptimizerAccess::of(*state.optimizer);
+  for (const GroupUpdate* update : optimizer.group_updates()) {
     const ParamGroup& group = update->group();
-    for (size_t which = 0; which < state.optimizer->moments().size(); ++which) {
-      const std::string suffix = "." + state.optimizer->moments()[which].name;
+    for (size_t which = 0; which < optimizer.moments().size(); ++which) {
+      const std::string suffix = "." + optimizer.moments()[which].name;
       const auto read = std::make_shared<const FlatReader>(moment_reader(*update, which));
       for_each_member(group, replicas_with(group), number,
                       [&](int64_t i, FlatRange range, int64_t flat) {
@@ -297,7 +299,7 @@ Manifest describe(const CheckpointState& state, const StatePieces& pieces, int64
                         .skipped = steps.skipped,
                         .loss_scale = steps.loss_scale,
                         .good_steps = steps.good_steps};
-  for (const MomentKind& moment : state.optimizer->moments())
+  for (const MomentKind& moment : OptimizerAccess::of(*state.optimizer).moments())
     manifest.optimizer.moments.push_back(moment.name);
   return manifest;
 }

@@ -1,0 +1,288 @@
+#include "fsdp/optim/optimizer_impl.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <ATen/record_function.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <utility>
+
+#include "fsdp/base/check.h"
+#include "fsdp/base/torch_dtype.h"
+#include "fsdp/optim/host_updates.h"
+#include "fsdp/optim/kernels/begin_step.h"
+#include "fsdp/optim/kernels/update_on_device.h"
+#include "fsdp/optim/lane.h"
+#include "fsdp/optim/shard_passes.h"
+#include "fsdp/shard/engine/engine.h"
+
+namespace fsdp {
+
+namespace {
+
+StepRule step_rule(const UpdateRule& rule, const StepOptions& options) {
+  StepRule step{.max_norm = options.max_norm,
+                .skips_nonfinite = options.on_nonfinite == OnNonfinite::kSkip,
+                .growth = options.loss_scale.growth,
+                .backoff = options.loss_scale.backoff,
+                .growth_interval = options.loss_scale.interval};
+  if (const auto* adamw = std::get_if<AdamWRule>(&rule.math)) {
+    step.beta1 = adamw->beta1;
+    step.beta2 = adamw->beta2;
+  }
+  return step;
+}
+
+// A view of one fp64 field of a StepState in memory.
+at::Tensor field(const at::Tensor& state, size_t offset) {
+  return tensor_over(static_cast<std::byte*>(state.mutable_data_ptr()) + offset, 1, at::kDouble,
+                     state.device());
+}
+
+void check_types(const ParamGroup& group, const std::string& optimizer) {
+  const auto is_updated = [](DType dtype) {
+    return dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16;
+  };
+  const GroupTypes& types = group.types();
+  const auto refuse = [&](const char* what, DType dtype, const char* fix) {
+    throw UsageError(concat(optimizer, " cannot update parameter '", group.name_of(0), "', whose ",
+                            what, " is ", name_of(dtype), "; ", fix));
+  };
+  if (!is_updated(types.weight)) refuse("dtype", types.weight, "use fp32, bf16 or fp16");
+  if (!is_updated(types.main_grad))
+    refuse("main gradient", types.main_grad, "set precision.main_grads to fp32, bf16 or fp16");
+  if (types.main_weight && types.main_weight != DType::kFloat32)
+    refuse("main weight", *types.main_weight, "set precision.main_params to fp32 or nullopt");
+}
+
+}  // namespace
+
+Optimizer::Impl::Impl(const Sharded& sharded, UpdateRule rule, const StepOptions& options)
+    : sharded_(sharded),
+      rule_(std::move(rule)),
+      seat_(EngineAccess::of(sharded_).seat_optimizer(rule_.name)),
+      options_(options),
+      step_rule_(step_rule(rule_, options)),
+      learning_rate_(rule_.learning_rate),
+      team_(at::get_num_threads()) {
+  Engine& engine = EngineAccess::of(sharded_);
+  if (const std::string difference = difference_of(engine.mesh(), optimizer_facts(rule_, options_));
+      !difference.empty())
+    throw UsageError(
+        concat(difference, "; make the optimizer with the same options on every rank"));
+  options_.validate();
+  set_learning_rate(learning_rate_);
+  engine.wait();
+  state_ = at::zeros({static_cast<int64_t>(sizeof(StepState))},
+                     at::device(engine.device()).dtype(at::kByte));
+  norm_ = field(state_, offsetof(StepState, squared_norm));
+  rate_on_device_ = field(state_, offsetof(StepState, learning_rate));
+  loss_scale_ = field(state_, offsetof(StepState, loss_scale));
+  if (!engine.device().is_cpu())
+    workspace_ =
+        at::empty({squared_sum_workspace_numel()}, at::device(engine.device()).dtype(at::kDouble));
+  set_state({.loss_scale = options.loss_scale.initial});
+  add_units();
+  lane_ = std::make_unique<Lane>(engine.device());
+  if (engine.options().offload.fraction > 0.0) {
+    on_host_ = std::make_unique<HostUpdates>(engine.memory(), engine.device(),
+                                             engine.options().offload, rule_.math);
+    for (const UnitUpdate& unit : units_) on_host_->reserve(unit.groups);
+  }
+}
+
+Optimizer::Impl::~Impl() {
+  // The engine must not wait for updates that end with this object.
+  if (lane_) EngineAccess::of(sharded_).cancel_updates();
+}
+
+void Optimizer::Impl::add_units() {
+  Engine& engine = EngineAccess::of(sharded_);
+  std::vector<ParameterTraits> traits;
+  for (const auto& unit : engine.units())
+    for (ParamGroup& group : unit->groups())
+      if (group.is_trainable()) {
+        check_types(group, rule_.name);
+        for (const GroupMember& member : group.members())
+          traits.push_back({member.names, member.parameter.dim()});
+      }
+  if (traits.empty())
+    throw UsageError(
+        concat(rule_.name, " has nothing to update; the model has no trainable parameter"));
+  const std::vector<HyperParameters> hyper = apply_rules(rule_.parameters, traits);
+  std::span<const HyperParameters> rest = hyper;
+  uint64_t number = 0;
+  for (const auto& unit : engine.units()) {
+    UnitUpdate& update = units_.emplace_back(UnitUpdate{unit.get(), {}});
+    for (ParamGroup& group : unit->groups()) {
+      if (!group.is_trainable()) continue;
+      const size_t count = group.members().size();
+      update.groups.emplace_back(group, number++, rest.first(count), rule_.moments,
+                                 engine.memory());
+      rest = rest.subspan(count);
+    }
+  }
+}
+
+StepState* Optimizer::Impl::state_pointer() const {
+  return static_cast<StepState*>(state_.mutable_data_ptr());
+}
+
+void Optimizer::Impl::set_learning_rate(double rate) {
+  if (!std::isfinite(rate) || rate < 0.0)
+    throw UsageError(concat("lr is ", rate, "; use a finite number of 0 or more"));
+  rate_changed_ |= rate != learning_rate_;
+  learning_rate_ = rate;
+}
+
+void Optimizer::Impl::tell_learning_rate() {
+  if (std::exchange(rate_changed_, false)) rate_on_device_.fill_(learning_rate_);
+}
+
+void Optimizer::Impl::wait_for_step() {
+  wait();
+  std::exchange(begun_, {}).wait();
+}
+
+bool Optimizer::Impl::needs_norm() const {
+  return options_.measures_norm || step_rule_.max_norm > 0.0 || step_rule_.skips_nonfinite ||
+         has_dynamic_scale(step_rule_);
+}
+
+// --- a step --------------------------------------------------------------------------------------
+
+void Optimizer::Impl::check_gradients() const {
+  for (const UnitUpdate& unit : units_)
+    for (const GroupUpdate& update : unit.groups)
+      if (!update.group().gradient().is_complete())
+        throw UsageError(concat("step() finds no complete gradients of unit '", unit.unit->name(),
+                                "'; call backward() before it, the last one of a cycle outside "
+                                "no_sync() and microbatch({.last = false})"));
+}
+
+void Optimizer::Impl::step() {
+  RECORD_FUNCTION("fsdp::step", {});
+  Engine& engine = EngineAccess::of(sharded_);
+  engine.wait();
+  engine.weights().release();
+  check_gradients();
+  begun_ = begin(needs_norm() ? start_norm() : Work());
+  if (on_host_) on_host_->begin(state_, begun_);
+  for (ShardedUnit* unit : engine.update_order())
+    update_unit(units_[static_cast<size_t>(unit->index())]);
+  if (options_.updates == Updates::kBlocking || (on_host_ && !engine.options().offload.overlap))
+    engine.wait_updates();
+}
+
+Work Optimizer::Impl::start_norm() {
+  Engine& engine = EngineAccess::of(sharded_);
+  // Read here: when the task runs, the next cycle may have begun.
+  std::vector<at::Tensor> known;
+  std::vector<at::Tensor> unknown;
+  for (const UnitUpdate& unit : units_)
+    for (const GroupUpdate& update : unit.groups) {
+      if (const at::Tensor squares = update.group().gradient().squares(); squares.defined()) {
+        known.push_back(squares);
+      } else {
+        for (const UpdatePiece& piece : update.pieces())
+          unknown.push_back(update.gradient_of(piece));
+      }
+    }
+  Work last = lane_->run([this, known = std::move(known), unknown = std::move(unknown)] {
+    norm_.zero_();
+    for (const at::Tensor& squares : known) norm_.add_(squares);
+    for (const at::Tensor& gradient : unknown) add_squared_norm(gradient, norm_, workspace_, team_);
+  });
+  // Counts once what the optimizer's shards share along an axis.
+  const PlacementPair placed = engine.options().strategy.optimizer;
+  const auto sum_along = [&](Placement placement, const MeshAxis& axis) {
+    if (placement == Placement::kShard && axis.size() > 1)
+      last = axis.reduce().all_reduce(norm_, {}, "gradient norm", last);
+  };
+  sum_along(placed.inner, engine.mesh().inner());
+  sum_along(placed.outer, engine.mesh().outer());
+  return last;
+}
+
+Work Optimizer::Impl::begin(Work norm) {
+  const std::optional<double> new_rate =
+      std::exchange(rate_changed_, false) ? std::optional(learning_rate_) : std::nullopt;
+  return lane_->run(
+      [this, new_rate] {
+        if (new_rate) rate_on_device_.fill_(*new_rate);
+        if (state_.is_cpu()) {
+          begin_step(*state_pointer(), step_rule_);
+        } else {
+          begin_step_on_device(state_pointer(), step_rule_,
+                               current_stream(state_.device()).native_handle());
+        }
+      },
+      std::span(&norm, 1));
+}
+
+void Optimizer::Impl::update_piece(const UpdatePiece& piece, const at::Tensor& gradient) {
+  const auto* first = static_cast<const std::byte*>(gradient.const_data_ptr());
+  for (UpdateSpan span : piece.spans()) {
+    const int64_t begin = span.flat_begin - piece.main().flat.begin;
+    span.gradient = first + begin * static_cast<int64_t>(gradient.element_size());
+    if (state_.is_cpu()) {
+      update_on_cpu(span, rule_.math, *state_pointer(), team_);
+    } else {
+      update_on_device(span, rule_.math, state_pointer(), state_.device());
+    }
+  }
+}
+
+void Optimizer::Impl::update_unit(UnitUpdate& unit) {
+  Work work = lane_->run([this, &unit] {
+    RECORD_FUNCTION("fsdp::update_unit", {});
+    for (const GroupUpdate& update : unit.groups)
+      for (const UpdatePiece& piece : update.pieces())
+        if (!piece.main().is_offloaded) update_piece(piece, update.gradient_of(piece));
+  });
+  if (on_host_) work = on_host_->run(unit.groups, work);
+  EngineAccess::of(sharded_).begin_update(*unit.unit, std::move(work));
+}
+
+// --- what others see -----------------------------------------------------------------------------
+
+void Optimizer::Impl::wait() const { EngineAccess::of(sharded_).wait_updates(); }
+
+StepState Optimizer::Impl::state() const {
+  begun_.wait();
+  const at::Tensor bytes = state_.cpu();
+  return *static_cast<const StepState*>(bytes.const_data_ptr());
+}
+
+double Optimizer::Impl::gradient_norm() const {
+  if (!needs_norm())
+    throw UsageError("gradient_norm() was not computed; set step.max_norm or step.measures_norm");
+  return state().norm;
+}
+
+at::Tensor Optimizer::Impl::scaled(const at::Tensor& loss) const {
+  if (options_.loss_scale.initial == 1.0 && !has_dynamic_scale(step_rule_)) return loss;
+  begun_.wait();
+  // A copy: autograd keeps it until the backward, and the scale may change before that.
+  return loss * loss_scale_.to(loss.scalar_type(), false, /*copy=*/true).squeeze();
+}
+
+void Optimizer::Impl::set_state(const StepState& state) {
+  wait();
+  StepState all{.learning_rate = learning_rate_, .step = state.step, .skipped = state.skipped};
+  all.loss_scale = state.loss_scale;
+  all.good_steps = state.good_steps;
+  // Computes the powers as a run of that many steps would, bit by bit. They end at fixed numbers.
+  for (int64_t i = 0; i < state.step; ++i) {
+    const double before1 = std::exchange(all.beta1_power, all.beta1_power * step_rule_.beta1);
+    const double before2 = std::exchange(all.beta2_power, all.beta2_power * step_rule_.beta2);
+    if (all.beta1_power == before1 && all.beta2_power == before2) break;
+  }
+  at::Tensor bytes = at::empty({static_cast<int64_t>(sizeof(StepState))}, at::kByte);
+  *static_cast<StepState*>(bytes.mutable_data_ptr()) = all;
+  state_.copy_(bytes);
+}
+
+}  // namespace fsdp

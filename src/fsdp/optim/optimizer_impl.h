@@ -1,0 +1,123 @@
+// The inside of an optimizer: its state by units and groups, and the course of a step.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "fsdp/comm/rank_facts.h"
+#include "fsdp/comm/work.h"
+#include "fsdp/optim/kernels/begin_step.h"
+#include "fsdp/optim/kernels/thread_team.h"
+#include "fsdp/optim/optimizer.h"
+#include "fsdp/optim/parameter_rules.h"
+#include "fsdp/optim/shard_passes.h"
+#include "fsdp/optim/update_state.h"
+
+namespace fsdp {
+
+class HostUpdates;
+class Lane;
+class ShardedUnit;
+
+// The properties in which optimizers differ.
+struct UpdateRule {
+  std::string name;  // for messages: "AdamW"
+  UpdateMath math;
+  std::vector<MomentKind> moments;
+  double learning_rate = 0.0;
+  ParameterRuleOptions parameters;
+};
+
+// The options of an optimizer as facts that ranks compare, by the names of their fields. A rate
+// that is set later is not among them.
+RankFacts optimizer_facts(const UpdateRule& rule, const StepOptions& step);
+
+// UsageError that names the option, for a type that moments cannot have.
+DType moment_dtype(const char* field, at::ScalarType type);
+
+// Functions without a comment here are those of Optimizer.
+class Optimizer::Impl {
+ public:
+  Impl(const Sharded& sharded, UpdateRule rule, const StepOptions& options);
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+  ~Impl();
+
+  void step();
+  void set_learning_rate(double rate);
+  double learning_rate() const { return learning_rate_; }
+  const at::Tensor& learning_rate_on_device() const { return rate_on_device_; }
+  at::Tensor scaled(const at::Tensor& loss) const;
+  StepState state() const;
+  double gradient_norm() const;
+  void wait() const;
+
+  // --- steps that are replayed (graph/) ---
+  // Tells the device now what step() would tell it. No step may be under way.
+  void tell_learning_rate();
+  // Makes the caller's stream wait for the whole last step. Keeps no handle of that step, since a
+  // recording must not wait for work that began outside of it.
+  void wait_for_step();
+  // After a failed recording: its step never ran, so nothing waits for it.
+  void cancel_step() noexcept { begun_ = {}; }
+
+  // --- checkpoints ---
+  const std::string& name() const { return rule_.name; }
+  // The optimizer's averages, in the order in which GroupUpdate counts them.
+  const std::vector<MomentKind>& moments() const { return rule_.moments; }
+  // For trainable groups, in the engine's order; call wait() before reading or setting them.
+  std::vector<GroupUpdate*> group_updates();
+  std::vector<OptimizerShard> shards() const;
+  void set_shards(std::span<const OptimizerShard> shards);
+  void set_state(const StepState& state);
+
+  const Sharded& sharded() const { return sharded_; }
+
+ private:
+  struct UnitUpdate {
+    ShardedUnit* unit;
+    std::vector<GroupUpdate> groups;
+  };
+
+  void add_units();
+  void check_gradients() const;
+  Work start_norm();
+  Work begin(Work norm);
+  void update_unit(UnitUpdate& unit);
+  void update_piece(const UpdatePiece& piece, const at::Tensor& gradient);
+  StepState* state_pointer() const;
+  bool needs_norm() const;
+  std::vector<OptimizerShard> shards_of(const GroupUpdate& update) const;
+
+  const Sharded sharded_;  // first: its memory must outlive the members below
+  const UpdateRule rule_;
+  const std::shared_ptr<const std::string> seat_;  // while it lives, this is the engine's optimizer
+  const StepOptions options_;
+  const StepRule step_rule_;
+  double learning_rate_;
+  bool rate_changed_ = true;  // since the device was last told
+
+  at::Tensor state_;  // the bytes of a StepState, and views of some of its fields
+  at::Tensor norm_;
+  at::Tensor rate_on_device_;
+  at::Tensor loss_scale_;
+  at::Tensor workspace_;  // for the norm on a device
+
+  std::vector<UnitUpdate> units_;  // in the engine's order
+  ThreadTeam team_;                // of the lane's thread, as large as libtorch's
+  std::unique_ptr<Lane> lane_;
+  std::unique_ptr<HostUpdates> on_host_;  // if something is offloaded
+  Work begun_;                            // the last step's beginning
+};
+
+// How other rooms reach the inside of an optimizer that a user holds.
+struct OptimizerAccess {
+  static Optimizer::Impl& of(const Optimizer& optimizer) { return *optimizer.impl_; }
+};
+
+}  // namespace fsdp
