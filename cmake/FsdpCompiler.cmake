@@ -26,6 +26,10 @@ endif()
 add_library(fsdp_numerics INTERFACE)
 target_compile_options(fsdp_numerics INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>)
 
+# Headers of src/ are for this tree: its libraries, its command, its tests and benchmarks. Users, and the examples, see include/.
+add_library(fsdp_internals INTERFACE)
+target_include_directories(fsdp_internals INTERFACE ${PROJECT_SOURCE_DIR}/src)
+
 if(FSDP_SANITIZE)
   add_compile_options(-fsanitize=${FSDP_SANITIZE} -fno-omit-frame-pointer)
   add_link_options(-fsanitize=${FSDP_SANITIZE})

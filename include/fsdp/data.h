@@ -1,0 +1,8 @@
+// Data: text and token files as batches of tokens, the same for any number of ranks. Needs no torch.
+#pragma once
+
+#include "fsdp/data/batch_loader.h"
+#include "fsdp/data/batches.h"
+#include "fsdp/data/byte_tokenizer.h"
+#include "fsdp/data/corpus.h"
+#include "fsdp/data/token_windows.h"
