@@ -5,6 +5,7 @@
 //   mpirun -n 3 hello_fsdp        three ranks as processes
 #include <ATen/CPUGeneratorImpl.h>
 #include <fsdp/fsdp.h>
+#include <fsdp/nn.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 

@@ -3,6 +3,7 @@
 //   hsdp                          four ranks as threads of this process
 //   mpirun -n 4 hsdp              four processes; neighbouring ranks (one host) are an inner group
 #include <fsdp/fsdp.h>
+#include <fsdp/nn.h>
 
 #include <cstdio>
 #include <exception>

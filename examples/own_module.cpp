@@ -5,6 +5,7 @@
 //   mpirun -n 2 own_module RUN 99
 #include <ATen/CPUGeneratorImpl.h>
 #include <fsdp/fsdp.h>
+#include <fsdp/nn.h>
 
 #include <cmath>
 #include <cstdio>
@@ -38,22 +39,24 @@ struct BlockImpl : torch::nn::Module {
 };
 TORCH_MODULE(Block);
 
-// What is called as a Unit is gathered as a whole before the call and let go after it.
+// A Unit is gathered as a whole before its call and released after it. The head is a unit, too, but
+// declared without Unit<>, as a module has to be whose code is not yours: fully_shard() is told its
+// name, and call_unit() calls it.
 struct NetImpl : torch::nn::Module {
   explicit NetImpl(int64_t width) {
     waves = register_module("waves", fsdp::Unit<Waves>(2, width));
     for (int i = 0; i < 3; ++i)
       blocks.push_back(register_module("block" + std::to_string(i), fsdp::Unit<Block>(width)));
-    head = register_module("head", fsdp::Unit<fsdp::nn::Linear>(width, 1));
+    head = register_module("head", fsdp::nn::Linear(width, 1));
   }
   torch::Tensor forward(const torch::Tensor& points) {
     torch::Tensor x = waves(points);
     for (auto& block : blocks) x = block(x);
-    return head(x);
+    return fsdp::call_unit(head, x);
   }
   fsdp::Unit<Waves> waves{nullptr};
   std::vector<fsdp::Unit<Block>> blocks;
-  fsdp::Unit<fsdp::nn::Linear> head{nullptr};
+  fsdp::nn::Linear head{nullptr};
 };
 TORCH_MODULE(Net);
 
@@ -77,7 +80,7 @@ torch::Tensor points_of(int64_t step, const fsdp::World& world) {
 void train(fsdp::World& world, const char* directory, int64_t steps) {
   const fsdp::Mesh mesh = world.mesh();
   Net model = make_model();
-  const fsdp::Sharded sharded = fsdp::fully_shard(model, mesh);
+  const fsdp::Sharded sharded = fsdp::fully_shard(model, mesh, {.units = {"head"}});
   fsdp::AdamW optimizer(sharded, {.lr = 2e-3, .step = {.max_norm = 1.0}});
 
   fsdp::Checkpointer checkpointer(directory, mesh, {.keep = {.keep_last = 2}});

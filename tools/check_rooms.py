@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Checks who includes whom: a room (a folder of src/fsdp) may include only the rooms it may know.
 
-Folders inside a room (comm/tcp) are furniture: they belong to their room, and its rule is theirs.
+Folders inside a room (comm/tcp) are furniture: they belong to their room, and its rule is theirs. A
+room's public headers are in include/fsdp; they include public headers only.
 
-    tools/check_rooms.py [FOLDER]      FOLDER holds the rooms; default: src/fsdp beside this script
+    tools/check_rooms.py [FOLDER]      FOLDER has src/fsdp and include/fsdp; default: the project's
 
 Prints one line per forbidden include and exits with 1 when there is one. docs/design.md explains the
 rooms; this table is the rule.
@@ -45,6 +46,9 @@ TORCH_FILES = re.compile(r"^(torch|stream|event|device)[a-z_]*\.(h|cpp)$")
 # 23 s of compile time each; a header passes that on to everybody who includes it.
 NOT_IN_HEADERS = ("torch/torch.h", "torch/all.h", "torch/extension.h")
 
+# Public, and made by CMake.
+GENERATED = ("fsdp/base/version.h",)
+
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 TORCH_PREFIXES = ("torch/", "ATen/", "c10/", "caffe2/")
 SUFFIXES = (".h", ".cpp", ".cu", ".cuh", ".in")
@@ -62,8 +66,8 @@ def room_fault(room, header):
     """Why `room` may not include the project's `header`, or None."""
     other = header.split("/")[1] if header.count("/") > 1 else None
     if other is None:
-        # fsdp/fsdp.h, the umbrella, includes every room.
-        return f"'{header}' is the umbrella for users; include the header that is needed"
+        # fsdp/fsdp.h, fsdp/nn.h and fsdp/data.h, the umbrellas, include several rooms.
+        return f"'{header}' is an umbrella for users; include the header that is needed"
     if other not in MAY_KNOW:
         return f"'{other}' is no room: add it to MAY_KNOW in tools/check_rooms.py"
     if other != room and other not in MAY_KNOW[room]:
@@ -105,29 +109,43 @@ def faults_of_file(room, file, text):
             yield number, fault
 
 
-def check(root):
-    """Returns the report lines for all files below `root`, the folder that holds the rooms."""
+def public_faults(public, text):
+    """Yields (line number, sentence) for each header of src that a file of `public` (include/) includes."""
+    for number, _, header in includes(text):
+        if header.startswith("fsdp/") and header not in GENERATED and not (public / header).is_file():
+            yield number, f"'{header}' is not public: a public header may include only headers of include/"
+
+
+def check(root, public=None):
+    """Returns the report lines for all files below `root`, the folder that holds the rooms (.../fsdp).
+
+    `public` is include/, if `root` is the folder of public headers in it.
+    """
     lines = []
     for path in sorted(root.rglob("*")):
         if not path.is_file() or path.suffix not in SUFFIXES:
             continue
         parts = path.relative_to(root).parts
-        if len(parts) == 1:  # the umbrella header lies beside the rooms
+        text = path.read_text()
+        if public is not None:
+            lines += [f"{path}:{number}: {fault}" for number, fault in public_faults(public, text)]
+        if len(parts) == 1:  # umbrella headers lie beside the rooms
             continue
         if parts[0] not in MAY_KNOW:
             lines.append(f"{path}: '{parts[0]}' is no room: add it to MAY_KNOW in tools/check_rooms.py")
             continue
-        for number, fault in faults_of_file(parts[0], "/".join(parts[1:]), path.read_text()):
+        for number, fault in faults_of_file(parts[0], "/".join(parts[1:]), text):
             lines.append(f"{path}:{number}: {fault}")
     return lines
 
 
 def main():
-    default = pathlib.Path(__file__).resolve().parent.parent / "src" / "fsdp"
-    root = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else default
-    if not root.is_dir():
-        sys.exit(f"check_rooms: '{root}' is no folder: name the folder that holds the rooms.")
-    lines = check(root)
+    default = pathlib.Path(__file__).resolve().parent.parent
+    project = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else default
+    rooms = project / "src" / "fsdp"
+    if not rooms.is_dir():
+        sys.exit(f"check_rooms: '{rooms}' is no folder: name the folder that has src/fsdp and include/fsdp.")
+    lines = check(rooms) + check(project / "include" / "fsdp", public=project / "include")
     print("\n".join(lines), end="\n" if lines else "")
     sys.exit(1 if lines else 0)
 

@@ -82,7 +82,7 @@ class Command(unittest.TestCase):
     def run_on(self, files):
         with tempfile.TemporaryDirectory() as folder:
             for name, text in files.items():
-                path = pathlib.Path(folder, name)
+                path = pathlib.Path(folder, name if name.startswith("include/") else f"src/fsdp/{name}")
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text)
             return subprocess.run([sys.executable, TOOLS / "check_rooms.py", folder], capture_output=True, text=True)
@@ -95,6 +95,20 @@ class Command(unittest.TestCase):
         result = self.run_on({"base/a.h": '\n#include "fsdp/plan/p.h"\n'})
         self.assertEqual(result.returncode, 1)
         self.assertIn("base/a.h:2: room 'base' may not know 'plan' (it knows no other room)", result.stdout)
+
+    def test_a_public_header_includes_public_headers_only(self):
+        public = {"include/fsdp/fsdp.h": '#include "fsdp/comm/mesh.h"\n#include "fsdp/base/version.h"\n',
+                  "include/fsdp/comm/mesh.h": "#pragma once\n", "comm/inside.h": ""}
+        self.assertEqual(self.run_on(public).stdout, "")
+        public["include/fsdp/comm/mesh.h"] = '#pragma once\n#include "fsdp/comm/inside.h"\n'
+        result = self.run_on(public)
+        self.assertEqual(result.returncode, 1)
+        self.assertIn("include/fsdp/comm/mesh.h:2: 'fsdp/comm/inside.h' is not public", result.stdout)
+
+    def test_a_room_keeps_its_rule_in_its_public_headers(self):
+        result = self.run_on({"base/a.h": "", "include/fsdp/base/b.h": '#include "fsdp/plan/p.h"\n',
+                              "include/fsdp/plan/p.h": ""})
+        self.assertIn("include/fsdp/base/b.h:1: room 'base' may not know 'plan'", result.stdout)
 
     def test_a_folder_that_is_no_room_is_a_fault(self):
         self.assertIn("'misc' is no room", self.run_on({"misc/a.h": ""}).stdout)
