@@ -17,6 +17,7 @@
 #include "fsdp/base/crc32c.h"
 #include "fsdp/base/durable_file.h"
 #include "fsdp/checkpoint/checkpointer.h"
+#include "fsdp/comm/communicator.h"
 #include "fsdp/optim/adamw.h"
 #include "fsdp/shard/fully_shard.h"
 #include "fsdp/shard/unit.h"

@@ -13,6 +13,7 @@
 
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
+#include "fsdp/comm/communicator.h"
 #include "fsdp/graph/graph.h"
 #include "fsdp/memory/device_slab_allocator.h"
 #include "support/llama_training.h"

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "fsdp/base/text.h"
+#include "fsdp/comm/communicator.h"
 #include "fsdp/comm/world.h"
 #include "fsdp/optim/adamw.h"
 #include "fsdp/plan/forecast.h"

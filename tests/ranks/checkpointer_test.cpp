@@ -9,6 +9,8 @@
 #include "fsdp/base/durable_file.h"
 #include "fsdp/checkpoint/format/tensor_catalog.h"
 #include "fsdp/checkpoint/rank_agreement.h"
+#include "fsdp/checkpoint/run_directory.h"
+#include "fsdp/comm/communicator.h"
 #include "support/checkpoint_training.h"
 #include "support/file_size_limit.h"
 

@@ -1,6 +1,7 @@
 // Language models: their units and first values, and that sharding changes nothing of what they
 // learn.
 #include "fsdp/nn/language_model.h"
+#include "fsdp/base/text.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -10,6 +10,7 @@
 #include <limits>
 
 #include "fsdp/base/error.h"
+#include "fsdp/comm/communicator.h"
 #include "fsdp/optim/adamw.h"
 #include "fsdp/optim/kernels/thread_team.h"
 #include "support/run_ranks.h"

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "fsdp/base/error.h"
+#include "fsdp/data/token_header.h"
 
 namespace fsdp {
 namespace {

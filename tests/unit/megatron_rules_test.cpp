@@ -1,4 +1,5 @@
 // checkpoint/names/name_tables.h: every transform, with names and sizes.
+#include "fsdp/checkpoint/format/tensor_boxes.h"
 #include "fsdp/checkpoint/names/name_tables.h"
 
 #include <gmock/gmock.h>

@@ -1,4 +1,5 @@
 // checkpoint/names/name_tables.h: tables of rules that people write.
+#include "fsdp/checkpoint/format/tensor_boxes.h"
 #include "fsdp/checkpoint/names/name_tables.h"
 
 #include <gmock/gmock.h>

@@ -1,5 +1,7 @@
 // checkpoint/names/name_rules.h: patterns, fields, and the sections that rules make of a tensor.
 #include "fsdp/checkpoint/names/name_rules.h"
+#include "fsdp/checkpoint/format/tensor_boxes.h"
+#include "fsdp/checkpoint/names/name_pattern.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

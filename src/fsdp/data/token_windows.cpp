@@ -8,6 +8,7 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/json_fields.h"
+#include "fsdp/data/token_header.h"
 
 namespace fsdp {
 

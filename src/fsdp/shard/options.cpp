@@ -2,6 +2,7 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/torch_dtype.h"
+#include "fsdp/memory/bucket_pool.h"
 
 namespace fsdp {
 

@@ -16,6 +16,7 @@
 #include "fsdp/checkpoint/rank_agreement.h"
 #include "fsdp/checkpoint/run_directory.h"
 #include "fsdp/data/byte_tokenizer.h"
+#include "fsdp/data/token_header.h"
 #include "fsdp/nn/config/flops.h"
 #include "fsdp/shard/fully_shard.h"
 #include "fsdp/shard/parameter_init.h"
