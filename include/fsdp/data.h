@@ -1,4 +1,5 @@
-// Data: text and token files as batches of tokens, the same for any number of ranks. Needs no torch.
+// Data: text and token files as batches of tokens, the same for any number of ranks; needs no
+// torch.
 #pragma once
 
 #include "fsdp/data/batch_loader.h"

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "fsdp/base/error.h"
+#include "fsdp/comm/communicator.h"
 #include "support/temp_dir.h"
 
 namespace fsdp::testing {

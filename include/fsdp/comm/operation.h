@@ -96,6 +96,7 @@ struct Fingerprint {
   std::string text() const;
 };
 
+// One call in a simulated world (World::simulated).
 struct RecordedCall {
   std::string communicator;
   int ranks = 0;

@@ -14,7 +14,7 @@ namespace fsdp {
 
 class Communicator;
 struct RecordedCall;
-using Recording = std::vector<RecordedCall>;
+using Recording = std::vector<RecordedCall>;  // operation.h
 
 class World {
  public:
