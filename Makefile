@@ -3,9 +3,12 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
-# Parallel jobs: one per core, and 1.5 GB of memory for each (a file that includes torch needs that much).
-JOBS ?= $(shell awk -v cores=$$(nproc) '/MemAvailable/ {fit = int($$2 / 1500000); \
+# Parallel jobs: one per core, and 2 GB of memory for each (a room that includes torch needs that much).
+JOBS ?= $(shell awk -v cores=$$(nproc) '/MemAvailable/ {fit = int($$2 / 2000000); \
   print fit < 1 ? 1 : fit < cores ? fit : cores}' /proc/meminfo)
+
+# Ninja says how much is done, and since when.
+export NINJA_STATUS ?= [%f/%t %es] 
 
 # Open MPI refuses to run as root (containers) unless told twice.
 ifeq ($(shell id -u),0)
@@ -13,7 +16,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: help setup ready build test test-full soak train bench bench-train bench-gpu lint format asan tsan clean
+.PHONY: help setup ready ready-to-train build test test-full soak train bench bench-train bench-gpu lint format asan tsan clean
 
 help:  ## this table
 	@printf 'fsdp.cpp: fully sharded data-parallel training in C++ on libtorch\n\n'
@@ -27,14 +30,17 @@ setup:  ## install what is missing (Debian packages, .venv) and show every part
 ready:
 	@tools/setup.sh --quiet
 
+ready-to-train:
+	@tools/setup.sh --quiet --torch
+
 build: ready  ## build everything, optimised, into build/release
 	@tools/build.sh release -j $(JOBS)
 
 test: build  ## build, then run every test
-	@ctest --preset release -j $(JOBS)
+	@tools/test.sh release -j $(JOBS)
 
 test-full: build  ## the same, with every case of the parity suite instead of a covering subset
-	@ctest --preset release -C full -j $(JOBS)
+	@tools/test.sh release -j $(JOBS) -C full
 
 MINUTES ?= 10
 soak: build  ## small jobs of all backends again and again beside other work, for MINUTES=10: the same bits every time?
@@ -42,7 +48,7 @@ soak: build  ## small jobs of all backends again and again beside other work, fo
 	  $(if $(shell command -v mpirun),mpirun --oversubscribe --quiet)
 
 # TRAIN takes further flags: make train TRAIN="--model moe-tiny --steps 50"
-train: ready  ## train a small language model on this repository's own text, on 2 ranks, in runs/tiny
+train: ready-to-train  ## train a small language model on this repository's own text, on 2 ranks, in runs/tiny
 	@tools/build.sh release -j $(JOBS) --target fsdp_command
 	@build/release/bin/fsdp train --ranks 2 --data README.md docs src --checkpoint-dir runs/tiny $(TRAIN)
 
@@ -65,11 +71,11 @@ format: ready  ## rewrite the C++ files the way lint wants them
 
 asan: ready  ## build and test with the address and undefined-behaviour sanitizers
 	@tools/build.sh asan -j $(JOBS)
-	@ctest --preset asan -j $(JOBS) -L 'unit|ranks'
+	@tools/test.sh asan -j $(JOBS) -L 'unit|ranks'
 
 tsan: ready  ## build and test with the thread sanitizer
 	@tools/build.sh tsan -j $(JOBS)
-	@ctest --preset tsan -j $(JOBS) -L 'unit|ranks'
+	@tools/test.sh tsan -j $(JOBS) -L 'unit|ranks'
 
 clean:  ## delete build/ (.venv stays)
 	rm -rf build

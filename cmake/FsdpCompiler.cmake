@@ -51,11 +51,21 @@ if(FSDP_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER AND PROJECT_IS_TOP_LEVEL)
   endif()
 endif()
 
-# Lets a target of this tree use a precompiled libtorch header: fsdp_torch_pch (tensors), or
-# fsdp_module_pch (modules and autograd, too). They are compiled as for libraries (-fPIC), and a compiler
-# takes them only under equal flags; executables would say -fPIE.
-function(fsdp_use_pch target pch)
+# Lets a target of this tree use the library's precompiled libtorch headers. They are compiled as for libraries
+# (-fPIC), and a compiler takes them only under equal flags; executables would say -fPIE.
+function(fsdp_use_pch target)
   set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE OFF)
   target_compile_options(${target} PRIVATE -fPIC)
-  target_precompile_headers(${target} REUSE_FROM ${pch})
+  target_precompile_headers(${target} REUSE_FROM fsdp)
 endfunction()
+
+# For code that runs once: reading options (CLI11 is headers alone), the bodies of tests. Not worth more than -O1; or -O2
+# where GCC refuses a precompiled header of -O3 under -O1: on x86_64, since the version that has this option.
+include(CheckCXXCompilerFlag)
+check_cxx_compiler_flag(-munroll-only-small-loops FSDP_HAS_SMALL_UNROLLING)
+add_library(fsdp_light_optimisation INTERFACE)
+target_compile_options(fsdp_light_optimisation INTERFACE
+  $<$<CONFIG:Release>:-O$<IF:$<BOOL:${FSDP_HAS_SMALL_UNROLLING}>,2,1>>)
+
+# Unity builds: a compiler reads the headers once for several source files instead of once for each, which is most of its work.
+set(CMAKE_UNITY_BUILD ${FSDP_UNITY})

@@ -3,6 +3,7 @@
 #
 #   tools/setup.sh            install what is missing, print every part
 #   tools/setup.sh --quiet    the same, but silent when nothing was missing
+#   tools/setup.sh --torch    of the Python packages torch alone: what the library and the command need
 #   tools/setup.sh --fuzz     also clang and its fuzzer runtime, without which tests/fuzz is skipped
 #   tools/setup.sh --report   also Chromium, without which the test that opens a report in it is skipped
 #
@@ -22,13 +23,15 @@ torch_last=2.13
 torch_cpu_index=https://download.pytorch.org/whl/cpu
 
 quiet=no
+python_packages=all
 required=(compiler cmake ninja json cli11 gtest python)
 for argument in "$@"; do
   case "$argument" in
     --quiet) quiet=yes ;;
+    --torch) python_packages=torch ;;
     --fuzz) required+=(clang) ;;
     --report) required+=(chromium) ;;
-    *) echo "setup: argument '$argument' is unknown: use --quiet, --fuzz, --report or nothing." >&2; exit 2 ;;
+    *) echo "setup: argument '$argument' is unknown: use --quiet, --torch, --fuzz, --report or nothing." >&2; exit 2 ;;
   esac
 done
 
@@ -225,10 +228,15 @@ check_system_parts() {
 
 # --- Python packages and libtorch -------------------------------------------------------------------
 install_python_packages() {
-  local stamp=.venv/requirements.sha256 wanted python
-  local -a index=()
+  local stamp=.venv/requirements.sha256 wanted python torch
+  local -a index=() packages=(-r requirements.txt)
   wanted=$(sha256sum requirements.txt tools/setup.sh | sha256sum | cut -d ' ' -f 1)
   if [[ -x .venv/bin/python && -f $stamp && $(<"$stamp") == "$wanted" ]] && torch_folder >/dev/null; then return; fi
+  if [[ $python_packages == torch ]]; then
+    torch=$(grep -oE '^torch==[0-9.]+' requirements.txt)
+    packages=("$torch")
+    if compgen -G ".venv/lib/python3.*/site-packages/${torch/==/-}[.+]*dist-info" >/dev/null; then return; fi
+  fi
   if [[ ! -x .venv/bin/python ]] || ! .venv/bin/python -c 'import pip' 2>/dev/null; then
     rm -rf .venv
     python=$(find_python) || return 0  # complained about already
@@ -242,12 +250,14 @@ PY
   else echo "setup: $torch_cpu_index does not answer: torch comes from pip's own indexes"; fi
   echo "setup: installing Python packages into .venv (torch is large; this takes a minute or more)"
   if ! .venv/bin/python -m pip install -qq --no-compile --disable-pip-version-check ${index[@]+"${index[@]}"} \
-      -r requirements.txt; then
+      "${packages[@]}"; then
     fail "Python packages could not be installed into .venv (see above); with a libtorch of your own set FSDP_TORCH=<dir>."
     return
   fi
-  # pip would compile ten thousand files on one core. Some packages hold files that are not for this Python.
-  .venv/bin/python -m compileall -qq -j 0 .venv/lib || true
+  if [[ $python_packages == torch ]]; then return; fi
+  # pip would compile ten thousand files on one core. Some packages hold files that are not for this Python, and of the models
+  # of transformers few are used.
+  .venv/bin/python -m compileall -qq -j 0 -x 'transformers/models/|/pip/|/setuptools/' .venv/lib || true
   echo "$wanted" >"$stamp"
 }
 torch_folder() {

@@ -20,7 +20,7 @@
 #include "support/require.h"
 #include "support/run_ranks.h"
 
-namespace fsdp {
+namespace fsdp::allocation_device_test {
 namespace {
 
 using testing::LlamaTraining;
@@ -232,4 +232,4 @@ INSTANTIATE_TEST_SUITE_P(
     name_of_steady_case);
 
 }  // namespace
-}  // namespace fsdp
+}  // namespace fsdp::allocation_device_test

@@ -11,7 +11,7 @@
 #include "support/checkpoint_training.h"
 #include "support/require.h"
 
-namespace fsdp::testing {
+namespace fsdp::testing::checkpoint_device_test {
 namespace {
 
 Training on_gpu(int ranks = 2) {
@@ -163,4 +163,4 @@ TEST(DeviceCheckpoint, IsSavedAndLoadedBetweenReplays) {
 }
 
 }  // namespace
-}  // namespace fsdp::testing
+}  // namespace fsdp::testing::checkpoint_device_test

@@ -19,7 +19,7 @@
 #include "support/require.h"
 #include "support/run_ranks.h"
 
-namespace fsdp {
+namespace fsdp::collectives_device_test {
 namespace {
 
 using testing::DeviceSpan;
@@ -132,4 +132,4 @@ TEST(PlannedCollectives, AreThoseOfAStack) {
 }
 
 }  // namespace
-}  // namespace fsdp
+}  // namespace fsdp::collectives_device_test

@@ -14,7 +14,7 @@
 #include "support/rank_pattern.h"
 #include "support/require.h"
 
-namespace fsdp {
+namespace fsdp::communicator_device_test {
 namespace {
 
 const at::Device kDevice(at::kCUDA, 0);
@@ -162,4 +162,4 @@ TEST(DeviceCommunicator, GivesTheSameBitsAsTheHost) {
 }
 
 }  // namespace
-}  // namespace fsdp
+}  // namespace fsdp::communicator_device_test

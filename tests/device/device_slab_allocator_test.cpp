@@ -11,7 +11,7 @@
 #include "support/require.h"
 #include "support/small_transformer.h"
 
-namespace fsdp {
+namespace fsdp::device_slab_allocator_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -56,4 +56,4 @@ TEST(DeviceSlabAllocator, SaysInOneSentenceThatTheDeviceIsFull) {
 }
 
 }  // namespace
-}  // namespace fsdp
+}  // namespace fsdp::device_slab_allocator_test

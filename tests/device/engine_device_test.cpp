@@ -18,7 +18,7 @@
 #include "support/require.h"
 #include "support/run_ranks.h"
 
-namespace fsdp {
+namespace fsdp::engine_device_test {
 namespace {
 
 using testing::run_ranks;
@@ -205,4 +205,4 @@ TEST(OnDevice, RoundsNoWeightGradientBeforeItReachesItsMainGradient) {
 }
 
 }  // namespace
-}  // namespace fsdp
+}  // namespace fsdp::engine_device_test

@@ -20,7 +20,7 @@
 #include "support/run_ranks.h"
 #include "support/small_models.h"
 
-namespace fsdp {
+namespace fsdp::graph_device_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -464,4 +464,4 @@ TEST(Graph, NeedsADeviceThatRecords) {
 }
 
 }  // namespace
-}  // namespace fsdp
+}  // namespace fsdp::graph_device_test

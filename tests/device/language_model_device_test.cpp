@@ -13,7 +13,7 @@
 #include "support/run_ranks.h"
 #include "support/small_models.h"
 
-namespace fsdp {
+namespace fsdp::language_model_device_test {
 namespace {
 
 using testing::small_loss;
@@ -94,4 +94,4 @@ TEST(LanguageModelOnDevice, BeginsWithTheHostsValuesAndTrainsSharded) {
 }
 
 }  // namespace
-}  // namespace fsdp
+}  // namespace fsdp::language_model_device_test

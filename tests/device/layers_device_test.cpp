@@ -21,7 +21,7 @@
   FSDP_REQUIRE_GPU();                \
   if (!has_device_layers()) GTEST_SKIP() << "built without CUDA kernels"
 
-namespace fsdp::nn {
+namespace fsdp::nn::layers_device_test {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
@@ -401,4 +401,4 @@ TEST(LayersOnDevice, ComputeTheSameBitsInEveryRun) {
 }
 
 }  // namespace
-}  // namespace fsdp::nn
+}  // namespace fsdp::nn::layers_device_test

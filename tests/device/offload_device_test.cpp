@@ -23,7 +23,7 @@
 #include "support/run_ranks.h"
 #include "support/small_models.h"
 
-namespace fsdp {
+namespace fsdp::offload_device_test {
 namespace {
 
 using testing::DeviceSpan;
@@ -171,4 +171,4 @@ INSTANTIATE_TEST_SUITE_P(Fractions, Bus, ::testing::Values(0.5, 1.0), [](const a
 });
 
 }  // namespace
-}  // namespace fsdp
+}  // namespace fsdp::offload_device_test

@@ -18,7 +18,7 @@
 #include "support/require.h"
 #include "support/run_ranks.h"
 
-namespace fsdp {
+namespace fsdp::overlap_device_test {
 namespace {
 
 using testing::DeviceSpan;
@@ -197,4 +197,4 @@ INSTANTIATE_TEST_SUITE_P(Worlds, OneRankTrace, ::testing::Values(Ranks::kOneOver
                          name_of_ranks);
 
 }  // namespace
-}  // namespace fsdp
+}  // namespace fsdp::overlap_device_test

@@ -14,7 +14,7 @@
   FSDP_REQUIRE_GPU();               \
   if (!has_device_packs()) GTEST_SKIP() << "built without CUDA kernels"
 
-namespace fsdp {
+namespace fsdp::pack_device_test {
 namespace {
 
 constexpr at::ScalarType kTypes[] = {at::kFloat, at::kBFloat16, at::kHalf};
@@ -99,4 +99,4 @@ TEST(PackOnDevice, DoesNothingWithoutTensors) {
 }
 
 }  // namespace
-}  // namespace fsdp
+}  // namespace fsdp::pack_device_test

@@ -17,7 +17,7 @@
 #include "support/llama_training.h"
 #include "support/require.h"
 
-namespace fsdp {
+namespace fsdp::peak_device_test {
 namespace {
 
 using testing::AllocationLog;
@@ -143,4 +143,4 @@ INSTANTIATE_TEST_SUITE_P(
     });
 
 }  // namespace
-}  // namespace fsdp
+}  // namespace fsdp::peak_device_test

@@ -21,7 +21,7 @@
   FSDP_REQUIRE_GPU();                 \
   if (!has_device_updates()) GTEST_SKIP() << "built without CUDA kernels"
 
-namespace fsdp {
+namespace fsdp::update_device_test {
 namespace {
 
 using testing::all_update_types;
@@ -340,4 +340,4 @@ TEST(UpdateOnDevice, WeightsAreSplitAsOnTheHost) {
 }
 
 }  // namespace
-}  // namespace fsdp
+}  // namespace fsdp::update_device_test

@@ -17,7 +17,7 @@
 #include "fsdp/shard/fully_shard.h"
 #include "support/chain_model.h"
 
-namespace fsdp {
+namespace fsdp::collectives_test {
 namespace {
 
 using testing::Chain;
@@ -331,4 +331,4 @@ TEST(OptimizerCollectives, AreNoneWhenNothingNeedsTheNorm) {
 }
 
 }  // namespace
-}  // namespace fsdp
+}  // namespace fsdp::collectives_test

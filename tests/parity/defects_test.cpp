@@ -18,7 +18,7 @@
 #include "support/counting_allocator.h"
 #include "support/run_ranks.h"
 
-namespace fsdp {
+namespace fsdp::defects_test {
 namespace {
 
 using testing::Chain;
@@ -257,4 +257,4 @@ TEST(Defect10_1_15, PoolsArePlannedWithPaddedSizes) {
 }
 
 }  // namespace
-}  // namespace fsdp
+}  // namespace fsdp::defects_test

@@ -16,7 +16,7 @@
 #include "fsdp/shard/unit.h"
 #include "support/run_ranks.h"
 
-namespace fsdp {
+namespace fsdp::linear_test {
 namespace {
 
 using testing::run_ranks;
@@ -127,4 +127,4 @@ TEST(ShardedLinear, GivesTheGradientsOfTorch) {
 }
 
 }  // namespace
-}  // namespace fsdp
+}  // namespace fsdp::linear_test

@@ -16,7 +16,7 @@
 #include "support/parity.h"
 #include "support/run_ranks.h"
 
-namespace fsdp {
+namespace fsdp::memory_parity_test {
 namespace {
 
 using testing::CountingHostAllocator;
@@ -219,4 +219,4 @@ INSTANTIATE_TEST_SUITE_P(
     case_name);
 
 }  // namespace
-}  // namespace fsdp
+}  // namespace fsdp::memory_parity_test

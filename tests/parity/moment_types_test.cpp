@@ -11,7 +11,7 @@
 #include "llama.h"
 #include "support/run_ranks.h"
 
-namespace fsdp {
+namespace fsdp::moment_types_test {
 namespace {
 
 constexpr bench::LlamaShape kShape{
@@ -83,4 +83,4 @@ TEST(NarrowMoments, LearnAsFp32OnesDo) {
 }
 
 }  // namespace
-}  // namespace fsdp
+}  // namespace fsdp::moment_types_test

@@ -8,7 +8,7 @@
 
 #include "support/parity_matrix.h"
 
-namespace fsdp {
+namespace fsdp::parity_test {
 namespace {
 
 using testing::all_cases;
@@ -137,4 +137,4 @@ INSTANTIATE_TEST_SUITE_P(Models, SameBits,
                          [](const auto& each) { return testing::name_of(each.param); });
 
 }  // namespace
-}  // namespace fsdp
+}  // namespace fsdp::parity_test

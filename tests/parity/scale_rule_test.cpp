@@ -15,7 +15,7 @@
 #include "support/chain_model.h"
 #include "support/run_ranks.h"
 
-namespace fsdp {
+namespace fsdp::scale_rule_test {
 
 namespace {
 
@@ -216,4 +216,4 @@ TEST(WideSums, SixtyFourBf16GradientsAreRoundedOnce) {
 }
 
 }  // namespace
-}  // namespace fsdp
+}  // namespace fsdp::scale_rule_test

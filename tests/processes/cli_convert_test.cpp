@@ -10,7 +10,7 @@
 #include "support/stored_tensors.h"
 #include "support/temp_dir.h"
 
-namespace fsdp::testing {
+namespace fsdp::testing::cli_convert_test {
 namespace {
 
 using test::CommandResult;
@@ -66,8 +66,7 @@ class ConvertCommand : public ::testing::Test {
 
   // Wrong in a way that leaves no trace of the conversion.
   void expect_error(const CommandResult& result, int exit_code, const std::string& says) const {
-    EXPECT_EQ(result.exit_code, exit_code) << result.err;
-    EXPECT_THAT(result.err, AllOf(HasSubstr("fsdp: "), HasSubstr(says), EndsWith(".\n")));
+    test::expect_error(result, exit_code, says);
     EXPECT_FALSE(std::filesystem::exists(out_)) << says;
     EXPECT_FALSE(std::filesystem::exists(directory_ / ".out.tmp")) << says;
   }
@@ -277,4 +276,4 @@ TEST_F(ConvertCommand, HoldsAChunkInMemoryHoweverLargeTensorsAre) {
 }
 
 }  // namespace
-}  // namespace fsdp::testing
+}  // namespace fsdp::testing::cli_convert_test

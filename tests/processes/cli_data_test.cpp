@@ -11,13 +11,12 @@
 #include "support/temp_dir.h"
 #include "support/token_files.h"
 
-namespace fsdp::testing {
+namespace fsdp::testing::cli_data_test {
 namespace {
 
 using test::CommandResult;
 using test::run_fsdp;
 using ::testing::AllOf;
-using ::testing::EndsWith;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
 using Json = nlohmann::json;
@@ -44,11 +43,8 @@ class DataCommand : public ::testing::Test {
   }
 
   static void expect_error(const std::string& arguments, int exit_code, const std::string& says) {
-    const CommandResult result = data(arguments);
-    EXPECT_EQ(result.exit_code, exit_code) << arguments << "\n" << result.err;
-    EXPECT_THAT(result.err, AllOf(StartsWith("fsdp: "), HasSubstr(says), EndsWith(".\n")));
-    EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
-    EXPECT_EQ(result.out, "");
+    SCOPED_TRACE(arguments);
+    test::expect_only_error(data(arguments), exit_code, says);
   }
 
   TempDir directory_;
@@ -169,4 +165,4 @@ TEST_F(DataCommand, EveryCommandOfTheDocumentationRuns) {
 }
 
 }  // namespace
-}  // namespace fsdp::testing
+}  // namespace fsdp::testing::cli_data_test

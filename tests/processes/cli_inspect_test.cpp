@@ -10,16 +10,16 @@
 #include "support/stored_tensors.h"
 #include "support/temp_dir.h"
 
-namespace fsdp::testing {
+namespace fsdp::testing::cli_inspect_test {
 namespace {
 
 using test::CommandResult;
+using test::expect_error;
 using test::run_fsdp;
 using ::testing::AllOf;
 using ::testing::EndsWith;
 using ::testing::HasSubstr;
 using ::testing::Not;
-using ::testing::StartsWith;
 using Json = nlohmann::json;
 
 CheckpointParts trained(float first = 0.0f) {
@@ -43,11 +43,6 @@ class InspectCommand : public ::testing::Test {
 
   static CommandResult inspect(const std::string& arguments) {
     return run_fsdp("inspect " + arguments);
-  }
-
-  static void expect_error(const CommandResult& result, int exit_code, const std::string& says) {
-    EXPECT_EQ(result.exit_code, exit_code) << result.err;
-    EXPECT_THAT(result.err, AllOf(HasSubstr("fsdp: "), HasSubstr(says), EndsWith(".\n")));
   }
 
   TempDir directory_;
@@ -249,4 +244,4 @@ TEST_F(InspectCommand, ShowsLittleOfLongNamesAndNoControlCharacters) {
 }
 
 }  // namespace
-}  // namespace fsdp::testing
+}  // namespace fsdp::testing::cli_inspect_test

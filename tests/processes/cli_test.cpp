@@ -2,27 +2,22 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "processes/run_command.h"
 
-namespace fsdp {
+namespace fsdp::cli_test {
 namespace {
 
 using test::CommandResult;
 using test::run_fsdp;
 using ::testing::AllOf;
-using ::testing::EndsWith;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
 // Bad use: nothing on standard output, exit code 2, one sentence on one line.
 void expect_bad_use(const CommandResult& result, const std::string& says) {
-  EXPECT_EQ(result.exit_code, 2);
-  EXPECT_EQ(result.out, "");
-  EXPECT_THAT(result.err, AllOf(StartsWith("fsdp: "), HasSubstr(says), EndsWith(".\n")));
-  EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
+  test::expect_only_error(result, 2, says);
 }
 
 TEST(Command, ShowsItsVersion) {
@@ -93,4 +88,4 @@ TEST(Info, ShowsABrokenEnvironmentInsteadOfFailing) {
 }
 
 }  // namespace
-}  // namespace fsdp
+}  // namespace fsdp::cli_test

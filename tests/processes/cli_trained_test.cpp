@@ -4,7 +4,7 @@
 #include "processes/run_command.h"
 #include "support/checkpoint_training.h"
 
-namespace fsdp::testing {
+namespace fsdp::testing::cli_trained_test {
 namespace {
 
 using test::CommandResult;
@@ -68,4 +68,4 @@ TEST_F(TrainedCheckpoint, CutAnewItGoesOnWhereItWas) {
 }
 
 }  // namespace
-}  // namespace fsdp::testing
+}  // namespace fsdp::testing::cli_trained_test

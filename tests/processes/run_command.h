@@ -1,9 +1,12 @@
 // Runs the built `fsdp` the way a user does: through a shell, seeing exit code and both outputs.
 #pragma once
 
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdio>
 #include <cstdlib>
@@ -42,6 +45,21 @@ inline CommandResult run_fsdp(const std::string& arguments, const std::string& e
   result.err = err.str();
   ::unlink(err_path.c_str());
   return result;
+}
+
+// The command failed: the last thing it said is a sentence with `says` in it.
+inline void expect_error(const CommandResult& result, int exit_code, const std::string& says) {
+  EXPECT_EQ(result.exit_code, exit_code) << result.err;
+  EXPECT_THAT(result.err, ::testing::AllOf(::testing::HasSubstr("fsdp: "),
+                                           ::testing::HasSubstr(says), ::testing::EndsWith(".\n")));
+}
+
+// The same, and it said nothing else.
+inline void expect_only_error(const CommandResult& result, int exit_code, const std::string& says) {
+  expect_error(result, exit_code, says);
+  EXPECT_THAT(result.err, ::testing::StartsWith("fsdp: "));
+  EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
+  EXPECT_EQ(result.out, "");
 }
 
 }  // namespace fsdp::test

@@ -14,6 +14,8 @@
 
 #include "fsdp/shard/fully_shard.h"
 #include "fsdp/shard/unit.h"
+#include "support/error_of.h"
+#include "support/run_ranks.h"
 
 namespace fsdp::testing {
 
@@ -66,6 +68,18 @@ struct ChainImpl : torch::nn::Module {
   std::vector<Unit<Block>> units;
 };
 TORCH_MODULE(Chain);
+
+// Calls `body(model, sharded, rank)` on each of `ranks` ranks, with a chain of three units that is
+// sharded over them.
+template <typename Body>
+void on_sharded_chain(int ranks, const ShardOptions& options, const Body& body) {
+  run_ranks(ranks, [&](World& world) {
+    const Mesh mesh = world.mesh();
+    Chain model = build([] { return Chain(3); });
+    Sharded sharded = fully_shard(model, mesh, options);
+    body(model, sharded, world.rank());
+  });
+}
 
 inline constexpr double kRate = 0.1;
 
@@ -127,17 +141,6 @@ inline void expect_close(const std::vector<at::Tensor>& actual,
         << what << " parameter " << i << "\n"
         << actual[i] << "\n"
         << expected[i];
-}
-
-// The message of the error that `body` throws; empty if it throws none.
-template <typename Body>
-std::string error_of(const Body& body) {
-  try {
-    body();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return {};
 }
 
 }  // namespace fsdp::testing

@@ -7,7 +7,7 @@ namespace fsdp {
 namespace {
 
 // 256 bytes and the end of a document.
-constexpr int64_t kByteVocabulary = 257;
+constexpr int64_t kBytesAndEnd = 257;
 
 // For a narrow model's matrices: with the usual 0.02 of wide models, it would learn nothing in its
 // first few hundred steps.
@@ -16,7 +16,7 @@ constexpr double kNarrowRange = 0.06;
 const std::array<ModelPreset, 5>& presets() {
   static const std::array<ModelPreset, 5> kPresets = {{
       {"tiny", "Llama on bytes, for two CPU cores",
-       LlamaConfig{.vocab_size = kByteVocabulary,
+       LlamaConfig{.vocab_size = kBytesAndEnd,
                    .hidden_size = 192,
                    .num_hidden_layers = 4,
                    .num_attention_heads = 6,
@@ -24,7 +24,7 @@ const std::array<ModelPreset, 5>& presets() {
                    .intermediate_size = 512,
                    .initializer_range = kNarrowRange}},
       {"moe-tiny", "8 experts of which 2 are chosen, and a shared one, on bytes",
-       MixtralConfig{.decoder = {.vocab_size = kByteVocabulary,
+       MixtralConfig{.decoder = {.vocab_size = kBytesAndEnd,
                                  .hidden_size = 128,
                                  .num_hidden_layers = 4,
                                  .num_attention_heads = 4,
@@ -35,7 +35,7 @@ const std::array<ModelPreset, 5>& presets() {
                      .router_aux_loss_coef = 0.01,
                      .shared_expert_intermediate_size = 192}},
       {"hybrid-tiny", "Mamba-2, MLP and attention layers, on bytes",
-       NemotronHConfig{.vocab_size = kByteVocabulary,
+       NemotronHConfig{.vocab_size = kBytesAndEnd,
                        .hidden_size = 192,
                        .intermediate_size = 512,
                        .hybrid_override_pattern = "M-M*-M-",

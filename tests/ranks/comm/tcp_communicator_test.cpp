@@ -1,0 +1,66 @@
+// The suite every backend must pass, over TCP between threads of one process: where a sanitizer can
+// watch all ranks.
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <tuple>
+
+#include "fsdp/base/log.h"
+#include "fsdp/comm/backends.h"
+#include "fsdp/comm/tcp/tcp_transport.h"
+#include "fsdp/comm/world.h"
+#include "support/communicator_suite.h"
+#include "support/tcp_threads.h"
+
+namespace fsdp::tcp_communicator_test {
+namespace {
+
+void run_tcp(int size, const CommOptions& options, const std::function<void(World&)>& body) {
+  const std::vector<std::string> errors =
+      testing::run_connected(size, [&](int rank, std::vector<Socket> sockets) {
+        set_thread_rank(rank);
+        Launch launch;
+        launch.rank = launch.local_rank = rank;
+        launch.size = launch.local_size = size;
+        auto transport = std::make_shared<TcpTransport>(rank, std::move(sockets));
+        World world(launch, communicator_over(std::move(transport), options));
+        body(world);
+      });
+  EXPECT_THAT(errors, ::testing::Each(""));
+}
+
+class TcpCommunicatorSuite : public ::testing::TestWithParam<std::tuple<int, size_t>> {};
+
+TEST_P(TcpCommunicatorSuite, Passes) {
+  const auto [ranks, index] = GetParam();
+  const testing::CommunicatorCase& claim = testing::communicator_cases()[index];
+  for (const bool checked : {false, true})
+    run_tcp(ranks, {.timeout_seconds = 60, .checked = checked},
+            [&](World& world) { claim.body(world, at::kCPU); });
+}
+
+INSTANTIATE_TEST_SUITE_P(AllCases, TcpCommunicatorSuite,
+                         ::testing::Combine(::testing::Values(1, 2, 3, 4),
+                                            ::testing::Range(size_t{0},
+                                                             testing::communicator_cases().size())),
+                         [](const auto& test) {
+                           return testing::communicator_cases()[std::get<1>(test.param)].name +
+                                  "_on_" + std::to_string(std::get<0>(test.param));
+                         });
+
+TEST(TcpCommunicator, GivesTheSameBitsAsThreads) {
+  for (const int ranks : {1, 2, 3, 4}) {
+    uint64_t by_threads = 0;
+    run_threads(ranks, {}, [&](World& world) {
+      const uint64_t digest = testing::communicator_digest(world);
+      if (world.rank() == 0) by_threads = digest;
+    });
+    run_tcp(ranks, {.timeout_seconds = 60},
+            [&](World& world) { EXPECT_EQ(testing::communicator_digest(world), by_threads); });
+  }
+}
+
+}  // namespace
+}  // namespace fsdp::tcp_communicator_test

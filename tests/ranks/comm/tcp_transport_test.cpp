@@ -1,0 +1,393 @@
+// Messages over TCP between ranks that are threads: order, flow, disagreement, and ends.
+#include "fsdp/comm/tcp/tcp_transport.h"
+#include "fsdp/base/text.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <numeric>
+#include <thread>
+#include <vector>
+
+#include "support/tcp_threads.h"
+
+namespace fsdp::tcp_transport_test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Each;
+using ::testing::HasSubstr;
+using testing::run_connected;
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int64_t kSmallBytes = 1000;
+constexpr int64_t kLargeBytes = int64_t{5} << 20;  // more than sockets hold
+
+Purpose within(double seconds) { return {.what = "this test", .timeout_seconds = seconds}; }
+
+std::vector<char> pattern(int64_t bytes, int seed) {
+  std::vector<char> data(static_cast<size_t>(bytes));
+  for (size_t i = 0; i < data.size(); ++i)
+    data[i] = static_cast<char>(i * 7 + i / 251 + static_cast<size_t>(seed));
+  return data;
+}
+
+void send(TcpTransport& transport, int channel, int peer, std::vector<char> data) {
+  const Message message{peer, data.data(), static_cast<int64_t>(data.size())};
+  transport.exchange(channel, {&message, 1}, {}, within(20));
+}
+
+std::vector<char> receive(TcpTransport& transport, int channel, int peer, int64_t bytes,
+                          double seconds = 20) {
+  std::vector<char> data(static_cast<size_t>(bytes));
+  const Message message{peer, data.data(), bytes};
+  transport.exchange(channel, {}, {&message, 1}, within(seconds));
+  return data;
+}
+
+void run_transports(int size, const std::function<void(TcpTransport&)>& body) {
+  const std::vector<std::string> errors =
+      run_connected(size, [&](int rank, std::vector<Socket> sockets) {
+        TcpTransport transport(rank, std::move(sockets));
+        body(transport);
+      });
+  EXPECT_THAT(errors, Each(""));
+}
+
+TEST(TcpTransport, MovesMessagesOfEverySizeBothWaysAtOnce) {
+  const std::vector<int64_t> sizes = {1,
+                                      kSmallBytes,
+                                      TcpTransport::kEagerBytes,
+                                      TcpTransport::kEagerBytes + 1,
+                                      TcpConnection::kMaxFrameBytes,
+                                      TcpConnection::kMaxFrameBytes + 1,
+                                      kLargeBytes};
+  run_transports(3, [&](TcpTransport& transport) {
+    for (const int64_t bytes : sizes) {
+      std::vector<char> own = pattern(bytes, transport.rank());
+      std::vector<std::vector<char>> theirs(3, std::vector<char>(own.size()));
+      std::vector<Message> sends;
+      std::vector<Message> receives;
+      for (int peer = 0; peer < 3; ++peer) {
+        if (peer == transport.rank()) continue;
+        sends.push_back({peer, own.data(), bytes});
+        receives.push_back({peer, theirs[static_cast<size_t>(peer)].data(), bytes});
+      }
+      transport.exchange(1, sends, receives, within(20));
+      for (const Message& message : receives)
+        EXPECT_EQ(theirs[static_cast<size_t>(message.peer)], pattern(bytes, message.peer));
+    }
+  });
+}
+
+TEST(TcpTransport, KeepsMessagesThatComeBeforeTheyAreAskedFor) {
+  run_transports(2, [](TcpTransport& transport) {
+    if (transport.rank() == 0) {
+      for (int i = 0; i < 20; ++i) send(transport, 1, 1, pattern(kSmallBytes + i, i));
+      send(transport, 2, 1, pattern(kSmallBytes, 77));
+    } else {
+      EXPECT_EQ(receive(transport, 2, 0, kSmallBytes), pattern(kSmallBytes, 77));
+      for (int i = 0; i < 20; ++i)
+        EXPECT_EQ(receive(transport, 1, 0, kSmallBytes + i), pattern(kSmallBytes + i, i));
+    }
+  });
+}
+
+// More than the receiver keeps for a peer: the rest waits at the sender, but the other channel does
+// not.
+TEST(TcpTransport, ASenderThatIsFarAheadWaitsWhenTheReceiversWindowIsFull) {
+  constexpr int kMessages = 400;  // 25 MiB, three windows
+  std::atomic<int> num_sent{0};
+  run_transports(2, [&](TcpTransport& transport) {
+    const int64_t bytes = TcpTransport::kEagerBytes;
+    if (transport.rank() == 0) {
+      std::thread ahead([&] {
+        for (int i = 0; i < kMessages; ++i) {
+          send(transport, 1, 1, pattern(bytes - i, i));
+          ++num_sent;
+        }
+      });
+      for (int i = 0; i < 50; ++i) send(transport, 2, 1, pattern(kSmallBytes, i));
+      ahead.join();
+    } else {
+      for (int i = 0; i < 50; ++i)
+        EXPECT_EQ(receive(transport, 2, 0, kSmallBytes), pattern(kSmallBytes, i));
+      EXPECT_LT(num_sent * bytes, TcpTransport::kWindowBytes + 2 * bytes);
+      for (int i = 0; i < kMessages; ++i)
+        EXPECT_EQ(receive(transport, 1, 0, bytes - i), pattern(bytes - i, i));
+    }
+  });
+  EXPECT_EQ(num_sent, kMessages);
+}
+
+// The large message is under way, or asked for, while others use the same connection.
+TEST(TcpTransport, LetsChannelsPassALargeMessageThatNobodyTakes) {
+  run_transports(2, [](TcpTransport& transport) {
+    const int peer = 1 - transport.rank();
+    std::thread large([&] {
+      if (transport.rank() == 0) return send(transport, 9, peer, pattern(kLargeBytes, 1));
+    });
+    for (int i = 0; i < 100; ++i) {
+      std::vector<char> own = pattern(kSmallBytes, i);
+      std::vector<char> theirs(own.size());
+      const Message out{peer, own.data(), kSmallBytes};
+      const Message in{peer, theirs.data(), kSmallBytes};
+      transport.exchange(3, {&out, 1}, {&in, 1}, within(20));
+      EXPECT_EQ(theirs, own);
+    }
+    if (transport.rank() == 1) {
+      EXPECT_EQ(receive(transport, 9, peer, kLargeBytes), pattern(kLargeBytes, 1));
+    }
+    large.join();
+  });
+}
+
+TEST(TcpTransport, ServesManyThreadsOfARank) {
+  run_transports(2, [](TcpTransport& transport) {
+    const int peer = 1 - transport.rank();
+    std::vector<std::thread> threads;
+    for (int channel = 1; channel <= 4; ++channel)
+      threads.emplace_back([&, channel] {
+        for (int i = 0; i < 25; ++i) {
+          const int64_t bytes = i % 2 == 0 ? kSmallBytes : TcpTransport::kEagerBytes * 5;
+          std::vector<char> own = pattern(bytes, i + channel);
+          std::vector<char> theirs(own.size());
+          const Message out{peer, own.data(), bytes};
+          const Message in{peer, theirs.data(), bytes};
+          transport.exchange(channel, {&out, 1}, {&in, 1}, within(20));
+          EXPECT_EQ(theirs, own);
+        }
+      });
+    for (std::thread& thread : threads) thread.join();
+  });
+}
+
+// Sender's and receiver's sizes, below and above the limit for sending at once.
+class Disagreement : public ::testing::TestWithParam<std::pair<int64_t, int64_t>> {};
+
+TEST_P(Disagreement, AboutASizeIsAnErrorOnBothSidesAtOnce) {
+  const auto [sent, expected] = GetParam();
+  const auto begin = Clock::now();
+  const std::vector<std::string> errors =
+      run_connected(2, [&](int rank, std::vector<Socket> sockets) {
+        TcpTransport transport(rank, std::move(sockets));
+        try {
+          if (rank == 0) send(transport, 1, 1, pattern(sent, 0));
+          receive(transport, 1, 1 - rank, expected, 10);
+        } catch (const AbortedError&) {
+          throw;
+        } catch (const std::exception& error) {
+          transport.tell_everybody(error.what(), MessageTransport::Words::kFinal);
+          throw;
+        }
+      });
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr(concat("sent ", sent, " bytes where ", expected)),
+                                 HasSubstr("FSDP_CHECKED=1"))));
+  EXPECT_LT(Clock::now() - begin, std::chrono::seconds(5));
+}
+
+INSTANTIATE_TEST_SUITE_P(Sizes, Disagreement,
+                         ::testing::Values(std::pair(kSmallBytes, kSmallBytes + 1),
+                                           std::pair(kSmallBytes, kLargeBytes),
+                                           std::pair(kLargeBytes, kSmallBytes),
+                                           std::pair(kLargeBytes, kLargeBytes - 1)));
+
+TEST(TcpTransport, NamesWhoIsMissingAtTheDeadline) {
+  std::atomic<bool> is_over{false};
+  const std::vector<std::string> errors =
+      run_connected(3, [&](int rank, std::vector<Socket> sockets) {
+        TcpTransport transport(rank, std::move(sockets));
+        if (rank == 0) {
+          try {
+            receive(transport, 1, 2, kSmallBytes, 0.3);
+          } catch (const TimeoutError&) {
+            is_over = true;
+            throw;
+          }
+        }
+        while (!is_over) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      });
+  EXPECT_EQ(errors[0],
+            "this test waited 0.3 s for world rank 2, which has not arrived; look at what it does "
+            "instead, or raise FSDP_TIMEOUT_S");
+}
+
+TEST(TcpTransport, NamesARankWhoseConnectionEndsWithoutGoodbyeAtOnce) {
+  const auto begin = Clock::now();
+  const std::vector<std::string> errors =
+      run_connected(3, [](int rank, std::vector<Socket> sockets) {
+        if (rank == 2) return;  // the sockets close
+        TcpTransport transport(rank, std::move(sockets));
+        receive(transport, 1, 1 - rank, kSmallBytes);  // from a rank that lives
+      });
+  EXPECT_EQ(errors[0], "rank 2 is gone: its connection was closed; look at what it said last");
+  EXPECT_EQ(errors[1], errors[0]);
+  EXPECT_LT(Clock::now() - begin, std::chrono::seconds(5));
+}
+
+TEST(TcpTransport, GoodbyeIsAnErrorOnlyToThoseWhoNeedTheRank) {
+  const std::vector<std::string> errors =
+      run_connected(3, [](int rank, std::vector<Socket> sockets) {
+        TcpTransport transport(rank, std::move(sockets));
+        if (rank == 2) return;
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));
+        if (rank == 0) send(transport, 1, 1, pattern(kLargeBytes, 0));
+        if (rank == 0) return;
+        EXPECT_EQ(receive(transport, 1, 0, kLargeBytes), pattern(kLargeBytes, 0));
+        receive(transport, 1, 2, kSmallBytes);
+      });
+  EXPECT_EQ(errors[0], "");
+  EXPECT_THAT(errors[1], HasSubstr("this test needs world rank 2, which has left the job"));
+}
+
+TEST(TcpTransport, WordsAboutAFailureReachARankThatIsBusyReceiving) {
+  const std::vector<std::string> errors =
+      run_connected(3, [](int rank, std::vector<Socket> sockets) {
+        TcpTransport transport(rank, std::move(sockets));
+        if (rank == 2) {
+          transport.tell_everybody("in passing", MessageTransport::Words::kInPassing);
+          transport.tell_everybody("rank 2 failed: no space", MessageTransport::Words::kFinal);
+          return;
+        }
+        receive(transport, 1, 1 - rank, kLargeBytes);
+      });
+  EXPECT_EQ(errors[0], "rank 2 failed: no space");
+  EXPECT_EQ(errors[1], "rank 2 failed: no space");
+}
+
+// --- peers that are no ranks of ours, or have gone mad ---
+
+void send_frame(const Socket& socket, FrameKind kind, int channel, int64_t message_bytes,
+                int64_t frame_bytes) {
+  const FrameHeader header{kind, channel, message_bytes, frame_bytes};
+  const std::vector<char> payload(static_cast<size_t>(std::max<int64_t>(frame_bytes, 0)), 'x');
+  const Deadline deadline = Clock::now() + std::chrono::seconds(5);
+  // A peer that was hung up on cannot send any more.
+  if (send_all(socket, &header, sizeof(header), deadline))
+    send_all(socket, payload.data(), payload.size(), deadline);
+}
+
+// Rank 0's error while rank 1, a bare socket, sends the bytes of `misbehave`. Rank 0 waits for
+// `bytes` on channel 1.
+std::string error_beside(int64_t bytes, const std::function<void(const Socket&)>& misbehave) {
+  const std::vector<std::string> errors =
+      run_connected(2, [&](int rank, std::vector<Socket> sockets) {
+        if (rank == 1) {
+          misbehave(sockets[0]);
+          char byte = 0;  // until rank 0 has hung up
+          while (receive_all(sockets[0], &byte, 1, Clock::now() + std::chrono::seconds(10))) {
+          }
+          return;
+        }
+        TcpTransport transport(rank, std::move(sockets));
+        receive(transport, 1, 1, bytes);
+      });
+  EXPECT_EQ(errors[1], "");
+  return errors[0];
+}
+
+constexpr const char* kNotOurs =
+    "rank 1 is gone: its connection carried something that is not of this program; look at what it "
+    "said last";
+
+TEST(TcpTransport, HangsUpOnPiecesThatDoNotFitTheMessage) {
+  // 7 of 8 bytes, then 8 more: a byte beyond the buffer with every frame.
+  EXPECT_EQ(error_beside(8,
+                         [](const Socket& socket) {
+                           send_frame(socket, FrameKind::kData, 1, 8, 7);
+                           for (int i = 0; i < 10; ++i)
+                             send_frame(socket, FrameKind::kData, 1, 8, 8);
+                         }),
+            kNotOurs);
+  EXPECT_EQ(error_beside(kLargeBytes,
+                         [](const Socket& socket) {
+                           for (int64_t sent = 0; sent <= kLargeBytes; sent += 200'000)
+                             send_frame(socket, FrameKind::kData, 1, kLargeBytes, 200'000);
+                         }),
+            kNotOurs);
+}
+
+TEST(TcpTransport, HangsUpOnMoreUnaskedMessagesThanThePeerMaySend) {
+  EXPECT_EQ(error_beside(kSmallBytes,
+                         [](const Socket& socket) {
+                           for (int i = 0; i < 300; ++i)
+                             send_frame(socket, FrameKind::kData, 2, TcpTransport::kEagerBytes,
+                                        TcpTransport::kEagerBytes);
+                         }),
+            kNotOurs);
+}
+
+TEST(TcpTransport, HangsUpOnMoreChannelsThanThereAre) {
+  EXPECT_EQ(error_beside(kSmallBytes,
+                         [](const Socket& socket) {
+                           for (int channel = 0; channel < 70'000; ++channel)
+                             send_frame(socket, FrameKind::kAnnounce, channel + 2, 5, 0);
+                         }),
+            kNotOurs);
+}
+
+TEST(TcpTransport, HangsUpOnFramesThatMakeNoSense) {
+  const std::vector<FrameHeader> frames = {
+      {static_cast<FrameKind>(77), 1, 8, 0},
+      {FrameKind::kData, 1, 8, 9},
+      {FrameKind::kData, 1, -8, -8},
+      {FrameKind::kData, -1, 8, 8},
+      {FrameKind::kData, 1, INT64_MAX, TcpConnection::kMaxFrameBytes + 1},
+      {FrameKind::kReady, 1, 8, 8},
+      {FrameKind::kFailure, 0, 0, 4096}};
+  for (const FrameHeader& frame : frames)
+    EXPECT_EQ(error_beside(kLargeBytes,
+                           [&](const Socket& socket) {
+                             send_frame(socket, frame.kind, frame.channel, frame.message_bytes,
+                                        frame.frame_bytes);
+                           }),
+              kNotOurs)
+        << static_cast<int>(frame.kind) << " " << frame.frame_bytes;
+}
+
+TEST(TcpTransport, ShowsWordsOfAPeerWithoutControlCharacters) {
+  const std::string words =
+      "!rank 1 failed: \x1b[2J\x9b"
+      "1mgone\nsecond line\x07";
+  EXPECT_EQ(
+      error_beside(
+          kSmallBytes,
+          [&](const Socket& socket) {
+            const FrameHeader header{FrameKind::kFailure, 0, 0, static_cast<int64_t>(words.size())};
+            const Deadline deadline = Clock::now() + std::chrono::seconds(5);
+            send_all(socket, &header, sizeof(header), deadline);
+            send_all(socket, words.data(), words.size(), deadline);
+          }),
+      "rank 1 failed: \\x1b[2J\\x9b1mgone\nsecond line\\x07");
+}
+
+// A failed exchange releases the memory of a message in the middle; the address sanitizer watches.
+TEST(TcpTransport, TakesItsBuffersBackWhenAnExchangeFails) {
+  for (int round = 0; round < 5; ++round) {
+    run_connected(2, [&](int rank, std::vector<Socket> sockets) {
+      TcpTransport transport(rank, std::move(sockets));
+      std::thread busy([&] {
+        try {
+          for (int i = 0; i < 100; ++i) {
+            std::vector<char> own = pattern(kLargeBytes, i);
+            std::vector<char> theirs(own.size());
+            const Message out{1 - rank, own.data(), kLargeBytes};
+            const Message in{1 - rank, theirs.data(), kLargeBytes};
+            transport.exchange(1, {&out, 1}, {&in, 1}, within(20));
+          }
+          ADD_FAILURE() << "nobody told of the failure";
+        } catch (const AbortedError&) {
+        }
+      });
+      std::this_thread::sleep_for(std::chrono::milliseconds(10 * round + 5));
+      if (rank == 0) transport.tell_everybody("enough", MessageTransport::Words::kFinal);
+      busy.join();
+    });
+  }
+}
+
+}  // namespace
+}  // namespace fsdp::tcp_transport_test

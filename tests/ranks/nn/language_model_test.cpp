@@ -1,0 +1,231 @@
+// Language models: their units and first values, and that sharding changes nothing of what they
+// learn.
+#include "fsdp/nn/language_model.h"
+#include "fsdp/base/text.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <map>
+
+#include "fsdp/base/error.h"
+#include "fsdp/comm/world.h"
+#include "fsdp/nn/config/presets.h"
+#include "fsdp/plan/model_tensors.h"
+#include "fsdp/shard/module_units.h"
+#include "fsdp/shard/parameter_init.h"
+#include "support/run_ranks.h"
+#include "support/sharded_training.h"
+#include "support/small_models.h"
+
+namespace fsdp::language_model_test {
+namespace {
+
+using testing::small_loss;
+using testing::small_models;
+using testing::small_tokens;
+using testing::SmallModel;
+using testing::stored_name;
+
+using Values = std::map<std::string, at::Tensor>;
+
+Values values_of(const torch::nn::Module& model) {
+  Values values;
+  for (const auto& item : model.named_parameters()) values[item.key()] = item.value().clone();
+  return values;
+}
+
+void expect_same_bits(const Values& actual, const Values& expected, const std::string& what) {
+  ASSERT_EQ(actual.size(), expected.size()) << what;
+  for (const auto& [name, value] : expected)
+    EXPECT_TRUE(at::equal(actual.at(name), value)) << what << ": " << name;
+}
+
+// Units as fully_shard() finds them, under the names of published checkpoints.
+std::map<std::string, std::vector<std::string>> units_of(
+    const std::shared_ptr<LanguageModel>& model) {
+  std::map<std::string, std::vector<std::string>> units;
+  for (const FoundUnit& unit : find_units(model, {}).units)
+    for (const OwnedParameter& parameter : unit.parameters)
+      units[unit.name].push_back(stored_name(*model, parameter.names.front()) + " " +
+                                 list_text(parameter.tensor.sizes().vec()));
+  return units;
+}
+
+std::map<std::string, std::vector<std::string>> units_of(const ModelShape& shape) {
+  std::map<std::string, std::vector<std::string>> units;
+  for (const UnitShape& unit : shape.units)
+    for (const TensorShape& tensor : unit.tensors)
+      units[unit.name].push_back(tensor.name + " " + list_text(tensor.shape));
+  return units;
+}
+
+TEST(LanguageModel, HasTheUnitsAndTensorsThatPlanningCountsOn) {
+  std::vector<SmallModel> models = small_models();
+  for (const ModelPreset& preset : model_presets()) models.push_back({preset.name, preset.config});
+  for (const SmallModel& each : models) {
+    const MetaConstruction without_memory;
+    EXPECT_EQ(units_of(build_language_model(each.config)),
+              units_of(build_model(each.name, each.config)))
+        << each.name;
+  }
+}
+
+TEST(LanguageModel, FirstValuesDependOnSeedAndNameAlone) {
+  for (const SmallModel& each : small_models()) {
+    const Values expected = values_of(*build_language_model(each.config, {.seed = 5}));
+    expect_same_bits(values_of(*build_language_model(each.config, {.seed = 5})), expected,
+                     each.name);
+    for (const int ranks : {1, 2, 3}) {
+      testing::run_ranks(ranks, [&](World& world) {
+        const std::shared_ptr<LanguageModel> model = [&] {
+          const MetaConstruction without_memory;
+          return build_language_model(each.config, {.seed = 5});
+        }();
+        const Mesh mesh = world.mesh();
+        const Sharded sharded = fully_shard(model, mesh, {});
+        const auto whole = sharded.full_parameters();
+        expect_same_bits(values_of(*model), expected, each.name + " on meta");
+      });
+    }
+  }
+}
+
+TEST(LanguageModel, OtherSeedsAndNamesHaveOtherValues) {
+  const ModelConfig config = testing::small_llama();
+  const Values first = values_of(*build_language_model(config, {.seed = 1}));
+  const Values second = values_of(*build_language_model(config, {.seed = 2}));
+  const char* gate = "model.layers.0.mlp.gate_proj.weight";
+  EXPECT_FALSE(at::equal(first.at(gate), second.at(gate)));
+  EXPECT_FALSE(at::equal(first.at(gate), first.at("model.layers.0.mlp.up_proj.weight")));
+  EXPECT_FALSE(at::equal(first.at(gate), first.at("model.layers.1.mlp.gate_proj.weight")));
+}
+
+TEST(LanguageModel, FirstValuesAreNormalWithTheConfiguredDeviation) {
+  LlamaConfig config = testing::small_llama();
+  config.hidden_size = 512;
+  config.vocab_size = 500;
+  config.initializer_range = 0.03;
+  const at::Tensor value =
+      values_of(*build_language_model(config)).at("model.embed_tokens.weight") / 0.03;
+  // 256,000 numbers: the standard errors are 0.002 (mean), 0.0014 (deviation), 0.0011 and 0.0007
+  // (shares); six of each.
+  EXPECT_NEAR(value.mean().item<double>(), 0.0, 0.012);
+  EXPECT_NEAR(value.std().item<double>(), 1.0, 0.0085);
+  EXPECT_NEAR(value.abs().lt(1.0).to(at::kFloat).mean().item<double>(), 0.6827, 0.006);
+  EXPECT_NEAR(value.abs().gt(2.0).to(at::kFloat).mean().item<double>(), 0.0455, 0.0027);
+  EXPECT_LT(value.abs().max().item<double>(), 6.5);
+}
+
+TEST(LanguageModel, NarrowValuesAreTheRoundedOnes) {
+  for (const SmallModel& each : small_models()) {
+    const Values wide = values_of(*build_language_model(each.config, {.seed = 5}));
+    for (const auto& [name, value] :
+         values_of(*build_language_model(each.config, {.seed = 5, .dtype = at::kBFloat16})))
+      EXPECT_TRUE(at::equal(value, wide.at(name).to(at::kBFloat16))) << each.name << " " << name;
+    testing::run_ranks(2, [&](World& world) {
+      const std::shared_ptr<LanguageModel> model = [&] {
+        const MetaConstruction without_memory;
+        return build_language_model(each.config, {.seed = 5, .dtype = at::kBFloat16});
+      }();
+      const Mesh mesh = world.mesh();
+      const Sharded sharded = fully_shard(model, mesh, {});
+      const auto whole = sharded.full_parameters();
+      for (const auto& [name, value] : values_of(*model))
+        EXPECT_TRUE(at::equal(value, wide.at(name).to(at::kBFloat16))) << each.name << " " << name;
+    });
+  }
+}
+
+at::Tensor loss_of(const std::shared_ptr<LanguageModel>& model, int rank, int step) {
+  return small_loss(*model, small_tokens(rank, step)).total;
+}
+
+TEST(LanguageModel, LearnsTheSameShardedAndWhole) {
+  for (const SmallModel& each : small_models()) {
+    const auto build = [&](Recompute recompute) {
+      const auto model = build_language_model(each.config, {.seed = 3, .recompute = recompute});
+      testing::disturb(*model);
+      return model;
+    };
+    for (const int ranks : {2, 3}) {
+      const std::vector<at::Tensor> plain =
+          testing::train_plain(build(Recompute::kNone), ranks, 3, loss_of);
+      for (const Recompute recompute : {Recompute::kNone, Recompute::kBlock}) {
+        testing::run_ranks(ranks, [&](World& world) {
+          const auto model = build(recompute);
+          const Mesh mesh = world.mesh();
+          const Sharded sharded = fully_shard(model, mesh, {});
+          testing::train(model, sharded, world.rank(), 3, loss_of);
+          testing::expect_close(testing::weights_of(sharded, model), plain, each.name);
+        });
+      }
+    }
+  }
+}
+
+// Prediction layers use embedding and head again: one forward all the same, whose order is known
+// after the first step.
+TEST(LanguageModel, KeepsEveryUnitInItsSlot) {
+  for (const SmallModel& each : small_models()) {
+    testing::run_ranks(2, [&](World& world) {
+      const auto model = build_language_model(each.config, {.seed = 3});
+      const Mesh mesh = world.mesh();
+      const Sharded sharded =
+          fully_shard(model, mesh, {.pool = PoolKind::kMaxPool, .on_move = OnMove::kRefuse});
+      EXPECT_NO_THROW(testing::train(model, sharded, world.rank(), 4, loss_of)) << each.name;
+    });
+  }
+}
+
+TEST(LanguageModel, RecomputingChangesNoBit) {
+  for (const SmallModel& each : small_models()) {
+    std::vector<Values> gradients;
+    for (const Recompute recompute : {Recompute::kNone, Recompute::kBlock}) {
+      const auto model = build_language_model(each.config, {.seed = 3, .recompute = recompute});
+      small_loss(*model, small_tokens(0, 0)).total.backward();
+      Values& mine = gradients.emplace_back();
+      for (const auto& item : model->named_parameters())
+        if (item.value().grad().defined()) mine[item.key()] = item.value().grad();
+    }
+    expect_same_bits(gradients[1], gradients[0], each.name);
+  }
+}
+
+TEST(LanguageModel, TrainsInBf16) {
+  for (const SmallModel& each : small_models()) {
+    const auto model = build_language_model(each.config, {.seed = 3, .dtype = at::kBFloat16});
+    const auto exact = build_language_model(each.config, {.seed = 3});
+    const ModelLoss loss = small_loss(*model, small_tokens(0, 0));
+    loss.total.backward();
+    EXPECT_EQ(loss.total.scalar_type(), at::kFloat) << each.name;
+    // Logits are near 0 in the beginning, so the losses are log(37) within a few hundredths.
+    EXPECT_NEAR(loss.total.item<double>(),
+                small_loss(*exact, small_tokens(0, 0)).total.item<double>(), 0.02)
+        << each.name;
+  }
+}
+
+TEST(LanguageModel, LeavesOutTargetsThatAreNone) {
+  const auto model = build_language_model(testing::small_llama(), {.seed = 3});
+  const at::Tensor tokens = small_tokens(0, 0, 1).narrow(1, 0, 7);
+  const at::Tensor next = small_tokens(0, 0, 1).narrow(1, 1, 7).clone();
+  const at::Tensor logits = model->logits(tokens);
+  next[0][2] = next[0][5] = -100;
+  double sum = 0.0;
+  for (int64_t i = 0; i < 7; ++i)
+    if (i != 2 && i != 5)
+      sum -= at::log_softmax(logits[0][i], 0)[next[0][i].item<int64_t>()].item<double>();
+  EXPECT_NEAR(model->loss(tokens, next).total.item<double>(), sum / 5, 1e-5);
+  EXPECT_EQ(model->loss(tokens, at::full_like(next, -100)).total.item<double>(), 0.0);
+}
+
+TEST(LanguageModel, RefusesWhatItDoesNotCompute) {
+  LlamaConfig config = testing::small_llama();
+  config.not_computed = "c.json: hidden_act is \"gelu\"; only \"silu\" is computed";
+  EXPECT_THAT([&] { build_language_model(config); },
+              ::testing::ThrowsMessage<UsageError>(::testing::HasSubstr("hidden_act is")));
+}
+
+}  // namespace
+}  // namespace fsdp::language_model_test

@@ -1,0 +1,405 @@
+// Layers of language models against slow and obvious versions of the same computation.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <map>
+
+#include "fsdp/nn/layers/cross_entropy.h"
+#include "fsdp/nn/layers/feed_forward.h"
+#include "fsdp/nn/layers/mamba2.h"
+#include "fsdp/nn/layers/rms_norm.h"
+#include "fsdp/nn/layers/rotary.h"
+#include "support/small_models.h"
+
+namespace fsdp::nn::layers_test {
+namespace {
+
+// Values without random numbers, of either sign.
+at::Tensor waves(at::IntArrayRef shape, double phase, double size = 1.0) {
+  int64_t numel = 1;
+  for (const int64_t dim : shape) numel *= dim;
+  const at::Tensor index = at::arange(numel, at::kDouble);
+  return ((index * 1.7 + phase).sin() * size).to(at::kFloat).view(shape);
+}
+
+using Function = std::function<at::Tensor(const std::vector<at::Tensor>&)>;
+
+// The output, and the gradients of a weighted sum of it.
+std::vector<at::Tensor> output_and_gradients(const Function& function,
+                                             const std::vector<at::Tensor>& values,
+                                             at::ScalarType dtype) {
+  std::vector<at::Tensor> inputs;
+  for (const at::Tensor& value : values)
+    inputs.push_back(value.to(dtype).detach().clone().set_requires_grad(true));
+  std::vector<at::Tensor> results = {function(inputs)};
+  (results[0] * waves(results[0].sizes(), 0.3).to(dtype)).sum().backward();
+  for (const at::Tensor& input : inputs) results.push_back(input.grad());
+  return results;
+}
+
+// fp32 against the same in fp64: differences are roundings, relative to the largest value.
+void expect_near(const std::vector<at::Tensor>& actual, const std::vector<at::Tensor>& expected,
+                 double tolerance, const std::string& what) {
+  ASSERT_EQ(actual.size(), expected.size());
+  for (size_t i = 0; i < actual.size(); ++i) {
+    const double scale = std::max(1e-3, expected[i].abs().max().item<double>());
+    const double error = (actual[i].to(at::kDouble) - expected[i]).abs().max().item<double>();
+    EXPECT_LT(error / scale, tolerance)
+        << what << (i == 0 ? ": output" : ": gradient of argument ") << i;
+  }
+}
+
+TEST(RmsNorm, EqualsItsFormulaInDoublePrecision) {
+  for (const int64_t groups : {1, 3}) {
+    for (const int64_t width : {3, 36, 192}) {
+      const auto ours = [&](const std::vector<at::Tensor>& in) {
+        return rms_norm(in[0], in[1], 1e-5, groups);
+      };
+      const auto formula = [&](const std::vector<at::Tensor>& in) {
+        const at::Tensor x = in[0].unflatten(-1, {groups, width / groups});
+        return (x * (x.square().mean(-1, true) + 1e-5).rsqrt()).flatten(-2) * in[1];
+      };
+      // 300 rows: several tasks' sums of the weight's gradient.
+      const std::vector<at::Tensor> values = {waves({2, 150, width}, 0.0, 3.0),
+                                              waves({width}, 1.0)};
+      expect_near(output_and_gradients(ours, values, at::kFloat),
+                  output_and_gradients(formula, values, at::kDouble), 3e-6, "rms_norm");
+    }
+  }
+}
+
+TEST(RmsNorm, OfOtherTypesIsThatOfFp32Rounded) {
+  const at::Tensor x = waves({4, 30}, 0.0, 3.0).to(at::kBFloat16);
+  const at::Tensor w = waves({30}, 1.0).to(at::kBFloat16);
+  for (const int64_t groups : {1, 2}) {
+    const at::Tensor exact = rms_norm(x.to(at::kFloat), w.to(at::kFloat), 1e-5, groups);
+    const at::Tensor narrow = rms_norm(x, w, 1e-5, groups);
+    EXPECT_EQ(narrow.scalar_type(), at::kBFloat16);
+    // Half a unit of bf16's last place, or one where it is rounded twice.
+    EXPECT_TRUE(at::allclose(narrow.to(at::kFloat), exact, groups == 1 ? 0.004 : 0.008, 1e-6));
+  }
+}
+
+TEST(Rotary, RotatesPairsByTheirAngles) {
+  LlamaConfig config{.hidden_size = 24, .num_attention_heads = 4, .head_dim = 6};
+  Rotary rotary(config);
+  // Twice as many heads of queries as of keys; all in one tensor, to be compared at once.
+  const auto ours = [&](const std::vector<at::Tensor>& in) {
+    const QueryAndKey rotated =
+        rotate({in[0], in[1]}, rotary.tables(0, in[0].size(1), in[0].device()));
+    return at::cat({rotated.query, rotated.key}, 2);
+  };
+  const auto by_complex_numbers = [&](const std::vector<at::Tensor>& in) {
+    const auto half = at::cat({in[0], in[1]}, 2).chunk(2, -1);
+    const at::Tensor angle = at::outer(at::arange(in[0].size(1), at::kDouble),
+                                       at::tensor(rotary_frequencies(config), at::kDouble));
+    const at::Tensor turned =
+        at::complex(half[0], half[1]) * at::polar(at::ones_like(angle), angle).unsqueeze(1);
+    return at::cat({at::real(turned), at::imag(turned)}, -1);
+  };
+  const std::vector<at::Tensor> values = {waves({2, 50, 4, 6}, 0.0), waves({2, 50, 2, 6}, 1.0)};
+  // Angles up to 49 in fp32: 49 * 6e-8.
+  expect_near(output_and_gradients(ours, values, at::kFloat),
+              output_and_gradients(by_complex_numbers, values, at::kDouble), 6e-6, "rotary");
+  const std::vector<at::Tensor> narrow = {values[0].to(at::kBFloat16), values[1].to(at::kBFloat16)};
+  const std::vector<at::Tensor> wide = {narrow[0].to(at::kFloat), narrow[1].to(at::kFloat)};
+  EXPECT_TRUE(at::equal(ours(narrow), ours(wide).to(at::kBFloat16)));
+}
+
+TEST(GatedSilu, EqualsItsFormulaInDoublePrecision) {
+  const std::vector<at::Tensor> values = {waves({5, 40}, 0.0, 4.0), waves({5, 40}, 1.0)};
+  expect_near(output_and_gradients([](const auto& in) { return gated_silu(in[0], in[1]); }, values,
+                                   at::kFloat),
+              output_and_gradients([](const auto& in) { return in[0] * in[0].sigmoid() * in[1]; },
+                                   values, at::kDouble),
+              1e-6, "gated_silu");
+}
+
+TEST(CrossEntropy, EqualsLibtorchsInDoublePrecision) {
+  const at::Tensor targets = at::arange(30, at::kLong).remainder(11).view({3, 10});
+  targets[1].fill_(kNoTarget);
+  const std::vector<at::Tensor> values = {waves({3, 10, 11}, 0.0, 5.0)};
+  const auto ours = [&](const auto& in) { return cross_entropy(in[0], targets); };
+  const auto libtorchs = [&](const auto& in) {
+    return at::cross_entropy_loss(in[0].flatten(0, 1), targets.flatten());
+  };
+  expect_near(output_and_gradients(ours, values, at::kFloat),
+              output_and_gradients(libtorchs, values, at::kDouble), 1e-6, "cross_entropy");
+  const at::Tensor narrow = values[0].to(at::kBFloat16).set_requires_grad(true);
+  cross_entropy(narrow, targets).backward();
+  EXPECT_EQ(narrow.grad().scalar_type(), at::kBFloat16);
+}
+
+// --- experts -------------------------------------------------------------------------------------
+
+// Every expert computes every token; results of experts that were not chosen count as 0.
+at::Tensor dense_experts(Experts& experts, const at::Tensor& x, int64_t num_chosen) {
+  std::map<std::string, at::Tensor> weights;
+  for (const auto& item : experts->named_parameters()) weights[item.key()] = item.value();
+  const auto mlp = [&](const std::string& gate, const std::string& up, const std::string& down) {
+    return at::linear(at::silu(at::linear(x, weights.at(gate + ".weight"))) *
+                          at::linear(x, weights.at(up + ".weight")),
+                      weights.at(down + ".weight"));
+  };
+  const at::Tensor score = at::linear(x, weights.at("gate.weight"));
+  const at::Tensor limit = std::get<0>(score.topk(num_chosen, -1)).narrow(-1, num_chosen - 1, 1);
+  const at::Tensor share =
+      at::softmax(score.masked_fill(score < limit, -std::numeric_limits<double>::infinity()), -1);
+  at::Tensor sum =
+      weights.contains("shared_expert.gate_proj.weight")
+          ? mlp("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj")
+          : at::zeros_like(x);
+  for (int64_t i = 0; i < score.size(-1); ++i) {
+    const std::string expert = "experts." + std::to_string(i);
+    sum = sum + share.narrow(-1, i, 1) * mlp(expert + ".w1", expert + ".w3", expert + ".w2");
+  }
+  return sum;
+}
+
+Experts small_experts(const ExpertsOptions& options) {
+  Experts experts(options);
+  const at::NoGradGuard no_grad;
+  double phase = 0.0;
+  for (at::Tensor& parameter : experts->parameters())
+    parameter.copy_(waves(parameter.sizes(), phase += 1.3, 0.4));
+  return experts;
+}
+
+TEST(Experts, EqualADenseLoop) {
+  for (const int64_t num_chosen : {1, 2, 3}) {
+    for (const int64_t shared : {0, 5}) {
+      const ExpertsOptions options{.hidden_size = 6,
+                                   .intermediate_size = 7,
+                                   .num_experts = 4,
+                                   .num_chosen = num_chosen,
+                                   .shared_size = shared};
+      Experts experts = small_experts(options);
+      const at::Tensor x = waves({3, 8, 6}, 0.5).set_requires_grad(true);
+      const auto gradients_of = [&](const at::Tensor& y) {
+        (y * waves(y.sizes(), 0.9)).sum().backward();
+        std::vector<at::Tensor> results = {y.detach(), x.grad()};
+        x.mutable_grad() = at::Tensor();
+        for (at::Tensor& parameter : experts->parameters()) {
+          results.push_back(parameter.grad().defined() ? parameter.grad()
+                                                       : at::zeros_like(parameter));
+          parameter.mutable_grad() = at::Tensor();
+        }
+        return results;
+      };
+      const auto actual = gradients_of(experts(x).output);
+      const auto expected = gradients_of(dense_experts(experts, x, num_chosen));
+      for (size_t i = 0; i < actual.size(); ++i)
+        EXPECT_TRUE(at::allclose(actual[i], expected[i], 1e-5, 1e-6))
+            << num_chosen << " of 4, shared " << shared << ", tensor " << i;
+    }
+  }
+}
+
+TEST(Experts, WithoutTokensGetNoGradient) {
+  Experts experts =
+      small_experts({.hidden_size = 6, .intermediate_size = 7, .num_experts = 4, .num_chosen = 1});
+  {
+    const at::NoGradGuard no_grad;  // the router prefers expert 2, for tokens with positive sums
+    at::Tensor gate = experts->named_parameters()["gate.weight"];
+    gate.zero_();
+    gate[2].fill_(1.0);
+  }
+  const at::Tensor x = waves({1, 5, 6}, 0.5).abs();
+  const RoutedTokens routed = experts(x);
+  EXPECT_TRUE(at::equal(routed.load.share, at::tensor({0.0f, 0.0f, 1.0f, 0.0f})));
+  routed.output.sum().backward();
+  for (const auto& item : experts->named_parameters()) {
+    if (!item.key().starts_with("experts.")) continue;
+    EXPECT_EQ(item.value().grad().defined(), item.key().starts_with("experts.2.")) << item.key();
+  }
+}
+
+// The package's formula, on the choices and probabilities of all layers and tokens at once.
+TEST(LoadBalance, IsThePackagesFormula) {
+  const ExpertsOptions options{
+      .hidden_size = 6, .intermediate_size = 7, .num_experts = 4, .num_chosen = 2};
+  std::vector<RouterLoad> loads;
+  std::vector<at::Tensor> scores;
+  for (int layer = 0; layer < 3; ++layer) {
+    Experts experts = small_experts(options);
+    const at::Tensor x = waves({2, 9, 6}, 0.5 + layer);
+    scores.push_back(at::linear(x.flatten(0, 1), experts->named_parameters()["gate.weight"]));
+    loads.push_back(experts(x).load);
+  }
+  const at::Tensor probability = at::softmax(at::cat(scores), -1);
+  const at::Tensor chosen = at::one_hot(std::get<1>(probability.topk(2, -1)), 4);
+  const at::Tensor expected =
+      (chosen.to(at::kFloat).mean(0) * probability.mean(0).unsqueeze(0)).sum() * 4;
+  EXPECT_NEAR(load_balancing_loss(loads).item<double>(), expected.item<double>(), 1e-5);
+}
+
+// --- selective scan ------------------------------------------------------------------------------
+
+ScanInput scan_input(const std::vector<at::Tensor>& in) {
+  return {.x = in[0],
+          .step = at::softplus(in[1]),
+          .a = -in[2].exp(),
+          .b = in[3],
+          .c = in[4],
+          .d = in[5]};
+}
+
+// One position after the other, by the formula in the header.
+at::Tensor step_by_step(const ScanInput& in) {
+  const int64_t heads = in.x.size(2);
+  const int64_t repeats = heads / in.b.size(2);
+  const at::Tensor b = in.b.repeat_interleave(repeats, 2);
+  const at::Tensor c = in.c.repeat_interleave(repeats, 2);
+  at::Tensor state = at::zeros({in.x.size(0), heads, in.x.size(3), in.b.size(3)}, in.x.options());
+  std::vector<at::Tensor> outputs;
+  for (int64_t t = 0; t < in.x.size(1); ++t) {
+    const at::Tensor x = in.x.select(1, t);
+    const at::Tensor step = in.step.select(1, t).unsqueeze(-1);
+    state = (step * in.a.unsqueeze(-1)).exp().unsqueeze(-1) * state +
+            (step * x).unsqueeze(-1) * b.select(1, t).unsqueeze(-2);
+    outputs.push_back((state * c.select(1, t).unsqueeze(-2)).sum(-1) + in.d.unsqueeze(-1) * x);
+  }
+  return at::stack(outputs, 1);
+}
+
+TEST(SelectiveScan, EqualsTheRecurrenceForEveryChunkSizeAndLength) {
+  const auto exact = [](const std::vector<at::Tensor>& in) { return step_by_step(scan_input(in)); };
+  for (const int64_t sequence : {1, 7, 16, 33}) {
+    // Steps from short to long: log(1 + e^-6) to log(1 + e^6).
+    const std::vector<at::Tensor> values = {
+        waves({2, sequence, 6, 4}, 0.1), waves({2, sequence, 6}, 0.2, 6.0), waves({6}, 0.3, 1.5),
+        waves({2, sequence, 3, 5}, 0.4), waves({2, sequence, 3, 5}, 0.5),   waves({6}, 0.6)};
+    const auto expected = output_and_gradients(exact, values, at::kDouble);
+    for (const int64_t chunk : {1, 4, 5, 16, 64}) {
+      const auto chunked = [&](const std::vector<at::Tensor>& in) {
+        return selective_scan(scan_input(in), chunk);
+      };
+      expect_near(output_and_gradients(chunked, values, at::kFloat), expected, 5e-6,
+                  "sequence " + std::to_string(sequence) + ", chunk " + std::to_string(chunk));
+    }
+  }
+}
+
+// Long steps first: the remaining state is far below the precision of fp32 sums of exponents.
+TEST(SelectiveScan, KeepsItsDigitsBehindLongSteps) {
+  const int64_t sequence = 64;
+  std::vector<at::Tensor> values = {
+      waves({1, sequence, 1, 2}, 0.1), at::full({1, sequence, 1}, -2.0), at::full({1}, 3.0),
+      waves({1, sequence, 1, 3}, 0.4), waves({1, sequence, 1, 3}, 0.5),  waves({1}, 0.6)};
+  values[1].narrow(1, 0, 32).fill_(20.0);
+  const auto expected = output_and_gradients(
+      [](const auto& in) { return step_by_step(scan_input(in)); }, values, at::kDouble);
+  const auto actual = output_and_gradients(
+      [](const auto& in) { return selective_scan(scan_input(in), 64); }, values, at::kFloat);
+  expect_near(actual, expected, 5e-6, "long steps");
+}
+
+// --- multi-token prediction ----------------------------------------------------------------------
+
+// The same layers, without units and from their parameters alone.
+class PlainLlama {
+ public:
+  explicit PlainLlama(LanguageModel& model) : config_(std::get<LlamaConfig>(model.config())) {
+    for (const auto& item : model.named_parameters()) weights_[item.key()] = item.value();
+  }
+
+  at::Tensor norm(const std::string& name, const at::Tensor& x) const {
+    return x * (x.square().mean(-1, true) + config_.rms_norm_eps).rsqrt() *
+           weights_.at(name + ".weight");
+  }
+  at::Tensor linear(const std::string& name, const at::Tensor& x) const {
+    return at::linear(x, weights_.at(name + ".weight"));
+  }
+  at::Tensor embed(const at::Tensor& tokens) const {
+    return weights_.at("model.embed_tokens.weight").index({tokens});
+  }
+
+  at::Tensor layer(int64_t index, const at::Tensor& x) const {
+    const std::string name = "model.layers." + std::to_string(index) + ".";
+    const at::Tensor middle = x + attention(name + "self_attn.", norm(name + "input_layernorm", x));
+    const at::Tensor y = norm(name + "post_attention_layernorm", middle);
+    return middle + linear(name + "mlp.down_proj", at::silu(linear(name + "mlp.gate_proj", y)) *
+                                                       linear(name + "mlp.up_proj", y));
+  }
+
+ private:
+  at::Tensor attention(const std::string& name, const at::Tensor& x) const {
+    const int64_t sequence = x.size(1);
+    const int64_t size = head_dim_of(config_);
+    const at::Tensor angle =
+        at::outer(at::arange(sequence, at::kFloat),
+                  at::tensor(rotary_frequencies(config_), at::kDouble).to(at::kFloat));
+    const at::Tensor cosine = at::cat({angle, angle}, -1).cos();
+    const at::Tensor sine = at::cat({angle, angle}, -1).sin();
+    const auto heads = [&](const std::string& which, bool turn) {
+      const at::Tensor y =
+          linear(name + which, x).view({x.size(0), sequence, -1, size}).transpose(1, 2);
+      const auto half = y.chunk(2, -1);
+      return turn ? y * cosine + at::cat({-half[1], half[0]}, -1) * sine : y;
+    };
+    const int64_t group = config_.num_attention_heads / config_.num_key_value_heads;
+    const at::Tensor key = heads("k_proj", true).repeat_interleave(group, 1);
+    const at::Tensor value = heads("v_proj", false).repeat_interleave(group, 1);
+    const at::Tensor future = at::ones({sequence, sequence}, at::kBool).triu(1);
+    const at::Tensor score = (at::matmul(heads("q_proj", true), key.transpose(-1, -2)) /
+                              std::sqrt(static_cast<double>(size)))
+                                 .masked_fill(future, -std::numeric_limits<double>::infinity());
+    return linear(name + "o_proj",
+                  at::matmul(score.softmax(-1), value).transpose(1, 2).reshape(x.sizes()));
+  }
+
+  const LlamaConfig config_;
+  std::map<std::string, at::Tensor> weights_;
+};
+
+TEST(MultiTokenPrediction, EqualsAPlainRecomputation) {
+  LlamaConfig config = fsdp::testing::small_llama();
+  config.hidden_size = 32;  // = heads * head_dim, which the plain attention counts on
+  config.num_nextn_predict_layers = 2;
+  config.mtp_loss_weight = 0.4;
+  const auto model = build_language_model(config, {.seed = 4});
+  fsdp::testing::disturb(*model);
+  const at::Tensor batch = fsdp::testing::small_tokens(0, 0, 2, 9);
+  const at::Tensor tokens = batch.narrow(1, 0, 9);
+  const at::Tensor targets = batch.narrow(1, 1, 9);
+
+  const PlainLlama plain(*model);
+  at::Tensor hidden = plain.layer(1, plain.layer(0, plain.embed(tokens)));
+  const auto loss_of = [&](const at::Tensor& normed, const at::Tensor& next) {
+    return at::cross_entropy_loss(plain.linear("lm_head", normed).flatten(0, 1), next.flatten());
+  };
+  const at::Tensor first = loss_of(plain.norm("lm_head.norm", hidden), targets);
+  at::Tensor further = at::zeros({});
+  for (int64_t k = 1; k <= 2; ++k) {
+    const std::string name = "model.layers." + std::to_string(1 + k);
+    // Position i knows its state and token i + k, and predicts token i + k + 1.
+    const at::Tensor joined = at::cat({plain.norm(name + ".enorm", plain.embed(tokens.slice(1, k))),
+                                       plain.norm(name + ".hnorm", hidden.slice(1, 0, -1))},
+                                      -1);
+    hidden = plain.layer(1 + k, plain.linear(name + ".eh_proj", joined));
+    further =
+        further + loss_of(plain.norm(name + ".shared_head.norm", hidden), targets.slice(1, k)) / 2;
+  }
+  const auto gradients_of = [&](const at::Tensor& loss) {
+    loss.backward();
+    std::vector<at::Tensor> gradients;
+    for (at::Tensor& parameter : model->parameters()) {
+      gradients.push_back(parameter.grad().clone());
+      parameter.mutable_grad() = at::Tensor();
+    }
+    return gradients;
+  };
+  const auto expected = gradients_of(first + further * 0.4);
+  const ModelLoss loss = model->loss(tokens, targets);
+  ASSERT_EQ(loss.terms.size(), 2u);
+  EXPECT_NEAR(loss.terms[0].value.item<double>(), first.item<double>(), 1e-5);
+  EXPECT_EQ(loss.terms[1].name, "mtp");
+  EXPECT_NEAR(loss.terms[1].value.item<double>(), further.item<double>(), 1e-5);
+  const auto actual = gradients_of(loss.total);
+  for (size_t i = 0; i < actual.size(); ++i)
+    EXPECT_TRUE(at::allclose(actual[i], expected[i], 1e-4, 1e-5)) << "parameter " << i;
+}
+
+}  // namespace
+}  // namespace fsdp::nn::layers_test

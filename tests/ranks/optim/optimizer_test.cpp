@@ -1,0 +1,312 @@
+// Optimizers on sharded models: the same numbers however they are stored, hidden or offloaded, and
+// special steps.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "fsdp/optim/kernels/split_weight.h"
+#include "fsdp/optim/sgd.h"
+#include "fsdp/shard/engine/engine.h"
+#include "fsdp/shard/group/main_weights.h"
+#include "support/optimizer_training.h"
+
+namespace fsdp::optimizer_test {
+namespace {
+
+using ::testing::AllOf;
+using testing::Chain;
+using testing::error_of;
+using testing::expect_equal;
+using testing::expect_same_bits;
+using ::testing::HasSubstr;
+using testing::kSteps;
+using testing::kStrategies;
+using testing::loss_of;
+using testing::make_chain;
+using testing::Outcome;
+using testing::run_ranks;
+using testing::train;
+using testing::Training;
+
+// --- the same numbers, however ------------------------------------------------------------------
+
+Training bf16_run(int ranks) {
+  Training run{.ranks = ranks, .compute = at::kBFloat16};
+  run.shard.precision.main_grads = at::kFloat;
+  run.adamw.step = {.max_norm = 1.0, .measures_norm = true};
+  return run;
+}
+
+TEST(SplitMainWeights, TrainAsSeparateOnesDoBitByBit) {
+  for (const std::string& strategy : kStrategies) {
+    Training split = bf16_run(4);
+    split.outer = 2;
+    split.shard.strategy = parse_strategy(strategy);
+    ASSERT_EQ(split.shard.precision.main_storage, MainStorage::kSplit) << "the default";
+    Training separate = split;
+    separate.shard.precision.main_storage = MainStorage::kSeparate;
+    expect_same_bits(train(split), train(separate), strategy);
+  }
+}
+
+// The tensors' version of the kernels' function, on bit patterns of every kind.
+TEST(SplitMainWeights, AreExactBothWays) {
+  const at::Tensor bits = at::cat({at::arange(-0x8000, 0x8000, at::kInt) * 65536 + 0x7FFF,
+                                   at::arange(-0x8000, 0x8000, at::kInt) * 65536 - 0x8000,
+                                   at::arange(0x3F7F0000, 0x3F810000, at::kInt),
+                                   at::tensor({0x7F7FFFFF, 0x7F800000, 0, -0x7FFFFFFF - 1})});
+  const at::Tensor values = bits.to(at::kInt).view(at::kFloat);
+  const at::Tensor upper = at::empty_like(values, at::kBFloat16);
+  const at::Tensor remainder = at::empty_like(values, at::kShort);
+  split_into_halves(values, upper, remainder);
+  const at::Tensor is_nan = values.isnan();
+  EXPECT_TRUE(at::equal(upper.isnan(), is_nan));
+  const at::Tensor same =
+      join_halves(upper, remainder).view(at::kInt).eq(values.view(at::kInt)).logical_or(is_nan);
+  EXPECT_TRUE(same.all().item<bool>());
+  std::vector<uint16_t> expected(static_cast<size_t>(values.numel()));
+  std::vector<int16_t> expected_remainder(expected.size());
+  split_weights(values.const_data_ptr<float>(), expected.data(), expected_remainder.data(),
+                values.numel());
+  EXPECT_EQ(std::memcmp(upper.const_data_ptr(), expected.data(), 2 * expected.size()), 0);
+  EXPECT_EQ(std::memcmp(remainder.const_data_ptr(), expected_remainder.data(), 2 * expected.size()),
+            0);
+}
+
+TEST(SplitMainWeights, TakeTwoBytesBesideTheWeight) {
+  run_ranks(3, [](World& world) {
+    const Mesh mesh = world.mesh();
+    for (const auto& [storage, bytes] :
+         {std::pair(MainStorage::kSplit, 2), std::pair(MainStorage::kSeparate, 4)}) {
+      Chain model = make_chain(at::kBFloat16);
+      const Sharded sharded = fully_shard(model, mesh, {.precision = {.main_storage = storage}});
+      const MemoryReport memory = sharded.memory();
+      EXPECT_EQ(memory.main_weight_bytes, memory.weight_bytes / 2 * bytes);
+    }
+  });
+}
+
+TEST(SplitMainWeights, CannotBeChangedInPlaceByOthers) {
+  run_ranks(1, [](World& world) {
+    const Mesh mesh = world.mesh();
+    Chain model = make_chain(at::kBFloat16);
+    const Sharded sharded = fully_shard(model, mesh);
+    EXPECT_THAT(error_of([&] { sharded.flat_shards(); }),
+                AllOf(HasSubstr("'unit0'"), HasSubstr("MainStorage::kSeparate")));
+  });
+}
+
+TEST(HiddenUpdates, GiveTheNumbersOfBlockingOnes) {
+  for (const std::string& strategy : kStrategies)
+    for (const auto lifetime : {GradientLifetime::kPersistent, GradientLifetime::kStep}) {
+      Training hidden = bf16_run(4);
+      hidden.outer = 2;
+      hidden.shard.strategy = parse_strategy(strategy);
+      hidden.shard.gradient_lifetime = lifetime;
+      ASSERT_EQ(hidden.adamw.step.updates, Updates::kHidden) << "the default";
+      Training blocking = hidden;
+      blocking.adamw.step.updates = Updates::kBlocking;
+      expect_same_bits(train(hidden), train(blocking), strategy);
+    }
+}
+
+TEST(Offload, GivesTheNumbersOfNoOffload) {
+  for (const char* strategy : {"no_shard", "optim", "optim_grads_params"})
+    for (const at::ScalarType compute : {at::kFloat, at::kBFloat16}) {
+      Training run = bf16_run(3);
+      run.compute = compute;
+      run.shard.strategy = parse_strategy(strategy);
+      const Outcome expected = train(run);
+      for (const double fraction : {0.37, 1.0})
+        for (const bool overlap : {true, false}) {
+          // Chunks smaller than a shard, so that several are on their way at once.
+          run.shard.offload = {.fraction = fraction, .overlap = overlap, .chunk_numel = 128};
+          expect_same_bits(train(run), expected, std::string(strategy));
+        }
+    }
+}
+
+TEST(Offload, OfBf16WeightsWithoutMainWeightsIsExactToo) {
+  Training run = bf16_run(2);
+  run.shard.precision.main_params = std::nullopt;
+  run.adamw.step.rounding = Rounding::kStochastic;
+  const Outcome expected = train(run);
+  run.shard.offload.fraction = 0.5;
+  expect_same_bits(train(run), expected, "bf16");
+}
+
+// --- the norm
+// --------------------------------------------------------------------------------------
+
+TEST(GradientNorm, ComesOutOfTheReductionWhereThatStoresTheOptimizersPart) {
+  run_ranks(4, [](World& world) {
+    const Mesh mesh = world.mesh({.outer = 2});
+    for (const auto& [strategy, comes_along] :
+         {std::pair("no_shard", false), std::pair("optim", false),
+          std::pair("optim_grads_params", false), std::pair("optim_grads_params+hfsdp", true)}) {
+      Chain model = make_chain();
+      const Sharded sharded = fully_shard(model, mesh, {.strategy = parse_strategy(strategy)});
+      loss_of(model, world.rank(), 0).backward();
+      sharded.wait_gradients();
+      for (const auto& unit : EngineAccess::of(sharded).units())
+        for (const ParamGroup& group : unit->groups())
+          EXPECT_EQ(group.gradient().squares().defined(), comes_along) << strategy;
+    }
+  });
+}
+
+TEST(GradientNorm, SeesGradientsThatTheUserChanged) {
+  run_ranks(2, [](World& world) {
+    const Mesh mesh = world.mesh();
+    Chain model = make_chain();
+    const Sharded sharded = fully_shard(model, mesh);
+    AdamW optimizer(sharded, {.step = {.measures_norm = true}});
+    const auto norm = [&](double factor) {
+      loss_of(model, world.rank(), 0).backward();
+      for (const FlatShard& shard : sharded.flat_shards())
+        if (factor != 1.0) shard.gradient.mul_(factor);
+      optimizer.set_learning_rate(0.0);
+      optimizer.step();
+      optimizer.zero_grad();
+      return optimizer.gradient_norm();
+    };
+    const double once = norm(1.0);
+    EXPECT_GT(once, 0.0);
+    EXPECT_NEAR(norm(3.0), 3.0 * once, 1e-5 * once);
+  });
+}
+
+// --- steps that are not like others --------------------------------------------------------------
+
+TEST(Steps, WithANanAreSkippedByAllRanksIfAskedTo) {
+  run_ranks(3, [](World& world) {
+    const Mesh mesh = world.mesh();
+    Chain model = make_chain();
+    const Sharded sharded = fully_shard(model, mesh);
+    AdamW optimizer(sharded, {.lr = 0.1, .step = {.on_nonfinite = OnNonfinite::kSkip}});
+    const auto step = [&](double factor) {
+      (loss_of(model, world.rank(), 0) * factor).backward();
+      optimizer.step();
+      optimizer.zero_grad();
+    };
+    step(1.0);
+    const std::vector<at::Tensor> before = testing::weights_of(sharded, model);
+    step(world.rank() == 1 ? NAN : 1.0);
+    EXPECT_TRUE(optimizer.was_skipped());
+    expect_equal(testing::weights_of(sharded, model), before);
+    step(1.0);
+    EXPECT_FALSE(optimizer.was_skipped());
+    EXPECT_EQ(optimizer.state().step, 2);
+    EXPECT_EQ(optimizer.state().skipped, 1);
+    EXPECT_FALSE(at::equal(testing::weights_of(sharded, model).front(), before.front()));
+  });
+}
+
+TEST(LossScale, OfAPowerOfTwoChangesNoNumber) {
+  Training run{.ranks = 2};
+  const Outcome expected = train(run);
+  run_ranks(2, [&](World& world) {
+    const Mesh mesh = world.mesh();
+    Chain model = make_chain();
+    const Sharded sharded = fully_shard(model, mesh);
+    AdamW optimizer(sharded, {.lr = 0.01, .step = {.loss_scale = LossScale::fixed(1024.0)}});
+    for (int step = 0; step < kSteps; ++step) {
+      optimizer.scaled(loss_of(model, world.rank(), step)).backward();
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    expect_equal(testing::weights_of(sharded, model), expected.weights);
+  });
+}
+
+TEST(LossScale, StepsBackWhenFp16GradientsOverflow) {
+  run_ranks(2, [](World& world) {
+    const Mesh mesh = world.mesh();
+    Chain model = make_chain(at::kHalf);
+    const Sharded sharded = fully_shard(model, mesh);
+    AdamW optimizer(sharded, {.lr = 0.01, .step = {.loss_scale = LossScale::dynamic(0x1p20)}});
+    for (int step = 0; step < 12; ++step) {
+      optimizer.scaled(loss_of(model, world.rank(), step)).backward();
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    const StepState state = optimizer.state();
+    EXPECT_GT(state.skipped, 0) << "2^20 is too much for fp16";
+    EXPECT_GT(state.step, 0);
+    EXPECT_EQ(state.step + state.skipped, 12);
+    EXPECT_EQ(state.loss_scale, std::ldexp(1.0, 20 - static_cast<int>(state.skipped)));
+  });
+}
+
+TEST(Steps, WithoutGradientsAreRefused) {
+  run_ranks(2, [](World& world) {
+    const Mesh mesh = world.mesh();
+    for (const std::string& strategy : kStrategies) {
+      if (strategy.find("hfsdp") != std::string::npos) continue;
+      Chain model = make_chain();
+      const Sharded sharded = fully_shard(model, mesh, {.strategy = parse_strategy(strategy)});
+      AdamW optimizer(sharded);
+      EXPECT_THAT(error_of([&] { optimizer.step(); }),
+                  AllOf(HasSubstr("unit0"), HasSubstr("backward()")));
+      loss_of(model, world.rank(), 0).backward();
+      EXPECT_EQ(error_of([&] { optimizer.step(); }), "");
+    }
+  });
+}
+
+TEST(Options, ThatMakeNoSenseAreRefusedInWords) {
+  run_ranks(1, [](World& world) {
+    const Mesh mesh = world.mesh();
+    Chain model = make_chain();
+    const Sharded sharded = fully_shard(model, mesh);
+    const auto refusal = [&](const AdamWOptions& options) {
+      return error_of([&] { AdamW optimizer(sharded, options); });
+    };
+    EXPECT_THAT(refusal({.lr = -1.0}), HasSubstr("lr is -1"));
+    EXPECT_THAT(refusal({.beta2 = 1.0}), HasSubstr("beta2 is 1"));
+    EXPECT_THAT(refusal({.first_moment = at::kInt}), HasSubstr("first_moment is Int"));
+    EXPECT_THAT(refusal({.step = {.max_norm = -2.0}}), HasSubstr("step.max_norm is -2"));
+    EXPECT_THAT(refusal({.rules = {{.pattern = "unit0.linar.weight"}}}),
+                AllOf(HasSubstr("unit0.linar.weight"), HasSubstr("unit0.linear.weight")));
+    EXPECT_THAT(error_of([&] { SGD optimizer(sharded, {.nesterov = true}); }),
+                HasSubstr("momentum"));
+    Chain other = make_chain();
+    EXPECT_THAT(error_of([&] { fully_shard(other, mesh, {.offload = {.fraction = 1.5}}); }),
+                HasSubstr("offload.fraction is 1.5"));
+    Chain doubled = make_chain(at::kDouble);
+    const Sharded wide = fully_shard(doubled, mesh);
+    EXPECT_THAT(error_of([&] { AdamW optimizer(wide); }),
+                AllOf(HasSubstr("unit0.linear.weight"), HasSubstr("fp64")));
+    EXPECT_THAT(error_of([&] { AdamW(sharded).gradient_norm(); }), HasSubstr("measures_norm"));
+  });
+}
+
+TEST(Rules, DecideWhatDecaysAndHowFast) {
+  run_ranks(2, [](World& world) {
+    const Mesh mesh = world.mesh();
+    Chain model = make_chain();
+    const Sharded sharded = fully_shard(model, mesh);
+    const std::vector<at::Tensor> before = testing::weights_of(sharded, model);
+    AdamW optimizer(sharded, {.lr = 0.1,
+                              .weight_decay = 0.5,
+                              .rules = {{.pattern = "unit1.*", .rate_scale = 0.0},
+                                        {.pattern = "unit2.linear.bias", .weight_decay = 0.25}}});
+    (loss_of(model, 0, 0) * 0.0).backward();  // gradients of 0: only decay moves weights
+    optimizer.step();
+    const std::vector<at::Tensor> after = testing::weights_of(sharded, model);
+    size_t i = 0;
+    for (const auto& item : model->named_parameters()) {
+      const std::string& name = item.key();
+      double factor = name.find("weight") != std::string::npos ? 1 - 0.1 * 0.5 : 1.0;
+      if (name.find("unit1.") == 0) factor = 1.0;
+      if (name == "unit2.linear.bias") factor = 1 - 0.1 * 0.25;
+      EXPECT_TRUE(at::allclose(after[i], before[i] * factor, 1e-6, 0)) << name;
+      ++i;
+    }
+  });
+}
+
+}  // namespace
+}  // namespace fsdp::optimizer_test

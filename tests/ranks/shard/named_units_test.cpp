@@ -1,0 +1,118 @@
+// Units that are named in the options and called by call_unit(), in modules that stay as they are.
+#include "fsdp/shard/call_unit.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/nn/modules/container/modulelist.h>
+#include <torch/nn/modules/container/sequential.h>
+
+#include "fsdp/base/error.h"
+#include "fsdp/shard/fully_shard.h"
+#include "support/run_ranks.h"
+#include "support/trains_like_plain.h"
+
+namespace fsdp::named_units_test {
+namespace {
+
+using testing::Block;
+using testing::BlockImpl;
+using testing::build;
+using ::testing::ElementsAre;
+using testing::expect_trains_like_plain;
+using ::testing::HasSubstr;
+using testing::input_for;
+using testing::kSquare;
+using testing::maker;
+using testing::run_ranks;
+
+// The caller is ours, the layers are somebody else's.
+struct NetImpl : torch::nn::Module {
+  NetImpl()
+      : layers(register_module("layers", torch::nn::ModuleList())),
+        tower(register_module("tower", torch::nn::Sequential(Block(5, 7), Block(7, 5)))),
+        head(register_module("head", torch::nn::Linear(5, 3))) {
+    for (int i = 0; i < 3; ++i) layers->push_back(Block(5, 5));
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (const auto& layer : *layers) x = call_unit(*layer->as<BlockImpl>(), x);
+    x = call_unit(tower, x);
+    return call_unit(head, x);
+  }
+  torch::nn::ModuleList layers;
+  torch::nn::Sequential tower;
+  torch::nn::Linear head;
+};
+TORCH_MODULE(Net);
+
+TEST(NamedUnits, TrainLikeAPlainModel) {
+  expect_trains_like_plain(maker<NetImpl>(), kSquare, 3, {"layers.*", "tower", "head"});
+}
+
+TEST(NamedUnits, OfWhichSomeAreNotNamedTrainLikeAPlainModel) {
+  expect_trains_like_plain(maker<NetImpl>(), kSquare, 3, {"layers.?"});
+}
+
+TEST(NamedUnits, AreTheModulesAndNotThoseInside) {
+  run_ranks(2, [](World& world) {
+    const Mesh mesh = world.mesh();
+    Net net = build([] { return Net(); });
+    const Sharded sharded = fully_shard(net, mesh, {.units = {"layers.*", "tower"}});
+    EXPECT_THAT(sharded.unit_names(),
+                ElementsAre("layers.0", "layers.1", "layers.2", "tower", "(outside units)"));
+  });
+}
+
+// Whole weights would mean that nobody was told of the call.
+TEST(NamedUnits, AreSharded) {
+  run_ranks(2, [](World& world) {
+    const Mesh mesh = world.mesh();
+    Net net = build([] { return Net(); });
+    const Sharded sharded = fully_shard(net, mesh, {.units = {"layers.*", "tower", "head"}});
+    int64_t held = 0;
+    int64_t all = 0;
+    for (const ShardedParameter& parameter : sharded.parameters()) {
+      held += parameter.main_weight.numel();
+      all += c10::multiply_integers(parameter.shape);
+    }
+    EXPECT_LT(held, all * 3 / 4);
+    EXPECT_LT(sharded.memory().weight_bytes, all * 4 * 3 / 4);
+  });
+}
+
+TEST(NamedUnits, WithANameThatNobodyHasAreAnErrorWithAGuess) {
+  run_ranks(1, [](World& world) {
+    const Mesh mesh = world.mesh();
+    Net net;
+    try {
+      fully_shard(net, mesh, {.units = {"layer.*"}});
+      FAIL() << "no error";
+    } catch (const UsageError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("units has 'layer.*', but no module of the model is "
+                                          "called so; did you mean 'layers.0'?"));
+    }
+  });
+}
+
+TEST(NamedUnits, AreForgottenWithTheSharded) {
+  run_ranks(1, [](World& world) {
+    const Mesh mesh = world.mesh();
+    Net net;
+    {
+      const Sharded sharded = fully_shard(net, mesh, {.units = {"head"}});
+      EXPECT_NE(named_unit_hooks(*net->head), nullptr);
+    }
+    EXPECT_EQ(named_unit_hooks(*net->head), nullptr);
+  });
+}
+
+TEST(NamedUnits, AreShardedOnce) {
+  run_ranks(1, [](World& world) {
+    const Mesh mesh = world.mesh();
+    Net net;
+    const Sharded sharded = fully_shard(net, mesh, {.units = {"head"}});
+    EXPECT_THROW(fully_shard(net, mesh, {.units = {"head"}}), Error);
+  });
+}
+
+}  // namespace
+}  // namespace fsdp::named_units_test

@@ -1,0 +1,116 @@
+// Every flag reaches the option of engine, optimizer and checkpoints that it is for.
+#include "fsdp/train/run_options.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "fsdp/base/error.h"
+#include "fsdp/train/settings/settings.h"
+
+namespace fsdp::train::run_options_test {
+namespace {
+
+TrainOptions given(const GivenValues& values) {
+  TrainOptions options;
+  apply_given(options, values);
+  return options;
+}
+
+TEST(ShardOptionsOf, EveryFlagArrives) {
+  const ShardOptions shard = shard_options(given({{"strategy", {"optim_grads"}},
+                                                  {"main-params", {"none"}},
+                                                  {"main-storage", {"separate"}},
+                                                  {"main-grads", {"fp32"}},
+                                                  {"grad-comm", {"bf16"}},
+                                                  {"pool", {"double_buffer"}},
+                                                  {"prefetch", {"3"}},
+                                                  {"budget", {"4KiB"}},
+                                                  {"on-move", {"refuse"}},
+                                                  {"other-units", {"persistent"}},
+                                                  {"user-buffers", {"registered"}},
+                                                  {"gradient-lifetime", {"step"}},
+                                                  {"offload", {"0.25"}},
+                                                  {"offload-pin", {"false"}},
+                                                  {"offload-overlap", {"false"}},
+                                                  {"offload-chunk", {"64"}},
+                                                  {"name-nan", {"true"}},
+                                                  {"granularity", {"row"}}}),
+                                           c10::kCPU);
+  EXPECT_EQ(shard.strategy, Strategy::optim_grads);
+  EXPECT_EQ(shard.precision, (PrecisionPolicy{.main_params = std::nullopt,
+                                              .main_storage = MainStorage::kSeparate,
+                                              .main_grads = at::kFloat,
+                                              .grad_comm = at::kBFloat16}));
+  EXPECT_EQ(shard.pool, PoolKind::kDoubleBuffer);
+  EXPECT_EQ(shard.prefetch, 3);
+  EXPECT_EQ(shard.budget_bytes, 4096);
+  EXPECT_EQ(shard.on_move, OnMove::kRefuse);
+  EXPECT_EQ(shard.other_units, OtherUnits::kPersistent);
+  EXPECT_EQ(shard.user_buffers, UserBuffers::kRegistered);
+  EXPECT_EQ(shard.gradient_lifetime, GradientLifetime::kStep);
+  EXPECT_EQ(shard.offload,
+            (Offload{.fraction = 0.25, .pin = false, .overlap = false, .chunk_numel = 64}));
+  EXPECT_EQ(shard.report_nan, ReportNan::kPerParameter);
+  EXPECT_EQ(shard.granularity, Granularity::row());
+  EXPECT_EQ(shard.device, c10::Device(c10::kCPU));
+}
+
+TEST(CheckpointerOptionsOf, EveryFlagArrives) {
+  const CheckpointerOptions saving = checkpointer_options(given({{"save", {"blocking"}},
+                                                                 {"keep-last", {"7"}},
+                                                                 {"keep-every", {"100"}},
+                                                                 {"checkpoint-dtype", {"bf16"}},
+                                                                 {"write-chunk", {"1MiB"}}}),
+                                                          NameRules());
+  EXPECT_EQ(saving.mode, SaveMode::kBlocking);
+  EXPECT_EQ(saving.keep.keep_last, 7);
+  EXPECT_EQ(saving.keep.keep_every, 100);
+  EXPECT_EQ(saving.form.model_dtype, DType::kBFloat16);
+  EXPECT_EQ(saving.write.chunk_bytes, 1 << 20);
+}
+
+TEST(LoadOptionsOf, EveryFlagArrives) {
+  const LoadOptions loading = load_options(given({{"allow-missing", {"a.*", "b"}},
+                                                  {"allow-extra", {"true"}},
+                                                  {"load-chunk", {"2MiB"}},
+                                                  {"read-threads", {"3"}}}),
+                                           NameRules());
+  EXPECT_THAT(loading.allow_missing, testing::ElementsAre("a.*", "b"));
+  EXPECT_EQ(loading.extra, LoadOptions::Extra::kAllow);
+  EXPECT_EQ(loading.chunk_bytes, 2 << 20);
+  EXPECT_EQ(loading.read.threads, 3);
+}
+
+TEST(CommOptionsOf, FlagsWinOverTheEnvironment) {
+  ::setenv("FSDP_TIMEOUT_S", "7", 1);
+  EXPECT_EQ(comm_options(given({})).timeout_seconds, 7);
+  EXPECT_STREQ(comm_options(given({})).timeout_name, "FSDP_TIMEOUT_S");
+  EXPECT_EQ(comm_options(given({{"timeout", {"9"}}})).timeout_seconds, 9);
+  EXPECT_STREQ(comm_options(given({{"timeout", {"9"}}})).timeout_name, "--timeout");
+  ::unsetenv("FSDP_TIMEOUT_S");
+  EXPECT_STREQ(comm_options(given({})).timeout_name, "--timeout");
+  EXPECT_TRUE(comm_options(given({{"checked", {"true"}}})).checked);
+}
+
+TEST(ComputeDtype, IsWhatTheDeviceIsGoodAtUnlessSomebodySaysOtherwise) {
+  EXPECT_EQ(compute_dtype(given({}), c10::kCPU), DType::kFloat32);
+  EXPECT_EQ(compute_dtype(given({}), c10::Device(c10::kCUDA, 0)), DType::kBFloat16);
+  EXPECT_EQ(compute_dtype(given({{"compute", {"fp64"}}}), c10::kCPU), DType::kFloat64);
+}
+
+TEST(SlowCompute, IsToldOfCpusWithoutQuickProducts) {
+  const CpuTypes plain{};
+  const CpuTypes able{.has_bfloat16 = true, .has_float16 = true};
+  EXPECT_THAT(slow_compute_text(DType::kBFloat16, c10::kCPU, plain),
+              testing::AllOf(testing::StartsWith("--compute is bf16, for which libtorch has no"),
+                             testing::EndsWith("use --compute fp32 here")));
+  EXPECT_THAT(slow_compute_text(DType::kFloat16, c10::kCPU, {.has_bfloat16 = true}),
+              testing::StartsWith("--compute is fp16"));
+  EXPECT_EQ(slow_compute_text(DType::kBFloat16, c10::kCPU, able), "");
+  EXPECT_EQ(slow_compute_text(DType::kFloat16, c10::kCPU, able), "");
+  EXPECT_EQ(slow_compute_text(DType::kFloat32, c10::kCPU, plain), "");
+  EXPECT_EQ(slow_compute_text(DType::kBFloat16, c10::Device(c10::kCUDA, 0), plain), "");
+}
+
+}  // namespace
+}  // namespace fsdp::train::run_options_test

@@ -1,0 +1,184 @@
+// A process that dies at any instant of publishing or deleting leaves a run that continues.
+//
+// The program's own rename(), fsync() and unlinkat() stand in for the C library's, and end a child
+// process before the n-th call, for every n.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "fsdp/base/durable_file.h"
+#include "fsdp/checkpoint/run_directory.h"
+#include "support/temp_dir.h"
+
+namespace {
+
+constexpr int kCrashed = 42;  // exit status
+int g_calls_left = -1;        // before the crash; negative: none
+
+void count_call() {
+  if (g_calls_left == 0) ::_exit(kCrashed);
+  if (g_calls_left > 0) --g_calls_left;
+}
+
+}  // namespace
+
+extern "C" {
+[[gnu::visibility("default")]] int rename(const char* from, const char* to) noexcept {
+  count_call();
+  return ::renameat(AT_FDCWD, from, AT_FDCWD, to);
+}
+[[gnu::visibility("default")]] int fsync(int) {  // the machine goes on, so there is nothing to do
+  count_call();
+  return 0;
+}
+[[gnu::visibility("default")]] int unlinkat(int directory, const char* name, int flags) noexcept {
+  count_call();
+  return static_cast<int>(::syscall(SYS_unlinkat, directory, name, flags));
+}
+}
+
+namespace fsdp::publish_crash_test {
+namespace {
+
+namespace fs = std::filesystem;
+
+void put_checkpoint(const std::string& path, const std::string& text) {
+  fs::create_directories(path + "/model");
+  for (const char* file : {"/model/one", "/model/two", "/manifest.json"})
+    std::ofstream(path + file) << text;
+}
+
+// Complete, all of it from the same save.
+std::string text_of(const std::string& checkpoint) {
+  const std::string text = read_text_file(checkpoint + "/manifest.json", 100);
+  for (const char* file : {"/model/one", "/model/two"})
+    EXPECT_EQ(read_text_file(checkpoint + file, 100), text) << checkpoint;
+  return text;
+}
+
+// Runs `change` in a child that dies before its n-th call, for n = 0, 1, ... until it survives,
+// each time in a new directory made by `prepare`; `check` looks at what is left. Returns the number
+// of crashes.
+int crash_everywhere(const std::function<void(const RunDirectory&)>& prepare,
+                     const std::function<void(const RunDirectory&)>& change,
+                     const std::function<void(const RunDirectory&)>& check) {
+  for (int num_crashes = 0;; ++num_crashes) {
+    const testing::TempDir dir;
+    const RunDirectory run(dir.path());
+    prepare(run);
+    const pid_t child = ::fork();
+    if (child == 0) {
+      g_calls_left = num_crashes;
+      change(run);
+      ::_exit(0);
+    }
+    int status = 0;
+    EXPECT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_TRUE(WIFEXITED(status));
+    SCOPED_TRACE(num_crashes);
+    check(run);
+    if (::testing::Test::HasFailure() || WEXITSTATUS(status) != kCrashed) {
+      EXPECT_EQ(WEXITSTATUS(status), 0);
+      return num_crashes;
+    }
+  }
+}
+
+// The next run begins, finds only complete checkpoints, and saves step 100 as if nothing was.
+void expect_continues(const RunDirectory& run) {
+  run.remove_temporaries();
+  for (const int64_t step : run.steps()) text_of(run.path_of(step));
+  put_checkpoint(run.temporary(100, "next"), "next");
+  run.publish(100, "next");
+  EXPECT_EQ(run.latest(), 100);
+  EXPECT_EQ(text_of(run.path_of(100)), "next");
+  for (const auto& entry : fs::directory_iterator(run.path())) {
+    const std::string name = entry.path().filename().string();
+    EXPECT_TRUE(name == "latest" || step_of(name).has_value()) << name;
+  }
+}
+
+void publish(const RunDirectory& run) { run.publish(100, "id"); }
+
+TEST(PublishCrash, OfANewStepLeavesTheOldOneOrTheNewOneAsTheLatest) {
+  bool sees_old = false;
+  bool sees_new = false;
+  const int num_crashes = crash_everywhere(
+      [](const RunDirectory& run) {
+        put_checkpoint(run.temporary(50, "id"), "old");
+        run.publish(50, "id");
+        put_checkpoint(run.temporary(100, "id"), "new");
+      },
+      publish,
+      [&](const RunDirectory& run) {
+        const int64_t latest = run.latest().value_or(-1);
+        EXPECT_TRUE(latest == 50 || latest == 100) << latest;
+        EXPECT_EQ(text_of(run.path_of(latest)), latest == 50 ? "old" : "new");
+        (latest == 50 ? sees_old : sees_new) = true;
+        expect_continues(run);
+      });
+  EXPECT_TRUE(sees_old && sees_new);
+  EXPECT_GE(num_crashes, 7);  // two renames, and fsync of three directories, a file and the run's
+}
+
+TEST(PublishCrash, InPlaceOfTheLatestLeavesTheOldOneOrTheNewOne) {
+  bool sees_old = false;
+  bool sees_new = false;
+  const int num_crashes = crash_everywhere(
+      [](const RunDirectory& run) {
+        put_checkpoint(run.temporary(100, "id"), "old");
+        run.publish(100, "id");
+        put_checkpoint(run.temporary(100, "id"), "new");
+      },
+      publish,
+      [&](const RunDirectory& run) {
+        EXPECT_EQ(run.latest(), 100);
+        const std::string text = text_of(run.path_of(100));
+        EXPECT_EQ(text_of(resolve_checkpoint(run.path())), text);
+        EXPECT_TRUE(text == "old" || text == "new") << text;
+        (text == "old" ? sees_old : sees_new) = true;
+        expect_continues(run);
+      });
+  EXPECT_TRUE(sees_old && sees_new);
+  EXPECT_GE(num_crashes, 12);  // two more renames, their fsync, and removals
+}
+
+TEST(PublishCrash, WhileOldOnesAreDeletedLeavesNoHalfOfOne) {
+  const int num_crashes = crash_everywhere(
+      [](const RunDirectory& run) {
+        for (const int64_t step : {10, 20, 30}) {
+          put_checkpoint(run.temporary(step, "id"), "old");
+          run.publish(step, "id");
+        }
+        put_checkpoint(run.path() + "/step-00000010.replaced", "older");
+      },
+      [](const RunDirectory& run) { run.remove_old({.keep_last = 1}); },
+      [](const RunDirectory& run) {
+        EXPECT_EQ(run.latest(), 30);
+        for (const int64_t step : run.steps()) EXPECT_EQ(text_of(run.path_of(step)), "old");
+        expect_continues(run);
+      });
+  EXPECT_GE(num_crashes, 3 * 6);  // of three: a rename, its fsync, four files and directories
+}
+
+TEST(PublishCrash, WhileAFileIsReplacedLeavesTheOldTextOrTheNew) {
+  const int num_crashes = crash_everywhere(
+      [](const RunDirectory& run) { write_file_durably(run.path() + "/text", "old"); },
+      [](const RunDirectory& run) { write_file_durably(run.path() + "/text", "something new"); },
+      [](const RunDirectory& run) {
+        const std::string text = read_text_file(run.path() + "/text", 100);
+        EXPECT_TRUE(text == "old" || text == "something new") << text;
+      });
+  EXPECT_EQ(num_crashes, 3);  // fsync of the file, rename, fsync of the directory
+}
+
+}  // namespace
+}  // namespace fsdp::publish_crash_test

@@ -1,0 +1,457 @@
+// The directory of a run: names, its content after every crash, and deletion.
+#include "fsdp/checkpoint/run_directory.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <limits>
+
+#include "fsdp/base/durable_file.h"
+#include "fsdp/base/error.h"
+#include "fsdp/base/text.h"
+#include "support/file_size_limit.h"
+#include "support/temp_dir.h"
+
+namespace fsdp::run_directory_test {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+using ::testing::StartsWith;
+using ::testing::ThrowsMessage;
+
+// A run's directory whose states are built by hand. A checkpoint's text tells it from others.
+class RunDirectoryTest : public ::testing::Test {
+ protected:
+  // Not durably: nothing here outlives the test, and hundreds of them would take seconds.
+  static void put_file(const std::string& path, const std::string& text) {
+    std::ofstream(path) << text;
+  }
+  void put_checkpoint(const std::string& name, const std::string& text = "new") {
+    fs::create_directories(dir_ / name + "/model");
+    put_file(dir_ / name + "/model/file", text);
+    put_file(dir_ / name + "/manifest.json", text);
+  }
+  void put_latest(const std::string& text) { put_file(dir_ / "latest", text); }
+
+  // Saves as a run does.
+  void save(int64_t step, const std::string& text = "new") {
+    const std::string temporary = run_.temporary(step, "id");
+    put_checkpoint(fs::path(temporary).filename().string(), text);
+    run_.publish(step, "id");
+  }
+
+  std::string text_of(int64_t step) const {
+    const std::string path = run_.path_of(step);
+    const std::string text = read_text_file(path + "/manifest.json", 100);
+    EXPECT_EQ(read_text_file(path + "/model/file", 100), text);
+    return text;
+  }
+
+  std::vector<std::string> names() const {
+    std::vector<std::string> names;
+    for (const auto& entry : fs::directory_iterator(dir_.path()))
+      names.push_back(entry.path().filename().string());
+    std::sort(names.begin(), names.end());
+    return names;
+  }
+
+  testing::TempDir dir_;
+  RunDirectory run_{dir_.path()};
+};
+
+// --- names ---------------------------------------------------------------------------------------
+
+TEST(CheckpointName, HasEightDigitsOrMoreAndComesBack) {
+  EXPECT_EQ(checkpoint_name(0), "step-00000000");
+  EXPECT_EQ(checkpoint_name(100), "step-00000100");
+  EXPECT_EQ(checkpoint_name(1'234'567'890), "step-1234567890");
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  for (const int64_t step :
+       {int64_t{0}, int64_t{7}, int64_t{99'999'999}, int64_t{100'000'000}, kMost})
+    EXPECT_EQ(step_of(checkpoint_name(step)), step);
+}
+
+TEST(CheckpointName, OtherNamesHaveNoStep) {
+  for (const char* name :
+       {"", "step-", "step-100", "step-0000010x", "step-00000100 ", "step--0000100",
+        "step-+0000100", "step-000000100", "Step-00000100", "../step-00000100", "step-00000100/..",
+        "step-00000100.replaced", "step-99999999999999999999", ".step-00000100"})
+    EXPECT_EQ(step_of(name), std::nullopt) << name;
+}
+
+// --- looking -------------------------------------------------------------------------------------
+
+TEST_F(RunDirectoryTest, ThatDoesNotExistYetHoldsNothing) {
+  const RunDirectory run(dir_ / "not/yet");
+  EXPECT_THAT(run.steps(), IsEmpty());
+  EXPECT_EQ(run.latest(), std::nullopt);
+  EXPECT_NO_THROW(run.remove_temporaries());
+  EXPECT_NO_THROW(run.remove_old({.keep_last = 1}));
+}
+
+TEST_F(RunDirectoryTest, ListsCompleteCheckpointsByStep) {
+  put_checkpoint("step-100000000");
+  put_checkpoint("step-00000020");
+  put_checkpoint("step-00000003");
+  put_checkpoint(".step-00000040.id.tmp");
+  put_checkpoint("step-50");
+  put_checkpoint("mine");
+  fs::create_directories(dir_ / "step-00000060");  // without a manifest
+  put_file(dir_ / "step-00000070", "a file");
+  EXPECT_THAT(run_.steps(), ElementsAre(3, 20, 100'000'000));
+}
+
+TEST_F(RunDirectoryTest, SaysWhichCheckpointsThereAreWhenOneIsNot) {
+  EXPECT_THAT([&] { run_.path_of(5); },
+              ThrowsMessage<Error>(AllOf(StartsWith(dir_ / "step-00000005"),
+                                         HasSubstr("holds no complete checkpoint"))));
+  put_checkpoint("step-00000001");
+  put_checkpoint("step-00000002");
+  EXPECT_EQ(run_.path_of(2), dir_ / "step-00000002");
+  EXPECT_THAT([&] { run_.path_of(5); },
+              ThrowsMessage<Error>(HasSubstr("holds step-00000001, step-00000002")));
+  for (int step = 10; step < 40; ++step) put_checkpoint(checkpoint_name(step));
+  EXPECT_THAT([&] { run_.path_of(5); },
+              ThrowsMessage<Error>(AllOf(HasSubstr("step-00000039 and 12 older ones"),
+                                         Not(HasSubstr("step-00000019")))));
+}
+
+TEST_F(RunDirectoryTest, LatestIsWhatTheFileSays) {
+  EXPECT_EQ(run_.latest(), std::nullopt);
+  put_checkpoint("step-00000001");
+  put_checkpoint("step-00000002");
+  EXPECT_EQ(run_.latest(), std::nullopt);
+  put_latest("step-00000001\n");
+  EXPECT_EQ(run_.latest(), 1);
+  put_latest("step-00000002");  // as an editor may leave it
+  EXPECT_EQ(run_.latest(), 2);
+}
+
+TEST_F(RunDirectoryTest, LatestThatNamesNothingIsAnErrorInWords) {
+  put_checkpoint("step-00000001");
+  put_latest("step-00000009\n");
+  EXPECT_THAT(
+      [&] { run_.latest(); },
+      ThrowsMessage<Error>(AllOf(StartsWith(dir_ / "latest"), HasSubstr("step-00000009"),
+                                 HasSubstr("not there"), HasSubstr("holds step-00000001"))));
+  for (const char* text :
+       {"", "\n", "best\n", "../step-00000001\n", "step-00000001\nstep-00000002"}) {
+    put_latest(text);
+    EXPECT_THAT([&] { run_.latest(); },
+                ThrowsMessage<Error>(AllOf(StartsWith(dir_ / "latest"), HasSubstr("no name"),
+                                           HasSubstr("holds step-00000001"))))
+        << text;
+  }
+  put_latest(std::string(1000, 'x'));
+  EXPECT_THROW(run_.latest(), Error);
+}
+
+// --- publishing ----------------------------------------------------------------------------------
+
+TEST_F(RunDirectoryTest, PublishesACheckpointAsTheLatest) {
+  save(100);
+  EXPECT_EQ(run_.latest(), 100);
+  save(200);
+  EXPECT_EQ(run_.latest(), 200);
+  EXPECT_THAT(run_.steps(), ElementsAre(100, 200));
+  EXPECT_THAT(names(), ElementsAre("latest", "step-00000100", "step-00000200"));
+  EXPECT_EQ(read_text_file(dir_ / "latest", 100), "step-00000200\n");
+}
+
+TEST_F(RunDirectoryTest, PublishesInPlaceOfAnOlderOneOfTheSameStep) {
+  save(100, "old");
+  save(100, "new");
+  EXPECT_EQ(text_of(100), "new");
+  EXPECT_EQ(run_.latest(), 100);
+  EXPECT_THAT(names(), ElementsAre("latest", "step-00000100"));
+}
+
+TEST_F(RunDirectoryTest, PublishesNothingThatIsIncomplete) {
+  save(100, "old");
+  fs::create_directories(run_.temporary(100, "id"));
+  EXPECT_THROW(run_.publish(100, "id"), InternalError);
+  EXPECT_EQ(text_of(100), "old");
+}
+
+TEST_F(RunDirectoryTest, FailsOnAFullDiskWithTheOldOneAsTheLatest) {
+  save(100, "old");
+  put_checkpoint(".step-00000200.id.tmp");
+  {
+    const testing::FileSizeLimit limit(0);
+    EXPECT_THAT([&] { run_.publish(200, "id"); }, ThrowsMessage<Error>(HasSubstr("latest")));
+  }
+  EXPECT_EQ(run_.latest(), 100);
+  EXPECT_EQ(text_of(100), "old");
+  save(200, "again");
+  EXPECT_EQ(run_.latest(), 200);
+  EXPECT_EQ(text_of(200), "again");
+}
+
+TEST_F(RunDirectoryTest, ReplacesWhatIsNoCheckpointUnderTheNameOfOne) {
+  fs::create_directories(dir_ / "step-00000100/half/of/a/copy");
+  save(100);
+  put_file(dir_ / "step-00000200", "a file");
+  save(200);
+  EXPECT_THAT(run_.steps(), ElementsAre(100, 200));
+  EXPECT_THAT(names(), ElementsAre("latest", "step-00000100", "step-00000200"));
+}
+
+TEST_F(RunDirectoryTest, TemporaryNamesAreHiddenAndTheIdIsPlain) {
+  EXPECT_EQ(run_.temporary(7, "a-B_9"), dir_ / ".step-00000007.a-B_9.tmp");
+  for (const char* id : {"", "a/b", "..", "a.b", "a b", "removed"})
+    EXPECT_THAT([&] { run_.temporary(7, id); }, ThrowsMessage<Error>(HasSubstr("letters"))) << id;
+}
+
+// --- crashes -------------------------------------------------------------------------------------
+
+// After any of them a run begins, finds the right checkpoint, and saves the same step again.
+class CrashTest : public RunDirectoryTest {
+ protected:
+  void expect_continues(std::optional<int64_t> latest, const std::string& text) {
+    EXPECT_EQ(run_.latest(), latest);
+    EXPECT_EQ(latest.has_value() ? text_of(*latest) : "", text);
+    run_.remove_temporaries();
+    EXPECT_EQ(run_.latest(), latest);
+    EXPECT_EQ(latest.has_value() ? text_of(*latest) : "", text);
+    save(100, "again");
+    EXPECT_EQ(run_.latest(), 100);
+    EXPECT_EQ(text_of(100), "again");
+    for (const std::string& name : names())
+      EXPECT_TRUE(name == "latest" || step_of(name).has_value()) << name;
+  }
+};
+
+TEST_F(CrashTest, WhileTheFirstIsWritten) {
+  fs::create_directories(dir_ / ".step-00000100.id.tmp/model");
+  EXPECT_THAT(run_.steps(), IsEmpty());
+  expect_continues(std::nullopt, "");
+}
+
+TEST_F(CrashTest, WhenTheFirstIsWritten) {
+  put_checkpoint(".step-00000100.id.tmp");
+  EXPECT_THAT(run_.steps(), IsEmpty());
+  expect_continues(std::nullopt, "");
+}
+
+TEST_F(CrashTest, BeforeTheFirstIsTheLatest) {
+  put_checkpoint("step-00000100");
+  expect_continues(std::nullopt, "");
+}
+
+TEST_F(CrashTest, WhileTheNextIsWritten) {
+  save(50, "old");
+  fs::create_directories(dir_ / ".step-00000100.crashed.tmp/model");
+  EXPECT_THAT(run_.steps(), ElementsAre(50));
+  expect_continues(50, "old");
+}
+
+TEST_F(CrashTest, BeforeTheNextIsTheLatest) {
+  save(50, "old");
+  put_checkpoint("step-00000100");
+  expect_continues(50, "old");
+}
+
+TEST_F(CrashTest, WhileTheNameOfTheLatestIsWritten) {
+  save(50, "old");
+  put_checkpoint("step-00000100");
+  put_file(dir_ / ".latest.0123456789abcdef.tmp", "step-000");
+  expect_continues(50, "old");
+}
+
+TEST_F(CrashTest, BeforeTheOldOneIsSetAside) {
+  save(100, "old");
+  put_checkpoint(".step-00000100.id.tmp", "new");
+  expect_continues(100, "old");
+}
+
+TEST_F(CrashTest, WhenTheOldOneIsSetAside) {
+  put_latest("step-00000100\n");
+  put_checkpoint("step-00000100.replaced", "old");
+  put_checkpoint(".step-00000100.id.tmp", "new");
+  EXPECT_THAT(run_.steps(), ElementsAre(100));
+  EXPECT_EQ(resolve_checkpoint(dir_.path()), dir_ / "step-00000100.replaced");
+  EXPECT_EQ(resolve_checkpoint(dir_ / "step-00000100"), dir_ / "step-00000100.replaced");
+  EXPECT_EQ(resolve_checkpoint(dir_ / "step-00000100/"), dir_ / "step-00000100.replaced");
+  EXPECT_EQ(checkpoint_or_files(dir_ / "step-00000100"), dir_ / "step-00000100.replaced");
+  expect_continues(100, "old");
+}
+
+// And again, in the next attempt.
+TEST_F(CrashTest, WhenTheOldOneWasSetAsideAndTheNextRunCrashedBeforeItsLatest) {
+  put_latest("step-00000100\n");
+  put_checkpoint("step-00000100.replaced", "old");
+  put_checkpoint("step-00000100", "new");
+  expect_continues(100, "new");
+}
+
+TEST_F(CrashTest, WhenTheNewOneIsInPlace) {
+  save(50, "other");
+  put_checkpoint("step-00000100.replaced", "old");
+  put_checkpoint("step-00000100", "new");
+  EXPECT_EQ(text_of(100), "new");
+  expect_continues(50, "other");
+}
+
+TEST_F(CrashTest, WhileTheOldOneIsRemoved) {
+  save(100, "new");
+  fs::create_directories(dir_ / ".step-00000100.replaced.removed.tmp/model");
+  expect_continues(100, "new");
+}
+
+TEST_F(CrashTest, WhileAnOldOneIsRemovedWithoutARunThatBeganSince) {
+  save(100, "old");
+  fs::create_directories(dir_ / ".step-00000100.replaced.removed.tmp/model");
+  save(100, "new");
+  EXPECT_EQ(text_of(100), "new");
+  EXPECT_THAT(names(), ElementsAre("latest", "step-00000100"));
+}
+
+// Somebody's half of a copy must not push out the only complete one.
+TEST_F(CrashTest, WhenAnIncompleteOneStandsBesideTheOneSetAside) {
+  put_latest("step-00000100\n");
+  put_checkpoint("step-00000100.replaced", "old");
+  fs::create_directories(dir_ / "step-00000100/model");
+  expect_continues(100, "old");
+}
+
+TEST_F(RunDirectoryTest, RemovesTemporariesAndNothingElse) {
+  save(100);
+  put_checkpoint("step-00000100.replaced", "old");   // its successor is in place
+  put_checkpoint("step-00000200.replaced", "only");  // its successor is not
+  for (const char* name :
+       {".step-00000300.crashed.tmp", ".step-00000300.removed.tmp", ".latest.0123456789abcdef.tmp"})
+    put_checkpoint(name);
+  const std::vector<std::string> others = {".hidden",  ".hidden.tmp",    ".step-3.a.tmp",
+                                           "logs.tmp", "notes.replaced", "step-00000300.tmp"};
+  for (const std::string& name : others) put_checkpoint(name);
+  run_.remove_temporaries();
+  std::vector<std::string> stays = others;
+  stays.insert(stays.end(), {"latest", "step-00000100", "step-00000200.replaced"});
+  std::sort(stays.begin(), stays.end());
+  EXPECT_EQ(names(), stays);
+}
+
+// --- deleting ------------------------------------------------------------------------------------
+
+class RetentionTest : public RunDirectoryTest {
+ protected:
+  RetentionTest() {
+    for (int64_t step = 100; step <= 1000; step += 100) put_checkpoint(checkpoint_name(step));
+    put_latest("step-00001000\n");
+  }
+};
+
+TEST_F(RetentionTest, KeepsAllByDefault) {
+  run_.remove_old({});
+  run_.remove_old({.keep_every = 500});
+  EXPECT_EQ(run_.steps().size(), 10u);
+}
+
+TEST_F(RetentionTest, KeepsTheLastOnes) {
+  run_.remove_old({.keep_last = 20});
+  EXPECT_EQ(run_.steps().size(), 10u);
+  run_.remove_old({.keep_last = 3});
+  EXPECT_THAT(run_.steps(), ElementsAre(800, 900, 1000));
+  EXPECT_THAT(names(), ElementsAre("latest", "step-00000800", "step-00000900", "step-00001000"));
+}
+
+TEST_F(RetentionTest, KeepsMultiplesForEver) {
+  run_.remove_old({.keep_last = 2, .keep_every = 400});
+  EXPECT_THAT(run_.steps(), ElementsAre(400, 800, 900, 1000));
+}
+
+TEST_F(RetentionTest, KeepsWhatIsInUse) {
+  const std::vector<int64_t> in_use = {200, 700, 12345};
+  run_.remove_old({.keep_last = 1}, in_use);
+  EXPECT_THAT(run_.steps(), ElementsAre(200, 700, 1000));
+}
+
+// A run that was resumed from an earlier step: later steps do not count until it reaches them.
+TEST_F(RetentionTest, CountsFromTheLatestAndLeavesNewerOnes) {
+  put_latest("step-00000500\n");
+  run_.remove_old({.keep_last = 2});
+  EXPECT_THAT(run_.steps(), ElementsAre(400, 500, 600, 700, 800, 900, 1000));
+}
+
+TEST_F(RetentionTest, DeletesNothingWithoutALatest) {
+  fs::remove(dir_ / "latest");
+  run_.remove_old({.keep_last = 1});
+  EXPECT_EQ(run_.steps().size(), 10u);
+  put_latest("step-00001100\n");
+  EXPECT_THROW(run_.remove_old({.keep_last = 1}), Error);
+  EXPECT_EQ(run_.steps().size(), 10u);
+}
+
+TEST_F(RetentionTest, RemovesTheOneSetAsideAlong) {
+  put_checkpoint("step-00000100.replaced");
+  put_checkpoint("step-00000050.replaced");
+  run_.remove_old({.keep_last = 1});
+  EXPECT_THAT(names(), ElementsAre("latest", "step-00001000"));
+}
+
+TEST_F(RetentionTest, FinishesADeletionThatCrashed) {
+  put_checkpoint(".step-00000100.removed.tmp");
+  run_.remove_old({.keep_last = 1});
+  EXPECT_THAT(names(), ElementsAre("latest", "step-00001000"));
+}
+
+TEST_F(RetentionTest, RefusesNegativeNumbers) {
+  EXPECT_THAT([] { validate({.keep_last = -1}); },
+              ThrowsMessage<UsageError>(AllOf(HasSubstr("keep_last"), HasSubstr("-1"))));
+  EXPECT_THAT([] { validate({.keep_every = -5}); },
+              ThrowsMessage<UsageError>(AllOf(HasSubstr("keep_every"), HasSubstr("-5"))));
+  EXPECT_THROW(run_.remove_old({.keep_last = -1}), UsageError);
+}
+
+// --- what a user means ---------------------------------------------------------------------------
+
+TEST_F(RunDirectoryTest, ResolvesARunToItsLatestAndACheckpointToItself) {
+  save(100);
+  save(200);
+  EXPECT_EQ(resolve_checkpoint(dir_.path()), dir_ / "step-00000200");
+  EXPECT_EQ(resolve_checkpoint(dir_.path() + "/"), dir_ / "step-00000200");
+  EXPECT_EQ(resolve_checkpoint(dir_ / "step-00000100"), dir_ / "step-00000100");
+  put_checkpoint("exported");
+  EXPECT_EQ(resolve_checkpoint(dir_ / "exported"), dir_ / "exported");
+}
+
+TEST_F(RunDirectoryTest, FilesOfOtherToolsStayWhatTheyAre) {
+  fs::create_directories(dir_ / "llama");
+  put_file(dir_ / "llama/model.safetensors", "");
+  EXPECT_EQ(checkpoint_or_files(dir_ / "llama"), dir_ / "llama");
+  EXPECT_EQ(checkpoint_or_files(dir_ / "llama/model.safetensors"),
+            dir_ / "llama/model.safetensors");
+  save(100, "new");
+  EXPECT_EQ(checkpoint_or_files(dir_.path()), dir_ / "step-00000100");
+  EXPECT_THAT([&] { checkpoint_or_files(dir_ / "nothing"); },
+              ThrowsMessage<Error>(HasSubstr("there is no such directory")));
+}
+
+TEST_F(RunDirectoryTest, SaysWhatItLookedForWhereNothingIs) {
+  const auto resolving = [](const std::string& path) {
+    return [path] { resolve_checkpoint(path); };
+  };
+  EXPECT_THAT(
+      resolving(dir_ / "gone"),
+      ThrowsMessage<Error>(AllOf(StartsWith(dir_ / "gone"), HasSubstr("no such directory"))));
+  EXPECT_THAT(resolving(dir_.path()),
+              ThrowsMessage<Error>(
+                  AllOf(StartsWith(dir_.path()), HasSubstr("manifest.json"), HasSubstr("latest"))));
+  put_file(dir_ / "file", "");
+  EXPECT_THAT(resolving(dir_ / "file"), ThrowsMessage<Error>(HasSubstr("manifest.json")));
+  put_checkpoint("step-00000100");
+  EXPECT_THAT(resolving(dir_.path()),
+              ThrowsMessage<Error>(AllOf(HasSubstr("latest"), HasSubstr("holds step-00000100"))));
+  EXPECT_THAT(resolving(""), ThrowsMessage<Error>(HasSubstr("give a path")));
+}
+
+}  // namespace
+}  // namespace fsdp::run_directory_test

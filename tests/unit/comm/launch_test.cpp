@@ -1,0 +1,136 @@
+// Which rank of how many: every launcher's variables, and every way to get them wrong.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <string>
+
+#include "fsdp/base/error.h"
+#include "fsdp/comm/launch.h"
+
+namespace fsdp::launch_test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
+
+using Variables = std::map<std::string, std::string>;
+
+Launch launch_with(const Variables& variables) {
+  return read_launch([&variables](const char* name) -> std::optional<std::string> {
+    const auto found = variables.find(name);
+    if (found == variables.end() || found->second.empty()) return std::nullopt;
+    return found->second;
+  });
+}
+
+const Variables kMpi = {{"OMPI_COMM_WORLD_RANK", "3"},
+                        {"OMPI_COMM_WORLD_SIZE", "8"},
+                        {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
+                        {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}};
+const Variables kTorchrun = {{"RANK", "5"},
+                             {"WORLD_SIZE", "6"},
+                             {"LOCAL_RANK", "2"},
+                             {"LOCAL_WORLD_SIZE", "3"},
+                             {"MASTER_ADDR", "node0"},
+                             {"MASTER_PORT", "29500"}};
+const Variables kSrun = {
+    {"SLURM_PROCID", "4"}, {"SLURM_NTASKS", "16"}, {"SLURM_LOCALID", "0"}, {"SLURM_STEP_ID", "0"}};
+
+Variables merged(Variables a, const Variables& b) {
+  for (const auto& [name, value] : b) a[name] = value;
+  return a;
+}
+
+TEST(Launch, IsASingleProcessWithoutVariables) {
+  const Launch launch = launch_with({});
+  EXPECT_EQ(launch.launcher, Launcher::kSingle);
+  EXPECT_EQ(launch.rank, 0);
+  EXPECT_EQ(launch.size, 1);
+}
+
+TEST(Launch, ReadsMpirun) {
+  const Launch launch = launch_with(kMpi);
+  EXPECT_EQ(launch.launcher, Launcher::kOpenMpi);
+  EXPECT_EQ(launch.rank, 3);
+  EXPECT_EQ(launch.size, 8);
+  EXPECT_EQ(launch.local_rank, 1);
+  EXPECT_EQ(launch.local_size, 2);
+}
+
+TEST(Launch, ReadsTorchrun) {
+  const Launch launch = launch_with(kTorchrun);
+  EXPECT_EQ(launch.launcher, Launcher::kTorchrun);
+  EXPECT_EQ(launch.rank, 5);
+  EXPECT_EQ(launch.local_rank, 2);
+  EXPECT_EQ(launch.master_address, "node0");
+  EXPECT_EQ(launch.master_port, 29500);
+}
+
+TEST(Launch, ReadsSrunButNotABatchScriptOutsideAStep) {
+  EXPECT_EQ(launch_with(kSrun).rank, 4);
+  EXPECT_EQ(launch_with(kSrun).launcher, Launcher::kSlurm);
+  Variables batch = kSrun;
+  batch.erase("SLURM_STEP_ID");
+  EXPECT_EQ(launch_with(batch).launcher, Launcher::kSingle);
+}
+
+TEST(Launch, PrefersWhatRunsInsideASlurmJob) {
+  EXPECT_EQ(launch_with(merged(kSrun, kMpi)).launcher, Launcher::kOpenMpi);
+  EXPECT_EQ(launch_with(merged(kSrun, kTorchrun)).launcher, Launcher::kTorchrun);
+}
+
+TEST(Launch, AcceptsAWrapperThatCopiesTheRank) {
+  const Launch launch =
+      launch_with(merged(kMpi, {{"RANK", "3"}, {"WORLD_SIZE", "8"}, {"LOCAL_RANK", "1"}}));
+  EXPECT_EQ(launch.launcher, Launcher::kOpenMpi);
+}
+
+TEST(Launch, NamesContradictingVariables) {
+  EXPECT_THAT([] { launch_with(merged(kMpi, kTorchrun)); },
+              ThrowsMessage<Error>(AllOf(HasSubstr("OMPI_COMM_WORLD_RANK=3"), HasSubstr("RANK=5"),
+                                         HasSubstr("WORLD_SIZE=6"))));
+  EXPECT_THAT(
+      [] {
+        launch_with(merged(kMpi, {{"OMPI_COMM_WORLD_RANK", "8"}}));
+      },
+      ThrowsMessage<Error>(
+          AllOf(HasSubstr("OMPI_COMM_WORLD_RANK=8"), HasSubstr("OMPI_COMM_WORLD_SIZE=8"))));
+  EXPECT_THAT(
+      [] {
+        launch_with(merged(kTorchrun, {{"LOCAL_RANK", "3"}}));
+      },
+      ThrowsMessage<Error>(HasSubstr("LOCAL_RANK=3")));
+}
+
+TEST(Launch, NamesWhatIsMissingOfAHalfSetEnvironment) {
+  EXPECT_THAT(
+      [] {
+        launch_with({{"RANK", "0"}});
+      },
+      ThrowsMessage<Error>(HasSubstr("RANK without WORLD_SIZE, LOCAL_RANK")));
+  Variables no_port = kTorchrun;
+  no_port["MASTER_PORT"] = "";
+  EXPECT_THAT([&] { launch_with(no_port); }, ThrowsMessage<Error>(HasSubstr("MASTER_PORT")));
+  Variables no_size = kMpi;
+  no_size.erase("OMPI_COMM_WORLD_SIZE");
+  EXPECT_THAT([&] { launch_with(no_size); },
+              ThrowsMessage<Error>(HasSubstr("without OMPI_COMM_WORLD_SIZE")));
+}
+
+TEST(Launch, NamesAValueThatIsNoNumber) {
+  EXPECT_THAT(
+      [] {
+        launch_with(merged(kTorchrun, {{"RANK", "five"}}));
+      },
+      ThrowsMessage<Error>(HasSubstr("RANK is 'five'")));
+  EXPECT_THAT(
+      [] {
+        launch_with(merged(kTorchrun, {{"MASTER_PORT", "70000"}}));
+      },
+      ThrowsMessage<Error>(HasSubstr("MASTER_PORT is '70000'")));
+}
+
+}  // namespace
+}  // namespace fsdp::launch_test

@@ -1,0 +1,147 @@
+// optim/parameter_rules.h: every element of a shard in exactly one span, with its tensor's
+// settings.
+#include "fsdp/optim/parameter_rules.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <random>
+
+#include "fsdp/base/text.h"
+#include "fsdp/layout/state_bytes.h"
+#include "support/layout_checker.h"
+
+namespace fsdp::rule_spans_test {
+namespace {
+
+constexpr HyperParameters kDecayed{0.1, 1.0};
+constexpr HyperParameters kSpared{0.0, 1.0};
+constexpr PlacementPair kWhole{};
+constexpr PlacementPair kInnerShard{.inner = Placement::kShard};
+
+// Tensors begin at multiples of 64 elements.
+FlatLayout layout_of(std::vector<std::vector<int64_t>> shapes, int64_t ranks = 1) {
+  return FlatLayout({.shapes = std::move(shapes), .element_bytes = 2, .inner_ranks = ranks});
+}
+
+TEST(RuleSpans, MergeEqualTensorsAndTakePaddingAlong) {
+  const FlatLayout layout = layout_of({{100}, {30}, {5}});
+  const auto shard = layout.shard_ranges(kWhole, {});
+  const std::vector<HyperParameters> equal(3, kDecayed);
+  EXPECT_EQ(rule_spans(layout, equal, shard),
+            (std::vector<RuleSpan>{{{0, layout.padded_numel()}, 0, kDecayed}}));
+}
+
+TEST(RuleSpans, BeginWhereATensorWithOtherSettingsBegins) {
+  const FlatLayout layout = layout_of({{100}, {30}, {5}});
+  std::vector<HyperParameters> settings(3, kDecayed);
+  for (size_t other = 0; other < 3; ++other) {
+    settings.assign(3, kDecayed);
+    settings[other] = kSpared;
+    const auto spans = rule_spans(layout, settings, layout.shard_ranges(kWhole, {}));
+    const FlatRange flat = layout.tensor_range(static_cast<int64_t>(other));
+    bool found = false;
+    for (const RuleSpan& span : spans) {
+      EXPECT_EQ(span.hyper == kSpared, span.flat.begin == flat.begin);
+      found = found || (span.hyper == kSpared && span.flat.end >= flat.end);
+    }
+    EXPECT_TRUE(found);
+  }
+}
+
+TEST(RuleSpans, IgnoreTensorsWithoutElements) {
+  const FlatLayout layout = layout_of({{0, 7}, {64}, {0}});
+  const std::vector<HyperParameters> settings = {kSpared, kDecayed, kSpared};
+  EXPECT_EQ(rule_spans(layout, settings, layout.shard_ranges(kWhole, {})),
+            (std::vector<RuleSpan>{{{0, 64}, 0, kDecayed}}));
+}
+
+TEST(RuleSpans, OfPaddingAloneAreStillSpans) {
+  // One tensor of 10 elements on 4 ranks: only the first has any of it.
+  const FlatLayout layout = layout_of({{10}}, 4);
+  const std::vector<HyperParameters> settings = {kDecayed};
+  for (int64_t rank = 0; rank < 4; ++rank) {
+    const auto shard = layout.shard_ranges(kInnerShard, {.inner = rank});
+    const auto spans = rule_spans(layout, settings, shard);
+    ASSERT_EQ(spans.size(), shard.size());
+    for (size_t i = 0; i < spans.size(); ++i) EXPECT_EQ(spans[i].flat, shard[i].flat);
+  }
+}
+
+TEST(RuleSpans, OfNothingAreNone) {
+  const FlatLayout layout = layout_of({{0}});
+  const std::vector<HyperParameters> settings = {kDecayed};
+  EXPECT_TRUE(rule_spans(layout, settings, layout.shard_ranges(kWhole, {})).empty());
+}
+
+void check_spans(const FlatLayout& layout, std::span<const HyperParameters> settings,
+                 std::span<const ShardRange> shard) {
+  const std::vector<RuleSpan> spans = rule_spans(layout, settings, shard);
+  std::vector<int64_t> owner(static_cast<size_t>(layout.padded_numel()), -1);
+  std::vector<bool> is_begin(owner.size(), false);
+  for (int64_t tensor = 0; tensor < layout.num_tensors(); ++tensor) {
+    const FlatRange flat = layout.tensor_range(tensor);
+    std::fill(owner.begin() + flat.begin, owner.begin() + flat.end, tensor);
+    if (!flat.empty()) is_begin[static_cast<size_t>(flat.begin)] = true;
+  }
+  size_t at = 0;
+  for (const ShardRange& range : shard) {
+    int64_t position = range.flat.begin;
+    for (; position < range.flat.end; ++at) {
+      ASSERT_LT(at, spans.size()) << "nothing from " << position << " on";
+      const RuleSpan& span = spans[at];
+      ASSERT_EQ(span.flat.begin, position);
+      ASSERT_GT(span.flat.end, position);
+      ASSERT_LE(span.flat.end, range.flat.end);
+      ASSERT_EQ(span.local_begin - range.local_begin, position - range.flat.begin);
+      if (position > range.flat.begin) {
+        ASSERT_NE(spans[at - 1].hyper, span.hyper) << "two that could be one at " << position;
+        ASSERT_TRUE(is_begin[static_cast<size_t>(position)]) << "padding has a span of its own";
+      }
+      for (; position < span.flat.end; ++position) {
+        const int64_t tensor = owner[static_cast<size_t>(position)];
+        if (tensor >= 0 && settings[static_cast<size_t>(tensor)] != span.hyper)
+          FAIL() << "tensor " << tensor << " at " << position;
+      }
+    }
+  }
+  ASSERT_EQ(at, spans.size()) << "spans beyond the shard";
+}
+
+TEST(RuleSpans, CoverEveryShardOfThreeThousandRandomLayouts) {
+  std::mt19937 random(20261115);
+  constexpr std::array<HyperParameters, 3> kSettings = {{{0.1, 1.0}, {0.0, 1.0}, {0.1, 2.0}}};
+  size_t num_shards = 0;
+  size_t num_cut = 0;
+  int num_by_kind[4] = {};
+  for (int i = 0; i < 3000; ++i) {
+    std::vector<uint8_t> bytes(64);
+    for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random());
+    if (testing::RequestReader(bytes).is_extreme()) bytes[0] = 0;
+    const FlatLayout layout(testing::RequestReader(bytes).read());
+    ++num_by_kind[static_cast<int>(layout.request().granularity.kind)];
+    std::vector<HyperParameters> settings;
+    const size_t num_settings = 1 + random() % kSettings.size();
+    for (int64_t tensor = 0; tensor < layout.num_tensors(); ++tensor)
+      settings.push_back(kSettings[random() % num_settings]);
+    const MeshCoordinate rank{
+        .outer = static_cast<int64_t>(random()) % layout.request().outer_ranks,
+        .inner = static_cast<int64_t>(random()) % layout.request().inner_ranks};
+    for (const PlacementPair placed : kAllPlacementPairs) {
+      const auto shard = layout.shard_ranges(placed, rank);
+      ASSERT_NO_FATAL_FAILURE(check_spans(layout, settings, shard)) << to_text(placed);
+      const StatePlaces places = state_places(shard, static_cast<double>(random() % 101) / 100);
+      ASSERT_NO_FATAL_FAILURE(check_spans(layout, settings, places.device)) << to_text(placed);
+      ASSERT_NO_FATAL_FAILURE(check_spans(layout, settings, places.host)) << to_text(placed);
+      num_shards += shard.empty() ? 0 : 1;
+      num_cut += rule_spans(layout, settings, shard).size() > shard.size() ? 1 : 0;
+    }
+  }
+  for (const int count : num_by_kind) EXPECT_GT(count, 300) << "every granularity is drawn";
+  EXPECT_GT(num_shards, 10000u);
+  EXPECT_GT(num_cut, 3000u) << "shards with more than one setting";
+}
+
+}  // namespace
+}  // namespace fsdp::rule_spans_test

@@ -1,0 +1,189 @@
+// plan/: which tensors the known models have.
+#include "fsdp/plan/model_shape.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "fsdp/base/error.h"
+#include "fsdp/plan/load_model.h"
+#include "fsdp/plan/model_tensors.h"
+
+namespace fsdp::model_shape_test {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
+
+const TensorShape& tensor_of(const ModelShape& model, const std::string& name) {
+  for (const UnitShape& unit : model.units)
+    for (const TensorShape& tensor : unit.tensors)
+      if (tensor.name == name) return tensor;
+  throw std::out_of_range(name);
+}
+
+TEST(ModelCatalog, CountsParametersAsPublished) {
+  EXPECT_EQ(model_by_name("llama3-8b").parameters(), 8'030'261'248);
+  EXPECT_EQ(model_by_name("llama3-70b").parameters(), 70'553'706'496);
+  EXPECT_EQ(model_by_name("mixtral-8x7b").parameters(), 46'702'792'704);
+  EXPECT_EQ(model_by_name("nemotron-h-8b").parameters(), 8'100'852'736);
+  // TinyLlama's published count: same shape.
+  EXPECT_EQ(model_by_name("llama-1b").parameters(), 1'100'048'384);
+  EXPECT_EQ(model_by_name("llama-110m").parameters(), 114'582'016);
+}
+
+TEST(ModelCatalog, CountsDeepSeekAsItsCheckpointDoes) {
+  const ModelShape model = model_by_name("deepseek-v3");
+  const int64_t embedding = 129280LL * 7168;
+  const UnitShape& mtp = model.units.back();
+  EXPECT_EQ(mtp.name, "model.layers.61");
+  EXPECT_EQ(model.parameters() - mtp.numel(), 671'026'419'200);
+  EXPECT_EQ(mtp.numel() / 100'000'000, 116);  // the model card: "11.5B unique", without eh_proj
+  // The files hold 3,918,786,560 bf16 and 680,571,043,840 fp8 elements, 59 fp32 router biases, and
+  // the embedding and head a second time for the MTP layer.
+  EXPECT_EQ(model.parameters(), 3'918'786'560 + 680'571'043'840 + 59 * 256 - 2 * embedding);
+}
+
+TEST(ModelCatalog, EveryModelIsValidAndNamedOnce) {
+  for (const std::string& name : model_names()) {
+    const ModelShape model = model_by_name(name);
+    EXPECT_EQ(model.name, name);
+    EXPECT_NO_THROW(model.validate());
+  }
+}
+
+TEST(ModelCatalog, SuggestsTheNearestName) {
+  EXPECT_THAT([] { model_by_name("lama3-8b"); },
+              ThrowsMessage<UsageError>(HasSubstr("did you mean 'llama3-8b'?")));
+  EXPECT_THAT([] { model_by_name("resnet"); },
+              ThrowsMessage<UsageError>(HasSubstr("known models are llama3-8b")));
+}
+
+TEST(ModelCatalog, UsesEmbeddingAndHeadAgainForMultiTokenPrediction) {
+  const ModelShape model = model_by_name("deepseek-v3");
+  ASSERT_EQ(model.units.size(), 64u);  // embedding, 61 blocks, head, MTP block
+  ASSERT_EQ(model.uses.size(), 66u);
+  const int64_t head = 62;
+  EXPECT_EQ(model.units[62].name, "lm_head");
+  EXPECT_THAT(std::vector<int64_t>(model.uses.end() - 4, model.uses.end()),
+              ElementsAre(head, 0, 63, head));
+}
+
+TEST(ModelCatalog, NamesTensorsAsTheCheckpointsDo) {
+  const ModelShape deepseek = model_by_name("deepseek-v3");
+  EXPECT_THAT(tensor_of(deepseek, "model.layers.60.mlp.experts.255.down_proj.weight").shape,
+              ElementsAre(7168, 2048));
+  EXPECT_THAT(tensor_of(deepseek, "model.layers.0.self_attn.kv_a_proj_with_mqa.weight").shape,
+              ElementsAre(576, 7168));
+  EXPECT_THAT(tensor_of(deepseek, "model.layers.2.mlp.gate_proj.weight").shape,
+              ElementsAre(18432, 7168));
+  EXPECT_THROW(tensor_of(deepseek, "model.layers.3.mlp.gate_proj.weight"), std::out_of_range);
+  const ModelShape nemotron = model_by_name("nemotron-h-8b");
+  EXPECT_THAT(tensor_of(nemotron, "backbone.layers.0.mixer.in_proj.weight").shape,
+              ElementsAre(18560, 4096));
+  EXPECT_THAT(tensor_of(nemotron, "backbone.layers.0.mixer.conv1d.weight").shape,
+              ElementsAre(10240, 1, 4));
+  EXPECT_THAT(tensor_of(nemotron, "backbone.layers.7.mixer.k_proj.weight").shape,
+              ElementsAre(1024, 4096));
+  const ModelShape mixtral = model_by_name("mixtral-8x7b");
+  EXPECT_THAT(tensor_of(mixtral, "model.layers.31.block_sparse_moe.experts.7.w2.weight").shape,
+              ElementsAre(4096, 14336));
+}
+
+TEST(ModelShape, SplitsAUnitByDType) {
+  const ModelShape deepseek = model_by_name("deepseek-v3");
+  const UnitShape& block = deepseek.units[10];
+  const std::vector<DTypeGroup> groups = group_by_dtype(block, DType::kBFloat16);
+  ASSERT_EQ(groups.size(), 2u);
+  EXPECT_EQ(groups[0].dtype, DType::kBFloat16);
+  EXPECT_EQ(groups[0].tensors.size(), block.tensors.size() - 1);
+  EXPECT_EQ(groups[1].dtype, DType::kFloat32);
+  ASSERT_EQ(groups[1].tensors.size(), 1u);
+  EXPECT_THAT(block.tensors[static_cast<size_t>(groups[1].tensors[0])].name,
+              HasSubstr("e_score_correction_bias"));
+  EXPECT_EQ(group_by_dtype(block, DType::kFloat32).size(), 1u);
+}
+
+TEST(ModelShape, CountsScalarsAndEmptyTensors) {
+  EXPECT_EQ((TensorShape{"a", {}, {}}).numel(), 1);
+  EXPECT_EQ((TensorShape{"a", {3, 0}, {}}).numel(), 0);
+}
+
+TEST(Architecture, TiedHeadUsesTheEmbeddingAgain) {
+  const ModelShape model = build_model("tied", LlamaConfig{.vocab_size = 100,
+                                                           .hidden_size = 8,
+                                                           .num_hidden_layers = 1,
+                                                           .num_attention_heads = 2,
+                                                           .num_key_value_heads = 1,
+                                                           .intermediate_size = 16,
+                                                           .tie_word_embeddings = true});
+  EXPECT_THAT(model.uses, ElementsAre(0, 1, 2, 0));
+  EXPECT_EQ(model.units.back().numel(), 8);
+}
+
+TEST(Architecture, NamesFieldValueAndRule) {
+  LlamaConfig config{.vocab_size = 100,
+                     .hidden_size = 10,
+                     .num_hidden_layers = 1,
+                     .num_attention_heads = 4,
+                     .num_key_value_heads = 2,
+                     .intermediate_size = 16};
+  const auto build = [&] { build_model("m", config); };
+  EXPECT_THAT(build, ThrowsMessage<UsageError>(HasSubstr("hidden_size is 10, which")));
+  config.hidden_size = 12;
+  config.num_key_value_heads = 3;
+  EXPECT_THAT(build, ThrowsMessage<UsageError>(HasSubstr("num_key_value_heads is 3; it must")));
+  config.num_key_value_heads = 2;
+  config.num_hidden_layers = 0;
+  EXPECT_THAT(build, ThrowsMessage<UsageError>(HasSubstr("num_hidden_layers is 0; it must")));
+  EXPECT_THAT(
+      [&] {
+        build_model("m", MixtralConfig{config, 8});
+      },
+      ThrowsMessage<UsageError>(HasSubstr("num_hidden_layers is 0")));
+  config.num_hidden_layers = 1;
+  EXPECT_THAT(
+      [&] {
+        build_model("m", MixtralConfig{config, 0});
+      },
+      ThrowsMessage<UsageError>(HasSubstr("num_local_experts is 0")));
+  NemotronHConfig hybrid{.vocab_size = 8,
+                         .hidden_size = 8,
+                         .intermediate_size = 8,
+                         .hybrid_override_pattern = "M-E",
+                         .mamba_num_heads = 1,
+                         .mamba_head_dim = 1,
+                         .n_groups = 1,
+                         .ssm_state_size = 1,
+                         .conv_kernel = 1,
+                         .num_attention_heads = 1,
+                         .num_key_value_heads = 1};
+  EXPECT_THAT([&] { build_model("m", hybrid); },
+              ThrowsMessage<UsageError>(HasSubstr("hybrid_override_pattern contains 'E'")));
+}
+
+TEST(ModelShape, RefusesWhatCannotBePlanned) {
+  const TensorShape weight{"w", {4, 4}, {}};
+  const auto message_of = [](const ModelShape& model) -> std::string {
+    try {
+      model.validate();
+    } catch (const UsageError& error) {
+      return error.what();
+    }
+    return "";
+  };
+  EXPECT_THAT(message_of({"m", {}, {}}), HasSubstr("has no units"));
+  EXPECT_THAT(message_of({"m", {{"u", {}}}, {0}}), HasSubstr("unit 'u' has no tensors"));
+  EXPECT_THAT(message_of({"m", {{"u", {weight, weight}}}, {0}}), HasSubstr("'w' appears twice"));
+  EXPECT_THAT(message_of({"m", {{"u", {weight}}, {"u", {weight}}}, {0, 1}}),
+              HasSubstr("unit name 'u' appears twice"));
+  EXPECT_THAT(message_of({"m", {{"u", {weight}}}, {}}), HasSubstr("is never used"));
+  EXPECT_THAT(message_of({"m", {{"u", {weight}}}, {0, 1}}), HasSubstr("name unit 1"));
+  EXPECT_THAT(message_of({"m", {{"u", {{"w", {-1}, {}}}}}, {0}}), HasSubstr("negative"));
+  EXPECT_THAT(message_of({"m", {{"u", {{"w", {1LL << 40, 1LL << 40}, {}}}}}, {0}}),
+              HasSubstr("check its shapes"));
+  EXPECT_EQ(message_of({"m", {{"u", {weight}}}, {0}}), "");
+}
+
+}  // namespace
+}  // namespace fsdp::model_shape_test

@@ -1,0 +1,149 @@
+// The most memory of a step on a GPU, from what layers keep.
+#include "fsdp/plan/peak_forecast.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "fsdp/base/error.h"
+#include "fsdp/plan/load_model.h"
+#include "fsdp/plan/model_tensors.h"
+
+namespace fsdp::peak_forecast_test {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
+
+constexpr auto kStep = GradientLifetime::kStep;
+constexpr auto kPersistent = GradientLifetime::kPersistent;
+
+LlamaConfig small_config() {
+  return {.vocab_size = 5000,
+          .hidden_size = 640,
+          .num_hidden_layers = 3,
+          .num_attention_heads = 10,
+          .num_key_value_heads = 5,
+          .intermediate_size = 1792};
+}
+
+PlanOptions fp32_gradients() {
+  PlanOptions options;
+  options.precision.main_grads = DType::kFloat32;
+  return options;
+}
+
+struct Planned {
+  Forecast forecast;
+  PeakForecast peak;
+};
+
+Planned plan(const ModelShape& model, const PlanOptions& options, const PeakOptions& peak) {
+  const Planner planner(model, options);
+  const Forecast forecast = planner.forecast();
+  return {forecast, forecast_peak(planner.model(), planner.groups(), forecast, peak)};
+}
+
+int64_t per_token(const std::vector<KeptTensor>& kept) {
+  int64_t sum = 0;
+  for (const KeptTensor& tensor : kept) sum += tensor.elements_per_token * tensor.element_bytes;
+  return sum;
+}
+
+TEST(PeakForecast, CountsWhatABlockKeeps) {
+  // Two norms with their inputs, outputs and factors; queries and attention's output, keys and
+  // values, ten logarithms; gate, up and their product.
+  EXPECT_EQ(per_token(kept_by_block(small_config(), DType::kBFloat16)),
+            2 * (4 * 640) + 2 * 4 + 2 * (2 * 640) + 2 * (2 * 320) + 10 * 4 + 2 * (3 * 1792));
+  LlamaConfig normed = small_config();
+  normed.qk_norm = true;
+  EXPECT_EQ(per_token(kept_by_block(normed, DType::kBFloat16)) -
+                per_token(kept_by_block(small_config(), DType::kBFloat16)),
+            2 * (640 + 320) + 4 * 15);
+}
+
+TEST(PeakForecast, IsAtTheLossWhereThereAreManyTokens) {
+  const ModelShape model = build_model("small", ModelConfig(small_config()));
+  const BatchShape batch{.rows = 4, .sequence = 2048};
+  const auto [forecast, peak] = plan(model, fp32_gradients(), {batch, kStep});
+  EXPECT_EQ(peak.when, "the backward of the loss");
+  EXPECT_EQ(peak.gradients, 0);
+  EXPECT_EQ(peak.state, forecast.bytes.total() - forecast.bytes.main_grad);
+  EXPECT_EQ(peak.working, 8192 * 5000 * 2);
+  EXPECT_EQ(peak.activations,
+            2 * 8192 * 8 + 8192 * (3 * per_token(kept_by_block(small_config(), DType::kBFloat16)) +
+                                   per_token(kept_by_head(small_config(), DType::kBFloat16))));
+  EXPECT_EQ(peak.total(), peak.allocated() + peak.context);
+}
+
+TEST(PeakForecast, IsAtTheEndOfTheBackwardWhereThereAreFew) {
+  const ModelShape model = build_model("small", ModelConfig(small_config()));
+  const auto [forecast, peak] = plan(model, fp32_gradients(), {{1, 1}, kStep});
+  EXPECT_EQ(peak.when, "the backward of the embedding");
+  EXPECT_EQ(peak.gradients, forecast.bytes.main_grad);
+}
+
+TEST(PeakForecast, HasAllGradientsWhereTheyKeepTheirMemory) {
+  const ModelShape model = build_model("small", ModelConfig(small_config()));
+  const BatchShape batch{.rows = 4, .sequence = 2048};
+  const auto [forecast, kept] = plan(model, fp32_gradients(), {batch, kPersistent});
+  const PeakForecast freed = plan(model, fp32_gradients(), {batch, kStep}).peak;
+  EXPECT_EQ(kept.gradients, forecast.bytes.main_grad);
+  EXPECT_EQ(kept.allocated() - kept.rounding - (freed.allocated() - freed.rounding),
+            forecast.bytes.main_grad);
+}
+
+TEST(PeakForecast, ShardsStateAndNotActivations) {
+  const ModelShape model = build_model("small", ModelConfig(small_config()));
+  const PeakOptions batch{{4, 2048}, kStep};
+  PlanOptions eight = fp32_gradients();
+  eight.ranks = 8;
+  const PeakForecast one = plan(model, fp32_gradients(), batch).peak;
+  const PeakForecast of_eight = plan(model, eight, batch).peak;
+  EXPECT_LT(of_eight.state, one.state);
+  EXPECT_EQ(of_eight.activations, one.activations);
+}
+
+TEST(AllocatorBlocks, FollowLibtorchs) {
+  constexpr int64_t kMiB = int64_t{1} << 20;
+  AllocatorBlocks blocks;
+  EXPECT_EQ(blocks.give(1), 512);
+  EXPECT_EQ(blocks.give(kMiB - 511), kMiB);
+  // A segment of its own, whose rest of 1 MiB goes with it, or stays for another.
+  EXPECT_EQ(blocks.give(13 * kMiB), 14 * kMiB);
+  EXPECT_EQ(blocks.give(13 * kMiB - 512), 13 * kMiB - 512);
+  // Three of 6.5 MiB share 20 MiB: the last one takes what is left.
+  for (const double given : {6.5, 6.5, 7.0})
+    EXPECT_EQ(blocks.give(6 * kMiB + kMiB / 2), static_cast<int64_t>(given * kMiB));
+}
+
+// As measured on an H200 (bench/results/2026-11-15-gpu.md): most bytes that libtorch had given out.
+TEST(PeakForecast, IsWithinTwoPercentOfWhatWasMeasured) {
+  struct Row {
+    const char* model;
+    BatchShape batch;
+    double measured_mb;
+  };
+  for (const Row& row :
+       {Row{"llama-1b", {4, 2048}, 25116.7}, Row{"llama-110m", {4, 512}, 2624.7}}) {
+    const PeakForecast peak =
+        plan(load_model(row.model), fp32_gradients(), {row.batch, kStep}).peak;
+    EXPECT_NEAR(static_cast<double>(peak.allocated()) / 1e6, row.measured_mb,
+                0.02 * row.measured_mb)
+        << row.model;
+  }
+}
+
+TEST(PeakForecast, SaysWhichModelsItKnows) {
+  for (const char* name : {"mixtral-8x7b", "nemotron-h-8b", "deepseek-v3"})
+    EXPECT_THAT(
+        [&] {
+          plan(load_model(name), {}, {{1, 128}, kStep});
+        },
+        ThrowsMessage<UsageError>(HasSubstr(std::string("activations of model '") + name)));
+}
+
+}  // namespace
+}  // namespace fsdp::peak_forecast_test
