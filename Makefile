@@ -7,9 +7,6 @@ SHELL := /bin/bash
 JOBS ?= $(shell awk -v cores=$$(nproc) '/MemAvailable/ {fit = int($$2 / 2000000); \
   print fit < 1 ? 1 : fit < cores ? fit : cores}' /proc/meminfo)
 
-# Ninja says how much is done, and since when.
-export NINJA_STATUS ?= [%f/%t %es] 
-
 # Open MPI refuses to run as root (containers) unless told twice.
 ifeq ($(shell id -u),0)
 export OMPI_ALLOW_RUN_AS_ROOT := 1

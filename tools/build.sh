@@ -18,4 +18,6 @@ if [[ ! -f $folder/build.ninja || CMakePresets.json -nt $folder/build.ninja ||
   cmake --preset "$preset" >"build/$preset-configure.log"
   echo "$found_tools" >"$stamp"
 fi
+# Ninja shows how many of how many steps are done, and after how many seconds.
+export NINJA_STATUS=${NINJA_STATUS:-[%f/%t, %e s] }
 cmake --build --preset "$preset" "$@"
