@@ -104,8 +104,12 @@ class Finder {
   void check_names_are_used(const torch::nn::Module& model) const {
     for (size_t i = 0; i < named_.size(); ++i) {
       if (is_used_[i]) continue;
+      const auto depth_of = [](std::string_view name) {
+        return std::count(name.begin(), name.end(), '.');
+      };
       std::vector<std::string> names;
-      for (const auto& item : model.named_modules()) names.push_back(item.key());
+      for (const auto& item : model.named_modules())
+        if (depth_of(item.key()) == depth_of(named_[i])) names.push_back(item.key());
       const std::string guess = nearest_to_glob(named_[i], names);
       throw UsageError(concat("units has '", named_[i],
                               "', but no module of the model is called so",
