@@ -35,34 +35,34 @@ void GradientStandIns::add(const at::Tensor& parameter, const std::string& name)
       "' is touched, but the model is sharded and so are its gradients; update with "
       "fsdp::AdamW or fsdp::SGD (their step.max_norm clips), clear with zero_grad() of those "
       "or of Sharded, and read Sharded::parameters()");
-  entries_.push_back({parameter, untouchable_like(parameter, sentence), name});
+  stand_ins_.push_back({parameter, untouchable_like(parameter, sentence), name});
 }
 
 void GradientStandIns::put() {
-  for (const Entry& entry : entries_) entry.parameter.mutable_grad() = entry.stand_in;
+  for (const StandIn& each : stand_ins_) each.parameter.mutable_grad() = each.stand_in;
   are_put_ = true;
 }
 
 void GradientStandIns::take() {
   if (!are_put_) return;
-  for (const Entry& entry : entries_) entry.parameter.mutable_grad() = at::Tensor();
+  for (const StandIn& each : stand_ins_) each.parameter.mutable_grad() = at::Tensor();
   are_put_ = false;
 }
 
 GradientStandIns::Missing GradientStandIns::missing() const {
   if (!are_put_) return Missing::kNone;
-  if (std::all_of(entries_.begin(), entries_.end(), std::mem_fn(&Entry::is_there)))
+  if (std::all_of(stand_ins_.begin(), stand_ins_.end(), std::mem_fn(&StandIn::is_there)))
     return Missing::kNone;
-  const bool are_cleared = std::none_of(entries_.begin(), entries_.end(), [](const Entry& entry) {
-    return entry.parameter.grad().defined();
-  });
+  const bool are_cleared =
+      std::none_of(stand_ins_.begin(), stand_ins_.end(),
+                   [](const StandIn& each) { return each.parameter.grad().defined(); });
   return are_cleared ? Missing::kAll : Missing::kSome;
 }
 
 const std::string& GradientStandIns::name_of_missing() const {
-  const auto found = std::find_if(entries_.begin(), entries_.end(),
-                                  [](const Entry& entry) { return !entry.is_there(); });
-  FSDP_ASSERT(found != entries_.end());
+  const auto found = std::find_if(stand_ins_.begin(), stand_ins_.end(),
+                                  [](const StandIn& each) { return !each.is_there(); });
+  FSDP_ASSERT(found != stand_ins_.end());
   return found->name;
 }
 

@@ -31,14 +31,14 @@ class GradientStandIns {
   const std::string& name_of_missing() const;
 
  private:
-  struct Entry {
+  struct StandIn {
     at::Tensor parameter;
     at::Tensor stand_in;
     std::string name;
     // Not grad(), which first checks at some cost whether the parameter is a leaf.
     bool is_there() const { return parameter.mutable_grad().is_same(stand_in); }
   };
-  std::vector<Entry> entries_;
+  std::vector<StandIn> stand_ins_;
   bool are_put_ = false;
 };
 

@@ -29,38 +29,37 @@ bool HeldGradients::takes(const at::Tensor& target, const at::Tensor& gradient) 
 void HeldGradients::hold(const at::Tensor& target, const at::Tensor& gradient, How how) {
   const c10::Stream current = current_stream(target.device());
   // One launch belongs to one stream and touches a target once.
-  const bool is_held = std::any_of(entries_.begin(), entries_.end(), [&](const Entry& entry) {
-    return entry.target.is_same(target);
-  });
+  const bool is_held = std::any_of(held_.begin(), held_.end(),
+                                   [&](const Held& held) { return held.target.is_same(target); });
   if (is_held || stream_ != current) pack();
   stream_ = current;
-  entries_.push_back({target, gradient, how});
+  held_.push_back({target, gradient, how});
   num_bytes_ += static_cast<int64_t>(gradient.nbytes());
   if (num_bytes_ > kMaxBytes) pack();
 }
 
 void HeldGradients::pack() {
-  if (entries_.empty()) return;
+  if (held_.empty()) return;
   const c10::Stream current = current_stream(stream_->device());
   if (current != *stream_) {
     follow(current, *stream_);
-    for (const Entry& entry : entries_) used_on(current, entry.gradient);
+    for (const Held& held : held_) used_on(current, held.gradient);
   }
   std::vector<PackedTensor> tensors;
-  tensors.reserve(entries_.size());
-  for (const Entry& entry : entries_)
-    tensors.push_back({.from = entry.gradient.const_data_ptr(),
-                       .from_dtype = dtype_of(entry.gradient.scalar_type()),
-                       .to = entry.target.mutable_data_ptr(),
-                       .numel = entry.target.numel(),
-                       .adds = entry.how == How::kAdd});
-  const DType type = dtype_of(entries_.front().target.scalar_type());
+  tensors.reserve(held_.size());
+  for (const Held& held : held_)
+    tensors.push_back({.from = held.gradient.const_data_ptr(),
+                       .from_dtype = dtype_of(held.gradient.scalar_type()),
+                       .to = held.target.mutable_data_ptr(),
+                       .numel = held.target.numel(),
+                       .adds = held.how == How::kAdd});
+  const DType type = dtype_of(held_.front().target.scalar_type());
   pack_on_device(tensors, type, /*scale=*/1.0f, current.native_handle());
   reset();
 }
 
 void HeldGradients::reset() noexcept {
-  entries_.clear();
+  held_.clear();
   num_bytes_ = 0;
 }
 

@@ -33,13 +33,13 @@ class HeldGradients {
   void reset() noexcept;
 
  private:
-  struct Entry {
+  struct Held {
     at::Tensor target;
     at::Tensor gradient;
     How how;
   };
 
-  std::vector<Entry> entries_;
+  std::vector<Held> held_;
   int64_t num_bytes_ = 0;
   std::optional<c10::Stream> stream_;  // of the entries
 };
