@@ -35,7 +35,7 @@ NOT_RUN = {
         "make build": "builds",
         "make test": "runs this",
         "cmake --preset debug": "builds",
-        "cmake --build --preset debug --target base_test": "builds",
+        "cmake --build --preset debug --target unit_base": "builds",
         "ctest --preset debug -R base_test": "needs that build",
     },
     "docs/multi-host.md": {
