@@ -10,6 +10,10 @@
 #include "fsdp/comm/launch.h"
 #include "fsdp/comm/mesh.h"
 
+namespace c10d {
+class Store;
+}
+
 namespace fsdp {
 
 class Communicator;
@@ -21,6 +25,12 @@ class World {
   // Joins the job this process was started in: mpirun and srun through MPI, torchrun through
   // TCP; without a launcher, a world of one rank.
   static World from_environment(const CommOptions& options = CommOptions::from_environment());
+
+  // Joins the processes that `launch` describes, who meet through a store of torch.distributed
+  // under the name `meeting`, which no earlier meeting had. A process may be in several such
+  // worlds.
+  static World from_store(c10d::Store& store, const Launch& launch, const std::string& meeting,
+                          const CommOptions& options = CommOptions::from_environment());
 
   // Rank `rank` of `size`, alone: nothing moves, every call is recorded.
   static World simulated(int rank, int size, std::shared_ptr<Recording> recording);

@@ -10,6 +10,10 @@
 #include "fsdp/comm/communicator.h"
 #include "fsdp/comm/launch.h"
 
+namespace c10d {
+class Store;
+}
+
 namespace fsdp {
 
 class MessageTransport;
@@ -29,6 +33,11 @@ std::unique_ptr<Communicator> connect_mpi(const Launch& launch, const CommOption
 // where set, is the address at which the others reach this process. An Error when somebody does not
 // come. One world per process and time.
 std::unique_ptr<Communicator> connect_tcp(const Launch& launch, const CommOptions& options);
+
+// The same for processes that torch.distributed has brought together: they meet through its store,
+// under a name that no earlier meeting had. Any number of worlds at a time.
+std::unique_ptr<Communicator> connect_tcp_by_store(const Launch& launch, const CommOptions& options,
+                                                   c10d::Store& store, const std::string& meeting);
 
 // What `mpi` and `tcp` both return: the communicator "world" of all ranks of the transport's job.
 // Device tensors are staged through pinned memory.

@@ -47,8 +47,8 @@ bool uses_nccl(const Launch& launch, const CommOptions& options) {
   return false;
 }
 
-std::unique_ptr<Communicator> connect_processes(const Launch& launch, const CommOptions& options) {
-  std::unique_ptr<Communicator> hosts = connect_hosts(launch, options);
+std::unique_ptr<Communicator> with_nccl(std::unique_ptr<Communicator> hosts, const Launch& launch,
+                                        const CommOptions& options) {
   if (!uses_nccl(launch, options)) return hosts;
   return over_nccl(std::move(hosts), launch.local_rank, options);
 }
@@ -131,7 +131,16 @@ int World::size() const { return communicator_->size(); }
 World World::from_environment(const CommOptions& options) {
   const Launch launch = read_launch();
   if (launch.size > 1) set_thread_rank(launch.rank);
-  return World(launch, connect_processes(launch, options));
+  return World(launch, with_nccl(connect_hosts(launch, options), launch, options));
+}
+
+World World::from_store(c10d::Store& store, const Launch& launch, const std::string& meeting,
+                        const CommOptions& options) {
+  if (launch.size > 1) set_thread_rank(launch.rank);
+  std::unique_ptr<Communicator> hosts =
+      launch.size == 1 ? std::make_unique<ThreadsCommunicator>(0, meeting_place(1, options))
+                       : connect_tcp_by_store(launch, options, store, meeting);
+  return World(launch, with_nccl(std::move(hosts), launch, options));
 }
 
 World World::simulated(int rank, int size, std::shared_ptr<Recording> recording) {

@@ -43,16 +43,16 @@ std::string first_line(const std::exception& error) {
   return shown(text.substr(0, text.find('\n')), 500);
 }
 
-class AgentStore final : public MeetingPlace {
+// A store of libtorch's, in which rank 0 leaves its address.
+class StorePlace final : public MeetingPlace {
  public:
-  AgentStore(const Endpoint& endpoint, const c10d::TCPStoreOptions& options, std::string key)
-      : endpoint_(endpoint), key_(std::move(key)), store_(guarded([&] {
-          return c10::make_intrusive<c10d::TCPStore>(endpoint.host, options);
-        })) {}
+  // `owner` names the store in errors.
+  StorePlace(c10::intrusive_ptr<c10d::Store> store, std::string key, std::string owner)
+      : store_(std::move(store)), key_(std::move(key)), owner_(std::move(owner)) {}
 
   void announce(const Endpoint& endpoint) override {
     const std::string text = concat(endpoint.host, " ", endpoint.port);
-    guarded([&] {
+    guarded(owner_, [&] {
       store_->set(key_, std::vector<uint8_t>(text.begin(), text.end()));
       return 0;
     });
@@ -60,7 +60,7 @@ class AgentStore final : public MeetingPlace {
 
   // Asks rather than waits: libtorch's waiting fills the terminal with warnings.
   std::optional<Endpoint> find() override {
-    return guarded([&]() -> std::optional<Endpoint> {
+    return guarded(owner_, [&]() -> std::optional<Endpoint> {
       if (!store_->check({key_})) return std::nullopt;
       const std::vector<uint8_t> bytes = store_->get(key_);
       std::istringstream in(std::string(bytes.begin(), bytes.end()));
@@ -70,20 +70,19 @@ class AgentStore final : public MeetingPlace {
     });
   }
 
- private:
   template <typename Body>
-  auto guarded(Body body) -> decltype(body()) {
+  static auto guarded(const std::string& owner, Body body) -> decltype(body()) {
     try {
       return body();
     } catch (const c10::Error& error) {
-      throw CommError(concat("the store of torchrun at MASTER_ADDR:MASTER_PORT, ", endpoint_.text(),
-                             ", does not answer: ", first_line(error)));
+      throw CommError(concat("the store of ", owner, " does not answer: ", first_line(error)));
     }
   }
 
-  const Endpoint endpoint_;
+ private:
+  const c10::intrusive_ptr<c10d::Store> store_;
   const std::string key_;
-  const c10::intrusive_ptr<c10d::TCPStore> store_;
+  const std::string owner_;
 };
 
 // libtorch reports every failed attempt to connect, so its store is opened only when somebody
@@ -121,7 +120,10 @@ std::unique_ptr<MeetingPlace> open_meeting_place(const Launch& launch, const std
   options.timeout =
       std::max(std::chrono::milliseconds(1000),
                std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()));
-  return std::make_unique<AgentStore>(endpoint, options, meeting);
+  const std::string owner = concat("torchrun at MASTER_ADDR:MASTER_PORT, ", endpoint.text(), ",");
+  auto store = StorePlace::guarded(
+      owner, [&] { return c10::make_intrusive<c10d::TCPStore>(endpoint.host, options); });
+  return std::make_unique<StorePlace>(std::move(store), meeting, owner);
 }
 
 // How long rank 0 may take to replace the address that an earlier round of the same job left in
@@ -160,11 +162,11 @@ std::string meeting_name(int num_joined_before) {
                 env_text("TORCHELASTIC_RESTART_COUNT").value_or("0"), "/", num_joined_before);
 }
 
-// Where this process listens: rank 0 at the address it was given, the others where rank 0 reaches
-// them. No process listens at all addresses of its host unless it is told to.
-Endpoint where_to_listen(const Launch& launch) {
+// Where this process listens: rank 0 at the address it was given and at that port, the others where
+// rank 0 reaches them. No process listens at all addresses of its host unless it is told to.
+Endpoint where_to_listen(const Launch& launch, int port_of_rank_zero) {
   const std::optional<std::string> address = env_text("FSDP_HOST_ADDRESS");
-  const int port = launch.rank == 0 && !agent_holds_store() ? launch.master_port : 0;
+  const int port = launch.rank == 0 ? port_of_rank_zero : 0;
   if (address) return {*address, port};
   if (launch.rank > 0) return {};
   const std::string own = own_address(launch.master_address);
@@ -175,22 +177,34 @@ Endpoint where_to_listen(const Launch& launch) {
   return {own, port};
 }
 
-std::shared_ptr<MessageTransport> join_job(const Launch& launch, const CommOptions& options,
-                                           int num_joined_before) {
-  const Deadline deadline =
-      Clock::now() +
-      std::chrono::ceil<Clock::duration>(std::chrono::duration<double>(options.timeout_seconds));
+Deadline deadline_of(const CommOptions& options) {
+  return Clock::now() +
+         std::chrono::ceil<Clock::duration>(std::chrono::duration<double>(options.timeout_seconds));
+}
+
+std::shared_ptr<MessageTransport> join_at(const Launch& launch, const CommOptions& options,
+                                          MeetingPlace& place, const std::string& meeting,
+                                          int port_of_rank_zero, double seconds_for_old_entries) {
   TcpMeshOptions mesh;
   mesh.rank = launch.rank;
   mesh.size = launch.size;
   mesh.secret = job_secret();
-  mesh.meeting = meeting_name(num_joined_before);
-  const std::unique_ptr<MeetingPlace> place = open_meeting_place(launch, mesh.meeting, deadline);
-  mesh.listen = where_to_listen(launch);
-  mesh.seconds_for_old_entries = agent_holds_store() ? kSecondsForOldEntries : 0;
+  mesh.meeting = meeting;
+  mesh.listen = where_to_listen(launch, port_of_rank_zero);
+  mesh.seconds_for_old_entries = seconds_for_old_entries;
   mesh.timeout_seconds = options.timeout_seconds;
   mesh.timeout_name = options.timeout_name;
-  return std::make_shared<TcpTransport>(launch.rank, connect_tcp_mesh(*place, mesh));
+  return std::make_shared<TcpTransport>(launch.rank, connect_tcp_mesh(place, mesh));
+}
+
+std::shared_ptr<MessageTransport> join_job(const Launch& launch, const CommOptions& options,
+                                           int num_joined_before) {
+  const std::string meeting = meeting_name(num_joined_before);
+  const std::unique_ptr<MeetingPlace> place =
+      open_meeting_place(launch, meeting, deadline_of(options));
+  const bool is_store = agent_holds_store();
+  return join_at(launch, options, *place, meeting, is_store ? 0 : launch.master_port,
+                 is_store ? kSecondsForOldEntries : 0);
 }
 
 }  // namespace
@@ -204,6 +218,16 @@ std::unique_ptr<Communicator> connect_tcp(const Launch& launch, const CommOption
   std::shared_ptr<MessageTransport> transport = current.lock();
   if (!transport) current = transport = join_job(launch, options, num_joined++);
   return communicator_over(std::move(transport), options);
+}
+
+std::unique_ptr<Communicator> connect_tcp_by_store(const Launch& launch, const CommOptions& options,
+                                                   c10d::Store& store, const std::string& meeting) {
+  options.validate();
+  StorePlace place(c10::intrusive_ptr<c10d::Store>::reclaim_copy(&store), meeting,
+                   "torch.distributed");
+  return communicator_over(join_at(launch, options, place, meeting, /*port_of_rank_zero=*/0,
+                                   /*seconds_for_old_entries=*/0),
+                           options);
 }
 
 }  // namespace fsdp
