@@ -52,6 +52,11 @@ class Optimizer {
   // The learning rate as one fp64 element on the model's device.
   const at::Tensor& learning_rate_on_device() const;
 
+  // Changes what the rule of this index in the options says, from the next step on. Waits for
+  // updates under way, and a recorded step is recorded again: for rare changes, unlike the learning
+  // rate.
+  void set_rule(size_t index, double weight_decay, double rate_scale);
+
   // The loss to call backward() on, if losses are scaled.
   at::Tensor scaled(const at::Tensor& loss) const;
 

@@ -9,8 +9,8 @@ namespace fsdp {
 
 // Treats some parameters in another way than the others.
 struct ParameterRule {
-  // Matches the names of parameters: `*` is any text (dots too), `?` one character; "*.bias",
-  // "embed.weight".
+  // Matches the names of parameters: `*` is any text (dots too), `?` one character, `|` separates
+  // alternatives; "*.bias|*.norm.weight", "embed.weight".
   std::string pattern;
   // Their weight decay, for any shape. nullopt: as without the rule.
   std::optional<double> weight_decay = std::nullopt;

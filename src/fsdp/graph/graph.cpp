@@ -74,7 +74,10 @@ class Graph::Impl {
  private:
   void replay();
   void record();
-  void release_recording();
+  void release_recording(const char* why);
+  int64_t num_rule_changes() const {
+    return optimizer_ == nullptr ? 0 : OptimizerAccess::of(*optimizer_).num_rule_changes();
+  }
   // `rate` was the learning rate before.
   void check_recorded(double rate) const;
   void cancel_recording();
@@ -89,6 +92,7 @@ class Graph::Impl {
   int64_t num_eager_ = 0;
   bool is_recorded_ = false;
   int64_t recorded_plan_ = 0;          // the engine's plan_number() then
+  int64_t recorded_rules_ = 0;         // the optimizer's num_rule_changes() then
   std::vector<GradientCycle> cycles_;  // of gradients the body leaves behind
 };
 
@@ -122,7 +126,9 @@ void Graph::Impl::run() {
     const c10::StreamGuard guard(stream_);
     wait_for_all();
     if (is_recorded_ && EngineAccess::of(sharded_).weights().plan_number() != recorded_plan_)
-      release_recording();
+      release_recording("its memory was planned anew");
+    if (is_recorded_ && num_rule_changes() != recorded_rules_)
+      release_recording("the numbers of a rule of the optimizer have changed");
     if (optimizer_ != nullptr) OptimizerAccess::of(*optimizer_).tell_learning_rate();
     const bool is_warm =
         num_eager_ >= options_.warmup && EngineAccess::of(sharded_).weights().is_planned();
@@ -177,14 +183,15 @@ void Graph::Impl::record() {
   }
   cycles_ = EngineAccess::of(sharded_).gradients().cycles();
   recorded_plan_ = EngineAccess::of(sharded_).weights().plan_number();
+  recorded_rules_ = num_rule_changes();
   is_recorded_ = true;
 }
 
-// The engine has planned its memory anew, so the addresses in the recording belong to others.
-void Graph::Impl::release_recording() {
-  log(LogLevel::kInfo,
-      "the memory of the recorded step was planned anew since; it is recorded again after ",
-      options_.warmup, " steps without a graph");
+// After a plan the addresses in the recording belong to others, and rules are numbers in its
+// kernels.
+void Graph::Impl::release_recording(const char* why) {
+  log(LogLevel::kInfo, "the recorded step is out of date, because ", why,
+      "; it is recorded again after ", options_.warmup, " steps without a graph");
   device_graph_ = make_device_graph(stream_.device());
   is_recorded_ = false;
   num_eager_ = 0;

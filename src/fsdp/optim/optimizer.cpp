@@ -16,6 +16,9 @@ double Optimizer::learning_rate() const { return impl_->learning_rate(); }
 const at::Tensor& Optimizer::learning_rate_on_device() const {
   return impl_->learning_rate_on_device();
 }
+void Optimizer::set_rule(size_t index, double weight_decay, double rate_scale) {
+  impl_->set_rule(index, weight_decay, rate_scale);
+}
 at::Tensor Optimizer::scaled(const at::Tensor& loss) const { return impl_->scaled(loss); }
 StepState Optimizer::state() const { return impl_->state(); }
 double Optimizer::gradient_norm() const { return impl_->gradient_norm(); }

@@ -137,6 +137,22 @@ void Optimizer::Impl::set_learning_rate(double rate) {
   learning_rate_ = rate;
 }
 
+void Optimizer::Impl::set_rule(size_t index, double weight_decay, double rate_scale) {
+  if (index >= rule_.parameters.rules.size())
+    throw UsageError(concat("rule ", index, " does not exist; there are ",
+                            rule_.parameters.rules.size(), " in the options"));
+  ParameterRuleOptions{.rules = {{.pattern = rule_.parameters.rules[index].pattern,
+                                  .weight_decay = weight_decay,
+                                  .rate_scale = rate_scale}}}
+      .validate();
+  wait();  // updates under way read the numbers of rules
+  ++num_rule_changes_;
+  for (UnitUpdate& unit : units_)
+    for (GroupUpdate& group : unit.groups)
+      for (UpdatePiece& piece : group.pieces())
+        piece.set_rule(static_cast<int32_t>(index), weight_decay, rate_scale);
+}
+
 void Optimizer::Impl::tell_learning_rate() {
   if (std::exchange(rate_changed_, false)) rate_on_device_.fill_(learning_rate_);
 }

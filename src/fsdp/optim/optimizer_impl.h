@@ -52,12 +52,15 @@ class Optimizer::Impl {
   void set_learning_rate(double rate);
   double learning_rate() const { return learning_rate_; }
   const at::Tensor& learning_rate_on_device() const { return rate_on_device_; }
+  void set_rule(size_t index, double weight_decay, double rate_scale);
   at::Tensor scaled(const at::Tensor& loss) const;
   StepState state() const;
   double gradient_norm() const;
   void wait() const;
 
   // --- steps that are replayed (graph/) ---
+  // How often set_rule() was called: the numbers of rules are part of a recording.
+  int64_t num_rule_changes() const { return num_rule_changes_; }
   // Tells the device now what step() would tell it. No step may be under way.
   void tell_learning_rate();
   // Makes the caller's stream wait for the whole last step. Keeps no handle of that step, since a
@@ -101,6 +104,7 @@ class Optimizer::Impl {
   const StepRule step_rule_;
   double learning_rate_;
   bool rate_changed_ = true;  // since the device was last told
+  int64_t num_rule_changes_ = 0;
 
   at::Tensor state_;  // the bytes of a StepState, and views of some of its fields
   at::Tensor norm_;

@@ -18,17 +18,25 @@ struct RuleUse {
 };
 
 bool matches(const ParameterRule& rule, const ParameterTraits& parameter) {
-  return std::any_of(parameter.names.begin(), parameter.names.end(),
-                     [&](const std::string& name) { return matches_glob(rule.pattern, name); });
+  const std::string_view pattern = rule.pattern;
+  for (size_t begin = 0; begin <= pattern.size();) {
+    const size_t end = std::min(pattern.find('|', begin), pattern.size());
+    const std::string alternative(pattern.substr(begin, end - begin));
+    for (const std::string& name : parameter.names)
+      if (matches_glob(alternative, name)) return true;
+    begin = end + 1;
+  }
+  return false;
 }
 
-HyperParameters hyper_parameters(const ParameterRuleOptions& options, const ParameterRule* rule,
+HyperParameters hyper_parameters(const ParameterRuleOptions& options, int32_t rule,
                                  const ParameterTraits& parameter) {
   const bool is_spared = options.spares_vectors && parameter.num_dims < 2;
-  HyperParameters result{.weight_decay = is_spared ? 0.0 : options.weight_decay};
-  if (rule == nullptr) return result;
-  result.rate_scale = rule->rate_scale;
-  result.weight_decay = rule->weight_decay.value_or(result.weight_decay);
+  HyperParameters result{.weight_decay = is_spared ? 0.0 : options.weight_decay, .rule = rule};
+  if (rule < 0) return result;
+  const ParameterRule& given = options.rules[static_cast<size_t>(rule)];
+  result.rate_scale = given.rate_scale;
+  result.weight_decay = given.weight_decay.value_or(result.weight_decay);
   return result;
 }
 
@@ -117,13 +125,13 @@ std::vector<HyperParameters> apply_rules(const ParameterRuleOptions& options,
   std::vector<HyperParameters> results;
   results.reserve(parameters.size());
   for (const ParameterTraits& parameter : parameters) {
-    const ParameterRule* first = nullptr;
+    int32_t first = -1;
     for (size_t i = 0; i < options.rules.size(); ++i) {
       // Once a rule is known to match something, only the first match of each parameter counts.
-      if ((first != nullptr && uses[i].matches) || !matches(options.rules[i], parameter)) continue;
+      if ((first >= 0 && uses[i].matches) || !matches(options.rules[i], parameter)) continue;
       uses[i].matches = true;
-      if (first != nullptr) continue;
-      first = &options.rules[i];
+      if (first >= 0) continue;
+      first = static_cast<int32_t>(i);
       uses[i].decides = true;
     }
     results.push_back(hyper_parameters(options, first, parameter));

@@ -40,6 +40,7 @@ struct ParameterTraits {
 struct HyperParameters {
   double weight_decay = 0.0;
   double rate_scale = 1.0;
+  int32_t rule = -1;  // the index of the rule that says so, whose numbers may change; -1: none
 
   friend bool operator==(const HyperParameters&, const HyperParameters&) = default;
 };

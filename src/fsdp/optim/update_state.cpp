@@ -51,12 +51,21 @@ UpdatePiece::UpdatePiece(const MainWeightPiece& main, DType gradient_dtype, uint
     UpdateSpan& span = spans_.emplace_back(span_of(main, run));
     span.gradient_dtype = gradient_dtype;
     span.group = group;
+    rules_.push_back(run.hyper.rule);
   }
   SlabAllocator& allocator =
       main.is_offloaded ? memory.on_host(MemoryKind::kMoment) : memory.of(MemoryKind::kMoment);
   const c10::Device device = main.is_offloaded ? c10::Device(c10::kCPU) : main.weight.device();
   moments_.resize(moments.size());
   for (size_t i = 0; i < moments.size(); ++i) allocate(i, moments[i].dtype, allocator, device);
+}
+
+void UpdatePiece::set_rule(int32_t rule, double weight_decay, double rate_scale) {
+  for (size_t i = 0; i < spans_.size(); ++i) {
+    if (rules_[i] != rule) continue;
+    spans_[i].weight_decay = static_cast<float>(weight_decay);
+    spans_[i].rate_scale = static_cast<float>(rate_scale);
+  }
 }
 
 void UpdatePiece::allocate(size_t which, DType dtype, SlabAllocator& allocator,

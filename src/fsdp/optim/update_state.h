@@ -39,6 +39,9 @@ class UpdatePiece {
   // Without gradients, and without weights that are not in this memory.
   const std::vector<UpdateSpan>& spans() const { return spans_; }
 
+  // Changes the numbers of the spans that this rule decides.
+  void set_rule(int32_t rule, double weight_decay, double rate_scale);
+
   // Elements [flat) of the group's whole buffer, all of this piece, of moment `which`: as fp32
   // numbers on the CPU, and back (kernels/moments.h). Scaled types keep set values exactly if whole
   // blocks of scales are set at once.
@@ -63,6 +66,7 @@ class UpdatePiece {
   const MainWeightPiece* main_;
   std::vector<Memory> moments_;
   std::vector<UpdateSpan> spans_;
+  std::vector<int32_t> rules_;  // of the spans (HyperParameters::rule)
 };
 
 // The state of a group's optimizer shard.

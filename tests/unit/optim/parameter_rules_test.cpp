@@ -38,17 +38,26 @@ TEST(ParameterRules, TheFirstMatchCountsAlone) {
       .weight_decay = 0.1,
       .rules = {{"layers.0.attn.*", 0.3, 2.0}, {"layers.*", std::nullopt, 0.5}, {"embed.*", 0.0}}};
   const std::vector<HyperParameters> all = apply_rules(options, model());
-  EXPECT_EQ(all[0], (HyperParameters{0.0, 1.0}));
-  EXPECT_EQ(all[1], (HyperParameters{0.0, 0.5})) << "spared: its rule says nothing about decay";
-  EXPECT_EQ(all[2], (HyperParameters{0.3, 2.0})) << "not 2.0 * 0.5";
-  EXPECT_EQ(all[3], (HyperParameters{0.3, 2.0})) << "a rule's decay is for vectors too";
-  EXPECT_EQ(all[4], (HyperParameters{0.1, 0.5}));
+  EXPECT_EQ(all[0], (HyperParameters{0.0, 1.0, 2}));
+  EXPECT_EQ(all[1], (HyperParameters{0.0, 0.5, 1})) << "spared: its rule says nothing about decay";
+  EXPECT_EQ(all[2], (HyperParameters{0.3, 2.0, 0})) << "not 2.0 * 0.5";
+  EXPECT_EQ(all[3], (HyperParameters{0.3, 2.0, 0})) << "a rule's decay is for vectors too";
+  EXPECT_EQ(all[4], (HyperParameters{0.1, 0.5, 1}));
   EXPECT_EQ(all[5], (HyperParameters{0.0, 1.0})) << "no rule is for it";
 }
 
 TEST(ParameterRules, OneOfSeveralNamesIsEnough) {
   const auto all = apply_rules({.weight_decay = 0.1, .rules = {{"head.*", 0.0, 3.0}}}, model());
-  EXPECT_EQ(all[0], (HyperParameters{0.0, 3.0}));
+  EXPECT_EQ(all[0], (HyperParameters{0.0, 3.0, 0}));
+}
+
+TEST(ParameterRules, AlternativesOfAPatternAreOneRule) {
+  const ParameterRuleOptions options{.weight_decay = 0.1,
+                                     .rules = {{"*.bias|temperature", 0.0, 3.0}}};
+  const std::vector<HyperParameters> all = apply_rules(options, model());
+  EXPECT_EQ(all[3], (HyperParameters{0.0, 3.0, 0}));
+  EXPECT_EQ(all[5], (HyperParameters{0.0, 3.0, 0}));
+  EXPECT_EQ(all[4], (HyperParameters{0.1, 1.0}));
 }
 
 TEST(ParameterRules, ForNothingAreRefusedWithTheNearestName) {
