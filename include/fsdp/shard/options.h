@@ -18,9 +18,12 @@
 
 namespace fsdp {
 
-// The types of the buffers beside the weights, which keep the parameters' own dtype (convert the
-// model before sharding it: `model->to(torch::kBFloat16)`).
+// The types of the weights and of the buffers beside them.
 struct PrecisionPolicy {
+  // What floating-point parameters compute in. nullopt: the dtype that each has in the model.
+  // Unlike model->to(torch::kBFloat16) before fully_shard(), it leaves main weights unrounded.
+  std::optional<at::ScalarType> params = std::nullopt;
+
   // Main weights, which the optimizer updates. Equal to the parameters' dtype, or nullopt: the
   // weights themselves, never a second copy.
   std::optional<at::ScalarType> main_params = at::kFloat;

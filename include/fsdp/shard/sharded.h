@@ -101,7 +101,8 @@ class Sharded {
   enum class Access : uint8_t { kRead, kWrite };
   class FullParameters {
    public:
-    FullParameters(std::shared_ptr<Engine> engine, Access access);
+    FullParameters(std::shared_ptr<Engine> engine, Access access,
+                   const std::vector<std::string>& units);
     ~FullParameters();
     FullParameters(const FullParameters&) = delete;
     FullParameters& operator=(const FullParameters&) = delete;
@@ -109,12 +110,14 @@ class Sharded {
    private:
     std::shared_ptr<Engine> engine_;
     const Access access_;
+    std::vector<ShardedUnit*> units_;
     std::vector<ShardedUnit*> gathered_;
   };
-  // While the guard lives every parameter is whole; with kWrite, changes become the value, on all
-  // ranks alike. All ranks call it.
-  [[nodiscard]] FullParameters full_parameters(Access access = Access::kRead) const {
-    return FullParameters(engine_, access);
+  // While the guard lives every parameter of these units (none: of all) is whole; with kWrite,
+  // changes become the value, on all ranks alike. All ranks call it.
+  [[nodiscard]] FullParameters full_parameters(Access access = Access::kRead,
+                                               const std::vector<std::string>& units = {}) const {
+    return FullParameters(engine_, access, units);
   }
 
   // --- what is there ---------------------------------------------------------------------------

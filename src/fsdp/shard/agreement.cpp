@@ -17,7 +17,8 @@ std::string type_fact(std::optional<at::ScalarType> type) {
 }
 
 void add_precision(RankFacts& facts, const PrecisionPolicy& precision) {
-  const auto& [main_params, main_storage, main_grads, grad_comm] = precision;
+  const auto& [params, main_params, main_storage, main_grads, grad_comm] = precision;
+  facts.emplace_back("precision.params", type_fact(params));
   facts.emplace_back("precision.main_params", type_fact(main_params));
   facts.emplace_back("precision.main_storage", name_of(main_storage));
   facts.emplace_back("precision.main_grads", type_fact(main_grads));

@@ -82,14 +82,18 @@ class Builder {
     std::vector<GroupKey> keys;
     std::vector<std::vector<GroupMember>> members;
     for (const OwnedParameter& parameter : found.parameters) {
-      const GroupKey key{parameter.tensor.scalar_type(), parameter.tensor.requires_grad()};
+      const at::ScalarType built_as = parameter.tensor.scalar_type();
+      const at::ScalarType computes_in =
+          at::isFloatingType(built_as) ? engine_->options().precision.params.value_or(built_as)
+                                       : built_as;
+      const GroupKey key{computes_in, parameter.tensor.requires_grad()};
       const auto it = std::find(keys.begin(), keys.end(), key);
       const auto index = static_cast<size_t>(it - keys.begin());
       if (it == keys.end()) {
         keys.push_back(key);
         members.emplace_back();
       }
-      members[index].push_back({parameter.names, parameter.tensor});
+      members[index].push_back({parameter.names, parameter.tensor, built_as, computes_in});
     }
     for (size_t i = 0; i < keys.size(); ++i) add_group(unit, keys[i], std::move(members[i]));
   }

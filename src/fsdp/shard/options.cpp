@@ -11,7 +11,7 @@ namespace {
 void check_floating(const char* field, std::optional<at::ScalarType> type) {
   if (!type || is_floating(dtype_of(*type))) return;
   throw UsageError(concat("precision.", field, " is ", c10::toString(*type),
-                          "; gradients and main weights need fp64, fp32, fp16 or bf16"));
+                          "; weights and gradients need fp64, fp32, fp16 or bf16"));
 }
 
 void check_wide_enough(const char* field, std::optional<at::ScalarType> type) {
@@ -38,9 +38,11 @@ PrecisionTypes PrecisionPolicy::types() const {
 
 void ShardOptions::validate() const {
   check_legal(strategy);
+  check_floating("params", precision.params);
   check_floating("main_params", precision.main_params);
-  for (const auto& [field, type] : {std::pair{"main_grads", precision.main_grads},
-                                    std::pair{"grad_comm", precision.grad_comm}}) {
+  for (const auto& [field, type] :
+       {std::pair{"params", precision.params}, std::pair{"main_grads", precision.main_grads},
+        std::pair{"grad_comm", precision.grad_comm}}) {
     check_floating(field, type);
     check_wide_enough(field, type);
   }

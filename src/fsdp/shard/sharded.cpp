@@ -57,21 +57,25 @@ void Sharded::refresh_weights() const { engine_->refresh_weights(); }
 void Sharded::reset() const { engine_->reset(); }
 const ShardOptions& Sharded::options() const { return engine_->options(); }
 
-Sharded::FullParameters::FullParameters(std::shared_ptr<Engine> engine, Access access)
+Sharded::FullParameters::FullParameters(std::shared_ptr<Engine> engine, Access access,
+                                        const std::vector<std::string>& units)
     : engine_(std::move(engine)), access_(access) {
+  for (const std::string& name : units) units_.push_back(&unit_named(*engine_, name));
+  if (units.empty())
+    for (const auto& unit : engine_->units()) units_.push_back(unit.get());
   engine_->wait();
   engine_->weights().release();
-  for (const auto& unit : engine_->units()) {
+  for (ShardedUnit* unit : units_) {
     if (unit->phase() != WeightPhase::kResting) continue;
     unit->start_gather(SlabFrom::kBeside);
-    gathered_.push_back(unit.get());
+    gathered_.push_back(unit);
   }
   for (ShardedUnit* unit : gathered_) unit->wait_gather();
 }
 
 Sharded::FullParameters::~FullParameters() {
   if (access_ == Access::kWrite)
-    for (const auto& unit : engine_->units())
+    for (ShardedUnit* unit : units_)
       for (ParamGroup& group : unit->groups()) group.take_over_values();
   for (ShardedUnit* unit : gathered_) unit->release_weights();
 }
@@ -156,6 +160,7 @@ void Sharded::set_precision(const PrecisionPolicy& precision) const {
                             " cannot change after fully_shard(), because the buffer of that type "
                             "is there already; shard the model again with the new type"));
   };
+  if (precision.params != now.params) refuse("params");
   if (precision.main_params != now.main_params) refuse("main_params");
   if (precision.main_storage != now.main_storage) refuse("main_storage");
   if (precision.main_grads != now.main_grads) refuse("main_grads");

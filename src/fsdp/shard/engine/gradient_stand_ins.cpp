@@ -34,7 +34,8 @@ void GradientStandIns::add(const at::Tensor& parameter, const std::string& name)
       "grad() of parameter '", name,
       "' is touched, but the model is sharded and so are its gradients; update with "
       "fsdp::AdamW or fsdp::SGD (their step.max_norm clips), clear with zero_grad() of those "
-      "or of Sharded, and read Sharded::parameters()");
+      "or of Sharded, and read Sharded::parameters() (Python: fsdp_cpp.AdamW, shard_optimizer(), "
+      "clip_grad_norm_() and gradients())");
   stand_ins_.push_back({parameter, untouchable_like(parameter, sentence), name});
 }
 

@@ -30,7 +30,7 @@ std::string sharded_sentence(const std::string& unit, const GroupMember& member)
   return concat("parameter '", member.names.front(), "' is touched while its unit '", unit,
                 "' is sharded; use it inside the forward of a unit that holds it (a unit named in "
                 "ShardOptions::units is called by fsdp::call_unit), or under "
-                "Sharded::full_parameters()");
+                "Sharded::full_parameters() (Python: fsdp_cpp.unshard(model))");
 }
 
 FlatBufferSpec weight_spec(PlacementPair placed, DType dtype, const GroupSetting& setting) {
@@ -53,8 +53,7 @@ ParamGroup::ParamGroup(std::string unit, std::vector<GroupMember> members, Train
     : unit_(std::move(unit)),
       setting_(setting),
       members_(std::move(members)),
-      types_(resolve_types(dtype_of(members_.front().parameter.scalar_type()), setting.precision,
-                           trainable)),
+      types_(resolve_types(dtype_of(members_.front().computes_in), setting.precision, trainable)),
       layout_(layout_request(members_, types_, setting, std::move(held_numel))),
       weight_(layout_, weight_spec(setting.strategy.parameter, types_.weight, setting),
               &setting.memory.weight),
@@ -76,9 +75,10 @@ GroupBuckets ParamGroup::buckets() const {
 
 void ParamGroup::set_value(int64_t index, const at::Tensor& value) {
   const at::NoGradGuard no_grad;
-  const at::Tensor rounded = value.detach().to(weight_.dtype());
-  weight_.set(index, rounded);
-  main_weights_->set(layout_.tensor_range(index), rounded);
+  // A module on the meta device is initialised in a wider type than it was built in.
+  const at::Tensor built = value.detach().to(members_[static_cast<size_t>(index)].built_as);
+  weight_.set(index, built.to(weight_.dtype()));
+  main_weights_->set(layout_.tensor_range(index), built);
 }
 
 void ParamGroup::take_over_values() {

@@ -26,6 +26,8 @@ namespace fsdp {
 struct GroupMember {
   std::vector<std::string> names;
   at::Tensor parameter;
+  at::ScalarType built_as;     // its dtype in the model that was handed over
+  at::ScalarType computes_in;  // its dtype here; equal for all members of a group
 };
 
 // Temporary memory for whole weights and for unreduced gradients, as buckets() asks for it.
