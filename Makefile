@@ -7,13 +7,16 @@ SHELL := /bin/bash
 JOBS ?= $(shell awk -v cores=$$(nproc) '/MemAvailable/ {fit = int($$2 / 2000000); \
   print fit < 1 ? 1 : fit < cores ? fit : cores}' /proc/meminfo)
 
+# The Python that has torch.
+PYTHON := $(if $(FSDP_TORCH),python3,.venv/bin/python)
+
 # Open MPI refuses to run as root (containers) unless told twice.
 ifeq ($(shell id -u),0)
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: help setup ready ready-to-train build test test-full soak train bench bench-train bench-gpu lint format asan tsan clean
+.PHONY: help setup ready ready-to-train build python test test-full soak train bench bench-train bench-gpu lint format asan tsan clean
 
 help:  ## this table
 	@printf 'fsdp.cpp: fully sharded data-parallel training in C++ on libtorch\n\n'
@@ -41,7 +44,7 @@ test-full: build  ## the same, with every case of the parity suite instead of a 
 
 MINUTES ?= 10
 soak: build  ## small jobs of all backends again and again beside other work, for MINUTES=10: the same bits every time?
-	@$(if $(FSDP_TORCH),python3,.venv/bin/python) tests/processes/soak.py --minutes $(MINUTES) build/release/bin/fsdp \
+	@$(PYTHON) tests/processes/soak.py --minutes $(MINUTES) build/release/bin/fsdp \
 	  $(if $(shell command -v mpirun),mpirun --oversubscribe --quiet)
 
 # TRAIN takes further flags: make train TRAIN="--model moe-tiny --steps 50"
@@ -49,16 +52,21 @@ train: ready-to-train  ## train a small language model on this repository's own 
 	@tools/build.sh release -j $(JOBS) --target fsdp_command
 	@build/release/bin/fsdp train --ranks 2 --data README.md docs src --checkpoint-dir runs/tiny $(TRAIN)
 
+python: ready  ## build the Python package fsdp_cpp and install it into .venv (or beside the torch of FSDP_TORCH)
+	@tools/build.sh release -j $(JOBS) --target fsdp_python
+	@$(PYTHON) -m pip install -q --no-build-isolation --no-deps --force-reinstall -C build-dir=build/release \
+	  -C cmake.define.FSDP_TESTS=ON -C cmake.define.FSDP_BENCH=ON .
+
 bench: build  ## build, then run the benchmarks in build/release/bin/bench_*
 	@tools/bench.sh
 
 bench-train: build  ## build, then race `fsdp train` against PyTorch's FSDP2
-	@$(if $(FSDP_TORCH),python3,.venv/bin/python) bench/train.py
+	@$(PYTHON) bench/train.py
 
 # Rows, models and rounds: make bench-gpu GPU="--rows ours fsdp2 --models llama-1b"
 bench-gpu: ready  ## build for CUDA, then race training steps against PyTorch, FSDP2 and Megatron-FSDP on one GPU
 	@cmake --preset cuda && cmake --build --preset cuda -j $(JOBS) --target bench_gpu
-	@$(if $(FSDP_TORCH),python3,.venv/bin/python) bench/gpu.py $(GPU)
+	@$(PYTHON) bench/gpu.py $(GPU)
 
 lint: ready  ## check formatting, rooms, sizes, scripts
 	@tools/lint.sh

@@ -12,6 +12,13 @@ set(_fsdp_torch "${FSDP_TORCH}")
 if(NOT _fsdp_torch)
   set(_fsdp_torch "$ENV{FSDP_TORCH}")
 endif()
+if(NOT _fsdp_torch AND SKBUILD)  # pip builds the Python package: against the torch that is installed beside it
+  execute_process(COMMAND "${Python_EXECUTABLE}" -c "import sysconfig; print(sysconfig.get_path('platlib'))"
+    OUTPUT_VARIABLE _fsdp_site OUTPUT_STRIP_TRAILING_WHITESPACE)
+  if(EXISTS "${_fsdp_site}/torch")
+    set(_fsdp_torch "${_fsdp_site}/torch")
+  endif()
+endif()
 if(NOT _fsdp_torch)
   file(GLOB _fsdp_torch "${PROJECT_SOURCE_DIR}/.venv/lib/python3.*/site-packages/torch")
   list(APPEND _fsdp_torch "")

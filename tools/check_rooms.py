@@ -32,6 +32,7 @@ MAY_KNOW = {
     "plan": ENGINE,
     "train": ENGINE + ("plan",),
     "cli": ENGINE + ("plan", "train"),
+    "python": ENGINE,
 }
 
 # A room may narrow what it knows of another one to some headers.

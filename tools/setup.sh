@@ -34,6 +34,7 @@ for argument in "$@"; do
     *) echo "setup: argument '$argument' is unknown: use --quiet, --torch, --fuzz, --report or nothing." >&2; exit 2 ;;
   esac
 done
+if [[ $python_packages == all ]]; then required+=(headers); fi
 
 lines=()     # the report
 problems=()  # one sentence each; any of them is a failure
@@ -104,12 +105,18 @@ PY
   return 1
 }
 
+find_headers() {
+  local python
+  python=$(find_python) && "$python" -c 'import os, sysconfig
+print(next(filter(os.path.exists, [os.path.join(sysconfig.get_path("include"), "Python.h")])))' 2>/dev/null
+}
+
 # --- system parts ------------------------------------------------------------------------------------
 # A part is looked for by its command or file (find_<part>), never by the name of its package.
 declare -A packages=(
   [compiler]="g++" [cmake]="cmake" [ninja]="ninja-build" [json]="nlohmann-json3-dev"
   [cli11]="libcli11-dev" [gtest]="libgtest-dev libgmock-dev" [mpi]="libopenmpi-dev openmpi-bin"
-  [python]="python3 python3-venv" [clang]="clang libclang-rt-dev" [chromium]="chromium")
+  [python]="python3 python3-venv" [headers]="python3-dev" [clang]="clang libclang-rt-dev" [chromium]="chromium")
 no_mpi=.cache/no-mpi  # exists when MPI alone could not be installed; delete it to try again
 
 # Prints the packages of the parts that are not there.
@@ -215,6 +222,8 @@ check_system_parts() {
   else report_missing "CLI11" cli11; fi
   if place=$(find_gtest); then report "GoogleTest" "$(gtest_version)" "$place"
   else report_missing "GoogleTest" gtest; fi
+  if place=$(find_headers); then report "Python headers" "" "$place"
+  else report "Python headers" "none" "package ${packages[headers]}; without them there is no Python module fsdp_cpp"; fi
   if place=$(find_mpi); then report "MPI" "$(mpirun --version 2>/dev/null | first_version)" "$place"
   else report "MPI" "none" "no mpi communicator then; to try again: rm -f $no_mpi && make setup"; fi
   if place=$(find_clang); then report "clang" "$(clang++ --version | first_version)" "$place (for tests/fuzz)"

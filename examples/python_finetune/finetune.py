@@ -1,0 +1,46 @@
+"""Fine-tunes a causal language model of transformers on text files, on any number of ranks.
+
+    torchrun --nproc-per-node 8 finetune.py --model meta-llama/Llama-3.2-1B --text book.txt --output tuned
+"""
+
+import argparse
+import random
+
+import torch
+import transformers
+
+import fsdp_cpp as fsdp
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--model", required=True, help="a folder or a name that transformers knows")
+parser.add_argument("--text", required=True, nargs="+", help="text files to learn")
+parser.add_argument("--output", required=True, help="folder of the tuned model")
+parser.add_argument("--steps", type=int, default=100)
+parser.add_argument("--length", type=int, default=256, help="tokens of a row")
+args = parser.parse_args()
+
+world = fsdp.world()
+device = f"cuda:{world.local_rank}" if torch.cuda.is_available() else "cpu"
+tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).to(device)
+fsdp.fully_shard(model, gradient_lifetime="step")
+optimizer = fsdp.AdamW(model, lr=2e-5, betas=(0.9, 0.95), weight_decay=0.1, max_norm=1.0)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
+
+tokens = torch.tensor(tokenizer("\n".join(open(path).read() for path in args.text))["input_ids"])
+draw = random.Random(world.rank)
+for step in range(args.steps):
+    begins = [draw.randrange(len(tokens) - args.length) for _ in range(4)]
+    batch = torch.stack([tokens[begin:begin + args.length] for begin in begins]).to(device)
+    loss = model(input_ids=batch, labels=batch).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    schedule.step()
+    if world.rank == 0 and (step + 1) % 10 == 0:
+        print(f"step {step + 1}  loss {loss.item():.4f}  norm {optimizer.gradient_norm():.3f}", flush=True)
+
+weights = fsdp.state_dict(model)
+if world.rank == 0:
+    model.save_pretrained(args.output, state_dict=weights)
+    tokenizer.save_pretrained(args.output)

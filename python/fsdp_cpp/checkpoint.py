@@ -1,0 +1,137 @@
+"""Checkpoints of sharded models, in the format of fsdp.cpp (docs/checkpoints.md), and whole state dicts for other tools."""
+
+import dataclasses
+import json
+
+import torch
+
+from . import _C, optim, shard
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """What came with the state of a checkpoint."""
+
+    path: str
+    step: int
+    schedule: object  # what save() was given
+    data: object      # the same, of the rank in this rank's place; None if the number of ranks was another
+    missing: list     # names that allow_missing allowed; they kept their values
+    extra: list       # names that allow_extra allowed
+
+
+def save(directory, model, optimizer=None, *, step=0, schedule=None, data=None, dtype=None, config=None):
+    """Saves once, and returns when the checkpoint is visible: DIRECTORY/step-00000500. All ranks call it.
+
+    schedule and data: anything that JSON can hold; schedule is the same on all ranks (a scheduler's state_dict(), say), data is
+    this rank's own (how far it has read). dtype: of the stored weights; None for that of the main weights, which is exact.
+    config: the text of the model's config.json, or an object with to_json_string() as transformers' configurations have.
+    """
+    _C.save_checkpoint(str(directory), shard.handle(model), _engine_of(optimizer), _buffers(model), step, _text(schedule),
+                       _text(data), dtype, _config_text(config))
+
+
+def load(path, model, optimizer=None, *, allow_missing=(), allow_extra=False):
+    """Loads a checkpoint of any number of ranks, a run's latest one, or weights from safetensors files of other tools.
+
+    Names and shapes must match; allow_missing (patterns) and allow_extra=True allow the exceptions. All ranks call it.
+    """
+    return _loaded(_C.load_checkpoint(str(path), shard.handle(model), _engine_of(optimizer), _buffers(model),
+                                      list(allow_missing), allow_extra))
+
+
+class Checkpointer:
+    """Saves a run again and again, beside the training. One per run; all ranks call everything in the same order.
+
+        checkpointer = fsdp.Checkpointer("runs/7b", model, optimizer, keep_last=3)
+        loaded = checkpointer.load_latest()
+        for step in range(loaded.step if loaded else 0, last):
+            ...
+            if (step + 1) % 500 == 0:
+                checkpointer.save(step + 1)
+        checkpointer.wait()
+    """
+
+    def __init__(self, directory, model, optimizer=None, *, background=True, keep_last=0, keep_every=0, dtype=None, config=None):
+        self._model = model
+        self._engine = _C.Checkpointer(str(directory), shard.handle(model), _engine_of(optimizer), background, keep_last,
+                                       keep_every, dtype, _config_text(config))
+
+    def save(self, step, *, schedule=None, data=None):
+        """Copies the state and returns; a thread writes the copy (background=False: returns when it is visible). Throws an
+        error of the save before."""
+        self._engine.save(_buffers(self._model), step, _text(schedule), _text(data))
+
+    def load_latest(self, *, allow_missing=(), allow_extra=False):
+        """The latest checkpoint's facts, after loading it; None if there is none yet."""
+        found = self._engine.load_latest(_buffers(self._model), list(allow_missing), allow_extra)
+        return None if found is None else _loaded(found)
+
+    def wait(self):
+        """Waits until the last save is visible; throws if it failed."""
+        self._engine.wait()
+
+
+def state_dict(model, *, on_all_ranks=False, device="cpu"):
+    """The whole model as model.state_dict() of the plain one, on rank 0 (None elsewhere) or on all ranks. All ranks call it.
+
+    Units are gathered one after the other; values are the weights as they compute.
+    """
+    sharded = shard.handle(model)
+    keeps = on_all_ranks or sharded.mesh.world.rank == 0
+    values = {}
+    names = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append((name, parameter))
+    of_unit = {}
+    for each in sharded.parameters():
+        of_unit.setdefault(each.unit, []).append(each.name)
+    parameters = dict(model.named_parameters())
+    for unit, members in of_unit.items():
+        whole = sharded.whole_parameters(False, [unit])
+        whole.enter()
+        try:
+            for member in members if keeps else ():
+                parameter = parameters[member]
+                copied = parameter.detach().to(device, copy=True)
+                values.update((name, copied) for name, _ in names[id(parameter)])
+        finally:
+            whole.exit()
+    if not keeps:
+        return None
+    return {name: values[name] if name in values else value.detach().to(device, copy=True)
+            for name, value in model.state_dict().items()}
+
+
+def _engine_of(optimizer):
+    if optimizer is None or isinstance(optimizer, optim.Optimizer):
+        return optimizer and optimizer._engine
+    raise _C.UsageError(f"optimizer is {type(optimizer).__name__}, whose state is its own; checkpoints hold that of fsdp_cpp's "
+                        "optimizers: save the weights alone, and its state_dict() beside them")
+
+
+def _buffers(model):
+    """Buffers that state_dict() would hold: equal on all ranks, or rank 0's count."""
+    skipped = {f"{prefix}.{name}" if prefix else name for prefix, module in model.named_modules()
+               for name in module._non_persistent_buffers_set}
+    return [(name, buffer) for name, buffer in model.named_buffers() if name not in skipped]
+
+
+def _text(value):
+    try:
+        return "" if value is None else json.dumps(value)
+    except TypeError as error:
+        raise _C.UsageError(f"schedule and data must be what JSON can hold: {error}") from None
+
+
+def _config_text(config):
+    if config is None or isinstance(config, str):
+        return config or ""
+    return config.to_json_string(use_diff=False)
+
+
+def _loaded(found):
+    def value(text):
+        return json.loads(text) if text else None
+
+    return Loaded(found.path, found.step, value(found.schedule), value(found.data), found.missing, found.extra)

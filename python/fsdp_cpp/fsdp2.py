@@ -1,0 +1,260 @@
+"""The door for programs written for PyTorch's FSDP2: its fully_shard() and the methods of its modules, on our engine.
+
+    from fsdp_cpp.fsdp2 import fully_shard, MixedPrecisionPolicy       # instead of torch.distributed.fsdp
+
+    for block in model.layers:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizer = fsdp_cpp.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4))
+
+Modules are marked from the inside out, and sharded together when the outermost one is first needed: at its first forward, or
+when an optimizer is made. docs/from-fsdp2.md names every difference; what has no meaning here is refused.
+"""
+
+import functools
+import weakref
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from . import _C, shard, tensors
+
+__all__ = ["CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "fully_shard"]
+
+_MARK = "_fsdp_cpp_mark"
+
+
+class _Mark:
+    """What fully_shard() was told about one module."""
+
+    def __init__(self, module, mesh, reshard_after_forward, mp_policy, offload_policy, ignored_params):
+        self.module = weakref.ref(module)
+        self.mesh = mesh
+        self.reshard_after_forward = reshard_after_forward
+        self.mp_policy = mp_policy
+        self.offload_policy = offload_policy
+        self.ignored_params = ignored_params
+        self.outer = None      # the mark of the module around it
+        self.forward = None    # of the module, before it was marked
+        self.whole = None      # open between unshard() and reshard()
+
+    @property
+    def outermost(self):
+        return self if self.outer is None else self.outer.outermost
+
+
+def fully_shard(module, *, mesh=None, reshard_after_forward=None, shard_placement_fn=None, mp_policy=None, offload_policy=None,
+                ignored_params=None, dp_mesh_dims=None):
+    """Marks a module, or each of a list, as one that is gathered and reduced together; see the module's docstring."""
+    if isinstance(module, (list, tuple)):
+        raise _C.UsageError("fully_shard() got a list of modules, which FSDP2 groups into one; here a group is a module: call it "
+                            "with each of them, or with the module around them")
+    if shard_placement_fn is not None:
+        raise _C.UsageError("shard_placement_fn is set; parameters are cut as flat buffers here: use "
+                            "fsdp_cpp.fully_shard(granularity='row') for cuts between rows")
+    if dp_mesh_dims is not None:
+        raise _C.UsageError("dp_mesh_dims is set; hand over the data-parallel part of the mesh instead, e.g. mesh['dp']")
+    if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
+        raise _C.UsageError(f"reshard_after_forward is {reshard_after_forward}, a smaller group to gather from; use True or "
+                            "False, or a mesh of two dimensions whose inner one is that group")
+    if hasattr(module, _MARK) or shard.is_sharded(module):
+        raise _C.UsageError(f"this {type(module).__name__} is marked already; a module can be marked once")
+    mark = _Mark(module, mesh, reshard_after_forward, mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy(),
+                 set(ignored_params or ()))
+    for inner in module.modules():
+        other = getattr(inner, _MARK, None)
+        if other is not None and other.outer is None:
+            other.outer = mark
+    module.__dict__[_MARK] = mark
+    module.__dict__[shard.PENDING] = functools.partial(_sharded_model, mark)
+    for parameter in module.parameters():
+        parameter._fsdp_cpp_model = functools.partial(_sharded_model, mark)
+    _become_fsdp_module(module)
+    mark.forward = module.forward
+    module.forward = _sharding_at_first_use(mark)
+    return module
+
+
+def _become_fsdp_module(module):
+    """Gives the module FSDP2's methods; its class keeps its name."""
+    cls = type(module)
+    module.__class__ = type(cls.__name__, (cls, FSDPModule), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def _sharding_at_first_use(mark):
+    module = mark.module
+
+    @functools.wraps(mark.forward)
+    def forward(*args, **kwargs):
+        _sharded_model(mark)
+        return module().forward(*args, **kwargs)
+
+    return forward
+
+
+def _sharded_model(mark):
+    """The outermost module, sharded."""
+    root = mark.outermost
+    model = root.module()
+    if not shard.is_sharded(model):
+        _shard(model, root)
+    return model
+
+
+def _shard(model, root):
+    marks = [getattr(module, _MARK) for module in model.modules() if hasattr(module, _MARK)]
+    for mark in marks:
+        mark.module().forward = _with_casts(mark.forward, mark.mp_policy)
+    shard.fully_shard(model, root.mesh, units=[mark.module() for mark in marks], **_options(root, marks),
+                      ignored_params=set().union(*(mark.ignored_params for mark in marks)))
+
+
+def _options(root, marks):
+    """One set of options from those of all modules, which must agree where the engine has one for all."""
+    # None: FSDP2 reshards all but the outermost module.
+    reshards = {mark.reshard_after_forward is not False for mark in marks if mark is not root}
+    if len(reshards) > 1:
+        raise _C.UsageError("reshard_after_forward is True for some modules and False for others; the engine keeps the last "
+                            "unit for the backward by itself: use one value for all")
+    if not reshards:
+        reshards = {root.reshard_after_forward is not False}
+    for field in ("mesh", "offload_policy"):
+        if any(getattr(mark, field) not in (None, getattr(root, field)) and getattr(mark, field) != getattr(root, field)
+               for mark in marks):
+            raise _C.UsageError(f"{field} differs between modules; use the outermost module's for all")
+    options = dict(strategy="optim_grads_params" if reshards.pop() else "optim_grads")
+    options.update(_precision(root, marks))
+    if isinstance(root.offload_policy, CPUOffloadPolicy):
+        options.update(offload=1.0, offload_pin=root.offload_policy.pin_memory)
+    return options
+
+
+def _precision(root, marks):
+    policies = {(mark.mp_policy.param_dtype, mark.mp_policy.reduce_dtype) for mark in marks}
+    if len(policies) > 1:
+        raise _C.UsageError(f"mp_policy differs between modules, {sorted(map(str, policies))}; use one param_dtype and "
+                            "reduce_dtype for all")
+    param_dtype, reduce_dtype = policies.pop()
+    built_as = {parameter.dtype for parameter in root.module().parameters() if parameter.is_floating_point()}
+    if len(built_as) > 1:
+        raise _C.UsageError(f"the model has parameters of several types, {sorted(map(str, built_as))}; FSDP2 keeps each as its "
+                            "own main weight: make them one type, or use fsdp_cpp.fully_shard(main_params=...)")
+    main = built_as.pop()
+    # As FSDP2: the model's own type is that of main weights and gradients; gradients travel in reduce_dtype.
+    return dict(params=param_dtype, main_params=main, main_grads=main, main_storage="separate",
+                grad_comm=reduce_dtype or param_dtype or main)
+
+
+def _with_casts(forward, policy):
+    """Casts floating-point inputs to param_dtype and outputs to output_dtype, as FSDP2 does around each marked module."""
+    casts_inputs = policy.cast_forward_inputs and policy.param_dtype is not None
+    if not casts_inputs and policy.output_dtype is None:
+        return forward
+
+    @functools.wraps(forward)
+    def cast_forward(*args, **kwargs):
+        if casts_inputs:
+            args, kwargs = _cast((args, kwargs), policy.param_dtype)
+        result = forward(*args, **kwargs)
+        return result if policy.output_dtype is None else _cast(result, policy.output_dtype)
+
+    return cast_forward
+
+
+def _cast(value, dtype):
+    found = []
+    tensors.collect(value, found)
+    return tensors.replaced(value, (each.to(dtype) if each.is_floating_point() else each for each in found))
+
+
+def _refused(name, fix):
+    def method(self, *args, **kwargs):
+        raise _C.UsageError(f"{name}() has no meaning here; {fix}")
+
+    method.__name__ = name
+    return method
+
+
+class FSDPModule:
+    """FSDP2's methods of a marked module."""
+
+    def unshard(self, async_op=False):
+        """Makes the module's parameters whole until reshard(). All ranks call it."""
+        mark = getattr(self, _MARK)
+        if mark.whole is None:
+            mark.whole = shard.handle(_sharded_model(mark)).whole_parameters(False, [shard.unit_name(self)])
+            mark.whole.enter()
+        return _Waited() if async_op else None
+
+    def reshard(self):
+        """Ends unshard()."""
+        mark = getattr(self, _MARK)
+        if mark.whole is not None:
+            mark.whole.exit()
+            mark.whole = None
+
+    def set_is_last_backward(self, is_last_backward):
+        """Whether the next backwards are the last of their cycle."""
+        shard.microbatch(_sharded_model(getattr(self, _MARK)), last=is_last_backward)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync, *, recurse=True):
+        """False: backwards are not the last of their cycle, and gradients add up."""
+        _refuse_part(self, "set_requires_gradient_sync", recurse)
+        shard.microbatch(_sharded_model(getattr(self, _MARK)), last=requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce, *, recurse=True):
+        """The same: here the outer axis is reduced once per cycle in any case."""
+        _refuse_part(self, "set_requires_all_reduce", recurse)
+        shard.microbatch(_sharded_model(getattr(self, _MARK)), last=requires_all_reduce)
+
+    def set_modules_to_forward_prefetch(self, modules):
+        """Which modules are gathered when this one's forward begins."""
+        _set_prefetch(self, modules, in_backward=False)
+
+    def set_modules_to_backward_prefetch(self, modules):
+        """Which modules are gathered when this one's backward begins."""
+        _set_prefetch(self, modules, in_backward=True)
+
+    _strategy = "say reshard_after_forward in fully_shard(): the strategy is fixed when the model is sharded"
+    _divide = "gradients are means over ranks: scale the loss, or use fsdp_cpp.fully_shard(gradient='sum')"
+    _own_memory = "the engine's pools own this memory: see user_buffers and pool of fsdp_cpp.fully_shard()"
+    _own_comm = "collectives are the engine's own"
+    set_reshard_after_forward = _refused("set_reshard_after_forward", _strategy)
+    set_reshard_after_backward = _refused("set_reshard_after_backward", _strategy)
+    set_unshard_in_backward = _refused("set_unshard_in_backward", "a unit whose weights a backward does not read is not used in it")
+    set_reduce_scatter_divide_factor = _refused("set_reduce_scatter_divide_factor", _divide)
+    set_gradient_divide_factor = _refused("set_gradient_divide_factor", _divide)
+    set_force_sum_reduction_for_comms = _refused("set_force_sum_reduction_for_comms", _divide)
+    set_all_reduce_hook = _refused("set_all_reduce_hook", _own_comm)
+    set_custom_all_gather = _refused("set_custom_all_gather", _own_comm)
+    set_custom_reduce_scatter = _refused("set_custom_reduce_scatter", _own_comm)
+    set_separate_reduce_scatter_group = _refused("set_separate_reduce_scatter_group",
+                                                 "gathers and reductions have communicators of their own already")
+    set_reduce_scatter_unused_params = _refused("set_reduce_scatter_unused_params",
+                                                "missing gradients count as zero on every rank")
+    set_reduce_scatter_max_input_buffers = _refused("set_reduce_scatter_max_input_buffers", _own_memory)
+    set_post_optim_event = _refused("set_post_optim_event", "gathers wait for the updates of their unit already")
+    set_allocate_memory_from_process_group_for_comm = _refused("set_allocate_memory_from_process_group_for_comm", _own_memory)
+    set_symm_mem_for_comm = _refused("set_symm_mem_for_comm", _own_memory)
+
+    def reset_iter_state(self):
+        """After an exception in forward or backward: drops everything under way. All ranks call it."""
+        shard.reset(_sharded_model(getattr(self, _MARK)))
+
+
+class _Waited:
+    """What unshard(async_op=True) returns: the weights are there already."""
+
+    def wait(self):
+        pass
+
+
+def _refuse_part(module, name, recurse):
+    if getattr(module, _MARK).outer is not None or not recurse:
+        raise _C.UsageError(f"{name}() is for the outermost module and all inside it: gradients of a model are one cycle")
+
+
+def _set_prefetch(module, modules, in_backward):
+    model = _sharded_model(getattr(module, _MARK))
+    shard.handle(model).set_prefetch(shard.unit_name(module), [shard.unit_name(each) for each in modules], in_backward)

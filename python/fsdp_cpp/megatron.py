@@ -1,0 +1,211 @@
+"""The door for programs written for Megatron-FSDP: its functions and arguments, on our engine.
+
+    from fsdp_cpp.megatron import fully_shard                          # instead of megatron_fsdp
+
+    model, optimizer = fully_shard(model, torch.optim.AdamW(model.parameters()), fsdp_unit_modules=[Block],
+                                   zero_dp_strategy=3, mixed_precision_policy=MixedPrecisionPolicy(...))
+
+docs/from-megatron-fsdp.md names every difference; what has no meaning here is refused.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+
+import torch
+
+from . import _C, optim, shard
+
+__all__ = ["MixedPrecisionPolicy", "fully_shard", "fully_shard_model", "fully_shard_optimizer"]
+
+_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+_CHECKS_NAN = "_fsdp_cpp_checks_nan"
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Megatron-FSDP's three types; None as there: the model's own for main_params, the parameters' for gradients."""
+
+    main_params_dtype: torch.dtype | None = torch.float32
+    main_grads_dtype: torch.dtype | None = None
+    grad_comm_dtype: torch.dtype | None = None
+
+
+def fully_shard_model(module, device_mesh=None, dp_shard_dim=None, dp_outer_dim=None, tp_dim=None, hybrid_fsdp_group=None,
+                      hybrid_fsdp_expt_group=None, expt_device_mesh=None, fsdp_group_ag=None, expt_fsdp_group_ag=None,
+                      fsdp_unit_modules=None, zero_dp_strategy=3, outer_dp_sharding_strategy=0, device=None,
+                      init_model_with_meta_device=False, mixed_precision_policy=None, overlap_grad_reduce=True,
+                      overlap_param_gather=True, sync_model_each_microbatch=True, preproc_state_dict_for_dcp_ckpt=True,
+                      report_nan_in_param_grad=False, average_in_collective=False, disable_bucketing=False,
+                      calculate_per_token_loss=False, keep_fp8_transpose_cache=False, nccl_ub=False, fsdp_double_buffer=False,
+                      fsdp_db_use_persist_buf_on_alloc_fail=False, disable_symmetric_registration=False,
+                      enable_fine_grained_param_gather=False, use_decoupled_grad=False, cuda_graph_mode=False,
+                      maxpool_double_buffer=False, *, main_params_dtype=..., main_grads_dtype=..., grad_comm_dtype=...,
+                      preserve_fp32_weights=None, grad_reduce_in_fp32=False, check_for_nan_in_grad=False):
+    """Shards the module in place and returns it, with Megatron-FSDP's methods (no_sync(), finish_grad_sync(), ...).
+
+    fsdp_group_ag and average_in_collective ask for what is always so here: gathers have a communicator of their own, and
+    gradients are divided once, in the reduction.
+    """
+    _refuse({"expt_device_mesh": expt_device_mesh, "hybrid_fsdp_expt_group": hybrid_fsdp_expt_group,
+             "expt_fsdp_group_ag": expt_fsdp_group_ag}, "experts have no mesh of their own yet")
+    _refuse({"disable_bucketing": disable_bucketing}, "a unit is always one bucket per type")
+    _refuse({"keep_fp8_transpose_cache": keep_fp8_transpose_cache}, "weights are not stored in fp8 yet")
+    _refuse({"enable_fine_grained_param_gather": enable_fine_grained_param_gather},
+            "a unit is gathered as a whole: name smaller modules in fsdp_unit_modules")
+    _refuse({"use_decoupled_grad": use_decoupled_grad}, "the optimizer reads main gradients of any type: set main_grads_dtype")
+    _refuse({"overlap_grad_reduce": not overlap_grad_reduce}, "reductions always run beside the backward", shown=False)
+    _refuse({"preproc_state_dict_for_dcp_ckpt": not preproc_state_dict_for_dcp_ckpt},
+            "checkpoints are made by fsdp_cpp.Checkpointer, and state dicts by fsdp_cpp.state_dict()", shown=False)
+    if cuda_graph_mode and not torch.cuda.is_available():
+        raise _C.UsageError("cuda_graph_mode is True, but torch sees no GPU")
+    _check_meta(module, init_model_with_meta_device)
+    precision = _precision(mixed_precision_policy, main_params_dtype, main_grads_dtype, grad_comm_dtype, preserve_fp32_weights,
+                           grad_reduce_in_fp32)
+    shard.fully_shard(
+        module, _mesh(device_mesh, dp_shard_dim, dp_outer_dim, tp_dim, hybrid_fsdp_group), _units(fsdp_unit_modules),
+        strategy=_strategy(zero_dp_strategy, outer_dp_sharding_strategy), **precision, device=device,
+        prefetch=1 if overlap_param_gather else 0, report_nan="per_parameter" if report_nan_in_param_grad else "off",
+        gradient="sum" if calculate_per_token_loss else "mean",
+        **_memory(nccl_ub, disable_symmetric_registration, fsdp_double_buffer, maxpool_double_buffer,
+                  fsdp_db_use_persist_buf_on_alloc_fail))
+    _add_methods(module)
+    module.set_model_auto_sync(sync_model_each_microbatch)
+    module.__dict__[_CHECKS_NAN] = check_for_nan_in_grad
+    return module
+
+
+def fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=True):
+    """Lets a torch optimizer over a sharded module's parameters update this rank's part of the main weights."""
+    _refuse({"preproc_state_dict_for_dcp_ckpt": not preproc_state_dict_for_dcp_ckpt},
+            "checkpoints are made by fsdp_cpp.Checkpointer, and state dicts by fsdp_cpp.state_dict()", shown=False)
+    model = shard.model_of(parameter for group in optimizer.param_groups for parameter in group["params"])
+
+    def check_for_nan(*_):
+        if model.__dict__.get(_CHECKS_NAN) and shard.found_nonfinite(model):
+            raise _C.Error("a gradient of some rank holds a NaN or Inf (check_for_nan_in_grad); report_nan_in_param_grad=True "
+                           "names the parameter")
+
+    optim.shard_optimizer(optimizer)
+    optimizer.register_step_pre_hook(check_for_nan)
+    return optimizer
+
+
+def fully_shard(module, optimizer, *arguments, preproc_state_dict_for_dcp_ckpt=True, **keywords):
+    """fully_shard_model() and fully_shard_optimizer() at once: returns both."""
+    module = fully_shard_model(module, *arguments, preproc_state_dict_for_dcp_ckpt=preproc_state_dict_for_dcp_ckpt, **keywords)
+    return module, fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt)
+
+
+def _refuse(arguments, reason, shown=True):
+    for name, value in arguments.items():
+        if value:
+            raise _C.UsageError(f"{name} is {value if shown else False}; {reason}")
+
+
+def _check_meta(module, expects_meta):
+    is_meta = any(parameter.is_meta for parameter in module.parameters())
+    if expects_meta and not is_meta:
+        raise _C.UsageError("init_model_with_meta_device is True, but no parameter is on the meta device; build the model under "
+                            "torch.device('meta'), or say False")
+    if is_meta and not expects_meta:
+        raise _C.UsageError("the model is on the meta device; say init_model_with_meta_device=True")
+
+
+def _strategy(inner, outer):
+    def name(value, names, argument):
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names):
+            return names[value]
+        if value in names:
+            return value
+        raise _C.UsageError(f"{argument} is {value!r}; use 0 to {len(names) - 1}, or one of {', '.join(names)}")
+
+    inner = name(inner, _STRATEGIES, "zero_dp_strategy")
+    outer = name(outer, ("no_shard", "optim"), "outer_dp_sharding_strategy")
+    if outer == "no_shard":
+        return inner
+    return inner + "+hfsdp"
+
+
+def _precision(policy, main_params, main_grads, grad_comm, preserve_fp32_weights, grad_reduce_in_fp32):
+    """The policy's types, over which those that are given one by one win."""
+    policy = policy or MixedPrecisionPolicy()
+    types = dict(main_params=policy.main_params_dtype, main_grads=policy.main_grads_dtype, grad_comm=policy.grad_comm_dtype)
+    if preserve_fp32_weights is not None:
+        types["main_params"] = torch.float32 if preserve_fp32_weights else None
+    if grad_reduce_in_fp32:
+        types["main_grads"] = types["grad_comm"] = torch.float32
+    given = dict(main_params=main_params, main_grads=main_grads, grad_comm=grad_comm)
+    types.update((name, value) for name, value in given.items() if value is not ...)
+    return dict(types, main_storage="separate")  # for optimizers of others
+
+
+def _mesh(device_mesh, dp_shard_dim, dp_outer_dim, tp_dim, hybrid_group):
+    if (dp_outer_dim is None) != (hybrid_group is None):
+        raise _C.UsageError("dp_outer_dim and hybrid_fsdp_group belong together; give both or none")
+    if device_mesh is None:
+        if dp_shard_dim is not None or dp_outer_dim is not None:
+            raise _C.UsageError("dp_shard_dim or dp_outer_dim is given without a device_mesh")
+        return None
+    names = device_mesh.mesh_dim_names or ()
+    for argument, name in (("dp_shard_dim", dp_shard_dim), ("dp_outer_dim", dp_outer_dim), ("tp_dim", tp_dim)):
+        if name is not None and name not in names:
+            raise _C.UsageError(f"{argument} is {name!r}, which the mesh does not have; it has {', '.join(names) or 'no names'}")
+    if tp_dim is not None and device_mesh[tp_dim].size() > 1:
+        raise _C.UsageError(f"tp_dim is {tp_dim!r} with {device_mesh[tp_dim].size()} ranks; there is no tensor parallelism yet")
+    if dp_shard_dim is None:
+        return device_mesh
+    mesh = device_mesh[dp_shard_dim] if dp_outer_dim is None else device_mesh[dp_outer_dim, dp_shard_dim]
+    if hybrid_group is not None and hybrid_group.size() != mesh.size():
+        raise _C.UsageError(f"hybrid_fsdp_group has {hybrid_group.size()} ranks, but dp_outer_dim x dp_shard_dim is "
+                            f"{mesh.size()}")
+    return mesh
+
+
+def _units(classes):
+    """Classes, some of them by the path from which they are imported."""
+    if classes is None:
+        return None
+    units = []
+    for each in classes:
+        if isinstance(each, str):
+            path, _, name = each.rpartition(".")
+            try:
+                each = getattr(importlib.import_module(path), name)
+            except (ImportError, AttributeError, ValueError) as error:
+                raise _C.UsageError(f"fsdp_unit_modules has {each!r}, which cannot be imported: {error}") from None
+        units.append(each)
+    return units
+
+
+def _memory(nccl_ub, no_symmetric, double_buffer, max_pool, persistent):
+    """Megatron-FSDP's flags for temporary buffers; without any of them, our default."""
+    options = {}
+    if double_buffer:
+        options["pool"] = "max_pool" if max_pool else "double_buffer"
+    if persistent:
+        options["other_units"] = "persistent"
+    if nccl_ub:
+        options["user_buffers"] = "registered" if no_symmetric else "symmetric"
+    return options
+
+
+def _add_methods(model):
+    """MegatronFSDP's methods, on the model itself, which is its own `module`."""
+    def set_model_auto_sync(sync_model=True):
+        shard.microbatch(model, last=sync_model)
+
+    @contextlib.contextmanager
+    def no_sync():
+        with shard.no_sync(model):
+            yield
+
+    def finish_grad_sync():
+        shard.handle(model).wait_gradients()
+
+    def nothing(*_, **__):
+        """Gathers start by themselves."""
+
+    model.__dict__.update(module=model, set_model_auto_sync=set_model_auto_sync, no_sync=no_sync,
+                          finish_grad_sync=finish_grad_sync, start_param_sync=nothing, synchronize_param_gather=nothing,
+                          zero_grad_buffer=lambda: shard.handle(model).zero_grad())

@@ -1,0 +1,233 @@
+"""Optimizers for sharded models."""
+
+import numbers
+
+import torch
+from torch import nn
+
+from . import _C, shard
+
+
+class Optimizer(torch.optim.Optimizer):
+    """What AdamW and SGD have in common. A torch.optim.Optimizer, so that torch's schedulers drive it: `lr` and `weight_decay`
+    of a parameter group may change between steps. The state is the engine's, and in checkpoints (fsdp_cpp.save)."""
+
+    def __init__(self, params, make, defaults, options, decay_spares_vectors):
+        groups = _groups_of(params)
+        model = params if isinstance(params, nn.Module) else shard.model_of(p for group in groups for p in group["params"])
+        sharded = shard.handle(model)
+        super().__init__(groups, defaults)
+        self._fixed = {name: value for name, value in defaults.items() if name not in ("lr", "weight_decay")}
+        self._parts = list(_parts_of(model, self.param_groups, decay_spares_vectors))
+        self._check_groups()
+        self._applied = self._wanted()
+        rules = [(pattern, *wanted) for (_, _, pattern), wanted in zip(self._parts, self._applied)]
+        self._engine = make(sharded, {**_our_names(defaults), "lr": self._rate(), **options, "rules": rules})
+
+    def _rate(self):
+        """The engine has one rate, of which each group has a fraction."""
+        return max(group["lr"] for group in self.param_groups)
+
+    def _wanted(self):
+        """(weight decay, fraction of the rate) of every rule, as the groups say now."""
+        rate = self._rate()
+        return [(group["weight_decay"] if decays else 0.0, _rounded(group["lr"] / rate) if rate else 1.0)
+                for group, decays, _ in self._parts]
+
+    def _check_groups(self):
+        for group in self.param_groups:
+            for name in ("lr", "weight_decay"):
+                if isinstance(group[name], bool) or not isinstance(group[name], numbers.Real):
+                    raise _C.UsageError(f"{name} is {group[name]!r} ({type(group[name]).__name__}); it must be a number")
+            for name, value in self._fixed.items():
+                if group[name] != value:
+                    raise _C.UsageError(f"{name} of a parameter group is {group[name]}, but {value} for the others; of groups only "
+                                        "lr and weight_decay may differ or change")
+
+    def step(self, closure=None):
+        """One step with the gradients of this cycle; returns at once unless updates="blocking"."""
+        if closure is not None:
+            raise _C.UsageError("step() takes no closure: the gradients of one cycle are updated once")
+        self.tell_engine()
+        self._engine.step()
+
+    def tell_engine(self):
+        """Brings what schedulers have changed in the groups to the engine; step() does it, too."""
+        self._check_groups()
+        if self._engine.learning_rate != self._rate():
+            self._engine.learning_rate = self._rate()
+        for index, (wanted, applied) in enumerate(zip(self._wanted(), self._applied)):
+            if wanted != applied:
+                self._engine.set_rule(index, *wanted)
+                self._applied[index] = wanted
+
+    def zero_grad(self, set_to_none=True):
+        """Begins a new cycle; writes nothing."""
+        self._engine.zero_grad()
+
+    def wait(self):
+        """Waits until all updates are done."""
+        self._engine.wait()
+
+    def gradient_norm(self):
+        """The norm of all ranks' gradients of the last step, before clipping; needs max_norm or measures_norm."""
+        return self._engine.gradient_norm()
+
+    def was_skipped(self):
+        """Whether the last step changed nothing because of a NaN or Inf."""
+        return self._engine.was_skipped()
+
+    def scaled(self, loss):
+        """The loss to call backward() on, if losses are scaled."""
+        return self._engine.scaled(loss)
+
+
+def _groups_of(params):
+    """A model, parameters or parameter groups as groups of trainable parameters."""
+    groups = list(params.parameters()) if isinstance(params, nn.Module) else list(params)
+    if groups and not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
+    groups = [dict(group, params=[p for p in group["params"] if p.requires_grad]) for group in groups]
+    groups = [group for group in groups if group["params"]]
+    if not groups:
+        raise _C.UsageError("there is nothing to update; no parameter is trainable")
+    return groups
+
+
+def _parts_of(model, groups, decay_spares_vectors):
+    """(group, whether it decays, names as a pattern): a rule of the engine for each. Groups cover the model."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    left = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for group in groups:
+        for decays in (True, False):
+            part = [p for p in group["params"] if decays == (not decay_spares_vectors or p.dim() > 1)]
+            if part:
+                left.difference_update(names[id(p)] for p in part)
+                yield group, decays, "|".join(names[id(p)] for p in part)
+    if left:
+        raise _C.UsageError(f"parameter '{sorted(left)[0]}' is in no group, nor are {len(left) - 1} others; freeze them with "
+                            "requires_grad_(False) before fully_shard(), or add a group with lr=0")
+
+
+def _rounded(number):
+    """As the engine keeps it: schedulers change a ratio of rates by an ulp, which is no change."""
+    return torch.tensor(number, dtype=torch.float32).item()
+
+
+def _our_names(defaults):
+    options = {name: value for name, value in defaults.items() if name != "betas"}
+    if "betas" in defaults:
+        options["beta1"], options["beta2"] = defaults["betas"]
+    return options
+
+
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay, fused with clipping and casts into one pass beside the next forward.
+
+    params: the sharded model, its parameters, or groups of them with `lr` and `weight_decay` of their own.
+    max_norm: clips the gradients of all ranks to this norm; 0 for none.
+    decay_spares_vectors: vectors and scalars (biases, norms) do not decay; torch.optim.AdamW lets them.
+    first_moment, second_moment: types of the moments; bf16, fp16 and fp8 (torch.float8_e4m3fn) save memory.
+    on_nonfinite: "skip" leaves everything as it is when a gradient of any rank is NaN or Inf.
+    loss_scale: a number, or "dynamic", for fp16; call backward() on scaled(loss) then.
+    updates: "hidden" beside the next work, or "blocking".
+    rounding: "stochastic" for bf16 or fp16 weights without main weights.
+    """
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, *, max_norm=0.0,
+                 decay_spares_vectors=False, first_moment=torch.float32, second_moment=torch.float32, measures_norm=False,
+                 on_nonfinite="update", loss_scale=1.0, updates="hidden", rounding="nearest", seed=0):
+        super().__init__(params, _C.adamw, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay),
+                         dict(max_norm=max_norm, first_moment=first_moment, second_moment=second_moment, measures_norm=measures_norm,
+                              on_nonfinite=on_nonfinite, loss_scale=loss_scale, updates=updates, rounding=rounding, seed=seed),
+                         decay_spares_vectors)
+
+
+class SGD(Optimizer):
+    """Stochastic gradient descent with momentum; the options that AdamW has, too, are the same."""
+
+    def __init__(self, params, lr=1e-3, momentum=0.0, weight_decay=0.0, nesterov=False, *, max_norm=0.0,
+                 decay_spares_vectors=False, momentum_dtype=torch.float32, measures_norm=False, on_nonfinite="update",
+                 loss_scale=1.0, updates="hidden", rounding="nearest", seed=0):
+        super().__init__(params, _C.sgd, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov),
+                         dict(max_norm=max_norm, momentum_dtype=momentum_dtype, measures_norm=measures_norm, on_nonfinite=on_nonfinite,
+                              loss_scale=loss_scale, updates=updates, rounding=rounding, seed=seed), decay_spares_vectors)
+
+
+def shard_optimizer(optimizer):
+    """Lets an element-wise optimizer of others update a sharded model: it then sees this rank's parts of the main weights.
+
+        optimizer = fsdp.shard_optimizer(torch.optim.Adagrad(model.parameters(), lr=1e-2))
+
+    Its parameter groups stay the same objects, so schedulers that were made before drive it; state that it has already is cut
+    alike.
+    Optimizers that look at whole matrices (Muon, Shampoo, Adafactor's factored moments) would see parts of them; they need
+    fully_shard(granularity="tensor"), and even then a flattened view.
+    """
+    if isinstance(optimizer, Optimizer):
+        raise _C.UsageError(f"{type(optimizer).__name__} of fsdp_cpp is made for sharded models; use it as it is")
+    model = shard.model_of(parameter for group in optimizer.param_groups for parameter in group["params"])
+    sharded = shard.handle(model)
+    if sharded.has_copied_main_weights:
+        raise _C.UsageError("main weights are split or offloaded, so an optimizer cannot change them in place; call "
+                            "fully_shard() with main_storage='separate' and without offload")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    parts = {each.name: each for each in sharded.parameters()}
+    owned = {}  # name -> this rank's part, as the optimizer sees it
+    for group in optimizer.param_groups:
+        mine = []
+        for parameter in group["params"]:
+            part = parts[names[id(parameter)]]
+            state = optimizer.state.pop(parameter, {})
+            if not part.is_trainable or part.main_weight.numel() == 0:  # or wholly on other ranks
+                continue
+            owned[part.name] = nn.Parameter(part.main_weight)
+            mine.append(owned[part.name])
+            if state:
+                optimizer.state[owned[part.name]] = {key: _cut(value, part) for key, value in state.items()}
+        group["params"][:] = mine
+
+    def take_gradients(*_):
+        sharded.wait_gradients()
+        for each in sharded.parameters():
+            if each.name in owned:
+                owned[each.name].grad = each.gradient
+
+    def refresh(*_):
+        sharded.refresh_weights()
+
+    def zero_grad(set_to_none=True):
+        for parameter in owned.values():
+            parameter.grad = None
+        sharded.zero_grad()
+
+    optimizer.register_step_pre_hook(take_gradients)
+    optimizer.register_step_post_hook(refresh)
+    optimizer.zero_grad = zero_grad
+    return optimizer
+
+
+def _cut(value, part):
+    """This rank's part of what an optimizer keeps per element; anything else as it is."""
+    if not isinstance(value, torch.Tensor) or list(value.shape) != part.shape or value.dim() == 0:
+        return value
+    return value.flatten()[part.begin:part.begin + part.main_weight.numel()].clone()
+
+
+@torch.no_grad()
+def clip_grad_norm_(model, max_norm):
+    """Clips the gradients of all ranks together to this norm, and returns the norm before. All ranks call it, between
+    backward() and step(); AdamW(max_norm=...) does it in the same pass as the update."""
+    sharded = shard.handle(model)
+    sharded.wait_gradients()
+    parts = [each.gradient for each in sharded.parameters() if each.gradient is not None and each.gradient.numel() > 0]
+    device = parts[0].device if parts else "cpu"
+    squares = torch.zeros(1, dtype=torch.float64, device=device)
+    for part in parts:
+        squares += part.double().square().sum()
+    sharded.sum_over_shards(squares)
+    norm = squares.sqrt().squeeze()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+    for part in parts:
+        part.mul_(factor.to(part.dtype))
+    return norm.float()

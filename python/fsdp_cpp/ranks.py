@@ -1,0 +1,116 @@
+"""The ranks of this job: how they meet, and how they part."""
+
+import atexit
+import os
+import socket
+import sys
+
+import torch
+
+from . import _C
+
+_world = None     # of all ranks of the job
+_worlds = {}      # ranks of torch.distributed -> the world they made
+_default_mesh = None
+
+
+def world():
+    """All ranks of the job: those of torch.distributed where it is initialised, else those of the launcher.
+
+    Joins them at the first call, which all ranks make. `world().rank`, `.size`, `.local_rank`, `.barrier()`.
+    """
+    global _world
+    if _world is None:
+        if _distributed_is_initialised():
+            _world = _world_of(list(range(torch.distributed.get_world_size())))
+        else:
+            _world = _C.World.from_environment()
+            _watch_exceptions(_world)
+    return _world
+
+
+def mesh(over=None, *, outer=1):
+    """The ranks as a grid of `outer` x inner ranks, for fully_shard().
+
+    `over`: None for all ranks; a torch DeviceMesh of one dimension (inner) or two (outer, inner); or a ProcessGroup.
+    """
+    if isinstance(over, _C.Mesh):
+        return over
+    if over is None:
+        return world().mesh(outer)
+    if outer != 1:
+        raise _C.UsageError("outer is for all ranks of a job; a DeviceMesh of two dimensions has its own outer one")
+    if hasattr(over, "mesh_dim_names") and hasattr(over, "mesh"):
+        if over.mesh.ndim > 2:
+            raise _C.UsageError(f"the mesh has {over.mesh.ndim} dimensions; it takes one (inner) or two (outer, inner): "
+                                "hand over a part of it, e.g. mesh['dp']")
+        return _world_of(over.mesh.flatten().tolist()).mesh(over.mesh.shape[0] if over.mesh.ndim == 2 else 1)
+    if isinstance(over, torch.distributed.ProcessGroup):
+        return _world_of(torch.distributed.get_process_group_ranks(over)).mesh(1)
+    raise _C.UsageError(f"mesh is {over!r} ({type(over).__name__}); it takes None, fsdp_cpp.mesh(...), a torch DeviceMesh or "
+                        "a ProcessGroup")
+
+
+def default_mesh():
+    """The mesh of fully_shard() where none is given: all ranks, made once."""
+    global _default_mesh
+    if _default_mesh is None:
+        _default_mesh = mesh()
+    return _default_mesh
+
+
+def _distributed_is_initialised():
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _world_of(ranks):
+    """Our communicators over these ranks of torch.distributed, which meet through its store."""
+    if not _distributed_is_initialised():
+        raise _C.UsageError("a DeviceMesh or ProcessGroup needs torch.distributed.init_process_group() before it")
+    key = tuple(ranks)
+    if key in _worlds:
+        return _worlds[key]
+    own = torch.distributed.get_rank()
+    if own not in ranks:
+        raise _C.UsageError(f"rank {own} is not among the ranks of the mesh, {ranks}; only those may shard over it")
+    store = torch.distributed.distributed_c10d._get_default_store()
+    meeting = f"fsdp_cpp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{','.join(map(str, ranks))}"
+    host = socket.gethostname()
+    store.set(f"{meeting}/host/{own}", host)
+    hosts = [store.get(f"{meeting}/host/{rank}").decode() for rank in ranks]
+    position = ranks.index(own)
+    made = _C.World.from_store(store, position, len(ranks), hosts[:position].count(host), hosts.count(host),
+                               _address(hosts, host), f"{meeting}/address")
+    _worlds[key] = made
+    _watch_exceptions(made)
+    return made
+
+
+def _address(hosts, host):
+    if all(each == host for each in hosts):
+        return "127.0.0.1"
+    return os.environ.get("MASTER_ADDR") or host
+
+
+def _watch_exceptions(made):
+    """When this rank ends by an exception, the others hear of it instead of waiting for this one."""
+    if made.size == 1:
+        return
+    before = sys.excepthook
+
+    def tell_others(kind, value, trace):
+        try:
+            if made.is_open:
+                made.abort(f"rank {made.rank} failed: {kind.__name__}: {value}")
+        finally:
+            before(kind, value, trace)
+
+    sys.excepthook = tell_others
+
+
+@atexit.register
+def _close():
+    global _world, _default_mesh
+    _world = _default_mesh = None
+    _worlds.clear()
+    _C.close_all()

@@ -1,0 +1,262 @@
+"""fully_shard(): any torch.nn.Module on the engine, and what can be asked of the result."""
+
+import contextlib
+import dataclasses
+import functools
+import weakref
+
+import torch
+from torch import nn
+
+from . import _C, ranks, tensors
+from . import units as unit_selection
+
+# Attributes that modules get.
+_ATTRIBUTE = "_fsdp_cpp_sharded"  # of a sharded model: the engine's handle
+_UNIT = "_fsdp_cpp_unit"          # of a unit: its name
+PENDING = "_fsdp_cpp_pending"     # of a model that is to be sharded when it is needed: a function that does it
+
+
+def fully_shard(model, mesh=None, units=None, *, strategy="optim_grads_params", params=None, main_params=torch.float32,
+                main_storage="split", main_grads=None, grad_comm=None, pool="max_pool", prefetch=1, budget_bytes=0,
+                on_move="follow", other_units="on_demand", user_buffers="off", gradient="mean",
+                gradient_lifetime="persistent", offload=0.0, offload_pin=True, offload_overlap=True,
+                offload_chunk_numel=1 << 20, report_nan="off", collectives="between_ranks", granularity="element",
+                initial_values="of_every_rank", device=None, init_weights=None, ignored_params=None):
+    """Shards the parameters of a model in place over the ranks, unit by unit, and returns the model.
+
+    All ranks call it with the same model. The model is then used as before:
+
+        model = fsdp.fully_shard(model)
+        optimizer = fsdp.AdamW(model, lr=3e-4)
+        loss = model(input_ids=x, labels=x).loss
+        loss.backward(); optimizer.step(); optimizer.zero_grad()
+
+    mesh: None for all ranks of the job; fsdp.mesh(outer=2); a torch DeviceMesh of one or two dimensions (outer, inner); or a
+        ProcessGroup.
+    units: the modules that are gathered and reduced together: classes, names or patterns of names ("model.layers.*"),
+        functions of a module, or a list of these. The model itself is always one. Default: the repeated blocks, the modules
+        that hold them, and large layers beside them, which one line of the log names.
+    strategy: "no_shard", "optim", "optim_grads", "optim_grads_params" (ZeRO-0 to 3), the last three also with "+hfsdp", or
+        three pairs of placements such as "RS/PS/SS".
+    params: the type in which floating-point parameters compute; None for their own. Unlike model.bfloat16() it leaves the
+        main weights unrounded.
+    main_params: the type of the main weights, which the optimizer updates; None for the weights themselves.
+    main_storage: "split" stores fp32 main weights of bf16 weights in 16 bits beside them; "separate" whole.
+    main_grads, grad_comm: the types in which gradients are summed and in which they travel; None for the weights' own, and
+        for that of main_grads.
+    pool: where gathered weights live: "on_demand", "double_buffer", "max_pool" or "planned".
+    prefetch, budget_bytes: units gathered ahead; or as many as fit in so many bytes.
+    on_move, other_units, user_buffers: see docs/memory.md and docs/gpu.md.
+    gradient: "mean" or "sum" over ranks.
+    gradient_lifetime: "persistent", or "step" to release main gradients in zero_grad().
+    offload: the fraction of the optimizer's state that lives in host memory; offload_pin, offload_overlap and
+        offload_chunk_numel say how.
+    report_nan: "per_parameter" names the parameter, rank and microbatch of a NaN or Inf in a gradient, at some cost.
+    collectives: "always" issues collectives on a single rank, too, to measure them.
+    granularity: where a shard may end in a tensor: "element", "row", "block:N" or "tensor".
+    initial_values: "of_every_rank" (they must be equal) or "of_rank_zero" (sent to the others).
+    device: of the shards; None for that of the parameters.
+    init_weights: for parameters on the meta device: a function of a module that sets the module's own parameters and buffers.
+        Default: the model's _init_weights(module) as transformers has it, else the module's reset_parameters().
+    ignored_params: parameters that stay as they are, whole and with gradients of each rank's own.
+
+    docs/python.md tells more of each.
+    """
+    if not isinstance(model, nn.Module):
+        raise _C.UsageError(f"model is {type(model).__name__}; fully_shard() takes a torch.nn.Module")
+    if is_sharded(model):
+        raise _C.UsageError("the model is sharded already; a model can be sharded once")
+    chosen = unit_selection.find(model, units)
+    mesh = ranks.default_mesh() if mesh is None else ranks.mesh(mesh)
+    options = dict(strategy=strategy, params=params, main_params=main_params, main_storage=main_storage, main_grads=main_grads,
+                   grad_comm=grad_comm, pool=pool, prefetch=prefetch, budget_bytes=budget_bytes, on_move=on_move,
+                   other_units=other_units, user_buffers=user_buffers, gradient=gradient,
+                   gradient_lifetime=gradient_lifetime, offload=offload, offload_pin=offload_pin,
+                   offload_overlap=offload_overlap, offload_chunk_numel=offload_chunk_numel, report_nan=report_nan,
+                   collectives=collectives, granularity=granularity, initial_values=initial_values, device=device)
+    mirrors = _mirrors(model, chosen, init_weights, set(ignored_params or ()))
+    sharded = _C.fully_shard(mirrors[model], mesh, options)
+    for module, name in chosen.items():
+        module.forward = _as_unit(module.forward, mirrors[module])
+        module.__dict__[_UNIT] = name or "model"
+    model.__dict__[_ATTRIBUTE] = sharded
+    for parameter in model.parameters():
+        parameter._fsdp_cpp_model = weakref.ref(model)
+    if units is None and mesh.world.rank == 0:
+        _C.log_info(f"units: {unit_selection.described(chosen)}")
+    return model
+
+
+def _mirrors(model, chosen, init_weights, ignored):
+    """The module tree as the engine sees it: {module: its mirror}."""
+    made = {}
+
+    def mirror(module):
+        if module in made:
+            return made[module]
+        make = _C.Unit if module in chosen else _C.Module
+        made[module] = here = make(type(module).__name__, _initialization(model, module, init_weights))
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter not in ignored:
+                here.add_parameter(name, parameter)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                here.add_buffer(name, buffer)
+        for name, child in module._modules.items():
+            if child is not None:
+                here.add_child(name, mirror(child))
+        return here
+
+    mirror(model)
+    return made
+
+
+def _initialization(model, module, init_weights):
+    """A function that gives the module's own parameters and buffers their first values, or None."""
+    if init_weights is not None:
+        return lambda: init_weights(module)
+    if hasattr(model, "_init_weights"):
+        return lambda: model._init_weights(module)
+    return getattr(module, "reset_parameters", None)
+
+
+def _as_unit(forward, unit):
+    """`forward` with its unit gathered around it. It is a function and no pair of module hooks, so that a failing forward is
+    seen, and direct calls of forward(), too."""
+
+    # A compiled forward has attributes by which torch.compile would find its way around this function.
+    @functools.wraps(forward, updated=())
+    def unit_forward(*args, **kwargs):
+        inputs = []
+        tensors.collect(args, inputs)
+        tensors.collect(kwargs, inputs)
+        call, changed = unit.enter(inputs)
+        if changed is not None:
+            changed = iter(changed)
+            args = tensors.replaced(args, changed)
+            kwargs = tensors.replaced(kwargs, changed)
+        try:
+            result = forward(*args, **kwargs)
+            outputs = []
+            tensors.collect(result, outputs)
+            changed = call.leave(outputs)
+        except BaseException:
+            call.fail()
+            raise
+        return result if changed is None else tensors.replaced(result, iter(changed))
+
+    # Dynamo does not trace this function, but what it calls: a compiled block is compiled inside its unit.
+    return torch.compiler.disable(unit_forward, recursive=False)
+
+
+def is_sharded(model):
+    """Whether fully_shard() was called with this model."""
+    return _ATTRIBUTE in model.__dict__
+
+
+def handle(model):
+    """The engine's handle of a sharded model."""
+    try:
+        if _ATTRIBUTE not in model.__dict__ and PENDING in model.__dict__:
+            model.__dict__[PENDING]()
+        return model.__dict__[_ATTRIBUTE]
+    except (AttributeError, KeyError):
+        raise _C.UsageError(f"this {type(model).__name__} is not sharded; call fully_shard(model) before, and hand over "
+                            "that same model") from None
+
+
+def unit_name(module):
+    """The name of a unit in the engine."""
+    try:
+        return module.__dict__[_UNIT]
+    except (AttributeError, KeyError):
+        raise _C.UsageError(f"this {type(module).__name__} is no unit of a sharded model") from None
+
+
+def model_of(parameters):
+    """The sharded model that all these parameters belong to."""
+    models = {getattr(parameter, "_fsdp_cpp_model", lambda: None)() for parameter in parameters}
+    if len(models) != 1 or None in models:
+        raise _C.UsageError("the parameters do not all belong to one sharded model; call fully_shard(model) before, and hand "
+                            "over parameters of that model alone")
+    return models.pop()
+
+
+@contextlib.contextmanager
+def unshard(model, *, write=False):
+    """While it is open, every parameter of the model is whole. With write=True changes become the value, made alike on all
+    ranks. All ranks open it.
+
+        with fsdp.unshard(model):
+            print(model.lm_head.weight.norm())
+    """
+    whole = handle(model).whole_parameters(write, [])
+    whole.enter()
+    try:
+        yield model
+    finally:
+        whole.exit()
+
+
+@contextlib.contextmanager
+def no_sync(model):
+    """Backwards inside are not the last of their cycle: gradients add up, and the reductions once per cycle wait."""
+    sharded = handle(model)
+    sharded.microbatch(False)
+    try:
+        yield
+    finally:
+        sharded.microbatch(True)
+
+
+def microbatch(model, *, last):
+    """The same as no_sync() until the next call: microbatch(model, last=i + 1 == n) before each of n backwards."""
+    handle(model).microbatch(last)
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Exact bytes of the engine's buffers on this rank, as requested from the allocator."""
+
+    weights: int
+    main_weights: int
+    main_grads: int
+    pool: int
+    reduction: int
+    moments: int
+    host: int
+    total: int
+    peak: int
+    text: str = dataclasses.field(repr=False)
+
+    def __str__(self):
+        return self.text
+
+
+def memory(model):
+    """The bytes that the engine and the optimizer hold for this model."""
+    sharded = handle(model)
+    return Memory(**sharded.memory(), text=sharded.memory_text())
+
+
+def set_precision(model, **precision):
+    """Changes the type in which gradients travel, between cycles: set_precision(model, grad_comm=torch.bfloat16)."""
+    handle(model).set_precision(precision)
+
+
+def found_nonfinite(model):
+    """Whether any rank's gradients of this cycle hold a NaN or Inf. All ranks call it."""
+    return handle(model).found_nonfinite()
+
+
+def reset(model):
+    """After an exception in forward or backward: drops everything under way and this cycle's gradients. All ranks call it."""
+    handle(model).reset()
+
+
+def gradients(model):
+    """This rank's part of every gradient: {name: one-dimensional tensor}; whole on one rank. Waits for the reductions."""
+    sharded = handle(model)
+    sharded.wait_gradients()
+    return {each.name: each.gradient for each in sharded.parameters() if each.gradient is not None}

@@ -1,0 +1,123 @@
+// fsdp_cpp._C: checkpoints.
+#include "fsdp/base/torch_dtype.h"
+#include "fsdp/checkpoint/checkpointer.h"
+#include "fsdp/checkpoint/load.h"
+#include "fsdp/python/bindings.h"
+#include "fsdp/python/resources.h"
+
+namespace fsdp {
+
+namespace py = pybind11;
+
+namespace {
+
+using Buffers = std::vector<std::pair<std::string, at::Tensor>>;
+using OptimizerHandle = std::shared_ptr<ModelOptimizer>;  // nullptr: weights alone
+
+CheckpointState state_of(ShardedModel& model, const OptimizerHandle& optimizer,
+                         const Buffers& buffers) {
+  CheckpointState state{.sharded = model.sharded.get(),
+                        .optimizer = optimizer ? &optimizer->get() : nullptr};
+  for (const auto& [name, value] : buffers) state.buffers.push_back({name, value});
+  return state;
+}
+
+TrainingPosition position_of(int64_t step, const std::string& schedule, const std::string& data) {
+  return {.step = step, .schedule = schedule, .data = data};
+}
+
+CheckpointerOptions options_of(bool in_background, int64_t keep_last, int64_t keep_every,
+                               std::optional<at::ScalarType> dtype,
+                               const std::string& model_config) {
+  CheckpointerOptions options;
+  options.mode = in_background ? SaveMode::kBackground : SaveMode::kBlocking;
+  options.keep = {.keep_last = keep_last, .keep_every = keep_every};
+  if (dtype) options.form.model_dtype = dtype_of(*dtype);
+  options.model_config = model_config;
+  return options;
+}
+
+LoadOptions load_options(const std::vector<std::string>& allow_missing, bool allow_extra) {
+  return {.allow_missing = allow_missing,
+          .extra = allow_extra ? LoadOptions::Extra::kAllow : LoadOptions::Extra::kRefuse};
+}
+
+struct ModelCheckpointer final : Resource {
+  ModelCheckpointer(const std::string& directory, std::shared_ptr<ShardedModel> saved,
+                    OptimizerHandle updates, const CheckpointerOptions& options)
+      : model(std::move(saved)),
+        optimizer(std::move(updates)),
+        checkpointer(std::make_unique<Checkpointer>(directory, model->mesh->mesh.get(), options)) {}
+  void close() override { checkpointer.close(); }
+  Checkpointer& get() { return *checkpointer.get(); }
+
+  std::shared_ptr<ShardedModel> model;
+  OptimizerHandle optimizer;
+  Held<std::unique_ptr<Checkpointer>> checkpointer;
+};
+
+}  // namespace
+
+void bind_checkpoint(py::module_& module) {
+  py::class_<LoadedCheckpoint>(module, "LoadedCheckpoint")
+      .def_readonly("path", &LoadedCheckpoint::path)
+      .def_readonly("step", &LoadedCheckpoint::step)
+      .def_readonly("schedule", &LoadedCheckpoint::schedule)
+      .def_readonly("data", &LoadedCheckpoint::data)
+      .def_readonly("missing", &LoadedCheckpoint::missing)
+      .def_readonly("extra", &LoadedCheckpoint::extra);
+  module.def(
+      "save_checkpoint",
+      [](const std::string& directory, ShardedModel& model, const OptimizerHandle& optimizer,
+         const Buffers& buffers, int64_t step, const std::string& schedule, const std::string& data,
+         std::optional<at::ScalarType> dtype, const std::string& model_config) {
+        save_checkpoint(directory, state_of(model, optimizer, buffers),
+                        position_of(step, schedule, data),
+                        options_of(/*in_background=*/false, 0, 0, dtype, model_config));
+      },
+      WithoutGil());
+  module.def(
+      "load_checkpoint",
+      [](const std::string& path, ShardedModel& model, const OptimizerHandle& optimizer,
+         const Buffers& buffers, const std::vector<std::string>& allow_missing, bool allow_extra) {
+        return load_checkpoint(path, state_of(model, optimizer, buffers),
+                               load_options(allow_missing, allow_extra));
+      },
+      WithoutGil());
+  py::class_<ModelCheckpointer, std::shared_ptr<ModelCheckpointer>>(module, "Checkpointer")
+      .def(py::init([](const std::string& directory, const std::shared_ptr<ShardedModel>& model,
+                       const OptimizerHandle& optimizer, bool in_background, int64_t keep_last,
+                       int64_t keep_every, std::optional<at::ScalarType> dtype,
+                       const std::string& model_config) {
+        const py::gil_scoped_release no_gil;
+        return make_resource<ModelCheckpointer>(
+            directory, model, optimizer,
+            options_of(in_background, keep_last, keep_every, dtype, model_config));
+      }))
+      .def(
+          "save",
+          [](ModelCheckpointer& self, const Buffers& buffers, int64_t step,
+             const std::string& schedule, const std::string& data) {
+            self.get().save(state_of(*self.model, self.optimizer, buffers),
+                            position_of(step, schedule, data));
+          },
+          WithoutGil())
+      .def(
+          "load_latest",
+          [](ModelCheckpointer& self, const Buffers& buffers,
+             const std::vector<std::string>& allow_missing, bool allow_extra) {
+            return self.get().load_latest(state_of(*self.model, self.optimizer, buffers),
+                                          load_options(allow_missing, allow_extra));
+          },
+          WithoutGil())
+      .def(
+          "wait", [](ModelCheckpointer& self) { self.get().wait(); }, WithoutGil())
+      .def("take_saved", [](ModelCheckpointer& self) {
+        std::vector<std::tuple<int64_t, std::string, int64_t, double>> saved;
+        for (const SavedCheckpoint& each : self.get().take_saved())
+          saved.emplace_back(each.step, each.path, each.bytes, each.seconds);
+        return saved;
+      });
+}
+
+}  // namespace fsdp

@@ -1,0 +1,210 @@
+// fsdp_cpp._C: the module tree, units, and sharded models.
+#include "fsdp/base/torch_dtype.h"
+#include "fsdp/comm/communicator.h"
+#include "fsdp/python/bindings.h"
+#include "fsdp/python/callback.h"
+#include "fsdp/python/keywords.h"
+#include "fsdp/python/resources.h"
+
+namespace fsdp {
+
+namespace py = pybind11;
+
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+template <typename Mirror>
+std::shared_ptr<Mirror> make_mirror(const std::string& class_name, const py::object& initialize) {
+  return std::make_shared<Mirror>(class_name, callback(initialize));
+}
+
+// One call of a unit, between its two ends.
+struct OpenCall {
+  std::shared_ptr<UnitHooks::Call> call;
+};
+
+// `now` where a tensor was replaced; None, the usual case, spares Python the search for its place.
+std::optional<Tensors> if_replaced(const Tensors& before, Tensors now) {
+  for (size_t i = 0; i < now.size(); ++i)
+    if (!now[i].is_same(before[i])) return now;
+  return std::nullopt;
+}
+
+std::pair<OpenCall, std::optional<Tensors>> enter_unit(UnitMirror& unit, const Tensors& inputs) {
+  Tensors entered = inputs;
+  OpenCall open{unit.enter(entered)};
+  return {std::move(open), if_replaced(inputs, std::move(entered))};
+}
+
+std::optional<Tensors> leave_unit(OpenCall& open, const Tensors& outputs) {
+  Tensors left = outputs;
+  if (open.call != nullptr) leave(*open.call, left);
+  open.call.reset();
+  return if_replaced(outputs, std::move(left));
+}
+
+void fail_unit(OpenCall& open) {
+  if (open.call != nullptr) open.call->fail();
+  open.call.reset();
+}
+
+std::shared_ptr<ShardedModel> shard_model(const std::shared_ptr<ModuleMirror>& root,
+                                          const std::shared_ptr<RankMesh>& mesh,
+                                          const py::dict& keywords) {
+  const ShardOptions options = shard_options(keywords);
+  const py::gil_scoped_release no_gil;
+  auto model = make_resource<ShardedModel>(mesh, root, options);
+  root->forget_initialization();
+  return model;
+}
+
+// Whole parameters between enter() and exit().
+class WholeParameters {
+ public:
+  WholeParameters(std::shared_ptr<ShardedModel> model, Sharded::Access access,
+                  std::vector<std::string> units)
+      : model_(std::move(model)), access_(access), units_(std::move(units)) {}
+  void enter() {
+    guard_.reset(new Sharded::FullParameters(model_->sharded->full_parameters(access_, units_)));
+  }
+  void exit() { guard_.reset(); }
+
+ private:
+  const std::shared_ptr<ShardedModel> model_;
+  const Sharded::Access access_;
+  const std::vector<std::string> units_;  // none: all
+  std::unique_ptr<Sharded::FullParameters> guard_;
+};
+
+// The sum over the ranks that hold different parts of the optimizer's state, in place.
+void sum_over_shards(ShardedModel& model, const at::Tensor& tensor) {
+  const PlacementPair placed = model.sharded->options().strategy.optimizer;
+  const Mesh& mesh = model.mesh->mesh.get();
+  const auto sum_along = [&](Placement placement, const MeshAxis& axis) {
+    if (placement == Placement::kShard && axis.size() > 1)
+      axis.reduce().all_reduce(tensor, {}, "sum over shards").wait();
+  };
+  sum_along(placed.inner, mesh.inner());
+  sum_along(placed.outer, mesh.outer());
+}
+
+// Whether ShardedParameter::main_weight is a copy of some main weight.
+bool has_copied_main_weights(ShardedModel& model) {
+  if (model.sharded->options().offload.fraction > 0.0) return true;
+  const PrecisionTypes precision = model.sharded->options().precision.types();
+  for (const at::Tensor& parameter : model.root->parameters())
+    if (parameter.requires_grad() &&
+        resolve_types(dtype_of(parameter.scalar_type()), precision, Trainable::kYes).split)
+      return true;
+  return false;
+}
+
+py::dict memory_of(const MemoryReport& memory) {
+  py::dict bytes;
+  bytes["weights"] = memory.weight_bytes;
+  bytes["main_weights"] = memory.main_weight_bytes;
+  bytes["main_grads"] = memory.main_grad_bytes;
+  bytes["pool"] = memory.pool_bytes;
+  bytes["reduction"] = memory.reduction_bytes;
+  bytes["moments"] = memory.moment_bytes;
+  bytes["host"] = memory.host_bytes;
+  bytes["total"] = memory.total_bytes();
+  bytes["peak"] = memory.peak_bytes;
+  return bytes;
+}
+
+void bind_modules(py::module_& module) {
+  py::class_<ModuleMirror, std::shared_ptr<ModuleMirror>>(module, "Module")
+      .def(py::init(&make_mirror<ModuleMirror>))
+      .def("add_parameter", &ModuleMirror::add_parameter)
+      .def("add_buffer", &ModuleMirror::add_buffer)
+      .def("add_child", &ModuleMirror::add_child);
+  py::class_<UnitMirror, ModuleMirror, std::shared_ptr<UnitMirror>>(module, "Unit")
+      .def(py::init(&make_mirror<UnitMirror>))
+      .def("enter", &enter_unit, WithoutGil());
+  py::class_<OpenCall>(module, "Call")
+      .def("leave", &leave_unit, WithoutGil())
+      .def("fail", &fail_unit, WithoutGil());
+}
+
+}  // namespace
+
+void bind_shard(py::module_& module) {
+  bind_modules(module);
+  module.def("fully_shard", &shard_model);
+  py::class_<ShardedParameter>(module, "ShardedParameter")
+      .def_readonly("name", &ShardedParameter::name)
+      .def_readonly("aliases", &ShardedParameter::aliases)
+      .def_readonly("unit", &ShardedParameter::unit)
+      .def_readonly("shape", &ShardedParameter::shape)
+      .def_readonly("is_trainable", &ShardedParameter::is_trainable)
+      .def_readonly("begin", &ShardedParameter::begin)
+      .def_readonly("main_weight", &ShardedParameter::main_weight)
+      .def_property_readonly("gradient", [](const ShardedParameter& self) {
+        return self.gradient.defined() ? std::optional(self.gradient) : std::nullopt;
+      });
+  py::class_<FlatShard>(module, "FlatShard")
+      .def_readonly("unit", &FlatShard::unit)
+      .def_readonly("main_weight", &FlatShard::main_weight)
+      .def_property_readonly("gradient", [](const FlatShard& self) {
+        return self.gradient.defined() ? std::optional(self.gradient) : std::nullopt;
+      });
+  py::class_<WholeParameters>(module, "WholeParameters")
+      .def("enter", &WholeParameters::enter, WithoutGil())
+      .def("exit", &WholeParameters::exit, WithoutGil());
+  py::class_<ShardedModel, std::shared_ptr<ShardedModel>>(module, "Sharded")
+      .def_property_readonly("mesh", [](ShardedModel& self) { return self.mesh; })
+      .def_property_readonly("unit_names",
+                             [](ShardedModel& self) { return self.sharded->unit_names(); })
+      .def_property_readonly("unit_order",
+                             [](ShardedModel& self) { return self.sharded->unit_order(); })
+      .def("memory", [](ShardedModel& self) { return memory_of(self.sharded->memory()); })
+      .def("memory_text", [](ShardedModel& self) { return self.sharded->memory().text(); })
+      .def(
+          "microbatch", [](ShardedModel& self, bool last) { self.sharded->microbatch({last}); },
+          WithoutGil())
+      .def(
+          "wait_gradients", [](ShardedModel& self) { self.sharded->wait_gradients(); },
+          WithoutGil())
+      .def(
+          "zero_grad", [](ShardedModel& self) { self.sharded->zero_grad(); }, WithoutGil())
+      .def(
+          "found_nonfinite", [](ShardedModel& self) { return self.sharded->found_nonfinite(); },
+          WithoutGil())
+      .def(
+          "refresh_weights", [](ShardedModel& self) { self.sharded->refresh_weights(); },
+          WithoutGil())
+      .def("sum_over_shards", &sum_over_shards, WithoutGil())
+      .def_property_readonly("has_copied_main_weights", &has_copied_main_weights)
+      .def("whole_parameters",
+           [](const std::shared_ptr<ShardedModel>& self, bool writes,
+              std::vector<std::string> units) {
+             return std::make_unique<WholeParameters>(
+                 self, writes ? Sharded::Access::kWrite : Sharded::Access::kRead, std::move(units));
+           })
+      .def(
+          "parameters", [](ShardedModel& self) { return self.sharded->parameters(); }, WithoutGil())
+      .def(
+          "flat_shards", [](ShardedModel& self) { return self.sharded->flat_shards(); },
+          WithoutGil())
+      .def("set_precision",
+           [](ShardedModel& self, const py::dict& keywords) {
+             const PrecisionPolicy precision =
+                 precision_policy(self.sharded->options().precision, keywords);
+             const py::gil_scoped_release no_gil;
+             self.sharded->set_precision(precision);
+           })
+      .def(
+          "set_prefetch",
+          [](ShardedModel& self, const std::string& unit, const std::vector<std::string>& ahead,
+             bool in_backward) {
+            self.sharded->set_prefetch(unit, ahead,
+                                       in_backward ? PrefetchIn::kBackward : PrefetchIn::kForward);
+          },
+          WithoutGil())
+      .def(
+          "reset", [](ShardedModel& self) { self.sharded->reset(); }, WithoutGil());
+}
+
+}  // namespace fsdp

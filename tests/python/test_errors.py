@@ -1,0 +1,90 @@
+"""Every wrong use is answered with one sentence that names it and the fix."""
+
+import pytest
+import torch
+
+import fsdp_cpp as fsdp
+import small_models as small
+
+WRONG = [
+    (dict(strategy="zero4"), "zero4"),
+    (dict(strategy=3), "strategy is 3 (int); it must be a string"),
+    (dict(main_params="float32"), "main_params is 'float32' (str); it must be a torch.dtype such as torch.float32 or None"),
+    (dict(main_storage="splitt"), "main_storage is 'splitt'"),
+    (dict(main_grads=32), "main_grads is 32 (int); it must be a torch.dtype"),
+    (dict(grad_comm=torch.int32), "grad_comm"),
+    (dict(pool="maxpool"), "pool is 'maxpool'"),
+    (dict(prefetch=1.5), "prefetch is 1.5 (float); it must be a whole number"),
+    (dict(prefetch=-1), "prefetch"),
+    (dict(budget_bytes="1GB"), "budget_bytes is '1GB' (str); it must be a whole number"),
+    (dict(on_move="stay"), "on_move is 'stay'"),
+    (dict(other_units="never"), "other_units is 'never'"),
+    (dict(user_buffers=True), "user_buffers is True (bool); it must be one of 'off', 'registered', 'symmetric'"),
+    (dict(gradient="avg"), "gradient is 'avg'"),
+    (dict(gradient_lifetime="stepp"), "gradient_lifetime is 'stepp'"),
+    (dict(offload=2), "offload"),
+    (dict(offload="all"), "offload is 'all' (str); it must be a number"),
+    (dict(offload_pin=1), "offload_pin is 1 (int); it must be True or False"),
+    (dict(offload_overlap=None), "offload_overlap is None (NoneType); it must be True or False"),
+    (dict(offload_chunk_numel=0), "chunk_numel"),
+    (dict(report_nan=True), "report_nan is True (bool)"),
+    (dict(collectives="sometimes"), "collectives is 'sometimes'"),
+    (dict(granularity="half"), "half"),
+    (dict(initial_values="mine"), "initial_values is 'mine'"),
+    (dict(device="gpu"), "device is 'gpu' (str)"),
+    (dict(units="layers.*"), "units has 'layers.*', which matches no module; there are 'first'"),
+    (dict(units=torch.nn.Conv2d), "units has the class Conv2d, of which the model has no module"),
+    (dict(units=[3]), "units has 3 (int); it takes classes"),
+    (dict(mesh=4), "mesh is 4 (int)"),
+]
+
+
+@pytest.mark.parametrize("options,sentence", WRONG, ids=[" ".join(map(str, w[0].items())) for w in WRONG])
+def test_wrong_options_are_named(world, options, sentence):
+    with pytest.raises(fsdp.UsageError) as caught:
+        fsdp.fully_shard(small.Stack(), **options)
+    assert sentence in str(caught.value), str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+WRONG_ADAMW = [
+    (dict(lr=-1.0), "lr"), (dict(lr="fast"), "lr"), (dict(betas=(0.9, 1.5)), "beta2"), (dict(eps=-1.0), "eps"),
+    (dict(weight_decay=-1.0), "weight_decay"), (dict(max_norm=-1.0), "max_norm"), (dict(first_moment=torch.int8), "moment"),
+    (dict(on_nonfinite="stop"), "on_nonfinite is 'stop'"), (dict(loss_scale="dynamo"), "loss_scale is 'dynamo'"),
+    (dict(updates="later"), "updates is 'later'"), (dict(rounding="up"), "rounding is 'up'"), (dict(seed=1.5), "seed is 1.5"),
+]
+
+
+@pytest.mark.parametrize("options,sentence", WRONG_ADAMW, ids=[" ".join(map(str, w[0].items())) for w in WRONG_ADAMW])
+def test_wrong_optimizer_options_are_named(world, options, sentence):
+    model = fsdp.fully_shard(small.Stack())
+    with pytest.raises((fsdp.UsageError, ValueError)) as caught:
+        fsdp.AdamW(model, **options)
+    assert sentence in str(caught.value), str(caught.value)
+
+
+def test_misuses_are_named(world):
+    model = small.Stack()
+    with pytest.raises(fsdp.UsageError, match="this Stack is not sharded; call fully_shard"):
+        fsdp.AdamW(model)
+    with pytest.raises(fsdp.UsageError, match="takes a torch.nn.Module"):
+        fsdp.fully_shard(list(model.parameters()))
+    with pytest.raises(TypeError, match="stratgy"):
+        fsdp.fully_shard(model, stratgy="optim")
+    fsdp.fully_shard(model)
+    with pytest.raises(fsdp.UsageError, match="sharded already"):
+        fsdp.fully_shard(model)
+    optimizer = fsdp.AdamW(model)
+    with pytest.raises(fsdp.UsageError, match="no complete gradients"):
+        optimizer.step()
+    with pytest.raises(fsdp.UsageError, match="takes no closure"):
+        optimizer.step(lambda: 0)
+
+
+def test_optimizers_and_clipping_of_torch_do_not_skip_sharded_gradients_silently(world):
+    model = fsdp.fully_shard(small.Stack())
+    model(torch.ones(2, small.WIDTH)).sum().backward()
+    with pytest.raises(RuntimeError, match="gradient"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(RuntimeError, match="gradient|is touched while its unit"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
