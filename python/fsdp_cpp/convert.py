@@ -1,7 +1,7 @@
-"""python -m fsdp_cpp.convert SRC DST: a checkpoint of torch.distributed.checkpoint, or Megatron's fsdp_dtensor, into one of ours.
+"""python -m fsdp_cpp.convert SRC DST: checkpoints of torch.distributed.checkpoint and Megatron's fsdp_dtensor into ours.
 
-Python reads the metadata, checks it and finds the names; C++ then streams the elements from the `.distcp` files to ours, a chunk
-at a time, so that a model of any size needs little memory.
+Python reads the metadata, checks it and finds the names; C++ then streams the elements from the `.distcp` files to ours, a
+chunk at a time, so that a model of any size needs little memory.
 """
 
 import argparse
@@ -11,24 +11,26 @@ from collections.abc import Callable
 import torch
 
 from . import _C, dcp
-from .training_state import TrainingState, find_training_state, some_of
+from .dcp_keys import some_of
+from .training_state import TrainingState, find_training_state
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def convert(source: str, target: str | None, *, ranks: int = 1, dtype: torch.dtype | None = None, model_files: str | None = None,
-            overwrite: bool = False, on_bytes: Callable[[int, int], None] | None = None, **names) -> TrainingState:
+def convert(source: str, target: str | None, *, ranks: int = 1, dtype: torch.dtype | None = None,
+            model_files: str | None = None, overwrite: bool = False, on_bytes: Callable[[int, int], None] | None = None,
+            **names) -> TrainingState:
     """Writes the checkpoint `target`, or nothing where it is None, and returns what is in it and what was dropped.
 
-    `ranks`: how many ranks' files to cut into; any number of ranks can load them. `dtype`: for floating-point weights; None: as
-    they are. `model_files`: a directory with config.json and the tokenizer to keep. `on_bytes(done, all)` hears of progress.
-    `names`: the keywords of find_training_state().
+    `ranks`: how many ranks' files to cut into; any number of ranks can load them. `dtype`: for floating-point weights; None:
+    as they are. `model_files`: a directory with config.json and the tokenizer to keep. `on_bytes(done, all)` hears of
+    progress. `names`: the keywords of find_training_state().
     """
     if ranks < 1:
         raise _C.UsageError(f"ranks is {ranks}; it must be at least 1")
     checkpoint = dcp.read_metadata(source)
     state = find_training_state(checkpoint, **names)
-    files = {}
+    files: dict[str, int] = {}
     model = [_for_writer(checkpoint, name, source, files) for name, source in state.model.items()]
     moments = [_for_writer(checkpoint, name, source, files) for name, source in state.moments.items()]
     if target is None:
@@ -41,8 +43,8 @@ def convert(source: str, target: str | None, *, ranks: int = 1, dtype: torch.dty
         if on_bytes:
             on_bytes(done, total)
 
-    _C.write_checkpoint(target, files=list(files), model=model, moments=moments, step=state.step, ranks=ranks, dtype=dtype,
-                        model_files=model_files or "", overwrite=overwrite, on_bytes=count)
+    _C.convert_files(target, files=list(files), model=model, moments=moments, step=state.step, ranks=ranks, dtype=dtype,
+                     model_files=model_files or "", overwrite=overwrite, on_bytes=count)
     return state
 
 
@@ -58,7 +60,7 @@ def _numel(source):
 
 
 def _for_writer(checkpoint, name, source, files):
-    """(name, type, shape, boxes) as _C.write_checkpoint takes them; `files` is path -> its position."""
+    """(name, type, shape, boxes) as _C.convert_files takes them; `files` is path -> its position."""
     boxes = []
     for key, first_row in source.parts:
         for chunk in checkpoint.tensors[key].chunks:
@@ -75,25 +77,26 @@ def _arguments(given):
     parser = argparse.ArgumentParser(prog="python -m fsdp_cpp.convert", formatter_class=argparse.RawDescriptionHelpFormatter,
                                      description="Convert a checkpoint of torch.distributed.checkpoint (DCP), or Megatron's "
                                      "fsdp_dtensor, into one of fsdp.cpp:\nweights, Adam's moments and step.",
-                                     epilog="DST appears when it is complete, and not at all when something fails. Exit codes: 0 fine; "
-                                     "1 failed; 2 called wrongly.\ndocs/python.md tells more.")
-    parser.add_argument("source", metavar="SRC", help="the directory with .metadata in it")
-    parser.add_argument("target", metavar="DST", nargs="?", help="the directory to write; may be left out with --dry-run")
-    parser.add_argument("--dry-run", action="store_true", help="check everything and print the list; write nothing")
-    parser.add_argument("--ranks", metavar="N", type=int, default=1, help="how many ranks' files to cut into; any number of ranks can "
-                        "load them (default 1)")
-    parser.add_argument("--dtype", choices=DTYPES, help="type of floating-point weights (default: as they are)")
-    parser.add_argument("--prefix", metavar="TEXT", help="what the model's keys begin with; it is removed (default: found by itself)")
-    parser.add_argument("--rename", metavar="FROM=TO", action="append", default=[], help="rename parameters: 'a.b=c' for a.b and what "
-                        "is below it, or * for any text on both sides; may be given again")
-    parser.add_argument("--allow-extra", metavar="PATTERN", action="append", default=[], help="leave out these keys of SRC, which would "
-                        "be an error or would be converted; * is any text; may be given again")
-    parser.add_argument("--keep-split", action="store_true", help="leave Megatron's split SwiGLU and gated delta net parameters as "
-                        "they are stored (default: joined, as models have them)")
-    parser.add_argument("--parameters", metavar="FILE", help="names in the optimizer's order, one per line, where its state is by numbers")
-    parser.add_argument("--step", metavar="N", type=int, help="steps made, where SRC does not say it, or says several numbers")
-    parser.add_argument("--model-files", metavar="DIR", help="keep config.json and the tokenizer of this directory with the checkpoint")
-    parser.add_argument("--overwrite", action="store_true", help="replace DST if it is a checkpoint")
+                                     epilog="DST appears when it is complete, and not at all when something fails.\n"
+                                     "Exit codes: 0 fine; 1 failed; 2 called wrongly. docs/python.md tells more.")
+    add = parser.add_argument
+    add("source", metavar="SRC", help="the directory with .metadata in it")
+    add("target", metavar="DST", nargs="?", help="the directory to write; may be left out with --dry-run")
+    add("--dry-run", action="store_true", help="check everything and print the list; write nothing")
+    add("--ranks", metavar="N", type=int, default=1,
+        help="how many ranks' files to cut into; any number of ranks can load them (default 1)")
+    add("--dtype", choices=DTYPES, help="type of floating-point weights (default: as they are)")
+    add("--prefix", metavar="TEXT", help="what the model's keys begin with; it is removed (default: found by itself)")
+    add("--rename", metavar="FROM=TO", action="append", default=[],
+        help="rename parameters: 'a.b=c' for a.b and what is below it, or * for any text on both sides; may be given again")
+    add("--allow-extra", metavar="PATTERN", action="append", default=[],
+        help="leave out these keys of SRC, which would be an error or would be converted; * is any text; may be given again")
+    add("--keep-split", action="store_true",
+        help="leave Megatron's split SwiGLU and gated delta net parameters apart (default: joined, as models have them)")
+    add("--parameters", metavar="FILE", help="names in the optimizer's order, one per line, where its state is by numbers")
+    add("--step", metavar="N", type=int, help="steps made, where SRC does not say it, or says several numbers")
+    add("--model-files", metavar="DIR", help="keep config.json and the tokenizer of this directory with the checkpoint")
+    add("--overwrite", action="store_true", help="replace DST if it is a checkpoint")
     options = parser.parse_args(given)
     if not options.target and not options.dry_run:
         parser.error("DST is missing; give the directory to write, or --dry-run")
@@ -110,7 +113,8 @@ def _report(state, out):
     types = sorted({str(source.dtype).removeprefix("torch.") for source in state.model.values()})
     print(f"model      {len(state.model):,} tensors, {numel:,} parameters, {', '.join(types)}", file=out)
     if state.moments:
-        print(f"optimizer  exp_avg and exp_avg_sq of {len(state.moments) // 2:,} parameters after {state.step:,} steps", file=out)
+        count = len(state.moments) // 2
+        print(f"optimizer  exp_avg and exp_avg_sq of {count:,} parameters after {state.step:,} steps", file=out)
     else:
         print("optimizer  none", file=out)
     if state.settings:
@@ -122,13 +126,16 @@ def _report(state, out):
     if state.objects:
         sections = list(dict.fromkeys(key.split(".")[0] for key in state.objects))
         print(f"dropped    {len(state.objects):,} objects that are no tensors, of {some_of(sections)}", file=out)
+    for note in state.notes:
+        print(f"note       {note}", file=out)
 
 
 def _progress():
     """Draws the percentage on a terminal, and nothing elsewhere."""
     if not sys.stderr.isatty():
         return None
-    return lambda done, total: print(f"\rconvert {100 * done // max(total, 1)}%", end="\n" if done >= total else "", file=sys.stderr)
+    return lambda done, total: print(f"\rconvert {100 * done // max(total, 1)} %", end="\n" if done >= total else "",
+                                     file=sys.stderr, flush=True)
 
 
 def main(given: list[str] | None = None) -> int:
@@ -140,8 +147,9 @@ def main(given: list[str] | None = None) -> int:
                 parameters = file.read().split()
         state = convert(options.source, None if options.dry_run else options.target, ranks=options.ranks,
                         dtype=DTYPES.get(options.dtype), model_files=options.model_files, overwrite=options.overwrite,
-                        on_bytes=_progress(), prefix=options.prefix, renames=[tuple(each.split("=")) for each in options.rename],
-                        allow_extra=options.allow_extra, step=options.step, parameters=parameters, keep_split=options.keep_split)
+                        on_bytes=_progress(), prefix=options.prefix, allow_extra=options.allow_extra, step=options.step,
+                        renames=[tuple(each.split("=")) for each in options.rename], parameters=parameters,
+                        keep_split=options.keep_split)
     except _C.UsageError as error:
         print(f"convert: {error}", file=sys.stderr)
         return 2

@@ -1,9 +1,9 @@
-"""Reads directories of torch.distributed.checkpoint (DCP): `.metadata` and `*.distcp`, whoever wrote them and on how many ranks.
+"""Reads directories of torch.distributed.checkpoint (DCP), `.metadata` and `*.distcp`, of any program and number of ranks.
 
-Neither torch.distributed nor a free unpickler is needed: `.metadata` is a pickle, and it is read by an unpickler that makes
-records of this file and nothing else; tensors are torch.save streams inside the `.distcp` files and go through torch.load with
-weights_only. read_metadata() checks the whole directory without reading data; place_of() says at which byte of its file a
-chunk's elements begin, so that C++ can stream them; read_tensor() and read_object() read what is small.
+Neither torch.distributed nor a free unpickler is needed: `.metadata` is a pickle, which dcp_pickle.py reads; tensors are
+torch.save streams inside the `.distcp` files, which torch.load reads with weights_only. read_metadata() checks the whole
+directory without reading data; place_of() says at which byte of its file a chunk's elements begin, so that C++ can stream
+them; read_tensor() and read_object() read what is small.
 """
 
 import io
@@ -14,14 +14,9 @@ from typing import NamedTuple
 import torch
 
 from ._C import Error
+from .dcp_pickle import unpickled
 
 METADATA_NAME = ".metadata"
-# Classes of DCP's metadata, by the modules that they were in since torch 2.1.
-_METADATA_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem",
-                     "torch.distributed._shard.sharded_tensor.metadata")
-_RECORDS = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "StorageMeta",
-            "_StorageInfo")
-_PATHS = ("Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 
 
 class Stream(NamedTuple):
@@ -61,7 +56,7 @@ class Checkpoint(NamedTuple):
 def read_metadata(directory: str) -> Checkpoint:
     """Everything but data, checked: tensors are covered once, and their streams are inside of files that are there."""
     path = os.path.join(directory, METADATA_NAME)
-    metadata = _unpickled(path)
+    metadata = unpickled(path)
     tensors, objects = {}, {}
     try:
         streams = {_key_of(index): _stream_of(info) for index, info in metadata.storage_data.items()}
@@ -113,64 +108,7 @@ def read_object(checkpoint: Checkpoint, key: str):
     return _load(checkpoint, key, stream, device="cpu")
 
 
-# --- the pickle ------------------------------------------------------------------------------------------------------------
-
-
-def _known_classes():
-    """What a pickle may name: new stand-ins at every call, so that a pickle that changes them changes nothing that stays."""
-
-    class Record:
-        """Fields as the pickle gives them."""
-
-    class Properties:
-        def __setstate__(self, state):
-            self.dtype = state[0] if isinstance(state, tuple) else state["dtype"]
-
-    def size(values=()):
-        return tuple(values)
-
-    def ignored(*_):
-        return None
-
-    known = {(module, name): type(name, (Record,), {}) for module in _METADATA_MODULES for name in _RECORDS}
-    known.update({(module, "TensorProperties"): Properties for module in _METADATA_MODULES})
-    known.update({(module, name): ignored for module in _METADATA_MODULES for name in ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING")})
-    known.update({("pathlib", name): ignored for name in _PATHS})
-    known.update({("pathlib._local", name): ignored for name in _PATHS})  # Python 3.13
-    known["torch.serialization", "_get_layout"] = ignored
-    known["torch", "Size"] = size
-    known["collections", "OrderedDict"] = dict
-    return known
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def __init__(self, file, path):
-        super().__init__(file)
-        self._path = path
-        self._known = _known_classes()
-
-    def find_class(self, module, name):
-        if (module, name) in self._known:
-            return self._known[module, name]
-        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
-            return vars(torch)[name]
-        raise Error(f"{self._path}: the pickle asks for {module}.{name}, which is no class of DCP's metadata; nothing of it was "
-                    "run. Give a directory that torch.distributed.checkpoint wrote")
-
-
-def _unpickled(path):
-    try:
-        with open(path, "rb") as file:
-            return _MetadataUnpickler(file, path).load()
-    except FileNotFoundError:
-        raise Error(f"{path} is missing; give the directory of one checkpoint, the one with {METADATA_NAME} in it (DCP writes it "
-                    "last: without it a save did not finish)") from None
-    except Error:
-        raise
-    except OSError as error:
-        raise Error(f"{path}: cannot read it: {error.strerror}") from error
-    except Exception as error:  # a damaged pickle raises anything
-        raise Error(f"{path}: this is no pickle of DCP's metadata ({type(error).__name__}: {error})") from error
+# --- records ---------------------------------------------------------------------------------------------------------------
 
 
 def _whole_numbers(values):
@@ -250,8 +188,8 @@ def _check_cover(key, tensor):
     if fault:
         what, ranges = fault
         box = "[" + ", ".join(f"{begin}:{end}" for begin, end in ranges) + "]"
-        raise Error(f"'{key}' {list(tensor.shape)}: elements {box} are {what}; the chunks must cover a tensor exactly once, so "
-                    "use another checkpoint")
+        raise Error(f"'{key}' {list(tensor.shape)}: elements {box} are {what}; the chunks must cover a tensor exactly once, "
+                    "so use another checkpoint")
 
 
 def _cover_fault(boxes, shape, dim=0):

@@ -1,7 +1,8 @@
 """Joins what Megatron's fsdp_dtensor checkpoints keep apart: parameters that a model has in one piece.
 
-    ...mlp.linear_fc1.weight_w, _v                          gate and up projection of a SwiGLU, dense or of experts
-    ...in_proj.weight.query, .key, .value, .z, .beta, .alpha   of a gated delta net, and conv1d.(weight|bias).query, .key, .value
+    ...mlp.linear_fc1.weight_w, _v        gate and up projection of a SwiGLU, dense or of experts; biases, too
+    ...in_proj.weight.query, .key, ...    of a gated delta net: query, key, value, z, beta, alpha
+    ...conv1d.weight.query, .key, ...     of the same: query, key, value; biases, too
 
 The parts are rows of the parameter, in this order.
 """
@@ -46,8 +47,8 @@ def joined(sources: dict[str, Source]) -> dict[str, Source]:
                 raise Error(f"'{base}' is there in one piece and as '{name}'; leave one of them out (--allow-extra)")
             missing = [base + suffix for suffix in suffixes if base + suffix not in sources]
             if missing:
-                raise Error(f"'{name}' is a part of '{base}', and '{missing[0]}' is missing; use another checkpoint, or keep the parts "
-                            "as they are (--keep-split)")
+                raise Error(f"'{name}' is a part of '{base}', and '{missing[0]}' is missing; use another checkpoint, or keep "
+                            "the parts as they are (--keep-split)")
             result[base] = _stacked(base, {base + suffix: sources[base + suffix] for suffix in suffixes})
     return result
 
@@ -66,8 +67,8 @@ def _stacked(base, pieces):
     for name, piece in pieces.items():
         is_half = not name.endswith("_v") or piece.shape[:1] == first.shape[:1]
         if not piece.shape or piece.shape[1:] != first.shape[1:] or piece.dtype != first.dtype or not is_half:
-            raise Error(f"'{name}' is {piece.dtype} {list(piece.shape)} and '{first_name}' is {first.dtype} {list(first.shape)}: they are "
-                        f"no parts of one '{base}'; keep them as they are (--keep-split)")
+            raise Error(f"'{name}' is {piece.dtype} {list(piece.shape)} and '{first_name}' is {first.dtype} "
+                        f"{list(first.shape)}: they are no parts of one '{base}'; keep them as they are (--keep-split)")
         parts += [Part(part.key, rows + part.first_row) for part in piece.parts]
         rows += piece.shape[0]
     return Source(first.dtype, (rows, *first.shape[1:]), parts)

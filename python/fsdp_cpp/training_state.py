@@ -1,38 +1,23 @@
-"""Finds a model and its Adam state in a DCP checkpoint, by the names that torch, Megatron and their users save them under.
-
-    model       model.*, app.model.*, model0.* (Megatron's chunks), state_dict.*, or names without a section
-    optimizer   optimizer.state.<parameter>.exp_avg, flattened or not, by names or by numbers, one optimizer or several;
-                the step from there, from param_groups or from Megatron's param_to_group_meta
+"""Finds a model and its Adam state in a DCP checkpoint, under the model's own names.
 
 Nothing is lost in silence: every tensor is used, is dropped for a reason that is listed, or is an error.
 """
 
-import fnmatch
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from . import dcp
 from ._C import Error, UsageError
+from .dcp_keys import drop, some_of, sorted_keys, without_wrappers
 from .split_parameters import Part, Source, joined
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SETTINGS = ("lr", "betas", "eps", "weight_decay")
 STORABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64,
             torch.int32, torch.uint8)
-
-_MODEL = re.compile(r"model\d*|state_dict|model_state_dict")
-_OPTIMIZER = re.compile(r"optim|optimizer|optimizers|optimizer_states|optimizer_state_dict")
-_FLAT_OPTIMIZER = re.compile(r"(?:optim|optimizer)\.((?:state|param_groups|param_to_group_meta)\..*)")
-_OF_ONE_OPTIMIZER = re.compile(r"\d+\.(?=(?:state|param_groups|param_to_group_meta)\.)")
-_STATE = re.compile(r"state\.(.+)\.([^.]+)")
-_GROUP = re.compile(r"(?:param_groups|param_to_group_meta)\.(.+)\.([^.]+)")
-# Sections whose tensors belong to the program that saved them.
-_PROGRAM = ("rng_state", "rng", "lr_scheduler", "scheduler", "schedulers", "opt_param_scheduler", "dataloader", "train_state",
-            "rerun_state_machine")
-# Modules that wrap others without being part of the model.
-_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 class TrainingState(NamedTuple):
@@ -42,32 +27,23 @@ class TrainingState(NamedTuple):
     settings: dict  # of the optimizer: "lr" -> its values, one per group at most
     dropped: dict   # key of a tensor that is not converted -> why
     objects: list   # keys of what is no tensor, and not converted either
+    notes: list     # sentences about what was decided without being asked
 
 
-class _Found(NamedTuple):
-    """Keys of the checkpoint, sorted by what they are."""
-    model: dict    # name -> key
-    aliases: dict  # name that the optimizer may use -> name
-    state: dict    # (parameter as the optimizer calls it, "exp_avg") -> key
-    groups: dict   # (group or parameter, "lr") -> key
-    dropped: dict
-    objects: list
-    unknown: list
-
-
-def find_training_state(checkpoint: dcp.Checkpoint, *, prefix: str | None = None, renames: list[tuple[str, str]] = (),
-                        allow_extra: list[str] = (), step: int | None = None, parameters: list[str] | None = None,
+def find_training_state(checkpoint: dcp.Checkpoint, *, prefix: str | None = None, renames: Sequence[tuple[str, str]] = (),
+                        allow_extra: Sequence[str] = (), step: int | None = None, parameters: Sequence[str] | None = None,
                         keep_split: bool = False) -> TrainingState:
     """Model, moments and step under the model's names; an Error that lists what nothing here knows.
 
-    `prefix`: what the model's keys begin with. `renames`: (from, to); * is any text, and a name without * is also the beginning
-    of names below it. `allow_extra`: patterns of keys to leave out. `step`: where the checkpoint has none, or several.
-    `parameters`: names in the order of the optimizer, for state by numbers. `keep_split`: leaves Megatron's split parameters.
+    `prefix`: what the model's keys begin with. `renames`: (from, to); * is any text, and a name without * is also the
+    beginning of names below it. `allow_extra`: patterns of keys to leave out. `step`: where the checkpoint has none, or
+    several. `parameters`: names in the order of the optimizer, for state by numbers. `keep_split`: leaves Megatron's split
+    parameters.
     """
-    found = _sorted_keys(checkpoint, prefix, allow_extra)
+    found = sorted_keys(checkpoint, prefix, allow_extra)
     if not found.model:
-        raise Error(f"{checkpoint.directory}: no tensor of a model was found; there are {some_of(checkpoint.tensors)}. Say what the "
-                    "model's keys begin with (--prefix)")
+        raise Error(f"{checkpoint.directory}: no tensor of a model was found; there are {some_of(checkpoint.tensors)}. Say "
+                    "what the model's keys begin with (--prefix)")
     model = {name: _whole(checkpoint, key) for name, key in found.model.items()}
     moments = _moments(checkpoint, found, model, parameters)
     _refuse_unknown(checkpoint, found.unknown)
@@ -83,93 +59,16 @@ def find_training_state(checkpoint: dcp.Checkpoint, *, prefix: str | None = None
     _check_types(checkpoint, {**model, **named})
     return TrainingState(model={model_name[name]: source for name, source in model.items()}, moments=named,
                          step=_one_step(checkpoint, steps, step, bool(named)), settings=_settings(checkpoint, found),
-                         dropped=found.dropped, objects=found.objects)
+                         dropped=found.dropped, objects=found.objects, notes=found.notes)
 
 
-def some_of(names) -> str:
-    """'a', 'b' and 17 more: at most 20."""
-    names = list(names)
-    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
-    return ", ".join(f"'{each}'" for each in names[:20]) + more
-
-
-# --- keys ------------------------------------------------------------------------------------------------------------------
-
-
-def _section(path):
-    """("model" | "optimizer" | "program" | "unknown", the name in that section)."""
-    parts = [str(each) for each in path]
-    if len(parts) > 1 and parts[0] == "app":
-        parts = parts[1:]
-    if len(parts) == 1:
-        flat = _FLAT_OPTIMIZER.fullmatch(parts[0])
-        if flat:
-            return "optimizer", flat[1]
-        return ("program" if parts[0].split(".")[0] in _PROGRAM else "model"), parts[0]
-    name = ".".join(parts[1:])
-    if _MODEL.fullmatch(parts[0]):
-        return "model", name
-    if _OPTIMIZER.fullmatch(parts[0]):
-        return "optimizer", _OF_ONE_OPTIMIZER.sub("", name, count=1) if _OF_ONE_OPTIMIZER.match(name) else name
-    return ("program" if parts[0] in _PROGRAM else "unknown"), name
-
-
-def _sorted_keys(checkpoint, prefix, allow_extra):
-    found = _Found({}, {}, {}, {}, {}, [], [])
-    models = {}  # key -> name in its section
-    for key, path in checkpoint.paths.items():
-        is_tensor = key in checkpoint.tensors
-        kind, name = _section(path)
-        if any(fnmatch.fnmatchcase(key, pattern) for pattern in allow_extra):
-            _drop(checkpoint, found, key, "allowed by --allow-extra")
-        elif prefix and key.startswith(prefix) and is_tensor:
-            models[key] = name
-        elif kind == "optimizer" and _STATE.fullmatch(name):
-            _add_once(found.state, _STATE.fullmatch(name).groups(), key)
-        elif kind == "optimizer" and _GROUP.fullmatch(name):
-            found.groups[_GROUP.fullmatch(name).groups()] = key
-        elif not is_tensor or kind == "program" or name.endswith("_extra_state"):
-            _drop(checkpoint, found, key, "not of the model")
-        elif kind == "model" and not prefix:
-            models[key] = name
-        else:
-            found.unknown.append(key)
-    names = _without_wrappers(models)
-    for key, name in names.items():
-        final = key.removeprefix(prefix) if prefix else name
-        if final in found.model:
-            raise Error(f"{checkpoint.directory}: '{key}' and '{found.model[final]}' are both '{final}'; leave one of them out "
-                        "(--allow-extra)")
-        found.model[final] = key
-        found.aliases.setdefault(name, final)
-    return found
-
-
-def _drop(checkpoint, found, key, why):
-    if key in checkpoint.tensors:
-        found.dropped[key] = why
-    else:
-        found.objects.append(key)
-
-
-def _add_once(state, place, key):
-    if place in state:
-        raise Error(f"'{key}' and '{state[place]}' are the same state of two optimizers; leave one of them out (--allow-extra)")
-    state[place] = key
-
-
-def _without_wrappers(models):
-    """key -> the name without modules that wrap others; `module.` is one where all names begin with it."""
-    names = {key: ".".join(part for part in name.split(".") if part not in _WRAPPERS) for key, name in models.items()}
-    while names and all(name.startswith("module.") for name in names.values()):
-        names = {key: name.removeprefix("module.") for key, name in names.items()}
-    return names
+# --- names -----------------------------------------------------------------------------------------------------------------
 
 
 def _refuse_unknown(checkpoint, unknown):
     if unknown:
-        raise Error(f"{checkpoint.directory}: nothing here knows {some_of(unknown)}; leave them out with --allow-extra 'PATTERN', or "
-                    "say what the model's keys begin with (--prefix)")
+        raise Error(f"{checkpoint.directory}: nothing here knows {some_of(unknown)}; leave them out with --allow-extra "
+                    "'PATTERN', or say what the model's keys begin with (--prefix)")
 
 
 def _renaming(renames, names):
@@ -178,7 +77,8 @@ def _renaming(renames, names):
     for old, new in renames:
         if old.count("*") != new.count("*"):
             raise UsageError(f"--rename '{old}={new}': both sides need the same number of *")
-        pattern = re.compile("(.*)".join(re.escape(text) for text in old.split("*")) + ("" if "*" in old else r"(?=\.|$)(.*)"))
+        below = "" if "*" in old else r"((?:\..*)?)"
+        pattern = re.compile("(.*)".join(re.escape(text) for text in old.split("*")) + below)
         pieces = (new if "*" in old else new + "*").split("*")
         matches = {name: pattern.fullmatch(current) for name, current in result.items()}
         if not any(matches.values()):
@@ -231,7 +131,7 @@ def _names_of_state(checkpoint, found, parameters):
         return _names_by_number(checkpoint, found, called, parameters)
     names = {}
     for each in called:
-        name = ".".join(part for part in each.split(".") if part not in _WRAPPERS)
+        name = without_wrappers(each)
         while name not in found.aliases and name.startswith("module."):
             name = name.removeprefix("module.")
         names[each] = found.aliases.get(name)
@@ -244,12 +144,18 @@ def _names_by_number(checkpoint, found, called, parameters):
     order = parameters or list(found.aliases)
     missing = [name for name in order if name not in found.aliases]
     if missing:
-        raise UsageError(f"--parameters names {some_of(missing)}, which the checkpoint does not have; it has {some_of(found.aliases)}")
-    is_clear = sorted(map(int, called)) == list(range(len(order))) and (parameters or len(groups) <= 1)
+        raise UsageError(f"--parameters names {some_of(missing)}, which the checkpoint does not have; it has "
+                         f"{some_of(found.aliases)}")
+    numbers = sorted(map(int, called))
+    # Parameters that never had a gradient have a number and no state.
+    is_clear = numbers[-1] < len(order) if parameters else numbers == list(range(len(order))) and len(groups) <= 1
     if not is_clear:
-        raise Error(f"{checkpoint.directory}: the optimizer's state is by numbers, {len(called)} in {max(len(groups), 1)} groups, and "
-                    f"the model has {len(found.aliases)} tensors, so it is not clear whose they are; give a file with the names of the "
-                    "optimizer's parameters, one per line, in its order (--parameters FILE)")
+        raise Error(f"{checkpoint.directory}: the optimizer's state is by numbers, {len(called)} of them up to {numbers[-1]} "
+                    f"in {max(len(groups), 1)} groups, and there are {len(order)} names, so it is not clear whose they are; "
+                    "give a file with the names of the optimizer's parameters, one per line, in its order (--parameters FILE)")
+    if not parameters:
+        found.notes.append("the optimizer's state is by numbers; it was taken to be in the order of the model's tensors "
+                           "(--parameters gives another)")
     return {each: found.aliases[order[int(each)]] for each in called}
 
 
@@ -263,12 +169,13 @@ def _check_moments(checkpoint, moments):
     for moment, other in (MOMENTS, MOMENTS[::-1]):
         alone = [name for name in moments[moment] if name not in moments[other]]
         if alone:
-            raise Error(f"{checkpoint.directory}: {some_of(alone)} have {moment} and no {other}; Adam needs both, so use another "
-                        "checkpoint, or leave the state out (--allow-extra)")
+            raise Error(f"{checkpoint.directory}: {some_of(alone)} have {moment} and no {other}; Adam needs both, so use "
+                        "another checkpoint, or leave the state out (--allow-extra)")
 
 
 def _check_types(checkpoint, sources):
-    wrong = [f"{name} ({str(source.dtype).removeprefix('torch.')})" for name, source in sources.items() if source.dtype not in STORABLE]
+    wrong = [f"{name} ({str(source.dtype).removeprefix('torch.')})" for name, source in sources.items()
+             if source.dtype not in STORABLE]
     if wrong:
         raise Error(f"{checkpoint.directory}: our format has no type for {some_of(wrong)}; leave them out (--allow-extra)")
 
@@ -289,7 +196,7 @@ def _steps(checkpoint, found):
     for key in keys:
         value = _value(checkpoint, key)
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
-        if not isinstance(value, (int, float)) or value != int(value) or value < 0:
+        if not isinstance(value, (int, float)) or not float(value).is_integer() or value < 0:
             raise Error(f"{checkpoint.directory}: '{key}' is {value!r}, which is no number of steps")
         steps.setdefault(int(value), key)
     return steps
@@ -300,8 +207,8 @@ def _one_step(checkpoint, steps, given, has_moments):
         return given
     if len(steps) > 1:
         some = ", ".join(f"{step} ('{key}')" for step, key in sorted(steps.items())[:3])
-        raise Error(f"{checkpoint.directory}: parameters have made different numbers of steps: {some}; ours make them together, so "
-                    "say which to go on with (--step N)")
+        raise Error(f"{checkpoint.directory}: parameters have made different numbers of steps: {some}; ours make them "
+                    "together, so say which to go on with (--step N)")
     if not steps and has_moments:
         raise Error(f"{checkpoint.directory}: it has Adam's moments and not how many steps made them; say it (--step N)")
     return next(iter(steps), 0)
@@ -313,10 +220,13 @@ def _settings(checkpoint, found):
     for (_, leaf), key in found.groups.items():
         if leaf == "step":
             continue
-        _drop(checkpoint, found, key, "a setting of the optimizer")
+        drop(checkpoint, found, key, "a setting of the optimizer")
         if leaf not in SETTINGS:
             continue
-        value = _value(checkpoint, key)
+        try:
+            value = _value(checkpoint, key)
+        except Error:  # of a class that is not opened; a NumPy number, say
+            value = "(unreadable)"
         if value not in settings.setdefault(leaf, []):
             settings[leaf].append(value)
     return settings

@@ -50,9 +50,10 @@ def save(state, directory):
 
 
 def trained(steps=3):
-    """A model with odd shapes and a buffer, and its AdamW after some steps."""
+    """A model with odd shapes, and its AdamW after some steps."""
     torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 3, bias=False), torch.nn.Linear(3, 1))
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 3, bias=False),
+                                torch.nn.Linear(3, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for _ in range(steps):
         model(torch.randn(4, 5)).square().sum().backward()
@@ -129,19 +130,20 @@ def fsdp2_run(rank, ranks, folder):
     for name, parameter in model.named_parameters():
         for moment in ("exp_avg", "exp_avg_sq"):
             expected[f"{name}.{moment}"] = optimizer.state[parameter][moment].full_tensor()
-    _save_all({"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}, expected, rank, folder)
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    _save_all(state, expected, rank, folder)
 
 
 def placed_tensors(rank, ranks, folder):
     """Cut between columns, along both dims' meshes, replicated, without elements, and of several types."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
     pairs = dist.device_mesh.init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("replicas", "shards"))
-    whole = {"columns": torch.arange(35.).view(5, 7), "deep": torch.arange(60).view(3, 4, 5), "half": torch.arange(9).to(torch.bfloat16),
-             "replicated": torch.randn(4, generator=torch.Generator().manual_seed(3)), "hybrid": torch.arange(12.).view(6, 2),
-             "scalar": torch.tensor(4.5), "empty": torch.empty(0, 3)}
-    state = {"columns": distribute_tensor(whole["columns"], mesh, [Shard(1)]), "deep": distribute_tensor(whole["deep"], mesh, [Shard(2)]),
-             "half": distribute_tensor(whole["half"], mesh, [Shard(0)]), "replicated": distribute_tensor(whole["replicated"], mesh, [Replicate()]),
-             "hybrid": distribute_tensor(whole["hybrid"], pairs, [Replicate(), Shard(0)]), "scalar": whole["scalar"], "empty": whole["empty"]}
+    whole = {"columns": torch.arange(35.).view(5, 7), "deep": torch.arange(60).view(3, 4, 5),
+             "half": torch.arange(9).to(torch.bfloat16), "replicated": torch.arange(4.),
+             "hybrid": torch.arange(12.).view(6, 2), "scalar": torch.tensor(4.5), "empty": torch.empty(0, 3)}
+    places = {"columns": (mesh, [Shard(1)]), "deep": (mesh, [Shard(2)]), "half": (mesh, [Shard(0)]),
+              "replicated": (mesh, [Replicate()]), "hybrid": (pairs, [Replicate(), Shard(0)])}
+    state = {name: distribute_tensor(value, *places[name]) if name in places else value for name, value in whole.items()}
     _save_all(state, whole, rank, folder)
 
 
@@ -158,7 +160,8 @@ def uneven(whole, rows, mesh):
 
     def write_items(name, _):
         data = TensorWriteData(chunk=chunk, properties=TensorProperties.create_from_tensor(local), size=whole.shape)
-        return [WriteItem(index=MetadataIndex(name, offsets), type=WriteItemType.SHARD, tensor_data=data)] if local.numel() else []
+        item = WriteItem(index=MetadataIndex(name, offsets), type=WriteItemType.SHARD, tensor_data=data)
+        return [item] if local.numel() else []
 
     local.__create_chunk_list__ = lambda: [chunk]
     local.__create_write_items__ = write_items
@@ -173,7 +176,8 @@ MEGATRON = {  # parameter -> rows of its stored parts
     "decoder.layers.0.mlp.linear_fc1.bias": [("_w", 5), ("_v", 5)],
     "decoder.layers.1.mlp.experts.linear_fc1.weight3": [("_w", 4), ("_v", 4)],
     "decoder.layers.1.mlp.experts.linear_fc2.weight3": [("", 3)],
-    "decoder.layers.2.self_attention.in_proj.weight": [(".query", 4), (".key", 4), (".value", 6), (".z", 6), (".beta", 2), (".alpha", 2)],
+    "decoder.layers.2.self_attention.in_proj.weight": [(".query", 4), (".key", 4), (".value", 6), (".z", 6), (".beta", 2),
+                                                       (".alpha", 2)],
     "decoder.layers.2.self_attention.conv1d.weight": [(".query", 4), (".key", 4), (".value", 6)],
 }
 
@@ -192,7 +196,8 @@ def megatron_state(place):
                     state.setdefault(f"module.module.{name}{suffix}", {})[kind] = place(piece)
                 else:
                     model[f"module.{name}{suffix}"] = place(piece)
-                groups[f"module.module.{name}{suffix}"] = {"lr": 0.5, "weight_decay": 0.0 if name.endswith("bias") else 0.1, "step": 12}
+                decay = 0.0 if name.endswith("bias") else 0.1
+                groups[f"module.module.{name}{suffix}"] = {"lr": 0.5, "weight_decay": decay, "step": 12}
     saved = {"args": types.SimpleNamespace(swiglu=True), "checkpoint_version": 3.0, "iteration": 12, "model": model,
              "optimizer": {"state": state, "param_to_group_meta": groups}, "opt_param_scheduler": {"num_steps": 12},
              "rng_state": {"(0, 0)": [{"torch_rng_state": torch.get_rng_state(), "random_rng_state": (3, (1, 2), None)}]}}

@@ -58,7 +58,8 @@ def test_a_checkpoint_of_one_process_is_read_bit_for_bit(tmp_path):
     types = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool,
              torch.float8_e4m3fn)
     whole = {str(each): (torch.randn(3, 5) * 9).to(each) for each in types}
-    state = {**whole, "rows": torch.randn(6, 4).t(), "scalar": torch.tensor(2.5), "empty": torch.empty(0, 4), "grad": torch.nn.Parameter(torch.ones(2))}
+    state = {**whole, "rows": torch.randn(6, 4).t(), "scalar": torch.tensor(2.5), "empty": torch.empty(0, 4),
+             "grad": torch.nn.Parameter(torch.ones(2))}
     saved.save({"nested": state, "number": 7}, tmp_path / "c")
     checkpoint = expect_all(tmp_path / "c", {f"nested.{key}": value.detach() for key, value in state.items()})
     assert dcp.read_object(checkpoint, "number") == 7
@@ -71,13 +72,32 @@ def test_uneven_shards_of_fsdp2_are_read_bit_for_bit(ranks):
     moments = {key for key in expected if key.endswith((".exp_avg", ".exp_avg_sq"))}
     named = {(f"optimizer.state.{key}" if key in moments else f"model.{key}"): value for key, value in expected.items()}
     checkpoint = expect_all(directory, named)
-    assert len({chunk.sizes for chunk in checkpoint.tensors["model.0.weight"].chunks}) > 1, "no uneven shards: the test proves nothing"
+    sizes = {chunk.sizes for chunk in checkpoint.tensors["model.0.weight"].chunks}
+    assert len(sizes) > 1, "no uneven shards: the test proves nothing"
     assert len(checkpoint.tensors["model.3.weight"].chunks) < ranks, "no empty shard: the test proves nothing"
 
 
 def test_columns_replicas_and_scalars_are_read_bit_for_bit():
     checkpoint = expect_all(*saved.saved_on_ranks(3, saved.placed_tensors))
     assert len(checkpoint.tensors["columns"].chunks) == 3
+
+
+def replace_stream(directory, key, value):
+    """Puts torch.save(value) in the place of a tensor's stream, in a file of its own."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    (directory / "other.distcp").write_bytes(stream.getvalue())
+
+    def change(metadata):
+        info = next(info for index, info in metadata.storage_data.items() if index.fqn == key)
+        info.relative_path, info.offset, info.length = "other.distcp", 0, len(stream.getvalue())
+    saved.edit_metadata(directory, change)
+
+
+def test_a_stream_may_hold_a_part_of_a_larger_storage(one):
+    value = torch.randn(9, 9)[2:6, 3:9:2]
+    replace_stream(one, "model.weight", value)
+    expect_all(one, {"model.weight": value})
 
 
 def test_any_number_of_boxes_that_cover_a_tensor_is_fine():
@@ -134,8 +154,12 @@ def test_overwritten_bytes_of_a_stream_are_an_error_that_names_file_and_tensor(o
 # --- defects of the metadata -----------------------------------------------------------------------------------------------
 
 
+def edit_weight(directory, change):
+    saved.edit_metadata(directory, lambda metadata: change(metadata.state_dict_metadata["model.weight"]))
+
+
 def test_a_gap_is_named_with_its_range(one):
-    saved.edit_metadata(one, lambda metadata: setattr(metadata.state_dict_metadata["model.weight"], "size", torch.Size([6, 3])))
+    edit_weight(one, lambda entry: setattr(entry, "size", torch.Size([6, 3])))
     expect_error(one, "'model.weight' [6, 3]", "elements [4:6, 0:3] are missing")
 
 
@@ -150,7 +174,7 @@ def test_an_overlap_is_named_with_its_range(one):
 
 
 def test_a_chunk_outside_of_its_tensor_is_named(one):
-    saved.edit_metadata(one, lambda metadata: setattr(metadata.state_dict_metadata["model.weight"], "size", torch.Size([3, 3])))
+    edit_weight(one, lambda entry: setattr(entry, "size", torch.Size([3, 3])))
     expect_error(one, "'model.weight'", "[4, 3] at [0, 0] is outside of the shape [3, 3]")
 
 
@@ -162,14 +186,13 @@ def test_a_chunk_without_a_file_is_named(one):
 
 
 def test_another_type_or_shape_than_the_metadata_says_is_named(one):
-    saved.edit_metadata(one, lambda metadata: setattr(metadata.state_dict_metadata["model.weight"].properties, "dtype", torch.float16))
+    edit_weight(one, lambda entry: setattr(entry.properties, "dtype", torch.float16))
     expect_error(one, "'model.weight' at [0, 0] is torch.float32 [4, 3]", "metadata says torch.float16 [4, 3]")
 
-    def turned(metadata):
-        entry = metadata.state_dict_metadata["model.weight"]
+    def turned(entry):
         entry.properties.dtype = torch.float32
         entry.size = entry.chunks[0].sizes = torch.Size([3, 4])
-    saved.edit_metadata(one, turned)
+    edit_weight(one, turned)
     expect_error(one, "is torch.float32 [4, 3]", "metadata says torch.float32 [3, 4]")
 
 
@@ -190,7 +213,9 @@ def test_wrong_numbers_are_no_metadata(one):
 
 
 def test_streams_through_extensions_are_refused(one):
-    saved.edit_metadata(one, lambda metadata: setattr(next(iter(metadata.storage_data.values())), "transform_descriptors", ["zstd"]))
+    def change(metadata):
+        next(iter(metadata.storage_data.values())).transform_descriptors = ["zstd"]
+    saved.edit_metadata(one, change)
     expect_error(one, "zstd", "without extensions")
 
 
@@ -217,10 +242,10 @@ def test_a_pickle_that_calls_something_is_refused_and_not_run(one, tmp_path):
     assert (tmp_path / "was-run").exists(), "the pickle is harmless: the test proves nothing"
 
 
-@pytest.mark.parametrize("module,name", [("os", "system"), ("builtins", "eval"), ("builtins", "getattr"), ("torch", "load"),
-                                         ("torch", "_utils"), ("torch", "hub.load"), ("torch.serialization", "load"), ("fractions", "Fraction"),
-                                         ("torch.distributed.checkpoint.metadata", "torch"),
-                                         ("torch.distributed.checkpoint.filesystem", "FileSystemReader")])
+@pytest.mark.parametrize("module,name", [
+    ("os", "system"), ("builtins", "eval"), ("builtins", "getattr"), ("torch", "load"), ("torch", "_utils"),
+    ("torch", "hub.load"), ("torch.serialization", "load"), ("fractions", "Fraction"),
+    ("torch.distributed.checkpoint.metadata", "torch"), ("torch.distributed.checkpoint.filesystem", "FileSystemReader")])
 def test_classes_that_are_not_dcps_metadata_are_named(one, module, name):
     (one / ".metadata").write_bytes(b"\x80\x04\x8c" + bytes([len(module)]) + module.encode() + b"\x8c" + bytes([len(name)]) +
                                     name.encode() + b"\x93.")
@@ -230,21 +255,19 @@ def test_classes_that_are_not_dcps_metadata_are_named(one, module, name):
 def test_a_pickle_cannot_change_what_later_ones_are_read_with(one):
     before = (one / ".metadata").read_bytes()
     # BUILD on the class itself: sets Metadata.storage_data for all that come later.
-    (one / ".metadata").write_bytes(b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x08Metadata\x93N}\x8c\x0cstorage_data}s\x86b.")
+    (one / ".metadata").write_bytes(b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x08Metadata\x93"
+                                    b"N}\x8c\x0cstorage_data}s\x86b.")
     expect_error(one, ".metadata")
     (one / ".metadata").write_bytes(before)
     expect_all(one, {"model.bias": torch.ones(4)})
 
 
 def test_a_tensor_stream_that_calls_something_is_refused_and_not_run(one, tmp_path):
-    stream = io.BytesIO()
-    torch.save(Evil(tmp_path / "was-run"), stream)
-    path, begin, length = saved.stream_of(one, "model.weight")
-    path.with_name("evil.distcp").write_bytes(stream.getvalue())
-
-    def change(metadata):
-        info = next(info for index, info in metadata.storage_data.items() if index.fqn == "model.weight")
-        info.relative_path, info.offset, info.length = "evil.distcp", 0, len(stream.getvalue())
-    saved.edit_metadata(one, change)
-    expect_error(one, "evil.distcp: 'model.weight' at byte 0 cannot be read")
+    replace_stream(one, "model.weight", Evil(tmp_path / "was-run"))
+    expect_error(one, "other.distcp: 'model.weight' at byte 0 cannot be read")
     assert not (tmp_path / "was-run").exists()
+
+
+def test_a_stream_that_holds_no_tensor_is_named(one):
+    replace_stream(one, "model.weight", [1, 2])
+    expect_error(one, "other.distcp: the chunk of 'model.weight' at [0, 0] is list")

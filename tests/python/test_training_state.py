@@ -21,7 +21,8 @@ def values(checkpoint, sources):
     """{name: whole tensor}, from the parts of each source."""
     found = {}
     for name, source in sources.items():
-        found[name] = torch.cat([torch.atleast_1d(dcp.read_tensor(checkpoint, part.key)) for part in source.parts]).view(source.shape)
+        pieces = [torch.atleast_1d(dcp.read_tensor(checkpoint, part.key)) for part in source.parts]
+        found[name] = torch.cat(pieces).view(source.shape)
         rows = [part.first_row for part in source.parts]
         assert rows == sorted(rows) and rows[0] == 0
     return found
@@ -90,29 +91,34 @@ def test_split_parameters_can_stay_as_they_are(tmp_path):
 def test_several_optimizers_of_megatron_are_one(tmp_path):
     whole = saved.megatron_state(lambda piece: piece)[0]
     optimizer = whole["optimizer"]
-    split = [{part: {key: value for key, value in optimizer[part].items() if ("experts" in key) == has_experts} for part in optimizer}
-             for has_experts in (False, True)]
+    split = [{part: {key: value for key, value in entries.items() if ("experts" in key) == has_experts}
+              for part, entries in optimizer.items()} for has_experts in (False, True)]
     checkpoint, state = found_in(tmp_path / "c", {**whole, "optimizer": dict(enumerate(split))})
     assert len(state.moments) == 2 * len(saved.MEGATRON) and state.step == 12
 
 
-@pytest.mark.parametrize("change,words", [
-    (lambda model: model.pop("module.decoder.layers.0.mlp.linear_fc1.weight_v"), ("linear_fc1.weight_v' is missing", "--keep-split")),
-    (lambda model: model.pop("module.decoder.layers.2.self_attention.in_proj.weight.z"), ("in_proj.weight.z' is missing",)),
-    (lambda model: model.update({"module.decoder.layers.0.mlp.linear_fc1.weight": torch.ones(12, 3)}), ("in one piece and as",)),
-    (lambda model: model.update({"module.decoder.layers.0.mlp.linear_fc1.weight_v": torch.ones(5, 3)}), ("[5, 3]", "[6, 3]", "no parts of one")),
-    (lambda model: model.update({"module.decoder.layers.0.mlp.linear_fc1.weight_v": torch.ones(6, 2)}), ("no parts of one",)),
+FC1 = "module.decoder.layers.0.mlp.linear_fc1.weight"
+
+
+@pytest.mark.parametrize("name,value,words", [
+    (f"{FC1}_v", None, ["linear_fc1.weight_v' is missing", "--keep-split"]),
+    ("module.decoder.layers.2.self_attention.in_proj.weight.z", None, ["in_proj.weight.z' is missing"]),
+    (FC1, torch.ones(12, 3), ["in one piece and as"]),
+    (f"{FC1}_v", torch.ones(5, 3), ["[5, 3]", "[6, 3]", "no parts of one"]),
+    (f"{FC1}_v", torch.ones(6, 2), ["no parts of one"]),
 ], ids=["half", "gdn", "twice", "rows", "columns"])
-def test_parts_that_do_not_fit_are_named(tmp_path, change, words):
+def test_parts_that_do_not_fit_are_named(tmp_path, name, value, words):
     model = saved.megatron_state(lambda piece: piece)[0]["model"]
-    change(model)
+    model[name] = value
+    model = {key: each for key, each in model.items() if each is not None}
     with pytest.raises(Error) as caught:
         found_in(tmp_path / "c", {"model": model})
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 def test_parts_of_other_models_stay(tmp_path):
-    weights = {"a.linear.weight_w": torch.ones(2), "b.weight_v": torch.ones(2), "c.in_proj.weight": torch.ones(2), "d.conv1d.weight": torch.ones(2)}
+    names = ("a.linear.weight_w", "b.weight_v", "c.in_proj.weight", "d.conv1d.weight")
+    weights = {name: torch.ones(2) for name in names}
     assert list(found_in(tmp_path / "c", weights)[1].model) == list(weights)
 
 
@@ -194,7 +200,7 @@ def test_state_by_numbers_needs_names_where_the_order_is_unclear(tmp_path):
     model(torch.randn(4, 5)).square().sum().backward()
     optimizer.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    expect_error(tmp_path / "a", state, "by numbers, 7 in 2 groups", "--parameters")
+    expect_error(tmp_path / "a", state, "by numbers, 7 of them up to 6 in 2 groups", "--parameters")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = [names[id(parameter)] for parameter in decayed + others]
     checkpoint, found = found_in(tmp_path / "b", state, parameters=order)
@@ -204,7 +210,26 @@ def test_state_by_numbers_needs_names_where_the_order_is_unclear(tmp_path):
     expect_error(tmp_path / "d", state, "--parameters names 'nobody'", kind=UsageError, parameters=[*order[:-1], "nobody"])
     state["model"]["buffer"] = torch.ones(2)
     one_group = {**state, "optimizer": saved.states_of(*saved.trained())["by numbers"]["optimizer"]}
-    expect_error(tmp_path / "e", one_group, "the model has 8 tensors")
+    expect_error(tmp_path / "e", one_group, "there are 8 names")
+
+
+def test_state_by_numbers_may_have_gaps_where_names_are_given_and_is_noted_where_not(tmp_path):
+    model, optimizer = saved.trained()
+    names = [name for name, _ in model.named_parameters()]
+    state = saved.states_of(model, optimizer)["by numbers"]
+    assert "by numbers" in found_in(tmp_path / "a", state)[1].notes[0]
+    del state["optimizer"]["state"][2]  # never had a gradient
+    expect_error(tmp_path / "b", state, "6 of them up to 6", "--parameters")
+    checkpoint, found = found_in(tmp_path / "c", state, parameters=names)
+    moments = {name: value for name, value in saved.expected_of(model, optimizer)[1].items() if not name.startswith(names[2])}
+    expect_equal({name: values(checkpoint, found.moments)[name] for name in moments}, moments)
+    assert len(found.moments) == len(moments) == 12 and found.notes == []
+
+
+def test_settings_that_cannot_be_opened_do_not_matter(tmp_path):
+    state = training()
+    state["optimizer"]["param_groups"][0]["lr"] = types.SimpleNamespace()
+    assert found_in(tmp_path / "a", state)[1].settings["lr"] == ["(unreadable)"]
 
 
 def test_two_optimizers_by_numbers_are_not_mixed_up(tmp_path):

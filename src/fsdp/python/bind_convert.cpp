@@ -1,4 +1,4 @@
-// fsdp_cpp._C: checkpoints of others.
+// fsdp_cpp._C: tensors in files of other formats, written as a checkpoint of ours.
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
@@ -22,10 +22,10 @@ namespace py = pybind11;
 
 namespace {
 
-// A box of a tensor in a file of any format: the file's position in a list, the byte of the box's first
-// element, offsets, sizes, and strides in elements.
-using FileBox = std::tuple<size_t, int64_t, std::vector<int64_t>, std::vector<int64_t>,
-                           std::vector<int64_t>>;
+// A box of a tensor in a file of any format: the file's position in a list, the byte of the box's
+// first element, offsets, sizes, and strides in elements.
+using FileBox =
+    std::tuple<size_t, int64_t, std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>>;
 // Name, type, shape, and boxes that are together exactly the tensor.
 using FileTensor =
     std::tuple<std::string, at::ScalarType, std::vector<int64_t>, std::vector<FileBox>>;
@@ -46,7 +46,8 @@ std::vector<CatalogTensor> catalog_tensors(const std::vector<FileTensor>& given)
 struct FilesToCheckpoint {
   std::vector<std::string> files;
   std::vector<FileTensor> model;
-  std::vector<FileTensor> moments;  // "<parameter>.exp_avg" and "<parameter>.exp_avg_sq"; may be empty
+  std::vector<FileTensor>
+      moments;  // "<parameter>.exp_avg" and "<parameter>.exp_avg_sq"; may be empty
   int64_t step = 0;
   int64_t ranks = 1;
   std::optional<at::ScalarType> dtype;
@@ -54,8 +55,8 @@ struct FilesToCheckpoint {
 };
 
 // Writes a checkpoint of ours with one chunk in memory; `target` appears when it is complete.
-void write_checkpoint(const std::string& target, StagedDirectory::Existing existing,
-                      const FilesToCheckpoint& given, const OnBytes& on_bytes) {
+void write_converted(const std::string& target, StagedDirectory::Existing existing,
+                     const FilesToCheckpoint& given, const OnBytes& on_bytes) {
   std::vector<CheckedFile> files;
   for (const std::string& path : given.files)
     files.push_back({.path = path, .bytes = FileReader(path).bytes()});
@@ -66,9 +67,8 @@ void write_checkpoint(const std::string& target, StagedDirectory::Existing exist
   ConvertedReads model(files, dtype, on_bytes);
   ConvertedReads moments(files, DType::kFloat32, on_bytes);  // as our own checkpoints have them
   content.manifest.step = given.step;
-  content.manifest.precision =
-      concat(content.moments.empty() ? "weights alone, " : "main weights ",
-             name_of(main_dtype(content.model, model)));
+  content.manifest.precision = concat(content.moments.empty() ? "weights alone, " : "main weights ",
+                                      name_of(main_dtype(content.model, model)));
   if (!content.moments.empty())
     content.manifest.optimizer = {
         .name = "AdamW", .moments = {"exp_avg", "exp_avg_sq"}, .step = given.step};
@@ -84,25 +84,25 @@ void write_checkpoint(const std::string& target, StagedDirectory::Existing exist
 
 }  // namespace
 
-void bind_checkpoint(py::module_& module) {
+void bind_convert(py::module_& module) {
   module.def(
-      "write_checkpoint",
+      "convert_files",
       [](const std::string& target, std::vector<std::string> files, std::vector<FileTensor> model,
          std::vector<FileTensor> moments, int64_t step, int64_t ranks,
          std::optional<at::ScalarType> dtype, std::string model_files, bool overwrite,
          const std::function<void(int64_t)>& on_bytes) {
         const py::gil_scoped_release no_gil;  // on_bytes takes it for its calls
-        write_checkpoint(target,
-                         overwrite ? StagedDirectory::Existing::kReplace
-                                   : StagedDirectory::Existing::kRefuse,
-                         {.files = std::move(files),
-                          .model = std::move(model),
-                          .moments = std::move(moments),
-                          .step = step,
-                          .ranks = ranks,
-                          .dtype = dtype,
-                          .model_files = std::move(model_files)},
-                         on_bytes);
+        write_converted(
+            target,
+            overwrite ? StagedDirectory::Existing::kReplace : StagedDirectory::Existing::kRefuse,
+            {.files = std::move(files),
+             .model = std::move(model),
+             .moments = std::move(moments),
+             .step = step,
+             .ranks = ranks,
+             .dtype = dtype,
+             .model_files = std::move(model_files)},
+            on_bytes);
       },
       py::arg("target"), py::kw_only(), py::arg("files"), py::arg("model"), py::arg("moments"),
       py::arg("step"), py::arg("ranks"), py::arg("dtype"), py::arg("model_files"),
