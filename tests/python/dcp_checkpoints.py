@@ -15,6 +15,7 @@ import tempfile
 import types
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+ONE_RANK = pytest.mark.skipif(int(os.environ.get("WORLD_SIZE", "1")) > 1, reason="needs one rank: it starts others itself")
 SOURCES = pathlib.Path(__file__).resolve().parents[2] / "python" / "fsdp_cpp"
 
 

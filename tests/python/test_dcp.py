@@ -12,7 +12,7 @@ import dcp_checkpoints as saved
 dcp = saved.module("dcp")
 Error = saved.module("_C").Error
 
-pytestmark = pytest.mark.skipif(int(os.environ.get("RANK", "0")) > 0, reason="these tests start ranks of their own")
+pytestmark = saved.ONE_RANK
 
 
 def placed_bytes(checkpoint, key):

@@ -1,6 +1,5 @@
 """A model and its Adam state are found in DCP checkpoints under everybody's names, and nothing is lost in silence."""
 
-import os
 import types
 
 import pytest
@@ -12,7 +11,7 @@ dcp = saved.module("dcp")
 state_of = saved.module("training_state").find_training_state
 Error, UsageError = saved.module("_C").Error, saved.module("_C").UsageError
 
-pytestmark = pytest.mark.skipif(int(os.environ.get("RANK", "0")) > 0, reason="these tests start ranks of their own")
+pytestmark = saved.ONE_RANK
 
 FORMS = list(saved.states_of(*saved.trained()))
 
