@@ -108,13 +108,17 @@ def _arguments(given):
     return options
 
 
+def _counted(count, what):
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 def _report(state, out):
     numel = sum(map(_numel, state.model.values()))
     types = sorted({str(source.dtype).removeprefix("torch.") for source in state.model.values()})
-    print(f"model      {len(state.model):,} tensors, {numel:,} parameters, {', '.join(types)}", file=out)
+    print(f"model      {_counted(len(state.model), 'tensor')}, {_counted(numel, 'parameter')}, {', '.join(types)}", file=out)
     if state.moments:
-        count = len(state.moments) // 2
-        print(f"optimizer  exp_avg and exp_avg_sq of {count:,} parameters after {state.step:,} steps", file=out)
+        count = _counted(len(state.moments) // 2, "parameter")
+        print(f"optimizer  exp_avg and exp_avg_sq of {count} after {_counted(state.step, 'step')}", file=out)
     else:
         print("optimizer  none", file=out)
     if state.settings:
@@ -122,10 +126,10 @@ def _report(state, out):
         print(f"settings   {settings} (dropped: give them to the optimizer again)", file=out)
     for reason in dict.fromkeys(state.dropped.values()):
         keys = [key for key, why in state.dropped.items() if why == reason]
-        print(f"dropped    {len(keys):,} tensors ({reason}): {', '.join(keys)}", file=out)
+        print(f"dropped    {_counted(len(keys), 'tensor')} ({reason}): {', '.join(keys)}", file=out)
     if state.objects:
         sections = list(dict.fromkeys(key.split(".")[0] for key in state.objects))
-        print(f"dropped    {len(state.objects):,} objects that are no tensors, of {some_of(sections)}", file=out)
+        print(f"dropped    {_counted(len(state.objects), 'object')} without tensors, of {some_of(sections)}", file=out)
     for note in state.notes:
         print(f"note       {note}", file=out)
 

@@ -162,8 +162,8 @@ def test_the_command_lists_what_it_wrote_and_dropped(tmp_path, capsys):
     assert "model      7 tensors, 81 parameters, float32" in out
     assert "optimizer  exp_avg and exp_avg_sq of 7 parameters after 3 steps" in out
     assert "settings   lr 0.01; betas (0.9, 0.999); eps 1e-08; weight_decay 0.01" in out
-    assert "dropped    1 tensors (allowed by --allow-extra): ema.w" in out
-    assert "dropped    1 tensors (not of the model): rng_state" in out
+    assert "dropped    1 tensor (allowed by --allow-extra): ema.w" in out
+    assert "dropped    1 tensor (not of the model): rng_state" in out
     assert f"wrote {tmp_path / 'ours'}" in out
 
 
