@@ -14,6 +14,7 @@ from . import units as unit_selection
 # Attributes that modules get.
 _ATTRIBUTE = "_fsdp_cpp_sharded"  # of a sharded model: the engine's handle
 _UNIT = "_fsdp_cpp_unit"          # of a unit: its name
+_FORWARD = "_fsdp_cpp_forward"    # of a unit: the forward that was set on the module itself, if any, before ours
 PENDING = "_fsdp_cpp_pending"     # of a model that is to be sharded when it is needed: a function that does it
 
 
@@ -25,7 +26,8 @@ def fully_shard(model, mesh=None, units=None, *, strategy="optim_grads_params", 
                 initial_values="of_every_rank", device=None, init_weights=None, ignored_params=None):
     """Shards the parameters of a model in place over the ranks, unit by unit, and returns the model.
 
-    All ranks call it with the same model. The model is then used as before:
+    All ranks call it with the same model. Modules inside that were sharded before become units of it. The model is then used as
+    before:
 
         model = fsdp.fully_shard(model)
         optimizer = fsdp.AdamW(model, lr=3e-4)
@@ -67,7 +69,8 @@ def fully_shard(model, mesh=None, units=None, *, strategy="optim_grads_params", 
         raise _C.UsageError(f"model is {type(model).__name__}; fully_shard() takes a torch.nn.Module")
     if is_sharded(model):
         raise _C.UsageError("the model is sharded already; a model can be sharded once")
-    chosen = unit_selection.find(model, units)
+    inner = _dissolved(model)
+    chosen = unit_selection.find(model, units if not inner else [*inner, *unit_selection.listed(units)])
     mesh = ranks.default_mesh() if mesh is None else ranks.mesh(mesh)
     options = dict(strategy=strategy, params=params, main_params=main_params, main_storage=main_storage, main_grads=main_grads,
                    grad_comm=grad_comm, pool=pool, prefetch=prefetch, budget_bytes=budget_bytes, on_move=on_move,
@@ -78,14 +81,41 @@ def fully_shard(model, mesh=None, units=None, *, strategy="optim_grads_params", 
     mirrors = _mirrors(model, chosen, init_weights, set(ignored_params or ()))
     sharded = _C.fully_shard(mirrors[model], mesh, options)
     for module, name in chosen.items():
+        module.__dict__[_FORWARD] = module.__dict__.get("forward")
         module.forward = _as_unit(module.forward, mirrors[module])
         module.__dict__[_UNIT] = name or "model"
     model.__dict__[_ATTRIBUTE] = sharded
     for parameter in model.parameters():
         parameter._fsdp_cpp_model = weakref.ref(model)
-    if units is None and mesh.world.rank == 0:
+    if units is None and not inner and mesh.world.rank == 0:
         _C.log_info(f"units: {unit_selection.described(chosen)}")
     return model
+
+
+def _dissolved(model):
+    """Makes plain modules of those inside that are sharded already, as FSDP2's order from the inside out leaves them, and
+    returns their units. Their parameters are whole for a moment, until the model is sharded."""
+    units = []
+    for module in list(model.modules()):
+        if not is_sharded(module):
+            continue
+        whole = module.__dict__[_ATTRIBUTE].whole_parameters(False, [])
+        whole.enter()
+        values = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
+        whole.exit()
+        module.__dict__.pop(_ATTRIBUTE).close()
+        for parameter, value in values:
+            parameter.data = value
+        for unit in module.modules():
+            if unit.__dict__.pop(_UNIT, None) is None:
+                continue
+            forward = unit.__dict__.pop(_FORWARD)
+            if forward is None:
+                del unit.forward
+            else:
+                unit.forward = forward
+            units.append(unit)
+    return units
 
 
 def _mirrors(model, chosen, init_weights, ignored):

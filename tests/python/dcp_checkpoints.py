@@ -5,12 +5,10 @@ Beside a checkpoint comes what whoever reads it must find: {name: whole tensor}.
 
 import atexit
 import functools
-import importlib
 import os
 import pathlib
 import pickle
 import shutil
-import sys
 import tempfile
 import types
 import warnings
@@ -26,20 +24,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 ONE_RANK = pytest.mark.skipif(int(os.environ.get("WORLD_SIZE", "1")) > 1, reason="needs one rank: it starts others itself")
-SOURCES = pathlib.Path(__file__).resolve().parents[2] / "python" / "fsdp_cpp"
-
-
-def module(name):
-    """A module of fsdp_cpp; where the package is not built, its Python files alone, without C++."""
-    try:
-        importlib.import_module("fsdp_cpp")
-    except ImportError:
-        package, engine = types.ModuleType("fsdp_cpp"), types.ModuleType("fsdp_cpp._C")
-        package.__path__ = [str(SOURCES)]
-        engine.Error = type("Error", (RuntimeError,), {})
-        engine.UsageError = type("UsageError", (engine.Error, ValueError), {})
-        sys.modules.update({"fsdp_cpp": package, "fsdp_cpp._C": engine})
-    return importlib.import_module(f"fsdp_cpp.{name}")
 
 
 # --- one process -----------------------------------------------------------------------------------------------------------

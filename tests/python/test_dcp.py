@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import dcp_checkpoints as saved
+from fsdp_cpp import Error
+from fsdp_cpp.convert import dcp
 
-dcp = saved.module("dcp")
-Error = saved.module("_C").Error
 
 pytestmark = saved.ONE_RANK
 

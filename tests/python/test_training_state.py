@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import dcp_checkpoints as saved
+from fsdp_cpp import Error, UsageError
+from fsdp_cpp.convert import dcp
+from fsdp_cpp.convert.training_state import find_training_state as state_of
 
-dcp = saved.module("dcp")
-state_of = saved.module("training_state").find_training_state
-Error, UsageError = saved.module("_C").Error, saved.module("_C").UsageError
 
 pytestmark = saved.ONE_RANK
 

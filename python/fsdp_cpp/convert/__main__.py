@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 import torch
 
-from . import _C, dcp
-from .dcp_keys import some_of
+from .. import _C
+from . import dcp
+from .keys import some_of
 from .training_state import TrainingState, find_training_state
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

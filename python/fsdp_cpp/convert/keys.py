@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from . import dcp
-from ._C import Error
+from .._C import Error
 
 _MODEL = re.compile(r"model\d*|state_dict|model_state_dict")
 _OPTIMIZER = re.compile(r"optim|optimizer|optimizers|optimizer_states|optimizer_state_dict")

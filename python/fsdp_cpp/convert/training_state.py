@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from . import dcp
-from ._C import Error, UsageError
-from .dcp_keys import drop, some_of, sorted_keys, without_wrappers
+from .._C import Error, UsageError
+from .keys import drop, some_of, sorted_keys, without_wrappers
 from .split_parameters import Part, Source, joined
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

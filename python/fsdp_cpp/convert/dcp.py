@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from ._C import Error
-from .dcp_pickle import unpickled
+from .._C import Error
+from .metadata_pickle import unpickled
 
 METADATA_NAME = ".metadata"
 

@@ -8,7 +8,7 @@ import pickle
 
 import torch
 
-from ._C import Error
+from .._C import Error
 
 # DCP's classes, and the modules that they were in since torch 2.1.
 _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem",

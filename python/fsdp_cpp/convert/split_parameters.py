@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ._C import Error
+from .._C import Error
 
 _SWIGLU = re.compile(r"((?:.*\.)?mlp\.(?:linear_fc1\.(?:weight|bias)|experts\.linear_fc1\.(?:weight|bias)\d+|"
                      r"(?:experts\.local_experts\.\d+|shared_experts)\.linear_fc1\.(?:weight|bias)))(_w|_v)")
