@@ -1,5 +1,6 @@
 """Programs that test_ranks.py starts as ranks: rank_programs.py NAME."""
 
+import copy
 import os
 import sys
 import time
@@ -133,6 +134,39 @@ def ranks_of_a_mesh_that_is_not_theirs():
         except (fsdp.UsageError, ValueError, TypeError) as error:
             print(error, flush=True)
     torch.distributed.barrier()
+
+
+def learns_what_fsdp2_learns():
+    """The same program with FSDP2 over gloo and through its door here, in fp32 and in bf16 with fp32 main weights."""
+    from torch.distributed import fsdp as theirs
+    from fsdp_cpp import fsdp2 as ours
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(0)
+    plain = small.Stack(width=12)
+    for policy in (theirs.MixedPrecisionPolicy(),
+                   theirs.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)):
+        losses = {}
+        for name, door, wrap in (("theirs", theirs.fully_shard, lambda made: made), ("ours", ours.fully_shard, fsdp.shard_optimizer)):
+            model = copy.deepcopy(plain)
+            for block in model.blocks:
+                door(block, mp_policy=policy)
+            door(model, mp_policy=policy)
+            optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3))
+            generator = torch.Generator().manual_seed(rank)
+            losses[name] = []
+            for _ in range(4):
+                loss = model(torch.randn(4, 12, generator=generator)).float().square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses[name].append(loss.item())
+        # bf16: gradients of weights are rounded to bf16 in both, but sums over ranks are wide here.
+        allowed = 1e-5 if policy.param_dtype is None else 2e-2
+        for a, b in zip(losses["theirs"], losses["ours"]):
+            assert abs(a - b) <= allowed * abs(a), losses
+        assert losses["ours"][-1] < losses["ours"][0]
+    print(f"rank {rank} done", flush=True)
 
 
 globals()[sys.argv[1]]()

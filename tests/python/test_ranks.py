@@ -72,6 +72,12 @@ def test_meshes_and_groups_of_torch_distributed():
         assert status == 0 and f"rank {rank} done" in out, out
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_learns_what_fsdp2_learns(ranks):
+    for rank, (status, out) in enumerate(run(ranks, "learns_what_fsdp2_learns")):
+        assert status == 0 and f"rank {rank} done" in out, out
+
+
 def test_torchrun_and_mpirun():
     launchers = [[sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint",
                   "127.0.0.1:0", *PROGRAM[1:]]]
