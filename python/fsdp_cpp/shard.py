@@ -107,7 +107,7 @@ def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units =
     sharded = _C.fully_shard(mirrors[model], over, options)
     for module, name in chosen.items():
         module.forward = _as_unit(module.forward, mirrors[module])
-        module.__dict__[_UNIT] = name or "model"
+        module.__dict__[_UNIT] = name or ("(model)" if "model" in model._modules else "model")  # as the engine calls it
     model.__dict__[_ATTRIBUTE] = sharded
     for parameter in model.parameters():
         setattr(parameter, MODEL, weakref.ref(model))
