@@ -1,7 +1,7 @@
 """Whether the installed torch is the one that this package was built for."""
 
 
-def check():
+def check() -> None:
     import torch
     from ._build import TORCH_VERSION
     installed = torch.__version__.split("+")[0]

@@ -2,10 +2,20 @@
 
 import dataclasses
 import json
+import os
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from . import _C, optim, shard
+
+
+class Config(Protocol):
+    """A model's configuration as transformers has it."""
+
+    def to_json_string(self, use_diff: bool = ...) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,13 +24,14 @@ class Loaded:
 
     path: str
     step: int
-    schedule: object  # what save() was given
-    data: object      # the same, of the rank in this rank's place; None if the number of ranks was another
-    missing: list     # names that allow_missing allowed; they kept their values
-    extra: list       # names that allow_extra allowed
+    schedule: Any       # what save() was given
+    data: Any           # the same, of the rank in this rank's place; None if the number of ranks was another
+    missing: list[str]  # names that allow_missing allowed; they kept their values
+    extra: list[str]    # names that allow_extra allowed
 
 
-def save(directory, model, optimizer=None, *, step=0, schedule=None, data=None, dtype=None, config=None):
+def save(directory: str | os.PathLike[str], model: nn.Module, optimizer: optim.Optimizer | None = None, *, step: int = 0,
+         schedule: Any = None, data: Any = None, dtype: torch.dtype | None = None, config: str | Config | None = None) -> None:
     """Saves once, and returns when the checkpoint is visible: DIRECTORY/step-00000500. All ranks call it.
 
     schedule and data: anything that JSON can hold; schedule is the same on all ranks (a scheduler's state_dict(), say), data is
@@ -31,7 +42,8 @@ def save(directory, model, optimizer=None, *, step=0, schedule=None, data=None, 
                        _text(data), dtype, _config_text(config))
 
 
-def load(path, model, optimizer=None, *, allow_missing=(), allow_extra=False):
+def load(path: str | os.PathLike[str], model: nn.Module, optimizer: optim.Optimizer | None = None, *,
+         allow_missing: Iterable[str] = (), allow_extra: bool = False) -> Loaded:
     """Loads a checkpoint of any number of ranks, a run's latest one, or weights from safetensors files of other tools.
 
     Names and shapes must match; allow_missing (patterns) and allow_extra=True allow the exceptions. All ranks call it.
@@ -52,38 +64,41 @@ class Checkpointer:
         checkpointer.wait()
     """
 
-    def __init__(self, directory, model, optimizer=None, *, background=True, keep_last=0, keep_every=0, dtype=None, config=None):
+    def __init__(self, directory: str | os.PathLike[str], model: nn.Module, optimizer: optim.Optimizer | None = None, *,
+                 background: bool = True, keep_last: int = 0, keep_every: int = 0, dtype: torch.dtype | None = None,
+                 config: str | Config | None = None) -> None:
         self._model = model
         self._engine = _C.Checkpointer(str(directory), shard.handle(model), _engine_of(optimizer), background, keep_last,
                                        keep_every, dtype, _config_text(config))
 
-    def save(self, step, *, schedule=None, data=None):
+    def save(self, step: int, *, schedule: Any = None, data: Any = None) -> None:
         """Copies the state and returns; a thread writes the copy (background=False: returns when it is visible). Throws an
         error of the save before."""
         self._engine.save(_buffers(self._model), step, _text(schedule), _text(data))
 
-    def load_latest(self, *, allow_missing=(), allow_extra=False):
+    def load_latest(self, *, allow_missing: Iterable[str] = (), allow_extra: bool = False) -> Loaded | None:
         """The latest checkpoint's facts, after loading it; None if there is none yet."""
         found = self._engine.load_latest(_buffers(self._model), list(allow_missing), allow_extra)
         return None if found is None else _loaded(found)
 
-    def wait(self):
+    def wait(self) -> None:
         """Waits until the last save is visible; throws if it failed."""
         self._engine.wait()
 
 
-def state_dict(model, *, on_all_ranks=False, device="cpu"):
+def state_dict(model: nn.Module, *, on_all_ranks: bool = False,
+               device: torch.device | str = "cpu") -> dict[str, torch.Tensor] | None:
     """The whole model as model.state_dict() of the plain one, on rank 0 (None elsewhere) or on all ranks. All ranks call it.
 
     Units are gathered one after the other; values are the weights as they compute.
     """
     sharded = shard.handle(model)
     keeps = on_all_ranks or sharded.mesh.world.rank == 0
-    values = {}
-    names = {}
+    values: dict[str, torch.Tensor] = {}
+    names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append((name, parameter))
-    of_unit = {}
+        names.setdefault(id(parameter), []).append(name)
+    of_unit: dict[str, list[str]] = {}
     for each in sharded.parameters():
         of_unit.setdefault(each.unit, []).append(each.name)
     parameters = dict(model.named_parameters())
@@ -94,7 +109,7 @@ def state_dict(model, *, on_all_ranks=False, device="cpu"):
             for member in members if keeps else ():
                 parameter = parameters[member]
                 copied = parameter.detach().to(device, copy=True)
-                values.update((name, copied) for name, _ in names[id(parameter)])
+                values.update((name, copied) for name in names[id(parameter)])
         finally:
             whole.exit()
     if not keeps:

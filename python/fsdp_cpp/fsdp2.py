@@ -13,9 +13,12 @@ when an optimizer is made. docs/from-fsdp2.md names every difference; what has n
 
 import functools
 import weakref
+from collections.abc import Iterable
+from typing import NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from . import _C, shard, tensors
@@ -44,8 +47,10 @@ class _Mark:
         return self if self.outer is None else self.outer.outermost
 
 
-def fully_shard(module, *, mesh=None, reshard_after_forward=None, shard_placement_fn=None, mp_policy=None, offload_policy=None,
-                ignored_params=None, dp_mesh_dims=None):
+def fully_shard(module: shard.M, *, mesh: DeviceMesh | None = None, reshard_after_forward: bool | None = None,
+                shard_placement_fn: None = None, mp_policy: MixedPrecisionPolicy | None = None,
+                offload_policy: OffloadPolicy | None = None, ignored_params: Iterable[nn.Parameter] | None = None,
+                dp_mesh_dims: None = None) -> shard.M:
     """Marks a module, or each of a list, as one that is gathered and reduced together; see the module's docstring."""
     if isinstance(module, (list, tuple)):
         raise _C.UsageError("fully_shard() got a list of modules, which FSDP2 groups into one; here a group is a module: call it "
@@ -69,7 +74,7 @@ def fully_shard(module, *, mesh=None, reshard_after_forward=None, shard_placemen
     module.__dict__[_MARK] = mark
     module.__dict__[shard.PENDING] = functools.partial(_sharded_model, mark)
     for parameter in module.parameters():
-        parameter._fsdp_cpp_model = functools.partial(_sharded_model, mark)
+        setattr(parameter, shard.MODEL, functools.partial(_sharded_model, mark))
     _become_fsdp_module(module)
     mark.forward = module.forward
     module.forward = _sharding_at_first_use(mark)
@@ -169,50 +174,57 @@ def _cast(value, dtype):
 
 
 def _refused(name, fix):
-    def method(self, *args, **kwargs):
+    def method(self, *args, **kwargs) -> NoReturn:
         raise _C.UsageError(f"{name}() has no meaning here; {fix}")
 
     method.__name__ = name
     return method
 
 
+class Waited:
+    """What unshard(async_op=True) returns: the weights are there already."""
+
+    def wait(self) -> None:
+        pass
+
+
 class FSDPModule:
     """FSDP2's methods of a marked module."""
 
-    def unshard(self, async_op=False):
+    def unshard(self, async_op: bool = False) -> Waited | None:
         """Makes the module's parameters whole until reshard(). All ranks call it."""
         mark = getattr(self, _MARK)
         if mark.whole is None:
             mark.whole = shard.handle(_sharded_model(mark)).whole_parameters(False, [shard.unit_name(self)])
             mark.whole.enter()
-        return _Waited() if async_op else None
+        return Waited() if async_op else None
 
-    def reshard(self):
+    def reshard(self) -> None:
         """Ends unshard()."""
         mark = getattr(self, _MARK)
         if mark.whole is not None:
             mark.whole.exit()
             mark.whole = None
 
-    def set_is_last_backward(self, is_last_backward):
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backwards are the last of their cycle."""
         shard.microbatch(_sharded_model(getattr(self, _MARK)), last=is_last_backward)
 
-    def set_requires_gradient_sync(self, requires_gradient_sync, *, recurse=True):
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """False: backwards are not the last of their cycle, and gradients add up."""
         _refuse_part(self, "set_requires_gradient_sync", recurse)
         shard.microbatch(_sharded_model(getattr(self, _MARK)), last=requires_gradient_sync)
 
-    def set_requires_all_reduce(self, requires_all_reduce, *, recurse=True):
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """The same: here the outer axis is reduced once per cycle in any case."""
         _refuse_part(self, "set_requires_all_reduce", recurse)
         shard.microbatch(_sharded_model(getattr(self, _MARK)), last=requires_all_reduce)
 
-    def set_modules_to_forward_prefetch(self, modules):
+    def set_modules_to_forward_prefetch(self, modules: Iterable[nn.Module]) -> None:
         """Which modules are gathered when this one's forward begins."""
         _set_prefetch(self, modules, in_backward=False)
 
-    def set_modules_to_backward_prefetch(self, modules):
+    def set_modules_to_backward_prefetch(self, modules: Iterable[nn.Module]) -> None:
         """Which modules are gathered when this one's backward begins."""
         _set_prefetch(self, modules, in_backward=True)
 
@@ -238,16 +250,9 @@ class FSDPModule:
     set_allocate_memory_from_process_group_for_comm = _refused("set_allocate_memory_from_process_group_for_comm", _own_memory)
     set_symm_mem_for_comm = _refused("set_symm_mem_for_comm", _own_memory)
 
-    def reset_iter_state(self):
+    def reset_iter_state(self) -> None:
         """After an exception in forward or backward: drops everything under way. All ranks call it."""
         shard.reset(_sharded_model(getattr(self, _MARK)))
-
-
-class _Waited:
-    """What unshard(async_op=True) returns: the weights are there already."""
-
-    def wait(self):
-        pass
 
 
 def _refuse_part(module, name, recurse):

@@ -11,8 +11,14 @@ docs/from-megatron-fsdp.md names every difference; what has no meaning here is r
 import contextlib
 import dataclasses
 import importlib
+from collections.abc import Iterable
+from types import EllipsisType
+from typing import Any, Literal, TypeAlias
 
 import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C, optim, shard
 
@@ -20,6 +26,11 @@ __all__ = ["MixedPrecisionPolicy", "fully_shard", "fully_shard_model", "fully_sh
 
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _CHECKS_NAN = "_fsdp_cpp_checks_nan"
+
+ZeroStrategy: TypeAlias = Literal[0, 1, 2, 3, "no_shard", "optim", "optim_grads", "optim_grads_params"]
+OuterStrategy: TypeAlias = Literal[0, 1, "no_shard", "optim"]
+# `...`: not given, since None has a meaning.
+Dtype: TypeAlias = torch.dtype | None | EllipsisType
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,17 +42,23 @@ class MixedPrecisionPolicy:
     grad_comm_dtype: torch.dtype | None = None
 
 
-def fully_shard_model(module, device_mesh=None, dp_shard_dim=None, dp_outer_dim=None, tp_dim=None, hybrid_fsdp_group=None,
-                      hybrid_fsdp_expt_group=None, expt_device_mesh=None, fsdp_group_ag=None, expt_fsdp_group_ag=None,
-                      fsdp_unit_modules=None, zero_dp_strategy=3, outer_dp_sharding_strategy=0, device=None,
-                      init_model_with_meta_device=False, mixed_precision_policy=None, overlap_grad_reduce=True,
-                      overlap_param_gather=True, sync_model_each_microbatch=True, preproc_state_dict_for_dcp_ckpt=True,
-                      report_nan_in_param_grad=False, average_in_collective=False, disable_bucketing=False,
-                      calculate_per_token_loss=False, keep_fp8_transpose_cache=False, nccl_ub=False, fsdp_double_buffer=False,
-                      fsdp_db_use_persist_buf_on_alloc_fail=False, disable_symmetric_registration=False,
-                      enable_fine_grained_param_gather=False, use_decoupled_grad=False, cuda_graph_mode=False,
-                      maxpool_double_buffer=False, *, main_params_dtype=..., main_grads_dtype=..., grad_comm_dtype=...,
-                      preserve_fp32_weights=None, grad_reduce_in_fp32=False, check_for_nan_in_grad=False):
+def fully_shard_model(
+        module: shard.M, device_mesh: DeviceMesh | None = None, dp_shard_dim: str | None = None, dp_outer_dim: str | None = None,
+        tp_dim: str | None = None, hybrid_fsdp_group: ProcessGroup | None = None,
+        hybrid_fsdp_expt_group: ProcessGroup | None = None, expt_device_mesh: DeviceMesh | None = None,
+        fsdp_group_ag: ProcessGroup | None = None, expt_fsdp_group_ag: ProcessGroup | None = None,
+        fsdp_unit_modules: Iterable[type[nn.Module] | str] | None = None, zero_dp_strategy: ZeroStrategy = 3,
+        outer_dp_sharding_strategy: OuterStrategy = 0, device: torch.device | str | None = None,
+        init_model_with_meta_device: bool = False, mixed_precision_policy: MixedPrecisionPolicy | None = None,
+        overlap_grad_reduce: bool = True, overlap_param_gather: bool = True, sync_model_each_microbatch: bool = True,
+        preproc_state_dict_for_dcp_ckpt: bool = True, report_nan_in_param_grad: bool = False,
+        average_in_collective: bool = False, disable_bucketing: bool = False, calculate_per_token_loss: bool = False,
+        keep_fp8_transpose_cache: bool = False, nccl_ub: bool = False, fsdp_double_buffer: bool = False,
+        fsdp_db_use_persist_buf_on_alloc_fail: bool = False, disable_symmetric_registration: bool = False,
+        enable_fine_grained_param_gather: bool = False, use_decoupled_grad: bool = False, cuda_graph_mode: bool = False,
+        maxpool_double_buffer: bool = False, *, main_params_dtype: Dtype = ..., main_grads_dtype: Dtype = ...,
+        grad_comm_dtype: Dtype = ..., preserve_fp32_weights: bool | None = None, grad_reduce_in_fp32: bool = False,
+        check_for_nan_in_grad: bool = False) -> shard.M:
     """Shards the module in place and returns it, with Megatron-FSDP's methods (no_sync(), finish_grad_sync(), ...).
 
     fsdp_group_ag and average_in_collective ask for what is always so here: gathers have a communicator of their own, and
@@ -70,12 +87,12 @@ def fully_shard_model(module, device_mesh=None, dp_shard_dim=None, dp_outer_dim=
         **_memory(nccl_ub, disable_symmetric_registration, fsdp_double_buffer, maxpool_double_buffer,
                   fsdp_db_use_persist_buf_on_alloc_fail))
     _add_methods(module)
-    module.set_model_auto_sync(sync_model_each_microbatch)
+    shard.microbatch(module, last=sync_model_each_microbatch)
     module.__dict__[_CHECKS_NAN] = check_for_nan_in_grad
     return module
 
 
-def fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=True):
+def fully_shard_optimizer(optimizer: optim.AnyOptimizer, preproc_state_dict_for_dcp_ckpt: bool = True) -> optim.AnyOptimizer:
     """Lets a torch optimizer over a sharded module's parameters update this rank's part of the main weights."""
     _refuse({"preproc_state_dict_for_dcp_ckpt": not preproc_state_dict_for_dcp_ckpt},
             "checkpoints are made by fsdp_cpp.Checkpointer, and state dicts by fsdp_cpp.state_dict()", shown=False)
@@ -91,10 +108,11 @@ def fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=True):
     return optimizer
 
 
-def fully_shard(module, optimizer, *arguments, preproc_state_dict_for_dcp_ckpt=True, **keywords):
+def fully_shard(module: shard.M, optimizer: optim.AnyOptimizer, *arguments: Any, preproc_state_dict_for_dcp_ckpt: bool = True,
+                **keywords: Any) -> tuple[shard.M, optim.AnyOptimizer]:
     """fully_shard_model() and fully_shard_optimizer() at once: returns both."""
-    module = fully_shard_model(module, *arguments, preproc_state_dict_for_dcp_ckpt=preproc_state_dict_for_dcp_ckpt, **keywords)
-    return module, fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt)
+    keywords["preproc_state_dict_for_dcp_ckpt"] = preproc_state_dict_for_dcp_ckpt
+    return fully_shard_model(module, *arguments, **keywords), fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt)
 
 
 def _refuse(arguments, reason, shown=True):

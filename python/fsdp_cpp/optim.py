@@ -1,18 +1,28 @@
 """Optimizers for sharded models."""
 
 import numbers
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
 from . import _C, shard
 
+Params: TypeAlias = nn.Module | Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+OnNonfinite: TypeAlias = Literal["update", "skip"]
+Updates: TypeAlias = Literal["hidden", "blocking"]
+Rounding: TypeAlias = Literal["nearest", "stochastic"]
+LossScale: TypeAlias = float | Literal["dynamic"]
+AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
+
 
 class Optimizer(torch.optim.Optimizer):
     """What AdamW and SGD have in common. A torch.optim.Optimizer, so that torch's schedulers drive it: `lr` and `weight_decay`
     of a parameter group may change between steps. The state is the engine's, and in checkpoints (fsdp_cpp.save)."""
 
-    def __init__(self, params, make, defaults, options, decay_spares_vectors):
+    def __init__(self, params: Params, make: Callable[[_C.Sharded, dict[str, Any]], _C.Optimizer], defaults: dict[str, Any],
+                 options: dict[str, Any], decay_spares_vectors: bool) -> None:
         groups = _groups_of(params)
         model = params if isinstance(params, nn.Module) else shard.model_of(p for group in groups for p in group["params"])
         sharded = shard.handle(model)
@@ -44,14 +54,14 @@ class Optimizer(torch.optim.Optimizer):
                     raise _C.UsageError(f"{name} of a parameter group is {group[name]}, but {value} for the others; of groups only "
                                         "lr and weight_decay may differ or change")
 
-    def step(self, closure=None):
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step with the gradients of this cycle; returns at once unless updates="blocking"."""
         if closure is not None:
             raise _C.UsageError("step() takes no closure: the gradients of one cycle are updated once")
         self.tell_engine()
         self._engine.step()
 
-    def tell_engine(self):
+    def tell_engine(self) -> None:
         """Brings what schedulers have changed in the groups to the engine; step() does it, too."""
         self._check_groups()
         if self._engine.learning_rate != self._rate():
@@ -61,23 +71,23 @@ class Optimizer(torch.optim.Optimizer):
                 self._engine.set_rule(index, *wanted)
                 self._applied[index] = wanted
 
-    def zero_grad(self, set_to_none=True):
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Begins a new cycle; writes nothing."""
         self._engine.zero_grad()
 
-    def wait(self):
+    def wait(self) -> None:
         """Waits until all updates are done."""
         self._engine.wait()
 
-    def gradient_norm(self):
+    def gradient_norm(self) -> float:
         """The norm of all ranks' gradients of the last step, before clipping; needs max_norm or measures_norm."""
         return self._engine.gradient_norm()
 
-    def was_skipped(self):
+    def was_skipped(self) -> bool:
         """Whether the last step changed nothing because of a NaN or Inf."""
         return self._engine.was_skipped()
 
-    def scaled(self, loss):
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to call backward() on, if losses are scaled."""
         return self._engine.scaled(loss)
 
@@ -134,9 +144,11 @@ class AdamW(Optimizer):
     rounding: "stochastic" for bf16 or fp16 weights without main weights.
     """
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, *, max_norm=0.0,
-                 decay_spares_vectors=False, first_moment=torch.float32, second_moment=torch.float32, measures_norm=False,
-                 on_nonfinite="update", loss_scale=1.0, updates="hidden", rounding="nearest", seed=0):
+    def __init__(self, params: Params, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+                 weight_decay: float = 1e-2, *, max_norm: float = 0.0, decay_spares_vectors: bool = False,
+                 first_moment: torch.dtype = torch.float32, second_moment: torch.dtype = torch.float32,
+                 measures_norm: bool = False, on_nonfinite: OnNonfinite = "update", loss_scale: LossScale = 1.0,
+                 updates: Updates = "hidden", rounding: Rounding = "nearest", seed: int = 0) -> None:
         super().__init__(params, _C.adamw, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay),
                          dict(max_norm=max_norm, first_moment=first_moment, second_moment=second_moment, measures_norm=measures_norm,
                               on_nonfinite=on_nonfinite, loss_scale=loss_scale, updates=updates, rounding=rounding, seed=seed),
@@ -146,15 +158,17 @@ class AdamW(Optimizer):
 class SGD(Optimizer):
     """Stochastic gradient descent with momentum; the options that AdamW has, too, are the same."""
 
-    def __init__(self, params, lr=1e-3, momentum=0.0, weight_decay=0.0, nesterov=False, *, max_norm=0.0,
-                 decay_spares_vectors=False, momentum_dtype=torch.float32, measures_norm=False, on_nonfinite="update",
-                 loss_scale=1.0, updates="hidden", rounding="nearest", seed=0):
+    def __init__(self, params: Params, lr: float = 1e-3, momentum: float = 0.0, weight_decay: float = 0.0,
+                 nesterov: bool = False, *, max_norm: float = 0.0, decay_spares_vectors: bool = False,
+                 momentum_dtype: torch.dtype = torch.float32, measures_norm: bool = False,
+                 on_nonfinite: OnNonfinite = "update", loss_scale: LossScale = 1.0, updates: Updates = "hidden",
+                 rounding: Rounding = "nearest", seed: int = 0) -> None:
         super().__init__(params, _C.sgd, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov),
                          dict(max_norm=max_norm, momentum_dtype=momentum_dtype, measures_norm=measures_norm, on_nonfinite=on_nonfinite,
                               loss_scale=loss_scale, updates=updates, rounding=rounding, seed=seed), decay_spares_vectors)
 
 
-def shard_optimizer(optimizer):
+def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     """Lets an element-wise optimizer of others update a sharded model: it then sees this rank's parts of the main weights.
 
         optimizer = fsdp.shard_optimizer(torch.optim.Adagrad(model.parameters(), lr=1e-2))
@@ -173,7 +187,7 @@ def shard_optimizer(optimizer):
                             "fully_shard() with main_storage='separate' and without offload")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parts = {each.name: each for each in sharded.parameters()}
-    owned = {}  # name -> this rank's part, as the optimizer sees it
+    owned: dict[str, nn.Parameter] = {}  # name -> this rank's part, as the optimizer sees it
     for group in optimizer.param_groups:
         mine = []
         for parameter in group["params"]:
@@ -203,7 +217,7 @@ def shard_optimizer(optimizer):
 
     optimizer.register_step_pre_hook(take_gradients)
     optimizer.register_step_post_hook(refresh)
-    optimizer.zero_grad = zero_grad
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
     return optimizer
 
 
@@ -215,7 +229,7 @@ def _cut(value, part):
 
 
 @torch.no_grad()
-def clip_grad_norm_(model, max_norm):
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Clips the gradients of all ranks together to this norm, and returns the norm before. All ranks call it, between
     backward() and step(); AdamW(max_norm=...) does it in the same pass as the update."""
     sharded = shard.handle(model)

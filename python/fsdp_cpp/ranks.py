@@ -4,17 +4,21 @@ import atexit
 import os
 import socket
 import sys
+from typing import TypeAlias
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
 
-_world = None     # of all ranks of the job
-_worlds = {}      # ranks of torch.distributed -> the world they made
-_default_mesh = None
+Over: TypeAlias = "_C.Mesh | DeviceMesh | torch.distributed.ProcessGroup | None"
+
+_world: _C.World | None = None                  # of all ranks of the job
+_worlds: dict[tuple[int, ...], _C.World] = {}   # ranks of torch.distributed -> the world they made
+_default_mesh: _C.Mesh | None = None
 
 
-def world():
+def world() -> _C.World:
     """All ranks of the job: those of torch.distributed where it is initialised, else those of the launcher.
 
     Joins them at the first call, which all ranks make. `world().rank`, `.size`, `.local_rank`, `.barrier()`.
@@ -29,7 +33,7 @@ def world():
     return _world
 
 
-def mesh(over=None, *, outer=1):
+def mesh(over: Over = None, *, outer: int = 1) -> _C.Mesh:
     """The ranks as a grid of `outer` x inner ranks, for fully_shard().
 
     `over`: None for all ranks; a torch DeviceMesh of one dimension (inner) or two (outer, inner); or a ProcessGroup.
@@ -51,7 +55,7 @@ def mesh(over=None, *, outer=1):
                         "a ProcessGroup")
 
 
-def default_mesh():
+def default_mesh() -> _C.Mesh:
     """The mesh of fully_shard() where none is given: all ranks, made once."""
     global _default_mesh
     if _default_mesh is None:

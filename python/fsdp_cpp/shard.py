@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -11,19 +13,45 @@ from torch import nn
 from . import _C, ranks, tensors
 from . import units as unit_selection
 
-# Attributes that modules get.
+M = TypeVar("M", bound=nn.Module)
+
+Named: TypeAlias = Literal["no_shard", "optim", "optim_grads", "optim_grads_params", "optim+hfsdp", "optim_grads+hfsdp",
+                           "optim_grads_params+hfsdp"]
+# Of parameter, gradient and optimizer on the outer and the inner axis; these are the legal ones.
+Placements: TypeAlias = Literal["RR/PP/RR", "RR/PP/RS", "RR/PS/RS", "RS/PP/RS", "RS/PS/RS", "RR/PP/SS", "RR/PS/SS", "RR/SS/SS",
+                                "RS/PP/SS", "RS/PS/SS", "RS/SS/SS", "SS/PP/SS", "SS/PS/SS", "SS/SS/SS"]
+Strategy: TypeAlias = Named | Placements
+MainStorage: TypeAlias = Literal["separate", "split"]
+Pool: TypeAlias = Literal["on_demand", "double_buffer", "max_pool", "planned"]
+OnMove: TypeAlias = Literal["follow", "refuse"]
+OtherUnits: TypeAlias = Literal["on_demand", "persistent"]
+UserBuffers: TypeAlias = Literal["off", "registered", "symmetric"]
+Gradient: TypeAlias = Literal["mean", "sum"]
+GradientLifetime: TypeAlias = Literal["persistent", "step"]
+ReportNan: TypeAlias = Literal["off", "per_parameter"]
+Collectives: TypeAlias = Literal["between_ranks", "always"]
+InitialValues: TypeAlias = Literal["of_every_rank", "of_rank_zero"]
+
+# Attributes that modules get, and parameters.
 _ATTRIBUTE = "_fsdp_cpp_sharded"  # of a sharded model: the engine's handle
 _UNIT = "_fsdp_cpp_unit"          # of a unit: its name
 _FORWARD = "_fsdp_cpp_forward"    # of a unit: the forward that was set on the module itself, if any, before ours
 PENDING = "_fsdp_cpp_pending"     # of a model that is to be sharded when it is needed: a function that does it
+MODEL = "_fsdp_cpp_model"         # of a parameter: a function that returns its model
 
 
-def fully_shard(model, mesh=None, units=None, *, strategy="optim_grads_params", params=None, main_params=torch.float32,
-                main_storage="split", main_grads=None, grad_comm=None, pool="max_pool", prefetch=1, budget_bytes=0,
-                on_move="follow", other_units="on_demand", user_buffers="off", gradient="mean",
-                gradient_lifetime="persistent", offload=0.0, offload_pin=True, offload_overlap=True,
-                offload_chunk_numel=1 << 20, report_nan="off", collectives="between_ranks", granularity="element",
-                initial_values="of_every_rank", device=None, init_weights=None, ignored_params=None):
+def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units = None, *,
+                strategy: Strategy = "optim_grads_params", params: torch.dtype | None = None,
+                main_params: torch.dtype | None = torch.float32, main_storage: MainStorage = "split",
+                main_grads: torch.dtype | None = None, grad_comm: torch.dtype | None = None, pool: Pool = "max_pool",
+                prefetch: int = 1, budget_bytes: int = 0, on_move: OnMove = "follow", other_units: OtherUnits = "on_demand",
+                user_buffers: UserBuffers = "off", gradient: Gradient = "mean",
+                gradient_lifetime: GradientLifetime = "persistent", offload: float = 0.0, offload_pin: bool = True,
+                offload_overlap: bool = True, offload_chunk_numel: int = 1 << 20, report_nan: ReportNan = "off",
+                collectives: Collectives = "between_ranks", granularity: str = "element",
+                initial_values: InitialValues = "of_every_rank", device: torch.device | str | None = None,
+                init_weights: Callable[[nn.Module], object] | None = None,
+                ignored_params: Iterable[nn.Parameter] | None = None) -> M:
     """Shards the parameters of a model in place over the ranks, unit by unit, and returns the model.
 
     All ranks call it with the same model. Modules inside that were sharded before become units of it. The model is then used as
@@ -56,7 +84,7 @@ def fully_shard(model, mesh=None, units=None, *, strategy="optim_grads_params", 
         offload_chunk_numel say how.
     report_nan: "per_parameter" names the parameter, rank and microbatch of a NaN or Inf in a gradient, at some cost.
     collectives: "always" issues collectives on a single rank, too, to measure them.
-    granularity: where a shard may end in a tensor: "element", "row", "block:N" or "tensor".
+    granularity: where a shard may end in a tensor: "element", "row", "block(N)" or "tensor".
     initial_values: "of_every_rank" (they must be equal) or "of_rank_zero" (sent to the others).
     device: of the shards; None for that of the parameters.
     init_weights: for parameters on the meta device: a function of a module that sets the module's own parameters and buffers.
@@ -71,7 +99,7 @@ def fully_shard(model, mesh=None, units=None, *, strategy="optim_grads_params", 
         raise _C.UsageError("the model is sharded already; a model can be sharded once")
     inner = _dissolved(model)
     chosen = unit_selection.find(model, units if not inner else [*inner, *unit_selection.listed(units)])
-    mesh = ranks.default_mesh() if mesh is None else ranks.mesh(mesh)
+    over = ranks.default_mesh() if mesh is None else ranks.mesh(mesh)
     options = dict(strategy=strategy, params=params, main_params=main_params, main_storage=main_storage, main_grads=main_grads,
                    grad_comm=grad_comm, pool=pool, prefetch=prefetch, budget_bytes=budget_bytes, on_move=on_move,
                    other_units=other_units, user_buffers=user_buffers, gradient=gradient,
@@ -79,20 +107,20 @@ def fully_shard(model, mesh=None, units=None, *, strategy="optim_grads_params", 
                    offload_overlap=offload_overlap, offload_chunk_numel=offload_chunk_numel, report_nan=report_nan,
                    collectives=collectives, granularity=granularity, initial_values=initial_values, device=device)
     mirrors = _mirrors(model, chosen, init_weights, set(ignored_params or ()))
-    sharded = _C.fully_shard(mirrors[model], mesh, options)
+    sharded = _C.fully_shard(mirrors[model], over, options)
     for module, name in chosen.items():
         module.__dict__[_FORWARD] = module.__dict__.get("forward")
         module.forward = _as_unit(module.forward, mirrors[module])
-        module.__dict__[_UNIT] = name or "model"
+        module.__dict__[_UNIT] = name or ("(model)" if "model" in model._modules else "model")  # as the engine calls it
     model.__dict__[_ATTRIBUTE] = sharded
     for parameter in model.parameters():
-        parameter._fsdp_cpp_model = weakref.ref(model)
-    if units is None and not inner and mesh.world.rank == 0:
+        setattr(parameter, MODEL, weakref.ref(model))
+    if units is None and not inner and over.world.rank == 0:
         _C.log_info(f"units: {unit_selection.described(chosen)}")
     return model
 
 
-def _dissolved(model):
+def _dissolved(model: nn.Module) -> list[nn.Module]:
     """Makes plain modules of those inside that are sharded already, as FSDP2's order from the inside out leaves them, and
     returns their units. Their parameters are whole for a moment, until the model is sharded."""
     units = []
@@ -180,12 +208,12 @@ def _as_unit(forward, unit):
     return torch.compiler.disable(unit_forward, recursive=False)
 
 
-def is_sharded(model):
+def is_sharded(model: nn.Module) -> bool:
     """Whether fully_shard() was called with this model."""
     return _ATTRIBUTE in model.__dict__
 
 
-def handle(model):
+def handle(model: nn.Module) -> _C.Sharded:
     """The engine's handle of a sharded model."""
     try:
         if _ATTRIBUTE not in model.__dict__ and PENDING in model.__dict__:
@@ -196,7 +224,7 @@ def handle(model):
                             "that same model") from None
 
 
-def unit_name(module):
+def unit_name(module: object) -> str:
     """The name of a unit in the engine."""
     try:
         return module.__dict__[_UNIT]
@@ -204,17 +232,18 @@ def unit_name(module):
         raise _C.UsageError(f"this {type(module).__name__} is no unit of a sharded model") from None
 
 
-def model_of(parameters):
+def model_of(parameters: Iterable[nn.Parameter]) -> nn.Module:
     """The sharded model that all these parameters belong to."""
-    models = {getattr(parameter, "_fsdp_cpp_model", lambda: None)() for parameter in parameters}
-    if len(models) != 1 or None in models:
+    models = {getattr(parameter, MODEL, lambda: None)() for parameter in parameters}
+    model = models.pop() if len(models) == 1 else None
+    if model is None:
         raise _C.UsageError("the parameters do not all belong to one sharded model; call fully_shard(model) before, and hand "
                             "over parameters of that model alone")
-    return models.pop()
+    return model
 
 
 @contextlib.contextmanager
-def unshard(model, *, write=False):
+def unshard(model: M, *, write: bool = False) -> Iterator[M]:
     """While it is open, every parameter of the model is whole. With write=True changes become the value, made alike on all
     ranks. All ranks open it.
 
@@ -230,7 +259,7 @@ def unshard(model, *, write=False):
 
 
 @contextlib.contextmanager
-def no_sync(model):
+def no_sync(model: nn.Module) -> Iterator[None]:
     """Backwards inside are not the last of their cycle: gradients add up, and the reductions once per cycle wait."""
     sharded = handle(model)
     sharded.microbatch(False)
@@ -240,7 +269,7 @@ def no_sync(model):
         sharded.microbatch(True)
 
 
-def microbatch(model, *, last):
+def microbatch(model: nn.Module, *, last: bool) -> None:
     """The same as no_sync() until the next call: microbatch(model, last=i + 1 == n) before each of n backwards."""
     handle(model).microbatch(last)
 
@@ -260,32 +289,32 @@ class Memory:
     peak: int
     text: str = dataclasses.field(repr=False)
 
-    def __str__(self):
+    def __str__(self) -> str:
         return self.text
 
 
-def memory(model):
+def memory(model: nn.Module) -> Memory:
     """The bytes that the engine and the optimizer hold for this model."""
     sharded = handle(model)
     return Memory(**sharded.memory(), text=sharded.memory_text())
 
 
-def set_precision(model, **precision):
+def set_precision(model: nn.Module, **precision: Any) -> None:
     """Changes the type in which gradients travel, between cycles: set_precision(model, grad_comm=torch.bfloat16)."""
     handle(model).set_precision(precision)
 
 
-def found_nonfinite(model):
+def found_nonfinite(model: nn.Module) -> bool:
     """Whether any rank's gradients of this cycle hold a NaN or Inf. All ranks call it."""
     return handle(model).found_nonfinite()
 
 
-def reset(model):
+def reset(model: nn.Module) -> None:
     """After an exception in forward or backward: drops everything under way and this cycle's gradients. All ranks call it."""
     handle(model).reset()
 
 
-def gradients(model):
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """This rank's part of every gradient: {name: one-dimensional tensor}; whole on one rank. Waits for the reductions."""
     sharded = handle(model)
     sharded.wait_gradients()

@@ -6,6 +6,8 @@ torch's pytree knows; tensors inside other objects (a cache of keys and values) 
 
 import copy
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -13,7 +15,7 @@ from torch.utils import _pytree as pytree
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 
 
-def collect(value, found):
+def collect(value: Any, found: list[torch.Tensor]) -> None:
     """Appends the tensors in `value` to the list `found`, in a fixed order."""
     kind = type(value)
     if kind in _ATOMS:
@@ -34,7 +36,7 @@ def collect(value, found):
             collect(getattr(value, field.name, None), found)
 
 
-def replaced(value, tensors):
+def replaced(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
     """`value` with its tensors replaced by those of the iterator `tensors`, in the order of collect().
 
     Containers are copied, not changed: the caller may use its own again.
@@ -52,7 +54,7 @@ def replaced(value, tensors):
     if kind is dict:
         return {key: replaced(each, tensors) for key, each in value.items()}
     if isinstance(value, list):
-        result = copy.copy(value)
+        result: Any = copy.copy(value)
         result[:] = [replaced(each, tensors) for each in value]
         return result
     if isinstance(value, dict):

@@ -1,17 +1,22 @@
 """Which modules of a model are units: those that are gathered and reduced together."""
 
 import re
+from collections.abc import Callable, Collection, Iterable
+from typing import TypeAlias
 
 from torch import nn
 
 from . import _C
+
+Selector: TypeAlias = type[nn.Module] | str | nn.Module | Callable[[nn.Module], bool]
+Units: TypeAlias = Selector | Collection[Selector] | None
 
 # Modules outside the repeated blocks become units of their own from this part of a block's size on: an embedding or a head,
 # but not a norm, whose gather would cost more than its memory.
 _LARGE = 0.1
 
 
-def find(model, units):
+def find(model: nn.Module, units: Units) -> dict[nn.Module, str]:
     """The modules that `units` names, with the model itself, as {module: name} in the order of the tree.
 
     `units` is None for the default (see repeated_blocks()), or a class, a name or pattern of names, a predicate over modules,
@@ -30,13 +35,13 @@ def find(model, units):
     return {module: name for name, module in model.named_modules() if module in chosen}
 
 
-def listed(units):
+def listed(units: Units) -> list[Selector]:
     if units is None:
         return []
     return list(units) if isinstance(units, (list, tuple, set, frozenset)) else [units]
 
 
-def default_units(model):
+def default_units(model: nn.Module) -> set[nn.Module]:
     """Repeated blocks, the modules that hold them, and large layers beside them (embeddings, heads)."""
     stacks = repeated_blocks(model)
     blocks = [block for stack in stacks for block in stack.children()]
@@ -54,9 +59,9 @@ def default_units(model):
     return chosen
 
 
-def repeated_blocks(model):
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The outermost lists of modules (ModuleList, Sequential) in which classes repeat, every module with parameters."""
-    found = []
+    found: list[nn.Module] = []
 
     def visit(module):
         children = list(module.children())
@@ -72,9 +77,9 @@ def repeated_blocks(model):
     return found
 
 
-def described(chosen):
+def described(chosen: Iterable[nn.Module]) -> str:
     """One line for people: "32 x LlamaDecoderLayer, Embedding, Linear, LlamaForCausalLM"."""
-    counts = {}
+    counts: dict[str, int] = {}
     for module in chosen:
         name = type(module).__name__
         counts[name] = counts.get(name, 0) + 1

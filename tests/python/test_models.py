@@ -30,6 +30,18 @@ def llama_tied():
     return llama(tie_word_embeddings=True)
 
 
+def llama_classifier():
+    """Its root owns a head beside a child called "model", which is a unit, too."""
+    plain, _, _ = llama()
+    plain.config.num_labels, plain.config.pad_token_id = 3, 0
+    classifier = transformers.LlamaForSequenceClassification(plain.config)
+
+    def labelled(generator):
+        return tokens(generator), torch.randint(3, (2,), generator=generator)
+
+    return classifier, labelled, lambda model, batch: model(input_ids=batch[0], labels=batch[1], use_cache=False).loss
+
+
 def gpt2():
     config = transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=32, resid_pdrop=0.0,
                                      embd_pdrop=0.0, attn_pdrop=0.0)
@@ -70,7 +82,8 @@ def vit():
             lambda model, batch: model(pixel_values=batch[0], labels=batch[1]).loss)
 
 
-MODELS = {"llama": llama, "llama_tied": llama_tied, "gpt2": gpt2, "qwen3_moe": qwen3_moe, "t5": t5, "bamba": bamba, "vit": vit}
+MODELS = {"llama": llama, "llama_tied": llama_tied, "llama_classifier": llama_classifier, "gpt2": gpt2, "qwen3_moe": qwen3_moe,
+          "t5": t5, "bamba": bamba, "vit": vit}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -85,3 +98,10 @@ def test_the_default_units_are_blocks_embedding_head_and_what_holds_them(world):
     fsdp.fully_shard(model)
     assert fsdp.shard.handle(model).unit_names == ["model", "model.embed_tokens", "model.layers.0", "model.layers.1",
                                                    "model.layers.2", "lm_head"]
+
+
+def test_a_root_with_a_child_called_model_has_a_name_of_its_own(world):
+    model, _, _ = llama_classifier()
+    fsdp.fully_shard(model)
+    names = fsdp.shard.handle(model).unit_names
+    assert names[:2] == ["(model)", "model"] and [fsdp.shard.unit_name(each) for each in (model, model.model)] == names[:2]

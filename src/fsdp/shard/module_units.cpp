@@ -29,6 +29,12 @@ bool describes(std::string_view pattern, std::string_view name) {
   }
 }
 
+// Names of units are paths in the tree, of which the root has none; models of others often have a
+// child called "model".
+std::string name_of_root(const torch::nn::Module& model) {
+  return model.named_children().contains("model") ? "(model)" : "model";
+}
+
 class Finder {
  public:
   explicit Finder(const std::vector<std::string>& named)
@@ -81,9 +87,10 @@ class Finder {
     if (is_new) {
       const bool is_sharded =
           base != nullptr ? base->is_sharded() : named_unit_hooks(module) != nullptr;
-      FSDP_CHECK(!is_sharded, "unit '", name.empty() ? "model" : name,
+      const std::string unit_name = name.empty() ? name_of_root(module) : name;
+      FSDP_CHECK(!is_sharded, "unit '", unit_name,
                  "' is already sharded; a model can be sharded once");
-      units_.push_back({.name = name.empty() ? "model" : name,
+      units_.push_back({.name = unit_name,
                         .unit = base,
                         .module = base != nullptr ? nullptr : &module,
                         .parent = parent});

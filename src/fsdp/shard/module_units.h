@@ -20,7 +20,8 @@ struct OwnedParameter {
 };
 
 struct FoundUnit {
-  std::string name;  // its path in the tree; the root is "model"
+  // Its path in the tree. The root is "model", or "(model)" where a child is called "model".
+  std::string name;
   // One of both; neither: for the parameters outside any unit.
   UnitBase* unit = nullptr;             // declared as Unit<M>
   torch::nn::Module* module = nullptr;  // named by ShardOptions::units
