@@ -112,6 +112,7 @@ def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units =
         module.__dict__[_FORWARD] = module.__dict__.get("forward")
         module.forward = _as_unit(module.forward, mirrors[module])
         module.__dict__[_UNIT] = name or ("(model)" if "model" in model._modules else "model")  # as the engine calls it
+        module._apply = functools.partial(_refuse_conversion, weakref.ref(module))
     model.__dict__[_ATTRIBUTE] = sharded
     for parameter in model.parameters():
         setattr(parameter, MODEL, weakref.ref(model))
@@ -138,6 +139,7 @@ def _dissolved(model: nn.Module) -> list[nn.Module]:
             if unit.__dict__.pop(_UNIT, None) is None:
                 continue
             forward = unit.__dict__.pop(_FORWARD)
+            del unit._apply
             if forward is None:
                 del unit.forward
             else:
@@ -206,6 +208,18 @@ def _as_unit(forward, unit):
 
     # Dynamo does not trace this function, but what it calls: a compiled block is compiled inside its unit.
     return torch.compiler.disable(unit_forward, recursive=False)
+
+
+def _refuse_conversion(module, function, recurse=True):
+    """In place of module._apply(), by which to(), half() and cuda() would give the parameters memory that the engine does not
+    know. What changes neither type nor device is let through, and does nothing."""
+    for parameter in module().parameters():
+        probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        result = function(probe)
+        if (result.dtype, result.device) != (probe.dtype, probe.device):
+            raise _C.UsageError(f"the model is sharded in {probe.dtype} on {probe.device}, and is to become {result.dtype} on "
+                                f"{result.device}; convert or move it before fully_shard()")
+    return module()
 
 
 def is_sharded(model: nn.Module) -> bool:
