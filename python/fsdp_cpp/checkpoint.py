@@ -146,7 +146,10 @@ def _config_text(config):
 
 
 def _loaded(found):
-    def value(text):
-        return json.loads(text) if text else None
+    def value(text: str) -> object:
+        try:
+            return json.loads(text) if text else None
+        except json.JSONDecodeError:  # another program's own words
+            return text
 
     return Loaded(found.path, found.step, value(found.schedule), value(found.data), found.missing, found.extra)

@@ -1,6 +1,11 @@
 """Checkpoints from Python are those of the C++ trainer, and state dicts are the plain model's."""
 
 import copy
+import os
+import pathlib
+import shutil
+import sys
+import tempfile
 
 import pytest
 import torch
@@ -10,12 +15,13 @@ import parity
 import small_models as small
 from test_forms import loss_of, rows
 
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "processes"))
+import small_runs  # noqa: E402
+
 
 @pytest.fixture
 def folder(world, tmp_path_factory):
     """One folder for all ranks."""
-    import os
-    import tempfile
     path = os.path.join(tempfile.gettempdir(), f"fsdp_cpp_{os.environ.get('MASTER_PORT', os.getpid())}")
     if world.rank == 0:
         os.makedirs(path, exist_ok=True)
@@ -23,7 +29,6 @@ def folder(world, tmp_path_factory):
     yield path
     world.barrier()
     if world.rank == 0:
-        import shutil
         shutil.rmtree(path)
 
 
@@ -91,3 +96,35 @@ def test_states_of_others_optimizers_are_refused(world, folder):
     optimizer = fsdp.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(fsdp.UsageError, match="optimizer is SGD, whose state is its own"):
         fsdp.save(folder, model, optimizer)
+
+
+@pytest.mark.skipif("FSDP_BINARY" not in os.environ, reason="needs the command fsdp (FSDP_BINARY)")
+def test_checkpoints_go_from_the_command_to_python_and_back(world, folder):
+    transformers = pytest.importorskip("transformers")
+    safetensors = pytest.importorskip("safetensors.torch")
+    command = os.environ["FSDP_BINARY"]
+    run = os.path.join(folder, "run")
+    if world.rank == 0:
+        small_runs.write_model(f"{folder}/model/config.json")
+        small_runs.write_text(f"{folder}/text.txt")
+        small_runs.run([command, "train", "--model", "model/config.json", "--data", "text.txt", "--steps", "4", "--checkpoint-dir",
+                        "run", *small_runs.SHAPE], cwd=folder)
+    world.barrier()
+    config = transformers.LlamaConfig(**{name: value for name, value in small_runs.LLAMA.items() if name != "model_type"})
+    torch.manual_seed(world.size)
+    model = fsdp.fully_shard(transformers.LlamaForCausalLM(config))
+    optimizer = fsdp.AdamW(model, lr=1e-3)
+    loaded = fsdp.load(run, model, optimizer)
+    assert loaded.step == 4 and isinstance(loaded.schedule, dict | str)
+    stored = safetensors.load_file(f"{run}/step-00000004/model/00000-0.safetensors")
+    for name, value in whole(model).items():
+        assert torch.equal(value, stored[name]), name
+    tokens = torch.arange(16).reshape(1, 16)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    fsdp.save(f"{folder}/again", model, optimizer, step=5, config=config)
+    if world.rank == 0:
+        small_runs.run([command, "train", "--model", "model/config.json", "--data", "text.txt", "--steps", "7", "--resume",
+                        f"{folder}/again", "--restart-data", "--checkpoint-dir", "third", *small_runs.SHAPE], cwd=folder)
+        assert os.path.isdir(f"{folder}/third/step-00000007")
+    world.barrier()
