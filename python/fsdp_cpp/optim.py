@@ -104,10 +104,25 @@ def _groups_of(params):
     return groups
 
 
+def _trainable_names(model):
+    """Names of the parameters that the engine updates, which must be those that require gradients now."""
+    trainable = {each.name: each.is_trainable for each in shard.handle(model).parameters()}
+    for name, parameter in model.named_parameters():
+        if name in trainable and trainable[name] != parameter.requires_grad:
+            raise _C.UsageError(f"requires_grad of parameter '{name}' has changed since fully_shard(), which has divided the "
+                                f"trainable from the frozen; set it to {parameter.requires_grad} before fully_shard()")
+    return {name for name, is_trainable in trainable.items() if is_trainable}
+
+
 def _parts_of(model, groups, decay_spares_vectors):
     """(group, whether it decays, names as a pattern): a rule of the engine for each. Groups cover the model."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    left = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    left = _trainable_names(model)
+    for group in groups:
+        for parameter in group["params"]:
+            if names.get(id(parameter)) not in left:
+                raise _C.UsageError(f"parameter '{names.get(id(parameter))}' is not sharded: it came after fully_shard(), or is one "
+                                    "of ignored_params; give it an optimizer of its own, and hand over the others in groups")
     for group in groups:
         for decays in (True, False):
             part = [p for p in group["params"] if decays == (not decay_spares_vectors or p.dim() > 1)]

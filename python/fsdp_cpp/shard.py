@@ -35,6 +35,7 @@ InitialValues: TypeAlias = Literal["of_every_rank", "of_rank_zero"]
 # Attributes that modules get, and parameters.
 _ATTRIBUTE = "_fsdp_cpp_sharded"  # of a sharded model: the engine's handle
 _UNIT = "_fsdp_cpp_unit"          # of a unit: its name
+_FORWARD = "_fsdp_cpp_forward"    # of a unit: the forward that was set on the module itself, if any, before ours
 PENDING = "_fsdp_cpp_pending"     # of a model that is to be sharded when it is needed: a function that does it
 MODEL = "_fsdp_cpp_model"         # of a parameter: a function that returns its model
 
@@ -53,7 +54,8 @@ def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units =
                 ignored_params: Iterable[nn.Parameter] | None = None) -> M:
     """Shards the parameters of a model in place over the ranks, unit by unit, and returns the model.
 
-    All ranks call it with the same model. The model is then used as before:
+    All ranks call it with the same model. Modules inside that were sharded before become units of it. The model is then used as
+    before:
 
         model = fsdp.fully_shard(model)
         optimizer = fsdp.AdamW(model, lr=3e-4)
@@ -95,7 +97,8 @@ def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units =
         raise _C.UsageError(f"model is {type(model).__name__}; fully_shard() takes a torch.nn.Module")
     if is_sharded(model):
         raise _C.UsageError("the model is sharded already; a model can be sharded once")
-    chosen = unit_selection.find(model, units)
+    inner = _dissolved(model)
+    chosen = unit_selection.find(model, units if not inner else [*inner, *unit_selection.listed(units)])
     over = ranks.default_mesh() if mesh is None else ranks.mesh(mesh)
     options = dict(strategy=strategy, params=params, main_params=main_params, main_storage=main_storage, main_grads=main_grads,
                    grad_comm=grad_comm, pool=pool, prefetch=prefetch, budget_bytes=budget_bytes, on_move=on_move,
@@ -106,14 +109,43 @@ def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units =
     mirrors = _mirrors(model, chosen, init_weights, set(ignored_params or ()))
     sharded = _C.fully_shard(mirrors[model], over, options)
     for module, name in chosen.items():
+        module.__dict__[_FORWARD] = module.__dict__.get("forward")
         module.forward = _as_unit(module.forward, mirrors[module])
         module.__dict__[_UNIT] = name or ("(model)" if "model" in model._modules else "model")  # as the engine calls it
+        module._apply = functools.partial(_refuse_conversion, weakref.ref(module))
     model.__dict__[_ATTRIBUTE] = sharded
     for parameter in model.parameters():
         setattr(parameter, MODEL, weakref.ref(model))
-    if units is None and over.world.rank == 0:
+    if units is None and not inner and over.world.rank == 0:
         _C.log_info(f"units: {unit_selection.described(chosen)}")
     return model
+
+
+def _dissolved(model: nn.Module) -> list[nn.Module]:
+    """Makes plain modules of those inside that are sharded already, as FSDP2's order from the inside out leaves them, and
+    returns their units. Their parameters are whole for a moment, until the model is sharded."""
+    units = []
+    for module in list(model.modules()):
+        if not is_sharded(module):
+            continue
+        whole = module.__dict__[_ATTRIBUTE].whole_parameters(False, [])
+        whole.enter()
+        values = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
+        whole.exit()
+        module.__dict__.pop(_ATTRIBUTE).close()
+        for parameter, value in values:
+            parameter.data = value
+        for unit in module.modules():
+            if unit.__dict__.pop(_UNIT, None) is None:
+                continue
+            forward = unit.__dict__.pop(_FORWARD)
+            del unit._apply
+            if forward is None:
+                del unit.forward
+            else:
+                unit.forward = forward
+            units.append(unit)
+    return units
 
 
 def _mirrors(model, chosen, init_weights, ignored):
@@ -176,6 +208,18 @@ def _as_unit(forward, unit):
 
     # Dynamo does not trace this function, but what it calls: a compiled block is compiled inside its unit.
     return torch.compiler.disable(unit_forward, recursive=False)
+
+
+def _refuse_conversion(module, function, recurse=True):
+    """In place of module._apply(), by which to(), half() and cuda() would give the parameters memory that the engine does not
+    know. What changes neither type nor device is let through, and does nothing."""
+    for parameter in module().parameters():
+        probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        result = function(probe)
+        if (result.dtype, result.device) != (probe.dtype, probe.device):
+            raise _C.UsageError(f"the model is sharded in {probe.dtype} on {probe.device}, and is to become {result.dtype} on "
+                                f"{result.device}; convert or move it before fully_shard()")
+    return module()
 
 
 def is_sharded(model: nn.Module) -> bool:

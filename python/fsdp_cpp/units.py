@@ -26,13 +26,19 @@ def find(model: nn.Module, units: Units) -> dict[nn.Module, str]:
         chosen = default_units(model)
     else:
         chosen = set()
-        for selector in units if isinstance(units, (list, tuple, set, frozenset)) else [units]:
+        for selector in listed(units):
             matched = _matched(model, selector)
             if not matched:
                 raise _C.UsageError(_nothing_matches(model, selector))
             chosen |= matched
     chosen.add(model)
     return {module: name for name, module in model.named_modules() if module in chosen}
+
+
+def listed(units: Units) -> list[Selector]:
+    if units is None:
+        return []
+    return list(units) if isinstance(units, (list, tuple, set, frozenset)) else [units]
 
 
 def default_units(model: nn.Module) -> set[nn.Module]:

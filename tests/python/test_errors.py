@@ -88,3 +88,35 @@ def test_optimizers_and_clipping_of_torch_do_not_skip_sharded_gradients_silently
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(RuntimeError, match="gradient|is touched while its unit"):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_a_sharded_model_is_not_converted_silently(world):
+    model = fsdp.fully_shard(small.Stack())
+    assert model.to("cpu") is model and model.float() is model
+    for convert in (lambda: model.half(), lambda: model.blocks[0].to(torch.bfloat16), lambda: model.to("meta")):
+        with pytest.raises(fsdp.UsageError, match="convert or move it before fully_shard"):
+            convert()
+
+
+def test_parameters_that_changed_since_are_not_left_out_silently(world):
+    model = fsdp.fully_shard(small.Stack())
+    model.head = torch.nn.Linear(2, 2)
+    with pytest.raises(fsdp.UsageError, match="parameter 'head.weight' is not sharded: it came after fully_shard"):
+        fsdp.AdamW(model)
+    model = small.Stack()
+    fsdp.fully_shard(model, ignored_params=[model.scale])
+    with pytest.raises(fsdp.UsageError, match="parameter 'scale' is not sharded"):
+        fsdp.AdamW(model)
+    fsdp.AdamW([p for name, p in model.named_parameters() if name != "scale"])
+    model = fsdp.fully_shard(small.Stack())
+    model.first.requires_grad_(False)
+    with pytest.raises(fsdp.UsageError, match="requires_grad of parameter 'first.weight' has changed since fully_shard"):
+        fsdp.AdamW(model)
+
+
+def test_groups_cover_the_model(world):
+    model = fsdp.fully_shard(small.Stack())
+    with pytest.raises(fsdp.UsageError, match="'blocks.0.down.bias' is in no group"):
+        fsdp.AdamW([model.scale, *model.first.parameters()])
+    with pytest.raises(fsdp.UsageError, match="eps of a parameter group is 0.1, but 1e-08 for the others"):
+        fsdp.AdamW([{"params": [model.scale], "eps": 0.1}, {"params": [p for p in model.parameters() if p is not model.scale]}])

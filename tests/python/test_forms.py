@@ -66,6 +66,18 @@ def test_nested_units_and_units_by_name_class_and_function(world):
         parity.check(world, small.Stack(), loss_of, rows, steps=2, units=units)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_modules_inside_may_be_sharded_before(world, strategy):
+    def from_inside(model):
+        for block in model.blocks:
+            fsdp.fully_shard(block, units=["up"])
+        return model
+
+    sharded = parity.check(world, small.Stack(), loss_of, rows, prepare=from_inside, strategy=strategy)
+    assert fsdp.shard.handle(sharded).unit_names[:3] == ["model", "blocks.0", "blocks.0.up"]
+    assert not fsdp.is_sharded(sharded.blocks[0])
+
+
 def test_evaluation_without_gradients(world):
     model = small.Stack()
     batch = rows(torch.Generator().manual_seed(1))

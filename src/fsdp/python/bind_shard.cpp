@@ -155,6 +155,7 @@ void bind_shard(py::module_& module) {
       .def("exit", &WholeParameters::exit, WithoutGil());
   py::class_<ShardedModel, std::shared_ptr<ShardedModel>>(module, "Sharded")
       .def_property_readonly("mesh", [](ShardedModel& self) { return self.mesh; })
+      .def("close", &ShardedModel::close, WithoutGil())
       .def_property_readonly("unit_names",
                              [](ShardedModel& self) { return self.sharded->unit_names(); })
       .def_property_readonly("unit_order",

@@ -308,5 +308,35 @@ TEST(Rules, DecideWhatDecaysAndHowFast) {
   });
 }
 
+TEST(Rules, MayChangeTheirNumbersBetweenSteps) {
+  run_ranks(2, [](World& world) {
+    const Mesh mesh = world.mesh();
+    Chain model = make_chain();
+    const Sharded sharded = fully_shard(model, mesh);
+    SGD optimizer(sharded, {.lr = 0.1,
+                            .decay_spares_vectors = false,
+                            .rules = {{.pattern = "unit0.*|unit2.*", .weight_decay = 0.5}}});
+    const auto step = [&] {
+      (loss_of(model, 0, 0) * 0.0).backward();  // gradients of 0: only decay moves weights
+      optimizer.step();
+      optimizer.zero_grad();
+    };
+    const std::vector<at::Tensor> before = testing::weights_of(sharded, model);
+    step();
+    optimizer.set_rule(0, /*weight_decay=*/0.2, /*rate_scale=*/3.0);  // the step before is hidden
+    step();
+    const std::vector<at::Tensor> after = testing::weights_of(sharded, model);
+    size_t i = 0;
+    for (const auto& item : model->named_parameters()) {
+      const double factor =
+          item.key().find("unit1.") == 0 ? 1.0 : (1 - 0.1 * 0.5) * (1 - 0.3 * 0.2);
+      EXPECT_TRUE(at::allclose(after[i], before[i] * factor, 1e-6, 0)) << item.key();
+      ++i;
+    }
+    EXPECT_THAT(error_of([&] { optimizer.set_rule(1, 0.0, 1.0); }), HasSubstr("rule 1 does not"));
+    EXPECT_THAT(error_of([&] { optimizer.set_rule(0, -1.0, 1.0); }), HasSubstr("weight_decay"));
+  });
+}
+
 }  // namespace
 }  // namespace fsdp::optimizer_test

@@ -6,6 +6,7 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/sgd.h>
 
+#include "fsdp/shard/engine/engine.h"
 #include "fsdp/shard/unit.h"
 #include "support/run_ranks.h"
 
@@ -92,6 +93,49 @@ INSTANTIATE_TEST_SUITE_P(
                                          "optim+hfsdp", "optim_grads+hfsdp",
                                          "optim_grads_params+hfsdp", "RS/PP/SS", "SS/SS/SS"),
                        ::testing::Values(1, 2), ::testing::Values(1, 2, 3)));
+
+TEST(ComputeType, LeavesMainWeightsUnrounded) {
+  const std::vector<at::Tensor> whole = make_mlp()->parameters();
+  for (const MainStorage storage : all_main_storages())
+    for (const char* strategy : {"no_shard", "optim", "optim_grads_params"})
+      run_ranks(2, [&](World& world) {
+        const Mesh mesh = world.mesh();
+        Mlp model = Mlp();
+        {
+          const at::NoGradGuard no_grad;
+          for (size_t i = 0; i < whole.size(); ++i) model->parameters()[i].copy_(whole[i]);
+        }
+        const Sharded sharded =
+            fully_shard(model, mesh,
+                        {.strategy = parse_strategy(strategy),
+                         .precision = {.params = at::kBFloat16, .main_storage = storage}});
+        const std::vector<ShardedParameter> parts = sharded.parameters();
+        for (size_t i = 0; i < parts.size(); ++i)
+          EXPECT_TRUE(
+              at::equal(parts[i].main_weight,
+                        whole[i].flatten().narrow(0, parts[i].begin, parts[i].main_weight.numel())))
+              << strategy << " " << name_of(storage) << " " << parts[i].name;
+        const auto guard = sharded.full_parameters();
+        for (size_t i = 0; i < whole.size(); ++i)
+          EXPECT_TRUE(at::equal(model->parameters()[i], whole[i].to(at::kBFloat16)));
+      });
+}
+
+TEST(FullParameters, OfOneUnitLeaveTheOthersSharded) {
+  run_ranks(2, [](World& world) {
+    const Mesh mesh = world.mesh();
+    Mlp model = Mlp();
+    const Sharded sharded =
+        fully_shard(model, mesh, {.initial_values = InitialValues::kOfRankZero});
+    const auto second = sharded.full_parameters(Sharded::Access::kRead, {"second"});
+    EXPECT_TRUE(model->second->linear->weight.isfinite().all().item<bool>());
+    for (const auto& unit : EngineAccess::of(sharded).units())
+      EXPECT_EQ(unit->phase() == WeightPhase::kResting, unit->name() != "second") << unit->name();
+    EXPECT_THAT(
+        [&] { static_cast<void>(sharded.full_parameters(Sharded::Access::kRead, {"none"})); },
+        ::testing::ThrowsMessage<Error>(::testing::HasSubstr("none")));
+  });
+}
 
 // Rank r's values are all r.
 Mlp make_mlp_of(float value) {
