@@ -34,9 +34,18 @@ NOT_RUN = {
     "CONTRIBUTING.md": {
         "make build": "builds",
         "make test": "runs this",
+        "make python": "builds",
+        "export PYTHONPATH=build/release/python": "for the next two",
+        ".venv/bin/python -m pytest tests/python -k llama": "python_1_ranks does",
+        ".venv/bin/python tests/processes/start_ranks.py 2 .venv/bin/python -m pytest -q tests/python -k llama":
+            "python_2_ranks does",
         "cmake --preset debug": "builds",
         "cmake --build --preset debug --target unit_base": "builds",
         "ctest --preset debug -R base_test": "needs that build",
+    },
+    "docs/python.md": {
+        "make python": "builds",
+        "pip install --no-build-isolation .": "builds",
     },
     "docs/multi-host.md": {
         "mpirun --hostfile hosts -n 16 --bind-to none fsdp train --config run.json --outer 2 "
