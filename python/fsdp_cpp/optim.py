@@ -75,6 +75,14 @@ class Optimizer(torch.optim.Optimizer):
         """Begins a new cycle; writes nothing."""
         self._engine.zero_grad()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Refused: it would be without the moments, which are cut over the ranks."""
+        raise _C.UsageError("the state of the optimizer is cut over the ranks; save it with fsdp_cpp.save() or Checkpointer")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refused, as state_dict() is."""
+        raise _C.UsageError("the state of the optimizer is cut over the ranks; load it with fsdp_cpp.load() or Checkpointer")
+
     def wait(self) -> None:
         """Waits until all updates are done."""
         self._engine.wait()
@@ -163,11 +171,12 @@ class AdamW(Optimizer):
                  weight_decay: float = 1e-2, *, max_norm: float = 0.0, decay_spares_vectors: bool = False,
                  first_moment: torch.dtype = torch.float32, second_moment: torch.dtype = torch.float32,
                  measures_norm: bool = False, on_nonfinite: OnNonfinite = "update", loss_scale: LossScale = 1.0,
-                 updates: Updates = "hidden", rounding: Rounding = "nearest", seed: int = 0) -> None:
+                 loss_scale_interval: int = 2000, updates: Updates = "hidden", rounding: Rounding = "nearest",
+                 seed: int = 0) -> None:
+        step = dict(max_norm=max_norm, measures_norm=measures_norm, on_nonfinite=on_nonfinite, loss_scale=loss_scale,
+                    loss_scale_interval=loss_scale_interval, updates=updates, rounding=rounding, seed=seed)
         super().__init__(params, _C.adamw, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay),
-                         dict(max_norm=max_norm, first_moment=first_moment, second_moment=second_moment, measures_norm=measures_norm,
-                              on_nonfinite=on_nonfinite, loss_scale=loss_scale, updates=updates, rounding=rounding, seed=seed),
-                         decay_spares_vectors)
+                         dict(step, first_moment=first_moment, second_moment=second_moment), decay_spares_vectors)
 
 
 class SGD(Optimizer):
@@ -176,11 +185,12 @@ class SGD(Optimizer):
     def __init__(self, params: Params, lr: float = 1e-3, momentum: float = 0.0, weight_decay: float = 0.0,
                  nesterov: bool = False, *, max_norm: float = 0.0, decay_spares_vectors: bool = False,
                  momentum_dtype: torch.dtype = torch.float32, measures_norm: bool = False,
-                 on_nonfinite: OnNonfinite = "update", loss_scale: LossScale = 1.0, updates: Updates = "hidden",
-                 rounding: Rounding = "nearest", seed: int = 0) -> None:
+                 on_nonfinite: OnNonfinite = "update", loss_scale: LossScale = 1.0, loss_scale_interval: int = 2000,
+                 updates: Updates = "hidden", rounding: Rounding = "nearest", seed: int = 0) -> None:
+        step = dict(max_norm=max_norm, measures_norm=measures_norm, on_nonfinite=on_nonfinite, loss_scale=loss_scale,
+                    loss_scale_interval=loss_scale_interval, updates=updates, rounding=rounding, seed=seed)
         super().__init__(params, _C.sgd, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov),
-                         dict(max_norm=max_norm, momentum_dtype=momentum_dtype, measures_norm=measures_norm, on_nonfinite=on_nonfinite,
-                              loss_scale=loss_scale, updates=updates, rounding=rounding, seed=seed), decay_spares_vectors)
+                         dict(step, momentum_dtype=momentum_dtype), decay_spares_vectors)
 
 
 def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:

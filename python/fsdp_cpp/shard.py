@@ -184,30 +184,45 @@ def _initialization(model, module, init_weights):
 def _as_unit(forward, unit):
     """`forward` with its unit gathered around it. It is a function and no pair of module hooks, so that a failing forward is
     seen, and direct calls of forward(), too."""
+    enter, leave = _outside_compiled_code()
 
     # A compiled forward has attributes by which torch.compile would find its way around this function.
     @functools.wraps(forward, updated=())
     def unit_forward(*args, **kwargs):
-        inputs = []
-        tensors.collect(args, inputs)
-        tensors.collect(kwargs, inputs)
-        call, changed = unit.enter(inputs)
-        if changed is not None:
-            changed = iter(changed)
-            args = tensors.replaced(args, changed)
-            kwargs = tensors.replaced(kwargs, changed)
+        call, args, kwargs = enter(unit, args, kwargs)
         try:
-            result = forward(*args, **kwargs)
-            outputs = []
-            tensors.collect(result, outputs)
-            changed = call.leave(outputs)
+            return leave(call, forward(*args, **kwargs))
         except BaseException:
             call.fail()
             raise
-        return result if changed is None else tensors.replaced(result, iter(changed))
 
-    # Dynamo does not trace this function, but what it calls: a compiled block is compiled inside its unit.
+    # Dynamo does not trace this function, but the forward that it calls: a compiled block is compiled inside its unit.
     return torch.compiler.disable(unit_forward, recursive=False)
+
+
+@functools.cache
+def _outside_compiled_code():
+    """The two ends of a call, which Dynamo does not trace at all. Not at import, because that imports the compiler."""
+    return torch.compiler.disable(_enter), torch.compiler.disable(_leave)
+
+
+def _enter(unit, args, kwargs):
+    inputs = []
+    tensors.collect(args, inputs)
+    tensors.collect(kwargs, inputs)
+    call, changed = unit.enter(inputs)
+    if changed is not None:
+        changed = iter(changed)
+        args = tensors.replaced(args, changed)
+        kwargs = tensors.replaced(kwargs, changed)
+    return call, args, kwargs
+
+
+def _leave(call, result):
+    outputs = []
+    tensors.collect(result, outputs)
+    changed = call.leave(outputs)
+    return result if changed is None else tensors.replaced(result, iter(changed))
 
 
 def _refuse_conversion(module, function, recurse=True):

@@ -79,6 +79,8 @@ def test_misuses_are_named(world):
         optimizer.step()
     with pytest.raises(fsdp.UsageError, match="takes no closure"):
         optimizer.step(lambda: 0)
+    with pytest.raises(fsdp.UsageError, match="save it with fsdp_cpp.save"):
+        optimizer.state_dict()
 
 
 def test_optimizers_and_clipping_of_torch_do_not_skip_sharded_gradients_silently(world):
