@@ -94,28 +94,23 @@ def state_dict(model: nn.Module, *, on_all_ranks: bool = False,
     """
     sharded = shard.handle(model)
     keeps = on_all_ranks or sharded.mesh.world.rank == 0
-    values: dict[str, torch.Tensor] = {}
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    of_unit: dict[str, list[str]] = {}
-    for each in sharded.parameters():
-        of_unit.setdefault(each.unit, []).append(each.name)
     parameters = dict(model.named_parameters())
-    for unit, members in of_unit.items():
+    members: dict[str, list[nn.Parameter]] = {}
+    for each in sharded.parameters():
+        members.setdefault(each.unit, []).append(parameters[each.name])
+    values: dict[int, torch.Tensor] = {}  # by the parameter's id: a shared one has several names
+    for unit, owned in members.items():
         whole = sharded.whole_parameters(False, [unit])
         whole.enter()
         try:
-            for member in members if keeps else ():
-                parameter = parameters[member]
-                copied = parameter.detach().to(device, copy=True)
-                values.update((name, copied) for name in names[id(parameter)])
+            if keeps:
+                values.update((id(parameter), parameter.detach().to(device, copy=True)) for parameter in owned)
         finally:
             whole.exit()
     if not keeps:
         return None
-    return {name: values[name] if name in values else value.detach().to(device, copy=True)
-            for name, value in model.state_dict().items()}
+    return {name: values[id(value)] if id(value) in values else value.detach().to(device, copy=True)
+            for name, value in model.state_dict(keep_vars=True).items()}
 
 
 def _engine_of(optimizer):

@@ -51,7 +51,7 @@ def fully_shard(module: shard.M, *, mesh: DeviceMesh | None = None, reshard_afte
                 shard_placement_fn: None = None, mp_policy: MixedPrecisionPolicy | None = None,
                 offload_policy: OffloadPolicy | None = None, ignored_params: Iterable[nn.Parameter] | None = None,
                 dp_mesh_dims: None = None) -> shard.M:
-    """Marks a module, or each of a list, as one that is gathered and reduced together; see the module's docstring."""
+    """Marks a module as one that is gathered and reduced together; see above."""
     if isinstance(module, (list, tuple)):
         raise _C.UsageError("fully_shard() got a list of modules, which FSDP2 groups into one; here a group is a module: call it "
                             "with each of them, or with the module around them")
