@@ -77,7 +77,7 @@ DataPosition parse_data_position(const std::string& text, const std::string& sou
 DataPosition first_position(const TokenWindows& windows, uint64_t seed);
 
 // UsageError where `position` is one in another order than that of `windows` and `seed`: other
-// tokens, sequence length, share for validation or seed. Whoever wants to go on all the same begins
+// tokens, sequence length, share for validation or seed. A program that goes on all the same begins
 // with first_position().
 void check_same_order(const DataPosition& position, const TokenWindows& windows, uint64_t seed);
 

@@ -83,8 +83,8 @@ constexpr bool is_exchanged(PlacementPair pair, MeshShape mesh) {
          (pair.inner == Placement::kShard && mesh.communicates_inner());
 }
 
-// A strategy is data: whoever needs to know what to gather or to reduce compares placements, and
-// nobody asks which strategy it is. Three placement lists of one's own are as good as a named row.
+// A strategy is data. Code that gathers or reduces compares placements, and never asks which
+// strategy it is. Three placement lists of one's own are as good as a named row.
 struct Strategy {
   std::string_view name = "custom";  // of a row of named_strategies(), else "custom"
   PlacementPair parameter = {};      // weights between their uses

@@ -91,8 +91,8 @@ class FileReader {
 // A name beside `path` and hidden, ".NAME.*.tmp", that no other thread or process uses.
 std::string temporary_name_for(const std::string& path);
 
-// Replaces the whole file, or creates it: whoever looks, even after a crash, finds the old text or
-// the new, never a mix. A crash may leave a hidden file ".NAME.*.tmp" beside it.
+// Replaces the whole file, or creates it. A reader finds the old text or the new, never a mix, even
+// after a crash. A crash may leave a hidden file ".NAME.*.tmp" beside it.
 void write_file_durably(const std::string& path, std::string_view text);
 
 // The whole file; an Error if it has more than `max_bytes`.

@@ -17,8 +17,8 @@ struct Utf8Character {
 Utf8Character decode_utf8(std::string_view text);
 
 // Foreign text as messages show it: at most that many characters, then "..."; control characters as
-// "\x1b". Whoever wrote the text chose its length and bytes, and must not write to a terminal or
-// fill a log.
+// "\x1b". The author of the text chose its length and bytes, which must neither control a terminal
+// nor fill a log.
 std::string shown(std::string_view text, size_t max_characters = 120);
 
 }  // namespace fsdp

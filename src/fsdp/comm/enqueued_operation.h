@@ -53,7 +53,7 @@ class Shares {
 struct OnDevice {
   c10::Stream called_on;                              // by the caller
   c10::Event ready;                                   // when that stream has produced the input
-  std::optional<c10::Stream> runs_on = std::nullopt;  // set by whoever runs the operation
+  std::optional<c10::Stream> runs_on = std::nullopt;  // set by the thread that runs it
 };
 
 // Where an element of a flat tensor is. A view of the tensor would cost more than a launch.

@@ -45,14 +45,15 @@ class OperationRunner {
 // A worker thread drains the queue, so that communication overlaps the caller's computation. A
 // caller that waits for an operation nobody has begun runs it itself instead of waiting for the
 // worker to wake up: for small messages that is most of the time. Without other ranks a small
-// operation is run at once, for the same reason. Operations run strictly in order, by one thread at
-// a time, whoever it is.
+// operation is run at once, for the same reason. Operations run strictly in order, one at a time,
+// by the worker or by a caller.
 //
-// An operation may come after one of another communicator (`Operation::after`). Whoever runs it
-// first waits for that one, asleep: running it here would touch a queue that its owner may be
-// closing. The other queue's worker runs it, or whoever waits there (Work::wait). Nothing can go
-// round in circles: an operation comes after what was enqueued before it, in its queue and in
-// others, so the oldest one that is not done never waits for another of this rank.
+// An operation may come after one of another communicator (`Operation::after`). The thread that
+// runs it first waits for the other one, asleep. It does not run the other one, because that would
+// touch a queue that its owner may be closing; the other queue's worker does, or a thread that
+// waits there (Work::wait). Operations cannot wait for each other in a circle: each comes after
+// operations that were enqueued before it, so the oldest one that is not done never waits for
+// another of this rank.
 //
 // The first error breaks the queue: the ranks' orders no longer agree, so every later operation
 // fails with the first one's message.

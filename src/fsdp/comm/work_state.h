@@ -21,11 +21,11 @@ struct Operation;
 
 // Note [Tensors in use]
 // On a device an operation has only been launched when its Work is done: it ends on a stream of its
-// communicator, of which libtorch's allocator knows nothing. Were the last reference to a tensor to
-// go before that, the allocator would give its memory to whoever asks next on the stream where it
-// was allocated, and that one would not wait. So the Work keeps the tensors until
-//   - Work::wait() has made the stream wait on which the operation was called: whoever gets the
-//     memory in that stream's order comes after the operation; or
+// communicator, of which libtorch's allocator knows nothing. If the last reference to a tensor went
+// before that, the allocator would give its memory to the next allocation on the stream where it
+// was allocated, and that stream would not wait. So the Work keeps the tensors until
+//   - Work::wait() has made the stream wait on which the operation was called: later uses of the
+//     memory, in that stream's order, come after the operation; or
 //   - the last Work goes, with no such wait: then the allocator is told that the communicator's
 //     stream uses the memory, and waits for that stream before it gives it to anybody.
 // Nobody asks the device anything, so that it is right for a step that is being recorded, too.
@@ -57,7 +57,8 @@ class TensorsInUse {
 
 class OperationQueue;
 
-// The shared end of a Work: written once by whoever runs the operation, read by whoever waits.
+// The shared end of a Work: written once by the thread that runs the operation, read by
+// those that wait.
 class WorkState {
  public:
   // Without a queue nobody can lend a hand: waiting is sleeping.

@@ -34,7 +34,7 @@ class CudaGraph final : public DeviceGraph {
     } catch (const std::exception& error) {
       log(LogLevel::kDebug, "a recording that was given up: ", error.what());
     }
-    // The error was told to whoever recorded; it must not surface a second time at a later call.
+    // The recording has reported this error; it must not surface again at a later call.
     (void)cudaGetLastError();
   }
 

@@ -63,7 +63,7 @@ struct PoolBytes {
 // seen (buckets that are on demand by choice excepted).
 //
 // One pool belongs to one rank and is used by one thread at a time. It knows nothing of streams:
-// acquire and release are host-side bookkeeping, and whoever writes to an address on one stream
+// acquire and release are host-side bookkeeping. A caller that writes to an address on one stream
 // while its previous holder may still be read on another must order the two by an event.
 // previous_holders() names the buckets to wait for.
 class BucketPool {
@@ -93,8 +93,8 @@ class BucketPool {
   void release(BucketId id);
 
   // Whether acquire() would succeed now: the bucket is not held, its place is free, and the plan
-  // has a stay left for it. For whoever has to choose other memory when a step is not the recorded
-  // one. As quick as acquire; memory on demand counts as there.
+  // has a stay left for it. A caller whose step is not the recorded one asks before it chooses
+  // other memory. As quick as acquire(); memory on demand counts as free.
   bool can_acquire(BucketId id) const;
 
   // Releases everything that is held, after a step that failed; begin_step() comes next, as always.
@@ -111,7 +111,7 @@ class BucketPool {
 
   // Buckets that held bytes of this held bucket's memory before it, most recent ones only. Empty
   // when nobody did, and for memory that came from the allocator at acquire. The planned pool
-  // answers from its plan, whatever the step really did.
+  // answers from its plan, even if the step differed from it.
   virtual std::span<const BucketId> previous_holders(BucketId id) const = 0;
 
   // Throws when `units` is not what the pool was made for, naming the first difference.

@@ -39,8 +39,8 @@ class StreamMark {
 
 // Note [Asking a device that is stuck]
 // While a launch waits for room on a stream that stands still, other calls of CUDA wait with it,
-// a query of an event among them: whoever watches for such a stream must not make any. So the
-// stream itself writes numbers to the host's memory as it comes past them.
+// a query of an event among them. A thread that watches for such a stream must not call CUDA, so
+// the stream itself writes numbers to the host's memory as it comes past them.
 //
 // Of one stream. Must outlive its marks.
 class StreamMarks {

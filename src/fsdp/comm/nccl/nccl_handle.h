@@ -61,7 +61,7 @@ class NcclHandle {
 
   const std::string name_;
   std::atomic<bool> is_ended_{false};  // by abort()
-  std::timed_mutex launching_;         // held by whoever uses the member below
+  std::timed_mutex launching_;         // held to use the member below
   ncclComm_t comm_ = nullptr;
 };
 

@@ -1,5 +1,5 @@
-// The `tcp` backend: torchrun's processes, or those of whoever sets its variables, find each other
-// and become connected.
+// The `tcp` backend: processes that were started by torchrun, or with its variables, find each
+// other and become connected.
 #include <sys/stat.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 

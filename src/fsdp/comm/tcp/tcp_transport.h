@@ -17,16 +17,17 @@
 
 namespace fsdp {
 
-// There is no thread of its own: whoever waits in an exchange reads and writes for everybody (the
-// others sleep), and a communicator without work looks in now and then.
+// The transport has no thread of its own. One of the threads that wait in exchanges reads and
+// writes for all of them while the others sleep, and a communicator without work looks in now and
+// then.
 //
 // Messages up to kEagerBytes leave at once; one that comes before it is asked for waits in memory.
 // Larger ones leave when the receiver has a place for them, so they never need any; so do short
 // ones once the receiver has kWindowBytes of them that it has not asked for. Both sides name the
 // size, so that both notice when they disagree.
 //
-// Whatever a peer sends is bounded: what does not fit into the buffer that waits for it, into the
-// window or into the channels that there may be ends the connection.
+// A peer cannot make this process take more memory: a message ends the connection if it does not
+// fit into the buffer that waits for it, into the window, or into the channels that there may be.
 class TcpTransport final : public MessageTransport, private FrameReader {
  public:
   static constexpr int64_t kEagerBytes = int64_t{64} << 10;

@@ -67,7 +67,7 @@ class Weights {
 
   // Releases every unit that is not in use.
   void release();
-  // After a backward, whatever its calls told: marks every unit as unused.
+  // After a backward: marks every unit as unused, also those whose calls did not say so.
   void end_uses();
   // Gathers the units that stay whole: parameters outside any unit.
   void gather_residents();
