@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from torch.distributed.checkpoint import metadata as dcp_metadata
 
 import dcp_checkpoints as saved
 from fsdp_cpp import Error
@@ -242,8 +243,32 @@ def test_a_pickle_that_calls_something_is_refused_and_not_run(one, tmp_path):
     assert (tmp_path / "was-run").exists(), "the pickle is harmless: the test proves nothing"
 
 
+class Attribute:
+    """Pickled as getattr(owner, name), as enums of Python 3.11.0 to 3.11.3 are."""
+
+    def __init__(self, owner, name):
+        self.owner, self.name = owner, name
+
+    def __reduce__(self):
+        return getattr, (self.owner, self.name)
+
+
+def test_memory_formats_may_be_written_as_attributes_and_nothing_else_may(one):
+    formats = dcp_metadata._MEM_FORMAT_ENCODING
+
+    def add(attribute):
+        def change(metadata):
+            metadata.planner_data = {"x": attribute}
+        return change
+
+    saved.edit_metadata(one, add(Attribute(formats, "TORCH_CONTIGUOUS_FORMAT")))
+    dcp.read_metadata(str(one))
+    saved.edit_metadata(one, add(Attribute(dcp_metadata.Metadata, "__init__")))
+    expect_error(one, "asks for the attribute '__init__' of something that is no memory format")
+
+
 @pytest.mark.parametrize("module,name", [
-    ("os", "system"), ("builtins", "eval"), ("builtins", "getattr"), ("torch", "load"), ("torch", "_utils"),
+    ("os", "system"), ("builtins", "eval"), ("torch", "load"), ("torch", "_utils"),
     ("torch", "hub.load"), ("torch.serialization", "load"), ("fractions", "Fraction"),
     ("torch.distributed.checkpoint.metadata", "torch"), ("torch.distributed.checkpoint.filesystem", "FileSystemReader")])
 def test_classes_that_are_not_dcps_metadata_are_named(one, module, name):

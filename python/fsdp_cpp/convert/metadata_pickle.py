@@ -70,6 +70,11 @@ def _known_classes():
     def ignored(*_):
         return None
 
+    def member(owner, name):
+        # In place of getattr(), as which Python 3.11.0 to 3.11.3 writes a memory format: a member of its enum.
+        if owner is not ignored:
+            raise pickle.UnpicklingError(f"it asks for the attribute {name!r} of something that is no memory format")
+
     known = {}
     for module in _MODULES:
         known.update({(module, name): type(name, (Record,), {}) for name in _RECORDS})
@@ -78,5 +83,6 @@ def _known_classes():
     known.update({(module, name): ignored for module in _PATH_MODULES for name in _PATHS})
     known["torch.serialization", "_get_layout"] = ignored
     known["torch", "Size"] = size
+    known["builtins", "getattr"] = member
     known["collections", "OrderedDict"] = dict
     return known
