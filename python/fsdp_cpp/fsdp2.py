@@ -90,7 +90,7 @@ def _become_fsdp_module(module):
 def _sharding_at_first_use(mark):
     module = mark.module
 
-    @functools.wraps(mark.forward)
+    @functools.wraps(mark.forward, updated=())
     def forward(*args, **kwargs):
         _sharded_model(mark)
         return module().forward(*args, **kwargs)
@@ -109,10 +109,16 @@ def _sharded_model(mark):
 
 def _shard(model, root):
     marks = [getattr(module, _MARK) for module in model.modules() if hasattr(module, _MARK)]
+    options = _options(root, marks)
     for mark in marks:
         mark.module().forward = _with_casts(mark.forward, mark.mp_policy)
-    shard.fully_shard(model, root.mesh, units=[mark.module() for mark in marks], **_options(root, marks),
-                      ignored_params=set().union(*(mark.ignored_params for mark in marks)))
+    try:
+        shard.fully_shard(model, root.mesh, units=[mark.module() for mark in marks], **options,
+                          ignored_params=set().union(*(mark.ignored_params for mark in marks)))
+    except BaseException:  # the next forward tries again, and does not run unsharded
+        for mark in marks:
+            mark.module().forward = _sharding_at_first_use(mark)
+        raise
 
 
 def _options(root, marks):
@@ -157,7 +163,7 @@ def _with_casts(forward, policy):
     if not casts_inputs and policy.output_dtype is None:
         return forward
 
-    @functools.wraps(forward)
+    @functools.wraps(forward, updated=())
     def cast_forward(*args, **kwargs):
         if casts_inputs:
             args, kwargs = _cast((args, kwargs), policy.param_dtype)
@@ -194,8 +200,9 @@ class FSDPModule:
     def unshard(self, async_op: bool = False) -> Waited | None:
         """Makes the module's parameters whole until reshard(). All ranks call it."""
         mark = getattr(self, _MARK)
-        if mark.whole is None:
-            mark.whole = shard.handle(_sharded_model(mark)).whole_parameters(False, [shard.unit_name(self)])
+        sharded = shard.handle(_sharded_model(mark))
+        if mark.whole is None and shard.unit_name(self) in sharded.unit_names:  # others own nothing
+            mark.whole = sharded.whole_parameters(False, [shard.unit_name(self)])
             mark.whole.enter()
         return Waited() if async_op else None
 

@@ -216,7 +216,10 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     for group in optimizer.param_groups:
         mine = []
         for parameter in group["params"]:
-            part = parts[names[id(parameter)]]
+            part = parts.get(names[id(parameter)])
+            if part is None:  # one of ignored_params, whose gradients are this rank's own
+                mine.append(parameter)
+                continue
             state = optimizer.state.pop(parameter, {})
             if not part.is_trainable or part.main_weight.numel() == 0:  # or wholly on other ranks
                 continue
@@ -236,8 +239,9 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
         sharded.refresh_weights()
 
     def zero_grad(set_to_none=True):
-        for parameter in owned.values():
-            parameter.grad = None
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
         sharded.zero_grad()
 
     optimizer.register_step_pre_hook(take_gradients)

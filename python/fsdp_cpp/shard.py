@@ -128,10 +128,9 @@ def _dissolved(model: nn.Module) -> list[nn.Module]:
     for module in list(model.modules()):
         if not is_sharded(module):
             continue
-        whole = module.__dict__[_ATTRIBUTE].whole_parameters(False, [])
-        whole.enter()
-        values = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
-        whole.exit()
+        with unshard(module):
+            _refuse_rounding(module)
+            values = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
         module.__dict__.pop(_ATTRIBUTE).close()
         for parameter, value in values:
             parameter.data = value
@@ -146,6 +145,16 @@ def _dissolved(model: nn.Module) -> list[nn.Module]:
                 unit.forward = forward
             units.append(unit)
     return units
+
+
+def _refuse_rounding(module: nn.Module) -> None:
+    """Weights are all that is taken over; main weights that hold more would be rounded."""
+    weights = dict(module.named_parameters())
+    for each in handle(module).parameters():
+        mine = weights[each.name].detach().flatten()[each.begin:each.begin + each.main_weight.numel()]
+        if not torch.equal(each.main_weight, mine.to(each.main_weight.dtype)):
+            raise _C.UsageError(f"main weights of '{each.name}' hold more than its weights: the module was sharded with params=..., "
+                                "or trained; shard it with the model around it alone, and give params there")
 
 
 def _mirrors(model, chosen, init_weights, ignored):
@@ -211,11 +220,14 @@ def _enter(unit, args, kwargs):
     tensors.collect(args, inputs)
     tensors.collect(kwargs, inputs)
     call, changed = unit.enter(inputs)
-    if changed is not None:
-        changed = iter(changed)
-        args = tensors.replaced(args, changed)
-        kwargs = tensors.replaced(kwargs, changed)
-    return call, args, kwargs
+    if changed is None:
+        return call, args, kwargs
+    changed = iter(changed)
+    try:
+        return call, tensors.replaced(args, changed), tensors.replaced(kwargs, changed)
+    except BaseException:  # of a container that cannot be copied
+        call.fail()
+        raise
 
 
 def _leave(call, result):

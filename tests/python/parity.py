@@ -55,7 +55,7 @@ def compare_gradients(plain, sharded, tolerance=TOLERANCE):
     expected = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
     parts = {each.name: each for each in fsdp.shard.handle(sharded).parameters() if each.is_trainable}
     fsdp.shard.handle(sharded).wait_gradients()
-    assert set(parts) <= set(expected), "names are those of the model"
+    assert set(parts) == set(expected), "names are those of the model"
     for name, part in parts.items():
         whole = expected[name] if expected[name] is not None else torch.zeros(part.shape)
         mine = whole.flatten()[part.begin:part.begin + part.gradient.numel()]

@@ -3,7 +3,6 @@
 import copy
 import os
 import sys
-import time
 
 import torch
 
@@ -65,14 +64,14 @@ def one_rank_is_interrupted():
 
 
 def threads_go_on_while_a_rank_waits():
-    """Rank 0 waits in C++ for rank 1, which waits until rank 0's other thread has counted."""
+    """Rank 0 waits in C++ for rank 1, which waits at a pipe until rank 0's other thread has counted for longer than Python lets
+    one thread run."""
     import threading
-    model, _ = trained()
-    path = os.environ["FSDP_TEST_FILE"]
+    trained()
+    path = os.environ["FSDP_TEST_PIPE"]
     if fsdp.world().rank == 0:
         def count():
-            for _ in range(20):
-                time.sleep(0.01)
+            sum(i for i in range(3_000_000))
             open(path, "w").close()
 
         thread = threading.Thread(target=count)
@@ -80,8 +79,7 @@ def threads_go_on_while_a_rank_waits():
         fsdp.world().barrier()
         thread.join()
     else:
-        while not os.path.exists(path):
-            time.sleep(0.01)
+        open(path).read()
         fsdp.world().barrier()
     print("both", flush=True)
 

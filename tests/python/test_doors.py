@@ -83,6 +83,25 @@ def test_fsdp2_refuses_what_has_no_meaning(world, options, sentence):
         fsdp.fsdp2.fully_shard(small.Stack(), **options)
 
 
+def test_fsdp2_refused_models_do_not_run_unsharded(world):
+    model = small.Stack()
+    fsdp.fsdp2.fully_shard(model.blocks[0], reshard_after_forward=True)
+    fsdp.fsdp2.fully_shard(model.blocks[1], reshard_after_forward=False)
+    fsdp.fsdp2.fully_shard(model)
+    for _ in range(2):
+        with pytest.raises(fsdp.UsageError, match="True for some modules and False for others"):
+            model(torch.ones(2, small.WIDTH))
+
+
+def test_fsdp2_modules_that_own_nothing_are_whole_already(world):
+    model = torch.nn.Sequential(small.Block(), small.Block())
+    for module in (*model, model):
+        fsdp.fsdp2.fully_shard(module)
+    model.unshard()
+    model.reshard()
+    model(torch.ones(2, small.WIDTH))
+
+
 def test_fsdp2_knows_every_method_and_argument_of_torch(world):
     from torch.distributed import fsdp as theirs
     methods = {name for name in vars(theirs.FSDPModule) if not name.startswith("_")}

@@ -78,6 +78,13 @@ def test_modules_inside_may_be_sharded_before(world, strategy):
     assert not fsdp.is_sharded(sharded.blocks[0])
 
 
+def test_main_weights_of_modules_inside_are_not_rounded_silently(world):
+    model = small.Stack()
+    fsdp.fully_shard(model.blocks[0], params=torch.bfloat16)
+    with pytest.raises(fsdp.UsageError, match="hold more than its weights"):
+        fsdp.fully_shard(model)
+
+
 def test_evaluation_without_gradients(world):
     model = small.Stack()
     batch = rows(torch.Generator().manual_seed(1))

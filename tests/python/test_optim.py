@@ -58,6 +58,22 @@ def test_groups_of_others_are_kept(world):
     train(world, plain, sharded, theirs, ours)
 
 
+def test_ignored_parameters_are_updated_by_each_rank_itself(world):
+    plain = small.Stack()
+    sharded = copy.deepcopy(plain)
+    fsdp.fully_shard(sharded, ignored_params=[sharded.scale])
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    ours = fsdp.shard_optimizer(torch.optim.AdamW(sharded.parameters(), lr=1e-2))
+    for step in range(3):
+        batch = rows(torch.Generator().manual_seed(step))  # the same on all ranks, whose gradients are then the mean
+        for model, optimizer in ((plain, theirs), (sharded, ours)):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert sharded.scale.grad is None
+    parity.compare_weights(plain, sharded)
+
+
 def test_main_weights_in_fp32_of_others_optimizers(world):
     model = small.Stack().bfloat16()
     fsdp.fully_shard(model, main_storage="separate", main_grads=torch.float32)

@@ -59,7 +59,8 @@ def test_others_end_when_a_rank_exits():
 
 
 def test_other_threads_go_on_while_a_rank_waits(tmp_path):
-    for status, out in run(2, "threads_go_on_while_a_rank_waits", FSDP_TEST_FILE=str(tmp_path / "counted")):
+    os.mkfifo(tmp_path / "pipe")
+    for status, out in run(2, "threads_go_on_while_a_rank_waits", FSDP_TEST_PIPE=str(tmp_path / "pipe")):
         assert status == 0 and "both" in out, out
 
 
