@@ -206,20 +206,12 @@ Work Optimizer::Impl::start_norm() {
           unknown.push_back(update.gradient_of(piece));
       }
     }
-  Work last = lane_->run([this, known = std::move(known), unknown = std::move(unknown)] {
+  const Work last = lane_->run([this, known = std::move(known), unknown = std::move(unknown)] {
     norm_.zero_();
     for (const at::Tensor& squares : known) norm_.add_(squares);
     for (const at::Tensor& gradient : unknown) add_squared_norm(gradient, norm_, workspace_, team_);
   });
-  // Counts once what the optimizer's shards share along an axis.
-  const PlacementPair placed = engine.options().strategy.optimizer;
-  const auto sum_along = [&](Placement placement, const MeshAxis& axis) {
-    if (placement == Placement::kShard && axis.size() > 1)
-      last = axis.reduce().all_reduce(norm_, {}, "gradient norm", last);
-  };
-  sum_along(placed.inner, engine.mesh().inner());
-  sum_along(placed.outer, engine.mesh().outer());
-  return last;
+  return engine.sum_over_shards(norm_, "gradient norm", last);
 }
 
 Work Optimizer::Impl::begin(Work norm) {

@@ -111,13 +111,7 @@ void bind_checkpoint(py::module_& module) {
           },
           WithoutGil())
       .def(
-          "wait", [](ModelCheckpointer& self) { self.get().wait(); }, WithoutGil())
-      .def("take_saved", [](ModelCheckpointer& self) {
-        std::vector<std::tuple<int64_t, std::string, int64_t, double>> saved;
-        for (const SavedCheckpoint& each : self.get().take_saved())
-          saved.emplace_back(each.step, each.path, each.bytes, each.seconds);
-        return saved;
-      });
+          "wait", [](ModelCheckpointer& self) { self.get().wait(); }, WithoutGil());
 }
 
 }  // namespace fsdp

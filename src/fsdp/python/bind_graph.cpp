@@ -1,7 +1,6 @@
 // fsdp_cpp._C: recorded steps.
 #include "fsdp/graph/graph.h"
 #include "fsdp/python/bindings.h"
-#include "fsdp/python/callback.h"
 #include "fsdp/python/resources.h"
 
 namespace fsdp {

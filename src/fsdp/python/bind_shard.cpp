@@ -1,10 +1,8 @@
 // fsdp_cpp._C: the module tree, units, and sharded models.
-#include "fsdp/base/torch_dtype.h"
-#include "fsdp/comm/communicator.h"
 #include "fsdp/python/bindings.h"
-#include "fsdp/python/callback.h"
 #include "fsdp/python/keywords.h"
 #include "fsdp/python/resources.h"
+#include "fsdp/shard/engine/engine.h"
 
 namespace fsdp {
 
@@ -77,26 +75,11 @@ class WholeParameters {
   std::unique_ptr<Sharded::FullParameters> guard_;
 };
 
-// The sum over the ranks that hold different parts of the optimizer's state, in place.
-void sum_over_shards(ShardedModel& model, const at::Tensor& tensor) {
-  const PlacementPair placed = model.sharded->options().strategy.optimizer;
-  const Mesh& mesh = model.mesh->mesh.get();
-  const auto sum_along = [&](Placement placement, const MeshAxis& axis) {
-    if (placement == Placement::kShard && axis.size() > 1)
-      axis.reduce().all_reduce(tensor, {}, "sum over shards").wait();
-  };
-  sum_along(placed.inner, mesh.inner());
-  sum_along(placed.outer, mesh.outer());
-}
-
 // Whether ShardedParameter::main_weight is a copy of some main weight.
 bool has_copied_main_weights(ShardedModel& model) {
-  if (model.sharded->options().offload.fraction > 0.0) return true;
-  const PrecisionTypes precision = model.sharded->options().precision.types();
-  for (const at::Tensor& parameter : model.root->parameters())
-    if (parameter.requires_grad() &&
-        resolve_types(dtype_of(parameter.scalar_type()), precision, Trainable::kYes).split)
-      return true;
+  for (const auto& unit : EngineAccess::of(model.sharded.get()).units())
+    for (const ParamGroup& group : unit->groups())
+      if (group.is_trainable() && !group.main_weights().has_views()) return true;
   return false;
 }
 
@@ -144,12 +127,6 @@ void bind_shard(py::module_& module) {
       .def_property_readonly("gradient", [](const ShardedParameter& self) {
         return self.gradient.defined() ? std::optional(self.gradient) : std::nullopt;
       });
-  py::class_<FlatShard>(module, "FlatShard")
-      .def_readonly("unit", &FlatShard::unit)
-      .def_readonly("main_weight", &FlatShard::main_weight)
-      .def_property_readonly("gradient", [](const FlatShard& self) {
-        return self.gradient.defined() ? std::optional(self.gradient) : std::nullopt;
-      });
   py::class_<WholeParameters>(module, "WholeParameters")
       .def("enter", &WholeParameters::enter, WithoutGil())
       .def("exit", &WholeParameters::exit, WithoutGil());
@@ -158,8 +135,6 @@ void bind_shard(py::module_& module) {
       .def("close", &ShardedModel::close, WithoutGil())
       .def_property_readonly("unit_names",
                              [](ShardedModel& self) { return self.sharded->unit_names(); })
-      .def_property_readonly("unit_order",
-                             [](ShardedModel& self) { return self.sharded->unit_order(); })
       .def("memory", [](ShardedModel& self) { return memory_of(self.sharded->memory()); })
       .def("memory_text", [](ShardedModel& self) { return self.sharded->memory().text(); })
       .def(
@@ -176,7 +151,14 @@ void bind_shard(py::module_& module) {
       .def(
           "refresh_weights", [](ShardedModel& self) { self.sharded->refresh_weights(); },
           WithoutGil())
-      .def("sum_over_shards", &sum_over_shards, WithoutGil())
+      .def(
+          "sum_over_shards",
+          [](ShardedModel& self, const at::Tensor& tensor) {
+            EngineAccess::of(self.sharded.get())
+                .sum_over_shards(tensor, "sum over shards", {})
+                .wait();
+          },
+          WithoutGil())
       .def_property_readonly("has_copied_main_weights", &has_copied_main_weights)
       .def("whole_parameters",
            [](const std::shared_ptr<ShardedModel>& self, bool writes,
@@ -186,9 +168,6 @@ void bind_shard(py::module_& module) {
            })
       .def(
           "parameters", [](ShardedModel& self) { return self.sharded->parameters(); }, WithoutGil())
-      .def(
-          "flat_shards", [](ShardedModel& self) { return self.sharded->flat_shards(); },
-          WithoutGil())
       .def("set_precision",
            [](ShardedModel& self, const py::dict& keywords) {
              const PrecisionPolicy precision =

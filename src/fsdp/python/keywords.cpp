@@ -1,9 +1,10 @@
 #include "fsdp/python/keywords.h"
 
+#include <algorithm>
 #include <concepts>
 #include <optional>
-#include <set>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "fsdp/base/check.h"
@@ -161,14 +162,20 @@ void take_step(Keywords& keywords, StepOptions& step) {
   keywords.take("seed", step.seed);
 }
 
-// Each rule is (pattern, weight decay or None, factor of the rate).
-void take_rules(Keywords& keywords, std::vector<ParameterRule>& rules) {
+// What both optimizers have; Python knows a group of parameters as a rule: (pattern, weight decay,
+// factor of the rate).
+template <typename Options>
+void take_common(Keywords& keywords, Options& options) {
+  keywords.take("lr", options.lr);
+  keywords.take("weight_decay", options.weight_decay);
   keywords.with("rules", [&](const py::handle& value) {
     for (const py::handle& each : value) {
-      const auto rule = each.cast<std::tuple<std::string, std::optional<double>, double>>();
-      rules.push_back({std::get<0>(rule), std::get<1>(rule), std::get<2>(rule)});
+      const auto [pattern, weight_decay, scale] =
+          each.cast<std::tuple<std::string, double, double>>();
+      options.rules.push_back({pattern, weight_decay, scale});
     }
   });
+  take_step(keywords, options.step);
 }
 
 }  // namespace
@@ -208,16 +215,12 @@ ShardOptions shard_options(const py::dict& keywords) {
 AdamWOptions adamw_options(const py::dict& keywords) {
   Keywords given(keywords);
   AdamWOptions options;
-  given.take("lr", options.lr);
   given.take("beta1", options.beta1);
   given.take("beta2", options.beta2);
   given.take("eps", options.eps);
-  given.take("weight_decay", options.weight_decay);
-  given.take("decay_spares_vectors", options.decay_spares_vectors);
-  take_rules(given, options.rules);
   given.take("first_moment", options.first_moment);
   given.take("second_moment", options.second_moment);
-  take_step(given, options.step);
+  take_common(given, options);
   given.refuse_unknown();
   return options;
 }
@@ -225,14 +228,10 @@ AdamWOptions adamw_options(const py::dict& keywords) {
 SGDOptions sgd_options(const py::dict& keywords) {
   Keywords given(keywords);
   SGDOptions options;
-  given.take("lr", options.lr);
   given.take("momentum", options.momentum);
   given.take("nesterov", options.nesterov);
-  given.take("weight_decay", options.weight_decay);
-  given.take("decay_spares_vectors", options.decay_spares_vectors);
-  take_rules(given, options.rules);
   given.take("momentum_dtype", options.momentum_dtype);
-  take_step(given, options.step);
+  take_common(given, options);
   given.refuse_unknown();
   return options;
 }

@@ -1,6 +1,4 @@
 // The Python module fsdp_cpp._C.
-#include <torch/version.h>
-
 #include "fsdp/base/error.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/version.h"
@@ -37,7 +35,6 @@ void bind_errors(py::module_& module) {
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "The C++ side of fsdp_cpp; use fsdp_cpp instead.";
-  module.attr("torch_version") = TORCH_VERSION;  // of the build
   module.attr("version") = FSDP_VERSION;
   bind_errors(module);
   fsdp::bind_ranks(module);

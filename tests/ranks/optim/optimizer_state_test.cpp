@@ -1,7 +1,6 @@
 // The state of an optimizer: its names, bytes and addresses, and when it is touched.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/version.h>
 
 #include <atomic>
 #include <cmath>
@@ -271,9 +270,6 @@ TEST(Gradients, StayWhereTheyAre) {
 
 // Weights that are whole between steps are not whole while an update writes them.
 TEST(HiddenUpdates, MakeATouchedWeightAnErrorUntilTheyAreWaitedFor) {
-#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
-  GTEST_SKIP() << "this libtorch cannot take such an error back";
-#endif
   on_sharded_chain(1, {.strategy = Strategy::no_shard}, [](Chain& model, Sharded& sharded, int) {
     AdamW optimizer(sharded);
     const auto words_of_touching = [weight = model->parameters().front()] {

@@ -1,7 +1,6 @@
 // Parameters as views of memory that comes and goes.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/version.h>
 
 #include <map>
 #include <sstream>
@@ -77,9 +76,6 @@ TEST(StorageRebinding, GathersDoNotTouchVersionCounters) {
 }
 
 TEST(StorageRebinding, TouchingAShardedParameterNamesItAndItsUnit) {
-#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
-  GTEST_SKIP() << "this libtorch cannot take such an error back";
-#endif
   on_sharded_chain(2, {}, [](Chain& model, Sharded& sharded, int rank) {
     const auto expect_refused = [&](const char* what, const auto& touch) {
       const at::NoGradGuard no_grad;

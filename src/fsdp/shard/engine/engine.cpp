@@ -269,6 +269,17 @@ void Engine::cancel_updates() noexcept {
   }
 }
 
+Work Engine::sum_over_shards(const at::Tensor& tensor, const Tag& tag, Work after) const {
+  const PlacementPair placed = options_.strategy.optimizer;
+  const auto sum_along = [&](Placement placement, const MeshAxis& axis) {
+    if (placement == Placement::kShard && axis.size() > 1)
+      after = axis.reduce().all_reduce(tensor, {}, tag, after);
+  };
+  sum_along(placed.inner, mesh_.inner());
+  sum_along(placed.outer, mesh_.outer());
+  return after;
+}
+
 // Units that stay whole are gathered within the step that updates them.
 void Engine::expect_newer_weights() {
   for (const auto& unit : units_)

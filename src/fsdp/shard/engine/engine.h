@@ -101,6 +101,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void begin_update(ShardedUnit& unit, Work update);
   void wait_updates();
   void cancel_updates() noexcept;
+  // Sums numbers of the optimizer's shards, in place, over the ranks whose shards differ: what
+  // ranks share along an axis counts once.
+  Work sum_over_shards(const at::Tensor& tensor, const Tag& tag, Work after) const;
   // A replayed step updates weights without the host's knowledge: the next gather of every unit
   // brings the other ranks' part.
   void expect_newer_weights();

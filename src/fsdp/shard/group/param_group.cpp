@@ -87,13 +87,8 @@ void ParamGroup::take_over_values() {
 }
 
 void ParamGroup::attach(int64_t index) {
-  const at::Tensor& parameter = members_[static_cast<size_t>(index)].parameter;
-  const at::Tensor view =
-      storages_[static_cast<size_t>(index)].view(weight_.dtype(), shape_of(index));
-  // Does what Tensor::set_data does, without its check that both are on one kind of device: a
-  // parameter that was made on the meta device becomes a real one, and stays the same object for
-  // all its holders.
-  parameter.unsafeGetTensorImpl()->shallow_copy_from(view.getIntrusivePtr());
+  const auto i = static_cast<size_t>(index);
+  storages_[i].attach(members_[i].parameter, weight_.dtype(), shape_of(index));
 }
 
 void ParamGroup::bind(const FlatBuffer& whole) {

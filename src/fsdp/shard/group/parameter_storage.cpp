@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "fsdp/base/check.h"
-#include "fsdp/comm/comm_options.h"
 
 namespace fsdp {
 
@@ -24,13 +23,15 @@ concept TakesErrorsBack = requires(Impl& storage) {
 
 }  // namespace
 
-ParameterStorage::ParameterStorage(int64_t num_bytes, c10::Device device, std::string sentence)
+ParameterStorage::ParameterStorage(int64_t num_bytes, c10::Device device,
+                                   const std::string& sentence)
     : num_bytes_(num_bytes),
       device_(device),
-      sentence_(std::move(sentence)),
       storage_(empty_storage(num_bytes, device)),
       spare_(empty_storage(num_bytes, device)) {
-  forbid_access(*storage_.unsafeGetStorageImpl());
+  c10::StorageImpl& throws = TakesErrorsBack<c10::StorageImpl> ? *storage_.unsafeGetStorageImpl()
+                                                               : *spare_.unsafeGetStorageImpl();
+  throws.release_data_and_set_meta_custom_data_ptr_error_msg_(sentence);
 }
 
 ParameterStorage::~ParameterStorage() {
@@ -39,49 +40,44 @@ ParameterStorage::~ParameterStorage() {
 
 void ParameterStorage::bind(void* address) {
   FSDP_ASSERT(!is_bound() && (address != nullptr || num_bytes_ == 0), "bound twice or to nothing");
-  c10::StorageImpl& storage = *storage_.unsafeGetStorageImpl();
-  allow_access(storage);
-  storage.set_data_ptr_noswap(c10::DataPtr(address, device_));
   is_bound_ = true;
+  toggle_access(*storage_.unsafeGetStorageImpl());
+  storage_.unsafeGetStorageImpl()->set_data_ptr_noswap(c10::DataPtr(address, device_));
 }
 
 void ParameterStorage::unbind() {
-  c10::StorageImpl& storage = *storage_.unsafeGetStorageImpl();
-  storage.set_data_ptr_noswap(c10::DataPtr(nullptr, device_));
   is_bound_ = false;
-  forbid_access(storage);
+  storage_.unsafeGetStorageImpl()->set_data_ptr_noswap(c10::DataPtr(nullptr, device_));
+  toggle_access(*storage_.unsafeGetStorageImpl());
 }
 
-// If errors can be taken back, the message is set once and stays with the storage. Swapping with
+// Where errors can be taken back, the message is set once and stays with the storage. Swapping with
 // the spare only moves whether it is thrown (and the data pointer, which bind() sets): setting and
 // clearing the message each time would copy the sentence twice per unit and step.
 template <typename Impl>
-void ParameterStorage::forbid_access(Impl& storage) {
+void ParameterStorage::toggle_access(Impl& storage) {
   if constexpr (TakesErrorsBack<Impl>) {
-    if (spare_is_ready_) return storage.swap_data_ptr(*spare_.unsafeGetStorageImpl());
-    storage.release_data_and_set_meta_custom_data_ptr_error_msg_(sentence_);
-  } else {
-    if (!CommOptions::from_environment().checked) return;
-    // Bytes 0xFF are NaN in every floating type.
-    if (!spare_is_ready_)
-      spare_ = at::full({num_bytes_}, 0xFF, at::device(device_).dtype(at::kByte)).storage();
-    storage.set_data_ptr_noswap(c10::DataPtr(spare_.mutable_data(), device_));
+    storage.swap_data_ptr(*spare_.unsafeGetStorageImpl());
+  } else if (parameter_ != nullptr) {
+    const c10::Storage& before = is_bound_ ? spare_ : storage_;
+    if (parameter_->unsafe_storage().is_alias_of(before))  // the user may have given it another
+      parameter_->set_storage_keep_dtype(is_bound_ ? storage_ : spare_);
   }
-  spare_is_ready_ = true;
 }
 
-template <typename Impl>
-void ParameterStorage::allow_access(Impl& storage) {
-  if constexpr (TakesErrorsBack<Impl>) storage.swap_data_ptr(*spare_.unsafeGetStorageImpl());
-}
-
-at::Tensor ParameterStorage::view(at::ScalarType dtype, at::IntArrayRef sizes) const {
-  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(storage_),
+void ParameterStorage::attach(const at::Tensor& parameter, at::ScalarType dtype,
+                              at::IntArrayRef sizes) {
+  const bool is_spare = !is_bound_ && !TakesErrorsBack<c10::StorageImpl>;
+  const at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(is_spare ? spare_ : storage_),
       c10::DispatchKeySet(c10::computeDispatchKey(dtype, std::nullopt, device_)),
       c10::scalarTypeToTypeMeta(dtype));
-  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
-  return tensor;
+  view.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  // Does what Tensor::set_data does, without its check that both are on one kind of device: a
+  // parameter that was made on the meta device becomes a real one.
+  parameter_ = parameter.unsafeGetTensorImpl();
+  parameter_->shallow_copy_from(view.getIntrusivePtr());
+  parameter_->set_allow_tensor_metadata_change(true);  // which what detach() returns does not
 }
 
 }  // namespace fsdp

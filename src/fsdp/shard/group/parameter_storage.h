@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Storage.h>
+#include <c10/core/TensorImpl.h>
 
 #include <cstdint>
 #include <string>
@@ -18,12 +19,14 @@ namespace fsdp {
 // One storage per parameter and not per group: binding costs some nanoseconds each, and the error
 // below can name the parameter.
 //
-// Touching an unbound parameter throws, if libtorch can take such an error back (2.13 and later).
-// With older versions an unbound parameter reads NaN in checked mode, and has no memory otherwise.
+// Touching an unbound parameter throws. From libtorch 2.13 on the storage itself does, so every view
+// throws, too. Older versions cannot take that error back from a storage: there the parameter has
+// another storage while it is unbound, which always throws, and views that were made of a bound one
+// have no memory.
 class ParameterStorage {
  public:
   // `sentence` is the error for touching an unbound parameter.
-  ParameterStorage(int64_t num_bytes, c10::Device device, std::string sentence);
+  ParameterStorage(int64_t num_bytes, c10::Device device, const std::string& sentence);
   ~ParameterStorage();
   ParameterStorage(const ParameterStorage&) = delete;
   ParameterStorage& operator=(const ParameterStorage&) = delete;
@@ -33,21 +36,19 @@ class ParameterStorage {
   void unbind();
   bool is_bound() const { return is_bound_; }
 
-  // A contiguous tensor over the whole storage; may be made while nothing is bound.
-  at::Tensor view(at::ScalarType dtype, at::IntArrayRef sizes) const;
+  // Makes the parameter a contiguous view of the whole storage, bound or not. It stays the same
+  // object for all its holders and must outlive this one.
+  void attach(const at::Tensor& parameter, at::ScalarType dtype, at::IntArrayRef sizes);
 
  private:
   template <typename Impl>
-  void forbid_access(Impl& storage);
-  template <typename Impl>
-  void allow_access(Impl& storage);
+  void toggle_access(Impl& storage);
 
   const int64_t num_bytes_;
   const c10::Device device_;
-  const std::string sentence_;
   c10::Storage storage_;
-  c10::Storage spare_;  // the other half of a swap, or memory full of NaN
-  bool spare_is_ready_ = false;
+  c10::Storage spare_;  // the other half of a swap, or what an unbound parameter has
+  c10::TensorImpl* parameter_ = nullptr;
   bool is_bound_ = false;
 };
 
