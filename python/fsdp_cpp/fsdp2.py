@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from . import _C, shard, tensors
+from . import _C, calls, shard, tensors
 
 __all__ = ["CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "fully_shard"]
 
@@ -201,8 +201,8 @@ class FSDPModule:
         """Makes the module's parameters whole until reshard(). All ranks call it."""
         mark = getattr(self, _MARK)
         sharded = shard.handle(_sharded_model(mark))
-        if mark.whole is None and shard.unit_name(self) in sharded.unit_names:  # others own nothing
-            mark.whole = sharded.whole_parameters(False, [shard.unit_name(self)])
+        if mark.whole is None and calls.unit_name(self) in sharded.unit_names:  # others own nothing
+            mark.whole = sharded.whole_parameters(False, [calls.unit_name(self)])
             mark.whole.enter()
         return Waited() if async_op else None
 
@@ -269,4 +269,4 @@ def _refuse_part(module, name, recurse):
 
 def _set_prefetch(module, modules, in_backward):
     model = _sharded_model(getattr(module, _MARK))
-    shard.handle(model).set_prefetch(shard.unit_name(module), [shard.unit_name(each) for each in modules], in_backward)
+    shard.handle(model).set_prefetch(calls.unit_name(module), [calls.unit_name(each) for each in modules], in_backward)

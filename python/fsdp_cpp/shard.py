@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -10,7 +9,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 from torch import nn
 
-from . import _C, ranks, tensors
+from . import _C, calls, ranks
 from . import units as unit_selection
 
 M = TypeVar("M", bound=nn.Module)
@@ -34,8 +33,6 @@ InitialValues: TypeAlias = Literal["of_every_rank", "of_rank_zero"]
 
 # Attributes that modules get, and parameters.
 _ATTRIBUTE = "_fsdp_cpp_sharded"  # of a sharded model: the engine's handle
-_UNIT = "_fsdp_cpp_unit"          # of a unit: its name
-_FORWARD = "_fsdp_cpp_forward"    # of a unit: the forward that was set on the module itself, if any, before ours
 PENDING = "_fsdp_cpp_pending"     # of a model that is to be sharded when it is needed: a function that does it
 MODEL = "_fsdp_cpp_model"         # of a parameter: a function that returns its model
 
@@ -109,10 +106,8 @@ def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units =
     mirrors = _mirrors(model, chosen, init_weights, set(ignored_params or ()))
     sharded = _C.fully_shard(mirrors[model], over, options)
     for module, name in chosen.items():
-        module.__dict__[_FORWARD] = module.__dict__.get("forward")
-        module.forward = _as_unit(module.forward, mirrors[module])
-        module.__dict__[_UNIT] = name or ("(model)" if "model" in model._modules else "model")  # as the engine calls it
-        module._apply = functools.partial(_refuse_conversion, weakref.ref(module))
+        name = name or ("(model)" if "model" in model._modules else "model")  # as the engine calls it
+        calls.make_unit(module, mirrors[module], name)
     model.__dict__[_ATTRIBUTE] = sharded
     for parameter in model.parameters():
         setattr(parameter, MODEL, weakref.ref(model))
@@ -134,15 +129,8 @@ def _dissolved(model: nn.Module) -> list[nn.Module]:
         module.__dict__.pop(_ATTRIBUTE).close()
         for parameter, value in values:
             parameter.data = value
-        for unit in module.modules():
-            if unit.__dict__.pop(_UNIT, None) is None:
-                continue
-            forward = unit.__dict__.pop(_FORWARD)
-            del unit._apply
-            if forward is None:
-                del unit.forward
-            else:
-                unit.forward = forward
+        for unit in filter(calls.is_unit, list(module.modules())):
+            calls.make_plain(unit)
             units.append(unit)
     return units
 
@@ -190,65 +178,6 @@ def _initialization(model, module, init_weights):
     return getattr(module, "reset_parameters", None)
 
 
-def _as_unit(forward, unit):
-    """`forward` with its unit gathered around it. It is a function and no pair of module hooks, so that a failing forward is
-    seen, and direct calls of forward(), too."""
-    enter, leave = _outside_compiled_code()
-
-    # A compiled forward has attributes by which torch.compile would find its way around this function.
-    @functools.wraps(forward, updated=())
-    def unit_forward(*args, **kwargs):
-        call, args, kwargs = enter(unit, args, kwargs)
-        try:
-            return leave(call, forward(*args, **kwargs))
-        except BaseException:
-            call.fail()
-            raise
-
-    # Dynamo does not trace this function, but the forward that it calls: a compiled block is compiled inside its unit.
-    return torch.compiler.disable(unit_forward, recursive=False)
-
-
-@functools.cache
-def _outside_compiled_code():
-    """The two ends of a call, which Dynamo does not trace at all. Not at import, because that imports the compiler."""
-    return torch.compiler.disable(_enter), torch.compiler.disable(_leave)
-
-
-def _enter(unit, args, kwargs):
-    inputs = []
-    tensors.collect(args, inputs)
-    tensors.collect(kwargs, inputs)
-    call, changed = unit.enter(inputs)
-    if changed is None:
-        return call, args, kwargs
-    changed = iter(changed)
-    try:
-        return call, tensors.replaced(args, changed), tensors.replaced(kwargs, changed)
-    except BaseException:  # of a container that cannot be copied
-        call.fail()
-        raise
-
-
-def _leave(call, result):
-    outputs = []
-    tensors.collect(result, outputs)
-    changed = call.leave(outputs)
-    return result if changed is None else tensors.replaced(result, iter(changed))
-
-
-def _refuse_conversion(module, function, recurse=True):
-    """In place of module._apply(), by which to(), half() and cuda() would give the parameters memory that the engine does not
-    know. What changes neither type nor device is let through, and does nothing."""
-    for parameter in module().parameters():
-        probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-        result = function(probe)
-        if (result.dtype, result.device) != (probe.dtype, probe.device):
-            raise _C.UsageError(f"the model is sharded in {probe.dtype} on {probe.device}, and is to become {result.dtype} on "
-                                f"{result.device}; convert or move it before fully_shard()")
-    return module()
-
-
 def is_sharded(model: nn.Module) -> bool:
     """Whether fully_shard() was called with this model."""
     return _ATTRIBUTE in model.__dict__
@@ -263,14 +192,6 @@ def handle(model: nn.Module) -> _C.Sharded:
     except (AttributeError, KeyError):
         raise _C.UsageError(f"this {type(model).__name__} is not sharded; call fully_shard(model) before, and hand over "
                             "that same model") from None
-
-
-def unit_name(module: object) -> str:
-    """The name of a unit in the engine."""
-    try:
-        return module.__dict__[_UNIT]
-    except (AttributeError, KeyError):
-        raise _C.UsageError(f"this {type(module).__name__} is no unit of a sharded model") from None
 
 
 def model_of(parameters: Iterable[nn.Parameter]) -> nn.Module:

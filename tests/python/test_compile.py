@@ -52,6 +52,8 @@ def check(world, before, after, backend, strategy="optim_grads_params", steps=6)
         compiled_after.append(graphs())
     assert compiled_after[0] > 0, "something was compiled"
     assert compiled_after[-1] == compiled_after[2], f"graphs after each step: {compiled_after}"
+    if compile_blocks in (before, after):
+        assert not torch._dynamo.utils.counters["graph_break"], "a compiled block is one graph inside its unit"
     parity.compare_weights(plain, sharded)
 
 
@@ -72,3 +74,23 @@ def test_graphs_of_dynamo_and_aot_autograd(world, way):
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
 def test_code_of_inductor(world, strategy):
     check(world, *WAYS["blocks_before"], "inductor", strategy)
+
+
+def test_a_compiled_block_can_be_called_by_its_forward(world):
+    torch._dynamo.reset()
+    plain = small.Stack()
+    sharded = compile_blocks(fsdp.fully_shard(copy.deepcopy(plain)), "aot_eager")
+    x = torch.randn(4, small.WIDTH)
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.equal(sharded.blocks[1].forward(x), plain.blocks[1](x))
+            torch.testing.assert_close(sharded.blocks[1](x), plain.blocks[1](x))
+
+
+def test_a_failing_compiled_block_leaves_a_model_that_works(world):
+    torch._dynamo.reset()
+    model = compile_blocks(fsdp.fully_shard(small.Stack()), "aot_eager")
+    with pytest.raises(Exception, match="shape|size"):
+        model.blocks[0](torch.randn(4, small.WIDTH + 1))
+    fsdp.reset(model)
+    loss_of(model, torch.randn(4, small.WIDTH)).backward()
