@@ -2,10 +2,12 @@
 
     .venv/bin/python bench/python.py                                   # on this machine's GPU, else on 2 CPU ranks
     .venv/bin/python bench/python.py --models llama-1b --rows plain ours --rounds 3
+    .venv/bin/python bench/python.py --host                            # what sharding costs the host, per unit
 
 Every row is a job of its own, and jobs take turns, --rounds of them. A row with "+compile" compiles every block. On a GPU
 weights are bf16 with fp32 main weights and fp32 gradients (plain: bf16 alone), and "host ms" is the time until a step with 16
-tokens has been queued, which is the program's own cost. On CPUs everything is fp32, a process and a thread per rank, gloo for
+tokens has been queued, which is the program's own cost. That differs between processes by more than sharding costs, so --host
+measures plain and ours by turns in one process. On CPUs everything is fp32, a process and a thread per rank, gloo for
 the others. The table has medians of the rounds' medians; ratios are to the row "fsdp2" with the same compilation.
 """
 
@@ -78,23 +80,32 @@ def prepared(torch, row, name, device):
     return model, megatron_fsdp.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), fused=True, **ADAMW))
 
 
-def run_row(row, name, steps):
-    import torch
-    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
+def chosen_device(torch):
+    if not torch.cuda.is_available():
         torch.set_num_threads(1)
-    else:
-        torch.cuda.set_device(device)
-    model, optimizer = prepared(torch, row, name, device)
-    rows, length = SIZES[name][1]
-    batch = torch.randint(SIZES[name][0]["vocab_size"], (rows, length), device=device)
+        return "cpu"
+    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    torch.cuda.set_device(device)
+    return device
 
+
+def step_of(model, optimizer):
     def step(tokens):
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
+
+    return step
+
+
+def run_row(row, name, steps):
+    import torch
+    device = chosen_device(torch)
+    step = step_of(*prepared(torch, row, name, device))
+    rows, length = SIZES[name][1]
+    batch = torch.randint(SIZES[name][0]["vocab_size"], (rows, length), device=device)
 
     def wait():
         if device != "cpu":
@@ -128,6 +139,32 @@ def run_row(row, name, steps):
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
+
+
+def run_host(name, turns, steps):
+    """Plain and ours by turns in one process: a turn is the best of `steps` steps with 16 tokens."""
+    import torch
+    device = chosen_device(torch)
+    tokens = torch.randint(SIZES[name][0]["vocab_size"], (1, 16), device=device)
+    wait = torch.cuda.synchronize if device != "cpu" else lambda: None
+    for compiled in ("", "+compile"):
+        models = {kind: prepared(torch, kind + compiled, name, device) for kind in ("plain", "ours")}
+        times = {kind: [] for kind in models}
+        units = len(units_of(models["ours"][0])) + 1  # and the model
+        for turn in range(turns + 1):
+            for kind, made in models.items():
+                step, best = step_of(*made), float("inf")
+                for _ in range(steps):
+                    wait()
+                    begin = time.perf_counter()
+                    step(tokens)
+                    best = min(best, (time.perf_counter() - begin) * 1e3)
+                if turn > 0:  # the first turn warms up
+                    times[kind].append(best)
+        plain, ours = (statistics.median(times[kind]) for kind in ("plain", "ours"))
+        print(f"{name}: host ms of a step: plain{compiled} {plain:.2f}, ours{compiled} {ours:.2f}: "
+              f"{(ours - plain) / units:.3f} per unit", flush=True)
+        del models
 
 
 # --- all rows --------------------------------------------------------------------------------------------------------------
@@ -166,8 +203,11 @@ def main():
     parser.add_argument("--ranks", type=int, help="default: 1 on a GPU, 2 on CPUs")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help="in a row, three times")
+    parser.add_argument("--host", action="store_true", help="the host's time alone, of plain torch and ours")
     parser.add_argument("--row", choices=ROWS, help=argparse.SUPPRESS)  # a job of its own
     args = parser.parse_args()
+    if args.host:
+        return run_host((args.models or ["llama-110m"])[0], args.rounds, args.steps)
     if args.row:
         return run_row(args.row, args.models[0], args.steps)
     import torch
