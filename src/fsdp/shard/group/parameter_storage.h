@@ -19,10 +19,10 @@ namespace fsdp {
 // One storage per parameter and not per group: binding costs some nanoseconds each, and the error
 // below can name the parameter.
 //
-// Touching an unbound parameter throws. From libtorch 2.13 on the storage itself does, so every view
-// throws, too. Older versions cannot take that error back from a storage: there the parameter has
-// another storage while it is unbound, which always throws, and views that were made of a bound one
-// have no memory.
+// Touching an unbound parameter throws. From libtorch 2.13 on the storage itself does, so every
+// view throws, too. Older versions cannot take that error back from a storage: there the parameter
+// has another storage while it is unbound, which always throws, and views that were made of a bound
+// one have no memory.
 class ParameterStorage {
  public:
   // `sentence` is the error for touching an unbound parameter.
