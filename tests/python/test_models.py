@@ -104,4 +104,4 @@ def test_a_root_with_a_child_called_model_has_a_name_of_its_own(world):
     model, _, _ = llama_classifier()
     fsdp.fully_shard(model)
     names = fsdp.shard.handle(model).unit_names
-    assert names[:2] == ["(model)", "model"] and [fsdp.shard.unit_name(each) for each in (model, model.model)] == names[:2]
+    assert names[:2] == ["(model)", "model"] and [fsdp.calls.unit_name(each) for each in (model, model.model)] == names[:2]
