@@ -15,6 +15,7 @@
 #include "fsdp/optim/sgd.h"
 #include "fsdp/shard/call_unit.h"
 #include "fsdp/shard/direct_gradient.h"
+#include "fsdp/shard/expert_module.h"
 #include "fsdp/shard/fully_shard.h"
 #include "fsdp/shard/parameter_init.h"
 #include "fsdp/shard/recompute.h"

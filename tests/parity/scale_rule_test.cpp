@@ -66,7 +66,7 @@ TEST(GroupPaths, HaveTheStagesThatThePlacementsAskFor) {
   for (const Row& row : rows) {
     SCOPED_TRACE(row.strategy);
     const GroupPaths paths = group_paths(parse_strategy(row.strategy), {.outer = 2, .inner = 3},
-                                         GradientOf::kMeanOverRanks);
+                                         GradientOf::kMeanOverRanks, 6);
     EXPECT_EQ(words_of(paths.refresh), row.refresh);
     EXPECT_EQ(words_of(paths.unshard), row.unshard);
     EXPECT_EQ(words_of(paths.each_backward), row.each_backward);
@@ -77,7 +77,7 @@ TEST(GroupPaths, HaveTheStagesThatThePlacementsAskFor) {
 // Each stage begins with the placements after the one before.
 TEST(GroupPaths, StagesContinueEachOther) {
   const GroupPaths paths =
-      group_paths(Strategy::optim.hfsdp(), {.outer = 2, .inner = 3}, GradientOf::kMeanOverRanks);
+      group_paths(Strategy::optim.hfsdp(), {.outer = 2, .inner = 3}, GradientOf::kMeanOverRanks, 6);
   for (const PlacementPath& path : {paths.refresh, paths.cycle_end}) {
     ASSERT_EQ(path.size(), 2u);
     EXPECT_EQ(path[0].after, path[1].before);
@@ -88,25 +88,28 @@ TEST(GroupPaths, StagesContinueEachOther) {
   EXPECT_EQ(to_text(paths.cycle_end.back().after), "SS");
 }
 
-// Every cell of strategy x outer x inner x loss.
-TEST(GroupPaths, DivideGradientsOnceByAllRanks) {
+// Every cell of strategy x outer x inner x ep x loss; ep 1 is the dense grid.
+TEST(GroupPaths, DivideGradientsOnceByAllLosses) {
   for (const char* strategy : kStrategies)
-    for (int64_t outer = 1; outer <= 4; ++outer)
-      for (int64_t inner = 1; inner <= 4; ++inner)
-        for (const GradientOf gradient : {GradientOf::kMeanOverRanks, GradientOf::kSumOverRanks}) {
-          SCOPED_TRACE(concat(strategy, " ", outer, "x", inner));
-          const GroupPaths paths =
-              group_paths(parse_strategy(strategy), {.outer = outer, .inner = inner}, gradient);
-          PlacementPath path = paths.each_backward;
-          path.insert(path.end(), paths.cycle_end.begin(), paths.cycle_end.end());
-          // One stage per axis of several ranks: a group of one has nothing to reduce or to scale.
-          EXPECT_EQ(path.size(), static_cast<size_t>((outer > 1) + (inner > 1)));
-          for (const PlacementStage& stage : path) {
-            EXPECT_GT(stage.axis == Axis::kInner ? inner : outer, 1);
-            const bool divides = gradient == GradientOf::kMeanOverRanks && &stage == &path.front();
-            EXPECT_EQ(stage.scale, divides ? 1.0 / static_cast<double>(outer * inner) : 1.0);
-          }
+    for (int64_t cell = 0; cell < 48; ++cell)
+      for (const GradientOf gradient : {GradientOf::kMeanOverRanks, GradientOf::kSumOverRanks}) {
+        const int64_t outer = 1 + cell % 4, inner = 1 + cell / 4 % 4, ep = 1 + cell / 16;
+        SCOPED_TRACE(concat(strategy, " ", outer, "x", inner, "x", ep));
+        const int64_t num_losses = outer * inner * ep;
+        const GroupPaths paths = group_paths(
+            parse_strategy(strategy), {.outer = outer, .inner = inner}, gradient, num_losses);
+        const double scale =
+            gradient == GradientOf::kMeanOverRanks ? 1.0 / static_cast<double>(num_losses) : 1.0;
+        PlacementPath path = paths.each_backward;
+        path.insert(path.end(), paths.cycle_end.begin(), paths.cycle_end.end());
+        // One stage per axis of several ranks: a group of one has nothing to reduce or to scale.
+        EXPECT_EQ(path.size(), static_cast<size_t>((outer > 1) + (inner > 1)));
+        for (const PlacementStage& stage : path) {
+          EXPECT_GT(stage.axis == Axis::kInner ? inner : outer, 1);
+          EXPECT_EQ(stage.scale, &stage == &path.front() ? scale : 1.0);
         }
+        EXPECT_EQ(paths.local_scale, path.empty() ? scale : 1.0);
+      }
 }
 
 // --- end to end ----------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ std::vector<WantedTensor> wanted_of(const ParamGroup& group, DType dtype) {
     const std::vector<std::string>& names = group.members()[static_cast<size_t>(i)].names;
     wanted.push_back({.name = names.front(),
                       .aliases = {names.begin() + 1, names.end()},
-                      .shape = group.shape_of(i),
+                      .shape = group.whole_shape_of(i),
                       .dtype = dtype});
   }
   return wanted;
@@ -116,9 +116,10 @@ class TargetLoader {
     for (int64_t i = 0; i < target.group->layout().num_tensors(); ++i) {
       const FlatRange tensor = target.group->layout().tensor_range(i);
       const FlatRange common = intersect(tensor, chunk);
+      const int64_t first = target.group->owned_begin_of(i) - tensor.begin;  // in the whole tensor
       if (!common.empty())
         body(target.sources[static_cast<size_t>(i)], common,
-             FlatRange{common.begin - tensor.begin, common.end - tensor.begin});
+             FlatRange{first + common.begin, first + common.end});
     }
   }
 

@@ -172,19 +172,23 @@ void check_names(const CheckpointState& state, const NameRules& names) {
   for (const auto& unit : EngineAccess::of(state.sharded).units())
     for (const ParamGroup& group : unit->groups())
       for (int64_t i = 0; i < group.layout().num_tensors(); ++i)
-        tensors.push_back({group.name_of(i), group.shape_of(i)});
+        tensors.push_back({group.name_of(i), group.whole_shape_of(i)});
   for (const NamedBuffer& buffer : state.buffers)
     tensors.push_back({buffer.name, buffer.value.sizes().vec()});
   check_unique(names, tensors);
 }
 
-// Calls body(member, the range that this rank writes, its beginning in the group's buffer).
+// Calls body(member, the range of the whole tensor that this rank writes, its beginning in the
+// group's buffer).
 template <typename Body>
 void for_each_member(const ParamGroup& group, Replicas replicas, int64_t& number,
                      const Body& body) {
   for (int64_t i = 0; i < group.layout().num_tensors(); ++i) {
     const FlatRange range = share_of(group.held_of(i), group.shape_of(i), replicas, number++);
-    body(i, range, group.layout().tensor_range(i).begin + range.begin);
+    const int64_t owned = group.owned_begin_of(i);
+    const FlatRange in_whole =
+        range.empty() ? range : FlatRange{owned + range.begin, owned + range.end};
+    body(i, in_whole, group.layout().tensor_range(i).begin + range.begin);
   }
 }
 
@@ -228,14 +232,14 @@ std::vector<at::Generator> generators(c10::Device device) {
 StatePieces pieces_of(const CheckpointState& state, const StoredForm& form) {
   const Engine& engine = EngineAccess::of(state.sharded);
   const Mesh& mesh = engine.mesh();
-  const MeshCoordinate rank{.outer = mesh.outer().rank(), .inner = mesh.inner().rank()};
   check_names(state, form.names);
   StatePieces pieces;
   const int64_t number_of_rank = rank_in(mesh);
   PieceCollector model(form.names, number_of_rank, pieces.model, pieces.model_pieces);
   PieceCollector moments(form.names, number_of_rank, pieces.moments, pieces.moment_pieces);
   const auto replicas_with = [&](const ParamGroup& group) {
-    return replicas_of(group.setting().strategy.optimizer, engine.mesh_shape(), rank);
+    const GroupSetting& setting = group.setting();
+    return replicas_of(setting.strategy.optimizer, setting.shape, setting.rank);
   };
   int64_t number = 0;
   for (const auto& unit : engine.units())
@@ -245,7 +249,7 @@ StatePieces pieces_of(const CheckpointState& state, const StoredForm& form) {
       const auto read = std::make_shared<const FlatReader>(main_weight_reader(group, dtype));
       for_each_member(
           group, replicas_with(group), number, [&](int64_t i, FlatRange range, int64_t flat) {
-            model.add(group.name_of(i), "", dtype, group.shape_of(i), range, flat, read);
+            model.add(group.name_of(i), "", dtype, group.whole_shape_of(i), range, flat, read);
           });
     }
   for (const NamedBuffer& buffer : state.buffers) {
@@ -265,8 +269,8 @@ StatePieces pieces_of(const CheckpointState& state, const StoredForm& form) {
       const auto read = std::make_shared<const FlatReader>(moment_reader(*update, which));
       for_each_member(group, replicas_with(group), number,
                       [&](int64_t i, FlatRange range, int64_t flat) {
-                        moments.add(group.name_of(i), suffix, DType::kFloat32, group.shape_of(i),
-                                    range, flat, read);
+                        moments.add(group.name_of(i), suffix, DType::kFloat32,
+                                    group.whole_shape_of(i), range, flat, read);
                       });
     }
   }

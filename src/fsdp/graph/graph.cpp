@@ -3,6 +3,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -31,8 +32,13 @@ c10::Stream new_stream(c10::Device device) {
 
 std::vector<const MeshAxis*> axes_that_talk(const Engine& engine) {
   std::vector<const MeshAxis*> axes;
-  for (const MeshAxis* axis : {&engine.mesh().inner(), &engine.mesh().outer()})
-    if (axis->size() > 1) axes.push_back(axis);
+  const Mesh& mesh = engine.mesh();
+  const Grid experts = mesh.grid(GridKind::kExpert);
+  for (const MeshAxis* axis :
+       {&mesh.inner(), &mesh.outer(), experts.inner, experts.outer, mesh.ep()})
+    if (axis != nullptr && axis->size() > 1 &&
+        std::find(axes.begin(), axes.end(), axis) == axes.end())
+      axes.push_back(axis);
   return axes;
 }
 

@@ -6,11 +6,12 @@
 namespace fsdp {
 
 GroupBuckets group_buckets(const FlatLayout& layout, const GroupTypes& types,
-                           const Strategy& strategy, MeshShape mesh) {
+                           const Strategy& strategy, MeshShape mesh, std::string_view grid) {
   // Whole numbers have one group only.
   const bool frozen = !types.trainable && is_floating(types.weight);
   const auto bucket = [&](BucketRole role, DType dtype) {
-    return Bucket{concat(name_of(role), ".", name_of(types.weight), frozen ? ".frozen" : ""),
+    return Bucket{concat(name_of(role), ".", name_of(types.weight), frozen ? ".frozen" : "",
+                         grid.empty() ? "" : ".", grid),
                   checked_mul(layout.padded_numel(), element_bytes(dtype)), dtype, role};
   };
   GroupBuckets buckets;

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string_view>
 
 #include "fsdp/layout/flat_layout.h"
 #include "fsdp/layout/group_types.h"
@@ -19,10 +20,10 @@ struct GroupBuckets {
 };
 
 // A group needs a bucket exactly where its buffer is cut into more than one part. Both have the
-// padded size of the whole group. Named after role, weight type and, where it applies, "frozen":
-// "weight.bf16", "gradient.bf16", "weight.bf16.frozen"; so the groups of a unit, which differ in
-// type or trainability, have different names.
+// padded size of the whole group. Named after role, weight type and, where it applies, "frozen" and
+// the group's grid: "weight.bf16", "gradient.bf16", "weight.bf16.frozen", "weight.bf16.expert"; so
+// the groups of a unit, which differ in one of them, have different names. `mesh` is the grid's.
 GroupBuckets group_buckets(const FlatLayout& layout, const GroupTypes& types,
-                           const Strategy& strategy, MeshShape mesh);
+                           const Strategy& strategy, MeshShape mesh, std::string_view grid = "");
 
 }  // namespace fsdp

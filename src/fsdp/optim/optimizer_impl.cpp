@@ -5,6 +5,7 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstddef>
 #include <utility>
@@ -78,6 +79,7 @@ Optimizer::Impl::Impl(const Sharded& sharded, UpdateRule rule, const StepOptions
   state_ = at::zeros({static_cast<int64_t>(sizeof(StepState))},
                      at::device(engine.device()).dtype(at::kByte));
   norm_ = field(state_, offsetof(StepState, squared_norm));
+  if (engine.has_experts()) expert_norm_ = at::zeros_like(norm_);
   rate_on_device_ = field(state_, offsetof(StepState, learning_rate));
   loss_scale_ = field(state_, offsetof(StepState, loss_scale));
   if (!engine.device().is_cpu())
@@ -193,12 +195,19 @@ void Optimizer::Impl::step() {
 }
 
 Work Optimizer::Impl::start_norm() {
-  Engine& engine = EngineAccess::of(sharded_);
+  const Work dense = start_norm(GridKind::kDense, norm_);
+  if (!EngineAccess::of(sharded_).has_experts()) return dense;
+  const std::array both{dense, start_norm(GridKind::kExpert, expert_norm_)};
+  return lane_->run([this] { norm_.add_(expert_norm_); }, both);
+}
+
+Work Optimizer::Impl::start_norm(GridKind grid, const at::Tensor& norm) {
   // Read here: when the task runs, the next cycle may have begun.
   std::vector<at::Tensor> known;
   std::vector<at::Tensor> unknown;
   for (const UnitUpdate& unit : units_)
     for (const GroupUpdate& update : unit.groups) {
+      if (update.group().setting().kind != grid) continue;
       if (const at::Tensor squares = update.group().gradient().squares(); squares.defined()) {
         known.push_back(squares);
       } else {
@@ -206,12 +215,14 @@ Work Optimizer::Impl::start_norm() {
           unknown.push_back(update.gradient_of(piece));
       }
     }
-  const Work last = lane_->run([this, known = std::move(known), unknown = std::move(unknown)] {
-    norm_.zero_();
-    for (const at::Tensor& squares : known) norm_.add_(squares);
-    for (const at::Tensor& gradient : unknown) add_squared_norm(gradient, norm_, workspace_, team_);
-  });
-  return engine.sum_over_shards(norm_, "gradient norm", last);
+  const Work last =
+      lane_->run([this, norm, known = std::move(known), unknown = std::move(unknown)] {
+        norm.zero_();
+        for (const at::Tensor& squares : known) norm.add_(squares);
+        for (const at::Tensor& gradient : unknown)
+          add_squared_norm(gradient, norm, workspace_, team_);
+      });
+  return EngineAccess::of(sharded_).sum_over_shards(norm, grid, "gradient norm", last);
 }
 
 Work Optimizer::Impl::begin(Work norm) {

@@ -155,7 +155,7 @@ void bind_shard(py::module_& module) {
           "sum_over_shards",
           [](ShardedModel& self, const at::Tensor& tensor) {
             EngineAccess::of(self.sharded.get())
-                .sum_over_shards(tensor, "sum over shards", {})
+                .sum_over_shards(tensor, GridKind::kDense, "sum over shards", {})
                 .wait();
           },
           WithoutGil())

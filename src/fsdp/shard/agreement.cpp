@@ -87,6 +87,7 @@ RankFacts shard_facts(const ShardOptions& options, c10::Device device, const Mod
           concat("parameter ", number++),
           concat(join(parameter.names, " = "), " ", c10::toString(tensor.scalar_type()), " ",
                  list_text(tensor.sizes()), tensor.requires_grad() ? "" : " frozen",
+                 parameter.is_expert ? " of experts" : "",
                  unit.unit == nullptr ? " outside any unit" : concat(" of unit ", unit.name)));
     }
   return facts;

@@ -4,6 +4,7 @@
 #include <c10/core/DefaultDtype.h>
 
 #include <algorithm>
+#include <array>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -15,6 +16,7 @@
 #include "fsdp/shard/engine/engine.h"
 #include "fsdp/shard/engine/gradient_hook.h"
 #include "fsdp/shard/engine/unit_call.h"
+#include "fsdp/shard/expert_module.h"
 #include "fsdp/shard/module_units.h"
 #include "fsdp/shard/parameter_init.h"
 
@@ -29,8 +31,9 @@ c10::Device device_for(const torch::nn::Module& model, const ShardOptions& optio
   return c10::kCPU;
 }
 
-// Members of one dtype and trainability, in the order of the tree.
+// Members of one grid, dtype and trainability, in the order of the tree.
 struct GroupKey {
+  GridKind grid;
   at::ScalarType dtype;
   bool is_trainable;
   friend bool operator==(const GroupKey&, const GroupKey&) = default;
@@ -42,12 +45,15 @@ class Builder {
       : engine_(std::move(engine)),
         found_(std::move(found)),
         values_(engine_->mesh(), engine_->options().initial_values) {
-    if (engine_->options().granularity.kind == Granularity::Kind::kTensor)
-      held_numel_.assign(
-          static_cast<size_t>(engine_->mesh_shape().inner * engine_->mesh_shape().outer), 0);
+    if (engine_->options().granularity.kind != Granularity::Kind::kTensor) return;
+    for (const GridKind kind : kGridKinds) {
+      const MeshShape& shape = engine_->setting_of(UnitKind::kScheduled, kind).shape;
+      held_of(kind).assign(static_cast<size_t>(shape.inner * shape.outer), 0);
+    }
   }
 
   void build() {
+    join_experts();
     for (const FoundUnit& unit : found_.units) add_unit(unit);
     connect();
     // Decided before any is initialised: a module whose only parameter is shared with an earlier
@@ -72,6 +78,22 @@ class Builder {
     bool has_value = false;
   };
 
+  void join_experts() const {
+    if (!engine_->has_experts()) return;
+    const MeshAxis* ep = engine_->mesh().ep();
+    for (const FoundUnit& unit : found_.units)
+      for (const OwnedParameter& parameter : unit.parameters) {
+        if (!parameter.is_expert) continue;
+        FSDP_CHECK(parameter.tensor.dim() > 0 && parameter.tensor.size(0) % ep->size() == 0,
+                   "parameter '", parameter.names.front(), "' of shape ",
+                   list_text(parameter.tensor.sizes()), " has one slice per expert, which ep ",
+                   ep->size(),
+                   " ranks cannot share evenly; choose an ep that divides the number of experts");
+      }
+    for (const FoundModule& found : found_.modules)
+      if (auto* experts = dynamic_cast<ExpertModule*>(found.module.get())) experts->join(*ep);
+  }
+
   static UnitKind kind_of(const FoundUnit& unit) {
     if (unit.is_outside()) return UnitKind::kResident;
     return unit.encloses_units ? UnitKind::kEnclosing : UnitKind::kScheduled;
@@ -86,7 +108,9 @@ class Builder {
       const at::ScalarType computes_in =
           at::isFloatingType(built_as) ? engine_->options().precision.params.value_or(built_as)
                                        : built_as;
-      const GroupKey key{computes_in, parameter.tensor.requires_grad()};
+      const bool is_owned = parameter.is_expert && engine_->has_experts();
+      const GroupKey key{is_owned ? GridKind::kExpert : GridKind::kDense, computes_in,
+                         parameter.tensor.requires_grad()};
       const auto it = std::find(keys.begin(), keys.end(), key);
       const auto index = static_cast<size_t>(it - keys.begin());
       if (it == keys.end()) {
@@ -101,15 +125,17 @@ class Builder {
   void add_group(ShardedUnit& unit, const GroupKey& key, std::vector<GroupMember> members) {
     ParamGroup& group =
         unit.add_group(std::move(members), key.is_trainable ? Trainable::kYes : Trainable::kNo,
-                       engine_->setting_of(unit.kind()), held_numel_);
+                       engine_->setting_of(unit.kind(), key.grid), held_of(key.grid));
     for (size_t i = 0; i < group.members().size(); ++i)
       places_[group.members()[i].parameter.unsafeGetTensorImpl()] = {&group,
                                                                      static_cast<int64_t>(i)};
-    if (!held_numel_.empty())
+    if (!held_of(key.grid).empty())
       for (const Segment& segment : group.layout().segments())
         for (const Segment::UnevenShare& share : segment.uneven_shares())
-          held_numel_[static_cast<size_t>(share.index)] += share.numel;
+          held_of(key.grid)[static_cast<size_t>(share.index)] += share.numel;
   }
+
+  std::vector<int64_t>& held_of(GridKind kind) { return held_numel_[static_cast<size_t>(kind)]; }
 
   void connect() {
     for (size_t i = 0; i < found_.units.size(); ++i) {
@@ -200,7 +226,8 @@ class Builder {
   const std::shared_ptr<Engine> engine_;
   const ModuleUnits found_;
   ValueAgreement values_;
-  std::vector<int64_t> held_numel_;  // by rank, of the groups so far; granularity `tensor` only
+  // By rank of each grid, of the groups so far; granularity `tensor` only.
+  std::array<std::vector<int64_t>, kGridKinds.size()> held_numel_;
   std::unordered_map<const void*, Place> places_;
 };
 

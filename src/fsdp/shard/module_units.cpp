@@ -9,6 +9,7 @@
 #include "fsdp/base/glob.h"
 #include "fsdp/base/text.h"
 #include "fsdp/shard/call_unit.h"
+#include "fsdp/shard/expert_module.h"
 
 namespace fsdp {
 
@@ -70,9 +71,10 @@ class Finder {
       unit = index_of(*module, base, name, unit);
     }
     const std::string prefix = name.empty() ? "" : name + ".";
+    const bool is_expert = dynamic_cast<ExpertModule*>(module.get()) != nullptr;
     // Owners follow the order of the tree, initialisation that of construction.
     for (const auto& item : module->named_parameters(/*recurse=*/false))
-      if (item.value().defined()) add(item.value(), prefix + item.key(), unit);
+      if (item.value().defined()) add(item.value(), prefix + item.key(), unit, is_expert);
     for (const auto& child : module->named_children())
       visit(child.value(), prefix + child.key(), unit);
     const bool has_own =
@@ -124,15 +126,20 @@ class Finder {
     }
   }
 
-  void add(const at::Tensor& parameter, std::string name, int32_t unit) {
+  void add(const at::Tensor& parameter, std::string name, int32_t unit, bool is_expert) {
     const auto [it, is_new] = owners_.try_emplace(parameter.unsafeGetTensorImpl(),
                                                   Owner{unit, unit_at(unit).parameters.size()});
     if (is_new) {
-      unit_at(unit).parameters.push_back({{std::move(name)}, parameter});
+      unit_at(unit).parameters.push_back({{std::move(name)}, parameter, is_expert});
       return;
     }
     const Owner owner = it->second;
-    unit_at(owner.unit).parameters[owner.parameter].names.push_back(std::move(name));
+    OwnedParameter& owned = unit_at(owner.unit).parameters[owner.parameter];
+    FSDP_CHECK(owned.is_expert == is_expert, "parameter '", name, "' is shared with '",
+               owned.names.front(),
+               "', but only one of the two belongs to an ExpertModule, which keeps the slices of "
+               "its rank's experts alone; share it among experts or among others");
+    owned.names.push_back(std::move(name));
     // Parameters outside are always whole, and a unit around this one is whole while this one runs.
     if (owner.unit == kOutside || unit == kOutside || is_around(owner.unit, unit)) return;
     std::vector<int32_t>& shares_with = unit_at(unit).shares_with;

@@ -17,6 +17,7 @@ namespace fsdp {
 struct OwnedParameter {
   std::vector<std::string> names;
   at::Tensor tensor;
+  bool is_expert = false;  // its module is an ExpertModule
 };
 
 struct FoundUnit {

@@ -18,9 +18,9 @@ namespace fsdp {
 
 namespace {
 
-MeshShape shape_of(const Mesh& mesh, Collectives collectives) {
-  return {.outer = mesh.outer().size(),
-          .inner = mesh.inner().size(),
+MeshShape shape_of(const Grid& grid, Collectives collectives) {
+  return {.outer = grid.outer->size(),
+          .inner = grid.inner->size(),
           .talks_alone = collectives == Collectives::kAlways};
 }
 
@@ -32,28 +32,36 @@ Engine::Engine(const Mesh& mesh, const ShardOptions& options, c10::Device device
     : mesh_(mesh),
       options_(options),
       device_(device),
-      shape_(shape_of(mesh, options.collectives)),
+      shape_(shape_of(mesh.grid(GridKind::kDense), options.collectives)),
       registered_(make_user_buffer_memory(mesh, shape_, options, device)),
       memory_(options, device, registered_.get()),
       wire_slots_(memory_.of(MemoryKind::kReduction)),
       slabs_(memory_.of(MemoryKind::kPool), options.pool),
       weights_(options_, device, units_, slabs_, memory_.of(MemoryKind::kPool), registered_.get()),
       gradients_(options_, device, mesh, units_, slabs_, wire_slots_) {
-  GroupSetting setting{.mesh = mesh,
-                       .shape = shape_,
-                       .rank = {.outer = mesh.outer().rank(), .inner = mesh.inner().rank()},
-                       .device = device,
-                       .strategy = options.strategy,
-                       .precision = options.precision.types(),
-                       .granularity = options.granularity,
-                       .gradient = options.gradient,
-                       .gradient_lifetime = options.gradient_lifetime,
-                       .offload = options.offload,
-                       .memory = memory_.for_groups(),
-                       .wire_slots = wire_slots_};
-  setting_.emplace(setting);
-  setting.strategy.parameter = {Placement::kReplicate, Placement::kReplicate};
-  resident_setting_.emplace(setting);
+  for (const GridKind kind : kGridKinds) {
+    const Grid grid = mesh.grid(kind);
+    const bool is_owned = kind == GridKind::kExpert && has_experts();
+    GroupSetting setting{
+        .kind = kind,
+        .grid = grid,
+        .shape = shape_of(grid, options.collectives),
+        .rank = {.outer = grid.outer->rank(), .inner = grid.inner->rank()},
+        .owned = is_owned ? OwnedSlice{mesh.ep()->rank(), mesh.ep()->size()} : OwnedSlice{},
+        .num_losses = mesh.size(),
+        .device = device,
+        .strategy = options.strategy,
+        .precision = options.precision.types(),
+        .granularity = options.granularity,
+        .gradient = options.gradient,
+        .gradient_lifetime = options.gradient_lifetime,
+        .offload = options.offload,
+        .memory = memory_.for_groups(),
+        .wire_slots = wire_slots_};
+    settings_.push_back(setting);
+    setting.strategy.parameter = {Placement::kReplicate, Placement::kReplicate};
+    resident_settings_.push_back(setting);
+  }
 }
 
 Engine::~Engine() {
@@ -71,8 +79,8 @@ ShardedUnit& Engine::add_unit(std::string name, UnitKind kind) {
   return *units_.back();
 }
 
-const GroupSetting& Engine::setting_of(UnitKind kind) const {
-  return kind == UnitKind::kResident ? *resident_setting_ : *setting_;
+const GroupSetting& Engine::setting_of(UnitKind kind, GridKind grid) const {
+  return (kind == UnitKind::kResident ? resident_settings_ : settings_)[static_cast<size_t>(grid)];
 }
 
 void Engine::own_hooks(std::unique_ptr<UnitHooks> hooks) {
@@ -269,14 +277,17 @@ void Engine::cancel_updates() noexcept {
   }
 }
 
-Work Engine::sum_over_shards(const at::Tensor& tensor, const Tag& tag, Work after) const {
+Work Engine::sum_over_shards(const at::Tensor& tensor, GridKind kind, const Tag& tag,
+                             Work after) const {
   const PlacementPair placed = options_.strategy.optimizer;
   const auto sum_along = [&](Placement placement, const MeshAxis& axis) {
     if (placement == Placement::kShard && axis.size() > 1)
       after = axis.reduce().all_reduce(tensor, {}, tag, after);
   };
-  sum_along(placed.inner, mesh_.inner());
-  sum_along(placed.outer, mesh_.outer());
+  const Grid grid = mesh_.grid(kind);
+  sum_along(placed.inner, *grid.inner);
+  sum_along(placed.outer, *grid.outer);
+  if (kind == GridKind::kExpert && has_experts()) sum_along(Placement::kShard, *mesh_.ep());
   return after;
 }
 

@@ -37,6 +37,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const ShardOptions& options() const { return options_; }
   const Mesh& mesh() const { return mesh_; }
   MeshShape mesh_shape() const { return shape_; }
+  // Whether some parameters may be sharded over the expert grid.
+  bool has_experts() const { return mesh_.ep() != nullptr; }
   c10::Device device() const { return device_; }
   EngineMemory& memory() { return memory_; }
   const SlabSource& slabs() const { return slabs_; }
@@ -48,7 +50,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // --- construction (fully_shard.cpp) ---
   ShardedUnit& add_unit(std::string name, UnitKind kind);
-  const GroupSetting& setting_of(UnitKind kind) const;
+  const GroupSetting& setting_of(UnitKind kind, GridKind grid) const;
   // Keeps the hooks of a unit that is not declared as Unit<M>.
   void own_hooks(std::unique_ptr<UnitHooks> hooks);
   // After all units and groups are added: plans and allocates their temporary memory, and attaches
@@ -101,9 +103,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void begin_update(ShardedUnit& unit, Work update);
   void wait_updates();
   void cancel_updates() noexcept;
-  // Sums numbers of the optimizer's shards, in place, over the ranks whose shards differ: what
-  // ranks share along an axis counts once.
-  Work sum_over_shards(const at::Tensor& tensor, const Tag& tag, Work after) const;
+  // Sums numbers of the optimizer's shards, in place, over the ranks whose shards of this grid's
+  // parameters differ: what ranks share along an axis counts once.
+  Work sum_over_shards(const at::Tensor& tensor, GridKind grid, const Tag& tag, Work after) const;
   // A replayed step updates weights without the host's knowledge: the next gather of every unit
   // brings the other ranks' part.
   void expect_newer_weights();
@@ -140,8 +142,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   EngineMemory memory_;
   WireSlots wire_slots_;
   SlabSource slabs_;
-  std::optional<GroupSetting> setting_;           // of units
-  std::optional<GroupSetting> resident_setting_;  // of parameters outside any unit
+  std::vector<GroupSetting> settings_;           // of units, by GridKind
+  std::vector<GroupSetting> resident_settings_;  // of parameters outside any unit
   ShardedUnits units_;
   Weights weights_;
   Gradients gradients_;

@@ -136,7 +136,7 @@ void Gradients::check_finite(const ParamGroup& group, int64_t member,
 Gradients::DirectTarget Gradients::direct_target(ShardedUnit& unit, ParamGroup& group,
                                                  int64_t member, GradientType type) {
   GroupGradient& gradient = group.gradient();
-  if (gradient.is_reduced()) return {};
+  if (gradient.is_reduced() || !gradient.takes_direct()) return {};
   const at::ScalarType written = gradient.uses_slab() ? gradient.wire() : gradient.main_dtype();
   const at::ScalarType own = group.members()[static_cast<size_t>(member)].parameter.scalar_type();
   const bool widens = type == GradientType::kOrWider && written == at::kFloat &&

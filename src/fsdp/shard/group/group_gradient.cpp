@@ -25,8 +25,9 @@ GroupGradient::GroupGradient(const FlatLayout& layout, const GroupPaths& paths,
                              const GroupTypes& types, const GroupSetting& setting)
     : layout_(layout),
       setting_(setting),
-      each_backward_(layout, setting.mesh, setting.rank, paths.each_backward),
-      cycle_end_(layout, setting.mesh, setting.rank, paths.cycle_end),
+      each_backward_(layout, setting.grid, setting.rank, paths.each_backward),
+      cycle_end_(layout, setting.grid, setting.rank, paths.cycle_end),
+      local_scale_(paths.local_scale),
       main_(layout,
             gradient_spec(setting.strategy.gradient, scalar_type_of(types.main_grad), setting),
             &setting.memory.main_grad),
@@ -91,7 +92,9 @@ void GroupGradient::begin_writing(void* slab) {
 void GroupGradient::accept(int64_t index, const at::Tensor& gradient) {
   const at::Tensor& to = target(index);
   const bool adds = is_written(index);
-  if (HeldGradients::takes(to, gradient)) {
+  if (local_scale_ != 1.0) {
+    adds ? to.add_(gradient, local_scale_) : to.copy_(gradient).mul_(local_scale_);
+  } else if (HeldGradients::takes(to, gradient)) {
     held_.hold(to, gradient, adds ? HeldGradients::How::kAdd : HeldGradients::How::kWrite);
   } else if (adds) {
     place_accepted();

@@ -70,6 +70,8 @@ class GroupGradient {
   // Begins writing: into this slab, or (nullptr, without slabs) into the main gradients.
   void begin_writing(void* slab);
 
+  // Whether a layer may write a target itself: not where a gradient is scaled on its way there.
+  bool takes_direct() const { return local_scale_ == 1.0; }
   // The target of tensor `index`, shaped like it, and whether it already holds a contribution to
   // add to.
   const at::Tensor& target(int64_t index) const { return views_[static_cast<size_t>(index)]; }
@@ -131,6 +133,7 @@ class GroupGradient {
   const GroupSetting& setting_;
   Redistribution each_backward_;
   Redistribution cycle_end_;
+  const double local_scale_;
   at::ScalarType wire_;
   FlatBuffer main_;
   std::optional<FlatBuffer> slab_;  // whole, in the wire type

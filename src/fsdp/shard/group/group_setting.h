@@ -60,10 +60,19 @@ class WireSlots {
   size_t next_ = 0;
 };
 
+// Which slice of a parameter's first dimension is this rank's, of how many equal ones.
+struct OwnedSlice {
+  int64_t index = 0;
+  int64_t count = 1;
+};
+
 struct GroupSetting {
-  const Mesh& mesh;
-  MeshShape shape;
-  MeshCoordinate rank;
+  GridKind kind;
+  Grid grid;
+  MeshShape shape;      // of the grid
+  MeshCoordinate rank;  // in the grid
+  OwnedSlice owned;     // experts; the grid shards what it leaves
+  int64_t num_losses;   // ranks of the job, each with a loss of its own
   c10::Device device;
   Strategy strategy;  // of this unit; a unit may keep its weights whole
   PrecisionTypes precision;

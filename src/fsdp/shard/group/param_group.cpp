@@ -20,8 +20,10 @@ FlatLayoutRequest layout_request(const std::vector<GroupMember>& members, const 
                             .outer_ranks = setting.shape.outer,
                             .granularity = setting.granularity,
                             .held_numel = std::move(held_numel)};
-  for (const GroupMember& member : members)
-    request.shapes.push_back(member.parameter.sizes().vec());
+  for (const GroupMember& member : members) {
+    std::vector<int64_t>& shape = request.shapes.emplace_back(member.parameter.sizes().vec());
+    if (setting.owned.count > 1) shape.front() /= setting.owned.count;
+  }
   return request;
 }
 
@@ -44,8 +46,9 @@ FlatBufferSpec weight_spec(PlacementPair placed, DType dtype, const GroupSetting
 
 ParamGroup::ParamGroup(std::string unit, std::vector<GroupMember> members, Trainable trainable,
                        const GroupSetting& setting, std::vector<int64_t> held_numel)
-    : ParamGroup(std::move(unit), std::move(members), trainable, setting, std::move(held_numel),
-                 group_paths(setting.strategy, setting.shape, setting.gradient)) {}
+    : ParamGroup(
+          std::move(unit), std::move(members), trainable, setting, std::move(held_numel),
+          group_paths(setting.strategy, setting.shape, setting.gradient, setting.num_losses)) {}
 
 ParamGroup::ParamGroup(std::string unit, std::vector<GroupMember> members, Trainable trainable,
                        const GroupSetting& setting, std::vector<int64_t> held_numel,
@@ -58,22 +61,37 @@ ParamGroup::ParamGroup(std::string unit, std::vector<GroupMember> members, Train
       weight_(layout_, weight_spec(setting.strategy.parameter, types_.weight, setting),
               &setting.memory.weight),
       whole_(layout_, weight_spec({}, types_.weight, setting)),
-      refresh_(layout_, setting.mesh, setting.rank, paths.refresh),
-      unshard_(layout_, setting.mesh, setting.rank, paths.unshard) {
+      refresh_(layout_, setting.grid, setting.rank, paths.refresh),
+      unshard_(layout_, setting.grid, setting.rank, paths.unshard) {
   weight_.allocate();
-  for (const GroupMember& member : members_)
-    storages_.emplace_back(member.parameter.numel() * element_bytes(types_.weight), setting.device,
-                           sharded_sentence(unit_, member));
+  for (size_t i = 0; i < members_.size(); ++i)
+    storages_.emplace_back(
+        layout_.tensor_range(static_cast<int64_t>(i)).numel() * element_bytes(types_.weight),
+        setting.device, sharded_sentence(unit_, members_[i]));
   main_weights_.emplace(layout_, types_, setting, weight_);  // needs the weights' memory
   if (types_.trainable) gradient_.emplace(layout_, paths, types_, setting);
   if (!needs_slab()) bind(weight_);
 }
 
 GroupBuckets ParamGroup::buckets() const {
-  return group_buckets(layout_, types_, setting_.strategy, setting_.shape);
+  return group_buckets(layout_, types_, setting_.strategy, setting_.shape,
+                       setting_.kind == GridKind::kExpert ? "expert" : "");
+}
+
+std::vector<int64_t> ParamGroup::whole_shape_of(int64_t index) const {
+  std::vector<int64_t> shape = shape_of(index);
+  if (setting_.owned.count > 1) shape.front() *= setting_.owned.count;
+  return shape;
 }
 
 void ParamGroup::set_value(int64_t index, const at::Tensor& value) {
+  const OwnedSlice& owned = setting_.owned;
+  if (owned.count == 1) return set_owned_value(index, value);
+  const int64_t rows = shape_of(index).front();
+  set_owned_value(index, value.narrow(0, owned.index * rows, rows));
+}
+
+void ParamGroup::set_owned_value(int64_t index, const at::Tensor& value) {
   const at::NoGradGuard no_grad;
   // A module on the meta device is initialised in a wider type than it was built in.
   const at::Tensor built = value.detach().to(members_[static_cast<size_t>(index)].built_as);
@@ -83,7 +101,7 @@ void ParamGroup::set_value(int64_t index, const at::Tensor& value) {
 
 void ParamGroup::take_over_values() {
   for (size_t i = 0; i < members_.size(); ++i)
-    set_value(static_cast<int64_t>(i), members_[i].parameter);
+    set_owned_value(static_cast<int64_t>(i), members_[i].parameter);
 }
 
 void ParamGroup::attach(int64_t index) {

@@ -51,6 +51,11 @@ class ParamGroup {
   const std::vector<int64_t>& shape_of(int64_t index) const {
     return layout_.request().shapes[static_cast<size_t>(index)];
   }
+  // The same with the experts of all ranks, and where among its elements this rank's begin.
+  std::vector<int64_t> whole_shape_of(int64_t index) const;
+  int64_t owned_begin_of(int64_t index) const {
+    return setting_.owned.index * layout_.tensor_range(index).numel();
+  }
   const FlatLayout& layout() const { return layout_; }
   const GroupSetting& setting() const { return setting_; }
   const GroupTypes& types() const { return types_; }
@@ -59,7 +64,7 @@ class ParamGroup {
   GroupSlabs& slabs() { return slabs_; }
   const GroupSlabs& slabs() const { return slabs_; }
 
-  // Copies this rank's part of a member's value.
+  // Copies this rank's part of a member's whole value, all experts included.
   void set_value(int64_t index, const at::Tensor& value);
   // Makes the member's parameter a view of its storage here.
   void attach(int64_t index);
@@ -109,6 +114,7 @@ class ParamGroup {
  private:
   ParamGroup(std::string unit, std::vector<GroupMember> members, Trainable trainable,
              const GroupSetting& setting, std::vector<int64_t> held_numel, const GroupPaths& paths);
+  void set_owned_value(int64_t index, const at::Tensor& value);
   FlatRange held_flat(int64_t index) const;
   void bind(const FlatBuffer& whole);
 

@@ -53,21 +53,23 @@ PlacementPath placement_path(PlacementPair from, PlacementPair to, MeshShape mes
   return path;
 }
 
-GroupPaths group_paths(const Strategy& strategy, MeshShape mesh, GradientOf gradient) {
+GroupPaths group_paths(const Strategy& strategy, MeshShape mesh, GradientOf gradient,
+                       int64_t num_losses) {
   GroupPaths paths{.refresh = placement_path(strategy.optimizer, strategy.parameter, mesh),
                    .unshard = placement_path(strategy.parameter, kWhole, mesh),
                    .each_backward = placement_path(kUnreduced, strategy.gradient, mesh),
                    .cycle_end = placement_path(strategy.gradient, strategy.optimizer, mesh)};
   PlacementPath& first = paths.each_backward.empty() ? paths.cycle_end : paths.each_backward;
-  if (!first.empty() && gradient == GradientOf::kMeanOverRanks)
-    first.front().scale = 1.0 / static_cast<double>(mesh.inner * mesh.outer);
+  if (gradient == GradientOf::kMeanOverRanks)
+    (first.empty() ? paths.local_scale : first.front().scale) =
+        1.0 / static_cast<double>(num_losses);
   return paths;
 }
 
-Redistribution::Redistribution(const FlatLayout& layout, const Mesh& mesh, MeshCoordinate rank,
+Redistribution::Redistribution(const FlatLayout& layout, const Grid& grid, MeshCoordinate rank,
                                PlacementPath path) {
   for (const PlacementStage& step : path) {
-    const MeshAxis& axis = step.axis == Axis::kInner ? mesh.inner() : mesh.outer();
+    const MeshAxis& axis = step.axis == Axis::kInner ? *grid.inner : *grid.outer;
     Stage& stage =
         stages_.emplace_back(Stage{step, gathers(step) ? &axis.gather() : &axis.reduce(), {}, {}});
     if (layout.padded_numel() == 0) continue;  // every rank knows that there is nothing to move

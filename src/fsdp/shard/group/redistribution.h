@@ -46,19 +46,22 @@ struct GroupPaths {
   PlacementPath unshard;        // parameters'           -> whole
   PlacementPath each_backward;  // partial               -> gradients'
   PlacementPath cycle_end;      // gradients'            -> optimizer's
+  double local_scale = 1.0;     // of gradients without any stage
 };
 
-// A gradient is divided exactly once, by the number of contributing ranks, in its first stage: the
-// running sum of that stage is wide, and later stages add divided values. Without any stage there
-// is one rank and nothing to divide by.
-GroupPaths group_paths(const Strategy& strategy, MeshShape mesh, GradientOf gradient);
+// A gradient is divided exactly once, by the number of losses in the job, in its first stage: the
+// running sum of that stage is wide, and later stages add divided values. That number is the same
+// on every grid: what the axes of this one do not add up, the ranks of an ep group have added by
+// exchanging tokens. Without any stage it is divided where it is written.
+GroupPaths group_paths(const Strategy& strategy, MeshShape mesh, GradientOf gradient,
+                       int64_t num_losses);
 
 // Executes one path for the buffers of one group. The collectives run in the background, one after
 // the other, without a wait of the host in between.
 class Redistribution {
  public:
   // The layout and the mesh must outlive it.
-  Redistribution(const FlatLayout& layout, const Mesh& mesh, MeshCoordinate rank,
+  Redistribution(const FlatLayout& layout, const Grid& grid, MeshCoordinate rank,
                  PlacementPath path);
 
   bool communicates() const { return !stages_.empty(); }
