@@ -15,6 +15,8 @@ STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 @pytest.fixture(scope="session")
 def world():
+    if os.environ.get("FSDP_TEST_MEETING") == "torch.distributed":  # else the launcher's variables
+        torch.distributed.init_process_group("gloo")
     return fsdp.world()
 
 
@@ -27,3 +29,6 @@ def pytest_configure(config):
     torch.set_num_threads(1)
     if int(os.environ.get("RANK", "0")) > 0:  # rank 0 speaks for all; of the others failures alone are shown
         config.option.verbose = -2
+    if os.environ.get("FSDP_NCCL") == "always":
+        # NCCL takes one process per GPU and host; ranks that share a GPU are told that they are hosts of their own.
+        os.environ["NCCL_HOSTID"] = f"host{os.environ['RANK']}"

@@ -1,6 +1,7 @@
 """On a GPU: the same numbers as plain torch, recorded steps with the bits of eager ones, compiled blocks."""
 
 import copy
+import os
 
 import pytest
 import torch
@@ -55,6 +56,8 @@ def steps_of(device, runs, recorded):
 
 
 def test_a_recorded_step_has_the_bits_of_an_eager_one(world, device):
+    if world.size > torch.cuda.device_count() and os.environ.get("FSDP_NCCL") != "always":
+        pytest.skip("ranks that share a GPU reach each other through their host, which no graph records")
     runs = [torch.randn(4, small.WIDTH).bfloat16() for _ in range(8)]
     losses, weights = steps_of(device, runs, recorded=False)
     recorded_losses, recorded_weights = steps_of(device, runs, recorded=True)

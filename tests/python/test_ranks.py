@@ -28,7 +28,7 @@ def outputs_of(processes, seconds=90):
 
 def run(ranks, name, **environment):
     before = dict(os.environ)
-    os.environ.update(FSDP_TIMEOUT_S="60", **environment)
+    os.environ.update(FSDP_TIMEOUT_S="60", CUDA_VISIBLE_DEVICES="", **environment)  # FSDP2 takes a GPU where one is seen
     try:
         return outputs_of(start_ranks.start(ranks, [*PROGRAM, name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     finally:
