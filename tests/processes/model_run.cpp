@@ -37,6 +37,7 @@ using Tensors = std::map<std::string, at::Tensor>;
 
 Tensors compute(const std::string& directory, int ranks) {
   Tensors results;
+  Tensors gradients;
   std::mutex mutex;
   const ModelConfig config = read_config(directory + "/config.json");
   run_threads(ranks, {}, [&](World& world) {
@@ -60,10 +61,13 @@ Tensors compute(const std::string& directory, int ranks) {
 
     const std::lock_guard lock(mutex);
     for (const ShardedParameter& each : sharded.parameters()) {
-      at::Tensor& whole = results["gradient." + testing::stored_name(*model, each.name)];
+      at::Tensor& whole = gradients[each.name];
       if (!whole.defined()) whole = at::full(each.shape, NAN);
       whole.view({-1}).narrow(0, each.begin, each.gradient.numel()).copy_(each.gradient);
     }
+    for (const auto& [name, gradient] : gradients)
+      for (const auto& [stored, part] : testing::stored_tensors(*model, name, gradient))
+        results["gradient." + stored] = part;
     results["logits"] = logits;
     results["loss"] = loss.total.detach().view({1});
     for (const LossTerm& term : loss.terms) results["loss." + term.name] = term.value.view({1});

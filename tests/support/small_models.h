@@ -94,11 +94,22 @@ inline ModelLoss small_loss(LanguageModel& model, const at::Tensor& tokens) {
   return model.loss(tokens.narrow(1, 0, sequence), tokens.narrow(1, 1, sequence));
 }
 
-// A tensor's name in published checkpoints.
-inline std::string stored_name(const LanguageModel& model, const std::string& in_tree) {
-  for (const StoredName& renamed : model.stored_names())
-    if (renamed.in_tree == in_tree) return renamed.stored;
-  return in_tree;
+// A tensor of the tree as published checkpoints have it: under its own name, under another, or in
+// parts along its first dimension.
+inline std::vector<std::pair<std::string, at::Tensor>> stored_tensors(const LanguageModel& model,
+                                                                      const std::string& in_tree,
+                                                                      const at::Tensor& value) {
+  for (const StoredName& renamed : model.stored_names()) {
+    if (!in_tree.ends_with(renamed.in_tree)) continue;
+    const std::string prefix = in_tree.substr(0, in_tree.size() - renamed.in_tree.size());
+    const int64_t num_parts = static_cast<int64_t>(renamed.stored.size());
+    std::vector<std::pair<std::string, at::Tensor>> parts;
+    for (int64_t i = 0; i < num_parts; ++i)
+      parts.emplace_back(prefix + renamed.stored[static_cast<size_t>(i)],
+                         value.chunk(num_parts)[static_cast<size_t>(i)]);
+    return parts;
+  }
+  return {{in_tree, value}};
 }
 
 // Norms of ones would hide that they are mixed up or missing.

@@ -26,10 +26,11 @@ struct ModelLoss {
   std::vector<LossTerm> terms;
 };
 
-// A tensor whose name in the module tree differs from published checkpoints.
+// A tensor that has another name in published checkpoints than in the module tree, or is stored in
+// several there.
 struct StoredName {
-  std::string in_tree;
-  std::string stored;
+  std::string in_tree;              // how the name ends
+  std::vector<std::string> stored;  // that end, for each equal part along the first dimension
 };
 
 // Embedding, layers and head are units: logits() and loss() call them, so that the model works the

@@ -12,13 +12,18 @@
 namespace fsdp {
 
 struct TensorShape {
-  // As the checkpoint names it, e.g. "model.layers.0.self_attn.q_proj.weight".
+  // As the checkpoint names it, e.g. "model.layers.0.self_attn.q_proj.weight", unless it has parts.
   std::string name;
   // A 0-D tensor has an empty shape and one element.
   std::vector<int64_t> shape;
   // Not given: the model's compute dtype. Tensors of one unit with different dtypes form different
   // parameter groups.
-  std::optional<DType> dtype;
+  std::optional<DType> dtype = std::nullopt;
+  // Of experts, one matrix per expert below the other: ranks of an ep group share them out.
+  bool is_expert = false;
+  // The names in the checkpoint of a tensor that it stores in equal parts along the first
+  // dimension.
+  std::vector<std::string> parts = {};
 
   int64_t numel() const;
 };

@@ -91,6 +91,16 @@ std::optional<ConfigFile> find_config(const ConvertArguments& given, const Tenso
   return ConfigFile{*text, concat(catalog.path(), "/", kModelConfigName)};
 }
 
+// As published files have it: one tensor, or its parts.
+std::vector<NamedShape> stored_tensors(const TensorShape& tensor) {
+  if (tensor.parts.empty()) return {{tensor.name, tensor.shape}};
+  std::vector<int64_t> shape = tensor.shape;
+  shape[0] /= static_cast<int64_t>(tensor.parts.size());
+  std::vector<NamedShape> stored;
+  for (const std::string& part : tensor.parts) stored.push_back({part, shape});
+  return stored;
+}
+
 // nullopt for an unknown kind of model, with a message.
 std::optional<ExpectedWeights> expected_by(const std::optional<ConfigFile>& config) {
   if (!config) return std::nullopt;
@@ -105,7 +115,8 @@ std::optional<ExpectedWeights> expected_by(const std::optional<ConfigFile>& conf
                            .ties_head = ties_word_embeddings(config->text, config->source)};
   for (const UnitShape& unit : parse_model(config->text, config->source).units)
     for (const TensorShape& tensor : unit.tensors)
-      expected.tensors.push_back({tensor.name, tensor.shape});
+      for (NamedShape& stored : stored_tensors(tensor))
+        expected.tensors.push_back(std::move(stored));
   return expected;
 }
 

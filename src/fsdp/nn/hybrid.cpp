@@ -86,7 +86,7 @@ TORCH_MODULE(HybridBlock);
 class Hybrid final : public LanguageModel {
  public:
   Hybrid(const NemotronHConfig& c, Recompute recompute)
-      : LanguageModel(c, {{"lm_head.norm.weight", "backbone.norm_f.weight"}}) {
+      : LanguageModel(c, {{"lm_head.norm.weight", {"backbone.norm_f.weight"}}}) {
     auto backbone = register_module("backbone", std::make_shared<torch::nn::Module>());
     embedding_ = backbone->register_module(
         "embeddings", Unit<Embedding>(c.vocab_size, c.hidden_size, c.initializer_range));

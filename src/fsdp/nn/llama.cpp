@@ -43,18 +43,27 @@ const LlamaConfig& llama_decoder_of(const ModelConfig& config) {
 ExpertsOptions experts_of(const ModelConfig& config) {
   const auto* mixtral = std::get_if<MixtralConfig>(&config);
   if (mixtral == nullptr) return {};
-  return {.hidden_size = mixtral->decoder.hidden_size,
+  return {.router = {.hidden_size = mixtral->decoder.hidden_size,
+                     .num_experts = mixtral->num_local_experts,
+                     .num_chosen = mixtral->num_experts_per_tok,
+                     .standard_deviation = mixtral->decoder.initializer_range},
           .intermediate_size = mixtral->decoder.intermediate_size,
-          .num_experts = mixtral->num_local_experts,
-          .num_chosen = mixtral->num_experts_per_tok,
-          .shared_size = mixtral->shared_expert_intermediate_size,
-          .standard_deviation = mixtral->decoder.initializer_range};
+          .shared_size = mixtral->shared_expert_intermediate_size};
+}
+
+std::vector<StoredName> llama_stored_names(const ModelConfig& config) {
+  std::vector<StoredName> names = {{"lm_head.norm.weight", {"model.norm.weight"}}};
+  const auto* mixtral = std::get_if<MixtralConfig>(&config);
+  if (mixtral == nullptr) return names;
+  for (StackedExperts& stack : stacked_experts(expert_names(*mixtral)))
+    names.push_back({std::move(stack.name), std::move(stack.parts)});
+  return names;
 }
 
 class Llama final : public LanguageModel {
  public:
   Llama(const ModelConfig& config, Recompute recompute)
-      : LanguageModel(config, {{"lm_head.norm.weight", "model.norm.weight"}}),
+      : LanguageModel(config, llama_stored_names(config)),
         decoder_(llama_decoder_of(this->config())) {
     const LlamaConfig& c = decoder_;
     auto model = register_module("model", std::make_shared<torch::nn::Module>());
@@ -160,7 +169,7 @@ LlamaLayerParts::LlamaLayerParts(torch::nn::Module& owner, const LlamaBlockOptio
       attention_(owner.register_module("self_attn", attention_of(options))),
       mlp_norm_(owner.register_module("post_attention_layernorm", norm_of(options.config))) {
   const LlamaConfig& c = options.config;
-  if (options.experts.num_experts > 0)
+  if (options.experts.router.num_experts > 0)
     experts_ = owner.register_module("block_sparse_moe", Experts(options.experts));
   else
     mlp_ = owner.register_module("mlp", GatedMlp(GatedMlpOptions{c.hidden_size, c.intermediate_size,

@@ -11,6 +11,7 @@
 
 #include "fsdp/nn/language_model.h"
 #include "fsdp/nn/layers/attention.h"
+#include "fsdp/nn/layers/experts.h"
 #include "fsdp/nn/layers/feed_forward.h"
 #include "fsdp/nn/layers/rms_norm.h"
 
@@ -20,7 +21,7 @@ namespace fsdp::nn {
 
 struct LlamaBlockOptions {
   LlamaConfig config;
-  // num_experts = 0: a dense MLP.
+  // Without experts: a dense MLP.
   ExpertsOptions experts = {};
   Recompute recompute = Recompute::kNone;
   std::shared_ptr<Rotary> rotary = nullptr;

@@ -22,7 +22,16 @@ class UnitBuilder {
 
   void tensor(const std::string& name, std::vector<int64_t> shape,
               std::optional<DType> dtype = std::nullopt) {
-    unit_.tensors.push_back({prefix_ + name, std::move(shape), dtype});
+    unit_.tensors.push_back(
+        {.name = prefix_ + name, .shape = std::move(shape), .dtype = dtype});
+  }
+
+  void experts(StackedExperts stack) {
+    for (std::string& part : stack.parts) part = prefix_ + part;
+    unit_.tensors.push_back({.name = prefix_ + stack.name,
+                             .shape = std::move(stack.shape),
+                             .is_expert = true,
+                             .parts = std::move(stack.parts)});
   }
 
   // y = W x (+ b): weight [out, in].
@@ -117,31 +126,23 @@ void add_gated_mlp(UnitBuilder& unit, const std::string& prefix, int64_t dim, in
   unit.linear(prefix + ".down_proj", dim, inner, bias);
 }
 
-struct Experts {
-  int64_t num_experts = 0;  // 0: a dense MLP
-  int64_t shared_size = 0;
-};
-
-void add_mixtral_experts(UnitBuilder& unit, const LlamaConfig& c, const Experts& experts) {
-  unit.linear("block_sparse_moe.gate", experts.num_experts, c.hidden_size);
-  for (int64_t expert = 0; expert < experts.num_experts; ++expert) {
-    const std::string prefix = concat("block_sparse_moe.experts.", expert);
-    unit.linear(prefix + ".w1", c.intermediate_size, c.hidden_size);
-    unit.linear(prefix + ".w2", c.hidden_size, c.intermediate_size);
-    unit.linear(prefix + ".w3", c.intermediate_size, c.hidden_size);
-  }
-  if (experts.shared_size > 0)
-    add_gated_mlp(unit, "block_sparse_moe.shared_expert", c.hidden_size, experts.shared_size);
+void add_mixtral_experts(UnitBuilder& unit, const MixtralConfig& c) {
+  unit.linear("block_sparse_moe.gate", c.num_local_experts, c.decoder.hidden_size);
+  for (StackedExperts& stack : stacked_experts(expert_names(c))) unit.experts(std::move(stack));
+  if (c.shared_expert_intermediate_size > 0)
+    add_gated_mlp(unit, "block_sparse_moe.shared_expert", c.decoder.hidden_size,
+                  c.shared_expert_intermediate_size);
 }
 
-void add_llama_block(UnitBuilder& unit, const LlamaConfig& c, const Experts& experts) {
+// `experts`: nullptr for a dense MLP.
+void add_llama_block(UnitBuilder& unit, const LlamaConfig& c, const MixtralConfig* experts) {
   unit.norm("input_layernorm", c.hidden_size);
   add_attention(unit, "self_attn",
                 {c.hidden_size, c.num_attention_heads, c.num_key_value_heads, head_dim_of(c),
                  bias_if(c.attention_bias), c.qk_norm});
   unit.norm("post_attention_layernorm", c.hidden_size);
-  if (experts.num_experts > 0)
-    add_mixtral_experts(unit, c, experts);
+  if (experts != nullptr)
+    add_mixtral_experts(unit, *experts);
   else
     add_gated_mlp(unit, "mlp", c.hidden_size, c.intermediate_size, bias_if(c.mlp_bias));
 }
@@ -173,7 +174,7 @@ void add_prediction_layers(ModelBuilder& model, const Config& c, const SharedUni
 }
 
 // Llama and Mixtral differ in the MLP only.
-ModelShape build_llama(std::string name, const LlamaConfig& c, const Experts& experts) {
+ModelShape build_llama(std::string name, const LlamaConfig& c, const MixtralConfig* experts) {
   ModelBuilder model(std::move(name));
   const int64_t embedding = add_embedding(model, "model.embed_tokens", c.vocab_size, c.hidden_size);
   for (int64_t layer = 0; layer < c.num_hidden_layers; ++layer) {
@@ -191,15 +192,14 @@ ModelShape build_llama(std::string name, const LlamaConfig& c, const Experts& ex
 
 ModelShape build(std::string name, const LlamaConfig& c) {
   validate(c);
-  ModelShape model = build_llama(std::move(name), c, {});
+  ModelShape model = build_llama(std::move(name), c, nullptr);
   if (c.num_nextn_predict_layers == 0) model.layers = c;
   return model;
 }
 
 ModelShape build(std::string name, const MixtralConfig& c) {
   validate(c);
-  return build_llama(std::move(name), c.decoder,
-                     {c.num_local_experts, c.shared_expert_intermediate_size});
+  return build_llama(std::move(name), c.decoder, &c);
 }
 
 void add_latent_attention(UnitBuilder& unit, const DeepseekV3Config& c) {
@@ -225,8 +225,13 @@ void add_deepseek_experts(UnitBuilder& unit, const DeepseekV3Config& c) {
   unit.linear("mlp.gate", c.n_routed_experts, c.hidden_size);
   // The published checkpoint keeps this one in fp32.
   unit.tensor("mlp.gate.e_score_correction_bias", {c.n_routed_experts}, DType::kFloat32);
-  for (int64_t expert = 0; expert < c.n_routed_experts; ++expert)
-    add_gated_mlp(unit, concat("mlp.experts.", expert), c.hidden_size, c.moe_intermediate_size);
+  for (StackedExperts& stack :
+       stacked_experts({.module = "mlp.experts",
+                        .projections = {"gate_proj", "up_proj", "down_proj"},
+                        .num_experts = c.n_routed_experts,
+                        .hidden_size = c.hidden_size,
+                        .intermediate_size = c.moe_intermediate_size}))
+    unit.experts(std::move(stack));
   if (c.n_shared_experts > 0)
     add_gated_mlp(unit, "mlp.shared_experts", c.hidden_size,
                   c.n_shared_experts * c.moe_intermediate_size);

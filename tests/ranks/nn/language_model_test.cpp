@@ -25,7 +25,7 @@ using testing::small_loss;
 using testing::small_models;
 using testing::small_tokens;
 using testing::SmallModel;
-using testing::stored_name;
+using testing::stored_tensors;
 
 using Values = std::map<std::string, at::Tensor>;
 
@@ -47,16 +47,24 @@ std::map<std::string, std::vector<std::string>> units_of(
   std::map<std::string, std::vector<std::string>> units;
   for (const FoundUnit& unit : find_units(model, {}).units)
     for (const OwnedParameter& parameter : unit.parameters)
-      units[unit.name].push_back(stored_name(*model, parameter.names.front()) + " " +
-                                 list_text(parameter.tensor.sizes().vec()));
+      for (const auto& [name, part] :
+           stored_tensors(*model, parameter.names.front(), parameter.tensor))
+        units[unit.name].push_back(name + " " + list_text(part.sizes().vec()) +
+                                   (parameter.is_expert ? " expert" : ""));
   return units;
 }
 
-std::map<std::string, std::vector<std::string>> units_of(const ModelShape& shape) {
+std::map<std::string, std::vector<std::string>> units_of(const ModelShape& model) {
   std::map<std::string, std::vector<std::string>> units;
-  for (const UnitShape& unit : shape.units)
-    for (const TensorShape& tensor : unit.tensors)
-      units[unit.name].push_back(tensor.name + " " + list_text(tensor.shape));
+  for (const UnitShape& unit : model.units)
+    for (const TensorShape& tensor : unit.tensors) {
+      std::vector<int64_t> shape = tensor.shape;
+      if (!tensor.parts.empty()) shape[0] /= static_cast<int64_t>(tensor.parts.size());
+      for (const std::string& name :
+           tensor.parts.empty() ? std::vector{tensor.name} : tensor.parts)
+        units[unit.name].push_back(name + " " + list_text(shape) +
+                                   (tensor.is_expert ? " expert" : ""));
+    }
   return units;
 }
 

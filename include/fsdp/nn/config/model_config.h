@@ -3,11 +3,13 @@
 // Fields are named after the keys of the configurations published with the models.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
 #include <string>
 #include <variant>
+#include <vector>
 
 namespace fsdp {
 
@@ -129,6 +131,27 @@ using ModelConfig = std::variant<LlamaConfig, MixtralConfig, NemotronHConfig>;
 // head_dim, or its default if it is 0.
 int64_t head_dim_of(const LlamaConfig& config);
 int64_t head_dim_of(const NemotronHConfig& config);
+
+// The experts of one layer, and how published checkpoints name them.
+struct ExpertNames {
+  std::string module;                      // their parent: "mlp.experts"
+  std::array<std::string, 3> projections;  // gate, up and down
+  int64_t num_experts = 0;
+  int64_t hidden_size = 0;
+  int64_t intermediate_size = 0;
+};
+ExpertNames expert_names(const MixtralConfig& config);
+
+// A tensor that holds matrices of all experts, one below the other, and the names under which
+// published checkpoints have them, in that order.
+struct StackedExperts {
+  std::string name;
+  std::vector<int64_t> shape;
+  std::vector<std::string> parts;  // equal parts along the first dimension
+};
+
+// Gate and up projection of expert after expert; and the down projections.
+std::array<StackedExperts, 2> stacked_experts(const ExpertNames& names);
 
 // Checks that the tensors have shapes. UsageError with the field, its value and its rule.
 void validate(const LlamaConfig& config);

@@ -1,6 +1,7 @@
 #include "fsdp/nn/config/model_config.h"
 
 #include <cmath>
+#include <utility>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
@@ -128,6 +129,32 @@ int64_t head_dim_of(const LlamaConfig& c) {
 
 int64_t head_dim_of(const NemotronHConfig& c) {
   return resolved_head_dim(c.head_dim, c.hidden_size, c.num_attention_heads);
+}
+
+ExpertNames expert_names(const MixtralConfig& c) {
+  return {.module = "block_sparse_moe.experts",
+          .projections = {"w1", "w3", "w2"},
+          .num_experts = c.num_local_experts,
+          .hidden_size = c.decoder.hidden_size,
+          .intermediate_size = c.decoder.intermediate_size};
+}
+
+std::array<StackedExperts, 2> stacked_experts(const ExpertNames& names) {
+  StackedExperts gate_up{
+      .name = names.module + ".gate_up_proj",
+      .shape = {names.num_experts * 2 * names.intermediate_size, names.hidden_size},
+      .parts = {}};
+  StackedExperts down{.name = names.module + ".down_proj",
+                      .shape = {names.num_experts * names.hidden_size, names.intermediate_size},
+                      .parts = {}};
+  const auto& [gate, up, down_name] = names.projections;
+  for (int64_t expert = 0; expert < names.num_experts; ++expert) {
+    const std::string prefix = concat(names.module, ".", expert, ".");
+    gate_up.parts.push_back(concat(prefix, gate, ".weight"));
+    gate_up.parts.push_back(concat(prefix, up, ".weight"));
+    down.parts.push_back(concat(prefix, down_name, ".weight"));
+  }
+  return {std::move(gate_up), std::move(down)};
 }
 
 void validate(const LlamaConfig& c) {

@@ -11,10 +11,20 @@ constexpr int kThreads = 256;
 
 __device__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + expf(-x)); }
 
+// Where number i of gate and up is.
+struct Rows {
+  int64_t columns;
+  int64_t stride;
+  __device__ int64_t place(int64_t i) const {
+    return columns == stride ? i : i + i / columns * (stride - columns);
+  }
+};
+
 template <typename T, int kCount>
-__device__ void forward_at(const T* gate, const T* up, T* result, int64_t i) {
-  const Floats<kCount> g = load_pack<kCount>(gate + i);
-  const Floats<kCount> u = load_pack<kCount>(up + i);
+__device__ void forward_at(const T* gate, const T* up, const Rows& rows, T* result, int64_t i) {
+  const int64_t place = rows.place(i);
+  const Floats<kCount> g = load_pack<kCount>(gate + place);
+  const Floats<kCount> u = load_pack<kCount>(up + place);
   Floats<kCount> y;
 #pragma unroll
   for (int k = 0; k < kCount; ++k) y.of[k] = g.of[k] * sigmoid(g.of[k]) * u.of[k];
@@ -29,9 +39,11 @@ struct Gradients {
 };
 
 template <typename T, int kCount>
-__device__ void backward_at(const T* gate, const T* up, const Gradients<T>& gradients, int64_t i) {
-  const Floats<kCount> g = load_pack<kCount>(gate + i);
-  const Floats<kCount> u = load_pack<kCount>(up + i);
+__device__ void backward_at(const T* gate, const T* up, const Rows& rows,
+                            const Gradients<T>& gradients, int64_t i) {
+  const int64_t place = rows.place(i);
+  const Floats<kCount> g = load_pack<kCount>(gate + place);
+  const Floats<kCount> u = load_pack<kCount>(up + place);
   const Floats<kCount> d = load_pack<kCount>(gradients.of_result + i);
   Floats<kCount> dg;
   Floats<kCount> du;
@@ -41,8 +53,8 @@ __device__ void backward_at(const T* gate, const T* up, const Gradients<T>& grad
     du.of[k] = d.of[k] * (g.of[k] * s);
     dg.of[k] = d.of[k] * u.of[k] * (s * (1.0f + g.of[k] * (1.0f - s)));
   }
-  store_pack(gradients.of_gate + i, dg);
-  store_pack(gradients.of_up + i, du);
+  store_pack(gradients.of_gate + place, dg);
+  store_pack(gradients.of_up + place, du);
 }
 
 // Calls body(count, i) for this thread's numbers: whole packs, and the rest one by one.
@@ -59,18 +71,26 @@ __device__ void at_own_numbers(int64_t numel, const Body& body) {
 
 template <typename T, int kCount>
 __global__ void __launch_bounds__(kThreads)
-    gated_silu_kernel(const T* gate, const T* up, T* result, int64_t numel) {
+    gated_silu_kernel(const T* gate, const T* up, Rows rows, T* result, int64_t numel) {
   at_own_numbers<kCount>(numel, [&](auto count, int64_t i) {
-    forward_at<T, decltype(count)::value>(gate, up, result, i);
+    forward_at<T, decltype(count)::value>(gate, up, rows, result, i);
   });
 }
 
 template <typename T, int kCount>
 __global__ void __launch_bounds__(kThreads)
-    gated_silu_backward_kernel(const T* gate, const T* up, Gradients<T> gradients, int64_t numel) {
+    gated_silu_backward_kernel(const T* gate, const T* up, Rows rows, Gradients<T> gradients,
+                               int64_t numel) {
   at_own_numbers<kCount>(numel, [&](auto count, int64_t i) {
-    backward_at<T, decltype(count)::value>(gate, up, gradients, i);
+    backward_at<T, decltype(count)::value>(gate, up, rows, gradients, i);
   });
+}
+
+// Whether a pack never crosses the end of a row.
+bool rows_are_packs(const GatedSiluMemory& memory) {
+  const int64_t count = kPackBytes / element_bytes(memory.dtype);
+  return memory.columns == memory.stride ||
+         (memory.columns % count == 0 && memory.stride % count == 0);
 }
 
 unsigned blocks_for(int64_t numel, int per_thread) {
@@ -82,15 +102,23 @@ unsigned blocks_for(int64_t numel, int per_thread) {
 
 bool has_device_layers() { return true; }
 
+int device_generation(int device) {
+  int major = 0;
+  check_call(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+             "cudaDeviceGetAttribute");
+  return major;
+}
+
 void gated_silu_on_device(const GatedSiluMemory& memory, void* result, void* stream) {
   if (memory.numel == 0) return;
-  const bool in_packs =
-      begins_a_pack(memory.gate) && begins_a_pack(memory.up) && begins_a_pack(result);
+  const bool in_packs = rows_are_packs(memory) && begins_a_pack(memory.gate) &&
+                        begins_a_pack(memory.up) && begins_a_pack(result);
+  const Rows rows{memory.columns, memory.stride};
   with_kernel_type(memory.dtype, "gated_silu", [&](auto zero) {
     using T = decltype(zero);
     const auto launch = [&](auto kernel, int per_thread) {
       kernel<<<blocks_for(memory.numel, per_thread), kThreads, 0, cuda_stream(stream)>>>(
-          static_cast<const T*>(memory.gate), static_cast<const T*>(memory.up),
+          static_cast<const T*>(memory.gate), static_cast<const T*>(memory.up), rows,
           static_cast<T*>(result), memory.numel);
     };
     if (in_packs)
@@ -104,16 +132,17 @@ void gated_silu_on_device(const GatedSiluMemory& memory, void* result, void* str
 void gated_silu_backward_on_device(const GatedSiluMemory& memory, const void* gradient,
                                    void* gate_gradient, void* up_gradient, void* stream) {
   if (memory.numel == 0) return;
-  const bool in_packs = begins_a_pack(memory.gate) && begins_a_pack(memory.up) &&
-                        begins_a_pack(gradient) && begins_a_pack(gate_gradient) &&
+  const bool in_packs = rows_are_packs(memory) && begins_a_pack(memory.gate) &&
+                        begins_a_pack(memory.up) && begins_a_pack(gradient) && begins_a_pack(gate_gradient) &&
                         begins_a_pack(up_gradient);
+  const Rows rows{memory.columns, memory.stride};
   with_kernel_type(memory.dtype, "gated_silu_backward", [&](auto zero) {
     using T = decltype(zero);
     const Gradients<T> gradients{static_cast<const T*>(gradient), static_cast<T*>(gate_gradient),
                                  static_cast<T*>(up_gradient)};
     const auto launch = [&](auto kernel, int per_thread) {
       kernel<<<blocks_for(memory.numel, per_thread), kThreads, 0, cuda_stream(stream)>>>(
-          static_cast<const T*>(memory.gate), static_cast<const T*>(memory.up), gradients,
+          static_cast<const T*>(memory.gate), static_cast<const T*>(memory.up), rows, gradients,
           memory.numel);
     };
     if (in_packs)

@@ -18,6 +18,9 @@ inline constexpr int64_t kNoTarget = -100;
 // Whether this build has the kernels.
 bool has_device_layers();
 
+// The first number of a CUDA device's compute capability, 9 for an H200; 0 without CUDA.
+int device_generation(int device);
+
 // --- rotary positions ----------------------------------------------------------------------------
 
 // [batch, sequence, heads, head_dim], strided but for the last dimension; the result is dense.
@@ -48,10 +51,13 @@ void rotate_on_device(const std::array<RotatedHeads, 2>& heads, const RotationSh
 
 // --- gated MLP -----------------------------------------------------------------------------------
 
-// All dense, of `numel` numbers.
+// `numel` numbers. Gate, up and their gradients are rows of `columns` numbers whose beginnings are
+// `stride` numbers apart; the result and its gradient are dense.
 struct GatedSiluMemory {
   DType dtype = DType::kBFloat16;
   int64_t numel = 0;
+  int64_t columns = 0;
+  int64_t stride = 0;
   const void* gate = nullptr;
   const void* up = nullptr;
 };

@@ -14,6 +14,8 @@ namespace {
 
 bool has_device_layers() { return false; }
 
+int device_generation(int) { return 0; }
+
 void rotate_on_device(const std::array<RotatedHeads, 2>&, const RotationShape&,
                       const RotationAngles&, void*) {
   throw_absent();

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "fsdp/shard/direct_gradient.h"
+#include "fsdp/nn/layers/weight_gradient.h"
 
 namespace fsdp::nn {
 
@@ -17,32 +17,12 @@ using torch::autograd::variable_list;
 
 at::Tensor rows_of(const at::Tensor& tensor) { return tensor.reshape({-1, tensor.size(-1)}); }
 
-// Stores the fp32 product of narrow matrices, which GPUs have before rounding.
-void write_wide(DirectGradient& direct, const at::Tensor& transposed, const at::Tensor& rows) {
-  const at::ScalarType wide = direct.target.scalar_type();
-  if (direct.beta == 0.0) {
-    at::mm_out(direct.target, transposed, rows, wide);
-  } else {
-    direct.target.add_(at::mm(transposed, rows, wide));
-  }
-}
-
 // The gradient, or an undefined tensor after writing it to its slab.
 at::Tensor weight_gradient(const at::Tensor& weight, const at::Tensor& output_gradient,
                            const at::Tensor& input) {
-  const at::Tensor transposed = rows_of(output_gradient).t();  // [out, rows]
-  const at::Tensor rows = rows_of(input);                      // [rows, in]
-  DirectGradient direct = direct_gradient(
-      weight, weight.is_cuda() ? GradientType::kOrWider : GradientType::kOfParameter);
-  if (!direct.target.defined()) return transposed.mm(rows);
-  if (direct.target.scalar_type() != rows.scalar_type()) {
-    write_wide(direct, transposed, rows);
-  } else if (direct.beta == 0.0) {
-    at::mm_out(direct.target, transposed, rows);
-  } else {
-    direct.target.addmm_(transposed, rows);
-  }
-  return {};
+  WeightGradient gradient(weight);
+  gradient.write_rows(0, rows_of(output_gradient).t(), rows_of(input));
+  return gradient.for_autograd();
 }
 
 class LinearFunction final : public torch::autograd::Function<LinearFunction> {

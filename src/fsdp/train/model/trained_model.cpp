@@ -67,9 +67,11 @@ int64_t sequence_for(const EvaluationOptions& options, const LoadedModel& loaded
 
 NameRules stored_name_rules(const LanguageModel& model) {
   std::vector<NameRule> rules;
-  for (const StoredName& name : model.stored_names())
-    rules.push_back(
-        {.title = "published name", .pattern = name.in_tree, .sections = {{.name = name.stored}}});
+  for (const StoredName& name : model.stored_names()) {
+    NameRule rule{.title = "published name", .pattern = name.in_tree, .sections = {}};
+    for (const std::string& stored : name.stored) rule.sections.push_back({.name = stored});
+    rules.push_back(std::move(rule));
+  }
   return NameRules(std::move(rules));
 }
 

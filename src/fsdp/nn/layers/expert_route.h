@@ -1,0 +1,83 @@
+// The way of tokens to the experts they chose, and of the results back: sorted by expert, through
+// the ranks of an ep group where experts are shared out. Nothing is dropped unless a capacity is
+// set, and on a device nothing waits for the host.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace fsdp {
+class MeshAxis;
+}
+
+namespace fsdp::nn {
+
+// A choice is one token with one of its experts: choice c is of token c / num_chosen.
+struct SortedChoices {
+  at::Tensor chosen;   // [tokens, num_chosen], the expert of each choice
+  at::Tensor order;    // [choices], sorted by expert, and by token among those of one expert
+  at::Tensor inverse;  // where a choice is in that order
+  at::Tensor ends;     // [experts], where the choices of each expert end
+};
+SortedChoices sort_choices(const at::Tensor& chosen, int64_t num_experts);
+
+// The ranks that share out the experts of a layer, equally many and in order.
+struct ExpertRanks {
+  const MeshAxis* ep = nullptr;  // nullptr: this rank has all experts
+  // On a device, where the host does not know how many rows a rank sends to another one, a buffer
+  // has room for this many times the rows of an even load, and choices beyond it count nothing.
+  // 0: for all rows that could come.
+  double capacity_factor = 0.0;
+};
+
+// Slots are rows on their way: of this rank's choices, in parts that go to one rank each. Where the
+// host knows all counts a slot is a sorted choice; else the parts are equally long, with slots at
+// their ends that carry no choice of theirs and that nobody reads at the other side.
+class ExpertRoute final : public torch::CustomClassHolder {
+ public:
+  ExpertRoute(const SortedChoices& choices, const ExpertRanks& ranks);
+
+  // [experts of this rank], int32, on the choices' device: where the rows of each expert end. Rows
+  // behind the last end are nobody's.
+  const at::Tensor& ends() const { return ends_; }
+  // The share of this rank's choices that found no room, one fp32 element; undefined if all have.
+  const at::Tensor& dropped() const { return dropped_; }
+
+  // Tokens [tokens, n] to rows sorted by this rank's experts, and such rows to [tokens, num_chosen,
+  // n]; with gradients.
+  friend at::Tensor dispatch(const at::Tensor& tokens, c10::intrusive_ptr<ExpertRoute> route);
+  friend at::Tensor collect(const at::Tensor& rows, c10::intrusive_ptr<ExpertRoute> route);
+
+ private:
+  friend class Dispatch;
+  friend class Collect;
+  enum class Way : uint8_t { kForward, kBackward };
+
+  void share_out(const SortedChoices& choices, double capacity_factor);
+  void bound_parts(const SortedChoices& choices, at::Tensor& counts, double capacity_factor);
+  at::Tensor received_counts(const at::Tensor& counts) const;
+  at::Tensor experts_of_slots(const at::Tensor& counts) const;
+
+  // Slots of this rank to rows of its experts, and back.
+  at::Tensor to_experts(const at::Tensor& slots, Way way) const;
+  at::Tensor from_experts(const at::Tensor& rows, Way way) const;
+  at::Tensor exchange(const at::Tensor& rows, const std::vector<int64_t>& sent,
+                      const std::vector<int64_t>& received, Way way) const;
+
+  at::Tensor of_choices(const at::Tensor& slots) const;
+
+  const int64_t num_chosen_;
+  const MeshAxis* const ep_;
+  at::Tensor choice_of_slot_;
+  at::Tensor slot_of_choice_;
+  at::Tensor kept_;  // [choices, 1], 0 for those that found no room; undefined if all have
+  std::vector<int64_t> sent_, received_;  // slots per rank of the ep group
+  at::Tensor by_expert_, by_slot_;        // received slots in the order of experts, and back
+  at::Tensor ends_;
+  at::Tensor dropped_;
+};
+
+}  // namespace fsdp::nn

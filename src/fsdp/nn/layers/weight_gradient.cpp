@@ -1,0 +1,34 @@
+#include "fsdp/nn/layers/weight_gradient.h"
+
+#include <ATen/ATen.h>
+
+namespace fsdp::nn {
+
+WeightGradient::WeightGradient(const at::Tensor& weight)
+    : target_(direct_gradient(
+          weight, weight.is_cuda() ? GradientType::kOrWider : GradientType::kOfParameter)) {
+  if (!target_.target.defined()) target_.target = own_ = at::empty_like(weight);
+}
+
+void WeightGradient::write_rows(int64_t first, const at::Tensor& transposed,
+                                const at::Tensor& inputs) {
+  at::Tensor target = target_.target.narrow(0, first, transposed.size(0));
+  const bool adds = target_.beta != 0.0;
+  if (inputs.size(0) == 0) {
+    if (!adds) target.zero_();
+    return;
+  }
+  const at::ScalarType type = target.scalar_type();
+  if (type != inputs.scalar_type()) {  // the fp32 product of narrow matrices, which GPUs have
+    if (adds)
+      target.add_(at::mm(transposed, inputs, type));
+    else
+      at::mm_out(target, transposed, inputs, type);
+  } else if (adds) {
+    target.addmm_(transposed, inputs);
+  } else {
+    at::mm_out(target, transposed, inputs);
+  }
+}
+
+}  // namespace fsdp::nn

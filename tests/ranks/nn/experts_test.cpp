@@ -1,0 +1,377 @@
+// Experts against a dense loop over all of them, whole and shared out among the ranks of ep groups.
+#include "fsdp/nn/layers/experts.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+
+#include "fsdp/base/text.h"
+#include "fsdp/checkpoint/checkpointer.h"
+#include "fsdp/checkpoint/load.h"
+#include "fsdp/optim/adamw.h"
+#include "fsdp/train/model/trained_model.h"
+#include "support/sharded_training.h"
+#include "support/small_models.h"
+#include "support/temp_dir.h"
+
+namespace fsdp::nn::experts_test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using testing::run_ranks;
+
+constexpr int64_t kHidden = 6;
+
+// Values without random numbers, of either sign.
+at::Tensor waves(at::IntArrayRef shape, double phase, double size = 1.0) {
+  int64_t numel = 1;
+  for (const int64_t dim : shape) numel *= dim;
+  const at::Tensor index = at::arange(numel, at::kDouble);
+  return ((index * 1.7 + phase).sin() * size).to(at::kFloat).view(shape);
+}
+
+ExpertsOptions small_options(int64_t num_experts, int64_t num_chosen) {
+  return {.router = {.hidden_size = kHidden,
+                     .num_experts = num_experts,
+                     .num_chosen = num_chosen},
+          .intermediate_size = 7};
+}
+
+void fill(torch::nn::Module& module) {
+  const at::NoGradGuard no_grad;
+  double phase = 0.0;
+  for (at::Tensor& parameter : module.parameters())
+    parameter.copy_(waves(parameter.sizes(), phase += 1.3, 0.4));
+}
+
+Experts small_experts(const ExpertsOptions& options) {
+  Experts experts(options);
+  fill(*experts);
+  return experts;
+}
+
+// The weight of every expert for every token, 0 for those that were not chosen: choice after
+// choice, as a person would choose.
+at::Tensor shares_by_hand(const at::Tensor& logits, const RouterOptions& o) {
+  const bool is_softmax = o.score == RouterScore::kSoftmax;
+  const at::Tensor scores = is_softmax ? at::softmax(logits, -1) : at::sigmoid(logits);
+  const int64_t group_size = o.num_experts / o.num_groups;
+  at::Tensor chosen = at::zeros_like(scores);
+  for (int64_t t = 0; t < scores.size(0); ++t) {
+    std::vector<std::pair<double, int64_t>> groups;
+    for (int64_t g = 0; g < o.num_groups; ++g) {
+      const at::Tensor sorted =
+          std::get<0>(scores[t].narrow(0, g * group_size, group_size).sort(0, true));
+      groups.emplace_back(sorted.narrow(0, 0, std::min<int64_t>(2, group_size)).sum().item<double>(),
+                          g);
+    }
+    std::sort(groups.rbegin(), groups.rend());
+    std::vector<std::pair<double, int64_t>> experts;
+    for (int64_t g = 0; g < o.num_open_groups; ++g)
+      for (int64_t i = 0; i < group_size; ++i) {
+        const int64_t expert = groups[static_cast<size_t>(g)].second * group_size + i;
+        experts.emplace_back(scores[t][expert].item<double>(), expert);
+      }
+    std::sort(experts.rbegin(), experts.rend());
+    for (int64_t i = 0; i < o.num_chosen; ++i) chosen[t][experts[static_cast<size_t>(i)].second] = 1;
+  }
+  at::Tensor shares = scores * chosen;
+  if (o.normalizes) shares = shares / shares.sum(-1, true);
+  return shares * o.scale;
+}
+
+// Every expert computes every token; results of experts that were not chosen count as 0.
+at::Tensor dense_experts(Experts& experts, const at::Tensor& x, const ExpertsOptions& o) {
+  std::map<std::string, at::Tensor> weights;
+  for (const auto& item : experts->named_parameters()) weights[item.key()] = item.value();
+  const auto mlp = [&](const at::Tensor& gate, const at::Tensor& up, const at::Tensor& down) {
+    return at::linear(at::silu(at::linear(x, gate)) * at::linear(x, up), down);
+  };
+  const at::Tensor logits = at::linear(x.flatten(0, 1), weights.at("gate.weight"));
+  const at::Tensor shares =
+      shares_by_hand(logits, o.router).view({x.size(0), x.size(1), o.router.num_experts});
+  at::Tensor sum = weights.contains("shared_expert.gate_proj.weight")
+                       ? mlp(weights.at("shared_expert.gate_proj.weight"),
+                             weights.at("shared_expert.up_proj.weight"),
+                             weights.at("shared_expert.down_proj.weight"))
+                       : at::zeros_like(x);
+  const at::Tensor gate_up = weights.at("experts.gate_up_proj")
+                                 .view({o.router.num_experts, 2, o.intermediate_size, kHidden});
+  const at::Tensor down =
+      weights.at("experts.down_proj").view({o.router.num_experts, kHidden, o.intermediate_size});
+  for (int64_t i = 0; i < o.router.num_experts; ++i)
+    sum = sum + shares.narrow(-1, i, 1) * mlp(gate_up[i][0], gate_up[i][1], down[i]);
+  return sum;
+}
+
+TEST(Experts, EqualADenseLoop) {
+  std::vector<ExpertsOptions> all;
+  for (const int64_t num_chosen : {1, 2, 3, 8}) all.push_back(small_options(8, num_chosen));
+  all[1].shared_size = 5;
+  all.push_back(small_options(8, 3));  // DeepSeek-V3's router
+  all.back().router.score = RouterScore::kSigmoid;
+  all.back().router.num_groups = 4;
+  all.back().router.num_open_groups = 2;
+  all.back().router.scale = 2.5;
+  all.push_back(small_options(8, 2));  // Qwen's, without norm_topk_prob
+  all.back().router.normalizes = false;
+  for (size_t c = 0; c < all.size(); ++c) {
+    Experts experts = small_experts(all[c]);
+    const at::Tensor x = waves({3, 8, kHidden}, 0.5).set_requires_grad(true);
+    const auto gradients_of = [&](const at::Tensor& y) {
+      (y * waves(y.sizes(), 0.9)).sum().backward();
+      std::vector<at::Tensor> results = {y.detach(), x.grad()};
+      x.mutable_grad() = at::Tensor();
+      for (at::Tensor& parameter : experts->parameters()) {
+        results.push_back(parameter.grad());
+        parameter.mutable_grad() = at::Tensor();
+      }
+      return results;
+    };
+    const auto actual = gradients_of(experts(x).output);
+    const auto expected = gradients_of(dense_experts(experts, x, all[c]));
+    for (size_t i = 0; i < actual.size(); ++i)
+      EXPECT_TRUE(at::allclose(actual[i], expected[i], 1e-5, 1e-6)) << "case " << c << ", " << i;
+  }
+}
+
+TEST(Experts, WithoutTokensGetGradientsOfZero) {
+  Experts experts = small_experts(small_options(4, 1));
+  {
+    const at::NoGradGuard no_grad;  // the router prefers expert 2, for tokens with positive sums
+    at::Tensor gate = experts->named_parameters()["gate.weight"];
+    gate.zero_();
+    gate[2].fill_(1.0);
+  }
+  const RoutedTokens routed = experts(waves({1, 5, kHidden}, 0.5).abs());
+  EXPECT_TRUE(at::equal(routed.load.share, at::tensor({0.0f, 0.0f, 1.0f, 0.0f})));
+  routed.output.sum().backward();
+  for (const auto& item : experts->named_parameters()) {
+    if (!item.key().starts_with("experts.")) continue;
+    const std::vector<at::Tensor> parts = item.value().grad().chunk(4);
+    for (size_t i = 0; i < 4; ++i)
+      EXPECT_EQ(parts[i].abs().sum().item<double>() > 0, i == 2) << item.key() << " of " << i;
+  }
+}
+
+// The package's formula, on the choices and probabilities of all layers and tokens at once.
+TEST(LoadBalance, IsThePackagesFormula) {
+  std::vector<RouterLoad> loads;
+  std::vector<at::Tensor> scores;
+  for (int layer = 0; layer < 3; ++layer) {
+    Experts experts = small_experts(small_options(4, 2));
+    const at::Tensor x = waves({2, 9, kHidden}, 0.5 + layer);
+    scores.push_back(at::linear(x.flatten(0, 1), experts->named_parameters()["gate.weight"]));
+    loads.push_back(experts(x).load);
+  }
+  const at::Tensor probability = at::softmax(at::cat(scores), -1);
+  const at::Tensor chosen = at::one_hot(std::get<1>(probability.topk(2, -1)), 4);
+  const at::Tensor expected =
+      (chosen.to(at::kFloat).mean(0) * probability.mean(0).unsqueeze(0)).sum() * 4;
+  EXPECT_NEAR(load_balancing_loss(loads).item<double>(), expected.item<double>(), 1e-5);
+}
+
+// --- shared out ----------------------------------------------------------------------------------
+
+struct LayerImpl : torch::nn::Module {
+  explicit LayerImpl(const ExpertsOptions& options)
+      : experts(register_module("experts", Experts(options))) {}
+  at::Tensor forward(const at::Tensor& x) { return x + experts(x).output; }
+  Experts experts;
+};
+
+struct NetImpl : torch::nn::Module {
+  explicit NetImpl(const ExpertsOptions& options)
+      : layer(register_module("layer", Unit<LayerImpl>(options))) {
+    fill(*this);
+  }
+  Unit<LayerImpl> layer;
+};
+
+// By rank, so that they have other numbers of tokens, too.
+at::Tensor tokens_of(int rank) { return waves({1 + rank % 3, 4, kHidden}, 0.5 + rank); }
+
+void prefer_first_experts(torch::nn::Module& net, int64_t num_chosen) {
+  const at::NoGradGuard no_grad;
+  at::Tensor gate = net.named_parameters()["layer.experts.gate.weight"];
+  for (int64_t i = 0; i < num_chosen; ++i) gate[i].fill_(5.0);  // tokens have positive sums
+}
+
+// The output and the gradient of x, with every number of ranks that share out the experts.
+TEST(SharedOutExperts, ComputeWhatAllExpertsWould) {
+  for (const int ranks : {2, 4, 8})
+    for (int ep = 2; ep <= ranks; ep *= 2)
+      for (const int64_t num_chosen : {1, 2, 5})
+        for (const bool skewed : {false, true})
+          run_ranks(ranks, [&](World& world) {
+            const ExpertsOptions options = small_options(8, num_chosen);
+            const auto plain = std::make_shared<NetImpl>(options);
+            const auto net = std::make_shared<NetImpl>(options);
+            const Mesh mesh = world.mesh({.ep = ep});
+            const auto input = [&] {
+              const at::Tensor x = tokens_of(world.rank());
+              return (skewed ? x.abs() : x).clone().set_requires_grad(true);
+            };
+            if (skewed) {  // most ranks have no tokens for their experts
+              prefer_first_experts(*plain, num_chosen);
+              prefer_first_experts(*net, num_chosen);
+            }
+            const Sharded sharded = fully_shard(net, mesh);
+            const at::Tensor expected_x = input();
+            const at::Tensor expected = plain->layer(expected_x);
+            expected.square().sum().backward();
+            const at::Tensor x = input();
+            const at::Tensor y = net->layer(x);
+            y.square().sum().backward();
+            const std::string which =
+                concat(ranks, " ranks, ep ", ep, ", ", num_chosen, skewed ? " skewed" : "");
+            // Products of other numbers of rows may be summed in another order.
+            EXPECT_TRUE(at::allclose(y, expected, 1e-5, 1e-6)) << which;
+            EXPECT_TRUE(at::allclose(x.grad(), expected_x.grad(), 1e-5, 1e-6)) << which;
+          });
+}
+
+TEST(SharedOutExperts, MustDivideEvenly) {
+  run_ranks(4, [](World& world) {
+    const Mesh mesh = world.mesh({.ep = 4});
+    const auto net = std::make_shared<NetImpl>(small_options(6, 2));
+    EXPECT_THAT(testing::error_of([&] { fully_shard(net, mesh); }),
+                AllOf(HasSubstr("6 experts"), HasSubstr("ep = 4"), HasSubstr("must divide")));
+  });
+}
+
+// --- language models -----------------------------------------------------------------------------
+
+MixtralConfig shared_out_mixtral() {
+  MixtralConfig config = testing::small_mixtral();
+  config.num_local_experts = 8;
+  config.shared_expert_intermediate_size = 11;
+  config.decoder.num_nextn_predict_layers = 1;
+  return config;
+}
+
+std::shared_ptr<LanguageModel> mixtral(Recompute recompute = Recompute::kNone) {
+  const auto model =
+      build_language_model(shared_out_mixtral(), {.seed = 3, .recompute = recompute});
+  testing::disturb(*model);
+  return model;
+}
+
+at::Tensor loss_of(const std::shared_ptr<LanguageModel>& model, int rank, int step) {
+  return testing::small_loss(*model, testing::small_tokens(rank, step)).total;
+}
+
+// The slices of experts that this rank owns, and all other tensors whole.
+std::vector<at::Tensor> owned_of(const std::vector<at::Tensor>& whole, const Mesh& mesh,
+                                 const torch::nn::Module& model) {
+  std::vector<at::Tensor> owned;
+  const std::vector<at::Tensor> parameters = model.parameters();
+  for (size_t i = 0; i < whole.size(); ++i) {
+    const int64_t rows = parameters[i].size(0);
+    const bool is_cut = rows != whole[i].size(0);
+    owned.push_back(is_cut ? whole[i].narrow(0, mesh.ep()->rank() * rows, rows) : whole[i]);
+  }
+  return owned;
+}
+
+struct Grids {
+  int ranks;
+  MeshOptions mesh;
+};
+
+// On eight ranks the one that shards most: the others differ in nothing that four do not show.
+std::vector<Strategy> strategies_for(int ranks) {
+  if (ranks == 8) return {Strategy::optim_grads_params};
+  return {named_strategies().begin(), named_strategies().end()};
+}
+
+TEST(SharedOutExperts, LearnWhatTheWholeModelLearns) {
+  for (const int ranks : {2, 4, 8}) {
+    const auto expected = testing::train_plain(mixtral(), ranks, 3, loss_of);
+    for (int outer = 1; outer <= ranks; outer *= 2)
+      for (int ep = 2; ep <= ranks; ep *= 2)
+        for (const Strategy& strategy : strategies_for(ranks))
+          run_ranks(ranks, [&](World& world) {
+            const Mesh mesh = world.mesh({.outer = outer, .ep = ep});
+            const auto model = mixtral();
+            const Sharded sharded = fully_shard(model, mesh, {.strategy = strategy});
+            testing::train(model, sharded, world.rank(), 3, loss_of);
+            testing::expect_close(
+                testing::weights_of(sharded, model), owned_of(expected, mesh, *model),
+                concat(ranks, " ranks, outer ", outer, ", ep ", ep, ", ", to_text(strategy)));
+          });
+  }
+}
+
+// Options that change how weights and gradients live, two at a time.
+TEST(SharedOutExperts, LearnTheSameWithOtherOptions) {
+  constexpr int kRanks = 4;
+  const auto expected = testing::train_plain(mixtral(), kRanks, 3, loss_of);
+  for (const Recompute recompute : {Recompute::kNone, Recompute::kBlock})
+    for (const PoolKind pool : all_pool_kinds())
+      for (const auto& [granularity, lifetime] :
+           {std::pair{Granularity::element(), GradientLifetime::kStep},
+            std::pair{Granularity::row(), GradientLifetime::kPersistent},
+            std::pair{Granularity::tensor(), GradientLifetime::kStep}})
+        run_ranks(kRanks, [&](World& world) {
+          const Mesh mesh = world.mesh({.ep = 2});
+          const auto model = mixtral(recompute);
+          const Sharded sharded = fully_shard(model, mesh,
+                                              {.pool = pool,
+                                               .gradient_lifetime = lifetime,
+                                               .granularity = granularity});
+          testing::train(model, sharded, world.rank(), 3, loss_of);
+          testing::expect_close(
+              testing::weights_of(sharded, model), owned_of(expected, mesh, *model),
+              concat(name_of(pool), recompute == Recompute::kBlock ? " recomputed" : ""));
+        });
+}
+
+// Published names and shapes, weights and moments: from every grid into every other one.
+TEST(SharedOutExperts, AreNotSeenInCheckpoints) {
+  const std::vector<Grids> all = {
+      {1, {}}, {2, {.ep = 2}}, {4, {.outer = 2, .ep = 2}}, {4, {.ep = 4}}};
+  const auto trained = [](const Grids& grids, int first, int last, const auto& then) {
+    run_ranks(grids.ranks, [&](World& world) {
+      const Mesh mesh = world.mesh(grids.mesh);
+      const auto model = mixtral();
+      Sharded sharded = fully_shard(model, mesh);
+      AdamW optimizer(sharded, {.lr = 0.01, .eps = 1e-3});  // else rounding decides tiny steps
+      const CheckpointState state{.sharded = sharded, .optimizer = &optimizer};
+      then(model, mesh, state, train::stored_name_rules(*model), [&] {
+        for (int step = first; step < last; ++step) {
+          loss_of(model, 0, step).backward();  // the same on every rank: the mean has no order
+          optimizer.step();
+          optimizer.zero_grad();
+        }
+      });
+    });
+  };
+  std::vector<at::Tensor> expected;
+  trained({1, {}}, 0, 4, [&](auto& model, const Mesh&, auto& state, const NameRules&, auto train) {
+    train();
+    expected = testing::weights_of(state.sharded, model);
+  });
+  for (const Grids& from : all) {
+    const testing::TempDir directory;
+    trained(from, 0, 2, [&](auto&, const Mesh&, auto& state, const NameRules& names, auto train) {
+      train();
+      save_checkpoint(directory.path(), state, {.step = 2}, {.form = {.names = names}});
+    });
+    for (const Grids& to : all)
+      trained(to, 2, 4,
+              [&](auto& model, const Mesh& mesh, auto& state, const NameRules& names, auto train) {
+                load_checkpoint(directory.path(), state, {.names = names});
+                train();
+                testing::expect_close(testing::weights_of(state.sharded, model),
+                                      owned_of(expected, mesh, *model),
+                                      concat("ep ", from.mesh.ep, " to ", to.mesh.ep));
+              });
+  }
+}
+
+}  // namespace
+}  // namespace fsdp::nn::experts_test
