@@ -83,7 +83,7 @@ TEST(LanguageModelOnDevice, BeginsWithTheHostsValuesAndTrainsSharded) {
           last = loss.terms[0].value.item<double>();
           if (step == 0) first = last;
           for (const FlatShard& shard : sharded.flat_shards())
-            shard.main_weight.sub_(shard.gradient, 0.5);
+            shard.main_weight.sub_(shard.gradient, 0.2);
           sharded.refresh_weights();
           sharded.zero_grad();
         }

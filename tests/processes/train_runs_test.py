@@ -96,6 +96,18 @@ class Ranks(Trained):
                 two = self.train(f"{model}2", "--model", model, "--ranks", 2, steps=steps)
                 self.assert_near(two, one, tolerance)
 
+    def test_experts_that_ranks_share_out_learn_the_same(self):
+        moe = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 24}
+        small_runs.write_model(self.root / "moe" / "config.json", **moe)
+        expected = self.train("moe", "--model", "moe", "--ranks", 4)
+        for ep, options in ((2, {"outer": 2}), (4, {})):
+            words = ["--model", "moe", "--ep", ep, *[word for name, value in options.items() for word in (f"--{name}", value)]]
+            with self.subTest(ep=ep):
+                self.assert_near(self.train(f"threads-ep{ep}", *words, "--ranks", 4), expected, ORDER)
+                self.assert_near(self.train(f"tcp-ep{ep}", *words, tcp=4), expected, ORDER)
+                if MPIRUN:
+                    self.assert_near(self.train(f"mpi-ep{ep}", *words, mpi=4), expected, ORDER)
+
     def test_a_log_line_has_the_names_that_others_script_against(self):
         self.train("run", "--ranks", 2, "--microbatches", 2, steps=3)
         kinds = [record["kind"] for record in small_runs.log_records(self.root / "run.jsonl")]

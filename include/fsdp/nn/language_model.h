@@ -17,7 +17,7 @@ namespace fsdp {
 
 // One part of a loss, for display: detached, one element, before its weight.
 struct LossTerm {
-  std::string name;  // "cross_entropy", "load_balance" or "mtp"
+  std::string name;  // "cross_entropy", "load_balance", "dropped" or "mtp"
   at::Tensor value;
 };
 
@@ -70,6 +70,10 @@ struct BuildOptions {
   Recompute recompute = Recompute::kNone;
   // The parameters' type. Narrow types get the rounded fp32 values.
   at::ScalarType dtype = at::ScalarType::Float;
+  // On devices whose experts are shared out among ranks: room for this many times the rows that an
+  // even load would send to a rank; choices beyond it count nothing, and the loss has a term
+  // "dropped", their share. 0: room for all rows that could come, and none is dropped.
+  double expert_capacity = 0.0;
 };
 
 // UsageError for a configuration that check_trainable() refuses. Under fsdp::MetaConstruction

@@ -28,6 +28,10 @@ struct AxisTraffic {
 struct Traffic {
   AxisTraffic inner;
   AxisTraffic outer;
+  // Over the axes of the experts' grid, where they have one of their own. What tokens cost on
+  // their way to experts is not in it.
+  AxisTraffic expert_inner = {};
+  AxisTraffic expert_outer = {};
 
   AxisTraffic sum() const;
   Traffic& operator+=(const Traffic& other);

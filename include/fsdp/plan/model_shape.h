@@ -19,8 +19,8 @@ struct TensorShape {
   // Not given: the model's compute dtype. Tensors of one unit with different dtypes form different
   // parameter groups.
   std::optional<DType> dtype = std::nullopt;
-  // Of experts, one matrix per expert below the other: ranks of an ep group share them out.
-  bool is_expert = false;
+  // Of so many experts, one below the other, which the ranks of an ep group share out; 0: of none.
+  int64_t num_experts = 0;
   // The names in the checkpoint of a tensor that it stores in equal parts along the first
   // dimension.
   std::vector<std::string> parts = {};
@@ -55,14 +55,18 @@ struct ModelShape {
   void validate() const;
 };
 
-// The positions (in declaration order) of a unit's tensors that share a dtype: one parameter group.
-struct DTypeGroup {
+// The positions (in declaration order) of a unit's tensors that share a dtype and a grid: one
+// parameter group.
+struct TensorGroup {
   DType dtype;
+  bool is_expert;
   std::vector<int64_t> tensors;
 };
 
-// Splits a unit into groups of equal dtype, in order of first appearance; `compute_dtype` stands in
-// where a tensor names none.
-std::vector<DTypeGroup> group_by_dtype(const UnitShape& unit, DType compute_dtype);
+// Splits a unit into groups, in order of first appearance; `compute_dtype` stands in where a tensor
+// names none.
+enum class ExpertGroups : uint8_t { kTogether, kApart };  // with the dense tensors, or without
+std::vector<TensorGroup> group_tensors(const UnitShape& unit, DType compute_dtype,
+                                       ExpertGroups experts);
 
 }  // namespace fsdp

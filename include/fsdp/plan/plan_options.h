@@ -20,6 +20,8 @@ struct PlanOptions {
   int64_t ranks = 1;
   // Ranks along the outer axis; divides `ranks`, the rest is the inner (shard) axis.
   int64_t outer = 1;
+  // Ranks that share out the experts of a layer, as MeshOptions has it.
+  int64_t ep = 1;
   // What is sharded.
   Strategy strategy = Strategy::optim_grads_params;
   // The dtype of parameters that name none of their own.
@@ -37,7 +39,9 @@ struct PlanOptions {
   // Where a shard may end.
   Granularity granularity = {};
 
+  // The grids of dense parameters and of experts: the same without `ep`.
   MeshShape mesh() const { return {.outer = outer, .inner = ranks / outer}; }
+  MeshShape expert_mesh() const;
 
   // Throws UsageError with the field, its value and the fix.
   void validate() const;

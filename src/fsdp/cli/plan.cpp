@@ -25,6 +25,7 @@ struct PlanArguments {
   std::string model;
   std::string ranks;
   std::string outer = "1";
+  std::string ep = "1";
   std::string strategy = "optim_grads_params";
   std::string main_params = "fp32";
   std::string main_grads = "none";
@@ -86,6 +87,7 @@ PlanOptions plan_options_of(const PlanArguments& given) {
   PlanOptions options;
   options.ranks = parse_whole_number("--ranks", given.ranks, 1, kMaxRanks);
   options.outer = parse_whole_number("--outer", given.outer, 1, kMaxRanks);
+  options.ep = parse_whole_number("--ep", given.ep, 1, kMaxRanks);
   options.strategy = parse_strategy(given.strategy);
   options.precision.main_params = parse_dtype_or_none("--main-params", given.main_params);
   options.precision.main_grads = parse_dtype_or_none("--main-grads", given.main_grads);
@@ -201,6 +203,8 @@ Command add_plan(CLI::App& parent) {
   option("--ranks", given->ranks, "N", "Ranks in all");
   option("--outer", given->outer, "M",
          "Ranks along the outer axis (HSDP, HFSDP); divides --ranks, the rest is the shard axis");
+  option("--ep", given->ep, "N",
+         "Ranks that share out the experts of a layer: each has its own, and tokens travel");
   option("--strategy", given->strategy, "NAME",
          "What is sharded: no_shard, optim, optim_grads, optim_grads_params, the last three also "
          "with +hfsdp, or placements such as RS/PS/SS");

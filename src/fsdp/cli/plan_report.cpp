@@ -54,6 +54,11 @@ void print_header(std::ostream& out, const ModelShape& model, const Forecast& fo
       << " parameters in " << forecast.num_units << " units\n";
   out << "ranks     " << options.ranks;
   if (mesh.outer > 1) out << " = " << mesh.outer << " outer x " << mesh.inner << " inner";
+  if (options.ep > 1) {
+    const MeshShape experts = options.expert_mesh();
+    out << (mesh.outer > 1 ? "; " : ", ") << "experts " << experts.outer << " outer x "
+        << experts.inner << " inner x " << options.ep << " ep";
+  }
   out << "\npadding   " << fixed_text(100 * forecast.padding_fraction, 4) << " % of the weights ("
       << cut_words(options.granularity) << "; the best possible is "
       << fixed_text(100 * forecast.padding_bound_fraction, 4) << " %)\n";
@@ -136,23 +141,56 @@ std::vector<Row> memory_rows(const Forecast& forecast) {
   };
 }
 
+struct AxisName {
+  const char* words;
+  const char* key;  // in JSON
+  AxisTraffic Traffic::*traffic;
+};
+
+constexpr std::array<AxisName, 4> kAxes = {
+    {{"inner", "inner", &Traffic::inner},
+     {"outer", "outer", &Traffic::outer},
+     {"experts' inner", "expert_inner", &Traffic::expert_inner},
+     {"experts' outer", "expert_outer", &Traffic::expert_outer}}};
+
+// What of it goes over which axis, if not all goes over the inner one.
+std::string axes_words(const Traffic& traffic, const auto& bytes_of) {
+  std::vector<std::string> parts;
+  for (size_t i = 1; i < kAxes.size(); ++i)
+    if (const int64_t bytes = bytes_of(traffic.*kAxes[i].traffic); bytes > 0)
+      parts.push_back(concat(bytes_words(bytes), " of it over the ", kAxes[i].words, " axis"));
+  return join(parts, ", ");
+}
+
 std::vector<Row> traffic_rows(const Forecast& forecast) {
   const AxisTraffic sum = forecast.traffic.sum();
-  const AxisTraffic& outer = forecast.traffic.outer;
-  const auto note = [&](int64_t outer_bytes) {
-    return outer_bytes > 0 ? concat(bytes_words(outer_bytes), " of it over the outer axis") : "";
+  const auto row = [&](const char* name, const auto& bytes_of) {
+    return Row{name, bytes_of(sum), axes_words(forecast.traffic, bytes_of)};
   };
-  return {{"all-gather", sum.all_gather, note(outer.all_gather)},
-          {"reduce-scatter", sum.reduce_scatter, note(outer.reduce_scatter)},
-          {"all-reduce", sum.all_reduce, note(outer.all_reduce)},
-          {"total", sum.total(), note(outer.total())}};
+  return {row("all-gather", [](const AxisTraffic& axis) { return axis.all_gather; }),
+          row("reduce-scatter", [](const AxisTraffic& axis) { return axis.reduce_scatter; }),
+          row("all-reduce", [](const AxisTraffic& axis) { return axis.all_reduce; }),
+          row("total", [](const AxisTraffic& axis) { return axis.total(); })};
+}
+
+nlohmann::ordered_json to_json(const AxisTraffic& moved) {
+  return {{"all_gather", moved.all_gather},
+          {"reduce_scatter", moved.reduce_scatter},
+          {"all_reduce", moved.all_reduce},
+          {"total", moved.total()}};
+}
+
+// The sum, and each axis by itself.
+nlohmann::ordered_json to_json(const Traffic& traffic) {
+  nlohmann::ordered_json json = to_json(traffic.sum());
+  for (const AxisName& axis : kAxes) json[axis.key] = to_json(traffic.*axis.traffic);
+  return json;
 }
 
 }  // namespace
 
 nlohmann::ordered_json to_json(const ModelShape& model, const Forecast& forecast) {
   const MemoryBytes& bytes = forecast.bytes;
-  const AxisTraffic moved = forecast.traffic.sum();
   const PlanOptions& options = forecast.options;
   return {
       {"model", model.name},
@@ -160,6 +198,7 @@ nlohmann::ordered_json to_json(const ModelShape& model, const Forecast& forecast
       {"parameters", forecast.parameters},
       {"ranks", options.ranks},
       {"outer", options.outer},
+      {"ep", options.ep},
       {"units", forecast.num_units},
       {"padding_fraction", forecast.padding_fraction},
       {"pool", name_of(options.pool)},
@@ -177,11 +216,7 @@ nlohmann::ordered_json to_json(const ModelShape& model, const Forecast& forecast
        {{"main_weight", bytes.host.main_weight},
         {"moments", bytes.host.moments},
         {"total", bytes.host.total()}}},
-      {"traffic_bytes",
-       {{"all_gather", moved.all_gather},
-        {"reduce_scatter", moved.reduce_scatter},
-        {"all_reduce", moved.all_reduce},
-        {"total", moved.total()}}},
+      {"traffic_bytes", to_json(forecast.traffic)},
       {"plan_seconds", forecast.plan_seconds},
   };
 }

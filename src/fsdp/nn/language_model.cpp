@@ -8,10 +8,10 @@ namespace fsdp {
 
 namespace {
 
-std::shared_ptr<LanguageModel> make(const ModelConfig& config, Recompute recompute) {
+std::shared_ptr<LanguageModel> make(const ModelConfig& config, const BuildOptions& options) {
   const auto* hybrid = std::get_if<NemotronHConfig>(&config);
-  return hybrid != nullptr ? nn::make_hybrid(*hybrid, recompute)
-                           : nn::make_llama(config, recompute);
+  return hybrid != nullptr ? nn::make_hybrid(*hybrid, options.recompute)
+                           : nn::make_llama(config, options);
 }
 
 }  // namespace
@@ -19,7 +19,7 @@ std::shared_ptr<LanguageModel> make(const ModelConfig& config, Recompute recompu
 std::shared_ptr<LanguageModel> build_language_model(const ModelConfig& config,
                                                     const BuildOptions& options) {
   check_trainable(config);
-  std::shared_ptr<LanguageModel> model = make(config, options.recompute);
+  std::shared_ptr<LanguageModel> model = make(config, options);
   nn::initialize_by_name(*model, options.seed);
   if (options.dtype != at::kFloat) model->to(options.dtype);
   return model;

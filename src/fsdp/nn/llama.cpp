@@ -40,7 +40,7 @@ const LlamaConfig& llama_decoder_of(const ModelConfig& config) {
   return mixtral != nullptr ? mixtral->decoder : std::get<LlamaConfig>(config);
 }
 
-ExpertsOptions experts_of(const ModelConfig& config) {
+ExpertsOptions experts_of(const ModelConfig& config, double capacity_factor) {
   const auto* mixtral = std::get_if<MixtralConfig>(&config);
   if (mixtral == nullptr) return {};
   return {.router = {.hidden_size = mixtral->decoder.hidden_size,
@@ -48,7 +48,8 @@ ExpertsOptions experts_of(const ModelConfig& config) {
                      .num_chosen = mixtral->num_experts_per_tok,
                      .standard_deviation = mixtral->decoder.initializer_range},
           .intermediate_size = mixtral->decoder.intermediate_size,
-          .shared_size = mixtral->shared_expert_intermediate_size};
+          .shared_size = mixtral->shared_expert_intermediate_size,
+          .capacity_factor = capacity_factor};
 }
 
 std::vector<StoredName> llama_stored_names(const ModelConfig& config) {
@@ -62,17 +63,18 @@ std::vector<StoredName> llama_stored_names(const ModelConfig& config) {
 
 class Llama final : public LanguageModel {
  public:
-  Llama(const ModelConfig& config, Recompute recompute)
+  Llama(const ModelConfig& config, const BuildOptions& build)
       : LanguageModel(config, llama_stored_names(config)),
-        decoder_(llama_decoder_of(this->config())) {
+        decoder_(llama_decoder_of(this->config())),
+        num_load_tensors_(build.expert_capacity > 0 ? 3 : 2) {
     const LlamaConfig& c = decoder_;
     auto model = register_module("model", std::make_shared<torch::nn::Module>());
     embedding_ = model->register_module(
         "embed_tokens", Unit<Embedding>(c.vocab_size, c.hidden_size, c.initializer_range));
     torch::nn::ModuleList layers;
     const LlamaBlockOptions options{.config = c,
-                                    .experts = experts_of(config),
-                                    .recompute = recompute,
+                                    .experts = experts_of(config, build.expert_capacity),
+                                    .recompute = build.recompute,
                                     .rotary = std::make_shared<Rotary>(c)};
     for (int64_t i = 0; i < c.num_hidden_layers; ++i) {
       blocks_.emplace_back(options);
@@ -121,8 +123,10 @@ class Llama final : public LanguageModel {
     return x;
   }
 
-  static void note_load(const BlockOutput& output, std::vector<RouterLoad>& loads) {
-    if (output.size() >= 3) loads.push_back({output[output.size() - 2], output[output.size() - 1]});
+  void note_load(const BlockOutput& output, std::vector<RouterLoad>& loads) const {
+    if (output.size() <= num_load_tensors_) return;
+    const auto first = output.end() - static_cast<ptrdiff_t>(num_load_tensors_);
+    loads.push_back({first[0], first[1], num_load_tensors_ == 3 ? first[2] : at::Tensor()});
   }
 
   // Layer k joins position i's state with the token at i + k and predicts the token after that.
@@ -153,9 +157,14 @@ class Llama final : public LanguageModel {
     const at::Tensor balance = load_balancing_loss(loads);
     loss.total = loss.total + balance * std::get<MixtralConfig>(config()).router_aux_loss_coef;
     loss.terms.push_back({"load_balance", balance.detach()});
+    if (num_load_tensors_ < 3) return;
+    std::vector<at::Tensor> dropped;
+    for (const RouterLoad& load : loads) dropped.push_back(load.dropped);
+    loss.terms.push_back({"dropped", at::cat(dropped).mean()});
   }
 
   const LlamaConfig& decoder_;
+  const size_t num_load_tensors_;  // of a layer with experts
   Unit<Embedding> embedding_{nullptr};
   std::vector<Unit<LlamaBlock>> blocks_;
   std::vector<Unit<PredictionBlock>> predictions_;
@@ -167,7 +176,8 @@ class Llama final : public LanguageModel {
 LlamaLayerParts::LlamaLayerParts(torch::nn::Module& owner, const LlamaBlockOptions& options)
     : input_norm_(owner.register_module("input_layernorm", norm_of(options.config))),
       attention_(owner.register_module("self_attn", attention_of(options))),
-      mlp_norm_(owner.register_module("post_attention_layernorm", norm_of(options.config))) {
+      mlp_norm_(owner.register_module("post_attention_layernorm", norm_of(options.config))),
+      capacity_factor_(options.experts.capacity_factor) {
   const LlamaConfig& c = options.config;
   if (options.experts.router.num_experts > 0)
     experts_ = owner.register_module("block_sparse_moe", Experts(options.experts));
@@ -181,8 +191,12 @@ BlockOutput LlamaLayerParts::operator()(const at::Tensor& x, LayerCache* cache) 
   const NormedBranch second = mlp_norm_->branch(first.around, attention_(first.normed, cache));
   if (experts_.is_empty()) return {second.around + mlp_(second.normed)};
   RoutedTokens routed = experts_(second.normed);
-  return {second.around + routed.output, std::move(routed.load.mean_probability),
-          std::move(routed.load.share)};
+  BlockOutput output = {second.around + routed.output, std::move(routed.load.mean_probability),
+                        std::move(routed.load.share)};
+  if (capacity_factor_ > 0)
+    output.push_back(routed.load.dropped.defined() ? routed.load.dropped
+                                                   : at::zeros({1}, output[2].options()));
+  return output;
 }
 
 LlamaBlockImpl::LlamaBlockImpl(const LlamaBlockOptions& options)
@@ -221,8 +235,8 @@ BlockOutput PredictionBlockImpl::forward(const at::Tensor& hidden, const at::Ten
       {hidden, embedded});
 }
 
-std::shared_ptr<LanguageModel> make_llama(const ModelConfig& config, Recompute recompute) {
-  return std::make_shared<Llama>(config, recompute);
+std::shared_ptr<LanguageModel> make_llama(const ModelConfig& config, const BuildOptions& options) {
+  return std::make_shared<Llama>(config, options);
 }
 
 }  // namespace fsdp::nn

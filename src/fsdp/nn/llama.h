@@ -27,8 +27,8 @@ struct LlamaBlockOptions {
   std::shared_ptr<Rotary> rotary = nullptr;
 };
 
-// The output of this file's units: the hidden state first, and with experts the two tensors of
-// RouterLoad last.
+// The output of this file's units: the hidden state first, and with experts the tensors of
+// RouterLoad last: two, and with a capacity a third.
 using BlockOutput = std::vector<at::Tensor>;
 
 // The parts of a layer, registered in the module that owns them.
@@ -43,6 +43,7 @@ class LlamaLayerParts {
   RmsNorm mlp_norm_;
   GatedMlp mlp_{nullptr};
   Experts experts_{nullptr};
+  const double capacity_factor_;
 };
 
 class LlamaBlockImpl : public torch::nn::Module {
@@ -78,6 +79,6 @@ class PredictionBlockImpl : public torch::nn::Module {
 TORCH_MODULE(PredictionBlock);
 
 // `config` holds a trainable LlamaConfig or MixtralConfig. Leaves values unset.
-std::shared_ptr<LanguageModel> make_llama(const ModelConfig& config, Recompute recompute);
+std::shared_ptr<LanguageModel> make_llama(const ModelConfig& config, const BuildOptions& options);
 
 }  // namespace fsdp::nn

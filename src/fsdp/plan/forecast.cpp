@@ -56,21 +56,28 @@ double seconds_since(Clock::time_point start) {
 
 int64_t bytes_in(int64_t numel, DType dtype) { return checked_mul(numel, element_bytes(dtype)); }
 
+// A rank's place in the grid of a group; the ranks of an ep group, which are neighbours, share one.
+MeshCoordinate place_of(int64_t rank, const GroupPlan& group, const PlanOptions& options) {
+  const int64_t cell = group.is_expert ? rank / options.ep : rank;
+  return {.outer = cell / group.mesh.inner, .inner = cell % group.mesh.inner};
+}
+
 // The buffers that stay: each is what its placement leaves to the rank, in its own type.
 MemoryBytes buffers_of(std::span<const GroupPlan> groups, const PlanOptions& options,
-                       MeshCoordinate rank) {
+                       int64_t rank) {
   const Strategy& strategy = options.strategy;
   MemoryBytes bytes;
   for (const GroupPlan& group : groups) {
     const GroupTypes& types = group.types;
+    const MeshCoordinate place = place_of(rank, group, options);
     const auto held = [&](PlacementPair placed, DType dtype) {
-      return bytes_in(group.layout.shard_numel(placed, rank), dtype);
+      return bytes_in(group.layout.shard_numel(placed, place), dtype);
     };
     bytes.weight += held(strategy.parameter, types.weight);
     if (!types.trainable) continue;
     bytes.main_grad += held(strategy.gradient, types.main_grad);
     const StatePlaces places =
-        state_places(group.layout.shard_ranges(strategy.optimizer, rank), options.offload);
+        state_places(group.layout.shard_ranges(strategy.optimizer, place), options.offload);
     bytes.main_weight += checked_mul(numel_of(places.device), main_weight_bytes(types));
     bytes.moments += moments_bytes(types, places.device);
     bytes.host.main_weight += checked_mul(numel_of(places.host), host_weight_bytes(types));
@@ -82,17 +89,15 @@ MemoryBytes buffers_of(std::span<const GroupPlan> groups, const PlanOptions& opt
 // Ranks hold equally much unless tensors are never cut (but for a scale or two of the moments,
 // where one rank's part begins inside a block and another's does not).
 MemoryBytes buffers_of_fullest_rank(std::span<const GroupPlan> groups, const PlanOptions& options) {
-  const MeshShape mesh = options.mesh();
-  MemoryBytes fullest = buffers_of(groups, options, {});
+  MemoryBytes fullest = buffers_of(groups, options, 0);
   const bool all_alike = std::all_of(groups.begin(), groups.end(), [](const GroupPlan& group) {
     return group.layout.has_even_shards();
   });
   if (all_alike) return fullest;
-  for (int64_t outer = 0; outer < mesh.outer; ++outer)
-    for (int64_t inner = 0; inner < mesh.inner; ++inner) {
-      const MemoryBytes bytes = buffers_of(groups, options, {.outer = outer, .inner = inner});
-      if (bytes.total() > fullest.total()) fullest = bytes;
-    }
+  for (int64_t rank = 0; rank < options.ranks; ++rank) {
+    const MemoryBytes bytes = buffers_of(groups, options, rank);
+    if (bytes.total() > fullest.total()) fullest = bytes;
+  }
   return fullest;
 }
 
@@ -119,13 +124,16 @@ Padding padding_of(std::span<const GroupPlan> groups) {
 }  // namespace
 
 AxisTraffic Traffic::sum() const {
-  AxisTraffic both = inner;
-  return add(both, outer);
+  AxisTraffic all = inner;
+  for (const AxisTraffic* axis : {&outer, &expert_inner, &expert_outer}) add(all, *axis);
+  return all;
 }
 
 Traffic& Traffic::operator+=(const Traffic& other) {
   add(inner, other.inner);
   add(outer, other.outer);
+  add(expert_inner, other.expert_inner);
+  add(expert_outer, other.expert_outer);
   return *this;
 }
 
@@ -179,8 +187,11 @@ Forecast Planner::forecast(const Strategy& strategy) const {
     const int64_t padded = group.layout.padded_numel();
     const GroupBytes whole{.weight = bytes_in(padded, group.types.weight),
                            .wire = group.types.trainable ? bytes_in(padded, group.types.wire) : 0};
-    result.traffic += group_traffic(strategy, options_.mesh(), whole,
-                                    pool.num_gathers[static_cast<size_t>(group.unit)]);
+    Traffic moved = group_traffic(strategy, group.mesh, whole,
+                                  pool.num_gathers[static_cast<size_t>(group.unit)]);
+    if (group.is_expert)
+      moved = {.inner = {}, .outer = {}, .expert_inner = moved.inner, .expert_outer = moved.outer};
+    result.traffic += moved;
   }
   result.plan_seconds = layout_seconds_ + seconds_since(start);
   return result;

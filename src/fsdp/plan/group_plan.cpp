@@ -1,5 +1,7 @@
 #include "fsdp/plan/group_plan.h"
 
+#include <array>
+
 #include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
 
@@ -25,12 +27,28 @@ void check_moment(const char* field, std::optional<DType> dtype) {
                             "; it must be fp32, bf16, fp16, fp8_e4m3, fp8_e5m2 or none"));
 }
 
+// What a rank has of a tensor before it is sharded.
+std::vector<int64_t> owned_shape(const TensorShape& tensor, const TensorGroup& group, int64_t ep) {
+  std::vector<int64_t> shape = tensor.shape;
+  if (!group.is_expert) return shape;
+  if (tensor.num_experts % ep != 0)
+    throw UsageError(concat("ep is ", ep, ", but '", tensor.name, "' has ", tensor.num_experts,
+                            " experts; ep must divide their number"));
+  shape[0] /= ep;
+  return shape;
+}
+
 }  // namespace
 
 void PlanOptions::validate() const {
   if (ranks < 1) throw UsageError(concat("ranks is ", ranks, "; it must be 1 or more"));
   if (outer < 1 || ranks % outer != 0)
     throw UsageError(concat("outer is ", outer, "; it must divide ranks = ", ranks));
+  const int64_t inner = ranks / outer;
+  if (ep < 1 || (inner % ep != 0 && (ep % inner != 0 || ranks % ep != 0)))
+    throw UsageError(concat("ep is ", ep, " on ", ranks, " ranks = ", outer, " outer x ", inner,
+                            " inner; it must divide ", inner,
+                            ", or be a multiple of it that divides ", ranks));
   check_legal(strategy);
   if (outer == 1 && shards_outer_axis(strategy))
     throw UsageError(concat("strategy is ", to_text(strategy),
@@ -57,18 +75,26 @@ void PlanOptions::validate() const {
     throw UsageError(concat("offload is ", offload, "; it must be a fraction from 0 to 1"));
 }
 
+MeshShape PlanOptions::expert_mesh() const {
+  const int64_t inner = ranks / outer;
+  const int64_t expert_inner = inner % ep == 0 ? inner / ep : 1;
+  return {.outer = ranks / ep / expert_inner, .inner = expert_inner};
+}
+
 std::vector<GroupPlan> lay_out(const ModelShape& model, const PlanOptions& options) {
-  const MeshShape mesh = options.mesh();
   std::vector<GroupPlan> groups;
   const bool whole_tensors = options.granularity.kind == Granularity::Kind::kTensor;
-  // What each rank holds of the groups so far. Without it the largest tensor of every unit would
-  // go to the first rank.
-  std::vector<int64_t> held_numel(
-      whole_tensors ? static_cast<size_t>(mesh.inner * mesh.outer) : size_t{0}, 0);
+  // What each rank of a grid holds of the groups so far. Without it the largest tensor of every
+  // unit would go to the first rank.
+  std::array<std::vector<int64_t>, 2> held_by_grid;
+  const ExpertGroups experts = options.ep > 1 ? ExpertGroups::kApart : ExpertGroups::kTogether;
   for (size_t unit = 0; unit < model.units.size(); ++unit) {
     const UnitShape& shape = model.units[unit];
-    for (const DTypeGroup& group : group_by_dtype(shape, options.compute)) {
+    for (const TensorGroup& group : group_tensors(shape, options.compute, experts)) {
+      const MeshShape mesh = group.is_expert ? options.expert_mesh() : options.mesh();
       const GroupTypes types = resolve_types(group.dtype, options.precision, Trainable::kYes);
+      std::vector<int64_t>& held_numel = held_by_grid[group.is_expert ? 1 : 0];
+      if (whole_tensors) held_numel.resize(static_cast<size_t>(mesh.inner * mesh.outer), 0);
       FlatLayoutRequest request{.shapes = {},
                                 .element_bytes = narrowest_bytes(types),
                                 .inner_ranks = mesh.inner,
@@ -76,8 +102,10 @@ std::vector<GroupPlan> lay_out(const ModelShape& model, const PlanOptions& optio
                                 .granularity = options.granularity,
                                 .held_numel = held_numel};
       for (const int64_t tensor : group.tensors)
-        request.shapes.push_back(shape.tensors[static_cast<size_t>(tensor)].shape);
-      groups.push_back({static_cast<int64_t>(unit), types, FlatLayout(std::move(request))});
+        request.shapes.push_back(
+            owned_shape(shape.tensors[static_cast<size_t>(tensor)], group, options.ep));
+      groups.push_back({static_cast<int64_t>(unit), group.is_expert, mesh, types,
+                        FlatLayout(std::move(request))});
       if (!whole_tensors) continue;
       for (const Segment& segment : groups.back().layout.segments())
         for (const Segment::UnevenShare& share : segment.uneven_shares())

@@ -11,9 +11,11 @@
 
 namespace fsdp {
 
-// One unit's tensors of one dtype.
+// One unit's tensors of one dtype and one grid.
 struct GroupPlan {
   int64_t unit = 0;
+  bool is_expert = false;  // of a rank's experts alone, on the grid of experts
+  MeshShape mesh;          // the grid's
   GroupTypes types;
   FlatLayout layout;
 };

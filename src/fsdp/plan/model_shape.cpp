@@ -88,13 +88,17 @@ void ModelShape::validate() const {
                   " parameters; check its shapes"));
 }
 
-std::vector<DTypeGroup> group_by_dtype(const UnitShape& unit, DType compute_dtype) {
-  std::vector<DTypeGroup> groups;
+std::vector<TensorGroup> group_tensors(const UnitShape& unit, DType compute_dtype,
+                                       ExpertGroups experts) {
+  std::vector<TensorGroup> groups;
   for (size_t i = 0; i < unit.tensors.size(); ++i) {
     const DType dtype = unit.tensors[i].dtype.value_or(compute_dtype);
-    auto group = std::find_if(groups.begin(), groups.end(),
-                              [&](const DTypeGroup& g) { return g.dtype == dtype; });
-    if (group == groups.end()) group = groups.insert(groups.end(), DTypeGroup{dtype, {}});
+    const bool is_expert = unit.tensors[i].num_experts > 0 && experts == ExpertGroups::kApart;
+    auto group = std::find_if(groups.begin(), groups.end(), [&](const TensorGroup& g) {
+      return g.dtype == dtype && g.is_expert == is_expert;
+    });
+    if (group == groups.end())
+      group = groups.insert(groups.end(), TensorGroup{dtype, is_expert, {}});
     group->tensors.push_back(static_cast<int64_t>(i));
   }
   return groups;

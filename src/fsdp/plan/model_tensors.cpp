@@ -30,7 +30,7 @@ class UnitBuilder {
     for (std::string& part : stack.parts) part = prefix_ + part;
     unit_.tensors.push_back({.name = prefix_ + stack.name,
                              .shape = std::move(stack.shape),
-                             .is_expert = true,
+                             .num_experts = stack.num_experts,
                              .parts = std::move(stack.parts)});
   }
 

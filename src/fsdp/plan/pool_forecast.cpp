@@ -22,7 +22,8 @@ std::vector<UnitBuckets> declare_buckets(const ModelShape& model, std::span<cons
   for (const UnitShape& unit : model.units) units.push_back({unit.name, {}});
   for (const GroupPlan& group : groups) {
     GroupBuckets needed =
-        group_buckets(group.layout, group.types, options.strategy, options.mesh());
+        group_buckets(group.layout, group.types, options.strategy, group.mesh,
+                      group.is_expert ? "expert" : "");
     std::vector<Bucket>& buckets = units[static_cast<size_t>(group.unit)].buckets;
     if (needed.weight) buckets.push_back(std::move(*needed.weight));
     if (needed.gradient) buckets.push_back(std::move(*needed.gradient));
@@ -53,15 +54,17 @@ StepOrder step_order_of(const ModelShape& model) {
 int64_t cast_bytes(std::span<const GroupPlan> groups, const PlanOptions& options) {
   const PlacementPair gradient = options.strategy.gradient;
   const PlacementPair optimizer = options.strategy.optimizer;
-  const MeshShape mesh = options.mesh();
-  const int64_t num_stages = (gradient.inner != optimizer.inner && mesh.inner > 1 ? 1 : 0) +
-                             (gradient.outer != optimizer.outer && mesh.outer > 1 ? 1 : 0);
+  int64_t most_stages = 0;
   int64_t largest = 0;
-  for (const GroupPlan& group : groups)
-    if (group.types.trainable && group.types.wire != group.types.main_grad)
+  for (const GroupPlan& group : groups) {
+    const int64_t num_stages = (gradient.inner != optimizer.inner && group.mesh.inner > 1 ? 1 : 0) +
+                               (gradient.outer != optimizer.outer && group.mesh.outer > 1 ? 1 : 0);
+    most_stages = std::max(most_stages, num_stages);
+    if (num_stages > 0 && group.types.trainable && group.types.wire != group.types.main_grad)
       largest = std::max(largest, checked_mul(group.layout.max_shard_numel(gradient),
                                               element_bytes(group.types.wire)));
-  return checked_mul(largest, num_stages);
+  }
+  return checked_mul(largest, most_stages);
 }
 
 // The bytes that a pool would take. The pool is made only to be asked; it allocates nothing.

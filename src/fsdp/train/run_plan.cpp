@@ -50,6 +50,7 @@ std::string config_path(const std::string& path) {
 PlanOptions plan_options(const TrainOptions& o, int64_t num_ranks, DType compute) {
   PlanOptions plan{.ranks = num_ranks,
                    .outer = o.outer,
+                   .ep = o.ep,
                    .strategy = o.strategy,
                    .compute = compute,
                    .precision = o.precision,
@@ -94,6 +95,23 @@ NamedModel find_model(const std::string& name_or_path) {
 }
 
 namespace {
+
+void check_experts(const RunPlan& plan) {
+  const TrainOptions& o = plan.options;
+  const auto* experts = std::get_if<MixtralConfig>(&plan.model.config);
+  if (o.ep > 1 && experts == nullptr)
+    throw UsageError(concat("--ep is ", o.ep, ", but model '", plan.model.name,
+                            "' has no experts; drop --ep"));
+  if (!o.cuda_graph || experts == nullptr) return;
+  // Grouped products that know their sizes on the device alone are libtorch's, for these matrices.
+  const LlamaConfig& c = experts->decoder;
+  if (plan.compute != DType::kBFloat16 || c.hidden_size % 8 != 0 || c.intermediate_size % 8 != 0)
+    throw UsageError(concat(
+        "--cuda-graph cannot record model '", plan.model.name, "' with --compute ",
+        name_of(plan.compute), ", hidden_size ", c.hidden_size, " and intermediate_size ",
+        c.intermediate_size, ": only for bf16 and multiples of 8 the host need not know how many "
+        "tokens each expert gets; change them, or drop --cuda-graph"));
+}
 
 void check_directory(const char* option, const std::string& path) {
   if (!path.empty() && path_exists(path) && !is_directory(path))
@@ -191,10 +209,7 @@ RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevic
     throw UsageError(concat("--sequence is ", options.sequence, ", more than the ", positions,
                             " positions (max_position_embeddings) of model '", plan.model.name,
                             "'; lower it, or raise that in a config.json"));
-  if (options.cuda_graph && std::holds_alternative<MixtralConfig>(plan.model.config))
-    throw UsageError(concat("--cuda-graph cannot record model '", plan.model.name,
-                            "': how many tokens each expert gets, the host must know in every "
-                            "step; drop --cuda-graph"));
+  check_experts(plan);
   plan.forecast = Planner(build_model(plan.model.name, plan.model.config),
                           plan_options(options, num_ranks, device.compute))
                       .forecast();

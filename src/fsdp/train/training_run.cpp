@@ -69,7 +69,8 @@ TrainingRun::TrainingRun(const RunPlan& plan, World& world, const StopRequest& s
       options_(plan.options),
       world_(world),
       stop_(stop),
-      mesh_(world.mesh({.outer = static_cast<int>(plan.options.outer)})),
+      mesh_(world.mesh({.outer = static_cast<int>(plan.options.outer),
+                        .ep = static_cast<int>(plan.options.ep)})),
       device_(training_device(plan.options, world.local_rank())),
       total_steps_(plan.options.total_steps()),
       started_(now()) {
@@ -82,7 +83,8 @@ TrainingRun::TrainingRun(const RunPlan& plan, World& world, const StopRequest& s
         {.seed = options_.seed,
          .recompute =
              options_.recompute == RecomputeChoice::kBlock ? Recompute::kBlock : Recompute::kNone,
-         .dtype = scalar_type_of(plan_.compute)});
+         .dtype = scalar_type_of(plan_.compute),
+         .expert_capacity = options_.expert_capacity});
   }
   sharded_ = fully_shard(std::static_pointer_cast<torch::nn::Module>(model_), mesh_,
                          shard_options(options_, device_));

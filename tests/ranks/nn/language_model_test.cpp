@@ -63,7 +63,7 @@ std::map<std::string, std::vector<std::string>> units_of(const ModelShape& model
       for (const std::string& name :
            tensor.parts.empty() ? std::vector{tensor.name} : tensor.parts)
         units[unit.name].push_back(name + " " + list_text(shape) +
-                                   (tensor.is_expert ? " expert" : ""));
+                                   (tensor.num_experts > 0 ? " expert" : ""));
     }
   return units;
 }

@@ -4,6 +4,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "fsdp/base/error.h"
 #include "fsdp/plan/load_model.h"
 #include "fsdp/plan/model_tensors.h"
@@ -15,10 +17,15 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
 
-const TensorShape& tensor_of(const ModelShape& model, const std::string& name) {
+// A tensor, or a part of one.
+TensorShape tensor_of(const ModelShape& model, const std::string& name) {
   for (const UnitShape& unit : model.units)
-    for (const TensorShape& tensor : unit.tensors)
+    for (TensorShape tensor : unit.tensors) {
       if (tensor.name == name) return tensor;
+      if (std::count(tensor.parts.begin(), tensor.parts.end(), name) != 1) continue;
+      tensor.shape[0] /= static_cast<int64_t>(tensor.parts.size());
+      return tensor;
+    }
   throw std::out_of_range(name);
 }
 
@@ -90,10 +97,11 @@ TEST(ModelCatalog, NamesTensorsAsTheCheckpointsDo) {
               ElementsAre(4096, 14336));
 }
 
-TEST(ModelShape, SplitsAUnitByDType) {
+TEST(ModelShape, SplitsAUnitByDTypeAndGrid) {
   const ModelShape deepseek = model_by_name("deepseek-v3");
   const UnitShape& block = deepseek.units[10];
-  const std::vector<DTypeGroup> groups = group_by_dtype(block, DType::kBFloat16);
+  const std::vector<TensorGroup> groups =
+      group_tensors(block, DType::kBFloat16, ExpertGroups::kTogether);
   ASSERT_EQ(groups.size(), 2u);
   EXPECT_EQ(groups[0].dtype, DType::kBFloat16);
   EXPECT_EQ(groups[0].tensors.size(), block.tensors.size() - 1);
@@ -101,7 +109,12 @@ TEST(ModelShape, SplitsAUnitByDType) {
   ASSERT_EQ(groups[1].tensors.size(), 1u);
   EXPECT_THAT(block.tensors[static_cast<size_t>(groups[1].tensors[0])].name,
               HasSubstr("e_score_correction_bias"));
-  EXPECT_EQ(group_by_dtype(block, DType::kFloat32).size(), 1u);
+  EXPECT_EQ(group_tensors(block, DType::kFloat32, ExpertGroups::kTogether).size(), 1u);
+  const std::vector<TensorGroup> apart =
+      group_tensors(block, DType::kBFloat16, ExpertGroups::kApart);
+  ASSERT_EQ(apart.size(), 3u);
+  EXPECT_TRUE(apart[2].is_expert);
+  EXPECT_EQ(apart[2].tensors.size(), 2u);
 }
 
 TEST(ModelShape, CountsScalarsAndEmptyTensors) {

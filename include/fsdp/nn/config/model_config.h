@@ -147,6 +147,7 @@ ExpertNames expert_names(const MixtralConfig& config);
 struct StackedExperts {
   std::string name;
   std::vector<int64_t> shape;
+  int64_t num_experts = 0;
   std::vector<std::string> parts;  // equal parts along the first dimension
 };
 

@@ -143,9 +143,11 @@ std::array<StackedExperts, 2> stacked_experts(const ExpertNames& names) {
   StackedExperts gate_up{
       .name = names.module + ".gate_up_proj",
       .shape = {names.num_experts * 2 * names.intermediate_size, names.hidden_size},
+      .num_experts = names.num_experts,
       .parts = {}};
   StackedExperts down{.name = names.module + ".down_proj",
                       .shape = {names.num_experts * names.hidden_size, names.intermediate_size},
+                      .num_experts = names.num_experts,
                       .parts = {}};
   const auto& [gate, up, down_name] = names.projections;
   for (int64_t expert = 0; expert < names.num_experts; ++expert) {

@@ -80,4 +80,8 @@ class ExpertRoute final : public torch::CustomClassHolder {
   at::Tensor dropped_;
 };
 
+// The sum of a token's rows times their weights: [tokens, num_chosen, n] and [tokens, num_chosen]
+// to [tokens, n].
+at::Tensor weighted_sum(const at::Tensor& by_choice, const at::Tensor& weight);
+
 }  // namespace fsdp::nn

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <utility>
+
 #include "fsdp/base/check.h"
 #include "fsdp/comm/mesh.h"
 #include "fsdp/nn/layers/grouped_linear.h"
@@ -30,13 +32,14 @@ void ExpertBankImpl::join(const MeshAxis& ep) {
   ep_ = &ep;
 }
 
-at::Tensor ExpertBankImpl::forward(const at::Tensor& tokens, const SortedChoices& choices) {
+ExpertBankImpl::Results ExpertBankImpl::forward(const at::Tensor& tokens,
+                                                const SortedChoices& choices) {
   const auto route = c10::make_intrusive<ExpertRoute>(
       choices, ExpertRanks{.ep = ep_, .capacity_factor = options_.capacity_factor});
   const at::Tensor rows = dispatch(tokens, route);
   const RowGroups groups = row_groups(rows, route->ends(), {rows.size(1), down_proj_.size(1)});
   const at::Tensor inner = gated_silu(grouped_linear(rows, gate_up_proj_, groups));
-  return collect(grouped_linear(inner, down_proj_, groups), route);
+  return {collect(grouped_linear(inner, down_proj_, groups), route), route->dropped()};
 }
 
 ExpertsImpl::ExpertsImpl(const ExpertsOptions& o)
@@ -50,11 +53,12 @@ ExpertsImpl::ExpertsImpl(const ExpertsOptions& o)
 
 RoutedTokens ExpertsImpl::forward(const at::Tensor& x) {
   const at::Tensor tokens = x.reshape({-1, x.size(-1)});
-  const RoutedChoices routed = gate_(tokens);
-  const at::Tensor by_choice = experts_(tokens, routed.choices);
-  at::Tensor mixed = at::bmm(routed.weight.unsqueeze(1), by_choice).squeeze(1);
+  RoutedChoices routed = gate_(tokens);
+  const ExpertBankImpl::Results results = experts_(tokens, routed.choices);
+  routed.load.dropped = results.dropped;
+  at::Tensor mixed = weighted_sum(results.by_choice, routed.weight);
   if (!shared_expert_.is_empty()) mixed = mixed + shared_expert_(tokens);
-  return {mixed.view(x.sizes()), routed.load};
+  return {mixed.view(x.sizes()), std::move(routed.load)};
 }
 
 }  // namespace fsdp::nn

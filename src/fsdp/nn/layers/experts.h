@@ -23,8 +23,12 @@ struct ExpertsOptions {
 class ExpertBankImpl : public torch::nn::Module, public NamedInit, public ExpertModule {
  public:
   explicit ExpertBankImpl(const ExpertsOptions& options);
-  // tokens: [tokens, hidden_size]; the result: [tokens, num_chosen, hidden_size].
-  at::Tensor forward(const at::Tensor& tokens, const SortedChoices& choices);
+  struct Results {
+    at::Tensor by_choice;  // [tokens, num_chosen, hidden_size]
+    at::Tensor dropped;    // ExpertRoute::dropped()
+  };
+  // tokens: [tokens, hidden_size]
+  Results forward(const at::Tensor& tokens, const SortedChoices& choices);
   void reset_parameters() override;
   void join(const MeshAxis& ep) override;
 

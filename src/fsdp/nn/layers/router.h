@@ -36,6 +36,7 @@ struct RouterOptions {
 struct RouterLoad {
   at::Tensor mean_probability;  // over the tokens
   at::Tensor share;             // tokens of this expert / all tokens; no gradient
+  at::Tensor dropped = {};      // one element: ExpertRoute::dropped()
 };
 
 struct RoutedChoices {

@@ -230,6 +230,11 @@ void add_sharding(Rows& rows) {
            "started");
   rows.add("outer", "N", whole_value(&O::outer, 1, 1 << 20),
            "Ranks along the outer axis (HSDP, HFSDP); divides all ranks");
+  rows.add("ep", "N", whole_value(&O::ep, 1, 1 << 20),
+           "Ranks that share out the experts of a layer: each has its own, and tokens travel");
+  rows.add("expert-capacity", "X", number_value(&O::expert_capacity, 0.0, 4096.0),
+           "With --ep on GPUs: room for X times the tokens of an even load, and what is beyond is "
+           "dropped; 0: for all that could come");
   rows.add("strategy", "NAME", parsed_value(&O::strategy, parse_strategy),
            "What is sharded: no_shard, optim, optim_grads, optim_grads_params, the last three "
            "also with +hfsdp, or placements such as RS/PS/SS");

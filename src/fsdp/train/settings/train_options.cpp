@@ -16,6 +16,9 @@ void check_division(const TrainOptions& o, int64_t num_ranks) {
   if (num_ranks % o.outer != 0)
     throw UsageError(concat("--outer is ", o.outer, ", which does not divide ", num_ranks,
                             num_ranks == 1 ? " rank" : " ranks", "; give a divisor"));
+  if (o.expert_capacity != 0 && o.expert_capacity < 1)
+    throw UsageError(concat("--expert-capacity is ", o.expert_capacity,
+                            ", less than an even load takes; give 1 or more, or 0 for no limit"));
   const int64_t parts = checked_mul(num_ranks, o.microbatches);
   if (o.batch % parts != 0)
     throw UsageError(concat("--batch is ", o.batch, ", which ", num_ranks,

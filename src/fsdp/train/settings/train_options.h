@@ -83,6 +83,8 @@ struct TrainOptions {
   // --- sharding ---
   int64_t ranks = 0;  // as threads of this process; 0: one, or as many as the launcher started
   int64_t outer = 1;
+  int64_t ep = 1;
+  double expert_capacity = 0.0;
   Strategy strategy = Strategy::optim_grads_params;
   PrecisionTypes precision = {};
   PoolKind pool = PoolKind::kPlanned;
