@@ -114,9 +114,9 @@ struct DeltaChunks {
   at::Tensor own_delta() const { return at::matmul(inverse, value * beta); }
 };
 
-// A chunk's states or transitions, as matrices.
+// A chunk's states or transitions, as matrices. Never a copy: the walks write into it.
 at::Tensor of_chunk(const at::Tensor& tensor, int64_t chunk) {
-  return tensor.select(0, chunk).flatten(0, 1);
+  return tensor.select(0, chunk).view({-1, tensor.size(-2), tensor.size(-1)});
 }
 
 // [chunks + 1, ...]: the state before each chunk, and the last one.

@@ -26,9 +26,9 @@ struct DeltaRuleInput {
 // sequence need not be a multiple. `state`, if not null, is S(-1) (undefined: zeros), and becomes S
 // at the end: [batch, value_heads, key_dim, value_dim].
 //
-// Keeps for the backward its inputs and one state per chunk, and computes the rest again: per
-// position 2 key_heads key_dim + value_heads (value_dim + 2 + key_dim value_dim / chunk_size)
-// numbers.
+// Keeps for the backward its inputs, one state per chunk and the last one, and computes the rest
+// again: per position 2 key_heads key_dim + value_heads (value_dim + 2 + key_dim value_dim /
+// chunk_size) numbers.
 at::Tensor gated_delta_rule(const DeltaRuleInput& input, int64_t chunk_size,
                             at::Tensor* state = nullptr);
 
