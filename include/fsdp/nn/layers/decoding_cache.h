@@ -15,8 +15,8 @@ struct LayerCache {
   at::Tensor key;
   at::Tensor value;
   // Mamba-2 and Gated DeltaNet: the last inputs of the convolution, [batch, kernel_size - 1,
-  // channels], and the state, fp32: of the scan, [batch, groups, heads of a group, head_dim, state];
-  // of the delta rule, [batch, value_heads, key_dim, value_dim].
+  // channels], and the state in fp32. Of the scan: [batch, groups, heads of a group, head_dim,
+  // state]; of the delta rule: [batch, value_heads, key_dim, value_dim].
   at::Tensor window;
   at::Tensor state;
 };
