@@ -15,6 +15,7 @@
 #include "fsdp/shard/fully_shard.h"
 #include "fsdp/shard/unit.h"
 #include "support/device_trace.h"
+#include "support/layer_gradients.h"
 #include "support/require.h"
 #include "support/run_ranks.h"
 #include "support/small_models.h"
@@ -23,15 +24,9 @@ namespace fsdp::nn::experts_device_test {
 namespace {
 
 using testing::run_ranks;
+using testing::waves;
 
 constexpr int64_t kHidden = 64;
-
-at::Tensor waves(at::IntArrayRef shape, double phase, double size = 1.0) {
-  int64_t numel = 1;
-  for (const int64_t dim : shape) numel *= dim;
-  const at::Tensor index = at::arange(numel, at::kDouble);
-  return ((index * 1.7 + phase).sin() * size).to(at::kFloat).view(shape);
-}
 
 struct LayerImpl : torch::nn::Module {
   explicit LayerImpl(const ExpertsOptions& options)

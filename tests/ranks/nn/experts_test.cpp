@@ -15,6 +15,7 @@
 #include "fsdp/plan/model_tensors.h"
 #include "fsdp/train/model/trained_model.h"
 #include "support/counting_allocator.h"
+#include "support/layer_gradients.h"
 #include "support/sharded_training.h"
 #include "support/small_models.h"
 #include "support/temp_dir.h"
@@ -25,16 +26,9 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::run_ranks;
+using testing::waves;
 
 constexpr int64_t kHidden = 6;
-
-// Values without random numbers, of either sign.
-at::Tensor waves(at::IntArrayRef shape, double phase, double size = 1.0) {
-  int64_t numel = 1;
-  for (const int64_t dim : shape) numel *= dim;
-  const at::Tensor index = at::arange(numel, at::kDouble);
-  return ((index * 1.7 + phase).sin() * size).to(at::kFloat).view(shape);
-}
 
 ExpertsOptions small_options(int64_t num_experts, int64_t num_chosen) {
   return {.router = {.hidden_size = kHidden,

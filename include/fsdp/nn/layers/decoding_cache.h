@@ -14,8 +14,9 @@ struct LayerCache {
   // Attention: [batch, positions, kv_heads, head_dim], already rotated.
   at::Tensor key;
   at::Tensor value;
-  // Mamba-2: the last inputs of its convolution, [batch, kernel_size - 1, channels], and the state
-  // of its scan, [batch, groups, heads of a group, head_dim, state], fp32.
+  // Mamba-2 and Gated DeltaNet: the last inputs of the convolution, [batch, kernel_size - 1,
+  // channels], and the state in fp32. Of the scan: [batch, groups, heads of a group, head_dim,
+  // state]; of the delta rule: [batch, value_heads, key_dim, value_dim].
   at::Tensor window;
   at::Tensor state;
 };

@@ -6,6 +6,7 @@
 #include <torch/nn/pimpl.h>
 
 #include "fsdp/nn/config/model_config.h"
+#include "fsdp/nn/layers/causal_conv.h"
 #include "fsdp/nn/layers/decoding_cache.h"
 #include "fsdp/nn/layers/matrix_layers.h"
 #include "fsdp/nn/layers/named_init.h"
@@ -36,20 +37,6 @@ struct ScanInput {
 at::Tensor selective_scan(const ScanInput& input, int64_t chunk_size, at::Tensor* state = nullptr);
 
 // --- the mixer -----------------------------------------------------------------------------------
-
-// Convolves each channel over the current and the previous positions.
-class CausalConvImpl : public torch::nn::Module, public NamedInit {
- public:
-  CausalConvImpl(int64_t num_channels, int64_t kernel_size, bool with_bias);
-  // [batch, sequence, channels]. `window`, if not null, holds the inputs before x (undefined:
-  // zeros), and becomes the inputs that the next call needs.
-  at::Tensor forward(const at::Tensor& x, at::Tensor* window);
-  void reset_parameters() override;
-
-  at::Tensor weight;  // [channels, 1, kernel_size]
-  at::Tensor bias;    // [channels], or undefined
-};
-TORCH_MODULE(CausalConv);
 
 class Mamba2Impl : public torch::nn::Module, public NamedInit {
  public:

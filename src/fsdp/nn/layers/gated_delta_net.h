@@ -1,0 +1,49 @@
+// The Gated DeltaNet mixer with the parameters and names of Qwen3-Next.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <cstdint>
+
+#include "fsdp/nn/layers/causal_conv.h"
+#include "fsdp/nn/layers/decoding_cache.h"
+#include "fsdp/nn/layers/matrix_layers.h"
+#include "fsdp/nn/layers/named_init.h"
+#include "fsdp/nn/layers/rms_norm.h"
+
+namespace fsdp::nn {
+
+struct GatedDeltaNetOptions {
+  int64_t hidden_size = 0;
+  int64_t num_key_heads = 0;
+  int64_t num_value_heads = 0;  // a multiple of num_key_heads; neighbours share a key head
+  int64_t key_head_dim = 128;   // of queries, too
+  int64_t value_head_dim = 128;
+  int64_t conv_kernel = 4;
+  double norm_eps = 1e-6;
+  double standard_deviation = 0.02;
+  int64_t chunk_size = 64;  // of the delta rule; changes time and memory, not the result
+};
+
+// Queries, keys and values pass a short convolution; the gated delta rule mixes positions; its
+// result is normed per value head, gated and projected back.
+class GatedDeltaNetImpl : public torch::nn::Module, public NamedInit {
+ public:
+  explicit GatedDeltaNetImpl(const GatedDeltaNetOptions& options);
+  // [batch, sequence, hidden_size]. With a cache, x follows the cached positions and joins them.
+  at::Tensor forward(const at::Tensor& x, LayerCache* cache);
+  void reset_parameters() override;
+
+ private:
+  const GatedDeltaNetOptions options_;
+  at::Tensor dt_bias_, a_log_;  // [value heads]
+  Projection in_proj_qkvz_, in_proj_ba_;
+  CausalConv conv1d_;
+  RmsNorm norm_;
+  Projection out_proj_;
+};
+TORCH_MODULE(GatedDeltaNet);
+
+}  // namespace fsdp::nn
