@@ -114,6 +114,48 @@ TEST(ParallelCheckpoint, LoadsIntoOtherStrategies) {
     check(from, {.granularity = parse_granularity(granularity)});
 }
 
+// Replicas write a part each of what is large.
+TEST(ParallelCheckpoint, HoldsSlicesThatSeveralRanksWrite) {
+  struct LargeImpl : torch::nn::Module, JoinsTp {
+    LargeImpl()
+        : columns(register_parameter("columns", at::rand({700, 1600}))),
+          rows(register_parameter("rows", at::rand({1600, 700}))) {}
+    TpPlacement tp_placement(const std::string& name) const override {
+      if (name == "rows") return TpShard{.dim = 0, .num_sections = 2};
+      return TpShard{.dim = 1, .section_sizes = {400, 1200}};
+    }
+    at::Tensor columns, rows;
+  };
+  const auto large = [](uint64_t seed) {
+    return build([] { return std::make_shared<LargeImpl>(); }, seed);
+  };
+  const auto whole = large(7);
+  const TempDir directory;
+  run_ranks(4, [&](World& world) {
+    const Mesh mesh = world.mesh({.outer = 2, .tp = 2});
+    const Sharded sharded = fully_shard(large(7), mesh);
+    save_checkpoint(directory.path(), {.sharded = sharded}, {.step = 1});
+  });
+  for (const Grids& to : {Grids{1, {}}, Grids{4, {.tp = 4}}})
+    run_ranks(to.ranks, [&](World& world) {
+      const Mesh mesh = world.mesh(to.mesh);
+      const auto model = large(8);
+      const Sharded sharded = fully_shard(model, mesh);
+      load_checkpoint(directory.path(), {.sharded = sharded});
+      const auto full = sharded.full_parameters();
+      const int64_t rank = mesh.tp() == nullptr ? 0 : mesh.tp()->rank();
+      const int64_t size = to.mesh.tp;
+      const auto part = [&](const at::Tensor& tensor, int64_t dim, int64_t begin, int64_t length) {
+        return tensor.narrow(dim, begin + rank * length / size, length / size);
+      };
+      EXPECT_TRUE(at::equal(
+          model->columns,
+          at::cat({part(whole->columns, 1, 0, 400), part(whole->columns, 1, 400, 1200)}, 1)));
+      EXPECT_TRUE(at::equal(
+          model->rows, at::cat({part(whole->rows, 0, 0, 800), part(whole->rows, 0, 800, 800)})));
+    });
+}
+
 // A fused tensor that is stored as its sections, and cut over tp by section.
 TEST(ParallelCheckpoint, StoresSectionsUnderNamesOfTheirOwn) {
   const NameRules rules({{.title = "gate and up",

@@ -1,7 +1,10 @@
 // What modules declare of tp, and the errors of declarations and meshes that do not fit.
 #include <gmock/gmock.h>
 
+#include <torch/nn/init.h>
+
 #include "fsdp/base/error.h"
+#include "fsdp/shard/parameter_init.h"
 #include "support/parallel_training.h"
 
 namespace fsdp::testing::tensor_cuts_test {
@@ -60,6 +63,34 @@ TEST(TensorCuts, AreRefusedIfRanksCannotShareThem) {
     // Without the axis nothing is cut.
     const Mesh alone = world.mesh();
     fully_shard(std::make_shared<AnyCutImpl>(TpShard{.dim = 0}), alone);
+  });
+}
+
+// reset_parameters() sets all of them, though join() has come before.
+TEST(TensorCuts, OfModelsOnTheMetaDeviceHaveTheWholeModelsValues) {
+  struct DrawnImpl : torch::nn::Module, JoinsTp, ParameterInit {
+    DrawnImpl() : weight(register_parameter("weight", at::empty({6, 8}))) { reset_parameters(); }
+    TpPlacement tp_placement(const std::string&) const override {
+      return TpShard{.dim = 1, .section_sizes = {2, 6}};
+    }
+    void reset_parameters() override { torch::nn::init::normal_(weight); }
+    at::Tensor weight;
+  };
+  const at::Tensor whole = build([] { return std::make_shared<DrawnImpl>(); })->weight;
+  run_ranks(2, [&](World& world) {
+    const Mesh mesh = world.mesh({.tp = 2});
+    // Rank 0 alone draws, because both share a generator.
+    const auto model = [] {
+      const MetaConstruction meta;
+      return std::make_shared<DrawnImpl>();
+    }();
+    if (world.rank() == 0) torch::manual_seed(7);
+    const Sharded sharded =
+        fully_shard(model, mesh, {.initial_values = InitialValues::kOfRankZero});
+    const auto full = sharded.full_parameters();
+    const int64_t rank = world.rank();
+    EXPECT_TRUE(at::equal(
+        model->weight, at::cat({whole.narrow(1, rank, 1), whole.narrow(1, 2 + 3 * rank, 3)}, 1)));
   });
 }
 
