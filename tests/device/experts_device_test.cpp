@@ -144,8 +144,7 @@ TEST(ExpertsOnDevice, ComputeTheSameSharedOut) {
               const at::Tensor input = x.detach().clone().set_requires_grad(true);
               const at::Tensor y = net.layer(input)[0];
               y.square().sum().backward();
-              return std::pair{y.detach().cpu().to(at::kFloat),
-                               input.grad().cpu().to(at::kFloat)};
+              return std::pair{y.detach().cpu().to(at::kFloat), input.grad().cpu().to(at::kFloat)};
             };
             const auto [expected, expected_gradient] = run(*whole);
             const auto [actual, gradient] = run(*shared_out);
@@ -217,8 +216,8 @@ struct Training {
           model->to(at::kCUDA);
           return fully_shard(model, mesh, options);
         }()),
-        optimizer(std::make_unique<AdamW>(
-            sharded, AdamWOptions{.lr = 1e-2, .step = {.max_norm = 0.5}})) {}
+        optimizer(std::make_unique<AdamW>(sharded,
+                                          AdamWOptions{.lr = 1e-2, .step = {.max_norm = 0.5}})) {}
 
   void step() {
     const ModelLoss result = testing::small_loss(*model, tokens);

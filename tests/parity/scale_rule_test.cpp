@@ -88,28 +88,44 @@ TEST(GroupPaths, StagesContinueEachOther) {
   EXPECT_EQ(to_text(paths.cycle_end.back().after), "SS");
 }
 
-// Every cell of strategy x outer x inner x ep x loss; ep 1 is the dense grid.
+// Every cell of strategy x outer x inner x kind of parameters x loss. Ranks of an ep group have
+// losses of their own, those of a tp group have one, and an equal gradient each.
 TEST(GroupPaths, DivideGradientsOnceByAllLosses) {
+  struct Kind {
+    const char* name;
+    int64_t owners;  // ranks of one place of outer x inner
+    int64_t tp;
+    int64_t num_copies;
+  };
+  const std::vector<Kind> kinds = {
+      {"dense", 1, 1, 1},        {"expert, ep 2", 2, 1, 1},       {"expert, ep 3", 3, 1, 1},
+      {"tensor, tp 2", 2, 2, 1}, {"partial, tp 2", 1, 2, 1},      {"equal, tp 2", 1, 2, 2},
+      {"equal, tp 4", 1, 4, 4},  {"expert, ep 4, tp 2", 4, 2, 1},
+  };
   for (const char* strategy : kStrategies)
-    for (int64_t cell = 0; cell < 48; ++cell)
-      for (const GradientOf gradient : {GradientOf::kMeanOverRanks, GradientOf::kSumOverRanks}) {
-        const int64_t outer = 1 + cell % 4, inner = 1 + cell / 4 % 4, ep = 1 + cell / 16;
-        SCOPED_TRACE(concat(strategy, " ", outer, "x", inner, "x", ep));
-        const int64_t num_losses = outer * inner * ep;
-        const GroupPaths paths = group_paths(
-            parse_strategy(strategy), {.outer = outer, .inner = inner}, gradient, num_losses);
-        const double scale =
-            gradient == GradientOf::kMeanOverRanks ? 1.0 / static_cast<double>(num_losses) : 1.0;
-        PlacementPath path = paths.each_backward;
-        path.insert(path.end(), paths.cycle_end.begin(), paths.cycle_end.end());
-        // One stage per axis of several ranks: a group of one has nothing to reduce or to scale.
-        EXPECT_EQ(path.size(), static_cast<size_t>((outer > 1) + (inner > 1)));
-        for (const PlacementStage& stage : path) {
-          EXPECT_GT(stage.axis == Axis::kInner ? inner : outer, 1);
-          EXPECT_EQ(stage.scale, &stage == &path.front() ? scale : 1.0);
+    for (const Kind& kind : kinds)
+      for (int64_t cell = 0; cell < 16; ++cell)
+        for (const GradientOf gradient : {GradientOf::kMeanOverRanks, GradientOf::kSumOverRanks}) {
+          const int64_t outer = 1 + cell % 4, inner = 1 + cell / 4 % 4;
+          SCOPED_TRACE(concat(strategy, " ", outer, "x", inner, ", ", kind.name));
+          const int64_t num_losses = outer * inner * kind.owners / kind.tp;
+          if (num_losses * kind.tp != outer * inner * kind.owners) continue;  // not such a grid
+          const GroupPaths paths =
+              group_paths(parse_strategy(strategy), {.outer = outer, .inner = inner}, gradient,
+                          num_losses, kind.num_copies);
+          const bool is_mean = gradient == GradientOf::kMeanOverRanks;
+          const double scale =
+              1.0 / static_cast<double>((is_mean ? num_losses : 1) * kind.num_copies);
+          PlacementPath path = paths.each_backward;
+          path.insert(path.end(), paths.cycle_end.begin(), paths.cycle_end.end());
+          // One stage per axis of several ranks: a group of one has nothing to reduce or to scale.
+          EXPECT_EQ(path.size(), static_cast<size_t>((outer > 1) + (inner > 1)));
+          for (const PlacementStage& stage : path) {
+            EXPECT_GT(stage.axis == Axis::kInner ? inner : outer, 1);
+            EXPECT_EQ(stage.scale, &stage == &path.front() ? scale : 1.0);
+          }
+          EXPECT_EQ(paths.local_scale, path.empty() ? scale : 1.0);
         }
-        EXPECT_EQ(paths.local_scale, path.empty() ? scale : 1.0);
-      }
 }
 
 // --- end to end ----------------------------------------------------------------------------------

@@ -1,5 +1,4 @@
-// The ranks of a world as two grids, one for dense parameters and one for experts, whose axes have
-// communicators each.
+// The ranks of a world as grids, one for each kind of parameters, whose axes have communicators.
 #pragma once
 
 #include <array>
@@ -8,6 +7,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
 namespace fsdp {
 
@@ -15,12 +15,16 @@ class Communicator;
 
 struct MeshOptions {
   // Ranks along the outer axis: replicas (HSDP) or the second cut (HFSDP). Must divide the world;
-  // the rest is the inner axis, along which parameters are sharded.
+  // the rest is a row, along which parameters are sharded.
   int outer = 1;
 
   // Ranks that share out the experts of a layer: neighbours, each with experts of its own. Must
-  // divide the inner axis, or be a multiple of it that divides the world.
+  // divide a row, or be a multiple of it that divides the world.
   int ep = 1;
+
+  // Ranks that compute one loss together: neighbours, each with slices of its own of some tensors.
+  // Must divide a row.
+  int tp = 1;
 };
 
 // One axis, seen from this rank. Gathering and reducing have a communicator each: operations of one
@@ -45,26 +49,29 @@ class MeshAxis {
   std::unique_ptr<Communicator> reduce_;
 };
 
-// Which parameters: all of them are dense unless a module says otherwise (expert_module.h).
-enum class GridKind : uint8_t { kDense, kExpert };
-inline constexpr std::array kGridKinds{GridKind::kDense, GridKind::kExpert};
+// Which parameters: all of them are dense unless a module says otherwise (parallel_module.h).
+enum class GridKind : uint8_t { kDense, kTensor, kExpert };
+inline constexpr std::array kGridKinds{GridKind::kDense, GridKind::kTensor, GridKind::kExpert};
 
-// The two axes over which parameters of one kind are cut and reduced. Valid as long as the mesh.
+// The axes over which parameters of one kind are cut and reduced. Valid as long as the mesh.
 struct Grid {
   const MeshAxis* outer;
   const MeshAxis* inner;
+  // Its ranks own slices, each of which is cut over outer x inner; nullptr: parameters are whole.
+  const MeshAxis* owners = nullptr;
 };
 
-// World rank = outer rank * inner size + inner rank, so that an inner group is neighbouring ranks:
-// one host, where there are hosts.
+// World rank = outer rank * row size + place in the row, so that a row is neighbouring ranks: one
+// host, where there are hosts. Dense parameters are cut along rows, the inner axis:
 //
 //              inner 0  inner 1  inner 2
 //   outer 0       0        1        2       a row: one inner group, holds one sharded copy
 //   outer 1       3        4        5       a column: one outer group, equal shards
 //
-// Experts see the same ranks as expert outer x expert inner x ep, the last one varying fastest:
-// here with ep 2 of 2 outer x 4 inner ranks. A cell is the ranks of one ep group, which have one
-// loss each and hold all experts together; equal places of the cells hold the same experts.
+// Tensor-parallel ones see a row as tensor inner x tp, the last one varying fastest: here with tp 2
+// of 2 outer x 4 ranks. A cell is the ranks of one tp group, which have one loss and hold all
+// slices together; equal places of the cells hold the same slices. Experts see the ranks as expert
+// outer x expert inner x ep in the same way; a cell is the ranks of one ep group.
 //
 //              inner 0  inner 1
 //   outer 0      0 1      2 3
@@ -73,25 +80,41 @@ class Mesh {
  public:
   Mesh(Communicator& world, const MeshOptions& options);
 
+  // The axes of dense parameters; together all ranks. A row has the ranks of its tp groups.
   const MeshAxis& outer() const { return outer_; }
   const MeshAxis& inner() const { return inner_; }
   int size() const { return outer_.size() * inner_.size(); }
 
-  // Without an ep axis (nullptr) both grids are outer x inner.
+  // nullptr without that axis: then its parameters are dense.
   const MeshAxis* ep() const { return experts_ ? &experts_->ep : nullptr; }
+  const MeshAxis* tp() const { return tensors_ ? &tensors_->tp : nullptr; }
   Grid grid(GridKind kind) const;
+  // The dense one, and those with owners.
+  std::vector<GridKind> grids() const;
+
+  // Ranks of a tp group have the same batch and loss. Which one is this rank's, of how many?
+  int num_losses() const { return size() / tp_size(); }
+  int loss() const;
 
  private:
+  struct TensorAxes {
+    MeshAxis inner;
+    MeshAxis tp;
+  };
   struct ExpertAxes {
     MeshAxis outer;
     MeshAxis inner;
     MeshAxis ep;
   };
-  Mesh(Communicator& world, int inner, int expert_inner, int ep);
-  static std::optional<ExpertAxes> expert_axes(Communicator& world, int inner, int ep);
+  struct Sizes;
+  Mesh(Communicator& world, const Sizes& sizes);
+  static std::optional<TensorAxes> tensor_axes(Communicator& world, const Sizes& sizes);
+  static std::optional<ExpertAxes> expert_axes(Communicator& world, const Sizes& sizes);
+  int tp_size() const { return tensors_ ? tensors_->tp.size() : 1; }
 
   MeshAxis outer_;
   MeshAxis inner_;
+  std::optional<TensorAxes> tensors_;
   std::optional<ExpertAxes> experts_;
 };
 

@@ -50,7 +50,8 @@ struct PrecisionPolicy {
 
 // How a gradient is made of the ranks' own gradients.
 enum class GradientOf : uint8_t {
-  kMeanOverRanks,  // each rank's loss is a mean over its tokens: sum over ranks / ranks
+  kMeanOverRanks,  // each rank's loss is a mean over its tokens: sum over ranks / ranks, where the
+                   // ranks of a tp group, which have one loss, count as one
   kSumOverRanks,   // each rank's loss is already divided by all tokens of all ranks: the sum
 };
 

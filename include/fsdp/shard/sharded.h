@@ -20,9 +20,9 @@ struct ShardedParameter {
   std::string name;                  // its first name in the module tree
   std::vector<std::string> aliases;  // further names of a shared parameter
   std::string unit;
-  std::vector<int64_t> shape;  // of the whole
+  std::vector<int64_t> shape;  // of the whole, or of this rank's slice of it (parallel_module.h)
   bool is_trainable = true;
-  int64_t begin = 0;  // elements [begin, begin + main_weight.numel()) of the flattened whole
+  int64_t begin = 0;  // elements [begin, begin + main_weight.numel()) of that, flattened
   // One-dimensional. A view; a copy if main weights are split or offloaded (ShardOptions).
   at::Tensor main_weight;
   at::Tensor gradient;  // the same elements; undefined if frozen, or while it has no memory

@@ -46,7 +46,8 @@ std::vector<WantedTensor> wanted_of(const ParamGroup& group, DType dtype) {
     wanted.push_back({.name = names.front(),
                       .aliases = {names.begin() + 1, names.end()},
                       .shape = group.whole_shape_of(i),
-                      .dtype = dtype});
+                      .dtype = dtype,
+                      .owned = group.owned_of(i)});
   }
   return wanted;
 }
@@ -116,10 +117,9 @@ class TargetLoader {
     for (int64_t i = 0; i < target.group->layout().num_tensors(); ++i) {
       const FlatRange tensor = target.group->layout().tensor_range(i);
       const FlatRange common = intersect(tensor, chunk);
-      const int64_t first = target.group->owned_begin_of(i) - tensor.begin;  // in the whole tensor
       if (!common.empty())
         body(target.sources[static_cast<size_t>(i)], common,
-             FlatRange{first + common.begin, first + common.end});
+             FlatRange{common.begin - tensor.begin, common.end - tensor.begin});
     }
   }
 

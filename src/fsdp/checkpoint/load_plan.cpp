@@ -32,13 +32,11 @@ bool matches_any(std::span<const std::string> patterns, const std::string& name)
 
 void TensorSource::add_reads(FlatRange range, std::byte* into, std::vector<FileRun>& runs) const {
   const std::vector<int64_t> strides = strides_of(shape_);
-  for (const Box& box : boxes(shape_, range))
-    for (const SectionBox& part : cut_at_sections(sections_, box)) {
-      StridedBox target{part.stored, strides, -range.begin};
-      for (size_t i = 0; i < strides.size(); ++i)
-        target.begin += part.model.offsets[i] * strides[i];
-      fsdp::add_runs(*stored_[part.section], target, into, runs);
-    }
+  for (const OwnedBox& box : owned_boxes(owned_, shape_, range))
+    for (const SectionBox& part : cut_at_sections(sections_, box.whole))
+      fsdp::add_runs(*stored_[part.section],
+                     {part.stored, strides, place_of(part, box, strides) - range.begin}, into,
+                     runs);
 }
 
 LoadPlan::LoadPlan(const std::string& path, NameRules names)
@@ -92,7 +90,8 @@ std::vector<TensorSource> LoadPlan::find(TensorSet& set, std::span<const WantedT
   std::vector<TensorSource> sources;
   for (const WantedTensor& tensor : wanted) {
     TensorSource& source = sources.emplace_back();
-    source.shape_ = tensor.shape;
+    source.owned_ = tensor.owned;
+    source.shape_ = owned_shape(tensor.owned, tensor.shape);
     source.sections_ = names_.sections(tensor.name, tensor.shape);
     const std::vector<std::vector<std::string>> names = names_of(tensor, source.sections_);
     for (size_t i = 0; i < source.sections_.size(); ++i) {

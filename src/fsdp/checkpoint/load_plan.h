@@ -10,6 +10,7 @@
 
 #include "fsdp/checkpoint/format/tensor_catalog.h"
 #include "fsdp/checkpoint/format/verified_reads.h"
+#include "fsdp/layout/owned_slice.h"
 
 namespace fsdp {
 
@@ -17,8 +18,9 @@ namespace fsdp {
 struct WantedTensor {
   std::string name;
   std::vector<std::string> aliases;  // other names under which it may be stored
-  std::vector<int64_t> shape;
-  DType dtype = DType::kFloat32;  // in memory; other floating types are converted
+  std::vector<int64_t> shape;        // of the whole tensor
+  DType dtype = DType::kFloat32;     // in memory; other floating types are converted
+  OwnedSlice owned = {};             // what is read of it
 };
 
 // Where a tensor's elements are stored, section after section.
@@ -27,13 +29,14 @@ class TensorSource {
   bool is_missing() const { return stored_.empty(); }
   DType dtype() const { return stored_.front()->tensor.dtype; }
 
-  // Adds reads of elements [range) of the flattened tensor to `into`, packed, in dtype().
+  // Adds reads of elements [range) of the flattened slice to `into`, packed, in dtype().
   void add_reads(FlatRange range, std::byte* into, std::vector<FileRun>& runs) const;
 
  private:
   friend class LoadPlan;
-  std::vector<int64_t> shape_;
-  std::vector<TensorSection> sections_;
+  std::vector<int64_t> shape_;  // of the slice
+  OwnedSlice owned_;
+  std::vector<TensorSection> sections_;  // of the whole tensor
   std::vector<const CatalogTensor*> stored_;
 };
 

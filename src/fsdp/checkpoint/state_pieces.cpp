@@ -63,6 +63,15 @@ FlatRange share_of(FlatRange held, std::span<const int64_t> shape, Replicas repl
   return part.empty() ? FlatRange{} : part;
 }
 
+// What this rank writes of a tensor: `range` of the slice that it owns, which begins at
+// `flat_begin` of the reader's buffer.
+struct Written {
+  std::vector<int64_t> shape;  // of the slice
+  OwnedSlice owned;
+  FlatRange range;
+  int64_t flat_begin = 0;
+};
+
 // Collects one set of tensors: the model's, or the moments'.
 class PieceCollector {
  public:
@@ -70,22 +79,19 @@ class PieceCollector {
                  std::vector<Piece>& pieces)
       : names_(names), rank_(rank), tensors_(tensors), pieces_(pieces) {}
 
-  // This rank writes `range` of the tensor, which begins at `flat_begin` of the reader's buffer.
-  void add(const std::string& name, const std::string& suffix, DType dtype,
-           std::span<const int64_t> shape, FlatRange range, int64_t flat_begin,
+  void add(const std::string& name, const std::string& suffix, DType dtype, const Written& written,
            const std::shared_ptr<const FlatReader>& reader) {
-    const std::vector<TensorSection> sections = names_.sections(name, shape);
+    const std::vector<TensorSection> sections =
+        names_.sections(name, whole_shape(written.owned, written.shape));
     for (const TensorSection& section : sections) {
       tensors_.push_back({section.name + suffix, dtype, section.shape});
       add_without_elements(tensors_.back());
     }
-    const std::vector<int64_t> strides = strides_of(shape);
-    for (const Box& box : boxes(shape, range))
-      for (const SectionBox& part : cut_at_sections(sections, box)) {
-        // The place of the part's elements in the model tensor.
-        StridedBox place{part.model, strides, flat_begin - range.begin};
-        for (size_t i = 0; i < strides.size(); ++i)
-          place.begin += part.model.offsets[i] * strides[i];
+    const std::vector<int64_t> strides = strides_of(written.shape);
+    const int64_t flat_begin = written.flat_begin - written.range.begin;
+    for (const OwnedBox& box : owned_boxes(written.owned, written.shape, written.range))
+      for (const SectionBox& part : cut_at_sections(sections, box.whole)) {
+        const StridedBox place{part.model, strides, flat_begin + place_of(part, box, strides)};
         pieces_.push_back(
             piece_of(sections[part.section].name + suffix, dtype, part.stored, place, reader));
       }
@@ -178,17 +184,14 @@ void check_names(const CheckpointState& state, const NameRules& names) {
   check_unique(names, tensors);
 }
 
-// Calls body(member, the range of the whole tensor that this rank writes, its beginning in the
-// group's buffer).
+// Calls body(member, what this rank writes of it).
 template <typename Body>
 void for_each_member(const ParamGroup& group, Replicas replicas, int64_t& number,
                      const Body& body) {
   for (int64_t i = 0; i < group.layout().num_tensors(); ++i) {
     const FlatRange range = share_of(group.held_of(i), group.shape_of(i), replicas, number++);
-    const int64_t owned = group.owned_begin_of(i);
-    const FlatRange in_whole =
-        range.empty() ? range : FlatRange{owned + range.begin, owned + range.end};
-    body(i, in_whole, group.layout().tensor_range(i).begin + range.begin);
+    body(i, Written{group.shape_of(i), group.owned_of(i), range,
+                    group.layout().tensor_range(i).begin + range.begin});
   }
 }
 
@@ -211,7 +214,7 @@ GroupRecord record_of(const ParamGroup& group, Granularity granularity) {
     const std::vector<std::string>& names = group.members()[static_cast<size_t>(i)].names;
     record.members.push_back({.name = names.front(),
                               .aliases = {names.begin() + 1, names.end()},
-                              .shape = group.shape_of(i),
+                              .shape = group.whole_shape_of(i),
                               .flat = group.layout().tensor_range(i)});
   }
   return record;
@@ -247,18 +250,17 @@ StatePieces pieces_of(const CheckpointState& state, const StoredForm& form) {
       const ParamGroup& group = group_state;
       const DType dtype = stored_dtype(group.main_weights().dtype(), form);
       const auto read = std::make_shared<const FlatReader>(main_weight_reader(group, dtype));
-      for_each_member(
-          group, replicas_with(group), number, [&](int64_t i, FlatRange range, int64_t flat) {
-            model.add(group.name_of(i), "", dtype, group.whole_shape_of(i), range, flat, read);
-          });
+      for_each_member(group, replicas_with(group), number, [&](int64_t i, const Written& written) {
+        model.add(group.name_of(i), "", dtype, written, read);
+      });
     }
   for (const NamedBuffer& buffer : state.buffers) {
     const Replicas all{engine.mesh_shape().outer * engine.mesh_shape().inner, number_of_rank};
     const auto read = std::make_shared<const FlatReader>(buffer_reader(buffer.value));
     const std::vector<int64_t> shape = buffer.value.sizes().vec();
     const FlatRange range = share_of({0, buffer.value.numel()}, shape, all, number++);
-    model.add(buffer.name, "", dtype_of(buffer.value.scalar_type()), shape, range, range.begin,
-              read);
+    model.add(buffer.name, "", dtype_of(buffer.value.scalar_type()),
+              {shape, {}, range, range.begin}, read);
   }
   if (state.optimizer == nullptr) return pieces;
   Optimizer::Impl& optimizer = OptimizerAccess::of(*state.optimizer);
@@ -267,11 +269,9 @@ StatePieces pieces_of(const CheckpointState& state, const StoredForm& form) {
     for (size_t which = 0; which < optimizer.moments().size(); ++which) {
       const std::string suffix = "." + optimizer.moments()[which].name;
       const auto read = std::make_shared<const FlatReader>(moment_reader(*update, which));
-      for_each_member(group, replicas_with(group), number,
-                      [&](int64_t i, FlatRange range, int64_t flat) {
-                        moments.add(group.name_of(i), suffix, DType::kFloat32,
-                                    group.whole_shape_of(i), range, flat, read);
-                      });
+      for_each_member(group, replicas_with(group), number, [&](int64_t i, const Written& written) {
+        moments.add(group.name_of(i), suffix, DType::kFloat32, written, read);
+      });
     }
   }
   return pieces;

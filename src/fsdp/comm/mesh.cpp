@@ -1,39 +1,56 @@
 #include "fsdp/comm/mesh.h"
 
+#include <utility>
 #include <vector>
 
 #include "fsdp/base/check.h"
+#include "fsdp/base/text.h"
 #include "fsdp/comm/communicator.h"
 
 namespace fsdp {
 
 namespace {
 
-int inner_size_of(const Communicator& world, const MeshOptions& options) {
-  FSDP_CHECK(options.outer >= 1 && world.size() % options.outer == 0, "outer is ", options.outer,
-             " in a world of ", world.size(), " ranks: it must divide the number of ranks");
-  return world.size() / options.outer;
-}
-
-// Of the expert grid. An ep group is one row of the dense grid or part of it, or several rows.
-int expert_inner_size_of(const Communicator& world, const MeshOptions& options) {
-  const int inner = inner_size_of(world, options);
-  const bool divides_row = options.ep >= 1 && inner % options.ep == 0;
-  const bool is_rows = options.ep >= 1 && options.ep % inner == 0 && world.size() % options.ep == 0;
-  FSDP_CHECK(divides_row || is_rows, "ep is ", options.ep, " in a world of ", world.size(),
-             " ranks = ", options.outer, " outer x ", inner, " inner: it must divide ", inner,
-             ", or be a multiple of it that divides ", world.size());
-  return divides_row ? inner / options.ep : 1;
-}
-
-// The color of every rank by its number.
-std::vector<int> colors_by(const Communicator& world, const auto& color_of) {
+// Ranks that lie `stride` apart, `size` of them, are one group of an axis.
+MeshAxis axis_of(std::string name, Communicator& world, int stride, int size) {
   std::vector<int> colors;
-  for (int rank = 0; rank < world.size(); ++rank) colors.push_back(color_of(rank));
-  return colors;
+  for (int rank = 0; rank < world.size(); ++rank)
+    colors.push_back(rank / (stride * size) * stride + rank % stride);
+  return {std::move(name), world, colors};
+}
+
+std::string arithmetic(const Communicator& world, const MeshOptions& options, int row) {
+  const int tp = options.tp;
+  return tp > 1 && row % tp == 0
+             ? concat(world.size(), " ranks = ", options.outer, " outer x ", row / tp, " inner x ",
+                      tp, " tp")
+             : concat(world.size(), " ranks = ", options.outer, " outer x ", row, " inner");
 }
 
 }  // namespace
+
+// Ranks along each axis.
+struct Mesh::Sizes {
+  Sizes(const Communicator& world, const MeshOptions& options)
+      : outer(options.outer), ep(options.ep), tp(options.tp) {
+    FSDP_CHECK(outer >= 1 && world.size() % outer == 0, "outer is ", outer, " in a world of ",
+               world.size(), " ranks: it must divide the number of ranks");
+    row = world.size() / outer;
+    FSDP_CHECK(tp >= 1 && row % tp == 0, "tp is ", tp, " in a world of ",
+               arithmetic(world, options, row), ": it must divide ", row);
+    tensor_inner = row / tp;
+    // An ep group is one row or part of it, or several rows.
+    const bool divides_row = ep >= 1 && row % ep == 0;
+    const bool is_rows = ep >= 1 && ep % row == 0 && world.size() % ep == 0;
+    FSDP_CHECK(divides_row || is_rows, "ep is ", ep, " in a world of ",
+               arithmetic(world, options, row), ": it must divide ", row,
+               ", or be a multiple of it that divides ", world.size());
+    expert_inner = divides_row ? row / ep : 1;
+    expert_outer = world.size() / (expert_inner * ep);
+  }
+
+  int outer, row, tensor_inner, expert_outer, expert_inner, ep, tp;
+};
 
 MeshAxis::MeshAxis(std::string name, Communicator& world, std::span<const int> colors)
     : name_(std::move(name)),
@@ -47,29 +64,43 @@ MeshAxis::~MeshAxis() = default;
 int MeshAxis::rank() const { return gather_->rank(); }
 int MeshAxis::size() const { return gather_->size(); }
 
-Mesh::Mesh(Communicator& world, const MeshOptions& options)
-    : Mesh(world, inner_size_of(world, options), expert_inner_size_of(world, options), options.ep) {
+Mesh::Mesh(Communicator& world, const MeshOptions& options) : Mesh(world, Sizes(world, options)) {}
+
+Mesh::Mesh(Communicator& world, const Sizes& sizes)
+    : outer_(axis_of("outer", world, sizes.row, sizes.outer)),
+      inner_(axis_of("inner", world, 1, sizes.row)),
+      tensors_(tensor_axes(world, sizes)),
+      experts_(expert_axes(world, sizes)) {}
+
+std::optional<Mesh::TensorAxes> Mesh::tensor_axes(Communicator& world, const Sizes& sizes) {
+  if (sizes.tp == 1) return std::nullopt;
+  return TensorAxes{.inner = axis_of("tensor inner", world, sizes.tp, sizes.tensor_inner),
+                    .tp = axis_of("tp", world, 1, sizes.tp)};
 }
 
-Mesh::Mesh(Communicator& world, int inner, int expert_inner, int ep)
-    : outer_("outer", world, colors_by(world, [=](int rank) { return rank % inner; })),
-      inner_("inner", world, colors_by(world, [=](int rank) { return rank / inner; })),
-      experts_(expert_axes(world, expert_inner, ep)) {}
-
-std::optional<Mesh::ExpertAxes> Mesh::expert_axes(Communicator& world, int inner, int ep) {
+std::optional<Mesh::ExpertAxes> Mesh::expert_axes(Communicator& world, const Sizes& sizes) {
+  const int ep = sizes.ep;
   if (ep == 1) return std::nullopt;
-  // rank = (expert outer rank * inner + expert inner rank) * ep + ep rank
   return ExpertAxes{
-      .outer = {"expert outer", world,
-                colors_by(world, [=](int rank) { return rank % (inner * ep); })},
-      .inner = {"expert inner", world,
-                colors_by(world, [=](int rank) { return rank / (inner * ep) * ep + rank % ep; })},
-      .ep = {"ep", world, colors_by(world, [=](int rank) { return rank / ep; })}};
+      .outer = axis_of("expert outer", world, sizes.expert_inner * ep, sizes.expert_outer),
+      .inner = axis_of("expert inner", world, ep, sizes.expert_inner),
+      .ep = axis_of("ep", world, 1, ep)};
 }
 
 Grid Mesh::grid(GridKind kind) const {
-  if (kind == GridKind::kDense || !experts_) return {&outer_, &inner_};
-  return {&experts_->outer, &experts_->inner};
+  if (kind == GridKind::kTensor && tensors_) return {&outer_, &tensors_->inner, &tensors_->tp};
+  if (kind == GridKind::kExpert && experts_)
+    return {&experts_->outer, &experts_->inner, &experts_->ep};
+  return {&outer_, &inner_};
 }
+
+std::vector<GridKind> Mesh::grids() const {
+  std::vector<GridKind> kinds = {GridKind::kDense};
+  for (const GridKind kind : kGridKinds)
+    if (grid(kind).owners != nullptr) kinds.push_back(kind);
+  return kinds;
+}
+
+int Mesh::loss() const { return (outer_.rank() * inner_.size() + inner_.rank()) / tp_size(); }
 
 }  // namespace fsdp

@@ -33,12 +33,13 @@ c10::Stream new_stream(c10::Device device) {
 std::vector<const MeshAxis*> axes_that_talk(const Engine& engine) {
   std::vector<const MeshAxis*> axes;
   const Mesh& mesh = engine.mesh();
-  const Grid experts = mesh.grid(GridKind::kExpert);
-  for (const MeshAxis* axis :
-       {&mesh.inner(), &mesh.outer(), experts.inner, experts.outer, mesh.ep()})
-    if (axis != nullptr && axis->size() > 1 &&
-        std::find(axes.begin(), axes.end(), axis) == axes.end())
-      axes.push_back(axis);
+  for (const GridKind kind : mesh.grids()) {
+    const Grid grid = mesh.grid(kind);
+    for (const MeshAxis* axis : {grid.inner, grid.outer, grid.owners})
+      if (axis != nullptr && axis->size() > 1 &&
+          std::find(axes.begin(), axes.end(), axis) == axes.end())
+        axes.push_back(axis);
+  }
   return axes;
 }
 

@@ -5,7 +5,6 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstddef>
 #include <utility>
@@ -79,7 +78,9 @@ Optimizer::Impl::Impl(const Sharded& sharded, UpdateRule rule, const StepOptions
   state_ = at::zeros({static_cast<int64_t>(sizeof(StepState))},
                      at::device(engine.device()).dtype(at::kByte));
   norm_ = field(state_, offsetof(StepState, squared_norm));
-  if (engine.has_experts()) expert_norm_ = at::zeros_like(norm_);
+  grid_norms_ = {norm_};
+  while (grid_norms_.size() < engine.mesh().grids().size())
+    grid_norms_.push_back(at::zeros_like(norm_));
   rate_on_device_ = field(state_, offsetof(StepState, learning_rate));
   loss_scale_ = field(state_, offsetof(StepState, loss_scale));
   if (!engine.device().is_cpu())
@@ -195,10 +196,15 @@ void Optimizer::Impl::step() {
 }
 
 Work Optimizer::Impl::start_norm() {
-  const Work dense = start_norm(GridKind::kDense, norm_);
-  if (!EngineAccess::of(sharded_).has_experts()) return dense;
-  const std::array both{dense, start_norm(GridKind::kExpert, expert_norm_)};
-  return lane_->run([this] { norm_.add_(expert_norm_); }, both);
+  std::vector<Work> all;
+  for (const GridKind grid : EngineAccess::of(sharded_).mesh().grids())
+    all.push_back(start_norm(grid, grid_norms_[all.size()]));
+  if (all.size() == 1) return all.front();
+  return lane_->run(
+      [this] {
+        for (size_t i = 1; i < grid_norms_.size(); ++i) norm_.add_(grid_norms_[i]);
+      },
+      all);
 }
 
 Work Optimizer::Impl::start_norm(GridKind grid, const at::Tensor& norm) {
@@ -207,7 +213,7 @@ Work Optimizer::Impl::start_norm(GridKind grid, const at::Tensor& norm) {
   std::vector<at::Tensor> unknown;
   for (const UnitUpdate& unit : units_)
     for (const GroupUpdate& update : unit.groups) {
-      if (update.group().setting().kind != grid) continue;
+      if (row_of(update.group().setting().kind).grid != grid) continue;
       if (const at::Tensor squares = update.group().gradient().squares(); squares.defined()) {
         known.push_back(squares);
       } else {

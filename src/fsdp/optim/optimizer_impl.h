@@ -89,7 +89,7 @@ class Optimizer::Impl {
 
   void add_units();
   void check_gradients() const;
-  // Of all gradients; of those of one grid.
+  // Of all gradients; of those of one grid, every element once.
   Work start_norm();
   Work start_norm(GridKind grid, const at::Tensor& norm);
   Work begin(Work norm);
@@ -110,7 +110,7 @@ class Optimizer::Impl {
 
   at::Tensor state_;  // the bytes of a StepState, and views of some of its fields
   at::Tensor norm_;
-  at::Tensor expert_norm_;  // of the expert grid, added to norm_
+  std::vector<at::Tensor> grid_norms_;  // by Mesh::grids(): the first one is norm_, their sum
   at::Tensor rate_on_device_;
   at::Tensor loss_scale_;
   at::Tensor workspace_;  // for the norm on a device

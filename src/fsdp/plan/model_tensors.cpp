@@ -22,8 +22,7 @@ class UnitBuilder {
 
   void tensor(const std::string& name, std::vector<int64_t> shape,
               std::optional<DType> dtype = std::nullopt) {
-    unit_.tensors.push_back(
-        {.name = prefix_ + name, .shape = std::move(shape), .dtype = dtype});
+    unit_.tensors.push_back({.name = prefix_ + name, .shape = std::move(shape), .dtype = dtype});
   }
 
   void experts(StackedExperts stack) {
@@ -225,12 +224,11 @@ void add_deepseek_experts(UnitBuilder& unit, const DeepseekV3Config& c) {
   unit.linear("mlp.gate", c.n_routed_experts, c.hidden_size);
   // The published checkpoint keeps this one in fp32.
   unit.tensor("mlp.gate.e_score_correction_bias", {c.n_routed_experts}, DType::kFloat32);
-  for (StackedExperts& stack :
-       stacked_experts({.module = "mlp.experts",
-                        .projections = {"gate_proj", "up_proj", "down_proj"},
-                        .num_experts = c.n_routed_experts,
-                        .hidden_size = c.hidden_size,
-                        .intermediate_size = c.moe_intermediate_size}))
+  for (StackedExperts& stack : stacked_experts({.module = "mlp.experts",
+                               .projections = {"gate_proj", "up_proj", "down_proj"},
+                               .num_experts = c.n_routed_experts,
+                               .hidden_size = c.hidden_size,
+                               .intermediate_size = c.moe_intermediate_size}))
     unit.experts(std::move(stack));
   if (c.n_shared_experts > 0)
     add_gated_mlp(unit, "mlp.shared_experts", c.hidden_size,

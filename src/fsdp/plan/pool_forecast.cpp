@@ -21,9 +21,8 @@ std::vector<UnitBuckets> declare_buckets(const ModelShape& model, std::span<cons
   std::vector<UnitBuckets> units;
   for (const UnitShape& unit : model.units) units.push_back({unit.name, {}});
   for (const GroupPlan& group : groups) {
-    GroupBuckets needed =
-        group_buckets(group.layout, group.types, options.strategy, group.mesh,
-                      group.is_expert ? "expert" : "");
+    GroupBuckets needed = group_buckets(group.layout, group.types, options.strategy, group.mesh,
+                                        group.is_expert ? "expert" : "");
     std::vector<Bucket>& buckets = units[static_cast<size_t>(group.unit)].buckets;
     if (needed.weight) buckets.push_back(std::move(*needed.weight));
     if (needed.gradient) buckets.push_back(std::move(*needed.gradient));

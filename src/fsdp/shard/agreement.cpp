@@ -83,11 +83,12 @@ RankFacts shard_facts(const ShardOptions& options, c10::Device device, const Mod
   for (const FoundUnit& unit : found.units)
     for (const OwnedParameter& parameter : unit.parameters) {
       const at::Tensor& tensor = parameter.tensor;
+      const std::string declared = to_text(parameter.declared);
       facts.emplace_back(
           concat("parameter ", number++),
           concat(join(parameter.names, " = "), " ", c10::toString(tensor.scalar_type()), " ",
                  list_text(tensor.sizes()), tensor.requires_grad() ? "" : " frozen",
-                 parameter.is_expert ? " of experts" : "",
+                 declared.empty() ? "" : " ", declared,
                  unit.unit == nullptr ? " outside any unit" : concat(" of unit ", unit.name)));
     }
   return facts;

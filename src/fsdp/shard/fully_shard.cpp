@@ -16,8 +16,8 @@
 #include "fsdp/shard/engine/engine.h"
 #include "fsdp/shard/engine/gradient_hook.h"
 #include "fsdp/shard/engine/unit_call.h"
-#include "fsdp/shard/expert_module.h"
 #include "fsdp/shard/module_units.h"
+#include "fsdp/shard/parallel_parameters.h"
 #include "fsdp/shard/parameter_init.h"
 
 namespace fsdp {
@@ -31,9 +31,9 @@ c10::Device device_for(const torch::nn::Module& model, const ShardOptions& optio
   return c10::kCPU;
 }
 
-// Members of one grid, dtype and trainability, in the order of the tree.
+// Members of one kind, dtype and trainability, in the order of the tree.
 struct GroupKey {
-  GridKind grid;
+  ParameterKind kind;
   at::ScalarType dtype;
   bool is_trainable;
   friend bool operator==(const GroupKey&, const GroupKey&) = default;
@@ -46,14 +46,15 @@ class Builder {
         found_(std::move(found)),
         values_(engine_->mesh(), engine_->options().initial_values) {
     if (engine_->options().granularity.kind != Granularity::Kind::kTensor) return;
-    for (const GridKind kind : kGridKinds) {
-      const MeshShape& shape = engine_->setting_of(UnitKind::kScheduled, kind).shape;
-      held_of(kind).assign(static_cast<size_t>(shape.inner * shape.outer), 0);
+    for (const ParameterKindRow& row : kParameterKinds) {
+      const MeshShape& shape = engine_->setting_of(UnitKind::kScheduled, row.kind).shape;
+      held_of(row.kind).assign(static_cast<size_t>(shape.inner * shape.outer), 0);
     }
   }
 
   void build() {
-    join_experts();
+    place_parameters();
+    for (const FoundModule& found : found_.modules) join_ranks(*found.module, engine_->mesh());
     for (const FoundUnit& unit : found_.units) add_unit(unit);
     connect();
     // Decided before any is initialised: a module whose only parameter is shared with an earlier
@@ -78,20 +79,12 @@ class Builder {
     bool has_value = false;
   };
 
-  void join_experts() const {
-    if (!engine_->has_experts()) return;
-    const MeshAxis* ep = engine_->mesh().ep();
+  // All of them before any module learns of it: an error leaves the modules as they were.
+  void place_parameters() {
     for (const FoundUnit& unit : found_.units)
-      for (const OwnedParameter& parameter : unit.parameters) {
-        if (!parameter.is_expert) continue;
-        FSDP_CHECK(parameter.tensor.dim() > 0 && parameter.tensor.size(0) % ep->size() == 0,
-                   "parameter '", parameter.names.front(), "' of shape ",
-                   list_text(parameter.tensor.sizes()), " has one slice per expert, which ep ",
-                   ep->size(),
-                   " ranks cannot share evenly; choose an ep that divides the number of experts");
-      }
-    for (const FoundModule& found : found_.modules)
-      if (auto* experts = dynamic_cast<ExpertModule*>(found.module.get())) experts->join(*ep);
+      for (const OwnedParameter& each : unit.parameters)
+        placed_[each.tensor.unsafeGetTensorImpl()] =
+            place_on(engine_->mesh(), each.declared, each.names.front(), each.tensor.sizes());
   }
 
   static UnitKind kind_of(const FoundUnit& unit) {
@@ -108,16 +101,16 @@ class Builder {
       const at::ScalarType computes_in =
           at::isFloatingType(built_as) ? engine_->options().precision.params.value_or(built_as)
                                        : built_as;
-      const bool is_owned = parameter.is_expert && engine_->has_experts();
-      const GroupKey key{is_owned ? GridKind::kExpert : GridKind::kDense, computes_in,
-                         parameter.tensor.requires_grad()};
+      const PlacedParameter& placed = placed_.at(parameter.tensor.unsafeGetTensorImpl());
+      const GroupKey key{placed.kind, computes_in, parameter.tensor.requires_grad()};
       const auto it = std::find(keys.begin(), keys.end(), key);
       const auto index = static_cast<size_t>(it - keys.begin());
       if (it == keys.end()) {
         keys.push_back(key);
         members.emplace_back();
       }
-      members[index].push_back({parameter.names, parameter.tensor, built_as, computes_in});
+      members[index].push_back(
+          {parameter.names, parameter.tensor, built_as, computes_in, placed.owned});
     }
     for (size_t i = 0; i < keys.size(); ++i) add_group(unit, keys[i], std::move(members[i]));
   }
@@ -125,17 +118,19 @@ class Builder {
   void add_group(ShardedUnit& unit, const GroupKey& key, std::vector<GroupMember> members) {
     ParamGroup& group =
         unit.add_group(std::move(members), key.is_trainable ? Trainable::kYes : Trainable::kNo,
-                       engine_->setting_of(unit.kind(), key.grid), held_of(key.grid));
+                       engine_->setting_of(unit.kind(), key.kind), held_of(key.kind));
     for (size_t i = 0; i < group.members().size(); ++i)
       places_[group.members()[i].parameter.unsafeGetTensorImpl()] = {&group,
                                                                      static_cast<int64_t>(i)};
-    if (!held_of(key.grid).empty())
+    if (!held_of(key.kind).empty())
       for (const Segment& segment : group.layout().segments())
         for (const Segment::UnevenShare& share : segment.uneven_shares())
-          held_of(key.grid)[static_cast<size_t>(share.index)] += share.numel;
+          held_of(key.kind)[static_cast<size_t>(share.index)] += share.numel;
   }
 
-  std::vector<int64_t>& held_of(GridKind kind) { return held_numel_[static_cast<size_t>(kind)]; }
+  std::vector<int64_t>& held_of(ParameterKind kind) {
+    return held_numel_[static_cast<size_t>(row_of(kind).grid)];
+  }
 
   void connect() {
     for (size_t i = 0; i < found_.units.size(); ++i) {
@@ -228,6 +223,7 @@ class Builder {
   ValueAgreement values_;
   // By rank of each grid, of the groups so far; granularity `tensor` only.
   std::array<std::vector<int64_t>, kGridKinds.size()> held_numel_;
+  std::unordered_map<const void*, PlacedParameter> placed_;
   std::unordered_map<const void*, Place> places_;
 };
 

@@ -9,7 +9,6 @@
 #include "fsdp/base/glob.h"
 #include "fsdp/base/text.h"
 #include "fsdp/shard/call_unit.h"
-#include "fsdp/shard/expert_module.h"
 
 namespace fsdp {
 
@@ -71,15 +70,15 @@ class Finder {
       unit = index_of(*module, base, name, unit);
     }
     const std::string prefix = name.empty() ? "" : name + ".";
-    const bool is_expert = dynamic_cast<ExpertModule*>(module.get()) != nullptr;
     // Owners follow the order of the tree, initialisation that of construction.
     for (const auto& item : module->named_parameters(/*recurse=*/false))
-      if (item.value().defined()) add(item.value(), prefix + item.key(), unit, is_expert);
+      if (item.value().defined())
+        add(item.value(), prefix + item.key(), unit, declared_placement(*module, item.key()));
     for (const auto& child : module->named_children())
       visit(child.value(), prefix + child.key(), unit);
-    const bool has_own =
-        !module->named_parameters(false).is_empty() || !module->named_buffers(false).is_empty();
-    if (has_own && visited_.insert(module.get()).second) modules_.push_back({name, module});
+    const bool matters = !module->named_parameters(false).is_empty() ||
+                         !module->named_buffers(false).is_empty() || wants_ranks(*module);
+    if (matters && visited_.insert(module.get()).second) modules_.push_back({name, module});
   }
 
   // A unit that is registered under several names is one unit, with its first name.
@@ -126,19 +125,20 @@ class Finder {
     }
   }
 
-  void add(const at::Tensor& parameter, std::string name, int32_t unit, bool is_expert) {
+  void add(const at::Tensor& parameter, std::string name, int32_t unit,
+           const DeclaredPlacement& declared) {
     const auto [it, is_new] = owners_.try_emplace(parameter.unsafeGetTensorImpl(),
                                                   Owner{unit, unit_at(unit).parameters.size()});
     if (is_new) {
-      unit_at(unit).parameters.push_back({{std::move(name)}, parameter, is_expert});
+      unit_at(unit).parameters.push_back({{std::move(name)}, parameter, declared});
       return;
     }
     const Owner owner = it->second;
     OwnedParameter& owned = unit_at(owner.unit).parameters[owner.parameter];
-    FSDP_CHECK(owned.is_expert == is_expert, "parameter '", name, "' is shared with '",
-               owned.names.front(),
-               "', but only one of the two belongs to an ExpertModule, which keeps the slices of "
-               "its rank's experts alone; share it among experts or among others");
+    FSDP_CHECK(owned.declared == declared, "parameter '", name, "' is shared with '",
+               owned.names.front(), "', but their modules declare it differently: '",
+               to_text(declared), "' and '", to_text(owned.declared),
+               "'; share it among modules that cut it alike");
     owned.names.push_back(std::move(name));
     // Parameters outside are always whole, and a unit around this one is whole while this one runs.
     if (owner.unit == kOutside || unit == kOutside || is_around(owner.unit, unit)) return;

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/shard/parallel_parameters.h"
 #include "fsdp/shard/unit.h"
 
 namespace fsdp {
@@ -17,7 +18,7 @@ namespace fsdp {
 struct OwnedParameter {
   std::vector<std::string> names;
   at::Tensor tensor;
-  bool is_expert = false;  // its module is an ExpertModule
+  DeclaredPlacement declared = {};  // by its module
 };
 
 struct FoundUnit {
@@ -34,8 +35,9 @@ struct FoundUnit {
   bool is_outside() const { return unit == nullptr && module == nullptr; }
 };
 
-// A module with its own parameters or buffers, in the order of construction: children before their
-// parent, which registers its own parameters after its members.
+// A module with its own parameters or buffers, or one that computes with other ranks, in the order
+// of construction: children before their parent, which registers its own parameters after its
+// members.
 struct FoundModule {
   std::string name;
   std::shared_ptr<torch::nn::Module> module;

@@ -31,9 +31,7 @@ using testing::waves;
 constexpr int64_t kHidden = 6;
 
 ExpertsOptions small_options(int64_t num_experts, int64_t num_chosen) {
-  return {.router = {.hidden_size = kHidden,
-                     .num_experts = num_experts,
-                     .num_chosen = num_chosen},
+  return {.router = {.hidden_size = kHidden, .num_experts = num_experts, .num_chosen = num_chosen},
           .intermediate_size = 7};
 }
 
@@ -62,8 +60,8 @@ at::Tensor shares_by_hand(const at::Tensor& logits, const RouterOptions& o) {
     for (int64_t g = 0; g < o.num_groups; ++g) {
       const at::Tensor sorted =
           std::get<0>(scores[t].narrow(0, g * group_size, group_size).sort(0, true));
-      groups.emplace_back(sorted.narrow(0, 0, std::min<int64_t>(2, group_size)).sum().item<double>(),
-                          g);
+      groups.emplace_back(
+          sorted.narrow(0, 0, std::min<int64_t>(2, group_size)).sum().item<double>(), g);
     }
     std::sort(groups.rbegin(), groups.rend());
     std::vector<std::pair<double, int64_t>> experts;
@@ -73,7 +71,8 @@ at::Tensor shares_by_hand(const at::Tensor& logits, const RouterOptions& o) {
         experts.emplace_back(scores[t][expert].item<double>(), expert);
       }
     std::sort(experts.rbegin(), experts.rend());
-    for (int64_t i = 0; i < o.num_chosen; ++i) chosen[t][experts[static_cast<size_t>(i)].second] = 1;
+    for (int64_t i = 0; i < o.num_chosen; ++i)
+      chosen[t][experts[static_cast<size_t>(i)].second] = 1;
   }
   at::Tensor shares = scores * chosen;
   if (o.normalizes) shares = shares / shares.sum(-1, true);
@@ -316,10 +315,9 @@ TEST(SharedOutExperts, LearnTheSameWithOtherOptions) {
         run_ranks(kRanks, [&](World& world) {
           const Mesh mesh = world.mesh({.ep = 2});
           const auto model = mixtral(recompute);
-          const Sharded sharded = fully_shard(model, mesh,
-                                              {.pool = pool,
-                                               .gradient_lifetime = lifetime,
-                                               .granularity = granularity});
+          const Sharded sharded = fully_shard(
+              model, mesh,
+              {.pool = pool, .gradient_lifetime = lifetime, .granularity = granularity});
           testing::train(model, sharded, world.rank(), 3, loss_of);
           testing::expect_close(
               testing::weights_of(sharded, model), owned_of(expected, mesh, *model),

@@ -49,8 +49,9 @@ std::map<std::string, std::vector<std::string>> units_of(
     for (const OwnedParameter& parameter : unit.parameters)
       for (const auto& [name, part] :
            stored_tensors(*model, parameter.names.front(), parameter.tensor))
-        units[unit.name].push_back(name + " " + list_text(part.sizes().vec()) +
-                                   (parameter.is_expert ? " expert" : ""));
+        units[unit.name].push_back(
+            name + " " + list_text(part.sizes().vec()) +
+            (std::holds_alternative<PerExpert>(parameter.declared) ? " expert" : ""));
   return units;
 }
 
@@ -60,8 +61,7 @@ std::map<std::string, std::vector<std::string>> units_of(const ModelShape& model
     for (const TensorShape& tensor : unit.tensors) {
       std::vector<int64_t> shape = tensor.shape;
       if (!tensor.parts.empty()) shape[0] /= static_cast<int64_t>(tensor.parts.size());
-      for (const std::string& name :
-           tensor.parts.empty() ? std::vector{tensor.name} : tensor.parts)
+      for (const std::string& name : tensor.parts.empty() ? std::vector{tensor.name} : tensor.parts)
         units[unit.name].push_back(name + " " + list_text(shape) +
                                    (tensor.num_experts > 0 ? " expert" : ""));
     }

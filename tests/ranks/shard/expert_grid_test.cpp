@@ -9,7 +9,7 @@
 #include "fsdp/comm/communicator.h"
 #include "fsdp/optim/adamw.h"
 #include "fsdp/optim/sgd.h"
-#include "fsdp/shard/expert_module.h"
+#include "fsdp/shard/parallel_module.h"
 #include "support/sharded_training.h"
 #include "support/temp_dir.h"
 

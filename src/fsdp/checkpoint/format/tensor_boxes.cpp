@@ -52,6 +52,13 @@ std::vector<SectionBox> cut_at_sections(std::span<const TensorSection> sections,
   return parts;
 }
 
+int64_t place_of(const SectionBox& part, const OwnedBox& box, std::span<const int64_t> strides) {
+  int64_t place = 0;
+  for (size_t i = 0; i < strides.size(); ++i)
+    place += (box.owned.offsets[i] + part.model.offsets[i] - box.whole.offsets[i]) * strides[i];
+  return place;
+}
+
 std::vector<int64_t> strides_of(std::span<const int64_t> shape) {
   std::vector<int64_t> strides(shape.size(), 1);
   // An empty tensor needs no strides, and products of its other sizes may overflow.

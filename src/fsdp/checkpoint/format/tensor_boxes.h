@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "fsdp/layout/box.h"
+#include "fsdp/layout/owned_slice.h"
 
 namespace fsdp {
 
@@ -50,6 +51,9 @@ struct SectionBox {
 // model tensor only if sections are cut along dim 0.
 std::vector<SectionBox> cut_at_sections(std::span<const TensorSection> sections,
                                         const Box& model_box);
+
+// Where the first element of a part of `box` lies in the flattened slice, whose strides are given.
+int64_t place_of(const SectionBox& part, const OwnedBox& box, std::span<const int64_t> strides);
 
 // --- boxes in memory and files -------------------------------------------------------------------
 

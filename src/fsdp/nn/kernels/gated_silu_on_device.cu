@@ -133,8 +133,8 @@ void gated_silu_backward_on_device(const GatedSiluMemory& memory, const void* gr
                                    void* gate_gradient, void* up_gradient, void* stream) {
   if (memory.numel == 0) return;
   const bool in_packs = rows_are_packs(memory) && begins_a_pack(memory.gate) &&
-                        begins_a_pack(memory.up) && begins_a_pack(gradient) && begins_a_pack(gate_gradient) &&
-                        begins_a_pack(up_gradient);
+                        begins_a_pack(memory.up) && begins_a_pack(gradient) &&
+                        begins_a_pack(gate_gradient) && begins_a_pack(up_gradient);
   const Rows rows{memory.columns, memory.stride};
   with_kernel_type(memory.dtype, "gated_silu_backward", [&](auto zero) {
     using T = decltype(zero);

@@ -34,8 +34,7 @@ void keep(AutogradContext* context, const Route& route) {
 }
 
 Route kept_by(AutogradContext* context) {
-  return c10::static_intrusive_pointer_cast<ExpertRoute>(
-      context->saved_data["route"].toCapsule());
+  return c10::static_intrusive_pointer_cast<ExpertRoute>(context->saved_data["route"].toCapsule());
 }
 
 }  // namespace
@@ -83,10 +82,10 @@ void ExpertRoute::bound_parts(const SortedChoices& choices, at::Tensor& counts,
   const int64_t num_tokens = num_choices / num_chosen_;
   const int64_t most = num_tokens * std::min(num_chosen_, num_experts);
   const double even = static_cast<double>(num_choices) / static_cast<double>(ep_->size());
-  const int64_t room = capacity_factor == 0.0
-                           ? most
-                           : std::clamp<int64_t>(std::llround(std::ceil(capacity_factor * even)), 1,
-                                                 most);
+  const int64_t room =
+      capacity_factor == 0.0
+          ? most
+          : std::clamp<int64_t>(std::llround(std::ceil(capacity_factor * even)), 1, most);
   sent_.assign(static_cast<size_t>(ep_->size()), room);
   received_ = sent_;
 
@@ -117,8 +116,7 @@ at::Tensor ExpertRoute::received_counts(const at::Tensor& counts) const {
 
 // The expert of every received slot among this rank's, and their number for one without a choice.
 at::Tensor ExpertRoute::experts_of_slots(const at::Tensor& counts) const {
-  if (!counts.is_cuda())
-    return at::repeat_interleave(counts.flatten()).remainder(counts.size(1));
+  if (!counts.is_cuda()) return at::repeat_interleave(counts.flatten()).remainder(counts.size(1));
   const at::Tensor places =
       at::arange(received_[0], counts.options()).expand({counts.size(0), -1}).contiguous();
   return at::searchsorted(counts.cumsum(1), places, /*out_int32=*/true, /*right=*/true).flatten();

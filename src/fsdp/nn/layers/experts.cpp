@@ -13,8 +13,8 @@ namespace fsdp::nn {
 ExpertBankImpl::ExpertBankImpl(const ExpertsOptions& o)
     : options_(o),
       gate_up_proj_(register_parameter(
-          "gate_up_proj", at::empty({o.router.num_experts * 2 * o.intermediate_size,
-                                     o.router.hidden_size}))),
+          "gate_up_proj",
+          at::empty({o.router.num_experts * 2 * o.intermediate_size, o.router.hidden_size}))),
       down_proj_(register_parameter(
           "down_proj",
           at::empty({o.router.num_experts * o.router.hidden_size, o.intermediate_size}))) {}

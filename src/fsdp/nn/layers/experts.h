@@ -7,7 +7,7 @@
 
 #include "fsdp/nn/layers/feed_forward.h"
 #include "fsdp/nn/layers/router.h"
-#include "fsdp/shard/expert_module.h"
+#include "fsdp/shard/parallel_module.h"
 
 namespace fsdp::nn {
 

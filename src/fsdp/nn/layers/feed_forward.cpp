@@ -110,9 +110,7 @@ at::Tensor gated_silu(const at::Tensor& gate, const at::Tensor& up) {
   return GatedSilu::apply(gate, up);
 }
 
-at::Tensor gated_silu(const at::Tensor& gate_and_up) {
-  return GatedSiluOfRows::apply(gate_and_up);
-}
+at::Tensor gated_silu(const at::Tensor& gate_and_up) { return GatedSiluOfRows::apply(gate_and_up); }
 
 GatedMlpImpl::GatedMlpImpl(const GatedMlpOptions& o)
     : gate_proj_(register_module(

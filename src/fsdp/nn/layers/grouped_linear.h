@@ -8,7 +8,7 @@
 namespace fsdp::nn {
 
 struct RowGroups {
-  at::Tensor ends;     // [groups], int32, on the rows' device; rows behind the last end are nobody's
+  at::Tensor ends;  // [groups], int32, on the rows' device; rows behind the last end are nobody's
   at::Tensor on_host;  // the same for the host; undefined if the device multiplies all groups
 };
 

@@ -26,9 +26,7 @@ RouterImpl::RouterImpl(const RouterOptions& options)
       weight_(register_parameter("weight", at::empty({options.num_experts, options.hidden_size}))) {
 }
 
-void RouterImpl::reset_parameters() {
-  fill_normal(weight_, "weight", options_.standard_deviation);
-}
+void RouterImpl::reset_parameters() { fill_normal(weight_, "weight", options_.standard_deviation); }
 
 // The scores, and less than any score where a group is closed.
 at::Tensor RouterImpl::among_open_groups(const at::Tensor& scores) const {
@@ -39,8 +37,7 @@ at::Tensor RouterImpl::among_open_groups(const at::Tensor& scores) const {
   const at::Tensor open = std::get<1>(best.topk(options_.num_open_groups, -1));
   const at::Tensor closed = at::ones(best.sizes(), best.options().dtype(at::kBool))
                                 .scatter_(1, open, at::zeros_like(open, at::kBool));
-  return groups
-      .masked_fill(closed.unsqueeze(-1), -std::numeric_limits<float>::infinity())
+  return groups.masked_fill(closed.unsqueeze(-1), -std::numeric_limits<float>::infinity())
       .view(scores.sizes());
 }
 

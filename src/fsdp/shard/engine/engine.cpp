@@ -39,25 +39,25 @@ Engine::Engine(const Mesh& mesh, const ShardOptions& options, c10::Device device
       slabs_(memory_.of(MemoryKind::kPool), options.pool),
       weights_(options_, device, units_, slabs_, memory_.of(MemoryKind::kPool), registered_.get()),
       gradients_(options_, device, mesh, units_, slabs_, wire_slots_) {
-  for (const GridKind kind : kGridKinds) {
-    const Grid grid = mesh.grid(kind);
-    const bool is_owned = kind == GridKind::kExpert && has_experts();
-    GroupSetting setting{
-        .kind = kind,
-        .grid = grid,
-        .shape = shape_of(grid, options.collectives),
-        .rank = {.outer = grid.outer->rank(), .inner = grid.inner->rank()},
-        .owned = is_owned ? OwnedSlice{mesh.ep()->rank(), mesh.ep()->size()} : OwnedSlice{},
-        .num_losses = mesh.size(),
-        .device = device,
-        .strategy = options.strategy,
-        .precision = options.precision.types(),
-        .granularity = options.granularity,
-        .gradient = options.gradient,
-        .gradient_lifetime = options.gradient_lifetime,
-        .offload = options.offload,
-        .memory = memory_.for_groups(),
-        .wire_slots = wire_slots_};
+  const int64_t num_losses = mesh.num_losses();
+  for (const ParameterKindRow& row : kParameterKinds) {
+    const Grid grid = mesh.grid(row.grid);
+    const bool is_copied = row.kind == ParameterKind::kEqual;
+    GroupSetting setting{.kind = row.kind,
+                         .grid = grid,
+                         .shape = shape_of(grid, options.collectives),
+                         .rank = {.outer = grid.outer->rank(), .inner = grid.inner->rank()},
+                         .num_losses = num_losses,
+                         .num_copies = is_copied ? mesh.size() / num_losses : 1,
+                         .device = device,
+                         .strategy = options.strategy,
+                         .precision = options.precision.types(),
+                         .granularity = options.granularity,
+                         .gradient = options.gradient,
+                         .gradient_lifetime = options.gradient_lifetime,
+                         .offload = options.offload,
+                         .memory = memory_.for_groups(),
+                         .wire_slots = wire_slots_};
     settings_.push_back(setting);
     setting.strategy.parameter = {Placement::kReplicate, Placement::kReplicate};
     resident_settings_.push_back(setting);
@@ -79,8 +79,9 @@ ShardedUnit& Engine::add_unit(std::string name, UnitKind kind) {
   return *units_.back();
 }
 
-const GroupSetting& Engine::setting_of(UnitKind kind, GridKind grid) const {
-  return (kind == UnitKind::kResident ? resident_settings_ : settings_)[static_cast<size_t>(grid)];
+const GroupSetting& Engine::setting_of(UnitKind unit, ParameterKind parameters) const {
+  const auto& settings = unit == UnitKind::kResident ? resident_settings_ : settings_;
+  return settings[static_cast<size_t>(parameters)];
 }
 
 void Engine::own_hooks(std::unique_ptr<UnitHooks> hooks) {
@@ -287,7 +288,7 @@ Work Engine::sum_over_shards(const at::Tensor& tensor, GridKind kind, const Tag&
   const Grid grid = mesh_.grid(kind);
   sum_along(placed.inner, *grid.inner);
   sum_along(placed.outer, *grid.outer);
-  if (kind == GridKind::kExpert && has_experts()) sum_along(Placement::kShard, *mesh_.ep());
+  if (grid.owners != nullptr) sum_along(Placement::kShard, *grid.owners);
   return after;
 }
 

@@ -37,8 +37,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const ShardOptions& options() const { return options_; }
   const Mesh& mesh() const { return mesh_; }
   MeshShape mesh_shape() const { return shape_; }
-  // Whether some parameters may be sharded over the expert grid.
-  bool has_experts() const { return mesh_.ep() != nullptr; }
   c10::Device device() const { return device_; }
   EngineMemory& memory() { return memory_; }
   const SlabSource& slabs() const { return slabs_; }
@@ -50,7 +48,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // --- construction (fully_shard.cpp) ---
   ShardedUnit& add_unit(std::string name, UnitKind kind);
-  const GroupSetting& setting_of(UnitKind kind, GridKind grid) const;
+  const GroupSetting& setting_of(UnitKind unit, ParameterKind parameters) const;
   // Keeps the hooks of a unit that is not declared as Unit<M>.
   void own_hooks(std::unique_ptr<UnitHooks> hooks);
   // After all units and groups are added: plans and allocates their temporary memory, and attaches
@@ -142,7 +140,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   EngineMemory memory_;
   WireSlots wire_slots_;
   SlabSource slabs_;
-  std::vector<GroupSetting> settings_;           // of units, by GridKind
+  std::vector<GroupSetting> settings_;           // of units, by ParameterKind
   std::vector<GroupSetting> resident_settings_;  // of parameters outside any unit
   ShardedUnits units_;
   Weights weights_;

@@ -25,9 +25,15 @@ ParamGroup& ShardedUnit::add_group(std::vector<GroupMember> members, Trainable t
                                    const std::vector<int64_t>& held_numel) {
   ParamGroup& group =
       groups_.emplace_back(name_, std::move(members), trainable, setting, held_numel);
-  // All groups of a unit have its strategy, so they rest in the same phase.
-  phase_ = group.needs_slab() ? WeightPhase::kResting : WeightPhase::kWhole;
+  phase_ = has_slabs() ? WeightPhase::kResting : WeightPhase::kWhole;
+  if (phase_ == WeightPhase::kResting)
+    for (ParamGroup& each : groups_) each.unbind();
   return group;
+}
+
+bool ShardedUnit::has_slabs() const {
+  return std::any_of(groups_.begin(), groups_.end(),
+                     [](const ParamGroup& group) { return group.needs_slab(); });
 }
 
 bool ShardedUnit::is_trainable() const {

@@ -92,7 +92,9 @@ class ShardedUnit {
  private:
   void move(WeightPhase from, WeightPhase to);
   void unbind();
-  bool has_slabs() const { return !groups_.empty() && groups_.front().needs_slab(); }
+  // Of any group: groups of one strategy may differ in this, because a grid of one rank cuts
+  // nothing. They are bound and unbound together.
+  bool has_slabs() const;
 
   const int32_t index_;
   const std::string name_;

@@ -183,10 +183,12 @@ std::unique_ptr<UserBufferMemory> make_user_buffer_memory(const Mesh& mesh, Mesh
     throw UsageError(concat("user_buffers is ", name_of(options.user_buffers),
                             ", but the ranks of this job do not talk by NCCL on GPUs, which alone "
                             "uses them; set it to off"));
-  if (mesh.ep() != nullptr)
-    throw UsageError(concat(
-        "user_buffers is ", name_of(options.user_buffers), " on a mesh with ep ", mesh.ep()->size(),
-        ", whose experts use other communicators than the rest; set it to off"));
+  for (const GridKind kind : mesh.grids())
+    if (const MeshAxis* owners = mesh.grid(kind).owners)
+      throw UsageError(concat("user_buffers is ", name_of(options.user_buffers), " on a mesh with ",
+                              owners->name(), " ", owners->size(),
+                              ", whose slices use other communicators than the rest; set it to "
+                              "off"));
   return std::make_unique<UserBufferMemory>(mesh, shape, options, device);
 }
 

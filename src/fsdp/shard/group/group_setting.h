@@ -10,6 +10,7 @@
 #include "fsdp/comm/work.h"
 #include "fsdp/layout/strategy.h"
 #include "fsdp/memory/slab_allocator.h"
+#include "fsdp/shard/group/parameter_kind.h"
 #include "fsdp/shard/options.h"
 
 namespace fsdp {
@@ -60,19 +61,13 @@ class WireSlots {
   size_t next_ = 0;
 };
 
-// Which slice of a parameter's first dimension is this rank's, of how many equal ones.
-struct OwnedSlice {
-  int64_t index = 0;
-  int64_t count = 1;
-};
-
 struct GroupSetting {
-  GridKind kind;
+  ParameterKind kind;
   Grid grid;
   MeshShape shape;      // of the grid
   MeshCoordinate rank;  // in the grid
-  OwnedSlice owned;     // experts; the grid shards what it leaves
-  int64_t num_losses;   // ranks of the job, each with a loss of its own
+  int64_t num_losses;   // of the job
+  int64_t num_copies;   // of each contribution to a gradient, on ranks of the grid
   c10::Device device;
   Strategy strategy;  // of this unit; a unit may keep its weights whole
   PrecisionTypes precision;

@@ -20,10 +20,8 @@ FlatLayoutRequest layout_request(const std::vector<GroupMember>& members, const 
                             .outer_ranks = setting.shape.outer,
                             .granularity = setting.granularity,
                             .held_numel = std::move(held_numel)};
-  for (const GroupMember& member : members) {
-    std::vector<int64_t>& shape = request.shapes.emplace_back(member.parameter.sizes().vec());
-    if (setting.owned.count > 1) shape.front() /= setting.owned.count;
-  }
+  for (const GroupMember& member : members)
+    request.shapes.push_back(owned_shape(member.owned, member.parameter.sizes()));
   return request;
 }
 
@@ -46,9 +44,9 @@ FlatBufferSpec weight_spec(PlacementPair placed, DType dtype, const GroupSetting
 
 ParamGroup::ParamGroup(std::string unit, std::vector<GroupMember> members, Trainable trainable,
                        const GroupSetting& setting, std::vector<int64_t> held_numel)
-    : ParamGroup(
-          std::move(unit), std::move(members), trainable, setting, std::move(held_numel),
-          group_paths(setting.strategy, setting.shape, setting.gradient, setting.num_losses)) {}
+    : ParamGroup(std::move(unit), std::move(members), trainable, setting, std::move(held_numel),
+                 group_paths(setting.strategy, setting.shape, setting.gradient, setting.num_losses,
+                             setting.num_copies)) {}
 
 ParamGroup::ParamGroup(std::string unit, std::vector<GroupMember> members, Trainable trainable,
                        const GroupSetting& setting, std::vector<int64_t> held_numel,
@@ -75,20 +73,16 @@ ParamGroup::ParamGroup(std::string unit, std::vector<GroupMember> members, Train
 
 GroupBuckets ParamGroup::buckets() const {
   return group_buckets(layout_, types_, setting_.strategy, setting_.shape,
-                       setting_.kind == GridKind::kExpert ? "expert" : "");
-}
-
-std::vector<int64_t> ParamGroup::whole_shape_of(int64_t index) const {
-  std::vector<int64_t> shape = shape_of(index);
-  if (setting_.owned.count > 1) shape.front() *= setting_.owned.count;
-  return shape;
+                       row_of(setting_.kind).name);
 }
 
 void ParamGroup::set_value(int64_t index, const at::Tensor& value) {
-  const OwnedSlice& owned = setting_.owned;
-  if (owned.count == 1) return set_owned_value(index, value);
-  const int64_t rows = shape_of(index).front();
-  set_owned_value(index, value.narrow(0, owned.index * rows, rows));
+  const OwnedSlice& owned = owned_of(index);
+  if (owned.is_whole()) return set_owned_value(index, value);
+  std::vector<at::Tensor> parts;
+  for (const FlatRange& part : owned_parts(owned))
+    parts.push_back(value.detach().narrow(owned.dim, part.begin, part.numel()));
+  set_owned_value(index, parts.size() == 1 ? parts.front() : at::cat(parts, owned.dim));
 }
 
 void ParamGroup::set_owned_value(int64_t index, const at::Tensor& value) {

@@ -1,4 +1,5 @@
-// The parameters of one unit with equal dtype and trainability: their buffers and where they lie.
+// The parameters of one unit with equal dtype, trainability and kind: their buffers and where they
+// lie.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,6 +12,7 @@
 
 #include "fsdp/layout/flat_layout.h"
 #include "fsdp/layout/group_types.h"
+#include "fsdp/layout/owned_slice.h"
 #include "fsdp/memory/group_memory.h"
 #include "fsdp/shard/group/flat_buffer.h"
 #include "fsdp/shard/group/group_gradient.h"
@@ -28,6 +30,7 @@ struct GroupMember {
   at::Tensor parameter;
   at::ScalarType built_as;     // its dtype in the model that was handed over
   at::ScalarType computes_in;  // its dtype here; equal for all members of a group
+  OwnedSlice owned = {};       // of the whole parameter; the group's grid shards it
 };
 
 // Temporary memory for whole weights and for unreduced gradients, as buckets() asks for it.
@@ -51,10 +54,12 @@ class ParamGroup {
   const std::vector<int64_t>& shape_of(int64_t index) const {
     return layout_.request().shapes[static_cast<size_t>(index)];
   }
-  // The same with the experts of all ranks, and where among its elements this rank's begin.
-  std::vector<int64_t> whole_shape_of(int64_t index) const;
-  int64_t owned_begin_of(int64_t index) const {
-    return setting_.owned.index * layout_.tensor_range(index).numel();
+  // Of what this rank owns a slice with that shape, and which one.
+  std::vector<int64_t> whole_shape_of(int64_t index) const {
+    return whole_shape(owned_of(index), shape_of(index));
+  }
+  const OwnedSlice& owned_of(int64_t index) const {
+    return members_[static_cast<size_t>(index)].owned;
   }
   const FlatLayout& layout() const { return layout_; }
   const GroupSetting& setting() const { return setting_; }
@@ -64,7 +69,7 @@ class ParamGroup {
   GroupSlabs& slabs() { return slabs_; }
   const GroupSlabs& slabs() const { return slabs_; }
 
-  // Copies this rank's part of a member's whole value, all experts included.
+  // Copies this rank's part of a member's whole value, the slices of other ranks included.
   void set_value(int64_t index, const at::Tensor& value);
   // Makes the member's parameter a view of its storage here.
   void attach(int64_t index);

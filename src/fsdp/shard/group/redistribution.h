@@ -49,12 +49,14 @@ struct GroupPaths {
   double local_scale = 1.0;     // of gradients without any stage
 };
 
-// A gradient is divided exactly once, by the number of losses in the job, in its first stage: the
-// running sum of that stage is wide, and later stages add divided values. That number is the same
-// on every grid: what the axes of this one do not add up, the ranks of an ep group have added by
-// exchanging tokens. Without any stage it is divided where it is written.
+// A gradient is divided exactly once, in its first stage: the running sum of that stage is wide,
+// and later stages add divided values. Without any stage it is divided where it is written. The
+// divisor is the number of losses in the job, the same on every grid: what the axes of this one do
+// not add up, the ranks of an ep group have added by exchanging tokens. Where the ranks of a tp
+// group compute equal gradients, the grid adds up `num_copies` of each, and the divisor is so many
+// times larger, for a sum over losses, too.
 GroupPaths group_paths(const Strategy& strategy, MeshShape mesh, GradientOf gradient,
-                       int64_t num_losses);
+                       int64_t num_losses, int64_t num_copies = 1);
 
 // Executes one path for the buffers of one group. The collectives run in the background, one after
 // the other, without a wait of the host in between.

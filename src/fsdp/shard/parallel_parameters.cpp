@@ -1,0 +1,132 @@
+#include "fsdp/shard/parallel_parameters.h"
+
+#include <numeric>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "fsdp/base/check.h"
+#include "fsdp/base/text.h"
+
+namespace fsdp {
+
+namespace {
+
+// One parameter that the ranks of an axis share out.
+struct SharedParameter {
+  const std::string& name;
+  std::span<const int64_t> shape;
+  const MeshAxis& axis;
+
+  [[noreturn]] void refuse(const std::string& why) const {
+    throw UsageError(concat("parameter '", name, "' of shape ", list_text(shape), " ", why));
+  }
+};
+
+std::vector<int64_t> sections_of(const TpShard& cut, const SharedParameter& parameter) {
+  const auto num_dims = static_cast<int64_t>(parameter.shape.size());
+  if (cut.dim < 0 || cut.dim >= num_dims)
+    parameter.refuse(concat("is cut over tp along dim ", cut.dim, "; its dims are 0 to ",
+                            num_dims - 1, num_dims == 0 ? ", that is none" : ""));
+  const int64_t size = parameter.shape[static_cast<size_t>(cut.dim)];
+  if (cut.section_sizes.empty()) {
+    if (cut.num_sections < 1 || size % cut.num_sections != 0)
+      parameter.refuse(concat("has num_sections ", cut.num_sections, " along dim ", cut.dim,
+                              ", which must divide its size ", size));
+    return std::vector<int64_t>(static_cast<size_t>(cut.num_sections), size / cut.num_sections);
+  }
+  if (cut.num_sections != 1)
+    parameter.refuse(concat("has num_sections ", cut.num_sections,
+                            " and section_sizes; declare one of the two"));
+  const int64_t sum =
+      std::accumulate(cut.section_sizes.begin(), cut.section_sizes.end(), int64_t{0});
+  if (sum != size)
+    parameter.refuse(concat("has section_sizes ", list_text(cut.section_sizes), " along dim ",
+                            cut.dim, ", whose sum is ", sum, " and not ", size));
+  return cut.section_sizes;
+}
+
+PlacedParameter placed_as(TpEqual, const Mesh&, const std::string&, std::span<const int64_t>) {
+  return {};
+}
+
+PlacedParameter placed_as(TpPartial, const Mesh& mesh, const std::string&,
+                          std::span<const int64_t>) {
+  return {mesh.tp() == nullptr ? ParameterKind::kEqual : ParameterKind::kPartial};
+}
+
+PlacedParameter placed_as(const TpShard& cut, const Mesh& mesh, const std::string& name,
+                          std::span<const int64_t> shape) {
+  const MeshAxis* tp = mesh.tp();
+  if (tp == nullptr) return {};
+  const SharedParameter parameter{name, shape, *tp};
+  std::vector<int64_t> sections = sections_of(cut, parameter);
+  for (const int64_t section : sections)
+    if (section % tp->size() != 0)
+      parameter.refuse(concat(sections.size() == 1 ? "has a size of " : "has a section of ",
+                              section, " along dim ", cut.dim, ", which tp ", tp->size(),
+                              " ranks cannot share evenly; choose a tp that divides it"));
+  return {ParameterKind::kTensor, {tp->rank(), tp->size(), cut.dim, std::move(sections)}};
+}
+
+PlacedParameter placed_as(PerExpert, const Mesh& mesh, const std::string& name,
+                          std::span<const int64_t> shape) {
+  const MeshAxis* ep = mesh.ep();
+  // Every rank has all experts: those of a tp group have tokens of their own.
+  if (ep == nullptr) return placed_as(TpPartial{}, mesh, name, shape);
+  if (shape.empty() || shape.front() % ep->size() != 0)
+    SharedParameter{name, shape, *ep}.refuse(
+        concat("has one slice per expert, which ep ", ep->size(),
+               " ranks cannot share evenly; choose an ep that divides the number of experts"));
+  return {ParameterKind::kExpert, {ep->rank(), ep->size(), 0, {shape.front()}}};
+}
+
+}  // namespace
+
+DeclaredPlacement declared_placement(const torch::nn::Module& module,
+                                     const std::string& parameter) {
+  const auto* tensors = dynamic_cast<const TensorParallelModule*>(&module);
+  const bool has_experts = dynamic_cast<const ExpertModule*>(&module) != nullptr;
+  if (has_experts && tensors != nullptr)
+    throw UsageError(concat("the module of parameter '", parameter,
+                            "' is an ExpertModule and a TensorParallelModule; its parameters can "
+                            "be cut over one of ep and tp: derive it from one of them"));
+  if (has_experts) return PerExpert{};
+  if (tensors == nullptr) return TpEqual{};
+  return std::visit([](auto&& each) { return DeclaredPlacement(std::move(each)); },
+                    tensors->tp_placement(parameter));
+}
+
+std::string to_text(const DeclaredPlacement& declared) {
+  struct Words {
+    std::string operator()(TpEqual) const { return ""; }
+    std::string operator()(TpPartial) const { return "partial over tp"; }
+    std::string operator()(PerExpert) const { return "of experts"; }
+    std::string operator()(const TpShard& cut) const {
+      return concat(
+          "cut over tp along dim ", cut.dim,
+          cut.num_sections == 1 ? "" : concat(" in ", cut.num_sections, " sections"),
+          cut.section_sizes.empty() ? "" : concat(" in sections ", list_text(cut.section_sizes)));
+    }
+  };
+  return std::visit(Words{}, declared);
+}
+
+PlacedParameter place_on(const Mesh& mesh, const DeclaredPlacement& declared,
+                         const std::string& name, std::span<const int64_t> shape) {
+  return std::visit([&](const auto& each) { return placed_as(each, mesh, name, shape); }, declared);
+}
+
+bool wants_ranks(const torch::nn::Module& module) {
+  return dynamic_cast<const ExpertModule*>(&module) != nullptr ||
+         dynamic_cast<const TensorParallelModule*>(&module) != nullptr;
+}
+
+void join_ranks(torch::nn::Module& module, const Mesh& mesh) {
+  if (auto* experts = dynamic_cast<ExpertModule*>(&module); experts != nullptr && mesh.ep())
+    experts->join(*mesh.ep());
+  if (auto* tensors = dynamic_cast<TensorParallelModule*>(&module); tensors != nullptr && mesh.tp())
+    tensors->join(*mesh.tp());
+}
+
+}  // namespace fsdp
