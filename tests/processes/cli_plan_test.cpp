@@ -47,11 +47,11 @@ TEST(PlanCommand, HelpListsEveryOption) {
   const CommandResult help = run_fsdp("plan --help");
   EXPECT_EQ(help.exit_code, 0);
   for (const char* option :
-       {"--model",         "--ranks",      "--outer",     "--strategy",          "--main-params",
-        "--main-storage",  "--main-grads", "--grad-comm", "--moments",           "--first-moment",
-        "--second-moment", "--offload",    "--pool",      "--prefetch",          "--budget",
-        "--granularity",   "--batch",      "--sequence",  "--gradient-lifetime", "--json",
-        "--compare",       "Examples:",    "deepseek-v3"})
+       {"--model",        "--ranks",         "--outer",      "--ep",        "--strategy",
+        "--main-params",  "--main-storage",  "--main-grads", "--grad-comm", "--moments",
+        "--first-moment", "--second-moment", "--offload",    "--pool",      "--prefetch",
+        "--budget",       "--granularity",   "--batch",      "--sequence",  "--gradient-lifetime",
+        "--json",         "--compare",       "Examples:",    "deepseek-v3"})
     EXPECT_THAT(help.out, HasSubstr(option));
 }
 
@@ -204,6 +204,11 @@ TEST(PlanCommand, AnswersEveryWrongValueWithOneSentence) {
       {"--model llama-1b --ranks 8 9", "argument '9' is not known to fsdp plan"},
       {"--model llama-1b --ranks 8 --outer 3", "outer is 3; it must divide ranks = 8"},
       {"--model llama-1b --ranks 8 --outer 0", "--outer is '0'; it must be a whole number from 1"},
+      {"--model llama-1b --ranks 8 --ep 2", "ep is 2, but model 'llama-1b' has no experts"},
+      {"--model mixtral-8x7b --ranks 8 --ep 3",
+       "ep is 3 on 8 ranks = 1 outer x 8 inner; it must divide 8"},
+      {"--model mixtral-8x7b --ranks 16 --ep 16",
+       "'model.layers.0.block_sparse_moe.experts.gate_up_proj' has 8 experts; ep must divide"},
       {"--model llama-1b --ranks 8 --strategy optm",
        "strategy 'optm' is unknown; did you mean 'optim'?"},
       {"--model llama-1b --ranks 8 --strategy no_shard+hfsdp --outer 2",

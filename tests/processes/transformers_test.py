@@ -45,6 +45,10 @@ CASES = {
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM,
                 {**DENSE, "intermediate_size": 76, "num_local_experts": 5, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1,
                  "output_router_logits": True}),
+    **{f"qwen3-moe{name}": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM,
+                            {**DENSE, "head_dim": 16, "moe_intermediate_size": 76, "num_experts": 6, "num_experts_per_tok": 3,
+                             "norm_topk_prob": normed, "router_aux_loss_coef": 0.1, "output_router_logits": True})
+       for name, normed in (("", False), ("-normed", True))},
     "nemotron-h": (transformers.NemotronHConfig, transformers.NemotronHForCausalLM, {**HYBRID}),
 }
 
@@ -53,19 +57,24 @@ CASES = {
 TOLERANCE = 1e-5
 
 
-def published(name, gradient):
+# By model type: the module with router and experts, and the projections of an expert: gate, up and down.
+EXPERTS = {"mixtral": ("block_sparse_moe", ("w1", "w3", "w2")), "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj"))}
+
+
+def published(model_type, name, gradient):
     """Yields (name, gradient) as published checkpoints name and divide it."""
+    module, (gate, up, down) = EXPERTS.get(model_type, ("mlp", ("", "", "")))
     if name.endswith(".mlp.gate.weight"):
-        yield name.replace(".mlp.", ".block_sparse_moe."), gradient
+        yield name.replace(".mlp.", f".{module}."), gradient
     elif name.endswith(".experts.gate_up_proj"):
         layer = name.removesuffix(".mlp.experts.gate_up_proj")
         for expert, both in enumerate(gradient):
-            for part, value in zip(("w1", "w3"), both.chunk(2)):
-                yield f"{layer}.block_sparse_moe.experts.{expert}.{part}.weight", value
+            for part, value in zip((gate, up), both.chunk(2)):
+                yield f"{layer}.{module}.experts.{expert}.{part}.weight", value
     elif name.endswith(".experts.down_proj"):
         layer = name.removesuffix(".mlp.experts.down_proj")
         for expert, value in enumerate(gradient):
-            yield f"{layer}.block_sparse_moe.experts.{expert}.w2.weight", value
+            yield f"{layer}.{module}.experts.{expert}.{down}.weight", value
     else:
         yield name, gradient
 
@@ -82,7 +91,7 @@ def theirs(model):
         if is_hybrid:
             name = name.replace("model.", "backbone.", 1)
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        for stored, value in published(name, gradient):
+        for stored, value in published(model.config.model_type, name, gradient):
             result["gradient." + stored] = value
     return result
 

@@ -64,6 +64,9 @@ inline std::vector<SmallModel> small_models() {
   shared.shared_expert_intermediate_size = 11;
   MixtralConfig predicting_experts = shared;
   predicting_experts.decoder.num_nextn_predict_layers = 1;
+  MixtralConfig qwen_experts = small_mixtral();
+  qwen_experts.decoder.qk_norm = true;
+  qwen_experts.norm_topk_prob = false;
   NemotronHConfig biased_hybrid = small_hybrid();
   biased_hybrid.use_bias = biased_hybrid.attention_bias = biased_hybrid.mlp_bias = true;
   biased_hybrid.use_conv_bias = false;
@@ -78,6 +81,7 @@ inline std::vector<SmallModel> small_models() {
           {"mixtral", small_mixtral()},
           {"mixtral_shared", shared},
           {"mixtral_shared_mtp", predicting_experts},
+          {"qwen3_moe", qwen_experts},
           {"hybrid", small_hybrid()},
           {"hybrid_biased", biased_hybrid},
           {"hybrid_tied", tied_hybrid}};

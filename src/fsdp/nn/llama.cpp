@@ -46,10 +46,16 @@ ExpertsOptions experts_of(const ModelConfig& config, double capacity_factor) {
   return {.router = {.hidden_size = mixtral->decoder.hidden_size,
                      .num_experts = mixtral->num_local_experts,
                      .num_chosen = mixtral->num_experts_per_tok,
+                     .normalizes = mixtral->norm_topk_prob,
                      .standard_deviation = mixtral->decoder.initializer_range},
           .intermediate_size = mixtral->decoder.intermediate_size,
           .shared_size = mixtral->shared_expert_intermediate_size,
           .capacity_factor = capacity_factor};
+}
+
+std::string experts_module_of(const ModelConfig& config) {
+  const auto* mixtral = std::get_if<MixtralConfig>(&config);
+  return mixtral == nullptr ? "" : experts_module(*mixtral);
 }
 
 std::vector<StoredName> llama_stored_names(const ModelConfig& config) {
@@ -74,6 +80,7 @@ class Llama final : public LanguageModel {
     torch::nn::ModuleList layers;
     const LlamaBlockOptions options{.config = c,
                                     .experts = experts_of(config, build.expert_capacity),
+                                    .experts_module = experts_module_of(config),
                                     .recompute = build.recompute,
                                     .rotary = std::make_shared<Rotary>(c)};
     for (int64_t i = 0; i < c.num_hidden_layers; ++i) {
@@ -180,7 +187,7 @@ LlamaLayerParts::LlamaLayerParts(torch::nn::Module& owner, const LlamaBlockOptio
       capacity_factor_(options.experts.capacity_factor) {
   const LlamaConfig& c = options.config;
   if (options.experts.router.num_experts > 0)
-    experts_ = owner.register_module("block_sparse_moe", Experts(options.experts));
+    experts_ = owner.register_module(options.experts_module, Experts(options.experts));
   else
     mlp_ = owner.register_module("mlp", GatedMlp(GatedMlpOptions{c.hidden_size, c.intermediate_size,
                                                                  c.mlp_bias, c.initializer_range}));

@@ -7,6 +7,7 @@
 #include <torch/nn/pimpl.h>
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "fsdp/nn/language_model.h"
@@ -23,6 +24,7 @@ struct LlamaBlockOptions {
   LlamaConfig config;
   // Without experts: a dense MLP.
   ExpertsOptions experts = {};
+  std::string experts_module = {};  // its name in the layer
   Recompute recompute = Recompute::kNone;
   std::shared_ptr<Rotary> rotary = nullptr;
 };

@@ -1,9 +1,11 @@
 #include "fsdp/plan/group_plan.h"
 
+#include <algorithm>
 #include <array>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
+#include "fsdp/base/utf8.h"
 
 namespace fsdp {
 
@@ -112,6 +114,10 @@ std::vector<GroupPlan> lay_out(const ModelShape& model, const PlanOptions& optio
           held_numel[static_cast<size_t>(share.index)] += share.numel;
     }
   }
+  const auto is_expert = [](const GroupPlan& group) { return group.is_expert; };
+  if (options.ep > 1 && std::none_of(groups.begin(), groups.end(), is_expert))
+    throw UsageError(concat("ep is ", options.ep, ", but model '", shown(model.name),
+                            "' has no experts; leave it out"));
   return groups;
 }
 

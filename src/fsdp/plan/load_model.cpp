@@ -24,8 +24,8 @@ struct PublishedModel {
 };
 
 // The numbers of the published configurations. What can be trained by name can be planned, too.
-const std::array<PublishedModel, 5>& published() {
-  static const std::array<PublishedModel, 5> kPublished = {{
+const std::array<PublishedModel, 6>& published() {
+  static const std::array<PublishedModel, 6> kPublished = {{
       {"llama3-8b", LlamaConfig{.vocab_size = 128256,
                                 .hidden_size = 4096,
                                 .num_hidden_layers = 32,
@@ -45,6 +45,16 @@ const std::array<PublishedModel, 5>& published() {
                                                  .num_key_value_heads = 8,
                                                  .intermediate_size = 14336},
                                      .num_local_experts = 8}},
+      {"qwen3-30b-a3b", MixtralConfig{.decoder = {.vocab_size = 151936,
+                                                  .hidden_size = 2048,
+                                                  .num_hidden_layers = 48,
+                                                  .num_attention_heads = 32,
+                                                  .num_key_value_heads = 4,
+                                                  .head_dim = 128,
+                                                  .intermediate_size = 768,
+                                                  .qk_norm = true},
+                                      .num_local_experts = 128,
+                                      .num_experts_per_tok = 8}},
       {"deepseek-v3", DeepseekV3Config{.vocab_size = 129280,
                                        .hidden_size = 7168,
                                        .num_hidden_layers = 61,

@@ -126,10 +126,11 @@ void add_gated_mlp(UnitBuilder& unit, const std::string& prefix, int64_t dim, in
 }
 
 void add_mixtral_experts(UnitBuilder& unit, const MixtralConfig& c) {
-  unit.linear("block_sparse_moe.gate", c.num_local_experts, c.decoder.hidden_size);
+  const std::string module = experts_module(c);
+  unit.linear(module + ".gate", c.num_local_experts, c.decoder.hidden_size);
   for (StackedExperts& stack : stacked_experts(expert_names(c))) unit.experts(std::move(stack));
   if (c.shared_expert_intermediate_size > 0)
-    add_gated_mlp(unit, "block_sparse_moe.shared_expert", c.decoder.hidden_size,
+    add_gated_mlp(unit, module + ".shared_expert", c.decoder.hidden_size,
                   c.shared_expert_intermediate_size);
 }
 

@@ -73,6 +73,7 @@ TEST(ConfigJson, BringsEveryFieldBack) {
   normed.mlp_bias = false;
   MixtralConfig experts{dense, 8, 3, 0.5, 40};
   experts.decoder.attention_bias = experts.decoder.mlp_bias = false;
+  MixtralConfig normed_experts{normed, 8, 3, 0.5, 0, false};
   NemotronHConfig mixed = hybrid();
   mixed.use_conv_bias = false;
   mixed.use_bias = mixed.attention_bias = mixed.mlp_bias = mixed.tie_word_embeddings = true;
@@ -82,8 +83,9 @@ TEST(ConfigJson, BringsEveryFieldBack) {
   mixed.max_position_embeddings = 1234;
   mixed.initializer_range = 0.1;
   for (const ModelConfig& config :
-       {ModelConfig(dense), ModelConfig(normed), ModelConfig(experts), ModelConfig(mixed),
-        ModelConfig(llama()), ModelConfig(hybrid()), ModelConfig(MixtralConfig{llama(), 4})}) {
+       {ModelConfig(dense), ModelConfig(normed), ModelConfig(experts), ModelConfig(normed_experts),
+        ModelConfig(mixed), ModelConfig(llama()), ModelConfig(hybrid()),
+        ModelConfig(MixtralConfig{llama(), 4})}) {
     const std::string text = config_json(config);
     EXPECT_TRUE(parse_model_config(text, "c.json") == config) << text;
   }

@@ -33,6 +33,7 @@ TEST(ModelCatalog, CountsParametersAsPublished) {
   EXPECT_EQ(model_by_name("llama3-8b").parameters(), 8'030'261'248);
   EXPECT_EQ(model_by_name("llama3-70b").parameters(), 70'553'706'496);
   EXPECT_EQ(model_by_name("mixtral-8x7b").parameters(), 46'702'792'704);
+  EXPECT_EQ(model_by_name("qwen3-30b-a3b").parameters(), 30'532'122'624);
   EXPECT_EQ(model_by_name("nemotron-h-8b").parameters(), 8'100'852'736);
   // TinyLlama's published count: same shape.
   EXPECT_EQ(model_by_name("llama-1b").parameters(), 1'100'048'384);

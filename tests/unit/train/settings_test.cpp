@@ -61,6 +61,8 @@ GivenValues changed_values() {
           {"rounding", {"stochastic"}},
           {"ranks", {"4"}},
           {"outer", {"2"}},
+          {"ep", {"4"}},
+          {"expert-capacity", {"1.5"}},
           {"strategy", {"optim+hfsdp"}},
           {"main-params", {"none"}},
           {"main-storage", {"separate"}},

@@ -85,14 +85,16 @@ struct LlamaConfig {
   friend bool operator==(const LlamaConfig&, const LlamaConfig&) = default;
 };
 
-// Llama's attention; the MLP is a router and several gated experts.
+// Llama's attention; the MLP is a router and several gated experts (Mixtral; with qk_norm,
+// Qwen3-MoE).
 struct MixtralConfig {
-  LlamaConfig decoder;
+  LlamaConfig decoder;  // its intermediate_size is of each expert
   int64_t num_local_experts = 0;
   int64_t num_experts_per_tok = 2;
   double router_aux_loss_coef = 0.001;
   // A gated MLP that every token passes beside its experts; 0: none.
   int64_t shared_expert_intermediate_size = 0;
+  bool norm_topk_prob = true;  // the weights of a token's experts add up to 1
 
   friend bool operator==(const MixtralConfig&, const MixtralConfig&) = default;
 };
@@ -141,6 +143,8 @@ struct ExpertNames {
   int64_t intermediate_size = 0;
 };
 ExpertNames expert_names(const MixtralConfig& config);
+// The module of a layer that has the router and the experts: "mlp".
+std::string experts_module(const MixtralConfig& config);
 
 // A tensor that holds matrices of all experts, one below the other, and the names under which
 // published checkpoints have them, in that order.

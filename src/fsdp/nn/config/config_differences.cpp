@@ -17,9 +17,9 @@ using Json = nlohmann::ordered_json;
 constexpr std::string_view kOfTraining[] = {
     "architectures",        "initializer_range",       "mtp_loss_weight", "router_aux_loss_coef",
     "output_router_logits", "max_position_embeddings", "chunk_size"};
-constexpr std::string_view kOfResults[] = {"rms_norm_eps",  "layer_norm_epsilon",
-                                           "rope_theta",    "rope_scaling",
-                                           "time_step_min", "num_experts_per_tok"};
+constexpr std::string_view kOfResults[] = {
+    "rms_norm_eps",  "layer_norm_epsilon",  "rope_theta",    "rope_scaling",
+    "time_step_min", "num_experts_per_tok", "norm_topk_prob"};
 
 bool contains(std::span<const std::string_view> names, std::string_view name) {
   return std::find(names.begin(), names.end(), name) != names.end();

@@ -139,6 +139,28 @@ ModelConfig read_mixtral(const JsonFields& fields) {
   return c;
 }
 
+ModelConfig read_qwen3_moe(const JsonFields& fields) {
+  MixtralConfig c;
+  c.decoder = read_decoder(fields, {.max_position_embeddings = 32768});
+  c.decoder.mlp_bias = false;  // no such option, as above
+  c.decoder.qk_norm = true;
+  c.decoder.intermediate_size = fields.integer_or("moe_intermediate_size", 768);
+  // The package has both names.
+  c.num_local_experts =
+      fields.integer_or("num_experts", fields.integer_or("num_local_experts", 128));
+  c.num_experts_per_tok = fields.integer_or("num_experts_per_tok", 8);
+  c.norm_topk_prob = fields.boolean_or("norm_topk_prob", false);
+  c.router_aux_loss_coef = fields.number_or("router_aux_loss_coef", c.router_aux_loss_coef);
+  std::string& note = c.decoder.not_computed;
+  if (fields.integer_or("decoder_sparse_step", 1) != 1)
+    note_not_computed(note, fields, "decoder_sparse_step", "only 1 is computed");
+  if (fields.has("mlp_only_layers") && !fields.array("mlp_only_layers").empty())
+    note_not_computed(note, fields, "mlp_only_layers", "only an empty list is computed");
+  if (fields.boolean_or("use_sliding_window", false))
+    note_not_computed(note, fields, "use_sliding_window", "only false is computed");
+  return c;
+}
+
 // Version 5 of the package writes a list of words instead of a pattern.
 std::string read_pattern(const JsonFields& fields) {
   if (fields.has("hybrid_override_pattern") || !fields.has("layers_block_type"))
@@ -207,11 +229,12 @@ struct Reader {
   ModelConfig (*read)(const JsonFields& fields);
 };
 
-constexpr std::array<Reader, 4> kReaders = {{
+constexpr std::array<Reader, 5> kReaders = {{
     {"llama", read_llama},
     {"mixtral", read_mixtral},
     {"nemotron_h", read_nemotron_h},
     {"qwen3", read_qwen3},
+    {"qwen3_moe", read_qwen3_moe},
 }};
 
 Json rope_scaling_json(const std::optional<Llama3RopeScaling>& scaling) {
@@ -259,12 +282,30 @@ Json to_json(const LlamaConfig& c) {
   return json;
 }
 
+Json qwen3_moe_json(const MixtralConfig& c) {
+  if (c.decoder.mlp_bias || c.shared_expert_intermediate_size > 0)
+    throw UsageError(
+        "mlp_bias is true, or shared_expert_intermediate_size is above 0; with experts and qk_norm "
+        "(model_type qwen3_moe) neither is possible");
+  Json json = decoder_json("qwen3_moe", "Qwen3MoeForCausalLM", c.decoder);
+  json.erase("mlp_bias");
+  json["moe_intermediate_size"] = c.decoder.intermediate_size;
+  json["num_experts"] = c.num_local_experts;
+  json["num_experts_per_tok"] = c.num_experts_per_tok;
+  json["norm_topk_prob"] = c.norm_topk_prob;
+  json["decoder_sparse_step"] = 1;
+  json["router_aux_loss_coef"] = c.router_aux_loss_coef;
+  json["output_router_logits"] = true;
+  return json;
+}
+
 Json to_json(const MixtralConfig& c) {
   const LlamaConfig& decoder = c.decoder;
-  if (decoder.attention_bias || decoder.mlp_bias || decoder.qk_norm)
+  if (decoder.qk_norm) return qwen3_moe_json(c);
+  if (decoder.attention_bias || decoder.mlp_bias || !c.norm_topk_prob)
     throw UsageError(
-        "attention_bias, mlp_bias or qk_norm is true; with experts (model_type mixtral) only false "
-        "is possible");
+        "attention_bias or mlp_bias is true, or norm_topk_prob is false; with experts but without "
+        "qk_norm (model_type mixtral) that is not possible");
   Json json = decoder_json("mixtral", "MixtralForCausalLM", decoder);
   json.erase("attention_bias");
   json.erase("mlp_bias");

@@ -131,9 +131,14 @@ int64_t head_dim_of(const NemotronHConfig& c) {
   return resolved_head_dim(c.head_dim, c.hidden_size, c.num_attention_heads);
 }
 
+std::string experts_module(const MixtralConfig& c) {
+  return c.decoder.qk_norm ? "mlp" : "block_sparse_moe";
+}
+
 ExpertNames expert_names(const MixtralConfig& c) {
-  return {.module = "block_sparse_moe.experts",
-          .projections = {"w1", "w3", "w2"},
+  const std::array<std::string, 3> qwen = {"gate_proj", "up_proj", "down_proj"};
+  return {.module = experts_module(c) + ".experts",
+          .projections = c.decoder.qk_norm ? qwen : std::array<std::string, 3>{"w1", "w3", "w2"},
           .num_experts = c.num_local_experts,
           .hidden_size = c.decoder.hidden_size,
           .intermediate_size = c.decoder.intermediate_size};
