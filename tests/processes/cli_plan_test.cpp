@@ -46,12 +46,31 @@ Json plan_json(const std::string& arguments) {
 TEST(PlanCommand, HelpListsEveryOption) {
   const CommandResult help = run_fsdp("plan --help");
   EXPECT_EQ(help.exit_code, 0);
-  for (const char* option :
-       {"--model",        "--ranks",         "--outer",      "--ep",        "--strategy",
-        "--main-params",  "--main-storage",  "--main-grads", "--grad-comm", "--moments",
-        "--first-moment", "--second-moment", "--offload",    "--pool",      "--prefetch",
-        "--budget",       "--granularity",   "--batch",      "--sequence",  "--gradient-lifetime",
-        "--json",         "--compare",       "Examples:",    "deepseek-v3"})
+  for (const char* option : {"--model",
+                             "--ranks",
+                             "--outer",
+                             "--ep",
+                             "--tp",
+                             "--strategy",
+                             "--main-params",
+                             "--main-storage",
+                             "--main-grads",
+                             "--grad-comm",
+                             "--moments",
+                             "--first-moment",
+                             "--second-moment",
+                             "--offload",
+                             "--pool",
+                             "--prefetch",
+                             "--budget",
+                             "--granularity",
+                             "--batch",
+                             "--sequence",
+                             "--gradient-lifetime",
+                             "--json",
+                             "--compare",
+                             "Examples:",
+                             "deepseek-v3"})
     EXPECT_THAT(help.out, HasSubstr(option));
 }
 
@@ -209,6 +228,11 @@ TEST(PlanCommand, AnswersEveryWrongValueWithOneSentence) {
        "ep is 3 on 8 ranks = 1 outer x 8 inner; it must divide 8"},
       {"--model mixtral-8x7b --ranks 16 --ep 16",
        "'model.layers.0.block_sparse_moe.experts.gate_up_proj' has 8 experts; ep must divide"},
+      {"--model llama-1b --ranks 8 --tp 3",
+       "tp is 3 on 8 ranks = 1 outer x 8 inner; it must divide 8"},
+      {"--model llama-1b --ranks 8 --tp 8",
+       "tp is 8, but 'model.layers.0.self_attn.k_proj.weight' has 4 parts that are not cut"},
+      {"--model nemotron-h-8b --ranks 8 --tp 2", "how the ranks of a tp group would share"},
       {"--model llama-1b --ranks 8 --strategy optm",
        "strategy 'optm' is unknown; did you mean 'optim'?"},
       {"--model llama-1b --ranks 8 --strategy no_shard+hfsdp --outer 2",

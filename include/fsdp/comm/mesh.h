@@ -1,13 +1,14 @@
 // The ranks of a world as grids, one for each kind of parameters, whose axes have communicators.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
+
+#include "fsdp/comm/parameter_kind.h"
 
 namespace fsdp {
 
@@ -48,10 +49,6 @@ class MeshAxis {
   std::unique_ptr<Communicator> gather_;
   std::unique_ptr<Communicator> reduce_;
 };
-
-// Which parameters: all of them are dense unless a module says otherwise (parallel_module.h).
-enum class GridKind : uint8_t { kDense, kTensor, kExpert };
-inline constexpr std::array kGridKinds{GridKind::kDense, GridKind::kTensor, GridKind::kExpert};
 
 // The axes over which parameters of one kind are cut and reduced. Valid as long as the mesh.
 struct Grid {

@@ -28,8 +28,9 @@ struct AxisTraffic {
 struct Traffic {
   AxisTraffic inner;
   AxisTraffic outer;
-  // Over the axes of the experts' grid, where they have one of their own. What tokens cost on
-  // their way to experts is not in it.
+  // Over the axes of other grids, where parameters have some (Mesh::grid). What tokens cost on
+  // their way between ranks of an ep or tp group is not in it.
+  AxisTraffic tensor_inner = {};
   AxisTraffic expert_inner = {};
   AxisTraffic expert_outer = {};
 

@@ -7,9 +7,17 @@
 #include <vector>
 
 #include "fsdp/base/dtype.h"
+#include "fsdp/comm/parameter_kind.h"
 #include "fsdp/nn/config/model_config.h"
 
 namespace fsdp {
+
+// How the ranks of a tp group share out a tensor: each has a slice of equally many parts.
+struct TpCut {
+  int64_t dim = 0;
+  int64_t num_parts = 1;         // along the dim, none of which is cut: heads, rows
+  bool whole_if_uneven = false;  // else a tp that does not divide num_parts is refused
+};
 
 struct TensorShape {
   // As the checkpoint names it, e.g. "model.layers.0.self_attn.q_proj.weight", unless it has parts.
@@ -21,6 +29,8 @@ struct TensorShape {
   std::optional<DType> dtype = std::nullopt;
   // Of so many experts, one below the other, which the ranks of an ep group share out; 0: of none.
   int64_t num_experts = 0;
+  // Not given: whole on every rank of a tp group.
+  std::optional<TpCut> cut = std::nullopt;
   // The names in the checkpoint of a tensor that it stores in equal parts along the first
   // dimension.
   std::vector<std::string> parts = {};
@@ -46,6 +56,8 @@ struct ModelShape {
   std::vector<int64_t> uses;
   // Of a plain stack of such blocks: what its layers compute, too.
   std::optional<LlamaConfig> layers = {};
+  // Whether its tensors say how the ranks of a tp group share them.
+  bool takes_tp = false;
 
   // Elements of all units; shared parameters count once.
   int64_t parameters() const;
@@ -55,18 +67,23 @@ struct ModelShape {
   void validate() const;
 };
 
-// The positions (in declaration order) of a unit's tensors that share a dtype and a grid: one
+// The positions (in declaration order) of a unit's tensors that share a dtype and a kind: one
 // parameter group.
 struct TensorGroup {
   DType dtype;
-  bool is_expert;
+  ParameterKind kind;
   std::vector<int64_t> tensors;
 };
 
+// Ranks of an ep group and of a tp group.
+struct ParallelSizes {
+  int64_t ep = 1;
+  int64_t tp = 1;
+};
+
 // Splits a unit into groups, in order of first appearance; `compute_dtype` stands in where a tensor
-// names none.
-enum class ExpertGroups : uint8_t { kTogether, kApart };  // with the dense tensors, or without
+// names none. UsageError for tensors that the ranks cannot share evenly.
 std::vector<TensorGroup> group_tensors(const UnitShape& unit, DType compute_dtype,
-                                       ExpertGroups experts);
+                                       const ParallelSizes& sizes);
 
 }  // namespace fsdp

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "fsdp/base/dtype.h"
+#include "fsdp/comm/parameter_kind.h"
 #include "fsdp/layout/granularity.h"
 #include "fsdp/layout/group_types.h"
 #include "fsdp/layout/strategy.h"
@@ -22,6 +23,8 @@ struct PlanOptions {
   int64_t outer = 1;
   // Ranks that share out the experts of a layer, as MeshOptions has it.
   int64_t ep = 1;
+  // Ranks that compute one loss together, as MeshOptions has it.
+  int64_t tp = 1;
   // What is sharded.
   Strategy strategy = Strategy::optim_grads_params;
   // The dtype of parameters that name none of their own.
@@ -39,9 +42,11 @@ struct PlanOptions {
   // Where a shard may end.
   Granularity granularity = {};
 
-  // The grids of dense parameters and of experts: the same without `ep`.
+  // The grid of dense parameters, and that of a kind of grid.
   MeshShape mesh() const { return {.outer = outer, .inner = ranks / outer}; }
-  MeshShape expert_mesh() const;
+  MeshShape mesh(GridKind grid) const;
+  // How many ranks own a slice each of a parameter of that grid, before it is sharded.
+  int64_t owners(GridKind grid) const;
 
   // Throws UsageError with the field, its value and the fix.
   void validate() const;

@@ -26,6 +26,7 @@ struct PlanArguments {
   std::string ranks;
   std::string outer = "1";
   std::string ep = "1";
+  std::string tp = "1";
   std::string strategy = "optim_grads_params";
   std::string main_params = "fp32";
   std::string main_grads = "none";
@@ -88,6 +89,7 @@ PlanOptions plan_options_of(const PlanArguments& given) {
   options.ranks = parse_whole_number("--ranks", given.ranks, 1, kMaxRanks);
   options.outer = parse_whole_number("--outer", given.outer, 1, kMaxRanks);
   options.ep = parse_whole_number("--ep", given.ep, 1, kMaxRanks);
+  options.tp = parse_whole_number("--tp", given.tp, 1, kMaxRanks);
   options.strategy = parse_strategy(given.strategy);
   options.precision.main_params = parse_dtype_or_none("--main-params", given.main_params);
   options.precision.main_grads = parse_dtype_or_none("--main-grads", given.main_grads);
@@ -205,6 +207,8 @@ Command add_plan(CLI::App& parent) {
          "Ranks along the outer axis (HSDP, HFSDP); divides --ranks, the rest is the shard axis");
   option("--ep", given->ep, "N",
          "Ranks that share out the experts of a layer: each has its own, and tokens travel");
+  option("--tp", given->tp, "N",
+         "Ranks that compute one batch together: each has slices of the matrices");
   option("--strategy", given->strategy, "NAME",
          "What is sharded: no_shard, optim, optim_grads, optim_grads_params, the last three also "
          "with +hfsdp, or placements such as RS/PS/SS");

@@ -54,10 +54,13 @@ void print_header(std::ostream& out, const ModelShape& model, const Forecast& fo
       << " parameters in " << forecast.num_units << " units\n";
   out << "ranks     " << options.ranks;
   if (mesh.outer > 1) out << " = " << mesh.outer << " outer x " << mesh.inner << " inner";
-  if (options.ep > 1) {
-    const MeshShape experts = options.expert_mesh();
-    out << (mesh.outer > 1 ? "; " : ", ") << "experts " << experts.outer << " outer x "
-        << experts.inner << " inner x " << options.ep << " ep";
+  constexpr std::array<std::pair<GridKind, std::array<const char*, 2>>, 2> kOthers = {
+      {{GridKind::kTensor, {"tensors", "tp"}}, {GridKind::kExpert, {"experts", "ep"}}}};
+  for (const auto& [grid, names] : kOthers) {
+    if (options.owners(grid) == 1) continue;
+    const MeshShape other = options.mesh(grid);
+    out << "; " << names[0] << " " << other.outer << " outer x " << other.inner << " inner x "
+        << options.owners(grid) << " " << names[1];
   }
   out << "\npadding   " << fixed_text(100 * forecast.padding_fraction, 4) << " % of the weights ("
       << cut_words(options.granularity) << "; the best possible is "
@@ -147,9 +150,10 @@ struct AxisName {
   AxisTraffic Traffic::*traffic;
 };
 
-constexpr std::array<AxisName, 4> kAxes = {
+constexpr std::array<AxisName, 5> kAxes = {
     {{"inner", "inner", &Traffic::inner},
      {"outer", "outer", &Traffic::outer},
+     {"tensors' inner", "tensor_inner", &Traffic::tensor_inner},
      {"experts' inner", "expert_inner", &Traffic::expert_inner},
      {"experts' outer", "expert_outer", &Traffic::expert_outer}}};
 
@@ -199,6 +203,7 @@ nlohmann::ordered_json to_json(const ModelShape& model, const Forecast& forecast
       {"ranks", options.ranks},
       {"outer", options.outer},
       {"ep", options.ep},
+      {"tp", options.tp},
       {"units", forecast.num_units},
       {"padding_fraction", forecast.padding_fraction},
       {"pool", name_of(options.pool)},

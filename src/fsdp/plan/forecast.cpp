@@ -1,6 +1,7 @@
 #include "fsdp/plan/forecast.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <span>
 #include <utility>
@@ -48,6 +49,17 @@ Traffic change(PlacementPair from, PlacementPair to, int64_t bytes, MeshShape me
           .outer = change(from.outer, to.outer, outer_bytes, mesh.outer)};
 }
 
+// The axes of each grid, by GridKind; dense and tensor-parallel parameters have the outer one in
+// common.
+struct GridTraffic {
+  AxisTraffic Traffic::*inner;
+  AxisTraffic Traffic::*outer;
+};
+constexpr std::array<GridTraffic, kGridKinds.size()> kGridTraffic = {
+    {{&Traffic::inner, &Traffic::outer},
+     {&Traffic::tensor_inner, &Traffic::outer},
+     {&Traffic::expert_inner, &Traffic::expert_outer}}};
+
 using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) {
@@ -56,9 +68,10 @@ double seconds_since(Clock::time_point start) {
 
 int64_t bytes_in(int64_t numel, DType dtype) { return checked_mul(numel, element_bytes(dtype)); }
 
-// A rank's place in the grid of a group; the ranks of an ep group, which are neighbours, share one.
+// A rank's place in the grid of a group; those that own its slices, which are neighbours, share
+// one.
 MeshCoordinate place_of(int64_t rank, const GroupPlan& group, const PlanOptions& options) {
-  const int64_t cell = group.is_expert ? rank / options.ep : rank;
+  const int64_t cell = rank / options.owners(row_of(group.kind).grid);
   return {.outer = cell / group.mesh.inner, .inner = cell % group.mesh.inner};
 }
 
@@ -125,13 +138,15 @@ Padding padding_of(std::span<const GroupPlan> groups) {
 
 AxisTraffic Traffic::sum() const {
   AxisTraffic all = inner;
-  for (const AxisTraffic* axis : {&outer, &expert_inner, &expert_outer}) add(all, *axis);
+  for (const AxisTraffic* axis : {&outer, &tensor_inner, &expert_inner, &expert_outer})
+    add(all, *axis);
   return all;
 }
 
 Traffic& Traffic::operator+=(const Traffic& other) {
   add(inner, other.inner);
   add(outer, other.outer);
+  add(tensor_inner, other.tensor_inner);
   add(expert_inner, other.expert_inner);
   add(expert_outer, other.expert_outer);
   return *this;
@@ -187,11 +202,11 @@ Forecast Planner::forecast(const Strategy& strategy) const {
     const int64_t padded = group.layout.padded_numel();
     const GroupBytes whole{.weight = bytes_in(padded, group.types.weight),
                            .wire = group.types.trainable ? bytes_in(padded, group.types.wire) : 0};
-    Traffic moved = group_traffic(strategy, group.mesh, whole,
-                                  pool.num_gathers[static_cast<size_t>(group.unit)]);
-    if (group.is_expert)
-      moved = {.inner = {}, .outer = {}, .expert_inner = moved.inner, .expert_outer = moved.outer};
-    result.traffic += moved;
+    const Traffic moved = group_traffic(strategy, group.mesh, whole,
+                                        pool.num_gathers[static_cast<size_t>(group.unit)]);
+    const GridTraffic& axes = kGridTraffic[static_cast<size_t>(row_of(group.kind).grid)];
+    add(result.traffic.*axes.inner, moved.inner);
+    add(result.traffic.*axes.outer, moved.outer);
   }
   result.plan_seconds = layout_seconds_ + seconds_since(start);
   return result;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <span>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
@@ -29,15 +30,17 @@ void check_moment(const char* field, std::optional<DType> dtype) {
                             "; it must be fp32, bf16, fp16, fp8_e4m3, fp8_e5m2 or none"));
 }
 
-// What a rank has of a tensor before it is sharded.
-std::vector<int64_t> owned_shape(const TensorShape& tensor, const TensorGroup& group, int64_t ep) {
+// What a rank has of a tensor before it is sharded. Slices are equal: group_tensors() has checked.
+std::vector<int64_t> owned_shape(const TensorShape& tensor, ParameterKind kind, int64_t owners) {
   std::vector<int64_t> shape = tensor.shape;
-  if (!group.is_expert) return shape;
-  if (tensor.num_experts % ep != 0)
-    throw UsageError(concat("ep is ", ep, ", but '", tensor.name, "' has ", tensor.num_experts,
-                            " experts; ep must divide their number"));
-  shape[0] /= ep;
+  if (kind == ParameterKind::kExpert) shape[0] /= owners;
+  if (kind == ParameterKind::kTensor) shape[static_cast<size_t>(tensor.cut->dim)] /= owners;
   return shape;
+}
+
+bool has_kind(std::span<const GroupPlan> groups, ParameterKind kind) {
+  return std::any_of(groups.begin(), groups.end(),
+                     [&](const GroupPlan& group) { return group.kind == kind; });
 }
 
 }  // namespace
@@ -47,6 +50,9 @@ void PlanOptions::validate() const {
   if (outer < 1 || ranks % outer != 0)
     throw UsageError(concat("outer is ", outer, "; it must divide ranks = ", ranks));
   const int64_t inner = ranks / outer;
+  if (tp < 1 || inner % tp != 0)
+    throw UsageError(concat("tp is ", tp, " on ", ranks, " ranks = ", outer, " outer x ", inner,
+                            " inner; it must divide ", inner));
   if (ep < 1 || (inner % ep != 0 && (ep % inner != 0 || ranks % ep != 0)))
     throw UsageError(concat("ep is ", ep, " on ", ranks, " ranks = ", outer, " outer x ", inner,
                             " inner; it must divide ", inner,
@@ -77,25 +83,41 @@ void PlanOptions::validate() const {
     throw UsageError(concat("offload is ", offload, "; it must be a fraction from 0 to 1"));
 }
 
-MeshShape PlanOptions::expert_mesh() const {
-  const int64_t inner = ranks / outer;
-  const int64_t expert_inner = inner % ep == 0 ? inner / ep : 1;
+MeshShape PlanOptions::mesh(GridKind grid) const {
+  const int64_t row = ranks / outer;
+  switch (grid) {
+    case GridKind::kDense:
+      return mesh();
+    case GridKind::kTensor:
+      return {.outer = outer, .inner = row / tp};
+    case GridKind::kExpert:
+      break;
+  }
+  const int64_t expert_inner = row % ep == 0 ? row / ep : 1;
   return {.outer = ranks / ep / expert_inner, .inner = expert_inner};
 }
 
+int64_t PlanOptions::owners(GridKind grid) const {
+  return grid == GridKind::kTensor ? tp : grid == GridKind::kExpert ? ep : 1;
+}
+
 std::vector<GroupPlan> lay_out(const ModelShape& model, const PlanOptions& options) {
+  if (options.tp > 1 && !model.takes_tp)
+    throw UsageError(concat("tp is ", options.tp, ", but how the ranks of a tp group would share '",
+                            shown(model.name), "' is not known; leave it out"));
   std::vector<GroupPlan> groups;
   const bool whole_tensors = options.granularity.kind == Granularity::Kind::kTensor;
   // What each rank of a grid holds of the groups so far. Without it the largest tensor of every
   // unit would go to the first rank.
-  std::array<std::vector<int64_t>, 2> held_by_grid;
-  const ExpertGroups experts = options.ep > 1 ? ExpertGroups::kApart : ExpertGroups::kTogether;
+  std::array<std::vector<int64_t>, kGridKinds.size()> held_by_grid;
   for (size_t unit = 0; unit < model.units.size(); ++unit) {
     const UnitShape& shape = model.units[unit];
-    for (const TensorGroup& group : group_tensors(shape, options.compute, experts)) {
-      const MeshShape mesh = group.is_expert ? options.expert_mesh() : options.mesh();
+    for (const TensorGroup& group :
+         group_tensors(shape, options.compute, {.ep = options.ep, .tp = options.tp})) {
+      const GridKind grid = row_of(group.kind).grid;
+      const MeshShape mesh = options.mesh(grid);
       const GroupTypes types = resolve_types(group.dtype, options.precision, Trainable::kYes);
-      std::vector<int64_t>& held_numel = held_by_grid[group.is_expert ? 1 : 0];
+      std::vector<int64_t>& held_numel = held_by_grid[static_cast<size_t>(grid)];
       if (whole_tensors) held_numel.resize(static_cast<size_t>(mesh.inner * mesh.outer), 0);
       FlatLayoutRequest request{.shapes = {},
                                 .element_bytes = narrowest_bytes(types),
@@ -104,18 +126,17 @@ std::vector<GroupPlan> lay_out(const ModelShape& model, const PlanOptions& optio
                                 .granularity = options.granularity,
                                 .held_numel = held_numel};
       for (const int64_t tensor : group.tensors)
-        request.shapes.push_back(
-            owned_shape(shape.tensors[static_cast<size_t>(tensor)], group, options.ep));
-      groups.push_back({static_cast<int64_t>(unit), group.is_expert, mesh, types,
-                        FlatLayout(std::move(request))});
+        request.shapes.push_back(owned_shape(shape.tensors[static_cast<size_t>(tensor)], group.kind,
+                                             options.owners(grid)));
+      groups.push_back(
+          {static_cast<int64_t>(unit), group.kind, mesh, types, FlatLayout(std::move(request))});
       if (!whole_tensors) continue;
       for (const Segment& segment : groups.back().layout.segments())
         for (const Segment::UnevenShare& share : segment.uneven_shares())
           held_numel[static_cast<size_t>(share.index)] += share.numel;
     }
   }
-  const auto is_expert = [](const GroupPlan& group) { return group.is_expert; };
-  if (options.ep > 1 && std::none_of(groups.begin(), groups.end(), is_expert))
+  if (options.ep > 1 && !has_kind(groups, ParameterKind::kExpert))
     throw UsageError(concat("ep is ", options.ep, ", but model '", shown(model.name),
                             "' has no experts; leave it out"));
   return groups;

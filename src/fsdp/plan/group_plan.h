@@ -11,11 +11,11 @@
 
 namespace fsdp {
 
-// One unit's tensors of one dtype and one grid.
+// One unit's tensors of one dtype and one kind: what a rank owns of them.
 struct GroupPlan {
   int64_t unit = 0;
-  bool is_expert = false;  // of a rank's experts alone, on the grid of experts
-  MeshShape mesh;          // the grid's
+  ParameterKind kind = ParameterKind::kEqual;
+  MeshShape mesh;  // of its grid
   GroupTypes types;
   FlatLayout layout;
 };

@@ -36,6 +36,26 @@ void validate_uses(const ModelShape& model) {
                     "' is never used; add it to 'uses' or remove it"));
 }
 
+[[noreturn]] void refuse_sharing(const TensorShape& tensor, const char* axis, int64_t ranks,
+                                 int64_t num_parts, const char* parts) {
+  refuse(concat(axis, " is ", ranks, ", but '", tensor.name, "' has ", num_parts, " ", parts, "; ",
+                axis, " must divide their number"));
+}
+
+// As the engine places it: parallel_parameters.h.
+ParameterKind kind_of(const TensorShape& tensor, const ParallelSizes& sizes) {
+  if (tensor.num_experts > 0 && sizes.ep > 1) {
+    if (tensor.num_experts % sizes.ep != 0)
+      refuse_sharing(tensor, "ep", sizes.ep, tensor.num_experts, "experts");
+    return ParameterKind::kExpert;
+  }
+  if (sizes.tp == 1) return ParameterKind::kEqual;
+  if (!tensor.cut) return ParameterKind::kPartial;
+  if (tensor.cut->num_parts % sizes.tp == 0) return ParameterKind::kTensor;
+  if (tensor.cut->whole_if_uneven) return ParameterKind::kPartial;
+  refuse_sharing(tensor, "tp", sizes.tp, tensor.cut->num_parts, "parts that are not cut");
+}
+
 }  // namespace
 
 int64_t TensorShape::numel() const {
@@ -89,16 +109,15 @@ void ModelShape::validate() const {
 }
 
 std::vector<TensorGroup> group_tensors(const UnitShape& unit, DType compute_dtype,
-                                       ExpertGroups experts) {
+                                       const ParallelSizes& sizes) {
   std::vector<TensorGroup> groups;
   for (size_t i = 0; i < unit.tensors.size(); ++i) {
     const DType dtype = unit.tensors[i].dtype.value_or(compute_dtype);
-    const bool is_expert = unit.tensors[i].num_experts > 0 && experts == ExpertGroups::kApart;
+    const ParameterKind kind = kind_of(unit.tensors[i], sizes);
     auto group = std::find_if(groups.begin(), groups.end(), [&](const TensorGroup& g) {
-      return g.dtype == dtype && g.is_expert == is_expert;
+      return g.dtype == dtype && g.kind == kind;
     });
-    if (group == groups.end())
-      group = groups.insert(groups.end(), TensorGroup{dtype, is_expert, {}});
+    if (group == groups.end()) group = groups.insert(groups.end(), TensorGroup{dtype, kind, {}});
     group->tensors.push_back(static_cast<int64_t>(i));
   }
   return groups;

@@ -12,6 +12,25 @@ namespace {
 
 enum class Bias { kWithout, kWith };
 
+// The dim of a matrix that the ranks of a tp group share, and in how many parts: the layers' own
+// cuts (nn/layers/matrix_layers.h).
+struct LinearCut {
+  enum class Of : uint8_t { kNothing, kOutputs, kInputs } of = Of::kNothing;
+  int64_t num_parts = 0;
+
+  std::optional<TpCut> of_weight() const {
+    if (of == Of::kNothing) return std::nullopt;
+    return TpCut{.dim = of == Of::kOutputs ? 0 : 1, .num_parts = num_parts};
+  }
+  std::optional<TpCut> of_bias() const {
+    if (of != Of::kOutputs) return std::nullopt;
+    return TpCut{.dim = 0, .num_parts = num_parts};
+  }
+};
+
+LinearCut by_outputs(int64_t num_parts) { return {LinearCut::Of::kOutputs, num_parts}; }
+LinearCut by_inputs(int64_t num_parts) { return {LinearCut::Of::kInputs, num_parts}; }
+
 Bias bias_if(bool with) { return with ? Bias::kWith : Bias::kWithout; }
 
 // Collects the tensors of one unit under a common prefix.
@@ -34,9 +53,19 @@ class UnitBuilder {
   }
 
   // y = W x (+ b): weight [out, in].
-  void linear(const std::string& name, int64_t out, int64_t in, Bias bias = Bias::kWithout) {
+  void linear(const std::string& name, int64_t out, int64_t in, Bias bias = Bias::kWithout,
+              const LinearCut& cut = {}) {
     tensor(name + ".weight", {out, in});
-    if (bias == Bias::kWith) tensor(name + ".bias", {out});
+    unit_.tensors.back().cut = cut.of_weight();
+    if (bias == Bias::kWithout) return;
+    tensor(name + ".bias", {out});
+    unit_.tensors.back().cut = cut.of_bias();
+  }
+
+  // Rows of the vocabulary, which ranks share if they can.
+  void vocabulary(const std::string& name, int64_t vocab_size, int64_t hidden_size) {
+    tensor(name, {vocab_size, hidden_size});
+    unit_.tensors.back().cut = TpCut{.dim = 0, .num_parts = vocab_size, .whole_if_uneven = true};
   }
 
   void norm(const std::string& name, int64_t dim) { tensor(name + ".weight", {dim}); }
@@ -62,6 +91,9 @@ class ModelBuilder {
 
   void use_again(int64_t index) { model_.uses.push_back(index); }
 
+  // Every tensor that tp ranks share says so.
+  void takes_tp() { model_.takes_tp = true; }
+
   ModelShape build() && {
     model_.validate();
     return std::move(model_);
@@ -73,7 +105,7 @@ class ModelBuilder {
 
 int64_t add_embedding(ModelBuilder& model, const std::string& tensor, int64_t vocab, int64_t dim) {
   UnitBuilder unit(tensor, tensor);
-  unit.tensor(".weight", {vocab, dim});
+  unit.vocabulary(".weight", vocab, dim);
   return model.add(std::move(unit));
 }
 
@@ -87,7 +119,7 @@ struct Head {
 // The units that a second pass over the head (MTP) uses: the embedding when tied, else the head.
 int64_t add_head(ModelBuilder& model, const Head& head, int64_t embedding) {
   UnitBuilder unit("lm_head", "");
-  if (!head.tied) unit.linear("lm_head", head.vocab_size, head.hidden_size);
+  if (!head.tied) unit.vocabulary("lm_head.weight", head.vocab_size, head.hidden_size);
   unit.norm(head.norm, head.hidden_size);
   const int64_t index = model.add(std::move(unit));
   if (!head.tied) return index;
@@ -109,10 +141,13 @@ struct Attention {
 };
 
 void add_attention(UnitBuilder& unit, const std::string& prefix, const Attention& a) {
-  unit.linear(prefix + ".q_proj", a.num_heads * a.head_dim, a.hidden_size, a.bias);
-  unit.linear(prefix + ".k_proj", a.num_kv_heads * a.head_dim, a.hidden_size, a.bias);
-  unit.linear(prefix + ".v_proj", a.num_kv_heads * a.head_dim, a.hidden_size, a.bias);
-  unit.linear(prefix + ".o_proj", a.hidden_size, a.num_heads * a.head_dim, a.bias);
+  unit.linear(prefix + ".q_proj", a.num_heads * a.head_dim, a.hidden_size, a.bias,
+              by_outputs(a.num_heads));
+  for (const char* projection : {".k_proj", ".v_proj"})
+    unit.linear(prefix + projection, a.num_kv_heads * a.head_dim, a.hidden_size, a.bias,
+                by_outputs(a.num_kv_heads));
+  unit.linear(prefix + ".o_proj", a.hidden_size, a.num_heads * a.head_dim, a.bias,
+              by_inputs(a.num_heads));
   if (!a.qk_norm) return;
   unit.norm(prefix + ".q_norm", a.head_dim);
   unit.norm(prefix + ".k_norm", a.head_dim);
@@ -120,9 +155,16 @@ void add_attention(UnitBuilder& unit, const std::string& prefix, const Attention
 
 void add_gated_mlp(UnitBuilder& unit, const std::string& prefix, int64_t dim, int64_t inner,
                    Bias bias = Bias::kWithout) {
-  unit.linear(prefix + ".gate_proj", inner, dim, bias);
-  unit.linear(prefix + ".up_proj", inner, dim, bias);
-  unit.linear(prefix + ".down_proj", dim, inner, bias);
+  for (const char* projection : {".gate_proj", ".up_proj"})
+    unit.linear(prefix + projection, inner, dim, bias, by_outputs(inner));
+  unit.linear(prefix + ".down_proj", dim, inner, bias, by_inputs(inner));
+}
+
+// Whole on every rank of a tp group, as experts are: each has tokens of its own.
+void add_shared_expert(UnitBuilder& unit, const std::string& prefix, int64_t dim, int64_t inner) {
+  for (const char* projection : {".gate_proj", ".up_proj"})
+    unit.linear(prefix + projection, inner, dim);
+  unit.linear(prefix + ".down_proj", dim, inner);
 }
 
 void add_mixtral_experts(UnitBuilder& unit, const MixtralConfig& c) {
@@ -130,8 +172,8 @@ void add_mixtral_experts(UnitBuilder& unit, const MixtralConfig& c) {
   unit.linear(module + ".gate", c.num_local_experts, c.decoder.hidden_size);
   for (StackedExperts& stack : stacked_experts(expert_names(c))) unit.experts(std::move(stack));
   if (c.shared_expert_intermediate_size > 0)
-    add_gated_mlp(unit, module + ".shared_expert", c.decoder.hidden_size,
-                  c.shared_expert_intermediate_size);
+    add_shared_expert(unit, module + ".shared_expert", c.decoder.hidden_size,
+                      c.shared_expert_intermediate_size);
 }
 
 // `experts`: nullptr for a dense MLP.
@@ -176,6 +218,7 @@ void add_prediction_layers(ModelBuilder& model, const Config& c, const SharedUni
 // Llama and Mixtral differ in the MLP only.
 ModelShape build_llama(std::string name, const LlamaConfig& c, const MixtralConfig* experts) {
   ModelBuilder model(std::move(name));
+  model.takes_tp();
   const int64_t embedding = add_embedding(model, "model.embed_tokens", c.vocab_size, c.hidden_size);
   for (int64_t layer = 0; layer < c.num_hidden_layers; ++layer) {
     const std::string block = layer_name("model", layer);
@@ -206,19 +249,21 @@ void add_latent_attention(UnitBuilder& unit, const DeepseekV3Config& c) {
   const int64_t qk_head_dim = c.qk_nope_head_dim + c.qk_rope_head_dim;
   const int64_t queries = c.num_attention_heads * qk_head_dim;
   const Bias bias = bias_if(c.attention_bias);
+  const LinearCut heads = by_outputs(c.num_attention_heads);
   if (c.q_lora_rank == 0) {
-    unit.linear("self_attn.q_proj", queries, c.hidden_size);
+    unit.linear("self_attn.q_proj", queries, c.hidden_size, Bias::kWithout, heads);
   } else {
     unit.linear("self_attn.q_a_proj", c.q_lora_rank, c.hidden_size, bias);
     unit.norm("self_attn.q_a_layernorm", c.q_lora_rank);
-    unit.linear("self_attn.q_b_proj", queries, c.q_lora_rank);
+    unit.linear("self_attn.q_b_proj", queries, c.q_lora_rank, Bias::kWithout, heads);
   }
   unit.linear("self_attn.kv_a_proj_with_mqa", c.kv_lora_rank + c.qk_rope_head_dim, c.hidden_size,
               bias);
   unit.norm("self_attn.kv_a_layernorm", c.kv_lora_rank);
   unit.linear("self_attn.kv_b_proj", c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim),
-              c.kv_lora_rank);
-  unit.linear("self_attn.o_proj", c.hidden_size, c.num_attention_heads * c.v_head_dim, bias);
+              c.kv_lora_rank, Bias::kWithout, heads);
+  unit.linear("self_attn.o_proj", c.hidden_size, c.num_attention_heads * c.v_head_dim, bias,
+              by_inputs(c.num_attention_heads));
 }
 
 void add_deepseek_experts(UnitBuilder& unit, const DeepseekV3Config& c) {
@@ -232,8 +277,8 @@ void add_deepseek_experts(UnitBuilder& unit, const DeepseekV3Config& c) {
                                .intermediate_size = c.moe_intermediate_size}))
     unit.experts(std::move(stack));
   if (c.n_shared_experts > 0)
-    add_gated_mlp(unit, "mlp.shared_experts", c.hidden_size,
-                  c.n_shared_experts * c.moe_intermediate_size);
+    add_shared_expert(unit, "mlp.shared_experts", c.hidden_size,
+                      c.n_shared_experts * c.moe_intermediate_size);
 }
 
 void add_deepseek_block(UnitBuilder& unit, const DeepseekV3Config& c, int64_t layer) {
@@ -267,6 +312,7 @@ void validate(const DeepseekV3Config& c) {
 ModelShape build(std::string name, const DeepseekV3Config& c) {
   validate(c);
   ModelBuilder model(std::move(name));
+  model.takes_tp();
   const int64_t embedding = add_embedding(model, "model.embed_tokens", c.vocab_size, c.hidden_size);
   for (int64_t layer = 0; layer < c.num_hidden_layers; ++layer) {
     const std::string block = layer_name("model", layer);

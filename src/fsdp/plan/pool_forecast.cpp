@@ -22,7 +22,7 @@ std::vector<UnitBuckets> declare_buckets(const ModelShape& model, std::span<cons
   for (const UnitShape& unit : model.units) units.push_back({unit.name, {}});
   for (const GroupPlan& group : groups) {
     GroupBuckets needed = group_buckets(group.layout, group.types, options.strategy, group.mesh,
-                                        group.is_expert ? "expert" : "");
+                                        row_of(group.kind).name);
     std::vector<Bucket>& buckets = units[static_cast<size_t>(group.unit)].buckets;
     if (needed.weight) buckets.push_back(std::move(*needed.weight));
     if (needed.gradient) buckets.push_back(std::move(*needed.gradient));

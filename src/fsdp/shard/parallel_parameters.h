@@ -10,7 +10,7 @@
 
 #include "fsdp/comm/mesh.h"
 #include "fsdp/layout/owned_slice.h"
-#include "fsdp/shard/group/parameter_kind.h"
+#include "fsdp/comm/parameter_kind.h"
 #include "fsdp/shard/parallel_module.h"
 
 namespace fsdp {

@@ -11,10 +11,7 @@
 #include "fsdp/checkpoint/checkpointer.h"
 #include "fsdp/checkpoint/load.h"
 #include "fsdp/optim/adamw.h"
-#include "fsdp/plan/forecast.h"
-#include "fsdp/plan/model_tensors.h"
 #include "fsdp/train/model/trained_model.h"
-#include "support/counting_allocator.h"
 #include "support/layer_gradients.h"
 #include "support/sharded_training.h"
 #include "support/small_models.h"
@@ -366,125 +363,6 @@ TEST(SharedOutExperts, AreNotSeenInCheckpoints) {
                                       concat("ep ", from.mesh.ep, " to ", to.mesh.ep));
               });
   }
-}
-
-// --- the plan ------------------------------------------------------------------------------------
-
-Forecast forecast_of(const Grids& grids, const ShardOptions& options) {
-  const PlanOptions plan{.ranks = grids.ranks,
-                         .outer = grids.mesh.outer,
-                         .ep = grids.mesh.ep,
-                         .compute = DType::kFloat32,
-                         .precision = options.precision.types(),
-                         .pool = options.pool,
-                         .prefetch = options.prefetch,
-                         .granularity = options.granularity};
-  return Planner(build_model("mixtral", shared_out_mixtral()), plan).forecast(options.strategy);
-}
-
-const std::vector<Grids>& planned_grids() {
-  static const std::vector<Grids> all = {{4, {}},
-                                         {4, {.ep = 2}},
-                                         {4, {.ep = 4}},
-                                         {4, {.outer = 2, .ep = 2}},
-                                         {8, {.outer = 4, .ep = 4}}};
-  return all;
-}
-
-// The plan refuses to shard an axis of one rank.
-bool is_planned(const Grids& grids, const Strategy& strategy) {
-  return grids.mesh.outer > 1 || strategy.optimizer.outer != Placement::kShard;
-}
-
-TEST(SharedOutExperts, TakeTheMemoryThatThePlanForecasts) {
-  for (const Grids& grids : planned_grids())
-    for (const Strategy& strategy : named_strategies()) {
-      if (!is_planned(grids, strategy)) continue;
-      SCOPED_TRACE(concat(to_text(strategy), " ", grids.ranks, " ranks, outer ", grids.mesh.outer,
-                          ", ep ", grids.mesh.ep));
-      ShardOptions options{.strategy = strategy};
-      options.precision.grad_comm = at::kBFloat16;
-      const MemoryBytes forecast = forecast_of(grids, options).bytes;
-      run_ranks(grids.ranks, [&](World& world) {
-        const Mesh mesh = world.mesh(grids.mesh);
-        testing::CountingHostAllocator allocator;
-        ShardOptions counted = options;
-        counted.allocator = &allocator;
-        const auto model = mixtral();
-        const Sharded sharded = fully_shard(model, mesh, counted);
-        const MemoryReport at_rest = sharded.memory();
-        EXPECT_EQ(at_rest.weight_bytes, forecast.weight);
-        EXPECT_EQ(at_rest.main_grad_bytes, forecast.main_grad);
-        for (int step = 0; step < 3; ++step) {
-          allocator.restart_peak();
-          loss_of(model, world.rank(), step).backward();
-          sharded.wait_gradients();
-          sharded.refresh_weights();
-          sharded.zero_grad();
-          EXPECT_EQ(allocator.peak_bytes(), forecast.total()) << "step " << step;
-        }
-      });
-    }
-}
-
-// The bytes that this rank receives for weights and gradients, by axis.
-Traffic traffic_of(const Recording& calls) {
-  const std::map<std::string, AxisTraffic Traffic::*> axes = {
-      {"inner", &Traffic::inner},
-      {"outer", &Traffic::outer},
-      {"expert inner", &Traffic::expert_inner},
-      {"expert outer", &Traffic::expert_outer}};
-  Traffic sum;
-  for (const RecordedCall& call : calls) {
-    const auto axis = axes.find(call.communicator.substr(0, call.communicator.rfind(' ')));
-    if (axis == axes.end()) continue;  // tokens on their way
-    const int64_t received = call.print.bytes - call.print.bytes / call.ranks;
-    AxisTraffic& moved = sum.*axis->second;
-    if (call.print.kind == OpKind::kAllGather) moved.all_gather += received;
-    if (call.print.kind == OpKind::kReduceScatter) moved.reduce_scatter += received;
-    if (call.print.kind == OpKind::kAllReduce) moved.all_reduce += 2 * received;
-  }
-  return sum;
-}
-
-// Nothing moves in a simulated world, so values mean nothing: only calls do.
-TEST(SharedOutExperts, MoveTheBytesThatThePlanForecasts) {
-  for (const Grids& grids : planned_grids())
-    for (const Strategy& strategy : named_strategies()) {
-      if (!is_planned(grids, strategy)) continue;
-      SCOPED_TRACE(concat(to_text(strategy), " ", grids.ranks, " ranks, outer ", grids.mesh.outer,
-                          ", ep ", grids.mesh.ep));
-      const ShardOptions options{.strategy = strategy};
-      const auto recording = std::make_shared<Recording>();
-      World world = World::simulated(0, grids.ranks, recording);
-      const Mesh mesh = world.mesh(grids.mesh);
-      const auto model = mixtral();
-      const Sharded sharded = fully_shard(model, mesh, options);
-      for (int step = 0; step < 3; ++step) {  // the order is known from the second on
-        recording->clear();
-        loss_of(model, 0, step).backward();
-        sharded.wait_gradients();
-        sharded.refresh_weights();
-        sharded.zero_grad();
-      }
-      const Traffic actual = traffic_of(*recording);
-      const Traffic expected = forecast_of(grids, options).traffic;
-      for (const auto& [name, axis] : {std::pair{"inner", &Traffic::inner},
-                                       {"outer", &Traffic::outer},
-                                       {"expert inner", &Traffic::expert_inner},
-                                       {"expert outer", &Traffic::expert_outer}}) {
-        EXPECT_EQ((actual.*axis).all_gather, (expected.*axis).all_gather) << name;
-        EXPECT_EQ((actual.*axis).reduce_scatter, (expected.*axis).reduce_scatter) << name;
-        EXPECT_EQ((actual.*axis).all_reduce, (expected.*axis).all_reduce) << name;
-      }
-    }
-}
-
-TEST(SharedOutExperts, TakeLessMemoryAndTrafficThanGatheredOnes) {
-  const Forecast gathered = forecast_of({4, {}}, {});
-  const Forecast shared_out = forecast_of({4, {.ep = 4}}, {});
-  EXPECT_LT(shared_out.bytes.total(), gathered.bytes.total());
-  EXPECT_LT(shared_out.traffic.sum().total(), gathered.traffic.sum().total());
 }
 
 }  // namespace

@@ -101,8 +101,7 @@ TEST(ModelCatalog, NamesTensorsAsTheCheckpointsDo) {
 TEST(ModelShape, SplitsAUnitByDTypeAndGrid) {
   const ModelShape deepseek = model_by_name("deepseek-v3");
   const UnitShape& block = deepseek.units[10];
-  const std::vector<TensorGroup> groups =
-      group_tensors(block, DType::kBFloat16, ExpertGroups::kTogether);
+  const std::vector<TensorGroup> groups = group_tensors(block, DType::kBFloat16, {});
   ASSERT_EQ(groups.size(), 2u);
   EXPECT_EQ(groups[0].dtype, DType::kBFloat16);
   EXPECT_EQ(groups[0].tensors.size(), block.tensors.size() - 1);
@@ -110,11 +109,10 @@ TEST(ModelShape, SplitsAUnitByDTypeAndGrid) {
   ASSERT_EQ(groups[1].tensors.size(), 1u);
   EXPECT_THAT(block.tensors[static_cast<size_t>(groups[1].tensors[0])].name,
               HasSubstr("e_score_correction_bias"));
-  EXPECT_EQ(group_tensors(block, DType::kFloat32, ExpertGroups::kTogether).size(), 1u);
-  const std::vector<TensorGroup> apart =
-      group_tensors(block, DType::kBFloat16, ExpertGroups::kApart);
+  EXPECT_EQ(group_tensors(block, DType::kFloat32, {}).size(), 1u);
+  const std::vector<TensorGroup> apart = group_tensors(block, DType::kBFloat16, {.ep = 8});
   ASSERT_EQ(apart.size(), 3u);
-  EXPECT_TRUE(apart[2].is_expert);
+  EXPECT_EQ(apart[2].kind, ParameterKind::kExpert);
   EXPECT_EQ(apart[2].tensors.size(), 2u);
 }
 

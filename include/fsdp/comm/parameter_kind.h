@@ -1,12 +1,16 @@
-// What the ranks of a tp group or of an ep group have of a parameter, and of its gradient.
+// What the ranks of a tp group or of an ep group have of a parameter, and of its gradient; and the
+// grid of ranks over which it is then sharded.
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 
-#include "fsdp/comm/mesh.h"
-
 namespace fsdp {
+
+// All parameters are dense unless a module says otherwise (parallel_module.h).
+enum class GridKind : uint8_t { kDense, kTensor, kExpert };
+inline constexpr std::array kGridKinds{GridKind::kDense, GridKind::kTensor, GridKind::kExpert};
 
 enum class ParameterKind : uint8_t {
   kEqual,    // whole, with equal gradients on the ranks of a tp group: without tp, every dense one

@@ -1,0 +1,177 @@
+// What `fsdp plan` forecasts of models with ep and tp axes is what the engine takes and moves, to
+// the byte.
+#include <gtest/gtest.h>
+
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fsdp/base/text.h"
+#include "fsdp/nn/language_model.h"
+#include "fsdp/plan/forecast.h"
+#include "fsdp/plan/model_tensors.h"
+#include "support/counting_allocator.h"
+#include "support/sharded_training.h"
+#include "support/small_models.h"
+
+namespace fsdp::planned_models_test {
+namespace {
+
+struct Case {
+  std::string name;
+  ModelConfig config;
+  int ranks;
+  MeshOptions mesh;
+};
+
+MixtralConfig mixtral(int64_t num_predictions) {
+  MixtralConfig config = testing::small_mixtral();
+  config.num_local_experts = 8;
+  config.shared_expert_intermediate_size = 11;
+  config.decoder.num_nextn_predict_layers = num_predictions;
+  config.decoder.intermediate_size = 30;
+  return config;
+}
+
+// A vocabulary of 36 can be shared by two ranks, one of 37 cannot.
+LlamaConfig llama(int64_t vocab_size, bool biased) {
+  LlamaConfig config = testing::small_llama();
+  config.vocab_size = vocab_size;
+  config.intermediate_size = 30;
+  config.attention_bias = config.mlp_bias = biased;
+  return config;
+}
+
+std::vector<Case> cases() {
+  std::vector<Case> all;
+  for (const MeshOptions& mesh : {MeshOptions{}, {.ep = 2}, {.ep = 4}, {.outer = 2, .ep = 2}})
+    all.push_back({"mixtral", mixtral(1), 4, mesh});
+  all.push_back({"mixtral", mixtral(1), 8, {.outer = 4, .ep = 4}});
+  for (const MeshOptions& mesh :
+       {MeshOptions{.tp = 2}, {.ep = 2, .tp = 2}, {.outer = 2, .ep = 4, .tp = 2}})
+    all.push_back({"mixtral", mixtral(0), 4, mesh});
+  for (const MeshOptions& mesh : {MeshOptions{.tp = 2}, {.outer = 2, .tp = 2}}) {
+    all.push_back({"llama", llama(38, false), 4, mesh});
+    all.push_back({"biased llama", llama(37, true), 4, mesh});
+  }
+  return all;
+}
+
+std::string text(const Case& each, const Strategy& strategy) {
+  return concat(each.name, ", ", to_text(strategy), ", ", each.ranks, " ranks, outer ",
+                each.mesh.outer, ", ep ", each.mesh.ep, ", tp ", each.mesh.tp);
+}
+
+Forecast forecast_of(const Case& each, const ShardOptions& options) {
+  const PlanOptions plan{.ranks = each.ranks,
+                         .outer = each.mesh.outer,
+                         .ep = each.mesh.ep,
+                         .tp = each.mesh.tp,
+                         .compute = DType::kFloat32,
+                         .precision = options.precision.types(),
+                         .pool = options.pool,
+                         .prefetch = options.prefetch,
+                         .granularity = options.granularity};
+  return Planner(build_model(each.name, each.config), plan).forecast(options.strategy);
+}
+
+// The plan refuses to shard an axis of one rank.
+bool is_planned(const Case& each, const Strategy& strategy) {
+  return each.mesh.outer > 1 || strategy.optimizer.outer != Placement::kShard;
+}
+
+void step(LanguageModel& model, const Sharded& sharded, int loss, int number) {
+  testing::small_loss(model, testing::small_tokens(loss, number, 2, 8)).total.backward();
+  sharded.wait_gradients();
+  sharded.refresh_weights();
+  sharded.zero_grad();
+}
+
+TEST(PlannedModels, TakeTheMemoryThatIsForecast) {
+  for (const Case& each : cases())
+    for (const Strategy& strategy : named_strategies()) {
+      if (!is_planned(each, strategy)) continue;
+      SCOPED_TRACE(text(each, strategy));
+      ShardOptions options{.strategy = strategy};
+      options.precision.grad_comm = at::kBFloat16;
+      const MemoryBytes forecast = forecast_of(each, options).bytes;
+      testing::run_ranks(each.ranks, [&](World& world) {
+        const Mesh mesh = world.mesh(each.mesh);
+        testing::CountingHostAllocator allocator;
+        ShardOptions counted = options;
+        counted.allocator = &allocator;
+        const auto model = build_language_model(each.config, {.seed = 3});
+        const Sharded sharded = fully_shard(model, mesh, counted);
+        const MemoryReport at_rest = sharded.memory();
+        EXPECT_EQ(at_rest.weight_bytes, forecast.weight);
+        EXPECT_EQ(at_rest.main_grad_bytes, forecast.main_grad);
+        for (int number = 0; number < 3; ++number) {
+          allocator.restart_peak();
+          step(*model, sharded, mesh.loss(), number);
+          EXPECT_EQ(allocator.peak_bytes(), forecast.total()) << "step " << number;
+        }
+      });
+    }
+}
+
+const std::vector<std::pair<std::string, AxisTraffic Traffic::*>>& axes() {
+  static const std::vector<std::pair<std::string, AxisTraffic Traffic::*>> all = {
+      {"inner", &Traffic::inner},
+      {"outer", &Traffic::outer},
+      {"tensor inner", &Traffic::tensor_inner},
+      {"expert inner", &Traffic::expert_inner},
+      {"expert outer", &Traffic::expert_outer}};
+  return all;
+}
+
+// The bytes that this rank receives for weights and gradients, by axis.
+Traffic traffic_of(const Recording& calls) {
+  Traffic sum;
+  for (const RecordedCall& call : calls)
+    for (const auto& [name, axis] : axes()) {  // tokens are on their way over others
+      if (call.communicator.substr(0, call.communicator.rfind(' ')) != name) continue;
+      const int64_t received = call.print.bytes - call.print.bytes / call.ranks;
+      AxisTraffic& moved = sum.*axis;
+      if (call.print.kind == OpKind::kAllGather) moved.all_gather += received;
+      if (call.print.kind == OpKind::kReduceScatter) moved.reduce_scatter += received;
+      if (call.print.kind == OpKind::kAllReduce) moved.all_reduce += 2 * received;
+    }
+  return sum;
+}
+
+// Nothing moves in a simulated world, so values mean nothing: only calls do.
+TEST(PlannedModels, MoveTheBytesThatAreForecast) {
+  for (const Case& each : cases())
+    for (const Strategy& strategy : named_strategies()) {
+      if (!is_planned(each, strategy)) continue;
+      SCOPED_TRACE(text(each, strategy));
+      const ShardOptions options{.strategy = strategy};
+      const auto recording = std::make_shared<Recording>();
+      World world = World::simulated(0, each.ranks, recording);
+      const Mesh mesh = world.mesh(each.mesh);
+      const auto model = build_language_model(each.config, {.seed = 3});
+      const Sharded sharded = fully_shard(model, mesh, options);
+      for (int number = 0; number < 3; ++number) {  // the order is known from the second on
+        recording->clear();
+        step(*model, sharded, 0, number);
+      }
+      const Traffic actual = traffic_of(*recording);
+      const Traffic expected = forecast_of(each, options).traffic;
+      for (const auto& [name, axis] : axes()) {
+        EXPECT_EQ((actual.*axis).all_gather, (expected.*axis).all_gather) << name;
+        EXPECT_EQ((actual.*axis).reduce_scatter, (expected.*axis).reduce_scatter) << name;
+        EXPECT_EQ((actual.*axis).all_reduce, (expected.*axis).all_reduce) << name;
+      }
+    }
+}
+
+TEST(PlannedModels, TakeLessMemoryAndTrafficWithExpertsSharedOut) {
+  const Forecast gathered = forecast_of({"mixtral", mixtral(0), 4, {}}, {});
+  const Forecast shared_out = forecast_of({"mixtral", mixtral(0), 4, {.ep = 4}}, {});
+  EXPECT_LT(shared_out.bytes.total(), gathered.bytes.total());
+  EXPECT_LT(shared_out.traffic.sum().total(), gathered.traffic.sum().total());
+}
+
+}  // namespace
+}  // namespace fsdp::planned_models_test
