@@ -5,6 +5,9 @@
 
 #include <vector>
 
+#include "fsdp/base/error.h"
+#include "fsdp/base/text.h"
+#include "fsdp/comm/mesh.h"
 #include "fsdp/nn/layers/attention.h"
 #include "fsdp/nn/layers/cross_entropy.h"
 #include "fsdp/nn/layers/mamba2.h"
@@ -83,7 +86,7 @@ class HybridBlockImpl : public torch::nn::Module {
 };
 TORCH_MODULE(HybridBlock);
 
-class Hybrid final : public LanguageModel {
+class Hybrid final : public LanguageModel, public TokenParallelLayer {
  public:
   Hybrid(const NemotronHConfig& c, Recompute recompute)
       : LanguageModel(c, {{"lm_head.norm.weight", {"backbone.norm_f.weight"}}}) {
@@ -113,6 +116,12 @@ class Hybrid final : public LanguageModel {
   ModelLoss loss(const at::Tensor& tokens, const at::Tensor& targets) override {
     const at::Tensor next = cross_entropy(logits(tokens), targets);
     return {next, {{"cross_entropy", next.detach()}}};
+  }
+
+  void join(const MeshAxis& tp) override {
+    throw UsageError(concat("tp = ", tp.size(),
+                            " ranks do not compute the layers of a hybrid model "
+                            "together; train it without tp"));
   }
 
  private:
