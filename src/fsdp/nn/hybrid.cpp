@@ -5,8 +5,6 @@
 
 #include <vector>
 
-#include "fsdp/base/error.h"
-#include "fsdp/base/text.h"
 #include "fsdp/comm/mesh.h"
 #include "fsdp/nn/layers/attention.h"
 #include "fsdp/nn/layers/cross_entropy.h"
@@ -118,11 +116,7 @@ class Hybrid final : public LanguageModel, public TokenParallelLayer {
     return {next, {{"cross_entropy", next.detach()}}};
   }
 
-  void join(const MeshAxis& tp) override {
-    throw UsageError(concat("tp = ", tp.size(),
-                            " ranks do not compute the layers of a hybrid model "
-                            "together; train it without tp"));
-  }
+  void join(const MeshAxis& tp) override { check_tensor_ranks(config(), tp.size()); }
 
  private:
   at::Tensor hidden_of(const at::Tensor& tokens, DecodingCache* cache) {

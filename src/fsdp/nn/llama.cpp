@@ -120,11 +120,7 @@ class Llama final : public LanguageModel, public TokenParallelLayer {
   }
 
   void join(const MeshAxis& tp) override {
-    if (!predictions_.empty())
-      throw UsageError(concat("num_nextn_predict_layers is ", predictions_.size(),
-                              ", and tp = ", tp.size(),
-                              " ranks do not compute multi-token prediction together; "
-                              "train without tp, or without these layers"));
+    check_tensor_ranks(config(), tp.size());
     TokenParallelLayer::join(tp);
   }
 

@@ -86,8 +86,8 @@ void AttentionImpl::join(const MeshAxis& tp) {
   for (const auto& [name, value] : {std::pair{"num_attention_heads", options_.num_heads},
                                     std::pair{"num_key_value_heads", options_.num_kv_heads}})
     if (value % tp.size() != 0)
-      throw UsageError(concat(name, " is ", value, ", and tp = ", tp.size(),
-                              " ranks cannot share heads evenly; choose a tp that divides it"));
+      throw UsageError(concat(name, " is ", value, ", which tp = ", tp.size(),
+                              " ranks cannot share evenly; choose a tp that divides it"));
 }
 
 at::Tensor AttentionImpl::forward(const at::Tensor& own, LayerCache* cache) {
