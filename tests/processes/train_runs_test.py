@@ -108,6 +108,17 @@ class Ranks(Trained):
                 if MPIRUN:
                     self.assert_near(self.train(f"mpi-ep{ep}", *words, mpi=4), expected, ORDER)
 
+    def test_ranks_that_compute_a_loss_together_learn_the_same(self):
+        small_runs.write_model(self.root / "heads" / "config.json", num_key_value_heads=2)  # 257 bytes are not shared
+        small_runs.write_model(self.root / "even" / "config.json", num_key_value_heads=2, vocab_size=258)
+        for model in ("heads", "even"):
+            words = ["--model", model, "--validate-every", 3]
+            expected = self.train(model, *words)
+            with self.subTest(model):
+                self.assert_near(self.train(f"{model}-two", *words, "--tp", 2, "--ranks", 2), expected, ORDER)
+                self.assert_near(self.train(f"{model}-four", *words, "--tp", 2, "--ranks", 4, "--microbatches", 2), expected, ORDER)
+                self.assert_near(self.train(f"{model}-tcp", *words, "--tp", 2, "--outer", 2, tcp=4), expected, ORDER)
+
     def test_a_log_line_has_the_names_that_others_script_against(self):
         self.train("run", "--ranks", 2, "--microbatches", 2, steps=3)
         kinds = [record["kind"] for record in small_runs.log_records(self.root / "run.jsonl")]

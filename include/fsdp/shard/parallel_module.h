@@ -46,6 +46,9 @@ struct TpShard {
   int64_t dim = 0;
   int64_t num_sections = 1;                 // of equal size
   std::vector<int64_t> section_sizes = {};  // if they differ: along the dim, in order
+  // Where the ranks cannot share it evenly: TpPartial instead of an error. The module's join()
+  // finds out likewise, by the sizes.
+  bool partial_if_uneven = false;
 
   friend bool operator==(const TpShard&, const TpShard&) = default;
 };

@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "fsdp/comm/mesh.h"
 #include "fsdp/nn/layers/attention.h"
 #include "fsdp/nn/layers/cross_entropy.h"
 #include "fsdp/nn/layers/mamba2.h"
@@ -83,7 +84,7 @@ class HybridBlockImpl : public torch::nn::Module {
 };
 TORCH_MODULE(HybridBlock);
 
-class Hybrid final : public LanguageModel {
+class Hybrid final : public LanguageModel, public TokenParallelLayer {
  public:
   Hybrid(const NemotronHConfig& c, Recompute recompute)
       : LanguageModel(c, {{"lm_head.norm.weight", {"backbone.norm_f.weight"}}}) {
@@ -114,6 +115,8 @@ class Hybrid final : public LanguageModel {
     const at::Tensor next = cross_entropy(logits(tokens), targets);
     return {next, {{"cross_entropy", next.detach()}}};
   }
+
+  void join(const MeshAxis& tp) override { check_tensor_ranks(config(), tp.size()); }
 
  private:
   at::Tensor hidden_of(const at::Tensor& tokens, DecodingCache* cache) {

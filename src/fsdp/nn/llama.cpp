@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "fsdp/base/check.h"
+#include "fsdp/comm/mesh.h"
 #include "fsdp/nn/layers/cross_entropy.h"
 #include "fsdp/nn/layers/matrix_layers.h"
 #include "fsdp/shard/recompute.h"
@@ -67,7 +68,7 @@ std::vector<StoredName> llama_stored_names(const ModelConfig& config) {
   return names;
 }
 
-class Llama final : public LanguageModel {
+class Llama final : public LanguageModel, public TokenParallelLayer {
  public:
   Llama(const ModelConfig& config, const BuildOptions& build)
       : LanguageModel(config, llama_stored_names(config)),
@@ -98,10 +99,16 @@ class Llama final : public LanguageModel {
 
   at::Tensor logits(const at::Tensor& tokens) override {
     std::vector<RouterLoad> loads;
-    return head_(hidden_of(tokens, loads, nullptr), HeadInput::kHidden);
+    return whole_logits(head_(hidden_of(tokens, loads, nullptr), HeadInput::kHidden),
+                        head_->ranks());
   }
 
   at::Tensor next_logits(const at::Tensor& tokens, DecodingCache& cache) override {
+    if (tp() != nullptr)
+      throw UsageError(concat(
+          "tp = ", tp()->size(),
+          " ranks share the tokens of a sequence, so they cannot decode one after the other; "
+          "load the checkpoint on a mesh without tp"));
     const at::NoGradGuard no_grad;
     std::vector<RouterLoad> loads;
     cache.layers.resize(blocks_.size());
@@ -111,11 +118,17 @@ class Llama final : public LanguageModel {
   ModelLoss loss(const at::Tensor& tokens, const at::Tensor& targets) override {
     std::vector<RouterLoad> loads;
     const at::Tensor hidden = hidden_of(tokens, loads, nullptr);
-    const at::Tensor next = cross_entropy(head_(hidden, HeadInput::kHidden), targets);
+    const at::Tensor next =
+        cross_entropy(head_(hidden, HeadInput::kHidden), targets, head_->ranks());
     ModelLoss loss{next, {{"cross_entropy", next.detach()}}};
     if (!predictions_.empty()) add_predictions(tokens, targets, hidden, loads, loss);
     if (!loads.empty()) add_balance(loads, loss);
     return loss;
+  }
+
+  void join(const MeshAxis& tp) override {
+    check_tensor_ranks(config(), tp.size());
+    TokenParallelLayer::join(tp);
   }
 
  private:
@@ -161,13 +174,13 @@ class Llama final : public LanguageModel {
   }
 
   void add_balance(const std::vector<RouterLoad>& loads, ModelLoss& loss) const {
-    const at::Tensor balance = load_balancing_loss(loads);
+    const at::Tensor balance = load_balancing_loss(loads, tp());
     loss.total = loss.total + balance * std::get<MixtralConfig>(config()).router_aux_loss_coef;
     loss.terms.push_back({"load_balance", balance.detach()});
     if (num_load_tensors_ < 3) return;
     std::vector<at::Tensor> dropped;
     for (const RouterLoad& load : loads) dropped.push_back(load.dropped);
-    loss.terms.push_back({"dropped", at::cat(dropped).mean()});
+    loss.terms.push_back({"dropped", mean_over_ranks(at::cat(dropped).mean(), tp())});
   }
 
   const LlamaConfig& decoder_;
@@ -190,7 +203,8 @@ LlamaLayerParts::LlamaLayerParts(torch::nn::Module& owner, const LlamaBlockOptio
     experts_ = owner.register_module(options.experts_module, Experts(options.experts));
   else
     mlp_ = owner.register_module("mlp", GatedMlp(GatedMlpOptions{c.hidden_size, c.intermediate_size,
-                                                                 c.mlp_bias, c.initializer_range}));
+                                                                 c.mlp_bias, c.initializer_range,
+                                                                 /*is_cut=*/true}));
 }
 
 BlockOutput LlamaLayerParts::operator()(const at::Tensor& x, LayerCache* cache) {

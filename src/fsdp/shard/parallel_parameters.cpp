@@ -61,11 +61,13 @@ PlacedParameter placed_as(const TpShard& cut, const Mesh& mesh, const std::strin
   if (tp == nullptr) return {};
   const SharedParameter parameter{name, shape, *tp};
   std::vector<int64_t> sections = sections_of(cut, parameter);
-  for (const int64_t section : sections)
-    if (section % tp->size() != 0)
-      parameter.refuse(concat(sections.size() == 1 ? "has a size of " : "has a section of ",
-                              section, " along dim ", cut.dim, ", which tp ", tp->size(),
-                              " ranks cannot share evenly; choose a tp that divides it"));
+  for (const int64_t section : sections) {
+    if (section % tp->size() == 0) continue;
+    if (cut.partial_if_uneven) return placed_as(TpPartial{}, mesh, name, shape);
+    parameter.refuse(concat(sections.size() == 1 ? "has a size of " : "has a section of ", section,
+                            " along dim ", cut.dim, ", which tp ", tp->size(),
+                            " ranks cannot share evenly; choose a tp that divides it"));
+  }
   return {ParameterKind::kTensor, {tp->rank(), tp->size(), cut.dim, std::move(sections)}};
 }
 
@@ -106,7 +108,8 @@ std::string to_text(const DeclaredPlacement& declared) {
       return concat(
           "cut over tp along dim ", cut.dim,
           cut.num_sections == 1 ? "" : concat(" in ", cut.num_sections, " sections"),
-          cut.section_sizes.empty() ? "" : concat(" in sections ", list_text(cut.section_sizes)));
+          cut.section_sizes.empty() ? "" : concat(" in sections ", list_text(cut.section_sizes)),
+          cut.partial_if_uneven ? ", or partial" : "");
     }
   };
   return std::visit(Words{}, declared);

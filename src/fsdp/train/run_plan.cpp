@@ -62,7 +62,7 @@ PlanOptions plan_options(const TrainOptions& o, int64_t num_ranks, DType compute
     plan.precision.second_moment = std::nullopt;
     if (o.momentum == 0) plan.precision.first_moment = std::nullopt;
   }
-  if (o.budget_bytes != 0) plan.budget_bytes = o.budget_bytes;
+  if (o.budget_bytes != 0 && o.tp == 1) plan.budget_bytes = o.budget_bytes;
   return plan;
 }
 
@@ -210,6 +210,7 @@ RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevic
                             " positions (max_position_embeddings) of model '", plan.model.name,
                             "'; lower it, or raise that in a config.json"));
   check_experts(plan);
+  check_tensor_ranks(plan.model.config, options.tp);
   plan.forecast = Planner(build_model(plan.model.name, plan.model.config),
                           plan_options(options, num_ranks, device.compute))
                       .forecast();
@@ -223,8 +224,8 @@ RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevic
   return plan;
 }
 
-std::vector<MemoryRow> memory_rows(const Forecast& forecast) {
-  const MemoryBytes& bytes = forecast.bytes;
+std::vector<MemoryRow> memory_rows(const RunPlan& plan) {
+  const MemoryBytes& bytes = plan.forecast.bytes;
   std::vector<MemoryRow> rows = {
       {.kind = "weights", .forecast_bytes = bytes.weight},
       {.kind = "main weights", .forecast_bytes = bytes.main_weight},
@@ -234,6 +235,8 @@ std::vector<MemoryRow> memory_rows(const Forecast& forecast) {
   };
   if (bytes.host.total() > 0)
     rows.push_back({.kind = "offloaded", .forecast_bytes = bytes.host.total(), .is_on_host = true});
+  if (plan.options.tp > 1)
+    for (MemoryRow& row : rows) row.forecast_bytes = kUnknownBytes;
   return rows;
 }
 

@@ -70,7 +70,8 @@ TrainingRun::TrainingRun(const RunPlan& plan, World& world, const StopRequest& s
       world_(world),
       stop_(stop),
       mesh_(world.mesh({.outer = static_cast<int>(plan.options.outer),
-                        .ep = static_cast<int>(plan.options.ep)})),
+                        .ep = static_cast<int>(plan.options.ep),
+                        .tp = static_cast<int>(plan.options.tp)})),
       device_(training_device(plan.options, world.local_rank())),
       total_steps_(plan.options.total_steps()),
       started_(now()) {
@@ -153,16 +154,16 @@ void TrainingRun::load() {
   loader_ = std::make_unique<BatchLoader>(
       TrainingBatches(windows.training, {.batch = options_.batch,
                                          .microbatches = options_.microbatches,
-                                         .ranks = plan_.num_ranks,
-                                         .rank = world_.rank(),
+                                         .ranks = mesh_.num_losses(),
+                                         .rank = mesh_.loss(),
                                          .seed = options_.seed}),
       position);
   if (options_.validate_every > 0)
     validation_ = std::make_unique<ValidationBatches>(
         plan_.validation ? all_windows(plan_.validation, options_.sequence) : windows.validation,
         ValidationOptions{.batch = options_.batch,
-                          .ranks = plan_.num_ranks,
-                          .rank = world_.rank(),
+                          .ranks = mesh_.num_losses(),
+                          .rank = mesh_.loss(),
                           .max_batches = options_.validation_batches});
 }
 
@@ -170,7 +171,7 @@ void TrainingRun::begin_watch(std::ostream& out) {
   RunFacts facts{.title = title_of(plan_),
                  .settings = shown_settings(options_, plan_.resolved),
                  .environment = environment_rows(world_.launch(), plan_, device_),
-                 .memory = memory_rows(plan_.forecast),
+                 .memory = memory_rows(plan_),
                  .resumed_step = first_step_};
   WatchOptions watch{.log_path = options_.log_path(),
                      .tensorboard_dir = options_.tensorboard,
@@ -181,6 +182,7 @@ void TrainingRun::begin_watch(std::ostream& out) {
   for (const std::string& path : {watch.log_path, watch.report_path})
     if (!path.empty()) make_directories(directory_of(path));
   watch_ = std::make_unique<RunWatch>(std::move(watch), std::move(facts), out);
+  if (mesh_.tp() != nullptr) watch_->note("memory: not forecast with --tp");
   watch_->note(concat("data: ", plan_.corpus->summary()));
   watch_->note(concat("weights: ", first_step_ > 0 ? concat("those after step ", first_step_)
                                                    : first_weights_text(plan_)));
@@ -382,7 +384,9 @@ void TrainingRun::end(int signal) {
   if (checkpointer_) checkpointer_->wait();
   report_saved();
   const bool has_text = plan_.corpus->tokenizer() == kByteTokenizerName && !options_.sample.empty();
-  if (signal == 0 && has_text) {
+  if (signal == 0 && has_text && mesh_.tp() != nullptr) {
+    if (watch_) watch_->note("no sample: ranks of a tp group do not decode");
+  } else if (signal == 0 && has_text) {
     const std::string continuation = generate_text(*model_, options_.sample,
                                                    {.max_tokens = options_.sample_tokens,
                                                     .temperature = 0.8,
@@ -397,7 +401,7 @@ void TrainingRun::end(int signal) {
 
 void TrainingRun::report_end(const std::string& stopped_by) {
   if (!watch_) return;
-  std::vector<MemoryRow> memory = memory_rows(plan_.forecast);
+  std::vector<MemoryRow> memory = memory_rows(plan_);
   add_measured(memory, sharded_->memory());
   watch_->memory(std::move(memory));
   watch_->end({.step = step_,

@@ -66,6 +66,19 @@ TEST(TensorCuts, AreRefusedIfRanksCannotShareThem) {
   });
 }
 
+TEST(TensorCuts, ArePartialWhereAModuleSaysSoOfUnevenSizes) {
+  run_ranks(4, [](World& world) {
+    const Mesh mesh = world.mesh({.tp = 4});
+    for (const auto& [dim, columns] : {std::pair{0, 8}, std::pair{1, 2}}) {
+      const auto model =
+          std::make_shared<AnyCutImpl>(TpShard{.dim = dim, .partial_if_uneven = true});
+      const Sharded sharded = fully_shard(model, mesh);
+      const auto whole = sharded.full_parameters();
+      EXPECT_EQ(model->weight.sizes(), at::IntArrayRef({6, columns}));
+    }
+  });
+}
+
 // reset_parameters() sets all of them, though join() has come before.
 TEST(TensorCuts, OfModelsOnTheMetaDeviceHaveTheWholeModelsValues) {
   struct DrawnImpl : torch::nn::Module, JoinsTp, ParameterInit {

@@ -62,6 +62,7 @@ GivenValues changed_values() {
           {"ranks", {"4"}},
           {"outer", {"2"}},
           {"ep", {"4"}},
+          {"tp", {"2"}},
           {"expert-capacity", {"1.5"}},
           {"strategy", {"optim+hfsdp"}},
           {"main-params", {"none"}},

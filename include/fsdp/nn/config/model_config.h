@@ -166,6 +166,9 @@ void validate(const NemotronHConfig& config);
 // Checks that the model can be computed, too. UsageError, as above.
 void check_trainable(const ModelConfig& config);
 
+// Checks that `tp` ranks can compute the model together. UsageError that names the field.
+void check_tensor_ranks(const ModelConfig& config, int64_t tp);
+
 int64_t vocab_size_of(const ModelConfig& config);
 int64_t max_positions_of(const ModelConfig& config);
 

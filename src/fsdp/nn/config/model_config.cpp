@@ -206,6 +206,45 @@ void check_trainable(const ModelConfig& config) {
   std::visit([](const auto& c) { check_computable(c); }, config);
 }
 
+namespace {
+
+void check_shared(const char* name, int64_t value, int64_t tp) {
+  if (value % tp != 0)
+    throw UsageError(concat(name, " is ", value, ", which tp = ", tp,
+                            " ranks cannot share evenly; choose a tp that divides it"));
+}
+
+// Of all layers but the MLPs.
+void check_decoder_on_ranks(const LlamaConfig& c, int64_t tp) {
+  check_shared("num_attention_heads", c.num_attention_heads, tp);
+  check_shared("num_key_value_heads", c.num_key_value_heads, tp);
+  if (c.num_nextn_predict_layers > 0)
+    throw UsageError(concat("num_nextn_predict_layers is ", c.num_nextn_predict_layers,
+                            ", and tp = ", tp,
+                            " ranks do not compute multi-token prediction together; train without "
+                            "tp, or without these layers"));
+}
+
+void check_on_ranks(const LlamaConfig& c, int64_t tp) {
+  check_decoder_on_ranks(c, tp);
+  check_shared("intermediate_size", c.intermediate_size, tp);
+}
+
+// Its experts are whole on every rank, or shared out by ep.
+void check_on_ranks(const MixtralConfig& c, int64_t tp) { check_decoder_on_ranks(c.decoder, tp); }
+
+void check_on_ranks(const NemotronHConfig&, int64_t tp) {
+  throw UsageError(concat("tp = ", tp,
+                          " ranks do not compute the layers of a hybrid model together; train it "
+                          "without tp"));
+}
+
+}  // namespace
+
+void check_tensor_ranks(const ModelConfig& config, int64_t tp) {
+  if (tp > 1) std::visit([tp](const auto& c) { check_on_ranks(c, tp); }, config);
+}
+
 int64_t vocab_size_of(const ModelConfig& config) {
   return std::visit([](const auto& c) { return decoder_of(c).vocab_size; }, config);
 }

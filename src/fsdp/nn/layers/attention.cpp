@@ -4,6 +4,10 @@
 
 #include <utility>
 
+#include "fsdp/base/error.h"
+#include "fsdp/base/text.h"
+#include "fsdp/comm/mesh.h"
+
 namespace fsdp::nn {
 
 namespace {
@@ -53,21 +57,21 @@ at::Tensor appended(at::Tensor& kept, const at::Tensor& more) {
 AttentionImpl::AttentionImpl(const AttentionOptions& options)
     : options_(options),
       q_proj_(register_module(
-          "q_proj",
-          Projection(ProjectionOptions{options.hidden_size, options.num_heads * options.head_dim,
-                                       options.bias, options.standard_deviation}))),
+          "q_proj", Projection(ProjectionOptions{
+                        options.hidden_size, options.num_heads * options.head_dim, options.bias,
+                        options.standard_deviation, ProjectionCut::kOutputs}))),
       k_proj_(register_module(
-          "k_proj",
-          Projection(ProjectionOptions{options.hidden_size, options.num_kv_heads * options.head_dim,
-                                       options.bias, options.standard_deviation}))),
+          "k_proj", Projection(ProjectionOptions{
+                        options.hidden_size, options.num_kv_heads * options.head_dim, options.bias,
+                        options.standard_deviation, ProjectionCut::kOutputs}))),
       v_proj_(register_module(
-          "v_proj",
-          Projection(ProjectionOptions{options.hidden_size, options.num_kv_heads * options.head_dim,
-                                       options.bias, options.standard_deviation}))),
+          "v_proj", Projection(ProjectionOptions{
+                        options.hidden_size, options.num_kv_heads * options.head_dim, options.bias,
+                        options.standard_deviation, ProjectionCut::kOutputs}))),
       o_proj_(register_module(
-          "o_proj",
-          Projection(ProjectionOptions{options.num_heads * options.head_dim, options.hidden_size,
-                                       options.bias, options.standard_deviation}))) {
+          "o_proj", Projection(ProjectionOptions{
+                        options.num_heads * options.head_dim, options.hidden_size, options.bias,
+                        options.standard_deviation, ProjectionCut::kInputs}))) {
   if (options.qk_norm_eps == 0.0) return;
   q_norm_ = register_module("q_norm", RmsNorm(options.head_dim, options.qk_norm_eps));
   k_norm_ = register_module("k_norm", RmsNorm(options.head_dim, options.qk_norm_eps));
@@ -77,7 +81,17 @@ at::Tensor AttentionImpl::heads_of(const at::Tensor& projected) const {
   return projected.view({projected.size(0), projected.size(1), -1, options_.head_dim});
 }
 
-at::Tensor AttentionImpl::forward(const at::Tensor& x, LayerCache* cache) {
+void AttentionImpl::join(const MeshAxis& tp) {
+  TokenParallelLayer::join(tp);
+  for (const auto& [name, value] : {std::pair{"num_attention_heads", options_.num_heads},
+                                    std::pair{"num_key_value_heads", options_.num_kv_heads}})
+    if (value % tp.size() != 0)
+      throw UsageError(concat(name, " is ", value, ", which tp = ", tp.size(),
+                              " ranks cannot share evenly; choose a tp that divides it"));
+}
+
+at::Tensor AttentionImpl::forward(const at::Tensor& own, LayerCache* cache) {
+  const at::Tensor x = gather_sequence(own, tp());
   const std::vector<at::Tensor> projected = project(x, {q_proj_, k_proj_, v_proj_});
   at::Tensor query = heads_of(projected[0]);
   at::Tensor key = heads_of(projected[1]);

@@ -27,12 +27,14 @@ struct AttentionOptions {
   std::shared_ptr<Rotary> rotary = nullptr;
 };
 
-class AttentionImpl : public torch::nn::Module {
+// The ranks of a tp group have equally many heads each.
+class AttentionImpl : public torch::nn::Module, public TokenParallelLayer {
  public:
   explicit AttentionImpl(const AttentionOptions& options);
-  // [batch, sequence, hidden_size], like the result. With a cache, x follows the cached positions
-  // and is added to them.
-  at::Tensor forward(const at::Tensor& x, LayerCache* cache);
+  // [batch, sequence, hidden_size], like the result: of this rank's tokens. With a cache, they
+  // follow the cached positions and are added to them.
+  at::Tensor forward(const at::Tensor& own, LayerCache* cache);
+  void join(const MeshAxis& tp) override;
 
  private:
   at::Tensor heads_of(const at::Tensor& projected) const;  // [batch, sequence, heads, head_dim]

@@ -104,6 +104,11 @@ class GatedSiluOfRows final : public torch::autograd::Function<GatedSiluOfRows> 
   }
 };
 
+ProjectionOptions into_mlp(const GatedMlpOptions& o) {
+  return {o.hidden_size, o.intermediate_size, o.bias, o.standard_deviation,
+          o.is_cut ? ProjectionCut::kOutputs : ProjectionCut::kNone};
+}
+
 }  // namespace
 
 at::Tensor gated_silu(const at::Tensor& gate, const at::Tensor& up) {
@@ -113,17 +118,16 @@ at::Tensor gated_silu(const at::Tensor& gate, const at::Tensor& up) {
 at::Tensor gated_silu(const at::Tensor& gate_and_up) { return GatedSiluOfRows::apply(gate_and_up); }
 
 GatedMlpImpl::GatedMlpImpl(const GatedMlpOptions& o)
-    : gate_proj_(register_module(
-          "gate_proj", Projection(ProjectionOptions{o.hidden_size, o.intermediate_size, o.bias,
-                                                    o.standard_deviation}))),
-      up_proj_(register_module(
-          "up_proj", Projection(ProjectionOptions{o.hidden_size, o.intermediate_size, o.bias,
-                                                  o.standard_deviation}))),
+    : is_cut_(o.is_cut),
+      gate_proj_(register_module("gate_proj", Projection(into_mlp(o)))),
+      up_proj_(register_module("up_proj", Projection(into_mlp(o)))),
       down_proj_(register_module(
-          "down_proj", Projection(ProjectionOptions{o.intermediate_size, o.hidden_size, o.bias,
-                                                    o.standard_deviation}))) {}
+          "down_proj", Projection(ProjectionOptions{
+                           o.intermediate_size, o.hidden_size, o.bias, o.standard_deviation,
+                           o.is_cut ? ProjectionCut::kInputs : ProjectionCut::kNone}))) {}
 
-at::Tensor GatedMlpImpl::forward(const at::Tensor& x) {
+at::Tensor GatedMlpImpl::forward(const at::Tensor& own) {
+  const at::Tensor x = is_cut_ ? gather_sequence(own, tp()) : own;
   const std::vector<at::Tensor> projected = project(x, {gate_proj_, up_proj_});
   return down_proj_(gated_silu(projected[0], projected[1]));
 }

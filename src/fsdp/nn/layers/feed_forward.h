@@ -20,14 +20,18 @@ struct GatedMlpOptions {
   int64_t intermediate_size = 0;
   bool bias = false;
   double standard_deviation = 0.02;
+  // The ranks of a tp group share it out: each has a part of the intermediate size. Else each has
+  // all of it.
+  bool is_cut = false;
 };
 
-class GatedMlpImpl : public torch::nn::Module {
+class GatedMlpImpl : public torch::nn::Module, public TokenParallelLayer {
  public:
   explicit GatedMlpImpl(const GatedMlpOptions& options);
-  at::Tensor forward(const at::Tensor& x);
+  at::Tensor forward(const at::Tensor& own);
 
  private:
+  const bool is_cut_;
   Projection gate_proj_, up_proj_, down_proj_;
 };
 TORCH_MODULE(GatedMlp);

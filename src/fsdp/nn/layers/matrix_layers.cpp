@@ -2,18 +2,38 @@
 
 #include <ATen/ATen.h>
 
+#include "fsdp/comm/mesh.h"
 #include "fsdp/nn/layers/linear.h"
 
 namespace fsdp::nn {
 
+namespace {
+
+// Before the weight loses rows.
+bool have_own_rows(const at::Tensor& weight, const MeshAxis& tp) {
+  return weight.size(0) % tp.size() == 0;
+}
+
+}  // namespace
+
 ProjectionImpl::ProjectionImpl(const ProjectionOptions& options)
     : weight(register_parameter("weight", at::empty({options.out, options.in}))),
-      standard_deviation_(options.standard_deviation) {
+      standard_deviation_(options.standard_deviation),
+      cut_(options.cut) {
   if (options.bias) bias = register_parameter("bias", at::empty({options.out}));
 }
 
 at::Tensor ProjectionImpl::forward(const at::Tensor& input) {
-  return nn::linear(input, weight, bias);
+  if (tp() == nullptr || cut_ != ProjectionCut::kInputs) return nn::linear(input, weight, bias);
+  const at::Tensor sum = scatter_sequence(nn::linear(input, weight, at::Tensor()), tp());
+  return bias.defined() ? sum + bias : sum;
+}
+
+TpPlacement ProjectionImpl::tp_placement(const std::string& parameter) const {
+  if (cut_ == ProjectionCut::kOutputs) return TpShard{.dim = 0};
+  // A bias of outputs is added once per token, by the rank that has the token.
+  if (cut_ == ProjectionCut::kInputs && parameter == "weight") return TpShard{.dim = 1};
+  return TpPartial{};
 }
 
 std::vector<at::Tensor> project(const at::Tensor& input, const std::vector<Projection>& layers) {
@@ -39,7 +59,21 @@ EmbeddingImpl::EmbeddingImpl(int64_t vocab_size, int64_t hidden_size, double sta
       standard_deviation_(standard_deviation) {}
 
 at::Tensor EmbeddingImpl::forward(const at::Tensor& tokens) {
-  return at::embedding(weight, tokens);
+  return has_own_rows_ ? scatter_sequence(of_own_rows(tokens), tp())
+                       : at::embedding(weight, own_sequence(tokens, tp()));
+}
+
+// Zeros for tokens that another rank has.
+at::Tensor EmbeddingImpl::of_own_rows(const at::Tensor& tokens) const {
+  const at::Tensor local = tokens - tp()->rank() * weight.size(0);
+  const at::Tensor is_absent = local.lt(0).logical_or_(local.ge(weight.size(0)));
+  return at::embedding(weight, local.masked_fill(is_absent, 0))
+      .masked_fill(is_absent.unsqueeze(-1), 0.0);
+}
+
+void EmbeddingImpl::join(const MeshAxis& tp) {
+  TokenParallelLayer::join(tp);
+  has_own_rows_ = have_own_rows(weight, tp);
 }
 
 void EmbeddingImpl::reset_parameters() { fill_normal(weight, "weight", standard_deviation_); }
@@ -58,7 +92,15 @@ HeadImpl::HeadImpl(const HeadOptions& options)
 }
 
 at::Tensor HeadImpl::forward(const at::Tensor& x, HeadInput input) {
-  return nn::linear(input == HeadInput::kHidden ? norm_(x) : x, weight, at::Tensor());
+  const at::Tensor own = input == HeadInput::kHidden ? norm_(x) : x;
+  const bool has_slices = ranks_.part == LogitPart::kVocabulary;
+  return nn::linear(has_slices ? gather_sequence(own, tp()) : own, weight, at::Tensor());
+}
+
+void HeadImpl::join(const MeshAxis& tp) {
+  TokenParallelLayer::join(tp);
+  ranks_ = {.tp = &tp,
+            .part = have_own_rows(weight, tp) ? LogitPart::kVocabulary : LogitPart::kSequence};
 }
 
 void HeadImpl::reset_parameters() {

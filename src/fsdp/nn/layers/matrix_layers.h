@@ -9,11 +9,20 @@
 #include <vector>
 
 #include "fsdp/nn/layers/named_init.h"
+#include "fsdp/nn/layers/rank_logits.h"
 #include "fsdp/nn/layers/rms_norm.h"
+#include "fsdp/nn/layers/tensor_ranks.h"
 
 namespace fsdp::nn {
 
 // --- projection ----------------------------------------------------------------------------------
+
+// How the ranks of a tp group share a projection.
+enum class ProjectionCut : uint8_t {
+  kNone,     // not: each computes its tokens
+  kOutputs,  // each has some outputs, of the whole sequence
+  kInputs,   // each has some inputs of the whole sequence, and gets all outputs of its tokens
+};
 
 struct ProjectionOptions {
   int64_t in = 0;
@@ -21,21 +30,24 @@ struct ProjectionOptions {
   bool bias = false;
   // For the weight's first values; the bias begins with 0.
   double standard_deviation = 0.02;
+  ProjectionCut cut = ProjectionCut::kNone;
 };
 
 // x * weight^T + bias, computed like fsdp::nn::Linear: weight gradients go straight into the slab
 // that is reduced.
-class ProjectionImpl : public torch::nn::Module, public NamedInit {
+class ProjectionImpl : public torch::nn::Module, public NamedInit, public TokenParallelLayer {
  public:
   explicit ProjectionImpl(const ProjectionOptions& options);
   at::Tensor forward(const at::Tensor& input);
   void reset_parameters() override;
+  TpPlacement tp_placement(const std::string& parameter) const override;
 
   at::Tensor weight;  // [out, in]
   at::Tensor bias;    // [out], or undefined
 
  private:
   const double standard_deviation_;
+  const ProjectionCut cut_;
 };
 TORCH_MODULE(Projection);
 
@@ -44,15 +56,25 @@ std::vector<at::Tensor> project(const at::Tensor& input, const std::vector<Proje
 
 // --- embedding -----------------------------------------------------------------------------------
 
-class EmbeddingImpl : public torch::nn::Module, public NamedInit {
+// Where the ranks of a tp group can share the vocabulary evenly, each has the rows of its part, in
+// the embedding and in the head; else all.
+inline const TpShard kByVocabulary{.dim = 0, .partial_if_uneven = true};
+
+class EmbeddingImpl : public torch::nn::Module, public NamedInit, public TokenParallelLayer {
  public:
   EmbeddingImpl(int64_t vocab_size, int64_t hidden_size, double standard_deviation);
+  // [batch, sequence] to this rank's tokens, [batch, sequence / tp, hidden_size].
   at::Tensor forward(const at::Tensor& tokens);
   void reset_parameters() override;
+  TpPlacement tp_placement(const std::string&) const override { return kByVocabulary; }
+  void join(const MeshAxis& tp) override;
 
   at::Tensor weight;  // [vocab_size, hidden_size]
 
  private:
+  at::Tensor of_own_rows(const at::Tensor& tokens) const;
+
+  bool has_own_rows_ = false;
   const double standard_deviation_;
 };
 TORCH_MODULE(Embedding);
@@ -84,12 +106,15 @@ HeadOptions head_options(const Config& config, double norm_eps, const at::Tensor
 // For the next token: [batch, sequence, hidden_size] -> [batch, 1, hidden_size].
 at::Tensor last_position(const at::Tensor& hidden);
 
-class HeadImpl : public torch::nn::Module, public NamedInit {
+class HeadImpl : public torch::nn::Module, public NamedInit, public TokenParallelLayer {
  public:
   explicit HeadImpl(const HeadOptions& options);
-  // Logits: [batch, sequence, vocab_size].
+  // Logits: [batch, sequence, vocab_size], or the part of them that ranks() tells.
   at::Tensor forward(const at::Tensor& x, HeadInput input);
+  const LogitRanks& ranks() const { return ranks_; }
   void reset_parameters() override;
+  TpPlacement tp_placement(const std::string&) const override { return kByVocabulary; }
+  void join(const MeshAxis& tp) override;
 
   at::Tensor weight;
 
@@ -97,6 +122,7 @@ class HeadImpl : public torch::nn::Module, public NamedInit {
   const bool is_tied_;
   const double standard_deviation_;
   RmsNorm norm_;
+  LogitRanks ranks_;
 };
 TORCH_MODULE(Head);
 

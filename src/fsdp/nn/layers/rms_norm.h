@@ -6,6 +6,7 @@
 #include <torch/nn/pimpl.h>
 
 #include "fsdp/nn/layers/named_init.h"
+#include "fsdp/nn/layers/tensor_ranks.h"
 
 namespace fsdp::nn {
 
@@ -21,7 +22,7 @@ struct NormedBranch {
   at::Tensor normed;
 };
 
-class RmsNormImpl : public torch::nn::Module, public NamedInit {
+class RmsNormImpl : public torch::nn::Module, public NamedInit, public TokenParallelLayer {
  public:
   RmsNormImpl(int64_t size, double eps);
   at::Tensor forward(const at::Tensor& input);

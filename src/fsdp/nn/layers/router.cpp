@@ -62,15 +62,15 @@ RoutedChoices RouterImpl::forward(const at::Tensor& tokens) {
   return result;
 }
 
-at::Tensor load_balancing_loss(std::span<const RouterLoad> layers) {
+at::Tensor load_balancing_loss(std::span<const RouterLoad> layers, const MeshAxis* tp) {
   std::vector<at::Tensor> probabilities;
   std::vector<at::Tensor> shares;
   for (const RouterLoad& load : layers) {
     probabilities.push_back(load.mean_probability);
     shares.push_back(load.share);
   }
-  const at::Tensor probability = at::stack(probabilities).mean(0);
-  const at::Tensor share = at::stack(shares).mean(0);
+  const at::Tensor probability = mean_over_ranks(at::stack(probabilities).mean(0), tp);
+  const at::Tensor share = mean_over_ranks(at::stack(shares).mean(0), tp);
   return probability.dot(share) * probability.size(0);
 }
 

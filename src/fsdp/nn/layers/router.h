@@ -10,6 +10,7 @@
 
 #include "fsdp/nn/layers/expert_route.h"
 #include "fsdp/nn/layers/named_init.h"
+#include "fsdp/nn/layers/tensor_ranks.h"
 
 namespace fsdp::nn {
 
@@ -45,7 +46,7 @@ struct RoutedChoices {
   RouterLoad load;
 };
 
-class RouterImpl : public torch::nn::Module, public NamedInit {
+class RouterImpl : public torch::nn::Module, public NamedInit, public TokenParallelLayer {
  public:
   explicit RouterImpl(const RouterOptions& options);
   // [tokens, hidden_size]. Never waits for the device.
@@ -61,7 +62,8 @@ class RouterImpl : public torch::nn::Module, public NamedInit {
 TORCH_MODULE(Router);
 
 // Smallest when all experts have the same load: then it is num_chosen. Averages over layers before
-// the product, as the `transformers` package's load_balancing_loss_func does.
-at::Tensor load_balancing_loss(std::span<const RouterLoad> layers);
+// the product, as the `transformers` package's load_balancing_loss_func does; and over the ranks of
+// a tp group, which have equally many tokens each.
+at::Tensor load_balancing_loss(std::span<const RouterLoad> layers, const MeshAxis* tp = nullptr);
 
 }  // namespace fsdp::nn

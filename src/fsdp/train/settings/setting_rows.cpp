@@ -232,6 +232,9 @@ void add_sharding(Rows& rows) {
            "Ranks along the outer axis (HSDP, HFSDP); divides all ranks");
   rows.add("ep", "N", whole_value(&O::ep, 1, 1 << 20),
            "Ranks that share out the experts of a layer: each has its own, and tokens travel");
+  rows.add("tp", "N", whole_value(&O::tp, 1, 1 << 20),
+           "Ranks that compute the same sequences together: each has slices of the matrices, and a "
+           "part of the tokens between them");
   rows.add("expert-capacity", "X", number_value(&O::expert_capacity, 0.0, 4096.0),
            "With --ep on GPUs: room for X times the tokens of an even load, and what is beyond is "
            "dropped; 0: for all that could come");

@@ -19,13 +19,21 @@ void check_division(const TrainOptions& o, int64_t num_ranks) {
   if (o.expert_capacity != 0 && o.expert_capacity < 1)
     throw UsageError(concat("--expert-capacity is ", o.expert_capacity,
                             ", less than an even load takes; give 1 or more, or 0 for no limit"));
-  const int64_t parts = checked_mul(num_ranks, o.microbatches);
+  if (num_ranks / o.outer % o.tp != 0)
+    throw UsageError(concat("--tp is ", o.tp, ", which does not divide ",
+                            counted_text(num_ranks / o.outer, "rank"),
+                            o.outer == 1 ? "" : " of a row (all / --outer)", "; give a divisor"));
+  if (o.sequence % o.tp != 0)
+    throw UsageError(concat("--sequence is ", o.sequence, ", which --tp ", o.tp,
+                            " ranks cannot share evenly; give a multiple of ", o.tp, ", e.g. ",
+                            round_up(o.sequence, o.tp)));
+  const int64_t parts = checked_mul(o.num_losses(num_ranks), o.microbatches);
   if (o.batch % parts != 0)
-    throw UsageError(concat("--batch is ", o.batch, ", which ", num_ranks,
-                            num_ranks == 1 ? " rank with " : " ranks with ", o.microbatches,
-                            o.microbatches == 1 ? " microbatch" : " microbatches",
-                            " cannot share evenly; give a multiple of ", parts, ", e.g. ",
-                            round_up(o.batch, parts)));
+    throw UsageError(concat(
+        "--batch is ", o.batch, ", which ",
+        counted_text(o.num_losses(num_ranks), o.tp == 1 ? "rank" : "tp group"), " with ",
+        o.microbatches, o.microbatches == 1 ? " microbatch" : " microbatches",
+        " cannot share evenly; give a multiple of ", parts, ", e.g. ", round_up(o.batch, parts)));
 }
 
 void check_rate(const TrainOptions& o) {

@@ -84,6 +84,7 @@ struct TrainOptions {
   int64_t ranks = 0;  // as threads of this process; 0: one, or as many as the launcher started
   int64_t outer = 1;
   int64_t ep = 1;
+  int64_t tp = 1;
   double expert_capacity = 0.0;
   Strategy strategy = Strategy::optim_grads_params;
   PrecisionTypes precision = {};
@@ -143,8 +144,8 @@ struct TrainOptions {
   // From `tokens` or `steps`.
   int64_t total_steps() const;
   int64_t tokens_per_step() const { return batch * sequence; }
-  // Sequences per rank and microbatch.
-  int64_t rows(int64_t num_ranks) const { return batch / (num_ranks * microbatches); }
+  // Ranks of a tp group have the same sequences.
+  int64_t num_losses(int64_t num_ranks) const { return num_ranks / tp; }
 
   // With defaults filled in.
   LearningRateOptions rate_options() const;
