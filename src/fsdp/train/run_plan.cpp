@@ -51,6 +51,7 @@ PlanOptions plan_options(const TrainOptions& o, int64_t num_ranks, DType compute
   PlanOptions plan{.ranks = num_ranks,
                    .outer = o.outer,
                    .ep = o.ep,
+                   .tp = o.tp,
                    .strategy = o.strategy,
                    .compute = compute,
                    .precision = o.precision,
@@ -62,7 +63,7 @@ PlanOptions plan_options(const TrainOptions& o, int64_t num_ranks, DType compute
     plan.precision.second_moment = std::nullopt;
     if (o.momentum == 0) plan.precision.first_moment = std::nullopt;
   }
-  if (o.budget_bytes != 0 && o.tp == 1) plan.budget_bytes = o.budget_bytes;
+  if (o.budget_bytes != 0) plan.budget_bytes = o.budget_bytes;
   return plan;
 }
 
@@ -235,8 +236,6 @@ std::vector<MemoryRow> memory_rows(const RunPlan& plan) {
   };
   if (bytes.host.total() > 0)
     rows.push_back({.kind = "offloaded", .forecast_bytes = bytes.host.total(), .is_on_host = true});
-  if (plan.options.tp > 1)
-    for (MemoryRow& row : rows) row.forecast_bytes = kUnknownBytes;
   return rows;
 }
 

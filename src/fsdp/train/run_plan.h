@@ -43,8 +43,7 @@ struct RunPlan {
 // in one sentence.
 RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevice& device);
 
-// The forecast as rows, to which measured values can be added later. With --tp, of which the plan
-// knows nothing yet, without numbers.
+// The forecast as rows, to which measured values can be added later.
 std::vector<MemoryRow> memory_rows(const RunPlan& plan);
 
 // "tiny: 1.8 M parameters in 8 units, on 2 ranks"

@@ -182,7 +182,6 @@ void TrainingRun::begin_watch(std::ostream& out) {
   for (const std::string& path : {watch.log_path, watch.report_path})
     if (!path.empty()) make_directories(directory_of(path));
   watch_ = std::make_unique<RunWatch>(std::move(watch), std::move(facts), out);
-  if (mesh_.tp() != nullptr) watch_->note("memory: not forecast with --tp");
   watch_->note(concat("data: ", plan_.corpus->summary()));
   watch_->note(concat("weights: ", first_step_ > 0 ? concat("those after step ", first_step_)
                                                    : first_weights_text(plan_)));
