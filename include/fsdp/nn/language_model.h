@@ -35,14 +35,16 @@ struct StoredName {
 
 // Embedding, layers and head are units: logits() and loss() call them, so that the model works the
 // same before and after fully_shard(). Names in the module tree are those of published checkpoints,
-// except stored_names().
+// except stored_names(). On a mesh with a `tp` axis the ranks of a tp group give them the same
+// tokens, in sequences that they can share evenly, and get the same results.
 class LanguageModel : public torch::nn::Module {
  public:
   // tokens: [batch, sequence], int64. Result: [batch, sequence, vocabulary], of the weights' type.
   virtual at::Tensor logits(const at::Tensor& tokens) = 0;
 
   // Logits of the token after `tokens`, [batch, vocabulary]. `tokens` follow those that the cache
-  // has seen: a whole text at once, or token after token. For using a trained model: no gradients.
+  // has seen: a whole text at once, or token after token. For using a trained model: no gradients,
+  // and no tp axis.
   virtual at::Tensor next_logits(const at::Tensor& tokens, DecodingCache& cache) = 0;
 
   // Both [batch, sequence], int64; targets[b, i] is the token after tokens[b, i], or -100 for no

@@ -9,8 +9,8 @@
 #include <variant>
 
 #include "fsdp/comm/mesh.h"
-#include "fsdp/layout/owned_slice.h"
 #include "fsdp/comm/parameter_kind.h"
+#include "fsdp/layout/owned_slice.h"
 #include "fsdp/shard/parallel_module.h"
 
 namespace fsdp {

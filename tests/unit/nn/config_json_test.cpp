@@ -292,6 +292,25 @@ TEST(Architecture, RefusesSizesThatNoModelHas) {
               HasSubstr("max_position_embeddings is 0; it must be"));
 }
 
+TEST(Architecture, RefusesRanksThatCannotComputeItTogether) {
+  const auto refused = [](const ModelConfig& config, int64_t tp) {
+    return refusal([&] { check_tensor_ranks(config, tp); });
+  };
+  LlamaConfig even = llama();
+  even.intermediate_size = 78;
+  LlamaConfig predicting = even;
+  predicting.num_nextn_predict_layers = 1;
+  EXPECT_EQ(refused(even, 2), "accepted");
+  EXPECT_EQ(refused(MixtralConfig{llama(), 4}, 2), "accepted");  // experts are not cut
+  EXPECT_EQ(refused(hybrid(), 1), "accepted");
+  EXPECT_THAT(refused(even, 4), HasSubstr("num_attention_heads is 6, which tp = 4 ranks cannot"));
+  EXPECT_THAT(refused(even, 6), HasSubstr("num_key_value_heads is 2, which tp = 6 ranks cannot"));
+  EXPECT_THAT(refused(llama(), 2), HasSubstr("intermediate_size is 77, which tp = 2 ranks cannot"));
+  EXPECT_THAT(refused(predicting, 2), HasSubstr("num_nextn_predict_layers is 1, and tp = 2"));
+  EXPECT_THAT(refused(hybrid(), 2),
+              HasSubstr("tp = 2 ranks do not compute the layers of a hybrid"));
+}
+
 TEST(Architecture, CountsNormsSharedExpertsAndPredictionLayers) {
   const auto parameters = [](const ModelConfig& config) {
     return build_model("m", config).parameters();

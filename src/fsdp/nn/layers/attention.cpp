@@ -91,8 +91,7 @@ void AttentionImpl::join(const MeshAxis& tp) {
 }
 
 at::Tensor AttentionImpl::forward(const at::Tensor& own, LayerCache* cache) {
-  const at::Tensor x = gather_sequence(own, tp());
-  const std::vector<at::Tensor> projected = project(x, {q_proj_, k_proj_, v_proj_});
+  const std::vector<at::Tensor> projected = project(own, {q_proj_, k_proj_, v_proj_}, tp());
   at::Tensor query = heads_of(projected[0]);
   at::Tensor key = heads_of(projected[1]);
   at::Tensor value = heads_of(projected[2]);
@@ -102,7 +101,7 @@ at::Tensor AttentionImpl::forward(const at::Tensor& own, LayerCache* cache) {
   }
   if (options_.rotary) {
     const int64_t begin = cache != nullptr && cache->key.defined() ? cache->key.size(1) : 0;
-    const RotaryTables tables = options_.rotary->tables(begin, begin + x.size(1), x.device());
+    const RotaryTables tables = options_.rotary->tables(begin, begin + query.size(1), own.device());
     QueryAndKey rotated = rotate({query, key}, tables);
     query = std::move(rotated.query);
     key = std::move(rotated.key);
@@ -113,7 +112,7 @@ at::Tensor AttentionImpl::forward(const at::Tensor& own, LayerCache* cache) {
   }
   const at::Tensor mixed =
       causal_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2));
-  return o_proj_(mixed.transpose(1, 2).reshape({x.size(0), x.size(1), -1}));
+  return o_proj_(mixed.transpose(1, 2).flatten(2));
 }
 
 }  // namespace fsdp::nn

@@ -127,8 +127,8 @@ GatedMlpImpl::GatedMlpImpl(const GatedMlpOptions& o)
                            o.is_cut ? ProjectionCut::kInputs : ProjectionCut::kNone}))) {}
 
 at::Tensor GatedMlpImpl::forward(const at::Tensor& own) {
-  const at::Tensor x = is_cut_ ? gather_sequence(own, tp()) : own;
-  const std::vector<at::Tensor> projected = project(x, {gate_proj_, up_proj_});
+  const std::vector<at::Tensor> projected =
+      project(own, {gate_proj_, up_proj_}, is_cut_ ? tp() : nullptr);
   return down_proj_(gated_silu(projected[0], projected[1]));
 }
 

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "fsdp/comm/mesh.h"
+#include "fsdp/nn/layers/gathered_linear.h"
 #include "fsdp/nn/layers/linear.h"
 
 namespace fsdp::nn {
@@ -36,14 +37,18 @@ TpPlacement ProjectionImpl::tp_placement(const std::string& parameter) const {
   return TpPartial{};
 }
 
-std::vector<at::Tensor> project(const at::Tensor& input, const std::vector<Projection>& layers) {
+std::vector<at::Tensor> project(const at::Tensor& input, const std::vector<Projection>& layers,
+                                const MeshAxis* tp) {
   std::vector<at::Tensor> weights;
   std::vector<at::Tensor> biases;
   for (const Projection& layer : layers) {
     weights.push_back(layer->weight);
     biases.push_back(layer->bias);
   }
-  return nn::linear(input, weights, biases);
+  if (tp == nullptr) return nn::linear(input, weights, biases);
+  // Layers of one input have biases together.
+  if (!biases.front().defined()) biases.clear();
+  return gathered_linear(input, weights, biases, *tp);
 }
 
 void ProjectionImpl::reset_parameters() {
@@ -93,8 +98,9 @@ HeadImpl::HeadImpl(const HeadOptions& options)
 
 at::Tensor HeadImpl::forward(const at::Tensor& x, HeadInput input) {
   const at::Tensor own = input == HeadInput::kHidden ? norm_(x) : x;
-  const bool has_slices = ranks_.part == LogitPart::kVocabulary;
-  return nn::linear(has_slices ? gather_sequence(own, tp()) : own, weight, at::Tensor());
+  if (ranks_.part == LogitPart::kVocabulary)
+    return gathered_linear(own, {weight}, {}, *tp()).front();
+  return nn::linear(own, weight, at::Tensor());
 }
 
 void HeadImpl::join(const MeshAxis& tp) {

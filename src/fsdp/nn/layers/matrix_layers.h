@@ -51,8 +51,10 @@ class ProjectionImpl : public torch::nn::Module, public NamedInit, public TokenP
 };
 TORCH_MODULE(Projection);
 
-// Several projections of one input.
-std::vector<at::Tensor> project(const at::Tensor& input, const std::vector<Projection>& layers);
+// Several projections of one input; with ranks, which share their outputs
+// (ProjectionCut::kOutputs), from this rank's tokens to some outputs of all.
+std::vector<at::Tensor> project(const at::Tensor& input, const std::vector<Projection>& layers,
+                                const MeshAxis* tp = nullptr);
 
 // --- embedding -----------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@
 #include "fsdp/base/text.h"
 #include "fsdp/comm/communicator.h"
 #include "fsdp/comm/mesh.h"
+#include "fsdp/nn/layers/rank_slices.h"
 
 namespace fsdp::nn {
 
@@ -19,22 +20,12 @@ constexpr int64_t kSequenceDim = 1;
 
 // --- there or back -------------------------------------------------------------------------------
 
-// Ranks' slices are in order in memory, each of them whole; along the dim of a tensor only if that
-// is the first one.
 at::Tensor slices_gathered(const at::Tensor& own, int64_t dim, Communicator& ranks) {
-  std::vector<int64_t> sizes = own.sizes().vec();
-  sizes.insert(sizes.begin(), ranks.size());
-  const at::Tensor slices = at::empty(sizes, own.options());
-  ranks.all_gather(slices, own.contiguous(), "slices").wait();
-  return slices.movedim(0, dim).flatten(dim, dim + 1);
+  return GatheredSlices(own, dim, ranks).wait();
 }
 
 at::Tensor sums_scattered(const at::Tensor& parts, int64_t dim, Communicator& ranks) {
-  const at::Tensor slices =
-      parts.unflatten(dim, {ranks.size(), parts.size(dim) / ranks.size()}).movedim(dim, 0);
-  at::Tensor own = at::empty(slices.sizes().slice(1), parts.options());
-  ranks.reduce_scatter(own, slices.contiguous(), {}, "parts of sums").wait();
-  return own;
+  return ScatteredSums(parts, dim, ranks).wait();
 }
 
 at::Tensor slice_kept(const at::Tensor& whole, int64_t dim, Communicator& ranks) {
@@ -92,10 +83,6 @@ void check_even(const at::Tensor& whole, const MeshAxis* tp) {
 }
 
 }  // namespace
-
-at::Tensor gather_sequence(const at::Tensor& own, const MeshAxis* tp) {
-  return exchanged(own, tp, kSequenceDim, slices_gathered, sums_scattered);
-}
 
 at::Tensor scatter_sequence(const at::Tensor& parts, const MeshAxis* tp) {
   check_even(parts, tp);

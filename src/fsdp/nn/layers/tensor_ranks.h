@@ -4,8 +4,8 @@
 // by channels gathers the sequence, computes its part of the channels, and scatters its part of the
 // sums:
 //
-//   [batch, sequence / tp, hidden]  gather_sequence   ->  [batch, sequence, hidden]
-//                                   slices of weights ->  [batch, sequence, hidden], parts of sums
+//   [batch, sequence / tp, hidden]  gathered_linear   ->  [batch, sequence, channels / tp]
+//                                   linear            ->  [batch, sequence, hidden], parts of sums
 //                                   scatter_sequence  ->  [batch, sequence / tp, hidden]
 //
 // All ranks of the group call the backward of the same loss. Without ranks (nullptr) every function
@@ -34,9 +34,6 @@ class TokenParallelLayer : public TensorParallelModule {
  private:
   const MeshAxis* tp_ = nullptr;
 };
-
-// For layers that compute parts of sums: the gradient is the sum of the ranks' ones.
-at::Tensor gather_sequence(const at::Tensor& own, const MeshAxis* tp);
 
 // The sum of the ranks' tensors, of which each keeps its tokens. UsageError if the ranks cannot
 // share the sequence evenly.

@@ -7,10 +7,10 @@
 #include <vector>
 
 #include "fsdp/comm/mesh.h"
+#include "fsdp/comm/parameter_kind.h"
 #include "fsdp/comm/work.h"
 #include "fsdp/layout/strategy.h"
 #include "fsdp/memory/slab_allocator.h"
-#include "fsdp/comm/parameter_kind.h"
 #include "fsdp/shard/options.h"
 
 namespace fsdp {

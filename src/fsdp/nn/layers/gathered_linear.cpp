@@ -1,0 +1,99 @@
+#include "fsdp/nn/layers/gathered_linear.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <optional>
+#include <utility>
+
+#include "fsdp/comm/mesh.h"
+#include "fsdp/nn/layers/rank_slices.h"
+#include "fsdp/nn/layers/weight_gradient.h"
+
+namespace fsdp::nn {
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+struct HeldAxis final : torch::CustomClassHolder {
+  explicit HeldAxis(const MeshAxis& held) : axis(held) {}
+  const MeshAxis& axis;
+};
+using Held = c10::intrusive_ptr<HeldAxis>;
+
+at::Tensor token_rows(const at::Tensor& tensor) { return tensor.reshape({-1, tensor.size(-1)}); }
+
+// The part of the tokens' gradient that comes by this rank's outputs, in the shape of the sequence.
+at::Tensor part_by_outputs(const variable_list& gradients, at::TensorList weights) {
+  at::Tensor sum;
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    const at::Tensor rows = token_rows(gradients[i]);
+    sum = sum.defined() ? sum.addmm_(rows, weights[i]) : rows.mm(weights[i]);
+  }
+  return sum.view({gradients[0].size(0), gradients[0].size(1), -1});
+}
+
+class GatheredLinears final : public torch::autograd::Function<GatheredLinears> {
+ public:
+  static variable_list forward(AutogradContext* context, const at::Tensor& own,
+                               at::TensorList weights, at::TensorList biases, const Held& held) {
+    const at::Tensor whole = GatheredSlices(own, 1, held->axis.gather()).wait();
+    variable_list saved = {own};
+    variable_list outputs;
+    for (size_t i = 0; i < weights.size(); ++i) {
+      saved.push_back(weights[i]);
+      outputs.push_back(
+          at::linear(whole, weights[i], biases.empty() ? std::nullopt : std::optional(biases[i])));
+    }
+    context->save_for_backward(std::move(saved));
+    context->saved_data["axis"] = c10::IValue::make_capsule(held);
+    context->saved_data["num_biases"] = static_cast<int64_t>(biases.size());
+    return outputs;
+  }
+
+  // Arguments in order: the tokens, the weights, the biases, the axis.
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const Held held =
+        c10::static_intrusive_pointer_cast<HeldAxis>(context->saved_data["axis"].toCapsule());
+    Communicator& ranks = held->axis.reduce();
+    const variable_list saved = context->get_saved_variables();
+    const at::TensorList weights = at::TensorList(saved).slice(1);
+    const size_t first_bias = 1 + weights.size();
+    const auto num_biases = static_cast<size_t>(context->saved_data["num_biases"].toInt());
+    bool has_trained_weight = false;
+    for (size_t i = 1; i < first_bias; ++i) has_trained_weight |= context->needs_input_grad(i);
+
+    std::optional<GatheredSlices> whole;
+    if (has_trained_weight) whole.emplace(saved[0], 1, ranks);
+    std::optional<ScatteredSums> own_gradient;
+    if (context->needs_input_grad(0))
+      own_gradient.emplace(part_by_outputs(gradients, weights), 1, ranks);
+
+    variable_list result(first_bias + num_biases + 1);
+    for (size_t i = 0; i < num_biases; ++i)
+      if (context->needs_input_grad(first_bias + i))
+        result[first_bias + i] = token_rows(gradients[i]).sum(0);
+    const at::Tensor tokens = whole ? token_rows(whole->wait()) : at::Tensor();
+    for (size_t i = 0; i < weights.size(); ++i) {
+      if (!context->needs_input_grad(1 + i)) continue;
+      WeightGradient gradient(weights[i]);
+      gradient.write_rows(0, token_rows(gradients[i]).t(), tokens);
+      result[1 + i] = gradient.for_autograd();
+    }
+    if (own_gradient) result[0] = own_gradient->wait();
+    return result;
+  }
+};
+
+}  // namespace
+
+std::vector<at::Tensor> gathered_linear(const at::Tensor& own,
+                                        const std::vector<at::Tensor>& weights,
+                                        const std::vector<at::Tensor>& biases, const MeshAxis& tp) {
+  return GatheredLinears::apply(own, at::TensorList(weights), at::TensorList(biases),
+                                c10::make_intrusive<HeldAxis>(tp));
+}
+
+}  // namespace fsdp::nn
