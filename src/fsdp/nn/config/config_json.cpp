@@ -42,6 +42,7 @@ struct DecoderDefaults {
   double rope_theta = 10000.0;
   int64_t max_position_embeddings = 2048;
   int64_t head_dim = 0;
+  const char* intermediate_size = "intermediate_size";  // the field that has it
 };
 
 void read_rope_scaling(const JsonFields& rope, LlamaConfig& c) {
@@ -96,7 +97,7 @@ LlamaConfig read_decoder(const JsonFields& fields, const DecoderDefaults& defaul
   c.num_attention_heads = fields.integer("num_attention_heads");
   c.num_key_value_heads = fields.integer_or("num_key_value_heads", c.num_attention_heads);
   c.head_dim = read_head_dim(fields, "head_dim", defaults.head_dim);
-  c.intermediate_size = fields.integer("intermediate_size");
+  c.intermediate_size = fields.integer(defaults.intermediate_size);
   c.attention_bias = fields.boolean_or("attention_bias", false);
   c.mlp_bias = fields.boolean_or("mlp_bias", false);
   c.tie_word_embeddings = fields.boolean_or("tie_word_embeddings", false);
@@ -141,10 +142,10 @@ ModelConfig read_mixtral(const JsonFields& fields) {
 
 ModelConfig read_qwen3_moe(const JsonFields& fields) {
   MixtralConfig c;
-  c.decoder = read_decoder(fields, {.max_position_embeddings = 32768});
+  c.decoder = read_decoder(
+      fields, {.max_position_embeddings = 32768, .intermediate_size = "moe_intermediate_size"});
   c.decoder.mlp_bias = false;  // no such option, as above
   c.decoder.qk_norm = true;
-  c.decoder.intermediate_size = fields.integer_or("moe_intermediate_size", 768);
   // The package has both names.
   c.num_local_experts =
       fields.integer_or("num_experts", fields.integer_or("num_local_experts", 128));
@@ -288,7 +289,7 @@ Json qwen3_moe_json(const MixtralConfig& c) {
         "mlp_bias is true, or shared_expert_intermediate_size is above 0; with experts and qk_norm "
         "(model_type qwen3_moe) neither is possible");
   Json json = decoder_json("qwen3_moe", "Qwen3MoeForCausalLM", c.decoder);
-  json.erase("mlp_bias");
+  for (const char* field : {"mlp_bias", "intermediate_size"}) json.erase(field);
   json["moe_intermediate_size"] = c.decoder.intermediate_size;
   json["num_experts"] = c.num_local_experts;
   json["num_experts_per_tok"] = c.num_experts_per_tok;
