@@ -84,7 +84,7 @@ void print_check(const train::RunPlan& plan, const Launch& launch, c10::Device d
   console.begin({.title = train::title_of(plan),
                  .settings = train::shown_settings(options, plan.resolved),
                  .environment = train::environment_rows(launch, plan, device),
-                 .memory = train::memory_rows(plan)});
+                 .memory = train::memory_rows(plan.forecast)});
   console.note(concat("data: ", plan.corpus->summary()));
   console.note(concat("weights: ", train::first_weights_text(plan)));
   const int64_t tokens = options.total_steps() * options.tokens_per_step();

@@ -225,8 +225,8 @@ RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevic
   return plan;
 }
 
-std::vector<MemoryRow> memory_rows(const RunPlan& plan) {
-  const MemoryBytes& bytes = plan.forecast.bytes;
+std::vector<MemoryRow> memory_rows(const Forecast& forecast) {
+  const MemoryBytes& bytes = forecast.bytes;
   std::vector<MemoryRow> rows = {
       {.kind = "weights", .forecast_bytes = bytes.weight},
       {.kind = "main weights", .forecast_bytes = bytes.main_weight},

@@ -44,7 +44,7 @@ struct RunPlan {
 RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevice& device);
 
 // The forecast as rows, to which measured values can be added later.
-std::vector<MemoryRow> memory_rows(const RunPlan& plan);
+std::vector<MemoryRow> memory_rows(const Forecast& forecast);
 
 // "tiny: 1.8 M parameters in 8 units, on 2 ranks"
 std::string title_of(const RunPlan& plan);

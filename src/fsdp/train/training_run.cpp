@@ -171,7 +171,7 @@ void TrainingRun::begin_watch(std::ostream& out) {
   RunFacts facts{.title = title_of(plan_),
                  .settings = shown_settings(options_, plan_.resolved),
                  .environment = environment_rows(world_.launch(), plan_, device_),
-                 .memory = memory_rows(plan_),
+                 .memory = memory_rows(plan_.forecast),
                  .resumed_step = first_step_};
   WatchOptions watch{.log_path = options_.log_path(),
                      .tensorboard_dir = options_.tensorboard,
@@ -400,7 +400,7 @@ void TrainingRun::end(int signal) {
 
 void TrainingRun::report_end(const std::string& stopped_by) {
   if (!watch_) return;
-  std::vector<MemoryRow> memory = memory_rows(plan_);
+  std::vector<MemoryRow> memory = memory_rows(plan_.forecast);
   add_measured(memory, sharded_->memory());
   watch_->memory(std::move(memory));
   watch_->end({.step = step_,

@@ -8,14 +8,9 @@
 #include <map>
 
 #include "fsdp/base/text.h"
-#include "fsdp/checkpoint/checkpointer.h"
-#include "fsdp/checkpoint/load.h"
-#include "fsdp/optim/adamw.h"
-#include "fsdp/train/model/trained_model.h"
 #include "support/layer_gradients.h"
 #include "support/sharded_training.h"
 #include "support/small_models.h"
-#include "support/temp_dir.h"
 
 namespace fsdp::nn::experts_test {
 namespace {
@@ -236,7 +231,7 @@ TEST(SharedOutExperts, MustDivideEvenly) {
   });
 }
 
-// --- language models -----------------------------------------------------------------------------
+// --- whole models --------------------------------------------------------------------------------
 
 MixtralConfig shared_out_mixtral() {
   MixtralConfig config = testing::small_mixtral();
@@ -269,11 +264,6 @@ std::vector<at::Tensor> owned_of(const std::vector<at::Tensor>& whole, const Mes
   }
   return owned;
 }
-
-struct Grids {
-  int ranks;
-  MeshOptions mesh;
-};
 
 // On eight ranks the one that shards most: the others differ in nothing that four do not show.
 std::vector<Strategy> strategies_for(int ranks) {
@@ -320,49 +310,6 @@ TEST(SharedOutExperts, LearnTheSameWithOtherOptions) {
               testing::weights_of(sharded, model), owned_of(expected, mesh, *model),
               concat(name_of(pool), recompute == Recompute::kBlock ? " recomputed" : ""));
         });
-}
-
-// Published names and shapes, weights and moments: from every grid into every other one.
-TEST(SharedOutExperts, AreNotSeenInCheckpoints) {
-  const std::vector<Grids> all = {
-      {1, {}}, {2, {.ep = 2}}, {4, {.outer = 2, .ep = 2}}, {4, {.ep = 4}}};
-  const auto trained = [](const Grids& grids, int first, int last, const auto& then) {
-    run_ranks(grids.ranks, [&](World& world) {
-      const Mesh mesh = world.mesh(grids.mesh);
-      const auto model = mixtral();
-      Sharded sharded = fully_shard(model, mesh);
-      AdamW optimizer(sharded, {.lr = 0.01, .eps = 1e-3});  // else rounding decides tiny steps
-      const CheckpointState state{.sharded = sharded, .optimizer = &optimizer};
-      then(model, mesh, state, train::stored_name_rules(*model), [&] {
-        for (int step = first; step < last; ++step) {
-          loss_of(model, 0, step).backward();  // the same on every rank: the mean has no order
-          optimizer.step();
-          optimizer.zero_grad();
-        }
-      });
-    });
-  };
-  std::vector<at::Tensor> expected;
-  trained({1, {}}, 0, 4, [&](auto& model, const Mesh&, auto& state, const NameRules&, auto train) {
-    train();
-    expected = testing::weights_of(state.sharded, model);
-  });
-  for (const Grids& from : all) {
-    const testing::TempDir directory;
-    trained(from, 0, 2, [&](auto&, const Mesh&, auto& state, const NameRules& names, auto train) {
-      train();
-      save_checkpoint(directory.path(), state, {.step = 2}, {.form = {.names = names}});
-    });
-    for (const Grids& to : all)
-      trained(to, 2, 4,
-              [&](auto& model, const Mesh& mesh, auto& state, const NameRules& names, auto train) {
-                load_checkpoint(directory.path(), state, {.names = names});
-                train();
-                testing::expect_close(testing::weights_of(state.sharded, model),
-                                      owned_of(expected, mesh, *model),
-                                      concat("ep ", from.mesh.ep, " to ", to.mesh.ep));
-              });
-  }
 }
 
 }  // namespace

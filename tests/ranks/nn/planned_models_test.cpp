@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "fsdp/base/text.h"
+#include "fsdp/comm/operation.h"
 #include "fsdp/nn/language_model.h"
 #include "fsdp/plan/forecast.h"
 #include "fsdp/plan/model_tensors.h"

@@ -302,8 +302,10 @@ TEST(TensorParallelLlama, HasAllLogitsOnEveryRank) {
 // --- checkpoints ---------------------------------------------------------------------------------
 
 // Weights and moments, under published names: from every grid into every other one.
-TEST(TensorParallelMixtral, IsNotSeenInCheckpoints) {
-  const std::vector<Grids> all = {{1, {}}, {2, {.tp = 2}}, {4, {.ep = 4, .tp = 2}}, {4, {.tp = 4}}};
+TEST(ParallelMixtral, IsNotSeenInCheckpoints) {
+  const std::vector<Grids> all = {{1, {}},        {2, {.ep = 2}}, {4, {.outer = 2, .ep = 2}},
+                                  {4, {.ep = 4}}, {2, {.tp = 2}}, {4, {.ep = 4, .tp = 2}},
+                                  {4, {.tp = 4}}};
   const auto trained = [](const Grids& grids, int first, int last, const auto& then) {
     run_ranks(grids.ranks, [&](World& world) {
       const Mesh mesh = world.mesh(grids.mesh);
