@@ -95,16 +95,18 @@ def state_dict(model: nn.Module, *, on_all_ranks: bool = False,
     sharded = shard.handle(model)
     keeps = on_all_ranks or sharded.mesh.world.rank == 0
     parameters = dict(model.named_parameters())
-    members: dict[str, list[nn.Parameter]] = {}
+    members: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for each in sharded.parameters():
-        members.setdefault(each.unit, []).append(parameters[each.name])
+        members.setdefault(each.unit, []).append((each.name, parameters[each.name]))
     values: dict[int, torch.Tensor] = {}  # by the parameter's id: a shared one has several names
     for unit, owned in members.items():
         whole = sharded.whole_parameters(False, [unit])
         whole.enter()
         try:
-            if keeps:
-                values.update((id(parameter), parameter.detach().to(device, copy=True)) for parameter in owned)
+            for name, parameter in owned:
+                joined = sharded.join_slices(name, parameter)  # by all ranks of an ep or tp group
+                if keeps:
+                    values[id(parameter)] = joined.to(device, copy=True)
         finally:
             whole.exit()
     if not keeps:

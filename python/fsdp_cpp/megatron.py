@@ -65,7 +65,7 @@ def fully_shard_model(
     gradients are divided once, in the reduction.
     """
     _refuse({"expt_device_mesh": expt_device_mesh, "hybrid_fsdp_expt_group": hybrid_fsdp_expt_group,
-             "expt_fsdp_group_ag": expt_fsdp_group_ag}, "experts have no mesh of their own in Python yet")
+             "expt_fsdp_group_ag": expt_fsdp_group_ag}, "experts are shared out by fsdp_cpp.mesh(ep=...) and fully_shard(expert_parameters=...)")
     _refuse({"disable_bucketing": disable_bucketing}, "a unit is always one bucket per type")
     _refuse({"keep_fp8_transpose_cache": keep_fp8_transpose_cache}, "weights are not stored in fp8 yet")
     _refuse({"enable_fine_grained_param_gather": enable_fine_grained_param_gather},
@@ -170,7 +170,8 @@ def _mesh(device_mesh, dp_shard_dim, dp_outer_dim, tp_dim, hybrid_group):
         if name is not None and name not in names:
             raise _C.UsageError(f"{argument} is {name!r}, which the mesh does not have; it has {', '.join(names) or 'no names'}")
     if tp_dim is not None and device_mesh[tp_dim].size() > 1:
-        raise _C.UsageError(f"tp_dim is {tp_dim!r} with {device_mesh[tp_dim].size()} ranks; there is no tensor parallelism in Python yet")
+        raise _C.UsageError(f"tp_dim is {tp_dim!r} with {device_mesh[tp_dim].size()} ranks; here it "
+                            "has one: use fsdp_cpp.mesh(tp=...) and fully_shard(tensor_parameters=...)")
     if dp_shard_dim is None:
         return device_mesh
     mesh = device_mesh[dp_shard_dim] if dp_outer_dim is None else device_mesh[dp_outer_dim, dp_shard_dim]

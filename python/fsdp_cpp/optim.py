@@ -264,12 +264,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     sharded = shard.handle(model)
     sharded.wait_gradients()
     parts = [each.gradient for each in sharded.parameters() if each.gradient is not None and each.gradient.numel() > 0]
-    device = parts[0].device if parts else "cpu"
-    squares = torch.zeros(1, dtype=torch.float64, device=device)
-    for part in parts:
-        squares += part.double().square().sum()
-    sharded.sum_over_shards(squares)
-    norm = squares.sqrt().squeeze()
+    norm = sharded.squared_gradient_norm().sqrt().squeeze()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
     for part in parts:
         part.mul_(factor.to(part.dtype))

@@ -33,24 +33,28 @@ def world() -> _C.World:
     return _world
 
 
-def mesh(over: Over = None, *, outer: int = 1) -> _C.Mesh:
+def mesh(over: Over = None, *, outer: int = 1, ep: int = 1, tp: int = 1) -> _C.Mesh:
     """The ranks as a grid of `outer` x inner ranks, for fully_shard().
 
     `over`: None for all ranks; a torch DeviceMesh of one dimension (inner) or two (outer, inner); or a ProcessGroup.
+    `ep`: neighbours that share out experts; `tp`: neighbours that compute one batch together. Modules that do so talk to each
+    other by the axes `mesh.ep` and `mesh.tp`; `mesh.loss` of `mesh.num_losses` is the batch of this rank.
     """
     if isinstance(over, _C.Mesh):
+        if (outer, ep, tp) != (1, 1, 1):
+            raise _C.UsageError("the mesh is made already; give outer, ep and tp when it is made")
         return over
     if over is None:
-        return world().mesh(outer)
+        return world().mesh(outer, ep, tp)
     if outer != 1:
         raise _C.UsageError("outer is for all ranks of a job; a DeviceMesh of two dimensions has its own outer one")
     if hasattr(over, "mesh_dim_names") and hasattr(over, "mesh"):
         if over.mesh.ndim > 2:
             raise _C.UsageError(f"the mesh has {over.mesh.ndim} dimensions; it takes one (inner) or two (outer, inner): "
                                 "hand over a part of it, e.g. mesh['dp']")
-        return _world_of(over.mesh.flatten().tolist()).mesh(over.mesh.shape[0] if over.mesh.ndim == 2 else 1)
+        return _world_of(over.mesh.flatten().tolist()).mesh(over.mesh.shape[0] if over.mesh.ndim == 2 else 1, ep, tp)
     if isinstance(over, torch.distributed.ProcessGroup):
-        return _world_of(torch.distributed.get_process_group_ranks(over)).mesh(1)
+        return _world_of(torch.distributed.get_process_group_ranks(over)).mesh(1, ep, tp)
     raise _C.UsageError(f"mesh is {over!r} ({type(over).__name__}); it takes None, fsdp_cpp.mesh(...), a torch DeviceMesh or "
                         "a ProcessGroup")
 

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -29,6 +29,7 @@ Gradient: TypeAlias = Literal["mean", "sum"]
 GradientLifetime: TypeAlias = Literal["persistent", "step"]
 ReportNan: TypeAlias = Literal["off", "per_parameter"]
 Collectives: TypeAlias = Literal["between_ranks", "always"]
+TpPlacement: TypeAlias = _C.TpShard | _C.TpPartial | _C.TpEqual
 InitialValues: TypeAlias = Literal["of_every_rank", "of_rank_zero"]
 
 # Attributes that modules get, and parameters.
@@ -38,6 +39,8 @@ MODEL = "_fsdp_cpp_model"         # of a parameter: a function that returns its 
 
 
 def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units = None, *,
+                expert_parameters: str | Sequence[str] = (),
+                tensor_parameters: Mapping[str, TpPlacement] | None = None,
                 strategy: Strategy = "optim_grads_params", params: torch.dtype | None = None,
                 main_params: torch.dtype | None = torch.float32, main_storage: MainStorage = "split",
                 main_grads: torch.dtype | None = None, grad_comm: torch.dtype | None = None, pool: Pool = "max_pool",
@@ -59,11 +62,15 @@ def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units =
         loss = model(input_ids=x, labels=x).loss
         loss.backward(); optimizer.step(); optimizer.zero_grad()
 
-    mesh: None for all ranks of the job; fsdp.mesh(outer=2); a torch DeviceMesh of one or two dimensions (outer, inner); or a
+    mesh: None for all ranks of the job; fsdp.mesh(outer=2, ep=2, tp=2); a torch DeviceMesh of one or two dimensions (outer, inner); or a
         ProcessGroup.
     units: the modules that are gathered and reduced together: classes, names or patterns of names ("model.layers.*"),
         functions of a module, or a list of these. The model itself is always one. Default: the repeated blocks, the modules
         that hold them, and large layers beside them, which one line of the log names.
+    expert_parameters: patterns of names ("*.experts.*", where `*` is any text, also over dots) of parameters with one slice per
+        expert along their first dimension, of which the ranks of an ep group have their own alone.
+    tensor_parameters: what the ranks of a tp group have of parameters, by patterns of names, of which the first that matches
+        counts: {"*.up.weight": fsdp.TpShard(0), "*.norm.weight": fsdp.TpPartial()}. Others are equal.
     strategy: "no_shard", "optim", "optim_grads", "optim_grads_params" (ZeRO-0 to 3), the last three also with "+hfsdp", or
         three pairs of placements such as "RS/PS/SS".
     params: the type in which floating-point parameters compute; None for their own. Unlike model.bfloat16() it leaves the
@@ -97,7 +104,7 @@ def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units =
     inner = _dissolved(model)
     chosen = unit_selection.find(model, units if not inner else [*inner, *unit_selection.listed(units)])
     over = ranks.default_mesh() if mesh is None else ranks.mesh(mesh)
-    options = dict(strategy=strategy, params=params, main_params=main_params, main_storage=main_storage, main_grads=main_grads,
+    options = dict(expert_parameters=expert_parameters, tensor_parameters=_as_dict(tensor_parameters), strategy=strategy, params=params, main_params=main_params, main_storage=main_storage, main_grads=main_grads,
                    grad_comm=grad_comm, pool=pool, prefetch=prefetch, budget_bytes=budget_bytes, on_move=on_move,
                    other_units=other_units, user_buffers=user_buffers, gradient=gradient,
                    gradient_lifetime=gradient_lifetime, offload=offload, offload_pin=offload_pin,
@@ -116,6 +123,11 @@ def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units =
     return model
 
 
+def _as_dict(tensor_parameters):
+    """The engine takes a dict; whatever is no mapping it names in its error."""
+    return dict(tensor_parameters or {}) if isinstance(tensor_parameters, Mapping | None) else tensor_parameters
+
+
 def _dissolved(model: nn.Module) -> list[nn.Module]:
     """Makes plain modules of those inside that are sharded already, as FSDP2's order from the inside out leaves them, and
     returns their units. Their parameters are whole for a moment, until the model is sharded."""
@@ -123,6 +135,10 @@ def _dissolved(model: nn.Module) -> list[nn.Module]:
     for module in list(model.modules()):
         if not is_sharded(module):
             continue
+        over = handle(module).mesh
+        if over.ep.size > 1 or over.tp.size > 1:
+            raise _C.UsageError(f"a module inside is sharded with ep {over.ep.size} and tp {over.tp.size}, so this rank has slices of "
+                                "its parameters; shard the whole model in one call, with units=...")
         with unshard(module):
             _refuse_rounding(module)
             values = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]

@@ -194,27 +194,21 @@ TEST(ExpertsOnDevice, DropAndCountWhatIsBeyondTheirCapacity) {
 
 // --- whole models --------------------------------------------------------------------------------
 
-MixtralConfig aligned_mixtral() {
-  MixtralConfig config = testing::small_mixtral();
-  config.decoder.hidden_size = 64;
-  config.decoder.intermediate_size = 48;
-  config.num_local_experts = 8;
-  config.shared_expert_intermediate_size = 16;
-  return config;
-}
-
 struct Training {
+  const Mesh& mesh;
   std::shared_ptr<LanguageModel> model;
   Sharded sharded;
   std::unique_ptr<AdamW> optimizer;
   at::Tensor tokens = testing::small_tokens(0, 0).cuda();
   at::Tensor loss;
 
-  explicit Training(const Mesh& mesh, const ShardOptions& options)
-      : model(build_language_model(aligned_mixtral(), {.seed = 3, .dtype = at::kBFloat16})),
+  Training(const Mesh& on, const ShardOptions& options,
+           const ModelConfig& config = testing::aligned_mixtral())
+      : mesh(on),
+        model(build_language_model(config, {.seed = 3, .dtype = at::kBFloat16})),
         sharded([&] {
           model->to(at::kCUDA);
-          return fully_shard(model, mesh, options);
+          return fully_shard(model, on, options);
         }()),
         optimizer(std::make_unique<AdamW>(sharded,
                                           AdamWOptions{.lr = 1e-2, .step = {.max_norm = 0.5}})) {}
@@ -224,6 +218,7 @@ struct Training {
     result.total.backward();
     optimizer->step();
     optimizer->zero_grad();
+    model->end_step(mesh);
     loss = result.total.detach();
   }
 };
@@ -232,11 +227,14 @@ TEST(ExpertsOnDevice, AreReplayedBitwiseAsEagerSteps) {
   FSDP_REQUIRE_GPU();
   run_ranks(1, [](World& world) {
     const Mesh mesh = world.mesh();
-    for (const Collectives collectives : {Collectives::kBetweenRanks, Collectives::kAlways}) {
-      const ShardOptions options{.precision = {.main_grads = at::kFloat},
-                                 .collectives = collectives};
-      Training eager(mesh, options);
-      Training replayed(mesh, options);
+    const ModelConfig configs[] = {testing::aligned_mixtral(), testing::aligned_mixtral(),
+                                   testing::aligned_expert_hybrid(), testing::aligned_qwen3_next()};
+    for (size_t i = 0; i < std::size(configs); ++i) {
+      const ShardOptions options{
+          .precision = {.main_grads = at::kFloat},
+          .collectives = i == 0 ? Collectives::kBetweenRanks : Collectives::kAlways};
+      Training eager(mesh, options, configs[i]);
+      Training replayed(mesh, options, configs[i]);
       Graph graph(replayed.sharded, replayed.optimizer.get(), [&] { replayed.step(); });
       double first = 0.0;
       for (int number = 0; number < 30; ++number) {
@@ -244,10 +242,14 @@ TEST(ExpertsOnDevice, AreReplayedBitwiseAsEagerSteps) {
           each->tokens.copy_(testing::small_tokens(0, number % 5));
         eager.step();
         graph.run();
-        ASSERT_EQ(replayed.loss.item<double>(), eager.loss.item<double>()) << "step " << number;
+        ASSERT_EQ(replayed.loss.item<double>(), eager.loss.item<double>())
+            << "model " << i << ", step " << number;
         if (number == 0) first = eager.loss.item<double>();
       }
-      EXPECT_TRUE(graph.is_recorded());
+      const std::vector<at::Tensor> biases = eager.model->buffers();
+      for (size_t k = 0; k < biases.size(); ++k)
+        EXPECT_TRUE(at::equal(replayed.model->buffers()[k], biases[k])) << "router " << k;
+      EXPECT_TRUE(graph.is_recorded()) << "model " << i;
       EXPECT_LT(eager.loss.item<double>(), 0.9 * first);
     }
   });

@@ -9,8 +9,10 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/base/text.h"
 #include "fsdp/nn/kernels/layer_kernels.h"
 #include "fsdp/nn/layers/cross_entropy.h"
+#include "fsdp/nn/layers/expert_route.h"
 #include "fsdp/nn/layers/feed_forward.h"
 #include "fsdp/nn/layers/linear.h"
 #include "fsdp/nn/layers/rms_norm.h"
@@ -203,6 +205,72 @@ TEST(GatedSiluOnDevice, StaysFiniteFarFromZero) {
   }
 }
 
+// --- experts -------------------------------------------------------------------------------------
+
+at::Tensor random_choices(int64_t tokens, int64_t num_chosen, int64_t num_experts) {
+  return std::get<1>(at::rand({tokens, num_experts}, at::device(at::kCUDA)).topk(num_chosen, 1));
+}
+
+TEST(ChoicesOnDevice, AreSortedAsOnTheHost) {
+  FSDP_REQUIRE_DEVICE_LAYERS();
+  for (const int64_t num_experts : {1, 16, 513, 1024, 1025})
+    for (const int64_t num_choices : {0, 1, 255, 256, 257, 20000})
+      for (const bool skewed : {false, true}) {
+        const at::Tensor chosen = skewed ? at::full({num_choices, 1}, num_experts - 1,
+                                                    at::device(at::kCUDA).dtype(at::kLong))
+                                         : at::randint(num_experts, {num_choices, 1},
+                                                       at::device(at::kCUDA).dtype(at::kLong));
+        const SortedChoices actual = sort_choices(chosen, num_experts);
+        const SortedChoices expected = sort_choices(chosen.cpu(), num_experts);
+        const std::string what = concat(num_choices, " choices of ", num_experts, " experts");
+        EXPECT_TRUE(at::equal(actual.order.cpu(), expected.order)) << what;
+        EXPECT_TRUE(at::equal(actual.inverse.cpu(), expected.inverse)) << what;
+        EXPECT_TRUE(at::equal(actual.ends.cpu(), expected.ends)) << what;
+      }
+}
+
+struct Rows {
+  int64_t tokens, num_chosen, size;
+};
+
+// What the tokens get back of the experts that do nothing, in rows of any size.
+void check_expert_rows(const Rows& n, at::ScalarType type) {
+  constexpr int64_t kExperts = 8;
+  const auto route = c10::make_intrusive<ExpertRoute>(
+      sort_choices(random_choices(n.tokens, n.num_chosen, kExperts), kExperts), ExpertRanks{});
+  const Function ours = [&](const Tensors& in) {
+    return Tensors{combine(dispatch(in[0], route) * in[2], in[1], route)};
+  };
+  const Tensors values = {numbers({n.tokens, n.size}, type),
+                          numbers({n.tokens, n.num_chosen}, type),
+                          at::ones({}, at::device(at::kCUDA).dtype(type))};
+  const Tensors gradients = {numbers({n.tokens, n.size}, type).to(at::kDouble)};
+  const Tensors actual = outputs_and_gradients(ours, values, gradients);
+  const Tensors wide = in_double(values);
+  const double ulp = 0x1p-23;
+  const at::Tensor weight = wide[1].sum(1, true);
+  const at::Tensor sizes = wide[1].abs().sum(1, true);
+  const std::string what = concat("rows of ", n.tokens, " tokens, ", n.num_chosen, " each");
+  expect_rounded(actual[0], wide[0] * weight, (wide[0] * sizes).abs() * (ulp * 8), what);
+  // Between the two functions the gradients of rows are of the numbers' type, too.
+  const double tiniest = type == at::kHalf ? 0x1p-25 * static_cast<double>(n.num_chosen) : 0.0;
+  expect_rounded(actual[1], gradients[0] * weight,
+                 (gradients[0] * sizes).abs() * (half_unit(type) + ulp * 8) + tiniest,
+                 what + ", gradient");
+  const at::Tensor product = (wide[0] * gradients[0]).sum(1, true).expand_as(wide[1]);
+  const at::Tensor slack = (wide[0] * gradients[0]).abs().sum(1, true) * (ulp * 64);
+  expect_rounded(actual[2], product, slack.expand_as(product), what + ", gradient of weights");
+  expect_same_again(ours, values, gradients, what);
+}
+
+TEST(ExpertRowsOnDevice, EqualTheirFormulaRoundedOnce) {
+  FSDP_REQUIRE_DEVICE_LAYERS();
+  for (const at::ScalarType type : kTypes)
+    for (const Rows& rows :
+         {Rows{1, 1, 1}, Rows{5, 3, 7}, Rows{33, 2, 64}, Rows{9, 8, 264}, Rows{100, 6, 2048}})
+      check_expert_rows(rows, type);
+}
+
 // --- cross entropy -------------------------------------------------------------------------------
 
 at::Tensor some_targets(int64_t rows, int64_t vocabulary) {
@@ -291,15 +359,16 @@ TEST(CrossEntropyOnDeviceDeathTest, StopsAtTargetsThatAreNoTokens) {
 
 // --- norms ---------------------------------------------------------------------------------------
 
-RmsNorm norm_with(const at::Tensor& weight) {
-  RmsNorm norm(weight.size(0), 1e-5);
+RmsNorm norm_with(const at::Tensor& weight, NormWeight form) {
+  RmsNorm norm(weight.size(0), 1e-5, form);
   norm->weight = weight;
   return norm;
 }
 
-void check_norm(int64_t rows, int64_t size, at::ScalarType type) {
+void check_norm(int64_t rows, int64_t size, at::ScalarType type, NormWeight form) {
+  const double offset = form == NormWeight::kZeroCentred ? 1.0 : 0.0;
   const Function ours = [&](const Tensors& in) {
-    const NormedBranch branch = norm_with(in[2])->branch(in[0], in[1]);
+    const NormedBranch branch = norm_with(in[2], form)->branch(in[0], in[1]);
     return Tensors{branch.around, branch.normed};
   };
   const Tensors values = {numbers({rows, size}, type, 2.0), numbers({rows, size}, type),
@@ -307,7 +376,8 @@ void check_norm(int64_t rows, int64_t size, at::ScalarType type) {
   // The sum is rounded before it is normed.
   const at::Tensor sum = (values[0] + values[1]).to(at::kDouble);
   const Function formula = [&](const Tensors& in) {
-    return Tensors{in[0], in[0] * (in[0].square().mean(-1, true) + 1e-5).rsqrt() * in[1]};
+    return Tensors{in[0],
+                   in[0] * (in[0].square().mean(-1, true) + 1e-5).rsqrt() * (offset + in[1])};
   };
   const Tensors gradients = in_double({numbers({rows, size}, type), numbers({rows, size}, type)});
   const Tensors actual = outputs_and_gradients(ours, values, gradients);
@@ -318,7 +388,7 @@ void check_norm(int64_t rows, int64_t size, at::ScalarType type) {
   const std::string what = " of " + std::to_string(rows) + " rows";
   EXPECT_TRUE(at::equal(actual[0].to(at::kDouble), sum));
   expect_rounded(actual[1], expected[1], expected[1].abs() * kUnits, "normed" + what);
-  const at::Tensor terms = (gradients[1] * values[2].to(at::kDouble)).abs() * scale;
+  const at::Tensor terms = (gradients[1] * (offset + values[2].to(at::kDouble))).abs() * scale;
   const at::Tensor slack =
       (gradients[0].abs() + terms + (sum.abs() * scale) * terms.mean(-1, true)) * kUnits;
   expect_rounded(actual[2], expected[2], slack, "of x" + what);
@@ -332,7 +402,9 @@ TEST(RmsNormOnDevice, EqualsItsFormulaRoundedOnce) {
   at::manual_seed(5);
   for (const at::ScalarType type : kTypes)
     for (const int64_t size : {8, 64, 128, 200, 264, 1000, 1024, 2048, 4096, 8192})
-      for (const int64_t rows : {1, 37, 1100}) check_norm(rows, size, type);
+      for (const int64_t rows : {1, 37, 1100})
+        for (const NormWeight form : {NormWeight::kFactor, NormWeight::kZeroCentred})
+          check_norm(rows, size, type, form);
 }
 
 // Sizes that no kernel is made for, parts of larger tensors, other types of weight: libtorch's.
@@ -393,7 +465,7 @@ TEST(LayersOnDevice, ComputeTheSameBitsInEveryRun) {
                     {random({300, 32000})}, {gradient({})}, "cross_entropy");
   expect_same_again(
       [&](const Tensors& in) {
-        const NormedBranch branch = norm_with(in[1])->branch(in[0]);
+        const NormedBranch branch = norm_with(in[1], NormWeight::kFactor)->branch(in[0]);
         return Tensors{branch.around, branch.normed};
       },
       {random({4000, 2048}), random({2048})}, {gradient({4000, 2048}), gradient({4000, 2048})},

@@ -19,6 +19,7 @@
 
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
+#include "fsdp/base/text.h"
 #include "fsdp/graph/graph.h"
 #include "support/communicator_suite.h"
 #include "support/nccl_ranks.h"
@@ -91,8 +92,9 @@ struct Result {
 enum class By { kStep, kGraph };
 
 Result train(const Mesh& mesh, const std::string& strategy, By by,
-             UserBuffers user_buffers = UserBuffers::kOff) {
-  SmallTraining training(mesh, strategy, user_buffers);
+             UserBuffers user_buffers = UserBuffers::kOff,
+             const ModelConfig& config = testing::small_llama()) {
+  SmallTraining training(mesh, strategy, user_buffers, at::kFloat, config);
   std::unique_ptr<Graph> graph;
   if (by == By::kGraph)
     graph = std::make_unique<Graph>(training.sharded(), &training.optimizer(),
@@ -153,6 +155,30 @@ INSTANTIATE_TEST_SUITE_P(
                                    TrainingCase::Along::kOuter},
                       TrainingCase{"hfsdp_zero1", "optim+hfsdp", TrainingCase::Along::kOuter}),
     [](const auto& test) { return test.param.name; });
+
+// Tokens travel to the experts of the other rank, or both compute one loss.
+TEST(NcclAxes, HaveTheBitsOfThreadsAndReplayThemAsAGraph) {
+  FSDP_REQUIRE_GPU();
+  World& world = shared_ranks->world();
+  if (world.size() != 2) GTEST_SKIP() << "for two ranks";
+  for (const MeshOptions& axes : {MeshOptions{.ep = 2}, {.tp = 2}, {.ep = 2, .tp = 2}}) {
+    SCOPED_TRACE(concat("ep ", axes.ep, ", tp ", axes.tp));
+    const auto trained = [](const Mesh& mesh, By by) {
+      return train(mesh, "optim_grads_params", by, UserBuffers::kOff, testing::aligned_mixtral());
+    };
+    const Mesh mesh = world.mesh(axes);
+    const Result by_nccl = trained(mesh, By::kStep);
+    EXPECT_LT(by_nccl.losses.back(), by_nccl.losses.front());
+    Result by_threads;
+    run_threads(2, {.timeout_seconds = 60}, [&](World& threads) {
+      Result result = trained(threads.mesh(axes), By::kStep);
+      if (threads.rank() == world.rank()) by_threads = std::move(result);
+    });
+    expect_same(by_nccl, by_threads);
+    expect_same(trained(mesh, By::kGraph), by_nccl);
+    world.communicator().barrier("end of case").wait();
+  }
+}
 
 // An abandoned recording left the host with gathers that never happened.
 TEST(NcclGraph, GoesOnEagerlyWhenAStepCannotBeRecorded) {

@@ -13,7 +13,7 @@ namespace {
 
 // Bytes alone would seldom be JSON, so most of them stand for a piece of it. Numbers are small or
 // absurd: large but allowed ones only take time.
-constexpr std::array<std::string_view, 64> kPieces = {
+constexpr std::array<std::string_view, 66> kPieces = {
     "{",
     "}",
     "[",
@@ -78,7 +78,9 @@ constexpr std::array<std::string_view, 64> kPieces = {
     "\"qwen3\"",
     "\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":",
     "\"shared_expert_intermediate_size\":",
-    "\"layers_block_type\":[\"mlp\",\"mamba\"],"};
+    "\"layers_block_type\":[\"mlp\",\"mamba\"],",
+    "\"model_type\":\"qwen3_next\",\"layer_types\":[\"full_attention\",\"linear_attention\"],",
+    "\"mlp_only_layers\":[1],\"decoder_sparse_step\":"};
 
 std::string text_of(const uint8_t* data, size_t size) {
   std::string text;

@@ -46,31 +46,19 @@ Json plan_json(const std::string& arguments) {
 TEST(PlanCommand, HelpListsEveryOption) {
   const CommandResult help = run_fsdp("plan --help");
   EXPECT_EQ(help.exit_code, 0);
-  for (const char* option : {"--model",
-                             "--ranks",
-                             "--outer",
-                             "--ep",
-                             "--tp",
-                             "--strategy",
-                             "--main-params",
-                             "--main-storage",
-                             "--main-grads",
-                             "--grad-comm",
-                             "--moments",
-                             "--first-moment",
-                             "--second-moment",
-                             "--offload",
-                             "--pool",
-                             "--prefetch",
-                             "--budget",
-                             "--granularity",
-                             "--batch",
-                             "--sequence",
-                             "--gradient-lifetime",
-                             "--json",
-                             "--compare",
-                             "Examples:",
-                             "deepseek-v3"})
+  for (const char* option : {"--model",        "--ranks",
+                             "--outer",        "--ep",
+                             "--tp",           "--expert-parameters",
+                             "--strategy",     "--main-params",
+                             "--main-storage", "--main-grads",
+                             "--grad-comm",    "--moments",
+                             "--first-moment", "--second-moment",
+                             "--offload",      "--pool",
+                             "--prefetch",     "--budget",
+                             "--granularity",  "--batch",
+                             "--sequence",     "--gradient-lifetime",
+                             "--json",         "--compare",
+                             "Examples:",      "deepseek-v3"})
     EXPECT_THAT(help.out, HasSubstr(option));
 }
 
@@ -224,6 +212,11 @@ TEST(PlanCommand, AnswersEveryWrongValueWithOneSentence) {
       {"--model llama-1b --ranks 8 --outer 3", "outer is 3; it must divide ranks = 8"},
       {"--model llama-1b --ranks 8 --outer 0", "--outer is '0'; it must be a whole number from 1"},
       {"--model llama-1b --ranks 8 --ep 2", "ep is 2, but model 'llama-1b' has no experts"},
+      {"--model mixtral-8x7b --ranks 8 --ep 2 --expert-parameters '*.expert.*'",
+       "expert_parameters has '*.expert.*', which matches no tensor of 'mixtral-8x7b'; did you "
+       "mean 'model.layers."},
+      {"--model llama-1b --ranks 8 --expert-parameters '*.q_proj.weight'",
+       "the ranks of a tp group cut it, and it can be cut over one of ep and tp"},
       {"--model mixtral-8x7b --ranks 8 --ep 3",
        "ep is 3 on 8 ranks = 1 outer x 8 inner; it must divide 8"},
       {"--model mixtral-8x7b --ranks 16 --ep 16",
@@ -232,7 +225,8 @@ TEST(PlanCommand, AnswersEveryWrongValueWithOneSentence) {
        "tp is 3 on 8 ranks = 1 outer x 8 inner; it must divide 8"},
       {"--model llama-1b --ranks 8 --tp 8",
        "tp is 8, but 'model.layers.0.self_attn.k_proj.weight' has 4 parts that are not cut"},
-      {"--model nemotron-h-8b --ranks 8 --tp 2", "how the ranks of a tp group would share"},
+      {"--model nemotron-h-8b --ranks 16 --tp 16",
+       "tp is 16, but 'backbone.layers.0.mixer.A_log' has 8 parts that are not cut"},
       {"--model llama-1b --ranks 8 --strategy optm",
        "strategy 'optm' is unknown; did you mean 'optim'?"},
       {"--model llama-1b --ranks 8 --strategy no_shard+hfsdp --outer 2",
@@ -293,6 +287,34 @@ TEST(PlanCommand, AnswersEveryWrongValueWithOneSentence) {
     SCOPED_TRACE(bad.arguments);
     test::expect_only_error(run_fsdp(std::string("plan ") + bad.arguments), 2, bad.says);
   }
+}
+
+TEST(PlanCommand, TakesTheNamesOfExpertsThatAListCannotSay) {
+  const TextFile list("list.json", R"({"name": "mine", "units": [{"name": "block", "tensors": [
+      {"name": "block.experts.up", "shape": [8, 64, 32]}, {"name": "block.norm", "shape": [64]},
+      {"name": "block.experts.down", "shape": [8, 32, 64]}, {"name": "scale", "shape": []}]}]})");
+  const std::string model = "--model " + list.path() + " --ranks 8 ";
+  const Json gathered = plan_json(model);
+  const Json owned = plan_json(model +
+                               "--ep 8 --expert-parameters '*.up' --expert-parameters "
+                               "'*.down'");
+  EXPECT_EQ(owned.at("bytes").at("weight"), gathered.at("bytes").at("weight"));
+  const auto received = [](const Json& plan) { return plan.at("traffic_bytes").at("total"); };
+  EXPECT_LT(received(owned).get<int64_t>(), received(gathered).get<int64_t>() / 50);
+  // Two slices of 7 each: what the ranks cannot share is said with its numbers.
+  const TextFile odd("odd.json", R"({"name": "odd", "units": [{"name": "block", "tensors": [
+      {"name": "block.experts", "shape": [14, 4]}]}]})");
+  test::expect_only_error(
+      run_fsdp("plan --ranks 4 --ep 4 --expert-parameters '*.experts' --model " + odd.path()), 2,
+      "ep is 4, but 'block.experts' has 14 experts; ep must divide their number");
+  test::expect_only_error(
+      run_fsdp("plan --ranks 4 --expert-parameters scale --model " + list.path()), 2,
+      "expert_parameters has 'scale', which matches 'scale' of shape []; experts need a first "
+      "dimension");
+  // Names of experts that the model knows already change nothing.
+  const std::string known = "--model mixtral-8x7b --ranks 8 --ep 4";
+  EXPECT_EQ(plan_json(known).at("bytes"),
+            plan_json(known + " --expert-parameters '*.experts.*'").at("bytes"));
 }
 
 TEST(PlanCommand, NamesTheFileAndTheField) {

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Llamas of the transformers package through `fsdp convert` and back: the same logits.
+"""Models of the transformers package through `fsdp convert` and back: the same logits.
 
     huggingface_test.py FSDP        FSDP is the command; ends with "skipped: ..." where packages are missing
 """
@@ -46,8 +46,18 @@ def save_llama(folder, tied, **options):
     model.save_pretrained(folder, max_shard_size="100KB")
 
 
+def save_qwen3_next(folder):
+    """Gated DeltaNet and attention, experts and a dense layer; tensors of which each expert has its own."""
+    config = transformers.Qwen3NextConfig(
+        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=77, num_hidden_layers=4, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=12, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20,
+        shared_expert_intermediate_size=24, mlp_only_layers=[1])
+    transformers.Qwen3NextForCausalLM(config).save_pretrained(folder, max_shard_size="100KB")
+
+
 def logits(folder, dtype=torch.float32):
-    model, report = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         assert not report[fault], f"{folder}: {fault}: {report[fault]}"
     tokens = torch.arange(40).remainder(VOCABULARY).reshape(2, 20)
@@ -131,6 +141,10 @@ def main():
             check_narrow(folder, "bf16", torch.bfloat16)
             check_narrow(folder, "fp16", torch.float16)
             check_old_config(folder)
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        save_qwen3_next(folder / "hf")
+        check_round_trip(folder, tied=False, ranks=3)
     print(f"passed: transformers {transformers.__version__}, safetensors {safetensors.__version__}")
 
 

@@ -47,7 +47,8 @@ Tensors compute(const std::string& directory, int ranks) {
     }();
     const Mesh mesh = world.mesh();
     const Sharded sharded = fully_shard(model, mesh, {});
-    load_checkpoint(directory, {.sharded = sharded}, {.names = train::stored_name_rules(*model)});
+    load_checkpoint(directory, {.sharded = sharded, .buffers = train::stored_buffers(*model)},
+                    {.names = train::stored_name_rules(*model)});
 
     const at::Tensor tokens =
         at::arange(40, at::kLong).remainder(vocab_size_of(config)).view({2, 20});

@@ -40,7 +40,7 @@ class MpiFailures(failure_checks.FailureChecks, unittest.TestCase):
         self.assertEqual(sorted(messages), [0, 1])
         for message in messages.values():
             self.assertIn("barrier 'blocks.3' waited 1 s for world rank 2, which has not arrived", message)
-        self.assertLess(seconds, 8)
+        self.assertLess(seconds, 20)  # without the deadline the job stands still; starting and ending it takes seconds
 
     def test_a_dead_process_ends_the_job(self):
         _, seconds = run("die")

@@ -107,7 +107,7 @@ TOGETHER = [
     ("train --ranks 4 --outer 2 --tp 4", "--tp is 4, which does not divide 2 ranks of a row (all / --outer); give a divisor"),
     ("train --ranks 2 --tp 2 --sequence 7", "--sequence is 7, which --tp 2 ranks cannot share evenly; give a multiple of 2, e.g. 8"),
     ("train --ranks 4 --tp 2 --batch 7", "--batch is 7, which 2 tp groups with 1 microbatch cannot share evenly; give a multiple of 2"),
-    ("train --ranks 2 --tp 2 --model hybrid-tiny", "tp = 2 ranks do not compute the layers of a hybrid model together"),
+    ("train --ranks 4 --tp 4 --model hybrid-tiny", "n_groups is 2, which tp = 4 ranks cannot share evenly; choose a tp that divides it"),
     ("train --lr 0.001 --min-lr 0.01", "--min-lr is 0.01, above --lr = 0.001; lower it"),
     ("train --schedule wsd", "--schedule is wsd, but --decay-steps is 0; say how many of the last steps decay"),
     ("train --decay-steps 1", "--decay-steps is 1, but --schedule is cosine; only wsd has them"),

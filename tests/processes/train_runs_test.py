@@ -111,13 +111,31 @@ class Ranks(Trained):
     def test_ranks_that_compute_a_loss_together_learn_the_same(self):
         small_runs.write_model(self.root / "heads" / "config.json", num_key_value_heads=2)  # 257 bytes are not shared
         small_runs.write_model(self.root / "even" / "config.json", num_key_value_heads=2, vocab_size=258)
-        for model in ("heads", "even"):
+        small_runs.write_model(self.root / "predicting" / "config.json", num_key_value_heads=2, num_nextn_predict_layers=1)
+        for model in ("heads", "even", "predicting", "hybrid-tiny"):
             words = ["--model", model, "--validate-every", 3]
             expected = self.train(model, *words)
             with self.subTest(model):
                 self.assert_near(self.train(f"{model}-two", *words, "--tp", 2, "--ranks", 2), expected, ORDER)
                 self.assert_near(self.train(f"{model}-four", *words, "--tp", 2, "--ranks", 4, "--microbatches", 2), expected, ORDER)
                 self.assert_near(self.train(f"{model}-tcp", *words, "--tp", 2, "--outer", 2, tcp=4), expected, ORDER)
+                if MPIRUN:
+                    self.assert_near(self.train(f"{model}-mpi", *words, "--tp", 2, "--outer", 2, mpi=4), expected, ORDER)
+                    self.assert_near(self.train(f"{model}-mpi2", *words, "--tp", 2, mpi=4), expected, ORDER)
+
+    def test_experts_and_heads_that_ranks_share_out_learn_the_same(self):
+        moe = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+        small_runs.write_model(self.root / "moe" / "config.json", **moe)
+        words = ["--model", "moe", "--ep", 4, "--tp", 2]
+        for model in ("moe", "hybrid-moe-tiny", "delta-tiny"):
+            with self.subTest(model):
+                one = self.train(f"one-{model}", "--model", model)
+                threads = self.train(f"threads-{model}", "--model", model, "--ep", 4, "--tp", 2, "--ranks", 4)
+                self.assert_near(threads, one, 1e-3)  # experts are balanced within what a rank has, as above
+        threads = self.train("threads", *words, "--ranks", 4)
+        self.assert_near(self.train("tcp", *words, tcp=4), threads, ORDER)
+        if MPIRUN:
+            self.assert_near(self.train("mpi", *words, mpi=4), threads, ORDER)
 
     def test_a_log_line_has_the_names_that_others_script_against(self):
         self.train("run", "--ranks", 2, "--microbatches", 2, steps=3)

@@ -109,6 +109,9 @@ def shards_over_parts_of_torch_distributed():
     found = fsdp.shard.handle(hsdp).mesh
     assert (found.outer_rank, found.inner_rank) == (rank // 2, rank % 2)
     step(hsdp, fsdp.AdamW(hsdp))
+    found = fsdp.mesh(grid, tp=2)
+    assert (found.outer_rank, found.tp.rank, found.tp.size, found.loss, found.num_losses) == (rank // 2, rank % 2, 2, rank // 2, 2)
+    assert found.tp.all_reduce(torch.tensor([float(rank)])).item() == 4 * (rank // 2) + 1
     torch.manual_seed(0)
     part = fsdp.fully_shard(small.Stack(), grid["inner"])
     assert fsdp.shard.handle(part).mesh.inner_size == 2 and fsdp.shard.handle(part).mesh.world.rank == rank % 2

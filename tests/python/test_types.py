@@ -38,6 +38,11 @@ def train(model: nn.Module, x: torch.Tensor) -> None:
 def options(model: nn.Module) -> None:
     fsdp.fully_shard(model, units=[LlamaDecoderLayer, "lm_head"], strategy="optim_grads+hfsdp", main_params=torch.float32)
     fsdp.fully_shard(model, fsdp.mesh(outer=2), strategy="RS/PS/SS", pool="planned", units=lambda module: True)
+    mesh: fsdp.Mesh = fsdp.mesh(ep=2, tp=2)
+    fsdp.fully_shard(model, mesh, expert_parameters=["*.experts.*"],
+                     tensor_parameters={"*.up.weight": fsdp.TpShard(0, num_sections=2), "*.norm.*": fsdp.TpPartial(), "*": fsdp.TpEqual()})
+    rows = mesh.ep.all_to_all(mesh.tp.all_gather(torch.ones(2), gradient="equal"), [1, 1], [1, 1])
+    print(mesh.tp.reduce_scatter(mesh.tp.sum_gradient(rows), dim=1).shape, mesh.loss, mesh.num_losses)
     with fsdp.unshard(model), fsdp.no_sync(model):
         print(fsdp.memory(model).peak)
     loaded = fsdp.Checkpointer("run", model, keep_last=3).load_latest()
@@ -57,6 +62,10 @@ WRONG = [
     ('fsdp.SGD(model, loss_scale="dynamo")', "arg-type"),
     ("fsdp.microbatch(model)", "call-arg"),
     ('fsdp.mesh(outer="2")', "arg-type"),
+    ('fsdp.mesh(tp="2")', "arg-type"),
+    ("fsdp.fully_shard(model, tensor_parameters={'*': 0})", "dict-item"),
+    ("fsdp.TpShard()", "call-arg"),
+    ('fsdp.mesh().tp.all_reduce(model.weight, gradient="whole")', "arg-type"),
     ("fsdp.Checkpointer(7, model)", "arg-type"),
     ("fsdp.Checkpointer('run', model).load_latest().step", "union-attr"),
     ("fsdp.world().rank = 3", "misc"),

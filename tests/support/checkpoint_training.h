@@ -34,7 +34,7 @@ struct WideImpl : torch::nn::Module {
 TORCH_MODULE(Wide);
 
 inline Wide make_wide(at::ScalarType dtype = at::kFloat, int num_units = kUnits,
-                      c10::Device where = device()) {
+                      c10::Device where = test_device()) {
   Wide model = build([&] { return Wide(num_units); });
   model->to(where, dtype);
   return model;

@@ -22,19 +22,20 @@ inline World world_over_nccl(const CommOptions& options) {
   return World(launch, over_nccl(connect_processes(options), launch.local_rank, options));
 }
 
-// A small Llama and its optimizer. step() is the same work every time, for graphs.
+// A small model and its optimizer. step() is the same work every time, for graphs.
 class SmallTraining {
  public:
   SmallTraining(const Mesh& mesh, const std::string& strategy,
-                UserBuffers user_buffers = UserBuffers::kOff, at::ScalarType wire = at::kFloat)
-      : rank_(mesh.outer().rank() * mesh.inner().size() + mesh.inner().rank()),
-        model_(build_language_model(small_llama(), {.seed = 3, .dtype = at::kBFloat16})),
+                UserBuffers user_buffers = UserBuffers::kOff, at::ScalarType wire = at::kFloat,
+                const ModelConfig& config = small_llama())
+      : loss_number_(mesh.loss()),
+        model_(build_language_model(config, {.seed = 3, .dtype = at::kBFloat16})),
         sharded_(shard(mesh, strategy, user_buffers, wire)),
         optimizer_(sharded_, {.lr = 1e-2, .step = {.max_norm = 0.5}}),
-        tokens_(small_tokens(0, 0).to(kGpu)) {}
+        tokens_(small_tokens(0, 0, 2, kSequence).to(kGpu)) {}
 
   void begin_step(int number) {
-    tokens_.copy_(small_tokens(rank_, number % 3));
+    tokens_.copy_(small_tokens(loss_number_, number % 3, 2, kSequence));
     optimizer_.set_learning_rate(1e-2 / (1 + number));
   }
 
@@ -70,7 +71,9 @@ class SmallTraining {
                         .collectives = Collectives::kAlways});
   }
 
-  const int rank_;
+  static constexpr int64_t kSequence = 8;  // which two ranks can share
+
+  const int loss_number_;
   const std::shared_ptr<LanguageModel> model_;
   const Sharded sharded_;
   AdamW optimizer_;

@@ -5,7 +5,6 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <cstdlib>
 #include <map>
 #include <mutex>
 #include <string>
@@ -14,27 +13,22 @@
 #include "fsdp/optim/adamw.h"
 #include "support/run_ranks.h"
 #include "support/sharded_training.h"
+#include "support/test_device.h"
 
 namespace fsdp::testing {
 
 inline constexpr int kUnits = 4;
 inline constexpr int kSteps = 4;
 
-// The device of the models: FSDP_TEST_DEVICE, or the CPU.
-inline c10::Device device() {
-  const char* name = std::getenv("FSDP_TEST_DEVICE");
-  return name == nullptr ? c10::Device(c10::kCPU) : c10::Device(name);
-}
-
 inline Chain make_chain(at::ScalarType dtype = at::kFloat) {
   Chain model = build([] { return Chain(kUnits); });
-  model->to(device(), dtype);
+  model->to(test_device(), dtype);
   return model;
 }
 
 inline at::Tensor loss_of(Chain& model, int rank, int step) {
   const at::ScalarType dtype = model->parameters().front().scalar_type();
-  return model(input_for(rank, step).to(device(), dtype)).to(at::kFloat).square().sum();
+  return model(input_for(rank, step).to(test_device(), dtype)).to(at::kFloat).square().sum();
 }
 
 struct Training {
@@ -44,7 +38,7 @@ struct Training {
   ShardOptions shard = {};
   AdamWOptions adamw = {.lr = 0.01};
   int microbatches = 1;
-  c10::Device where = device();
+  c10::Device where = test_device();
 };
 
 struct Outcome {

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/base/text.h"
 #include "fsdp/optim/adamw.h"
 #include "support/parallel_model.h"
 #include "support/sharded_training.h"

@@ -2,9 +2,10 @@
 
 #include <array>
 #include <cstdlib>
-#include <set>
 #include <string_view>
 #include <utility>
+
+#include "support/pairwise.h"
 
 namespace fsdp::testing {
 
@@ -37,13 +38,12 @@ constexpr std::array kUpdatedBy = {UpdatedBy::kLibtorch, UpdatedBy::kOurs,
                                    UpdatedBy::kOursOffloaded};
 
 constexpr size_t kNumProperties = 9;
-constexpr std::array<size_t, kNumProperties> kNumValues = {
-    kStrategies.size(), kMeshes.size(),       kModels.size(),
-    kPools.size(),      kMicrobatches.size(), kPrecisions.size(),
-    kLifetimes.size(),  kGradients.size(),    kUpdatedBy.size()};
-
 // One index per property.
-using Choice = std::array<size_t, kNumProperties>;
+using Choice = Pairwise<kNumProperties>::Choice;
+
+constexpr Choice kNumValues = {kStrategies.size(), kMeshes.size(),       kModels.size(),
+                               kPools.size(),      kMicrobatches.size(), kPrecisions.size(),
+                               kLifetimes.size(),  kGradients.size(),    kUpdatedBy.size()};
 
 ParityCase case_of(const Choice& choice) {
   return {.model = kModels[choice[2]],
@@ -72,36 +72,6 @@ std::vector<Choice> all_choices() {
   return all;
 }
 
-using ValuePair = std::array<size_t, 4>;  // property, value, later property, its value
-
-template <typename Visit>
-void for_each_pair(const Choice& choice, const Visit& visit) {
-  for (size_t a = 0; a < kNumProperties; ++a)
-    for (size_t b = a + 1; b < kNumProperties; ++b) visit(ValuePair{a, choice[a], b, choice[b]});
-}
-
-size_t num_new_pairs(const Choice& choice, const std::set<ValuePair>& missing) {
-  size_t count = 0;
-  for_each_pair(choice, [&](const ValuePair& pair) { count += missing.count(pair); });
-  return count;
-}
-
-// Takes for each property in turn the value that adds the most new pairs, until nothing changes.
-Choice improved(Choice choice, const std::set<ValuePair>& missing) {
-  for (bool changed = true; changed;) {
-    changed = false;
-    for (size_t property = 0; property < kNumProperties; ++property)
-      for (size_t value = 0; value < kNumValues[property]; ++value) {
-        Choice other = choice;
-        other[property] = value;
-        if (num_new_pairs(other, missing) <= num_new_pairs(choice, missing)) continue;
-        choice = other;
-        changed = true;
-      }
-  }
-  return choice;
-}
-
 }  // namespace
 
 std::vector<ParityCase> all_cases() {
@@ -111,20 +81,9 @@ std::vector<ParityCase> all_cases() {
 }
 
 std::vector<ParityCase> pairwise_cases() {
-  std::set<ValuePair> missing;
-  for (const Choice& choice : all_choices())
-    for_each_pair(choice, [&](const ValuePair& pair) { missing.insert(pair); });
   std::vector<ParityCase> cases;
-  while (!missing.empty()) {
-    // Starts with a missing pair, so that every case adds at least one.
-    const ValuePair pair = *missing.begin();
-    Choice start{};
-    start[pair[0]] = pair[1];
-    start[pair[2]] = pair[3];
-    const Choice choice = improved(start, missing);
-    for_each_pair(choice, [&](const ValuePair& covered) { missing.erase(covered); });
+  for (const Choice& choice : Pairwise<kNumProperties>(kNumValues).choices())
     cases.push_back(case_of(choice));
-  }
   return cases;
 }
 

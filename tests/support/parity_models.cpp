@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <mutex>
 
 #include "fsdp/comm/communicator.h"
@@ -301,11 +300,6 @@ std::shared_ptr<ParityModel> make_model(ModelKind kind, at::ScalarType compute) 
   // Otherwise a GPU may add up in the order of its threads, and bits are compared here.
   if (!test_device().is_cpu()) at::globalContext().setDeterministicAlgorithms(true, true);
   return model;
-}
-
-c10::Device test_device() {
-  const char* name = std::getenv("FSDP_TEST_DEVICE");
-  return c10::Device(name == nullptr ? "cpu" : name);
 }
 
 Batch make_batch(ModelKind kind, int64_t rank, int64_t step, int64_t microbatch,

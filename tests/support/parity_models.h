@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "support/test_device.h"
+
 namespace fsdp::testing {
 
 enum class ModelKind : uint8_t {
@@ -33,9 +35,6 @@ class ParityModel : public torch::nn::Module {
   // Summed over the rows of the batch, always in fp32.
   virtual at::Tensor summed_loss(const Batch& batch) = 0;
 };
-
-// The device of models and batches: FSDP_TEST_DEVICE, or the CPU.
-c10::Device test_device();
 
 // Equal values on every call. May be called by several ranks at the same time, although libtorch's
 // generator belongs to the process.

@@ -32,6 +32,16 @@ inline MixtralConfig small_mixtral() {
           .router_aux_loss_coef = 0.02};
 }
 
+// Of sizes that products in groups take on a GPU.
+inline MixtralConfig aligned_mixtral() {
+  MixtralConfig config = small_mixtral();
+  config.decoder.hidden_size = 64;
+  config.decoder.intermediate_size = 48;
+  config.num_local_experts = 8;
+  config.shared_expert_intermediate_size = 16;
+  return config;
+}
+
 inline NemotronHConfig small_hybrid() {
   return {.vocab_size = 37,
           .hidden_size = 24,
@@ -46,6 +56,62 @@ inline NemotronHConfig small_hybrid() {
           .num_key_value_heads = 2,
           .head_dim = 8,
           .chunk_size = 4};
+}
+
+// With a router of groups and biases, a shared expert, and a second token predicted.
+inline NemotronHConfig small_expert_hybrid() {
+  NemotronHConfig config = small_hybrid();
+  config.hybrid_override_pattern = "ME*-E";
+  config.n_routed_experts = 8;
+  config.num_experts_per_tok = 3;
+  config.moe_intermediate_size = 13;
+  config.moe_shared_expert_intermediate_size = 11;
+  config.n_group = 4;
+  config.topk_group = 2;
+  config.routed_scaling_factor = 2.5;
+  config.router_bias_update_rate = 0.01;
+  config.num_nextn_predict_layers = 1;
+  return config;
+}
+
+// As aligned_mixtral().
+inline NemotronHConfig aligned_expert_hybrid() {
+  NemotronHConfig config = small_expert_hybrid();
+  config.hidden_size = 64;
+  config.moe_intermediate_size = 48;
+  config.moe_latent_size = 32;
+  return config;
+}
+
+// Three DeltaNet layers and one of attention; the second layer is dense. With less than this
+// epsilon, the norm behind the delta rule makes roundings of small sums large.
+inline Qwen3NextConfig small_qwen3_next() {
+  return {.decoder = {.vocab_size = 37,
+                      .hidden_size = 24,
+                      .num_hidden_layers = 4,
+                      .num_attention_heads = 4,
+                      .num_key_value_heads = 2,
+                      .head_dim = 8,
+                      .intermediate_size = 30,
+                      .rms_norm_eps = 0.01},
+          .linear_num_key_heads = 2,
+          .linear_num_value_heads = 4,
+          .linear_key_head_dim = 4,
+          .linear_value_head_dim = 6,
+          .num_experts = 6,
+          .num_experts_per_tok = 2,
+          .moe_intermediate_size = 13,
+          .shared_expert_intermediate_size = 11,
+          .router_aux_loss_coef = 0.02,
+          .mlp_only_layers = {1}};
+}
+
+// As aligned_mixtral().
+inline Qwen3NextConfig aligned_qwen3_next() {
+  Qwen3NextConfig config = small_qwen3_next();
+  config.decoder.hidden_size = 64;
+  config.moe_intermediate_size = 48;
+  return config;
 }
 
 // Covers every option that changes which tensors there are, or their use.
@@ -72,6 +138,18 @@ inline std::vector<SmallModel> small_models() {
   biased_hybrid.use_conv_bias = false;
   NemotronHConfig tied_hybrid = small_hybrid();
   tied_hybrid.tie_word_embeddings = true;
+  NemotronHConfig latent_hybrid = small_expert_hybrid();
+  latent_hybrid.tie_word_embeddings = latent_hybrid.mlp_bias = true;
+  latent_hybrid.moe_latent_size = 10;
+  latent_hybrid.num_nextn_predict_layers = 2;
+  latent_hybrid.mtp_hybrid_override_pattern = "-*E";
+  Qwen3NextConfig tied_next = small_qwen3_next();
+  tied_next.decoder.tie_word_embeddings = tied_next.decoder.attention_bias = true;
+  tied_next.layer_types = {LayerType::kFullAttention, LayerType::kLinearAttention};
+  tied_next.decoder.num_hidden_layers = 2;
+  tied_next.mlp_only_layers = {};
+  tied_next.decoder_sparse_step = 2;
+  tied_next.norm_topk_prob = false;
   return {{"llama", small_llama()},
           {"llama_biased", biased},
           {"llama_tied", tied},
@@ -84,7 +162,11 @@ inline std::vector<SmallModel> small_models() {
           {"qwen3_moe", qwen_experts},
           {"hybrid", small_hybrid()},
           {"hybrid_biased", biased_hybrid},
-          {"hybrid_tied", tied_hybrid}};
+          {"hybrid_tied", tied_hybrid},
+          {"hybrid_experts", small_expert_hybrid()},
+          {"hybrid_latent_experts", latent_hybrid},
+          {"qwen3_next", small_qwen3_next()},
+          {"qwen3_next_tied", tied_next}};
 }
 
 // Different for every rank and step, and no random numbers. [rows, sequence + 1]

@@ -16,7 +16,9 @@ struct LoadOptions {
   NameRules names = {};
   // Tensors of the model that the checkpoint may lack; they keep their values. Globs.
   std::vector<std::string> allow_missing = {};
-  // Whether the checkpoint may have tensors that the model does not have.
+  // Tensors of the checkpoint that the model is known to leave out. Globs.
+  std::vector<std::string> ignored = {};
+  // Whether the checkpoint may have other tensors that the model does not have.
   enum class Extra : uint8_t { kRefuse, kAllow };
   Extra extra = Extra::kRefuse;
   // Whether errors say how to set the two fields above; false where nobody can set them.

@@ -15,6 +15,8 @@
 
 namespace fsdp {
 
+class Mesh;
+
 // One part of a loss, for display: detached, one element, before its weight.
 struct LossTerm {
   std::string name;  // "cross_entropy", "load_balance", "dropped" or "mtp"
@@ -51,16 +53,26 @@ class LanguageModel : public torch::nn::Module {
   // prediction. The mean over all other targets; 0 if there are none.
   virtual ModelLoss loss(const at::Tensor& tokens, const at::Tensor& targets) = 0;
 
+  // What a step of training changes besides weights: the biases by which some routers even out the
+  // load of their experts. All ranks call it after optimizer steps, recorded ones included.
+  void end_step(const Mesh& mesh);
+
   const ModelConfig& config() const { return config_; }
   const std::vector<StoredName>& stored_names() const { return stored_names_; }
+  // Tensors of published checkpoints that the model does not have; globs.
+  const std::vector<std::string>& ignored_names() const { return ignored_names_; }
 
  protected:
-  LanguageModel(ModelConfig config, std::vector<StoredName> stored_names)
-      : config_(std::move(config)), stored_names_(std::move(stored_names)) {}
+  LanguageModel(ModelConfig config, std::vector<StoredName> stored_names,
+                std::vector<std::string> ignored_names = {})
+      : config_(std::move(config)),
+        stored_names_(std::move(stored_names)),
+        ignored_names_(std::move(ignored_names)) {}
 
  private:
   const ModelConfig config_;
   const std::vector<StoredName> stored_names_;
+  const std::vector<std::string> ignored_names_;
 };
 
 // The activations that the backward computes again instead of keeping them.

@@ -58,6 +58,9 @@ struct ModelShape {
   std::optional<LlamaConfig> layers = {};
   // Whether its tensors say how the ranks of a tp group share them.
   bool takes_tp = false;
+  // Where each use ends: at a later one if that is part of it, as the embedding is of a tied head.
+  // Empty: all end where they begin.
+  std::vector<int64_t> ends = {};
 
   // Elements of all units; shared parameters count once.
   int64_t parameters() const;
@@ -66,6 +69,11 @@ struct ModelShape {
   // names and non-negative dimensions, and the element count fits 64 bits in bytes.
   void validate() const;
 };
+
+// Tensors that have one slice per expert along their first dimension though the model does not say
+// so, by their names (ShardOptions::expert_parameters): of a list of shapes, say. UsageError for a
+// pattern that matches nothing, and for a tensor that cannot be of experts.
+void declare_experts(ModelShape& model, const std::vector<std::string>& patterns);
 
 // The positions (in declaration order) of a unit's tensors that share a dtype and a kind: one
 // parameter group.

@@ -15,6 +15,7 @@
 #include "fsdp/layout/strategy.h"
 #include "fsdp/memory/pool_options.h"
 #include "fsdp/memory/slab_allocator.h"
+#include "fsdp/shard/parallel_module.h"
 
 namespace fsdp {
 
@@ -99,6 +100,15 @@ struct ShardOptions {
   // "layers.*" (`*` is any text between two dots, `?` one character). The program calls them by
   // fsdp::call_unit() (call_unit.h), and keeps the Sharded as long as it calls them.
   std::vector<std::string> units = {};
+
+  // Parameters with one slice per expert along their first dimension, as those of an ExpertModule
+  // are, by their names in the module tree: "*.experts.*" (`*` is any text, dots too, `?` one
+  // character). Their modules find their ranks by Mesh::ep().
+  std::vector<std::string> expert_parameters = {};
+
+  // What the ranks of a tp group have of parameters, as a TensorParallelModule says it; the first
+  // pattern that matches counts.
+  std::vector<TensorParameters> tensor_parameters = {};
 
   // Types of main weights, main gradients and gradient communication.
   PrecisionPolicy precision = {};

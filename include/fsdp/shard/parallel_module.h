@@ -72,4 +72,13 @@ class TensorParallelModule {
   virtual void join(const MeshAxis& tp) = 0;
 };
 
+// The same of parameters whose modules do not derive from it, by their names in the module tree:
+// `*` is any text (dots too), `?` one character. Such modules find their ranks by Mesh::tp().
+struct TensorParameters {
+  std::string pattern;
+  TpPlacement placement = TpShard{};
+
+  friend bool operator==(const TensorParameters&, const TensorParameters&) = default;
+};
+
 }  // namespace fsdp

@@ -191,6 +191,7 @@ class Loading {
     }
     if (state.optimizer != nullptr) add_moments(OptimizerAccess::of(*state.optimizer));
     plan_.check({.allow_missing = options.allow_missing,
+                 .ignored = options.ignored,
                  .allows_extra = options.extra == LoadOptions::Extra::kAllow,
                  .is_offered = options.is_tolerance_offered});
   }

@@ -144,7 +144,8 @@ void LoadPlan::check(const LoadTolerance& tolerance) {
   for (const TensorSet* set : {&model_, wants_moments ? &moments_ : nullptr})
     if (set != nullptr)
       for (const auto& [name, ignored] : *set)
-        if (is_used_.count(name) == 0) extra_.push_back(name);
+        if (is_used_.count(name) == 0 && !matches_any(tolerance.ignored, name))
+          extra_.push_back(name);
 
   std::vector<std::string> faults;
   const bool lacks_weights = std::any_of(missing_from_.begin(), missing_from_.end(),

@@ -43,6 +43,7 @@ class TensorSource {
 // The differences that are allowed between model and checkpoint.
 struct LoadTolerance {
   std::vector<std::string> allow_missing = {};  // globs on names in the model or the checkpoint
+  std::vector<std::string> ignored = {};        // globs on names in the checkpoint
   bool allows_extra = false;
   bool is_offered = true;  // whether the caller can allow more; then errors say how
 };

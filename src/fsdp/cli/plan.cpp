@@ -27,6 +27,7 @@ struct PlanArguments {
   std::string outer = "1";
   std::string ep = "1";
   std::string tp = "1";
+  std::vector<std::string> expert_parameters;
   std::string strategy = "optim_grads_params";
   std::string main_params = "fp32";
   std::string main_grads = "none";
@@ -150,6 +151,7 @@ void run_plan(const CLI::App& app, const PlanArguments& given) {
   const std::optional<PeakOptions> batch = read_peak_options(app, given);
   const auto start = std::chrono::steady_clock::now();
   ModelShape loaded = load_model(given.model);
+  declare_experts(loaded, given.expert_parameters);
   const std::chrono::duration<double> load = std::chrono::steady_clock::now() - start;
   const Planner planner(std::move(loaded), options);
   const ModelShape& model = planner.model();
@@ -209,6 +211,11 @@ Command add_plan(CLI::App& parent) {
          "Ranks that share out the experts of a layer: each has its own, and tokens travel");
   option("--tp", given->tp, "N",
          "Ranks that compute one batch together: each has slices of the matrices");
+  app->add_option("--expert-parameters", given->expert_parameters,
+                  "Tensors of a list of your own with one slice per expert along their first "
+                  "dimension, for --ep: '*.experts.*'; may be given several times")
+      ->type_name("GLOB")
+      ->allow_extra_args(false);
   option("--strategy", given->strategy, "NAME",
          "What is sharded: no_shard, optim, optim_grads, optim_grads_params, the last three also "
          "with +hfsdp, or placements such as RS/PS/SS");

@@ -33,18 +33,21 @@ std::string arithmetic(const Communicator& world, const MeshOptions& options, in
 struct Mesh::Sizes {
   Sizes(const Communicator& world, const MeshOptions& options)
       : outer(options.outer), ep(options.ep), tp(options.tp) {
-    FSDP_CHECK(outer >= 1 && world.size() % outer == 0, "outer is ", outer, " in a world of ",
-               world.size(), " ranks: it must divide the number of ranks");
+    if (outer < 1 || world.size() % outer != 0)
+      throw UsageError(concat("outer is ", outer, " in a world of ", world.size(),
+                              " ranks: it must divide the number of ranks"));
     row = world.size() / outer;
-    FSDP_CHECK(tp >= 1 && row % tp == 0, "tp is ", tp, " in a world of ",
-               arithmetic(world, options, row), ": it must divide ", row);
+    if (tp < 1 || row % tp != 0)
+      throw UsageError(concat("tp is ", tp, " in a world of ", arithmetic(world, options, row),
+                              ": it must divide ", row));
     tensor_inner = row / tp;
     // An ep group is one row or part of it, or several rows.
     const bool divides_row = ep >= 1 && row % ep == 0;
     const bool is_rows = ep >= 1 && ep % row == 0 && world.size() % ep == 0;
-    FSDP_CHECK(divides_row || is_rows, "ep is ", ep, " in a world of ",
-               arithmetic(world, options, row), ": it must divide ", row,
-               ", or be a multiple of it that divides ", world.size());
+    if (!divides_row && !is_rows)
+      throw UsageError(concat("ep is ", ep, " in a world of ", arithmetic(world, options, row),
+                              ": it must divide ", row, ", or be a multiple of it that divides ",
+                              world.size()));
     expert_inner = divides_row ? row / ep : 1;
     expert_outer = world.size() / (expert_inner * ep);
   }

@@ -1,4 +1,5 @@
-// Nemotron-H as a language model: Mamba-2, MLP and attention layers by a pattern.
+// Nemotron-H as a language model: Mamba-2, MLP, attention and expert layers by a pattern, with or
+// without multi-token prediction.
 #pragma once
 
 #include <memory>
@@ -8,6 +9,7 @@
 namespace fsdp::nn {
 
 // `config` must be trainable. Leaves values unset.
-std::shared_ptr<LanguageModel> make_hybrid(const NemotronHConfig& config, Recompute recompute);
+std::shared_ptr<LanguageModel> make_hybrid(const NemotronHConfig& config,
+                                           const BuildOptions& options);
 
 }  // namespace fsdp::nn

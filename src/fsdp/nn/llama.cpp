@@ -5,10 +5,9 @@
 
 #include <utility>
 
-#include "fsdp/base/check.h"
-#include "fsdp/comm/mesh.h"
-#include "fsdp/nn/layers/cross_entropy.h"
+#include "fsdp/nn/decoder.h"
 #include "fsdp/nn/layers/matrix_layers.h"
+#include "fsdp/nn/qwen3_next.h"
 #include "fsdp/shard/recompute.h"
 #include "fsdp/shard/unit.h"
 
@@ -16,7 +15,9 @@ namespace fsdp::nn {
 
 namespace {
 
-RmsNorm norm_of(const LlamaConfig& c) { return RmsNorm(c.hidden_size, c.rms_norm_eps); }
+RmsNorm norm_of(const LlamaBlockOptions& options) {
+  return RmsNorm(options.config.hidden_size, options.config.rms_norm_eps, options.norm_weight);
+}
 
 Attention attention_of(const LlamaBlockOptions& options) {
   const LlamaConfig& c = options.config;
@@ -26,17 +27,20 @@ Attention attention_of(const LlamaBlockOptions& options) {
                                     .head_dim = head_dim_of(c),
                                     .bias = c.attention_bias,
                                     .qk_norm_eps = c.qk_norm ? c.rms_norm_eps : 0.0,
+                                    .qk_norm_weight = options.norm_weight,
+                                    .is_gated = options.is_attention_gated,
                                     .standard_deviation = c.initializer_range,
                                     .rotary = options.rotary});
 }
 
 // Published checkpoints keep the norm of a prediction layer's head in a module of its own.
-RmsNorm shared_head_norm(torch::nn::Module& owner, const LlamaConfig& c) {
+RmsNorm shared_head_norm(torch::nn::Module& owner, const LlamaBlockOptions& options) {
   auto shared_head = owner.register_module("shared_head", std::make_shared<torch::nn::Module>());
-  return shared_head->register_module("norm", norm_of(c));
+  return shared_head->register_module("norm", norm_of(options));
 }
 
 const LlamaConfig& llama_decoder_of(const ModelConfig& config) {
+  if (const auto* next = std::get_if<Qwen3NextConfig>(&config)) return next->decoder;
   const auto* mixtral = std::get_if<MixtralConfig>(&config);
   return mixtral != nullptr ? mixtral->decoder : std::get<LlamaConfig>(config);
 }
@@ -59,164 +63,98 @@ std::string experts_module_of(const ModelConfig& config) {
   return mixtral == nullptr ? "" : experts_module(*mixtral);
 }
 
-std::vector<StoredName> llama_stored_names(const ModelConfig& config) {
-  std::vector<StoredName> names = {{"lm_head.norm.weight", {"model.norm.weight"}}};
+double balance_weight_of(const ModelConfig& config) {
+  if (const auto* next = std::get_if<Qwen3NextConfig>(&config)) return next->router_aux_loss_coef;
   const auto* mixtral = std::get_if<MixtralConfig>(&config);
-  if (mixtral == nullptr) return names;
-  for (StackedExperts& stack : stacked_experts(expert_names(*mixtral)))
-    names.push_back({std::move(stack.name), std::move(stack.parts)});
-  return names;
+  return mixtral == nullptr ? 0.0 : mixtral->router_aux_loss_coef;
 }
 
-class Llama final : public LanguageModel, public TokenParallelLayer {
+// For each layer, and in the end for a layer that predicts one more token.
+std::vector<LlamaBlockOptions> llama_blocks(const ModelConfig& config, const BuildOptions& build) {
+  if (const auto* next = std::get_if<Qwen3NextConfig>(&config))
+    return qwen3_next_blocks(*next, build);
+  const LlamaConfig& c = llama_decoder_of(config);
+  return std::vector<LlamaBlockOptions>(static_cast<size_t>(c.num_hidden_layers + 1),
+                                        {.config = c,
+                                         .experts = experts_of(config, build.expert_capacity),
+                                         .experts_module = experts_module_of(config),
+                                         .recompute = build.recompute,
+                                         .rotary = std::make_shared<Rotary>(c)});
+}
+
+// Qwen3-Next's layers of multi-token prediction, which `transformers` leaves out, too.
+std::vector<std::string> llama_ignored_names(const ModelConfig& config) {
+  if (std::holds_alternative<Qwen3NextConfig>(config)) return {"mtp.*"};
+  return {};
+}
+
+class Llama final : public Decoder {
  public:
   Llama(const ModelConfig& config, const BuildOptions& build)
-      : LanguageModel(config, llama_stored_names(config)),
-        decoder_(llama_decoder_of(this->config())),
-        num_load_tensors_(build.expert_capacity > 0 ? 3 : 2) {
-    const LlamaConfig& c = decoder_;
+      : Decoder(config, {"lm_head.norm.weight", {"model.norm.weight"}}, llama_ignored_names(config),
+                {.prediction_weight = llama_decoder_of(config).mtp_loss_weight,
+                 .balance_weight = balance_weight_of(config),
+                 .capacity_factor = build.expert_capacity}) {
+    const LlamaConfig& c = llama_decoder_of(config);
     auto model = register_module("model", std::make_shared<torch::nn::Module>());
     embedding_ = model->register_module(
         "embed_tokens", Unit<Embedding>(c.vocab_size, c.hidden_size, c.initializer_range));
     torch::nn::ModuleList layers;
-    const LlamaBlockOptions options{.config = c,
-                                    .experts = experts_of(config, build.expert_capacity),
-                                    .experts_module = experts_module_of(config),
-                                    .recompute = build.recompute,
-                                    .rotary = std::make_shared<Rotary>(c)};
+    const std::vector<LlamaBlockOptions> options = llama_blocks(config, build);
     for (int64_t i = 0; i < c.num_hidden_layers; ++i) {
-      blocks_.emplace_back(options);
-      layers->push_back(blocks_.back());
+      Unit<LlamaBlock> block(options[static_cast<size_t>(i)]);
+      layers->push_back(block);
+      blocks_.emplace_back(block);
     }
     for (int64_t i = 0; i < c.num_nextn_predict_layers; ++i) {
-      predictions_.emplace_back(options);
-      layers->push_back(predictions_.back());
+      Unit<PredictionBlock> block(options.back());
+      layers->push_back(block);
+      predictors_.push_back([block](const at::Tensor& hidden, const at::Tensor& embedded,
+                                    const at::Tensor& token_weight, ExpertLoads& loads) mutable {
+        BlockOutput output = block(hidden, embedded, token_weight);
+        loads.take(output);
+        return Prediction{std::move(output[0]), std::move(output[1])};
+      });
     }
     model->register_module("layers", layers);
-    head_ =
-        register_module("lm_head", Unit<Head>(head_options(c, c.rms_norm_eps, embedding_->weight)));
+    HeadOptions head = head_options(c, c.rms_norm_eps, embedding_->weight);
+    head.norm_weight = options.back().norm_weight;
+    head_ = register_module("lm_head", Unit<Head>(head));
   }
-
-  at::Tensor logits(const at::Tensor& tokens) override {
-    std::vector<RouterLoad> loads;
-    return whole_logits(head_(hidden_of(tokens, loads, nullptr), HeadInput::kHidden),
-                        head_->ranks());
-  }
-
-  at::Tensor next_logits(const at::Tensor& tokens, DecodingCache& cache) override {
-    if (tp() != nullptr)
-      throw UsageError(concat(
-          "tp = ", tp()->size(),
-          " ranks share the tokens of a sequence, so they cannot decode one after the other; "
-          "load the checkpoint on a mesh without tp"));
-    const at::NoGradGuard no_grad;
-    std::vector<RouterLoad> loads;
-    cache.layers.resize(blocks_.size());
-    return head_(last_position(hidden_of(tokens, loads, &cache)), HeadInput::kHidden).squeeze(1);
-  }
-
-  ModelLoss loss(const at::Tensor& tokens, const at::Tensor& targets) override {
-    std::vector<RouterLoad> loads;
-    const at::Tensor hidden = hidden_of(tokens, loads, nullptr);
-    const at::Tensor next =
-        cross_entropy(head_(hidden, HeadInput::kHidden), targets, head_->ranks());
-    ModelLoss loss{next, {{"cross_entropy", next.detach()}}};
-    if (!predictions_.empty()) add_predictions(tokens, targets, hidden, loads, loss);
-    if (!loads.empty()) add_balance(loads, loss);
-    return loss;
-  }
-
-  void join(const MeshAxis& tp) override {
-    check_tensor_ranks(config(), tp.size());
-    TokenParallelLayer::join(tp);
-  }
-
- private:
-  at::Tensor hidden_of(const at::Tensor& tokens, std::vector<RouterLoad>& loads,
-                       DecodingCache* cache) {
-    at::Tensor x = embedding_(tokens);
-    for (size_t i = 0; i < blocks_.size(); ++i) {
-      BlockOutput output = blocks_[i](x, cache == nullptr ? nullptr : &cache->layers[i]);
-      note_load(output, loads);
-      x = std::move(output[0]);
-    }
-    return x;
-  }
-
-  void note_load(const BlockOutput& output, std::vector<RouterLoad>& loads) const {
-    if (output.size() <= num_load_tensors_) return;
-    const auto first = output.end() - static_cast<ptrdiff_t>(num_load_tensors_);
-    loads.push_back({first[0], first[1], num_load_tensors_ == 3 ? first[2] : at::Tensor()});
-  }
-
-  // Layer k joins position i's state with the token at i + k and predicts the token after that.
-  void add_predictions(const at::Tensor& tokens, const at::Tensor& targets, at::Tensor hidden,
-                       std::vector<RouterLoad>& loads, ModelLoss& loss) {
-    at::Tensor sum;
-    int64_t offset = 0;
-    for (Unit<PredictionBlock>& prediction : predictions_) {
-      ++offset;
-      const int64_t length = tokens.size(1) - offset;
-      FSDP_CHECK(length > 0, "a sequence has ", tokens.size(1),
-                 " tokens; multi-token prediction needs more than num_nextn_predict_layers = ",
-                 predictions_.size());
-      const at::Tensor embedded = embedding_(tokens.narrow(1, offset, length));
-      BlockOutput output = prediction(hidden.narrow(1, 0, length), embedded);
-      note_load(output, loads);
-      const at::Tensor term =
-          cross_entropy(head_(output[1], HeadInput::kNormed), targets.narrow(1, offset, length));
-      sum = sum.defined() ? sum + term : term;
-      hidden = std::move(output[0]);
-    }
-    const at::Tensor mean = sum / static_cast<double>(offset);
-    loss.total = loss.total + mean * decoder_.mtp_loss_weight;
-    loss.terms.push_back({"mtp", mean.detach()});
-  }
-
-  void add_balance(const std::vector<RouterLoad>& loads, ModelLoss& loss) const {
-    const at::Tensor balance = load_balancing_loss(loads, tp());
-    loss.total = loss.total + balance * std::get<MixtralConfig>(config()).router_aux_loss_coef;
-    loss.terms.push_back({"load_balance", balance.detach()});
-    if (num_load_tensors_ < 3) return;
-    std::vector<at::Tensor> dropped;
-    for (const RouterLoad& load : loads) dropped.push_back(load.dropped);
-    loss.terms.push_back({"dropped", mean_over_ranks(at::cat(dropped).mean(), tp())});
-  }
-
-  const LlamaConfig& decoder_;
-  const size_t num_load_tensors_;  // of a layer with experts
-  Unit<Embedding> embedding_{nullptr};
-  std::vector<Unit<LlamaBlock>> blocks_;
-  std::vector<Unit<PredictionBlock>> predictions_;
-  Unit<Head> head_{nullptr};
 };
 
 }  // namespace
 
 LlamaLayerParts::LlamaLayerParts(torch::nn::Module& owner, const LlamaBlockOptions& options)
-    : input_norm_(owner.register_module("input_layernorm", norm_of(options.config))),
-      attention_(owner.register_module("self_attn", attention_of(options))),
-      mlp_norm_(owner.register_module("post_attention_layernorm", norm_of(options.config))),
+    : input_norm_(owner.register_module("input_layernorm", norm_of(options))),
       capacity_factor_(options.experts.capacity_factor) {
   const LlamaConfig& c = options.config;
+  if (options.delta_net.num_key_heads > 0)
+    delta_net_ = owner.register_module("linear_attn", GatedDeltaNet(options.delta_net));
+  else
+    attention_ = owner.register_module("self_attn", attention_of(options));
+  mlp_norm_ = owner.register_module("post_attention_layernorm", norm_of(options));
   if (options.experts.router.num_experts > 0)
     experts_ = owner.register_module(options.experts_module, Experts(options.experts));
   else
-    mlp_ = owner.register_module("mlp", GatedMlp(GatedMlpOptions{c.hidden_size, c.intermediate_size,
-                                                                 c.mlp_bias, c.initializer_range,
-                                                                 /*is_cut=*/true}));
+    mlp_ = owner.register_module(
+        "mlp", Mlp(MlpOptions{c.hidden_size, c.intermediate_size, MlpKind::kGatedSilu, c.mlp_bias,
+                              c.initializer_range,
+                              /*is_cut=*/true}));
 }
 
-BlockOutput LlamaLayerParts::operator()(const at::Tensor& x, LayerCache* cache) {
+at::Tensor LlamaLayerParts::mix(const at::Tensor& x, LayerCache* cache) {
+  return delta_net_.is_empty() ? attention_(x, cache) : delta_net_(x, cache);
+}
+
+BlockOutput LlamaLayerParts::operator()(const at::Tensor& x, LayerCache* cache,
+                                        const at::Tensor& token_weight) {
   const NormedBranch first = input_norm_->branch(x);
-  const NormedBranch second = mlp_norm_->branch(first.around, attention_(first.normed, cache));
+  const NormedBranch second = mlp_norm_->branch(first.around, mix(first.normed, cache));
   if (experts_.is_empty()) return {second.around + mlp_(second.normed)};
-  RoutedTokens routed = experts_(second.normed);
-  BlockOutput output = {second.around + routed.output, std::move(routed.load.mean_probability),
-                        std::move(routed.load.share)};
-  if (capacity_factor_ > 0)
-    output.push_back(routed.load.dropped.defined() ? routed.load.dropped
-                                                   : at::zeros({1}, output[2].options()));
+  RoutedTokens routed = experts_(second.normed, token_weight);
+  BlockOutput output = {second.around + routed.output};
+  append_load(std::move(routed.load), capacity_factor_, output);
   return output;
 }
 
@@ -232,27 +170,32 @@ BlockOutput LlamaBlockImpl::forward(const at::Tensor& x, LayerCache* cache) {
 
 PredictionBlockImpl::PredictionBlockImpl(const LlamaBlockOptions& options)
     : recompute_(options.recompute),
-      embedding_norm_(register_module("enorm", norm_of(options.config))),
-      hidden_norm_(register_module("hnorm", norm_of(options.config))),
+      embedding_norm_(register_module("enorm", norm_of(options))),
+      hidden_norm_(register_module("hnorm", norm_of(options))),
       joined_(register_module(
           "eh_proj",
           Projection(ProjectionOptions{.in = 2 * options.config.hidden_size,
                                        .out = options.config.hidden_size,
                                        .standard_deviation = options.config.initializer_range}))),
       layer_(*this, options),
-      head_norm_(shared_head_norm(*this, options.config)) {}
+      head_norm_(shared_head_norm(*this, options)) {}
 
-BlockOutput PredictionBlockImpl::compute(const at::Tensor& hidden, const at::Tensor& embedded) {
+BlockOutput PredictionBlockImpl::compute(const at::Tensor& hidden, const at::Tensor& embedded,
+                                         const at::Tensor& token_weight) {
   BlockOutput output =
-      layer_(joined_(at::cat({embedding_norm_(embedded), hidden_norm_(hidden)}, -1)), nullptr);
+      layer_(joined_(at::cat({embedding_norm_(embedded), hidden_norm_(hidden)}, -1)), nullptr,
+             token_weight);
   output.insert(output.begin() + 1, head_norm_(output[0]));
   return output;
 }
 
-BlockOutput PredictionBlockImpl::forward(const at::Tensor& hidden, const at::Tensor& embedded) {
-  if (recompute_ == Recompute::kNone) return compute(hidden, embedded);
+BlockOutput PredictionBlockImpl::forward(const at::Tensor& hidden, const at::Tensor& embedded,
+                                         const at::Tensor& token_weight) {
+  if (recompute_ == Recompute::kNone) return compute(hidden, embedded, token_weight);
   return recompute(
-      [this](const std::vector<at::Tensor>& inputs) { return compute(inputs[0], inputs[1]); },
+      [this, token_weight](const std::vector<at::Tensor>& inputs) {
+        return compute(inputs[0], inputs[1], token_weight);
+      },
       {hidden, embedded});
 }
 

@@ -1,5 +1,5 @@
-// The Llama family as a language model: dense or with experts, with or without multi-token
-// prediction.
+// The Llama family as a language model: dense or with experts, with attention or Gated DeltaNet,
+// with or without multi-token prediction.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,8 +12,10 @@
 
 #include "fsdp/nn/language_model.h"
 #include "fsdp/nn/layers/attention.h"
+#include "fsdp/nn/layers/expert_loads.h"
 #include "fsdp/nn/layers/experts.h"
 #include "fsdp/nn/layers/feed_forward.h"
+#include "fsdp/nn/layers/gated_delta_net.h"
 #include "fsdp/nn/layers/rms_norm.h"
 
 namespace fsdp::nn {
@@ -22,6 +24,10 @@ namespace fsdp::nn {
 
 struct LlamaBlockOptions {
   LlamaConfig config;
+  NormWeight norm_weight = NormWeight::kFactor;  // of all norms of the layer
+  bool is_attention_gated = false;
+  // With key heads: the layer's mixer instead of attention.
+  GatedDeltaNetOptions delta_net = {};
   // Without experts: a dense MLP.
   ExpertsOptions experts = {};
   std::string experts_module = {};  // its name in the layer
@@ -29,21 +35,22 @@ struct LlamaBlockOptions {
   std::shared_ptr<Rotary> rotary = nullptr;
 };
 
-// The output of this file's units: the hidden state first, and with experts the tensors of
-// RouterLoad last: two, and with a capacity a third.
-using BlockOutput = std::vector<at::Tensor>;
-
 // The parts of a layer, registered in the module that owns them.
 class LlamaLayerParts {
  public:
   LlamaLayerParts(torch::nn::Module& owner, const LlamaBlockOptions& options);
-  BlockOutput operator()(const at::Tensor& x, LayerCache* cache);
+  // `token_weight` is for the router.
+  BlockOutput operator()(const at::Tensor& x, LayerCache* cache,
+                         const at::Tensor& token_weight = {});
 
  private:
+  at::Tensor mix(const at::Tensor& x, LayerCache* cache);
+
   RmsNorm input_norm_;
-  Attention attention_;
-  RmsNorm mlp_norm_;
-  GatedMlp mlp_{nullptr};
+  Attention attention_{nullptr};
+  GatedDeltaNet delta_net_{nullptr};
+  RmsNorm mlp_norm_{nullptr};
+  Mlp mlp_{nullptr};
   Experts experts_{nullptr};
   const double capacity_factor_;
 };
@@ -65,11 +72,14 @@ TORCH_MODULE(LlamaBlock);
 class PredictionBlockImpl : public torch::nn::Module {
  public:
   explicit PredictionBlockImpl(const LlamaBlockOptions& options);
-  // Both of equal shape. Returns the hidden state, then the same normed for the head.
-  BlockOutput forward(const at::Tensor& hidden, const at::Tensor& embedded);
+  // Both of equal shape; token_weight: ShiftedBatch's. Returns the hidden state, then the same
+  // normed for the head.
+  BlockOutput forward(const at::Tensor& hidden, const at::Tensor& embedded,
+                      const at::Tensor& token_weight);
 
  private:
-  BlockOutput compute(const at::Tensor& hidden, const at::Tensor& embedded);
+  BlockOutput compute(const at::Tensor& hidden, const at::Tensor& embedded,
+                      const at::Tensor& token_weight);
 
   const Recompute recompute_;
   RmsNorm embedding_norm_;
@@ -80,7 +90,7 @@ class PredictionBlockImpl : public torch::nn::Module {
 };
 TORCH_MODULE(PredictionBlock);
 
-// `config` holds a trainable LlamaConfig or MixtralConfig. Leaves values unset.
+// `config` holds a trainable LlamaConfig, MixtralConfig or Qwen3NextConfig. Leaves values unset.
 std::shared_ptr<LanguageModel> make_llama(const ModelConfig& config, const BuildOptions& options);
 
 }  // namespace fsdp::nn

@@ -138,7 +138,8 @@ std::vector<GroupPlan> lay_out(const ModelShape& model, const PlanOptions& optio
   }
   if (options.ep > 1 && !has_kind(groups, ParameterKind::kExpert))
     throw UsageError(concat("ep is ", options.ep, ", but model '", shown(model.name),
-                            "' has no experts; leave it out"));
+                            "' has no experts; leave it out, or name their tensors in "
+                            "expert_parameters"));
   return groups;
 }
 

@@ -24,8 +24,8 @@ struct PublishedModel {
 };
 
 // The numbers of the published configurations. What can be trained by name can be planned, too.
-const std::array<PublishedModel, 6>& published() {
-  static const std::array<PublishedModel, 6> kPublished = {{
+const std::array<PublishedModel, 8>& published() {
+  static const std::array<PublishedModel, 8> kPublished = {{
       {"llama3-8b", LlamaConfig{.vocab_size = 128256,
                                 .hidden_size = 4096,
                                 .num_hidden_layers = 32,
@@ -55,6 +55,14 @@ const std::array<PublishedModel, 6>& published() {
                                                   .qk_norm = true},
                                       .num_local_experts = 128,
                                       .num_experts_per_tok = 8}},
+      // Where nothing is said, the struct's defaults are the published numbers.
+      {"qwen3-next-80b-a3b", Qwen3NextConfig{.decoder = {.vocab_size = 151936,
+                                                         .hidden_size = 2048,
+                                                         .num_hidden_layers = 48,
+                                                         .num_attention_heads = 16,
+                                                         .num_key_value_heads = 2,
+                                                         .head_dim = 256,
+                                                         .intermediate_size = 5632}}},
       {"deepseek-v3", DeepseekV3Config{.vocab_size = 129280,
                                        .hidden_size = 7168,
                                        .num_hidden_layers = 61,
@@ -83,6 +91,25 @@ const std::array<PublishedModel, 6>& published() {
                                         .num_attention_heads = 32,
                                         .num_key_value_heads = 8,
                                         .head_dim = 128}},
+      {"nemotron-3-nano-30b-a3b",
+       NemotronHConfig{
+           .vocab_size = 131072,
+           .hidden_size = 2688,
+           .intermediate_size = 1856,
+           .hybrid_override_pattern = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+           .mamba_num_heads = 64,
+           .mamba_head_dim = 64,
+           .n_groups = 8,
+           .ssm_state_size = 128,
+           .conv_kernel = 4,
+           .num_attention_heads = 32,
+           .num_key_value_heads = 2,
+           .head_dim = 128,
+           .n_routed_experts = 128,
+           .num_experts_per_tok = 6,
+           .moe_intermediate_size = 1856,
+           .moe_shared_expert_intermediate_size = 3712,
+           .routed_scaling_factor = 2.5}},
   }};
   return kPublished;
 }

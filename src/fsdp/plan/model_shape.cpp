@@ -4,6 +4,7 @@
 #include <unordered_set>
 
 #include "fsdp/base/check.h"
+#include "fsdp/base/glob.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
 #include "fsdp/base/utf8.h"
@@ -94,6 +95,8 @@ void ModelShape::validate() const {
     }
   }
   validate_uses(*this);
+  FSDP_CHECK(ends.empty() || ends.size() == uses.size(), "a model has ", uses.size(), " uses and ",
+             ends.size(), " ends");
   // The widest buffers have 8 bytes per element; what fits here fits everywhere later.
   constexpr int64_t kMaxElements = INT64_MAX / 16;
   const auto fits = [&] {
@@ -106,6 +109,34 @@ void ModelShape::validate() const {
   if (!fits())
     refuse(concat("model '", shown(name), "' has more than ", kMaxElements,
                   " parameters; check its shapes"));
+}
+
+void declare_experts(ModelShape& model, const std::vector<std::string>& patterns) {
+  std::vector<std::string> names;
+  for (const UnitShape& unit : model.units)
+    for (const TensorShape& tensor : unit.tensors) names.push_back(tensor.name);
+  for (const std::string& pattern : patterns) {
+    bool is_used = false;
+    for (UnitShape& unit : model.units)
+      for (TensorShape& tensor : unit.tensors) {
+        if (!matches_glob(pattern, tensor.name)) continue;
+        is_used = true;
+        const std::string what = concat("expert_parameters has '", pattern, "', which matches '",
+                                        shown(tensor.name), "' of shape ", list_text(tensor.shape));
+        if (tensor.shape.empty())
+          refuse(what + "; experts need a first dimension: narrow the pattern");
+        if (tensor.cut)
+          refuse(what +
+                 "; the ranks of a tp group cut it, and it can be cut over one of ep and "
+                 "tp: narrow the pattern");
+        tensor.num_experts = tensor.shape.front();
+      }
+    if (is_used) continue;
+    const std::string guess = nearest_to_glob(pattern, names);
+    refuse(concat("expert_parameters has '", shown(pattern), "', which matches no tensor of '",
+                  shown(model.name), "'",
+                  guess.empty() ? "" : concat("; did you mean '", shown(guess), "'?")));
+  }
 }
 
 std::vector<TensorGroup> group_tensors(const UnitShape& unit, DType compute_dtype,

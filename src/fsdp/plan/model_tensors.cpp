@@ -5,103 +5,11 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
 #include "fsdp/nn/config/model_config.h"
+#include "fsdp/plan/model_builder.h"
 
 namespace fsdp {
 
 namespace {
-
-enum class Bias { kWithout, kWith };
-
-// The dim of a matrix that the ranks of a tp group share, and in how many parts: the layers' own
-// cuts (nn/layers/matrix_layers.h).
-struct LinearCut {
-  enum class Of : uint8_t { kNothing, kOutputs, kInputs } of = Of::kNothing;
-  int64_t num_parts = 0;
-
-  std::optional<TpCut> of_weight() const {
-    if (of == Of::kNothing) return std::nullopt;
-    return TpCut{.dim = of == Of::kOutputs ? 0 : 1, .num_parts = num_parts};
-  }
-  std::optional<TpCut> of_bias() const {
-    if (of != Of::kOutputs) return std::nullopt;
-    return TpCut{.dim = 0, .num_parts = num_parts};
-  }
-};
-
-LinearCut by_outputs(int64_t num_parts) { return {LinearCut::Of::kOutputs, num_parts}; }
-LinearCut by_inputs(int64_t num_parts) { return {LinearCut::Of::kInputs, num_parts}; }
-
-Bias bias_if(bool with) { return with ? Bias::kWith : Bias::kWithout; }
-
-// Collects the tensors of one unit under a common prefix.
-class UnitBuilder {
- public:
-  UnitBuilder(std::string unit_name, std::string prefix)
-      : unit_{std::move(unit_name), {}}, prefix_(std::move(prefix)) {}
-
-  void tensor(const std::string& name, std::vector<int64_t> shape,
-              std::optional<DType> dtype = std::nullopt) {
-    unit_.tensors.push_back({.name = prefix_ + name, .shape = std::move(shape), .dtype = dtype});
-  }
-
-  void experts(StackedExperts stack) {
-    for (std::string& part : stack.parts) part = prefix_ + part;
-    unit_.tensors.push_back({.name = prefix_ + stack.name,
-                             .shape = std::move(stack.shape),
-                             .num_experts = stack.num_experts,
-                             .parts = std::move(stack.parts)});
-  }
-
-  // y = W x (+ b): weight [out, in].
-  void linear(const std::string& name, int64_t out, int64_t in, Bias bias = Bias::kWithout,
-              const LinearCut& cut = {}) {
-    tensor(name + ".weight", {out, in});
-    unit_.tensors.back().cut = cut.of_weight();
-    if (bias == Bias::kWithout) return;
-    tensor(name + ".bias", {out});
-    unit_.tensors.back().cut = cut.of_bias();
-  }
-
-  // Rows of the vocabulary, which ranks share if they can.
-  void vocabulary(const std::string& name, int64_t vocab_size, int64_t hidden_size) {
-    tensor(name, {vocab_size, hidden_size});
-    unit_.tensors.back().cut = TpCut{.dim = 0, .num_parts = vocab_size, .whole_if_uneven = true};
-  }
-
-  void norm(const std::string& name, int64_t dim) { tensor(name + ".weight", {dim}); }
-
-  UnitShape build() && { return std::move(unit_); }
-
- private:
-  UnitShape unit_;
-  std::string prefix_;
-};
-
-// Appends units in forward order, each used where it is added.
-class ModelBuilder {
- public:
-  explicit ModelBuilder(std::string name) { model_.name = std::move(name); }
-
-  int64_t add(UnitBuilder&& unit) {
-    const auto index = static_cast<int64_t>(model_.units.size());
-    model_.units.push_back(std::move(unit).build());
-    model_.uses.push_back(index);
-    return index;
-  }
-
-  void use_again(int64_t index) { model_.uses.push_back(index); }
-
-  // Every tensor that tp ranks share says so.
-  void takes_tp() { model_.takes_tp = true; }
-
-  ModelShape build() && {
-    model_.validate();
-    return std::move(model_);
-  }
-
- private:
-  ModelShape model_;
-};
 
 int64_t add_embedding(ModelBuilder& model, const std::string& tensor, int64_t vocab, int64_t dim) {
   UnitBuilder unit(tensor, tensor);
@@ -116,15 +24,25 @@ struct Head {
   bool tied;
 };
 
-// The units that a second pass over the head (MTP) uses: the embedding when tied, else the head.
-int64_t add_head(ModelBuilder& model, const Head& head, int64_t embedding) {
+// The units that multi-token prediction uses once more.
+struct SharedUnits {
+  int64_t embedding;
+  int64_t head;
+  bool tied;
+
+  void use_head_again(ModelBuilder& model) const {
+    model.use_again(head);
+    if (tied) model.use_within(embedding);
+  }
+};
+
+SharedUnits add_head(ModelBuilder& model, const Head& head, int64_t embedding) {
   UnitBuilder unit("lm_head", "");
   if (!head.tied) unit.vocabulary("lm_head.weight", head.vocab_size, head.hidden_size);
   unit.norm(head.norm, head.hidden_size);
   const int64_t index = model.add(std::move(unit));
-  if (!head.tied) return index;
-  model.use_again(embedding);
-  return embedding;
+  if (head.tied) model.use_within(embedding);
+  return {embedding, index, head.tied};
 }
 
 std::string layer_name(const char* stack, int64_t layer) {
@@ -138,11 +56,12 @@ struct Attention {
   int64_t head_dim;
   Bias bias;
   bool qk_norm = false;
+  bool is_gated = false;  // each query has a gate beside it
 };
 
 void add_attention(UnitBuilder& unit, const std::string& prefix, const Attention& a) {
-  unit.linear(prefix + ".q_proj", a.num_heads * a.head_dim, a.hidden_size, a.bias,
-              by_outputs(a.num_heads));
+  unit.linear(prefix + ".q_proj", (a.is_gated ? 2 : 1) * a.num_heads * a.head_dim, a.hidden_size,
+              a.bias, by_outputs(a.num_heads));
   for (const char* projection : {".k_proj", ".v_proj"})
     unit.linear(prefix + projection, a.num_kv_heads * a.head_dim, a.hidden_size, a.bias,
                 by_outputs(a.num_kv_heads));
@@ -189,12 +108,6 @@ void add_llama_block(UnitBuilder& unit, const LlamaConfig& c, const MixtralConfi
     add_gated_mlp(unit, "mlp", c.hidden_size, c.intermediate_size, bias_if(c.mlp_bias));
 }
 
-// The units that multi-token prediction uses once more.
-struct SharedUnits {
-  int64_t embedding;
-  int64_t head;
-};
-
 // Layers after the main ones, as the published checkpoints number them. Each embeds the shifted
 // tokens, joins them with the hidden state, runs one block and ends in the main model's head.
 template <typename Config, typename AddBlock>
@@ -211,7 +124,7 @@ void add_prediction_layers(ModelBuilder& model, const Config& c, const SharedUni
     add_block(unit, layer);
     unit.norm("shared_head.norm", c.hidden_size);
     model.add(std::move(unit));
-    model.use_again(shared.head);
+    shared.use_head_again(model);
   }
 }
 
@@ -226,9 +139,9 @@ ModelShape build_llama(std::string name, const LlamaConfig& c, const MixtralConf
     add_llama_block(unit, c, experts);
     model.add(std::move(unit));
   }
-  const int64_t head = add_head(
+  const SharedUnits shared = add_head(
       model, {"model.norm", c.vocab_size, c.hidden_size, c.tie_word_embeddings}, embedding);
-  add_prediction_layers(model, c, {embedding, head},
+  add_prediction_layers(model, c, shared,
                         [&](UnitBuilder& unit, int64_t) { add_llama_block(unit, c, experts); });
   return std::move(model).build();
 }
@@ -243,6 +156,64 @@ ModelShape build(std::string name, const LlamaConfig& c) {
 ModelShape build(std::string name, const MixtralConfig& c) {
   validate(c);
   return build_llama(std::move(name), c.decoder, &c);
+}
+
+// Key heads are shared out, with all that belongs to them.
+void add_delta_net(UnitBuilder& unit, const std::string& prefix, const Qwen3NextConfig& c) {
+  const int64_t keys = c.linear_num_key_heads * c.linear_key_head_dim;
+  const int64_t values = c.linear_num_value_heads * c.linear_value_head_dim;
+  const int64_t parts = c.linear_num_key_heads;
+  for (const char* per_head : {".dt_bias", ".A_log"})
+    unit.shared_rows(prefix + per_head, {c.linear_num_value_heads}, parts);
+  unit.linear(prefix + ".in_proj_qkvz", 2 * keys + 2 * values, c.decoder.hidden_size,
+              Bias::kWithout, by_outputs(parts));
+  unit.linear(prefix + ".in_proj_ba", 2 * c.linear_num_value_heads, c.decoder.hidden_size,
+              Bias::kWithout, by_outputs(parts));
+  unit.shared_rows(prefix + ".conv1d.weight", {2 * keys + values, 1, c.linear_conv_kernel_dim},
+                   parts);
+  unit.norm(prefix + ".norm", c.linear_value_head_dim);
+  unit.linear(prefix + ".out_proj", c.decoder.hidden_size, values, Bias::kWithout,
+              by_inputs(parts));
+}
+
+void add_qwen3_next_experts(UnitBuilder& unit, const Qwen3NextConfig& c) {
+  unit.linear("mlp.gate", c.num_experts, c.decoder.hidden_size);
+  for (StackedExperts& stack : stacked_experts(expert_names(c))) unit.experts(std::move(stack));
+  add_shared_expert(unit, "mlp.shared_expert", c.decoder.hidden_size,
+                    c.shared_expert_intermediate_size);
+  unit.linear("mlp.shared_expert_gate", 1, c.decoder.hidden_size);
+}
+
+void add_qwen3_next_block(UnitBuilder& unit, const Qwen3NextConfig& config, int64_t layer) {
+  const LlamaConfig& c = config.decoder;
+  unit.norm("input_layernorm", c.hidden_size);
+  if (layer_type_of(config, layer) == LayerType::kLinearAttention)
+    add_delta_net(unit, "linear_attn", config);
+  else
+    add_attention(unit, "self_attn",
+                  {c.hidden_size, c.num_attention_heads, c.num_key_value_heads, head_dim_of(c),
+                   bias_if(c.attention_bias), /*qk_norm=*/true, /*is_gated=*/true});
+  unit.norm("post_attention_layernorm", c.hidden_size);
+  if (has_experts(config, layer))
+    add_qwen3_next_experts(unit, config);
+  else
+    add_gated_mlp(unit, "mlp", c.hidden_size, c.intermediate_size);
+}
+
+ModelShape build(std::string name, const Qwen3NextConfig& config) {
+  validate(config);
+  const LlamaConfig& c = config.decoder;
+  ModelBuilder model(std::move(name));
+  model.takes_tp();
+  const int64_t embedding = add_embedding(model, "model.embed_tokens", c.vocab_size, c.hidden_size);
+  for (int64_t layer = 0; layer < c.num_hidden_layers; ++layer) {
+    const std::string block = layer_name("model", layer);
+    UnitBuilder unit(block, block + ".");
+    add_qwen3_next_block(unit, config, layer);
+    model.add(std::move(unit));
+  }
+  add_head(model, {"model.norm", c.vocab_size, c.hidden_size, c.tie_word_embeddings}, embedding);
+  return std::move(model).build();
 }
 
 void add_latent_attention(UnitBuilder& unit, const DeepseekV3Config& c) {
@@ -320,9 +291,9 @@ ModelShape build(std::string name, const DeepseekV3Config& c) {
     add_deepseek_block(unit, c, layer);
     model.add(std::move(unit));
   }
-  const int64_t head = add_head(
+  const SharedUnits shared = add_head(
       model, {"model.norm", c.vocab_size, c.hidden_size, c.tie_word_embeddings}, embedding);
-  add_prediction_layers(model, c, {embedding, head}, [&](UnitBuilder& unit, int64_t layer) {
+  add_prediction_layers(model, c, shared, [&](UnitBuilder& unit, int64_t layer) {
     add_deepseek_block(unit, c, layer);
   });
   return std::move(model).build();
@@ -333,37 +304,87 @@ void add_mamba(UnitBuilder& unit, const NemotronHConfig& c) {
   const int64_t convolved = inner + 2 * c.n_groups * c.ssm_state_size;  // x, B and C
   const Bias bias = bias_if(c.use_bias);
   for (const char* per_head : {"mixer.A_log", "mixer.D", "mixer.dt_bias"})
-    unit.tensor(per_head, {c.mamba_num_heads});
-  unit.linear("mixer.in_proj", inner + convolved + c.mamba_num_heads, c.hidden_size, bias);
-  unit.tensor("mixer.conv1d.weight", {convolved, 1, c.conv_kernel});
-  if (c.use_conv_bias) unit.tensor("mixer.conv1d.bias", {convolved});
-  unit.norm("mixer.norm", inner);
-  unit.linear("mixer.out_proj", c.hidden_size, inner, bias);
+    unit.shared_rows(per_head, {c.mamba_num_heads}, c.n_groups);
+  unit.linear("mixer.in_proj", inner + convolved + c.mamba_num_heads, c.hidden_size, bias,
+              by_outputs(c.n_groups));
+  unit.shared_rows("mixer.conv1d.weight", {convolved, 1, c.conv_kernel}, c.n_groups);
+  if (c.use_conv_bias) unit.shared_rows("mixer.conv1d.bias", {convolved}, c.n_groups);
+  unit.shared_rows("mixer.norm.weight", {inner}, c.n_groups);
+  unit.linear("mixer.out_proj", c.hidden_size, inner, bias, by_inputs(c.n_groups));
+}
+
+// The routers' biases are buffers, whole on every rank.
+void add_hybrid_experts(UnitBuilder& unit, const NemotronHConfig& c) {
+  const Bias bias = bias_if(c.mlp_bias);
+  unit.linear("mixer.gate", c.n_routed_experts, c.hidden_size);
+  for (StackedExperts& stack : stacked_experts(expert_names(c))) unit.experts(std::move(stack));
+  if (c.moe_latent_size > 0) {
+    unit.linear("mixer.fc1_latent_proj", c.moe_latent_size, c.hidden_size, bias);
+    unit.linear("mixer.fc2_latent_proj", c.hidden_size, c.moe_latent_size, bias);
+  }
+  if (c.moe_shared_expert_intermediate_size == 0) return;
+  unit.linear("mixer.shared_experts.up_proj", c.moe_shared_expert_intermediate_size, c.hidden_size,
+              bias);
+  unit.linear("mixer.shared_experts.down_proj", c.hidden_size,
+              c.moe_shared_expert_intermediate_size, bias);
+}
+
+void add_mixer(UnitBuilder& unit, const NemotronHConfig& c, char kind) {
+  unit.norm("norm", c.hidden_size);
+  if (kind == 'M') {
+    add_mamba(unit, c);
+  } else if (kind == '*') {
+    add_attention(unit, "mixer",
+                  {c.hidden_size, c.num_attention_heads, c.num_key_value_heads, head_dim_of(c),
+                   bias_if(c.attention_bias)});
+  } else if (kind == 'E') {
+    add_hybrid_experts(unit, c);
+  } else {
+    unit.linear("mixer.up_proj", c.intermediate_size, c.hidden_size, bias_if(c.mlp_bias),
+                by_outputs(c.intermediate_size));
+    unit.linear("mixer.down_proj", c.hidden_size, c.intermediate_size, bias_if(c.mlp_bias),
+                by_inputs(c.intermediate_size));
+  }
+}
+
+// As add_prediction_layers(), with the layers of a pattern for each token.
+void add_hybrid_predictions(ModelBuilder& model, const NemotronHConfig& c,
+                            const SharedUnits& shared) {
+  const std::string& pattern = c.mtp_hybrid_override_pattern;
+  int64_t layer = 0;
+  for (int64_t i = 0; i < c.num_nextn_predict_layers; ++i) {
+    model.use_again(shared.embedding);
+    for (size_t k = 0; k < pattern.size(); ++k) {
+      const std::string block = layer_name("mtp", layer++);
+      UnitBuilder unit(block, block + ".");
+      if (k == 0) {
+        unit.norm("enorm", c.hidden_size);
+        unit.norm("hnorm", c.hidden_size);
+        unit.linear("eh_proj", c.hidden_size, 2 * c.hidden_size);
+      }
+      add_mixer(unit, c, pattern[k]);
+      if (k + 1 == pattern.size()) unit.norm("final_layernorm", c.hidden_size);
+      model.add(std::move(unit));
+    }
+    shared.use_head_again(model);
+  }
 }
 
 ModelShape build(std::string name, const NemotronHConfig& c) {
   validate(c);
   ModelBuilder model(std::move(name));
+  model.takes_tp();
   const int64_t embedding =
       add_embedding(model, "backbone.embeddings", c.vocab_size, c.hidden_size);
   for (size_t layer = 0; layer < c.hybrid_override_pattern.size(); ++layer) {
     const std::string block = layer_name("backbone", static_cast<int64_t>(layer));
     UnitBuilder unit(block, block + ".");
-    unit.norm("norm", c.hidden_size);
-    if (c.hybrid_override_pattern[layer] == 'M') {
-      add_mamba(unit, c);
-    } else if (c.hybrid_override_pattern[layer] == '*') {
-      add_attention(unit, "mixer",
-                    {c.hidden_size, c.num_attention_heads, c.num_key_value_heads, head_dim_of(c),
-                     bias_if(c.attention_bias)});
-    } else {
-      unit.linear("mixer.up_proj", c.intermediate_size, c.hidden_size, bias_if(c.mlp_bias));
-      unit.linear("mixer.down_proj", c.hidden_size, c.intermediate_size, bias_if(c.mlp_bias));
-    }
+    add_mixer(unit, c, c.hybrid_override_pattern[layer]);
     model.add(std::move(unit));
   }
-  add_head(model, {"backbone.norm_f", c.vocab_size, c.hidden_size, c.tie_word_embeddings},
-           embedding);
+  const SharedUnits shared = add_head(
+      model, {"backbone.norm_f", c.vocab_size, c.hidden_size, c.tie_word_embeddings}, embedding);
+  add_hybrid_predictions(model, c, shared);
   return std::move(model).build();
 }
 

@@ -44,7 +44,8 @@ bool has_role(std::span<const UnitBuckets> units, BucketRole role) {
 }
 
 StepOrder step_order_of(const ModelShape& model) {
-  return mirrored_order(std::vector<int32_t>(model.uses.begin(), model.uses.end()));
+  return mirrored_order(std::vector<int32_t>(model.uses.begin(), model.uses.end()),
+                        std::vector<int32_t>(model.ends.begin(), model.ends.end()));
 }
 
 // The reductions that end a cycle (to the optimizer's placement) cast what a rank holds of a

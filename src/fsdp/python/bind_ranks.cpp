@@ -3,6 +3,7 @@
 
 #include "fsdp/comm/communicator.h"
 #include "fsdp/python/bindings.h"
+#include "fsdp/python/rank_axis.h"
 #include "fsdp/python/resources.h"
 
 namespace fsdp {
@@ -44,10 +45,10 @@ void bind_ranks(py::module_& module) {
       .def_property_readonly("is_open", [](RankWorld& self) { return self.world.is_open(); })
       .def(
           "mesh",
-          [](const std::shared_ptr<RankWorld>& self, int outer) {
-            return make_resource<RankMesh>(self, MeshOptions{.outer = outer});
+          [](const std::shared_ptr<RankWorld>& self, int outer, int ep, int tp) {
+            return make_resource<RankMesh>(self, MeshOptions{.outer = outer, .ep = ep, .tp = tp});
           },
-          py::arg("outer"), WithoutGil())
+          py::arg("outer"), py::arg("ep"), py::arg("tp"), WithoutGil())
       .def(
           "barrier", [](RankWorld& self) { self.world->communicator().barrier("barrier").wait(); },
           WithoutGil())
@@ -59,11 +60,21 @@ void bind_ranks(py::module_& module) {
           WithoutGil());
   py::class_<RankMesh, std::shared_ptr<RankMesh>>(module, "Mesh")
       .def_property_readonly("world", [](RankMesh& self) { return self.ranks; })
+      // A handle, as its axes are.
+      .def("__deepcopy__",
+           [](const std::shared_ptr<RankMesh>& self, const py::dict&) { return self; })
       .def_property_readonly("inner_size", [](RankMesh& self) { return self.mesh->inner().size(); })
       .def_property_readonly("outer_size", [](RankMesh& self) { return self.mesh->outer().size(); })
       .def_property_readonly("inner_rank", [](RankMesh& self) { return self.mesh->inner().rank(); })
-      .def_property_readonly("outer_rank",
-                             [](RankMesh& self) { return self.mesh->outer().rank(); });
+      .def_property_readonly("outer_rank", [](RankMesh& self) { return self.mesh->outer().rank(); })
+      .def_property_readonly(
+          "ep",
+          [](const std::shared_ptr<RankMesh>& self) { return RankAxis(self, &Mesh::ep, "ep"); })
+      .def_property_readonly(
+          "tp",
+          [](const std::shared_ptr<RankMesh>& self) { return RankAxis(self, &Mesh::tp, "tp"); })
+      .def_property_readonly("num_losses", [](RankMesh& self) { return self.mesh->num_losses(); })
+      .def_property_readonly("loss", [](RankMesh& self) { return self.mesh->loss(); });
 }
 
 }  // namespace fsdp

@@ -2,6 +2,7 @@
 #include "fsdp/python/bindings.h"
 #include "fsdp/python/keywords.h"
 #include "fsdp/python/resources.h"
+#include "fsdp/python/whole_model.h"
 #include "fsdp/shard/engine/engine.h"
 
 namespace fsdp {
@@ -151,14 +152,8 @@ void bind_shard(py::module_& module) {
       .def(
           "refresh_weights", [](ShardedModel& self) { self.sharded->refresh_weights(); },
           WithoutGil())
-      .def(
-          "sum_over_shards",
-          [](ShardedModel& self, const at::Tensor& tensor) {
-            EngineAccess::of(self.sharded.get())
-                .sum_over_shards(tensor, GridKind::kDense, "sum over shards", {})
-                .wait();
-          },
-          WithoutGil())
+      .def("squared_gradient_norm", &squared_gradient_norm, WithoutGil())
+      .def("join_slices", &join_slices, WithoutGil())
       .def_property_readonly("has_copied_main_weights", &has_copied_main_weights)
       .def("whole_parameters",
            [](const std::shared_ptr<ShardedModel>& self, bool writes,

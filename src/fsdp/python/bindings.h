@@ -10,6 +10,7 @@
 namespace fsdp {
 
 void bind_ranks(pybind11::module_& module);
+void bind_parallel(pybind11::module_& module);
 void bind_shard(pybind11::module_& module);
 void bind_optim(pybind11::module_& module);
 void bind_checkpoint(pybind11::module_& module);

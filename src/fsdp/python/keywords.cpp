@@ -10,6 +10,7 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/option_values.h"
 #include "fsdp/base/text.h"
+#include "fsdp/shard/parallel_module.h"
 
 namespace fsdp {
 
@@ -162,6 +163,39 @@ void take_step(Keywords& keywords, StepOptions& step) {
   keywords.take("seed", step.seed);
 }
 
+// A pattern, or several.
+void take_patterns(Keywords& keywords, const char* name, std::vector<std::string>& field) {
+  keywords.with(name, [&](const py::handle& value) {
+    if (py::isinstance<py::str>(value)) return field.push_back(value.cast<std::string>());
+    if (!py::isinstance<py::sequence>(value))
+      refuse_keyword(name, value, "it must be a pattern of names such as '*.experts.*', or a list");
+    for (const py::handle& each : value) {
+      if (!py::isinstance<py::str>(each))
+        refuse_keyword(name, value, "its patterns must be strings such as '*.experts.*'");
+      field.push_back(each.cast<std::string>());
+    }
+  });
+}
+
+void take_tensor_parameters(Keywords& keywords, std::vector<TensorParameters>& field) {
+  constexpr const char* kName = "tensor_parameters";
+  keywords.with(kName, [&](const py::handle& value) {
+    if (!py::isinstance<py::dict>(value))
+      refuse_keyword(kName, value,
+                     "it must be a dict of patterns of names, such as {'*.up.weight': TpShard(0)}");
+    for (const auto& [pattern, placement] : value.cast<py::dict>()) {
+      try {
+        field.push_back({pattern.cast<std::string>(), placement.cast<TpPlacement>()});
+      } catch (const py::cast_error&) {
+        throw UsageError(concat(kName, " has ", shown_value(placement), " for ",
+                                py::repr(pattern).cast<std::string>(),
+                                "; it takes patterns of names with TpShard(dim), TpPartial() or "
+                                "TpEqual()"));
+      }
+    }
+  });
+}
+
 // What both optimizers have; Python knows a group of parameters as a rule: (pattern, weight decay,
 // factor of the rate).
 template <typename Options>
@@ -186,6 +220,8 @@ ShardOptions shard_options(const py::dict& keywords) {
   given.with("strategy", [&](const py::handle& value) {
     options.strategy = parse_strategy(given.text("strategy", value));
   });
+  take_patterns(given, "expert_parameters", options.expert_parameters);
+  take_tensor_parameters(given, options.tensor_parameters);
   take_precision(given, options.precision);
   std::vector<std::string> pools;
   for (const PoolKind kind : all_pool_kinds()) pools.emplace_back(name_of(kind));

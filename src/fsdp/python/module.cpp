@@ -37,6 +37,7 @@ PYBIND11_MODULE(_C, module) {
   module.doc() = "The C++ side of fsdp_cpp; use fsdp_cpp instead.";
   module.attr("version") = FSDP_VERSION;
   bind_errors(module);
+  fsdp::bind_parallel(module);
   fsdp::bind_ranks(module);
   fsdp::bind_shard(module);
   fsdp::bind_optim(module);

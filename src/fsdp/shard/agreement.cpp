@@ -29,11 +29,14 @@ void add_options(RankFacts& facts, const ShardOptions& options, c10::Device devi
   // Names all fields, so that a new field does not compile until it is added here. Fields that may
   // differ are left out: the number of the device, how much is offloaded (numbers do not depend on
   // it, and hosts have more memory or less), and the allocators.
-  const auto& [strategy, units, precision, pool, prefetch, budget_bytes, on_move, other_units,
-               user_buffers, gradient, gradient_lifetime, offload, report_nan, collectives,
-               granularity, initial_values, device_wish, allocator, host_allocator] = options;
+  const auto& [strategy, units, expert_parameters, tensor_parameters, precision, pool, prefetch,
+               budget_bytes, on_move, other_units, user_buffers, gradient, gradient_lifetime,
+               offload, report_nan, collectives, granularity, initial_values, device_wish,
+               allocator, host_allocator] = options;
   facts.emplace_back("strategy", to_text(strategy));
   facts.emplace_back("units", join(units, ", "));
+  facts.emplace_back("expert_parameters", join(expert_parameters, ", "));
+  facts.emplace_back("tensor_parameters", join(to_texts(tensor_parameters), ", "));
   add_precision(facts, precision);
   facts.emplace_back("pool", name_of(pool));
   facts.emplace_back("prefetch", concat(prefetch));

@@ -232,7 +232,7 @@ class Builder {
 Sharded fully_shard(const std::shared_ptr<torch::nn::Module>& model, const Mesh& mesh,
                     const ShardOptions& options) {
   FSDP_CHECK(model != nullptr, "the model is null; build it first");
-  ModuleUnits found = find_units(model, options.units);
+  ModuleUnits found = find_units(model, options);
   for (const auto& item : model->named_parameters())
     FSDP_CHECK(!has_gradient_hook(item.value()), "parameter '", item.key(),
                "' is already sharded; a model can be sharded once");

@@ -37,13 +37,14 @@ std::string name_of_root(const torch::nn::Module& model) {
 
 class Finder {
  public:
-  explicit Finder(const std::vector<std::string>& named)
-      : named_(named), is_used_(named.size(), false) {}
+  explicit Finder(const ShardOptions& options)
+      : named_(options.units), is_used_(named_.size(), false), placements_(options) {}
 
   ModuleUnits find(const std::shared_ptr<torch::nn::Module>& model) {
     visit(model, "", kOutside);
     FSDP_CHECK(!owners_.empty(), "the model has no parameters, so there is nothing to shard");
     check_names_are_used(*model);
+    placements_.check_all_are_used(model->named_parameters().keys());
     if (!outside_.parameters.empty()) {
       outside_.name = "(outside units)";
       units_.push_back(std::move(outside_));
@@ -73,7 +74,8 @@ class Finder {
     // Owners follow the order of the tree, initialisation that of construction.
     for (const auto& item : module->named_parameters(/*recurse=*/false))
       if (item.value().defined())
-        add(item.value(), prefix + item.key(), unit, declared_placement(*module, item.key()));
+        add(item.value(), prefix + item.key(), unit,
+            placements_.placement_of(prefix + item.key(), declared_placement(*module, item.key())));
     for (const auto& child : module->named_children())
       visit(child.value(), prefix + child.key(), unit);
     const bool matters = !module->named_parameters(false).is_empty() ||
@@ -136,9 +138,8 @@ class Finder {
     const Owner owner = it->second;
     OwnedParameter& owned = unit_at(owner.unit).parameters[owner.parameter];
     FSDP_CHECK(owned.declared == declared, "parameter '", name, "' is shared with '",
-               owned.names.front(), "', but their modules declare it differently: '",
-               to_text(declared), "' and '", to_text(owned.declared),
-               "'; share it among modules that cut it alike");
+               owned.names.front(), "', but the two are declared differently: '", to_text(declared),
+               "' and '", to_text(owned.declared), "'; share it among modules that cut it alike");
     owned.names.push_back(std::move(name));
     // Parameters outside are always whole, and a unit around this one is whole while this one runs.
     if (owner.unit == kOutside || unit == kOutside || is_around(owner.unit, unit)) return;
@@ -174,6 +175,7 @@ class Finder {
 
   const std::vector<std::string>& named_;
   std::vector<bool> is_used_;  // by index of named_
+  NamedPlacements placements_;
   std::vector<FoundUnit> units_;
   FoundUnit outside_;
   std::vector<FoundModule> modules_;
@@ -185,8 +187,8 @@ class Finder {
 }  // namespace
 
 ModuleUnits find_units(const std::shared_ptr<torch::nn::Module>& model,
-                       const std::vector<std::string>& named) {
-  return Finder(named).find(model);
+                       const ShardOptions& options) {
+  return Finder(options).find(model);
 }
 
 }  // namespace fsdp

@@ -18,7 +18,7 @@ namespace fsdp {
 struct OwnedParameter {
   std::vector<std::string> names;
   at::Tensor tensor;
-  DeclaredPlacement declared = {};  // by its module
+  DeclaredPlacement declared = {};  // by its module, or by its name
 };
 
 struct FoundUnit {
@@ -49,10 +49,10 @@ struct ModuleUnits {
 };
 
 // A parameter belongs to the innermost unit around it and, if several modules share it, to the
-// first one that has it. Units are the modules declared as Unit<M> and those that `named` matches
-// (ShardOptions::units). Error for a model that has no parameters or is already sharded, and for a
-// name that matches no module.
+// first one that has it. Units are the modules declared as Unit<M> and those that `options.units`
+// names. Error for a model that has no parameters or is already sharded, and for a name in the
+// options that matches nothing.
 ModuleUnits find_units(const std::shared_ptr<torch::nn::Module>& model,
-                       const std::vector<std::string>& named);
+                       const ShardOptions& options);
 
 }  // namespace fsdp

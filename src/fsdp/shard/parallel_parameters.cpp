@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "fsdp/base/check.h"
+#include "fsdp/base/glob.h"
 #include "fsdp/base/text.h"
 
 namespace fsdp {
@@ -46,6 +47,14 @@ std::vector<int64_t> sections_of(const TpShard& cut, const SharedParameter& para
   return cut.section_sizes;
 }
 
+DeclaredPlacement as_declared(const TpPlacement& placement) {
+  return std::visit([](const auto& each) { return DeclaredPlacement(each); }, placement);
+}
+
+bool is_per_expert(const DeclaredPlacement& declared) {
+  return std::holds_alternative<PerExpert>(declared);
+}
+
 PlacedParameter placed_as(TpEqual, const Mesh&, const std::string&, std::span<const int64_t>) {
   return {};
 }
@@ -76,10 +85,14 @@ PlacedParameter placed_as(PerExpert, const Mesh& mesh, const std::string& name,
   const MeshAxis* ep = mesh.ep();
   // Every rank has all experts: those of a tp group have tokens of their own.
   if (ep == nullptr) return placed_as(TpPartial{}, mesh, name, shape);
-  if (shape.empty() || shape.front() % ep->size() != 0)
-    SharedParameter{name, shape, *ep}.refuse(
-        concat("has one slice per expert, which ep ", ep->size(),
-               " ranks cannot share evenly; choose an ep that divides the number of experts"));
+  const SharedParameter parameter{name, shape, *ep};
+  if (shape.empty()) parameter.refuse("has no dimension, but one slice per expert; give it one");
+  const int64_t num_experts = shape.front();
+  if (num_experts % ep->size() != 0)
+    parameter.refuse(concat("has one slice per expert, ", num_experts, ", which ep ", ep->size(),
+                            " ranks cannot share evenly (", num_experts, " = ", ep->size(), " x ",
+                            num_experts / ep->size(), " + ", num_experts % ep->size(),
+                            "); choose an ep that divides the number of experts"));
   return {ParameterKind::kExpert, {ep->rank(), ep->size(), 0, {shape.front()}}};
 }
 
@@ -95,8 +108,7 @@ DeclaredPlacement declared_placement(const torch::nn::Module& module,
                             "be cut over one of ep and tp: derive it from one of them"));
   if (has_experts) return PerExpert{};
   if (tensors == nullptr) return TpEqual{};
-  return std::visit([](auto&& each) { return DeclaredPlacement(std::move(each)); },
-                    tensors->tp_placement(parameter));
+  return as_declared(tensors->tp_placement(parameter));
 }
 
 std::string to_text(const DeclaredPlacement& declared) {
@@ -113,6 +125,59 @@ std::string to_text(const DeclaredPlacement& declared) {
     }
   };
   return std::visit(Words{}, declared);
+}
+
+std::vector<std::string> to_texts(const std::vector<TensorParameters>& named) {
+  std::vector<std::string> texts;
+  for (const TensorParameters& each : named) {
+    const std::string placement = to_text(as_declared(each.placement));
+    texts.push_back(concat(each.pattern, " ", placement.empty() ? "equal over tp" : placement));
+  }
+  return texts;
+}
+
+std::string NamedPlacements::Pattern::text() const {
+  const std::string words = to_text(placement);
+  return concat("'", words.empty() ? "equal over tp" : words, "' by the pattern '", glob, "' in ",
+                option);
+}
+
+NamedPlacements::NamedPlacements(const ShardOptions& options) {
+  for (const std::string& glob : options.expert_parameters)
+    patterns_.push_back({"expert_parameters", glob, PerExpert{}});
+  for (const TensorParameters& each : options.tensor_parameters)
+    patterns_.push_back({"tensor_parameters", each.pattern, as_declared(each.placement)});
+}
+
+DeclaredPlacement NamedPlacements::placement_of(const std::string& parameter,
+                                                const DeclaredPlacement& by_module) {
+  const Pattern* counts = nullptr;
+  for (Pattern& each : patterns_) {
+    if (!matches_glob(each.glob, parameter)) continue;
+    each.is_used = true;
+    if (counts == nullptr) counts = &each;
+    // Patterns of tensor_parameters may narrow each other; a slice per expert goes with none.
+    if (is_per_expert(counts->placement) != is_per_expert(each.placement))
+      throw UsageError(concat("parameter '", parameter, "' is ", counts->text(), " and ",
+                              each.text(),
+                              "; it can be cut over one of ep and tp: narrow one of "
+                              "the patterns"));
+  }
+  if (counts == nullptr) return by_module;
+  if (by_module != DeclaredPlacement(TpEqual{}) && by_module != counts->placement)
+    throw UsageError(concat("parameter '", parameter, "' is '", to_text(by_module),
+                            "' by its module and ", counts->text(),
+                            "; narrow the pattern, which is for modules that say nothing"));
+  return counts->placement;
+}
+
+void NamedPlacements::check_all_are_used(const std::vector<std::string>& names) const {
+  for (const Pattern& each : patterns_) {
+    if (each.is_used) continue;
+    const std::string guess = nearest_to_glob(each.glob, names);
+    throw UsageError(concat(each.option, " has '", each.glob, "', which matches no parameter",
+                            guess.empty() ? "" : concat("; did you mean '", guess, "'?")));
+  }
 }
 
 PlacedParameter place_on(const Mesh& mesh, const DeclaredPlacement& declared,

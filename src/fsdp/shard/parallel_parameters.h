@@ -7,10 +7,12 @@
 #include <span>
 #include <string>
 #include <variant>
+#include <vector>
 
 #include "fsdp/comm/mesh.h"
 #include "fsdp/comm/parameter_kind.h"
 #include "fsdp/layout/owned_slice.h"
+#include "fsdp/shard/options.h"
 #include "fsdp/shard/parallel_module.h"
 
 namespace fsdp {
@@ -27,6 +29,33 @@ DeclaredPlacement declared_placement(const torch::nn::Module& module, const std:
 
 // For messages and facts: "cut over tp along dim 1"; "" for equal.
 std::string to_text(const DeclaredPlacement& declared);
+
+// The same of ShardOptions::tensor_parameters: "*.up.weight cut over tp along dim 0".
+std::vector<std::string> to_texts(const std::vector<TensorParameters>& named);
+
+// What options say of parameters by name, beside what modules say.
+class NamedPlacements {
+ public:
+  explicit NamedPlacements(const ShardOptions& options);
+
+  // Of the parameter, by either; a pattern may say what its module leaves open (equal). UsageError
+  // where two of them contradict each other.
+  DeclaredPlacement placement_of(const std::string& parameter, const DeclaredPlacement& by_module);
+
+  // UsageError for a pattern that has matched no parameter so far, with the nearest of the names.
+  void check_all_are_used(const std::vector<std::string>& names) const;
+
+ private:
+  struct Pattern {
+    const char* option;
+    std::string glob;
+    DeclaredPlacement placement;
+    bool is_used = false;
+
+    std::string text() const;
+  };
+  std::vector<Pattern> patterns_;  // those of one option in order
+};
 
 struct PlacedParameter {
   ParameterKind kind = ParameterKind::kEqual;

@@ -99,17 +99,18 @@ namespace {
 
 void check_experts(const RunPlan& plan) {
   const TrainOptions& o = plan.options;
-  const auto* experts = std::get_if<MixtralConfig>(&plan.model.config);
-  if (o.ep > 1 && experts == nullptr)
+  const std::optional<ExpertNames> experts = expert_names(plan.model.config);
+  if (o.ep > 1 && !experts)
     throw UsageError(
         concat("--ep is ", o.ep, ", but model '", plan.model.name, "' has no experts; drop --ep"));
-  if (!o.cuda_graph || experts == nullptr) return;
+  if (!o.cuda_graph || !experts) return;
   // Grouped products that know their sizes on the device alone are libtorch's, for these matrices.
-  const LlamaConfig& c = experts->decoder;
-  if (plan.compute != DType::kBFloat16 || c.hidden_size % 8 != 0 || c.intermediate_size % 8 != 0)
+  if (plan.compute != DType::kBFloat16 || experts->hidden_size % 8 != 0 ||
+      experts->intermediate_size % 8 != 0)
     throw UsageError(concat("--cuda-graph cannot record model '", plan.model.name,
                             "' with --compute ", name_of(plan.compute), ", hidden_size ",
-                            c.hidden_size, " and intermediate_size ", c.intermediate_size,
+                            experts->hidden_size, " and intermediate_size ",
+                            experts->intermediate_size,
                             ": only for bf16 and multiples of 8 the host need not know how many "
                             "tokens each expert gets; change them, or drop --cuda-graph"));
 }

@@ -115,10 +115,15 @@ void TrainingRun::compare_data() const {
   agree_on_success(mesh_, error, "comparing the data");
 }
 
+CheckpointState TrainingRun::state() const {
+  return {.sharded = *sharded_, .optimizer = optimizer_.get(), .buffers = stored_buffers(*model_)};
+}
+
 void TrainingRun::load() {
   const NameRules names = stored_name_rules(*model_);
-  const LoadOptions loading = load_options(options_, names);
-  const CheckpointState state{.sharded = *sharded_, .optimizer = optimizer_.get()};
+  LoadOptions loading = load_options(options_, names);
+  loading.ignored = model_->ignored_names();
+  const CheckpointState state = this->state();
   std::optional<LoadedCheckpoint> loaded;
   const std::vector<int64_t> steps = options_.checkpoint_dir.empty()
                                          ? std::vector<int64_t>{}
@@ -127,7 +132,7 @@ void TrainingRun::load() {
   if (options_.resume != "auto" && options_.resume != "never")
     loaded = load_checkpoint(options_.resume, state, loading);
   if (!loaded && steps.empty() && !plan_.init.empty())
-    load_checkpoint(plan_.init, {.sharded = *sharded_}, loading);
+    load_checkpoint(plan_.init, {.sharded = *sharded_, .buffers = state.buffers}, loading);
   if (!options_.checkpoint_dir.empty()) {
     CheckpointerOptions saving = checkpointer_options(options_, names);
     if (world_.rank() == 0) {  // who writes them
@@ -269,6 +274,7 @@ void TrainingRun::forward_and_backward() {
 void TrainingRun::update() {
   optimizer_->step();
   optimizer_->zero_grad();
+  model_->end_step(mesh_);
 }
 
 TrainingRun::Metrics TrainingRun::step() {
@@ -358,7 +364,7 @@ void TrainingRun::save() {
   const double begin = now();
   try {
     checkpointer_->save(
-        {.sharded = *sharded_, .optimizer = optimizer_.get()},
+        state(),
         {.step = step_, .schedule = text_of_schedule(options_), .data = stored_position()});
   } catch (const Error& error) {
     log(LogLevel::kError, error.what());

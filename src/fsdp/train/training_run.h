@@ -35,6 +35,7 @@ class TrainingRun {
   struct Metrics;  // the figures that ranks combine after a step
 
   void compare_data() const;
+  CheckpointState state() const;
   void load();
   void begin_watch(std::ostream& out);
   void load_batches();

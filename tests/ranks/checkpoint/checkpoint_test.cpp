@@ -238,6 +238,9 @@ TEST(Checkpoint, LoadsWhatIsAllowedToBeMissingOrExtra) {
         EXPECT_THAT(report.missing,
                     UnorderedElementsAre(name, name + ".exp_avg", name + ".exp_avg_sq"));
         EXPECT_EQ(report.extra.size(), 3);
+        options.extra = LoadOptions::Extra::kRefuse;
+        options.ignored = {"renamed.*"};
+        EXPECT_TRUE(load_checkpoint(directory.path(), rank.state(), options).extra.empty());
       });
       expect_same_state(loaded, expected, concat(c10::toString(compute), " ", ranks));
       EXPECT_FALSE(at::equal(expected.at(name), saved.at(name))) << "the test proves nothing";

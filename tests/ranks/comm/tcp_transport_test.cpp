@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <latch>
 #include <numeric>
 #include <thread>
 #include <vector>
@@ -258,6 +259,54 @@ TEST(TcpTransport, WordsAboutAFailureReachARankThatIsBusyReceiving) {
   EXPECT_EQ(errors[1], "rank 2 failed: no space");
 }
 
+void send_words(const Socket& socket, const std::string& words) {
+  const FrameHeader header{FrameKind::kFailure, 0, 0, static_cast<int64_t>(words.size())};
+  const Deadline deadline = Clock::now() + std::chrono::seconds(5);
+  send_all(socket, &header, sizeof(header), deadline);
+  send_all(socket, words.data(), words.size(), deadline);
+}
+
+void wait_for_end(const Socket& socket) {
+  char byte = 0;
+  while (receive_all(socket, &byte, 1, Clock::now() + std::chrono::seconds(10))) {
+  }
+}
+
+// A rank that hears of a failure ends, and others see its connection close: together with the
+// words, or before them.
+TEST(TcpTransport, WordsAboutAFailureCountMoreThanAnEndBesideThem) {
+  std::latch has_happened(2);
+  const std::vector<std::string> errors =
+      run_connected(3, [&](int rank, std::vector<Socket> sockets) {
+        if (rank == 1) send_words(sockets[2], "!rank 1 failed: no space");
+        if (rank == 0) sockets.clear();
+        if (rank < 2) {
+          has_happened.count_down();
+          if (rank == 1) wait_for_end(sockets[2]);
+          return;
+        }
+        has_happened.wait();
+        TcpTransport transport(rank, std::move(sockets));
+        receive(transport, 1, 1, kSmallBytes);
+      });
+  EXPECT_EQ(errors[2], "rank 1 failed: no space");
+}
+
+TEST(TcpTransport, PassesOnWordsToThoseWhoHaveNotHeardThem) {
+  const std::vector<std::string> errors =
+      run_connected(3, [](int rank, std::vector<Socket> sockets) {
+        if (rank == 1) {
+          send_words(sockets[0], "!rank 1 failed: no space");
+          for (const int other : {0, 2}) wait_for_end(sockets[static_cast<size_t>(other)]);
+          return;
+        }
+        TcpTransport transport(rank, std::move(sockets));
+        receive(transport, 1, 1, kSmallBytes);
+      });
+  EXPECT_EQ(errors[0], "rank 1 failed: no space");
+  EXPECT_EQ(errors[2], "rank 1 failed: no space");
+}
+
 // --- peers that are no ranks of ours, or have gone mad ---
 
 void send_frame(const Socket& socket, FrameKind kind, int channel, int64_t message_bytes,
@@ -277,9 +326,7 @@ std::string error_beside(int64_t bytes, const std::function<void(const Socket&)>
       run_connected(2, [&](int rank, std::vector<Socket> sockets) {
         if (rank == 1) {
           misbehave(sockets[0]);
-          char byte = 0;  // until rank 0 has hung up
-          while (receive_all(sockets[0], &byte, 1, Clock::now() + std::chrono::seconds(10))) {
-          }
+          wait_for_end(sockets[0]);  // until rank 0 has hung up
           return;
         }
         TcpTransport transport(rank, std::move(sockets));
@@ -352,16 +399,8 @@ TEST(TcpTransport, ShowsWordsOfAPeerWithoutControlCharacters) {
   const std::string words =
       "!rank 1 failed: \x1b[2J\x9b"
       "1mgone\nsecond line\x07";
-  EXPECT_EQ(
-      error_beside(
-          kSmallBytes,
-          [&](const Socket& socket) {
-            const FrameHeader header{FrameKind::kFailure, 0, 0, static_cast<int64_t>(words.size())};
-            const Deadline deadline = Clock::now() + std::chrono::seconds(5);
-            send_all(socket, &header, sizeof(header), deadline);
-            send_all(socket, words.data(), words.size(), deadline);
-          }),
-      "rank 1 failed: \\x1b[2J\\x9b1mgone\nsecond line\\x07");
+  EXPECT_EQ(error_beside(kSmallBytes, [&](const Socket& socket) { send_words(socket, words); }),
+            "rank 1 failed: \\x1b[2J\\x9b1mgone\nsecond line\\x07");
 }
 
 // A failed exchange releases the memory of a message in the middle; the address sanitizer watches.

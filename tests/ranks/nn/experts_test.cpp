@@ -8,6 +8,7 @@
 #include <map>
 
 #include "fsdp/base/text.h"
+#include "fsdp/nn/layers/expert_loads.h"
 #include "support/layer_gradients.h"
 #include "support/sharded_training.h"
 #include "support/small_models.h"
@@ -124,6 +125,117 @@ TEST(Experts, EqualADenseLoop) {
     for (size_t i = 0; i < actual.size(); ++i)
       EXPECT_TRUE(at::allclose(actual[i], expected[i], 1e-5, 1e-6)) << "case " << c << ", " << i;
   }
+}
+
+// Nemotron's: without gates, between two projections, beside a shared one.
+TEST(Experts, EqualADenseLoopWithoutGates) {
+  ExpertsOptions o = small_options(8, 3);
+  o.kind = MlpKind::kSquaredRelu;
+  o.latent_size = 4;
+  o.shared_size = 5;
+  o.shared_module = "shared_experts";
+  o.bias = true;
+  Experts experts = small_experts(o);
+  std::map<std::string, at::Tensor> weights;
+  for (const auto& item : experts->named_parameters()) weights[item.key()] = item.value();
+  const auto mlp = [](const at::Tensor& x, const at::Tensor& up, const at::Tensor& up_bias,
+                      const at::Tensor& down, const at::Tensor& down_bias) {
+    return at::linear(at::relu(at::linear(x, up, up_bias)).square(), down, down_bias);
+  };
+  const at::Tensor x = waves({2, 9, kHidden}, 0.5);
+  const at::Tensor tokens = x.flatten(0, 1);
+  const at::Tensor shares = shares_by_hand(at::linear(tokens, weights.at("gate.weight")), o.router);
+  const at::Tensor latent =
+      at::linear(tokens, weights.at("fc1_latent_proj.weight"), weights.at("fc1_latent_proj.bias"));
+  const at::Tensor up = weights.at("experts.up_proj").view({8, o.intermediate_size, 4});
+  const at::Tensor down = weights.at("experts.down_proj").view({8, 4, o.intermediate_size});
+  at::Tensor sum = at::zeros_like(latent);
+  for (int64_t i = 0; i < 8; ++i)
+    sum = sum + shares.narrow(-1, i, 1) * mlp(latent, up[i], {}, down[i], {});
+  const at::Tensor expected =
+      at::linear(sum, weights.at("fc2_latent_proj.weight"), weights.at("fc2_latent_proj.bias")) +
+      mlp(tokens, weights.at("shared_experts.up_proj.weight"),
+          weights.at("shared_experts.up_proj.bias"), weights.at("shared_experts.down_proj.weight"),
+          weights.at("shared_experts.down_proj.bias"));
+  EXPECT_TRUE(at::allclose(experts(x).output.flatten(0, 1), expected, 1e-5, 1e-6));
+}
+
+// --- biases --------------------------------------------------------------------------------------
+
+RouterOptions biased_options() {
+  return {.hidden_size = kHidden,
+          .num_experts = 4,
+          .num_chosen = 1,
+          .score = RouterScore::kSigmoid,
+          .has_bias = true,
+          .bias_rate = 0.125};
+}
+
+Router biased_router() {
+  Router router(biased_options());
+  fill(*router);
+  return router;
+}
+
+// Choices follow scores and biases; weights are of scores alone.
+TEST(RouterBias, ChangesChoicesAndNotWeights) {
+  RouterOptions options = biased_options();
+  options.normalizes = false;
+  Router router(options);
+  fill(*router);
+  const at::Tensor tokens = waves({12, kHidden}, 0.5);
+  {
+    const at::NoGradGuard no_grad;
+    router->named_buffers()["e_score_correction_bias"][2] = 10.0;
+  }
+  const RoutedChoices routed = router(tokens);
+  EXPECT_TRUE(routed.choices.chosen.eq(2).all().item<bool>());
+  const at::Tensor scores =
+      at::sigmoid(at::linear(tokens, router->named_parameters()["weight"])).narrow(1, 2, 1);
+  EXPECT_TRUE(at::allclose(routed.weight, scores));
+}
+
+// One step up or down, and none for the mean; counted are forwards that are trained.
+TEST(RouterBias, MovesByOneStepTowardsTheMean) {
+  Router router = biased_router();
+  const at::Tensor tokens = waves({12, kHidden}, 0.5);
+  {
+    const at::NoGradGuard no_grad;
+    router(tokens);  // nobody trains it
+  }
+  EXPECT_FALSE(router->num_chosen().defined());
+  router(tokens.narrow(0, 0, 5));
+  router(tokens.narrow(0, 5, 7));
+  EXPECT_EQ(router->num_chosen().sum().item<double>(), 12.0);
+  router->update_bias(at::tensor({6.0, 3.0, 0.0, 3.0}, at::kDouble));
+  EXPECT_TRUE(at::equal(router->named_buffers()["e_score_correction_bias"],
+                        at::tensor({-0.125f, 0.0f, 0.125f, 0.0f})));
+  EXPECT_EQ(router->num_chosen().sum().item<double>(), 0.0);
+}
+
+// All tokens want the same expert until the biases have spread them.
+TEST(RouterBias, EvensOutTheLoad) {
+  run_ranks(1, [](World& world) {
+    const Mesh mesh = world.mesh();
+    RouterOptions options = biased_options();
+    options.bias_rate = 0.003;
+    Router router(options);
+    fill(*router);
+    {
+      const at::NoGradGuard no_grad;
+      router->named_parameters()["weight"][1].fill_(1.0);
+    }
+    const at::Tensor tokens = waves({256, kHidden}, 0.5).abs();
+    EXPECT_EQ(router(tokens).load.share[1].item<double>(), 1.0);
+    at::Tensor sum = at::zeros({4});
+    for (int step = 0; step < 700; ++step) {
+      const RouterLoad load = router(tokens).load;
+      if (step >= 600) sum += load.share / 100;
+      even_out_loads(*router.ptr(), mesh);
+    }
+    // Biases go on by steps of one size, and 256 tokens of equal scores change sides together.
+    EXPECT_LT((sum - 0.25).abs().max().item<double>(), 0.1) << sum;
+  });
 }
 
 TEST(Experts, WithoutTokensGetGradientsOfZero) {
@@ -310,6 +422,52 @@ TEST(SharedOutExperts, LearnTheSameWithOtherOptions) {
               testing::weights_of(sharded, model), owned_of(expected, mesh, *model),
               concat(name_of(pool), recompute == Recompute::kBlock ? " recomputed" : ""));
         });
+}
+
+// The biases of routers are those of the whole batch, to the bit, on every rank and grid.
+TEST(SharedOutExperts, EvenOutTheirLoadsTogether) {
+  constexpr int kLosses = 4;
+  NemotronHConfig config = testing::small_expert_hybrid();
+  config.num_attention_heads = config.num_key_value_heads = 4;
+  config.intermediate_size = 30;
+  const auto trained = [&](World& world, const MeshOptions& grids, Recompute recompute) {
+    const Mesh mesh = world.mesh(grids);
+    const auto model = build_language_model(config, {.seed = 3, .recompute = recompute});
+    testing::disturb(*model);
+    const Sharded sharded = fully_shard(model, mesh);
+    const int microbatches = kLosses / mesh.num_losses();
+    for (int step = 0; step < 4; ++step) {
+      for (int i = 0; i < microbatches; ++i) {
+        sharded.microbatch({.last = i + 1 == microbatches});
+        const at::Tensor tokens = testing::small_tokens(mesh.loss() * microbatches + i, step, 2, 8);
+        (testing::small_loss(*model, tokens).total / microbatches).backward();
+      }
+      for (const FlatShard& shard : sharded.flat_shards())
+        shard.main_weight.sub_(shard.gradient, 0.1);
+      sharded.refresh_weights();
+      sharded.zero_grad();
+      model->end_step(mesh);
+    }
+    std::vector<at::Tensor> biases;
+    for (const at::Tensor& bias : model->buffers()) biases.push_back(bias.clone());
+    return biases;
+  };
+  std::vector<at::Tensor> expected;
+  run_ranks(1, [&](World& world) { expected = trained(world, {}, Recompute::kNone); });
+  ASSERT_EQ(expected.size(), 3u);
+  for (const at::Tensor& bias : expected) EXPECT_GT(bias.abs().max().item<double>(), 0.005);
+  for (const MeshOptions& grids :
+       {MeshOptions{}, {.ep = 4}, {.outer = 2, .ep = 2}, {.tp = 2}, {.ep = 2, .tp = 2}})
+    for (const Recompute recompute : {Recompute::kNone, Recompute::kBlock})
+      run_ranks(4, [&](World& world) {
+        const std::vector<at::Tensor> biases = trained(world, grids, recompute);
+        for (size_t i = 0; i < expected.size(); ++i)
+          EXPECT_TRUE(at::equal(biases[i], expected[i]))
+              << "router " << i << ", outer " << grids.outer << ", ep " << grids.ep << ", tp "
+              << grids.tp << "\n"
+              << biases[i] << "\n"
+              << expected[i];
+      });
 }
 
 }  // namespace

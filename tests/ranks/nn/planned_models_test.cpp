@@ -44,6 +44,27 @@ LlamaConfig llama(int64_t vocab_size, bool biased) {
   return config;
 }
 
+NemotronHConfig hybrid(bool biased) {
+  NemotronHConfig config = testing::small_hybrid();
+  config.intermediate_size = 30;
+  config.use_bias = config.attention_bias = config.mlp_bias = biased;
+  return config;
+}
+
+NemotronHConfig expert_hybrid(int64_t latent_size) {
+  NemotronHConfig config = testing::small_expert_hybrid();
+  config.intermediate_size = 30;
+  config.moe_latent_size = latent_size;
+  config.tie_word_embeddings = config.mlp_bias = latent_size > 0;
+  return config;
+}
+
+Qwen3NextConfig next() {
+  Qwen3NextConfig config = testing::small_qwen3_next();
+  config.num_experts = 8;
+  return config;
+}
+
 std::vector<Case> cases() {
   std::vector<Case> all;
   for (const MeshOptions& mesh : {MeshOptions{}, {.ep = 2}, {.ep = 4}, {.outer = 2, .ep = 2}})
@@ -51,11 +72,27 @@ std::vector<Case> cases() {
   all.push_back({"mixtral", mixtral(1), 8, {.outer = 4, .ep = 4}});
   for (const MeshOptions& mesh :
        {MeshOptions{.tp = 2}, {.ep = 2, .tp = 2}, {.outer = 2, .ep = 4, .tp = 2}})
-    all.push_back({"mixtral", mixtral(0), 4, mesh});
+    for (const int64_t num_predictions : {0, 1})
+      all.push_back({"mixtral", mixtral(num_predictions), 4, mesh});
   for (const MeshOptions& mesh : {MeshOptions{.tp = 2}, {.outer = 2, .tp = 2}}) {
     all.push_back({"llama", llama(38, false), 4, mesh});
     all.push_back({"biased llama", llama(37, true), 4, mesh});
+    for (const int64_t num_predictions : {0, 1, 2}) {
+      LlamaConfig tied = llama(38, false);
+      tied.tie_word_embeddings = true;
+      tied.num_nextn_predict_layers = num_predictions;
+      all.push_back({concat("tied llama with ", num_predictions, " predictions"), tied, 4, mesh});
+    }
+    all.push_back({"hybrid", hybrid(false), 4, mesh});
+    all.push_back({"biased hybrid", hybrid(true), 4, mesh});
   }
+  for (const MeshOptions& mesh :
+       {MeshOptions{}, {.ep = 4}, {.ep = 2, .tp = 2}, {.outer = 2, .ep = 4, .tp = 2}})
+    for (const int64_t latent_size : {0, 10})
+      all.push_back({"hybrid with experts", expert_hybrid(latent_size), 4, mesh});
+  for (const MeshOptions& mesh :
+       {MeshOptions{}, {.ep = 4}, {.tp = 2}, {.outer = 2, .ep = 4, .tp = 2}})
+    all.push_back({"qwen3-next", next(), 4, mesh});
   return all;
 }
 
@@ -141,9 +178,28 @@ Traffic traffic_of(const Recording& calls) {
   return sum;
 }
 
+// Of as many ranks as nobody has threads for.
+std::vector<Case> wide_cases() {
+  MixtralConfig qwen = mixtral(0);
+  qwen.decoder.qk_norm = true;
+  std::vector<Case> all;
+  for (const auto& [ranks, mesh] :
+       {std::pair{8, MeshOptions{.ep = 8}}, std::pair{64, MeshOptions{.outer = 8, .ep = 8}},
+        std::pair{512, MeshOptions{.outer = 64, .ep = 8, .tp = 2}},
+        std::pair{4096, MeshOptions{.outer = 64, .ep = 4, .tp = 2}}}) {
+    all.push_back({"mixtral", mixtral(1), ranks, mesh});
+    all.push_back({"qwen3-moe", qwen, ranks, mesh});
+    all.push_back({"hybrid with experts", expert_hybrid(10), ranks, mesh});
+    all.push_back({"qwen3-next", next(), ranks, mesh});
+  }
+  return all;
+}
+
 // Nothing moves in a simulated world, so values mean nothing: only calls do.
 TEST(PlannedModels, MoveTheBytesThatAreForecast) {
-  for (const Case& each : cases())
+  std::vector<Case> all = cases();
+  for (Case& wide : wide_cases()) all.push_back(std::move(wide));
+  for (const Case& each : all)
     for (const Strategy& strategy : named_strategies()) {
       if (!is_planned(each, strategy)) continue;
       SCOPED_TRACE(text(each, strategy));

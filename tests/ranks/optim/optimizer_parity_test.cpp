@@ -14,7 +14,6 @@ namespace fsdp::optimizer_parity_test {
 namespace {
 
 using testing::Chain;
-using testing::device;
 using testing::kSteps;
 using testing::kStrategies;
 using testing::loss_of;
@@ -22,6 +21,7 @@ using testing::MainWeightCollector;
 using testing::make_chain;
 using testing::Outcome;
 using testing::run_ranks;
+using testing::test_device;
 using testing::train;
 using testing::Training;
 
@@ -217,11 +217,11 @@ TORCH_MODULE(Tied);
 
 TEST_P(Strategies, CountASharedWeightOnceInTheNorm) {
   const auto loss_on = [](Tied& model, int rank) {
-    return model(((at::arange(5) * (rank + 2)) % 11).to(device())).square().sum();
+    return model(((at::arange(5) * (rank + 2)) % 11).to(test_device())).square().sum();
   };
   const auto make = [] {
     Tied model = testing::build([] { return Tied(); });
-    model->to(device());
+    model->to(test_device());
     return model;
   };
   for (const auto& [ranks, outer] : meshes_for(GetParam())) {

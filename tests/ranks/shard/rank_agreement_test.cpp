@@ -84,6 +84,14 @@ TEST(ShardOptions, ThatDifferOnOneRankAreShownByAllRanks) {
        "granularity 'row' and rank 0 has 'element'"},
       {[](auto& o) { o.initial_values = InitialValues::kOfRankZero; },
        "initial_values 'kOfRankZero' and rank 0 has 'kOfEveryRank'"},
+      {[](auto& o) {
+         o.expert_parameters = {"*.linear.*", "*.bias"};
+       },
+       "expert_parameters '*.linear.*, *.bias' and rank 0 has ''"},
+      {[](auto& o) {
+         o.tensor_parameters = {{"*.bias", TpPartial{}}, {"*", TpShard{.dim = 1}}};
+       },
+       "tensor_parameters '*.bias partial over tp, * cut over tp along dim 1' and rank 0 has ''"},
       {[](auto& o) { o.device = c10::Device(c10::kCUDA, 0); },
        "device 'cuda' and rank 0 has 'cpu'"},
   };

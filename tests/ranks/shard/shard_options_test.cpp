@@ -72,6 +72,21 @@ TEST(ShardOptions, RefuseWhatMakesNoSenseInOneSentence) {
   EXPECT_FALSE(Alone({.strategy = illegal}).refusal().empty());
 }
 
+TEST(FullyShard, RefusesUserBuffersWithOwnersOfSlices) {
+  run_ranks(2, [](World& world) {
+    for (const MeshOptions& options : {MeshOptions{.ep = 2}, {.tp = 2}}) {
+      const Mesh mesh = world.mesh(options);
+      EXPECT_THAT(error_of([&] {
+                    fully_shard(torch::nn::Linear(5, 3), mesh,
+                                {.user_buffers = UserBuffers::kRegistered});
+                  }),
+                  AllOf(HasSubstr(concat("user_buffers is registered on a mesh with ",
+                                         options.ep > 1 ? "ep 2" : "tp 2")),
+                        HasSubstr("set it to off")));
+    }
+  });
+}
+
 TEST(FullyShard, RefusesAModelThatIsShardedOrHasNothingToShard) {
   Alone alone;
   const Sharded sharded = alone.shard();

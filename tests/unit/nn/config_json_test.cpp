@@ -82,9 +82,25 @@ TEST(ConfigJson, BringsEveryFieldBack) {
   mixed.time_step_min = 0.01;
   mixed.max_position_embeddings = 1234;
   mixed.initializer_range = 0.1;
+  NemotronHConfig mixed_experts = mixed;
+  mixed_experts.hybrid_override_pattern = "ME*-";
+  mixed_experts.n_routed_experts = 12;
+  mixed_experts.num_experts_per_tok = 3;
+  mixed_experts.moe_intermediate_size = 14;
+  mixed_experts.moe_shared_expert_intermediate_size = 15;
+  mixed_experts.moe_latent_size = 16;
+  mixed_experts.n_group = 4;
+  mixed_experts.topk_group = 2;
+  mixed_experts.norm_topk_prob = false;
+  mixed_experts.routed_scaling_factor = 2.5;
+  mixed_experts.router_bias_update_rate = 0.25;
+  mixed_experts.router_aux_loss_coef = 0.125;
+  mixed_experts.num_nextn_predict_layers = 2;
+  mixed_experts.mtp_hybrid_override_pattern = "-E";
+  mixed_experts.mtp_loss_weight = 0.5;
   for (const ModelConfig& config :
        {ModelConfig(dense), ModelConfig(normed), ModelConfig(experts), ModelConfig(normed_experts),
-        ModelConfig(mixed), ModelConfig(llama()), ModelConfig(hybrid()),
+        ModelConfig(mixed), ModelConfig(mixed_experts), ModelConfig(llama()), ModelConfig(hybrid()),
         ModelConfig(MixtralConfig{llama(), 4})}) {
     const std::string text = config_json(config);
     EXPECT_TRUE(parse_model_config(text, "c.json") == config) << text;
@@ -241,6 +257,29 @@ TEST(Architecture, RefusesWhatCannotBeComputed) {
                 c.rope_scaling = Llama3RopeScaling{8.0, 4.0, 1.0};
               }),
       HasSubstr("rope_scaling.high_freq_factor is 1; it must be above low_freq_factor = 4"));
+  const auto refused_experts = [&](const auto& change) {
+    return refused(hybrid(), [&](NemotronHConfig& c) {
+      c.hybrid_override_pattern = "ME";
+      c.n_routed_experts = 8;
+      c.moe_intermediate_size = 4;
+      change(c);
+    });
+  };
+  EXPECT_EQ(refused_experts([](NemotronHConfig&) {}), "accepted");
+  EXPECT_THAT(refused_experts([](NemotronHConfig& c) { c.n_routed_experts = 0; }),
+              HasSubstr("n_routed_experts is 0; it must be"));
+  EXPECT_THAT(refused_experts([](NemotronHConfig& c) { c.n_group = 3; }),
+              "n_group is 3; it must divide n_routed_experts = 8");
+  EXPECT_THAT(refused_experts([](NemotronHConfig& c) {
+                c.n_group = 4;
+                c.num_experts_per_tok = 3;
+              }),
+              "num_experts_per_tok is 3; it must be a whole number from 1 to 2");
+  EXPECT_THAT(refused_experts([](NemotronHConfig& c) {
+                c.num_nextn_predict_layers = 1;
+                c.mtp_hybrid_override_pattern = "M";
+              }),
+              HasSubstr("mtp_hybrid_override_pattern contains 'M'"));
   EXPECT_THAT(
       refused(MixtralConfig{llama(), 4}, [](MixtralConfig& c) { c.num_experts_per_tok = 5; }),
       HasSubstr("num_experts_per_tok is 5; it must be a whole number from 1 to 4"));
@@ -284,6 +323,12 @@ TEST(Architecture, RefusesSizesThatNoModelHas) {
       refused(hybrid(),
               [](NemotronHConfig& c) { c.hybrid_override_pattern = std::string(4097, 'M'); }),
       "hybrid_override_pattern has 4097 layers; at most 4096 are supported");
+  EXPECT_THAT(refused(hybrid(),
+                      [](NemotronHConfig& c) {
+                        c.num_nextn_predict_layers = 2047;
+                        c.mtp_hybrid_override_pattern = "**";
+                      }),
+              HasSubstr("4098 in all; at most 4096 are supported"));
   EXPECT_THAT(refused(hybrid(), [](NemotronHConfig& c) { c.hybrid_override_pattern = "M\x1b"; }),
               HasSubstr("hybrid_override_pattern contains '\\x1b'; the known layers are"));
   LlamaConfig no_positions = llama();
@@ -298,17 +343,22 @@ TEST(Architecture, RefusesRanksThatCannotComputeItTogether) {
   };
   LlamaConfig even = llama();
   even.intermediate_size = 78;
-  LlamaConfig predicting = even;
-  predicting.num_nextn_predict_layers = 1;
+  NemotronHConfig even_hybrid = hybrid();
+  even_hybrid.intermediate_size = 78;
+  NemotronHConfig one_group = even_hybrid;
+  one_group.n_groups = 1;
+  NemotronHConfig without_mamba = one_group;
+  without_mamba.hybrid_override_pattern = "*-";
   EXPECT_EQ(refused(even, 2), "accepted");
   EXPECT_EQ(refused(MixtralConfig{llama(), 4}, 2), "accepted");  // experts are not cut
   EXPECT_EQ(refused(hybrid(), 1), "accepted");
   EXPECT_THAT(refused(even, 4), HasSubstr("num_attention_heads is 6, which tp = 4 ranks cannot"));
   EXPECT_THAT(refused(even, 6), HasSubstr("num_key_value_heads is 2, which tp = 6 ranks cannot"));
   EXPECT_THAT(refused(llama(), 2), HasSubstr("intermediate_size is 77, which tp = 2 ranks cannot"));
-  EXPECT_THAT(refused(predicting, 2), HasSubstr("num_nextn_predict_layers is 1, and tp = 2"));
-  EXPECT_THAT(refused(hybrid(), 2),
-              HasSubstr("tp = 2 ranks do not compute the layers of a hybrid"));
+  EXPECT_EQ(refused(even_hybrid, 2), "accepted");
+  EXPECT_EQ(refused(without_mamba, 2), "accepted");  // only sizes that layers have
+  EXPECT_THAT(refused(one_group, 2), HasSubstr("n_groups is 1, which tp = 2 ranks cannot"));
+  EXPECT_THAT(refused(hybrid(), 2), HasSubstr("intermediate_size is 77, which tp = 2 ranks"));
 }
 
 TEST(Architecture, CountsNormsSharedExpertsAndPredictionLayers) {
@@ -356,6 +406,28 @@ TEST(DifferingFields, LeavesOutWhatTensorsOrResultsDoNotDependOn) {
   longer.rope_theta = 500;
   EXPECT_EQ(differences(llama(), longer, ModelAspect::kResults), "rope_theta 10000.0 500.0; ");
   EXPECT_EQ(differences(llama(), longer, ModelAspect::kTensors), "");
+
+  NemotronHConfig experts = hybrid();
+  experts.hybrid_override_pattern = "ME";
+  experts.n_routed_experts = 8;
+  experts.moe_intermediate_size = 4;
+  NemotronHConfig slower = experts;
+  slower.router_bias_update_rate = 0.0;
+  EXPECT_EQ(differences(experts, slower, ModelAspect::kResults), "");
+  slower.n_group = slower.topk_group = 2;
+  slower.routed_scaling_factor = 2.5;
+  EXPECT_EQ(differences(experts, slower, ModelAspect::kResults),
+            "n_group 1 2; topk_group 1 2; routed_scaling_factor 1.0 2.5; ");
+  EXPECT_EQ(differences(experts, slower, ModelAspect::kTensors), "");
+}
+
+TEST(ExpertNames, AreOfModelsWithExpertsAlone) {
+  EXPECT_FALSE(expert_names(ModelConfig(llama())));
+  EXPECT_FALSE(expert_names(ModelConfig(hybrid())));
+  EXPECT_TRUE(expert_names(ModelConfig(MixtralConfig{llama(), 4})));
+  NemotronHConfig predicting = hybrid();
+  predicting.num_nextn_predict_layers = 1;  // with the pattern "*E"
+  EXPECT_TRUE(expert_names(ModelConfig(predicting)));
 }
 
 // Six per weight that is multiplied; attention counted by hand.
@@ -403,6 +475,7 @@ TEST(Presets, TinyOnesAre) {
   EXPECT_EQ(model_by_name("tiny").parameters(), 1'673'280);
   EXPECT_EQ(model_by_name("moe-tiny").parameters(), 2'921'856);
   EXPECT_EQ(model_by_name("hybrid-tiny").parameters(), 1'541'484);
+  EXPECT_EQ(model_by_name("delta-tiny").parameters(), 1'667'128);
 }
 
 }  // namespace

@@ -97,6 +97,7 @@ TEST(MeasuredMemory, TwoSlotsForWeightsAndForGradientsInBFloat16) {
   std::erase_if(blocks.units, [](const UnitShape& unit) { return !is_block(unit); });
   ASSERT_EQ(blocks.units.size(), 32u);
   blocks.uses.clear();
+  blocks.ends.clear();
   for (int64_t unit = 0; unit < 32; ++unit) blocks.uses.push_back(unit);
   const MemoryBytes bytes = Planner(blocks, options).forecast().bytes;
   const double slots = static_cast<double>(bytes.weight_pool + bytes.grad_pool) / kMiB;

@@ -34,6 +34,8 @@ TEST(ModelCatalog, CountsParametersAsPublished) {
   EXPECT_EQ(model_by_name("llama3-70b").parameters(), 70'553'706'496);
   EXPECT_EQ(model_by_name("mixtral-8x7b").parameters(), 46'702'792'704);
   EXPECT_EQ(model_by_name("qwen3-30b-a3b").parameters(), 30'532'122'624);
+  // Without the layers of multi-token prediction that are published beside it.
+  EXPECT_EQ(model_by_name("qwen3-next-80b-a3b").parameters(), 79'674'391'296);
   EXPECT_EQ(model_by_name("nemotron-h-8b").parameters(), 8'100'852'736);
   // TinyLlama's published count: same shape.
   EXPECT_EQ(model_by_name("llama-1b").parameters(), 1'100'048'384);
@@ -171,7 +173,10 @@ TEST(Architecture, NamesFieldValueAndRule) {
                          .num_attention_heads = 1,
                          .num_key_value_heads = 1};
   EXPECT_THAT([&] { build_model("m", hybrid); },
-              ThrowsMessage<UsageError>(HasSubstr("hybrid_override_pattern contains 'E'")));
+              ThrowsMessage<UsageError>(HasSubstr("n_routed_experts is 0")));
+  hybrid.hybrid_override_pattern = "M-X";
+  EXPECT_THAT([&] { build_model("m", hybrid); },
+              ThrowsMessage<UsageError>(HasSubstr("hybrid_override_pattern contains 'X'")));
 }
 
 TEST(ModelShape, RefusesWhatCannotBePlanned) {

@@ -99,7 +99,7 @@ struct MixtralConfig {
   friend bool operator==(const MixtralConfig&, const MixtralConfig&) = default;
 };
 
-// One mixer per layer, chosen by a pattern: M = Mamba-2, - = MLP, * = attention.
+// One mixer per layer, chosen by a pattern: M = Mamba-2, - = MLP, * = attention, E = experts.
 struct NemotronHConfig {
   int64_t vocab_size = 0;
   int64_t hidden_size = 0;
@@ -123,26 +123,82 @@ struct NemotronHConfig {
   double time_step_min = 0.001;  // lower limit of steps
   int64_t max_position_embeddings = 4096;
   double initializer_range = 0.02;
+  // Layers with experts, which have no gates, and a shared one.
+  int64_t n_routed_experts = 0;
+  int64_t num_experts_per_tok = 2;
+  int64_t moe_intermediate_size = 0;                // of each expert
+  int64_t moe_shared_expert_intermediate_size = 0;  // 0: none
+  int64_t moe_latent_size = 0;  // of tokens on their way to the experts; 0: hidden_size
+  // DeepSeek-V3's router: sigmoids, groups of which some are open, and biases that even out loads.
+  int64_t n_group = 1;
+  int64_t topk_group = 1;
+  bool norm_topk_prob = true;
+  double routed_scaling_factor = 1.0;
+  double router_bias_update_rate = 0.001;  // the step of a bias; 0: they stay
+  double router_aux_loss_coef = 0.0;       // of the load-balancing loss
+  // Multi-token prediction: this many times the layers of a pattern, each for one more token.
+  int64_t num_nextn_predict_layers = 0;
+  std::string mtp_hybrid_override_pattern = "*E";
+  double mtp_loss_weight = 0.3;   // of the mean of their losses
   std::string not_computed = {};  // as above
 
   friend bool operator==(const NemotronHConfig&, const NemotronHConfig&) = default;
 };
 
-using ModelConfig = std::variant<LlamaConfig, MixtralConfig, NemotronHConfig>;
+enum class LayerType : uint8_t { kLinearAttention, kFullAttention };
+
+// Gated DeltaNet in most layers and gated attention in the others; experts and a gated shared one,
+// or a dense MLP (Qwen3-Next). Norms store the difference of their factors from 1.
+struct Qwen3NextConfig {
+  // Its intermediate_size is of layers without experts; heads are normed whatever qk_norm says.
+  LlamaConfig decoder;
+  double partial_rotary_factor = 0.25;  // of each head's channels, the first ones, have positions
+  std::vector<LayerType> layer_types = {};  // empty: every fourth one is attention
+  int64_t linear_num_key_heads = 16;
+  int64_t linear_num_value_heads = 32;
+  int64_t linear_key_head_dim = 128;
+  int64_t linear_value_head_dim = 128;
+  int64_t linear_conv_kernel_dim = 4;
+  int64_t num_experts = 512;
+  int64_t num_experts_per_tok = 10;
+  int64_t moe_intermediate_size = 512;
+  int64_t shared_expert_intermediate_size = 512;
+  bool norm_topk_prob = true;
+  double router_aux_loss_coef = 0.001;
+  // Every so many layers one has experts, unless the list has it.
+  int64_t decoder_sparse_step = 1;
+  std::vector<int64_t> mlp_only_layers = {};
+
+  friend bool operator==(const Qwen3NextConfig&, const Qwen3NextConfig&) = default;
+};
+
+using ModelConfig = std::variant<LlamaConfig, MixtralConfig, NemotronHConfig, Qwen3NextConfig>;
 
 // head_dim, or its default if it is 0.
 int64_t head_dim_of(const LlamaConfig& config);
 int64_t head_dim_of(const NemotronHConfig& config);
 
+// Whether a layer of this kind is among the main ones or among those that predict more tokens.
+bool has_layer(const NemotronHConfig& config, char kind);
+
+LayerType layer_type_of(const Qwen3NextConfig& config, int64_t layer);
+bool has_experts(const Qwen3NextConfig& config, int64_t layer);
+// The channels of a head that have positions.
+int64_t rotary_dim_of(const Qwen3NextConfig& config);
+
 // The experts of one layer, and how published checkpoints name them.
 struct ExpertNames {
-  std::string module;                      // their parent: "mlp.experts"
-  std::array<std::string, 3> projections;  // gate, up and down
+  std::string module;                    // their parent: "mlp.experts"
+  std::vector<std::string> projections;  // gate, up and down; or up and down
   int64_t num_experts = 0;
-  int64_t hidden_size = 0;
+  int64_t hidden_size = 0;  // of their tokens
   int64_t intermediate_size = 0;
 };
 ExpertNames expert_names(const MixtralConfig& config);
+ExpertNames expert_names(const NemotronHConfig& config);
+ExpertNames expert_names(const Qwen3NextConfig& config);
+// nullopt: the model has no experts.
+std::optional<ExpertNames> expert_names(const ModelConfig& config);
 // The module of a layer that has the router and the experts: "mlp".
 std::string experts_module(const MixtralConfig& config);
 
@@ -155,16 +211,20 @@ struct StackedExperts {
   std::vector<std::string> parts;  // equal parts along the first dimension
 };
 
-// Gate and up projection of expert after expert; and the down projections.
+// Gate and up projection of expert after expert, or up alone; and the down projections.
 std::array<StackedExperts, 2> stacked_experts(const ExpertNames& names);
 
 // Checks that the tensors have shapes. UsageError with the field, its value and its rule.
 void validate(const LlamaConfig& config);
 void validate(const MixtralConfig& config);
 void validate(const NemotronHConfig& config);
+void validate(const Qwen3NextConfig& config);
 
 // Checks that the model can be computed, too. UsageError, as above.
 void check_trainable(const ModelConfig& config);
+
+// For a size of which each of `tp` ranks has an equal part. UsageError that names the field.
+void check_shared_evenly(const char* field, int64_t size, int64_t tp);
 
 // Checks that `tp` ranks can compute the model together. UsageError that names the field.
 void check_tensor_ranks(const ModelConfig& config, int64_t tp);

@@ -286,6 +286,9 @@ void TcpTransport::progress(Lock& lock, double wait_seconds) {
   }
   for (size_t i = 0; i < ranks.size(); ++i)
     if (waiting[i + 1].revents != 0) serve(ranks[i], waiting[i + 1].revents);
+  // After all words were heard: a rank that ends may have ended because of another's failure.
+  for (const size_t rank : ranks)
+    if (!peers_[rank].connection->is_open()) note_end(peers_[rank]);
 }
 
 void TcpTransport::serve(size_t rank, short events) {
@@ -293,7 +296,6 @@ void TcpTransport::serve(size_t rank, short events) {
   TcpConnection& connection = *other.connection;
   if ((events & ~POLLOUT) != 0) connection.read(*this);
   if (connection.write()) others_completed_ = true;
-  if (!connection.is_open()) note_end(other);
 }
 
 void TcpTransport::note_end(Peer& ended) {
@@ -402,8 +404,7 @@ void TcpTransport::end_frame(int rank, const FrameHeader& header) {
       lane.ready_bytes = header.message_bytes;
       return send_large(lane, *other.connection);
     case FrameKind::kFailure:
-      failed_ = others_completed_ = true;
-      return raise_heard(failure_text_);
+      return hear_failure();
     case FrameKind::kGoodbye:
       other.has_left = others_completed_ = true;
       return;
@@ -411,6 +412,14 @@ void TcpTransport::end_frame(int rank, const FrameHeader& header) {
       other.window_left += std::min(header.message_bytes, kWindowBytes - other.window_left);
       return;
   }
+}
+
+void TcpTransport::hear_failure() {
+  failed_ = others_completed_ = true;
+  const bool was_explained = abort_.explained();
+  raise_heard(failure_text_);
+  // This rank ends now. The others may see that before they hear of the rank that failed.
+  if (!was_explained && abort_.explained()) send_failure(failure_text_);
 }
 
 void TcpTransport::hear_announcement(Peer& other, const FrameHeader& header) {

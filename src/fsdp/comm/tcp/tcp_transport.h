@@ -103,6 +103,7 @@ class TcpTransport final : public MessageTransport, private FrameReader {
   std::optional<char*> begin_early(Peer& other, Lane& lane, const FrameHeader& header);
   void end_frame(int rank, const FrameHeader& header) override;
   void end_data(Lane& lane, const FrameHeader& header);
+  void hear_failure();
   void hear_announcement(Peer& other, const FrameHeader& header);
 
   std::mutex mutex_;  // protects the members below

@@ -14,12 +14,14 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 // The longest sequence and the chunk size change results only by rounding.
-constexpr std::string_view kOfTraining[] = {
-    "architectures",        "initializer_range",       "mtp_loss_weight", "router_aux_loss_coef",
-    "output_router_logits", "max_position_embeddings", "chunk_size"};
+constexpr std::string_view kOfTraining[] = {"architectures",           "initializer_range",
+                                            "mtp_loss_weight",         "router_aux_loss_coef",
+                                            "router_bias_update_rate", "output_router_logits",
+                                            "max_position_embeddings", "chunk_size"};
 constexpr std::string_view kOfResults[] = {
-    "rms_norm_eps",  "layer_norm_epsilon",  "rope_theta",    "rope_scaling",
-    "time_step_min", "num_experts_per_tok", "norm_topk_prob"};
+    "rms_norm_eps",  "layer_norm_epsilon",  "rope_theta",           "rope_scaling",
+    "time_step_min", "num_experts_per_tok", "norm_topk_prob",       "partial_rotary_factor",
+    "n_group",       "topk_group",          "routed_scaling_factor"};
 
 bool contains(std::span<const std::string_view> names, std::string_view name) {
   return std::find(names.begin(), names.end(), name) != names.end();

@@ -7,111 +7,13 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/json_fields.h"
 #include "fsdp/base/text.h"
+#include "fsdp/nn/config/decoder_json.h"
 
 namespace fsdp {
 
 namespace {
 
 using Json = nlohmann::ordered_json;
-
-// Remembers the first field that is not computed, worded like the errors of JsonFields.
-void note_not_computed(std::string& note, const JsonFields& fields, const std::string& field,
-                       const std::string& rule) {
-  if (!note.empty()) return;
-  try {
-    fields.refuse(field, rule);
-  } catch (const UsageError& error) {
-    note = error.what();
-  }
-}
-
-void expect_text(std::string& note, const JsonFields& fields, const char* field,
-                 const std::string& only) {
-  if (fields.text_or(field, only) != only)
-    note_not_computed(note, fields, field, concat("only \"", only, "\" is computed"));
-}
-
-void expect_zero(std::string& note, const JsonFields& fields, const char* field) {
-  if (fields.number_or(field, 0.0) != 0.0)
-    note_not_computed(note, fields, field, "only 0 is computed");
-}
-
-// The defaults in which the package's classes differ.
-struct DecoderDefaults {
-  double rms_norm_eps = 1e-6;
-  double rope_theta = 10000.0;
-  int64_t max_position_embeddings = 2048;
-  int64_t head_dim = 0;
-  const char* intermediate_size = "intermediate_size";  // the field that has it
-};
-
-void read_rope_scaling(const JsonFields& rope, LlamaConfig& c) {
-  // Until version 4.43 the package wrote "type".
-  const std::string type = rope.text_or("rope_type", rope.text_or("type", "default"));
-  const char* type_field = rope.has("rope_type") ? "rope_type" : "type";
-  if (type == "llama3") {
-    for (const char* field :
-         {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
-      if (!rope.has(field)) rope.refuse(field, "\"llama3\" scaling needs it; add it");
-    Llama3RopeScaling scaling;
-    scaling.factor = rope.number_or("factor", scaling.factor);
-    scaling.low_freq_factor = rope.number_or("low_freq_factor", scaling.low_freq_factor);
-    scaling.high_freq_factor = rope.number_or("high_freq_factor", scaling.high_freq_factor);
-    scaling.original_max_position_embeddings = rope.integer_or(
-        "original_max_position_embeddings", scaling.original_max_position_embeddings);
-    c.rope_scaling = scaling;
-  } else if (type != "default") {
-    note_not_computed(c.not_computed, rope, type_field,
-                      "only \"default\" and \"llama3\" are computed");
-  }
-}
-
-// Version 5 of the package keeps everything in "rope_parameters", earlier ones in two fields.
-void read_rope(const JsonFields& fields, double default_theta, LlamaConfig& c) {
-  c.rope_theta = fields.number_or("rope_theta", default_theta);
-  for (const char* field : {"rope_scaling", "rope_parameters"}) {
-    if (!fields.has(field)) continue;
-    const JsonFields rope = fields.object(field);
-    c.rope_theta = rope.number_or("rope_theta", c.rope_theta);
-    if (rope.number_or("partial_rotary_factor", 1.0) != 1.0)
-      note_not_computed(c.not_computed, rope, "partial_rotary_factor", "only 1 is computed");
-    read_rope_scaling(rope, c);
-    return;
-  }
-}
-
-// In the structs 0 stands for "not given", so a file must not say 0.
-int64_t read_head_dim(const JsonFields& fields, const char* field, int64_t fallback) {
-  const int64_t head_dim = fields.integer_or(field, fallback);
-  if (fields.has(field) && head_dim < 1)
-    fields.refuse(field,
-                  "it must be at least 1; leave it out for hidden_size / num_attention_heads");
-  return head_dim;
-}
-
-LlamaConfig read_decoder(const JsonFields& fields, const DecoderDefaults& defaults) {
-  LlamaConfig c;
-  c.vocab_size = fields.integer("vocab_size");
-  c.hidden_size = fields.integer("hidden_size");
-  c.num_hidden_layers = fields.integer("num_hidden_layers");
-  c.num_attention_heads = fields.integer("num_attention_heads");
-  c.num_key_value_heads = fields.integer_or("num_key_value_heads", c.num_attention_heads);
-  c.head_dim = read_head_dim(fields, "head_dim", defaults.head_dim);
-  c.intermediate_size = fields.integer(defaults.intermediate_size);
-  c.attention_bias = fields.boolean_or("attention_bias", false);
-  c.mlp_bias = fields.boolean_or("mlp_bias", false);
-  c.tie_word_embeddings = fields.boolean_or("tie_word_embeddings", false);
-  c.rms_norm_eps = fields.number_or("rms_norm_eps", defaults.rms_norm_eps);
-  c.max_position_embeddings =
-      fields.integer_or("max_position_embeddings", defaults.max_position_embeddings);
-  c.initializer_range = fields.number_or("initializer_range", c.initializer_range);
-  c.num_nextn_predict_layers = fields.integer_or("num_nextn_predict_layers", 0);
-  c.mtp_loss_weight = fields.number_or("mtp_loss_weight", c.mtp_loss_weight);
-  read_rope(fields, defaults.rope_theta, c);
-  expect_text(c.not_computed, fields, "hidden_act", "silu");
-  expect_zero(c.not_computed, fields, "attention_dropout");
-  return c;
-}
 
 ModelConfig read_llama(const JsonFields& fields) { return read_decoder(fields, {}); }
 
@@ -162,26 +64,55 @@ ModelConfig read_qwen3_moe(const JsonFields& fields) {
   return c;
 }
 
-// Version 5 of the package writes a list of words instead of a pattern.
-std::string read_pattern(const JsonFields& fields) {
-  if (fields.has("hybrid_override_pattern") || !fields.has("layers_block_type"))
-    return fields.text("hybrid_override_pattern");
-  constexpr std::array<std::pair<const char*, char>, 5> kKinds = {{{"linear_attention", 'M'},
+struct PatternFields {
+  const char* pattern;
+  const char* words;  // version 5 of the package writes a list of words instead
+};
+
+std::string read_pattern(const JsonFields& fields, const PatternFields& names) {
+  if (fields.has(names.pattern) || !fields.has(names.words)) return fields.text(names.pattern);
+  constexpr std::array<std::pair<const char*, char>, 6> kKinds = {{{"linear_attention", 'M'},
                                                                    {"mamba", 'M'},
                                                                    {"full_attention", '*'},
                                                                    {"attention", '*'},
-                                                                   {"mlp", '-'}}};
+                                                                   {"mlp", '-'},
+                                                                   {"moe", 'E'}}};
   std::string pattern;
-  for (const nlohmann::json& layer : fields.array("layers_block_type")) {
+  for (const nlohmann::json& layer : fields.array(names.words)) {
     const std::string word = layer.is_string() ? layer.get<std::string>() : "";
     const size_t before = pattern.size();
     for (const auto& [kind, letter] : kKinds)
       if (word == kind) pattern += letter;
     if (pattern.size() == before)
-      fields.refuse("layers_block_type",
-                    "the known layers are linear_attention, full_attention and mlp");
+      fields.refuse(names.words,
+                    "the known layers are linear_attention, full_attention, mlp and moe");
   }
   return pattern;
+}
+
+// The experts and the multi-token prediction; defaults are the package's. Two fields are ours.
+void read_nemotron_experts(const JsonFields& fields, NemotronHConfig& c) {
+  c.num_nextn_predict_layers = fields.integer_or("num_nextn_predict_layers", 0);
+  if (c.num_nextn_predict_layers > 0) {
+    if (fields.has("mtp_hybrid_override_pattern") || fields.has("mtp_layers_block_type"))
+      c.mtp_hybrid_override_pattern =
+          read_pattern(fields, {"mtp_hybrid_override_pattern", "mtp_layers_block_type"});
+    c.mtp_loss_weight = fields.number_or("mtp_loss_weight", c.mtp_loss_weight);
+  }
+  if (!has_layer(c, 'E')) return;
+  c.n_routed_experts = fields.integer_or("n_routed_experts", 8);
+  c.num_experts_per_tok = fields.integer_or("num_experts_per_tok", c.num_experts_per_tok);
+  c.moe_intermediate_size = fields.integer_or("moe_intermediate_size", 7688);
+  c.moe_shared_expert_intermediate_size =
+      fields.integer_or("moe_shared_expert_intermediate_size", 7688);
+  c.moe_latent_size = fields.integer_or("moe_latent_size", 0);
+  c.n_group = fields.integer_or("n_group", c.n_group);
+  c.topk_group = fields.integer_or("topk_group", c.topk_group);
+  c.norm_topk_prob = fields.boolean_or("norm_topk_prob", c.norm_topk_prob);
+  c.routed_scaling_factor = fields.number_or("routed_scaling_factor", c.routed_scaling_factor);
+  c.router_bias_update_rate =
+      fields.number_or("router_bias_update_rate", c.router_bias_update_rate);
+  c.router_aux_loss_coef = fields.number_or("router_aux_loss_coef", c.router_aux_loss_coef);
 }
 
 ModelConfig read_nemotron_h(const JsonFields& fields) {
@@ -189,7 +120,8 @@ ModelConfig read_nemotron_h(const JsonFields& fields) {
   c.vocab_size = fields.integer("vocab_size");
   c.hidden_size = fields.integer("hidden_size");
   c.intermediate_size = fields.integer("intermediate_size");
-  c.hybrid_override_pattern = read_pattern(fields);
+  c.hybrid_override_pattern =
+      read_pattern(fields, {"hybrid_override_pattern", "layers_block_type"});
   c.mamba_num_heads = fields.integer("mamba_num_heads");
   c.mamba_head_dim = fields.integer("mamba_head_dim");
   c.n_groups = fields.integer("n_groups");
@@ -213,11 +145,11 @@ ModelConfig read_nemotron_h(const JsonFields& fields) {
   if (fields.integer_or("num_hidden_layers", num_layers) != num_layers)
     fields.refuse("num_hidden_layers",
                   concat("hybrid_override_pattern has ", num_layers, " layers; make them agree"));
+  read_nemotron_experts(fields, c);
   expect_text(c.not_computed, fields, "mlp_hidden_act", "relu2");
   expect_text(c.not_computed, fields, "mamba_hidden_act", "silu");
   expect_zero(c.not_computed, fields, "attention_dropout");
   expect_zero(c.not_computed, fields, "hidden_dropout");
-  expect_zero(c.not_computed, fields, "num_nextn_predict_layers");
   if (fields.boolean_or("residual_in_fp32", false))
     note_not_computed(c.not_computed, fields, "residual_in_fp32", "only false is computed");
   if (fields.has("sliding_window"))
@@ -230,49 +162,14 @@ struct Reader {
   ModelConfig (*read)(const JsonFields& fields);
 };
 
-constexpr std::array<Reader, 5> kReaders = {{
+constexpr std::array<Reader, 6> kReaders = {{
     {"llama", read_llama},
     {"mixtral", read_mixtral},
     {"nemotron_h", read_nemotron_h},
     {"qwen3", read_qwen3},
     {"qwen3_moe", read_qwen3_moe},
+    {"qwen3_next", read_qwen3_next},
 }};
-
-Json rope_scaling_json(const std::optional<Llama3RopeScaling>& scaling) {
-  if (!scaling) return nullptr;
-  return {{"rope_type", "llama3"},
-          {"factor", scaling->factor},
-          {"low_freq_factor", scaling->low_freq_factor},
-          {"high_freq_factor", scaling->high_freq_factor},
-          {"original_max_position_embeddings", scaling->original_max_position_embeddings}};
-}
-
-// Writes positions in the two fields that every version of the package reads.
-Json decoder_json(const char* model_type, const char* model_class, const LlamaConfig& c) {
-  Json json = {{"model_type", model_type},
-               {"architectures", Json::array({model_class})},
-               {"vocab_size", c.vocab_size},
-               {"hidden_size", c.hidden_size},
-               {"num_hidden_layers", c.num_hidden_layers},
-               {"num_attention_heads", c.num_attention_heads},
-               {"num_key_value_heads", c.num_key_value_heads},
-               {"head_dim", head_dim_of(c)},
-               {"intermediate_size", c.intermediate_size},
-               {"hidden_act", "silu"},
-               {"attention_bias", c.attention_bias},
-               {"mlp_bias", c.mlp_bias},
-               {"tie_word_embeddings", c.tie_word_embeddings},
-               {"rms_norm_eps", c.rms_norm_eps},
-               {"rope_theta", c.rope_theta},
-               {"rope_scaling", rope_scaling_json(c.rope_scaling)},
-               {"max_position_embeddings", c.max_position_embeddings},
-               {"initializer_range", c.initializer_range}};
-  if (c.num_nextn_predict_layers > 0) {
-    json["num_nextn_predict_layers"] = c.num_nextn_predict_layers;
-    json["mtp_loss_weight"] = c.mtp_loss_weight;
-  }
-  return json;
-}
 
 Json to_json(const LlamaConfig& c) {
   if (!c.qk_norm) return decoder_json("llama", "LlamaForCausalLM", c);
@@ -319,35 +216,59 @@ Json to_json(const MixtralConfig& c) {
   return json;
 }
 
-Json to_json(const NemotronHConfig& c) {
-  return {{"model_type", "nemotron_h"},
-          {"architectures", Json::array({"NemotronHForCausalLM"})},
-          {"vocab_size", c.vocab_size},
-          {"hidden_size", c.hidden_size},
-          {"num_hidden_layers", static_cast<int64_t>(c.hybrid_override_pattern.size())},
-          {"hybrid_override_pattern", c.hybrid_override_pattern},
-          {"intermediate_size", c.intermediate_size},
-          {"mlp_hidden_act", "relu2"},
-          {"mamba_hidden_act", "silu"},
-          {"mamba_num_heads", c.mamba_num_heads},
-          {"mamba_head_dim", c.mamba_head_dim},
-          {"n_groups", c.n_groups},
-          {"ssm_state_size", c.ssm_state_size},
-          {"conv_kernel", c.conv_kernel},
-          {"chunk_size", c.chunk_size},
-          {"time_step_min", c.time_step_min},
-          {"num_attention_heads", c.num_attention_heads},
-          {"num_key_value_heads", c.num_key_value_heads},
-          {"head_dim", head_dim_of(c)},
-          {"use_conv_bias", c.use_conv_bias},
-          {"use_bias", c.use_bias},
-          {"attention_bias", c.attention_bias},
-          {"mlp_bias", c.mlp_bias},
-          {"tie_word_embeddings", c.tie_word_embeddings},
-          {"layer_norm_epsilon", c.layer_norm_epsilon},
-          {"max_position_embeddings", c.max_position_embeddings},
-          {"initializer_range", c.initializer_range}};
+void write_nemotron_experts(const NemotronHConfig& c, Json& json) {
+  if (c.num_nextn_predict_layers > 0) {
+    json["num_nextn_predict_layers"] = c.num_nextn_predict_layers;
+    json["mtp_hybrid_override_pattern"] = c.mtp_hybrid_override_pattern;
+    json["mtp_loss_weight"] = c.mtp_loss_weight;
+  }
+  if (!has_layer(c, 'E')) return;
+  json["n_routed_experts"] = c.n_routed_experts;
+  json["num_experts_per_tok"] = c.num_experts_per_tok;
+  json["moe_intermediate_size"] = c.moe_intermediate_size;
+  json["moe_shared_expert_intermediate_size"] = c.moe_shared_expert_intermediate_size;
+  json["moe_latent_size"] = c.moe_latent_size > 0 ? Json(c.moe_latent_size) : Json(nullptr);
+  json["n_group"] = c.n_group;
+  json["topk_group"] = c.topk_group;
+  json["norm_topk_prob"] = c.norm_topk_prob;
+  json["routed_scaling_factor"] = c.routed_scaling_factor;
+  json["router_bias_update_rate"] = c.router_bias_update_rate;
+  json["router_aux_loss_coef"] = c.router_aux_loss_coef;
 }
+
+Json to_json(const NemotronHConfig& c) {
+  Json json = {{"model_type", "nemotron_h"},
+               {"architectures", Json::array({"NemotronHForCausalLM"})},
+               {"vocab_size", c.vocab_size},
+               {"hidden_size", c.hidden_size},
+               {"num_hidden_layers", static_cast<int64_t>(c.hybrid_override_pattern.size())},
+               {"hybrid_override_pattern", c.hybrid_override_pattern},
+               {"intermediate_size", c.intermediate_size},
+               {"mlp_hidden_act", "relu2"},
+               {"mamba_hidden_act", "silu"},
+               {"mamba_num_heads", c.mamba_num_heads},
+               {"mamba_head_dim", c.mamba_head_dim},
+               {"n_groups", c.n_groups},
+               {"ssm_state_size", c.ssm_state_size},
+               {"conv_kernel", c.conv_kernel},
+               {"chunk_size", c.chunk_size},
+               {"time_step_min", c.time_step_min},
+               {"num_attention_heads", c.num_attention_heads},
+               {"num_key_value_heads", c.num_key_value_heads},
+               {"head_dim", head_dim_of(c)},
+               {"use_conv_bias", c.use_conv_bias},
+               {"use_bias", c.use_bias},
+               {"attention_bias", c.attention_bias},
+               {"mlp_bias", c.mlp_bias},
+               {"tie_word_embeddings", c.tie_word_embeddings},
+               {"layer_norm_epsilon", c.layer_norm_epsilon},
+               {"max_position_embeddings", c.max_position_embeddings},
+               {"initializer_range", c.initializer_range}};
+  write_nemotron_experts(c, json);
+  return json;
+}
+
+Json to_json(const Qwen3NextConfig& c) { return qwen3_next_json(c); }
 
 }  // namespace
 

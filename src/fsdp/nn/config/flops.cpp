@@ -47,6 +47,51 @@ double products(const MixtralConfig& c, double sequence) {
   return products(decoder, static_cast<double>(weights), sequence);
 }
 
+// As the rule computes (layers/delta_rule.cpp), in the layer's chunks.
+double delta_rule_products(const Qwen3NextConfig& c, double sequence) {
+  constexpr double kChunk = 64.0;
+  const double positions = std::min(sequence, kChunk);
+  const auto key_heads = static_cast<double>(c.linear_num_key_heads);
+  const auto value_heads = static_cast<double>(c.linear_num_value_heads);
+  const auto key = static_cast<double>(c.linear_key_head_dim);
+  const auto value = static_cast<double>(c.linear_value_head_dim);
+  const double overlaps = 2.0 * positions * key_heads * key;  // of keys with keys and queries
+  // Per value head: the inverse, its products with keys and values, and the sum of corrections.
+  const double within = positions * (positions / 2.0 + key + 2.0 * value);
+  // The transition, and once per chunk its product with a state; what is written to the state, and
+  // its answers to keys and queries.
+  const double states = key * key + key * key * value / positions + 3.0 * key * value;
+  return overlaps + value_heads * (within + states);
+}
+
+double delta_net_layer(const Qwen3NextConfig& c, double sequence) {
+  const int64_t keys = c.linear_num_key_heads * c.linear_key_head_dim;
+  const int64_t values = c.linear_num_value_heads * c.linear_value_head_dim;
+  const int64_t weights =
+      c.decoder.hidden_size * (2 * keys + 3 * values + 2 * c.linear_num_value_heads) +
+      (2 * keys + values) * c.linear_conv_kernel_dim;
+  return static_cast<double>(weights) + delta_rule_products(c, sequence);
+}
+
+double products(const Qwen3NextConfig& config, double sequence) {
+  const LlamaConfig& c = config.decoder;
+  const Attention attention{c.hidden_size, c.num_attention_heads, c.num_key_value_heads,
+                            head_dim_of(c)};
+  const int64_t gates = c.hidden_size * c.num_attention_heads * head_dim_of(c);
+  const int64_t inner = config.num_experts_per_tok * config.moe_intermediate_size +
+                        config.shared_expert_intermediate_size;
+  const int64_t experts = c.hidden_size * (config.num_experts + 3 * inner + 1);
+  auto sum = static_cast<double>(c.vocab_size * c.hidden_size);
+  for (int64_t layer = 0; layer < c.num_hidden_layers; ++layer) {
+    sum += layer_type_of(config, layer) == LayerType::kLinearAttention
+               ? delta_net_layer(config, sequence)
+               : attention_layer(attention, sequence) + static_cast<double>(gates);
+    sum += static_cast<double>(
+        has_experts(config, layer) ? experts : 3 * c.hidden_size * c.intermediate_size);
+  }
+  return sum;
+}
+
 // As the scan computes: within a chunk every position meets every other one.
 double scan_products(const NemotronHConfig& c, double sequence) {
   const double positions = std::min(sequence, static_cast<double>(c.chunk_size));
@@ -56,11 +101,18 @@ double scan_products(const NemotronHConfig& c, double sequence) {
   return scores + positions * inner + states;
 }
 
-double products(const NemotronHConfig& c, double sequence) {
-  double sum = static_cast<double>(c.vocab_size * c.hidden_size);
+double expert_products(const NemotronHConfig& c) {
+  const int64_t shared = c.hidden_size * (c.n_routed_experts + 2 * c.moe_latent_size +
+                                          2 * c.moe_shared_expert_intermediate_size);
+  const int64_t tokens = c.moe_latent_size > 0 ? c.moe_latent_size : c.hidden_size;
+  return static_cast<double>(shared + 2 * c.num_experts_per_tok * tokens * c.moe_intermediate_size);
+}
+
+double products(const NemotronHConfig& c, const std::string& pattern, double sequence) {
   const int64_t inner = c.mamba_num_heads * c.mamba_head_dim;
   const int64_t convolved = inner + 2 * c.n_groups * c.ssm_state_size;
-  for (const char layer : c.hybrid_override_pattern) {
+  double sum = 0;
+  for (const char layer : pattern) {
     if (layer == 'M')
       sum += static_cast<double>(c.hidden_size * (2 * inner + convolved + c.mamba_num_heads) +
                                  convolved * c.conv_kernel) +
@@ -68,10 +120,20 @@ double products(const NemotronHConfig& c, double sequence) {
     else if (layer == '*')
       sum += attention_layer(
           {c.hidden_size, c.num_attention_heads, c.num_key_value_heads, head_dim_of(c)}, sequence);
+    else if (layer == 'E')
+      sum += expert_products(c);
     else
       sum += static_cast<double>(2 * c.hidden_size * c.intermediate_size);
   }
   return sum;
+}
+
+double products(const NemotronHConfig& c, double sequence) {
+  const auto head = static_cast<double>(c.vocab_size * c.hidden_size);
+  const auto join = static_cast<double>(2 * c.hidden_size * c.hidden_size);
+  return head + products(c, c.hybrid_override_pattern, sequence) +
+         static_cast<double>(c.num_nextn_predict_layers) *
+             (join + products(c, c.mtp_hybrid_override_pattern, sequence) + head);
 }
 
 }  // namespace

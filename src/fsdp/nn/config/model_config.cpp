@@ -1,6 +1,8 @@
 #include "fsdp/nn/config/model_config.h"
 
+#include <algorithm>
 #include <cmath>
+#include <span>
 #include <utility>
 
 #include "fsdp/base/check.h"
@@ -26,6 +28,21 @@ void check_positions(int64_t max_position_embeddings) {
 
 void check_computed(const std::string& not_computed) {
   if (!not_computed.empty()) throw UsageError(not_computed);
+}
+
+void check_pattern(const char* field, const std::string& pattern) {
+  if (pattern.empty())
+    throw UsageError(concat(field, " is empty; it needs one of M, -, * and E per layer"));
+  const auto num_layers = static_cast<int64_t>(pattern.size());
+  if (num_layers > kMaxLayers)
+    throw UsageError(
+        concat(field, " has ", num_layers, " layers; at most ", kMaxLayers, " are supported"));
+  constexpr std::string_view kKnown = "M-*E";
+  for (const char layer : pattern)
+    if (kKnown.find(layer) == std::string_view::npos)
+      throw UsageError(concat(field, " contains '", shown({&layer, 1}),
+                              "'; the known layers are M (Mamba-2), - (MLP), * (attention) and "
+                              "E (experts)"));
 }
 
 void check_rope(const LlamaConfig& c) {
@@ -62,6 +79,19 @@ void check_computable(const MixtralConfig& c) {
   check_number("router_aux_loss_coef", c.router_aux_loss_coef, Above::kZeroOrEqual);
 }
 
+void check_router(const NemotronHConfig& c) {
+  check_range(1, c.n_routed_experts, {{"n_group", c.n_group}});
+  check_range(1, c.n_group, {{"topk_group", c.topk_group}});
+  if (c.n_routed_experts % c.n_group != 0)
+    throw UsageError(concat("n_group is ", c.n_group,
+                            "; it must divide n_routed_experts = ", c.n_routed_experts));
+  check_range(1, c.n_routed_experts / c.n_group * c.topk_group,
+              {{"num_experts_per_tok", c.num_experts_per_tok}});
+  check_number("routed_scaling_factor", c.routed_scaling_factor, Above::kZero);
+  check_number("router_bias_update_rate", c.router_bias_update_rate, Above::kZeroOrEqual);
+  check_number("router_aux_loss_coef", c.router_aux_loss_coef, Above::kZeroOrEqual);
+}
+
 void check_computable(const NemotronHConfig& c) {
   validate(c);
   check_computed(c.not_computed);
@@ -69,13 +99,33 @@ void check_computable(const NemotronHConfig& c) {
   check_number("layer_norm_epsilon", c.layer_norm_epsilon, Above::kZero);
   check_number("initializer_range", c.initializer_range, Above::kZeroOrEqual);
   check_number("time_step_min", c.time_step_min, Above::kZeroOrEqual);
+  check_number("mtp_loss_weight", c.mtp_loss_weight, Above::kZeroOrEqual);
   check_dims({{"chunk_size", c.chunk_size}});
   if (c.mamba_num_heads % c.n_groups != 0)
     throw UsageError(concat("n_groups is ", c.n_groups,
                             "; it must divide mamba_num_heads = ", c.mamba_num_heads));
+  if (c.num_nextn_predict_layers > 0 &&
+      c.mtp_hybrid_override_pattern.find('M') != std::string::npos)
+    throw UsageError(
+        "mtp_hybrid_override_pattern contains 'M'; layers that predict more tokens are computed "
+        "with -, * and E");
+  if (has_layer(c, 'E')) check_router(c);
+}
+
+void check_computable(const Qwen3NextConfig& c) {
+  validate(c);
+  check_computable(c.decoder);
+  check_range(1, c.num_experts, {{"num_experts_per_tok", c.num_experts_per_tok}});
+  check_number("router_aux_loss_coef", c.router_aux_loss_coef, Above::kZeroOrEqual);
+  if (!(c.partial_rotary_factor > 0.0 && c.partial_rotary_factor <= 1.0) || rotary_dim_of(c) < 2 ||
+      rotary_dim_of(c) % 2 != 0)
+    throw UsageError(concat("partial_rotary_factor is ", c.partial_rotary_factor,
+                            "; times head_dim = ", head_dim_of(c.decoder),
+                            " it must be an even number from 2 to head_dim"));
 }
 
 const LlamaConfig& decoder_of(const LlamaConfig& config) { return config; }
+const LlamaConfig& decoder_of(const Qwen3NextConfig& config) { return config.decoder; }
 const LlamaConfig& decoder_of(const MixtralConfig& config) { return config.decoder; }
 const NemotronHConfig& decoder_of(const NemotronHConfig& config) { return config; }
 
@@ -131,37 +181,83 @@ int64_t head_dim_of(const NemotronHConfig& c) {
   return resolved_head_dim(c.head_dim, c.hidden_size, c.num_attention_heads);
 }
 
+bool has_layer(const NemotronHConfig& c, char kind) {
+  return c.hybrid_override_pattern.find(kind) != std::string::npos ||
+         (c.num_nextn_predict_layers > 0 &&
+          c.mtp_hybrid_override_pattern.find(kind) != std::string::npos);
+}
+
+LayerType layer_type_of(const Qwen3NextConfig& c, int64_t layer) {
+  if (!c.layer_types.empty()) return c.layer_types[static_cast<size_t>(layer)];
+  return (layer + 1) % 4 == 0 ? LayerType::kFullAttention : LayerType::kLinearAttention;
+}
+
+bool has_experts(const Qwen3NextConfig& c, int64_t layer) {
+  const auto& dense = c.mlp_only_layers;
+  return (layer + 1) % c.decoder_sparse_step == 0 &&
+         std::find(dense.begin(), dense.end(), layer) == dense.end();
+}
+
+int64_t rotary_dim_of(const Qwen3NextConfig& c) {
+  return static_cast<int64_t>(static_cast<double>(head_dim_of(c.decoder)) *
+                              c.partial_rotary_factor);
+}
+
 std::string experts_module(const MixtralConfig& c) {
   return c.decoder.qk_norm ? "mlp" : "block_sparse_moe";
 }
 
 ExpertNames expert_names(const MixtralConfig& c) {
-  const std::array<std::string, 3> qwen = {"gate_proj", "up_proj", "down_proj"};
+  const std::vector<std::string> qwen = {"gate_proj", "up_proj", "down_proj"};
   return {.module = experts_module(c) + ".experts",
-          .projections = c.decoder.qk_norm ? qwen : std::array<std::string, 3>{"w1", "w3", "w2"},
+          .projections = c.decoder.qk_norm ? qwen : std::vector<std::string>{"w1", "w3", "w2"},
           .num_experts = c.num_local_experts,
           .hidden_size = c.decoder.hidden_size,
           .intermediate_size = c.decoder.intermediate_size};
 }
 
+ExpertNames expert_names(const NemotronHConfig& c) {
+  return {.module = "mixer.experts",
+          .projections = {"up_proj", "down_proj"},
+          .num_experts = c.n_routed_experts,
+          .hidden_size = c.moe_latent_size > 0 ? c.moe_latent_size : c.hidden_size,
+          .intermediate_size = c.moe_intermediate_size};
+}
+
+ExpertNames expert_names(const Qwen3NextConfig& c) {
+  return {.module = "mlp.experts",
+          .projections = {"gate_proj", "up_proj", "down_proj"},
+          .num_experts = c.num_experts,
+          .hidden_size = c.decoder.hidden_size,
+          .intermediate_size = c.moe_intermediate_size};
+}
+
+std::optional<ExpertNames> expert_names(const ModelConfig& config) {
+  if (const auto* mixtral = std::get_if<MixtralConfig>(&config)) return expert_names(*mixtral);
+  if (const auto* next = std::get_if<Qwen3NextConfig>(&config)) return expert_names(*next);
+  const auto* hybrid = std::get_if<NemotronHConfig>(&config);
+  if (hybrid != nullptr && has_layer(*hybrid, 'E')) return expert_names(*hybrid);
+  return std::nullopt;
+}
+
 std::array<StackedExperts, 2> stacked_experts(const ExpertNames& names) {
-  StackedExperts gate_up{
-      .name = names.module + ".gate_up_proj",
-      .shape = {names.num_experts * 2 * names.intermediate_size, names.hidden_size},
+  const std::span<const std::string> into(names.projections.data(), names.projections.size() - 1);
+  const auto num_into = static_cast<int64_t>(into.size());
+  StackedExperts first{
+      .name = concat(names.module, ".", num_into == 1 ? into.front() : "gate_up_proj"),
+      .shape = {names.num_experts * num_into * names.intermediate_size, names.hidden_size},
       .num_experts = names.num_experts,
       .parts = {}};
   StackedExperts down{.name = names.module + ".down_proj",
                       .shape = {names.num_experts * names.hidden_size, names.intermediate_size},
                       .num_experts = names.num_experts,
                       .parts = {}};
-  const auto& [gate, up, down_name] = names.projections;
   for (int64_t expert = 0; expert < names.num_experts; ++expert) {
     const std::string prefix = concat(names.module, ".", expert, ".");
-    gate_up.parts.push_back(concat(prefix, gate, ".weight"));
-    gate_up.parts.push_back(concat(prefix, up, ".weight"));
-    down.parts.push_back(concat(prefix, down_name, ".weight"));
+    for (const std::string& name : into) first.parts.push_back(concat(prefix, name, ".weight"));
+    down.parts.push_back(concat(prefix, names.projections.back(), ".weight"));
   }
-  return {std::move(gate_up), std::move(down)};
+  return {std::move(first), std::move(down)};
 }
 
 void validate(const LlamaConfig& c) {
@@ -188,55 +284,95 @@ void validate(const NemotronHConfig& c) {
               {"n_groups", c.n_groups},
               {"ssm_state_size", c.ssm_state_size},
               {"conv_kernel", c.conv_kernel}});
-  if (c.hybrid_override_pattern.empty())
-    throw UsageError("hybrid_override_pattern is empty; it needs one of M, - and * per layer");
-  const auto num_layers = static_cast<int64_t>(c.hybrid_override_pattern.size());
-  if (num_layers > kMaxLayers)
-    throw UsageError(concat("hybrid_override_pattern has ", num_layers, " layers; at most ",
-                            kMaxLayers, " are supported"));
-  for (const char layer : c.hybrid_override_pattern)
-    if (layer != 'M' && layer != '-' && layer != '*')
-      throw UsageError(concat("hybrid_override_pattern contains '", shown({&layer, 1}),
-                              "'; the known layers are M (Mamba-2), - (MLP) and * (attention)"));
+  check_pattern("hybrid_override_pattern", c.hybrid_override_pattern);
+  int64_t num_layers = static_cast<int64_t>(c.hybrid_override_pattern.size());
+  check_range(0, kMaxLayers, {{"num_nextn_predict_layers", c.num_nextn_predict_layers}});
+  if (c.num_nextn_predict_layers > 0) {
+    check_pattern("mtp_hybrid_override_pattern", c.mtp_hybrid_override_pattern);
+    num_layers +=
+        c.num_nextn_predict_layers * static_cast<int64_t>(c.mtp_hybrid_override_pattern.size());
+    if (num_layers > kMaxLayers)
+      throw UsageError(concat("num_nextn_predict_layers is ", c.num_nextn_predict_layers,
+                              ", each with the layers of mtp_hybrid_override_pattern: ", num_layers,
+                              " in all; at most ", kMaxLayers, " are supported"));
+  }
   static_cast<void>(head_dim_of(c));
   check_kv_heads(c.num_key_value_heads, c.num_attention_heads);
+  if (!has_layer(c, 'E')) return;
+  check_expert_count("n_routed_experts", c.n_routed_experts, num_layers);
+  check_dims({{"moe_intermediate_size", c.moe_intermediate_size}});
+  check_range(0, kMaxDim,
+              {{"moe_shared_expert_intermediate_size", c.moe_shared_expert_intermediate_size},
+               {"moe_latent_size", c.moe_latent_size}});
+}
+
+void validate(const Qwen3NextConfig& c) {
+  validate(c.decoder);
+  const int64_t num_layers = c.decoder.num_hidden_layers;
+  check_dims({{"linear_num_key_heads", c.linear_num_key_heads},
+              {"linear_num_value_heads", c.linear_num_value_heads},
+              {"linear_key_head_dim", c.linear_key_head_dim},
+              {"linear_value_head_dim", c.linear_value_head_dim},
+              {"linear_conv_kernel_dim", c.linear_conv_kernel_dim},
+              {"moe_intermediate_size", c.moe_intermediate_size},
+              {"shared_expert_intermediate_size", c.shared_expert_intermediate_size},
+              {"decoder_sparse_step", c.decoder_sparse_step}});
+  check_expert_count("num_experts", c.num_experts, num_layers);
+  if (c.linear_num_value_heads % c.linear_num_key_heads != 0)
+    throw UsageError(
+        concat("linear_num_key_heads is ", c.linear_num_key_heads,
+               "; it must divide linear_num_value_heads = ", c.linear_num_value_heads));
+  if (!c.layer_types.empty() && static_cast<int64_t>(c.layer_types.size()) != num_layers)
+    throw UsageError(concat("layer_types has ", c.layer_types.size(),
+                            " entries; it needs one for each of num_hidden_layers = ", num_layers));
+  for (const int64_t layer : c.mlp_only_layers)
+    check_range(0, num_layers - 1, {{"mlp_only_layers", layer}});
+  if (c.decoder.mlp_bias || c.decoder.num_nextn_predict_layers > 0)
+    throw UsageError(
+        "mlp_bias is true, or num_nextn_predict_layers is above 0; with Gated DeltaNet layers "
+        "(model_type qwen3_next) neither is possible");
 }
 
 void check_trainable(const ModelConfig& config) {
   std::visit([](const auto& c) { check_computable(c); }, config);
 }
 
-namespace {
-
-void check_shared(const char* name, int64_t value, int64_t tp) {
-  if (value % tp != 0)
-    throw UsageError(concat(name, " is ", value, ", which tp = ", tp,
+void check_shared_evenly(const char* field, int64_t size, int64_t tp) {
+  if (size % tp != 0)
+    throw UsageError(concat(field, " is ", size, ", which tp = ", tp,
                             " ranks cannot share evenly; choose a tp that divides it"));
 }
 
-// Of all layers but the MLPs.
-void check_decoder_on_ranks(const LlamaConfig& c, int64_t tp) {
-  check_shared("num_attention_heads", c.num_attention_heads, tp);
-  check_shared("num_key_value_heads", c.num_key_value_heads, tp);
-  if (c.num_nextn_predict_layers > 0)
-    throw UsageError(concat("num_nextn_predict_layers is ", c.num_nextn_predict_layers,
-                            ", and tp = ", tp,
-                            " ranks do not compute multi-token prediction together; train without "
-                            "tp, or without these layers"));
+namespace {
+
+template <typename Config>
+void check_heads(const Config& c, int64_t tp) {
+  check_shared_evenly("num_attention_heads", c.num_attention_heads, tp);
+  check_shared_evenly("num_key_value_heads", c.num_key_value_heads, tp);
 }
 
 void check_on_ranks(const LlamaConfig& c, int64_t tp) {
-  check_decoder_on_ranks(c, tp);
-  check_shared("intermediate_size", c.intermediate_size, tp);
+  check_heads(c, tp);
+  check_shared_evenly("intermediate_size", c.intermediate_size, tp);
 }
 
 // Its experts are whole on every rank, or shared out by ep.
-void check_on_ranks(const MixtralConfig& c, int64_t tp) { check_decoder_on_ranks(c.decoder, tp); }
+void check_on_ranks(const MixtralConfig& c, int64_t tp) { check_heads(c.decoder, tp); }
 
-void check_on_ranks(const NemotronHConfig&, int64_t tp) {
-  throw UsageError(concat("tp = ", tp,
-                          " ranks do not compute the layers of a hybrid model together; train it "
-                          "without tp"));
+// The sizes of the kinds of layers that there are.
+void check_on_ranks(const NemotronHConfig& c, int64_t tp) {
+  if (has_layer(c, 'M')) check_shared_evenly("n_groups", c.n_groups, tp);
+  if (has_layer(c, '*')) check_heads(c, tp);
+  if (has_layer(c, '-')) check_shared_evenly("intermediate_size", c.intermediate_size, tp);
+}
+
+// Experts as Mixtral's; dense layers are cut, if there are any.
+void check_on_ranks(const Qwen3NextConfig& c, int64_t tp) {
+  check_heads(c.decoder, tp);
+  check_shared_evenly("linear_num_key_heads", c.linear_num_key_heads, tp);
+  for (int64_t layer = 0; layer < c.decoder.num_hidden_layers; ++layer)
+    if (!has_experts(c, layer))
+      check_shared_evenly("intermediate_size", c.decoder.intermediate_size, tp);
 }
 
 }  // namespace

@@ -22,9 +22,13 @@ bool are_wanted() {
 
 }  // namespace
 
+bool has_kernels_on(const at::Device& device) {
+  return device.is_cuda() && has_device_layers() && are_wanted();
+}
+
 bool has_kernels(const at::Tensor& tensor) {
   const at::ScalarType type = tensor.scalar_type();
-  return tensor.is_cuda() && has_device_layers() && are_wanted() &&
+  return has_kernels_on(tensor.device()) &&
          (type == at::kFloat || type == at::kBFloat16 || type == at::kHalf);
 }
 

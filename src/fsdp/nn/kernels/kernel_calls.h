@@ -10,8 +10,9 @@
 
 namespace fsdp::nn {
 
-// Whether our kernels can compute with this tensor. Environment: FSDP_LAYERS=kernels (default) or
-// aten, for comparisons.
+// Whether our kernels can compute there, and with this tensor. Environment: FSDP_LAYERS=kernels
+// (default) or aten, for comparisons.
+bool has_kernels_on(const at::Device& device);
 bool has_kernels(const at::Tensor& tensor);
 
 // The tensor, or a copy, that is dense and begins at a multiple of 16 bytes.

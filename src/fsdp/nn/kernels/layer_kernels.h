@@ -69,6 +69,41 @@ void gated_silu_on_device(const GatedSiluMemory& memory, void* result, void* str
 void gated_silu_backward_on_device(const GatedSiluMemory& memory, const void* gradient,
                                    void* gate_gradient, void* up_gradient, void* stream);
 
+// --- experts -------------------------------------------------------------------------------------
+
+// Experts whose numbers sort_choices_on_device() can count in the memory that a block shares.
+inline constexpr int64_t kMaxSortedExperts = 1024;
+
+// The choices of experts, [num_choices], in the order of experts, and of choices among those of one
+// expert.
+struct ChoiceOrder {
+  int64_t num_choices = 0;
+  int64_t num_experts = 0;  // at most kMaxSortedExperts
+  const int64_t* chosen = nullptr;
+  int32_t* block_counts = nullptr;  // work space for choice_block_counts() numbers
+  int64_t* order = nullptr;         // the choice at each place
+  int64_t* inverse = nullptr;       // the place of each choice
+  int64_t* ends = nullptr;          // per expert
+};
+int64_t choice_block_counts(int64_t num_choices, int64_t num_experts);
+void sort_choices_on_device(const ChoiceOrder& order, void* stream);
+
+// Tokens as sums of rows times weights: [num_tokens, size] of num_chosen rows each. All dense.
+struct CombineMemory {
+  DType dtype = DType::kBFloat16;
+  int64_t num_tokens = 0;
+  int64_t num_chosen = 0;
+  int64_t size = 0;
+  const void* rows = nullptr;              // [any, size]
+  const int64_t* row_of_choice = nullptr;  // [num_tokens, num_chosen]; -1: none
+  const void* weights = nullptr;           // [num_tokens, num_chosen]; null: all are 1
+};
+void combine_on_device(const CombineMemory& memory, void* result, void* stream);
+
+// Gradients of the sum of gradient * result. Rows that no choice has are not written.
+void combine_backward_on_device(const CombineMemory& memory, const void* gradient, void* of_rows,
+                                void* of_weights, void* stream);
+
 // --- cross entropy -------------------------------------------------------------------------------
 
 // Logits: [num_rows, vocabulary], dense.
@@ -105,6 +140,7 @@ struct NormInput {
   const void* x = nullptr;
   const void* added = nullptr;  // null, or like x: x + added is normed
   const void* weight = nullptr;
+  float weight_offset = 0.0f;  // factors are this + weight
 };
 
 struct NormOutput {

@@ -27,6 +27,16 @@ void gated_silu_backward_on_device(const GatedSiluMemory&, const void*, void*, v
   throw_absent();
 }
 
+int64_t choice_block_counts(int64_t, int64_t) { throw_absent(); }
+
+void sort_choices_on_device(const ChoiceOrder&, void*) { throw_absent(); }
+
+void combine_on_device(const CombineMemory&, void*, void*) { throw_absent(); }
+
+void combine_backward_on_device(const CombineMemory&, const void*, void*, void*, void*) {
+  throw_absent();
+}
+
 void cross_entropy_on_device(const CrossEntropyMemory&, float*, float*, void*) { throw_absent(); }
 
 void cross_entropy_backward_on_device(const CrossEntropyMemory&, const float*, void*, void*) {

@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads)
   at_own_packs<kTeam, kPacks, kCount>(size, [&](int k, int begin) {
     const Numbers w = load_pack<kCount>(static_cast<const T*>(in.weight) + begin);
     Numbers y;
-    for (int i = 0; i < kCount; ++i) y.of[i] = x[k].of[i] * scale * w.of[i];
+    for (int i = 0; i < kCount; ++i) y.of[i] = x[k].of[i] * scale * (in.weight_offset + w.of[i]);
     store_pack(static_cast<T*>(out.normed) + offset + begin, y);
   });
   if (has_row && Team<kTeam>::lane() == 0) out.scales[row] = scale;
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce / kPacks)
       for (int i = 0; i < kCount; ++i) {
         x[k].of[i] *= part.scale;
         dw[k].of[i] += g[k].of[i] * x[k].of[i];
-        g[k].of[i] *= w.of[i];
+        g[k].of[i] *= in.weight_offset + w.of[i];
         dot += g[k].of[i] * x[k].of[i];
       }
     });

@@ -4,9 +4,8 @@
 
 #include <utility>
 
-#include "fsdp/base/error.h"
-#include "fsdp/base/text.h"
 #include "fsdp/comm/mesh.h"
+#include "fsdp/nn/config/model_config.h"
 
 namespace fsdp::nn {
 
@@ -52,13 +51,23 @@ at::Tensor appended(at::Tensor& kept, const at::Tensor& more) {
   return kept;
 }
 
+// [batch, sequence, heads, size]
+at::Tensor heads_of(const at::Tensor& projected, int64_t size) {
+  return projected.view({projected.size(0), projected.size(1), -1, size});
+}
+
+// What q_proj has of a head.
+int64_t query_size(const AttentionOptions& options) {
+  return options.is_gated ? 2 * options.head_dim : options.head_dim;
+}
+
 }  // namespace
 
 AttentionImpl::AttentionImpl(const AttentionOptions& options)
     : options_(options),
       q_proj_(register_module(
           "q_proj", Projection(ProjectionOptions{
-                        options.hidden_size, options.num_heads * options.head_dim, options.bias,
+                        options.hidden_size, options.num_heads * query_size(options), options.bias,
                         options.standard_deviation, ProjectionCut::kOutputs}))),
       k_proj_(register_module(
           "k_proj", Projection(ProjectionOptions{
@@ -73,28 +82,30 @@ AttentionImpl::AttentionImpl(const AttentionOptions& options)
                         options.num_heads * options.head_dim, options.hidden_size, options.bias,
                         options.standard_deviation, ProjectionCut::kInputs}))) {
   if (options.qk_norm_eps == 0.0) return;
-  q_norm_ = register_module("q_norm", RmsNorm(options.head_dim, options.qk_norm_eps));
-  k_norm_ = register_module("k_norm", RmsNorm(options.head_dim, options.qk_norm_eps));
-}
-
-at::Tensor AttentionImpl::heads_of(const at::Tensor& projected) const {
-  return projected.view({projected.size(0), projected.size(1), -1, options_.head_dim});
+  const auto norm = [&] {
+    return RmsNorm(options.head_dim, options.qk_norm_eps, options.qk_norm_weight);
+  };
+  q_norm_ = register_module("q_norm", norm());
+  k_norm_ = register_module("k_norm", norm());
 }
 
 void AttentionImpl::join(const MeshAxis& tp) {
   TokenParallelLayer::join(tp);
-  for (const auto& [name, value] : {std::pair{"num_attention_heads", options_.num_heads},
-                                    std::pair{"num_key_value_heads", options_.num_kv_heads}})
-    if (value % tp.size() != 0)
-      throw UsageError(concat(name, " is ", value, ", which tp = ", tp.size(),
-                              " ranks cannot share evenly; choose a tp that divides it"));
+  check_shared_evenly("num_attention_heads", options_.num_heads, tp.size());
+  check_shared_evenly("num_key_value_heads", options_.num_kv_heads, tp.size());
 }
 
 at::Tensor AttentionImpl::forward(const at::Tensor& own, LayerCache* cache) {
   const std::vector<at::Tensor> projected = project(own, {q_proj_, k_proj_, v_proj_}, tp());
-  at::Tensor query = heads_of(projected[0]);
-  at::Tensor key = heads_of(projected[1]);
-  at::Tensor value = heads_of(projected[2]);
+  at::Tensor query = heads_of(projected[0], query_size(options_));
+  at::Tensor gate;
+  if (options_.is_gated) {
+    const std::vector<at::Tensor> both = query.chunk(2, -1);
+    query = both[0];
+    gate = both[1];
+  }
+  at::Tensor key = heads_of(projected[1], options_.head_dim);
+  at::Tensor value = heads_of(projected[2], options_.head_dim);
   if (!q_norm_.is_empty()) {
     query = q_norm_(query);
     key = k_norm_(key);
@@ -110,9 +121,11 @@ at::Tensor AttentionImpl::forward(const at::Tensor& own, LayerCache* cache) {
     key = appended(cache->key, key);
     value = appended(cache->value, value);
   }
-  const at::Tensor mixed =
-      causal_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2));
-  return o_proj_(mixed.transpose(1, 2).flatten(2));
+  at::Tensor mixed =
+      causal_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+          .transpose(1, 2);
+  if (gate.defined()) mixed = mixed * gate.sigmoid();
+  return o_proj_(mixed.flatten(2));
 }
 
 }  // namespace fsdp::nn

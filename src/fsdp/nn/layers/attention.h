@@ -22,6 +22,10 @@ struct AttentionOptions {
   bool bias = false;
   // Norms each query and key head with this epsilon; 0: no norm.
   double qk_norm_eps = 0.0;
+  NormWeight qk_norm_weight = NormWeight::kFactor;
+  // q_proj has for each head a query and then a gate, whose sigmoid the head's result is multiplied
+  // by.
+  bool is_gated = false;
   double standard_deviation = 0.02;
   // Null: no positions.
   std::shared_ptr<Rotary> rotary = nullptr;
@@ -37,8 +41,6 @@ class AttentionImpl : public torch::nn::Module, public TokenParallelLayer {
   void join(const MeshAxis& tp) override;
 
  private:
-  at::Tensor heads_of(const at::Tensor& projected) const;  // [batch, sequence, heads, head_dim]
-
   const AttentionOptions options_;
   Projection q_proj_, k_proj_, v_proj_, o_proj_;
   RmsNorm q_norm_{nullptr}, k_norm_{nullptr};

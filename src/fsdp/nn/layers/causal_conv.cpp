@@ -3,12 +3,18 @@
 #include <ATen/ATen.h>
 
 #include <cmath>
+#include <numeric>
 #include <optional>
+#include <utility>
 
 namespace fsdp::nn {
 
-CausalConvImpl::CausalConvImpl(int64_t num_channels, int64_t kernel_size, bool with_bias)
-    : weight(register_parameter("weight", at::empty({num_channels, 1, kernel_size}))) {
+CausalConvImpl::CausalConvImpl(std::vector<int64_t> section_sizes, int64_t kernel_size,
+                               bool with_bias)
+    : section_sizes_(std::move(section_sizes)) {
+  const int64_t num_channels =
+      std::accumulate(section_sizes_.begin(), section_sizes_.end(), int64_t{0});
+  weight = register_parameter("weight", at::empty({num_channels, 1, kernel_size}));
   if (with_bias) bias = register_parameter("bias", at::empty({num_channels}));
 }
 
@@ -26,6 +32,10 @@ at::Tensor CausalConvImpl::forward(const at::Tensor& x, at::Tensor* window) {
   const at::Tensor inputs = at::cat({*window, x}, 1);
   *window = inputs.narrow(1, x.size(1), before);
   return convolve(inputs, 0);
+}
+
+TpPlacement CausalConvImpl::tp_placement(const std::string&) const {
+  return TpShard{.dim = 0, .section_sizes = section_sizes_};
 }
 
 void CausalConvImpl::reset_parameters() {

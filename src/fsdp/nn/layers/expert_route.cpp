@@ -10,6 +10,7 @@
 #include "fsdp/base/integer.h"
 #include "fsdp/comm/communicator.h"
 #include "fsdp/comm/mesh.h"
+#include "fsdp/nn/kernels/kernel_calls.h"
 
 namespace fsdp::nn {
 
@@ -19,6 +20,8 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using Route = c10::intrusive_ptr<ExpertRoute>;
 
+constexpr int64_t kNoSlot = -1;  // of a choice that found no room
+
 at::Tensor inverse_of(const at::Tensor& order) {
   return at::empty_like(order).scatter_(0, order, at::arange(order.size(0), order.options()));
 }
@@ -27,6 +30,27 @@ std::vector<int64_t> on_host(const at::Tensor& numbers) {
   const at::Tensor host = numbers.to(at::kCPU).contiguous();
   const auto* first = host.const_data_ptr<int64_t>();
   return {first, first + host.numel()};
+}
+
+SortedChoices sort_on_device(const at::Tensor& chosen_in, int64_t num_experts) {
+  const at::Tensor chosen = chosen_in.contiguous();
+  const int64_t num_choices = chosen.numel();
+  SortedChoices sorted{.chosen = chosen,
+                       .order = at::empty({num_choices}, chosen.options()),
+                       .inverse = at::empty({num_choices}, chosen.options()),
+                       .ends = at::empty({num_experts}, chosen.options())};
+  at::Tensor counts =
+      at::empty({choice_block_counts(num_choices, num_experts)}, chosen.options().dtype(at::kInt));
+  const OnDeviceOf on_device(chosen);
+  sort_choices_on_device({.num_choices = num_choices,
+                          .num_experts = num_experts,
+                          .chosen = chosen.const_data_ptr<int64_t>(),
+                          .block_counts = counts.mutable_data_ptr<int32_t>(),
+                          .order = sorted.order.mutable_data_ptr<int64_t>(),
+                          .inverse = sorted.inverse.mutable_data_ptr<int64_t>(),
+                          .ends = sorted.ends.mutable_data_ptr<int64_t>()},
+                         on_device.stream());
+  return sorted;
 }
 
 void keep(AutogradContext* context, const Route& route) {
@@ -40,6 +64,8 @@ Route kept_by(AutogradContext* context) {
 }  // namespace
 
 SortedChoices sort_choices(const at::Tensor& chosen, int64_t num_experts) {
+  if (has_kernels_on(chosen.device()) && num_experts <= kMaxSortedExperts)
+    return sort_on_device(chosen, num_experts);
   // Numbers of four bytes are sorted in half the passes.
   auto [sorted, order] = at::sort(chosen.reshape({-1}).to(at::kInt), /*stable=*/true, /*dim=*/0,
                                   /*descending=*/false);
@@ -97,15 +123,15 @@ void ExpertRoute::bound_parts(const SortedChoices& choices, at::Tensor& counts,
   choice_of_slot_ = choices.order.index_select(0, sorted);
 
   const at::Tensor rank = choices.chosen.flatten().div(num_experts, "floor");
-  at::Tensor place = choices.inverse - begins.index_select(0, rank);
+  const at::Tensor place = choices.inverse - begins.index_select(0, rank);
+  slot_of_choice_ = rank * room + place;
   if (room < most) {
-    kept_ = place.lt(room).unsqueeze(1);
-    dropped_ = 1.0 - kept_.to(at::kFloat).mean().view({1});
-    place = place.clamp_max(room - 1);
+    const at::Tensor has_none = place.ge(room);
+    slot_of_choice_.masked_fill_(has_none, kNoSlot);
+    dropped_ = has_none.to(at::kFloat).mean().view({1});
     const at::Tensor within = counts.cumsum(1).clamp_max(room);
     counts = at::diff(within, 1, 1, at::zeros({counts.size(0), 1}, counts.options()));
   }
-  slot_of_choice_ = rank * room + place;
 }
 
 at::Tensor ExpertRoute::received_counts(const at::Tensor& counts) const {
@@ -151,8 +177,53 @@ at::Tensor ExpertRoute::from_experts(const at::Tensor& rows, Way way) const {
 }
 
 at::Tensor ExpertRoute::of_choices(const at::Tensor& slots) const {
-  const at::Tensor rows = slots.index_select(0, slot_of_choice_);
-  return kept_.defined() ? rows.masked_fill(kept_.logical_not(), 0.0) : rows;
+  if (!dropped_.defined()) return slots.index_select(0, slot_of_choice_);
+  return slots.index_select(0, slot_of_choice_.clamp_min(0))
+      .masked_fill(slot_of_choice_.eq(kNoSlot).unsqueeze(1), 0.0);
+}
+
+CombineMemory ExpertRoute::memory_of(const at::Tensor& slots, const at::Tensor& weight) const {
+  return {.dtype = dtype_of(slots.scalar_type()),
+          .num_tokens = slot_of_choice_.numel() / num_chosen_,
+          .num_chosen = num_chosen_,
+          .size = slots.size(1),
+          .rows = slots.const_data_ptr(),
+          .row_of_choice = slot_of_choice_.const_data_ptr<int64_t>(),
+          .weights = weight.defined() ? weight.const_data_ptr() : nullptr};
+}
+
+// A token's sum of its choices' slots, times their weights if these are defined.
+at::Tensor ExpertRoute::sum_of(const at::Tensor& slots, const at::Tensor& weight) const {
+  if (!has_kernels(slots)) {
+    const at::Tensor by_choice = of_choices(slots).view({-1, num_chosen_, slots.size(1)});
+    return weight.defined() ? at::bmm(weight.unsqueeze(1), by_choice).squeeze(1) : by_choice.sum(1);
+  }
+  const CombineMemory memory = memory_of(slots, weight);
+  at::Tensor sum = at::empty({memory.num_tokens, memory.size}, slots.options());
+  const OnDeviceOf on_device(slots);
+  combine_on_device(memory, sum.mutable_data_ptr(), on_device.stream());
+  return sum;
+}
+
+// The gradients of slots and weights.
+std::pair<at::Tensor, at::Tensor> ExpertRoute::sum_backward(const at::Tensor& slots,
+                                                            const at::Tensor& weight,
+                                                            const at::Tensor& gradient) const {
+  if (!has_kernels(slots)) {
+    const at::Tensor by_choice = of_choices(slots).view({-1, num_chosen_, slots.size(1)});
+    const at::Tensor of_weight =
+        at::bmm(gradient.unsqueeze(1), by_choice.transpose(1, 2)).squeeze(1);
+    return {gradient.index_select(0, token_of_slot()) *
+                weight.flatten().index_select(0, choice_of_slot_).unsqueeze(1),
+            of_weight};
+  }
+  at::Tensor of_slots = at::empty_like(slots);
+  at::Tensor of_weight = at::empty_like(weight);
+  const OnDeviceOf on_device(slots);
+  combine_backward_on_device(memory_of(slots, weight), gradient.const_data_ptr(),
+                             of_slots.mutable_data_ptr(), of_weight.mutable_data_ptr(),
+                             on_device.stream());
+  return {of_slots, of_weight};
 }
 
 // Both ways gather rows in both directions and never scatter them, so that sums have one order on
@@ -162,49 +233,36 @@ class Dispatch final : public torch::autograd::Function<Dispatch> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& tokens,
                             const Route& route) {
     keep(context, route);
-    const at::Tensor token_of_slot = route->choice_of_slot_.div(route->num_chosen_, "floor");
-    return route->to_experts(tokens.index_select(0, token_of_slot), ExpertRoute::Way::kForward);
+    return route->to_experts(tokens.index_select(0, route->token_of_slot()),
+                             ExpertRoute::Way::kForward);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const Route route = kept_by(context);
-    const at::Tensor rows =
-        route->of_choices(route->from_experts(gradients[0], ExpertRoute::Way::kBackward));
-    return {rows.view({-1, route->num_chosen_, rows.size(1)}).sum(1), at::Tensor()};
+    const at::Tensor slots =
+        route->from_experts(gradients[0].contiguous(), ExpertRoute::Way::kBackward);
+    return {route->sum_of(slots, {}), at::Tensor()};
   }
 };
 
-class Collect final : public torch::autograd::Function<Collect> {
+class Combine final : public torch::autograd::Function<Combine> {
  public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& rows, const Route& route) {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& rows,
+                            const at::Tensor& weight_in, const Route& route) {
     keep(context, route);
-    return route->of_choices(route->from_experts(rows, ExpertRoute::Way::kForward));
+    const at::Tensor weight = weight_in.contiguous();
+    const at::Tensor slots = route->from_experts(rows.contiguous(), ExpertRoute::Way::kForward);
+    context->save_for_backward({slots, weight});
+    return route->sum_of(slots, weight);
   }
 
   // The gradient of a choice without room goes to nobody: no slot that is read has it.
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const Route route = kept_by(context);
-    return {route->to_experts(gradients[0].index_select(0, route->choice_of_slot_),
-                              ExpertRoute::Way::kBackward),
-            at::Tensor()};
-  }
-};
-
-// Autograd's own backward of such a product multiplies every token's column by its row as a matrix
-// product, which takes a GPU five times as long as the multiplication.
-class WeightedSum final : public torch::autograd::Function<WeightedSum> {
- public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& by_choice,
-                            const at::Tensor& weight) {
-    context->save_for_backward({by_choice, weight});
-    return at::bmm(weight.unsqueeze(1), by_choice).squeeze(1);
-  }
-
-  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const variable_list saved = context->get_saved_variables();
-    const at::Tensor gradient = gradients[0].unsqueeze(1);
-    return {saved[1].unsqueeze(2) * gradient,
-            at::bmm(gradient, saved[0].transpose(1, 2)).squeeze(1)};
+    const auto [of_slots, of_weight] =
+        route->sum_backward(saved[0], saved[1], gradients[0].contiguous());
+    return {route->to_experts(of_slots, ExpertRoute::Way::kBackward), of_weight, at::Tensor()};
   }
 };
 
@@ -212,14 +270,8 @@ at::Tensor dispatch(const at::Tensor& tokens, Route route) {
   return Dispatch::apply(tokens, route);
 }
 
-at::Tensor collect(const at::Tensor& rows, Route route) {
-  const int64_t num_chosen = route->num_chosen_;
-  const at::Tensor by_choice = Collect::apply(rows, route);
-  return by_choice.view({-1, num_chosen, by_choice.size(1)});
-}
-
-at::Tensor weighted_sum(const at::Tensor& by_choice, const at::Tensor& weight) {
-  return WeightedSum::apply(by_choice, weight);
+at::Tensor combine(const at::Tensor& rows, const at::Tensor& weight, Route route) {
+  return Combine::apply(rows, weight, route);
 }
 
 }  // namespace fsdp::nn

@@ -7,6 +7,7 @@
 #include <ATen/core/ivalue.h>
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace fsdp {
@@ -14,6 +15,8 @@ class MeshAxis;
 }
 
 namespace fsdp::nn {
+
+struct CombineMemory;
 
 // A choice is one token with one of its experts: choice c is of token c / num_chosen.
 struct SortedChoices {
@@ -46,14 +49,15 @@ class ExpertRoute final : public torch::CustomClassHolder {
   // The share of this rank's choices that found no room, one fp32 element; undefined if all have.
   const at::Tensor& dropped() const { return dropped_; }
 
-  // Tokens [tokens, n] to rows sorted by this rank's experts, and such rows to [tokens, num_chosen,
-  // n]; with gradients.
+  // Tokens [tokens, n] to rows sorted by this rank's experts; and such rows times the weights
+  // [tokens, num_chosen] of their choices, added up for each token, to [tokens, n]. With gradients.
   friend at::Tensor dispatch(const at::Tensor& tokens, c10::intrusive_ptr<ExpertRoute> route);
-  friend at::Tensor collect(const at::Tensor& rows, c10::intrusive_ptr<ExpertRoute> route);
+  friend at::Tensor combine(const at::Tensor& rows, const at::Tensor& weight,
+                            c10::intrusive_ptr<ExpertRoute> route);
 
  private:
   friend class Dispatch;
-  friend class Collect;
+  friend class Combine;
   enum class Way : uint8_t { kForward, kBackward };
 
   void share_out(const SortedChoices& choices, double capacity_factor);
@@ -67,21 +71,21 @@ class ExpertRoute final : public torch::CustomClassHolder {
   at::Tensor exchange(const at::Tensor& rows, const std::vector<int64_t>& sent,
                       const std::vector<int64_t>& received, Way way) const;
 
+  at::Tensor token_of_slot() const { return choice_of_slot_.div(num_chosen_, "floor"); }
   at::Tensor of_choices(const at::Tensor& slots) const;
+  CombineMemory memory_of(const at::Tensor& slots, const at::Tensor& weight) const;
+  at::Tensor sum_of(const at::Tensor& slots, const at::Tensor& weight) const;
+  std::pair<at::Tensor, at::Tensor> sum_backward(const at::Tensor& slots, const at::Tensor& weight,
+                                                 const at::Tensor& gradient) const;
 
   const int64_t num_chosen_;
   const MeshAxis* const ep_;
   at::Tensor choice_of_slot_;
-  at::Tensor slot_of_choice_;
-  at::Tensor kept_;  // [choices, 1], 0 for those that found no room; undefined if all have
+  at::Tensor slot_of_choice_;             // -1 for those that found no room
   std::vector<int64_t> sent_, received_;  // slots per rank of the ep group
   at::Tensor by_expert_, by_slot_;        // received slots in the order of experts, and back
   at::Tensor ends_;
   at::Tensor dropped_;
 };
-
-// The sum of a token's rows times their weights: [tokens, num_chosen, n] and [tokens, num_chosen]
-// to [tokens, n].
-at::Tensor weighted_sum(const at::Tensor& by_choice, const at::Tensor& weight);
 
 }  // namespace fsdp::nn

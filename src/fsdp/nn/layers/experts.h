@@ -1,4 +1,4 @@
-// A mixture of experts: a router sends every token to a few of many gated MLPs.
+// A mixture of experts: a router sends every token to a few of many MLPs.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,29 +14,36 @@ namespace fsdp::nn {
 struct ExpertsOptions {
   RouterOptions router;           // num_experts = 0: no experts
   int64_t intermediate_size = 0;  // of each expert
-  int64_t shared_size = 0;        // of the expert that every token passes; 0: none
-  double capacity_factor = 0.0;   // ExpertRanks
+  MlpKind kind = MlpKind::kGatedSilu;
+  // The size of tokens between two projections that all experts share; 0: they have none.
+  int64_t latent_size = 0;
+  // The expert that every token passes; size 0: none.
+  int64_t shared_size = 0;
+  const char* shared_module = "shared_expert";
+  bool is_shared_gated = false;  // by the sigmoid of one more output per token
+  bool bias = false;             // of the shared expert and of the shared projections
+  double capacity_factor = 0.0;  // ExpertRanks
 };
 
-// The MLPs of all experts, down(silu(gate(x)) * up(x)), matrix after matrix in two parameters, so
-// that one product computes all experts. On a mesh with an `ep` axis: those of this rank's experts.
+// The MLPs of all experts, matrix after matrix in two parameters, so that one product computes all
+// experts. On a mesh with an `ep` axis: those of this rank's experts.
 class ExpertBankImpl : public torch::nn::Module, public NamedInit, public ExpertModule {
  public:
   explicit ExpertBankImpl(const ExpertsOptions& options);
   struct Results {
-    at::Tensor by_choice;  // [tokens, num_chosen, hidden_size]
-    at::Tensor dropped;    // ExpertRoute::dropped()
+    at::Tensor output;   // like the tokens
+    at::Tensor dropped;  // ExpertRoute::dropped()
   };
-  // tokens: [tokens, hidden_size]
-  Results forward(const at::Tensor& tokens, const SortedChoices& choices);
+  // tokens: [tokens, latent_size or hidden_size]; weight: of their choices
+  Results forward(const at::Tensor& tokens, const SortedChoices& choices, const at::Tensor& weight);
   void reset_parameters() override;
   void join(const MeshAxis& ep) override;
 
  private:
   const ExpertsOptions options_;
   const MeshAxis* ep_ = nullptr;
-  at::Tensor gate_up_proj_;  // [experts * 2 * intermediate_size, hidden_size]: gate, up, gate, ...
-  at::Tensor down_proj_;     // [experts * hidden_size, intermediate_size]
+  at::Tensor into_;       // [experts * intermediate_size, size], gated: twice, gate, up, gate, ...
+  at::Tensor down_proj_;  // [experts * size, intermediate_size]
 };
 TORCH_MODULE(ExpertBank);
 
@@ -48,13 +55,18 @@ struct RoutedTokens {
 class ExpertsImpl : public torch::nn::Module {
  public:
   explicit ExpertsImpl(const ExpertsOptions& options);
-  // [batch, sequence, hidden_size]
-  RoutedTokens forward(const at::Tensor& x);
+  // [batch, sequence, hidden_size]; token_weight: as of Router.
+  RoutedTokens forward(const at::Tensor& x, const at::Tensor& token_weight = {});
 
  private:
+  at::Tensor shared_output(const at::Tensor& tokens);
+
   Router gate_;
   ExpertBank experts_;
-  GatedMlp shared_expert_{nullptr};
+  Projection to_latent_{nullptr};
+  Projection from_latent_{nullptr};
+  Mlp shared_expert_{nullptr};
+  Projection shared_expert_gate_{nullptr};
 };
 TORCH_MODULE(Experts);
 

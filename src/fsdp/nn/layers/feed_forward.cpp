@@ -104,7 +104,7 @@ class GatedSiluOfRows final : public torch::autograd::Function<GatedSiluOfRows> 
   }
 };
 
-ProjectionOptions into_mlp(const GatedMlpOptions& o) {
+ProjectionOptions into_mlp(const MlpOptions& o) {
   return {o.hidden_size, o.intermediate_size, o.bias, o.standard_deviation,
           o.is_cut ? ProjectionCut::kOutputs : ProjectionCut::kNone};
 }
@@ -117,19 +117,21 @@ at::Tensor gated_silu(const at::Tensor& gate, const at::Tensor& up) {
 
 at::Tensor gated_silu(const at::Tensor& gate_and_up) { return GatedSiluOfRows::apply(gate_and_up); }
 
-GatedMlpImpl::GatedMlpImpl(const GatedMlpOptions& o)
-    : is_cut_(o.is_cut),
-      gate_proj_(register_module("gate_proj", Projection(into_mlp(o)))),
-      up_proj_(register_module("up_proj", Projection(into_mlp(o)))),
-      down_proj_(register_module(
-          "down_proj", Projection(ProjectionOptions{
-                           o.intermediate_size, o.hidden_size, o.bias, o.standard_deviation,
-                           o.is_cut ? ProjectionCut::kInputs : ProjectionCut::kNone}))) {}
+at::Tensor squared_relu(const at::Tensor& x) { return at::relu(x).square(); }
 
-at::Tensor GatedMlpImpl::forward(const at::Tensor& own) {
-  const std::vector<at::Tensor> projected =
-      project(own, {gate_proj_, up_proj_}, is_cut_ ? tp() : nullptr);
-  return down_proj_(gated_silu(projected[0], projected[1]));
+MlpImpl::MlpImpl(const MlpOptions& o) : is_cut_(o.is_cut) {
+  if (o.kind == MlpKind::kGatedSilu)
+    into_.push_back(register_module("gate_proj", Projection(into_mlp(o))));
+  into_.push_back(register_module("up_proj", Projection(into_mlp(o))));
+  down_proj_ = register_module(
+      "down_proj",
+      Projection(ProjectionOptions{o.intermediate_size, o.hidden_size, o.bias, o.standard_deviation,
+                                   o.is_cut ? ProjectionCut::kInputs : ProjectionCut::kNone}));
+}
+
+at::Tensor MlpImpl::forward(const at::Tensor& own) {
+  const std::vector<at::Tensor> inner = project(own, into_, is_cut_ ? tp() : nullptr);
+  return down_proj_(inner.size() == 2 ? gated_silu(inner[0], inner[1]) : squared_relu(inner[0]));
 }
 
 }  // namespace fsdp::nn

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <vector>
 
+#include "fsdp/comm/mesh.h"
+#include "fsdp/nn/config/model_config.h"
 #include "fsdp/nn/layers/delta_rule.h"
 #include "fsdp/nn/layers/feed_forward.h"
 
@@ -22,6 +24,12 @@ constexpr double kFirstRateMax = 16.0;
 int64_t key_size(const GatedDeltaNetOptions& o) { return o.num_key_heads * o.key_head_dim; }
 int64_t value_size(const GatedDeltaNetOptions& o) { return o.num_value_heads * o.value_head_dim; }
 
+// Channels of queries, keys and values of so many key heads.
+std::vector<int64_t> convolved_sizes(const GatedDeltaNetOptions& o, int64_t num_key_heads) {
+  const int64_t keys = num_key_heads * o.key_head_dim;
+  return {keys, keys, value_size(o) / o.num_key_heads * num_key_heads};
+}
+
 // Scales rows to length `length`. The RMS norm does that, too, if its weight is constant, and takes
 // one pass where single operations take four.
 at::Tensor of_length(const at::Tensor& rows, double length) {
@@ -35,41 +43,51 @@ at::Tensor of_length(const at::Tensor& rows, double length) {
 
 GatedDeltaNetImpl::GatedDeltaNetImpl(const GatedDeltaNetOptions& o)
     : options_(o),
+      num_key_heads_(o.num_key_heads),
       dt_bias_(register_parameter("dt_bias", at::empty({o.num_value_heads}))),
       a_log_(register_parameter("A_log", at::empty({o.num_value_heads}))),
       in_proj_qkvz_(register_module(
           "in_proj_qkvz",
           Projection(ProjectionOptions{o.hidden_size, 2 * key_size(o) + 2 * value_size(o), false,
-                                       o.standard_deviation}))),
+                                       o.standard_deviation, ProjectionCut::kOutputs}))),
       in_proj_ba_(register_module(
-          "in_proj_ba", Projection(ProjectionOptions{o.hidden_size, 2 * o.num_value_heads, false,
-                                                     o.standard_deviation}))),
-      conv1d_(register_module("conv1d", CausalConv(2 * key_size(o) + value_size(o), o.conv_kernel,
-                                                   /*with_bias=*/false))),
+          "in_proj_ba",
+          Projection(ProjectionOptions{o.hidden_size, 2 * o.num_value_heads, false,
+                                       o.standard_deviation, ProjectionCut::kOutputs}))),
+      conv1d_(register_module("conv1d", CausalConv(convolved_sizes(o, o.num_key_heads),
+                                                   o.conv_kernel, /*with_bias=*/false))),
       norm_(register_module("norm", RmsNorm(o.value_head_dim, o.norm_eps))),
-      out_proj_(register_module("out_proj",
-                                Projection(ProjectionOptions{value_size(o), o.hidden_size, false,
-                                                             o.standard_deviation}))) {}
+      out_proj_(register_module("out_proj", Projection(ProjectionOptions{
+                                                value_size(o), o.hidden_size, false,
+                                                o.standard_deviation, ProjectionCut::kInputs}))) {}
 
-at::Tensor GatedDeltaNetImpl::forward(const at::Tensor& x, LayerCache* cache) {
+void GatedDeltaNetImpl::join(const MeshAxis& tp) {
+  TokenParallelLayer::join(tp);
+  check_shared_evenly("linear_num_key_heads", options_.num_key_heads, tp.size());
+  num_key_heads_ = options_.num_key_heads / tp.size();
+}
+
+TpPlacement GatedDeltaNetImpl::tp_placement(const std::string&) const { return TpShard{.dim = 0}; }
+
+at::Tensor GatedDeltaNetImpl::forward(const at::Tensor& own, LayerCache* cache) {
   const GatedDeltaNetOptions& o = options_;
-  const at::ScalarType wide = at::promote_types(x.scalar_type(), at::kFloat);
+  const at::ScalarType wide = at::promote_types(own.scalar_type(), at::kFloat);
   // Published matrices are divided by key head: first all that belongs to the first one.
   const int64_t shared = o.num_value_heads / o.num_key_heads;
-  const std::vector<at::Tensor> projected = project(x, {in_proj_qkvz_, in_proj_ba_});
+  const std::vector<at::Tensor> projected = project(own, {in_proj_qkvz_, in_proj_ba_}, tp());
   const std::vector<at::Tensor> qkvz =
       projected[0]
-          .unflatten(-1, {o.num_key_heads, -1})
+          .unflatten(-1, {num_key_heads_, -1})
           .split_with_sizes({o.key_head_dim, o.key_head_dim, shared * o.value_head_dim,
                              shared * o.value_head_dim},
                             -1);
   const std::vector<at::Tensor> ba =
-      projected[1].unflatten(-1, {o.num_key_heads, -1}).split(shared, -1);
+      projected[1].unflatten(-1, {num_key_heads_, -1}).split(shared, -1);
 
   const at::Tensor qkv = at::cat({qkvz[0].flatten(2), qkvz[1].flatten(2), qkvz[2].flatten(2)}, -1);
   const std::vector<at::Tensor> convolved =
       at::silu(conv1d_(qkv, cache == nullptr ? nullptr : &cache->window))
-          .split_with_sizes({key_size(o), key_size(o), value_size(o)}, -1);
+          .split_with_sizes(convolved_sizes(o, num_key_heads_), -1);
   const auto heads = [&](const at::Tensor& tensor, int64_t size) {
     return tensor.to(wide).unflatten(-1, {-1, size});
   };
@@ -85,7 +103,7 @@ at::Tensor GatedDeltaNetImpl::forward(const at::Tensor& x, LayerCache* cache) {
 
   const at::Tensor normed = rms_norm(y, norm_->weight.to(wide), o.norm_eps);
   const at::Tensor gate = heads(qkvz[3].flatten(2), o.value_head_dim);
-  return out_proj_(gated_silu(gate, normed).flatten(2).to(x.scalar_type()));
+  return out_proj_(gated_silu(gate, normed).flatten(2).to(own.scalar_type()));
 }
 
 void GatedDeltaNetImpl::reset_parameters() {

@@ -6,12 +6,14 @@
 #include <torch/nn/pimpl.h>
 
 #include <cstdint>
+#include <string>
 
 #include "fsdp/nn/layers/causal_conv.h"
 #include "fsdp/nn/layers/decoding_cache.h"
 #include "fsdp/nn/layers/matrix_layers.h"
 #include "fsdp/nn/layers/named_init.h"
 #include "fsdp/nn/layers/rms_norm.h"
+#include "fsdp/nn/layers/tensor_ranks.h"
 
 namespace fsdp::nn {
 
@@ -28,16 +30,21 @@ struct GatedDeltaNetOptions {
 };
 
 // Queries, keys and values pass a short convolution; the gated delta rule mixes positions; its
-// result is normed per value head, gated and projected back.
-class GatedDeltaNetImpl : public torch::nn::Module, public NamedInit {
+// result is normed per value head, gated and projected back. The ranks of a tp group have equally
+// many key heads each, with all that belongs to them.
+class GatedDeltaNetImpl : public torch::nn::Module, public NamedInit, public TokenParallelLayer {
  public:
   explicit GatedDeltaNetImpl(const GatedDeltaNetOptions& options);
-  // [batch, sequence, hidden_size]. With a cache, x follows the cached positions and joins them.
-  at::Tensor forward(const at::Tensor& x, LayerCache* cache);
+  // [batch, sequence, hidden_size], like the result: of this rank's tokens. With a cache, they
+  // follow the cached positions and join them.
+  at::Tensor forward(const at::Tensor& own, LayerCache* cache);
   void reset_parameters() override;
+  TpPlacement tp_placement(const std::string& parameter) const override;
+  void join(const MeshAxis& tp) override;
 
  private:
   const GatedDeltaNetOptions options_;
+  int64_t num_key_heads_;       // of this rank
   at::Tensor dt_bias_, a_log_;  // [value heads]
   Projection in_proj_qkvz_, in_proj_ba_;
   CausalConv conv1d_;

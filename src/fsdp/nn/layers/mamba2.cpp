@@ -8,6 +8,7 @@
 #include <limits>
 #include <vector>
 
+#include "fsdp/comm/mesh.h"
 #include "fsdp/nn/layers/feed_forward.h"
 
 namespace fsdp::nn {
@@ -89,9 +90,41 @@ at::Tensor one_step(const ScanInput& input, at::Tensor& state) {
 constexpr double kFirstStepMin = 0.001;
 constexpr double kFirstStepMax = 0.1;
 
-int64_t inner_size(const NemotronHConfig& c) { return c.mamba_num_heads * c.mamba_head_dim; }
-int64_t conv_size(const NemotronHConfig& c) {  // x, B and C
-  return inner_size(c) + 2 * c.n_groups * c.ssm_state_size;
+// The sizes of a mixer, or of what one of several ranks has of it.
+struct MixerSizes {
+  int64_t heads, groups, inner, per_group;  // per_group: of B, and of C
+
+  int64_t convolved() const { return inner + 2 * per_group; }
+  std::vector<int64_t> x_b_c() const { return {inner, per_group, per_group}; }
+};
+
+MixerSizes sizes_of(const NemotronHConfig& c, int64_t ranks = 1) {
+  const int64_t heads = c.mamba_num_heads / ranks;
+  const int64_t groups = c.n_groups / ranks;
+  return {heads, groups, heads * c.mamba_head_dim, groups * c.ssm_state_size};
+}
+
+ProjectionOptions into_mixer(const NemotronHConfig& c) {
+  const MixerSizes n = sizes_of(c);
+  return {.in = c.hidden_size,
+          .out = n.inner + n.convolved() + n.heads,
+          .bias = c.use_bias,
+          .standard_deviation = c.initializer_range,
+          .cut = ProjectionCut::kOutputs,
+          .sections = {n.inner, n.inner, n.per_group, n.per_group, n.heads}};
+}
+
+ProjectionOptions out_of_mixer(const NemotronHConfig& c) {
+  return {.in = sizes_of(c).inner,
+          .out = c.hidden_size,
+          .bias = c.use_bias,
+          .standard_deviation = c.initializer_range,
+          .cut = ProjectionCut::kInputs};
+}
+
+CausalConv convolution_of(const NemotronHConfig& c) {
+  const MixerSizes n = sizes_of(c);
+  return CausalConv(n.x_b_c(), c.conv_kernel, c.use_conv_bias);
 }
 
 }  // namespace
@@ -158,44 +191,46 @@ Mamba2Impl::Mamba2Impl(const NemotronHConfig& c)
       a_log_(register_parameter("A_log", at::empty({c.mamba_num_heads}))),
       d_(register_parameter("D", at::empty({c.mamba_num_heads}))),
       dt_bias_(register_parameter("dt_bias", at::empty({c.mamba_num_heads}))),
-      in_proj_(register_module(
-          "in_proj", Projection(ProjectionOptions{c.hidden_size,
-                                                  inner_size(c) + conv_size(c) + c.mamba_num_heads,
-                                                  c.use_bias, c.initializer_range}))),
-      conv1d_(register_module("conv1d", CausalConv(conv_size(c), c.conv_kernel, c.use_conv_bias))),
-      norm_(register_module("norm", RmsNorm(inner_size(c), c.layer_norm_epsilon))),
-      out_proj_(register_module(
-          "out_proj", Projection(ProjectionOptions{inner_size(c), c.hidden_size, c.use_bias,
-                                                   c.initializer_range}))) {}
+      in_proj_(register_module("in_proj", Projection(into_mixer(c)))),
+      conv1d_(register_module("conv1d", convolution_of(c))),
+      norm_(register_module("norm", RmsNorm(sizes_of(c).inner, c.layer_norm_epsilon,
+                                            NormWeight::kFactor, TpShard{.dim = 0}))),
+      out_proj_(register_module("out_proj", Projection(out_of_mixer(c)))) {}
 
-at::Tensor Mamba2Impl::forward(const at::Tensor& x, LayerCache* cache) {
+void Mamba2Impl::join(const MeshAxis& tp) {
+  check_shared_evenly("n_groups", config_.n_groups, tp.size());
+  TokenParallelLayer::join(tp);
+}
+
+at::Tensor Mamba2Impl::forward(const at::Tensor& own, LayerCache* cache) {
   const NemotronHConfig& c = config_;
-  const int64_t batch = x.size(0);
-  const int64_t sequence = x.size(1);
+  const MixerSizes n = sizes_of(c, tp() == nullptr ? 1 : tp()->size());
+  const at::Tensor whole = project(own, {in_proj_}, tp()).front();
+  const int64_t batch = whole.size(0);
+  const int64_t sequence = whole.size(1);
   const std::vector<at::Tensor> projected =
-      in_proj_(x).split_with_sizes({inner_size(c), conv_size(c), c.mamba_num_heads}, -1);
+      whole.split_with_sizes({n.inner, n.convolved(), n.heads}, -1);
   const at::Tensor& gate = projected[0];
   const std::vector<at::Tensor> convolved =
       at::silu(conv1d_(projected[1], cache == nullptr ? nullptr : &cache->window))
           .to(at::kFloat)
-          .split_with_sizes(
-              {inner_size(c), c.n_groups * c.ssm_state_size, c.n_groups * c.ssm_state_size}, -1);
+          .split_with_sizes(n.x_b_c(), -1);
   const at::Tensor step = at::softplus(projected[2].to(at::kFloat) + dt_bias_.to(at::kFloat))
                               .clamp_min(c.time_step_min);
   const auto per_group = [&](const at::Tensor& tensor) {
-    return tensor.reshape({batch, sequence, c.n_groups, c.ssm_state_size});
+    return tensor.reshape({batch, sequence, n.groups, c.ssm_state_size});
   };
-  const at::Tensor y = selective_scan(
-      {.x = convolved[0].reshape({batch, sequence, c.mamba_num_heads, c.mamba_head_dim}),
-       .step = step,
-       .a = a_log_.to(at::kFloat).exp().neg(),
-       .b = per_group(convolved[1]),
-       .c = per_group(convolved[2]),
-       .d = d_.to(at::kFloat)},
-      c.chunk_size, cache == nullptr ? nullptr : &cache->state);
+  const at::Tensor y =
+      selective_scan({.x = convolved[0].reshape({batch, sequence, n.heads, c.mamba_head_dim}),
+                      .step = step,
+                      .a = a_log_.to(at::kFloat).exp().neg(),
+                      .b = per_group(convolved[1]),
+                      .c = per_group(convolved[2]),
+                      .d = d_.to(at::kFloat)},
+                     c.chunk_size, cache == nullptr ? nullptr : &cache->state);
   const at::Tensor gated = gated_silu(gate.to(at::kFloat), y.flatten(2));
   return out_proj_(
-      rms_norm(gated, norm_->weight, c.layer_norm_epsilon, c.n_groups).to(x.scalar_type()));
+      rms_norm(gated, norm_->weight, c.layer_norm_epsilon, n.groups).to(own.scalar_type()));
 }
 
 void Mamba2Impl::reset_parameters() {

@@ -38,12 +38,17 @@ at::Tensor selective_scan(const ScanInput& input, int64_t chunk_size, at::Tensor
 
 // --- the mixer -----------------------------------------------------------------------------------
 
-class Mamba2Impl : public torch::nn::Module, public NamedInit {
+// The ranks of a tp group have equally many groups each, with their heads: the norm of a group sees
+// all of its channels.
+class Mamba2Impl : public torch::nn::Module, public NamedInit, public TokenParallelLayer {
  public:
   explicit Mamba2Impl(const NemotronHConfig& config);
-  // [batch, sequence, hidden_size]. With a cache, x follows the cached positions and joins them.
-  at::Tensor forward(const at::Tensor& x, LayerCache* cache);
+  // [batch, sequence, hidden_size], like the result: of this rank's tokens. With a cache, they
+  // follow the cached positions and join them.
+  at::Tensor forward(const at::Tensor& own, LayerCache* cache);
   void reset_parameters() override;
+  TpPlacement tp_placement(const std::string&) const override { return TpShard{.dim = 0}; }
+  void join(const MeshAxis& tp) override;
 
  private:
   const NemotronHConfig config_;

@@ -20,7 +20,8 @@ bool have_own_rows(const at::Tensor& weight, const MeshAxis& tp) {
 ProjectionImpl::ProjectionImpl(const ProjectionOptions& options)
     : weight(register_parameter("weight", at::empty({options.out, options.in}))),
       standard_deviation_(options.standard_deviation),
-      cut_(options.cut) {
+      cut_(options.cut),
+      sections_(options.sections) {
   if (options.bias) bias = register_parameter("bias", at::empty({options.out}));
 }
 
@@ -31,7 +32,7 @@ at::Tensor ProjectionImpl::forward(const at::Tensor& input) {
 }
 
 TpPlacement ProjectionImpl::tp_placement(const std::string& parameter) const {
-  if (cut_ == ProjectionCut::kOutputs) return TpShard{.dim = 0};
+  if (cut_ == ProjectionCut::kOutputs) return TpShard{.dim = 0, .section_sizes = sections_};
   // A bias of outputs is added once per token, by the rank that has the token.
   if (cut_ == ProjectionCut::kInputs && parameter == "weight") return TpShard{.dim = 1};
   return TpPartial{};
@@ -90,7 +91,8 @@ at::Tensor last_position(const at::Tensor& hidden) {
 HeadImpl::HeadImpl(const HeadOptions& options)
     : is_tied_(options.tied_weight.defined()),
       standard_deviation_(options.standard_deviation),
-      norm_(register_module("norm", RmsNorm(options.hidden_size, options.norm_eps))) {
+      norm_(register_module("norm",
+                            RmsNorm(options.hidden_size, options.norm_eps, options.norm_weight))) {
   weight =
       register_parameter("weight", is_tied_ ? options.tied_weight
                                             : at::empty({options.vocab_size, options.hidden_size}));

@@ -31,6 +31,8 @@ struct ProjectionOptions {
   // For the weight's first values; the bias begins with 0.
   double standard_deviation = 0.02;
   ProjectionCut cut = ProjectionCut::kNone;
+  // Of the outputs, each of which the ranks share by itself: sizes whose sum is `out`; none: one.
+  std::vector<int64_t> sections = {};
 };
 
 // x * weight^T + bias, computed like fsdp::nn::Linear: weight gradients go straight into the slab
@@ -48,6 +50,7 @@ class ProjectionImpl : public torch::nn::Module, public NamedInit, public TokenP
  private:
   const double standard_deviation_;
   const ProjectionCut cut_;
+  const std::vector<int64_t> sections_;
 };
 TORCH_MODULE(Projection);
 
@@ -90,6 +93,7 @@ struct HeadOptions {
   int64_t vocab_size = 0;
   int64_t hidden_size = 0;
   double norm_eps = 1e-5;
+  NormWeight norm_weight = NormWeight::kFactor;
   double standard_deviation = 0.02;
   // The embedding's weight, if it is also the output matrix.
   at::Tensor tied_weight = {};

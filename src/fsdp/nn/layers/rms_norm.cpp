@@ -7,6 +7,7 @@
 #include <array>
 #include <cmath>
 #include <optional>
+#include <utility>
 
 #include "fsdp/nn/kernels/kernel_calls.h"
 
@@ -36,11 +37,13 @@ float lane_sum(int64_t size, const Term& term) {
 
 int64_t rows_per_task(int64_t size) { return std::max<int64_t>(1, kNormGrain / size); }
 
-// ATen takes six passes on the host, and twice as many in the backward; these take one each.
+// Factors are offset + weight. ATen takes six passes on the host, and twice as many in the
+// backward; these take one each.
 class HostRmsNorm final : public torch::autograd::Function<HostRmsNorm> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& input_in,
-                            const at::Tensor& weight, double eps, int64_t num_groups) {
+                            const at::Tensor& weight, double offset, double eps,
+                            int64_t num_groups) {
     const at::Tensor input = input_in.contiguous();
     const int64_t size = input.size(-1) / num_groups;
     const int64_t num_rows = input.numel() / size;
@@ -50,6 +53,7 @@ class HostRmsNorm final : public torch::autograd::Function<HostRmsNorm> {
     const auto* w = weight.const_data_ptr<float>();
     auto* y = output.data_ptr<float>();
     auto* scales = scale.data_ptr<float>();
+    const auto added = static_cast<float>(offset);
     at::parallel_for(0, num_rows, rows_per_task(size), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const float* x_row = x + row * size;
@@ -59,11 +63,12 @@ class HostRmsNorm final : public torch::autograd::Function<HostRmsNorm> {
         const float s =
             1.0f / std::sqrt(squares / static_cast<float>(size) + static_cast<float>(eps));
         scales[row] = s;
-        for (int64_t i = 0; i < size; ++i) y_row[i] = x_row[i] * s * w_row[i];
+        for (int64_t i = 0; i < size; ++i) y_row[i] = x_row[i] * s * (added + w_row[i]);
       }
     });
     context->save_for_backward({input, weight, scale});
     context->saved_data["num_groups"] = num_groups;
+    context->saved_data["offset"] = offset;
     return output;
   }
 
@@ -85,21 +90,28 @@ class HostRmsNorm final : public torch::autograd::Function<HostRmsNorm> {
     const auto* g = gradient.const_data_ptr<float>();
     auto* dx = input_gradient.data_ptr<float>();
     auto* dw = partial.data_ptr<float>();
+    const auto added = static_cast<float>(context->saved_data["offset"].toDouble());
     at::parallel_for(0, num_tasks, 1, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; ++task)
         for (int64_t row = task * rows_at_once; row < std::min(num_rows, (task + 1) * rows_at_once);
              ++row) {
           const int64_t group = row % num_groups * size;
-          backward_row(size, x + row * size, w + group, scales[row], g + row * size,
+          backward_row(size, x + row * size, {w + group, added}, scales[row], g + row * size,
                        dx + row * size, dw + task * width + group);
         }
     });
     return {input_gradient, num_tasks == 1 ? partial.view({width}) : partial.sum(0), at::Tensor(),
-            at::Tensor()};
+            at::Tensor(), at::Tensor()};
   }
 
  private:
-  static void backward_row(int64_t size, const float* x, const float* w, float s, const float* g,
+  struct Factors {
+    const float* weight;
+    float added;
+    float operator[](int64_t i) const { return added + weight[i]; }
+  };
+
+  static void backward_row(int64_t size, const float* x, const Factors& w, float s, const float* g,
                            float* dx, float* dw) {
     const float dot = lane_sum(size, [&](int64_t i) { return g[i] * w[i] * x[i]; });
     const float along = s * s * dot / static_cast<float>(size);
@@ -120,10 +132,10 @@ class DeviceRmsNorm final : public torch::autograd::Function<DeviceRmsNorm> {
  public:
   static variable_list forward(AutogradContext* context, const at::Tensor& x_in,
                                const std::optional<at::Tensor>& added_in,
-                               const at::Tensor& weight_in, double eps) {
+                               const at::Tensor& weight_in, double offset, double eps) {
     const at::Tensor x = dense_packs(x_in);
     const at::Tensor weight = dense_packs(weight_in);
-    NormInput input = input_of(x, weight, eps);
+    NormInput input = input_of(x, weight, offset, eps);
     const at::Tensor normed = at::empty_like(x);
     const at::Tensor scales = at::empty({input.num_rows}, x.options().dtype(at::kFloat));
     NormOutput output{.normed = normed.mutable_data_ptr(),
@@ -139,6 +151,7 @@ class DeviceRmsNorm final : public torch::autograd::Function<DeviceRmsNorm> {
     const OnDeviceOf on_device(x);
     rms_norm_on_device(input, output, on_device.stream());
     context->save_for_backward({added_in ? around : x, weight, scales});
+    context->saved_data["offset"] = offset;
     context->saved_data["eps"] = eps;
     context->saved_data["has_added"] = added_in.has_value();
     context->set_materialize_grads(false);
@@ -149,12 +162,14 @@ class DeviceRmsNorm final : public torch::autograd::Function<DeviceRmsNorm> {
     const at::Tensor& of_around = gradients[0];
     const bool has_added = context->saved_data["has_added"].toBool();
     const auto result = [&](const at::Tensor& of_x, const at::Tensor& of_weight) {
-      return variable_list{of_x, has_added ? of_x : at::Tensor(), of_weight, at::Tensor()};
+      return variable_list{of_x, has_added ? of_x : at::Tensor(), of_weight, at::Tensor(),
+                           at::Tensor()};
     };
     if (!gradients[1].defined()) return result(of_around, at::Tensor());
     const variable_list saved = context->get_saved_variables();
     const at::Tensor x = dense_packs(saved[0]);
-    const NormInput input = input_of(x, saved[1], context->saved_data["eps"].toDouble());
+    const NormInput input = input_of(x, saved[1], context->saved_data["offset"].toDouble(),
+                                     context->saved_data["eps"].toDouble());
     const at::Tensor of_normed = dense_packs(gradients[1]);
     const at::Tensor of_sum = of_around.defined() ? dense_packs(of_around) : at::Tensor();
     const at::Tensor of_x = at::empty_like(x);
@@ -174,31 +189,36 @@ class DeviceRmsNorm final : public torch::autograd::Function<DeviceRmsNorm> {
   }
 
  private:
-  static NormInput input_of(const at::Tensor& x, const at::Tensor& weight, double eps) {
+  static NormInput input_of(const at::Tensor& x, const at::Tensor& weight, double offset,
+                            double eps) {
     return {.dtype = dtype_of(x.scalar_type()),
             .num_rows = x.numel() / x.size(-1),
             .size = x.size(-1),
             .eps = static_cast<float>(eps),
             .x = x.const_data_ptr(),
-            .weight = weight.const_data_ptr()};
+            .weight = weight.const_data_ptr(),
+            .weight_offset = static_cast<float>(offset)};
   }
 };
 
 NormedBranch branch_on_device(const at::Tensor& x, const std::optional<at::Tensor>& added,
-                              const at::Tensor& weight, double eps) {
-  const variable_list result = DeviceRmsNorm::apply(x, added, weight, eps);
+                              const at::Tensor& weight, double offset, double eps) {
+  const variable_list result = DeviceRmsNorm::apply(x, added, weight, offset, eps);
   return {result[0], result[1]};
 }
 
-}  // namespace
-
-at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double eps,
-                    int64_t num_groups) {
+at::Tensor norm_with_offset(const at::Tensor& input, const at::Tensor& weight, double offset,
+                            double eps, int64_t num_groups) {
   const bool is_plain = input.device().is_cpu() && input.scalar_type() == at::kFloat &&
                         weight.scalar_type() == at::kFloat && input.numel() > 0;
-  if (is_plain) return HostRmsNorm::apply(input, weight, eps, num_groups);
+  if (is_plain) return HostRmsNorm::apply(input, weight, offset, eps, num_groups);
   if (num_groups == 1 && has_norm_kernel(input, weight))
-    return branch_on_device(input, std::nullopt, weight, eps).normed;
+    return branch_on_device(input, std::nullopt, weight, offset, eps).normed;
+  if (offset != 0.0) {  // a narrow type would round the sum
+    const at::ScalarType wide = at::promote_types(input.scalar_type(), at::kFloat);
+    return norm_with_offset(input.to(wide), weight.to(wide) + offset, 0.0, eps, num_groups)
+        .to(input.scalar_type());
+  }
   if (num_groups == 1) return at::rms_norm(input, weight.sizes(), weight, eps);
   const std::vector<int64_t> group = {input.size(-1) / num_groups};
   const at::Tensor grouped = input.unflatten(-1, {num_groups, group[0]});
@@ -207,27 +227,39 @@ at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double ep
       .to(input.scalar_type());
 }
 
-RmsNormImpl::RmsNormImpl(int64_t size, double eps)
-    : weight(register_parameter("weight", at::empty({size}))), eps_(eps) {}
+}  // namespace
 
-at::Tensor RmsNormImpl::forward(const at::Tensor& input) { return rms_norm(input, weight, eps_); }
+at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double eps,
+                    int64_t num_groups) {
+  return norm_with_offset(input, weight, 0.0, eps, num_groups);
+}
+
+RmsNormImpl::RmsNormImpl(int64_t size, double eps, NormWeight form, TpPlacement placement)
+    : weight(register_parameter("weight", at::empty({size}))),
+      eps_(eps),
+      placement_(std::move(placement)),
+      offset_(form == NormWeight::kZeroCentred ? 1.0 : 0.0) {}
+
+at::Tensor RmsNormImpl::forward(const at::Tensor& input) {
+  return norm_with_offset(input, weight, offset_, eps_, /*num_groups=*/1);
+}
 
 NormedBranch RmsNormImpl::branch(const at::Tensor& x) {
-  if (has_norm_kernel(x, weight)) return branch_on_device(x, std::nullopt, weight, eps_);
+  if (has_norm_kernel(x, weight)) return branch_on_device(x, std::nullopt, weight, offset_, eps_);
   return {x, forward(x)};
 }
 
 NormedBranch RmsNormImpl::branch(const at::Tensor& x, const at::Tensor& added) {
   if (has_norm_kernel(x, weight) && added.scalar_type() == x.scalar_type() &&
       added.sizes() == x.sizes())
-    return branch_on_device(x, added, weight, eps_);
+    return branch_on_device(x, added, weight, offset_, eps_);
   const at::Tensor sum = x + added;
   return {sum, forward(sum)};
 }
 
 void RmsNormImpl::reset_parameters() {
   const at::NoGradGuard no_grad;
-  weight.fill_(1.0);
+  weight.fill_(1.0 - offset_);
 }
 
 }  // namespace fsdp::nn

@@ -1,14 +1,22 @@
-// Root-mean-square normalisation in fp32: x / sqrt(mean(x^2) + eps) * weight.
+// Root-mean-square normalisation in fp32: x / sqrt(mean(x^2) + eps) * factor.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
+#include <cstdint>
+
 #include "fsdp/nn/layers/named_init.h"
 #include "fsdp/nn/layers/tensor_ranks.h"
 
 namespace fsdp::nn {
+
+// What a norm's weight stores of its factors.
+enum class NormWeight : uint8_t {
+  kFactor,
+  kZeroCentred,  // factor - 1: decay pulls factors to 1, and narrow types keep small differences
+};
 
 // Over the last dimension, or over each of `num_groups` equal parts of it; the weight has its size.
 // The result has the input's type.
@@ -24,17 +32,23 @@ struct NormedBranch {
 
 class RmsNormImpl : public torch::nn::Module, public NamedInit, public TokenParallelLayer {
  public:
-  RmsNormImpl(int64_t size, double eps);
+  // On the ranks of a tp group the weight is whole, each uses it for its tokens or heads; a layer
+  // that is cut by channels says so.
+  RmsNormImpl(int64_t size, double eps, NormWeight form = NormWeight::kFactor,
+              TpPlacement placement = TpPartial{});
   at::Tensor forward(const at::Tensor& input);
   NormedBranch branch(const at::Tensor& x);
   // Of x + added.
   NormedBranch branch(const at::Tensor& x, const at::Tensor& added);
   void reset_parameters() override;
+  TpPlacement tp_placement(const std::string&) const override { return placement_; }
 
   at::Tensor weight;
 
  private:
   const double eps_;
+  const TpPlacement placement_;
+  const double offset_;  // of factors from the weight
 };
 TORCH_MODULE(RmsNorm);
 

@@ -134,12 +134,11 @@ class Rotation final : public torch::autograd::Function<Rotation> {
 
 }  // namespace
 
-std::vector<double> rotary_frequencies(const LlamaConfig& config) {
-  const int64_t head_dim = head_dim_of(config);
+std::vector<double> rotary_frequencies(const LlamaConfig& config, int64_t rotary_dim) {
   std::vector<double> frequencies;
-  for (int64_t channel = 0; channel < head_dim; channel += 2) {
-    const double frequency =
-        std::pow(config.rope_theta, -static_cast<double>(channel) / static_cast<double>(head_dim));
+  for (int64_t channel = 0; channel < rotary_dim; channel += 2) {
+    const double frequency = std::pow(
+        config.rope_theta, -static_cast<double>(channel) / static_cast<double>(rotary_dim));
     frequencies.push_back(config.rope_scaling ? scaled(frequency, *config.rope_scaling)
                                               : frequency);
   }
@@ -166,6 +165,16 @@ RotaryTables Rotary::tables(int64_t begin, int64_t end, const at::Device& device
 }
 
 QueryAndKey rotate(const QueryAndKey& heads, const RotaryTables& tables) {
+  const int64_t rotary_dim = 2 * tables.cosine.size(1);
+  if (rotary_dim < heads.query.size(3)) {
+    const auto divided = [&](const at::Tensor& x) {
+      return x.split_with_sizes({rotary_dim, x.size(3) - rotary_dim}, 3);
+    };
+    const std::vector<at::Tensor> query = divided(heads.query);
+    const std::vector<at::Tensor> key = divided(heads.key);
+    const QueryAndKey rotated = rotate({query[0], key[0]}, tables);
+    return {at::cat({rotated.query, query[1]}, 3), at::cat({rotated.key, key[1]}, 3)};
+  }
   const variable_list result = Rotation::apply(heads.query, heads.key, tables.cosine, tables.sine);
   return {result[0], result[1]};
 }

@@ -10,11 +10,15 @@
 
 namespace fsdp::nn {
 
-// Angle per position of each pair of channels (i, i + head_dim / 2).
-std::vector<double> rotary_frequencies(const LlamaConfig& config);
+// Angle per position of each pair of channels (i, i + rotary_dim / 2). The channels of a head from
+// rotary_dim on have no positions.
+std::vector<double> rotary_frequencies(const LlamaConfig& config, int64_t rotary_dim);
+inline std::vector<double> rotary_frequencies(const LlamaConfig& config) {
+  return rotary_frequencies(config, head_dim_of(config));
+}
 
 struct RotaryTables {
-  at::Tensor cosine;  // [positions, head_dim / 2], fp32
+  at::Tensor cosine;  // [positions, rotary_dim / 2], fp32
   at::Tensor sine;
 };
 
@@ -22,7 +26,9 @@ struct RotaryTables {
 // by the layers of a model; neither parameter nor buffer, since they can be made again.
 class Rotary {
  public:
-  explicit Rotary(const LlamaConfig& config) : frequencies_(rotary_frequencies(config)) {}
+  explicit Rotary(const LlamaConfig& config) : Rotary(config, head_dim_of(config)) {}
+  Rotary(const LlamaConfig& config, int64_t rotary_dim)
+      : frequencies_(rotary_frequencies(config, rotary_dim)) {}
 
   // For positions [begin, end).
   RotaryTables tables(int64_t begin, int64_t end, const at::Device& device);
@@ -38,8 +44,8 @@ struct QueryAndKey {
   at::Tensor key;    // likewise, with as many heads or fewer
 };
 
-// Computes in fp32 and rounds to the heads' type; the result is dense. Keeps only the tables for
-// the backward.
+// Computes in fp32 and rounds to the heads' type; the result is dense. Channels beyond those of the
+// tables pass unchanged. Keeps only the tables for the backward.
 QueryAndKey rotate(const QueryAndKey& heads, const RotaryTables& tables);
 
 }  // namespace fsdp::nn

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <vector>
 
 #include "fsdp/nn/layers/linear.h"
 
@@ -12,11 +11,22 @@ namespace fsdp::nn {
 
 namespace {
 
+at::Tensor counts_of(const SortedChoices& choices) {
+  return at::diff(choices.ends, 1, 0, at::zeros({1}, choices.ends.options()));
+}
+
 // Tokens per expert / all tokens.
 at::Tensor shares_of(const SortedChoices& choices) {
-  const at::Tensor counts =
-      at::diff(choices.ends, 1, 0, at::zeros({1}, choices.ends.options())).to(at::kFloat);
-  return counts.div_(static_cast<double>(choices.chosen.size(0)));
+  return counts_of(choices).to(at::kFloat).div_(static_cast<double>(choices.chosen.size(0)));
+}
+
+// probability: [tokens, experts].
+RouterLoad weighted_load(const at::Tensor& probability, const at::Tensor& chosen,
+                         const at::Tensor& token_weight) {
+  const at::Tensor weight = token_weight.unsqueeze(1);
+  return {
+      .mean_probability = (probability * weight).mean(0),
+      .share = at::zeros_like(probability.detach()).scatter_(1, chosen, 1.0).mul_(weight).mean(0)};
 }
 
 }  // namespace
@@ -24,9 +34,34 @@ at::Tensor shares_of(const SortedChoices& choices) {
 RouterImpl::RouterImpl(const RouterOptions& options)
     : options_(options),
       weight_(register_parameter("weight", at::empty({options.num_experts, options.hidden_size}))) {
+  if (options.has_bias)
+    bias_ = register_buffer("e_score_correction_bias", at::zeros({options.num_experts}));
 }
 
-void RouterImpl::reset_parameters() { fill_normal(weight_, "weight", options_.standard_deviation); }
+void RouterImpl::reset_parameters() {
+  fill_normal(weight_, "weight", options_.standard_deviation);
+  if (bias_.defined()) bias_.zero_();
+}
+
+// A forward whose backward computes it again runs twice, once of them without gradients, as do
+// forwards that train nothing.
+void RouterImpl::count(const SortedChoices& choices) {
+  if (!bias_.defined() || !at::GradMode::is_enabled()) return;
+  const at::Tensor counts = counts_of(choices).to(at::kDouble);
+  if (num_chosen_.defined())
+    num_chosen_.add_(counts);
+  else
+    num_chosen_ = counts;
+}
+
+void RouterImpl::update_bias(const at::Tensor& num_chosen) {
+  const at::NoGradGuard no_grad;
+  // Whole numbers, so that experts with exactly the mean keep their biases.
+  const at::Tensor missing =
+      num_chosen.sum() - num_chosen * static_cast<double>(options_.num_experts);
+  bias_.add_(missing.sign().to(bias_.scalar_type()), options_.bias_rate);
+  num_chosen_.zero_();
+}
 
 // The scores, and less than any score where a group is closed.
 at::Tensor RouterImpl::among_open_groups(const at::Tensor& scores) const {
@@ -41,13 +76,14 @@ at::Tensor RouterImpl::among_open_groups(const at::Tensor& scores) const {
       .view(scores.sizes());
 }
 
-RoutedChoices RouterImpl::forward(const at::Tensor& tokens) {
+RoutedChoices RouterImpl::forward(const at::Tensor& tokens, const at::Tensor& token_weight) {
   const bool is_softmax = options_.score == RouterScore::kSoftmax;
   const at::Tensor scores =
       is_softmax ? at::softmax(nn::linear(tokens, weight_, at::Tensor()), -1, at::kFloat)
                  : at::sigmoid(nn::linear(tokens.to(at::kFloat), weight_.to(at::kFloat), {}));
+  const at::Tensor preference = bias_.defined() ? scores.detach() + bias_ : scores.detach();
   const at::Tensor chosen =
-      std::get<1>(among_open_groups(scores.detach()).topk(options_.num_chosen, -1));
+      std::get<1>(among_open_groups(preference).topk(options_.num_chosen, -1));
   at::Tensor weight = scores.gather(1, chosen);
   // DeepSeek-V3's scores may all be 0; a softmax's are not.
   if (options_.normalizes)
@@ -57,21 +93,13 @@ RoutedChoices RouterImpl::forward(const at::Tensor& tokens) {
   RoutedChoices result{.weight = weight.to(tokens.scalar_type()),
                        .choices = sort_choices(chosen, options_.num_experts),
                        .load = {}};
+  count(result.choices);
   const at::Tensor probability = is_softmax ? scores : scores / scores.sum(-1, true);
-  result.load = {.mean_probability = probability.mean(0), .share = shares_of(result.choices)};
+  if (token_weight.defined())
+    result.load = weighted_load(probability, chosen, token_weight);
+  else
+    result.load = {.mean_probability = probability.mean(0), .share = shares_of(result.choices)};
   return result;
-}
-
-at::Tensor load_balancing_loss(std::span<const RouterLoad> layers, const MeshAxis* tp) {
-  std::vector<at::Tensor> probabilities;
-  std::vector<at::Tensor> shares;
-  for (const RouterLoad& load : layers) {
-    probabilities.push_back(load.mean_probability);
-    shares.push_back(load.share);
-  }
-  const at::Tensor probability = mean_over_ranks(at::stack(probabilities).mean(0), tp);
-  const at::Tensor share = mean_over_ranks(at::stack(shares).mean(0), tp);
-  return probability.dot(share) * probability.size(0);
 }
 
 }  // namespace fsdp::nn

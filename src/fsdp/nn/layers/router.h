@@ -6,7 +6,6 @@
 #include <torch/nn/pimpl.h>
 
 #include <cstdint>
-#include <span>
 
 #include "fsdp/nn/layers/expert_route.h"
 #include "fsdp/nn/layers/named_init.h"
@@ -30,6 +29,10 @@ struct RouterOptions {
   int64_t num_open_groups = 1;
   bool normalizes = true;  // the weights of a token's choices add up to `scale`
   double scale = 1.0;
+  // DeepSeek-V3's way to even out the load: experts are chosen by score plus a bias of their own,
+  // which even_out_loads() changes by bias_rate after a step. Weights are made of scores alone.
+  bool has_bias = false;
+  double bias_rate = 0.001;
   double standard_deviation = 0.02;
 };
 
@@ -49,21 +52,27 @@ struct RoutedChoices {
 class RouterImpl : public torch::nn::Module, public NamedInit, public TokenParallelLayer {
  public:
   explicit RouterImpl(const RouterOptions& options);
-  // [tokens, hidden_size]. Never waits for the device.
-  RoutedChoices forward(const at::Tensor& tokens);
+  // [tokens, hidden_size]. Never waits for the device. `token_weight`, [tokens], is of each in the
+  // means of the load; undefined: 1.
+  RoutedChoices forward(const at::Tensor& tokens, const at::Tensor& token_weight = {});
   void reset_parameters() override;
+
+  // The choices of each expert since the last update, of all forwards that have a backward; fp64.
+  // Undefined before the first one, and without biases.
+  at::Tensor num_chosen() const { return num_chosen_; }
+  // Raises the biases of experts that were chosen less often than the mean, and lowers the others'.
+  // `num_chosen` is the sum over all ranks. Begins to count again.
+  void update_bias(const at::Tensor& num_chosen);
 
  private:
   at::Tensor among_open_groups(const at::Tensor& scores) const;
+  void count(const SortedChoices& choices);
 
   const RouterOptions options_;
   at::Tensor weight_;  // [num_experts, hidden_size]
+  at::Tensor bias_;    // [num_experts], fp32 whatever the weight's type
+  at::Tensor num_chosen_;
 };
 TORCH_MODULE(Router);
-
-// Smallest when all experts have the same load: then it is num_chosen. Averages over layers before
-// the product, as the `transformers` package's load_balancing_loss_func does; and over the ranks of
-// a tp group, which have equally many tokens each.
-at::Tensor load_balancing_loss(std::span<const RouterLoad> layers, const MeshAxis* tp = nullptr);
 
 }  // namespace fsdp::nn

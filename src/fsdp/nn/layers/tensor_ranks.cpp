@@ -106,4 +106,12 @@ at::Tensor whole_along(int64_t dim, const at::Tensor& own, const MeshAxis* tp) {
   return exchanged(own, tp, dim, slices_gathered, slice_kept);
 }
 
+void check_decodes_alone(const MeshAxis* tp) {
+  if (tp != nullptr)
+    throw UsageError(
+        concat("tp = ", tp->size(),
+               " ranks share the tokens of a sequence, so they cannot decode one after the other; "
+               "load the checkpoint on a mesh without tp"));
+}
+
 }  // namespace fsdp::nn

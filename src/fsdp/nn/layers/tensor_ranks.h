@@ -48,4 +48,7 @@ at::Tensor mean_over_ranks(const at::Tensor& own, const MeshAxis* tp);
 // For results that all ranks go on to use in the same way: the gradient is this rank's slice.
 at::Tensor whole_along(int64_t dim, const at::Tensor& own, const MeshAxis* tp);
 
+// UsageError if there are ranks.
+void check_decodes_alone(const MeshAxis* tp);
+
 }  // namespace fsdp::nn

@@ -179,16 +179,17 @@ std::unique_ptr<UserBufferMemory> make_user_buffer_memory(const Mesh& mesh, Mesh
                                                           const ShardOptions& options,
                                                           c10::Device device) {
   if (options.user_buffers == UserBuffers::kOff) return nullptr;
-  if (!mesh.inner().gather().registers_memory() || device.is_cpu())
-    throw UsageError(concat("user_buffers is ", name_of(options.user_buffers),
-                            ", but the ranks of this job do not talk by NCCL on GPUs, which alone "
-                            "uses them; set it to off"));
+  // First, because it is never possible.
   for (const GridKind kind : mesh.grids())
     if (const MeshAxis* owners = mesh.grid(kind).owners)
       throw UsageError(concat("user_buffers is ", name_of(options.user_buffers), " on a mesh with ",
                               owners->name(), " ", owners->size(),
-                              ", whose slices use other communicators than the rest; set it to "
-                              "off"));
+                              ", whose slices use other communicators than the rest, but the same "
+                              "memory in turn (docs/gpu.md); set it to off"));
+  if (!mesh.inner().gather().registers_memory() || device.is_cpu())
+    throw UsageError(concat("user_buffers is ", name_of(options.user_buffers),
+                            ", but the ranks of this job do not talk by NCCL on GPUs, which alone "
+                            "uses them; set it to off"));
   return std::make_unique<UserBufferMemory>(mesh, shape, options, device);
 }
 

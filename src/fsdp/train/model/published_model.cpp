@@ -20,7 +20,7 @@ using OrderedJson = nlohmann::ordered_json;
 
 // Fields that have several spellings, of which config_json() writes one.
 constexpr const char* kOtherSpellings[] = {"rope_parameters", "layers_block_type",
-                                           "attention_head_dim"};
+                                           "attention_head_dim", "full_attention_interval"};
 
 // Checkpoints, or files of other tools, in order of precedence.
 std::vector<std::string> origins_of(const RunPlan& plan) {

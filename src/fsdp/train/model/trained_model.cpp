@@ -75,6 +75,12 @@ NameRules stored_name_rules(const LanguageModel& model) {
   return NameRules(std::move(rules));
 }
 
+std::vector<NamedBuffer> stored_buffers(const LanguageModel& model) {
+  std::vector<NamedBuffer> buffers;
+  for (const auto& item : model.named_buffers()) buffers.push_back({item.key(), item.value()});
+  return buffers;
+}
+
 ModelBatch to_model_batch(const TokenBatch& batch, c10::Device device) {
   const at::Tensor rows =
       at::tensor(batch.tokens, at::kLong).view({batch.rows, batch.columns}).to(device);
@@ -117,8 +123,10 @@ LoadedModel load_for_inference(const InferenceOptions& options, const Mesh& mesh
       fully_shard(std::static_pointer_cast<torch::nn::Module>(model), mesh, {.device = device});
   LoadOptions loading;
   loading.names = stored_name_rules(*model);
+  loading.ignored = model->ignored_names();
   loading.is_tolerance_offered = false;
-  const LoadedCheckpoint loaded = load_checkpoint(path, {.sharded = sharded}, loading);
+  const LoadedCheckpoint loaded =
+      load_checkpoint(path, {.sharded = sharded, .buffers = stored_buffers(*model)}, loading);
   return {model, sharded, device, path, loaded.step, sequence_of(loaded)};
 }
 

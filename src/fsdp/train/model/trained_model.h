@@ -8,7 +8,9 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
+#include "fsdp/checkpoint/checkpoint_state.h"
 #include "fsdp/checkpoint/names/name_rules.h"
 #include "fsdp/comm/communicator.h"
 #include "fsdp/comm/mesh.h"
@@ -24,6 +26,9 @@ namespace fsdp::train {
 
 // Maps the module tree's names to those of published checkpoints, where they differ.
 NameRules stored_name_rules(const LanguageModel& model);
+
+// What a checkpoint of the model has besides weights: the biases of routers.
+std::vector<NamedBuffer> stored_buffers(const LanguageModel& model);
 
 // --- batches -------------------------------------------------------------------------------------
 

@@ -1,0 +1,39 @@
+#include "fsdp/nn/layers/shifted_batch.h"
+
+#include <ATen/ATen.h>
+
+#include "fsdp/comm/mesh.h"
+#include "fsdp/nn/layers/cross_entropy.h"
+#include "fsdp/nn/layers/tensor_ranks.h"
+
+namespace fsdp::nn {
+
+namespace {
+
+// So that means over all places of all ranks are means over the first `length` of each sequence.
+at::Tensor weight_of_own_places(const at::Tensor& tokens, int64_t length, const MeshAxis* tp) {
+  const int64_t sequence = tokens.size(1);
+  const at::Tensor weight = at::zeros(tokens.sizes(), tokens.options().dtype(at::kFloat));
+  weight.narrow(1, 0, length).fill_(static_cast<double>(sequence) / static_cast<double>(length));
+  return own_sequence(weight, tp).reshape({-1});
+}
+
+}  // namespace
+
+ShiftedBatch shifted_batch(const at::Tensor& tokens, const at::Tensor& targets, int64_t offset,
+                           const MeshAxis* tp) {
+  const int64_t length = tokens.size(1) - offset;
+  if (tp == nullptr)
+    return {.tokens = tokens.narrow(1, offset, length),
+            .targets = targets.narrow(1, offset, length),
+            .token_weight = {},
+            .num_own_places = length};
+  ShiftedBatch shifted{.tokens = tokens.roll(-offset, 1),
+                       .targets = targets.roll(-offset, 1),
+                       .token_weight = weight_of_own_places(tokens, length, tp),
+                       .num_own_places = tokens.size(1) / tp->size()};
+  shifted.targets.narrow(1, length, offset).fill_(kNoTarget);
+  return shifted;
+}
+
+}  // namespace fsdp::nn
