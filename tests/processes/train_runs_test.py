@@ -126,12 +126,14 @@ class Ranks(Trained):
     def test_experts_and_heads_that_ranks_share_out_learn_the_same(self):
         moe = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
         small_runs.write_model(self.root / "moe" / "config.json", **moe)
-        words = ["--model", "moe", "--ep", 4, "--tp", 2]
+        # Two ranks have the batches of two tp groups, and balance experts within the same tokens. A rate that changes few
+        # choices of experts between two steps: a choice is the other one because of a sum's order, and then tokens differ.
         for model in ("moe", "hybrid-moe-tiny", "delta-tiny"):
             with self.subTest(model):
-                one = self.train(f"one-{model}", "--model", model)
-                threads = self.train(f"threads-{model}", "--model", model, "--ep", 4, "--tp", 2, "--ranks", 4)
-                self.assert_near(threads, one, 1e-3)  # experts are balanced within what a rank has, as above
+                two = self.train(f"two-{model}", "--model", model, "--lr", "1e-4", "--ranks", 2)
+                four = self.train(f"four-{model}", "--model", model, "--lr", "1e-4", "--ep", 4, "--tp", 2, "--ranks", 4)
+                self.assert_near(four, two, ORDER)
+        words = ["--model", "moe", "--ep", 4, "--tp", 2]
         threads = self.train("threads", *words, "--ranks", 4)
         self.assert_near(self.train("tcp", *words, tcp=4), threads, ORDER)
         if MPIRUN:

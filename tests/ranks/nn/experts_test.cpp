@@ -213,6 +213,19 @@ TEST(RouterBias, MovesByOneStepTowardsTheMean) {
   EXPECT_EQ(router->num_chosen().sum().item<double>(), 0.0);
 }
 
+// Ranks of a tp group fill up the batch of a prediction layer.
+TEST(RouterBias, CountsNoPlacesThatAreNotTokens) {
+  Router router = biased_router();
+  const at::Tensor tokens = waves({12, kHidden}, 0.5);
+  router(tokens.narrow(0, 0, 9));
+  const at::Tensor expected = router->num_chosen().clone();
+  Router filled = biased_router();
+  at::Tensor weight = at::full({12}, 12.0 / 9.0);
+  weight.narrow(0, 9, 3).zero_();
+  filled(tokens, weight);
+  EXPECT_TRUE(at::equal(filled->num_chosen(), expected)) << filled->num_chosen();
+}
+
 // All tokens want the same expert until the biases have spread them.
 TEST(RouterBias, EvensOutTheLoad) {
   run_ranks(1, [](World& world) {

@@ -1,9 +1,13 @@
 // Layers of language models against slow and obvious versions of the same computation.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
 #include <cmath>
 #include <map>
+#include <thread>
 
+#include "fsdp/nn/layers/causal_conv.h"
 #include "fsdp/nn/layers/cross_entropy.h"
 #include "fsdp/nn/layers/feed_forward.h"
 #include "fsdp/nn/layers/mamba2.h"
@@ -83,6 +87,51 @@ TEST(GatedSilu, EqualsItsFormulaInDoublePrecision) {
               output_and_gradients([](const auto& in) { return in[0] * in[0].sigmoid() * in[1]; },
                                    values, at::kDouble),
               1e-6, "gated_silu");
+}
+
+// One layer of 3 sections with the given weight and bias.
+at::Tensor causal_conv(const std::vector<at::Tensor>& in) {
+  const int64_t third = in[1].size(0) / 3;
+  CausalConv layer(std::vector<int64_t>{third, third, third}, in[1].size(2), /*with_bias=*/true);
+  layer->weight = in[1];
+  layer->bias = in[2];
+  return layer(in[0], nullptr);
+}
+
+at::Tensor libtorchs_conv(const std::vector<at::Tensor>& in) {
+  const int64_t before = in[1].size(2) - 1;
+  return at::conv1d(in[0].transpose(1, 2), in[1], in[2], 1, before, 1, in[1].size(0))
+      .narrow(2, 0, in[0].size(1))
+      .transpose(1, 2);
+}
+
+TEST(CausalConv, EqualsLibtorchsInDoublePrecision) {
+  for (const int64_t sequence : {1, 2, 9}) {
+    const std::vector<at::Tensor> values = {waves({2, sequence, 12}, 0.0), waves({12, 1, 4}, 1.0),
+                                            waves({12}, 2.0)};
+    expect_near(output_and_gradients(causal_conv, values, at::kFloat),
+                output_and_gradients(libtorchs_conv, values, at::kDouble), 3e-6, "causal_conv");
+  }
+}
+
+// oneDNN's depthwise convolution, on processors where it is Arm's, mixes up the weights of threads.
+TEST(CausalConv, OfRanksThatAreThreadsUsesEachOnesWeights) {
+  std::array<double, 2> worst{};
+  const auto run = [&](int rank) {
+    const std::vector<at::Tensor> values = {waves({8, 16, 192}, rank), waves({192, 1, 4}, rank + 3),
+                                            waves({192}, rank + 5)};
+    std::vector<at::Tensor> wide;
+    for (const at::Tensor& value : values) wide.push_back(value.to(at::kDouble));
+    const at::Tensor expected = libtorchs_conv(wide);
+    for (int i = 0; i < 300; ++i)
+      worst[rank] =
+          std::max(worst[rank], (causal_conv(values) - expected).abs().max().item<double>());
+  };
+  std::thread other(run, 1);
+  run(0);
+  other.join();
+  EXPECT_LT(worst[0], 1e-5);
+  EXPECT_LT(worst[1], 1e-5);
 }
 
 TEST(CrossEntropy, EqualsLibtorchsInDoublePrecision) {

@@ -15,6 +15,14 @@ at::Tensor counts_of(const SortedChoices& choices) {
   return at::diff(choices.ends, 1, 0, at::zeros({1}, choices.ends.options()));
 }
 
+// Places without a weight are no tokens of the batch.
+at::Tensor counts_of_weighted(const at::Tensor& chosen, const at::Tensor& token_weight,
+                              int64_t num_experts) {
+  const at::Tensor is_token = token_weight.ne(0.0).to(at::kDouble).unsqueeze(1).expand_as(chosen);
+  return at::zeros({num_experts}, is_token.options())
+      .scatter_add_(0, chosen.flatten(), is_token.flatten());
+}
+
 // Tokens per expert / all tokens.
 at::Tensor shares_of(const SortedChoices& choices) {
   return counts_of(choices).to(at::kFloat).div_(static_cast<double>(choices.chosen.size(0)));
@@ -45,9 +53,12 @@ void RouterImpl::reset_parameters() {
 
 // A forward whose backward computes it again runs twice, once of them without gradients, as do
 // forwards that train nothing.
-void RouterImpl::count(const SortedChoices& choices) {
+void RouterImpl::count(const SortedChoices& choices, const at::Tensor& token_weight) {
   if (!bias_.defined() || !at::GradMode::is_enabled()) return;
-  const at::Tensor counts = counts_of(choices).to(at::kDouble);
+  const at::Tensor counts =
+      token_weight.defined()
+          ? counts_of_weighted(choices.chosen, token_weight, options_.num_experts)
+          : counts_of(choices).to(at::kDouble);
   if (num_chosen_.defined())
     num_chosen_.add_(counts);
   else
@@ -93,7 +104,7 @@ RoutedChoices RouterImpl::forward(const at::Tensor& tokens, const at::Tensor& to
   RoutedChoices result{.weight = weight.to(tokens.scalar_type()),
                        .choices = sort_choices(chosen, options_.num_experts),
                        .load = {}};
-  count(result.choices);
+  count(result.choices, token_weight);
   const at::Tensor probability = is_softmax ? scores : scores / scores.sum(-1, true);
   if (token_weight.defined())
     result.load = weighted_load(probability, chosen, token_weight);

@@ -66,7 +66,7 @@ class RouterImpl : public torch::nn::Module, public NamedInit, public TokenParal
 
  private:
   at::Tensor among_open_groups(const at::Tensor& scores) const;
-  void count(const SortedChoices& choices);
+  void count(const SortedChoices& choices, const at::Tensor& token_weight);
 
   const RouterOptions options_;
   at::Tensor weight_;  // [num_experts, hidden_size]

@@ -1,0 +1,60 @@
+// How weights compute: as numbers of their type, or quantised, as narrow codes and scales.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string_view>
+#include <vector>
+
+namespace fsdp {
+
+enum class WeightRecipe : uint8_t {
+  kPlain,      // in the type in which the parameter computes
+  kFp8Tensor,  // e4m3, one fp32 scale for a matrix
+  kFp8Row,     // e4m3, one fp32 scale for each row
+  kFp8Block,   // e4m3, one fp32 scale for each 128 x 128 block
+  kMxFp8,      // e4m3, one power of two (E8M0) for each 32 elements of a row
+  kNvFp4,  // e2m1, one e4m3 scale for each 16 elements of a row, and one fp32 scale for a matrix
+};
+
+// What makes recipes different, as data.
+struct WeightRecipeRow {
+  WeightRecipe recipe;
+  std::string_view name;  // "bf16" (plain), "fp8-tensor", "fp8-row", "fp8-block", "mxfp8", "nvfp4"
+  int64_t code_bits;      // of an element
+  // A scale's rows and columns of the matrix; 0: all of them.
+  int64_t scale_rows;
+  int64_t scale_columns;
+  // Scales of one byte belong to elements that lie side by side. They are as many as a 16th of the
+  // codes' bytes, so they are sharded and gathered like those. Scales of four bytes are few: every
+  // rank has all of them.
+  int64_t scale_bytes;
+  bool has_matrix_scale;  // an fp32 factor of all scales of a matrix
+};
+
+const WeightRecipeRow& row_of(WeightRecipe recipe);
+
+// Every recipe, in declaration order.
+std::span<const WeightRecipeRow> all_weight_recipes();
+
+// nullopt for an unknown name.
+std::optional<WeightRecipe> parse_weight_recipe(std::string_view name);
+
+// Where the scales come from.
+enum class WeightScaling : uint8_t {
+  kCurrent,  // the largest magnitude of the numbers that are quantised
+  kDelayed,  // the largest one of the last updates: nothing has to be known before the cast
+};
+
+// "current", "delayed"
+std::string_view name_of(WeightScaling scaling);
+std::span<const WeightScaling> all_weight_scalings();
+
+// Matrix products of a quantised weight.
+enum class ProductType : uint8_t {
+  kQuantized,  // of codes
+  kPlain,      // of numbers
+};
+
+}  // namespace fsdp
