@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "fsdp/base/dtype.h"
+#include "fsdp/base/weight_recipe.h"
 
 namespace fsdp {
 
@@ -56,12 +57,19 @@ struct GroupTypes {
   bool trainable = true;
   // The weight is the upper half of main_weight, of which only the rest is stored.
   bool split = false;
+  // Other than kPlain: what is gathered is codes and scales (layout/quantized_bytes.h); `weight` is
+  // the type of the products' results and of gradients.
+  WeightRecipe recipe = WeightRecipe::kPlain;
+
+  bool is_quantized() const { return recipe != WeightRecipe::kPlain; }
 
   friend constexpr bool operator==(const GroupTypes&, const GroupTypes&) = default;
 };
 
-// Whole numbers are not trainable whatever `trainable` says.
-GroupTypes resolve_types(DType weight, const PrecisionTypes& precision, Trainable trainable);
+// Whole numbers are not trainable whatever `trainable` says. Quantised weights are made of whole
+// fp32 main weights.
+GroupTypes resolve_types(DType weight, const PrecisionTypes& precision, Trainable trainable,
+                         WeightRecipe recipe = WeightRecipe::kPlain);
 
 // Bytes per element that main weights take beside the weights: 0 where there are none.
 int64_t main_weight_bytes(const GroupTypes& types);
@@ -70,5 +78,8 @@ int64_t main_weight_bytes(const GroupTypes& types);
 // so the narrowest one that exists decides how many elements make an aligned start. Moments never
 // travel and may be unaligned.
 int64_t narrowest_bytes(const GroupTypes& types);
+
+// FlatLayoutRequest::align_bytes of the group: two codes of four bits take one byte.
+int64_t align_bytes(const GroupTypes& types);
 
 }  // namespace fsdp

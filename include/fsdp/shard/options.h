@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/base/weight_recipe.h"
 #include "fsdp/comm/comm_options.h"
 #include "fsdp/layout/granularity.h"
 #include "fsdp/layout/group_types.h"
@@ -92,6 +93,25 @@ struct Offload {
   friend bool operator==(const Offload&, const Offload&) = default;
 };
 
+// Weights that are gathered as narrow codes and scales, and multiplied so (docs/fp8.md).
+struct Quantization {
+  // Of the trained matrices of modules that know how (QuantizableModule): linear layers and
+  // experts, not embeddings, heads, norms and routers.
+  WeightRecipe recipe = WeightRecipe::kPlain;
+
+  // Parameters that stay plain, by their names in the module tree: "model.layers.0.*" (`*` is any
+  // text, dots too, `?` one character).
+  std::vector<std::string> except = {};
+
+  // Where shared scales come from.
+  WeightScaling scaling = WeightScaling::kCurrent;
+
+  // How the gradient of a quantised weight is computed.
+  ProductType weight_gradient = ProductType::kQuantized;
+
+  friend bool operator==(const Quantization&, const Quantization&) = default;
+};
+
 struct ShardOptions {
   // The placements: a row of the table in layout/strategy.h, or any legal ones.
   Strategy strategy = Strategy::optim_grads_params;
@@ -112,6 +132,9 @@ struct ShardOptions {
 
   // Types of main weights, main gradients and gradient communication.
   PrecisionPolicy precision = {};
+
+  // Whether and how weights are quantised.
+  Quantization quantization = {};
 
   // Where gathered weights and unreduced gradients live (docs/memory.md).
   PoolKind pool = PoolKind::kMaxPool;

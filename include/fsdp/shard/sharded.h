@@ -36,6 +36,12 @@ struct FlatShard {
   at::Tensor gradient;     // the same elements; undefined while it has no memory
 };
 
+// Elements of quantised weights whose codes are far from them.
+struct QuantizationLosses {
+  int64_t overflows = 0;   // out of range: the largest code
+  int64_t underflows = 0;  // not 0, but their code is
+};
+
 // Exact bytes, as requested from the allocator.
 struct MemoryReport {
   int64_t weight_bytes = 0;       // sharded or whole, as the strategy says
@@ -129,6 +135,8 @@ class Sharded {
   // The order in which units are now expected to begin.
   std::vector<std::string> unit_order() const;
   MemoryReport memory() const;
+  // Of the casts since the last call, with all ranks' parts, every element once; all ranks call it.
+  QuantizationLosses quantization_losses() const;
   const ShardOptions& options() const;
 
   // --- changes ---------------------------------------------------------------------------------

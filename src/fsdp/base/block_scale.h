@@ -2,7 +2,6 @@
 // weights, activations and gradients, hosts and devices.
 #pragma once
 
-#include <algorithm>
 #include <bit>
 #include <cstdint>
 
@@ -32,13 +31,96 @@ FSDP_HOST_DEVICE inline float fp8_factor(float amax) {
 // What codes are multiplied by.
 FSDP_HOST_DEVICE inline float fp8_scale(float factor) { return 1.0f / factor; }
 
-// To nearest, ties to even; numbers out of range become the largest one, NaN stays NaN.
+inline constexpr uint8_t kFp8Nan = 0x7F;
+
+// To nearest, ties to even; numbers out of range become the largest one, NaN stays NaN. What GPUs
+// convert to with saturation.
 FSDP_HOST_DEVICE inline uint8_t fp8_code(float value, float factor) {
   const float scaled = value * factor;
+  if (scaled != scaled) return kFp8Nan;
   const float bounded = scaled > Fp8E4M3::kMax    ? Fp8E4M3::kMax
                         : scaled < -Fp8E4M3::kMax ? -Fp8E4M3::kMax
                                                   : scaled;
   return Fp8E4M3::nearest(bounded);
+}
+
+// Whether it became the largest one. Rounding the factor may lift the block's largest number a
+// little above that.
+FSDP_HOST_DEVICE inline bool is_out_of_fp8(float value, float factor) {
+  return magnitude_bits(value * factor) > std::bit_cast<uint32_t>(448.5f);
+}
+
+// --- MXFP8: e4m3 and a power of two --------------------------------------------------------------
+
+inline constexpr int kE8M0Bias = 127;
+inline constexpr uint8_t kE8M0Nan = 255;
+
+// The smallest power of two with which no number of the block is out of range.
+FSDP_HOST_DEVICE inline uint8_t e8m0_scale(float amax) {
+  const uint32_t bits = magnitude_bits(amax);
+  if (bits > 0x7F800000u) return kE8M0Nan;
+  // 448 is 1.75 * 2^8.
+  const int exponent = static_cast<int>(bits >> 23) - 127 - 8;
+  const int next = (bits & 0x7FFFFFu) > 0x600000u ? exponent + 1 : exponent;
+  return static_cast<uint8_t>(next + kE8M0Bias < 0 ? 0 : next + kE8M0Bias);
+}
+
+// 2^(code - 127); 2^-127 is not a normal number.
+FSDP_HOST_DEVICE inline float of_e8m0(uint8_t code) {
+  if (code == kE8M0Nan) return std::bit_cast<float>(0x7FC00000u);
+  return std::bit_cast<float>(code == 0 ? 0x00400000u : static_cast<uint32_t>(code) << 23);
+}
+
+// Its inverse, which is a normal number up to 2^126.
+FSDP_HOST_DEVICE inline float inverse_of_e8m0(uint8_t code) {
+  if (code == kE8M0Nan) return std::bit_cast<float>(0x7FC00000u);
+  return of_e8m0(static_cast<uint8_t>(2 * kE8M0Bias - code));
+}
+
+// --- NVFP4: e2m1, an e4m3 scale for 16 numbers, and an fp32 scale for all ------------------------
+
+inline constexpr float kMaxE2M1 = 6.0f;
+
+// To nearest, ties to even; numbers out of range become 6, and so does NaN, whose block's scale is
+// NaN.
+FSDP_HOST_DEVICE inline uint8_t e2m1_code(float value) {
+  const float magnitude = std::bit_cast<float>(magnitude_bits(value));
+  const uint8_t code = magnitude <= 0.25f   ? 0
+                       : magnitude < 0.75f  ? 1
+                       : magnitude <= 1.25f ? 2
+                       : magnitude < 1.75f  ? 3
+                       : magnitude <= 2.5f  ? 4
+                       : magnitude < 3.5f   ? 5
+                       : magnitude <= 5.0f  ? 6
+                                            : 7;
+  return static_cast<uint8_t>(code | (std::bit_cast<uint32_t>(value) >> 31) << 3);
+}
+
+FSDP_HOST_DEVICE inline float of_e2m1(uint8_t code) {
+  constexpr float kValues[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+  const float magnitude = kValues[code & 7];
+  return (code & 8) != 0 ? -magnitude : magnitude;
+}
+
+// What scales of blocks are multiplied by before they are rounded to e4m3.
+FSDP_HOST_DEVICE inline float nvfp4_matrix_factor(float amax) {
+  const float bounded = amax < kLeastAmax ? kLeastAmax : amax;
+  return static_cast<float>(static_cast<double>(Fp8E4M3::kMax) * static_cast<double>(kMaxE2M1) /
+                            static_cast<double>(bounded));
+}
+
+// A block's scale is a normal number, so that a block of small ones is not lost.
+FSDP_HOST_DEVICE inline uint8_t nvfp4_block_scale(float block_amax, float matrix_factor) {
+  const float wanted = block_amax / kMaxE2M1 * matrix_factor;
+  const float bounded = wanted > Fp8E4M3::kMax         ? Fp8E4M3::kMax
+                        : wanted < Fp8E4M3::kMinNormal ? Fp8E4M3::kMinNormal
+                                                       : wanted;
+  return Fp8E4M3::nearest(bounded);
+}
+
+// What a block's numbers are multiplied by.
+FSDP_HOST_DEVICE inline float nvfp4_factor(uint8_t block_scale, float matrix_factor) {
+  return matrix_factor / Fp8E4M3::widened(block_scale);
 }
 
 }  // namespace fsdp

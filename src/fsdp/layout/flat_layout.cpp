@@ -148,6 +148,25 @@ FlatLayout::FlatLayout(FlatLayoutRequest request) : request_(std::move(request))
   validate();
 }
 
+FlatLayout FlatLayout::in_blocks_of(int64_t numel) const {
+  FSDP_ASSERT(numel > 0 && align_numel() % numel == 0, "blocks of ", numel, " in steps of ",
+              align_numel());
+  FlatLayout blocks;
+  blocks.request_ = request_;
+  blocks.request_.element_bytes = 1;
+  blocks.request_.align_bytes = align_numel() / numel;
+  blocks.request_.granularity = Granularity::element();
+  blocks.by_position_ = by_position_;
+  blocks.tensor_numel_ = tensor_numel_ / numel;
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    FSDP_ASSERT(tensors_[i].numel() % numel == 0, "tensor ", i, " ends inside a block of ", numel);
+    blocks.request_.shapes[i] = {tensors_[i].numel() / numel};
+    blocks.tensors_.push_back({tensors_[i].begin / numel, tensors_[i].end / numel});
+  }
+  for (const Segment& segment : segments_) blocks.segments_.push_back(segment.in_blocks_of(numel));
+  return blocks;
+}
+
 FlatRange FlatLayout::tensor_range(int64_t tensor) const {
   return tensors_.at(static_cast<size_t>(tensor));
 }

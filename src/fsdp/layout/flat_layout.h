@@ -52,6 +52,10 @@ class FlatLayout {
   // Error for a request that makes no sense or does not fit 64 bits.
   explicit FlatLayout(FlatLayoutRequest request);
 
+  // The same cuts for a buffer with one element where this one has `numel`, which divides the
+  // alignment and every tensor: scales of blocks, or bytes of several codes each.
+  FlatLayout in_blocks_of(int64_t numel) const;
+
   const FlatLayoutRequest& request() const { return request_; }
   MeshShape mesh() const { return {.outer = request_.outer_ranks, .inner = request_.inner_ranks}; }
   int64_t align_numel() const { return request_.align_bytes / request_.element_bytes; }
@@ -83,6 +87,8 @@ class FlatLayout {
                                          int64_t tensor) const;
 
  private:
+  FlatLayout() = default;
+
   void validate() const;
   void validate_cuts(size_t tensor) const;
   const Segment& segment_at(int64_t position) const;

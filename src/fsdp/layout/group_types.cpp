@@ -9,6 +9,9 @@ namespace {
 
 constexpr std::array<MainStorage, 2> kMainStorages = {MainStorage::kSeparate, MainStorage::kSplit};
 
+// Bytes, of every tensor and every shard.
+constexpr int64_t kAlignment = 128;
+
 // The signed 16-bit number that completes the upper half of an fp32 number.
 constexpr int64_t kRemainderBytes = 2;
 
@@ -36,7 +39,8 @@ std::string_view name_of(MainStorage storage) {
 
 std::span<const MainStorage> all_main_storages() { return kMainStorages; }
 
-GroupTypes resolve_types(DType weight, const PrecisionTypes& precision, Trainable trainable) {
+GroupTypes resolve_types(DType weight, const PrecisionTypes& precision, Trainable trainable,
+                         WeightRecipe recipe) {
   GroupTypes types{.weight = weight,
                    .main_weight = std::nullopt,
                    .main_grad = weight,
@@ -46,7 +50,12 @@ GroupTypes resolve_types(DType weight, const PrecisionTypes& precision, Trainabl
                    .trainable = trainable == Trainable::kYes && is_floating(weight)};
   if (!types.trainable) return types;
   if (precision.main_params != weight) types.main_weight = precision.main_params;
-  types.split = precision.main_storage == MainStorage::kSplit && can_split(types);
+  if (recipe == WeightRecipe::kPlain) {
+    types.split = precision.main_storage == MainStorage::kSplit && can_split(types);
+  } else {
+    types.recipe = recipe;
+    types.main_weight = DType::kFloat32;
+  }
   types.main_grad = precision.main_grads.value_or(gradient_dtype_of(weight));
   types.wire = precision.grad_comm.value_or(types.main_grad);
   types.first_moment = precision.first_moment;
@@ -60,11 +69,15 @@ int64_t main_weight_bytes(const GroupTypes& types) {
 }
 
 int64_t narrowest_bytes(const GroupTypes& types) {
-  int64_t bytes = element_bytes(types.weight);
+  int64_t bytes = types.is_quantized() ? 1 : element_bytes(types.weight);
   if (types.main_weight) bytes = std::min(bytes, main_weight_bytes(types));
   if (types.trainable)
     bytes = std::min({bytes, element_bytes(types.main_grad), element_bytes(types.wire)});
   return bytes;
+}
+
+int64_t align_bytes(const GroupTypes& types) {
+  return types.is_quantized() ? kAlignment * 8 / row_of(types.recipe).code_bits : kAlignment;
 }
 
 }  // namespace fsdp

@@ -31,6 +31,19 @@ Segment Segment::uneven(int64_t begin, std::span<const UnevenShare> shares) {
   return segment;
 }
 
+Segment Segment::in_blocks_of(int64_t numel) const {
+  Segment blocks = *this;
+  const auto divide = [&](int64_t& position) {
+    FSDP_ASSERT(position % numel == 0, "position ", position, " inside a block of ", numel);
+    position /= numel;
+  };
+  divide(blocks.begin_);
+  divide(blocks.end_);
+  divide(blocks.share_numel_);
+  for (ShareEnd& share : blocks.ends_) divide(share.end);
+  return blocks;
+}
+
 FlatRange Segment::shares(int64_t first, int64_t last) const {
   return {begin_of_share(first), begin_of_share(last)};
 }

@@ -38,6 +38,9 @@ class Segment {
   // Shares of different lengths; those not listed are empty. Indices must increase.
   static Segment uneven(int64_t begin, std::span<const UnevenShare> shares);
 
+  // Positions divided by `numel`, which divides them.
+  Segment in_blocks_of(int64_t numel) const;
+
   FlatRange range() const { return {begin_, end_}; }
   bool is_even() const { return is_even_; }
 

@@ -155,6 +155,7 @@ void HostUpdates::run_first_chunk() {
   wait_on_host(slot.down);
   const at::Tensor updated = update(chunk, slot);
   slot.up = up_.run([updated, weight = chunk.weight] {
+    if (weight.const_data_ptr() == updated.const_data_ptr()) return;  // quantised later
     RECORD_FUNCTION("fsdp::weights_to_device", {});
     weight.copy_(updated, /*non_blocking=*/true);
   });

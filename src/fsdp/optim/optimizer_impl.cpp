@@ -189,8 +189,17 @@ void Optimizer::Impl::step() {
   check_gradients();
   begun_ = begin(needs_norm() ? start_norm() : Work());
   if (on_host_) on_host_->begin(state_, begun_);
-  for (ShardedUnit* unit : engine.update_order())
-    update_unit(units_[static_cast<size_t>(unit->index())]);
+  // Quantised weights wait for the amaxes of other ranks: meanwhile the next unit is updated.
+  std::optional<StartedUpdate> last;
+  for (ShardedUnit* unit : engine.update_order()) {
+    StartedUpdate next = start_update(units_[static_cast<size_t>(unit->index())]);
+    if (last) end_update(*std::exchange(last, std::nullopt));
+    if (next.quantized.empty())
+      end_update(std::move(next));
+    else
+      last = std::move(next);
+  }
+  if (last) end_update(std::move(*last));
   if (options_.updates == Updates::kBlocking || (on_host_ && !engine.options().offload.overlap))
     engine.wait_updates();
 }
@@ -260,7 +269,7 @@ void Optimizer::Impl::update_piece(const UpdatePiece& piece, const at::Tensor& g
   }
 }
 
-void Optimizer::Impl::update_unit(UnitUpdate& unit) {
+Optimizer::Impl::StartedUpdate Optimizer::Impl::start_update(UnitUpdate& unit) {
   Work work = lane_->run([this, &unit] {
     RECORD_FUNCTION("fsdp::update_unit", {});
     for (const GroupUpdate& update : unit.groups)
@@ -268,7 +277,34 @@ void Optimizer::Impl::update_unit(UnitUpdate& unit) {
         if (!piece.main().is_offloaded) update_piece(piece, update.gradient_of(piece));
   });
   if (on_host_) work = on_host_->run(unit.groups, work);
-  EngineAccess::of(sharded_).begin_update(*unit.unit, std::move(work));
+  StartedUpdate started{.unit = &unit, .updated = std::move(work)};
+  for (const GroupUpdate& update : unit.groups)
+    if (update.group().is_quantized()) started.quantized.push_back(&update.group().quantized());
+  if (started.quantized.empty()) return started;
+  started.updated = lane_->run(
+      [all = started.quantized] {
+        for (QuantizedWeights* weights : all) {
+          weights->measure();
+          if (weights->casts_before_combining()) weights->cast();
+        }
+      },
+      std::span(&started.updated, 1));
+  for (QuantizedWeights* weights : started.quantized)
+    started.combined.push_back(weights->start_combining("amaxes", started.updated));
+  return started;
+}
+
+void Optimizer::Impl::end_update(StartedUpdate started) {
+  Work work = std::move(started.updated);
+  if (!started.quantized.empty())
+    work = lane_->run(
+        [all = std::move(started.quantized)] {
+          RECORD_FUNCTION("fsdp::quantize_unit", {});
+          for (QuantizedWeights* weights : all)
+            weights->casts_before_combining() ? weights->remember() : weights->cast();
+        },
+        started.combined);
+  EngineAccess::of(sharded_).begin_update(*started.unit->unit, std::move(work));
 }
 
 // --- what others see -----------------------------------------------------------------------------

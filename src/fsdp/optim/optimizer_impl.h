@@ -93,7 +93,16 @@ class Optimizer::Impl {
   Work start_norm();
   Work start_norm(GridKind grid, const at::Tensor& norm);
   Work begin(Work norm);
-  void update_unit(UnitUpdate& unit);
+  // An update under way. Quantised weights are made of it when the ranks have combined their
+  // amaxes.
+  struct StartedUpdate {
+    UnitUpdate* unit;
+    Work updated;
+    std::vector<QuantizedWeights*> quantized = {};
+    std::vector<Work> combined = {};
+  };
+  StartedUpdate start_update(UnitUpdate& unit);
+  void end_update(StartedUpdate started);
   void update_piece(const UpdatePiece& piece, const at::Tensor& gradient);
   StepState* state_pointer() const;
   bool needs_norm() const;

@@ -123,6 +123,7 @@ std::vector<GroupPlan> lay_out(const ModelShape& model, const PlanOptions& optio
                                 .element_bytes = narrowest_bytes(types),
                                 .inner_ranks = mesh.inner,
                                 .outer_ranks = mesh.outer,
+                                .align_bytes = align_bytes(types),
                                 .granularity = options.granularity,
                                 .held_numel = held_numel};
       for (const int64_t tensor : group.tensors)

@@ -25,19 +25,29 @@ void add_precision(RankFacts& facts, const PrecisionPolicy& precision) {
   facts.emplace_back("precision.grad_comm", type_fact(grad_comm));
 }
 
+void add_quantization(RankFacts& facts, const Quantization& quantization) {
+  const auto& [recipe, except, scaling, weight_gradient] = quantization;
+  facts.emplace_back("quantization.recipe", row_of(recipe).name);
+  facts.emplace_back("quantization.except", join(except, ", "));
+  facts.emplace_back("quantization.scaling", name_of(scaling));
+  facts.emplace_back("quantization.weight_gradient",
+                     choice_fact(weight_gradient, {"kQuantized", "kPlain"}));
+}
+
 void add_options(RankFacts& facts, const ShardOptions& options, c10::Device device) {
   // Names all fields, so that a new field does not compile until it is added here. Fields that may
   // differ are left out: the number of the device, how much is offloaded (numbers do not depend on
   // it, and hosts have more memory or less), and the allocators.
-  const auto& [strategy, units, expert_parameters, tensor_parameters, precision, pool, prefetch,
-               budget_bytes, on_move, other_units, user_buffers, gradient, gradient_lifetime,
-               offload, report_nan, collectives, granularity, initial_values, device_wish,
-               allocator, host_allocator] = options;
+  const auto& [strategy, units, expert_parameters, tensor_parameters, precision, quantization, pool,
+               prefetch, budget_bytes, on_move, other_units, user_buffers, gradient,
+               gradient_lifetime, offload, report_nan, collectives, granularity, initial_values,
+               device_wish, allocator, host_allocator] = options;
   facts.emplace_back("strategy", to_text(strategy));
   facts.emplace_back("units", join(units, ", "));
   facts.emplace_back("expert_parameters", join(expert_parameters, ", "));
   facts.emplace_back("tensor_parameters", join(to_texts(tensor_parameters), ", "));
   add_precision(facts, precision);
+  add_quantization(facts, quantization);
   facts.emplace_back("pool", name_of(pool));
   facts.emplace_back("prefetch", concat(prefetch));
   facts.emplace_back("budget_bytes", concat(budget_bytes));

@@ -19,6 +19,7 @@
 #include "fsdp/shard/module_units.h"
 #include "fsdp/shard/parallel_parameters.h"
 #include "fsdp/shard/parameter_init.h"
+#include "fsdp/shard/parameter_recipes.h"
 
 namespace fsdp {
 
@@ -31,10 +32,11 @@ c10::Device device_for(const torch::nn::Module& model, const ShardOptions& optio
   return c10::kCPU;
 }
 
-// Members of one kind, dtype and trainability, in the order of the tree.
+// Members of one kind, dtype, recipe and trainability, in the order of the tree.
 struct GroupKey {
   ParameterKind kind;
   at::ScalarType dtype;
+  WeightRecipe recipe;
   bool is_trainable;
   friend bool operator==(const GroupKey&, const GroupKey&) = default;
 };
@@ -44,7 +46,8 @@ class Builder {
   Builder(std::shared_ptr<Engine> engine, ModuleUnits found)
       : engine_(std::move(engine)),
         found_(std::move(found)),
-        values_(engine_->mesh(), engine_->options().initial_values) {
+        values_(engine_->mesh(), engine_->options().initial_values),
+        recipes_(engine_->options().quantization) {
     if (engine_->options().granularity.kind != Granularity::Kind::kTensor) return;
     for (const ParameterKindRow& row : kParameterKinds) {
       const MeshShape& shape = engine_->setting_of(UnitKind::kScheduled, row.kind).shape;
@@ -56,6 +59,7 @@ class Builder {
     place_parameters();
     for (const FoundModule& found : found_.modules) join_ranks(*found.module, engine_->mesh());
     for (const FoundUnit& unit : found_.units) add_unit(unit);
+    recipes_.check_all_are_used(found_);
     connect();
     // Decided before any is initialised: a module whose only parameter is shared with an earlier
     // one draws random numbers, too.
@@ -67,6 +71,7 @@ class Builder {
     }
     values_.check_agreement();
     engine_->complete();
+    if (recipes_.quantizes()) engine_->take_over_main_weights();
     for (const FoundUnit& found : found_.units)
       if (!found.is_outside()) attach(found);
     report_residents();
@@ -102,7 +107,8 @@ class Builder {
           at::isFloatingType(built_as) ? engine_->options().precision.params.value_or(built_as)
                                        : built_as;
       const PlacedParameter& placed = placed_.at(parameter.tensor.unsafeGetTensorImpl());
-      const GroupKey key{placed.kind, computes_in, parameter.tensor.requires_grad()};
+      const WeightRecipe recipe = recipes_.of(parameter, placed.owned);
+      const GroupKey key{placed.kind, computes_in, recipe, parameter.tensor.requires_grad()};
       const auto it = std::find(keys.begin(), keys.end(), key);
       const auto index = static_cast<size_t>(it - keys.begin());
       if (it == keys.end()) {
@@ -110,7 +116,7 @@ class Builder {
         members.emplace_back();
       }
       members[index].push_back(
-          {parameter.names, parameter.tensor, built_as, computes_in, placed.owned});
+          {parameter.names, parameter.tensor, built_as, computes_in, placed.owned, recipe});
     }
     for (size_t i = 0; i < keys.size(); ++i) add_group(unit, keys[i], std::move(members[i]));
   }
@@ -221,6 +227,7 @@ class Builder {
   const std::shared_ptr<Engine> engine_;
   const ModuleUnits found_;
   ValueAgreement values_;
+  ParameterRecipes recipes_;
   // By rank of each grid, of the groups so far; granularity `tensor` only.
   std::array<std::vector<int64_t>, kGridKinds.size()> held_numel_;
   std::unordered_map<const void*, PlacedParameter> placed_;
@@ -243,6 +250,11 @@ Sharded fully_shard(const std::shared_ptr<torch::nn::Module>& model, const Mesh&
     throw UsageError(
         concat(difference, "; call fully_shard() with the same model and options on every rank"));
   options.validate();
+  if (options.quantization.recipe != WeightRecipe::kPlain && options.offload.fraction > 0.0 &&
+      !device.is_cpu())
+    throw UsageError(
+        "weights of a device are quantised there, but offload.fraction keeps main weights on the "
+        "host; set it to 0, or quantization.recipe to kPlain");
   auto engine = std::make_shared<Engine>(mesh, options, device);
   Builder(engine, std::move(found)).build();
   return Sharded(engine);

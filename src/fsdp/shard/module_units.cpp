@@ -9,6 +9,7 @@
 #include "fsdp/base/glob.h"
 #include "fsdp/base/text.h"
 #include "fsdp/shard/call_unit.h"
+#include "fsdp/shard/quantized_weight.h"
 
 namespace fsdp {
 
@@ -33,6 +34,11 @@ bool describes(std::string_view pattern, std::string_view name) {
 // child called "model".
 std::string name_of_root(const torch::nn::Module& model) {
   return model.named_children().contains("model") ? "(model)" : "model";
+}
+
+bool is_quantizable(const torch::nn::Module& module, const std::string& parameter) {
+  const auto* quantizable = dynamic_cast<const QuantizableModule*>(&module);
+  return quantizable != nullptr && quantizable->is_quantizable(parameter);
 }
 
 class Finder {
@@ -74,8 +80,11 @@ class Finder {
     // Owners follow the order of the tree, initialisation that of construction.
     for (const auto& item : module->named_parameters(/*recurse=*/false))
       if (item.value().defined())
-        add(item.value(), prefix + item.key(), unit,
-            placements_.placement_of(prefix + item.key(), declared_placement(*module, item.key())));
+        add({{prefix + item.key()},
+             item.value(),
+             placements_.placement_of(prefix + item.key(), declared_placement(*module, item.key())),
+             is_quantizable(*module, item.key())},
+            unit);
     for (const auto& child : module->named_children())
       visit(child.value(), prefix + child.key(), unit);
     const bool matters = !module->named_parameters(false).is_empty() ||
@@ -127,20 +136,21 @@ class Finder {
     }
   }
 
-  void add(const at::Tensor& parameter, std::string name, int32_t unit,
-           const DeclaredPlacement& declared) {
-    const auto [it, is_new] = owners_.try_emplace(parameter.unsafeGetTensorImpl(),
+  void add(OwnedParameter parameter, int32_t unit) {
+    const auto [it, is_new] = owners_.try_emplace(parameter.tensor.unsafeGetTensorImpl(),
                                                   Owner{unit, unit_at(unit).parameters.size()});
     if (is_new) {
-      unit_at(unit).parameters.push_back({{std::move(name)}, parameter, declared});
+      unit_at(unit).parameters.push_back(std::move(parameter));
       return;
     }
     const Owner owner = it->second;
     OwnedParameter& owned = unit_at(owner.unit).parameters[owner.parameter];
-    FSDP_CHECK(owned.declared == declared, "parameter '", name, "' is shared with '",
-               owned.names.front(), "', but the two are declared differently: '", to_text(declared),
-               "' and '", to_text(owned.declared), "'; share it among modules that cut it alike");
-    owned.names.push_back(std::move(name));
+    FSDP_CHECK(owned.declared == parameter.declared, "parameter '", parameter.names.front(),
+               "' is shared with '", owned.names.front(),
+               "', but the two are declared differently: '", to_text(parameter.declared), "' and '",
+               to_text(owned.declared), "'; share it among modules that cut it alike");
+    owned.names.push_back(std::move(parameter.names.front()));
+    owned.is_quantizable &= parameter.is_quantizable;
     // Parameters outside are always whole, and a unit around this one is whole while this one runs.
     if (owner.unit == kOutside || unit == kOutside || is_around(owner.unit, unit)) return;
     std::vector<int32_t>& shares_with = unit_at(unit).shares_with;

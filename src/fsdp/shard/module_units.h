@@ -19,6 +19,7 @@ struct OwnedParameter {
   std::vector<std::string> names;
   at::Tensor tensor;
   DeclaredPlacement declared = {};  // by its module, or by its name
+  bool is_quantizable = false;      // by all modules that have it
 };
 
 struct FoundUnit {

@@ -46,6 +46,16 @@ void ShardOptions::validate() const {
     check_floating(field, type);
     check_wide_enough(field, type);
   }
+  if (quantization.recipe != WeightRecipe::kPlain && precision.main_params != at::kFloat)
+    throw UsageError(
+        concat("quantization.recipe is ", row_of(quantization.recipe).name,
+               ", for which main weights are fp32, but precision.main_params is ",
+               precision.main_params ? c10::toString(*precision.main_params) : "nullopt",
+               "; set it to fp32"));
+  if (row_of(quantization.recipe).scale_bytes == 1 && offload.fraction > 0.0)
+    throw UsageError(concat("quantization.recipe is ", row_of(quantization.recipe).name,
+                            ", whose blocks must not be cut, but offload.fraction is ",
+                            offload.fraction, ", which cuts shards anywhere; set it to 0"));
   if (device && device->is_meta())
     throw UsageError("device is meta; name the device that computes, such as cpu or cuda:0");
   if (!(offload.fraction >= 0.0 && offload.fraction <= 1.0))

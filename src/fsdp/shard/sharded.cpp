@@ -152,6 +152,23 @@ MemoryReport Sharded::memory() const {
           .host_bytes = engine_->memory().host_ledger().total_bytes()};
 }
 
+QuantizationLosses Sharded::quantization_losses() const {
+  engine_->wait();
+  QuantizationLosses losses;
+  for (const GridKind grid : engine_->mesh().grids()) {
+    const at::Tensor counts = at::zeros({2}, at::device(engine_->device()).dtype(at::kLong));
+    for (const auto& unit : engine_->units())
+      for (ParamGroup& group : unit->groups())
+        if (group.is_quantized() && row_of(group.setting().kind).grid == grid)
+          counts.add_(group.quantized().take_counts());
+    engine_->sum_over_shards(counts, grid, "losses of quantisation", {}).wait();
+    const at::Tensor on_host = counts.cpu();
+    losses.overflows += on_host[0].item<int64_t>();
+    losses.underflows += on_host[1].item<int64_t>();
+  }
+  return losses;
+}
+
 void Sharded::set_precision(const PrecisionPolicy& precision) const {
   ShardOptions wanted = engine_->options();
   const PrecisionPolicy& now = wanted.precision;

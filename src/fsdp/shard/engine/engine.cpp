@@ -52,6 +52,7 @@ Engine::Engine(const Mesh& mesh, const ShardOptions& options, c10::Device device
                          .device = device,
                          .strategy = options.strategy,
                          .precision = options.precision.types(),
+                         .quantization = options.quantization,
                          .granularity = options.granularity,
                          .gradient = options.gradient,
                          .gradient_lifetime = options.gradient_lifetime,
@@ -332,6 +333,10 @@ void Engine::refresh_weights() {
 void Engine::take_over_main_weights() {
   wait();
   weights_.release();
+  for (const auto& unit : units_)
+    for (ParamGroup& group : unit->groups())
+      if (group.is_quantized())
+        group.quantized().quantize(unit->name(), QuantizedWeights::After::kValues);
   for (const auto& unit : units_) unit->expect_newer_weights(ShardedUnit::Which::kAll);
   weights_.gather_residents();
 }

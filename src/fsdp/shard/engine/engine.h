@@ -114,7 +114,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void wait();
   void zero_grad();
   void refresh_weights();
-  // After MainWeights::set(): the next gathers bring what other ranks have set.
+  // After MainWeights::set(): quantised weights are made again, and the next gathers bring what
+  // other ranks have set.
   void take_over_main_weights();
   bool found_nonfinite();
   void set_grad_comm(std::optional<at::ScalarType> grad_comm);

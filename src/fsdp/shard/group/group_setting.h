@@ -71,6 +71,7 @@ struct GroupSetting {
   c10::Device device;
   Strategy strategy;  // of this unit; a unit may keep its weights whole
   PrecisionTypes precision;
+  Quantization quantization;
   Granularity granularity;
   GradientOf gradient = GradientOf::kMeanOverRanks;
   GradientLifetime gradient_lifetime = GradientLifetime::kPersistent;

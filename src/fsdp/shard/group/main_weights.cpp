@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/torch_dtype.h"
@@ -72,24 +73,27 @@ MainWeights::MainWeights(const FlatLayout& layout, const GroupTypes& types,
   device_ = Slab(setting.memory.main_weight, numel_of(places.device) * main_weight_bytes(types),
                  align_bytes);
   host_ = Slab(setting.memory.host, numel_of(places.host) * host_weight_bytes(types), align_bytes);
-  add_pieces(places.device, device_, types.split ? at::kShort : dtype_, setting.device, weight);
+  add_pieces(places.device, device_, types.split ? at::kShort : dtype_, setting.device, weight,
+             types.is_quantized());
   for (MainWeightPiece& piece : pieces_) piece.is_split = types.split;
   const size_t num_on_device = pieces_.size();
-  add_pieces(places.host, host_, dtype_, c10::kCPU, weight);
+  add_pieces(places.host, host_, dtype_, c10::kCPU, weight, types.is_quantized());
   for (size_t i = num_on_device; i < pieces_.size(); ++i) pieces_[i].is_offloaded = true;
 }
 
 void MainWeights::add_pieces(const std::vector<ShardRange>& ranges, const Slab& slab,
-                             at::ScalarType dtype, c10::Device device, const FlatBuffer& weight) {
+                             at::ScalarType dtype, c10::Device device, const FlatBuffer& weight,
+                             bool is_quantized) {
   int64_t begin = 0;
   for (const ShardRange& range : ranges) {
     MainWeightPiece& piece = pieces_.emplace_back();
     piece.flat = range.flat;
-    piece.weight = weight.at(range.flat);
     if (slab.bytes() > 0) {
       piece.main = tensor_over(slab.at(begin * width_of(dtype)), range.flat.numel(), dtype, device);
       piece.main.zero_();  // padding takes part in updates
     }
+    // Codes are made of main weights later (quantized_weights.h); nobody else has numbers.
+    piece.weight = is_quantized ? std::exchange(piece.main, {}) : weight.at(range.flat);
     begin += range.flat.numel();
   }
 }

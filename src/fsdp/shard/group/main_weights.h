@@ -29,9 +29,11 @@ void split_into_halves(const at::Tensor& values, const at::Tensor& upper,
 
 // A contiguous run of the optimizer's part of a group, in one memory and stored in one way.
 struct MainWeightPiece {
-  FlatRange flat;     // in the group's whole buffer
-  at::Tensor weight;  // the same elements of the weights; on the model's device
-  at::Tensor main;    // undefined: the weight is the main weight
+  FlatRange flat;  // in the group's whole buffer
+  // The same elements of the weights, on the model's device; of quantised ones the main weights,
+  // because they have no other numbers.
+  at::Tensor weight;
+  at::Tensor main;  // undefined: the weight is the main weight
   // `main` is the 16-bit remainder that makes the bf16 weight an fp32 number (join_halves).
   bool is_split = false;
   // `main` lies in host memory, like everything else that the optimizer keeps.
@@ -70,7 +72,7 @@ class MainWeights {
 
  private:
   void add_pieces(const std::vector<ShardRange>& ranges, const Slab& slab, at::ScalarType dtype,
-                  c10::Device device, const FlatBuffer& weight);
+                  c10::Device device, const FlatBuffer& weight, bool is_quantized);
 
   const at::ScalarType dtype_;
   const c10::Device model_device_;

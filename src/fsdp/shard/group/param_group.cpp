@@ -7,6 +7,7 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/torch_dtype.h"
+#include "fsdp/shard/group/quantized_parameter.h"
 
 namespace fsdp {
 
@@ -18,6 +19,7 @@ FlatLayoutRequest layout_request(const std::vector<GroupMember>& members, const 
                             .element_bytes = narrowest_bytes(types),
                             .inner_ranks = setting.shape.inner,
                             .outer_ranks = setting.shape.outer,
+                            .align_bytes = align_bytes(types),
                             .granularity = setting.granularity,
                             .held_numel = std::move(held_numel)};
   for (const GroupMember& member : members)
@@ -25,19 +27,31 @@ FlatLayoutRequest layout_request(const std::vector<GroupMember>& members, const 
   return request;
 }
 
-// The error for touching a parameter while its unit is sharded.
+// The error for touching a parameter while its unit is sharded, or one that has no numbers.
 std::string sharded_sentence(const std::string& unit, const GroupMember& member) {
+  if (member.recipe != WeightRecipe::kPlain)
+    return concat("parameter '", member.names.front(), "' is quantised (",
+                  row_of(member.recipe).name,
+                  ") and has no numbers of its own; a module computes with "
+                  "fsdp::quantized_weight(parameter), and the numbers are the main weights: "
+                  "Sharded::parameters(), or a checkpoint");
   return concat("parameter '", member.names.front(), "' is touched while its unit '", unit,
                 "' is sharded; use it inside the forward of a unit that holds it (a unit named in "
                 "ShardOptions::units is called by fsdp::call_unit), or under "
                 "Sharded::full_parameters() (Python: fsdp_cpp.unshard(model))");
 }
 
-FlatBufferSpec weight_spec(PlacementPair placed, DType dtype, const GroupSetting& setting) {
+FlatBufferSpec weight_spec(PlacementPair placed, const GroupTypes& types,
+                           const GroupSetting& setting) {
   return {.placed = placed,
           .rank = setting.rank,
-          .dtype = scalar_type_of(dtype),
+          .dtype = types.is_quantized() ? at::kByte : scalar_type_of(types.weight),
           .device = setting.device};
+}
+
+FlatLayout layout_of_weights(const FlatLayout& layout, const GroupTypes& types) {
+  const int64_t codes_per_byte = types.is_quantized() ? 8 / row_of(types.recipe).code_bits : 1;
+  return codes_per_byte == 1 ? layout : layout.in_blocks_of(codes_per_byte);
 }
 
 }  // namespace
@@ -54,13 +68,15 @@ ParamGroup::ParamGroup(std::string unit, std::vector<GroupMember> members, Train
     : unit_(std::move(unit)),
       setting_(setting),
       members_(std::move(members)),
-      types_(resolve_types(dtype_of(members_.front().computes_in), setting.precision, trainable)),
+      types_(resolve_types(dtype_of(members_.front().computes_in), setting.precision, trainable,
+                           members_.front().recipe)),
       layout_(layout_request(members_, types_, setting, std::move(held_numel))),
-      weight_(layout_, weight_spec(setting.strategy.parameter, types_.weight, setting),
+      weight_layout_(layout_of_weights(layout_, types_)),
+      weight_(weight_layout_, weight_spec(setting.strategy.parameter, types_, setting),
               &setting.memory.weight),
-      whole_(layout_, weight_spec({}, types_.weight, setting)),
-      refresh_(layout_, setting.grid, setting.rank, paths.refresh),
-      unshard_(layout_, setting.grid, setting.rank, paths.unshard) {
+      whole_(weight_layout_, weight_spec({}, types_, setting)),
+      refresh_(weight_layout_, setting.grid, setting.rank, paths.refresh),
+      unshard_(weight_layout_, setting.grid, setting.rank, paths.unshard) {
   weight_.allocate();
   for (size_t i = 0; i < members_.size(); ++i)
     storages_.emplace_back(
@@ -68,7 +84,24 @@ ParamGroup::ParamGroup(std::string unit, std::vector<GroupMember> members, Train
         setting.device, sharded_sentence(unit_, members_[i]));
   main_weights_.emplace(layout_, types_, setting, weight_);  // needs the weights' memory
   if (types_.trainable) gradient_.emplace(layout_, paths, types_, setting);
+  if (types_.is_quantized()) quantize_by(paths);
   if (!needs_slab()) bind(weight_);
+}
+
+void ParamGroup::quantize_by(const GroupPaths& paths) {
+  looked_at_.resize(members_.size());
+  quantized_.emplace(layout_, types_, setting_, *main_weights_, weight_);
+  if (!quantized_->has_block_scales()) return;
+  const FlatLayout& layout = quantized_->block_layout();
+  block_scales_.emplace(
+      BlockScales{.whole = FlatBuffer(layout, weight_spec({}, types_, setting_)),
+                  .refresh = Redistribution(layout, setting_.grid, setting_.rank, paths.refresh),
+                  .unshard = Redistribution(layout, setting_.grid, setting_.rank, paths.unshard)});
+}
+
+ParamGroup::~ParamGroup() {
+  if (!is_quantized()) return;
+  for (const GroupMember& member : members_) tag_quantized(member.parameter, nullptr);
 }
 
 GroupBuckets ParamGroup::buckets() const {
@@ -89,44 +122,83 @@ void ParamGroup::set_owned_value(int64_t index, const at::Tensor& value) {
   const at::NoGradGuard no_grad;
   // A module on the meta device is initialised in a wider type than it was built in.
   const at::Tensor built = value.detach().to(members_[static_cast<size_t>(index)].built_as);
-  weight_.set(index, built.to(weight_.dtype()));
+  if (!is_quantized()) weight_.set(index, built.to(weight_.dtype()));
   main_weights_->set(layout_.tensor_range(index), built);
 }
 
 void ParamGroup::take_over_values() {
+  if (is_quantized()) return;  // nobody could touch them
   for (size_t i = 0; i < members_.size(); ++i)
     set_owned_value(static_cast<int64_t>(i), members_[i].parameter);
 }
 
 void ParamGroup::attach(int64_t index) {
   const auto i = static_cast<size_t>(index);
-  storages_[i].attach(members_[i].parameter, weight_.dtype(), shape_of(index));
+  const at::Tensor& parameter = members_[i].parameter;
+  storages_[i].attach(parameter, scalar_type_of(types_.weight), shape_of(index));
+  if (is_quantized()) tag_quantized(parameter, [this, i] { return quantized_member(i); });
 }
 
+// Parameters without numbers stay unbound.
 void ParamGroup::bind(const FlatBuffer& whole) {
+  is_bound_ = true;
+  if (is_quantized()) return;
   auto* begin = static_cast<std::byte*>(whole.local().mutable_data_ptr());
   const int64_t width = element_bytes(types_.weight);
   for (size_t i = 0; i < storages_.size(); ++i)
     storages_[i].bind(begin + layout_.tensor_range(static_cast<int64_t>(i)).begin * width);
-  is_bound_ = true;
 }
 
 void ParamGroup::unbind() {
-  if (!std::exchange(is_bound_, false)) return;
+  if (!std::exchange(is_bound_, false) || is_quantized()) return;
   for (ParameterStorage& storage : storages_) storage.unbind();
+}
+
+QuantizedWeight ParamGroup::quantized_member(size_t index) {
+  FSDP_CHECK(is_bound_, "parameter '", members_[index].names.front(), "' is used while its unit '",
+             unit_, "' is sharded; use it inside the forward of a unit that holds it");
+  const FlatBuffer& whole = needs_slab() ? whole_ : weight_;
+  Looked& looked = looked_at_[index];
+  if (const void* codes = whole.local().const_data_ptr(); looked.codes != codes) {
+    const auto member = static_cast<int64_t>(index);
+    at::Tensor scales;
+    if (block_scales_)
+      scales = (needs_slab() ? block_scales_->whole : quantized_->block_scales())
+                   .at(quantized_->block_layout().tensor_range(member));
+    looked = {codes,
+              quantized_->weight(member, whole.at(weight_layout_.tensor_range(member)), scales)};
+  }
+  return looked.weight;
 }
 
 void ParamGroup::start_gather(void* slab, const Tag& tag, const Work& after) {
   gather_ = after;
-  if (std::exchange(is_stale_, false)) gather_ = refresh_.start(weight_, weight_, tag, gather_);
+  if (std::exchange(is_stale_, false)) {
+    gather_ = refresh_.start(weight_, weight_, tag, gather_);
+    if (block_scales_) {
+      const FlatBuffer& own = quantized_->block_scales();
+      gather_ = block_scales_->refresh.start(own, own, tag, gather_);
+    }
+  }
   if (!needs_slab()) return;
   whole_.lie_at(slab);
   gather_ = unshard_.start(weight_, whole_, tag, gather_);
+  if (!block_scales_) return;
+  block_scales_->whole.lie_at(static_cast<std::byte*>(slab) + whole_.numel());
+  gather_ =
+      block_scales_->unshard.start(quantized_->block_scales(), block_scales_->whole, tag, gather_);
 }
 
 void ParamGroup::wait_gather() {
   std::exchange(gather_, {}).wait();
   bind(needs_slab() ? whole_ : weight_);
+}
+
+void ParamGroup::refresh() {
+  if (is_quantized())
+    quantized_->quantize(unit_, QuantizedWeights::After::kUpdate);
+  else
+    main_weights_->refresh();
 }
 
 bool ParamGroup::expect_newer() {

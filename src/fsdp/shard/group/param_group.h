@@ -1,5 +1,5 @@
-// The parameters of one unit with equal dtype, trainability and kind: their buffers and where they
-// lie.
+// The parameters of one unit with equal dtype, recipe, trainability and kind: their buffers and
+// where they lie.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,6 +19,7 @@
 #include "fsdp/shard/group/group_setting.h"
 #include "fsdp/shard/group/main_weights.h"
 #include "fsdp/shard/group/parameter_storage.h"
+#include "fsdp/shard/group/quantized_weights.h"
 #include "fsdp/shard/group/redistribution.h"
 #include "fsdp/shard/group/slab_source.h"
 
@@ -28,9 +29,10 @@ namespace fsdp {
 struct GroupMember {
   std::vector<std::string> names;
   at::Tensor parameter;
-  at::ScalarType built_as;     // its dtype in the model that was handed over
-  at::ScalarType computes_in;  // its dtype here; equal for all members of a group
-  OwnedSlice owned = {};       // of the whole parameter; the group's grid shards it
+  at::ScalarType built_as;                     // its dtype in the model that was handed over
+  at::ScalarType computes_in;                  // its dtype here; equal for all members of a group
+  OwnedSlice owned = {};                       // of the whole parameter; the group's grid shards it
+  WeightRecipe recipe = WeightRecipe::kPlain;  // equal for all members of a group
 };
 
 // Temporary memory for whole weights and for unreduced gradients, as buckets() asks for it.
@@ -45,6 +47,9 @@ class ParamGroup {
   // what every rank holds of earlier groups (FlatLayoutRequest).
   ParamGroup(std::string unit, std::vector<GroupMember> members, Trainable trainable,
              const GroupSetting& setting, std::vector<int64_t> held_numel);
+  ~ParamGroup();  // parameters of the user may live on
+  ParamGroup(const ParamGroup&) = delete;
+  ParamGroup& operator=(const ParamGroup&) = delete;
 
   const std::string& unit() const { return unit_; }
   const std::vector<GroupMember>& members() const { return members_; }
@@ -92,8 +97,12 @@ class ParamGroup {
   // rank holds nothing of theirs.
   bool expect_newer();
 
-  // After the main weights were changed: casts them into the weights.
-  void refresh() { main_weights_->refresh(); }
+  // After the main weights were changed: casts them into the weights. Quantised ones are made by
+  // all ranks together.
+  void refresh();
+  bool is_quantized() const { return quantized_.has_value(); }
+  QuantizedWeights& quantized() { return *quantized_; }
+  const QuantizedWeights& quantized() const { return *quantized_; }
 
   // --- gradients; trainable groups only ---
   // Changes the type in which gradients travel; between cycles only. kKeep: buckets() stays as it
@@ -119,22 +128,38 @@ class ParamGroup {
  private:
   ParamGroup(std::string unit, std::vector<GroupMember> members, Trainable trainable,
              const GroupSetting& setting, std::vector<int64_t> held_numel, const GroupPaths& paths);
+  void quantize_by(const GroupPaths& paths);
   void set_owned_value(int64_t index, const at::Tensor& value);
   FlatRange held_flat(int64_t index) const;
   void bind(const FlatBuffer& whole);
+  QuantizedWeight quantized_member(size_t index);
 
   const std::string unit_;
   const GroupSetting& setting_;
   std::vector<GroupMember> members_;
   GroupTypes types_;
   const FlatLayout layout_;
-  FlatBuffer weight_;                        // compute dtype, parameter placement
+  const FlatLayout weight_layout_;           // of numbers or of bytes of codes: the same cuts
+  FlatBuffer weight_;                        // compute dtype or codes, parameter placement
   FlatBuffer whole_;                         // the same, whole, in a slab
   std::optional<MainWeights> main_weights_;  // optimizer's dtype and placement
   std::optional<GroupGradient> gradient_;
   std::deque<ParameterStorage> storages_;  // one per member
   Redistribution refresh_;                 // see GroupPaths
   Redistribution unshard_;
+  std::optional<QuantizedWeights> quantized_;
+  // Its scales of one byte, if it has any: the same paths, behind the codes in the slab.
+  struct BlockScales {
+    FlatBuffer whole;
+    Redistribution refresh;
+    Redistribution unshard;
+  };
+  std::optional<BlockScales> block_scales_;
+  struct Looked {
+    const void* codes = nullptr;
+    QuantizedWeight weight;
+  };
+  std::vector<Looked> looked_at_;  // by member: pools hand out the same addresses every step
   GroupSlabs slabs_;
 
   Work gather_;
