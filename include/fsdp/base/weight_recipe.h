@@ -38,6 +38,11 @@ const WeightRecipeRow& row_of(WeightRecipe recipe);
 // Every recipe, in declaration order.
 std::span<const WeightRecipeRow> all_weight_recipes();
 
+// Whether GPUs multiply a matrix of this size as codes. Layers leave others plain.
+constexpr bool is_quantizable(int64_t rows, int64_t columns) {
+  return rows % 16 == 0 && columns % 16 == 0;
+}
+
 // nullopt for an unknown name.
 std::optional<WeightRecipe> parse_weight_recipe(std::string_view name);
 
@@ -52,7 +57,7 @@ std::string_view name_of(WeightScaling scaling);
 std::span<const WeightScaling> all_weight_scalings();
 
 // Matrix products of a quantised weight.
-enum class ProductType : uint8_t {
+enum class ProductForm : uint8_t {
   kQuantized,  // of codes
   kPlain,      // of numbers
 };

@@ -43,6 +43,8 @@ struct GroupBytes {
   int64_t weight = 0;
   // In the type gradients travel in; 0 for a group without gradients.
   int64_t wire = 0;
+  // Of quantised weights: the largest magnitudes that ranks combine after an update, whole on each.
+  int64_t amaxes = 0;
 };
 
 // The step of one microbatch, from placements alone:

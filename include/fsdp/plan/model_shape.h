@@ -2,11 +2,13 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "fsdp/base/dtype.h"
+#include "fsdp/base/weight_recipe.h"
 #include "fsdp/comm/parameter_kind.h"
 #include "fsdp/nn/config/model_config.h"
 
@@ -31,6 +33,8 @@ struct TensorShape {
   int64_t num_experts = 0;
   // Not given: whole on every rank of a tp group.
   std::optional<TpCut> cut = std::nullopt;
+  // By the layer that multiplies it.
+  bool is_quantizable = false;
   // The names in the checkpoint of a tensor that it stores in equal parts along the first
   // dimension.
   std::vector<std::string> parts = {};
@@ -75,11 +79,12 @@ struct ModelShape {
 // pattern that matches nothing, and for a tensor that cannot be of experts.
 void declare_experts(ModelShape& model, const std::vector<std::string>& patterns);
 
-// The positions (in declaration order) of a unit's tensors that share a dtype and a kind: one
-// parameter group.
+// The positions (in declaration order) of a unit's tensors that share a dtype, a kind and a recipe:
+// one parameter group.
 struct TensorGroup {
   DType dtype;
   ParameterKind kind;
+  WeightRecipe recipe;
   std::vector<int64_t> tensors;
 };
 
@@ -91,7 +96,8 @@ struct ParallelSizes {
 
 // Splits a unit into groups, in order of first appearance; `compute_dtype` stands in where a tensor
 // names none. UsageError for tensors that the ranks cannot share evenly.
+using RecipeOf = std::function<WeightRecipe(const TensorShape& tensor)>;
 std::vector<TensorGroup> group_tensors(const UnitShape& unit, DType compute_dtype,
-                                       const ParallelSizes& sizes);
+                                       const ParallelSizes& sizes, const RecipeOf& recipe_of = {});
 
 }  // namespace fsdp

@@ -3,8 +3,11 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "fsdp/base/dtype.h"
+#include "fsdp/base/weight_recipe.h"
 #include "fsdp/comm/parameter_kind.h"
 #include "fsdp/layout/granularity.h"
 #include "fsdp/layout/group_types.h"
@@ -31,6 +34,11 @@ struct PlanOptions {
   DType compute = DType::kBFloat16;
   // The dtypes of everything that is derived from parameters.
   PrecisionTypes precision = {};
+  // How matrices of linear layers and experts are gathered, but for those of these names ("*" is
+  // any text), and where their shared scales come from (ShardOptions::quantization).
+  WeightRecipe weights = WeightRecipe::kPlain;
+  std::vector<std::string> weights_except = {};
+  WeightScaling weight_scaling = WeightScaling::kCurrent;
   // The fraction of each shard's optimizer state (moments and main weights) that is on the host.
   double offload = 0;
   // Where gathered weights and unreduced gradients live.

@@ -107,7 +107,7 @@ struct Quantization {
   WeightScaling scaling = WeightScaling::kCurrent;
 
   // How the gradient of a quantised weight is computed.
-  ProductType weight_gradient = ProductType::kQuantized;
+  ProductForm weight_gradient = ProductForm::kQuantized;
 
   friend bool operator==(const Quantization&, const Quantization&) = default;
 };

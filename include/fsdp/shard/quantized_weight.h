@@ -21,7 +21,7 @@ struct QuantizedWeight {
   // kNvFp4: uint8 (E8M0, e4m3), [rows, ceil(columns / 32 or 16)].
   at::Tensor scales;
   at::Tensor matrix_scale;  // kNvFp4: fp32, [1]
-  ProductType weight_gradient = ProductType::kQuantized;
+  ProductForm weight_gradient = ProductForm::kQuantized;
 };
 
 // For a layer's forward and backward. nullopt: the parameter is not quantised, use it as it is. A

@@ -36,12 +36,6 @@ struct FlatShard {
   at::Tensor gradient;     // the same elements; undefined while it has no memory
 };
 
-// Elements of quantised weights whose codes are far from them.
-struct QuantizationLosses {
-  int64_t overflows = 0;   // out of range: the largest code
-  int64_t underflows = 0;  // not 0, but their code is
-};
-
 // Exact bytes, as requested from the allocator.
 struct MemoryReport {
   int64_t weight_bytes = 0;       // sharded or whole, as the strategy says
@@ -135,8 +129,10 @@ class Sharded {
   // The order in which units are now expected to begin.
   std::vector<std::string> unit_order() const;
   MemoryReport memory() const;
-  // Of the casts since the last call, with all ranks' parts, every element once; all ranks call it.
-  QuantizationLosses quantization_losses() const;
+  // Of this rank's casts of quantised weights since the last call: numbers out of range, which got
+  // the largest code; numbers other than 0 whose code is 0; and all. fp64, [3], on the device; add
+  // up those of all ranks. Between a backward and a step it waits for nothing.
+  at::Tensor take_cast_counts() const;
   const ShardOptions& options() const;
 
   // --- changes ---------------------------------------------------------------------------------

@@ -33,6 +33,9 @@ struct PlanArguments {
   std::string main_grads = "none";
   std::string grad_comm = "none";
   std::string main_storage{name_of(PrecisionTypes{}.main_storage)};
+  std::string weights{row_of(WeightRecipe::kPlain).name};
+  std::vector<std::string> weights_except;
+  std::string weights_scaling{name_of(WeightScaling::kCurrent)};
   std::string moments = "fp32";
   std::string first_moment;
   std::string second_moment;
@@ -58,6 +61,18 @@ MainStorage parse_main_storage(const std::string& value) {
   std::vector<std::string> names;
   for (const MainStorage storage : all_main_storages()) names.emplace_back(name_of(storage));
   return all_main_storages()[parse_choice("--main-storage", value, names)];
+}
+
+WeightRecipe parse_weights(const std::string& value) {
+  std::vector<std::string> names;
+  for (const WeightRecipeRow& row : all_weight_recipes()) names.emplace_back(row.name);
+  return all_weight_recipes()[parse_choice("--weights", value, names)].recipe;
+}
+
+WeightScaling parse_weight_scaling(const std::string& value) {
+  std::vector<std::string> names;
+  for (const WeightScaling scaling : all_weight_scalings()) names.emplace_back(name_of(scaling));
+  return all_weight_scalings()[parse_choice("--weights-scaling", value, names)];
 }
 
 // The moment's own option, or else the one for both.
@@ -100,6 +115,9 @@ PlanOptions plan_options_of(const PlanArguments& given) {
       parse_moment("--first-moment", given.first_moment, given.moments);
   options.precision.second_moment =
       parse_moment("--second-moment", given.second_moment, given.moments);
+  options.weights = parse_weights(given.weights);
+  options.weights_except = given.weights_except;
+  options.weight_scaling = parse_weight_scaling(given.weights_scaling);
   options.offload = parse_fraction("--offload", given.offload);
   options.pool = parse_pool(given.pool);
   options.prefetch = parse_whole_number("--prefetch", given.prefetch, 0, kMaxPrefetch);
@@ -227,6 +245,16 @@ Command add_plan(CLI::App& parent) {
   option("--main-grads", given->main_grads, "DTYPE", "Main gradients; none: as the parameter");
   option("--grad-comm", given->grad_comm, "DTYPE",
          "What gradients travel in; none: as the main gradients");
+  option("--weights", given->weights, "RECIPE",
+         "How matrices of linear layers and experts are gathered: bf16 (as they compute), fp8-row, "
+         "fp8-tensor, fp8-block, mxfp8 or nvfp4");
+  app->add_option("--weights-except", given->weights_except,
+                  "Parameters that stay as they compute, by name: 'model.layers.0.*'; may be given "
+                  "several times")
+      ->type_name("GLOB")
+      ->allow_extra_args(false);
+  option("--weights-scaling", given->weights_scaling, "HOW",
+         "Where shared scales of --weights come from: current, or delayed, which keeps a history");
   option("--moments", given->moments, "DTYPE", "Both of the optimizer's moments");
   option("--first-moment", given->first_moment, "DTYPE",
          "Running average of gradients (SGD: the momentum), where it differs from --moments");

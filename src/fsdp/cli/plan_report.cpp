@@ -128,10 +128,12 @@ std::vector<Row> memory_rows(const Forecast& forecast) {
   const PlanOptions& options = forecast.options;
   const MeshShape mesh = options.mesh();
   const MemoryBytes& bytes = forecast.bytes;
-  const GroupTypes types = resolve_types(options.compute, options.precision, Trainable::kYes);
+  const GroupTypes types =
+      resolve_types(options.compute, options.precision, Trainable::kYes, options.weights);
   return {
       {"weights", bytes.weight,
-       concat(name_of(types.weight), ", ", share_words(options.strategy.parameter, mesh))},
+       concat(types.is_quantized() ? concat(row_of(types.recipe).name, " and ") : std::string(),
+              name_of(types.weight), ", ", share_words(options.strategy.parameter, mesh))},
       {"main weights", bytes.main_weight, main_weight_words(types, options),
        bytes.host.main_weight},
       {"main gradients", bytes.main_grad,
@@ -209,6 +211,7 @@ nlohmann::ordered_json to_json(const ModelShape& model, const Forecast& forecast
       {"pool", name_of(options.pool)},
       {"prefetch", forecast.prefetch},
       {"offload", options.offload},
+      {"weights", row_of(options.weights).name},
       {"bytes",
        {{"weight", bytes.weight},
         {"main_weight", bytes.main_weight},

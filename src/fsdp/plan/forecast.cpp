@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "fsdp/base/integer.h"
+#include "fsdp/layout/quantized_bytes.h"
 #include "fsdp/layout/state_bytes.h"
 #include "fsdp/plan/group_plan.h"
 #include "fsdp/plan/pool_forecast.h"
@@ -18,6 +19,8 @@ namespace {
 constexpr Placement kR = Placement::kReplicate;
 constexpr Placement kS = Placement::kShard;
 constexpr Placement kP = Placement::kPartial;
+
+constexpr int64_t kAmaxBytes = 4;
 
 // B (n-1)/n, without the product of two large numbers.
 int64_t received(int64_t buffer_bytes, int64_t num_ranks) {
@@ -75,6 +78,14 @@ MeshCoordinate place_of(int64_t rank, const GroupPlan& group, const PlanOptions&
   return {.outer = cell / group.mesh.inner, .inner = cell % group.mesh.inner};
 }
 
+int64_t num_shared_scales(const GroupPlan& group) {
+  int64_t count = 0;
+  if (group.types.is_quantized())
+    for (const std::vector<int64_t>& shape : group.layout.request().shapes)
+      count += shared_scales(group.types.recipe, shape[0], shape[1]).count;
+  return count;
+}
+
 // The buffers that stay: each is what its placement leaves to the rank, in its own type.
 MemoryBytes buffers_of(std::span<const GroupPlan> groups, const PlanOptions& options,
                        int64_t rank) {
@@ -86,7 +97,8 @@ MemoryBytes buffers_of(std::span<const GroupPlan> groups, const PlanOptions& opt
     const auto held = [&](PlacementPair placed, DType dtype) {
       return bytes_in(group.layout.shard_numel(placed, place), dtype);
     };
-    bytes.weight += held(strategy.parameter, types.weight);
+    bytes.weight += weight_bytes(types, group.layout.shard_numel(strategy.parameter, place));
+    bytes.weight += num_shared_scales(group) * shared_scale_bytes(options.weight_scaling);
     if (!types.trainable) continue;
     bytes.main_grad += held(strategy.gradient, types.main_grad);
     const StatePlaces places =
@@ -125,10 +137,12 @@ Padding padding_of(std::span<const GroupPlan> groups) {
   double padded_bytes = 0;
   double bound_bytes = 0;
   for (const GroupPlan& group : groups) {
-    const auto element = static_cast<double>(element_bytes(group.types.weight));
-    tensor_bytes += element * static_cast<double>(group.layout.tensor_numel());
-    padded_bytes += element * static_cast<double>(group.layout.padded_numel());
-    bound_bytes += element * static_cast<double>(group.layout.lower_bound_numel());
+    const auto bytes = [&](int64_t numel) {
+      return static_cast<double>(weight_bytes(group.types, numel));
+    };
+    tensor_bytes += bytes(group.layout.tensor_numel());
+    padded_bytes += bytes(group.layout.padded_numel());
+    bound_bytes += bytes(group.layout.lower_bound_numel());
   }
   if (tensor_bytes == 0) return {};
   return {padded_bytes / tensor_bytes - 1, bound_bytes / tensor_bytes - 1};
@@ -163,6 +177,8 @@ Traffic group_traffic(const Strategy& strategy, MeshShape mesh, GroupBytes bytes
   moved += change(kUnreduced, strategy.gradient, bytes.wire, mesh);
   moved += change(strategy.gradient, strategy.optimizer, bytes.wire, mesh);
   moved += change(strategy.optimizer, strategy.parameter, bytes.weight, mesh);
+  if (strategy.optimizer.inner == kS) add(moved.inner, change(kP, kR, bytes.amaxes, mesh.inner));
+  if (strategy.optimizer.outer == kS) add(moved.outer, change(kP, kR, bytes.amaxes, mesh.outer));
   return moved;
 }
 
@@ -200,8 +216,9 @@ Forecast Planner::forecast(const Strategy& strategy) const {
   result.prefetch = pool.prefetch;
   for (const GroupPlan& group : *groups_) {
     const int64_t padded = group.layout.padded_numel();
-    const GroupBytes whole{.weight = bytes_in(padded, group.types.weight),
-                           .wire = group.types.trainable ? bytes_in(padded, group.types.wire) : 0};
+    const GroupBytes whole{.weight = weight_bytes(group.types, padded),
+                           .wire = group.types.trainable ? bytes_in(padded, group.types.wire) : 0,
+                           .amaxes = num_shared_scales(group) * kAmaxBytes};
     const Traffic moved = group_traffic(strategy, group.mesh, whole,
                                         pool.num_gathers[static_cast<size_t>(group.unit)]);
     const GridTraffic& axes = kGridTraffic[static_cast<size_t>(row_of(group.kind).grid)];

@@ -5,6 +5,7 @@
 #include <span>
 
 #include "fsdp/base/check.h"
+#include "fsdp/base/glob.h"
 #include "fsdp/base/text.h"
 #include "fsdp/base/utf8.h"
 
@@ -37,6 +38,46 @@ std::vector<int64_t> owned_shape(const TensorShape& tensor, ParameterKind kind, 
   if (kind == ParameterKind::kTensor) shape[static_cast<size_t>(tensor.cut->dim)] /= owners;
   return shape;
 }
+
+// As ParameterRecipes of the engine.
+class PlannedRecipes {
+ public:
+  PlannedRecipes(const ModelShape& model, const PlanOptions& options)
+      : model_(model), options_(options), is_used_(options.weights_except.size(), false) {}
+
+  WeightRecipe of(const TensorShape& tensor) {
+    bool is_excepted = false;
+    for (size_t i = 0; i < is_used_.size(); ++i)
+      if (matches_glob(options_.weights_except[i], tensor.name)) is_excepted = is_used_[i] = true;
+    if (!tensor.is_quantizable || is_excepted) return WeightRecipe::kPlain;
+    quantizes_ = true;
+    return options_.weights;
+  }
+
+  void check_all_are_used() const {
+    std::vector<std::string> names;
+    for (const UnitShape& unit : model_.units)
+      for (const TensorShape& tensor : unit.tensors) names.push_back(tensor.name);
+    for (size_t i = 0; i < is_used_.size(); ++i) {
+      if (is_used_[i]) continue;
+      const std::string& pattern = options_.weights_except[i];
+      const std::string guess = nearest_to_glob(pattern, names);
+      throw UsageError(concat("weights_except has '", shown(pattern),
+                              "', which matches no tensor of '", shown(model_.name), "'",
+                              guess.empty() ? "" : concat("; did you mean '", shown(guess), "'?")));
+    }
+    if (options_.weights == WeightRecipe::kPlain || quantizes_) return;
+    throw UsageError(concat("weights is ", row_of(options_.weights).name, ", but model '",
+                            shown(model_.name),
+                            "' names no matrix of a linear layer or of experts; leave it out"));
+  }
+
+ private:
+  const ModelShape& model_;
+  const PlanOptions& options_;
+  std::vector<bool> is_used_;
+  bool quantizes_ = false;
+};
 
 bool has_kind(std::span<const GroupPlan> groups, ParameterKind kind) {
   return std::any_of(groups.begin(), groups.end(),
@@ -79,6 +120,15 @@ void PlanOptions::validate() const {
   if (precision.second_moment && !precision.first_moment)
     throw UsageError(concat("second_moment is ", name_of(*precision.second_moment),
                             ", but first_moment is none; AdamW has both, SGD the first or none"));
+  if (weights != WeightRecipe::kPlain && precision.main_params != DType::kFloat32)
+    throw UsageError(concat("weights is ", row_of(weights).name,
+                            ", for which main weights are fp32, but main_params is ",
+                            precision.main_params ? name_of(*precision.main_params) : "none",
+                            "; set it to fp32"));
+  if (row_of(weights).scale_bytes == 1 && offload > 0)
+    throw UsageError(concat("weights is ", row_of(weights).name,
+                            ", whose blocks must not be cut, but offload is ", offload,
+                            ", which cuts shards anywhere; set it to 0"));
   if (!(offload >= 0 && offload <= 1))
     throw UsageError(concat("offload is ", offload, "; it must be a fraction from 0 to 1"));
 }
@@ -106,6 +156,7 @@ std::vector<GroupPlan> lay_out(const ModelShape& model, const PlanOptions& optio
     throw UsageError(concat("tp is ", options.tp, ", but how the ranks of a tp group would share '",
                             shown(model.name), "' is not known; leave it out"));
   std::vector<GroupPlan> groups;
+  PlannedRecipes recipes(model, options);
   const bool whole_tensors = options.granularity.kind == Granularity::Kind::kTensor;
   // What each rank of a grid holds of the groups so far. Without it the largest tensor of every
   // unit would go to the first rank.
@@ -113,10 +164,12 @@ std::vector<GroupPlan> lay_out(const ModelShape& model, const PlanOptions& optio
   for (size_t unit = 0; unit < model.units.size(); ++unit) {
     const UnitShape& shape = model.units[unit];
     for (const TensorGroup& group :
-         group_tensors(shape, options.compute, {.ep = options.ep, .tp = options.tp})) {
+         group_tensors(shape, options.compute, {.ep = options.ep, .tp = options.tp},
+                       [&](const TensorShape& tensor) { return recipes.of(tensor); })) {
       const GridKind grid = row_of(group.kind).grid;
       const MeshShape mesh = options.mesh(grid);
-      const GroupTypes types = resolve_types(group.dtype, options.precision, Trainable::kYes);
+      const GroupTypes types =
+          resolve_types(group.dtype, options.precision, Trainable::kYes, group.recipe);
       std::vector<int64_t>& held_numel = held_by_grid[static_cast<size_t>(grid)];
       if (whole_tensors) held_numel.resize(static_cast<size_t>(mesh.inner * mesh.outer), 0);
       FlatLayoutRequest request{.shapes = {},
@@ -137,6 +190,7 @@ std::vector<GroupPlan> lay_out(const ModelShape& model, const PlanOptions& optio
           held_numel[static_cast<size_t>(share.index)] += share.numel;
     }
   }
+  recipes.check_all_are_used();
   if (options.ep > 1 && !has_kind(groups, ParameterKind::kExpert))
     throw UsageError(concat("ep is ", options.ep, ", but model '", shown(model.name),
                             "' has no experts; leave it out, or name their tensors in "

@@ -56,9 +56,15 @@ class UnitBuilder {
   void experts(StackedExperts stack) {
     for (std::string& part : stack.parts) part = prefix_ + part;
     unit_.tensors.push_back({.name = prefix_ + stack.name,
-                             .shape = std::move(stack.shape),
+                             .shape = stack.shape,
                              .num_experts = stack.num_experts,
+                             .is_quantizable = is_quantizable(stack.shape[0], stack.shape[1]),
                              .parts = std::move(stack.parts)});
+  }
+
+  // Of experts: weight [num_experts, in].
+  void router(const std::string& name, int64_t num_experts, int64_t in) {
+    tensor(name + ".weight", {num_experts, in});
   }
 
   // y = W x (+ b): weight [out, in].
@@ -66,6 +72,7 @@ class UnitBuilder {
               const LinearCut& cut = {}) {
     tensor(name + ".weight", {out, in});
     unit_.tensors.back().cut = cut.of_weight();
+    unit_.tensors.back().is_quantizable = is_quantizable(out, in);
     if (bias == Bias::kWithout) return;
     tensor(name + ".bias", {out});
     unit_.tensors.back().cut = cut.of_bias();

@@ -140,15 +140,17 @@ void declare_experts(ModelShape& model, const std::vector<std::string>& patterns
 }
 
 std::vector<TensorGroup> group_tensors(const UnitShape& unit, DType compute_dtype,
-                                       const ParallelSizes& sizes) {
+                                       const ParallelSizes& sizes, const RecipeOf& recipe_of) {
   std::vector<TensorGroup> groups;
   for (size_t i = 0; i < unit.tensors.size(); ++i) {
     const DType dtype = unit.tensors[i].dtype.value_or(compute_dtype);
     const ParameterKind kind = kind_of(unit.tensors[i], sizes);
+    const WeightRecipe recipe = recipe_of ? recipe_of(unit.tensors[i]) : WeightRecipe::kPlain;
     auto group = std::find_if(groups.begin(), groups.end(), [&](const TensorGroup& g) {
-      return g.dtype == dtype && g.kind == kind;
+      return g.dtype == dtype && g.kind == kind && g.recipe == recipe;
     });
-    if (group == groups.end()) group = groups.insert(groups.end(), TensorGroup{dtype, kind, {}});
+    if (group == groups.end())
+      group = groups.insert(groups.end(), TensorGroup{dtype, kind, recipe, {}});
     group->tensors.push_back(static_cast<int64_t>(i));
   }
   return groups;

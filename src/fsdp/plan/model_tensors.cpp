@@ -88,7 +88,7 @@ void add_shared_expert(UnitBuilder& unit, const std::string& prefix, int64_t dim
 
 void add_mixtral_experts(UnitBuilder& unit, const MixtralConfig& c) {
   const std::string module = experts_module(c);
-  unit.linear(module + ".gate", c.num_local_experts, c.decoder.hidden_size);
+  unit.router(module + ".gate", c.num_local_experts, c.decoder.hidden_size);
   for (StackedExperts& stack : stacked_experts(expert_names(c))) unit.experts(std::move(stack));
   if (c.shared_expert_intermediate_size > 0)
     add_shared_expert(unit, module + ".shared_expert", c.decoder.hidden_size,
@@ -177,7 +177,7 @@ void add_delta_net(UnitBuilder& unit, const std::string& prefix, const Qwen3Next
 }
 
 void add_qwen3_next_experts(UnitBuilder& unit, const Qwen3NextConfig& c) {
-  unit.linear("mlp.gate", c.num_experts, c.decoder.hidden_size);
+  unit.router("mlp.gate", c.num_experts, c.decoder.hidden_size);
   for (StackedExperts& stack : stacked_experts(expert_names(c))) unit.experts(std::move(stack));
   add_shared_expert(unit, "mlp.shared_expert", c.decoder.hidden_size,
                     c.shared_expert_intermediate_size);
@@ -238,7 +238,7 @@ void add_latent_attention(UnitBuilder& unit, const DeepseekV3Config& c) {
 }
 
 void add_deepseek_experts(UnitBuilder& unit, const DeepseekV3Config& c) {
-  unit.linear("mlp.gate", c.n_routed_experts, c.hidden_size);
+  unit.router("mlp.gate", c.n_routed_experts, c.hidden_size);
   // The published checkpoint keeps this one in fp32.
   unit.tensor("mlp.gate.e_score_correction_bias", {c.n_routed_experts}, DType::kFloat32);
   for (StackedExperts& stack : stacked_experts({.module = "mlp.experts",
@@ -316,7 +316,7 @@ void add_mamba(UnitBuilder& unit, const NemotronHConfig& c) {
 // The routers' biases are buffers, whole on every rank.
 void add_hybrid_experts(UnitBuilder& unit, const NemotronHConfig& c) {
   const Bias bias = bias_if(c.mlp_bias);
-  unit.linear("mixer.gate", c.n_routed_experts, c.hidden_size);
+  unit.router("mixer.gate", c.n_routed_experts, c.hidden_size);
   for (StackedExperts& stack : stacked_experts(expert_names(c))) unit.experts(std::move(stack));
   if (c.moe_latent_size > 0) {
     unit.linear("mixer.fc1_latent_proj", c.moe_latent_size, c.hidden_size, bias);

@@ -6,6 +6,7 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
+#include "fsdp/layout/quantized_bytes.h"
 #include "fsdp/layout/state_bytes.h"
 
 namespace fsdp {
@@ -80,8 +81,7 @@ int64_t rounding_of_state(std::span<const GroupPlan> groups, const PlanOptions& 
             .device);
   };
   for (const GroupPlan& group : groups) {
-    take(group.layout.max_shard_numel(options.strategy.parameter),
-         element_bytes(group.types.weight));
+    take(weight_bytes(group.types, group.layout.max_shard_numel(options.strategy.parameter)), 1);
     if (!group.types.trainable) continue;
     take(on_device(group), main_weight_bytes(group.types));
     if (lifetime == GradientLifetime::kPersistent)

@@ -152,21 +152,13 @@ MemoryReport Sharded::memory() const {
           .host_bytes = engine_->memory().host_ledger().total_bytes()};
 }
 
-QuantizationLosses Sharded::quantization_losses() const {
-  engine_->wait();
-  QuantizationLosses losses;
-  for (const GridKind grid : engine_->mesh().grids()) {
-    const at::Tensor counts = at::zeros({2}, at::device(engine_->device()).dtype(at::kLong));
-    for (const auto& unit : engine_->units())
-      for (ParamGroup& group : unit->groups())
-        if (group.is_quantized() && row_of(group.setting().kind).grid == grid)
-          counts.add_(group.quantized().take_counts());
-    engine_->sum_over_shards(counts, grid, "losses of quantisation", {}).wait();
-    const at::Tensor on_host = counts.cpu();
-    losses.overflows += on_host[0].item<int64_t>();
-    losses.underflows += on_host[1].item<int64_t>();
-  }
-  return losses;
+at::Tensor Sharded::take_cast_counts() const {
+  engine_->wait_updates();
+  at::Tensor counts = at::zeros({3}, at::device(engine_->device()).dtype(at::kDouble));
+  for (const auto& unit : engine_->units())
+    for (ParamGroup& group : unit->groups())
+      if (group.is_quantized()) counts.add_(group.quantized().take_counts());
+  return counts;
 }
 
 void Sharded::set_precision(const PrecisionPolicy& precision) const {

@@ -98,6 +98,10 @@ ShardOptions shard_options(const TrainOptions& o, c10::Device device) {
                      .main_storage = o.precision.main_storage,
                      .main_grads = scalar_type(o.precision.main_grads),
                      .grad_comm = scalar_type(o.precision.grad_comm)};
+  shard.quantization = {.recipe = o.weights,
+                        .except = o.weights_except,
+                        .scaling = o.weights_scaling,
+                        .weight_gradient = o.weights_gradient};
   shard.pool = o.pool;
   shard.prefetch = static_cast<int32_t>(o.prefetch);
   shard.budget_bytes = o.budget_bytes;

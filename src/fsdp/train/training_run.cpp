@@ -59,6 +59,8 @@ std::string text_of_schedule(const TrainOptions& options) {
 // The mean over ranks and microbatches of the losses, and whether any rank is to stop.
 struct TrainingRun::Metrics {
   std::vector<double> values;  // by loss_names_
+  // Shares of quantised weights in the update before; none where nothing is quantised.
+  std::vector<NamedValue> lost;
   int signal = 0;
   StepState optimizer;
 };
@@ -290,7 +292,7 @@ TrainingRun::Metrics TrainingRun::step() {
   const int signal = stop_.signal();
   const at::Tensor heard =
       at::tensor({signal == SIGINT ? 1.0 : 0.0, signal == SIGTERM ? 1.0 : 0.0}, at::kDouble);
-  at::Tensor sums = at::cat({losses_, heard.to(device_)});
+  at::Tensor sums = at::cat({losses_, sharded_->take_cast_counts(), heard.to(device_)});
   Work agreed = world_.communicator().all_reduce(sums, {.op = ReduceOp::kAvg}, "losses");
   overhead_ += now() - computed;
   if (!graph_) update();
@@ -303,7 +305,11 @@ TrainingRun::Metrics TrainingRun::step() {
   Metrics metrics;
   for (size_t i = 0; i < num_losses; ++i)
     metrics.values.push_back(values[i] / static_cast<double>(options_.microbatches));
-  metrics.signal = values[num_losses] > 0 ? SIGINT : values[num_losses + 1] > 0 ? SIGTERM : 0;
+  values += num_losses;
+  if (const double num_cast = values[2]; num_cast > 0)  // of all ranks alike
+    metrics.lost = {{"overflow", values[0] / num_cast}, {"underflow", values[1] / num_cast}};
+  values += 3;
+  metrics.signal = values[0] > 0 ? SIGINT : values[1] > 0 ? SIGTERM : 0;
   metrics.optimizer = optimizer_->state();
   return metrics;
 }
@@ -333,6 +339,7 @@ void TrainingRun::record(const Metrics& metrics, double seconds) {
     if (peak > 0) record.mfu = record.teraflops / peak;
     for (size_t i = 1; i < loss_names_.size(); ++i)
       record.terms.push_back({loss_names_[i], metrics.values[i]});
+    record.terms.insert(record.terms.end(), metrics.lost.begin(), metrics.lost.end());
     watch_->step(std::move(record));
   }
   FSDP_CHECK(

@@ -286,10 +286,12 @@ TEST(QuantizedWeights, CountNumbersThatTheyLose) {
     const Sharded sharded =
         fully_shard(net.ptr(), mesh, options_of({.recipe = WeightRecipe::kFp8Tensor}));
     // Beside 40, everything below 40 / 448 / 2^10 is lost.
-    const QuantizationLosses lost = sharded.quantization_losses();
-    EXPECT_EQ(lost.overflows, 0);
-    EXPECT_GT(lost.underflows, kIn);  // a row of numbers of 1e-30, and more
-    EXPECT_EQ(sharded.quantization_losses().underflows, 0) << "counted since the last time";
+    at::Tensor counts = sharded.take_cast_counts();
+    mesh.inner().reduce().all_reduce(counts, {}, "counts").wait();
+    EXPECT_EQ(counts[0].item<double>(), 0.0);
+    EXPECT_GT(counts[1].item<double>(), kIn);  // a row of numbers of 1e-30, and more
+    EXPECT_EQ(counts[2].item<double>(), 2 * (kOut * kIn + kIn * 2 * kIn));
+    EXPECT_EQ(sharded.take_cast_counts().sum().item<double>(), 0.0) << "since the last time";
   });
 }
 

@@ -58,7 +58,7 @@ QuantizedWeights::QuantizedWeights(const FlatLayout& layout, const GroupTypes& t
   scales_ = take(num_scales, at::kFloat);
   if (options_.scaling == WeightScaling::kDelayed)
     history_ = take((1 + kAmaxHistory) * num_scales, at::kInt).view({-1, num_scales});
-  counts_ = at::zeros({2}, at::device(device_).dtype(at::kLong));
+  counts_ = at::zeros({3}, at::device(device_).dtype(at::kLong));
   if (recipe_.scale_bytes == 1) {
     block_layout_.emplace(layout.in_blocks_of(recipe_.scale_columns));
     block_scales_.emplace(*block_layout_,
@@ -136,6 +136,7 @@ void QuantizedWeights::cast() {
 }
 
 void QuantizedWeights::cast_parts() {
+  int64_t numel = 0;
   auto* counts = reinterpret_cast<QuantizeCounts*>(counts_.mutable_data_ptr<int64_t>());
   for (const Part& part : parts_) {
     const float* factors = factors_.numel() == 0 ? nullptr
@@ -151,7 +152,9 @@ void QuantizedWeights::cast_parts() {
       quantize_on_host(part.values, recipe_.recipe, factors, into);
     else
       quantize_on_device(part.values, recipe_.recipe, factors, into, stream_of(device_));
+    numel += part.flat.numel();
   }
+  counts_.select(0, 2).add_(numel);
 }
 
 // Moved within the device, so that a recorded step does it, too.

@@ -54,7 +54,7 @@ class QuantizedWeights {
   QuantizedWeight weight(int64_t index, const at::Tensor& codes,
                          const at::Tensor& block_scales) const;
 
-  // Overflows and underflows of this rank's casts since the last call: int64, [2].
+  // Of this rank's casts since the last call: overflows, underflows and elements; int64, [3].
   at::Tensor take_counts();
 
   // With delayed scaling, for checkpoints: the amaxes of the main weights, then those of the
@@ -99,7 +99,7 @@ class QuantizedWeights {
   at::Tensor scales_;   // fp32
   at::Tensor history_;  // [1 + kAmaxHistory, shared scales], int32; the newest one first
   bool has_given_history_ = false;
-  at::Tensor counts_;  // int64: overflows, underflows
+  at::Tensor counts_;  // int64: QuantizeCounts, then elements
 };
 
 }  // namespace fsdp

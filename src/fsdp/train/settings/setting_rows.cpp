@@ -132,6 +132,12 @@ SettingValue rules_value() {
           }};
 }
 
+std::vector<std::string> weight_recipe_names() {
+  std::vector<std::string> names;
+  for (const WeightRecipeRow& row : all_weight_recipes()) names.emplace_back(row.name);
+  return names;
+}
+
 class Rows {
  public:
   void group(const char* name) { group_ = name; }
@@ -160,6 +166,17 @@ void add_model(Rows& rows) {
            "Begin with random weights, though --model's directory has some");
   rows.add("compute", "DTYPE", dtype_value(&O::compute, "auto"),
            "Of weights and activations; auto: fp32 on CPUs, bf16 on GPUs");
+  rows.add("weights", "RECIPE", choice_value(&O::weights, weight_recipe_names()),
+           "How matrices of linear layers and experts are gathered and multiplied: bf16 (as "
+           "--compute says), fp8-row, fp8-tensor or fp8-block; mxfp8 and nvfp4 are gathered so, "
+           "and multiplied as --compute says");
+  rows.add("weights-except", "GLOB...", list_value(&O::weights_except),
+           "Parameters that stay as --compute says, by name: 'model.layers.0.*'");
+  rows.add("weights-scaling", "HOW", choice_value(&O::weights_scaling, {"current", "delayed"}),
+           "Where shared scales of --weights come from: the numbers, or those of the last 16 "
+           "updates");
+  rows.add("weights-gradient", "HOW", choice_value(&O::weights_gradient, {"quantized", "plain"}),
+           "How gradients of --weights are multiplied: quantized, or as --compute says");
   rows.add("recompute", "WHAT", choice_value(&O::recompute, {"none", "block"}),
            "Forget a block's activations and compute them again in the backward");
 }

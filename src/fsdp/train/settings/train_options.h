@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "fsdp/base/dtype.h"
+#include "fsdp/base/weight_recipe.h"
 #include "fsdp/comm/comm_options.h"
 #include "fsdp/layout/granularity.h"
 #include "fsdp/layout/group_types.h"
@@ -42,6 +43,10 @@ struct TrainOptions {
   bool from_scratch = false;   // random weights, even if the model has some
   std::optional<DType> compute = std::nullopt;  // of weights and activations; nullopt: by device
   RecomputeChoice recompute = RecomputeChoice::kNone;
+  WeightRecipe weights = WeightRecipe::kPlain;
+  std::vector<std::string> weights_except;
+  WeightScaling weights_scaling = WeightScaling::kCurrent;
+  ProductForm weights_gradient = ProductForm::kQuantized;
 
   // --- data ---
   std::vector<std::string> data;             // text files, directories, packed token files
