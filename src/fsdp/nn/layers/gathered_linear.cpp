@@ -5,10 +5,11 @@
 
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "fsdp/comm/mesh.h"
+#include "fsdp/nn/layers/quantized_products.h"
 #include "fsdp/nn/layers/rank_slices.h"
-#include "fsdp/nn/layers/weight_gradient.h"
 
 namespace fsdp::nn {
 
@@ -25,14 +26,19 @@ using Held = c10::intrusive_ptr<HeldAxis>;
 
 at::Tensor token_rows(const at::Tensor& tensor) { return tensor.reshape({-1, tensor.size(-1)}); }
 
-// The part of the tokens' gradient that comes by this rank's outputs, in the shape of the sequence.
-at::Tensor part_by_outputs(const variable_list& gradients, at::TensorList weights) {
+std::vector<OutputGradient> output_gradients(const variable_list& gradients,
+                                             at::TensorList weights) {
+  std::vector<OutputGradient> result;
+  for (size_t i = 0; i < gradients.size(); ++i)
+    result.emplace_back(token_rows(gradients[i]), weights[i]);
+  return result;
+}
+
+// The part of the tokens' gradient that comes by this rank's outputs.
+at::Tensor part_by_outputs(std::vector<OutputGradient>& gradients) {
   at::Tensor sum;
-  for (size_t i = 0; i < gradients.size(); ++i) {
-    const at::Tensor rows = token_rows(gradients[i]);
-    sum = sum.defined() ? sum.addmm_(rows, weights[i]) : rows.mm(weights[i]);
-  }
-  return sum.view({gradients[0].size(0), gradients[0].size(1), -1});
+  for (OutputGradient& gradient : gradients) sum = gradient.added_to_input_gradient(sum);
+  return sum;
 }
 
 class GatheredLinears final : public torch::autograd::Function<GatheredLinears> {
@@ -42,10 +48,11 @@ class GatheredLinears final : public torch::autograd::Function<GatheredLinears> 
     const at::Tensor whole = GatheredSlices(own, 1, held->axis.gather()).wait();
     variable_list saved = {own};
     variable_list outputs;
+    const LayerInput input = layer_input(token_rows(whole), weights);
     for (size_t i = 0; i < weights.size(); ++i) {
       saved.push_back(weights[i]);
-      outputs.push_back(
-          at::linear(whole, weights[i], biases.empty() ? std::nullopt : std::optional(biases[i])));
+      outputs.push_back(layer_output(input, weights[i], biases.empty() ? at::Tensor() : biases[i])
+                            .view({whole.size(0), whole.size(1), -1}));
     }
     context->save_for_backward(std::move(saved));
     context->saved_data["axis"] = c10::IValue::make_capsule(held);
@@ -68,20 +75,21 @@ class GatheredLinears final : public torch::autograd::Function<GatheredLinears> 
     std::optional<GatheredSlices> whole;
     if (has_trained_weight) whole.emplace(saved[0], 1, ranks);
     std::optional<ScatteredSums> own_gradient;
+    std::vector<OutputGradient> of_outputs = output_gradients(gradients, weights);
     if (context->needs_input_grad(0))
-      own_gradient.emplace(part_by_outputs(gradients, weights), 1, ranks);
+      own_gradient.emplace(
+          part_by_outputs(of_outputs).view({gradients[0].size(0), gradients[0].size(1), -1}), 1,
+          ranks);
 
     variable_list result(first_bias + num_biases + 1);
     for (size_t i = 0; i < num_biases; ++i)
       if (context->needs_input_grad(first_bias + i))
         result[first_bias + i] = token_rows(gradients[i]).sum(0);
-    const at::Tensor tokens = whole ? token_rows(whole->wait()) : at::Tensor();
-    for (size_t i = 0; i < weights.size(); ++i) {
-      if (!context->needs_input_grad(1 + i)) continue;
-      WeightGradient gradient(weights[i]);
-      gradient.write_rows(0, token_rows(gradients[i]).t(), tokens);
-      result[1 + i] = gradient.for_autograd();
-    }
+    TurnedInput tokens;
+    if (whole)
+      tokens = turned_input(input_of_gradients(token_rows(whole->wait()), weights), weights);
+    for (size_t i = 0; i < weights.size(); ++i)
+      if (context->needs_input_grad(1 + i)) result[1 + i] = of_outputs[i].weight_gradient(tokens);
     if (own_gradient) result[0] = own_gradient->wait();
     return result;
   }
