@@ -1,199 +1,26 @@
 // Layers whose weights are codes and scales against plain formulas of the definition in fp64.
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <bit>
-#include <cmath>
-#include <functional>
-#include <limits>
 #include <string>
-#include <tuple>
 
-#include "fsdp/base/block_scale.h"
-#include "fsdp/base/text.h"
 #include "fsdp/comm/mesh.h"
-#include "fsdp/nn/layers/dequantized.h"
 #include "fsdp/nn/layers/experts.h"
 #include "fsdp/nn/layers/gathered_linear.h"
 #include "fsdp/nn/layers/grouped_linear.h"
 #include "fsdp/nn/layers/linear.h"
-#include "fsdp/nn/layers/quantized_rows.h"
-#include "fsdp/shard/group/quantized_parameter.h"
+#include "fsdp/shard/fully_shard.h"
+#include "fsdp/shard/unit.h"
 #include "support/layer_gradients.h"
+#include "support/quantized_weights.h"
 #include "support/run_ranks.h"
 
 namespace fsdp::nn::quantized_linear_test {
 namespace {
 
+using namespace fsdp::testing::of_codes;
 using fsdp::testing::run_ranks;
 using fsdp::testing::waves;
 using Tensors = std::vector<at::Tensor>;
-
-// --- the definition ------------------------------------------------------------------------------
-
-int64_t ceil_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
-
-// Blocks of [rows, columns] numbers; 0: all of them.
-struct Block {
-  int64_t rows = 0;
-  int64_t columns = 0;
-};
-
-struct Codes {
-  at::Tensor bytes;    // of the codes
-  at::Tensor scales;   // one per block
-  at::Tensor values;   // what they say, in fp64
-  at::Tensor numbers;  // the codes alone, in fp64
-};
-
-Codes quantized(const at::Tensor& numbers, Block block) {
-  const at::Tensor x = numbers.to(at::kFloat).contiguous();
-  const int64_t height = block.rows == 0 ? x.size(0) : block.rows;
-  const int64_t width = block.columns == 0 ? x.size(1) : block.columns;
-  Codes result{at::empty(x.sizes(), at::kByte),
-               at::empty({ceil_of(x.size(0), height), ceil_of(x.size(1), width)}),
-               at::empty(x.sizes(), at::kDouble), at::empty(x.sizes(), at::kDouble)};
-  const auto from = x.accessor<float, 2>();
-  auto bytes = result.bytes.accessor<uint8_t, 2>();
-  auto scales = result.scales.accessor<float, 2>();
-  auto values = result.values.accessor<double, 2>();
-  auto codes = result.numbers.accessor<double, 2>();
-  for (int64_t i = 0; i < x.size(0); i += height) {
-    for (int64_t j = 0; j < x.size(1); j += width) {
-      const int64_t last_row = std::min(i + height, x.size(0));
-      const int64_t last_column = std::min(j + width, x.size(1));
-      float amax = 0.0f;
-      for (int64_t r = i; r < last_row; ++r)
-        for (int64_t c = j; c < last_column; ++c) {
-          if (std::isnan(amax)) continue;
-          amax = std::isnan(from[r][c]) ? from[r][c] : std::max(amax, std::fabs(from[r][c]));
-        }
-      const float factor = fp8_factor(std::fabs(amax));
-      const float scale = scales[i / height][j / width] = fp8_scale(factor);
-      for (int64_t r = i; r < last_row; ++r)
-        for (int64_t c = j; c < last_column; ++c) {
-          bytes[r][c] = fp8_code(from[r][c], factor);
-          codes[r][c] = Fp8E4M3::widened(bytes[r][c]);
-          values[r][c] = codes[r][c] * static_cast<double>(scale);
-        }
-    }
-  }
-  return result;
-}
-
-Block block_of(ScaleBlock block) {
-  if (block == ScaleBlock::kMatrix) return {};
-  return block == ScaleBlock::kRow ? Block{1, 0} : Block{1, kScalePiece};
-}
-
-// --- rows ----------------------------------------------------------------------------------------
-
-// Zeros, numbers too small for scales, subnormal, of every size, huge, infinite and NaN.
-at::Tensor awkward_rows(int64_t columns) {
-  constexpr float kInf = std::numeric_limits<float>::infinity();
-  const at::Tensor x = waves({11, columns}, 0.2);
-  x[0].zero_();
-  x[1].mul_(1e-14);
-  x[2].mul_(1e-40);
-  x[3].mul_(at::logspace(-20, 20, columns));
-  x[4].mul_(3.3e38);
-  x[5][1] = std::numeric_limits<float>::quiet_NaN();
-  x[6][2] = kInf;
-  x[7][3] = -kInf;
-  x[8].mul_(448.0);
-  x[9].mul_(-0.0);
-  return x;
-}
-
-void expect_codes(const QuantizedRows& actual, const Codes& expected, const std::string& what) {
-  const int64_t columns = expected.bytes.size(1);
-  const at::Tensor bytes = actual.codes.view(at::kByte);
-  EXPECT_TRUE(at::equal(bytes.narrow(1, 0, columns), expected.bytes)) << what;
-  EXPECT_FALSE(bytes.narrow(1, columns, bytes.size(1) - columns).any().item<bool>()) << what;
-  // As bits: NaNs are equal.
-  EXPECT_TRUE(at::equal(actual.scales.contiguous().view(at::kInt), expected.scales.view(at::kInt)))
-      << what << "\n"
-      << actual.scales << "\n"
-      << expected.scales;
-}
-
-TEST(QuantizedRows, AreCodesAndScalesOfTheDefinition) {
-  for (const ScaleBlock block : {ScaleBlock::kMatrix, ScaleBlock::kRow, ScaleBlock::kPiece}) {
-    for (const int64_t columns : {16, 128, 300}) {
-      for (const at::ScalarType type : {at::kFloat, at::kBFloat16, at::kHalf}) {
-        at::Tensor x = awkward_rows(columns);
-        if (block == ScaleBlock::kMatrix) x = x.narrow(0, 0, 4);  // one NaN makes all codes NaN
-        x = x.to(type);
-        const std::string what = concat(static_cast<int>(block), ", ", columns);
-        expect_codes(quantize_rows(x, block), quantized(x, block_of(block)), what);
-        expect_codes(quantize_columns(x, block), quantized(x.t(), block_of(block)), what);
-      }
-    }
-  }
-}
-
-TEST(QuantizedRows, MultiplyNumbersFirst) {
-  const at::Tensor x = waves({40, 160}, 0.2).to(at::kBFloat16);
-  const at::Tensor by_column = waves({160}, 0.7, 3.0);
-  const at::Tensor by_row = waves({40}, 0.9, 0.01);
-  for (const ScaleBlock block : {ScaleBlock::kRow, ScaleBlock::kPiece}) {
-    const Codes rows = quantized(x.to(at::kFloat) * by_column, block_of(block));
-    const Codes columns = quantized((x.to(at::kFloat) * by_row.unsqueeze(1)).t(), block_of(block));
-    expect_codes(quantize_rows(x, block, by_column), rows, "rows");
-    expect_codes(quantize_columns(x, block, by_row), columns, "columns");
-    const TwoForms both = quantize_two_forms(x, block, by_column, by_row);
-    expect_codes(both.by_rows, rows, "rows of both");
-    expect_codes(both.by_columns, columns, "columns of both");
-  }
-}
-
-TEST(QuantizedRows, AreTransposedWithZerosAtTheEnd) {
-  const at::Tensor codes = at::arange(35, at::kByte).view({5, 7}).view(at::kFloat8_e4m3fn);
-  const at::Tensor turned = transposed_codes(codes).view(at::kByte);
-  EXPECT_EQ(turned.sizes(), (at::IntArrayRef{7, 16}));
-  EXPECT_TRUE(at::equal(turned.narrow(1, 0, 5), codes.view(at::kByte).t()));
-  EXPECT_FALSE(turned.narrow(1, 5, 11).any().item<bool>());
-}
-
-// --- layers --------------------------------------------------------------------------------------
-
-struct Recipe {
-  WeightRecipe recipe = WeightRecipe::kFp8Row;
-  ProductType weight_gradient = ProductType::kQuantized;
-};
-
-std::string to_text(const Recipe& recipe) {
-  return concat(row_of(recipe.recipe).name,
-                recipe.weight_gradient == ProductType::kPlain ? ", plain weight gradient" : "");
-}
-
-std::vector<Recipe> code_recipes() {
-  std::vector<Recipe> recipes;
-  for (const WeightRecipe recipe :
-       {WeightRecipe::kFp8Tensor, WeightRecipe::kFp8Row, WeightRecipe::kFp8Block})
-    for (const ProductType type : {ProductType::kQuantized, ProductType::kPlain})
-      recipes.push_back({recipe, type});
-  return recipes;
-}
-
-Codes weight_codes(const at::Tensor& numbers, WeightRecipe recipe) {
-  const WeightRecipeRow& row = row_of(recipe);
-  return quantized(numbers, {row.scale_rows, row.scale_columns});
-}
-
-// A parameter without numbers: whoever reads it gets NaN. Codes lie elsewhere at every call.
-at::Tensor tagged(const at::Tensor& numbers, const Recipe& recipe, at::ScalarType type) {
-  const Codes codes = weight_codes(numbers, recipe.recipe);
-  const at::Tensor parameter = at::full(numbers.sizes(), NAN, type).set_requires_grad(true);
-  tag_quantized(parameter, [=] {
-    return QuantizedWeight{.recipe = recipe.recipe,
-                           .codes = codes.bytes.clone().view(at::kFloat8_e4m3fn),
-                           .scales = codes.scales.clone(),
-                           .matrix_scale = {},
-                           .weight_gradient = recipe.weight_gradient};
-  });
-  return parameter;
-}
 
 // Output and gradients by the definition, of X: [tokens, in] and dY: [tokens, out].
 struct Expected {
@@ -306,40 +133,6 @@ TEST(QuantizedLinear, UsesNumbersWhereADeviceHasNoProductOfCodes) {
   expect_numbers_used(blocks, {8, 128, 128});
 }
 
-// e4m3 codes with exponents as scales.
-TEST(QuantizedLinear, DequantizesMxFp8) {
-  const Codes codes = quantized(waves({5, 80}, 0.3, 300.0), {0, 0});
-  const at::Tensor scales = (at::arange(15, at::kInt).view({5, 3}) + 120).to(at::kByte);
-  const QuantizedWeight weight{.recipe = WeightRecipe::kMxFp8,
-                               .codes = codes.bytes.view(at::kFloat8_e4m3fn),
-                               .scales = scales,
-                               .matrix_scale = {}};
-  const at::Tensor expected =
-      codes.numbers *
-      at::pow(2.0, scales.to(at::kDouble) - 127.0).repeat_interleave(32, 1).narrow(1, 0, 80);
-  EXPECT_TRUE(at::equal(dequantized(weight, at::kFloat), expected.to(at::kFloat)));
-}
-
-TEST(QuantizedLinear, DequantizesNvFp4) {
-  const double magnitudes[] = {0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0};
-  const at::Tensor bytes =
-      (at::arange(3 * 24, at::kInt) * 37).remainder(256).to(at::kByte).view({3, 24});
-  const Codes scales = quantized(waves({3, 3}, 0.4, 100.0).abs(), {});
-  const QuantizedWeight weight{.recipe = WeightRecipe::kNvFp4,
-                               .codes = bytes,
-                               .scales = scales.bytes,
-                               .matrix_scale = at::full({1}, 0.25f)};
-  const at::Tensor actual = dequantized(weight, at::kFloat);
-  ASSERT_EQ(actual.sizes(), (at::IntArrayRef{3, 48}));
-  for (int64_t i = 0; i < 3; ++i)
-    for (int64_t j = 0; j < 48; ++j) {
-      const int code = bytes[i][j / 2].item<int>() >> (j % 2 * 4) & 15;
-      const double sign = code >= 8 ? -1.0 : 1.0;
-      const double scale = scales.numbers[i][j / 16].item<double>() * 0.25;
-      EXPECT_EQ(actual[i][j].item<double>(), sign * magnitudes[code % 8] * scale) << i << ", " << j;
-    }
-}
-
 // --- several weights -----------------------------------------------------------------------------
 
 Tensors results_of(const at::Tensor& input, const Tensors& weights, const Tensors& outputs) {
@@ -415,6 +208,46 @@ TEST(QuantizedLinear, IsOfAModuleThatSaysSo) {
   const Recipe recipe;
   layer->weight = tagged(waves({32, 48}, 0.2), recipe, at::kFloat);
   EXPECT_TRUE(layer(waves({16, 48}, 0.1)).isfinite().all().item<bool>());
+}
+
+// --- slabs ---------------------------------------------------------------------------------------
+
+struct TwiceImpl : torch::nn::Module {
+  TwiceImpl() : linear(register_module("linear", Linear(32, 32))) {}
+  at::Tensor forward(const at::Tensor& x) { return linear(at::tanh(linear(x))); }
+  Linear linear;
+};
+
+struct NetImpl : torch::nn::Module {
+  NetImpl() : twice(register_module("twice", Unit<TwiceImpl>())) {}
+  at::Tensor forward(const at::Tensor& x) { return twice(x); }
+  Unit<TwiceImpl> twice;
+};
+
+// Written to the slab by the first product, and added by the second.
+TEST(QuantizedLinear, WritesItsWeightGradientToTheSlab) {
+  for (const Recipe& recipe : code_recipes()) {
+    const at::Tensor numbers = waves({32, 32}, 0.2);
+    const at::Tensor weight = tagged(numbers, recipe, at::kFloat);
+    const at::Tensor bias = waves({32}, 0.3).set_requires_grad(true);
+    const at::Tensor input = waves({16, 32}, 0.1);
+    linear(at::tanh(linear(input, weight, bias)), weight, bias).square().sum().backward();
+    run_ranks(1, [&](World& world) {
+      const Mesh mesh = world.mesh();
+      const auto model = std::make_shared<NetImpl>();
+      {
+        const at::NoGradGuard no_grad;
+        model->twice->linear->bias.copy_(bias);
+      }
+      const Sharded sharded = fully_shard(model, mesh);
+      tag(model->twice->linear->weight, numbers, recipe);
+      model->forward(input).square().sum().backward();
+      const ShardedParameter sharded_weight = sharded.parameters().front();
+      ASSERT_EQ(sharded_weight.name, "twice.linear.weight");
+      EXPECT_TRUE(at::equal(sharded_weight.gradient.view({32, 32}), weight.grad()))
+          << to_text(recipe);
+    });
+  }
 }
 
 // --- ranks and experts ---------------------------------------------------------------------------

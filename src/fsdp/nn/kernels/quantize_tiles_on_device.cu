@@ -1,98 +1,17 @@
-// Matrices to codes by rows and transposed, from one read of tiles of 128 x 128 numbers. A thread
-// has 16 columns of 4 rows: 16 bytes of a row's codes, and a word of each of its columns', which
-// shared memory turns into 16 bytes, too. Pieces have their scales within a tile; those of rows,
-// columns and the matrix need a pass for the largest magnitudes first.
+// Matrices to codes by rows and transposed, from one read of tiles of 128 x 128 numbers. Pieces
+// have their scales within a tile; those of rows, columns and the matrix need a pass for the
+// largest magnitudes first.
 #include "fsdp/base/kernel_launch.cuh"
 #include "fsdp/base/packed_access.cuh"
 #include "fsdp/nn/kernels/code_words.cuh"
 #include "fsdp/nn/kernels/quantize_kernels.h"
+#include "fsdp/nn/kernels/turned_tile.cuh"
 
 namespace fsdp::nn {
 
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kWarp = 32;
-constexpr int kTile = 128;
-static_assert(kTile == kScalePiece);
-constexpr int kColumns = 16;
-constexpr int kRows = 4;
-constexpr int kAcross = kTile / kColumns;  // threads that have the same rows
-
-__device__ int own_column() { return static_cast<int>(threadIdx.x) % kAcross * kColumns; }
-__device__ int own_row() { return static_cast<int>(threadIdx.x) / kAcross * kRows; }
-
-// Where this thread's numbers are. Columns are there together, or none.
-struct Place {
-  int64_t row;
-  int64_t column;
-  int num_rows;  // that exist, 0 if the columns do not
-};
-
-__device__ Place own_place(int64_t rows, int64_t columns) {
-  Place place{static_cast<int64_t>(blockIdx.y) * kTile + own_row(),
-              static_cast<int64_t>(blockIdx.x) * kTile + own_column(), 0};
-  if (place.column < columns && place.row < rows)
-    place.num_rows = rows - place.row < kRows ? static_cast<int>(rows - place.row) : kRows;
-  return place;
-}
-
-// --- transposing ---------------------------------------------------------------------------------
-
-// A tile of bytes by columns, in words of 4 rows. Words are permuted so that neither writing words
-// nor reading packs meets a bank of shared memory twice.
-struct TurnedTile {
-  uint32_t words[kTile][kTile / kRows];
-
-  // The bytes of 4 rows, 4 columns each.
-  __device__ void write(int column, const uint32_t (&rows)[kRows]) {
-    const uint32_t low_ab = __byte_perm(rows[0], rows[1], 0x5140);
-    const uint32_t low_cd = __byte_perm(rows[2], rows[3], 0x5140);
-    const uint32_t high_ab = __byte_perm(rows[0], rows[1], 0x7362);
-    const uint32_t high_cd = __byte_perm(rows[2], rows[3], 0x7362);
-    const int at = own_row() / kRows ^ column / kColumns * 4;
-    words[column][at] = __byte_perm(low_ab, low_cd, 0x5410);
-    words[column + 1][at] = __byte_perm(low_ab, low_cd, 0x7632);
-    words[column + 2][at] = __byte_perm(high_ab, high_cd, 0x5410);
-    words[column + 3][at] = __byte_perm(high_ab, high_cd, 0x7632);
-  }
-
-  // Of all threads, when all have written.
-  __device__ void store(uint8_t* to, int64_t columns, int64_t padded_rows) const {
-    constexpr int kPacks = kTile / kPackBytes;  // of a column
-    const int64_t row = static_cast<int64_t>(blockIdx.y) * kTile;
-    for (int i = static_cast<int>(threadIdx.x); i < kTile * kPacks; i += kThreads) {
-      const int in_tile = i / kPacks;
-      const int pack = i % kPacks;
-      const int64_t column = static_cast<int64_t>(blockIdx.x) * kTile + in_tile;
-      if (column >= columns || row + pack * kPackBytes >= padded_rows) continue;
-      *reinterpret_cast<uint4*>(to + column * padded_rows + row + pack * kPackBytes) =
-          *reinterpret_cast<const uint4*>(&words[in_tile][(pack ^ in_tile / kColumns) * 4]);
-    }
-  }
-};
-
-__global__ void __launch_bounds__(kThreads)
-    transpose_bytes_kernel(TransposeMemory memory, int64_t padded_rows) {
-  __shared__ alignas(kPackBytes) TurnedTile tile;
-  const Place place = own_place(memory.rows, memory.columns);
-  uint4 bytes[kRows] = {};
-#pragma unroll
-  for (int row = 0; row < kRows; ++row)
-    if (row < place.num_rows)
-      bytes[row] = *reinterpret_cast<const uint4*>(
-          memory.from + (place.row + row) * memory.columns + place.column);
-  const auto write = [&](int part, uint32_t uint4::*word) {
-    tile.write(own_column() + part * 4,
-               {bytes[0].*word, bytes[1].*word, bytes[2].*word, bytes[3].*word});
-  };
-  write(0, &uint4::x);
-  write(1, &uint4::y);
-  write(2, &uint4::z);
-  write(3, &uint4::w);
-  __syncthreads();
-  tile.store(memory.to, memory.columns, padded_rows);
-}
+using namespace tile;
 
 // --- numbers -------------------------------------------------------------------------------------
 
@@ -309,13 +228,6 @@ __global__ void __launch_bounds__(kThreads) quantize_tiles_kernel(const T* numbe
 
 // --- on the host ---------------------------------------------------------------------------------
 
-int64_t padded(int64_t rows) { return (rows + kCodeMultiple - 1) / kCodeMultiple * kCodeMultiple; }
-
-dim3 tiles_of(int64_t rows, int64_t columns) {
-  return {static_cast<unsigned>((columns + kTile - 1) / kTile),
-          static_cast<unsigned>((rows + kTile - 1) / kTile)};
-}
-
 template <typename T, ScaleBlock kBlock>
 void launch(const QuantizeMemory& m, void* stream) {
   const Tiles tiles{m.rows,
@@ -364,13 +276,6 @@ void quantize_on_device(const QuantizeMemory& memory, void* stream) {
     quantize_rows_on_device(memory, stream);
   else
     quantize_tiles_on_device(memory, stream);
-}
-
-void transpose_bytes_on_device(const TransposeMemory& memory, void* stream) {
-  if (memory.rows == 0 || memory.columns == 0) return;
-  transpose_bytes_kernel<<<tiles_of(memory.rows, memory.columns), kThreads, 0,
-                           cuda_stream(stream)>>>(memory, padded(memory.rows));
-  check_launch("transpose_bytes");
 }
 
 }  // namespace fsdp::nn

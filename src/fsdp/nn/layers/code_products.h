@@ -9,7 +9,7 @@ namespace fsdp::nn {
 
 // How a device sums products of codes. (A CPU sums them in fp32.)
 enum class CodeSums : uint8_t {
-  kFast,  // in its matrix units alone, which keep 14 bits: for outputs
+  kFast,  // in its matrix units alone, which keep about 14 bits: for outputs
   // Moved to fp32 sums every few products. For gradients: errors of a step's sums stay in the
   // weights, and gradients of tokens cancel. (TransformerEngine's and torchao's defaults, too.)
   kExact,
