@@ -117,10 +117,10 @@ void multiply_codes(const at::Tensor& to, const CodeProduct& product) {
   to.copy_(product.bias.defined() ? sums + product.bias.to(at::kFloat) : sums);
 }
 
-bool multiplies_codes(const at::Tensor& rows, ScaleBlock block) {
-  if (!rows.is_cuda()) return true;
-  if (!has_kernels(rows)) return false;
-  const int generation = device_generation(rows.device().index());
+bool multiplies_codes(const at::Tensor& parameter, ScaleBlock block) {
+  if (!parameter.is_cuda()) return true;
+  if (!has_kernels(parameter)) return false;
+  const int generation = device_generation(parameter.device().index());
   return block == ScaleBlock::kPiece ? generation == kHopper : generation >= kHopper;
 }
 

@@ -26,7 +26,7 @@ struct CodeProduct {
 };
 void multiply_codes(const at::Tensor& to, const CodeProduct& product);
 
-// Whether the device has such products at all; a CPU has.
-bool multiplies_codes(const at::Tensor& rows, ScaleBlock block);
+// Whether the device of a layer's parameter has such products, for numbers of its type; a CPU has.
+bool multiplies_codes(const at::Tensor& parameter, ScaleBlock block);
 
 }  // namespace fsdp::nn

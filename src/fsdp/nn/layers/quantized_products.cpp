@@ -25,6 +25,10 @@ struct CodeWeight {
   at::Tensor gradient_multipliers() const {
     return block == ScaleBlock::kRow ? weight.scales.flatten() : at::Tensor();
   }
+  // [tokens], the same.
+  at::Tensor gradient_multipliers(const QuantizedRows& input) const {
+    return block == ScaleBlock::kRow ? input.scales.flatten() : at::Tensor();
+  }
   // [out, in]
   QuantizedRows rows() const {
     return {block == ScaleBlock::kPiece ? ScaleBlock::kSquare : block, weight.codes, weight.scales};
@@ -55,20 +59,20 @@ std::optional<ScaleBlock> block_of(WeightRecipe recipe) {
 }
 
 // Shapes that cuBLAS multiplies. A CPU takes the same ones: the same numbers.
-bool has_shape(const at::Tensor& codes, int64_t num_tokens, ScaleBlock block) {
+bool has_shape(const at::Tensor& codes, int64_t tokens, ScaleBlock block) {
   const int64_t multiple = block == ScaleBlock::kPiece ? kScalePiece : kCodeMultiple;
   // cuBLAS reads the tokens' scales of pieces in packs.
-  const bool fits_tokens = block != ScaleBlock::kPiece || num_tokens % kCodeMultiple == 0;
+  const bool fits_tokens = block != ScaleBlock::kPiece || tokens % kCodeMultiple == 0;
   return codes.size(0) % multiple == 0 && codes.size(1) % multiple == 0 && fits_tokens;
 }
 
-// rows: [tokens, any], the other operand. nullopt: numbers are multiplied. Asked for anew in every
-// use, as the memory of codes may have moved.
-std::optional<CodeWeight> code_weight(const at::Tensor& parameter, const at::Tensor& rows) {
+// nullopt: numbers are multiplied. Asked for anew in every use, as the memory of codes may have
+// moved.
+std::optional<CodeWeight> code_weight(const at::Tensor& parameter, int64_t tokens) {
   auto weight = quantized_weight(parameter);
-  if (!weight || rows.size(0) == 0) return std::nullopt;
+  if (!weight || tokens == 0) return std::nullopt;
   const std::optional<ScaleBlock> block = block_of(weight->recipe);
-  if (!block || !has_shape(weight->codes, rows.size(0), *block) || !multiplies_codes(rows, *block))
+  if (!block || !has_shape(weight->codes, tokens, *block) || !multiplies_codes(parameter, *block))
     return std::nullopt;
   return CodeWeight{*std::move(weight), *block};
 }
@@ -81,14 +85,8 @@ bool reuses_codes(const std::optional<CodeWeight>& weight) {
   return weight && weight->has_code_gradient() && weight->block != ScaleBlock::kPiece;
 }
 
-// What a kept input still tells of its rows.
-const at::Tensor& any_rows(const LayerInput& input) {
-  return input.numbers.defined() ? input.numbers : input.codes.codes;
-}
-
-// The same multipliers for all rows of tokens.
-at::Tensor input_multipliers(const QuantizedRows& codes) {
-  return codes.block == ScaleBlock::kRow ? codes.scales.flatten() : at::Tensor();
+int64_t tokens_of(const LayerInput& input) {
+  return input.numbers.defined() ? input.numbers.size(0) : input.codes.codes.size(0);
 }
 
 }  // namespace
@@ -101,7 +99,7 @@ bool has_quantized(at::TensorList weights) {
 LayerInput layer_input(const at::Tensor& numbers, at::TensorList weights) {
   LayerInput input{numbers, {}};
   for (const at::Tensor& parameter : weights) {
-    const auto weight = code_weight(parameter, numbers);
+    const auto weight = code_weight(parameter, numbers.size(0));
     if (!weight) continue;
     if (!input.codes.codes.defined()) input.codes = quantize_rows(numbers, weight->block);
     FSDP_CHECK(input.codes.block == weight->block,
@@ -110,11 +108,18 @@ LayerInput layer_input(const at::Tensor& numbers, at::TensorList weights) {
   return input;
 }
 
+bool reads_codes_of_rows(at::TensorList weights, int64_t num_tokens) {
+  return std::all_of(weights.begin(), weights.end(), [&](const at::Tensor& parameter) {
+    const auto weight = code_weight(parameter, num_tokens);
+    return weight && weight->block == ScaleBlock::kRow;
+  });
+}
+
 LayerInput kept_input(const LayerInput& input, at::TensorList weights) {
   LayerInput kept;
   for (const at::Tensor& parameter : weights) {
     if (!parameter.requires_grad()) continue;
-    if (reuses_codes(code_weight(parameter, input.numbers)))
+    if (reuses_codes(code_weight(parameter, tokens_of(input))))
       kept.codes = input.codes;
     else
       kept.numbers = input.numbers;
@@ -126,19 +131,18 @@ LayerInput input_of_gradients(const at::Tensor& numbers, at::TensorList weights)
   LayerInput input{numbers, {}};
   for (const at::Tensor& parameter : weights) {
     if (!parameter.requires_grad() || input.codes.codes.defined()) continue;
-    const auto weight = code_weight(parameter, numbers);
+    const auto weight = code_weight(parameter, numbers.size(0));
     if (reuses_codes(weight)) input.codes = quantize_rows(numbers, weight->block);
   }
   return input;
 }
 
 at::Tensor layer_output(const LayerInput& input, const at::Tensor& weight, const at::Tensor& bias) {
-  const auto codes = code_weight(weight, input.numbers);
+  const auto codes = code_weight(weight, tokens_of(input));
   if (!codes)
     return at::linear(input.numbers, numbers_of(weight),
                       bias.defined() ? std::optional(bias) : std::nullopt);
-  const at::Tensor output =
-      at::empty({input.numbers.size(0), weight.size(0)}, input.numbers.options());
+  const at::Tensor output = at::empty({tokens_of(input), weight.size(0)}, weight.options());
   multiply_codes(output, {input.codes, codes->rows(), bias, CodeSums::kFast});
   return output;
 }
@@ -147,7 +151,7 @@ TurnedInput turned_input(const LayerInput& input, at::TensorList weights) {
   TurnedInput turned{input, {}};
   for (const at::Tensor& parameter : weights) {
     if (!parameter.requires_grad() || turned.by_columns.codes.defined()) continue;
-    const auto weight = code_weight(parameter, any_rows(input));
+    const auto weight = code_weight(parameter, tokens_of(input));
     if (!weight || !weight->has_code_gradient()) continue;
     if (weight->block == ScaleBlock::kPiece)
       turned.by_columns = quantize_columns(input.numbers, ScaleBlock::kPiece);
@@ -163,17 +167,17 @@ OutputGradient::OutputGradient(const at::Tensor& gradient, const at::Tensor& wei
     : gradient_(gradient), weight_(weight) {}
 
 void OutputGradient::quantize_for_both(const TurnedInput& input) {
-  const auto weight = code_weight(weight_, gradient_);
+  const auto weight = code_weight(weight_, gradient_.size(0));
   if (!weight || !weight->has_code_gradient()) return;
   auto [by_rows, by_columns] =
       quantize_two_forms(gradient_, weight->block, weight->gradient_multipliers(),
-                         input_multipliers(input.input.codes));
+                         weight->gradient_multipliers(input.input.codes));
   by_rows_ = by_rows;
   by_columns_ = by_columns;
 }
 
 at::Tensor OutputGradient::added_to_input_gradient(const at::Tensor& sum) {
-  const auto weight = code_weight(weight_, gradient_);
+  const auto weight = code_weight(weight_, gradient_.size(0));
   if (!weight) {
     const at::Tensor numbers = numbers_of(weight_);
     return sum.defined() ? sum.addmm_(gradient_, numbers) : gradient_.mm(numbers);
@@ -187,13 +191,14 @@ at::Tensor OutputGradient::added_to_input_gradient(const at::Tensor& sum) {
 
 at::Tensor OutputGradient::weight_gradient(const TurnedInput& input) {
   WeightGradient result(weight_);
-  const auto weight = code_weight(weight_, gradient_);
+  const auto weight = code_weight(weight_, gradient_.size(0));
   if (!weight || !weight->has_code_gradient()) {
     result.write_rows(0, gradient_.t(), input.input.numbers);
     return result.for_autograd();
   }
   if (!by_columns_.codes.defined())
-    by_columns_ = quantize_columns(gradient_, weight->block, input_multipliers(input.input.codes));
+    by_columns_ =
+        quantize_columns(gradient_, weight->block, weight->gradient_multipliers(input.input.codes));
   result.write([&](const at::Tensor& to) { multiply_codes(to, {by_columns_, input.by_columns}); });
   return result.for_autograd();
 }

@@ -21,14 +21,18 @@ namespace fsdp::nn {
 
 bool has_quantized(at::TensorList weights);
 
-// What products read of an input.
+// What products read of an input; what nobody reads may be undefined.
 struct LayerInput {
-  at::Tensor numbers;   // [tokens, in]; may be undefined where nobody reads them
-  QuantizedRows codes;  // codes may be undefined
+  at::Tensor numbers;  // [tokens, in]
+  QuantizedRows codes;
 };
 
 // Quantised once for all weights. Those that are quantised have one recipe.
 LayerInput layer_input(const at::Tensor& numbers, at::TensorList weights);
+
+// Whether every weight reads codes of tokens that depend on the token alone: tokens can be
+// quantised before they travel.
+bool reads_codes_of_rows(at::TensorList weights, int64_t num_tokens);
 
 // The part of it that gradients of those weights need which have some: codes, at half the bytes, or
 // numbers.
