@@ -13,6 +13,7 @@
 #include "support/layer_gradients.h"
 #include "support/quantized_weights.h"
 #include "support/run_ranks.h"
+#include "support/watched_memory.h"
 
 namespace fsdp::nn::quantized_linear_test {
 namespace {
@@ -185,6 +186,19 @@ TEST(QuantizedLinear, KeepsTheInputOnlyWhereCodesAreNotEnough) {
     output.sum().backward();
     EXPECT_TRUE(weight.grad().isfinite().all().item<bool>()) << to_text(recipe);
   }
+}
+
+// Quantised once, and with a scale per token.
+TEST(QuantizedLinear, KeepsAByteOfEveryNumberForAllWeightsOfAnInput) {
+  const at::Tensor input = waves({64, 128}, 0.1).to(at::kBFloat16);
+  const Tensors weights = {tagged(waves({32, 128}, 0.2), {}, at::kBFloat16),
+                           tagged(waves({48, 128}, 0.3), {}, at::kBFloat16),
+                           tagged(waves({16, 128}, 0.4), {}, at::kBFloat16)};
+  const fsdp::testing::TensorAllocations allocations;
+  const Tensors outputs = linear(input, weights, Tensors(3));
+  int64_t output_bytes = 0;
+  for (const at::Tensor& output : outputs) output_bytes += static_cast<int64_t>(output.nbytes());
+  EXPECT_EQ(allocations.now_bytes() - output_bytes, 64 * 128 + 64 * 4);
 }
 
 TEST(QuantizedLinear, WithoutTrainedWeightsHasTheInputsGradient) {
