@@ -22,6 +22,7 @@
 #include "fsdp/graph/device_graph.h"
 #include "fsdp/nn/layers/cross_entropy.h"
 #include "fsdp/nn/layers/feed_forward.h"
+#include "fsdp/nn/layers/quantized_rows.h"
 #include "fsdp/nn/layers/rms_norm.h"
 #include "fsdp/nn/layers/rotary.h"
 #include "timings.h"
@@ -48,8 +49,8 @@ struct Settings {
 struct Layer {
   std::string name;
   std::vector<std::vector<int64_t>> inputs;
-  double forward_passes = 0.0;  // over the first input's memory, at the least
-  double backward_passes = 0.0;
+  double forward_passes = 0.0;   // over the first input's memory, at the least
+  double backward_passes = 0.0;  // 0: it has no gradient
   Function ours;
   Function aten;
 };
@@ -125,6 +126,7 @@ class Bench {
     };
     report(layer.name, "forward", layer.forward_passes * bytes,
            time({forward(layer.ours), forward(layer.aten)}));
+    if (layer.backward_passes == 0.0) return;
     report(layer.name, "backward", layer.backward_passes * bytes,
            time({backward(layer.ours, inputs), backward(layer.aten, inputs)}));
   }
@@ -272,6 +274,51 @@ Layer residual_norm(const Settings& n) {
               }};
 }
 
+// --- codes ---------------------------------------------------------------------------------------
+
+at::Tensor row_codes_by_aten(const at::Tensor& x) {
+  const at::Tensor wide = x.to(at::kFloat);
+  return (wide * (448.0 / wide.abs().amax(1, true))).to(at::kFloat8_e4m3fn);
+}
+
+Layer row_codes(const Settings& n) {
+  return {.name = "codes of rows",
+          .inputs = {{n.batch * n.sequence, n.intermediate}},
+          .forward_passes = 1.0 + 1.0 / static_cast<double>(c10::elementSize(n.dtype)),
+          .ours =
+              [](const Tensors& in) {
+                return Tensors{nn::quantize_rows(in[0], nn::ScaleBlock::kRow).codes};
+              },
+          .aten = [](const Tensors& in) { return Tensors{row_codes_by_aten(in[0])}; }};
+}
+
+// Scales of rows and columns are known after a pass over everything; those of pieces are not.
+Layer two_codes(const Settings& n, const char* name, nn::ScaleBlock block, double reads) {
+  return {.name = name,
+          .inputs = {{n.batch * n.sequence, n.intermediate}},
+          .forward_passes = reads + 2.0 / static_cast<double>(c10::elementSize(n.dtype)),
+          .ours =
+              [block](const Tensors& in) {
+                return Tensors{nn::quantize_two_forms(in[0], block).by_columns.codes};
+              },
+          .aten =
+              [](const Tensors& in) {
+                return Tensors{row_codes_by_aten(in[0]), row_codes_by_aten(in[0].t().contiguous())};
+              }};
+}
+
+Layer turned_codes(const Settings& n) {
+  const auto bytes = [](const Tensors& in) { return in[0].view(at::kByte); };
+  return {.name = "codes transposed",
+          .inputs = {{n.batch * n.sequence, n.intermediate}},
+          .forward_passes = 2,
+          .ours =
+              [bytes](const Tensors& in) {
+                return Tensors{nn::transposed_codes(bytes(in).view(at::kFloat8_e4m3fn))};
+              },
+          .aten = [bytes](const Tensors& in) { return Tensors{bytes(in).t().contiguous()}; }};
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -301,5 +348,9 @@ int main(int argc, char** argv) {
   for (const Layer& layer : {rotary(settings), gated_mlp(settings), cross_entropy(settings),
                              norm(settings), residual_norm(settings)})
     bench.measure(layer);
+  bench.measure(row_codes(settings));
+  bench.measure(two_codes(settings, "both codes, of rows", nn::ScaleBlock::kRow, 2.0));
+  bench.measure(two_codes(settings, "both codes, of pieces", nn::ScaleBlock::kPiece, 1.0));
+  bench.measure(turned_codes(settings));
   return 0;
 }

@@ -21,6 +21,7 @@ class TensorAllocations {
   TensorAllocations()
       : counts_(std::make_shared<Counts>()), guard_(c10::DebugInfoKind::PROFILER_STATE, counts_) {}
 
+  int64_t now_bytes() const { return counts_->now; }
   int64_t largest_bytes() const { return counts_->largest; }
   int64_t peak_bytes() const { return counts_->peak; }
 

@@ -6,7 +6,10 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/pimpl.h>
 
+#include <string>
 #include <vector>
+
+#include "fsdp/shard/quantized_weight.h"
 
 namespace fsdp::nn {
 
@@ -14,10 +17,13 @@ namespace fsdp::nn {
 // in Python (torch::nn::Linear rounds once more in narrow types if the input is not a matrix). In a
 // sharded model its backward computes the weight gradient into the unit's gradient slab, without a
 // full-size gradient and without a copy. Where that is impossible it works like torch::nn::Linear.
-class LinearImpl : public torch::nn::LinearImpl {
+//
+// A quantised weight is multiplied by quantised inputs (docs/fp8.md).
+class LinearImpl : public torch::nn::LinearImpl, public QuantizableModule {
  public:
   using torch::nn::LinearImpl::LinearImpl;
   at::Tensor forward(const at::Tensor& input);
+  bool is_quantizable(const std::string& parameter) const override { return parameter == "weight"; }
 };
 TORCH_MODULE(Linear);
 
@@ -25,7 +31,7 @@ TORCH_MODULE(Linear);
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias);
 
 // The same for several weights and one input. On a device the backward's matrix products add up the
-// input's gradient as they go.
+// input's gradient as they go. For quantised weights the input is quantised once.
 std::vector<at::Tensor> linear(const at::Tensor& input, const std::vector<at::Tensor>& weights,
                                const std::vector<at::Tensor>& biases);
 

@@ -32,10 +32,13 @@ bool has_kernels(const at::Tensor& tensor) {
          (type == at::kFloat || type == at::kBFloat16 || type == at::kHalf);
 }
 
+bool begins_a_pack(const at::Tensor& tensor) {
+  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
+}
+
 at::Tensor dense_packs(const at::Tensor& tensor) {
   const at::Tensor dense = tensor.contiguous();
-  const bool begins_a_pack = reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0;
-  return begins_a_pack ? dense : dense.clone();
+  return begins_a_pack(dense) ? dense : dense.clone();
 }
 
 }  // namespace fsdp::nn

@@ -15,6 +15,9 @@ namespace fsdp::nn {
 bool has_kernels_on(const at::Device& device);
 bool has_kernels(const at::Tensor& tensor);
 
+// Whether its first number is at a multiple of 16 bytes.
+bool begins_a_pack(const at::Tensor& tensor);
+
 // The tensor, or a copy, that is dense and begins at a multiple of 16 bytes.
 at::Tensor dense_packs(const at::Tensor& tensor);
 

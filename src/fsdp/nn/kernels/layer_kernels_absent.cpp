@@ -1,6 +1,7 @@
 // Stands in for the CUDA kernels in builds without them.
 #include "fsdp/base/error.h"
 #include "fsdp/nn/kernels/layer_kernels.h"
+#include "fsdp/nn/kernels/quantize_kernels.h"
 
 namespace fsdp::nn {
 
@@ -50,5 +51,11 @@ int64_t norm_weight_sums(int64_t) { throw_absent(); }
 void rms_norm_on_device(const NormInput&, const NormOutput&, void*) { throw_absent(); }
 
 void rms_norm_backward_on_device(const NormInput&, const NormGradients&, void*) { throw_absent(); }
+
+int64_t num_amaxes(ScaleBlock, int64_t, int64_t) { throw_absent(); }
+
+void quantize_on_device(const QuantizeMemory&, void*) { throw_absent(); }
+
+void transpose_bytes_on_device(const TransposeMemory&, void*) { throw_absent(); }
 
 }  // namespace fsdp::nn

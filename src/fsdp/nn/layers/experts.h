@@ -5,9 +5,12 @@
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
+#include <string>
+
 #include "fsdp/nn/layers/feed_forward.h"
 #include "fsdp/nn/layers/router.h"
 #include "fsdp/shard/parallel_module.h"
+#include "fsdp/shard/quantized_weight.h"
 
 namespace fsdp::nn {
 
@@ -27,7 +30,10 @@ struct ExpertsOptions {
 
 // The MLPs of all experts, matrix after matrix in two parameters, so that one product computes all
 // experts. On a mesh with an `ep` axis: those of this rank's experts.
-class ExpertBankImpl : public torch::nn::Module, public NamedInit, public ExpertModule {
+class ExpertBankImpl : public torch::nn::Module,
+                       public NamedInit,
+                       public ExpertModule,
+                       public QuantizableModule {
  public:
   explicit ExpertBankImpl(const ExpertsOptions& options);
   struct Results {
@@ -38,6 +44,7 @@ class ExpertBankImpl : public torch::nn::Module, public NamedInit, public Expert
   Results forward(const at::Tensor& tokens, const SortedChoices& choices, const at::Tensor& weight);
   void reset_parameters() override;
   void join(const MeshAxis& ep) override;
+  bool is_quantizable(const std::string&) const override { return true; }
 
  private:
   const ExpertsOptions options_;

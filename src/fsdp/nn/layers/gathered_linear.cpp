@@ -5,10 +5,11 @@
 
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "fsdp/comm/mesh.h"
+#include "fsdp/nn/layers/quantized_products.h"
 #include "fsdp/nn/layers/rank_slices.h"
-#include "fsdp/nn/layers/weight_gradient.h"
 
 namespace fsdp::nn {
 
@@ -25,28 +26,74 @@ using Held = c10::intrusive_ptr<HeldAxis>;
 
 at::Tensor token_rows(const at::Tensor& tensor) { return tensor.reshape({-1, tensor.size(-1)}); }
 
-// The part of the tokens' gradient that comes by this rank's outputs, in the shape of the sequence.
-at::Tensor part_by_outputs(const variable_list& gradients, at::TensorList weights) {
-  at::Tensor sum;
-  for (size_t i = 0; i < gradients.size(); ++i) {
-    const at::Tensor rows = token_rows(gradients[i]);
-    sum = sum.defined() ? sum.addmm_(rows, weights[i]) : rows.mm(weights[i]);
-  }
-  return sum.view({gradients[0].size(0), gradients[0].size(1), -1});
+std::vector<OutputGradient> output_gradients(const variable_list& gradients,
+                                             at::TensorList weights) {
+  std::vector<OutputGradient> result;
+  for (size_t i = 0; i < gradients.size(); ++i)
+    result.emplace_back(token_rows(gradients[i]), weights[i]);
+  return result;
 }
+
+// The part of the tokens' gradient that comes by this rank's outputs.
+at::Tensor part_by_outputs(std::vector<OutputGradient>& gradients) {
+  at::Tensor sum;
+  for (OutputGradient& gradient : gradients) sum = gradient.added_to_input_gradient(sum);
+  return sum;
+}
+
+// Tokens on their way from all ranks: as codes and scales if they are there, else as numbers.
+class GatheredTokens {
+ public:
+  // own: rows, of [batch, sequence / tp]
+  GatheredTokens(const LayerInput& own, int64_t batch, Communicator& ranks) {
+    const auto gathered = [&](const at::Tensor& rows) {
+      return GatheredSlices(rows.view({batch, -1, rows.size(1)}), 1, ranks);
+    };
+    if (own.codes.codes.defined()) {
+      codes_.emplace(gathered(own.codes.codes.view(at::kByte)));
+      scales_.emplace(gathered(own.codes.scales));
+    } else {
+      numbers_.emplace(gathered(own.numbers));
+    }
+  }
+
+  // Rows of the whole sequence.
+  LayerInput wait() {
+    if (numbers_) return {token_rows(numbers_->wait()), {}};
+    const at::Tensor codes = token_rows(codes_->wait()).contiguous().view(at::kFloat8_e4m3fn);
+    return {{}, {ScaleBlock::kRow, codes, token_rows(scales_->wait()).contiguous()}};
+  }
+
+ private:
+  std::optional<GatheredSlices> numbers_;
+  std::optional<GatheredSlices> codes_;
+  std::optional<GatheredSlices> scales_;
+};
+
+// What is saved, in order: the own tokens' numbers, codes, scales (undefined where nobody reads
+// them), the weights.
+constexpr size_t kFirstGatheredWeight = 3;
 
 class GatheredLinears final : public torch::autograd::Function<GatheredLinears> {
  public:
   static variable_list forward(AutogradContext* context, const at::Tensor& own,
                                at::TensorList weights, at::TensorList biases, const Held& held) {
-    const at::Tensor whole = GatheredSlices(own, 1, held->axis.gather()).wait();
-    variable_list saved = {own};
+    LayerInput own_input{token_rows(own), {}};
+    const int64_t ranks = held->axis.size();
+    if (reads_codes_of_rows(weights, own_input.numbers.size(0) * ranks))
+      own_input.codes = quantize_rows(own_input.numbers, ScaleBlock::kRow);
+    const int64_t batch = own.size(0);
+    LayerInput input = GatheredTokens(own_input, batch, held->axis.gather()).wait();
+    if (input.numbers.defined()) input = layer_input(input.numbers, weights);
     variable_list outputs;
-    for (size_t i = 0; i < weights.size(); ++i) {
-      saved.push_back(weights[i]);
-      outputs.push_back(
-          at::linear(whole, weights[i], biases.empty() ? std::nullopt : std::optional(biases[i])));
-    }
+    for (size_t i = 0; i < weights.size(); ++i)
+      outputs.push_back(layer_output(input, weights[i], biases.empty() ? at::Tensor() : biases[i])
+                            .view({batch, own.size(1) * ranks, -1}));
+    LayerInput kept = own_input.codes.codes.defined() ? kept_input(own_input, weights) : own_input;
+    if (kept.numbers.defined()) kept.codes = {};  // one of them travels
+    variable_list saved = {kept.numbers.defined() ? own : at::Tensor(), kept.codes.codes,
+                           kept.codes.scales};
+    saved.insert(saved.end(), weights.begin(), weights.end());
     context->save_for_backward(std::move(saved));
     context->saved_data["axis"] = c10::IValue::make_capsule(held);
     context->saved_data["num_biases"] = static_cast<int64_t>(biases.size());
@@ -59,29 +106,36 @@ class GatheredLinears final : public torch::autograd::Function<GatheredLinears> 
         c10::static_intrusive_pointer_cast<HeldAxis>(context->saved_data["axis"].toCapsule());
     Communicator& ranks = held->axis.reduce();
     const variable_list saved = context->get_saved_variables();
-    const at::TensorList weights = at::TensorList(saved).slice(1);
+    const at::TensorList weights = at::TensorList(saved).slice(kFirstGatheredWeight);
     const size_t first_bias = 1 + weights.size();
     const auto num_biases = static_cast<size_t>(context->saved_data["num_biases"].toInt());
     bool has_trained_weight = false;
     for (size_t i = 1; i < first_bias; ++i) has_trained_weight |= context->needs_input_grad(i);
 
-    std::optional<GatheredSlices> whole;
-    if (has_trained_weight) whole.emplace(saved[0], 1, ranks);
+    std::optional<GatheredTokens> whole;
+    if (has_trained_weight)
+      whole.emplace(LayerInput{saved[0].defined() ? token_rows(saved[0]) : at::Tensor(),
+                               {ScaleBlock::kRow, saved[1], saved[2]}},
+                    gradients[0].size(0), ranks);
     std::optional<ScatteredSums> own_gradient;
+    std::vector<OutputGradient> of_outputs = output_gradients(gradients, weights);
     if (context->needs_input_grad(0))
-      own_gradient.emplace(part_by_outputs(gradients, weights), 1, ranks);
+      own_gradient.emplace(
+          part_by_outputs(of_outputs).view({gradients[0].size(0), gradients[0].size(1), -1}), 1,
+          ranks);
 
     variable_list result(first_bias + num_biases + 1);
     for (size_t i = 0; i < num_biases; ++i)
       if (context->needs_input_grad(first_bias + i))
         result[first_bias + i] = token_rows(gradients[i]).sum(0);
-    const at::Tensor tokens = whole ? token_rows(whole->wait()) : at::Tensor();
-    for (size_t i = 0; i < weights.size(); ++i) {
-      if (!context->needs_input_grad(1 + i)) continue;
-      WeightGradient gradient(weights[i]);
-      gradient.write_rows(0, token_rows(gradients[i]).t(), tokens);
-      result[1 + i] = gradient.for_autograd();
+    TurnedInput tokens;
+    if (whole) {
+      LayerInput input = whole->wait();
+      if (input.numbers.defined()) input = input_of_gradients(input.numbers, weights);
+      tokens = turned_input(input, weights);
     }
+    for (size_t i = 0; i < weights.size(); ++i)
+      if (context->needs_input_grad(1 + i)) result[1 + i] = of_outputs[i].weight_gradient(tokens);
     if (own_gradient) result[0] = own_gradient->wait();
     return result;
   }

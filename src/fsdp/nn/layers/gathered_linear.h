@@ -18,6 +18,9 @@ namespace fsdp::nn {
 // Keeps the own tokens for the backward, which gathers the others again: the memory of a layer's
 // input is divided by tp. The gradient of the tokens travels while those of the weights are
 // computed.
+//
+// Under quantised weights with scales of rows, codes of tokens are kept and travel, with a scale
+// per token; under others numbers do, which are quantised where they arrive.
 std::vector<at::Tensor> gathered_linear(const at::Tensor& own,
                                         const std::vector<at::Tensor>& weights,
                                         const std::vector<at::Tensor>& biases, const MeshAxis& tp);

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "fsdp/nn/kernels/layer_kernels.h"
+#include "fsdp/nn/layers/dequantized.h"
 #include "fsdp/nn/layers/weight_gradient.h"
 
 namespace fsdp::nn {
@@ -74,7 +75,7 @@ class GroupedLinear final : public torch::autograd::Function<GroupedLinear> {
                             const std::optional<at::Tensor>& on_host) {
     context->save_for_backward({rows, weight, ends, on_host.value_or(at::Tensor())});
     const RowGroups groups{ends, on_host.value_or(at::Tensor())};
-    return product(rows, matrices_of(weight, ends.size(0)).transpose(1, 2), groups);
+    return product(rows, matrices_of(numbers_of(weight), ends.size(0)).transpose(1, 2), groups);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
@@ -83,7 +84,7 @@ class GroupedLinear final : public torch::autograd::Function<GroupedLinear> {
     const RowGroups groups{saved[2], saved[3]};
     variable_list result(4);
     if (context->needs_input_grad(0))
-      result[0] = product(gradient, matrices_of(saved[1], groups.ends.size(0)), groups);
+      result[0] = product(gradient, matrices_of(numbers_of(saved[1]), groups.ends.size(0)), groups);
     if (context->needs_input_grad(1))
       result[1] = gradient_of_weight(saved[1], gradient, saved[0], groups);
     return result;

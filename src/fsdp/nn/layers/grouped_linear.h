@@ -19,7 +19,8 @@ RowGroups row_groups(const at::Tensor& rows, const at::Tensor& ends,
 // The rows of group g times the transpose of weight[g]. rows: [n, in]; weight: [groups * out, in],
 // matrix after matrix. Rows that are nobody's have no result and no gradient: whatever their memory
 // holds. On a device that multiplies all groups at once, a weight's gradient is rounded to the
-// weight's type before it is summed.
+// weight's type before it is summed. A quantised weight is multiplied by its numbers, which are
+// made anew for every product.
 at::Tensor grouped_linear(const at::Tensor& rows, const at::Tensor& weight,
                           const RowGroups& groups);
 

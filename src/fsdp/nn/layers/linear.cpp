@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "fsdp/nn/layers/quantized_linear.h"
+#include "fsdp/nn/layers/quantized_products.h"
 #include "fsdp/nn/layers/weight_gradient.h"
 
 namespace fsdp::nn {
@@ -89,6 +91,7 @@ bool are_summed_by_products(const at::Tensor& input, const std::vector<at::Tenso
 
 std::vector<at::Tensor> linear(const at::Tensor& input, const std::vector<at::Tensor>& weights,
                                const std::vector<at::Tensor>& biases) {
+  if (has_quantized(weights)) return quantized_linear(input, weights, biases);
   // Autograd finds tensors in a TensorList only.
   if (are_summed_by_products(input, biases))
     return LinearsFunction::apply(input, at::TensorList(weights));
@@ -99,6 +102,7 @@ std::vector<at::Tensor> linear(const at::Tensor& input, const std::vector<at::Te
 }
 
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
+  if (has_quantized(weight)) return quantized_linear(input, {weight}, {bias}).front();
   // Autograd accepts nullopt for no bias, but not an undefined tensor.
   return LinearFunction::apply(input, weight, bias.defined() ? std::optional(bias) : std::nullopt);
 }

@@ -6,12 +6,14 @@
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
+#include <string>
 #include <vector>
 
 #include "fsdp/nn/layers/named_init.h"
 #include "fsdp/nn/layers/rank_logits.h"
 #include "fsdp/nn/layers/rms_norm.h"
 #include "fsdp/nn/layers/tensor_ranks.h"
+#include "fsdp/shard/quantized_weight.h"
 
 namespace fsdp::nn {
 
@@ -37,12 +39,16 @@ struct ProjectionOptions {
 
 // x * weight^T + bias, computed like fsdp::nn::Linear: weight gradients go straight into the slab
 // that is reduced.
-class ProjectionImpl : public torch::nn::Module, public NamedInit, public TokenParallelLayer {
+class ProjectionImpl : public torch::nn::Module,
+                       public NamedInit,
+                       public TokenParallelLayer,
+                       public QuantizableModule {
  public:
   explicit ProjectionImpl(const ProjectionOptions& options);
   at::Tensor forward(const at::Tensor& input);
   void reset_parameters() override;
   TpPlacement tp_placement(const std::string& parameter) const override;
+  bool is_quantizable(const std::string& parameter) const override { return parameter == "weight"; }
 
   at::Tensor weight;  // [out, in]
   at::Tensor bias;    // [out], or undefined

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include "fsdp/nn/kernels/kernel_calls.h"
+
 namespace fsdp::nn {
 
 WeightGradient::WeightGradient(const at::Tensor& weight)
@@ -29,6 +31,21 @@ void WeightGradient::write_rows(int64_t first, const at::Tensor& transposed,
   } else {
     at::mm_out(target, transposed, inputs);
   }
+}
+
+void WeightGradient::write(const std::function<void(const at::Tensor& to)>& product) {
+  const bool adds = target_.beta != 0.0;
+  // Products of codes can neither add nor write everywhere.
+  if (!adds && begins_a_pack(target_.target)) {
+    product(target_.target);
+    return;
+  }
+  const at::Tensor result = at::empty_like(target_.target);
+  product(result);
+  if (adds)
+    target_.target.add_(result);
+  else
+    target_.target.copy_(result);
 }
 
 }  // namespace fsdp::nn

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 
 #include "fsdp/shard/direct_gradient.h"
 
@@ -18,6 +19,10 @@ class WeightGradient {
   // gradient[first ...] = transposed * inputs; transposed: [rows of the matrix, n], inputs: [n,
   // columns of the matrix]; zeros if n is 0.
   void write_rows(int64_t first, const at::Tensor& transposed, const at::Tensor& inputs);
+
+  // All rows at once: what `product` writes to the tensor that it is given, of fp32 or of the
+  // weight's type.
+  void write(const std::function<void(const at::Tensor& to)>& product);
 
   // Undefined if the gradient is in its slab.
   const at::Tensor& for_autograd() const { return own_; }

@@ -1,0 +1,281 @@
+// Matrices to codes by rows and transposed, from one read of tiles of 128 x 128 numbers. Pieces
+// have their scales within a tile; those of rows, columns and the matrix need a pass for the
+// largest magnitudes first.
+#include "fsdp/base/kernel_launch.cuh"
+#include "fsdp/base/packed_access.cuh"
+#include "fsdp/nn/kernels/code_words.cuh"
+#include "fsdp/nn/kernels/quantize_kernels.h"
+#include "fsdp/nn/kernels/turned_tile.cuh"
+
+namespace fsdp::nn {
+
+namespace {
+
+using namespace tile;
+
+// --- numbers -------------------------------------------------------------------------------------
+
+struct Tiles {
+  int64_t rows;
+  int64_t columns;
+  int64_t padded_rows;
+  CodesMemory by_rows;
+  CodesMemory by_columns;
+  const float* column_multipliers;
+  const float* row_multipliers;
+  uint32_t* row_amaxes;  // kMatrix: the one
+  uint32_t* column_amaxes;
+};
+
+// A thread's numbers; zeros where there are none.
+template <typename T>
+struct Part {
+  static constexpr int kCount = kPackCount<T>;
+  RawPack<T> packs[kRows][kColumns / kCount];
+
+  __device__ void load(const T* numbers, const Place& place, int64_t stride) {
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+      for (int k = 0; k < kColumns / kCount; ++k)
+        packs[row][k] =
+            row < place.num_rows
+                ? load_raw_pack(numbers + (place.row + row) * stride + place.column + k * kCount)
+                : RawPack<T>{};
+    }
+  }
+
+  __device__ float number(int row, int column) const {
+    return widened(packs[row][column / kCount]).of[column % kCount];
+  }
+};
+
+// For a thread's rows or columns.
+template <int kCount>
+__device__ void load_multipliers(const float* from, int64_t begin, int64_t end,
+                                 float (&to)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+    to[i] = from == nullptr || begin + i >= end ? 1.0f : from[begin + i];
+}
+
+template <typename T>
+__device__ void row_maxes(const Part<T>& part, const float (&multipliers)[kColumns],
+                          uint32_t (&most)[kRows]) {
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
+    most[row] = 0;
+#pragma unroll
+    for (int k = 0; k < kColumns; ++k)
+      most[row] = max(most[row], magnitude_bits(part.number(row, k) * multipliers[k]));
+#pragma unroll
+    for (int step = kAcross / 2; step > 0; step /= 2)
+      most[row] = max(most[row], __shfl_xor_sync(~0u, most[row], step));
+  }
+}
+
+// Those of a tile, in shared memory, when this returns.
+template <typename T>
+__device__ void column_maxes(const Part<T>& part, const float (&multipliers)[kRows],
+                             uint32_t (&tile)[kTile]) {
+  if (threadIdx.x < kTile) tile[threadIdx.x] = 0;
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < kColumns; ++k) {
+    uint32_t most = 0;
+#pragma unroll
+    for (int row = 0; row < kRows; ++row)
+      most = max(most, magnitude_bits(part.number(row, k) * multipliers[row]));
+#pragma unroll
+    for (int step = kAcross; step < kWarp; step *= 2)
+      most = max(most, __shfl_xor_sync(~0u, most, step));
+    if (threadIdx.x % kWarp < kAcross) atomicMax(&tile[own_column() + k], most);
+  }
+  __syncthreads();
+}
+
+// Maxima do not depend on the order of the atomics.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) matrix_amax_kernel(const T* numbers, Tiles t) {
+  Part<T> part;
+  part.load(numbers, own_place(t.rows, t.columns), t.columns);
+  uint32_t most = 0;
+#pragma unroll
+  for (int i = 0; i < kRows * kColumns; ++i)
+    most = max(most, magnitude_bits(part.number(i / kColumns, i % kColumns)));
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) most = max(most, __shfl_xor_sync(~0u, most, step));
+  if (threadIdx.x % kWarp == 0) atomicMax(t.row_amaxes, most);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) row_amax_kernel(const T* numbers, Tiles t) {
+  const Place place = own_place(t.rows, t.columns);
+  Part<T> part;
+  part.load(numbers, place, t.columns);
+  if (t.by_rows.codes != nullptr) {
+    float multipliers[kColumns];
+    load_multipliers(t.column_multipliers, place.column, t.columns, multipliers);
+    uint32_t most[kRows];
+    row_maxes(part, multipliers, most);
+#pragma unroll
+    for (int row = 0; row < kRows; ++row)
+      if (own_column() == 0 && row < place.num_rows)
+        atomicMax(t.row_amaxes + place.row + row, most[row]);
+  }
+  if (t.by_columns.codes != nullptr) {
+    __shared__ uint32_t tile[kTile];
+    float multipliers[kRows];
+    load_multipliers(t.row_multipliers, place.row, t.rows, multipliers);
+    column_maxes(part, multipliers, tile);
+    const int64_t column = static_cast<int64_t>(blockIdx.x) * kTile + threadIdx.x;
+    if (threadIdx.x < kTile && column < t.columns)
+      atomicMax(t.column_amaxes + column, tile[threadIdx.x]);
+  }
+}
+
+template <typename T, ScaleBlock kBlock>
+__device__ void write_rows(const Part<T>& part, const Place& place, const Tiles& t) {
+  float multipliers[kColumns];
+  load_multipliers(t.column_multipliers, place.column, t.columns, multipliers);
+  uint32_t most[kRows] = {};
+  if constexpr (kBlock == ScaleBlock::kPiece) row_maxes(part, multipliers, most);
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
+    if (row >= place.num_rows) continue;
+    const int64_t at = place.row + row;
+    if constexpr (kBlock == ScaleBlock::kRow) most[row] = t.row_amaxes[at];
+    if constexpr (kBlock == ScaleBlock::kMatrix) most[row] = t.row_amaxes[0];
+    const float factor = factor_of(most[row]);
+    Pack<uint32_t, kColumns / kVector> words;
+#pragma unroll
+    for (int j = 0; j < kColumns / kVector; ++j)
+      words.of[j] = code_word(each([&](int k) {
+        return part.number(row, j * kVector + k) * multipliers[j * kVector + k] * factor;
+      }));
+    *reinterpret_cast<Pack<uint32_t, kColumns / kVector>*>(t.by_rows.codes + at * t.columns +
+                                                           place.column) = words;
+    if constexpr (kBlock == ScaleBlock::kPiece) {
+      if (own_column() == 0) t.by_rows.scales[blockIdx.x * t.rows + at] = fp8_scale(factor);
+    }
+    if constexpr (kBlock == ScaleBlock::kRow) {
+      if (place.column == 0) t.by_rows.scales[at] = fp8_scale(factor);
+    }
+    if constexpr (kBlock == ScaleBlock::kMatrix) {
+      if (at == 0 && place.column == 0) t.by_rows.scales[0] = fp8_scale(factor);
+    }
+  }
+}
+
+// The factors of a tile's columns in shared memory, each computed once, and their scales.
+template <typename T, ScaleBlock kBlock>
+__device__ void column_factors(const Part<T>& part, const float (&multipliers)[kRows],
+                               const Tiles& t, float (&factors)[kTile]) {
+  __shared__ uint32_t maxes[kTile];
+  if constexpr (kBlock == ScaleBlock::kPiece) column_maxes(part, multipliers, maxes);
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kTile + threadIdx.x;
+  if (threadIdx.x < kTile && column < t.columns) {
+    uint32_t most = 0;
+    if constexpr (kBlock == ScaleBlock::kPiece) most = maxes[threadIdx.x];
+    if constexpr (kBlock == ScaleBlock::kRow) most = t.column_amaxes[column];
+    if constexpr (kBlock == ScaleBlock::kMatrix) most = t.row_amaxes[0];
+    const float factor = factor_of(most);
+    factors[threadIdx.x] = factor;
+    if constexpr (kBlock == ScaleBlock::kPiece)
+      t.by_columns.scales[blockIdx.y * t.columns + column] = fp8_scale(factor);
+    if constexpr (kBlock == ScaleBlock::kRow) {
+      if (blockIdx.y == 0) t.by_columns.scales[column] = fp8_scale(factor);
+    }
+    if constexpr (kBlock == ScaleBlock::kMatrix) {
+      if (blockIdx.y == 0 && column == 0) t.by_columns.scales[0] = fp8_scale(factor);
+    }
+  }
+  __syncthreads();
+}
+
+template <typename T, ScaleBlock kBlock>
+__device__ void write_columns(const Part<T>& part, const Place& place, const Tiles& t) {
+  __shared__ alignas(kPackBytes) TurnedTile turned;
+  __shared__ float factors[kTile];
+  float multipliers[kRows];
+  load_multipliers(t.row_multipliers, place.row, t.rows, multipliers);
+  column_factors<T, kBlock>(part, multipliers, t, factors);
+#pragma unroll
+  for (int j = 0; j < kColumns / kVector; ++j) {
+    const int first = own_column() + j * kVector;
+    uint32_t words[kRows];
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      const uint32_t word = code_word(each([&](int k) {
+        return part.number(row, j * kVector + k) * multipliers[row] * factors[first + k];
+      }));
+      words[row] = row < place.num_rows ? word : 0u;  // also where the factor is NaN
+    }
+    turned.write(first, words);
+  }
+  __syncthreads();
+  turned.store(t.by_columns.codes, t.columns, t.padded_rows);
+}
+
+template <typename T, ScaleBlock kBlock>
+__global__ void __launch_bounds__(kThreads) quantize_tiles_kernel(const T* numbers, Tiles t) {
+  const Place place = own_place(t.rows, t.columns);
+  Part<T> part;
+  part.load(numbers, place, t.columns);
+  if (t.by_rows.codes != nullptr) write_rows<T, kBlock>(part, place, t);
+  if (t.by_columns.codes != nullptr) write_columns<T, kBlock>(part, place, t);
+}
+
+// --- on the host ---------------------------------------------------------------------------------
+
+template <typename T, ScaleBlock kBlock>
+void launch(const QuantizeMemory& m, void* stream) {
+  const Tiles tiles{m.rows,
+                    m.columns,
+                    padded(m.rows),
+                    m.by_rows,
+                    m.by_columns,
+                    m.column_multipliers,
+                    m.row_multipliers,
+                    m.amaxes,
+                    m.amaxes + m.rows};
+  const auto* numbers = static_cast<const T*>(m.numbers);
+  const dim3 grid = tiles_of(m.rows, m.columns);
+  if constexpr (kBlock != ScaleBlock::kPiece) {
+    check_call(cudaMemsetAsync(
+                   m.amaxes, 0,
+                   static_cast<size_t>(num_amaxes(kBlock, m.rows, m.columns)) * sizeof(uint32_t),
+                   cuda_stream(stream)),
+               "cudaMemsetAsync");
+    const auto kernel = kBlock == ScaleBlock::kRow ? row_amax_kernel<T> : matrix_amax_kernel<T>;
+    kernel<<<grid, kThreads, 0, cuda_stream(stream)>>>(numbers, tiles);
+  }
+  quantize_tiles_kernel<T, kBlock><<<grid, kThreads, 0, cuda_stream(stream)>>>(numbers, tiles);
+}
+
+}  // namespace
+
+int64_t num_amaxes(ScaleBlock block, int64_t rows, int64_t columns) {
+  if (block == ScaleBlock::kRow) return rows + columns;
+  return block == ScaleBlock::kMatrix ? 1 : 0;
+}
+
+void quantize_tiles_on_device(const QuantizeMemory& memory, void* stream) {
+  if (memory.rows == 0 || memory.columns == 0) return;
+  with_kernel_type(memory.dtype, "quantize_tiles", [&](auto zero) {
+    using T = decltype(zero);
+    if (memory.block == ScaleBlock::kMatrix) launch<T, ScaleBlock::kMatrix>(memory, stream);
+    if (memory.block == ScaleBlock::kRow) launch<T, ScaleBlock::kRow>(memory, stream);
+    if (memory.block == ScaleBlock::kPiece) launch<T, ScaleBlock::kPiece>(memory, stream);
+  });
+  check_launch("quantize_tiles");
+}
+
+void quantize_on_device(const QuantizeMemory& memory, void* stream) {
+  if (memory.block == ScaleBlock::kRow && memory.by_columns.codes == nullptr)
+    quantize_rows_on_device(memory, stream);
+  else
+    quantize_tiles_on_device(memory, stream);
+}
+
+}  // namespace fsdp::nn

@@ -1,0 +1,206 @@
+#include "fsdp/nn/layers/quantized_products.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "fsdp/base/check.h"
+#include "fsdp/nn/layers/code_products.h"
+#include "fsdp/nn/layers/dequantized.h"
+#include "fsdp/nn/layers/weight_gradient.h"
+#include "fsdp/shard/quantized_weight.h"
+
+namespace fsdp::nn {
+
+namespace {
+
+// A weight whose products are those of codes.
+struct CodeWeight {
+  QuantizedWeight weight;
+  ScaleBlock block;  // of the activations and gradients that it is multiplied with
+
+  bool has_code_gradient() const { return weight.weight_gradient == ProductType::kQuantized; }
+  // [out] of fp32; undefined where scales are part of products.
+  at::Tensor gradient_multipliers() const {
+    return block == ScaleBlock::kRow ? weight.scales.flatten() : at::Tensor();
+  }
+  // [tokens], the same.
+  at::Tensor gradient_multipliers(const QuantizedRows& input) const {
+    return block == ScaleBlock::kRow ? input.scales.flatten() : at::Tensor();
+  }
+  // [out, in]
+  QuantizedRows rows() const {
+    return {block == ScaleBlock::kPiece ? ScaleBlock::kSquare : block, weight.codes, weight.scales};
+  }
+  // [in, out]; without scales that are multipliers.
+  QuantizedRows turned() const {
+    QuantizedRows result{rows().block, transposed_codes(weight.codes), {}};
+    if (block == ScaleBlock::kMatrix) result.scales = weight.scales;
+    if (block == ScaleBlock::kPiece) result.scales = weight.scales.t().contiguous();
+    return result;
+  }
+};
+
+std::optional<ScaleBlock> block_of(WeightRecipe recipe) {
+  switch (recipe) {
+    case WeightRecipe::kFp8Tensor:
+      return ScaleBlock::kMatrix;
+    case WeightRecipe::kFp8Row:
+      return ScaleBlock::kRow;
+    case WeightRecipe::kFp8Block:
+      return ScaleBlock::kPiece;
+    case WeightRecipe::kPlain:
+    case WeightRecipe::kMxFp8:  // scales of a byte need a Blackwell
+    case WeightRecipe::kNvFp4:
+      break;
+  }
+  return std::nullopt;
+}
+
+// Shapes that cuBLAS multiplies. A CPU takes the same ones: the same numbers.
+bool has_shape(const at::Tensor& codes, int64_t tokens, ScaleBlock block) {
+  const int64_t multiple = block == ScaleBlock::kPiece ? kScalePiece : kCodeMultiple;
+  // cuBLAS reads the tokens' scales of pieces in packs.
+  const bool fits_tokens = block != ScaleBlock::kPiece || tokens % kCodeMultiple == 0;
+  return codes.size(0) % multiple == 0 && codes.size(1) % multiple == 0 && fits_tokens;
+}
+
+// nullopt: numbers are multiplied. Asked for anew in every use, as the memory of codes may have
+// moved.
+std::optional<CodeWeight> code_weight(const at::Tensor& parameter, int64_t tokens) {
+  auto weight = quantized_weight(parameter);
+  if (!weight || tokens == 0) return std::nullopt;
+  const std::optional<ScaleBlock> block = block_of(weight->recipe);
+  if (!block || !has_shape(weight->codes, tokens, *block) || !multiplies_codes(parameter, *block))
+    return std::nullopt;
+  return CodeWeight{*std::move(weight), *block};
+}
+
+// Whether the weight's gradient reads the input's codes of the forward. Not with pieces: those of
+// the input lie along the layer's inputs, those of its transposed form along tokens. Scales differ
+// within a sum, so they cannot become multipliers, and codes of codes would be rounded twice. So
+// the numbers are kept, as without recipes.
+bool reuses_codes(const std::optional<CodeWeight>& weight) {
+  return weight && weight->has_code_gradient() && weight->block != ScaleBlock::kPiece;
+}
+
+int64_t tokens_of(const LayerInput& input) {
+  return input.numbers.defined() ? input.numbers.size(0) : input.codes.codes.size(0);
+}
+
+}  // namespace
+
+bool has_quantized(at::TensorList weights) {
+  return std::any_of(weights.begin(), weights.end(),
+                     [](const at::Tensor& weight) { return quantized_weight(weight).has_value(); });
+}
+
+LayerInput layer_input(const at::Tensor& numbers, at::TensorList weights) {
+  LayerInput input{numbers, {}};
+  for (const at::Tensor& parameter : weights) {
+    const auto weight = code_weight(parameter, numbers.size(0));
+    if (!weight) continue;
+    if (!input.codes.codes.defined()) input.codes = quantize_rows(numbers, weight->block);
+    FSDP_CHECK(input.codes.block == weight->block,
+               "weights of one input are quantised by different recipes: choose one for all");
+  }
+  return input;
+}
+
+bool reads_codes_of_rows(at::TensorList weights, int64_t num_tokens) {
+  return std::all_of(weights.begin(), weights.end(), [&](const at::Tensor& parameter) {
+    const auto weight = code_weight(parameter, num_tokens);
+    return weight && weight->block == ScaleBlock::kRow;
+  });
+}
+
+LayerInput kept_input(const LayerInput& input, at::TensorList weights) {
+  LayerInput kept;
+  for (const at::Tensor& parameter : weights) {
+    if (!parameter.requires_grad()) continue;
+    if (reuses_codes(code_weight(parameter, tokens_of(input))))
+      kept.codes = input.codes;
+    else
+      kept.numbers = input.numbers;
+  }
+  return kept;
+}
+
+LayerInput input_of_gradients(const at::Tensor& numbers, at::TensorList weights) {
+  LayerInput input{numbers, {}};
+  for (const at::Tensor& parameter : weights) {
+    if (!parameter.requires_grad() || input.codes.codes.defined()) continue;
+    const auto weight = code_weight(parameter, numbers.size(0));
+    if (reuses_codes(weight)) input.codes = quantize_rows(numbers, weight->block);
+  }
+  return input;
+}
+
+at::Tensor layer_output(const LayerInput& input, const at::Tensor& weight, const at::Tensor& bias) {
+  const auto codes = code_weight(weight, tokens_of(input));
+  if (!codes)
+    return at::linear(input.numbers, numbers_of(weight),
+                      bias.defined() ? std::optional(bias) : std::nullopt);
+  const at::Tensor output = at::empty({tokens_of(input), weight.size(0)}, weight.options());
+  multiply_codes(output, {input.codes, codes->rows(), bias, CodeSums::kFast});
+  return output;
+}
+
+TurnedInput turned_input(const LayerInput& input, at::TensorList weights) {
+  TurnedInput turned{input, {}};
+  for (const at::Tensor& parameter : weights) {
+    if (!parameter.requires_grad() || turned.by_columns.codes.defined()) continue;
+    const auto weight = code_weight(parameter, tokens_of(input));
+    if (!weight || !weight->has_code_gradient()) continue;
+    if (weight->block == ScaleBlock::kPiece)
+      turned.by_columns = quantize_columns(input.numbers, ScaleBlock::kPiece);
+    else
+      turned.by_columns = {
+          weight->block, transposed_codes(input.codes.codes),
+          weight->block == ScaleBlock::kMatrix ? input.codes.scales : at::Tensor()};
+  }
+  return turned;
+}
+
+OutputGradient::OutputGradient(const at::Tensor& gradient, const at::Tensor& weight)
+    : gradient_(gradient), weight_(weight) {}
+
+void OutputGradient::quantize_for_both(const TurnedInput& input) {
+  const auto weight = code_weight(weight_, gradient_.size(0));
+  if (!weight || !weight->has_code_gradient()) return;
+  auto [by_rows, by_columns] =
+      quantize_two_forms(gradient_, weight->block, weight->gradient_multipliers(),
+                         weight->gradient_multipliers(input.input.codes));
+  by_rows_ = by_rows;
+  by_columns_ = by_columns;
+}
+
+at::Tensor OutputGradient::added_to_input_gradient(const at::Tensor& sum) {
+  const auto weight = code_weight(weight_, gradient_.size(0));
+  if (!weight) {
+    const at::Tensor numbers = numbers_of(weight_);
+    return sum.defined() ? sum.addmm_(gradient_, numbers) : gradient_.mm(numbers);
+  }
+  if (!by_rows_.codes.defined())
+    by_rows_ = quantize_rows(gradient_, weight->block, weight->gradient_multipliers());
+  at::Tensor part = at::empty({gradient_.size(0), weight_.size(1)}, gradient_.options());
+  multiply_codes(part, {by_rows_, weight->turned()});
+  return sum.defined() ? sum.add_(part) : part;
+}
+
+at::Tensor OutputGradient::weight_gradient(const TurnedInput& input) {
+  WeightGradient result(weight_);
+  const auto weight = code_weight(weight_, gradient_.size(0));
+  if (!weight || !weight->has_code_gradient()) {
+    result.write_rows(0, gradient_.t(), input.input.numbers);
+    return result.for_autograd();
+  }
+  if (!by_columns_.codes.defined())
+    by_columns_ =
+        quantize_columns(gradient_, weight->block, weight->gradient_multipliers(input.input.codes));
+  result.write([&](const at::Tensor& to) { multiply_codes(to, {by_columns_, input.by_columns}); });
+  return result.for_autograd();
+}
+
+}  // namespace fsdp::nn

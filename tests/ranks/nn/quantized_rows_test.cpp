@@ -1,0 +1,125 @@
+// Matrices as codes and scales, bit for bit.
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <string>
+
+#include "fsdp/nn/layers/dequantized.h"
+#include "fsdp/nn/layers/quantized_rows.h"
+#include "support/layer_gradients.h"
+#include "support/quantized_weights.h"
+
+namespace fsdp::nn::quantized_rows_test {
+namespace {
+
+using namespace fsdp::testing::of_codes;
+using fsdp::testing::waves;
+
+BlockSize block_of(ScaleBlock block) {
+  if (block == ScaleBlock::kMatrix) return {};
+  return block == ScaleBlock::kRow ? BlockSize{1, 0} : BlockSize{1, kScalePiece};
+}
+
+// Zeros, numbers too small for scales, subnormal, of every size, huge, infinite and NaN.
+at::Tensor awkward_rows(int64_t columns) {
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  const at::Tensor x = waves({11, columns}, 0.2);
+  x[0].zero_();
+  x[1].mul_(1e-14);
+  x[2].mul_(1e-40);
+  x[3].mul_(at::logspace(-20, 20, columns));
+  x[4].mul_(3.3e38);
+  x[5][1] = std::numeric_limits<float>::quiet_NaN();
+  x[6][2] = kInf;
+  x[7][3] = -kInf;
+  x[8].mul_(448.0);
+  x[9].mul_(-0.0);
+  return x;
+}
+
+void expect_codes(const QuantizedRows& actual, const Codes& expected, const std::string& what) {
+  const int64_t columns = expected.bytes.size(1);
+  const at::Tensor bytes = actual.codes.view(at::kByte);
+  EXPECT_TRUE(at::equal(bytes.narrow(1, 0, columns), expected.bytes)) << what;
+  EXPECT_FALSE(bytes.narrow(1, columns, bytes.size(1) - columns).any().item<bool>()) << what;
+  // As bits: NaNs are equal.
+  EXPECT_TRUE(at::equal(actual.scales.contiguous().view(at::kInt), expected.scales.view(at::kInt)))
+      << what << "\n"
+      << actual.scales << "\n"
+      << expected.scales;
+}
+
+TEST(QuantizedRows, AreCodesAndScalesOfTheDefinition) {
+  for (const ScaleBlock block : {ScaleBlock::kMatrix, ScaleBlock::kRow, ScaleBlock::kPiece}) {
+    for (const int64_t columns : {16, 128, 300}) {
+      for (const at::ScalarType type : {at::kFloat, at::kBFloat16, at::kHalf}) {
+        at::Tensor x = awkward_rows(columns);
+        if (block == ScaleBlock::kMatrix) x = x.narrow(0, 0, 4);  // one NaN makes all codes NaN
+        x = x.to(type);
+        const std::string what = concat(static_cast<int>(block), ", ", columns);
+        expect_codes(quantize_rows(x, block), quantized(x, block_of(block)), what);
+        expect_codes(quantize_columns(x, block), quantized(x.t(), block_of(block)), what);
+      }
+    }
+  }
+}
+
+TEST(QuantizedRows, MultiplyNumbersFirst) {
+  const at::Tensor x = waves({40, 160}, 0.2).to(at::kBFloat16);
+  const at::Tensor by_column = waves({160}, 0.7, 3.0);
+  const at::Tensor by_row = waves({40}, 0.9, 0.01);
+  for (const ScaleBlock block : {ScaleBlock::kRow, ScaleBlock::kPiece}) {
+    const Codes rows = quantized(x.to(at::kFloat) * by_column, block_of(block));
+    const Codes columns = quantized((x.to(at::kFloat) * by_row.unsqueeze(1)).t(), block_of(block));
+    expect_codes(quantize_rows(x, block, by_column), rows, "rows");
+    expect_codes(quantize_columns(x, block, by_row), columns, "columns");
+    const TwoForms both = quantize_two_forms(x, block, by_column, by_row);
+    expect_codes(both.by_rows, rows, "rows of both");
+    expect_codes(both.by_columns, columns, "columns of both");
+  }
+}
+
+TEST(QuantizedRows, AreTransposedWithZerosAtTheEnd) {
+  const at::Tensor codes = at::arange(35, at::kByte).view({5, 7}).view(at::kFloat8_e4m3fn);
+  const at::Tensor turned = transposed_codes(codes).view(at::kByte);
+  EXPECT_EQ(turned.sizes(), (at::IntArrayRef{7, 16}));
+  EXPECT_TRUE(at::equal(turned.narrow(1, 0, 5), codes.view(at::kByte).t()));
+  EXPECT_FALSE(turned.narrow(1, 5, 11).any().item<bool>());
+}
+
+// e4m3 codes with exponents as scales.
+TEST(Dequantized, IsWhatMxFp8Says) {
+  const Codes codes = quantized(waves({5, 80}, 0.3, 300.0), {0, 0});
+  const at::Tensor scales = (at::arange(15, at::kInt).view({5, 3}) + 120).to(at::kByte);
+  const QuantizedWeight weight{.recipe = WeightRecipe::kMxFp8,
+                               .codes = codes.bytes.view(at::kFloat8_e4m3fn),
+                               .scales = scales,
+                               .matrix_scale = {}};
+  const at::Tensor expected =
+      codes.numbers *
+      at::pow(2.0, scales.to(at::kDouble) - 127.0).repeat_interleave(32, 1).narrow(1, 0, 80);
+  EXPECT_TRUE(at::equal(dequantized(weight, at::kFloat), expected.to(at::kFloat)));
+}
+
+TEST(Dequantized, IsWhatNvFp4Says) {
+  const double magnitudes[] = {0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0};
+  const at::Tensor bytes =
+      (at::arange(3 * 24, at::kInt) * 37).remainder(256).to(at::kByte).view({3, 24});
+  const Codes scales = quantized(waves({3, 3}, 0.4, 100.0).abs(), {});
+  const QuantizedWeight weight{.recipe = WeightRecipe::kNvFp4,
+                               .codes = bytes,
+                               .scales = scales.bytes,
+                               .matrix_scale = at::full({1}, 0.25f)};
+  const at::Tensor actual = dequantized(weight, at::kFloat);
+  ASSERT_EQ(actual.sizes(), (at::IntArrayRef{3, 48}));
+  for (int64_t i = 0; i < 3; ++i)
+    for (int64_t j = 0; j < 48; ++j) {
+      const int code = bytes[i][j / 2].item<int>() >> (j % 2 * 4) & 15;
+      const double sign = code >= 8 ? -1.0 : 1.0;
+      const double scale = scales.numbers[i][j / 16].item<double>() * 0.25;
+      EXPECT_EQ(actual[i][j].item<double>(), sign * magnitudes[code % 8] * scale) << i << ", " << j;
+    }
+}
+
+}  // namespace
+}  // namespace fsdp::nn::quantized_rows_test
