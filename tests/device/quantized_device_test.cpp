@@ -117,7 +117,7 @@ QuantizedRows squares_of(const at::Tensor& numbers) {
 
 struct Recipe {
   WeightRecipe recipe;
-  ProductType weight_gradient;
+  ProductForm weight_gradient;
 };
 
 QuantizedRows codes_of(const at::Tensor& numbers, WeightRecipe recipe) {
@@ -167,7 +167,7 @@ TEST(QuantizedLinearOnDevice, EqualsThatOfAHost) {
   FSDP_REQUIRE_DEVICE_LAYERS();
   for (const WeightRecipe recipe :
        {WeightRecipe::kFp8Tensor, WeightRecipe::kFp8Row, WeightRecipe::kFp8Block})
-    for (const ProductType type : {ProductType::kQuantized, ProductType::kPlain})
+    for (const ProductForm type : {ProductForm::kQuantized, ProductForm::kPlain})
       for (const int64_t tokens : {256, 144, 50}) {
         const Tensors actual = results_on(at::kCUDA, {recipe, type}, tokens);
         const Tensors expected = results_on(at::kCPU, {recipe, type}, tokens);

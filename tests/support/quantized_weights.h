@@ -68,19 +68,19 @@ inline Codes quantized(const at::Tensor& numbers, BlockSize block) {
 
 struct Recipe {
   WeightRecipe recipe = WeightRecipe::kFp8Row;
-  ProductType weight_gradient = ProductType::kQuantized;
+  ProductForm weight_gradient = ProductForm::kQuantized;
 };
 
 inline std::string to_text(const Recipe& recipe) {
   return concat(row_of(recipe.recipe).name,
-                recipe.weight_gradient == ProductType::kPlain ? ", plain weight gradient" : "");
+                recipe.weight_gradient == ProductForm::kPlain ? ", plain weight gradient" : "");
 }
 
 inline std::vector<Recipe> code_recipes() {
   std::vector<Recipe> recipes;
   for (const WeightRecipe recipe :
        {WeightRecipe::kFp8Tensor, WeightRecipe::kFp8Row, WeightRecipe::kFp8Block})
-    for (const ProductType type : {ProductType::kQuantized, ProductType::kPlain})
+    for (const ProductForm type : {ProductForm::kQuantized, ProductForm::kPlain})
       recipes.push_back({recipe, type});
   return recipes;
 }

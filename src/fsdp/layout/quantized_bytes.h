@@ -24,6 +24,9 @@ struct SharedScales {
 // kNvFp4: the one of the matrix; kMxFp8 and kPlain: none.
 SharedScales shared_scales(WeightRecipe recipe, int64_t rows, int64_t columns);
 
+// How many a buffer has room for: those of the next matrix begin where GPUs can read them.
+constexpr int64_t padded_count(const SharedScales& scales) { return (scales.count + 3) / 4 * 4; }
+
 // What a rank keeps for every shared scale: its amax, the factor of numbers, the scale of codes,
 // and earlier amaxes if scaling is delayed.
 int64_t shared_scale_bytes(WeightScaling scaling);

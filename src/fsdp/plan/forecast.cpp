@@ -82,7 +82,7 @@ int64_t num_shared_scales(const GroupPlan& group) {
   int64_t count = 0;
   if (group.types.is_quantized())
     for (const std::vector<int64_t>& shape : group.layout.request().shapes)
-      count += shared_scales(group.types.recipe, shape[0], shape[1]).count;
+      count += padded_count(shared_scales(group.types.recipe, shape[0], shape[1]));
   return count;
 }
 

@@ -79,6 +79,20 @@ class PlannedRecipes {
   bool quantizes_ = false;
 };
 
+// Scales of one byte belong to whole blocks of a rank's rows.
+void check_blocks(const UnitShape& unit, const TensorGroup& group,
+                  const std::vector<std::vector<int64_t>>& shapes) {
+  const WeightRecipeRow& row = row_of(group.recipe);
+  if (row.scale_bytes != 1) return;
+  for (size_t i = 0; i < shapes.size(); ++i)
+    if (shapes[i][1] % row.scale_columns != 0)
+      throw UsageError(concat(
+          "tensor '", shown(unit.tensors[static_cast<size_t>(group.tensors[i])].name), "' has ",
+          shapes[i][1], " columns on a rank, which blocks of ", row.scale_columns, " (", row.name,
+          ") do not divide; leave it plain by weights_except, or choose "
+          "another recipe"));
+}
+
 bool has_kind(std::span<const GroupPlan> groups, ParameterKind kind) {
   return std::any_of(groups.begin(), groups.end(),
                      [&](const GroupPlan& group) { return group.kind == kind; });
@@ -182,6 +196,7 @@ std::vector<GroupPlan> lay_out(const ModelShape& model, const PlanOptions& optio
       for (const int64_t tensor : group.tensors)
         request.shapes.push_back(owned_shape(shape.tensors[static_cast<size_t>(tensor)], group.kind,
                                              options.owners(grid)));
+      check_blocks(shape, group, request.shapes);
       groups.push_back(
           {static_cast<int64_t>(unit), group.kind, mesh, types, FlatLayout(std::move(request))});
       if (!whole_tensors) continue;

@@ -49,7 +49,7 @@ Expected expected_of(const at::Tensor& x, const at::Tensor& w, const at::Tensor&
               quantized(g, {1, 128}).values.mm(weight.values),
               quantized(g.t(), {1, 128}).values.mm(quantized(x.t(), {1, 128}).values.t())};
   }
-  if (recipe.weight_gradient == ProductType::kPlain)
+  if (recipe.weight_gradient == ProductForm::kPlain)
     result.of_weight = g.t().to(at::kDouble).mm(x.to(at::kDouble));
   return result;
 }
@@ -129,7 +129,7 @@ TEST(QuantizedLinear, UsesNumbersWhereADeviceHasNoProductOfCodes) {
     expect_numbers_used(recipe, {8, 32, 40});
     expect_numbers_used(recipe, {0, 32, 32});
   }
-  const Recipe blocks{WeightRecipe::kFp8Block, ProductType::kQuantized};
+  const Recipe blocks{WeightRecipe::kFp8Block, ProductForm::kQuantized};
   expect_numbers_used(blocks, {16, 128, 144});
   expect_numbers_used(blocks, {8, 128, 128});
 }
@@ -181,7 +181,7 @@ TEST(QuantizedLinear, KeepsTheInputOnlyWhereCodesAreNotEnough) {
     const at::Tensor output = linear(input, weight, at::Tensor());
     input.reset();
     const bool is_needed =
-        recipe.recipe == WeightRecipe::kFp8Block || recipe.weight_gradient == ProductType::kPlain;
+        recipe.recipe == WeightRecipe::kFp8Block || recipe.weight_gradient == ProductForm::kPlain;
     EXPECT_EQ(!watched.expired(), is_needed) << to_text(recipe);
     output.sum().backward();
     EXPECT_TRUE(weight.grad().isfinite().all().item<bool>()) << to_text(recipe);

@@ -23,7 +23,9 @@ class LinearImpl : public torch::nn::LinearImpl, public QuantizableModule {
  public:
   using torch::nn::LinearImpl::LinearImpl;
   at::Tensor forward(const at::Tensor& input);
-  bool is_quantizable(const std::string& parameter) const override { return parameter == "weight"; }
+  bool is_quantizable(const std::string& parameter) const override {
+    return parameter == "weight" && fsdp::is_quantizable(weight.size(0), weight.size(1));
+  }
 };
 TORCH_MODULE(Linear);
 

@@ -44,7 +44,10 @@ class ExpertBankImpl : public torch::nn::Module,
   Results forward(const at::Tensor& tokens, const SortedChoices& choices, const at::Tensor& weight);
   void reset_parameters() override;
   void join(const MeshAxis& ep) override;
-  bool is_quantizable(const std::string&) const override { return true; }
+  bool is_quantizable(const std::string& parameter) const override {
+    const at::Tensor& weight = parameter == "down_proj" ? down_proj_ : into_;
+    return fsdp::is_quantizable(weight.size(0), weight.size(1));
+  }
 
  private:
   const ExpertsOptions options_;

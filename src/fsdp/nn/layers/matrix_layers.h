@@ -48,7 +48,9 @@ class ProjectionImpl : public torch::nn::Module,
   at::Tensor forward(const at::Tensor& input);
   void reset_parameters() override;
   TpPlacement tp_placement(const std::string& parameter) const override;
-  bool is_quantizable(const std::string& parameter) const override { return parameter == "weight"; }
+  bool is_quantizable(const std::string& parameter) const override {
+    return parameter == "weight" && fsdp::is_quantizable(weight.size(0), weight.size(1));
+  }
 
   at::Tensor weight;  // [out, in]
   at::Tensor bias;    // [out], or undefined

@@ -20,7 +20,7 @@ struct CodeWeight {
   QuantizedWeight weight;
   ScaleBlock block;  // of the activations and gradients that it is multiplied with
 
-  bool has_code_gradient() const { return weight.weight_gradient == ProductType::kQuantized; }
+  bool has_code_gradient() const { return weight.weight_gradient == ProductForm::kQuantized; }
   // [out] of fp32; undefined where scales are part of products.
   at::Tensor gradient_multipliers() const {
     return block == ScaleBlock::kRow ? weight.scales.flatten() : at::Tensor();

@@ -42,7 +42,7 @@ QuantizedWeights::QuantizedWeights(const FlatLayout& layout, const GroupTypes& t
   for (const std::vector<int64_t>& shape : layout.request().shapes) {
     Matrix& matrix = matrices_.emplace_back(
         Matrix{shape[0], shape[1], shared_scales(types.recipe, shape[0], shape[1]), num_scales});
-    num_scales += matrix.scales.count;
+    num_scales += padded_count(matrix.scales);
   }
   slab_ = Slab(setting.memory.weight, num_scales * shared_scale_bytes(options_.scaling),
                layout.request().align_bytes);
