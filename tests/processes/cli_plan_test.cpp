@@ -43,22 +43,52 @@ Json plan_json(const std::string& arguments) {
   return Json::parse(result.out);
 }
 
+TEST(PlanCommand, CountsCodesAndScalesOfQuantisedWeights) {
+  const auto gathered = [](const std::string& weights) {
+    const Json plan = plan_json("--model llama3-8b --ranks 8 --weights " + weights);
+    EXPECT_EQ(plan["weights"], weights);
+    return plan["traffic_bytes"]["all_gather"].get<double>();
+  };
+  // Twice per step 7/8 of the matrices of 32 blocks; all else is gathered as in bf16.
+  constexpr double kMatrices =
+      2 * 7.0 / 8 * 32 * (4096.0 * (2 * 4096 + 2 * 1024) + 3 * 4096.0 * 14336);
+  EXPECT_EQ(gathered("bf16") - gathered("fp8-row"), kMatrices);
+  EXPECT_EQ(gathered("bf16") - gathered("mxfp8"), kMatrices * (1 - 1.0 / 32));
+  EXPECT_EQ(gathered("bf16") - gathered("nvfp4"), kMatrices * (1.5 - 1.0 / 16));
+}
+
 TEST(PlanCommand, HelpListsEveryOption) {
   const CommandResult help = run_fsdp("plan --help");
   EXPECT_EQ(help.exit_code, 0);
-  for (const char* option : {"--model",        "--ranks",
-                             "--outer",        "--ep",
-                             "--tp",           "--expert-parameters",
-                             "--strategy",     "--main-params",
-                             "--main-storage", "--main-grads",
-                             "--grad-comm",    "--moments",
-                             "--first-moment", "--second-moment",
-                             "--offload",      "--pool",
-                             "--prefetch",     "--budget",
-                             "--granularity",  "--batch",
-                             "--sequence",     "--gradient-lifetime",
-                             "--json",         "--compare",
-                             "Examples:",      "deepseek-v3"})
+  for (const char* option : {"--model",
+                             "--ranks",
+                             "--outer",
+                             "--ep",
+                             "--tp",
+                             "--expert-parameters",
+                             "--strategy",
+                             "--main-params",
+                             "--main-storage",
+                             "--main-grads",
+                             "--grad-comm",
+                             "--moments",
+                             "--first-moment",
+                             "--second-moment",
+                             "--offload",
+                             "--pool",
+                             "--prefetch",
+                             "--budget",
+                             "--granularity",
+                             "--batch",
+                             "--weights",
+                             "--weights-except",
+                             "--weights-scaling",
+                             "--sequence",
+                             "--gradient-lifetime",
+                             "--json",
+                             "--compare",
+                             "Examples:",
+                             "deepseek-v3"})
     EXPECT_THAT(help.out, HasSubstr(option));
 }
 
@@ -282,6 +312,21 @@ TEST(PlanCommand, AnswersEveryWrongValueWithOneSentence) {
        "--granularity is 'N'; it must be a whole number"},
       {"--model llama-1b --ranks 8 --compare --strategy optim",
        "--compare shows every strategy; drop one"},
+  };
+  for (const BadUse& bad : table) {
+    SCOPED_TRACE(bad.arguments);
+    test::expect_only_error(run_fsdp(std::string("plan ") + bad.arguments), 2, bad.says);
+  }
+}
+
+TEST(PlanCommand, AnswersWrongWeightsWithOneSentence) {
+  const std::vector<BadUse> table = {
+      {"--model llama-1b --ranks 8 --weights fp8row",
+       "--weights is 'fp8row'; did you mean 'fp8-row'?"},
+      {"--model llama-1b --ranks 8 --weights fp8-row --weights-except '*.qproj.*'",
+       "weights_except has '*.qproj.*', which matches no tensor"},
+      {"--model llama-1b --ranks 8 --weights fp8-row --main-params none",
+       "weights is fp8-row, for which main weights are fp32, but main_params is none"},
   };
   for (const BadUse& bad : table) {
     SCOPED_TRACE(bad.arguments);

@@ -152,6 +152,41 @@ class Ranks(Trained):
             self.assertAlmostEqual(record["tokens_per_s"], 128 / (record["ms"] / 1e3), delta=record["tokens_per_s"] / 1e3)
 
 
+class Quantized(Trained):
+    """Weights in fp8 learn as those of --compute do."""
+
+    def test_fp8_learns_as_well(self):
+        small_runs.write_model(self.root / "aligned" / "config.json", hidden_size=64, intermediate_size=128,
+                               num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
+
+        def last_losses(name, *options):
+            losses = self.train(name, "--model", "aligned", "--lr", "1e-3", *options, steps=300)
+            return sum(losses[step] for step in range(281, 301)) / 20
+
+        plain = last_losses("plain")
+        for recipe in ("fp8-row", "fp8-tensor", "fp8-block"):
+            with self.subTest(recipe):
+                self.assertLess(abs(last_losses(recipe, "--weights", recipe) / plain - 1), 0.01)
+                step = small_runs.log_records(self.root / f"{recipe}.jsonl", "step")[-1]
+                self.assertEqual(step["terms"]["overflow"], 0)
+                self.assertLess(step["terms"]["underflow"], 1e-3)
+
+    def test_fp8_trains_on_every_axis(self):
+        small_runs.write_model(self.root / "aligned" / "config.json", hidden_size=64, intermediate_size=64,
+                               num_attention_heads=4, num_key_value_heads=2, model_type="mixtral", num_local_experts=4,
+                               num_experts_per_tok=2)
+        words = ["--model", "aligned", "--weights", "fp8-row", "--lr", "1e-4"]
+        one = self.train("one", *words)
+        # Gradients are rounded by the tokens of a rank, so ranks differ by that.
+        for name, options in (("two", ("--ranks", 2)), ("axes", ("--ranks", 4, "--ep", 2, "--tp", 2)),
+                              ("optim", ("--ranks", 2, "--strategy", "optim")),
+                              ("recomputed", ("--ranks", 2, "--recompute", "block", "--microbatches", 2)),
+                              ("delayed", ("--ranks", 2, "--weights-scaling", "delayed", "--weights-gradient", "plain"))):
+            with self.subTest(name):
+                self.assert_near(self.train(name, *words, *options), one, 5e-3)
+        self.assert_near(self.train("tcp", *words, tcp=2), self.train("threads", *words, "--ranks", 2), ORDER)
+
+
 class Disagreement(Trained):
     """Processes that were started differently say so when they meet."""
 

@@ -24,6 +24,7 @@ struct Case {
   ModelConfig config;
   int ranks;
   MeshOptions mesh;
+  Quantization quantization = {};
 };
 
 MixtralConfig mixtral(int64_t num_predictions) {
@@ -65,8 +66,33 @@ Qwen3NextConfig next() {
   return config;
 }
 
-std::vector<Case> cases() {
+// Of sizes that blocks of every recipe divide, on two tp ranks, too.
+MixtralConfig quantized_mixtral() {
+  MixtralConfig config = mixtral(1);
+  config.decoder.hidden_size = 64;
+  config.decoder.head_dim = 16;
+  config.decoder.intermediate_size = config.shared_expert_intermediate_size = 64;
+  return config;
+}
+
+std::vector<Case> quantized_cases() {
   std::vector<Case> all;
+  for (const WeightRecipeRow& row : all_weight_recipes())
+    for (const MeshOptions& mesh : {MeshOptions{}, {.outer = 2, .ep = 4, .tp = 2}})
+      all.push_back(
+          {concat(row.name, " mixtral"), quantized_mixtral(), 4, mesh, {.recipe = row.recipe}});
+  all.push_back({"delayed mixtral",
+                 quantized_mixtral(),
+                 4,
+                 {.outer = 2},
+                 {.recipe = WeightRecipe::kFp8Row,
+                  .except = {"model.layers.0.*", "*.q_proj.*"},
+                  .scaling = WeightScaling::kDelayed}});
+  return all;
+}
+
+std::vector<Case> cases() {
+  std::vector<Case> all = quantized_cases();
   for (const MeshOptions& mesh : {MeshOptions{}, {.ep = 2}, {.ep = 4}, {.outer = 2, .ep = 2}})
     all.push_back({"mixtral", mixtral(1), 4, mesh});
   all.push_back({"mixtral", mixtral(1), 8, {.outer = 4, .ep = 4}});
@@ -108,6 +134,9 @@ Forecast forecast_of(const Case& each, const ShardOptions& options) {
                          .tp = each.mesh.tp,
                          .compute = DType::kFloat32,
                          .precision = options.precision.types(),
+                         .weights = each.quantization.recipe,
+                         .weights_except = each.quantization.except,
+                         .weight_scaling = each.quantization.scaling,
                          .pool = options.pool,
                          .prefetch = options.prefetch,
                          .granularity = options.granularity};
@@ -131,7 +160,7 @@ TEST(PlannedModels, TakeTheMemoryThatIsForecast) {
     for (const Strategy& strategy : named_strategies()) {
       if (!is_planned(each, strategy)) continue;
       SCOPED_TRACE(text(each, strategy));
-      ShardOptions options{.strategy = strategy};
+      ShardOptions options{.strategy = strategy, .quantization = each.quantization};
       options.precision.grad_comm = at::kBFloat16;
       const MemoryBytes forecast = forecast_of(each, options).bytes;
       testing::run_ranks(each.ranks, [&](World& world) {
@@ -203,7 +232,7 @@ TEST(PlannedModels, MoveTheBytesThatAreForecast) {
     for (const Strategy& strategy : named_strategies()) {
       if (!is_planned(each, strategy)) continue;
       SCOPED_TRACE(text(each, strategy));
-      const ShardOptions options{.strategy = strategy};
+      const ShardOptions options{.strategy = strategy, .quantization = each.quantization};
       const auto recording = std::make_shared<Recording>();
       World world = World::simulated(0, each.ranks, recording);
       const Mesh mesh = world.mesh(each.mesh);

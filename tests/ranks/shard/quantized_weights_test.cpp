@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "fsdp/base/error.h"
+#include "fsdp/comm/communicator.h"
 #include "fsdp/optim/adamw.h"
 #include "fsdp/shard/fully_shard.h"
 #include "fsdp/shard/quantized_weight.h"
@@ -292,6 +293,36 @@ TEST(QuantizedWeights, CountNumbersThatTheyLose) {
     EXPECT_GT(counts[1].item<double>(), kIn);  // a row of numbers of 1e-30, and more
     EXPECT_EQ(counts[2].item<double>(), 2 * (kOut * kIn + kIn * 2 * kIn));
     EXPECT_EQ(sharded.take_cast_counts().sum().item<double>(), 0.0) << "since the last time";
+  });
+}
+
+// A scale that does not follow its numbers is seen: they stay out of range.
+TEST(QuantizedWeights, WithDelayedScalesAreOutOfRangeForOneUpdateWhenTheyGrow) {
+  run_ranks(2, [](World& world) {
+    const Mesh mesh = world.mesh();
+    Net net = make_net(nullptr);
+    const Sharded sharded =
+        fully_shard(net.ptr(), mesh, options_of({.scaling = WeightScaling::kDelayed}));
+    const auto overflows = [&] {
+      at::Tensor counts = sharded.take_cast_counts();
+      mesh.inner().reduce().all_reduce(counts, {}, "counts").wait();
+      return counts[0].item<double>();
+    };
+    EXPECT_EQ(overflows(), 0.0);
+    for (const FlatShard& shard : sharded.flat_shards()) shard.main_weight.mul_(4.0);
+    sharded.refresh_weights();
+    EXPECT_GT(overflows(), kOut * kIn);
+    sharded.refresh_weights();
+    EXPECT_EQ(overflows(), 0.0);
+    for (const FlatShard& shard : sharded.flat_shards()) shard.main_weight.mul_(0.25);
+    for (int64_t update = 0; update < 20; ++update) sharded.refresh_weights();
+    Seen seen;
+    net->first->up->seen = &seen;
+    net->first->up->name = "up";
+    const at::NoGradGuard no_grad;
+    net(input_of(0, 0));
+    // 16 updates later the large numbers are forgotten: the largest code is used again.
+    EXPECT_EQ(seen.at("up").codes.to(at::kFloat).abs().max().item<float>(), 448.0f);
   });
 }
 
