@@ -29,6 +29,7 @@ GivenValues changed_values() {
           {"from-scratch", {"true"}},
           {"compute", {"bf16"}},
           {"recompute", {"block"}},
+          {"logit-memory", {"33554432"}},
           {"data", {"a", "b c"}},
           {"validation-data", {"v"}},
           {"validation-fraction", {"0.125"}},

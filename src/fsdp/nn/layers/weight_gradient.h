@@ -10,6 +10,14 @@
 
 namespace fsdp::nn {
 
+enum class ProductUse : uint8_t { kStored, kAdded };
+
+// target = transposed * inputs, or target += that; transposed: [rows, n], inputs: [n, columns]. The
+// target has the inputs' type, or fp32 for narrow ones: then nothing is rounded before it is
+// summed.
+void write_product(at::Tensor target, const at::Tensor& transposed, const at::Tensor& inputs,
+                   ProductUse use);
+
 // The layer writes all rows of the gradient, each once.
 class WeightGradient {
  public:
@@ -18,6 +26,9 @@ class WeightGradient {
   // gradient[first ...] = transposed * inputs; transposed: [rows of the matrix, n], inputs: [n,
   // columns of the matrix]; zeros if n is 0.
   void write_rows(int64_t first, const at::Tensor& transposed, const at::Tensor& inputs);
+
+  // The whole gradient at once: values * factor, computed in the wider of their types; factor: [1].
+  void write(const at::Tensor& values, const at::Tensor& factor);
 
   // Undefined if the gradient is in its slab.
   const at::Tensor& for_autograd() const { return own_; }

@@ -14,6 +14,7 @@
 #include "fsdp/layout/group_types.h"
 #include "fsdp/layout/strategy.h"
 #include "fsdp/memory/bucket_pool.h"
+#include "fsdp/nn/config/logit_memory.h"
 #include "fsdp/optim/kernels/update_math.h"
 #include "fsdp/optim/learning_rate.h"
 #include "fsdp/optim/parameter_rules.h"
@@ -42,6 +43,7 @@ struct TrainOptions {
   bool from_scratch = false;   // random weights, even if the model has some
   std::optional<DType> compute = std::nullopt;  // of weights and activations; nullopt: by device
   RecomputeChoice recompute = RecomputeChoice::kNone;
+  int64_t logit_bytes = kDefaultLogitBytes;
 
   // --- data ---
   std::vector<std::string> data;             // text files, directories, packed token files
