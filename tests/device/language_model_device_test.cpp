@@ -34,7 +34,9 @@ TEST(LanguageModelOnDevice, ComputesWhatTheHostDoes) {
   for (const SmallModel& each : small_models()) {
     for (const Recompute recompute : {Recompute::kNone, Recompute::kBlock}) {
       const auto host = build_language_model(each.config, {.seed = 3});
-      const auto device = build_language_model(each.config, {.seed = 3, .recompute = recompute});
+      // Logits of five tokens at once.
+      const auto device = build_language_model(
+          each.config, {.seed = 3, .recompute = recompute, .logit_bytes = 5 * 37 * 4});
       testing::disturb(*host);
       testing::disturb(*device);
       device->to(at::kCUDA);

@@ -11,83 +11,17 @@
 
 #include "fsdp/base/text.h"
 #include "fsdp/nn/kernels/layer_kernels.h"
-#include "fsdp/nn/layers/cross_entropy.h"
 #include "fsdp/nn/layers/expert_route.h"
 #include "fsdp/nn/layers/feed_forward.h"
 #include "fsdp/nn/layers/linear.h"
 #include "fsdp/nn/layers/rms_norm.h"
 #include "fsdp/nn/layers/rotary.h"
-#include "support/require.h"
-
-#define FSDP_REQUIRE_DEVICE_LAYERS() \
-  FSDP_REQUIRE_GPU();                \
-  if (!has_device_layers()) GTEST_SKIP() << "built without CUDA kernels"
+#include "support/device_layers.h"
 
 namespace fsdp::nn::layers_device_test {
 namespace {
 
-using Tensors = std::vector<at::Tensor>;
-using Function = std::function<Tensors(const Tensors&)>;
-
-constexpr at::ScalarType kTypes[] = {at::kFloat, at::kBFloat16, at::kHalf};
-
-// The largest error of a rounding to nearest, as a part of the number.
-double half_unit(at::ScalarType type) {
-  if (type == at::kBFloat16) return 0x1p-8;
-  return type == at::kHalf ? 0x1p-11 : 0x1p-24;
-}
-
-at::Tensor numbers(at::IntArrayRef shape, at::ScalarType type, double size = 1.0) {
-  return (at::randn(shape, at::device(at::kCUDA).dtype(at::kFloat)) * size).to(type);
-}
-
-// The outputs, and the gradients of the inputs for these gradients of the outputs.
-Tensors outputs_and_gradients(const Function& function, const Tensors& values,
-                              const Tensors& output_gradients) {
-  Tensors inputs;
-  for (const at::Tensor& value : values) inputs.push_back(value.detach().set_requires_grad(true));
-  Tensors results = function(inputs);
-  at::Tensor sum;
-  for (size_t i = 0; i < results.size(); ++i) {
-    const at::Tensor part = (results[i].to(at::kDouble) * output_gradients[i]).sum();
-    sum = sum.defined() ? sum + part : part;
-  }
-  sum.backward();
-  for (at::Tensor& result : results) result = result.detach();
-  for (const at::Tensor& input : inputs) results.push_back(input.grad());
-  return results;
-}
-
-Tensors in_double(const Tensors& tensors) {
-  Tensors wide;
-  for (const at::Tensor& tensor : tensors) wide.push_back(tensor.to(at::kDouble));
-  return wide;
-}
-
-// Rounded once; `slack` is what else an element may be wrong by.
-void expect_rounded(const at::Tensor& actual, const at::Tensor& expected, const at::Tensor& slack,
-                    const std::string& what) {
-  ASSERT_EQ(actual.sizes(), expected.sizes()) << what;
-  if (actual.numel() == 0) return;
-  constexpr double kHalfSubnormal = 0x1p-25;  // of fp16
-  const at::Tensor bound = expected.abs() * half_unit(actual.scalar_type()) + slack +
-                           (actual.scalar_type() == at::kHalf ? kHalfSubnormal : 0.0);
-  const at::Tensor error = (actual.to(at::kDouble) - expected).abs();
-  EXPECT_TRUE(actual.isfinite().all().item<bool>()) << what;
-  EXPECT_LE((error - bound).max().item<double>(), 0.0)
-      << what << ", " << actual.sizes() << " of " << actual.scalar_type() << ", largest error "
-      << error.max().item<double>() << " of " << expected.abs().max().item<double>();
-}
-
-void expect_same_again(const Function& function, const Tensors& values,
-                       const Tensors& output_gradients, const std::string& what) {
-  const Tensors first = outputs_and_gradients(function, values, output_gradients);
-  for (int again = 0; again < 3; ++again) {
-    const Tensors second = outputs_and_gradients(function, values, output_gradients);
-    for (size_t i = 0; i < first.size(); ++i)
-      EXPECT_TRUE(at::equal(first[i], second[i])) << what << " " << i;
-  }
-}
+using namespace device_layers;
 
 // --- rotary positions ----------------------------------------------------------------------------
 
@@ -271,92 +205,6 @@ TEST(ExpertRowsOnDevice, EqualTheirFormulaRoundedOnce) {
       check_expert_rows(rows, type);
 }
 
-// --- cross entropy -------------------------------------------------------------------------------
-
-at::Tensor some_targets(int64_t rows, int64_t vocabulary) {
-  const at::Tensor targets =
-      at::randint(vocabulary, {rows}, at::device(at::kCUDA).dtype(at::kLong));
-  return targets.masked_fill_(at::arange(rows, targets.options()).remainder(3).eq(1), kNoTarget);
-}
-
-void check_cross_entropy(const at::Tensor& logits, const at::Tensor& targets, double scale) {
-  const Function ours = [&](const Tensors& in) { return Tensors{cross_entropy(in[0], targets)}; };
-  const double count = std::max(1.0, targets.ne(kNoTarget).sum().item<double>());
-  const Function formula = [&](const Tensors& in) {
-    return Tensors{
-        at::nll_loss(at::log_softmax(in[0], -1), targets, {}, at::Reduction::Sum, kNoTarget) /
-        count};
-  };
-  const Tensors gradient = {
-      at::full({}, scale, at::device(at::kCUDA).dtype(at::kFloat)).to(at::kDouble)};
-  const Tensors actual = outputs_and_gradients(ours, {logits}, gradient);
-  const Tensors expected = outputs_and_gradients(formula, in_double({logits}), gradient);
-  // Exponents of up to 30 in fp32, and so are their sums' logarithms.
-  constexpr double kUnits = 64 * 0x1p-24;
-  expect_rounded(actual[0], expected[0], (expected[0].abs() + 1.0) * kUnits, "loss");
-  expect_rounded(actual[1], expected[1], (expected[1].abs() + 0.1 * scale / count) * kUnits,
-                 "gradient");
-  EXPECT_EQ(actual[1].masked_select(targets.eq(kNoTarget).unsqueeze(1)).abs().sum().item<double>(),
-            0.0);
-}
-
-TEST(CrossEntropyOnDevice, EqualsItsFormulaRoundedOnce) {
-  FSDP_REQUIRE_DEVICE_LAYERS();
-  at::manual_seed(4);
-  for (const at::ScalarType type : kTypes)
-    for (const auto& [rows, vocabulary] : std::vector<std::pair<int64_t, int64_t>>{
-             {1, 1}, {5, 11}, {64, 257}, {33, 32000}, {9, 5003}}) {
-      const at::Tensor logits = numbers({rows, vocabulary}, type, 4.0);
-      check_cross_entropy(logits, some_targets(rows, vocabulary), 1.0);
-      check_cross_entropy(logits, some_targets(rows, vocabulary), 1024.0);  // a loss scale
-      check_cross_entropy(logits - 900.0, some_targets(rows, vocabulary), 1.0);
-    }
-}
-
-TEST(CrossEntropyOnDevice, IsZeroWhereNothingIsPredicted) {
-  FSDP_REQUIRE_DEVICE_LAYERS();
-  for (const at::ScalarType type : kTypes) {
-    for (const int64_t rows : {0, 6}) {
-      const at::Tensor logits = numbers({rows, 40}, type).set_requires_grad(true);
-      const at::Tensor targets =
-          at::full({rows}, kNoTarget, at::device(at::kCUDA).dtype(at::kLong));
-      const at::Tensor loss = cross_entropy(logits, targets);
-      loss.backward();
-      EXPECT_EQ(loss.item<double>(), 0.0);
-      EXPECT_EQ(logits.grad().sizes(), logits.sizes());
-      EXPECT_EQ(logits.grad().abs().sum().item<double>(), 0.0);
-    }
-  }
-}
-
-TEST(CrossEntropyOnDevice, KeepsTheLogitsAndOneNumberPerRow) {
-  FSDP_REQUIRE_DEVICE_LAYERS();
-  const at::Tensor logits = numbers({2, 16, 4000}, at::kBFloat16).set_requires_grad(true);
-  const at::Tensor before = logits.detach().clone();
-  const at::Tensor loss = cross_entropy(logits, some_targets(32, 4000).view({2, 16}));
-  loss.backward({}, /*keep_graph=*/true);
-  const at::Tensor first = logits.grad().clone();
-  logits.mutable_grad() = at::Tensor();
-  loss.backward();
-  EXPECT_TRUE(at::equal(first, logits.grad()));
-  EXPECT_TRUE(at::equal(before, logits.detach()));
-}
-
-TEST(CrossEntropyOnDeviceDeathTest, StopsAtTargetsThatAreNoTokens) {
-  FSDP_REQUIRE_DEVICE_LAYERS();
-  GTEST_FLAG_SET(death_test_style, "threadsafe");  // the device is of no more use to its process
-  const auto exit_code = [] {
-    const at::Tensor targets = at::full({3}, 40, at::device(at::kCUDA).dtype(at::kLong));
-    try {
-      cross_entropy(numbers({3, 40}, at::kBFloat16), targets).item<float>();
-    } catch (const std::exception&) {
-      return 3;
-    }
-    return 0;
-  };
-  EXPECT_EXIT(std::_Exit(exit_code()), ::testing::ExitedWithCode(3), "neither a token");
-}
-
 // --- norms ---------------------------------------------------------------------------------------
 
 RmsNorm norm_with(const at::Tensor& weight, NormWeight form) {
@@ -460,9 +308,6 @@ TEST(LayersOnDevice, ComputeTheSameBitsInEveryRun) {
   const auto gradient = [&](at::IntArrayRef shape) { return random(shape).to(at::kDouble); };
   expect_same_again(kGatedSilu, {random({300, 5632}), random({300, 5632})}, {gradient({300, 5632})},
                     "gated_silu");
-  const at::Tensor targets = some_targets(300, 32000);
-  expect_same_again([&](const Tensors& in) { return Tensors{cross_entropy(in[0], targets)}; },
-                    {random({300, 32000})}, {gradient({})}, "cross_entropy");
   expect_same_again(
       [&](const Tensors& in) {
         const NormedBranch branch = norm_with(in[1], NormWeight::kFactor)->branch(in[0]);

@@ -48,6 +48,8 @@ NUMBERS = [
     ("train --threads many", f"--threads is 'many'; {WHOLE} 0"),
     ("train --keep-last=-1", f"--keep-last is '-1'; {WHOLE} 0"),
     ("train --budget 5parsecs", "--budget is '5parsecs'; it must be a size above 0 such as 4GiB"),
+    ("train --logit-memory none", "--logit-memory must be a size above 0, e.g. 1GiB"),
+    ("train --logit-memory 0", "--logit-memory is '0'; it must be a size above 0"),
     ("train --write-chunk none", "--write-chunk and --load-chunk must be sizes above 0, e.g. 16MiB"),
     ("train --write-chunk 0", "--write-chunk is '0'; it must be a size above 0"),
     ("train --load-chunk 9223372036854775807", "--load-chunk is '9223372036854775807'; no machine has so many bytes"),

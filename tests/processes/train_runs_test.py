@@ -274,6 +274,13 @@ class Engine(Trained):
                 self.assertEqual(self.train(f"{number}", "--ranks", 2, *options), expected)
 
 
+    def test_logits_of_fewer_tokens_at_once_are_the_same_run(self):
+        expected = self.train("plain", "--ranks", 2)
+        for number, size in enumerate(("1", "4KiB")):
+            with self.subTest(size=size):
+                self.assert_near(self.train(f"logits-{number}", "--ranks", 2, "--logit-memory", size), expected, ORDER)
+
+
 class Settings(Trained):
     def test_what_print_config_prints_is_the_same_run(self):
         options = ["--model", "model/config.json", "--data", "text.txt", *small_runs.SHAPE, "--steps", "3", "--lr",

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "fsdp/nn/config/logit_memory.h"
 #include "fsdp/nn/config/model_config.h"
 #include "fsdp/nn/layers/decoding_cache.h"
 
@@ -88,6 +89,8 @@ struct BuildOptions {
   // even load would send to a rank; choices beyond it count nothing, and the loss has a term
   // "dropped", their share. 0: room for all rows that could come, and none is dropped.
   double expert_capacity = 0.0;
+  // loss() has the logits of so many tokens at once as fit into this, at least of one.
+  int64_t logit_bytes = kDefaultLogitBytes;
 };
 
 // UsageError for a configuration that check_trainable() refuses. Under fsdp::MetaConstruction

@@ -47,6 +47,7 @@ struct PlanArguments {
   std::string batch;
   std::string sequence;
   std::string gradient_lifetime = "persistent";
+  std::string logit_memory = concat(kDefaultLogitBytes >> 20, "MiB");
   bool json = false;
   bool compare = false;
 };
@@ -129,10 +130,12 @@ PlanOptions plan_options_of(const PlanArguments& given) {
 // The batch to forecast the peak for, if one is given.
 std::optional<PeakOptions> read_peak_options(const CLI::App& app, const PlanArguments& given) {
   if (given.batch.empty() && given.sequence.empty()) {
-    if (app.count("--gradient-lifetime") > 0)
-      throw UsageError(concat("--gradient-lifetime is '", given.gradient_lifetime,
-                              "', which matters for the peak of a step alone; give --batch and "
-                              "--sequence, too"));
+    for (const auto& [option, value] : {std::pair{"--gradient-lifetime", given.gradient_lifetime},
+                                        std::pair{"--logit-memory", given.logit_memory}})
+      if (app.count(option) > 0)
+        throw UsageError(concat(option, " is '", value,
+                                "', which matters for the peak of a step alone; give --batch and "
+                                "--sequence, too"));
     return std::nullopt;
   }
   if (given.batch.empty() || given.sequence.empty())
@@ -150,6 +153,7 @@ std::optional<PeakOptions> read_peak_options(const CLI::App& app, const PlanArgu
   const size_t lifetime = parse_choice("--gradient-lifetime", given.gradient_lifetime, lifetimes);
   options.gradient_lifetime =
       lifetime == 0 ? GradientLifetime::kPersistent : GradientLifetime::kStep;
+  options.logit_bytes = parse_bytes("--logit-memory", given.logit_memory);
   return options;
 }
 
@@ -276,6 +280,8 @@ Command add_plan(CLI::App& parent) {
   option("--gradient-lifetime", given->gradient_lifetime, "HOW",
          "For that: whether main gradients keep their memory between steps (persistent) or not "
          "(step)");
+  option("--logit-memory", given->logit_memory, "BYTES",
+         "For that: logits of so many tokens at once as fit into this");
   app->add_flag("--json", given->json, "Print JSON instead of a table");
   app->add_flag("--compare", given->compare, "All strategies side by side");
   return {app, [app, given] { run_plan(*app, *given); }};

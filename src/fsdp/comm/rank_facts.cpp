@@ -36,7 +36,9 @@ RankFacts facts_in(const std::string& text) {
   RankFacts facts;
   auto next = [&text, begin = size_t{0}]() mutable {
     const size_t end = text.find('\0', begin);
-    return text.substr(std::exchange(begin, end + 1), end - begin);
+    const std::string part = text.substr(begin, end - begin);
+    begin = end + 1;
+    return part;
   };
   const auto num_parts = std::count(text.begin(), text.end(), '\0');
   for (int64_t i = 0; i < num_parts / 2; ++i) {

@@ -7,7 +7,6 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/comm/mesh.h"
-#include "fsdp/nn/layers/cross_entropy.h"
 #include "fsdp/nn/layers/shifted_batch.h"
 
 namespace fsdp::nn {
@@ -45,7 +44,7 @@ at::Tensor Decoder::next_logits(const at::Tensor& tokens, DecodingCache& cache) 
 ModelLoss Decoder::loss(const at::Tensor& tokens, const at::Tensor& targets) {
   ExpertLoads loads(options_.capacity_factor);
   const at::Tensor hidden = hidden_of(tokens, loads, nullptr);
-  const at::Tensor next = cross_entropy_of(hidden, HeadInput::kHidden, targets);
+  const at::Tensor next = head_(hidden, HeadInput::kHidden, targets);
   ModelLoss loss{next, {{"cross_entropy", next.detach()}}};
   if (!predictors_.empty()) add_predictions(tokens, targets, hidden, loads, loss);
   loads.add_to(loss, options_.balance_weight, tp());
@@ -67,11 +66,6 @@ at::Tensor Decoder::hidden_of(const at::Tensor& tokens, ExpertLoads& loads, Deco
   return x;
 }
 
-at::Tensor Decoder::cross_entropy_of(const at::Tensor& x, HeadInput input,
-                                     const at::Tensor& targets) {
-  return cross_entropy(head_(x, input), targets, head_->ranks());
-}
-
 // Predictor k joins position i's state with the token at i + k and predicts the token after that.
 void Decoder::add_predictions(const at::Tensor& tokens, const at::Tensor& targets,
                               at::Tensor hidden, ExpertLoads& loads, ModelLoss& loss) {
@@ -85,7 +79,7 @@ void Decoder::add_predictions(const at::Tensor& tokens, const at::Tensor& target
     const ShiftedBatch later = shifted_batch(tokens, targets, ++offset, tp());
     Prediction prediction = predict(hidden.narrow(1, 0, later.num_own_places),
                                     embedding_(later.tokens), later.token_weight, loads);
-    const at::Tensor term = cross_entropy_of(prediction.normed, HeadInput::kNormed, later.targets);
+    const at::Tensor term = head_(prediction.normed, HeadInput::kNormed, later.targets);
     sum = sum.defined() ? sum + term : term;
     hidden = std::move(prediction.hidden);
   }

@@ -53,7 +53,6 @@ class Decoder : public LanguageModel, public TokenParallelLayer {
 
  private:
   at::Tensor hidden_of(const at::Tensor& tokens, ExpertLoads& loads, DecodingCache* cache);
-  at::Tensor cross_entropy_of(const at::Tensor& x, HeadInput input, const at::Tensor& targets);
   void add_predictions(const at::Tensor& tokens, const at::Tensor& targets, at::Tensor hidden,
                        ExpertLoads& loads, ModelLoss& loss);
 

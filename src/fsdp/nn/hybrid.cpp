@@ -172,8 +172,9 @@ class Hybrid final : public Decoder {
           [block](const at::Tensor& x, LayerCache* cache) mutable { return block(x, cache); });
     }
     backbone->register_module("layers", layers);
-    head_ = register_module("lm_head",
-                            Unit<Head>(head_options(c, c.layer_norm_epsilon, embedding_->weight)));
+    head_ = register_module(
+        "lm_head",
+        Unit<Head>(head_options(c, c.layer_norm_epsilon, embedding_->weight, build.logit_bytes)));
     if (c.num_nextn_predict_layers > 0) add_predictors(c, build);
   }
 

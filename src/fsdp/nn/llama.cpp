@@ -117,7 +117,7 @@ class Llama final : public Decoder {
       });
     }
     model->register_module("layers", layers);
-    HeadOptions head = head_options(c, c.rms_norm_eps, embedding_->weight);
+    HeadOptions head = head_options(c, c.rms_norm_eps, embedding_->weight, build.logit_bytes);
     head.norm_weight = options.back().norm_weight;
     head_ = register_module("lm_head", Unit<Head>(head));
   }

@@ -27,6 +27,8 @@ constexpr int64_t kWorkspaceBytes = 2 * (int64_t{32} << 20);
 // Measured on an H200 with CUDA 13.0 (bench/results): the context, and kernels as they are loaded.
 constexpr int64_t kContextBytes = 810'000'000;
 constexpr int64_t kLogSumBytes = 4;
+constexpr int64_t kSumBytes = 4;    // of narrow products that are added up
+constexpr int64_t kSumsOfLoss = 3;  // per token
 constexpr int64_t kTokenBytes = 8;
 
 struct Widths {
@@ -107,6 +109,15 @@ int64_t working_of_block(const LlamaConfig& config, int64_t tokens, int64_t elem
   return std::max(mlp, attention);
 }
 
+// The logits of a chunk, which their gradient replaces, and numbers of all tokens.
+int64_t working_of_loss(const LlamaConfig& config, int64_t tokens, int64_t element,
+                        int64_t logit_bytes) {
+  const int64_t rows = rows_of_logit_chunk(
+      {.rows = tokens, .vocabulary = config.vocab_size, .element_bytes = element}, logit_bytes);
+  return kept_bytes(rows, config.vocab_size, element) +
+         kept_bytes(tokens, kSumsOfLoss, kLogSumBytes);
+}
+
 }  // namespace
 
 int64_t AllocatorBlocks::give(int64_t bytes) {
@@ -154,9 +165,7 @@ std::vector<KeptTensor> kept_by_head(const LlamaConfig& config, DType compute) {
   const int64_t element = element_bytes(compute);
   return {{"the last block's output", w.hidden, element},
           {"its norm's factors", 1, kLogSumBytes},
-          {"normed", w.hidden, element},
-          {"logits", w.vocabulary, element},
-          {"sums of their rows", 2, kLogSumBytes}};
+          {"the gradient of what was normed", w.hidden, element}};
 }
 
 PeakForecast forecast_peak(const ModelShape& model, std::span<const GroupPlan> groups,
@@ -172,8 +181,8 @@ PeakForecast forecast_peak(const ModelShape& model, std::span<const GroupPlan> g
   const int64_t tokens = options.batch.tokens();
   const int64_t num_blocks = config.num_hidden_layers;
   const int64_t block = kept_bytes(tokens, kept_by_block(config, compute));
-  const int64_t head = kept_bytes(tokens, kept_by_head(config, compute));
-  const int64_t logits = kept_bytes(tokens, w.vocabulary, element);
+  const int64_t head = kept_bytes(tokens, kept_by_head(config, compute)) +
+                       kept_bytes(w.vocabulary, w.hidden, kSumBytes);
   const int64_t hidden = kept_bytes(tokens, w.hidden, element);
   const int64_t batch = 2 * kept_bytes(tokens, 1, kTokenBytes);
   const std::vector<int64_t> by_unit =
@@ -198,8 +207,9 @@ PeakForecast forecast_peak(const ModelShape& model, std::span<const GroupPlan> g
                        .context = kContextBytes});
   };
   const int64_t blocks = checked_mul(num_blocks, block);
-  add("the backward of the loss", end, blocks + head, logits);
-  add("the backward of the head", end - 1, blocks + head - logits, logits + hidden);
+  add("the loss", end, blocks + head,
+      hidden + working_of_loss(config, tokens, element, options.logit_bytes));
+  add("the backward of the head", end - 1, blocks + head, hidden);
   const int64_t working = working_of_block(config, tokens, element);
   for (int64_t i = num_blocks; i >= 1; --i)
     add("the backward of a block", i, checked_mul(i, block), hidden + working);

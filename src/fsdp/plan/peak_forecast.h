@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "fsdp/memory/group_memory.h"
+#include "fsdp/nn/config/logit_memory.h"
 #include "fsdp/plan/forecast.h"
 #include "fsdp/plan/group_plan.h"
 
@@ -38,6 +39,7 @@ struct BatchShape {
 struct PeakOptions {
   BatchShape batch;
   GradientLifetime gradient_lifetime = GradientLifetime::kPersistent;
+  int64_t logit_bytes = kDefaultLogitBytes;  // of the tokens that have logits at once
 };
 
 // A tensor that stays from a layer's forward to its backward.
@@ -47,7 +49,8 @@ struct KeptTensor {
   int64_t element_bytes;
 };
 
-// The one table of what our layers keep on a GPU (nn/): per block, and after the last one.
+// The one table of what our layers keep on a GPU (nn/): per block, and after the last one, where
+// the fp32 gradient of the head's weight is kept beside it.
 std::vector<KeptTensor> kept_by_block(const LlamaConfig& config, DType compute);
 std::vector<KeptTensor> kept_by_head(const LlamaConfig& config, DType compute);
 

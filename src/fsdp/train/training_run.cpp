@@ -87,7 +87,8 @@ TrainingRun::TrainingRun(const RunPlan& plan, World& world, const StopRequest& s
          .recompute =
              options_.recompute == RecomputeChoice::kBlock ? Recompute::kBlock : Recompute::kNone,
          .dtype = scalar_type_of(plan_.compute),
-         .expert_capacity = options_.expert_capacity});
+         .expert_capacity = options_.expert_capacity,
+         .logit_bytes = options_.logit_bytes});
   }
   sharded_ = fully_shard(std::static_pointer_cast<torch::nn::Module>(model_), mesh_,
                          shard_options(options_, device_));

@@ -200,6 +200,31 @@ TEST(LanguageModel, RecomputingChangesNoBit) {
   }
 }
 
+// Untied and tied heads, and heads that predict more tokens: their weight gets gradients of all
+// uses. Only the order of sums differs.
+TEST(LanguageModel, HasTheSameGradientsWithLogitsOfAnyNumberOfTokens) {
+  for (const SmallModel& each : small_models()) {
+    std::vector<Values> gradients;
+    std::vector<double> losses;
+    for (const int64_t tokens_at_once : {1000, 1, 5}) {
+      const auto model = build_language_model(
+          each.config, {.seed = 3, .logit_bytes = tokens_at_once * 37 * int64_t{sizeof(float)}});
+      const ModelLoss loss = small_loss(*model, small_tokens(0, 0));
+      loss.total.backward();
+      losses.push_back(loss.total.item<double>());
+      Values& mine = gradients.emplace_back();
+      for (const auto& item : model->named_parameters())
+        if (item.value().grad().defined()) mine[item.key()] = item.value().grad();
+      EXPECT_NEAR(losses.back(), losses.front(), 1e-6 * losses.front()) << each.name;
+      for (const auto& [name, value] : gradients.front()) {
+        const double scale = std::max(1e-3, value.abs().max().item<double>());
+        EXPECT_LT((mine.at(name) - value).abs().max().item<double>(), 2e-5 * scale)
+            << each.name << ": " << name;
+      }
+    }
+  }
+}
+
 TEST(LanguageModel, TrainsInBf16) {
   for (const SmallModel& each : small_models()) {
     const auto model = build_language_model(each.config, {.seed = 3, .dtype = at::kBFloat16});

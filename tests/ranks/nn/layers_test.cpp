@@ -8,7 +8,6 @@
 #include <thread>
 
 #include "fsdp/nn/layers/causal_conv.h"
-#include "fsdp/nn/layers/cross_entropy.h"
 #include "fsdp/nn/layers/feed_forward.h"
 #include "fsdp/nn/layers/mamba2.h"
 #include "fsdp/nn/layers/rms_norm.h"
@@ -132,21 +131,6 @@ TEST(CausalConv, OfRanksThatAreThreadsUsesEachOnesWeights) {
   other.join();
   EXPECT_LT(worst[0], 1e-5);
   EXPECT_LT(worst[1], 1e-5);
-}
-
-TEST(CrossEntropy, EqualsLibtorchsInDoublePrecision) {
-  const at::Tensor targets = at::arange(30, at::kLong).remainder(11).view({3, 10});
-  targets[1].fill_(kNoTarget);
-  const std::vector<at::Tensor> values = {waves({3, 10, 11}, 0.0, 5.0)};
-  const auto ours = [&](const auto& in) { return cross_entropy(in[0], targets); };
-  const auto libtorchs = [&](const auto& in) {
-    return at::cross_entropy_loss(in[0].flatten(0, 1), targets.flatten());
-  };
-  expect_near(output_and_gradients(ours, values, at::kFloat),
-              output_and_gradients(libtorchs, values, at::kDouble), 1e-6, "cross_entropy");
-  const at::Tensor narrow = values[0].to(at::kBFloat16).set_requires_grad(true);
-  cross_entropy(narrow, targets).backward();
-  EXPECT_EQ(narrow.grad().scalar_type(), at::kBFloat16);
 }
 
 // --- selective scan ------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ GivenValues changed_values() {
           {"weights-scaling", {"delayed"}},
           {"weights-gradient", {"plain"}},
           {"recompute", {"block"}},
+          {"logit-memory", {"33554432"}},
           {"data", {"a", "b c"}},
           {"validation-data", {"v"}},
           {"validation-fraction", {"0.125"}},

@@ -1,5 +1,6 @@
-// Cross entropy of logits. The forward reads them once; the backward reads them once and writes the
-// gradient. Probabilities exist in registers only.
+// Cross entropy of rows of logits, a block for each: the block reads its row for the sums, and
+// again for the gradient, which it writes in the logits' place. Probabilities exist in registers
+// only.
 #undef NDEBUG  // targets are checked in every build
 #include <cassert>
 #include <cfloat>
@@ -13,7 +14,9 @@ namespace fsdp::nn {
 
 namespace {
 
-constexpr int kThreads = 256;  // of a row
+// Of a row. With more of them fewer rows are under way at once, so that more of what a block reads
+// again is still in the cache.
+constexpr int kThreads = 512;
 
 // Joins the values of a block's threads, for every thread; halves are joined in fixed order.
 template <typename Value, typename Join>
@@ -29,8 +32,7 @@ __device__ Value block_join(Value value, const Join& join) {
   return values[0];
 }
 
-// How a block's threads go through a row, or through another one of the same alignment: by packs,
-// and number by number before and after them.
+// How a block's threads go through a row: by packs, and number by number before and after them.
 struct RowParts {
   int64_t head;  // numbers before the first pack
   int64_t num_packs;
@@ -38,14 +40,8 @@ struct RowParts {
 };
 
 template <typename T>
-__device__ int64_t past_pack(const T* address) {
-  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(address) % kPackBytes / sizeof(T));
-}
-
-template <typename T>
-__device__ RowParts parts_of(const T* row, const T* like, int64_t size) {
-  const int64_t past = past_pack(row);
-  if (past != past_pack(like)) return {size, 0, size};
+__device__ RowParts parts_of(const T* row, int64_t size) {
+  const auto past = static_cast<int64_t>(reinterpret_cast<uintptr_t>(row) % kPackBytes / sizeof(T));
   const int64_t head = past == 0 ? 0 : min(size, kPackCount<T> - past);
   const int64_t num_packs = (size - head) / kPackCount<T>;
   return {head, num_packs, head + num_packs * kPackCount<T>};
@@ -90,41 +86,76 @@ __device__ ExponentialSum joined(const ExponentialSum& a, const ExponentialSum& 
   return {top, a.sum * expf(a.largest - top) + b.sum * expf(b.largest - top)};
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    cross_entropy_kernel(const T* logits, int64_t vocabulary, const int64_t* targets,
-                         float2* row_sums, float* row_losses) {
-  const int64_t target = targets[blockIdx.x];
-  if (target == kNoTarget) {  // the gradient is 0 for any sum
-    if (threadIdx.x == 0) {
-      row_sums[blockIdx.x] = {0.0f, 0.0f};
-      row_losses[blockIdx.x] = 0.0f;
-    }
+struct RowGradient {
+  int64_t target;  // column, or none
+  float base;
+  float log_sum;
+
+  template <int kCount>
+  __device__ Floats<kCount> of(const Floats<kCount>& logits, int64_t begin) const {
+    Floats<kCount> result;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k)
+      result.of[k] = expf(logits.of[k] - base - log_sum) - (begin + k == target ? 1.0f : 0.0f);
+    return result;
+  }
+};
+
+template <typename T, RowWork kWork>
+__global__ void __launch_bounds__(kThreads) cross_entropy_rows_kernel(LogitRowsMemory memory) {
+  const int64_t size = memory.num_columns;
+  T* row = static_cast<T*>(memory.logits) + static_cast<int64_t>(blockIdx.x) * size;
+  float* sums = memory.sums + blockIdx.x;
+  const RowParts parts = parts_of(row, size);
+  const int64_t token = memory.targets[blockIdx.x];
+  if (token == kNoTarget) {
+    if (kWork != RowWork::kGradient && threadIdx.x < kRowSums)
+      sums[threadIdx.x * memory.sums_stride] = 0.0f;
+    if constexpr (kWork != RowWork::kSums)
+      at_own_numbers<T>(parts, size, [&](auto count, int64_t i) {
+        store_pack(row + i, Floats<decltype(count)::value>{});
+      });
     return;
   }
-  const T* row = logits + static_cast<int64_t>(blockIdx.x) * vocabulary;
-  ExponentialSum mine{-FLT_MAX, 0.0f};
-  at_own_numbers<T>(parts_of(row, row, vocabulary), vocabulary, [&](auto count, int64_t i) {
-    mine.add(load_pack<decltype(count)::value>(row + i));
-  });
-  const ExponentialSum all = block_join(mine, joined);
-  if (threadIdx.x != 0) return;
-  assert(target >= 0 && target < vocabulary && "a target is neither a token nor kNoTarget");
-  const float log_sum = logf(all.sum);
-  row_sums[blockIdx.x] = {all.largest, log_sum};
-  row_losses[blockIdx.x] = all.largest - widened(row[target]) + log_sum;
+  RowGradient gradient{.target = token - memory.first_token, .base = 0.0f, .log_sum = 0.0f};
+  if constexpr (kWork == RowWork::kGradient) {
+    gradient.base = sums[0];
+    gradient.log_sum = sums[memory.sums_stride];
+  } else {
+    assert(token >= 0 && token < memory.vocabulary && "a target is neither a token nor kNoTarget");
+    // Read before the threads join, because the gradient takes its place.
+    const bool is_column = gradient.target >= 0 && gradient.target < size;
+    const float target_logit = threadIdx.x == 0 && is_column ? widened(row[gradient.target]) : 0.0f;
+    ExponentialSum mine{-FLT_MAX, 0.0f};
+    at_own_numbers<T>(parts, size, [&](auto count, int64_t i) {
+      mine.add(load_pack<decltype(count)::value>(row + i));
+    });
+    const ExponentialSum all = block_join(mine, joined);
+    gradient.base = all.largest;
+    gradient.log_sum = logf(all.sum);
+    if (threadIdx.x == 0) {
+      sums[0] = gradient.base;
+      sums[memory.sums_stride] = gradient.log_sum;
+      sums[2 * memory.sums_stride] = is_column ? gradient.base - target_logit : 0.0f;
+    }
+  }
+  if constexpr (kWork != RowWork::kSums)
+    at_own_numbers<T>(parts, size, [&](auto count, int64_t i) {
+      store_pack(row + i, gradient.of(load_pack<decltype(count)::value>(row + i), i));
+    });
 }
 
 // One block, so that the order of the sum depends only on the number of rows.
 __global__ void __launch_bounds__(kThreads)
-    cross_entropy_mean_kernel(const float* row_losses, const int64_t* targets, int64_t num_rows,
-                              float* weight, float* loss) {
+    cross_entropy_mean_kernel(CrossEntropyMean mean, float* weight, float* loss) {
+  const float* log_sums = mean.sums + mean.num_rows;
+  const float* gaps = log_sums + mean.num_rows;
   double sum = 0.0;
+  for (int64_t row = threadIdx.x; row < mean.num_rows; row += kThreads)
+    if (mean.targets[row] != kNoTarget) sum += gaps[row] + log_sums[row];
   int64_t count = 0;
-  for (int64_t row = threadIdx.x; row < num_rows; row += kThreads) {
-    sum += row_losses[row];
-    count += targets[row] != kNoTarget ? 1 : 0;
-  }
+  for (int64_t i = threadIdx.x; i < mean.num_all; i += kThreads)
+    count += mean.all_targets[i] != kNoTarget ? 1 : 0;
   sum = block_join(sum, [](double a, double b) { return a + b; });
   count = block_join(count, [](int64_t a, int64_t b) { return a + b; });
   if (threadIdx.x != 0) return;
@@ -133,78 +164,38 @@ __global__ void __launch_bounds__(kThreads)
   *loss = static_cast<float>(sum / mean_of);
 }
 
-struct RowGradient {
-  int64_t target;
-  float2 sum;  // the largest logit, and the logarithm of the rest
-  float scale;
-
-  template <int kCount>
-  __device__ Floats<kCount> of(const Floats<kCount>& logits, int64_t begin) const {
-    Floats<kCount> result;
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) {
-      const float probability = expf(logits.of[k] - sum.x - sum.y);
-      result.of[k] = (probability - (begin + k == target ? 1.0f : 0.0f)) * scale;
-    }
-    return result;
-  }
-};
-
-template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    cross_entropy_backward_kernel(const T* logits, int64_t vocabulary, const int64_t* targets,
-                                  const float2* row_sums, const float* weight,
-                                  const float* loss_gradient, T* gradient) {
-  const RowGradient by{.target = targets[blockIdx.x],
-                       .sum = row_sums[blockIdx.x],
-                       .scale = *weight * *loss_gradient};
-  const T* row = logits + static_cast<int64_t>(blockIdx.x) * vocabulary;
-  T* to = gradient + static_cast<int64_t>(blockIdx.x) * vocabulary;
-  at_own_numbers<T>(parts_of(row, static_cast<const T*>(to), vocabulary), vocabulary,
-                    [&](auto count, int64_t i) {
-                      constexpr int kCount = decltype(count)::value;
-                      Floats<kCount> values{};
-                      if (by.target != kNoTarget) values = by.of(load_pack<kCount>(row + i), i);
-                      store_pack(to + i, values);
-                    });
-}
-
-void check_size(const CrossEntropyMemory& memory) {
-  FSDP_CHECK(memory.num_rows <= INT32_MAX, "the cross entropy of ", memory.num_rows,
-             " tokens was asked for at once; this is more than a launch can have");
+template <RowWork kWork>
+void launch_rows(const LogitRowsMemory& memory, void* stream) {
+  with_kernel_type(memory.dtype, "cross_entropy_rows", [&](auto zero) {
+    cross_entropy_rows_kernel<decltype(zero), kWork>
+        <<<static_cast<unsigned>(memory.num_rows), kThreads, 0, cuda_stream(stream)>>>(memory);
+  });
 }
 
 }  // namespace
 
-void cross_entropy_on_device(const CrossEntropyMemory& memory, float* row_losses, float* loss,
-                             void* stream) {
-  check_size(memory);
-  if (memory.num_rows > 0)
-    with_kernel_type(memory.dtype, "cross_entropy", [&](auto zero) {
-      using T = decltype(zero);
-      cross_entropy_kernel<T>
-          <<<static_cast<unsigned>(memory.num_rows), kThreads, 0, cuda_stream(stream)>>>(
-              static_cast<const T*>(memory.logits), memory.vocabulary, memory.targets,
-              reinterpret_cast<float2*>(memory.row_sums), row_losses);
-    });
-  cross_entropy_mean_kernel<<<1, kThreads, 0, cuda_stream(stream)>>>(
-      row_losses, memory.targets, memory.num_rows, memory.weight, loss);
-  check_launch("cross_entropy");
+void cross_entropy_rows_on_device(RowWork work, const LogitRowsMemory& memory, void* stream) {
+  FSDP_CHECK(memory.num_rows <= INT32_MAX, "the cross entropy of ", memory.num_rows,
+             " tokens was asked for at once; this is more than a launch can have");
+  if (memory.num_rows == 0) return;
+  switch (work) {
+    case RowWork::kSums:
+      launch_rows<RowWork::kSums>(memory, stream);
+      break;
+    case RowWork::kGradient:
+      launch_rows<RowWork::kGradient>(memory, stream);
+      break;
+    case RowWork::kBoth:
+      launch_rows<RowWork::kBoth>(memory, stream);
+      break;
+  }
+  check_launch("cross_entropy_rows");
 }
 
-void cross_entropy_backward_on_device(const CrossEntropyMemory& memory, const float* loss_gradient,
-                                      void* gradient, void* stream) {
-  check_size(memory);
-  if (memory.num_rows == 0) return;
-  with_kernel_type(memory.dtype, "cross_entropy_backward", [&](auto zero) {
-    using T = decltype(zero);
-    cross_entropy_backward_kernel<T>
-        <<<static_cast<unsigned>(memory.num_rows), kThreads, 0, cuda_stream(stream)>>>(
-            static_cast<const T*>(memory.logits), memory.vocabulary, memory.targets,
-            reinterpret_cast<const float2*>(memory.row_sums), memory.weight, loss_gradient,
-            static_cast<T*>(gradient));
-  });
-  check_launch("cross_entropy_backward");
+void cross_entropy_mean_on_device(const CrossEntropyMean& mean, float* weight, float* loss,
+                                  void* stream) {
+  cross_entropy_mean_kernel<<<1, kThreads, 0, cuda_stream(stream)>>>(mean, weight, loss);
+  check_launch("cross_entropy_mean");
 }
 
 }  // namespace fsdp::nn

@@ -106,24 +106,43 @@ void combine_backward_on_device(const CombineMemory& memory, const void* gradien
 
 // --- cross entropy -------------------------------------------------------------------------------
 
-// Logits: [num_rows, vocabulary], dense.
-struct CrossEntropyMemory {
-  DType dtype = DType::kBFloat16;
-  int64_t num_rows = 0;
-  int64_t vocabulary = 0;
-  const void* logits = nullptr;
-  const int64_t* targets = nullptr;  // per row; asserts a token or kNoTarget
-  float* row_sums = nullptr;         // per row two: the largest logit, log(sum(exp(logit - it)))
-  float* weight = nullptr;           // one number: 1 / (rows that have a target), at most 1
+// What is computed of rows of logits.
+enum class RowWork : uint8_t {
+  kSums,
+  kGradient,  // from sums that are there
+  kBoth,
 };
 
-// Fills row_sums, weight and *loss. `row_losses` is work space for num_rows numbers.
-void cross_entropy_on_device(const CrossEntropyMemory& memory, float* row_losses, float* loss,
-                             void* stream);
+// Of every row three numbers, the base, the logarithm and the gap: base + logarithm is that of the
+// sum of exponentials, and base - gap the target's logit.
+inline constexpr int64_t kRowSums = 3;
 
-// The gradient of *loss_gradient * loss with respect to the logits, in their type.
-void cross_entropy_backward_on_device(const CrossEntropyMemory& memory, const float* loss_gradient,
-                                      void* gradient, void* stream);
+// Logits: [num_rows, num_columns], dense; columns are tokens of the vocabulary from `first_token`
+// on. Rows whose target is kNoTarget have a gradient of 0, and sums without meaning.
+struct LogitRowsMemory {
+  DType dtype = DType::kBFloat16;
+  int64_t num_rows = 0;
+  int64_t num_columns = 0;
+  void* logits = nullptr;            // softmax minus one at the target takes their place
+  const int64_t* targets = nullptr;  // per row; asserts a token of the vocabulary or kNoTarget
+  int64_t first_token = 0;
+  int64_t vocabulary = 0;
+  float* sums = nullptr;  // [kRowSums, sums_stride]; the gap is 0 where the target is no column
+  int64_t sums_stride = 0;
+};
+void cross_entropy_rows_on_device(RowWork work, const LogitRowsMemory& memory, void* stream);
+
+struct CrossEntropyMean {
+  int64_t num_rows = 0;
+  const int64_t* targets = nullptr;  // of the rows
+  const float* sums = nullptr;       // [kRowSums, num_rows]
+  int64_t num_all = 0;               // of the targets that are counted
+  const int64_t* all_targets = nullptr;
+};
+
+// *weight = 1 / (all targets that are tokens), at most 1; *loss = the rows' losses times it.
+void cross_entropy_mean_on_device(const CrossEntropyMean& mean, float* weight, float* loss,
+                                  void* stream);
 
 // --- root-mean-square norm -----------------------------------------------------------------------
 

@@ -38,9 +38,9 @@ void combine_backward_on_device(const CombineMemory&, const void*, void*, void*,
   throw_absent();
 }
 
-void cross_entropy_on_device(const CrossEntropyMemory&, float*, float*, void*) { throw_absent(); }
+void cross_entropy_rows_on_device(RowWork, const LogitRowsMemory&, void*) { throw_absent(); }
 
-void cross_entropy_backward_on_device(const CrossEntropyMemory&, const float*, void*, void*) {
+void cross_entropy_mean_on_device(const CrossEntropyMean&, float*, float*, void*) {
   throw_absent();
 }
 

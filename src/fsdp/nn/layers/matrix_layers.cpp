@@ -91,6 +91,7 @@ at::Tensor last_position(const at::Tensor& hidden) {
 HeadImpl::HeadImpl(const HeadOptions& options)
     : is_tied_(options.tied_weight.defined()),
       standard_deviation_(options.standard_deviation),
+      logit_bytes_(options.logit_bytes),
       norm_(register_module("norm",
                             RmsNorm(options.hidden_size, options.norm_eps, options.norm_weight))) {
   weight =
@@ -98,8 +99,10 @@ HeadImpl::HeadImpl(const HeadOptions& options)
                                             : at::empty({options.vocab_size, options.hidden_size}));
 }
 
-at::Tensor HeadImpl::forward(const at::Tensor& x, HeadInput input) {
+at::Tensor HeadImpl::forward(const at::Tensor& x, HeadInput input, const at::Tensor& targets) {
   const at::Tensor own = input == HeadInput::kHidden ? norm_(x) : x;
+  if (targets.defined())
+    return head_loss(own, weight, targets, {.logit_bytes = logit_bytes_, .ranks = ranks_});
   if (ranks_.part == LogitPart::kVocabulary)
     return gathered_linear(own, {weight}, {}, *tp()).front();
   return nn::linear(own, weight, at::Tensor());

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/nn/layers/head_loss.h"
 #include "fsdp/nn/layers/named_init.h"
 #include "fsdp/nn/layers/rank_logits.h"
 #include "fsdp/nn/layers/rms_norm.h"
@@ -105,16 +106,19 @@ struct HeadOptions {
   double standard_deviation = 0.02;
   // The embedding's weight, if it is also the output matrix.
   at::Tensor tied_weight = {};
+  int64_t logit_bytes = kDefaultLogitBytes;  // BuildOptions
 };
 
 // For a configuration; `embedding` is the weight that may be the output matrix.
 template <typename Config>
-HeadOptions head_options(const Config& config, double norm_eps, const at::Tensor& embedding) {
+HeadOptions head_options(const Config& config, double norm_eps, const at::Tensor& embedding,
+                         int64_t logit_bytes) {
   return {.vocab_size = config.vocab_size,
           .hidden_size = config.hidden_size,
           .norm_eps = norm_eps,
           .standard_deviation = config.initializer_range,
-          .tied_weight = config.tie_word_embeddings ? embedding : at::Tensor()};
+          .tied_weight = config.tie_word_embeddings ? embedding : at::Tensor(),
+          .logit_bytes = logit_bytes};
 }
 
 // For the next token: [batch, sequence, hidden_size] -> [batch, 1, hidden_size].
@@ -123,8 +127,9 @@ at::Tensor last_position(const at::Tensor& hidden);
 class HeadImpl : public torch::nn::Module, public NamedInit, public TokenParallelLayer {
  public:
   explicit HeadImpl(const HeadOptions& options);
-  // Logits: [batch, sequence, vocab_size], or the part of them that ranks() tells.
-  at::Tensor forward(const at::Tensor& x, HeadInput input);
+  // With targets, [batch, sequence] of all ranks: head_loss(). Without: logits, [batch, sequence,
+  // vocab_size], or the part of them that ranks() tells.
+  at::Tensor forward(const at::Tensor& x, HeadInput input, const at::Tensor& targets = {});
   const LogitRanks& ranks() const { return ranks_; }
   void reset_parameters() override;
   TpPlacement tp_placement(const std::string&) const override { return kByVocabulary; }
@@ -135,6 +140,7 @@ class HeadImpl : public torch::nn::Module, public NamedInit, public TokenParalle
  private:
   const bool is_tied_;
   const double standard_deviation_;
+  const int64_t logit_bytes_;
   RmsNorm norm_;
   LogitRanks ranks_;
 };

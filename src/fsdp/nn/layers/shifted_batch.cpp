@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "fsdp/comm/mesh.h"
-#include "fsdp/nn/layers/cross_entropy.h"
+#include "fsdp/nn/kernels/layer_kernels.h"
 #include "fsdp/nn/layers/tensor_ranks.h"
 
 namespace fsdp::nn {

@@ -11,6 +11,14 @@
 
 namespace fsdp::nn {
 
+enum class ProductUse : uint8_t { kStored, kAdded };
+
+// target = transposed * inputs, or target += that; transposed: [rows, n], inputs: [n, columns]. The
+// target has the inputs' type, or fp32 for narrow ones: then nothing is rounded before it is
+// summed.
+void write_product(at::Tensor target, const at::Tensor& transposed, const at::Tensor& inputs,
+                   ProductUse use);
+
 // The layer writes all rows of the gradient, each once.
 class WeightGradient {
  public:
@@ -23,6 +31,9 @@ class WeightGradient {
   // All rows at once: what `product` writes to the tensor that it is given, of fp32 or of the
   // weight's type.
   void write(const std::function<void(const at::Tensor& to)>& product);
+
+  // The whole gradient at once: values * factor, computed in the wider of their types; factor: [1].
+  void write(const at::Tensor& values, const at::Tensor& factor);
 
   // Undefined if the gradient is in its slab.
   const at::Tensor& for_autograd() const { return own_; }

@@ -179,6 +179,8 @@ void add_model(Rows& rows) {
            "How gradients of --weights are multiplied: quantized, or as --compute says");
   rows.add("recompute", "WHAT", choice_value(&O::recompute, {"none", "block"}),
            "Forget a block's activations and compute them again in the backward");
+  rows.add("logit-memory", "BYTES", bytes_value(&O::logit_bytes),
+           "The loss has the logits of so many tokens at once as fit into this, at least of one");
 }
 
 void add_data(Rows& rows) {

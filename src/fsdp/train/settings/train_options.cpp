@@ -157,6 +157,7 @@ void TrainOptions::validate(int64_t num_ranks) const {
     throw UsageError(
         "--loss-scale is dynamic, but --on-nonfinite is update; a dynamic scale skips "
         "steps that overflow, so use --on-nonfinite skip");
+  if (logit_bytes < 1) throw UsageError("--logit-memory must be a size above 0, e.g. 1GiB");
   check_types(*this);
   check_graph(*this);
   check_user_buffers(*this);

@@ -15,6 +15,7 @@
 #include "fsdp/layout/group_types.h"
 #include "fsdp/layout/strategy.h"
 #include "fsdp/memory/bucket_pool.h"
+#include "fsdp/nn/config/logit_memory.h"
 #include "fsdp/optim/kernels/update_math.h"
 #include "fsdp/optim/learning_rate.h"
 #include "fsdp/optim/parameter_rules.h"
@@ -47,6 +48,7 @@ struct TrainOptions {
   std::vector<std::string> weights_except;
   WeightScaling weights_scaling = WeightScaling::kCurrent;
   ProductForm weights_gradient = ProductForm::kQuantized;
+  int64_t logit_bytes = kDefaultLogitBytes;
 
   // --- data ---
   std::vector<std::string> data;             // text files, directories, packed token files

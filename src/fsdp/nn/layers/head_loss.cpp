@@ -1,0 +1,179 @@
+#include "fsdp/nn/layers/head_loss.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <algorithm>
+
+#include "fsdp/comm/communicator.h"
+#include "fsdp/comm/mesh.h"
+#include "fsdp/nn/layers/cross_entropy.h"
+#include "fsdp/nn/layers/rank_slices.h"
+#include "fsdp/nn/layers/tensor_ranks.h"
+#include "fsdp/nn/layers/weight_gradient.h"
+
+namespace fsdp::nn {
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+struct WantedGradients {
+  bool of_hidden = false;
+  bool of_weight = false;
+  bool any() const { return of_hidden || of_weight; }
+};
+
+// Narrow types are summed in fp32.
+at::ScalarType sum_type(at::ScalarType type) {
+  return type == at::kBFloat16 || type == at::kHalf ? at::kFloat : type;
+}
+
+// What a call works on: all rows that this rank computes, and what becomes of them.
+struct HeadRows {
+  at::Tensor hidden = {};           // [rows, hidden size]
+  at::Tensor weight = {};           // [columns, hidden size]
+  at::Tensor targets = {};          // [rows]
+  at::Tensor sums = {};             // [kRowSums, rows]
+  at::Tensor hidden_gradient = {};  // of the sum of all rows' losses; undefined: not wanted
+  at::Tensor weight_gradient = {};  // the same
+};
+
+// From sums over the tokens of this rank to those over the tokens of all.
+void join_sums(const LogitRows& rows, const MeshAxis& tp) {
+  const at::Tensor& sums = rows.sums;
+  const at::Tensor most = sums[0] + sums[1];
+  tp.gather().all_reduce(most, {.op = ReduceOp::kMax}, "largest sums of exponentials").wait();
+  const at::Tensor base = sums[0] - most;
+  const at::Tensor column = rows.targets - rows.first_token;
+  const at::Tensor is_absent = column.lt(0).logical_or_(column.ge(rows.logits.size(1)));
+  const at::Tensor parts =
+      at::stack({(base + sums[1]).exp_(), (sums[2] - base).masked_fill_(is_absent, 0.0)});
+  tp.gather().all_reduce(parts, {}, "sums of exponentials").wait();
+  sums[0].copy_(most);
+  sums[1].copy_(parts[0].log());
+  sums[2].copy_(parts[1]);
+}
+
+// The gradient of the sum of the rows' losses, or undefined if it is not wanted.
+at::Tensor logit_gradient(const LogitRows& rows, bool is_wanted, const MeshAxis* tp) {
+  if (tp == nullptr) return cross_entropy_rows(is_wanted ? RowWork::kBoth : RowWork::kSums, rows);
+  cross_entropy_rows(RowWork::kSums, rows);
+  join_sums(rows, *tp);
+  return is_wanted ? cross_entropy_rows(RowWork::kGradient, rows) : at::Tensor();
+}
+
+// `tp`: ranks that share the vocabulary.
+void compute_chunk(const HeadRows& all, int64_t begin, int64_t end, const MeshAxis* tp) {
+  const int64_t count = end - begin;
+  const int64_t columns = all.weight.size(0);
+  const at::Tensor hidden = all.hidden.narrow(0, begin, count);
+  const bool is_wanted = all.hidden_gradient.defined() || all.weight_gradient.defined();
+  const at::Tensor gradient =
+      logit_gradient({.logits = at::mm(hidden, all.weight.t()),
+                      .targets = all.targets.narrow(0, begin, count),
+                      .sums = all.sums.narrow(1, begin, count),
+                      .first_token = tp == nullptr ? 0 : tp->rank() * columns,
+                      .vocabulary = tp == nullptr ? columns : tp->size() * columns},
+                     is_wanted, tp);
+  if (all.hidden_gradient.defined()) {
+    at::Tensor to = all.hidden_gradient.narrow(0, begin, count);
+    at::mm_out(to, gradient, all.weight);
+  }
+  if (all.weight_gradient.defined())
+    write_product(all.weight_gradient, gradient.t(), hidden,
+                  begin == 0 ? ProductUse::kStored : ProductUse::kAdded);
+}
+
+HeadRows prepared(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& targets,
+                  const WantedGradients& wanted) {
+  HeadRows rows{.hidden = hidden.reshape({-1, hidden.size(-1)}),
+                .weight = weight,
+                .targets = targets.reshape({-1}).contiguous()};
+  const auto numbers = hidden.options().requires_grad(false);
+  rows.sums = at::empty({kRowSums, rows.targets.size(0)}, numbers.dtype(at::kFloat));
+  if (wanted.of_hidden) rows.hidden_gradient = at::empty(rows.hidden.sizes(), numbers);
+  if (wanted.of_weight) {
+    const auto sums = numbers.dtype(sum_type(weight.scalar_type()));
+    rows.weight_gradient = rows.targets.numel() > 0 ? at::empty(weight.sizes(), sums)
+                                                    : at::zeros(weight.sizes(), sums);
+  }
+  return rows;
+}
+
+struct HeadResult {
+  MeanLoss mean;
+  // Of the sum of all losses, which mean.weight makes that of the mean.
+  at::Tensor hidden_gradient;
+  at::Tensor weight_gradient;
+};
+
+HeadResult compute(const at::Tensor& own_hidden, const at::Tensor& weight,
+                   const at::Tensor& all_targets, const HeadLossOptions& options,
+                   const WantedGradients& wanted) {
+  const MeshAxis* tp = options.ranks.tp;
+  const MeshAxis* sharing = options.ranks.part == LogitPart::kVocabulary ? tp : nullptr;
+  const at::Tensor hidden =
+      sharing == nullptr ? own_hidden : GatheredSlices(own_hidden, 1, tp->gather()).wait();
+  const at::Tensor targets = sharing == nullptr ? own_sequence(all_targets, tp) : all_targets;
+  const HeadRows rows = prepared(hidden, weight, targets, wanted);
+  const int64_t num_rows = rows.targets.size(0);
+  const int64_t step = rows_of_logit_chunk(
+      {num_rows, weight.size(0), static_cast<int64_t>(hidden.element_size())}, options.logit_bytes);
+  for (int64_t begin = 0; begin < num_rows; begin += step)
+    compute_chunk(rows, begin, std::min(begin + step, num_rows), sharing);
+
+  HeadResult result{
+      .mean = mean_cross_entropy(rows.sums, rows.targets, all_targets.reshape({-1}).contiguous()),
+      .hidden_gradient = rows.hidden_gradient,
+      .weight_gradient = rows.weight_gradient};
+  if (tp != nullptr && sharing == nullptr)
+    tp->gather().all_reduce(result.mean.loss, {}, "parts of the loss").wait();
+  if (wanted.of_hidden) result.hidden_gradient = result.hidden_gradient.view(hidden.sizes());
+  if (wanted.of_hidden && sharing != nullptr)
+    result.hidden_gradient = ScatteredSums(result.hidden_gradient, 1, tp->gather()).wait();
+  return result;
+}
+
+class HeadLoss final : public torch::autograd::Function<HeadLoss> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& hidden,
+                            const at::Tensor& weight, const at::Tensor& targets,
+                            const HeadLossOptions& options, const WantedGradients& wanted) {
+    HeadResult result = compute(hidden, weight, targets, options, wanted);
+    // Of the weight only its name is needed, for where its gradient goes.
+    context->save_for_backward(
+        {weight, result.mean.weight, result.hidden_gradient, result.weight_gradient});
+    return result.mean.loss;
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const variable_list saved = context->get_saved_variables();
+    // A dim, so that products with it are computed in fp32 whatever the other's type.
+    const at::Tensor factor = (saved[1] * gradients[0]).view({1});
+    variable_list result(5);
+    if (saved[2].defined() && context->needs_input_grad(0)) {
+      result[0] = at::empty_like(saved[2]);
+      at::mul_out(result[0], saved[2], factor);
+    }
+    if (saved[3].defined() && context->needs_input_grad(1)) {
+      WeightGradient gradient(saved[0]);
+      gradient.write(saved[3], factor);
+      result[1] = gradient.for_autograd();
+    }
+    return result;
+  }
+};
+
+}  // namespace
+
+at::Tensor head_loss(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& targets,
+                     const HeadLossOptions& options) {
+  const WantedGradients wanted{.of_hidden = at::GradMode::is_enabled() && hidden.requires_grad(),
+                               .of_weight = at::GradMode::is_enabled() && weight.requires_grad()};
+  if (!wanted.any()) return compute(hidden, weight, targets, options, wanted).mean.loss;
+  return HeadLoss::apply(hidden, weight, targets, options, wanted);
+}
+
+}  // namespace fsdp::nn
