@@ -221,6 +221,18 @@ TEST(ReportPage, SaysHowTheRunStands) {
   EXPECT_THAT(page(), HasSubstr("<b>Complete:</b>"));
 }
 
+TEST(ReportPage, ShowsWhatQuantisedWeightsLose) {
+  const RunFacts facts;
+  RunHistory history = history_of(3);
+  const auto page = [&] {
+    return report_page({.facts = facts, .history = history, .timeline = {}});
+  };
+  EXPECT_THAT(page(), Not(HasSubstr("lost in codes")));
+  history.add(StepRecord{.step = 4, .terms = {{"overflow", 0.25}, {"underflow", 0.125}}});
+  EXPECT_THAT(page(), HasSubstr("Weights lost in codes</dt><dd>12.5 %"));
+  EXPECT_THAT(page(), HasSubstr("became 0; 25 % out of range"));
+}
+
 TEST(ReportFile, TakesAHundredthOfTheTimeAtMost) {
   const testing::TempDir dir(testing::TempDir::On::kMemory);
   double now = 0;

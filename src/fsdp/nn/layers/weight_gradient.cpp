@@ -13,7 +13,7 @@ void write_product(at::Tensor target, const at::Tensor& transposed, const at::Te
   const bool widens = type != inputs.scalar_type();
   if (widens && inputs.is_cuda()) {  // the fp32 product of narrow matrices, which GPUs have
     if (adds)
-      target.add_(at::mm(transposed, inputs, type));
+      at::addmm_out(target, target, transposed, inputs, type);
     else
       at::mm_out(target, transposed, inputs, type);
     return;

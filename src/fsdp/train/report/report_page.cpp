@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cmath>
 #include <ctime>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -196,6 +197,19 @@ std::string count_text(int64_t count) {
   return grouped_text(count);
 }
 
+// Of quantised weights in the last update; "" where none is.
+std::string lost_weights_html(const StepRecord& step) {
+  const auto share_of = [&](std::string_view name) {
+    for (const NamedValue& term : step.terms)
+      if (term.name == name) return 100 * term.value;
+    return double{NAN};
+  };
+  const double underflow = share_of("underflow");
+  if (std::isnan(underflow)) return "";
+  return tile_html("Weights lost in codes", concat(figure_text(underflow), " %"),
+                   concat("became 0; ", figure_text(share_of("overflow")), " % out of range"));
+}
+
 std::string tiles_html(const RunHistory& history) {
   const auto& last = history.last_step();
   if (!last) return "";
@@ -215,6 +229,7 @@ std::string tiles_html(const RunHistory& history) {
   if (last->tokens > 0)
     html += tile_html("Tokens", count_text(last->tokens),
                       concat("in ", duration_text(history.step_seconds())));
+  html += lost_weights_html(*last);
   return html + "</dl>\n";
 }
 
