@@ -206,9 +206,9 @@ class Loading {
                  .allows_extra = options.extra == LoadOptions::Extra::kAllow,
                  .is_offered = options.is_tolerance_offered});
     if (plan_.num_other_histories() > 0 && rank_in(EngineAccess::of(state.sharded).mesh()) == 0)
-      log(LogLevel::kInfo, plan_.catalog().path(), ": amax histories of ",
-          plan_.num_other_histories(),
-          " matrices are those of another recipe or of other slices, and begin anew");
+      log(LogLevel::kInfo, plan_.catalog().path(),
+          " has amax histories of another recipe or of other slices, which begin anew: ",
+          plan_.num_other_histories());
   }
 
   LoadedCheckpoint describe() const {

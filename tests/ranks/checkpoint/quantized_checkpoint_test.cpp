@@ -2,15 +2,15 @@
 // back at is there again, so that a run goes on as if nobody had stopped it.
 #include <gmock/gmock.h>
 
-#include "fsdp/base/durable_file.h"
 #include "fsdp/base/text.h"
 #include "fsdp/checkpoint/format/tensor_catalog.h"
-#include "fsdp/checkpoint/names/name_tables.h"
+#include "fsdp/checkpoint/names/name_rules.h"
 #include "fsdp/checkpoint/run_directory.h"
 #include "fsdp/layout/quantized_bytes.h"
 #include "fsdp/nn/layers/linear.h"
 #include "fsdp/shard/engine/engine.h"
 #include "support/checkpoint_training.h"
+#include "support/error_of.h"
 #include "support/parallel_model.h"
 
 namespace fsdp::testing::quantized_checkpoint_test {

@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "fsdp/base/error.h"
+#include "fsdp/comm/communicator.h"
 #include "fsdp/optim/adamw.h"
 #include "fsdp/shard/fully_shard.h"
 #include "fsdp/shard/quantized_weight.h"
