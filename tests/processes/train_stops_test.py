@@ -195,6 +195,41 @@ class Resumes(Stops):
         self.assertEqual(self.losses("new"), {step: loss for step, loss in self.losses("straight").items() if step > 3})
         self.assertEqual((self.root / "old" / "latest").read_text().strip(), "step-00000003")
 
+    def test_quantised_weights_go_on_with_the_same_bits(self):
+        for options in (["fp8-row"], ["fp8-tensor"], ["fp8-block"], ["fp8-row", "--weights-scaling", "delayed"]):
+            with self.subTest(" ".join(options)):
+                straight, parts = f"{'-'.join(options)}.straight", f"{'-'.join(options)}.parts"
+                self.finish(straight, 8, "--ranks", 2, "--weights", *options)
+                self.finish(parts, 4, "--ranks", 2, "--weights", *options)
+                self.finish(parts, 8, "--ranks", 2, "--weights", *options)
+                self.assertEqual(self.losses(parts), self.losses(straight))
+
+    def test_other_commands_read_checkpoints_of_delayed_scales(self):
+        quantised = ["--weights", "fp8-row", "--weights-scaling", "delayed"]
+        self.finish("straight", 6, "--ranks", 2, *quantised)
+        self.finish("parts", 3, "--ranks", 2, *quantised)
+        said = small_runs.run([FSDP, "inspect", "parts", "--verify", "--tensors", "*.amax_history"], cwd=self.root).stdout
+        self.assertRegex(said, r"(?m)^moments +\d+ tensors")
+        self.assertRegex(said, r"(?m)^amaxes +\d+ tensors")
+        self.assertRegex(said, r"model\.layers\.0\.mlp\.down_proj\.weight\.amax_history +fp32 +\[17, 16, 1\]")
+        small_runs.run([FSDP, "convert", "parts", "exported", "--to", "hf"], cwd=self.root)
+        small_runs.run([FSDP, "convert", "parts", "recut", "--to", "sharded", "--ranks", "2"], cwd=self.root)
+        small_runs.run([FSDP, "inspect", "parts", "--diff", "recut"], cwd=self.root)
+        self.finish("onward", 6, "--ranks", 2, *quantised, "--resume", "recut")
+        straight = self.losses("straight")
+        self.assertEqual(self.losses("onward"), {step: straight[step] for step in (4, 5, 6)})
+
+    def test_quantised_and_plain_weights_go_on_with_each_other(self):
+        """Each way the losses stay near those of plain weights alone: codes of 3 bits are off by a few percent."""
+        self.finish("plain", 12)
+        for name, first, then in (("from", ["fp8-row", "--weights-scaling", "delayed"], ["bf16"]), ("to", ["bf16"], ["fp8-row"]),
+                                  ("between", ["fp8-block"], ["fp8-row", "--weights-scaling", "delayed"])):
+            with self.subTest(name):
+                self.finish(name, 6, "--weights", *first)
+                self.finish(name, 12, "--weights", *then)
+                for step, loss in self.losses("plain").items():
+                    self.assertLess(abs(self.losses(name)[step] - loss), 0.02 * loss, f"step {step}")
+
     def test_a_run_that_is_done_says_so_and_changes_nothing(self):
         self.finish("run", 3)
         before = self.losses("run")

@@ -11,6 +11,7 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
+#include "fsdp/base/log.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/checkpoint/load_plan.h"
 #include "fsdp/checkpoint/rank_agreement.h"
@@ -175,6 +176,14 @@ class TargetLoader {
   std::vector<std::pair<at::Tensor, at::Tensor>> conversions_;  // from, to
 };
 
+// The amax history of a matrix; only those that the checkpoint has.
+struct HistoryTarget {
+  QuantizedWeights* weights = nullptr;
+  int64_t index = 0;
+  std::vector<int64_t> shape;
+  TensorSource source;
+};
+
 // Everything to be set, and its sources.
 class Loading {
  public:
@@ -190,10 +199,16 @@ class Loading {
       buffers_.push_back(plan_.find_model({&wanted, 1}).front());
     }
     if (state.optimizer != nullptr) add_moments(OptimizerAccess::of(*state.optimizer));
+    for (const auto& unit : EngineAccess::of(state.sharded).units())
+      for (ParamGroup& group : unit->groups()) add_amax_histories(group);
     plan_.check({.allow_missing = options.allow_missing,
                  .ignored = options.ignored,
                  .allows_extra = options.extra == LoadOptions::Extra::kAllow,
                  .is_offered = options.is_tolerance_offered});
+    if (plan_.num_other_histories() > 0 && rank_in(EngineAccess::of(state.sharded).mesh()) == 0)
+      log(LogLevel::kInfo, plan_.catalog().path(),
+          " has amax histories of another recipe or of other slices, which begin anew: ",
+          plan_.num_other_histories());
   }
 
   LoadedCheckpoint describe() const {
@@ -222,6 +237,11 @@ class Loading {
     loader.flush();
     for (size_t i = 0; i < buffers_.size(); ++i)
       if (!buffers_[i].is_missing()) loader.load(buffers_[i], state_.buffers[i].value);
+    for (const HistoryTarget& target : histories_) {
+      const at::Tensor amaxes = at::empty(target.shape, at::kFloat);
+      loader.load(target.source, amaxes);
+      target.weights->set_history(target.index, amaxes.view({1 + kAmaxHistory, -1}));
+    }
     loaded.statistics = loader.statistics();
     if (state_.optimizer != nullptr && plan_.catalog().manifest()) {
       const OptimizerRecord& record = plan_.catalog().manifest()->optimizer;
@@ -276,11 +296,25 @@ class Loading {
              }});
   }
 
+  void add_amax_histories(ParamGroup& group) {
+    if (!group.is_quantized() || !group.quantized().has_history()) return;
+    const std::vector<WantedTensor> matrices = wanted_of(group, DType::kFloat32);
+    for (size_t i = 0; i < matrices.size(); ++i) {
+      const auto index = static_cast<int64_t>(i);
+      const AmaxHistory history =
+          amax_history_of(group.types().recipe, group.shape_of(index), group.owned_of(index));
+      TensorSource source = plan_.find_amax_history(matrices[i], history);
+      if (source.is_missing()) continue;
+      histories_.push_back({&group.quantized(), index, history.shape, std::move(source)});
+    }
+  }
+
   const CheckpointState& state_;
   const LoadOptions& options_;
   LoadPlan plan_;
   std::vector<FlatTarget> targets_;
   std::vector<TensorSource> buffers_;
+  std::vector<HistoryTarget> histories_;
 };
 
 }  // namespace

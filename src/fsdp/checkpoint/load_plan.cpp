@@ -10,14 +10,6 @@ namespace fsdp {
 
 namespace {
 
-std::vector<std::string> suffixes_of(const TensorCatalog& catalog) {
-  std::vector<std::string> suffixes;
-  if (catalog.manifest())
-    for (const std::string& moment : catalog.manifest()->optimizer.moments)
-      suffixes.push_back("." + moment);
-  return suffixes;
-}
-
 // Numbers of one kind can be converted into each other without surprise.
 bool fits(DType stored, DType wanted) {
   return stored == wanted || (is_floating(stored) && is_floating(wanted));
@@ -43,7 +35,8 @@ LoadPlan::LoadPlan(const std::string& path, NameRules names)
     : catalog_(path),
       names_(std::move(names)),
       model_(apply(names_, catalog_.model())),
-      moments_(apply(names_, catalog_.moments(), suffixes_of(catalog_))) {
+      moments_(moments_of(catalog_, names_)),
+      histories_(amax_histories_of(catalog_, names_)) {
   if (!catalog_.manifest()) return;
   for (const UnitRecord& unit : catalog_.manifest()->units)
     for (const GroupRecord& group : unit.groups)
@@ -125,6 +118,30 @@ std::vector<TensorSource> LoadPlan::find_model(std::span<const WantedTensor> wan
 std::vector<TensorSource> LoadPlan::find_moments(std::span<const WantedTensor> wanted,
                                                  const std::string& moment) {
   return find(moments_, wanted, "." + moment);
+}
+
+TensorSource LoadPlan::find_amax_history(const WantedTensor& parameter,
+                                         const AmaxHistory& history) {
+  TensorSource source;
+  const std::vector<TensorSection> sections = names_.sections(parameter.name, parameter.shape);
+  std::vector<std::string> names = {parameter.name};
+  if (sections.size() == 1) {
+    names = names_of(parameter, sections).front();
+  } else {
+    names.insert(names.end(), parameter.aliases.begin(), parameter.aliases.end());
+  }
+  const CatalogTensor* stored = find_stored(histories_, names, kAmaxHistorySuffix);
+  if (stored == nullptr) return source;
+  const std::vector<int64_t> shape = whole_shape(history.owned, history.shape);
+  if (stored->tensor.shape != shape || stored->tensor.dtype != DType::kFloat32) {
+    ++num_other_histories_;
+    return source;
+  }
+  source.owned_ = history.owned;
+  source.shape_ = history.shape;
+  source.sections_ = {{stored->tensor.name, shape, std::vector<int64_t>(shape.size(), 0)}};
+  source.stored_ = {stored};
+  return source;
 }
 
 std::vector<std::string> LoadPlan::not_allowed(const LoadTolerance& tolerance) const {

@@ -14,6 +14,7 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/torch_dtype.h"
+#include "fsdp/checkpoint/amax_history.h"
 #include "fsdp/checkpoint/format/tensor_boxes.h"
 #include "fsdp/checkpoint/rank_agreement.h"
 #include "fsdp/optim/optimizer_impl.h"
@@ -72,7 +73,7 @@ struct Written {
   int64_t flat_begin = 0;
 };
 
-// Collects one set of tensors: the model's, or the moments'.
+// Collects one set of tensors: the model's, or those of the optimizer.
 class PieceCollector {
  public:
   PieceCollector(const NameRules& names, int64_t rank, std::vector<StoredTensor>& tensors,
@@ -81,8 +82,22 @@ class PieceCollector {
 
   void add(const std::string& name, const std::string& suffix, DType dtype, const Written& written,
            const std::shared_ptr<const FlatReader>& reader) {
-    const std::vector<TensorSection> sections =
-        names_.sections(name, whole_shape(written.owned, written.shape));
+    add(names_.sections(name, whole_shape(written.owned, written.shape)), suffix, dtype, written,
+        reader);
+  }
+
+  // A tensor that the rules do not divide.
+  void add_as(const std::string& stored_name, DType dtype, const Written& written,
+              const std::shared_ptr<const FlatReader>& reader) {
+    const std::vector<int64_t> shape = whole_shape(written.owned, written.shape);
+    add({{stored_name, shape, std::vector<int64_t>(shape.size(), 0)}}, "", dtype, written, reader);
+  }
+
+  const NameRules& names() const { return names_; }
+
+ private:
+  void add(const std::vector<TensorSection>& sections, const std::string& suffix, DType dtype,
+           const Written& written, const std::shared_ptr<const FlatReader>& reader) {
     for (const TensorSection& section : sections) {
       tensors_.push_back({section.name + suffix, dtype, section.shape});
       add_without_elements(tensors_.back());
@@ -97,7 +112,6 @@ class PieceCollector {
       }
   }
 
- private:
   // Gives a tensor without elements an empty box, or no file would mention it.
   void add_without_elements(const StoredTensor& tensor) {
     const std::vector<int64_t>& shape = tensor.shape;
@@ -184,6 +198,12 @@ void check_names(const CheckpointState& state, const NameRules& names) {
   check_unique(names, tensors);
 }
 
+// Ranks that have the same main weights and moments.
+Replicas replicas_with(const ParamGroup& group) {
+  const GroupSetting& setting = group.setting();
+  return replicas_of(setting.strategy.optimizer, setting.shape, setting.rank);
+}
+
 // Calls body(member, what this rank writes of it).
 template <typename Body>
 void for_each_member(const ParamGroup& group, Replicas replicas, int64_t& number,
@@ -192,6 +212,38 @@ void for_each_member(const ParamGroup& group, Replicas replicas, int64_t& number
     const FlatRange range = share_of(group.held_of(i), group.shape_of(i), replicas, number++);
     body(i, Written{group.shape_of(i), group.owned_of(i), range,
                     group.layout().tensor_range(i).begin + range.begin});
+  }
+}
+
+void add_moments(const CheckpointState& state, int64_t& number, PieceCollector& into) {
+  Optimizer::Impl& optimizer = OptimizerAccess::of(*state.optimizer);
+  for (const GroupUpdate* update : optimizer.group_updates()) {
+    const ParamGroup& group = update->group();
+    for (size_t which = 0; which < optimizer.moments().size(); ++which) {
+      const std::string suffix = "." + optimizer.moments()[which].name;
+      const auto read = std::make_shared<const FlatReader>(moment_reader(*update, which));
+      for_each_member(group, replicas_with(group), number, [&](int64_t i, const Written& written) {
+        into.add(group.name_of(i), suffix, DType::kFloat32, written, read);
+      });
+    }
+  }
+}
+
+// Every rank of the group's grid has all of its history.
+void add_amax_histories(const ParamGroup& group, int64_t& number, PieceCollector& into) {
+  if (!group.is_quantized() || !group.quantized().has_history()) return;
+  const GroupSetting& setting = group.setting();
+  const Replicas all = replicas_of({.outer = Placement::kReplicate, .inner = Placement::kReplicate},
+                                   setting.shape, setting.rank);
+  for (int64_t i = 0; i < group.layout().num_tensors(); ++i) {
+    const AmaxHistory history =
+        amax_history_of(group.types().recipe, group.shape_of(i), group.owned_of(i));
+    const at::Tensor amaxes = group.quantized().history_of(i);
+    const FlatRange range = share_of({0, amaxes.numel()}, history.shape, all, number++);
+    if (amaxes.numel() == 0) continue;
+    into.add_as(amax_history_name(into.names(), group.name_of(i), group.whole_shape_of(i)),
+                DType::kFloat32, {history.shape, history.owned, range, range.begin},
+                std::make_shared<const FlatReader>(buffer_reader(amaxes)));
   }
 }
 
@@ -240,10 +292,6 @@ StatePieces pieces_of(const CheckpointState& state, const StoredForm& form) {
   const int64_t number_of_rank = rank_in(mesh);
   PieceCollector model(form.names, number_of_rank, pieces.model, pieces.model_pieces);
   PieceCollector moments(form.names, number_of_rank, pieces.moments, pieces.moment_pieces);
-  const auto replicas_with = [&](const ParamGroup& group) {
-    const GroupSetting& setting = group.setting();
-    return replicas_of(setting.strategy.optimizer, setting.shape, setting.rank);
-  };
   int64_t number = 0;
   for (const auto& unit : engine.units())
     for (const ParamGroup& group_state : unit->groups()) {
@@ -262,18 +310,9 @@ StatePieces pieces_of(const CheckpointState& state, const StoredForm& form) {
     model.add(buffer.name, "", dtype_of(buffer.value.scalar_type()),
               {shape, {}, range, range.begin}, read);
   }
-  if (state.optimizer == nullptr) return pieces;
-  Optimizer::Impl& optimizer = OptimizerAccess::of(*state.optimizer);
-  for (const GroupUpdate* update : optimizer.group_updates()) {
-    const ParamGroup& group = update->group();
-    for (size_t which = 0; which < optimizer.moments().size(); ++which) {
-      const std::string suffix = "." + optimizer.moments()[which].name;
-      const auto read = std::make_shared<const FlatReader>(moment_reader(*update, which));
-      for_each_member(group, replicas_with(group), number, [&](int64_t i, const Written& written) {
-        moments.add(group.name_of(i), suffix, DType::kFloat32, written, read);
-      });
-    }
-  }
+  if (state.optimizer != nullptr) add_moments(state, number, moments);
+  for (const auto& unit : engine.units())
+    for (const ParamGroup& group : unit->groups()) add_amax_histories(group, number, moments);
   return pieces;
 }
 

@@ -19,7 +19,7 @@ namespace fsdp {
 // same values write a part each.
 struct StatePieces {
   std::vector<StoredTensor> model;
-  std::vector<StoredTensor> moments;
+  std::vector<StoredTensor> moments;  // and amax histories
   std::vector<Piece> model_pieces;
   std::vector<Piece> moment_pieces;
 };

@@ -9,6 +9,7 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/log.h"
+#include "fsdp/checkpoint/amax_history.h"
 #include "fsdp/checkpoint/format/model_files.h"
 #include "fsdp/checkpoint/names/name_tables.h"
 #include "fsdp/checkpoint/run_directory.h"
@@ -209,11 +210,9 @@ class Conversion {
     content.manifest = *catalog_.manifest();
     content.ranks = catalog_.ranks();
     content.model = select_all(catalog_, fsdp::apply(options_.names, catalog_.model())).tensors;
-    std::vector<std::string> suffixes;
-    for (const std::string& moment : content.manifest.optimizer.moments)
-      suffixes.push_back("." + moment);
-    for (const auto& [name, tensor] : fsdp::apply(options_.names, catalog_.moments(), suffixes))
-      content.moments.push_back(tensor);
+    for (const TensorSet& set :
+         {moments_of(catalog_, options_.names), amax_histories_of(catalog_, options_.names)})
+      for (const auto& [name, tensor] : set) content.moments.push_back(tensor);
     if (content.manifest.num_ranks() != options_.ranks)
       log(LogLevel::kWarning, "left out: random states and data positions of ",
           content.manifest.num_ranks(), " ranks, which mean nothing to ", options_.ranks);

@@ -11,6 +11,7 @@
 
 #include "fsdp/base/text.h"
 #include "fsdp/base/utf8.h"
+#include "fsdp/checkpoint/amax_history.h"
 #include "fsdp/checkpoint/run_directory.h"
 
 namespace fsdp::cli {
@@ -206,7 +207,9 @@ Json to_json(const TensorCatalog& catalog, std::span<const int64_t> steps) {
     return Json{{"tensors", set.size()}, {"elements", amount.numel}, {"bytes", amount.bytes}};
   };
   report["model"] = set_json(catalog.model());
-  report["moments"] = set_json(catalog.moments());
+  report["moments"] = set_json(moments_of(catalog, {}));
+  if (const TensorSet histories = amax_histories_of(catalog, {}); !histories.empty())
+    report["amax_histories"] = set_json(histories);
   report["has_config"] = catalog.model_config().has_value();
   Json files = Json::array();
   for (const CheckedFile& file : catalog.files())
@@ -261,7 +264,9 @@ void print_summary(std::ostream& out, const TensorCatalog& catalog,
     print_row(out, "format", "safetensors files of other tools, without checksums");
   }
   print_row(out, "model", set_text(catalog.model(), "parameter"));
-  print_row(out, "moments", set_text(catalog.moments(), "element"));
+  print_row(out, "moments", set_text(moments_of(catalog, {}), "element"));
+  if (const TensorSet histories = amax_histories_of(catalog, {}); !histories.empty())
+    print_row(out, "amaxes", set_text(histories, "element"));
   print_row(out, "config.json", catalog.model_config() ? "yes" : "none");
   print_row(out, "files",
             concat(catalog.files().size(), " with tensors, ", size_words(file_bytes(catalog))));

@@ -57,7 +57,7 @@ QuantizedWeights::QuantizedWeights(const FlatLayout& layout, const GroupTypes& t
   factors_ = take(num_scales, at::kFloat);
   scales_ = take(num_scales, at::kFloat);
   if (options_.scaling == WeightScaling::kDelayed)
-    history_ = take((1 + kAmaxHistory) * num_scales, at::kInt).view({-1, num_scales});
+    history_ = take((1 + kAmaxHistory) * num_scales, at::kInt).view({1 + kAmaxHistory, num_scales});
   counts_ = at::zeros({3}, at::device(device_).dtype(at::kLong));
   if (recipe_.scale_bytes == 1) {
     block_layout_.emplace(layout.in_blocks_of(recipe_.scale_columns));
@@ -169,9 +169,12 @@ void QuantizedWeights::quantize(const Tag& tag, After after) {
   start_combining(tag, {}).wait();
   if (!history_.defined()) return cast();
   if (after == After::kUpdate) return remember();
-  if (!std::exchange(has_given_history_, false)) {
-    history_.zero_();
-    history_.narrow(0, 0, 2).copy_(amaxes_.expand({2, -1}));
+  for (Matrix& matrix : matrices_) {
+    if (std::exchange(matrix.has_given_history, false)) continue;
+    const at::Tensor history = history_columns(matrix);
+    history.zero_();
+    history.narrow(0, 0, 2).copy_(
+        amaxes_.narrow(0, matrix.first_scale, matrix.scales.count).expand({2, -1}));
   }
   make_factors(largest_of(history_.narrow(0, 1, kAmaxHistory)));
   cast_parts();
@@ -203,16 +206,18 @@ at::Tensor QuantizedWeights::take_counts() {
   return counts;
 }
 
+at::Tensor QuantizedWeights::history_columns(const Matrix& matrix) const {
+  return history_.narrow(1, matrix.first_scale, matrix.scales.count);
+}
+
 at::Tensor QuantizedWeights::history_of(int64_t index) const {
-  const Matrix& matrix = matrices_[static_cast<size_t>(index)];
-  return history_.narrow(1, matrix.first_scale, matrix.scales.count).contiguous().view(at::kFloat);
+  return history_columns(matrices_[static_cast<size_t>(index)]).contiguous().view(at::kFloat);
 }
 
 void QuantizedWeights::set_history(int64_t index, const at::Tensor& amaxes) {
-  const Matrix& matrix = matrices_[static_cast<size_t>(index)];
-  history_.narrow(1, matrix.first_scale, matrix.scales.count)
-      .copy_(amaxes.contiguous().view(at::kInt));
-  has_given_history_ = true;
+  Matrix& matrix = matrices_[static_cast<size_t>(index)];
+  history_columns(matrix).copy_(amaxes.contiguous().view(at::kInt));
+  matrix.has_given_history = true;
 }
 
 }  // namespace fsdp

@@ -41,7 +41,7 @@ class QuantizedWeights {
   // On the communicators of the axes that shard main weights; all ranks call it in the same order.
   Work start_combining(const Tag& tag, const Work& after) const;
   // All of it, for those who wait. kValues: the main weights have other values, of no update; with
-  // delayed scaling their history is what set_history() gave, or begins now.
+  // delayed scaling the history of a matrix is what set_history() gave, or begins now.
   enum class After : uint8_t { kUpdate, kValues };
   void quantize(const Tag& tag, After after);
 
@@ -70,6 +70,7 @@ class QuantizedWeights {
     int64_t columns = 0;
     SharedScales scales;
     int64_t first_scale = 0;  // among those of the group
+    bool has_given_history = false;
   };
   // A part of a matrix in one contiguous run of main weights.
   struct Part {
@@ -82,6 +83,7 @@ class QuantizedWeights {
 
   void find_parts(const FlatLayout& layout, const MainWeights& main_weights,
                   const FlatBuffer& codes);
+  at::Tensor history_columns(const Matrix& matrix) const;
   void make_factors(const at::Tensor& amaxes);
   void cast_parts();
 
@@ -98,8 +100,7 @@ class QuantizedWeights {
   at::Tensor factors_;  // fp32
   at::Tensor scales_;   // fp32
   at::Tensor history_;  // [1 + kAmaxHistory, shared scales], int32; the newest one first
-  bool has_given_history_ = false;
-  at::Tensor counts_;  // int64: QuantizeCounts, then elements
+  at::Tensor counts_;   // int64: QuantizeCounts, then elements
 };
 
 }  // namespace fsdp
