@@ -159,14 +159,15 @@ class Quantized(Trained):
         small_runs.write_model(self.root / "aligned" / "config.json", hidden_size=64, intermediate_size=128,
                                num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
 
-        def last_losses(name, *options):
+        # The text is small enough to be learnt by heart, and single losses are far apart then: the mean of many.
+        def late_loss(name, *options):
             losses = self.train(name, "--model", "aligned", "--lr", "1e-3", *options, steps=300)
-            return sum(losses[step] for step in range(281, 301)) / 20
+            return sum(losses[step] for step in range(101, 301)) / 200
 
-        plain = last_losses("plain")
+        plain = late_loss("plain")
         for recipe in ("fp8-row", "fp8-tensor", "fp8-block"):
             with self.subTest(recipe):
-                self.assertLess(abs(last_losses(recipe, "--weights", recipe) / plain - 1), 0.01)
+                self.assertLess(abs(late_loss(recipe, "--weights", recipe) / plain - 1), 0.01)
                 step = small_runs.log_records(self.root / f"{recipe}.jsonl", "step")[-1]
                 self.assertEqual(step["terms"]["overflow"], 0)
                 self.assertLess(step["terms"]["underflow"], 1e-3)

@@ -215,9 +215,10 @@ TEST(QuantizedLinear, WithoutTrainedWeightsHasTheInputsGradient) {
 }
 
 TEST(QuantizedLinear, IsOfAModuleThatSaysSo) {
-  EXPECT_TRUE(Linear(4, 4)->is_quantizable("weight"));
-  EXPECT_FALSE(Linear(4, 4)->is_quantizable("bias"));
-  EXPECT_TRUE(Projection(ProjectionOptions{4, 4})->is_quantizable("weight"));
+  EXPECT_TRUE(Linear(16, 32)->is_quantizable("weight"));
+  EXPECT_FALSE(Linear(16, 32)->is_quantizable("bias"));
+  EXPECT_FALSE(Linear(16, 24)->is_quantizable("weight")) << "GPUs multiply multiples of 16";
+  EXPECT_TRUE(Projection(ProjectionOptions{16, 32})->is_quantizable("weight"));
   Linear layer(48, 32);
   const Recipe recipe;
   layer->weight = tagged(waves({32, 48}, 0.2), recipe, at::kFloat);

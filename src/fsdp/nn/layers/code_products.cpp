@@ -23,8 +23,7 @@ bool is_in_pieces(const QuantizedRows& rows) {
   return rows.block == ScaleBlock::kPiece || rows.block == ScaleBlock::kSquare;
 }
 
-// --- on a CPU
-// -------------------------------------------------------------------------------------
+// --- on a CPU ------------------------------------------------------------------------------------
 
 // [rows, 1]: of the numbers in a column of pieces.
 at::Tensor piece_scales(const QuantizedRows& rows, int64_t piece) {
@@ -60,8 +59,7 @@ at::Tensor product_on_host(const QuantizedRows& a, const QuantizedRows& b) {
   return sum;
 }
 
-// --- on a device
-// ----------------------------------------------------------------------------------
+// --- on a device ---------------------------------------------------------------------------------
 
 // cuBLAS reads a scale for each row.
 at::Tensor given_scales(const QuantizedRows& rows) {

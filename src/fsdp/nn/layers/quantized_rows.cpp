@@ -31,8 +31,7 @@ QuantizedRows empty_rows(const at::Tensor& numbers, ScaleBlock block, int64_t ro
 
 uint8_t* bytes_of(const at::Tensor& codes) { return static_cast<uint8_t*>(codes.data_ptr()); }
 
-// --- on a CPU: the definition, by plain loops
-// -----------------------------------------------------
+// --- on a CPU: the definition, by plain loops ----------------------------------------------------
 
 float factor_of(const float* numbers, int64_t count) {
   uint32_t most = 0;
@@ -75,8 +74,7 @@ at::Tensor multiplied(const at::Tensor& numbers, const at::Tensor& multipliers) 
   return multipliers.defined() ? wide * multipliers.reshape({1, -1}) : wide;
 }
 
-// --- on a device
-// ----------------------------------------------------------------------------------
+// --- on a device ---------------------------------------------------------------------------------
 
 at::Tensor dense_multipliers(const at::Tensor& multipliers) {
   return multipliers.defined() ? dense_packs(multipliers) : multipliers;
