@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/base/block_scale.h"
 #include "fsdp/base/text.h"
 #include "fsdp/shard/group/quantized_parameter.h"
+#include "support/reference_quantizer.h"
 
 namespace fsdp::testing::of_codes {
 
@@ -51,12 +51,12 @@ inline Codes quantized(const at::Tensor& numbers, BlockSize block) {
           if (std::isnan(amax)) continue;
           amax = std::isnan(from[r][c]) ? from[r][c] : std::max(amax, std::fabs(from[r][c]));
         }
-      const float factor = fp8_factor(std::fabs(amax));
-      const float scale = scales[i / height][j / width] = fp8_scale(factor);
+      const float factor = reference::factor_of(448.0, std::fabs(amax));
+      const float scale = scales[i / height][j / width] = 1.0f / factor;
       for (int64_t r = i; r < last_row; ++r)
         for (int64_t c = j; c < last_column; ++c) {
-          bytes[r][c] = fp8_code(from[r][c], factor);
-          codes[r][c] = Fp8E4M3::widened(bytes[r][c]);
+          bytes[r][c] = reference::e4m3(from[r][c] * factor);
+          codes[r][c] = reference::of_e4m3(bytes[r][c]);
           values[r][c] = codes[r][c] * static_cast<double>(scale);
         }
     }

@@ -18,13 +18,14 @@ struct ReferenceCodes {
   at::Tensor codes;         // uint8, as QuantizedWeight::codes
   at::Tensor scales;        // as QuantizedWeight::scales
   at::Tensor matrix_scale;  // kNvFp4
-  at::Tensor numbers;       // [rows, columns], fp32: what codes and scales stand for
   at::Tensor amaxes;        // of all scales of four bytes
 };
 
 namespace reference {
 
+// All NaNs are one code.
 inline uint8_t e4m3(float value) {
+  if (std::isnan(value)) return 0x7F;
   return c10::Float8_e4m3fn(std::clamp(value, -448.0f, 448.0f)).x;
 }
 inline float of_e4m3(uint8_t code) {
@@ -69,9 +70,7 @@ inline ReferenceCodes quantized_by_loop(const at::Tensor& matrix, WeightRecipe r
   ReferenceCodes result;
   result.codes = at::zeros({rows, columns * row.code_bits / 8}, at::kByte);
   result.scales = at::zeros({down, across}, row.scale_bytes == 4 ? at::kFloat : at::kByte);
-  result.numbers = at::zeros({rows, columns});
   result.amaxes = at::zeros({down, across});
-  auto number = result.numbers.accessor<float, 2>();
   auto code = result.codes.accessor<uint8_t, 2>();
 
   float matrix_factor = 1.0f;
@@ -94,10 +93,7 @@ inline ReferenceCodes quantized_by_loop(const at::Tensor& matrix, WeightRecipe r
         if (amaxes.defined()) amax = amaxes.view({down, across})[i][j].item<float>();
         const float factor = reference::factor_of(448.0, amax);
         result.scales[i][j] = 1.0f / factor;
-        each([&](int64_t r, int64_t c) {
-          code[r][c] = reference::e4m3(x[r][c] * factor);
-          number[r][c] = reference::of_e4m3(code[r][c]) * (1.0f / factor);
-        });
+        each([&](int64_t r, int64_t c) { code[r][c] = reference::e4m3(x[r][c] * factor); });
       } else if (!row.has_matrix_scale) {
         // The smallest power of two that keeps the block within 448.
         int exponent = -127;
@@ -107,7 +103,6 @@ inline ReferenceCodes quantized_by_loop(const at::Tensor& matrix, WeightRecipe r
         each([&](int64_t r, int64_t c) {
           code[r][c] = reference::e4m3(
               static_cast<float>(std::ldexp(static_cast<double>(x[r][c]), -exponent)));
-          number[r][c] = std::ldexp(reference::of_e4m3(code[r][c]), exponent);
         });
       } else {
         const uint8_t scale =
@@ -118,8 +113,6 @@ inline ReferenceCodes quantized_by_loop(const at::Tensor& matrix, WeightRecipe r
           const uint8_t four_bits = reference::e2m1(x[r][c] * factor);
           code[r][c / 2] =
               static_cast<uint8_t>(code[r][c / 2] | (c % 2 == 0 ? four_bits : four_bits << 4));
-          number[r][c] =
-              reference::of_e2m1(four_bits) * reference::of_e4m3(scale) * (1.0f / matrix_factor);
         });
       }
     }

@@ -8,8 +8,8 @@
 
 namespace fsdp::nn {
 
-// The numbers times their factor. fp8_code()'s bits: a device's own conversion bounds numbers like
-// it, but writes NaN without its sign.
+// The numbers times their factor, with fp8_code()'s bits: a device's own conversion bounds numbers
+// like it. NaN, which is rare, goes the long way.
 __device__ inline uint32_t code_word(const Numbers& scaled) {
   if constexpr (kConvertsFp8) {
     if (!has_nan(scaled)) return nearest_in_range<Fp8E4M3>(scaled).words[0];
