@@ -83,8 +83,9 @@ NAMES = [
     ("train --on-nonfinite ignore", "use one of update, skip"),
     ("train --rounding up", "use one of nearest, stochastic"),
     ("train --decay sqrt", "did you mean '1-sqrt'?"),
-    ("train --weights fp8", "use one of bf16, fp8-tensor, fp8-row, fp8-block, mxfp8, nvfp4"),
-    ("train --weights fp8-row --weights-except '*.qproj.*'", "weights_except has '*.qproj.*', which matches no tensor"),
+    ("train --weights fp8", "did you mean 'fp8-tensor'? Use one of bf16, fp8-tensor, fp8-row, fp8-block, mxfp8, nvfp4"),
+    ("train --weights fp8-row --weights-except '*.qproj.*'", "weights_except has '*.qproj.*', which matches no tensor of 'model/config.json'; did you "
+     "mean 'model.layers.0.self_attn.q_proj.weight'?"),
     ("train --main-storage both", "use one of separate, split"),
     ("train --step 5", "option '--step' is not known to fsdp train; did you mean '--steps'? See fsdp train --help"),
     ("train --xyzzy", "option '--xyzzy' is not known to fsdp train; see fsdp train --help"),

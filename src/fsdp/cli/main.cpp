@@ -96,6 +96,11 @@ int run(int argc, char** argv) {
   throw fsdp::UsageError("no subcommand was given; see fsdp --help");
 }
 
+// One sentence on one line; a question ("did you mean ...?") ends as it is.
+void print_error(const std::string& words) {
+  std::fprintf(stderr, "fsdp: %s%s\n", words.c_str(), words.ends_with('?') ? "" : ".");
+}
+
 }  // namespace
 
 void fsdp::cli::log_warnings_only() { ::setenv("FSDP_LOG", "warning", /*overwrite=*/0); }
@@ -109,12 +114,12 @@ int main(int argc, char** argv) {
   } catch (const fsdp::cli::ExitCode& exit) {
     return exit.code;
   } catch (const fsdp::UsageError& error) {
-    std::fprintf(stderr, "fsdp: %s.\n", error.what());
+    print_error(error.what());
     return kBadUse;
   } catch (const std::exception& error) {
     // libtorch's messages continue with a stack trace, which helps nobody here.
     const std::string what = error.what();
-    std::fprintf(stderr, "fsdp: %s.\n", what.substr(0, what.find('\n')).c_str());
+    print_error(what.substr(0, what.find('\n')));
     return kFailure;
   }
 }
