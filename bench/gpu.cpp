@@ -12,16 +12,19 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <functional>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <sstream>
 #include <string>
 #include <vector>
 
 #include "device_meter.h"
 #include "fsdp/base/check.h"
+#include "fsdp/nn/config/config_json.h"
 #include "fsdp/nn/config/model_config.h"
 #include "fsdp/nn/config/presets.h"
 #include "gpu_rows.h"
@@ -56,12 +59,17 @@ struct Settings {
   int host_turns = 0;         // 0: whole measurements
 };
 
-const fsdp::ModelPreset& preset_of(const Settings& settings) {
-  const fsdp::ModelPreset* preset = fsdp::find_preset(settings.model);
-  if (preset == nullptr)
-    throw fsdp::UsageError(fsdp::concat("--model is '", settings.model, "'; there are ",
+// Of a preset, or of a config.json of the Llama family.
+fsdp::ModelConfig config_of(const Settings& settings) {
+  if (const fsdp::ModelPreset* preset = fsdp::find_preset(settings.model)) return preset->config;
+  std::ifstream file(settings.model);
+  if (!file)
+    throw fsdp::UsageError(fsdp::concat("--model is '", settings.model,
+                                        "'; give a config.json or one of ",
                                         fsdp::join(fsdp::preset_names(), ", ")));
-  return *preset;
+  std::ostringstream text;
+  text << file.rdbuf();
+  return fsdp::parse_model_config(text.str(), settings.model);
 }
 
 int64_t sequence_of(const Settings& settings) {
@@ -155,7 +163,7 @@ c10::Device device_of(const Settings& settings) {
 
 std::unique_ptr<bench::Trainee> make_trainee(const bench::Row& row, const Settings& settings) {
   const c10::Device device = device_of(settings);
-  return row.make({.config = preset_of(settings).config,
+  return row.make({.config = config_of(settings),
                    .device = device,
                    .compute = device.is_cpu() ? at::kFloat : at::kBFloat16,
                    .rates = {.lr = settings.lr},
@@ -166,7 +174,7 @@ std::unique_ptr<bench::Trainee> make_trainee(const bench::Row& row, const Settin
 // more than sharding costs: by where their threads and memory happen to be.
 void print_host_turns(const Settings& settings) {
   const c10::Device device = device_of(settings);
-  const fsdp::ModelConfig& config = preset_of(settings).config;
+  const fsdp::ModelConfig config = config_of(settings);
   const Batch few = few_tokens_of(read_batch(settings, fsdp::vocab_size_of(config), device));
   std::vector<std::unique_ptr<bench::Trainee>> trainees;
   std::vector<std::vector<double>> turns(settings.rows.size());
@@ -188,9 +196,9 @@ void print_host_turns(const Settings& settings) {
 }
 
 json measure(const bench::Row& row, const Settings& settings) {
-  const fsdp::ModelPreset& preset = preset_of(settings);
+  const fsdp::ModelConfig config = config_of(settings);
   const c10::Device device = device_of(settings);
-  const Batch batch = read_batch(settings, fsdp::vocab_size_of(preset.config), device);
+  const Batch batch = read_batch(settings, fsdp::vocab_size_of(config), device);
   const std::unique_ptr<bench::Trainee> trainee = make_trainee(row, settings);
   std::vector<at::Tensor> losses;
   const std::function<void()> step = [&] {
@@ -216,7 +224,8 @@ json measure(const bench::Row& row, const Settings& settings) {
   if (!settings.profile.empty())
     profile(
         step, [&] { trainee->finish(); }, device,
-        settings.profile + "/" + settings.model + "-" + std::string(row.name));
+        settings.profile + "/" + std::filesystem::path(settings.model).stem().string() + "-" +
+            std::string(row.name));
 
   const auto num_steps = static_cast<size_t>(settings.warm_up + settings.steps);
   std::vector<double> loss_values;
@@ -227,7 +236,7 @@ json measure(const bench::Row& row, const Settings& settings) {
           {"device", settings.device},
           {"batch", settings.batch},
           {"sequence", sequence_of(settings)},
-          {"units", bench::num_units(preset.config)},
+          {"units", bench::num_units(config)},
           {"ms", bench::median(times)},
           {"step_ms", times},
           {"host_ms", host_ms},
@@ -257,7 +266,7 @@ int main(int argc, char** argv) {
     if (row.launch == bench::Launch::kEager) settings.rows.emplace_back(row.name);
     list += fsdp::concat("\n  ", row.name, ": ", row.summary);
   }
-  app.add_option("--model", settings.model, "a preset of the Llama family");
+  app.add_option("--model", settings.model, "a preset of the Llama family, or a config.json");
   app.add_option("--device", settings.device, "cuda or cpu")->check(CLI::IsMember({"cuda", "cpu"}));
   app.add_option("--rows", settings.rows, list);
   app.add_option("--batch", settings.batch, "sequences per step")->check(CLI::PositiveNumber);

@@ -276,7 +276,15 @@ std::unique_ptr<Trainee> make_offloaded(const RowSetup& setup) {
   return std::make_unique<ShardedTrainee>(setup, options, Launch::kEager);
 }
 
+template <fsdp::WeightRecipe kRecipe, Launch kLaunch>
+std::unique_ptr<Trainee> make_quantized(const RowSetup& setup) {
+  fsdp::ShardOptions options{.gradient_lifetime = fsdp::GradientLifetime::kStep};
+  options.quantization.recipe = kRecipe;
+  return std::make_unique<ShardedTrainee>(setup, options, kLaunch);
+}
+
 using fsdp::Collectives;
+using fsdp::WeightRecipe;
 
 constexpr std::array kRows = {
     Row{"plain-bf16", "unsharded; weights, gradients and moments in bf16", Launch::kEager,
@@ -300,6 +308,12 @@ constexpr std::array kRows = {
         Launch::kEager, &make_offloaded<50>},
     Row{"ours-offload-100", "ours, with all main weights and moments on the host", Launch::kEager,
         &make_offloaded<100>},
+    Row{"ours-fp8-row", "ours, with matrices in fp8, a scale for each row", Launch::kEager,
+        &make_quantized<WeightRecipe::kFp8Row, Launch::kEager>},
+    Row{"ours-fp8-row-graph", "the same, recorded and replayed", Launch::kGraph,
+        &make_quantized<WeightRecipe::kFp8Row, Launch::kGraph>},
+    Row{"ours-fp8-tensor", "ours, with matrices in fp8, a scale for each matrix", Launch::kEager,
+        &make_quantized<WeightRecipe::kFp8Tensor, Launch::kEager>},
 };
 
 }  // namespace
