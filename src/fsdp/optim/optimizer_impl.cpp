@@ -189,10 +189,19 @@ void Optimizer::Impl::step() {
   check_gradients();
   begun_ = begin(needs_norm() ? start_norm() : Work());
   if (on_host_) on_host_->begin(state_, begun_);
+  std::vector<UnitUpdate*> order;
+  for (const ShardedUnit* unit : engine.update_order())
+    order.push_back(&units_[static_cast<size_t>(unit->index())]);
+  // The host's chunks of all units are queued first: on a device this thread waits for those of a
+  // unit before it can launch the quantising of the unit.
+  std::vector<Work> updated;
+  if (on_host_)
+    for (UnitUpdate* unit : order) updated.push_back(update_unit(*unit));
   // Quantised weights wait for the amaxes of other ranks: meanwhile the next unit is updated.
   std::optional<StartedUpdate> last;
-  for (ShardedUnit* unit : engine.update_order()) {
-    StartedUpdate next = start_update(units_[static_cast<size_t>(unit->index())]);
+  for (size_t i = 0; i < order.size(); ++i) {
+    StartedUpdate next =
+        start_update(*order[i], on_host_ ? std::move(updated[i]) : update_unit(*order[i]));
     if (last) end_update(*std::exchange(last, std::nullopt));
     if (next.quantized.empty())
       end_update(std::move(next));
@@ -269,15 +278,18 @@ void Optimizer::Impl::update_piece(const UpdatePiece& piece, const at::Tensor& g
   }
 }
 
-Optimizer::Impl::StartedUpdate Optimizer::Impl::start_update(UnitUpdate& unit) {
-  Work work = lane_->run([this, &unit] {
+Work Optimizer::Impl::update_unit(UnitUpdate& unit) {
+  const Work work = lane_->run([this, &unit] {
     RECORD_FUNCTION("fsdp::update_unit", {});
     for (const GroupUpdate& update : unit.groups)
       for (const UpdatePiece& piece : update.pieces())
         if (!piece.main().is_offloaded) update_piece(piece, update.gradient_of(piece));
   });
-  if (on_host_) work = on_host_->run(unit.groups, work);
-  StartedUpdate started{.unit = &unit, .updated = std::move(work)};
+  return on_host_ ? on_host_->run(unit.groups, work) : work;
+}
+
+Optimizer::Impl::StartedUpdate Optimizer::Impl::start_update(UnitUpdate& unit, Work updated) {
+  StartedUpdate started{.unit = &unit, .updated = std::move(updated)};
   for (const GroupUpdate& update : unit.groups)
     if (update.group().is_quantized()) started.quantized.push_back(&update.group().quantized());
   if (started.quantized.empty()) return started;

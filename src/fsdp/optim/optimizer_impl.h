@@ -101,7 +101,8 @@ class Optimizer::Impl {
     std::vector<QuantizedWeights*> quantized = {};
     std::vector<Work> combined = {};
   };
-  StartedUpdate start_update(UnitUpdate& unit);
+  Work update_unit(UnitUpdate& unit);
+  StartedUpdate start_update(UnitUpdate& unit, Work updated);
   void end_update(StartedUpdate started);
   void update_piece(const UpdatePiece& piece, const at::Tensor& gradient);
   StepState* state_pointer() const;

@@ -251,10 +251,10 @@ Sharded fully_shard(const std::shared_ptr<torch::nn::Module>& model, const Mesh&
         concat(difference, "; call fully_shard() with the same model and options on every rank"));
   options.validate();
   if (options.quantization.recipe != WeightRecipe::kPlain && options.offload.fraction > 0.0 &&
-      !device.is_cpu())
+      !options.offload.pin && !device.is_cpu())
     throw UsageError(
-        "weights of a device are quantised there, but offload.fraction keeps main weights on the "
-        "host; set it to 0, or quantization.recipe to kPlain");
+        "offload.pin is false, but weights are quantised on the device, which reads main weights "
+        "of the host only where they are page-locked; set it to true");
   auto engine = std::make_shared<Engine>(mesh, options, device);
   Builder(engine, std::move(found)).build();
   return Sharded(engine);

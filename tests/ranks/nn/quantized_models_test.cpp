@@ -82,8 +82,10 @@ TEST(QuantizedModels, LearnTheSameWhereverWeightsLieAndWheneverTheyAreUpdated) {
   variants.push_back({"rows", [](ShardOptions& o) { o.granularity = Granularity::row(); }});
   variants.push_back({"blocking updates", [](ShardOptions&) {},
                       [](StepOptions& o) { o.updates = Updates::kBlocking; }});
-  if (test_device().is_cpu())
-    variants.push_back({"offload", [](ShardOptions& o) { o.offload.fraction = 0.3; }});
+  for (const double fraction : {0.3, 1.0})
+    variants.push_back({concat("offload ", fraction), [fraction](ShardOptions& o) {
+                          o.offload = {.fraction = fraction, .chunk_numel = 256};
+                        }});
   variants.push_back({.name = "recomputed", .recompute = Recompute::kBlock});
   for (const WeightRecipe recipe :
        {WeightRecipe::kFp8Row, WeightRecipe::kFp8Tensor, WeightRecipe::kFp8Block}) {

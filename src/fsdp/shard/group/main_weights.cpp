@@ -110,7 +110,7 @@ at::Tensor MainWeights::at(FlatRange range) const {
     const FlatRange common = intersect(piece.flat, range);
     if (common.empty()) continue;
     parts.push_back(value_of(part_of(piece, common)));
-    if (piece.is_offloaded) parts.back() = parts.back().to(piece.weight.device());
+    if (piece.is_offloaded) parts.back() = parts.back().to(model_device_);
   }
   if (parts.size() == 1) return parts.front();
   if (!parts.empty()) return at::cat(parts);

@@ -31,7 +31,7 @@ void split_into_halves(const at::Tensor& values, const at::Tensor& upper,
 struct MainWeightPiece {
   FlatRange flat;  // in the group's whole buffer
   // The same elements of the weights, on the model's device; of quantised ones the main weights,
-  // because they have no other numbers.
+  // wherever they are, because there are no other numbers.
   at::Tensor weight;
   at::Tensor main;  // undefined: the weight is the main weight
   // `main` is the 16-bit remainder that makes the bf16 weight an fp32 number (join_halves).

@@ -13,7 +13,8 @@ namespace fsdp {
 
 // Elements [range) of a flattened matrix of fp32 numbers.
 struct MatrixPart {
-  const float* values = nullptr;  // of the first element of the range
+  // Of the first element of the range. A device also reads page-locked memory of its host.
+  const float* values = nullptr;
   FlatRange range;
   int64_t rows = 0;
   int64_t columns = 0;
