@@ -32,12 +32,18 @@ class Permutation {
   int upper_bits_;  // the same, or one less
 };
 
+// A target that is not learnt, as PyTorch and the models of fsdp/nn.h know it.
+inline constexpr int64_t kNotLearnt = -100;
+
 // What one rank feeds to the model at once: rows of sequence + 1 tokens, row after row. The first
 // `sequence` of a row are inputs, the last `sequence` their targets.
 struct TokenBatch {
   std::vector<int64_t> tokens;
   int64_t rows = 0;
   int64_t columns = 0;  // sequence + 1
+  // [rows, sequence]: the token after each input, or kNotLearnt.
+  std::vector<int64_t> targets = {};
+  int64_t num_targets = 0;  // that are learnt
 };
 
 struct BatchOptions {

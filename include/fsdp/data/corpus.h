@@ -47,8 +47,14 @@ class Corpus {
   // See fingerprint_of().
   uint64_t fingerprint() const;
 
+  // Tokens that are learnt as targets: all of them, but for files with loss masks.
+  int64_t num_learnt() const;
+  bool has_mask() const;
+
   // Tokens from `first` on. An Error names the file whose token is outside the vocabulary.
-  void read(int64_t first, std::span<int64_t> into) const;
+  // `learnt`, if it is not empty, gets 1 for each token that is learnt as a target, and 0 for each
+  // other.
+  void read(int64_t first, std::span<int64_t> into, std::span<uint8_t> learnt = {}) const;
 
   // Reads all packed files, and fails where a checksum or a token is wrong. `progress` is told how
   // many of all bytes are done, now and then.

@@ -125,6 +125,7 @@ void print_corpus_json(const Corpus& corpus, const InfoArguments& given) {
                  {"empty", left_out.num_empty},
                  {"other", left_out.num_other}}},
                {"tokens", header.num_tokens},
+               {"learnt", corpus.num_learnt()},
                {"documents", header.num_documents},
                {"tokenizer", header.tokenizer},
                {"vocabulary", header.vocabulary},
@@ -149,6 +150,8 @@ void print_corpus_table(const Corpus& corpus, const InfoArguments& given) {
   if (corpus.left_out().total() > 0) row("left out", to_text(corpus.left_out()));
   row("tokens", concat(grouped_text(header.num_tokens), " of ", header.token_bytes, " bytes, ",
                        bytes_text(static_cast<double>(header.data_bytes()))));
+  if (corpus.has_mask())
+    row("learnt", concat(grouped_text(corpus.num_learnt()), " of the tokens (loss mask)"));
   row("documents", grouped_text(header.num_documents));
   row("tokenizer", concat("'", header.tokenizer, "', vocabulary ", grouped_text(header.vocabulary),
                           ", end of document ",

@@ -34,20 +34,21 @@ struct EvalArguments {
 };
 
 void print(const EvalArguments& given, const train::Evaluation& result, const Corpus& corpus) {
-  const double bits = result.loss / std::log(2.0);
+  const double loss = result.mean.loss;
+  const double bits = loss / std::log(2.0);
   const bool has_bytes = corpus.tokenizer() == kByteTokenizerName;
   if (given.json) {
     nlohmann::ordered_json line = {
-        {"checkpoint", result.path},           {"step", result.step},    {"loss", result.loss},
-        {"perplexity", std::exp(result.loss)}, {"bits_per_token", bits}, {"tokens", result.tokens}};
+        {"checkpoint", result.path},    {"step", result.step},    {"loss", loss},
+        {"perplexity", std::exp(loss)}, {"bits_per_token", bits}, {"tokens", result.mean.tokens}};
     std::cout << line.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << "\n";
     return;
   }
   std::printf("checkpoint   %s\n", result.path.c_str());
   std::printf("data         %s\n", corpus.summary().c_str());
-  std::printf("tokens       %s\n", grouped_text(result.tokens).c_str());
-  std::printf("loss         %.4f\n", result.loss);
-  std::printf("perplexity   %.3f\n", std::exp(result.loss));
+  std::printf("tokens       %s\n", grouped_text(result.mean.tokens).c_str());
+  std::printf("loss         %.4f\n", loss);
+  std::printf("perplexity   %.3f\n", std::exp(loss));
   std::printf("%s  %.3f\n", has_bytes ? "bits per byte" : "bits per token", bits);
 }
 

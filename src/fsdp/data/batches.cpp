@@ -50,14 +50,34 @@ std::vector<int64_t> memory_for(int64_t rows, int64_t columns) {
   }
 }
 
+// Returns how many of the targets of a row are learnt.
+int64_t put_targets(std::span<const int64_t> tokens, std::span<const uint8_t> learnt,
+                    std::span<int64_t> targets) {
+  int64_t num_targets = 0;
+  for (size_t i = 0; i < targets.size(); ++i) {
+    targets[i] = learnt[i + 1] != 0 ? tokens[i + 1] : kNotLearnt;
+    num_targets += learnt[i + 1];
+  }
+  return num_targets;
+}
+
 template <typename WindowOfRow>
 TokenBatch read_rows(const TokenWindows& windows, int64_t rows, const WindowOfRow& window_of_row) {
-  const int64_t columns = windows.sequence() + 1;
-  TokenBatch batch{.tokens = memory_for(rows, columns), .rows = rows, .columns = columns};
-  const std::span<int64_t> tokens(batch.tokens);
-  for (int64_t row = 0; row < rows; ++row)
-    windows.read(window_of_row(row),
-                 tokens.subspan(static_cast<size_t>(row * columns), static_cast<size_t>(columns)));
+  const int64_t sequence = windows.sequence();
+  TokenBatch batch{.tokens = memory_for(rows, sequence + 1),
+                   .rows = rows,
+                   .columns = sequence + 1,
+                   .targets = memory_for(rows, sequence)};
+  std::vector<uint8_t> learnt(static_cast<size_t>(sequence) + 1);
+  for (int64_t row = 0; row < rows; ++row) {
+    const auto tokens =
+        std::span(batch.tokens).subspan(static_cast<size_t>(row * batch.columns), learnt.size());
+    windows.read(window_of_row(row), tokens, learnt);
+    batch.num_targets += put_targets(
+        tokens, learnt,
+        std::span(batch.targets)
+            .subspan(static_cast<size_t>(row * sequence), static_cast<size_t>(sequence)));
+  }
   return batch;
 }
 

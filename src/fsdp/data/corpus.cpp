@@ -90,6 +90,9 @@ class CorpusBuilder {
       first_path_ = path;
     } else {
       check_same_kind(all, first_path_, header, path);
+      if (all.has_mask() || header.has_mask())
+        all.num_learnt =
+            all.num_learnt.value_or(all.num_tokens) + header.num_learnt.value_or(header.num_tokens);
       all.num_tokens = checked_add(all.num_tokens, header.num_tokens);
       all.num_documents += header.num_documents;
       all.data_crc32c = crc32c_of_joined(all.data_crc32c, header.data_crc32c, header.data_bytes());
@@ -115,6 +118,8 @@ int64_t Corpus::num_documents() const { return content_->info.num_documents; }
 int64_t Corpus::vocabulary() const { return content_->info.vocabulary; }
 const std::string& Corpus::tokenizer() const { return content_->info.tokenizer; }
 std::optional<int64_t> Corpus::end_of_document() const { return content_->info.end_of_document; }
+int64_t Corpus::num_learnt() const { return content_->info.num_learnt.value_or(num_tokens()); }
+bool Corpus::has_mask() const { return content_->info.has_mask(); }
 const TokenHeader& Corpus::header() const { return content_->info; }
 int64_t Corpus::num_files() const { return content_->num_files; }
 const LeftOut& Corpus::left_out() const { return content_->left_out; }
@@ -129,7 +134,7 @@ std::shared_ptr<const Corpus> Corpus::open(std::span<const std::string> paths,
   return builder.build();
 }
 
-void Corpus::read(int64_t first, std::span<int64_t> into) const {
+void Corpus::read(int64_t first, std::span<int64_t> into, std::span<uint8_t> learnt) const {
   FSDP_ASSERT(first >= 0 && first + static_cast<int64_t>(into.size()) <= num_tokens(), "tokens ",
               first, " to ", first + static_cast<int64_t>(into.size()), " of ", num_tokens());
   auto part =
@@ -138,12 +143,16 @@ void Corpus::read(int64_t first, std::span<int64_t> into) const {
   while (!into.empty()) {
     const auto count =
         static_cast<size_t>(std::min(static_cast<int64_t>(into.size()), part->end - first));
-    if (part->file)
-      part->file->read(first - part->begin, into.first(count));
-    else
+    const std::span<uint8_t> learnt_here = learnt.first(std::min(count, learnt.size()));
+    if (part->file) {
+      part->file->read(first - part->begin, into.first(count), learnt_here);
+    } else {
       widen_tokens(std::as_bytes(std::span(part->text)), 2, first - part->begin, into.first(count));
+      std::fill(learnt_here.begin(), learnt_here.end(), uint8_t{1});
+    }
     first += static_cast<int64_t>(count);
     into = into.subspan(count);
+    learnt = learnt.subspan(learnt_here.size());
     ++part;
   }
 }
@@ -166,6 +175,7 @@ void Corpus::check_model_vocabulary(int64_t model_vocabulary) const {
 
 std::string Corpus::summary() const {
   return concat(counted_text(num_files(), "file"), ", ", counted_text(num_tokens(), "token"),
+                has_mask() ? concat(", ", grouped_text(num_learnt()), " of them learnt,") : "",
                 " of tokenizer '", tokenizer(), "' (vocabulary ", vocabulary(), ")",
                 left_out().total() == 0 ? "" : "; left out: ", to_text(left_out()));
 }

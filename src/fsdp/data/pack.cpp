@@ -66,9 +66,13 @@ class Packing {
   }
 
   void check_kind(const TokenHeader& header, const std::string& path) {
-    if (kind_) return check_same_kind(*kind_, first_path_, header, path);
-    kind_ = header;
-    first_path_ = path;
+    if (!kind_) {
+      kind_ = header;
+      first_path_ = path;
+      return;
+    }
+    check_same_kind(*kind_, first_path_, header, path);
+    if (header.has_mask()) kind_->num_learnt = 0;  // one mask makes the file one with a mask
   }
 
   void encode_text(const std::string& path, TokenFileWriter& writer) {

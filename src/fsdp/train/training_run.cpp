@@ -241,8 +241,11 @@ bool TrainingRun::is_due(int64_t every) const { return every > 0 && step_ % ever
 void TrainingRun::load_batches() {
   const double asked = now();
   batches_.resize(static_cast<size_t>(options_.microbatches));
+  std::vector<double> num_targets;
   for (ModelBatch& batch : batches_) {
-    const ModelBatch next = to_model_batch(loader_->next(), device_);
+    const TokenBatch read = loader_->next();
+    num_targets.push_back(static_cast<double>(read.num_targets));
+    const ModelBatch next = to_model_batch(read, device_);
     if (graph_ && batch.tokens.defined()) {
       batch.tokens.copy_(next.tokens);
       batch.targets.copy_(next.targets);
@@ -250,7 +253,20 @@ void TrainingRun::load_batches() {
       batch = next;
     }
   }
+  if (plan_.corpus->has_mask()) share_loss(num_targets);
   overhead_ += now() - asked;
+}
+
+// The step's loss is the mean over all its targets. The engine takes the mean over ranks, so a
+// microbatch's share is its targets, divided by those of a mean rank. The sum stays on the device:
+// the host need not wait for it.
+void TrainingRun::share_loss(const std::vector<double>& num_targets) {
+  const at::Tensor counts = at::tensor(num_targets, at::kDouble).to(device_);
+  const at::Tensor of_mean_rank = counts.sum().view({1});
+  world_.communicator().all_reduce(of_mean_rank, {.op = ReduceOp::kAvg}, "targets").wait();
+  // Without any target all losses are 0, and so are their shares.
+  const at::Tensor shares = (counts / of_mean_rank.clamp_min(1e-6)).to(at::kFloat);
+  shares_ = shares_.defined() ? shares_.copy_(shares) : shares;
 }
 
 void TrainingRun::forward_and_backward() {
@@ -260,7 +276,9 @@ void TrainingRun::forward_and_backward() {
     const ModelBatch& batch = batches_[static_cast<size_t>(part)];
     sharded_->microbatch({.last = part + 1 == parts});
     const ModelLoss loss = model_->loss(batch.tokens, batch.targets);
-    optimizer_->scaled(parts == 1 ? loss.total : loss.total / parts).backward();
+    const at::Tensor share = shares_.defined() ? shares_[part] : at::Tensor();
+    const at::Tensor equal = parts == 1 ? loss.total : loss.total / parts;
+    optimizer_->scaled(share.defined() ? loss.total * share : equal).backward();
     const double computed = now();
     std::vector<at::Tensor> values = {loss.total.detach()};
     loss_names_ = {"loss"};
@@ -268,7 +286,8 @@ void TrainingRun::forward_and_backward() {
       loss_names_.push_back(term.name);
       values.push_back(term.value);
     }
-    const at::Tensor stacked = at::stack(values).to(at::kDouble);
+    at::Tensor stacked = at::stack(values).to(at::kDouble);
+    if (share.defined()) stacked = stacked * share * parts;
     losses_ = losses_.defined() ? losses_.add_(stacked) : stacked;
     overhead_ += now() - computed;
   }
@@ -354,11 +373,12 @@ void TrainingRun::validate() {
   if (!validation_ || validation_->num_batches() == 0) return;
   validated_step_ = step_;
   const double begin = now();
-  const double loss = mean_loss(*model_, *validation_, device_, world_.communicator());
+  const MeanLoss mean =
+      mean_loss(*model_, *validation_, device_, world_.communicator(), mesh_.num_losses());
   if (!watch_) return;
   watch_->validation({.step = step_,
-                      .loss = loss,
-                      .tokens = validation_->num_batches() * options_.tokens_per_step(),
+                      .loss = mean.loss,
+                      .tokens = mean.tokens,
                       .milliseconds = (now() - begin) * 1e3});
 }
 

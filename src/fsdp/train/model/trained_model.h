@@ -35,14 +35,19 @@ std::vector<NamedBuffer> stored_buffers(const LanguageModel& model);
 // [rows, sequence] each.
 struct ModelBatch {
   at::Tensor tokens;
-  at::Tensor targets;  // the token after each token
+  at::Tensor targets;  // the token after each token; -100: not learnt
 };
 
 ModelBatch to_model_batch(const TokenBatch& batch, c10::Device device);
 
-// Cross entropy per token over all batches and ranks, without gradients. All ranks call it.
-double mean_loss(LanguageModel& model, const ValidationBatches& batches, c10::Device device,
-                 Communicator& all);
+struct MeanLoss {
+  double loss = 0;     // cross entropy per token that is learnt, in nats; 0 without any
+  int64_t tokens = 0;  // that are learnt
+};
+
+// Over all batches and ranks, without gradients. All ranks call it; `num_losses`: see Mesh.
+MeanLoss mean_loss(LanguageModel& model, const ValidationBatches& batches, c10::Device device,
+                   Communicator& all, int64_t num_losses);
 
 // --- loading -------------------------------------------------------------------------------------
 
@@ -78,8 +83,7 @@ struct EvaluationOptions {
 struct Evaluation {
   std::string path;
   int64_t step = 0;
-  double loss = 0;  // cross entropy per token, in nats
-  int64_t tokens = 0;
+  MeanLoss mean;
 };
 
 // All ranks call it and get the same result.
