@@ -12,9 +12,13 @@ namespace fsdp {
 
 struct LeftOut;
 struct TokenHeader;
+class Tokenizer;
 
 struct CorpusOptions {
-  // The most text that is held in memory (as tokens of two bytes); more must be packed first.
+  std::shared_ptr<const Tokenizer> tokenizer = nullptr;  // of text; null: bytes
+  // The text of rows (JSON lines, parquet) is in the field of this name; "": see docs/data.md.
+  std::string field = {};
+  // The most text that is held in memory (as tokens); more must be packed first.
   int64_t max_text_bytes = int64_t{2} << 30;
   // So much of packed files is looked over when they are opened, and a piece of each at least; 0:
   // nothing. See TokenFile::look_over().
@@ -24,9 +28,9 @@ struct CorpusOptions {
 // Immutable; any number of threads may read it at a time, so the ranks of a process share one.
 class Corpus {
  public:
-  // Text files and directories (one document per file, byte-level tokens) and packed token files
-  // (named *.bin, or recognised by their first bytes), in the order given. All must have the same
-  // tokenizer and token width. Error with the path and what to do.
+  // Text files, JSON lines, parquet files, directories, and packed token files (named *.bin, or
+  // recognised by their first bytes), in the order given. All must have the same tokenizer and
+  // token width. Error with the path and what to do.
   static std::shared_ptr<const Corpus> open(std::span<const std::string> paths,
                                             const CorpusOptions& options = {});
 

@@ -131,7 +131,7 @@ std::string PythonWorker::start(const std::string& python, const std::string& mo
   const timeval limit{.tv_sec = kAnswerSeconds, .tv_usec = 0};
   for (const int option : {SO_RCVTIMEO, SO_SNDTIMEO})
     ::setsockopt(socket_.descriptor(), SOL_SOCKET, option, &limit, sizeof limit);
-  const FileHandle theirs(ends[1]);
+  FileHandle theirs(ends[1]);
   python_ = python;
   const std::string script = kPythonWorkerScript;
   const int error = SpawnSettings(theirs.descriptor())
@@ -139,6 +139,7 @@ std::string PythonWorker::start(const std::string& python, const std::string& mo
                                           "import sys; "
                                           "exec(sys.stdin.buffer.read(int(sys.argv[1])))",
                                           concat(script.size()), "worker of fsdp"});
+  theirs = FileHandle();  // or the end of the process would not end what is read
   if (error != 0) {
     process_ = -1;
     return concat("cannot be started: ", std::generic_category().message(error));

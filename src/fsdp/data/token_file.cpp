@@ -32,8 +32,9 @@ int64_t widen(const std::byte* stored, std::span<int64_t> into) {
 
 template <typename Stored>
 void narrow(std::span<const int64_t> tokens, int64_t mask, std::string& stored) {
-  stored.resize(tokens.size() * sizeof(Stored));
-  char* out = stored.data();
+  const size_t before = stored.size();
+  stored.resize(before + tokens.size() * sizeof(Stored));
+  char* out = stored.data() + before;
   for (const int64_t token : tokens) {
     const auto value = static_cast<Stored>(token | mask);
     std::memcpy(out, &value, sizeof value);
@@ -74,6 +75,15 @@ int64_t widen_tokens(std::span<const std::byte> stored, int64_t token_bytes, int
               "tokens ", first, " to ", first + static_cast<int64_t>(into.size()));
   const std::byte* const begin = stored.data() + first * token_bytes;
   return token_bytes == 2 ? widen<uint16_t>(begin, into) : widen<uint32_t>(begin, into);
+}
+
+void append_stored(std::span<const int64_t> tokens, Learnt learnt, int64_t token_bytes,
+                   std::string& stored) {
+  const int64_t mask = learnt == Learnt::kYes ? 0 : not_learnt_bit(token_bytes);
+  if (token_bytes == 2)
+    narrow<uint16_t>(tokens, mask, stored);
+  else
+    narrow<uint32_t>(tokens, mask, stored);
 }
 
 int64_t take_mask(std::span<int64_t> tokens, int64_t token_bytes, std::span<uint8_t> learnt) {
@@ -176,11 +186,8 @@ TokenFileWriter::TokenFileWriter(std::string path, TokenHeader header)
 void TokenFileWriter::write(std::span<const int64_t> tokens, Learnt learnt) {
   FSDP_ASSERT(learnt == Learnt::kYes || header_.has_mask(), path_, " has no loss mask");
   check_tokens(tokens, header_.num_tokens, header_, path_);
-  const int64_t mask = learnt == Learnt::kYes ? 0 : not_learnt_bit(header_.token_bytes);
-  if (header_.token_bytes == 2)
-    narrow<uint16_t>(tokens, mask, stored_);
-  else
-    narrow<uint32_t>(tokens, mask, stored_);
+  stored_.clear();
+  append_stored(tokens, learnt, header_.token_bytes, stored_);
   write_stored(std::as_bytes(std::span(stored_)));
 }
 

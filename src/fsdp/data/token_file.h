@@ -79,6 +79,10 @@ class TokenFileWriter {
   std::string stored_;  // a piece on its way to the file
 };
 
+// Appends tokens as files store them, of 2 or 4 bytes each; the caller knows that they fit.
+void append_stored(std::span<const int64_t> tokens, Learnt learnt, int64_t token_bytes,
+                   std::string& stored);
+
 // Stored tokens of 2 or 4 bytes each, from `first` on, as numbers. Returns the largest.
 int64_t widen_tokens(std::span<const std::byte> stored, int64_t token_bytes, int64_t first,
                      std::span<int64_t> into);
