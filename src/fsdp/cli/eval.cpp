@@ -1,18 +1,23 @@
 // `fsdp eval`: how well a trained model predicts text.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <iostream>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
+#include "fsdp/checkpoint/run_directory.h"
 #include "fsdp/cli/command.h"
 #include "fsdp/comm/world.h"
 #include "fsdp/data/byte_tokenizer.h"
 #include "fsdp/data/corpus.h"
+#include "fsdp/data/tokenizer.h"
+#include "fsdp/train/model/model_tokenizer.h"
 #include "fsdp/train/model/trained_model.h"
 #include "fsdp/train/torch_warnings.h"
 
@@ -24,6 +29,8 @@ struct EvalArguments {
   std::string checkpoint;
   std::string model;
   std::vector<std::string> data;
+  std::string tokenizer = "auto";
+  std::string field;
   std::string sequence = "auto";
   std::string batch = "16";
   std::string batches = "0";
@@ -52,6 +59,18 @@ void print(const EvalArguments& given, const train::Evaluation& result, const Co
   std::printf("%s  %.3f\n", has_bytes ? "bits per byte" : "bits per token", bits);
 }
 
+std::shared_ptr<const Corpus> open_corpus(const EvalArguments& given) {
+  CorpusOptions options{.field = given.field};
+  const auto is_packed = [](const std::string& path) { return is_token_file(path); };
+  // Packed data needs no tokenizer, and so no Python.
+  if (!std::all_of(given.data.begin(), given.data.end(), is_packed)) {
+    const std::string checkpoint = checkpoint_or_files(given.checkpoint);
+    options.tokenizer =
+        open_tokenizer(train::tokenizer_path(given.tokenizer, std::span(&checkpoint, 1)));
+  }
+  return Corpus::open(given.data, options);
+}
+
 void run_eval(const EvalArguments& given) {
   log_warnings_only();
   if (given.checkpoint.empty())
@@ -74,7 +93,7 @@ void run_eval(const EvalArguments& given) {
                                           .model = given.model,
                                           .device = given.device,
                                           .compute = given.compute};
-  const std::shared_ptr<const Corpus> corpus = Corpus::open(given.data);
+  const std::shared_ptr<const Corpus> corpus = open_corpus(given);
   run_threads(ranks, CommOptions::from_environment(), [&](World& world) {
     const train::QuietTorchWarnings quiet;
     const train::Evaluation result = train::evaluate(inference, corpus, options, world);
@@ -93,7 +112,12 @@ Command add_eval(CLI::App& parent) {
   };
   option("--checkpoint", given->checkpoint, "PATH",
          "A run's directory (its latest checkpoint), a checkpoint, or safetensors files");
-  option("--data", given->data, "PATH...", "Text files, directories of them, or token files");
+  option("--data", given->data, "PATH...",
+         "Text files, JSON lines, parquet files, directories, or token files");
+  option("--tokenizer", given->tokenizer, "PATH|bytes",
+         "Of text: a tokenizer.json or a directory with one; auto: the checkpoint's, or bytes");
+  option("--field", given->field, "NAME",
+         "Rows of JSON lines or parquet have their text in this field");
   option("--sequence", given->sequence, "N|auto", "Tokens per sequence; auto: as it was trained");
   option("--batch", given->batch, "N", "Sequences at a time, of all ranks");
   option("--batches", given->batches, "N",

@@ -14,6 +14,7 @@
 #include "fsdp/plan/load_model.h"
 #include "fsdp/plan/model_tensors.h"
 #include "fsdp/train/model/published_model.h"
+#include "fsdp/train/run_data.h"
 
 namespace fsdp::train {
 
@@ -204,27 +205,24 @@ RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevic
                .model = find_model(options.model),
                .model_config = {},
                .init = init_of(options),
+               .tokenizer = {},
                .corpus = nullptr,
                .validation = nullptr,
                .forecast = {}};
-  plan.model_config = config_json(plan.model.config);
-  check_loaded_model(options, plan.init, plan.model.config);
   const int64_t positions = max_positions_of(plan.model.config);
   if (options.sequence > positions)
     throw UsageError(concat("--sequence is ", options.sequence, ", more than the ", positions,
                             " positions (max_position_embeddings) of model '", plan.model.name,
                             "'; lower it, or raise that in a config.json"));
   check_experts(plan);
+  open_data(plan);
+  fit_vocabulary(plan);
+  plan.model_config = config_json(plan.model.config);
+  check_loaded_model(options, plan.init, plan.model.config);
   check_tensor_ranks(plan.model.config, options.tp);
   plan.forecast = Planner(build_model(plan.model.name, plan.model.config),
                           plan_options(options, num_ranks, device.compute))
                       .forecast();
-  plan.corpus = Corpus::open(options.data);
-  plan.corpus->check_model_vocabulary(vocab_size_of(plan.model.config));
-  if (!options.validation_data.empty()) {
-    plan.validation = Corpus::open(options.validation_data);
-    plan.validation->check_model_vocabulary(vocab_size_of(plan.model.config));
-  }
   check_windows(plan);
   return plan;
 }

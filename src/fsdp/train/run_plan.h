@@ -34,6 +34,10 @@ struct RunPlan {
   NamedModel model;
   std::string model_config;  // config.json in our own words (published_model.h has the original)
   std::string init;          // weights to begin with, without a checkpoint to resume; "": random
+  std::string tokenizer;     // of the data: "bytes", or a tokenizer.json; "": not known
+  std::vector<int64_t> sample_prompt = {};  // --sample as tokens; empty: no sample
+  std::vector<int64_t> end_tokens = {};     // that end a sample
+  std::string no_sample = {};               // why there is none, though one is wanted
   std::shared_ptr<const Corpus> corpus;
   std::shared_ptr<const Corpus> validation;  // null: a part of `corpus`
   Forecast forecast;

@@ -15,8 +15,8 @@
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/checkpoint/rank_agreement.h"
 #include "fsdp/checkpoint/run_directory.h"
-#include "fsdp/data/byte_tokenizer.h"
 #include "fsdp/data/token_header.h"
+#include "fsdp/data/tokenizer.h"
 #include "fsdp/nn/config/flops.h"
 #include "fsdp/shard/fully_shard.h"
 #include "fsdp/shard/parameter_init.h"
@@ -416,20 +416,34 @@ void TrainingRun::end(int signal) {
   save();
   if (checkpointer_) checkpointer_->wait();
   report_saved();
-  const bool has_text = plan_.corpus->tokenizer() == kByteTokenizerName && !options_.sample.empty();
-  if (signal == 0 && has_text && mesh_.tp() != nullptr) {
-    if (watch_) watch_->note("no sample: ranks of a tp group do not decode");
-  } else if (signal == 0 && has_text) {
-    const std::string continuation = generate_text(*model_, options_.sample,
-                                                   {.max_tokens = options_.sample_tokens,
-                                                    .temperature = 0.8,
-                                                    .top_p = 0.95,
-                                                    .seed = options_.seed,
-                                                    .max_context = options_.sequence},
-                                                   device_);
-    if (watch_) watch_->sample({step_, options_.sample, continuation});
-  }
+  if (signal == 0 && !options_.sample.empty()) write_sample();
   report_end(signal == 0 ? "" : signal_name(signal));
+}
+
+void TrainingRun::write_sample() {
+  if (watch_ && !plan_.no_sample.empty()) watch_->note(plan_.no_sample);
+  if (plan_.sample_prompt.empty()) return;
+  if (mesh_.tp() != nullptr) {
+    if (watch_) watch_->note("no sample: ranks of a tp group do not decode");
+    return;
+  }
+  const std::vector<int64_t> tokens = generate(*model_, plan_.sample_prompt,
+                                               {.max_tokens = options_.sample_tokens,
+                                                .temperature = 0.8,
+                                                .top_p = 0.95,
+                                                .seed = options_.seed,
+                                                .end_tokens = plan_.end_tokens,
+                                                .max_context = options_.sequence},
+                                               device_);
+  if (!watch_) return;
+  try {
+    const std::shared_ptr<const Tokenizer> tokenizer = open_tokenizer(plan_.tokenizer);
+    tokenizer->begin_text(plan_.sample_prompt);
+    watch_->sample({step_, options_.sample, tokenizer->next_text(tokens)});
+  } catch (const Error& error) {
+    // The run is done and saved; a tokenizer that is gone by now must not make it fail.
+    watch_->note(concat("no sample: ", error.what()));
+  }
 }
 
 void TrainingRun::report_end(const std::string& stopped_by) {

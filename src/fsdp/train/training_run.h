@@ -49,6 +49,7 @@ class TrainingRun {
   void report_saved();
   int train_steps();
   void end(int signal);
+  void write_sample();
   void report_end(const std::string& stopped_by);
   bool is_due(int64_t every) const;
   std::string stored_position() const;

@@ -42,6 +42,7 @@ struct TrainOptions {
   std::string model = "tiny";  // a preset, or the path of a config.json or of its directory
   std::string init;            // weights to begin with; "": the model's, if it has some
   bool from_scratch = false;   // random weights, even if the model has some
+  std::optional<int64_t> vocabulary = std::nullopt;  // nullopt: the model's, or as the data needs
   std::optional<DType> compute = std::nullopt;  // of weights and activations; nullopt: by device
   RecomputeChoice recompute = RecomputeChoice::kNone;
   WeightRecipe weights = WeightRecipe::kPlain;
@@ -51,8 +52,10 @@ struct TrainOptions {
   int64_t logit_bytes = kDefaultLogitBytes;
 
   // --- data ---
-  std::vector<std::string> data;             // text files, directories, packed token files
+  std::vector<std::string> data;             // text, rows, directories, packed token files
   std::vector<std::string> validation_data;  // none: a part of `data`
+  std::string tokenizer = "auto";            // of text: a path, or bytes; auto: the model's
+  std::string field;                         // of rows; "": by what they have
   double validation_fraction = 0.02;
   int64_t sequence = 128;
   int64_t batch = 8;         // sequences per step, of all ranks
