@@ -37,6 +37,7 @@ GivenValues changed_values() {
           {"data", {"a", "b c"}},
           {"validation-data", {"v"}},
           {"validation-fraction", {"0.125"}},
+          {"documents", {"separate"}},
           {"sequence", {"64"}},
           {"batch", {"24"}},
           {"microbatches", {"3"}},

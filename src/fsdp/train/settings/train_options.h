@@ -23,6 +23,7 @@
 namespace fsdp::train {
 
 enum class DeviceChoice : uint8_t { kAuto, kCpu, kCuda };
+enum class DocumentsChoice : uint8_t { kAuto, kJoined, kSeparate };
 enum class OptimizerChoice : uint8_t { kAdamW, kSgd };
 enum class RecomputeChoice : uint8_t { kNone, kBlock };
 enum class LifetimeChoice : uint8_t { kPersistent, kStep };
@@ -54,6 +55,7 @@ struct TrainOptions {
   std::vector<std::string> data;             // text files, directories, packed token files
   std::vector<std::string> validation_data;  // none: a part of `data`
   double validation_fraction = 0.02;
+  DocumentsChoice documents = DocumentsChoice::kAuto;  // see window_documents()
   int64_t sequence = 128;
   int64_t batch = 8;         // sequences per step, of all ranks
   int64_t microbatches = 1;  // of each rank and step
