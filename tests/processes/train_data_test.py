@@ -1,4 +1,4 @@
-"""What `fsdp train` and `eval` make of their data: loss masks.
+"""What `fsdp train` and `eval` make of their data: loss masks, separate documents.
 
 Usage: train_data_test.py FSDP
 """
@@ -52,9 +52,10 @@ class Data(unittest.TestCase):
     def train(self, name, *options, steps=STEPS):
         """Losses by step; the run's log is NAME.jsonl."""
         more = [] if steps is None else ["--steps", steps]
-        if "--validate-every" not in options:
-            more += ["--validate-every", 0]
-        self.fsdp("train", "--model", "model", *small_runs.SHAPE, *more, "--sample", "", "--quiet", "--schedule",
+        for option, value in (("--validate-every", 0), ("--model", "model")):
+            if option not in options:
+                more += [option, value]
+        self.fsdp("train", *small_runs.SHAPE, *more, "--sample", "", "--quiet", "--schedule",
                   "constant", "--warmup", "0", "--log", f"{name}.jsonl", *options)
         return small_runs.losses(self.root / f"{name}.jsonl")
 
@@ -114,6 +115,57 @@ class LossMasks(Data):
         shown = json.loads(self.fsdp("data", "info", "masked.bin", "--verify", "--json").stdout)
         self.assertEqual(shown["learnt"], sum(self.learnt))
         self.assertRegex(self.fsdp("data", "info", "masked.bin").stdout, r"learnt +[\d,]+ of the tokens \(loss mask\)")
+
+
+class Documents(Data):
+    def setUp(self):
+        super().setUp()
+        # Documents of 1 to 40 bytes: several in a window, and some of more than one.
+        (self.root / "notes").mkdir()
+        text = (self.root / "text.txt").read_text()
+        begin, number = 0, 0
+        while begin < len(text):
+            length = number * 13 % 40 + 1
+            (self.root / "notes" / f"{number:04}.txt").write_text(text[begin:begin + length])
+            begin, number = begin + length, number + 1
+        small_runs.write_model(self.root / "predicting" / "config.json", num_key_value_heads=2, num_nextn_predict_layers=1)
+
+    def test_separate_documents_learn_the_same_however_they_are_divided(self):
+        joined = self.train("joined", "--data", "notes", "--documents", "joined")
+        self.assertEqual(joined, self.train("auto", "--data", "notes"))
+        for model in ("model", "predicting", "hybrid-tiny"):
+            words = ["--data", "notes", "--documents", "separate", "--model", model]
+            alone = self.train(f"{model}-alone", *words)
+            if model == "model":
+                self.assertNotEqual(alone, joined)
+            self.assertEqual(self.train(f"{model}-again", *words, "--recompute", "block"), alone)
+            divisions = {"tp": ["--ranks", 2, "--tp", 2]}
+            # Predictions of later tokens have other numbers of targets, but the shares of the first ones.
+            if model != "predicting":
+                divisions |= {"microbatches": ["--microbatches", 4], "ranks": ["--ranks", 2, "--microbatches", 2]}
+            for name, options in divisions.items():
+                with self.subTest(f"{model} {name}"):
+                    self.assert_near(self.train(f"{model}-{name}", *words, *options), alone)
+
+    def test_rows_with_loss_masks_are_separate_documents(self):
+        tokens = [token for number in range(150) for token in (*f"{number} is".encode(), *f" {number * 7}.".encode(), 256)]
+        write_masked(self.root / "rows.bin", tokens, [token != 32 for token in tokens])
+        auto = self.train("auto", "--data", "rows.bin")
+        self.assertEqual(self.train("separate", "--data", "rows.bin", "--documents", "separate"), auto)
+        self.assertNotEqual(self.train("joined", "--data", "rows.bin", "--documents", "joined"), auto)
+
+    def test_eval_takes_the_words_of_training(self):
+        self.train("run", "--data", "notes", "--checkpoint-dir", "run", "--documents", "separate", "--validation-data",
+                   "notes", "--validate-every", STEPS, "--validation-batches", 1000)
+        logged = small_runs.log_records(self.root / "run.jsonl", "validation")[-1]
+        found = {}
+        for documents in ("auto", "joined", "separate"):
+            done = self.fsdp("eval", "--checkpoint", "run", "--data", "notes", "--batch", BATCH, "--json", "--documents", documents)
+            found[documents] = json.loads(done.stdout)
+        self.assertEqual(found["auto"], found["joined"])
+        self.assertAlmostEqual(found["separate"]["loss"], logged["loss"], delta=1e-12)
+        self.assertEqual(found["separate"]["tokens"], logged["tokens"])
+        self.assertLess(found["separate"]["tokens"], found["joined"]["tokens"])
 
 
 if __name__ == "__main__":

@@ -77,6 +77,7 @@ NAMES = [
     ("train --compute int64", "--compute is 'int64'; use one of"),
     ("train --moments fp33", "--moments is 'fp33'; did you mean 'fp32'?"),
     ("train --recompute all", "--recompute is 'all'; use one of none, block"),
+    ("train --documents apart", "--documents is 'apart'; use one of auto, joined, separate"),
     ("train --granularity rows", "did you mean 'row'?"),
     ("train --granularity 'block(0)'", "'block(0)' is unknown; use element, row, block(n) with n >= 1, or tensor"),
     ("train --save later", "--save is 'later'; use one of background, blocking"),

@@ -34,6 +34,7 @@ struct EvalArguments {
   std::string sequence = "auto";
   std::string batch = "16";
   std::string batches = "0";
+  std::string documents = "auto";
   std::string ranks = "1";
   std::string device = "auto";
   std::string compute = "auto";
@@ -85,7 +86,9 @@ void run_eval(const EvalArguments& given) {
                       ? 0
                       : parse_whole_number("--sequence", given.sequence, 1, 1 << 24),
       .batch = parse_whole_number("--batch", given.batch, 1, 1 << 30),
-      .max_batches = parse_whole_number("--batches", given.batches, 0, int64_t{1} << 40)};
+      .max_batches = parse_whole_number("--batches", given.batches, 0, int64_t{1} << 40),
+      .documents = static_cast<train::DocumentsChoice>(parse_choice(
+          "--documents", given.documents, std::vector<std::string>{"auto", "joined", "separate"}))};
   if (options.batch % ranks != 0)
     throw UsageError(concat("--batch is ", options.batch, ", which ", ranks,
                             " ranks cannot share evenly; give a multiple of ", ranks));
@@ -122,6 +125,7 @@ Command add_eval(CLI::App& parent) {
   option("--batch", given->batch, "N", "Sequences at a time, of all ranks");
   option("--batches", given->batches, "N",
          "At most so many batches; 0: all whole ones of the data");
+  option("--documents", given->documents, "HOW", "auto, joined or separate, as in training");
   option("--ranks", given->ranks, "N", "Ranks as threads of this process");
   option("--model", given->model, "NAME|PATH",
          "The model, where the checkpoint has no config.json");

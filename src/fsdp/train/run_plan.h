@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/data/batches.h"
 #include "fsdp/data/corpus.h"
 #include "fsdp/nn/config/model_config.h"
 #include "fsdp/plan/forecast.h"
@@ -46,6 +47,9 @@ struct RunPlan {
 // Opens the data, checks all settings against each other, and forecasts memory. UsageError or Error
 // in one sentence.
 RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevice& device);
+
+// By --documents: rows of prompts and answers, which have loss masks, know nothing of each other.
+WindowDocuments window_documents(DocumentsChoice choice, const Corpus& corpus);
 
 // The forecast as rows, to which measured values can be added later.
 std::vector<MemoryRow> memory_rows(const Forecast& forecast);

@@ -159,12 +159,14 @@ void TrainingRun::load() {
     if (!options_.restart_data)
       position = parse_data_position(text, concat(loaded->path, ": data position"));
   }
+  const WindowDocuments documents = window_documents(options_.documents, *plan_.corpus);
   loader_ = std::make_unique<BatchLoader>(
       TrainingBatches(windows.training, {.batch = options_.batch,
                                          .microbatches = options_.microbatches,
                                          .ranks = mesh_.num_losses(),
                                          .rank = mesh_.loss(),
-                                         .seed = options_.seed}),
+                                         .seed = options_.seed,
+                                         .documents = documents}),
       position);
   if (options_.validate_every > 0)
     validation_ = std::make_unique<ValidationBatches>(
@@ -172,7 +174,8 @@ void TrainingRun::load() {
         ValidationOptions{.batch = options_.batch,
                           .ranks = mesh_.num_losses(),
                           .rank = mesh_.loss(),
-                          .max_batches = options_.validation_batches});
+                          .max_batches = options_.validation_batches,
+                          .documents = documents});
 }
 
 void TrainingRun::begin_watch(std::ostream& out) {
@@ -253,7 +256,7 @@ void TrainingRun::load_batches() {
       batch = next;
     }
   }
-  if (plan_.corpus->has_mask()) share_loss(num_targets);
+  if (loader_->has_unlike_targets()) share_loss(num_targets);
   overhead_ += now() - asked;
 }
 
@@ -275,7 +278,7 @@ void TrainingRun::forward_and_backward() {
   for (int64_t part = 0; part < parts; ++part) {
     const ModelBatch& batch = batches_[static_cast<size_t>(part)];
     sharded_->microbatch({.last = part + 1 == parts});
-    const ModelLoss loss = model_->loss(batch.tokens, batch.targets);
+    const ModelLoss loss = model_->loss(batch.tokens, batch.targets, batch.documents);
     const at::Tensor share = shares_.defined() ? shares_[part] : at::Tensor();
     const at::Tensor equal = parts == 1 ? loss.total : loss.total / parts;
     optimizer_->scaled(share.defined() ? loss.total * share : equal).backward();

@@ -40,6 +40,7 @@ GivenValues changed_values() {
           {"field", {"body"}},
           {"validation-data", {"v"}},
           {"validation-fraction", {"0.125"}},
+          {"documents", {"separate"}},
           {"sequence", {"64"}},
           {"batch", {"24"}},
           {"microbatches", {"3"}},

@@ -87,8 +87,13 @@ ModelBatch to_model_batch(const TokenBatch& batch, c10::Device device) {
   const auto on_device = [&](const std::vector<int64_t>& values, int64_t columns) {
     return at::tensor(values, at::kLong).view({batch.rows, columns}).to(device);
   };
-  return {on_device(batch.tokens, batch.columns).slice(1, 0, sequence),
-          on_device(batch.targets, sequence)};
+  ModelBatch result{on_device(batch.tokens, batch.columns).slice(1, 0, sequence),
+                    on_device(batch.targets, sequence)};
+  // Rows of one document each are computed as all rows are.
+  if (static_cast<int64_t>(batch.document_starts.size()) > batch.rows)
+    result.documents =
+        std::make_shared<const Documents>(batch.document_starts, batch.rows, sequence, device);
+  return result;
 }
 
 MeanLoss mean_loss(LanguageModel& model, const ValidationBatches& batches, c10::Device device,
@@ -101,8 +106,8 @@ MeanLoss mean_loss(LanguageModel& model, const ValidationBatches& batches, c10::
     const ModelBatch batch = to_model_batch(read, device);
     const auto num_targets = static_cast<double>(read.num_targets);
     // The first term is the cross entropy alone; the others only help training.
-    sums[0] +=
-        model.loss(batch.tokens, batch.targets).terms.front().value.to(at::kDouble) * num_targets;
+    const ModelLoss loss = model.loss(batch.tokens, batch.targets, batch.documents);
+    sums[0] += loss.terms.front().value.to(at::kDouble) * num_targets;
     sums[1] += num_targets;
   }
   // The mean over ranks is the same whether or not tp groups share their losses.
@@ -155,9 +160,12 @@ Evaluation evaluate(const InferenceOptions& inference, const std::shared_ptr<con
   int64_t batch = options.batch;
   if (windows.num_windows() < batch && windows.num_windows() >= ranks)
     batch = windows.num_windows() / ranks * ranks;
-  const ValidationBatches batches(
-      windows,
-      {.batch = batch, .ranks = ranks, .rank = world.rank(), .max_batches = options.max_batches});
+  const ValidationBatches batches(windows,
+                                  {.batch = batch,
+                                   .ranks = ranks,
+                                   .rank = world.rank(),
+                                   .max_batches = options.max_batches,
+                                   .documents = window_documents(options.documents, *corpus)});
   return {.path = loaded.path,
           .step = loaded.step,
           .mean = mean_loss(*loaded.model, batches, loaded.device, world.communicator(), ranks)};

@@ -19,6 +19,7 @@
 #include "fsdp/data/corpus.h"
 #include "fsdp/nn/language_model.h"
 #include "fsdp/shard/sharded.h"
+#include "fsdp/train/settings/train_options.h"
 
 namespace fsdp::train {
 
@@ -36,6 +37,7 @@ std::vector<NamedBuffer> stored_buffers(const LanguageModel& model);
 struct ModelBatch {
   at::Tensor tokens;
   at::Tensor targets;  // the token after each token; -100: not learnt
+  std::shared_ptr<const Documents> documents = nullptr;  // where a row has more than one
 };
 
 ModelBatch to_model_batch(const TokenBatch& batch, c10::Device device);
@@ -78,6 +80,7 @@ struct EvaluationOptions {
   int64_t sequence = 0;     // 0: as the model was trained; 256 where that is not known
   int64_t batch = 16;       // sequences at a time, of all ranks
   int64_t max_batches = 0;  // 0: all
+  DocumentsChoice documents = DocumentsChoice::kAuto;
 };
 
 struct Evaluation {

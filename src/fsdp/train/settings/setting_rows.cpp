@@ -204,6 +204,9 @@ void add_data(Rows& rows) {
            "The same, to validate on; none: the end of --data");
   rows.add("validation-fraction", "X", number_value(&O::validation_fraction, 0, 0.5),
            "How much of --data is kept for validation");
+  rows.add("documents", "HOW", choice_value(&O::documents, {"auto", "joined", "separate"}),
+           "Whether tokens see the documents before their own in a sequence; auto: joined, and "
+           "separate for data with loss masks");
   rows.add("sequence", "N", whole_value(&O::sequence, 1, 1 << 24), "Tokens per sequence");
   rows.add("batch", "N", whole_value(&O::batch, 1, 1 << 30),
            "Sequences per step, of all ranks and microbatches together");

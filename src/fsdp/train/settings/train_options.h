@@ -23,6 +23,7 @@
 namespace fsdp::train {
 
 enum class DeviceChoice : uint8_t { kAuto, kCpu, kCuda };
+enum class DocumentsChoice : uint8_t { kAuto, kJoined, kSeparate };
 enum class OptimizerChoice : uint8_t { kAdamW, kSgd };
 enum class RecomputeChoice : uint8_t { kNone, kBlock };
 enum class LifetimeChoice : uint8_t { kPersistent, kStep };
@@ -57,6 +58,7 @@ struct TrainOptions {
   std::string tokenizer = "auto";            // of text: a path, or bytes; auto: the model's
   std::string field;                         // of rows; "": by what they have
   double validation_fraction = 0.02;
+  DocumentsChoice documents = DocumentsChoice::kAuto;  // see window_documents()
   int64_t sequence = 128;
   int64_t batch = 8;         // sequences per step, of all ranks
   int64_t microbatches = 1;  // of each rank and step
