@@ -5,7 +5,7 @@
 #
 # WORK    a directory for everything that is made
 # MODEL   a directory with config.json and safetensors files; without it, a tiny random Llama on bytes is made
-# DATA    text (for models on bytes) or token files of the model's tokenizer (tools/pack_tokens.py); without it, docs/
+# DATA    text, JSON lines, or token files of the model's tokenizer; without it, docs/
 #
 # fsdp is taken from PATH, or from FSDP; Python, with torch and transformers, is python3, or PYTHON.
 set -euo pipefail
@@ -21,7 +21,9 @@ mkdir -p "$work"
 [[ -n ${2:-} ]] || "$python" "$here/make_tiny_llama.py" "$model"
 
 # One token file, so that everybody below reads the same tokens.
-"$fsdp" data pack "$data" --output "$work/tokens.bin" --overwrite
+tokenizer=bytes
+if [[ -f $model/tokenizer.json ]]; then tokenizer=$model; fi
+"$fsdp" data pack "$data" --tokenizer "$tokenizer" --output "$work/tokens.bin" --overwrite
 
 echo "== before"
 "$fsdp" eval --checkpoint "$model" --data "$work/tokens.bin" --sequence 64 --batches 8

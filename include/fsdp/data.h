@@ -7,3 +7,4 @@
 #include "fsdp/data/byte_tokenizer.h"
 #include "fsdp/data/corpus.h"
 #include "fsdp/data/token_windows.h"
+#include "fsdp/data/tokenizer.h"

@@ -129,8 +129,9 @@ TEST_F(DataCommand, AnswersEveryWrongUseWithOneSentence) {
   expect_error("info text.bin", 1, "text.bin: does not begin as a packed token file does");
   expect_error("info none.bin", 1, "none.bin: cannot open the file");
   expect_error("pack books/picture --output x.bin", 1, "is no text (a zero byte at 0); name text");
-  write_text_file("rows.jsonl", "{\"text\": \"a\"}\n{\"text\": \"b\"}\n");
-  expect_error("info rows.jsonl", 1, "rows.jsonl: has JSON objects as lines; write their text");
+  write_text_file("rows.jsonl", "{\"text\": \"a\"}\n{\"body\": \"b\"}\n");
+  expect_error("info rows.jsonl", 1,
+               "rows.jsonl: line 2 lacks a text named 'text', which the rows");
   EXPECT_FALSE(path_exists("x.bin"));
   EXPECT_EQ(data("pack books --output books.bin --overwrite").exit_code, 0);
   EXPECT_EQ(data("pack books/picture --output x.bin --any-bytes").exit_code, 0);

@@ -64,8 +64,11 @@ NOT_RUN = {
         "PYTHON=.venv/bin/python3 FSDP=build/release/bin/fsdp examples/huggingface_finetune/finetune.sh work": "finetune_test does",
     },
     "docs/data.md": {
-        "tools/pack_tokens.py books --tokenizer tokenizer.json --end-of-document '</s>' --name my-tokenizer "
-        "--output books.bin": "pack_tokens_test does, with a tokenizer that it makes",
+        "fsdp data pack books rows.jsonl --tokenizer Llama-3.2-1B --output all.bin": "tokenizers_test does, with tokenizers that it makes",
+        "fsdp train --model Llama-3.2-1B --data books": "tokenized_runs_test does",
+        "fsdp train --model llama-110m --tokenizer Llama-3.2-1B --data books": "tokenized_runs_test does",
+        "fsdp generate --checkpoint Llama-3.2-1B --prompt 'The rank of'": "tokenized_runs_test does",
+        "fsdp generate --checkpoint Qwen2.5-0.5B-Instruct --chat --system 'Be brief.' --prompt 'What is a rank?'": "tokenized_runs_test does",
     },
 }
 
@@ -93,7 +96,8 @@ PRINTED_BEFORE = {
 # What the reader of a page is expected to have.
 GIVEN = {
     "docs/data.md": {"books/one.txt": "A rank is a process.\n" * 40, "more.txt": "More of it.\n" * 40,
-                     "picture.png": "\0\1\2" * 40},
+                     "picture.png": "\0\1\2" * 40, "rows.jsonl": '{"text": "a", "body": "b"}\n',
+                     "pairs.jsonl": '{"prompt": "a", "completion": "b"}\n'},
 }
 
 

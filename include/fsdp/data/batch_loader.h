@@ -37,6 +37,9 @@ class BatchLoader {
   // How often the training windows have been gone through by then: 0.5 is half an epoch.
   double epochs() const;
 
+  // Whether microbatches may have more targets than others: with loss masks, or separate documents.
+  bool has_unlike_targets() const;
+
   // Time that next() has waited for its thread, in all.
   double waited_seconds() const { return waited_seconds_; }
 

@@ -32,12 +32,26 @@ class Permutation {
   int upper_bits_;  // the same, or one less
 };
 
+// A target that is not learnt, as PyTorch and the models of fsdp/nn.h know it.
+inline constexpr int64_t kNotLearnt = -100;
+
+// What a token sees of other documents in its window: the documents before its own, as one text, or
+// nothing. Separate documents need a token that ends each; none of them predicts the next one's
+// first token.
+enum class WindowDocuments : uint8_t { kJoined, kSeparate };
+
 // What one rank feeds to the model at once: rows of sequence + 1 tokens, row after row. The first
 // `sequence` of a row are inputs, the last `sequence` their targets.
 struct TokenBatch {
   std::vector<int64_t> tokens;
   int64_t rows = 0;
   int64_t columns = 0;  // sequence + 1
+  // [rows, sequence]: the token after each input, or kNotLearnt.
+  std::vector<int64_t> targets = {};
+  int64_t num_targets = 0;  // that are learnt
+  // Of separate documents: numbers of their first inputs, counted row after row, those of rows
+  // included.
+  std::vector<int64_t> document_starts = {};
 };
 
 struct BatchOptions {
@@ -46,6 +60,7 @@ struct BatchOptions {
   int64_t ranks = 1;         // that share the rows (data-parallel)
   int64_t rank = 0;          // this one
   uint64_t seed = 0;         // of the order of training windows
+  WindowDocuments documents = WindowDocuments::kJoined;
 };
 
 // UsageError where ranks * microbatches does not divide the batch, with the nearest that work.
@@ -81,6 +96,7 @@ struct ValidationOptions {
   int64_t ranks = 1;        // that share the rows
   int64_t rank = 0;         // this one
   int64_t max_batches = 0;  // 0: as many as there are
+  WindowDocuments documents = WindowDocuments::kJoined;
 };
 
 // Validation windows in the order of the corpus, in whole batches: what is left over in the end is

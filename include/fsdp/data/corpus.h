@@ -12,9 +12,13 @@ namespace fsdp {
 
 struct LeftOut;
 struct TokenHeader;
+class Tokenizer;
 
 struct CorpusOptions {
-  // The most text that is held in memory (as tokens of two bytes); more must be packed first.
+  std::shared_ptr<const Tokenizer> tokenizer = nullptr;  // of text; null: bytes
+  // The text of rows (JSON lines, parquet) is in the field of this name; "": see docs/data.md.
+  std::string field = {};
+  // The most text that is held in memory (as tokens); more must be packed first.
   int64_t max_text_bytes = int64_t{2} << 30;
   // So much of packed files is looked over when they are opened, and a piece of each at least; 0:
   // nothing. See TokenFile::look_over().
@@ -24,9 +28,9 @@ struct CorpusOptions {
 // Immutable; any number of threads may read it at a time, so the ranks of a process share one.
 class Corpus {
  public:
-  // Text files and directories (one document per file, byte-level tokens) and packed token files
-  // (named *.bin, or recognised by their first bytes), in the order given. All must have the same
-  // tokenizer and token width. Error with the path and what to do.
+  // Text files, JSON lines, parquet files, directories, and packed token files (named *.bin, or
+  // recognised by their first bytes), in the order given. All must have the same tokenizer and
+  // token width. Error with the path and what to do.
   static std::shared_ptr<const Corpus> open(std::span<const std::string> paths,
                                             const CorpusOptions& options = {});
 
@@ -47,8 +51,14 @@ class Corpus {
   // See fingerprint_of().
   uint64_t fingerprint() const;
 
+  // Tokens that are learnt as targets: all of them, but for files with loss masks.
+  int64_t num_learnt() const;
+  bool has_mask() const;
+
   // Tokens from `first` on. An Error names the file whose token is outside the vocabulary.
-  void read(int64_t first, std::span<int64_t> into) const;
+  // `learnt`, if it is not empty, gets 1 for each token that is learnt as a target, and 0 for each
+  // other.
+  void read(int64_t first, std::span<int64_t> into, std::span<uint8_t> learnt = {}) const;
 
   // Reads all packed files, and fails where a checksum or a token is wrong. `progress` is told how
   // many of all bytes are done, now and then.

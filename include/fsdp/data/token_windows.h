@@ -27,8 +27,8 @@ class TokenWindows {
   // Its first token's number in the corpus.
   int64_t first_token(int64_t window) const { return first_token_ + window * sequence_; }
 
-  // Its sequence + 1 tokens.
-  void read(int64_t window, std::span<int64_t> into) const;
+  // Its sequence + 1 tokens; `learnt` as of Corpus::read().
+  void read(int64_t window, std::span<int64_t> into, std::span<uint8_t> learnt = {}) const;
 
  private:
   std::shared_ptr<const Corpus> corpus_;

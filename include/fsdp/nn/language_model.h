@@ -13,6 +13,7 @@
 #include "fsdp/nn/config/logit_memory.h"
 #include "fsdp/nn/config/model_config.h"
 #include "fsdp/nn/layers/decoding_cache.h"
+#include "fsdp/nn/layers/documents.h"
 
 namespace fsdp {
 
@@ -43,7 +44,9 @@ struct StoredName {
 class LanguageModel : public torch::nn::Module {
  public:
   // tokens: [batch, sequence], int64. Result: [batch, sequence, vocabulary], of the weights' type.
-  virtual at::Tensor logits(const at::Tensor& tokens) = 0;
+  // With `documents`, tokens see those of their own document alone.
+  virtual at::Tensor logits(const at::Tensor& tokens,
+                            const std::shared_ptr<const Documents>& documents = nullptr) = 0;
 
   // Logits of the token after `tokens`, [batch, vocabulary]. `tokens` follow those that the cache
   // has seen: a whole text at once, or token after token. For using a trained model: no gradients,
@@ -51,8 +54,10 @@ class LanguageModel : public torch::nn::Module {
   virtual at::Tensor next_logits(const at::Tensor& tokens, DecodingCache& cache) = 0;
 
   // Both [batch, sequence], int64; targets[b, i] is the token after tokens[b, i], or -100 for no
-  // prediction. The mean over all other targets; 0 if there are none.
-  virtual ModelLoss loss(const at::Tensor& tokens, const at::Tensor& targets) = 0;
+  // prediction. The mean over all other targets; 0 if there are none. With `documents`, the last
+  // token of each has -100, and no later token of another document is predicted.
+  virtual ModelLoss loss(const at::Tensor& tokens, const at::Tensor& targets,
+                         const std::shared_ptr<const Documents>& documents = nullptr) = 0;
 
   // What a step of training changes besides weights: the biases by which some routers even out the
   // load of their experts. All ranks call it after optimizer steps, recorded ones included.

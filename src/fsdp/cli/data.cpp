@@ -16,6 +16,7 @@
 #include "fsdp/data/byte_tokenizer.h"
 #include "fsdp/data/corpus.h"
 #include "fsdp/data/pack.h"
+#include "fsdp/data/tokenizer.h"
 
 namespace fsdp::cli {
 
@@ -30,6 +31,9 @@ struct PackArguments {
   std::string output;
   bool overwrite = false;
   bool any_bytes = false;
+  std::string tokenizer = kByteTokenizerName;
+  std::string field;
+  std::string end_of_document;
 };
 
 void run_pack(const PackArguments& given) {
@@ -41,7 +45,9 @@ void run_pack(const PackArguments& given) {
   {
     Progress progress("pack");
     PackOptions options;
-    if (given.any_bytes) options.named = NamedFiles::kAnyBytes;
+    if (given.any_bytes) options.text.named = NamedFiles::kAnyBytes;
+    options.text.field = given.field;
+    options.tokenizer = open_tokenizer(given.tokenizer, given.end_of_document);
     if (given.overwrite) options.existing = PackOptions::Existing::kReplace;
     options.progress = [&](int64_t done, int64_t total) { progress.update(done, total); };
     summary = pack_tokens(given.inputs, given.output, options);
@@ -59,13 +65,16 @@ void run_pack(const PackArguments& given) {
 }
 
 constexpr const char* kPackFooter =
-    "INPUTs are text files (UTF-8), directories (the text files in and below them, sorted by path; "
-    "hidden ones and those\nthat are no text are left out) and packed files to join. A document is "
-    "a file; tokens are bytes, and one more ends\na document. FILE appears when it is complete, "
-    "and "
-    "not at all when something fails.\n"
+    "INPUTs are text files (UTF-8), JSON lines, parquet files, directories (the files in and below "
+    "them, sorted by path;\nhidden ones and those that are no text are left out) and packed files "
+    "to "
+    "join. A document is a file, or a row of\nJSON lines or parquet: its 'text', its 'prompt' and "
+    "'completion' (which alone is learnt), or its 'messages' (of\nwhich the assistant's are "
+    "learnt). "
+    "FILE appears when it is complete, and not at all when something fails.\n"
     "Examples:\n"
     "  fsdp data pack books --output books.bin\n"
+    "  fsdp data pack rows.jsonl --tokenizer Llama-3.2-1B --output rows.bin\n"
     "  fsdp data pack a.txt b.txt old.bin --output all.bin --overwrite\n"
     "docs/data.md tells more.";
 
@@ -77,6 +86,16 @@ CLI::App* add_data_pack(CLI::App& parent, PackArguments& given) {
   app->add_option("INPUT", given.inputs, "What to pack, in this order")->type_name("");
   app->add_option("--output", given.output, "The file to write, named *.bin")->type_name("FILE");
   app->add_flag("--overwrite", given.overwrite, "Replace FILE if it is there");
+  app->add_option("--tokenizer", given.tokenizer,
+                  "Of text: a tokenizer.json, or a directory with one")
+      ->type_name("PATH|bytes")
+      ->capture_default_str();
+  app->add_option("--field", given.field,
+                  "Rows of JSON lines or parquet have their text in this field")
+      ->type_name("NAME");
+  app->add_option("--end-of-document", given.end_of_document,
+                  "The token after each document; without it, what the tokenizer's files say")
+      ->type_name("TOKEN");
   app->add_flag("--any-bytes", given.any_bytes, "Take named files as they are, text or not");
   return app;
 }
@@ -125,6 +144,7 @@ void print_corpus_json(const Corpus& corpus, const InfoArguments& given) {
                  {"empty", left_out.num_empty},
                  {"other", left_out.num_other}}},
                {"tokens", header.num_tokens},
+               {"learnt", corpus.num_learnt()},
                {"documents", header.num_documents},
                {"tokenizer", header.tokenizer},
                {"vocabulary", header.vocabulary},
@@ -149,6 +169,8 @@ void print_corpus_table(const Corpus& corpus, const InfoArguments& given) {
   if (corpus.left_out().total() > 0) row("left out", to_text(corpus.left_out()));
   row("tokens", concat(grouped_text(header.num_tokens), " of ", header.token_bytes, " bytes, ",
                        bytes_text(static_cast<double>(header.data_bytes()))));
+  if (corpus.has_mask())
+    row("learnt", concat(grouped_text(corpus.num_learnt()), " of the tokens (loss mask)"));
   row("documents", grouped_text(header.num_documents));
   row("tokenizer", concat("'", header.tokenizer, "', vocabulary ", grouped_text(header.vocabulary),
                           ", end of document ",

@@ -1,18 +1,23 @@
 // `fsdp eval`: how well a trained model predicts text.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <iostream>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
+#include "fsdp/checkpoint/run_directory.h"
 #include "fsdp/cli/command.h"
 #include "fsdp/comm/world.h"
 #include "fsdp/data/byte_tokenizer.h"
 #include "fsdp/data/corpus.h"
+#include "fsdp/data/tokenizer.h"
+#include "fsdp/train/model/model_tokenizer.h"
 #include "fsdp/train/model/trained_model.h"
 #include "fsdp/train/torch_warnings.h"
 
@@ -24,9 +29,12 @@ struct EvalArguments {
   std::string checkpoint;
   std::string model;
   std::vector<std::string> data;
+  std::string tokenizer = "auto";
+  std::string field;
   std::string sequence = "auto";
   std::string batch = "16";
   std::string batches = "0";
+  std::string documents = "auto";
   std::string ranks = "1";
   std::string device = "auto";
   std::string compute = "auto";
@@ -34,21 +42,34 @@ struct EvalArguments {
 };
 
 void print(const EvalArguments& given, const train::Evaluation& result, const Corpus& corpus) {
-  const double bits = result.loss / std::log(2.0);
+  const double loss = result.mean.loss;
+  const double bits = loss / std::log(2.0);
   const bool has_bytes = corpus.tokenizer() == kByteTokenizerName;
   if (given.json) {
     nlohmann::ordered_json line = {
-        {"checkpoint", result.path},           {"step", result.step},    {"loss", result.loss},
-        {"perplexity", std::exp(result.loss)}, {"bits_per_token", bits}, {"tokens", result.tokens}};
+        {"checkpoint", result.path},    {"step", result.step},    {"loss", loss},
+        {"perplexity", std::exp(loss)}, {"bits_per_token", bits}, {"tokens", result.mean.tokens}};
     std::cout << line.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << "\n";
     return;
   }
   std::printf("checkpoint   %s\n", result.path.c_str());
   std::printf("data         %s\n", corpus.summary().c_str());
-  std::printf("tokens       %s\n", grouped_text(result.tokens).c_str());
-  std::printf("loss         %.4f\n", result.loss);
-  std::printf("perplexity   %.3f\n", std::exp(result.loss));
+  std::printf("tokens       %s\n", grouped_text(result.mean.tokens).c_str());
+  std::printf("loss         %.4f\n", loss);
+  std::printf("perplexity   %.3f\n", std::exp(loss));
   std::printf("%s  %.3f\n", has_bytes ? "bits per byte" : "bits per token", bits);
+}
+
+std::shared_ptr<const Corpus> open_corpus(const EvalArguments& given) {
+  CorpusOptions options{.field = given.field};
+  const auto is_packed = [](const std::string& path) { return is_token_file(path); };
+  // Packed data needs no tokenizer, and so no Python.
+  if (!std::all_of(given.data.begin(), given.data.end(), is_packed)) {
+    const std::string checkpoint = checkpoint_or_files(given.checkpoint);
+    options.tokenizer =
+        open_tokenizer(train::tokenizer_path(given.tokenizer, std::span(&checkpoint, 1)));
+  }
+  return Corpus::open(given.data, options);
 }
 
 void run_eval(const EvalArguments& given) {
@@ -65,7 +86,9 @@ void run_eval(const EvalArguments& given) {
                       ? 0
                       : parse_whole_number("--sequence", given.sequence, 1, 1 << 24),
       .batch = parse_whole_number("--batch", given.batch, 1, 1 << 30),
-      .max_batches = parse_whole_number("--batches", given.batches, 0, int64_t{1} << 40)};
+      .max_batches = parse_whole_number("--batches", given.batches, 0, int64_t{1} << 40),
+      .documents = static_cast<train::DocumentsChoice>(parse_choice(
+          "--documents", given.documents, std::vector<std::string>{"auto", "joined", "separate"}))};
   if (options.batch % ranks != 0)
     throw UsageError(concat("--batch is ", options.batch, ", which ", ranks,
                             " ranks cannot share evenly; give a multiple of ", ranks));
@@ -73,7 +96,7 @@ void run_eval(const EvalArguments& given) {
                                           .model = given.model,
                                           .device = given.device,
                                           .compute = given.compute};
-  const std::shared_ptr<const Corpus> corpus = Corpus::open(given.data);
+  const std::shared_ptr<const Corpus> corpus = open_corpus(given);
   run_threads(ranks, CommOptions::from_environment(), [&](World& world) {
     const train::QuietTorchWarnings quiet;
     const train::Evaluation result = train::evaluate(inference, corpus, options, world);
@@ -92,11 +115,17 @@ Command add_eval(CLI::App& parent) {
   };
   option("--checkpoint", given->checkpoint, "PATH",
          "A run's directory (its latest checkpoint), a checkpoint, or safetensors files");
-  option("--data", given->data, "PATH...", "Text files, directories of them, or token files");
+  option("--data", given->data, "PATH...",
+         "Text files, JSON lines, parquet files, directories, or token files");
+  option("--tokenizer", given->tokenizer, "PATH|bytes",
+         "Of text: a tokenizer.json or a directory with one; auto: the checkpoint's, or bytes");
+  option("--field", given->field, "NAME",
+         "Rows of JSON lines or parquet have their text in this field");
   option("--sequence", given->sequence, "N|auto", "Tokens per sequence; auto: as it was trained");
   option("--batch", given->batch, "N", "Sequences at a time, of all ranks");
   option("--batches", given->batches, "N",
          "At most so many batches; 0: all whole ones of the data");
+  option("--documents", given->documents, "HOW", "auto, joined or separate, as in training");
   option("--ranks", given->ranks, "N", "Ranks as threads of this process");
   option("--model", given->model, "NAME|PATH",
          "The model, where the checkpoint has no config.json");

@@ -1,6 +1,8 @@
 // `fsdp generate`: lets a trained model write text.
 #include <iostream>
 #include <memory>
+#include <nlohmann/json.hpp>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -9,6 +11,9 @@
 #include "fsdp/cli/command.h"
 #include "fsdp/comm/world.h"
 #include "fsdp/data/byte_tokenizer.h"
+#include "fsdp/data/token_header.h"
+#include "fsdp/data/tokenizer.h"
+#include "fsdp/train/model/model_tokenizer.h"
 #include "fsdp/train/model/text_generation.h"
 #include "fsdp/train/model/trained_model.h"
 #include "fsdp/train/run_options.h"
@@ -21,7 +26,10 @@ namespace {
 struct GenerateArguments {
   std::string checkpoint;
   std::string model;
+  std::string tokenizer = "auto";
   std::string prompt;
+  std::string system;
+  bool chat = false;
   std::string tokens = "200";
   std::string temperature = "0";
   std::string top_p = "1";
@@ -35,8 +43,34 @@ train::SamplingOptions sampling_options(const GenerateArguments& given) {
           .temperature = parse_number("--temperature", given.temperature, 0, 100),
           .top_p = parse_number("--top-p", given.top_p, 1e-9, 1),
           .seed = static_cast<uint64_t>(
-              parse_whole_number("--seed", given.seed, 0, std::numeric_limits<int64_t>::max())),
-          .end_token = kByteEndOfDocument};
+              parse_whole_number("--seed", given.seed, 0, std::numeric_limits<int64_t>::max()))};
+}
+
+// What the model goes on with: the prompt, or a chat that ends with it.
+std::vector<int64_t> prompt_tokens(const GenerateArguments& given, const Tokenizer& tokenizer) {
+  if (!given.chat) return tokenizer.encode_prompt(given.prompt);
+  nlohmann::json messages = nlohmann::json::array();
+  if (!given.system.empty()) messages.push_back({{"role", "system"}, {"content", given.system}});
+  messages.push_back({{"role", "user"}, {"content", given.prompt}});
+  return tokenizer.encode_chat(nlohmann::json{{"messages", messages}}.dump(
+      -1, ' ', false, nlohmann::json::error_handler_t::replace));
+}
+
+std::shared_ptr<const Tokenizer> tokenizer_for(const GenerateArguments& given,
+                                               const train::LoadedModel& loaded) {
+  const int64_t vocabulary = vocab_size_of(loaded.model->config());
+  const std::string path = train::tokenizer_path(given.tokenizer, std::span(&loaded.path, 1));
+  const bool is_found = given.tokenizer != "auto" || path != kByteTokenizerName;
+  if (!is_found && vocabulary != kByteVocabulary)
+    throw UsageError(concat("the model has ", vocabulary, " tokens and ", loaded.path,
+                            " no tokenizer.json, and bytes are ", kByteVocabulary,
+                            " tokens; name the model's tokenizer with --tokenizer"));
+  std::shared_ptr<const Tokenizer> tokenizer = open_tokenizer(path);
+  if (tokenizer->kind().vocabulary > vocabulary)
+    throw UsageError(concat("the tokenizer ", path, " has ", tokenizer->kind().vocabulary,
+                            " tokens and the model ", vocabulary,
+                            "; name the model's own with --tokenizer"));
+  return tokenizer;
 }
 
 void run_generate(const GenerateArguments& given) {
@@ -46,6 +80,8 @@ void run_generate(const GenerateArguments& given) {
         "--checkpoint is missing; give a run's directory, a checkpoint, or a "
         "directory of safetensors files");
   if (given.prompt.empty()) throw UsageError("--prompt is missing; give some text to begin with");
+  if (!given.system.empty() && !given.chat)
+    throw UsageError("--system is given without --chat; give both, or put it into --prompt");
   train::SamplingOptions sampling = sampling_options(given);
   const train::InferenceOptions inference{.path = given.checkpoint,
                                           .model = given.model,
@@ -55,18 +91,16 @@ void run_generate(const GenerateArguments& given) {
     const train::QuietTorchWarnings quiet;
     const Mesh mesh = world.mesh();
     const train::LoadedModel loaded = train::load_for_inference(inference, mesh);
-    const int64_t vocabulary = vocab_size_of(loaded.model->config());
-    if (vocabulary != kByteVocabulary)
-      throw UsageError(concat("the model has ", vocabulary, " tokens, but text is made of bytes (",
-                              kByteVocabulary,
-                              " tokens); models of other tokenizers can be exported with fsdp "
-                              "convert --to hf and run by HuggingFace's packages"));
+    const std::shared_ptr<const Tokenizer> tokenizer = tokenizer_for(given, loaded);
     sampling.max_context = max_positions_of(loaded.model->config());
-    std::vector<int64_t> prompt(given.prompt.size());
-    encode_bytes(given.prompt, std::span(prompt));
-    std::cout << given.prompt << std::flush;
-    train::generate(*loaded.model, prompt, sampling, loaded.device, [](int64_t token) {
-      std::cout << decode_bytes(std::span(&token, 1)) << std::flush;
+    sampling.end_tokens = train::stored_end_tokens(loaded.path);
+    sampling.end_tokens.insert(sampling.end_tokens.end(), tokenizer->ends().begin(),
+                               tokenizer->ends().end());
+    const std::vector<int64_t> prompt = prompt_tokens(given, *tokenizer);
+    if (!given.chat) std::cout << given.prompt << std::flush;
+    tokenizer->begin_text(prompt);
+    train::generate(*loaded.model, prompt, sampling, loaded.device, [&](int64_t token) {
+      std::cout << tokenizer->next_text(std::span(&token, 1)) << std::flush;
     });
     std::cout << "\n";
   });
@@ -79,7 +113,8 @@ Command add_generate(CLI::App& parent) {
   app->footer(
       "Examples:\n"
       "  fsdp generate --checkpoint runs/tiny --prompt 'The rank '\n"
-      "  fsdp generate --checkpoint runs/tiny --prompt 'A ' --temperature 0.8 --top-p 0.95");
+      "  fsdp generate --checkpoint runs/tiny --prompt 'A ' --temperature 0.8 --top-p 0.95\n"
+      "  fsdp generate --checkpoint Qwen2.5-0.5B-Instruct --prompt 'What is a rank?' --chat");
   const auto given = std::make_shared<GenerateArguments>();
   const auto option = [&](const char* name, std::string& value, const char* type,
                           const char* text) {
@@ -88,6 +123,11 @@ Command add_generate(CLI::App& parent) {
   option("--checkpoint", given->checkpoint, "PATH",
          "A run's directory (its latest checkpoint), a checkpoint, or safetensors files");
   option("--prompt", given->prompt, "TEXT", "What the text begins with");
+  app->add_flag("--chat", given->chat,
+                "The prompt is a user's turn; the model's chat template frames it");
+  option("--system", given->system, "TEXT", "With --chat: what the system says first");
+  option("--tokenizer", given->tokenizer, "PATH|bytes",
+         "A tokenizer.json or a directory with one; auto: the checkpoint's, or bytes");
   option("--tokens", given->tokens, "N", "At most so many tokens more");
   option("--temperature", given->temperature, "X",
          "0: always the likeliest token; 1: as the model says; between: bolder or safer");

@@ -99,7 +99,8 @@ void print_check(const train::RunPlan& plan, const Launch& launch, c10::Device d
 RankFacts facts_of(const train::RunPlan& plan) {
   RankFacts facts = train::setting_facts(plan.resolved);
   std::erase_if(facts, [](const auto& fact) {
-    return fact.first == "--model" || fact.first == "--data" || fact.first == "--validation-data";
+    return fact.first == "--model" || fact.first == "--data" || fact.first == "--validation-data" ||
+           fact.first == "--tokenizer";
   });
   facts.emplace_back("fsdp", FSDP_VERSION);
   facts.emplace_back("libtorch", TORCH_VERSION);

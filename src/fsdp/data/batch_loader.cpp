@@ -84,6 +84,11 @@ DataPosition BatchLoader::position() const {
   return position;
 }
 
+bool BatchLoader::has_unlike_targets() const {
+  return batches_.windows().corpus().has_mask() ||
+         batches_.options().documents == WindowDocuments::kSeparate;
+}
+
 double BatchLoader::epochs() const {
   return static_cast<double>(position().windows_used) /
          static_cast<double>(batches_.windows().num_windows());

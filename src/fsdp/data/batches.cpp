@@ -50,14 +50,59 @@ std::vector<int64_t> memory_for(int64_t rows, int64_t columns) {
   }
 }
 
+// Returns how many of the targets of a row are learnt.
+int64_t put_targets(std::span<const int64_t> tokens, std::span<const uint8_t> learnt,
+                    std::span<int64_t> targets) {
+  int64_t num_targets = 0;
+  for (size_t i = 0; i < targets.size(); ++i) {
+    targets[i] = learnt[i + 1] != 0 ? tokens[i + 1] : kNotLearnt;
+    num_targets += learnt[i + 1];
+  }
+  return num_targets;
+}
+
+// A window that begins inside a document is the beginning of one for the model.
+void separate_documents(TokenBatch& batch, int64_t end_of_document) {
+  const int64_t sequence = batch.columns - 1;
+  for (int64_t row = 0; row < batch.rows; ++row) {
+    batch.document_starts.push_back(row * sequence);
+    for (int64_t i = 0; i < sequence; ++i) {
+      if (batch.tokens[static_cast<size_t>(row * batch.columns + i)] != end_of_document) continue;
+      int64_t& target = batch.targets[static_cast<size_t>(row * sequence + i)];
+      batch.num_targets -= target == kNotLearnt ? 0 : 1;
+      target = kNotLearnt;
+      if (i + 1 < sequence) batch.document_starts.push_back(row * sequence + i + 1);
+    }
+  }
+}
+
+void check_documents(const TokenWindows& windows, WindowDocuments documents) {
+  if (documents == WindowDocuments::kJoined || windows.corpus().end_of_document()) return;
+  throw UsageError(
+      "documents cannot be separated, because no token ends them in the data (end of document "
+      "none); pack it with such a token, or join them (--documents joined)");
+}
+
 template <typename WindowOfRow>
-TokenBatch read_rows(const TokenWindows& windows, int64_t rows, const WindowOfRow& window_of_row) {
-  const int64_t columns = windows.sequence() + 1;
-  TokenBatch batch{.tokens = memory_for(rows, columns), .rows = rows, .columns = columns};
-  const std::span<int64_t> tokens(batch.tokens);
-  for (int64_t row = 0; row < rows; ++row)
-    windows.read(window_of_row(row),
-                 tokens.subspan(static_cast<size_t>(row * columns), static_cast<size_t>(columns)));
+TokenBatch read_rows(const TokenWindows& windows, int64_t rows, WindowDocuments documents,
+                     const WindowOfRow& window_of_row) {
+  const int64_t sequence = windows.sequence();
+  TokenBatch batch{.tokens = memory_for(rows, sequence + 1),
+                   .rows = rows,
+                   .columns = sequence + 1,
+                   .targets = memory_for(rows, sequence)};
+  std::vector<uint8_t> learnt(static_cast<size_t>(sequence) + 1);
+  for (int64_t row = 0; row < rows; ++row) {
+    const auto tokens =
+        std::span(batch.tokens).subspan(static_cast<size_t>(row * batch.columns), learnt.size());
+    windows.read(window_of_row(row), tokens, learnt);
+    batch.num_targets += put_targets(
+        tokens, learnt,
+        std::span(batch.targets)
+            .subspan(static_cast<size_t>(row * sequence), static_cast<size_t>(sequence)));
+  }
+  if (documents == WindowDocuments::kSeparate)
+    separate_documents(batch, *windows.corpus().end_of_document());
   return batch;
 }
 
@@ -115,6 +160,7 @@ void check_batch(const BatchOptions& options) {
 TrainingBatches::TrainingBatches(TokenWindows windows, const BatchOptions& options)
     : windows_(std::move(windows)), options_(options), rows_(0) {
   check_batch(options);
+  check_documents(windows_, options.documents);
   FSDP_ASSERT(windows_.num_windows() >= 1, "no windows to train on");
   rows_ = options.batch / (options.ranks * options.microbatches);
 }
@@ -129,13 +175,15 @@ TokenBatch TrainingBatches::read(int64_t place, int64_t microbatch) const {
   FSDP_ASSERT(place >= 0 && microbatch >= 0 && microbatch < options_.microbatches, "place ", place,
               ", microbatch ", microbatch);
   const int64_t first = place + (microbatch * options_.ranks + options_.rank) * rows_;
-  return read_rows(windows_, rows_, [&](int64_t row) { return window_at(first + row); });
+  return read_rows(windows_, rows_, options_.documents,
+                   [&](int64_t row) { return window_at(first + row); });
 }
 
 ValidationBatches::ValidationBatches(TokenWindows windows, const ValidationOptions& options)
     : windows_(std::move(windows)), options_(options), rows_(0), num_batches_(0) {
   check_positive("validation batch", options.batch);
   check_rank(options.rank, options.ranks);
+  check_documents(windows_, options.documents);
   if (options.batch % options.ranks != 0)
     throw UsageError(concat("validation batch is ", options.batch,
                             "; it must be a multiple of the ", options.ranks, " ranks, e.g. ",
@@ -149,7 +197,7 @@ ValidationBatches::ValidationBatches(TokenWindows windows, const ValidationOptio
 TokenBatch ValidationBatches::read(int64_t index) const {
   FSDP_ASSERT(index >= 0 && index < num_batches_, index, " of ", num_batches_);
   const int64_t first = index * options_.batch + options_.rank * rows_;
-  return read_rows(windows_, rows_,
+  return read_rows(windows_, rows_, options_.documents,
                    [&](int64_t row) { return (first + row) % windows_.num_windows(); });
 }
 

@@ -12,8 +12,10 @@
 #include "fsdp/base/crc32c.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/data/byte_tokenizer.h"
+#include "fsdp/data/documents.h"
 #include "fsdp/data/text_files.h"
 #include "fsdp/data/token_file.h"
+#include "fsdp/data/tokenizer.h"
 
 namespace fsdp {
 
@@ -22,7 +24,8 @@ struct Corpus::Content {
     int64_t begin = 0;  // the number of its first token
     int64_t end = 0;
     std::optional<TokenFile> file = {};  // or
-    std::vector<uint16_t> text = {};
+    std::string text = {};               // tokens, as a file stores them
+    bool has_mask = false;               // of the text
   };
 
   std::vector<Part> parts;
@@ -36,13 +39,24 @@ class CorpusBuilder {
  public:
   CorpusBuilder(const CorpusOptions& options, size_t num_paths)
       : options_(options),
+        tokenizer_(options.tokenizer ? options.tokenizer : open_tokenizer(kByteTokenizerName)),
         looked_over_bytes_(options.looked_over_bytes / static_cast<int64_t>(num_paths)) {}
 
-  void add(const std::string& path) {
-    if (is_token_file(path))
-      add_token_file(path);
-    else
-      add_text(path);
+  void add(std::span<const std::string> paths) {
+    std::vector<TextFiles> texts(paths.size());
+    bool has_mask = false;
+    for (size_t i = 0; i < paths.size(); ++i) {
+      if (is_token_file(paths[i])) continue;
+      texts[i] = find_text_files({&paths[i], 1}, {.field = options_.field});
+      has_mask = has_mask || texts[i].has_mask();
+    }
+    const TokenHeader text_kind = kind_of_text(*tokenizer_, has_mask);
+    for (size_t i = 0; i < paths.size(); ++i) {
+      if (texts[i].files.empty())
+        add_token_file(paths[i]);
+      else
+        add_text(paths[i], text_kind, texts[i]);
+    }
   }
 
   std::shared_ptr<const Corpus> build() {
@@ -58,29 +72,38 @@ class CorpusBuilder {
     append(header, path, {.file = std::move(file)});
   }
 
-  void add_text(const std::string& path) {
-    const TextFiles files = find_text_files({&path, 1});
+  void add_text(const std::string& path, TokenHeader header, const TextFiles& files) {
     text_bytes_ += files.bytes;
-    FSDP_CHECK(text_bytes_ <= options_.max_text_bytes, path, ": with it there are ",
-               bytes_text(static_cast<double>(text_bytes_)), " of text, more than the ",
-               bytes_text(static_cast<double>(options_.max_text_bytes)),
-               " that are held in memory; pack it with fsdp data pack and name the .bin file");
-    std::vector<uint16_t> tokens;
-    tokens.reserve(static_cast<size_t>(files.bytes) + files.paths.size());
-    for (const std::string& each : files.paths) {
-      const std::string text = read_text_file(each, options_.max_text_bytes);
-      const size_t begin = tokens.size();
-      tokens.resize(begin + text.size());
-      encode_bytes(text, std::span(tokens).subspan(begin));
-      tokens.push_back(static_cast<uint16_t>(kByteEndOfDocument));
-    }
-    TokenHeader header = byte_level_header();
-    header.num_tokens = static_cast<int64_t>(tokens.size());
-    header.num_documents = static_cast<int64_t>(files.paths.size());
+    check_text_bytes(path, text_bytes_);
+    std::string tokens;
+    if (tokenizer_->kind().tokenizer == kByteTokenizerName)
+      tokens.reserve(2 * (static_cast<size_t>(files.bytes) + files.files.size()));
+    for (const TextFile& file : files.files)
+      encode_documents(file, options_.field, *tokenizer_,
+                       {.tokens =
+                            [&](std::span<const int64_t> more, Learnt learnt) {
+                              append_stored(more, learnt, header.token_bytes, tokens);
+                              if (header.has_mask() && learnt == Learnt::kYes)
+                                *header.num_learnt += static_cast<int64_t>(more.size());
+                            },
+                        .progress =
+                            [&](int64_t num_documents, int64_t /*bytes*/) {
+                              header.num_documents += num_documents;
+                              // Compressed rows have more text than their file has bytes.
+                              check_text_bytes(path, static_cast<int64_t>(tokens.size() / 4));
+                            }});
+    header.num_tokens = static_cast<int64_t>(tokens.size()) / header.token_bytes;
     header.data_crc32c = crc32c(std::as_bytes(std::span(tokens)));
     content_->left_out += files.left_out;
-    content_->num_files += header.num_documents;
-    append(header, path, {.text = std::move(tokens)});
+    content_->num_files += static_cast<int64_t>(files.files.size());
+    append(header, path, {.text = std::move(tokens), .has_mask = header.has_mask()});
+  }
+
+  void check_text_bytes(const std::string& path, int64_t bytes) const {
+    FSDP_CHECK(bytes <= options_.max_text_bytes, path, ": with it there are ",
+               bytes_text(static_cast<double>(bytes)), " of text, more than the ",
+               bytes_text(static_cast<double>(options_.max_text_bytes)),
+               " that are held in memory; pack it with fsdp data pack and name the .bin file");
   }
 
   void append(const TokenHeader& header, const std::string& path, Corpus::Content::Part part) {
@@ -90,6 +113,9 @@ class CorpusBuilder {
       first_path_ = path;
     } else {
       check_same_kind(all, first_path_, header, path);
+      if (all.has_mask() || header.has_mask())
+        all.num_learnt =
+            all.num_learnt.value_or(all.num_tokens) + header.num_learnt.value_or(header.num_tokens);
       all.num_tokens = checked_add(all.num_tokens, header.num_tokens);
       all.num_documents += header.num_documents;
       all.data_crc32c = crc32c_of_joined(all.data_crc32c, header.data_crc32c, header.data_bytes());
@@ -100,6 +126,7 @@ class CorpusBuilder {
   }
 
   const CorpusOptions& options_;
+  const std::shared_ptr<const Tokenizer> tokenizer_;
   int64_t looked_over_bytes_;  // of a file
   std::unique_ptr<Corpus::Content> content_ = std::make_unique<Corpus::Content>();
   int64_t text_bytes_ = 0;
@@ -115,6 +142,8 @@ int64_t Corpus::num_documents() const { return content_->info.num_documents; }
 int64_t Corpus::vocabulary() const { return content_->info.vocabulary; }
 const std::string& Corpus::tokenizer() const { return content_->info.tokenizer; }
 std::optional<int64_t> Corpus::end_of_document() const { return content_->info.end_of_document; }
+int64_t Corpus::num_learnt() const { return content_->info.num_learnt.value_or(num_tokens()); }
+bool Corpus::has_mask() const { return content_->info.has_mask(); }
 const TokenHeader& Corpus::header() const { return content_->info; }
 int64_t Corpus::num_files() const { return content_->num_files; }
 const LeftOut& Corpus::left_out() const { return content_->left_out; }
@@ -125,11 +154,11 @@ std::shared_ptr<const Corpus> Corpus::open(std::span<const std::string> paths,
   if (paths.empty())
     throw UsageError("no data is named; give text files, directories or packed token files");
   CorpusBuilder builder(options, paths.size());
-  for (const std::string& path : paths) builder.add(path);
+  builder.add(paths);
   return builder.build();
 }
 
-void Corpus::read(int64_t first, std::span<int64_t> into) const {
+void Corpus::read(int64_t first, std::span<int64_t> into, std::span<uint8_t> learnt) const {
   FSDP_ASSERT(first >= 0 && first + static_cast<int64_t>(into.size()) <= num_tokens(), "tokens ",
               first, " to ", first + static_cast<int64_t>(into.size()), " of ", num_tokens());
   auto part =
@@ -138,12 +167,21 @@ void Corpus::read(int64_t first, std::span<int64_t> into) const {
   while (!into.empty()) {
     const auto count =
         static_cast<size_t>(std::min(static_cast<int64_t>(into.size()), part->end - first));
-    if (part->file)
-      part->file->read(first - part->begin, into.first(count));
-    else
-      widen_tokens(std::as_bytes(std::span(part->text)), 2, first - part->begin, into.first(count));
+    const std::span<uint8_t> learnt_here = learnt.first(std::min(count, learnt.size()));
+    if (part->file) {
+      part->file->read(first - part->begin, into.first(count), learnt_here);
+    } else {
+      const int64_t width = content_->info.token_bytes;
+      widen_tokens(std::as_bytes(std::span(part->text)), width, first - part->begin,
+                   into.first(count));
+      if (part->has_mask)
+        take_mask(into.first(count), width, learnt_here);
+      else
+        std::fill(learnt_here.begin(), learnt_here.end(), uint8_t{1});
+    }
     first += static_cast<int64_t>(count);
     into = into.subspan(count);
+    learnt = learnt.subspan(learnt_here.size());
     ++part;
   }
 }
@@ -161,11 +199,12 @@ void Corpus::check_model_vocabulary(int64_t model_vocabulary) const {
   throw UsageError(concat("the data's vocabulary is ", vocabulary(), " (tokenizer '", tokenizer(),
                           "') and the model's ", model_vocabulary,
                           "; use data of the model's tokenizer, or a model with a vocabulary of ",
-                          vocabulary(), " or more"));
+                          vocabulary(), " or more (fsdp train --vocabulary)"));
 }
 
 std::string Corpus::summary() const {
   return concat(counted_text(num_files(), "file"), ", ", counted_text(num_tokens(), "token"),
+                has_mask() ? concat(", ", grouped_text(num_learnt()), " of them learnt,") : "",
                 " of tokenizer '", tokenizer(), "' (vocabulary ", vocabulary(), ")",
                 left_out().total() == 0 ? "" : "; left out: ", to_text(left_out()));
 }

@@ -10,6 +10,7 @@
 #include "fsdp/base/durable_file.h"
 #include "fsdp/data/byte_tokenizer.h"
 #include "fsdp/data/corpus.h"
+#include "fsdp/data/documents.h"
 #include "fsdp/data/token_file.h"
 
 namespace fsdp {
@@ -19,20 +20,30 @@ constexpr int64_t kPieceBytes = int64_t{1} << 20;
 
 // Opened and counted before anything is written.
 struct Source {
-  std::string path;
-  std::optional<TokenFile> tokens;  // or text
+  std::optional<TokenFile> tokens;  // or
+  TextFile text = {};
 };
 
 class Packing {
  public:
-  explicit Packing(const PackOptions& options) : options_(options) {}
+  explicit Packing(const PackOptions& options)
+      : options_(options),
+        tokenizer_(options.tokenizer ? options.tokenizer : open_tokenizer(kByteTokenizerName)) {}
 
   void find(std::span<const std::string> paths) {
-    for (const std::string& path : paths) {
-      if (is_token_file(path))
-        add_token_file(path);
+    std::vector<TextFiles> texts(paths.size());
+    bool has_mask = false;
+    for (size_t i = 0; i < paths.size(); ++i) {
+      if (is_token_file(paths[i])) continue;
+      texts[i] = find_text_files({&paths[i], 1}, options_.text);
+      has_mask = has_mask || texts[i].has_mask();
+    }
+    const TokenHeader text_kind = kind_of_text(*tokenizer_, has_mask);
+    for (size_t i = 0; i < paths.size(); ++i) {
+      if (texts[i].files.empty())
+        add_token_file(paths[i]);
       else
-        add_text(path);
+        add_text(paths[i], text_kind, std::move(texts[i]));
     }
     summary_.num_files = static_cast<int64_t>(sources_.size());
   }
@@ -43,7 +54,7 @@ class Packing {
       if (source.tokens)
         copy_tokens(*source.tokens, writer);
       else
-        encode_text(source.path, writer);
+        encode_text(source.text, writer);
     }
     summary_.header = writer.commit();
     return std::move(summary_);
@@ -54,38 +65,34 @@ class Packing {
     TokenFile file(path);
     check_kind(file.header(), path);
     summary_.source_bytes += file.header().data_bytes();
-    sources_.push_back({path, std::move(file)});
+    sources_.push_back({std::move(file)});
   }
 
-  void add_text(const std::string& path) {
-    check_kind(byte_level_header(), path);
-    TextFiles files = find_text_files({&path, 1}, options_.named);
+  void add_text(const std::string& path, const TokenHeader& kind, TextFiles files) {
+    check_kind(kind, path);
     summary_.source_bytes += files.bytes;
-    for (std::string& each : files.paths) sources_.push_back({std::move(each), std::nullopt});
+    for (TextFile& each : files.files) sources_.push_back({std::nullopt, std::move(each)});
     summary_.left_out += files.left_out;
   }
 
   void check_kind(const TokenHeader& header, const std::string& path) {
-    if (kind_) return check_same_kind(*kind_, first_path_, header, path);
-    kind_ = header;
-    first_path_ = path;
+    if (!kind_) {
+      kind_ = header;
+      first_path_ = path;
+      return;
+    }
+    check_same_kind(*kind_, first_path_, header, path);
+    if (header.has_mask()) kind_->num_learnt = 0;  // one mask makes the file one with a mask
   }
 
-  void encode_text(const std::string& path, TokenFileWriter& writer) {
-    const FileReader reader(path);
-    std::string text;
-    std::vector<uint16_t> tokens;
-    for (int64_t offset = 0; offset < reader.bytes(); offset += kPieceBytes) {
-      text.resize(static_cast<size_t>(std::min(kPieceBytes, reader.bytes() - offset)));
-      tokens.resize(text.size());
-      reader.read(offset, std::as_writable_bytes(std::span(text)));
-      encode_bytes(text, std::span(tokens));
-      writer.write_stored(std::as_bytes(std::span(tokens)));
-      advance(static_cast<int64_t>(text.size()));
-    }
-    const auto end = static_cast<uint16_t>(kByteEndOfDocument);
-    writer.write_stored(std::as_bytes(std::span(&end, 1)));
-    writer.count_documents(1);
+  void encode_text(const TextFile& file, TokenFileWriter& writer) {
+    encode_documents(file, options_.text.field, *tokenizer_,
+                     {.tokens = [&](auto tokens, Learnt learnt) { writer.write(tokens, learnt); },
+                      .progress =
+                          [&](int64_t num_documents, int64_t bytes) {
+                            writer.count_documents(num_documents);
+                            advance(bytes);
+                          }});
   }
 
   // Checks the source first: a damaged file must not become a file with a good checksum.
@@ -115,6 +122,7 @@ class Packing {
   }
 
   const PackOptions& options_;
+  const std::shared_ptr<const Tokenizer> tokenizer_;
   std::vector<Source> sources_;
   std::optional<TokenHeader> kind_;  // of the first source
   std::string first_path_;

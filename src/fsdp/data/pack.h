@@ -3,18 +3,21 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <span>
 #include <string>
 
 #include "fsdp/data/text_files.h"
 #include "fsdp/data/token_header.h"
+#include "fsdp/data/tokenizer.h"
 
 namespace fsdp {
 
 struct PackOptions {
   enum class Existing : uint8_t { kRefuse, kReplace };
   Existing existing = Existing::kRefuse;  // a file that is where the new one goes
-  NamedFiles named = NamedFiles::kText;
+  TextFileOptions text = {};
+  std::shared_ptr<const Tokenizer> tokenizer = nullptr;  // of text; null: bytes
   // Told how many bytes of how many have been read, after every piece.
   std::function<void(int64_t done_bytes, int64_t total_bytes)> progress = {};
 };

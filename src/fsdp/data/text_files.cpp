@@ -17,6 +17,8 @@
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/text.h"
 #include "fsdp/base/utf8.h"
+#include "fsdp/data/json_rows.h"
+#include "fsdp/data/python_worker.h"
 
 namespace fsdp {
 
@@ -41,8 +43,8 @@ constexpr const char* kNoText = "name text instead";
 // Formats that people have beside their text. Bytes that text does not have would give all of them
 // away but PDFs; this table gives them names.
 constexpr std::string_view kPdfMagic = "%PDF-";
-constexpr std::array<Format, 19> kFormats = {{
-    {"PAR1"sv, "a parquet file", kTakeOut},
+constexpr std::string_view kParquetMagic = "PAR1";
+constexpr std::array<Format, 18> kFormats = {{
     {"ARROW1"sv, "an Arrow file", kTakeOut},
     {"FEA1"sv, "a Feather file", kTakeOut},
     {"SQLite format 3\0"sv, "an SQLite database", kTakeOut},
@@ -76,15 +78,15 @@ bool is_json_object(std::string_view line) {
   return line.starts_with('{') && nlohmann::json::accept(line);
 }
 
-// A text may begin with a brace, and a JSON document may be one line.
+// By its name, or by its first lines: a text may begin with a brace, and a JSON document may be one
+// line.
 bool is_json_lines(std::string_view first, bool is_cut, const std::string& path) {
   constexpr int kEnough = 8;
-  const bool is_named_so = path.ends_with(".jsonl") || path.ends_with(".ndjson");
+  if (path.ends_with(".jsonl") || path.ends_with(".ndjson")) return true;
   int num_objects = 0;
   while (!first.empty() && num_objects < kEnough) {
     const size_t end = first.find('\n');
-    // A line that goes on beyond what was read.
-    if (end == std::string_view::npos && is_cut) return num_objects > 1 || is_named_so;
+    if (end == std::string_view::npos && is_cut) break;  // the line goes on beyond what was read
     std::string_view line = first.substr(0, end);
     first.remove_prefix(std::min(first.size(), line.size() + 1));
     if (line.ends_with('\r')) line.remove_suffix(1);
@@ -92,7 +94,7 @@ bool is_json_lines(std::string_view first, bool is_cut, const std::string& path)
     if (!is_json_object(line)) return false;
     ++num_objects;
   }
-  return num_objects > 1 || (num_objects == 1 && is_named_so);
+  return num_objects > 1;
 }
 
 // Where the first byte is that UTF-8 text does not have; npos: nowhere.
@@ -122,11 +124,9 @@ JudgedFile judge(std::string_view first, bool is_cut, const std::string& path) {
   const size_t zero = first.find('\0');
   const size_t wrong = first_not_utf8(first, is_cut);
   if (zero == kNowhere && wrong == kNowhere && !first.starts_with(kPdfMagic)) {
-    if (!is_json_lines(first, is_cut, path)) return {};
-    return {FileContent::kJsonLines,
-            "has JSON objects as lines; write their text to a file first, e.g. jq -r .text "
-            "(docs/data.md shows more)"};
+    return {is_json_lines(first, is_cut, path) ? FileContent::kJsonLines : FileContent::kText};
   }
+  if (first.starts_with(kParquetMagic)) return {FileContent::kParquet};
   for (const Format& format : kFormats)
     if (first.size() > format.offset && first.substr(format.offset).starts_with(format.magic))
       return {FileContent::kBinary, concat("is ", format.name, "; ", format.fix)};
@@ -137,10 +137,37 @@ JudgedFile judge(std::string_view first, bool is_cut, const std::string& path) {
   return {FileContent::kNotUtf8, not_utf8_text(static_cast<unsigned char>(first[wrong]), wrong)};
 }
 
+// The first line that is not blank.
+std::string first_row_of(const std::string& path) {
+  const FileReader reader(path);
+  std::string text;
+  while (static_cast<int64_t>(text.size()) < reader.bytes()) {
+    const size_t before = text.size();
+    text.resize(std::min(before + kLookedAtBytes, static_cast<size_t>(reader.bytes())));
+    reader.read(static_cast<int64_t>(before),
+                std::as_writable_bytes(std::span(text).subspan(before)));
+    const size_t begin = text.find_first_not_of(" \t\r\n");
+    const size_t end = begin == std::string::npos ? begin : text.find('\n', begin);
+    if (end != std::string::npos) return text.substr(begin, end - begin);
+  }
+  return text;
+}
+
+// By its columns, which only the worker can read.
+bool parquet_has_mask(const std::string& path, const std::string& field) {
+  const PythonWorker worker("pyarrow", path);
+  const nlohmann::json columns =
+      worker.ask({{"action", "open_parquet"}, {"path", path}, {"field", field}}).head.at("columns");
+  const auto has = [&](const char* name) {
+    return std::find(columns.begin(), columns.end(), name) != columns.end();
+  };
+  return field.empty() && (has("messages") || (has("prompt") && has("completion")));
+}
+
 // Goes through one directory that was named.
 class DirectoryWalk {
  public:
-  explicit DirectoryWalk(TextFiles& files) : files_(files) {}
+  DirectoryWalk(TextFiles& files, const std::string& field) : files_(files), field_(field) {}
 
   void enter(const std::string& directory, const struct stat& status) {
     // Links can lead back to a directory above.
@@ -170,40 +197,73 @@ class DirectoryWalk {
   }
 
   void take_text(const std::string& path, int64_t file_bytes) {
+    LeftOut& left_out = files_.left_out;
     switch (judge_file(path, file_bytes).content) {
       case FileContent::kText:
-        files_.paths.push_back(path);
-        files_.bytes += file_bytes;
+        return keep({.path = path}, file_bytes);
+      case FileContent::kJsonLines: {
+        const RowKind kind = row_kind_of_line(first_row_of(path), field_);
+        if (kind == RowKind::kNone)
+          ++left_out.num_json_lines;
+        else
+          keep({path, FileForm::kJsonLines, has_mask(kind)}, file_bytes);
         return;
+      }
       case FileContent::kNotUtf8:
-        ++files_.left_out.num_not_utf8;
+        ++left_out.num_not_utf8;
         return;
-      case FileContent::kJsonLines:
-        ++files_.left_out.num_json_lines;
-        return;
+      case FileContent::kParquet:
       case FileContent::kBinary:
-        ++files_.left_out.num_binary;
+        ++left_out.num_binary;
         return;
     }
   }
 
+  void keep(TextFile file, int64_t file_bytes) {
+    files_.files.push_back(std::move(file));
+    files_.bytes += file_bytes;
+  }
+
   TextFiles& files_;
+  const std::string& field_;
   std::set<std::pair<dev_t, ino_t>> entered_;
 };
 
-TextFiles in_directory(const std::string& path, const struct stat& status) {
+TextFiles in_directory(const std::string& path, const struct stat& status,
+                       const std::string& field) {
   TextFiles files;
-  DirectoryWalk(files).enter(path, status);
-  FSDP_CHECK(!files.paths.empty(), path, ": no text files in this directory",
+  DirectoryWalk(files, field).enter(path, status);
+  FSDP_CHECK(!files.files.empty(), path, ": no text files in this directory",
              files.left_out.total() == 0 ? std::string()
                                          : concat(" (left out: ", to_text(files.left_out), ")"),
              "; name one with text, or packed token files by their own names");
-  std::sort(files.paths.begin(), files.paths.end());
+  std::sort(files.files.begin(), files.files.end(),
+            [](const TextFile& a, const TextFile& b) { return a.path < b.path; });
   return files;
 }
 
+// A file that was named, and so must be one that can be read.
+TextFile named_file(const std::string& path, int64_t file_bytes, const TextFileOptions& options) {
+  if (options.named == NamedFiles::kAnyBytes) return {.path = path};
+  const JudgedFile judged = judge_file(path, file_bytes);
+  switch (judged.content) {
+    case FileContent::kText:
+      return {.path = path};
+    case FileContent::kJsonLines:
+      return {path, FileForm::kJsonLines,
+              has_mask(row_kind_of_line(first_row_of(path), options.field))};
+    case FileContent::kParquet:
+      return {path, FileForm::kParquet, parquet_has_mask(path, options.field)};
+    case FileContent::kNotUtf8:
+    case FileContent::kBinary:
+      break;
+  }
+  throw Error(concat(path, ": ", judged.problem,
+                     ", or pack its bytes as they are with fsdp data pack --any-bytes"));
+}
+
 void append(TextFiles& files, const TextFiles& more) {
-  files.paths.insert(files.paths.end(), more.paths.begin(), more.paths.end());
+  files.files.insert(files.files.end(), more.files.begin(), more.files.end());
   files.bytes += more.bytes;
   files.left_out += more.left_out;
 }
@@ -218,24 +278,24 @@ JudgedFile judge_file(const std::string& path, int64_t file_bytes) {
   return judge(first, static_cast<int64_t>(count) < file_bytes, path);
 }
 
-TextFiles find_text_files(std::span<const std::string> paths, NamedFiles named) {
+bool TextFiles::has_mask() const {
+  return std::any_of(files.begin(), files.end(),
+                     [](const TextFile& file) { return file.has_mask; });
+}
+
+TextFiles find_text_files(std::span<const std::string> paths, const TextFileOptions& options) {
   TextFiles files;
   for (const std::string& path : paths) {
     struct stat status {};
     FSDP_CHECK(::stat(path.c_str(), &status) == 0, path,
                ": cannot be read: ", std::generic_category().message(errno), "; check the path");
     if (S_ISDIR(status.st_mode)) {
-      append(files, in_directory(path, status));
+      append(files, in_directory(path, status, options.field));
       continue;
     }
     FSDP_CHECK(S_ISREG(status.st_mode), path, ": is a device or a pipe; name files or directories");
     FSDP_CHECK(status.st_size > 0, path, ": is empty; name a file with text");
-    if (named == NamedFiles::kText) {
-      const JudgedFile judged = judge_file(path, status.st_size);
-      FSDP_CHECK(judged.content == FileContent::kText, path, ": ", judged.problem,
-                 ", or pack its bytes as they are with fsdp data pack --any-bytes");
-    }
-    append(files, {.paths = {path}, .bytes = status.st_size});
+    append(files, {.files = {named_file(path, status.st_size, options)}, .bytes = status.st_size});
   }
   return files;
 }

@@ -31,11 +31,12 @@ int64_t widen(const std::byte* stored, std::span<int64_t> into) {
 }
 
 template <typename Stored>
-void narrow(std::span<const int64_t> tokens, std::string& stored) {
-  stored.resize(tokens.size() * sizeof(Stored));
-  char* out = stored.data();
+void narrow(std::span<const int64_t> tokens, int64_t mask, std::string& stored) {
+  const size_t before = stored.size();
+  stored.resize(before + tokens.size() * sizeof(Stored));
+  char* out = stored.data() + before;
   for (const int64_t token : tokens) {
-    const auto value = static_cast<Stored>(token);
+    const auto value = static_cast<Stored>(token | mask);
     std::memcpy(out, &value, sizeof value);
     out += sizeof value;
   }
@@ -76,6 +77,27 @@ int64_t widen_tokens(std::span<const std::byte> stored, int64_t token_bytes, int
   return token_bytes == 2 ? widen<uint16_t>(begin, into) : widen<uint32_t>(begin, into);
 }
 
+void append_stored(std::span<const int64_t> tokens, Learnt learnt, int64_t token_bytes,
+                   std::string& stored) {
+  const int64_t mask = learnt == Learnt::kYes ? 0 : not_learnt_bit(token_bytes);
+  if (token_bytes == 2)
+    narrow<uint16_t>(tokens, mask, stored);
+  else
+    narrow<uint32_t>(tokens, mask, stored);
+}
+
+int64_t take_mask(std::span<int64_t> tokens, int64_t token_bytes, std::span<uint8_t> learnt) {
+  FSDP_ASSERT(learnt.empty() || learnt.size() == tokens.size(), learnt.size());
+  const int64_t bit = not_learnt_bit(token_bytes);
+  int64_t largest = 0;
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    if (!learnt.empty()) learnt[i] = (tokens[i] & bit) == 0 ? 1 : 0;
+    tokens[i] &= bit - 1;
+    largest = std::max(largest, tokens[i]);
+  }
+  return largest;
+}
+
 // --- reading -------------------------------------------------------------------------------------
 
 TokenFile::TokenFile(std::string path) : path_(std::move(path)) {
@@ -99,9 +121,13 @@ std::span<const std::byte> TokenFile::data() const {
   return {mapped_ + kTokenHeaderBytes, static_cast<size_t>(header_.data_bytes())};
 }
 
-void TokenFile::read(int64_t first, std::span<int64_t> into) const {
-  if (widen_tokens(data(), header_.token_bytes, first, into) >= header_.vocabulary)
-    check_tokens(into, first, header_, path_);
+void TokenFile::read(int64_t first, std::span<int64_t> into, std::span<uint8_t> learnt) const {
+  int64_t largest = widen_tokens(data(), header_.token_bytes, first, into);
+  if (header_.has_mask())
+    largest = take_mask(into, header_.token_bytes, learnt);
+  else
+    std::fill(learnt.begin(), learnt.end(), uint8_t{1});
+  if (largest >= header_.vocabulary) check_tokens(into, first, header_, path_);
 }
 
 void TokenFile::look_over(int64_t max_bytes) const {
@@ -120,11 +146,15 @@ void TokenFile::look_over(int64_t max_bytes) const {
 void TokenFile::verify(const std::function<void(int64_t)>& progress) const {
   constexpr int64_t kPieceTokens = int64_t{1} << 18;
   std::vector<int64_t> tokens;
+  std::vector<uint8_t> learnt;
+  int64_t num_learnt = 0;
   uint32_t checksum = 0;
   for (int64_t first = 0; first < header_.num_tokens; first += kPieceTokens) {
     const int64_t count = std::min(kPieceTokens, header_.num_tokens - first);
     tokens.resize(static_cast<size_t>(count));
-    read(first, tokens);
+    learnt.resize(tokens.size());
+    read(first, tokens, learnt);
+    num_learnt += std::count(learnt.begin(), learnt.end(), uint8_t{1});
     checksum = crc32c(data().subspan(static_cast<size_t>(first * header_.token_bytes),
                                      static_cast<size_t>(count * header_.token_bytes)),
                       checksum);
@@ -133,6 +163,9 @@ void TokenFile::verify(const std::function<void(int64_t)>& progress) const {
   FSDP_CHECK(checksum == header_.data_crc32c, path_,
              ": its tokens are damaged (the checksum differs); use another copy, or pack the text "
              "again");
+  FSDP_CHECK(num_learnt == header_.num_learnt.value_or(header_.num_tokens), path_, ": ", num_learnt,
+             " of its tokens are learnt where its header says ", header_.num_learnt.value_or(0),
+             "; pack the text again");
 }
 
 // --- writing -------------------------------------------------------------------------------------
@@ -145,16 +178,16 @@ TokenFileWriter::TokenFileWriter(std::string path, TokenHeader header)
   header_.num_tokens = 0;
   header_.num_documents = 0;
   header_.data_crc32c = 0;
+  if (header_.has_mask()) header_.num_learnt = 0;
   // Refuses a bad header now, not hours later in commit().
   file_.write(write_token_header(header_));
 }
 
-void TokenFileWriter::write(std::span<const int64_t> tokens) {
+void TokenFileWriter::write(std::span<const int64_t> tokens, Learnt learnt) {
+  FSDP_ASSERT(learnt == Learnt::kYes || header_.has_mask(), path_, " has no loss mask");
   check_tokens(tokens, header_.num_tokens, header_, path_);
-  if (header_.token_bytes == 2)
-    narrow<uint16_t>(tokens, stored_);
-  else
-    narrow<uint32_t>(tokens, stored_);
+  stored_.clear();
+  append_stored(tokens, learnt, header_.token_bytes, stored_);
   write_stored(std::as_bytes(std::span(stored_)));
 }
 
@@ -163,6 +196,10 @@ void TokenFileWriter::write_stored(std::span<const std::byte> tokens) {
   file_.write(tokens);
   header_.data_crc32c = crc32c(tokens, header_.data_crc32c);
   header_.num_tokens += static_cast<int64_t>(tokens.size()) / header_.token_bytes;
+  if (!header_.has_mask()) return;
+  const auto width = static_cast<size_t>(header_.token_bytes);
+  for (size_t highest = width - 1; highest < tokens.size(); highest += width)
+    *header_.num_learnt += (tokens[highest] & std::byte{0x80}) == std::byte{0} ? 1 : 0;
 }
 
 TokenHeader TokenFileWriter::commit() {

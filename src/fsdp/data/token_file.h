@@ -29,8 +29,9 @@ class TokenFile {
   std::span<const std::byte> data() const;
 
   // Tokens from `first` on. One outside the vocabulary is an Error: a model that looked it up would
-  // read beyond its embedding.
-  void read(int64_t first, std::span<int64_t> into) const;
+  // read beyond its embedding. `learnt`, if it is not empty, gets 1 for each token that is learnt
+  // as a target, and 0 for each that is not.
+  void read(int64_t first, std::span<int64_t> into, std::span<uint8_t> learnt = {}) const;
 
   // Reads about so many bytes of the tokens, evenly spread, and fails as read() does. So tokens
   // of another vocabulary than the header's are found before hours of training.
@@ -46,17 +47,21 @@ class TokenFile {
   const std::byte* mapped_ = nullptr;  // the whole file; null: moved from
 };
 
+enum class Learnt : uint8_t { kNo, kYes };
+
 // Writes a new token file beside its path, under which it appears when it is committed; one that
 // was there is replaced then. Not committed, it leaves nothing.
 class TokenFileWriter {
  public:
-  // Of `header`: vocabulary, token_bytes, end_of_document and tokenizer. The rest is counted.
+  // Of `header`: vocabulary, token_bytes, end_of_document, tokenizer, and whether it has_mask().
+  // The rest is counted.
   TokenFileWriter(std::string path, TokenHeader header);
   TokenFileWriter(const TokenFileWriter&) = delete;
   TokenFileWriter& operator=(const TokenFileWriter&) = delete;
 
-  // Tokens of a document or of a part of it. One outside the vocabulary is an Error.
-  void write(std::span<const int64_t> tokens);
+  // Tokens of a document or of a part of it. One outside the vocabulary is an Error. Those that are
+  // not learnt, such as a prompt's, need a header with a mask.
+  void write(std::span<const int64_t> tokens, Learnt learnt = Learnt::kYes);
   // The same, as they are stored; the caller knows that they are in the vocabulary.
   void write_stored(std::span<const std::byte> tokens);
 
@@ -74,8 +79,16 @@ class TokenFileWriter {
   std::string stored_;  // a piece on its way to the file
 };
 
+// Appends tokens as files store them, of 2 or 4 bytes each; the caller knows that they fit.
+void append_stored(std::span<const int64_t> tokens, Learnt learnt, int64_t token_bytes,
+                   std::string& stored);
+
 // Stored tokens of 2 or 4 bytes each, from `first` on, as numbers. Returns the largest.
 int64_t widen_tokens(std::span<const std::byte> stored, int64_t token_bytes, int64_t first,
                      std::span<int64_t> into);
+
+// Takes the bits of the loss mask out of stored tokens that were widened; see TokenFile::read().
+// Returns the largest token that is left.
+int64_t take_mask(std::span<int64_t> tokens, int64_t token_bytes, std::span<uint8_t> learnt);
 
 }  // namespace fsdp

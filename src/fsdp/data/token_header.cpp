@@ -17,7 +17,8 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "token files are little-endian");
 
 constexpr std::string_view kMagic = "fsdptok\n";
-constexpr uint32_t kHeaderVersion = 1;
+constexpr uint32_t kPlainVersion = 1;
+constexpr uint32_t kMaskedVersion = 2;  // with a loss mask
 // Most programs keep token ids in 32 bits.
 constexpr int64_t kMaxVocabulary = int64_t{1} << 31;
 constexpr const char* kRemedy = "use another copy, or pack the text again";
@@ -32,7 +33,7 @@ constexpr size_t kEndOfDocumentAt = 40;  // all bits set: there is none
 constexpr size_t kTokenizerAt = 48;
 constexpr size_t kTokenizerBytes = 64;  // zeros after the name
 constexpr size_t kDataCrcAt = 112;
-constexpr size_t kReservedAt = 116;  // 8 zero bytes
+constexpr size_t kNumLearntAt = 116;  // without a mask: 8 zero bytes
 constexpr size_t kHeaderCrcAt = 124;
 
 template <typename Value>
@@ -68,10 +69,11 @@ std::string tokenizer_in(std::span<const std::byte> bytes, const std::string& so
 void check(const TokenHeader& header, const std::string& source) {
   FSDP_CHECK(header.token_bytes == 2 || header.token_bytes == 4, source, ": a token has ",
              header.token_bytes, " bytes where it must have 2 or 4; ", kRemedy);
-  const int64_t limit = header.token_bytes == 2 ? int64_t{1} << 16 : kMaxVocabulary;
+  const int64_t two_bytes = header.has_mask() ? not_learnt_bit(2) : int64_t{1} << 16;
+  const int64_t limit = header.token_bytes == 2 ? two_bytes : kMaxVocabulary;
   FSDP_CHECK(header.vocabulary >= 1 && header.vocabulary <= limit, source, ": the vocabulary is ",
-             header.vocabulary, " where tokens of ", header.token_bytes, " bytes allow 1 to ",
-             limit, "; ", kRemedy);
+             header.vocabulary, " where tokens of ", header.token_bytes, " bytes",
+             header.has_mask() ? " with a loss mask" : "", " allow 1 to ", limit, "; ", kRemedy);
   constexpr int64_t kMaxTokens = (INT64_MAX - kTokenHeaderBytes) / 4;
   FSDP_CHECK(header.num_tokens >= 0 && header.num_tokens <= kMaxTokens, source,
              ": its header counts ", header.num_tokens, " tokens, more than a file can hold; ",
@@ -79,6 +81,9 @@ void check(const TokenHeader& header, const std::string& source) {
   FSDP_CHECK(header.num_documents >= 0 && header.num_documents <= header.num_tokens, source,
              ": its header counts ", header.num_documents, " documents in ", header.num_tokens,
              " tokens; ", kRemedy);
+  const int64_t num_learnt = header.num_learnt.value_or(0);
+  FSDP_CHECK(num_learnt >= 0 && num_learnt <= header.num_tokens, source, ": its header counts ",
+             num_learnt, " tokens that are learnt of ", header.num_tokens, "; ", kRemedy);
   FSDP_CHECK(!header.end_of_document ||
                  (*header.end_of_document >= 0 && *header.end_of_document < header.vocabulary),
              source, ": the token that ends documents is ", header.end_of_document.value_or(-1),
@@ -104,6 +109,10 @@ std::string kind_text(const TokenHeader& header) {
 
 int64_t token_bytes_for(int64_t vocabulary) { return vocabulary <= int64_t{1} << 16 ? 2 : 4; }
 
+int64_t masked_token_bytes_for(int64_t vocabulary) {
+  return vocabulary <= not_learnt_bit(2) ? 2 : 4;
+}
+
 bool begins_like_token_file(std::span<const std::byte> first) {
   return first.size() >= kMagic.size() &&
          std::memcmp(first.data(), kMagic.data(), kMagic.size()) == 0;
@@ -118,14 +127,15 @@ TokenHeader parse_token_header(std::span<const std::byte> first, int64_t file_by
              " bytes where a header alone has ", kTokenHeaderBytes, ": it was cut short; ",
              kRemedy);
   const auto version = value_at<uint32_t>(first, kVersionAt);
-  FSDP_CHECK(version == kHeaderVersion, source, ": its version is ", version,
-             " where this program reads ", kHeaderVersion,
+  FSDP_CHECK(version == kPlainVersion || version == kMaskedVersion, source, ": its version is ",
+             version, " where this program reads ", kPlainVersion, " and ", kMaskedVersion,
              "; use a newer fsdp, or pack the text again");
   const auto bytes = first.first(kTokenHeaderBytes);
   FSDP_CHECK(crc32c(bytes.first(kHeaderCrcAt)) == value_at<uint32_t>(bytes, kHeaderCrcAt), source,
              ": its header is damaged (the checksum differs); ", kRemedy);
+  const auto num_learnt = value_at<int64_t>(bytes, kNumLearntAt);
   FSDP_CHECK(
-      value_at<uint64_t>(bytes, kReservedAt) == 0, source,
+      version == kMaskedVersion || num_learnt == 0, source,
       ": its header says something where it must be zero; use a newer fsdp, or pack the text "
       "again");
   TokenHeader header;
@@ -137,6 +147,7 @@ TokenHeader parse_token_header(std::span<const std::byte> first, int64_t file_by
   if (end_of_document != -1) header.end_of_document = end_of_document;
   header.tokenizer = tokenizer_in(bytes, source);
   header.data_crc32c = value_at<uint32_t>(bytes, kDataCrcAt);
+  if (version == kMaskedVersion) header.num_learnt = num_learnt;
   check(header, source);
   check_length(header, file_bytes, source);
   return header;
@@ -146,7 +157,7 @@ TokenHeaderBytes write_token_header(const TokenHeader& header) {
   check(header, "token file");
   TokenHeaderBytes bytes{};
   std::memcpy(bytes.data(), kMagic.data(), kMagic.size());
-  put(bytes, kVersionAt, kHeaderVersion);
+  put(bytes, kVersionAt, header.has_mask() ? kMaskedVersion : kPlainVersion);
   put(bytes, kTokenBytesAt, static_cast<uint32_t>(header.token_bytes));
   put(bytes, kVocabularyAt, header.vocabulary);
   put(bytes, kNumTokensAt, header.num_tokens);
@@ -154,6 +165,7 @@ TokenHeaderBytes write_token_header(const TokenHeader& header) {
   put(bytes, kEndOfDocumentAt, header.end_of_document.value_or(-1));
   std::memcpy(bytes.data() + kTokenizerAt, header.tokenizer.data(), header.tokenizer.size());
   put(bytes, kDataCrcAt, header.data_crc32c);
+  put(bytes, kNumLearntAt, header.num_learnt.value_or(0));
   put(bytes, kHeaderCrcAt, crc32c(std::span(bytes).first(kHeaderCrcAt)));
   return bytes;
 }

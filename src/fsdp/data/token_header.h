@@ -22,13 +22,23 @@ struct TokenHeader {
   std::optional<int64_t> end_of_document;  // the token after each document, if there is one
   std::string tokenizer;                   // its name: 1 to 64 printable ASCII characters
   uint32_t data_crc32c = 0;                // of all bytes after the header
+  // Tokens that are learnt as targets, of a file with a loss mask; without one all of them are.
+  std::optional<int64_t> num_learnt = {};
 
+  bool has_mask() const { return num_learnt.has_value(); }
   int64_t data_bytes() const { return num_tokens * token_bytes; }
   bool operator==(const TokenHeader&) const = default;
 };
 
-// The narrower width that holds every token of a vocabulary.
+// The narrower width that holds every token of a vocabulary; in a file with a loss mask the highest
+// bit is not the token's.
 int64_t token_bytes_for(int64_t vocabulary);
+int64_t masked_token_bytes_for(int64_t vocabulary);
+
+// The bit of a stored token that says, in a file with a loss mask, that it is not learnt.
+constexpr int64_t not_learnt_bit(int64_t token_bytes) {
+  return int64_t{1} << (8 * token_bytes - 1);
+}
 
 // Reads a header and checks it and the file's length against each other. `first` are the first
 // bytes of the file, as many as there are up to 128. Error that begins with `source`.

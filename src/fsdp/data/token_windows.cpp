@@ -69,10 +69,10 @@ TokenWindows::TokenWindows(std::shared_ptr<const Corpus> corpus, int64_t sequenc
               "tokens ", first_token, " + ", num_tokens, " of ", corpus_->num_tokens());
 }
 
-void TokenWindows::read(int64_t window, std::span<int64_t> into) const {
+void TokenWindows::read(int64_t window, std::span<int64_t> into, std::span<uint8_t> learnt) const {
   FSDP_ASSERT(window >= 0 && window < num_windows_, window, " of ", num_windows_);
   FSDP_ASSERT(static_cast<int64_t>(into.size()) == sequence_ + 1, into.size());
-  corpus_->read(first_token(window), into);
+  corpus_->read(first_token(window), into, learnt);
 }
 
 DataSplit split_corpus(const std::shared_ptr<const Corpus>& corpus, const SplitOptions& options) {

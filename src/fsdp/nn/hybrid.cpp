@@ -95,27 +95,29 @@ class HybridBlockImpl : public torch::nn::Module {
 
   // `embedded`: of the first layer of a prediction. The last one's output is the hidden state, then
   // the same normed for the head. token_weight: as of Router. Recomputes like LlamaBlockImpl.
-  BlockOutput forward(const at::Tensor& x, LayerCache* cache, const at::Tensor& embedded = {},
-                      const at::Tensor& token_weight = {}) {
+  BlockOutput forward(const at::Tensor& x, LayerCache* cache,
+                      const std::shared_ptr<const Documents>& documents,
+                      const at::Tensor& embedded = {}, const at::Tensor& token_weight = {}) {
     if (recompute_ == Recompute::kNone || cache != nullptr)
-      return compute(x, cache, embedded, token_weight);
+      return compute(x, cache, documents, embedded, token_weight);
     std::vector<at::Tensor> differentiable = {x};
     if (embedded.defined()) differentiable.push_back(embedded);
     return recompute(
-        [this, token_weight](const std::vector<at::Tensor>& inputs) {
-          return compute(inputs[0], nullptr, inputs.size() > 1 ? inputs[1] : at::Tensor(),
-                         token_weight);
+        [this, documents, token_weight](const std::vector<at::Tensor>& inputs) {
+          return compute(inputs[0], nullptr, documents,
+                         inputs.size() > 1 ? inputs[1] : at::Tensor(), token_weight);
         },
         differentiable);
   }
 
  private:
-  BlockOutput compute(const at::Tensor& x, LayerCache* cache, const at::Tensor& embedded,
+  BlockOutput compute(const at::Tensor& x, LayerCache* cache,
+                      const std::shared_ptr<const Documents>& documents, const at::Tensor& embedded,
                       const at::Tensor& token_weight) {
     const NormedBranch branch = norm_->branch(embedded.defined() ? join(x, embedded) : x);
     BlockOutput output;
     if (experts_.is_empty()) {
-      output.push_back(branch.around + mix(branch.normed, cache));
+      output.push_back(branch.around + mix(branch.normed, cache, documents));
     } else {
       RoutedTokens routed = experts_(branch.normed, token_weight);
       output.push_back(branch.around + routed.output);
@@ -129,9 +131,10 @@ class HybridBlockImpl : public torch::nn::Module {
     return joined_(at::cat({embedding_norm_(embedded), hidden_norm_(hidden)}, -1));
   }
 
-  at::Tensor mix(const at::Tensor& x, LayerCache* cache) {
-    if (!mamba_.is_empty()) return mamba_(x, cache);
-    return attention_.is_empty() ? mlp_(x) : attention_(x, cache);
+  at::Tensor mix(const at::Tensor& x, LayerCache* cache,
+                 const std::shared_ptr<const Documents>& documents) {
+    if (!mamba_.is_empty()) return mamba_(x, cache, documents);
+    return attention_.is_empty() ? mlp_(x) : attention_(x, cache, documents);
   }
 
   const Recompute recompute_;
@@ -168,8 +171,10 @@ class Hybrid final : public Decoder {
     for (const char kind : c.hybrid_override_pattern) {
       Unit<HybridBlock> block(c, kind, build);
       layers->push_back(block);
-      blocks_.push_back(
-          [block](const at::Tensor& x, LayerCache* cache) mutable { return block(x, cache); });
+      blocks_.push_back([block](const at::Tensor& x, LayerCache* cache,
+                                const std::shared_ptr<const Documents>& documents) mutable {
+        return block(x, cache, documents);
+      });
     }
     backbone->register_module("layers", layers);
     head_ = register_module(
@@ -190,10 +195,13 @@ class Hybrid final : public Decoder {
         layers->push_back(blocks.back());
       }
       predictors_.push_back([blocks](const at::Tensor& hidden, const at::Tensor& embedded,
-                                     const at::Tensor& token_weight, ExpertLoads& loads) mutable {
+                                     const at::Tensor& token_weight,
+                                     const std::shared_ptr<const Documents>& documents,
+                                     ExpertLoads& loads) mutable {
         BlockOutput output = {hidden};
         for (size_t k = 0; k < blocks.size(); ++k) {
-          output = blocks[k](output[0], nullptr, k == 0 ? embedded : at::Tensor(), token_weight);
+          output = blocks[k](output[0], nullptr, documents, k == 0 ? embedded : at::Tensor(),
+                             token_weight);
           loads.take(output);
         }
         return Prediction{std::move(output[0]), std::move(output[1])};

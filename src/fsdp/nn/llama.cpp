@@ -110,8 +110,10 @@ class Llama final : public Decoder {
       Unit<PredictionBlock> block(options.back());
       layers->push_back(block);
       predictors_.push_back([block](const at::Tensor& hidden, const at::Tensor& embedded,
-                                    const at::Tensor& token_weight, ExpertLoads& loads) mutable {
-        BlockOutput output = block(hidden, embedded, token_weight);
+                                    const at::Tensor& token_weight,
+                                    const std::shared_ptr<const Documents>& documents,
+                                    ExpertLoads& loads) mutable {
+        BlockOutput output = block(hidden, embedded, token_weight, documents);
         loads.take(output);
         return Prediction{std::move(output[0]), std::move(output[1])};
       });
@@ -143,14 +145,16 @@ LlamaLayerParts::LlamaLayerParts(torch::nn::Module& owner, const LlamaBlockOptio
                               /*is_cut=*/true}));
 }
 
-at::Tensor LlamaLayerParts::mix(const at::Tensor& x, LayerCache* cache) {
-  return delta_net_.is_empty() ? attention_(x, cache) : delta_net_(x, cache);
+at::Tensor LlamaLayerParts::mix(const at::Tensor& x, LayerCache* cache,
+                                const std::shared_ptr<const Documents>& documents) {
+  return delta_net_.is_empty() ? attention_(x, cache, documents) : delta_net_(x, cache, documents);
 }
 
 BlockOutput LlamaLayerParts::operator()(const at::Tensor& x, LayerCache* cache,
+                                        const std::shared_ptr<const Documents>& documents,
                                         const at::Tensor& token_weight) {
   const NormedBranch first = input_norm_->branch(x);
-  const NormedBranch second = mlp_norm_->branch(first.around, mix(first.normed, cache));
+  const NormedBranch second = mlp_norm_->branch(first.around, mix(first.normed, cache, documents));
   if (experts_.is_empty()) return {second.around + mlp_(second.normed)};
   RoutedTokens routed = experts_(second.normed, token_weight);
   BlockOutput output = {second.around + routed.output};
@@ -161,11 +165,15 @@ BlockOutput LlamaLayerParts::operator()(const at::Tensor& x, LayerCache* cache,
 LlamaBlockImpl::LlamaBlockImpl(const LlamaBlockOptions& options)
     : recompute_(options.recompute), layer_(*this, options) {}
 
-BlockOutput LlamaBlockImpl::forward(const at::Tensor& x, LayerCache* cache) {
-  if (recompute_ == Recompute::kNone || cache != nullptr) return layer_(x, cache);
+BlockOutput LlamaBlockImpl::forward(const at::Tensor& x, LayerCache* cache,
+                                    const std::shared_ptr<const Documents>& documents) {
+  if (recompute_ == Recompute::kNone || cache != nullptr) return layer_(x, cache, documents);
   // Inside the unit, so that its weights are gathered ahead of the backward as usual.
   return recompute(
-      [this](const std::vector<at::Tensor>& inputs) { return layer_(inputs[0], nullptr); }, {x});
+      [this, documents](const std::vector<at::Tensor>& inputs) {
+        return layer_(inputs[0], nullptr, documents);
+      },
+      {x});
 }
 
 PredictionBlockImpl::PredictionBlockImpl(const LlamaBlockOptions& options)
@@ -181,20 +189,22 @@ PredictionBlockImpl::PredictionBlockImpl(const LlamaBlockOptions& options)
       head_norm_(shared_head_norm(*this, options)) {}
 
 BlockOutput PredictionBlockImpl::compute(const at::Tensor& hidden, const at::Tensor& embedded,
-                                         const at::Tensor& token_weight) {
+                                         const at::Tensor& token_weight,
+                                         const std::shared_ptr<const Documents>& documents) {
   BlockOutput output =
       layer_(joined_(at::cat({embedding_norm_(embedded), hidden_norm_(hidden)}, -1)), nullptr,
-             token_weight);
+             documents, token_weight);
   output.insert(output.begin() + 1, head_norm_(output[0]));
   return output;
 }
 
 BlockOutput PredictionBlockImpl::forward(const at::Tensor& hidden, const at::Tensor& embedded,
-                                         const at::Tensor& token_weight) {
-  if (recompute_ == Recompute::kNone) return compute(hidden, embedded, token_weight);
+                                         const at::Tensor& token_weight,
+                                         const std::shared_ptr<const Documents>& documents) {
+  if (recompute_ == Recompute::kNone) return compute(hidden, embedded, token_weight, documents);
   return recompute(
-      [this, token_weight](const std::vector<at::Tensor>& inputs) {
-        return compute(inputs[0], inputs[1], token_weight);
+      [this, token_weight, documents](const std::vector<at::Tensor>& inputs) {
+        return compute(inputs[0], inputs[1], token_weight, documents);
       },
       {hidden, embedded});
 }

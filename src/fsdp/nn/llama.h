@@ -41,10 +41,12 @@ class LlamaLayerParts {
   LlamaLayerParts(torch::nn::Module& owner, const LlamaBlockOptions& options);
   // `token_weight` is for the router.
   BlockOutput operator()(const at::Tensor& x, LayerCache* cache,
+                         const std::shared_ptr<const Documents>& documents,
                          const at::Tensor& token_weight = {});
 
  private:
-  at::Tensor mix(const at::Tensor& x, LayerCache* cache);
+  at::Tensor mix(const at::Tensor& x, LayerCache* cache,
+                 const std::shared_ptr<const Documents>& documents);
 
   RmsNorm input_norm_;
   Attention attention_{nullptr};
@@ -59,7 +61,8 @@ class LlamaBlockImpl : public torch::nn::Module {
  public:
   explicit LlamaBlockImpl(const LlamaBlockOptions& options);
   // `cache` holds the positions before x, without gradients; nullptr in training.
-  BlockOutput forward(const at::Tensor& x, LayerCache* cache);
+  BlockOutput forward(const at::Tensor& x, LayerCache* cache,
+                      const std::shared_ptr<const Documents>& documents);
 
  private:
   const Recompute recompute_;
@@ -75,11 +78,13 @@ class PredictionBlockImpl : public torch::nn::Module {
   // Both of equal shape; token_weight: ShiftedBatch's. Returns the hidden state, then the same
   // normed for the head.
   BlockOutput forward(const at::Tensor& hidden, const at::Tensor& embedded,
-                      const at::Tensor& token_weight);
+                      const at::Tensor& token_weight,
+                      const std::shared_ptr<const Documents>& documents);
 
  private:
   BlockOutput compute(const at::Tensor& hidden, const at::Tensor& embedded,
-                      const at::Tensor& token_weight);
+                      const at::Tensor& token_weight,
+                      const std::shared_ptr<const Documents>& documents);
 
   const Recompute recompute_;
   RmsNorm embedding_norm_;

@@ -14,6 +14,7 @@
 #include "fsdp/plan/load_model.h"
 #include "fsdp/plan/model_tensors.h"
 #include "fsdp/train/model/published_model.h"
+#include "fsdp/train/run_data.h"
 
 namespace fsdp::train {
 
@@ -184,6 +185,24 @@ void check_loaded_model(const TrainOptions& options, const std::string& init,
                      "give the --model of these weights");
 }
 
+void check_documents(const RunPlan& plan) {
+  const TrainOptions& options = plan.options;
+  if (window_documents(options.documents, *plan.corpus) == WindowDocuments::kJoined) return;
+  for (const auto& corpus : {plan.corpus, plan.validation})
+    if (corpus && !corpus->end_of_document())
+      throw UsageError(concat("--documents is separate, but no token ends them in the ",
+                              corpus == plan.corpus ? "data" : "validation data", " (tokenizer '",
+                              corpus->tokenizer(),
+                              "', end of document none); pack it with one, or use --documents "
+                              "joined"));
+  if (options.cuda_graph)
+    throw UsageError(concat("--cuda-graph records a step whose documents have fixed lengths, but ",
+                            options.documents == DocumentsChoice::kAuto
+                                ? "data with loss masks are separate documents"
+                                : "--documents is separate",
+                            "; drop --cuda-graph, or use --documents joined"));
+}
+
 void check_windows(const RunPlan& plan) {
   const TrainOptions& options = plan.options;
   const double fraction = plan.validation ? 0.0 : options.validation_fraction;
@@ -204,29 +223,38 @@ RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevic
                .model = find_model(options.model),
                .model_config = {},
                .init = init_of(options),
+               .tokenizer = {},
                .corpus = nullptr,
                .validation = nullptr,
                .forecast = {}};
-  plan.model_config = config_json(plan.model.config);
-  check_loaded_model(options, plan.init, plan.model.config);
   const int64_t positions = max_positions_of(plan.model.config);
   if (options.sequence > positions)
     throw UsageError(concat("--sequence is ", options.sequence, ", more than the ", positions,
                             " positions (max_position_embeddings) of model '", plan.model.name,
                             "'; lower it, or raise that in a config.json"));
   check_experts(plan);
+  open_data(plan);
+  fit_vocabulary(plan);
+  plan.model_config = config_json(plan.model.config);
+  check_loaded_model(options, plan.init, plan.model.config);
   check_tensor_ranks(plan.model.config, options.tp);
   plan.forecast = Planner(build_model(plan.model.name, plan.model.config),
                           plan_options(options, num_ranks, device.compute))
                       .forecast();
-  plan.corpus = Corpus::open(options.data);
-  plan.corpus->check_model_vocabulary(vocab_size_of(plan.model.config));
-  if (!options.validation_data.empty()) {
-    plan.validation = Corpus::open(options.validation_data);
-    plan.validation->check_model_vocabulary(vocab_size_of(plan.model.config));
-  }
   check_windows(plan);
+  check_documents(plan);
+  plan.resolved.documents =
+      window_documents(options.documents, *plan.corpus) == WindowDocuments::kSeparate
+          ? DocumentsChoice::kSeparate
+          : DocumentsChoice::kJoined;
   return plan;
+}
+
+WindowDocuments window_documents(DocumentsChoice choice, const Corpus& corpus) {
+  if (choice == DocumentsChoice::kSeparate) return WindowDocuments::kSeparate;
+  const bool are_rows = corpus.has_mask() && corpus.end_of_document().has_value();
+  return choice == DocumentsChoice::kAuto && are_rows ? WindowDocuments::kSeparate
+                                                      : WindowDocuments::kJoined;
 }
 
 std::vector<MemoryRow> memory_rows(const Forecast& forecast) {

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/data/batches.h"
 #include "fsdp/data/corpus.h"
 #include "fsdp/nn/config/model_config.h"
 #include "fsdp/plan/forecast.h"
@@ -34,6 +35,10 @@ struct RunPlan {
   NamedModel model;
   std::string model_config;  // config.json in our own words (published_model.h has the original)
   std::string init;          // weights to begin with, without a checkpoint to resume; "": random
+  std::string tokenizer;     // of the data: "bytes", or a tokenizer.json; "": not known
+  std::vector<int64_t> sample_prompt = {};  // --sample as tokens; empty: no sample
+  std::vector<int64_t> end_tokens = {};     // that end a sample
+  std::string no_sample = {};               // why there is none, though one is wanted
   std::shared_ptr<const Corpus> corpus;
   std::shared_ptr<const Corpus> validation;  // null: a part of `corpus`
   Forecast forecast;
@@ -42,6 +47,9 @@ struct RunPlan {
 // Opens the data, checks all settings against each other, and forecasts memory. UsageError or Error
 // in one sentence.
 RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevice& device);
+
+// By --documents: rows of prompts and answers, which have loss masks, know nothing of each other.
+WindowDocuments window_documents(DocumentsChoice choice, const Corpus& corpus);
 
 // The forecast as rows, to which measured values can be added later.
 std::vector<MemoryRow> memory_rows(const Forecast& forecast);

@@ -15,8 +15,8 @@
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/checkpoint/rank_agreement.h"
 #include "fsdp/checkpoint/run_directory.h"
-#include "fsdp/data/byte_tokenizer.h"
 #include "fsdp/data/token_header.h"
+#include "fsdp/data/tokenizer.h"
 #include "fsdp/nn/config/flops.h"
 #include "fsdp/shard/fully_shard.h"
 #include "fsdp/shard/parameter_init.h"
@@ -159,12 +159,14 @@ void TrainingRun::load() {
     if (!options_.restart_data)
       position = parse_data_position(text, concat(loaded->path, ": data position"));
   }
+  const WindowDocuments documents = window_documents(options_.documents, *plan_.corpus);
   loader_ = std::make_unique<BatchLoader>(
       TrainingBatches(windows.training, {.batch = options_.batch,
                                          .microbatches = options_.microbatches,
                                          .ranks = mesh_.num_losses(),
                                          .rank = mesh_.loss(),
-                                         .seed = options_.seed}),
+                                         .seed = options_.seed,
+                                         .documents = documents}),
       position);
   if (options_.validate_every > 0)
     validation_ = std::make_unique<ValidationBatches>(
@@ -172,7 +174,8 @@ void TrainingRun::load() {
         ValidationOptions{.batch = options_.batch,
                           .ranks = mesh_.num_losses(),
                           .rank = mesh_.loss(),
-                          .max_batches = options_.validation_batches});
+                          .max_batches = options_.validation_batches,
+                          .documents = documents});
 }
 
 void TrainingRun::begin_watch(std::ostream& out) {
@@ -241,8 +244,11 @@ bool TrainingRun::is_due(int64_t every) const { return every > 0 && step_ % ever
 void TrainingRun::load_batches() {
   const double asked = now();
   batches_.resize(static_cast<size_t>(options_.microbatches));
+  std::vector<double> num_targets;
   for (ModelBatch& batch : batches_) {
-    const ModelBatch next = to_model_batch(loader_->next(), device_);
+    const TokenBatch read = loader_->next();
+    num_targets.push_back(static_cast<double>(read.num_targets));
+    const ModelBatch next = to_model_batch(read, device_);
     if (graph_ && batch.tokens.defined()) {
       batch.tokens.copy_(next.tokens);
       batch.targets.copy_(next.targets);
@@ -250,7 +256,20 @@ void TrainingRun::load_batches() {
       batch = next;
     }
   }
+  if (loader_->has_unlike_targets()) share_loss(num_targets);
   overhead_ += now() - asked;
+}
+
+// The step's loss is the mean over all its targets. The engine takes the mean over ranks, so a
+// microbatch's share is its targets, divided by those of a mean rank. The sum stays on the device:
+// the host need not wait for it.
+void TrainingRun::share_loss(const std::vector<double>& num_targets) {
+  const at::Tensor counts = at::tensor(num_targets, at::kDouble).to(device_);
+  const at::Tensor of_mean_rank = counts.sum().view({1});
+  world_.communicator().all_reduce(of_mean_rank, {.op = ReduceOp::kAvg}, "targets").wait();
+  // Without any target all losses are 0, and so are their shares.
+  const at::Tensor shares = (counts / of_mean_rank.clamp_min(1e-6)).to(at::kFloat);
+  shares_ = shares_.defined() ? shares_.copy_(shares) : shares;
 }
 
 void TrainingRun::forward_and_backward() {
@@ -259,8 +278,10 @@ void TrainingRun::forward_and_backward() {
   for (int64_t part = 0; part < parts; ++part) {
     const ModelBatch& batch = batches_[static_cast<size_t>(part)];
     sharded_->microbatch({.last = part + 1 == parts});
-    const ModelLoss loss = model_->loss(batch.tokens, batch.targets);
-    optimizer_->scaled(parts == 1 ? loss.total : loss.total / parts).backward();
+    const ModelLoss loss = model_->loss(batch.tokens, batch.targets, batch.documents);
+    const at::Tensor share = shares_.defined() ? shares_[part] : at::Tensor();
+    const at::Tensor equal = parts == 1 ? loss.total : loss.total / parts;
+    optimizer_->scaled(share.defined() ? loss.total * share : equal).backward();
     const double computed = now();
     std::vector<at::Tensor> values = {loss.total.detach()};
     loss_names_ = {"loss"};
@@ -268,7 +289,8 @@ void TrainingRun::forward_and_backward() {
       loss_names_.push_back(term.name);
       values.push_back(term.value);
     }
-    const at::Tensor stacked = at::stack(values).to(at::kDouble);
+    at::Tensor stacked = at::stack(values).to(at::kDouble);
+    if (share.defined()) stacked = stacked * share * parts;
     losses_ = losses_.defined() ? losses_.add_(stacked) : stacked;
     overhead_ += now() - computed;
   }
@@ -354,11 +376,12 @@ void TrainingRun::validate() {
   if (!validation_ || validation_->num_batches() == 0) return;
   validated_step_ = step_;
   const double begin = now();
-  const double loss = mean_loss(*model_, *validation_, device_, world_.communicator());
+  const MeanLoss mean =
+      mean_loss(*model_, *validation_, device_, world_.communicator(), mesh_.num_losses());
   if (!watch_) return;
   watch_->validation({.step = step_,
-                      .loss = loss,
-                      .tokens = validation_->num_batches() * options_.tokens_per_step(),
+                      .loss = mean.loss,
+                      .tokens = mean.tokens,
                       .milliseconds = (now() - begin) * 1e3});
 }
 
@@ -396,20 +419,34 @@ void TrainingRun::end(int signal) {
   save();
   if (checkpointer_) checkpointer_->wait();
   report_saved();
-  const bool has_text = plan_.corpus->tokenizer() == kByteTokenizerName && !options_.sample.empty();
-  if (signal == 0 && has_text && mesh_.tp() != nullptr) {
-    if (watch_) watch_->note("no sample: ranks of a tp group do not decode");
-  } else if (signal == 0 && has_text) {
-    const std::string continuation = generate_text(*model_, options_.sample,
-                                                   {.max_tokens = options_.sample_tokens,
-                                                    .temperature = 0.8,
-                                                    .top_p = 0.95,
-                                                    .seed = options_.seed,
-                                                    .max_context = options_.sequence},
-                                                   device_);
-    if (watch_) watch_->sample({step_, options_.sample, continuation});
-  }
+  if (signal == 0 && !options_.sample.empty()) write_sample();
   report_end(signal == 0 ? "" : signal_name(signal));
+}
+
+void TrainingRun::write_sample() {
+  if (watch_ && !plan_.no_sample.empty()) watch_->note(plan_.no_sample);
+  if (plan_.sample_prompt.empty()) return;
+  if (mesh_.tp() != nullptr) {
+    if (watch_) watch_->note("no sample: ranks of a tp group do not decode");
+    return;
+  }
+  const std::vector<int64_t> tokens = generate(*model_, plan_.sample_prompt,
+                                               {.max_tokens = options_.sample_tokens,
+                                                .temperature = 0.8,
+                                                .top_p = 0.95,
+                                                .seed = options_.seed,
+                                                .end_tokens = plan_.end_tokens,
+                                                .max_context = options_.sequence},
+                                               device_);
+  if (!watch_) return;
+  try {
+    const std::shared_ptr<const Tokenizer> tokenizer = open_tokenizer(plan_.tokenizer);
+    tokenizer->begin_text(plan_.sample_prompt);
+    watch_->sample({step_, options_.sample, tokenizer->next_text(tokens)});
+  } catch (const Error& error) {
+    // The run is done and saved; a tokenizer that is gone by now must not make it fail.
+    watch_->note(concat("no sample: ", error.what()));
+  }
 }
 
 void TrainingRun::report_end(const std::string& stopped_by) {

@@ -39,6 +39,7 @@ class TrainingRun {
   void load();
   void begin_watch(std::ostream& out);
   void load_batches();
+  void share_loss(const std::vector<double>& num_targets);
   void forward_and_backward();
   void update();
   Metrics step();
@@ -48,6 +49,7 @@ class TrainingRun {
   void report_saved();
   int train_steps();
   void end(int signal);
+  void write_sample();
   void report_end(const std::string& stopped_by);
   bool is_due(int64_t every) const;
   std::string stored_position() const;
@@ -70,6 +72,7 @@ class TrainingRun {
   std::unique_ptr<RunWatch> watch_;  // rank 0 only
 
   std::vector<ModelBatch> batches_;      // of this step, by microbatch
+  at::Tensor shares_;                    // of microbatches in the loss; undefined: equal ones
   std::vector<std::string> loss_names_;  // "loss" and its terms
   at::Tensor losses_;                    // the same, summed over microbatches
 

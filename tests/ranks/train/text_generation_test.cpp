@@ -8,6 +8,8 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/comm/world.h"
+#include "fsdp/data/byte_tokenizer.h"
+#include "fsdp/data/tokenizer.h"
 #include "fsdp/nn/config/presets.h"
 #include "fsdp/shard/fully_shard.h"
 
@@ -81,7 +83,9 @@ std::string text_of_ranks(int ranks, const SamplingOptions& options) {
     const Mesh mesh = world.mesh();
     const std::shared_ptr<LanguageModel> model = build_language_model(small_model(), {.seed = 5});
     const Sharded sharded = fully_shard(std::static_pointer_cast<torch::nn::Module>(model), mesh);
-    texts[static_cast<size_t>(world.rank())] = generate_text(*model, "ab", options, c10::kCPU);
+    const auto tokenizer = open_tokenizer(kByteTokenizerName);
+    texts[static_cast<size_t>(world.rank())] =
+        tokenizer->next_text(generate(*model, tokenizer->encode_prompt("ab"), options, c10::kCPU));
   });
   for (const std::string& text : texts) EXPECT_EQ(text, texts.front());
   return texts.front();

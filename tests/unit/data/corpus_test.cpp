@@ -34,8 +34,8 @@ class CorpusFiles : public ::testing::Test {
 
   std::vector<std::string> found(const std::vector<std::string>& paths) const {
     std::vector<std::string> names;
-    for (const std::string& path : find_text_files(paths).paths)
-      names.push_back(path.substr(directory_.path().size() + 1));
+    for (const TextFile& file : find_text_files(paths).files)
+      names.push_back(file.path.substr(directory_.path().size() + 1));
     return names;
   }
 
@@ -75,7 +75,7 @@ TEST_F(CorpusFiles, DirectoriesAreSortedByPathAndLeaveOutWhatIsNoText) {
   write("d/late.bin", std::string(65535, 'x') + std::string(1, '\0'));
   write("d/later.txt", std::string(65536, 'x') + std::string(1, '\0'));
   write("d/latin1.txt", "caf\xe9");
-  write("d/rows.jsonl", "{\"text\": \"a\"}\n");
+  write("d/log.jsonl", "{\"step\": 1}\n");
   write("d/empty", "");
   ASSERT_EQ(::symlink("nowhere", (directory_ / "d/broken").c_str()), 0);
   ASSERT_EQ(::mkfifo((directory_ / "d/pipe").c_str(), 0600), 0);
@@ -127,10 +127,9 @@ TEST_F(CorpusFiles, NamedFilesThatAreNoTextAreRefusedByWhatTheyAre) {
     return refusal(write(name, std::string(bytes)));
   };
   using namespace std::string_view_literals;
-  EXPECT_THAT(
-      refused("a.parquet", "PAR1\x15\0\x15"sv),
-      EndsWith("a.parquet: is a parquet file; write its text to files first (docs/data.md shows "
-               "how), or pack its bytes as they are with fsdp data pack --any-bytes"));
+  EXPECT_THAT(refused("arrow", "ARROW1\0\0"sv),
+              EndsWith("arrow: is an Arrow file; write its text to files first (docs/data.md shows "
+                       "how), or pack its bytes as they are with fsdp data pack --any-bytes"));
   EXPECT_THAT(refused("a.txt", "\x1f\x8b\x08\0"sv), HasSubstr("is compressed with gzip; unpack"));
   EXPECT_THAT(refused("zstd", "\x28\xb5\x2f\xfd\x24"sv), HasSubstr("is compressed with zstd;"));
   EXPECT_THAT(refused("xz", "\xfd\x37zXZ\0"sv), HasSubstr("is compressed with xz;"));
@@ -139,7 +138,6 @@ TEST_F(CorpusFiles, NamedFilesThatAreNoTextAreRefusedByWhatTheyAre) {
   EXPECT_THAT(refused("a.npy", "\x93NUMPY\1\0"sv), HasSubstr("is a NumPy array; token ids"));
   EXPECT_THAT(refused("a.pdf", "%PDF-1.7\n"sv), HasSubstr("is a PDF; convert it to text first"));
   EXPECT_THAT(refused("a.out", "\x7f\x45LF\2\1\1\0"sv), HasSubstr("is a program;"));
-  EXPECT_THAT(refused("arrow", "ARROW1\0\0"sv), HasSubstr("is an Arrow file;"));
   EXPECT_THAT(refused("a.db", "SQLite format 3\0"sv), HasSubstr("is an SQLite database;"));
   EXPECT_THAT(refused("a.pkl", "\x80\x04\x95"sv), HasSubstr("is a Python pickle;"));
   EXPECT_THAT(refused("tensors", "\x40\0\0\0\0\0\0\0{\"a\":"sv), HasSubstr("is a safetensors"));
@@ -147,13 +145,53 @@ TEST_F(CorpusFiles, NamedFilesThatAreNoTextAreRefusedByWhatTheyAre) {
   EXPECT_THAT(refused("zeros", "ab\0"sv), HasSubstr("is no text (a zero byte at 2);"));
   EXPECT_THAT(refused("latin1", "caf\xe9"sv),
               HasSubstr("is not UTF-8 text (byte 0xe9 at 3); convert it first, e.g. iconv"));
-  const std::string row = "{\"text\": \"a\"}\n";
-  EXPECT_THAT(refused("data", row + "\r\n" + row),
-              HasSubstr("data: has JSON objects as lines; write their text to a file first, e.g. "
-                        "jq -r .text (docs/data.md shows more), or pack"));
-  EXPECT_THAT(refused("one.jsonl", row), HasSubstr("has JSON objects as lines"));
-  EXPECT_THAT(refused("long.jsonl", "{\"text\": \"" + std::string(70'000, 'x') + "\"}\n"),
-              HasSubstr("has JSON objects as lines"));
+}
+
+TEST_F(CorpusFiles, RowsOfJsonLinesAreDocuments) {
+  const std::string row = "{\"text\": \"a\\n\"}\n";
+  const std::string long_text(70'000, 'x');
+  const auto text = [&](const std::string& name, const std::string& lines) {
+    return text_of(*open_corpus({write(name, lines)}));
+  };
+  EXPECT_EQ(text("data", row + "\r\n" + row), "a\n|a\n|");
+  EXPECT_EQ(text("one.jsonl", row), "a\n|");
+  EXPECT_EQ(text("open.jsonl", "{\"text\": \"no end of line\"}"), "no end of line|");
+  EXPECT_EQ(text("long.jsonl", "{\"text\": \"" + long_text + "\"}\n" + row), long_text + "|a\n|");
+  const std::string huge(5 << 20, 'y');  // longer than what is read at a time
+  EXPECT_EQ(text("huge.jsonl", row + "{\"text\": \"" + huge + "\"}\n" + row),
+            "a\n|" + huge + "|a\n|");
+}
+
+TEST_F(CorpusFiles, RowsAreOfTheKindOfTheFirst) {
+  const std::string text = "{\"text\": \"a\", \"body\": \"b\"}\n";
+  const std::string pair = "{\"prompt\": \"q\", \"completion\": \"a\", \"text\": \"t\"}\n";
+  const std::string chat = "{\"messages\": [{\"role\": \"user\", \"content\": \"c\"}]}\n";
+  EXPECT_EQ(text_of(*open_corpus({write("body.jsonl", text)}, {.field = "body"})), "b|");
+  const auto masked = open_corpus({write("pairs.jsonl", pair)});
+  std::vector<int64_t> tokens(3);
+  std::vector<uint8_t> learnt(3);
+  masked->read(0, tokens, learnt);
+  EXPECT_THAT(tokens, ElementsAre('q', 'a', kByteEndOfDocument));
+  EXPECT_THAT(learnt, ElementsAre(0, 1, 1));
+  EXPECT_EQ(masked->num_learnt(), 2);
+  EXPECT_EQ(open_corpus({directory_ / "pairs.jsonl"}, {.field = "text"})->num_tokens(), 2);
+  EXPECT_THAT(refusal(write("mixed.jsonl", pair + "\n" + text)),
+              HasSubstr("mixed.jsonl: line 3 lacks the texts 'prompt' and 'completion', which the "
+                        "rows before it have; keep rows of different kinds in files of their own"));
+  EXPECT_THAT(refusal(write("none.jsonl", "{\"a\": 1}\n")),
+              HasSubstr("none.jsonl: line 1 lacks a text named 'text', texts named 'prompt'"));
+  EXPECT_THAT(refusal(write("array.jsonl", text + "[1]\n")), HasSubstr("line 2 is no JSON object"));
+  EXPECT_THAT(refusal(write("chat.jsonl", chat)), HasSubstr("chat.jsonl: line 1: a chat needs a"));
+}
+
+TEST_F(CorpusFiles, MaskedRowsPackedOrNotAreTheSameData) {
+  write("d/a.jsonl", "{\"prompt\": \"q\", \"completion\": \"a\"}\n");
+  write("d/b.txt", "text");
+  const std::vector<std::string> paths = {directory_ / "d"};
+  pack(paths, "d.bin");
+  const auto packed = open_corpus({directory_ / "d.bin"});
+  EXPECT_EQ(packed->fingerprint(), open_corpus(paths)->fingerprint());
+  EXPECT_EQ(packed->num_learnt(), packed->num_tokens() - 1);
 }
 
 TEST_F(CorpusFiles, TextThatLooksLikeSomethingElseIsTaken) {
@@ -171,7 +209,7 @@ TEST_F(CorpusFiles, TextThatLooksLikeSomethingElseIsTaken) {
 TEST_F(CorpusFiles, AnyBytesCanBePacked) {
   const std::string file = write("picture", std::string("\xff\0", 2));
   EXPECT_THAT([&] { pack({file}, "a.bin"); }, ThrowsMessage<Error>(HasSubstr("--any-bytes")));
-  pack({file}, "a.bin", {.named = NamedFiles::kAnyBytes});
+  pack({file}, "a.bin", {.text = {.named = NamedFiles::kAnyBytes}});
   EXPECT_THAT(tokens_of(*open_corpus({directory_ / "a.bin"})), ElementsAre(255, 0, 256));
 }
 
@@ -316,7 +354,7 @@ TEST_F(CorpusFiles, PackingTellsHowFarItIs) {
          EXPECT_EQ(total, 5'000'000);
          told.push_back(done);
        }});
-  EXPECT_EQ(told.size(), 5u);
+  EXPECT_EQ(told.size(), 2u);
   EXPECT_EQ(told.back(), 5'000'000);
 }
 

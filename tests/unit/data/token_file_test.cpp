@@ -81,7 +81,8 @@ TEST(TokenHeader, EveryDefectIsOneSentenceWithAFix) {
   expect_refusal(std::span(good).first(5), "does not begin as a packed token file", 5);
   expect_refusal({}, "does not begin as a packed token file", 0);
   expect_refusal(std::span(good).first(100), "has 100 bytes where a header alone has 128", 100);
-  expect_refusal(with(8, uint32_t{2}), "version is 2 where this program reads 1; use a newer fsdp");
+  expect_refusal(with(8, uint32_t{3}),
+                 "version is 3 where this program reads 1 and 2; use a newer");
   expect_refusal(with(8, uint32_t{0}), "version is 0");
   expect_refusal(with(12, uint32_t{3}), "a token has 3 bytes where it must have 2 or 4");
   expect_refusal(with(16, int64_t{0}), "the vocabulary is 0 where tokens of 2 bytes allow 1 to");

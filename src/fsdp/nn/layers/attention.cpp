@@ -2,7 +2,9 @@
 
 #include <ATen/ATen.h>
 
+#include <tuple>
 #include <utility>
+#include <vector>
 
 #include "fsdp/comm/mesh.h"
 #include "fsdp/nn/config/model_config.h"
@@ -43,6 +45,41 @@ at::Tensor causal_attention(const at::Tensor& query, at::Tensor key, at::Tensor 
                                           /*dropout_p=*/0.0,
                                           /*is_causal=*/query.size(2) == key.size(2),
                                           /*scale=*/std::nullopt, /*enable_gqa=*/in_place);
+}
+
+// Whether libtorch's kernels for sequences of unlike lengths take these.
+bool has_packed_kernel(const at::Tensor& query) {
+  const bool is_narrow = query.scalar_type() == at::kBFloat16 || query.scalar_type() == at::kHalf;
+  return query.device().is_cuda() && is_narrow && query.size(3) % 8 == 0 && query.size(3) <= 256;
+}
+
+// All [batch, sequence, heads, head_dim].
+at::Tensor mixed_values(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                        const std::shared_ptr<const Documents>& documents) {
+  if (documents && has_packed_kernel(query))
+    return std::get<0>(at::_flash_attention_forward(
+                           query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1),
+                           documents->offsets(), documents->offsets(), documents->longest(),
+                           documents->longest(), /*dropout_p=*/0.0, /*is_causal=*/true,
+                           /*return_debug_mask=*/false))
+        .view(query.sizes());
+  return in_each_document(documents, {query, key, value}, [](const std::vector<at::Tensor>& x) {
+    return causal_attention(x[0].transpose(1, 2), x[1].transpose(1, 2), x[2].transpose(1, 2))
+        .transpose(1, 2);
+  });
+}
+
+// Each token by its position in its document: all tokens as one sequence, each with its own row of
+// the tables.
+QueryAndKey rotated_in_documents(const QueryAndKey& heads, Rotary& rotary,
+                                 const Documents& documents) {
+  const at::Tensor& query = heads.query;
+  const RotaryTables tables = rotary.tables(0, documents.longest(), query.device());
+  const at::Tensor positions = documents.positions().flatten();
+  const QueryAndKey rotated =
+      rotate({query.flatten(0, 1).unsqueeze(0), heads.key.flatten(0, 1).unsqueeze(0)},
+             {tables.cosine.index_select(0, positions), tables.sine.index_select(0, positions)});
+  return {rotated.query.view(query.sizes()), rotated.key.view(heads.key.sizes())};
 }
 
 // Appends positions to the kept ones, and keeps the result.
@@ -95,7 +132,8 @@ void AttentionImpl::join(const MeshAxis& tp) {
   check_shared_evenly("num_key_value_heads", options_.num_kv_heads, tp.size());
 }
 
-at::Tensor AttentionImpl::forward(const at::Tensor& own, LayerCache* cache) {
+at::Tensor AttentionImpl::forward(const at::Tensor& own, LayerCache* cache,
+                                  const std::shared_ptr<const Documents>& documents) {
   const std::vector<at::Tensor> projected = project(own, {q_proj_, k_proj_, v_proj_}, tp());
   at::Tensor query = heads_of(projected[0], query_size(options_));
   at::Tensor gate;
@@ -112,8 +150,10 @@ at::Tensor AttentionImpl::forward(const at::Tensor& own, LayerCache* cache) {
   }
   if (options_.rotary) {
     const int64_t begin = cache != nullptr && cache->key.defined() ? cache->key.size(1) : 0;
-    const RotaryTables tables = options_.rotary->tables(begin, begin + query.size(1), own.device());
-    QueryAndKey rotated = rotate({query, key}, tables);
+    const int64_t end = begin + query.size(1);
+    QueryAndKey rotated =
+        documents ? rotated_in_documents({query, key}, *options_.rotary, *documents)
+                  : rotate({query, key}, options_.rotary->tables(begin, end, own.device()));
     query = std::move(rotated.query);
     key = std::move(rotated.key);
   }
@@ -121,9 +161,7 @@ at::Tensor AttentionImpl::forward(const at::Tensor& own, LayerCache* cache) {
     key = appended(cache->key, key);
     value = appended(cache->value, value);
   }
-  at::Tensor mixed =
-      causal_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-          .transpose(1, 2);
+  at::Tensor mixed = mixed_values(query, key, value, documents);
   if (gate.defined()) mixed = mixed * gate.sigmoid();
   return o_proj_(mixed.flatten(2));
 }

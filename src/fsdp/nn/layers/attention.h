@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "fsdp/nn/layers/decoding_cache.h"
+#include "fsdp/nn/layers/documents.h"
 #include "fsdp/nn/layers/matrix_layers.h"
 #include "fsdp/nn/layers/rms_norm.h"
 #include "fsdp/nn/layers/rotary.h"
@@ -36,8 +37,9 @@ class AttentionImpl : public torch::nn::Module, public TokenParallelLayer {
  public:
   explicit AttentionImpl(const AttentionOptions& options);
   // [batch, sequence, hidden_size], like the result: of this rank's tokens. With a cache, they
-  // follow the cached positions and are added to them.
-  at::Tensor forward(const at::Tensor& own, LayerCache* cache);
+  // follow the cached positions and are added to them. `documents`: of all ranks' tokens.
+  at::Tensor forward(const at::Tensor& own, LayerCache* cache,
+                     const std::shared_ptr<const Documents>& documents = nullptr);
   void join(const MeshAxis& tp) override;
 
  private:

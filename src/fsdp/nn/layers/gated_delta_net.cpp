@@ -69,7 +69,8 @@ void GatedDeltaNetImpl::join(const MeshAxis& tp) {
 
 TpPlacement GatedDeltaNetImpl::tp_placement(const std::string&) const { return TpShard{.dim = 0}; }
 
-at::Tensor GatedDeltaNetImpl::forward(const at::Tensor& own, LayerCache* cache) {
+at::Tensor GatedDeltaNetImpl::forward(const at::Tensor& own, LayerCache* cache,
+                                      const std::shared_ptr<const Documents>& documents) {
   const GatedDeltaNetOptions& o = options_;
   const at::ScalarType wide = at::promote_types(own.scalar_type(), at::kFloat);
   // Published matrices are divided by key head: first all that belongs to the first one.
@@ -85,21 +86,29 @@ at::Tensor GatedDeltaNetImpl::forward(const at::Tensor& own, LayerCache* cache) 
       projected[1].unflatten(-1, {num_key_heads_, -1}).split(shared, -1);
 
   const at::Tensor qkv = at::cat({qkvz[0].flatten(2), qkvz[1].flatten(2), qkvz[2].flatten(2)}, -1);
+  const auto convolve = [&](const std::vector<at::Tensor>& x) {
+    return conv1d_(x[0], cache == nullptr ? nullptr : &cache->window);
+  };
   const std::vector<at::Tensor> convolved =
-      at::silu(conv1d_(qkv, cache == nullptr ? nullptr : &cache->window))
+      at::silu(in_each_document(documents, {qkv}, convolve))
           .split_with_sizes(convolved_sizes(o, num_key_heads_), -1);
   const auto heads = [&](const at::Tensor& tensor, int64_t size) {
     return tensor.to(wide).unflatten(-1, {-1, size});
   };
   const at::Tensor rate = a_log_.to(wide).exp();
-  const at::Tensor y = gated_delta_rule(
-      {.query = of_length(heads(convolved[0], o.key_head_dim),
-                          1.0 / std::sqrt(static_cast<double>(o.key_head_dim))),
-       .key = of_length(heads(convolved[1], o.key_head_dim), 1.0),
-       .value = heads(convolved[2], o.value_head_dim),
-       .log_decay = -rate * at::softplus(ba[1].flatten(2).to(wide) + dt_bias_.to(wide)),
-       .beta = ba[0].flatten(2).to(wide).sigmoid()},
-      o.chunk_size, cache == nullptr ? nullptr : &cache->state);
+  const auto apply_rule = [&](const std::vector<at::Tensor>& x) {
+    return gated_delta_rule(
+        {.query = x[0], .key = x[1], .value = x[2], .log_decay = x[3], .beta = x[4]}, o.chunk_size,
+        cache == nullptr ? nullptr : &cache->state);
+  };
+  const at::Tensor y = in_each_document(
+      documents,
+      {of_length(heads(convolved[0], o.key_head_dim),
+                 1.0 / std::sqrt(static_cast<double>(o.key_head_dim))),
+       of_length(heads(convolved[1], o.key_head_dim), 1.0), heads(convolved[2], o.value_head_dim),
+       -rate * at::softplus(ba[1].flatten(2).to(wide) + dt_bias_.to(wide)),
+       ba[0].flatten(2).to(wide).sigmoid()},
+      apply_rule);
 
   const at::Tensor normed = rms_norm(y, norm_->weight.to(wide), o.norm_eps);
   const at::Tensor gate = heads(qkvz[3].flatten(2), o.value_head_dim);

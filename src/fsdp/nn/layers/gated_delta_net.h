@@ -6,10 +6,12 @@
 #include <torch/nn/pimpl.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "fsdp/nn/layers/causal_conv.h"
 #include "fsdp/nn/layers/decoding_cache.h"
+#include "fsdp/nn/layers/documents.h"
 #include "fsdp/nn/layers/matrix_layers.h"
 #include "fsdp/nn/layers/named_init.h"
 #include "fsdp/nn/layers/rms_norm.h"
@@ -36,8 +38,9 @@ class GatedDeltaNetImpl : public torch::nn::Module, public NamedInit, public Tok
  public:
   explicit GatedDeltaNetImpl(const GatedDeltaNetOptions& options);
   // [batch, sequence, hidden_size], like the result: of this rank's tokens. With a cache, they
-  // follow the cached positions and join them.
-  at::Tensor forward(const at::Tensor& own, LayerCache* cache);
+  // follow the cached positions and join them. Each of the documents begins with an empty state.
+  at::Tensor forward(const at::Tensor& own, LayerCache* cache,
+                     const std::shared_ptr<const Documents>& documents = nullptr);
   void reset_parameters() override;
   TpPlacement tp_placement(const std::string& parameter) const override;
   void join(const MeshAxis& tp) override;

@@ -202,7 +202,8 @@ void Mamba2Impl::join(const MeshAxis& tp) {
   TokenParallelLayer::join(tp);
 }
 
-at::Tensor Mamba2Impl::forward(const at::Tensor& own, LayerCache* cache) {
+at::Tensor Mamba2Impl::forward(const at::Tensor& own, LayerCache* cache,
+                               const std::shared_ptr<const Documents>& documents) {
   const NemotronHConfig& c = config_;
   const MixerSizes n = sizes_of(c, tp() == nullptr ? 1 : tp()->size());
   const at::Tensor whole = project(own, {in_proj_}, tp()).front();
@@ -211,8 +212,11 @@ at::Tensor Mamba2Impl::forward(const at::Tensor& own, LayerCache* cache) {
   const std::vector<at::Tensor> projected =
       whole.split_with_sizes({n.inner, n.convolved(), n.heads}, -1);
   const at::Tensor& gate = projected[0];
+  const auto convolve = [&](const std::vector<at::Tensor>& x) {
+    return conv1d_(x[0], cache == nullptr ? nullptr : &cache->window);
+  };
   const std::vector<at::Tensor> convolved =
-      at::silu(conv1d_(projected[1], cache == nullptr ? nullptr : &cache->window))
+      at::silu(in_each_document(documents, {projected[1]}, convolve))
           .to(at::kFloat)
           .split_with_sizes(n.x_b_c(), -1);
   const at::Tensor step = at::softplus(projected[2].to(at::kFloat) + dt_bias_.to(at::kFloat))
@@ -220,14 +224,17 @@ at::Tensor Mamba2Impl::forward(const at::Tensor& own, LayerCache* cache) {
   const auto per_group = [&](const at::Tensor& tensor) {
     return tensor.reshape({batch, sequence, n.groups, c.ssm_state_size});
   };
+  const at::Tensor a = a_log_.to(at::kFloat).exp().neg();
+  const at::Tensor d = d_.to(at::kFloat);
+  const auto scan = [&](const std::vector<at::Tensor>& x) {
+    return selective_scan({.x = x[0], .step = x[1], .a = a, .b = x[2], .c = x[3], .d = d},
+                          c.chunk_size, cache == nullptr ? nullptr : &cache->state);
+  };
   const at::Tensor y =
-      selective_scan({.x = convolved[0].reshape({batch, sequence, n.heads, c.mamba_head_dim}),
-                      .step = step,
-                      .a = a_log_.to(at::kFloat).exp().neg(),
-                      .b = per_group(convolved[1]),
-                      .c = per_group(convolved[2]),
-                      .d = d_.to(at::kFloat)},
-                     c.chunk_size, cache == nullptr ? nullptr : &cache->state);
+      in_each_document(documents,
+                       {convolved[0].reshape({batch, sequence, n.heads, c.mamba_head_dim}), step,
+                        per_group(convolved[1]), per_group(convolved[2])},
+                       scan);
   const at::Tensor gated = gated_silu(gate.to(at::kFloat), y.flatten(2));
   return out_proj_(
       rms_norm(gated, norm_->weight, c.layer_norm_epsilon, n.groups).to(own.scalar_type()));

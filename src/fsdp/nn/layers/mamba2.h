@@ -5,9 +5,12 @@
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
+#include <memory>
+
 #include "fsdp/nn/config/model_config.h"
 #include "fsdp/nn/layers/causal_conv.h"
 #include "fsdp/nn/layers/decoding_cache.h"
+#include "fsdp/nn/layers/documents.h"
 #include "fsdp/nn/layers/matrix_layers.h"
 #include "fsdp/nn/layers/named_init.h"
 #include "fsdp/nn/layers/rms_norm.h"
@@ -44,8 +47,9 @@ class Mamba2Impl : public torch::nn::Module, public NamedInit, public TokenParal
  public:
   explicit Mamba2Impl(const NemotronHConfig& config);
   // [batch, sequence, hidden_size], like the result: of this rank's tokens. With a cache, they
-  // follow the cached positions and join them.
-  at::Tensor forward(const at::Tensor& own, LayerCache* cache);
+  // follow the cached positions and join them. Each of the documents begins with an empty state.
+  at::Tensor forward(const at::Tensor& own, LayerCache* cache,
+                     const std::shared_ptr<const Documents>& documents = nullptr);
   void reset_parameters() override;
   TpPlacement tp_placement(const std::string&) const override { return TpShard{.dim = 0}; }
   void join(const MeshAxis& tp) override;

@@ -18,10 +18,8 @@ at::Tensor weight_of_own_places(const at::Tensor& tokens, int64_t length, const 
   return own_sequence(weight, tp).reshape({-1});
 }
 
-}  // namespace
-
-ShiftedBatch shifted_batch(const at::Tensor& tokens, const at::Tensor& targets, int64_t offset,
-                           const MeshAxis* tp) {
+ShiftedBatch shifted(const at::Tensor& tokens, const at::Tensor& targets, int64_t offset,
+                     const MeshAxis* tp) {
   const int64_t length = tokens.size(1) - offset;
   if (tp == nullptr)
     return {.tokens = tokens.narrow(1, offset, length),
@@ -34,6 +32,24 @@ ShiftedBatch shifted_batch(const at::Tensor& tokens, const at::Tensor& targets, 
                        .num_own_places = tokens.size(1) / tp->size()};
   shifted.targets.narrow(1, length, offset).fill_(kNoTarget);
   return shifted;
+}
+
+}  // namespace
+
+ShiftedBatch shifted_batch(const at::Tensor& tokens, const at::Tensor& targets, int64_t offset,
+                           const MeshAxis* tp, const std::shared_ptr<const Documents>& documents) {
+  ShiftedBatch batch = shifted(tokens, targets, offset, tp);
+  if (!documents) return batch;
+  const int64_t num_places = batch.tokens.size(1);
+  batch.documents = num_places == tokens.size(1)
+                        ? documents
+                        : std::make_shared<const Documents>(documents->cut(num_places));
+  // In another document counting began anew in between, so its positions are less.
+  const at::Tensor& positions = documents->positions();
+  const at::Tensor later = positions.roll(-offset, 1).narrow(1, 0, num_places);
+  const at::Tensor is_other = later.ne(positions.narrow(1, 0, num_places) + offset);
+  batch.targets = batch.targets.masked_fill(is_other, kNoTarget);
+  return batch;
 }
 
 }  // namespace fsdp::nn

@@ -4,6 +4,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
+
+#include "fsdp/nn/layers/documents.h"
 
 namespace fsdp {
 class MeshAxis;
@@ -22,9 +25,12 @@ struct ShiftedBatch {
   at::Tensor targets;       // the same
   at::Tensor token_weight;  // [this rank's tokens], for Router; undefined: all places count
   int64_t num_own_places = 0;
+  std::shared_ptr<const Documents> documents = nullptr;  // of `tokens`
 };
 
+// A place whose later token is of another of the documents has no target.
 ShiftedBatch shifted_batch(const at::Tensor& tokens, const at::Tensor& targets, int64_t offset,
-                           const MeshAxis* tp);
+                           const MeshAxis* tp,
+                           const std::shared_ptr<const Documents>& documents = nullptr);
 
 }  // namespace fsdp::nn

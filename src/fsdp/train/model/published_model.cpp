@@ -2,6 +2,7 @@
 
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "fsdp/base/check.h"
@@ -9,6 +10,8 @@
 #include "fsdp/base/text.h"
 #include "fsdp/checkpoint/format/model_files.h"
 #include "fsdp/checkpoint/run_directory.h"
+#include "fsdp/data/byte_tokenizer.h"
+#include "fsdp/data/tokenizer.h"
 #include "fsdp/nn/config/config_json.h"
 #include "fsdp/nn/config/presets.h"
 
@@ -18,23 +21,23 @@ namespace {
 
 using OrderedJson = nlohmann::ordered_json;
 
+constexpr int64_t kMaxTokenizerBytes = int64_t{1} << 30;
+
 // Fields that have several spellings, of which config_json() writes one.
 constexpr const char* kOtherSpellings[] = {"rope_parameters", "layers_block_type",
                                            "attention_head_dim", "full_attention_interval"};
 
-// Checkpoints, or files of other tools, in order of precedence.
-std::vector<std::string> origins_of(const RunPlan& plan) {
-  const TrainOptions& options = plan.options;
-  std::vector<std::string> origins;
-  if (options.resume != "auto" && options.resume != "never")
-    origins.push_back(checkpoint_or_files(options.resume));
-  else if (options.resume == "auto" && !options.checkpoint_dir.empty() &&
-           !RunDirectory(options.checkpoint_dir).steps().empty())
-    origins.push_back(resolve_checkpoint(options.checkpoint_dir));
-  if (!plan.init.empty()) origins.push_back(checkpoint_or_files(plan.init));
-  if (find_preset(options.model) == nullptr && is_directory(options.model))
-    origins.push_back(options.model);
-  return origins;
+// The files of --tokenizer in place of those that the model came with.
+void replace_tokenizer(std::vector<ModelFile>& files, const std::string& tokenizer) {
+  constexpr const char* kNoTokenizer = "generation_config.json";
+  std::erase_if(files, [](const ModelFile& file) { return file.name != kNoTokenizer; });
+  if (tokenizer == kByteTokenizerName) return;
+  for (ModelFile& file : stored_model_files(tokenizer))
+    if (file.name != kNoTokenizer && file.name != kTokenizerFileName)
+      files.push_back(std::move(file));
+  const std::string path =
+      is_directory(tokenizer) ? concat(tokenizer, "/", kTokenizerFileName) : tokenizer;
+  files.push_back({kTokenizerFileName, read_text_file(path, kMaxTokenizerBytes)});
 }
 
 // nullopt for models that cannot be trained here.
@@ -61,6 +64,20 @@ std::optional<ModelConfig> stored_model(const std::string& checkpoint) {
 
 }  // namespace
 
+std::vector<std::string> model_origins(const RunPlan& plan) {
+  const TrainOptions& options = plan.options;
+  std::vector<std::string> origins;
+  if (options.resume != "auto" && options.resume != "never")
+    origins.push_back(checkpoint_or_files(options.resume));
+  else if (options.resume == "auto" && !options.checkpoint_dir.empty() &&
+           !RunDirectory(options.checkpoint_dir).steps().empty())
+    origins.push_back(resolve_checkpoint(options.checkpoint_dir));
+  if (!plan.init.empty()) origins.push_back(checkpoint_or_files(plan.init));
+  if (find_preset(options.model) == nullptr && is_directory(options.model))
+    origins.push_back(options.model);
+  return origins;
+}
+
 std::string config_json_like(const ModelConfig& model, const std::string& published) {
   const std::string mine = config_json(model);
   const std::optional<std::string> theirs = described_by(published);
@@ -81,12 +98,13 @@ std::string config_json_like(const ModelConfig& model, const std::string& publis
 PublishedModel published_model(const RunPlan& plan) {
   PublishedModel published{.config = plan.model_config, .files = {}};
   std::optional<std::string> config;
-  for (const std::string& origin : origins_of(plan)) {
+  for (const std::string& origin : model_origins(plan)) {
     if (!config) config = stored_model_config(origin);
     if (published.files.empty()) published.files = stored_model_files(origin);
   }
   if (!config && find_preset(plan.options.model) == nullptr)
     config = read_text_file(plan.model.name, kMaxConfigBytes);
+  if (plan.options.tokenizer != "auto") replace_tokenizer(published.files, plan.options.tokenizer);
   if (config) published.config = config_json_like(plan.model.config, *config);
   return published;
 }

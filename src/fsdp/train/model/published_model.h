@@ -17,6 +17,9 @@ struct PublishedModel {
   std::vector<ModelFile> files;  // the others
 };
 
+// Checkpoints, or files of other tools, that the run may begin with, in order of precedence.
+std::vector<std::string> model_origins(const RunPlan& plan);
+
 // From the origin of the run: the checkpoint it resumes, the weights of --init, or the --model.
 PublishedModel published_model(const RunPlan& plan);
 

@@ -9,7 +9,6 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
-#include "fsdp/data/byte_tokenizer.h"
 
 namespace fsdp::train {
 
@@ -98,21 +97,13 @@ std::vector<int64_t> generate(LanguageModel& model, std::span<const int64_t> pro
     const double draw = static_cast<double>(bits >> 11) * 0x1p-53;
     const int64_t token = choose_token(
         {last.const_data_ptr<float>(), static_cast<size_t>(last.numel())}, options, draw);
-    if (token == options.end_token) break;
+    const auto& ends = options.end_tokens;
+    if (std::find(ends.begin(), ends.end(), token) != ends.end()) break;
     written.push_back(token);
     text.push_back(token);
     if (on_token) on_token(token);
   }
   return written;
-}
-
-std::string generate_text(LanguageModel& model, const std::string& prompt,
-                          const SamplingOptions& options, c10::Device device) {
-  std::vector<int64_t> tokens(prompt.size());
-  encode_bytes(prompt, std::span(tokens));
-  SamplingOptions with_end = options;
-  with_end.end_token = kByteEndOfDocument;
-  return decode_bytes(generate(model, tokens, with_end, device));
 }
 
 }  // namespace fsdp::train

@@ -5,9 +5,7 @@
 
 #include <cstdint>
 #include <functional>
-#include <optional>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "fsdp/nn/language_model.h"
@@ -21,8 +19,8 @@ struct SamplingOptions {
   // Only the likeliest tokens that together have this probability are drawn from.
   double top_p = 1.0;
   uint64_t seed = 0;
-  // This token ends the text, and is not part of it.
-  std::optional<int64_t> end_token = std::nullopt;
+  // These tokens end the text, and are not part of it.
+  std::vector<int64_t> end_tokens = {};
   // The model sees at most this many tokens; older ones are forgotten.
   int64_t max_context = 1024;
 
@@ -38,9 +36,5 @@ int64_t choose_token(std::span<const float> logits, const SamplingOptions& optio
 std::vector<int64_t> generate(LanguageModel& model, std::span<const int64_t> prompt,
                               const SamplingOptions& options, c10::Device device,
                               const std::function<void(int64_t)>& on_token = {});
-
-// The same for a model of bytes: text in, text out.
-std::string generate_text(LanguageModel& model, const std::string& prompt,
-                          const SamplingOptions& options, c10::Device device);
 
 }  // namespace fsdp::train

@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -82,23 +83,40 @@ std::vector<NamedBuffer> stored_buffers(const LanguageModel& model) {
 }
 
 ModelBatch to_model_batch(const TokenBatch& batch, c10::Device device) {
-  const at::Tensor rows =
-      at::tensor(batch.tokens, at::kLong).view({batch.rows, batch.columns}).to(device);
-  return {rows.slice(1, 0, batch.columns - 1), rows.slice(1, 1, batch.columns)};
+  const int64_t sequence = batch.columns - 1;
+  const auto on_device = [&](const std::vector<int64_t>& values, int64_t columns) {
+    return at::tensor(values, at::kLong).view({batch.rows, columns}).to(device);
+  };
+  ModelBatch result{on_device(batch.tokens, batch.columns).slice(1, 0, sequence),
+                    on_device(batch.targets, sequence)};
+  // Rows of one document each are computed as all rows are.
+  if (static_cast<int64_t>(batch.document_starts.size()) > batch.rows)
+    result.documents =
+        std::make_shared<const Documents>(batch.document_starts, batch.rows, sequence, device);
+  return result;
 }
 
-double mean_loss(LanguageModel& model, const ValidationBatches& batches, c10::Device device,
-                 Communicator& all) {
+MeanLoss mean_loss(LanguageModel& model, const ValidationBatches& batches, c10::Device device,
+                   Communicator& all, int64_t num_losses) {
   FSDP_ASSERT(batches.num_batches() > 0);
   const at::NoGradGuard no_grad;
-  at::Tensor sum = at::zeros({1}, at::TensorOptions().dtype(at::kDouble).device(device));
+  at::Tensor sums = at::zeros({2}, at::TensorOptions().dtype(at::kDouble).device(device));
   for (int64_t i = 0; i < batches.num_batches(); ++i) {
-    const ModelBatch batch = to_model_batch(batches.read(i), device);
+    const TokenBatch read = batches.read(i);
+    const ModelBatch batch = to_model_batch(read, device);
+    const auto num_targets = static_cast<double>(read.num_targets);
     // The first term is the cross entropy alone; the others only help training.
-    sum += model.loss(batch.tokens, batch.targets).terms.front().value.to(at::kDouble);
+    const ModelLoss loss = model.loss(batch.tokens, batch.targets, batch.documents);
+    sums[0] += loss.terms.front().value.to(at::kDouble) * num_targets;
+    sums[1] += num_targets;
   }
-  all.all_reduce(sum, {.op = ReduceOp::kAvg}, "mean loss").wait();
-  return sum.item<double>() / static_cast<double>(batches.num_batches());
+  // The mean over ranks is the same whether or not tp groups share their losses.
+  all.all_reduce(sums, {.op = ReduceOp::kAvg}, "mean loss").wait();
+  sums = sums.to(at::kCPU);
+  const double sum = sums[0].item<double>();
+  const double count = sums[1].item<double>();
+  return {.loss = count > 0 ? sum / count : 0.0,
+          .tokens = std::llround(count * static_cast<double>(num_losses))};
 }
 
 LoadedModel load_for_inference(const InferenceOptions& options, const Mesh& mesh) {
@@ -142,13 +160,15 @@ Evaluation evaluate(const InferenceOptions& inference, const std::shared_ptr<con
   int64_t batch = options.batch;
   if (windows.num_windows() < batch && windows.num_windows() >= ranks)
     batch = windows.num_windows() / ranks * ranks;
-  const ValidationBatches batches(
-      windows,
-      {.batch = batch, .ranks = ranks, .rank = world.rank(), .max_batches = options.max_batches});
+  const ValidationBatches batches(windows,
+                                  {.batch = batch,
+                                   .ranks = ranks,
+                                   .rank = world.rank(),
+                                   .max_batches = options.max_batches,
+                                   .documents = window_documents(options.documents, *corpus)});
   return {.path = loaded.path,
           .step = loaded.step,
-          .loss = mean_loss(*loaded.model, batches, loaded.device, world.communicator()),
-          .tokens = batches.num_batches() * batch * sequence};
+          .mean = mean_loss(*loaded.model, batches, loaded.device, world.communicator(), ranks)};
 }
 
 }  // namespace fsdp::train

@@ -19,6 +19,7 @@
 #include "fsdp/data/corpus.h"
 #include "fsdp/nn/language_model.h"
 #include "fsdp/shard/sharded.h"
+#include "fsdp/train/settings/train_options.h"
 
 namespace fsdp::train {
 
@@ -35,14 +36,20 @@ std::vector<NamedBuffer> stored_buffers(const LanguageModel& model);
 // [rows, sequence] each.
 struct ModelBatch {
   at::Tensor tokens;
-  at::Tensor targets;  // the token after each token
+  at::Tensor targets;  // the token after each token; -100: not learnt
+  std::shared_ptr<const Documents> documents = nullptr;  // where a row has more than one
 };
 
 ModelBatch to_model_batch(const TokenBatch& batch, c10::Device device);
 
-// Cross entropy per token over all batches and ranks, without gradients. All ranks call it.
-double mean_loss(LanguageModel& model, const ValidationBatches& batches, c10::Device device,
-                 Communicator& all);
+struct MeanLoss {
+  double loss = 0;     // cross entropy per token that is learnt, in nats; 0 without any
+  int64_t tokens = 0;  // that are learnt
+};
+
+// Over all batches and ranks, without gradients. All ranks call it; `num_losses`: see Mesh.
+MeanLoss mean_loss(LanguageModel& model, const ValidationBatches& batches, c10::Device device,
+                   Communicator& all, int64_t num_losses);
 
 // --- loading -------------------------------------------------------------------------------------
 
@@ -73,13 +80,13 @@ struct EvaluationOptions {
   int64_t sequence = 0;     // 0: as the model was trained; 256 where that is not known
   int64_t batch = 16;       // sequences at a time, of all ranks
   int64_t max_batches = 0;  // 0: all
+  DocumentsChoice documents = DocumentsChoice::kAuto;
 };
 
 struct Evaluation {
   std::string path;
   int64_t step = 0;
-  double loss = 0;  // cross entropy per token, in nats
-  int64_t tokens = 0;
+  MeanLoss mean;
 };
 
 // All ranks call it and get the same result.

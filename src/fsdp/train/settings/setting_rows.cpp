@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "fsdp/base/check.h"
+#include "fsdp/nn/config/model_config.h"
 
 namespace fsdp::train {
 
@@ -164,6 +165,10 @@ void add_model(Rows& rows) {
            "beside --model's config.json, if it is a directory that has some");
   rows.add("from-scratch", "BOOL", flag_value(&O::from_scratch),
            "Begin with random weights, though --model's directory has some");
+  rows.add(
+      "vocabulary", "N|auto", whole_or_auto(&O::vocabulary, 1, kMaxDim),
+      "Tokens that the model knows (vocab_size); auto: as the model says, and of a preset as many "
+      "as the data has, if those are more");
   rows.add("compute", "DTYPE", dtype_value(&O::compute, "auto"),
            "Of weights and activations; auto: fp32 on CPUs, bf16 on GPUs");
   rows.add("weights", "RECIPE", choice_value(&O::weights, weight_recipe_names()),
@@ -185,12 +190,23 @@ void add_model(Rows& rows) {
 
 void add_data(Rows& rows) {
   rows.group("data");
-  rows.add("data", "PATH...", list_value(&O::data),
-           "Text files, directories of them, or token files of `fsdp data pack`");
+  rows.add(
+      "data", "PATH...", list_value(&O::data),
+      "Text files, JSON lines, parquet files, directories, or token files of `fsdp data pack`");
+  rows.add(
+      "tokenizer", "PATH|bytes", text_value(&O::tokenizer),
+      "Of text: a tokenizer.json or a directory with one; auto: that of the model's directory, "
+      "or bytes");
+  rows.add("field", "NAME", text_value(&O::field),
+           "Rows of JSON lines or parquet have their text in this field; none: text, prompt and "
+           "completion, or messages");
   rows.add("validation-data", "PATH...", list_value(&O::validation_data),
            "The same, to validate on; none: the end of --data");
   rows.add("validation-fraction", "X", number_value(&O::validation_fraction, 0, 0.5),
            "How much of --data is kept for validation");
+  rows.add("documents", "HOW", choice_value(&O::documents, {"auto", "joined", "separate"}),
+           "Whether tokens see the documents before their own in a sequence; auto: joined, and "
+           "separate for data with loss masks");
   rows.add("sequence", "N", whole_value(&O::sequence, 1, 1 << 24), "Tokens per sequence");
   rows.add("batch", "N", whole_value(&O::batch, 1, 1 << 30),
            "Sequences per step, of all ranks and microbatches together");

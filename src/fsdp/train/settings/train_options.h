@@ -23,6 +23,7 @@
 namespace fsdp::train {
 
 enum class DeviceChoice : uint8_t { kAuto, kCpu, kCuda };
+enum class DocumentsChoice : uint8_t { kAuto, kJoined, kSeparate };
 enum class OptimizerChoice : uint8_t { kAdamW, kSgd };
 enum class RecomputeChoice : uint8_t { kNone, kBlock };
 enum class LifetimeChoice : uint8_t { kPersistent, kStep };
@@ -42,6 +43,7 @@ struct TrainOptions {
   std::string model = "tiny";  // a preset, or the path of a config.json or of its directory
   std::string init;            // weights to begin with; "": the model's, if it has some
   bool from_scratch = false;   // random weights, even if the model has some
+  std::optional<int64_t> vocabulary = std::nullopt;  // nullopt: the model's, or as the data needs
   std::optional<DType> compute = std::nullopt;  // of weights and activations; nullopt: by device
   RecomputeChoice recompute = RecomputeChoice::kNone;
   WeightRecipe weights = WeightRecipe::kPlain;
@@ -51,9 +53,12 @@ struct TrainOptions {
   int64_t logit_bytes = kDefaultLogitBytes;
 
   // --- data ---
-  std::vector<std::string> data;             // text files, directories, packed token files
+  std::vector<std::string> data;             // text, rows, directories, packed token files
   std::vector<std::string> validation_data;  // none: a part of `data`
+  std::string tokenizer = "auto";            // of text: a path, or bytes; auto: the model's
+  std::string field;                         // of rows; "": by what they have
   double validation_fraction = 0.02;
+  DocumentsChoice documents = DocumentsChoice::kAuto;  // see window_documents()
   int64_t sequence = 128;
   int64_t batch = 8;         // sequences per step, of all ranks
   int64_t microbatches = 1;  // of each rank and step

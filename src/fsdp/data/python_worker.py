@@ -1,0 +1,336 @@
+"""What fsdp asks of Python: tokenizers of others, their chat templates, and parquet files.
+
+fsdp starts Python with this text and a socket as standard input and output. A request and its answer are frames: the
+lengths of a JSON object and of the bytes after it, 8 bytes each, then both. The end of the input ends the process.
+"""
+
+import sys
+
+if sys.path and sys.path[0] == "":
+    del sys.path[0]  # the files of the working directory are data, and may be named like modules
+
+import array
+import datetime
+import importlib
+import json
+import os
+import signal
+import struct
+
+# Tokens that end documents of the common models. Where a tokenizer has one, it is preferred to its eos_token, which in
+# models for chats is often the end of a turn and so stands within documents.
+DOCUMENT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+ROW_COLUMNS = ("text", "prompt", "completion", "messages", "tools")
+ROWS_AT_A_TIME = 1024
+
+
+class Failure(Exception):
+    """A sentence for the user; `document` says which one of the request it is about."""
+
+    def __init__(self, sentence, document=None):
+        super().__init__(sentence)
+        self.document = document
+
+
+def first_line(error):
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip(".")
+
+
+def json_beside(path, name):
+    """The object in the file of this name in the tokenizer's directory; {} without one."""
+    file = os.path.join(os.path.dirname(path), name)
+    if not os.path.exists(file):
+        return {}
+    try:
+        with open(file, encoding="utf-8") as stream:
+            found = json.load(stream)
+    except ValueError as error:
+        raise Failure(f"{file}: is no JSON ({first_line(error)}); use another copy") from error
+    return found if isinstance(found, dict) else {}
+
+
+class ChatTemplate:
+    """A template as the package transformers renders it: a Jinja sandbox with a few functions more."""
+
+    def __init__(self, source, special_tokens, added_tokens):
+        try:
+            import jinja2.ext
+            import jinja2.sandbox
+        except ImportError as error:
+            raise Failure("chat templates need the Python package jinja2; install it, e.g. pip install jinja2") from error
+
+        class Generation(jinja2.ext.Extension):
+            """{% generation %} marks what an assistant wrote; here turns are found without it."""
+
+            tags = {"generation"}
+
+            def parse(self, parser):
+                next(parser.stream)
+                return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation])
+        environment.filters["tojson"] = self.to_json
+        environment.globals["raise_exception"] = self.refuse
+        environment.globals["strftime_now"] = self.formatted_date
+        self.special_tokens = special_tokens  # bos_token and its like, by name
+        self.added_tokens = added_tokens      # all that the tokenizer takes whole
+        self.date = None
+        try:
+            self.template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise Failure(f"its chat template is no Jinja template ({first_line(error)})") from error
+
+    @staticmethod
+    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    @staticmethod
+    def refuse(sentence):
+        raise Failure(f"the chat template says: {sentence}")
+
+    def formatted_date(self, form):
+        return (self.date or datetime.datetime.now()).strftime(form)
+
+    def render(self, row, messages, add_generation_prompt=False):
+        try:
+            return self.template.render(messages=messages, tools=row.get("tools"), documents=None,
+                                        add_generation_prompt=add_generation_prompt, **self.special_tokens)
+        except Failure:
+            raise
+        except Exception as error:  # templates fail in many ways
+            raise Failure(f"the chat template fails: {first_line(error)}") from error
+
+    def render_document(self, row):
+        """The text of a chat, and the first and last character of each turn that the assistant wrote."""
+        # A template may write the day; the tokens of a data set must not depend on when they are made.
+        self.date = datetime.datetime(2024, 7, 26)
+        messages = row["messages"]
+        whole = self.render(row, messages)
+        turns = [self.turn(row, whole, i) for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        self.date = None
+        return whole, turns
+
+    def turn(self, row, whole, number):
+        messages = row["messages"]
+        try:
+            before = self.render(row, messages[:number], add_generation_prompt=True)
+            after = self.render(row, messages[:number + 1])
+        except Failure:  # the template does not like half a chat
+            before, after = whole + "?", ""
+        # What the model writes after the prompt that it would get; white space after the end of a turn is not its own.
+        if len(before) <= len(after) and whole.startswith(before) and whole.startswith(after):
+            return len(before), len(after.rstrip())
+        return self.marked_turn(row, whole, number)
+
+    def marked_turn(self, row, whole, number):
+        """For templates that write a turn in another way when more follow: looks where its content goes."""
+        messages = list(row["messages"])
+        mark = "\ue000fsdp\ue001"
+        messages[number] = {**messages[number], "content": mark}
+        head, found, tail = self.render(row, messages).partition(mark)
+        if not found or not whole.startswith(head) or not whole.endswith(tail) or len(head) + len(tail) > len(whole):
+            raise Failure(f"the chat template does not show where message {number + 1} begins and ends")
+        ends = [len(token) for token in self.added_tokens if tail.startswith(token)]  # of the turn
+        return len(head), len(whole) - len(tail) + max(ends, default=0)
+
+
+def is_in(span, spans):
+    """Whether a token's characters, or the place of one without any, touch one of the spans."""
+    first, last = span[0], max(span[1], span[0] + 1)
+    return any(first < end and last > begin for begin, end in spans)
+
+
+class Tokens:
+    """A tokenizer.json and what stands beside it."""
+
+    def open(self, request, _):
+        import tokenizers
+
+        path = request["path"]
+        try:
+            with open(path, encoding="utf-8") as stream:
+                self.tokenizer = tokenizers.Tokenizer.from_str(stream.read())
+        except Exception as error:  # the package raises nothing more special
+            raise Failure(f"{path}: cannot be read as a tokenizer: {first_line(error)}; use another copy") from error
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        self.path = path
+        self.config = {**json_beside(path, "special_tokens_map.json"), **json_beside(path, "tokenizer_config.json")}
+        self.special_tokens = {name: value["content"] if isinstance(value, dict) else value
+                               for name, value in self.config.items()
+                               if name.endswith("_token") and isinstance(value, (str, dict))}
+        self.template = None
+        self.stream = None
+        self.end = self.end_of_document(request.get("end", ""))
+        ends = {self.end, self.tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))} - {None}
+        vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise Failure(f"{path}: has no tokens; use another copy")
+        return {"model": type(self.tokenizer.model).__name__.lower(), "vocabulary": max(vocabulary.values()) + 1,
+                "end_of_document": self.end, "ends": sorted(ends)}, b""
+
+    def end_of_document(self, given):
+        if given:
+            token = self.tokenizer.token_to_id(given)
+            if token is None:
+                raise Failure(f"--end-of-document is '{given}', which is no token of {self.path}; name one that is")
+            return token
+        for text in (*DOCUMENT_ENDS, self.special_tokens.get("eos_token")):
+            if text and self.tokenizer.token_to_id(text) is not None:
+                return self.tokenizer.token_to_id(text)
+        return None
+
+    # --- documents ------------------------------------------------------------------------------------
+
+    def encode(self, request, payload):
+        """Each document: [bytes, bytes of the prompt, is a chat, is a beginning, is an end]; then their texts."""
+        plain, whole_texts, masked = {}, {}, {}
+        offset = 0
+        for number, (count, prompt_bytes, is_chat, is_beginning, _) in enumerate(request["documents"]):
+            data = payload[offset:offset + count]
+            offset += count
+            try:
+                if is_chat:
+                    masked[number] = (*self.chat_template().render_document(json.loads(data)), False)
+                elif prompt_bytes:
+                    prompt, completion = data[:prompt_bytes].decode(), data[prompt_bytes:].decode()
+                    text = prompt + completion
+                    masked[number] = text, [(len(prompt), len(text))], True
+                else:
+                    (whole_texts if is_beginning else plain)[number] = data.decode()
+            except UnicodeDecodeError as error:
+                raise Failure(f"is not UTF-8 text (byte 0x{data[error.start]:02x} at {error.start})", number) from error
+            except Failure as error:
+                raise Failure(str(error), number) from error
+        ids, masks = {}, {}
+        for texts, special in ((whole_texts, True), (plain, False)):
+            found = self.tokenizer.encode_batch_fast(list(texts.values()), add_special_tokens=special)
+            ids.update({number: each.ids for number, each in zip(texts, found)})
+        for number, (text, spans, special) in masked.items():
+            found = self.tokenizer.encode(text, add_special_tokens=special)
+            ids[number] = found.ids
+            masks[number] = bytearray(
+                offsets != (0, 0) and is_in(offsets, spans) for offsets in found.offsets)
+        self.end_documents(request["documents"], ids, masks)
+        tokens = array.array("I")
+        for number in range(len(ids)):
+            tokens.extend(ids[number])
+        return {"counts": [len(ids[number]) for number in range(len(ids))], "masked": sorted(masks)}, (
+            tokens.tobytes() + b"".join(bytes(masks[number]) for number in sorted(masks)))
+
+    def end_documents(self, documents, ids, masks):
+        for number, (_, _, is_chat, _, is_end) in enumerate(documents):
+            if not is_end or self.end is None:
+                continue
+            if not ids[number] or ids[number][-1] != self.end:
+                ids[number].append(self.end)
+                if number in masks:
+                    masks[number].append(0)
+            if number in masks and not is_chat:
+                masks[number][-1] = 1  # the model ends its completion itself
+
+    # --- prompts and answers --------------------------------------------------------------------------
+
+    def prompt(self, _, payload):
+        found = self.tokenizer.encode(payload.decode())
+        ids = found.ids
+        if len(ids) > 1 and found.special_tokens_mask[-1]:
+            ids = ids[:-1]  # a token that ends a text; this one goes on
+        return {}, array.array("I", ids).tobytes()
+
+    def chat(self, _, payload):
+        row = json.loads(payload)
+        text = self.chat_template().render(row, row["messages"], add_generation_prompt=True)
+        return {}, array.array("I", self.tokenizer.encode(text, add_special_tokens=False).ids).tobytes()
+
+    def decode(self, request, payload):
+        """The text of tokens that follow those before; a character that is not complete waits for the rest."""
+        import tokenizers.decoders
+
+        if request["is_first"]:
+            self.stream = tokenizers.decoders.DecodeStream(skip_special_tokens=True)
+        ids = array.array("I")
+        ids.frombytes(payload)
+        return {}, "".join(self.stream.step(self.tokenizer, token) or "" for token in ids).encode()
+
+    def chat_template(self):
+        if self.template is None:
+            added = [token.content for token in self.tokenizer.get_added_tokens_decoder().values()]
+            self.template = ChatTemplate(self.template_source(), self.special_tokens, added)
+        return self.template
+
+    def template_source(self):
+        file = os.path.join(os.path.dirname(self.path), "chat_template.jinja")
+        if os.path.exists(file):
+            with open(file, encoding="utf-8") as stream:
+                return stream.read()
+        source = self.config.get("chat_template") or json_beside(self.path, "chat_template.json").get("chat_template")
+        if isinstance(source, list):  # several by name
+            source = {each.get("name"): each.get("template") for each in source}.get("default")
+        if not source:
+            raise Failure(f"{os.path.dirname(self.path)} has no chat template (chat_template.jinja, or in "
+                          "tokenizer_config.json); use the tokenizer of a model for chats")
+        return source
+
+
+class Parquet:
+    """A parquet file as JSON lines."""
+
+    def open_parquet(self, request, _):
+        import pyarrow.parquet
+
+        try:
+            file = pyarrow.parquet.ParquetFile(request["path"])
+            names = file.schema_arrow.names
+            wanted = (request["field"],) if request["field"] else ROW_COLUMNS
+            self.batches = file.iter_batches(ROWS_AT_A_TIME, columns=[name for name in names if name in wanted])
+        except Exception as error:
+            raise Failure(f"{request['path']}: cannot be read as a parquet file: {first_line(error)}") from error
+        return {"columns": names}, b""
+
+    def read_parquet(self, _, __):
+        rows = next(self.batches, None)
+        lines = [] if rows is None else [json.dumps(row, default=str) for row in rows.to_pylist()]
+        return {"is_last": rows is None}, "\n".join(lines).encode()
+
+
+def start(request, _):
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    try:
+        importlib.import_module(request["module"])
+    except Exception as error:
+        return {"missing": first_line(error)}, b""
+    return {}, b""
+
+
+def frames(stream):
+    while len(lengths := stream.read(16)) == 16:
+        head_bytes, payload_bytes = struct.unpack("=QQ", lengths)
+        yield json.loads(stream.read(head_bytes)), stream.read(payload_bytes)
+
+
+def main():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to fsdp, too, which decides
+    # What a package prints must not stand between the frames.
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    tokens, parquet = Tokens(), Parquet()
+    actions = {"start": start, "open": tokens.open, "encode": tokens.encode, "prompt": tokens.prompt,
+               "chat": tokens.chat, "decode": tokens.decode, "open_parquet": parquet.open_parquet,
+               "read_parquet": parquet.read_parquet}
+    for request, payload in frames(sys.stdin.buffer):
+        try:
+            answer, data = actions[request["action"]](request, payload)
+        except Failure as error:
+            answer, data = {"error": str(error), "document": error.document}, b""
+        except Exception as error:
+            answer, data = {"error": f"Python failed: {type(error).__name__}: {first_line(error)}", "document": None}, b""
+        head = json.dumps(answer).encode()
+        out.write(struct.pack("=QQ", len(head), len(data)) + head + data)
+        out.flush()
+    os._exit(0)
+
+
+main()

@@ -1,0 +1,149 @@
+#!/usr/bin/env python3
+"""Chats as `fsdp` renders, tokenises and masks them: the ids are those of transformers, the assistant's turns are learnt.
+
+    chat_templates_test.py FSDP PYTHON_WORKER
+"""
+
+import array
+import datetime
+import json
+import os
+import pathlib
+import struct
+import subprocess
+import sys
+import tempfile
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here needs a network
+
+try:
+    import numpy
+    import tokenizer_files
+    import transformers
+except ImportError as error:
+    print(f"skipped: {error}; make setup installs what requirements.txt names")
+    sys.exit(0)
+
+FSDP, WORKER = sys.argv[1:]
+NOT_LEARNT = 1 << 15
+CHAT = [{"role": "user", "content": "the rank of  a tensor"}, {"role": "assistant", "content": "one two"},
+        {"role": "user", "content": "caf\u00e9 \u65e5\u672c\u8a9e"}, {"role": "assistant", "content": "three"}]
+# What is learnt of CHAT, turn by turn, in the words of each model.
+LEARNT = {"llama3": ["one two<|eot_id|>", "three<|eot_id|>"], "qwen2.5": ["one two<|im_end|>", "three<|im_end|>"],
+          "qwen3": ["one two<|im_end|>", "<think>\n\n</think>\n\nthree<|im_end|>"], "mistral": [" one two</s>", " three</s>"],
+          "gemma": ["one two<end_of_turn>", "three<end_of_turn>"]}
+
+
+def check(condition, words):
+    if not condition:
+        sys.exit(f"chat_templates_test: {words}")
+
+
+class Worker:
+    """Talks to python_worker.py as fsdp does."""
+
+    def __init__(self):
+        self.process = subprocess.Popen([sys.executable, WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def ask(self, action, payload=b"", **fields):
+        head = json.dumps({"action": action, **fields}).encode()
+        self.process.stdin.write(struct.pack("=QQ", len(head), len(payload)) + head + payload)
+        self.process.stdin.flush()
+        lengths = struct.unpack("=QQ", self.process.stdout.read(16))
+        return json.loads(self.process.stdout.read(lengths[0])), self.process.stdout.read(lengths[1])
+
+    def ids(self, action, payload):
+        answer, data = self.ask(action, payload)
+        check("error" not in answer, answer)
+        return array.array("I", data).tolist()
+
+
+def their_ids(theirs, messages, **options):
+    return theirs(theirs.apply_chat_template(messages, tokenize=False, **options), add_special_tokens=False)["input_ids"]
+
+
+def check_prompts(worker, folder, model, theirs):
+    """A chat that waits for its answer, with and without a system's words, and tools."""
+    check("error" not in worker.ask("open", path=str(folder / model / "tokenizer.json"))[0], model)
+    chats = [{"messages": CHAT[:1]}, {"messages": CHAT[:3]}]
+    if model != "mistral":
+        chats.append({"messages": [{"role": "system", "content": " Be brief. "}, *CHAT[:1]]})
+        chats.append({"messages": CHAT[:1], "tools": [{"name": "f", "text": "<\u00e9>"}]})
+    for chat in chats:
+        found = worker.ids("chat", json.dumps(chat).encode())
+        expected = their_ids(theirs, chat["messages"], tools=chat.get("tools"), add_generation_prompt=True)
+        check(found == expected, f"{model}: {theirs.decode(found)!r} is not {theirs.decode(expected)!r}")
+
+
+def check_documents(folder, model, theirs):
+    """All tokens are those of transformers; those of the assistant alone are learnt."""
+    rows = folder / "chats.jsonl"
+    rows.write_text(json.dumps({"messages": CHAT}) + "\n")
+    output = folder / f"{model}.bin"
+    done = subprocess.run([FSDP, "data", "pack", rows, "--tokenizer", folder / model, "--output", output],
+                          capture_output=True, text=True)
+    check(done.returncode == 0, done.stderr)
+    stored = numpy.fromfile(output, "<u2", offset=128)
+    tokens = (stored & (NOT_LEARNT - 1)).tolist()
+    # The day of a document is always the same.
+    today = datetime.datetime.now().strftime("%d %b %Y")
+    text = theirs.apply_chat_template(CHAT, tokenize=False).replace(today, "26 Jul 2024")
+    expected = theirs(text, add_special_tokens=False)["input_ids"]
+    check(tokens[:len(expected)] == expected, f"{model}: {theirs.decode(tokens)!r} is not {text!r}")
+    end = json.loads(subprocess.run([FSDP, "data", "info", output, "--json"], capture_output=True).stdout)["end_of_document"]
+    check(tokens[len(expected):] == ([] if expected[-1] == end else [end]), f"{model}: {tokens} ends wrongly")
+    turns = []
+    for token, is_learnt, follows in zip(tokens, stored < NOT_LEARNT, [False, *(stored < NOT_LEARNT)]):
+        if is_learnt and not follows:
+            turns.append([])
+        if is_learnt:
+            turns[-1].append(token)
+    found = [theirs.decode(turn) for turn in turns]
+    check(found == LEARNT[model], f"{model}: {found} is learnt, not {LEARNT[model]}")
+
+
+def check_refusals(worker, folder):
+    wrong = json.dumps({"messages": [CHAT[1]]}).encode()
+    answer, _ = worker.ask("open", path=str(folder / "mistral" / "tokenizer.json"))
+    answer, _ = worker.ask("chat", wrong)
+    check(answer["error"] == "the chat template says: roles must alternate between user and assistant", answer)
+    tokenizer_files.make_tokenizer(folder / "broken", config={"chat_template": "{% if"})
+    worker.ask("open", path=str(folder / "broken" / "tokenizer.json"))
+    answer, _ = worker.ask("chat", wrong)
+    check("is no Jinja template" in answer["error"], answer)
+    # Templates come from strangers: what they may not do fails.
+    evil = "{{ messages.append(1) }}{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    tokenizer_files.make_tokenizer(folder / "evil", config={"chat_template": [{"name": "default", "template": evil}]})
+    worker.ask("open", path=str(folder / "evil" / "tokenizer.json"))
+    answer, _ = worker.ask("chat", wrong)
+    check("the chat template fails: " in answer["error"] and "unsafe" in answer["error"], answer)
+
+
+def check_text_of_tokens(worker, folder):
+    """Token by token: complete characters alone, and the text of all; spaces within the text are kept."""
+    text = "the rank \U0001f680 \u65e5\u672c\u8a9e  na\u00efve two"
+    for kind in ("bpe", "unigram"):
+        theirs = tokenizer_files.make_tokenizer(folder / kind, kind)
+        worker.ask("open", path=str(folder / kind / "tokenizer.json"))
+        ids = worker.ids("prompt", text.encode())
+        check(ids == theirs.encode(text).ids, kind)
+        worker.ask("decode", array.array("I", ids[:2]).tobytes(), is_first=True)
+        pieces = [worker.ask("decode", array.array("I", [token]).tobytes(), is_first=False)[1].decode() for token in ids[2:]]
+        check(theirs.decode(ids[:2]) + "".join(pieces) == theirs.decode(ids), f"{kind}: {pieces}")
+        check(not any("\ufffd" in piece for piece in pieces), pieces)
+
+
+with tempfile.TemporaryDirectory() as name:
+    root = pathlib.Path(name)
+    talker = Worker()
+    for each in tokenizer_files.TEMPLATES:
+        tokenizer_files.make_chat_tokenizer(root / each, each)
+        reference = transformers.PreTrainedTokenizerFast.from_pretrained(root / each)
+        check_prompts(talker, root, each, reference)
+        check_documents(root, each, reference)
+        print(f"{each}: fine")
+    check_refusals(talker, root)
+    check_text_of_tokens(talker, root)
+    talker.process.stdin.close()
+    check(talker.process.wait(10) == 0, "the worker does not end with its input")
+print("chat_templates_test: fine")

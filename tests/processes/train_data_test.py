@@ -1,0 +1,172 @@
+"""What `fsdp train` and `eval` make of their data: loss masks, separate documents.
+
+Usage: train_data_test.py FSDP
+"""
+
+import json
+import pathlib
+import struct
+import sys
+import tempfile
+import unittest
+
+import small_runs
+
+FSDP = sys.argv[1]
+STEPS = 6
+SEQUENCE, BATCH = 16, 8
+# Ranks and microbatches add the same gradients in another order; see train_runs_test.py.
+ORDER = 1e-5
+
+
+def crc32c(data):
+    register = 0xFFFFFFFF
+    for byte in data:
+        register ^= byte
+        for _ in range(8):
+            register = register >> 1 ^ (0x82F63B78 if register & 1 else 0)
+    return register ^ 0xFFFFFFFF
+
+
+def write_masked(path, tokens, learnt):
+    """A token file of bytes with a loss mask, as docs/data.md describes it."""
+    stored = b"".join(struct.pack("<H", token if is_learnt else token | 0x8000) for token, is_learnt in zip(tokens, learnt))
+    header = b"fsdptok\n" + struct.pack("<IIqqqq", 2, 2, 257, len(tokens), tokens.count(256), 256)
+    header += b"bytes".ljust(64, b"\0") + struct.pack("<Iq", crc32c(stored), sum(learnt))
+    path.write_bytes(header + struct.pack("<I", crc32c(header)) + stored)
+
+
+class Data(unittest.TestCase):
+    """A directory with the small model and its text."""
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = pathlib.Path(folder.name)
+        small_runs.write_model(self.root / "model" / "config.json", num_key_value_heads=2)
+        small_runs.write_text(self.root / "text.txt")
+
+    def fsdp(self, *arguments, code=0):
+        return small_runs.run([FSDP, *map(str, arguments)], cwd=self.root, code=code)
+
+    def train(self, name, *options, steps=STEPS):
+        """Losses by step; the run's log is NAME.jsonl."""
+        more = [] if steps is None else ["--steps", steps]
+        for option, value in (("--validate-every", 0), ("--model", "model")):
+            if option not in options:
+                more += [option, value]
+        self.fsdp("train", *small_runs.SHAPE, *more, "--sample", "", "--quiet", "--schedule",
+                  "constant", "--warmup", "0", "--log", f"{name}.jsonl", *options)
+        return small_runs.losses(self.root / f"{name}.jsonl")
+
+    def assert_near(self, losses, expected):
+        self.assertEqual(losses.keys(), expected.keys())
+        for step, loss in losses.items():
+            self.assertLess(abs(loss - expected[step]), ORDER * expected[step], f"step {step}")
+
+
+class LossMasks(Data):
+    def setUp(self):
+        super().setUp()
+        self.tokens = [*(self.root / "text.txt").read_bytes(), 256]
+        # Stretches that are learnt and others that are not, of lengths that give windows from none to all of their
+        # targets: microbatches and ranks have unlike numbers of them.
+        self.learnt = [place // 37 % 3 == 0 or place % 11 == 0 for place in range(len(self.tokens))]
+        for begin in range(0, len(self.learnt), 200):
+            self.learnt[begin:begin + 60] = [False] * len(self.learnt[begin:begin + 60])
+        write_masked(self.root / "masked.bin", self.tokens, self.learnt)
+        write_masked(self.root / "rest.bin", self.tokens, [not each for each in self.learnt])
+
+    def test_a_steps_loss_is_the_mean_over_its_targets_however_they_are_divided(self):
+        alone = self.train("alone", "--data", "masked.bin")
+        self.assertNotEqual(alone, self.train("plain", "--data", "text.txt"))
+        for name, options in {
+                "microbatches": ["--microbatches", 4], "ranks": ["--ranks", 4],
+                "both": ["--ranks", 2, "--microbatches", 4], "tp": ["--ranks", 4, "--tp", 2, "--microbatches", 2],
+        }.items():
+            with self.subTest(name):
+                self.assert_near(self.train(name, "--data", "masked.bin", *options), alone)
+
+    def test_steps_without_any_target_are_survived(self):
+        write_masked(self.root / "none.bin", self.tokens, [False] * len(self.tokens))
+        self.assertEqual(set(self.train("none", "--data", "none.bin", "--ranks", 2).values()), {0})
+
+    def test_eval_counts_what_is_learnt(self):
+        self.train("run", "--data", "masked.bin", "--checkpoint-dir", "run", "--validation-data", "masked.bin",
+                   "--validate-every", STEPS, "--validation-batches", 1000)
+        results = {}
+        for data in ("text.txt", "masked.bin", "rest.bin"):
+            done = self.fsdp("eval", "--checkpoint", "run", "--data", data, "--batch", BATCH, "--json")
+            results[data] = json.loads(done.stdout)
+        windows = (len(self.tokens) - 1) // SEQUENCE // BATCH * BATCH
+        learnt = sum(self.learnt[1:windows * SEQUENCE + 1])
+        self.assertEqual(results["masked.bin"]["tokens"], learnt)
+        self.assertEqual(results["rest.bin"]["tokens"], windows * SEQUENCE - learnt)
+        # Each target is in one of the two.
+        total = sum(results[data]["loss"] * results[data]["tokens"] for data in ("masked.bin", "rest.bin"))
+        whole = results["text.txt"]
+        self.assertAlmostEqual(total / (whole["loss"] * whole["tokens"]), 1, delta=1e-6)
+        # Validation is the same figure.
+        logged = small_runs.log_records(self.root / "run.jsonl", "validation")[-1]
+        self.assertAlmostEqual(logged["loss"], results["masked.bin"]["loss"], delta=1e-12)
+        self.assertEqual(logged["tokens"], learnt)
+
+    def test_info_verifies_and_counts_them(self):
+        shown = json.loads(self.fsdp("data", "info", "masked.bin", "--verify", "--json").stdout)
+        self.assertEqual(shown["learnt"], sum(self.learnt))
+        self.assertRegex(self.fsdp("data", "info", "masked.bin").stdout, r"learnt +[\d,]+ of the tokens \(loss mask\)")
+
+
+class Documents(Data):
+    def setUp(self):
+        super().setUp()
+        # Documents of 1 to 40 bytes: several in a window, and some of more than one.
+        (self.root / "notes").mkdir()
+        text = (self.root / "text.txt").read_text()
+        begin, number = 0, 0
+        while begin < len(text):
+            length = number * 13 % 40 + 1
+            (self.root / "notes" / f"{number:04}.txt").write_text(text[begin:begin + length])
+            begin, number = begin + length, number + 1
+        small_runs.write_model(self.root / "predicting" / "config.json", num_key_value_heads=2, num_nextn_predict_layers=1)
+
+    def test_separate_documents_learn_the_same_however_they_are_divided(self):
+        joined = self.train("joined", "--data", "notes", "--documents", "joined")
+        self.assertEqual(joined, self.train("auto", "--data", "notes"))
+        for model in ("model", "predicting", "hybrid-tiny"):
+            words = ["--data", "notes", "--documents", "separate", "--model", model]
+            alone = self.train(f"{model}-alone", *words)
+            if model == "model":
+                self.assertNotEqual(alone, joined)
+            self.assertEqual(self.train(f"{model}-again", *words, "--recompute", "block"), alone)
+            divisions = {"tp": ["--ranks", 2, "--tp", 2]}
+            # Predictions of later tokens have other numbers of targets, but the shares of the first ones.
+            if model != "predicting":
+                divisions |= {"microbatches": ["--microbatches", 4], "ranks": ["--ranks", 2, "--microbatches", 2]}
+            for name, options in divisions.items():
+                with self.subTest(f"{model} {name}"):
+                    self.assert_near(self.train(f"{model}-{name}", *words, *options), alone)
+
+    def test_rows_with_loss_masks_are_separate_documents(self):
+        tokens = [token for number in range(150) for token in (*f"{number} is".encode(), *f" {number * 7}.".encode(), 256)]
+        write_masked(self.root / "rows.bin", tokens, [token != 32 for token in tokens])
+        auto = self.train("auto", "--data", "rows.bin")
+        self.assertEqual(self.train("separate", "--data", "rows.bin", "--documents", "separate"), auto)
+        self.assertNotEqual(self.train("joined", "--data", "rows.bin", "--documents", "joined"), auto)
+
+    def test_eval_takes_the_words_of_training(self):
+        self.train("run", "--data", "notes", "--checkpoint-dir", "run", "--documents", "separate", "--validation-data",
+                   "notes", "--validate-every", STEPS, "--validation-batches", 1000)
+        logged = small_runs.log_records(self.root / "run.jsonl", "validation")[-1]
+        found = {}
+        for documents in ("auto", "joined", "separate"):
+            done = self.fsdp("eval", "--checkpoint", "run", "--data", "notes", "--batch", BATCH, "--json", "--documents", documents)
+            found[documents] = json.loads(done.stdout)
+        self.assertEqual(found["auto"], found["joined"])
+        self.assertAlmostEqual(found["separate"]["loss"], logged["loss"], delta=1e-12)
+        self.assertEqual(found["separate"]["tokens"], logged["tokens"])
+        self.assertLess(found["separate"]["tokens"], found["joined"]["tokens"])
+
+
+if __name__ == "__main__":
+    unittest.main(argv=sys.argv[:1])
