@@ -63,17 +63,6 @@ std::vector<ChartRange> ranges_of(std::span<const SeriesBucket> buckets) {
   return ranges;
 }
 
-// The median of the means: a typical step.
-double median_of(const Series& series) {
-  std::vector<double> means;
-  for (const SeriesBucket& bucket : series.buckets())
-    if (!bucket.is_empty()) means.push_back(bucket.mean());
-  if (means.empty()) return NAN;
-  const auto middle = means.begin() + static_cast<std::ptrdiff_t>(means.size() / 2);
-  std::nth_element(means.begin(), middle, means.end());
-  return *middle;
-}
-
 std::vector<double> marks_of(const RunHistory& history) {
   return {history.resumed_steps().begin(), history.resumed_steps().end()};
 }
@@ -178,16 +167,6 @@ std::string tile_html(const std::string& name, const std::string& value,
                 "</small></dd></div>");
 }
 
-// The mean of the last hundredth of the run, which hardly depends on single steps.
-double recent_loss(const Series& loss) {
-  const auto buckets = loss.buckets();
-  SeriesBucket recent;
-  for (const SeriesBucket& bucket :
-       buckets.last(std::min(buckets.size(), 1 + buckets.size() / 100)))
-    recent.join(bucket);
-  return recent.is_empty() ? NAN : recent.mean();
-}
-
 // "2.46 M": three digits are enough for a glance.
 std::string count_text(int64_t count) {
   const auto value = static_cast<double>(count);
@@ -210,22 +189,31 @@ std::string lost_weights_html(const StepRecord& step) {
                    concat("became 0; ", figure_text(share_of("overflow")), " % out of range"));
 }
 
-std::string tiles_html(const RunHistory& history) {
+// Which steps a figure is the mean of.
+std::string recent_steps_text(const SeriesBucket& recent) {
+  if (recent.first_step == recent.last_step) return concat("step ", grouped_text(recent.last_step));
+  return concat("mean of steps ", grouped_text(recent.first_step), " to ",
+                grouped_text(recent.last_step));
+}
+
+std::string tiles_html(const RunFacts& facts, const RunHistory& history) {
   const auto& last = history.last_step();
   if (!last) return "";
   std::string html = "<dl class=\"tiles\" id=\"summary\">";
-  html += tile_html("Training loss", figure_text(recent_loss(history.loss())),
-                    concat("step ", grouped_text(last->step)));
+  const SeriesBucket recent = history.loss().recent();
+  html += tile_html("Training loss", figure_text(recent.is_empty() ? NAN : recent.mean()),
+                    recent_steps_text(recent));
   if (const auto& best = history.best_validation())
     html += tile_html("Validation loss", figure_text(best->loss),
                       concat("best, step ", grouped_text(best->step)));
-  html += tile_html("Throughput", figure_text(std::round(median_of(history.tokens_per_second()))),
+  html += tile_html("Throughput", figure_text(std::round(history.tokens_per_second().median())),
                     "tokens/s");
-  html += tile_html("Step time", figure_text(median_of(history.milliseconds())), "ms");
+  html += tile_html("Step time", figure_text(history.milliseconds().median()), "ms");
   if (last->mfu > 0)
     html += tile_html("Model FLOPs use", figure_text(std::round(1000 * last->mfu) / 10), "%");
   if (last->peak_bytes > 0)
-    html += tile_html("Peak memory", bytes_text(static_cast<double>(last->peak_bytes)), "so far");
+    html += tile_html("Peak memory", bytes_text(static_cast<double>(last->peak_bytes)),
+                      peak_owner(facts));
   if (last->tokens > 0)
     html += tile_html("Tokens", count_text(last->tokens),
                       concat("in ", duration_text(history.step_seconds())));
@@ -286,7 +274,7 @@ std::string report_page(const ReportContent& content) {
       // Keeps the browser from asking for a favicon.
       "<link rel=\"icon\" href=\"data:,\"><title>", title, "</title><style>", report_style(),
       "</style></head><body><main>\n<h1>", title, "</h1>\n", status_html(content), "\n",
-      tiles_html(content.history), charts_html(content.history), memory_html(facts.memory),
+      tiles_html(facts, content.history), charts_html(content.history), memory_html(facts),
       timeline_chart_html(content.timeline), sample_html(content.sample),
       checkpoints_html(content.history), outliers_html(content.history),
       settings_html(facts.settings), environment_html(facts.environment));

@@ -66,7 +66,15 @@ std::string z_text(double z) {
 
 }  // namespace
 
-std::string memory_html(std::span<const MemoryRow> rows) {
+std::string peak_owner(const RunFacts& facts) {
+  const bool is_on_gpu = std::any_of(
+      facts.settings.begin(), facts.settings.end(),
+      [](const SettingRow& row) { return row.name == "device" && row.value == "cuda"; });
+  return is_on_gpu ? "of rank 0's GPU" : "of the process";
+}
+
+std::string memory_html(const RunFacts& facts) {
+  const std::span<const MemoryRow> rows = facts.memory;
   if (rows.empty()) return "";
   int64_t longest = 1;
   std::vector<MemoryRow> totals;
@@ -90,7 +98,13 @@ std::string memory_html(std::span<const MemoryRow> rows) {
       if (row.is_on_host == total.is_on_host) html += memory_row_html(row, longest, "kind");
     html += memory_row_html(total, longest, "total");
   }
-  return html + "</div></section>\n";
+  return html +
+         concat(
+             "</div><p class=\"note\">This is the memory of the engine: weights, gradients, the "
+             "optimizer's state and the buckets of one rank. Peak memory, above, is all memory ",
+             peak_owner(facts),
+             ": activations, libtorch and, in a process of several ranks, all of them "
+             "come on top.</p></section>\n");
 }
 
 std::string checkpoints_html(const RunHistory& history) {

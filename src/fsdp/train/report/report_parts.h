@@ -14,11 +14,14 @@ namespace fsdp::train {
 // --- lists ---------------------------------------------------------------------------------------
 
 // Each is a section of the page, or "" where there is nothing to show.
-std::string memory_html(std::span<const MemoryRow> rows);
+std::string memory_html(const RunFacts& facts);
 std::string checkpoints_html(const RunHistory& history);
 std::string outliers_html(const RunHistory& history);
 std::string settings_html(std::span<const SettingRow> rows);
 std::string environment_html(std::span<const EnvironmentRow> rows);
+
+// Whose memory a step's peak is: "of rank 0's GPU", or "of the process".
+std::string peak_owner(const RunFacts& facts);
 
 // --- style and script ----------------------------------------------------------------------------
 
