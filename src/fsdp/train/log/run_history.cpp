@@ -177,6 +177,7 @@ void RunHistory::add(const StepRecord& record) {
   gradient_norm_.add(record.step, record.gradient_norm);
   tokens_per_second_.add(record.step, record.tokens_per_second);
   milliseconds_.add(record.step, record.milliseconds);
+  tokens_.add(record.step, static_cast<double>(record.tokens));
   last_step_ = record;
   step_seconds_ += std::isfinite(record.milliseconds) ? record.milliseconds / 1000 : 0;
   num_skipped_ += record.is_skipped ? 1 : 0;

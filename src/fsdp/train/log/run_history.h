@@ -102,6 +102,8 @@ class RunHistory {
   const Series& gradient_norm() const { return gradient_norm_; }
   const Series& tokens_per_second() const { return tokens_per_second_; }
   const Series& milliseconds() const { return milliseconds_; }
+  // Trained on by a step.
+  const Series& tokens() const { return tokens_; }
 
   const std::optional<StepRecord>& last_step() const { return last_step_; }
   const std::optional<ValidationRecord>& best_validation() const { return best_validation_; }
@@ -127,6 +129,7 @@ class RunHistory {
   Series gradient_norm_;
   Series tokens_per_second_;
   Series milliseconds_;
+  Series tokens_;
   std::optional<StepRecord> last_step_;
   std::optional<ValidationRecord> best_validation_;
   std::deque<CheckpointRecord> checkpoints_;
