@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A browser opens the report of a run: no errors, no requests, every section, nothing too wide, a picture.
+"""A browser opens the report of a run: no errors, no requests, every section, nothing too wide, zoom, tokens, a picture.
 
     report_test.py WATCHED_RUN [PICTURES]     ends with "skipped: ..." where Chromium is missing;
                                               PICTURES is a folder that keeps the screenshots
@@ -46,6 +46,23 @@ PROBE = """<script>window.addEventListener('load', function () {
     drawn: Array.from(document.querySelectorAll('.chart path.main')).map(function (each) {
       return Math.round(each.getTotalLength()); })};
   area.dispatchEvent(new PointerEvent('pointerleave'));
+  function seen() {
+    return {axis: getComputedStyle(document.querySelector('#loss .xlabels'), '::before').content.replace(/"/g, ''),
+      x: Array.from(document.querySelectorAll('#loss .xlabels span')).map(function (each) { return each.innerText; }),
+      y: document.querySelectorAll('#loss .ylabels span').length, paths: Array.from(area.querySelectorAll('path')).map(
+      function (each) { return each.getAttribute('d'); }), reset: !document.querySelector('#loss .reset').hidden}; }
+  function drag(from, to) {
+    function at(part) { return {clientX: box.left + box.width * part, clientY: box.top + 9, button: 0, bubbles: true}; }
+    area.dispatchEvent(new PointerEvent('pointerdown', at(from)));
+    area.dispatchEvent(new PointerEvent('pointermove', at(to)));
+    area.dispatchEvent(new PointerEvent('pointerup', at(to))); }
+  found.whole = seen();
+  drag(0.75, 0.5); found.zoomed = seen();
+  drag(0.25, 0.75); found.deeper = seen();
+  area.dispatchEvent(new MouseEvent('dblclick')); found.again = seen();
+  document.querySelectorAll('.axis button')[1].click(); found.tokens = seen();
+  drag(0, 0.25); found.zoomed_tokens = seen();
+  document.querySelectorAll('.axis button')[0].click(); found.steps = seen();
   parent.postMessage(JSON.stringify(found), '*');
 });</script>"""
 # Windows have a least width, frames have none.
@@ -80,7 +97,28 @@ def probe(page, width, profile):
     assert set(SECTIONS) <= set(found["sections"]), set(SECTIONS) - set(found["sections"])
     assert len(found["drawn"]) == 5 and min(found["drawn"]) > 500, found["drawn"]
     assert found["shown"] and re.search(r"step 1[45]\d\b", found["read"]), found["read"]
+    check_zoom(found)
     return found
+
+
+def check_zoom(found):
+    """Of 300 steps with 8192 tokens each: a drag shows its part, a double click all, over steps and over tokens."""
+    def numbers(view):
+        return [float(label.replace(",", "").replace("k", "e3").replace("M", "e6")) for label in view["x"]]
+    whole, zoomed, deeper, tokens = (found[name] for name in ("whole", "zoomed", "deeper", "tokens"))
+    assert whole["axis"] == "step" and numbers(whole) == [50, 100, 150, 200, 250, 300] and not whole["reset"], whole["x"]
+    assert 150 <= min(numbers(zoomed)) < max(numbers(zoomed)) <= 226 and zoomed["reset"], zoomed["x"]
+    assert 169 <= min(numbers(deeper)) < max(numbers(deeper)) <= 207, deeper["x"]  # of that part
+    assert len(zoomed["x"]) >= 3 and zoomed["y"] >= 3 and len(deeper["x"]) >= 3
+    assert found["again"]["x"] == whole["x"] and not found["again"]["reset"]
+    assert found["steps"]["x"] == whole["x"] and found["steps"]["axis"] == "step"
+    # What the script draws is what the page came with, to the tenth of a pixel.
+    for drawn, first in zip(found["again"]["paths"], whole["paths"]):
+        drawn, first = ([float(each) for each in re.findall(r"[-\d.]+", path)] for path in (drawn, first))
+        assert len(drawn) == len(first) and all(abs(a - b) < 0.35 for a, b in zip(drawn, first)), (drawn, first)
+    assert tokens["axis"] == "tokens" and tokens["x"] == ["0.5M", "1.0M", "1.5M", "2.0M"], tokens
+    assert max(numbers(found["zoomed_tokens"])) <= 8192 * 300 / 4 + 8192, found["zoomed_tokens"]["x"]
+    assert not any("NaN" in path for view in (zoomed, deeper, tokens) for path in view["paths"])
 
 
 def check_picture(path, size, background):

@@ -312,6 +312,21 @@ class Settings(Trained):
             self.assertIn(words, done.stdout)
         self.assertEqual(sorted(self.root.rglob("*")), before)
 
+    def test_the_first_step_is_on_the_first_screen_and_the_log_has_every_setting(self):
+        done = self.fsdp("train", "--model", "model/config.json", "--data", "text.txt", *small_runs.SHAPE, "--steps", 200,
+                         "--ranks", 2, "--checkpoint-dir", "run", "--report", "none", "--sample", "")
+        lines = done.stdout.splitlines()
+        first = next(i for i, line in enumerate(lines) if line.lstrip().startswith("1/200 "))
+        self.assertLessEqual(first, 20, done.stdout)
+        self.assertIn("settings changed (--print-config shows all): ", done.stdout)
+        self.assertIn("log run/log.jsonl (with every setting)\n", done.stdout)
+        # A line per hundredth of the run, and the first step.
+        self.assertEqual(sum("/200 " in line for line in lines), 101, done.stdout)
+        known = json.loads(self.fsdp("train", "--print-config").stdout)
+        start = small_runs.log_records(self.root / "run/log.jsonl", "run")[0]
+        self.assertEqual([name.replace("-", "_") for name in start["settings"]], list(known))
+        self.assertEqual(start["settings"]["lr"], "0.004")
+        self.assertIn("steps", start["changed"])
 
     @unittest.skipUnless(MPIRUN, "no mpirun")
     def test_a_mistake_of_all_processes_is_said_once(self):

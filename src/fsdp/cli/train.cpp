@@ -19,8 +19,8 @@
 #include "fsdp/comm/launch.h"
 #include "fsdp/comm/rank_facts.h"
 #include "fsdp/comm/world.h"
-#include "fsdp/train/environment.h"
 #include "fsdp/train/log/console.h"
+#include "fsdp/train/log/console_tables.h"
 #include "fsdp/train/run_options.h"
 #include "fsdp/train/run_plan.h"
 #include "fsdp/train/settings/settings.h"
@@ -78,20 +78,16 @@ int64_t num_ranks_of(const TrainOptions& options, const Launch& launch) {
   return launch.size;
 }
 
-void print_check(const train::RunPlan& plan, const Launch& launch, c10::Device device) {
+void print_check(const train::RunPlan& plan) {
   const TrainOptions& options = plan.options;
-  train::Console console(train::console_options_for_stdout(), std::cout);
-  console.begin({.title = train::title_of(plan),
-                 .settings = train::shown_settings(options, plan.resolved),
-                 .environment = train::environment_rows(launch, plan, device),
-                 .memory = train::memory_rows(plan.forecast)});
-  console.note(concat("data: ", plan.corpus->summary()));
-  console.note(concat("weights: ", train::first_weights_text(plan)));
-  const int64_t tokens = options.total_steps() * options.tokens_per_step();
-  console.note(concat(grouped_text(options.total_steps()), " steps of ",
-                      grouped_text(options.tokens_per_step()), " tokens: ", grouped_text(tokens),
-                      " tokens in all"));
-  console.note("everything fits together; nothing was trained (--check)");
+  const train::RunFacts facts{.title = train::title_of(plan),
+                              .settings = train::shown_settings(options, plan.resolved),
+                              .memory = train::memory_rows(plan.forecast)};
+  std::cout << train::start_tables(facts, train::console_options_for_stdout().width())
+            << "data: " << plan.corpus->summary() << "\n"
+            << "weights: " << train::first_weights_text(plan) << "\n"
+            << train::length_text(options) << "\n"
+            << "everything fits together; nothing was trained (--check)\n";
 }
 
 // Every fact that decides the numbers of a run or the collectives it issues. Hosts may have the
@@ -157,7 +153,7 @@ void run_train(const CLI::App& app, const TrainArguments& given) {
   };
   if (given.check) {
     const train::RunPlan plan = plan_here();
-    if (launch.rank == 0) print_check(plan, launch, device);
+    if (launch.rank == 0) print_check(plan);
     return;
   }
   int signal = 0;

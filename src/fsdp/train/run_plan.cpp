@@ -277,6 +277,13 @@ std::string title_of(const RunPlan& plan) {
                 counted_text(plan.num_ranks, "rank"));
 }
 
+std::string length_text(const TrainOptions& options) {
+  const int64_t tokens = options.total_steps() * options.tokens_per_step();
+  return concat(grouped_text(options.total_steps()), " steps of ",
+                grouped_text(options.tokens_per_step()), " tokens: ", grouped_text(tokens),
+                " tokens in all");
+}
+
 std::string first_weights_text(const RunPlan& plan) {
   if (plan.init.empty()) return concat("random, seed ", plan.options.seed);
   return concat("those of ", plan.init,

@@ -57,6 +57,9 @@ std::vector<MemoryRow> memory_rows(const Forecast& forecast);
 // "tiny: 1.8 M parameters in 8 units, on 2 ranks"
 std::string title_of(const RunPlan& plan);
 
+// "500 steps of 1,024 tokens: 512,000 tokens in all"
+std::string length_text(const TrainOptions& options);
+
 // The origin of the weights of a run that resumes nothing: "random, seed 1", "those of DIR".
 std::string first_weights_text(const RunPlan& plan);
 

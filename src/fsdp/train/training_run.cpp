@@ -49,6 +49,15 @@ void share_cores(const TrainOptions& options, int64_t ranks_here) {
   at::set_num_threads(static_cast<int>(std::max<int64_t>(1, cores / ranks_here)));
 }
 
+// "log runs/a/log.jsonl (with every setting), report runs/a/report.html"; "": no files.
+std::string files_text(const WatchOptions& watch) {
+  std::vector<std::string> files;
+  if (!watch.log_path.empty())
+    files.push_back(concat("log ", watch.log_path, " (with every setting)"));
+  if (!watch.report_path.empty()) files.push_back(concat("report ", watch.report_path));
+  return join(files, ", ");
+}
+
 std::string text_of_schedule(const TrainOptions& options) {
   return concat(name_of(options.schedule), ", ", options.total_steps(), " steps, rate ",
                 options.lr);
@@ -192,10 +201,12 @@ void TrainingRun::begin_watch(std::ostream& out) {
   watch.console.log_every = options_.log_every;
   for (const std::string& path : {watch.log_path, watch.report_path})
     if (!path.empty()) make_directories(directory_of(path));
+  const std::string files = files_text(watch);
   watch_ = std::make_unique<RunWatch>(std::move(watch), std::move(facts), out);
   watch_->note(concat("data: ", plan_.corpus->summary()));
-  watch_->note(concat("weights: ", first_step_ > 0 ? concat("those after step ", first_step_)
-                                                   : first_weights_text(plan_)));
+  if (first_step_ == 0) watch_->note(concat("weights: ", first_weights_text(plan_)));
+  watch_->note(length_text(options_));
+  if (!files.empty()) watch_->note(files);
 }
 
 int TrainingRun::train() {

@@ -169,6 +169,34 @@ TEST(ForecastTable, AddsUpPerPlace) {
   EXPECT_EQ(forecast_table({}), "");
 }
 
+TEST(StartText, ShowsChangedSettingsAndTheForecastInAFewLines) {
+  RunFacts facts{.title = "tiny: 1.7 M parameters in 6 units on 2 ranks",
+                 .settings = {{"data", "data", "docs", true, ""},
+                              {"data", "batch", "8", false, ""},
+                              {"length", "steps", "20", true, ""}},
+                 .memory = {{"weights", 1 << 20, kUnknownBytes, false},
+                            {"main weights", 0, kUnknownBytes, false},
+                            {"offloaded", 2 << 20, kUnknownBytes, true}}};
+  EXPECT_EQ(start_text(facts, 100),
+            "tiny: 1.7 M parameters in 6 units on 2 ranks\n"
+            "settings changed (--print-config shows all): data docs, steps 20\n"
+            "memory per rank (forecast): 1024 KiB and 2048 KiB on the host = weights 1024 KiB,\n"
+            "  offloaded 2048 KiB\n");
+  // Nothing to say of a run with defaults alone, and where it goes on.
+  EXPECT_EQ(start_text({.resumed_step = 7}, 100), "resumed after step 7\n");
+  // However many settings are changed, the first step is on the same screen.
+  facts.settings.assign(70, {"data", "validation-fraction", std::string(500, 'x'), true, ""});
+  for (const std::string& line : lines_of(start_text(facts, 100))) EXPECT_LE(line.size(), 100);
+  facts.settings.assign(40, {"data", "validation-batches", "16", true, ""});
+  EXPECT_LE(lines_of(start_text(facts, 100)).size(), 15);
+}
+
+TEST(StartTables, ShowEverySetting) {
+  const RunFacts facts{.title = "tiny", .settings = {{"data", "batch", "8", false, ""}}};
+  EXPECT_EQ(start_tables(facts, 100),
+            "tiny\n\nsettings (* changed from the default)\n  data    batch  8\n\n");
+}
+
 TEST(Console, PrintsPlainLinesIntoAFile) {
   std::ostringstream out;
   {

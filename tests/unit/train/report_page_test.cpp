@@ -221,6 +221,29 @@ TEST(ReportPage, SaysHowTheRunStands) {
   EXPECT_THAT(page(), HasSubstr("<b>Complete:</b>"));
 }
 
+TEST(ReportPage, NamesTheStepsOfTheLossThatItShows) {
+  const RunFacts facts;
+  const auto page = [&](int64_t num_steps) {
+    const RunHistory history = history_of(num_steps);
+    return report_page({.facts = facts, .history = history, .timeline = {}});
+  };
+  EXPECT_THAT(page(7), HasSubstr("<small>step 7</small>"));
+  EXPECT_THAT(page(400), HasSubstr("<small>mean of steps 396 to 400</small>"));
+}
+
+TEST(ReportPage, SaysWhoseMemoryItShows) {
+  RunHistory history = history_of(3);
+  history.add(StepRecord{.step = 4, .peak_bytes = 1 << 20});
+  const auto page = [&](const std::string& device) {
+    const RunFacts facts{.settings = {{"machine", "device", device, false, ""}},
+                         .memory = {{"weights", 1, 1, false}}};
+    return report_page({.facts = facts, .history = history, .timeline = {}});
+  };
+  EXPECT_THAT(page("cpu"), HasSubstr("<small>of the process</small>"));
+  EXPECT_THAT(page("cpu"), HasSubstr("Peak memory, above, is all memory of the process: "));
+  EXPECT_THAT(page("cuda"), HasSubstr("<small>of rank 0's GPU</small>"));
+}
+
 TEST(ReportPage, ShowsWhatQuantisedWeightsLose) {
   const RunFacts facts;
   RunHistory history = history_of(3);

@@ -81,6 +81,39 @@ TEST(SmoothedMeans, DoNotShiftATrend) {
     EXPECT_NEAR(smooth[i], 3 * static_cast<double>(i + 1), 1) << i;  // 10 / 21 of the noise is left
 }
 
+TEST(SmoothedMeans, LeaveALineAsItIsToItsEnds) {
+  for (const int64_t num_steps : {40, 399, 601, 5003}) {  // 5003: the last bucket has fewer steps
+    Series series;
+    for (int64_t step = 1; step <= num_steps; ++step)
+      series.add(step, 5 - 2 * static_cast<double>(step));
+    const std::vector<SeriesBucket> buckets = series.coarse(600);
+    const std::vector<double> smooth = smoothed_means(buckets);
+    for (size_t i = 0; i < smooth.size(); ++i)
+      EXPECT_NEAR(smooth[i], 5 - 2 * buckets[i].middle_step(), 1e-6) << num_steps << " " << i;
+  }
+}
+
+// A last step far off bent the whole end of the curve to itself.
+TEST(SmoothedMeans, DoNotEndInTheLastStepsNoise) {
+  Series series;
+  for (int64_t step = 1; step <= 400; ++step) series.add(step, step == 400 ? 12.0 : 2.0);
+  const std::vector<double> smooth = smoothed_means(series.buckets());
+  // At its end a line through 21 points gives the last one a weight of 4 / 21 at most.
+  EXPECT_LT(smooth.back(), 2 + 10 * 4.0 / 21);
+  EXPECT_GT(smooth.back(), 2);
+}
+
+TEST(Series, TellsItsEndAndItsTypicalValue) {
+  Series series;
+  EXPECT_TRUE(series.recent().is_empty());
+  EXPECT_TRUE(std::isnan(series.median()));
+  for (int64_t step = 1; step <= 500; ++step) series.add(step, static_cast<double>(step));
+  EXPECT_EQ(series.recent().first_step, 495);
+  EXPECT_EQ(series.recent().last_step, 500);
+  EXPECT_EQ(series.recent().mean(), 497.5);
+  EXPECT_EQ(series.median(), 251);
+}
+
 TEST(SmoothedMeans, PassOverWhatIsNotFinite) {
   Series series;
   for (int64_t step = 1; step <= 100; ++step) series.add(step, step % 3 == 0 ? kNan : 2.0);

@@ -48,7 +48,7 @@ TEST(RunWatch, ShowsTheSameRunEverywhere) {
     watch.end({.step = 52, .num_steps = 52, .seconds = 5, .stopped_by = "SIGINT"});
   }
   EXPECT_THAT(out.str(), HasSubstr("a title"));
-  EXPECT_THAT(out.str(), HasSubstr("* lr  0.1"));
+  EXPECT_THAT(out.str(), HasSubstr("lr 0.1\n"));
   EXPECT_THAT(out.str(), HasSubstr("loss z +"));
   EXPECT_THAT(out.str(), HasSubstr("validation after step 52: loss 2.7500  (best 2.5000)"));
   EXPECT_THAT(out.str(), HasSubstr("trained 52 steps in 5 s, stopped by SIGINT after step 52; "

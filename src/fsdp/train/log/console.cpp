@@ -21,8 +21,8 @@ namespace fsdp::train {
 namespace {
 
 constexpr int64_t kDefaultWidth = 100;
-constexpr int64_t kMaxLinesInAFile = 30;
-constexpr int64_t kLinesPerHeader = 40;  // on a terminal: about a screen
+constexpr int64_t kMaxLinesInAFile = 100;  // one per hundredth of the run
+constexpr int64_t kLinesPerHeader = 40;    // on a terminal: about a screen
 constexpr double kSecondsPerRedraw = 0.1;
 
 // Colours that are readable on light and dark.
@@ -89,14 +89,7 @@ Console::~Console() {
 
 void Console::begin(const RunFacts& facts) {
   if (options_.is_quiet) return;
-  const int64_t width = options_.width();
-  std::string text;
-  if (!facts.title.empty()) text += facts.title + "\n\n";
-  for (const std::string& table :
-       {settings_table(facts.settings, width), forecast_table(facts.memory)})
-    if (!table.empty()) text += table + "\n";
-  if (facts.resumed_step > 0) text += concat("resumed after step ", facts.resumed_step, "\n\n");
-  out_ << text;
+  out_ << start_text(facts, options_.width());
   out_.flush();
 }
 

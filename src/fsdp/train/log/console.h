@@ -1,5 +1,5 @@
-// What a person sees of a run: settings and memory at its start, a line per step, a bar with the
-// time that is left, and how it ended.
+// What a person sees of a run: changed settings and memory at its start, a line per step, a bar
+// with the time that is left, and how it ended.
 #pragma once
 
 #include <cstdint>
@@ -43,7 +43,7 @@ class Console {
   Console(const Console&) = delete;
   Console& operator=(const Console&) = delete;
 
-  // Every setting, and the forecast of memory where there is one.
+  // Changed settings, and the forecast of memory where there is one.
   void begin(const RunFacts& facts);
 
   void step(const StepRecord& record);

@@ -87,6 +87,43 @@ Widths widths_of(std::span<const SettingRow> settings) {
   return widths;
 }
 
+// A longer value (a list of files, say) ends with "..." in a line; the log has all of it.
+constexpr size_t kMaxLineValue = 60;
+
+std::string shortened(const std::string& value) {
+  return value.size() <= kMaxLineValue ? value : value.substr(0, kMaxLineValue - 3) + "...";
+}
+
+// "lead: a, b, c", with a line break before an item that does not fit.
+std::string wrapped(const std::string& lead, std::span<const std::string> items, int64_t width) {
+  std::string text = lead;
+  size_t line_begin = 0;
+  for (size_t i = 0; i < items.size(); ++i) {
+    const bool fits = text.size() - line_begin + items[i].size() + 2 <= static_cast<size_t>(width);
+    if (!fits) line_begin = text.size() + 1;
+    text += concat(fits ? " " : "\n  ", items[i], i + 1 < items.size() ? "," : "\n");
+  }
+  return text;
+}
+
+// "" where nothing is forecast.
+std::string forecast_lines(std::span<const MemoryRow> memory, int64_t width) {
+  std::array<int64_t, 2> totals{};
+  std::vector<std::string> parts;
+  for (const MemoryRow& row : memory) {
+    if (row.forecast_bytes == kUnknownBytes || row.forecast_bytes == 0) continue;
+    totals[row.is_on_host] += row.forecast_bytes;
+    parts.push_back(concat(row.kind, " ", bytes_text(static_cast<double>(row.forecast_bytes))));
+  }
+  if (parts.empty()) return "";
+  const std::string on_host =
+      totals[1] == 0 ? ""
+                     : concat(" and ", bytes_text(static_cast<double>(totals[1])), " on the host");
+  return wrapped(concat("memory per rank (forecast): ", bytes_text(static_cast<double>(totals[0])),
+                        on_host, " ="),
+                 parts, width);
+}
+
 // How many neighbouring cells a text takes.
 size_t cells_for(size_t chars, size_t cell) {
   return chars <= cell ? 1 : 1 + (chars - cell + cell + kGapChars - 1) / (cell + kGapChars);
@@ -183,6 +220,26 @@ std::string progress_bar(int64_t done, int64_t total, double seconds_left, int64
   }
   text += after;
   return text.substr(0, static_cast<size_t>(std::max<int64_t>(width, 0)));
+}
+
+std::string start_text(const RunFacts& facts, int64_t width) {
+  std::vector<std::string> changed;
+  for (const SettingRow& row : facts.settings)
+    if (row.is_changed) changed.push_back(concat(row.name, " ", shortened(row.value)));
+  std::string text = facts.title.empty() ? "" : facts.title + "\n";
+  if (!changed.empty())
+    text += wrapped("settings changed (--print-config shows all):", changed, width);
+  text += forecast_lines(facts.memory, width);
+  if (facts.resumed_step > 0) text += concat("resumed after step ", facts.resumed_step, "\n");
+  return text;
+}
+
+std::string start_tables(const RunFacts& facts, int64_t width) {
+  std::string text = facts.title.empty() ? "" : facts.title + "\n\n";
+  for (const std::string& table :
+       {settings_table(facts.settings, width), forecast_table(facts.memory)})
+    if (!table.empty()) text += table + "\n";
+  return text;
 }
 
 std::string settings_table(std::span<const SettingRow> settings, int64_t width) {

@@ -1,5 +1,5 @@
-// The texts that a console shows: tables of settings and memory at the start of a run, then a line
-// of aligned columns per step.
+// The texts that a console shows: settings and memory at the start of a run, in some lines or in
+// tables, then a line of aligned columns per step.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,14 @@ std::string duration_text(double seconds);
 // Negative `seconds_left`: unknown.
 std::string progress_bar(int64_t done, int64_t total, double seconds_left, int64_t width);
 
-// --- tables at the start -------------------------------------------------------------------------
+// --- at the start --------------------------------------------------------------------------------
+
+// A few lines, so that the first step is on the same screen: the title, settings that are not the
+// default, and the forecast.
+std::string start_text(const RunFacts& facts, int64_t width);
+
+// The same as tables with every setting, for --check.
+std::string start_tables(const RunFacts& facts, int64_t width);
 
 // Settings by group, in as many columns as fit `width` characters; changed ones have a `*` before
 // their name. "" without settings.

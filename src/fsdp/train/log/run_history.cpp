@@ -35,6 +35,28 @@ void join_strides(std::vector<SeriesBucket>& buckets, int64_t stride) {
   buckets.resize(num_kept);
 }
 
+// The value at a step of the line that fits the values best, by least squares; `otherwise` without
+// values. In the middle of even steps it is their mean.
+double fitted_value(std::span<const SeriesBucket> buckets, double step, double otherwise) {
+  double count = 0;
+  double value = 0;
+  double x = 0;  // steps from the one asked for
+  double xx = 0;
+  double xv = 0;
+  for (const SeriesBucket& bucket : buckets) {
+    const auto weight = static_cast<double>(bucket.count);
+    const double at = bucket.middle_step() - step;
+    count += weight;
+    value += bucket.sum;
+    x += weight * at;
+    xx += weight * at * at;
+    xv += bucket.sum * at;
+  }
+  if (count == 0) return otherwise;
+  const double spread = count * xx - x * x;
+  return spread > 0 ? (xx * value - x * xv) / spread : value / count;
+}
+
 constexpr int64_t kFirstSteps = 20;
 // A weight counts about the last 2 / weight - 1 losses: 19 for the level, which follows the falling
 // loss of the first hundreds of steps, 49 for the deviation, and 99 for the slope, the noisiest of
@@ -87,23 +109,37 @@ std::vector<SeriesBucket> Series::coarse(size_t max_buckets) const {
   return result;
 }
 
+SeriesBucket Series::recent() const {
+  const std::span<const SeriesBucket> last =
+      buckets().last(std::min(buckets_.size(), 1 + buckets_.size() / 100));
+  if (last.empty()) return {};
+  SeriesBucket joined = last.front();
+  for (const SeriesBucket& bucket : last.subspan(1)) joined.join(bucket);
+  return joined;
+}
+
+double Series::median() const {
+  std::vector<double> means;
+  for (const SeriesBucket& bucket : buckets_)
+    if (!bucket.is_empty()) means.push_back(bucket.mean());
+  if (means.empty()) return NAN;
+  const auto middle = means.begin() + static_cast<std::ptrdiff_t>(means.size() / 2);
+  std::nth_element(means.begin(), middle, means.end());
+  return *middle;
+}
+
 std::vector<double> smoothed_means(std::span<const SeriesBucket> buckets) {
   const size_t size = buckets.size();
-  std::vector<double> sums(size + 1, 0.0);
-  std::vector<double> counts(size + 1, 0.0);
-  for (size_t i = 0; i < size; ++i) {
-    sums[i + 1] = sums[i] + buckets[i].sum;
-    counts[i + 1] = counts[i] + static_cast<double>(buckets[i].count);
-  }
   const size_t reach = size / 40;  // a fortieth of the run to each side
-  std::vector<double> result(size, 0.0);
+  std::vector<double> result;
   for (size_t i = 0; i < size; ++i) {
-    const size_t near = std::min({reach, i, size - 1 - i});
-    const size_t begin = i - near;
-    const size_t end = i + near + 1;
-    const double count = counts[end] - counts[begin];
-    const double before = i > 0 ? result[i - 1] : 0;
-    result[i] = count > 0 ? (sums[end] - sums[begin]) / count : before;
+    const size_t near = std::min(reach, i);
+    const size_t end = std::min(size, i + near + 1);
+    // The last windows are as long as the others, but not even on both sides.
+    const size_t length = std::min(end, 2 * near + 1);
+    const double before = result.empty() ? 0 : result.back();
+    result.push_back(
+        fitted_value(buckets.subspan(end - length, length), buckets[i].middle_step(), before));
   }
   return result;
 }
@@ -141,6 +177,7 @@ void RunHistory::add(const StepRecord& record) {
   gradient_norm_.add(record.step, record.gradient_norm);
   tokens_per_second_.add(record.step, record.tokens_per_second);
   milliseconds_.add(record.step, record.milliseconds);
+  tokens_.add(record.step, static_cast<double>(record.tokens));
   last_step_ = record;
   step_seconds_ += std::isfinite(record.milliseconds) ? record.milliseconds / 1000 : 0;
   num_skipped_ += record.is_skipped ? 1 : 0;

@@ -45,13 +45,20 @@ class Series {
   // Joins neighbours until there are at most `max_buckets` (> 0).
   std::vector<SeriesBucket> coarse(size_t max_buckets) const;
 
+  // The last hundredth of the steps, whose mean hardly depends on a single one.
+  SeriesBucket recent() const;
+  // Of a typical step; not finite without a finite value.
+  double median() const;
+
  private:
   std::vector<SeriesBucket> buckets_;
   int64_t stride_ = 1;  // steps that share a bucket
 };
 
-// Means over as many neighbours on one side as on the other, so that a trend is not shifted; fewer
-// near the ends. An empty bucket gets the value before it.
+// The line that fits a value and its neighbours best, at the value's step: their mean, where there
+// are as many on one side as on the other. The first windows are shorter, because a run begins
+// steeply; the last are as long as the others, or else the curve would end in the noise of the last
+// step. An empty bucket without neighbours gets the value before it.
 std::vector<double> smoothed_means(std::span<const SeriesBucket> buckets);
 
 // --- unlike losses -------------------------------------------------------------------------------
@@ -95,6 +102,8 @@ class RunHistory {
   const Series& gradient_norm() const { return gradient_norm_; }
   const Series& tokens_per_second() const { return tokens_per_second_; }
   const Series& milliseconds() const { return milliseconds_; }
+  // Trained on by a step.
+  const Series& tokens() const { return tokens_; }
 
   const std::optional<StepRecord>& last_step() const { return last_step_; }
   const std::optional<ValidationRecord>& best_validation() const { return best_validation_; }
@@ -120,6 +129,7 @@ class RunHistory {
   Series gradient_norm_;
   Series tokens_per_second_;
   Series milliseconds_;
+  Series tokens_;
   std::optional<StepRecord> last_step_;
   std::optional<ValidationRecord> best_validation_;
   std::deque<CheckpointRecord> checkpoints_;

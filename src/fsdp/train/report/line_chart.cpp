@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <nlohmann/json.hpp>
+#include <span>
 
 #include "fsdp/base/text.h"
 #include "fsdp/train/log/utf8_text.h"
@@ -130,48 +132,89 @@ const char* css_class(ChartLine::Look look) {
   return "";
 }
 
+// Colours are few; the next runs have them again, dashed.
+constexpr int kNumColors = 8;
+
+std::string css_classes(const ChartLine& line) {
+  if (line.color < 0) return css_class(line.look);
+  return concat(css_class(line.look), " c", line.color % kNumColors,
+                line.color >= kNumColors ? " again" : "");
+}
+
 std::string drawing(const LineChart& chart, const Plot& plot) {
   std::string svg =
       concat("<svg viewBox=\"0 0 ", kPlotWidth, " ", kPlotHeight,
              "\" preserveAspectRatio=\"none\" role=\"img\" aria-labelledby=\"", chart.id, "-title ",
              chart.id, "-desc\"><title id=\"", chart.id, "-title\">", html_text(chart.title),
              "</title><desc id=\"", chart.id, "-desc\">", html_text(chart.description), "</desc>");
+  std::string grid;
   for (const AxisTick& tick : plot.values.ticks())
-    svg += concat("<path class=\"grid\" d=\"M0,", coordinate(plot.y(tick.value)), "H", kPlotWidth,
-                  "\"/>");
+    grid += concat("M0,", coordinate(plot.y(tick.value)), "H", kPlotWidth);
+  svg += concat("<path class=\"grid\" d=\"", grid, "\"/>");
+  std::string marks;
   for (const double mark : chart.marks)
     if (mark >= plot.steps.low() && mark <= plot.steps.high())
-      svg += concat("<path class=\"mark\" d=\"M", coordinate(plot.x(mark)), ",0V", kPlotHeight,
-                    "\"/>");
+      marks += concat("M", coordinate(plot.x(mark)), ",0V", kPlotHeight);
+  if (!marks.empty()) svg += concat("<path class=\"mark\" d=\"", marks, "\"/>");
   if (const std::string path = range_path(chart.ranges, plot); !path.empty())
     svg += concat("<path class=\"range\" d=\"", path, "\"/>");
-  for (const ChartLine& line : chart.lines) {
-    const std::string path = line_path(line, plot);
-    if (line.look == ChartLine::Look::kDots)  // the line through them comes below
-      svg += concat("<path class=\"thread\" d=\"",
-                    line_path({line.name, ChartLine::Look::kMain, line.points}, plot), "\"/>");
-    svg += concat("<path class=\"", css_class(line.look), "\" d=\"", path, "\"/>");
+  for (size_t i = 0; i < chart.lines.size(); ++i) {
+    const ChartLine& line = chart.lines[i];
+    const auto add = [&](const std::string& classes, const std::string& path) {
+      svg += concat("<path data-line=\"", i, "\" class=\"", classes, "\" d=\"", path, "\"/>");
+    };
+    if (line.look == ChartLine::Look::kDots) {  // the line through them comes below
+      ChartLine thread = line;
+      thread.look = ChartLine::Look::kMain;
+      add(concat("thread", css_classes(line).substr(std::string_view("dots").size())),
+          line_path(thread, plot));
+    }
+    add(css_classes(line), line_path(line, plot));
   }
   return svg + "</svg>";
 }
 
-// The figures that the page's script reads out under a pointer.
-std::string data_json(const LineChart& chart, const Plot& plot) {
-  std::string json = concat("{\"from\":", coordinate(plot.steps.low()),
-                            ",\"to\":", coordinate(plot.steps.high()), ",\"lines\":[");
-  for (const ChartLine& line : chart.lines) {
-    std::string steps;
-    std::string values;
-    for (const ChartPoint& point : line.points) {
-      steps += concat(steps.empty() ? "" : ",", coordinate(point.step));
-      values += concat(values.empty() ? "" : ",",
-                       std::isfinite(point.value) ? formatted("%.5g", point.value) : "null");
-    }
-    json += concat(json.back() == '[' ? "" : ",", "{\"name\":\"", html_text(line.name),
-                   "\",\"look\":\"", css_class(line.look), "\",\"x\":[", steps, "],\"y\":[", values,
-                   "]}");
+// "[[1,2.5],[3,4]]"
+std::string pairs_json(std::span<const ChartPoint> points) {
+  std::string json = "[";
+  for (const ChartPoint& point : points)
+    json += concat(json.size() == 1 ? "" : ",", "[", coordinate(point.step), ",",
+                   formatted("%.0f", point.value), "]");
+  return json + "]";
+}
+
+std::string line_json(const ChartLine& line) {
+  std::string steps;
+  std::string values;
+  for (const ChartPoint& point : line.points) {
+    steps += concat(steps.empty() ? "" : ",", coordinate(point.step));
+    values += concat(values.empty() ? "" : ",",
+                     std::isfinite(point.value) ? formatted("%.5g", point.value) : "null");
   }
-  return json + "]}";
+  // As markup, which the script shows, and then as JSON.
+  return concat("{\"name\":", nlohmann::json(html_text(line.name)).dump(), ",\"look\":\"",
+                css_class(line.look), "\",\"x\":[", steps, "],\"y\":[", values,
+                "],\"tokens\":", pairs_json(line.tokens), "}");
+}
+
+// The figures from which the page's script reads out a point, and draws the chart again.
+std::string data_json(const LineChart& chart, const Plot& plot) {
+  std::string lines;
+  for (const ChartLine& line : chart.lines)
+    lines += concat(lines.empty() ? "" : ",", line_json(line));
+  std::string ranges;
+  for (const ChartRange& range : chart.ranges)
+    ranges += concat(ranges.empty() ? "" : ",", "[", coordinate(range.step), ",",
+                     formatted("%.5g", range.low), ",", formatted("%.5g", range.high), "]");
+  std::string marks;
+  for (const double mark : chart.marks) marks += concat(marks.empty() ? "" : ",", coordinate(mark));
+  const bool is_logarithmic = plot.values.scale() == ChartAxis::Scale::kLogarithmic;
+  return concat("{\"from\":", coordinate(plot.steps.low()),
+                ",\"to\":", coordinate(plot.steps.high()),
+                ",\"low\":", formatted("%.6g", plot.values.low()),
+                ",\"high\":", formatted("%.6g", plot.values.high()),
+                ",\"log\":", is_logarithmic ? "true" : "false", ",\"lines\":[", lines,
+                "],\"ranges\":[", ranges, "],\"marks\":[", marks, "]}");
 }
 
 std::string labels(const Plot& plot) {
@@ -211,6 +254,14 @@ std::string figure_text(double value) {
   return formatted(size >= 1e-3 ? "%.4g" : "%.2e", value);
 }
 
+std::string count_text(int64_t count) {
+  const auto value = static_cast<double>(count);
+  if (value >= 1e12) return figure_text(std::round(value / 1e10) / 100) + " T";
+  if (value >= 1e9) return figure_text(std::round(value / 1e7) / 100) + " G";
+  if (value >= 1e6) return figure_text(std::round(value / 1e4) / 100) + " M";
+  return grouped_text(count);
+}
+
 std::string line_chart_html(const LineChart& chart) {
   const ValueExtent steps = step_extent(chart);
   const ValueExtent values = value_extent(chart);
@@ -225,8 +276,8 @@ std::string line_chart_html(const LineChart& chart) {
              "</span><span class=\"legend\">");
   if (chart.lines.size() > 1)
     for (const ChartLine& line : chart.lines)
-      html += concat("<span class=\"key ", css_class(line.look), "\">", html_text(line.name),
-                     "</span>");
+      html +=
+          concat("<span class=\"key ", css_classes(line), "\">", html_text(line.name), "</span>");
   html += concat(
       "</span></header><div class=\"plot\"><div class=\"area", chart.cuts_peaks ? " cut" : "",
       "\">", drawing(chart, plot), "</div>", labels(plot), "</div>", cut_note(chart, plot),

@@ -17,6 +17,10 @@ struct ChartLine {
   std::string name = {};  // in the legend
   Look look = Look::kMain;
   std::vector<ChartPoint> points = {};
+  // Tells runs apart: 0, 1, ...; -1: the colour of the look.
+  int color = -1;
+  // The tokens trained on by some steps, between which they grow evenly; none: not known.
+  std::vector<ChartPoint> tokens = {};
 };
 
 // The lowest and the highest value of some steps.
@@ -50,6 +54,9 @@ struct LineChart {
 
 // "" without a finite value.
 std::string line_chart_html(const LineChart& chart);
+
+// "2.46 M": three digits are enough for a glance.
+std::string count_text(int64_t count);
 
 // "412", "1.923", "3.00e-04", "19,882": a figure in a sentence.
 std::string figure_text(double value);

@@ -3,10 +3,8 @@
 #include <sys/stat.h>
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <cmath>
-#include <ctime>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -15,10 +13,11 @@
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
-#include "fsdp/base/version.h"
 #include "fsdp/train/log/console_tables.h"
 #include "fsdp/train/log/utf8_text.h"
+#include "fsdp/train/report/history_charts.h"
 #include "fsdp/train/report/line_chart.h"
+#include "fsdp/train/report/page_frame.h"
 #include "fsdp/train/report/report_parts.h"
 #include "fsdp/train/report/timeline_chart.h"
 
@@ -34,115 +33,6 @@ double steady_seconds() {
   return Seconds(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// About one point per pixel of a chart on a usual screen.
-constexpr size_t kMaxPoints = 600;
-
-std::string utc_text(double time) {
-  const auto seconds = static_cast<std::time_t>(time);
-  std::tm parts{};
-  std::array<char, 64> text{};
-  if (::gmtime_r(&seconds, &parts) == nullptr) return "";
-  std::strftime(text.data(), text.size(), "%Y-%m-%d %H:%M:%S UTC", &parts);
-  return text.data();
-}
-
-std::vector<ChartPoint> means_of(std::span<const SeriesBucket> buckets) {
-  std::vector<ChartPoint> points;
-  for (const SeriesBucket& bucket : buckets)
-    points.push_back({bucket.middle_step(), bucket.is_empty() ? NAN : bucket.mean()});
-  return points;
-}
-
-std::vector<ChartRange> ranges_of(std::span<const SeriesBucket> buckets) {
-  std::vector<ChartRange> ranges;
-  const bool has_one_step_each = std::all_of(
-      buckets.begin(), buckets.end(), [](const SeriesBucket& each) { return each.count <= 1; });
-  if (has_one_step_each) return ranges;
-  for (const SeriesBucket& bucket : buckets)
-    if (!bucket.is_empty()) ranges.push_back({bucket.middle_step(), bucket.min, bucket.max});
-  return ranges;
-}
-
-// The median of the means: a typical step.
-double median_of(const Series& series) {
-  std::vector<double> means;
-  for (const SeriesBucket& bucket : series.buckets())
-    if (!bucket.is_empty()) means.push_back(bucket.mean());
-  if (means.empty()) return NAN;
-  const auto middle = means.begin() + static_cast<std::ptrdiff_t>(means.size() / 2);
-  std::nth_element(means.begin(), middle, means.end());
-  return *middle;
-}
-
-std::vector<double> marks_of(const RunHistory& history) {
-  return {history.resumed_steps().begin(), history.resumed_steps().end()};
-}
-
-// "From 5.61 at step 1 to 1.92 at step 300."
-std::string course_text(std::span<const ChartPoint> points) {
-  const auto is_known = [](const ChartPoint& point) { return std::isfinite(point.value); };
-  const auto first = std::find_if(points.begin(), points.end(), is_known);
-  const auto last = std::find_if(points.rbegin(), points.rend(), is_known);
-  if (first == points.end()) return "";
-  return concat("From ", figure_text(first->value), " at step ", figure_text(first->step), " to ",
-                figure_text(last->value), " at step ", figure_text(last->step), ".");
-}
-
-std::string loss_html(const RunHistory& history) {
-  const std::vector<SeriesBucket> train = history.loss().coarse(kMaxPoints);
-  LineChart chart{.id = "loss",
-                  .title = "Loss",
-                  .unit = "nats per token, over steps",
-                  .ranges = ranges_of(train),
-                  .marks = marks_of(history),
-                  .is_wide = true};
-  const bool is_smoothed = train.size() >= 40;
-  std::vector<ChartPoint> points = means_of(train);
-  chart.description = course_text(points);
-  if (is_smoothed) {
-    chart.lines.push_back({"train", ChartLine::Look::kFaint, points});
-    const std::vector<double> smooth = smoothed_means(train);
-    for (size_t i = 0; i < points.size(); ++i) points[i].value = smooth[i];
-  }
-  chart.lines.push_back(
-      {is_smoothed ? "train, smoothed" : "train", ChartLine::Look::kMain, points});
-  if (!history.validation_loss().is_empty())
-    chart.lines.push_back({"validation", ChartLine::Look::kDots,
-                           means_of(history.validation_loss().coarse(kMaxPoints / 4))});
-  if (!chart.marks.empty()) chart.note = "Dashed: the run was resumed.";
-  return line_chart_html(chart);
-}
-
-std::string series_html(const Series& series, const RunHistory& history, LineChart chart) {
-  const std::vector<SeriesBucket> buckets = series.coarse(kMaxPoints);
-  chart.lines.push_back({chart.title, ChartLine::Look::kMain, means_of(buckets)});
-  if (!chart.cuts_peaks) chart.ranges = ranges_of(buckets);
-  chart.marks = marks_of(history);
-  chart.description = course_text(chart.lines[0].points);
-  return line_chart_html(chart);
-}
-
-std::string charts_html(const RunHistory& history) {
-  std::string html = "<div class=\"grid\">\n" + loss_html(history);
-  html += series_html(history.learning_rate(), history,
-                      {.id = "learning-rate", .title = "Learning rate", .begins_at_zero = true});
-  html += series_html(history.gradient_norm(), history,
-                      {.id = "gradient-norm", .title = "Gradient norm", .unit = "before clipping"});
-  html += series_html(history.tokens_per_second(), history,
-                      {.id = "throughput",
-                       .title = "Throughput",
-                       .unit = "tokens/s, all ranks",
-                       .begins_at_zero = true,
-                       .cuts_peaks = true});
-  html += series_html(history.milliseconds(), history,
-                      {.id = "step-time",
-                       .title = "Step time",
-                       .unit = "ms",
-                       .begins_at_zero = true,
-                       .cuts_peaks = true});
-  return html;
-}
-
 std::string status_html(const ReportContent& content) {
   const RunHistory& history = content.history;
   const auto& last = history.last_step();
@@ -154,7 +44,7 @@ std::string status_html(const ReportContent& content) {
   // For a run in parts, the end record only knows the last part.
   const bool is_in_parts = !history.resumed_steps().empty();
   if (!history.end()) {
-    text = concat("<b>Running:</b> step ", of);
+    text = concat(content.is_live ? "<b>Running:</b>" : "<b>Not ended:</b>", " step ", of);
   } else if (history.end()->stopped_by.empty()) {
     dot = "";
     const double seconds = is_in_parts ? history.step_seconds() : history.end()->seconds;
@@ -178,25 +68,6 @@ std::string tile_html(const std::string& name, const std::string& value,
                 "</small></dd></div>");
 }
 
-// The mean of the last hundredth of the run, which hardly depends on single steps.
-double recent_loss(const Series& loss) {
-  const auto buckets = loss.buckets();
-  SeriesBucket recent;
-  for (const SeriesBucket& bucket :
-       buckets.last(std::min(buckets.size(), 1 + buckets.size() / 100)))
-    recent.join(bucket);
-  return recent.is_empty() ? NAN : recent.mean();
-}
-
-// "2.46 M": three digits are enough for a glance.
-std::string count_text(int64_t count) {
-  const auto value = static_cast<double>(count);
-  if (value >= 1e12) return figure_text(std::round(value / 1e10) / 100) + " T";
-  if (value >= 1e9) return figure_text(std::round(value / 1e7) / 100) + " G";
-  if (value >= 1e6) return figure_text(std::round(value / 1e4) / 100) + " M";
-  return grouped_text(count);
-}
-
 // Of quantised weights in the last update; "" where none is.
 std::string lost_weights_html(const StepRecord& step) {
   const auto share_of = [&](std::string_view name) {
@@ -210,22 +81,31 @@ std::string lost_weights_html(const StepRecord& step) {
                    concat("became 0; ", figure_text(share_of("overflow")), " % out of range"));
 }
 
-std::string tiles_html(const RunHistory& history) {
+// Which steps a figure is the mean of.
+std::string recent_steps_text(const SeriesBucket& recent) {
+  if (recent.first_step == recent.last_step) return concat("step ", grouped_text(recent.last_step));
+  return concat("mean of steps ", grouped_text(recent.first_step), " to ",
+                grouped_text(recent.last_step));
+}
+
+std::string tiles_html(const RunFacts& facts, const RunHistory& history) {
   const auto& last = history.last_step();
   if (!last) return "";
   std::string html = "<dl class=\"tiles\" id=\"summary\">";
-  html += tile_html("Training loss", figure_text(recent_loss(history.loss())),
-                    concat("step ", grouped_text(last->step)));
+  const SeriesBucket recent = history.loss().recent();
+  html += tile_html("Training loss", figure_text(recent.is_empty() ? NAN : recent.mean()),
+                    recent_steps_text(recent));
   if (const auto& best = history.best_validation())
     html += tile_html("Validation loss", figure_text(best->loss),
                       concat("best, step ", grouped_text(best->step)));
-  html += tile_html("Throughput", figure_text(std::round(median_of(history.tokens_per_second()))),
+  html += tile_html("Throughput", figure_text(std::round(history.tokens_per_second().median())),
                     "tokens/s");
-  html += tile_html("Step time", figure_text(median_of(history.milliseconds())), "ms");
+  html += tile_html("Step time", figure_text(history.milliseconds().median()), "ms");
   if (last->mfu > 0)
     html += tile_html("Model FLOPs use", figure_text(std::round(1000 * last->mfu) / 10), "%");
   if (last->peak_bytes > 0)
-    html += tile_html("Peak memory", bytes_text(static_cast<double>(last->peak_bytes)), "so far");
+    html += tile_html("Peak memory", bytes_text(static_cast<double>(last->peak_bytes)),
+                      peak_owner(facts));
   if (last->tokens > 0)
     html += tile_html("Tokens", count_text(last->tokens),
                       concat("in ", duration_text(history.step_seconds())));
@@ -274,25 +154,17 @@ void ReportFile::write(const std::function<std::string()>& page) {
 
 std::string report_page(const ReportContent& content) {
   const RunFacts& facts = content.facts;
-  const std::string title = html_text(facts.title.empty() ? "Training run" : facts.title);
-  std::string page = concat(
-      "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" "
-      "content=\"width=device-width,initial-scale=1\"><meta name=\"generator\" "
-      "content=\"fsdp.cpp " FSDP_VERSION "\">",
-      // The page loads nothing, whatever its texts say.
-      "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src "
-      "'unsafe-inline'; script-src 'unsafe-inline'; img-src data:\">",
-      content.history.end() ? "" : "<meta http-equiv=\"refresh\" content=\"15\">",
-      // Keeps the browser from asking for a favicon.
-      "<link rel=\"icon\" href=\"data:,\"><title>", title, "</title><style>", report_style(),
-      "</style></head><body><main>\n<h1>", title, "</h1>\n", status_html(content), "\n",
-      tiles_html(content.history), charts_html(content.history), memory_html(facts.memory),
-      timeline_chart_html(content.timeline), sample_html(content.sample),
-      checkpoints_html(content.history), outliers_html(content.history),
-      settings_html(facts.settings), environment_html(facts.environment));
-  page += concat("</div>\n<footer>fsdp.cpp " FSDP_VERSION ", ", utc_text(content.time),
-                 "</footer>\n</main><script>", report_script(), "</script></body></html>\n");
-  return page;
+  const RunHistory& history = content.history;
+  return page_html(
+      {.title = facts.title.empty() ? "Training run" : facts.title,
+       .body =
+           concat(status_html(content), "\n", tiles_html(facts, history), "<div class=\"grid\">\n",
+                  history_charts_html({{.name = {}, .history = &history}}), memory_html(facts),
+                  timeline_chart_html(content.timeline), sample_html(content.sample),
+                  checkpoints_html(history), outliers_html(history), settings_html(facts.settings),
+                  environment_html(facts.environment), "</div>"),
+       .time = content.time,
+       .is_live = content.is_live && !history.end()});
 }
 
 }  // namespace fsdp::train

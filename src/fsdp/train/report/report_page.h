@@ -49,6 +49,8 @@ struct ReportContent {
   const TextSample* sample = nullptr;
   // Seconds since 1970, for "as of".
   double time = 0;
+  // Written by the run itself, so that a page without an end is one of a run that goes on.
+  bool is_live = true;
 };
 
 // Leaves out sections that have no content yet. Takes some hundred kilobytes at most, for any
