@@ -62,6 +62,10 @@ def save_published(folder, kind):
                  num_key_value_heads=2, max_position_embeddings=64, bos_token_id=5, eos_token_id=[6, 7], pad_token_id=8)
     if kind == "mixtral":
         sizes |= dict(num_local_experts=4, output_router_logits=False)
+    if kind == "qwen2":
+        sizes |= dict(tie_word_embeddings=True)
+    if kind == "qwen3_moe":
+        sizes |= dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
     if kind == "qwen3_next":
         sizes |= dict(num_hidden_layers=4, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
                       linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
@@ -124,7 +128,7 @@ def check_round_trip(folder, kind):
 
 
 def main(folder):
-    for kind in ("llama", "mixtral", "qwen3_next"):
+    for kind in ("llama", "mistral", "qwen2", "mixtral", "qwen3_moe", "qwen3_next"):
         check_round_trip(folder / kind, kind)
     environment = {**os.environ, "FSDP": FSDP, "PYTHON": sys.executable, "STEPS": str(STEPS)}
     subprocess.run([FINETUNE, folder], check=True, env=environment)  # compares losses of both programs itself

@@ -50,7 +50,7 @@ MODELS = {
     "wide": {"hidden_size": 32}, "theta": {"rope_theta": 500.0}, "vocabulary": {"vocab_size": 100}, "odd": {"hidden_size": 15},
     "heads": {"num_attention_heads": 4, "num_key_value_heads": 3}, "text": {"hidden_size": "wide"},
     "type": {"model_type": "lama"}, "dropout": {"attention_dropout": 0.5}, "layers": {"num_hidden_layers": -1},
-    "missing": {"hidden_size": None}, "rope": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+    "missing": {"hidden_size": None}, "rope": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "scaling": {"rope_scaling": {"rope_type": "llama3"}}, "head": {"head_dim": 0}, "deep": {"num_hidden_layers": 20000}}
 
 

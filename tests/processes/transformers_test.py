@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Our models against the transformers package's: the same weights, the same logits, loss and gradients in fp32.
 
-    transformers_test.py MODEL_RUN      the program; ends with "skipped: ..." where packages are missing
+    transformers_test.py MODEL_RUN [CASE ...]       the program; ends with "skipped: ..." where packages are missing
 """
 
 import json
@@ -39,6 +39,10 @@ NEXT = {**DENSE, "rms_norm_eps": 1e-2, "num_hidden_layers": 4, "head_dim": 16, "
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}
 
+# Of 8 channels and 20 positions: some stay, some are slowed down in part, some by the factor.
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 2.0, "beta_slow": 0.5,
+        "original_max_position_embeddings": 16}
+
 CASES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {**DENSE}),
     "llama-tied": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {**DENSE, "tie_word_embeddings": True}),
@@ -46,12 +50,19 @@ CASES = {
     "llama-biased": (transformers.LlamaConfig, transformers.LlamaForCausalLM,
                      {**DENSE, "attention_bias": True, "mlp_bias": True}),
     "llama-3.1": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {**DENSE, "rope_parameters": LLAMA3}),
+    "llama-yarn": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {**DENSE, "rope_parameters": YARN}),
+    **{f"mistral{name}": (transformers.MistralConfig, transformers.MistralForCausalLM, {**DENSE, "head_dim": 16, "sliding_window": window})
+       for name, window in (("", None), ("-window", 7), ("-long-window", 20))},
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {**DENSE}),
+    "qwen2-tied-yarn": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM,
+                        {**DENSE, "tie_word_embeddings": True, "rope_parameters": {**YARN, "attention_factor": 1.25}}),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {**DENSE, "head_dim": 16}),
     "qwen3-tied": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM,
                    {**DENSE, "head_dim": 16, "tie_word_embeddings": True}),
-    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM,
-                {**DENSE, "intermediate_size": 76, "num_local_experts": 5, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1,
-                 "output_router_logits": True}),
+    **{f"mixtral{name}": (transformers.MixtralConfig, transformers.MixtralForCausalLM,
+                          {**DENSE, "intermediate_size": 76, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": window,
+                           "router_aux_loss_coef": 0.1, "output_router_logits": True})
+       for name, window in (("", None), ("-window", 6))},
     **{f"qwen3-moe{name}": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM,
                             {**DENSE, "head_dim": 16, "moe_intermediate_size": 76, "num_experts": 6, "num_experts_per_tok": 3,
                              "norm_topk_prob": normed, "router_aux_loss_coef": 0.1, "output_router_logits": True})
@@ -180,7 +191,7 @@ def main():
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(1)
     with tempfile.TemporaryDirectory() as name:
-        for case in CASES:
+        for case in sys.argv[2:] or CASES:
             worst = check(case, pathlib.Path(name, case))
             print(f"{case}: largest difference {worst:.1e} of the largest value")
     print(f"passed: transformers {transformers.__version__}")

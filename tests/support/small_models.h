@@ -25,6 +25,21 @@ inline LlamaConfig small_llama() {
           .intermediate_size = 29};
 }
 
+// A position sees three.
+inline LlamaConfig small_mistral() {
+  LlamaConfig config = small_llama();
+  config.family = LlamaFamily::kMistral;
+  config.sliding_window = 3;
+  return config;
+}
+
+inline LlamaConfig small_qwen2() {
+  LlamaConfig config = small_llama();
+  config.family = LlamaFamily::kQwen2;
+  config.tie_word_embeddings = true;
+  return config;
+}
+
 inline MixtralConfig small_mixtral() {
   return {.decoder = small_llama(),
           .num_local_experts = 5,
@@ -126,6 +141,8 @@ inline std::vector<SmallModel> small_models() {
   predicting.num_nextn_predict_layers = 2;
   LlamaConfig tied_predicting = predicting;
   tied_predicting.tie_word_embeddings = true;
+  LlamaConfig yarn = small_llama();
+  yarn.rope_scaling = YarnRopeScaling{.factor = 4.0, .original_max_position_embeddings = 16};
   MixtralConfig shared = small_mixtral();
   shared.shared_expert_intermediate_size = 11;
   MixtralConfig predicting_experts = shared;
@@ -156,6 +173,9 @@ inline std::vector<SmallModel> small_models() {
           {"llama_qk_norm", normed},
           {"llama_mtp", predicting},
           {"llama_tied_mtp", tied_predicting},
+          {"llama_yarn", yarn},
+          {"mistral", small_mistral()},
+          {"qwen2", small_qwen2()},
           {"mixtral", small_mixtral()},
           {"mixtral_shared", shared},
           {"mixtral_shared_mtp", predicting_experts},

@@ -54,8 +54,14 @@ inline std::vector<SmallModel> dense_models() {
   uneven.vocab_size = 37;
   LlamaConfig tied_uneven = uneven;
   tied_uneven.tie_word_embeddings = true;
-  return {{"llama", llama()},  {"biased", biased}, {"tied", tied},
-          {"qk_norm", normed}, {"uneven", uneven}, {"tied_uneven", tied_uneven}};
+  LlamaConfig qwen2 = llama();
+  qwen2.family = LlamaFamily::kQwen2;
+  LlamaConfig windowed = llama();
+  windowed.family = LlamaFamily::kMistral;
+  windowed.sliding_window = 3;
+  return {{"llama", llama()},  {"biased", biased},    {"tied", tied},
+          {"qk_norm", normed}, {"uneven", uneven},    {"tied_uneven", tied_uneven},
+          {"qwen2", qwen2},    {"windowed", windowed}};
 }
 
 // Layers that predict further tokens: without a later token at the ends of sequences.

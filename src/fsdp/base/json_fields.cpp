@@ -113,6 +113,11 @@ bool JsonFields::has(const char* field) const {
   return found != object_.end() && !found->is_null();
 }
 
+bool JsonFields::is_null(const char* field) const {
+  const auto found = object_.find(field);
+  return found != object_.end() && found->is_null();
+}
+
 int64_t JsonFields::integer(const char* field) const {
   const nlohmann::json& value = required(field);
   if (!value.is_number_integer() ||

@@ -22,6 +22,8 @@ class JsonFields {
 
   // Absent and null are both "not given".
   bool has(const char* field) const;
+  // Where a class's default is a number, null still says "none".
+  bool is_null(const char* field) const;
 
   int64_t integer(const char* field) const;
   int64_t integer_or(const char* field, int64_t fallback) const;

@@ -27,6 +27,7 @@ AttentionOptions attention_options(const NemotronHConfig& c) {
           .num_kv_heads = c.num_key_value_heads,
           .head_dim = head_dim_of(c),
           .bias = c.attention_bias,
+          .output_bias = c.attention_bias,
           .standard_deviation = c.initializer_range};
 }
 

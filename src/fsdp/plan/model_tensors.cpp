@@ -54,7 +54,8 @@ struct Attention {
   int64_t num_heads;
   int64_t num_kv_heads;
   int64_t head_dim;
-  Bias bias;
+  Bias bias;  // of queries, keys and values
+  Bias output_bias;
   bool qk_norm = false;
   bool is_gated = false;  // each query has a gate beside it
 };
@@ -65,7 +66,7 @@ void add_attention(UnitBuilder& unit, const std::string& prefix, const Attention
   for (const char* projection : {".k_proj", ".v_proj"})
     unit.linear(prefix + projection, a.num_kv_heads * a.head_dim, a.hidden_size, a.bias,
                 by_outputs(a.num_kv_heads));
-  unit.linear(prefix + ".o_proj", a.hidden_size, a.num_heads * a.head_dim, a.bias,
+  unit.linear(prefix + ".o_proj", a.hidden_size, a.num_heads * a.head_dim, a.output_bias,
               by_inputs(a.num_heads));
   if (!a.qk_norm) return;
   unit.norm(prefix + ".q_norm", a.head_dim);
@@ -100,7 +101,7 @@ void add_llama_block(UnitBuilder& unit, const LlamaConfig& c, const MixtralConfi
   unit.norm("input_layernorm", c.hidden_size);
   add_attention(unit, "self_attn",
                 {c.hidden_size, c.num_attention_heads, c.num_key_value_heads, head_dim_of(c),
-                 bias_if(c.attention_bias), c.qk_norm});
+                 bias_if(has_qkv_bias(c)), bias_if(c.attention_bias), c.qk_norm});
   unit.norm("post_attention_layernorm", c.hidden_size);
   if (experts != nullptr)
     add_mixtral_experts(unit, *experts);
@@ -192,7 +193,8 @@ void add_qwen3_next_block(UnitBuilder& unit, const Qwen3NextConfig& config, int6
   else
     add_attention(unit, "self_attn",
                   {c.hidden_size, c.num_attention_heads, c.num_key_value_heads, head_dim_of(c),
-                   bias_if(c.attention_bias), /*qk_norm=*/true, /*is_gated=*/true});
+                   bias_if(c.attention_bias), bias_if(c.attention_bias), /*qk_norm=*/true,
+                   /*is_gated=*/true});
   unit.norm("post_attention_layernorm", c.hidden_size);
   if (has_experts(config, layer))
     add_qwen3_next_experts(unit, config);
@@ -336,7 +338,7 @@ void add_mixer(UnitBuilder& unit, const NemotronHConfig& c, char kind) {
   } else if (kind == '*') {
     add_attention(unit, "mixer",
                   {c.hidden_size, c.num_attention_heads, c.num_key_value_heads, head_dim_of(c),
-                   bias_if(c.attention_bias)});
+                   bias_if(c.attention_bias), bias_if(c.attention_bias)});
   } else if (kind == 'E') {
     add_hybrid_experts(unit, c);
   } else {

@@ -176,6 +176,10 @@ PeakForecast forecast_peak(const ModelShape& model, std::span<const GroupPlan> g
                             "' are not known; they are for models of the Llama family in bf16, "
                             "without experts and multi-token prediction"));
   const LlamaConfig& config = *model.layers;
+  if (config.sliding_window > 0 && config.sliding_window < options.batch.sequence)
+    throw UsageError(concat("sliding_window is ", config.sliding_window, ", less than the ",
+                            options.batch.sequence,
+                            " tokens of a sequence; activations are known for windows that long"));
   const Widths w = widths_of(config);
   const int64_t element = element_bytes(compute);
   const int64_t tokens = options.batch.tokens();

@@ -103,6 +103,9 @@ std::vector<Case> cases() {
   for (const MeshOptions& mesh : {MeshOptions{.tp = 2}, {.outer = 2, .tp = 2}}) {
     all.push_back({"llama", llama(38, false), 4, mesh});
     all.push_back({"biased llama", llama(37, true), 4, mesh});
+    LlamaConfig qwen2 = llama(38, false);
+    qwen2.family = LlamaFamily::kQwen2;
+    all.push_back({"qwen2", qwen2, 4, mesh});
     for (const int64_t num_predictions : {0, 1, 2}) {
       LlamaConfig tied = llama(38, false);
       tied.tie_word_embeddings = true;

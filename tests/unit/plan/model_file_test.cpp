@@ -95,7 +95,7 @@ TEST(ModelFile, NamesFileFieldValueAndFix) {
       {"[1e999]", "not valid JSON, number overflow parsing '1e999'"},
       {"[]", "the document is []; it must be an object"},
       {"{}", "model_type is missing; give a config.json"},
-      {R"({"model_type": "bert"})", "model_type is \"bert\"; known are llama, mixtral"},
+      {R"({"model_type": "bert"})", "model_type is \"bert\"; known are llama, mistral"},
       {R"({"model_type": 3})", "model_type is 3; it must be a string"},
       {R"({"model_type": "llama"})", "vocab_size is missing; add it"},
       {R"({"model_type": "llama", "vocab_size": "many"})",

@@ -58,7 +58,34 @@ struct Llama3RopeScaling {
   friend bool operator==(const Llama3RopeScaling&, const Llama3RopeScaling&) = default;
 };
 
-// Attention with grouped keys and values, then a gated MLP (Llama 1 to 3, Qwen 3 and their kin).
+// Extension to more positions by turns: channels that turn often stay, slow ones are slowed down
+// further, and cosines and sines get a factor.
+struct YarnRopeScaling {
+  double factor = 1.0;
+  int64_t original_max_position_embeddings = 4096;
+  double beta_fast = 32.0;  // channels with more turns in the original positions stay
+  double beta_slow = 1.0;   // those with fewer are slowed down by the factor
+  double mscale = 0.0;      // 0: not given, as below
+  double mscale_all_dim = 0.0;
+  double attention_factor = 0.0;  // of cosines and sines; 0: the one that follows from the others
+
+  friend bool operator==(const YarnRopeScaling&, const YarnRopeScaling&) = default;
+};
+
+using RopeScaling = std::variant<std::monostate, Llama3RopeScaling, YarnRopeScaling>;
+
+// Yarn's factors: of attention for so many times the positions, and of cosines and sines.
+double yarn_mscale(double factor, double mscale);
+double yarn_magnitude(const YarnRopeScaling& scaling);
+
+// Families with Llama's layers but for a detail.
+enum class LlamaFamily : uint8_t {
+  kLlama,    // with qk_norm: Qwen 3
+  kMistral,  // a sliding window, or none
+  kQwen2,    // biases of queries, keys and values alone
+};
+
+// Attention with grouped keys and values, then a gated MLP (Llama 1 to 3, Mistral, Qwen 2 and 3).
 struct LlamaConfig {
   int64_t vocab_size = 0;
   int64_t hidden_size = 0;
@@ -71,9 +98,11 @@ struct LlamaConfig {
   bool mlp_bias = false;
   bool tie_word_embeddings = false;
   bool qk_norm = false;  // a norm for each query and key head, as Qwen 3 has
+  LlamaFamily family = LlamaFamily::kLlama;
+  int64_t sliding_window = 0;  // each position sees so many, itself included; 0: all before it
   double rms_norm_eps = 1e-5;
   double rope_theta = 10000.0;
-  std::optional<Llama3RopeScaling> rope_scaling = {};
+  RopeScaling rope_scaling = {};
   int64_t max_position_embeddings = 2048;
   double initializer_range = 0.02;
   // Multi-token prediction: this many blocks after the main ones, each for one more token.
@@ -177,6 +206,9 @@ using ModelConfig = std::variant<LlamaConfig, MixtralConfig, NemotronHConfig, Qw
 // head_dim, or its default if it is 0.
 int64_t head_dim_of(const LlamaConfig& config);
 int64_t head_dim_of(const NemotronHConfig& config);
+
+// Whether queries, keys and values have biases.
+bool has_qkv_bias(const LlamaConfig& config);
 
 // Whether a layer of this kind is among the main ones or among those that predict more tokens.
 bool has_layer(const NemotronHConfig& config, char kind);

@@ -19,9 +19,10 @@ constexpr std::string_view kOfTraining[] = {"architectures",           "initiali
                                             "router_bias_update_rate", "output_router_logits",
                                             "max_position_embeddings", "chunk_size"};
 constexpr std::string_view kOfResults[] = {
-    "rms_norm_eps",  "layer_norm_epsilon",  "rope_theta",           "rope_scaling",
-    "time_step_min", "num_experts_per_tok", "norm_topk_prob",       "partial_rotary_factor",
-    "n_group",       "topk_group",          "routed_scaling_factor"};
+    "rms_norm_eps",   "layer_norm_epsilon",    "rope_theta",
+    "rope_scaling",   "time_step_min",         "num_experts_per_tok",
+    "norm_topk_prob", "partial_rotary_factor", "n_group",
+    "topk_group",     "routed_scaling_factor", "sliding_window"};
 
 bool contains(std::span<const std::string_view> names, std::string_view name) {
   return std::find(names.begin(), names.end(), name) != names.end();

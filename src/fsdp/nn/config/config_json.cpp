@@ -17,28 +17,61 @@ using Json = nlohmann::ordered_json;
 
 ModelConfig read_llama(const JsonFields& fields) { return read_decoder(fields, {}); }
 
+// The classes of these families have no option for biases.
+LlamaConfig read_unbiased(const JsonFields& fields, const DecoderDefaults& defaults) {
+  LlamaConfig c = read_decoder(fields, defaults);
+  c.attention_bias = c.mlp_bias = false;
+  return c;
+}
+
+void expect_no_window(std::string& note, const JsonFields& fields) {
+  if (fields.boolean_or("use_sliding_window", false))
+    note_not_computed(note, fields, "use_sliding_window", "only false is computed");
+}
+
+// Absent, it is the class's default; null says that there is none.
+int64_t read_window(const JsonFields& fields, int64_t absent) {
+  if (fields.is_null("sliding_window")) return 0;
+  const int64_t window = fields.integer_or("sliding_window", absent);
+  if (fields.has("sliding_window") && window < 1)
+    fields.refuse("sliding_window", "it must be at least 1, or null for no window");
+  return window;
+}
+
+ModelConfig read_mistral(const JsonFields& fields) {
+  LlamaConfig c = read_unbiased(fields, {.max_position_embeddings = 131072});
+  c.num_key_value_heads = fields.integer_or("num_key_value_heads", 8);
+  c.family = LlamaFamily::kMistral;
+  c.sliding_window = read_window(fields, 4096);
+  return c;
+}
+
+ModelConfig read_qwen2(const JsonFields& fields) {
+  LlamaConfig c = read_unbiased(fields, {.max_position_embeddings = 32768});
+  c.family = LlamaFamily::kQwen2;
+  expect_no_window(c.not_computed, fields);
+  return c;
+}
+
 ModelConfig read_qwen3(const JsonFields& fields) {
   LlamaConfig c = read_decoder(fields, {.max_position_embeddings = 32768, .head_dim = 128});
   c.mlp_bias = false;  // Qwen 3's class has no such option
   c.qk_norm = true;
-  if (fields.boolean_or("use_sliding_window", false))
-    note_not_computed(c.not_computed, fields, "use_sliding_window", "only false is computed");
+  expect_no_window(c.not_computed, fields);
   return c;
 }
 
 ModelConfig read_mixtral(const JsonFields& fields) {
   MixtralConfig c;
-  c.decoder = read_decoder(
+  c.decoder = read_unbiased(
       fields, {.rms_norm_eps = 1e-5, .rope_theta = 1000000.0, .max_position_embeddings = 131072});
-  c.decoder.attention_bias = c.decoder.mlp_bias = false;  // Mixtral's class has neither option
+  c.decoder.sliding_window = read_window(fields, 0);
   c.decoder.num_key_value_heads = fields.integer("num_key_value_heads");
   c.num_local_experts = fields.integer("num_local_experts");
   c.num_experts_per_tok = fields.integer_or("num_experts_per_tok", c.num_experts_per_tok);
   c.router_aux_loss_coef = fields.number_or("router_aux_loss_coef", c.router_aux_loss_coef);
   c.shared_expert_intermediate_size = fields.integer_or("shared_expert_intermediate_size", 0);
   expect_zero(c.decoder.not_computed, fields, "router_jitter_noise");
-  if (fields.has("sliding_window"))
-    note_not_computed(c.decoder.not_computed, fields, "sliding_window", "only null is computed");
   return c;
 }
 
@@ -59,8 +92,7 @@ ModelConfig read_qwen3_moe(const JsonFields& fields) {
     note_not_computed(note, fields, "decoder_sparse_step", "only 1 is computed");
   if (fields.has("mlp_only_layers") && !fields.array("mlp_only_layers").empty())
     note_not_computed(note, fields, "mlp_only_layers", "only an empty list is computed");
-  if (fields.boolean_or("use_sliding_window", false))
-    note_not_computed(note, fields, "use_sliding_window", "only false is computed");
+  expect_no_window(note, fields);
   return c;
 }
 
@@ -162,16 +194,47 @@ struct Reader {
   ModelConfig (*read)(const JsonFields& fields);
 };
 
-constexpr std::array<Reader, 6> kReaders = {{
+constexpr std::array<Reader, 8> kReaders = {{
     {"llama", read_llama},
+    {"mistral", read_mistral},
     {"mixtral", read_mixtral},
     {"nemotron_h", read_nemotron_h},
+    {"qwen2", read_qwen2},
     {"qwen3", read_qwen3},
     {"qwen3_moe", read_qwen3_moe},
     {"qwen3_next", read_qwen3_next},
 }};
 
+// A family whose class has no biases to choose, and no norms of heads.
+Json unbiased_json(const char* model_type, const char* model_class, const LlamaConfig& c) {
+  if (c.attention_bias || c.mlp_bias || c.qk_norm)
+    throw UsageError(concat("attention_bias, mlp_bias or qk_norm is true; with model_type ",
+                            model_type, " none of them is possible"));
+  Json json = decoder_json(model_type, model_class, c);
+  json.erase("attention_bias");
+  json.erase("mlp_bias");
+  return json;
+}
+
+Json window_json(int64_t window) { return window > 0 ? Json(window) : Json(nullptr); }
+
+void refuse_window(const LlamaConfig& c, const char* model_type) {
+  if (c.sliding_window > 0)
+    throw UsageError(concat("sliding_window is ", c.sliding_window, "; with model_type ",
+                            model_type, " only 0, none, is possible"));
+}
+
 Json to_json(const LlamaConfig& c) {
+  if (c.family == LlamaFamily::kMistral) {
+    Json json = unbiased_json("mistral", "MistralForCausalLM", c);
+    json["sliding_window"] = window_json(c.sliding_window);
+    return json;
+  }
+  if (c.family == LlamaFamily::kQwen2) {
+    refuse_window(c, "qwen2");
+    return unbiased_json("qwen2", "Qwen2ForCausalLM", c);
+  }
+  refuse_window(c, c.qk_norm ? "qwen3" : "llama");
   if (!c.qk_norm) return decoder_json("llama", "LlamaForCausalLM", c);
   if (c.mlp_bias)
     throw UsageError("mlp_bias is true; with qk_norm (model_type qwen3) only false is possible");
@@ -181,6 +244,7 @@ Json to_json(const LlamaConfig& c) {
 }
 
 Json qwen3_moe_json(const MixtralConfig& c) {
+  refuse_window(c.decoder, "qwen3_moe");
   if (c.decoder.mlp_bias || c.shared_expert_intermediate_size > 0)
     throw UsageError(
         "mlp_bias is true, or shared_expert_intermediate_size is above 0; with experts and qk_norm "
@@ -200,13 +264,12 @@ Json qwen3_moe_json(const MixtralConfig& c) {
 Json to_json(const MixtralConfig& c) {
   const LlamaConfig& decoder = c.decoder;
   if (decoder.qk_norm) return qwen3_moe_json(c);
-  if (decoder.attention_bias || decoder.mlp_bias || !c.norm_topk_prob)
+  if (!c.norm_topk_prob)
     throw UsageError(
-        "attention_bias or mlp_bias is true, or norm_topk_prob is false; with experts but without "
-        "qk_norm (model_type mixtral) that is not possible");
-  Json json = decoder_json("mixtral", "MixtralForCausalLM", decoder);
-  json.erase("attention_bias");
-  json.erase("mlp_bias");
+        "norm_topk_prob is false; with experts but without qk_norm (model_type mixtral) that is "
+        "not possible");
+  Json json = unbiased_json("mixtral", "MixtralForCausalLM", decoder);
+  json["sliding_window"] = window_json(decoder.sliding_window);
   json["num_local_experts"] = c.num_local_experts;
   json["num_experts_per_tok"] = c.num_experts_per_tok;
   json["router_aux_loss_coef"] = c.router_aux_loss_coef;

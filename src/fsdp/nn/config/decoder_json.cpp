@@ -1,6 +1,7 @@
 #include "fsdp/nn/config/decoder_json.h"
 
-#include <optional>
+#include <initializer_list>
+#include <utility>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/json_fields.h"
@@ -12,25 +13,50 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
+void require(const JsonFields& rope, const char* type, std::initializer_list<const char*> needed) {
+  for (const char* field : needed)
+    if (!rope.has(field)) rope.refuse(field, concat("\"", type, "\" scaling needs it; add it"));
+}
+
+Llama3RopeScaling read_llama3_scaling(const JsonFields& rope) {
+  require(rope, "llama3",
+          {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"});
+  Llama3RopeScaling scaling;
+  scaling.factor = rope.number_or("factor", scaling.factor);
+  scaling.low_freq_factor = rope.number_or("low_freq_factor", scaling.low_freq_factor);
+  scaling.high_freq_factor = rope.number_or("high_freq_factor", scaling.high_freq_factor);
+  scaling.original_max_position_embeddings =
+      rope.integer_or("original_max_position_embeddings", scaling.original_max_position_embeddings);
+  return scaling;
+}
+
+YarnRopeScaling read_yarn_scaling(const JsonFields& rope, std::string& not_computed) {
+  require(rope, "yarn", {"factor", "original_max_position_embeddings"});
+  YarnRopeScaling scaling;
+  scaling.factor = rope.number_or("factor", scaling.factor);
+  scaling.original_max_position_embeddings =
+      rope.integer_or("original_max_position_embeddings", scaling.original_max_position_embeddings);
+  scaling.beta_fast = rope.number_or("beta_fast", scaling.beta_fast);
+  scaling.beta_slow = rope.number_or("beta_slow", scaling.beta_slow);
+  scaling.mscale = rope.number_or("mscale", scaling.mscale);
+  scaling.mscale_all_dim = rope.number_or("mscale_all_dim", scaling.mscale_all_dim);
+  scaling.attention_factor = rope.number_or("attention_factor", scaling.attention_factor);
+  if (!rope.boolean_or("truncate", true))
+    note_not_computed(not_computed, rope, "truncate", "only true is computed");
+  return scaling;
+}
+
 void read_rope_scaling(const JsonFields& rope, LlamaConfig& c) {
   // Until version 4.43 the package wrote "type".
   const std::string type = rope.text_or("rope_type", rope.text_or("type", "default"));
   const char* type_field = rope.has("rope_type") ? "rope_type" : "type";
-  if (type == "llama3") {
-    for (const char* field :
-         {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
-      if (!rope.has(field)) rope.refuse(field, "\"llama3\" scaling needs it; add it");
-    Llama3RopeScaling scaling;
-    scaling.factor = rope.number_or("factor", scaling.factor);
-    scaling.low_freq_factor = rope.number_or("low_freq_factor", scaling.low_freq_factor);
-    scaling.high_freq_factor = rope.number_or("high_freq_factor", scaling.high_freq_factor);
-    scaling.original_max_position_embeddings = rope.integer_or(
-        "original_max_position_embeddings", scaling.original_max_position_embeddings);
-    c.rope_scaling = scaling;
-  } else if (type != "default") {
+  if (type == "llama3")
+    c.rope_scaling = read_llama3_scaling(rope);
+  else if (type == "yarn")
+    c.rope_scaling = read_yarn_scaling(rope, c.not_computed);
+  else if (type != "default")
     note_not_computed(c.not_computed, rope, type_field,
-                      "only \"default\" and \"llama3\" are computed");
-  }
+                      "only \"default\", \"llama3\" and \"yarn\" are computed");
 }
 
 // Version 5 of the package keeps everything in "rope_parameters", earlier ones in two fields.
@@ -47,13 +73,27 @@ void read_rope(const JsonFields& fields, const DecoderDefaults& defaults, LlamaC
   }
 }
 
-Json rope_scaling_json(const std::optional<Llama3RopeScaling>& scaling) {
-  if (!scaling) return nullptr;
+Json scaling_json(const std::monostate&) { return nullptr; }
+
+Json scaling_json(const Llama3RopeScaling& scaling) {
   return {{"rope_type", "llama3"},
-          {"factor", scaling->factor},
-          {"low_freq_factor", scaling->low_freq_factor},
-          {"high_freq_factor", scaling->high_freq_factor},
-          {"original_max_position_embeddings", scaling->original_max_position_embeddings}};
+          {"factor", scaling.factor},
+          {"low_freq_factor", scaling.low_freq_factor},
+          {"high_freq_factor", scaling.high_freq_factor},
+          {"original_max_position_embeddings", scaling.original_max_position_embeddings}};
+}
+
+Json scaling_json(const YarnRopeScaling& scaling) {
+  Json json = {{"rope_type", "yarn"},
+               {"factor", scaling.factor},
+               {"original_max_position_embeddings", scaling.original_max_position_embeddings},
+               {"beta_fast", scaling.beta_fast},
+               {"beta_slow", scaling.beta_slow}};
+  for (const auto& [field, value] : {std::pair("mscale", scaling.mscale),
+                                     {"mscale_all_dim", scaling.mscale_all_dim},
+                                     {"attention_factor", scaling.attention_factor}})
+    if (value > 0.0) json[field] = value;
+  return json;
 }
 
 }  // namespace
@@ -112,24 +152,25 @@ LlamaConfig read_decoder(const JsonFields& fields, const DecoderDefaults& defaul
 }
 
 Json decoder_json(const char* model_type, const char* model_class, const LlamaConfig& c) {
-  Json json = {{"model_type", model_type},
-               {"architectures", Json::array({model_class})},
-               {"vocab_size", c.vocab_size},
-               {"hidden_size", c.hidden_size},
-               {"num_hidden_layers", c.num_hidden_layers},
-               {"num_attention_heads", c.num_attention_heads},
-               {"num_key_value_heads", c.num_key_value_heads},
-               {"head_dim", head_dim_of(c)},
-               {"intermediate_size", c.intermediate_size},
-               {"hidden_act", "silu"},
-               {"attention_bias", c.attention_bias},
-               {"mlp_bias", c.mlp_bias},
-               {"tie_word_embeddings", c.tie_word_embeddings},
-               {"rms_norm_eps", c.rms_norm_eps},
-               {"rope_theta", c.rope_theta},
-               {"rope_scaling", rope_scaling_json(c.rope_scaling)},
-               {"max_position_embeddings", c.max_position_embeddings},
-               {"initializer_range", c.initializer_range}};
+  Json json = {
+      {"model_type", model_type},
+      {"architectures", Json::array({model_class})},
+      {"vocab_size", c.vocab_size},
+      {"hidden_size", c.hidden_size},
+      {"num_hidden_layers", c.num_hidden_layers},
+      {"num_attention_heads", c.num_attention_heads},
+      {"num_key_value_heads", c.num_key_value_heads},
+      {"head_dim", head_dim_of(c)},
+      {"intermediate_size", c.intermediate_size},
+      {"hidden_act", "silu"},
+      {"attention_bias", c.attention_bias},
+      {"mlp_bias", c.mlp_bias},
+      {"tie_word_embeddings", c.tie_word_embeddings},
+      {"rms_norm_eps", c.rms_norm_eps},
+      {"rope_theta", c.rope_theta},
+      {"rope_scaling", std::visit([](const auto& s) { return scaling_json(s); }, c.rope_scaling)},
+      {"max_position_embeddings", c.max_position_embeddings},
+      {"initializer_range", c.initializer_range}};
   if (c.num_nextn_predict_layers > 0) {
     json["num_nextn_predict_layers"] = c.num_nextn_predict_layers;
     json["mtp_loss_weight"] = c.mtp_loss_weight;

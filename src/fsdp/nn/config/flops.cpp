@@ -9,26 +9,31 @@ namespace {
 // One product per weight in the forward and two in the backward, of two operations each.
 constexpr double kPerWeight = 6.0;
 
-// Scores and the weighted sum of values: two products of head_dim per head and visible position.
-double attention_products(int64_t num_heads, int64_t head_dim, double sequence) {
-  return 2.0 * static_cast<double>(num_heads * head_dim) * (sequence + 1.0) / 2.0;
+// The positions that one sees on average, itself included.
+double visible_positions(int64_t window, double sequence) {
+  const auto widest = static_cast<double>(window);
+  if (window == 0 || sequence <= widest) return (sequence + 1.0) / 2.0;
+  return widest - widest * (widest - 1.0) / (2.0 * sequence);
 }
 
 struct Attention {
   int64_t hidden_size, num_heads, num_kv_heads, head_dim;
+  int64_t window = 0;  // VisibleKeys
 };
 
 double attention_layer(const Attention& a, double sequence) {
   const int64_t weights = a.hidden_size * a.head_dim * (2 * a.num_heads + 2 * a.num_kv_heads);
-  return static_cast<double>(weights) + attention_products(a.num_heads, a.head_dim, sequence);
+  // Scores and the weighted sum of values: two products of head_dim per head and visible position.
+  return static_cast<double>(weights) + 2.0 * static_cast<double>(a.num_heads * a.head_dim) *
+                                            visible_positions(a.window, sequence);
 }
 
 // Products of one token's forward, by kind of model.
 double products(const LlamaConfig& c, double mlp_weights, double sequence) {
-  const double layer =
-      attention_layer({c.hidden_size, c.num_attention_heads, c.num_key_value_heads, head_dim_of(c)},
-                      sequence) +
-      mlp_weights;
+  const double layer = attention_layer({c.hidden_size, c.num_attention_heads, c.num_key_value_heads,
+                                        head_dim_of(c), c.sliding_window},
+                                       sequence) +
+                       mlp_weights;
   const auto head = static_cast<double>(c.vocab_size * c.hidden_size);
   const auto join = static_cast<double>(2 * c.hidden_size * c.hidden_size);
   return static_cast<double>(c.num_hidden_layers) * layer + head +

@@ -45,21 +45,36 @@ void check_pattern(const char* field, const std::string& pattern) {
                               "E (experts)"));
 }
 
+void check_scaling(const std::monostate&) {}
+
+void check_scaling(const Llama3RopeScaling& scaling) {
+  check_number("rope_scaling.factor", scaling.factor, Above::kZero);
+  check_number("rope_scaling.low_freq_factor", scaling.low_freq_factor, Above::kZero);
+  check_number("rope_scaling.high_freq_factor", scaling.high_freq_factor, Above::kZero);
+  check_dims({{"rope_scaling.original_max_position_embeddings",
+               scaling.original_max_position_embeddings}});
+  if (scaling.high_freq_factor <= scaling.low_freq_factor)
+    throw UsageError(concat("rope_scaling.high_freq_factor is ", scaling.high_freq_factor,
+                            "; it must be above low_freq_factor = ", scaling.low_freq_factor));
+}
+
+void check_scaling(const YarnRopeScaling& scaling) {
+  check_number("rope_scaling.factor", scaling.factor, Above::kZero);
+  check_number("rope_scaling.beta_fast", scaling.beta_fast, Above::kZero);
+  check_number("rope_scaling.beta_slow", scaling.beta_slow, Above::kZero);
+  check_number("rope_scaling.mscale", scaling.mscale, Above::kZeroOrEqual);
+  check_number("rope_scaling.mscale_all_dim", scaling.mscale_all_dim, Above::kZeroOrEqual);
+  check_number("rope_scaling.attention_factor", scaling.attention_factor, Above::kZeroOrEqual);
+  check_dims({{"rope_scaling.original_max_position_embeddings",
+               scaling.original_max_position_embeddings}});
+}
+
 void check_rope(const LlamaConfig& c) {
   check_number("rope_theta", c.rope_theta, Above::kZero);
   if (head_dim_of(c) % 2 != 0)
     throw UsageError(concat("head_dim is ", head_dim_of(c),
                             "; rotary positions need an even one, so set head_dim"));
-  if (!c.rope_scaling) return;
-  check_number("rope_scaling.factor", c.rope_scaling->factor, Above::kZero);
-  check_number("rope_scaling.low_freq_factor", c.rope_scaling->low_freq_factor, Above::kZero);
-  check_number("rope_scaling.high_freq_factor", c.rope_scaling->high_freq_factor, Above::kZero);
-  check_dims({{"rope_scaling.original_max_position_embeddings",
-               c.rope_scaling->original_max_position_embeddings}});
-  if (c.rope_scaling->high_freq_factor <= c.rope_scaling->low_freq_factor)
-    throw UsageError(
-        concat("rope_scaling.high_freq_factor is ", c.rope_scaling->high_freq_factor,
-               "; it must be above low_freq_factor = ", c.rope_scaling->low_freq_factor));
+  std::visit([](const auto& scaling) { check_scaling(scaling); }, c.rope_scaling);
 }
 
 void check_computable(const LlamaConfig& c) {
@@ -173,6 +188,22 @@ void check_expert_count(const char* field, int64_t num_experts, int64_t num_laye
                             kMaxExperts, " experts in all are supported"));
 }
 
+double yarn_mscale(double factor, double mscale) {
+  return factor <= 1.0 ? 1.0 : 0.1 * mscale * std::log(factor) + 1.0;
+}
+
+double yarn_magnitude(const YarnRopeScaling& scaling) {
+  if (scaling.attention_factor > 0.0) return scaling.attention_factor;
+  if (scaling.mscale == 0.0 || scaling.mscale_all_dim == 0.0)
+    return yarn_mscale(scaling.factor, 1.0);
+  return yarn_mscale(scaling.factor, scaling.mscale) /
+         yarn_mscale(scaling.factor, scaling.mscale_all_dim);
+}
+
+bool has_qkv_bias(const LlamaConfig& c) {
+  return c.attention_bias || c.family == LlamaFamily::kQwen2;
+}
+
 int64_t head_dim_of(const LlamaConfig& c) {
   return resolved_head_dim(c.head_dim, c.hidden_size, c.num_attention_heads);
 }
@@ -265,6 +296,7 @@ void validate(const LlamaConfig& c) {
   check_layers(c.num_hidden_layers, c.num_nextn_predict_layers);
   static_cast<void>(head_dim_of(c));
   check_kv_heads(c.num_key_value_heads, c.num_attention_heads);
+  check_range(0, kMaxDim, {{"sliding_window", c.sliding_window}});
 }
 
 void validate(const MixtralConfig& c) {

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -28,22 +29,25 @@ at::Tensor repeated(const at::Tensor& x, int64_t group) {
 }
 
 // Queries belong to the last positions; libtorch's own causal mask needs as many keys as queries.
-std::optional<at::Tensor> mask_of(const at::Tensor& query, const at::Tensor& key) {
+std::optional<at::Tensor> mask_of(const at::Tensor& query, const at::Tensor& key, int64_t window) {
   const int64_t num_earlier = key.size(2) - query.size(2);
-  if (num_earlier == 0 || query.size(2) == 1) return std::nullopt;
-  return at::ones({query.size(2), key.size(2)}, query.options().dtype(at::kBool)).tril(num_earlier);
+  const bool is_cut = window > 0 && key.size(2) > window;
+  if (!is_cut && (num_earlier == 0 || query.size(2) == 1)) return std::nullopt;
+  const at::Tensor earlier =
+      at::ones({query.size(2), key.size(2)}, query.options().dtype(at::kBool)).tril(num_earlier);
+  return is_cut ? earlier.triu(num_earlier - window + 1) : earlier;
 }
 
-at::Tensor causal_attention(const at::Tensor& query, at::Tensor key, at::Tensor value) {
+at::Tensor attention_to(const at::Tensor& query, at::Tensor key, at::Tensor value, int64_t window) {
   const int64_t group = query.size(1) / key.size(1);
   const bool in_place = group > 1 && reads_groups_in_place(query);
   if (group > 1 && !in_place) {
     key = repeated(key, group);
     value = repeated(value, group);
   }
-  return at::scaled_dot_product_attention(query, key, value, mask_of(query, key),
-                                          /*dropout_p=*/0.0,
-                                          /*is_causal=*/query.size(2) == key.size(2),
+  const std::optional<at::Tensor> mask = mask_of(query, key, window);
+  return at::scaled_dot_product_attention(query, key, value, mask, /*dropout_p=*/0.0,
+                                          /*is_causal=*/!mask && query.size(2) == key.size(2),
                                           /*scale=*/std::nullopt, /*enable_gqa=*/in_place);
 }
 
@@ -55,16 +59,20 @@ bool has_packed_kernel(const at::Tensor& query) {
 
 // All [batch, sequence, heads, head_dim].
 at::Tensor mixed_values(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                        const VisibleKeys& visible,
                         const std::shared_ptr<const Documents>& documents) {
-  if (documents && has_packed_kernel(query))
+  const bool sees_all =
+      visible.window == 0 || (documents && documents->longest() <= visible.window);
+  if (documents && sees_all && has_packed_kernel(query))
     return std::get<0>(at::_flash_attention_forward(
                            query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1),
                            documents->offsets(), documents->offsets(), documents->longest(),
                            documents->longest(), /*dropout_p=*/0.0, /*is_causal=*/true,
                            /*return_debug_mask=*/false))
         .view(query.sizes());
-  return in_each_document(documents, {query, key, value}, [](const std::vector<at::Tensor>& x) {
-    return causal_attention(x[0].transpose(1, 2), x[1].transpose(1, 2), x[2].transpose(1, 2))
+  return in_each_document(documents, {query, key, value}, [&](const std::vector<at::Tensor>& x) {
+    return causal_attention(x[0].transpose(1, 2), x[1].transpose(1, 2), x[2].transpose(1, 2),
+                            visible)
         .transpose(1, 2);
   });
 }
@@ -100,6 +108,23 @@ int64_t query_size(const AttentionOptions& options) {
 
 }  // namespace
 
+// With a window, queries in parts of its length: none of a part sees more than two windows of keys.
+at::Tensor causal_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                            const VisibleKeys& visible) {
+  const int64_t window = visible.window;
+  if (window == 0 || key.size(2) <= window) return attention_to(query, key, value, 0);
+  const int64_t num_earlier = key.size(2) - query.size(2);
+  std::vector<at::Tensor> parts;
+  for (int64_t begin = 0; begin < query.size(2); begin += window) {
+    const int64_t count = std::min(window, query.size(2) - begin);
+    const int64_t first = std::max<int64_t>(0, num_earlier + begin - window + 1);
+    const int64_t num_keys = num_earlier + begin + count - first;
+    parts.push_back(attention_to(query.narrow(2, begin, count), key.narrow(2, first, num_keys),
+                                 value.narrow(2, first, num_keys), window));
+  }
+  return parts.size() == 1 ? parts.front() : at::cat(parts, 2);
+}
+
 AttentionImpl::AttentionImpl(const AttentionOptions& options)
     : options_(options),
       q_proj_(register_module(
@@ -114,10 +139,10 @@ AttentionImpl::AttentionImpl(const AttentionOptions& options)
           "v_proj", Projection(ProjectionOptions{
                         options.hidden_size, options.num_kv_heads * options.head_dim, options.bias,
                         options.standard_deviation, ProjectionCut::kOutputs}))),
-      o_proj_(register_module(
-          "o_proj", Projection(ProjectionOptions{
-                        options.num_heads * options.head_dim, options.hidden_size, options.bias,
-                        options.standard_deviation, ProjectionCut::kInputs}))) {
+      o_proj_(register_module("o_proj", Projection(ProjectionOptions{
+                                            options.num_heads * options.head_dim,
+                                            options.hidden_size, options.output_bias,
+                                            options.standard_deviation, ProjectionCut::kInputs}))) {
   if (options.qk_norm_eps == 0.0) return;
   const auto norm = [&] {
     return RmsNorm(options.head_dim, options.qk_norm_eps, options.qk_norm_weight);
@@ -161,7 +186,7 @@ at::Tensor AttentionImpl::forward(const at::Tensor& own, LayerCache* cache,
     key = appended(cache->key, key);
     value = appended(cache->value, value);
   }
-  at::Tensor mixed = mixed_values(query, key, value, documents);
+  at::Tensor mixed = mixed_values(query, key, value, options_.visible, documents);
   if (gate.defined()) mixed = mixed * gate.sigmoid();
   return o_proj_(mixed.flatten(2));
 }

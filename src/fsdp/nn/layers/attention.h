@@ -15,12 +15,25 @@
 
 namespace fsdp::nn {
 
+struct VisibleKeys {
+  // Each position sees so many, itself included, and the work grows with sequence x window; 0: all
+  // before it.
+  int64_t window = 0;
+};
+
+// [batch, heads, positions, head_dim] each; the queries belong to the last positions. Keys and
+// values may have fewer heads, each for a group of queries.
+at::Tensor causal_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                            const VisibleKeys& visible = {});
+
 struct AttentionOptions {
   int64_t hidden_size = 0;
   int64_t num_heads = 0;
   int64_t num_kv_heads = 0;  // divides num_heads; each one serves a group of query heads
   int64_t head_dim = 0;
-  bool bias = false;
+  bool bias = false;         // of queries, keys and values
+  bool output_bias = false;  // of o_proj
+  VisibleKeys visible = {};
   // Norms each query and key head with this epsilon; 0: no norm.
   double qk_norm_eps = 0.0;
   NormWeight qk_norm_weight = NormWeight::kFactor;

@@ -8,6 +8,7 @@
 #include <bit>
 #include <cmath>
 #include <numbers>
+#include <variant>
 
 #include "fsdp/nn/kernels/kernel_calls.h"
 
@@ -18,9 +19,20 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+// Two channels that turn together.
+struct ChannelPair {
+  int64_t number;    // of rotary_dim / 2
+  double frequency;  // before scaling
+  int64_t rotary_dim;
+  double theta;
+};
+
+double scaled(const ChannelPair& pair, const std::monostate&) { return pair.frequency; }
+
 // Stretches wavelengths beyond the positions of the first training, keeps short ones, and blends
 // smoothly in between.
-double scaled(double frequency, const Llama3RopeScaling& scaling) {
+double scaled(const ChannelPair& pair, const Llama3RopeScaling& scaling) {
+  const double frequency = pair.frequency;
   const double turns = static_cast<double>(scaling.original_max_position_embeddings) * frequency /
                        (2.0 * std::numbers::pi);
   if (turns < scaling.low_freq_factor) return frequency / scaling.factor;
@@ -28,6 +40,22 @@ double scaled(double frequency, const Llama3RopeScaling& scaling) {
   const double smooth =
       (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor);
   return (1.0 - smooth) * frequency / scaling.factor + smooth * frequency;
+}
+
+// The same between two pairs of channels, by their numbers; the published model class rounds them
+// outwards.
+double scaled(const ChannelPair& pair, const YarnRopeScaling& scaling) {
+  const auto dim = static_cast<double>(pair.rotary_dim);
+  const auto number_with_turns = [&](double turns) {
+    const auto positions = static_cast<double>(scaling.original_max_position_embeddings);
+    return dim * std::log(positions / (turns * 2.0 * std::numbers::pi)) /
+           (2.0 * std::log(pair.theta));
+  };
+  const double first = std::max(std::floor(number_with_turns(scaling.beta_fast)), 0.0);
+  const double last = std::min(std::ceil(number_with_turns(scaling.beta_slow)), dim - 1.0);
+  const double width = first == last ? 0.001 : last - first;
+  const double slowed = std::clamp((static_cast<double>(pair.number) - first) / width, 0.0, 1.0);
+  return pair.frequency * (slowed / scaling.factor + (1.0 - slowed));
 }
 
 enum class Direction { kForward, kBack };
@@ -136,13 +164,19 @@ class Rotation final : public torch::autograd::Function<Rotation> {
 
 std::vector<double> rotary_frequencies(const LlamaConfig& config, int64_t rotary_dim) {
   std::vector<double> frequencies;
-  for (int64_t channel = 0; channel < rotary_dim; channel += 2) {
-    const double frequency = std::pow(
-        config.rope_theta, -static_cast<double>(channel) / static_cast<double>(rotary_dim));
-    frequencies.push_back(config.rope_scaling ? scaled(frequency, *config.rope_scaling)
-                                              : frequency);
+  for (int64_t number = 0; 2 * number < rotary_dim; ++number) {
+    const double exponent = -static_cast<double>(2 * number) / static_cast<double>(rotary_dim);
+    const ChannelPair pair{number, std::pow(config.rope_theta, exponent), rotary_dim,
+                           config.rope_theta};
+    frequencies.push_back(std::visit([&](const auto& scaling) { return scaled(pair, scaling); },
+                                     config.rope_scaling));
   }
   return frequencies;
+}
+
+double rotary_magnitude(const LlamaConfig& config) {
+  const auto* yarn = std::get_if<YarnRopeScaling>(&config.rope_scaling);
+  return yarn == nullptr ? 1.0 : yarn_magnitude(*yarn);
 }
 
 RotaryTables Rotary::tables(int64_t begin, int64_t end, const at::Device& device) {
@@ -158,7 +192,8 @@ RotaryTables Rotary::tables(int64_t begin, int64_t end, const at::Device& device
         at::tensor(frequencies_, on_host.dtype(at::kDouble)).to(at::kFloat);
     const at::Tensor angle =
         at::outer(at::arange(num_positions, on_host.dtype(at::kFloat)), frequency);
-    made_.push_back({angle.cos().to(device), angle.sin().to(device)});
+    made_.push_back(
+        {angle.cos().mul_(magnitude_).to(device), angle.sin().mul_(magnitude_).to(device)});
   }
   const RotaryTables& longest = made_.back();
   return {longest.cosine.narrow(0, begin, end - begin), longest.sine.narrow(0, begin, end - begin)};

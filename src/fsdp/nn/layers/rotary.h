@@ -17,8 +17,11 @@ inline std::vector<double> rotary_frequencies(const LlamaConfig& config) {
   return rotary_frequencies(config, head_dim_of(config));
 }
 
+// The factor of cosines and sines.
+double rotary_magnitude(const LlamaConfig& config);
+
 struct RotaryTables {
-  at::Tensor cosine;  // [positions, rotary_dim / 2], fp32
+  at::Tensor cosine;  // [positions, rotary_dim / 2], fp32, times yarn's factor
   at::Tensor sine;
 };
 
@@ -28,13 +31,15 @@ class Rotary {
  public:
   explicit Rotary(const LlamaConfig& config) : Rotary(config, head_dim_of(config)) {}
   Rotary(const LlamaConfig& config, int64_t rotary_dim)
-      : frequencies_(rotary_frequencies(config, rotary_dim)) {}
+      : frequencies_(rotary_frequencies(config, rotary_dim)),
+        magnitude_(rotary_magnitude(config)) {}
 
   // For positions [begin, end).
   RotaryTables tables(int64_t begin, int64_t end, const at::Device& device);
 
  private:
   const std::vector<double> frequencies_;
+  const double magnitude_;
   std::mutex mutex_;                // a backward may recompute on a thread of its own
   std::vector<RotaryTables> made_;  // all lengths: a recorded step goes on reading its own
 };
