@@ -44,7 +44,7 @@ def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units =
                 strategy: Strategy = "optim_grads_params", params: torch.dtype | None = None,
                 main_params: torch.dtype | None = torch.float32, main_storage: MainStorage = "split",
                 main_grads: torch.dtype | None = None, grad_comm: torch.dtype | None = None, pool: Pool = "max_pool",
-                prefetch: int = 1, budget_bytes: int = 0, on_move: OnMove = "follow", other_units: OtherUnits = "on_demand",
+                prefetch: int = 1, pool_budget_bytes: int = 0, on_move: OnMove = "follow", other_units: OtherUnits = "on_demand",
                 user_buffers: UserBuffers = "off", gradient: Gradient = "mean",
                 gradient_lifetime: GradientLifetime = "persistent", offload: float = 0.0, offload_pin: bool = True,
                 offload_overlap: bool = True, offload_chunk_numel: int = 1 << 20, report_nan: ReportNan = "off",
@@ -80,7 +80,7 @@ def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units =
     main_grads, grad_comm: the types in which gradients are summed and in which they travel; None for the weights' own, and
         for that of main_grads.
     pool: where gathered weights live: "on_demand", "double_buffer", "max_pool" or "planned".
-    prefetch, budget_bytes: units gathered ahead; or as many as fit in so many bytes.
+    prefetch, pool_budget_bytes: units gathered ahead; or as many as fit in so many bytes.
     on_move, other_units, user_buffers: see docs/memory.md and docs/gpu.md.
     gradient: "mean" or "sum" over ranks.
     gradient_lifetime: "persistent", or "step" to release main gradients in zero_grad().
@@ -105,7 +105,7 @@ def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units =
     chosen = unit_selection.find(model, units if not inner else [*inner, *unit_selection.listed(units)])
     over = ranks.default_mesh() if mesh is None else ranks.mesh(mesh)
     options = dict(expert_parameters=expert_parameters, tensor_parameters=_as_dict(tensor_parameters), strategy=strategy, params=params, main_params=main_params, main_storage=main_storage, main_grads=main_grads,
-                   grad_comm=grad_comm, pool=pool, prefetch=prefetch, budget_bytes=budget_bytes, on_move=on_move,
+                   grad_comm=grad_comm, pool=pool, prefetch=prefetch, pool_budget_bytes=pool_budget_bytes, on_move=on_move,
                    other_units=other_units, user_buffers=user_buffers, gradient=gradient,
                    gradient_lifetime=gradient_lifetime, offload=offload, offload_pin=offload_pin,
                    offload_overlap=offload_overlap, offload_chunk_numel=offload_chunk_numel, report_nan=report_nan,

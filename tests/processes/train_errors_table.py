@@ -47,7 +47,7 @@ NUMBERS = [
     ("train --outer 0", f"--outer is '0'; {WHOLE} 1"),
     ("train --threads many", f"--threads is 'many'; {WHOLE} 0"),
     ("train --keep-last=-1", f"--keep-last is '-1'; {WHOLE} 0"),
-    ("train --budget 5parsecs", "--budget is '5parsecs'; it must be a size above 0 such as 4GiB"),
+    ("train --pool-budget 5parsecs", "--pool-budget is '5parsecs'; it must be a size above 0 such as 4GiB"),
     ("train --logit-memory none", "--logit-memory must be a size above 0, e.g. 1GiB"),
     ("train --logit-memory 0", "--logit-memory is '0'; it must be a size above 0"),
     ("train --write-chunk none", "--write-chunk and --load-chunk must be sizes above 0, e.g. 16MiB"),
@@ -67,12 +67,12 @@ NUMBERS = [
 NAMES = [
     ("train --optimizer adam", "--optimizer is 'adam'; did you mean 'adamw'? Use one of adamw, sgd"),
     ("train --schedule cosin", "did you mean 'cosine'? Use one of constant, linear, cosine, wsd"),
-    ("train --strategy zero3", "'zero3' is unknown; use one of no_shard, optim, optim_grads, optim_grads_params"),
+    ("train --strategy pipeline", "'pipeline' is unknown; use one of no_shard, optim, optim_grads, optim_grads_params"),
     ("train --strategy optim_grad", "did you mean 'optim_grads'?"),
     ("train --strategy SS/RR/RR", "use P (reduced once per step) or S"),
     ("train --strategy no_shard+hfsdp", "shard the inner axis too"),
     ("train --pool planed", "--pool is 'planed'; did you mean 'planned'? Use one of on_demand, double_buffer"),
-    ("train --device gpu", "--device is 'gpu'; did you mean 'cpu'? Use one of auto, cpu, cuda"),
+    ("train --device gpu", "--device is 'gpu'; did you mean 'cuda'? Use one of auto, cpu, cuda"),
     ("train --compute bf61", "--compute is 'bf61'; did you mean 'bf16'? Use one of"),
     ("train --compute int64", "--compute is 'int64'; use one of"),
     ("train --moments fp33", "--moments is 'fp33'; did you mean 'fp32'?"),
@@ -128,7 +128,7 @@ TOGETHER = [
     ("train --user-buffers symmetric --device cpu", "--user-buffers is symmetric, which NCCL between processes on GPUs alone"),
     ("train --user-buffers registered --pool on_demand", "needs memory that stays where it is, but --pool is on_demand"),
     ("train --cuda-graph --offload 0.5", "cannot record updates on the host, but --offload is 0.5"),
-    ("train --budget 1GiB --prefetch 2", "--prefetch is 2, but --budget chooses the depth itself; drop one of the two"),
+    ("train --pool-budget 1GiB --prefetch 2", "--prefetch is 2, but --pool-budget chooses the depth itself; drop one of the two"),
     ("train --sequence 100", "--sequence is 100, more than the 64 positions (max_position_embeddings) of model"),
     ("train --data short.txt", "the data has 6 tokens where 2 windows of sequence 16 need 34; give more data or a shorter"),
     ("train --validation-data short.txt --validate-every 1", "the data has 6 tokens where 1 window of sequence 16 need 17"),
@@ -154,6 +154,21 @@ TOGETHER = [
     ("train --log text.txt/log", "--log is 'text.txt/log', but 'text.txt' is a file"),
     ("train --checkpoint-dir text.txt", "--checkpoint-dir is 'text.txt', which is a file; name a directory"),
     ("train --tensorboard text.txt", "--tensorboard is 'text.txt', which is a file; name a directory"),
+]
+FOREIGN = [
+    ("train --learning-rate 0.1", "option '--learning-rate' is not known to fsdp train; did you mean '--lr'? See"),
+    ("train --gradient-accumulation-steps 4", "did you mean '--microbatches'?"),
+    ("train --per-device-train-batch-size 4", "did you mean '--batch' (sequences of all ranks and microbatches together)?"),
+    ("train --bf16", "did you mean '--compute bf16'?"),
+    ("train --fp16", "did you mean '--compute fp16'?"),
+    ("train --output_dir runs", "did you mean '--checkpoint-dir'?"),
+    ("train --gradient-checkpointing", "did you mean '--recompute block'?"),
+    ("train --budget 4GiB", "did you mean '--pool-budget' (the limit of the pool; that of a whole rank is fsdp plan's)?"),
+    ("train --strategy zero2", "strategy 'zero2' is unknown; did you mean 'optim_grads'? use one of"),
+    ("train --strategy FSDP", "did you mean 'optim_grads_params'?"),
+    ("train --compute bfloat16", "--compute is 'bfloat16'; did you mean 'bf16'? Use one of"),
+    ("train --first-moment none", "--first-moment is none, which is for fsdp plan; give a type such as bf16"),
+    ("train --config foreign.json", "foreign.json: 'fp16' is no setting; did you mean \"compute\": \"fp16\"? fsdp train"),
 ]
 CONFIGS = [
     ("train --config unknown.json", "unknown.json: 'stepz' is no setting; did you mean 'steps'?"),
@@ -214,7 +229,7 @@ OTHERS = [
     ("generate --checkpoint done --prompt a --top-p 0", "--top-p is '0'; it must be a number"),
     ("generate --checkpoint done --prompt a --tokens 0", f"--tokens is '0'; {WHOLE} 1"),
     ("generate --checkpoint done --prompt a --seed x", "--seed is 'x'"),
-    ("generate --checkpoint done --prompt a --device gpu", "did you mean 'cpu'?"),
+    ("generate --checkpoint done --prompt a --device gpu", "did you mean 'cuda'?"),
     ("generate --checkpoint done --prompt a --compute fp8_e4m3", "--compute is fp8_e4m3; models compute in fp64, fp32"),
     ("generate --checkpoint done --prompt a --model model/wide.json", "head_dim was 8 and is 16 now; leave --model out"),
     ("generate --checkpont done", "did you mean '--checkpoint'? See fsdp generate --help"),
@@ -240,7 +255,7 @@ LAUNCHES = [
     ("train --batch 9", "--batch is 9, which 2 ranks with 1 microbatch cannot share evenly", MPI),
 ]
 
-USE = NUMBERS + NAMES + TOGETHER + CONFIGS + MODELS + RESUMES + OTHERS + LAUNCHES
+USE = NUMBERS + NAMES + TOGETHER + FOREIGN + CONFIGS + MODELS + RESUMES + OTHERS + LAUNCHES
 
 NOT_STORED = "neither a checkpoint nor a safetensors file; give the directory of a run or of a checkpoint, or such files"
 DAMAGED = "the file is damaged, so use another checkpoint"

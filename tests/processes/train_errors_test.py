@@ -42,6 +42,7 @@ def token_file(tokens, vocabulary, tokenizer):
 
 
 CONFIGS = {
+    "foreign": '{"fp16": true}',
     "unknown": '{"stepz": 3}', "far": '{"zzzzzzzzzz": 3}', "dash": '{"checkpoint-dir": "a"}', "type": '{"steps": "many"}',
     "list": '{"steps": [1,2]}', "object": '{"steps": {"a": 1}}', "null": '{"steps": null}', "flag": '{"quiet": "perhaps"}',
     "twice": '{"steps": 1, "steps": 2}', "array": "[1]", "broken": '{"steps": 1', "empty": "", "zero": '{"steps": 1}\0x',

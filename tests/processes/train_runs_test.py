@@ -268,7 +268,7 @@ class Engine(Trained):
     def test_other_settings_of_the_engine_change_no_number(self):
         expected = self.train("plain", "--ranks", 2)
         for number, options in enumerate((
-                ("--prefetch", 0), ("--prefetch", 3), ("--budget", "1MiB"), ("--recompute", "block"), ("--checked",),
+                ("--prefetch", 0), ("--prefetch", 3), ("--pool-budget", "1MiB"), ("--recompute", "block"), ("--checked",),
                 ("--updates", "blocking"), ("--gradient-lifetime", "step"), ("--offload", 0.5, "--offload-chunk", 64),
                 ("--deterministic",), ("--granularity", "row"), ("--name-nan",))):
             with self.subTest(options=options):
@@ -286,7 +286,7 @@ class Settings(Trained):
     def test_what_print_config_prints_is_the_same_run(self):
         options = ["--model", "model/config.json", "--data", "text.txt", *small_runs.SHAPE, "--steps", "3", "--lr",
                    "0.002", "--rule", "*norm* decay=0 rate=0.5", "--pool", "max_pool", "--moments", "bf16", "--quiet",
-                   "--sample", "", "--validate-every", "2", "--budget", "none", "--ranks", "2", "--loss-scale", "8"]
+                   "--sample", "", "--validate-every", "2", "--pool-budget", "none", "--ranks", "2", "--loss-scale", "8"]
         printed = self.fsdp("train", *options, "--print-config").stdout
         (self.root / "run.json").write_text(printed)
         self.assertEqual(self.fsdp("train", "--config", "run.json", "--print-config").stdout, printed)

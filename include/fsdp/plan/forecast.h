@@ -105,12 +105,17 @@ class Planner {
 
   Forecast forecast() const { return forecast(options_.strategy); }
   Forecast forecast(const Strategy& strategy) const;
+  // The same with another depth, in place of the options' own and of their pool's budget.
+  Forecast forecast(const Strategy& strategy, int64_t prefetch) const;
 
   // Every named strategy that the mesh can tell apart: those that shard the outer axis only where
-  // there is one.
+  // there is one, and a single one for a single rank.
+  std::vector<Strategy> strategies() const;
   std::vector<Forecast> forecast_all() const;
 
  private:
+  Forecast forecast_with(PlanOptions options) const;
+
   ModelShape model_;
   PlanOptions options_;
   std::shared_ptr<const std::vector<GroupPlan>> groups_;

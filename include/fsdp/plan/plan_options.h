@@ -46,7 +46,7 @@ struct PlanOptions {
   // Units gathered ahead of the one that computes.
   int64_t prefetch = 1;
   // Planned pool only: gather as far ahead as this many bytes allow, and ignore `prefetch`.
-  std::optional<int64_t> budget_bytes = std::nullopt;
+  std::optional<int64_t> pool_budget_bytes = std::nullopt;
   // Where a shard may end.
   Granularity granularity = {};
 

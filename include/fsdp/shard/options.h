@@ -143,7 +143,7 @@ struct ShardOptions {
   int32_t prefetch = 1;
 
   // Gathers as far ahead as the pool can within this many bytes; 0: as `prefetch` says.
-  int64_t budget_bytes = 0;
+  int64_t pool_budget_bytes = 0;
 
   // Pools with slots: the reaction to a step in another order, which finds its slot taken.
   OnMove on_move = OnMove::kFollow;

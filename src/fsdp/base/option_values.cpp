@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "fsdp/base/check.h"
+#include "fsdp/base/foreign_words.h"
 #include "fsdp/base/text.h"
 
 namespace fsdp {
@@ -108,10 +109,9 @@ size_t parse_choice(const std::string& option, const std::string& value,
                     std::span<const std::string> choices) {
   const auto found = std::find(choices.begin(), choices.end(), value);
   if (found != choices.end()) return static_cast<size_t>(found - choices.begin());
-  const std::string near = nearest(value, choices);
+  const std::string meant = meant_text(value, choices);
   refuse_option(option, value,
-                concat(near.empty() ? "use" : concat("did you mean '", near, "'? Use"), " one of ",
-                       join(choices, ", ")));
+                concat(meant, meant.empty() ? "use" : "Use", " one of ", join(choices, ", ")));
 }
 
 }  // namespace fsdp

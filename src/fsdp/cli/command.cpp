@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "fsdp/base/check.h"
+#include "fsdp/base/foreign_words.h"
 #include "fsdp/base/text.h"
 
 namespace fsdp::cli {
@@ -44,13 +45,11 @@ void refuse_leftovers(const CLI::App& app) {
     for (const CLI::App* sub : subcommands) candidates.push_back(sub->get_name());
   }
   // "--opt=value" is compared without its value.
-  const std::string near = nearest(word.substr(0, word.find('=')), candidates);
+  const std::string meant = meant_text(word.substr(0, word.find('=')), candidates);
   const std::string kind = is_option ? "option" : subcommands.empty() ? "argument" : "subcommand";
   const std::string place = full_name(app);
-  const std::string help = concat("ee ", place, " --help");
-  throw UsageError(
-      concat(kind, " '", word, "' is not known to ", place, "; ",
-             near.empty() ? "s" + help : concat("did you mean '", near, "'? S", help)));
+  throw UsageError(concat(kind, " '", word, "' is not known to ", place, "; ",
+                          meant.empty() ? "s" : concat(meant, "S"), "ee ", place, " --help"));
 }
 
 void refuse_repeated_flags(const CLI::App& app) {

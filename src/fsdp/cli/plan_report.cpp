@@ -70,8 +70,8 @@ void print_header(std::ostream& out, const ModelShape& model, const Forecast& fo
 std::string pool_words(const Forecast& forecast) {
   const PlanOptions& options = forecast.options;
   std::string words = concat(name_of(options.pool), ", prefetch ", forecast.prefetch);
-  if (options.budget_bytes)
-    words += concat(", the deepest within ", bytes_words(*options.budget_bytes));
+  if (options.pool_budget_bytes)
+    words += concat(", the deepest within ", bytes_words(*options.pool_budget_bytes));
   return words;
 }
 
@@ -193,40 +193,8 @@ nlohmann::ordered_json to_json(const Traffic& traffic) {
   return json;
 }
 
-}  // namespace
-
-nlohmann::ordered_json to_json(const ModelShape& model, const Forecast& forecast) {
-  const MemoryBytes& bytes = forecast.bytes;
-  const PlanOptions& options = forecast.options;
-  return {
-      {"model", model.name},
-      {"strategy", to_text(options.strategy)},
-      {"parameters", forecast.parameters},
-      {"ranks", options.ranks},
-      {"outer", options.outer},
-      {"ep", options.ep},
-      {"tp", options.tp},
-      {"units", forecast.num_units},
-      {"padding_fraction", forecast.padding_fraction},
-      {"pool", name_of(options.pool)},
-      {"prefetch", forecast.prefetch},
-      {"offload", options.offload},
-      {"weights", row_of(options.weights).name},
-      {"bytes",
-       {{"weight", bytes.weight},
-        {"main_weight", bytes.main_weight},
-        {"main_grad", bytes.main_grad},
-        {"moments", bytes.moments},
-        {"weight_pool", bytes.weight_pool},
-        {"grad_pool", bytes.grad_pool},
-        {"total", bytes.total()}}},
-      {"host_bytes",
-       {{"main_weight", bytes.host.main_weight},
-        {"moments", bytes.host.moments},
-        {"total", bytes.host.total()}}},
-      {"traffic_bytes", to_json(forecast.traffic)},
-      {"plan_seconds", forecast.plan_seconds},
-  };
+const char* recompute_words(const PeakOptions& options) {
+  return options.recomputes_blocks ? "block" : "none";
 }
 
 void print_forecast(std::ostream& out, const ModelShape& model, const Forecast& forecast) {
@@ -250,9 +218,11 @@ nlohmann::ordered_json to_json(const PeakForecast& peak) {
           {"context", peak.context},     {"total", peak.total()}};
 }
 
-void print_peak(std::ostream& out, const BatchShape& batch, const PeakForecast& peak) {
-  out << "\nmost memory of a step on a GPU, " << batch.rows << " x " << batch.sequence
-      << " tokens: in " << peak.when << "\n";
+void print_peak(std::ostream& out, const PeakOptions& options, const PeakForecast& peak) {
+  const BatchShape& batch = options.batch;
+  out << "\nmost memory of a step on a GPU, " << batch.rows << " x " << batch.sequence << " tokens"
+      << (options.recomputes_blocks ? ", blocks computed again" : "") << ": in " << peak.when
+      << "\n";
   print_rows(out, {{"state", peak.state, "weights, main weights, moments and pools"},
                    {"main gradients", peak.gradients, "those that have memory then"},
                    {"activations", peak.activations, "kept for the backward"},
@@ -262,6 +232,56 @@ void print_peak(std::ostream& out, const BatchShape& batch, const PeakForecast& 
                    {"allocated", peak.allocated(), "by libtorch"},
                    {"CUDA context", peak.context, "as measured on an H200"},
                    {"total", peak.total(), ""}});
+}
+
+}  // namespace
+
+nlohmann::ordered_json to_json(const ModelShape& model, const Forecast& forecast) {
+  const MemoryBytes& bytes = forecast.bytes;
+  const PlanOptions& options = forecast.options;
+  return {
+      {"model", model.name},
+      {"strategy", to_text(options.strategy)},
+      {"parameters", forecast.parameters},
+      {"ranks", options.ranks},
+      {"outer", options.outer},
+      {"ep", options.ep},
+      {"tp", options.tp},
+      {"units", forecast.num_units},
+      {"padding_fraction", forecast.padding_fraction},
+      {"pool", name_of(options.pool)},
+      {"prefetch", forecast.prefetch},
+      {"offload", options.offload},
+      {"weights", row_of(options.weights).name},
+      {"compute", name_of(options.compute)},
+      {"bytes",
+       {{"weight", bytes.weight},
+        {"main_weight", bytes.main_weight},
+        {"main_grad", bytes.main_grad},
+        {"moments", bytes.moments},
+        {"weight_pool", bytes.weight_pool},
+        {"grad_pool", bytes.grad_pool},
+        {"total", bytes.total()}}},
+      {"host_bytes",
+       {{"main_weight", bytes.host.main_weight},
+        {"moments", bytes.host.moments},
+        {"total", bytes.host.total()}}},
+      {"traffic_bytes", to_json(forecast.traffic)},
+      {"plan_seconds", forecast.plan_seconds},
+  };
+}
+
+nlohmann::ordered_json to_json(const ModelShape& model, const RankPlan& plan) {
+  nlohmann::ordered_json json = to_json(model, plan.forecast);
+  if (!plan.peak) return json;
+  json["recompute"] = recompute_words(*plan.batch);
+  json["peak_bytes"] = to_json(*plan.peak);
+  return json;
+}
+
+void print_plan(std::ostream& out, const ModelShape& model, const RankPlan& plan) {
+  print_forecast(out, model, plan.forecast);
+  if (plan.peak) print_peak(out, *plan.batch, *plan.peak);
 }
 
 void print_comparison(std::ostream& out, const ModelShape& model,
@@ -286,6 +306,31 @@ void print_comparison(std::ostream& out, const ModelShape& model,
     out << "\n";
   }
   out << "\nLast three columns: " << kTrafficNote << ".\n";
+}
+
+void print_fits(std::ostream& out, const ModelShape& model, int64_t budget_bytes,
+                std::span<const RankPlan> plans) {
+  const RankPlan& first = plans.front();
+  out << "model     " << shown(model.name) << ": " << grouped_text(first.forecast.parameters)
+      << " parameters in " << first.forecast.num_units << " units\n";
+  out << "fits      " << bytes_words(budget_bytes) << " of each rank"
+      << (first.peak ? "" : ", without activations (give --batch and --sequence)") << "\n\n";
+  out << std::setw(7) << "ranks"
+      << "  " << std::left << std::setw(26) << "strategy" << std::right << std::setw(10) << "batch"
+      << std::setw(11) << "recompute" << std::setw(10) << "needs" << std::setw(10) << "on host"
+      << std::setw(10) << "received"
+      << "\n";
+  for (const RankPlan& plan : plans) {
+    const PlanOptions& options = plan.forecast.options;
+    out << std::setw(7) << options.ranks << "  " << std::left << std::setw(26)
+        << to_text(options.strategy) << std::right << std::setw(10)
+        << (plan.batch ? concat(plan.batch->batch.rows, " x ", plan.batch->batch.sequence) : "")
+        << std::setw(11) << (plan.batch ? recompute_words(*plan.batch) : "") << std::setw(10)
+        << bytes_words(plan.bytes()) << std::setw(10)
+        << bytes_words(plan.forecast.bytes.host.total()) << std::setw(10)
+        << bytes_words(plan.forecast.traffic.sum().total()) << "\n";
+  }
+  out << "\nLast column: " << kTrafficNote << ".\n";
 }
 
 }  // namespace fsdp::cli

@@ -1,26 +1,29 @@
 // Forecasts as tables for people and as JSON for programs.
 #pragma once
 
+#include <cstdint>
 #include <iosfwd>
 #include <nlohmann/json_fwd.hpp>
 #include <span>
 
 #include "fsdp/plan/forecast.h"
-#include "fsdp/plan/peak_forecast.h"
+#include "fsdp/plan/rank_budget.h"
 
 namespace fsdp::cli {
 
 nlohmann::ordered_json to_json(const ModelShape& model, const Forecast& forecast);
 
-// One strategy: a row per kind of memory and per collective, with type and share.
-void print_forecast(std::ostream& out, const ModelShape& model, const Forecast& forecast);
-
-// The same for a step's peak of memory.
-nlohmann::ordered_json to_json(const PeakForecast& peak);
-void print_peak(std::ostream& out, const BatchShape& batch, const PeakForecast& peak);
+// One strategy: a row per kind of memory and per collective, with type and share; and a step's peak
+// of memory, if a batch is known.
+nlohmann::ordered_json to_json(const ModelShape& model, const RankPlan& plan);
+void print_plan(std::ostream& out, const ModelShape& model, const RankPlan& plan);
 
 // Several strategies on one model and mesh: a row each.
 void print_comparison(std::ostream& out, const ModelShape& model,
                       std::span<const Forecast> forecasts);
+
+// What fits into so many bytes: a row each.
+void print_fits(std::ostream& out, const ModelShape& model, int64_t budget_bytes,
+                std::span<const RankPlan> plans);
 
 }  // namespace fsdp::cli

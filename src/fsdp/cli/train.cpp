@@ -2,7 +2,6 @@
 #include <torch/headeronly/version.h>
 
 #include <iostream>
-#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -10,17 +9,18 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/crc32c.h"
-#include "fsdp/base/durable_file.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
 #include "fsdp/base/version.h"
 #include "fsdp/cli/command.h"
+#include "fsdp/cli/setting_flags.h"
 #include "fsdp/comm/comm_error.h"
 #include "fsdp/comm/launch.h"
 #include "fsdp/comm/rank_facts.h"
 #include "fsdp/comm/world.h"
 #include "fsdp/train/log/console.h"
 #include "fsdp/train/log/console_tables.h"
+#include "fsdp/train/machine_memory.h"
 #include "fsdp/train/run_options.h"
 #include "fsdp/train/run_plan.h"
 #include "fsdp/train/settings/settings.h"
@@ -33,42 +33,13 @@ namespace fsdp::cli {
 namespace {
 
 using train::Setting;
-using train::SettingKind;
 using train::TrainOptions;
 
-constexpr int64_t kMaxConfigBytes = int64_t{1} << 24;
-
 struct TrainArguments {
-  std::string config;
+  SettingFlags settings;
   bool print_config = false;
   bool check = false;
-  // By the setting's name; filled by CLI11.
-  std::map<std::string, std::vector<std::string>> values;
-  std::map<std::string, bool> flags;
 };
-
-train::GivenValues given_values(const CLI::App& app, const TrainArguments& given) {
-  train::GivenValues values;
-  for (const Setting& setting : train::settings()) {
-    const std::string name = setting.name;
-    if (app.count("--" + name) == 0) continue;
-    if (setting.kind == SettingKind::kFlag)
-      values[name] = {given.flags.at(name) ? "true" : "false"};
-    else
-      values[name] = given.values.at(name);
-  }
-  return values;
-}
-
-TrainOptions train_options_of(const CLI::App& app, const TrainArguments& given) {
-  TrainOptions options;
-  if (app.count("--config") > 0 && given.config.empty())
-    throw UsageError("--config is empty; name a JSON file, e.g. --config run.json");
-  if (!given.config.empty())
-    train::apply_config(options, read_text_file(given.config, kMaxConfigBytes), given.config);
-  train::apply_given(options, given_values(app, given));
-  return options;
-}
 
 int64_t num_ranks_of(const TrainOptions& options, const Launch& launch) {
   if (launch.size == 1) return std::max<int64_t>(1, options.ranks);
@@ -78,7 +49,14 @@ int64_t num_ranks_of(const TrainOptions& options, const Launch& launch) {
   return launch.size;
 }
 
-void print_check(const train::RunPlan& plan) {
+std::vector<train::MemoryCheck> memory_checks(const train::RunPlan& plan, const Launch& launch,
+                                              c10::Device device) {
+  return train::memory_checks(plan, train::ranks_here(launch, plan.num_ranks, device), device.str(),
+                              train::device_memory_bytes(device), train::available_host_memory());
+}
+
+// Returns whether it fits on this machine.
+bool print_check(const train::RunPlan& plan, std::span<const train::MemoryCheck> checks) {
   const TrainOptions& options = plan.options;
   const train::RunFacts facts{.title = train::title_of(plan),
                               .settings = train::shown_settings(options, plan.resolved),
@@ -86,8 +64,15 @@ void print_check(const train::RunPlan& plan) {
   std::cout << train::start_tables(facts, train::console_options_for_stdout().width())
             << "data: " << plan.corpus->summary() << "\n"
             << "weights: " << train::first_weights_text(plan) << "\n"
-            << train::length_text(options) << "\n"
-            << "everything fits together; nothing was trained (--check)\n";
+            << train::length_text(options) << "\n";
+  bool fits = true;
+  for (const train::MemoryCheck& check : checks) {
+    std::cout << check.text() << "\n";
+    fits = fits && check.fits();
+  }
+  std::cout << (fits ? "everything fits together" : "this run does not fit on this machine")
+            << "; nothing was trained (--check)\n";
+  return fits;
 }
 
 // Every fact that decides the numbers of a run or the collectives it issues. Hosts may have the
@@ -132,7 +117,7 @@ void run_train(const CLI::App& app, const TrainArguments& given) {
   log_warnings_only();
   const Launch launch = read_launch();
   const TrainOptions options =
-      let_the_first_speak(launch, [&] { return train_options_of(app, given); });
+      let_the_first_speak(launch, [&] { return given.settings.read(app); });
   if (given.print_config) {
     if (launch.rank == 0) std::cout << train::config_text(options);
     return;
@@ -149,11 +134,15 @@ void run_train(const CLI::App& app, const TrainArguments& given) {
     });
     const std::string slow = train::slow_compute_text(plan.compute, device, this_cpu());
     if (launch.rank == 0 && !slow.empty()) log(LogLevel::kWarning, slow);
+    if (launch.local_rank == 0 && !given.check)
+      for (const train::MemoryCheck& check : memory_checks(plan, launch, device))
+        if (!check.fits()) log(LogLevel::kWarning, check.text());
     return plan;
   };
   if (given.check) {
     const train::RunPlan plan = plan_here();
-    if (launch.rank == 0) print_check(plan);
+    if (launch.rank == 0 && !print_check(plan, memory_checks(plan, launch, device)))
+      throw ExitCode{1};
     return;
   }
   int signal = 0;
@@ -178,22 +167,6 @@ void run_train(const CLI::App& app, const TrainArguments& given) {
   if (signal != 0) throw ExitCode{128 + signal};  // as shells report it
 }
 
-void add_setting(CLI::App& app, const Setting& setting, TrainArguments& given) {
-  const std::string name = setting.name;
-  const std::vector<std::string> defaults = setting.read(TrainOptions{});
-  CLI::Option* option = nullptr;
-  if (setting.kind == SettingKind::kFlag) {
-    option = app.add_flag(concat("--", name, ",!--no-", name), given.flags[name], setting.help);
-  } else {
-    option = app.add_option("--" + name, given.values[name], setting.help)
-                 ->type_name(setting.type)
-                 ->default_str(join(defaults, " "));
-    option->expected(
-        1, setting.kind == SettingKind::kList ? CLI::detail::expected_max_vector_size : 1);
-  }
-  option->group(setting.group);
-}
-
 constexpr const char* kTrainFooter =
     "A flag that is a yes or no is --FLAG or --no-FLAG. A config file is a JSON object whose keys "
     "are these names with _ for -.\n"
@@ -209,13 +182,12 @@ Command add_train(CLI::App& parent) {
   CLI::App* app = parent.add_subcommand("train", "Train a language model, sharded over ranks");
   app->footer(kTrainFooter);
   const auto given = std::make_shared<TrainArguments>();
-  app->add_option("--config", given->config, "Settings from a file; flags win")
-      ->type_name("FILE.json");
+  given->settings.add_config(*app);
   app->add_flag("--print-config", given->print_config,
                 "Print all settings as a config file, and do nothing else");
   app->add_flag("--check", given->check,
                 "Check everything, show the memory forecast, and do nothing else");
-  for (const Setting& setting : train::settings()) add_setting(*app, setting, *given);
+  for (const Setting& setting : train::settings()) given->settings.add(*app, setting);
   return {app, [app, given] { run_train(*app, *given); }};
 }
 

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "fsdp/base/check.h"
+#include "fsdp/base/foreign_words.h"
 #include "fsdp/base/text.h"
 
 namespace fsdp {
@@ -113,9 +114,7 @@ Strategy parse_strategy(std::string_view text) {
   if (!strategy) {
     std::vector<std::string> names;
     for (const Strategy& row : kNamed) names.emplace_back(row.name);
-    const std::string guess = nearest(text, names);
-    throw UsageError(concat("strategy '", text, "' is unknown; ",
-                            guess.empty() ? "" : concat("did you mean '", guess, "'? "),
+    throw UsageError(concat("strategy '", text, "' is unknown; ", meant_text(text, names),
                             "use one of ", join(names, ", "),
                             ", or placements (outer, inner) of parameter/gradient/optimizer such "
                             "as RS/PS/SS"));

@@ -199,10 +199,23 @@ Planner::Planner(ModelShape model, const PlanOptions& options)
 }
 
 Forecast Planner::forecast(const Strategy& strategy) const {
+  PlanOptions options = options_;
+  options.strategy = strategy;
+  return forecast_with(std::move(options));
+}
+
+Forecast Planner::forecast(const Strategy& strategy, int64_t prefetch) const {
+  PlanOptions options = options_;
+  options.strategy = strategy;
+  options.prefetch = prefetch;
+  options.pool_budget_bytes.reset();
+  return forecast_with(std::move(options));
+}
+
+Forecast Planner::forecast_with(PlanOptions options) const {
   const Clock::time_point start = Clock::now();
   Forecast result;
-  result.options = options_;
-  result.options.strategy = strategy;
+  result.options = std::move(options);
   result.options.validate();
   result.parameters = model_.parameters();
   result.num_units = static_cast<int64_t>(model_.units.size());
@@ -219,7 +232,7 @@ Forecast Planner::forecast(const Strategy& strategy) const {
     const GroupBytes whole{.weight = weight_bytes(group.types, padded),
                            .wire = group.types.trainable ? bytes_in(padded, group.types.wire) : 0,
                            .amaxes = num_shared_scales(group) * kAmaxBytes};
-    const Traffic moved = group_traffic(strategy, group.mesh, whole,
+    const Traffic moved = group_traffic(result.options.strategy, group.mesh, whole,
                                         pool.num_gathers[static_cast<size_t>(group.unit)]);
     const GridTraffic& axes = kGridTraffic[static_cast<size_t>(row_of(group.kind).grid)];
     add(result.traffic.*axes.inner, moved.inner);
@@ -229,13 +242,20 @@ Forecast Planner::forecast(const Strategy& strategy) const {
   return result;
 }
 
-std::vector<Forecast> Planner::forecast_all() const {
-  std::vector<Forecast> all;
+std::vector<Strategy> Planner::strategies() const {
+  std::vector<Strategy> all;
   for (const Strategy& strategy : named_strategies()) {
     // Without an outer axis these rows equal the ones that only replicate over it.
     const bool needs_outer = strategy.optimizer.outer == Placement::kShard;
-    if (!needs_outer || options_.outer > 1) all.push_back(forecast(strategy));
+    if (!needs_outer || options_.outer > 1) all.push_back(strategy);
+    if (options_.ranks == 1) break;
   }
+  return all;
+}
+
+std::vector<Forecast> Planner::forecast_all() const {
+  std::vector<Forecast> all;
+  for (const Strategy& strategy : strategies()) all.push_back(forecast(strategy));
   return all;
 }
 

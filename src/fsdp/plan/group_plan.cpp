@@ -120,11 +120,12 @@ void PlanOptions::validate() const {
   if (prefetch < 0 || prefetch > kMaxPrefetch)
     throw UsageError(
         concat("prefetch is ", prefetch, "; it must be from 0 to ", kMaxPrefetch, " units"));
-  if (budget_bytes && pool != PoolKind::kPlanned)
-    throw UsageError(concat("budget is ", *budget_bytes, " bytes, but the pool is ", name_of(pool),
+  if (pool_budget_bytes && pool != PoolKind::kPlanned)
+    throw UsageError(concat("pool_budget is ", *pool_budget_bytes, " bytes, but the pool is ",
+                            name_of(pool),
                             "; only the planned pool chooses its depth by a budget"));
-  if (budget_bytes && *budget_bytes < 1)
-    throw UsageError(concat("budget is ", *budget_bytes, " bytes; it must be 1 or more"));
+  if (pool_budget_bytes && *pool_budget_bytes < 1)
+    throw UsageError(concat("pool_budget is ", *pool_budget_bytes, " bytes; it must be 1 or more"));
   check_floating("compute", compute);
   check_floating("main_params", precision.main_params);
   check_floating("main_grads", precision.main_grads);

@@ -168,10 +168,14 @@ std::vector<KeptTensor> kept_by_head(const LlamaConfig& config, DType compute) {
           {"the gradient of what was normed", w.hidden, element}};
 }
 
+bool knows_activations(const ModelShape& model, DType compute) {
+  return model.layers && (compute == DType::kBFloat16 || compute == DType::kFloat16);
+}
+
 PeakForecast forecast_peak(const ModelShape& model, std::span<const GroupPlan> groups,
                            const Forecast& forecast, const PeakOptions& options) {
   const DType compute = forecast.options.compute;
-  if (!model.layers || (compute != DType::kBFloat16 && compute != DType::kFloat16))
+  if (!knows_activations(model, compute))
     throw UsageError(concat("the activations of model '", model.name,
                             "' are not known; they are for models of the Llama family in bf16, "
                             "without experts and multi-token prediction"));
@@ -210,13 +214,19 @@ PeakForecast forecast_peak(const ModelShape& model, std::span<const GroupPlan> g
                        .rounding = rounding,
                        .context = kContextBytes});
   };
-  const int64_t blocks = checked_mul(num_blocks, block);
+  // What `count` blocks keep while none of them is computed again.
+  const auto kept_by = [&](int64_t count) {
+    return checked_mul(count, options.recomputes_blocks ? hidden : block);
+  };
+  const int64_t blocks = kept_by(num_blocks);
   add("the loss", end, blocks + head,
       hidden + working_of_loss(config, tokens, element, options.logit_bytes));
   add("the backward of the head", end - 1, blocks + head, hidden);
   const int64_t working = working_of_block(config, tokens, element);
+  // A block that is computed again has its output once more.
+  const int64_t again = options.recomputes_blocks ? hidden : 0;
   for (int64_t i = num_blocks; i >= 1; --i)
-    add("the backward of a block", i, checked_mul(i, block), hidden + working);
+    add("the backward of a block", i, kept_by(i - 1) + block, hidden + again + working);
   // Autograd has the embedding's gradient whole, in the type of the weights, before it is added up.
   add("the backward of the embedding", 0, 0,
       2 * hidden + kept_bytes(w.vocabulary, w.hidden, element));

@@ -40,6 +40,7 @@ struct PeakOptions {
   BatchShape batch;
   GradientLifetime gradient_lifetime = GradientLifetime::kPersistent;
   int64_t logit_bytes = kDefaultLogitBytes;  // of the tokens that have logits at once
+  bool recomputes_blocks = false;            // keeps the input of each, and all of one at a time
 };
 
 // A tensor that stays from a layer's forward to its backward.
@@ -73,7 +74,10 @@ struct PeakForecast {
   int64_t total() const { return allocated() + context; }
 };
 
-// UsageError for a model whose layers are not known, or compute in another type than bf16 or fp16.
+// Whether the layers of a model are known, and what they keep in this type.
+bool knows_activations(const ModelShape& model, DType compute);
+
+// UsageError for a model whose activations are not known.
 PeakForecast forecast_peak(const ModelShape& model, std::span<const GroupPlan> groups,
                            const Forecast& forecast, const PeakOptions& options);
 

@@ -115,8 +115,8 @@ PoolForecast forecast_pool(const ModelShape& model, std::span<const GroupPlan> g
   PoolOptions pool{.kind = options.pool,
                    .prefetch = static_cast<int32_t>(options.prefetch),
                    .order = step_order_of(model)};
-  if (options.budget_bytes) {
-    pool.budget_bytes = *options.budget_bytes;
+  if (options.pool_budget_bytes) {
+    pool.budget_bytes = *options.pool_budget_bytes;
     pool.prefetch = depth_within_budget(units, pool);
     pool.budget_bytes = 0;  // the depth is known now
     forecast.prefetch = pool.prefetch;

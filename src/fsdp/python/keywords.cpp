@@ -227,7 +227,7 @@ ShardOptions shard_options(const py::dict& keywords) {
   for (const PoolKind kind : all_pool_kinds()) pools.emplace_back(name_of(kind));
   given.take_choice("pool", options.pool, pools);
   given.take("prefetch", options.prefetch);
-  given.take("budget_bytes", options.budget_bytes);
+  given.take("pool_budget_bytes", options.pool_budget_bytes);
   given.take_choice("on_move", options.on_move, {"follow", "refuse"});
   given.take_choice("other_units", options.other_units, {"on_demand", "persistent"});
   given.take_choice("user_buffers", options.user_buffers, {"off", "registered", "symmetric"});

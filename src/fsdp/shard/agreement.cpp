@@ -39,7 +39,7 @@ void add_options(RankFacts& facts, const ShardOptions& options, c10::Device devi
   // differ are left out: the number of the device, how much is offloaded (numbers do not depend on
   // it, and hosts have more memory or less), and the allocators.
   const auto& [strategy, units, expert_parameters, tensor_parameters, precision, quantization, pool,
-               prefetch, budget_bytes, on_move, other_units, user_buffers, gradient,
+               prefetch, pool_budget_bytes, on_move, other_units, user_buffers, gradient,
                gradient_lifetime, offload, report_nan, collectives, granularity, initial_values,
                device_wish, allocator, host_allocator] = options;
   facts.emplace_back("strategy", to_text(strategy));
@@ -50,7 +50,7 @@ void add_options(RankFacts& facts, const ShardOptions& options, c10::Device devi
   add_quantization(facts, quantization);
   facts.emplace_back("pool", name_of(pool));
   facts.emplace_back("prefetch", concat(prefetch));
-  facts.emplace_back("budget_bytes", concat(budget_bytes));
+  facts.emplace_back("pool_budget_bytes", concat(pool_budget_bytes));
   facts.emplace_back("on_move", choice_fact(on_move, {"kFollow", "kRefuse"}));
   facts.emplace_back("other_units", choice_fact(other_units, {"kOnDemand", "kPersistent"}));
   facts.emplace_back("user_buffers", name_of(user_buffers));

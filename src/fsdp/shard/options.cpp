@@ -72,7 +72,7 @@ void ShardOptions::validate() const {
     throw UsageError(concat("user_buffers is ", name_of(user_buffers),
                             ", for which NCCL allocates, but an allocator is given; drop one of "
                             "the two"));
-  PoolOptions{.kind = pool, .prefetch = prefetch, .budget_bytes = budget_bytes}.validate();
+  PoolOptions{.kind = pool, .prefetch = prefetch, .budget_bytes = pool_budget_bytes}.validate();
 }
 
 }  // namespace fsdp

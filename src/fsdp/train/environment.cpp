@@ -28,6 +28,22 @@ Function driver_function(void* driver, const char* name) {
   return reinterpret_cast<Function>(::dlsym(driver, name));
 }
 
+// Calls a function of the driver for a device, which `call` gives its arguments; false: there is no
+// such function or device.
+template <typename Function, typename Call>
+bool ask_driver(c10::Device device, const char* name, const Call& call) {
+  if (!device.is_cuda()) return false;
+  // Never closed, because libtorch uses the library, too.
+  void* const driver = ::dlopen("libcuda.so.1", RTLD_LAZY);
+  if (driver == nullptr) return false;
+  const auto start = driver_function<int (*)(unsigned)>(driver, "cuInit");
+  const auto find = driver_function<int (*)(int*, int)>(driver, "cuDeviceGet");
+  const auto ask = driver_function<Function>(driver, name);
+  if (start == nullptr || find == nullptr || ask == nullptr) return false;
+  int number = 0;
+  return start(0) == 0 && find(&number, device.index()) == 0 && call(ask, number) == 0;
+}
+
 std::string time_text() {
   const std::time_t now = std::time(nullptr);
   std::tm parts{};
@@ -53,19 +69,19 @@ std::string peak_text(const RunPlan& plan) {
 }  // namespace
 
 std::string device_name(c10::Device device) {
-  if (!device.is_cuda()) return "";
-  // Never closed, because libtorch uses the library, too.
-  void* const driver = ::dlopen("libcuda.so.1", RTLD_LAZY);
-  if (driver == nullptr) return "";
-  const auto start = driver_function<int (*)(unsigned)>(driver, "cuInit");
-  const auto find = driver_function<int (*)(int*, int)>(driver, "cuDeviceGet");
-  const auto name_of = driver_function<int (*)(char*, int, int)>(driver, "cuDeviceGetName");
-  if (start == nullptr || find == nullptr || name_of == nullptr) return "";
-  int found = 0;
   std::array<char, 256> name{};
-  const bool is_known = start(0) == 0 && find(&found, device.index()) == 0 &&
-                        name_of(name.data(), static_cast<int>(name.size()) - 1, found) == 0;
+  const bool is_known =
+      ask_driver<int (*)(char*, int, int)>(device, "cuDeviceGetName", [&](auto ask, int number) {
+        return ask(name.data(), static_cast<int>(name.size()) - 1, number);
+      });
   return is_known ? name.data() : "";
+}
+
+int64_t device_memory_bytes(c10::Device device) {
+  size_t bytes = 0;
+  const bool is_known = ask_driver<int (*)(size_t*, int)>(
+      device, "cuDeviceTotalMem_v2", [&](auto ask, int number) { return ask(&bytes, number); });
+  return is_known ? static_cast<int64_t>(bytes) : 0;
 }
 
 int64_t peak_memory_bytes(c10::Device device) {

@@ -20,6 +20,9 @@ namespace fsdp::train {
 // "NVIDIA H200"; "" for CPUs, and where the driver does not say.
 std::string device_name(c10::Device device);
 
+// All memory of a GPU; 0 for CPUs, and where the driver does not say.
+int64_t device_memory_bytes(c10::Device device);
+
 // --- memory --------------------------------------------------------------------------------------
 
 // On a GPU: the most that libtorch's allocator has handed out. On a CPU: the most memory of this

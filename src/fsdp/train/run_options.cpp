@@ -5,6 +5,7 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/env.h"
+#include "fsdp/base/integer.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/optim/adamw.h"
 #include "fsdp/optim/sgd.h"
@@ -61,6 +62,13 @@ c10::Device training_device(const TrainOptions& options, int local_rank) {
   return {c10::kCUDA, static_cast<c10::DeviceIndex>(local_rank % devices)};
 }
 
+RanksHere ranks_here(const Launch& launch, int64_t num_ranks, c10::Device device) {
+  // Threads of one process share its device.
+  if (launch.size == 1) return {.of_host = num_ranks, .of_device = num_ranks};
+  const int64_t devices = device.is_cpu() ? 1 : num_cuda_devices();
+  return {.of_host = launch.local_size, .of_device = ceil_div(launch.local_size, devices)};
+}
+
 DType compute_dtype(const TrainOptions& options, c10::Device device) {
   if (options.compute) return *options.compute;
   return device.is_cpu() ? DType::kFloat32 : DType::kBFloat16;
@@ -104,7 +112,7 @@ ShardOptions shard_options(const TrainOptions& o, c10::Device device) {
                         .weight_gradient = o.weights_gradient};
   shard.pool = o.pool;
   shard.prefetch = static_cast<int32_t>(o.prefetch);
-  shard.budget_bytes = o.budget_bytes;
+  shard.pool_budget_bytes = o.pool_budget_bytes;
   shard.on_move = o.on_move;
   shard.other_units = o.other_units;
   shard.user_buffers = o.user_buffers;

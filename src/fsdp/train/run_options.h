@@ -3,6 +3,7 @@
 
 #include <c10/core/Device.h>
 
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -10,14 +11,19 @@
 #include "fsdp/checkpoint/checkpointer.h"
 #include "fsdp/checkpoint/load.h"
 #include "fsdp/comm/comm_options.h"
+#include "fsdp/comm/launch.h"
 #include "fsdp/optim/optimizer.h"
 #include "fsdp/shard/options.h"
+#include "fsdp/train/machine_memory.h"
 #include "fsdp/train/settings/train_options.h"
 
 namespace fsdp::train {
 
 // The device that a rank computes on. UsageError where --device asks for a missing one.
 c10::Device training_device(const TrainOptions& options, int local_rank);
+
+// How many ranks share this host, and how many this device.
+RanksHere ranks_here(const Launch& launch, int64_t num_ranks, c10::Device device);
 
 // The type of weights and activations.
 DType compute_dtype(const TrainOptions& options, c10::Device device);

@@ -47,7 +47,19 @@ std::string config_path(const std::string& path) {
                           " presets are ", join(presets, ", "), ", or give a config.json"));
 }
 
-// The engine's options as PlanOptions; see run_options.h for the rest.
+std::string millions(int64_t count) {
+  std::ostringstream text;
+  const double value = static_cast<double>(count);
+  text << std::fixed << std::setprecision(1);
+  if (value >= 1e9)
+    text << value / 1e9 << " B";
+  else
+    text << value / 1e6 << " M";
+  return text.str();
+}
+
+}  // namespace
+
 PlanOptions plan_options(const TrainOptions& o, int64_t num_ranks, DType compute) {
   PlanOptions plan{.ranks = num_ranks,
                    .outer = o.outer,
@@ -67,22 +79,18 @@ PlanOptions plan_options(const TrainOptions& o, int64_t num_ranks, DType compute
     plan.precision.second_moment = std::nullopt;
     if (o.momentum == 0) plan.precision.first_moment = std::nullopt;
   }
-  if (o.budget_bytes != 0) plan.budget_bytes = o.budget_bytes;
+  if (o.pool_budget_bytes != 0) plan.pool_budget_bytes = o.pool_budget_bytes;
   return plan;
 }
 
-std::string millions(int64_t count) {
-  std::ostringstream text;
-  const double value = static_cast<double>(count);
-  text << std::fixed << std::setprecision(1);
-  if (value >= 1e9)
-    text << value / 1e9 << " B";
-  else
-    text << value / 1e6 << " M";
-  return text.str();
+PeakOptions peak_options(const TrainOptions& o, int64_t num_ranks) {
+  return {.batch = {.rows = o.rows_of_rank(num_ranks), .sequence = o.sequence},
+          .gradient_lifetime = o.gradient_lifetime == LifetimeChoice::kStep
+                                   ? GradientLifetime::kStep
+                                   : GradientLifetime::kPersistent,
+          .logit_bytes = o.logit_bytes,
+          .recomputes_blocks = o.recompute == RecomputeChoice::kBlock};
 }
-
-}  // namespace
 
 NamedModel find_model(const std::string& name_or_path) {
   if (const ModelPreset* preset = find_preset(name_or_path)) return {name_or_path, preset->config};
@@ -238,9 +246,12 @@ RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevic
   plan.model_config = config_json(plan.model.config);
   check_loaded_model(options, plan.init, plan.model.config);
   check_tensor_ranks(plan.model.config, options.tp);
-  plan.forecast = Planner(build_model(plan.model.name, plan.model.config),
-                          plan_options(options, num_ranks, device.compute))
-                      .forecast();
+  const Planner planner(build_model(plan.model.name, plan.model.config),
+                        plan_options(options, num_ranks, device.compute));
+  plan.forecast = planner.forecast();
+  if (device.device == DeviceChoice::kCuda && knows_activations(planner.model(), device.compute))
+    plan.peak = forecast_peak(planner.model(), planner.groups(), plan.forecast,
+                              peak_options(options, num_ranks));
   check_windows(plan);
   check_documents(plan);
   plan.resolved.documents =

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -10,6 +11,7 @@
 #include "fsdp/data/corpus.h"
 #include "fsdp/nn/config/model_config.h"
 #include "fsdp/plan/forecast.h"
+#include "fsdp/plan/peak_forecast.h"
 #include "fsdp/train/log/run_records.h"
 #include "fsdp/train/settings/train_options.h"
 
@@ -27,6 +29,10 @@ struct NamedModel {
 // A preset, a config.json, or a directory with one. UsageError with the nearest preset.
 NamedModel find_model(const std::string& name_or_path);
 
+// The engine's options as planning has them (run_options.h has the rest), and what a step computes.
+PlanOptions plan_options(const TrainOptions& options, int64_t num_ranks, DType compute);
+PeakOptions peak_options(const TrainOptions& options, int64_t num_ranks);
+
 struct RunPlan {
   TrainOptions options;   // as given
   TrainOptions resolved;  // as shown
@@ -42,6 +48,7 @@ struct RunPlan {
   std::shared_ptr<const Corpus> corpus;
   std::shared_ptr<const Corpus> validation;  // null: a part of `corpus`
   Forecast forecast;
+  std::optional<PeakForecast> peak = std::nullopt;  // of a step on a GPU, if it is known
 };
 
 // Opens the data, checks all settings against each other, and forecasts memory. UsageError or Error

@@ -68,7 +68,7 @@ TEST(ShardOptions, ThatDifferOnOneRankAreShownByAllRanks) {
        "precision.grad_comm 'BFloat16' and rank 0 has 'nullopt'"},
       {[](auto& o) { o.pool = PoolKind::kPlanned; }, "pool 'planned' and rank 0 has 'max_pool'"},
       {[](auto& o) { o.prefetch = 2; }, "prefetch '2' and rank 0 has '1'"},
-      {[](auto& o) { o.budget_bytes = 4096; }, "budget_bytes '4096' and rank 0 has '0'"},
+      {[](auto& o) { o.pool_budget_bytes = 4096; }, "pool_budget_bytes '4096' and rank 0 has '0'"},
       {[](auto& o) { o.on_move = OnMove::kRefuse; }, "on_move 'kRefuse' and rank 0 has 'kFollow'"},
       {[](auto& o) { o.other_units = OtherUnits::kPersistent; },
        "other_units 'kPersistent' and rank 0 has 'kOnDemand'"},

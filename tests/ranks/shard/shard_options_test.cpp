@@ -59,8 +59,8 @@ TEST(ShardOptions, RefuseWhatMakesNoSenseInOneSentence) {
   EXPECT_THAT(Alone({.precision = {.grad_comm = at::kFloat8_e4m3fn}}).refusal(),
               HasSubstr("precision.grad_comm"));
   EXPECT_THAT(Alone({.prefetch = -1}).refusal(), AllOf(HasSubstr("prefetch"), HasSubstr("-1")));
-  EXPECT_THAT(Alone({.budget_bytes = -5}).refusal(),
-              AllOf(HasSubstr("budget_bytes"), HasSubstr("-5")));
+  EXPECT_THAT(Alone({.pool_budget_bytes = -5}).refusal(),
+              AllOf(HasSubstr("pool_budget_bytes"), HasSubstr("-5")));
   EXPECT_THAT(Alone({.device = c10::Device(c10::kMeta)}).refusal(), HasSubstr("device is meta"));
   EXPECT_THAT(Alone({.user_buffers = UserBuffers::kSymmetric}).refusal(),
               AllOf(HasSubstr("user_buffers is symmetric"), HasSubstr("NCCL"), HasSubstr("off")));

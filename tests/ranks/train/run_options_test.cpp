@@ -24,7 +24,7 @@ TEST(ShardOptionsOf, EveryFlagArrives) {
                                                   {"grad-comm", {"bf16"}},
                                                   {"pool", {"double_buffer"}},
                                                   {"prefetch", {"3"}},
-                                                  {"budget", {"4KiB"}},
+                                                  {"pool-budget", {"4KiB"}},
                                                   {"on-move", {"refuse"}},
                                                   {"other-units", {"persistent"}},
                                                   {"user-buffers", {"registered"}},
@@ -43,7 +43,7 @@ TEST(ShardOptionsOf, EveryFlagArrives) {
                                               .grad_comm = at::kBFloat16}));
   EXPECT_EQ(shard.pool, PoolKind::kDoubleBuffer);
   EXPECT_EQ(shard.prefetch, 3);
-  EXPECT_EQ(shard.budget_bytes, 4096);
+  EXPECT_EQ(shard.pool_budget_bytes, 4096);
   EXPECT_EQ(shard.on_move, OnMove::kRefuse);
   EXPECT_EQ(shard.other_units, OtherUnits::kPersistent);
   EXPECT_EQ(shard.user_buffers, UserBuffers::kRegistered);

@@ -131,6 +131,8 @@ TEST(Strategy, UnknownNamesSuggestTheNearest) {
               ThrowsMessage<UsageError>(AllOf(HasSubstr("'optim_grad' is unknown"),
                                               HasSubstr("did you mean 'optim_grads'?"))));
   EXPECT_THAT([] { parse_strategy("zero3"); },
+              ThrowsMessage<UsageError>(HasSubstr("did you mean 'optim_grads_params'?")));
+  EXPECT_THAT([] { parse_strategy("pipeline"); },
               ThrowsMessage<UsageError>(AllOf(HasSubstr("use one of no_shard, optim, optim_grads"),
                                               ::testing::Not(HasSubstr("did you mean")))));
   EXPECT_THAT([] { parse_strategy("no_shard+hfsdp"); },

@@ -254,16 +254,16 @@ TEST(Pool, TakesTheDeepestPrefetchWithinABudget) {
   PlanOptions options = options_for("optim_grads_params", 4);
   options.pool = PoolKind::kPlanned;
   for (int64_t depth = 0; depth < 4; ++depth) {
-    options.budget_bytes.reset();
+    options.pool_budget_bytes.reset();
     options.prefetch = depth;
     const MemoryBytes asked = plan(model, options).bytes;
     options.prefetch = 0;
-    options.budget_bytes = asked.weight_pool + asked.grad_pool;
+    options.pool_budget_bytes = asked.weight_pool + asked.grad_pool;
     const Forecast chosen = plan(model, options);
     EXPECT_EQ(chosen.prefetch, depth);
     EXPECT_EQ(chosen.bytes.total(), asked.total());
   }
-  options.budget_bytes = 1000;
+  options.pool_budget_bytes = 1000;
   EXPECT_THAT([&] { plan(model, options); }, ThrowsMessage<UsageError>(HasSubstr("1000")));
 }
 
@@ -394,7 +394,7 @@ TEST(PlanOptions, NameFieldValueAndFix) {
   options.prefetch = -1;
   EXPECT_THAT(refusal(options), HasSubstr("prefetch is -1"));
   options = options_for("optim", 8);
-  options.budget_bytes = 1 << 20;
+  options.pool_budget_bytes = 1 << 20;
   EXPECT_THAT(refusal(options), HasSubstr("but the pool is max_pool"));
   options = options_for("optim", 8);
   options.precision.second_moment = DType::kInt32;

@@ -8,6 +8,7 @@
 #include <set>
 
 #include "fsdp/base/error.h"
+#include "fsdp/base/foreign_words.h"
 #include "support/error_of.h"
 
 namespace fsdp::train::settings_test {
@@ -83,7 +84,7 @@ GivenValues changed_values() {
           {"second-moment", {"bf16"}},
           {"pool", {"on_demand"}},
           {"prefetch", {"3"}},
-          {"budget", {"4294967296"}},
+          {"pool-budget", {"4294967296"}},
           {"on-move", {"refuse"}},
           {"other-units", {"persistent"}},
           {"user-buffers", {"symmetric"}},
@@ -198,6 +199,22 @@ TEST(Settings, AnUnknownKeyIsAnsweredWithTheNearest) {
             "them all");
   EXPECT_THAT(error_of<UsageError>([&] { apply_config(options, R"({"zzzzzzzz": 1})", "c.json"); }),
               HasSubstr("--print-config"));
+}
+
+// What the table of other programs' words calls them: a setting, or a value of one.
+TEST(Settings, HintsNameWhatThereIs) {
+  std::set<std::string> known = {"check", "epochs",
+                                 "pool-budget-bytes"};  // of others than settings
+  for (const Setting& setting : settings()) known.insert(setting.name);
+  for (const Strategy& strategy : named_strategies()) known.insert(std::string(strategy.name));
+  for (const DType dtype : all_dtypes()) known.insert(std::string(name_of(dtype)));
+  known.insert({"adamw", "cosine", "constant", "cuda", "block"});
+  for (const ForeignWord& row : foreign_words()) {
+    EXPECT_TRUE(known.contains(std::string(row.name))) << row.word << ": " << row.name;
+    if (row.value.empty()) continue;
+    TrainOptions options;
+    apply_given(options, {{std::string(row.name), {std::string(row.value)}}});
+  }
 }
 
 TEST(Settings, AConfigErrorNamesFileKeyAndValue) {

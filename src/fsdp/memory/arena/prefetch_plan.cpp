@@ -87,7 +87,7 @@ BudgetedPlan deepest_prefetch(const BucketTable& table, const StepOrder& order,
     chosen.plan = plan_prefetch(table, order, chosen.prefetch, options);
   }
   const int64_t needed = chosen.plan.arena_bytes;
-  FSDP_CHECK(needed <= budget_bytes, "budget_bytes is ", budget_bytes,
+  FSDP_CHECK(needed <= budget_bytes, "pool_budget_bytes is ", budget_bytes,
              ", too small for the planned pool: even with no prefetch it needs ", needed,
              " bytes (", arena_bytes_words(needed), "); raise it to that, or make units smaller");
   chosen.text =

@@ -93,8 +93,9 @@ int32_t prefetch_within_budget(const std::vector<UnitBuckets>& units, PoolOption
   };
   const int64_t least = bytes_with(0);
   if (least > budget_bytes)
-    throw UsageError(concat("budget_bytes is ", budget_bytes, ", but pool ", name_of(options.kind),
-                            " needs ", least, " bytes without any prefetch"));
+    throw UsageError(concat("pool_budget_bytes is ", budget_bytes, ", but pool ",
+                            name_of(options.kind), " needs ", least,
+                            " bytes without any prefetch"));
   int32_t fits = 0;
   int32_t too_deep = static_cast<int32_t>(order.forward.size() + order.backward.size());
   while (too_deep - fits > 1) {
@@ -140,7 +141,7 @@ void PoolOptions::validate() const {
   };
   check(prefetch >= 0, "prefetch", prefetch, "it counts units ahead, so 0 or more");
   check(gradient_slots >= 1, "gradient_slots", gradient_slots, "it must be 1 or more");
-  check(budget_bytes >= 0, "budget_bytes", budget_bytes, "it must be 0 (no limit) or more");
+  check(budget_bytes >= 0, "pool_budget_bytes", budget_bytes, "it must be 0 (no limit) or more");
   check(alignment > 0 && (alignment & (alignment - 1)) == 0, "alignment", alignment,
         "it must be a power of two");
 }

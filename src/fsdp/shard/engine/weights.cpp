@@ -62,7 +62,7 @@ void Weights::make_pool(StepOrder order) {
                                       .other_units = options_.other_units,
                                       .on_move = options_.on_move,
                                       .order = order,
-                                      .budget_bytes = options_.budget_bytes},
+                                      .budget_bytes = options_.pool_budget_bytes},
                                      pool_memory_));
     slabs_.pool().reserve();
   }

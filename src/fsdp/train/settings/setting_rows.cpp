@@ -33,31 +33,31 @@ SettingValue parsed_value(Value TrainOptions::*field, Value (*parse)(std::string
       });
 }
 
+std::string moment_text(const std::optional<DType>& moment) {
+  return moment ? std::string(name_of(*moment)) : "none";
+}
+
 SettingValue moments_value() {
   return one_value(
       SettingKind::kText,
       [](const TrainOptions& o) {
-        return std::string(o.precision.first_moment == o.precision.second_moment
-                               ? name_of(*o.precision.first_moment)
-                               : "as below");
+        return o.precision.first_moment == o.precision.second_moment
+                   ? moment_text(o.precision.first_moment)
+                   : "as below";
       },
       [](TrainOptions& o, const std::string& option, const std::string& value) {
         // --print-config writes this where the two dtypes differ; the rows below give both.
         if (value == "as below") return;
-        const std::optional<DType> dtype = parse_dtype_or(option, value, "as below");
-        o.precision.first_moment = o.precision.second_moment = dtype;
+        o.precision.first_moment = o.precision.second_moment = parse_dtype_or_none(option, value);
       });
 }
 
 SettingValue moment_value(std::optional<DType> PrecisionTypes::*field) {
   return one_value(
       SettingKind::kText,
-      [field](const TrainOptions& o) { return std::string(name_of(*(o.precision.*field))); },
+      [field](const TrainOptions& o) { return moment_text(o.precision.*field); },
       [field](TrainOptions& o, const std::string& option, const std::string& value) {
-        std::vector<std::string> names;
-        for (const DType dtype : all_dtypes())
-          if (is_floating(dtype)) names.emplace_back(name_of(dtype));
-        o.precision.*field = parse_dtype(names[parse_choice(option, value, names)]);
+        o.precision.*field = parse_dtype_or_none(option, value);
       });
 }
 
@@ -304,8 +304,8 @@ void add_sharding(Rows& rows) {
            "max_pool or planned");
   rows.add("prefetch", "N", whole_value(&O::prefetch, 0, 4096),
            "Units gathered ahead of the one that computes");
-  rows.add("budget", "BYTES", bytes_value(&O::budget_bytes),
-           "Gather as far ahead as this much memory allows; none: as --prefetch says");
+  rows.add("pool-budget", "BYTES", bytes_value(&O::pool_budget_bytes),
+           "Gather as far ahead as the pool can within this much memory; none: as --prefetch says");
   rows.add("on-move", "WHAT", choice_value(&O::on_move, {"follow", "refuse"}),
            "A unit's fixed slot is taken because the order changed");
   rows.add("other-units", "WHAT", choice_value(&O::other_units, {"on_demand", "persistent"}),

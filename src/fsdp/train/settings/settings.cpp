@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "fsdp/base/check.h"
+#include "fsdp/base/foreign_words.h"
 #include "fsdp/base/json_fields.h"
 #include "fsdp/base/text.h"
 #include "fsdp/train/settings/setting_values.h"
@@ -79,9 +80,7 @@ void apply_config(TrainOptions& options, std::string_view text, const std::strin
   for (const Setting& setting : settings()) keys.push_back(setting.key());
   for (const auto& [key, value] : document.items()) {
     if (std::find(keys.begin(), keys.end(), key) != keys.end()) continue;
-    const std::string near = nearest(key, keys);
-    throw UsageError(concat(source, ": '", key, "' is no setting; ",
-                            near.empty() ? "" : concat("did you mean '", near, "'? "),
+    throw UsageError(concat(source, ": '", key, "' is no setting; ", meant_text(key, keys),
                             "fsdp train --print-config lists them all"));
   }
   for (const Setting& setting : settings()) {

@@ -27,13 +27,7 @@ void check_division(const TrainOptions& o, int64_t num_ranks) {
     throw UsageError(concat("--sequence is ", o.sequence, ", which --tp ", o.tp,
                             " ranks cannot share evenly; give a multiple of ", o.tp, ", e.g. ",
                             round_up(o.sequence, o.tp)));
-  const int64_t parts = checked_mul(o.num_losses(num_ranks), o.microbatches);
-  if (o.batch % parts != 0)
-    throw UsageError(concat(
-        "--batch is ", o.batch, ", which ",
-        counted_text(o.num_losses(num_ranks), o.tp == 1 ? "rank" : "tp group"), " with ",
-        o.microbatches, o.microbatches == 1 ? " microbatch" : " microbatches",
-        " cannot share evenly; give a multiple of ", parts, ", e.g. ", round_up(o.batch, parts)));
+  static_cast<void>(o.rows_of_rank(num_ranks));
 }
 
 void check_rate(const TrainOptions& o) {
@@ -88,6 +82,14 @@ void check_types(const TrainOptions& o) {
       throw UsageError(concat(rule.option, " is ", name_of(*rule.value),
                               ", which cannot be trained with; use ", join(names, ", ")));
   }
+}
+
+// Plans may leave moments out; here the optimizer says which there are.
+void check_moments(const TrainOptions& o) {
+  if (o.precision.first_moment && o.precision.second_moment) return;
+  throw UsageError(concat(o.precision.first_moment ? "--second-moment" : "--first-moment",
+                          " is none, which is for fsdp plan; give a type such as bf16, or use "
+                          "--optimizer sgd, which has no second moment"));
 }
 
 void check_checkpoints(const TrainOptions& o) {
@@ -158,14 +160,26 @@ void TrainOptions::validate(int64_t num_ranks) const {
         "--loss-scale is dynamic, but --on-nonfinite is update; a dynamic scale skips "
         "steps that overflow, so use --on-nonfinite skip");
   if (logit_bytes < 1) throw UsageError("--logit-memory must be a size above 0, e.g. 1GiB");
+  check_moments(*this);
   check_types(*this);
   check_graph(*this);
   check_user_buffers(*this);
   if (nesterov && (optimizer != OptimizerChoice::kSgd || momentum == 0))
     throw UsageError("--nesterov needs --optimizer sgd with a --momentum above 0; drop it");
-  if (budget_bytes != 0 && prefetch != TrainOptions{}.prefetch)
+  if (pool_budget_bytes != 0 && prefetch != TrainOptions{}.prefetch)
     throw UsageError(concat("--prefetch is ", prefetch,
-                            ", but --budget chooses the depth itself; drop one of the two"));
+                            ", but --pool-budget chooses the depth itself; drop one of the two"));
+}
+
+int64_t TrainOptions::rows_of_rank(int64_t num_ranks) const {
+  const int64_t parts = checked_mul(num_losses(num_ranks), microbatches);
+  if (batch % parts != 0)
+    throw UsageError(concat(
+        "--batch is ", batch, ", which ",
+        counted_text(num_losses(num_ranks), tp == 1 ? "rank" : "tp group"), " with ", microbatches,
+        microbatches == 1 ? " microbatch" : " microbatches",
+        " cannot share evenly; give a multiple of ", parts, ", e.g. ", round_up(batch, parts)));
+  return batch / parts;
 }
 
 int64_t TrainOptions::total_steps() const {

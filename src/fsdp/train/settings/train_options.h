@@ -102,7 +102,7 @@ struct TrainOptions {
   PrecisionTypes precision = {};
   PoolKind pool = PoolKind::kPlanned;
   int64_t prefetch = 1;
-  int64_t budget_bytes = 0;
+  int64_t pool_budget_bytes = 0;
   OnMove on_move = OnMove::kFollow;
   OtherUnits other_units = OtherUnits::kOnDemand;
   UserBuffers user_buffers = UserBuffers::kOff;
@@ -158,6 +158,8 @@ struct TrainOptions {
   int64_t tokens_per_step() const { return batch * sequence; }
   // Ranks of a tp group have the same sequences.
   int64_t num_losses(int64_t num_ranks) const { return num_ranks / tp; }
+  // Sequences that a rank computes at a time. UsageError for a batch that ranks cannot share.
+  int64_t rows_of_rank(int64_t num_ranks) const;
 
   // With defaults filled in.
   LearningRateOptions rate_options() const;

@@ -1,0 +1,52 @@
+// Words of other programs are answered with ours.
+#include "fsdp/base/foreign_words.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+namespace fsdp::foreign_words_test {
+namespace {
+
+const std::vector<std::string> kOptions = {"--lr", "--compute", "--batch", "--steps", "--ranks"};
+const std::vector<std::string> kKeys = {"lr", "compute", "weight_decay", "checkpoint_dir"};
+const std::vector<std::string> kStrategies = {"no_shard", "optim", "optim_grads",
+                                              "optim_grads_params"};
+
+TEST(ForeignWords, AreAnsweredInTheFormOfTheCandidates) {
+  EXPECT_EQ(meant_text("--learning-rate", kOptions), "did you mean '--lr'? ");
+  EXPECT_EQ(meant_text("learning_rate", kKeys), "did you mean 'lr'? ");
+  EXPECT_EQ(meant_text("output_dir", kKeys), "did you mean 'checkpoint_dir'? ");
+  EXPECT_EQ(meant_text("ZeRO-3", kStrategies), "did you mean 'optim_grads_params'? ");
+  EXPECT_EQ(meant_text("zero1", kStrategies), "did you mean 'optim'? ");
+}
+
+TEST(ForeignWords, BringTheValueAndTheDifference) {
+  EXPECT_EQ(meant_text("--bf16", kOptions), "did you mean '--compute bf16'? ");
+  EXPECT_EQ(meant_text("bf16", kKeys), "did you mean \"compute\": \"bf16\"? ");
+  EXPECT_EQ(meant_text("--per-device-train-batch-size", kOptions),
+            "did you mean '--batch' (sequences of all ranks and microbatches together)? ");
+}
+
+TEST(ForeignWords, HaveTheFirstRowThatIsKnown) {
+  EXPECT_EQ(meant_text("--num-train-epochs", kOptions),
+            "did you mean '--steps' (or --tokens; an epoch is the data's tokens once)? ");
+  const std::vector<std::string> newer = {"--steps", "--epochs"};
+  EXPECT_EQ(meant_text("--num-train-epochs", newer), "did you mean '--epochs'? ");
+  // As an option's name, and as a value.
+  const std::vector<std::string> option = {"--strategy"};
+  EXPECT_EQ(meant_text("--fsdp", option), "did you mean '--strategy optim_grads_params'? ");
+  EXPECT_EQ(meant_text("fsdp", kStrategies), "did you mean 'optim_grads_params'? ");
+}
+
+TEST(ForeignWords, OthersAreAnsweredByTheirSpelling) {
+  EXPECT_EQ(meant_text("--rnaks", kOptions), "did you mean '--ranks'? ");
+  EXPECT_EQ(meant_text("--zzzzzzzzz", kOptions), "");
+  EXPECT_EQ(meant_text("", kStrategies), "");
+  // Without an option of that name, the word of others does not help.
+  EXPECT_EQ(meant_text("--max-grad-norm", kOptions), "");
+}
+
+}  // namespace
+}  // namespace fsdp::foreign_words_test
