@@ -32,7 +32,7 @@ TEST(Command, HelpListsEverySubcommandWithAnExample) {
   EXPECT_EQ(result.err, "");
   EXPECT_THAT(result.out,
               AllOf(HasSubstr("  plan "), HasSubstr("  inspect "), HasSubstr("  convert "),
-                    HasSubstr("  info "), HasSubstr("Examples:")));
+                    HasSubstr("  report "), HasSubstr("  info "), HasSubstr("Examples:")));
   EXPECT_THAT(run_fsdp("info --help").out, AllOf(HasSubstr("--json"), HasSubstr("Example:")));
 }
 

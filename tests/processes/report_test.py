@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """A browser opens the report of a run: no errors, no requests, every section, nothing too wide, zoom, tokens, a picture.
 
-    report_test.py WATCHED_RUN [PICTURES]     ends with "skipped: ..." where Chromium is missing;
-                                              PICTURES is a folder that keeps the screenshots
+    report_test.py WATCHED_RUN FSDP [PICTURES]     ends with "skipped: ..." where Chromium is missing;
+                                                   PICTURES is a folder that keeps the screenshots
 """
 
 import html
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import zlib
 
-WATCHED_RUN = sys.argv[1]
+WATCHED_RUN, FSDP = map(os.path.abspath, sys.argv[1:3])
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 if CHROMIUM is None:
     print("skipped: there is no Chromium; tools/setup.sh --report installs it")
@@ -82,8 +82,8 @@ def browse(page, width, height, *options, profile):
     return result.stdout, [line for line in result.stderr.splitlines() if "CONSOLE" in line]
 
 
-def probe(page, width, profile):
-    """What PROBE finds in the page at this width, when all is well with it."""
+def found_in(page, width, profile):
+    """What PROBE finds in the page at this width, when nothing is too wide or loaded."""
     probed = page.with_name("probed.html")
     probed.write_text(page.read_text().replace("</body>", PROBE + "</body>"))
     frame = page.with_name("frame.html")
@@ -94,6 +94,12 @@ def probe(page, width, profile):
     assert found["width"] == width, (found["width"], width)
     assert found["scroll"] <= width and not found["wide"], f"too wide at {width}: {found}"
     assert not found["requests"], found["requests"]
+    return found
+
+
+def probe(page, width, profile):
+    """The same of a whole report, when all is well with it."""
+    found = found_in(page, width, profile)
     assert set(SECTIONS) <= set(found["sections"]), set(SECTIONS) - set(found["sections"])
     assert len(found["drawn"]) == 5 and min(found["drawn"]) > 500, found["drawn"]
     assert found["shown"] and re.search(r"step 1[45]\d\b", found["read"]), found["read"]
@@ -150,10 +156,38 @@ def check_without_script(page, profile):
     assert 'class="rule"' not in dom, "the script ran"
 
 
+def check_comparison(folder, pictures):
+    """Three runs on one page: ended, stopped after a resume, and one whose last line is being written."""
+    names = ("ended", "stopped", "growing")
+    for name, sizes in zip(names, (("300",), ("20001", "200"), ("90",))):
+        (folder / name).mkdir()
+        subprocess.run([WATCHED_RUN, folder / name, *sizes], check=True)
+    log = folder / "growing/log.jsonl"
+    log.write_bytes(log.read_bytes()[:-100])
+    page = folder / "runs.html"
+    said = subprocess.run([FSDP, "report", *names], cwd=folder, check=True, capture_output=True, text=True).stdout
+    assert said == "report of 3 runs: runs.html\n", said
+    for width in (1200, 400):
+        found = found_in(page, width, folder / "profile")
+        assert {"runs", "loss", "validation", "learning-rate", "throughput", "settings"} <= set(found["sections"]), found
+        assert len(found["drawn"]) == 5 * 3, found["drawn"]
+        # At half of 20,001 steps there is one run left.
+        assert "stopped" in found["read"] and "ended" not in found["read"], found["read"]
+        # Over tokens, runs of the same batch look the same.
+        assert found["whole"]["x"] == ["5k", "10k", "15k"] and found["tokens"]["x"] == ["50M", "100M", "150M"], found
+    picture = pictures / "runs.png"
+    browse(page, 1200, 1700, f"--screenshot={picture}", profile=folder / "profile")
+    check_picture(picture, (1200, 1700), LIGHT)
+    # One run is a report as the run itself writes it.
+    subprocess.run([FSDP, "report", "ended", "--output", "one.html"], cwd=folder, check=True, capture_output=True)
+    found = found_in(folder / "one.html", 1200, folder / "profile")
+    assert set(SECTIONS) - {"memory", "timeline", "sample"} <= set(found["sections"]), found["sections"]
+
+
 def main():
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        pictures = pathlib.Path(sys.argv[2]) if len(sys.argv) > 2 else folder
+        pictures = pathlib.Path(sys.argv[3]) if len(sys.argv) > 3 else folder
         subprocess.run([WATCHED_RUN, folder, "300"], check=True)
         report = folder / "report.html"
         for width in (1200, 400):
@@ -172,6 +206,7 @@ def main():
         assert not messages, messages
         assert "Stopped" in dom and "resumed after step 200" in dom
         assert report.stat().st_size < 1_000_000, report.stat().st_size
+        check_comparison(folder, pictures)
     print("the report is as it should be, light and dark, wide and narrow")
 
 

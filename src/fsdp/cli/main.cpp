@@ -27,6 +27,7 @@ constexpr const char* kCommandFooter =
     "Examples:\n"
     "  fsdp train --data docs --ranks 2                   a small language model of some text\n"
     "  fsdp generate --checkpoint runs/a --prompt 'The '  what it has learnt\n"
+    "  fsdp report runs/a runs/b                          curves of runs on one page\n"
     "  fsdp plan --model llama3-8b --ranks 8 --compare    memory and traffic of every strategy\n"
     "  fsdp inspect runs/7b --verify                      what a checkpoint holds, and whether it "
     "is whole\n"
@@ -78,7 +79,7 @@ int run(int argc, char** argv) {
   const std::vector<fsdp::cli::Command> commands = {
       fsdp::cli::add_train(app),   fsdp::cli::add_generate(app), fsdp::cli::add_eval(app),
       fsdp::cli::add_data(app),    fsdp::cli::add_plan(app),     fsdp::cli::add_inspect(app),
-      fsdp::cli::add_convert(app), fsdp::cli::add_info(app)};
+      fsdp::cli::add_convert(app), fsdp::cli::add_report(app),   fsdp::cli::add_info(app)};
   app.require_subcommand(0, 1);  // none is handled below, a second one is a surplus argument
   // Collects unknown arguments, so that the error can name the nearest option.
   app.allow_extras();

@@ -259,7 +259,7 @@ TEST(ReportPage, ShowsWhatQuantisedWeightsLose) {
 TEST(ReportFile, TakesAHundredthOfTheTimeAtMost) {
   const testing::TempDir dir(testing::TempDir::On::kMemory);
   double now = 0;
-  ReportFile file(dir / "new/report.html", [&] { return now; });
+  ReportFile file(dir / "new/report.html", "--report", [&] { return now; });
   EXPECT_TRUE(file.is_due());
   file.write([&] { return now += 0.01, "first"; });
   EXPECT_FALSE(file.is_due());

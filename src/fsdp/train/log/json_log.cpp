@@ -99,8 +99,7 @@ class Line {
   std::string text_;
 };
 
-// --- reading back
-// ----------------------------------------------------------------------------------
+// --- reading back --------------------------------------------------------------------------------
 
 int64_t integer_of(const Json& json, const char* key) {
   const auto found = json.find(key);
@@ -139,6 +138,37 @@ StepRecord step_record_of(const Json& json) {
     for (const auto& term : terms->items())
       record.terms.push_back({term.key(), number_of(*terms, term.key().c_str())});
   return record;
+}
+
+// An object whose values are texts, as rows.
+template <typename Row, typename Use>
+std::vector<Row> rows_of(const Json& json, const char* key, const Use& use) {
+  std::vector<Row> rows;
+  const auto found = json.find(key);
+  if (found == json.end() || !found->is_object()) return rows;
+  for (const auto& [name, value] : found->items())
+    if (value.is_string()) rows.push_back(use(name, value.template get<std::string>()));
+  return rows;
+}
+
+RunStart run_start_of(const Json& json) {
+  std::vector<std::string> changed;
+  if (const auto found = json.find("changed"); found != json.end() && found->is_array())
+    for (const Json& name : *found)
+      if (name.is_string()) changed.push_back(name.get<std::string>());
+  RunStart start{.resumed_step = integer_of(json, "step")};
+  start.facts.title = text_of(json, "title");
+  start.facts.resumed_step = start.resumed_step;
+  start.facts.settings =
+      rows_of<SettingRow>(json, "settings", [&](const std::string& name, std::string value) {
+        const bool is_changed = std::find(changed.begin(), changed.end(), name) != changed.end();
+        return SettingRow{.name = name, .value = std::move(value), .is_changed = is_changed};
+      });
+  start.facts.environment =
+      rows_of<EnvironmentRow>(json, "environment", [](const std::string& name, std::string value) {
+        return EnvironmentRow{name, std::move(value)};
+      });
+  return start;
 }
 
 bool is_regular_file(const std::string& path) {
@@ -304,7 +334,7 @@ std::optional<LogRecord> parse_log_line(std::string_view line) {
   if (!json.is_object()) return std::nullopt;
   const std::string kind = text_of(json, "kind");
   const int64_t step = integer_of(json, "step");
-  if (kind == "run") return RunStart{step};
+  if (kind == "run") return run_start_of(json);
   if (kind == "step") return step_record_of(json);
   if (kind == "validation")
     return ValidationRecord{.step = step,
@@ -323,6 +353,26 @@ std::optional<LogRecord> parse_log_line(std::string_view line) {
                      .seconds = number_of(json, "seconds"),
                      .stopped_by = text_of(json, "stopped_by")};
   return std::nullopt;
+}
+
+void read_log(const std::string& path, const LogRecordSink& use) {
+  // For each part of the run, the last step that no later part did again.
+  std::vector<int64_t> last_steps = {std::numeric_limits<int64_t>::max()};
+  for_each_line(path, [&](std::string_view line, bool) {
+    const std::optional<LogRecord> record = parse_log_line(line);
+    const RunStart* const start = record ? std::get_if<RunStart>(&*record) : nullptr;
+    if (start == nullptr) return;
+    for (int64_t& last : last_steps) last = std::min(last, start->resumed_step);
+    last_steps.push_back(std::numeric_limits<int64_t>::max());
+  });
+  size_t part = 0;
+  for_each_line(path, [&](std::string_view line, bool) {
+    const std::optional<LogRecord> record = parse_log_line(line);
+    if (!record) return;
+    if (std::holds_alternative<RunStart>(*record)) ++part;
+    // A log that grows may have a new part meanwhile, of which nothing was done again.
+    if (part >= last_steps.size() || step_of(*record) <= last_steps[part]) use(*record);
+  });
 }
 
 JsonLog::JsonLog(const std::string& path, int64_t resumed_step, const LogRecordSink& restored)

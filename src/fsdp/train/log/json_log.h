@@ -27,6 +27,8 @@ std::string log_line_of(const EndRecord& record, double time);
 // The beginning of a run, or of its next part.
 struct RunStart {
   int64_t resumed_step = 0;
+  // As the log has them: settings without their groups, no memory.
+  RunFacts facts = {};
 };
 
 using LogRecord = std::variant<RunStart, StepRecord, ValidationRecord, CheckpointRecord, EndRecord>;
@@ -40,6 +42,10 @@ std::optional<LogRecord> parse_log_line(std::string_view line);
 
 // Receives the records of a resumed log, in their order.
 using LogRecordSink = std::function<void(const LogRecord&)>;
+
+// Reads a log that may be damaged, or grow meanwhile: passes over lines that are no records, and
+// over steps that a later part of the run did again.
+void read_log(const std::string& path, const LogRecordSink& use);
 
 // For one thread at a time.
 class JsonLog {

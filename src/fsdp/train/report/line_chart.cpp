@@ -132,13 +132,9 @@ const char* css_class(ChartLine::Look look) {
   return "";
 }
 
-// Colours are few; the next runs have them again, dashed.
-constexpr int kNumColors = 8;
-
 std::string css_classes(const ChartLine& line) {
-  if (line.color < 0) return css_class(line.look);
-  return concat(css_class(line.look), " c", line.color % kNumColors,
-                line.color >= kNumColors ? " again" : "");
+  return concat(css_class(line.look), line.color < 0 ? "" : " ",
+                line.color < 0 ? "" : run_color_classes(static_cast<size_t>(line.color)));
 }
 
 std::string drawing(const LineChart& chart, const Plot& plot) {
@@ -252,6 +248,12 @@ std::string figure_text(double value) {
   if (size >= 1000 || value == std::floor(value)) return grouped_text(std::llround(value));
   if (size >= 100) return formatted("%.0f", value);
   return formatted(size >= 1e-3 ? "%.4g" : "%.2e", value);
+}
+
+// Colours are few; the next runs have them again, dashed.
+std::string run_color_classes(size_t index) {
+  constexpr size_t kNumColors = 8;
+  return concat("c", index % kNumColors, index >= kNumColors ? " again" : "");
 }
 
 std::string count_text(int64_t count) {

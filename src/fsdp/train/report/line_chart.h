@@ -1,6 +1,8 @@
 // A chart of figures over steps, as a self-contained piece of HTML.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -54,6 +56,9 @@ struct LineChart {
 
 // "" without a finite value.
 std::string line_chart_html(const LineChart& chart);
+
+// The classes of a run's colour, of lines and keys: "c2".
+std::string run_color_classes(size_t index);
 
 // "2.46 M": three digits are enough for a glance.
 std::string count_text(int64_t count);

@@ -59,6 +59,7 @@ path.dots{stroke:var(--orange);stroke-width:6;stroke-linecap:round}
 path.again{stroke-dasharray:7 4}.key.again::before{border-top-style:dashed}
 .chosen{position:absolute;top:0;bottom:0;background:var(--shade);border:solid var(--blue);border-width:0 1px;pointer-events:none}
 .axis{display:flex;flex-wrap:wrap;align-items:center;gap:.4rem;margin:0 0 .75rem;font-size:.82rem;color:var(--soft)}
+h1+.axis,h1+.grid{margin-top:1rem}
 button{font:inherit;font-size:.82rem;line-height:1.3;padding:.15rem .6rem;color:var(--ink);background:var(--card);border:1px solid var(--line);border-radius:6px;cursor:pointer}
 button[aria-pressed=true]{border-color:var(--blue);color:var(--blue)}
 [hidden]{display:none}

@@ -124,14 +124,13 @@ std::string sample_html(const TextSample* sample) {
 
 }  // namespace
 
-ReportFile::ReportFile(std::string path, std::function<double()> now)
+ReportFile::ReportFile(std::string path, const std::string& option, std::function<double()> now)
     : path_(std::move(path)), now_(now ? std::move(now) : steady_seconds) {
   make_directories(directory_of(path_));
   // Writing replaces the path, so that a device such as /dev/null would be gone.
   struct stat status {};
   FSDP_CHECK(::stat(path_.c_str(), &status) != 0 || S_ISREG(status.st_mode), path_,
-             ": is not a file, so no report can replace it; choose another place with --report, or "
-             "--report none");
+             ": is not a file, so no report can replace it; choose another place with ", option);
 }
 
 bool ReportFile::is_due() const { return now_() >= next_at_; }

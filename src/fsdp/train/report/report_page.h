@@ -17,8 +17,10 @@ namespace fsdp::train {
 // For one thread at a time.
 class ReportFile {
  public:
-  // `now` gives seconds on a clock that only goes forward; empty: the steady one.
-  explicit ReportFile(std::string path, std::function<double()> now = {});
+  // `option` is the flag that chooses another path; `now` gives seconds on a clock that only goes
+  // forward; empty: the steady one.
+  explicit ReportFile(std::string path, const std::string& option = "--report",
+                      std::function<double()> now = {});
 
   const std::string& path() const { return path_; }
 
