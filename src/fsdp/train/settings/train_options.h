@@ -53,6 +53,7 @@ struct TrainOptions {
 
   // --- data ---
   std::vector<std::string> data;             // text files, directories, packed token files
+  std::vector<double> data_weights;          // of the paths of `data`; none: all of it once
   std::vector<std::string> validation_data;  // none: a part of `data`
   double validation_fraction = 0.02;
   DocumentsChoice documents = DocumentsChoice::kAuto;  // see window_documents()
@@ -65,6 +66,7 @@ struct TrainOptions {
   // --- length ---
   int64_t steps = 500;
   int64_t tokens = 0;  // 0: `steps` counts
+  double epochs = 0;   // 0: the two above count; plan_run() sets `steps` by it
 
   // --- optimizer ---
   OptimizerChoice optimizer = OptimizerChoice::kAdamW;
@@ -150,7 +152,7 @@ struct TrainOptions {
   // UsageError with the flags, their values and the fix.
   void validate(int64_t num_ranks) const;
 
-  // From `tokens` or `steps`.
+  // From `tokens` or `steps`; by `epochs` once plan_run() knows the data.
   int64_t total_steps() const;
   int64_t tokens_per_step() const { return batch * sequence; }
   // Ranks of a tp group have the same sequences.
