@@ -1,9 +1,10 @@
-"""What `fsdp train` and `eval` make of their data: loss masks, separate documents.
+"""What `fsdp train` and `eval` make of their data: loss masks, separate documents, sources with weights, epochs.
 
 Usage: train_data_test.py FSDP
 """
 
 import json
+import math
 import pathlib
 import struct
 import sys
@@ -166,6 +167,46 @@ class Documents(Data):
         self.assertAlmostEqual(found["separate"]["loss"], logged["loss"], delta=1e-12)
         self.assertEqual(found["separate"]["tokens"], logged["tokens"])
         self.assertLess(found["separate"]["tokens"], found["joined"]["tokens"])
+
+
+class Sources(Data):
+    """Windows that are drawn from several paths, by weights and for some epochs."""
+
+    def setUp(self):
+        super().setUp()
+        small_runs.write_text(self.root / "more.txt", copies=20)
+        self.words = ["--data", "text.txt", "more.txt", "--data-weights", "0.25", "0.75"]
+
+    def test_a_mix_is_the_same_run_on_any_ranks_and_after_any_stop(self):
+        whole = self.train("whole", *self.words, steps=8)
+        self.assertNotEqual(whole, self.train("plain", *self.words[:3], steps=8))
+        self.assertNotEqual(whole, self.train("other", *self.words[:-2], "0.5", "0.5", steps=8))
+        self.assert_near(self.train("ranks", *self.words, "--ranks", 2, "--microbatches", 2, steps=8), whole)
+        begun = self.train("run", *self.words, "--checkpoint-dir", "run", steps=5)
+        self.assertEqual({**begun, **self.train("run", *self.words, "--checkpoint-dir", "run", steps=8)}, whole)
+
+    def test_the_end_tells_how_often_each_was_gone_through(self):
+        done = self.fsdp("train", "--model", "model", *self.words, *small_runs.SHAPE, "--steps", 4, "--sample", "",
+                         "--validation-fraction", 0, "--validate-every", 0)
+        # 32 windows: 8 of the first text, 24 of the second.
+        sizes = [(len((self.root / name).read_bytes()) + 1 - 1) // SEQUENCE for name in ("text.txt", "more.txt")]
+        epochs = [f"{number / size:.3f}".rstrip("0") for number, size in zip((8, 24), sizes)]
+        self.assertIn(f"epochs of the data: text.txt {epochs[0]}, more.txt {epochs[1]}", done.stdout)
+
+    def test_another_mix_does_not_go_on(self):
+        self.train("run", *self.words, "--checkpoint-dir", "run")
+        for words in (self.words[:3], [*self.words[:-2], "0.5", "0.5"]):
+            done = self.fsdp("train", "--model", "model", *words, *small_runs.SHAPE, "--steps", 8, "--sample", "",
+                             "--checkpoint-dir", "run", code=2)
+            self.assertRegex(done.stderr, "the mix of the data was 2500 of .*--data-weights|number of training windows")
+
+    def test_epochs_are_as_many_steps_as_their_windows_take(self):
+        windows = (self.root / "text.txt").stat().st_size // SEQUENCE
+        for epochs in (1, 0.25, 1.5):
+            words = ["--data", "text.txt", "--validation-fraction", 0]
+            losses = self.train(f"{epochs}", *words, "--epochs", epochs, steps=None)
+            steps = math.ceil(epochs * windows / BATCH)
+            self.assertEqual(self.train(f"{epochs} as steps", *words, steps=steps), losses)
 
 
 if __name__ == "__main__":

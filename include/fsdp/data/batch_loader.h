@@ -8,6 +8,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "fsdp/data/batches.h"
 
@@ -34,8 +35,9 @@ class BatchLoader {
   // After the last step whose microbatches have all been handed out: where a run that is resumed
   // goes on. What is prepared ahead does not count.
   DataPosition position() const;
-  // How often the training windows have been gone through by then: 0.5 is half an epoch.
-  double epochs() const;
+  // How often the training windows have been gone through by then: 0.5 is half an epoch. With
+  // weights, of each source.
+  std::vector<double> epochs() const;
 
   // Whether microbatches may have more targets than others: with loss masks, or separate documents.
   bool has_unlike_targets() const;

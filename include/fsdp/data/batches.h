@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -9,6 +10,8 @@
 #include "fsdp/data/token_windows.h"
 
 namespace fsdp {
+
+class SourceMix;
 
 // A shuffled order of the numbers 0 to size - 1 that takes no memory, whatever the size: a Feistel
 // network over the next power of two, walked until it is below `size` again. The same
@@ -60,6 +63,9 @@ struct BatchOptions {
   int64_t ranks = 1;         // that share the rows (data-parallel)
   int64_t rank = 0;          // this one
   uint64_t seed = 0;         // of the order of training windows
+  // One above 0 for each range of the windows (SplitOptions::by_path): the proportions in which
+  // windows are drawn from them. None: windows of all ranges are shuffled together.
+  std::vector<double> source_weights = {};
   WindowDocuments documents = WindowDocuments::kJoined;
 };
 
@@ -78,8 +84,13 @@ class TrainingBatches {
   const BatchOptions& options() const { return options_; }
   const TokenWindows& windows() const { return windows_; }
 
-  // The window at a place of the endless order; its epoch is place / num_windows().
+  // The window at a place of the endless order; its epoch is place / num_windows(). With weights
+  // each source has epochs of its own.
   int64_t window_at(int64_t place) const;
+
+  // How often each range was gone through after so many windows of the order; without weights there
+  // is one.
+  std::vector<double> epochs(int64_t windows_used) const;
 
   // Rows of this rank's microbatch in the step that begins at `place` (0 and then every `batch`).
   // Any number of threads may call it at a time.
@@ -88,6 +99,7 @@ class TrainingBatches {
  private:
   TokenWindows windows_;
   BatchOptions options_;
+  std::shared_ptr<const SourceMix> mix_;  // null: no weights
   int64_t rows_;
 };
 

@@ -7,6 +7,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
 namespace fsdp {
 
@@ -50,6 +51,9 @@ class Corpus {
 
   // See fingerprint_of().
   uint64_t fingerprint() const;
+
+  // For each of the paths, in their order: the number of the token after its last one.
+  std::vector<int64_t> path_ends() const;
 
   // Tokens that are learnt as targets: all of them, but for files with loss masks.
   int64_t num_learnt() const;

@@ -6,6 +6,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "fsdp/data/corpus.h"
 
@@ -13,19 +14,27 @@ namespace fsdp {
 
 // Neighbouring windows share one token: the last target of one is the first input of the next, so
 // that every token but the first is predicted once. What is too short for a window in the end is
-// left out. Windows go over ends of documents and files.
+// left out. Windows go over ends of documents and files, and stay inside a range.
 class TokenWindows {
  public:
-  // All windows in the tokens from `first` to `first + num_tokens`.
-  TokenWindows(std::shared_ptr<const Corpus> corpus, int64_t sequence, int64_t first_token,
-               int64_t num_tokens);
+  struct Range {
+    int64_t first_token = 0;
+    int64_t num_tokens = 0;
+  };
+
+  // All windows in each of the ranges, one range after the other.
+  TokenWindows(std::shared_ptr<const Corpus> corpus, int64_t sequence,
+               const std::vector<Range>& ranges);
 
   const Corpus& corpus() const { return *corpus_; }
   int64_t sequence() const { return sequence_; }
   int64_t num_windows() const { return num_windows_; }
 
+  // Of each range: the number of its first window, and the number of all windows in the end.
+  const std::vector<int64_t>& range_begins() const { return range_begins_; }
+
   // Its first token's number in the corpus.
-  int64_t first_token(int64_t window) const { return first_token_ + window * sequence_; }
+  int64_t first_token(int64_t window) const;
 
   // Its sequence + 1 tokens; `learnt` as of Corpus::read().
   void read(int64_t window, std::span<int64_t> into, std::span<uint8_t> learnt = {}) const;
@@ -33,14 +42,18 @@ class TokenWindows {
  private:
   std::shared_ptr<const Corpus> corpus_;
   int64_t sequence_;
-  int64_t first_token_;
-  int64_t num_windows_;
+  std::vector<int64_t> first_tokens_;  // of ranges
+  std::vector<int64_t> range_begins_;
+  int64_t num_windows_ = 0;
 };
 
 struct SplitOptions {
   int64_t sequence = 256;  // tokens that a window predicts
   double validation_fraction =
       0.01;  // of the windows, at the end of the corpus, one at least; 0: none
+  // Windows stay inside the paths of the corpus, and the end of each is kept for validation. For
+  // sources with weights.
+  bool by_path = false;
 };
 
 // No token is in both.
@@ -55,14 +68,23 @@ DataSplit split_corpus(const std::shared_ptr<const Corpus>& corpus, const SplitO
 // The whole corpus: for validation data of its own. UsageError where it has no window.
 TokenWindows all_windows(const std::shared_ptr<const Corpus>& corpus, int64_t sequence);
 
+// One of the paths of --data that has a weight.
+struct WeightedSource {
+  int64_t num_windows = 0;  // for training
+  int64_t share = 0;        // of each 10,000 windows
+
+  bool operator==(const WeightedSource&) const = default;
+};
+
 // How far a run has read its data. The same for every rank, and it does not know of ranks, batch or
 // microbatches: another number of each goes on with the window after the last one that was used.
 struct DataPosition {
-  int64_t windows_used = 0;  // of the endless order, epoch after epoch
-  uint64_t seed = 0;         // of the order
-  int64_t sequence = 0;      // tokens that a window predicts
-  int64_t num_windows = 0;   // for training: of an epoch
-  uint64_t fingerprint = 0;  // of the corpus
+  int64_t windows_used = 0;                  // of the endless order, epoch after epoch
+  uint64_t seed = 0;                         // of the order
+  int64_t sequence = 0;                      // tokens that a window predicts
+  int64_t num_windows = 0;                   // for training: of an epoch
+  uint64_t fingerprint = 0;                  // of the corpus
+  std::vector<WeightedSource> sources = {};  // none: windows have no weights
 
   bool operator==(const DataPosition&) const = default;
 };
@@ -73,12 +95,14 @@ std::string to_json(const DataPosition& position);
 // UsageError that begins with `source` for whatever to_json() does not write.
 DataPosition parse_data_position(const std::string& text, const std::string& source);
 
-// Where a run begins.
-DataPosition first_position(const TokenWindows& windows, uint64_t seed);
+// Where a run begins. `weights`: none, or one for each range of the windows.
+DataPosition first_position(const TokenWindows& windows, uint64_t seed,
+                            std::span<const double> weights = {});
 
-// UsageError where `position` is one in another order than that of `windows` and `seed`: other
-// tokens, sequence length, share for validation or seed. A program that goes on all the same begins
-// with first_position().
-void check_same_order(const DataPosition& position, const TokenWindows& windows, uint64_t seed);
+// UsageError where `position` is one in another order than that of `windows`, `seed` and `weights`:
+// other tokens, sequence length, share for validation, weights or seed. A program that goes on all
+// the same begins with first_position().
+void check_same_order(const DataPosition& position, const TokenWindows& windows, uint64_t seed,
+                      std::span<const double> weights = {});
 
 }  // namespace fsdp

@@ -11,7 +11,8 @@ namespace fsdp {
 namespace {
 
 const DataPosition& checked(const DataPosition& from, const TrainingBatches& batches) {
-  check_same_order(from, batches.windows(), batches.options().seed);
+  check_same_order(from, batches.windows(), batches.options().seed,
+                   batches.options().source_weights);
   return from;
 }
 
@@ -89,9 +90,6 @@ bool BatchLoader::has_unlike_targets() const {
          batches_.options().documents == WindowDocuments::kSeparate;
 }
 
-double BatchLoader::epochs() const {
-  return static_cast<double>(position().windows_used) /
-         static_cast<double>(batches_.windows().num_windows());
-}
+std::vector<double> BatchLoader::epochs() const { return batches_.epochs(position().windows_used); }
 
 }  // namespace fsdp

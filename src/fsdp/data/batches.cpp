@@ -8,6 +8,7 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
+#include "fsdp/data/source_mix.h"
 
 namespace fsdp {
 
@@ -163,12 +164,36 @@ TrainingBatches::TrainingBatches(TokenWindows windows, const BatchOptions& optio
   check_documents(windows_, options.documents);
   FSDP_ASSERT(windows_.num_windows() >= 1, "no windows to train on");
   rows_ = options.batch / (options.ranks * options.microbatches);
+  if (options.source_weights.empty()) return;
+  FSDP_ASSERT(windows_.range_begins().size() == options.source_weights.size() + 1,
+              options.source_weights.size(), " weights");
+  mix_ = std::make_shared<const SourceMix>(source_shares(options.source_weights));
 }
 
 int64_t TrainingBatches::window_at(int64_t place) const {
-  const int64_t size = windows_.num_windows();
-  const Permutation order(size, options_.seed, static_cast<uint64_t>(place / size));
-  return order(place % size);
+  const auto shuffled = [](int64_t index, int64_t size, uint64_t seed) {
+    const Permutation order(size, seed, static_cast<uint64_t>(index / size));
+    return order(index % size);
+  };
+  if (!mix_) return shuffled(place, windows_.num_windows(), options_.seed);
+  const SourceMix::Place drawn = mix_->at(place);
+  const int64_t* const begin = &windows_.range_begins()[static_cast<size_t>(drawn.source)];
+  // Sources of equal length have orders of their own.
+  const uint64_t seed = mixed_bits(options_.seed) + static_cast<uint64_t>(drawn.source);
+  return begin[0] + shuffled(drawn.index, begin[1] - begin[0], seed);
+}
+
+std::vector<double> TrainingBatches::epochs(int64_t windows_used) const {
+  const auto ratio = [](int64_t part, int64_t whole) {
+    return static_cast<double>(part) / static_cast<double>(whole);
+  };
+  if (!mix_) return {ratio(windows_used, windows_.num_windows())};
+  const std::vector<int64_t>& begins = windows_.range_begins();
+  std::vector<double> result;
+  for (size_t i = 0; i + 1 < begins.size(); ++i)
+    result.push_back(
+        ratio(mix_->count(static_cast<int64_t>(i), windows_used), begins[i + 1] - begins[i]));
+  return result;
 }
 
 TokenBatch TrainingBatches::read(int64_t place, int64_t microbatch) const {

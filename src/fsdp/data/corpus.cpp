@@ -149,6 +149,12 @@ int64_t Corpus::num_files() const { return content_->num_files; }
 const LeftOut& Corpus::left_out() const { return content_->left_out; }
 uint64_t Corpus::fingerprint() const { return fingerprint_of(content_->info); }
 
+std::vector<int64_t> Corpus::path_ends() const {
+  std::vector<int64_t> ends;
+  for (const Content::Part& part : content_->parts) ends.push_back(part.end);
+  return ends;
+}
+
 std::shared_ptr<const Corpus> Corpus::open(std::span<const std::string> paths,
                                            const CorpusOptions& options) {
   if (paths.empty())

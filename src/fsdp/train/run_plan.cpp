@@ -1,11 +1,13 @@
 #include "fsdp/train/run_plan.h"
 
+#include <cmath>
 #include <iomanip>
 #include <sstream>
 #include <utility>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/durable_file.h"
+#include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
 #include "fsdp/checkpoint/run_directory.h"
 #include "fsdp/data/token_windows.h"
@@ -211,15 +213,32 @@ void check_documents(const RunPlan& plan) {
                             "; drop --cuda-graph, or use --documents joined"));
 }
 
-void check_windows(const RunPlan& plan) {
-  const TrainOptions& options = plan.options;
-  const double fraction = plan.validation ? 0.0 : options.validation_fraction;
-  static_cast<void>(split_corpus(plan.corpus, {options.sequence, fraction}));
-  if (plan.validation && options.validate_every > 0)
-    static_cast<void>(all_windows(plan.validation, options.sequence));
+// Sets the steps that --epochs stands for, and checks them with the rest.
+void set_steps(RunPlan& plan, int64_t num_windows, const RankDevice& device) {
+  TrainOptions& options = plan.options;
+  if (options.epochs == 0) return;
+  const double num_used = std::ceil(options.epochs * static_cast<double>(num_windows));
+  constexpr double kMostUsed = 1e15;
+  if (num_used > kMostUsed)
+    throw UsageError(concat("--epochs is ", options.epochs, ", which is more than ", kMostUsed,
+                            " sequences; lower it"));
+  TrainOptions counted = options;
+  counted.epochs = 0;
+  counted.steps = ceil_div(static_cast<int64_t>(num_used), options.batch);
+  counted.validate(plan.num_ranks);
+  options.steps = counted.steps;
+  plan.resolved = options.resolved(plan.num_ranks, device);
 }
 
 }  // namespace
+
+DataSplit split_data(const RunPlan& plan) {
+  const TrainOptions& options = plan.options;
+  return split_corpus(plan.corpus,
+                      {.sequence = options.sequence,
+                       .validation_fraction = plan.validation ? 0.0 : options.validation_fraction,
+                       .by_path = !options.data_weights.empty()});
+}
 
 RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevice& device) {
   options.validate(num_ranks);
@@ -242,6 +261,9 @@ RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevic
                             "'; lower it, or raise that in a config.json"));
   check_experts(plan);
   open_data(plan);
+  set_steps(plan, split_data(plan).training.num_windows(), device);
+  if (plan.validation && options.validate_every > 0)
+    static_cast<void>(all_windows(plan.validation, options.sequence));
   fit_vocabulary(plan);
   plan.model_config = config_json(plan.model.config);
   check_loaded_model(options, plan.init, plan.model.config);
@@ -252,7 +274,6 @@ RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevic
   if (device.device == DeviceChoice::kCuda && knows_activations(planner.model(), device.compute))
     plan.peak = forecast_peak(planner.model(), planner.groups(), plan.forecast,
                               peak_options(options, num_ranks));
-  check_windows(plan);
   check_documents(plan);
   plan.resolved.documents =
       window_documents(options.documents, *plan.corpus) == WindowDocuments::kSeparate

@@ -55,6 +55,9 @@ struct RunPlan {
 // in one sentence.
 RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevice& device);
 
+// The windows of the run's data; UsageError where it is too short for them.
+DataSplit split_data(const RunPlan& plan);
+
 // By --documents: rows of prompts and answers, which have loss masks, know nothing of each other.
 WindowDocuments window_documents(DocumentsChoice choice, const Corpus& corpus);
 

@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 
 #include <chrono>
+#include <cmath>
 #include <csignal>
 #include <thread>
 #include <utility>
@@ -12,6 +13,7 @@
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/env.h"
 #include "fsdp/base/log.h"
+#include "fsdp/base/text.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/checkpoint/rank_agreement.h"
 #include "fsdp/checkpoint/run_directory.h"
@@ -156,11 +158,8 @@ void TrainingRun::load() {
     if (options_.resume == "auto") loaded = checkpointer_->load_latest(state, loading);
   }
 
-  const SplitOptions split{
-      .sequence = options_.sequence,
-      .validation_fraction = plan_.validation ? 0.0 : options_.validation_fraction};
-  DataSplit windows = split_corpus(plan_.corpus, split);
-  DataPosition position = first_position(windows.training, options_.seed);
+  DataSplit windows = split_data(plan_);
+  DataPosition position = first_position(windows.training, options_.seed, options_.data_weights);
   if (loaded) {
     step_ = first_step_ = saved_step_ = loaded->step;
     const std::string& text =
@@ -175,6 +174,7 @@ void TrainingRun::load() {
                                          .ranks = mesh_.num_losses(),
                                          .rank = mesh_.loss(),
                                          .seed = options_.seed,
+                                         .source_weights = options_.data_weights,
                                          .documents = documents}),
       position);
   if (options_.validate_every > 0)
@@ -431,7 +431,16 @@ void TrainingRun::end(int signal) {
   if (checkpointer_) checkpointer_->wait();
   report_saved();
   if (signal == 0 && !options_.sample.empty()) write_sample();
+  if (watch_ && !options_.data_weights.empty()) watch_->note(text_of_epochs());
   report_end(signal == 0 ? "" : signal_name(signal));
+}
+
+std::string TrainingRun::text_of_epochs() const {
+  const std::vector<double> epochs = loader_->epochs();
+  std::vector<std::string> texts;
+  for (size_t i = 0; i < epochs.size(); ++i)
+    texts.push_back(concat(options_.data[i], " ", std::round(epochs[i] * 1e3) / 1e3));
+  return concat("epochs of the data: ", join(texts, ", "));
 }
 
 void TrainingRun::write_sample() {

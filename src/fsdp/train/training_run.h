@@ -53,6 +53,7 @@ class TrainingRun {
   void report_end(const std::string& stopped_by);
   bool is_due(int64_t every) const;
   std::string stored_position() const;
+  std::string text_of_epochs() const;
 
   const RunPlan& plan_;
   const TrainOptions& options_;

@@ -133,6 +133,20 @@ SettingValue rules_value() {
           }};
 }
 
+SettingValue data_weights_value() {
+  return {SettingKind::kList,
+          [](const TrainOptions& o) {
+            std::vector<std::string> texts;
+            for (const double weight : o.data_weights) texts.push_back(number_text(weight));
+            return texts;
+          },
+          [](TrainOptions& o, const std::string& option, const std::vector<std::string>& values) {
+            o.data_weights.clear();
+            for (const std::string& value : values)
+              o.data_weights.push_back(parse_number(option, value, 0x1p-40, 0x1p40));
+          }};
+}
+
 std::vector<std::string> weight_recipe_names() {
   std::vector<std::string> names;
   for (const WeightRecipeRow& row : all_weight_recipes()) names.emplace_back(row.name);
@@ -193,6 +207,9 @@ void add_data(Rows& rows) {
   rows.add(
       "data", "PATH...", list_value(&O::data),
       "Text files, JSON lines, parquet files, directories, or token files of `fsdp data pack`");
+  rows.add("data-weights", "X...", data_weights_value(),
+           "Proportions in which sequences are drawn from the paths of --data, a number for each; "
+           "none: all of --data as one text, once per epoch");
   rows.add(
       "tokenizer", "PATH|bytes", text_value(&O::tokenizer),
       "Of text: a tokenizer.json or a directory with one; auto: that of the model's directory, "
@@ -220,6 +237,8 @@ void add_data(Rows& rows) {
   rows.add("steps", "N", whole_value(&O::steps, 1, kMany), "Optimizer steps in all");
   rows.add("tokens", "N", whole_value(&O::tokens, 0, int64_t{1} << 60),
            "Tokens in all, in place of --steps; 0: as --steps says");
+  rows.add("epochs", "X", number_value(&O::epochs, 0, 1e9),
+           "Times that --data is gone through, in place of --steps and --tokens; 0: as they say");
 }
 
 void add_optimizer(Rows& rows) {

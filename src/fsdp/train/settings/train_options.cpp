@@ -7,6 +7,7 @@
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
 #include "fsdp/checkpoint/run_directory.h"
+#include "fsdp/data/source_mix.h"
 
 namespace fsdp::train {
 
@@ -28,6 +29,16 @@ void check_division(const TrainOptions& o, int64_t num_ranks) {
                             " ranks cannot share evenly; give a multiple of ", o.tp, ", e.g. ",
                             round_up(o.sequence, o.tp)));
   static_cast<void>(o.rows_of_rank(num_ranks));
+}
+
+void check_length(const TrainOptions& o) {
+  if (o.epochs == 0) return;
+  if (o.tokens != 0)
+    throw UsageError(concat("--epochs is ", o.epochs, " and --tokens is ", o.tokens,
+                            "; a run is as long as one of them says, so drop the other"));
+  if (o.steps != TrainOptions{}.steps)
+    throw UsageError(concat("--epochs is ", o.epochs, " and --steps is ", o.steps,
+                            "; a run is as long as one of them says, so drop the other"));
 }
 
 void check_rate(const TrainOptions& o) {
@@ -149,8 +160,15 @@ void TrainOptions::validate(int64_t num_ranks) const {
     throw UsageError(
         "--data is missing; give text files, directories or token files, e.g. "
         "--data docs");
+  if (!data_weights.empty() && data_weights.size() != data.size())
+    throw UsageError(concat("--data-weights has ",
+                            counted_text(static_cast<int64_t>(data_weights.size()), "number"),
+                            " for ", counted_text(static_cast<int64_t>(data.size()), "path"),
+                            " of --data; give one for each, in their order"));
+  if (!data_weights.empty()) static_cast<void>(source_shares(data_weights));
   check_division(*this, num_ranks);
-  check_rate(*this);
+  check_length(*this);
+  if (epochs == 0) check_rate(*this);  // plan_run() does so when it knows the steps
   check_checkpoints(*this);
   if (beta1 >= 1 || beta2 >= 1)
     throw UsageError(

@@ -54,6 +54,7 @@ struct TrainOptions {
 
   // --- data ---
   std::vector<std::string> data;             // text, rows, directories, packed token files
+  std::vector<double> data_weights;          // of the paths of `data`; none: all of it once
   std::vector<std::string> validation_data;  // none: a part of `data`
   std::string tokenizer = "auto";            // of text: a path, or bytes; auto: the model's
   std::string field;                         // of rows; "": by what they have
@@ -68,6 +69,7 @@ struct TrainOptions {
   // --- length ---
   int64_t steps = 500;
   int64_t tokens = 0;  // 0: `steps` counts
+  double epochs = 0;   // 0: the two above count; plan_run() sets `steps` by it
 
   // --- optimizer ---
   OptimizerChoice optimizer = OptimizerChoice::kAdamW;
@@ -153,7 +155,7 @@ struct TrainOptions {
   // UsageError with the flags, their values and the fix.
   void validate(int64_t num_ranks) const;
 
-  // From `tokens` or `steps`.
+  // From `tokens` or `steps`; by `epochs` once plan_run() knows the data.
   int64_t total_steps() const;
   int64_t tokens_per_step() const { return batch * sequence; }
   // Ranks of a tp group have the same sequences.
