@@ -56,7 +56,9 @@ TEST(SourceMix, HasTheProportionsInEveryRunOfPlaces) {
       const SourceMix::Place drawn = mix.at(place);
       ASSERT_EQ(drawn.index, taken[static_cast<size_t>(drawn.source)]++) << place;
       for (size_t i = 0; i < of.size(); ++i) {
-        if (place % 997 == 0) ASSERT_EQ(mix.count(static_cast<int64_t>(i), place + 1), taken[i]);
+        if (place % 997 == 0) {
+          ASSERT_EQ(mix.count(static_cast<int64_t>(i), place + 1), taken[i]);
+        }
         // Times kSourceShares: from any beginning a run is off by less than one before it and one
         // at its end.
         ASSERT_LT(std::abs(taken[i] * kSourceShares - (place + 1) * of[i]), kSourceShares)
