@@ -16,6 +16,7 @@
 #include "fsdp/shard/sharded.h"
 #include "fsdp/train/model/trained_model.h"
 #include "fsdp/train/run_plan.h"
+#include "fsdp/train/run_trace.h"
 #include "fsdp/train/run_watch.h"
 #include "fsdp/train/stop_request.h"
 
@@ -68,6 +69,7 @@ class TrainingRun {
   std::unique_ptr<Graph> graph_;  // with --cuda-graph
   std::unique_ptr<ValidationBatches> validation_;
   std::unique_ptr<RunWatch> watch_;  // rank 0 only
+  std::unique_ptr<RunTrace> trace_;  // with --trace
 
   std::vector<ModelBatch> batches_;      // of this step, by microbatch
   std::vector<std::string> loss_names_;  // "loss" and its terms
