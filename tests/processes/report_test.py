@@ -33,7 +33,7 @@ PROBE = """<script>window.addEventListener('load', function () {
   var root = document.documentElement, wide = [];
   document.querySelectorAll('body *').forEach(function (each) {
     var box = each.getBoundingClientRect();
-    if (!each.closest('svg') && box.width > 0 && box.right > root.clientWidth + 0.5) wide.push(each.outerHTML.slice(0, 80));
+    if (!each.closest('svg, .scrolls > *') && box.width > 0 && box.right > root.clientWidth + 0.5) wide.push(each.outerHTML.slice(0, 80));
   });
   var area = document.querySelector('#loss .area'), box = area.getBoundingClientRect();
   area.dispatchEvent(new PointerEvent('pointermove', {clientX: box.left + box.width * 0.5, clientY: box.top + 9}));
@@ -174,7 +174,8 @@ def check_comparison(folder, pictures):
         # At half of 20,001 steps there is one run left.
         assert "stopped" in found["read"] and "ended" not in found["read"], found["read"]
         # Over tokens, runs of the same batch look the same.
-        assert found["whole"]["x"] == ["5k", "10k", "15k"] and found["tokens"]["x"] == ["50M", "100M", "150M"], found
+        assert found["whole"]["x"] == ["5k", "10k", "15k"] and found["tokens"]["x"] == ["50M", "100M", "150M"], (
+            found["whole"]["x"], found["tokens"]["x"])
     picture = pictures / "runs.png"
     browse(page, 1200, 1700, f"--screenshot={picture}", profile=folder / "profile")
     check_picture(picture, (1200, 1700), LIGHT)

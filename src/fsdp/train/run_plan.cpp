@@ -154,6 +154,7 @@ void check_places(const TrainOptions& options) {
   check_directory("--tensorboard", options.tensorboard);
   check_file("--log", options.log_path());
   check_file("--report", options.report_path());
+  check_file("--trace", options.trace);
   for (const std::string& path : {options.init, options.resume})
     if (!path.empty() && path != "auto" && path != "never")
       static_cast<void>(checkpoint_or_files(path));

@@ -3,7 +3,6 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <mutex>
 #include <string>
@@ -12,6 +11,7 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/log.h"
+#include "fsdp/train/range_kind.h"
 
 namespace fsdp::train {
 
@@ -23,20 +23,6 @@ using Clock = std::chrono::steady_clock;
 // and a step of a large model has a hundred thousand of them.
 constexpr double kGapUs = 30;
 
-struct RowOfRange {
-  std::string_view prefix;
-  const char* row;
-};
-
-// Our own ranges, by name. Operators inside them belong to them.
-constexpr std::array<RowOfRange, 6> kRows = {{
-    {"fsdp::comm all_gather", "gather"},
-    {"fsdp::comm reduce_scatter", "reduce"},
-    {"fsdp::comm all_to_all", "reduce"},
-    {"fsdp::comm all_reduce", "reduce"},
-    {"fsdp::update_unit", "update"},
-    {"fsdp::update_on_host", "update"},
-}};
 constexpr const char* kCompute = "compute";
 
 }  // namespace
@@ -120,12 +106,10 @@ class StepTimeline::Recorder {
     if (recorder == nullptr || thread_rank() != recorder->rank_) return nullptr;
     const std::string_view name = function.name();
     auto begun = std::make_unique<Begun>();
-    for (const RowOfRange& each : kRows) {
-      if (!name.starts_with(each.prefix)) continue;
-      begun->row = each.row;
-      begun->label = std::string(name.substr(std::min(each.prefix.size() + 1, name.size())));
-    }
-    if (begun->row != nullptr) {
+    if (const RangeKind* const kind = find_range_kind(name)) {
+      begun->row = kind->kind;
+      begun->label = std::string(name.substr(std::min(kind->prefix.size() + 1, name.size())));
+      // Operators inside belong to it.
       ++depth();
     } else {
       // The engine's other ranges only queue work. Operators of other threads, and those inside our

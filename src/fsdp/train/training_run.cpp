@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/record_function.h>
 
 #include <chrono>
 #include <cmath>
@@ -52,11 +53,12 @@ void share_cores(const TrainOptions& options, int64_t ranks_here) {
 }
 
 // "log runs/a/log.jsonl (with every setting), report runs/a/report.html"; "": no files.
-std::string files_text(const WatchOptions& watch) {
+std::string files_text(const WatchOptions& watch, const std::string& trace) {
   std::vector<std::string> files;
   if (!watch.log_path.empty())
     files.push_back(concat("log ", watch.log_path, " (with every setting)"));
   if (!watch.report_path.empty()) files.push_back(concat("report ", watch.report_path));
+  if (!trace.empty()) files.push_back(concat("trace ", trace));
   return join(files, ", ");
 }
 
@@ -112,6 +114,11 @@ TrainingRun::TrainingRun(const RunPlan& plan, World& world, const StopRequest& s
   compare_data();
   load();
   if (world_.rank() == 0) begin_watch(out);
+  if (options_.trace.empty()) return;
+  const auto [first, last] = options_.trace_steps;
+  // A run that has fewer steps left traces its last one.
+  trace_ = std::make_unique<RunTrace>(options_.trace, std::min(first_step_ + first, total_steps_),
+                                      std::min(first_step_ + last, total_steps_), world_, device_);
 }
 
 TrainingRun::~TrainingRun() = default;
@@ -201,7 +208,7 @@ void TrainingRun::begin_watch(std::ostream& out) {
   watch.console.log_every = options_.log_every;
   for (const std::string& path : {watch.log_path, watch.report_path})
     if (!path.empty()) make_directories(directory_of(path));
-  const std::string files = files_text(watch);
+  const std::string files = files_text(watch, options_.trace);
   watch_ = std::make_unique<RunWatch>(std::move(watch), std::move(facts), out);
   watch_->note(concat("data: ", plan_.corpus->summary()));
   if (first_step_ == 0) watch_->note(concat("weights: ", first_weights_text(plan_)));
@@ -230,6 +237,7 @@ int TrainingRun::train_steps() {
     const bool is_recorded =
         watch_ && step_ + 1 == std::min(first_step_ + kTimelineStep, total_steps_);
     if (is_recorded) timeline.emplace();
+    if (trace_) trace_->begin_step(step_ + 1);
     const double begin = now();
     const double logging = overhead_;  // of the step before; it is part of this step's time
     const Metrics metrics = step();
@@ -238,6 +246,7 @@ int TrainingRun::train_steps() {
       watch_->timeline(timeline->end());
       timeline.reset();
     }
+    if (trace_) trace_->end_step(step_);
     const double done = now();
     record(metrics, seconds);
     overhead_ = now() - done;
@@ -246,6 +255,7 @@ int TrainingRun::train_steps() {
     if (is_due(options_.checkpoint_every)) save();
     report_saved();
   }
+  if (trace_) trace_->end();
   return signal;
 }
 
@@ -253,6 +263,7 @@ bool TrainingRun::is_due(int64_t every) const { return every > 0 && step_ % ever
 
 // A recorded step reads its batches from the memory that it was recorded with.
 void TrainingRun::load_batches() {
+  RECORD_FUNCTION("fsdp::load_batches", {});
   const double asked = now();
   batches_.resize(static_cast<size_t>(options_.microbatches));
   std::vector<double> num_targets;
@@ -284,6 +295,7 @@ void TrainingRun::share_loss(const std::vector<double>& num_targets) {
 }
 
 void TrainingRun::forward_and_backward() {
+  RECORD_FUNCTION("fsdp::forward_and_backward", {});
   losses_ = at::Tensor();
   const auto parts = static_cast<int64_t>(batches_.size());
   for (int64_t part = 0; part < parts; ++part) {
@@ -308,6 +320,7 @@ void TrainingRun::forward_and_backward() {
 }
 
 void TrainingRun::update() {
+  RECORD_FUNCTION("fsdp::update", {});
   optimizer_->step();
   optimizer_->zero_grad();
   model_->end_step(mesh_);

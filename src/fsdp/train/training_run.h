@@ -16,6 +16,7 @@
 #include "fsdp/shard/sharded.h"
 #include "fsdp/train/model/trained_model.h"
 #include "fsdp/train/run_plan.h"
+#include "fsdp/train/run_trace.h"
 #include "fsdp/train/run_watch.h"
 #include "fsdp/train/stop_request.h"
 
@@ -71,6 +72,7 @@ class TrainingRun {
   std::unique_ptr<Graph> graph_;  // with --cuda-graph
   std::unique_ptr<ValidationBatches> validation_;
   std::unique_ptr<RunWatch> watch_;  // rank 0 only
+  std::unique_ptr<RunTrace> trace_;  // with --trace
 
   std::vector<ModelBatch> batches_;      // of this step, by microbatch
   at::Tensor shares_;                    // of microbatches in the loss; undefined: equal ones

@@ -120,6 +120,8 @@ GivenValues changed_values() {
           {"log", {"log"}},
           {"tensorboard", {"tb"}},
           {"report", {"none"}},
+          {"trace", {"trace.json"}},
+          {"trace-steps", {"2-9"}},
           {"log-every", {"11"}},
           {"sample", {"Once \"upon\""}},
           {"sample-tokens", {"12"}},

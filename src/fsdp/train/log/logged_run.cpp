@@ -1,12 +1,12 @@
 #include "fsdp/train/log/logged_run.h"
 
 #include <algorithm>
-#include <filesystem>
 #include <span>
 #include <variant>
 #include <vector>
 
 #include "fsdp/base/check.h"
+#include "fsdp/base/durable_file.h"
 #include "fsdp/train/log/json_log.h"
 #include "fsdp/train/settings/settings.h"
 
@@ -35,12 +35,10 @@ void put_in_order(std::vector<SettingRow>& rows) {
 }  // namespace
 
 LoggedRun read_logged_run(const std::string& path) {
-  namespace fs = std::filesystem;
-  std::error_code unknown;
   std::string name = path;
   while (name.size() > 1 && name.ends_with('/')) name.pop_back();
-  const std::string log = fs::is_directory(name, unknown) ? name + "/log.jsonl" : name;
-  FSDP_CHECK(fs::is_regular_file(log, unknown), log,
+  const std::string log = is_directory(name) ? name + "/log.jsonl" : name;
+  FSDP_CHECK(path_exists(log) && !is_directory(log), log,
              ": there is no log; give the directory of a run (fsdp train --checkpoint-dir) or the "
              "file of its --log");
   LoggedRun run{.name = name};

@@ -4,8 +4,9 @@
 
 namespace fsdp::train {
 
-std::string_view page_script() {
-  return R"js(
+namespace {
+
+constexpr std::string_view kPageScript = R"js(
 (function(){
 'use strict';
 var W=1000,H=300,charts=[],key='fsdp report '+location.pathname,view={axis:'step',zoom:{}};
@@ -135,6 +136,9 @@ if(charts.length){
 }
 })();
 )js";
-}
+
+}  // namespace
+
+std::string_view page_script() { return kPageScript; }
 
 }  // namespace fsdp::train

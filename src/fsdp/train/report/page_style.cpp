@@ -3,8 +3,9 @@
 
 namespace fsdp::train {
 
-std::string_view page_style() {
-  return R"css(
+namespace {
+
+constexpr std::string_view kPageStyle = R"css(
 :root{color-scheme:light dark;--page:#f7f7f5;--card:#fff;--ink:#1d2025;--soft:#61666e;--line:#e4e4e0;
 --blue:#2563c9;--blue-soft:#8fb2e6;--orange:#c8641b;--green:#2b8a58;--violet:#7a55c0;--red:#c2382f;--teal:#16858c;--pink:#c2418b;--brown:#86622f;--shade:rgba(37,99,201,.13)}
 @media (prefers-color-scheme:dark){:root{--page:#14161a;--card:#1c1f25;--ink:#e6e8eb;--soft:#9aa1ab;--line:#30353d;
@@ -108,6 +109,9 @@ footer{margin-top:1.5rem;color:var(--soft);font-size:.82rem}
 .wraps th[scope=row]{white-space:normal}.extra{display:none}}
 @media print{body{background:#fff}.axis,button{display:none}.card,.tile{break-inside:avoid}}
 )css";
-}
+
+}  // namespace
+
+std::string_view page_style() { return kPageStyle; }
 
 }  // namespace fsdp::train

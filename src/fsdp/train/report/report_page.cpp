@@ -124,13 +124,18 @@ std::string sample_html(const TextSample* sample) {
 
 }  // namespace
 
+void check_replaceable(const std::string& path, const std::string& what,
+                       const std::string& option) {
+  struct stat status {};
+  FSDP_CHECK(::stat(path.c_str(), &status) != 0 || S_ISREG(status.st_mode), path,
+             ": is not a file, so no ", what, " can replace it; choose another place with ",
+             option);
+}
+
 ReportFile::ReportFile(std::string path, const std::string& option, std::function<double()> now)
     : path_(std::move(path)), now_(now ? std::move(now) : steady_seconds) {
   make_directories(directory_of(path_));
-  // Writing replaces the path, so that a device such as /dev/null would be gone.
-  struct stat status {};
-  FSDP_CHECK(::stat(path_.c_str(), &status) != 0 || S_ISREG(status.st_mode), path_,
-             ": is not a file, so no report can replace it; choose another place with ", option);
+  check_replaceable(path_, "report", option);
 }
 
 bool ReportFile::is_due() const { return now_() >= next_at_; }

@@ -14,6 +14,10 @@ namespace fsdp::train {
 
 // --- the file ------------------------------------------------------------------------------------
 
+// Throws an Error if there is something else than a file: writing replaces the path, so that a
+// device such as /dev/null would be gone. `option` is the flag that chooses another one.
+void check_replaceable(const std::string& path, const std::string& what, const std::string& option);
+
 // For one thread at a time.
 class ReportFile {
  public:

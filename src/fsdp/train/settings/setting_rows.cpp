@@ -403,6 +403,10 @@ void add_output(Rows& rows) {
   rows.add(
       "report", "FILE", text_value(&O::report),
       "A page with curves, memory and a timeline; auto: report.html in --checkpoint-dir; none");
+  rows.add("trace", "FILE", text_value(&O::trace),
+           "Spans of some steps, of all ranks, for Perfetto or chrome://tracing");
+  rows.add("trace-steps", "FIRST-LAST", parsed_value(&O::trace_steps, parse_step_range),
+           "Which steps, counted from the start of this process");
   rows.add("log-every", "N", whole_value(&O::log_every, 0, kMany),
            "Steps between lines; 0: every step of a short run, else now and then");
   rows.add("sample", "TEXT", text_value(&O::sample),

@@ -1,6 +1,7 @@
 #include "fsdp/train/settings/train_options.h"
 
 #include <algorithm>
+#include <charconv>
 #include <string>
 
 #include "fsdp/base/check.h"
@@ -121,6 +122,10 @@ void check_checkpoints(const TrainOptions& o) {
 // A graph is replayed without the host, so it cannot hold steps in which the host takes part.
 void check_graph(const TrainOptions& o) {
   if (!o.cuda_graph) return;
+  if (!o.trace.empty())
+    throw UsageError(concat("--trace is '", o.trace,
+                            "', but a step that --cuda-graph replays has no spans to trace; drop "
+                            "one of them"));
   if (o.device == DeviceChoice::kCpu)
     throw UsageError(
         "--cuda-graph records what a GPU does, but --device is cpu; drop one of the two");
@@ -154,6 +159,32 @@ void check_user_buffers(const TrainOptions& o) {
 }
 
 }  // namespace
+
+StepRange parse_step_range(std::string_view text) {
+  const auto whole = [&](std::string_view digits) {
+    int64_t number = 0;
+    const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), number);
+    const bool is_number = error == std::errc() && end == digits.data() + digits.size();
+    if (!is_number || number < 1)
+      throw UsageError(concat("'", text,
+                              "' is no range of steps; give two numbers from 1 on, the "
+                              "lower one first, e.g. 3-5"));
+    return number;
+  };
+  const size_t dash = text.find('-');
+  const StepRange range{whole(text.substr(0, dash)),
+                        whole(dash == text.npos ? text : text.substr(dash + 1))};
+  if (range.last < range.first) whole("");
+  constexpr int64_t kMaxTraced = 1000;  // some hundred megabytes, of a small model
+  if (range.last - range.first >= kMaxTraced)
+    throw UsageError(concat("'", text, "' has more than ", kMaxTraced,
+                            " steps, whose trace no viewer opens; give fewer"));
+  return range;
+}
+
+std::string to_text(const StepRange& range) {
+  return range.first == range.last ? concat(range.first) : concat(range.first, "-", range.last);
+}
 
 void TrainOptions::validate(int64_t num_ranks) const {
   if (data.empty())

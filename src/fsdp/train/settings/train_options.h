@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "fsdp/base/dtype.h"
@@ -30,6 +31,16 @@ enum class LifetimeChoice : uint8_t { kPersistent, kStep };
 enum class NonfiniteChoice : uint8_t { kUpdate, kSkip };
 enum class UpdatesChoice : uint8_t { kHidden, kBlocking };
 enum class SaveChoice : uint8_t { kBackground, kBlocking };
+
+// Steps of a process, from its first one on, which is 1; both ends belong to it.
+struct StepRange {
+  int64_t first = 1;
+  int64_t last = 1;
+};
+
+// "3-5", "7". UsageError in words that follow the option's name.
+StepRange parse_step_range(std::string_view text);
+std::string to_text(const StepRange& range);
 
 // The device that a rank computes on, with the facts found about it.
 struct RankDevice {
@@ -144,7 +155,9 @@ struct TrainOptions {
   std::string log = "auto";  // a path; auto: in the checkpoint directory; none
   std::string tensorboard;
   std::string report = "auto";  // the same
-  int64_t log_every = 0;        // 0: every step of a short run, else now and then
+  std::string trace;            // a path; "": none
+  StepRange trace_steps = {3, 5};
+  int64_t log_every = 0;  // 0: every step of a short run, else now and then
   std::string sample = "The ";
   int64_t sample_tokens = 200;
   // Peak of one rank's device; nullopt: by its name; 0: unknown.
