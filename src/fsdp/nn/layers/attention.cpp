@@ -37,23 +37,18 @@ std::optional<at::Tensor> mask_of(const at::Tensor& query, const at::Tensor& key
   return is_cut ? earlier.triu(num_earlier - window + 1) : earlier;
 }
 
-at::Tensor attention_to(const at::Tensor& query, at::Tensor key, at::Tensor value, int64_t window) {
+at::Tensor attention_to(const at::Tensor& query, at::Tensor key, at::Tensor value,
+                        const ScoreOptions& options) {
   const int64_t group = query.size(1) / key.size(1);
   const bool in_place = group > 1 && reads_groups_in_place(query);
   if (group > 1 && !in_place) {
     key = repeated(key, group);
     value = repeated(value, group);
   }
-  const std::optional<at::Tensor> mask = mask_of(query, key, window);
+  const std::optional<at::Tensor> mask = mask_of(query, key, options.window);
   return at::scaled_dot_product_attention(query, key, value, mask, /*dropout_p=*/0.0,
                                           /*is_causal=*/!mask && query.size(2) == key.size(2),
-                                          /*scale=*/std::nullopt, /*enable_gqa=*/in_place);
-}
-
-// Appends positions to the kept ones, and keeps the result.
-at::Tensor appended(at::Tensor& kept, const at::Tensor& more) {
-  kept = kept.defined() ? at::cat({kept, more}, 1) : more;
-  return kept;
+                                          options.scale, /*enable_gqa=*/in_place);
 }
 
 // [batch, sequence, heads, size]
@@ -70,9 +65,9 @@ int64_t query_size(const AttentionOptions& options) {
 
 // With a window, queries in parts of its length: none of a part sees more than two windows of keys.
 at::Tensor causal_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                            const VisibleKeys& visible) {
-  const int64_t window = visible.window;
-  if (window == 0 || key.size(2) <= window) return attention_to(query, key, value, 0);
+                            const ScoreOptions& options) {
+  const int64_t window = options.window;
+  if (window == 0 || key.size(2) <= window) return attention_to(query, key, value, options);
   const int64_t num_earlier = key.size(2) - query.size(2);
   std::vector<at::Tensor> parts;
   for (int64_t begin = 0; begin < query.size(2); begin += window) {
@@ -80,9 +75,14 @@ at::Tensor causal_attention(const at::Tensor& query, const at::Tensor& key, cons
     const int64_t first = std::max<int64_t>(0, num_earlier + begin - window + 1);
     const int64_t num_keys = num_earlier + begin + count - first;
     parts.push_back(attention_to(query.narrow(2, begin, count), key.narrow(2, first, num_keys),
-                                 value.narrow(2, first, num_keys), window));
+                                 value.narrow(2, first, num_keys), options));
   }
   return parts.size() == 1 ? parts.front() : at::cat(parts, 2);
+}
+
+at::Tensor appended(at::Tensor& kept, const at::Tensor& more) {
+  kept = kept.defined() ? at::cat({kept, more}, 1) : more;
+  return kept;
 }
 
 AttentionImpl::AttentionImpl(const AttentionOptions& options)
@@ -144,7 +144,7 @@ at::Tensor AttentionImpl::forward(const at::Tensor& own, LayerCache* cache) {
     value = appended(cache->value, value);
   }
   at::Tensor mixed = causal_attention(query.transpose(1, 2), key.transpose(1, 2),
-                                      value.transpose(1, 2), options_.visible)
+                                      value.transpose(1, 2), options_.scores)
                          .transpose(1, 2);
   if (gate.defined()) mixed = mixed * gate.sigmoid();
   return o_proj_(mixed.flatten(2));
