@@ -209,7 +209,7 @@ MODELS = [
     ("train --model model/odd.json", "odd.json: hidden_size is 15, which num_attention_heads = 2 does not divide"),
     ("train --model model/heads.json", "heads.json: num_key_value_heads is 3; it must divide num_attention_heads = 4"),
     ("train --model model/text.json", 'text.json: hidden_size is "wide"; it must be a whole number'),
-    ("train --model model/type.json", 'type.json: model_type is "lama"; known are llama, mistral'),
+    ("train --model model/type.json", 'type.json: model_type is "lama"; known are deepseek_v3, llama, mistral'),
     ("train --model model/dropout.json", "fsdp: model/dropout.json: attention_dropout is 0.5; only 0 is computed"),
     ("train --model model/rope.json", 'rope_scaling.rope_type is "linear"; only "default", "llama3" and "yarn" are computed'),
     ("train --model model/layers.json", f"num_hidden_layers is -1; {WHOLE} 1"),

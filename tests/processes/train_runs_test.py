@@ -128,7 +128,7 @@ class Ranks(Trained):
         small_runs.write_model(self.root / "moe" / "config.json", **moe)
         # Two ranks have the batches of two tp groups, and balance experts within the same tokens. A rate that changes few
         # choices of experts between two steps: a choice is the other one because of a sum's order, and then tokens differ.
-        for model in ("moe", "hybrid-moe-tiny", "delta-tiny"):
+        for model in ("moe", "hybrid-moe-tiny", "delta-tiny", "mla-tiny"):
             with self.subTest(model):
                 two = self.train(f"two-{model}", "--model", model, "--lr", "1e-4", "--ranks", 2)
                 four = self.train(f"four-{model}", "--model", model, "--lr", "1e-4", "--ep", 4, "--tp", 2, "--ranks", 4)

@@ -35,6 +35,9 @@ HYBRID_EXPERTS = dict(hybrid_override_pattern="ME*E-", n_routed_experts=8, num_e
 NEXT = {**DENSE, "rms_norm_eps": 1e-2, "num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         "linear_key_head_dim": 8, "linear_value_head_dim": 12, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
         "shared_expert_intermediate_size": 24, "router_aux_loss_coef": 0.1, "output_router_logits": True}
+LATENT = {**DENSE, "num_key_value_heads": 6, "q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+          "v_head_dim": 10, "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3,
+          "moe_intermediate_size": 20, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0}
 # Low frequencies of 8 channels and 20 positions are scaled only if the first training was as short.
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}
@@ -71,6 +74,11 @@ CASES = {
        for name, fields in (("", {}), ("-dense-layers", {"mlp_only_layers": [1], "decoder_sparse_step": 2, "norm_topk_prob": False}),
                             ("-tied", {"tie_word_embeddings": True, "attention_bias": True,
                                        "layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2}))},
+    **{f"deepseek-v3{name}": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM, {**LATENT, **fields})
+       for name, fields in (("", {}), ("-direct", {"q_lora_rank": None, "attention_bias": True, "norm_topk_prob": False}),
+                            ("-yarn", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}, "rope_interleave": False,
+                                       "tie_word_embeddings": True, "v_head_dim": 28}),
+                            ("-dense", {"first_k_dense_replace": 3}))},
     "nemotron-h": (transformers.NemotronHConfig, transformers.NemotronHForCausalLM, {**HYBRID}),
     "nemotron-h-moe": (transformers.NemotronHConfig, transformers.NemotronHForCausalLM, {**HYBRID, **HYBRID_EXPERTS}),
     "nemotron-h-latent-moe": (transformers.NemotronHConfig, transformers.NemotronHForCausalLM,
@@ -84,7 +92,7 @@ TOLERANCE = 1e-5
 
 # By model type: the module with router and experts, and the projections of an expert: gate, up and down.
 QWEN = ("mlp", ("gate_proj", "up_proj", "down_proj"))
-EXPERTS = {"mixtral": ("block_sparse_moe", ("w1", "w3", "w2")), "qwen3_moe": QWEN, "qwen3_next": QWEN}
+EXPERTS = {"mixtral": ("block_sparse_moe", ("w1", "w3", "w2")), "qwen3_moe": QWEN, "qwen3_next": QWEN, "deepseek_v3": QWEN}
 HYBRID_STACKS = (".mixer.experts.up_proj", ".mixer.experts.down_proj")
 
 

@@ -129,6 +129,31 @@ inline Qwen3NextConfig aligned_qwen3_next() {
   return config;
 }
 
+// A dense layer, then one with experts; queries, keys and values of different sizes; a second token
+// predicted.
+inline DeepseekV3Config small_deepseek() {
+  return {.decoder = {.vocab_size = 37,
+                      .hidden_size = 24,
+                      .num_hidden_layers = 2,
+                      .num_attention_heads = 4,
+                      .num_key_value_heads = 4,
+                      .head_dim = 6,
+                      .intermediate_size = 29,
+                      .num_nextn_predict_layers = 1},
+          .q_lora_rank = 10,
+          .kv_lora_rank = 9,
+          .qk_nope_head_dim = 5,
+          .v_head_dim = 7,
+          .first_k_dense_replace = 1,
+          .n_routed_experts = 8,
+          .n_shared_experts = 2,
+          .num_experts_per_tok = 3,
+          .moe_intermediate_size = 13,
+          .n_group = 4,
+          .topk_group = 2,
+          .router_bias_update_rate = 0.01};
+}
+
 // Covers every option that changes which tensors there are, or their use.
 inline std::vector<SmallModel> small_models() {
   LlamaConfig biased = small_llama();
@@ -167,6 +192,15 @@ inline std::vector<SmallModel> small_models() {
   tied_next.mlp_only_layers = {};
   tied_next.decoder_sparse_step = 2;
   tied_next.norm_topk_prob = false;
+  DeepseekV3Config direct_deepseek = small_deepseek();
+  direct_deepseek.q_lora_rank = 0;
+  direct_deepseek.v_head_dim = 13;  // more than of a query
+  direct_deepseek.n_shared_experts = 0;
+  direct_deepseek.rope_interleave = direct_deepseek.norm_topk_prob = false;
+  direct_deepseek.decoder.attention_bias = direct_deepseek.decoder.tie_word_embeddings = true;
+  direct_deepseek.decoder.num_nextn_predict_layers = 0;
+  direct_deepseek.decoder.rope_scaling = YarnRopeScaling{
+      .factor = 4.0, .original_max_position_embeddings = 16, .mscale = 1.0, .mscale_all_dim = 0.5};
   return {{"llama", small_llama()},
           {"llama_biased", biased},
           {"llama_tied", tied},
@@ -186,7 +220,9 @@ inline std::vector<SmallModel> small_models() {
           {"hybrid_experts", small_expert_hybrid()},
           {"hybrid_latent_experts", latent_hybrid},
           {"qwen3_next", small_qwen3_next()},
-          {"qwen3_next_tied", tied_next}};
+          {"qwen3_next_tied", tied_next},
+          {"deepseek", small_deepseek()},
+          {"deepseek_direct", direct_deepseek}};
 }
 
 // Different for every rank and step, and no random numbers. [rows, sequence + 1]

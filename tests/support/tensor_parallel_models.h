@@ -109,6 +109,17 @@ inline NemotronHConfig expert_hybrid() {
   return config;
 }
 
+// Each of eight ranks has a head.
+inline DeepseekV3Config deepseek() {
+  DeepseekV3Config config = testing::small_deepseek();
+  config.decoder.vocab_size = 40;
+  config.decoder.num_attention_heads = config.decoder.num_key_value_heads = 8;
+  config.decoder.head_dim = 4;
+  config.decoder.intermediate_size = 32;
+  config.router_aux_loss_coef = 0.02;
+  return config;
+}
+
 inline std::vector<SmallModel> hybrid_models() {
   NemotronHConfig biased = hybrid();
   biased.use_bias = biased.attention_bias = biased.mlp_bias = true;

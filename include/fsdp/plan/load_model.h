@@ -17,7 +17,7 @@ std::vector<std::string> model_names();
 ModelShape model_by_name(std::string_view name);
 
 // Reads either form:
-//   {"model_type": "llama" | "qwen3_next" | ..., ...}: known_model_types(), and "deepseek_v3"
+//   {"model_type": "llama" | "qwen3_next" | ..., ...}: known_model_types()
 //   {"name": "mine", "units": [{"name": "block", "tensors": [{"name": "w", "shape": [4, 4]}]}]}
 // In the second a tensor may also name its "dtype" and the model the order of "uses" (unit names;
 // default: each unit once, in order). `source` is what errors call the text, usually its path.

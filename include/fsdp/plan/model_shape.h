@@ -46,6 +46,8 @@ struct TensorShape {
 struct UnitShape {
   std::string name;
   std::vector<TensorShape> tensors;
+  // Of the checkpoint, too, but not gathered: whole on every rank.
+  std::vector<TensorShape> buffers = {};
 
   int64_t numel() const;
 };

@@ -3,6 +3,7 @@
 #include <iostream>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -115,10 +116,20 @@ std::optional<ExpectedWeights> expected_by(const std::optional<ConfigFile>& conf
                            .tensors = {},
                            .ties_head = ties_word_embeddings(config->text, config->source)};
   for (const UnitShape& unit : parse_model(config->text, config->source).units)
-    for (const TensorShape& tensor : unit.tensors)
-      for (NamedShape& stored : stored_tensors(tensor))
-        expected.tensors.push_back(std::move(stored));
+    for (const std::vector<TensorShape>* tensors : {&unit.tensors, &unit.buffers})
+      for (const TensorShape& tensor : *tensors)
+        for (NamedShape& stored : stored_tensors(tensor))
+          expected.tensors.push_back(std::move(stored));
   return expected;
+}
+
+// Buffers change by less than a narrow type could tell.
+std::set<std::string> buffers_of(const std::optional<ConfigFile>& config) {
+  std::set<std::string> names;
+  if (!config || !is_known_model_type(model_type_of(config->text, config->source))) return names;
+  for (const UnitShape& unit : parse_model(config->text, config->source).units)
+    for (const TensorShape& buffer : unit.buffers) names.insert(buffer.name);
+  return names;
 }
 
 WeightSelection select(const TensorCatalog& catalog, const NameRules& rules,
@@ -220,10 +231,12 @@ class Conversion {
   }
 
   ConvertedReads reads_of(std::optional<DType> dtype) {
-    return {catalog_.files(), dtype, [this](int64_t bytes) {
+    return {catalog_.files(), dtype,
+            [this](int64_t bytes) {
               done_bytes_ += bytes;
               progress_.update(done_bytes_, total_bytes_);
-            }};
+            },
+            buffers_of(config_)};
   }
 
   void count(std::span<const CatalogTensor> tensors, const ConvertedReads& reads) {

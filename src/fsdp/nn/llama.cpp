@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "fsdp/nn/decoder.h"
+#include "fsdp/nn/deepseek_v3.h"
 #include "fsdp/nn/layers/matrix_layers.h"
 #include "fsdp/nn/qwen3_next.h"
 #include "fsdp/shard/recompute.h"
@@ -27,7 +28,7 @@ Attention attention_of(const LlamaBlockOptions& options) {
                                     .head_dim = head_dim_of(c),
                                     .bias = has_qkv_bias(c),
                                     .output_bias = c.attention_bias,
-                                    .visible = {.window = c.sliding_window},
+                                    .scores = {.window = c.sliding_window},
                                     .qk_norm_eps = c.qk_norm ? c.rms_norm_eps : 0.0,
                                     .qk_norm_weight = options.norm_weight,
                                     .is_gated = options.is_attention_gated,
@@ -42,6 +43,7 @@ RmsNorm shared_head_norm(torch::nn::Module& owner, const LlamaBlockOptions& opti
 }
 
 const LlamaConfig& llama_decoder_of(const ModelConfig& config) {
+  if (const auto* deepseek = std::get_if<DeepseekV3Config>(&config)) return deepseek->decoder;
   if (const auto* next = std::get_if<Qwen3NextConfig>(&config)) return next->decoder;
   const auto* mixtral = std::get_if<MixtralConfig>(&config);
   return mixtral != nullptr ? mixtral->decoder : std::get<LlamaConfig>(config);
@@ -66,6 +68,8 @@ std::string experts_module_of(const ModelConfig& config) {
 }
 
 double balance_weight_of(const ModelConfig& config) {
+  if (const auto* deepseek = std::get_if<DeepseekV3Config>(&config))
+    return deepseek->router_aux_loss_coef;
   if (const auto* next = std::get_if<Qwen3NextConfig>(&config)) return next->router_aux_loss_coef;
   const auto* mixtral = std::get_if<MixtralConfig>(&config);
   return mixtral == nullptr ? 0.0 : mixtral->router_aux_loss_coef;
@@ -75,6 +79,8 @@ double balance_weight_of(const ModelConfig& config) {
 std::vector<LlamaBlockOptions> llama_blocks(const ModelConfig& config, const BuildOptions& build) {
   if (const auto* next = std::get_if<Qwen3NextConfig>(&config))
     return qwen3_next_blocks(*next, build);
+  if (const auto* deepseek = std::get_if<DeepseekV3Config>(&config))
+    return deepseek_v3_blocks(*deepseek, build);
   const LlamaConfig& c = llama_decoder_of(config);
   return std::vector<LlamaBlockOptions>(static_cast<size_t>(c.num_hidden_layers + 1),
                                         {.config = c,
@@ -84,8 +90,10 @@ std::vector<LlamaBlockOptions> llama_blocks(const ModelConfig& config, const Bui
                                          .rotary = std::make_shared<Rotary>(c)});
 }
 
-// Qwen3-Next's layers of multi-token prediction, which `transformers` leaves out, too.
+// Of Qwen3-Next the layers of multi-token prediction, which `transformers` leaves out, too.
 std::vector<std::string> llama_ignored_names(const ModelConfig& config) {
+  if (const auto* deepseek = std::get_if<DeepseekV3Config>(&config))
+    return deepseek_v3_ignored_names(*deepseek);
   if (std::holds_alternative<Qwen3NextConfig>(config)) return {"mtp.*"};
   return {};
 }
@@ -135,6 +143,9 @@ LlamaLayerParts::LlamaLayerParts(torch::nn::Module& owner, const LlamaBlockOptio
   const LlamaConfig& c = options.config;
   if (options.delta_net.num_key_heads > 0)
     delta_net_ = owner.register_module("linear_attn", GatedDeltaNet(options.delta_net));
+  else if (options.latent_attention.num_heads > 0)
+    latent_attention_ = owner.register_module(
+        "self_attn", LatentAttention(options.latent_attention, options.rotary));
   else
     attention_ = owner.register_module("self_attn", attention_of(options));
   mlp_norm_ = owner.register_module("post_attention_layernorm", norm_of(options));
@@ -149,7 +160,9 @@ LlamaLayerParts::LlamaLayerParts(torch::nn::Module& owner, const LlamaBlockOptio
 
 at::Tensor LlamaLayerParts::mix(const at::Tensor& x, LayerCache* cache,
                                 const std::shared_ptr<const Documents>& documents) {
-  return delta_net_.is_empty() ? attention_(x, cache, documents) : delta_net_(x, cache, documents);
+  if (!delta_net_.is_empty()) return delta_net_(x, cache, documents);
+  return attention_.is_empty() ? latent_attention_(x, cache, documents)
+                               : attention_(x, cache, documents);
 }
 
 BlockOutput LlamaLayerParts::operator()(const at::Tensor& x, LayerCache* cache,

@@ -1,5 +1,5 @@
-// The Llama family as a language model: dense or with experts, with attention or Gated DeltaNet,
-// with or without multi-token prediction.
+// The Llama family as a language model: dense or with experts, with attention, latent attention or
+// Gated DeltaNet, with or without multi-token prediction.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,6 +16,7 @@
 #include "fsdp/nn/layers/experts.h"
 #include "fsdp/nn/layers/feed_forward.h"
 #include "fsdp/nn/layers/gated_delta_net.h"
+#include "fsdp/nn/layers/latent_attention.h"
 #include "fsdp/nn/layers/rms_norm.h"
 
 namespace fsdp::nn {
@@ -28,6 +29,8 @@ struct LlamaBlockOptions {
   bool is_attention_gated = false;
   // With key heads: the layer's mixer instead of attention.
   GatedDeltaNetOptions delta_net = {};
+  // With heads: likewise.
+  LatentAttentionOptions latent_attention = {};
   // Without experts: a dense MLP.
   ExpertsOptions experts = {};
   std::string experts_module = {};  // its name in the layer
@@ -51,6 +54,7 @@ class LlamaLayerParts {
   RmsNorm input_norm_;
   Attention attention_{nullptr};
   GatedDeltaNet delta_net_{nullptr};
+  LatentAttention latent_attention_{nullptr};
   RmsNorm mlp_norm_{nullptr};
   Mlp mlp_{nullptr};
   Experts experts_{nullptr};
@@ -95,7 +99,7 @@ class PredictionBlockImpl : public torch::nn::Module {
 };
 TORCH_MODULE(PredictionBlock);
 
-// `config` holds a trainable LlamaConfig, MixtralConfig or Qwen3NextConfig. Leaves values unset.
+// `config` holds a trainable one of any architecture but NemotronHConfig. Leaves values unset.
 std::shared_ptr<LanguageModel> make_llama(const ModelConfig& config, const BuildOptions& options);
 
 }  // namespace fsdp::nn

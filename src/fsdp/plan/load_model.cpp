@@ -20,7 +20,7 @@ namespace {
 
 struct PublishedModel {
   const char* name;
-  PlannableConfig config;
+  ModelConfig config;
 };
 
 // The numbers of the published configurations. What can be trained by name can be planned, too.
@@ -63,21 +63,15 @@ const std::array<PublishedModel, 8>& published() {
                                                          .num_key_value_heads = 2,
                                                          .head_dim = 256,
                                                          .intermediate_size = 5632}}},
-      {"deepseek-v3", DeepseekV3Config{.vocab_size = 129280,
-                                       .hidden_size = 7168,
-                                       .num_hidden_layers = 61,
-                                       .num_attention_heads = 128,
-                                       .q_lora_rank = 1536,
-                                       .kv_lora_rank = 512,
-                                       .qk_nope_head_dim = 128,
-                                       .qk_rope_head_dim = 64,
-                                       .v_head_dim = 128,
-                                       .intermediate_size = 18432,
-                                       .moe_intermediate_size = 2048,
-                                       .n_routed_experts = 256,
-                                       .n_shared_experts = 1,
-                                       .first_k_dense_replace = 3,
-                                       .num_nextn_predict_layers = 1}},
+      {"deepseek-v3", DeepseekV3Config{.decoder = {.vocab_size = 129280,
+                                                   .hidden_size = 7168,
+                                                   .num_hidden_layers = 61,
+                                                   .num_attention_heads = 128,
+                                                   .num_key_value_heads = 128,
+                                                   .head_dim = 64,
+                                                   .intermediate_size = 18432,
+                                                   .num_nextn_predict_layers = 1},
+                                       .q_lora_rank = 1536}},
       {"nemotron-h-8b", NemotronHConfig{.vocab_size = 131072,
                                         .hidden_size = 4096,
                                         .intermediate_size = 21504,
@@ -114,31 +108,6 @@ const std::array<PublishedModel, 8>& published() {
   return kPublished;
 }
 
-// Where a field may be left out, its default is the published model class's own.
-DeepseekV3Config read_deepseek_v3(const JsonFields& fields) {
-  DeepseekV3Config c;
-  c.vocab_size = fields.integer("vocab_size");
-  c.hidden_size = fields.integer("hidden_size");
-  c.num_hidden_layers = fields.integer("num_hidden_layers");
-  c.num_attention_heads = fields.integer("num_attention_heads");
-  c.q_lora_rank = fields.integer_or("q_lora_rank", 0);
-  c.kv_lora_rank = fields.integer("kv_lora_rank");
-  c.qk_nope_head_dim = fields.integer("qk_nope_head_dim");
-  c.qk_rope_head_dim = fields.integer("qk_rope_head_dim");
-  c.v_head_dim = fields.integer("v_head_dim");
-  c.intermediate_size = fields.integer("intermediate_size");
-  c.moe_intermediate_size = fields.integer("moe_intermediate_size");
-  c.n_routed_experts = fields.integer("n_routed_experts");
-  c.n_shared_experts = fields.integer_or("n_shared_experts", 0);
-  c.first_k_dense_replace = fields.integer_or("first_k_dense_replace", 0);
-  c.num_nextn_predict_layers = fields.integer_or("num_nextn_predict_layers", 0);
-  c.attention_bias = fields.boolean_or("attention_bias", false);
-  c.tie_word_embeddings = fields.boolean_or("tie_word_embeddings", false);
-  if (fields.integer_or("moe_layer_freq", 1) != 1)
-    fields.refuse("moe_layer_freq", "only 1 is supported (experts in every layer)");
-  return c;
-}
-
 // Fields are checked against each other by build_model(), which knows no file; adds it to the
 // error.
 template <typename Action>
@@ -150,23 +119,12 @@ auto with_source(const std::string& source, const Action& action) {
   }
 }
 
-// Of those, only this one cannot be trained.
-constexpr const char* kDeepseek = "deepseek_v3";
-
-std::vector<std::string> plannable_types() {
-  std::vector<std::string> types = known_model_types();
-  types.emplace_back(kDeepseek);
-  return types;
-}
-
 ModelShape read_config(const JsonFields& fields, const std::string& source) {
   const std::string model_type = fields.text("model_type");
   if (!is_known_model_type(model_type))
-    fields.refuse("model_type", concat("known are ", join(plannable_types(), ", "),
+    fields.refuse("model_type", concat("known are ", join(known_model_types(), ", "),
                                        "; any other model can be given as a list of \"units\""));
-  const PlannableConfig config = model_type == kDeepseek
-                                     ? PlannableConfig(read_deepseek_v3(fields))
-                                     : PlannableConfig(read_model_config(fields));
+  const ModelConfig config = read_model_config(fields);
   return with_source(source, [&] { return build_model(source, config); });
 }
 
@@ -263,7 +221,7 @@ ModelShape parse_model(std::string_view json_text, const std::string& source) {
 }
 
 bool is_known_model_type(std::string_view model_type) {
-  const std::vector<std::string> types = plannable_types();
+  const std::vector<std::string> types = known_model_types();
   return std::find(types.begin(), types.end(), model_type) != types.end();
 }
 

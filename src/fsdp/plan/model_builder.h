@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "fsdp/base/text.h"
 #include "fsdp/nn/config/model_config.h"
 #include "fsdp/plan/model_shape.h"
 
@@ -65,6 +66,14 @@ class UnitBuilder {
   // Of experts: weight [num_experts, in].
   void router(const std::string& name, int64_t num_experts, int64_t in) {
     tensor(name + ".weight", {num_experts, in});
+  }
+
+  // With a bias for each expert, which evens out the load.
+  void biased_router(const std::string& name, int64_t num_experts, int64_t in) {
+    router(name, num_experts, in);
+    unit_.buffers.push_back({.name = concat(prefix_, name, ".e_score_correction_bias"),
+                             .shape = {num_experts},
+                             .dtype = DType::kFloat32});
   }
 
   // y = W x (+ b): weight [out, in].

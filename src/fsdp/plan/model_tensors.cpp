@@ -219,84 +219,61 @@ ModelShape build(std::string name, const Qwen3NextConfig& config) {
 }
 
 void add_latent_attention(UnitBuilder& unit, const DeepseekV3Config& c) {
-  const int64_t qk_head_dim = c.qk_nope_head_dim + c.qk_rope_head_dim;
-  const int64_t queries = c.num_attention_heads * qk_head_dim;
-  const Bias bias = bias_if(c.attention_bias);
-  const LinearCut heads = by_outputs(c.num_attention_heads);
+  const int64_t hidden_size = c.decoder.hidden_size;
+  const int64_t num_heads = c.decoder.num_attention_heads;
+  const int64_t queries = num_heads * query_head_dim_of(c);
+  const Bias bias = bias_if(c.decoder.attention_bias);
+  const LinearCut heads = by_outputs(num_heads);
   if (c.q_lora_rank == 0) {
-    unit.linear("self_attn.q_proj", queries, c.hidden_size, Bias::kWithout, heads);
+    unit.linear("self_attn.q_proj", queries, hidden_size, Bias::kWithout, heads);
   } else {
-    unit.linear("self_attn.q_a_proj", c.q_lora_rank, c.hidden_size, bias);
+    unit.linear("self_attn.q_a_proj", c.q_lora_rank, hidden_size, bias);
     unit.norm("self_attn.q_a_layernorm", c.q_lora_rank);
     unit.linear("self_attn.q_b_proj", queries, c.q_lora_rank, Bias::kWithout, heads);
   }
-  unit.linear("self_attn.kv_a_proj_with_mqa", c.kv_lora_rank + c.qk_rope_head_dim, c.hidden_size,
+  unit.linear("self_attn.kv_a_proj_with_mqa", c.kv_lora_rank + head_dim_of(c.decoder), hidden_size,
               bias);
   unit.norm("self_attn.kv_a_layernorm", c.kv_lora_rank);
-  unit.linear("self_attn.kv_b_proj", c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim),
+  unit.linear("self_attn.kv_b_proj", num_heads * (c.qk_nope_head_dim + c.v_head_dim),
               c.kv_lora_rank, Bias::kWithout, heads);
-  unit.linear("self_attn.o_proj", c.hidden_size, c.num_attention_heads * c.v_head_dim, bias,
-              by_inputs(c.num_attention_heads));
+  unit.linear("self_attn.o_proj", hidden_size, num_heads * c.v_head_dim, bias,
+              by_inputs(num_heads));
 }
 
 void add_deepseek_experts(UnitBuilder& unit, const DeepseekV3Config& c) {
-  unit.router("mlp.gate", c.n_routed_experts, c.hidden_size);
-  // The published checkpoint keeps this one in fp32.
-  unit.tensor("mlp.gate.e_score_correction_bias", {c.n_routed_experts}, DType::kFloat32);
-  for (StackedExperts& stack : stacked_experts({.module = "mlp.experts",
-                               .projections = {"gate_proj", "up_proj", "down_proj"},
-                               .num_experts = c.n_routed_experts,
-                               .hidden_size = c.hidden_size,
-                               .intermediate_size = c.moe_intermediate_size}))
-    unit.experts(std::move(stack));
+  unit.biased_router("mlp.gate", c.n_routed_experts, c.decoder.hidden_size);
+  for (StackedExperts& stack : stacked_experts(expert_names(c))) unit.experts(std::move(stack));
   if (c.n_shared_experts > 0)
-    add_shared_expert(unit, "mlp.shared_experts", c.hidden_size,
+    add_shared_expert(unit, "mlp.shared_experts", c.decoder.hidden_size,
                       c.n_shared_experts * c.moe_intermediate_size);
 }
 
 void add_deepseek_block(UnitBuilder& unit, const DeepseekV3Config& c, int64_t layer) {
-  unit.norm("input_layernorm", c.hidden_size);
+  unit.norm("input_layernorm", c.decoder.hidden_size);
   add_latent_attention(unit, c);
-  unit.norm("post_attention_layernorm", c.hidden_size);
-  if (layer < c.first_k_dense_replace)
-    add_gated_mlp(unit, "mlp", c.hidden_size, c.intermediate_size);
-  else
+  unit.norm("post_attention_layernorm", c.decoder.hidden_size);
+  if (has_experts(c, layer))
     add_deepseek_experts(unit, c);
+  else
+    add_gated_mlp(unit, "mlp", c.decoder.hidden_size, c.decoder.intermediate_size);
 }
 
-void validate(const DeepseekV3Config& c) {
-  check_dims({{"vocab_size", c.vocab_size},
-              {"hidden_size", c.hidden_size},
-              {"num_attention_heads", c.num_attention_heads},
-              {"kv_lora_rank", c.kv_lora_rank},
-              {"qk_nope_head_dim", c.qk_nope_head_dim},
-              {"qk_rope_head_dim", c.qk_rope_head_dim},
-              {"v_head_dim", c.v_head_dim},
-              {"intermediate_size", c.intermediate_size},
-              {"moe_intermediate_size", c.moe_intermediate_size}});
-  check_layers(c.num_hidden_layers, c.num_nextn_predict_layers);
-  check_range(0, kMaxDim,
-              {{"q_lora_rank", c.q_lora_rank}, {"n_shared_experts", c.n_shared_experts}});
-  check_range(0, c.num_hidden_layers, {{"first_k_dense_replace", c.first_k_dense_replace}});
-  check_expert_count("n_routed_experts", c.n_routed_experts,
-                     c.num_hidden_layers + c.num_nextn_predict_layers);
-}
-
-ModelShape build(std::string name, const DeepseekV3Config& c) {
-  validate(c);
+ModelShape build(std::string name, const DeepseekV3Config& config) {
+  validate(config);
+  const LlamaConfig& c = config.decoder;
   ModelBuilder model(std::move(name));
   model.takes_tp();
   const int64_t embedding = add_embedding(model, "model.embed_tokens", c.vocab_size, c.hidden_size);
   for (int64_t layer = 0; layer < c.num_hidden_layers; ++layer) {
     const std::string block = layer_name("model", layer);
     UnitBuilder unit(block, block + ".");
-    add_deepseek_block(unit, c, layer);
+    add_deepseek_block(unit, config, layer);
     model.add(std::move(unit));
   }
   const SharedUnits shared = add_head(
       model, {"model.norm", c.vocab_size, c.hidden_size, c.tie_word_embeddings}, embedding);
   add_prediction_layers(model, c, shared, [&](UnitBuilder& unit, int64_t layer) {
-    add_deepseek_block(unit, c, layer);
+    add_deepseek_block(unit, config, layer);
   });
   return std::move(model).build();
 }
@@ -315,10 +292,9 @@ void add_mamba(UnitBuilder& unit, const NemotronHConfig& c) {
   unit.linear("mixer.out_proj", c.hidden_size, inner, bias, by_inputs(c.n_groups));
 }
 
-// The routers' biases are buffers, whole on every rank.
 void add_hybrid_experts(UnitBuilder& unit, const NemotronHConfig& c) {
   const Bias bias = bias_if(c.mlp_bias);
-  unit.router("mixer.gate", c.n_routed_experts, c.hidden_size);
+  unit.biased_router("mixer.gate", c.n_routed_experts, c.hidden_size);
   for (StackedExperts& stack : stacked_experts(expert_names(c))) unit.experts(std::move(stack));
   if (c.moe_latent_size > 0) {
     unit.linear("mixer.fc1_latent_proj", c.moe_latent_size, c.hidden_size, bias);
@@ -390,13 +366,9 @@ ModelShape build(std::string name, const NemotronHConfig& c) {
   return std::move(model).build();
 }
 
-ModelShape build(std::string name, const ModelConfig& config) {
-  return std::visit([&](const auto& c) { return build(std::move(name), c); }, config);
-}
-
 }  // namespace
 
-ModelShape build_model(std::string name, const PlannableConfig& config) {
+ModelShape build_model(std::string name, const ModelConfig& config) {
   return std::visit([&](const auto& c) { return build(std::move(name), c); }, config);
 }
 

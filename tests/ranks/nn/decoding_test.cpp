@@ -38,7 +38,7 @@ void expect_same_logits(const testing::SmallModel& each, const std::vector<int64
 
 std::vector<testing::SmallModel> all_models() {
   std::vector<testing::SmallModel> models = testing::small_models();
-  for (const char* name : {"tiny", "moe-tiny", "hybrid-tiny", "delta-tiny"})
+  for (const char* name : {"tiny", "moe-tiny", "hybrid-tiny", "delta-tiny", "mla-tiny"})
     models.push_back({name, find_preset(name)->config});
   return models;
 }

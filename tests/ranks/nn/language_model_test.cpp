@@ -79,6 +79,19 @@ TEST(LanguageModel, HasTheUnitsAndTensorsThatPlanningCountsOn) {
   }
 }
 
+// DeepSeek-V3's layer of multi-token prediction has copies of embedding and head; a model without
+// such a layer leaves all of it out.
+TEST(LanguageModel, IgnoresWhatPublishedCheckpointsHaveBesideIt) {
+  const MetaConstruction without_memory;
+  DeepseekV3Config config = testing::small_deepseek();
+  EXPECT_EQ(build_language_model(config)->ignored_names(),
+            (std::vector<std::string>{"model.layers.2.embed_tokens.weight",
+                                      "model.layers.2.shared_head.head.weight"}));
+  config.decoder.num_nextn_predict_layers = 0;
+  EXPECT_EQ(build_language_model(config)->ignored_names(),
+            (std::vector<std::string>{"model.layers.2.*"}));
+}
+
 TEST(LanguageModel, FirstValuesDependOnSeedAndNameAlone) {
   for (const SmallModel& each : small_models()) {
     const Values expected = values_of(*build_language_model(each.config, {.seed = 5}));

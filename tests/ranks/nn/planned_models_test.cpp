@@ -66,6 +66,14 @@ Qwen3NextConfig next() {
   return config;
 }
 
+DeepseekV3Config deepseek(int64_t q_lora_rank) {
+  DeepseekV3Config config = testing::small_deepseek();
+  config.decoder.intermediate_size = 30;
+  config.decoder.attention_bias = config.decoder.tie_word_embeddings = q_lora_rank == 0;
+  config.q_lora_rank = q_lora_rank;
+  return config;
+}
+
 // Of sizes that blocks of every recipe divide, on two tp ranks, too.
 MixtralConfig quantized_mixtral() {
   MixtralConfig config = mixtral(1);
@@ -122,6 +130,10 @@ std::vector<Case> cases() {
   for (const MeshOptions& mesh :
        {MeshOptions{}, {.ep = 4}, {.tp = 2}, {.outer = 2, .ep = 4, .tp = 2}})
     all.push_back({"qwen3-next", next(), 4, mesh});
+  for (const MeshOptions& mesh :
+       {MeshOptions{}, {.ep = 4}, {.tp = 2}, {.outer = 2, .ep = 4, .tp = 2}})
+    for (const int64_t q_lora_rank : {0, 10})
+      all.push_back({"deepseek", deepseek(q_lora_rank), 4, mesh});
   return all;
 }
 

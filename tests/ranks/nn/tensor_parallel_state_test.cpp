@@ -24,6 +24,7 @@ using testing::run_ranks;
 TEST(TensorParallelModel, BeginsWithTheValuesOfTheWholeModel) {
   std::vector<SmallModel> models = hybrid_models();
   models.push_back({"predicting_mixtral", predicting_mixtral()});
+  models.push_back({"deepseek", deepseek()});
   for (const SmallModel& each : models) {
     const auto whole = build_language_model(each.config, {.seed = 3});
     for (const int tp : {2, 4})
@@ -98,6 +99,10 @@ TEST(TensorParallelHybrid, IsNotSeenInCheckpoints) {
     resume_on_all_grids(each, {{1, {}}, {2, {.tp = 2}}, {4, {.tp = 2}}, {4, {.tp = 4}}});
   resume_on_all_grids({"hybrid_experts", expert_hybrid()},
                       {{1, {}}, {4, {.ep = 4}}, {4, {.ep = 2, .tp = 2}}, {4, {.tp = 4}}});
+}
+
+TEST(TensorParallelDeepseek, IsNotSeenInCheckpoints) {
+  resume_on_all_grids({"deepseek", deepseek()}, {{1, {}}, {2, {.tp = 2}}, {4, {.ep = 4, .tp = 2}}});
 }
 
 }  // namespace

@@ -106,6 +106,15 @@ TEST(TensorParallelHybrid, LearnsWhatTheWholeModelLearns) {
   train_on_all_grids({"hybrid_experts", expert_hybrid()}, /*most_ep=*/4);
 }
 
+TEST(TensorParallelDeepseek, LearnsWhatTheWholeModelLearns) {
+  train_on_all_grids({"deepseek", deepseek()}, /*most_ep=*/4);
+  DeepseekV3Config direct = deepseek();
+  direct.q_lora_rank = 0;
+  direct.decoder.attention_bias = direct.decoder.tie_word_embeddings = true;
+  direct.decoder.vocab_size = 37;
+  train_on_all_grids({"deepseek_direct", direct}, /*most_ep=*/1);
+}
+
 void train_recomputed_with_every_strategy(const SmallModel& model,
                                           std::initializer_list<Grids> all_grids) {
   for (const Grids& grids : all_grids) {
@@ -129,6 +138,11 @@ TEST(TensorParallelPrediction, LearnsTheSameWithEveryStrategyAndRecomputed) {
 
 TEST(TensorParallelHybrid, LearnsTheSameWithEveryStrategyAndRecomputed) {
   train_recomputed_with_every_strategy(hybrid_models()[2], {{4, {.outer = 2, .tp = 2}}});
+}
+
+TEST(TensorParallelDeepseek, LearnsTheSameWithEveryStrategyAndRecomputed) {
+  train_recomputed_with_every_strategy({"deepseek", deepseek()},
+                                       {{4, {.outer = 2, .ep = 4, .tp = 2}}});
 }
 
 TEST(TensorParallelLlama, LearnsTheSameInEveryPool) {
@@ -198,6 +212,7 @@ TEST(TensorParallelModel, TrainsInBf16) {
 TEST(TensorParallelModel, HasAllLogitsOnEveryRank) {
   std::vector<SmallModel> models = dense_models();
   for (SmallModel& each : hybrid_models()) models.push_back(std::move(each));
+  models.push_back({"deepseek", deepseek()});
   for (const SmallModel& each : models) {
     const at::Tensor tokens = batch_of(0, 0).tokens;
     const auto loss_of_logits = [&](const auto& model, int loss, int step) {

@@ -114,7 +114,7 @@ std::vector<int64_t> written_without_cache(LanguageModel& model, std::vector<int
 
 TEST(Generate, WritesWhatTheWholeTextSaysOfEachNextToken) {
   const std::vector<int64_t> prompt = {7, 200, 31};
-  for (const char* name : {"tiny", "moe-tiny", "hybrid-tiny", "delta-tiny"}) {
+  for (const char* name : {"tiny", "moe-tiny", "hybrid-tiny", "delta-tiny", "mla-tiny"}) {
     const auto model = build_language_model(find_preset(name)->config, {.seed = 3});
     EXPECT_EQ(generate(*model, prompt, {.max_tokens = 24}, c10::kCPU),
               written_without_cache(*model, prompt, 24, 1024))

@@ -209,9 +209,9 @@ TEST(ConfigJson, NamesFileFieldValueAndFix) {
   EXPECT_THAT(
       refusal([&] { parse_model_config(windowed, "c.json"); }),
       StartsWith("c.json: sliding_window is 0; it must be at least 1, or null for no window"));
-  EXPECT_THAT(
-      refusal([&] { parse_model_config(R"({"model_type": "bert"})", "c.json"); }),
-      HasSubstr("c.json: model_type is \"bert\"; known are llama, mistral, mixtral, nemotron_h, "));
+  EXPECT_THAT(refusal([&] { parse_model_config(R"({"model_type": "bert"})", "c.json"); }),
+              HasSubstr("c.json: model_type is \"bert\"; known are deepseek_v3, llama, mistral, "
+                        "mixtral, nemotron_h, "));
 }
 
 // Such a model can be planned; training it says why not.
@@ -367,6 +367,7 @@ TEST(Presets, TinyOnesAre) {
   EXPECT_EQ(model_by_name("moe-tiny").parameters(), 2'921'856);
   EXPECT_EQ(model_by_name("hybrid-tiny").parameters(), 1'541'484);
   EXPECT_EQ(model_by_name("delta-tiny").parameters(), 1'667'128);
+  EXPECT_EQ(model_by_name("mla-tiny").parameters(), 1'866'288);
 }
 
 }  // namespace

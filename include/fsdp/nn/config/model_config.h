@@ -201,7 +201,35 @@ struct Qwen3NextConfig {
   friend bool operator==(const Qwen3NextConfig&, const Qwen3NextConfig&) = default;
 };
 
-using ModelConfig = std::variant<LlamaConfig, MixtralConfig, NemotronHConfig, Qwen3NextConfig>;
+// Latent attention, whose keys and values are made of a short vector per token; a few dense layers,
+// then experts and shared ones under a router that evens out its load (DeepSeek-V3).
+struct DeepseekV3Config {
+  // Its head_dim is qk_rope_head_dim, the channels with positions; its intermediate_size is of the
+  // dense layers; num_key_value_heads is num_attention_heads.
+  LlamaConfig decoder;
+  int64_t q_lora_rank = 0;  // 0: queries are projected in one step
+  int64_t kv_lora_rank = 512;
+  int64_t qk_nope_head_dim = 128;
+  int64_t v_head_dim = 128;
+  bool rope_interleave = true;  // channels that turn together are neighbours
+  int64_t first_k_dense_replace = 3;
+  int64_t n_routed_experts = 256;
+  int64_t n_shared_experts = 1;  // each of moe_intermediate_size
+  int64_t num_experts_per_tok = 8;
+  int64_t moe_intermediate_size = 2048;
+  // As of NemotronHConfig.
+  int64_t n_group = 8;
+  int64_t topk_group = 4;
+  bool norm_topk_prob = true;
+  double routed_scaling_factor = 2.5;
+  double router_bias_update_rate = 0.001;
+  double router_aux_loss_coef = 0.0;
+
+  friend bool operator==(const DeepseekV3Config&, const DeepseekV3Config&) = default;
+};
+
+using ModelConfig =
+    std::variant<LlamaConfig, MixtralConfig, NemotronHConfig, Qwen3NextConfig, DeepseekV3Config>;
 
 // head_dim, or its default if it is 0.
 int64_t head_dim_of(const LlamaConfig& config);
@@ -218,6 +246,11 @@ bool has_experts(const Qwen3NextConfig& config, int64_t layer);
 // The channels of a head that have positions.
 int64_t rotary_dim_of(const Qwen3NextConfig& config);
 
+// Of layers that predict more tokens, too: their numbers follow those of the main ones.
+bool has_experts(const DeepseekV3Config& config, int64_t layer);
+// The channels of a query, with and without positions.
+int64_t query_head_dim_of(const DeepseekV3Config& config);
+
 // The experts of one layer, and how published checkpoints name them.
 struct ExpertNames {
   std::string module;                    // their parent: "mlp.experts"
@@ -229,6 +262,7 @@ struct ExpertNames {
 ExpertNames expert_names(const MixtralConfig& config);
 ExpertNames expert_names(const NemotronHConfig& config);
 ExpertNames expert_names(const Qwen3NextConfig& config);
+ExpertNames expert_names(const DeepseekV3Config& config);
 // nullopt: the model has no experts.
 std::optional<ExpertNames> expert_names(const ModelConfig& config);
 // The module of a layer that has the router and the experts: "mlp".
@@ -251,6 +285,7 @@ void validate(const LlamaConfig& config);
 void validate(const MixtralConfig& config);
 void validate(const NemotronHConfig& config);
 void validate(const Qwen3NextConfig& config);
+void validate(const DeepseekV3Config& config);
 
 // Checks that the model can be computed, too. UsageError, as above.
 void check_trainable(const ModelConfig& config);

@@ -174,11 +174,12 @@ void for_each_chunk(int64_t numel, int64_t width, const std::function<void(FlatR
 }
 
 ConvertedReads::ConvertedReads(std::span<const CheckedFile> files, std::optional<DType> dtype,
-                               OnBytes on_bytes)
-    : files_(files), dtype_(dtype), on_bytes_(std::move(on_bytes)) {}
+                               OnBytes on_bytes, std::set<std::string> kept)
+    : files_(files), dtype_(dtype), on_bytes_(std::move(on_bytes)), kept_(std::move(kept)) {}
 
 DType ConvertedReads::dtype_of(const StoredTensor& tensor) const {
-  return is_floating(tensor.dtype) ? dtype_.value_or(tensor.dtype) : tensor.dtype;
+  const bool is_converted = is_floating(tensor.dtype) && !kept_.contains(tensor.name);
+  return is_converted ? dtype_.value_or(tensor.dtype) : tensor.dtype;
 }
 
 int64_t ConvertedReads::bytes_of(const StoredTensor& tensor) const {

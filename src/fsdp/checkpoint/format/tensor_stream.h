@@ -6,7 +6,9 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <set>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "fsdp/base/dtype.h"
@@ -51,9 +53,9 @@ void for_each_chunk(int64_t numel, int64_t width, const std::function<void(FlatR
 class ConvertedReads {
  public:
   // `dtype` is for floating-point tensors: fp32, bf16, fp16 or fp64. nullopt: the stored type.
-  // `on_bytes` hears of every byte read.
+  // `on_bytes` hears of every byte read. Tensors of `kept` names keep their types.
   ConvertedReads(std::span<const CheckedFile> files, std::optional<DType> dtype,
-                 OnBytes on_bytes = {});
+                 OnBytes on_bytes = {}, std::set<std::string> kept = {});
 
   DType dtype_of(const StoredTensor& tensor) const;
   int64_t bytes_of(const StoredTensor& tensor) const;
@@ -66,6 +68,7 @@ class ConvertedReads {
   std::span<const CheckedFile> files_;
   std::optional<DType> dtype_;
   OnBytes on_bytes_;
+  std::set<std::string> kept_;
   std::vector<std::byte> stored_;  // before conversion
 };
 

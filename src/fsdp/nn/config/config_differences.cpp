@@ -22,7 +22,8 @@ constexpr std::string_view kOfResults[] = {
     "rms_norm_eps",   "layer_norm_epsilon",    "rope_theta",
     "rope_scaling",   "time_step_min",         "num_experts_per_tok",
     "norm_topk_prob", "partial_rotary_factor", "n_group",
-    "topk_group",     "routed_scaling_factor", "sliding_window"};
+    "topk_group",     "routed_scaling_factor", "sliding_window",
+    "rope_interleave"};
 
 bool contains(std::span<const std::string_view> names, std::string_view name) {
   return std::find(names.begin(), names.end(), name) != names.end();

@@ -194,7 +194,8 @@ struct Reader {
   ModelConfig (*read)(const JsonFields& fields);
 };
 
-constexpr std::array<Reader, 8> kReaders = {{
+constexpr std::array<Reader, 9> kReaders = {{
+    {"deepseek_v3", read_deepseek_v3},
     {"llama", read_llama},
     {"mistral", read_mistral},
     {"mixtral", read_mixtral},
@@ -332,6 +333,7 @@ Json to_json(const NemotronHConfig& c) {
 }
 
 Json to_json(const Qwen3NextConfig& c) { return qwen3_next_json(c); }
+Json to_json(const DeepseekV3Config& c) { return deepseek_v3_json(c); }
 
 }  // namespace
 

@@ -41,4 +41,8 @@ nlohmann::ordered_json decoder_json(const char* model_type, const char* model_cl
 ModelConfig read_qwen3_next(const JsonFields& fields);
 nlohmann::ordered_json qwen3_next_json(const Qwen3NextConfig& config);
 
+// The whole configuration of DeepSeek-V3.
+ModelConfig read_deepseek_v3(const JsonFields& fields);
+nlohmann::ordered_json deepseek_v3_json(const DeepseekV3Config& config);
+
 }  // namespace fsdp

@@ -18,7 +18,7 @@ double visible_positions(int64_t window, double sequence) {
 
 struct Attention {
   int64_t hidden_size, num_heads, num_kv_heads, head_dim;
-  int64_t window = 0;  // VisibleKeys
+  int64_t window = 0;  // ScoreOptions
 };
 
 double attention_layer(const Attention& a, double sequence) {
@@ -94,6 +94,35 @@ double products(const Qwen3NextConfig& config, double sequence) {
     sum += static_cast<double>(
         has_experts(config, layer) ? experts : 3 * c.hidden_size * c.intermediate_size);
   }
+  return sum;
+}
+
+// Attention over keys and values of all heads, as they are computed from the short vectors.
+double latent_attention_layer(const DeepseekV3Config& c, double sequence) {
+  const int64_t hidden = c.decoder.hidden_size;
+  const int64_t heads = c.decoder.num_attention_heads;
+  const int64_t queries = heads * query_head_dim_of(c);
+  const int64_t rotary = head_dim_of(c.decoder);
+  const int64_t weights =
+      (c.q_lora_rank > 0 ? c.q_lora_rank * (hidden + queries) : hidden * queries) +
+      hidden * (c.kv_lora_rank + rotary) +
+      c.kv_lora_rank * heads * (c.qk_nope_head_dim + c.v_head_dim) + heads * c.v_head_dim * hidden;
+  return static_cast<double>(weights) +
+         static_cast<double>(queries + heads * c.v_head_dim) * visible_positions(0, sequence);
+}
+
+double products(const DeepseekV3Config& config, double sequence) {
+  const LlamaConfig& c = config.decoder;
+  const int64_t inner =
+      (config.num_experts_per_tok + config.n_shared_experts) * config.moe_intermediate_size;
+  const int64_t experts = c.hidden_size * (config.n_routed_experts + 3 * inner);
+  const auto head = static_cast<double>(c.vocab_size * c.hidden_size);
+  const auto join = static_cast<double>(2 * c.hidden_size * c.hidden_size);
+  double sum = head + static_cast<double>(c.num_nextn_predict_layers) * (join + head);
+  for (int64_t layer = 0; layer < c.num_hidden_layers + c.num_nextn_predict_layers; ++layer)
+    sum += latent_attention_layer(config, sequence) +
+           static_cast<double>(
+               has_experts(config, layer) ? experts : 3 * c.hidden_size * c.intermediate_size);
   return sum;
 }
 

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <span>
-#include <utility>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
@@ -94,7 +92,8 @@ void check_computable(const MixtralConfig& c) {
   check_number("router_aux_loss_coef", c.router_aux_loss_coef, Above::kZeroOrEqual);
 }
 
-void check_router(const NemotronHConfig& c) {
+template <typename Config>
+void check_router(const Config& c) {
   check_range(1, c.n_routed_experts, {{"n_group", c.n_group}});
   check_range(1, c.n_group, {{"topk_group", c.topk_group}});
   if (c.n_routed_experts % c.n_group != 0)
@@ -139,54 +138,19 @@ void check_computable(const Qwen3NextConfig& c) {
                             " it must be an even number from 2 to head_dim"));
 }
 
+void check_computable(const DeepseekV3Config& c) {
+  validate(c);
+  check_computable(c.decoder);
+  check_router(c);
+}
+
 const LlamaConfig& decoder_of(const LlamaConfig& config) { return config; }
+const LlamaConfig& decoder_of(const DeepseekV3Config& config) { return config.decoder; }
 const LlamaConfig& decoder_of(const Qwen3NextConfig& config) { return config.decoder; }
 const LlamaConfig& decoder_of(const MixtralConfig& config) { return config.decoder; }
 const NemotronHConfig& decoder_of(const NemotronHConfig& config) { return config; }
 
 }  // namespace
-
-void check_range(int64_t minimum, int64_t maximum, std::initializer_list<IntegerField> fields) {
-  for (const IntegerField& field : fields)
-    if (field.value < minimum || field.value > maximum)
-      throw UsageError(concat(field.name, " is ", field.value, "; it must be a whole number from ",
-                              minimum, " to ", maximum));
-}
-
-void check_dims(std::initializer_list<IntegerField> fields) { check_range(1, kMaxDim, fields); }
-
-int64_t resolved_head_dim(int64_t head_dim, int64_t hidden_size, int64_t num_attention_heads) {
-  check_dims({{"hidden_size", hidden_size}, {"num_attention_heads", num_attention_heads}});
-  if (head_dim != 0) {
-    check_dims({{"head_dim", head_dim}});
-    return head_dim;
-  }
-  if (hidden_size % num_attention_heads != 0)
-    throw UsageError(concat("hidden_size is ", hidden_size,
-                            ", which num_attention_heads = ", num_attention_heads,
-                            " does not divide; change one of them or set head_dim"));
-  return hidden_size / num_attention_heads;
-}
-
-void check_layers(int64_t num_hidden_layers, int64_t num_nextn_predict_layers) {
-  check_range(1, kMaxLayers, {{"num_hidden_layers", num_hidden_layers}});
-  check_range(0, kMaxLayers - num_hidden_layers,
-              {{"num_nextn_predict_layers", num_nextn_predict_layers}});
-}
-
-void check_kv_heads(int64_t num_key_value_heads, int64_t num_attention_heads) {
-  check_dims({{"num_key_value_heads", num_key_value_heads}});
-  if (num_attention_heads % num_key_value_heads != 0)
-    throw UsageError(concat("num_key_value_heads is ", num_key_value_heads,
-                            "; it must divide num_attention_heads = ", num_attention_heads));
-}
-
-void check_expert_count(const char* field, int64_t num_experts, int64_t num_layers) {
-  check_dims({{field, num_experts}});
-  if (num_experts > kMaxExperts / num_layers)
-    throw UsageError(concat(field, " is ", num_experts, " in ", num_layers, " layers; at most ",
-                            kMaxExperts, " experts in all are supported"));
-}
 
 double yarn_mscale(double factor, double mscale) {
   return factor <= 1.0 ? 1.0 : 0.1 * mscale * std::log(factor) + 1.0;
@@ -234,61 +198,12 @@ int64_t rotary_dim_of(const Qwen3NextConfig& c) {
                               c.partial_rotary_factor);
 }
 
-std::string experts_module(const MixtralConfig& c) {
-  return c.decoder.qk_norm ? "mlp" : "block_sparse_moe";
+bool has_experts(const DeepseekV3Config& c, int64_t layer) {
+  return layer >= c.first_k_dense_replace;
 }
 
-ExpertNames expert_names(const MixtralConfig& c) {
-  const std::vector<std::string> qwen = {"gate_proj", "up_proj", "down_proj"};
-  return {.module = experts_module(c) + ".experts",
-          .projections = c.decoder.qk_norm ? qwen : std::vector<std::string>{"w1", "w3", "w2"},
-          .num_experts = c.num_local_experts,
-          .hidden_size = c.decoder.hidden_size,
-          .intermediate_size = c.decoder.intermediate_size};
-}
-
-ExpertNames expert_names(const NemotronHConfig& c) {
-  return {.module = "mixer.experts",
-          .projections = {"up_proj", "down_proj"},
-          .num_experts = c.n_routed_experts,
-          .hidden_size = c.moe_latent_size > 0 ? c.moe_latent_size : c.hidden_size,
-          .intermediate_size = c.moe_intermediate_size};
-}
-
-ExpertNames expert_names(const Qwen3NextConfig& c) {
-  return {.module = "mlp.experts",
-          .projections = {"gate_proj", "up_proj", "down_proj"},
-          .num_experts = c.num_experts,
-          .hidden_size = c.decoder.hidden_size,
-          .intermediate_size = c.moe_intermediate_size};
-}
-
-std::optional<ExpertNames> expert_names(const ModelConfig& config) {
-  if (const auto* mixtral = std::get_if<MixtralConfig>(&config)) return expert_names(*mixtral);
-  if (const auto* next = std::get_if<Qwen3NextConfig>(&config)) return expert_names(*next);
-  const auto* hybrid = std::get_if<NemotronHConfig>(&config);
-  if (hybrid != nullptr && has_layer(*hybrid, 'E')) return expert_names(*hybrid);
-  return std::nullopt;
-}
-
-std::array<StackedExperts, 2> stacked_experts(const ExpertNames& names) {
-  const std::span<const std::string> into(names.projections.data(), names.projections.size() - 1);
-  const auto num_into = static_cast<int64_t>(into.size());
-  StackedExperts first{
-      .name = concat(names.module, ".", num_into == 1 ? into.front() : "gate_up_proj"),
-      .shape = {names.num_experts * num_into * names.intermediate_size, names.hidden_size},
-      .num_experts = names.num_experts,
-      .parts = {}};
-  StackedExperts down{.name = names.module + ".down_proj",
-                      .shape = {names.num_experts * names.hidden_size, names.intermediate_size},
-                      .num_experts = names.num_experts,
-                      .parts = {}};
-  for (int64_t expert = 0; expert < names.num_experts; ++expert) {
-    const std::string prefix = concat(names.module, ".", expert, ".");
-    for (const std::string& name : into) first.parts.push_back(concat(prefix, name, ".weight"));
-    down.parts.push_back(concat(prefix, names.projections.back(), ".weight"));
-  }
-  return {std::move(first), std::move(down)};
+int64_t query_head_dim_of(const DeepseekV3Config& c) {
+  return c.qk_nope_head_dim + head_dim_of(c.decoder);
 }
 
 void validate(const LlamaConfig& c) {
@@ -365,6 +280,29 @@ void validate(const Qwen3NextConfig& c) {
         "(model_type qwen3_next) neither is possible");
 }
 
+void validate(const DeepseekV3Config& c) {
+  validate(c.decoder);
+  check_dims({{"kv_lora_rank", c.kv_lora_rank},
+              {"qk_nope_head_dim", c.qk_nope_head_dim},
+              {"v_head_dim", c.v_head_dim},
+              {"moe_intermediate_size", c.moe_intermediate_size}});
+  check_range(0, kMaxDim,
+              {{"q_lora_rank", c.q_lora_rank}, {"n_shared_experts", c.n_shared_experts}});
+  check_range(0, c.decoder.num_hidden_layers, {{"first_k_dense_replace", c.first_k_dense_replace}});
+  check_expert_count("n_routed_experts", c.n_routed_experts,
+                     c.decoder.num_hidden_layers + c.decoder.num_nextn_predict_layers);
+  if (c.decoder.num_key_value_heads != c.decoder.num_attention_heads)
+    throw UsageError(concat("num_key_value_heads is ", c.decoder.num_key_value_heads,
+                            "; with latent attention (model_type deepseek_v3) it must be "
+                            "num_attention_heads = ",
+                            c.decoder.num_attention_heads));
+  if (c.decoder.mlp_bias || c.decoder.qk_norm || c.decoder.sliding_window > 0 ||
+      c.decoder.family != LlamaFamily::kLlama)
+    throw UsageError(
+        "mlp_bias or qk_norm is true, sliding_window is above 0, or family is not kLlama; with "
+        "latent attention (model_type deepseek_v3) none of them is possible");
+}
+
 void check_trainable(const ModelConfig& config) {
   std::visit([](const auto& c) { check_computable(c); }, config);
 }
@@ -396,6 +334,13 @@ void check_on_ranks(const NemotronHConfig& c, int64_t tp) {
   if (has_layer(c, 'M')) check_shared_evenly("n_groups", c.n_groups, tp);
   if (has_layer(c, '*')) check_heads(c, tp);
   if (has_layer(c, '-')) check_shared_evenly("intermediate_size", c.intermediate_size, tp);
+}
+
+// As below.
+void check_on_ranks(const DeepseekV3Config& c, int64_t tp) {
+  check_heads(c.decoder, tp);
+  if (c.first_k_dense_replace > 0)
+    check_shared_evenly("intermediate_size", c.decoder.intermediate_size, tp);
 }
 
 // Experts as Mixtral's; dense layers are cut, if there are any.

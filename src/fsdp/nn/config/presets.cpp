@@ -13,8 +13,31 @@ constexpr int64_t kBytesAndEnd = 257;
 // first few hundred steps.
 constexpr double kNarrowRange = 0.06;
 
-const std::array<ModelPreset, 7>& presets() {
-  static const std::array<ModelPreset, 7> kPresets = {{
+DeepseekV3Config latent_attention() {
+  return {.decoder = {.vocab_size = kBytesAndEnd,
+                      .hidden_size = 128,
+                      .num_hidden_layers = 4,
+                      .num_attention_heads = 4,
+                      .num_key_value_heads = 4,
+                      .head_dim = 16,
+                      .intermediate_size = 384,
+                      .rms_norm_eps = 1e-6,
+                      .initializer_range = kNarrowRange,
+                      .num_nextn_predict_layers = 1},
+          .q_lora_rank = 64,
+          .kv_lora_rank = 48,
+          .qk_nope_head_dim = 32,
+          .v_head_dim = 32,
+          .first_k_dense_replace = 1,
+          .n_routed_experts = 8,
+          .num_experts_per_tok = 2,
+          .moe_intermediate_size = 96,
+          .n_group = 4,
+          .topk_group = 2};
+}
+
+const std::array<ModelPreset, 8>& presets() {
+  static const std::array<ModelPreset, 8> kPresets = {{
       {"tiny", "Llama on bytes, for two CPU cores",
        LlamaConfig{.vocab_size = kBytesAndEnd,
                    .hidden_size = 192,
@@ -86,6 +109,7 @@ const std::array<ModelPreset, 7>& presets() {
                        .moe_intermediate_size = 96,
                        .shared_expert_intermediate_size = 96,
                        .router_aux_loss_coef = 0.01}},
+      {"mla-tiny", "latent attention and experts as DeepSeek-V3's, on bytes", latent_attention()},
       {"llama-110m", "Llama of 115 million parameters",
        LlamaConfig{.vocab_size = 32000,
                    .hidden_size = 512,

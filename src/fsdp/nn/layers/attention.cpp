@@ -38,62 +38,24 @@ std::optional<at::Tensor> mask_of(const at::Tensor& query, const at::Tensor& key
   return is_cut ? earlier.triu(num_earlier - window + 1) : earlier;
 }
 
-at::Tensor attention_to(const at::Tensor& query, at::Tensor key, at::Tensor value, int64_t window) {
+at::Tensor attention_to(const at::Tensor& query, at::Tensor key, at::Tensor value,
+                        const ScoreOptions& options) {
   const int64_t group = query.size(1) / key.size(1);
   const bool in_place = group > 1 && reads_groups_in_place(query);
   if (group > 1 && !in_place) {
     key = repeated(key, group);
     value = repeated(value, group);
   }
-  const std::optional<at::Tensor> mask = mask_of(query, key, window);
+  const std::optional<at::Tensor> mask = mask_of(query, key, options.window);
   return at::scaled_dot_product_attention(query, key, value, mask, /*dropout_p=*/0.0,
                                           /*is_causal=*/!mask && query.size(2) == key.size(2),
-                                          /*scale=*/std::nullopt, /*enable_gqa=*/in_place);
+                                          options.scale, /*enable_gqa=*/in_place);
 }
 
 // Whether libtorch's kernels for sequences of unlike lengths take these.
 bool has_packed_kernel(const at::Tensor& query) {
   const bool is_narrow = query.scalar_type() == at::kBFloat16 || query.scalar_type() == at::kHalf;
   return query.device().is_cuda() && is_narrow && query.size(3) % 8 == 0 && query.size(3) <= 256;
-}
-
-// All [batch, sequence, heads, head_dim].
-at::Tensor mixed_values(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                        const VisibleKeys& visible,
-                        const std::shared_ptr<const Documents>& documents) {
-  const bool sees_all =
-      visible.window == 0 || (documents && documents->longest() <= visible.window);
-  if (documents && sees_all && has_packed_kernel(query))
-    return std::get<0>(at::_flash_attention_forward(
-                           query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1),
-                           documents->offsets(), documents->offsets(), documents->longest(),
-                           documents->longest(), /*dropout_p=*/0.0, /*is_causal=*/true,
-                           /*return_debug_mask=*/false))
-        .view(query.sizes());
-  return in_each_document(documents, {query, key, value}, [&](const std::vector<at::Tensor>& x) {
-    return causal_attention(x[0].transpose(1, 2), x[1].transpose(1, 2), x[2].transpose(1, 2),
-                            visible)
-        .transpose(1, 2);
-  });
-}
-
-// Each token by its position in its document: all tokens as one sequence, each with its own row of
-// the tables.
-QueryAndKey rotated_in_documents(const QueryAndKey& heads, Rotary& rotary,
-                                 const Documents& documents) {
-  const at::Tensor& query = heads.query;
-  const RotaryTables tables = rotary.tables(0, documents.longest(), query.device());
-  const at::Tensor positions = documents.positions().flatten();
-  const QueryAndKey rotated =
-      rotate({query.flatten(0, 1).unsqueeze(0), heads.key.flatten(0, 1).unsqueeze(0)},
-             {tables.cosine.index_select(0, positions), tables.sine.index_select(0, positions)});
-  return {rotated.query.view(query.sizes()), rotated.key.view(heads.key.sizes())};
-}
-
-// Appends positions to the kept ones, and keeps the result.
-at::Tensor appended(at::Tensor& kept, const at::Tensor& more) {
-  kept = kept.defined() ? at::cat({kept, more}, 1) : more;
-  return kept;
 }
 
 // [batch, sequence, heads, size]
@@ -110,9 +72,9 @@ int64_t query_size(const AttentionOptions& options) {
 
 // With a window, queries in parts of its length: none of a part sees more than two windows of keys.
 at::Tensor causal_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                            const VisibleKeys& visible) {
-  const int64_t window = visible.window;
-  if (window == 0 || key.size(2) <= window) return attention_to(query, key, value, 0);
+                            const ScoreOptions& options) {
+  const int64_t window = options.window;
+  if (window == 0 || key.size(2) <= window) return attention_to(query, key, value, options);
   const int64_t num_earlier = key.size(2) - query.size(2);
   std::vector<at::Tensor> parts;
   for (int64_t begin = 0; begin < query.size(2); begin += window) {
@@ -120,9 +82,46 @@ at::Tensor causal_attention(const at::Tensor& query, const at::Tensor& key, cons
     const int64_t first = std::max<int64_t>(0, num_earlier + begin - window + 1);
     const int64_t num_keys = num_earlier + begin + count - first;
     parts.push_back(attention_to(query.narrow(2, begin, count), key.narrow(2, first, num_keys),
-                                 value.narrow(2, first, num_keys), window));
+                                 value.narrow(2, first, num_keys), options));
   }
   return parts.size() == 1 ? parts.front() : at::cat(parts, 2);
+}
+
+at::Tensor appended(at::Tensor& kept, const at::Tensor& more) {
+  kept = kept.defined() ? at::cat({kept, more}, 1) : more;
+  return kept;
+}
+
+at::Tensor attention_in_documents(const at::Tensor& query, const at::Tensor& key,
+                                  const at::Tensor& value, const ScoreOptions& options,
+                                  const std::shared_ptr<const Documents>& documents) {
+  const bool sees_all =
+      options.window == 0 || (documents && documents->longest() <= options.window);
+  if (documents && sees_all && has_packed_kernel(query))
+    return std::get<0>(at::_flash_attention_forward(
+                           query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1),
+                           documents->offsets(), documents->offsets(), documents->longest(),
+                           documents->longest(), /*dropout_p=*/0.0, /*is_causal=*/true,
+                           /*return_debug_mask=*/false, options.scale))
+        .view(query.sizes());
+  return in_each_document(documents, {query, key, value}, [&](const std::vector<at::Tensor>& x) {
+    return causal_attention(x[0].transpose(1, 2), x[1].transpose(1, 2), x[2].transpose(1, 2),
+                            options)
+        .transpose(1, 2);
+  });
+}
+
+// In documents: all tokens as one sequence, each with its own row of the tables.
+QueryAndKey rotated(const QueryAndKey& heads, Rotary& rotary, int64_t begin,
+                    const std::shared_ptr<const Documents>& documents) {
+  const at::Tensor& query = heads.query;
+  if (!documents) return rotate(heads, rotary.tables(begin, begin + query.size(1), query.device()));
+  const RotaryTables tables = rotary.tables(0, documents->longest(), query.device());
+  const at::Tensor positions = documents->positions().flatten();
+  const QueryAndKey result =
+      rotate({query.flatten(0, 1).unsqueeze(0), heads.key.flatten(0, 1).unsqueeze(0)},
+             {tables.cosine.index_select(0, positions), tables.sine.index_select(0, positions)});
+  return {result.query.reshape(query.sizes()), result.key.reshape(heads.key.sizes())};
 }
 
 AttentionImpl::AttentionImpl(const AttentionOptions& options)
@@ -175,18 +174,15 @@ at::Tensor AttentionImpl::forward(const at::Tensor& own, LayerCache* cache,
   }
   if (options_.rotary) {
     const int64_t begin = cache != nullptr && cache->key.defined() ? cache->key.size(1) : 0;
-    const int64_t end = begin + query.size(1);
-    QueryAndKey rotated =
-        documents ? rotated_in_documents({query, key}, *options_.rotary, *documents)
-                  : rotate({query, key}, options_.rotary->tables(begin, end, own.device()));
-    query = std::move(rotated.query);
-    key = std::move(rotated.key);
+    QueryAndKey turned = rotated({query, key}, *options_.rotary, begin, documents);
+    query = std::move(turned.query);
+    key = std::move(turned.key);
   }
   if (cache != nullptr) {
     key = appended(cache->key, key);
     value = appended(cache->value, value);
   }
-  at::Tensor mixed = mixed_values(query, key, value, options_.visible, documents);
+  at::Tensor mixed = attention_in_documents(query, key, value, options_.scores, documents);
   if (gate.defined()) mixed = mixed * gate.sigmoid();
   return o_proj_(mixed.flatten(2));
 }

@@ -6,6 +6,7 @@
 #include <torch/nn/pimpl.h>
 
 #include <memory>
+#include <optional>
 
 #include "fsdp/nn/layers/decoding_cache.h"
 #include "fsdp/nn/layers/documents.h"
@@ -15,16 +16,29 @@
 
 namespace fsdp::nn {
 
-struct VisibleKeys {
+struct ScoreOptions {
   // Each position sees so many, itself included, and the work grows with sequence x window; 0: all
   // before it.
   int64_t window = 0;
+  std::optional<double> scale = {};  // of scores; none: 1 / sqrt(head_dim)
 };
 
 // [batch, heads, positions, head_dim] each; the queries belong to the last positions. Keys and
 // values may have fewer heads, each for a group of queries.
 at::Tensor causal_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                            const VisibleKeys& visible = {});
+                            const ScoreOptions& options = {});
+
+// The same of [batch, positions, heads, head_dim], within each document.
+at::Tensor attention_in_documents(const at::Tensor& query, const at::Tensor& key,
+                                  const at::Tensor& value, const ScoreOptions& options,
+                                  const std::shared_ptr<const Documents>& documents);
+
+// Of tokens whose positions begin with `begin`, or with 0 in each document.
+QueryAndKey rotated(const QueryAndKey& heads, Rotary& rotary, int64_t begin,
+                    const std::shared_ptr<const Documents>& documents);
+
+// Appends positions to the kept ones, and keeps the result.
+at::Tensor appended(at::Tensor& kept, const at::Tensor& more);
 
 struct AttentionOptions {
   int64_t hidden_size = 0;
@@ -33,7 +47,7 @@ struct AttentionOptions {
   int64_t head_dim = 0;
   bool bias = false;         // of queries, keys and values
   bool output_bias = false;  // of o_proj
-  VisibleKeys visible = {};
+  ScoreOptions scores = {};
   // Norms each query and key head with this epsilon; 0: no norm.
   double qk_norm_eps = 0.0;
   NormWeight qk_norm_weight = NormWeight::kFactor;

@@ -89,6 +89,10 @@ at::Tensor scatter_sequence(const at::Tensor& parts, const MeshAxis* tp) {
   return exchanged(parts, tp, kSequenceDim, sums_scattered, slices_gathered);
 }
 
+at::Tensor gather_sequence(const at::Tensor& own, const MeshAxis* tp) {
+  return exchanged(own, tp, kSequenceDim, slices_gathered, sums_scattered);
+}
+
 at::Tensor own_sequence(const at::Tensor& whole, const MeshAxis* tp) {
   check_even(whole, tp);
   return tp == nullptr ? whole : slice_kept(whole, kSequenceDim, tp->gather());

@@ -39,6 +39,10 @@ class TokenParallelLayer : public TensorParallelModule {
 // share the sequence evenly.
 at::Tensor scatter_sequence(const at::Tensor& parts, const MeshAxis* tp);
 
+// All tokens, of which each rank goes on to use other channels or heads: the gradient is the sum of
+// the ranks'.
+at::Tensor gather_sequence(const at::Tensor& own, const MeshAxis* tp);
+
 // This rank's tokens of [batch, sequence, ...], which all ranks have. UsageError likewise.
 at::Tensor own_sequence(const at::Tensor& whole, const MeshAxis* tp);
 

@@ -172,8 +172,8 @@ using O = TrainOptions;
 void add_model(Rows& rows) {
   rows.group("model");
   rows.add("model", "NAME|PATH", text_value(&O::model),
-           "A preset (tiny, moe-tiny, hybrid-tiny, hybrid-moe-tiny, delta-tiny, llama-110m, "
-           "llama-1b), a config.json, or a directory with one");
+           "A preset (tiny, moe-tiny, hybrid-tiny, hybrid-moe-tiny, delta-tiny, mla-tiny, "
+           "llama-110m, llama-1b), a config.json, or a directory with one");
   rows.add("init", "PATH", text_value(&O::init),
            "Weights to begin with: a checkpoint, a run, or safetensors files of other tools; those "
            "beside --model's config.json, if it is a directory that has some");
