@@ -15,6 +15,7 @@ import sys
 import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here needs a network
+os.environ["FSDP_PYTHON"] = sys.executable
 
 try:
     import numpy

@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
 
@@ -149,20 +148,6 @@ TEST_F(DataCommand, FindsDamageWhenItVerifies) {
   bytes[kTokenHeaderBytes + 1] = '\x7f';
   write_text_file("books.bin", bytes);
   EXPECT_THAT(data("info books.bin --verify").err, HasSubstr("outside the vocabulary of 257"));
-}
-
-// Those that begin with "fsdp data", in the order of the page.
-TEST_F(DataCommand, EveryCommandOfTheDocumentationRuns) {
-  std::ifstream page(FSDP_DOCS "/data.md");
-  std::string line;
-  int num_commands = 0;
-  while (std::getline(page, line)) {
-    if (!line.starts_with("fsdp data ")) continue;
-    ++num_commands;
-    const CommandResult result = run_fsdp(line.substr(5, line.find('#') - 5));
-    EXPECT_EQ(result.exit_code, 0) << line << "\n" << result.err;
-  }
-  EXPECT_GE(num_commands, 4);
 }
 
 }  // namespace

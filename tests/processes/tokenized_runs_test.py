@@ -12,6 +12,7 @@ import sys
 import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here needs a network
+os.environ["FSDP_PYTHON"] = sys.executable
 
 try:
     import small_runs

@@ -84,7 +84,7 @@ def check_begin_tokens_and_the_given_end(folder):
 def check_long_text(folder):
     """A text that comes in pieces has the tokens of the whole one."""
     theirs = tokenizer_files.make_tokenizer(folder / "long", config={"eos_token": "</s>"})
-    text = tokenizer_files.sentences(120_000, seed=2)
+    text = tokenizer_files.sentences(3000, seed=2) * 40
     check(len(text.encode()) > 4 << 20, "the text is too short to be cut")
     (folder / "long.txt").write_text(text)
     tokens, facts = packed(folder, folder / "long.txt", tokenizer=folder / "long")
@@ -114,6 +114,8 @@ def check_rows(folder):
     expected = [token | NOT_LEARNT for token in ids["the rank of"]] + [*ids[" a tensor"], end]
     check(tokens == expected and [t & ~NOT_LEARNT for t in tokens[:-1]] == ids["the rank of a tensor"], tokens)
     check(facts["documents"] == 1, facts)
+    info = json.loads(run("data", "info", pairs, "--tokenizer", folder / "rows", "--json").stdout)
+    check(info["fingerprint"] == facts["fingerprint"], info)
     # Bytes do as well, and a directory of rows is its rows.
     (folder / "shards").mkdir()
     write_rows(folder / "shards" / "b.jsonl", {"prompt": "q", "completion": "a"})

@@ -78,6 +78,18 @@ constexpr const char* kPackFooter =
     "  fsdp data pack a.txt b.txt old.bin --output all.bin --overwrite\n"
     "docs/data.md tells more.";
 
+// How text is read, for both commands.
+template <typename Arguments>
+void add_text_options(CLI::App& app, Arguments& given) {
+  app.add_option("--tokenizer", given.tokenizer,
+                 "Of text: a tokenizer.json, or a directory with one")
+      ->type_name("PATH|bytes")
+      ->capture_default_str();
+  app.add_option("--field", given.field,
+                 "Rows of JSON lines or parquet have their text in this field")
+      ->type_name("NAME");
+}
+
 CLI::App* add_data_pack(CLI::App& parent, PackArguments& given) {
   CLI::App* app =
       parent.add_subcommand("pack", "Pack text into a token file that is memory-mapped");
@@ -86,13 +98,7 @@ CLI::App* add_data_pack(CLI::App& parent, PackArguments& given) {
   app->add_option("INPUT", given.inputs, "What to pack, in this order")->type_name("");
   app->add_option("--output", given.output, "The file to write, named *.bin")->type_name("FILE");
   app->add_flag("--overwrite", given.overwrite, "Replace FILE if it is there");
-  app->add_option("--tokenizer", given.tokenizer,
-                  "Of text: a tokenizer.json, or a directory with one")
-      ->type_name("PATH|bytes")
-      ->capture_default_str();
-  app->add_option("--field", given.field,
-                  "Rows of JSON lines or parquet have their text in this field")
-      ->type_name("NAME");
+  add_text_options(*app, given);
   app->add_option("--end-of-document", given.end_of_document,
                   "The token after each document; without it, what the tokenizer's files say")
       ->type_name("TOKEN");
@@ -104,6 +110,8 @@ CLI::App* add_data_pack(CLI::App& parent, PackArguments& given) {
 
 struct InfoArguments {
   std::vector<std::string> paths;
+  std::string tokenizer = kByteTokenizerName;
+  std::string field;
   bool json = false;
   bool verify = false;
 };
@@ -182,7 +190,8 @@ void print_corpus_table(const Corpus& corpus, const InfoArguments& given) {
 
 void run_info(const InfoArguments& given) {
   if (given.paths.empty()) throw UsageError("PATH is missing; e.g. fsdp data info books.bin");
-  const auto corpus = Corpus::open(given.paths);
+  const auto corpus = Corpus::open(
+      given.paths, {.tokenizer = open_tokenizer(given.tokenizer), .field = given.field});
   if (given.verify) {
     Progress progress("verify");
     corpus->verify([&](int64_t done) { progress.update(done, corpus->header().data_bytes()); });
@@ -206,7 +215,8 @@ CLI::App* add_data_info(CLI::App& parent, InfoArguments& given) {
   CLI::App* app = parent.add_subcommand("info", "Show what packed files, or text, hold");
   app->footer(kInfoFooter);
   app->allow_extras();
-  app->add_option("PATH", given.paths, "Packed files, text files and directories")->type_name("");
+  app->add_option("PATH", given.paths, "Packed files, text, rows and directories")->type_name("");
+  add_text_options(*app, given);
   app->add_flag("--json", given.json, "Print one JSON object instead of the table");
   app->add_flag("--verify", given.verify, "Read everything: checksums, and every token");
   return app;

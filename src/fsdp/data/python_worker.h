@@ -3,12 +3,14 @@
 
 #include <sys/types.h>
 
+#include <cstdint>
 #include <mutex>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
 
 #include "fsdp/base/durable_file.h"
+#include "fsdp/base/error.h"
 
 namespace fsdp {
 

@@ -2,8 +2,10 @@
 // its own.
 #pragma once
 
-#include <mutex>
+#include <cstdint>
+#include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "fsdp/data/python_worker.h"
