@@ -102,12 +102,8 @@ std::vector<SmallModel> models() {
   DeepseekV3Config latent = small_deepseek();
   latent.decoder.num_nextn_predict_layers = 0;  // separate documents may be too short for it
   latent.router_bias_update_rate = 0.0;
-  return {{"llama", small_llama()},
-          {"mistral", small_mistral()},
-          {"qwen3", normed},
-          {"deepseek", latent},
-          {"mixtral", mixtral},
-          {"hybrid", small_hybrid()},
+  return {{"llama", small_llama()}, {"mistral", small_mistral()}, {"qwen3", normed},
+          {"deepseek", latent},     {"mixtral", mixtral},         {"hybrid", small_hybrid()},
           {"qwen3_next", next}};
 }
 
