@@ -77,7 +77,7 @@ def write_inputs(root):
     for name in ("other", "another"):
         (root / f"{name}.bin").write_bytes(token_file([b % 1000 for b in range(3000)], 1000, name))
     (root / "beyond.bin").write_bytes(token_file([7] * 2999 + [300], 257, "bytes"))
-    (root / "rows.jsonl").write_text('{"text": "a rank is a process"}\n' * 100)
+    (root / "rows.jsonl").write_text('{"text": "a rank is a process"}\n{"body": "a shard"}\n')
     tensor = b'{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
     (root / "plain").mkdir()
     (root / "plain" / "model.safetensors").write_bytes(struct.pack("<Q", len(tensor)) + tensor + bytes(4))
