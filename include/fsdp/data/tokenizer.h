@@ -36,6 +36,8 @@ class Tokenizer {
 
   // What a file of these tokens says of itself, without its counts.
   virtual const TokenHeader& kind() const = 0;
+  // Whether the token that ends documents also ends turns of chats.
+  virtual bool ends_turns() const { return false; }
   // Tokens after which a model has said all.
   virtual const std::vector<int64_t>& ends() const = 0;
 

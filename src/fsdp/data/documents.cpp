@@ -165,6 +165,8 @@ TokenHeader kind_of_text(const Tokenizer& tokenizer, bool has_mask) {
   if (has_mask) {
     kind.token_bytes = masked_token_bytes_for(kind.vocabulary);
     kind.num_learnt = 0;
+    // Chats would be cut between their turns.
+    if (tokenizer.ends_turns()) kind.end_of_document.reset();
   }
   return kind;
 }

@@ -169,7 +169,7 @@ class Tokens:
         if not vocabulary:
             raise Failure(f"{path}: has no tokens; use another copy")
         return {"model": type(self.tokenizer.model).__name__.lower(), "vocabulary": max(vocabulary.values()) + 1,
-                "end_of_document": self.end, "ends": sorted(ends)}, b""
+                "end_of_document": self.end, "ends_turns": self.ends_turns(), "ends": sorted(ends)}, b""
 
     def end_of_document(self, given):
         if given:
@@ -181,6 +181,15 @@ class Tokens:
             if text and self.tokenizer.token_to_id(text) is not None:
                 return self.tokenizer.token_to_id(text)
         return None
+
+    def ends_turns(self):
+        """Whether the token that ends documents is also inside chats, so that it does not tell where one ends."""
+        try:
+            turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 2
+            text = self.chat_template().render({}, turns)
+        except Failure:  # without a template that can be used there are no chats
+            return False
+        return self.end in self.tokenizer.encode(text, add_special_tokens=False).ids[:-1]
 
     # --- documents ------------------------------------------------------------------------------------
 

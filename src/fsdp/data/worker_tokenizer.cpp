@@ -84,6 +84,7 @@ WorkerTokenizer::WorkerTokenizer(const std::string& path, const std::string& end
   if (!facts.at("end_of_document").is_null())
     kind_.end_of_document = facts.at("end_of_document").get<int64_t>();
   kind_.tokenizer = tokenizer_name(facts.at("model").get<std::string>(), path);
+  ends_turns_ = facts.at("ends_turns").get<bool>();
   ends_ = facts.at("ends").get<std::vector<int64_t>>();
 }
 

@@ -20,6 +20,7 @@ class WorkerTokenizer final : public Tokenizer {
   WorkerTokenizer(const std::string& path, const std::string& end_of_document);
 
   const TokenHeader& kind() const override { return kind_; }
+  bool ends_turns() const override { return ends_turns_; }
   const std::vector<int64_t>& ends() const override { return ends_; }
   std::vector<EncodedDocument> encode(std::span<const Document> documents) const override;
   std::vector<int64_t> encode_prompt(std::string_view text) const override;
@@ -32,6 +33,7 @@ class WorkerTokenizer final : public Tokenizer {
 
   PythonWorker worker_;
   TokenHeader kind_;
+  bool ends_turns_ = false;
   std::vector<int64_t> ends_;
 };
 
