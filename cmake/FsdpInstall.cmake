@@ -6,7 +6,8 @@ include(CMakePackageConfigHelpers)
 install(TARGETS fsdp fsdp_planning EXPORT fsdpTargets
   ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}
   FILE_SET HEADERS DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
-# The command looks for libtorch through a link beside it, which a person can point elsewhere after libtorch has moved.
+# The command looks for libtorch where it was built with it (FsdpTorch.cmake), and then through a link beside it, which a
+# person can point elsewhere after libtorch has moved.
 set_target_properties(fsdp_command PROPERTIES INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}/fsdp/torch")
 install(TARGETS fsdp_command RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 install(CODE "
