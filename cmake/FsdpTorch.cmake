@@ -20,9 +20,8 @@ if(NOT _fsdp_torch AND SKBUILD)  # pip builds the Python package: against the to
   endif()
 endif()
 if(NOT _fsdp_torch)
-  file(GLOB _fsdp_torch "${PROJECT_SOURCE_DIR}/.venv/lib/python3.*/site-packages/torch")
-  list(APPEND _fsdp_torch "")
-  list(GET _fsdp_torch 0 _fsdp_torch)
+  file(GLOB _fsdp_found "${PROJECT_SOURCE_DIR}/.venv/lib/python3.*/site-packages/torch")
+  list(POP_FRONT _fsdp_found _fsdp_torch)
 endif()
 if(NOT EXISTS "${_fsdp_torch}/include/torch/headeronly/version.h")
   message(FATAL_ERROR "FSDP_TORCH is '${_fsdp_torch}', which holds no libtorch (include/torch/headeronly/version.h): "

@@ -24,15 +24,23 @@ using testing::AllocationLog;
 using testing::LlamaTraining;
 
 // Of the whole peak: blocks are rounded up, and kernels choose their own workspaces.
-constexpr double kTolerance = 0.02;
+constexpr double kMeasured = 0.02;
+// The same, of what is only derived from the layers' code so far.
+constexpr double kDerived = 0.1;
 
 struct Shape {
   const char* name;
-  LlamaConfig config;
+  ModelConfig config;
   BatchShape batch;
+  double tolerance = kMeasured;
+  bool recomputes_blocks = false;
 };
 
-LlamaConfig preset(const char* name) { return std::get<LlamaConfig>(find_preset(name)->config); }
+ModelConfig preset(const char* name) { return find_preset(name)->config; }
+
+MixtralConfig odd_experts(const LlamaConfig& decoder) {
+  return {.decoder = decoder, .num_local_experts = 8, .num_experts_per_tok = 2};
+}
 
 LlamaConfig odd_llama(int64_t layers) {
   return {.vocab_size = 5000,
@@ -46,14 +54,21 @@ LlamaConfig odd_llama(int64_t layers) {
 std::vector<Shape> shapes() {
   return {{"odd", odd_llama(6), {.rows = 16, .sequence = 768}},
           {"llama_110m", preset("llama-110m"), {.rows = 4, .sequence = 512}},
-          {"llama_1b", preset("llama-1b"), {.rows = 4, .sequence = 2048}}};
+          {"llama_1b", preset("llama-1b"), {.rows = 4, .sequence = 2048}},
+          {"again", odd_llama(6), {.rows = 16, .sequence = 768}, kDerived, true},
+          {"experts", odd_experts(odd_llama(4)), {.rows = 8, .sequence = 768}, kDerived},
+          {"hybrid", preset("hybrid-tiny"), {.rows = 64, .sequence = 512}, kDerived},
+          {"hybrid_experts", preset("hybrid-moe-tiny"), {.rows = 64, .sequence = 512}, kDerived},
+          {"delta_net", preset("delta-tiny"), {.rows = 64, .sequence = 512}, kDerived}};
 }
 
 PeakForecast planned(const Shape& shape, GradientLifetime lifetime) {
   PlanOptions options{.precision = {.main_grads = DType::kFloat32}, .pool = PoolKind::kMaxPool};
-  const Planner planner(build_model(shape.name, ModelConfig(shape.config)), options);
+  const Planner planner(build_model(shape.name, shape.config), options);
   return forecast_peak(planner.model(), planner.groups(), planner.forecast(),
-                       {.batch = shape.batch, .gradient_lifetime = lifetime});
+                       {.batch = shape.batch,
+                        .gradient_lifetime = lifetime,
+                        .recomputes_blocks = shape.recomputes_blocks});
 }
 
 struct Measured {
@@ -72,7 +87,10 @@ Measured measured(World& world, const Shape& shape, GradientLifetime lifetime) {
   const int64_t before = allocator->getDeviceStats(0).allocated_bytes[kAll].current;
   LlamaTraining training(
       world, {.gradient_lifetime = lifetime},
-      {.config = shape.config, .rows = shape.batch.rows, .sequence = shape.batch.sequence});
+      {.config = shape.config,
+       .rows = shape.batch.rows,
+       .sequence = shape.batch.sequence,
+       .recompute = shape.recomputes_blocks ? Recompute::kBlock : Recompute::kNone});
   training.steps(2);
   training.optimizer().wait();
   training.finish();
@@ -107,7 +125,7 @@ std::string text(const std::map<int64_t, int64_t>& sizes) {
 
 class PeakOnDevice : public ::testing::TestWithParam<std::tuple<size_t, GradientLifetime>> {};
 
-TEST_P(PeakOnDevice, IsWithinTwoPercentOfThePlan) {
+TEST_P(PeakOnDevice, IsThatOfThePlan) {
   FSDP_REQUIRE_GPU();
   at::globalContext().lazyInitDevice(at::kCUDA);  // or the allocator knows no device
   World world = World::from_environment();
@@ -128,7 +146,7 @@ TEST_P(PeakOnDevice, IsWithinTwoPercentOfThePlan) {
       static_cast<double>(actual.reserved_bytes) / 1e6,
       static_cast<double>(actual.context_bytes) / 1e6);
   EXPECT_NEAR(static_cast<double>(actual.peak_bytes), static_cast<double>(plan.allocated()),
-              kTolerance * static_cast<double>(plan.allocated()))
+              shape.tolerance * static_cast<double>(plan.allocated()))
       << "blocks at the peak:" << text(actual.live)
       << "\nleft by the forward:" << text(actual.saved);
 }

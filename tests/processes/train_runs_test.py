@@ -304,6 +304,15 @@ class Settings(Trained):
         printed = self.fsdp("train", "--sample=", "--steps=7", "--print-config").stdout
         self.assertEqual((json.loads(printed)["sample"], json.loads(printed)["steps"]), ("", 7))
 
+    def test_check_refuses_what_the_machine_cannot_hold(self):
+        small_runs.write_model(self.root / "huge" / "config.json", hidden_size=16384, intermediate_size=65536,
+                               num_hidden_layers=200, num_attention_heads=128, num_key_value_heads=128)
+        for model, code, words in (("huge", 1, "does not fit"), ("model", 0, "everything fits together")):
+            done = self.fsdp("train", "--model", f"{model}/config.json", "--data", "text.txt", *small_runs.SHAPE,
+                             "--device", "cpu", "--ranks", 8, "--check", code=code)
+            self.assertRegex(done.stdout, "memory of this host: 8 ranks need .* without activations, .* are available")
+            self.assertIn(words, done.stdout)
+
     def test_check_tells_the_memory_and_touches_nothing(self):
         before = sorted(self.root.rglob("*"))
         done = self.fsdp("train", "--model", "model/config.json", "--data", "text.txt", *small_runs.SHAPE, "--ranks", 2,

@@ -13,11 +13,13 @@
 
 namespace fsdp::testing {
 
-// While it lives, records device memory that its thread allocates and frees.
+// While it lives, records memory of devices, or of the host, that its thread allocates and frees.
 class AllocationLog {
  public:
-  AllocationLog()
-      : log_(std::make_shared<Log>()), guard_(c10::DebugInfoKind::PROFILER_STATE, log_) {}
+  enum class Of { kDevices, kHost };
+
+  explicit AllocationLog(Of of = Of::kDevices)
+      : log_(std::make_shared<Log>(of)), guard_(c10::DebugInfoKind::PROFILER_STATE, log_) {}
 
   int64_t bytes() const {
     return log_->bytes;
@@ -33,9 +35,10 @@ class AllocationLog {
     int64_t bytes;  // negative: released
   };
   struct Log final : c10::MemoryReportingInfoBase {
+    explicit Log(Of what) : of(what) {}
     void reportMemoryUsage(void* address, int64_t size, size_t, size_t,
                            c10::Device device) override {
-      if (device.is_cpu()) return;
+      if (device.is_cpu() != (of == Of::kHost)) return;
       events.push_back({address, size});
       bytes += size;
       if (bytes <= peak_bytes) return;
@@ -57,6 +60,7 @@ class AllocationLog {
       return sizes;
     }
 
+    const Of of;
     std::vector<Event> events;
     int64_t bytes = 0;
     int64_t peak_bytes = 0;

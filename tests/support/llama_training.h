@@ -1,4 +1,5 @@
-// One rank's training of a Llama on the GPU, on a stream of its own, for tests of time and memory.
+// One rank's training of a Llama, or of another model, on the GPU, on a stream of its own, for
+// tests of time and memory.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -31,10 +32,11 @@ inline LlamaConfig wide_llama() {
 }
 
 struct TrainingShape {
-  LlamaConfig config = wide_llama();
+  ModelConfig config = wide_llama();
   int64_t rows = 2;
   int64_t sequence = 64;
   int microbatches = 1;
+  Recompute recompute = Recompute::kNone;
 };
 
 // Main gradients are fp32. Makes its own stream the caller's current one.
@@ -48,7 +50,8 @@ class LlamaTraining {
         microbatches_(shape.microbatches) {
     {
       const MetaConstruction meta;
-      model_ = build_language_model(shape.config, {.seed = 3, .dtype = at::kBFloat16});
+      model_ = build_language_model(
+          shape.config, {.seed = 3, .recompute = shape.recompute, .dtype = at::kBFloat16});
     }
     options.precision.main_grads = at::kFloat;
     options.device = device_;
@@ -58,7 +61,7 @@ class LlamaTraining {
         std::make_unique<AdamW>(*sharded_, AdamWOptions{.lr = 1e-3, .step = {.max_norm = 1.0}});
     const at::Tensor index = at::arange(shape.rows * (shape.sequence + 1), at::kLong);
     const at::Tensor text = (index * index * 3 + index * 5 + 11 * world.rank())
-                                .remainder(shape.config.vocab_size)
+                                .remainder(vocab_size_of(shape.config))
                                 .view({shape.rows, -1})
                                 .to(device_);
     tokens_ = text.narrow(1, 0, shape.sequence).contiguous();

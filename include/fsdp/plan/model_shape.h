@@ -60,8 +60,8 @@ struct ModelShape {
   std::vector<UnitShape> units;
   // Forward order as indices into `units`, one entry per use.
   std::vector<int64_t> uses;
-  // Of a plain stack of such blocks: what its layers compute, too.
-  std::optional<LlamaConfig> layers = {};
+  // What its layers compute, where that is known.
+  std::optional<ModelConfig> layers = {};
   // Whether its tensors say how the ranks of a tp group share them.
   bool takes_tp = false;
   // Where each use ends: at a later one if that is part of it, as the embedding is of a tied head.

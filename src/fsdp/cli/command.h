@@ -48,6 +48,7 @@ Command add_convert(CLI::App& parent);
 Command add_data(CLI::App& parent);
 Command add_report(CLI::App& parent);
 Command add_info(CLI::App& parent);
+Command add_completion(CLI::App& parent);
 
 // --- what the command line holds beside known options --------------------------------------------
 

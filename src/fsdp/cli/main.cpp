@@ -77,9 +77,10 @@ int run(int argc, char** argv) {
   app.footer(kCommandFooter);
   app.set_version_flag("--version", "fsdp " FSDP_VERSION);
   const std::vector<fsdp::cli::Command> commands = {
-      fsdp::cli::add_train(app),   fsdp::cli::add_generate(app), fsdp::cli::add_eval(app),
-      fsdp::cli::add_data(app),    fsdp::cli::add_plan(app),     fsdp::cli::add_inspect(app),
-      fsdp::cli::add_convert(app), fsdp::cli::add_report(app),   fsdp::cli::add_info(app)};
+      fsdp::cli::add_train(app),     fsdp::cli::add_generate(app), fsdp::cli::add_eval(app),
+      fsdp::cli::add_data(app),      fsdp::cli::add_plan(app),     fsdp::cli::add_inspect(app),
+      fsdp::cli::add_convert(app),   fsdp::cli::add_report(app),   fsdp::cli::add_info(app),
+      fsdp::cli::add_completion(app)};
   app.require_subcommand(0, 1);  // none is handled below, a second one is a surplus argument
   // Collects unknown arguments, so that the error can name the nearest option.
   app.allow_extras();

@@ -149,9 +149,7 @@ ModelShape build_llama(std::string name, const LlamaConfig& c, const MixtralConf
 
 ModelShape build(std::string name, const LlamaConfig& c) {
   validate(c);
-  ModelShape model = build_llama(std::move(name), c, nullptr);
-  if (c.num_nextn_predict_layers == 0) model.layers = c;
-  return model;
+  return build_llama(std::move(name), c, nullptr);
 }
 
 ModelShape build(std::string name, const MixtralConfig& c) {
@@ -369,7 +367,9 @@ ModelShape build(std::string name, const NemotronHConfig& c) {
 }  // namespace
 
 ModelShape build_model(std::string name, const ModelConfig& config) {
-  return std::visit([&](const auto& c) { return build(std::move(name), c); }, config);
+  ModelShape model = std::visit([&](const auto& c) { return build(std::move(name), c); }, config);
+  model.layers = config;
+  return model;
 }
 
 }  // namespace fsdp

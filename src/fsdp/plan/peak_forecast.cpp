@@ -31,32 +31,6 @@ constexpr int64_t kSumBytes = 4;    // of narrow products that are added up
 constexpr int64_t kSumsOfLoss = 3;  // per token
 constexpr int64_t kTokenBytes = 8;
 
-struct Widths {
-  int64_t hidden, queries, keys, intermediate, heads, kv_heads, vocabulary;
-};
-
-Widths widths_of(const LlamaConfig& c) {
-  const int64_t head_dim = head_dim_of(c);
-  return {.hidden = c.hidden_size,
-          .queries = c.num_attention_heads * head_dim,
-          .keys = c.num_key_value_heads * head_dim,
-          .intermediate = c.intermediate_size,
-          .heads = c.num_attention_heads,
-          .kv_heads = c.num_key_value_heads,
-          .vocabulary = c.vocab_size};
-}
-
-int64_t kept_bytes(int64_t tokens, int64_t elements_per_token, int64_t element) {
-  return round_up(checked_mul(checked_mul(tokens, elements_per_token), element), kBlockBytes);
-}
-
-int64_t kept_bytes(int64_t tokens, std::span<const KeptTensor> kept) {
-  int64_t sum = 0;
-  for (const KeptTensor& tensor : kept)
-    sum = checked_add(sum, kept_bytes(tokens, tensor.elements_per_token, tensor.element_bytes));
-  return sum;
-}
-
 // What a rank's main gradients of each unit take.
 std::vector<int64_t> gradients_by_unit(std::span<const GroupPlan> groups, size_t num_units,
                                        PlacementPair placed) {
@@ -96,26 +70,11 @@ int64_t rounding_of_state(std::span<const GroupPlan> groups, const PlanOptions& 
   return added;
 }
 
-// What a block's backward has at most beside what the block keeps: of the MLP the gradients of its
-// two inputs, of attention those of queries, keys and values with the fp32 sums of the former, when
-// the MLP's tensors are gone.
-int64_t working_of_block(const LlamaConfig& config, int64_t tokens, int64_t element) {
-  const Widths w = widths_of(config);
-  const int64_t mlp = kept_bytes(tokens, w.hidden + 2 * w.intermediate, element);
-  const int64_t attention = kept_bytes(tokens, w.hidden + 2 * w.queries, element) +
-                            2 * kept_bytes(tokens, w.queries, element) +
-                            kept_bytes(tokens, w.queries + w.heads, 4) -
-                            kept_bytes(tokens, w.hidden + 3 * w.intermediate, element);
-  return std::max(mlp, attention);
-}
-
 // The logits of a chunk, which their gradient replaces, and numbers of all tokens.
-int64_t working_of_loss(const LlamaConfig& config, int64_t tokens, int64_t element,
-                        int64_t logit_bytes) {
+int64_t working_of_loss(int64_t vocabulary, int64_t tokens, int64_t element, int64_t logit_bytes) {
   const int64_t rows = rows_of_logit_chunk(
-      {.rows = tokens, .vocabulary = config.vocab_size, .element_bytes = element}, logit_bytes);
-  return kept_bytes(rows, config.vocab_size, element) +
-         kept_bytes(tokens, kSumsOfLoss, kLogSumBytes);
+      {.rows = tokens, .vocabulary = vocabulary, .element_bytes = element}, logit_bytes);
+  return kept_bytes(rows, vocabulary, element) + kept_bytes(tokens, kSumsOfLoss, kLogSumBytes);
 }
 
 }  // namespace
@@ -136,62 +95,38 @@ int64_t AllocatorBlocks::give(int64_t bytes) {
 
 int64_t BatchShape::tokens() const { return checked_mul(rows, sequence); }
 
-std::vector<KeptTensor> kept_by_block(const LlamaConfig& config, DType compute) {
-  const Widths w = widths_of(config);
-  const int64_t element = element_bytes(compute);
-  std::vector<KeptTensor> kept = {{"the block's input", w.hidden, element},
-                                  {"its norm's factors", 1, kLogSumBytes},
-                                  {"normed", w.hidden, element},
-                                  {"queries, rotated", w.queries, element},
-                                  {"keys, rotated", w.keys, element},
-                                  {"values", w.keys, element},
-                                  {"what attention returns", w.queries, element},
-                                  {"logarithms of its sums", w.heads, kLogSumBytes},
-                                  {"the sum before the MLP", w.hidden, element},
-                                  {"its norm's factors", 1, kLogSumBytes},
-                                  {"normed", w.hidden, element},
-                                  {"gate", w.intermediate, element},
-                                  {"up", w.intermediate, element},
-                                  {"their product", w.intermediate, element}};
-  if (config.qk_norm)
-    kept.insert(kept.end(), {{"queries before their norm", w.queries, element},
-                             {"keys before theirs", w.keys, element},
-                             {"factors of both", w.heads + w.kv_heads, kLogSumBytes}});
-  return kept;
+namespace {
+
+std::optional<ModelActivations> activations_of(const ModelShape& model,
+                                               const ActivationOptions& options) {
+  return model.layers ? activations_of(*model.layers, options) : std::nullopt;
 }
 
-std::vector<KeptTensor> kept_by_head(const LlamaConfig& config, DType compute) {
-  const Widths w = widths_of(config);
-  const int64_t element = element_bytes(compute);
-  return {{"the last block's output", w.hidden, element},
-          {"its norm's factors", 1, kLogSumBytes},
-          {"the gradient of what was normed", w.hidden, element}};
-}
+}  // namespace
 
 bool knows_activations(const ModelShape& model, DType compute) {
-  return model.layers && (compute == DType::kBFloat16 || compute == DType::kFloat16);
+  return activations_of(model, {.compute = compute}).has_value();
 }
 
 PeakForecast forecast_peak(const ModelShape& model, std::span<const GroupPlan> groups,
                            const Forecast& forecast, const PeakOptions& options) {
   const DType compute = forecast.options.compute;
-  if (!knows_activations(model, compute))
-    throw UsageError(concat("the activations of model '", model.name,
-                            "' are not known; they are for models of the Llama family in bf16, "
-                            "without experts and multi-token prediction"));
-  const LlamaConfig& config = *model.layers;
-  if (config.sliding_window > 0 && config.sliding_window < options.batch.sequence)
-    throw UsageError(concat("sliding_window is ", config.sliding_window, ", less than the ",
-                            options.batch.sequence,
-                            " tokens of a sequence; activations are known for windows that long"));
-  const Widths w = widths_of(config);
+  const std::optional<ModelActivations> known =
+      activations_of(model, {.compute = compute,
+                             .ep = forecast.options.ep,
+                             .expert_capacity = options.expert_capacity,
+                             .sequence = options.batch.sequence});
+  if (!known)
+    throw UsageError(concat("the activations of model '", model.name, "' in ", name_of(compute),
+                            " are not known; they are for bf16 and fp16, without latent "
+                            "attention, multi-token prediction, and windows (sliding_window) "
+                            "shorter than a sequence"));
+  const std::vector<BlockActivations>& blocks = known->blocks;
   const int64_t element = element_bytes(compute);
   const int64_t tokens = options.batch.tokens();
-  const int64_t num_blocks = config.num_hidden_layers;
-  const int64_t block = kept_bytes(tokens, kept_by_block(config, compute));
-  const int64_t head = kept_bytes(tokens, kept_by_head(config, compute)) +
-                       kept_bytes(w.vocabulary, w.hidden, kSumBytes);
-  const int64_t hidden = kept_bytes(tokens, w.hidden, element);
+  const int64_t head = kept_bytes(tokens, kept_by_head(known->hidden_size, compute)) +
+                       kept_bytes(known->vocab_size, known->hidden_size, kSumBytes);
+  const int64_t hidden = kept_bytes(tokens, known->hidden_size, element);
   const int64_t batch = 2 * kept_bytes(tokens, 1, kTokenBytes);
   const std::vector<int64_t> by_unit =
       gradients_by_unit(groups, model.units.size(), forecast.options.strategy.gradient);
@@ -214,22 +149,23 @@ PeakForecast forecast_peak(const ModelShape& model, std::span<const GroupPlan> g
                        .rounding = rounding,
                        .context = kContextBytes});
   };
-  // What `count` blocks keep while none of them is computed again.
-  const auto kept_by = [&](int64_t count) {
-    return checked_mul(count, options.recomputes_blocks ? hidden : block);
-  };
-  const int64_t blocks = kept_by(num_blocks);
-  add("the loss", end, blocks + head,
-      hidden + working_of_loss(config, tokens, element, options.logit_bytes));
-  add("the backward of the head", end - 1, blocks + head, hidden);
-  const int64_t working = working_of_block(config, tokens, element);
+  // What the blocks before each one keep while none of them is computed again; and all of them.
+  std::vector<int64_t> kept_before = {0};
+  for (const BlockActivations& block : blocks)
+    kept_before.push_back(checked_add(
+        kept_before.back(), options.recomputes_blocks ? hidden : block.kept_bytes(tokens)));
+  add("the loss", end, kept_before.back() + head,
+      hidden + working_of_loss(known->vocab_size, tokens, element, options.logit_bytes));
+  add("the backward of the head", end - 1, kept_before.back() + head, hidden);
   // A block that is computed again has its output once more.
   const int64_t again = options.recomputes_blocks ? hidden : 0;
-  for (int64_t i = num_blocks; i >= 1; --i)
-    add("the backward of a block", i, kept_by(i - 1) + block, hidden + again + working);
+  for (size_t i = blocks.size(); i >= 1; --i)
+    add("the backward of a block", static_cast<int64_t>(i),
+        kept_before[i - 1] + blocks[i - 1].kept_bytes(tokens),
+        hidden + again + blocks[i - 1].working_bytes(tokens));
   // Autograd has the embedding's gradient whole, in the type of the weights, before it is added up.
   add("the backward of the embedding", 0, 0,
-      2 * hidden + kept_bytes(w.vocabulary, w.hidden, element));
+      2 * hidden + kept_bytes(known->vocab_size, known->hidden_size, element));
   return *std::max_element(
       moments.begin(), moments.end(),
       [](const PeakForecast& a, const PeakForecast& b) { return a.allocated() < b.allocated(); });

@@ -10,6 +10,7 @@
 
 #include "fsdp/memory/group_memory.h"
 #include "fsdp/nn/config/logit_memory.h"
+#include "fsdp/plan/activations.h"
 #include "fsdp/plan/forecast.h"
 #include "fsdp/plan/group_plan.h"
 
@@ -41,19 +42,8 @@ struct PeakOptions {
   GradientLifetime gradient_lifetime = GradientLifetime::kPersistent;
   int64_t logit_bytes = kDefaultLogitBytes;  // of the tokens that have logits at once
   bool recomputes_blocks = false;            // keeps the input of each, and all of one at a time
+  double expert_capacity = 0.0;              // with several ranks of experts
 };
-
-// A tensor that stays from a layer's forward to its backward.
-struct KeptTensor {
-  const char* what;
-  int64_t elements_per_token;
-  int64_t element_bytes;
-};
-
-// The one table of what our layers keep on a GPU (nn/): per block, and after the last one, where
-// the fp32 gradient of the head's weight is kept beside it.
-std::vector<KeptTensor> kept_by_block(const LlamaConfig& config, DType compute);
-std::vector<KeptTensor> kept_by_head(const LlamaConfig& config, DType compute);
 
 // Bytes at the moment when there are most, by what they are for.
 struct PeakForecast {

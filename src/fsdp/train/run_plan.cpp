@@ -91,7 +91,8 @@ PeakOptions peak_options(const TrainOptions& o, int64_t num_ranks) {
                                    ? GradientLifetime::kStep
                                    : GradientLifetime::kPersistent,
           .logit_bytes = o.logit_bytes,
-          .recomputes_blocks = o.recompute == RecomputeChoice::kBlock};
+          .recomputes_blocks = o.recompute == RecomputeChoice::kBlock,
+          .expert_capacity = o.expert_capacity};
 }
 
 NamedModel find_model(const std::string& name_or_path) {

@@ -431,5 +431,11 @@ TEST(RankRecord, FilesAreNamedByRank) {
   EXPECT_EQ(rank_record_path(100000), "ranks/100000.json");
 }
 
+TEST(Manifest, TheDocumentationHasTheVersionThatIsWritten) {
+  const std::string page = read_text_file(FSDP_DOCS "/checkpoints.md", 1 << 20);
+  EXPECT_THAT(page, HasSubstr(concat("| ", kCheckpointVersion, ", which is written |")));
+  EXPECT_THAT(page, HasSubstr(concat("`version` (", kCheckpointVersion, "; readers refuse")));
+}
+
 }  // namespace
 }  // namespace fsdp::manifest_test

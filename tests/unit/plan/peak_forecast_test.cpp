@@ -46,6 +46,10 @@ Planned plan(const ModelShape& model, const PlanOptions& options, const PeakOpti
   return {forecast, forecast_peak(planner.model(), planner.groups(), forecast, peak)};
 }
 
+std::vector<KeptTensor> kept_by_block(const LlamaConfig& config) {
+  return activations_of(ModelConfig(config), {})->blocks.front().kept;
+}
+
 int64_t per_token(const std::vector<KeptTensor>& kept) {
   int64_t sum = 0;
   for (const KeptTensor& tensor : kept) sum += tensor.elements_per_token * tensor.element_bytes;
@@ -55,12 +59,11 @@ int64_t per_token(const std::vector<KeptTensor>& kept) {
 TEST(PeakForecast, CountsWhatABlockKeeps) {
   // Two norms with their inputs, outputs and factors; queries and attention's output, keys and
   // values, ten logarithms; gate, up and their product.
-  EXPECT_EQ(per_token(kept_by_block(small_config(), DType::kBFloat16)),
+  EXPECT_EQ(per_token(kept_by_block(small_config())),
             2 * (4 * 640) + 2 * 4 + 2 * (2 * 640) + 2 * (2 * 320) + 10 * 4 + 2 * (3 * 1792));
   LlamaConfig normed = small_config();
   normed.qk_norm = true;
-  EXPECT_EQ(per_token(kept_by_block(normed, DType::kBFloat16)) -
-                per_token(kept_by_block(small_config(), DType::kBFloat16)),
+  EXPECT_EQ(per_token(kept_by_block(normed)) - per_token(kept_by_block(small_config())),
             2 * (640 + 320) + 4 * 15);
 }
 
@@ -75,8 +78,8 @@ TEST(PeakForecast, IsAtTheLossWhereThereAreManyTokens) {
   EXPECT_EQ(peak.working, 8192 * (640 * 2 + 5000 * 2 + 3 * 4));
   EXPECT_EQ(peak.activations,
             2 * 8192 * 8 +
-                8192 * (3 * per_token(kept_by_block(small_config(), DType::kBFloat16)) +
-                        per_token(kept_by_head(small_config(), DType::kBFloat16))) +
+                8192 * (3 * per_token(kept_by_block(small_config())) +
+                        per_token(kept_by_head(small_config().hidden_size, DType::kBFloat16))) +
                 5000 * 640 * 4);
   EXPECT_EQ(peak.total(), peak.allocated() + peak.context);
 }
@@ -151,8 +154,9 @@ TEST(PeakForecast, IsWithinTwoPercentOfWhatWasMeasured) {
     const PeakForecast peak = plan(model, fp32_gradients(), {row.batch, kStep}).peak;
     ASSERT_EQ(peak.when, "the loss");
     const int64_t tokens = row.batch.tokens();
-    const int64_t hidden = model.layers->hidden_size;
-    const int64_t vocabulary = model.layers->vocab_size;
+    const auto& config = std::get<LlamaConfig>(*model.layers);
+    const int64_t hidden = config.hidden_size;
+    const int64_t vocabulary = config.vocab_size;
     const int64_t gradients_of_now = tokens * hidden * 2 + vocabulary * hidden * 4;
     const int64_t loss_of_then = tokens * (2 * vocabulary * 2 + hidden * 2 + 2 * 4);
     const int64_t then = peak.allocated() - peak.working - gradients_of_now + loss_of_then;
@@ -162,12 +166,18 @@ TEST(PeakForecast, IsWithinTwoPercentOfWhatWasMeasured) {
 }
 
 TEST(PeakForecast, SaysWhichModelsItKnows) {
-  for (const char* name : {"mixtral-8x7b", "nemotron-h-8b", "deepseek-v3"})
-    EXPECT_THAT(
-        [&] {
-          plan(load_model(name), {}, {{1, 128}, kStep});
-        },
-        ThrowsMessage<UsageError>(HasSubstr(std::string("activations of model '") + name)));
+  for (const char* name : {"mixtral-8x7b", "nemotron-h-8b", "qwen3-next-80b-a3b",
+                           "nemotron-3-nano-30b-a3b", "llama3-8b"})
+    EXPECT_TRUE(knows_activations(load_model(name), DType::kBFloat16)) << name;
+  EXPECT_FALSE(knows_activations(load_model("llama3-8b"), DType::kFloat32));
+  LlamaConfig predicting = small_config();
+  predicting.num_nextn_predict_layers = 1;
+  EXPECT_FALSE(knows_activations(build_model("mtp", ModelConfig(predicting)), DType::kBFloat16));
+  EXPECT_THAT(
+      [] {
+        plan(load_model("deepseek-v3"), {}, {{1, 128}, kStep});
+      },
+      ThrowsMessage<UsageError>(HasSubstr("activations of model 'deepseek-v3' in bf16")));
 }
 
 }  // namespace

@@ -1,0 +1,78 @@
+// What the layers of a model keep from a forward to its backward on a GPU, and what that backward
+// has at most beside it: from the code of the layers (nn/).
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "fsdp/base/dtype.h"
+#include "fsdp/nn/config/model_config.h"
+
+namespace fsdp {
+
+// A tensor that stays from a layer's forward to its backward.
+struct KeptTensor {
+  const char* what;
+  int64_t elements_per_token;
+  int64_t element_bytes;
+};
+
+// A moment of a backward, beside all that the block has kept; less than 0 where much of that is
+// gone by then.
+struct WorkingBytes {
+  int64_t per_token = 0;
+  int64_t of_weights = 0;  // gradients that are whole before they are reduced
+};
+
+struct BlockActivations {
+  std::vector<KeptTensor> kept;
+  std::vector<WorkingBytes> moments;
+
+  int64_t kept_bytes(int64_t tokens) const;
+  int64_t working_bytes(int64_t tokens) const;  // of the largest moment
+};
+
+struct ModelActivations {
+  int64_t hidden_size = 0;
+  int64_t vocab_size = 0;
+  std::vector<BlockActivations> blocks;
+};
+
+struct ActivationOptions {
+  DType compute = DType::kBFloat16;
+  int64_t ep = 1;
+  double expert_capacity = 0.0;  // as BuildOptions has it
+  int64_t sequence = 0;          // tokens; 0: more than a chunk of any layer
+};
+
+// nullopt: they are not known, of multi-token prediction and of types other than bf16 and fp16.
+std::optional<ModelActivations> activations_of(const ModelConfig& config,
+                                               const ActivationOptions& options);
+
+// After the last block; the fp32 gradient of the head's weight is kept beside it.
+std::vector<KeptTensor> kept_by_head(int64_t hidden_size, DType compute);
+
+// In blocks of libtorch's allocator.
+int64_t kept_bytes(int64_t tokens, int64_t elements_per_token, int64_t element_bytes);
+int64_t kept_bytes(int64_t tokens, std::span<const KeptTensor> kept);
+
+// --- the parts of blocks, for tests --------------------------------------------------------------
+
+// Experts of a layer, and the tokens that come to them.
+struct ExpertWidths {
+  int64_t hidden, tokens, intermediate;  // tokens: of those on their way to the experts
+  int64_t experts, chosen, shared;       // shared: of the expert that all pass; 0: none
+  bool is_gated = true;                  // gate, up and their product; else the square of a ReLU
+  bool is_shared_gated = false;
+  bool has_sigmoid_router = false;
+};
+BlockActivations experts_activations(const ExpertWidths& widths, const ActivationOptions& options);
+
+// The selective scan of Mamba-2, and the delta rule of Gated DeltaNet.
+BlockActivations scan_activations(const NemotronHConfig& config, const ActivationOptions& options);
+BlockActivations delta_rule_activations(const Qwen3NextConfig& config,
+                                        const ActivationOptions& options);
+
+}  // namespace fsdp
