@@ -76,6 +76,22 @@ def check_prompts(worker, folder, model, theirs):
         check(found == expected, f"{model}: {theirs.decode(found)!r} is not {theirs.decode(expected)!r}")
 
 
+def end_of_document(packed):
+    return json.loads(subprocess.run([FSDP, "data", "info", packed, "--json"], capture_output=True).stdout)["end_of_document"]
+
+
+def check_ends_of_turns(folder):
+    """A token that ends turns, too, does not tell where documents end: they would be taken apart there."""
+    chats, texts = folder / "chats.jsonl", folder / "texts.jsonl"
+    texts.write_text(json.dumps({"text": "one two"}) + "\n")
+    for rows, is_told in ((chats, False), (texts, True)):
+        output = rows.with_suffix(".bin")
+        done = subprocess.run([FSDP, "data", "pack", rows, "--tokenizer", folder / "mistral", "--end-of-document", "</s>",
+                               "--output", output], capture_output=True, text=True)
+        check(done.returncode == 0, done.stderr)
+        check((end_of_document(output) is not None) == is_told, f"{rows.name}: {end_of_document(output)}")
+
+
 def check_documents(folder, model, theirs):
     """All tokens are those of transformers; those of the assistant alone are learnt."""
     rows = folder / "chats.jsonl"
@@ -91,12 +107,9 @@ def check_documents(folder, model, theirs):
     text = theirs.apply_chat_template(CHAT, tokenize=False).replace(today, "26 Jul 2024")
     expected = theirs(text, add_special_tokens=False)["input_ids"]
     check(tokens[:len(expected)] == expected, f"{model}: {theirs.decode(tokens)!r} is not {text!r}")
-    end = json.loads(subprocess.run([FSDP, "data", "info", output, "--json"], capture_output=True).stdout)["end_of_document"]
-    if model == "mistral":  # its </s> ends turns, too, so that documents cannot be told apart by it
-        check(end is None and tokens == expected, f"{model}: {end}, {tokens}")
-    else:
-        check(end is not None and end not in expected[:-1], f"{model}: {end} is inside {expected}")
-        check(tokens[len(expected):] == ([] if expected[-1] == end else [end]), f"{model}: {tokens} ends wrongly")
+    end = end_of_document(output)
+    check(end is not None and end not in expected[:-1], f"{model}: {end} is inside {expected}")
+    check(tokens[len(expected):] == ([] if expected[-1] == end else [end]), f"{model}: {tokens} ends wrongly")
     turns = []
     for token, is_learnt, follows in zip(tokens, stored < NOT_LEARNT, [False, *(stored < NOT_LEARNT)]):
         if is_learnt and not follows:
@@ -147,6 +160,7 @@ with tempfile.TemporaryDirectory() as name:
         check_prompts(talker, root, each, reference)
         check_documents(root, each, reference)
         print(f"{each}: fine")
+    check_ends_of_turns(root)
     check_refusals(talker, root)
     check_text_of_tokens(talker, root)
     talker.process.stdin.close()
