@@ -21,6 +21,7 @@ FSDP = sys.argv[1]
 NOT_FOR_PEOPLE = ("std::", "c10::", "what():", "terminate", "Exception", "frame #", ".cpp:", ".h:", "core dumped", "basic_")
 # These are found when the run's directory and the log in it are there already.
 LEAVES = {"train --report pipe": ["new", "new/log.jsonl"],
+          "train --trace pipe": ["new", "new/log.jsonl", "new/report.html"],
           "train --sequence 64 --batch 1073741824": ["new", "new/log.jsonl", "new/report.html"]}
 
 
