@@ -89,6 +89,9 @@ TrainingRun::TrainingRun(const RunPlan& plan, World& world, const StopRequest& s
                         .tp = static_cast<int>(plan.options.tp)})),
       device_(training_device(plan.options, world.local_rank())),
       total_steps_(plan.options.total_steps()),
+      batches_(plan.options.microbatches,
+               plan.options.cuda_graph ? BatchMemory::kSame : BatchMemory::kNew, device_,
+               world.communicator()),
       started_(now()) {
   share_cores(options_, options_.ranks > 0 ? options_.ranks : world.launch().local_size);
   at::globalContext().setDeterministicAlgorithms(options_.deterministic, /*warn_only=*/false);
@@ -261,48 +264,15 @@ int TrainingRun::train_steps() {
 
 bool TrainingRun::is_due(int64_t every) const { return every > 0 && step_ % every == 0; }
 
-// A recorded step reads its batches from the memory that it was recorded with.
-void TrainingRun::load_batches() {
-  RECORD_FUNCTION("fsdp::load_batches", {});
-  const double asked = now();
-  batches_.resize(static_cast<size_t>(options_.microbatches));
-  std::vector<double> num_targets;
-  for (ModelBatch& batch : batches_) {
-    const TokenBatch read = loader_->next();
-    num_targets.push_back(static_cast<double>(read.num_targets));
-    const ModelBatch next = to_model_batch(read, device_);
-    if (graph_ && batch.tokens.defined()) {
-      batch.tokens.copy_(next.tokens);
-      batch.targets.copy_(next.targets);
-    } else {
-      batch = next;
-    }
-  }
-  if (loader_->has_unlike_targets()) share_loss(num_targets);
-  overhead_ += now() - asked;
-}
-
-// The step's loss is the mean over all its targets. The engine takes the mean over ranks, so a
-// microbatch's share is its targets, divided by those of a mean rank. The sum stays on the device:
-// the host need not wait for it.
-void TrainingRun::share_loss(const std::vector<double>& num_targets) {
-  const at::Tensor counts = at::tensor(num_targets, at::kDouble).to(device_);
-  const at::Tensor of_mean_rank = counts.sum().view({1});
-  world_.communicator().all_reduce(of_mean_rank, {.op = ReduceOp::kAvg}, "targets").wait();
-  // Without any target all losses are 0, and so are their shares.
-  const at::Tensor shares = (counts / of_mean_rank.clamp_min(1e-6)).to(at::kFloat);
-  shares_ = shares_.defined() ? shares_.copy_(shares) : shares;
-}
-
 void TrainingRun::forward_and_backward() {
   RECORD_FUNCTION("fsdp::forward_and_backward", {});
   losses_ = at::Tensor();
-  const auto parts = static_cast<int64_t>(batches_.size());
+  const int64_t parts = batches_.size();
   for (int64_t part = 0; part < parts; ++part) {
-    const ModelBatch& batch = batches_[static_cast<size_t>(part)];
+    const ModelBatch& batch = batches_[part];
     sharded_->microbatch({.last = part + 1 == parts});
     const ModelLoss loss = model_->loss(batch.tokens, batch.targets, batch.documents);
-    const at::Tensor share = shares_.defined() ? shares_[part] : at::Tensor();
+    const at::Tensor share = batches_.share(part);
     const at::Tensor equal = parts == 1 ? loss.total : loss.total / parts;
     optimizer_->scaled(share.defined() ? loss.total * share : equal).backward();
     const double computed = now();
@@ -328,7 +298,9 @@ void TrainingRun::update() {
 
 TrainingRun::Metrics TrainingRun::step() {
   optimizer_->set_learning_rate(learning_rate(options_.rate_options(), step_ + 1));
-  load_batches();
+  const double asked = now();
+  batches_.load(*loader_);
+  overhead_ += now() - asked;
   if (graph_) {
     graph_->run();
   } else {

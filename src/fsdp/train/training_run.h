@@ -18,6 +18,7 @@
 #include "fsdp/train/run_plan.h"
 #include "fsdp/train/run_trace.h"
 #include "fsdp/train/run_watch.h"
+#include "fsdp/train/step_batches.h"
 #include "fsdp/train/stop_request.h"
 
 namespace fsdp::train {
@@ -39,8 +40,6 @@ class TrainingRun {
   CheckpointState state() const;
   void load();
   void begin_watch(std::ostream& out);
-  void load_batches();
-  void share_loss(const std::vector<double>& num_targets);
   void forward_and_backward();
   void update();
   Metrics step();
@@ -74,8 +73,7 @@ class TrainingRun {
   std::unique_ptr<RunWatch> watch_;  // rank 0 only
   std::unique_ptr<RunTrace> trace_;  // with --trace
 
-  std::vector<ModelBatch> batches_;      // of this step, by microbatch
-  at::Tensor shares_;                    // of microbatches in the loss; undefined: equal ones
+  StepBatches batches_;
   std::vector<std::string> loss_names_;  // "loss" and its terms
   at::Tensor losses_;                    // the same, summed over microbatches
 
