@@ -154,16 +154,22 @@ std::string PythonWorker::start(const std::string& python, const std::string& mo
   }
 }
 
+// Its status if it ends within a second.
+std::optional<int> PythonWorker::reap() const {
+  for (int i = 0; i < 100 && process_ >= 0; ++i) {
+    int status = 0;
+    const pid_t ended = ::waitpid(process_, &status, WNOHANG);
+    if (ended != 0) process_ = -1;
+    if (ended > 0) return status;
+    if (ended == 0) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  return std::nullopt;
+}
+
 void PythonWorker::stop() {
   socket_ = FileHandle();  // the end of its input ends it
+  static_cast<void>(reap());
   if (process_ < 0) return;
-  for (int i = 0; i < 100; ++i) {
-    if (::waitpid(process_, nullptr, WNOHANG) != 0) {
-      process_ = -1;
-      return;
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  }
   ::kill(process_, SIGKILL);
   ::waitpid(process_, nullptr, 0);
   process_ = -1;
@@ -225,18 +231,8 @@ void PythonWorker::receive(char* into, size_t count) const {
 }
 
 void PythonWorker::fail(const std::string& what) const {
-  std::string words = what;
-  int status = 0;
-  // A process that has closed its end is about to be reaped.
-  for (int i = 0; i < 100 && process_ >= 0; ++i) {
-    if (::waitpid(process_, &status, WNOHANG) == process_) {
-      process_ = -1;
-      words = ending_text(status);
-      break;
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  }
-  throw Error(concat("the Python process of ", python_, " ", words,
+  const std::optional<int> status = reap();  // one that has closed its end is about to end
+  throw Error(concat("the Python process of ", python_, " ", status ? ending_text(*status) : what,
                      "; run it again, with more memory if that was short"));
 }
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <mutex>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -53,6 +54,7 @@ class PythonWorker {
   void send(std::string_view bytes) const;
   void receive(char* into, size_t count) const;
   [[noreturn]] void fail(const std::string& what) const;
+  std::optional<int> reap() const;
   void stop();
 
   mutable std::mutex mutex_;
