@@ -86,3 +86,13 @@ def losses(path):
         before = found.setdefault(record["step"], record["loss"])
         assert before == record["loss"], f"{path}: step {record['step']} has two losses"
     return found
+
+
+def crc32c(data):
+    """The checksum of token files, bit by bit."""
+    remainder = 0xFFFFFFFF
+    for byte in data:
+        remainder ^= byte
+        for _ in range(8):
+            remainder = remainder >> 1 ^ (0x82F63B78 if remainder & 1 else 0)
+    return remainder ^ 0xFFFFFFFF

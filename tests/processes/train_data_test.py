@@ -20,21 +20,12 @@ SEQUENCE, BATCH = 16, 8
 ORDER = 1e-5
 
 
-def crc32c(data):
-    register = 0xFFFFFFFF
-    for byte in data:
-        register ^= byte
-        for _ in range(8):
-            register = register >> 1 ^ (0x82F63B78 if register & 1 else 0)
-    return register ^ 0xFFFFFFFF
-
-
 def write_masked(path, tokens, learnt):
     """A token file of bytes with a loss mask, as docs/data.md describes it."""
     stored = b"".join(struct.pack("<H", token if is_learnt else token | 0x8000) for token, is_learnt in zip(tokens, learnt))
     header = b"fsdptok\n" + struct.pack("<IIqqqq", 2, 2, 257, len(tokens), tokens.count(256), 256)
-    header += b"bytes".ljust(64, b"\0") + struct.pack("<Iq", crc32c(stored), sum(learnt))
-    path.write_bytes(header + struct.pack("<I", crc32c(header)) + stored)
+    header += b"bytes".ljust(64, b"\0") + struct.pack("<Iq", small_runs.crc32c(stored), sum(learnt))
+    path.write_bytes(header + struct.pack("<I", small_runs.crc32c(header)) + stored)
 
 
 class Data(unittest.TestCase):

@@ -25,21 +25,12 @@ LEAVES = {"train --report pipe": ["new", "new/log.jsonl"],
           "train --sequence 64 --batch 1073741824": ["new", "new/log.jsonl", "new/report.html"]}
 
 
-def crc32c(data):
-    remainder = 0xFFFFFFFF
-    for byte in data:
-        remainder ^= byte
-        for _ in range(8):
-            remainder = remainder >> 1 ^ (0x82F63B78 if remainder & 1 else 0)
-    return remainder ^ 0xFFFFFFFF
-
-
 def token_file(tokens, vocabulary, tokenizer):
     """A packed token file as docs/data.md describes it."""
     data = struct.pack(f"<{len(tokens)}H", *tokens)
     head = struct.pack("<8sIIQQQQ64sIQ", b"fsdptok\n", 1, 2, vocabulary, len(tokens), 1, 2**64 - 1, tokenizer.encode(),
-                       crc32c(data), 0)
-    return head + struct.pack("<I", crc32c(head)) + data
+                       small_runs.crc32c(data), 0)
+    return head + struct.pack("<I", small_runs.crc32c(head)) + data
 
 
 CONFIGS = {

@@ -8,11 +8,13 @@
 #include "fsdp/nn/config/config_json.h"
 #include "fsdp/nn/config/flops.h"
 #include "fsdp/plan/model_tensors.h"
+#include "support/config_examples.h"
 
 namespace fsdp::qwen3_next_config_test {
 namespace {
 
 using ::testing::HasSubstr;
+using testing::refusal;
 
 // Gated DeltaNet twice, then attention.
 Qwen3NextConfig next() {
@@ -34,16 +36,6 @@ Qwen3NextConfig next() {
           .num_experts_per_tok = 2,
           .moe_intermediate_size = 20,
           .shared_expert_intermediate_size = 10};
-}
-
-template <typename Action>
-std::string refusal(const Action& action) {
-  try {
-    action();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "accepted";
 }
 
 Qwen3NextConfig parsed(const std::string& fields) {
