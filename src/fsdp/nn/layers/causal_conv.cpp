@@ -38,7 +38,8 @@ class SumOfTaps final : public torch::autograd::Function<SumOfTaps> {
     variable_list result = {at::zeros_like(inputs), at::empty_like(taps)};
     for (int64_t k = 0; k < taps.size(1); ++k) {
       result[0].narrow(1, k, sequence).addcmul_(gradients[0], taps.select(1, k));
-      result[1].select(1, k).copy_((gradients[0] * inputs.narrow(1, k, sequence)).sum({0, 1}));
+      result[1].select(1, k).copy_(
+          (gradients[0] * inputs.narrow(1, k, sequence)).sum(at::IntArrayRef({0, 1})));
     }
     return result;
   }
