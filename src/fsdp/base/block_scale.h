@@ -28,8 +28,10 @@ FSDP_HOST_DEVICE inline float fp8_factor(float amax) {
   return static_cast<float>(static_cast<double>(Fp8E4M3::kMax) / static_cast<double>(bounded));
 }
 
-// What codes are multiplied by.
-FSDP_HOST_DEVICE inline float fp8_scale(float factor) { return 1.0f / factor; }
+// What codes are multiplied by. A NaN of a division has other bits on a device than on a host.
+FSDP_HOST_DEVICE inline float fp8_scale(float factor) {
+  return factor != factor ? std::bit_cast<float>(0x7FC00000u) : 1.0f / factor;
+}
 
 inline constexpr uint8_t kFp8Nan = 0x7F;
 

@@ -50,13 +50,22 @@ struct Part {
   }
 };
 
-// For a thread's rows or columns.
-template <int kCount>
-__device__ void load_multipliers(const float* from, int64_t begin, int64_t end,
-                                 float (&to)[kCount]) {
+__device__ void load_row_multipliers(const Tiles& t, const Place& place, float (&to)[kRows]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i)
-    to[i] = from == nullptr || begin + i >= end ? 1.0f : from[begin + i];
+  for (int i = 0; i < kRows; ++i)
+    to[i] = t.row_multipliers != nullptr && i < place.num_rows ? t.row_multipliers[place.row + i]
+                                                               : 1.0f;
+}
+
+__device__ void load_column_multipliers(const Tiles& t, const Place& place, float (&to)[kColumns]) {
+  const bool has_some = t.column_multipliers != nullptr && place.column < t.columns;
+#pragma unroll
+  for (int i = 0; i < kColumns; i += kVector) {
+    Floats<kVector> by{};
+    if (has_some) by = load_pack<kVector>(t.column_multipliers + place.column + i);
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) to[i + k] = has_some ? by.of[k] : 1.0f;
+  }
 }
 
 template <typename T>
@@ -74,22 +83,28 @@ __device__ void row_maxes(const Part<T>& part, const float (&multipliers)[kColum
   }
 }
 
-// Those of a tile, in shared memory, when this returns.
+// Those of a thread's rows and of what came before.
 template <typename T>
-__device__ void column_maxes(const Part<T>& part, const float (&multipliers)[kRows],
-                             uint32_t (&tile)[kTile]) {
+__device__ void add_column_maxes(const Part<T>& part, const float (&multipliers)[kRows],
+                                 uint32_t (&most)[kColumns]) {
+#pragma unroll
+  for (int k = 0; k < kColumns; ++k)
+#pragma unroll
+    for (int row = 0; row < kRows; ++row)
+      most[k] = max(most[k], magnitude_bits(part.number(row, k) * multipliers[row]));
+}
+
+// Of all threads of a block: in shared memory, when this returns.
+__device__ void combine_column_maxes(const uint32_t (&most)[kColumns], uint32_t (&tile)[kTile]) {
   if (threadIdx.x < kTile) tile[threadIdx.x] = 0;
   __syncthreads();
 #pragma unroll
   for (int k = 0; k < kColumns; ++k) {
-    uint32_t most = 0;
-#pragma unroll
-    for (int row = 0; row < kRows; ++row)
-      most = max(most, magnitude_bits(part.number(row, k) * multipliers[row]));
+    uint32_t of_warp = most[k];
 #pragma unroll
     for (int step = kAcross; step < kWarp; step *= 2)
-      most = max(most, __shfl_xor_sync(~0u, most, step));
-    if (threadIdx.x % kWarp < kAcross) atomicMax(&tile[own_column() + k], most);
+      of_warp = max(of_warp, __shfl_xor_sync(~0u, of_warp, step));
+    if (threadIdx.x % kWarp < kAcross) atomicMax(&tile[own_column() + k], of_warp);
   }
   __syncthreads();
 }
@@ -98,7 +113,7 @@ __device__ void column_maxes(const Part<T>& part, const float (&multipliers)[kRo
 template <typename T>
 __global__ void __launch_bounds__(kThreads) matrix_amax_kernel(const T* numbers, Tiles t) {
   Part<T> part;
-  part.load(numbers, own_place(t.rows, t.columns), t.columns);
+  part.load(numbers, own_place(blockIdx.y, t.rows, t.columns), t.columns);
   uint32_t most = 0;
 #pragma unroll
   for (int i = 0; i < kRows * kColumns; ++i)
@@ -108,36 +123,42 @@ __global__ void __launch_bounds__(kThreads) matrix_amax_kernel(const T* numbers,
   if (threadIdx.x % kWarp == 0) atomicMax(t.row_amaxes, most);
 }
 
+// A block goes down through so many tiles: columns are combined once for all of them.
+constexpr int kTilesDown = 4;
+
 template <typename T>
 __global__ void __launch_bounds__(kThreads) row_amax_kernel(const T* numbers, Tiles t) {
-  const Place place = own_place(t.rows, t.columns);
-  Part<T> part;
-  part.load(numbers, place, t.columns);
-  if (t.by_rows.codes != nullptr) {
-    float multipliers[kColumns];
-    load_multipliers(t.column_multipliers, place.column, t.columns, multipliers);
-    uint32_t most[kRows];
-    row_maxes(part, multipliers, most);
+  uint32_t column_most[kColumns] = {};
+  for (int tile = 0; tile < kTilesDown; ++tile) {
+    const Place place = own_place(int64_t{blockIdx.y} * kTilesDown + tile, t.rows, t.columns);
+    Part<T> part;
+    part.load(numbers, place, t.columns);
+    if (t.by_rows.codes != nullptr) {
+      float multipliers[kColumns];
+      load_column_multipliers(t, place, multipliers);
+      uint32_t most[kRows];
+      row_maxes(part, multipliers, most);
 #pragma unroll
-    for (int row = 0; row < kRows; ++row)
-      if (own_column() == 0 && row < place.num_rows)
-        atomicMax(t.row_amaxes + place.row + row, most[row]);
-  }
-  if (t.by_columns.codes != nullptr) {
-    __shared__ uint32_t tile[kTile];
+      for (int row = 0; row < kRows; ++row)
+        if (own_column() == 0 && row < place.num_rows)
+          atomicMax(t.row_amaxes + place.row + row, most[row]);
+    }
     float multipliers[kRows];
-    load_multipliers(t.row_multipliers, place.row, t.rows, multipliers);
-    column_maxes(part, multipliers, tile);
-    const int64_t column = static_cast<int64_t>(blockIdx.x) * kTile + threadIdx.x;
-    if (threadIdx.x < kTile && column < t.columns)
-      atomicMax(t.column_amaxes + column, tile[threadIdx.x]);
+    load_row_multipliers(t, place, multipliers);
+    add_column_maxes(part, multipliers, column_most);
   }
+  if (t.by_columns.codes == nullptr) return;
+  __shared__ uint32_t combined[kTile];
+  combine_column_maxes(column_most, combined);
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kTile + threadIdx.x;
+  if (threadIdx.x < kTile && column < t.columns)
+    atomicMax(t.column_amaxes + column, combined[threadIdx.x]);
 }
 
 template <typename T, ScaleBlock kBlock>
 __device__ void write_rows(const Part<T>& part, const Place& place, const Tiles& t) {
   float multipliers[kColumns];
-  load_multipliers(t.column_multipliers, place.column, t.columns, multipliers);
+  load_column_multipliers(t, place, multipliers);
   uint32_t most[kRows] = {};
   if constexpr (kBlock == ScaleBlock::kPiece) row_maxes(part, multipliers, most);
 #pragma unroll
@@ -172,7 +193,11 @@ template <typename T, ScaleBlock kBlock>
 __device__ void column_factors(const Part<T>& part, const float (&multipliers)[kRows],
                                const Tiles& t, float (&factors)[kTile]) {
   __shared__ uint32_t maxes[kTile];
-  if constexpr (kBlock == ScaleBlock::kPiece) column_maxes(part, multipliers, maxes);
+  if constexpr (kBlock == ScaleBlock::kPiece) {
+    uint32_t most[kColumns] = {};
+    add_column_maxes(part, multipliers, most);
+    combine_column_maxes(most, maxes);
+  }
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kTile + threadIdx.x;
   if (threadIdx.x < kTile && column < t.columns) {
     uint32_t most = 0;
@@ -198,7 +223,7 @@ __device__ void write_columns(const Part<T>& part, const Place& place, const Til
   __shared__ alignas(kPackBytes) TurnedTile turned;
   __shared__ float factors[kTile];
   float multipliers[kRows];
-  load_multipliers(t.row_multipliers, place.row, t.rows, multipliers);
+  load_row_multipliers(t, place, multipliers);
   column_factors<T, kBlock>(part, multipliers, t, factors);
 #pragma unroll
   for (int j = 0; j < kColumns / kVector; ++j) {
@@ -219,7 +244,7 @@ __device__ void write_columns(const Part<T>& part, const Place& place, const Til
 
 template <typename T, ScaleBlock kBlock>
 __global__ void __launch_bounds__(kThreads) quantize_tiles_kernel(const T* numbers, Tiles t) {
-  const Place place = own_place(t.rows, t.columns);
+  const Place place = own_place(blockIdx.y, t.rows, t.columns);
   Part<T> part;
   part.load(numbers, place, t.columns);
   if (t.by_rows.codes != nullptr) write_rows<T, kBlock>(part, place, t);
@@ -247,8 +272,12 @@ void launch(const QuantizeMemory& m, void* stream) {
                    static_cast<size_t>(num_amaxes(kBlock, m.rows, m.columns)) * sizeof(uint32_t),
                    cuda_stream(stream)),
                "cudaMemsetAsync");
-    const auto kernel = kBlock == ScaleBlock::kRow ? row_amax_kernel<T> : matrix_amax_kernel<T>;
-    kernel<<<grid, kThreads, 0, cuda_stream(stream)>>>(numbers, tiles);
+    if constexpr (kBlock == ScaleBlock::kRow) {
+      const dim3 strips(grid.x, (grid.y + kTilesDown - 1) / kTilesDown);
+      row_amax_kernel<T><<<strips, kThreads, 0, cuda_stream(stream)>>>(numbers, tiles);
+    } else {
+      matrix_amax_kernel<T><<<grid, kThreads, 0, cuda_stream(stream)>>>(numbers, tiles);
+    }
   }
   quantize_tiles_kernel<T, kBlock><<<grid, kThreads, 0, cuda_stream(stream)>>>(numbers, tiles);
 }

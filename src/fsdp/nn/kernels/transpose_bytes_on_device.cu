@@ -12,7 +12,7 @@ using namespace tile;
 __global__ void __launch_bounds__(kThreads)
     transpose_bytes_kernel(TransposeMemory memory, int64_t padded_rows) {
   __shared__ alignas(kPackBytes) TurnedTile tile;
-  const Place place = own_place(memory.rows, memory.columns);
+  const Place place = own_place(blockIdx.y, memory.rows, memory.columns);
   uint4 bytes[kRows] = {};
 #pragma unroll
   for (int row = 0; row < kRows; ++row)

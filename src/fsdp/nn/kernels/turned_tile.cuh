@@ -27,9 +27,10 @@ struct Place {
   int num_rows;  // that exist, 0 if the columns do not
 };
 
-__device__ inline Place own_place(int64_t rows, int64_t columns) {
-  Place place{static_cast<int64_t>(blockIdx.y) * kTile + own_row(),
-              static_cast<int64_t>(blockIdx.x) * kTile + own_column(), 0};
+// tile_row: of the tile, counted in tiles.
+__device__ inline Place own_place(int64_t tile_row, int64_t rows, int64_t columns) {
+  Place place{tile_row * kTile + own_row(), static_cast<int64_t>(blockIdx.x) * kTile + own_column(),
+              0};
   if (place.column < columns && place.row < rows)
     place.num_rows = rows - place.row < kRows ? static_cast<int>(rows - place.row) : kRows;
   return place;

@@ -1,5 +1,6 @@
-// Quantising as CUDA kernels. A warp goes through a strip of neighbouring elements, 128 of them at
-// once: four for each lane.
+// Quantising as CUDA kernels. A warp goes through a strip of neighbouring elements in chunks of
+// 128: four for each lane. (Loops over a lane's elements are unrolled, so that registers hold
+// them.)
 #include <cuda_fp8.h>
 
 #include <algorithm>
@@ -16,8 +17,9 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kLanes = 32;
 constexpr int kPerLane = 4;
-constexpr int kPerWarp = kLanes * kPerLane;
-constexpr int kStrip = 16 * kPerWarp;  // so that few warps combine their results with others
+constexpr int kChunk = kLanes * kPerLane;
+constexpr int kChunksAtOnce = 4;                    // whose loads are under way together
+constexpr int kStrip = 4 * kChunksAtOnce * kChunk;  // so that few warps combine their results
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
 struct Strips {
@@ -42,48 +44,92 @@ __device__ LaneElements load_elements(const MatrixPart& part, int64_t at) {
     elements.of[2] = loaded.z;
     elements.of[3] = loaded.w;
   } else {
-    for (int k = 0; k < elements.count; ++k) elements.of[k] = part.values[at + k];
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k)
+      if (k < elements.count) elements.of[k] = part.values[at + k];
   }
   return elements;
 }
 
-// Where a lane is in the matrix; divides once, then counts.
-struct MatrixPlace {
-  int64_t row;
-  int64_t column;
-
-  __device__ MatrixPlace(const MatrixPart& part, int64_t at)
-      : row((part.range.begin + at) / part.columns),
-        column((part.range.begin + at) % part.columns) {}
-
-  __device__ void advance(int count, int64_t columns) {
-    column += count;
-    while (column >= columns) {
-      column -= columns;
-      ++row;
-    }
-  }
-};
-
-// The scales of a lane's elements: nearly always one for all.
-struct LaneScales {
-  int64_t of[kPerLane];
-  bool are_one;
-
-  __device__ LaneScales(const Strips& strips, MatrixPlace place) {
-    of[0] = strips.scales.index_of(place.row, place.column);
-    are_one = true;
-#pragma unroll
-    for (int k = 1; k < kPerLane; ++k) {
-      place.advance(1, strips.part.columns);
-      of[k] = strips.scales.index_of(place.row, place.column);
-      are_one &= of[k] == of[0];
-    }
-  }
-};
-
 __device__ int64_t strip_begin() {
   return (int64_t{blockIdx.x} * (kThreads / kLanes) + threadIdx.x / kLanes) * kStrip;
+}
+
+// --- scales --------------------------------------------------------------------------------------
+
+// An element's place in the matrix. Rows and columns have 32 bits: divisions of 64 took longer than
+// the memory.
+struct MatrixPlace {
+  uint32_t row;
+  uint32_t column;
+
+  __device__ MatrixPlace(const MatrixPart& part, int64_t at)
+      : row(static_cast<uint32_t>((part.range.begin + at) / part.columns)),
+        column(static_cast<uint32_t>((part.range.begin + at) % part.columns)) {}
+
+  __device__ void advance(uint32_t count, uint32_t columns) {
+    column += count;
+    row += column / columns;
+    column %= columns;
+  }
+};
+
+__device__ int64_t scale_at(const SharedScales& scales, const MatrixPlace& place) {
+  const uint32_t above = place.row / static_cast<uint32_t>(scales.block_rows);
+  return above * scales.per_row + place.column / static_cast<uint32_t>(scales.block_columns);
+}
+
+// The scale of `count` elements from a place on, if they have one: -1 if not.
+__device__ int64_t one_scale(const Strips& strips, const MatrixPlace& first, uint32_t count) {
+  MatrixPlace last = first;
+  last.advance(count - 1, static_cast<uint32_t>(strips.part.columns));
+  const int64_t scale = scale_at(strips.scales, first);
+  const bool is_between = last.row == first.row || strips.scales.per_row == 1;
+  return is_between && scale_at(strips.scales, last) == scale ? scale : -1;
+}
+
+// Goes through a warp's strip: one(elements, at, scale) for chunks whose elements have one scale,
+// nearly all, and many(elements, at, scales of the lane's elements) for the others. All lanes are
+// in the same one of them.
+template <typename One, typename Many>
+__device__ void for_each_chunk(const Strips& strips, const One& one, const Many& many) {
+  const int64_t numel = strips.part.range.numel();
+  const int64_t begin = strip_begin();
+  if (begin >= numel) return;
+  const auto columns = static_cast<uint32_t>(strips.part.columns);
+  const int lane = static_cast<int>(threadIdx.x) % kLanes * kPerLane;
+  MatrixPlace place(strips.part, begin);  // of the chunk's first element
+  for (int64_t first = begin; first < numel && first - begin < kStrip;
+       first += kChunksAtOnce * kChunk) {
+    LaneElements elements[kChunksAtOnce];
+#pragma unroll
+    for (int j = 0; j < kChunksAtOnce; ++j)
+      elements[j] = load_elements(strips.part, first + j * kChunk + lane);
+    const auto left = [&](int64_t at, int most) {
+      return static_cast<uint32_t>(numel - at < most ? numel - at : most);
+    };
+    const int64_t of_all = one_scale(strips, place, left(first, kChunksAtOnce * kChunk));
+#pragma unroll
+    for (int j = 0; j < kChunksAtOnce; ++j) {
+      const int64_t chunk = first + j * kChunk;
+      if (chunk >= numel) return;
+      const int64_t scale = of_all >= 0 ? of_all : one_scale(strips, place, left(chunk, kChunk));
+      if (scale >= 0) {
+        one(elements[j], chunk + lane, scale);
+      } else {
+        int64_t scales[kPerLane];
+        MatrixPlace own = place;
+        own.advance(static_cast<uint32_t>(lane), columns);
+#pragma unroll
+        for (int64_t& each : scales) {
+          each = scale_at(strips.scales, own);
+          own.advance(1, columns);
+        }
+        many(elements[j], chunk + lane, scales);
+      }
+      place.advance(kChunk, columns);
+    }
+  }
 }
 
 // --- amaxes --------------------------------------------------------------------------------------
@@ -95,31 +141,24 @@ __device__ void combine_warp(uint32_t amax, int64_t index, uint32_t* amaxes) {
 
 __global__ void __launch_bounds__(kThreads)
     amax_kernel(const __grid_constant__ Strips strips, uint32_t* amaxes) {
-  const int64_t begin = strip_begin();
-  const int64_t first = begin + threadIdx.x % kLanes * kPerLane;
-  MatrixPlace place(strips.part, first);
   uint32_t amax = 0;
   int64_t index = -1;  // of the scale that the whole warp is at
-  for (int64_t at = first; at - first + begin < strips.part.range.numel() && at - first < kStrip;
-       at += kPerWarp) {
-    const LaneElements elements = load_elements(strips.part, at);
-    const LaneScales scales(strips, place);
-    place.advance(kPerWarp, strips.part.columns);
-    const int64_t of_warp = __shfl_sync(kAllLanes, scales.of[0], 0);
-    const bool is_alike = elements.count == 0 || (scales.are_one && scales.of[0] == of_warp);
-    if (__all_sync(kAllLanes, is_alike)) {
-      if (of_warp != index) {
-        combine_warp(amax, index, amaxes);
-        amax = 0;
-        index = of_warp;
-      }
+  for_each_chunk(
+      strips,
+      [&](const LaneElements& elements, int64_t, int64_t scale) {
+        if (scale != index) {
+          combine_warp(amax, index, amaxes);
+          amax = 0;
+          index = scale;
+        }
 #pragma unroll
-      for (int k = 0; k < kPerLane; ++k) amax = max(amax, magnitude_bits(elements.of[k]));
-    } else {
-      for (int k = 0; k < elements.count; ++k)
-        atomicMax(amaxes + scales.of[k], magnitude_bits(elements.of[k]));
-    }
-  }
+        for (int k = 0; k < kPerLane; ++k) amax = max(amax, magnitude_bits(elements.of[k]));
+      },
+      [&](const LaneElements& elements, int64_t, const int64_t(&scales)[kPerLane]) {
+#pragma unroll
+        for (int k = 0; k < kPerLane; ++k)
+          if (k < elements.count) atomicMax(amaxes + scales[k], magnitude_bits(elements.of[k]));
+      });
   combine_warp(amax, index, amaxes);
 }
 
@@ -168,30 +207,42 @@ __device__ void store_codes(uint8_t* to, const uint8_t (&codes)[kPerLane], int c
   if (count == kPerLane && reinterpret_cast<uintptr_t>(to) % kPerLane == 0) {
     *reinterpret_cast<uchar4*>(to) = make_uchar4(codes[0], codes[1], codes[2], codes[3]);
   } else {
-    for (int k = 0; k < count; ++k) to[k] = codes[k];
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k)
+      if (k < count) to[k] = codes[k];
   }
+}
+
+// factor_of(k): of the lane's element k.
+template <typename FactorOf>
+__device__ void quantize_elements(const LaneElements& elements, const FactorOf& factor_of,
+                                  uint8_t* to, LaneCounts& counts) {
+  uint8_t codes[kPerLane];
+#pragma unroll
+  for (int k = 0; k < kPerLane; ++k) {
+    if (k >= elements.count) continue;
+    const float factor = factor_of(k);
+    codes[k] = device_fp8_code(elements.of[k], factor);
+    counts.add(elements.of[k], factor, codes[k] & 0x7F);
+  }
+  store_codes(to, codes, elements.count);
 }
 
 // fp32 scales, which the factors are of.
 __global__ void __launch_bounds__(kThreads)
     fp8_kernel(const __grid_constant__ Strips strips, const float* factors, QuantizedPart into) {
-  const int64_t first = strip_begin() + threadIdx.x % kLanes * kPerLane;
-  MatrixPlace place(strips.part, first);
   LaneCounts counts;
-  for (int64_t at = first; at < strips.part.range.numel() && at - first < kStrip; at += kPerWarp) {
-    const LaneElements elements = load_elements(strips.part, at);
-    const LaneScales scales(strips, place);
-    place.advance(kPerWarp, strips.part.columns);
-    uint8_t codes[kPerLane];
-#pragma unroll
-    for (int k = 0; k < kPerLane; ++k) {
-      if (k >= elements.count) continue;
-      const float factor = factors[scales.of[k]];
-      codes[k] = device_fp8_code(elements.of[k], factor);
-      counts.add(elements.of[k], factor, codes[k] & 0x7F);
-    }
-    store_codes(into.codes + at, codes, elements.count);
-  }
+  for_each_chunk(
+      strips,
+      [&](const LaneElements& elements, int64_t at, int64_t scale) {
+        const float factor = factors[scale];
+        quantize_elements(
+            elements, [&](int) { return factor; }, into.codes + at, counts);
+      },
+      [&](const LaneElements& elements, int64_t at, const int64_t(&scales)[kPerLane]) {
+        quantize_elements(
+            elements, [&](int k) { return factors[scales[k]]; }, into.codes + at, counts);
+      });
   counts.store(into.counts);
 }
 
@@ -213,7 +264,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t begin = strip_begin();
   const int64_t numel = strips.part.range.numel();
   LaneCounts counts;
-  for (int64_t warp = begin; warp < numel && warp - begin < kStrip; warp += kPerWarp) {
+  for (int64_t warp = begin; warp < numel && warp - begin < kStrip; warp += kChunk) {
     const int64_t at = warp + threadIdx.x % kLanes * kPerLane;
     const LaneElements elements = load_elements(strips.part, at);
     const uint8_t scale = e8m0_scale(amax_of_neighbours<kBlock / kPerLane>(elements));
@@ -237,7 +288,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t numel = strips.part.range.numel();
   const float matrix_factor = factors[0];
   LaneCounts counts;
-  for (int64_t warp = begin; warp < numel && warp - begin < kStrip; warp += kPerWarp) {
+  for (int64_t warp = begin; warp < numel && warp - begin < kStrip; warp += kChunk) {
     const int64_t at = warp + threadIdx.x % kLanes * kPerLane;
     const LaneElements elements = load_elements(strips.part, at);
     const uint8_t scale =
