@@ -306,17 +306,18 @@ Layer row_codes(const Settings& n) {
 
 // Scales of rows and columns are known after a pass over everything; those of pieces are not.
 Layer two_codes(const Settings& n, const char* name, nn::ScaleBlock block, double reads) {
-  return {.name = name,
-          .inputs = {{n.batch * n.sequence, n.intermediate}},
-          .forward_passes = reads + 2.0 / static_cast<double>(c10::elementSize(n.dtype)),
-          .ours =
-              [block](const Tensors& in) {
-                return Tensors{nn::quantize_two_forms(in[0], block).by_columns.codes};
-              },
-          .aten =
-              [](const Tensors& in) {
-                return Tensors{row_codes_by_aten(in[0]), row_codes_by_aten(in[0].t().contiguous())};
-              }};
+  return {
+      .name = name,
+      .inputs = {{n.batch * n.sequence, n.intermediate}},
+      .forward_passes = reads + 2.0 / static_cast<double>(c10::elementSize(n.dtype)),
+      .ours =
+          [block](const Tensors& in) {
+            return Tensors{nn::quantize_two_forms({{in[0], {}}}, block).by_columns.front().codes};
+          },
+      .aten =
+          [](const Tensors& in) {
+            return Tensors{row_codes_by_aten(in[0]), row_codes_by_aten(in[0].t().contiguous())};
+          }};
 }
 
 Layer turned_codes(const Settings& n) {

@@ -53,9 +53,29 @@ void expect_same_forms(const at::Tensor& x, ScaleBlock block, const std::string&
   expect_same(quantize_rows(there, block), quantize_rows(x, block), what);
   expect_same(quantize_rows(there, block, cuda(by_column)), rows, what);
   expect_same(quantize_columns(there, block, cuda(by_row)), columns, what);
-  const TwoForms both = quantize_two_forms(there, block, cuda(by_column), cuda(by_row));
+  const TwoForms both = quantize_two_forms({{there, cuda(by_column)}}, block, cuda(by_row));
   expect_same(both.by_rows, rows, what);
-  expect_same(both.by_columns, columns, what);
+  expect_same(both.by_columns.front(), columns, what);
+}
+
+// Three of them, with and without the other form.
+void expect_same_side_by_side(const at::Tensor& x, ScaleBlock block, const std::string& what) {
+  const at::Tensor by_column = waves({x.size(1)}, 0.7, 3.0);
+  const at::Tensor by_row = waves({x.size(0)}, 0.9, 0.01);
+  const int64_t cuts[] = {0, 128, x.size(1) - 128, x.size(1)};
+  std::vector<MultipliedColumns> here;
+  std::vector<MultipliedColumns> there;
+  for (size_t i = 0; i + 1 < std::size(cuts); ++i) {
+    const int64_t count = cuts[i + 1] - cuts[i];
+    here.push_back({x.narrow(1, cuts[i], count), by_column.narrow(0, cuts[i], count)});
+    there.push_back({here.back().numbers.cuda(), here.back().multipliers.cuda()});
+  }
+  const TwoForms expected = quantize_two_forms(here, block, by_row);
+  expect_same(quantize_rows(there, block), expected.by_rows, what);
+  const TwoForms actual = quantize_two_forms(there, block, by_row.cuda());
+  expect_same(actual.by_rows, expected.by_rows, what);
+  for (size_t i = 0; i < here.size(); ++i)
+    expect_same(actual.by_columns[i], expected.by_columns[i], concat(what, ", matrix ", i));
 }
 
 TEST(QuantizedRowsOnDevice, HaveTheBitsOfAHost) {
@@ -66,6 +86,11 @@ TEST(QuantizedRowsOnDevice, HaveTheBitsOfAHost) {
         for (const int64_t columns : {16, 128, 400, 1024, 5632})
           expect_same_forms(waves({rows, columns}, 0.2, 5.0).to(type), block,
                             concat(static_cast<int>(block), ", ", rows, " x ", columns));
+  for (const ScaleBlock block : {ScaleBlock::kRow, ScaleBlock::kPiece})
+    for (const int64_t rows : {100, 1000})
+      for (const int64_t columns : {384, 2560})
+        expect_same_side_by_side(waves({rows, columns}, 0.2, 5.0).to(at::kBFloat16), block,
+                                 concat(rows, " x ", columns, " side by side"));
   // Read twice.
   expect_same_forms(waves({3, 65536}, 0.2), ScaleBlock::kRow, "long rows");
 }
@@ -96,6 +121,11 @@ TEST(QuantizedRowsOnDevice, AreTransposed) {
                             transposed_codes(codes.view(at::kFloat8_e4m3fn)).view(at::kByte)))
           << rows << " x " << columns;
     }
+  const at::Tensor codes = at::randint(256, {480, 144}).to(at::kByte).view(at::kFloat8_e4m3fn);
+  const at::Tensor there = codes.cuda();
+  EXPECT_TRUE(at::equal(
+      transposed_codes({there.narrow(0, 0, 144), there.narrow(0, 144, 336)}).view(at::kByte).cpu(),
+      transposed_codes(codes).view(at::kByte)));
 }
 
 // --- layers --------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -52,7 +53,8 @@ inline Codes quantized(const at::Tensor& numbers, BlockSize block) {
           amax = std::isnan(from[r][c]) ? from[r][c] : std::max(amax, std::fabs(from[r][c]));
         }
       const float factor = reference::factor_of(448.0, std::fabs(amax));
-      const float scale = scales[i / height][j / width] = 1.0f / factor;
+      const float scale = scales[i / height][j / width] =
+          std::isnan(factor) ? std::numeric_limits<float>::quiet_NaN() : 1.0f / factor;
       for (int64_t r = i; r < last_row; ++r)
         for (int64_t c = j; c < last_column; ++c) {
           bytes[r][c] = reference::e4m3(from[r][c] * factor);

@@ -165,9 +165,33 @@ TEST(QuantizedLinear, OfSeveralWeightsEqualsEachByItself) {
     for (size_t i = 0; i < weights.size(); ++i)
       outputs.push_back(linear(input, weights[i], biases[i]));
     const Tensors alone = results_of(input, weights, outputs);
-    EXPECT_TRUE(at::allclose(together[0], alone[0], 1e-5, 1e-5)) << to_text(recipe);
+    // Scales of rows are those of all quantised gradients together (next test).
+    EXPECT_TRUE(recipe.recipe == WeightRecipe::kFp8Row ||
+                at::allclose(together[0], alone[0], 1e-5, 1e-5))
+        << to_text(recipe);
     for (size_t i = 1; i < together.size(); ++i)
       EXPECT_TRUE(at::equal(together[i], alone[i])) << to_text(recipe) << ", result " << i;
+  }
+}
+
+TEST(QuantizedLinear, GradientsOfOneInputHaveOneScalePerToken) {
+  const Recipe recipe;
+  const Tensors numbers = {waves({128, 64}, 0.2, 0.02), waves({48, 64}, 0.3, 0.5)};
+  const Tensors gradients = {waves({32, 128}, 0.4), waves({32, 48}, 0.5, 1e-3)};
+  for (const bool trains : {true, false}) {
+    const at::Tensor input = waves({32, 64}, 0.1).set_requires_grad(true);
+    Tensors weights;
+    for (const at::Tensor& each : numbers)
+      weights.push_back(tagged(each, recipe, at::kFloat).set_requires_grad(trains));
+    const Tensors outputs = linear(input, weights, Tensors(2));
+    ((outputs[0] * gradients[0]).sum() + (outputs[1] * gradients[1]).sum()).backward();
+    const Codes first = weight_codes(numbers[0], recipe.recipe);
+    const Codes second = weight_codes(numbers[1], recipe.recipe);
+    const at::Tensor beside =
+        at::cat({gradients[0] * first.scales.t(), gradients[1] * second.scales.t()}, 1);
+    expect_rounded(input.grad(),
+                   quantized(beside, {1, 0}).values.mm(at::cat({first.numbers, second.numbers}, 0)),
+                   "input");
   }
 }
 

@@ -73,9 +73,29 @@ TEST(QuantizedRows, MultiplyNumbersFirst) {
     const Codes columns = quantized((x.to(at::kFloat) * by_row.unsqueeze(1)).t(), block_of(block));
     expect_codes(quantize_rows(x, block, by_column), rows, "rows");
     expect_codes(quantize_columns(x, block, by_row), columns, "columns");
-    const TwoForms both = quantize_two_forms(x, block, by_column, by_row);
+    const TwoForms both = quantize_two_forms({{x, by_column}}, block, by_row);
     expect_codes(both.by_rows, rows, "rows of both");
-    expect_codes(both.by_columns, columns, "columns of both");
+    expect_codes(both.by_columns.front(), columns, "columns of both");
+  }
+}
+
+TEST(QuantizedRows, OfMatricesSideBySideAreThoseOfOne) {
+  const at::Tensor x = waves({40, 640}, 0.2).to(at::kBFloat16);
+  const at::Tensor by_column = waves({640}, 0.7, 3.0);
+  const at::Tensor by_row = waves({40}, 0.9, 0.01);
+  for (const ScaleBlock block : {ScaleBlock::kRow, ScaleBlock::kPiece}) {
+    const Codes rows = quantized(x.to(at::kFloat) * by_column, block_of(block));
+    std::vector<MultipliedColumns> beside;
+    for (const auto& [first, count] : {std::pair{0, 128}, {128, 256}, {384, 256}})
+      beside.push_back({x.narrow(1, first, count), by_column.narrow(0, first, count)});
+    expect_codes(quantize_rows(beside, block), rows, "rows");
+    const TwoForms both = quantize_two_forms(beside, block, by_row);
+    expect_codes(both.by_rows, rows, "rows of both");
+    for (size_t i = 0; i < beside.size(); ++i)
+      expect_codes(
+          both.by_columns[i],
+          quantized((beside[i].numbers.to(at::kFloat) * by_row.unsqueeze(1)).t(), block_of(block)),
+          "columns of both");
   }
 }
 
@@ -85,6 +105,11 @@ TEST(QuantizedRows, AreTransposedWithZerosAtTheEnd) {
   EXPECT_EQ(turned.sizes(), (at::IntArrayRef{7, 16}));
   EXPECT_TRUE(at::equal(turned.narrow(1, 0, 5), codes.view(at::kByte).t()));
   EXPECT_FALSE(turned.narrow(1, 5, 11).any().item<bool>());
+  const at::Tensor wide = at::arange(48 * 7, at::kInt).to(at::kByte).view({48, 7});
+  const at::Tensor parts = wide.view(at::kFloat8_e4m3fn);
+  EXPECT_TRUE(
+      at::equal(transposed_codes({parts.narrow(0, 0, 16), parts.narrow(0, 16, 32)}).view(at::kByte),
+                wide.t()));
 }
 
 // e4m3 codes with exponents as scales.

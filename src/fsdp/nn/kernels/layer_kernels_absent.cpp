@@ -54,7 +54,7 @@ void rms_norm_backward_on_device(const NormInput&, const NormGradients&, void*) 
 
 int64_t num_amaxes(ScaleBlock, int64_t, int64_t) { throw_absent(); }
 
-void quantize_on_device(const QuantizeMemory&, void*) { throw_absent(); }
+void quantize_on_device(std::span<const QuantizeMemory>, uint32_t*, void*) { throw_absent(); }
 
 void transpose_bytes_on_device(const TransposeMemory&, void*) { throw_absent(); }
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 
 #include "fsdp/base/dtype.h"
 
@@ -30,7 +31,8 @@ struct CodesMemory {
   float* scales = nullptr;
 };
 
-// [rows, columns], dense; columns: a multiple of kCodeMultiple.
+// [rows, columns], dense; columns: a multiple of kCodeMultiple (kPiece beside others: of
+// kScalePiece).
 struct QuantizeMemory {
   DType dtype = DType::kBFloat16;
   ScaleBlock block = ScaleBlock::kRow;  // not kSquare
@@ -39,18 +41,20 @@ struct QuantizeMemory {
   const void* numbers = nullptr;
   // Of the numbers, each multiplied by its column's multiplier first.
   CodesMemory by_rows;
+  int64_t by_rows_stride = 0;                 // codes from one row to the next
   const float* column_multipliers = nullptr;  // null: all are 1
   // Of the transposed matrix, [columns, rows rounded up to a multiple of kCodeMultiple], with zeros
   // at the end; of the numbers times their row's multiplier. kMatrix: the scales of by_rows, if
   // that is wanted.
   CodesMemory by_columns;
   const float* row_multipliers = nullptr;
-  uint32_t* amaxes = nullptr;  // work space: num_amaxes() of them
 };
 
-// For both forms, whether they are wanted or not.
+// Matrices of as many rows, side by side: kRow has one scale for a whole row of them, and they
+// write it to the same place. kMatrix: one matrix. amaxes: work space, num_amaxes() for the rows
+// and columns of all; for both forms, whether they are wanted or not.
 int64_t num_amaxes(ScaleBlock block, int64_t rows, int64_t columns);
-void quantize_on_device(const QuantizeMemory& memory, void* stream);
+void quantize_on_device(std::span<const QuantizeMemory> beside, uint32_t* amaxes, void* stream);
 
 // [rows, columns] of bytes to [columns, rows rounded up to a multiple of kCodeMultiple], with zeros
 // at the end.
@@ -59,15 +63,16 @@ struct TransposeMemory {
   int64_t columns = 0;  // a multiple of kCodeMultiple
   const uint8_t* from = nullptr;
   uint8_t* to = nullptr;
+  int64_t to_stride = 0;
 };
 void transpose_bytes_on_device(const TransposeMemory& memory, void* stream);
 
-// --- the parts of quantize_on_device()
-// ------------------------------------------------------------
+// --- the parts of quantize_on_device() -----------------------------------------------------------
 
-// kRow, by rows alone: every row is read once.
+// kRow, of one matrix by rows alone: every row is read once.
 void quantize_rows_on_device(const QuantizeMemory& memory, void* stream);
 // Any form of any block.
-void quantize_tiles_on_device(const QuantizeMemory& memory, void* stream);
+void quantize_tiles_on_device(std::span<const QuantizeMemory> beside, uint32_t* amaxes,
+                              void* stream);
 
 }  // namespace fsdp::nn

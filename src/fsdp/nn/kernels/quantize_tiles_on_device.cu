@@ -20,6 +20,7 @@ struct Tiles {
   int64_t columns;
   int64_t padded_rows;
   CodesMemory by_rows;
+  int64_t by_rows_stride;
   CodesMemory by_columns;
   const float* column_multipliers;
   const float* row_multipliers;
@@ -174,7 +175,7 @@ __device__ void write_rows(const Part<T>& part, const Place& place, const Tiles&
       words.of[j] = code_word(each([&](int k) {
         return part.number(row, j * kVector + k) * multipliers[j * kVector + k] * factor;
       }));
-    *reinterpret_cast<Pack<uint32_t, kColumns / kVector>*>(t.by_rows.codes + at * t.columns +
+    *reinterpret_cast<Pack<uint32_t, kColumns / kVector>*>(t.by_rows.codes + at * t.by_rows_stride +
                                                            place.column) = words;
     if constexpr (kBlock == ScaleBlock::kPiece) {
       if (own_column() == 0) t.by_rows.scales[blockIdx.x * t.rows + at] = fp8_scale(factor);
@@ -239,7 +240,7 @@ __device__ void write_columns(const Part<T>& part, const Place& place, const Til
     turned.write(first, words);
   }
   __syncthreads();
-  turned.store(t.by_columns.codes, t.columns, t.padded_rows);
+  turned.store(t.by_columns.codes, t.columns, t.padded_rows, t.padded_rows);
 }
 
 template <typename T, ScaleBlock kBlock>
@@ -253,33 +254,44 @@ __global__ void __launch_bounds__(kThreads) quantize_tiles_kernel(const T* numbe
 
 // --- on the host ---------------------------------------------------------------------------------
 
+Tiles tiles_of_matrix(const QuantizeMemory& m, uint32_t* row_amaxes, uint32_t* column_amaxes) {
+  return {m.rows,           m.columns,    padded(m.rows),       m.by_rows,
+          m.by_rows_stride, m.by_columns, m.column_multipliers, m.row_multipliers,
+          row_amaxes,       column_amaxes};
+}
+
+// Largest magnitudes of all matrices come before the codes of the first: they share those of rows.
 template <typename T, ScaleBlock kBlock>
-void launch(const QuantizeMemory& m, void* stream) {
-  const Tiles tiles{m.rows,
-                    m.columns,
-                    padded(m.rows),
-                    m.by_rows,
-                    m.by_columns,
-                    m.column_multipliers,
-                    m.row_multipliers,
-                    m.amaxes,
-                    m.amaxes + m.rows};
-  const auto* numbers = static_cast<const T*>(m.numbers);
-  const dim3 grid = tiles_of(m.rows, m.columns);
-  if constexpr (kBlock != ScaleBlock::kPiece) {
-    check_call(cudaMemsetAsync(
-                   m.amaxes, 0,
-                   static_cast<size_t>(num_amaxes(kBlock, m.rows, m.columns)) * sizeof(uint32_t),
-                   cuda_stream(stream)),
-               "cudaMemsetAsync");
-    if constexpr (kBlock == ScaleBlock::kRow) {
-      const dim3 strips(grid.x, (grid.y + kTilesDown - 1) / kTilesDown);
-      row_amax_kernel<T><<<strips, kThreads, 0, cuda_stream(stream)>>>(numbers, tiles);
-    } else {
-      matrix_amax_kernel<T><<<grid, kThreads, 0, cuda_stream(stream)>>>(numbers, tiles);
+void launch(std::span<const QuantizeMemory> beside, uint32_t* amaxes, cudaStream_t stream) {
+  const int64_t rows = beside.front().rows;
+  int64_t columns = 0;
+  for (const QuantizeMemory& m : beside) columns += m.columns;
+  if constexpr (kBlock != ScaleBlock::kPiece)
+    check_call(
+        cudaMemsetAsync(amaxes, 0,
+                        static_cast<size_t>(num_amaxes(kBlock, rows, columns)) * sizeof(uint32_t),
+                        stream),
+        "cudaMemsetAsync");
+  const auto for_each = [&](const auto& call) {
+    uint32_t* column_amaxes = amaxes + rows;
+    for (const QuantizeMemory& m : beside) {
+      call(static_cast<const T*>(m.numbers), tiles_of_matrix(m, amaxes, column_amaxes),
+           tiles_of(m.rows, m.columns));
+      column_amaxes += m.columns;
     }
-  }
-  quantize_tiles_kernel<T, kBlock><<<grid, kThreads, 0, cuda_stream(stream)>>>(numbers, tiles);
+  };
+  if constexpr (kBlock == ScaleBlock::kRow)
+    for_each([&](const T* numbers, const Tiles& tiles, dim3 grid) {
+      const dim3 strips(grid.x, (grid.y + kTilesDown - 1) / kTilesDown);
+      row_amax_kernel<T><<<strips, kThreads, 0, stream>>>(numbers, tiles);
+    });
+  if constexpr (kBlock == ScaleBlock::kMatrix)
+    for_each([&](const T* numbers, const Tiles& tiles, dim3 grid) {
+      matrix_amax_kernel<T><<<grid, kThreads, 0, stream>>>(numbers, tiles);
+    });
+  for_each([&](const T* numbers, const Tiles& tiles, dim3 grid) {
+    quantize_tiles_kernel<T, kBlock><<<grid, kThreads, 0, stream>>>(numbers, tiles);
+  });
 }
 
 }  // namespace
@@ -289,22 +301,26 @@ int64_t num_amaxes(ScaleBlock block, int64_t rows, int64_t columns) {
   return block == ScaleBlock::kMatrix ? 1 : 0;
 }
 
-void quantize_tiles_on_device(const QuantizeMemory& memory, void* stream) {
-  if (memory.rows == 0 || memory.columns == 0) return;
-  with_kernel_type(memory.dtype, "quantize_tiles", [&](auto zero) {
+void quantize_tiles_on_device(std::span<const QuantizeMemory> beside, uint32_t* amaxes,
+                              void* stream) {
+  const QuantizeMemory& first = beside.front();
+  with_kernel_type(first.dtype, "quantize_tiles", [&](auto zero) {
     using T = decltype(zero);
-    if (memory.block == ScaleBlock::kMatrix) launch<T, ScaleBlock::kMatrix>(memory, stream);
-    if (memory.block == ScaleBlock::kRow) launch<T, ScaleBlock::kRow>(memory, stream);
-    if (memory.block == ScaleBlock::kPiece) launch<T, ScaleBlock::kPiece>(memory, stream);
+    const cudaStream_t on = cuda_stream(stream);
+    if (first.block == ScaleBlock::kMatrix) launch<T, ScaleBlock::kMatrix>(beside, amaxes, on);
+    if (first.block == ScaleBlock::kRow) launch<T, ScaleBlock::kRow>(beside, amaxes, on);
+    if (first.block == ScaleBlock::kPiece) launch<T, ScaleBlock::kPiece>(beside, amaxes, on);
   });
   check_launch("quantize_tiles");
 }
 
-void quantize_on_device(const QuantizeMemory& memory, void* stream) {
-  if (memory.block == ScaleBlock::kRow && memory.by_columns.codes == nullptr)
-    quantize_rows_on_device(memory, stream);
+void quantize_on_device(std::span<const QuantizeMemory> beside, uint32_t* amaxes, void* stream) {
+  const QuantizeMemory& first = beside.front();
+  if (first.rows == 0 || first.columns == 0) return;
+  if (beside.size() == 1 && first.block == ScaleBlock::kRow && first.by_columns.codes == nullptr)
+    quantize_rows_on_device(first, stream);
   else
-    quantize_tiles_on_device(memory, stream);
+    quantize_tiles_on_device(beside, amaxes, stream);
 }
 
 }  // namespace fsdp::nn

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads)
   write(2, &uint4::z);
   write(3, &uint4::w);
   __syncthreads();
-  tile.store(memory.to, memory.columns, padded_rows);
+  tile.store(memory.to, memory.columns, padded_rows, memory.to_stride);
 }
 
 }  // namespace

@@ -54,8 +54,8 @@ struct TurnedTile {
     words[column + 3][at] = __byte_perm(high_ab, high_cd, 0x7632);
   }
 
-  // Of all threads, when all have written.
-  __device__ void store(uint8_t* to, int64_t columns, int64_t padded_rows) const {
+  // Of all threads, when all have written. stride: from one column of bytes to the next.
+  __device__ void store(uint8_t* to, int64_t columns, int64_t padded_rows, int64_t stride) const {
     constexpr int kPacks = kTile / kPackBytes;  // of a column
     const int64_t row = static_cast<int64_t>(blockIdx.y) * kTile;
     for (int i = static_cast<int>(threadIdx.x); i < kTile * kPacks; i += kThreads) {
@@ -63,7 +63,7 @@ struct TurnedTile {
       const int pack = i % kPacks;
       const int64_t column = static_cast<int64_t>(blockIdx.x) * kTile + in_tile;
       if (column >= columns || row + pack * kPackBytes >= padded_rows) continue;
-      *reinterpret_cast<uint4*>(to + column * padded_rows + row + pack * kPackBytes) =
+      *reinterpret_cast<uint4*>(to + column * stride + row + pack * kPackBytes) =
           *reinterpret_cast<const uint4*>(&words[in_tile][(pack ^ in_tile / kColumns) * 4]);
     }
   }

@@ -26,19 +26,10 @@ using Held = c10::intrusive_ptr<HeldAxis>;
 
 at::Tensor token_rows(const at::Tensor& tensor) { return tensor.reshape({-1, tensor.size(-1)}); }
 
-std::vector<OutputGradient> output_gradients(const variable_list& gradients,
-                                             at::TensorList weights) {
-  std::vector<OutputGradient> result;
-  for (size_t i = 0; i < gradients.size(); ++i)
-    result.emplace_back(token_rows(gradients[i]), weights[i]);
-  return result;
-}
-
-// The part of the tokens' gradient that comes by this rank's outputs.
-at::Tensor part_by_outputs(std::vector<OutputGradient>& gradients) {
-  at::Tensor sum;
-  for (OutputGradient& gradient : gradients) sum = gradient.added_to_input_gradient(sum);
-  return sum;
+OutputGradients output_gradients(const variable_list& gradients, at::TensorList weights) {
+  std::vector<at::Tensor> rows;
+  for (const at::Tensor& gradient : gradients) rows.push_back(token_rows(gradient));
+  return {rows, weights};
 }
 
 // Tokens on their way from all ranks: as codes and scales if they are there, else as numbers.
@@ -118,10 +109,11 @@ class GatheredLinears final : public torch::autograd::Function<GatheredLinears> 
                                {ScaleBlock::kRow, saved[1], saved[2]}},
                     gradients[0].size(0), ranks);
     std::optional<ScatteredSums> own_gradient;
-    std::vector<OutputGradient> of_outputs = output_gradients(gradients, weights);
+    OutputGradients of_outputs = output_gradients(gradients, weights);
     if (context->needs_input_grad(0))
+      // The part of the tokens' gradient that comes by this rank's outputs.
       own_gradient.emplace(
-          part_by_outputs(of_outputs).view({gradients[0].size(0), gradients[0].size(1), -1}), 1,
+          of_outputs.input_gradient().view({gradients[0].size(0), gradients[0].size(1), -1}), 1,
           ranks);
 
     variable_list result(first_bias + num_biases + 1);
@@ -135,7 +127,7 @@ class GatheredLinears final : public torch::autograd::Function<GatheredLinears> 
       tokens = turned_input(input, weights);
     }
     for (size_t i = 0; i < weights.size(); ++i)
-      if (context->needs_input_grad(1 + i)) result[1 + i] = of_outputs[i].weight_gradient(tokens);
+      if (context->needs_input_grad(1 + i)) result[1 + i] = of_outputs.weight_gradient(i, tokens);
     if (own_gradient) result[0] = own_gradient->wait();
     return result;
   }

@@ -58,24 +58,22 @@ class QuantizedLinears final : public torch::autograd::Function<QuantizedLinears
     const LayerInput kept{
         saved[0].defined() ? as_rows(saved[0]) : at::Tensor(),
         {static_cast<ScaleBlock>(context->saved_data["block"].toInt()), saved[1], saved[2]}};
-    bool has_trained_weight = false;
+    std::vector<size_t> trained;
     for (size_t i = 0; i < weights.size(); ++i)
-      has_trained_weight |= context->needs_input_grad(1 + i);
+      if (context->needs_input_grad(1 + i)) trained.push_back(i);
     const bool wants_input = context->needs_input_grad(0);
-    const TurnedInput turned = has_trained_weight ? turned_input(kept, weights) : TurnedInput{};
+    const TurnedInput turned = trained.empty() ? TurnedInput{} : turned_input(kept, weights);
 
     const std::vector<int64_t> with_bias = context->saved_data["with_bias"].toIntVector();
     const size_t first_bias = 1 + weights.size();
     variable_list result(first_bias + with_bias.size() + 1);
-    at::Tensor sum;
-    for (size_t i = 0; i < weights.size(); ++i) {
-      const bool wants_weight = context->needs_input_grad(1 + i);
-      OutputGradient gradient(as_rows(gradients[i]), weights[i]);
-      if (wants_input && wants_weight) gradient.quantize_for_both(turned);
-      if (wants_input) sum = gradient.added_to_input_gradient(sum);
-      if (wants_weight) result[1 + i] = gradient.weight_gradient(turned);
-    }
-    if (sum.defined()) result[0] = sum.view(context->saved_data["shape"].toIntVector());
+    std::vector<at::Tensor> rows;
+    for (const at::Tensor& gradient : gradients) rows.push_back(as_rows(gradient));
+    OutputGradients of_outputs(rows, weights);
+    if (wants_input && trained.size() == weights.size()) of_outputs.quantize_for_both(turned);
+    if (wants_input)
+      result[0] = of_outputs.input_gradient().view(context->saved_data["shape"].toIntVector());
+    for (const size_t i : trained) result[1 + i] = of_outputs.weight_gradient(i, turned);
     for (size_t i = 0; i < with_bias.size(); ++i)
       if (context->needs_input_grad(first_bias + i))
         result[first_bias + i] = as_rows(gradients[static_cast<size_t>(with_bias[i])]).sum(0);

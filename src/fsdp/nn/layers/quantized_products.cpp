@@ -33,13 +33,6 @@ struct CodeWeight {
   QuantizedRows rows() const {
     return {block == ScaleBlock::kPiece ? ScaleBlock::kSquare : block, weight.codes, weight.scales};
   }
-  // [in, out]; without scales that are multipliers.
-  QuantizedRows turned() const {
-    QuantizedRows result{rows().block, transposed_codes(weight.codes), {}};
-    if (block == ScaleBlock::kMatrix) result.scales = weight.scales;
-    if (block == ScaleBlock::kPiece) result.scales = weight.scales.t().contiguous();
-    return result;
-  }
 };
 
 std::optional<ScaleBlock> block_of(WeightRecipe recipe) {
@@ -163,43 +156,96 @@ TurnedInput turned_input(const LayerInput& input, at::TensorList weights) {
   return turned;
 }
 
-OutputGradient::OutputGradient(const at::Tensor& gradient, const at::Tensor& weight)
-    : gradient_(gradient), weight_(weight) {}
-
-void OutputGradient::quantize_for_both(const TurnedInput& input) {
-  const auto weight = code_weight(weight_, gradient_.size(0));
-  if (!weight || !weight->has_code_gradient()) return;
-  auto [by_rows, by_columns] =
-      quantize_two_forms(gradient_, weight->block, weight->gradient_multipliers(),
-                         weight->gradient_multipliers(input.input.codes));
-  by_rows_ = by_rows;
-  by_columns_ = by_columns;
-}
-
-at::Tensor OutputGradient::added_to_input_gradient(const at::Tensor& sum) {
-  const auto weight = code_weight(weight_, gradient_.size(0));
-  if (!weight) {
-    const at::Tensor numbers = numbers_of(weight_);
-    return sum.defined() ? sum.addmm_(gradient_, numbers) : gradient_.mm(numbers);
+OutputGradients::OutputGradients(const std::vector<at::Tensor>& gradients, at::TensorList weights) {
+  std::optional<size_t> of_rows;  // the group of layers with scales of rows or pieces
+  for (size_t i = 0; i < weights.size(); ++i) {
+    layers_.push_back({gradients[i], weights[i], {}});
+    const auto weight = code_weight(weights[i], gradients[i].size(0));
+    if (!weight) {
+      plain_.push_back(i);
+    } else if (weight->block == ScaleBlock::kMatrix) {
+      groups_.push_back({{i}, {}});
+    } else {
+      if (!of_rows) groups_.push_back({});
+      of_rows = of_rows.value_or(groups_.size() - 1);
+      groups_[*of_rows].layers.push_back(i);
+    }
   }
-  if (!by_rows_.codes.defined())
-    by_rows_ = quantize_rows(gradient_, weight->block, weight->gradient_multipliers());
-  at::Tensor part = at::empty({gradient_.size(0), weight_.size(1)}, gradient_.options());
-  multiply_codes(part, {by_rows_, weight->turned()});
-  return sum.defined() ? sum.add_(part) : part;
 }
 
-at::Tensor OutputGradient::weight_gradient(const TurnedInput& input) {
-  WeightGradient result(weight_);
-  const auto weight = code_weight(weight_, gradient_.size(0));
-  if (!weight || !weight->has_code_gradient()) {
-    result.write_rows(0, gradient_.t(), input.input.numbers);
+void OutputGradients::quantize_for_both(const TurnedInput& input) {
+  for (Group& group : groups_) {
+    std::vector<MultipliedColumns> beside;
+    std::optional<CodeWeight> weight;
+    for (const size_t i : group.layers) {
+      weight = code_weight(layers_[i].weight, layers_[i].gradient.size(0));
+      if (!weight->has_code_gradient()) break;
+      beside.push_back({layers_[i].gradient, weight->gradient_multipliers()});
+    }
+    if (beside.size() < group.layers.size()) continue;
+    TwoForms forms =
+        quantize_two_forms(beside, weight->block, weight->gradient_multipliers(input.input.codes));
+    group.by_rows = std::move(forms.by_rows);
+    for (size_t k = 0; k < group.layers.size(); ++k)
+      layers_[group.layers[k]].by_columns = std::move(forms.by_columns[k]);
+  }
+}
+
+at::Tensor OutputGradients::gradient_by(Group& group) {
+  std::vector<MultipliedColumns> beside;
+  std::vector<at::Tensor> codes;
+  std::vector<at::Tensor> scales;
+  ScaleBlock block{};
+  for (const size_t i : group.layers) {
+    const auto weight = code_weight(layers_[i].weight, layers_[i].gradient.size(0));
+    block = weight->block;
+    beside.push_back({layers_[i].gradient, weight->gradient_multipliers()});
+    codes.push_back(weight->weight.codes);
+    scales.push_back(weight->weight.scales);
+  }
+  if (!group.by_rows.codes.defined()) group.by_rows = quantize_rows(beside, block);
+  // [in, out of all]; without scales that are multipliers.
+  QuantizedRows turned{block, transposed_codes(codes), {}};
+  if (block == ScaleBlock::kMatrix) turned.scales = scales.front();
+  if (block == ScaleBlock::kPiece) {
+    turned.block = ScaleBlock::kSquare;
+    turned.scales = at::cat(scales, 0).t().contiguous();
+  }
+  const Layer& first = layers_[group.layers.front()];
+  at::Tensor result =
+      at::empty({first.gradient.size(0), first.weight.size(1)}, first.gradient.options());
+  multiply_codes(result, {group.by_rows, turned});
+  return result;
+}
+
+at::Tensor OutputGradients::input_gradient() {
+  at::Tensor sum;
+  for (Group& group : groups_) {
+    const at::Tensor part = gradient_by(group);
+    sum = sum.defined() ? sum.add_(part) : part;
+  }
+  for (const size_t i : plain_) {
+    const at::Tensor numbers = numbers_of(layers_[i].weight);
+    sum =
+        sum.defined() ? sum.addmm_(layers_[i].gradient, numbers) : layers_[i].gradient.mm(numbers);
+  }
+  return sum;
+}
+
+at::Tensor OutputGradients::weight_gradient(size_t weight, const TurnedInput& input) {
+  Layer& layer = layers_[weight];
+  WeightGradient result(layer.weight);
+  const auto codes = code_weight(layer.weight, layer.gradient.size(0));
+  if (!codes || !codes->has_code_gradient()) {
+    result.write_rows(0, layer.gradient.t(), input.input.numbers);
     return result.for_autograd();
   }
-  if (!by_columns_.codes.defined())
-    by_columns_ =
-        quantize_columns(gradient_, weight->block, weight->gradient_multipliers(input.input.codes));
-  result.write([&](const at::Tensor& to) { multiply_codes(to, {by_columns_, input.by_columns}); });
+  if (!layer.by_columns.codes.defined())
+    layer.by_columns = quantize_columns(layer.gradient, codes->block,
+                                        codes->gradient_multipliers(input.input.codes));
+  result.write([&](const at::Tensor& to) {
+    multiply_codes(to, {layer.by_columns, input.by_columns});
+  });
   return result.for_autograd();
 }
 

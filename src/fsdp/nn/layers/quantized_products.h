@@ -50,23 +50,37 @@ struct TurnedInput {
 };
 TurnedInput turned_input(const LayerInput& input, at::TensorList weights);
 
-// The gradient of a layer's output, in the forms that its products need.
-class OutputGradient {
+// The gradients of the outputs of layers with one input, in the forms that their products need.
+// Those whose scales allow it (not fp8-tensor) are quantised side by side, as one matrix: their
+// part of dX is one product, and is rounded once.
+class OutputGradients {
  public:
-  // gradient: [tokens, out]. Quantised when it is needed, in one pass if both are wanted.
-  OutputGradient(const at::Tensor& gradient, const at::Tensor& weight);
+  // gradients: [tokens, out] of each weight. Quantised when they are needed.
+  OutputGradients(const std::vector<at::Tensor>& gradients, at::TensorList weights);
+  // For dX and the dW of all weights, in one pass.
   void quantize_for_both(const TurnedInput& input);
 
-  // sum + dX, or dX if the sum is undefined. Each part is rounded to the gradient's type.
-  at::Tensor added_to_input_gradient(const at::Tensor& sum);
-  // dW, or undefined after writing it to its slab.
-  at::Tensor weight_gradient(const TurnedInput& input);
+  // dX: parts are rounded to the gradients' type, and added.
+  at::Tensor input_gradient();
+  // dW of a weight, or undefined after writing it to its slab.
+  at::Tensor weight_gradient(size_t weight, const TurnedInput& input);
 
  private:
-  const at::Tensor gradient_;
-  const at::Tensor weight_;
-  QuantizedRows by_rows_;
-  QuantizedRows by_columns_;
+  struct Layer {
+    at::Tensor gradient;
+    at::Tensor weight;
+    QuantizedRows by_columns;
+  };
+  // Layers that are quantised side by side.
+  struct Group {
+    std::vector<size_t> layers;
+    QuantizedRows by_rows;
+  };
+  at::Tensor gradient_by(Group& group);
+
+  std::vector<Layer> layers_;
+  std::vector<Group> groups_;
+  std::vector<size_t> plain_;  // layers whose numbers are multiplied
 };
 
 }  // namespace fsdp::nn

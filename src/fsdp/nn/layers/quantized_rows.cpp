@@ -74,6 +74,13 @@ at::Tensor multiplied(const at::Tensor& numbers, const at::Tensor& multipliers) 
   return multipliers.defined() ? wide * multipliers.reshape({1, -1}) : wide;
 }
 
+at::Tensor all_columns(const std::vector<MultipliedColumns>& beside) {
+  std::vector<at::Tensor> parts;
+  for (const MultipliedColumns& part : beside)
+    parts.push_back(multiplied(part.numbers, part.multipliers));
+  return at::cat(parts, 1);
+}
+
 // --- on a device ---------------------------------------------------------------------------------
 
 at::Tensor dense_multipliers(const at::Tensor& multipliers) {
@@ -89,30 +96,53 @@ CodesMemory memory_of(const QuantizedRows& rows) {
   return {bytes_of(rows.codes), rows.scales.mutable_data_ptr<float>()};
 }
 
-void quantize(const at::Tensor& numbers, const TwoForms& to, const at::Tensor& column_multipliers,
-              const at::Tensor& row_multipliers, ScaleBlock block) {
-  FSDP_ASSERT(numbers.size(1) % kCodeMultiple == 0, numbers.size(1), " columns");
-  const at::Tensor dense = dense_packs(numbers);
-  const at::Tensor by_column = dense_multipliers(column_multipliers);
-  const at::Tensor by_row = dense_multipliers(row_multipliers);
-  const at::Tensor amaxes =
-      at::empty({num_amaxes(block, dense.size(0), dense.size(1))}, dense.options().dtype(at::kInt));
-  const OnDeviceOf device(dense);
-  quantize_on_device({.dtype = dtype_of(dense.scalar_type()),
-                      .block = block,
-                      .rows = dense.size(0),
-                      .columns = dense.size(1),
-                      .numbers = dense.const_data_ptr(),
-                      .by_rows = memory_of(to.by_rows),
-                      .column_multipliers = pointer_to(by_column),
-                      .by_columns = memory_of(to.by_columns),
-                      .row_multipliers = pointer_to(by_row),
-                      .amaxes = static_cast<uint32_t*>(amaxes.mutable_data_ptr())},
-                     device.stream());
+// A matrix's place among those side by side.
+CodesMemory memory_from(const QuantizedRows& rows, int64_t column) {
+  CodesMemory memory = memory_of(rows);
+  if (memory.codes == nullptr) return memory;
+  memory.codes += column;
+  if (rows.block == ScaleBlock::kPiece) memory.scales += column / kScalePiece * rows.codes.size(0);
+  return memory;
 }
 
-QuantizedRows empty_by_rows(const at::Tensor& numbers, ScaleBlock block) {
-  return empty_rows(numbers, block, numbers.size(0), numbers.size(1), numbers.size(1));
+// A form without codes is not wanted.
+void quantize(const std::vector<MultipliedColumns>& beside, const TwoForms& to,
+              const at::Tensor& row_multipliers, ScaleBlock block) {
+  std::vector<MultipliedColumns> dense;
+  for (const MultipliedColumns& part : beside) {
+    FSDP_ASSERT(part.numbers.size(1) % kCodeMultiple == 0, part.numbers.size(1), " columns");
+    dense.push_back({dense_packs(part.numbers), dense_multipliers(part.multipliers)});
+  }
+  const at::Tensor by_row = dense_multipliers(row_multipliers);
+  std::vector<QuantizeMemory> memory;
+  int64_t columns = 0;
+  for (size_t i = 0; i < dense.size(); ++i) {
+    const at::Tensor& numbers = dense[i].numbers;
+    memory.push_back(
+        {.dtype = dtype_of(numbers.scalar_type()),
+         .block = block,
+         .rows = numbers.size(0),
+         .columns = numbers.size(1),
+         .numbers = numbers.const_data_ptr(),
+         .by_rows = memory_from(to.by_rows, columns),
+         .by_rows_stride = to.by_rows.codes.defined() ? to.by_rows.codes.size(1) : 0,
+         .column_multipliers = pointer_to(dense[i].multipliers),
+         .by_columns = to.by_columns.empty() ? CodesMemory{} : memory_of(to.by_columns[i]),
+         .row_multipliers = pointer_to(by_row)});
+    columns += numbers.size(1);
+  }
+  const at::Tensor& first = dense.front().numbers;
+  const at::Tensor amaxes =
+      at::empty({num_amaxes(block, first.size(0), columns)}, first.options().dtype(at::kInt));
+  const OnDeviceOf device(first);
+  quantize_on_device(memory, static_cast<uint32_t*>(amaxes.mutable_data_ptr()), device.stream());
+}
+
+QuantizedRows empty_by_rows(const std::vector<MultipliedColumns>& beside, ScaleBlock block) {
+  const at::Tensor& first = beside.front().numbers;
+  int64_t columns = 0;
+  for (const MultipliedColumns& part : beside) columns += part.numbers.size(1);
+  return empty_rows(first, block, first.size(0), columns, columns);
 }
 
 QuantizedRows empty_by_columns(const at::Tensor& numbers, ScaleBlock block) {
@@ -120,56 +150,79 @@ QuantizedRows empty_by_columns(const at::Tensor& numbers, ScaleBlock block) {
                     round_up(numbers.size(0), kCodeMultiple));
 }
 
+void transpose_on_device(const at::Tensor& codes, const at::Tensor& to, int64_t first_row) {
+  const at::Tensor dense = dense_packs(codes);
+  const OnDeviceOf device(dense);
+  transpose_bytes_on_device({.rows = codes.size(0),
+                             .columns = codes.size(1),
+                             .from = bytes_of(dense),
+                             .to = bytes_of(to) + first_row,
+                             .to_stride = to.size(1)},
+                            device.stream());
+}
+
 }  // namespace
+
+QuantizedRows quantize_rows(const std::vector<MultipliedColumns>& beside, ScaleBlock block) {
+  QuantizedRows result = empty_by_rows(beside, block);
+  if (result.codes.is_cuda())
+    quantize(beside, {result, {}}, {}, block);
+  else
+    quantize_on_host(all_columns(beside), result);
+  return result;
+}
 
 QuantizedRows quantize_rows(const at::Tensor& numbers, ScaleBlock block,
                             const at::Tensor& column_multipliers) {
-  QuantizedRows result = empty_by_rows(numbers, block);
-  if (numbers.is_cuda())
-    quantize(numbers, {result, {}}, column_multipliers, {}, block);
-  else
-    quantize_on_host(multiplied(numbers, column_multipliers), result);
-  return result;
+  return quantize_rows({{numbers, column_multipliers}}, block);
 }
 
 QuantizedRows quantize_columns(const at::Tensor& numbers, ScaleBlock block,
                                const at::Tensor& row_multipliers) {
   QuantizedRows result = empty_by_columns(numbers, block);
   if (numbers.is_cuda())
-    quantize(numbers, {{}, result}, {}, row_multipliers, block);
+    quantize({{numbers, {}}}, {{}, {result}}, row_multipliers, block);
   else
     quantize_on_host(multiplied(numbers.t(), row_multipliers), result);
   return result;
 }
 
-TwoForms quantize_two_forms(const at::Tensor& numbers, ScaleBlock block,
-                            const at::Tensor& column_multipliers,
+TwoForms quantize_two_forms(const std::vector<MultipliedColumns>& beside, ScaleBlock block,
                             const at::Tensor& row_multipliers) {
-  if (!numbers.is_cuda())
-    return {quantize_rows(numbers, block, column_multipliers),
-            quantize_columns(numbers, block, row_multipliers)};
-  TwoForms result{empty_by_rows(numbers, block), empty_by_columns(numbers, block)};
-  if (block == ScaleBlock::kMatrix) result.by_columns.scales = result.by_rows.scales;
-  quantize(numbers, result, column_multipliers, row_multipliers, block);
+  if (!beside.front().numbers.is_cuda()) {
+    TwoForms result{quantize_rows(beside, block), {}};
+    for (const MultipliedColumns& part : beside)
+      result.by_columns.push_back(quantize_columns(part.numbers, block, row_multipliers));
+    return result;
+  }
+  TwoForms result{empty_by_rows(beside, block), {}};
+  for (const MultipliedColumns& part : beside)
+    result.by_columns.push_back(empty_by_columns(part.numbers, block));
+  if (block == ScaleBlock::kMatrix) result.by_columns.front().scales = result.by_rows.scales;
+  quantize(beside, result, row_multipliers, block);
+  return result;
+}
+
+at::Tensor transposed_codes(at::TensorList below) {
+  const int64_t columns = below.front().size(1);
+  int64_t rows = 0;
+  for (const at::Tensor& codes : below) rows += codes.size(0);
+  at::Tensor result = at::empty({columns, round_up(rows, kCodeMultiple)}, below.front().options());
+  at::Tensor bytes = result.view(at::kByte);
+  int64_t first = 0;
+  for (const at::Tensor& codes : below) {
+    if (codes.is_cuda())
+      transpose_on_device(codes, result, first);
+    else
+      bytes.narrow(1, first, codes.size(0)).copy_(codes.view(at::kByte).t());
+    first += codes.size(0);
+  }
+  if (!result.is_cuda()) bytes.narrow(1, rows, bytes.size(1) - rows).zero_();
   return result;
 }
 
 at::Tensor transposed_codes(const at::Tensor& codes) {
-  const int64_t rows = codes.size(0);
-  const int64_t columns = codes.size(1);
-  at::Tensor result = at::empty({columns, round_up(rows, kCodeMultiple)}, codes.options());
-  if (codes.is_cuda()) {
-    const at::Tensor dense = dense_packs(codes);
-    const OnDeviceOf device(dense);
-    transpose_bytes_on_device(
-        {.rows = rows, .columns = columns, .from = bytes_of(dense), .to = bytes_of(result)},
-        device.stream());
-    return result;
-  }
-  at::Tensor bytes = result.view(at::kByte);
-  bytes.narrow(1, 0, rows).copy_(codes.view(at::kByte).t());
-  bytes.narrow(1, rows, bytes.size(1) - rows).zero_();
-  return result;
+  return transposed_codes(at::TensorList(codes));
 }
 
 }  // namespace fsdp::nn

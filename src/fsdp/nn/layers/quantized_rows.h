@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <vector>
+
 #include "fsdp/nn/kernels/quantize_kernels.h"
 
 namespace fsdp::nn {
@@ -20,8 +22,16 @@ struct QuantizedRows {
 // numbers: [rows, columns] of fp32, bf16 or fp16. A scale is that of the block's largest magnitude.
 // Blocks are kMatrix, kRow or kPiece. Each number is first multiplied, in fp32, by the multiplier
 // (fp32) of its column or row; undefined: 1, and always so for kMatrix.
+struct MultipliedColumns {
+  at::Tensor numbers;
+  at::Tensor multipliers;  // of columns
+};
 QuantizedRows quantize_rows(const at::Tensor& numbers, ScaleBlock block,
                             const at::Tensor& column_multipliers = {});
+
+// Of matrices side by side, as of one that has all their columns. kMatrix: of one; kPiece: of
+// multiples of kScalePiece columns, if there are several.
+QuantizedRows quantize_rows(const std::vector<MultipliedColumns>& beside, ScaleBlock block);
 
 // Of the transposed matrix: [columns, rows and zeros up to a multiple of 16], so that a device can
 // multiply it whatever the number of rows is.
@@ -30,14 +40,15 @@ QuantizedRows quantize_columns(const at::Tensor& numbers, ScaleBlock block,
 
 // Both at once: a device reads the numbers less often.
 struct TwoForms {
-  QuantizedRows by_rows;
-  QuantizedRows by_columns;
+  QuantizedRows by_rows;                  // of all matrices side by side
+  std::vector<QuantizedRows> by_columns;  // of each matrix
 };
-TwoForms quantize_two_forms(const at::Tensor& numbers, ScaleBlock block,
-                            const at::Tensor& column_multipliers = {},
+TwoForms quantize_two_forms(const std::vector<MultipliedColumns>& beside, ScaleBlock block,
                             const at::Tensor& row_multipliers = {});
 
 // [rows, columns] to [columns, rows and zeros up to a multiple of 16].
 at::Tensor transposed_codes(const at::Tensor& codes);
+// Of matrices one below the other. Their rows are multiples of 16, if there are several.
+at::Tensor transposed_codes(at::TensorList below);
 
 }  // namespace fsdp::nn
