@@ -21,11 +21,10 @@ inline constexpr float kLeastAmax = 1e-12f;
 
 // --- fp32 scales: fp8 with one scale for a matrix, a row or a block of 128 x 128 -----------------
 
-// What numbers are multiplied by before they are rounded. Once per block, so it may take an exact
-// division.
+// What numbers are multiplied by before they are rounded.
 FSDP_HOST_DEVICE inline float fp8_factor(float amax) {
   const float bounded = amax < kLeastAmax ? kLeastAmax : amax;  // keeps NaN
-  return static_cast<float>(static_cast<double>(Fp8E4M3::kMax) / static_cast<double>(bounded));
+  return Fp8E4M3::kMax / bounded;
 }
 
 // What codes are multiplied by. A NaN of a division has other bits on a device than on a host.
@@ -107,8 +106,7 @@ FSDP_HOST_DEVICE inline float of_e2m1(uint8_t code) {
 // What scales of blocks are multiplied by before they are rounded to e4m3.
 FSDP_HOST_DEVICE inline float nvfp4_matrix_factor(float amax) {
   const float bounded = amax < kLeastAmax ? kLeastAmax : amax;
-  return static_cast<float>(static_cast<double>(Fp8E4M3::kMax) * static_cast<double>(kMaxE2M1) /
-                            static_cast<double>(bounded));
+  return Fp8E4M3::kMax * kMaxE2M1 / bounded;
 }
 
 // A block's scale is a normal number, so that a block of small ones is not lost.

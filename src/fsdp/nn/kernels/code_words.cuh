@@ -9,11 +9,9 @@
 namespace fsdp::nn {
 
 // The numbers times their factor, with fp8_code()'s bits: a device's own conversion bounds numbers
-// like it. NaN, which is rare, goes the long way.
+// like it, and has the same NaN.
 __device__ inline uint32_t code_word(const Numbers& scaled) {
-  if constexpr (kConvertsFp8) {
-    if (!has_nan(scaled)) return nearest_in_range<Fp8E4M3>(scaled).words[0];
-  }
+  if constexpr (kConvertsFp8) return nearest_in_range<Fp8E4M3>(scaled).words[0];
   return vector_of<uint8_t>([&](int k) { return fp8_code(scaled.of[k], 1.0f); }).words[0];
 }
 

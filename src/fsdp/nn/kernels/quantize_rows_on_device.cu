@@ -131,8 +131,8 @@ void quantize_rows_on_device(const QuantizeMemory& memory, void* stream) {
     const int64_t packs = memory.columns / kPackCount<T>;
     if (packs <= kWarp * 2)
       launch<T, kWarp, 2>(rows, stream);
-    else if (packs <= kWarp * 8)
-      launch<T, kWarp, 8>(rows, stream);
+    else if (packs <= kThreads)
+      launch<T, kThreads, 1>(rows, stream);
     else if (packs <= kThreads * 2)
       launch<T, kThreads, 2>(rows, stream);
     else if (packs <= kThreads * 4)

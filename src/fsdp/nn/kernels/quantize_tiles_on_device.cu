@@ -69,6 +69,11 @@ __device__ void load_column_multipliers(const Tiles& t, const Place& place, floa
   }
 }
 
+// The magnitude of a product, as bits.
+__device__ uint32_t product_bits(float number, float multiplier) {
+  return __float_as_uint(fabsf(number) * fabsf(multiplier));
+}
+
 template <typename T>
 __device__ void row_maxes(const Part<T>& part, const float (&multipliers)[kColumns],
                           uint32_t (&most)[kRows]) {
@@ -76,8 +81,9 @@ __device__ void row_maxes(const Part<T>& part, const float (&multipliers)[kColum
   for (int row = 0; row < kRows; ++row) {
     most[row] = 0;
 #pragma unroll
-    for (int k = 0; k < kColumns; ++k)
-      most[row] = max(most[row], magnitude_bits(part.number(row, k) * multipliers[k]));
+    for (int k = 0; k < kColumns; k += 2)
+      most[row] = __vimax3_u32(most[row], product_bits(part.number(row, k), multipliers[k]),
+                               product_bits(part.number(row, k + 1), multipliers[k + 1]));
 #pragma unroll
     for (int step = kAcross / 2; step > 0; step /= 2)
       most[row] = max(most[row], __shfl_xor_sync(~0u, most[row], step));
@@ -91,8 +97,9 @@ __device__ void add_column_maxes(const Part<T>& part, const float (&multipliers)
 #pragma unroll
   for (int k = 0; k < kColumns; ++k)
 #pragma unroll
-    for (int row = 0; row < kRows; ++row)
-      most[k] = max(most[k], magnitude_bits(part.number(row, k) * multipliers[row]));
+    for (int row = 0; row < kRows; row += 2)
+      most[k] = __vimax3_u32(most[k], product_bits(part.number(row, k), multipliers[row]),
+                             product_bits(part.number(row + 1, k), multipliers[row + 1]));
 }
 
 // Of all threads of a block: in shared memory, when this returns.
@@ -128,7 +135,8 @@ __global__ void __launch_bounds__(kThreads) matrix_amax_kernel(const T* numbers,
 constexpr int kTilesDown = 4;
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) row_amax_kernel(const T* numbers, Tiles t) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 1)
+    row_amax_kernel(const T* numbers, Tiles t) {
   uint32_t column_most[kColumns] = {};
   for (int tile = 0; tile < kTilesDown; ++tile) {
     const Place place = own_place(int64_t{blockIdx.y} * kTilesDown + tile, t.rows, t.columns);

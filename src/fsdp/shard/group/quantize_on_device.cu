@@ -18,8 +18,8 @@ constexpr int kThreads = 256;
 constexpr int kLanes = 32;
 constexpr int kPerLane = 4;
 constexpr int kChunk = kLanes * kPerLane;
-constexpr int kChunksAtOnce = 4;                    // whose loads are under way together
-constexpr int kStrip = 4 * kChunksAtOnce * kChunk;  // so that few warps combine their results
+constexpr int kChunks = 4;  // whose loads are under way together
+constexpr int kStrip = kChunks * kChunk;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
 struct Strips {
@@ -98,45 +98,46 @@ __device__ void for_each_chunk(const Strips& strips, const One& one, const Many&
   if (begin >= numel) return;
   const auto columns = static_cast<uint32_t>(strips.part.columns);
   const int lane = static_cast<int>(threadIdx.x) % kLanes * kPerLane;
+  LaneElements elements[kChunks];
+#pragma unroll
+  for (int j = 0; j < kChunks; ++j)
+    elements[j] = load_elements(strips.part, begin + j * kChunk + lane);
+  const auto left = [&](int64_t at, int most) {
+    return static_cast<uint32_t>(numel - at < most ? numel - at : most);
+  };
   MatrixPlace place(strips.part, begin);  // of the chunk's first element
-  for (int64_t first = begin; first < numel && first - begin < kStrip;
-       first += kChunksAtOnce * kChunk) {
-    LaneElements elements[kChunksAtOnce];
+  const int64_t of_all = one_scale(strips, place, left(begin, kStrip));
 #pragma unroll
-    for (int j = 0; j < kChunksAtOnce; ++j)
-      elements[j] = load_elements(strips.part, first + j * kChunk + lane);
-    const auto left = [&](int64_t at, int most) {
-      return static_cast<uint32_t>(numel - at < most ? numel - at : most);
-    };
-    const int64_t of_all = one_scale(strips, place, left(first, kChunksAtOnce * kChunk));
+  for (int j = 0; j < kChunks; ++j) {
+    const int64_t chunk = begin + j * kChunk;
+    if (chunk >= numel) return;
+    const int64_t scale = of_all >= 0 ? of_all : one_scale(strips, place, left(chunk, kChunk));
+    if (scale >= 0) {
+      one(elements[j], chunk + lane, scale);
+    } else {
+      int64_t scales[kPerLane];
+      MatrixPlace own = place;
+      own.advance(static_cast<uint32_t>(lane), columns);
 #pragma unroll
-    for (int j = 0; j < kChunksAtOnce; ++j) {
-      const int64_t chunk = first + j * kChunk;
-      if (chunk >= numel) return;
-      const int64_t scale = of_all >= 0 ? of_all : one_scale(strips, place, left(chunk, kChunk));
-      if (scale >= 0) {
-        one(elements[j], chunk + lane, scale);
-      } else {
-        int64_t scales[kPerLane];
-        MatrixPlace own = place;
-        own.advance(static_cast<uint32_t>(lane), columns);
-#pragma unroll
-        for (int64_t& each : scales) {
-          each = scale_at(strips.scales, own);
-          own.advance(1, columns);
-        }
-        many(elements[j], chunk + lane, scales);
+      for (int64_t& each : scales) {
+        each = scale_at(strips.scales, own);
+        own.advance(1, columns);
       }
-      place.advance(kChunk, columns);
+      many(elements[j], chunk + lane, scales);
     }
+    if (of_all < 0) place.advance(kChunk, columns);
   }
 }
 
 // --- amaxes --------------------------------------------------------------------------------------
 
+// Most warps find a larger one there already and need no atomic, of which a matrix with one scale
+// would have many in one place. (What they read may be old: it only grows.)
 __device__ void combine_warp(uint32_t amax, int64_t index, uint32_t* amaxes) {
   const uint32_t largest = __reduce_max_sync(kAllLanes, amax);
-  if (index >= 0 && threadIdx.x % kLanes == 0) atomicMax(amaxes + index, largest);
+  if (index >= 0 && threadIdx.x % kLanes == 0 &&
+      largest > *static_cast<const volatile uint32_t*>(amaxes + index))
+    atomicMax(amaxes + index, largest);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -184,17 +185,26 @@ struct LaneCounts {
     underflows += magnitude_code == 0 && magnitude_bits(value) != 0;
   }
 
+  // Of all threads of a block: one atomic for all.
   __device__ void store(QuantizeCounts* counts) const {
-    const int all_overflows = __reduce_add_sync(kAllLanes, overflows);
-    const int all_underflows = __reduce_add_sync(kAllLanes, underflows);
-    if (threadIdx.x % kLanes != 0) return;
+    __shared__ int of_block[2];
+    if (threadIdx.x < 2) of_block[threadIdx.x] = 0;
+    __syncthreads();
+    const int of_warp[2] = {__reduce_add_sync(kAllLanes, overflows),
+                            __reduce_add_sync(kAllLanes, underflows)};
+    if (threadIdx.x % kLanes == 0) {
+      if (of_warp[0] != 0) atomicAdd(&of_block[0], of_warp[0]);
+      if (of_warp[1] != 0) atomicAdd(&of_block[1], of_warp[1]);
+    }
+    __syncthreads();
+    if (threadIdx.x != 0) return;
     const auto add = [](int64_t* to, int number) {
       if (number != 0)
         atomicAdd(reinterpret_cast<unsigned long long*>(to),
                   static_cast<unsigned long long>(number));
     };
-    add(&counts->overflows, all_overflows);
-    add(&counts->underflows, all_underflows);
+    add(&counts->overflows, of_block[0]);
+    add(&counts->underflows, of_block[1]);
   }
 };
 
