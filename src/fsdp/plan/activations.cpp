@@ -12,9 +12,11 @@ namespace {
 
 // libtorch's allocator gives out multiples of this.
 constexpr int64_t kAllocatorBlock = 512;
-constexpr int64_t kFactorBytes = 4;      // of norms, and of attention's sums
-constexpr int64_t kWide = 4;             // fp32, in which scans compute whatever the model does
-constexpr int64_t kWidest = 8;           // fp64, and indices
+constexpr int64_t kFactorBytes = 4;  // of norms, and of attention's sums
+constexpr int64_t kWide = 4;         // fp32, in which scans compute whatever the model does
+constexpr int64_t kWidest = 8;       // fp64, and indices
+constexpr int64_t kCodeBytes = 1;    // of fp8
+constexpr int64_t kScaleBytes = 4;
 constexpr int64_t kDeltaRuleChunk = 64;  // GatedDeltaNetOptions
 
 void append(std::vector<KeptTensor>& to, const std::vector<KeptTensor>& more) {
@@ -27,10 +29,24 @@ int64_t per_token_bytes(std::span<const KeptTensor> kept) {
   return sum;
 }
 
+// What is kept of a linear layer's input that nobody else keeps.
+std::vector<KeptTensor> kept_input(const char* what, int64_t width, const ActivationOptions& o) {
+  if (!o.keeps_codes) return {{what, width, element_bytes(o.compute)}};
+  return {{what, width, kCodeBytes}, {"scales of its codes", 1, kScaleBytes}};
+}
+
+// The same, of an input that is kept anyway.
+std::vector<KeptTensor> kept_codes(const char* what, int64_t width, const ActivationOptions& o) {
+  return o.keeps_codes ? kept_input(what, width, o) : std::vector<KeptTensor>{};
+}
+
 std::vector<KeptTensor> kept_by_norm(int64_t hidden, int64_t element) {
-  return {{"what is normed", hidden, element},
-          {"its norm's factors", 1, kFactorBytes},
-          {"normed", hidden, element}};
+  return {{"what is normed", hidden, element}, {"its norm's factors", 1, kFactorBytes}};
+}
+
+// Of parts with a layer that is not quantised, like a router.
+std::vector<KeptTensor> kept_numbers(int64_t hidden, int64_t element) {
+  return {{"normed", hidden, element}};
 }
 
 struct AttentionWidths {
@@ -39,36 +55,55 @@ struct AttentionWidths {
   bool is_gated = false;
 };
 
-BlockActivations attention_activations(const AttentionWidths& w, int64_t element) {
+BlockActivations attention_activations(const AttentionWidths& w, const ActivationOptions& options) {
+  const int64_t element = element_bytes(options.compute);
   BlockActivations attention{.kept = {{"queries, rotated", w.queries, element},
                                       {"keys, rotated", w.keys, element},
                                       {"values", w.keys, element},
                                       {"what attention returns", w.queries, element},
                                       {"logarithms of its sums", w.heads, kFactorBytes}},
-                             .moments = {}};
+                             .moments = {},
+                             .input = kept_input("normed", w.hidden, options)};
   if (w.qk_norm)
     append(attention.kept, {{"queries before their norm", w.queries, element},
                             {"keys before theirs", w.keys, element},
                             {"factors of both", w.heads + w.kv_heads, kFactorBytes}});
-  if (w.is_gated)
-    append(attention.kept, {{"gates", w.queries, element}, {"gated", w.queries, element}});
-  // The gradients of queries, keys and values, with the fp32 sums of the former.
-  attention.moments = {
-      {.per_token = element * (w.hidden + 4 * w.queries) + kFactorBytes * (w.queries + w.heads)}};
+  if (w.is_gated) attention.kept.push_back({"gates", w.queries, element});
+  const std::vector<KeptTensor> by_output =
+      w.is_gated ? kept_input("gated", w.queries, options)
+                 : kept_codes("the same as codes", w.queries, options);
+  append(attention.kept, by_output);
+  // The gradients of queries, keys and values, with the fp32 sums of the former, where codes of the
+  // last layer's input are gone.
+  attention.moments = {{.per_token = element * (w.hidden + 4 * w.queries) +
+                                     kFactorBytes * (w.queries + w.heads) -
+                                     (options.keeps_codes ? per_token_bytes(by_output) : 0)}};
   return attention;
 }
 
-BlockActivations gated_mlp_activations(int64_t hidden, int64_t intermediate, int64_t element) {
-  return {.kept = {{"gate", intermediate, element},
-                   {"up", intermediate, element},
-                   {"their product", intermediate, element}},
-          .moments = {{.per_token = element * (hidden + 2 * intermediate)}}};
+// The gradients of the product, and of gate and up, where the product is gone.
+BlockActivations gated_mlp_activations(int64_t hidden, int64_t intermediate,
+                                       const ActivationOptions& options) {
+  const int64_t element = element_bytes(options.compute);
+  const std::vector<KeptTensor> product = kept_input("their product", intermediate, options);
+  BlockActivations mlp{
+      .kept = {{"gate", intermediate, element}, {"up", intermediate, element}},
+      .moments = {{.per_token = element * (hidden + 3 * intermediate) - per_token_bytes(product)}},
+      .input = kept_input("normed", hidden, options)};
+  append(mlp.kept, product);
+  return mlp;
 }
 
-BlockActivations squared_mlp_activations(int64_t hidden, int64_t intermediate, int64_t element) {
-  return {
-      .kept = {{"what is above 0", intermediate, element}, {"its square", intermediate, element}},
-      .moments = {{.per_token = element * (hidden + 2 * intermediate)}}};
+BlockActivations squared_mlp_activations(int64_t hidden, int64_t intermediate,
+                                         const ActivationOptions& options) {
+  const int64_t element = element_bytes(options.compute);
+  const std::vector<KeptTensor> square = kept_input("its square", intermediate, options);
+  BlockActivations mlp{
+      .kept = {{"what is above 0", intermediate, element}},
+      .moments = {{.per_token = element * (hidden + 3 * intermediate) - per_token_bytes(square)}},
+      .input = kept_input("normed", hidden, options)};
+  append(mlp.kept, square);
+  return mlp;
 }
 
 // Rows of one token among those of a rank's experts: its own choices, or with several ranks all
@@ -85,15 +120,17 @@ double rows_per_token(const ExpertWidths& w, const ActivationOptions& options) {
 BlockActivations block_of(int64_t hidden, int64_t element, const BlockActivations& mixer,
                           const BlockActivations* second = nullptr) {
   BlockActivations block{.kept = kept_by_norm(hidden, element), .moments = {}};
+  append(block.kept, mixer.input);
   append(block.kept, mixer.kept);
   if (second == nullptr) {
     block.moments = mixer.moments;
     return block;
   }
   append(block.kept, kept_by_norm(hidden, element));
+  append(block.kept, second->input);
   append(block.kept, second->kept);
   block.moments = second->moments;
-  const int64_t gone = element * hidden + per_token_bytes(second->kept);
+  const int64_t gone = per_token_bytes(second->input) + per_token_bytes(second->kept);
   for (WorkingBytes moment : mixer.moments) {
     moment.per_token -= gone;
     block.moments.push_back(moment);
@@ -125,10 +162,10 @@ bool is_known(const LlamaConfig& c, const ActivationOptions& options) {
 Blocks blocks_of(const LlamaConfig& c, const ActivationOptions& options) {
   if (!is_known(c, options)) return std::nullopt;
   const int64_t element = element_bytes(options.compute);
-  const BlockActivations mlp = gated_mlp_activations(c.hidden_size, c.intermediate_size, element);
+  const BlockActivations mlp = gated_mlp_activations(c.hidden_size, c.intermediate_size, options);
   return std::vector(
       static_cast<size_t>(c.num_hidden_layers),
-      block_of(c.hidden_size, element, attention_activations(attention_of(c), element), &mlp));
+      block_of(c.hidden_size, element, attention_activations(attention_of(c), options), &mlp));
 }
 
 Blocks blocks_of(const MixtralConfig& c, const ActivationOptions& options) {
@@ -145,7 +182,7 @@ Blocks blocks_of(const MixtralConfig& c, const ActivationOptions& options) {
                           options);
   return std::vector(
       static_cast<size_t>(d.num_hidden_layers),
-      block_of(d.hidden_size, element, attention_activations(attention_of(d), element), &experts));
+      block_of(d.hidden_size, element, attention_activations(attention_of(d), options), &experts));
 }
 
 BlockActivations mamba_activations(const NemotronHConfig& c, const ActivationOptions& options) {
@@ -153,6 +190,7 @@ BlockActivations mamba_activations(const NemotronHConfig& c, const ActivationOpt
   const int64_t inner = c.mamba_num_heads * c.mamba_head_dim;
   const int64_t convolved = inner + 2 * c.n_groups * c.ssm_state_size;
   BlockActivations mamba = scan_activations(c, options);
+  mamba.input = kept_input("normed", c.hidden_size, options);
   append(mamba.kept, {{"gate, x, B, C and steps", inner + convolved + c.mamba_num_heads, element},
                       {"convolved", convolved, element},
                       {"x, B and C", convolved, kWide},
@@ -161,8 +199,8 @@ BlockActivations mamba_activations(const NemotronHConfig& c, const ActivationOpt
                       {"what the scan returns", inner, kWide},
                       {"gated", inner, kWide},
                       {"its norm's factors", c.n_groups, kFactorBytes},
-                      {"normed", inner, kWide},
-                      {"the same, narrow", inner, element}});
+                      {"normed", inner, kWide}});
+  append(mamba.kept, kept_input("the same, narrow", inner, options));
   return mamba;
 }
 
@@ -178,8 +216,8 @@ Blocks blocks_of(const NemotronHConfig& c, const ActivationOptions& options) {
                                     .keys = c.num_key_value_heads * head_dim,
                                     .heads = c.num_attention_heads,
                                     .kv_heads = c.num_key_value_heads},
-                                   element);
-    if (kind != 'E') return squared_mlp_activations(c.hidden_size, c.intermediate_size, element);
+                                   options);
+    if (kind != 'E') return squared_mlp_activations(c.hidden_size, c.intermediate_size, options);
     const int64_t latent = c.moe_latent_size;
     BlockActivations experts = experts_activations({.hidden = c.hidden_size,
                                                     .tokens = latent > 0 ? latent : c.hidden_size,
@@ -204,6 +242,7 @@ BlockActivations delta_net_activations(const Qwen3NextConfig& c, const Activatio
   const int64_t keys = c.linear_num_key_heads * c.linear_key_head_dim;
   const int64_t values = c.linear_num_value_heads * c.linear_value_head_dim;
   BlockActivations net = delta_rule_activations(c, options);
+  net.input = kept_numbers(c.decoder.hidden_size, element);
   append(net.kept, {{"queries, keys and values", 2 * keys + values, element},
                     {"the same, convolved", 2 * keys + values, element},
                     {"queries and keys of any length", 2 * keys, kWide},
@@ -230,7 +269,7 @@ Blocks blocks_of(const Qwen3NextConfig& c, const ActivationOptions& options) {
   for (int64_t layer = 0; layer < d.num_hidden_layers; ++layer) {
     const BlockActivations mixer = layer_type_of(c, layer) == LayerType::kLinearAttention
                                        ? delta_net_activations(c, options)
-                                       : attention_activations(attention, element);
+                                       : attention_activations(attention, options);
     const BlockActivations mlp =
         has_experts(c, layer) ? experts_activations({.hidden = d.hidden_size,
                                                      .tokens = d.hidden_size,
@@ -240,7 +279,7 @@ Blocks blocks_of(const Qwen3NextConfig& c, const ActivationOptions& options) {
                                                      .shared = c.shared_expert_intermediate_size,
                                                      .is_shared_gated = true},
                                                     options)
-                              : gated_mlp_activations(d.hidden_size, d.intermediate_size, element);
+                              : gated_mlp_activations(d.hidden_size, d.intermediate_size, options);
     blocks.push_back(block_of(d.hidden_size, element, mixer, &mlp));
   }
   return blocks;
@@ -302,13 +341,14 @@ BlockActivations experts_activations(const ExpertWidths& w, const ActivationOpti
                {w.is_gated ? "gate and up" : "what is above 0", in_rows(into), element},
                {w.is_gated ? "their product" : "its square", in_rows(w.intermediate), element},
                {"what experts return", in_rows(w.tokens), element}},
-      .moments = {}};
+      .moments = {},
+      .input = kept_numbers(w.hidden, element)};
   if (options.ep > 1)
     experts.kept.push_back({"where rows came from", in_rows(3) - w.chosen, kWidest});
   if (w.has_sigmoid_router) experts.kept.push_back({"tokens of the router", w.hidden, kWide});
   if (w.shared > 0)
-    append(experts.kept, (w.is_gated ? gated_mlp_activations(w.hidden, w.shared, element)
-                                     : squared_mlp_activations(w.hidden, w.shared, element))
+    append(experts.kept, (w.is_gated ? gated_mlp_activations(w.hidden, w.shared, options)
+                                     : squared_mlp_activations(w.hidden, w.shared, options))
                              .kept);
   if (w.shared > 0 && w.is_shared_gated)
     append(experts.kept,

@@ -29,6 +29,7 @@ struct WorkingBytes {
 struct BlockActivations {
   std::vector<KeptTensor> kept;
   std::vector<WorkingBytes> moments;
+  std::vector<KeptTensor> input = {};  // of a part of a block: what it keeps of its normed input
 
   int64_t kept_bytes(int64_t tokens) const;
   int64_t working_bytes(int64_t tokens) const;  // of the largest moment
@@ -45,6 +46,9 @@ struct ActivationOptions {
   int64_t ep = 1;
   double expert_capacity = 0.0;  // as BuildOptions has it
   int64_t sequence = 0;          // tokens; 0: more than a chunk of any layer
+  // Linear layers keep their inputs as fp8 codes (docs/fp8.md, "kept of X for the backward"). Of
+  // experts and Gated DeltaNets numbers stay.
+  bool keeps_codes = false;
 };
 
 // nullopt: they are not known, of multi-token prediction and of types other than bf16 and fp16.

@@ -102,6 +102,15 @@ std::optional<ModelActivations> activations_of(const ModelShape& model,
   return model.layers ? activations_of(*model.layers, options) : std::nullopt;
 }
 
+// Whether layers of a unit keep codes of their inputs: those of recipes whose products read them.
+bool keeps_codes(std::span<const GroupPlan> groups, int64_t unit, ProductForm weight_gradient) {
+  return weight_gradient == ProductForm::kQuantized &&
+         std::any_of(groups.begin(), groups.end(), [&](const GroupPlan& group) {
+           return group.unit == unit && (group.types.recipe == WeightRecipe::kFp8Row ||
+                                         group.types.recipe == WeightRecipe::kFp8Tensor);
+         });
+}
+
 }  // namespace
 
 bool knows_activations(const ModelShape& model, DType compute) {
@@ -111,16 +120,22 @@ bool knows_activations(const ModelShape& model, DType compute) {
 PeakForecast forecast_peak(const ModelShape& model, std::span<const GroupPlan> groups,
                            const Forecast& forecast, const PeakOptions& options) {
   const DType compute = forecast.options.compute;
-  const std::optional<ModelActivations> known =
-      activations_of(model, {.compute = compute,
-                             .ep = forecast.options.ep,
-                             .expert_capacity = options.expert_capacity,
-                             .sequence = options.batch.sequence});
+  ActivationOptions activations{.compute = compute,
+                                .ep = forecast.options.ep,
+                                .expert_capacity = options.expert_capacity,
+                                .sequence = options.batch.sequence};
+  std::optional<ModelActivations> known = activations_of(model, activations);
   if (!known)
     throw UsageError(concat("the activations of model '", model.name, "' in ", name_of(compute),
                             " are not known; they are for bf16 and fp16, without latent "
                             "attention, multi-token prediction, and windows (sliding_window) "
                             "shorter than a sequence"));
+  activations.keeps_codes = true;
+  const ModelActivations of_codes = *activations_of(model, activations);
+  // The first unit is the embedding.
+  for (size_t i = 0; i < known->blocks.size(); ++i)
+    if (keeps_codes(groups, static_cast<int64_t>(i) + 1, options.weight_gradient))
+      known->blocks[i] = of_codes.blocks[i];
   const std::vector<BlockActivations>& blocks = known->blocks;
   const int64_t element = element_bytes(compute);
   const int64_t tokens = options.batch.tokens();

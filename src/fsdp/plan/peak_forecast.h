@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "fsdp/base/weight_recipe.h"
 #include "fsdp/memory/group_memory.h"
 #include "fsdp/nn/config/logit_memory.h"
 #include "fsdp/plan/activations.h"
@@ -43,6 +44,7 @@ struct PeakOptions {
   int64_t logit_bytes = kDefaultLogitBytes;  // of the tokens that have logits at once
   bool recomputes_blocks = false;            // keeps the input of each, and all of one at a time
   double expert_capacity = 0.0;              // with several ranks of experts
+  ProductForm weight_gradient = ProductForm::kQuantized;  // of quantised weights
 };
 
 // Bytes at the moment when there are most, by what they are for.

@@ -92,7 +92,8 @@ PeakOptions peak_options(const TrainOptions& o, int64_t num_ranks) {
                                    : GradientLifetime::kPersistent,
           .logit_bytes = o.logit_bytes,
           .recomputes_blocks = o.recompute == RecomputeChoice::kBlock,
-          .expert_capacity = o.expert_capacity};
+          .expert_capacity = o.expert_capacity,
+          .weight_gradient = o.weights_gradient};
 }
 
 NamedModel find_model(const std::string& name_or_path) {
