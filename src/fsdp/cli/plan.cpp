@@ -14,6 +14,7 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
+#include "fsdp/cli/calibrate.h"
 #include "fsdp/cli/command.h"
 #include "fsdp/cli/plan_report.h"
 #include "fsdp/cli/setting_flags.h"
@@ -37,6 +38,7 @@ struct PlanArguments {
   std::string fit;
   bool json = false;
   bool compare = false;
+  CalibrateArguments calibrate;
   SettingFlags settings;
 };
 
@@ -219,6 +221,7 @@ void answer_one(const PlanArguments& given, const PlanQuestion& question, const 
 }
 
 void run_plan(const CLI::App& app, const PlanArguments& given) {
+  if (!given.calibrate.file.empty()) return calibrate_machine(given.calibrate);
   const PlanQuestion question = question_of(app, given);
   const auto start = std::chrono::steady_clock::now();
   ModelShape model = load_model(question.model);
@@ -276,6 +279,13 @@ Command add_plan(CLI::App& parent) {
                   "dimension, for --ep: '*.experts.*'; may be given several times")
       ->type_name("GLOB")
       ->allow_extra_args(false);
+  option("--calibrate", given->calibrate.file, "FILE",
+         "Measure this machine, in a minute or two, and write the table that --rates reads");
+  option("--device", given->calibrate.device, "NAME",
+         "Where --calibrate measures: auto, cpu or cuda");
+  option("--threads", given->calibrate.threads, "N",
+         "Of the host, that a rank has when --calibrate measures; default 1, on the host of a GPU "
+         "all");
   app->add_flag("--json", given->json, "Print JSON instead of a table");
   app->add_flag("--compare", given->compare, "All strategies side by side");
   for (const train::Setting& setting : train::settings())

@@ -1,0 +1,61 @@
+#include "fsdp/cli/calibrate.h"
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+
+#include <chrono>
+#include <iostream>
+#include <vector>
+
+#include "fsdp/base/check.h"
+#include "fsdp/base/durable_file.h"
+#include "fsdp/base/option_values.h"
+#include "fsdp/base/text.h"
+#include "fsdp/cli/command.h"
+#include "fsdp/train/calibration/calibration.h"
+
+namespace fsdp::cli {
+
+namespace {
+
+c10::Device device_of(const std::string& name) {
+  const std::vector<std::string> names = {"auto", "cpu", "cuda"};
+  const size_t choice = name.empty() ? 0 : parse_choice("--device", name, names);
+  const bool has_gpu = at::hasCUDA() && at::detail::getCUDAHooks().deviceCount() > 0;
+  if (choice == 2 && !has_gpu)
+    throw UsageError(
+        "--device is 'cuda', but there is no GPU here, or libtorch is built for CPUs alone; use "
+        "--device cpu");
+  return choice == 1 || !has_gpu ? c10::Device("cpu") : c10::Device("cuda:0");
+}
+
+}  // namespace
+
+void calibrate_machine(const CalibrateArguments& given) {
+  log_warnings_only();
+  const c10::Device device = device_of(given.device);
+  constexpr int64_t kMostThreads = 4096;
+  train::CalibrationOptions options = train::usual_calibration(device);
+  if (!given.threads.empty())
+    options.threads = parse_whole_number("--threads", given.threads, 1, kMostThreads);
+  if (is_directory(given.file))
+    throw UsageError(
+        concat("--calibrate is '", given.file, "', which is a directory; name a file in it"));
+  make_directories(directory_of(given.file));
+  const auto begin = std::chrono::steady_clock::now();
+  const auto seconds = [&] {
+    return std::chrono::duration_cast<std::chrono::seconds>(std::chrono::steady_clock::now() -
+                                                            begin)
+        .count();
+  };
+  options.progress = [&](const std::string& line) {
+    std::cerr << seconds() << " s  " << line << std::endl;  // seen at once
+  };
+  at::set_num_threads(static_cast<int>(options.threads));
+  const RateTable table = train::calibrate(options);
+  write_file_durably(given.file, rates_text(table));
+  std::cout << given.file << ": " << counted_text(static_cast<int64_t>(table.grids.size()), "kind")
+            << " of work on " << table.machine << ", measured in " << seconds() << " s\n";
+}
+
+}  // namespace fsdp::cli

@@ -1,0 +1,98 @@
+#include "fsdp/train/calibration/call_timer.h"
+
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <vector>
+
+#include "fsdp/graph/device_graph.h"
+
+namespace fsdp::train {
+
+namespace {
+
+constexpr int kTurns = 3;
+constexpr double kMostCalls = 20;  // of a turn
+constexpr int kFewestCalls = 3;    // on a CPU
+
+c10::Stream recorded_stream(c10::Device device) {
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  return device.is_cpu() ? guard.getStream(device) : guard.getStreamFromGlobalPool(device);
+}
+
+std::unique_ptr<DeviceGraph> recorded(c10::Device device, const std::function<void()>& calls) {
+  std::unique_ptr<DeviceGraph> graph = make_device_graph(device);
+  graph->begin({});
+  try {
+    calls();
+  } catch (...) {
+    graph->cancel();
+    throw;
+  }
+  graph->end();
+  return graph;
+}
+
+}  // namespace
+
+void synchronize(c10::Device device) {
+  if (!device.is_cpu())
+    c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+}
+
+CallTimer::CallTimer(c10::Device device, double seconds)
+    : device_(device), seconds_(seconds), stream_(recorded_stream(device)) {}
+
+double CallTimer::us_on_cpu(const std::function<void()>& call) const {
+  using Clock = std::chrono::steady_clock;
+  call();
+  double best = 0.0;
+  const auto begin = Clock::now();
+  for (int i = 0;
+       i < kFewestCalls || std::chrono::duration<double>(Clock::now() - begin).count() < seconds_;
+       ++i) {
+    const auto start = Clock::now();
+    call();
+    const double us = std::chrono::duration<double, std::micro>(Clock::now() - start).count();
+    best = i == 0 ? us : std::min(best, us);
+  }
+  return best;
+}
+
+double CallTimer::us_between_events(const std::function<void()>& run) const {
+  c10::Event begin(device_.type(), c10::EventFlag::BACKEND_DEFAULT);  // one that takes time
+  c10::Event end(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
+  begin.record(stream_);
+  run();
+  end.record(stream_);
+  synchronize(device_);
+  return begin.elapsedTime(end) * 1e3;
+}
+
+double CallTimer::us(const std::function<void()>& call, TimedBy timed_by) const {
+  if (device_.is_cpu() || timed_by == TimedBy::kHost) return us_on_cpu(call);
+  const c10::StreamGuard on_stream(stream_);
+  call();  // libraries choose their algorithms
+  synchronize(device_);
+  const double once = us_between_events(call);
+  const int calls = static_cast<int>(std::clamp(seconds_ * 1e6 / once, 1.0, kMostCalls));
+  std::function<void()> turn = [&] {
+    for (int i = 0; i < calls; ++i) call();
+  };
+  std::unique_ptr<DeviceGraph> graph;
+  if (timed_by == TimedBy::kReplay) {
+    graph = recorded(device_, turn);
+    turn = [&] { graph->replay(); };
+    turn();
+  }
+  std::vector<double> times;
+  for (int i = 0; i < kTurns; ++i) times.push_back(us_between_events(turn));
+  std::sort(times.begin(), times.end());
+  return times[kTurns / 2] / calls;
+}
+
+}  // namespace fsdp::train

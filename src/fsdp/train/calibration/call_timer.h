@@ -1,0 +1,42 @@
+// The time of a call on a device, without the host's part of it.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <cstdint>
+#include <functional>
+
+namespace fsdp::train {
+
+enum class TimedBy : uint8_t {
+  kReplay,  // on a GPU calls are recorded, and follow each other without gaps
+  kEvents,  // queued one after the other: what cannot be recorded
+  kHost,    // the host's own work, wherever the model is
+};
+
+class CallTimer {
+ public:
+  // `seconds` is about what one measurement may take; short ones call again and again.
+  CallTimer(c10::Device device, double seconds);
+
+  // Microseconds of one call. On a GPU the median of a few turns of calls counts; on a CPU the
+  // fastest call, since whatever else the machine does can only make it slower.
+  double us(const std::function<void()>& call, TimedBy timed_by = TimedBy::kReplay) const;
+
+  c10::Device device() const { return device_; }
+
+ private:
+  double us_on_cpu(const std::function<void()>& call) const;
+  // Of one run between two events of the stream.
+  double us_between_events(const std::function<void()>& run) const;
+
+  const c10::Device device_;
+  const double seconds_;
+  const c10::Stream stream_;  // one that can be recorded
+};
+
+// Until the device has done what it was asked for.
+void synchronize(c10::Device device);
+
+}  // namespace fsdp::train

@@ -1,0 +1,192 @@
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "fsdp/base/text.h"
+#include "fsdp/nn/kernels/layer_kernels.h"
+#include "fsdp/nn/layers/cross_entropy.h"
+#include "fsdp/nn/layers/feed_forward.h"
+#include "fsdp/nn/layers/quantized_rows.h"
+#include "fsdp/nn/layers/rms_norm.h"
+#include "fsdp/nn/layers/rotary.h"
+#include "fsdp/train/calibration/autograd_calls.h"
+#include "fsdp/train/calibration/measured_work.h"
+
+namespace fsdp::train {
+
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+using Call = std::function<void()>;
+// From elements to a call.
+using Prepare = std::function<Call(int64_t elements)>;
+
+// Elements are rows of this width, or one row.
+constexpr int64_t kWidth = 2048;
+constexpr int64_t kHeadDim = 64;
+constexpr int64_t kVocabulary = 32000;
+constexpr double kEps = 1e-5;
+
+std::vector<int64_t> rows_of(int64_t elements, int64_t width = kWidth) {
+  const int64_t columns = std::min(width, elements);
+  return {elements / columns, columns};
+}
+
+MeasuredWork pass(std::string name, const std::vector<int64_t>& elements, const Prepare& prepare) {
+  return {.name = std::move(name),
+          .axes = {"elements"},
+          .points = {elements},
+          .prepare = [prepare](std::span<const int64_t> sizes) { return prepare(sizes[0]); }};
+}
+
+// Both directions of a layer.
+struct LayerPass {
+  const char* name;
+  TensorFunction function;
+  std::function<Tensors(int64_t elements)> inputs;
+};
+
+std::vector<LayerPass> layer_passes(const WorkPlace& place) {
+  const auto numbers = [place](at::IntArrayRef shape) { return some_numbers(shape, place); };
+  const auto weight = [numbers](int64_t elements) { return numbers({rows_of(elements)[1]}); };
+  const auto angles = std::make_shared<nn::Rotary>(LlamaConfig{
+      .hidden_size = kWidth, .num_attention_heads = kWidth / kHeadDim, .head_dim = kHeadDim});
+  return {
+      {"norm", [](const Tensors& in) { return Tensors{nn::rms_norm(in[0], in[1], kEps)}; },
+       [=](int64_t n) {
+         return Tensors{numbers(rows_of(n)), weight(n)};
+       }},
+      {"sum and norm",
+       [](const Tensors& in) {
+         nn::RmsNorm norm(in[2].size(0), kEps);
+         norm->weight = in[2];
+         const nn::NormedBranch branch = norm->branch(in[0], in[1]);
+         return Tensors{branch.around, branch.normed};
+       },
+       [=](int64_t n) {
+         return Tensors{numbers(rows_of(n)), numbers(rows_of(n)), weight(n)};
+       }},
+      {"gated silu", [](const Tensors& in) { return Tensors{nn::gated_silu(in[0], in[1])}; },
+       [=](int64_t n) {
+         return Tensors{numbers(rows_of(n)), numbers(rows_of(n))};
+       }},
+      // Elements of queries and keys together.
+      {"rotary",
+       [=](const Tensors& in) {
+         const nn::QueryAndKey turned =
+             nn::rotate({in[0], in[1]}, angles->tables(0, in[0].size(1), place.device));
+         return Tensors{turned.query, turned.key};
+       },
+       [=](int64_t n) {
+         constexpr int64_t kHeads = 8;
+         const int64_t positions = std::max<int64_t>(1, n / 2 / kHeads / kHeadDim);
+         const at::Tensor heads = numbers({1, positions, kHeads, kHeadDim});
+         return Tensors{heads, heads.clone()};
+       }},
+  };
+}
+
+Prepare cross_entropy_pass(const WorkPlace& place) {
+  return [=](int64_t elements) -> Call {
+    const at::Tensor logits = some_numbers(rows_of(elements, kVocabulary), place);
+    const int64_t rows = logits.size(0);
+    const at::Tensor targets =
+        at::randint(logits.size(1), {rows}, at::device(place.device).dtype(at::kLong));
+    const at::Tensor sums =
+        at::empty({nn::kRowSums, rows}, at::device(place.device).dtype(at::kFloat));
+    return [=] {
+      nn::cross_entropy_rows(
+          nn::RowWork::kBoth,
+          {.logits = logits, .targets = targets, .sums = sums, .vocabulary = logits.size(1)});
+    };
+  };
+}
+
+// Gradients of rows of a table, which autograd makes as large as the table.
+MeasuredWork embedding_backward(const WorkPlace& place, const std::vector<int64_t>& elements) {
+  return {.name = "embedding backward",
+          .axes = {"elements", "table"},
+          .points = {elements, elements},
+          .prepare = [place](std::span<const int64_t> sizes) -> Call {
+            const int64_t width = std::min({kWidth, sizes[0], sizes[1]});
+            const at::Tensor gradient = some_numbers({sizes[0] / width, width}, place);
+            const int64_t vocabulary = sizes[1] / width;
+            const at::Tensor tokens = at::randint(vocabulary, {gradient.size(0)},
+                                                  at::device(place.device).dtype(at::kLong));
+            return [=] {
+              at::embedding_dense_backward(gradient, tokens, vocabulary, /*padding_idx=*/-1,
+                                           /*scale_grad_by_freq=*/false);
+            };
+          }};
+}
+
+Prepare copy_pass(const WorkPlace& place, at::ScalarType from, at::ScalarType to) {
+  return [=](int64_t elements) -> Call {
+    const at::Tensor source = some_numbers({elements}, place).to(from);
+    const at::Tensor target = at::empty({elements}, source.options().dtype(to));
+    return [=] { target.copy_(source); };
+  };
+}
+
+std::vector<MeasuredWork> code_passes(const WorkPlace& place,
+                                      const std::vector<int64_t>& elements) {
+  const auto work = [&](const char* name, const auto& function) {
+    return pass(name, elements, [=](int64_t n) -> Call {
+      const at::Tensor numbers = some_numbers(rows_of(n), place);
+      return [=] { function(numbers); };
+    });
+  };
+  return {work("codes of rows",
+               [](const at::Tensor& x) { nn::quantize_rows(x, nn::ScaleBlock::kRow); }),
+          work("codes of rows and columns",
+               [](const at::Tensor& x) { nn::quantize_two_forms(x, nn::ScaleBlock::kRow); }),
+          pass("codes transposed", elements, [=](int64_t n) -> Call {
+            const at::Tensor codes =
+                nn::quantize_rows(some_numbers(rows_of(n), place), nn::ScaleBlock::kRow).codes;
+            return [=] { nn::transposed_codes(codes); };
+          })};
+}
+
+}  // namespace
+
+std::vector<MeasuredWork> pass_works(const WorkPlace& place, const WorkSizes& sizes) {
+  const std::vector<int64_t>& elements = sizes.elements;
+  std::vector<MeasuredWork> works;
+  for (const LayerPass& layer : layer_passes(place)) {
+    works.push_back(pass(concat(layer.name, " forward"), elements,
+                         [=](int64_t n) { return forward_call(layer.function, layer.inputs(n)); }));
+    works.push_back(pass(concat(layer.name, " backward"), elements, [=](int64_t n) {
+      return backward_call(layer.function, layer.inputs(n));
+    }));
+  }
+  works.push_back(pass("sum", elements, [=](int64_t n) -> Call {
+    const at::Tensor a = some_numbers({n}, place);
+    const at::Tensor b = some_numbers({n}, place);
+    return [=] { at::add(a, b); };
+  }));
+  works.push_back(pass("sum of rows", elements, [=](int64_t n) -> Call {
+    const at::Tensor rows = some_numbers(rows_of(n), place);
+    return [=] { rows.sum(0); };
+  }));
+  works.push_back(pass("scaled to fp32", elements, [=](int64_t n) -> Call {
+    const at::Tensor values = some_numbers({n}, place).to(at::kFloat);
+    const at::Tensor factor = at::ones({1}, values.options());
+    at::Tensor to = at::empty_like(values);
+    return [=]() mutable { at::mul_out(to, values, factor); };
+  }));
+  works.push_back(pass("cross entropy", elements, cross_entropy_pass(place)));
+  works.push_back(pass("embedding forward", elements, [=](int64_t n) -> Call {
+    const at::Tensor table = some_numbers(rows_of(n), place);
+    const at::Tensor tokens =
+        at::randint(table.size(0), {table.size(0)}, at::device(place.device).dtype(at::kLong));
+    return [=] { at::embedding(table, tokens); };
+  }));
+  works.push_back(embedding_backward(place, elements));
+  works.push_back(pass("copy", elements, copy_pass(place, place.dtype, place.dtype)));
+  works.push_back(pass("copy to fp32", elements, copy_pass(place, place.dtype, at::kFloat)));
+  if (!sizes.code_widths.empty())
+    for (MeasuredWork& work : code_passes(place, elements)) works.push_back(std::move(work));
+  return works;
+}
+
+}  // namespace fsdp::train
