@@ -122,7 +122,7 @@ def measure(args):
 
 
 def write_runs(args, runs):
-    """After every run, so that a lease that ends early loses none."""
+    """After every run, so that an interrupted measurement loses none."""
     with open(args.file, "w") as out:
         json.dump({"set": args.set, "date": time.strftime("%Y-%m-%d"), "machine": f"{platform.machine()}, {os.cpu_count()} cores",
                    "runs": runs}, out, indent=1)
