@@ -139,7 +139,9 @@ std::vector<MeasuredWork> code_passes(const WorkPlace& place,
   return {work("codes of rows",
                [](const at::Tensor& x) { nn::quantize_rows(x, nn::ScaleBlock::kRow); }),
           work("codes of rows and columns",
-               [](const at::Tensor& x) { nn::quantize_two_forms(x, nn::ScaleBlock::kRow); }),
+               [](const at::Tensor& x) {
+                 nn::quantize_two_forms({{x, {}}}, nn::ScaleBlock::kRow);
+               }),
           pass("codes transposed", elements, [=](int64_t n) -> Call {
             const at::Tensor codes =
                 nn::quantize_rows(some_numbers(rows_of(n), place), nn::ScaleBlock::kRow).codes;
