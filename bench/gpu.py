@@ -29,7 +29,7 @@ import gpu_report
 HERE = pathlib.Path(__file__).resolve().parent
 OURS = ("plain-bf16", "plain-same", "plain-same-graph", "ours", "ours-graph", "ours-collectives", "plain-same-aten", "ours-aten")
 MORE_OURS = ("ours-collectives-graph", "ours-persistent", "ours-offload-50", "ours-offload-100",
-             "ours-fp8-row", "ours-fp8-row-graph", "ours-fp8-tensor")  # on request
+             "ours-muon", "ours-muon-graph", "ours-fp8-row", "ours-fp8-row-graph", "ours-fp8-tensor")  # on request
 PEERS = ("pytorch-bf16", "fsdp2", "megatron-fsdp", "megatron-fsdp-double-buffer", "fsdp2-compile")
 SHAPES = {"llama-1b": (4, 2048, 32000), "llama-110m": (4, 512, 32000), "tiny": (4, 64, 257)}
 

@@ -19,6 +19,7 @@
 #include "fsdp/graph/graph.h"
 #include "fsdp/nn/language_model.h"
 #include "fsdp/optim/adamw.h"
+#include "fsdp/optim/muon.h"
 #include "fsdp/shard/fully_shard.h"
 #include "fsdp/shard/parameter_init.h"
 
@@ -208,14 +209,7 @@ class ShardedTrainee final : public Trainee {
     options.device = setup.device;
     sharded_.emplace(
         fsdp::fully_shard(std::static_pointer_cast<torch::nn::Module>(model_), mesh_, options));
-    // Other rows decay vectors, too.
-    optimizer_ = std::make_unique<fsdp::AdamW>(
-        *sharded_, fsdp::AdamWOptions{.lr = setup.rates.lr,
-                                      .beta1 = setup.rates.beta1,
-                                      .beta2 = setup.rates.beta2,
-                                      .eps = setup.rates.eps,
-                                      .weight_decay = setup.rates.weight_decay,
-                                      .decay_spares_vectors = false});
+    optimizer_ = make_optimizer(setup, options);
   }
 
   void step(const Batch& batch) override {
@@ -229,6 +223,27 @@ class ShardedTrainee final : public Trainee {
   void finish() override { optimizer_->wait(); }
 
  private:
+  // Other rows decay vectors, too.
+  std::unique_ptr<fsdp::Optimizer> make_optimizer(const RowSetup& setup,
+                                                  const fsdp::ShardOptions& options) const {
+    const AdamWRates& rates = setup.rates;
+    if (options.matrices.declared)
+      return std::make_unique<fsdp::Muon>(*sharded_,
+                                          fsdp::MuonOptions{.lr = rates.lr,
+                                                            .weight_decay = rates.weight_decay,
+                                                            .decay_spares_vectors = false,
+                                                            .beta1 = rates.beta1,
+                                                            .beta2 = rates.beta2,
+                                                            .eps = rates.eps});
+    return std::make_unique<fsdp::AdamW>(*sharded_,
+                                         fsdp::AdamWOptions{.lr = rates.lr,
+                                                            .beta1 = rates.beta1,
+                                                            .beta2 = rates.beta2,
+                                                            .eps = rates.eps,
+                                                            .weight_decay = rates.weight_decay,
+                                                            .decay_spares_vectors = false});
+  }
+
   void train(const Batch& batch) {
     const at::Tensor loss = model_->loss(batch.tokens, batch.targets).total;
     loss.backward();
@@ -242,7 +257,7 @@ class ShardedTrainee final : public Trainee {
   const fsdp::Mesh mesh_;
   std::shared_ptr<fsdp::LanguageModel> model_;
   std::optional<fsdp::Sharded> sharded_;
-  std::unique_ptr<fsdp::AdamW> optimizer_;
+  std::unique_ptr<fsdp::Optimizer> optimizer_;
   std::unique_ptr<fsdp::Graph> graph_;
 };
 
@@ -274,6 +289,13 @@ std::unique_ptr<Trainee> make_offloaded(const RowSetup& setup) {
   options.offload.fraction = kPercent / 100.0;
   if (setup.offload_chunk > 0) options.offload.chunk_numel = setup.offload_chunk;
   return std::make_unique<ShardedTrainee>(setup, options, Launch::kEager);
+}
+
+template <Launch kLaunch>
+std::unique_ptr<Trainee> make_muon(const RowSetup& setup) {
+  fsdp::ShardOptions options{.gradient_lifetime = fsdp::GradientLifetime::kStep};
+  options.matrices.declared = true;
+  return std::make_unique<ShardedTrainee>(setup, options, kLaunch);
 }
 
 template <fsdp::WeightRecipe kRecipe, Launch kLaunch>
@@ -308,6 +330,10 @@ constexpr std::array kRows = {
         Launch::kEager, &make_offloaded<50>},
     Row{"ours-offload-100", "ours, with all main weights and moments on the host", Launch::kEager,
         &make_offloaded<100>},
+    Row{"ours-muon", "ours, with Muon for the matrices of hidden layers", Launch::kEager,
+        &make_muon<Launch::kEager>},
+    Row{"ours-muon-graph", "the same, recorded and replayed", Launch::kGraph,
+        &make_muon<Launch::kGraph>},
     Row{"ours-fp8-row", "ours, with matrices in fp8, a scale for each row", Launch::kEager,
         &make_quantized<WeightRecipe::kFp8Row, Launch::kEager>},
     Row{"ours-fp8-row-graph", "the same, recorded and replayed", Launch::kGraph,

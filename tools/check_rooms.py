@@ -37,7 +37,7 @@ MAY_KNOW = {
 
 # A room may narrow what it knows of another one to some headers.
 ONLY_HEADERS = {("nn", "shard"): ("fsdp/shard/unit.h", "fsdp/shard/direct_gradient.h", "fsdp/shard/recompute.h",
-                                  "fsdp/shard/parallel_module.h", "fsdp/shard/parameter_init.h",
+                                  "fsdp/shard/matrix_module.h", "fsdp/shard/parallel_module.h", "fsdp/shard/parameter_init.h",
                                   "fsdp/shard/quantized_weight.h"),
                 ("nn", "comm"): ("fsdp/comm/communicator.h", "fsdp/comm/mesh.h")}
 

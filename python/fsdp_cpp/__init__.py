@@ -7,11 +7,11 @@ _check()  # before the C++ module: with another torch it cannot even be loaded
 from ._C import Axis, Error, Mesh, TpEqual, TpPartial, TpShard, UsageError, version as __version__
 from .checkpoint import Checkpointer, Loaded, load, save, state_dict
 from .graph import Graph
-from .optim import SGD, AdamW, clip_grad_norm_, shard_optimizer
+from .optim import SGD, AdamW, Muon, clip_grad_norm_, shard_optimizer
 from .ranks import mesh, world
 from .shard import (Memory, found_nonfinite, fully_shard, gradients, is_sharded, memory, microbatch, no_sync, reset,
                     set_precision, unshard)
 
-__all__ = ["SGD", "AdamW", "Axis", "Checkpointer", "Error", "Graph", "Loaded", "Memory", "Mesh", "TpEqual", "TpPartial", "TpShard",
+__all__ = ["SGD", "AdamW", "Axis", "Checkpointer", "Error", "Graph", "Loaded", "Memory", "Mesh", "Muon", "TpEqual", "TpPartial", "TpShard",
            "UsageError", "clip_grad_norm_", "found_nonfinite", "fully_shard", "gradients", "is_sharded", "load", "memory", "mesh", "microbatch", "no_sync",
            "reset", "save", "set_precision", "shard_optimizer", "state_dict", "unshard", "world"]

@@ -14,11 +14,13 @@ OnNonfinite: TypeAlias = Literal["update", "skip"]
 Updates: TypeAlias = Literal["hidden", "blocking"]
 Rounding: TypeAlias = Literal["nearest", "stochastic"]
 LossScale: TypeAlias = float | Literal["dynamic"]
+AdjustLr: TypeAlias = Literal["original", "match_rms_adamw"]
+Products: TypeAlias = Literal["single", "batched"]
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 
 class Optimizer(torch.optim.Optimizer):
-    """What AdamW and SGD have in common. A torch.optim.Optimizer, so that torch's schedulers drive it: `lr` and `weight_decay`
+    """What AdamW, SGD and Muon have in common. A torch.optim.Optimizer, so that torch's schedulers drive it: `lr` and `weight_decay`
     of a parameter group may change between steps. The state is the engine's, and in checkpoints (fsdp_cpp.save)."""
 
     def __init__(self, params: Params, make: Callable[[_C.Sharded, dict[str, Any]], _C.Optimizer], defaults: dict[str, Any],
@@ -193,6 +195,42 @@ class SGD(Optimizer):
                          dict(step, momentum_dtype=momentum_dtype), decay_spares_vectors)
 
 
+class Muon(Optimizer):
+    """Muon for the matrices that fully_shard(matrices=...) names, and AdamW for everything else; the options that AdamW has, too,
+    are the same. Each matrix is updated by its owner alone.
+
+        model = fsdp.fully_shard(model, matrices="model.layers.*")
+        optimizer = fsdp.Muon(model, lr=3e-4)
+
+    momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn: as those of torch.optim.Muon, but adjust_lr_fn is "match_rms_adamw"
+        unless "original" is asked for, so that matrices and others share one learning rate.
+    adamw_rate_scale: AdamW's learning rate, relative to that of matrices.
+    products_dtype: torch.float32 or torch.bfloat16; None for bf16 on a device and fp32 on a CPU.
+    products: "batched" multiplies equal shapes of a unit together; "single" gives the same bits whatever a rank owns.
+    norm_eps: torch.optim.Muon's eps; eps is AdamW's.
+    """
+
+    def __init__(self, params: Params, lr: float = 1e-3, weight_decay: float = 0.1, momentum: float = 0.95, nesterov: bool = True,
+                 ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315), ns_steps: int = 5,
+                 adjust_lr_fn: AdjustLr = "match_rms_adamw", *, adamw_rate_scale: float = 1.0,
+                 betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, norm_eps: float = 1e-7,
+                 products_dtype: torch.dtype | None = None, products: Products = "single", max_norm: float = 0.0,
+                 decay_spares_vectors: bool = False, momentum_dtype: torch.dtype = torch.float32,
+                 first_moment: torch.dtype = torch.float32, second_moment: torch.dtype = torch.float32,
+                 measures_norm: bool = False, on_nonfinite: OnNonfinite = "update", loss_scale: LossScale = 1.0,
+                 loss_scale_interval: int = 2000, updates: Updates = "hidden", rounding: Rounding = "nearest",
+                 seed: int = 0) -> None:
+        step = dict(max_norm=max_norm, measures_norm=measures_norm, on_nonfinite=on_nonfinite, loss_scale=loss_scale,
+                    loss_scale_interval=loss_scale_interval, updates=updates, rounding=rounding, seed=seed)
+        a, b, c = ns_coefficients
+        super().__init__(params, _C.muon,
+                         dict(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, betas=betas, eps=eps),
+                         dict(step, a=a, b=b, c=c, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn,
+                              adamw_rate_scale=adamw_rate_scale, norm_eps=norm_eps, products_dtype=products_dtype,
+                              products=products, momentum_dtype=momentum_dtype, first_moment=first_moment,
+                              second_moment=second_moment), decay_spares_vectors)
+
+
 def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     """Lets an element-wise optimizer of others update a sharded model: it then sees this rank's parts of the main weights.
 
@@ -200,8 +238,8 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
 
     Its parameter groups stay the same objects, so schedulers that were made before drive it; state that it has already is cut
     alike.
-    Optimizers that look at whole matrices (Muon, Shampoo, Adafactor's factored moments) would see parts of them; they need
-    fully_shard(granularity="tensor"), and even then a flattened view.
+    Optimizers that look at whole matrices (Shampoo, Adafactor's factored moments) would see parts of them; they need
+    fully_shard(granularity="tensor"), and even then a flattened view. Muon has a class of its own here.
     """
     if isinstance(optimizer, Optimizer):
         raise _C.UsageError(f"{type(optimizer).__name__} of fsdp_cpp is made for sharded models; use it as it is")

@@ -49,7 +49,8 @@ def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units =
                 gradient_lifetime: GradientLifetime = "persistent", offload: float = 0.0, offload_pin: bool = True,
                 offload_overlap: bool = True, offload_chunk_numel: int = 1 << 20, report_nan: ReportNan = "off",
                 collectives: Collectives = "between_ranks", granularity: str = "element",
-                initial_values: InitialValues = "of_every_rank", device: torch.device | str | None = None,
+                matrices: str | Sequence[str] | Mapping[str, Sequence[int] | None] = (),
+                matrices_except: str | Sequence[str] = (), initial_values: InitialValues = "of_every_rank", device: torch.device | str | None = None,
                 init_weights: Callable[[nn.Module], object] | None = None,
                 ignored_params: Iterable[nn.Parameter] | None = None) -> M:
     """Shards the parameters of a model in place over the ranks, unit by unit, and returns the model.
@@ -89,6 +90,9 @@ def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units =
     report_nan: "per_parameter" names the parameter, rank and microbatch of a NaN or Inf in a gradient, at some cost.
     collectives: "always" issues collectives on a single rank, too, to measure them.
     granularity: where a shard may end in a tensor: "element", "row", "block(N)" or "tensor".
+    matrices: patterns of names of parameters whose matrices stay whole, each with one owner, for fsdp.Muon: "model.layers.*", of which
+        those of two or more dimensions count. A dict gives the rows of fused ones: {"*.qkv_proj.weight": [1024, 256, 256]}.
+    matrices_except: patterns of names of those that are left out.
     initial_values: "of_every_rank" (they must be equal) or "of_rank_zero" (sent to the others).
     device: of the shards; None for that of the parameters.
     init_weights: for parameters on the meta device: a function of a module that sets the module's own parameters and buffers.
@@ -109,7 +113,8 @@ def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units =
                    other_units=other_units, user_buffers=user_buffers, gradient=gradient,
                    gradient_lifetime=gradient_lifetime, offload=offload, offload_pin=offload_pin,
                    offload_overlap=offload_overlap, offload_chunk_numel=offload_chunk_numel, report_nan=report_nan,
-                   collectives=collectives, granularity=granularity, initial_values=initial_values, device=device)
+                   collectives=collectives, granularity=granularity, matrices=dict(matrices) if isinstance(matrices, Mapping) else matrices,
+                   matrices_except=matrices_except, initial_values=initial_values, device=device)
     mirrors = _mirrors(model, chosen, init_weights, set(ignored_params or ()))
     sharded = _C.fully_shard(mirrors[model], over, options)
     for module, name in chosen.items():
@@ -262,6 +267,7 @@ class Memory:
     pool: int
     reduction: int
     moments: int
+    workspace: int
     host: int
     total: int
     peak: int

@@ -14,6 +14,7 @@
 #include "fsdp/graph/graph.h"
 #include "fsdp/nn/language_model.h"
 #include "fsdp/optim/adamw.h"
+#include "fsdp/optim/muon.h"
 #include "fsdp/shard/fully_shard.h"
 #include "fsdp/shard/unit.h"
 #include "support/require.h"
@@ -35,7 +36,7 @@ constexpr int kSteps = 50;
 struct Training {
   std::shared_ptr<LanguageModel> model;
   Sharded sharded;
-  std::unique_ptr<AdamW> optimizer;
+  std::unique_ptr<Optimizer> optimizer;
   int microbatches = 1;
   at::Tensor tokens;  // [microbatches, rows, sequence + 1], where batches are copied to
   at::Tensor loss;
@@ -44,10 +45,17 @@ struct Training {
            const AdamWOptions& update = {.lr = 1e-2, .step = {.max_norm = 0.5}})
       : model(build_language_model(small_llama(), {.seed = 3, .dtype = dtype})),
         sharded(shard(mesh, options)),
-        optimizer(std::make_unique<AdamW>(sharded, update)),
+        optimizer(make_optimizer(sharded, options, update)),
         microbatches(parts),
         tokens(at::stack(std::vector<at::Tensor>(static_cast<size_t>(parts), small_tokens(0, 0)))
                    .cuda()) {}
+
+  static std::unique_ptr<Optimizer> make_optimizer(const Sharded& sharded,
+                                                   const ShardOptions& options,
+                                                   const AdamWOptions& update) {
+    if (!options.matrices.declared) return std::make_unique<AdamW>(sharded, update);
+    return std::make_unique<Muon>(sharded, MuonOptions{.lr = update.lr, .step = update.step});
+  }
 
   Sharded shard(const Mesh& mesh, const ShardOptions& options) {
     model->to(at::kCUDA);
@@ -160,6 +168,7 @@ std::vector<OptionsCase> options_cases() {
           {"bf16_moments", {}, moments(at::kBFloat16, at::kBFloat16)},
           {"fp16_moments", {}, moments(at::kHalf, at::kHalf)},
           {"fp8_moments", {}, moments(at::kFloat8_e4m3fn, at::kFloat8_e4m3fn)},
+          {"muon", {.matrices = {.declared = true}}},
           {"planned", {.pool = PoolKind::kPlanned, .prefetch = 2}},
           {"double_buffer", {.pool = PoolKind::kDoubleBuffer}},
           {"double_buffer_step",

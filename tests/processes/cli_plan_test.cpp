@@ -73,6 +73,7 @@ TEST(PlanCommand, HelpListsEveryOption) {
                              "--weights",
                              "--weights-except",
                              "--weights-scaling",
+                             "--optimizer",
                              "--json",
                              "--compare",
                              "Examples:",
@@ -202,6 +203,18 @@ TEST(PlanCommand, OptionsChangeWhatTheySay) {
   EXPECT_GT(plan_json("--model llama-1b --ranks 4 --pool-budget 1GiB").at("prefetch"), 1);
 }
 
+TEST(PlanCommand, SaysWhoOwnsMatricesOfMuon) {
+  const Json muon = plan_json("--model llama-1b --ranks 256 --optimizer muon");
+  EXPECT_EQ(muon.at("muon").at("matrices"), 22 * 7);
+  EXPECT_GT(muon.at("muon").at("idle_ranks"), 256 - 22 * 7 - 1);
+  EXPECT_GT(muon.at("bytes").at("workspace"), 0);
+  const CommandResult table = run_fsdp("plan --model llama-1b --ranks 8 --optimizer muon");
+  EXPECT_THAT(table.out, HasSubstr("muon      154 matrices with an owner each; the busiest rank"));
+  EXPECT_THAT(table.out, HasSubstr("Muon's products in bf16"));
+  EXPECT_THAT(table.out, HasSubstr("fp32 of matrices, two of the rest, 1/8"));
+  EXPECT_FALSE(plan_json("--model llama-1b --ranks 8").contains("muon"));
+}
+
 TEST(PlanCommand, ReadsModelFiles) {
   const TextFile file(
       "model.json", R"({"units": [{"name": "a", "tensors": [{"name": "w", "shape": [8, 16]}]}]})");
@@ -305,6 +318,20 @@ TEST(PlanCommand, AnswersWrongWeightsWithOneSentence) {
       {"--model llama-1b --ranks 8 --weights fp8-row --main-params none",
        "weights is fp8-row, for which main weights are fp32, but main_params is none"},
   };
+  expect_refused(table);
+}
+
+TEST(PlanCommand, AnswersWhatMuonCannotDoWithOneSentence) {
+  const TextFile file(
+      "model.json", R"({"units": [{"name": "a", "tensors": [{"name": "w", "shape": [8, 16]}]}]})");
+  const std::string of_shapes = "--ranks 8 --optimizer muon --model " + file.path();
+  const std::vector<BadUse> table = {
+      {"--model llama-1b --ranks 8 --optimizer muon --offload 0.5",
+       "muon updates whole matrices, but offload is 0.5, which cuts shards anywhere; set it to 0"},
+      {"--model llama-1b --ranks 8 --optimizer muon --tp 2",
+       "muon updates whole matrices, which tp = 2 ranks share out"},
+      {of_shapes.c_str(),
+       "names no matrix of a linear layer or of experts; choose another optimizer"}};
   expect_refused(table);
 }
 

@@ -156,3 +156,39 @@ def test_compute_type_leaves_main_weights_unrounded(world):
     loss_of(model, torch.ones(2, small.WIDTH, dtype=torch.bfloat16)).backward()
     optimizer = fsdp.AdamW(model)
     optimizer.step()
+
+
+@pytest.mark.parametrize("products", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_muon_has_the_numbers_of_torch(world, monkeypatch, strategy, adjust_lr_fn, products):
+    if products == torch.float32:  # torch's own are always bf16
+        monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+    plain = small.Stack()
+    sharded = fsdp.fully_shard(copy.deepcopy(plain), strategy=strategy, matrices="blocks.*")
+    matrices = [p for p in plain.blocks.parameters() if p.dim() > 1]
+    others = [p for p in plain.parameters() if not any(p is each for each in matrices)]
+    common = dict(lr=1e-2, weight_decay=0.1)
+    muon = torch.optim.Muon(matrices, momentum=0.9, adjust_lr_fn=adjust_lr_fn, **common)
+    adamw = torch.optim.AdamW(others, betas=(0.9, 0.95), eps=1e-3, **common)
+    ours = fsdp.Muon(sharded, momentum=0.9, adjust_lr_fn=adjust_lr_fn, products_dtype=products, eps=1e-3, **common)
+    for batches in parity.batches_of(world, rows, 3):
+        parity.plain_step(plain, loss_of, batches)
+        loss_of(sharded, batches[world.rank]).backward()
+        for optimizer in (muon, adamw, ours):
+            optimizer.step()
+            optimizer.zero_grad()
+    # Five iterations enlarge small singular values, and their roundings, up to 3.4445 times each.
+    ulps = 3.4445**5 * torch.finfo(products).eps
+    moved = 3 * 1e-2 * (0.2 * 4 if adjust_lr_fn == "match_rms_adamw" else 2**0.5)
+    parity.compare_weights(plain, sharded, dict(rtol=0, atol=moved * min(2 * ulps, 0.1)))
+
+
+def test_muon_needs_whole_matrices(world):
+    with pytest.raises(fsdp.UsageError, match="Muon finds no whole matrices"):
+        fsdp.Muon(fsdp.fully_shard(small.Stack()))
+    with pytest.raises(fsdp.UsageError, match="matrices is 3 .int.; it must be a pattern of names"):
+        fsdp.fully_shard(small.Stack(), matrices=3)
+    model = fsdp.fully_shard(small.Stack(), matrices={"blocks.*.up.weight": [small.WIDTH, small.WIDTH]})
+    fsdp.Muon(model)
+    assert fsdp.memory(model).workspace >= 0

@@ -313,8 +313,8 @@ class RequestReader {
       if (choice == 4) request.granularity = Granularity::block(wide());
     }
     if (!extreme && choice == 3 && next() % 2 == 0) {
-      request.held_numel.resize(static_cast<size_t>(request.inner_ranks * request.outer_ranks));
-      for (int64_t& held : request.held_numel) held = next();
+      request.held_load.resize(static_cast<size_t>(request.inner_ranks * request.outer_ranks));
+      for (int64_t& held : request.held_load) held = next();
     }
     const int64_t num_tensors = next() % 9;
     for (int64_t t = 0; t < num_tensors; ++t) {

@@ -70,6 +70,7 @@ struct MemoryBytes {
   int64_t main_weight = 0;
   int64_t main_grad = 0;
   int64_t moments = 0;
+  int64_t workspace = 0;  // of Muon's products
   int64_t weight_pool = 0;
   int64_t grad_pool = 0;
 
@@ -77,6 +78,16 @@ struct MemoryBytes {
 
   // On the device, that is without `host`.
   int64_t total() const;
+};
+
+// What Muon multiplies in a step, by the ranks that own the matrices.
+struct MatrixForecast {
+  int64_t num_matrices = 0;
+  // Of one Newton-Schulz iteration: the mean over the ranks, and the most of one.
+  double mean_flops = 0;
+  double most_flops = 0;
+  // Ranks that own no matrix: there are fewer matrices than ranks.
+  int64_t num_idle_ranks = 0;
 };
 
 struct Forecast {
@@ -88,6 +99,7 @@ struct Forecast {
   // No layout with the same granularity and alignment can have less.
   double padding_bound_fraction = 0;
   MemoryBytes bytes;
+  MatrixForecast matrices;  // with PlanOptions::muon
   Traffic traffic;
   // Units gathered ahead: as asked for, or the deepest that fits the budget.
   int64_t prefetch = 0;

@@ -35,6 +35,8 @@ struct TensorShape {
   std::optional<TpCut> cut = std::nullopt;
   // By the layer that multiplies it.
   bool is_quantizable = false;
+  // The rows of its matrices (MatrixModule); empty: it is none of a hidden layer.
+  std::vector<int64_t> matrix_rows = {};
   // The names in the checkpoint of a tensor that it stores in equal parts along the first
   // dimension.
   std::vector<std::string> parts = {};
@@ -81,12 +83,13 @@ struct ModelShape {
 // pattern that matches nothing, and for a tensor that cannot be of experts.
 void declare_experts(ModelShape& model, const std::vector<std::string>& patterns);
 
-// The positions (in declaration order) of a unit's tensors that share a dtype, a kind and a recipe:
-// one parameter group.
+// The positions (in declaration order) of a unit's tensors that share a dtype, a kind and a recipe,
+// and are all matrices with an owner each or none: one parameter group.
 struct TensorGroup {
   DType dtype;
   ParameterKind kind;
   WeightRecipe recipe;
+  bool has_matrices;
   std::vector<int64_t> tensors;
 };
 
@@ -99,7 +102,9 @@ struct ParallelSizes {
 // Splits a unit into groups, in order of first appearance; `compute_dtype` stands in where a tensor
 // names none. UsageError for tensors that the ranks cannot share evenly.
 using RecipeOf = std::function<WeightRecipe(const TensorShape& tensor)>;
+using HasMatrices = std::function<bool(const TensorShape& tensor)>;
 std::vector<TensorGroup> group_tensors(const UnitShape& unit, DType compute_dtype,
-                                       const ParallelSizes& sizes, const RecipeOf& recipe_of = {});
+                                       const ParallelSizes& sizes, const RecipeOf& recipe_of = {},
+                                       const HasMatrices& has_matrices = {});
 
 }  // namespace fsdp

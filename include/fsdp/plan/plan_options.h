@@ -49,6 +49,11 @@ struct PlanOptions {
   std::optional<int64_t> pool_budget_bytes = std::nullopt;
   // Where a shard may end.
   Granularity granularity = {};
+  // Muon updates the matrices of hidden layers, each by one owner (ShardOptions::matrices), with
+  // products of this type; nullopt: it does not. Their momentum has the type of first moments.
+  std::optional<DType> muon = std::nullopt;
+  // But for those of these names ("*" is any text).
+  std::vector<std::string> muon_except = {};
 
   // The grid of dense parameters, and that of a kind of grid.
   MeshShape mesh() const { return {.outer = outer, .inner = ranks / outer}; }

@@ -112,6 +112,36 @@ struct Quantization {
   friend bool operator==(const Quantization&, const Quantization&) = default;
 };
 
+// Parameters that consist of matrices with one owner each, by name.
+struct MatrixParameters {
+  // "model.layers.*": those of two or more dimensions that it matches (`*` is any text, dots too,
+  // `?` one character).
+  std::string pattern;
+
+  // The rows of their matrices, from the top, again and again until the parameter ends: of fused
+  // projections, say. Empty: as the module declares them, else one matrix; of three dimensions one
+  // for each index of the first.
+  std::vector<int64_t> rows = {};
+
+  friend bool operator==(const MatrixParameters&, const MatrixParameters&) = default;
+};
+
+// The matrices that an optimizer updates whole (fsdp::Muon): each has one owner, and owners are
+// balanced by what its update costs. All other parameters are cut as `granularity` says.
+struct WholeMatrices {
+  // Those of modules that declare them (MatrixModule): linear layers and experts of fsdp::nn, not
+  // embeddings, heads, norms and routers.
+  bool declared = false;
+
+  // Others; the first pattern that matches counts.
+  std::vector<MatrixParameters> named = {};
+
+  // Parameters that are none in spite of the above, by name.
+  std::vector<std::string> except = {};
+
+  friend bool operator==(const WholeMatrices&, const WholeMatrices&) = default;
+};
+
 struct ShardOptions {
   // The placements: a row of the table in layout/strategy.h, or any legal ones.
   Strategy strategy = Strategy::optim_grads_params;
@@ -172,6 +202,9 @@ struct ShardOptions {
 
   // Where a shard may end inside a tensor; whole tensors for optimizers that need them.
   Granularity granularity = Granularity::element();
+
+  // Parameters whose matrices stay whole, for fsdp::Muon (docs/optimizer.md).
+  WholeMatrices matrices = {};
 
   // Whose values the model begins with. Ranks that are threads of one process share its random
   // number generator; for them rank 0's values are the simple choice.

@@ -44,12 +44,13 @@ struct MemoryReport {
   int64_t pool_bytes = 0;       // gathered weights and unreduced gradients
   int64_t reduction_bytes = 0;  // copies in the wire type
   int64_t moment_bytes = 0;     // the optimizer's, with their scales
+  int64_t workspace_bytes = 0;  // Muon's, for its products
   int64_t peak_bytes = 0;       // the highest sum of all these so far
   int64_t host_bytes = 0;       // offloaded state: main weights, moments and staging memory
 
   int64_t total_bytes() const {
     return weight_bytes + main_weight_bytes + main_grad_bytes + pool_bytes + reduction_bytes +
-           moment_bytes;
+           moment_bytes + workspace_bytes;
   }
   // One line per kind.
   std::string text() const;

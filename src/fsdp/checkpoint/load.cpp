@@ -277,12 +277,12 @@ class Loading {
   void add_moments(Optimizer::Impl& optimizer) {
     // In the order of the files (pieces_of), so that they are read from begin to end.
     for (GroupUpdate* update : optimizer.group_updates())
-      for (size_t which = 0; which < optimizer.moments().size(); ++which)
+      for (size_t which = 0; which < update->moments().size(); ++which)
         targets_.push_back(
             {.group = &update->group(),
              .dtype = at::kFloat,
              .sources = plan_.find_moments(wanted_of(update->group(), DType::kFloat32),
-                                           optimizer.moments()[which].name),
+                                           update->moments()[which].name),
              .read =
                  [update, which](FlatRange flat, const at::Tensor& into) {
                    update->read_moment(which, flat, into.mutable_data_ptr<float>());

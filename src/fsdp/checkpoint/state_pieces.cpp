@@ -219,8 +219,8 @@ void add_moments(const CheckpointState& state, int64_t& number, PieceCollector& 
   Optimizer::Impl& optimizer = OptimizerAccess::of(*state.optimizer);
   for (const GroupUpdate* update : optimizer.group_updates()) {
     const ParamGroup& group = update->group();
-    for (size_t which = 0; which < optimizer.moments().size(); ++which) {
-      const std::string suffix = "." + optimizer.moments()[which].name;
+    for (size_t which = 0; which < update->moments().size(); ++which) {
+      const std::string suffix = "." + update->moments()[which].name;
       const auto read = std::make_shared<const FlatReader>(moment_reader(*update, which));
       for_each_member(group, replicas_with(group), number, [&](int64_t i, const Written& written) {
         into.add(group.name_of(i), suffix, DType::kFloat32, written, read);
@@ -256,10 +256,10 @@ std::string precision_text(const PrecisionPolicy& precision) {
                 ", grad_comm ", name(types.grad_comm));
 }
 
-GroupRecord record_of(const ParamGroup& group, Granularity granularity) {
+GroupRecord record_of(const ParamGroup& group) {
   GroupRecord record{.dtype = group.types().weight,
                      .is_trainable = group.is_trainable(),
-                     .granularity = to_text(granularity),
+                     .granularity = to_text(group.layout().request().granularity),
                      .padded_numel = group.layout().padded_numel(),
                      .members = {}};
   for (int64_t i = 0; i < group.layout().num_tensors(); ++i) {
@@ -331,8 +331,7 @@ Manifest describe(const CheckpointState& state, const StatePieces& pieces, int64
   for (const auto& unit : engine.units()) {
     UnitRecord& record = manifest.units.emplace_back();
     record.name = unit->name();
-    for (const ParamGroup& group : unit->groups())
-      record.groups.push_back(record_of(group, engine.options().granularity));
+    for (const ParamGroup& group : unit->groups()) record.groups.push_back(record_of(group));
   }
   if (state.optimizer == nullptr) return manifest;
   const StepState steps = state.optimizer->state();
@@ -342,8 +341,7 @@ Manifest describe(const CheckpointState& state, const StatePieces& pieces, int64
                         .skipped = steps.skipped,
                         .loss_scale = steps.loss_scale,
                         .good_steps = steps.good_steps};
-  for (const MomentKind& moment : OptimizerAccess::of(*state.optimizer).moments())
-    manifest.optimizer.moments.push_back(moment.name);
+  manifest.optimizer.moments = OptimizerAccess::of(*state.optimizer).moment_names();
   return manifest;
 }
 

@@ -43,7 +43,8 @@ struct PlanArguments {
 };
 
 // The settings of a run that decide what it takes, but for those that mean something else here.
-constexpr std::array<std::string_view, 25> kPlannedSettings = {"expert-capacity",
+constexpr std::array<std::string_view, 26> kPlannedSettings = {"optimizer",
+                                                               "expert-capacity",
                                                                "compute",
                                                                "recompute",
                                                                "weights",

@@ -116,6 +116,9 @@ std::string moment_words(DType dtype) {
 
 std::string moments_words(const GroupTypes& types, const PlanOptions& options) {
   if (!types.first_moment) return "none";
+  if (options.muon)
+    return concat(moment_words(*types.first_moment), " of matrices, two of the rest, ",
+                  share_words(options.strategy.optimizer, options.mesh()));
   const std::string first = moment_words(*types.first_moment);
   const std::string both = !types.second_moment ? first
                            : types.second_moment == types.first_moment
@@ -130,7 +133,7 @@ std::vector<Row> memory_rows(const Forecast& forecast) {
   const MemoryBytes& bytes = forecast.bytes;
   const GroupTypes types =
       resolve_types(options.compute, options.precision, Trainable::kYes, options.weights);
-  return {
+  std::vector<Row> rows = {
       {"weights", bytes.weight,
        concat(types.is_quantized() ? concat(row_of(types.recipe).name, " and ") : std::string(),
               name_of(types.weight), ", ", share_words(options.strategy.parameter, mesh))},
@@ -144,6 +147,20 @@ std::vector<Row> memory_rows(const Forecast& forecast) {
        bytes.grad_pool > 0 ? concat(name_of(types.wire), " on the wire") : ""},
       {"total", bytes.total(), "", bytes.host.total()},
   };
+  if (bytes.workspace > 0)
+    rows.insert(rows.end() - 3, {"workspace", bytes.workspace,
+                                 concat("Muon's products in ", name_of(*options.muon))});
+  return rows;
+}
+
+// What of the update of matrices the busiest rank does, and who does none of it.
+std::string matrix_words(const Forecast& forecast) {
+  const MatrixForecast& matrices = forecast.matrices;
+  constexpr double kIterations = 5;  // MuonOptions' own
+  return concat(matrices.num_matrices, " matrices with an owner each; the busiest rank multiplies ",
+                fixed_text(kIterations * matrices.most_flops / 1e12, 2), " Tflop a step, ",
+                fixed_text(matrices.most_flops / matrices.mean_flops, 2), " x the mean; ",
+                matrices.num_idle_ranks, " of ", forecast.options.ranks, " ranks own none");
 }
 
 struct AxisName {
@@ -203,6 +220,7 @@ void print_forecast(std::ostream& out, const ModelShape& model, const Forecast& 
   out << "strategy  " << to_text(strategy) << ": parameter " << to_text(strategy.parameter)
       << ", gradient " << to_text(strategy.gradient) << ", optimizer "
       << to_text(strategy.optimizer) << " (outer, inner)\n";
+  if (forecast.matrices.num_matrices > 0) out << "muon      " << matrix_words(forecast) << "\n";
   out << "\nmemory of each rank\n";
   print_rows(out, memory_rows(forecast));
   out << "\n" << kTrafficNote << "\n";
@@ -239,7 +257,7 @@ void print_peak(std::ostream& out, const PeakOptions& options, const PeakForecas
 nlohmann::ordered_json to_json(const ModelShape& model, const Forecast& forecast) {
   const MemoryBytes& bytes = forecast.bytes;
   const PlanOptions& options = forecast.options;
-  return {
+  nlohmann::ordered_json json = {
       {"model", model.name},
       {"strategy", to_text(options.strategy)},
       {"parameters", forecast.parameters},
@@ -259,6 +277,7 @@ nlohmann::ordered_json to_json(const ModelShape& model, const Forecast& forecast
         {"main_weight", bytes.main_weight},
         {"main_grad", bytes.main_grad},
         {"moments", bytes.moments},
+        {"workspace", bytes.workspace},
         {"weight_pool", bytes.weight_pool},
         {"grad_pool", bytes.grad_pool},
         {"total", bytes.total()}}},
@@ -269,6 +288,12 @@ nlohmann::ordered_json to_json(const ModelShape& model, const Forecast& forecast
       {"traffic_bytes", to_json(forecast.traffic)},
       {"plan_seconds", forecast.plan_seconds},
   };
+  if (const MatrixForecast& matrices = forecast.matrices; matrices.num_matrices > 0)
+    json["muon"] = {{"matrices", matrices.num_matrices},
+                    {"mean_flops", matrices.mean_flops},
+                    {"most_flops", matrices.most_flops},
+                    {"idle_ranks", matrices.num_idle_ranks}};
+  return json;
 }
 
 nlohmann::ordered_json to_json(const ModelShape& model, const RankPlan& plan) {

@@ -8,6 +8,7 @@
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
 #include "fsdp/layout/brick.h"
+#include "fsdp/layout/matrix_balance.h"
 #include "fsdp/layout/row_packing.h"
 #include "fsdp/layout/tensor_balance.h"
 
@@ -34,12 +35,15 @@ void check_request(const FlatLayoutRequest& request) {
     FSDP_CHECK(request.granularity.block_numel >= 1, "granularity block has ",
                request.granularity.block_numel, " elements; use 1 or more");
   }
-  const auto num_held = static_cast<int64_t>(request.held_numel.size());
+  const auto num_held = static_cast<int64_t>(request.held_load.size());
   FSDP_CHECK(num_held == 0 || num_held == request.inner_ranks * request.outer_ranks,
-             "held_numel has ", num_held, " entries; give one per rank, ",
+             "held_load has ", num_held, " entries; give one per rank, ",
              request.inner_ranks * request.outer_ranks, ", or none");
-  for (const int64_t held : request.held_numel)
-    FSDP_CHECK(held >= 0, "held_numel has an entry ", held, "; a rank holds 0 elements or more");
+  for (const int64_t held : request.held_load)
+    FSDP_CHECK(held >= 0, "held_load has an entry ", held, "; a rank holds 0 or more");
+  FSDP_CHECK(request.matrix_rows.empty() || request.matrix_rows.size() == request.shapes.size(),
+             "matrix_rows has ", request.matrix_rows.size(), " entries for ", request.shapes.size(),
+             " tensors; give one per tensor, or none");
 }
 
 // The product of the dims. A dim of 0 wins over dims that would overflow together.
@@ -99,10 +103,15 @@ Packing plan(const FlatLayoutRequest& request) {
     case Granularity::Kind::kRow:
       return pack_rows(tensors, num_tensors, align_numel,
                        request.inner_ranks * request.outer_ranks);
-    case Granularity::Kind::kTensor:
-      return balance_tensors(tensors, num_tensors,
-                             {.outer = request.outer_ranks, .inner = request.inner_ranks},
-                             request.held_numel);
+    case Granularity::Kind::kTensor: {
+      const MeshShape mesh{.outer = request.outer_ranks, .inner = request.inner_ranks};
+      if (request.matrix_rows.empty())
+        return balance_tensors(tensors, num_tensors, mesh, request.held_load);
+      std::vector<std::vector<OwnedMatrix>> parts;
+      for (size_t i = 0; i < request.shapes.size(); ++i)
+        parts.push_back(matrix_parts(request.shapes[i], request.matrix_rows[i]));
+      return balance_matrices(tensors, parts, align_numel, mesh, request.held_load);
+    }
   }
   return {};
 }
@@ -156,6 +165,7 @@ FlatLayout FlatLayout::in_blocks_of(int64_t numel) const {
   blocks.request_.element_bytes = 1;
   blocks.request_.align_bytes = align_numel() / numel;
   blocks.request_.granularity = Granularity::element();
+  blocks.request_.matrix_rows.clear();
   blocks.by_position_ = by_position_;
   blocks.tensor_numel_ = tensor_numel_ / numel;
   for (size_t i = 0; i < tensors_.size(); ++i) {
@@ -184,6 +194,11 @@ int64_t FlatLayout::lower_bound_numel() const {
   }
   const int64_t num_ranks = request_.inner_ranks * request_.outer_ranks;
   return checked_mul(min_shard_numel(tensors, align_numel(), num_ranks), num_ranks);
+}
+
+std::vector<OwnedMatrix> FlatLayout::matrices_of(int64_t tensor) const {
+  const auto index = static_cast<size_t>(tensor);
+  return matrix_parts(request_.shapes.at(index), request_.matrix_rows.at(index));
 }
 
 bool FlatLayout::has_even_shards() const {
@@ -333,6 +348,36 @@ std::vector<ShardPiece> shard_pieces(const FlatLayout& layout, PlacementPair coa
     pieces.push_back(
         {range.flat, local_position(layout, coarse, rank, range.flat.begin), range.local_begin});
   return pieces;
+}
+
+void add_matrix_load(const FlatLayout& layout, std::span<int64_t> load) {
+  FSDP_ASSERT(layout.segments().size() == 1, "matrices lie in one segment");
+  const std::vector<Segment::UnevenShare> shares = layout.segments()[0].uneven_shares();
+  auto share = shares.begin();
+  int64_t end = 0;  // of the shares before this one
+  for (int64_t tensor = 0; tensor < layout.num_tensors(); ++tensor)
+    for (const OwnedMatrix& part : layout.matrices_of(tensor)) {
+      if (part.range.empty()) continue;
+      const int64_t at = layout.tensor_range(tensor).begin + part.range.begin;
+      while (at >= end + share->numel) end += (share++)->numel;
+      int64_t& owner = load[static_cast<size_t>(share->index)];
+      owner = checked_add(owner, newton_schulz_flops(part.rows, part.columns));
+    }
+}
+
+std::vector<OwnedMatrix> matrices_in(const FlatLayout& layout, std::span<const ShardRange> ranges) {
+  std::vector<OwnedMatrix> found;
+  if (layout.request().matrix_rows.empty()) return found;
+  for (const ShardRange& range : ranges)
+    for (int64_t tensor = 0; tensor < layout.num_tensors(); ++tensor) {
+      const FlatRange whole = layout.tensor_range(tensor);
+      if (intersect(whole, range.flat).empty()) continue;
+      for (const OwnedMatrix& matrix : layout.matrices_of(tensor)) {
+        const int64_t at = whole.begin + matrix.range.begin;
+        if (at >= range.flat.begin && at < range.flat.end) found.push_back(matrix);
+      }
+    }
+  return found;
 }
 
 FlatRange held_range(const FlatLayout& layout, const Segment& segment, PlacementPair placed,

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "fsdp/layout/granularity.h"
+#include "fsdp/layout/matrix_parts.h"
 #include "fsdp/layout/segment.h"
 #include "fsdp/layout/strategy.h"
 
@@ -18,9 +19,14 @@ struct FlatLayoutRequest {
   int64_t outer_ranks = 1;                   // ranks that share an inner shard among them
   int64_t align_bytes = 128;                 // every tensor and every shard starts at a multiple
   Granularity granularity = Granularity::element();  // where a shard may end inside a tensor
-  // Granularity `tensor`: elements that each share's owner (inner_rank * outer_ranks + outer_rank)
-  // holds of the model's other groups, so that groups even each other out; empty: nothing yet.
-  std::vector<int64_t> held_numel = {};
+  // Granularity `tensor`: for each tensor the rows of its matrices (matrix_parts.h), which have an
+  // owner each, spread by the cost of their products instead of by elements. Empty: tensors are
+  // owned whole.
+  std::vector<std::vector<int64_t>> matrix_rows = {};
+  // Granularity `tensor`: elements (matrices: add_matrix_load) that each share's owner (inner_rank
+  // * outer_ranks + outer_rank) holds of the model's other groups, so that groups even each other
+  // out; empty: nothing yet.
+  std::vector<int64_t> held_load = {};
 };
 
 // A contiguous piece of one rank's shard.
@@ -72,6 +78,8 @@ class FlatLayout {
   int64_t lower_bound_numel() const;
 
   std::span<const Segment> segments() const { return segments_; }
+  // Of a tensor of a request with matrix_rows.
+  std::vector<OwnedMatrix> matrices_of(int64_t tensor) const;
   // False for granularity `tensor`: then ranks hold shards of different lengths, even none.
   bool has_even_shards() const;
 
@@ -118,6 +126,13 @@ std::vector<ShardPiece> shard_pieces(const FlatLayout& layout, PlacementPair coa
 // Where flat position `flat_begin`, which the rank holds under `placed`, lies in its part.
 int64_t local_position(const FlatLayout& layout, PlacementPair placed, MeshCoordinate rank,
                        int64_t flat_begin);
+
+// Adds the products of the matrices of each share (newton_schulz_flops) to `load`, by share.
+void add_matrix_load(const FlatLayout& layout, std::span<int64_t> load);
+
+// The matrices that lie in some ranges of a layout's buffer, none of which is cut; none where the
+// request has no matrix_rows.
+std::vector<OwnedMatrix> matrices_in(const FlatLayout& layout, std::span<const ShardRange> ranges);
 
 // The part of a segment that a rank holds under a placement ("RR" all of it, "RS" an inner share,
 // "SS" an outer share of that).

@@ -49,12 +49,12 @@ std::map<int64_t, BrickedTensors> spread(const BrickedTensors& tensors, int64_t 
 }
 
 // The load of each inner rank: what its outer ranks hold together.
-std::vector<int64_t> inner_loads(std::span<const int64_t> held_numel, MeshShape mesh) {
-  if (held_numel.empty()) return {};
+std::vector<int64_t> inner_loads(std::span<const int64_t> held_load, MeshShape mesh) {
+  if (held_load.empty()) return {};
   std::vector<int64_t> loads(static_cast<size_t>(mesh.inner), 0);
-  for (size_t share = 0; share < held_numel.size(); ++share) {
+  for (size_t share = 0; share < held_load.size(); ++share) {
     int64_t& load = loads[share / static_cast<size_t>(mesh.outer)];
-    load = checked_add(load, held_numel[share]);
+    load = checked_add(load, held_load[share]);
   }
   return loads;
 }
@@ -62,7 +62,7 @@ std::vector<int64_t> inner_loads(std::span<const int64_t> held_numel, MeshShape 
 }  // namespace
 
 Packing balance_tensors(std::span<const BrickedTensor> tensors, int64_t num_tensors, MeshShape mesh,
-                        std::span<const int64_t> held_numel) {
+                        std::span<const int64_t> held_load) {
   BrickedTensors sorted(tensors.begin(), tensors.end());
   std::stable_sort(
       sorted.begin(), sorted.end(),
@@ -72,10 +72,10 @@ Packing balance_tensors(std::span<const BrickedTensor> tensors, int64_t num_tens
   std::vector<Segment::UnevenShare> shares;
   int64_t at = 0;
   const auto outer = static_cast<size_t>(mesh.outer);
-  for (const auto& [inner, of_inner] : spread(sorted, mesh.inner, inner_loads(held_numel, mesh))) {
-    const auto held = held_numel.empty()
-                          ? held_numel
-                          : held_numel.subspan(static_cast<size_t>(inner) * outer, outer);
+  for (const auto& [inner, of_inner] : spread(sorted, mesh.inner, inner_loads(held_load, mesh))) {
+    const auto held = held_load.empty()
+                          ? held_load
+                          : held_load.subspan(static_cast<size_t>(inner) * outer, outer);
     for (auto& [outer_rank, share] : spread(of_inner, mesh.outer, held)) {
       BrickedTensors in_order = share;
       std::sort(in_order.begin(), in_order.end(),

@@ -11,10 +11,12 @@ GroupBuckets group_buckets(const FlatLayout& layout, const GroupTypes& types,
   // Whole numbers have one group only.
   const bool frozen = !types.trainable && is_floating(types.weight);
   const auto bucket = [&](BucketRole role, DType dtype, int64_t bytes) {
-    return Bucket{concat(name_of(role), ".",
-                         types.is_quantized() ? row_of(types.recipe).name : name_of(types.weight),
-                         frozen ? ".frozen" : "", grid.empty() ? "" : ".", grid),
-                  bytes, dtype, role};
+    return Bucket{
+        concat(name_of(role), ".",
+               types.is_quantized() ? row_of(types.recipe).name : name_of(types.weight),
+               frozen ? ".frozen" : "", layout.request().matrix_rows.empty() ? "" : ".matrices",
+               grid.empty() ? "" : ".", grid),
+        bytes, dtype, role};
   };
   const int64_t numel = layout.padded_numel();
   GroupBuckets buckets;

@@ -20,9 +20,10 @@ struct GroupBuckets {
 };
 
 // A group needs a bucket exactly where its buffer is cut into more than one part. Both have the
-// padded size of the whole group. Named after role, weight type and, where it applies, "frozen" and
-// the group's grid: "weight.bf16", "gradient.bf16", "weight.bf16.frozen", "weight.bf16.expert"; so
-// the groups of a unit, which differ in one of them, have different names. `mesh` is the grid's.
+// padded size of the whole group. Named after role, weight type and, where it applies, "frozen",
+// "matrices" and the group's grid: "weight.bf16", "gradient.bf16", "weight.bf16.frozen",
+// "weight.bf16.expert"; so the groups of a unit, which differ in one of them, have different names.
+// `mesh` is the grid's.
 GroupBuckets group_buckets(const FlatLayout& layout, const GroupTypes& types,
                            const Strategy& strategy, MeshShape mesh, std::string_view grid = "");
 

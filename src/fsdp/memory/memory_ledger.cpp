@@ -22,6 +22,8 @@ std::string_view name_of(MemoryKind kind) {
       return "moment";
     case MemoryKind::kStaging:
       return "staging";
+    case MemoryKind::kWorkspace:
+      return "workspace";
   }
   return "?";
 }

@@ -17,11 +17,13 @@ enum class MemoryKind : uint8_t {
   kReduction,   // casts before the reductions that end a cycle
   kMoment,      // what the optimizer remembers, with its scales
   kStaging,     // what travels between a device and the optimizer's part on the host
+  kWorkspace,   // what the optimizer computes in
 };
 
-inline constexpr int kNumMemoryKinds = 7;
+inline constexpr int kNumMemoryKinds = 8;
 
-// "weight", "main_weight", "main_grad", "pool", "reduction", "moment", "staging"
+// "weight", "main_weight", "main_grad", "pool", "reduction", "moment", "staging",
+// "workspace"
 std::string_view name_of(MemoryKind kind);
 
 // Bytes as they are asked for, without an allocator's rounding, so that a forecast can be exact.

@@ -114,19 +114,32 @@ void Optimizer::Impl::add_units() {
   if (traits.empty())
     throw UsageError(
         concat(rule_.name, " has nothing to update; the model has no trainable parameter"));
-  const std::vector<HyperParameters> hyper = apply_rules(rule_.parameters, traits);
-  std::span<const HyperParameters> rest = hyper;
+  std::vector<HyperParameters> hyper = apply_rules(rule_.parameters, traits);
+  std::span<HyperParameters> rest = hyper;
   uint64_t number = 0;
   for (const auto& unit : engine.units()) {
     UnitUpdate& update = units_.emplace_back(UnitUpdate{unit.get(), {}});
     for (ParamGroup& group : unit->groups()) {
       if (!group.is_trainable()) continue;
-      const size_t count = group.members().size();
-      update.groups.emplace_back(group, number++, rest.first(count), rule_.moments,
+      const std::span<HyperParameters> own = rest.first(group.members().size());
+      rest = rest.subspan(own.size());
+      if (rule_.matrices && group.has_matrices()) {
+        update.groups.emplace_back(group, number++, own, std::vector{rule_.matrices->momentum_kind},
+                                   GroupUpdate::Spans::kMatrices, engine.memory());
+        continue;
+      }
+      for (HyperParameters& each : own) each.rate_scale *= rate_scale_beside_matrices();
+      update.groups.emplace_back(group, number++, own, rule_.moments, GroupUpdate::Spans::kLong,
                                  engine.memory());
-      rest = rest.subspan(count);
     }
   }
+  if (!rule_.matrices) return;
+  matrices_.emplace(*rule_.matrices, engine.memory(), engine.device());
+  for (const UnitUpdate& unit : units_) matrices_->reserve(unit.groups);
+}
+
+double Optimizer::Impl::rate_scale_beside_matrices() const {
+  return rule_.matrices ? rule_.matrices->adamw_rate_scale : 1.0;
 }
 
 StepState* Optimizer::Impl::state_pointer() const {
@@ -153,7 +166,9 @@ void Optimizer::Impl::set_rule(size_t index, double weight_decay, double rate_sc
   for (UnitUpdate& unit : units_)
     for (GroupUpdate& group : unit.groups)
       for (UpdatePiece& piece : group.pieces())
-        piece.set_rule(static_cast<int32_t>(index), weight_decay, rate_scale);
+        piece.set_rule(
+            static_cast<int32_t>(index), weight_decay,
+            is_of_matrices(group) ? rate_scale : rate_scale * rate_scale_beside_matrices());
 }
 
 void Optimizer::Impl::tell_learning_rate() {
@@ -261,6 +276,7 @@ Work Optimizer::Impl::begin(Work norm) {
           begin_step_on_device(state_pointer(), step_rule_,
                                current_stream(state_.device()).native_handle());
         }
+        if (matrices_) matrices_->begin(state_);
       },
       std::span(&norm, 1));
 }
@@ -281,9 +297,14 @@ void Optimizer::Impl::update_piece(const UpdatePiece& piece, const at::Tensor& g
 Work Optimizer::Impl::update_unit(UnitUpdate& unit) {
   const Work work = lane_->run([this, &unit] {
     RECORD_FUNCTION("fsdp::update_unit", {});
-    for (const GroupUpdate& update : unit.groups)
+    for (const GroupUpdate& update : unit.groups) {
+      if (is_of_matrices(update)) {
+        matrices_->run(update, workspace_, team_);
+        continue;
+      }
       for (const UpdatePiece& piece : update.pieces())
         if (!piece.main().is_offloaded) update_piece(piece, update.gradient_of(piece));
+    }
   });
   return on_host_ ? on_host_->run(unit.groups, work) : work;
 }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "fsdp/comm/work.h"
 #include "fsdp/optim/kernels/begin_step.h"
 #include "fsdp/optim/kernels/thread_team.h"
+#include "fsdp/optim/matrix_updates.h"
 #include "fsdp/optim/optimizer.h"
 #include "fsdp/optim/parameter_rules.h"
 #include "fsdp/optim/shard_passes.h"
@@ -31,6 +33,7 @@ struct UpdateRule {
   std::vector<MomentKind> moments;
   double learning_rate = 0.0;
   ParameterRuleOptions parameters;
+  std::optional<MatrixRule> matrices = std::nullopt;  // of groups of matrices: instead of the above
 };
 
 // The options of an optimizer as facts that ranks compare, by the names of their fields. A rate
@@ -71,8 +74,8 @@ class Optimizer::Impl {
 
   // --- checkpoints ---
   const std::string& name() const { return rule_.name; }
-  // The optimizer's averages, in the order in which GroupUpdate counts them.
-  const std::vector<MomentKind>& moments() const { return rule_.moments; }
+  // The names of all averages that it keeps of some parameter.
+  std::vector<std::string> moment_names() const;
   // For trainable groups, in the engine's order; call wait() before reading or setting them.
   std::vector<GroupUpdate*> group_updates();
   std::vector<OptimizerShard> shards() const;
@@ -104,6 +107,11 @@ class Optimizer::Impl {
   Work update_unit(UnitUpdate& unit);
   StartedUpdate start_update(UnitUpdate& unit, Work updated);
   void end_update(StartedUpdate started);
+  // Factor of the learning rate of everything that Muon leaves to AdamW; else 1.
+  double rate_scale_beside_matrices() const;
+  bool is_of_matrices(const GroupUpdate& update) const {
+    return matrices_.has_value() && update.group().has_matrices();
+  }
   void update_piece(const UpdatePiece& piece, const at::Tensor& gradient);
   StepState* state_pointer() const;
   bool needs_norm() const;
@@ -127,6 +135,7 @@ class Optimizer::Impl {
 
   std::vector<UnitUpdate> units_;  // in the engine's order
   ThreadTeam team_;                // of the lane's thread, as large as libtorch's
+  std::optional<MatrixUpdates> matrices_;
   std::unique_ptr<Lane> lane_;
   std::unique_ptr<HostUpdates> on_host_;  // if something is offloaded
   Work begun_;                            // the last step's beginning

@@ -29,6 +29,23 @@ void add_facts(RankFacts& facts, const SgdRule& rule) {
   facts.emplace_back("nesterov", nesterov ? "true" : "false");
 }
 
+void add_facts(RankFacts& facts, const MatrixRule& rule) {
+  const auto& [momentum, nesterov, scale, iterations, a, b, c, norm_eps, products_dtype, products,
+               rounding, seed, adamw_rate_scale, momentum_kind] = rule;
+  facts.emplace_back("momentum", number_fact(momentum));
+  facts.emplace_back("nesterov", nesterov ? "true" : "false");
+  facts.emplace_back("scale", choice_fact(scale, {"kOriginal", "kMatchAdamW"}));
+  facts.emplace_back("iterations", concat(iterations));
+  facts.emplace_back("a", number_fact(a));
+  facts.emplace_back("b", number_fact(b));
+  facts.emplace_back("c", number_fact(c));
+  facts.emplace_back("norm_eps", number_fact(norm_eps));
+  facts.emplace_back("products_dtype", products_dtype ? c10::toString(*products_dtype) : "nullopt");
+  facts.emplace_back("products", choice_fact(products, {"kSingle", "kBatched"}));
+  facts.emplace_back("adamw_rate_scale", number_fact(adamw_rate_scale));
+  facts.emplace_back(concat("moment ", momentum_kind.name), name_of(momentum_kind.dtype));
+}
+
 void add_facts(RankFacts& facts, const StepOptions& step) {
   const auto& [max_norm, measures_norm, on_nonfinite, loss_scale, updates, rounding, seed] = step;
   const auto& [initial, backoff, growth, interval] = loss_scale;
@@ -85,11 +102,12 @@ DType moment_dtype(const char* field, at::ScalarType type) {
 }
 
 RankFacts optimizer_facts(const UpdateRule& rule, const StepOptions& step) {
-  const auto& [name, math, moments, learning_rate, parameters] = rule;
+  const auto& [name, math, moments, learning_rate, parameters, matrices] = rule;
   RankFacts facts{{"optimizer", name}, {"lr", number_fact(learning_rate)}};
   std::visit([&facts](const auto& each) { add_facts(facts, each); }, math);
   for (const auto& [moment, dtype] : moments)
     facts.emplace_back(concat("moment ", moment), name_of(dtype));
+  if (matrices) add_facts(facts, *matrices);
   add_facts(facts, step);
   add_facts(facts, parameters);  // last: the number of rules may differ
   return facts;

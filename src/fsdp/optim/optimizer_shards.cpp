@@ -45,16 +45,16 @@ void check_fits(const OptimizerShard& shard, FlatRange held) {
 std::vector<OptimizerShard> Optimizer::Impl::shards_of(const GroupUpdate& update) const {
   const ParamGroup& group = update.group();
   std::vector<OptimizerShard> shards;
-  for (size_t which = 0; which < rule_.moments.size(); ++which) {
+  for (size_t which = 0; which < update.moments().size(); ++which) {
     for (int64_t i = 0; i < group.layout().num_tensors(); ++i) {
       const FlatRange held = group.held_of(i);
       OptimizerShard& shard = shards.emplace_back();
       shard.parameter = group.name_of(i);
-      shard.name = rule_.moments[which].name;
+      shard.name = update.moments()[which].name;
       shard.shape = group.layout().request().shapes[static_cast<size_t>(i)];
       shard.begin = held.begin;
       shard.values = at::empty({held.numel()}, at::kFloat);
-      shard.kept_in = rule_.moments[which].dtype;
+      shard.kept_in = update.moments()[which].dtype;
       update.read_moment(which, held_flat(group, i), shard.values.mutable_data_ptr<float>());
     }
   }
@@ -82,7 +82,7 @@ void Optimizer::Impl::set_shards(std::span<const OptimizerShard> shards) {
     for (const GroupUpdate& update : unit.groups)
       for (int64_t i = 0; i < update.group().layout().num_tensors(); ++i) {
         names.push_back(update.group().name_of(i));
-        for (const MomentKind& moment : rule_.moments) {
+        for (const MomentKind& moment : update.moments()) {
           if (const OptimizerShard* shard = find(given, names.back(), moment.name))
             check_fits(*shard, update.group().held_of(i));
           unknown.erase({names.back(), moment.name});
@@ -96,14 +96,21 @@ void Optimizer::Impl::set_shards(std::span<const OptimizerShard> shards) {
                             guess.empty() ? "" : concat("; did you mean '", guess, "'?")));
   }
   for (GroupUpdate* update : group_updates())
-    for (size_t which = 0; which < rule_.moments.size(); ++which)
+    for (size_t which = 0; which < update->moments().size(); ++which)
       for (int64_t i = 0; i < update->group().layout().num_tensors(); ++i)
         if (const OptimizerShard* shard =
-                find(given, update->group().name_of(i), rule_.moments[which].name);
+                find(given, update->group().name_of(i), update->moments()[which].name);
             shard != nullptr && shard->values.defined()) {
           const at::Tensor values = shard->values.to(at::kCPU, at::kFloat).contiguous();
           update->set_moment(which, held_flat(update->group(), i), values.const_data_ptr<float>());
         }
+}
+
+std::vector<std::string> Optimizer::Impl::moment_names() const {
+  std::vector<std::string> names;
+  for (const MomentKind& moment : rule_.moments) names.push_back(moment.name);
+  if (rule_.matrices) names.push_back(rule_.matrices->momentum_kind.name);
+  return names;
 }
 
 std::vector<GroupUpdate*> Optimizer::Impl::group_updates() {

@@ -150,4 +150,23 @@ std::vector<RuleSpan> rule_spans(const FlatLayout& layout,
   return spans;
 }
 
+std::vector<RuleSpan> matrix_spans(const FlatLayout& layout,
+                                   std::span<const HyperParameters> of_tensors,
+                                   std::span<const ShardRange> shard) {
+  FSDP_ASSERT(static_cast<int64_t>(of_tensors.size()) == layout.num_tensors());
+  std::vector<RuleSpan> spans;
+  for (const ShardRange& range : shard)
+    for (int64_t tensor = 0; tensor < layout.num_tensors(); ++tensor) {
+      const int64_t begin = layout.tensor_range(tensor).begin;
+      for (const OwnedMatrix& part : layout.matrices_of(tensor)) {
+        const FlatRange flat{begin + part.range.begin, begin + part.range.end};
+        if (flat.begin < range.flat.begin || flat.begin >= range.flat.end) continue;
+        FSDP_ASSERT(flat.end <= range.flat.end, "matrix at ", flat.begin, " is cut");
+        spans.push_back({flat, range.local_begin + flat.begin - range.flat.begin,
+                         of_tensors[static_cast<size_t>(tensor)]});
+      }
+    }
+  return spans;
+}
+
 }  // namespace fsdp

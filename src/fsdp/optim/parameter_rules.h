@@ -69,4 +69,9 @@ std::vector<RuleSpan> rule_spans(const FlatLayout& layout,
                                  std::span<const HyperParameters> of_tensors,
                                  std::span<const ShardRange> shard);
 
+// The same of a layout of matrices: one span for each that the shard has, without padding.
+std::vector<RuleSpan> matrix_spans(const FlatLayout& layout,
+                                   std::span<const HyperParameters> of_tensors,
+                                   std::span<const ShardRange> shard);
+
 }  // namespace fsdp

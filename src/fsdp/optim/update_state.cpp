@@ -175,12 +175,14 @@ const float* UpdatePiece::moment_in_host_memory(size_t which, FlatRange flat) co
 }
 
 GroupUpdate::GroupUpdate(ParamGroup& group, uint64_t number, std::span<const HyperParameters> hyper,
-                         const std::vector<MomentKind>& moments, EngineMemory& memory)
-    : group_(&group) {
+                         std::vector<MomentKind> moments, Spans spans, EngineMemory& memory)
+    : group_(&group), moments_(std::move(moments)) {
   for (const MainWeightPiece& main : group.main_weights().pieces()) {
     const ShardRange range{.flat = main.flat};
     pieces_.emplace_back(main, group.types().main_grad, number,
-                         rule_spans(group.layout(), hyper, {&range, 1}), moments, memory);
+                         spans == Spans::kLong ? rule_spans(group.layout(), hyper, {&range, 1})
+                                               : matrix_spans(group.layout(), hyper, {&range, 1}),
+                         moments_, memory);
   }
 }
 

@@ -72,11 +72,15 @@ class UpdatePiece {
 // The state of a group's optimizer shard.
 class GroupUpdate {
  public:
+  // What a span is at most: everything with the same hyper-parameters, or one matrix.
+  enum class Spans : uint8_t { kLong, kMatrices };
+
   // `hyper` are the hyper-parameters of the group's members; `number` tells groups apart.
   GroupUpdate(ParamGroup& group, uint64_t number, std::span<const HyperParameters> hyper,
-              const std::vector<MomentKind>& moments, EngineMemory& memory);
+              std::vector<MomentKind> moments, Spans spans, EngineMemory& memory);
 
   ParamGroup& group() const { return *group_; }
+  const std::vector<MomentKind>& moments() const { return moments_; }
   std::vector<UpdatePiece>& pieces() { return pieces_; }
   const std::vector<UpdatePiece>& pieces() const { return pieces_; }
 
@@ -93,6 +97,7 @@ class GroupUpdate {
 
  private:
   ParamGroup* group_;
+  std::vector<MomentKind> moments_;
   std::vector<UpdatePiece> pieces_;
 };
 

@@ -105,10 +105,37 @@ MemoryBytes buffers_of(std::span<const GroupPlan> groups, const PlanOptions& opt
         state_places(group.layout.shard_ranges(strategy.optimizer, place), options.offload);
     bytes.main_weight += checked_mul(numel_of(places.device), main_weight_bytes(types));
     bytes.moments += moments_bytes(types, places.device);
+    for (const OwnedMatrix& matrix : matrices_in(group.layout, places.device))
+      bytes.workspace =
+          std::max(bytes.workspace,
+                   bytes_in(newton_schulz_numel(matrix.rows, matrix.columns), *options.muon));
     bytes.host.main_weight += checked_mul(numel_of(places.host), host_weight_bytes(types));
     bytes.host.moments += moments_bytes(types, places.host);
   }
   return bytes;
+}
+
+// One task per matrix; it is that of all ranks that hold it.
+MatrixForecast matrix_forecast(std::span<const GroupPlan> groups, const PlanOptions& options) {
+  MatrixForecast result;
+  if (!options.muon) return result;
+  for (const GroupPlan& group : groups)
+    if (!group.layout.request().matrix_rows.empty())
+      for (int64_t tensor = 0; tensor < group.layout.num_tensors(); ++tensor)
+        result.num_matrices += static_cast<int64_t>(group.layout.matrices_of(tensor).size()) *
+                               options.owners(row_of(group.kind).grid);
+  for (int64_t rank = 0; rank < options.ranks; ++rank) {
+    double flops = 0;
+    for (const GroupPlan& group : groups)
+      for (const OwnedMatrix& matrix :
+           matrices_in(group.layout, group.layout.shard_ranges(options.strategy.optimizer,
+                                                               place_of(rank, group, options))))
+        flops += static_cast<double>(newton_schulz_flops(matrix.rows, matrix.columns));
+    result.mean_flops += flops / static_cast<double>(options.ranks);
+    result.most_flops = std::max(result.most_flops, flops);
+    if (flops == 0) ++result.num_idle_ranks;
+  }
+  return result;
 }
 
 // Ranks hold equally much unless tensors are never cut (but for a scale or two of the moments,
@@ -183,7 +210,7 @@ Traffic group_traffic(const Strategy& strategy, MeshShape mesh, GroupBytes bytes
 }
 
 int64_t MemoryBytes::total() const {
-  return weight + main_weight + main_grad + moments + weight_pool + grad_pool;
+  return weight + main_weight + main_grad + moments + workspace + weight_pool + grad_pool;
 }
 
 Planner::Planner(ModelShape model, const PlanOptions& options)
@@ -222,6 +249,7 @@ Forecast Planner::forecast_with(PlanOptions options) const {
   result.padding_fraction = padding_fraction_;
   result.padding_bound_fraction = padding_bound_fraction_;
   result.bytes = buffers_of_fullest_rank(*groups_, result.options);
+  result.matrices = matrix_forecast(*groups_, result.options);
 
   const PoolForecast pool = forecast_pool(model_, *groups_, result.options);
   result.bytes.weight_pool = pool.weight_bytes;

@@ -146,6 +146,12 @@ void PlanOptions::validate() const {
                             ", which cuts shards anywhere; set it to 0"));
   if (!(offload >= 0 && offload <= 1))
     throw UsageError(concat("offload is ", offload, "; it must be a fraction from 0 to 1"));
+  if (muon && offload > 0)
+    throw UsageError(concat("muon updates whole matrices, but offload is ", offload,
+                            ", which cuts shards anywhere; set it to 0"));
+  if (muon && tp > 1)
+    throw UsageError(concat("muon updates whole matrices, which tp = ", tp,
+                            " ranks share out; leave tp out, or choose another optimizer"));
 }
 
 MeshShape PlanOptions::mesh(GridKind grid) const {
@@ -176,37 +182,61 @@ std::vector<GroupPlan> lay_out(const ModelShape& model, const PlanOptions& optio
   // What each rank of a grid holds of the groups so far. Without it the largest tensor of every
   // unit would go to the first rank.
   std::array<std::vector<int64_t>, kGridKinds.size()> held_by_grid;
+  std::array<std::vector<int64_t>, kGridKinds.size()> matrices_by_grid;
   for (size_t unit = 0; unit < model.units.size(); ++unit) {
     const UnitShape& shape = model.units[unit];
-    for (const TensorGroup& group :
-         group_tensors(shape, options.compute, {.ep = options.ep, .tp = options.tp},
-                       [&](const TensorShape& tensor) { return recipes.of(tensor); })) {
+    for (const TensorGroup& group : group_tensors(
+             shape, options.compute, {.ep = options.ep, .tp = options.tp},
+             [&](const TensorShape& tensor) { return recipes.of(tensor); },
+             [&](const TensorShape& tensor) {
+               return options.muon && !tensor.matrix_rows.empty() &&
+                      std::none_of(options.muon_except.begin(), options.muon_except.end(),
+                                   [&](const std::string& pattern) {
+                                     return matches_glob(pattern, tensor.name);
+                                   });
+             })) {
       const GridKind grid = row_of(group.kind).grid;
       const MeshShape mesh = options.mesh(grid);
-      const GroupTypes types =
+      GroupTypes types =
           resolve_types(group.dtype, options.precision, Trainable::kYes, group.recipe);
-      std::vector<int64_t>& held_numel = held_by_grid[static_cast<size_t>(grid)];
-      if (whole_tensors) held_numel.resize(static_cast<size_t>(mesh.inner * mesh.outer), 0);
-      FlatLayoutRequest request{.shapes = {},
-                                .element_bytes = narrowest_bytes(types),
-                                .inner_ranks = mesh.inner,
-                                .outer_ranks = mesh.outer,
-                                .align_bytes = align_bytes(types),
-                                .granularity = options.granularity,
-                                .held_numel = held_numel};
-      for (const int64_t tensor : group.tensors)
-        request.shapes.push_back(owned_shape(shape.tensors[static_cast<size_t>(tensor)], group.kind,
-                                             options.owners(grid)));
+      if (group.has_matrices) types.second_moment = std::nullopt;
+      std::vector<int64_t>& held_load =
+          (group.has_matrices ? matrices_by_grid : held_by_grid)[static_cast<size_t>(grid)];
+      if (whole_tensors || group.has_matrices)
+        held_load.resize(static_cast<size_t>(mesh.inner * mesh.outer), 0);
+      FlatLayoutRequest request{
+          .shapes = {},
+          .element_bytes = narrowest_bytes(types),
+          .inner_ranks = mesh.inner,
+          .outer_ranks = mesh.outer,
+          .align_bytes = align_bytes(types),
+          .granularity = group.has_matrices ? Granularity::tensor() : options.granularity,
+          .held_load = held_load};
+      for (const int64_t index : group.tensors) {
+        const TensorShape& tensor = shape.tensors[static_cast<size_t>(index)];
+        request.shapes.push_back(owned_shape(tensor, group.kind, options.owners(grid)));
+        if (group.has_matrices) request.matrix_rows.push_back(tensor.matrix_rows);
+      }
       check_blocks(shape, group, request.shapes);
       groups.push_back(
           {static_cast<int64_t>(unit), group.kind, mesh, types, FlatLayout(std::move(request))});
+      if (group.has_matrices) {
+        add_matrix_load(groups.back().layout, held_load);
+        continue;
+      }
       if (!whole_tensors) continue;
       for (const Segment& segment : groups.back().layout.segments())
         for (const Segment::UnevenShare& share : segment.uneven_shares())
-          held_numel[static_cast<size_t>(share.index)] += share.numel;
+          held_load[static_cast<size_t>(share.index)] += share.numel;
     }
   }
   recipes.check_all_are_used();
+  if (options.muon && std::none_of(groups.begin(), groups.end(), [](const GroupPlan& group) {
+        return !group.layout.request().matrix_rows.empty();
+      }))
+    throw UsageError(concat("muon has nothing to update, for model '", shown(model.name),
+                            "' names no matrix of a linear layer or of experts; choose another "
+                            "optimizer"));
   if (options.ep > 1 && !has_kind(groups, ParameterKind::kExpert))
     throw UsageError(concat("ep is ", options.ep, ", but model '", shown(model.name),
                             "' has no experts; leave it out, or name their tensors in "

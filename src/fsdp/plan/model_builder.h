@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <utility>
@@ -56,11 +57,13 @@ class UnitBuilder {
 
   void experts(StackedExperts stack) {
     for (std::string& part : stack.parts) part = prefix_ + part;
-    unit_.tensors.push_back({.name = prefix_ + stack.name,
-                             .shape = stack.shape,
-                             .num_experts = stack.num_experts,
-                             .is_quantizable = is_quantizable(stack.shape[0], stack.shape[1]),
-                             .parts = std::move(stack.parts)});
+    unit_.tensors.push_back(
+        {.name = prefix_ + stack.name,
+         .shape = stack.shape,
+         .num_experts = stack.num_experts,
+         .is_quantizable = is_quantizable(stack.shape[0], stack.shape[1]),
+         .matrix_rows = {stack.shape[0] / static_cast<int64_t>(stack.parts.size())},
+         .parts = std::move(stack.parts)});
   }
 
   // Of experts: weight [num_experts, in].
@@ -82,9 +85,18 @@ class UnitBuilder {
     tensor(name + ".weight", {out, in});
     unit_.tensors.back().cut = cut.of_weight();
     unit_.tensors.back().is_quantizable = is_quantizable(out, in);
+    if (out > 1) unit_.tensors.back().matrix_rows = {out};
     if (bias == Bias::kWithout) return;
     tensor(name + ".bias", {out});
     unit_.tensors.back().cut = cut.of_bias();
+  }
+
+  // A linear layer that several projections with these outputs are fused to.
+  void fused_linear(const std::string& name, std::vector<int64_t> outs, int64_t in, Bias bias,
+                    const LinearCut& cut) {
+    const auto first = unit_.tensors.size();
+    linear(name, std::accumulate(outs.begin(), outs.end(), int64_t{0}), in, bias, cut);
+    unit_.tensors[first].matrix_rows = std::move(outs);
   }
 
   // Rows of the vocabulary, which ranks share if they can.

@@ -140,17 +140,20 @@ void declare_experts(ModelShape& model, const std::vector<std::string>& patterns
 }
 
 std::vector<TensorGroup> group_tensors(const UnitShape& unit, DType compute_dtype,
-                                       const ParallelSizes& sizes, const RecipeOf& recipe_of) {
+                                       const ParallelSizes& sizes, const RecipeOf& recipe_of,
+                                       const HasMatrices& has_matrices) {
   std::vector<TensorGroup> groups;
   for (size_t i = 0; i < unit.tensors.size(); ++i) {
     const DType dtype = unit.tensors[i].dtype.value_or(compute_dtype);
     const ParameterKind kind = kind_of(unit.tensors[i], sizes);
     const WeightRecipe recipe = recipe_of ? recipe_of(unit.tensors[i]) : WeightRecipe::kPlain;
+    const bool of_matrices = has_matrices && has_matrices(unit.tensors[i]);
     auto group = std::find_if(groups.begin(), groups.end(), [&](const TensorGroup& g) {
-      return g.dtype == dtype && g.kind == kind && g.recipe == recipe;
+      return g.dtype == dtype && g.kind == kind && g.recipe == recipe &&
+             g.has_matrices == of_matrices;
     });
     if (group == groups.end())
-      group = groups.insert(groups.end(), TensorGroup{dtype, kind, recipe, {}});
+      group = groups.insert(groups.end(), TensorGroup{dtype, kind, recipe, of_matrices, {}});
     group->tensors.push_back(static_cast<int64_t>(i));
   }
   return groups;

@@ -278,12 +278,13 @@ ModelShape build(std::string name, const DeepseekV3Config& config) {
 
 void add_mamba(UnitBuilder& unit, const NemotronHConfig& c) {
   const int64_t inner = c.mamba_num_heads * c.mamba_head_dim;
-  const int64_t convolved = inner + 2 * c.n_groups * c.ssm_state_size;  // x, B and C
+  const int64_t per_group = c.n_groups * c.ssm_state_size;
+  const int64_t convolved = inner + 2 * per_group;  // x, B and C
   const Bias bias = bias_if(c.use_bias);
   for (const char* per_head : {"mixer.A_log", "mixer.D", "mixer.dt_bias"})
     unit.shared_rows(per_head, {c.mamba_num_heads}, c.n_groups);
-  unit.linear("mixer.in_proj", inner + convolved + c.mamba_num_heads, c.hidden_size, bias,
-              by_outputs(c.n_groups));
+  unit.fused_linear("mixer.in_proj", {inner, inner, per_group, per_group, c.mamba_num_heads},
+                    c.hidden_size, bias, by_outputs(c.n_groups));
   unit.shared_rows("mixer.conv1d.weight", {convolved, 1, c.conv_kernel}, c.n_groups);
   if (c.use_conv_bias) unit.shared_rows("mixer.conv1d.bias", {convolved}, c.n_groups);
   unit.shared_rows("mixer.norm.weight", {inner}, c.n_groups);

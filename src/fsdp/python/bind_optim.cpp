@@ -26,6 +26,9 @@ void bind_optim(py::module_& module) {
   module.def("sgd", [](const std::shared_ptr<ShardedModel>& model, const py::dict& keywords) {
     return make_optimizer<SGD>(model, sgd_options(keywords));
   });
+  module.def("muon", [](const std::shared_ptr<ShardedModel>& model, const py::dict& keywords) {
+    return make_optimizer<Muon>(model, muon_options(keywords));
+  });
   py::class_<ModelOptimizer, std::shared_ptr<ModelOptimizer>>(module, "Optimizer")
       .def(
           "step", [](ModelOptimizer& self) { self.get().step(); }, WithoutGil())

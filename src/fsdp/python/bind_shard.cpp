@@ -92,6 +92,7 @@ py::dict memory_of(const MemoryReport& memory) {
   bytes["pool"] = memory.pool_bytes;
   bytes["reduction"] = memory.reduction_bytes;
   bytes["moments"] = memory.moment_bytes;
+  bytes["workspace"] = memory.workspace_bytes;
   bytes["host"] = memory.host_bytes;
   bytes["total"] = memory.total_bytes();
   bytes["peak"] = memory.peak_bytes;

@@ -196,7 +196,38 @@ void take_tensor_parameters(Keywords& keywords, std::vector<TensorParameters>& f
   });
 }
 
-// What both optimizers have; Python knows a group of parameters as a rule: (pattern, weight decay,
+// A pattern, several, or a dict of them with the rows of their matrices.
+void take_matrices(Keywords& keywords, WholeMatrices& field) {
+  constexpr const char* kName = "matrices";
+  keywords.with(kName, [&](const py::handle& value) {
+    const auto refuse = [&] {
+      refuse_keyword(kName, value,
+                     "it must be a pattern of names such as 'model.layers.*', a list of them, or a "
+                     "dict of them with the rows of their matrices, such as {'*.qkv.weight': [64, "
+                     "16, 16]}");
+    };
+    if (py::isinstance<py::str>(value)) {
+      field.named.push_back({value.cast<std::string>()});
+      return;
+    }
+    try {
+      if (py::isinstance<py::dict>(value)) {
+        for (const auto& [pattern, rows] : value.cast<py::dict>())
+          field.named.push_back(
+              {pattern.cast<std::string>(),
+               rows.is_none() ? std::vector<int64_t>() : rows.cast<std::vector<int64_t>>()});
+      } else {
+        for (const std::string& pattern : value.cast<std::vector<std::string>>())
+          field.named.push_back({pattern});
+      }
+    } catch (const py::cast_error&) {
+      refuse();
+    }
+  });
+  take_patterns(keywords, "matrices_except", field.except);
+}
+
+// What all optimizers have; Python knows a group of parameters as a rule: (pattern, weight decay,
 // factor of the rate).
 template <typename Options>
 void take_common(Keywords& keywords, Options& options) {
@@ -242,6 +273,7 @@ ShardOptions shard_options(const py::dict& keywords) {
   given.with("granularity", [&](const py::handle& value) {
     options.granularity = parse_granularity(given.text("granularity", value));
   });
+  take_matrices(given, options.matrices);
   given.take_choice("initial_values", options.initial_values, {"of_every_rank", "of_rank_zero"});
   given.take("device", options.device);
   given.refuse_unknown();
@@ -267,6 +299,31 @@ SGDOptions sgd_options(const py::dict& keywords) {
   given.take("momentum", options.momentum);
   given.take("nesterov", options.nesterov);
   given.take("momentum_dtype", options.momentum_dtype);
+  take_common(given, options);
+  given.refuse_unknown();
+  return options;
+}
+
+MuonOptions muon_options(const py::dict& keywords) {
+  Keywords given(keywords);
+  MuonOptions options;
+  given.take("adamw_rate_scale", options.adamw_rate_scale);
+  given.take("momentum", options.momentum);
+  given.take("nesterov", options.nesterov);
+  given.take_choice("adjust_lr_fn", options.scale, {"original", "match_rms_adamw"});
+  given.take("ns_steps", options.iterations);
+  given.take("a", options.a);
+  given.take("b", options.b);
+  given.take("c", options.c);
+  given.take("norm_eps", options.norm_eps);
+  given.take("products_dtype", options.products_dtype);
+  given.take_choice("products", options.products, {"single", "batched"});
+  given.take("momentum_dtype", options.momentum_dtype);
+  given.take("beta1", options.beta1);
+  given.take("beta2", options.beta2);
+  given.take("eps", options.eps);
+  given.take("first_moment", options.first_moment);
+  given.take("second_moment", options.second_moment);
   take_common(given, options);
   given.refuse_unknown();
   return options;

@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "fsdp/optim/adamw.h"
+#include "fsdp/optim/muon.h"
 #include "fsdp/optim/sgd.h"
 #include "fsdp/shard/options.h"
 
@@ -15,6 +16,7 @@ namespace fsdp {
 ShardOptions shard_options(const pybind11::dict& keywords);
 AdamWOptions adamw_options(const pybind11::dict& keywords);
 SGDOptions sgd_options(const pybind11::dict& keywords);
+MuonOptions muon_options(const pybind11::dict& keywords);
 
 // For set_precision(): the fields of PrecisionPolicy alone, on top of `current`.
 PrecisionPolicy precision_policy(const PrecisionPolicy& current, const pybind11::dict& keywords);

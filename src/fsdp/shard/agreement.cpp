@@ -34,14 +34,24 @@ void add_quantization(RankFacts& facts, const Quantization& quantization) {
                      choice_fact(weight_gradient, {"kQuantized", "kPlain"}));
 }
 
+void add_matrices(RankFacts& facts, const WholeMatrices& matrices) {
+  const auto& [declared, named, except] = matrices;
+  std::vector<std::string> texts;
+  for (const auto& [pattern, rows] : named)
+    texts.push_back(rows.empty() ? pattern : concat(pattern, " of rows ", list_text(rows)));
+  facts.emplace_back("matrices.declared", declared ? "true" : "false");
+  facts.emplace_back("matrices.named", join(texts, ", "));
+  facts.emplace_back("matrices.except", join(except, ", "));
+}
+
 void add_options(RankFacts& facts, const ShardOptions& options, c10::Device device) {
   // Names all fields, so that a new field does not compile until it is added here. Fields that may
   // differ are left out: the number of the device, how much is offloaded (numbers do not depend on
   // it, and hosts have more memory or less), and the allocators.
   const auto& [strategy, units, expert_parameters, tensor_parameters, precision, quantization, pool,
                prefetch, pool_budget_bytes, on_move, other_units, user_buffers, gradient,
-               gradient_lifetime, offload, report_nan, collectives, granularity, initial_values,
-               device_wish, allocator, host_allocator] = options;
+               gradient_lifetime, offload, report_nan, collectives, granularity, matrices,
+               initial_values, device_wish, allocator, host_allocator] = options;
   facts.emplace_back("strategy", to_text(strategy));
   facts.emplace_back("units", join(units, ", "));
   facts.emplace_back("expert_parameters", join(expert_parameters, ", "));
@@ -59,6 +69,7 @@ void add_options(RankFacts& facts, const ShardOptions& options, c10::Device devi
   facts.emplace_back("report_nan", choice_fact(report_nan, {"kOff", "kPerParameter"}));
   facts.emplace_back("collectives", choice_fact(collectives, {"kBetweenRanks", "kAlways"}));
   facts.emplace_back("granularity", to_text(granularity));
+  add_matrices(facts, matrices);
   facts.emplace_back("initial_values",
                      choice_fact(initial_values, {"kOfEveryRank", "kOfRankZero"}));
   facts.emplace_back("device", c10::DeviceTypeName(device.type(), /*lower_case=*/true));

@@ -19,6 +19,7 @@
 #include "fsdp/shard/module_units.h"
 #include "fsdp/shard/parallel_parameters.h"
 #include "fsdp/shard/parameter_init.h"
+#include "fsdp/shard/parameter_matrices.h"
 #include "fsdp/shard/parameter_recipes.h"
 
 namespace fsdp {
@@ -32,12 +33,13 @@ c10::Device device_for(const torch::nn::Module& model, const ShardOptions& optio
   return c10::kCPU;
 }
 
-// Members of one kind, dtype, recipe and trainability, in the order of the tree.
+// Members of one kind, dtype, recipe, trainability and way to be cut, in the order of the tree.
 struct GroupKey {
   ParameterKind kind;
   at::ScalarType dtype;
   WeightRecipe recipe;
   bool is_trainable;
+  bool has_matrices;
   friend bool operator==(const GroupKey&, const GroupKey&) = default;
 };
 
@@ -47,19 +49,15 @@ class Builder {
       : engine_(std::move(engine)),
         found_(std::move(found)),
         values_(engine_->mesh(), engine_->options().initial_values),
-        recipes_(engine_->options().quantization) {
-    if (engine_->options().granularity.kind != Granularity::Kind::kTensor) return;
-    for (const ParameterKindRow& row : kParameterKinds) {
-      const MeshShape& shape = engine_->setting_of(UnitKind::kScheduled, row.kind).shape;
-      held_of(row.kind).assign(static_cast<size_t>(shape.inner * shape.outer), 0);
-    }
-  }
+        recipes_(engine_->options().quantization),
+        matrices_(engine_->options().matrices) {}
 
   void build() {
     place_parameters();
     for (const FoundModule& found : found_.modules) join_ranks(*found.module, engine_->mesh());
     for (const FoundUnit& unit : found_.units) add_unit(unit);
     recipes_.check_all_are_used(found_);
+    matrices_.check_all_are_used(found_);
     connect();
     // Decided before any is initialised: a module whose only parameter is shared with an earlier
     // one draws random numbers, too.
@@ -108,34 +106,46 @@ class Builder {
                                        : built_as;
       const PlacedParameter& placed = placed_.at(parameter.tensor.unsafeGetTensorImpl());
       const WeightRecipe recipe = recipes_.of(parameter, placed.owned);
-      const GroupKey key{placed.kind, computes_in, recipe, parameter.tensor.requires_grad()};
+      std::vector<int64_t> rows = matrices_.rows_of(parameter, placed);
+      const GroupKey key{placed.kind, computes_in, recipe, parameter.tensor.requires_grad(),
+                         !rows.empty()};
       const auto it = std::find(keys.begin(), keys.end(), key);
       const auto index = static_cast<size_t>(it - keys.begin());
       if (it == keys.end()) {
         keys.push_back(key);
         members.emplace_back();
       }
-      members[index].push_back(
-          {parameter.names, parameter.tensor, built_as, computes_in, placed.owned, recipe});
+      members[index].push_back({parameter.names, parameter.tensor, built_as, computes_in,
+                                placed.owned, recipe, std::move(rows)});
     }
     for (size_t i = 0; i < keys.size(); ++i) add_group(unit, keys[i], std::move(members[i]));
   }
 
   void add_group(ShardedUnit& unit, const GroupKey& key, std::vector<GroupMember> members) {
+    std::vector<int64_t>& held = held_by(key);
     ParamGroup& group =
         unit.add_group(std::move(members), key.is_trainable ? Trainable::kYes : Trainable::kNo,
-                       engine_->setting_of(unit.kind(), key.kind), held_of(key.kind));
+                       engine_->setting_of(unit.kind(), key.kind), held);
     for (size_t i = 0; i < group.members().size(); ++i)
       places_[group.members()[i].parameter.unsafeGetTensorImpl()] = {&group,
                                                                      static_cast<int64_t>(i)};
-    if (!held_of(key.kind).empty())
-      for (const Segment& segment : group.layout().segments())
-        for (const Segment::UnevenShare& share : segment.uneven_shares())
-          held_of(key.kind)[static_cast<size_t>(share.index)] += share.numel;
+    if (key.has_matrices) return add_matrix_load(group.layout(), held);
+    if (held.empty()) return;
+    for (const Segment& segment : group.layout().segments())
+      for (const Segment::UnevenShare& share : segment.uneven_shares())
+        held[static_cast<size_t>(share.index)] += share.numel;
   }
 
-  std::vector<int64_t>& held_of(ParameterKind kind) {
-    return held_numel_[static_cast<size_t>(row_of(kind).grid)];
+  // What each rank of the group's grid has of the groups so far: products of matrices, or elements
+  // of whole tensors. Empty for groups that are cut elsewhere.
+  std::vector<int64_t>& held_by(const GroupKey& key) {
+    const auto grid = static_cast<size_t>(row_of(key.kind).grid);
+    std::vector<int64_t>& held = (key.has_matrices ? matrix_load_ : held_numel_)[grid];
+    if (key.has_matrices || engine_->options().granularity.kind == Granularity::Kind::kTensor) {
+      const MeshShape& shape = engine_->setting_of(UnitKind::kScheduled, key.kind).shape;
+      held.resize(static_cast<size_t>(shape.inner * shape.outer), 0);
+    }
+    return held;
   }
 
   void connect() {
@@ -228,8 +238,9 @@ class Builder {
   const ModuleUnits found_;
   ValueAgreement values_;
   ParameterRecipes recipes_;
-  // By rank of each grid, of the groups so far; granularity `tensor` only.
-  std::array<std::vector<int64_t>, kGridKinds.size()> held_numel_;
+  ParameterMatrices matrices_;
+  std::array<std::vector<int64_t>, kGridKinds.size()> held_numel_;  // see held_by()
+  std::array<std::vector<int64_t>, kGridKinds.size()> matrix_load_;
   std::unordered_map<const void*, PlacedParameter> placed_;
   std::unordered_map<const void*, Place> places_;
 };

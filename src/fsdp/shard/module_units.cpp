@@ -9,6 +9,7 @@
 #include "fsdp/base/glob.h"
 #include "fsdp/base/text.h"
 #include "fsdp/shard/call_unit.h"
+#include "fsdp/shard/matrix_module.h"
 #include "fsdp/shard/quantized_weight.h"
 
 namespace fsdp {
@@ -39,6 +40,11 @@ std::string name_of_root(const torch::nn::Module& model) {
 bool is_quantizable(const torch::nn::Module& module, const std::string& parameter) {
   const auto* quantizable = dynamic_cast<const QuantizableModule*>(&module);
   return quantizable != nullptr && quantizable->is_quantizable(parameter);
+}
+
+std::vector<int64_t> matrix_rows(const torch::nn::Module& module, const std::string& parameter) {
+  const auto* declares = dynamic_cast<const MatrixModule*>(&module);
+  return declares == nullptr ? std::vector<int64_t>() : declares->matrix_rows(parameter);
 }
 
 class Finder {
@@ -83,7 +89,8 @@ class Finder {
         add({{prefix + item.key()},
              item.value(),
              placements_.placement_of(prefix + item.key(), declared_placement(*module, item.key())),
-             is_quantizable(*module, item.key())},
+             is_quantizable(*module, item.key()),
+             matrix_rows(*module, item.key())},
             unit);
     for (const auto& child : module->named_children())
       visit(child.value(), prefix + child.key(), unit);
@@ -151,6 +158,7 @@ class Finder {
                to_text(owned.declared), "'; share it among modules that cut it alike");
     owned.names.push_back(std::move(parameter.names.front()));
     owned.is_quantizable &= parameter.is_quantizable;
+    if (owned.matrix_rows != parameter.matrix_rows) owned.matrix_rows.clear();
     // Parameters outside are always whole, and a unit around this one is whole while this one runs.
     if (owner.unit == kOutside || unit == kOutside || is_around(owner.unit, unit)) return;
     std::vector<int32_t>& shares_with = unit_at(unit).shares_with;

@@ -18,8 +18,9 @@ namespace fsdp {
 struct OwnedParameter {
   std::vector<std::string> names;
   at::Tensor tensor;
-  DeclaredPlacement declared = {};  // by its module, or by its name
-  bool is_quantizable = false;      // by all modules that have it
+  DeclaredPlacement declared = {};        // by its module, or by its name
+  bool is_quantizable = false;            // by all modules that have it
+  std::vector<int64_t> matrix_rows = {};  // as all modules that have it declare them (MatrixModule)
 };
 
 struct FoundUnit {

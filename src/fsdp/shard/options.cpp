@@ -56,6 +56,9 @@ void ShardOptions::validate() const {
     throw UsageError(concat("quantization.recipe is ", row_of(quantization.recipe).name,
                             ", whose blocks must not be cut, but offload.fraction is ",
                             offload.fraction, ", which cuts shards anywhere; set it to 0"));
+  if (matrices != WholeMatrices{} && offload.fraction > 0.0)
+    throw UsageError(concat("matrices must stay whole, but offload.fraction is ", offload.fraction,
+                            ", which cuts shards anywhere; set it to 0"));
   if (device && device->is_meta())
     throw UsageError("device is meta; name the device that computes, such as cpu or cuda:0");
   if (!(offload.fraction >= 0.0 && offload.fraction <= 1.0))

@@ -33,6 +33,7 @@ std::string MemoryReport::text() const {
   return concat(line("weights         ", weight_bytes), line("main weights    ", main_weight_bytes),
                 line("main gradients  ", main_grad_bytes), line("pool            ", pool_bytes),
                 line("reductions      ", reduction_bytes), line("moments         ", moment_bytes),
+                workspace_bytes > 0 ? line("workspace       ", workspace_bytes) : "",
                 line("total           ", total_bytes()), line("most so far     ", peak_bytes),
                 line("on the host     ", host_bytes));
 }
@@ -148,6 +149,7 @@ MemoryReport Sharded::memory() const {
           .pool_bytes = ledger.bytes(MemoryKind::kPool),
           .reduction_bytes = ledger.bytes(MemoryKind::kReduction),
           .moment_bytes = ledger.bytes(MemoryKind::kMoment),
+          .workspace_bytes = ledger.bytes(MemoryKind::kWorkspace),
           .peak_bytes = ledger.total_peak_bytes(),
           .host_bytes = engine_->memory().host_ledger().total_bytes()};
 }

@@ -107,6 +107,7 @@ void add_measured(std::vector<MemoryRow>& rows, const MemoryReport& report) {
       {"main weights", report.main_weight_bytes},
       {"main gradients", report.main_grad_bytes},
       {"moments", report.moment_bytes},
+      {"workspace", report.workspace_bytes},
       {"pool", report.pool_bytes + report.reduction_bytes},
       {"offloaded", report.host_bytes},
   };

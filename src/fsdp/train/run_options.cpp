@@ -8,6 +8,7 @@
 #include "fsdp/base/integer.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/optim/adamw.h"
+#include "fsdp/optim/muon.h"
 #include "fsdp/optim/sgd.h"
 #include "fsdp/train/environment.h"
 #include "fsdp/train/peak_rates.h"
@@ -125,6 +126,8 @@ ShardOptions shard_options(const TrainOptions& o, c10::Device device) {
                    .chunk_numel = o.offload_chunk};
   shard.report_nan = o.name_nan ? ReportNan::kPerParameter : ReportNan::kOff;
   shard.granularity = o.granularity;
+  if (o.optimizer == OptimizerChoice::kMuon)
+    shard.matrices = {.declared = true, .except = o.muon_except};
   shard.device = device;
   shard.validate();
   return shard;
@@ -154,6 +157,24 @@ std::unique_ptr<Optimizer> make_optimizer(const TrainOptions& o, const Sharded& 
                               .rules = o.rules,
                               .momentum_dtype = scalar_type_of(*o.precision.first_moment),
                               .step = step_options(o)});
+    case OptimizerChoice::kMuon:
+      return std::make_unique<Muon>(
+          sharded,
+          MuonOptions{.lr = o.lr,
+                      .adamw_rate_scale = o.adamw_rate,
+                      .momentum = o.muon_momentum,
+                      .scale = o.muon_scale == MuonScaleChoice::kOriginal ? MuonScale::kOriginal
+                                                                          : MuonScale::kMatchAdamW,
+                      .weight_decay = o.weight_decay,
+                      .decay_spares_vectors = !o.decay_vectors,
+                      .rules = o.rules,
+                      .momentum_dtype = scalar_type_of(*o.precision.first_moment),
+                      .beta1 = o.beta1,
+                      .beta2 = o.beta2,
+                      .eps = o.eps,
+                      .first_moment = scalar_type_of(*o.precision.first_moment),
+                      .second_moment = scalar_type_of(*o.precision.second_moment),
+                      .step = step_options(o)});
   }
   FSDP_ASSERT(false, "no such optimizer");
 }

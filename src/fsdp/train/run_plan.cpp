@@ -81,6 +81,10 @@ PlanOptions plan_options(const TrainOptions& o, int64_t num_ranks, DType compute
     plan.precision.second_moment = std::nullopt;
     if (o.momentum == 0) plan.precision.first_moment = std::nullopt;
   }
+  if (o.optimizer == OptimizerChoice::kMuon) {
+    plan.muon = compute == DType::kFloat32 ? DType::kFloat32 : DType::kBFloat16;
+    plan.muon_except = o.muon_except;
+  }
   if (o.pool_budget_bytes != 0) plan.pool_budget_bytes = o.pool_budget_bytes;
   return plan;
 }
@@ -301,6 +305,7 @@ std::vector<MemoryRow> memory_rows(const Forecast& forecast) {
       {.kind = "moments", .forecast_bytes = bytes.moments},
       {.kind = "pool", .forecast_bytes = bytes.weight_pool + bytes.grad_pool},
   };
+  if (bytes.workspace > 0) rows.push_back({.kind = "workspace", .forecast_bytes = bytes.workspace});
   if (bytes.host.total() > 0)
     rows.push_back({.kind = "offloaded", .forecast_bytes = bytes.host.total(), .is_on_host = true});
   return rows;

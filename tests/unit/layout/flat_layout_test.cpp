@@ -167,7 +167,7 @@ TEST(FlatLayout, WholeTensorsAreBalancedOverRanks) {
 
 TEST(FlatLayout, WholeTensorsGoWhereLeastIsHeldAlready) {
   FlatLayoutRequest request = unaligned({{5}, {6}}, 4, Granularity::tensor());
-  request.held_numel = {7, 0, 9, 2};
+  request.held_load = {7, 0, 9, 2};
   const FlatLayout layout(request);
   EXPECT_EQ(layout.shard_numel(kInner, {.inner = 0}), 0);
   EXPECT_EQ(layout.shard_numel(kInner, {.inner = 1}), 6);
@@ -177,23 +177,23 @@ TEST(FlatLayout, WholeTensorsGoWhereLeastIsHeldAlready) {
   // Inner ranks are compared by what their outer ranks hold together, then these among themselves.
   request.inner_ranks = 2;
   request.outer_ranks = 2;
-  request.held_numel = {10, 0, 1, 2};
+  request.held_load = {10, 0, 1, 2};
   request.shapes = {{8}};
   EXPECT_EQ(FlatLayout(request).shard_numel(kBoth, {.outer = 0, .inner = 1}), 8);
 }
 
-// A stack of equal units: without held_numel, rank 0 would own the largest tensor of each.
+// A stack of equal units: without held_load, rank 0 would own the largest tensor of each.
 TEST(FlatLayout, WholeTensorsOfManyGroupsEvenOut) {
   constexpr int64_t kRanks = 6;
   FlatLayoutRequest request = unaligned({{100}, {50}, {30}, {5}}, kRanks, Granularity::tensor());
-  request.held_numel.assign(kRanks, 0);
+  request.held_load.assign(kRanks, 0);
   for (int unit = 0; unit < 60; ++unit) {
     const FlatLayout layout(request);
     for (int64_t rank = 0; rank < kRanks; ++rank)
-      request.held_numel[static_cast<size_t>(rank)] += layout.shard_numel(kInner, {.inner = rank});
+      request.held_load[static_cast<size_t>(rank)] += layout.shard_numel(kInner, {.inner = rank});
   }
   // 60 units of 185 elements on 6 ranks: 1850 each, give or take one largest tensor.
-  for (const int64_t held : request.held_numel) EXPECT_NEAR(held, 1850, 100);
+  for (const int64_t held : request.held_load) EXPECT_NEAR(held, 1850, 100);
 }
 
 TEST(FlatLayout, WholeTensorsLeaveSomeRanksWithoutAny) {

@@ -6,9 +6,11 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/pimpl.h>
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
+#include "fsdp/shard/matrix_module.h"
 #include "fsdp/shard/quantized_weight.h"
 
 namespace fsdp::nn {
@@ -19,12 +21,15 @@ namespace fsdp::nn {
 // full-size gradient and without a copy. Where that is impossible it works like torch::nn::Linear.
 //
 // A quantised weight is multiplied by quantised inputs (docs/fp8.md).
-class LinearImpl : public torch::nn::LinearImpl, public QuantizableModule {
+class LinearImpl : public torch::nn::LinearImpl, public QuantizableModule, public MatrixModule {
  public:
   using torch::nn::LinearImpl::LinearImpl;
   at::Tensor forward(const at::Tensor& input);
   bool is_quantizable(const std::string& parameter) const override {
     return parameter == "weight" && fsdp::is_quantizable(weight.size(0), weight.size(1));
+  }
+  std::vector<int64_t> matrix_rows(const std::string& parameter) const override {
+    return parameter == "weight" ? std::vector{weight.size(0)} : std::vector<int64_t>();
   }
 };
 TORCH_MODULE(Linear);

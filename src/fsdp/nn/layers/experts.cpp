@@ -45,6 +45,11 @@ void ExpertBankImpl::reset_parameters() {
   fill_normal(down_proj_, "down_proj", options_.router.standard_deviation);
 }
 
+std::vector<int64_t> ExpertBankImpl::matrix_rows(const std::string& parameter) const {
+  if (parameter != "down_proj") return {options_.intermediate_size};
+  return {token_size(options_)};
+}
+
 void ExpertBankImpl::join(const MeshAxis& ep) {
   const int64_t num_experts = options_.router.num_experts;
   if (num_experts % ep.size() != 0)

@@ -9,6 +9,7 @@
 
 #include "fsdp/nn/layers/feed_forward.h"
 #include "fsdp/nn/layers/router.h"
+#include "fsdp/shard/matrix_module.h"
 #include "fsdp/shard/parallel_module.h"
 #include "fsdp/shard/quantized_weight.h"
 
@@ -33,7 +34,8 @@ struct ExpertsOptions {
 class ExpertBankImpl : public torch::nn::Module,
                        public NamedInit,
                        public ExpertModule,
-                       public QuantizableModule {
+                       public QuantizableModule,
+                       public MatrixModule {
  public:
   explicit ExpertBankImpl(const ExpertsOptions& options);
   struct Results {
@@ -48,6 +50,7 @@ class ExpertBankImpl : public torch::nn::Module,
     const at::Tensor& weight = parameter == "down_proj" ? down_proj_ : into_;
     return fsdp::is_quantizable(weight.size(0), weight.size(1));
   }
+  std::vector<int64_t> matrix_rows(const std::string& parameter) const override;
 
  private:
   const ExpertsOptions options_;

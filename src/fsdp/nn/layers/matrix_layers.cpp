@@ -38,6 +38,11 @@ TpPlacement ProjectionImpl::tp_placement(const std::string& parameter) const {
   return TpPartial{};
 }
 
+std::vector<int64_t> ProjectionImpl::matrix_rows(const std::string& parameter) const {
+  if (parameter != "weight" || weight.size(0) == 1) return {};  // one output: a vector
+  return sections_.empty() ? std::vector{weight.size(0)} : sections_;
+}
+
 std::vector<at::Tensor> project(const at::Tensor& input, const std::vector<Projection>& layers,
                                 const MeshAxis* tp) {
   std::vector<at::Tensor> weights;

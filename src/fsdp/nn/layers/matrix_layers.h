@@ -14,6 +14,7 @@
 #include "fsdp/nn/layers/rank_logits.h"
 #include "fsdp/nn/layers/rms_norm.h"
 #include "fsdp/nn/layers/tensor_ranks.h"
+#include "fsdp/shard/matrix_module.h"
 #include "fsdp/shard/quantized_weight.h"
 
 namespace fsdp::nn {
@@ -43,7 +44,8 @@ struct ProjectionOptions {
 class ProjectionImpl : public torch::nn::Module,
                        public NamedInit,
                        public TokenParallelLayer,
-                       public QuantizableModule {
+                       public QuantizableModule,
+                       public MatrixModule {
  public:
   explicit ProjectionImpl(const ProjectionOptions& options);
   at::Tensor forward(const at::Tensor& input);
@@ -52,6 +54,7 @@ class ProjectionImpl : public torch::nn::Module,
   bool is_quantizable(const std::string& parameter) const override {
     return parameter == "weight" && fsdp::is_quantizable(weight.size(0), weight.size(1));
   }
+  std::vector<int64_t> matrix_rows(const std::string& parameter) const override;
 
   at::Tensor weight;  // [out, in]
   at::Tensor bias;    // [out], or undefined

@@ -22,9 +22,9 @@ ShardedUnit::ShardedUnit(int32_t index, std::string name, UnitKind kind, SlabSou
 
 ParamGroup& ShardedUnit::add_group(std::vector<GroupMember> members, Trainable trainable,
                                    const GroupSetting& setting,
-                                   const std::vector<int64_t>& held_numel) {
+                                   const std::vector<int64_t>& held_load) {
   ParamGroup& group =
-      groups_.emplace_back(name_, std::move(members), trainable, setting, held_numel);
+      groups_.emplace_back(name_, std::move(members), trainable, setting, held_load);
   phase_ = has_slabs() ? WeightPhase::kResting : WeightPhase::kWhole;
   if (phase_ == WeightPhase::kResting)
     for (ParamGroup& each : groups_) each.unbind();

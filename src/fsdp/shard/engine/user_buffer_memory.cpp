@@ -113,7 +113,8 @@ RegisteredMemory RegisteredSlabs::register_new() {
 UserBufferMemory::UserBufferMemory(const Mesh& mesh, MeshShape shape, const ShardOptions& options,
                                    c10::Device device) {
   // A window must have the same size on every rank; shards of whole tensors differ in size.
-  const bool is_even = options.granularity != Granularity::tensor();
+  const bool is_even =
+      options.granularity != Granularity::tensor() && options.matrices == WholeMatrices{};
   const UserBuffers best =
       is_even ? options.user_buffers : std::min(options.user_buffers, UserBuffers::kRegistered);
   if (best != options.user_buffers) why_not_better_ = "shards of whole tensors differ in size";

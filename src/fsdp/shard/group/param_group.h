@@ -33,6 +33,7 @@ struct GroupMember {
   at::ScalarType computes_in;                  // its dtype here; equal for all members of a group
   OwnedSlice owned = {};                       // of the whole parameter; the group's grid shards it
   WeightRecipe recipe = WeightRecipe::kPlain;  // equal for all members of a group
+  std::vector<int64_t> matrix_rows = {};       // of all members of a group, or of none
 };
 
 // Temporary memory for whole weights and for unreduced gradients, as buckets() asks for it.
@@ -43,10 +44,10 @@ struct GroupSlabs {
 
 class ParamGroup {
  public:
-  // Lays the members out and allocates; set_value() then brings their values. `held_numel` counts
+  // Lays the members out and allocates; set_value() then brings their values. `held_load` counts
   // what every rank holds of earlier groups (FlatLayoutRequest).
   ParamGroup(std::string unit, std::vector<GroupMember> members, Trainable trainable,
-             const GroupSetting& setting, std::vector<int64_t> held_numel);
+             const GroupSetting& setting, std::vector<int64_t> held_load);
   ~ParamGroup();  // parameters of the user may live on
   ParamGroup(const ParamGroup&) = delete;
   ParamGroup& operator=(const ParamGroup&) = delete;
@@ -70,6 +71,8 @@ class ParamGroup {
   const GroupSetting& setting() const { return setting_; }
   const GroupTypes& types() const { return types_; }
   bool is_trainable() const { return types_.trainable; }
+  // Whether the members are matrices with one owner each (FlatLayout::matrices_of).
+  bool has_matrices() const { return !layout_.request().matrix_rows.empty(); }
   GroupBuckets buckets() const;
   GroupSlabs& slabs() { return slabs_; }
   const GroupSlabs& slabs() const { return slabs_; }
@@ -127,7 +130,7 @@ class ParamGroup {
 
  private:
   ParamGroup(std::string unit, std::vector<GroupMember> members, Trainable trainable,
-             const GroupSetting& setting, std::vector<int64_t> held_numel, const GroupPaths& paths);
+             const GroupSetting& setting, std::vector<int64_t> held_load, const GroupPaths& paths);
   void quantize_by(const GroupPaths& paths);
   void set_owned_value(int64_t index, const at::Tensor& value);
   FlatRange held_flat(int64_t index) const;

@@ -243,7 +243,8 @@ void add_data(Rows& rows) {
 
 void add_optimizer(Rows& rows) {
   rows.group("optimizer");
-  rows.add("optimizer", "NAME", choice_value(&O::optimizer, {"adamw", "sgd"}), "What updates");
+  rows.add("optimizer", "NAME", choice_value(&O::optimizer, {"adamw", "sgd", "muon"}),
+           "What updates; muon: the matrices of hidden layers, and AdamW the rest");
   rows.add("lr", "X", number_value(&O::lr, 0, 1e6), "The highest learning rate");
   rows.add("schedule", "NAME", choice_value(&O::schedule, names_of(all_rate_schedules())),
            "How the rate goes on after the warm-up: constant, linear, cosine or wsd");
@@ -265,6 +266,16 @@ void add_optimizer(Rows& rows) {
            "matches counts");
   rows.add("momentum", "X", number_value(&O::momentum, 0, 1), "SGD: kept of the last direction");
   rows.add("nesterov", "BOOL", flag_value(&O::nesterov), "SGD: look ahead");
+  rows.add("muon-momentum", "X", number_value(&O::muon_momentum, 0, 1),
+           "Muon: kept of the last direction");
+  rows.add(
+      "muon-scale", "NAME", choice_value(&O::muon_scale, {"match-adamw", "original"}),
+      "Muon: how far a matrix moves at a rate: as far as AdamW's steps typically do, or as its "
+      "authors let it");
+  rows.add("muon-except", "NAMES...", list_value(&O::muon_except),
+           "Muon: matrices that AdamW updates, by name: 'model.layers.0.*'");
+  rows.add("adamw-rate", "X", number_value(&O::adamw_rate, 0, 1e6),
+           "Muon: the learning rate of what AdamW updates, relative to --lr");
   rows.add("clip", "X", number_value(&O::clip, 0, kInfinite),
            "Gradients are clipped to this norm; 0: not");
   rows.add("on-nonfinite", "WHAT", choice_value(&O::on_nonfinite, {"update", "skip"}),

@@ -104,6 +104,22 @@ void check_moments(const TrainOptions& o) {
                           "--optimizer sgd, which has no second moment"));
 }
 
+void check_muon(const TrainOptions& o) {
+  if (o.optimizer != OptimizerChoice::kMuon) {
+    if (o.muon_except.empty()) return;
+    throw UsageError("--muon-except needs --optimizer muon; drop it");
+  }
+  if (o.muon_momentum <= 0 || o.muon_momentum >= 1)
+    throw UsageError(concat("--muon-momentum is ", o.muon_momentum,
+                            "; use a number above 0 and below 1, such as 0.95"));
+  if (o.tp > 1)
+    throw UsageError(concat("--optimizer is muon, which updates whole matrices, but --tp is ", o.tp,
+                            ", whose ranks share them out; drop one of the two"));
+  if (o.offload > 0)
+    throw UsageError(concat("--optimizer is muon, which updates whole matrices, but --offload is ",
+                            o.offload, ", which cuts shards anywhere; drop one of the two"));
+}
+
 void check_checkpoints(const TrainOptions& o) {
   validate(Retention{.keep_last = o.keep_last, .keep_every = o.keep_every});
   if (o.resume.empty())
@@ -215,6 +231,7 @@ void TrainOptions::validate(int64_t num_ranks) const {
   check_user_buffers(*this);
   if (nesterov && (optimizer != OptimizerChoice::kSgd || momentum == 0))
     throw UsageError("--nesterov needs --optimizer sgd with a --momentum above 0; drop it");
+  check_muon(*this);
   if (pool_budget_bytes != 0 && prefetch != TrainOptions{}.prefetch)
     throw UsageError(concat("--prefetch is ", prefetch,
                             ", but --pool-budget chooses the depth itself; drop one of the two"));

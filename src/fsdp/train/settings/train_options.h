@@ -25,7 +25,8 @@ namespace fsdp::train {
 
 enum class DeviceChoice : uint8_t { kAuto, kCpu, kCuda };
 enum class DocumentsChoice : uint8_t { kAuto, kJoined, kSeparate };
-enum class OptimizerChoice : uint8_t { kAdamW, kSgd };
+enum class OptimizerChoice : uint8_t { kAdamW, kSgd, kMuon };
+enum class MuonScaleChoice : uint8_t { kMatchAdamW, kOriginal };
 enum class RecomputeChoice : uint8_t { kNone, kBlock };
 enum class LifetimeChoice : uint8_t { kPersistent, kStep };
 enum class NonfiniteChoice : uint8_t { kUpdate, kSkip };
@@ -98,7 +99,11 @@ struct TrainOptions {
   std::vector<ParameterRule> rules;
   double momentum = 0.9;
   bool nesterov = false;
-  double clip = 1.0;  // 0: none
+  double muon_momentum = 0.95;
+  MuonScaleChoice muon_scale = MuonScaleChoice::kMatchAdamW;
+  double adamw_rate = 1.0;               // Muon: AdamW's rate, relative to `lr`
+  std::vector<std::string> muon_except;  // matrices that AdamW updates
+  double clip = 1.0;                     // 0: none
   NonfiniteChoice on_nonfinite = NonfiniteChoice::kSkip;
   double loss_scale = 1.0;
   bool dynamic_loss_scale = false;

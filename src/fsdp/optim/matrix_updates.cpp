@@ -1,0 +1,209 @@
+#include "fsdp/optim/matrix_updates.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <utility>
+
+#include "fsdp/base/torch_dtype.h"
+#include "fsdp/layout/matrix_parts.h"
+#include "fsdp/optim/shard_passes.h"
+
+namespace fsdp {
+
+namespace {
+
+// A view of one field of a StepState in memory.
+at::Tensor state_field(const at::Tensor& state, size_t offset, at::ScalarType dtype) {
+  return tensor_over(static_cast<std::byte*>(state.mutable_data_ptr()) + offset, 1, dtype,
+                     state.device());
+}
+
+at::Tensor empty_state(c10::Device device) {
+  return at::zeros({static_cast<int64_t>(sizeof(StepState))}, at::device(device).dtype(at::kByte));
+}
+
+// The result of [n, n] or [k, n, n] and its like; one matrix is not a batch, because libraries may
+// add up a batch of one in another order.
+void multiply(const at::Tensor& into, const at::Tensor& left, const at::Tensor& right) {
+  at::Tensor out = into;
+  if (into.size(0) > 1) {
+    at::bmm_out(out, left, right);
+  } else {
+    out = into[0];
+    at::mm_out(out, left[0], right[0]);
+  }
+}
+
+// into + factor * square * square
+void add_square(const at::Tensor& into, const at::Tensor& square, double factor) {
+  if (into.size(0) > 1)
+    at::Tensor(into).baddbmm_(square, square, 1.0, factor);
+  else
+    into[0].addmm_(square[0], square[0], 1.0, factor);
+}
+
+}  // namespace
+
+double matrix_rate_scale(MuonScale scale, int64_t rows, int64_t columns) {
+  const auto m = static_cast<double>(rows);
+  const auto n = static_cast<double>(columns);
+  return scale == MuonScale::kOriginal ? std::sqrt(std::max(1.0, m / n))
+                                       : 0.2 * std::sqrt(std::max(m, n));
+}
+
+MatrixUpdates::MatrixUpdates(const MatrixRule& rule, EngineMemory& memory, c10::Device device)
+    : rule_(rule),
+      memory_(memory),
+      device_(device),
+      dtype_(rule.products_dtype.value_or(device.is_cpu() ? at::kFloat : at::kBFloat16)),
+      momentum_state_(empty_state(device)),
+      weight_state_(empty_state(device)) {}
+
+std::vector<MatrixUpdates::Batch> MatrixUpdates::batches_of(const GroupUpdate& update) const {
+  const FlatLayout& layout = update.group().layout();
+  std::vector<Batch> batches;
+  for (const UpdatePiece& piece : update.pieces()) {
+    std::vector<Batch> of_piece;
+    size_t span = 0;  // spans are matrices, in the same order
+    for (int64_t tensor = 0; tensor < layout.num_tensors(); ++tensor)
+      for (const OwnedMatrix& part : layout.matrices_of(tensor)) {
+        const int64_t begin = layout.tensor_range(tensor).begin + part.range.begin;
+        if (begin < piece.main().flat.begin || begin >= piece.main().flat.end) continue;
+        auto it = std::find_if(of_piece.begin(), of_piece.end(), [&](const Batch& batch) {
+          return batch.rows == part.rows && batch.columns == part.columns;
+        });
+        if (rule_.products == MuonProducts::kSingle || it == of_piece.end())
+          it = of_piece.insert(of_piece.end(), {&piece, part.rows, part.columns, {}});
+        it->spans.push_back(span++);
+      }
+    FSDP_ASSERT(span == piece.spans().size(), span, " matrices in ", piece.spans().size(),
+                " spans");
+    batches.insert(batches.end(), of_piece.begin(), of_piece.end());
+  }
+  return batches;
+}
+
+void MatrixUpdates::reserve(const std::vector<GroupUpdate>& groups) {
+  int64_t bytes = slab_.bytes();
+  for (const GroupUpdate& update : groups) {
+    if (!update.group().has_matrices()) continue;
+    for (const Batch& batch : batches_[&update] = batches_of(update))
+      bytes = std::max(bytes, static_cast<int64_t>(batch.spans.size()) *
+                                  newton_schulz_numel(batch.rows, batch.columns) *
+                                  static_cast<int64_t>(c10::elementSize(dtype_)));
+  }
+  if (bytes > slab_.bytes()) {
+    slab_ = Slab();  // before allocating, because both might not fit
+    slab_ = Slab(memory_.of(MemoryKind::kWorkspace), bytes, kStateAlignBytes);
+  }
+}
+
+void MatrixUpdates::begin(const at::Tensor& state) {
+  constexpr size_t kRate = offsetof(StepState, learning_rate);
+  constexpr size_t kFactor = offsetof(StepState, gradient_factor);
+  momentum_state_.copy_(state);
+  state_field(momentum_state_, kRate, at::kDouble).fill_(-1.0);
+  state_field(momentum_state_, kFactor, at::kFloat).mul_(1.0 - rule_.momentum);
+  weight_state_.copy_(state);
+  state_field(weight_state_, kFactor, at::kFloat).fill_(1.0);
+}
+
+void MatrixUpdates::run(const GroupUpdate& update, const at::Tensor& workspace, ThreadTeam& team) {
+  for (const Batch& batch : batches_.at(&update)) run(update, batch, workspace, team);
+}
+
+void MatrixUpdates::run(const GroupUpdate& update, const Batch& batch, const at::Tensor& workspace,
+                        ThreadTeam& team) {
+  const auto count = static_cast<int64_t>(batch.spans.size());
+  const auto width = static_cast<int64_t>(c10::elementSize(dtype_));
+  const int64_t matrix_bytes = batch.rows * batch.columns * width;
+  const at::Tensor gradient = update.gradient_of(*batch.piece);
+  const auto* gradients = static_cast<const std::byte*>(gradient.const_data_ptr());
+  int64_t begin = 0;
+  take(begin, {count, batch.rows, batch.columns}).zero_();
+  for (int64_t i = 0; i < count; ++i) {
+    UpdateSpan span = batch.piece->spans()[batch.spans[static_cast<size_t>(i)]];
+    span.gradient = gradients + (span.flat_begin - batch.piece->main().flat.begin) *
+                                    element_bytes(span.gradient_dtype);
+    span.weight = slab_.at(i * matrix_bytes);
+    span.weight_dtype = dtype_of(dtype_);
+    span.main = MainWeight::kIsWeight;
+    span.main_weight = nullptr;
+    span.rate_scale = 1.0f;
+    span.weight_decay = 0.0f;
+    update_span(span, {.momentum = rule_.momentum, .nesterov = rule_.nesterov}, momentum_state_,
+                team);
+  }
+  const at::Tensor direction = orthogonal(batch, workspace, team);
+  const auto scale = static_cast<float>(matrix_rate_scale(rule_.scale, batch.rows, batch.columns));
+  for (int64_t i = 0; i < count; ++i) {
+    UpdateSpan span = batch.piece->spans()[batch.spans[static_cast<size_t>(i)]];
+    span.gradient = static_cast<const std::byte*>(direction.const_data_ptr()) + i * matrix_bytes;
+    span.gradient_dtype = dtype_of(dtype_);
+    span.first = {};
+    span.rate_scale *= scale;
+    span.weight_decay /= scale;  // which the rate has, too
+    update_span(span, {.momentum = 0.0, .rounding = rule_.rounding, .seed = rule_.seed},
+                weight_state_, team);
+  }
+}
+
+at::Tensor MatrixUpdates::take(int64_t& begin, at::IntArrayRef shape) const {
+  const int64_t numel = c10::multiply_integers(shape);
+  const at::Tensor taken =
+      tensor_over(slab_.at(begin * static_cast<int64_t>(c10::elementSize(dtype_))), numel, dtype_,
+                  device_)
+          .view(shape);
+  begin += numel;
+  return taken;
+}
+
+at::Tensor MatrixUpdates::orthogonal(const Batch& batch, const at::Tensor& workspace,
+                                     ThreadTeam& team) {
+  const auto count = static_cast<int64_t>(batch.spans.size());
+  const int64_t shorter = std::min(batch.rows, batch.columns);
+  int64_t begin = 0;
+  at::Tensor x = take(begin, {count, batch.rows, batch.columns});
+  at::Tensor next = take(begin, {count, batch.rows, batch.columns});
+  const at::Tensor gram = take(begin, {count, shorter, shorter});
+  const at::Tensor factor = take(begin, {count, shorter, shorter});
+
+  // Sums of squares that are the same for any number of threads.
+  const at::Tensor norms = at::zeros({count}, at::device(device_).dtype(at::kDouble));
+  for (int64_t i = 0; i < count; ++i)
+    add_squared_norm(x[i].view({-1}), norms.narrow(0, i, 1), workspace, team);
+  x.div_(norms.sqrt_().clamp_min_(rule_.norm_eps).to(dtype_).view({count, 1, 1}));
+
+  const bool is_wide = batch.rows <= batch.columns;
+  for (int32_t i = 0; i < rule_.iterations; ++i) {
+    if (is_wide)
+      multiply(gram, x, x.transpose(1, 2));
+    else
+      multiply(gram, x.transpose(1, 2), x);
+    // a I + b A + c A A: with a on the diagonal the last product needs no sum with X, which would
+    // be a pass over memory more.
+    at::mul_out(const_cast<at::Tensor&>(factor), gram, at::scalar_tensor(rule_.b));
+    factor.diagonal(0, 1, 2).add_(rule_.a);
+    add_square(factor, gram, rule_.c);
+    if (is_wide)
+      multiply(next, factor, x);
+    else
+      multiply(next, x, factor);
+    std::swap(x, next);
+  }
+  return x;
+}
+
+void MatrixUpdates::update_span(const UpdateSpan& span, const SgdRule& rule,
+                                const at::Tensor& state, ThreadTeam& team) const {
+  auto* const fields = static_cast<StepState*>(state.mutable_data_ptr());
+  if (state.is_cpu())
+    update_on_cpu(span, rule, *fields, team);
+  else
+    update_on_device(span, rule, fields, device_);
+}
+
+}  // namespace fsdp

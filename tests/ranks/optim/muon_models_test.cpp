@@ -1,0 +1,82 @@
+// Muon on language models of every kind: what their modules declare, and what a plan forecasts.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "fsdp/optim/muon.h"
+#include "fsdp/plan/forecast.h"
+#include "fsdp/plan/model_tensors.h"
+#include "fsdp/shard/fully_shard.h"
+#include "support/optimizer_training.h"
+#include "support/small_models.h"
+
+namespace fsdp::muon_models_test {
+namespace {
+
+using testing::build;
+using testing::MainWeightCollector;
+using testing::run_ranks;
+using testing::test_device;
+
+// Fused projections, experts and everything else that modules declare: sharded as unsharded, and
+// with the bytes that a plan forecasts.
+TEST(MuonModels, TrainAsIfUnsharded) {
+  struct Case {
+    testing::SmallModel model;
+    int ranks = 3;
+    MeshOptions mesh = {};
+  };
+  std::vector<Case> cases;
+  for (const testing::SmallModel& model : testing::small_models()) cases.push_back({model});
+  cases.push_back({{"experts_on_two_ranks", testing::aligned_mixtral()}, 4, {.ep = 2}});
+  cases.push_back({{"outer", testing::small_llama()}, 4, {.outer = 2}});
+  for (const auto& [small, ranks, axes] : cases) {
+    SCOPED_TRACE(small.name);
+    int64_t most_bytes = 0;
+    const auto trained = [&](const Strategy& strategy) {
+      MainWeightCollector collector;
+      std::mutex mutex;
+      run_ranks(ranks, [&](World& world) {
+        const Mesh mesh = world.mesh(axes);
+        const auto model = build([&] { return build_language_model(small.config, {.seed = 3}); });
+        model->to(test_device());
+        const Sharded sharded =
+            fully_shard(model, mesh, {.strategy = strategy, .matrices = {.declared = true}});
+        Muon optimizer(sharded, {.lr = 0.01, .products_dtype = at::kFloat});
+        for (int step = 0; step < 2; ++step) {
+          testing::small_loss(*model, testing::small_tokens(world.rank(), step).to(test_device()))
+              .total.backward();
+          optimizer.step();
+          optimizer.zero_grad();
+        }
+        if (axes.ep == 1) collector.add(sharded);  // it puts slices together, not experts
+        const MemoryReport memory = sharded.memory();
+        const std::lock_guard lock(mutex);
+        most_bytes = std::max(most_bytes, memory.total_bytes() - memory.pool_bytes);
+      });
+      return collector.take();
+    };
+    const auto unsharded = trained(Strategy::no_shard);
+    most_bytes = 0;
+    const auto sharded = trained(Strategy::optim_grads_params);
+    ASSERT_EQ(sharded.size(), unsharded.size());
+    for (const auto& [name, value] : unsharded)
+      EXPECT_TRUE(at::equal(sharded.at(name), value)) << name;
+    const MemoryBytes planned =
+        Planner(build_model(small.name, small.config), {.ranks = ranks,
+                                                        .outer = axes.outer,
+                                                        .ep = axes.ep,
+                                                        .compute = DType::kFloat32,
+                                                        .muon = DType::kFloat32})
+            .forecast()
+            .bytes;
+    EXPECT_EQ(most_bytes, planned.total() - planned.weight_pool - planned.grad_pool);
+  }
+}
+
+}  // namespace
+}  // namespace fsdp::muon_models_test

@@ -1,0 +1,103 @@
+// How evenly Muon's products are spread over the ranks of known models, against a lower bound.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <cstdio>
+#include <optional>
+#include <vector>
+
+#include "fsdp/base/error.h"
+#include "fsdp/layout/matrix_parts.h"
+#include "fsdp/plan/forecast.h"
+#include "fsdp/plan/group_plan.h"
+#include "fsdp/plan/load_model.h"
+
+namespace fsdp::matrix_owners_test {
+namespace {
+
+// No division of whole tasks among so many owners has a lower maximum: the mean, the largest task,
+// and where tasks outnumber owners the two smallest of the largest owners + 1.
+double best_possible(std::vector<double> tasks, int64_t num_owners) {
+  double total = 0;
+  for (const double task : tasks) total += task;
+  std::sort(tasks.rbegin(), tasks.rend());
+  double bound = std::max(total / static_cast<double>(num_owners), tasks.front());
+  const auto next = static_cast<size_t>(num_owners);
+  if (tasks.size() > next) bound = std::max(bound, tasks[next - 1] + tasks[next]);
+  return bound;
+}
+
+std::vector<double> tasks_of(const Planner& planner) {
+  std::vector<double> tasks;
+  for (const GroupPlan& group : planner.groups())
+    if (!group.layout.request().matrix_rows.empty())
+      for (int64_t tensor = 0; tensor < group.layout.num_tensors(); ++tensor)
+        for (const OwnedMatrix& matrix : group.layout.matrices_of(tensor))
+          tasks.push_back(static_cast<double>(newton_schulz_flops(matrix.rows, matrix.columns)));
+  return tasks;
+}
+
+TEST(MatrixOwners, AreWithinFourThirdsOfTheBestPossible) {
+  for (const char* model : {"llama-1b", "llama3-8b", "mixtral-8x7b"})
+    for (const int64_t ranks : {8, 16, 24, 32, 64, 96, 128, 256, 512}) {
+      const Planner planner(load_model(model), {.ranks = ranks, .muon = DType::kBFloat16});
+      const MatrixForecast matrices = planner.forecast().matrices;
+      const std::vector<double> tasks = tasks_of(planner);
+      EXPECT_EQ(matrices.num_matrices, static_cast<int64_t>(tasks.size()));
+      const double bound = best_possible(tasks, ranks);
+      // Where every owner has one large matrix and a few are left, as of 96 in llama3-8b on 96
+      // ranks, units that come first spread their small ones over owners that later ones would
+      // need.
+      const double allowed = std::has_single_bit(static_cast<uint64_t>(ranks)) ? 4.0 / 3 : 1.5;
+      EXPECT_LE(matrices.most_flops, bound * allowed) << model << " on " << ranks;
+      EXPECT_GE(matrices.most_flops, bound * 0.999999) << model << " on " << ranks;
+      std::printf("%-14s %4lld ranks: %.3f of the best possible, %lld idle\n", model,
+                  static_cast<long long>(ranks), matrices.most_flops / bound,
+                  static_cast<long long>(matrices.num_idle_ranks));
+    }
+}
+
+// With an outer axis, every copy of an inner shard is updated alike (HSDP), or once (HFSDP).
+TEST(MatrixOwners, AreBalancedOnTwoAxes) {
+  for (const char* model : {"llama-1b", "llama3-8b", "mixtral-8x7b"}) {
+    PlanOptions options{.ranks = 64, .outer = 4, .muon = DType::kBFloat16};
+    const Planner planner(load_model(model), options);
+    const std::vector<double> tasks = tasks_of(planner);
+    EXPECT_LE(planner.forecast().matrices.most_flops, best_possible(tasks, 16) * 4 / 3) << model;
+    EXPECT_LE(planner.forecast(Strategy::optim_grads_params.hfsdp()).matrices.most_flops,
+              best_possible(tasks, 64) * 4 / 3)
+        << model;
+  }
+}
+
+TEST(MatrixOwners, ShareOutTheMatricesOfExperts) {
+  PlanOptions options{.ranks = 8, .ep = 4, .muon = DType::kBFloat16};
+  const Planner planner(load_model("mixtral-8x7b"), options);
+  const MatrixForecast matrices = planner.forecast().matrices;
+  EXPECT_EQ(matrices.num_matrices, 32 * (4 + 8 * 3));
+  EXPECT_LE(matrices.most_flops, 1.34 * matrices.mean_flops);
+  EXPECT_EQ(matrices.num_idle_ranks, 0);
+}
+
+TEST(MatrixOwners, KeepOneMomentOfMatrices) {
+  const auto moments = [](std::optional<DType> muon) {
+    return Planner(load_model("llama-1b"), {.ranks = 1, .muon = muon}).forecast().bytes;
+  };
+  const MemoryBytes adamw = moments(std::nullopt);
+  const MemoryBytes muon = moments(DType::kBFloat16);
+  const int64_t hidden = 22 * (2 * 2048 * 2048 + 2 * 256 * 2048 + 3 * 2048 * 5632);
+  EXPECT_EQ(adamw.moments - muon.moments, 4 * hidden);
+  EXPECT_EQ(muon.workspace, 2 * (2 * 2048 * 5632 + 2 * 2048 * 2048));
+  EXPECT_EQ(adamw.workspace, 0);
+}
+
+TEST(MatrixOwners, RefuseWhatCutsMatrices) {
+  const ModelShape model = load_model("llama-1b");
+  EXPECT_THROW(Planner(model, {.ranks = 8, .offload = 0.5, .muon = DType::kBFloat16}), UsageError);
+  EXPECT_THROW(Planner(model, {.ranks = 8, .tp = 2, .muon = DType::kBFloat16}), UsageError);
+}
+
+}  // namespace
+}  // namespace fsdp::matrix_owners_test
