@@ -141,6 +141,8 @@ TEST(PlannedTime, AnswersEveryWrongValueWithOneSentence) {
       {"--model moe-tiny --ranks 1 --batch 1 --sequence 8 --rates cpu-2-cores",
        "the time of model 'moe-tiny' is not known; it is for the Llama family"},
       {"--calibrate /tmp", "--calibrate is '/tmp', which is a directory; name a file in it"},
+      {"--model tiny --ranks 1 --device cpu",
+       "--device is 'cpu', which matters for --calibrate alone; drop it"},
       {"--calibrate rates.json --device tpu", "--device is 'tpu'"},
       {"--calibrate rates.json --device cpu --threads 0", "--threads is '0'"},
   });

@@ -251,6 +251,10 @@ void answer_one(const PlanArguments& given, const PlanQuestion& question, const 
 
 void run_plan(const CLI::App& app, const PlanArguments& given) {
   if (!given.calibrate.file.empty()) return calibrate_machine(given.calibrate);
+  for (const char* option : {"--device", "--threads"})
+    if (app.count(option) > 0)
+      throw UsageError(
+          concat(as_typed(app, option), ", which matters for --calibrate alone; drop it"));
   const PlanQuestion question = question_of(app, given);
   const auto start = std::chrono::steady_clock::now();
   ModelShape model = load_model(question.model);

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <initializer_list>
 #include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/durable_file.h"

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <string_view>
+#include <utility>
+#include <variant>
 
 #include "fsdp/base/text.h"
 

@@ -71,6 +71,7 @@ struct Question {
   PeakOptions batch = {.batch = {.rows = 2, .sequence = 16}};
   TimeOptions time = {};
   LlamaConfig config = small_config();
+  double host_us = 1;  // of a step
 };
 
 TimeForecast answer(const Question& question) {
@@ -79,8 +80,11 @@ TimeForecast answer(const Question& question) {
   options.precision.main_grads = DType::kFloat32;
   options.compute = question.device == "cpu" ? DType::kFloat32 : DType::kBFloat16;
   const Planner planner(build_model("small", question.config), options);
+  RateTable rates = even_rates(question.device);
+  for (RateGrid& grid : rates.grids)
+    if (grid.work == "host step") grid.us = {question.host_us};
   return forecast_time(planner.model(), planner.groups(), planner.forecast(), question.batch,
-                       question.time, even_rates(question.device));
+                       question.time, rates);
 }
 
 TEST(TimeForecast, CountsEveryWorkOfAStep) {
@@ -111,6 +115,14 @@ TEST(TimeForecast, AddsBiases) {
   question.config.attention_bias = true;
   // A sum of rows for each of four, and gradients of the common input that products do not add.
   EXPECT_EQ(answer(question).step.compute, kLayers * (kForward + kBackward + 4 + 2) + kEnds);
+}
+
+TEST(TimeForecast, WaitsForTheHostUnlessTheStepIsRecorded) {
+  Question question;
+  question.host_us = 3000;
+  EXPECT_GE(answer(question).step.us, 3000.0);
+  question.time.is_recorded = true;
+  EXPECT_EQ(answer(question).step.us, answer({}).step.us);
 }
 
 TEST(TimeForecast, TakesLinksAsGiven) {

@@ -1,6 +1,8 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <memory>
+#include <utility>
 
 #include "fsdp/base/text.h"
 #include "fsdp/nn/kernels/layer_kernels.h"

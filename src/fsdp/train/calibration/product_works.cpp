@@ -1,6 +1,9 @@
 #include <ATen/ATen.h>
 #include <c10/util/accumulate.h>
 
+#include <algorithm>
+#include <utility>
+
 #include "fsdp/base/text.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/nn/layers/attention.h"
