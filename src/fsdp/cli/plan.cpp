@@ -1,4 +1,4 @@
-// `fsdp plan`: memory and traffic of a model on any number of ranks, without a run.
+// `fsdp plan`: memory, traffic and time of a model on any number of ranks, without a run.
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -13,10 +13,12 @@
 #include <vector>
 
 #include "fsdp/base/check.h"
+#include "fsdp/base/durable_file.h"
 #include "fsdp/base/text.h"
 #include "fsdp/cli/calibrate.h"
 #include "fsdp/cli/command.h"
 #include "fsdp/cli/plan_report.h"
+#include "fsdp/cli/plan_time.h"
 #include "fsdp/cli/setting_flags.h"
 #include "fsdp/plan/forecast.h"
 #include "fsdp/plan/load_model.h"
@@ -39,38 +41,22 @@ struct PlanArguments {
   bool json = false;
   bool compare = false;
   CalibrateArguments calibrate;
+  TimeArguments time;
   SettingFlags settings;
 };
 
 // The settings of a run that decide what it takes, but for those that mean something else here.
-constexpr std::array<std::string_view, 26> kPlannedSettings = {"optimizer",
-                                                               "expert-capacity",
-                                                               "compute",
-                                                               "recompute",
-                                                               "weights",
-                                                               "weights-except",
-                                                               "weights-scaling",
-                                                               "logit-memory",
-                                                               "sequence",
-                                                               "outer",
-                                                               "ep",
-                                                               "tp",
-                                                               "strategy",
-                                                               "main-params",
-                                                               "main-storage",
-                                                               "main-grads",
-                                                               "grad-comm",
-                                                               "moments",
-                                                               "first-moment",
-                                                               "second-moment",
-                                                               "pool",
-                                                               "prefetch",
-                                                               "pool-budget",
-                                                               "gradient-lifetime",
-                                                               "granularity",
-                                                               "offload"};
+constexpr std::array<std::string_view, 28> kPlannedSettings = {
+    "optimizer",         "expert-capacity", "compute",      "recompute", "weights",
+    "weights-except",    "weights-scaling", "logit-memory", "sequence",  "microbatches",
+    "cuda-graph",        "outer",           "ep",           "tp",        "strategy",
+    "main-params",       "main-storage",    "main-grads",   "grad-comm", "moments",
+    "first-moment",      "second-moment",   "pool",         "prefetch",  "pool-budget",
+    "gradient-lifetime", "granularity",     "offload"};
 // Of those, the ones that only a step's peak depends on.
 constexpr std::array kPeakOptions = {"--recompute", "--logit-memory", "--gradient-lifetime"};
+// Those that only its time depends on.
+constexpr std::array kRatesOptions = {"--microbatches", "--cuda-graph"};
 
 // More ranks than --fit tries by itself.
 constexpr int64_t kMostRanksToFit = int64_t{1} << 16;
@@ -86,22 +72,31 @@ struct PlanQuestion {
   bool has_batch_of_run = false;  // a config file's, shared out
   std::optional<int64_t> budget;
   std::optional<int64_t> fit;
+  std::optional<RateTable> rates;
+
+  bool is_on_cpu() const { return rates && rates->device == "cpu"; }
 
   PlanOptions options(int64_t num_ranks) const {
-    return train::plan_options(run, num_ranks, run.compute.value_or(DType::kBFloat16));
+    return train::plan_options(
+        run, num_ranks, run.compute.value_or(is_on_cpu() ? DType::kFloat32 : DType::kBFloat16));
   }
 
-  std::optional<PeakOptions> batch(int64_t num_ranks, const ModelShape& shape) const {
+  // What a rank computes at a time; nullopt: nobody said.
+  std::optional<PeakOptions> computed(int64_t num_ranks) const {
     if (!rows && !has_batch_of_run) return std::nullopt;
-    if (!rows) {
-      // The file speaks of a run, not of a GPU's memory; so what is not known is left out.
-      if (!knows_activations(shape, options(num_ranks).compute)) return std::nullopt;
-      return train::peak_options(run, num_ranks);
-    }
     train::TrainOptions one = run;
-    one.microbatches = 1;
-    one.batch = *rows * one.num_losses(num_ranks);
+    if (rows) {
+      one.microbatches = 1;
+      one.batch = *rows * one.num_losses(num_ranks);
+    }
     return train::peak_options(one, num_ranks);
+  }
+
+  // The same where its memory on a GPU is asked for.
+  std::optional<PeakOptions> batch(int64_t num_ranks, const ModelShape& shape) const {
+    // A file speaks of a run, not of a GPU's memory; so what is not known is left out.
+    const bool is_open = !rows && !knows_activations(shape, options(num_ranks).compute);
+    return is_open || is_on_cpu() ? std::nullopt : computed(num_ranks);
   }
 };
 
@@ -126,6 +121,12 @@ void check_together(const CLI::App& app, const PlanArguments& given) {
   refuse_both(app, "--budget", "--compare", "shows what strategies take without a limit");
   refuse_both(app, "--fit", "--compare", "shows what strategies take without a limit");
   refuse_both(app, "--batch", "--compare", "has no column for peaks");
+  refuse_both(app, "--rates", "--compare", "has no column for times");
+  refuse_both(app, "--rates", "--fit", "has no column for times");
+  for (const char* option : kRatesOptions)
+    if (app.count(option) > 0 && app.count("--rates") == 0)
+      throw UsageError(concat(as_typed(app, option),
+                              ", which matters for the time of a step alone; give --rates, too"));
   if (given.settings.has_config() || !given.batch.empty()) {
     if (!given.settings.has_config() && app.count("--sequence") == 0)
       throw UsageError(
@@ -137,6 +138,10 @@ void check_together(const CLI::App& app, const PlanArguments& given) {
     throw UsageError(
         "--batch is missing; the peak of a step needs both: sequences and their tokens, e.g. "
         "--batch 4 --sequence 2048");
+  if (app.count("--rates") > 0)
+    throw UsageError(concat(as_typed(app, "--rates"),
+                            ", but no batch; give --batch and --sequence, too, e.g. --batch 4 "
+                            "--sequence 2048"));
   for (const char* option : kPeakOptions)
     if (app.count(option) > 0)
       throw UsageError(concat(as_typed(app, option),
@@ -162,6 +167,7 @@ PlanQuestion question_of(const CLI::App& app, const PlanArguments& given) {
   question.has_batch_of_run = given.settings.has_config() && !given.compare;
   if (!given.budget.empty()) question.budget = parse_bytes("--budget", given.budget);
   if (!given.fit.empty()) question.fit = parse_bytes("--fit", given.fit);
+  question.rates = rates_of(app, given.time);
   if (!question.ranks && !question.fit)
     throw UsageError("--ranks is missing; give the number of ranks, e.g. --ranks 8");
   return question;
@@ -205,6 +211,15 @@ void answer_fit(const CLI::App& app, const PlanArguments& given, const PlanQuest
   print_json(rows);
 }
 
+std::optional<TimeForecast> time_of(const PlanArguments& given, const PlanQuestion& question,
+                                    const Planner& planner, const Forecast& forecast) {
+  if (!question.rates) return std::nullopt;
+  return forecast_time(planner.model(), planner.groups(), forecast,
+                       *question.computed(*question.ranks),
+                       time_options(given.time, question.run.microbatches, question.run.cuda_graph),
+                       *question.rates);
+}
+
 void answer_one(const PlanArguments& given, const PlanQuestion& question, const Planner& planner,
                 double load_seconds) {
   const ModelShape& model = planner.model();
@@ -217,12 +232,29 @@ void answer_one(const PlanArguments& given, const PlanQuestion& question, const 
                        " even without prefetch; fsdp plan --fit ", given.budget,
                        " says on how many ranks it fits"));
   plan.forecast.plan_seconds += load_seconds;
-  if (given.json) return print_json(to_json(model, plan));
+  const std::optional<TimeForecast> time = time_of(given, question, planner, plan.forecast);
+  if (time && !given.time.picture.empty())
+    write_file_durably(given.time.picture,
+                       picture_page(concat("Forecast: ", model.name, " on ",
+                                           counted_text(*question.ranks, "rank")),
+                                    *time));
+  if (given.json) {
+    nlohmann::ordered_json json = to_json(model, plan);
+    if (time) json["time"] = to_json(*time, *question.rates);
+    return print_json(json);
+  }
   print_plan(std::cout, model, plan);
+  if (!time) return;
+  print_time(std::cout, *time, *question.rates);
+  if (given.time.timeline) print_timeline(std::cout, time->step);
 }
 
 void run_plan(const CLI::App& app, const PlanArguments& given) {
   if (!given.calibrate.file.empty()) return calibrate_machine(given.calibrate);
+  for (const char* option : {"--device", "--threads"})
+    if (app.count(option) > 0)
+      throw UsageError(
+          concat(as_typed(app, option), ", which matters for --calibrate alone; drop it"));
   const PlanQuestion question = question_of(app, given);
   const auto start = std::chrono::steady_clock::now();
   ModelShape model = load_model(question.model);
@@ -249,6 +281,7 @@ std::string footer() {
                 "--budget 40GiB --json\n"
                 "  fsdp plan --model llama3-70b --fit 80GiB --batch 1 --sequence 8192\n"
                 "  fsdp plan --config run.json --ranks 64\n"
+                "  fsdp plan --model llama-1b --ranks 1 --batch 4 --sequence 2048 --rates h200\n"
                 "docs/plan.md has every formula.");
 }
 
@@ -256,7 +289,7 @@ std::string footer() {
 
 Command add_plan(CLI::App& parent) {
   CLI::App* app = parent.add_subcommand(
-      "plan", "Forecast memory and traffic of a model on any number of ranks");
+      "plan", "Forecast memory, traffic and time of a model on any number of ranks");
   app->footer(footer());
   const auto given = std::make_shared<PlanArguments>();
   const auto option = [&](const char* name, std::string& value, const char* type,
@@ -287,6 +320,7 @@ Command add_plan(CLI::App& parent) {
   option("--threads", given->calibrate.threads, "N",
          "Of the host, that a rank has when --calibrate measures; default 1, on the host of a GPU "
          "all");
+  add_time_options(*app, given->time);
   app->add_flag("--json", given->json, "Print JSON instead of a table");
   app->add_flag("--compare", given->compare, "All strategies side by side");
   for (const train::Setting& setting : train::settings())

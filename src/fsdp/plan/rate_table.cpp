@@ -4,6 +4,7 @@
 #include <cmath>
 #include <initializer_list>
 #include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/durable_file.h"
@@ -129,13 +130,14 @@ RateTable parse_rates(std::string_view text, const std::string& source) {
     throw UsageError(concat(source, ": version is ", version, ", and this command reads ",
                             kRatesVersion, "; ", kAdvice));
   fields.allow_only({"format", "version", "machine", "host", "date", "torch", "device", "threads",
-                     "note", "grids"});
+                     "cores", "note", "grids"});
   RateTable table{.machine = fields.text("machine"),
                   .host = fields.text("host"),
                   .date = fields.text("date"),
                   .torch = fields.text("torch"),
                   .device = fields.text("device"),
                   .threads = fields.integer("threads"),
+                  .cores = fields.integer_or("cores", 0),
                   .note = fields.text_or("note", "")};
   for (size_t i = 0; i < fields.array("grids").size(); ++i)
     table.grids.push_back(parse_grid(fields.element("grids", i)));
@@ -143,10 +145,11 @@ RateTable parse_rates(std::string_view text, const std::string& source) {
 }
 
 std::string rates_text(const RateTable& table) {
-  nlohmann::ordered_json json = {
-      {"format", kFormat},      {"version", kRatesVersion}, {"machine", table.machine},
-      {"host", table.host},     {"date", table.date},       {"torch", table.torch},
-      {"device", table.device}, {"threads", table.threads}, {"note", table.note}};
+  nlohmann::ordered_json json = {{"format", kFormat},        {"version", kRatesVersion},
+                                 {"machine", table.machine}, {"host", table.host},
+                                 {"date", table.date},       {"torch", table.torch},
+                                 {"device", table.device},   {"threads", table.threads},
+                                 {"cores", table.cores},     {"note", table.note}};
   // A line for each grid, so that a person can compare two files.
   std::string text = json.dump(2);
   text.erase(text.size() - 2);  // the end of the object

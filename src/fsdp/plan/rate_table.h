@@ -31,6 +31,7 @@ struct RateTable {
   std::string torch;
   std::string device;     // "cuda", "cpu"
   int64_t threads = 0;    // of the host, that a rank computes with
+  int64_t cores = 0;      // of the host; 0: not known
   std::string note = {};  // what a reader should know
   std::vector<RateGrid> grids = {};
 

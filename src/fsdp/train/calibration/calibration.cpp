@@ -61,12 +61,12 @@ class Calibration {
               .date = date_text(),
               .torch = TORCH_VERSION,
               .device = options_.device.is_cpu() ? "cpu" : "cuda",
-              .threads = options_.threads};
+              .threads = options_.threads,
+              .cores = std::thread::hardware_concurrency()};
     warm_up(place_);
-    for (const StepLaunch launch : {StepLaunch::kEager, StepLaunch::kRecorded})
-      if (launch == StepLaunch::kEager || !options_.device.is_cpu())
-        attempt(launch == StepLaunch::kEager ? "steps" : "recorded steps",
-                [&] { table_.grids.push_back(measure_steps(place_, options_.steps, launch)); });
+    if (!options_.host_layers.empty())
+      attempt("host steps",
+              [&] { table_.grids.push_back(measure_host_steps(place_, options_.host_layers)); });
     const WorkSizes& sizes = options_.sizes;
     measure(product_works(place_, sizes));
     measure(attention_works(place_, sizes));
@@ -105,7 +105,7 @@ class Calibration {
   void measure_axis(const MeasuredWork& work, std::vector<int64_t>& sizes,
                     std::vector<double>& us) {
     if (sizes.size() == work.points.size()) {
-      us.push_back(timer_.us(work.prepare(sizes), work.timed_by));
+      us.push_back(timer_.us([&] { return work.prepare(sizes); }, work.timed_by));
       return;
     }
     for (const int64_t size : work.points[sizes.size()]) {
@@ -141,7 +141,6 @@ CalibrationOptions usual_calibration(c10::Device device) {
                      .attention_rows = {4, 16},
                      .sequences = {32, 128, 512},
                      .head_dims = {32, 64}};
-    options.steps = {.layers = {2, 6}, .sequences = {4}, .steps = 12};
     options.links = {.ranks = {2, 4}, .bytes = {1 << 10, 1 << 14, 1 << 18, 1 << 22}};
     return options;
   }
@@ -157,7 +156,7 @@ CalibrationOptions usual_calibration(c10::Device device) {
                    .attention_rows = {16, 64, 256},
                    .sequences = {512, 1024, 2048, 4096, 8192},
                    .head_dims = {64, 128}};
-  options.steps = {.layers = {2, 6}, .sequences = {1, 4}, .steps = 10};
+  options.host_layers = {4, 24};
   return options;
 }
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "fsdp/plan/rate_table.h"
 #include "fsdp/train/calibration/measured_steps.h"
@@ -18,7 +19,7 @@ struct CalibrationOptions {
   int64_t threads = 1;        // of a rank on the host
   double call_seconds = 0.0;  // of one measurement, about
   WorkSizes sizes = {};
-  StepPoints steps = {};
+  std::vector<int64_t> host_layers = {};  // none: the host computes itself
   LinkPoints links = {};
   // Gets a line about what is measured next, and about what could not be.
   std::function<void(const std::string&)> progress = {};

@@ -73,9 +73,11 @@ double CallTimer::us_between_events(const std::function<void()>& run) const {
   return begin.elapsedTime(end) * 1e3;
 }
 
-double CallTimer::us(const std::function<void()>& call, TimedBy timed_by) const {
-  if (device_.is_cpu() || timed_by == TimedBy::kHost) return us_on_cpu(call);
+double CallTimer::us(const std::function<std::function<void()>()>& prepare,
+                     TimedBy timed_by) const {
   const c10::StreamGuard on_stream(stream_);
+  const std::function<void()> call = prepare();
+  if (device_.is_cpu() || timed_by == TimedBy::kHost) return us_on_cpu(call);
   call();  // libraries choose their algorithms
   synchronize(device_);
   const double once = us_between_events(call);

@@ -20,11 +20,11 @@ class CallTimer {
   // `seconds` is about what one measurement may take; short ones call again and again.
   CallTimer(c10::Device device, double seconds);
 
-  // Microseconds of one call. On a GPU the median of a few turns of calls counts; on a CPU the
-  // fastest call, since whatever else the machine does can only make it slower.
-  double us(const std::function<void()>& call, TimedBy timed_by = TimedBy::kReplay) const;
-
-  c10::Device device() const { return device_; }
+  // Microseconds of one call, which is prepared on the stream that it runs on: autograd runs a
+  // backward where its forward ran. On a GPU the median of a few turns of calls counts; on a CPU
+  // the fastest call, since whatever else the machine does can only make it slower.
+  double us(const std::function<std::function<void()>()>& prepare,
+            TimedBy timed_by = TimedBy::kReplay) const;
 
  private:
   double us_on_cpu(const std::function<void()>& call) const;

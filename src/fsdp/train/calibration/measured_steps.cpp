@@ -10,10 +10,8 @@
 
 #include "fsdp/comm/communicator.h"
 #include "fsdp/comm/world.h"
-#include "fsdp/graph/graph.h"
 #include "fsdp/nn/language_model.h"
 #include "fsdp/optim/adamw.h"
-#include "fsdp/plan/reference_step.h"
 #include "fsdp/shard/fully_shard.h"
 #include "fsdp/shard/parameter_init.h"
 #include "fsdp/train/calibration/call_timer.h"
@@ -28,90 +26,52 @@ double us_since(Clock::time_point begin) {
   return std::chrono::duration<double, std::micro>(Clock::now() - begin).count();
 }
 
-constexpr int kWarmUp = 5;  // learns the order of units, and records
+constexpr int kWarmUp = 3;  // learns the order of units
+constexpr int kSteps = 10;
+constexpr int64_t kTokens = 16;
 
-// The reference model with so many layers, and its optimizer.
-class ReferenceTrainee {
- public:
-  ReferenceTrainee(const WorkPlace& place, int64_t layers, StepLaunch launch)
-      : launch_(launch), world_(World::from_environment()), mesh_(world_.mesh()) {
-    LlamaConfig config = reference_step(place.device.is_cpu()).model;
-    config.num_hidden_layers = layers;
-    {
-      const MetaConstruction meta;
-      model_ = build_language_model(config, {.seed = 1, .dtype = place.dtype});
+LlamaConfig narrow_llama(int64_t layers) {
+  return {.vocab_size = 256,
+          .hidden_size = 128,
+          .num_hidden_layers = layers,
+          .num_attention_heads = 2,
+          .num_key_value_heads = 1,
+          .intermediate_size = 256};
+}
+
+double host_step_us(const WorkPlace& place, int64_t layers) {
+  World world = World::from_environment();
+  const Mesh mesh = world.mesh();
+  const std::shared_ptr<LanguageModel> model = [&] {
+    const MetaConstruction meta;
+    return build_language_model(narrow_llama(layers), {.seed = 1, .dtype = place.dtype});
+  }();
+  ShardOptions options;
+  options.device = place.device;
+  const Sharded sharded =
+      fully_shard(std::static_pointer_cast<torch::nn::Module>(model), mesh, options);
+  AdamW optimizer(sharded, AdamWOptions{.lr = 1e-4});
+  const at::Tensor tokens = some_tokens(kTokens, /*vocabulary=*/256, place).unsqueeze(0);
+  Clock::time_point begin;
+  for (int i = 0; i < kWarmUp + kSteps; ++i) {
+    if (i == kWarmUp) {
+      synchronize(place.device);
+      begin = Clock::now();
     }
-    ShardOptions options;
-    options.precision.main_params = at::kFloat;
-    options.precision.main_grads = at::kFloat;
-    options.device = place.device;
-    sharded_.emplace(
-        fully_shard(std::static_pointer_cast<torch::nn::Module>(model_), mesh_, options));
-    optimizer_ = std::make_unique<AdamW>(*sharded_, AdamWOptions{.lr = 1e-4});
+    model->loss(tokens, tokens).total.backward();
+    optimizer.step();
+    optimizer.zero_grad();
   }
-
-  void step(const at::Tensor& tokens) {
-    if (launch_ == StepLaunch::kEager) return train(tokens);
-    if (!graph_)
-      graph_ =
-          std::make_unique<Graph>(*sharded_, optimizer_.get(), [this, tokens] { train(tokens); });
-    graph_->run();
-  }
-  void finish() const { optimizer_->wait(); }
-
- private:
-  void train(const at::Tensor& tokens) {
-    model_->loss(tokens, tokens).total.backward();
-    optimizer_->step();
-    optimizer_->zero_grad();
-  }
-
-  const StepLaunch launch_;
-  World world_;
-  const Mesh mesh_;
-  std::shared_ptr<LanguageModel> model_;
-  std::optional<Sharded> sharded_;
-  std::unique_ptr<AdamW> optimizer_;
-  std::unique_ptr<Graph> graph_;
-};
-
-// The fastest of several steps that follow each other, as in a run; on a GPU the mean of them.
-double step_us(const WorkPlace& place, int64_t layers, int64_t num_tokens, int64_t sequence,
-               StepLaunch launch, int steps) {
-  ReferenceTrainee trainee(place, layers, launch);
-  const int64_t columns = std::min(num_tokens, sequence);
-  const at::Tensor tokens =
-      at::randint(256, {num_tokens / columns, columns}, at::device(place.device).dtype(at::kLong));
-  for (int i = 0; i < kWarmUp; ++i) trainee.step(tokens);
-  trainee.finish();
+  optimizer.wait();
   synchronize(place.device);
-  double best = 0.0;
-  const auto begin = Clock::now();
-  for (int i = 0; i < steps; ++i) {
-    const auto start = Clock::now();
-    trainee.step(tokens);
-    if (place.device.is_cpu()) trainee.finish();
-    best = i == 0 ? us_since(start) : std::min(best, us_since(start));
-  }
-  trainee.finish();
-  synchronize(place.device);
-  return place.device.is_cpu() ? best : us_since(begin) / steps;
+  return us_since(begin) / kSteps;
 }
 
 }  // namespace
 
-RateGrid measure_steps(const WorkPlace& place, const StepPoints& points, StepLaunch launch) {
-  const ReferenceStep reference = reference_step(place.device.is_cpu());
-  std::vector<int64_t> tokens = {reference.few_tokens};
-  for (const int64_t sequences : points.sequences) tokens.push_back(sequences * reference.sequence);
-  RateGrid grid{.work = launch == StepLaunch::kEager ? "step" : "recorded step",
-                .axes = {"layers", "tokens"},
-                .points = {points.layers, tokens},
-                .us = {}};
-  for (const int64_t layers : points.layers)
-    for (const int64_t num_tokens : tokens)
-      grid.us.push_back(
-          step_us(place, layers, num_tokens, reference.sequence, launch, points.steps));
+RateGrid measure_host_steps(const WorkPlace& place, const std::vector<int64_t>& layers) {
+  RateGrid grid{.work = "host step", .axes = {"layers"}, .points = {layers}, .us = {}};
+  for (const int64_t each : layers) grid.us.push_back(host_step_us(place, each));
   return grid;
 }
 

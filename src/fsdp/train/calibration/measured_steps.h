@@ -1,5 +1,5 @@
-// Whole steps of the reference model, and collectives between ranks: what a table of rates has
-// beside the parts of steps.
+// The host's part of whole steps, and collectives between ranks: what a table of rates has beside
+// the parts of steps.
 #pragma once
 
 #include <cstdint>
@@ -10,16 +10,9 @@
 
 namespace fsdp::train {
 
-enum class StepLaunch : uint8_t { kEager, kRecorded };
-
-struct StepPoints {
-  std::vector<int64_t> layers = {};
-  std::vector<int64_t> sequences = {};  // of a step, beside the one of few tokens
-  int steps = 10;                       // timed
-};
-
-// "step" or "recorded step": axes "layers" and "tokens". One rank.
-RateGrid measure_steps(const WorkPlace& place, const StepPoints& points, StepLaunch launch);
+// "host step": axis "layers". One rank trains a narrow Llama of so many layers on so few tokens
+// that a GPU is done before its host has asked for more.
+RateGrid measure_host_steps(const WorkPlace& place, const std::vector<int64_t>& layers);
 
 struct LinkPoints {
   std::vector<int64_t> ranks = {};

@@ -61,7 +61,9 @@ std::vector<MeasuredWork> update_works(const WorkPlace& place, const WorkSizes& 
 // Between host and device, by bytes: "copy to host", "copy to device".
 std::vector<MeasuredWork> bus_works(const WorkPlace& place, const WorkSizes& sizes);
 
-// Numbers like those of a model.
+// Numbers like those of a model, and tokens. Not random ones: a recording that fails leaves a GPU's
+// generator in a state that no later call can use.
 at::Tensor some_numbers(at::IntArrayRef shape, const WorkPlace& place);
+at::Tensor some_tokens(int64_t count, int64_t vocabulary, const WorkPlace& place);
 
 }  // namespace fsdp::train

@@ -1,6 +1,8 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <memory>
+#include <utility>
 
 #include "fsdp/base/text.h"
 #include "fsdp/nn/kernels/layer_kernels.h"
@@ -90,8 +92,7 @@ Prepare cross_entropy_pass(const WorkPlace& place) {
   return [=](int64_t elements) -> Call {
     const at::Tensor logits = some_numbers(rows_of(elements, kVocabulary), place);
     const int64_t rows = logits.size(0);
-    const at::Tensor targets =
-        at::randint(logits.size(1), {rows}, at::device(place.device).dtype(at::kLong));
+    const at::Tensor targets = some_tokens(rows, logits.size(1), place);
     const at::Tensor sums =
         at::empty({nn::kRowSums, rows}, at::device(place.device).dtype(at::kFloat));
     return [=] {
@@ -111,8 +112,7 @@ MeasuredWork embedding_backward(const WorkPlace& place, const std::vector<int64_
             const int64_t width = std::min({kWidth, sizes[0], sizes[1]});
             const at::Tensor gradient = some_numbers({sizes[0] / width, width}, place);
             const int64_t vocabulary = sizes[1] / width;
-            const at::Tensor tokens = at::randint(vocabulary, {gradient.size(0)},
-                                                  at::device(place.device).dtype(at::kLong));
+            const at::Tensor tokens = some_tokens(gradient.size(0), vocabulary, place);
             return [=] {
               at::embedding_dense_backward(gradient, tokens, vocabulary, /*padding_idx=*/-1,
                                            /*scale_grad_by_freq=*/false);
@@ -179,8 +179,7 @@ std::vector<MeasuredWork> pass_works(const WorkPlace& place, const WorkSizes& si
   works.push_back(pass("cross entropy", elements, cross_entropy_pass(place)));
   works.push_back(pass("embedding forward", elements, [=](int64_t n) -> Call {
     const at::Tensor table = some_numbers(rows_of(n), place);
-    const at::Tensor tokens =
-        at::randint(table.size(0), {table.size(0)}, at::device(place.device).dtype(at::kLong));
+    const at::Tensor tokens = some_tokens(table.size(0), table.size(0), place);
     return [=] { at::embedding(table, tokens); };
   }));
   works.push_back(embedding_backward(place, elements));

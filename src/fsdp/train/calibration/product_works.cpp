@@ -1,4 +1,8 @@
 #include <ATen/ATen.h>
+#include <c10/util/accumulate.h>
+
+#include <algorithm>
+#include <utility>
 
 #include "fsdp/base/text.h"
 #include "fsdp/base/torch_dtype.h"
@@ -115,7 +119,19 @@ std::vector<at::Tensor> heads_of(Sizes sizes, const WorkPlace& place) {
 }  // namespace
 
 at::Tensor some_numbers(at::IntArrayRef shape, const WorkPlace& place) {
-  return at::randn(shape, at::device(place.device).dtype(place.dtype));
+  constexpr double kAngle = 0.7;
+  return at::arange(c10::multiply_integers(shape), at::device(place.device).dtype(at::kFloat))
+      .mul_(kAngle)
+      .sin_()
+      .to(place.dtype)
+      .view(shape);
+}
+
+at::Tensor some_tokens(int64_t count, int64_t vocabulary, const WorkPlace& place) {
+  constexpr int64_t kStride = 7919;  // a prime
+  return at::arange(count, at::device(place.device).dtype(at::kLong))
+      .mul_(kStride)
+      .remainder_(vocabulary);
 }
 
 std::vector<MeasuredWork> product_works(const WorkPlace& place, const WorkSizes& sizes) {

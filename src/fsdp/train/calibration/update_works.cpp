@@ -1,6 +1,7 @@
 #include <ATen/ATen.h>
 
 #include <memory>
+#include <utility>
 
 #include "fsdp/base/device_stream.h"
 #include "fsdp/base/text.h"

@@ -1,0 +1,223 @@
+#include "fsdp/plan/time_forecast.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+
+#include "fsdp/base/check.h"
+#include "fsdp/base/text.h"
+#include "fsdp/layout/quantized_bytes.h"
+#include "fsdp/nn/config/flops.h"
+#include "fsdp/plan/path_traffic.h"
+#include "fsdp/plan/step_work.h"
+
+namespace fsdp {
+
+namespace {
+
+// --- links ---------------------------------------------------------------------------------------
+
+struct Links {
+  const RateTable& rates;
+  std::optional<LinkSpeed> inner;
+  std::optional<LinkSpeed> outer;
+
+  // One collective over one axis; `received` of it by this rank.
+  double us(const char* work, int64_t received, double whole_of_received, int64_t num_ranks,
+            const std::optional<LinkSpeed>& link) const {
+    if (received == 0) return 0.0;
+    const RateGrid* measured = rates.find(work);
+    const auto whole = static_cast<int64_t>(static_cast<double>(received) * whole_of_received);
+    const double here = measured == nullptr ? 0.0 : measured->us_at(std::array{num_ranks, whole});
+    if (link)
+      return std::max(here,
+                      link->latency_us + 1e6 * static_cast<double>(received) / link->bytes_per_s);
+    if (measured == nullptr)
+      throw UsageError(concat("the rates of ", rates.machine,
+                              " have no link between ranks; give the bytes per second that a rank "
+                              "receives, e.g. --link 300GB"));
+    return here;
+  }
+
+  double us(const AxisTraffic& moved, int64_t num_ranks,
+            const std::optional<LinkSpeed>& link) const {
+    if (num_ranks == 1) return 0.0;
+    const double share = static_cast<double>(num_ranks) / static_cast<double>(num_ranks - 1);
+    return us("all_gather", moved.all_gather, share, num_ranks, link) +
+           us("reduce_scatter", moved.reduce_scatter, share, num_ranks, link) +
+           us("all_reduce", moved.all_reduce, share / 2, num_ranks, link);
+  }
+
+  double us(const Traffic& moved, MeshShape mesh) const {
+    return us(moved.inner, mesh.inner, inner) + us(moved.outer, mesh.outer, outer ? outer : inner);
+  }
+};
+
+// --- updates -------------------------------------------------------------------------------------
+
+// An update that moves other bytes than the measured one is as fast per byte.
+struct UpdateWork {
+  const char* work;
+  int64_t bytes;  // read and written per element, with an fp32 gradient and fp32 moments
+};
+
+UpdateWork update_work(const GroupTypes& types) {
+  if (types.split) return {"update split", 28};
+  return types.main_weight ? UpdateWork{"update separate", 30} : UpdateWork{"update fp32", 28};
+}
+
+// Bytes of the types that the measured update does not have.
+int64_t other_bytes(const GroupTypes& types) {
+  constexpr int64_t kMeasured = 4;
+  const auto moment = [](const std::optional<DType>& type) {
+    return 2 * ((type ? element_bytes(*type) : 0) - kMeasured);
+  };
+  int64_t bytes = element_bytes(types.main_grad) - kMeasured + moment(types.first_moment) +
+                  moment(types.second_moment);
+  if (!types.main_weight) bytes += 2 * (element_bytes(types.weight) - kMeasured);
+  return bytes;
+}
+
+double update_us(const GroupTypes& types, int64_t numel, const RateTable& rates) {
+  if (numel == 0) return 0.0;
+  const UpdateWork work = update_work(types);
+  const double share =
+      static_cast<double>(work.bytes + other_bytes(types)) / static_cast<double>(work.bytes);
+  double us = share * rates.us(work.work, std::array{numel});
+  if (types.is_quantized()) us += rates.us("codes of rows", std::array{numel});
+  return us;
+}
+
+// Gradients come down, the host updates, weights go up: all three at once, chunk by chunk.
+double offload_us(const GroupTypes& types, int64_t numel, const RateTable& rates) {
+  if (numel == 0) return 0.0;
+  constexpr int64_t kMostOfAChunk = int64_t{1} << 20;  // --offload-chunk, unless it is changed
+  const int64_t chunk = std::min(numel, kMostOfAChunk);
+  const double chunks = static_cast<double>(numel) / static_cast<double>(chunk);
+  if (rates.device == "cpu") return chunks * rates.us("update separate", std::array{chunk});
+  const int64_t down = chunk * element_bytes(types.main_grad);
+  const int64_t up = chunk * element_bytes(types.weight);
+  return chunks * std::max({rates.us("host update separate", std::array{chunk}),
+                            rates.us("copy to host", std::array{down}),
+                            rates.us("copy to device", std::array{up})});
+}
+
+// --- units ---------------------------------------------------------------------------------------
+
+void add_group(UnitTimes& unit, const GroupPlan& group, const PlanOptions& options,
+               const Links& links) {
+  constexpr PlacementPair kWhole = {Placement::kReplicate, Placement::kReplicate};
+  constexpr PlacementPair kUnreduced = {Placement::kPartial, Placement::kPartial};
+  const Strategy& strategy = options.strategy;
+  const int64_t padded = group.layout.padded_numel();
+  const int64_t weight = weight_bytes(group.types, padded);
+  const int64_t wire = padded * element_bytes(group.types.wire);
+  const auto path = [&](PlacementPair from, PlacementPair to, int64_t bytes) {
+    return links.us(path_traffic(from, to, bytes, group.mesh), group.mesh);
+  };
+  unit.gather += path(strategy.parameter, kWhole, weight);
+  if (!group.types.trainable) return;
+  unit.refresh += path(strategy.optimizer, strategy.parameter, weight);
+  unit.reduce += path(kUnreduced, strategy.gradient, wire);
+  Traffic at_end = path_traffic(strategy.gradient, strategy.optimizer, wire, group.mesh);
+  unit.reduce_over_outer += links.us({.inner = {}, .outer = at_end.outer}, group.mesh);
+  at_end.outer = {};
+  unit.reduce_at_end += links.us(at_end, group.mesh);
+  const auto held = static_cast<double>(group.layout.max_shard_numel(strategy.optimizer));
+  const auto on_host = static_cast<int64_t>(std::llround(held * options.offload));
+  const int64_t on_device = static_cast<int64_t>(held) - on_host;
+  unit.update += update_us(group.types, on_device, links.rates);
+  unit.offload += offload_us(group.types, on_host, links.rates);
+}
+
+// What the host takes to ask for a block, forward and backward, in a step that is not recorded.
+double host_us_of_block(const RateTable& rates, const TimeOptions& options, int64_t num_blocks) {
+  const bool is_apart = rates.device != "cpu" && !options.is_recorded && num_blocks > 0;
+  if (!is_apart) return 0.0;
+  return rates.us("host step", std::array{num_blocks}) / static_cast<double>(num_blocks);
+}
+
+// How many ranks share a core.
+double ranks_per_core(const RateTable& rates, const PlanOptions& options) {
+  if (rates.device != "cpu" || rates.cores == 0) return 1.0;
+  return std::max(
+      1.0, static_cast<double>(options.ranks * rates.threads) / static_cast<double>(rates.cores));
+}
+
+ModelWork known_work(const ModelShape& model, const PlanOptions& options, const PeakOptions& batch,
+                     const RateTable& rates) {
+  const std::optional<ModelWork> work =
+      model.layers ? work_of(*model.layers, {.compute = options.compute,
+                                             .weights = options.weights,
+                                             .rows = batch.batch.rows,
+                                             .sequence = batch.batch.sequence,
+                                             .logit_bytes = batch.logit_bytes,
+                                             .on_cpu = rates.device == "cpu"})
+                   : std::nullopt;
+  if (!work || options.tp > 1)
+    throw UsageError(concat("the time of model '", model.name, "'",
+                            options.tp > 1 ? " with --tp" : "",
+                            " is not known; it is for the Llama family without --tp, multi-token "
+                            "prediction, and windows (sliding_window) shorter than a sequence; "
+                            "plan without --rates"));
+  return *work;
+}
+
+}  // namespace
+
+TimeForecast forecast_time(const ModelShape& model, std::span<const GroupPlan> groups,
+                           const Forecast& forecast, const PeakOptions& batch,
+                           const TimeOptions& options, const RateTable& rates) {
+  const PlanOptions& plan = forecast.options;
+  const ModelWork work = known_work(model, plan, batch, rates);
+  const Links links{rates, options.inner_link, options.outer_link};
+  const double factor = ranks_per_core(rates, plan);
+  const double host_us =
+      host_us_of_block(rates, options, static_cast<int64_t>(model.units.size()) - 2);
+
+  StepTimes times{
+      .units = {},
+      .order = mirrored_order(std::vector<int32_t>(model.uses.begin(), model.uses.end()),
+                              std::vector<int32_t>(model.ends.begin(), model.ends.end())),
+      .prefetch = forecast.prefetch,
+      .microbatches = options.microbatches,
+      .updates_beside = rates.device == "cpu" && plan.ranks * rates.threads < rates.cores};
+  for (size_t i = 0; i < model.units.size(); ++i) {
+    const bool is_block = i > 0 && i + 1 < model.units.size();
+    const UnitWork& unit = i == 0 ? work.embedding : is_block ? work.block : work.head;
+    UnitTimes each{.name = model.units[i].name,
+                   .forward = factor * us_of(unit.forward, rates),
+                   .backward = factor * us_of(unit.backward, rates)};
+    // A block's host asks for about twice as much in the backward.
+    if (is_block) {
+      each.host_forward = host_us / 3;
+      each.host_backward = host_us - each.host_forward;
+    }
+    if (is_block && batch.recomputes_blocks) {
+      each.backward += each.forward;
+      each.host_backward += each.host_forward;
+    }
+    times.units.push_back(std::move(each));
+  }
+  for (const GroupPlan& group : groups) {
+    UnitTimes& unit = times.units[static_cast<size_t>(group.unit)];
+    add_group(unit, group, plan, links);
+    // Where a reduction ends the cycle it has summed the squares; else a pass does.
+    const bool is_reduced = group.mesh.inner * group.mesh.outer > 1;
+    if (group.types.trainable && !is_reduced)
+      times.between +=
+          factor *
+          rates.us("squared sum", std::array{group.layout.max_shard_numel(plan.strategy.gradient)});
+  }
+  for (UnitTimes& unit : times.units) unit.update *= factor;
+
+  TimeForecast result{.step = simulate(times)};
+  const double tokens = static_cast<double>(batch.batch.tokens() * options.microbatches);
+  const double seconds = result.step.us * 1e-6;
+  result.tokens_per_s = tokens * static_cast<double>(plan.ranks) / seconds;
+  result.tflops_per_rank =
+      flops_per_token(*model.layers, batch.batch.sequence) * tokens / seconds * 1e-12;
+  return result;
+}
+
+}  // namespace fsdp

@@ -1,0 +1,43 @@
+// The time of a step, before anything runs: what units compute by a table of measured rates, what
+// travels between ranks by the speed of links, and the engine's schedule of both.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+
+#include "fsdp/plan/forecast.h"
+#include "fsdp/plan/group_plan.h"
+#include "fsdp/plan/peak_forecast.h"
+#include "fsdp/plan/rate_table.h"
+#include "fsdp/plan/simulated_step.h"
+
+namespace fsdp {
+
+// Of what one rank receives over an axis, beside all others.
+struct LinkSpeed {
+  double bytes_per_s = 0;
+  double latency_us = 0;  // of a collective
+};
+
+struct TimeOptions {
+  int64_t microbatches = 1;
+  bool is_recorded = false;  // the step is replayed: --cuda-graph
+  // Not given: as the table has it; the outer one as the inner one.
+  std::optional<LinkSpeed> inner_link = std::nullopt;
+  std::optional<LinkSpeed> outer_link = std::nullopt;
+};
+
+struct TimeForecast {
+  SimulatedStep step;
+  double tokens_per_s = 0;     // of all ranks
+  double tflops_per_rank = 0;  // by the model's formula (flops_per_token)
+};
+
+// UsageError for a model or a setting whose time is not known, and for work or links that the table
+// does not have.
+TimeForecast forecast_time(const ModelShape& model, std::span<const GroupPlan> groups,
+                           const Forecast& forecast, const PeakOptions& batch,
+                           const TimeOptions& options, const RateTable& rates);
+
+}  // namespace fsdp

@@ -1,0 +1,152 @@
+// The time of a step in `fsdp plan`: beside a run over slow links, as words, JSON and a picture,
+// and every wrong value.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "processes/plan_command.h"
+
+namespace fsdp::cli_plan_time_test {
+namespace {
+
+using test::BadUse;
+using test::CommandResult;
+using test::expect_refused;
+using test::plan_json;
+using test::run_fsdp;
+using test::TextFile;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using Json = nlohmann::json;
+
+const std::string kTimed =
+    "--model tiny --ranks 2 --batch 4 --sequence 64 --rates cpu-2-cores --link 20MB ";
+
+std::string text_of(const std::string& path) {
+  std::ostringstream text;
+  text << std::ifstream(path).rdbuf();
+  return text.str();
+}
+
+// The fastest of a run's steps after the first two, which learn the order of units: other work on
+// the machine can only make a step slower.
+double measured_ms(const std::string& settings, const std::string& bandwidth) {
+  const TextFile data("text.txt", std::string(20000, 'x') + " some text");
+  const TextFile log("log.jsonl", "");
+  const CommandResult run = run_fsdp(
+      "train --model tiny --data " + data.path() + " --log " + log.path() + " " + settings +
+          " --batch 4 --sequence 16 --threads 1 --steps 5 --validate-every 0 --sample '' --quiet",
+      "FSDP_BANDWIDTH=" + bandwidth);
+  EXPECT_EQ(run.exit_code, 0) << run.err;
+  double best = 1e30;
+  std::istringstream lines(text_of(log.path()));
+  for (std::string line; std::getline(lines, line);) {
+    const Json entry = Json::parse(line);
+    if (entry["kind"] == "step" && entry["step"] > 2)
+      best = std::min(best, entry["ms"].get<double>());
+  }
+  return best;
+}
+
+// Links are so slow that they decide: the schedule is compared, on any machine.
+TEST(PlannedTime, IsThatOfRanksOverSlowLinks) {
+  const std::vector<std::pair<std::string, std::string>> runs = {
+      {"--ranks 2", "5MB"},
+      {"--ranks 2 --prefetch 0", "5MB"},
+      {"--ranks 2 --strategy optim", "5MB"},
+      {"--ranks 4 --outer 2 --recompute block", "5MB"}};
+  for (const auto& [settings, bandwidth] : runs) {
+    SCOPED_TRACE(settings);
+    const TextFile config("run.json", R"({"model": "tiny", "batch": 4, "sequence": 16})");
+    const Json plan = plan_json("--config " + config.path() + " " + settings +
+                                " --rates cpu-2-cores --link " + bandwidth);
+    const double forecast = plan["time"]["step_ms"];
+    const double measured = measured_ms(settings, bandwidth);
+    EXPECT_NEAR(forecast / measured, 1.0, 0.10) << forecast << " " << measured;
+    EXPECT_GT(plan["time"]["exposed_ms"]["gather"], 0.0);
+  }
+}
+
+TEST(PlannedTime, IsShownAsWordsAndJson) {
+  const CommandResult table = run_fsdp("plan " + kTimed);
+  EXPECT_EQ(table.exit_code, 0) << table.err;
+  EXPECT_THAT(table.out, AllOf(HasSubstr("time of a step, by the rates of Neoverse-N1, 2 cores ("),
+                               HasSubstr("\n  computing  "), HasSubstr("\n  gathers  "),
+                               HasSubstr(" of it with nothing beside it\n"),
+                               HasSubstr(" tokens/s; "), Not(HasSubstr("timeline"))));
+  EXPECT_THAT(run_fsdp("plan --model tiny --ranks 2").out, Not(HasSubstr("time of a step")));
+  const Json time = plan_json(kTimed)["time"];
+  const double all = time["compute_ms"].get<double>() + time["update_ms"].get<double>();
+  EXPECT_GT(time["step_ms"], all);
+  EXPECT_NEAR(time["tokens_per_s"].get<double>() * time["step_ms"].get<double>(), 2 * 4 * 64 * 1e3,
+              1e-6 * 512e3);
+}
+
+TEST(PlannedTime, IsDrawnAndListed) {
+  const CommandResult list = run_fsdp("plan " + kTimed + "--timeline");
+  EXPECT_THAT(list.out, AllOf(HasSubstr("timeline of a step, ms\n"),
+                              HasSubstr("  compute  model.layers.0 forward\n"),
+                              HasSubstr("  reduce   lm_head\n")));
+  const TextFile page("step.html", "");
+  EXPECT_EQ(run_fsdp("plan " + kTimed + "--picture " + page.path()).exit_code, 0);
+  EXPECT_THAT(text_of(page.path()),
+              AllOf(HasSubstr("Forecast: tiny on 2 ranks"), HasSubstr("Timeline of one step"),
+                    HasSubstr("<title>model.layers.1 backward, ")));
+}
+
+TEST(PlannedTime, GrowsWithWhatAStepDoes) {
+  const auto step_ms = [](const std::string& more) {
+    return plan_json(kTimed + more)["time"]["step_ms"].get<double>();
+  };
+  const double plain = step_ms("");
+  EXPECT_GT(step_ms("--recompute block"), plain);
+  EXPECT_GT(step_ms("--microbatches 2"), 1.5 * plain);
+  EXPECT_GT(step_ms("--prefetch 0"), plain);
+  EXPECT_GT(step_ms("--link-latency 5000"), plain);
+}
+
+TEST(PlannedTime, AnswersEveryWrongValueWithOneSentence) {
+  const TextFile damaged("rates.json", R"({"format": "fsdp rates", "version": 7})");
+  const std::string version =
+      "--model tiny --ranks 1 --batch 1 --sequence 8 --rates " + damaged.path();
+  test::expect_only_error(run_fsdp("plan " + version), 2, "version is 7, and this command reads 1");
+  expect_refused({
+      {"--model tiny --ranks 1 --rates cpu-2-cores",
+       "--rates is 'cpu-2-cores', but no batch; give --batch and --sequence, too"},
+      {"--model tiny --ranks 1 --batch 1 --sequence 8 --rates h900",
+       "--rates is 'h900', which is neither a file nor one of "},
+      {"--model tiny --ranks 1 --link 1GB",
+       "--link is given, which matters for the time of a step"},
+      {"--model tiny --ranks 1 --timeline", "--timeline is given, which matters for the time"},
+      {"--model tiny --ranks 1 --microbatches 2",
+       "--microbatches is '2', which matters for the time of a step alone; give --rates, too"},
+      {"--model tiny --ranks 1 --batch 1 --sequence 8 --rates cpu-2-cores --compare",
+       "--compare has no column for"},
+      {"--model tiny --ranks 2 --batch 1 --sequence 8 --rates cpu-2-cores --link fast",
+       "--link is 'fast'"},
+      {"--model tiny --ranks 2 --batch 1 --sequence 8 --rates cpu-2-cores --link 0",
+       "--link is '0'"},
+      {"--model tiny --ranks 2 --batch 1 --sequence 8 --rates cpu-2-cores --link-latency -1",
+       "--link-latency is '-1'"},
+      {"--model tiny --ranks 1 --batch 1 --sequence 8 --rates cpu-2-cores --compute bf16",
+       "have no 'product bf16 forward'; measure a machine that computes it"},
+      {"--model moe-tiny --ranks 1 --batch 1 --sequence 8 --rates cpu-2-cores",
+       "the time of model 'moe-tiny' is not known; it is for the Llama family"},
+      {"--calibrate /tmp", "--calibrate is '/tmp', which is a directory; name a file in it"},
+      {"--model tiny --ranks 1 --device cpu",
+       "--device is 'cpu', which matters for --calibrate alone; drop it"},
+      {"--calibrate rates.json --device tpu", "--device is 'tpu'"},
+      {"--calibrate rates.json --device cpu --threads 0", "--threads is '0'"},
+  });
+}
+
+}  // namespace
+}  // namespace fsdp::cli_plan_time_test

@@ -1,0 +1,166 @@
+// The time of a step from a table in which every work takes a microsecond: what is counted, what
+// links take, and what is refused.
+#include "fsdp/plan/time_forecast.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "fsdp/plan/load_model.h"
+#include "fsdp/plan/model_tensors.h"
+#include "support/config_examples.h"
+
+namespace fsdp::time_forecast_test {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int64_t kLayers = 3;
+// Works of a block, of the embedding and of the head with its loss, as their layers call them.
+constexpr double kForward = 13;
+constexpr double kBackward = 19;
+constexpr double kEnds = 1 + 2 + 5 + 3;
+
+LlamaConfig small_config() {
+  return {.vocab_size = 64,
+          .hidden_size = 32,
+          .num_hidden_layers = kLayers,
+          .num_attention_heads = 4,
+          .num_key_value_heads = 2,
+          .intermediate_size = 48};
+}
+
+// Every size is below the one point of its axis, where a table stays the same.
+RateTable even_rates(const std::string& device) {
+  RateTable table{.machine = "a machine",
+                  .host = {},
+                  .date = "2026-11-18",
+                  .torch = {},
+                  .device = device,
+                  .threads = 1,
+                  .cores = 8};
+  const auto add = [&](const std::string& work, size_t num_axes) {
+    table.grids.push_back({.work = work,
+                           .axes = std::vector<std::string>(num_axes, "size"),
+                           .points = std::vector<std::vector<int64_t>>(num_axes, {1 << 30}),
+                           .us = {1}});
+  };
+  const std::string type = device == "cpu" ? "fp32" : "bf16";
+  for (const char* form : {" forward", " input gradient", " weight gradient"})
+    add("product " + type + form, 3);
+  for (const std::string direction : {" forward", " backward"}) {
+    add("attention " + type + direction, 4);
+    for (const char* pass : {"norm", "sum and norm", "rotary", "gated silu"})
+      add(pass + direction, 1);
+  }
+  add("embedding forward", 1);
+  add("host step", 1);
+  add("embedding backward", 2);
+  for (const char* work :
+       {"sum", "sum of rows", "scaled to fp32", "cross entropy", "copy", "copy to fp32",
+        "update fp32", "update split", "update separate", "squared sum"})
+    add(work, 1);
+  return table;
+}
+
+struct Question {
+  std::string device = "cuda";
+  int64_t ranks = 1;
+  PeakOptions batch = {.batch = {.rows = 2, .sequence = 16}};
+  TimeOptions time = {};
+  LlamaConfig config = small_config();
+  double host_us = 1;  // of a step
+};
+
+TimeForecast answer(const Question& question) {
+  PlanOptions options;
+  options.ranks = question.ranks;
+  options.precision.main_grads = DType::kFloat32;
+  options.compute = question.device == "cpu" ? DType::kFloat32 : DType::kBFloat16;
+  const Planner planner(build_model("small", question.config), options);
+  RateTable rates = even_rates(question.device);
+  for (RateGrid& grid : rates.grids)
+    if (grid.work == "host step") grid.us = {question.host_us};
+  return forecast_time(planner.model(), planner.groups(), planner.forecast(), question.batch,
+                       question.time, rates);
+}
+
+TEST(TimeForecast, CountsEveryWorkOfAStep) {
+  const SimulatedStep step = answer({}).step;
+  EXPECT_EQ(step.compute, kLayers * (kForward + kBackward) + kEnds);
+  // An update and a pass for the norm of each unit's one group.
+  constexpr double kUnits = kLayers + 2;
+  EXPECT_EQ(step.update, 2 * kUnits);
+  EXPECT_DOUBLE_EQ(step.us, step.compute + step.update);
+}
+
+TEST(TimeForecast, ComputesBlocksAgainAndMicrobatchesOneAfterTheOther) {
+  Question question;
+  question.batch.recomputes_blocks = true;
+  question.time.microbatches = 2;
+  EXPECT_EQ(answer(question).step.compute, 2 * (kLayers * (2 * kForward + kBackward) + kEnds));
+}
+
+TEST(TimeForecast, AddsGradientsOfSharedInputsOnACpu) {
+  Question question;
+  question.device = "cpu";
+  constexpr double kSums = 3;  // of queries, keys and values; of gate and up
+  EXPECT_EQ(answer(question).step.compute, kLayers * (kForward + kBackward + kSums) + kEnds);
+}
+
+TEST(TimeForecast, AddsBiases) {
+  Question question;
+  question.config.attention_bias = true;
+  // A sum of rows for each of four, and gradients of the common input that products do not add.
+  EXPECT_EQ(answer(question).step.compute, kLayers * (kForward + kBackward + 4 + 2) + kEnds);
+}
+
+TEST(TimeForecast, WaitsForTheHostUnlessTheStepIsRecorded) {
+  Question question;
+  question.host_us = 3000;
+  EXPECT_GE(answer(question).step.us, 3000.0);
+  question.time.is_recorded = true;
+  EXPECT_EQ(answer(question).step.us, answer({}).step.us);
+}
+
+TEST(TimeForecast, TakesLinksAsGiven) {
+  Question question;
+  question.ranks = 4;
+  question.time.inner_link = LinkSpeed{.bytes_per_s = 1e6, .latency_us = 5};
+  PlanOptions options{.ranks = 4};
+  options.precision.main_grads = DType::kFloat32;
+  const Planner planner(build_model("small", question.config), options);
+  const Traffic traffic = planner.forecast().traffic;
+  const SimulatedStep step = answer(question).step;
+  // A byte takes a microsecond. Units are gathered twice but for the last, and reduced once.
+  constexpr double kUnits = kLayers + 2;
+  EXPECT_DOUBLE_EQ(step.gather,
+                   static_cast<double>(traffic.inner.all_gather) + 5 * (2 * kUnits - 1));
+  EXPECT_DOUBLE_EQ(step.reduce, static_cast<double>(traffic.inner.reduce_scatter) + 5 * kUnits);
+  EXPECT_GT(step.exposed_gather, 0.0);
+}
+
+TEST(TimeForecast, CountsTokensOfAllRanks) {
+  Question question;
+  question.ranks = 4;
+  question.time = {.microbatches = 3, .inner_link = LinkSpeed{.bytes_per_s = 1e9}};
+  const TimeForecast time = answer(question);
+  EXPECT_DOUBLE_EQ(time.tokens_per_s, 4 * 3 * 2 * 16 / (time.step.us * 1e-6));
+}
+
+TEST(TimeForecast, RefusesWhatItDoesNotKnow) {
+  Question apart;
+  apart.ranks = 2;
+  EXPECT_THAT(testing::refusal([&] { answer(apart); }),
+              HasSubstr("the rates of a machine have no link between ranks; give the bytes per "
+                        "second that a rank receives, e.g. --link 300GB"));
+  Question window;
+  window.config.sliding_window = 4;
+  EXPECT_THAT(testing::refusal([&] { answer(window); }),
+              HasSubstr("the time of model 'small' is not known; it is for the Llama family"));
+}
+
+}  // namespace
+}  // namespace fsdp::time_forecast_test
