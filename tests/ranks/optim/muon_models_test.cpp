@@ -1,5 +1,6 @@
 // Muon on language models of every kind: what their modules declare, and what a plan forecasts.
 #include <ATen/ATen.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -76,6 +77,19 @@ TEST(MuonModels, TrainAsIfUnsharded) {
             .bytes;
     EXPECT_EQ(most_bytes, planned.total() - planned.weight_pool - planned.grad_pool);
   }
+}
+
+TEST(MuonModels, AreRefusedWhereRanksShareMatrices) {
+  run_ranks(2, [](World& world) {
+    const Mesh mesh = world.mesh({.tp = 2});
+    LlamaConfig config = testing::small_llama();
+    config.intermediate_size = 30;
+    const auto model = build([&] { return build_language_model(config, {.seed = 3}); });
+    EXPECT_THAT(
+        testing::error_of([&] { fully_shard(model, mesh, {.matrices = {.declared = true}}); }),
+        ::testing::HasSubstr("is cut over the 2 ranks of a tp group, so none has a whole matrix of "
+                             "it; leave tp out, or name it in matrices.except"));
+  });
 }
 
 }  // namespace
