@@ -37,10 +37,15 @@ class BlockWork {
       work_.forward.push_back({"codes of rows", {input}});
       work_.backward.push_back({"codes transposed", {input}});
     }
+    // Quantised side by side, outputs have one product for their input's gradient.
+    const bool is_joined = has_codes && options_.weights != WeightRecipe::kFp8Tensor;
+    int64_t all_outs = 0;
     for (const int64_t out : layer.outs) {
       const std::vector<int64_t> sizes = {tokens_, out, layer.in};
+      all_outs += out;
       work_.forward.push_back({concat("product ", type, " forward"), sizes});
-      work_.backward.push_back({concat("product ", type, " input gradient"), sizes});
+      if (!is_joined)
+        work_.backward.push_back({concat("product ", type, " input gradient"), sizes});
       work_.backward.push_back({concat("product ", type, " weight gradient"), sizes});
       if (has_codes) {
         work_.backward.push_back({"codes of rows and columns", {tokens_ * out}});
@@ -48,7 +53,10 @@ class BlockWork {
       }
       if (layer.has_bias) work_.backward.push_back({"sum of rows", {tokens_ * out}});
     }
-    const bool adds_apart = options_.on_cpu || layer.has_bias || has_codes;
+    if (is_joined)
+      work_.backward.push_back(
+          {concat("product ", type, " input gradient"), {tokens_, all_outs, layer.in}});
+    const bool adds_apart = !is_joined && (options_.on_cpu || layer.has_bias || has_codes);
     if (adds_apart && layer.outs.size() > 1)
       work_.backward.push_back({"sum", {input}, static_cast<double>(layer.outs.size() - 1)});
   }

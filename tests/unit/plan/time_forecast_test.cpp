@@ -48,8 +48,12 @@ RateTable even_rates(const std::string& device) {
                            .us = {1}});
   };
   const std::string type = device == "cpu" ? "fp32" : "bf16";
-  for (const char* form : {" forward", " input gradient", " weight gradient"})
+  for (const char* form : {" forward", " input gradient", " weight gradient"}) {
     add("product " + type + form, 3);
+    add(std::string("product fp8-row") + form, 3);
+  }
+  for (const char* pass : {"codes of rows", "codes of rows and columns", "codes transposed"})
+    add(pass, 1);
   for (const std::string direction : {" forward", " backward"}) {
     add("attention " + type + direction, 4);
     for (const char* pass : {"norm", "sum and norm", "rotary", "gated silu"})
@@ -72,12 +76,14 @@ struct Question {
   TimeOptions time = {};
   LlamaConfig config = small_config();
   double host_us = 1;  // of a step
+  WeightRecipe weights = WeightRecipe::kPlain;
 };
 
 TimeForecast answer(const Question& question) {
   PlanOptions options;
   options.ranks = question.ranks;
   options.precision.main_grads = DType::kFloat32;
+  options.weights = question.weights;
   options.compute = question.device == "cpu" ? DType::kFloat32 : DType::kBFloat16;
   const Planner planner(build_model("small", question.config), options);
   RateTable rates = even_rates(question.device);
@@ -115,6 +121,15 @@ TEST(TimeForecast, AddsBiases) {
   question.config.attention_bias = true;
   // A sum of rows for each of four, and gradients of the common input that products do not add.
   EXPECT_EQ(answer(question).step.compute, kLayers * (kForward + kBackward + 4 + 2) + kEnds);
+}
+
+TEST(TimeForecast, JoinsQuantisedGradientsOfSharedInputs) {
+  Question question;
+  question.weights = WeightRecipe::kFp8Row;
+  // Codes of four inputs, which the backward transposes; both codes of seven gradients, and seven
+  // weights transposed; a product for the gradient of each input in place of one for each weight.
+  EXPECT_EQ(answer(question).step.compute,
+            kLayers * (kForward + 4 + kBackward + 4 + 2 * 7 + 4 - 7) + kEnds);
 }
 
 TEST(TimeForecast, WaitsForTheHostUnlessTheStepIsRecorded) {
