@@ -5,11 +5,9 @@
 
 namespace fsdp {
 
-namespace {
-
-UpdateRule adamw_rule_of(const AdamWOptions& options) {
-  const auto check = [](bool is_good, const char* field, double value, const char* fix) {
-    if (!is_good) throw UsageError(concat("AdamW's ", field, " is ", value, "; ", fix));
+UpdateRule adamw_rule_of(const AdamWOptions& options, const std::string& name) {
+  const auto check = [&](bool is_good, const char* field, double value, const char* fix) {
+    if (!is_good) throw UsageError(concat(name, "'s ", field, " is ", value, "; ", fix));
   };
   check(options.beta1 >= 0.0 && options.beta1 < 1.0, "beta1", options.beta1,
         "use a number from 0 up to, but not, 1");
@@ -17,7 +15,7 @@ UpdateRule adamw_rule_of(const AdamWOptions& options) {
         "use a number from 0 up to, but not, 1");
   check(options.eps > 0.0, "eps", options.eps, "use a small positive number, such as 1e-8");
   check(options.weight_decay >= 0.0, "weight_decay", options.weight_decay, "use 0 or more");
-  return {.name = "AdamW",
+  return {.name = name,
           .math = AdamWRule{.beta1 = options.beta1,
                             .beta2 = options.beta2,
                             .eps = options.eps,
@@ -31,9 +29,7 @@ UpdateRule adamw_rule_of(const AdamWOptions& options) {
                          .rules = options.rules}};
 }
 
-}  // namespace
-
 AdamW::AdamW(const Sharded& sharded, const AdamWOptions& options)
-    : Optimizer(std::make_unique<Impl>(sharded, adamw_rule_of(options), options.step)) {}
+    : Optimizer(std::make_unique<Impl>(sharded, adamw_rule_of(options, "AdamW"), options.step)) {}
 
 }  // namespace fsdp

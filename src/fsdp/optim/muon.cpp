@@ -20,44 +20,37 @@ UpdateRule muon_rule_of(const MuonOptions& options) {
         "use a small positive number, such as 1e-7");
   check(options.adamw_rate_scale >= 0.0, "adamw_rate_scale", options.adamw_rate_scale,
         "use 0 or more");
-  check(options.beta1 >= 0.0 && options.beta1 < 1.0, "beta1", options.beta1,
-        "use a number from 0 up to, but not, 1");
-  check(options.beta2 >= 0.0 && options.beta2 < 1.0, "beta2", options.beta2,
-        "use a number from 0 up to, but not, 1");
-  check(options.eps > 0.0, "eps", options.eps, "use a small positive number, such as 1e-8");
-  check(options.weight_decay >= 0.0, "weight_decay", options.weight_decay, "use 0 or more");
   if (options.products_dtype && options.products_dtype != at::kFloat &&
       options.products_dtype != at::kBFloat16)
     throw UsageError(concat("Muon's products_dtype is ", c10::toString(*options.products_dtype),
                             "; use Float, BFloat16 or nullopt"));
-  return {.name = "Muon",
-          .math = AdamWRule{.beta1 = options.beta1,
-                            .beta2 = options.beta2,
-                            .eps = options.eps,
-                            .rounding = options.step.rounding,
-                            .seed = options.step.seed},
-          .moments = {{"exp_avg", moment_dtype("first_moment", options.first_moment)},
-                      {"exp_avg_sq", moment_dtype("second_moment", options.second_moment)}},
-          .learning_rate = options.lr,
-          .parameters = {.weight_decay = options.weight_decay,
-                         .spares_vectors = options.decay_spares_vectors,
-                         .rules = options.rules},
-          .matrices = MatrixRule{
-              .momentum = options.momentum,
-              .nesterov = options.nesterov,
-              .scale = options.scale,
-              .iterations = options.iterations,
-              .a = options.a,
-              .b = options.b,
-              .c = options.c,
-              .norm_eps = options.norm_eps,
-              .products_dtype = options.products_dtype,
-              .products = options.products,
-              .rounding = options.step.rounding,
-              .seed = options.step.seed,
-              .adamw_rate_scale = options.adamw_rate_scale,
-              .momentum_kind = {"momentum_buffer",
-                                moment_dtype("momentum_dtype", options.momentum_dtype)}}};
+  UpdateRule rule = adamw_rule_of({.lr = options.lr,
+                                   .beta1 = options.beta1,
+                                   .beta2 = options.beta2,
+                                   .eps = options.eps,
+                                   .weight_decay = options.weight_decay,
+                                   .decay_spares_vectors = options.decay_spares_vectors,
+                                   .rules = options.rules,
+                                   .first_moment = options.first_moment,
+                                   .second_moment = options.second_moment,
+                                   .step = options.step},
+                                  "Muon");
+  rule.matrices = MatrixRule{
+      .momentum = options.momentum,
+      .nesterov = options.nesterov,
+      .scale = options.scale,
+      .iterations = options.iterations,
+      .a = options.a,
+      .b = options.b,
+      .c = options.c,
+      .norm_eps = options.norm_eps,
+      .products_dtype = options.products_dtype,
+      .products = options.products,
+      .rounding = options.step.rounding,
+      .seed = options.step.seed,
+      .adamw_rate_scale = options.adamw_rate_scale,
+      .momentum_kind = {"momentum_buffer", moment_dtype("momentum_dtype", options.momentum_dtype)}};
+  return rule;
 }
 
 // Before the optimizer takes its seat.

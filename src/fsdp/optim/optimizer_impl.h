@@ -12,6 +12,7 @@
 
 #include "fsdp/comm/rank_facts.h"
 #include "fsdp/comm/work.h"
+#include "fsdp/optim/adamw.h"
 #include "fsdp/optim/kernels/begin_step.h"
 #include "fsdp/optim/kernels/thread_team.h"
 #include "fsdp/optim/matrix_updates.h"
@@ -35,6 +36,10 @@ struct UpdateRule {
   ParameterRuleOptions parameters;
   std::optional<MatrixRule> matrices = std::nullopt;  // of groups of matrices: instead of the above
 };
+
+// AdamW's, also of the parameters that Muon does not move; `name` is the optimizer's. UsageError
+// for options out of range.
+UpdateRule adamw_rule_of(const AdamWOptions& options, const std::string& name);
 
 // The options of an optimizer as facts that ranks compare, by the names of their fields. A rate
 // that is set later is not among them.

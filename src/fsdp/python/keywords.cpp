@@ -243,6 +243,16 @@ void take_common(Keywords& keywords, Options& options) {
   take_step(keywords, options.step);
 }
 
+// Of AdamW, and of what Muon leaves to it.
+template <typename Options>
+void take_adamw(Keywords& given, Options& options) {
+  given.take("beta1", options.beta1);
+  given.take("beta2", options.beta2);
+  given.take("eps", options.eps);
+  given.take("first_moment", options.first_moment);
+  given.take("second_moment", options.second_moment);
+}
+
 }  // namespace
 
 ShardOptions shard_options(const py::dict& keywords) {
@@ -283,11 +293,7 @@ ShardOptions shard_options(const py::dict& keywords) {
 AdamWOptions adamw_options(const py::dict& keywords) {
   Keywords given(keywords);
   AdamWOptions options;
-  given.take("beta1", options.beta1);
-  given.take("beta2", options.beta2);
-  given.take("eps", options.eps);
-  given.take("first_moment", options.first_moment);
-  given.take("second_moment", options.second_moment);
+  take_adamw(given, options);
   take_common(given, options);
   given.refuse_unknown();
   return options;
@@ -319,11 +325,7 @@ MuonOptions muon_options(const py::dict& keywords) {
   given.take("products_dtype", options.products_dtype);
   given.take_choice("products", options.products, {"single", "batched"});
   given.take("momentum_dtype", options.momentum_dtype);
-  given.take("beta1", options.beta1);
-  given.take("beta2", options.beta2);
-  given.take("eps", options.eps);
-  given.take("first_moment", options.first_moment);
-  given.take("second_moment", options.second_moment);
+  take_adamw(given, options);
   take_common(given, options);
   given.refuse_unknown();
   return options;

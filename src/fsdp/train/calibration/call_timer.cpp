@@ -1,8 +1,10 @@
 #include "fsdp/train/calibration/call_timer.h"
 
+#include <ATen/ATen.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -95,6 +97,24 @@ double CallTimer::us(const std::function<std::function<void()>()>& prepare,
   for (int i = 0; i < kTurns; ++i) times.push_back(us_between_events(turn));
   std::sort(times.begin(), times.end());
   return times[kTurns / 2] / calls;
+}
+
+std::function<void()> forward_call(const TensorFunction& function,
+                                   const std::vector<at::Tensor>& inputs) {
+  return [=] {
+    const at::NoGradGuard no_grad;
+    function(inputs);
+  };
+}
+
+std::function<void()> backward_call(const TensorFunction& function,
+                                    const std::vector<at::Tensor>& inputs) {
+  std::vector<at::Tensor> leaves;
+  for (const at::Tensor& input : inputs) leaves.push_back(input.detach().set_requires_grad(true));
+  const std::vector<at::Tensor> outputs = function(leaves);
+  std::vector<at::Tensor> gradients;
+  for (const at::Tensor& output : outputs) gradients.push_back(at::ones_like(output));
+  return [=] { torch::autograd::grad(outputs, leaves, gradients, /*retain_graph=*/true); };
 }
 
 }  // namespace fsdp::train

@@ -1,11 +1,13 @@
 // The time of a call on a device, without the host's part of it.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
 #include <cstdint>
 #include <functional>
+#include <vector>
 
 namespace fsdp::train {
 
@@ -38,5 +40,17 @@ class CallTimer {
 
 // Until the device has done what it was asked for.
 void synchronize(c10::Device device);
+
+// --- layers as calls -----------------------------------------------------------------------------
+
+using TensorFunction = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
+
+// Without gradients.
+std::function<void()> forward_call(const TensorFunction& function,
+                                   const std::vector<at::Tensor>& inputs);
+
+// The gradients of all inputs, of a forward that ran once.
+std::function<void()> backward_call(const TensorFunction& function,
+                                    const std::vector<at::Tensor>& inputs);
 
 }  // namespace fsdp::train

@@ -11,7 +11,7 @@
 #include "fsdp/nn/layers/quantized_rows.h"
 #include "fsdp/nn/layers/rms_norm.h"
 #include "fsdp/nn/layers/rotary.h"
-#include "fsdp/train/calibration/autograd_calls.h"
+#include "fsdp/train/calibration/call_timer.h"
 #include "fsdp/train/calibration/measured_work.h"
 
 namespace fsdp::train {

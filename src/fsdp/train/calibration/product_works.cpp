@@ -10,7 +10,7 @@
 #include "fsdp/nn/layers/code_products.h"
 #include "fsdp/nn/layers/quantized_rows.h"
 #include "fsdp/nn/layers/weight_gradient.h"
-#include "fsdp/train/calibration/autograd_calls.h"
+#include "fsdp/train/calibration/call_timer.h"
 #include "fsdp/train/calibration/measured_work.h"
 
 namespace fsdp::train {
