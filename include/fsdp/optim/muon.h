@@ -42,7 +42,8 @@ struct MuonOptions {
   MuonScale scale = MuonScale::kMatchAdamW;
 
   // Newton-Schulz: X <- a X + (b A + c A A) X with A = X X^T, so many times, from X with norm 1
-  // (`norm_eps` or more is divided by).
+  // (`norm_eps` or more is divided by). c is 0, or no less than an eighth of b: products compute
+  // c (A + b / 2c)^2, which would lose digits.
   int32_t iterations = 5;
   double a = 3.4445;
   double b = -4.7750;

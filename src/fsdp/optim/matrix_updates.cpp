@@ -25,24 +25,16 @@ at::Tensor empty_state(c10::Device device) {
   return at::zeros({static_cast<int64_t>(sizeof(StepState))}, at::device(device).dtype(at::kByte));
 }
 
-// The result of [n, n] or [k, n, n] and its like; one matrix is not a batch, because libraries may
-// add up a batch of one in another order.
-void multiply(const at::Tensor& into, const at::Tensor& left, const at::Tensor& right) {
-  at::Tensor out = into;
-  if (into.size(0) > 1) {
-    at::bmm_out(out, left, right);
-  } else {
-    out = into[0];
-    at::mm_out(out, left[0], right[0]);
-  }
-}
-
-// into + factor * square * square
-void add_square(const at::Tensor& into, const at::Tensor& square, double factor) {
+// factor * left * right + diagonal * 1, for one matrix or several. One is not a batch, because
+// libraries add up the same matrix in another order in a batch.
+void multiply(const at::Tensor& into, const at::Tensor& left, const at::Tensor& right,
+              double factor = 1.0, double diagonal = 0.0) {
+  // With 0 for a share libraries do not read what `into` has.
   if (into.size(0) > 1)
-    at::Tensor(into).baddbmm_(square, square, 1.0, factor);
+    at::Tensor(into).baddbmm_(left, right, 0.0, factor);
   else
-    into[0].addmm_(square[0], square[0], 1.0, factor);
+    into[0].addmm_(left[0], right[0], 0.0, factor);
+  if (diagonal != 0.0) into.diagonal(0, 1, 2).add_(diagonal);
 }
 
 }  // namespace
@@ -88,13 +80,19 @@ std::vector<MatrixUpdates::Batch> MatrixUpdates::batches_of(const GroupUpdate& u
 
 void MatrixUpdates::reserve(const std::vector<GroupUpdate>& groups) {
   int64_t bytes = slab_.bytes();
+  int64_t num_matrices = sums_.defined() ? sums_.numel() : 0;
   for (const GroupUpdate& update : groups) {
     if (!update.group().has_matrices()) continue;
-    for (const Batch& batch : batches_[&update] = batches_of(update))
-      bytes = std::max(bytes, static_cast<int64_t>(batch.spans.size()) *
-                                  newton_schulz_numel(batch.rows, batch.columns) *
+    batches_[&update] = batches_of(update);
+    for (Batch& batch : batches_[&update]) {
+      const auto count = static_cast<int64_t>(batch.spans.size());
+      batch.first_sum = num_matrices;
+      num_matrices += count;
+      bytes = std::max(bytes, count * newton_schulz_numel(batch.rows, batch.columns) *
                                   static_cast<int64_t>(c10::elementSize(dtype_)));
+    }
   }
+  sums_ = at::empty({num_matrices}, at::device(device_).dtype(at::kDouble));
   if (bytes > slab_.bytes()) {
     slab_ = Slab();  // before allocating, because both might not fit
     slab_ = Slab(memory_.of(MemoryKind::kWorkspace), bytes, kStateAlignBytes);
@@ -109,6 +107,7 @@ void MatrixUpdates::begin(const at::Tensor& state) {
   state_field(momentum_state_, kFactor, at::kFloat).mul_(1.0 - rule_.momentum);
   weight_state_.copy_(state);
   state_field(weight_state_, kFactor, at::kFloat).fill_(1.0);
+  sums_.fill_(rule_.norm_eps * rule_.norm_eps);  // so no norm is less
 }
 
 void MatrixUpdates::run(const GroupUpdate& update, const at::Tensor& workspace, ThreadTeam& team) {
@@ -172,22 +171,27 @@ at::Tensor MatrixUpdates::orthogonal(const Batch& batch, const at::Tensor& works
   const at::Tensor factor = take(begin, {count, shorter, shorter});
 
   // Sums of squares that are the same for any number of threads.
-  const at::Tensor norms = at::zeros({count}, at::device(device_).dtype(at::kDouble));
+  const at::Tensor sums = sums_.narrow(0, batch.first_sum, count);
+  const at::Tensor norms = at::empty({count}, x.options());
   for (int64_t i = 0; i < count; ++i)
-    add_squared_norm(x[i].view({-1}), norms.narrow(0, i, 1), workspace, team);
-  x.div_(norms.sqrt_().clamp_min_(rule_.norm_eps).to(dtype_).view({count, 1, 1}));
+    add_squared_norm(x[i].view({-1}), sums.narrow(0, i, 1), workspace, team);
+  at::sqrt_out(const_cast<at::Tensor&>(norms), sums);
+  for (int64_t i = 0; i < count; ++i) at::_foreach_div_(x[i], norms[i]);
 
   const bool is_wide = batch.rows <= batch.columns;
   for (int32_t i = 0; i < rule_.iterations; ++i) {
-    if (is_wide)
-      multiply(gram, x, x.transpose(1, 2));
-    else
-      multiply(gram, x.transpose(1, 2), x);
-    // a I + b A + c A A: with a on the diagonal the last product needs no sum with X, which would
-    // be a pass over memory more.
-    at::mul_out(const_cast<at::Tensor&>(factor), gram, at::scalar_tensor(rule_.b));
-    factor.diagonal(0, 1, 2).add_(rule_.a);
-    add_square(factor, gram, rule_.c);
+    const at::Tensor turned = x.transpose(1, 2);
+    const at::Tensor& left = is_wide ? x : turned;
+    const at::Tensor& right = is_wide ? turned : x;
+    // a + b A + c A A as one square, so that no pass but those of products goes over A:
+    // c (A + b / 2c)^2 + a - b b / 4c.
+    if (rule_.c == 0.0) {
+      multiply(factor, left, right, rule_.b, rule_.a);
+    } else {
+      const double shift = rule_.b / (2.0 * rule_.c);
+      multiply(gram, left, right, 1.0, shift);
+      multiply(factor, gram, gram, rule_.c, rule_.a - rule_.c * shift * shift);
+    }
     if (is_wide)
       multiply(next, factor, x);
     else

@@ -67,6 +67,7 @@ class MatrixUpdates {
     int64_t rows = 0;
     int64_t columns = 0;
     std::vector<size_t> spans;
+    int64_t first_sum = 0;  // its matrices' place in sums_
   };
 
   std::vector<Batch> batches_of(const GroupUpdate& update) const;
@@ -85,6 +86,7 @@ class MatrixUpdates {
   const at::ScalarType dtype_;
   at::Tensor momentum_state_;  // bytes of a StepState: of this step for the first pass,
   at::Tensor weight_state_;    // and for the last one
+  at::Tensor sums_;            // of squares, one for each matrix of the rank
   Slab slab_;
   std::unordered_map<const GroupUpdate*, std::vector<Batch>> batches_;
 };

@@ -1,5 +1,7 @@
 #include "fsdp/optim/muon.h"
 
+#include <cmath>
+
 #include "fsdp/base/check.h"
 #include "fsdp/optim/optimizer_impl.h"
 #include "fsdp/shard/engine/engine.h"
@@ -16,6 +18,8 @@ UpdateRule muon_rule_of(const MuonOptions& options) {
         "use a number above 0 and below 1, such as 0.95");
   check(options.iterations >= 1 && options.iterations < 100, "iterations", options.iterations,
         "use 1 to 99, such as 5");
+  check(options.c == 0.0 || std::abs(options.b) <= 8.0 * std::abs(options.c), "c", options.c,
+        "use 0, or a number that is no less than an eighth of b");
   check(options.norm_eps > 0.0, "norm_eps", options.norm_eps,
         "use a small positive number, such as 1e-7");
   check(options.adamw_rate_scale >= 0.0, "adamw_rate_scale", options.adamw_rate_scale,

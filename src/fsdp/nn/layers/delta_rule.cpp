@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <mutex>
 
 namespace fsdp::nn {
 
@@ -70,6 +71,21 @@ struct ChunkGrid {
   }
 };
 
+// (1 + lower)^-1 of matrices whose diagonal counts as 0.
+at::Tensor unit_inverse(const at::Tensor& lower) {
+  const auto solve = [](const at::Tensor& matrices) {
+    return at::linalg_solve_triangular(
+        matrices, at::eye(matrices.size(-1), matrices.options()).expand_as(matrices),
+        /*upper=*/false, /*left=*/true, /*unitriangular=*/true);
+  };
+  // libtorch loads its solvers for GPUs at the first call, and throws where the threads of two
+  // ranks make that call at once.
+  static std::once_flag is_loaded;
+  if (!lower.is_cpu())
+    std::call_once(is_loaded, [&] { solve(at::zeros({1, 1}, lower.options())); });
+  return solve(lower);
+}
+
 // What forward and backward know of each chunk before they know its state, as in the note.
 struct DeltaChunks {
   at::Tensor query, key;                    // [chunks, batch * key_heads, 1, positions, key_dim]
@@ -100,9 +116,7 @@ struct DeltaChunks {
                 .masked_fill_(is_later, -std::numeric_limits<double>::infinity())
                 .exp_();
     overlap = (at::matmul(key, transposed(key)) * decay).tril_(-1);
-    inverse = at::linalg_solve_triangular(
-        overlap * beta, at::eye(grid.positions, key.options()).expand_as(overlap), /*upper=*/false,
-        /*left=*/true, /*unitriangular=*/true);
+    inverse = unit_inverse(overlap * beta);
     seen = at::matmul(inverse, key * (beta * since_begin));
     transition = whole * at::eye(key.size(-1), key.options()) - at::matmul(writers(), seen);
   }
