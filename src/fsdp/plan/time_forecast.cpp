@@ -10,6 +10,7 @@
 #include "fsdp/nn/config/flops.h"
 #include "fsdp/plan/path_traffic.h"
 #include "fsdp/plan/step_work.h"
+#include "fsdp/plan/update_work.h"
 
 namespace fsdp {
 
@@ -53,55 +54,6 @@ struct Links {
   }
 };
 
-// --- updates -------------------------------------------------------------------------------------
-
-// An update that moves other bytes than the measured one is as fast per byte.
-struct UpdateWork {
-  const char* work;
-  int64_t bytes;  // read and written per element, with an fp32 gradient and fp32 moments
-};
-
-UpdateWork update_work(const GroupTypes& types) {
-  if (types.split) return {"update split", 28};
-  return types.main_weight ? UpdateWork{"update separate", 30} : UpdateWork{"update fp32", 28};
-}
-
-// Bytes of the types that the measured update does not have.
-int64_t other_bytes(const GroupTypes& types) {
-  constexpr int64_t kMeasured = 4;
-  const auto moment = [](const std::optional<DType>& type) {
-    return 2 * ((type ? element_bytes(*type) : 0) - kMeasured);
-  };
-  int64_t bytes = element_bytes(types.main_grad) - kMeasured + moment(types.first_moment) +
-                  moment(types.second_moment);
-  if (!types.main_weight) bytes += 2 * (element_bytes(types.weight) - kMeasured);
-  return bytes;
-}
-
-double update_us(const GroupTypes& types, int64_t numel, const RateTable& rates) {
-  if (numel == 0) return 0.0;
-  const UpdateWork work = update_work(types);
-  const double share =
-      static_cast<double>(work.bytes + other_bytes(types)) / static_cast<double>(work.bytes);
-  double us = share * rates.us(work.work, std::array{numel});
-  if (types.is_quantized()) us += rates.us("codes of rows", std::array{numel});
-  return us;
-}
-
-// Gradients come down, the host updates, weights go up: all three at once, chunk by chunk.
-double offload_us(const GroupTypes& types, int64_t numel, const RateTable& rates) {
-  if (numel == 0) return 0.0;
-  constexpr int64_t kMostOfAChunk = int64_t{1} << 20;  // --offload-chunk, unless it is changed
-  const int64_t chunk = std::min(numel, kMostOfAChunk);
-  const double chunks = static_cast<double>(numel) / static_cast<double>(chunk);
-  if (rates.device == "cpu") return chunks * rates.us("update separate", std::array{chunk});
-  const int64_t down = chunk * element_bytes(types.main_grad);
-  const int64_t up = chunk * element_bytes(types.weight);
-  return chunks * std::max({rates.us("host update separate", std::array{chunk}),
-                            rates.us("copy to host", std::array{down}),
-                            rates.us("copy to device", std::array{up})});
-}
-
 // --- units ---------------------------------------------------------------------------------------
 
 void add_group(UnitTimes& unit, const GroupPlan& group, const PlanOptions& options,
@@ -126,8 +78,9 @@ void add_group(UnitTimes& unit, const GroupPlan& group, const PlanOptions& optio
   const auto held = static_cast<double>(group.layout.max_shard_numel(strategy.optimizer));
   const auto on_host = static_cast<int64_t>(std::llround(held * options.offload));
   const int64_t on_device = static_cast<int64_t>(held) - on_host;
-  unit.update += update_us(group.types, on_device, links.rates);
-  unit.offload += offload_us(group.types, on_host, links.rates);
+  unit.update += update_us(group.types, on_device, links.rates) +
+                 codes_us(group, static_cast<int64_t>(held), links.rates);
+  unit.offload += offloaded_update_us(group.types, on_host, links.rates);
 }
 
 // What the host takes to ask for a block, forward and backward, in a step that is not recorded.

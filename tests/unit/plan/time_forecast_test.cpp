@@ -52,7 +52,8 @@ RateTable even_rates(const std::string& device) {
     add("product " + type + form, 3);
     add(std::string("product fp8-row") + form, 3);
   }
-  for (const char* pass : {"codes of rows", "codes of rows and columns", "codes transposed"})
+  for (const char* pass : {"codes of rows", "codes of rows and columns", "codes transposed",
+                           "codes of weights fp8-row"})
     add(pass, 1);
   for (const std::string direction : {" forward", " backward"}) {
     add("attention " + type + direction, 4);
@@ -64,7 +65,7 @@ RateTable even_rates(const std::string& device) {
   add("embedding backward", 2);
   for (const char* work :
        {"sum", "sum of rows", "scaled to fp32", "cross entropy", "copy", "copy to fp32",
-        "update fp32", "update split", "update separate", "squared sum"})
+        "update fp32", "update split", "update separate", "offloaded update", "squared sum"})
     add(work, 1);
   return table;
 }
@@ -77,6 +78,7 @@ struct Question {
   LlamaConfig config = small_config();
   double host_us = 1;  // of a step
   WeightRecipe weights = WeightRecipe::kPlain;
+  double offload = 0;
 };
 
 TimeForecast answer(const Question& question) {
@@ -84,6 +86,7 @@ TimeForecast answer(const Question& question) {
   options.ranks = question.ranks;
   options.precision.main_grads = DType::kFloat32;
   options.weights = question.weights;
+  options.offload = question.offload;
   options.compute = question.device == "cpu" ? DType::kFloat32 : DType::kBFloat16;
   const Planner planner(build_model("small", question.config), options);
   RateTable rates = even_rates(question.device);
@@ -130,6 +133,28 @@ TEST(TimeForecast, JoinsQuantisedGradientsOfSharedInputs) {
   // weights transposed; a product for the gradient of each input in place of one for each weight.
   EXPECT_EQ(answer(question).step.compute,
             kLayers * (kForward + 4 + kBackward + 4 + 2 * 7 + 4 - 7) + kEnds);
+}
+
+TEST(TimeForecast, MakesCodesOfWeightsAfterTheirUpdate) {
+  Question question;
+  question.weights = WeightRecipe::kFp8Row;
+  // Blocks have two groups, one of them of seven matrices.
+  constexpr double kGroups = 2 * kLayers + 2;
+  EXPECT_DOUBLE_EQ(answer(question).step.update, 2 * kGroups + 7 * kLayers);
+  // Of four ranks each has a quarter, with a little padding, and all that is below the one point
+  // takes as long.
+  question.ranks = 4;
+  question.time.inner_link = LinkSpeed{.bytes_per_s = 1e9};
+  EXPECT_NEAR(answer(question).step.update, kGroups + 7 * kLayers / 4.0, 1.0);
+}
+
+TEST(TimeForecast, UpdatesOnTheHostWhatIsOffloaded) {
+  Question question;
+  question.offload = 0.5;
+  constexpr double kUnits = kLayers + 2;
+  EXPECT_DOUBLE_EQ(answer(question).step.update, 3 * kUnits);
+  question.offload = 1.0;
+  EXPECT_DOUBLE_EQ(answer(question).step.update, 2 * kUnits);
 }
 
 TEST(TimeForecast, WaitsForTheHostUnlessTheStepIsRecorded) {

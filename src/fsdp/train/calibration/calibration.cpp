@@ -65,14 +65,21 @@ class Calibration {
               .cores = std::thread::hardware_concurrency()};
     warm_up(place_);
     if (!options_.host_layers.empty())
-      attempt("host steps",
-              [&] { table_.grids.push_back(measure_host_steps(place_, options_.host_layers)); });
+      for (const HostStep& kind : host_steps())
+        attempt(kind.work, [&] {
+          table_.grids.push_back(measure_host_steps(place_, kind, options_.host_layers));
+        });
     const WorkSizes& sizes = options_.sizes;
     measure(product_works(place_, sizes));
     measure(attention_works(place_, sizes));
     measure(pass_works(place_, sizes));
+    measure(code_works(place_, sizes));
     measure(update_works(place_, sizes, options_.threads));
-    measure(bus_works(place_, sizes));
+    measure(expert_works(place_, sizes));
+    if (!options_.offloaded_elements.empty())
+      attempt("offloaded update", [&] {
+        table_.grids.push_back(measure_offloaded_updates(place_, options_.offloaded_elements));
+      });
     if (!options_.links.ranks.empty())
       attempt("links", [&] {
         for (RateGrid& grid : measure_links(options_.links))
@@ -105,7 +112,7 @@ class Calibration {
   void measure_axis(const MeasuredWork& work, std::vector<int64_t>& sizes,
                     std::vector<double>& us) {
     if (sizes.size() == work.points.size()) {
-      us.push_back(timer_.us([&] { return work.prepare(sizes); }, work.timed_by));
+      us.push_back(timer_.us([&] { return work.prepare(sizes); }));
       return;
     }
     for (const int64_t size : work.points[sizes.size()]) {
@@ -140,7 +147,11 @@ CalibrationOptions usual_calibration(c10::Device device) {
                      .update_elements = {1 << 12, 1 << 16, 1 << 20, 1 << 22},
                      .attention_rows = {4, 16},
                      .sequences = {32, 128, 512},
-                     .head_dims = {32, 64}};
+                     .head_dims = {32, 64},
+                     .experts = {4, 16},
+                     .expert_rows = {64, 512, 4096},
+                     .expert_widths = {64, 256}};
+    options.offloaded_elements = {1 << 18, 1 << 21};
     options.links = {.ranks = {2, 4}, .bytes = {1 << 10, 1 << 14, 1 << 18, 1 << 22}};
     return options;
   }
@@ -155,8 +166,12 @@ CalibrationOptions usual_calibration(c10::Device device) {
                    .update_elements = {1 << 18, 1 << 22, 1 << 26},
                    .attention_rows = {16, 64, 256},
                    .sequences = {512, 1024, 2048, 4096, 8192},
-                   .head_dims = {64, 128}};
+                   .head_dims = {64, 128},
+                   .experts = {8, 32, 128},
+                   .expert_rows = {2048, 8192, 32768, 131072},
+                   .expert_widths = {768, 2048, 4096}};
   options.host_layers = {4, 24};
+  options.offloaded_elements = {1 << 23, 1 << 26};
   return options;
 }
 

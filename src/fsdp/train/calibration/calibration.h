@@ -20,6 +20,7 @@ struct CalibrationOptions {
   double call_seconds = 0.0;  // of one measurement, about
   WorkSizes sizes = {};
   std::vector<int64_t> host_layers = {};  // none: the host computes itself
+  std::vector<int64_t> offloaded_elements = {};
   LinkPoints links = {};
   // Gets a line about what is measured next, and about what could not be.
   std::function<void(const std::string&)> progress = {};

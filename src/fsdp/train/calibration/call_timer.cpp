@@ -75,26 +75,20 @@ double CallTimer::us_between_events(const std::function<void()>& run) const {
   return begin.elapsedTime(end) * 1e3;
 }
 
-double CallTimer::us(const std::function<std::function<void()>()>& prepare,
-                     TimedBy timed_by) const {
+double CallTimer::us(const std::function<std::function<void()>()>& prepare) const {
   const c10::StreamGuard on_stream(stream_);
   const std::function<void()> call = prepare();
-  if (device_.is_cpu() || timed_by == TimedBy::kHost) return us_on_cpu(call);
+  if (device_.is_cpu()) return us_on_cpu(call);
   call();  // libraries choose their algorithms
   synchronize(device_);
   const double once = us_between_events(call);
   const int calls = static_cast<int>(std::clamp(seconds_ * 1e6 / once, 1.0, kMostCalls));
-  std::function<void()> turn = [&] {
+  const std::unique_ptr<DeviceGraph> turn = recorded(device_, [&] {
     for (int i = 0; i < calls; ++i) call();
-  };
-  std::unique_ptr<DeviceGraph> graph;
-  if (timed_by == TimedBy::kReplay) {
-    graph = recorded(device_, turn);
-    turn = [&] { graph->replay(); };
-    turn();
-  }
+  });
+  turn->replay();
   std::vector<double> times;
-  for (int i = 0; i < kTurns; ++i) times.push_back(us_between_events(turn));
+  for (int i = 0; i < kTurns; ++i) times.push_back(us_between_events([&] { turn->replay(); }));
   std::sort(times.begin(), times.end());
   return times[kTurns / 2] / calls;
 }
@@ -108,12 +102,14 @@ std::function<void()> forward_call(const TensorFunction& function,
 }
 
 std::function<void()> backward_call(const TensorFunction& function,
-                                    const std::vector<at::Tensor>& inputs) {
+                                    const std::vector<at::Tensor>& inputs,
+                                    const std::vector<at::Tensor>& parameters) {
   std::vector<at::Tensor> leaves;
   for (const at::Tensor& input : inputs) leaves.push_back(input.detach().set_requires_grad(true));
   const std::vector<at::Tensor> outputs = function(leaves);
   std::vector<at::Tensor> gradients;
   for (const at::Tensor& output : outputs) gradients.push_back(at::ones_like(output));
+  leaves.insert(leaves.end(), parameters.begin(), parameters.end());
   return [=] { torch::autograd::grad(outputs, leaves, gradients, /*retain_graph=*/true); };
 }
 

@@ -11,22 +11,16 @@
 
 namespace fsdp::train {
 
-enum class TimedBy : uint8_t {
-  kReplay,  // on a GPU calls are recorded, and follow each other without gaps
-  kEvents,  // queued one after the other: what cannot be recorded
-  kHost,    // the host's own work, wherever the model is
-};
-
 class CallTimer {
  public:
   // `seconds` is about what one measurement may take; short ones call again and again.
   CallTimer(c10::Device device, double seconds);
 
   // Microseconds of one call, which is prepared on the stream that it runs on: autograd runs a
-  // backward where its forward ran. On a GPU the median of a few turns of calls counts; on a CPU
-  // the fastest call, since whatever else the machine does can only make it slower.
-  double us(const std::function<std::function<void()>()>& prepare,
-            TimedBy timed_by = TimedBy::kReplay) const;
+  // backward where its forward ran. On a GPU calls are recorded, so that they follow each other
+  // without gaps, and the median of a few turns counts; on a CPU the fastest call, since whatever
+  // else the machine does can only make it slower.
+  double us(const std::function<std::function<void()>()>& prepare) const;
 
  private:
   double us_on_cpu(const std::function<void()>& call) const;
@@ -49,8 +43,9 @@ using TensorFunction = std::function<std::vector<at::Tensor>(const std::vector<a
 std::function<void()> forward_call(const TensorFunction& function,
                                    const std::vector<at::Tensor>& inputs);
 
-// The gradients of all inputs, of a forward that ran once.
+// The gradients of all inputs and of the function's own parameters, of a forward that ran once.
 std::function<void()> backward_call(const TensorFunction& function,
-                                    const std::vector<at::Tensor>& inputs);
+                                    const std::vector<at::Tensor>& inputs,
+                                    const std::vector<at::Tensor>& parameters = {});
 
 }  // namespace fsdp::train

@@ -11,8 +11,6 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/train/calibration/call_timer.h"
-
 namespace fsdp::train {
 
 // Sizes to measure at. A forecast is best at them, and interpolates between them.
@@ -27,6 +25,9 @@ struct WorkSizes {
   std::vector<int64_t> attention_rows;   // sequences times heads
   std::vector<int64_t> sequences;
   std::vector<int64_t> head_dims;
+  std::vector<int64_t> experts;
+  std::vector<int64_t> expert_rows;    // of all experts
+  std::vector<int64_t> expert_widths;  // of their matrices
 };
 
 struct MeasuredWork {
@@ -35,7 +36,6 @@ struct MeasuredWork {
   std::vector<std::vector<int64_t>> points;
   // The call for sizes of the axes; it holds its tensors.
   std::function<std::function<void()>(std::span<const int64_t> sizes)> prepare;
-  TimedBy timed_by = TimedBy::kReplay;
 };
 
 struct WorkPlace {
@@ -54,12 +54,25 @@ std::vector<MeasuredWork> attention_works(const WorkPlace& place, const WorkSize
 // The layers' parts that read and write memory, by elements: "norm forward", ...
 std::vector<MeasuredWork> pass_works(const WorkPlace& place, const WorkSizes& sizes);
 
-// Updates by elements: "update split", ...; the host's, "host update ...", with its `threads`.
+// The same that make codes of fp8, and "codes of weights RECIPE": those of a matrix after its
+// update.
+std::vector<MeasuredWork> code_works(const WorkPlace& place, const WorkSizes& sizes);
+
+// Layers of experts, forward and backward: "grouped product TYPE ...", by rows, experts, out and
+// in, evenly spread; "router ..." by tokens, experts and in; "dispatch ..." and "combine ..." by
+// elements of all choices and by choices of a token.
+std::vector<MeasuredWork> expert_works(const WorkPlace& place, const WorkSizes& sizes);
+
+// Updates by elements: "update split", ...; a CPU's with so many threads.
 std::vector<MeasuredWork> update_works(const WorkPlace& place, const WorkSizes& sizes,
                                        int64_t threads);
 
-// Between host and device, by bytes: "copy to host", "copy to device".
-std::vector<MeasuredWork> bus_works(const WorkPlace& place, const WorkSizes& sizes);
+// A pass over so many elements, which `prepare` gets.
+MeasuredWork pass_work(std::string name, const std::vector<int64_t>& elements,
+                       const std::function<std::function<void()>(int64_t elements)>& prepare);
+
+// The shape of elements in rows as wide as those of a model, or in one row.
+std::vector<int64_t> rows_of(int64_t elements);
 
 // Numbers like those of a model, and tokens. Not random ones: a recording that fails leaves a GPU's
 // generator in a state that no later call can use.

@@ -8,7 +8,6 @@
 #include "fsdp/nn/kernels/layer_kernels.h"
 #include "fsdp/nn/layers/cross_entropy.h"
 #include "fsdp/nn/layers/feed_forward.h"
-#include "fsdp/nn/layers/quantized_rows.h"
 #include "fsdp/nn/layers/rms_norm.h"
 #include "fsdp/nn/layers/rotary.h"
 #include "fsdp/train/calibration/call_timer.h"
@@ -23,22 +22,14 @@ using Call = std::function<void()>;
 // From elements to a call.
 using Prepare = std::function<Call(int64_t elements)>;
 
-// Elements are rows of this width, or one row.
 constexpr int64_t kWidth = 2048;
 constexpr int64_t kHeadDim = 64;
 constexpr int64_t kVocabulary = 32000;
 constexpr double kEps = 1e-5;
 
-std::vector<int64_t> rows_of(int64_t elements, int64_t width = kWidth) {
+std::vector<int64_t> rows_of_width(int64_t elements, int64_t width) {
   const int64_t columns = std::min(width, elements);
   return {elements / columns, columns};
-}
-
-MeasuredWork pass(std::string name, const std::vector<int64_t>& elements, const Prepare& prepare) {
-  return {.name = std::move(name),
-          .axes = {"elements"},
-          .points = {elements},
-          .prepare = [prepare](std::span<const int64_t> sizes) { return prepare(sizes[0]); }};
 }
 
 // Both directions of a layer.
@@ -90,7 +81,7 @@ std::vector<LayerPass> layer_passes(const WorkPlace& place) {
 
 Prepare cross_entropy_pass(const WorkPlace& place) {
   return [=](int64_t elements) -> Call {
-    const at::Tensor logits = some_numbers(rows_of(elements, kVocabulary), place);
+    const at::Tensor logits = some_numbers(rows_of_width(elements, kVocabulary), place);
     const int64_t rows = logits.size(0);
     const at::Tensor targets = some_tokens(rows, logits.size(1), place);
     const at::Tensor sums =
@@ -128,65 +119,53 @@ Prepare copy_pass(const WorkPlace& place, at::ScalarType from, at::ScalarType to
   };
 }
 
-std::vector<MeasuredWork> code_passes(const WorkPlace& place,
-                                      const std::vector<int64_t>& elements) {
-  const auto work = [&](const char* name, const auto& function) {
-    return pass(name, elements, [=](int64_t n) -> Call {
-      const at::Tensor numbers = some_numbers(rows_of(n), place);
-      return [=] { function(numbers); };
-    });
-  };
-  return {work("codes of rows",
-               [](const at::Tensor& x) { nn::quantize_rows(x, nn::ScaleBlock::kRow); }),
-          work("codes of rows and columns",
-               [](const at::Tensor& x) {
-                 nn::quantize_two_forms({{x, {}}}, nn::ScaleBlock::kRow);
-               }),
-          pass("codes transposed", elements, [=](int64_t n) -> Call {
-            const at::Tensor codes =
-                nn::quantize_rows(some_numbers(rows_of(n), place), nn::ScaleBlock::kRow).codes;
-            return [=] { nn::transposed_codes(codes); };
-          })};
-}
-
 }  // namespace
+
+std::vector<int64_t> rows_of(int64_t elements) { return rows_of_width(elements, kWidth); }
+
+MeasuredWork pass_work(std::string name, const std::vector<int64_t>& elements,
+                       const Prepare& prepare) {
+  return {.name = std::move(name),
+          .axes = {"elements"},
+          .points = {elements},
+          .prepare = [prepare](std::span<const int64_t> sizes) { return prepare(sizes[0]); }};
+}
 
 std::vector<MeasuredWork> pass_works(const WorkPlace& place, const WorkSizes& sizes) {
   const std::vector<int64_t>& elements = sizes.elements;
   std::vector<MeasuredWork> works;
   for (const LayerPass& layer : layer_passes(place)) {
-    works.push_back(pass(concat(layer.name, " forward"), elements,
-                         [=](int64_t n) { return forward_call(layer.function, layer.inputs(n)); }));
-    works.push_back(pass(concat(layer.name, " backward"), elements, [=](int64_t n) {
+    works.push_back(pass_work(concat(layer.name, " forward"), elements, [=](int64_t n) {
+      return forward_call(layer.function, layer.inputs(n));
+    }));
+    works.push_back(pass_work(concat(layer.name, " backward"), elements, [=](int64_t n) {
       return backward_call(layer.function, layer.inputs(n));
     }));
   }
-  works.push_back(pass("sum", elements, [=](int64_t n) -> Call {
+  works.push_back(pass_work("sum", elements, [=](int64_t n) -> Call {
     const at::Tensor a = some_numbers({n}, place);
     const at::Tensor b = some_numbers({n}, place);
     return [=] { at::add(a, b); };
   }));
-  works.push_back(pass("sum of rows", elements, [=](int64_t n) -> Call {
+  works.push_back(pass_work("sum of rows", elements, [=](int64_t n) -> Call {
     const at::Tensor rows = some_numbers(rows_of(n), place);
     return [=] { rows.sum(0); };
   }));
-  works.push_back(pass("scaled to fp32", elements, [=](int64_t n) -> Call {
+  works.push_back(pass_work("scaled to fp32", elements, [=](int64_t n) -> Call {
     const at::Tensor values = some_numbers({n}, place).to(at::kFloat);
     const at::Tensor factor = at::ones({1}, values.options());
     at::Tensor to = at::empty_like(values);
     return [=]() mutable { at::mul_out(to, values, factor); };
   }));
-  works.push_back(pass("cross entropy", elements, cross_entropy_pass(place)));
-  works.push_back(pass("embedding forward", elements, [=](int64_t n) -> Call {
+  works.push_back(pass_work("cross entropy", elements, cross_entropy_pass(place)));
+  works.push_back(pass_work("embedding forward", elements, [=](int64_t n) -> Call {
     const at::Tensor table = some_numbers(rows_of(n), place);
     const at::Tensor tokens = some_tokens(table.size(0), table.size(0), place);
     return [=] { at::embedding(table, tokens); };
   }));
   works.push_back(embedding_backward(place, elements));
-  works.push_back(pass("copy", elements, copy_pass(place, place.dtype, place.dtype)));
-  works.push_back(pass("copy to fp32", elements, copy_pass(place, place.dtype, at::kFloat)));
-  if (!sizes.code_widths.empty())
-    for (MeasuredWork& work : code_passes(place, elements)) works.push_back(std::move(work));
+  works.push_back(pass_work("copy", elements, copy_pass(place, place.dtype, place.dtype)));
+  works.push_back(pass_work("copy to fp32", elements, copy_pass(place, place.dtype, at::kFloat)));
   return works;
 }
 

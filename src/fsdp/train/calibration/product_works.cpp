@@ -149,9 +149,10 @@ std::vector<MeasuredWork> attention_works(const WorkPlace& place, const WorkSize
         .name = concat("attention ", name_of(dtype_of(place.dtype)), " ", direction),
         .axes = {"rows", "sequence", "head_dim", "group"},
         .points = {sizes.attention_rows, sizes.sequences, sizes.head_dims, {1, 4}},
-        .prepare = [=](Sizes s) { return call_of(attention, heads_of(s, place)); }};
+        .prepare = [=](Sizes s) { return call_of(heads_of(s, place)); }};
   };
-  return {work("forward", forward_call), work("backward", backward_call)};
+  return {work("forward", [=](const auto& heads) { return forward_call(attention, heads); }),
+          work("backward", [=](const auto& heads) { return backward_call(attention, heads); })};
 }
 
 }  // namespace fsdp::train

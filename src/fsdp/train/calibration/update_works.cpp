@@ -90,14 +90,6 @@ Call host_update(const UpdateTypes& types, int64_t numel, int64_t threads) {
   };
 }
 
-MeasuredWork update_work(std::string name, const WorkSizes& sizes,
-                         const std::function<Call(int64_t numel)>& prepare) {
-  return {.name = std::move(name),
-          .axes = {"elements"},
-          .points = {sizes.update_elements},
-          .prepare = [prepare](std::span<const int64_t> at) { return prepare(at[0]); }};
-}
-
 Call squared_sum(int64_t numel, c10::Device device) {
   const at::Tensor values = at::zeros({numel}, at::device(device).dtype(at::kFloat));
   if (device.is_cpu())
@@ -119,39 +111,15 @@ std::vector<MeasuredWork> update_works(const WorkPlace& place, const WorkSizes& 
   std::vector<MeasuredWork> works;
   const bool on_cpu = place.device.is_cpu();
   for (const UpdateTypes& types : {kWide, kSplit, kSeparate}) {
-    works.push_back(update_work(types.name, sizes, [=, device = place.device](int64_t numel) {
-      return on_cpu ? host_update(types, numel, threads) : device_update(types, numel, device);
-    }));
+    works.push_back(
+        pass_work(types.name, sizes.update_elements, [=, device = place.device](int64_t numel) {
+          return on_cpu ? host_update(types, numel, threads) : device_update(types, numel, device);
+        }));
   }
-  if (!on_cpu) {
-    works.push_back(update_work("host update separate", sizes, [=](int64_t numel) {
-      return host_update(kSeparate, numel, threads);
-    }));
-    works.back().timed_by = TimedBy::kHost;
-  }
-  works.push_back(update_work("squared sum", sizes, [device = place.device](int64_t numel) {
-    return squared_sum(numel, device);
-  }));
+  works.push_back(
+      pass_work("squared sum", sizes.update_elements,
+                [device = place.device](int64_t numel) { return squared_sum(numel, device); }));
   return works;
-}
-
-std::vector<MeasuredWork> bus_works(const WorkPlace& place, const WorkSizes& sizes) {
-  if (place.device.is_cpu()) return {};
-  const auto work = [&](const char* name, bool to_host) {
-    return MeasuredWork{.name = name,
-                        .axes = {"bytes"},
-                        .points = {sizes.update_elements},
-                        .prepare = [=](std::span<const int64_t> at) -> Call {
-                          const at::Tensor on_host =
-                              at::empty({at[0]}, at::dtype(at::kByte).pinned_memory(true));
-                          const at::Tensor on_device =
-                              at::zeros({at[0]}, at::device(place.device).dtype(at::kByte));
-                          const at::Tensor& to = to_host ? on_host : on_device;
-                          const at::Tensor& from = to_host ? on_device : on_host;
-                          return [to, from] { to.copy_(from, /*non_blocking=*/true); };
-                        }};
-  };
-  return {work("copy to host", true), work("copy to device", false)};
 }
 
 }  // namespace fsdp::train
