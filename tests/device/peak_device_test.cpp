@@ -94,6 +94,7 @@ PeakForecast planned(const Shape& shape, GradientLifetime lifetime) {
 }
 
 struct Measured {
+  int64_t before_bytes = 0;              // given out to what ran before it
   int64_t peak_bytes = 0;                // given out, of this training
   int64_t between_bytes = 0;             // the same between two steps
   int64_t reserved_bytes = 0;            // taken from the driver
@@ -117,7 +118,7 @@ Measured measured(World& world, const Shape& shape, GradientLifetime lifetime) {
   training.optimizer().wait();
   training.finish();
   allocator->resetPeakStats(0);
-  Measured result;
+  Measured result{.before_bytes = before};
   result.between_bytes = allocator->getDeviceStats(0).allocated_bytes[kAll].current - before;
   training.steps(2);
   training.optimizer().wait();
@@ -160,11 +161,12 @@ TEST_P(PeakOnDevice, IsThatOfThePlan) {
   const Measured actual = measured(world, shape, lifetime);
   std::printf(
       "%s: planned %.1f MB (state %.1f, gradients %.1f, activations %.1f, working %.1f), "
-      "measured %.1f, between steps %.1f, reserved %.1f, context %.1f\n",
+      "before %.1f, measured %.1f, between steps %.1f, reserved %.1f, context %.1f\n",
       shape.name, static_cast<double>(plan.allocated()) / 1e6,
       static_cast<double>(plan.state) / 1e6, static_cast<double>(plan.gradients) / 1e6,
       static_cast<double>(plan.activations) / 1e6, static_cast<double>(plan.working) / 1e6,
-      static_cast<double>(actual.peak_bytes) / 1e6, static_cast<double>(actual.between_bytes) / 1e6,
+      static_cast<double>(actual.before_bytes) / 1e6, static_cast<double>(actual.peak_bytes) / 1e6,
+      static_cast<double>(actual.between_bytes) / 1e6,
       static_cast<double>(actual.reserved_bytes) / 1e6,
       static_cast<double>(actual.context_bytes) / 1e6);
   EXPECT_NEAR(static_cast<double>(actual.peak_bytes), static_cast<double>(plan.allocated()),
