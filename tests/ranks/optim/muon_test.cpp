@@ -9,7 +9,6 @@
 
 #include <cmath>
 #include <map>
-#include <mutex>
 #include <string>
 
 #include "fsdp/base/text.h"
@@ -377,56 +376,6 @@ TEST(Muon, KeepsOneMomentumOfMatricesAndTwoMomentsOfTheRest) {
   });
 }
 
-TEST(Muon, ResumesOnOtherRanks) {
-  const TempDir folder;
-  std::map<std::string, at::Tensor> momenta;
-  std::mutex mutex;
-  const auto add_momenta = [&](const Muon& optimizer, auto& into) {
-    const std::lock_guard lock(mutex);
-    for (const OptimizerShard& shard : optimizer.shards()) {
-      at::Tensor& whole = into[shard.parameter + shard.name];
-      int64_t numel = 1;
-      for (const int64_t size : shard.shape) numel *= size;
-      if (!whole.defined()) whole = at::full({numel}, NAN);
-      whole.narrow(0, shard.begin, shard.values.numel()).copy_(shard.values);
-    }
-  };
-  MainWeightCollector saved;
-  run_ranks(3, [&](World& world) {
-    const Mesh mesh = world.mesh();
-    Net model = make_net();
-    const Sharded sharded = fully_shard(model, mesh, {.matrices = kMatrices});
-    Muon optimizer(sharded, {.lr = 0.02});
-    for (int step = 0; step < 2; ++step) {
-      loss_of(model, world.rank(), step).backward();
-      optimizer.step();
-      optimizer.zero_grad();
-    }
-    save_checkpoint(folder.path(), {.sharded = sharded, .optimizer = &optimizer}, {.step = 2});
-    saved.add(sharded);
-    add_momenta(optimizer, momenta);
-  });
-  const auto expected = saved.take();
-  for (const int ranks : {1, 2, 4}) {
-    MainWeightCollector loaded;
-    std::map<std::string, at::Tensor> restored;
-    run_ranks(ranks, [&](World& world) {
-      const Mesh mesh = world.mesh();
-      Net model = make_net();
-      const Sharded sharded =
-          fully_shard(model, mesh, {.strategy = Strategy::optim_grads, .matrices = kMatrices});
-      Muon optimizer(sharded, {.lr = 0.02});
-      Checkpointer checkpointer(folder.path(), mesh);
-      ASSERT_TRUE(checkpointer.load_latest({.sharded = sharded, .optimizer = &optimizer}));
-      EXPECT_EQ(optimizer.state().step, 2);
-      loaded.add(sharded);
-      add_momenta(optimizer, restored);
-    });
-    expect_same_bits(loaded.take(), expected, concat("weights on ", ranks));
-    expect_same_bits(restored, momenta, concat("moments on ", ranks));
-  }
-}
-
 // Every rank has the same batch, and means of two or four equal numbers are exact.
 TEST(Muon, TrainsOnAfterAResumeOnOtherRanksBitByBit) {
   const auto steps = [](Net& model, Muon& optimizer, int begin, int end) {
@@ -453,22 +402,35 @@ TEST(Muon, TrainsOnAfterAResumeOnOtherRanksBitByBit) {
   const auto straight = with_ranks(
       1, Strategy::no_shard,
       [&](const Mesh&, Net& model, const Sharded&, Muon& muon) { steps(model, muon, 0, kSteps); });
-  for (const auto& [before, after] : {std::pair{4, 1}, {4, 2}, {1, 4}, {2, 4}}) {
+  // The ranks of the middle load and save; a mean of three would be rounded.
+  for (const std::vector<int>& ranks : {std::vector{4, 1}, {4, 2}, {1, 4}, {2, 3, 4}, {1, 8, 2}}) {
     const TempDir folder;
-    with_ranks(before, Strategy::optim_grads_params,
+    const auto save = [&](const Sharded& sharded, Muon& muon) {
+      EXPECT_EQ(muon.state().step, 2);
+      save_checkpoint(folder.path(), {.sharded = sharded, .optimizer = &muon}, {.step = 2});
+    };
+    const auto load = [&](const Mesh& mesh, const Sharded& sharded, Muon& muon) {
+      Checkpointer checkpointer(folder.path(), mesh);
+      ASSERT_TRUE(checkpointer.load_latest({.sharded = sharded, .optimizer = &muon}));
+    };
+    with_ranks(ranks.front(), Strategy::optim_grads_params,
                [&](const Mesh&, Net& model, const Sharded& sharded, Muon& muon) {
                  steps(model, muon, 0, 2);
-                 save_checkpoint(folder.path(), {.sharded = sharded, .optimizer = &muon},
-                                 {.step = 2});
+                 save(sharded, muon);
                });
-    const auto resumed = with_ranks(
-        after, Strategy::optim_grads,
-        [&](const Mesh& mesh, Net& model, const Sharded& sharded, Muon& muon) {
-          Checkpointer checkpointer(folder.path(), mesh);
-          ASSERT_TRUE(checkpointer.load_latest({.sharded = sharded, .optimizer = &muon}));
-          steps(model, muon, 2, kSteps);
-        });
-    expect_same_bits(resumed, straight, concat(before, " ranks, then ", after));
+    for (size_t i = 1; i + 1 < ranks.size(); ++i)
+      with_ranks(ranks[i], Strategy::optim,
+                 [&](const Mesh& mesh, Net&, const Sharded& sharded, Muon& muon) {
+                   load(mesh, sharded, muon);
+                   save(sharded, muon);
+                 });
+    const auto resumed =
+        with_ranks(ranks.back(), Strategy::optim_grads,
+                   [&](const Mesh& mesh, Net& model, const Sharded& sharded, Muon& muon) {
+                     load(mesh, sharded, muon);
+                     steps(model, muon, 2, kSteps);
+                   });
+    expect_same_bits(resumed, straight, concat("ranks ", ranks));
   }
 }
 
