@@ -115,6 +115,8 @@ class StepClock {
     work(StepRow::kUpdate, &SimulatedStep::update, compute_, compute_, times_.between,
          "norm and beginning");
     result_.exposed_update += times_.between;
+    // A run looks at every step's loss and norm before it asks for the next one.
+    host_ = std::max(host_ + times_.host_update, compute_);
     double beside = std::max(compute_, lane_);
     for (size_t i = 0; i < times_.units.size(); ++i) {
       const UnitTimes& u = times_.units[i];

@@ -33,7 +33,8 @@ struct StepTimes {
   StepOrder order;  // of one microbatch
   int64_t prefetch = 1;
   int64_t microbatches = 1;
-  double between = 0;  // the norm, and what else begins an update
+  double between = 0;      // the norm, and what else begins an update
+  double host_update = 0;  // until the host has asked for updates
   // Whether updates run beside computing, or take turns with it.
   bool updates_beside = false;
 };

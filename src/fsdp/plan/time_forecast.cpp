@@ -78,16 +78,27 @@ void add_group(UnitTimes& unit, const GroupPlan& group, const PlanOptions& optio
   const auto held = static_cast<double>(group.layout.max_shard_numel(strategy.optimizer));
   const auto on_host = static_cast<int64_t>(std::llround(held * options.offload));
   const int64_t on_device = static_cast<int64_t>(held) - on_host;
-  unit.update += update_us(group.types, on_device, links.rates) +
-                 codes_us(group, static_cast<int64_t>(held), links.rates);
+  if (!group.has_matrices()) unit.update += update_us(group.types, on_device, links.rates);
+  unit.update += codes_us(group, static_cast<int64_t>(held), links.rates);
   unit.offload += offloaded_update_us(group.types, on_host, links.rates);
 }
 
-// What the host takes to ask for a block, forward and backward, in a step that is not recorded.
-double host_us_of_block(const RateTable& rates, const TimeOptions& options, int64_t num_blocks) {
+// What the host takes to ask for a step that is not recorded.
+struct HostTimes {
+  double block = 0.0;     // forward and backward
+  double matrices = 0.0;  // of Muon's update, beside that of AdamW
+};
+
+HostTimes host_times(const RateTable& rates, const TimeOptions& options, int64_t num_blocks,
+                     double most_matrices) {
   const bool is_apart = rates.device != "cpu" && !options.is_recorded && num_blocks > 0;
-  if (!is_apart) return 0.0;
-  return rates.us("host step", std::array{num_blocks}) / static_cast<double>(num_blocks);
+  if (!is_apart) return {};
+  const double step = rates.us("host step", std::array{num_blocks});
+  HostTimes times{.block = step / static_cast<double>(num_blocks)};
+  if (most_matrices > 0.0)
+    times.matrices =
+        most_matrices * std::max(0.0, rates.us("host step muon", std::array{num_blocks}) - step);
+  return times;
 }
 
 // How many ranks share a core.
@@ -125,8 +136,9 @@ TimeForecast forecast_time(const ModelShape& model, std::span<const GroupPlan> g
   const ModelWork work = known_work(model, plan, batch, rates);
   const Links links{rates, options.inner_link, options.outer_link};
   const double factor = ranks_per_core(rates, plan);
-  const double host_us =
-      host_us_of_block(rates, options, static_cast<int64_t>(model.units.size()) - 2);
+  const MatrixTimes matrices = matrix_times(groups, plan, model.units.size(), rates);
+  const HostTimes host = host_times(rates, options, static_cast<int64_t>(model.units.size()) - 2,
+                                    matrices.most_of_a_rank);
 
   StepTimes times{
       .units = {},
@@ -134,6 +146,7 @@ TimeForecast forecast_time(const ModelShape& model, std::span<const GroupPlan> g
                               std::vector<int32_t>(model.ends.begin(), model.ends.end())),
       .prefetch = forecast.prefetch,
       .microbatches = options.microbatches,
+      .host_update = host.matrices,
       .updates_beside = rates.device == "cpu" && plan.ranks * rates.threads < rates.cores};
   for (size_t i = 0; i < model.units.size(); ++i) {
     const bool is_block = i > 0 && i + 1 < model.units.size();
@@ -143,8 +156,8 @@ TimeForecast forecast_time(const ModelShape& model, std::span<const GroupPlan> g
                    .backward = factor * us_of(unit.backward, rates)};
     // A block's host asks for about twice as much in the backward.
     if (is_block) {
-      each.host_forward = host_us / 3;
-      each.host_backward = host_us - each.host_forward;
+      each.host_forward = host.block / 3;
+      each.host_backward = host.block - each.host_forward;
     }
     if (is_block && batch.recomputes_blocks) {
       each.backward += each.forward;
@@ -162,7 +175,10 @@ TimeForecast forecast_time(const ModelShape& model, std::span<const GroupPlan> g
           factor *
           rates.us("squared sum", std::array{group.layout.max_shard_numel(plan.strategy.gradient)});
   }
-  for (UnitTimes& unit : times.units) unit.update *= factor;
+  for (size_t i = 0; i < times.units.size(); ++i) {
+    double& update = times.units[i].update;
+    update = factor * (update + matrices.units[i]);
+  }
 
   TimeForecast result{.step = simulate(times)};
   const double tokens = static_cast<double>(batch.batch.tokens() * options.microbatches);

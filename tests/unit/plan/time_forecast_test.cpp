@@ -5,11 +5,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <numeric>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "fsdp/plan/load_model.h"
 #include "fsdp/plan/model_tensors.h"
+#include "fsdp/plan/update_work.h"
 #include "support/config_examples.h"
 
 namespace fsdp::time_forecast_test {
@@ -62,6 +65,7 @@ RateTable even_rates(const std::string& device) {
   }
   add("embedding forward", 1);
   add("host step", 1);
+  add("host step muon", 1);
   add("embedding backward", 2);
   for (const char* work :
        {"sum", "sum of rows", "scaled to fp32", "cross entropy", "copy", "copy to fp32",
@@ -79,19 +83,28 @@ struct Question {
   double host_us = 1;  // of a step
   WeightRecipe weights = WeightRecipe::kPlain;
   double offload = 0;
+  std::optional<DType> muon = std::nullopt;
+  double muon_host_us = 1;  // of a step
 };
 
-TimeForecast answer(const Question& question) {
+PlanOptions options_of(const Question& question) {
   PlanOptions options;
   options.ranks = question.ranks;
   options.precision.main_grads = DType::kFloat32;
   options.weights = question.weights;
   options.offload = question.offload;
+  options.muon = question.muon;
   options.compute = question.device == "cpu" ? DType::kFloat32 : DType::kBFloat16;
-  const Planner planner(build_model("small", question.config), options);
+  return options;
+}
+
+TimeForecast answer(const Question& question) {
+  const Planner planner(build_model("small", question.config), options_of(question));
   RateTable rates = even_rates(question.device);
-  for (RateGrid& grid : rates.grids)
+  for (RateGrid& grid : rates.grids) {
     if (grid.work == "host step") grid.us = {question.host_us};
+    if (grid.work == "host step muon") grid.us = {question.muon_host_us};
+  }
   return forecast_time(planner.model(), planner.groups(), planner.forecast(), question.batch,
                        question.time, rates);
 }
@@ -155,6 +168,45 @@ TEST(TimeForecast, UpdatesOnTheHostWhatIsOffloaded) {
   EXPECT_DOUBLE_EQ(answer(question).step.update, 3 * kUnits);
   question.offload = 1.0;
   EXPECT_DOUBLE_EQ(answer(question).step.update, 2 * kUnits);
+}
+
+// Three products, a pass and the diagonal of the small matrix, five times; and passes over 34 bytes
+// of an element, where the measured update moves 28.
+constexpr double kMatrix = 5 * (3 + 2) + 34.0 / 28.0;
+
+TEST(TimeForecast, MultipliesMatricesOfMuon) {
+  Question question;
+  question.muon = DType::kBFloat16;
+  // Everything else is AdamW's: a group of the embedding, of each block's norms, and of the head.
+  constexpr double kOthers = kLayers + 2;
+  constexpr double kNorms = 2 * kLayers + 2;
+  EXPECT_DOUBLE_EQ(answer(question).step.update, 7 * kLayers * kMatrix + kOthers + kNorms);
+}
+
+TEST(TimeForecast, WaitsForTheBusiestOwnerOfMatrices) {
+  Question question;
+  question.muon = DType::kBFloat16;
+  for (const int64_t ranks : {1, 3, 40}) {
+    question.ranks = ranks;
+    const Planner planner(build_model("small", question.config), options_of(question));
+    const MatrixTimes times =
+        matrix_times(planner.groups(), planner.forecast().options, kLayers + 2, even_rates("cuda"));
+    constexpr double kMatrices = 7 * kLayers;
+    EXPECT_DOUBLE_EQ(std::accumulate(times.units.begin(), times.units.end(), 0.0),
+                     times.most_of_a_rank * kMatrices * kMatrix);
+    EXPECT_GE(times.most_of_a_rank, 1.0 / static_cast<double>(ranks));
+    EXPECT_LE(times.most_of_a_rank, ranks == 1 ? 1.0 : 0.6);
+    EXPECT_EQ(times.units.front(), 0.0);
+  }
+}
+
+TEST(TimeForecast, WaitsForTheHostThatAsksForMatrices) {
+  Question question;
+  question.muon = DType::kBFloat16;
+  question.muon_host_us = 5000;
+  EXPECT_GE(answer(question).step.us, 4999.0);
+  question.time.is_recorded = true;
+  EXPECT_LT(answer(question).step.us, 2000.0);
 }
 
 TEST(TimeForecast, WaitsForTheHostUnlessTheStepIsRecorded) {
