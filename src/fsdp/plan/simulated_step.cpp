@@ -80,6 +80,8 @@ class StepClock {
     work(StepRow::kCompute, &SimulatedStep::compute, compute_, compute_,
          is_forward ? u.forward : u.backward,
          concat(u.name, is_forward ? " forward" : " backward"));
+    work(StepRow::kExchange, &SimulatedStep::exchange, compute_, compute_,
+         is_forward ? u.exchange_forward : u.exchange_backward, u.name);
     if (!is_forward) start_reductions(u, is_last);
   }
 
@@ -155,6 +157,8 @@ const char* name_of(StepRow row) {
   switch (row) {
     case StepRow::kCompute:
       return "compute";
+    case StepRow::kExchange:
+      return "exchange";
     case StepRow::kGather:
       return "gather";
     case StepRow::kReduce:
