@@ -38,11 +38,13 @@ std::string text_of(const std::string& path) {
 
 // The fastest of a run's steps after the first two, which learn the order of units: other work on
 // the machine can only make a step slower.
-double measured_ms(const std::string& settings, const std::string& bandwidth) {
+double measured_ms(const std::string& model, const std::string& settings,
+                   const std::string& bandwidth) {
   const TextFile data("text.txt", std::string(20000, 'x') + " some text");
   const TextFile log("log.jsonl", "");
   const CommandResult run = run_fsdp(
-      "train --model tiny --data " + data.path() + " --log " + log.path() + " " + settings +
+      "train --model " + model + " --data " + data.path() + " --log " + log.path() + " " +
+          settings +
           " --batch 4 --sequence 16 --threads 1 --steps 5 --validate-every 0 --sample '' --quiet",
       "FSDP_BANDWIDTH=" + bandwidth);
   EXPECT_EQ(run.exit_code, 0) << run.err;
@@ -58,20 +60,27 @@ double measured_ms(const std::string& settings, const std::string& bandwidth) {
 
 // Links are so slow that they decide: the schedule is compared, on any machine.
 TEST(PlannedTime, IsThatOfRanksOverSlowLinks) {
-  const std::vector<std::pair<std::string, std::string>> runs = {
-      {"--ranks 2", "5MB"},
-      {"--ranks 2 --prefetch 0", "5MB"},
-      {"--ranks 2 --strategy optim", "5MB"},
-      {"--ranks 4 --outer 2 --recompute block", "5MB"}};
-  for (const auto& [settings, bandwidth] : runs) {
-    SCOPED_TRACE(settings);
-    const TextFile config("run.json", R"({"model": "tiny", "batch": 4, "sequence": 16})");
+  struct Run {
+    std::string model, settings, exposed;
+  };
+  const std::vector<Run> runs = {{"tiny", "--ranks 2", "gather"},
+                                 {"tiny", "--ranks 2 --prefetch 0", "gather"},
+                                 {"tiny", "--ranks 2 --strategy optim", "gather"},
+                                 {"tiny", "--ranks 4 --outer 2 --recompute block", "gather"},
+                                 {"tiny", "--ranks 2 --tp 2", "exchange"},
+                                 {"moe-tiny", "--ranks 2", "gather"},
+                                 {"moe-tiny", "--ranks 2 --ep 2", "exchange"}};
+  constexpr const char* kBandwidth = "5MB";
+  for (const auto& [model, settings, exposed] : runs) {
+    SCOPED_TRACE(model + " " + settings);
+    const TextFile config("run.json",
+                          R"({"model": ")" + model + R"(", "batch": 4, "sequence": 16})");
     const Json plan = plan_json("--config " + config.path() + " " + settings +
-                                " --rates cpu-2-cores --link " + bandwidth);
+                                " --rates cpu-2-cores --link " + kBandwidth);
     const double forecast = plan["time"]["step_ms"];
-    const double measured = measured_ms(settings, bandwidth);
+    const double measured = measured_ms(model, settings, kBandwidth);
     EXPECT_NEAR(forecast / measured, 1.0, 0.10) << forecast << " " << measured;
-    EXPECT_GT(plan["time"]["exposed_ms"]["gather"], 0.0);
+    EXPECT_GT(plan["time"]["exposed_ms"][exposed], 0.0);
   }
 }
 
@@ -138,8 +147,10 @@ TEST(PlannedTime, AnswersEveryWrongValueWithOneSentence) {
        "--link-latency is '-1'"},
       {"--model tiny --ranks 1 --batch 1 --sequence 8 --rates cpu-2-cores --compute bf16",
        "have no 'product bf16 forward'; measure a machine that computes it"},
-      {"--model moe-tiny --ranks 1 --batch 1 --sequence 8 --rates cpu-2-cores",
-       "the time of model 'moe-tiny' is not known; it is for the Llama family"},
+      {"--model hybrid-tiny --ranks 1 --batch 1 --sequence 8 --rates cpu-2-cores",
+       "the time of model 'hybrid-tiny' is not known; it is for the Llama family"},
+      {"--model llama-1b --ranks 1 --batch 1 --sequence 8 --rates h200 --offload 0.5",
+       "have no 'offloaded update'; measure a machine that computes it"},
       {"--calibrate /tmp", "--calibrate is '/tmp', which is a directory; name a file in it"},
       {"--model tiny --ranks 1 --device cpu",
        "--device is 'cpu', which matters for --calibrate alone; drop it"},

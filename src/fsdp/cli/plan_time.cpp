@@ -37,8 +37,9 @@ struct RowTimes {
   double SimulatedStep::*exposed;
 };
 
-constexpr std::array<RowTimes, 3> kMoved = {
-    {{"gathers", "gather", &SimulatedStep::gather, &SimulatedStep::exposed_gather},
+constexpr std::array<RowTimes, 4> kMoved = {
+    {{"exchanges", "exchange", &SimulatedStep::exchange, &SimulatedStep::exchange},
+     {"gathers", "gather", &SimulatedStep::gather, &SimulatedStep::exposed_gather},
      {"reductions", "reduce", &SimulatedStep::reduce, &SimulatedStep::exposed_reduce},
      {"update", "update", &SimulatedStep::update, &SimulatedStep::exposed_update}}};
 
@@ -116,6 +117,7 @@ void print_time(std::ostream& out, const TimeForecast& time, const RateTable& ra
   row("computing", step.compute, "");
   for (const RowTimes& each : kMoved) {
     const double exposed = step.*each.exposed;
+    if (each.busy == &SimulatedStep::exchange && exposed == 0.0) continue;  // few models have any
     row(each.name, step.*each.busy,
         step.*each.busy == 0.0 ? "" : concat(ms_text(exposed), " of it with nothing beside it"));
   }

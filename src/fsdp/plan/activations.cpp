@@ -106,15 +106,6 @@ BlockActivations squared_mlp_activations(int64_t hidden, int64_t intermediate,
   return mlp;
 }
 
-// Rows of one token among those of a rank's experts: its own choices, or with several ranks all
-// that there is room for.
-double rows_per_token(const ExpertWidths& w, const ActivationOptions& options) {
-  if (options.ep == 1) return static_cast<double>(w.chosen);
-  const auto most = static_cast<double>(options.ep * std::min(w.chosen, w.experts / options.ep));
-  if (options.expert_capacity == 0.0) return most;
-  return std::min(most, options.expert_capacity * static_cast<double>(w.chosen));
-}
-
 // A norm, a mixer behind it, and the same once more, whose tensors are gone when the mixer's
 // backward begins; or one mixer alone.
 BlockActivations block_of(int64_t hidden, int64_t element, const BlockActivations& mixer,
@@ -296,6 +287,13 @@ const LlamaConfig& sizes_of(const auto& c) { return c.decoder; }
 
 }  // namespace
 
+double rows_per_token(int64_t chosen, int64_t experts, const ActivationOptions& options) {
+  if (options.ep == 1) return static_cast<double>(chosen);
+  const auto most = static_cast<double>(options.ep * std::min(chosen, experts / options.ep));
+  if (options.expert_capacity == 0.0) return most;
+  return std::min(most, options.expert_capacity * static_cast<double>(chosen));
+}
+
 int64_t kept_bytes(int64_t tokens, int64_t elements_per_token, int64_t element) {
   return round_up(checked_mul(checked_mul(tokens, elements_per_token), element), kAllocatorBlock);
 }
@@ -327,7 +325,7 @@ std::vector<KeptTensor> kept_by_head(int64_t hidden_size, DType compute) {
 
 BlockActivations experts_activations(const ExpertWidths& w, const ActivationOptions& options) {
   const int64_t element = element_bytes(options.compute);
-  const double rows = rows_per_token(w, options);
+  const double rows = rows_per_token(w.chosen, w.experts, options);
   const auto in_rows = [&](int64_t width) {
     return static_cast<int64_t>(std::ceil(rows * static_cast<double>(width)));
   };

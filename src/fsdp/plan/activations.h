@@ -55,6 +55,10 @@ struct ActivationOptions {
 std::optional<ModelActivations> activations_of(const ModelConfig& config,
                                                const ActivationOptions& options);
 
+// Rows of one token among those of a rank's experts: its own choices, or with several ranks all
+// that there is room for.
+double rows_per_token(int64_t chosen, int64_t experts, const ActivationOptions& options);
+
 // After the last block; the fp32 gradient of the head's weight is kept beside it.
 std::vector<KeptTensor> kept_by_head(int64_t hidden_size, DType compute);
 

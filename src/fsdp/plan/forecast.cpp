@@ -42,13 +42,6 @@ double seconds_since(Clock::time_point start) {
 
 int64_t bytes_in(int64_t numel, DType dtype) { return checked_mul(numel, element_bytes(dtype)); }
 
-// A rank's place in the grid of a group; those that own its slices, which are neighbours, share
-// one.
-MeshCoordinate place_of(int64_t rank, const GroupPlan& group, const PlanOptions& options) {
-  const int64_t cell = rank / options.owners(row_of(group.kind).grid);
-  return {.outer = cell / group.mesh.inner, .inner = cell % group.mesh.inner};
-}
-
 int64_t num_shared_scales(const GroupPlan& group) {
   int64_t count = 0;
   if (group.types.is_quantized())
@@ -91,7 +84,7 @@ MatrixForecast matrix_forecast(std::span<const GroupPlan> groups, const PlanOpti
   MatrixForecast result;
   if (!options.muon) return result;
   for (const GroupPlan& group : groups)
-    if (!group.layout.request().matrix_rows.empty())
+    if (group.has_matrices())
       for (int64_t tensor = 0; tensor < group.layout.num_tensors(); ++tensor)
         result.num_matrices += static_cast<int64_t>(group.layout.matrices_of(tensor).size()) *
                                options.owners(row_of(group.kind).grid);

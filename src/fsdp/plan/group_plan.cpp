@@ -231,9 +231,8 @@ std::vector<GroupPlan> lay_out(const ModelShape& model, const PlanOptions& optio
     }
   }
   recipes.check_all_are_used();
-  if (options.muon && std::none_of(groups.begin(), groups.end(), [](const GroupPlan& group) {
-        return !group.layout.request().matrix_rows.empty();
-      }))
+  if (options.muon && std::none_of(groups.begin(), groups.end(),
+                                   [](const GroupPlan& group) { return group.has_matrices(); }))
     throw UsageError(concat("muon has nothing to update, for model '", shown(model.name),
                             "' names no matrix of a linear layer or of experts; choose another "
                             "optimizer"));
@@ -242,6 +241,11 @@ std::vector<GroupPlan> lay_out(const ModelShape& model, const PlanOptions& optio
                             "' has no experts; leave it out, or name their tensors in "
                             "expert_parameters"));
   return groups;
+}
+
+MeshCoordinate place_of(int64_t rank, const GroupPlan& group, const PlanOptions& options) {
+  const int64_t cell = rank / options.owners(row_of(group.kind).grid);
+  return {.outer = cell / group.mesh.inner, .inner = cell % group.mesh.inner};
 }
 
 }  // namespace fsdp

@@ -18,9 +18,16 @@ struct GroupPlan {
   MeshShape mesh;  // of its grid
   GroupTypes types;
   FlatLayout layout;
+
+  // Matrices with an owner each (PlanOptions::muon).
+  bool has_matrices() const { return !layout.request().matrix_rows.empty(); }
 };
 
 // In unit order. Reads ranks, types and granularity; the strategy does not change the layout.
 std::vector<GroupPlan> lay_out(const ModelShape& model, const PlanOptions& options);
+
+// A rank's place in the grid of a group; those that own its slices, which are neighbours, share
+// one.
+MeshCoordinate place_of(int64_t rank, const GroupPlan& group, const PlanOptions& options);
 
 }  // namespace fsdp

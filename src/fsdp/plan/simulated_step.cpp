@@ -80,6 +80,8 @@ class StepClock {
     work(StepRow::kCompute, &SimulatedStep::compute, compute_, compute_,
          is_forward ? u.forward : u.backward,
          concat(u.name, is_forward ? " forward" : " backward"));
+    work(StepRow::kExchange, &SimulatedStep::exchange, compute_, compute_,
+         is_forward ? u.exchange_forward : u.exchange_backward, u.name);
     if (!is_forward) start_reductions(u, is_last);
   }
 
@@ -115,6 +117,8 @@ class StepClock {
     work(StepRow::kUpdate, &SimulatedStep::update, compute_, compute_, times_.between,
          "norm and beginning");
     result_.exposed_update += times_.between;
+    // A run looks at every step's loss and norm before it asks for the next one.
+    host_ = std::max(host_ + times_.host_update, compute_);
     double beside = std::max(compute_, lane_);
     for (size_t i = 0; i < times_.units.size(); ++i) {
       const UnitTimes& u = times_.units[i];
@@ -153,6 +157,8 @@ const char* name_of(StepRow row) {
   switch (row) {
     case StepRow::kCompute:
       return "compute";
+    case StepRow::kExchange:
+      return "exchange";
     case StepRow::kGather:
       return "gather";
     case StepRow::kReduce:

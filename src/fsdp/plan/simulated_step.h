@@ -15,6 +15,9 @@ struct UnitTimes {
   std::string name;
   double forward = 0;   // computing
   double backward = 0;  // with what is computed again
+  // Collectives inside its layers, for which computing waits.
+  double exchange_forward = 0;
+  double exchange_backward = 0;
   // Until the host has asked for them; 0 for a recorded step, and where the host computes itself.
   double host_forward = 0;
   double host_backward = 0;
@@ -33,12 +36,13 @@ struct StepTimes {
   StepOrder order;  // of one microbatch
   int64_t prefetch = 1;
   int64_t microbatches = 1;
-  double between = 0;  // the norm, and what else begins an update
+  double between = 0;      // the norm, and what else begins an update
+  double host_update = 0;  // until the host has asked for updates
   // Whether updates run beside computing, or take turns with it.
   bool updates_beside = false;
 };
 
-enum class StepRow : uint8_t { kCompute, kGather, kReduce, kUpdate };
+enum class StepRow : uint8_t { kCompute, kExchange, kGather, kReduce, kUpdate };
 const char* name_of(StepRow row);
 
 struct StepSpan {
@@ -54,6 +58,7 @@ struct SimulatedStep {
   std::vector<StepSpan> spans;
   // How long each row works.
   double compute = 0;
+  double exchange = 0;  // with nothing beside it
   double gather = 0;
   double reduce = 0;
   double update = 0;

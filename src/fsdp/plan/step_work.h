@@ -23,16 +23,33 @@ struct WorkItem {
 
 double us_of(const std::vector<WorkItem>& items, const RateTable& rates);
 
+// What a layer sends to the ranks that share its tokens or experts, while nothing computes.
+enum class ExchangeAxis : uint8_t { kTensor, kExpert };
+struct Exchange {
+  ExchangeAxis axis = ExchangeAxis::kTensor;
+  const char* collective;  // "all_gather", ...
+  int64_t bytes = 0;       // of the whole side
+};
+
+// One direction of a unit.
+struct PassWork {
+  std::vector<WorkItem> items;
+  std::vector<Exchange> exchanges = {};
+};
+
 struct UnitWork {
-  std::vector<WorkItem> forward;
-  std::vector<WorkItem> backward;  // without what is computed again
+  PassWork forward;
+  PassWork backward;  // without what is computed again
 };
 
 struct WorkOptions {
   DType compute = DType::kBFloat16;
   WeightRecipe weights = WeightRecipe::kPlain;  // of the blocks' matrices
-  int64_t rows = 0;                             // sequences
+  int64_t rows = 0;                             // sequences of a tp group
   int64_t sequence = 0;
+  int64_t tp = 1;
+  int64_t ep = 1;
+  double expert_capacity = 0.0;  // as ActivationOptions has it
   int64_t logit_bytes = kDefaultLogitBytes;
   // A CPU adds up the gradients of an input that several matrices have; a GPU's products do.
   bool on_cpu = false;
@@ -44,7 +61,8 @@ struct ModelWork {
   UnitWork head;
 };
 
-// nullopt: not known; it is for the Llama family, without windows and multi-token prediction.
+// nullopt: not known; it is for the Llama family and the same with experts, without windows,
+// multi-token prediction, and quantised experts. Experts are taken to be chosen equally often.
 std::optional<ModelWork> work_of(const ModelConfig& config, const WorkOptions& options);
 
 }  // namespace fsdp

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <variant>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
@@ -49,6 +50,20 @@ struct Links {
            us("all_reduce", moved.all_reduce, share / 2, num_ranks, link);
   }
 
+  // Ranks of a tp group are neighbours of a row; those of an ep group may be of several rows.
+  double us(const std::vector<Exchange>& exchanges, const PlanOptions& options) const {
+    double sum = 0.0;
+    for (const Exchange& exchange : exchanges) {
+      const bool is_tensor = exchange.axis == ExchangeAxis::kTensor;
+      const int64_t ranks = is_tensor ? options.tp : options.ep;
+      const bool is_inner = ranks <= options.ranks / options.outer;
+      const double whole = static_cast<double>(ranks) / static_cast<double>(ranks - 1);
+      sum += us(exchange.collective, std::llround(static_cast<double>(exchange.bytes) / whole),
+                whole, ranks, is_inner || !outer ? inner : outer);
+    }
+    return sum;
+  }
+
   double us(const Traffic& moved, MeshShape mesh) const {
     return us(moved.inner, mesh.inner, inner) + us(moved.outer, mesh.outer, outer ? outer : inner);
   }
@@ -78,16 +93,29 @@ void add_group(UnitTimes& unit, const GroupPlan& group, const PlanOptions& optio
   const auto held = static_cast<double>(group.layout.max_shard_numel(strategy.optimizer));
   const auto on_host = static_cast<int64_t>(std::llround(held * options.offload));
   const int64_t on_device = static_cast<int64_t>(held) - on_host;
-  unit.update += update_us(group.types, on_device, links.rates) +
-                 codes_us(group, static_cast<int64_t>(held), links.rates);
+  if (!group.has_matrices()) unit.update += update_us(group.types, on_device, links.rates);
+  unit.update += codes_us(group, static_cast<int64_t>(held), links.rates);
   unit.offload += offloaded_update_us(group.types, on_host, links.rates);
 }
 
-// What the host takes to ask for a block, forward and backward, in a step that is not recorded.
-double host_us_of_block(const RateTable& rates, const TimeOptions& options, int64_t num_blocks) {
+// What the host takes to ask for a step that is not recorded.
+struct HostTimes {
+  double block = 0.0;     // forward and backward
+  double matrices = 0.0;  // of Muon's update, beside that of AdamW
+};
+
+HostTimes host_times(const RateTable& rates, const TimeOptions& options, const ModelShape& model,
+                     double most_matrices) {
+  const auto num_blocks = static_cast<int64_t>(model.units.size()) - 2;
   const bool is_apart = rates.device != "cpu" && !options.is_recorded && num_blocks > 0;
-  if (!is_apart) return 0.0;
-  return rates.us("host step", std::array{num_blocks}) / static_cast<double>(num_blocks);
+  if (!is_apart) return {};
+  const auto us = [&](const char* work) { return rates.us(work, std::array{num_blocks}); };
+  const bool has_experts = std::holds_alternative<MixtralConfig>(*model.layers);
+  HostTimes times{.block = us(has_experts ? "host step experts" : "host step") /
+                           static_cast<double>(num_blocks)};
+  if (most_matrices > 0.0)
+    times.matrices = most_matrices * std::max(0.0, us("host step muon") - us("host step"));
+  return times;
 }
 
 // How many ranks share a core.
@@ -104,15 +132,17 @@ ModelWork known_work(const ModelShape& model, const PlanOptions& options, const 
                                              .weights = options.weights,
                                              .rows = batch.batch.rows,
                                              .sequence = batch.batch.sequence,
+                                             .tp = options.tp,
+                                             .ep = options.ep,
+                                             .expert_capacity = batch.expert_capacity,
                                              .logit_bytes = batch.logit_bytes,
                                              .on_cpu = rates.device == "cpu"})
                    : std::nullopt;
-  if (!work || options.tp > 1)
-    throw UsageError(concat("the time of model '", model.name, "'",
-                            options.tp > 1 ? " with --tp" : "",
-                            " is not known; it is for the Llama family without --tp, multi-token "
-                            "prediction, and windows (sliding_window) shorter than a sequence; "
-                            "plan without --rates"));
+  if (!work)
+    throw UsageError(concat("the time of model '", model.name,
+                            "' is not known; it is for the Llama family and Mixtral's experts, "
+                            "without quantised experts, multi-token prediction, and windows "
+                            "(sliding_window) shorter than a sequence; plan without --rates"));
   return *work;
 }
 
@@ -125,8 +155,8 @@ TimeForecast forecast_time(const ModelShape& model, std::span<const GroupPlan> g
   const ModelWork work = known_work(model, plan, batch, rates);
   const Links links{rates, options.inner_link, options.outer_link};
   const double factor = ranks_per_core(rates, plan);
-  const double host_us =
-      host_us_of_block(rates, options, static_cast<int64_t>(model.units.size()) - 2);
+  const MatrixTimes matrices = matrix_times(groups, plan, model.units.size(), rates);
+  const HostTimes host = host_times(rates, options, model, matrices.most_of_a_rank);
 
   StepTimes times{
       .units = {},
@@ -134,20 +164,24 @@ TimeForecast forecast_time(const ModelShape& model, std::span<const GroupPlan> g
                               std::vector<int32_t>(model.ends.begin(), model.ends.end())),
       .prefetch = forecast.prefetch,
       .microbatches = options.microbatches,
+      .host_update = host.matrices,
       .updates_beside = rates.device == "cpu" && plan.ranks * rates.threads < rates.cores};
   for (size_t i = 0; i < model.units.size(); ++i) {
     const bool is_block = i > 0 && i + 1 < model.units.size();
     const UnitWork& unit = i == 0 ? work.embedding : is_block ? work.block : work.head;
     UnitTimes each{.name = model.units[i].name,
-                   .forward = factor * us_of(unit.forward, rates),
-                   .backward = factor * us_of(unit.backward, rates)};
+                   .forward = factor * us_of(unit.forward.items, rates),
+                   .backward = factor * us_of(unit.backward.items, rates),
+                   .exchange_forward = links.us(unit.forward.exchanges, plan),
+                   .exchange_backward = links.us(unit.backward.exchanges, plan)};
     // A block's host asks for about twice as much in the backward.
     if (is_block) {
-      each.host_forward = host_us / 3;
-      each.host_backward = host_us - each.host_forward;
+      each.host_forward = host.block / 3;
+      each.host_backward = host.block - each.host_forward;
     }
     if (is_block && batch.recomputes_blocks) {
       each.backward += each.forward;
+      each.exchange_backward += each.exchange_forward;
       each.host_backward += each.host_forward;
     }
     times.units.push_back(std::move(each));
@@ -162,14 +196,18 @@ TimeForecast forecast_time(const ModelShape& model, std::span<const GroupPlan> g
           factor *
           rates.us("squared sum", std::array{group.layout.max_shard_numel(plan.strategy.gradient)});
   }
-  for (UnitTimes& unit : times.units) unit.update *= factor;
+  for (size_t i = 0; i < times.units.size(); ++i) {
+    double& update = times.units[i].update;
+    update = factor * (update + matrices.units[i]);
+  }
 
   TimeForecast result{.step = simulate(times)};
   const double tokens = static_cast<double>(batch.batch.tokens() * options.microbatches);
   const double seconds = result.step.us * 1e-6;
-  result.tokens_per_s = tokens * static_cast<double>(plan.ranks) / seconds;
-  result.tflops_per_rank =
-      flops_per_token(*model.layers, batch.batch.sequence) * tokens / seconds * 1e-12;
+  // Ranks of a tp group have the same tokens.
+  result.tokens_per_s = tokens * static_cast<double>(plan.ranks / plan.tp) / seconds;
+  result.tflops_per_rank = flops_per_token(*model.layers, batch.batch.sequence) * tokens /
+                           static_cast<double>(plan.tp) / seconds * 1e-12;
   return result;
 }
 

@@ -38,22 +38,32 @@ int64_t other_bytes(const GroupTypes& types) {
   return bytes;
 }
 
-double us_of_bytes(const UpdateWork& work, const GroupTypes& types, int64_t numel,
-                   const RateTable& rates) {
+// What Muon's passes read and write beside its products: 0 into X, the momentum with the gradient,
+// the norm, the quotient, and the weights.
+int64_t matrix_bytes(const GroupTypes& types, DType products) {
+  const int64_t x = element_bytes(products);
+  const int64_t weight =
+      types.main_weight ? (types.split ? 8 : 10) : 2 * element_bytes(types.weight);
+  const int64_t momentum = types.first_moment ? 2 * element_bytes(*types.first_moment) : 0;
+  return x + (element_bytes(types.main_grad) + momentum + 2 * x) + x + 2 * x + (x + weight);
+}
+
+double us_of_bytes(const UpdateWork& work, int64_t bytes, int64_t numel, const RateTable& rates) {
   if (numel == 0) return 0.0;
-  const double share =
-      static_cast<double>(work.bytes + other_bytes(types)) / static_cast<double>(work.bytes);
-  return share * rates.us(work.work, std::array{numel});
+  return static_cast<double>(bytes) / static_cast<double>(work.bytes) *
+         rates.us(work.work, std::array{numel});
 }
 
 }  // namespace
 
 double update_us(const GroupTypes& types, int64_t numel, const RateTable& rates) {
-  return us_of_bytes(update_work(types), types, numel, rates);
+  const UpdateWork work = update_work(types);
+  return us_of_bytes(work, work.bytes + other_bytes(types), numel, rates);
 }
 
 double offloaded_update_us(const GroupTypes& types, int64_t numel, const RateTable& rates) {
-  return us_of_bytes(offloaded_work(types), types, numel, rates);
+  const UpdateWork work = offloaded_work(types);
+  return us_of_bytes(work, work.bytes + other_bytes(types), numel, rates);
 }
 
 double codes_us(const GroupPlan& group, int64_t numel, const RateTable& rates) {
@@ -70,6 +80,59 @@ double codes_us(const GroupPlan& group, int64_t numel, const RateTable& rates) {
           rates.us(work, std::array{part});
   }
   return us;
+}
+
+double matrix_us(const OwnedMatrix& matrix, const GroupTypes& types, DType products,
+                 const RateTable& rates) {
+  constexpr double kIterations = 5;
+  const std::string product = concat("product ", name_of(products), " ");
+  const int64_t m = std::min(matrix.rows, matrix.columns);
+  const bool is_wide = matrix.rows <= matrix.columns;
+  // X X^T or X^T X, A A, and the sum of A, A A and the identity times X.
+  const double iteration =
+      (is_wide ? rates.us(product + "forward", std::array{m, m, matrix.columns})
+               : rates.us(product + "weight gradient", std::array{matrix.rows, m, m})) +
+      rates.us(product + "input gradient", std::array{m, m, m}) +
+      (is_wide ? rates.us(product + "input gradient", std::array{m, m, matrix.columns})
+               : rates.us(product + "input gradient", std::array{matrix.rows, m, m})) +
+      rates.us("copy", std::array{m * m}) + rates.us("copy", std::array{m});
+  return kIterations * iteration + us_of_bytes(update_work(types), matrix_bytes(types, products),
+                                               matrix.range.numel(), rates);
+}
+
+MatrixTimes matrix_times(std::span<const GroupPlan> groups, const PlanOptions& options,
+                         size_t num_units, const RateTable& rates) {
+  MatrixTimes times{.units = std::vector<double>(num_units, 0.0)};
+  size_t most = 0;
+  for (int64_t rank = 0; rank < options.ranks; ++rank) {
+    size_t count = 0;
+    double done = 0.0;
+    for (const GroupPlan& group : groups) {
+      if (!group.has_matrices()) continue;
+      for (const OwnedMatrix& matrix :
+           matrices_in(group.layout, group.layout.shard_ranges(options.strategy.optimizer,
+                                                               place_of(rank, group, options)))) {
+        done += matrix_us(matrix, group.types, *options.muon, rates);
+        ++count;
+      }
+      double& last = times.units[static_cast<size_t>(group.unit)];
+      last = std::max(last, done);
+    }
+    most = std::max(most, count);
+  }
+  size_t all = 0;
+  for (const GroupPlan& group : groups)
+    if (group.has_matrices())
+      for (int64_t tensor = 0; tensor < group.layout.num_tensors(); ++tensor)
+        all += group.layout.matrices_of(tensor).size();
+  if (all > 0) times.most_of_a_rank = static_cast<double>(most) / static_cast<double>(all);
+  double before = 0.0;
+  for (double& unit : times.units) {
+    const double done = std::max(unit, before);
+    unit = done - before;
+    before = done;
+  }
+  return times;
 }
 
 }  // namespace fsdp

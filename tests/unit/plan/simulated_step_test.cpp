@@ -125,11 +125,15 @@ TEST(SimulatedStep, WaitsForWeightsThatTheHostUpdates) {
   EXPECT_EQ(step.us, 90 + 55);
 }
 
+// The host asks for a step when it has seen the last backward of the one before, of 20.
 TEST(SimulatedStep, IsAsLongAsTheHostWhereThatIsSlower) {
-  const SimulatedStep step = simulate(three_units(
-      {.name = {}, .forward = 10, .backward = 20, .host_forward = 30, .host_backward = 40}));
-  EXPECT_EQ(step.us, 3 * 70);
-  EXPECT_GT(step.exposed_host, 0);
+  StepTimes times = three_units(
+      {.name = {}, .forward = 10, .backward = 20, .host_forward = 30, .host_backward = 40});
+  const SimulatedStep step = simulate(times);
+  EXPECT_EQ(step.us, 3 * 70 + 20);
+  EXPECT_EQ(step.exposed_host, step.us - step.compute);
+  times.host_update = 100;  // 20 of it pass while the last backward runs
+  EXPECT_EQ(simulate(times).us, 3 * 70 + 100);
 }
 
 }  // namespace

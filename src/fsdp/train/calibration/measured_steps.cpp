@@ -181,8 +181,10 @@ std::vector<RateGrid> measure_links(const LinkPoints& points) {
        [](Communicator& comm, const at::Tensor& whole, const at::Tensor& part) {
          comm.reduce_scatter(part, whole, {}, "rates").wait();
        }},
-      {"all_reduce", [](Communicator& comm, const at::Tensor& whole, const at::Tensor&) {
-         comm.all_reduce(whole, {}, "rates").wait();
+      {"all_reduce", [](Communicator& comm, const at::Tensor& whole,
+                        const at::Tensor&) { comm.all_reduce(whole, {}, "rates").wait(); }},
+      {"all_to_all", [](Communicator& comm, const at::Tensor& whole, const at::Tensor&) {
+         comm.all_to_all(at::empty_like(whole), whole, "rates").wait();
        }}};
   constexpr int kCalls = 15;
   std::vector<RateGrid> grids;

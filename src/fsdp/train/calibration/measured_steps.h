@@ -36,8 +36,8 @@ struct LinkPoints {
   std::vector<int64_t> bytes = {};  // of the whole side
 };
 
-// "all_gather", "reduce_scatter", "all_reduce": axes "ranks" and "bytes", fp32 between threads of
-// this process.
+// "all_gather", "reduce_scatter", "all_reduce", "all_to_all": axes "ranks" and "bytes", fp32
+// between threads of this process.
 std::vector<RateGrid> measure_links(const LinkPoints& points);
 
 }  // namespace fsdp::train
