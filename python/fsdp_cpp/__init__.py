@@ -6,6 +6,7 @@ _check()  # before the C++ module: with another torch it cannot even be loaded
 
 from ._C import Axis, Error, Mesh, TpEqual, TpPartial, TpShard, UsageError, version as __version__
 from .checkpoint import Checkpointer, Loaded, load, save, state_dict
+from .export import export_weights
 from .graph import Graph
 from .optim import SGD, AdamW, Muon, clip_grad_norm_, shard_optimizer
 from .ranks import mesh, world
@@ -13,5 +14,5 @@ from .shard import (Memory, found_nonfinite, fully_shard, gradients, is_sharded,
                     set_precision, unshard)
 
 __all__ = ["SGD", "AdamW", "Axis", "Checkpointer", "Error", "Graph", "Loaded", "Memory", "Mesh", "Muon", "TpEqual", "TpPartial", "TpShard",
-           "UsageError", "clip_grad_norm_", "found_nonfinite", "fully_shard", "gradients", "is_sharded", "load", "memory", "mesh", "microbatch", "no_sync",
+           "UsageError", "clip_grad_norm_", "export_weights", "found_nonfinite", "fully_shard", "gradients", "is_sharded", "load", "memory", "mesh", "microbatch", "no_sync",
            "reset", "save", "set_precision", "shard_optimizer", "state_dict", "unshard", "world"]

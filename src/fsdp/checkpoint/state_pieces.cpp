@@ -149,8 +149,9 @@ class PieceCollector {
   std::vector<Piece>& pieces_;
 };
 
-DType stored_dtype(at::ScalarType main, const StoredForm& form) {
-  const DType dtype = dtype_of(main);
+DType stored_dtype(const ParamGroup& group, WeightValues values, const StoredForm& form) {
+  const DType dtype =
+      values == WeightValues::kMain ? dtype_of(group.main_weights().dtype()) : group.types().weight;
   return is_floating(dtype) ? form.model_dtype.value_or(dtype) : dtype;
 }
 
@@ -166,6 +167,27 @@ FlatReader main_weight_reader(const ParamGroup& group, DType dtype) {
               [&weights, type](FlatRange flat) {
                 return static_cast<const std::byte*>(weights.in_host_memory(flat, type));
               }};
+}
+
+// The numbers that a forward computes with. Quantised weights have none but their main weights.
+FlatReader computing_weight_reader(const ParamGroup& group, DType dtype) {
+  const MainWeights& weights = group.main_weights();
+  const at::ScalarType type = scalar_type_of(dtype);
+  return {.read = [&weights, type](FlatRange flat, std::byte* into) {
+    const at::NoGradGuard no_grad;
+    const at::Tensor values = tensor_over(into, flat.numel(), type, c10::kCPU);
+    for (const MainWeightPiece& piece : weights.pieces()) {
+      const FlatRange common = intersect(piece.flat, flat);
+      if (common.empty()) continue;
+      values.narrow(0, common.begin - flat.begin, common.numel())
+          .copy_(piece.weight.narrow(0, common.begin - piece.flat.begin, common.numel()));
+    }
+  }};
+}
+
+FlatReader weight_reader(const ParamGroup& group, WeightValues values, DType dtype) {
+  return values == WeightValues::kMain ? main_weight_reader(group, dtype)
+                                       : computing_weight_reader(group, dtype);
 }
 
 FlatReader moment_reader(const GroupUpdate& update, size_t which) {
@@ -284,20 +306,19 @@ std::vector<at::Generator> generators(c10::Device device) {
 
 }  // namespace
 
-StatePieces pieces_of(const CheckpointState& state, const StoredForm& form) {
+StatePieces weight_pieces_of(const CheckpointState& state, const StoredForm& form,
+                             WeightValues values) {
   const Engine& engine = EngineAccess::of(state.sharded);
-  const Mesh& mesh = engine.mesh();
   check_names(state, form.names);
   StatePieces pieces;
-  const int64_t number_of_rank = rank_in(mesh);
+  const int64_t number_of_rank = rank_in(engine.mesh());
   PieceCollector model(form.names, number_of_rank, pieces.model, pieces.model_pieces);
-  PieceCollector moments(form.names, number_of_rank, pieces.moments, pieces.moment_pieces);
   int64_t number = 0;
   for (const auto& unit : engine.units())
     for (const ParamGroup& group_state : unit->groups()) {
       const ParamGroup& group = group_state;
-      const DType dtype = stored_dtype(group.main_weights().dtype(), form);
-      const auto read = std::make_shared<const FlatReader>(main_weight_reader(group, dtype));
+      const DType dtype = stored_dtype(group, values, form);
+      const auto read = std::make_shared<const FlatReader>(weight_reader(group, values, dtype));
       for_each_member(group, replicas_with(group), number, [&](int64_t i, const Written& written) {
         model.add(group.name_of(i), "", dtype, written, read);
       });
@@ -310,6 +331,14 @@ StatePieces pieces_of(const CheckpointState& state, const StoredForm& form) {
     model.add(buffer.name, "", dtype_of(buffer.value.scalar_type()),
               {shape, {}, range, range.begin}, read);
   }
+  return pieces;
+}
+
+StatePieces pieces_of(const CheckpointState& state, const StoredForm& form) {
+  const Engine& engine = EngineAccess::of(state.sharded);
+  StatePieces pieces = weight_pieces_of(state, form, WeightValues::kMain);
+  PieceCollector moments(form.names, rank_in(engine.mesh()), pieces.moments, pieces.moment_pieces);
+  auto number = static_cast<int64_t>(pieces.model.size());  // deals moments on where weights ended
   if (state.optimizer != nullptr) add_moments(state, number, moments);
   for (const auto& unit : engine.units())
     for (const ParamGroup& group : unit->groups()) add_amax_histories(group, number, moments);

@@ -12,6 +12,7 @@
 #include "fsdp/checkpoint/checkpoint_state.h"
 #include "fsdp/checkpoint/format/manifest.h"
 #include "fsdp/checkpoint/format/piece_writer.h"
+#include "fsdp/checkpoint/weight_export.h"
 
 namespace fsdp {
 
@@ -26,6 +27,10 @@ struct StatePieces {
 
 // The pieces read the live state, so nothing may change it while they are used.
 StatePieces pieces_of(const CheckpointState& state, const StoredForm& form);
+
+// The same without moments and amax histories.
+StatePieces weight_pieces_of(const CheckpointState& state, const StoredForm& form,
+                             WeightValues values);
 
 // The manifest without its files.
 Manifest describe(const CheckpointState& state, const StatePieces& pieces, int64_t step);

@@ -2,6 +2,7 @@
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/checkpoint/checkpointer.h"
 #include "fsdp/checkpoint/load.h"
+#include "fsdp/checkpoint/weight_export.h"
 #include "fsdp/python/bindings.h"
 #include "fsdp/python/resources.h"
 
@@ -40,6 +41,14 @@ CheckpointerOptions options_of(bool in_background, int64_t keep_last, int64_t ke
 LoadOptions load_options(const std::vector<std::string>& allow_missing, bool allow_extra) {
   return {.allow_missing = allow_missing,
           .extra = allow_extra ? LoadOptions::Extra::kAllow : LoadOptions::Extra::kRefuse};
+}
+
+ExportOptions export_options(std::optional<at::ScalarType> dtype, bool is_main,
+                             int64_t chunk_bytes) {
+  ExportOptions options{.values = is_main ? WeightValues::kMain : WeightValues::kCompute,
+                        .chunk_bytes = chunk_bytes};
+  if (dtype) options.form.model_dtype = dtype_of(*dtype);
+  return options;
 }
 
 struct ModelCheckpointer final : Resource {
@@ -82,6 +91,35 @@ void bind_checkpoint(py::module_& module) {
          const Buffers& buffers, const std::vector<std::string>& allow_missing, bool allow_extra) {
         return load_checkpoint(path, state_of(model, optimizer, buffers),
                                load_options(allow_missing, allow_extra));
+      },
+      WithoutGil());
+  module.def("export_weights_to",
+             [](ShardedModel& model, const Buffers& buffers, const py::function& on_tensor,
+                std::optional<at::ScalarType> dtype, bool is_main, bool on_all_ranks,
+                int64_t chunk_bytes) {
+               ExportOptions options = export_options(dtype, is_main, chunk_bytes);
+               if (on_all_ranks) options.receivers = ExportOptions::Receivers::kAllRanks;
+               const py::gil_scoped_release no_gil;
+               export_weights(
+                   state_of(model, nullptr, buffers),
+                   [&](const std::string& name, const at::Tensor& value) {
+                     const py::gil_scoped_acquire gil;
+                     on_tensor(name, value);
+                   },
+                   options);
+             });
+  module.def(
+      "export_weight_files",
+      [](ShardedModel& model, const Buffers& buffers, const std::string& directory,
+         int64_t max_file_bytes, const std::string& model_config, bool overwrite,
+         std::optional<at::ScalarType> dtype, bool is_main, int64_t chunk_bytes) {
+        const ExportFiles files{.max_file_bytes = max_file_bytes,
+                                .model_config = model_config,
+                                .model_files = {},
+                                .existing = overwrite ? ExportFiles::Existing::kReplace
+                                                      : ExportFiles::Existing::kRefuse};
+        export_weights(state_of(model, nullptr, buffers), directory, files,
+                       export_options(dtype, is_main, chunk_bytes));
       },
       WithoutGil());
   py::class_<ModelCheckpointer, std::shared_ptr<ModelCheckpointer>>(module, "Checkpointer")

@@ -188,6 +188,11 @@ CheckpointerOptions checkpointer_options(const TrainOptions& o, const NameRules&
   return options;
 }
 
+ExportOptions export_options(const TrainOptions& o, const NameRules& names) {
+  return {.form = {.names = names, .model_dtype = std::nullopt},
+          .chunk_bytes = o.write_chunk_bytes};
+}
+
 LoadOptions load_options(const TrainOptions& o, const NameRules& names) {
   LoadOptions options;
   options.names = names;

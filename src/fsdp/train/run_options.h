@@ -10,6 +10,7 @@
 #include "fsdp/base/dtype.h"
 #include "fsdp/checkpoint/checkpointer.h"
 #include "fsdp/checkpoint/load.h"
+#include "fsdp/checkpoint/weight_export.h"
 #include "fsdp/comm/comm_options.h"
 #include "fsdp/comm/launch.h"
 #include "fsdp/optim/optimizer.h"
@@ -39,6 +40,7 @@ CommOptions comm_options(const TrainOptions& options);
 ShardOptions shard_options(const TrainOptions& options, c10::Device device);
 std::unique_ptr<Optimizer> make_optimizer(const TrainOptions& options, const Sharded& sharded);
 CheckpointerOptions checkpointer_options(const TrainOptions& options, const NameRules& names);
+ExportOptions export_options(const TrainOptions& options, const NameRules& names);
 LoadOptions load_options(const TrainOptions& options, const NameRules& names);
 
 }  // namespace fsdp::train

@@ -157,6 +157,7 @@ std::vector<int64_t> steps_of(const TrainOptions& options) {
 // Finds early what else would fail only after the model and the checkpoint's directory are made.
 void check_places(const TrainOptions& options) {
   check_directory("--checkpoint-dir", options.checkpoint_dir);
+  check_directory("--export-dir", options.export_dir);
   check_directory("--tensorboard", options.tensorboard);
   check_file("--log", options.log_path());
   check_file("--report", options.report_path());

@@ -256,6 +256,7 @@ int TrainingRun::train_steps() {
     signal = metrics.signal;
     if (is_due(options_.validate_every)) validate();
     if (is_due(options_.checkpoint_every)) save();
+    if (is_due(options_.export_every)) export_weights();
     report_saved();
   }
   if (trace_) trace_->end();
@@ -399,6 +400,27 @@ void TrainingRun::save() {
   blocked_ms_ = (now() - begin) * 1e3;
 }
 
+void TrainingRun::export_weights() {
+  if (options_.export_dir.empty() || exported_step_ == step_) return;
+  exported_step_ = step_;
+  const double begin = now();
+  // A resumed run comes to steps again that it has exported.
+  ExportFiles files{.existing = ExportFiles::Existing::kReplace};
+  if (world_.rank() == 0) {  // who writes them
+    PublishedModel published = published_model(plan_);
+    files.model_config = std::move(published.config);
+    files.model_files = std::move(published.files);
+  }
+  const std::string directory = concat(options_.export_dir, "/", checkpoint_name(step_));
+  const ExportedFiles exported =
+      fsdp::export_weights({.sharded = *sharded_, .buffers = stored_buffers(*model_)}, directory,
+                           files, export_options(options_, stored_name_rules(*model_)));
+  if (watch_)
+    watch_->note(concat("weights of step ", step_, ": ", directory, ", ",
+                        bytes_text(static_cast<double>(exported.bytes)), " in ",
+                        static_cast<int64_t>((now() - begin) * 1e3), " ms"));
+}
+
 void TrainingRun::report_saved() {
   if (!checkpointer_) return;
   for (const SavedCheckpoint& saved : checkpointer_->take_saved())
@@ -414,6 +436,7 @@ void TrainingRun::end(int signal) {
   if (signal == 0 && validation_ && validated_step_ != step_ && step_ > first_step_) validate();
   save();
   if (checkpointer_) checkpointer_->wait();
+  export_weights();
   report_saved();
   if (signal == 0 && !options_.sample.empty()) write_sample();
   if (watch_ && !options_.data_weights.empty()) watch_->note(text_of_epochs());

@@ -46,6 +46,7 @@ class TrainingRun {
   void record(const Metrics& metrics, double seconds);
   void validate();
   void save();
+  void export_weights();
   void report_saved();
   int train_steps();
   void end(int signal);
@@ -80,6 +81,7 @@ class TrainingRun {
   int64_t step_ = 0;         // done so far
   int64_t first_step_ = 0;   // done before this process
   int64_t saved_step_ = -1;  // the last step whose checkpoint was begun
+  int64_t exported_step_ = -1;
   int64_t validated_step_ = -1;
   double blocked_ms_ = 0;    // how long the last save blocked
   int64_t num_skipped_ = 0;  // in a row

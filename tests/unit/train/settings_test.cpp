@@ -121,6 +121,8 @@ const GivenValues kChangedValues = {
     {"restart-data", {"true"}},
     {"allow-missing", {"*.bias"}},
     {"allow-extra", {"true"}},
+    {"export-dir", {"weights"}},
+    {"export-every", {"17"}},
     {"log", {"log"}},
     {"tensorboard", {"tb"}},
     {"report", {"none"}},

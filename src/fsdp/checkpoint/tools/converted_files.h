@@ -1,9 +1,8 @@
 // Writes tensors of another checkpoint: as a checkpoint cut for any number of ranks, or as
-// HuggingFace's packages do, whole tensors in files of a bounded size.
+// HuggingFace's packages do (huggingface_files.h).
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -11,6 +10,7 @@
 #include "fsdp/checkpoint/format/model_files.h"
 #include "fsdp/checkpoint/format/piece_writer.h"
 #include "fsdp/checkpoint/format/tensor_stream.h"
+#include "fsdp/checkpoint/tools/huggingface_files.h"
 
 namespace fsdp {
 
@@ -47,28 +47,7 @@ void write_sharded_files(const std::string& directory, const ShardedContent& con
 
 // --- HuggingFace's files -------------------------------------------------------------------------
 
-// Writes weights the way HuggingFace's packages do: whole tensors in files of a bounded size.
-//
-//   model.safetensors                      where one file is enough, otherwise
-//   model-00001-of-00003.safetensors ...
-//   model.safetensors.index.json           which tensor is in which file
-//   config.json                            where it is known
-//   tokenizer.json ...                     and other files the model is published with
-
-struct HuggingFaceOptions {
-  // Limit for the tensors in one file. A larger tensor gets a file of its own.
-  int64_t max_file_bytes = 5'000'000'000;
-  // The text of config.json.
-  std::optional<std::string> config = std::nullopt;
-  // Other files the model is published with.
-  std::vector<ModelFile> model_files = {};
-};
-
-// Consecutive tensors for each file, as many as fit: positions [begin, end).
-std::vector<FlatRange> divide_into_files(std::span<const int64_t> tensor_bytes,
-                                         int64_t max_file_bytes);
-
-// The type with the most bytes, which config.json names.
+// Of the tensors as they are written.
 DType main_dtype(std::span<const CatalogTensor> tensors, const ConvertedReads& reads);
 
 // Writes the tensors in this order, with one chunk in memory. Files are on the disk afterwards,

@@ -404,6 +404,11 @@ void add_checkpoints(Rows& rows) {
            "Tensors that what is loaded may lack; they keep their initial values");
   rows.add("allow-extra", "BOOL", flag_value(&O::allow_extra),
            "What is loaded may have tensors that the model does not have");
+  rows.add("export-dir", "DIR", text_value(&O::export_dir),
+           "Where whole weights are written in HuggingFace's form, as they compute; none without "
+           "it");
+  rows.add("export-every", "N", whole_value(&O::export_every, 0, kMany),
+           "Steps between exports, each in a directory of its own; 0: only at the end");
 }
 
 void add_output(Rows& rows) {

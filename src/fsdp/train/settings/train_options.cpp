@@ -131,6 +131,9 @@ void check_checkpoints(const TrainOptions& o) {
   if (!o.init.empty() && o.resume != "auto" && o.resume != "never")
     throw UsageError(concat("--init is '", o.init, "' and --resume is '", o.resume,
                             "'; a run begins with one of them"));
+  if (o.export_dir.empty() && o.export_every > 0)
+    throw UsageError(concat("--export-every is ", o.export_every,
+                            ", but there is no --export-dir to write to; give one"));
   if (o.write_chunk_bytes < 1 || o.load_chunk_bytes < 1)
     throw UsageError("--write-chunk and --load-chunk must be sizes above 0, e.g. 16MiB");
 }

@@ -155,6 +155,8 @@ struct TrainOptions {
   bool restart_data = false;
   std::vector<std::string> allow_missing;
   bool allow_extra = false;
+  std::string export_dir;    // "": none
+  int64_t export_every = 0;  // 0: at the end alone
 
   // --- what is seen ---
   std::string log = "auto";  // a path; auto: in the checkpoint directory; none
