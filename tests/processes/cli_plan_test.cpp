@@ -79,6 +79,7 @@ TEST(PlanCommand, HelpListsEveryOption) {
                              "--rates",
                              "--link",
                              "--outer-link",
+                             "--group-link",
                              "--link-latency",
                              "--timeline",
                              "--picture",

@@ -61,24 +61,23 @@ double measured_ms(const std::string& model, const std::string& settings,
 // Links are so slow that they decide: the schedule is compared, on any machine.
 TEST(PlannedTime, IsThatOfRanksOverSlowLinks) {
   struct Run {
-    std::string model, settings, exposed;
+    std::string model, settings, bandwidth, exposed;
   };
-  const std::vector<Run> runs = {{"tiny", "--ranks 2", "gather"},
-                                 {"tiny", "--ranks 2 --prefetch 0", "gather"},
-                                 {"tiny", "--ranks 2 --strategy optim", "gather"},
-                                 {"tiny", "--ranks 4 --outer 2 --recompute block", "gather"},
-                                 {"tiny", "--ranks 2 --tp 2", "exchange"},
-                                 {"moe-tiny", "--ranks 2", "gather"},
-                                 {"moe-tiny", "--ranks 2 --ep 2", "exchange"}};
-  constexpr const char* kBandwidth = "5MB";
-  for (const auto& [model, settings, exposed] : runs) {
+  const std::vector<Run> runs = {
+      {"tiny", "--ranks 2", "5MB", "gather"},
+      {"tiny", "--ranks 2 --prefetch 0", "5MB", "gather"},
+      {"tiny", "--ranks 2 --strategy optim", "5MB", "gather"},
+      {"tiny", "--ranks 4 --outer 2 --recompute block", "5MB", "gather"},
+      {"tiny", "--ranks 2 --tp 2", "1MB", "exchange"},  // so little that 5 MB/s would not decide
+      {"moe-tiny", "--ranks 2 --ep 2", "5MB", "exchange"}};
+  for (const auto& [model, settings, bandwidth, exposed] : runs) {
     SCOPED_TRACE(model + " " + settings);
     const TextFile config("run.json",
                           R"({"model": ")" + model + R"(", "batch": 4, "sequence": 16})");
     const Json plan = plan_json("--config " + config.path() + " " + settings +
-                                " --rates cpu-2-cores --link " + kBandwidth);
+                                " --rates cpu-2-cores --link " + bandwidth);
     const double forecast = plan["time"]["step_ms"];
-    const double measured = measured_ms(model, settings, kBandwidth);
+    const double measured = measured_ms(model, settings, bandwidth);
     EXPECT_NEAR(forecast / measured, 1.0, 0.10) << forecast << " " << measured;
     EXPECT_GT(plan["time"]["exposed_ms"][exposed], 0.0);
   }
@@ -120,6 +119,8 @@ TEST(PlannedTime, GrowsWithWhatAStepDoes) {
   EXPECT_GT(step_ms("--microbatches 2"), 1.5 * plain);
   EXPECT_GT(step_ms("--prefetch 0"), plain);
   EXPECT_GT(step_ms("--link-latency 5000"), plain);
+  EXPECT_EQ(step_ms("--group-link 1MB"), plain);  // nothing is exchanged
+  EXPECT_GT(step_ms("--tp 2 --group-link 1MB"), step_ms("--tp 2"));
 }
 
 TEST(PlannedTime, AnswersEveryWrongValueWithOneSentence) {
@@ -149,8 +150,6 @@ TEST(PlannedTime, AnswersEveryWrongValueWithOneSentence) {
        "have no 'product bf16 forward'; measure a machine that computes it"},
       {"--model hybrid-tiny --ranks 1 --batch 1 --sequence 8 --rates cpu-2-cores",
        "the time of model 'hybrid-tiny' is not known; it is for the Llama family"},
-      {"--model llama-1b --ranks 1 --batch 1 --sequence 8 --rates h200 --offload 0.5",
-       "have no 'offloaded update'; measure a machine that computes it"},
       {"--calibrate /tmp", "--calibrate is '/tmp', which is a directory; name a file in it"},
       {"--model tiny --ranks 1 --device cpu",
        "--device is 'cpu', which matters for --calibrate alone; drop it"},

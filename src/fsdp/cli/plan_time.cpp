@@ -21,8 +21,8 @@ namespace fsdp::cli {
 
 namespace {
 
-constexpr std::array kTimeOptions = {"--link", "--outer-link", "--link-latency", "--picture",
-                                     "--timeline"};
+constexpr std::array kTimeOptions = {"--link",         "--outer-link", "--group-link",
+                                     "--link-latency", "--picture",    "--timeline"};
 
 std::string ms_text(double us) {
   std::ostringstream text;
@@ -71,6 +71,8 @@ void add_time_options(CLI::App& app, TimeArguments& given) {
       "Per second that a rank receives over the inner axis, e.g. 300GB; without it, as measured");
   option("--outer-link", given.outer_link, "BYTES",
          "The same over the outer axis; without it, as the inner one");
+  option("--group-link", given.group_link, "BYTES",
+         "The same between the ranks of a tp or ep group; without it, as their axis");
   option("--link-latency", given.link_latency, "US",
          "Microseconds that a collective over these links takes at least; default 0");
   option("--picture", given.picture, "FILE", "Draw the step's timeline on a page of HTML");
@@ -103,6 +105,7 @@ TimeOptions time_options(const TimeArguments& given, int64_t microbatches, bool 
   };
   options.inner_link = link("--link", given.link);
   options.outer_link = link("--outer-link", given.outer_link);
+  options.group_link = link("--group-link", given.group_link);
   return options;
 }
 

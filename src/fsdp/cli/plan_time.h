@@ -17,6 +17,7 @@ struct TimeArguments {
   std::string rates;
   std::string link;
   std::string outer_link;
+  std::string group_link;
   std::string link_latency;
   std::string picture;
   bool timeline = false;

@@ -23,6 +23,7 @@ struct Links {
   const RateTable& rates;
   std::optional<LinkSpeed> inner;
   std::optional<LinkSpeed> outer;
+  std::optional<LinkSpeed> group;
 
   // One collective over one axis; `received` of it by this rank.
   double us(const char* work, int64_t received, double whole_of_received, int64_t num_ranks,
@@ -56,10 +57,11 @@ struct Links {
     for (const Exchange& exchange : exchanges) {
       const bool is_tensor = exchange.axis == ExchangeAxis::kTensor;
       const int64_t ranks = is_tensor ? options.tp : options.ep;
-      const bool is_inner = ranks <= options.ranks / options.outer;
+      const std::optional<LinkSpeed>& axis =
+          ranks > options.ranks / options.outer && outer ? outer : inner;
       const double whole = static_cast<double>(ranks) / static_cast<double>(ranks - 1);
       sum += us(exchange.collective, std::llround(static_cast<double>(exchange.bytes) / whole),
-                whole, ranks, is_inner || !outer ? inner : outer);
+                whole, ranks, group ? group : axis);
     }
     return sum;
   }
@@ -153,7 +155,7 @@ TimeForecast forecast_time(const ModelShape& model, std::span<const GroupPlan> g
                            const TimeOptions& options, const RateTable& rates) {
   const PlanOptions& plan = forecast.options;
   const ModelWork work = known_work(model, plan, batch, rates);
-  const Links links{rates, options.inner_link, options.outer_link};
+  const Links links{rates, options.inner_link, options.outer_link, options.group_link};
   const double factor = ranks_per_core(rates, plan);
   const MatrixTimes matrices = matrix_times(groups, plan, model.units.size(), rates);
   const HostTimes host = host_times(rates, options, model, matrices.most_of_a_rank);

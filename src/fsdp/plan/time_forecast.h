@@ -23,9 +23,11 @@ struct LinkSpeed {
 struct TimeOptions {
   int64_t microbatches = 1;
   bool is_recorded = false;  // the step is replayed: --cuda-graph
-  // Not given: as the table has it; the outer one as the inner one.
+  // Not given: as the table has it; the outer one as the inner one; that of ranks of a tp or ep
+  // group as that of the axis they are on.
   std::optional<LinkSpeed> inner_link = std::nullopt;
   std::optional<LinkSpeed> outer_link = std::nullopt;
+  std::optional<LinkSpeed> group_link = std::nullopt;
 };
 
 struct TimeForecast {

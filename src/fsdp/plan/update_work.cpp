@@ -38,20 +38,26 @@ int64_t other_bytes(const GroupTypes& types) {
   return bytes;
 }
 
-// What Muon's passes read and write beside its products: 0 into X, the momentum with the gradient,
-// the norm, the quotient, and the weights.
-int64_t matrix_bytes(const GroupTypes& types, DType products) {
-  const int64_t x = element_bytes(products);
-  const int64_t weight =
-      types.main_weight ? (types.split ? 8 : 10) : 2 * element_bytes(types.weight);
-  const int64_t momentum = types.first_moment ? 2 * element_bytes(*types.first_moment) : 0;
-  return x + (element_bytes(types.main_grad) + momentum + 2 * x) + x + 2 * x + (x + weight);
-}
-
 double us_of_bytes(const UpdateWork& work, int64_t bytes, int64_t numel, const RateTable& rates) {
   if (numel == 0) return 0.0;
   return static_cast<double>(bytes) / static_cast<double>(work.bytes) *
          rates.us(work.work, std::array{numel});
+}
+
+// Muon's passes beside its products: 0 into X, the momentum with the gradient, the norm, the
+// quotient, and the weights.
+double matrix_passes_us(int64_t numel, const GroupTypes& types, DType products,
+                        const RateTable& rates) {
+  const int64_t x = element_bytes(products);
+  const int64_t momentum = types.first_moment ? 2 * element_bytes(*types.first_moment) : 0;
+  const int64_t weight =
+      types.main_weight ? (types.split ? 8 : 10) : 2 * element_bytes(types.weight);
+  const UpdateWork work = update_work(types);
+  constexpr int64_t kSummed = 4;  // bytes of an element whose squares are measured
+  return 2 * rates.us("copy", std::array{numel}) +
+         us_of_bytes(work, element_bytes(types.main_grad) + momentum + 2 * x, numel, rates) +
+         rates.us("squared sum", std::array{numel * x / kSummed}) +
+         us_of_bytes(work, x + weight, numel, rates);
 }
 
 }  // namespace
@@ -88,16 +94,15 @@ double matrix_us(const OwnedMatrix& matrix, const GroupTypes& types, DType produ
   const std::string product = concat("product ", name_of(products), " ");
   const int64_t m = std::min(matrix.rows, matrix.columns);
   const bool is_wide = matrix.rows <= matrix.columns;
-  // X X^T or X^T X, A A, and the sum of A, A A and the identity times X.
+  // X X^T or X^T X; its square; and that times X.
   const double iteration =
       (is_wide ? rates.us(product + "forward", std::array{m, m, matrix.columns})
                : rates.us(product + "weight gradient", std::array{matrix.rows, m, m})) +
       rates.us(product + "input gradient", std::array{m, m, m}) +
       (is_wide ? rates.us(product + "input gradient", std::array{m, m, matrix.columns})
                : rates.us(product + "input gradient", std::array{matrix.rows, m, m})) +
-      rates.us("copy", std::array{m * m}) + rates.us("copy", std::array{m});
-  return kIterations * iteration + us_of_bytes(update_work(types), matrix_bytes(types, products),
-                                               matrix.range.numel(), rates);
+      2 * rates.us("copy", std::array{m});  // numbers on both diagonals
+  return kIterations * iteration + matrix_passes_us(matrix.range.numel(), types, products, rates);
 }
 
 MatrixTimes matrix_times(std::span<const GroupPlan> groups, const PlanOptions& options,

@@ -253,9 +253,10 @@ TEST(TimeForecast, UpdatesOnTheHostWhatIsOffloaded) {
   EXPECT_DOUBLE_EQ(answer(question).step.update, 2 * kUnits);
 }
 
-// Three products, a pass and the diagonal of the small matrix, five times; and passes over 34 bytes
-// of an element, where the measured update moves 28.
-constexpr double kMatrix = 5 * (3 + 2) + 34.0 / 28.0;
+// Three products and two diagonals, five times; a pass for zeros, for the norm, and for the
+// quotient; and the momentum and the weights, of whose 16 and 10 bytes an element the measured
+// update has 28.
+constexpr double kMatrix = 5 * (3 + 2) + 3 + (16.0 + 10.0) / 28.0;
 
 TEST(TimeForecast, MultipliesMatricesOfMuon) {
   Question question;
