@@ -404,6 +404,11 @@ void add_checkpoints(Rows& rows) {
            "Tensors that what is loaded may lack; they keep their initial values");
   rows.add("allow-extra", "BOOL", flag_value(&O::allow_extra),
            "What is loaded may have tensors that the model does not have");
+  rows.add("patches", "DIR", text_value(&O::patches),
+           "Write what changes in the weights here, for receivers (docs/weights-out.md)");
+  rows.add("patch-every", "N", whole_value(&O::patch_every, 1, kMany), "Steps between patches");
+  rows.add("patch-names", "NAMES", choice_value(&O::patch_names, {"hf", "vllm"}),
+           "Of tensors in patches: as published, or fused as vLLM has them");
 }
 
 void add_output(Rows& rows) {
