@@ -207,6 +207,24 @@ class Checkpointer:
                     allow_extra: bool) -> LoadedCheckpoint | None: ...
     def wait(self) -> None: ...
 
+class PatchTensor:
+    name: str
+    shape: list[int]
+    positions: torch.Tensor
+    values: torch.Tensor
+
+class Patch:
+    base: str
+    begin: int | None
+    end: int
+    tensors: list[PatchTensor]
+
+class PatchStream:
+    def __init__(self, model: Sharded, optimizer: Optimizer | None, buffers: list[tuple[str, torch.Tensor]],
+                 is_vllm: bool) -> None: ...
+    def take(self, step: int) -> Patch: ...
+    def write(self, directory: str, step: int) -> str: ...
+
 class Graph:
     def __init__(self, model: Sharded, optimizer: Optimizer | None, body: Callable[[], Any], warmup: int,
                  generators: list[torch.Generator]) -> None: ...

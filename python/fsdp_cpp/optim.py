@@ -167,6 +167,7 @@ class AdamW(Optimizer):
     loss_scale: a number, or "dynamic", for fp16; call backward() on scaled(loss) then.
     updates: "hidden" beside the next work, or "blocking".
     rounding: "stochastic" for bf16 or fp16 weights without main weights.
+    marks_changes: remembers which weights' bits have changed, for PatchStream.
     """
 
     def __init__(self, params: Params, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
@@ -174,9 +175,10 @@ class AdamW(Optimizer):
                  first_moment: torch.dtype = torch.float32, second_moment: torch.dtype = torch.float32,
                  measures_norm: bool = False, on_nonfinite: OnNonfinite = "update", loss_scale: LossScale = 1.0,
                  loss_scale_interval: int = 2000, updates: Updates = "hidden", rounding: Rounding = "nearest",
-                 seed: int = 0) -> None:
+                 seed: int = 0, marks_changes: bool = False) -> None:
         step = dict(max_norm=max_norm, measures_norm=measures_norm, on_nonfinite=on_nonfinite, loss_scale=loss_scale,
-                    loss_scale_interval=loss_scale_interval, updates=updates, rounding=rounding, seed=seed)
+                    loss_scale_interval=loss_scale_interval, updates=updates, rounding=rounding, seed=seed,
+                    marks_changes=marks_changes)
         super().__init__(params, _C.adamw, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay),
                          dict(step, first_moment=first_moment, second_moment=second_moment), decay_spares_vectors)
 
@@ -188,9 +190,10 @@ class SGD(Optimizer):
                  nesterov: bool = False, *, max_norm: float = 0.0, decay_spares_vectors: bool = False,
                  momentum_dtype: torch.dtype = torch.float32, measures_norm: bool = False,
                  on_nonfinite: OnNonfinite = "update", loss_scale: LossScale = 1.0, loss_scale_interval: int = 2000,
-                 updates: Updates = "hidden", rounding: Rounding = "nearest", seed: int = 0) -> None:
+                 updates: Updates = "hidden", rounding: Rounding = "nearest", seed: int = 0, marks_changes: bool = False) -> None:
         step = dict(max_norm=max_norm, measures_norm=measures_norm, on_nonfinite=on_nonfinite, loss_scale=loss_scale,
-                    loss_scale_interval=loss_scale_interval, updates=updates, rounding=rounding, seed=seed)
+                    loss_scale_interval=loss_scale_interval, updates=updates, rounding=rounding, seed=seed,
+                    marks_changes=marks_changes)
         super().__init__(params, _C.sgd, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov),
                          dict(step, momentum_dtype=momentum_dtype), decay_spares_vectors)
 
@@ -219,9 +222,10 @@ class Muon(Optimizer):
                  first_moment: torch.dtype = torch.float32, second_moment: torch.dtype = torch.float32,
                  measures_norm: bool = False, on_nonfinite: OnNonfinite = "update", loss_scale: LossScale = 1.0,
                  loss_scale_interval: int = 2000, updates: Updates = "hidden", rounding: Rounding = "nearest",
-                 seed: int = 0) -> None:
+                 seed: int = 0, marks_changes: bool = False) -> None:
         step = dict(max_norm=max_norm, measures_norm=measures_norm, on_nonfinite=on_nonfinite, loss_scale=loss_scale,
-                    loss_scale_interval=loss_scale_interval, updates=updates, rounding=rounding, seed=seed)
+                    loss_scale_interval=loss_scale_interval, updates=updates, rounding=rounding, seed=seed,
+                    marks_changes=marks_changes)
         a, b, c = ns_coefficients
         super().__init__(params, _C.muon,
                          dict(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, betas=betas, eps=eps),

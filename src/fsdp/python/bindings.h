@@ -15,6 +15,7 @@ void bind_shard(pybind11::module_& module);
 void bind_optim(pybind11::module_& module);
 void bind_checkpoint(pybind11::module_& module);
 void bind_convert(pybind11::module_& module);
+void bind_patches(pybind11::module_& module);
 void bind_graph(pybind11::module_& module);
 
 // For calls that may wait: other threads of Python go on.

@@ -161,6 +161,7 @@ void take_step(Keywords& keywords, StepOptions& step) {
   keywords.take_choice("updates", step.updates, {"hidden", "blocking"});
   keywords.take_choice("rounding", step.rounding, {"nearest", "stochastic"});
   keywords.take("seed", step.seed);
+  keywords.take("marks_changes", step.marks_changes);
 }
 
 // A pattern, or several.

@@ -43,6 +43,7 @@ PYBIND11_MODULE(_C, module) {
   fsdp::bind_optim(module);
   fsdp::bind_checkpoint(module);
   fsdp::bind_convert(module);
+  fsdp::bind_patches(module);
   fsdp::bind_graph(module);
   module.def("log_info", [](const std::string& line) { fsdp::log(fsdp::LogLevel::kInfo, line); });
   module.def("close_all", &fsdp::close_all, fsdp::WithoutGil());

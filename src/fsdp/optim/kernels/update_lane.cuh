@@ -240,9 +240,9 @@ __device__ void mark_changed(const UpdateSpan& span, const Lane& lane, const Raw
     old = weight_bits(span, lane, widened<Fp32>(before.main.as<float>()), Rounding::kNearest, {});
   const bool is_wide = span.weight_dtype == DType::kFloat32;
   const auto is_changed = [&](int k) {
-    const uint32_t different = is_wide ? old.words[k] ^ now.words[k]
-                                       : (old.words[k / 2] ^ now.words[k / 2]) &
-                                             (k % 2 == 0 ? 0x0000FFFFu : 0xFFFF0000u);
+    const uint32_t different =
+        is_wide ? old.words[k] ^ now.words[k]
+                : (old.words[k / 2] ^ now.words[k / 2]) & (k % 2 == 0 ? 0x0000FFFFu : 0xFFFF0000u);
     return different != 0 && lane.has(k) ? 1u : 0u;
   };
   // Lanes 2 j and 2 j + 1 have the elements of bit j: of the first four numbers of 16 bits, which
@@ -254,8 +254,7 @@ __device__ void mark_changed(const UpdateSpan& span, const Lane& lane, const Raw
   uint32_t mine = 0;
 #pragma unroll
   for (int word = 0; word < 4; ++word) {
-    const uint32_t all =
-        __reduce_or_sync(kAllLanes, number % 2 == word / 2 ? words[word % 2] : 0u);
+    const uint32_t all = __reduce_or_sync(kAllLanes, number % 2 == word / 2 ? words[word % 2] : 0u);
     if (number == word) mine = all;
   }
   if (mine == 0) return;
