@@ -16,6 +16,7 @@
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/memory/slab_allocator.h"
 #include "fsdp/optim/kernels/begin_step.h"
+#include "fsdp/optim/kernels/change_marks.h"
 #include "fsdp/optim/kernels/thread_team.h"
 #include "fsdp/optim/kernels/update_on_cpu.h"
 #include "fsdp/optim/shard_passes.h"
@@ -56,6 +57,7 @@ struct Policy {
   MainWeight main = MainWeight::kIsWeight;
   DType first = DType::kFloat32;
   DType second = DType::kFloat32;
+  bool marks = false;  // which weights change
 };
 
 std::vector<Policy> policies() {
@@ -63,14 +65,19 @@ std::vector<Policy> policies() {
   const DType fp8 = DType::kFloat8E4M3;
   const DType fp32 = DType::kFloat32;
   const DType fp16 = DType::kFloat16;
-  return {{"fp32", fp32, fp32, MainWeight::kIsWeight, fp32, fp32},
-          {"fp32 gradient, bf16 + remainder", fp32, bf16, MainWeight::kSplit, fp32, fp32},
-          {"bf16 gradient, bf16 + remainder", bf16, bf16, MainWeight::kSplit, fp32, fp32},
-          {"bf16 gradient, bf16 + fp32", bf16, bf16, MainWeight::kSeparate, fp32, fp32},
-          {"the same + remainder, bf16 moments", bf16, bf16, MainWeight::kSplit, bf16, bf16},
-          {"the same + remainder, fp16 moments", bf16, bf16, MainWeight::kSplit, fp16, fp16},
-          {"the same + remainder, fp8 moments", bf16, bf16, MainWeight::kSplit, fp8, fp8},
-          {"all bf16, stochastic", bf16, bf16, MainWeight::kIsWeight, bf16, bf16}};
+  return {
+      {"fp32", fp32, fp32, MainWeight::kIsWeight, fp32, fp32},
+      {"fp32 gradient, bf16 + remainder", fp32, bf16, MainWeight::kSplit, fp32, fp32},
+      {"bf16 gradient, bf16 + remainder", bf16, bf16, MainWeight::kSplit, fp32, fp32},
+      {"bf16 gradient, bf16 + fp32", bf16, bf16, MainWeight::kSeparate, fp32, fp32},
+      {"the same + remainder, bf16 moments", bf16, bf16, MainWeight::kSplit, bf16, bf16},
+      {"the same + remainder, fp16 moments", bf16, bf16, MainWeight::kSplit, fp16, fp16},
+      {"the same + remainder, fp8 moments", bf16, bf16, MainWeight::kSplit, fp8, fp8},
+      {"all bf16, stochastic", bf16, bf16, MainWeight::kIsWeight, bf16, bf16},
+      {"fp32, marks", fp32, fp32, MainWeight::kIsWeight, fp32, fp32, true},
+      {"bf16 + remainder, marks", fp32, bf16, MainWeight::kSplit, fp32, fp32, true},
+      {"bf16 gradient, the same", bf16, bf16, MainWeight::kSplit, fp32, fp32, true},
+      {"bf16 gradient, bf16 + fp32, marks", bf16, bf16, MainWeight::kSeparate, fp32, fp32, true}};
 }
 
 // Tensors in memory as the optimizer has it.
@@ -116,6 +123,10 @@ class Trained {
         .second = {second_.data_ptr(), second_scales_.mutable_data_ptr<float>(), policy.second},
         .numel = numel,
         .weight_decay = kWeightDecay};
+    if (policy.marks) {
+      marks_ = memory_.make(fsdp::num_mark_lanes({0, numel}), at::kShort);
+      span_.marks = static_cast<uint16_t*>(marks_.mutable_data_ptr());
+    }
     fsdp::check_span(span_, 2);
   }
 
@@ -165,7 +176,7 @@ class Trained {
   Policy policy_;
   fsdp::ThreadTeam& team_;
   Memory memory_;
-  at::Tensor gradient_, weight_, main_, first_, second_, first_scales_, second_scales_;
+  at::Tensor gradient_, weight_, main_, first_, second_, first_scales_, second_scales_, marks_;
   fsdp::UpdateSpan span_;
   fsdp::StepState state_;
 };

@@ -171,8 +171,12 @@ int main(int argc, char** argv) try {
   std::printf(
       "# rate    changed    patch MB    full MB   take ms  write ms   full ms  copy ms  compare "
       "ms\n");
+  std::fflush(stdout);
   World world = World::from_environment();
-  for (const double rate : given.rates) print(measure(given, rate, world), rate);
+  for (const double rate : given.rates) {
+    print(measure(given, rate, world), rate);
+    std::fflush(stdout);  // a run may take long
+  }
   return 0;
 } catch (const std::exception& error) {
   std::fprintf(stderr, "bench_patches: %s\n", error.what());

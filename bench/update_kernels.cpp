@@ -47,7 +47,8 @@ class Arrays {
         first(zeros()),
         second(zeros()),
         scales(at::zeros({2, kNumel / fsdp::kScaleBlock}, at::device(on))),
-        squares(at::zeros({1}, at::device(on).dtype(at::kDouble))) {
+        squares(at::zeros({1}, at::device(on).dtype(at::kDouble))),
+        marks(at::zeros({kNumel / 16}, at::device(on).dtype(at::kShort))) {
     at::Tensor bytes = at::zeros({static_cast<int64_t>(sizeof(fsdp::StepState))}, at::kByte);
     *static_cast<fsdp::StepState*>(bytes.mutable_data_ptr()) = {
         .learning_rate = 1e-3, .step = 1, .beta1_power = 0.9, .beta2_power = 0.999};
@@ -72,7 +73,7 @@ class Arrays {
   void* stream() const { return fsdp::current_stream(device).native_handle(); }
 
   const c10::Device device;
-  const at::Tensor gradient, narrow_gradient, weight, main, first, second, scales, squares;
+  const at::Tensor gradient, narrow_gradient, weight, main, first, second, scales, squares, marks;
 
  private:
   at::Tensor zeros() const { return at::zeros({kNumel}, at::device(device)); }
@@ -153,11 +154,23 @@ Kernel update_kernel(const Arrays& arrays, const std::string& name, const Update
           }};
 }
 
+// AdamW that marks the weights it changes: at this rate and from zeros, all of them.
+Kernel marking_kernel(const Arrays& arrays, const UpdateCase& types) {
+  fsdp::UpdateSpan span = span_of(arrays, types);
+  span.marks = static_cast<uint16_t*>(arrays.marks.mutable_data_ptr());
+  return {fsdp::concat("AdamW: ", types.name, ", marks"), update_bytes(types, 2) + 0.25,
+          [&arrays, span] {
+            fsdp::update_on_device(span, fsdp::AdamWRule{}, arrays.state(), arrays.device);
+          }};
+}
+
 std::vector<Kernel> update_kernels(const Arrays& arrays) {
   std::vector<Kernel> kernels;
-  for (const UpdateCase& types : kAdamWCases)
+  for (const UpdateCase& types : kAdamWCases) {
     kernels.push_back(
         update_kernel(arrays, fsdp::concat("AdamW: ", types.name), types, fsdp::AdamWRule{}, 2));
+    kernels.push_back(marking_kernel(arrays, types));
+  }
   const UpdateCase narrow{"", kBf16, kBf16, MainWeight::kIsWeight, kBf16, kBf16};
   kernels.push_back(update_kernel(arrays, "AdamW: all bf16", narrow, fsdp::AdamWRule{}, 2));
   kernels.push_back(update_kernel(arrays, "AdamW: all bf16, stochastic rounding", narrow,

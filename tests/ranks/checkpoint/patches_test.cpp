@@ -7,18 +7,25 @@
 
 #include <atomic>
 #include <cstdio>
+#include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <random>
 #include <string>
 #include <vector>
 
+#include "fsdp/checkpoint/format/tensor_stream.h"
 #include "fsdp/checkpoint/load.h"
+#include "fsdp/checkpoint/patches/applied_patches.h"
+#include "fsdp/nn/layers/linear.h"
+#include "fsdp/optim/muon.h"
 #include "fsdp/optim/sgd.h"
 #include "support/checkpoint_training.h"
 #include "support/error_of.h"
 #include "support/parallel_training.h"
+#include "support/stored_tensors.h"
 
 namespace fsdp::testing::patches_test {
 namespace {
@@ -268,6 +275,128 @@ TEST(Patches, PutSlicesOfRanksTogether) {
       }
     });
   }
+}
+
+// Every optimizer marks what it changes: matrices of Muon, too, which are updated in two passes.
+TEST(Patches, OfEveryOptimizerBringTheTrainersBits) {
+  using Make = std::function<std::unique_ptr<Optimizer>(const Sharded&)>;
+  const StepOptions step{.marks_changes = true};
+  const std::vector<std::pair<std::string, Make>> optimizers = {
+      {"SGD",
+       [&](const Sharded& sharded) {
+         return std::make_unique<SGD>(sharded, SGDOptions{.lr = 1e-3, .step = step});
+       }},
+      {"SGD with momentum",
+       [&](const Sharded& sharded) {
+         return std::make_unique<SGD>(sharded,
+                                      SGDOptions{.lr = 1e-3, .momentum = 0.9, .step = step});
+       }},
+      {"Muon", [&](const Sharded& sharded) {
+         return std::make_unique<Muon>(sharded, MuonOptions{.lr = 1e-4, .step = step});
+       }}};
+  for (const auto& [name, make] : optimizers) {
+    Receiver receiver;
+    run_ranks(3, [&](World& world) {
+      const Mesh mesh = world.mesh();
+      Wide model = make_wide(at::kBFloat16);
+      ShardOptions options{.precision = {.main_params = at::kFloat}};
+      if (name == "Muon") options.matrices = {.named = {{.pattern = "*.weight"}}};
+      const Sharded sharded = fully_shard(model, mesh, options);
+      const std::unique_ptr<Optimizer> optimizer = make(sharded);
+      PatchStream stream({.sharded = sharded, .optimizer = optimizer.get()});
+      for (int number = 0; number < 12; ++number) {
+        const Patch patch = stream.take(number);
+        EXPECT_EQ(receiver.apply(patch), numel_of(patch)) << name;
+        wait_for_all(world);
+        expect_bits(sharded, model, receiver, concat(name, ", step ", number));
+        wait_for_all(world);
+        model(input_for(world.rank(), number, {2, 19}).to(at::kBFloat16))
+            .to(at::kFloat)
+            .square()
+            .sum()
+            .backward();
+        optimizer->step();
+        optimizer->zero_grad();
+      }
+    });
+  }
+}
+
+// --- files ---------------------------------------------------------------------------------------
+
+std::string bytes_of(const at::Tensor& tensor) {
+  return {static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes()};
+}
+
+// Files of the model's names and shapes, with numbers that training never has.
+void write_other_weights(const std::string& path, const Wide& model) {
+  std::vector<WholeTensor> tensors;
+  for (const auto& item : model->named_parameters())
+    tensors.push_back({item.key(), item.value().sizes().vec(), DType::kBFloat16,
+                       bytes_of(at::full_like(item.value(), 99.0).contiguous())});
+  write_plain_file(path + "/model.safetensors", tensors);
+}
+
+TEST(Patches, InFilesBringTheTrainersBits) {
+  for (const auto& [ranks, outer, strategy] :
+       {std::tuple{1, 1, "no_shard"}, {3, 1, "optim_grads_params"}, {4, 2, "optim"}}) {
+    const TempDir directory(TempDir::On::kMemory);
+    const std::string weights = directory.path() + "/weights";
+    write_other_weights(weights, make_wide(at::kBFloat16));
+    Training run{.ranks = ranks, .outer = outer, .compute = at::kBFloat16};
+    run.shard = {.strategy = parse_strategy(strategy), .precision = {.main_params = at::kFloat}};
+    run.adamw = {.lr = 1e-5, .step = {.marks_changes = true}};
+    run_training(run, [&](TrainingRank& rank) {
+      PatchStream stream(rank.state());
+      for (const int step : {0, 1, 4, 6}) {
+        const std::string path = stream.write(directory.path() + "/patches", step);
+        if (rank.world.rank() == 0) apply_patch(path, weights);
+        wait_for_all(rank.world);
+        const TensorCatalog catalog(weights);
+        const auto whole = rank.sharded.full_parameters();
+        for (const auto& item : rank.model->named_parameters()) {
+          std::string stored(item.value().nbytes(), '\0');
+          read_elements(catalog.files(), catalog.model().at(item.key()), {0, item.value().numel()},
+                        reinterpret_cast<std::byte*>(stored.data()));
+          EXPECT_EQ(stored, bytes_of(item.value().detach().contiguous()))
+              << strategy << " " << item.key() << ", step " << step;
+        }
+        wait_for_all(rank.world);
+        if (step < 6) rank.train(step, step == 0 ? 1 : step == 1 ? 4 : 6);
+      }
+    });
+    EXPECT_EQ(patches_in(directory.path() + "/patches").size(), 4u);
+  }
+}
+
+// On all ranks, with one sentence; receivers have missed a patch, so the next one is full.
+TEST(Patches, AfterAFailedWriteAreFull) {
+  const TempDir directory;
+  Training run{.ranks = 2, .compute = at::kBFloat16};
+  run.adamw = {.lr = 1e-5, .step = {.marks_changes = true}};
+  run_training(run, [&](TrainingRank& rank) {
+    PatchStream stream(rank.state());
+    stream.write(directory.path(), 0);
+    rank.train(0, 1);
+    if (rank.world.rank() == 0) make_directories(directory.path() + "/patch-00000000-00000001");
+    wait_for_all(rank.world);
+    EXPECT_THAT(error_of([&] { stream.write(directory.path(), 1); }),
+                rank.world.rank() == 0 ? HasSubstr("is there already; give a directory without")
+                                       : HasSubstr("failed on rank 0, which says why"));
+    EXPECT_THAT(stream.write(directory.path(), 2), HasSubstr("/patch-full-00000002"));
+  });
+}
+
+TEST(Patches, OfQuantisedWeightsAreRefused) {
+  run_ranks(1, [&](World& world) {
+    const Mesh mesh = world.mesh();
+    const Sharded sharded = fully_shard(nn::Linear(256, 256), mesh,
+                                        {.precision = {.main_params = at::kFloat},
+                                         .quantization = {.recipe = WeightRecipe::kFp8Row}});
+    EXPECT_THAT(error_of([&] { AdamW(sharded, {.step = {.marks_changes = true}}); }),
+                AllOf(HasSubstr("step.marks_changes is true, but parameter 'weight' is quantised"),
+                      HasSubstr("bf16, fp16 or fp32")));
+  });
 }
 
 }  // namespace

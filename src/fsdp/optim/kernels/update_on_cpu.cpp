@@ -1,6 +1,7 @@
 #include "fsdp/optim/kernels/update_on_cpu.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 
 #include "fsdp/base/check.h"
@@ -81,6 +82,18 @@ struct SeparateWeights {
   }
 };
 
+// fp32 without a main weight: only where marks are set, which would take a copy of it otherwise.
+struct WideWeights {
+  float* weight;
+
+  FSDP_INLINED float load(int64_t i) const { return weight[i]; }
+  FSDP_INLINED uint16_t store(int64_t i, float value) const {
+    const auto before = std::bit_cast<uint32_t>(weight[i]);
+    weight[i] = value;
+    return before != std::bit_cast<uint32_t>(value) ? 1 : 0;
+  }
+};
+
 // Both moments are of type Narrow; key(purpose, place) makes a RandomKey.
 template <typename Gradient, typename Narrow, typename Weights, typename Key>
 FSDP_INLINED void adamw_direct_block(AdamWFactors by, const UpdateSpan& span, const Place& place,
@@ -128,10 +141,17 @@ FSDP_INLINED void adamw_direct_block(AdamWFactors by, const UpdateSpan& span, co
 template <typename Key>
 FSDP_INLINED bool update_directly(AdamWFactors by, const UpdateSpan& span, const Place& place,
                                   Key key) {
-  if (span.main == MainWeight::kIsWeight || span.weight_dtype != DType::kBFloat16) return false;
   const auto both_are = [&](DType dtype) {
     return span.first.dtype == dtype && span.second.dtype == dtype;
   };
+  if (span.marks != nullptr && span.main == MainWeight::kIsWeight &&
+      span.weight_dtype == DType::kFloat32 && span.gradient_dtype == DType::kFloat32 &&
+      both_are(DType::kFloat32)) {
+    const WideWeights weights{static_cast<float*>(span.weight) + place.begin};
+    adamw_direct_block<Fp32, Fp32>(by, span, place, weights, key);
+    return true;
+  }
+  if (span.main == MainWeight::kIsWeight || span.weight_dtype != DType::kBFloat16) return false;
   const bool is_wide = both_are(DType::kFloat32);
   if (!is_wide && !both_are(DType::kBFloat16)) return false;
   if (span.gradient_dtype == DType::kFloat32) {
