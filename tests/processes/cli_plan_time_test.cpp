@@ -92,6 +92,12 @@ TEST(PlannedTime, IsShownAsWordsAndJson) {
                                HasSubstr(" tokens/s; "), Not(HasSubstr("timeline"))));
   EXPECT_THAT(run_fsdp("plan --model tiny --ranks 2").out, Not(HasSubstr("time of a step")));
   const Json time = plan_json(kTimed)["time"];
+  EXPECT_FALSE(time.contains("muon_ms"));
+  const std::string muon = kTimed + "--optimizer muon ";
+  EXPECT_THAT(run_fsdp("plan " + muon).out, HasSubstr(" of it, those of the busiest owner\n"));
+  const Json with_matrices = plan_json(muon)["time"];
+  EXPECT_GT(with_matrices["muon_ms"], 0.0);
+  EXPECT_GT(with_matrices["update_ms"], with_matrices["muon_ms"]);
   const double all = time["compute_ms"].get<double>() + time["update_ms"].get<double>();
   EXPECT_GT(time["step_ms"], all);
   EXPECT_NEAR(time["tokens_per_s"].get<double>() * time["step_ms"].get<double>(), 2 * 4 * 64 * 1e3,

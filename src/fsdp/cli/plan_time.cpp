@@ -124,6 +124,8 @@ void print_time(std::ostream& out, const TimeForecast& time, const RateTable& ra
     row(each.name, step.*each.busy,
         step.*each.busy == 0.0 ? "" : concat(ms_text(exposed), " of it with nothing beside it"));
   }
+  if (time.matrices_us > 0.0)
+    row("  Muon's matrices", time.matrices_us, "of it, those of the busiest owner");
   row("waiting for host", step.exposed_host, "");
   row("step", step.us, rate_words(time, rates));
 }
@@ -153,6 +155,7 @@ nlohmann::ordered_json to_json(const TimeForecast& time, const RateTable& rates)
     json[concat(row.key, "_ms")] = step.*row.busy / 1e3;
     exposed[row.key] = step.*row.exposed / 1e3;
   }
+  if (time.matrices_us > 0.0) json["muon_ms"] = time.matrices_us / 1e3;
   exposed["host"] = step.exposed_host / 1e3;
   json["exposed_ms"] = exposed;
   return json;

@@ -198,12 +198,14 @@ TimeForecast forecast_time(const ModelShape& model, std::span<const GroupPlan> g
           factor *
           rates.us("squared sum", std::array{group.layout.max_shard_numel(plan.strategy.gradient)});
   }
+  double matrices_us = 0.0;
   for (size_t i = 0; i < times.units.size(); ++i) {
     double& update = times.units[i].update;
     update = factor * (update + matrices.units[i]);
+    matrices_us += factor * matrices.units[i];
   }
 
-  TimeForecast result{.step = simulate(times)};
+  TimeForecast result{.step = simulate(times), .matrices_us = matrices_us};
   const double tokens = static_cast<double>(batch.batch.tokens() * options.microbatches);
   const double seconds = result.step.us * 1e-6;
   // Ranks of a tp group have the same tokens.

@@ -34,6 +34,7 @@ struct TimeForecast {
   SimulatedStep step;
   double tokens_per_s = 0;     // of all ranks
   double tflops_per_rank = 0;  // by the model's formula (flops_per_token)
+  double matrices_us = 0;      // of the update: Muon's matrices of the busiest owner
 };
 
 // UsageError for a model or a setting whose time is not known, and for work or links that the table

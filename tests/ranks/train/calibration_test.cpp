@@ -53,20 +53,30 @@ TEST(Calibration, MeasuresAllThatAForecastAsksFor) {
                            .hidden_size = 32,
                            .num_hidden_layers = 2,
                            .num_attention_heads = 2,
-                           .num_key_value_heads = 1,
+                           .num_key_value_heads = 2,
                            .intermediate_size = 48,
                            .attention_bias = true,
                            .qk_norm = true};
+  const auto forecast = [&](const ModelConfig& model) {
+    const Planner planner(build_model("small", model), options);
+    return forecast_time(planner.model(), planner.groups(), planner.forecast(),
+                         {.batch = {.rows = 2, .sequence = 16}}, {}, table)
+        .step;
+  };
   for (const WeightRecipe recipe : {WeightRecipe::kPlain, WeightRecipe::kFp8Row})
     for (const double offload : {0.0, 0.5}) {
       options.weights = recipe;
       options.offload = offload;
-      const Planner planner(build_model("small", config), options);
-      const TimeForecast time = forecast_time(planner.model(), planner.groups(), planner.forecast(),
-                                              {.batch = {.rows = 2, .sequence = 16}}, {}, table);
-      EXPECT_GT(time.step.compute, 0.0);
-      EXPECT_GT(time.step.gather, 0.0);
+      const SimulatedStep step = forecast(config);
+      EXPECT_GT(step.compute, 0.0);
+      EXPECT_GT(step.gather, 0.0);
     }
+  options = {.ranks = 2, .compute = DType::kFloat32, .muon = DType::kFloat32};
+  EXPECT_GT(forecast(config).update, 0.0);
+  options = {.ranks = 2, .ep = 2, .compute = DType::kFloat32};
+  EXPECT_GT(forecast(MixtralConfig{.decoder = config, .num_local_experts = 4}).exchange, 0.0);
+  options = {.ranks = 2, .tp = 2, .compute = DType::kFloat32};
+  EXPECT_GT(forecast(config).exchange, 0.0);
 }
 
 TEST(Calibration, LosesOnlyTheWorkThatFails) {

@@ -168,7 +168,7 @@ CalibrationOptions usual_calibration(c10::Device device) {
                    .sequences = {512, 1024, 2048, 4096, 8192},
                    .head_dims = {64, 128},
                    .experts = {8, 32, 128},
-                   .expert_rows = {2048, 8192, 32768, 131072},
+                   .expert_rows = {512, 2048, 8192, 32768, 131072},
                    .expert_widths = {768, 2048, 4096}};
   options.host_layers = {4, 24};
   options.offloaded_elements = {1 << 23, 1 << 26};

@@ -4,12 +4,15 @@
 #include <memory>
 #include <utility>
 
+#include "fsdp/base/device_stream.h"
 #include "fsdp/base/text.h"
+#include "fsdp/base/torch_dtype.h"
 #include "fsdp/nn/kernels/layer_kernels.h"
 #include "fsdp/nn/layers/cross_entropy.h"
 #include "fsdp/nn/layers/feed_forward.h"
 #include "fsdp/nn/layers/rms_norm.h"
 #include "fsdp/nn/layers/rotary.h"
+#include "fsdp/shard/group/pack_on_device.h"
 #include "fsdp/train/calibration/call_timer.h"
 #include "fsdp/train/calibration/measured_work.h"
 
@@ -111,11 +114,20 @@ MeasuredWork embedding_backward(const WorkPlace& place, const std::vector<int64_
           }};
 }
 
-Prepare copy_pass(const WorkPlace& place, at::ScalarType from, at::ScalarType to) {
+// What autograd hands over goes to fp32 slabs, on a GPU by a kernel of the engine (HeldGradients).
+Prepare widening_pass(const WorkPlace& place) {
   return [=](int64_t elements) -> Call {
-    const at::Tensor source = some_numbers({elements}, place).to(from);
-    const at::Tensor target = at::empty({elements}, source.options().dtype(to));
-    return [=] { target.copy_(source); };
+    const at::Tensor source = some_numbers({elements}, place);
+    const at::Tensor target = at::empty({elements}, source.options().dtype(at::kFloat));
+    if (place.device.is_cpu()) return [=] { target.copy_(source); };
+    return [=] {
+      const PackedTensor gradient{.from = source.const_data_ptr(),
+                                  .from_dtype = dtype_of(place.dtype),
+                                  .to = target.mutable_data_ptr(),
+                                  .numel = elements};
+      pack_on_device({&gradient, 1}, DType::kFloat32, /*scale=*/1.0f,
+                     current_stream(place.device).native_handle());
+    };
   };
 }
 
@@ -164,8 +176,12 @@ std::vector<MeasuredWork> pass_works(const WorkPlace& place, const WorkSizes& si
     return [=] { at::embedding(table, tokens); };
   }));
   works.push_back(embedding_backward(place, elements));
-  works.push_back(pass_work("copy", elements, copy_pass(place, place.dtype, place.dtype)));
-  works.push_back(pass_work("copy to fp32", elements, copy_pass(place, place.dtype, at::kFloat)));
+  works.push_back(pass_work("copy", elements, [=](int64_t n) -> Call {
+    const at::Tensor source = some_numbers({n}, place);
+    const at::Tensor target = at::empty_like(source);
+    return [=] { target.copy_(source); };
+  }));
+  works.push_back(pass_work("copy to fp32", elements, widening_pass(place)));
   return works;
 }
 
