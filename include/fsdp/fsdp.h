@@ -6,6 +6,7 @@
 #include "fsdp/base/version.h"
 #include "fsdp/checkpoint/checkpointer.h"
 #include "fsdp/checkpoint/load.h"
+#include "fsdp/checkpoint/patches.h"
 #include "fsdp/checkpoint/weight_export.h"
 #include "fsdp/comm/communicator.h"
 #include "fsdp/comm/mesh.h"

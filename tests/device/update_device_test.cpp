@@ -55,7 +55,8 @@ class DeviceMemory {
         first_(on_device(host.first)),
         second_(on_device(host.second)),
         first_scales_(on_device(host.first_scales)),
-        second_scales_(on_device(host.second_scales)) {}
+        second_scales_(on_device(host.second_scales)),
+        marks_(on_device(host.marks)) {}
 
   UpdateSpan span() {
     UpdateSpan span = host_.span();
@@ -66,6 +67,7 @@ class DeviceMemory {
     span.second.values = second_.data_ptr();
     span.first.scales = static_cast<float*>(first_scales_.data_ptr());
     span.second.scales = static_cast<float*>(second_scales_.data_ptr());
+    if (span.marks != nullptr) span.marks = static_cast<uint16_t*>(marks_.data_ptr());
     return span;
   }
 
@@ -78,12 +80,14 @@ class DeviceMemory {
     fetch(second_, result.second);
     fetch(first_scales_, result.first_scales);
     fetch(second_scales_, result.second_scales);
+    fetch(marks_, result.marks);
     return result;
   }
 
  private:
   UpdateMemory host_;
-  at::Tensor gradient_, weight_, main_weight_, first_, second_, first_scales_, second_scales_;
+  at::Tensor gradient_, weight_, main_weight_, first_, second_, first_scales_, second_scales_,
+      marks_;
 };
 
 class DeviceState {
@@ -116,6 +120,11 @@ UpdateMemory drawn(const UpdateTypes& types, int64_t numel, int64_t flat_begin) 
   return memory;
 }
 
+UpdateMemory with_marks(UpdateMemory memory) {
+  memory.keep_marks();
+  return memory;
+}
+
 void expect_same_adamw(UpdateMemory host, const AdamWRule& rule) {
   DeviceMemory device(host);
   for (int64_t step = 1; step <= 3; ++step) {
@@ -137,6 +146,15 @@ TEST(UpdateOnDevice, AdamWGivesTheBitsOfTheHostInEveryCombinationOfTypes) {
     for (const int64_t flat_begin : kBegins)
       for (const Rounding rounding : {Rounding::kNearest, Rounding::kStochastic})
         expect_same_adamw(drawn(types, 1001, flat_begin), {.rounding = rounding, .seed = 5});
+}
+
+TEST(UpdateOnDevice, AdamWMarksTheWeightsThatTheHostMarks) {
+  FSDP_REQUIRE_DEVICE_UPDATES();
+  for (const UpdateTypes& types : all_update_types())
+    for (const int64_t flat_begin : kBegins)
+      for (const Rounding rounding : {Rounding::kNearest, Rounding::kStochastic})
+        expect_same_adamw(with_marks(drawn(types, 1001, flat_begin)),
+                          {.rounding = rounding, .seed = 5});
 }
 
 // Roots and quotients are computed otherwise where numbers are very large or small.
@@ -248,15 +266,17 @@ TEST(UpdateOnDevice, SgdGivesTheBitsOfTheHost) {
           {SgdRule{.momentum = 0.9}, 100},
           {SgdRule{.momentum = 0.9, .nesterov = true}, 100},
           {SgdRule{.momentum = 0.9, .nesterov = true}, 77}}) {
-      UpdateMemory host = drawn(types, 1001, flat_begin);
-      DeviceMemory device(host);
-      for (int64_t step = 1; step <= 3; ++step) {
-        const StepState state = begun(step);
-        DeviceState device_state(state);
-        sgd_on_cpu(host.span(), rule, state, {0, host.numel});
-        sgd_on_device(device.span(), rule, device_state.get(), nullptr);
+      const UpdateMemory plain = drawn(types, 1001, flat_begin);
+      for (UpdateMemory host : {plain, with_marks(plain)}) {
+        DeviceMemory device(host);
+        for (int64_t step = 1; step <= 3; ++step) {
+          const StepState state = begun(step);
+          DeviceState device_state(state);
+          sgd_on_cpu(host.span(), rule, state, {0, host.numel});
+          sgd_on_device(device.span(), rule, device_state.get(), nullptr);
+        }
+        EXPECT_TRUE(device.fetched() == host) << text_of(types);
       }
-      EXPECT_TRUE(device.fetched() == host) << text_of(types);
     }
   }
 }

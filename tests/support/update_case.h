@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "fsdp/base/text.h"
+#include "fsdp/optim/kernels/change_marks.h"
 #include "fsdp/optim/kernels/update_span.h"
 
 namespace fsdp::testing {
@@ -105,6 +106,11 @@ struct UpdateMemory {
     second_scales = scales(types.second);
   }
 
+  // Marks of changed weights, none of which is set.
+  void keep_marks() {
+    marks.assign(static_cast<size_t>(num_mark_lanes({flat_begin, flat_begin + numel})), 0);
+  }
+
   UpdateSpan span() {
     return {
         .gradient = gradient.data(),
@@ -115,6 +121,7 @@ struct UpdateMemory {
         .main_weight = main_weight.empty() ? nullptr : main_weight.data(),
         .first = {.values = first.data(), .scales = first_scales.data(), .dtype = types.first},
         .second = {.values = second.data(), .scales = second_scales.data(), .dtype = types.second},
+        .marks = marks.empty() ? nullptr : marks.data(),
         .numel = numel,
         .flat_begin = flat_begin,
         .group = 3,
@@ -176,7 +183,8 @@ struct UpdateMemory {
   bool operator==(const UpdateMemory& other) const {
     return gradient == other.gradient && weight == other.weight &&
            main_weight == other.main_weight && first == other.first && second == other.second &&
-           first_scales == other.first_scales && second_scales == other.second_scales;
+           first_scales == other.first_scales && second_scales == other.second_scales &&
+           marks == other.marks;
   }
 
   UpdateTypes types;
@@ -184,6 +192,7 @@ struct UpdateMemory {
   int64_t flat_begin;
   Bytes gradient, weight, main_weight, first, second;
   std::vector<float> first_scales, second_scales;
+  std::vector<uint16_t> marks;  // none unless keep_marks() was called
 
  private:
   // Nearly normal: the sum of four uniform numbers. (std::normal_distribution takes a logarithm of

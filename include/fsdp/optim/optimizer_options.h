@@ -82,6 +82,9 @@ struct StepOptions {
   // For the random numbers of stochastic rounding, which narrow moments use, too.
   uint64_t seed = 0;
 
+  // Remembers which weights' bits have changed, one bit each, for patches (checkpoint/patches.h).
+  bool marks_changes = false;
+
   // UsageError naming the field, its value and the fix.
   void validate() const;
 };

@@ -45,6 +45,7 @@ Command add_eval(CLI::App& parent);
 Command add_plan(CLI::App& parent);
 Command add_inspect(CLI::App& parent);
 Command add_convert(CLI::App& parent);
+Command add_patch(CLI::App& parent);
 Command add_data(CLI::App& parent);
 Command add_report(CLI::App& parent);
 Command add_info(CLI::App& parent);

@@ -32,6 +32,8 @@ constexpr const char* kCommandFooter =
     "  fsdp inspect runs/7b --verify                      what a checkpoint holds, and whether it "
     "is whole\n"
     "  fsdp convert runs/7b exported --to hf              a checkpoint for HuggingFace's packages\n"
+    "  fsdp patch apply exported patches                  what training changed, to weights in "
+    "files\n"
     "  fsdp data pack books --output books.bin            text as a token file to train on\n"
     "  fsdp info                                          this build, its libtorch and devices\n"
     "fsdp SUBCOMMAND --help explains the options of one.";
@@ -77,10 +79,10 @@ int run(int argc, char** argv) {
   app.footer(kCommandFooter);
   app.set_version_flag("--version", "fsdp " FSDP_VERSION);
   const std::vector<fsdp::cli::Command> commands = {
-      fsdp::cli::add_train(app),     fsdp::cli::add_generate(app), fsdp::cli::add_eval(app),
-      fsdp::cli::add_data(app),      fsdp::cli::add_plan(app),     fsdp::cli::add_inspect(app),
-      fsdp::cli::add_convert(app),   fsdp::cli::add_report(app),   fsdp::cli::add_info(app),
-      fsdp::cli::add_completion(app)};
+      fsdp::cli::add_train(app),   fsdp::cli::add_generate(app),  fsdp::cli::add_eval(app),
+      fsdp::cli::add_data(app),    fsdp::cli::add_plan(app),      fsdp::cli::add_inspect(app),
+      fsdp::cli::add_convert(app), fsdp::cli::add_patch(app),     fsdp::cli::add_report(app),
+      fsdp::cli::add_info(app),    fsdp::cli::add_completion(app)};
   app.require_subcommand(0, 1);  // none is handled below, a second one is a surplus argument
   // Collects unknown arguments, so that the error can name the nearest option.
   app.allow_extras();

@@ -132,6 +132,7 @@ void MatrixUpdates::run(const GroupUpdate& update, const Batch& batch, const at:
     span.weight_dtype = dtype_of(dtype_);
     span.main = MainWeight::kIsWeight;
     span.main_weight = nullptr;
+    span.marks = nullptr;  // no weight changes yet
     span.rate_scale = 1.0f;
     span.weight_decay = 0.0f;
     update_span(span, {.momentum = rule_.momentum, .nesterov = rule_.nesterov}, momentum_state_,

@@ -57,6 +57,15 @@ void check_types(const ParamGroup& group, const std::string& optimizer) {
     refuse("main weight", *types.main_weight, "set precision.main_params to fp32 or nullopt");
 }
 
+// Quantised groups compute with codes, of which receivers know nothing.
+void check_has_weights(const ParamGroup& group) {
+  if (group.is_quantized())
+    throw UsageError(concat("step.marks_changes is true, but parameter '", group.name_of(0),
+                            "' is quantised (", row_of(group.types().recipe).name,
+                            "), so it has no weights whose bits a patch could bring; train it with "
+                            "weights in bf16, fp16 or fp32"));
+}
+
 }  // namespace
 
 Optimizer::Impl::Impl(const Sharded& sharded, UpdateRule rule, const StepOptions& options)
@@ -108,6 +117,7 @@ void Optimizer::Impl::add_units() {
     for (ParamGroup& group : unit->groups())
       if (group.is_trainable()) {
         check_types(group, rule_.name);
+        if (options_.marks_changes) check_has_weights(group);
         for (const GroupMember& member : group.members())
           traits.push_back({member.names, member.parameter.dim()});
       }
@@ -116,6 +126,7 @@ void Optimizer::Impl::add_units() {
         concat(rule_.name, " has nothing to update; the model has no trainable parameter"));
   std::vector<HyperParameters> hyper = apply_rules(rule_.parameters, traits);
   std::span<HyperParameters> rest = hyper;
+  const ChangeMarks marks = options_.marks_changes ? ChangeMarks::kKept : ChangeMarks::kNone;
   uint64_t number = 0;
   for (const auto& unit : engine.units()) {
     UnitUpdate& update = units_.emplace_back(UnitUpdate{unit.get(), {}});
@@ -125,12 +136,12 @@ void Optimizer::Impl::add_units() {
       rest = rest.subspan(own.size());
       if (rule_.matrices && group.has_matrices()) {
         update.groups.emplace_back(group, number++, own, std::vector{rule_.matrices->momentum_kind},
-                                   GroupUpdate::Spans::kMatrices, engine.memory());
+                                   GroupUpdate::Spans::kMatrices, marks, engine.memory());
         continue;
       }
       for (HyperParameters& each : own) each.rate_scale *= rate_scale_beside_matrices();
       update.groups.emplace_back(group, number++, own, rule_.moments, GroupUpdate::Spans::kLong,
-                                 engine.memory());
+                                 marks, engine.memory());
     }
   }
   if (!rule_.matrices) return;

@@ -83,6 +83,7 @@ class Optimizer::Impl {
   std::vector<std::string> moment_names() const;
   // For trainable groups, in the engine's order; call wait() before reading or setting them.
   std::vector<GroupUpdate*> group_updates();
+  bool marks_changes() const { return options_.marks_changes; }
   std::vector<OptimizerShard> shards() const;
   void set_shards(std::span<const OptimizerShard> shards);
   void set_state(const StepState& state);

@@ -47,7 +47,8 @@ void add_facts(RankFacts& facts, const MatrixRule& rule) {
 }
 
 void add_facts(RankFacts& facts, const StepOptions& step) {
-  const auto& [max_norm, measures_norm, on_nonfinite, loss_scale, updates, rounding, seed] = step;
+  const auto& [max_norm, measures_norm, on_nonfinite, loss_scale, updates, rounding, seed,
+               marks_changes] = step;
   const auto& [initial, backoff, growth, interval] = loss_scale;
   facts.emplace_back("step.max_norm", number_fact(max_norm));
   facts.emplace_back("step.measures_norm", measures_norm ? "true" : "false");
@@ -59,6 +60,7 @@ void add_facts(RankFacts& facts, const StepOptions& step) {
   facts.emplace_back("step.updates", choice_fact(updates, {"kHidden", "kBlocking"}));
   facts.emplace_back("step.rounding", choice_fact(rounding, {"kNearest", "kStochastic"}));
   facts.emplace_back("step.seed", concat(seed));
+  facts.emplace_back("step.marks_changes", marks_changes ? "true" : "false");
 }
 
 void add_facts(RankFacts& facts, const ParameterRuleOptions& parameters) {

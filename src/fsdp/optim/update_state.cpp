@@ -6,6 +6,7 @@
 
 #include "fsdp/base/integer.h"
 #include "fsdp/base/torch_dtype.h"
+#include "fsdp/optim/kernels/change_marks.h"
 #include "fsdp/optim/kernels/moments.h"
 
 namespace fsdp {
@@ -45,7 +46,7 @@ UpdateSpan span_of(const MainWeightPiece& main, const RuleSpan& run) {
 
 UpdatePiece::UpdatePiece(const MainWeightPiece& main, DType gradient_dtype, uint64_t group,
                          const std::vector<RuleSpan>& rules, const std::vector<MomentKind>& moments,
-                         EngineMemory& memory)
+                         ChangeMarks marks, EngineMemory& memory)
     : main_(&main) {
   for (const RuleSpan& run : rules) {
     UpdateSpan& span = spans_.emplace_back(span_of(main, run));
@@ -58,6 +59,7 @@ UpdatePiece::UpdatePiece(const MainWeightPiece& main, DType gradient_dtype, uint
   const c10::Device device = main.is_offloaded ? c10::Device(c10::kCPU) : main.weight.device();
   moments_.resize(moments.size());
   for (size_t i = 0; i < moments.size(); ++i) allocate(i, moments[i].dtype, allocator, device);
+  if (marks == ChangeMarks::kKept) allocate_marks(allocator, device);
 }
 
 void UpdatePiece::set_rule(int32_t rule, double weight_decay, double rate_scale) {
@@ -90,6 +92,43 @@ void UpdatePiece::allocate(size_t which, DType dtype, SlabAllocator& allocator,
     moment.scales = static_cast<float*>(memory.scales.at(next_scale * kScaleBytes));
     next_scale += num_scales(flat_range(span));
   }
+}
+
+void UpdatePiece::allocate_marks(SlabAllocator& allocator, c10::Device device) {
+  const int64_t numel = num_mark_lanes(main_->flat);
+  constexpr auto kLaneBytes = static_cast<int64_t>(sizeof(uint16_t));
+  mark_memory_ = Slab(allocator, numel * kLaneBytes, kStateAlignBytes);
+  marks_ =
+      tensor_over(mark_memory_.at(0), numel, at::kShort, device).view({-1, kMarkLanes}).zero_();
+  for (UpdateSpan& span : spans_)
+    span.marks = static_cast<uint16_t*>(
+        mark_memory_.at(first_mark_lane(main_->flat.begin, span.flat_begin) * kLaneBytes));
+}
+
+at::Tensor UpdatePiece::marked(FlatRange flat) const {
+  flat = intersect(flat, main_->flat);
+  if (flat.empty()) return at::empty({0}, at::kLong);
+  if (marks_.is_cpu()) {
+    std::vector<int64_t> positions;
+    find_marked(static_cast<const uint16_t*>(mark_memory_.at(0)), main_->flat.begin, flat,
+                positions);
+    return at::tensor(positions, at::kLong);
+  }
+  // Bits become bytes, so a part of the marks at a time.
+  constexpr int64_t kMostBlocks = (int64_t{1} << 24) / kScaleBlock;
+  const at::Tensor bits =
+      at::arange(kScaleBlock / kMarkLanes, marks_.options().dtype(at::kShort)).view({-1, 1});
+  std::vector<at::Tensor> parts;
+  const int64_t first = main_->flat.begin / kScaleBlock;
+  for (int64_t block = flat.begin / kScaleBlock; block * kScaleBlock < flat.end;) {
+    const int64_t count = std::min(kMostBlocks, (flat.end - 1) / kScaleBlock + 1 - block);
+    const at::Tensor marks = marks_.narrow(0, block - first, count).unsqueeze(1);
+    const at::Tensor found = marks.bitwise_right_shift(bits).bitwise_and(1).view({-1}).nonzero();
+    parts.push_back(found.view({-1}).cpu().add_(block * kScaleBlock));
+    block += count;
+  }
+  const at::Tensor all = at::cat(parts);
+  return all.masked_select(all.ge(flat.begin).logical_and_(all.lt(flat.end)));
 }
 
 // Part of one span's moment: in place if it is in host memory, else a copy.
@@ -175,14 +214,15 @@ const float* UpdatePiece::moment_in_host_memory(size_t which, FlatRange flat) co
 }
 
 GroupUpdate::GroupUpdate(ParamGroup& group, uint64_t number, std::span<const HyperParameters> hyper,
-                         std::vector<MomentKind> moments, Spans spans, EngineMemory& memory)
+                         std::vector<MomentKind> moments, Spans spans, ChangeMarks marks,
+                         EngineMemory& memory)
     : group_(&group), moments_(std::move(moments)) {
   for (const MainWeightPiece& main : group.main_weights().pieces()) {
     const ShardRange range{.flat = main.flat};
     pieces_.emplace_back(main, group.types().main_grad, number,
                          spans == Spans::kLong ? rule_spans(group.layout(), hyper, {&range, 1})
                                                : matrix_spans(group.layout(), hyper, {&range, 1}),
-                         moments_, memory);
+                         moments_, marks, memory);
   }
 }
 

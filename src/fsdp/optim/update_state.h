@@ -26,13 +26,16 @@ struct MomentKind {
   DType dtype = DType::kFloat32;
 };
 
+// Whether updates mark the weights whose bits they change (kernels/change_marks.h).
+enum class ChangeMarks : uint8_t { kNone, kKept };
+
 // The state of one MainWeightPiece, in the same memory as its main weights.
 class UpdatePiece {
  public:
   // `rules` are the piece's spans of equal hyper-parameters; `group` numbers the group.
   UpdatePiece(const MainWeightPiece& main, DType gradient_dtype, uint64_t group,
               const std::vector<RuleSpan>& rules, const std::vector<MomentKind>& moments,
-              EngineMemory& memory);
+              ChangeMarks marks, EngineMemory& memory);
 
   const MainWeightPiece& main() const { return *main_; }
 
@@ -50,6 +53,11 @@ class UpdatePiece {
   // Their address if they are fp32 numbers in host memory; else nullptr.
   const float* moment_in_host_memory(size_t which, FlatRange flat) const;
 
+  // Elements of the piece among [flat) whose marks are set: positions in the group's whole buffer,
+  // ascending, int64 on the CPU.
+  at::Tensor marked(FlatRange flat) const;
+  void clear_marks() { marks_.zero_(); }
+
  private:
   struct Memory {
     Slab values;
@@ -58,6 +66,7 @@ class UpdatePiece {
     at::Tensor factors;
   };
   void allocate(size_t which, DType dtype, SlabAllocator& allocator, c10::Device device);
+  void allocate_marks(SlabAllocator& allocator, c10::Device device);
   class MomentOnCpu;
   // Calls body(moment, elements) for the part of each span that lies in [flat).
   template <typename Body>
@@ -65,6 +74,8 @@ class UpdatePiece {
 
   const MainWeightPiece* main_;
   std::vector<Memory> moments_;
+  Slab mark_memory_;
+  at::Tensor marks_;  // int16, [blocks, kMarkLanes]; undefined: none are kept
   std::vector<UpdateSpan> spans_;
   std::vector<int32_t> rules_;  // of the spans (HyperParameters::rule)
 };
@@ -77,7 +88,8 @@ class GroupUpdate {
 
   // `hyper` are the hyper-parameters of the group's members; `number` tells groups apart.
   GroupUpdate(ParamGroup& group, uint64_t number, std::span<const HyperParameters> hyper,
-              std::vector<MomentKind> moments, Spans spans, EngineMemory& memory);
+              std::vector<MomentKind> moments, Spans spans, ChangeMarks marks,
+              EngineMemory& memory);
 
   ParamGroup& group() const { return *group_; }
   const std::vector<MomentKind>& moments() const { return moments_; }

@@ -44,7 +44,8 @@ StepOptions step_options(const TrainOptions& o) {
                                              : LossScale::fixed(o.loss_scale),
           .updates = o.updates == UpdatesChoice::kHidden ? Updates::kHidden : Updates::kBlocking,
           .rounding = o.rounding,
-          .seed = o.seed};
+          .seed = o.seed,
+          .marks_changes = !o.patches.empty()};
 }
 
 }  // namespace

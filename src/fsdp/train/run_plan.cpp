@@ -159,6 +159,7 @@ void check_places(const TrainOptions& options) {
   check_directory("--checkpoint-dir", options.checkpoint_dir);
   check_directory("--export-dir", options.export_dir);
   check_directory("--tensorboard", options.tensorboard);
+  check_directory("--patches", options.patches);
   check_file("--log", options.log_path());
   check_file("--report", options.report_path());
   check_file("--trace", options.trace);

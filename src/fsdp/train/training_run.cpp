@@ -116,6 +116,7 @@ TrainingRun::TrainingRun(const RunPlan& plan, World& world, const StopRequest& s
     });
   compare_data();
   load();
+  if (!options_.patches.empty()) begin_patches();
   if (world_.rank() == 0) begin_watch(out);
   if (options_.trace.empty()) return;
   const auto [first, last] = options_.trace_steps;
@@ -197,6 +198,15 @@ void TrainingRun::load() {
                           .documents = documents});
 }
 
+// The first patch has everything, so that receivers can begin.
+void TrainingRun::begin_patches() {
+  const bool is_vllm = options_.patch_names == PatchNamesChoice::kVllm;
+  patches_ = std::make_unique<PatchStream>(
+      state(), PatchOptions{.rules = stored_name_rules(*model_),
+                            .names = is_vllm ? PatchNames::kVllm : PatchNames::kPublished});
+  patches_->write(options_.patches, step_);
+}
+
 void TrainingRun::begin_watch(std::ostream& out) {
   RunFacts facts{.title = title_of(plan_),
                  .settings = shown_settings(options_, plan_.resolved),
@@ -255,6 +265,7 @@ int TrainingRun::train_steps() {
     overhead_ = now() - done;
     signal = metrics.signal;
     if (is_due(options_.validate_every)) validate();
+    if (patches_ && is_due(options_.patch_every)) patches_->write(options_.patches, step_);
     if (is_due(options_.checkpoint_every)) save();
     if (is_due(options_.export_every)) export_weights();
     report_saved();
@@ -434,6 +445,8 @@ void TrainingRun::report_saved() {
 
 void TrainingRun::end(int signal) {
   if (signal == 0 && validation_ && validated_step_ != step_ && step_ > first_step_) validate();
+  if (patches_ && step_ > first_step_ && !is_due(options_.patch_every))
+    patches_->write(options_.patches, step_);
   save();
   if (checkpointer_) checkpointer_->wait();
   export_weights();

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "fsdp/checkpoint/checkpointer.h"
+#include "fsdp/checkpoint/patches.h"
 #include "fsdp/comm/world.h"
 #include "fsdp/data/batch_loader.h"
 #include "fsdp/graph/graph.h"
@@ -39,6 +40,7 @@ class TrainingRun {
   void compare_data() const;
   CheckpointState state() const;
   void load();
+  void begin_patches();
   void begin_watch(std::ostream& out);
   void forward_and_backward();
   void update();
@@ -68,6 +70,7 @@ class TrainingRun {
   std::optional<Sharded> sharded_;
   std::unique_ptr<Optimizer> optimizer_;
   std::unique_ptr<Checkpointer> checkpointer_;
+  std::unique_ptr<PatchStream> patches_;  // with --patches
   std::unique_ptr<BatchLoader> loader_;
   std::unique_ptr<Graph> graph_;  // with --cuda-graph
   std::unique_ptr<ValidationBatches> validation_;

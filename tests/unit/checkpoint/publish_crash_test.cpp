@@ -1,4 +1,5 @@
-// A process that dies at any instant of publishing or deleting leaves a run that continues.
+// A process that dies at any instant of publishing or deleting leaves a run that continues; the
+// same of patches.
 //
 // The program's own rename(), fsync() and unlinkat() stand in for the C library's, and end a child
 // process before the n-th call, for every n.
@@ -15,7 +16,10 @@
 #include <vector>
 
 #include "fsdp/base/durable_file.h"
+#include "fsdp/checkpoint/patches/applied_patches.h"
+#include "fsdp/checkpoint/patches/patch_files.h"
 #include "fsdp/checkpoint/run_directory.h"
+#include "support/stored_tensors.h"
 #include "support/temp_dir.h"
 
 namespace {
@@ -178,6 +182,80 @@ TEST(PublishCrash, WhileAFileIsReplacedLeavesTheOldTextOrTheNew) {
         EXPECT_TRUE(text == "old" || text == "something new") << text;
       });
   EXPECT_EQ(num_crashes, 3);  // fsync of the file, rename, fsync of the directory
+}
+
+// --- patches -------------------------------------------------------------------------------------
+
+const StoredTensor kWeight{"a", DType::kUInt8, {300}};
+
+// Writes a patch that sets elements [begin, end) to `value`, as one rank does.
+std::string put_patch(const std::string& directory, std::optional<int64_t> from, int64_t to,
+                      FlatRange range, char value) {
+  const std::string path = directory + "/" + patch_name(from, to);
+  const std::string temporary = directory + "/." + patch_name(from, to) + ".tmp";
+  make_directories(temporary);
+  const std::string values(static_cast<size_t>(range.numel()), value);
+  const PatchChange change{kWeight, {range}, {}, std::as_bytes(std::span(values))};
+  PatchRecord record{"0123456789abcdef", 0, from, to, "hf", {kWeight}, {}};
+  record.files.push_back(write_patch_file(temporary, 0, {&change, 1}));
+  publish_patch(temporary, path, record);
+  return path;
+}
+
+void expect_readable(const std::string& patch) {
+  const PatchRecord record = read_patch_record(patch);
+  verify_patch_files(patch, record);
+}
+
+TEST(PublishCrash, OfAPatchLeavesAWholeOneOrNone) {
+  bool sees_none = false;
+  bool sees_one = false;
+  const int num_crashes = crash_everywhere([](const RunDirectory&) {},
+                                           [](const RunDirectory& run) {
+                                             put_patch(run.path(), std::nullopt, 1, {0, 300}, 'x');
+                                           },
+                                           [&](const RunDirectory& run) {
+                                             const std::vector<std::string> found =
+                                                 patches_in(run.path());
+                                             EXPECT_LE(found.size(), 1u);
+                                             for (const std::string& patch : found)
+                                               expect_readable(patch);
+                                             (found.empty() ? sees_none : sees_one) = true;
+                                           });
+  EXPECT_TRUE(sees_none && sees_one);
+  EXPECT_GE(num_crashes, 5);  // fsync of two files and two directories, and two renames
+}
+
+// Whatever was written of it, applying it again leads to the new weights; another one is refused.
+TEST(PublishCrash, OfApplyingAPatchLeavesWeightsThatItCanBeAppliedToAgain) {
+  for (const bool is_full : {false, true}) {
+    const auto weights = [](const RunDirectory& run) { return run.path() + "/weights"; };
+    const auto next = [&](const RunDirectory& run) {
+      return run.path() + "/" + (is_full ? patch_name({}, 2) : patch_name(1, 2));
+    };
+    const int num_crashes = crash_everywhere(
+        [&](const RunDirectory& run) {
+          testing::write_plain_file(weights(run) + "/model.safetensors",
+                                    {{"a", {300}, DType::kUInt8, std::string(300, '-')}});
+          apply_patch(put_patch(run.path(), std::nullopt, 1, {0, 300}, 'x'), weights(run));
+          put_patch(run.path(), is_full ? std::nullopt : std::optional<int64_t>(1), 2, {100, 200},
+                    'y');
+          put_patch(run.path(), 2, 3, {150, 160}, 'z');
+        },
+        [&](const RunDirectory& run) { apply_patch(next(run), weights(run)); },
+        [&](const RunDirectory& run) {
+          if (read_applied(weights(run))->step != 2) {
+            EXPECT_THROW(apply_patch(run.path() + "/" + patch_name(2, 3), weights(run)), Error);
+            apply_patch(next(run), weights(run));
+          }
+          apply_patch(run.path() + "/" + patch_name(2, 3), weights(run));
+          const std::string text = testing::read_text(weights(run) + "/model.safetensors");
+          EXPECT_EQ(text.substr(text.size() - 300),
+                    std::string(100, 'x') + std::string(50, 'y') + std::string(10, 'z') +
+                        std::string(40, 'y') + std::string(100, 'x'));
+        });
+    EXPECT_GE(num_crashes, is_full ? 4 : 2);
+  }
 }
 
 }  // namespace

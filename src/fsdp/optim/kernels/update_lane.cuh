@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "fsdp/base/narrow_vector.cuh"
+#include "fsdp/optim/kernels/change_marks.h"
 #include "fsdp/optim/kernels/counter_random.h"
 #include "fsdp/optim/kernels/moments.h"
 #include "fsdp/optim/kernels/split_weight.h"
@@ -190,31 +191,76 @@ __device__ Vector<uint16_t> stochastic(const Numbers& values, const Lane& lane, 
   return vector_of<uint16_t>([&](int k) { return Narrow::stochastic(values.of[k], random.of(k)); });
 }
 
+template <typename Word>
+__device__ Raw raw_of(const Vector<Word>& vector) {
+  Raw raw;
+  memcpy(raw.words, &vector, sizeof(vector));
+  return raw;
+}
+
+// The bits of updated weights, as many as their type has.
 template <typename Lane>
-__device__ void store_weight(const UpdateSpan& span, const Lane& lane, const Numbers& values,
-                             Rounding rounding, RandomKey key) {
-  if (span.main == MainWeight::kSplit) {
-    store(span.weight, lane, upper_vector(values));
-    store(span.main_weight, lane, remainder_vector(values));
-    return;
-  }
-  if (span.main == MainWeight::kSeparate) store_wide(span.main_weight, lane, values);
+__device__ Raw weight_bits(const UpdateSpan& span, const Lane& lane, const Numbers& values,
+                           Rounding rounding, RandomKey key) {
   const bool is_bf16 = span.weight_dtype == DType::kBFloat16;
+  if (span.weight_dtype == DType::kFloat32)
+    return raw_of(vector_of<float>([&](int k) { return values.of[k]; }));
+  if (span.main != MainWeight::kIsWeight)
+    return is_bf16 ? raw_of(upper_vector(values)) : raw_of(nearest<Fp16>(values));
+  if (rounding == Rounding::kStochastic)
+    return is_bf16 ? raw_of(stochastic<Bf16>(values, lane, key))
+                   : raw_of(stochastic<Fp16>(values, lane, key));
+  return is_bf16 ? raw_of(nearest<Bf16>(values)) : raw_of(nearest<Fp16>(values));
+}
+
+// Returns the weights' new bits.
+template <typename Lane>
+__device__ Raw store_weight(const UpdateSpan& span, const Lane& lane, const Numbers& values,
+                            Rounding rounding, RandomKey key) {
+  const Raw bits = weight_bits(span, lane, values, rounding, key);
   if (span.weight_dtype == DType::kFloat32) {
-    store_wide(span.weight, lane, values);
-  } else if (span.main == MainWeight::kIsWeight && rounding == Rounding::kStochastic) {
-    if (is_bf16) {
-      store(span.weight, lane, stochastic<Bf16>(values, lane, key));
-    } else {
-      store(span.weight, lane, stochastic<Fp16>(values, lane, key));
-    }
-  } else if (span.main == MainWeight::kIsWeight && is_bf16) {
-    store(span.weight, lane, nearest<Bf16>(values));
-  } else if (is_bf16) {
-    store(span.weight, lane, upper_vector(values));
+    store(span.weight, lane, bits.as<float>());
   } else {
-    store(span.weight, lane, nearest<Fp16>(values));
+    store(span.weight, lane, bits.as<uint16_t>());
   }
+  if (span.main == MainWeight::kSplit) store(span.main_weight, lane, remainder_vector(values));
+  if (span.main == MainWeight::kSeparate) store_wide(span.main_weight, lane, values);
+  return bits;
+}
+
+// Whether updates set the marks of changed weights (change_marks.h).
+enum class Marks : uint8_t { kNone, kSet };
+
+// Marks the weights of a block that differ from `before`; all lanes of a warp call it together.
+template <typename Lane>
+__device__ void mark_changed(const UpdateSpan& span, const Lane& lane, const RawWeight& before,
+                             const Raw& now) {
+  Raw old = before.weight;
+  if (span.main == MainWeight::kSeparate)  // the weight itself was not loaded; it is never random
+    old = weight_bits(span, lane, widened<Fp32>(before.main.as<float>()), Rounding::kNearest, {});
+  const bool is_wide = span.weight_dtype == DType::kFloat32;
+  const auto is_changed = [&](int k) {
+    const uint32_t different =
+        is_wide ? old.words[k] ^ now.words[k]
+                : (old.words[k / 2] ^ now.words[k / 2]) & (k % 2 == 0 ? 0x0000FFFFu : 0xFFFF0000u);
+    return different != 0 && lane.has(k) ? 1u : 0u;
+  };
+  // Lanes 2 j and 2 j + 1 have the elements of bit j: of the first four numbers of 16 bits, which
+  // are two words, and of the last four.
+  const int number = threadIdx.x % kWarp;
+  const int bit = number / 2;
+  const uint32_t words[2] = {is_changed(0) << bit | is_changed(1) << (bit + 16),
+                             is_changed(2) << bit | is_changed(3) << (bit + 16)};
+  uint32_t mine = 0;
+#pragma unroll
+  for (int word = 0; word < 4; ++word) {
+    const uint32_t all = __reduce_or_sync(kAllLanes, number % 2 == word / 2 ? words[word % 2] : 0u);
+    if (number == word) mine = all;
+  }
+  if (mine == 0) return;
+  const int64_t block = (lane.begin - kVector * number + span.flat_begin % kScaleBlock);
+  auto* marks = reinterpret_cast<uint32_t*>(span.marks + block / kScaleBlock * kMarkLanes);
+  marks[number] |= mine;
 }
 
 // --- moments -------------------------------------------------------------------------------------

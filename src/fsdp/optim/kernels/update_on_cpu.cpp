@@ -5,6 +5,7 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/compiler.h"
+#include "fsdp/optim/kernels/mark_block.h"
 #include "fsdp/optim/kernels/split_weight.h"
 #include "fsdp/optim/kernels/update_block.h"
 #include "fsdp/optim/kernels/update_math.h"
@@ -13,6 +14,7 @@ namespace fsdp {
 
 namespace {
 
+using block::CodeStage;
 using block::Place;
 using block::Stage;
 
@@ -56,10 +58,13 @@ struct SplitWeights {
   FSDP_INLINED float load(int64_t i) const {
     return join_weight({.upper = upper[i], .remainder = remainder[i]});
   }
-  FSDP_INLINED void store(int64_t i, float value) const {
+  // Returns the bits of the weight that change.
+  FSDP_INLINED uint16_t store(int64_t i, float value) const {
     const SplitWeight split = split_weight(value);
+    const uint16_t before = upper[i];
     upper[i] = split.upper;
     remainder[i] = split.remainder;
+    return before ^ split.upper;
   }
 };
 
@@ -68,9 +73,11 @@ struct SeparateWeights {
   float* main;
 
   FSDP_INLINED float load(int64_t i) const { return main[i]; }
-  FSDP_INLINED void store(int64_t i, float value) const {
+  FSDP_INLINED uint16_t store(int64_t i, float value) const {
+    const uint16_t before = rounded_away(main[i]);  // on a host `weight` may be a device's copy
     main[i] = value;
     weight[i] = rounded_away(value);
+    return before ^ weight[i];
   }
 };
 
@@ -85,8 +92,7 @@ FSDP_INLINED void adamw_direct_block(AdamWFactors by, const UpdateSpan& span, co
   const block::RandomStage::Bits* random = nullptr;
   if constexpr (Narrow::kRounds)
     random = stage.draw(place, key(RandomPurpose::kSecondMoment, place));
-  FSDP_INDEPENDENT_ITERATIONS
-  for (int64_t i = 0; i < place.count; ++i) {
+  const auto update = [&](int64_t i) {
     float weight = weights.load(i);
     float m = Narrow::widened(first[i]);
     float v = Narrow::widened(second[i]);
@@ -98,8 +104,11 @@ FSDP_INLINED void adamw_direct_block(AdamWFactors by, const UpdateSpan& span, co
       first[i] = m;
       second[i] = v;
     }
-    weights.store(i, weight);
-  }
+    return weights.store(i, weight);
+  };
+  if (span.marks != nullptr) return block::mark_where(span, place, update);
+  FSDP_INDEPENDENT_ITERATIONS
+  for (int64_t i = 0; i < place.count; ++i) update(i);
 }
 
 template <typename Gradient, typename Narrow, typename Key>
@@ -144,8 +153,10 @@ FSDP_INLINED void adamw_blocks(const UpdateSpan& span, const AdamWRule& rule,
     return random_key(rule.seed, state.step, span.group, purpose, place.position);
   };
   alignas(64) Stage gradient_stage, weight_stage, first_stage, second_stage;
+  alignas(64) CodeStage code_stage;
   for_each_span_block(span, range, [&](const Place& place) {
     if (update_directly(by, span, place, key)) return;
+    block::keep_codes(span, place, code_stage);
     const float* gradient = block::load_gradient(span, place, gradient_stage);
     float* weight = block::load_weight(span, place, weight_stage);
     float* first = block::load_first(span.first, span.flat_begin, place, first_stage);
@@ -154,6 +165,7 @@ FSDP_INLINED void adamw_blocks(const UpdateSpan& span, const AdamWRule& rule,
         ? adamw_block<Kept::kRoot>(by, gradient, weight, first, second, place.count)
         : adamw_block<Kept::kMoment>(by, gradient, weight, first, second, place.count);
     block::store_weight(span, place, weight, rule.rounding, key(RandomPurpose::kWeight, place));
+    block::mark_changed(span, place, code_stage);
     block::store_first(first, span.first, span.flat_begin, place);
     block::store_second(second, span.second, span.flat_begin, place,
                         key(RandomPurpose::kSecondMoment, place));
@@ -179,7 +191,9 @@ FSDP_INLINED void sgd_blocks(const UpdateSpan& span, const SgdRule& rule, const 
   const SgdFactors by = sgd_factors(rule, state, span.rate_scale, span.weight_decay);
   const Momentum momentum = momentum_kind(rule);
   alignas(64) Stage gradient_stage, weight_stage, buffer_stage;
+  alignas(64) CodeStage code_stage;
   for_each_span_block(span, range, [&](const Place& place) {
+    block::keep_codes(span, place, code_stage);
     const float* gradient = block::load_gradient(span, place, gradient_stage);
     float* weight = block::load_weight(span, place, weight_stage);
     if (momentum == Momentum::kNone) {
@@ -196,6 +210,7 @@ FSDP_INLINED void sgd_blocks(const UpdateSpan& span, const SgdRule& rule, const 
     const RandomKey key =
         random_key(rule.seed, state.step, span.group, RandomPurpose::kWeight, place.position);
     block::store_weight(span, place, weight, rule.rounding, key);
+    block::mark_changed(span, place, code_stage);
   });
 }
 

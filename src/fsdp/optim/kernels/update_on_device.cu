@@ -117,7 +117,7 @@ struct AdamWShared {
   RandomKeys keys;
 };
 
-template <typename Form, typename Moments, Blocks kBlocks>
+template <typename Form, typename Moments, Blocks kBlocks, Marks kMarks>
 __global__ void __launch_bounds__(kThreads, Moments::kMinThreadBlocks)
     adamw_kernel(UpdateSpan span, BlockRange range, AdamWRule rule, const StepState* state) {
   if (state->skips != 0) return;
@@ -143,14 +143,16 @@ __global__ void __launch_bounds__(kThreads, Moments::kMinThreadBlocks)
             main_weight(span, raw_weight), first_moment(span.first, raw_first, scales.first),
             second_moment(span.second, raw_second, scales.second));
 
-        store_weight(span, lane, updated.weight, rule.rounding, of_all.keys.for_weight);
+        const Raw weight =
+            store_weight(span, lane, updated.weight, rule.rounding, of_all.keys.for_weight);
+        if constexpr (kMarks == Marks::kSet) mark_changed(span, lane, raw_weight, weight);
         scales.first = store_first(updated.first, span.first, lane);
         scales.second =
             store_second(updated.second, updated.roots, span.second, lane, of_all.keys.for_second);
       });
 }
 
-template <Momentum kMomentum, Blocks kBlocks>
+template <Momentum kMomentum, Blocks kBlocks, Marks kMarks>
 __global__ void __launch_bounds__(kThreads)
     sgd_kernel(UpdateSpan span, BlockRange range, SgdRule rule, const StepState* state) {
   if (state->skips != 0) return;
@@ -174,7 +176,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int k = 0; k < kVector; ++k)
           sgd_element<kMomentum>(by, gradient.of[k], weight.of[k], buffer.of[k]);
-        store_weight(span, lane, weight, rule.rounding, key);
+        const Raw bits = store_weight(span, lane, weight, rule.rounding, key);
+        if constexpr (kMarks == Marks::kSet) mark_changed(span, lane, raw_weight, bits);
         if constexpr (kMomentum != Momentum::kNone)
           scales.first = store_first(measured(buffer), span.first, lane);
       });
@@ -271,6 +274,7 @@ constexpr DType kFp16 = DType::kFloat16;
 constexpr DType kE4M3 = DType::kFloat8E4M3;
 constexpr DType kE5M2 = DType::kFloat8E5M2;
 
+template <Marks kMarks>
 struct AdamWLaunch {
   const UpdateSpan& span;
   BlockRange range;
@@ -280,7 +284,7 @@ struct AdamWLaunch {
 
   template <typename Form, typename Moments>
   void run() const {
-    launch<adamw_kernel<Form, Moments, Blocks::kWhole>>(span, range, rule, state, stream);
+    launch<adamw_kernel<Form, Moments, Blocks::kWhole, kMarks>>(span, range, rule, state, stream);
   }
 
   template <typename Moments, typename... Forms>
@@ -323,15 +327,44 @@ struct AdamWLaunch {
   }
 };
 
-template <Momentum kMomentum>
+template <Momentum kMomentum, Marks kMarks>
 void launch_sgd(const UpdateSpan& span, const SgdRule& rule, const StepState* state, void* stream) {
   launch_parts(
       span,
       [&](BlockRange range) {
-        launch<sgd_kernel<kMomentum, Blocks::kWhole>>(span, range, rule, state, stream);
+        launch<sgd_kernel<kMomentum, Blocks::kWhole, kMarks>>(span, range, rule, state, stream);
       },
       [&](BlockRange range) {
-        launch<sgd_kernel<kMomentum, Blocks::kCut>>(span, range, rule, state, stream);
+        launch<sgd_kernel<kMomentum, Blocks::kCut, kMarks>>(span, range, rule, state, stream);
+      });
+}
+
+template <Marks kMarks>
+void launch_sgd(const UpdateSpan& span, const SgdRule& rule, const StepState* state, void* stream) {
+  switch (momentum_kind(rule)) {
+    case Momentum::kNone:
+      launch_sgd<Momentum::kNone, kMarks>(span, rule, state, stream);
+      break;
+    case Momentum::kPlain:
+      launch_sgd<Momentum::kPlain, kMarks>(span, rule, state, stream);
+      break;
+    case Momentum::kNesterov:
+      launch_sgd<Momentum::kNesterov, kMarks>(span, rule, state, stream);
+      break;
+  }
+}
+
+template <Marks kMarks>
+void launch_adamw(const UpdateSpan& span, const AdamWRule& rule, const StepState* state,
+                  void* stream) {
+  launch_parts(
+      span,
+      [&](BlockRange range) {
+        AdamWLaunch<kMarks>{span, range, rule, state, stream}.run();
+      },
+      [&](BlockRange range) {
+        launch<adamw_kernel<AnyForm, AnyMoments, Blocks::kCut, kMarks>>(span, range, rule, state,
+                                                                        stream);
       });
 }
 
@@ -347,31 +380,16 @@ void begin_step_on_device(StepState* state, const StepRule& rule, void* stream) 
 void adamw_on_device(const UpdateSpan& span, const AdamWRule& rule, const StepState* state,
                      void* stream) {
   if (span.numel == 0) return;
-  launch_parts(
-      span,
-      [&](BlockRange range) {
-        AdamWLaunch{span, range, rule, state, stream}.run();
-      },
-      [&](BlockRange range) {
-        launch<adamw_kernel<AnyForm, AnyMoments, Blocks::kCut>>(span, range, rule, state, stream);
-      });
+  span.marks == nullptr ? launch_adamw<Marks::kNone>(span, rule, state, stream)
+                        : launch_adamw<Marks::kSet>(span, rule, state, stream);
   check_launch("adamw");
 }
 
 void sgd_on_device(const UpdateSpan& span, const SgdRule& rule, const StepState* state,
                    void* stream) {
   if (span.numel == 0) return;
-  switch (momentum_kind(rule)) {
-    case Momentum::kNone:
-      launch_sgd<Momentum::kNone>(span, rule, state, stream);
-      break;
-    case Momentum::kPlain:
-      launch_sgd<Momentum::kPlain>(span, rule, state, stream);
-      break;
-    case Momentum::kNesterov:
-      launch_sgd<Momentum::kNesterov>(span, rule, state, stream);
-      break;
-  }
+  span.marks == nullptr ? launch_sgd<Marks::kNone>(span, rule, state, stream)
+                        : launch_sgd<Marks::kSet>(span, rule, state, stream);
   check_launch("sgd");
 }
 

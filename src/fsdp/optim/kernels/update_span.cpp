@@ -3,6 +3,7 @@
 #include <cstddef>
 
 #include "fsdp/base/check.h"
+#include "fsdp/optim/kernels/change_marks.h"
 
 namespace fsdp {
 
@@ -44,6 +45,8 @@ UpdateSpan part_of_span(const UpdateSpan& span, int64_t begin, int64_t numel) {
     FSDP_ASSERT(begin == 0 || (span.flat_begin + begin) % kScaleBlock == 0);
     moment->scales += (span.flat_begin + begin) / kScaleBlock - span.flat_begin / kScaleBlock;
   }
+  if (span.marks != nullptr)
+    part.marks += first_mark_lane(span.flat_begin, span.flat_begin + begin);
   part.numel = numel;
   part.flat_begin += begin;
   return part;

@@ -37,6 +37,10 @@ struct UpdateSpan {
   Moment first{};   // AdamW: of the gradient; SGD: the momentum
   Moment second{};  // AdamW: of its square
 
+  // If given, updates set the marks of weights whose bits change (change_marks.h). They
+  // begin with the block of the first element, which neighbouring spans of one memory share.
+  uint16_t* marks = nullptr;
+
   int64_t numel = 0;
   int64_t flat_begin = 0;  // of the first element, in the group's whole buffer
   uint64_t group = 0;      // tells groups apart where random numbers are drawn

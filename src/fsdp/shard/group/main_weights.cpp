@@ -20,19 +20,23 @@ at::Tensor value_of(const MainWeightPiece& piece) {
   return piece.is_split ? join_halves(piece.weight, piece.main) : piece.main;
 }
 
+// Rounds as updates do, so that a restored weight equals the saved one.
+void round_into_weight(const MainWeightPiece& piece, const at::Tensor& values) {
+  if (piece.weight.scalar_type() == at::kBFloat16 && values.scalar_type() == at::kFloat) {
+    split_into_halves(values.to(piece.weight.device()), piece.weight,
+                      at::empty_like(piece.weight, at::kShort));
+  } else {
+    piece.weight.copy_(values);
+  }
+}
+
 void set_value(const MainWeightPiece& piece, const at::Tensor& values) {
   if (piece.is_split) {
     split_into_halves(values.to(piece.weight.device(), at::kFloat), piece.weight, piece.main);
     return;
   }
   if (piece.main.defined()) piece.main.copy_(values);
-  if (piece.weight.scalar_type() == at::kBFloat16 && values.scalar_type() == at::kFloat) {
-    // Rounds as updates do, so that a restored weight equals the saved one.
-    split_into_halves(values.to(piece.weight.device()), piece.weight,
-                      at::empty_like(piece.weight, at::kShort));
-  } else {
-    piece.weight.copy_(values);
-  }
+  round_into_weight(piece, values);
 }
 
 // Elements [begin, begin + numel) of a piece.
@@ -141,10 +145,12 @@ const void* MainWeights::in_host_memory(FlatRange range, at::ScalarType dtype) c
 void* MainWeights::settable_in_host_memory(FlatRange range, at::ScalarType dtype) {
   for (const MainWeightPiece& piece : pieces_)
     if (!intersect(piece.flat, range).empty() && piece.main.defined()) return nullptr;
+  is_rewritten_ = true;  // by the caller
   return const_cast<void*>(in_host_memory(range, dtype));
 }
 
 void MainWeights::set(FlatRange range, const at::Tensor& values) {
+  is_rewritten_ = true;
   const at::Tensor flat = values.reshape({-1});
   for (const MainWeightPiece& piece : pieces_) {
     const FlatRange common = intersect(piece.flat, range);
@@ -154,8 +160,16 @@ void MainWeights::set(FlatRange range, const at::Tensor& values) {
 }
 
 void MainWeights::refresh() {
+  is_rewritten_ = is_refreshed_ = true;
   for (const MainWeightPiece& piece : pieces_)
     if (piece.main.defined() && !piece.is_split) piece.weight.copy_(piece.main);
+}
+
+bool MainWeights::take_is_rewritten() {
+  if (std::exchange(is_refreshed_, false))
+    for (const MainWeightPiece& piece : pieces_)
+      if (piece.main.defined() && !piece.is_split) round_into_weight(piece, piece.main);
+  return std::exchange(is_rewritten_, false);
 }
 
 }  // namespace fsdp

@@ -70,6 +70,12 @@ class MainWeights {
   // After main weights were changed: rounds them into the weights.
   void refresh();
 
+  // Whether values were set or refreshed since the last call: then an optimizer's marks do not say
+  // what has changed, and everything counts as changed. Marks compare main weights rounded as
+  // updates do, so refreshed ones, in which ties are even, are rounded again; afterwards call
+  // Engine::take_over_main_weights.
+  bool take_is_rewritten();
+
  private:
   void add_pieces(const std::vector<ShardRange>& ranges, const Slab& slab, at::ScalarType dtype,
                   c10::Device device, const FlatBuffer& weight, bool is_quantized);
@@ -79,6 +85,8 @@ class MainWeights {
   Slab device_;
   Slab host_;
   std::vector<MainWeightPiece> pieces_;
+  bool is_rewritten_ = true;
+  bool is_refreshed_ = false;
 };
 
 }  // namespace fsdp

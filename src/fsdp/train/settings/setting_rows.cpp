@@ -409,6 +409,11 @@ void add_checkpoints(Rows& rows) {
            "it");
   rows.add("export-every", "N", whole_value(&O::export_every, 0, kMany),
            "Steps between exports, each in a directory of its own; 0: only at the end");
+  rows.add("patches", "DIR", text_value(&O::patches),
+           "Write what changes in the weights here, for receivers (docs/weights-out.md)");
+  rows.add("patch-every", "N", whole_value(&O::patch_every, 1, kMany), "Steps between patches");
+  rows.add("patch-names", "NAMES", choice_value(&O::patch_names, {"hf", "vllm"}),
+           "Of tensors in patches: as published, or fused as vLLM has them");
 }
 
 void add_output(Rows& rows) {

@@ -27,6 +27,7 @@ enum class DeviceChoice : uint8_t { kAuto, kCpu, kCuda };
 enum class DocumentsChoice : uint8_t { kAuto, kJoined, kSeparate };
 enum class OptimizerChoice : uint8_t { kAdamW, kSgd, kMuon };
 enum class MuonScaleChoice : uint8_t { kMatchAdamW, kOriginal };
+enum class PatchNamesChoice : uint8_t { kHf, kVllm };
 enum class RecomputeChoice : uint8_t { kNone, kBlock };
 enum class LifetimeChoice : uint8_t { kPersistent, kStep };
 enum class NonfiniteChoice : uint8_t { kUpdate, kSkip };
@@ -157,6 +158,9 @@ struct TrainOptions {
   bool allow_extra = false;
   std::string export_dir;    // "": none
   int64_t export_every = 0;  // 0: at the end alone
+  std::string patches;       // where patches of the weights are written; "": none
+  int64_t patch_every = 1;   // steps
+  PatchNamesChoice patch_names = PatchNamesChoice::kHf;
 
   // --- what is seen ---
   std::string log = "auto";  // a path; auto: in the checkpoint directory; none

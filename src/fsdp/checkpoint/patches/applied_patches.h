@@ -1,0 +1,41 @@
+// Weights in safetensors files as a receiver of patches: what was applied, and what may come next.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "fsdp/checkpoint/patches/patch_record.h"
+
+namespace fsdp {
+
+// The file in the directory of the weights that says which patch was applied last.
+inline constexpr std::string_view kAppliedName = "patches-applied.json";
+
+struct AppliedPatch {
+  std::string base;
+  int64_t step = 0;
+
+  friend bool operator==(const AppliedPatch&, const AppliedPatch&) = default;
+};
+
+// nullopt: none was applied yet.
+std::optional<AppliedPatch> read_applied(const std::string& directory);
+
+// Throws an Error of one sentence if the patch does not follow `applied`: a gap, another base, or a
+// patch that is not full where nothing was applied.
+void check_follows(const std::optional<AppliedPatch>& applied, const PatchRecord& record,
+                   const std::string& patch);
+
+struct AppliedChanges {
+  int64_t num_elements = 0;
+  int64_t num_tensors = 0;
+};
+
+// Changes the weights in `directory` (whole tensors in safetensors files, as convert --to hf writes
+// them) in place. Everything is checked before anything changes. If it is interrupted, the same
+// patch can be applied again, and no other one except a full one.
+AppliedChanges apply_patch(const std::string& patch, const std::string& directory);
+
+}  // namespace fsdp

@@ -1,0 +1,236 @@
+#include "fsdp/checkpoint/patches/patch_files.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <utility>
+
+#include "fsdp/base/check.h"
+#include "fsdp/base/crc32c.h"
+#include "fsdp/base/durable_file.h"
+#include "fsdp/checkpoint/format/safetensors_header.h"
+#include "fsdp/checkpoint/format/tensor_stream.h"
+#include "fsdp/checkpoint/patches/patch_positions.h"
+
+namespace fsdp {
+
+namespace {
+
+constexpr std::string_view kValues = "values/";
+constexpr std::string_view kSkips = "skips/";
+constexpr std::string_view kRanges = "ranges/";
+constexpr int64_t kRangeBytes = 2 * sizeof(int64_t);
+
+// --- writing -------------------------------------------------------------------------------------
+
+// The positions of a change as they are stored: whichever form takes fewer bytes.
+struct StoredPositions {
+  std::string_view prefix;
+  DType dtype = DType::kUInt8;
+  std::vector<int64_t> shape;
+  std::vector<std::byte> bytes;
+};
+
+StoredPositions stored_ranges(const std::vector<FlatRange>& ranges) {
+  StoredPositions stored{.prefix = kRanges,
+                         .dtype = DType::kInt64,
+                         .shape = {static_cast<int64_t>(ranges.size()), 2},
+                         .bytes = {}};
+  stored.bytes.resize(ranges.size() * kRangeBytes);
+  static_assert(sizeof(FlatRange) == kRangeBytes);
+  std::memcpy(stored.bytes.data(), ranges.data(), stored.bytes.size());
+  return stored;
+}
+
+StoredPositions stored_positions(const PatchChange& change) {
+  if (!change.ranges.empty()) return stored_ranges(change.ranges);
+  Skips skips = encode_skips(change.positions);
+  const std::vector<FlatRange> ranges =
+      as_ranges(change.positions, skips.bytes.size() / static_cast<size_t>(kRangeBytes));
+  if (!ranges.empty()) return stored_ranges(ranges);
+  StoredPositions stored{
+      .prefix = kSkips, .dtype = DType::kUInt8, .shape = {skips.count()}, .bytes = {}};
+  if (skips.width > 1) stored.shape.push_back(skips.width);
+  stored.bytes = std::move(skips.bytes);
+  return stored;
+}
+
+// Writes a file and adds up its checksum.
+class SummedFile {
+ public:
+  explicit SummedFile(std::string path) : file_(std::move(path)) {}
+
+  void write(std::span<const std::byte> bytes) {
+    file_.write(bytes);
+    checksum_ = crc32c(bytes, checksum_);
+  }
+  StoredFile commit(std::string name) {
+    file_.commit();
+    return {std::move(name), file_.bytes(), checksum_};
+  }
+
+ private:
+  FileWriter file_;
+  uint32_t checksum_ = 0;
+};
+
+// --- reading -------------------------------------------------------------------------------------
+
+constexpr const char* kDamaged = "; the patch is damaged, so fetch it again";
+
+std::vector<FlatRange> ranges_of(std::span<const std::byte> bytes, int64_t count, int64_t numel,
+                                 const std::string& source) {
+  std::vector<FlatRange> ranges(bytes.size() / static_cast<size_t>(kRangeBytes));
+  std::memcpy(ranges.data(), bytes.data(), ranges.size() * kRangeBytes);
+  int64_t before = -1;
+  int64_t sum = 0;
+  for (const FlatRange& range : ranges) {
+    FSDP_CHECK(range.begin > before && range.end > range.begin && range.end <= numel, source,
+               ": the range [", range.begin, ", ", range.end, ") does not fit a tensor of ", numel,
+               " elements, of which ranges end at ", before, kDamaged);
+    before = range.end;
+    sum += range.numel();
+  }
+  FSDP_CHECK(sum == count, source, ": has ", count, " values for ranges of ", sum, " elements",
+             kDamaged);
+  return ranges;
+}
+
+// One file of a patch, with its header read.
+class OpenPatchFile {
+ public:
+  explicit OpenPatchFile(const std::string& path) : file_(path) {
+    constexpr size_t kFirstBytes = 8;
+    std::string text(kFirstBytes, '\0');
+    FSDP_CHECK(file_.bytes() >= static_cast<int64_t>(kFirstBytes), path, " has only ",
+               file_.bytes(), " bytes", kDamaged);
+    file_.read(0, std::as_writable_bytes(std::span(text)));
+    text.resize(static_cast<size_t>(safetensors_header_bytes(text, file_.bytes(), path)));
+    file_.read(kFirstBytes, std::as_writable_bytes(std::span(text)));
+    header_ = parse_safetensors_header(text, file_.bytes(), path);
+    for (const SafetensorsEntry& entry : header_.tensors) entries_[entry.name] = &entry;
+  }
+
+  const SafetensorsHeader& header() const { return header_; }
+  const SafetensorsEntry* find(const std::string& name) const {
+    const auto it = entries_.find(name);
+    return it == entries_.end() ? nullptr : it->second;
+  }
+  std::vector<std::byte> read(const SafetensorsEntry& entry) const {
+    std::vector<std::byte> bytes(static_cast<size_t>(entry.end - entry.begin));
+    file_.read(header_.data_begin + entry.begin, bytes);
+    return bytes;
+  }
+
+ private:
+  FileReader file_;
+  SafetensorsHeader header_;
+  std::map<std::string, const SafetensorsEntry*> entries_;
+};
+
+void read_change(const OpenPatchFile& file, const SafetensorsEntry& values,
+                 const StoredTensor& tensor, const std::string& path,
+                 const std::function<void(const PatchChange&)>& body) {
+  const std::string source = concat(path, ": '", tensor.name, "'");
+  FSDP_CHECK(values.dtype == tensor.dtype && values.shape.size() == 1, source, " has values of ",
+             name_of(values.dtype), " ", list_text(values.shape), " for a tensor of ",
+             name_of(tensor.dtype), kDamaged);
+  const SafetensorsEntry* skips = file.find(concat(kSkips, tensor.name));
+  const SafetensorsEntry* ranges = file.find(concat(kRanges, tensor.name));
+  FSDP_CHECK((skips != nullptr) != (ranges != nullptr), source,
+             " has values and not one list of positions", kDamaged);
+  const std::vector<std::byte> value_bytes = file.read(values);
+  const std::vector<std::byte> bytes = file.read(skips != nullptr ? *skips : *ranges);
+  const int64_t count = values.shape[0];
+  PatchChange change{.tensor = tensor, .ranges = {}, .positions = {}, .values = value_bytes};
+  std::vector<int64_t> positions;
+  if (skips != nullptr) {
+    const bool is_narrow = skips->shape.size() == 1;
+    FSDP_CHECK(skips->dtype == DType::kUInt8 &&
+                   (is_narrow || (skips->shape.size() == 2 && skips->shape[1] == 2)),
+               source, " has skips of ", name_of(skips->dtype), " ", list_text(skips->shape),
+               kDamaged);
+    positions = decode_skips(bytes, is_narrow ? 1 : 2, count, numel_of(tensor), source);
+    change.positions = positions;
+  } else {
+    FSDP_CHECK(ranges->dtype == DType::kInt64 && ranges->shape.size() == 2 && ranges->shape[1] == 2,
+               source, " has ranges of ", name_of(ranges->dtype), " ", list_text(ranges->shape),
+               kDamaged);
+    change.ranges = ranges_of(bytes, count, numel_of(tensor), source);
+  }
+  if (count > 0) body(change);
+}
+
+}  // namespace
+
+StoredFile write_patch_file(const std::string& directory, int64_t rank,
+                            std::span<const PatchChange> changes) {
+  SafetensorsHeader header;
+  std::vector<std::pair<StoredPositions, std::span<const std::byte>>> content;
+  for (const PatchChange& change : changes) {
+    if (change.values.empty()) continue;
+    const auto count =
+        static_cast<int64_t>(change.values.size()) / element_bytes(change.tensor.dtype);
+    StoredPositions positions = stored_positions(change);
+    header.tensors.push_back({.name = concat(positions.prefix, change.tensor.name),
+                              .dtype = positions.dtype,
+                              .shape = positions.shape});
+    header.tensors.push_back({.name = concat(kValues, change.tensor.name),
+                              .dtype = change.tensor.dtype,
+                              .shape = {count}});
+    content.emplace_back(std::move(positions), change.values);
+  }
+  const std::string name = rank_text(rank) + ".safetensors";
+  const std::string text = write_safetensors_header(header);
+  SummedFile file(concat(directory, "/", name));
+  file.write(std::as_bytes(std::span(text)));
+  for (const auto& [positions, values] : content) {
+    file.write(positions.bytes);
+    file.write(values);
+  }
+  return file.commit(name);
+}
+
+void publish_patch(const std::string& temporary, const std::string& path,
+                   const PatchRecord& record) {
+  write_file_durably(concat(temporary, "/", kPatchRecordName), to_json(record));
+  sync_tree(temporary);
+  rename_durably(temporary, path);
+}
+
+void verify_patch_files(const std::string& directory, const PatchRecord& record) {
+  std::vector<std::byte> chunk;
+  for (const StoredFile& stored : record.files) {
+    const std::string path = concat(directory, "/", stored.path);
+    FSDP_CHECK(path_exists(path), path, " is missing", kDamaged);
+    const FileReader file(path);
+    FSDP_CHECK(file.bytes() == stored.bytes, path, " has ", file.bytes(), " bytes and not ",
+               stored.bytes, kDamaged);
+    uint32_t checksum = 0;
+    for_each_chunk(stored.bytes, 1, [&](FlatRange range) {
+      chunk.resize(static_cast<size_t>(range.numel()));
+      file.read(range.begin, chunk);
+      checksum = crc32c(chunk, checksum);
+    });
+    FSDP_CHECK(checksum == stored.crc32c, path, " is not what was written", kDamaged);
+  }
+}
+
+void for_each_change(const std::string& directory, const PatchRecord& record,
+                     const std::function<void(const PatchChange& change)>& body) {
+  std::map<std::string, const StoredTensor*> tensors;
+  for (const StoredTensor& tensor : record.tensors) tensors[tensor.name] = &tensor;
+  for (const StoredFile& stored : record.files) {
+    const std::string path = concat(directory, "/", stored.path);
+    const OpenPatchFile file(path);
+    for (const SafetensorsEntry& entry : file.header().tensors) {
+      if (!entry.name.starts_with(kValues)) continue;
+      const auto it = tensors.find(entry.name.substr(kValues.size()));
+      FSDP_CHECK(it != tensors.end(), path, ": '", entry.name, "' is not in ", kPatchRecordName,
+                 kDamaged);
+      read_change(file, entry, *it->second, path, body);
+    }
+  }
+}
+
+}  // namespace fsdp

@@ -1,0 +1,41 @@
+// The safetensors files of a patch: one per rank, with the changed elements of each tensor.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "fsdp/checkpoint/patches/patch_record.h"
+#include "fsdp/layout/segment.h"
+
+namespace fsdp {
+
+// The changed elements of one tensor, ascending.
+struct PatchChange {
+  StoredTensor tensor;
+  std::vector<FlatRange> ranges;       // of the flattened tensor; they do not touch
+  std::span<const int64_t> positions;  // if there are no ranges
+  std::span<const std::byte> values;   // of these elements, in the tensor's type
+};
+
+// Writes `directory`/NNNNN.safetensors for this rank; on the disk when it returns.
+StoredFile write_patch_file(const std::string& directory, int64_t rank,
+                            std::span<const PatchChange> changes);
+
+// After all ranks have written their files to `temporary`: makes it the patch at `path`, which is
+// there as a whole or not at all, whenever the power goes.
+void publish_patch(const std::string& temporary, const std::string& path,
+                   const PatchRecord& record);
+
+// Reads every byte of the patch's files. Error that names the first file that is not as written.
+void verify_patch_files(const std::string& directory, const PatchRecord& record);
+
+// Calls body(change) for every change of every file, of which one is in memory at a time. Does not
+// compare checksums; whatever the files hold, changes are elements of the record's tensors.
+void for_each_change(const std::string& directory, const PatchRecord& record,
+                     const std::function<void(const PatchChange& change)>& body);
+
+}  // namespace fsdp

@@ -1,0 +1,190 @@
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <chrono>
+#include <exception>
+#include <map>
+#include <random>
+#include <utility>
+
+#include "fsdp/base/check.h"
+#include "fsdp/base/durable_file.h"
+#include "fsdp/base/torch_dtype.h"
+#include "fsdp/checkpoint/patches.h"
+#include "fsdp/checkpoint/patches/changed_weights.h"
+#include "fsdp/checkpoint/patches/output_tensors.h"
+#include "fsdp/checkpoint/patches/patch_files.h"
+#include "fsdp/checkpoint/rank_agreement.h"
+#include "fsdp/comm/communicator.h"
+#include "fsdp/optim/optimizer_impl.h"
+#include "fsdp/shard/engine/engine.h"
+
+namespace fsdp {
+
+namespace {
+
+constexpr const char* kPublishedNames = "hf";
+constexpr const char* kVllmNames = "vllm";
+
+// 16 hexadecimal digits that rank 0 draws.
+std::string draw_base(const Mesh& mesh) {
+  std::random_device random;
+  const auto mine = static_cast<int64_t>(uint64_t{random()} << 32 | random());
+  auto number = static_cast<uint64_t>(number_of_rank_0(mesh, mine, "base of patches"));
+  std::string digits;
+  for (int i = 0; i < 16; ++i, number >>= 4) digits.push_back("0123456789abcdef"[number & 15]);
+  return digits;
+}
+
+std::span<const std::byte> bytes_of(const at::Tensor& tensor) {
+  return {static_cast<const std::byte*>(tensor.const_data_ptr()),
+          static_cast<size_t>(tensor.nbytes())};
+}
+
+PatchChange change_of(const PatchTensor& tensor) {
+  PatchChange change{.tensor = {tensor.name, dtype_of(tensor.values.scalar_type()), tensor.shape},
+                     .ranges = {},
+                     .positions = {},
+                     .values = bytes_of(tensor.values)};
+  for (const PatchRange& range : tensor.ranges) change.ranges.push_back({range.begin, range.end});
+  if (tensor.positions.defined())
+    change.positions = {tensor.positions.const_data_ptr<int64_t>(),
+                        static_cast<size_t>(tensor.positions.numel())};
+  return change;
+}
+
+// The files of all ranks, known to all: each has written one.
+std::vector<StoredFile> files_of_ranks(const Mesh& mesh, const StoredFile& mine) {
+  const int64_t num_ranks = int64_t{mesh.outer().size()} * mesh.inner().size();
+  at::Tensor all = at::zeros({num_ranks, 2}, at::kLong);
+  all[rank_in(mesh)][0] = mine.bytes;
+  all[rank_in(mesh)][1] = static_cast<int64_t>(mine.crc32c);
+  for (const MeshAxis* axis : {&mesh.inner(), &mesh.outer()})
+    if (axis->size() > 1)
+      axis->reduce().all_reduce(all, {.op = ReduceOp::kMax}, "files of a patch").wait();
+  std::vector<StoredFile> files;
+  for (int64_t rank = 0; rank < num_ranks; ++rank)
+    files.push_back({rank_text(rank) + ".safetensors", all[rank][0].item<int64_t>(),
+                     static_cast<uint32_t>(all[rank][1].item<int64_t>())});
+  return files;
+}
+
+}  // namespace
+
+class PatchStream::Impl {
+ public:
+  Impl(const CheckpointState& state, PatchOptions options)
+      : state_(state),
+        options_(std::move(options)),
+        published_(state_, options_.rules),
+        output_(options_.names == PatchNames::kVllm ? as_vllm_has_them(published_.tensors())
+                                                    : as_published(published_.tensors())),
+        base_(draw_base(mesh())),
+        begun_(std::chrono::duration_cast<std::chrono::seconds>(
+                   std::chrono::system_clock::now().time_since_epoch())
+                   .count()) {}
+
+  Patch take(int64_t step) {
+    if (step < 0 || (last_ && step <= *last_))
+      throw UsageError(concat("step is ", step, "; a patch leads to a step after ",
+                              last_ ? concat(*last_, ", which the one before led to") : "-1"));
+    const at::NoGradGuard no_grad;
+    Patch patch{.base = base_, .from = last_, .to = step, .tensors = {}};
+    std::map<std::string, ChangedTensor> changed = published_.take(
+        last_ ? ChangedWeights::Which::kChanged : ChangedWeights::Which::kEverything);
+    patch.tensors = placed(std::move(changed));
+    last_ = step;
+    return patch;
+  }
+
+  std::string write(const std::string& directory, int64_t step) {
+    const std::optional<int64_t> from = last_;
+    const std::string name = patch_name(from, step);
+    const std::string path = concat(directory, "/", name);
+    const std::string temporary = concat(directory, "/.", name, ".", base_, ".tmp");
+    const bool is_first = rank_in(mesh()) == 0;
+    together(concat("preparing ", path), [&] {
+      if (!is_first) return;
+      FSDP_CHECK(!path_exists(path), path,
+                 " is there already; give a directory without patches of another run");
+      remove_tree(temporary);  // left by a failed attempt
+      make_directories(temporary);
+    });
+    const Patch patch = take(step);
+    StoredFile mine;
+    together(concat("writing ", path), [&] {
+      std::vector<PatchChange> changes;
+      for (const PatchTensor& tensor : patch.tensors) changes.push_back(change_of(tensor));
+      mine = write_patch_file(temporary, rank_in(mesh()), changes);
+    });
+    PatchRecord record{.base = base_,
+                       .begun = begun_,
+                       .from = from,
+                       .to = step,
+                       .names = options_.names == PatchNames::kVllm ? kVllmNames : kPublishedNames,
+                       .tensors = output_.tensors,
+                       .files = files_of_ranks(mesh(), mine)};
+    together(concat("publishing ", path), [&] {
+      if (is_first) publish_patch(temporary, path, record);
+    });
+    return path;
+  }
+
+ private:
+  const Mesh& mesh() const { return EngineAccess::of(state_.sharded).mesh(); }
+
+  // Runs a part of write() on all ranks; if it fails on one, receivers miss a patch for good, so
+  // the next one is full.
+  template <typename Body>
+  void together(const std::string& doing, const Body& body) {
+    std::exception_ptr error;
+    try {
+      body();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    try {
+      agree_on_success(mesh(), error, doing);
+    } catch (...) {
+      last_ = std::nullopt;
+      throw;
+    }
+  }
+
+  // Published tensors at their places in the output.
+  std::vector<PatchTensor> placed(std::map<std::string, ChangedTensor> changed) const {
+    std::map<size_t, ChangedTensor> joined;  // by output tensor
+    for (auto& [name, tensor] : changed) {
+      const OutputPlace& place = output_.places.at(name);
+      tensor.shift(place.offset);
+      joined[place.tensor].append(std::move(tensor));
+    }
+    std::vector<PatchTensor> tensors;
+    for (auto& [index, tensor] : joined) {
+      if (tensor.is_empty()) continue;
+      const StoredTensor& output = output_.tensors[index];
+      tensors.push_back(std::move(tensor).as_patch(output.name, output.shape));
+    }
+    return tensors;
+  }
+
+  const CheckpointState state_;
+  const PatchOptions options_;
+  ChangedWeights published_;
+  const OutputTensors output_;
+  const std::string base_;
+  const int64_t begun_;
+  std::optional<int64_t> last_;  // the step of the last patch
+};
+
+PatchStream::PatchStream(const CheckpointState& state, PatchOptions options)
+    : impl_(std::make_unique<Impl>(state, std::move(options))) {}
+PatchStream::~PatchStream() = default;
+
+Patch PatchStream::take(int64_t step) { return impl_->take(step); }
+std::string PatchStream::write(const std::string& directory, int64_t step) {
+  return impl_->write(directory, step);
+}
+
+}  // namespace fsdp

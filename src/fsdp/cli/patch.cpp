@@ -1,0 +1,221 @@
+// `fsdp patch`: shows patches of weights, verifies them, and applies them to exported weights.
+#include <algorithm>
+#include <cstdio>
+#include <iostream>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "fsdp/base/check.h"
+#include "fsdp/base/durable_file.h"
+#include "fsdp/checkpoint/format/tensor_stream.h"
+#include "fsdp/checkpoint/patches/applied_patches.h"
+#include "fsdp/checkpoint/patches/patch_files.h"
+#include "fsdp/checkpoint/patches/patch_record.h"
+#include "fsdp/cli/command.h"
+
+namespace fsdp::cli {
+
+namespace {
+
+struct PatchArguments {
+  std::vector<std::string> paths;
+  bool tensors = false;
+};
+
+// Each is a patch, or a directory of patches.
+std::vector<std::string> patches_at(const std::vector<std::string>& paths, const char* command) {
+  if (paths.empty())
+    throw UsageError(
+        concat("PATCH is missing; e.g. fsdp patch ", command, " patches/", patch_name(100, 102)));
+  std::vector<std::string> patches;
+  for (const std::string& path : paths) {
+    FSDP_CHECK(path_exists(path), path, " is not there; give patches or a directory of them");
+    const bool is_patch = path_exists(concat(path, "/", kPatchRecordName));
+    const std::vector<std::string> found = is_patch ? std::vector{path} : patches_in(path);
+    FSDP_CHECK(!found.empty(), path,
+               ": neither is a patch nor holds one; give a directory such as ",
+               patch_name(100, 102), ", or one that has them");
+    patches.insert(patches.end(), found.begin(), found.end());
+  }
+  return patches;
+}
+
+std::string share_text(int64_t part, int64_t whole) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3f %%",
+                whole == 0 ? 0.0 : 100.0 * static_cast<double>(part) / static_cast<double>(whole));
+  return text;
+}
+
+int64_t numel_of_change(const PatchChange& change) {
+  return static_cast<int64_t>(change.values.size()) / element_bytes(change.tensor.dtype);
+}
+
+// --- show ----------------------------------------------------------------------------------------
+
+void show_patch(const std::string& path, bool with_tensors) {
+  const PatchRecord record = read_patch_record(path);
+  int64_t numel = 0;
+  int64_t dense_bytes = 0;
+  for (const StoredTensor& tensor : record.tensors) {
+    numel += numel_of(tensor);
+    dense_bytes += bytes_of(tensor);
+  }
+  int64_t bytes = 0;
+  for (const StoredFile& file : record.files) bytes += file.bytes;
+  std::map<std::string, int64_t> changed;
+  int64_t num_changed = 0;
+  for_each_change(path, record, [&](const PatchChange& change) {
+    changed[change.tensor.name] += numel_of_change(change);
+    num_changed += numel_of_change(change);
+  });
+  std::cout << path << ": " << patch_text(record) << ", names " << record.names << "\n  "
+            << counted_text(num_changed, "element") << " of " << grouped_text(numel) << " ("
+            << share_text(num_changed, numel) << ") in "
+            << counted_text(static_cast<int64_t>(changed.size()), "tensor") << ", "
+            << bytes_text(static_cast<double>(bytes)) << " in "
+            << counted_text(static_cast<int64_t>(record.files.size()), "file")
+            << "; all weights are " << bytes_text(static_cast<double>(dense_bytes)) << "\n";
+  if (!with_tensors) return;
+  for (const StoredTensor& tensor : record.tensors)
+    if (const auto it = changed.find(tensor.name); it != changed.end())
+      std::cout << "  " << tensor.name << " " << name_of(tensor.dtype) << " "
+                << list_text(tensor.shape) << ": " << grouped_text(it->second) << " ("
+                << share_text(it->second, numel_of(tensor)) << ")\n";
+}
+
+void run_patch_show(const PatchArguments& given) {
+  for (const std::string& path : patches_at(given.paths, "show")) show_patch(path, given.tensors);
+}
+
+// --- verify --------------------------------------------------------------------------------------
+
+void run_patch_verify(const PatchArguments& given) {
+  std::optional<AppliedPatch> before;
+  for (const std::string& path : patches_at(given.paths, "verify")) {
+    const PatchRecord record = read_patch_record(path);
+    if (before) check_follows(before, record, path);
+    verify_patch_files(path, record);
+    int64_t num_changed = 0;
+    for_each_change(path, record,
+                    [&](const PatchChange& change) { num_changed += numel_of_change(change); });
+    before = {record.base, record.to};
+    std::cout << path << ": " << patch_text(record) << ", " << counted_text(num_changed, "element")
+              << ", as written\n";
+  }
+}
+
+// --- apply ---------------------------------------------------------------------------------------
+
+// Those of a directory of patches that lead on from what was applied, and from a full one on where
+// a newer stream has begun, or where one was lost.
+std::vector<std::string> patches_to_apply(const std::string& directory,
+                                          const std::optional<AppliedPatch>& applied) {
+  std::vector<std::pair<std::string, PatchRecord>> all;
+  for (const std::string& path : patches_in(directory))
+    all.emplace_back(path, read_patch_record(path));
+  std::optional<AppliedPatch> now = applied;
+  std::vector<std::string> chosen;
+  const auto follow = [&] {
+    for (const auto& [path, record] : all)
+      if (now && record.from == now->step && record.base == now->base) {
+        chosen.push_back(path);
+        now->step = record.to;
+      }
+  };
+  follow();
+  const auto age = [](const PatchRecord& record) { return std::pair(record.begun, record.to); };
+  std::pair<int64_t, int64_t> reached{-1, -1};
+  for (const auto& [path, record] : all)
+    if (now && record.base == now->base && record.to == now->step) reached = age(record);
+  const std::pair<std::string, PatchRecord>* full = nullptr;
+  for (const auto& each : all)
+    if (!each.second.from && age(each.second) > (full == nullptr ? reached : age(full->second)))
+      full = &each;
+  if (full == nullptr) return chosen;
+  chosen = {full->first};
+  now = {full->second.base, full->second.to};
+  follow();
+  return chosen;
+}
+
+void run_patch_apply(const PatchArguments& given) {
+  if (given.paths.size() < 2)
+    throw UsageError(
+        "TARGET and PATCH are needed; e.g. fsdp patch apply exported patches/, with weights that "
+        "fsdp convert --to hf has written");
+  const std::string& target = given.paths.front();
+  FSDP_CHECK(is_directory(target), target,
+             " is no directory; give the one that has the weights as safetensors files");
+  std::vector<std::string> patches;
+  for (size_t i = 1; i < given.paths.size(); ++i) {
+    const std::string& path = given.paths[i];
+    const bool is_patch = path_exists(concat(path, "/", kPatchRecordName));
+    patches_at({path}, "apply");  // something is there
+    const std::vector<std::string> chosen =
+        is_patch ? std::vector{path} : patches_to_apply(path, read_applied(target));
+    patches.insert(patches.end(), chosen.begin(), chosen.end());
+  }
+  for (const std::string& patch : patches) {
+    const AppliedChanges changes = apply_patch(patch, target);
+    std::cout << "applied " << patch << ": " << counted_text(changes.num_elements, "element")
+              << " in " << counted_text(changes.num_tensors, "tensor") << "\n";
+  }
+  const std::optional<AppliedPatch> now = read_applied(target);
+  std::cout << target << " has the weights of step " << (now ? now->step : 0) << "\n";
+}
+
+constexpr const char* kPatchFooter =
+    "A PATCH is a directory that fsdp train --patches or a PatchStream has written, or a directory "
+    "of such.\n"
+    "Examples:\n"
+    "  fsdp patch show patches                        what each has\n"
+    "  fsdp patch verify patches                      every byte, and that one follows the other\n"
+    "  fsdp patch apply exported patches              all that are new to the weights in exported\n"
+    "docs/weights-out.md tells more.";
+
+struct PatchCommand {
+  const char* name;
+  const char* text;
+  const char* what;  // its arguments
+  void (*run)(const PatchArguments& given);
+};
+
+constexpr PatchCommand kPatchCommands[] = {
+    {"show", "Show what patches change", "Patches, or directories of them", run_patch_show},
+    {"verify", "Read every byte of patches, and check that they follow each other",
+     "Patches, or directories of them", run_patch_verify},
+    {"apply", "Change weights in safetensors files in place",
+     "First TARGET, the directory of the weights; then patches, or directories of them",
+     run_patch_apply}};
+
+}  // namespace
+
+Command add_patch(CLI::App& parent) {
+  CLI::App* app = parent.add_subcommand("patch", "Show, verify and apply patches of weights");
+  app->footer(kPatchFooter);
+  app->require_subcommand(0, 1);  // its absence is handled below
+  const auto given = std::make_shared<PatchArguments>();
+  std::vector<std::pair<const CLI::App*, void (*)(const PatchArguments&)>> commands;
+  for (const PatchCommand& command : kPatchCommands) {
+    CLI::App* each = app->add_subcommand(command.name, command.text);
+    each->footer(kPatchFooter);
+    each->allow_extras();
+    each->add_option("PATCH", given->paths, command.what)->type_name("");
+    if (std::string(command.name) == "show")
+      each->add_flag("--tensors", given->tensors, "List the changed tensors, too");
+    commands.emplace_back(each, command.run);
+  }
+  return {app, [=] {
+            for (const auto& [each, run] : commands)
+              if (each->parsed()) return run(*given);
+            throw UsageError(
+                "no subcommand was given; use fsdp patch show, fsdp patch verify or fsdp patch "
+                "apply");
+          }};
+}
+
+}  // namespace fsdp::cli
