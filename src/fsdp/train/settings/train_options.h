@@ -158,8 +158,8 @@ struct TrainOptions {
   bool allow_extra = false;
   std::string export_dir;    // "": none
   int64_t export_every = 0;  // 0: at the end alone
-  std::string patches;      // where patches of the weights are written; "": none
-  int64_t patch_every = 1;  // steps
+  std::string patches;       // where patches of the weights are written; "": none
+  int64_t patch_every = 1;   // steps
   PatchNamesChoice patch_names = PatchNamesChoice::kHf;
 
   // --- what is seen ---
