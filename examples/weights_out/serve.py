@@ -24,17 +24,17 @@ def main() -> None:
     parser.add_argument("config", help="config.json of the model")
     parser.add_argument("patches", help="the directory that the trainer writes patches to")
     parser.add_argument("--until", type=int, required=True, help="the step to end with")
-    parser.add_argument("--prompt", default="The ", help="text to continue")
+    parser.add_argument("--prompt", default='"""A serv', help="text to continue; the default is how this file begins")
     given = parser.parse_args()
     config = transformers.LlamaConfig.from_json_file(given.config)
     model = transformers.LlamaForCausalLM(config).eval()
     receiver = Receiver(model)
     print("serving", flush=True)
-    prompt = torch.tensor([list(given.prompt.encode())])
+    prompt = torch.tensor([[END_TOKEN, *given.prompt.encode()]])  # as after the end of a text
     while receiver.step is None or receiver.step < given.until:
         if applied := receiver.poll(given.patches):
             print(f"step {receiver.step}: {sum(patch.num_values for patch in applied):,} weights", flush=True)
-            tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=32, do_sample=False,
+            tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=40, do_sample=False,
                                     eos_token_id=END_TOKEN, pad_token_id=END_TOKEN)[0].tolist()
             print(f"    {bytes(token for token in tokens if token < END_TOKEN).decode(errors='replace')!r}", flush=True)
         time.sleep(0.05)
