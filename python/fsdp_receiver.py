@@ -181,6 +181,11 @@ class Patch:
     def is_full(self) -> bool:
         return self.start is None
 
+    @property
+    def num_values(self) -> int:
+        """Elements that it sets."""
+        return sum(part.values.numel() for parts in self._parts.values() for part in parts)
+
     def changes(self) -> Iterator[Change]:
         """Tensor by tensor: of a full patch whole tensors, of another one positions and values."""
         for name, parts in self._parts.items():

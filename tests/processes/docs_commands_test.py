@@ -60,6 +60,9 @@ NOT_RUN = {
         "ctest --preset cuda": "needs that build",
         "fsdp train --model llama-110m --data docs --cuda-graph": "needs a GPU; graph_device_test records such steps",
     },
+    "examples/README.md": {
+        "FSDP=build/release/bin/fsdp PYTHON=.venv/bin/python examples/weights_out/run.sh runs/weights_out": "served_weights_test does",
+    },
     "examples/huggingface_finetune/README.md": {
         "PYTHON=.venv/bin/python3 FSDP=build/release/bin/fsdp examples/huggingface_finetune/finetune.sh work": "finetune_test does",
     },

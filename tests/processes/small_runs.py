@@ -88,6 +88,15 @@ def losses(path):
     return found
 
 
+def stored_tensors(content):
+    """{name: (type, shape, bytes)} of a safetensors file."""
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:begin])
+    header.pop("__metadata__", None)
+    return {name: (each["dtype"], each["shape"], content[begin + each["data_offsets"][0]:begin + each["data_offsets"][1]])
+            for name, each in header.items()}
+
+
 def crc32c(data):
     """The checksum of token files, bit by bit."""
     remainder = 0xFFFFFFFF

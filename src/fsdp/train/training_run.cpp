@@ -29,6 +29,7 @@
 #include "fsdp/train/model/trained_model.h"
 #include "fsdp/train/run_options.h"
 #include "fsdp/train/settings/settings.h"
+#include "fsdp/train/step_export.h"
 #include "fsdp/train/step_timeline.h"
 
 namespace fsdp::train {
@@ -158,13 +159,13 @@ void TrainingRun::load() {
     loaded = load_checkpoint(options_.resume, state, loading);
   if (!loaded && steps.empty() && !plan_.init.empty())
     load_checkpoint(plan_.init, {.sharded = *sharded_, .buffers = state.buffers}, loading);
+  // Before the first save, since it may be read from the run's own directory.
+  const bool is_written = !options_.checkpoint_dir.empty() || !options_.export_dir.empty();
+  if (is_written && world_.rank() == 0) published_ = published_model(plan_);  // who writes it
   if (!options_.checkpoint_dir.empty()) {
     CheckpointerOptions saving = checkpointer_options(options_, names);
-    if (world_.rank() == 0) {  // who writes them
-      PublishedModel published = published_model(plan_);
-      saving.model_config = std::move(published.config);
-      saving.model_files = std::move(published.files);
-    }
+    saving.model_config = published_.config;
+    saving.model_files = published_.files;
     checkpointer_ = std::make_unique<Checkpointer>(options_.checkpoint_dir, mesh_, saving);
     if (options_.resume == "auto") loaded = checkpointer_->load_latest(state, loading);
   }
@@ -414,22 +415,9 @@ void TrainingRun::save() {
 void TrainingRun::export_weights() {
   if (options_.export_dir.empty() || exported_step_ == step_) return;
   exported_step_ = step_;
-  const double begin = now();
-  // A resumed run comes to steps again that it has exported.
-  ExportFiles files{.existing = ExportFiles::Existing::kReplace};
-  if (world_.rank() == 0) {  // who writes them
-    PublishedModel published = published_model(plan_);
-    files.model_config = std::move(published.config);
-    files.model_files = std::move(published.files);
-  }
-  const std::string directory = concat(options_.export_dir, "/", checkpoint_name(step_));
-  const ExportedFiles exported =
-      fsdp::export_weights({.sharded = *sharded_, .buffers = stored_buffers(*model_)}, directory,
-                           files, export_options(options_, stored_name_rules(*model_)));
-  if (watch_)
-    watch_->note(concat("weights of step ", step_, ": ", directory, ", ",
-                        bytes_text(static_cast<double>(exported.bytes)), " in ",
-                        static_cast<int64_t>((now() - begin) * 1e3), " ms"));
+  const std::string line =
+      export_step(options_, state(), stored_name_rules(*model_), published_, step_);
+  if (watch_) watch_->note(line);
 }
 
 void TrainingRun::report_saved() {

@@ -15,6 +15,7 @@
 #include "fsdp/nn/language_model.h"
 #include "fsdp/optim/optimizer.h"
 #include "fsdp/shard/sharded.h"
+#include "fsdp/train/model/published_model.h"
 #include "fsdp/train/model/trained_model.h"
 #include "fsdp/train/run_plan.h"
 #include "fsdp/train/run_trace.h"
@@ -65,6 +66,7 @@ class TrainingRun {
   const Mesh mesh_;
   const c10::Device device_;
   const int64_t total_steps_;
+  PublishedModel published_;  // rank 0 only, where something is written
 
   std::shared_ptr<LanguageModel> model_;
   std::optional<Sharded> sharded_;
