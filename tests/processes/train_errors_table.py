@@ -91,6 +91,7 @@ NAMES = [
     ("train --on-nonfinite ignore", "use one of update, skip"),
     ("train --rounding up", "use one of nearest, stochastic"),
     ("train --decay sqrt", "did you mean '1-sqrt'?"),
+    ("train --patches p --weights fp8-row", "--patches is 'p', but --weights is fp8-row, whose codes no receiver knows; leave one of the two out"),
     ("train --weights fp8", "did you mean 'fp8-tensor'? Use one of bf16, fp8-tensor, fp8-row, fp8-block, mxfp8, nvfp4"),
     ("train --weights fp8-row --weights-except '*.qproj.*'", "weights_except has '*.qproj.*', which matches no tensor of 'model/config.json'; did you "
      "mean 'model.layers.0.self_attn.q_proj.weight'?"),

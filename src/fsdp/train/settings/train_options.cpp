@@ -124,6 +124,10 @@ void check_checkpoints(const TrainOptions& o) {
   validate(Retention{.keep_last = o.keep_last, .keep_every = o.keep_every});
   if (o.resume.empty())
     throw UsageError("--resume is empty; use auto, never or the path of a checkpoint");
+  if (!o.patches.empty() && o.weights != WeightRecipe::kPlain)
+    throw UsageError(concat("--patches is '", o.patches, "', but --weights is ",
+                            row_of(o.weights).name,
+                            ", whose codes no receiver knows; leave one of the two out"));
   if (!o.init.empty() && o.from_scratch)
     throw UsageError(concat("--init is '", o.init,
                             "' and --from-scratch is given, which is for random weights; leave one "
