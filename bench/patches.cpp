@@ -2,7 +2,7 @@
 // finding changes by a snapshot.
 //
 //   bench_patches --model llama-110m
-//   bench_patches --model llama-1b --device cuda --batch 4 --sequence 2048
+//   bench_patches --model llama-1b --device cuda:0 --batch 4 --sequence 2048
 #include <ATen/ATen.h>
 #include <torch/utils.h>
 
@@ -157,7 +157,7 @@ int main(int argc, char** argv) try {
   CLI::App app{"What patches of weights take, beside all weights and beside snapshots",
                "bench_patches"};
   app.add_option("--model", given.model, "a preset");
-  app.add_option("--device", given.device, "cpu or cuda");
+  app.add_option("--device", given.device, "cpu, or a GPU such as cuda:0");
   app.add_option("--directory", given.directory, "where patches are written");
   app.add_option("--rates", given.rates, "learning rates");
   app.add_option("--batch", given.batch, "sequences");

@@ -310,7 +310,7 @@ TEST(Patches, OfEveryOptimizerBringTheTrainersBits) {
         wait_for_all(world);
         expect_bits(sharded, model, receiver, concat(name, ", step ", number));
         wait_for_all(world);
-        model(input_for(world.rank(), number, {2, 19}).to(at::kBFloat16))
+        model(input_for(world.rank(), number, {2, 19}).to(test_device(), at::kBFloat16))
             .to(at::kFloat)
             .square()
             .sum()
@@ -324,7 +324,8 @@ TEST(Patches, OfEveryOptimizerBringTheTrainersBits) {
 
 // --- files ---------------------------------------------------------------------------------------
 
-std::string bytes_of(const at::Tensor& tensor) {
+std::string bytes_of(const at::Tensor& values) {
+  const at::Tensor tensor = values.detach().cpu().contiguous();
   return {static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes()};
 }
 
@@ -333,7 +334,7 @@ void write_other_weights(const std::string& path, const Wide& model) {
   std::vector<WholeTensor> tensors;
   for (const auto& item : model->named_parameters())
     tensors.push_back({item.key(), item.value().sizes().vec(), DType::kBFloat16,
-                       bytes_of(at::full_like(item.value(), 99.0).contiguous())});
+                       bytes_of(at::full_like(item.value(), 99.0))});
   write_plain_file(path + "/model.safetensors", tensors);
 }
 
@@ -358,7 +359,7 @@ TEST(Patches, InFilesBringTheTrainersBits) {
           std::string stored(item.value().nbytes(), '\0');
           read_elements(catalog.files(), catalog.model().at(item.key()), {0, item.value().numel()},
                         reinterpret_cast<std::byte*>(stored.data()));
-          EXPECT_EQ(stored, bytes_of(item.value().detach().contiguous()))
+          EXPECT_EQ(stored, bytes_of(item.value()))
               << strategy << " " << item.key() << ", step " << step;
         }
         wait_for_all(rank.world);
