@@ -56,6 +56,7 @@ TEST(PlanCommand, HelpListsEveryOption) {
                              "--first-moment",
                              "--second-moment",
                              "--offload",
+                             "--patches",
                              "--pool",
                              "--prefetch",
                              "--pool-budget",
@@ -199,6 +200,8 @@ TEST(PlanCommand, OptionsChangeWhatTheySay) {
   EXPECT_EQ(bytes("--main-storage split", "main_weight") * 2,
             bytes("--main-storage separate", "main_weight"));
   EXPECT_EQ(bytes("--offload 0.5", "moments") * 2, bytes("", "moments"));
+  // A bit for every weight, where two moments have 64.
+  EXPECT_EQ((bytes("--patches p", "moments") - bytes("", "moments")) * 64, bytes("", "moments"));
   const Json offloaded = plan_json("--model llama-1b --ranks 4 --main-storage split --offload 1");
   EXPECT_EQ(offloaded.at("offload"), 1.0);
   EXPECT_EQ(offloaded.at("host_bytes").at("moments"), bytes("", "moments"));

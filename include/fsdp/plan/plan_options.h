@@ -54,6 +54,8 @@ struct PlanOptions {
   std::optional<DType> muon = std::nullopt;
   // But for those of these names ("*" is any text).
   std::vector<std::string> muon_except = {};
+  // StepOptions::marks_changes.
+  bool marks_changes = false;
 
   // The grid of dense parameters, and that of a kind of grid.
   MeshShape mesh() const { return {.outer = outer, .inner = ranks / outer}; }

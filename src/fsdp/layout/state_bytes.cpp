@@ -66,6 +66,12 @@ int64_t moments_bytes(const GroupTypes& types, std::span<const ShardRange> range
   return bytes;
 }
 
+int64_t marks_bytes(std::span<const ShardRange> ranges) {
+  int64_t bytes = 0;
+  for (const ShardRange& range : ranges) bytes += num_scales(range.flat) * (kScaleBlock / 8);
+  return bytes;
+}
+
 int64_t host_weight_bytes(const GroupTypes& types) {
   return element_bytes(types.main_weight.value_or(types.weight));
 }

@@ -44,6 +44,9 @@ int64_t moment_bytes(DType dtype, FlatRange flat);
 // All moments of these elements.
 int64_t moments_bytes(const GroupTypes& types, std::span<const ShardRange> ranges);
 
+// A bit for each of these elements, in whole blocks (StepOptions::marks_changes).
+int64_t marks_bytes(std::span<const ShardRange> ranges);
+
 // Bytes per element of the weight that is updated on the host. It is whole there, never split: the
 // other half would be on the device. Without main weights it is a copy of the weight, so that only
 // gradients travel to the host.

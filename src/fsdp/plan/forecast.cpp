@@ -75,6 +75,10 @@ MemoryBytes buffers_of(std::span<const GroupPlan> groups, const PlanOptions& opt
                    bytes_in(newton_schulz_numel(matrix.rows, matrix.columns), *options.muon));
     bytes.host.main_weight += checked_mul(numel_of(places.host), host_weight_bytes(types));
     bytes.host.moments += moments_bytes(types, places.host);
+    if (options.marks_changes) {
+      bytes.moments += marks_bytes(places.device);
+      bytes.host.moments += marks_bytes(places.host);
+    }
   }
   return bytes;
 }

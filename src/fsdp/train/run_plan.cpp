@@ -76,7 +76,8 @@ PlanOptions plan_options(const TrainOptions& o, int64_t num_ranks, DType compute
                    .offload = o.offload,
                    .pool = o.pool,
                    .prefetch = o.prefetch,
-                   .granularity = o.granularity};
+                   .granularity = o.granularity,
+                   .marks_changes = !o.patches.empty()};
   if (o.optimizer == OptimizerChoice::kSgd) {
     plan.precision.second_moment = std::nullopt;
     if (o.momentum == 0) plan.precision.first_moment = std::nullopt;

@@ -47,7 +47,8 @@ TEST(MuonModels, TrainAsIfUnsharded) {
         model->to(test_device());
         const Sharded sharded =
             fully_shard(model, mesh, {.strategy = strategy, .matrices = {.declared = true}});
-        Muon optimizer(sharded, {.lr = 0.01, .products_dtype = at::kFloat});
+        Muon optimizer(sharded,
+                       {.lr = 0.01, .products_dtype = at::kFloat, .step = {.marks_changes = true}});
         for (int step = 0; step < 2; ++step) {
           testing::small_loss(*model, testing::small_tokens(world.rank(), step).to(test_device()))
               .total.backward();
@@ -86,7 +87,8 @@ TEST(MuonModels, TrainAsIfUnsharded) {
                                                         .outer = axes.outer,
                                                         .ep = axes.ep,
                                                         .compute = DType::kFloat32,
-                                                        .muon = DType::kFloat32})
+                                                        .muon = DType::kFloat32,
+                                                        .marks_changes = true})
             .forecast()
             .bytes;
     EXPECT_EQ(most_bytes, planned.total() - planned.weight_pool - planned.grad_pool);
