@@ -208,16 +208,24 @@ class Checkpointer:
     def wait(self) -> None: ...
 
 class PatchTensor:
-    name: str
-    shape: list[int]
-    positions: torch.Tensor
-    values: torch.Tensor
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> list[int]: ...
+    @property
+    def positions(self) -> torch.Tensor: ...
+    @property
+    def values(self) -> torch.Tensor: ...
 
 class Patch:
-    base: str
-    begin: int | None
-    end: int
-    tensors: list[PatchTensor]
+    @property
+    def base(self) -> str: ...
+    @property
+    def begin(self) -> int | None: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def tensors(self) -> list[PatchTensor]: ...
 
 class PatchStream:
     def __init__(self, model: Sharded, optimizer: Optimizer | None, buffers: list[tuple[str, torch.Tensor]],
