@@ -49,7 +49,7 @@ TEST(MatrixOwners, AreWithinFourThirdsOfTheBestPossible) {
       const double bound = best_possible(tasks, ranks);
       // Where every owner has one large matrix and a few are left, as of 96 in llama3-8b on 96
       // ranks, units that come first spread their small ones over owners that later ones would
-      // need.
+      // need. On 80 and 384 ranks, which are not here, it is as bad or worse (bench/results).
       const double allowed = std::has_single_bit(static_cast<uint64_t>(ranks)) ? 4.0 / 3 : 1.5;
       EXPECT_LE(matrices.most_flops, bound * allowed) << model << " on " << ranks;
       EXPECT_GE(matrices.most_flops, bound * 0.999999) << model << " on " << ranks;
