@@ -260,7 +260,7 @@ __device__ void mark_changed(const UpdateSpan& span, const Lane& lane, const Raw
   if (mine == 0) return;
   const int64_t block = (lane.begin - kVector * number + span.flat_begin % kScaleBlock);
   auto* marks = reinterpret_cast<uint32_t*>(span.marks + block / kScaleBlock * kMarkLanes);
-  marks[number] |= mine;
+  atomicOr(marks + number, mine);  // nobody else writes this word, but so no lane waits for it
 }
 
 // --- moments -------------------------------------------------------------------------------------
