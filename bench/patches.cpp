@@ -73,7 +73,7 @@ std::vector<at::Tensor> weights_of(const Sharded& sharded) {
 }
 
 struct Figures {
-  std::vector<double> take, write, full, keep, compare;  // milliseconds
+  std::vector<double> take_there, take, write, full, keep, compare;  // milliseconds
   int64_t changed = 0;
   int64_t all = 0;
   int64_t bytes = 0;
@@ -125,14 +125,17 @@ Figures measure(const Arguments& given, double rate, World& world) {
       size_t i = 0;
       for (const at::Tensor& weight : weights_of(sharded)) {
         const at::Tensor positions = weight.ne(snapshot[i++]).nonzero().view({-1});
-        found += weight.index_select(0, positions).cpu().numel();
+        found += weight.index_select(0, positions).numel();
       }
     }));
     snapshot.clear();
     figures.write.push_back(timed_ms(device, [&] { path = stream.write(directory, step++); }));
     figures.bytes = bytes_in(path);
-    train();
     Patch patch;
+    train();
+    figures.take_there.push_back(timed_ms(device, [&] { patch = stream.take(step++, device); }));
+    train();
+    patch = {};
     figures.take.push_back(timed_ms(device, [&] { patch = stream.take(step++); }));
     figures.changed = found;
   }
@@ -143,11 +146,12 @@ Figures measure(const Arguments& given, double rate, World& world) {
 
 void print(const Figures& figures, double rate) {
   const auto mb = [](int64_t bytes) { return static_cast<double>(bytes) / 1e6; };
-  std::printf("%-8.0e %8.3f %% %10.2f %10.2f %9.1f %9.1f %9.1f %9.1f %9.1f\n", rate,
+  std::printf("%-8.0e %8.3f %% %10.2f %10.2f %9.1f %9.1f %9.1f %9.1f %9.1f %9.1f\n", rate,
               100.0 * static_cast<double>(figures.changed) / static_cast<double>(figures.all),
-              mb(figures.bytes), mb(figures.full_bytes), bench::median(figures.take),
-              bench::median(figures.write), bench::median(figures.full),
-              bench::median(figures.keep), bench::median(figures.compare));
+              mb(figures.bytes), mb(figures.full_bytes), bench::median(figures.take_there),
+              bench::median(figures.take), bench::median(figures.write),
+              bench::median(figures.full), bench::median(figures.keep),
+              bench::median(figures.compare));
 }
 
 }  // namespace
@@ -169,8 +173,10 @@ int main(int argc, char** argv) try {
               given.model.c_str(), given.device.c_str(), static_cast<long long>(given.batch),
               static_cast<long long>(given.sequence), given.warmup, given.rounds);
   std::printf(
-      "# rate    changed    patch MB    full MB   take ms  write ms   full ms  copy ms  compare "
-      "ms\n");
+      "# rate    changed    patch MB    full MB  there ms   take ms  write ms   full ms   copy ms"
+      "  compare ms\n"
+      "# there: tensors on the device; take: on the host; copy, compare: a snapshot on the "
+      "device\n");
   std::fflush(stdout);
   World world = World::from_environment();
   for (const double rate : given.rates) {

@@ -3,6 +3,7 @@
 import os
 from typing import Literal
 
+import torch
 from torch import nn
 
 from . import _C, checkpoint, optim, shard
@@ -30,10 +31,10 @@ class PatchStream:
         self._engine = _C.PatchStream(shard.handle(model), checkpoint._engine_of(optimizer), checkpoint._buffers(model),
                                       names == "vllm")
 
-    def take(self, step: int) -> Patch:
+    def take(self, step: int, *, device: torch.device | str = "cpu") -> Patch:
         """What this rank has of the patch to the weights after `step`: base, begin (a step; None if it is full), end, and tensors
-        with name, shape, positions and values."""
-        return self._engine.take(step)
+        with name, shape, positions and values, on `device`. If it fails, the next patch is a full one."""
+        return self._engine.take(step, str(torch.device(device)))
 
     def write(self, directory: str | os.PathLike[str], step: int) -> str:
         """The same as a directory in `directory`, which appears when all ranks have written their part. Returns its path. If it

@@ -42,7 +42,7 @@ struct PatchTensor {
   // Of the flattened whole, ascending: positions (int64), or if that is undefined, ranges.
   at::Tensor positions;
   std::vector<PatchRange> ranges;
-  at::Tensor values;  // of these elements, one-dimensional, with the bits that compute; on the CPU
+  at::Tensor values;  // of these elements, one-dimensional, with the bits that compute
 };
 
 struct Patch {
@@ -66,9 +66,10 @@ class PatchStream {
   PatchStream(const PatchStream&) = delete;
   PatchStream& operator=(const PatchStream&) = delete;
 
-  // What this rank has of the patch from the one before to now, the weights after `step`. Waits for
-  // updates under way.
-  Patch take(int64_t step);
+  // What this rank has of the patch from the one before to now, the weights after `step`, as
+  // tensors on the device `where`. Waits for updates under way. If it fails, the next patch is a
+  // full one.
+  Patch take(int64_t step, c10::Device where = at::kCPU);
 
   // The same as a directory in `directory`, which appears when all ranks have written their part.
   // Returns its path. If that fails, the next patch is a full one.

@@ -107,7 +107,7 @@ void UpdatePiece::allocate_marks(SlabAllocator& allocator, c10::Device device) {
 
 at::Tensor UpdatePiece::marked(FlatRange flat) const {
   flat = intersect(flat, main_->flat);
-  if (flat.empty()) return at::empty({0}, at::kLong);
+  if (flat.empty()) return at::empty({0}, marks_.options().dtype(at::kLong));
   if (marks_.is_cpu()) {
     std::vector<int64_t> positions;
     find_marked(static_cast<const uint16_t*>(mark_memory_.at(0)), main_->flat.begin, flat,
@@ -122,13 +122,17 @@ at::Tensor UpdatePiece::marked(FlatRange flat) const {
   const int64_t first = main_->flat.begin / kScaleBlock;
   for (int64_t block = flat.begin / kScaleBlock; block * kScaleBlock < flat.end;) {
     const int64_t count = std::min(kMostBlocks, (flat.end - 1) / kScaleBlock + 1 - block);
+    const FlatRange range = intersect(flat, {block * kScaleBlock, (block + count) * kScaleBlock});
     const at::Tensor marks = marks_.narrow(0, block - first, count).unsqueeze(1);
-    const at::Tensor found = marks.bitwise_right_shift(bits).bitwise_and(1).view({-1}).nonzero();
-    parts.push_back(found.view({-1}).cpu().add_(block * kScaleBlock));
+    const at::Tensor found = marks.bitwise_right_shift(bits)
+                                 .bitwise_and_(1)
+                                 .view({-1})
+                                 .narrow(0, range.begin - block * kScaleBlock, range.numel())
+                                 .nonzero();
+    parts.push_back(found.view({-1}).add_(range.begin));
     block += count;
   }
-  const at::Tensor all = at::cat(parts);
-  return all.masked_select(all.ge(flat.begin).logical_and_(all.lt(flat.end)));
+  return parts.size() == 1 ? parts.front() : at::cat(parts);
 }
 
 // Part of one span's moment: in place if it is in host memory, else a copy.

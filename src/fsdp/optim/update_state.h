@@ -54,7 +54,7 @@ class UpdatePiece {
   const float* moment_in_host_memory(size_t which, FlatRange flat) const;
 
   // Elements of the piece among [flat) whose marks are set: positions in the group's whole buffer,
-  // ascending, int64 on the CPU.
+  // ascending, int64, where the marks are.
   at::Tensor marked(FlatRange flat) const;
   void clear_marks() { marks_.zero_(); }
 

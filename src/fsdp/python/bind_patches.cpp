@@ -40,7 +40,7 @@ at::Tensor positions_of(const PatchTensor& tensor) {
   if (tensor.positions.defined()) return tensor.positions;
   std::vector<at::Tensor> parts;
   for (const PatchRange& range : tensor.ranges)
-    parts.push_back(at::arange(range.begin, range.end, at::kLong));
+    parts.push_back(at::arange(range.begin, range.end, tensor.values.options().dtype(at::kLong)));
   return at::cat(parts);
 }
 
@@ -66,7 +66,10 @@ void bind_patches(py::module_& module) {
                                            is_vllm ? PatchNames::kVllm : PatchNames::kPublished);
       }))
       .def(
-          "take", [](ModelPatches& self, int64_t step) { return self.get().take(step); },
+          "take",
+          [](ModelPatches& self, int64_t step, const std::string& device) {
+            return self.get().take(step, c10::Device(device));
+          },
           WithoutGil())
       .def(
           "write",

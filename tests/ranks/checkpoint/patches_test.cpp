@@ -46,11 +46,11 @@ class Receiver {
     int64_t num_changed = 0;
     for (const PatchTensor& each : patch.tensors) {
       at::Tensor& whole = tensors_[each.name];
-      if (!whole.defined()) whole = at::full(each.shape, -7.0, each.values.options());
+      if (!whole.defined()) whole = at::full(each.shape, -7.0, each.values.scalar_type());
       EXPECT_EQ(whole.sizes(), at::IntArrayRef(each.shape)) << each.name;
       const at::Tensor flat = bits_of(whole.view({-1}));
-      const at::Tensor values = bits_of(each.values);
-      const at::Tensor positions = positions_of(each);
+      const at::Tensor values = bits_of(each.values.cpu());
+      const at::Tensor positions = positions_of(each).cpu();
       num_changed += flat.index_select(0, positions).ne(values).sum().item<int64_t>();
       num_elements_ += values.numel();
       flat.index_copy_(0, positions, values);
@@ -144,7 +144,7 @@ TEST(Patches, BringTheTrainersBits) {
         optimizer.set_learning_rate(random() % 3 == 0 ? 1e-3 : 1e-5);
         rank.train(step, step + static_cast<int>(length));
         step += static_cast<int>(length);
-        const Patch patch = stream.take(step);
+        const Patch patch = stream.take(step, step % 2 == 0 ? at::kCPU : test_device());
         EXPECT_EQ(patch.from.has_value(), step > 0);
         int64_t elements = 0;
         for (const PatchTensor& tensor : patch.tensors) elements += tensor.values.numel();
@@ -242,6 +242,25 @@ TEST(Patches, OfAnOptimizerWithoutMarksAreRefused) {
     stream.take(5);
     EXPECT_THAT(error_of([&] { stream.take(5); }),
                 HasSubstr("step is 5; a patch leads to a step after 5"));
+  });
+}
+
+// It fails at the first tensor, when other marks may be gone; so the next patch has everything.
+TEST(Patches, AfterOneThatFailedAreFull) {
+  Training run{.ranks = 2, .compute = at::kBFloat16};
+  run.adamw = {.lr = 1e-4, .step = {.marks_changes = true}};
+  Receiver receiver;
+  run_training(run, [&](TrainingRank& rank) {
+    PatchStream stream(rank.state());
+    receiver.apply(stream.take(0));
+    rank.train(0, 1);
+    EXPECT_THROW(stream.take(1, c10::Device(at::kCUDA, 99)), std::exception);
+    const Patch patch = stream.take(1);
+    EXPECT_FALSE(patch.from.has_value());
+    receiver.apply(patch);
+    wait_for_all(rank.world);
+    expect_bits(rank.sharded, rank.model, receiver, "a failure");
+    wait_for_all(rank.world);
   });
 }
 

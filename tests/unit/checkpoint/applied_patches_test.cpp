@@ -30,7 +30,7 @@ const StoredTensor kB{"b", DType::kFloat32, {4}};
 struct Changed {
   StoredTensor tensor;
   std::vector<FlatRange> ranges;
-  std::vector<int64_t> positions;
+  std::vector<uint8_t> skips;  // if there are no ranges
   std::vector<float> values;
 };
 
@@ -39,10 +39,13 @@ std::string write_patch(const TempDir& directory, std::optional<int64_t> from, i
                         const std::vector<Changed>& changed, const std::string& base = kBase) {
   const std::string temporary = directory.path() + "/.tmp";
   std::filesystem::create_directories(temporary);
-  std::vector<PatchChange> changes;
+  std::vector<StoredChange> changes;
   for (const Changed& each : changed)
-    changes.push_back(
-        {each.tensor, each.ranges, each.positions, std::as_bytes(std::span(each.values))});
+    changes.push_back({each.tensor,
+                       each.ranges.empty() ? PositionForm::kSkips : PositionForm::kRanges,
+                       each.ranges.empty() ? std::as_bytes(std::span(each.skips))
+                                           : std::as_bytes(std::span(each.ranges)),
+                       std::as_bytes(std::span(each.values))});
   PatchRecord record{base, 0, from, to, "hf", {kA, kB}, {}};
   record.files.push_back(write_patch_file(temporary, 0, changes));
   const std::string path = concat(directory.path(), "/", base, patch_name(from, to));
@@ -91,7 +94,7 @@ TEST(AppliedPatches, ChangeWeightsInPlace) {
   EXPECT_EQ(read_applied(weights), (AppliedPatch{kBase, 3}));
 
   const AppliedChanges changes =
-      apply_patch(write_patch(directory, 3, 5, {{kA, {}, {1, 4}, {-1, -4}}}), weights);
+      apply_patch(write_patch(directory, 3, 5, {{kA, {}, {1, 2}, {-1, -4}}}), weights);
   EXPECT_EQ(changes.num_elements, 2);
   EXPECT_EQ(changes.num_tensors, 1);
   EXPECT_EQ(first_of(weights), (std::vector<float>{0, -1, 2, 3, -4, 5}));

@@ -195,7 +195,8 @@ std::string put_patch(const std::string& directory, std::optional<int64_t> from,
   const std::string temporary = directory + "/." + patch_name(from, to) + ".tmp";
   make_directories(temporary);
   const std::string values(static_cast<size_t>(range.numel()), value);
-  const PatchChange change{kWeight, {range}, {}, std::as_bytes(std::span(values))};
+  const StoredChange change{kWeight, PositionForm::kRanges, std::as_bytes(std::span(&range, 1)),
+                            std::as_bytes(std::span(values))};
   PatchRecord record{"0123456789abcdef", 0, from, to, "hf", {kWeight}, {}};
   record.files.push_back(write_patch_file(temporary, 0, {&change, 1}));
   publish_patch(temporary, path, record);

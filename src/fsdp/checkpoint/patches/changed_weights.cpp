@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <map>
 #include <utility>
 
 #include "fsdp/base/check.h"
@@ -16,27 +17,32 @@ namespace fsdp {
 
 namespace {
 
-// A part of a group's whole buffer, and where it lies in a published tensor.
-struct PlacedRun {
-  std::string name;
-  Run run;  // from the group's whole buffer to the flattened tensor
+// The published tensors that a member of a group is divided into, and where this rank's part of the
+// member lies in them.
+struct PlacedMember {
+  struct PlacedRun {
+    size_t section = 0;
+    Run run;  // from the group's whole buffer to the flattened section
+  };
+  std::vector<TensorSection> sections;
+  std::vector<PlacedRun> runs;  // ascending in the group's buffer; together all that the rank holds
 };
 
-std::vector<PlacedRun> placed_runs(const ParamGroup& group, int64_t index, const NameRules& rules) {
-  const std::vector<TensorSection> sections =
-      rules.sections(group.name_of(index), group.whole_shape_of(index));
+PlacedMember placed_member(const ParamGroup& group, int64_t index, const NameRules& rules) {
+  PlacedMember member{rules.sections(group.name_of(index), group.whole_shape_of(index)), {}};
   const std::vector<int64_t>& shape = group.shape_of(index);
   const std::vector<int64_t> strides = strides_of(shape);
   const int64_t begin = group.layout().tensor_range(index).begin;
-  std::vector<PlacedRun> placed;
   for (const OwnedBox& box : owned_boxes(group.owned_of(index), shape, group.held_of(index)))
-    for (const SectionBox& part : cut_at_sections(sections, box.whole)) {
-      const TensorSection& section = sections[part.section];
+    for (const SectionBox& part : cut_at_sections(member.sections, box.whole)) {
+      const TensorSection& section = member.sections[part.section];
       const StridedBox from{part.model, strides, begin + place_of(part, box, strides)};
       const StridedBox to{{section.offsets, section.shape}, strides_of(section.shape), 0};
-      for (const Run& run : runs(from, to)) placed.push_back({section.name, run});
+      for (const Run& run : runs(from, to)) member.runs.push_back({part.section, run});
     }
-  return placed;
+  std::sort(member.runs.begin(), member.runs.end(),
+            [](const auto& a, const auto& b) { return a.run.from < b.run.from; });
+  return member;
 }
 
 // Weights [flat) of a group's whole buffer, as they compute, on the CPU.
@@ -49,21 +55,57 @@ at::Tensor weights_at(const ParamGroup& group, FlatRange flat) {
   return parts.size() == 1 ? parts.front() : at::cat(parts);
 }
 
-// The same of single elements; `positions` are ascending.
-at::Tensor weights_at(const ParamGroup& group, const at::Tensor& positions) {
-  const auto* first = positions.const_data_ptr<int64_t>();
-  const auto* last = first + positions.numel();
-  std::vector<at::Tensor> parts;
-  for (const MainWeightPiece& piece : group.main_weights().pieces()) {
-    const auto* begin = std::lower_bound(first, last, piece.flat.begin);
-    const auto* end = std::lower_bound(begin, last, piece.flat.end);
-    if (begin == end) continue;
-    const at::Tensor own = positions.narrow(0, begin - first, end - begin)
-                               .sub(piece.flat.begin)
-                               .to(piece.weight.device());
-    parts.push_back(piece.weight.index_select(0, own).cpu());
+// Adds weights [flat) of the group, which are all that the rank holds of the member.
+void add_everything(const PlacedMember& member, const ParamGroup& group, FlatRange flat,
+                    std::vector<ChangedTensor>& sections) {
+  const at::Tensor values = weights_at(group, flat);
+  for (const auto& [section, run] : member.runs)
+    sections[section].add_range(run.to, values.narrow(0, run.from - flat.begin, run.numel));
+}
+
+// Adds elements of the group's buffer at their places in the sections. Tensors that are cut along
+// their rows have a run for each row, so elements find their runs by themselves.
+void add_placed(const PlacedMember& member, const at::Tensor& positions, const at::Tensor& values,
+                std::vector<ChangedTensor>& sections) {
+  const std::vector<PlacedMember::PlacedRun>& runs = member.runs;
+  const auto shift_of = [](const Run& run) { return run.to - run.from; };
+  if (runs.size() == 1) {
+    const auto& [section, run] = runs.front();
+    return sections[section].add_elements(run.to, positions.add(shift_of(run)), values);
   }
-  return parts.size() == 1 ? parts.front() : at::cat(parts);
+  const auto each_run = [&](const auto& number) {
+    const at::Tensor numbers = at::empty({static_cast<int64_t>(runs.size())}, at::kLong);
+    std::transform(runs.begin(), runs.end(), numbers.mutable_data_ptr<int64_t>(), number);
+    return numbers.to(positions.device());
+  };
+  const at::Tensor begins = each_run([](const auto& each) { return each.run.from; });
+  const at::Tensor shifts = each_run([&](const auto& each) { return shift_of(each.run); });
+  const at::Tensor run_of =
+      at::searchsorted(begins, positions, /*out_int32=*/false, /*right=*/true).sub_(1);
+  const at::Tensor placed = shifts.index_select(0, run_of).add_(positions);
+  const at::Tensor section_of = each_run([](const auto& each) {
+                                  return static_cast<int64_t>(each.section);
+                                }).index_select(0, run_of);
+  for (size_t section = 0; section < sections.size(); ++section) {
+    const at::Tensor own = section_of.eq(static_cast<int64_t>(section)).nonzero().view({-1});
+    const auto first = std::find_if(runs.begin(), runs.end(),
+                                    [&](const auto& each) { return each.section == section; });
+    if (own.numel() > 0)
+      sections[section].add_elements(first->run.to, placed.index_select(0, own),
+                                     values.index_select(0, own));
+  }
+}
+
+// Adds the marked ones of weights [flat).
+void add_marked(const PlacedMember& member, const GroupUpdate& update, FlatRange flat,
+                std::vector<ChangedTensor>& sections) {
+  for (const UpdatePiece& piece : update.pieces()) {
+    const MainWeightPiece& main = piece.main();
+    const at::Tensor positions = piece.marked(flat).to(main.weight.device());
+    if (positions.numel() == 0) continue;
+    const at::Tensor values = main.weight.index_select(0, positions.sub(main.flat.begin));
+    add_placed(member, positions, values, sections);
+  }
 }
 
 // Of ranks that have the same weights, one brings a tensor: in turn, so that all have some.
@@ -91,10 +133,8 @@ void ChangedTensor::add_range(int64_t to, at::Tensor values) {
   if (values.numel() > 0) parts_.push_back({to, at::Tensor(), std::move(values)});
 }
 
-void ChangedTensor::add_elements(at::Tensor positions, at::Tensor values) {
-  if (values.numel() == 0) return;
-  const int64_t begin = positions.const_data_ptr<int64_t>()[0];
-  parts_.push_back({begin, std::move(positions), std::move(values)});
+void ChangedTensor::add_elements(int64_t begin, at::Tensor positions, at::Tensor values) {
+  if (values.numel() > 0) parts_.push_back({begin, std::move(positions), std::move(values)});
 }
 
 void ChangedTensor::shift(int64_t offset) {
@@ -111,17 +151,26 @@ void ChangedTensor::append(ChangedTensor other) {
 PatchTensor ChangedTensor::as_patch(std::string name, std::vector<int64_t> shape) && {
   std::sort(parts_.begin(), parts_.end(),
             [](const Part& a, const Part& b) { return a.begin < b.begin; });
+  // Weights on the host, or of a group that was set as a whole, may meet others on a device.
+  const auto where = [](const Part& part) { return part.values.device(); };
+  const bool is_one_device = std::all_of(parts_.begin(), parts_.end(), [&](const Part& part) {
+    return where(part) == where(parts_.front());
+  });
   PatchTensor tensor{std::move(name), std::move(shape), {}, {}, {}};
   const bool has_ranges = std::none_of(parts_.begin(), parts_.end(),
                                        [](const Part& part) { return part.positions.defined(); });
   std::vector<at::Tensor> values;
   std::vector<at::Tensor> positions;
-  for (const Part& part : parts_) {
+  for (Part& part : parts_) {
+    if (!is_one_device) part.values = part.values.cpu();
+    if (!is_one_device && part.positions.defined()) part.positions = part.positions.cpu();
     values.push_back(part.values);
     const int64_t end = part.begin + part.values.numel();
     if (!has_ranges) {
-      positions.push_back(part.positions.defined() ? part.positions
-                                                   : at::arange(part.begin, end, at::kLong));
+      positions.push_back(
+          part.positions.defined()
+              ? part.positions
+              : at::arange(part.begin, end, part.values.options().dtype(at::kLong)));
     } else if (!tensor.ranges.empty() && tensor.ranges.back().end == part.begin) {
       tensor.ranges.back().end = end;
     } else {
@@ -166,13 +215,12 @@ ChangedWeights::ChangedWeights(const CheckpointState& state, const NameRules& ru
   check_unique(rules_, names);
 }
 
-std::map<std::string, ChangedTensor> ChangedWeights::take(Which which) {
+void ChangedWeights::take(Which which, const Give& give) {
   Engine& engine = EngineAccess::of(state_.sharded);
   engine.wait();
   std::map<const ParamGroup*, GroupUpdate*> updates;
   for (GroupUpdate* update : OptimizerAccess::of(*state_.optimizer).group_updates())
     updates[&update->group()] = update;
-  std::map<std::string, ChangedTensor> changed;
   int64_t number = 0;
   bool is_any_rewritten = false;
   for (const auto& unit : engine.units())
@@ -180,61 +228,43 @@ std::map<std::string, ChangedTensor> ChangedWeights::take(Which which) {
       const bool is_rewritten = group.main_weights().take_is_rewritten();
       is_any_rewritten |= is_rewritten;
       const auto it = updates.find(&group);
-      take_group(group, it == updates.end() ? nullptr : it->second,
-                 is_rewritten || which == Which::kEverything, number, changed);
+      GroupUpdate* update = it == updates.end() ? nullptr : it->second;  // nullptr: frozen
+      for (int64_t i = 0; i < group.layout().num_tensors(); ++i) {
+        const PlacedMember member = placed_member(group, i, rules_);
+        std::vector<ChangedTensor> sections(member.sections.size());
+        const int64_t begin = group.layout().tensor_range(i).begin;
+        const FlatRange held = group.held_of(i);
+        const FlatRange flat{begin + held.begin, begin + held.end};
+        if (brings(group, number++) && !held.empty()) {
+          if (is_rewritten || which == Which::kEverything)
+            add_everything(member, group, flat, sections);
+          else if (update != nullptr)
+            add_marked(member, *update, flat, sections);
+        }
+        for (size_t k = 0; k < sections.size(); ++k)
+          give(member.sections[k].name, std::move(sections[k]));
+      }
+      if (update == nullptr) continue;
+      for (UpdatePiece& piece : update->pieces()) piece.clear_marks();
     }
   if (is_any_rewritten) engine.take_over_main_weights();
-  // Every rank has all of a buffer, and nobody knows what has changed in it.
+  give_buffers(give);
+}
+
+// Every rank has all of a buffer, and nobody knows what has changed in it.
+void ChangedWeights::give_buffers(const Give& give) const {
+  const bool is_first = rank_in(EngineAccess::of(state_.sharded).mesh()) == 0;
   for (const NamedBuffer& buffer : state_.buffers) {
-    if (rank_in(engine.mesh()) != 0) break;
     const at::Tensor whole = buffer.value.detach().to(at::kCPU, buffer.value.scalar_type(), false,
                                                       /*copy=*/true);
     for (const TensorSection& section : rules_.sections(buffer.name, whole.sizes())) {
       at::Tensor part = whole;
       for (size_t dim = 0; dim < section.shape.size(); ++dim)
         part = part.narrow(static_cast<int64_t>(dim), section.offsets[dim], section.shape[dim]);
-      changed[section.name].add_range(0, part.reshape({-1}));
+      ChangedTensor elements;
+      if (is_first) elements.add_range(0, part.reshape({-1}));
+      give(section.name, std::move(elements));
     }
-  }
-  return changed;
-}
-
-void ChangedWeights::take_group(ParamGroup& group, GroupUpdate* update, bool is_everything,
-                                int64_t& number, std::map<std::string, ChangedTensor>& changed) {
-  for (int64_t i = 0; i < group.layout().num_tensors(); ++i)
-    if (brings(group, number++)) add_member(group, update, i, is_everything, changed);
-  if (update == nullptr) return;  // frozen
-  for (UpdatePiece& piece : update->pieces()) piece.clear_marks();
-}
-
-void ChangedWeights::add_member(const ParamGroup& group, const GroupUpdate* update, int64_t index,
-                                bool is_everything,
-                                std::map<std::string, ChangedTensor>& changed) const {
-  const FlatRange held = group.held_of(index);
-  if (held.empty()) return;
-  const std::vector<PlacedRun> placed = placed_runs(group, index, rules_);
-  if (is_everything) {
-    for (const PlacedRun& each : placed)
-      changed[each.name].add_range(
-          each.run.to, weights_at(group, {each.run.from, each.run.from + each.run.numel}));
-    return;
-  }
-  if (update == nullptr) return;
-  const int64_t begin = group.layout().tensor_range(index).begin;
-  std::vector<at::Tensor> parts;
-  for (const UpdatePiece& piece : update->pieces())
-    parts.push_back(piece.marked({begin + held.begin, begin + held.end}));
-  const at::Tensor positions = at::cat(parts);
-  if (positions.numel() == 0) return;
-  const at::Tensor values = weights_at(group, positions);
-  const auto* first = positions.const_data_ptr<int64_t>();
-  const auto* last = first + positions.numel();
-  for (const PlacedRun& each : placed) {
-    const auto* from = std::lower_bound(first, last, each.run.from);
-    const auto* to = std::lower_bound(from, last, each.run.from + each.run.numel);
-    changed[each.name].add_elements(
-        positions.narrow(0, from - first, to - from).add(each.run.to - each.run.from),
-        values.narrow(0, from - first, to - from));
   }
 }
 

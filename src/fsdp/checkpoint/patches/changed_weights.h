@@ -4,7 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <map>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -15,16 +15,13 @@
 
 namespace fsdp {
 
-class GroupUpdate;
-class ParamGroup;
-
 // Elements of one tensor, collected part by part: all of some ranges, or single ones.
 class ChangedTensor {
  public:
   // Elements [to, to + values.numel()) of the flattened tensor.
   void add_range(int64_t to, at::Tensor values);
-  // Single elements; `positions` are int64 and ascending.
-  void add_elements(at::Tensor positions, at::Tensor values);
+  // Single elements, on the same device; `positions` are int64, ascending, none below `begin`.
+  void add_elements(int64_t begin, at::Tensor positions, at::Tensor values);
 
   // Moves everything by `offset`.
   void shift(int64_t offset);
@@ -36,7 +33,7 @@ class ChangedTensor {
 
  private:
   struct Part {
-    int64_t begin = 0;     // of the range, or the first position
+    int64_t begin = 0;     // of the range, or below all positions
     at::Tensor positions;  // undefined: a range
     at::Tensor values;
   };
@@ -54,15 +51,14 @@ class ChangedWeights {
   // All tensors of the model under published names, with the types that compute.
   const std::vector<StoredTensor>& tensors() const { return tensors_; }
 
-  // This rank's part of what has changed since the last call. Waits for updates under way; all
-  // ranks call it.
-  std::map<std::string, ChangedTensor> take(Which which);
+  // Calls give(name, elements) once for each of the tensors, with this rank's part of what has
+  // changed since the last call: on the device that has the weights; everything: on the CPU. Waits
+  // for updates under way; all ranks call it.
+  using Give = std::function<void(const std::string& name, ChangedTensor elements)>;
+  void take(Which which, const Give& give);
 
  private:
-  void take_group(ParamGroup& group, GroupUpdate* update, bool is_everything, int64_t& number,
-                  std::map<std::string, ChangedTensor>& changed);
-  void add_member(const ParamGroup& group, const GroupUpdate* update, int64_t index,
-                  bool is_everything, std::map<std::string, ChangedTensor>& changed) const;
+  void give_buffers(const Give& give) const;
 
   const CheckpointState state_;
   const NameRules rules_;

@@ -10,7 +10,6 @@
 #include "fsdp/base/durable_file.h"
 #include "fsdp/checkpoint/format/safetensors_header.h"
 #include "fsdp/checkpoint/format/tensor_stream.h"
-#include "fsdp/checkpoint/patches/patch_positions.h"
 
 namespace fsdp {
 
@@ -23,36 +22,19 @@ constexpr int64_t kRangeBytes = 2 * sizeof(int64_t);
 
 // --- writing -------------------------------------------------------------------------------------
 
-// The positions of a change as they are stored: whichever form takes fewer bytes.
-struct StoredPositions {
-  std::string_view prefix;
-  DType dtype = DType::kUInt8;
-  std::vector<int64_t> shape;
-  std::vector<std::byte> bytes;
-};
-
-StoredPositions stored_ranges(const std::vector<FlatRange>& ranges) {
-  StoredPositions stored{.prefix = kRanges,
-                         .dtype = DType::kInt64,
-                         .shape = {static_cast<int64_t>(ranges.size()), 2},
-                         .bytes = {}};
-  stored.bytes.resize(ranges.size() * kRangeBytes);
-  static_assert(sizeof(FlatRange) == kRangeBytes);
-  std::memcpy(stored.bytes.data(), ranges.data(), stored.bytes.size());
-  return stored;
-}
-
-StoredPositions stored_positions(const PatchChange& change) {
-  if (!change.ranges.empty()) return stored_ranges(change.ranges);
-  Skips skips = encode_skips(change.positions);
-  const std::vector<FlatRange> ranges =
-      as_ranges(change.positions, skips.bytes.size() / static_cast<size_t>(kRangeBytes));
-  if (!ranges.empty()) return stored_ranges(ranges);
-  StoredPositions stored{
-      .prefix = kSkips, .dtype = DType::kUInt8, .shape = {skips.count()}, .bytes = {}};
-  if (skips.width > 1) stored.shape.push_back(skips.width);
-  stored.bytes = std::move(skips.bytes);
-  return stored;
+SafetensorsEntry positions_entry(const StoredChange& change) {
+  const auto bytes = static_cast<int64_t>(change.positions.size());
+  const std::string& name = change.tensor.name;
+  switch (change.form) {
+    case PositionForm::kRanges:
+      return {
+          .name = concat(kRanges, name), .dtype = DType::kInt64, .shape = {bytes / kRangeBytes, 2}};
+    case PositionForm::kSkips:
+      return {.name = concat(kSkips, name), .dtype = DType::kUInt8, .shape = {bytes}};
+    case PositionForm::kWideSkips:
+      break;
+  }
+  return {.name = concat(kSkips, name), .dtype = DType::kUInt8, .shape = {bytes / 2, 2}};
 }
 
 // Writes a file and adds up its checksum.
@@ -164,29 +146,22 @@ void read_change(const OpenPatchFile& file, const SafetensorsEntry& values,
 }  // namespace
 
 StoredFile write_patch_file(const std::string& directory, int64_t rank,
-                            std::span<const PatchChange> changes) {
+                            std::span<const StoredChange> changes) {
   SafetensorsHeader header;
-  std::vector<std::pair<StoredPositions, std::span<const std::byte>>> content;
-  for (const PatchChange& change : changes) {
-    if (change.values.empty()) continue;
-    const auto count =
-        static_cast<int64_t>(change.values.size()) / element_bytes(change.tensor.dtype);
-    StoredPositions positions = stored_positions(change);
-    header.tensors.push_back({.name = concat(positions.prefix, change.tensor.name),
-                              .dtype = positions.dtype,
-                              .shape = positions.shape});
+  for (const StoredChange& change : changes) {
+    header.tensors.push_back(positions_entry(change));
     header.tensors.push_back({.name = concat(kValues, change.tensor.name),
                               .dtype = change.tensor.dtype,
-                              .shape = {count}});
-    content.emplace_back(std::move(positions), change.values);
+                              .shape = {static_cast<int64_t>(change.values.size()) /
+                                        element_bytes(change.tensor.dtype)}});
   }
   const std::string name = rank_text(rank) + ".safetensors";
   const std::string text = write_safetensors_header(header);
   SummedFile file(concat(directory, "/", name));
   file.write(std::as_bytes(std::span(text)));
-  for (const auto& [positions, values] : content) {
-    file.write(positions.bytes);
-    file.write(values);
+  for (const StoredChange& change : changes) {
+    file.write(change.positions);
+    file.write(change.values);
   }
   return file.commit(name);
 }

@@ -8,22 +8,31 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/checkpoint/patches/patch_positions.h"
 #include "fsdp/checkpoint/patches/patch_record.h"
 #include "fsdp/layout/segment.h"
 
 namespace fsdp {
 
-// The changed elements of one tensor, ascending.
+// The changed elements of one tensor as a file has them.
+struct StoredChange {
+  StoredTensor tensor;
+  PositionForm form = PositionForm::kRanges;
+  std::span<const std::byte> positions;
+  std::span<const std::byte> values;  // of these elements, in the tensor's type
+};
+
+// The same as it is read: elements of the flattened tensor, ascending.
 struct PatchChange {
   StoredTensor tensor;
-  std::vector<FlatRange> ranges;       // of the flattened tensor; they do not touch
+  std::vector<FlatRange> ranges;       // they do not touch
   std::span<const int64_t> positions;  // if there are no ranges
   std::span<const std::byte> values;   // of these elements, in the tensor's type
 };
 
 // Writes `directory`/NNNNN.safetensors for this rank; on the disk when it returns.
 StoredFile write_patch_file(const std::string& directory, int64_t rank,
-                            std::span<const PatchChange> changes);
+                            std::span<const StoredChange> changes);
 
 // After all ranks have written their files to `temporary`: makes it the patch at `path`, which is
 // there as a whole or not at all, whenever the power goes.

@@ -1,33 +1,32 @@
-// The positions of a patch's elements: ranges, or the numbers of elements between them.
+// The positions of a patch's elements as its files have them: ranges, or the numbers of elements
+// between them.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <string>
 #include <vector>
 
-#include "fsdp/layout/segment.h"
-
 namespace fsdp {
 
-// The gaps between ascending positions. A gap is the number of elements that lie between an element
-// and the one before it; the largest number of the width is no element, it skips that many.
-struct Skips {
-  int64_t width = 1;  // bytes of a number: 1 or 2, whichever takes fewer bytes in all
-  std::vector<std::byte> bytes;
-
-  int64_t count() const { return static_cast<int64_t>(bytes.size()) / width; }
+enum class PositionForm : uint8_t {
+  kRanges,     // begin and end of each, int64
+  kSkips,      // numbers of one byte
+  kWideSkips,  // of two
 };
 
-Skips encode_skips(std::span<const int64_t> positions);
+// A skip is the number of elements that lie between an element and the one before it; the largest
+// number of the width is no element, it skips that many.
+template <typename Number>
+constexpr int64_t largest_skip() {
+  return std::numeric_limits<Number>::max();
+}
 
-// The inverse. Error that begins with `source` if a position is not below `numel`, or if their
-// number is not `count`.
+// The positions that skips of `width` bytes lead to. Error that begins with `source` if a position
+// is not below `numel`, or if their number is not `count`.
 std::vector<int64_t> decode_skips(std::span<const std::byte> bytes, int64_t width, int64_t count,
                                   int64_t numel, const std::string& source);
-
-// Neighbouring positions as ranges, up to `most` of them; an empty list if there are more.
-std::vector<FlatRange> as_ranges(std::span<const int64_t> positions, size_t most);
 
 }  // namespace fsdp

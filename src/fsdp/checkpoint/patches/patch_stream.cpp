@@ -10,9 +10,9 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/durable_file.h"
-#include "fsdp/base/torch_dtype.h"
 #include "fsdp/checkpoint/patches.h"
 #include "fsdp/checkpoint/patches/changed_weights.h"
+#include "fsdp/checkpoint/patches/encoded_positions.h"
 #include "fsdp/checkpoint/patches/output_tensors.h"
 #include "fsdp/checkpoint/patches/patch_files.h"
 #include "fsdp/checkpoint/rank_agreement.h"
@@ -37,21 +37,22 @@ std::string draw_base(const Mesh& mesh) {
   return digits;
 }
 
+// The changed elements of one tensor as they will be in a file, on the CPU.
+struct EncodedTensor {
+  EncodedPositions positions;
+  at::Tensor values;
+};
+
+EncodedTensor encoded_tensor(const PatchTensor& tensor) {
+  if (tensor.positions.defined()) return {encoded(tensor.positions), tensor.values.cpu()};
+  std::vector<FlatRange> ranges;
+  for (const PatchRange& range : tensor.ranges) ranges.push_back({range.begin, range.end});
+  return {encoded(ranges), tensor.values.cpu()};
+}
+
 std::span<const std::byte> bytes_of(const at::Tensor& tensor) {
   return {static_cast<const std::byte*>(tensor.const_data_ptr()),
           static_cast<size_t>(tensor.nbytes())};
-}
-
-PatchChange change_of(const PatchTensor& tensor) {
-  PatchChange change{.tensor = {tensor.name, dtype_of(tensor.values.scalar_type()), tensor.shape},
-                     .ranges = {},
-                     .positions = {},
-                     .values = bytes_of(tensor.values)};
-  for (const PatchRange& range : tensor.ranges) change.ranges.push_back({range.begin, range.end});
-  if (tensor.positions.defined())
-    change.positions = {tensor.positions.const_data_ptr<int64_t>(),
-                        static_cast<size_t>(tensor.positions.numel())};
-  return change;
 }
 
 // The files of all ranks, known to all: each has written one.
@@ -85,20 +86,20 @@ class PatchStream::Impl {
                    std::chrono::system_clock::now().time_since_epoch())
                    .count()) {}
 
-  Patch take(int64_t step) {
-    if (step < 0 || (last_ && step <= *last_))
-      throw UsageError(concat("step is ", step, "; a patch leads to a step after ",
-                              last_ ? concat(*last_, ", which the one before led to") : "-1"));
-    const at::NoGradGuard no_grad;
+  Patch take(int64_t step, c10::Device where) {
+    check(step);
     Patch patch{.base = base_, .from = last_, .to = step, .tensors = {}};
-    std::map<std::string, ChangedTensor> changed = published_.take(
-        last_ ? ChangedWeights::Which::kChanged : ChangedWeights::Which::kEverything);
-    patch.tensors = placed(std::move(changed));
-    last_ = step;
+    for (auto& [index, tensor] : take_each<PatchTensor>(step, [&](PatchTensor tensor) {
+           if (tensor.positions.defined()) tensor.positions = tensor.positions.to(where);
+           tensor.values = tensor.values.to(where);
+           return tensor;
+         }))
+      patch.tensors.push_back(std::move(tensor));
     return patch;
   }
 
   std::string write(const std::string& directory, int64_t step) {
+    check(step);
     const std::optional<int64_t> from = last_;
     const std::string name = patch_name(from, step);
     const std::string path = concat(directory, "/", name);
@@ -111,11 +112,14 @@ class PatchStream::Impl {
       remove_tree(temporary);  // left by a failed attempt
       make_directories(temporary);
     });
-    const Patch patch = take(step);
     StoredFile mine;
     together(concat("writing ", path), [&] {
-      std::vector<PatchChange> changes;
-      for (const PatchTensor& tensor : patch.tensors) changes.push_back(change_of(tensor));
+      const auto tensors = take_each<EncodedTensor>(
+          step, [](const PatchTensor& tensor) { return encoded_tensor(tensor); });
+      std::vector<StoredChange> changes;
+      for (const auto& [index, tensor] : tensors)
+        changes.push_back({output_.tensors[index], tensor.positions.form,
+                           bytes_of(tensor.positions.numbers), bytes_of(tensor.values)});
       mine = write_patch_file(temporary, rank_in(mesh()), changes);
     });
     PatchRecord record{.base = base_,
@@ -152,21 +156,38 @@ class PatchStream::Impl {
     }
   }
 
-  // Published tensors at their places in the output.
-  std::vector<PatchTensor> placed(std::map<std::string, ChangedTensor> changed) const {
-    std::map<size_t, ChangedTensor> joined;  // by output tensor
-    for (auto& [name, tensor] : changed) {
+  void check(int64_t step) const {
+    if (step < 0 || (last_ && step <= *last_))
+      throw UsageError(concat("step is ", step, "; a patch leads to a step after ",
+                              last_ ? concat(*last_, ", which the one before led to") : "-1"));
+  }
+
+  // use(elements) of each output tensor of which this rank has some, by index. A tensor is
+  // used as soon as its last part is there, so that what a device has of others is gone by then.
+  template <typename Result, typename Use>
+  std::map<size_t, Result> take_each(int64_t step, const Use& use) {
+    const at::NoGradGuard no_grad;
+    struct Joined {
+      ChangedTensor elements;
+      int64_t num_missing = 0;  // published tensors
+    };
+    std::vector<Joined> joined(output_.tensors.size());
+    for (const auto& [name, place] : output_.places) ++joined[place.tensor].num_missing;
+    const auto which = last_ ? ChangedWeights::Which::kChanged : ChangedWeights::Which::kEverything;
+    // Marks are taken one after the other: should that end halfway, the next patch is full.
+    last_ = std::nullopt;
+    std::map<size_t, Result> results;
+    published_.take(which, [&](const std::string& name, ChangedTensor elements) {
       const OutputPlace& place = output_.places.at(name);
-      tensor.shift(place.offset);
-      joined[place.tensor].append(std::move(tensor));
-    }
-    std::vector<PatchTensor> tensors;
-    for (auto& [index, tensor] : joined) {
-      if (tensor.is_empty()) continue;
-      const StoredTensor& output = output_.tensors[index];
-      tensors.push_back(std::move(tensor).as_patch(output.name, output.shape));
-    }
-    return tensors;
+      auto& [all, num_missing] = joined[place.tensor];
+      elements.shift(place.offset);
+      all.append(std::move(elements));
+      if (--num_missing > 0 || all.is_empty()) return;
+      const StoredTensor& output = output_.tensors[place.tensor];
+      results.emplace(place.tensor, use(std::move(all).as_patch(output.name, output.shape)));
+    });
+    last_ = step;
+    return results;
   }
 
   const CheckpointState state_;
@@ -182,7 +203,7 @@ PatchStream::PatchStream(const CheckpointState& state, PatchOptions options)
     : impl_(std::make_unique<Impl>(state, std::move(options))) {}
 PatchStream::~PatchStream() = default;
 
-Patch PatchStream::take(int64_t step) { return impl_->take(step); }
+Patch PatchStream::take(int64_t step, c10::Device where) { return impl_->take(step, where); }
 std::string PatchStream::write(const std::string& directory, int64_t step) {
   return impl_->write(directory, step);
 }
