@@ -17,97 +17,6 @@ namespace fsdp {
 
 namespace {
 
-// The published tensors that a member of a group is divided into, and where this rank's part of the
-// member lies in them.
-struct PlacedMember {
-  struct PlacedRun {
-    size_t section = 0;
-    Run run;  // from the group's whole buffer to the flattened section
-  };
-  std::vector<TensorSection> sections;
-  std::vector<PlacedRun> runs;  // ascending in the group's buffer; together all that the rank holds
-};
-
-PlacedMember placed_member(const ParamGroup& group, int64_t index, const NameRules& rules) {
-  PlacedMember member{rules.sections(group.name_of(index), group.whole_shape_of(index)), {}};
-  const std::vector<int64_t>& shape = group.shape_of(index);
-  const std::vector<int64_t> strides = strides_of(shape);
-  const int64_t begin = group.layout().tensor_range(index).begin;
-  for (const OwnedBox& box : owned_boxes(group.owned_of(index), shape, group.held_of(index)))
-    for (const SectionBox& part : cut_at_sections(member.sections, box.whole)) {
-      const TensorSection& section = member.sections[part.section];
-      const StridedBox from{part.model, strides, begin + place_of(part, box, strides)};
-      const StridedBox to{{section.offsets, section.shape}, strides_of(section.shape), 0};
-      for (const Run& run : runs(from, to)) member.runs.push_back({part.section, run});
-    }
-  std::sort(member.runs.begin(), member.runs.end(),
-            [](const auto& a, const auto& b) { return a.run.from < b.run.from; });
-  return member;
-}
-
-// Weights [flat) of a group's whole buffer, as they compute, on the CPU.
-at::Tensor weights_at(const ParamGroup& group, FlatRange flat) {
-  std::vector<at::Tensor> parts;
-  for (const MainWeightPiece& piece : group.main_weights().pieces())
-    if (const FlatRange common = intersect(piece.flat, flat); !common.empty())
-      parts.push_back(piece.weight.narrow(0, common.begin - piece.flat.begin, common.numel())
-                          .to(at::kCPU, piece.weight.scalar_type(), false, /*copy=*/true));
-  return parts.size() == 1 ? parts.front() : at::cat(parts);
-}
-
-// Adds weights [flat) of the group, which are all that the rank holds of the member.
-void add_everything(const PlacedMember& member, const ParamGroup& group, FlatRange flat,
-                    std::vector<ChangedTensor>& sections) {
-  const at::Tensor values = weights_at(group, flat);
-  for (const auto& [section, run] : member.runs)
-    sections[section].add_range(run.to, values.narrow(0, run.from - flat.begin, run.numel));
-}
-
-// Adds elements of the group's buffer at their places in the sections. Tensors that are cut along
-// their rows have a run for each row, so elements find their runs by themselves.
-void add_placed(const PlacedMember& member, const at::Tensor& positions, const at::Tensor& values,
-                std::vector<ChangedTensor>& sections) {
-  const std::vector<PlacedMember::PlacedRun>& runs = member.runs;
-  const auto shift_of = [](const Run& run) { return run.to - run.from; };
-  if (runs.size() == 1) {
-    const auto& [section, run] = runs.front();
-    return sections[section].add_elements(run.to, positions.add(shift_of(run)), values);
-  }
-  const auto each_run = [&](const auto& number) {
-    const at::Tensor numbers = at::empty({static_cast<int64_t>(runs.size())}, at::kLong);
-    std::transform(runs.begin(), runs.end(), numbers.mutable_data_ptr<int64_t>(), number);
-    return numbers.to(positions.device());
-  };
-  const at::Tensor begins = each_run([](const auto& each) { return each.run.from; });
-  const at::Tensor shifts = each_run([&](const auto& each) { return shift_of(each.run); });
-  const at::Tensor run_of =
-      at::searchsorted(begins, positions, /*out_int32=*/false, /*right=*/true).sub_(1);
-  const at::Tensor placed = shifts.index_select(0, run_of).add_(positions);
-  const at::Tensor section_of = each_run([](const auto& each) {
-                                  return static_cast<int64_t>(each.section);
-                                }).index_select(0, run_of);
-  for (size_t section = 0; section < sections.size(); ++section) {
-    const at::Tensor own = section_of.eq(static_cast<int64_t>(section)).nonzero().view({-1});
-    const auto first = std::find_if(runs.begin(), runs.end(),
-                                    [&](const auto& each) { return each.section == section; });
-    if (own.numel() > 0)
-      sections[section].add_elements(first->run.to, placed.index_select(0, own),
-                                     values.index_select(0, own));
-  }
-}
-
-// Adds the marked ones of weights [flat).
-void add_marked(const PlacedMember& member, const GroupUpdate& update, FlatRange flat,
-                std::vector<ChangedTensor>& sections) {
-  for (const UpdatePiece& piece : update.pieces()) {
-    const MainWeightPiece& main = piece.main();
-    const at::Tensor positions = piece.marked(flat).to(main.weight.device());
-    if (positions.numel() == 0) continue;
-    const at::Tensor values = main.weight.index_select(0, positions.sub(main.flat.begin));
-    add_placed(member, positions, values, sections);
-  }
-}
-
 // Of ranks that have the same weights, one brings a tensor: in turn, so that all have some.
 bool brings(const ParamGroup& group, int64_t number) {
   const GroupSetting& setting = group.setting();
@@ -125,21 +34,129 @@ bool brings(const ParamGroup& group, int64_t number) {
   return number % count == index;
 }
 
+// Neighbouring elements of a group's whole buffer that lie in the same order in one published
+// tensor: in one run, or in several with gaps between them where the tensor is cut along its rows.
+struct Stretch {
+  size_t section = 0;  // of the group
+  FlatRange from;
+  std::vector<Run> runs;
+
+  // What lies between the first of its elements in the published tensor and the last.
+  FlatRange to() const { return {runs.front().to, runs.back().to + runs.back().numel}; }
+};
+
+// Where this rank's part of a group lies in published tensors.
+struct PlacedGroup {
+  std::vector<std::string> sections;  // names of the published tensors
+  std::vector<Stretch> stretches;     // of what this rank brings, ascending in the group's buffer
+};
+
+PlacedGroup placed_group(const ParamGroup& group, const NameRules& rules, int64_t first_number) {
+  PlacedGroup placed;
+  std::vector<std::pair<size_t, Run>> all;
+  for (int64_t i = 0; i < group.layout().num_tensors(); ++i) {
+    const std::vector<TensorSection> sections =
+        rules.sections(group.name_of(i), group.whole_shape_of(i));
+    const size_t first_section = placed.sections.size();
+    for (const TensorSection& section : sections) placed.sections.push_back(section.name);
+    if (!brings(group, first_number + i)) continue;
+    const std::vector<int64_t>& shape = group.shape_of(i);
+    const std::vector<int64_t> strides = strides_of(shape);
+    const int64_t begin = group.layout().tensor_range(i).begin;
+    for (const OwnedBox& box : owned_boxes(group.owned_of(i), shape, group.held_of(i)))
+      for (const SectionBox& part : cut_at_sections(sections, box.whole)) {
+        const TensorSection& section = sections[part.section];
+        const StridedBox from{part.model, strides, begin + place_of(part, box, strides)};
+        const StridedBox to{{section.offsets, section.shape}, strides_of(section.shape), 0};
+        for (const Run& run : runs(from, to)) all.emplace_back(first_section + part.section, run);
+      }
+  }
+  std::sort(all.begin(), all.end(),
+            [](const auto& a, const auto& b) { return a.second.from < b.second.from; });
+  for (const auto& [section, run] : all) {
+    const bool goes_on = !placed.stretches.empty() && placed.stretches.back().section == section &&
+                         placed.stretches.back().from.end == run.from &&
+                         placed.stretches.back().to().end <= run.to;
+    if (!goes_on) placed.stretches.push_back({section, {run.from, run.from}, {}});
+    placed.stretches.back().from.end += run.numel;
+    placed.stretches.back().runs.push_back(run);
+  }
+  return placed;
+}
+
+// Weights [flat) of a group's whole buffer, as they compute, on the CPU.
+at::Tensor weights_at(const ParamGroup& group, FlatRange flat) {
+  std::vector<at::Tensor> parts;
+  for (const MainWeightPiece& piece : group.main_weights().pieces())
+    if (const FlatRange common = intersect(piece.flat, flat); !common.empty())
+      parts.push_back(piece.weight.narrow(0, common.begin - piece.flat.begin, common.numel())
+                          .to(at::kCPU, piece.weight.scalar_type(), false, /*copy=*/true));
+  return parts.size() == 1 ? parts.front() : at::cat(parts);
+}
+
+void add_everything(const PlacedGroup& placed, const ParamGroup& group,
+                    std::vector<ChangedTensor>& sections) {
+  for (const Stretch& stretch : placed.stretches) {
+    const at::Tensor values = weights_at(group, stretch.from);
+    for (const Run& run : stretch.runs)
+      sections[stretch.section].add_range(
+          run.to, values.narrow(0, run.from - stretch.from.begin, run.numel));
+  }
+}
+
+// Marked elements of one piece. All of them find their places at once, because a device takes as
+// long for a few elements as for many.
+void add_marked(const PlacedGroup& placed, const UpdatePiece& piece,
+                std::vector<ChangedTensor>& sections) {
+  if (placed.stretches.empty()) return;  // other ranks bring all of the group
+  const MainWeightPiece& main = piece.main();
+  const at::Tensor positions = piece.marked(main.flat).to(main.weight.device());
+  if (positions.numel() == 0) return;
+  const at::Tensor values = main.weight.index_select(0, positions.sub(main.flat.begin));
+  std::vector<int64_t> run_begins;
+  std::vector<int64_t> shifts;
+  std::vector<int64_t> ends;  // of stretches
+  for (const Stretch& stretch : placed.stretches) {
+    for (const Run& run : stretch.runs) {
+      run_begins.push_back(run.from);
+      shifts.push_back(run.to - run.from);
+    }
+    ends.push_back(stretch.from.begin);
+    ends.push_back(stretch.from.end);
+  }
+  const auto there = [&](const std::vector<int64_t>& numbers) {
+    return at::tensor(numbers, at::kLong).to(positions.device());
+  };
+  // Elements that another rank brings lie in no run: whatever place they get, nobody takes them.
+  const at::Tensor run_of =
+      at::bucketize(positions, there(run_begins), false, /*right=*/true).sub_(1).clamp_min_(0);
+  const at::Tensor places = there(shifts).index_select(0, run_of).add_(positions);
+  const at::Tensor cuts = at::searchsorted(positions, there(ends)).cpu();
+  const auto* cut = cuts.const_data_ptr<int64_t>();
+  for (const Stretch& stretch : placed.stretches) {
+    const int64_t first = *cut++;
+    const int64_t count = *cut++ - first;
+    sections[stretch.section].add_elements(stretch.to(), places.narrow(0, first, count),
+                                           values.narrow(0, first, count));
+  }
+}
+
 }  // namespace
 
 // --- one tensor ----------------------------------------------------------------------------------
 
 void ChangedTensor::add_range(int64_t to, at::Tensor values) {
-  if (values.numel() > 0) parts_.push_back({to, at::Tensor(), std::move(values)});
+  const FlatRange range{to, to + values.numel()};
+  if (!range.empty()) parts_.push_back({range, at::Tensor(), std::move(values)});
 }
 
-void ChangedTensor::add_elements(int64_t begin, at::Tensor positions, at::Tensor values) {
-  if (values.numel() > 0) parts_.push_back({begin, std::move(positions), std::move(values)});
+void ChangedTensor::add_elements(FlatRange among, at::Tensor positions, at::Tensor values) {
+  if (values.numel() > 0) parts_.push_back({among, std::move(positions), std::move(values)});
 }
 
 void ChangedTensor::shift(int64_t offset) {
   for (Part& part : parts_) {
-    part.begin += offset;
+    part.range = {part.range.begin + offset, part.range.end + offset};
     if (part.positions.defined() && offset != 0) part.positions = part.positions.add(offset);
   }
 }
@@ -150,42 +167,44 @@ void ChangedTensor::append(ChangedTensor other) {
 
 PatchTensor ChangedTensor::as_patch(std::string name, std::vector<int64_t> shape) && {
   std::sort(parts_.begin(), parts_.end(),
-            [](const Part& a, const Part& b) { return a.begin < b.begin; });
+            [](const Part& a, const Part& b) { return a.range.begin < b.range.begin; });
   // Weights on the host, or of a group that was set as a whole, may meet others on a device.
-  const auto where = [](const Part& part) { return part.values.device(); };
-  const bool is_one_device = std::all_of(parts_.begin(), parts_.end(), [&](const Part& part) {
-    return where(part) == where(parts_.front());
-  });
+  const auto is_elsewhere = [&](const Part& part) {
+    return part.values.device() != parts_.front().values.device();
+  };
+  if (std::any_of(parts_.begin(), parts_.end(), is_elsewhere))
+    for (Part& part : parts_) {
+      part.values = part.values.cpu();
+      if (part.positions.defined()) part.positions = part.positions.cpu();
+    }
   PatchTensor tensor{std::move(name), std::move(shape), {}, {}, {}};
   const bool has_ranges = std::none_of(parts_.begin(), parts_.end(),
                                        [](const Part& part) { return part.positions.defined(); });
   std::vector<at::Tensor> values;
   std::vector<at::Tensor> positions;
-  for (Part& part : parts_) {
-    if (!is_one_device) part.values = part.values.cpu();
-    if (!is_one_device && part.positions.defined()) part.positions = part.positions.cpu();
-    values.push_back(part.values);
-    const int64_t end = part.begin + part.values.numel();
-    if (!has_ranges) {
-      positions.push_back(
-          part.positions.defined()
-              ? part.positions
-              : at::arange(part.begin, end, part.values.options().dtype(at::kLong)));
-    } else if (!tensor.ranges.empty() && tensor.ranges.back().end == part.begin) {
-      tensor.ranges.back().end = end;
-    } else {
-      tensor.ranges.push_back({part.begin, end});
-    }
+  bool is_ascending = true;
+  int64_t end = 0;
+  for (const auto& [range, own, part_values] : parts_) {
+    is_ascending &= end <= range.begin;
+    values.push_back(part_values);
+    if (!has_ranges)
+      positions.push_back(own.defined() ? own
+                                        : at::arange(range.begin, range.end,
+                                                     part_values.options().dtype(at::kLong)));
+    else if (!tensor.ranges.empty() && end == range.begin)
+      tensor.ranges.back().end = range.end;
+    else
+      tensor.ranges.push_back({range.begin, range.end});
+    end = range.end;
   }
   tensor.values = values.size() == 1 ? values.front() : at::cat(values);
   if (has_ranges) return tensor;
   tensor.positions = positions.size() == 1 ? positions.front() : at::cat(positions);
+  if (is_ascending) return tensor;
   // Slices of a tensor that was cut along another dim than the first lie between each other.
-  if (tensor.positions.numel() > 1 && tensor.positions.diff().le(0).any().item<bool>()) {
-    const auto [sorted, order] = tensor.positions.sort();
-    tensor.positions = sorted;
-    tensor.values = tensor.values.index_select(0, order);
-  }
+  const auto [sorted, order] = tensor.positions.sort();
+  tensor.positions = sorted;
+  tensor.values = tensor.values.index_select(0, order);
   return tensor;
 }
 
@@ -229,23 +248,16 @@ void ChangedWeights::take(Which which, const Give& give) {
       is_any_rewritten |= is_rewritten;
       const auto it = updates.find(&group);
       GroupUpdate* update = it == updates.end() ? nullptr : it->second;  // nullptr: frozen
-      for (int64_t i = 0; i < group.layout().num_tensors(); ++i) {
-        const PlacedMember member = placed_member(group, i, rules_);
-        std::vector<ChangedTensor> sections(member.sections.size());
-        const int64_t begin = group.layout().tensor_range(i).begin;
-        const FlatRange held = group.held_of(i);
-        const FlatRange flat{begin + held.begin, begin + held.end};
-        if (brings(group, number++) && !held.empty()) {
-          if (is_rewritten || which == Which::kEverything)
-            add_everything(member, group, flat, sections);
-          else if (update != nullptr)
-            add_marked(member, *update, flat, sections);
+      const PlacedGroup placed = placed_group(group, rules_, number);
+      number += group.layout().num_tensors();
+      std::vector<ChangedTensor> sections(placed.sections.size());
+      if (is_rewritten || which == Which::kEverything) add_everything(placed, group, sections);
+      if (update != nullptr)
+        for (UpdatePiece& piece : update->pieces()) {
+          if (!is_rewritten && which == Which::kChanged) add_marked(placed, piece, sections);
+          piece.clear_marks();
         }
-        for (size_t k = 0; k < sections.size(); ++k)
-          give(member.sections[k].name, std::move(sections[k]));
-      }
-      if (update == nullptr) continue;
-      for (UpdatePiece& piece : update->pieces()) piece.clear_marks();
+      for (size_t i = 0; i < sections.size(); ++i) give(placed.sections[i], std::move(sections[i]));
     }
   if (is_any_rewritten) engine.take_over_main_weights();
   give_buffers(give);

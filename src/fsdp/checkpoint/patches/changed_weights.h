@@ -20,8 +20,8 @@ class ChangedTensor {
  public:
   // Elements [to, to + values.numel()) of the flattened tensor.
   void add_range(int64_t to, at::Tensor values);
-  // Single elements, on the same device; `positions` are int64, ascending, none below `begin`.
-  void add_elements(int64_t begin, at::Tensor positions, at::Tensor values);
+  // Single elements; `positions` are int64 and ascending, all of them in `among`.
+  void add_elements(FlatRange among, at::Tensor positions, at::Tensor values);
 
   // Moves everything by `offset`.
   void shift(int64_t offset);
@@ -33,8 +33,8 @@ class ChangedTensor {
 
  private:
   struct Part {
-    int64_t begin = 0;     // of the range, or below all positions
-    at::Tensor positions;  // undefined: a range
+    FlatRange range;       // that has all of the part
+    at::Tensor positions;  // undefined: everything in the range
     at::Tensor values;
   };
   std::vector<Part> parts_;
