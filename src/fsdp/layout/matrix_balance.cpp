@@ -76,7 +76,8 @@ void draw_together(std::span<const int64_t> costs, std::vector<int64_t>& owners,
 
 class LevelDeal {
  public:
-  LevelDeal(std::span<const CostColumn> columns, int64_t num_owners, int64_t level)
+  // An owner gets at most `level`, and of a group `factor` times the mean or its largest cost.
+  LevelDeal(std::span<const CostColumn> columns, int64_t num_owners, int64_t level, int64_t factor)
       : columns_(columns),
         level_(level),
         loads_(static_cast<size_t>(num_owners), 0),
@@ -86,8 +87,8 @@ class LevelDeal {
       Group& group = group_of(column);
       group.loads.resize(loads_.size(), 0);
       group.total += sum_of(column.costs);
-      group.most =
-          std::max({group.most, largest_of(column.costs), ceil_div(group.total, num_owners)});
+      group.most = std::max({group.most, checked_mul(factor, largest_of(column.costs)),
+                             checked_mul(factor, ceil_div(group.total, num_owners))});
     }
   }
 
@@ -194,64 +195,62 @@ std::vector<CostColumn> one_per_group(std::span<const CostColumn> columns) {
   return groups;
 }
 
-ColumnOwners deal_groups_in_order(std::span<const CostColumn> columns, int64_t num_owners) {
-  std::vector<int64_t> all;
-  for (const std::vector<int64_t>& of_group : deal_in_order(one_per_group(columns), num_owners))
-    all.insert(all.end(), of_group.begin(), of_group.end());
+// Group after group, each over all owners, so that the busiest of them so far has as little as
+// possible.
+ColumnOwners deal_in_order(std::span<const CostColumn> columns, int64_t num_owners) {
   ColumnOwners owners;
-  auto next = all.begin();
-  for (const CostColumn& column : columns) {
-    const auto end = next + static_cast<std::ptrdiff_t>(column.costs.size());
-    owners.emplace_back(next, end);
-    next = end;
+  std::vector<int64_t> loads(static_cast<size_t>(num_owners), 0);
+  for (const CostColumn& group : one_per_group(columns)) {
+    const std::vector<int64_t>& costs = group.costs;
+    const auto filled_to = [&](int64_t level) {
+      return fill_owners(costs, {0, num_owners - 1},
+                         [&](int64_t owner) { return level - loads[static_cast<size_t>(owner)]; });
+    };
+    int64_t low = largest_of(costs) - 1;  // too low, or untried
+    int64_t high = checked_add(*std::min_element(loads.begin(), loads.end()), sum_of(costs));
+    while (high - low > 1) {
+      const int64_t level = low + (high - low) / 2;
+      (filled_to(level).empty() ? low : high) = level;
+    }
+    const std::vector<int64_t> filled = filled_to(high);
+    add_costs(costs, filled, loads);
+    for (auto next = filled.begin(); next != filled.end();) {
+      const auto size = static_cast<std::ptrdiff_t>(columns[owners.size()].costs.size());
+      owners.emplace_back(next, next + size);
+      next += size;
+    }
   }
   return owners;
 }
 
 }  // namespace
 
-ColumnOwners deal_in_order(std::span<const CostColumn> columns, int64_t num_owners) {
-  ColumnOwners owners;
-  const int64_t num_useful = useful_owners(columns, num_owners);
-  std::vector<int64_t> loads(static_cast<size_t>(num_useful), 0);
-  for (const CostColumn& column : columns) {
-    const auto filled_to = [&](int64_t level) {
-      return fill_owners(column.costs, {0, num_useful - 1},
-                         [&](int64_t owner) { return level - loads[static_cast<size_t>(owner)]; });
-    };
-    int64_t low = largest_of(column.costs) - 1;  // too low, or untried
-    int64_t high = checked_add(*std::min_element(loads.begin(), loads.end()), sum_of(column.costs));
-    while (high - low > 1) {
-      const int64_t level = low + (high - low) / 2;
-      (filled_to(level).empty() ? low : high) = level;
-    }
-    owners.push_back(filled_to(high));
-    add_costs(column.costs, owners.back(), loads);
-  }
-  return owners;
-}
-
 ColumnOwners balance_columns(std::span<const CostColumn> columns, int64_t num_owners) {
   if (columns.empty()) return {};
   const int64_t num_useful = useful_owners(columns, num_owners);
-  ColumnOwners best = deal_groups_in_order(columns, num_useful);
+  ColumnOwners best = deal_in_order(columns, num_useful);
   std::vector<int64_t> loads(static_cast<size_t>(num_useful), 0);
   int64_t largest = 0;
   for (size_t i = 0; i < columns.size(); ++i) {
     add_costs(columns[i].costs, best[i], loads);
     largest = std::max(largest, largest_of(columns[i].costs));
   }
-  // The lowest level at which all find room, to a thousandth: first the lowest that can be.
+  int64_t busiest = largest_of(loads);
+  const int64_t lowest = std::max(largest, ceil_div(sum_of(loads), num_useful));
   const std::vector<size_t> order = largest_first(columns);
-  int64_t high = largest_of(loads);
-  int64_t low = std::max(largest, ceil_div(sum_of(loads), num_useful)) - 1;
-  for (int64_t level = low + 1; high - low > 1 + low / 1000; level = low + (high - low) / 2) {
-    LevelDeal deal(columns, num_useful, level);
-    if (std::all_of(order.begin(), order.end(), [&](size_t i) { return deal.add(i); })) {
-      high = deal.busiest();
-      best = std::move(deal.owners());
-    } else {
-      low = level;
+  // More of a group on one owner must save the busiest a twentieth.
+  for (const int64_t factor : {1, 2, 4}) {
+    int64_t high = factor == 1 ? busiest : busiest - busiest / 20;
+    int64_t low = lowest - 1;
+    // The lowest level at which all find room, to a thousandth: first the lowest that can be.
+    for (int64_t level = lowest; high - low > 1 + low / 1000; level = low + (high - low) / 2) {
+      LevelDeal deal(columns, num_useful, level, factor);
+      if (std::all_of(order.begin(), order.end(), [&](size_t i) { return deal.add(i); })) {
+        high = busiest = deal.busiest();
+        best = std::move(deal.owners());
+      } else {
+        low = level;
+      }
     }
   }
   return best;

@@ -74,7 +74,7 @@ void deal_to_outer_ranks(std::span<TensorRuns> tensors, int64_t outer_ranks) {
     }
   for (const auto& [inner, held] : by_inner_rank) {
     auto run = held.runs.begin();
-    for (const std::vector<int64_t>& of_group : deal_in_order(held.columns, outer_ranks))
+    for (const std::vector<int64_t>& of_group : balance_columns(held.columns, outer_ranks))
       for (const int64_t outer : of_group) (*run++)->owner = inner * outer_ranks + outer;
   }
 }

@@ -68,9 +68,9 @@ std::vector<int64_t> loads_of(std::span<const CostColumn> columns, const ColumnO
   return loads;
 }
 
-TEST(MatrixBalance, DealsColumnsInOrderAsEvenlyAsRunsAllow) {
+TEST(MatrixBalance, DealsColumnsAsEvenlyAsTheirOrderAllows) {
   const std::vector<CostColumn> columns{{0, {144, 48, 48, 48, 48, 144}}, {1, {20, 20}}};
-  const ColumnOwners owners = deal_in_order(columns, 3);
+  const ColumnOwners owners = balance_columns(columns, 3);
   EXPECT_THAT(owners[0], ElementsAre(0, 0, 1, 1, 1, 2));
   EXPECT_THAT(owners[1], ElementsAre(1, 2));  // the first has most already
 }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "fsdp/base/error.h"
+#include "fsdp/base/text.h"
 #include "fsdp/layout/matrix_parts.h"
 #include "fsdp/plan/forecast.h"
 #include "fsdp/plan/group_plan.h"
@@ -113,15 +114,20 @@ TEST(MatrixOwners, HaveLittleOfOneUnit) {
 
 // With an outer axis, every copy of an inner shard is updated alike (HSDP), or once (HFSDP).
 TEST(MatrixOwners, AreBalancedOnTwoAxes) {
-  for (const char* model : {"llama-1b", "llama3-8b", "mixtral-8x7b"}) {
-    PlanOptions options{.ranks = 64, .outer = 4, .muon = DType::kBFloat16};
-    const Planner planner(load_model(model), options);
-    const std::vector<double> tasks = tasks_of(planner);
-    EXPECT_LE(planner.forecast().matrices.most_flops, best_possible(tasks, 16) * 4 / 3) << model;
-    EXPECT_LE(planner.forecast(Strategy::optim_grads_params.hfsdp()).matrices.most_flops,
-              best_possible(tasks, 64) * 4 / 3)
-        << model;
-  }
+  for (const char* model : {"llama-1b", "llama3-8b", "mixtral-8x7b"})
+    for (const int64_t outer : {2, 4, 8})
+      for (const int64_t ranks : {16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 448, 512}) {
+        SCOPED_TRACE(concat(model, " on ", ranks, " ranks, outer ", outer));
+        const Planner planner(load_model(model),
+                              {.ranks = ranks, .outer = outer, .muon = DType::kBFloat16});
+        const std::vector<double> tasks = tasks_of(planner);
+        const auto allowed = [&](int64_t owners) {
+          return std::max(best_possible(tasks, owners) * 4 / 3, longest_first(tasks, owners));
+        };
+        EXPECT_LE(planner.forecast().matrices.most_flops, allowed(ranks / outer));
+        EXPECT_LE(planner.forecast(Strategy::optim_grads_params.hfsdp()).matrices.most_flops,
+                  allowed(ranks));
+      }
 }
 
 TEST(MatrixOwners, ShareOutTheMatricesOfExperts) {
