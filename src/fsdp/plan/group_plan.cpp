@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <span>
+#include <utility>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/glob.h"

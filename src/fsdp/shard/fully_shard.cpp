@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <unordered_map>
 #include <utility>
 #include <vector>
