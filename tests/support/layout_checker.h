@@ -150,10 +150,18 @@ class LayoutChecker {
                        cut);
           break;
         case Granularity::Kind::kTensor:
-          return concat("tensor ", list_text(shape), " is cut at ", cut);
+          FSDP_PROMISE(!request_.matrix_rows.empty() && begins_matrix(tensor, cut), "tensor ",
+                       list_text(shape), " is cut at ", cut);
+          break;
       }
     }
     return "";
+  }
+
+  bool begins_matrix(int64_t tensor, int64_t element) const {
+    const std::vector<OwnedMatrix> parts = layout_.matrices_of(tensor);
+    return std::any_of(parts.begin(), parts.end(),
+                       [&](const OwnedMatrix& part) { return part.range.begin == element; });
   }
 
   std::string check_sizes() {
@@ -312,14 +320,21 @@ class RequestReader {
       request.outer_ranks = wide();
       if (choice == 4) request.granularity = Granularity::block(wide());
     }
-    if (!extreme && choice == 3 && next() % 2 == 0) {
+    const int64_t balanced_by = !extreme && choice == 3 ? next() % 3 : 0;
+    const bool has_matrices = balanced_by == 2;
+    if (balanced_by == 1) {
       request.held_load.resize(static_cast<size_t>(request.inner_ranks * request.outer_ranks));
       for (int64_t& held : request.held_load) held = next();
     }
     const int64_t num_tensors = next() % 9;
     for (int64_t t = 0; t < num_tensors; ++t) {
-      std::vector<int64_t> shape(static_cast<size_t>(next() % 5));
+      std::vector<int64_t> shape(static_cast<size_t>(has_matrices ? 2 + next() % 3 : next() % 5));
       for (int64_t& size : shape) size = extreme ? wide() : dim(shape.size());
+      if (has_matrices) {
+        const int64_t rows = shape[shape.size() - 2];
+        request.matrix_rows.emplace_back();
+        if (rows > 0 && rows % 2 == 0) request.matrix_rows.back() = {rows / 2};
+      }
       request.shapes.push_back(shape);
     }
     return request;

@@ -8,7 +8,7 @@
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
 #include "fsdp/layout/brick.h"
-#include "fsdp/layout/matrix_balance.h"
+#include "fsdp/layout/matrix_owners.h"
 #include "fsdp/layout/row_packing.h"
 #include "fsdp/layout/tensor_balance.h"
 
@@ -44,6 +44,13 @@ void check_request(const FlatLayoutRequest& request) {
   FSDP_CHECK(request.matrix_rows.empty() || request.matrix_rows.size() == request.shapes.size(),
              "matrix_rows has ", request.matrix_rows.size(), " entries for ", request.shapes.size(),
              " tensors; give one per tensor, or none");
+  FSDP_CHECK(request.matrix_rows.empty() || request.held_load.empty(),
+             "held_load is given with matrix_rows, whose owners go by the cost of matrices; give "
+             "matrix_owners instead");
+  FSDP_CHECK(
+      request.matrix_owners.empty() || request.matrix_owners.size() == request.matrix_rows.size(),
+      "matrix_owners has ", request.matrix_owners.size(), " entries for ",
+      request.matrix_rows.size(), " of matrix_rows; give one per tensor, or none");
 }
 
 // The product of the dims. A dim of 0 wins over dims that would overflow together.
@@ -105,12 +112,8 @@ Packing plan(const FlatLayoutRequest& request) {
                        request.inner_ranks * request.outer_ranks);
     case Granularity::Kind::kTensor: {
       const MeshShape mesh{.outer = request.outer_ranks, .inner = request.inner_ranks};
-      if (request.matrix_rows.empty())
-        return balance_tensors(tensors, num_tensors, mesh, request.held_load);
-      std::vector<std::vector<OwnedMatrix>> parts;
-      for (size_t i = 0; i < request.shapes.size(); ++i)
-        parts.push_back(matrix_parts(request.shapes[i], request.matrix_rows[i]));
-      return balance_matrices(tensors, parts, align_numel, mesh, request.held_load);
+      if (!request.matrix_rows.empty()) return pack_matrices(tensors, request);
+      return balance_tensors(tensors, num_tensors, mesh, request.held_load);
     }
   }
   return {};
@@ -142,6 +145,8 @@ ShareSpan shares_of(PlacementPair placed, MeshCoordinate rank, MeshShape mesh) {
 
 FlatLayout::FlatLayout(FlatLayoutRequest request) : request_(std::move(request)) {
   check_request(request_);
+  FlatLayoutRequest* const own = &request_;
+  if (request_.matrix_owners.empty()) deal_matrices({&own, 1});
   Packing packing = plan(request_);
   segments_ = std::move(packing.segments);
   FSDP_CHECK(padded_numel() <= kMaxNumel, "the group needs ", padded_numel(),
@@ -166,6 +171,7 @@ FlatLayout FlatLayout::in_blocks_of(int64_t numel) const {
   blocks.request_.align_bytes = align_numel() / numel;
   blocks.request_.granularity = Granularity::element();
   blocks.request_.matrix_rows.clear();
+  blocks.request_.matrix_owners.clear();
   blocks.by_position_ = by_position_;
   blocks.tensor_numel_ = tensor_numel_ / numel;
   for (size_t i = 0; i < tensors_.size(); ++i) {
@@ -348,21 +354,6 @@ std::vector<ShardPiece> shard_pieces(const FlatLayout& layout, PlacementPair coa
     pieces.push_back(
         {range.flat, local_position(layout, coarse, rank, range.flat.begin), range.local_begin});
   return pieces;
-}
-
-void add_matrix_load(const FlatLayout& layout, std::span<int64_t> load) {
-  FSDP_ASSERT(layout.segments().size() == 1, "matrices lie in one segment");
-  const std::vector<Segment::UnevenShare> shares = layout.segments()[0].uneven_shares();
-  auto share = shares.begin();
-  int64_t end = 0;  // of the shares before this one
-  for (int64_t tensor = 0; tensor < layout.num_tensors(); ++tensor)
-    for (const OwnedMatrix& part : layout.matrices_of(tensor)) {
-      if (part.range.empty()) continue;
-      const int64_t at = layout.tensor_range(tensor).begin + part.range.begin;
-      while (at >= end + share->numel) end += (share++)->numel;
-      int64_t& owner = load[static_cast<size_t>(share->index)];
-      owner = checked_add(owner, newton_schulz_flops(part.rows, part.columns));
-    }
 }
 
 std::vector<OwnedMatrix> matrices_in(const FlatLayout& layout, std::span<const ShardRange> ranges) {

@@ -20,12 +20,13 @@ struct FlatLayoutRequest {
   int64_t align_bytes = 128;                 // every tensor and every shard starts at a multiple
   Granularity granularity = Granularity::element();  // where a shard may end inside a tensor
   // Granularity `tensor`: for each tensor the rows of its matrices (matrix_parts.h), which have an
-  // owner each, spread by the cost of their products instead of by elements. Empty: tensors are
-  // owned whole.
+  // owner each. Empty: tensors are owned whole.
   std::vector<std::vector<int64_t>> matrix_rows = {};
-  // Granularity `tensor`: elements (matrices: add_matrix_load) that each share's owner (inner_rank
-  // * outer_ranks + outer_rank) holds of the model's other groups, so that groups even each other
-  // out; empty: nothing yet.
+  // With matrix_rows: for each matrix of each tensor its share (inner_rank * outer_ranks +
+  // outer_rank). deal_matrices() chooses them for all groups of a model; empty: for this one alone.
+  std::vector<std::vector<int64_t>> matrix_owners = {};
+  // Whole tensors: elements that each share's owner holds of the model's other groups, so that
+  // groups even each other out; empty: nothing yet.
   std::vector<int64_t> held_load = {};
 };
 
@@ -126,9 +127,6 @@ std::vector<ShardPiece> shard_pieces(const FlatLayout& layout, PlacementPair coa
 // Where flat position `flat_begin`, which the rank holds under `placed`, lies in its part.
 int64_t local_position(const FlatLayout& layout, PlacementPair placed, MeshCoordinate rank,
                        int64_t flat_begin);
-
-// Adds the products of the matrices of each share (newton_schulz_flops) to `load`, by share.
-void add_matrix_load(const FlatLayout& layout, std::span<int64_t> load);
 
 // The matrices that lie in some ranges of a layout's buffer, none of which is cut; none where the
 // request has no matrix_rows.

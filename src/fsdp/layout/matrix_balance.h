@@ -1,25 +1,27 @@
-// Matrices spread over ranks so that no owner computes much longer than the others.
+// Costs of matrices dealt to owners so that the busiest one has little more than it must have.
 #pragma once
 
 #include <cstdint>
 #include <span>
 #include <vector>
 
-#include "fsdp/layout/brick.h"
-#include "fsdp/layout/matrix_parts.h"
-#include "fsdp/layout/strategy.h"
-
 namespace fsdp {
 
-// One segment with uneven shares. Tensors keep their order, because a tensor is contiguous in the
-// buffer and its matrices may have different owners; so every owner gets a run of matrices. Runs
-// are chosen so that the highest cost of an inner rank, with what it has of other groups
-// (`held_load`, by share; empty for nothing), is as low as runs allow, and those of an inner rank
-// likewise among its outer ranks. No owner has more than the mean and one matrix.
+// What lies in one piece in the buffer of a group: its owners ascend.
+struct CostColumn {
+  int64_t group = 0;
+  std::vector<int64_t> costs;  // one or more, none negative
+};
+
+// The owner of each cost of each column, from 0.
+using ColumnOwners = std::vector<std::vector<int64_t>>;
+
+// Columns of a group, which follow one another in `columns`, may lie in its buffer in any order: of
+// the owners of two of them only the last of one and the first of the other may be the same. No
+// owner has more than the mean and one cost.
 //
-// `parts` are the matrices of each tensor. Two that meet at an unaligned element have one owner.
-Packing balance_matrices(std::span<const BrickedTensor> tensors,
-                         std::span<const std::vector<OwnedMatrix>> parts, int64_t align_numel,
-                         MeshShape mesh, std::span<const int64_t> held_load);
+// Nobody has more of a group than the mean of it or its largest cost, unless the busiest owner
+// would have much more: a group's reduction takes as long as that of its largest share.
+ColumnOwners balance_columns(std::span<const CostColumn> columns, int64_t num_owners);
 
 }  // namespace fsdp

@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <array>
 #include <span>
+#include <utility>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/glob.h"
 #include "fsdp/base/text.h"
 #include "fsdp/base/utf8.h"
+#include "fsdp/layout/matrix_owners.h"
 
 namespace fsdp {
 
@@ -93,6 +95,42 @@ void check_blocks(const UnitShape& unit, const TensorGroup& group,
           "another recipe"));
 }
 
+bool is_of_muon(const TensorShape& tensor, const PlanOptions& options) {
+  return options.muon && !tensor.matrix_rows.empty() &&
+         std::none_of(
+             options.muon_except.begin(), options.muon_except.end(),
+             [&](const std::string& pattern) { return matches_glob(pattern, tensor.name); });
+}
+
+// Before the owners of its matrices are known.
+struct UnlaidGroup {
+  int64_t unit = 0;
+  ParameterKind kind = ParameterKind::kEqual;
+  GroupTypes types;
+  FlatLayoutRequest request;
+};
+
+UnlaidGroup unlaid_group(int64_t unit, const TensorGroup& group, const UnitShape& shape,
+                         const PlanOptions& options) {
+  const GridKind grid = row_of(group.kind).grid;
+  const MeshShape mesh = options.mesh(grid);
+  GroupTypes types = resolve_types(group.dtype, options.precision, Trainable::kYes, group.recipe);
+  if (group.has_matrices) types.second_moment = std::nullopt;
+  FlatLayoutRequest request{
+      .shapes = {},
+      .element_bytes = narrowest_bytes(types),
+      .inner_ranks = mesh.inner,
+      .outer_ranks = mesh.outer,
+      .align_bytes = align_bytes(types),
+      .granularity = group.has_matrices ? Granularity::tensor() : options.granularity};
+  for (const int64_t index : group.tensors) {
+    const TensorShape& tensor = shape.tensors[static_cast<size_t>(index)];
+    request.shapes.push_back(owned_shape(tensor, group.kind, options.owners(grid)));
+    if (group.has_matrices) request.matrix_rows.push_back(tensor.matrix_rows);
+  }
+  return {unit, group.kind, types, std::move(request)};
+}
+
 bool has_kind(std::span<const GroupPlan> groups, ParameterKind kind) {
   return std::any_of(groups.begin(), groups.end(),
                      [&](const GroupPlan& group) { return group.kind == kind; });
@@ -176,59 +214,43 @@ std::vector<GroupPlan> lay_out(const ModelShape& model, const PlanOptions& optio
   if (options.tp > 1 && !model.takes_tp)
     throw UsageError(concat("tp is ", options.tp, ", but how the ranks of a tp group would share '",
                             shown(model.name), "' is not known; leave it out"));
-  std::vector<GroupPlan> groups;
   PlannedRecipes recipes(model, options);
-  const bool whole_tensors = options.granularity.kind == Granularity::Kind::kTensor;
-  // What each rank of a grid holds of the groups so far. Without it the largest tensor of every
-  // unit would go to the first rank.
-  std::array<std::vector<int64_t>, kGridKinds.size()> held_by_grid;
-  std::array<std::vector<int64_t>, kGridKinds.size()> matrices_by_grid;
+  std::vector<UnlaidGroup> unlaid;
   for (size_t unit = 0; unit < model.units.size(); ++unit) {
     const UnitShape& shape = model.units[unit];
     for (const TensorGroup& group : group_tensors(
              shape, options.compute, {.ep = options.ep, .tp = options.tp},
              [&](const TensorShape& tensor) { return recipes.of(tensor); },
-             [&](const TensorShape& tensor) {
-               return options.muon && !tensor.matrix_rows.empty() &&
-                      std::none_of(options.muon_except.begin(), options.muon_except.end(),
-                                   [&](const std::string& pattern) {
-                                     return matches_glob(pattern, tensor.name);
-                                   });
-             })) {
-      const GridKind grid = row_of(group.kind).grid;
-      const MeshShape mesh = options.mesh(grid);
-      GroupTypes types =
-          resolve_types(group.dtype, options.precision, Trainable::kYes, group.recipe);
-      if (group.has_matrices) types.second_moment = std::nullopt;
-      std::vector<int64_t>& held_load =
-          (group.has_matrices ? matrices_by_grid : held_by_grid)[static_cast<size_t>(grid)];
-      if (whole_tensors || group.has_matrices)
-        held_load.resize(static_cast<size_t>(mesh.inner * mesh.outer), 0);
-      FlatLayoutRequest request{
-          .shapes = {},
-          .element_bytes = narrowest_bytes(types),
-          .inner_ranks = mesh.inner,
-          .outer_ranks = mesh.outer,
-          .align_bytes = align_bytes(types),
-          .granularity = group.has_matrices ? Granularity::tensor() : options.granularity,
-          .held_load = held_load};
-      for (const int64_t index : group.tensors) {
-        const TensorShape& tensor = shape.tensors[static_cast<size_t>(index)];
-        request.shapes.push_back(owned_shape(tensor, group.kind, options.owners(grid)));
-        if (group.has_matrices) request.matrix_rows.push_back(tensor.matrix_rows);
-      }
-      check_blocks(shape, group, request.shapes);
-      groups.push_back(
-          {static_cast<int64_t>(unit), group.kind, mesh, types, FlatLayout(std::move(request))});
-      if (group.has_matrices) {
-        add_matrix_load(groups.back().layout, held_load);
-        continue;
-      }
-      if (!whole_tensors) continue;
-      for (const Segment& segment : groups.back().layout.segments())
-        for (const Segment::UnevenShare& share : segment.uneven_shares())
-          held_load[static_cast<size_t>(share.index)] += share.numel;
+             [&](const TensorShape& tensor) { return is_of_muon(tensor, options); })) {
+      unlaid.push_back(unlaid_group(static_cast<int64_t>(unit), group, shape, options));
+      check_blocks(shape, group, unlaid.back().request.shapes);
     }
+  }
+  for (const GridKind grid : kGridKinds) {
+    std::vector<FlatLayoutRequest*> requests;
+    for (UnlaidGroup& group : unlaid)
+      if (row_of(group.kind).grid == grid) requests.push_back(&group.request);
+    deal_matrices(requests);
+  }
+  std::vector<GroupPlan> groups;
+  // What each rank of a grid holds of whole tensors so far. Without it the largest tensor of every
+  // unit would go to the first rank.
+  std::array<std::vector<int64_t>, kGridKinds.size()> held_by_grid;
+  for (UnlaidGroup& group : unlaid) {
+    std::vector<int64_t>& held = held_by_grid[static_cast<size_t>(row_of(group.kind).grid)];
+    const bool has_whole_tensors = group.request.granularity.kind == Granularity::Kind::kTensor &&
+                                   group.request.matrix_rows.empty();
+    const MeshShape mesh = options.mesh(row_of(group.kind).grid);
+    if (has_whole_tensors) {
+      held.resize(static_cast<size_t>(mesh.inner * mesh.outer), 0);
+      group.request.held_load = held;
+    }
+    groups.push_back(
+        {group.unit, group.kind, mesh, group.types, FlatLayout(std::move(group.request))});
+    if (!has_whole_tensors) continue;
+    for (const Segment& segment : groups.back().layout.segments())
+      for (const Segment::UnevenShare& share : segment.uneven_shares())
+        held[static_cast<size_t>(share.index)] += share.numel;
   }
   recipes.check_all_are_used();
   if (options.muon && std::none_of(groups.begin(), groups.end(),

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -12,6 +13,7 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
+#include "fsdp/layout/matrix_owners.h"
 #include "fsdp/shard/agreement.h"
 #include "fsdp/shard/engine/engine.h"
 #include "fsdp/shard/engine/gradient_hook.h"
@@ -56,6 +58,8 @@ class Builder {
     place_parameters();
     for (const FoundModule& found : found_.modules) join_ranks(*found.module, engine_->mesh());
     for (const FoundUnit& unit : found_.units) add_unit(unit);
+    deal_matrices_of_grids();
+    for (NewGroup& group : new_groups_) add_group(group);
     recipes_.check_all_are_used(found_);
     matrices_.check_all_are_used(found_);
     connect();
@@ -76,6 +80,15 @@ class Builder {
   }
 
  private:
+  struct NewGroup {
+    ShardedUnit* unit;
+    GroupKey key;
+    std::vector<GroupMember> members;
+    FlatLayoutRequest request;
+
+    Trainable trainable() const { return key.is_trainable ? Trainable::kYes : Trainable::kNo; }
+  };
+
   struct Place {
     ParamGroup* group;
     int64_t member;
@@ -95,10 +108,10 @@ class Builder {
     return unit.encloses_units ? UnitKind::kEnclosing : UnitKind::kScheduled;
   }
 
+  // Its groups are collected, to be added when the owners of all matrices are known.
   void add_unit(const FoundUnit& found) {
     ShardedUnit& unit = engine_->add_unit(found.name, kind_of(found));
-    std::vector<GroupKey> keys;
-    std::vector<std::vector<GroupMember>> members;
+    const size_t first = new_groups_.size();
     for (const OwnedParameter& parameter : found.parameters) {
       const at::ScalarType built_as = parameter.tensor.scalar_type();
       const at::ScalarType computes_in =
@@ -109,43 +122,51 @@ class Builder {
       std::vector<int64_t> rows = matrices_.rows_of(parameter, placed);
       const GroupKey key{placed.kind, computes_in, recipe, parameter.tensor.requires_grad(),
                          !rows.empty()};
-      const auto it = std::find(keys.begin(), keys.end(), key);
-      const auto index = static_cast<size_t>(it - keys.begin());
-      if (it == keys.end()) {
-        keys.push_back(key);
-        members.emplace_back();
-      }
-      members[index].push_back({parameter.names, parameter.tensor, built_as, computes_in,
-                                placed.owned, recipe, std::move(rows)});
+      auto it =
+          std::find_if(new_groups_.begin() + static_cast<std::ptrdiff_t>(first), new_groups_.end(),
+                       [&](const NewGroup& group) { return group.key == key; });
+      if (it == new_groups_.end()) it = new_groups_.insert(it, {&unit, key, {}, {}});
+      it->members.push_back({parameter.names, parameter.tensor, built_as, computes_in, placed.owned,
+                             recipe, std::move(rows)});
     }
-    for (size_t i = 0; i < keys.size(); ++i) add_group(unit, keys[i], std::move(members[i]));
+    for (size_t i = first; i < new_groups_.size(); ++i) {
+      NewGroup& group = new_groups_[i];
+      group.request = layout_request(group.members, group.trainable(), setting_of(group));
+    }
   }
 
-  void add_group(ShardedUnit& unit, const GroupKey& key, std::vector<GroupMember> members) {
-    std::vector<int64_t>& held = held_by(key);
-    ParamGroup& group =
-        unit.add_group(std::move(members), key.is_trainable ? Trainable::kYes : Trainable::kNo,
-                       engine_->setting_of(unit.kind(), key.kind), held);
+  const GroupSetting& setting_of(const NewGroup& group) const {
+    return engine_->setting_of(group.unit->kind(), group.key.kind);
+  }
+
+  void deal_matrices_of_grids() {
+    for (const GridKind grid : kGridKinds) {
+      std::vector<FlatLayoutRequest*> requests;
+      for (NewGroup& group : new_groups_)
+        if (row_of(group.key.kind).grid == grid) requests.push_back(&group.request);
+      deal_matrices(requests);
+    }
+  }
+
+  void add_group(NewGroup& added) {
+    // What each rank of the grid holds of whole tensors so far.
+    std::vector<int64_t>& held = held_numel_[static_cast<size_t>(row_of(added.key.kind).grid)];
+    const FlatLayoutRequest& request = added.request;
+    const bool has_whole_tensors =
+        request.granularity.kind == Granularity::Kind::kTensor && !added.key.has_matrices;
+    if (has_whole_tensors) {
+      held.resize(static_cast<size_t>(request.inner_ranks * request.outer_ranks), 0);
+      added.request.held_load = held;
+    }
+    ParamGroup& group = added.unit->add_group(std::move(added.members), added.trainable(),
+                                              setting_of(added), std::move(added.request));
     for (size_t i = 0; i < group.members().size(); ++i)
       places_[group.members()[i].parameter.unsafeGetTensorImpl()] = {&group,
                                                                      static_cast<int64_t>(i)};
-    if (key.has_matrices) return add_matrix_load(group.layout(), held);
-    if (held.empty()) return;
+    if (!has_whole_tensors) return;
     for (const Segment& segment : group.layout().segments())
       for (const Segment::UnevenShare& share : segment.uneven_shares())
         held[static_cast<size_t>(share.index)] += share.numel;
-  }
-
-  // What each rank of the group's grid has of the groups so far: products of matrices, or elements
-  // of whole tensors. Empty for groups that are cut elsewhere.
-  std::vector<int64_t>& held_by(const GroupKey& key) {
-    const auto grid = static_cast<size_t>(row_of(key.kind).grid);
-    std::vector<int64_t>& held = (key.has_matrices ? matrix_load_ : held_numel_)[grid];
-    if (key.has_matrices || engine_->options().granularity.kind == Granularity::Kind::kTensor) {
-      const MeshShape& shape = engine_->setting_of(UnitKind::kScheduled, key.kind).shape;
-      held.resize(static_cast<size_t>(shape.inner * shape.outer), 0);
-    }
-    return held;
   }
 
   void connect() {
@@ -239,8 +260,8 @@ class Builder {
   ValueAgreement values_;
   ParameterRecipes recipes_;
   ParameterMatrices matrices_;
-  std::array<std::vector<int64_t>, kGridKinds.size()> held_numel_;  // see held_by()
-  std::array<std::vector<int64_t>, kGridKinds.size()> matrix_load_;
+  std::vector<NewGroup> new_groups_;
+  std::array<std::vector<int64_t>, kGridKinds.size()> held_numel_;
   std::unordered_map<const void*, PlacedParameter> placed_;
   std::unordered_map<const void*, Place> places_;
 };

@@ -12,7 +12,9 @@
 
 #include "fsdp/optim/muon.h"
 #include "fsdp/plan/forecast.h"
+#include "fsdp/plan/group_plan.h"
 #include "fsdp/plan/model_tensors.h"
+#include "fsdp/shard/engine/engine.h"
 #include "fsdp/shard/fully_shard.h"
 #include "support/optimizer_training.h"
 #include "support/small_models.h"
@@ -24,8 +26,36 @@ using testing::build;
 using testing::run_ranks;
 using testing::test_device;
 
+// Of every group with matrices, in the order of units.
+using Owners = std::vector<std::vector<std::vector<int64_t>>>;
+
+Owners owners_in(const Sharded& sharded) {
+  Owners owners;
+  for (const auto& unit : EngineAccess::of(sharded).units())
+    for (const ParamGroup& group : unit->groups())
+      if (group.has_matrices()) owners.push_back(group.layout().request().matrix_owners);
+  return owners;
+}
+
+Owners owners_in(const Planner& planner) {
+  Owners owners;
+  for (const GroupPlan& group : planner.groups())
+    if (group.has_matrices()) owners.push_back(group.layout.request().matrix_owners);
+  return owners;
+}
+
+// Whether the tensors of some group lie in another order than its members have.
+bool has_other_order(const Sharded& sharded) {
+  for (const auto& unit : EngineAccess::of(sharded).units())
+    for (const ParamGroup& group : unit->groups())
+      for (int64_t i = 1; i < group.layout().num_tensors(); ++i)
+        if (group.layout().tensor_range(i).begin < group.layout().tensor_range(i - 1).begin)
+          return true;
+  return false;
+}
+
 // Fused projections, experts and everything else that modules declare: sharded as unsharded, and
-// with the bytes that a plan forecasts.
+// with the owners and the bytes that a plan forecasts.
 TEST(MuonModels, TrainAsIfUnsharded) {
   struct Case {
     testing::SmallModel model;
@@ -36,6 +66,7 @@ TEST(MuonModels, TrainAsIfUnsharded) {
   for (const testing::SmallModel& model : testing::small_models()) cases.push_back({model});
   cases.push_back({{"experts_on_two_ranks", testing::aligned_mixtral()}, 4, {.ep = 2}});
   cases.push_back({{"outer", testing::small_llama()}, 4, {.outer = 2}});
+  int num_in_other_order = 0;
   for (const auto& [small, ranks, axes] : cases) {
     SCOPED_TRACE(small.name);
     int64_t most_bytes = 0;
@@ -68,9 +99,17 @@ TEST(MuonModels, TrainAsIfUnsharded) {
       for (const ShardedParameter& parameter : sharded.parameters())
         unsharded[{ep_rank, parameter.name}] = parameter.main_weight.clone();
     });
+    const Planner planner(build_model(small.name, small.config), {.ranks = ranks,
+                                                                  .outer = axes.outer,
+                                                                  .ep = axes.ep,
+                                                                  .compute = DType::kFloat32,
+                                                                  .muon = DType::kFloat32,
+                                                                  .marks_changes = true});
     most_bytes = 0;
     int64_t num_compared = 0;
     train(Strategy::optim_grads_params, [&](const Sharded& sharded, int ep_rank) {
+      EXPECT_EQ(owners_in(sharded), owners_in(planner));
+      num_in_other_order += has_other_order(sharded) ? 1 : 0;
       for (const ShardedParameter& parameter : sharded.parameters()) {
         const int64_t numel = parameter.main_weight.numel();
         const at::Tensor& whole = unsharded.at({ep_rank, parameter.name});
@@ -82,17 +121,10 @@ TEST(MuonModels, TrainAsIfUnsharded) {
     int64_t num_unsharded = 0;
     for (const auto& [key, value] : unsharded) num_unsharded += key.first == 0 ? value.numel() : 0;
     EXPECT_GE(num_compared, num_unsharded);  // together ranks hold all of it
-    const MemoryBytes planned =
-        Planner(build_model(small.name, small.config), {.ranks = ranks,
-                                                        .outer = axes.outer,
-                                                        .ep = axes.ep,
-                                                        .compute = DType::kFloat32,
-                                                        .muon = DType::kFloat32,
-                                                        .marks_changes = true})
-            .forecast()
-            .bytes;
+    const MemoryBytes planned = planner.forecast().bytes;
     EXPECT_EQ(most_bytes, planned.total() - planned.weight_pool - planned.grad_pool);
   }
+  EXPECT_GT(num_in_other_order, 0);
 }
 
 TEST(MuonModels, AreRefusedWhereRanksShareMatrices) {

@@ -28,6 +28,7 @@ TEST(FlatLayout, KeepsItsPromisesForTwentyThousandRandomRequests) {
   std::mt19937 random(20240611);
   int num_checked = 0;
   int num_by_kind[4] = {};
+  int num_with_matrices = 0;
   while (num_checked < 20000) {
     std::vector<uint8_t> bytes = random_bytes(random);
     if (testing::RequestReader(bytes).is_extreme()) bytes[0] = 0;
@@ -36,8 +37,10 @@ TEST(FlatLayout, KeepsItsPromisesForTwentyThousandRandomRequests) {
     ASSERT_EQ(testing::check_layout(layout), "") << describe(request);
     ++num_checked;
     ++num_by_kind[static_cast<int>(request.granularity.kind)];
+    if (!request.matrix_rows.empty()) ++num_with_matrices;
   }
   for (const int count : num_by_kind) EXPECT_GT(count, 2000) << "every granularity is drawn";
+  EXPECT_GT(num_with_matrices, 500);
 }
 
 TEST(FlatLayout, RefusesOrPlansExtremeRequestsWithoutHarm) {

@@ -21,10 +21,9 @@ ShardedUnit::ShardedUnit(int32_t index, std::string name, UnitKind kind, SlabSou
       reduce_range_(concat("fsdp::reduce ", name_)) {}
 
 ParamGroup& ShardedUnit::add_group(std::vector<GroupMember> members, Trainable trainable,
-                                   const GroupSetting& setting,
-                                   const std::vector<int64_t>& held_load) {
+                                   const GroupSetting& setting, FlatLayoutRequest request) {
   ParamGroup& group =
-      groups_.emplace_back(name_, std::move(members), trainable, setting, held_load);
+      groups_.emplace_back(name_, std::move(members), trainable, setting, std::move(request));
   phase_ = has_slabs() ? WeightPhase::kResting : WeightPhase::kWhole;
   if (phase_ == WeightPhase::kResting)
     for (ParamGroup& each : groups_) each.unbind();

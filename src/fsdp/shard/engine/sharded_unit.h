@@ -44,7 +44,7 @@ class ShardedUnit {
 
   // --- construction (fully_shard.cpp) ---
   ParamGroup& add_group(std::vector<GroupMember> members, Trainable trainable,
-                        const GroupSetting& setting, const std::vector<int64_t>& held_load);
+                        const GroupSetting& setting, FlatLayoutRequest request);
   void add_need(ShardedUnit& owner) { needs_.push_back(&owner); }
   void stay_for_backward() { stays_for_backward_ = true; }
 

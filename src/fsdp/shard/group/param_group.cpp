@@ -13,22 +13,10 @@ namespace fsdp {
 
 namespace {
 
-FlatLayoutRequest layout_request(const std::vector<GroupMember>& members, const GroupTypes& types,
-                                 const GroupSetting& setting, std::vector<int64_t> held_load) {
-  FlatLayoutRequest request{.shapes = {},
-                            .element_bytes = narrowest_bytes(types),
-                            .inner_ranks = setting.shape.inner,
-                            .outer_ranks = setting.shape.outer,
-                            .align_bytes = align_bytes(types),
-                            .granularity = setting.granularity,
-                            .held_load = std::move(held_load)};
-  const bool has_matrices = !members.front().matrix_rows.empty();
-  if (has_matrices) request.granularity = Granularity::tensor();
-  for (const GroupMember& member : members) {
-    request.shapes.push_back(owned_shape(member.owned, member.parameter.sizes()));
-    if (has_matrices) request.matrix_rows.push_back(member.matrix_rows);
-  }
-  return request;
+GroupTypes types_of(const std::vector<GroupMember>& members, Trainable trainable,
+                    const GroupSetting& setting) {
+  return resolve_types(dtype_of(members.front().computes_in), setting.precision, trainable,
+                       members.front().recipe);
 }
 
 // The error for touching a parameter while its unit is sharded, or one that has no numbers.
@@ -60,21 +48,38 @@ FlatLayout layout_of_weights(const FlatLayout& layout, const GroupTypes& types) 
 
 }  // namespace
 
+FlatLayoutRequest layout_request(const std::vector<GroupMember>& members, Trainable trainable,
+                                 const GroupSetting& setting) {
+  const GroupTypes types = types_of(members, trainable, setting);
+  FlatLayoutRequest request{.shapes = {},
+                            .element_bytes = narrowest_bytes(types),
+                            .inner_ranks = setting.shape.inner,
+                            .outer_ranks = setting.shape.outer,
+                            .align_bytes = align_bytes(types),
+                            .granularity = setting.granularity};
+  const bool has_matrices = !members.front().matrix_rows.empty();
+  if (has_matrices) request.granularity = Granularity::tensor();
+  for (const GroupMember& member : members) {
+    request.shapes.push_back(owned_shape(member.owned, member.parameter.sizes()));
+    if (has_matrices) request.matrix_rows.push_back(member.matrix_rows);
+  }
+  return request;
+}
+
 ParamGroup::ParamGroup(std::string unit, std::vector<GroupMember> members, Trainable trainable,
-                       const GroupSetting& setting, std::vector<int64_t> held_load)
-    : ParamGroup(std::move(unit), std::move(members), trainable, setting, std::move(held_load),
+                       const GroupSetting& setting, FlatLayoutRequest request)
+    : ParamGroup(std::move(unit), std::move(members), trainable, setting, std::move(request),
                  group_paths(setting.strategy, setting.shape, setting.gradient, setting.num_losses,
                              setting.num_copies)) {}
 
 ParamGroup::ParamGroup(std::string unit, std::vector<GroupMember> members, Trainable trainable,
-                       const GroupSetting& setting, std::vector<int64_t> held_load,
+                       const GroupSetting& setting, FlatLayoutRequest request,
                        const GroupPaths& paths)
     : unit_(std::move(unit)),
       setting_(setting),
       members_(std::move(members)),
-      types_(resolve_types(dtype_of(members_.front().computes_in), setting.precision, trainable,
-                           members_.front().recipe)),
-      layout_(layout_request(members_, types_, setting, std::move(held_load))),
+      types_(types_of(members_, trainable, setting)),
+      layout_(std::move(request)),
       weight_layout_(layout_of_weights(layout_, types_)),
       weight_(weight_layout_, weight_spec(setting.strategy.parameter, types_, setting),
               &setting.memory.weight),

@@ -42,12 +42,17 @@ struct GroupSlabs {
   std::optional<SlabLease> gradient;  // none: gradients go straight to the main gradients
 };
 
+// For the layout of a group of these. What ranks hold of other groups (held_load), and owners of
+// matrices, are for the caller to add.
+FlatLayoutRequest layout_request(const std::vector<GroupMember>& members, Trainable trainable,
+                                 const GroupSetting& setting);
+
 class ParamGroup {
  public:
-  // Lays the members out and allocates; set_value() then brings their values. `held_load` counts
-  // what every rank holds of earlier groups (FlatLayoutRequest).
+  // Lays the members out and allocates; set_value() then brings their values. `request` is that of
+  // layout_request().
   ParamGroup(std::string unit, std::vector<GroupMember> members, Trainable trainable,
-             const GroupSetting& setting, std::vector<int64_t> held_load);
+             const GroupSetting& setting, FlatLayoutRequest request);
   ~ParamGroup();  // parameters of the user may live on
   ParamGroup(const ParamGroup&) = delete;
   ParamGroup& operator=(const ParamGroup&) = delete;
@@ -130,7 +135,7 @@ class ParamGroup {
 
  private:
   ParamGroup(std::string unit, std::vector<GroupMember> members, Trainable trainable,
-             const GroupSetting& setting, std::vector<int64_t> held_load, const GroupPaths& paths);
+             const GroupSetting& setting, FlatLayoutRequest request, const GroupPaths& paths);
   void quantize_by(const GroupPaths& paths);
   void set_owned_value(int64_t index, const at::Tensor& value);
   FlatRange held_flat(int64_t index) const;
