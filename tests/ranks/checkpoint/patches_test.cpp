@@ -26,6 +26,7 @@
 #include "support/error_of.h"
 #include "support/parallel_training.h"
 #include "support/stored_tensors.h"
+#include "support/watched_memory.h"
 
 namespace fsdp::testing::patches_test {
 namespace {
@@ -339,6 +340,42 @@ TEST(Patches, OfEveryOptimizerBringTheTrainersBits) {
       }
     });
   }
+}
+
+struct ManyImpl : torch::nn::Module {
+  ManyImpl() {
+    for (int i = 0; i < 16; ++i)
+      units.push_back(
+          register_module("unit" + std::to_string(i), Unit<torch::nn::Linear>(512, 512)));
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (auto& unit : units) x = unit(x);
+    return x;
+  }
+  std::vector<Unit<torch::nn::Linear>> units;
+};
+TORCH_MODULE(Many);
+
+// Positions of a unit's elements, which are several numbers of 64 bits while they find their
+// places, are gone when the next unit's turn comes; what stays is what the file will have.
+TEST(Patches, AreWrittenOneUnitAtATime) {
+  const TempDir directory;
+  run_ranks(1, [&](World& world) {
+    const Mesh mesh = world.mesh();
+    Many model = build([] { return Many(); });
+    model->to(test_device());
+    const Sharded sharded = fully_shard(model, mesh, {});
+    AdamW optimizer(sharded, {.lr = 0.1, .step = {.marks_changes = true}});
+    PatchStream stream({.sharded = sharded, .optimizer = &optimizer});
+    stream.write(directory.path(), 0);
+    model(input_for(0, 0, {4, 512}).to(test_device())).square().sum().backward();
+    optimizer.step();
+    optimizer.wait();
+    constexpr int64_t kUnitNumel = 512 * 513;
+    const TensorAllocations allocations;
+    stream.write(directory.path(), 1);
+    EXPECT_LE(allocations.peak_bytes(), kUnitNumel * (16 * 4 + 80));
+  });
 }
 
 // --- files ---------------------------------------------------------------------------------------

@@ -166,25 +166,26 @@ void ChangedTensor::append(ChangedTensor other) {
 }
 
 PatchTensor ChangedTensor::as_patch(std::string name, std::vector<int64_t> shape) && {
-  std::sort(parts_.begin(), parts_.end(),
+  std::vector<Part> parts = std::move(parts_);
+  std::sort(parts.begin(), parts.end(),
             [](const Part& a, const Part& b) { return a.range.begin < b.range.begin; });
   // Weights on the host, or of a group that was set as a whole, may meet others on a device.
   const auto is_elsewhere = [&](const Part& part) {
-    return part.values.device() != parts_.front().values.device();
+    return part.values.device() != parts.front().values.device();
   };
-  if (std::any_of(parts_.begin(), parts_.end(), is_elsewhere))
-    for (Part& part : parts_) {
+  if (std::any_of(parts.begin(), parts.end(), is_elsewhere))
+    for (Part& part : parts) {
       part.values = part.values.cpu();
       if (part.positions.defined()) part.positions = part.positions.cpu();
     }
   PatchTensor tensor{std::move(name), std::move(shape), {}, {}, {}};
-  const bool has_ranges = std::none_of(parts_.begin(), parts_.end(),
+  const bool has_ranges = std::none_of(parts.begin(), parts.end(),
                                        [](const Part& part) { return part.positions.defined(); });
   std::vector<at::Tensor> values;
   std::vector<at::Tensor> positions;
   bool is_ascending = true;
   int64_t end = 0;
-  for (const auto& [range, own, part_values] : parts_) {
+  for (const auto& [range, own, part_values] : parts) {
     is_ascending &= end <= range.begin;
     values.push_back(part_values);
     if (!has_ranges)

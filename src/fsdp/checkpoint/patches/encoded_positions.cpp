@@ -10,16 +10,16 @@ namespace fsdp {
 namespace {
 
 // How many numbers more than elements skips take.
-at::Tensor num_longer(const at::Tensor& skips, int64_t largest) {
+at::Tensor num_more(const at::Tensor& skips, int64_t largest) {
   return skips.div(largest, "trunc").sum();
 }
 
 // Numbers of `dtype`, unsigned whatever it says, of which `largest` is the largest.
-at::Tensor numbers_of(const at::Tensor& skips, int64_t num_longer, int64_t largest,
+at::Tensor numbers_of(const at::Tensor& skips, int64_t more, int64_t largest,
                       at::ScalarType dtype) {
-  if (num_longer == 0) return skips.to(dtype);
+  if (more == 0) return skips.to(dtype);
   const at::Tensor places = skips.div(largest, "trunc").add_(1).cumsum(0).sub_(1);
-  return at::zeros({skips.numel() + num_longer}, skips.options().dtype(dtype))
+  return at::zeros({skips.numel() + more}, skips.options().dtype(dtype))
       .bitwise_not_()  // the largest number everywhere
       .index_copy_(0, places, skips.remainder(largest).to(dtype));
 }
@@ -39,10 +39,10 @@ at::Tensor as_ranges(const at::Tensor& positions, const at::Tensor& skips) {
 EncodedPositions encoded(const at::Tensor& positions) {
   const at::Tensor before = at::full({1}, -1, positions.options());
   const at::Tensor skips = positions.diff(1, 0, before).sub_(1);
-  const at::Tensor sizes = at::stack({num_longer(skips, largest_skip<uint8_t>()),
-                                      num_longer(skips, largest_skip<uint16_t>()),
-                                      skips.slice(0, 1).ne(0).sum().add_(1)})
-                               .cpu();
+  const at::Tensor sizes =
+      at::stack({num_more(skips, largest_skip<uint8_t>()),
+                 num_more(skips, largest_skip<uint16_t>()), skips.slice(0, 1).ne(0).sum().add_(1)})
+          .cpu();
   const auto* size = sizes.const_data_ptr<int64_t>();
   const int64_t narrow_bytes = positions.numel() + size[0];
   const int64_t wide_bytes = 2 * (positions.numel() + size[1]);
