@@ -1,6 +1,5 @@
 #include "fsdp/checkpoint/patches/patch_files.h"
 
-#include <algorithm>
 #include <cstring>
 #include <map>
 #include <utility>

@@ -19,7 +19,7 @@ struct PatchRecord {
   int64_t begun = 0;            // when the stream began, in seconds since 1970
   std::optional<int64_t> from;  // nullopt: a full patch, which has every element
   int64_t to = 0;
-  std::string names;                  // "hf" or "vllm" (fused_names.h)
+  std::string names;                  // "hf" or "vllm" (output_tensors.h)
   std::vector<StoredTensor> tensors;  // of the stream, changed or not
   std::vector<StoredFile> files;      // one per rank
 

@@ -1,7 +1,6 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
-#include <algorithm>
 #include <chrono>
 #include <exception>
 #include <map>
