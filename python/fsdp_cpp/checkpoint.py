@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from . import _C, optim, shard
+from . import _C, shard
+from .saved_optimizer import SavedOptimizer
 
 
 class Config(Protocol):
@@ -30,7 +31,7 @@ class Loaded:
     extra: list[str]    # names that allow_extra allowed
 
 
-def save(directory: str | os.PathLike[str], model: nn.Module, optimizer: optim.Optimizer | None = None, *, step: int = 0,
+def save(directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, step: int = 0,
          schedule: Any = None, data: Any = None, dtype: torch.dtype | None = None, config: str | Config | None = None) -> None:
     """Saves once, and returns when the checkpoint is visible: DIRECTORY/step-00000500. All ranks call it.
 
@@ -38,18 +39,23 @@ def save(directory: str | os.PathLike[str], model: nn.Module, optimizer: optim.O
     this rank's own (how far it has read). dtype: of the stored weights; None for that of the main weights, which is exact.
     config: the text of the model's config.json, or an object with to_json_string() as transformers' configurations have.
     """
-    _C.save_checkpoint(str(directory), shard.handle(model), _engine_of(optimizer), _buffers(model), step, _text(schedule),
-                       _text(data), dtype, _config_text(config))
+    saved = SavedOptimizer(optimizer)
+    _C.save_checkpoint(str(directory), shard.handle(model), saved.engine, saved.other(), _buffers(model), step, _text(schedule),
+                       _text(data), saved.settings(), dtype, _config_text(config))
 
 
-def load(path: str | os.PathLike[str], model: nn.Module, optimizer: optim.Optimizer | None = None, *,
-         allow_missing: Iterable[str] = (), allow_extra: bool = False) -> Loaded:
+def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
+         allow_missing: str | Iterable[str] = (), allow_extra: bool = False) -> Loaded:
     """Loads a checkpoint of any number of ranks, a run's latest one, or weights from safetensors files of other tools.
 
-    Names and shapes must match; allow_missing (patterns) and allow_extra=True allow the exceptions. All ranks call it.
+    Names and shapes must match; allow_missing (patterns) and allow_extra=True allow the exceptions. The optimizer's groups get the numbers
+    that they had (lr, initial_lr, weight_decay, ...), from which schedulers go on. All ranks call it.
     """
-    return _loaded(_C.load_checkpoint(str(path), shard.handle(model), _engine_of(optimizer), _buffers(model),
-                                      list(allow_missing), allow_extra))
+    saved = SavedOptimizer(optimizer)
+    other = saved.other()
+    found = _C.load_checkpoint(str(path), shard.handle(model), saved.engine, other, _buffers(model), _patterns(allow_missing), allow_extra)
+    saved.restore(other, found)
+    return _loaded(found)
 
 
 class Checkpointer:
@@ -64,22 +70,27 @@ class Checkpointer:
         checkpointer.wait()
     """
 
-    def __init__(self, directory: str | os.PathLike[str], model: nn.Module, optimizer: optim.Optimizer | None = None, *,
+    def __init__(self, directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
                  background: bool = True, keep_last: int = 0, keep_every: int = 0, dtype: torch.dtype | None = None,
                  config: str | Config | None = None) -> None:
         self._model = model
-        self._engine = _C.Checkpointer(str(directory), shard.handle(model), _engine_of(optimizer), background, keep_last,
+        self._optimizer = SavedOptimizer(optimizer)
+        self._engine = _C.Checkpointer(str(directory), shard.handle(model), self._optimizer.engine, background, keep_last,
                                        keep_every, dtype, _config_text(config))
 
     def save(self, step: int, *, schedule: Any = None, data: Any = None) -> None:
         """Copies the state and returns; a thread writes the copy (background=False: returns when it is visible). Throws an
         error of the save before."""
-        self._engine.save(_buffers(self._model), step, _text(schedule), _text(data))
+        self._engine.save(self._optimizer.other(), _buffers(self._model), step, _text(schedule), _text(data), self._optimizer.settings())
 
-    def load_latest(self, *, allow_missing: Iterable[str] = (), allow_extra: bool = False) -> Loaded | None:
+    def load_latest(self, *, allow_missing: str | Iterable[str] = (), allow_extra: bool = False) -> Loaded | None:
         """The latest checkpoint's facts, after loading it; None if there is none yet."""
-        found = self._engine.load_latest(_buffers(self._model), list(allow_missing), allow_extra)
-        return None if found is None else _loaded(found)
+        other = self._optimizer.other()
+        found = self._engine.load_latest(other, _buffers(self._model), _patterns(allow_missing), allow_extra)
+        if found is None:
+            return None
+        self._optimizer.restore(other, found)
+        return _loaded(found)
 
     def wait(self) -> None:
         """Waits until the last save is visible; throws if it failed."""
@@ -94,7 +105,7 @@ def state_dict(model: nn.Module, *, on_all_ranks: bool = False,
     """
     sharded = shard.handle(model)
     keeps = on_all_ranks or sharded.mesh.world.rank == 0
-    parameters = dict(model.named_parameters())
+    parameters = shard.parameters_of(model)
     members: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for each in sharded.parameters():
         members.setdefault(each.unit, []).append((each.name, parameters[each.name]))
@@ -111,15 +122,13 @@ def state_dict(model: nn.Module, *, on_all_ranks: bool = False,
             whole.exit()
     if not keeps:
         return None
-    return {name: values[id(value)] if id(value) in values else value.detach().to(device, copy=True)
-            for name, value in model.state_dict(keep_vars=True).items()}
+    return {name: values[id(value)] if id(value) in values else _copied(value, device)
+            for name, value in shard.unwrapped(model).state_dict(keep_vars=True).items()}
 
 
-def _engine_of(optimizer):
-    if optimizer is None or isinstance(optimizer, optim.Optimizer):
-        return optimizer and optimizer._engine
-    raise _C.UsageError(f"optimizer is {type(optimizer).__name__}, whose state is its own; checkpoints hold that of fsdp_cpp's "
-                        "optimizers: save the weights alone, and its state_dict() beside them")
+def _copied(value, device):
+    """A buffer; or what get_extra_state() has returned, which may be anything."""
+    return value.detach().to(device, copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def _buffers(model):
@@ -127,6 +136,10 @@ def _buffers(model):
     skipped = {f"{prefix}.{name}" if prefix else name for prefix, module in model.named_modules()
                for name in module._non_persistent_buffers_set}
     return [(name, buffer) for name, buffer in model.named_buffers() if name not in skipped]
+
+
+def _patterns(patterns):
+    return [patterns] if isinstance(patterns, str) else list(patterns)
 
 
 def _text(value):

@@ -11,14 +11,16 @@ Modules are marked from the inside out, and sharded together when the outermost 
 when an optimizer is made. docs/from-fsdp2.md names every difference; what has no meaning here is refused.
 """
 
+import copy
 import functools
 import weakref
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import fsdp as theirs
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from . import _C, calls, shard, tensors
@@ -39,15 +41,26 @@ class _Mark:
         self.offload_policy = offload_policy
         self.ignored_params = ignored_params
         self.outer = None      # the mark of the module around it
-        self.forward = None    # of the module, before it was marked
-        self.whole = None      # open between unshard() and reshard()
+        self.own_forward = module.__dict__.get("forward")  # set on the module itself, not by its class
+        self.device = None     # of the shards, if to_empty() has said it
 
     @property
     def outermost(self):
         return self if self.outer is None else self.outer.outermost
 
+    def __deepcopy__(self, memo):
+        """For the copy of the module, which the copy's marks must name."""
+        module = memo[id(self.module())]
+        copied = _Mark(module, self.mesh, self.reshard_after_forward, self.mp_policy, self.offload_policy,
+                       {memo[id(each)] for each in self.ignored_params if id(each) in memo})
+        memo[id(self)] = copied
+        if self.outer is not None and id(self.outer.module()) in memo:
+            copied.outer = copy.deepcopy(self.outer, memo)
+        copied.own_forward = copy.deepcopy(self.own_forward, memo)
+        return copied
 
-def fully_shard(module: shard.M, *, mesh: DeviceMesh | None = None, reshard_after_forward: bool | None = None,
+
+def fully_shard(module: shard.M, *, mesh: DeviceMesh | _C.Mesh | None = None, reshard_after_forward: bool | None = None,
                 shard_placement_fn: None = None, mp_policy: MixedPrecisionPolicy | None = None,
                 offload_policy: OffloadPolicy | None = None, ignored_params: Iterable[nn.Parameter] | None = None,
                 dp_mesh_dims: None = None) -> shard.M:
@@ -71,31 +84,46 @@ def fully_shard(module: shard.M, *, mesh: DeviceMesh | None = None, reshard_afte
         other = getattr(inner, _MARK, None)
         if other is not None and other.outer is None:
             other.outer = mark
+    _refuse_containers(module)
+    _become_fsdp_module(module)
+    _set_mark(module, mark)
+    return module
+
+
+def _refuse_containers(module):
+    if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
+        raise _C.UsageError(f"fully_shard() got a {type(module).__name__}, which nothing calls; call it with the modules inside")
+
+
+def _set_mark(module, mark):
     module.__dict__[_MARK] = mark
     module.__dict__[shard.PENDING] = functools.partial(_sharded_model, mark)
     for parameter in module.parameters():
         setattr(parameter, shard.MODEL, functools.partial(_sharded_model, mark))
-    _become_fsdp_module(module)
-    mark.forward = module.forward
-    module.forward = _sharding_at_first_use(mark)
-    return module
+    module.forward = _sharding_at_first_use(module, mark)
 
 
 def _become_fsdp_module(module):
     """Gives the module FSDP2's methods; its class keeps its name."""
     cls = type(module)
-    module.__class__ = type(cls.__name__, (cls, FSDPModule), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    module.__class__ = type(cls.__name__, (FSDPModule, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
-def _sharding_at_first_use(mark):
-    module = mark.module
+def _sharding_at_first_use(module, mark):
+    weak = mark.module
 
-    @functools.wraps(mark.forward, updated=())
     def forward(*args, **kwargs):
         _sharded_model(mark)
-        return module().forward(*args, **kwargs)
+        return weak().forward(*args, **kwargs)
 
-    return forward
+    _put_own_forward(module, mark)
+    return calls.named_like(forward, module)
+
+
+def _put_own_forward(module, mark):
+    module.__dict__.pop("forward", None)
+    if mark.own_forward is not None:
+        module.forward = mark.own_forward
 
 
 def _sharded_model(mark):
@@ -111,14 +139,32 @@ def _shard(model, root):
     marks = [getattr(module, _MARK) for module in model.modules() if hasattr(module, _MARK)]
     options = _options(root, marks)
     for mark in marks:
-        mark.module().forward = _with_casts(mark.forward, mark.mp_policy)
+        _put_own_forward(mark.module(), mark)
+        _put_casts(mark.module(), mark.mp_policy)
     try:
-        shard.fully_shard(model, root.mesh, units=[mark.module() for mark in marks], **options,
+        shard.fully_shard(model, root.mesh, units=[mark.module() for mark in marks], **options, init_weights=_first_values(model, root),
                           ignored_params=set().union(*(mark.ignored_params for mark in marks)))
     except BaseException:  # the next forward tries again, and does not run unsharded
         for mark in marks:
-            mark.module().forward = _sharding_at_first_use(mark)
+            mark.module().forward = _sharding_at_first_use(mark.module(), mark)
         raise
+
+
+def _first_values(model, root):
+    """After to_empty(), which promises no values: those of the modules that know some, and zeros, which are the same on all ranks."""
+    if root.device is None:
+        return None
+
+    @torch.no_grad()
+    def initialize(module):
+        known = shard.initialization(model, module, None)
+        if known is not None:
+            known()
+        else:
+            for parameter in module.parameters(recurse=False):
+                parameter.zero_()
+
+    return initialize
 
 
 def _options(root, marks):
@@ -134,11 +180,19 @@ def _options(root, marks):
         if any(getattr(mark, field) not in (None, getattr(root, field)) and getattr(mark, field) != getattr(root, field)
                for mark in marks):
             raise _C.UsageError(f"{field} differs between modules; use the outermost module's for all")
-    options = dict(strategy="optim_grads_params" if reshards.pop() else "optim_grads")
+    options = dict(strategy="optim_grads_params" if reshards.pop() else "optim_grads", device=root.device or _device_of(root))
     options.update(_precision(root, marks))
+    if root.device is not None:  # to_empty() promises no values, so ranks need not have made the same
+        options.update(initial_values="of_rank_zero")
     if isinstance(root.offload_policy, CPUOffloadPolicy):
         options.update(offload=1.0, offload_pin=root.offload_policy.pin_memory)
     return options
+
+
+def _device_of(root):
+    """FSDP2 moves a module to the device of its mesh."""
+    kind = getattr(root.mesh, "device_type", "cpu")
+    return None if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def _precision(root, marks):
@@ -157,26 +211,32 @@ def _precision(root, marks):
                 grad_comm=reduce_dtype or param_dtype or main)
 
 
-def _with_casts(forward, policy):
+def _put_casts(module, policy):
     """Casts floating-point inputs to param_dtype and outputs to output_dtype, as FSDP2 does around each marked module."""
     casts_inputs = policy.cast_forward_inputs and policy.param_dtype is not None
     if not casts_inputs and policy.output_dtype is None:
-        return forward
+        return
+    forward = module.__dict__.get("forward") or calls.without_holding(module, "forward")
 
-    @functools.wraps(forward, updated=())
     def cast_forward(*args, **kwargs):
+        loan = tensors.Loan(args, kwargs)
         if casts_inputs:
-            args, kwargs = _cast((args, kwargs), policy.param_dtype)
-        result = forward(*args, **kwargs)
-        return result if policy.output_dtype is None else _cast(result, policy.output_dtype)
+            args, kwargs = loan.give(_cast(loan.tensors, policy.param_dtype))
+        try:
+            result = forward(*args, **kwargs)
+        finally:
+            loan.take_back()
+        if policy.output_dtype is None:
+            return result
+        outputs: list[torch.Tensor] = []
+        tensors.collect(result, outputs)
+        return tensors.replaced(result, iter(_cast(outputs, policy.output_dtype)))
 
-    return cast_forward
+    module.forward = calls.named_like(cast_forward, module)
 
 
-def _cast(value, dtype):
-    found = []
-    tensors.collect(value, found)
-    return tensors.replaced(value, (each.to(dtype) if each.is_floating_point() else each for each in found))
+def _cast(found, dtype):
+    return [each.to(dtype) if each.is_floating_point() else each for each in found]
 
 
 def _refused(name, fix):
@@ -194,24 +254,50 @@ class Waited:
         pass
 
 
-class FSDPModule:
-    """FSDP2's methods of a marked module."""
+class FSDPModule(theirs.FSDPModule):
+    """FSDP2's methods of a marked module. A subclass of torch's own class, for which programs ask (isinstance)."""
 
-    def unshard(self, async_op: bool = False) -> Waited | None:
-        """Makes the module's parameters whole until reshard(). All ranks call it."""
-        mark = getattr(self, _MARK)
-        sharded = shard.handle(_sharded_model(mark))
-        if mark.whole is None and calls.unit_name(self) in sharded.unit_names:  # others own nothing
-            mark.whole = sharded.whole_parameters(False, [calls.unit_name(self)])
-            mark.whole.enter()
+    def __new__(cls, *args, **kwargs):
+        """An object of the class as it was: what indexing a Sequential makes is not marked."""
+        return next(each for each in cls.__mro__ if not issubclass(each, theirs.FSDPModule))(*args, **kwargs)
+
+    def unshard(self, async_op: bool = False) -> Waited | None:  # type: ignore[override]
+        """Makes the module's parameters whole until its next forward or backward has ended, or reshard(). All ranks call it."""
+        sharded = shard.handle(_sharded_model(getattr(self, _MARK)))
+        if calls.unit_name(self) in sharded.unit_names:  # others own nothing
+            sharded.unshard([calls.unit_name(self)])
         return Waited() if async_op else None
 
     def reshard(self) -> None:
         """Ends unshard()."""
+        sharded = shard.handle(_sharded_model(getattr(self, _MARK)))
+        if calls.unit_name(self) in sharded.unit_names:
+            sharded.reshard([calls.unit_name(self)])
+
+    def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> "FSDPModule":
+        """Of a model on the meta device: shards it on this device. Every rank gets memory for its part alone, with the values of
+        _init_weights(module) or reset_parameters(), or zeros; give others under fsdp_cpp.unshard(model, write=True)."""
         mark = getattr(self, _MARK)
-        if mark.whole is not None:
-            mark.whole.exit()
-            mark.whole = None
+        if shard.is_sharded(mark.outermost.module()) or not all(each.is_meta for each in self.parameters()):  # type: ignore[attr-defined]
+            return super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]
+        if mark.outer is not None:
+            raise _C.UsageError("to_empty() is called for a part of a marked model; call it for the outermost module")
+        mark.device = torch.device(device)
+        _sharded_model(mark)
+        return self
+
+    def __deepcopy__(self, memo):
+        """The copy of a marked model is marked alike; that of a sharded one is refused."""
+        mark = getattr(self, _MARK)
+        if shard.is_sharded(mark.outermost.module()):
+            raise _C.UsageError("the model is sharded, so a copy would have a part of it; copy it before its first forward, or see "
+                                "fsdp_cpp.state_dict() and fsdp_cpp.EMA")
+        copied: Any = nn.Module.__new__(type(self))  # type: ignore[type-var]
+        memo[id(self)] = copied
+        hidden = (_MARK, shard.PENDING, "forward")
+        copied.__dict__.update(copy.deepcopy({name: value for name, value in self.__dict__.items() if name not in hidden}, memo))
+        _set_mark(copied, copy.deepcopy(mark, memo))
+        return copied
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backwards are the last of their cycle."""

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _C, optim, shard
+from . import _C, other_optimizers, shard
 
 __all__ = ["MixedPrecisionPolicy", "fully_shard", "fully_shard_model", "fully_shard_optimizer"]
 
@@ -92,7 +92,7 @@ def fully_shard_model(
     return module
 
 
-def fully_shard_optimizer(optimizer: optim.AnyOptimizer, preproc_state_dict_for_dcp_ckpt: bool = True) -> optim.AnyOptimizer:
+def fully_shard_optimizer(optimizer: other_optimizers.AnyOptimizer, preproc_state_dict_for_dcp_ckpt: bool = True) -> other_optimizers.AnyOptimizer:
     """Lets a torch optimizer over a sharded module's parameters update this rank's part of the main weights."""
     _refuse({"preproc_state_dict_for_dcp_ckpt": not preproc_state_dict_for_dcp_ckpt},
             "checkpoints are made by fsdp_cpp.Checkpointer, and state dicts by fsdp_cpp.state_dict()", shown=False)
@@ -103,13 +103,13 @@ def fully_shard_optimizer(optimizer: optim.AnyOptimizer, preproc_state_dict_for_
             raise _C.Error("a gradient of some rank holds a NaN or Inf (check_for_nan_in_grad); report_nan_in_param_grad=True "
                            "names the parameter")
 
-    optim.shard_optimizer(optimizer)
+    other_optimizers.shard_optimizer(optimizer)
     optimizer.register_step_pre_hook(check_for_nan)
     return optimizer
 
 
-def fully_shard(module: shard.M, optimizer: optim.AnyOptimizer, *arguments: Any, preproc_state_dict_for_dcp_ckpt: bool = True,
-                **keywords: Any) -> tuple[shard.M, optim.AnyOptimizer]:
+def fully_shard(module: shard.M, optimizer: other_optimizers.AnyOptimizer, *arguments: Any, preproc_state_dict_for_dcp_ckpt: bool = True,
+                **keywords: Any) -> tuple[shard.M, other_optimizers.AnyOptimizer]:
     """fully_shard_model() and fully_shard_optimizer() at once: returns both."""
     keywords["preproc_state_dict_for_dcp_ckpt"] = preproc_state_dict_for_dcp_ckpt
     return fully_shard_model(module, *arguments, **keywords), fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt)
@@ -220,7 +220,7 @@ def _add_methods(model):
             yield
 
     def finish_grad_sync():
-        shard.handle(model).wait_gradients()
+        shard.end_cycle(model)
 
     def nothing(*_, **__):
         """Gathers start by themselves."""

@@ -1,7 +1,8 @@
 """Optimizers for sharded models."""
 
+import ctypes
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -9,9 +10,10 @@ from torch import nn
 
 from . import _C, shard
 
-Params: TypeAlias = nn.Module | Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+Params: TypeAlias = nn.Module | Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[dict[str, Any]]
 OnNonfinite: TypeAlias = Literal["update", "skip"]
 Updates: TypeAlias = Literal["hidden", "blocking"]
+WithoutGradient: TypeAlias = Literal["skip", "update"]
 Rounding: TypeAlias = Literal["nearest", "stochastic"]
 LossScale: TypeAlias = float | Literal["dynamic"]
 AdjustLr: TypeAlias = Literal["original", "match_rms_adamw"]
@@ -21,20 +23,30 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 class Optimizer(torch.optim.Optimizer):
     """What AdamW, SGD and Muon have in common. A torch.optim.Optimizer, so that torch's schedulers drive it: `lr` and `weight_decay`
-    of a parameter group may change between steps. The state is the engine's, and in checkpoints (fsdp_cpp.save)."""
+    of a parameter group may change between steps, and for all groups together `betas` and `momentum`. Moments are the engine's, and
+    in checkpoints (fsdp_cpp.save); state_dict() has the groups."""
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch.amp.GradScaler asks, before it looks for Inf in gradients of which each rank has a part."""
+        raise _C.UsageError("torch.amp.GradScaler does not know of ranks that have parts of gradients; fsdp_cpp's optimizers scale losses "
+                            "themselves: give loss_scale='dynamic', and call backward() on optimizer.scaled(loss)")
 
     def __init__(self, params: Params, make: Callable[[_C.Sharded, dict[str, Any]], _C.Optimizer], defaults: dict[str, Any],
                  options: dict[str, Any], decay_spares_vectors: bool) -> None:
+        params = shard.unwrapped(params) if isinstance(params, nn.Module) else params
         groups = _groups_of(params)
-        model = params if isinstance(params, nn.Module) else shard.model_of(p for group in groups for p in group["params"])
+        model = params if isinstance(params, nn.Module) else shard.model_of(p for group in groups for p in _tensors_of(group))
         sharded = shard.handle(model)
+        self._engine: _C.Optimizer | None = None
         super().__init__(groups, defaults)
-        self._fixed = {name: value for name, value in defaults.items() if name not in ("lr", "weight_decay")}
+        self._fixed = {name: value for name, value in defaults.items() if name not in ("lr", "weight_decay", *_MOMENTA)}
         self._parts = list(_parts_of(model, self.param_groups, decay_spares_vectors))
         self._check_groups()
         self._applied = self._wanted()
+        self._applied_momenta = self._momenta()
         rules = [(pattern, *wanted) for (_, _, pattern), wanted in zip(self._parts, self._applied)]
-        self._engine = make(sharded, {**_our_names(defaults), "lr": self._rate(), **options, "rules": rules})
+        self._engine = make(sharded, {**_our_names(defaults), **self._momenta(), "lr": self._rate(), **options, "rules": rules})
 
     def _rate(self):
         """The engine has one rate, of which each group has a fraction."""
@@ -46,6 +58,9 @@ class Optimizer(torch.optim.Optimizer):
         return [(group["weight_decay"] if decays else 0.0, _rounded(group["lr"] / rate) if rate else 1.0)
                 for group, decays, _ in self._parts]
 
+    def _momenta(self):
+        return _our_names({name: value for name, value in self.param_groups[0].items() if name in _MOMENTA})
+
     def _check_groups(self):
         for group in self.param_groups:
             for name in ("lr", "weight_decay"):
@@ -55,13 +70,19 @@ class Optimizer(torch.optim.Optimizer):
                 if group[name] != value:
                     raise _C.UsageError(f"{name} of a parameter group is {group[name]}, but {value} for the others; of groups only "
                                         "lr and weight_decay may differ or change")
+            for name in _MOMENTA:
+                first = self.param_groups[0].get(name)
+                if name in group and _as_tuple(group[name]) != _as_tuple(first):
+                    raise _C.UsageError(f"{name} of a parameter group is {group[name]}, but {first} for the others; it may change "
+                                        "for all groups together")
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step with the gradients of this cycle; returns at once unless updates="blocking"."""
-        if closure is not None:
-            raise _C.UsageError("step() takes no closure: the gradients of one cycle are updated once")
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step with the gradients of this cycle; returns at once unless updates="blocking". A closure is called before it, to compute
+        them, and its result is returned. Parameters that got no gradient on any rank are left alone (without_gradient)."""
+        result = _called(closure)
         self.tell_engine()
         self._engine.step()
+        return result
 
     def tell_engine(self) -> None:
         """Brings what schedulers have changed in the groups to the engine; step() does it, too."""
@@ -72,18 +93,32 @@ class Optimizer(torch.optim.Optimizer):
             if wanted != applied:
                 self._engine.set_rule(index, *wanted)
                 self._applied[index] = wanted
+        if (momenta := self._momenta()) != self._applied_momenta:
+            self._engine.set_momenta(*(momenta.get(name) for name in ("beta1", "beta2", "momentum")))
+            self._applied_momenta = momenta
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begins a new cycle; writes nothing."""
         self._engine.zero_grad()
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the optimizer is made: it updates everything that was trainable in fully_shard(), and nothing else."""
+        if self._engine is not None:
+            raise _C.UsageError("add_param_group() cannot add to an optimizer of a sharded model, which updates all parameters that were "
+                                "trainable in fully_shard() and no others; give parameters of another model an optimizer of their own, "
+                                "and say groups when the optimizer is made")
+        super().add_param_group(param_group)
+
     def state_dict(self) -> dict[str, Any]:
-        """Refused: it would be without the moments, which are cut over the ranks."""
-        raise _C.UsageError("the state of the optimizer is cut over the ranks; save it with fsdp_cpp.save() or Checkpointer")
+        """The parameter groups, for schedules; without moments, which are cut over the ranks, and in checkpoints (fsdp_cpp.save)."""
+        return {"state": {}, "param_groups": super().state_dict()["param_groups"]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refused, as state_dict() is."""
-        raise _C.UsageError("the state of the optimizer is cut over the ranks; load it with fsdp_cpp.load() or Checkpointer")
+        """The groups of state_dict(). Moments are refused: fsdp_cpp.load() and Checkpointer load them."""
+        if state_dict.get("state"):
+            raise _C.UsageError("the state dict has moments, and those of a sharded model are cut over the ranks; save and load them "
+                                "with fsdp_cpp.save(), fsdp_cpp.load() or Checkpointer")
+        load_groups(self, state_dict["param_groups"])
 
     def wait(self) -> None:
         """Waits until all updates are done."""
@@ -102,31 +137,93 @@ class Optimizer(torch.optim.Optimizer):
         return self._engine.scaled(loss)
 
 
+# Keys of parameter groups that schedulers may change, for all groups together.
+_MOMENTA = ("betas", "momentum")
+
+
+def load_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Gives the optimizer's groups the values of these, such as schedulers read and write: lr, initial_lr, weight_decay, ..."""
+    own = optimizer.param_groups
+    if len(groups) != len(own):
+        raise _C.UsageError(f"{len(groups)} parameter groups are to be loaded, and the optimizer has {len(own)}; make it with the same groups")
+    for group, values in zip(own, groups):
+        group.update({name: _like(value, group.get(name)) for name, value in values.items() if name not in ("params", "param_names")})
+
+
+def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The groups without their parameters, as far as JSON can hold them."""
+    def holds(value):
+        return value is None or isinstance(value, (bool, int, float, str)) or (
+            isinstance(value, (list, tuple)) and all(map(holds, value)))
+
+    def number(value):  # rates may be tensors
+        return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+    groups = [{name: number(value) for name, value in group.items() if name not in ("params", "param_names")}
+              for group in optimizer.param_groups]
+    return [{name: value for name, value in group.items() if holds(value)} for group in groups]
+
+
+def _like(value, before):
+    if isinstance(before, torch.Tensor):
+        return torch.full_like(before, value)
+    return tuple(value) if isinstance(before, tuple) else value
+
+
+def _as_tuple(value):
+    return tuple(value) if isinstance(value, (list, tuple)) else value
+
+
+def _called(closure):
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 def _groups_of(params):
-    """A model, parameters or parameter groups as groups of trainable parameters."""
+    """A model, parameters (named or not) or parameter groups as groups of trainable parameters."""
     groups = list(params.parameters()) if isinstance(params, nn.Module) else list(params)
     if groups and not isinstance(groups[0], dict):
         groups = [{"params": groups}]
-    groups = [dict(group, params=[p for p in group["params"] if p.requires_grad]) for group in groups]
+    groups = [dict(group, params=[p for p in _listed(group["params"]) if _tensor_of(p).requires_grad]) for group in groups]
     groups = [group for group in groups if group["params"]]
     if not groups:
         raise _C.UsageError("there is nothing to update; no parameter is trainable")
     return groups
 
 
+def _listed(params):
+    return [params] if isinstance(params, torch.Tensor) else list(params)
+
+
+def _tensor_of(parameter):
+    """torch.optim takes (name, parameter), too."""
+    return parameter[1] if isinstance(parameter, tuple) else parameter
+
+
+def _tensors_of(group):
+    return map(_tensor_of, group["params"])
+
+
 def _trainable_names(model):
     """Names of the parameters that the engine updates, which must be those that require gradients now."""
     trainable = {each.name: each.is_trainable for each in shard.handle(model).parameters()}
-    for name, parameter in model.named_parameters():
+    for name, parameter in shard.parameters_of(model).items():
         if name in trainable and trainable[name] != parameter.requires_grad:
             raise _C.UsageError(f"requires_grad of parameter '{name}' has changed since fully_shard(), which has divided the "
                                 f"trainable from the frozen; set it to {parameter.requires_grad} before fully_shard()")
     return {name for name, is_trainable in trainable.items() if is_trainable}
 
 
+def _names_of(model):
+    """{id of a parameter: its name}, also of those that came after fully_shard()."""
+    return {id(parameter): name for names in (model.named_parameters(), shard.parameters_of(model).items()) for name, parameter in names}
+
+
 def _parts_of(model, groups, decay_spares_vectors):
     """(group, whether it decays, names as a pattern): a rule of the engine for each. Groups cover the model."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = _names_of(model)
     left = _trainable_names(model)
     for group in groups:
         for parameter in group["params"]:
@@ -146,7 +243,7 @@ def _parts_of(model, groups, decay_spares_vectors):
 
 def _rounded(number):
     """As the engine keeps it: schedulers change a ratio of rates by an ulp, which is no change."""
-    return torch.tensor(number, dtype=torch.float32).item()
+    return ctypes.c_float(number).value
 
 
 def _our_names(defaults):
@@ -166,6 +263,7 @@ class AdamW(Optimizer):
     on_nonfinite: "skip" leaves everything as it is when a gradient of any rank is NaN or Inf.
     loss_scale: a number, or "dynamic", for fp16; call backward() on scaled(loss) then.
     updates: "hidden" beside the next work, or "blocking".
+    without_gradient: parameters that no rank had a gradient of are left alone ("skip"), or updated with zeros ("update").
     rounding: "stochastic" for bf16 or fp16 weights without main weights.
     marks_changes: remembers which weights' bits have changed, for PatchStream.
     """
@@ -174,10 +272,11 @@ class AdamW(Optimizer):
                  weight_decay: float = 1e-2, *, max_norm: float = 0.0, decay_spares_vectors: bool = False,
                  first_moment: torch.dtype = torch.float32, second_moment: torch.dtype = torch.float32,
                  measures_norm: bool = False, on_nonfinite: OnNonfinite = "update", loss_scale: LossScale = 1.0,
-                 loss_scale_interval: int = 2000, updates: Updates = "hidden", rounding: Rounding = "nearest",
+                 loss_scale_interval: int = 2000, updates: Updates = "hidden",
+                 without_gradient: WithoutGradient = "skip", rounding: Rounding = "nearest",
                  seed: int = 0, marks_changes: bool = False) -> None:
         step = dict(max_norm=max_norm, measures_norm=measures_norm, on_nonfinite=on_nonfinite, loss_scale=loss_scale,
-                    loss_scale_interval=loss_scale_interval, updates=updates, rounding=rounding, seed=seed,
+                    loss_scale_interval=loss_scale_interval, updates=updates, without_gradient=without_gradient, rounding=rounding, seed=seed,
                     marks_changes=marks_changes)
         super().__init__(params, _C.adamw, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay),
                          dict(step, first_moment=first_moment, second_moment=second_moment), decay_spares_vectors)
@@ -190,9 +289,10 @@ class SGD(Optimizer):
                  nesterov: bool = False, *, max_norm: float = 0.0, decay_spares_vectors: bool = False,
                  momentum_dtype: torch.dtype = torch.float32, measures_norm: bool = False,
                  on_nonfinite: OnNonfinite = "update", loss_scale: LossScale = 1.0, loss_scale_interval: int = 2000,
-                 updates: Updates = "hidden", rounding: Rounding = "nearest", seed: int = 0, marks_changes: bool = False) -> None:
+                 updates: Updates = "hidden",
+                 without_gradient: WithoutGradient = "skip", rounding: Rounding = "nearest", seed: int = 0, marks_changes: bool = False) -> None:
         step = dict(max_norm=max_norm, measures_norm=measures_norm, on_nonfinite=on_nonfinite, loss_scale=loss_scale,
-                    loss_scale_interval=loss_scale_interval, updates=updates, rounding=rounding, seed=seed,
+                    loss_scale_interval=loss_scale_interval, updates=updates, without_gradient=without_gradient, rounding=rounding, seed=seed,
                     marks_changes=marks_changes)
         super().__init__(params, _C.sgd, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov),
                          dict(step, momentum_dtype=momentum_dtype), decay_spares_vectors)
@@ -221,10 +321,11 @@ class Muon(Optimizer):
                  decay_spares_vectors: bool = False, momentum_dtype: torch.dtype = torch.float32,
                  first_moment: torch.dtype = torch.float32, second_moment: torch.dtype = torch.float32,
                  measures_norm: bool = False, on_nonfinite: OnNonfinite = "update", loss_scale: LossScale = 1.0,
-                 loss_scale_interval: int = 2000, updates: Updates = "hidden", rounding: Rounding = "nearest",
+                 loss_scale_interval: int = 2000, updates: Updates = "hidden",
+                 without_gradient: WithoutGradient = "skip", rounding: Rounding = "nearest",
                  seed: int = 0, marks_changes: bool = False) -> None:
         step = dict(max_norm=max_norm, measures_norm=measures_norm, on_nonfinite=on_nonfinite, loss_scale=loss_scale,
-                    loss_scale_interval=loss_scale_interval, updates=updates, rounding=rounding, seed=seed,
+                    loss_scale_interval=loss_scale_interval, updates=updates, without_gradient=without_gradient, rounding=rounding, seed=seed,
                     marks_changes=marks_changes)
         a, b, c = ns_coefficients
         super().__init__(params, _C.muon,
@@ -233,81 +334,3 @@ class Muon(Optimizer):
                               adamw_rate_scale=adamw_rate_scale, norm_eps=norm_eps, products_dtype=products_dtype,
                               products=products, momentum_dtype=momentum_dtype, first_moment=first_moment,
                               second_moment=second_moment), decay_spares_vectors)
-
-
-def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
-    """Lets an element-wise optimizer of others update a sharded model: it then sees this rank's parts of the main weights.
-
-        optimizer = fsdp.shard_optimizer(torch.optim.Adagrad(model.parameters(), lr=1e-2))
-
-    Its parameter groups stay the same objects, so schedulers that were made before drive it; state that it has already is cut
-    alike.
-    Optimizers that look at whole matrices (Shampoo, Adafactor's factored moments) would see parts of them; they need
-    fully_shard(granularity="tensor"), and even then a flattened view. Muon has a class of its own here.
-    """
-    if isinstance(optimizer, Optimizer):
-        raise _C.UsageError(f"{type(optimizer).__name__} of fsdp_cpp is made for sharded models; use it as it is")
-    model = shard.model_of(parameter for group in optimizer.param_groups for parameter in group["params"])
-    sharded = shard.handle(model)
-    if sharded.has_copied_main_weights:
-        raise _C.UsageError("main weights are split or offloaded, so an optimizer cannot change them in place; call "
-                            "fully_shard() with main_storage='separate' and without offload")
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    parts = {each.name: each for each in sharded.parameters()}
-    owned: dict[str, nn.Parameter] = {}  # name -> this rank's part, as the optimizer sees it
-    for group in optimizer.param_groups:
-        mine = []
-        for parameter in group["params"]:
-            part = parts.get(names[id(parameter)])
-            if part is None:  # one of ignored_params, whose gradients are this rank's own
-                mine.append(parameter)
-                continue
-            state = optimizer.state.pop(parameter, {})
-            if not part.is_trainable or part.main_weight.numel() == 0:  # or wholly on other ranks
-                continue
-            owned[part.name] = nn.Parameter(part.main_weight)
-            mine.append(owned[part.name])
-            if state:
-                optimizer.state[owned[part.name]] = {key: _cut(value, part) for key, value in state.items()}
-        group["params"][:] = mine
-
-    def take_gradients(*_):
-        sharded.wait_gradients()
-        for each in sharded.parameters():
-            if each.name in owned:
-                owned[each.name].grad = each.gradient
-
-    def refresh(*_):
-        sharded.refresh_weights()
-
-    def zero_grad(set_to_none=True):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-        sharded.zero_grad()
-
-    optimizer.register_step_pre_hook(take_gradients)
-    optimizer.register_step_post_hook(refresh)
-    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-    return optimizer
-
-
-def _cut(value, part):
-    """This rank's part of what an optimizer keeps per element; anything else as it is."""
-    if not isinstance(value, torch.Tensor) or list(value.shape) != part.shape or value.dim() == 0:
-        return value
-    return value.flatten()[part.begin:part.begin + part.main_weight.numel()].clone()
-
-
-@torch.no_grad()
-def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Clips the gradients of all ranks together to this norm, and returns the norm before. All ranks call it, between
-    backward() and step(); AdamW(max_norm=...) does it in the same pass as the update."""
-    sharded = shard.handle(model)
-    sharded.wait_gradients()
-    parts = [each.gradient for each in sharded.parameters() if each.gradient is not None and each.gradient.numel() > 0]
-    norm = sharded.squared_gradient_norm().sqrt().squeeze()
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-    for part in parts:
-        part.mul_(factor.to(part.dtype))
-    return norm.float()

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _C, calls, ranks
 from . import units as unit_selection
@@ -34,6 +35,7 @@ InitialValues: TypeAlias = Literal["of_every_rank", "of_rank_zero"]
 
 # Attributes that modules get, and parameters.
 _ATTRIBUTE = "_fsdp_cpp_sharded"  # of a sharded model: the engine's handle
+_PARAMETERS = "_fsdp_cpp_parameters"  # of a sharded model: its parameters by the names that the engine has
 PENDING = "_fsdp_cpp_pending"     # of a model that is to be sharded when it is needed: a function that does it
 MODEL = "_fsdp_cpp_model"         # of a parameter: a function that returns its model
 
@@ -115,12 +117,15 @@ def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units =
                    offload_overlap=offload_overlap, offload_chunk_numel=offload_chunk_numel, report_nan=report_nan,
                    collectives=collectives, granularity=granularity, matrices=dict(matrices) if isinstance(matrices, Mapping) else matrices,
                    matrices_except=matrices_except, initial_values=initial_values, device=device)
-    mirrors = _mirrors(model, chosen, init_weights, set(ignored_params or ()))
-    sharded = _C.fully_shard(mirrors[model], over, options)
+    parameters = dict(model.named_parameters())
+    _refuse_subclasses(parameters)
+    mirrors = _Mirrors(model, chosen, init_weights, set(ignored_params or ()))
+    sharded = _C.fully_shard(mirrors.of[model], over, options)
     for module, name in chosen.items():
         name = name or ("(model)" if "model" in model._modules else "model")  # as the engine calls it
-        calls.make_unit(module, mirrors[module], name)
+        calls.make_unit(module, mirrors.of[module], name, mirrors.owned[module])
     model.__dict__[_ATTRIBUTE] = sharded
+    model.__dict__[_PARAMETERS] = parameters
     for parameter in model.parameters():
         setattr(parameter, MODEL, weakref.ref(model))
     if units is None and not inner and over.world.rank == 0:
@@ -148,6 +153,7 @@ def _dissolved(model: nn.Module) -> list[nn.Module]:
             _refuse_rounding(module)
             values = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
         module.__dict__.pop(_ATTRIBUTE).close()
+        del module.__dict__[_PARAMETERS]
         for parameter, value in values:
             parameter.data = value
         for unit in filter(calls.is_unit, list(module.modules())):
@@ -158,39 +164,54 @@ def _dissolved(model: nn.Module) -> list[nn.Module]:
 
 def _refuse_rounding(module: nn.Module) -> None:
     """Weights are all that is taken over; main weights that hold more would be rounded."""
-    weights = dict(module.named_parameters())
+    weights = parameters_of(module)
     for each in handle(module).parameters():
-        mine = weights[each.name].detach().flatten()[each.begin:each.begin + each.main_weight.numel()]
-        if not torch.equal(each.main_weight, mine.to(each.main_weight.dtype)):
+        mine, main = weights[each.name].detach().flatten()[each.begin:each.begin + each.numel], each.main_weight
+        if not torch.equal(main, mine.to(main.dtype)):
             raise _C.UsageError(f"main weights of '{each.name}' hold more than its weights: the module was sharded with params=..., "
                                 "or trained; shard it with the model around it alone, and give params there")
 
 
-def _mirrors(model, chosen, init_weights, ignored):
-    """The module tree as the engine sees it: {module: its mirror}."""
-    made = {}
+def _refuse_subclasses(parameters):
+    for name, parameter in parameters.items():
+        if is_traceable_wrapper_subclass(parameter):
+            raise _C.UsageError(f"parameter '{name}' is a {type(parameter).__name__}, which has no memory of its own: parameters of "
+                                "torch's tensor parallelism or of torchao cannot be sharded; hand over plain tensors, and see "
+                                "fsdp_cpp.mesh(tp=...) with tensor_parameters")
 
-    def mirror(module):
-        if module in made:
-            return made[module]
-        make = _C.Unit if module in chosen else _C.Module
-        made[module] = here = make(type(module).__name__, _initialization(model, module, init_weights))
+
+class _Mirrors:
+    """The module tree as the engine sees it, and what each unit owns of it."""
+
+    def __init__(self, model, chosen, init_weights, ignored):
+        self._model = model
+        self._init_weights = init_weights
+        self._ignored = ignored
+        self.of = {}                                  # module -> its mirror
+        self.owned = {unit: [] for unit in chosen}  # unit -> its parameters
+        self._add(model, "", model)
+
+    def _add(self, module, prefix, unit):
+        if module in self.of:
+            return self.of[module]
+        is_unit = module in self.owned
+        unit = module if is_unit else unit
+        make = _C.Unit if is_unit else _C.Module
+        self.of[module] = here = make(type(module).__name__, initialization(self._model, module, self._init_weights))
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter not in ignored:
+            if parameter is not None and parameter not in self._ignored:
                 here.add_parameter(name, parameter)
+                self.owned[unit].append(calls.OwnedParameter(module._parameters, name, prefix + name))
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 here.add_buffer(name, buffer)
         for name, child in module._modules.items():
             if child is not None:
-                here.add_child(name, mirror(child))
+                here.add_child(name, self._add(child, f"{prefix}{name}.", unit))
         return here
 
-    mirror(model)
-    return made
 
-
-def _initialization(model, module, init_weights):
+def initialization(model, module, init_weights):
     """A function that gives the module's own parameters and buffers their first values, or None."""
     if init_weights is not None:
         return lambda: init_weights(module)
@@ -201,11 +222,28 @@ def _initialization(model, module, init_weights):
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether fully_shard() was called with this model."""
-    return _ATTRIBUTE in model.__dict__
+    return _ATTRIBUTE in unwrapped(model).__dict__
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside the wrappers that torch.compile() and activation checkpointing put around it."""
+    while isinstance(model, nn.Module):
+        inner = model._modules.get("_orig_mod") or model._modules.get("_checkpoint_wrapped_module")
+        if inner is None:
+            break
+        model = inner
+    return model
+
+
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a sharded model, by the names that they had in fully_shard(): wrappers that came later change names."""
+    handle(model)
+    return unwrapped(model).__dict__[_PARAMETERS]
 
 
 def handle(model: nn.Module) -> _C.Sharded:
     """The engine's handle of a sharded model."""
+    model = unwrapped(model)
     try:
         if _ATTRIBUTE not in model.__dict__ and PENDING in model.__dict__:
             model.__dict__[PENDING]()
@@ -237,19 +275,35 @@ def unshard(model: M, *, write: bool = False) -> Iterator[M]:
     whole.enter()
     try:
         yield model
+        if write:
+            _take_over_replaced(model)
     finally:
         whole.exit()
+
+
+@torch.no_grad()
+def _take_over_replaced(model):
+    """Parameters that were replaced by others (load_state_dict(assign=True)): the values are taken, and the old ones put back."""
+    for unit in filter(calls.is_unit, unwrapped(model).modules()):
+        for each in filter(calls.OwnedParameter.is_replaced, calls.owned_by(unit)):
+            value = each.parameters.get(each.key)
+            if value is None or value.shape != each.parameter.shape:
+                raise _C.UsageError(f"parameter '{each.name}' was removed, or replaced by one of another shape, inside "
+                                    "unshard(write=True); a sharded model keeps its parameters and their shapes")
+            each.parameter.copy_(value)
+            each.parameters[each.key] = each.parameter
 
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Backwards inside are not the last of their cycle: gradients add up, and the reductions once per cycle wait."""
     sharded = handle(model)
+    was_last = sharded.is_last_microbatch
     sharded.microbatch(False)
     try:
         yield
     finally:
-        sharded.microbatch(True)
+        sharded.microbatch(was_last)
 
 
 def microbatch(model: nn.Module, *, last: bool) -> None:
@@ -293,13 +347,21 @@ def found_nonfinite(model: nn.Module) -> bool:
     return handle(model).found_nonfinite()
 
 
+def end_cycle(model: nn.Module) -> None:
+    """Ends this cycle of backwards: reduces gradients of which none was announced as the last, and waits. step() and
+    clip_grad_norm_() do it, too. The next backward needs zero_grad() before it. All ranks call it."""
+    handle(model).end_cycle("end_cycle()")
+
+
 def reset(model: nn.Module) -> None:
     """After an exception in forward or backward: drops everything under way and this cycle's gradients. All ranks call it."""
     handle(model).reset()
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """This rank's part of every gradient: {name: one-dimensional tensor}; whole on one rank. Waits for the reductions."""
+    """This rank's part of every gradient of this cycle: {name: one-dimensional tensor}; whole on one rank. Waits for the reductions;
+    UsageError if there are none, or if they are not complete."""
     sharded = handle(model)
-    sharded.wait_gradients()
-    return {each.name: each.gradient for each in sharded.parameters() if each.gradient is not None}
+    sharded.check_complete("gradients()")
+    gradients = ((each.name, each.gradient) for each in sharded.parameters())
+    return {name: gradient for name, gradient in gradients if gradient is not None}

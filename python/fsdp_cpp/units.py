@@ -30,9 +30,17 @@ def find(model: nn.Module, units: Units) -> dict[nn.Module, str]:
             matched = _matched(model, selector)
             if not matched:
                 raise _C.UsageError(_nothing_matches(model, selector))
+            for module in matched:
+                _refuse_containers(module, selector)
             chosen |= matched
     chosen.add(model)
     return {module: name for name, module in model.named_modules() if module in chosen}
+
+
+def _refuse_containers(module, selector):
+    if type(module).forward is nn.Module.forward:
+        raise _C.UsageError(f"units has {selector!r}, which is a {type(module).__name__}: nothing calls it, so nothing would gather it; "
+                            "name the modules inside it (a pattern such as 'blocks.*'), or the module around it")
 
 
 def listed(units: Units) -> list[Selector]:

@@ -4,8 +4,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fsdp/base/dtype.h"
@@ -22,10 +25,21 @@ struct NamedBuffer {
   at::Tensor value;
 };
 
+// The state of an optimizer that is none of this library's, and keeps tensors with one number for
+// each of a parameter's.
+struct OtherOptimizer {
+  std::string name;                       // "Adagrad"
+  int64_t step = 0;                       // updates that were made
+  std::vector<std::string> tensors = {};  // "sum"; loading brings those of the checkpoint
+  // This rank's part of each, {parameter, tensor}: fp32, in the optimizer's placement. None: 0.
+  std::map<std::pair<std::string, std::string>, at::Tensor> parts = {};
+};
+
 // Refers to objects that must outlive it.
 struct CheckpointState {
   Sharded sharded;
-  Optimizer* optimizer = nullptr;  // nullptr: weights alone
+  Optimizer* optimizer = nullptr;   // nullptr: weights alone
+  OtherOptimizer* other = nullptr;  // in its place
   std::vector<NamedBuffer> buffers = {};
 };
 

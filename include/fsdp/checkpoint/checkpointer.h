@@ -18,9 +18,10 @@ namespace fsdp {
 
 // A program's position when it saves. Its texts are free; JSON is a good choice.
 struct TrainingPosition {
-  int64_t step = 0;           // names the checkpoint
-  std::string schedule = {};  // of the learning rate; the same text on all ranks
-  std::string data = {};      // how far this rank has read its data
+  int64_t step = 0;            // names the checkpoint
+  std::string schedule = {};   // of the learning rate; the same text on all ranks
+  std::string data = {};       // how far this rank has read its data
+  std::string optimizer = {};  // numbers of the optimizer; the same text on all ranks
 };
 
 // --- saving --------------------------------------------------------------------------------------

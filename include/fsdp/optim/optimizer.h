@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -28,6 +29,13 @@ struct OptimizerShard {
   at::Tensor values;           // fp32, a copy on the CPU
   // The stored type; values are exact in it, and in scaled types exact in units of the scale.
   DType kept_in = DType::kFloat32;
+};
+
+// Numbers of averages that may change between steps; nullopt: as it was.
+struct Momenta {
+  std::optional<double> beta1 = std::nullopt;  // AdamW, and Muon of what it leaves to it
+  std::optional<double> beta2 = std::nullopt;
+  std::optional<double> momentum = std::nullopt;  // SGD, Muon
 };
 
 // Base of AdamW and SGD. Ranks call everything in the same order.
@@ -56,6 +64,9 @@ class Optimizer {
   // updates under way, and a recorded step is recorded again: for rare changes, unlike the learning
   // rate.
   void set_rule(size_t index, double weight_decay, double rate_scale);
+
+  // The same of averages, for schedules that change them; waits for updates under way, too.
+  void set_momenta(const Momenta& momenta);
 
   // The loss to call backward() on, if losses are scaled.
   at::Tensor scaled(const at::Tensor& loss) const;

@@ -32,6 +32,13 @@ enum class Updates : uint8_t {
   kBlocking,  // step() returns after all updates (devices: after queueing them for the computation)
 };
 
+// What a step does with a parameter that got no gradient in its cycle, on any rank: an unused head,
+// a layer that was frozen after fully_shard().
+enum class WithoutGradient : uint8_t {
+  kSkip,    // leaves it and its moments alone, as libtorch does
+  kUpdate,  // takes the gradient for 0: the weight decays, and moves by its moments
+};
+
 // How an updated weight is rounded if no wider copy of it is kept (MainWeight::kIsWeight).
 enum class Rounding : uint8_t {
   kNearest,     // ties to even: updates of less than half an ulp are lost
@@ -75,6 +82,9 @@ struct StepOptions {
 
   // When updates run.
   Updates updates = Updates::kHidden;
+
+  // What becomes of parameters without a gradient.
+  WithoutGradient without_gradient = WithoutGradient::kSkip;
 
   // How a bf16 or fp16 weight without a main weight is rounded (precision.main_params = nullopt).
   Rounding rounding = Rounding::kNearest;

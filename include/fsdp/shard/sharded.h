@@ -90,6 +90,9 @@ class Sharded {
 
   // Waits until the gradients of this cycle are complete. Functions that read them wait, too.
   void wait_gradients() const;
+  // Ends the cycle now: reduces gradients of which no backward was the last one, and waits. All
+  // ranks call it. UsageError if no gradient has come; zero_grad() comes before the next backward.
+  void end_cycle() const;
   // Begins a new cycle. Writes nothing: the next backward overwrites.
   void zero_grad() const;
   // Whether any rank's gradients of this cycle hold a NaN or Inf. All ranks call it.
@@ -104,7 +107,11 @@ class Sharded {
    public:
     FullParameters(std::shared_ptr<Engine> engine, Access access,
                    const std::vector<std::string>& units);
+    // close(), whose errors become a warning.
     ~FullParameters();
+    // Takes over what was written, and shards again. UsageError for a parameter that was given
+    // memory of another shape; Error if the model was reset() meanwhile.
+    void close();
     FullParameters(const FullParameters&) = delete;
     FullParameters& operator=(const FullParameters&) = delete;
 
@@ -112,14 +119,19 @@ class Sharded {
     std::shared_ptr<Engine> engine_;
     const Access access_;
     std::vector<ShardedUnit*> units_;
-    std::vector<ShardedUnit*> gathered_;
+    bool is_open_ = true;
   };
-  // While the guard lives every parameter of these units (none: of all) is whole; with kWrite,
-  // changes become the value, on all ranks alike. All ranks call it.
+  // While the guard lives every parameter of these units (none: of all) is whole, also after
+  // forwards and other guards; with kWrite, changes become the value, on all ranks alike. All ranks
+  // call it. Updates wait until it has ended: step() is an error.
   [[nodiscard]] FullParameters full_parameters(Access access = Access::kRead,
                                                const std::vector<std::string>& units = {}) const {
     return FullParameters(engine_, access, units);
   }
+
+  // Gathers these units now, until their next use ends or reshard(). All ranks call it.
+  void unshard(const std::vector<std::string>& units) const;
+  void reshard(const std::vector<std::string>& units) const;
 
   // --- what is there ---------------------------------------------------------------------------
   // Views, valid as long as the model; gradients of lifetime kStep until zero_grad().

@@ -195,11 +195,13 @@ class Checkpointer::Impl::Attempt {
  private:
   void prepare(const CheckpointState& state, const TrainingPosition& position) {
     Engine& engine = EngineAccess::of(state.sharded);
+    engine.refuse_while_whole("save()");
     engine.wait();
     if (state.optimizer != nullptr) state.optimizer->wait();
     pieces_ = pieces_of(state, owner_.options_.form);
     manifest_ = describe(state, pieces_, step_);
     manifest_.schedule = position.schedule;
+    manifest_.optimizer.settings = position.optimizer;
     record_ = {.rank = rank_,
                .block_bytes = owner_.options_.write.block_bytes,
                .files = {},

@@ -14,6 +14,7 @@
 #include "fsdp/base/log.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/checkpoint/load_plan.h"
+#include "fsdp/checkpoint/other_optimizer.h"
 #include "fsdp/checkpoint/rank_agreement.h"
 #include "fsdp/checkpoint/run_directory.h"
 #include "fsdp/checkpoint/state_pieces.h"
@@ -199,6 +200,7 @@ class Loading {
       buffers_.push_back(plan_.find_model({&wanted, 1}).front());
     }
     if (state.optimizer != nullptr) add_moments(OptimizerAccess::of(*state.optimizer));
+    if (state.other != nullptr) add_other(*state.other);
     for (const auto& unit : EngineAccess::of(state.sharded).units())
       for (ParamGroup& group : unit->groups()) add_amax_histories(group);
     plan_.check({.allow_missing = options.allow_missing,
@@ -220,6 +222,8 @@ class Loading {
     const Manifest& manifest = *plan_.catalog().manifest();
     loaded.step = manifest.step;
     loaded.schedule = manifest.schedule;
+    loaded.optimizer = manifest.optimizer.settings;
+    loaded.optimizer_step = manifest.optimizer.step;
     for (const RankRecord& record : plan_.catalog().ranks())
       loaded.data_of_ranks.push_back(record.data_position);
     const MeshShape mesh = EngineAccess::of(state_.sharded).mesh_shape();
@@ -294,6 +298,34 @@ class Loading {
              .in_memory = [update, which](FlatRange flat) -> void* {
                return update->moment_in_host_memory(which, flat);
              }});
+  }
+
+  void add_other(OtherOptimizer& other) {
+    if (!plan_.catalog().manifest()) return;
+    const OptimizerRecord& record = plan_.catalog().manifest()->optimizer;
+    if (!record.name.empty() && record.name != other.name)
+      throw UsageError(concat(plan_.catalog().path(), " has the state of ", record.name,
+                              ", and the optimizer is ", other.name, "; load the weights alone"));
+    other.tensors = record.moments;
+    other.step = record.step;
+    for (const auto& unit : EngineAccess::of(state_.sharded).units())
+      for (const ParamGroup& group : unit->groups()) {
+        if (!group.is_trainable()) continue;
+        for (const std::string& tensor : other.tensors)
+          targets_.push_back(
+              {.group = &group,
+               .dtype = at::kFloat,
+               .sources = plan_.find_moments(wanted_of(group, DType::kFloat32), tensor),
+               .read =
+                   [&other, &group, tensor](FlatRange flat, const at::Tensor& into) {
+                     read_other(other, group, tensor, flat, into);
+                   },
+               .set =
+                   [&other, &group, tensor](FlatRange flat, const at::Tensor& values) {
+                     set_other(other, group, tensor, flat, values);
+                   },
+               .in_memory = [](FlatRange) -> void* { return nullptr; }});
+      }
   }
 
   void add_amax_histories(ParamGroup& group) {

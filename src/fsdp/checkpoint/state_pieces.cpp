@@ -16,6 +16,7 @@
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/checkpoint/amax_history.h"
 #include "fsdp/checkpoint/format/tensor_boxes.h"
+#include "fsdp/checkpoint/other_optimizer.h"
 #include "fsdp/checkpoint/rank_agreement.h"
 #include "fsdp/optim/optimizer_impl.h"
 #include "fsdp/shard/engine/engine.h"
@@ -251,6 +252,24 @@ void add_moments(const CheckpointState& state, int64_t& number, PieceCollector& 
   }
 }
 
+void add_other(const CheckpointState& state, int64_t& number, PieceCollector& into) {
+  for (const auto& unit : EngineAccess::of(state.sharded).units())
+    for (const ParamGroup& group : unit->groups()) {
+      if (!group.is_trainable()) continue;
+      for (const std::string& tensor : state.other->tensors) {
+        const auto read = std::make_shared<const FlatReader>(FlatReader{
+            .read = [&group, other = state.other, tensor](FlatRange flat, std::byte* to) {
+              read_other(*other, group, tensor, flat,
+                         tensor_over(to, flat.numel(), at::kFloat, c10::kCPU));
+            }});
+        for_each_member(group, replicas_with(group), number,
+                        [&](int64_t i, const Written& written) {
+                          into.add(group.name_of(i), "." + tensor, DType::kFloat32, written, read);
+                        });
+      }
+    }
+}
+
 // Every rank of the group's grid has all of its history.
 void add_amax_histories(const ParamGroup& group, int64_t& number, PieceCollector& into) {
   if (!group.is_quantized() || !group.quantized().has_history()) return;
@@ -340,6 +359,7 @@ StatePieces pieces_of(const CheckpointState& state, const StoredForm& form) {
   PieceCollector moments(form.names, rank_in(engine.mesh()), pieces.moments, pieces.moment_pieces);
   auto number = static_cast<int64_t>(pieces.model.size());  // deals moments on where weights ended
   if (state.optimizer != nullptr) add_moments(state, number, moments);
+  if (state.other != nullptr) add_other(state, number, moments);
   for (const auto& unit : engine.units())
     for (const ParamGroup& group : unit->groups()) add_amax_histories(group, number, moments);
   return pieces;
@@ -362,6 +382,11 @@ Manifest describe(const CheckpointState& state, const StatePieces& pieces, int64
     record.name = unit->name();
     for (const ParamGroup& group : unit->groups()) record.groups.push_back(record_of(group));
   }
+  if (state.other != nullptr) {
+    manifest.optimizer.name = state.other->name;
+    manifest.optimizer.moments = state.other->tensors;
+    manifest.optimizer.step = state.other->step;
+  }
   if (state.optimizer == nullptr) return manifest;
   const StepState steps = state.optimizer->state();
   manifest.optimizer = {.name = state.optimizer->name(),
@@ -369,7 +394,8 @@ Manifest describe(const CheckpointState& state, const StatePieces& pieces, int64
                         .step = steps.step,
                         .skipped = steps.skipped,
                         .loss_scale = steps.loss_scale,
-                        .good_steps = steps.good_steps};
+                        .good_steps = steps.good_steps,
+                        .settings = {}};
   manifest.optimizer.moments = OptimizerAccess::of(*state.optimizer).moment_names();
   return manifest;
 }

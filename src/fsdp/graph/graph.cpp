@@ -175,7 +175,9 @@ void Graph::Impl::record() {
   EngineAccess::of(sharded_).expect_newer_weights();
   try {
     device_graph_->begin(options_.generators);
+    EngineAccess::of(sharded_).missing_gradients().set_recording(true);
     body_();
+    EngineAccess::of(sharded_).missing_gradients().set_recording(false);
     wait_for_all();
     check_recorded(rate);
     device_graph_->end();
@@ -218,6 +220,7 @@ void Graph::Impl::check_recorded(double rate) const {
 // The device ran nothing of the recorded step, although the host has noted its gathers, reductions
 // and updates as begun: all of them are cancelled.
 void Graph::Impl::cancel_recording() {
+  EngineAccess::of(sharded_).missing_gradients().set_recording(false);
   device_graph_->cancel();
   device_graph_ = make_device_graph(stream_.device());
   sharded_.reset();

@@ -55,7 +55,7 @@ std::vector<HostUpdates::Chunk> HostUpdates::chunks_of(
     for (const UpdatePiece& piece : group.pieces()) {
       if (!piece.main().is_offloaded) continue;
       const at::Tensor gradient = group.gradient_of(piece);
-      for (const UpdateSpan& span : piece.spans()) {
+      group.for_each_updated(piece, [&](const UpdateSpan& span) {
         const int64_t in_piece = span.flat_begin - piece.main().flat.begin;
         // Chunks end at the ends of blocks of scales.
         for (int64_t begin = 0; begin < span.numel;) {
@@ -66,7 +66,7 @@ std::vector<HostUpdates::Chunk> HostUpdates::chunks_of(
                             piece.main().weight.narrow(0, in_piece + begin, numel)});
           begin += numel;
         }
-      }
+      });
     }
   return chunks;
 }

@@ -39,6 +39,9 @@ class HostUpdates {
   // Allocates the staging memory that these groups need; call it before the first step.
   void reserve(const std::vector<GroupUpdate>& groups);
 
+  // Between steps.
+  void set_math(const UpdateMath& math) { math_ = math; }
+
   // Begins a step with `state`, the bytes of a StepState on the device, after `begun`.
   void begin(const at::Tensor& state, const Work& begun);
   // Updates the offloaded pieces of a unit's groups. The result is done when `beside`, the rest of
@@ -73,7 +76,7 @@ class HostUpdates {
   // Devices only: the host lane's current stream, on which nothing computes.
   const std::optional<c10::Stream> idle_;
   const int64_t chunk_numel_;
-  const UpdateMath math_;
+  UpdateMath math_;
   ThreadTeam team_;   // of the host lane's thread
   at::Tensor state_;  // of this step, on the host
   Work state_is_here_;

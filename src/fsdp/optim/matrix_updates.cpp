@@ -111,7 +111,12 @@ void MatrixUpdates::begin(const at::Tensor& state) {
 }
 
 void MatrixUpdates::run(const GroupUpdate& update, const at::Tensor& workspace, ThreadTeam& team) {
-  for (const Batch& batch : batches_.at(&update)) run(update, batch, workspace, team);
+  for (const Batch& batch : batches_.at(&update)) {
+    Batch updated = batch;
+    std::erase_if(updated.spans,
+                  [&](size_t span) { return update.is_left_out(batch.piece->spans()[span]); });
+    if (!updated.spans.empty()) run(update, updated, workspace, team);
+  }
 }
 
 void MatrixUpdates::run(const GroupUpdate& update, const Batch& batch, const at::Tensor& workspace,

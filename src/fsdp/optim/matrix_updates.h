@@ -55,6 +55,8 @@ class MatrixUpdates {
   // Allocates what these groups' matrices need; call it before the first step.
   void reserve(const std::vector<GroupUpdate>& groups);
 
+  void set_momentum(double momentum) { rule_.momentum = momentum; }
+
   // Begins a step with the bytes of its StepState.
   void begin(const at::Tensor& state);
   // Updates the matrices of a group. `workspace` is that of the norm on a device.
@@ -80,7 +82,7 @@ class MatrixUpdates {
   void update_span(const UpdateSpan& span, const SgdRule& rule, const at::Tensor& state,
                    ThreadTeam& team) const;
 
-  const MatrixRule rule_;
+  MatrixRule rule_;
   EngineMemory& memory_;
   const c10::Device device_;
   const at::ScalarType dtype_;

@@ -19,6 +19,7 @@ const at::Tensor& Optimizer::learning_rate_on_device() const {
 void Optimizer::set_rule(size_t index, double weight_decay, double rate_scale) {
   impl_->set_rule(index, weight_decay, rate_scale);
 }
+void Optimizer::set_momenta(const Momenta& momenta) { impl_->set_momenta(momenta); }
 at::Tensor Optimizer::scaled(const at::Tensor& loss) const { return impl_->scaled(loss); }
 StepState Optimizer::state() const { return impl_->state(); }
 double Optimizer::gradient_norm() const { return impl_->gradient_norm(); }

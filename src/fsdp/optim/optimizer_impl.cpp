@@ -182,6 +182,44 @@ void Optimizer::Impl::set_rule(size_t index, double weight_decay, double rate_sc
             is_of_matrices(group) ? rate_scale : rate_scale * rate_scale_beside_matrices());
 }
 
+void Optimizer::Impl::set_momenta(const Momenta& momenta) {
+  const auto set = [&](const char* field, const std::optional<double>& wanted, double& number) {
+    if (!wanted) return;
+    if (!(*wanted >= 0.0 && *wanted < 1.0))
+      throw UsageError(concat(rule_.name, "'s ", field, " is ", *wanted,
+                              "; use a number from 0 up to, but not, 1"));
+    number = *wanted;
+  };
+  UpdateRule rule = rule_;
+  if (auto* adamw = std::get_if<AdamWRule>(&rule.math)) {
+    set("beta1", momenta.beta1, adamw->beta1);
+    set("beta2", momenta.beta2, adamw->beta2);
+    if (rule.matrices) set("momentum", momenta.momentum, rule.matrices->momentum);
+  } else {
+    auto& sgd = std::get<SgdRule>(rule.math);
+    set("momentum", momenta.momentum, sgd.momentum);
+    if ((sgd.momentum > 0.0) == rule.moments.empty())
+      throw UsageError(concat(
+          "SGD's momentum is to become ", sgd.momentum, ", but the optimizer was made ",
+          rule.moments.empty() ? "without one" : "with one",
+          ", and its memory is there or not; make it with a momentum above 0, which can change"));
+  }
+  wait();  // updates under way read these numbers
+  ++num_rule_changes_;
+  rule_ = std::move(rule);
+  step_rule_ = step_rule(rule_, options_);
+  if (matrices_) matrices_->set_momentum(rule_.matrices->momentum);
+  if (on_host_) on_host_->set_math(rule_.math);
+  // The corrections of averages are those of the new numbers for all steps so far, as in torch;
+  // computed where the state is, so that nobody waits for it.
+  const at::Tensor steps =
+      tensor_over(static_cast<std::byte*>(state_.mutable_data_ptr()) + offsetof(StepState, step), 1,
+                  at::kLong, state_.device());
+  begun_.wait();
+  field(state_, offsetof(StepState, beta1_power)).copy_(at::pow(step_rule_.beta1, steps));
+  field(state_, offsetof(StepState, beta2_power)).copy_(at::pow(step_rule_.beta2, steps));
+}
+
 void Optimizer::Impl::tell_learning_rate() {
   if (std::exchange(rate_changed_, false)) rate_on_device_.fill_(learning_rate_);
 }
@@ -198,21 +236,16 @@ bool Optimizer::Impl::needs_norm() const {
 
 // --- a step --------------------------------------------------------------------------------------
 
-void Optimizer::Impl::check_gradients() const {
-  for (const UnitUpdate& unit : units_)
-    for (const GroupUpdate& update : unit.groups)
-      if (!update.group().gradient().is_complete())
-        throw UsageError(concat("step() finds no complete gradients of unit '", unit.unit->name(),
-                                "'; call backward() before it, the last one of a cycle outside "
-                                "no_sync() and microbatch({.last = false})"));
-}
-
 void Optimizer::Impl::step() {
   RECORD_FUNCTION("fsdp::step", {});
   Engine& engine = EngineAccess::of(sharded_);
-  engine.wait();
+  engine.refuse_while_whole("step()");
+  engine.end_cycle("step()");
   engine.weights().release();
-  check_gradients();
+  if (options_.without_gradient == WithoutGradient::kSkip) {
+    engine.missing_gradients().find();
+    for (GroupUpdate* update : group_updates()) update->leave_out_missing();
+  }
   begun_ = begin(needs_norm() ? start_norm() : Work());
   if (on_host_) on_host_->begin(state_, begun_);
   std::vector<UnitUpdate*> order;
@@ -292,9 +325,10 @@ Work Optimizer::Impl::begin(Work norm) {
       std::span(&norm, 1));
 }
 
-void Optimizer::Impl::update_piece(const UpdatePiece& piece, const at::Tensor& gradient) {
+void Optimizer::Impl::update_piece(const GroupUpdate& update, const UpdatePiece& piece) {
+  const at::Tensor gradient = update.gradient_of(piece);
   const auto* first = static_cast<const std::byte*>(gradient.const_data_ptr());
-  for (UpdateSpan span : piece.spans()) {
+  update.for_each_updated(piece, [&](UpdateSpan span) {
     const int64_t begin = span.flat_begin - piece.main().flat.begin;
     span.gradient = first + begin * static_cast<int64_t>(gradient.element_size());
     if (state_.is_cpu()) {
@@ -302,7 +336,7 @@ void Optimizer::Impl::update_piece(const UpdatePiece& piece, const at::Tensor& g
     } else {
       update_on_device(span, rule_.math, state_pointer(), state_.device());
     }
-  }
+  });
 }
 
 Work Optimizer::Impl::update_unit(UnitUpdate& unit) {
@@ -314,7 +348,7 @@ Work Optimizer::Impl::update_unit(UnitUpdate& unit) {
         continue;
       }
       for (const UpdatePiece& piece : update.pieces())
-        if (!piece.main().is_offloaded) update_piece(piece, update.gradient_of(piece));
+        if (!piece.main().is_offloaded) update_piece(update, piece);
     }
   });
   return on_host_ ? on_host_->run(unit.groups, work) : work;

@@ -61,6 +61,7 @@ class Optimizer::Impl {
   double learning_rate() const { return learning_rate_; }
   const at::Tensor& learning_rate_on_device() const { return rate_on_device_; }
   void set_rule(size_t index, double weight_decay, double rate_scale);
+  void set_momenta(const Momenta& momenta);
   at::Tensor scaled(const at::Tensor& loss) const;
   StepState state() const;
   double gradient_norm() const;
@@ -97,7 +98,6 @@ class Optimizer::Impl {
   };
 
   void add_units();
-  void check_gradients() const;
   // Of all gradients; of those of one grid, every element once.
   Work start_norm();
   Work start_norm(GridKind grid, const at::Tensor& norm);
@@ -118,16 +118,16 @@ class Optimizer::Impl {
   bool is_of_matrices(const GroupUpdate& update) const {
     return matrices_.has_value() && update.group().has_matrices();
   }
-  void update_piece(const UpdatePiece& piece, const at::Tensor& gradient);
+  void update_piece(const GroupUpdate& update, const UpdatePiece& piece);
   StepState* state_pointer() const;
   bool needs_norm() const;
   std::vector<OptimizerShard> shards_of(const GroupUpdate& update) const;
 
   const Sharded sharded_;  // first: its memory must outlive the members below
-  const UpdateRule rule_;
+  UpdateRule rule_;
   const std::shared_ptr<const std::string> seat_;  // while it lives, this is the engine's optimizer
   const StepOptions options_;
-  const StepRule step_rule_;
+  StepRule step_rule_;
   double learning_rate_;
   bool rate_changed_ = true;  // since the device was last told
   int64_t num_rule_changes_ = 0;

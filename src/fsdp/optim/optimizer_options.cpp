@@ -47,8 +47,8 @@ void add_facts(RankFacts& facts, const MatrixRule& rule) {
 }
 
 void add_facts(RankFacts& facts, const StepOptions& step) {
-  const auto& [max_norm, measures_norm, on_nonfinite, loss_scale, updates, rounding, seed,
-               marks_changes] = step;
+  const auto& [max_norm, measures_norm, on_nonfinite, loss_scale, updates, without_gradient,
+               rounding, seed, marks_changes] = step;
   const auto& [initial, backoff, growth, interval] = loss_scale;
   facts.emplace_back("step.max_norm", number_fact(max_norm));
   facts.emplace_back("step.measures_norm", measures_norm ? "true" : "false");
@@ -58,6 +58,7 @@ void add_facts(RankFacts& facts, const StepOptions& step) {
   facts.emplace_back("step.loss_scale.growth", number_fact(growth));
   facts.emplace_back("step.loss_scale.interval", concat(interval));
   facts.emplace_back("step.updates", choice_fact(updates, {"kHidden", "kBlocking"}));
+  facts.emplace_back("step.without_gradient", choice_fact(without_gradient, {"kSkip", "kUpdate"}));
   facts.emplace_back("step.rounding", choice_fact(rounding, {"kNearest", "kStochastic"}));
   facts.emplace_back("step.seed", concat(seed));
   facts.emplace_back("step.marks_changes", marks_changes ? "true" : "false");

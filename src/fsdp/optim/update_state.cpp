@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/optim/kernels/change_marks.h"
@@ -246,6 +247,41 @@ const float* GroupUpdate::moment_in_host_memory(size_t which, FlatRange flat) co
   for (const UpdatePiece& piece : pieces_)
     if (intersect(piece.main().flat, flat) == flat) return piece.moment_in_host_memory(which, flat);
   return nullptr;
+}
+
+void GroupUpdate::leave_out_missing() {
+  left_out_.clear();
+  const GroupGradient& gradient = group_->gradient();
+  if (!gradient.has_missing()) return;
+  for (int64_t i = 0; i < group_->layout().num_tensors(); ++i)
+    if (gradient.is_missing(i)) {
+      left_out_.push_back(group_->layout().tensor_range(i));
+      check_scales_end_with(i);
+    }
+  std::sort(left_out_.begin(), left_out_.end(),
+            [](const FlatRange& a, const FlatRange& b) { return a.begin < b.begin; });
+}
+
+// By the whole layout, not by this rank's part of it: all ranks must come to the same end.
+void GroupUpdate::check_scales_end_with(int64_t member) const {
+  const bool has_scales =
+      std::any_of(moments_.begin(), moments_.end(),
+                  [](const MomentKind& moment) { return is_scaled(moment.dtype); });
+  const FlatRange out = group_->layout().tensor_range(member);
+  for (const int64_t cut : {out.begin, out.end})
+    if (has_scales && cut % kScaleBlock != 0 && cut != group_->layout().padded_numel())
+      throw UsageError(
+          concat("parameter '", group_->name_of(member),
+                 "' got no gradient, but its moments share a scale with a neighbour's, so it "
+                 "cannot be left out of the update; freeze it before fully_shard(), keep moments "
+                 "in fp32 or bf16, or set step.without_gradient to kUpdate, which takes its "
+                 "gradient for 0"));
+}
+
+bool GroupUpdate::is_left_out(const UpdateSpan& span) const {
+  return std::any_of(left_out_.begin(), left_out_.end(), [&](const FlatRange& out) {
+    return out.begin <= span.flat_begin && span.flat_begin + span.numel <= out.end;
+  });
 }
 
 at::Tensor GroupUpdate::gradient_of(const UpdatePiece& piece) const {

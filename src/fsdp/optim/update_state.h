@@ -107,10 +107,36 @@ class GroupUpdate {
   // The gradients of a piece, at their current place.
   at::Tensor gradient_of(const UpdatePiece& piece) const;
 
+  // Before an update: members without a gradient are left out of it (GroupGradient::is_missing).
+  // UsageError that names one whose moments have a scale together with its neighbour's.
+  void leave_out_missing();
+  bool is_left_out(const UpdateSpan& span) const;  // all of it
+  // The parts of a piece's spans that the update changes.
+  template <typename Body>
+  void for_each_updated(const UpdatePiece& piece, const Body& body) const {
+    for (const UpdateSpan& span : piece.spans()) {
+      int64_t begin = 0;
+      for (const FlatRange& out : left_out_) {
+        const FlatRange common = intersect(out, flat_range(span));
+        if (common.empty()) continue;
+        if (const int64_t end = common.begin - span.flat_begin; end > begin)
+          body(part_of_span(span, begin, end - begin));
+        begin = common.end - span.flat_begin;
+      }
+      if (begin == 0)
+        body(span);
+      else if (begin < span.numel)
+        body(part_of_span(span, begin, span.numel - begin));
+    }
+  }
+
  private:
   ParamGroup* group_;
   std::vector<MomentKind> moments_;
   std::vector<UpdatePiece> pieces_;
+  void check_scales_end_with(int64_t member) const;
+
+  std::vector<FlatRange> left_out_;  // of this step, ascending
 };
 
 }  // namespace fsdp

@@ -14,17 +14,20 @@ namespace {
 
 using Buffers = std::vector<std::pair<std::string, at::Tensor>>;
 using OptimizerHandle = std::shared_ptr<ModelOptimizer>;  // nullptr: weights alone
+using OtherHandle = std::shared_ptr<OtherOptimizer>;      // the same
 
 CheckpointState state_of(ShardedModel& model, const OptimizerHandle& optimizer,
-                         const Buffers& buffers) {
+                         const OtherHandle& other, const Buffers& buffers) {
   CheckpointState state{.sharded = model.sharded.get(),
-                        .optimizer = optimizer ? &optimizer->get() : nullptr};
+                        .optimizer = optimizer ? &optimizer->get() : nullptr,
+                        .other = other.get()};
   for (const auto& [name, value] : buffers) state.buffers.push_back({name, value});
   return state;
 }
 
-TrainingPosition position_of(int64_t step, const std::string& schedule, const std::string& data) {
-  return {.step = step, .schedule = schedule, .data = data};
+TrainingPosition position_of(int64_t step, const std::string& schedule, const std::string& data,
+                             const std::string& settings) {
+  return {.step = step, .schedule = schedule, .data = data, .optimizer = settings};
 }
 
 CheckpointerOptions options_of(bool in_background, int64_t keep_last, int64_t keep_every,
@@ -68,28 +71,38 @@ struct ModelCheckpointer final : Resource {
 }  // namespace
 
 void bind_checkpoint(py::module_& module) {
+  py::class_<OtherOptimizer, OtherHandle>(module, "OtherOptimizer")
+      .def(py::init<>())
+      .def_readwrite("name", &OtherOptimizer::name)
+      .def_readwrite("step", &OtherOptimizer::step)
+      .def_readwrite("tensors", &OtherOptimizer::tensors)
+      .def_readwrite("parts", &OtherOptimizer::parts);
   py::class_<LoadedCheckpoint>(module, "LoadedCheckpoint")
       .def_readonly("path", &LoadedCheckpoint::path)
       .def_readonly("step", &LoadedCheckpoint::step)
       .def_readonly("schedule", &LoadedCheckpoint::schedule)
+      .def_readonly("optimizer", &LoadedCheckpoint::optimizer)
+      .def_readonly("optimizer_step", &LoadedCheckpoint::optimizer_step)
       .def_readonly("data", &LoadedCheckpoint::data)
       .def_readonly("missing", &LoadedCheckpoint::missing)
       .def_readonly("extra", &LoadedCheckpoint::extra);
   module.def(
       "save_checkpoint",
       [](const std::string& directory, ShardedModel& model, const OptimizerHandle& optimizer,
-         const Buffers& buffers, int64_t step, const std::string& schedule, const std::string& data,
+         const OtherHandle& other, const Buffers& buffers, int64_t step,
+         const std::string& schedule, const std::string& data, const std::string& settings,
          std::optional<at::ScalarType> dtype, const std::string& model_config) {
-        save_checkpoint(directory, state_of(model, optimizer, buffers),
-                        position_of(step, schedule, data),
+        save_checkpoint(directory, state_of(model, optimizer, other, buffers),
+                        position_of(step, schedule, data, settings),
                         options_of(/*in_background=*/false, 0, 0, dtype, model_config));
       },
       WithoutGil());
   module.def(
       "load_checkpoint",
       [](const std::string& path, ShardedModel& model, const OptimizerHandle& optimizer,
-         const Buffers& buffers, const std::vector<std::string>& allow_missing, bool allow_extra) {
-        return load_checkpoint(path, state_of(model, optimizer, buffers),
+         const OtherHandle& other, const Buffers& buffers,
+         const std::vector<std::string>& allow_missing, bool allow_extra) {
+        return load_checkpoint(path, state_of(model, optimizer, other, buffers),
                                load_options(allow_missing, allow_extra));
       },
       WithoutGil());
@@ -101,7 +114,7 @@ void bind_checkpoint(py::module_& module) {
                if (on_all_ranks) options.receivers = ExportOptions::Receivers::kAllRanks;
                const py::gil_scoped_release no_gil;
                export_weights(
-                   state_of(model, nullptr, buffers),
+                   state_of(model, nullptr, nullptr, buffers),
                    [&](const std::string& name, const at::Tensor& value) {
                      const py::gil_scoped_acquire gil;
                      on_tensor(name, value);
@@ -118,7 +131,7 @@ void bind_checkpoint(py::module_& module) {
                                 .model_files = {},
                                 .existing = overwrite ? ExportFiles::Existing::kReplace
                                                       : ExportFiles::Existing::kRefuse};
-        export_weights(state_of(model, nullptr, buffers), directory, files,
+        export_weights(state_of(model, nullptr, nullptr, buffers), directory, files,
                        export_options(dtype, is_main, chunk_bytes));
       },
       WithoutGil());
@@ -134,17 +147,18 @@ void bind_checkpoint(py::module_& module) {
       }))
       .def(
           "save",
-          [](ModelCheckpointer& self, const Buffers& buffers, int64_t step,
-             const std::string& schedule, const std::string& data) {
-            self.get().save(state_of(*self.model, self.optimizer, buffers),
-                            position_of(step, schedule, data));
+          [](ModelCheckpointer& self, const OtherHandle& other, const Buffers& buffers,
+             int64_t step, const std::string& schedule, const std::string& data,
+             const std::string& settings) {
+            self.get().save(state_of(*self.model, self.optimizer, other, buffers),
+                            position_of(step, schedule, data, settings));
           },
           WithoutGil())
       .def(
           "load_latest",
-          [](ModelCheckpointer& self, const Buffers& buffers,
+          [](ModelCheckpointer& self, const OtherHandle& other, const Buffers& buffers,
              const std::vector<std::string>& allow_missing, bool allow_extra) {
-            return self.get().load_latest(state_of(*self.model, self.optimizer, buffers),
+            return self.get().load_latest(state_of(*self.model, self.optimizer, other, buffers),
                                           load_options(allow_missing, allow_extra));
           },
           WithoutGil())

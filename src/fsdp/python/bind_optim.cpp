@@ -45,6 +45,13 @@ void bind_optim(py::module_& module) {
             self.get().set_rule(index, weight_decay, rate_scale);
           },
           WithoutGil())
+      .def(
+          "set_momenta",
+          [](ModelOptimizer& self, std::optional<double> beta1, std::optional<double> beta2,
+             std::optional<double> momentum) {
+            self.get().set_momenta({.beta1 = beta1, .beta2 = beta2, .momentum = momentum});
+          },
+          WithoutGil())
       .def("scaled",
            [](ModelOptimizer& self, const at::Tensor& loss) { return self.get().scaled(loss); })
       .def(

@@ -67,7 +67,9 @@ class WholeParameters {
   void enter() {
     guard_.reset(new Sharded::FullParameters(model_->sharded->full_parameters(access_, units_)));
   }
-  void exit() { guard_.reset(); }
+  void exit() {
+    if (const auto guard = std::move(guard_)) guard->close();
+  }
 
  private:
   const std::shared_ptr<ShardedModel> model_;
@@ -118,17 +120,20 @@ void bind_modules(py::module_& module) {
 void bind_shard(py::module_& module) {
   bind_modules(module);
   module.def("fully_shard", &shard_model);
-  py::class_<ShardedParameter>(module, "ShardedParameter")
-      .def_readonly("name", &ShardedParameter::name)
-      .def_readonly("aliases", &ShardedParameter::aliases)
-      .def_readonly("unit", &ShardedParameter::unit)
-      .def_readonly("shape", &ShardedParameter::shape)
-      .def_readonly("is_trainable", &ShardedParameter::is_trainable)
-      .def_readonly("begin", &ShardedParameter::begin)
-      .def_readonly("main_weight", &ShardedParameter::main_weight)
-      .def_property_readonly("gradient", [](const ShardedParameter& self) {
-        return self.gradient.defined() ? std::optional(self.gradient) : std::nullopt;
-      });
+  py::class_<ParameterPart>(module, "ShardedParameter")
+      .def_property_readonly("name", &ParameterPart::name)
+      .def_property_readonly("aliases", &ParameterPart::aliases)
+      .def_property_readonly("unit", &ParameterPart::unit)
+      .def_property_readonly("shape", &ParameterPart::shape)
+      .def_property_readonly("is_trainable", &ParameterPart::is_trainable)
+      .def_property_readonly("begin", &ParameterPart::begin)
+      .def_property_readonly("numel", &ParameterPart::numel)
+      .def_property_readonly("main_weight",
+                             [](const ParameterPart& self) {
+                               const py::gil_scoped_release no_gil;
+                               return self.main_weight();
+                             })
+      .def_property_readonly("gradient", &ParameterPart::gradient);
   py::class_<WholeParameters>(module, "WholeParameters")
       .def("enter", &WholeParameters::enter, WithoutGil())
       .def("exit", &WholeParameters::exit, WithoutGil());
@@ -142,6 +147,19 @@ void bind_shard(py::module_& module) {
       .def(
           "microbatch", [](ShardedModel& self, bool last) { self.sharded->microbatch({last}); },
           WithoutGil())
+      .def_property_readonly(
+          "is_last_microbatch",
+          [](ShardedModel& self) {
+            return EngineAccess::of(self.sharded.get()).gradients().is_last_microbatch();
+          })
+      .def(
+          "end_cycle",
+          [](ShardedModel& self, const char* reader) {
+            EngineAccess::of(self.sharded.get()).end_cycle(reader);
+          },
+          WithoutGil())
+      .def("check_complete", &check_complete, WithoutGil())
+      .def("gradients_for_update", &gradients_for_update, WithoutGil())
       .def(
           "wait_gradients", [](ShardedModel& self) { self.sharded->wait_gradients(); },
           WithoutGil())
@@ -153,7 +171,8 @@ void bind_shard(py::module_& module) {
       .def(
           "refresh_weights", [](ShardedModel& self) { self.sharded->refresh_weights(); },
           WithoutGil())
-      .def("squared_gradient_norm", &squared_gradient_norm, WithoutGil())
+      .def("clip_gradients", &clip_gradients, WithoutGil())
+      .def("scale_gradients", &scale_gradients, WithoutGil())
       .def("join_slices", &join_slices, WithoutGil())
       .def_property_readonly("has_copied_main_weights", &has_copied_main_weights)
       .def("whole_parameters",
@@ -162,8 +181,19 @@ void bind_shard(py::module_& module) {
              return std::make_unique<WholeParameters>(
                  self, writes ? Sharded::Access::kWrite : Sharded::Access::kRead, std::move(units));
            })
+      .def("parameters", &parts_of)
       .def(
-          "parameters", [](ShardedModel& self) { return self.sharded->parameters(); }, WithoutGil())
+          "unshard",
+          [](ShardedModel& self, const std::vector<std::string>& units) {
+            self.sharded->unshard(units);
+          },
+          WithoutGil())
+      .def(
+          "reshard",
+          [](ShardedModel& self, const std::vector<std::string>& units) {
+            self.sharded->reshard(units);
+          },
+          WithoutGil())
       .def("set_precision",
            [](ShardedModel& self, const py::dict& keywords) {
              const PrecisionPolicy precision =

@@ -159,6 +159,7 @@ void take_step(Keywords& keywords, StepOptions& step) {
   });
   keywords.take("loss_scale_interval", step.loss_scale.interval);
   keywords.take_choice("updates", step.updates, {"hidden", "blocking"});
+  keywords.take_choice("without_gradient", step.without_gradient, {"skip", "update"});
   keywords.take_choice("rounding", step.rounding, {"nearest", "stochastic"});
   keywords.take("seed", step.seed);
   keywords.take("marks_changes", step.marks_changes);

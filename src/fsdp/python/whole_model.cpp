@@ -1,12 +1,16 @@
 #include "fsdp/python/whole_model.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 
 #include <unordered_map>
 #include <vector>
 
 #include "fsdp/base/check.h"
 #include "fsdp/comm/communicator.h"
+#include "fsdp/optim/kernels/thread_team.h"
+#include "fsdp/optim/kernels/update_on_device.h"
+#include "fsdp/optim/shard_passes.h"
 #include "fsdp/shard/engine/engine.h"
 
 namespace fsdp {
@@ -53,20 +57,101 @@ at::Tensor join_slices(ShardedModel& model, const std::string& parameter, const 
   return at::cat(parts, slice.dim);
 }
 
-at::Tensor squared_gradient_norm(ShardedModel& model) {
-  const Engine& engine = EngineAccess::of(model.sharded.get());
-  const auto places = members_by_name(engine);
-  const std::vector<ShardedParameter> parameters = model.sharded->parameters();
-  const at::Tensor sum = at::zeros({1}, at::device(engine.device()).dtype(at::kDouble));
+std::vector<ParameterPart> parts_of(const std::shared_ptr<ShardedModel>& model) {
+  std::vector<ParameterPart> parts;
+  for (const auto& unit : EngineAccess::of(model->sharded.get()).units())
+    for (const ParamGroup& group : unit->groups())
+      for (int64_t i = 0; i < group.layout().num_tensors(); ++i)
+        parts.emplace_back(model, group, i);
+  return parts;
+}
+
+at::Tensor ParameterPart::main_weight() const {
+  EngineAccess::of(model_->sharded.get()).wait();
+  return group_->main_weight_of(member_);
+}
+
+std::optional<at::Tensor> ParameterPart::gradient() const {
+  EngineAccess::of(model_->sharded.get()).gradients().expect_reader();
+  const at::Tensor gradient = group_->gradient_of(member_);
+  return gradient.defined() ? std::optional(gradient) : std::nullopt;
+}
+
+void check_complete(ShardedModel& model, const char* reader) {
+  Engine& engine = EngineAccess::of(model.sharded.get());
+  engine.wait();
+  engine.gradients().expect_reader();
+  engine.gradients().check_complete(reader);
+}
+
+std::vector<std::optional<at::Tensor>> gradients_for_update(ShardedModel& model) {
+  Engine& engine = EngineAccess::of(model.sharded.get());
+  engine.refuse_while_whole("step()");
+  engine.end_cycle("step()");
+  engine.missing_gradients().find();
+  std::vector<std::optional<at::Tensor>> gradients;
+  for (const auto& unit : engine.units())
+    for (const ParamGroup& group : unit->groups())
+      for (int64_t i = 0; i < group.layout().num_tensors(); ++i) {
+        gradients.emplace_back();
+        if (!group.is_trainable() || group.gradient().is_missing(i)) continue;
+        gradients.back() = group.gradient_of(i).to(group.main_weights().dtype());
+      }
+  return gradients;
+}
+
+namespace {
+
+// Calls visit(gradient) for this rank's part of all gradients of a grid, padding included, which is
+// zero.
+void each_gradient(const Engine& engine, GridKind grid, const auto& visit) {
+  for (const auto& unit : engine.units())
+    for (const ParamGroup& group : unit->groups())
+      if (group.is_trainable() && grid_of(group) == grid)
+        for (const MainWeightPiece& piece : group.main_weights().pieces())
+          visit(group.gradient().main().at(piece.flat));
+}
+
+// The sum of the squares of all gradients, every element once; one fp64 element.
+at::Tensor squared_gradient_norm(const Engine& engine) {
+  const auto numbers = at::device(engine.device()).dtype(at::kDouble);
+  const at::Tensor sum = at::zeros({1}, numbers);
+  const at::Tensor workspace =
+      sum.is_cpu() ? at::Tensor() : at::empty({squared_sum_workspace_numel()}, numbers);
+  ThreadTeam team(at::get_num_threads());
   for (const GridKind grid : engine.mesh().grids()) {
     const at::Tensor squares = at::zeros_like(sum);
-    for (const ShardedParameter& each : parameters)
-      if (each.gradient.defined() && grid_of(*places.at(each.name).group) == grid)
-        squares.add_(each.gradient.to(at::kDouble).square().sum());
+    each_gradient(engine, grid, [&](const at::Tensor& gradient) {
+      add_squared_norm(gradient, squares, workspace, team);
+    });
     engine.sum_over_shards(squares, grid, "squared norm", {}).wait();
     sum.add_(squares);
   }
   return sum;
+}
+
+void scale_all(const Engine& engine, const at::Tensor& factor) {
+  for (const GridKind grid : engine.mesh().grids())
+    each_gradient(engine, grid, [&](const at::Tensor& gradient) {
+      gradient.mul_(factor.to(gradient.scalar_type()));
+    });
+}
+
+}  // namespace
+
+at::Tensor clip_gradients(ShardedModel& model, double max_norm) {
+  Engine& engine = EngineAccess::of(model.sharded.get());
+  engine.end_cycle("clip_grad_norm_()");
+  const at::Tensor norm = squared_gradient_norm(engine).sqrt_().squeeze();
+  // As torch.nn.utils.clip_grad_norm_ does.
+  scale_all(engine, (max_norm / (norm + 1e-6)).clamp_max_(1.0));
+  return norm.to(at::kFloat);
+}
+
+void scale_gradients(ShardedModel& model, const at::Tensor& factor) {
+  Engine& engine = EngineAccess::of(model.sharded.get());
+  engine.end_cycle("scale_gradients()");
+  scale_all(engine, factor);
 }
 
 }  // namespace fsdp

@@ -123,13 +123,14 @@ bool ValueAgreement::are_made_here() const {
          (mesh_.outer().rank() == 0 && mesh_.inner().rank() == 0);
 }
 
-at::Tensor ValueAgreement::agree_on(const at::Tensor& value, const std::string& name) {
-  if (mesh_.size() == 1) return value;
-  if (from_ == InitialValues::kOfEveryRank) {
-    names_.push_back(name);
-    checksums_.push_back(checksum(value));
-    return value;
-  }
+void ValueAgreement::note(const at::Tensor& value, const std::string& name) {
+  if (mesh_.size() == 1 || from_ != InitialValues::kOfEveryRank) return;
+  names_.push_back(name);
+  checksums_.push_back(checksum(value));
+}
+
+at::Tensor ValueAgreement::agreed(const at::Tensor& value, const std::string& name) const {
+  if (mesh_.size() == 1 || from_ == InitialValues::kOfEveryRank) return value;
   const at::Tensor agreed = value.detach().contiguous();
   // Down the column of rank 0, then along every row.
   for (const MeshAxis* axis : {&mesh_.outer(), &mesh_.inner()})
@@ -137,9 +138,10 @@ at::Tensor ValueAgreement::agree_on(const at::Tensor& value, const std::string& 
   return agreed;
 }
 
-void ValueAgreement::check_agreement() const {
+void ValueAgreement::check_agreement() {
   if (checksums_.empty()) return;
-  const at::Tensor own = at::stack(checksums_);
+  const at::Tensor own = at::stack(std::exchange(checksums_, {}));
+  const std::vector<std::string> names = std::exchange(names_, {});
   at::Tensor lowest = own.clone();
   at::Tensor highest = own.clone();
   for (const MeshAxis* axis : {&mesh_.inner(), &mesh_.outer()}) {
@@ -148,8 +150,8 @@ void ValueAgreement::check_agreement() const {
     axis->gather().all_reduce(highest, {.op = ReduceOp::kMax}, "initial values").wait();
   }
   const at::Tensor differs = lowest.ne(highest).cpu();
-  for (size_t i = 0; i < names_.size(); ++i)
-    FSDP_CHECK(!differs[static_cast<int64_t>(i)].item<bool>(), "parameter '", names_[i],
+  for (size_t i = 0; i < names.size(); ++i)
+    FSDP_CHECK(!differs[static_cast<int64_t>(i)].item<bool>(), "parameter '", names[i],
                "' has different values on different ranks; build the model from the same seed or "
                "file everywhere, or set initial_values to kOfRankZero");
 }

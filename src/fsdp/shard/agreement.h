@@ -28,11 +28,15 @@ class ValueAgreement {
   // Whether this rank's values are used, so that it must make them.
   bool are_made_here() const;
 
-  // The value to use; all ranks call it with the same parameters in the same order.
-  at::Tensor agree_on(const at::Tensor& value, const std::string& name);
+  // All ranks call these with the same parameters in the same order.
+  // Remembers a value for check_agreement(), if all ranks must have the same.
+  void note(const at::Tensor& value, const std::string& name);
+  // The value to use.
+  at::Tensor agreed(const at::Tensor& value, const std::string& name) const;
 
-  // Throws an Error that names the first parameter whose values differ between ranks.
-  void check_agreement() const;
+  // Throws an Error that names the first parameter noted since the last call whose values differ
+  // between ranks.
+  void check_agreement();
 
  private:
   const Mesh& mesh_;

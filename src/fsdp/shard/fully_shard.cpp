@@ -56,6 +56,7 @@ class Builder {
 
   void build() {
     place_parameters();
+    compare_values();
     for (const FoundModule& found : found_.modules) join_ranks(*found.module, engine_->mesh());
     for (const FoundUnit& unit : found_.units) add_unit(unit);
     deal_matrices_of_grids();
@@ -69,7 +70,7 @@ class Builder {
     for (const FoundModule& found : found_.modules) needs_init.push_back(is_on_meta(*found.module));
     for (size_t i = 0; i < needs_init.size(); ++i) {
       if (needs_init[i]) materialize(found_.modules[i]);
-      adopt_module(*found_.modules[i].module);
+      adopt_module(*found_.modules[i].module, needs_init[i]);
     }
     values_.check_agreement();
     engine_->complete();
@@ -101,6 +102,14 @@ class Builder {
       for (const OwnedParameter& each : unit.parameters)
         placed_[each.tensor.unsafeGetTensorImpl()] =
             place_on(engine_->mesh(), each.declared, each.names.front(), each.tensor.sizes());
+  }
+
+  // Before any parameter changes, too. Those on the meta device have no values yet.
+  void compare_values() {
+    for (const FoundUnit& unit : found_.units)
+      for (const OwnedParameter& each : unit.parameters)
+        if (!each.tensor.is_meta()) values_.note(each.tensor, each.names.front());
+    values_.check_agreement();
   }
 
   static UnitKind kind_of(const FoundUnit& unit) {
@@ -181,15 +190,16 @@ class Builder {
 
   // Brings the values of one module's own parameters into the shards. At most one module of a meta
   // model is whole at a time.
-  void adopt_module(torch::nn::Module& module) {
+  void adopt_module(torch::nn::Module& module, bool is_initialized_here) {
     for (const auto& item : module.named_parameters(/*recurse=*/false)) {
       if (!item.value().defined()) continue;
       Place& place = places_.at(item.value().unsafeGetTensorImpl());
       // A shared parameter has the value of its first module; the second module's initialisation
       // goes to scratch memory, so that the random numbers after it are the same.
       if (!std::exchange(place.has_value, true)) {
-        const at::Tensor value = values_.agree_on(item.value(), place.group->name_of(place.member));
-        place.group->set_value(place.member, value);
+        const std::string& name = place.group->name_of(place.member);
+        if (is_initialized_here) values_.note(item.value(), name);
+        place.group->set_value(place.member, values_.agreed(item.value(), name));
       }
       place.group->attach(place.member);
     }

@@ -52,6 +52,7 @@ void Sharded::microbatch(Microbatch microbatch) const {
 }
 
 void Sharded::wait_gradients() const { engine_->wait_gradients(); }
+void Sharded::end_cycle() const { engine_->end_cycle("end_cycle()"); }
 void Sharded::zero_grad() const { engine_->zero_grad(); }
 bool Sharded::found_nonfinite() const { return engine_->found_nonfinite(); }
 void Sharded::refresh_weights() const { engine_->refresh_weights(); }
@@ -66,19 +67,52 @@ Sharded::FullParameters::FullParameters(std::shared_ptr<Engine> engine, Access a
     for (const auto& unit : engine_->units()) units_.push_back(unit.get());
   engine_->wait();
   engine_->weights().release();
-  for (ShardedUnit* unit : units_) {
-    if (unit->phase() != WeightPhase::kResting) continue;
-    unit->start_gather(SlabFrom::kBeside);
-    gathered_.push_back(unit);
-  }
-  for (ShardedUnit* unit : gathered_) unit->wait_gather();
+  const bool writes = access_ == Access::kWrite;
+  if (!writes)
+    for (const ShardedUnit* unit : units_) engine_->weights().check_parameters(*unit);
+  for (ShardedUnit* unit : units_) engine_->weights().pin(*unit, writes);
+  for (ShardedUnit* unit : units_) unit->wait_gather();
 }
 
 Sharded::FullParameters::~FullParameters() {
-  if (access_ == Access::kWrite)
-    for (ShardedUnit* unit : units_)
-      for (ParamGroup& group : unit->groups()) group.take_over_values();
-  for (ShardedUnit* unit : gathered_) unit->release_weights();
+  try {
+    close();
+  } catch (const std::exception& error) {
+    log(LogLevel::kWarning, "whole parameters could not be given up: ", error.what());
+  }
+}
+
+void Sharded::FullParameters::close() {
+  if (!std::exchange(is_open_, false)) return;
+  const auto unpin = [&] {
+    for (ShardedUnit* unit : units_) engine_->weights().unpin(*unit, access_ == Access::kWrite);
+  };
+  try {
+    if (access_ == Access::kWrite)
+      for (ShardedUnit* unit : units_) {
+        FSDP_CHECK(engine_->weights().is_pinned(*unit), "unit '", unit->name(),
+                   "' was sharded again by reset() while its parameters were written: what was "
+                   "written is lost");
+        for (ParamGroup& group : unit->groups()) group.take_over_values();
+      }
+  } catch (...) {
+    unpin();
+    throw;
+  }
+  unpin();
+  for (const ShardedUnit* unit : units_)
+    if (engine_->num_pending_calls(*unit) == 0)  // a graph that waits for its backward has views
+      for (const ParamGroup& group : unit->groups()) group.check_views();
+}
+
+void Sharded::unshard(const std::vector<std::string>& units) const {
+  engine_->wait();
+  for (const std::string& name : units) unit_named(*engine_, name).start_gather(SlabFrom::kBeside);
+  for (const std::string& name : units) unit_named(*engine_, name).wait_gather();
+}
+
+void Sharded::reshard(const std::vector<std::string>& units) const {
+  for (const std::string& name : units) engine_->weights().release(unit_named(*engine_, name));
 }
 
 std::vector<ShardedParameter> Sharded::parameters() const {

@@ -142,7 +142,7 @@ TEST(ZeroGradOfTheModule, LeavesNothingForAStep) {
     loss_of(model, rank, 0).backward();
     model->zero_grad();
     EXPECT_THAT(error_of([&] { optimizer.step(); }),
-                HasSubstr("step() finds no complete gradients"));
+                HasSubstr("step() finds no gradients in this cycle"));
   });
 }
 

@@ -69,7 +69,8 @@ OrderedJson json_of(const OptimizerRecord& optimizer) {
           {"step", optimizer.step},
           {"skipped", optimizer.skipped},
           {"loss_scale", optimizer.loss_scale},
-          {"good_steps", optimizer.good_steps}};
+          {"good_steps", optimizer.good_steps},
+          {"settings", optimizer.settings}};
 }
 
 // --- reading -----------------------------------------------------------------------------------
@@ -213,7 +214,8 @@ OptimizerRecord read_optimizer(const Json& value, const std::string& source) {
                             .moments = texts(fields, "moments"),
                             .step = steps(fields, "step"),
                             .skipped = steps(fields, "skipped"),
-                            .good_steps = steps(fields, "good_steps")};
+                            .good_steps = steps(fields, "good_steps"),
+                            .settings = fields.text_or("settings", "")};
   const auto scale = value.find("loss_scale");
   if (scale == value.end() || !scale->is_number() || !(scale->get<double>() > 0.0))
     fields.refuse("loss_scale", "it must be a number above 0");

@@ -75,6 +75,7 @@ struct OptimizerRecord {
   int64_t skipped = 0;
   double loss_scale = 1.0;
   int64_t good_steps = 0;
+  std::string settings = {};  // the program's text about its numbers; not in older checkpoints
 
   friend bool operator==(const OptimizerRecord&, const OptimizerRecord&) = default;
 };

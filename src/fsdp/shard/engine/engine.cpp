@@ -10,6 +10,7 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/log.h"
+#include "fsdp/shard/engine/backward_errors.h"
 #include "fsdp/shard/engine/gradient_hook.h"
 #include "fsdp/shard/engine/unit_call.h"
 #include "fsdp/shard/recompute.h"
@@ -38,7 +39,8 @@ Engine::Engine(const Mesh& mesh, const ShardOptions& options, c10::Device device
       wire_slots_(memory_.of(MemoryKind::kReduction)),
       slabs_(memory_.of(MemoryKind::kPool), options.pool),
       weights_(options_, device, units_, slabs_, memory_.of(MemoryKind::kPool), registered_.get()),
-      gradients_(options_, device, mesh, units_, slabs_, wire_slots_) {
+      gradients_(options_, device, mesh, units_, slabs_, wire_slots_),
+      missing_gradients_(mesh, units_, device) {
   const int64_t num_losses = mesh.num_losses();
   for (const ParameterKindRow& row : kParameterKinds) {
     const Grid grid = mesh.grid(row.grid);
@@ -156,7 +158,7 @@ void Engine::enter_backward() {
   if (end_is_queued_ || recompute_state() == RecomputeState::kInnerBackward) return;
   end_is_queued_ = true;
   torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
-    if (const auto engine = weak.lock()) engine->end_backward();
+    if (const auto engine = weak.lock()) in_backward([&] { engine->end_backward(); });
   });
 }
 
@@ -318,7 +320,19 @@ void Engine::zero_grad() {
   gradients_.zero();
 }
 
+void Engine::refuse_while_whole(const char* what) const {
+  if (weights_.has_pins())
+    throw UsageError(concat(what, " is called while all parameters are whole; leave ",
+                            "Sharded::full_parameters() first"));
+}
+
+void Engine::end_cycle(const char* reader) {
+  wait();
+  gradients_.end_cycle(reader);
+}
+
 void Engine::refresh_weights() {
+  refuse_while_whole("refresh_weights()");
   gradients_.expect_reader();  // the optimizer that changed the weights
   wait();
   weights_.release();
@@ -331,6 +345,7 @@ void Engine::refresh_weights() {
 }
 
 void Engine::take_over_main_weights() {
+  refuse_while_whole("loading");
   wait();
   weights_.release();
   for (const auto& unit : units_)

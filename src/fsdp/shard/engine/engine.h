@@ -13,6 +13,7 @@
 #include "fsdp/shard/direct_gradient.h"
 #include "fsdp/shard/engine/engine_memory.h"
 #include "fsdp/shard/engine/gradients.h"
+#include "fsdp/shard/engine/missing_gradients.h"
 #include "fsdp/shard/engine/sharded_unit.h"
 #include "fsdp/shard/engine/user_buffer_memory.h"
 #include "fsdp/shard/engine/weights.h"
@@ -45,6 +46,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const Weights& weights() const { return weights_; }
   Gradients& gradients() { return gradients_; }
   const Gradients& gradients() const { return gradients_; }
+  MissingGradients& missing_gradients() { return missing_gradients_; }
 
   // --- construction (fully_shard.cpp) ---
   ShardedUnit& add_unit(std::string name, UnitKind kind);
@@ -117,6 +119,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // After MainWeights::set(): quantised weights are made again, and the next gathers bring what
   // other ranks have set.
   void take_over_main_weights();
+  // UsageError while somebody holds whole parameters, which an update would pull away.
+  void refuse_while_whole(const char* what) const;
+  // Ends the cycle if no backward has, for `reader`, whom errors name.
+  void end_cycle(const char* reader);
   bool found_nonfinite();
   void set_grad_comm(std::optional<at::ScalarType> grad_comm);
   void reset();
@@ -146,6 +152,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   ShardedUnits units_;
   Weights weights_;
   Gradients gradients_;
+  MissingGradients missing_gradients_;
   std::unique_ptr<GradientHooks> gradient_hooks_;
   std::vector<std::unique_ptr<UnitHooks>> named_hooks_;
 

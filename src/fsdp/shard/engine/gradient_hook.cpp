@@ -9,6 +9,7 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/device_stream.h"
 #include "fsdp/shard/direct_gradient.h"
+#include "fsdp/shard/engine/backward_errors.h"
 
 namespace fsdp {
 
@@ -45,7 +46,7 @@ class GradientHook final : public torch::autograd::FunctionPostHook {
       at::Tensor gradient = std::move(parameter.mutable_grad());
       parameter.mutable_grad() = at::Tensor();
       const OnStreamOfUnit stream(unit_, gradient);
-      engine->gradient_ready(unit_, group_, member_, gradient);
+      in_backward([&] { engine->gradient_ready(unit_, group_, member_, gradient); });
     }
     return outputs;
   }
@@ -76,8 +77,10 @@ class BeforeAccumulation final : public torch::autograd::FunctionPreHook {
       const torch::autograd::variable_list& gradients) override {
     if (const std::shared_ptr<Engine> engine = engine_.lock();
         engine && !engine->is_in_backward()) {
-      Engine::refuse_second_order();
-      engine->enter_backward();
+      in_backward([&] {
+        Engine::refuse_second_order();
+        engine->enter_backward();
+      });
     }
     // Moves autograd's own list, which autograd replaces by the result: a copy would be an
     // allocation per parameter and backward.

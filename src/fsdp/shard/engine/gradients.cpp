@@ -216,6 +216,29 @@ void Gradients::zero() {
   microbatch_ = 0;
 }
 
+void Gradients::check_complete(const char* reader) const {
+  if (!has_begun())
+    throw UsageError(concat(reader,
+                            " finds no gradients in this cycle; call backward() before it, ",
+                            "and zero_grad() only after the step"));
+  each_trainable(units_, [&](const ShardedUnit& unit, const ParamGroup& group) {
+    if (group.gradient().is_complete()) return;
+    throw UsageError(
+        concat(reader, " finds incomplete gradients of unit '", unit.name(),
+               "': every backward of this cycle was announced as not the last one "
+               "(no_sync()); run the last one outside, or end the cycle (end_cycle())"));
+  });
+}
+
+void Gradients::end_cycle(const char* reader) {
+  if (!has_begun()) check_complete(reader);
+  expect_reader();
+  each_trainable(units_, [&](ShardedUnit& unit, ParamGroup& group) {
+    if (!group.gradient().is_complete()) start_cycle_end(unit, group);
+  });
+  wait();
+}
+
 void Gradients::heed_cleared() {
   const GradientStandIns::Missing missing = stand_ins_.missing();
   if (missing == GradientStandIns::Missing::kNone) return;

@@ -61,6 +61,11 @@ class Gradients {
   void set_last_microbatch(bool is_last) { is_last_microbatch_ = is_last; }
   bool is_last_microbatch() const { return is_last_microbatch_; }
   void zero();
+  // Ends the cycle: reduces what is still partial, and waits. UsageError that begins with `reader`
+  // if no gradient has come. All ranks call it.
+  void end_cycle(const char* reader);
+  // UsageError unless the gradients of this cycle are there and complete.
+  void check_complete(const char* reader) const;
   // Calls zero() if zero_grad() of a module, or of torch's optimizers, removed the stand-ins.
   void heed_cleared();
   bool has_any() const;
@@ -95,6 +100,7 @@ class Gradients {
   void wait_front();
   int32_t num_units_with_slabs(const ShardedUnit& but) const;
   void reserve_wire_slots();
+  bool has_begun() const { return microbatch_ > 0 || has_any(); }
   void check_cycle() const;
   void check_finite(const ParamGroup& group, int64_t member, const at::Tensor& gradient) const;
   void check_wire(const ParamGroup& group, DType wire) const;

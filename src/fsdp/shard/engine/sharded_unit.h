@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -112,5 +113,7 @@ class ShardedUnit {
   Work update_;
   bool is_updating_ = false;  // until somebody has waited for update_
 };
+
+using ShardedUnits = std::vector<std::unique_ptr<ShardedUnit>>;
 
 }  // namespace fsdp

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "fsdp/base/log.h"
+#include "fsdp/shard/engine/backward_errors.h"
 #include "fsdp/shard/recompute.h"
 
 namespace fsdp {
@@ -27,7 +28,7 @@ class CallHook final : public torch::autograd::FunctionPreHook {
 
   torch::autograd::variable_list operator()(
       const torch::autograd::variable_list& gradients) override {
-    (call_.get()->*tell_)();
+    in_backward([&] { (call_.get()->*tell_)(); });
     return gradients;
   }
 

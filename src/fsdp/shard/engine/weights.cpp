@@ -97,7 +97,7 @@ Schedule::Kind Weights::pass_begun_by(const ShardedUnit& unit, bool trains) cons
 void Weights::open_pass(Schedule::Kind kind, int64_t num_backwards) {
   if (schedule_->kind() != Schedule::Kind::kNone) close_pass();
   release();
-  if (new_order_) make_pool(*std::exchange(new_order_, std::nullopt));
+  if (new_order_ && num_pins_ == 0) make_pool(*std::exchange(new_order_, std::nullopt));
   if (registered_ != nullptr) registered_->begin_pass(num_backwards);
   if (slabs_.has_pool()) slabs_.pool().begin_step();
   schedule_->open(kind);
@@ -124,6 +124,7 @@ void Weights::end_use(ShardedUnit& unit, const Times& times, Phase phase, CallMo
 
 int32_t Weights::begin_one(ShardedUnit& unit, Phase phase, CallMode mode) {
   if (!device_.is_cpu()) unit.compute_on(current_stream(device_));
+  if (phase == Phase::kForward) check_parameters(unit);
   int32_t time = -1;
   if (unit.kind() == UnitKind::kScheduled && mode != CallMode::kInBetween) {
     const bool followed = schedule_->follows();
@@ -150,7 +151,7 @@ void Weights::end_one(ShardedUnit& unit, int32_t time, Phase phase, CallMode mod
     --num_active_;
   }
   Use& use = use_of(unit);
-  if (--use.num_active > 0) return;
+  if (--use.num_active > 0 || use.num_pins > 0) return;
   const bool waits_for_backward =
       unit.stays_for_backward() && phase == Phase::kForward && mode == CallMode::kTraining;
   const bool stays = schedule_->follows() && use.stay_last > schedule_->now();
@@ -194,8 +195,33 @@ void Weights::release_one(ShardedUnit& unit) {
 }
 
 void Weights::release() {
-  for (const auto& unit : units_)
-    if (use_of(*unit).num_active == 0) release_one(*unit);
+  for (const auto& unit : units_) release(*unit);
+}
+
+void Weights::release(ShardedUnit& unit) {
+  if (use_of(unit).num_active == 0 && use_of(unit).num_pins == 0) release_one(unit);
+}
+
+void Weights::check_parameters(const ShardedUnit& unit) const {
+  if (uses_[static_cast<size_t>(unit.index())].num_writers > 0) return;
+  for (const ParamGroup& group : unit.groups()) group.check_members();
+}
+
+void Weights::pin(ShardedUnit& unit, bool writes) {
+  unit.start_gather(SlabFrom::kBeside);
+  Use& use = use_of(unit);
+  ++use.num_pins;
+  use.num_writers += writes ? 1 : 0;
+  ++num_pins_;
+}
+
+void Weights::unpin(ShardedUnit& unit, bool writes) {
+  Use& use = use_of(unit);
+  if (use.num_pins == 0) return;  // cancelled
+  --use.num_pins;
+  use.num_writers -= writes ? 1 : 0;
+  --num_pins_;
+  release(unit);
 }
 
 void Weights::end_uses() {
@@ -212,7 +238,11 @@ void Weights::gather_residents() {
 
 void Weights::cancel() noexcept {
   for (const auto& unit : units_) unit->cancel_weights();
-  for (Use& use : uses_) use.stay_last = -1;
+  for (Use& use : uses_) {
+    use.stay_last = -1;
+    use.num_pins = use.num_writers = 0;
+  }
+  num_pins_ = 0;
   end_uses();
   put_off_.clear();
   if (schedule_) schedule_->cancel();

@@ -18,8 +18,6 @@
 
 namespace fsdp {
 
-using ShardedUnits = std::vector<std::unique_ptr<ShardedUnit>>;
-
 // The context of a unit's call.
 enum class CallMode : uint8_t {
   kTraining,   // with gradients, or the first forward of a recomputed function
@@ -65,8 +63,22 @@ class Weights {
   Times begin_use(ShardedUnit& unit, Phase phase, CallMode mode);
   void end_use(ShardedUnit& unit, const Times& times, Phase phase, CallMode mode);
 
-  // Releases every unit that is not in use.
+  // Keeps a unit whole from now on, whatever runs meanwhile, until as many calls of unpin(). All
+  // ranks call it for the same units; gathers wait for wait_gather().
+  // `writes`: the parameters may be changed meanwhile.
+  void pin(ShardedUnit& unit, bool writes);
+  void unpin(ShardedUnit& unit, bool writes);
+  bool is_pinned(const ShardedUnit& unit) const {
+    return uses_[static_cast<size_t>(unit.index())].num_pins > 0;
+  }
+  bool has_pins() const { return num_pins_ > 0; }
+
+  // UsageError that names a parameter of the unit that somebody changed whose changes are lost.
+  void check_parameters(const ShardedUnit& unit) const;
+
+  // Releases every unit that is not in use; and one of them.
   void release();
+  void release(ShardedUnit& unit);
   // After a backward: marks every unit as unused, also those whose calls did not say so.
   void end_uses();
   // Gathers the units that stay whole: parameters outside any unit.
@@ -78,7 +90,9 @@ class Weights {
   // The current use of a unit.
   struct Use {
     int32_t num_active = 0;  // uses that compute, nested ones included
-    int32_t stay_last = -1;  // the schedule keeps its weights until this time
+    int32_t num_pins = 0;
+    int32_t num_writers = 0;  // among them
+    int32_t stay_last = -1;   // the schedule keeps its weights until this time
     // The user's gathers for its beginning, by phase; nullopt: those of the schedule.
     std::array<std::optional<std::vector<ShardedUnit*>>, 2> ahead;
   };
@@ -101,6 +115,7 @@ class Weights {
   std::vector<Use> uses_;           // by index of the unit
   std::optional<Schedule> schedule_;
   std::vector<GatherPlan::Gather> put_off_;  // gathers that wait until a recompute has ended
+  int32_t num_pins_ = 0;                     // of all units
   int32_t num_active_ = 0;                   // uses of scheduled units that compute now
   std::optional<StepOrder> new_order_;       // to plan with before the next pass
   int64_t plan_number_ = 0;

@@ -32,7 +32,9 @@ GroupGradient::GroupGradient(const FlatLayout& layout, const GroupPaths& paths,
             gradient_spec(setting.strategy.gradient, scalar_type_of(types.main_grad), setting),
             &setting.memory.main_grad),
       padding_(padding_ranges(layout, {}, setting.rank)),
-      written_(static_cast<size_t>(layout.num_tensors()), false) {
+      written_(static_cast<size_t>(layout.num_tensors()), false),
+      came_(written_.size(), false),
+      missing_(written_.size(), false) {
   set_wire(scalar_type_of(types.wire));
   const Redistribution& last = reduces_at_cycle_end() ? cycle_end_ : each_backward_;
   if (last.ends_in_shard())
@@ -180,13 +182,20 @@ void GroupGradient::set_cycle(const GradientCycle& cycle) {
   FSDP_ASSERT(phase_ != GradientPhase::kWriting && phase_ != GradientPhase::kReducing);
   cycle_ = cycle;
   squares_version_ = main_.is_allocated() ? main_.local()._version() : 0;
-  std::fill(written_.begin(), written_.end(), !cycle.is_empty);
+  for (std::vector<bool>* flags : {&written_, &came_})
+    std::fill(flags->begin(), flags->end(), !cycle.is_empty);
+  std::fill(missing_.begin(), missing_.end(), false);
+}
+
+bool GroupGradient::has_missing() const {
+  return std::find(missing_.begin(), missing_.end(), true) != missing_.end();
 }
 
 void GroupGradient::zero() {
   FSDP_ASSERT(phase_ != GradientPhase::kWriting && phase_ != GradientPhase::kReducing);
   cycle_ = {};
-  std::fill(written_.begin(), written_.end(), false);
+  for (std::vector<bool>* flags : {&written_, &came_, &missing_})
+    std::fill(flags->begin(), flags->end(), false);
 }
 
 void GroupGradient::release() {

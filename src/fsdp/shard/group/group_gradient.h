@@ -76,7 +76,10 @@ class GroupGradient {
   // add to.
   const at::Tensor& target(int64_t index) const { return views_[static_cast<size_t>(index)]; }
   bool is_written(int64_t index) const { return written_[static_cast<size_t>(index)]; }
-  void mark_written(int64_t index) { written_[static_cast<size_t>(index)] = true; }
+  void mark_written(int64_t index) {
+    written_[static_cast<size_t>(index)] = true;
+    came_[static_cast<size_t>(index)] = true;
+  }
 
   // Copies or adds a gradient to its target, and casts it. On a device this may wait for the
   // group's other gradients, until place_accepted() or the reduction.
@@ -116,6 +119,13 @@ class GroupGradient {
   const GradientCycle& cycle() const { return cycle_; }
   void set_cycle(const GradientCycle& cycle);
 
+  // Whether autograd or a layer brought a gradient of tensor `index` in this cycle, on this rank;
+  // and whether no rank had one, once the ranks have told each other (Gradients).
+  bool came(int64_t index) const { return came_[static_cast<size_t>(index)]; }
+  bool is_missing(int64_t index) const { return missing_[static_cast<size_t>(index)]; }
+  void set_missing(int64_t index, bool missing) { missing_[static_cast<size_t>(index)] = missing; }
+  bool has_missing() const;
+
   // Begins a new cycle.
   void zero();
   // Hands the memory back if its lifetime is one step.
@@ -144,6 +154,8 @@ class GroupGradient {
   std::vector<at::Tensor> gaps_;    // views of the padding there
   at::Tensor viewed_;               // the buffer that views_ look at
   std::vector<bool> written_;       // in the slab, or in the main gradients during this cycle
+  std::vector<bool> came_;          // in this cycle: brought, not filled in
+  std::vector<bool> missing_;       // in this cycle: came on no rank
   HeldGradients held_;              // accepted ones that are not in place yet
 
   at::Tensor squares_;            // see squares()

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <utility>
 
@@ -137,8 +138,55 @@ void ParamGroup::set_owned_value(int64_t index, const at::Tensor& value) {
 
 void ParamGroup::take_over_values() {
   if (is_quantized()) return;  // nobody could touch them
-  for (size_t i = 0; i < members_.size(); ++i)
-    set_owned_value(static_cast<int64_t>(i), members_[i].parameter);
+  for (size_t i = 0; i < members_.size(); ++i) {
+    const auto index = static_cast<int64_t>(i);
+    const at::Tensor& given = members_[i].parameter;
+    if (given.sizes() != shape_of(index) || given.device() != setting_.device)
+      throw UsageError(concat("parameter '", name_of(index),
+                              "' was given memory of another shape or ", "device, ",
+                              list_text(given.sizes()), " on ", given.device().str(), "; it has ",
+                              list_text(shape_of(index)), " on ", setting_.device.str()));
+    set_owned_value(index, given);
+    if (!storages_[i].is_attached()) {
+      // Other ranks' part of a gathered weight lies in the slab, where the next reader looks.
+      const at::Tensor value = given.detach();
+      attach(index);
+      const at::NoGradGuard no_grad;
+      if (is_bound_) members_[i].parameter.detach().copy_(value);
+    }
+    storages_[i].expect_changes();
+  }
+}
+
+void ParamGroup::check_members() const {
+  if (is_quantized()) return;
+  for (size_t i = 0; i < storages_.size(); ++i) {
+    const auto index = static_cast<int64_t>(i);
+    if (!storages_[i].is_attached())
+      throw UsageError(
+          concat("parameter '", name_of(index),
+                 "' was given other memory (parameter.data = ..., set_()), ",
+                 "which training would neither update nor save; change values in place, under ",
+                 "Sharded::full_parameters(kWrite)"));
+    if (storages_[i].is_changed())
+      throw UsageError(concat("parameter '", name_of(index), "' was changed in place outside of ",
+                              "Sharded::full_parameters(kWrite), so main weights and other ranks ",
+                              "do not know the change; make it there"));
+    if (is_trainable() &&
+        torch::autograd::impl::post_acc_grad_hooks(members_[i].parameter) != nullptr)
+      throw UsageError(concat(
+          "parameter '", name_of(index), "' has a post-accumulate-grad hook, which would see this ",
+          "rank's gradient before it is reduced, and change weights that are gathered copies; ",
+          "update with an optimizer after the backward"));
+  }
+}
+
+void ParamGroup::check_views() const {
+  for (size_t i = 0; i < storages_.size(); ++i)
+    FSDP_CHECK(!storages_[i].has_blind_views(), "a view of parameter '",
+               name_of(static_cast<int64_t>(i)), "' lives on after its unit '", unit_,
+               "' was sharded again, and has no memory now: touching it would end the process ",
+               "(libtorch 2.13 and later throw); clone what is needed later");
 }
 
 void ParamGroup::attach(int64_t index) {

@@ -86,8 +86,14 @@ class ParamGroup {
   void set_value(int64_t index, const at::Tensor& value);
   // Makes the member's parameter a view of its storage here.
   void attach(int64_t index);
-  // While the weights are whole: makes their current numbers the value.
+  // While the weights are whole: makes the parameters' current numbers the value, also of those
+  // that were given other memory.
   void take_over_values();
+  // UsageError that names a member which was changed in place, or given other memory, by somebody
+  // whose changes would be lost.
+  void check_members() const;
+  // Error that names a member of which views live on without memory, after unbind().
+  void check_views() const;
 
   // --- weights; the unit says when (sharded_unit.h) ---
   // Whether whole weights exist only in a slab, between gather and unbind().

@@ -60,7 +60,7 @@ void ParameterStorage::toggle_access(Impl& storage) {
     storage.swap_data_ptr(*spare_.unsafeGetStorageImpl());
   } else if (parameter_ != nullptr) {
     const c10::Storage& before = is_bound_ ? spare_ : storage_;
-    if (parameter_->unsafe_storage().is_alias_of(before))  // the user may have given it another
+    if (is_storage(before))  // the user may have given it another
       parameter_->set_storage_keep_dtype(is_bound_ ? storage_ : spare_);
   }
 }
@@ -78,6 +78,27 @@ void ParameterStorage::attach(const at::Tensor& parameter, at::ScalarType dtype,
   parameter_ = parameter.unsafeGetTensorImpl();
   parameter_->shallow_copy_from(view.getIntrusivePtr());
   parameter_->set_allow_tensor_metadata_change(true);  // which what detach() returns does not
+  expect_changes();
+}
+
+bool ParameterStorage::is_attached() const {
+  const bool is_spare = !is_bound_ && !TakesErrorsBack<c10::StorageImpl>;
+  return parameter_ != nullptr && is_storage(is_spare ? spare_ : storage_);
+}
+
+// Not is_alias_of(), which touches the data.
+bool ParameterStorage::is_storage(const c10::Storage& storage) const {
+  return parameter_->unsafe_storage().unsafeGetStorageImpl() == storage.unsafeGetStorageImpl();
+}
+
+uint32_t ParameterStorage::version() const {
+  return parameter_ == nullptr || parameter_->is_inference()
+             ? 0
+             : parameter_->version_counter().current_version();
+}
+
+bool ParameterStorage::has_blind_views() const {
+  return !TakesErrorsBack<c10::StorageImpl> && !is_bound_ && storage_.use_count() > 1;
 }
 
 }  // namespace fsdp

@@ -40,7 +40,20 @@ class ParameterStorage {
   // object for all its holders and must outlive this one.
   void attach(const at::Tensor& parameter, at::ScalarType dtype, at::IntArrayRef sizes);
 
+  // Whether the parameter still is a view of this storage: `parameter.data = ...` and set_() give
+  // it memory that nobody here knows.
+  bool is_attached() const;
+  // Whether somebody changed the parameter in place since attach() or expect_changes(). Nothing
+  // here moves its version. (A change through `parameter.data` does not, either.)
+  bool is_changed() const { return version() != version_; }
+  void expect_changes() { version_ = version(); }
+  // Whether views of the parameter live on that have no memory and do not throw, after unbind().
+  // Before libtorch 2.13 only.
+  bool has_blind_views() const;
+
  private:
+  uint32_t version() const;
+  bool is_storage(const c10::Storage& storage) const;  // the parameter's
   template <typename Impl>
   void toggle_access(Impl& storage);
 
@@ -49,6 +62,7 @@ class ParameterStorage {
   c10::Storage storage_;
   c10::Storage spare_;  // the other half of a swap, or what an unbound parameter has
   c10::TensorImpl* parameter_ = nullptr;
+  uint32_t version_ = 0;
   bool is_bound_ = false;
 };
 

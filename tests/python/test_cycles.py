@@ -1,0 +1,160 @@
+"""A cycle of backwards has one end: whoever reads gradients finds them there and complete, or hears in words that they are not."""
+
+import copy
+
+import pytest
+import torch
+
+import fsdp_cpp as fsdp
+from fsdp_cpp import fsdp2
+import parity
+import small_models as small
+from conftest import STRATEGIES
+from test_forms import loss_of, rows
+
+# Of the ranks: one axis, and replicas.
+MESHES = {"inner": lambda world: fsdp.mesh(), "outer": lambda world: fsdp.mesh(outer=world.size)}
+OTHERS = {"fsdp.SGD": lambda model: fsdp.SGD(model, lr=0.1),
+          "torch.optim.SGD": lambda model: fsdp.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))}
+
+every_mesh = pytest.mark.parametrize("over", MESHES)
+every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+every_optimizer = pytest.mark.parametrize("make", OTHERS)
+
+
+def pair(world, over, strategy, **options):
+    plain = small.Stack()
+    return plain, fsdp.fully_shard(copy.deepcopy(plain), MESHES[over](world), strategy=strategy, **options)
+
+
+def accumulate(world, plain, sharded, backward):
+    """Three microbatches of data of each rank's own; `backward(index, loss)` is called for those of the sharded model."""
+    for index, batches in enumerate(parity.batches_of(world, rows, 3)):
+        parity.plain_step(plain, loss_of, batches)
+        backward(index, loss_of(sharded, batches[world.rank]))
+
+
+def under_no_sync(sharded):
+    def backward(index, loss):
+        with fsdp.no_sync(sharded):
+            loss.backward()
+    return backward
+
+
+@every_mesh
+@every_strategy
+@every_optimizer
+def test_step_ends_a_cycle_of_which_no_backward_was_the_last(world, over, strategy, make):
+    plain, sharded = pair(world, over, strategy)
+    theirs, ours = torch.optim.SGD(plain.parameters(), lr=0.1), OTHERS[make](sharded)
+    for _ in range(2):
+        accumulate(world, plain, sharded, under_no_sync(sharded))
+        for optimizer in (theirs, ours):
+            optimizer.step()
+            optimizer.zero_grad()
+    parity.compare_weights(plain, sharded)
+
+
+@every_mesh
+@every_strategy
+def test_end_cycle_and_clipping_complete_gradients(world, over, strategy):
+    plain, sharded = pair(world, over, strategy)
+    accumulate(world, plain, sharded, under_no_sync(sharded))
+    fsdp.end_cycle(sharded)
+    parity.compare_gradients(plain, sharded)
+    plain, sharded = pair(world, over, strategy)
+    accumulate(world, plain, sharded, under_no_sync(sharded))
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    torch.testing.assert_close(fsdp.clip_grad_norm_(sharded, 0.01), expected)
+    parity.compare_gradients(plain, sharded)
+
+
+@every_mesh
+@every_strategy
+def test_nested_no_sync_does_not_end_the_outer_one(world, over, strategy):
+    plain, sharded = pair(world, over, strategy)
+
+    def backward(index, loss):
+        if index == 2:
+            return loss.backward()
+        with fsdp.no_sync(sharded):
+            with fsdp.no_sync(sharded):
+                pass
+            loss.backward()
+
+    accumulate(world, plain, sharded, backward)
+    fsdp.microbatch(sharded, last=False)
+    with fsdp.no_sync(sharded):
+        pass
+    assert not fsdp.shard.handle(sharded).is_last_microbatch, "as it was before"
+    parity.compare_gradients(plain, sharded)
+
+
+READERS = {"step of ours": lambda model, optimizer: fsdp.SGD(model, lr=0.1).step(), "step of others": lambda model, optimizer: optimizer.step(),
+           "clip_grad_norm_": lambda model, optimizer: fsdp.clip_grad_norm_(model, 1.0), "gradients": lambda model, optimizer: fsdp.gradients(model),
+           "end_cycle": lambda model, optimizer: fsdp.end_cycle(model)}
+
+
+@every_strategy
+@pytest.mark.parametrize("reader", READERS)
+def test_readers_of_an_empty_cycle_are_told(world, reader, strategy):
+    model = fsdp.fully_shard(small.Stack(), strategy=strategy)
+    optimizer = fsdp.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(fsdp.UsageError, match="finds no gradients in this cycle"):
+        READERS[reader](model, optimizer)
+    loss_of(model, torch.ones(2, small.WIDTH)).backward()
+    optimizer.zero_grad()
+    before = fsdp.state_dict(model, on_all_ranks=True)
+    with pytest.raises(fsdp.UsageError, match="finds no gradients in this cycle"):
+        READERS[reader](model, optimizer)
+    after = fsdp.state_dict(model, on_all_ranks=True)
+    assert all(torch.equal(before[name], after[name]) for name in before), "the gradients of the last cycle are not applied again"
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+def test_incomplete_gradients_are_not_given_out(world, strategy):
+    model = fsdp.fully_shard(small.Stack(), fsdp.mesh(), strategy=strategy)
+    with fsdp.no_sync(model):
+        loss_of(model, torch.ones(2, small.WIDTH)).backward()
+    with pytest.raises(fsdp.UsageError, match=r"gradients\(\) finds incomplete gradients of unit"):
+        fsdp.gradients(model)
+    fsdp.end_cycle(model)
+    assert len(fsdp.gradients(model)) == len(list(model.parameters()))
+
+
+@every_mesh
+@pytest.mark.parametrize("reshards", [True, False])
+def test_fsdp2s_words_for_microbatches(world, over, reshards):
+    plain = small.Stack()
+    model = copy.deepcopy(plain)
+    mesh = MESHES[over](world)
+    for module in (*model.blocks, model):
+        fsdp2.fully_shard(module, mesh=mesh, reshard_after_forward=reshards)
+
+    def backward(index, loss):
+        model.set_requires_gradient_sync(index == 2)
+        loss.backward()
+
+    accumulate(world, plain, model, backward)
+    parity.compare_gradients(plain, model)
+
+
+@every_mesh
+@every_strategy
+@every_optimizer
+def test_closures_compute_the_gradients_of_their_step(world, over, strategy, make):
+    plain, sharded = pair(world, over, strategy)
+    theirs, ours = torch.optim.SGD(plain.parameters(), lr=0.1), OTHERS[make](sharded)
+    for batches in parity.batches_of(world, rows, 3):
+        parity.plain_step(plain, loss_of, batches)
+        theirs.step()
+        theirs.zero_grad()
+
+        def closure(batch=batches[world.rank]):
+            ours.zero_grad()
+            loss = loss_of(sharded, batch)
+            loss.backward()
+            return loss
+
+        assert ours.step(closure).item() > 0.0
+    parity.compare_weights(plain, sharded)
