@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -456,6 +457,51 @@ def test_the_optimizer_takes_every_keyword_that_theirs_pops(world, theirs):
     backward_of(world, model)
     optimizer.step(sync_grad_before_optimizer_step=True, install_optimized_model_weights=True)
     optimizer.zero_grad(zero_grad_buffer=True)
+
+
+# --- the page --------------------------------------------------------------------------------------------------------------
+
+
+PAGE = (pathlib.Path(__file__).parents[2] / "docs/from-megatron-fsdp.md").read_text()
+
+
+def cells_of(heading):
+    """The rows of the table after a heading, without its head."""
+    table = PAGE[PAGE.index(f"## {heading}"):].split("\n\n## ")[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("| `") or
+            line.startswith("| groups")]
+
+
+def names_in(text):
+    return set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]*)`", text))))
+
+
+def test_the_page_has_every_argument_and_method():
+    named = names_in(" ".join(row[0] for row in cells_of("Functions and methods")))
+    arguments = set(inspect.signature(fully_shard).parameters) - {"module", "optimizer"}
+    assert not arguments - named
+    assert not {name for name in dir(MegatronFSDP) if not name.startswith("_")} - named
+
+
+def test_the_page_has_every_field_of_their_configuration(theirs):
+    fields = {node.target.id for node in theirs["DistributedDataParallelConfig"].body if isinstance(node, ast.AnnAssign)}
+    assert len(fields) > 20 and not fields - names_in(" ".join(row[0] for row in cells_of("Names of Megatron-LM")))
+
+
+def test_fsdp_train_answers_the_names_of_megatron_lm_as_the_page_says(world):
+    if world.size > 1 or "FSDP_BINARY" not in os.environ:
+        pytest.skip("one rank is enough, with the command fsdp in FSDP_BINARY")
+    for names, _, ours in cells_of("Names of Megatron-LM"):
+        for name in re.findall(r"`(\w+_\w+)`", names):
+            if name in ("fsdp_dtensor",):  # a value
+                continue
+            option = f"--{name.replace('_', '-')}"
+            said = subprocess.run([os.environ["FSDP_BINARY"], "train", option], text=True, capture_output=True).stderr
+            meant = re.search(r"did you mean '(--[\w-]+)( [\w-]+)?'", said)
+            if meant is None:
+                assert "so leave it out" in said and re.match("always so|not there", ours), (name, said)
+            else:
+                assert f"`{meant[1]}" in ours and (meant[2] or "") in ours, (name, said)
 
 
 # --- meshes of torch -------------------------------------------------------------------------------------------------------

@@ -18,6 +18,9 @@ constexpr std::string_view kOverlaps = "reductions always run beside the backwar
 constexpr std::string_view kGathers = "gathers have a communicator of their own";
 constexpr std::string_view kBuckets = "a unit is always one bucket per type";
 constexpr std::string_view kShards = "a rank makes its own shards alone";
+constexpr std::string_view kWholeUnits = "a unit is gathered as a whole";
+constexpr std::string_view kFirstGather = "the first gather starts by itself";
+constexpr std::string_view kPerToken = "the loss is the mean over all learnt tokens";
 constexpr std::string_view kRegistered = "buffers are registered after the first step";
 constexpr std::string_view kAnyType = "the optimizer reads main gradients of any type";
 constexpr std::string_view kSameCodes = "the backward reads the codes of the forward";
@@ -142,7 +145,13 @@ constexpr ForeignWord kForeignWords[] = {
     {"overlap-grad-reduce", "prefetch", {}, kOverlaps, kNeedless},
     {"average-in-collective", "strategy", {}, kDivided, kNeedless},
     {"ddp-average-in-collective", "strategy", {}, kDivided, kNeedless},
+    {"gradient-reduce-div-fusion", "strategy", {}, kDivided, kNeedless},
+    {"calculate-per-token-loss", "batch", {}, kPerToken, kNeedless},
+    {"bucket-size", "pool", {}, kBuckets, kNeedless},
     {"ddp-bucket-size", "pool", {}, kBuckets, kNeedless},
+    {"enable-fine-grained-param-gather", "prefetch", {}, kWholeUnits, kNeedless},
+    {"megatron-fsdp-enable-fine-grained-param-gather", "prefetch", {}, kWholeUnits, kNeedless},
+    {"fsdp-all-gather-in-start-param-sync", "prefetch", {}, kFirstGather, kNeedless},
     {"create-all-gather-group", "prefetch", {}, kGathers, kNeedless},
     {"init-model-with-meta-device", "strategy", {}, kShards, kNeedless},
     {"suggested-communication-unit-size", "pool-budget", {}, "in bytes"},
@@ -186,6 +195,7 @@ constexpr ForeignWord kForeignWords[] = {
     {"enable-cuda-graph", "cuda-graph"},
     {"cuda-graph-impl", "cuda-graph"},
     {"cuda-graph-mode", "cuda-graph"},
+    {"megatron-fsdp-cuda-graph-mode", "cuda-graph"},
     // --- machine, checkpoints and output ---
     {"use-cpu", "device", "cpu"},
     {"no-cuda", "device", "cpu"},
@@ -197,6 +207,7 @@ constexpr ForeignWord kForeignWords[] = {
     {"save-steps", "checkpoint-every"},
     {"save-interval", "checkpoint-every"},
     {"save-total-limit", "keep-last"},
+    {"ckpt-format", "checkpoint-dir", {}, "checkpoints have one format", kNeedless},
     {"resume-from-checkpoint", "resume"},
     {"load", "init"},
     {"logging-steps", "log-every"},
