@@ -84,7 +84,7 @@ def fully_shard_model(
     shard.fully_shard(
         module, mesh, _units(fsdp_unit_modules), strategy=strategy, main_params=policy.main_params_dtype,
         main_grads=policy.main_grads_dtype, grad_comm=policy.grad_comm_dtype, main_storage="separate",  # for optimizers of others
-        device=device, prefetch=1 if overlap_param_gather else 0,
+        device=device, init_weights=_initialization(module), prefetch=1 if overlap_param_gather else 0,
         report_nan="per_parameter" if report_nan_in_param_grad else "off", gradient="sum" if calculate_per_token_loss else "mean",
         **_memory(nccl_ub, disable_symmetric_registration, fsdp_double_buffer, maxpool_double_buffer,
                   fsdp_db_use_persist_buf_on_alloc_fail))
@@ -170,6 +170,20 @@ def _check_meta(module, expects_meta):
                             "torch.device('meta'), or say False")
     if is_meta and not expects_meta:
         raise _C.UsageError("the model is on the meta device; say init_model_with_meta_device=True")
+
+
+def _initialization(model):
+    """None for what fully_shard() does by itself, if no module has Megatron-FSDP's other name of reset_parameters()."""
+    def is_private(module):
+        return hasattr(module, "_reset_parameters") and not hasattr(module, "reset_parameters")
+
+    def reset(module):
+        if not is_private(module) and not hasattr(module, "reset_parameters"):
+            raise _C.UsageError(f"{type(module).__name__} has parameters on the meta device, and neither reset_parameters() nor "
+                                "_reset_parameters(); give it one of them")
+        (module._reset_parameters if is_private(module) else module.reset_parameters)()
+
+    return reset if not hasattr(model, "_init_weights") and any(map(is_private, model.modules())) else None
 
 
 def _strategy(inner, outer):

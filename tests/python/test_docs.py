@@ -16,20 +16,25 @@ DOCS = pathlib.Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "python.md"
 
 
-def run_python_of(page, names):
-    """Its blocks in their order, with these names, to which they add."""
+def python_blocks(page):
+    """(line, text) of each, in the order of the page."""
     text = page.read_text()
     for found in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        line = text.count("\n", 0, found.start()) + 1
-        # Empty lines before it, so that an error names the page's own line.
-        exec(compile("\n" * line + found[1], str(page), "exec"), names)
-    return names
+        yield text.count("\n", 0, found.start()) + 1, found[1]
+
+
+def run(page, block, names):
+    line, text = block
+    # Empty lines before it, so that an error names the page's own line.
+    exec(compile("\n" * line + text, str(page), "exec"), names)
 
 
 def test_the_python_of_the_page_runs(world, folder, monkeypatch):  # noqa: F811
     pytest.importorskip("transformers")
     monkeypatch.chdir(folder)
-    names = run_python_of(PAGE, {})
+    names = {}
+    for block in python_blocks(PAGE):
+        run(PAGE, block, names)
     if world.rank == 0:
         assert os.path.exists("runs/small/step-00000004") and os.path.exists("exported/config.json")
     assert len(names) > 10, "the page has blocks"
@@ -43,18 +48,20 @@ class Layers(small.Stack):
         return self.blocks
 
 
+def main_weights(model):
+    return {each.name: each.main_weight.clone() for each in fsdp.shard.handle(model).parameters() if each.main_weight.numel()}
+
+
 @pytest.mark.parametrize("page", ["from-fsdp2.md", "from-megatron-fsdp.md"])
-def test_the_python_of_the_doors_pages_runs(world, page):
-    before = Layers()
-    start = {name: parameter.detach().clone() for name, parameter in before.named_parameters()}
-    names = run_python_of(DOCS / page, {"torch": torch, "model": before, "new_model": Layers, "Block": small.Block,
-                                        "x": torch.full((2, small.WIDTH), world.rank + 1.0)})
-    model, optimizer = names["model"], names["optimizer"]
-    model(names["x"]).float().square().mean().backward()
-    optimizer.step()
-    for each in fsdp.shard.handle(model).parameters():
-        mine = start[each.name].flatten()[each.begin:each.begin + each.main_weight.numel()]
-        assert mine.numel() == 0 or not torch.equal(each.main_weight, mine), f"{each.name} is not trained"
+def test_models_of_the_doors_pages_train(world, page):
+    for block in python_blocks(DOCS / page):
+        names = {"torch": torch, "model": Layers(), "Block": small.Block}
+        run(DOCS / page, block, names)
+        model, optimizer = names["model"], names["optimizer"]
+        before = main_weights(model)
+        model(torch.full((2, small.WIDTH), world.rank + 1.0)).float().square().mean().backward()
+        optimizer.step()
+        assert all(not torch.equal(after, before[name]) for name, after in main_weights(model).items())
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------------
