@@ -14,14 +14,14 @@ import importlib
 import inspect
 from collections.abc import Iterable
 from types import EllipsisType, MethodType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _C, optim, shard
+from . import _C, shard, shard_optimizer
 from .megatron_model import (DistributedDataParallelConfig, FSDPDistributedIndex, MegatronFSDP, MixedPrecisionPolicy, Settings,
                              become_megatron_fsdp, part_of_mesh, settings_of)
 
@@ -34,6 +34,7 @@ ZeroStrategy: TypeAlias = Literal[0, 1, 2, 3, "no_shard", "optim", "optim_grads"
 OuterStrategy: TypeAlias = Literal[0, 1, "no_shard", "optim"]
 # `...`: not given, since None has a meaning.
 Dtype: TypeAlias = torch.dtype | None | EllipsisType
+AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 
 def fully_shard_model(
@@ -88,13 +89,13 @@ def fully_shard_model(
         report_nan="per_parameter" if report_nan_in_param_grad else "off", gradient="sum" if calculate_per_token_loss else "mean",
         **_memory(nccl_ub, disable_symmetric_registration, fsdp_double_buffer, maxpool_double_buffer,
                   fsdp_db_use_persist_buf_on_alloc_fail))
-    become_megatron_fsdp(module, Settings(policy, index, check_for_nan_in_grad))
-    settings_of(module).auto_sync = settings_of(module).is_last = sync_model_each_microbatch
+    become_megatron_fsdp(module, Settings(policy, index, check_for_nan_in_grad, auto_sync=sync_model_each_microbatch,
+                                          is_last=sync_model_each_microbatch))
     shard.microbatch(module, last=sync_model_each_microbatch)
     return module
 
 
-def fully_shard_optimizer(optimizer: optim.AnyOptimizer, preproc_state_dict_for_dcp_ckpt: bool = True) -> optim.AnyOptimizer:
+def fully_shard_optimizer(optimizer: AnyOptimizer, preproc_state_dict_for_dcp_ckpt: bool = True) -> AnyOptimizer:
     """Lets a torch optimizer over a sharded module's parameters update this rank's part of the main weights."""
     _refuse_unprepared(preproc_state_dict_for_dcp_ckpt)
     model = shard.model_of(parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -105,17 +106,15 @@ def fully_shard_optimizer(optimizer: optim.AnyOptimizer, preproc_state_dict_for_
             raise _C.Error("a gradient of some rank holds a NaN or Inf (check_for_nan_in_grad); report_nan_in_param_grad=True "
                            "names the parameter")
 
-    optim.shard_optimizer(optimizer)
+    shard_optimizer(optimizer)
     optimizer.register_step_pre_hook(check_for_nan)
     _extend(optimizer)
     return optimizer
 
 
-def fully_shard(module: shard.M, optimizer: optim.AnyOptimizer, *arguments: Any, preproc_state_dict_for_dcp_ckpt: bool = True,
-                **keywords: Any) -> tuple[shard.M, optim.AnyOptimizer]:
+def fully_shard(module: shard.M, optimizer: AnyOptimizer, *arguments: Any, **keywords: Any) -> tuple[shard.M, AnyOptimizer]:
     """fully_shard_model() and fully_shard_optimizer() at once: returns both."""
-    keywords["preproc_state_dict_for_dcp_ckpt"] = preproc_state_dict_for_dcp_ckpt
-    return fully_shard_model(module, *arguments, **keywords), fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt)
+    return fully_shard_model(module, *arguments, **keywords), fully_shard_optimizer(optimizer)
 
 
 def _with_optimizer():

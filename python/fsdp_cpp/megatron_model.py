@@ -117,8 +117,8 @@ class Settings:
     policy: MixedPrecisionPolicy
     index: FSDPDistributedIndex
     checks_nan: bool
-    auto_sync: bool = True
-    is_last: bool = True
+    auto_sync: bool
+    is_last: bool
     depth: int = 0  # of no_sync() inside no_sync()
 
 

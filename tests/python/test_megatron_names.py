@@ -59,6 +59,14 @@ def test_functions_take_every_argument_in_its_place(theirs, name):
     assert ours == arguments_of(theirs[name])
 
 
+def test_arguments_may_come_by_their_places(world):
+    model = small.Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    places = list(inspect.signature(fully_shard).parameters.values())[2:]
+    given = [each.default for each in places if each.kind is each.POSITIONAL_OR_KEYWORD]
+    assert isinstance(fully_shard(model, optimizer, *given)[0], MegatronFSDP) and len(given) > 30
+
+
 @pytest.mark.parametrize("name", ["fully_shard", "fully_shard_model", "fully_shard_optimizer"])
 def test_defaults_are_theirs(theirs, name):
     given = theirs[name].args
