@@ -417,6 +417,7 @@ def test_arguments_without_a_meaning_are_refused(world, options, sentence):
 def test_calls_without_a_meaning_are_refused(world):
     model = small.Stack()
     model, optimizer = fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    other = fsdp.fully_shard(small.Stack())
     for call, sentence in [
         (lambda: model.finish_grad_sync(force_all_reduce=True), "force_all_reduce is True"),
         (lambda: model.all_gather_and_wait_parameters_ready([model.scale]), r"all_gather_and_wait_parameters_ready\(\).*unshard"),
@@ -425,7 +426,7 @@ def test_calls_without_a_meaning_are_refused(world):
         (lambda: model.get_distributed_index().get_dp_group(is_expert_parallel=True), "mesh.ep"),
         (lambda: MegatronFSDP(model, None), r"fully_shard_model\(\) makes"),
         (lambda: fsdp.megatron.DistributedDataParallelConfig(nccl_ub=True), "give its fields to fully_shard_model"),
-        (lambda: fully_shard_optimizer(adamw(fsdp.fully_shard(small.Stack()))), r"did not come from fsdp_cpp.megatron"),
+        (lambda: fully_shard_optimizer(adamw(other)), r"did not come from fsdp_cpp.megatron"),
     ]:
         with pytest.raises(fsdp.UsageError, match=sentence):
             call()
