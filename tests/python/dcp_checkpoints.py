@@ -168,8 +168,9 @@ MEGATRON = {  # parameter -> rows of its stored parts
 }
 
 
-def megatron_state(place):
+def megatron_state(place, place_moment=None):
     """(the dict that Megatron saves, {parameter or moment: whole tensor}); place(tensor) shards a tensor."""
+    place_moment = place_moment or place
     generator = torch.Generator().manual_seed(5)
     model, state, groups, whole = {}, {}, {}, {}
     for name, parts in MEGATRON.items():
@@ -179,7 +180,7 @@ def megatron_state(place):
             whole[f"{name}.{kind}" if kind else name] = torch.cat(pieces)
             for (suffix, _), piece in zip(parts, pieces):
                 if kind:
-                    state.setdefault(f"module.module.{name}{suffix}", {})[kind] = place(piece)
+                    state.setdefault(f"module.module.{name}{suffix}", {})[kind] = place_moment(piece)
                 else:
                     model[f"module.{name}{suffix}"] = place(piece)
                 decay = 0.0 if name.endswith("bias") else 0.1
@@ -190,7 +191,7 @@ def megatron_state(place):
     return saved, whole
 
 
-def megatron_run(rank, ranks, folder):
+def megatron_run(rank, ranks, folder, has_flat_moments=False):
     """Two ranks have uneven parts of a tensor, and the others none; which ones changes from tensor to tensor."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
     turn = 0
@@ -203,8 +204,13 @@ def megatron_run(rank, ranks, folder):
         rows[(turn + 1) % ranks] = piece.shape[0] - rows[turn % ranks]
         return uneven(piece, rows, mesh)
 
-    state, whole = megatron_state(place)
+    state, whole = megatron_state(place, (lambda piece: place(piece.flatten())) if has_flat_moments else None)
     _save_all(state, whole, rank, folder)
+
+
+def megatron_offloaded_run(rank, ranks, folder):
+    """The moments of an optimizer on the CPU have one dimension, and are cut anywhere in a row."""
+    megatron_run(rank, ranks, folder, has_flat_moments=True)
 
 
 # --- broken ----------------------------------------------------------------------------------------------------------------

@@ -67,11 +67,27 @@ def test_weights_moments_and_step_are_written_bit_for_bit(tmp_path, ranks):
     assert (manifest["step"], manifest["mesh"]) == (3, {"outer": 1, "inner": ranks})
 
 
-@pytest.mark.parametrize("ranks,body", [(3, saved.fsdp2_run), (3, saved.megatron_run), (3, saved.placed_tensors)])
+@pytest.mark.parametrize("ranks,body", [(3, saved.fsdp2_run), (3, saved.megatron_run), (3, saved.megatron_offloaded_run),
+                                        (3, saved.placed_tensors)])
 def test_shards_of_any_cut_are_written_bit_for_bit(tmp_path, ranks, body):
     directory, expected = saved.saved_on_ranks(ranks, body)
     convert.convert(directory, str(tmp_path / "ours"), ranks=2)
     expect_written(tmp_path / "ours", *parted(expected))
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (4, 3), (3, 1, 5), (2, 3, 2, 2)], ids=str)
+def test_ranges_of_a_flat_tensor_become_boxes_of_its_shape(shape):
+    numbers = torch.arange(torch.Size(shape).numel()) + 1
+    for begin in range(len(numbers)):
+        for count in range(1, len(numbers) - begin + 1):
+            source = numbers[begin:begin + count].repeat_interleave(2)  # every second counts
+            found = torch.zeros((shape[0] + 1, *shape[1:]) if shape else (), dtype=torch.int64)
+            for skipped, offsets, sizes, strides in convert._boxes_of_range(begin, count, 1, shape, 2):
+                box = tuple(slice(first, first + size) for first, size in zip(offsets, sizes))
+                found[box] += source.as_strided(sizes, strides, 2 * skipped)
+            expected = torch.zeros(len(numbers), dtype=torch.int64)
+            expected[begin:begin + count] = numbers[begin:begin + count]
+            assert torch.equal(found[1:] if shape else found, expected.view(shape))
 
 
 def test_training_goes_on_where_torch_stopped(tmp_path):

@@ -1,4 +1,4 @@
-"""What docs/python.md shows works: its Python runs, block by block, and its tables have every keyword with its default."""
+"""What the pages of the Python package show works: their Python runs, block by block, and tables have every keyword."""
 
 import inspect
 import os
@@ -6,30 +6,65 @@ import pathlib
 import re
 
 import pytest
+import torch
 
 import fsdp_cpp as fsdp
+import small_models as small
 from test_checkpoint import folder  # noqa: F401, a fixture
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs/python.md"
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "python.md"
 
 
-def python_blocks():
+def python_blocks(page):
     """(line, text) of each, in the order of the page."""
-    text = PAGE.read_text()
+    text = page.read_text()
     for found in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         yield text.count("\n", 0, found.start()) + 1, found[1]
+
+
+def run(page, block, names):
+    line, text = block
+    # Empty lines before it, so that an error names the page's own line.
+    exec(compile("\n" * line + text, str(page), "exec"), names)
 
 
 def test_the_python_of_the_page_runs(world, folder, monkeypatch):  # noqa: F811
     pytest.importorskip("transformers")
     monkeypatch.chdir(folder)
     names = {}
-    for line, block in python_blocks():
-        # Empty lines before it, so that an error names the page's own line.
-        exec(compile("\n" * line + block, str(PAGE), "exec"), names)
+    for block in python_blocks(PAGE):
+        run(PAGE, block, names)
     if world.rank == 0:
         assert os.path.exists("runs/small/step-00000004") and os.path.exists("exported/config.json")
     assert len(names) > 10, "the page has blocks"
+
+
+class Layers(small.Stack):
+    """A model with the names that the pages of the doors use."""
+
+    @property
+    def layers(self):
+        return self.blocks
+
+
+def main_weights(model):
+    return {each.name: each.main_weight.clone() for each in fsdp.shard.handle(model).parameters() if each.main_weight.numel()}
+
+
+@pytest.mark.parametrize("page", ["from-fsdp2.md", "from-megatron-fsdp.md"])
+def test_models_of_the_doors_pages_train(world, page):
+    for block in python_blocks(DOCS / page):
+        names = {"torch": torch, "model": Layers(), "Block": small.Block}
+        run(DOCS / page, block, names)
+        model, optimizer = names["model"], names["optimizer"]
+        before = main_weights(model)
+        model(torch.full((2, small.WIDTH), world.rank + 1.0)).float().square().mean().backward()
+        optimizer.step()
+        assert all(not torch.equal(after, before[name]) for name, after in main_weights(model).items())
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------------
 
 
 def rows_after(heading):
@@ -48,7 +83,7 @@ def check_rows(rows, function, kind):
         shown = re.findall(r"`([^`]+)`(?: \((\w+)\))?", rows[name][-1])
         defaults = [value for value, of in shown if of in ("", kind)]
         if parameter.default is not parameter.empty:
-            assert len(defaults) == 1 and eval(defaults[0], {"torch": __import__("torch")}) == parameter.default, name
+            assert len(defaults) == 1 and eval(defaults[0], {"torch": torch}) == parameter.default, name
 
 
 def test_the_tables_have_every_keyword_with_its_default(world):

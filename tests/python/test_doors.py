@@ -1,4 +1,4 @@
-"""Programs written for FSDP2 and Megatron-FSDP learn the same here; what has no meaning is refused."""
+"""Programs written for FSDP2 learn the same here; what has no meaning is refused."""
 
 import copy
 
@@ -7,7 +7,6 @@ import torch
 
 import fsdp_cpp as fsdp
 import fsdp_cpp.fsdp2
-import fsdp_cpp.megatron
 import parity
 import small_models as small
 from test_forms import loss_of, rows
@@ -109,57 +108,3 @@ def test_fsdp2_knows_every_method_and_argument_of_torch(world):
     import inspect
     arguments = set(inspect.signature(theirs.fully_shard).parameters)
     assert arguments <= set(inspect.signature(fsdp.fsdp2.fully_shard).parameters)
-
-
-@pytest.mark.parametrize("strategy", [0, 1, 2, 3, "optim_grads"])
-def test_megatron_trains_with_its_own_arguments(world, strategy):
-    plain = small.Stack()
-    copied = copy.deepcopy(plain)
-    model, optimizer = fsdp.megatron.fully_shard(copied, torch.optim.AdamW(copied.parameters(), lr=1e-2),
-                                                 fsdp_unit_modules=[small.Block], zero_dp_strategy=strategy,
-                                                 check_for_nan_in_grad=True, fsdp_double_buffer=True)
-    assert model is copied and model.module is model
-    train(world, plain, model, torch.optim.AdamW(plain.parameters(), lr=1e-2), optimizer)
-
-
-def test_megatron_units_by_import_path_and_microbatches(world):
-    plain = small.Stack()
-    model = fsdp.megatron.fully_shard_model(copy.deepcopy(plain), fsdp_unit_modules=["small_models.Block"],
-                                            sync_model_each_microbatch=False)
-    assert "blocks.1" in fsdp.shard.handle(model).unit_names
-    for step, batch in enumerate(parity.batches_of(world, rows, 3)):
-        model.set_model_auto_sync(step == 2)
-        parity.plain_step(plain, loss_of, batch)
-        loss_of(model, batch[world.rank]).backward()
-    model.finish_grad_sync()
-    parity.compare_gradients(plain, model)
-
-
-def test_megatron_finds_nan(world):
-    model = small.Stack()
-    model, optimizer = fsdp.megatron.fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), check_for_nan_in_grad=True)
-    batch = torch.ones(2, small.WIDTH)
-    batch[0, 0] = float("nan") if world.rank == world.size - 1 else 1.0
-    loss_of(model, batch).backward()
-    with pytest.raises(fsdp.Error, match="holds a NaN or Inf"):
-        optimizer.step()
-
-
-REFUSED_BY_MEGATRON = [
-    (dict(zero_dp_strategy=4), "zero_dp_strategy is 4"), (dict(zero_dp_strategy="zero3"), "zero_dp_strategy is 'zero3'"),
-    (dict(outer_dp_sharding_strategy=2), "outer_dp_sharding_strategy is 2"), (dict(disable_bucketing=True), "disable_bucketing"),
-    (dict(keep_fp8_transpose_cache=True), "keep_fp8_transpose_cache"), (dict(use_decoupled_grad=True), "use_decoupled_grad"),
-    (dict(enable_fine_grained_param_gather=True), "enable_fine_grained"), (dict(overlap_grad_reduce=False), "overlap_grad_reduce is False"),
-    (dict(preproc_state_dict_for_dcp_ckpt=False), "preproc_state_dict_for_dcp_ckpt is False"),
-    (dict(init_model_with_meta_device=True), "no parameter is on the meta device"), (dict(dp_outer_dim="outer"), "belong together"),
-    (dict(dp_shard_dim="fsdp"), "without a device_mesh"), (dict(expt_device_mesh=object()), "expt_device_mesh"),
-    (dict(fsdp_unit_modules=["nowhere.Block"]), "cannot be imported"), (dict(cuda_graph_mode=True), "cuda_graph_mode"),
-]
-
-
-@pytest.mark.parametrize("options,sentence", REFUSED_BY_MEGATRON, ids=[f"{k}" for w in REFUSED_BY_MEGATRON for k in w[0]])
-def test_megatron_refuses_what_has_no_meaning(world, options, sentence):
-    if "cuda_graph_mode" in options and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(fsdp.UsageError, match=sentence):
-        fsdp.megatron.fully_shard_model(small.Stack(), **options)

@@ -81,6 +81,27 @@ def test_uneven_shards_and_split_parameters_of_megatron_are_joined():
     assert {"args", "iteration"} <= set(state.objects)
 
 
+def test_flat_moments_of_an_offloaded_optimizer_get_their_parameters_shapes():
+    directory, expected = saved.saved_on_ranks(3, saved.megatron_offloaded_run)
+    checkpoint = dcp.read_metadata(directory)
+    flat = [tensor for key, tensor in checkpoint.tensors.items() if key.endswith("embeddings.weight.exp_avg") or "fc2" in key]
+    assert (33,) in [tensor.shape for tensor in flat]
+    assert any(chunk.offsets[0] % 3 for tensor in flat for chunk in tensor.chunks), "all cuts are between rows"
+    state = state_of(checkpoint)
+    found = {**values(checkpoint, state.model), **values(checkpoint, state.moments)}
+    expect_equal({name: found[name] for name in expected}, expected)
+    assert set(found) == set(expected) and state.step == 12
+    assert state.notes == ["moments of 15 parameters have one dimension, as Megatron writes those of an offloaded optimizer; they were "
+                           "given their parameters' shapes"]
+
+
+def test_flat_moments_of_another_size_are_an_error(tmp_path):
+    state = training()
+    for moment in ("exp_avg", "exp_avg_sq"):
+        state["optimizer"]["state"]["0.weight"][moment] = torch.ones(34)
+    expect_error(tmp_path / "c", state, "has the shape [34], and its parameter [7, 5]")
+
+
 def test_split_parameters_can_stay_as_they_are(tmp_path):
     checkpoint, state = found_in(tmp_path / "c", saved.megatron_state(lambda piece: piece)[0], keep_split=True)
     assert sum(len(parts) for parts in saved.MEGATRON.values()) == len(state.model) == len(state.moments) // 2

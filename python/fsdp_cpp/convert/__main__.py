@@ -5,6 +5,7 @@ chunk at a time, so that a model of any size needs little memory.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 
@@ -66,9 +67,37 @@ def _for_writer(checkpoint, name, source, files):
     for key, first_row in source.parts:
         for chunk in checkpoint.tensors[key].chunks:
             place = dcp.place_of(checkpoint, key, chunk)
+            file = files.setdefault(place.file, len(files))
+            if len(chunk.sizes) != len(source.shape):  # in one row
+                boxes += ((file, place.begin + skipped * place.strides[0] * source.dtype.itemsize, *box)
+                          for skipped, *box in _boxes_of_range(chunk.offsets[0], chunk.sizes[0], first_row, source.shape,
+                                                               place.strides[0]))
+                continue
             offsets = (chunk.offsets[0] + first_row, *chunk.offsets[1:]) if chunk.offsets else ()
-            boxes.append((files.setdefault(place.file, len(files)), place.begin, offsets, chunk.sizes, place.strides))
+            boxes.append((file, place.begin, offsets, chunk.sizes, place.strides))
     return name, source.dtype, source.shape, boxes
+
+
+def _boxes_of_range(begin, count, first_row, shape, stride):
+    """Elements [begin, begin + count) of rows from `first_row` on, as boxes of the shape: (elements of the range before it,
+    offsets, sizes, strides). A range is a part of a row, whole rows, and a part of a row; parts of rows are cut alike."""
+    if not shape:
+        return [(0, (), (), ())]
+    row = math.prod(shape[1:])
+    strides = tuple(stride * math.prod(shape[dim + 1:]) for dim in range(len(shape)))
+    boxes, at, end = [], begin, begin + count
+    while at < end:
+        number, within = divmod(at, row)
+        if within == 0 and end - at >= row:
+            rows = (end - at) // row
+            boxes.append((at - begin, (number + first_row, *(0 for _ in shape[1:])), (rows, *shape[1:]), strides))
+            at += rows * row
+            continue
+        part = min(end, (number + 1) * row) - at
+        boxes += ((at - begin + skipped, (number + first_row, *offsets), (1, *sizes), (strides[0], *inner))
+                  for skipped, offsets, sizes, inner in _boxes_of_range(within, part, 0, shape[1:], stride))
+        at += part
+    return boxes
 
 
 # --- the command -----------------------------------------------------------------------------------------------------------

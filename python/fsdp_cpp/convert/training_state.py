@@ -116,11 +116,13 @@ def _moments(checkpoint, found, model, parameters):
             found.unknown.append(key)
         elif leaf == "master_param":
             found.dropped[found.model[name]] = "the optimizer has the same weights as master_param"
-            _check_shape(checkpoint, key, model[name].shape)
-            model[name] = _whole(checkpoint, key)
+            model[name] = _shaped(checkpoint, key, model[name].shape)
         else:
-            _check_shape(checkpoint, key, model[name].shape)
-            moments[leaf][name] = _whole(checkpoint, key)
+            moments[leaf][name] = _shaped(checkpoint, key, model[name].shape)
+    flat = [name for name, source in moments["exp_avg"].items() if checkpoint.tensors[source.parts[0].key].shape != source.shape]
+    if flat:
+        found.notes.append(f"moments of {len(flat)} parameter{'' if len(flat) == 1 else 's'} have one dimension, as Megatron writes those "
+                           "of an offloaded optimizer; they were given their parameters' shapes")
     return moments
 
 
@@ -159,10 +161,13 @@ def _names_by_number(checkpoint, found, called, parameters):
     return {each: found.aliases[order[int(each)]] for each in called}
 
 
-def _check_shape(checkpoint, key, shape):
-    if checkpoint.tensors[key].shape != shape:
-        raise Error(f"{checkpoint.directory}: '{key}' has the shape {list(checkpoint.tensors[key].shape)}, and its parameter "
+def _shaped(checkpoint, key, shape):
+    """State of a parameter of this shape; Megatron stores that of an offloaded optimizer with its elements in one row."""
+    stored = checkpoint.tensors[key]
+    if stored.shape not in (shape, (torch.Size(shape).numel(),)):
+        raise Error(f"{checkpoint.directory}: '{key}' has the shape {list(stored.shape)}, and its parameter "
                     f"{list(shape)}; where state is by numbers, give the right order (--parameters FILE)")
+    return Source(stored.dtype, shape, [Part(key, 0)])
 
 
 def _check_moments(checkpoint, moments):

@@ -10,6 +10,20 @@ namespace fsdp {
 namespace {
 
 constexpr std::string_view kAllRanks = "sequences of all ranks and microbatches together";
+constexpr std::string_view kOuterAxis = "optim is +hfsdp behind it, with --outer above 1";
+// What is always so here.
+constexpr bool kNeedless = true;
+constexpr std::string_view kDivided = "gradients are divided in the reduction";
+constexpr std::string_view kOverlaps = "reductions always run beside the backward";
+constexpr std::string_view kGathers = "gathers have a communicator of their own";
+constexpr std::string_view kBuckets = "a unit is always one bucket per type";
+constexpr std::string_view kShards = "a rank makes its own shards alone";
+constexpr std::string_view kWholeUnits = "a unit is gathered as a whole";
+constexpr std::string_view kFirstGather = "the first gather starts by itself";
+constexpr std::string_view kPerToken = "the loss is the mean over all learnt tokens";
+constexpr std::string_view kRegistered = "buffers are registered after the first step";
+constexpr std::string_view kAnyType = "the optimizer reads main gradients of any type";
+constexpr std::string_view kSameCodes = "the backward reads the codes of the forward";
 
 constexpr ForeignWord kForeignWords[] = {
     // --- our own, of before ---
@@ -118,6 +132,70 @@ constexpr ForeignWord kForeignWords[] = {
     {"gradient-checkpointing", "recompute", "block"},
     {"activation-checkpointing", "recompute", "block"},
     {"recompute-activations", "recompute", "block"},
+    // --- Megatron-LM: sharding ---
+    {"use-megatron-fsdp", "strategy", "optim_grads_params"},
+    {"use-custom-fsdp", "strategy", "optim_grads_params"},
+    {"use-torch-fsdp2", "strategy", "optim_grads_params"},
+    {"use-distributed-optimizer", "strategy", "optim"},
+    {"data-parallel-sharding-strategy", "strategy"},
+    {"zero-dp-strategy", "strategy", {}, "0 to 3 are no_shard to optim_grads_params"},
+    {"outer-dp-sharding-strategy", "strategy", {}, kOuterAxis},
+    {"num-distributed-optimizer-instances", "outer"},
+    {"overlap-param-gather", "prefetch", "1"},
+    {"overlap-grad-reduce", "prefetch", {}, kOverlaps, kNeedless},
+    {"average-in-collective", "strategy", {}, kDivided, kNeedless},
+    {"ddp-average-in-collective", "strategy", {}, kDivided, kNeedless},
+    {"gradient-reduce-div-fusion", "strategy", {}, kDivided, kNeedless},
+    {"calculate-per-token-loss", "batch", {}, kPerToken, kNeedless},
+    {"bucket-size", "pool", {}, kBuckets, kNeedless},
+    {"ddp-bucket-size", "pool", {}, kBuckets, kNeedless},
+    {"enable-fine-grained-param-gather", "prefetch", {}, kWholeUnits, kNeedless},
+    {"megatron-fsdp-enable-fine-grained-param-gather", "prefetch", {}, kWholeUnits, kNeedless},
+    {"fsdp-all-gather-in-start-param-sync", "prefetch", {}, kFirstGather, kNeedless},
+    {"create-all-gather-group", "prefetch", {}, kGathers, kNeedless},
+    {"init-model-with-meta-device", "strategy", {}, kShards, kNeedless},
+    {"suggested-communication-unit-size", "pool-budget", {}, "in bytes"},
+    {"fsdp-double-buffer", "pool", "double_buffer"},
+    {"max-pool-double-buffer", "pool", "max_pool"},
+    {"maxpool-double-buffer", "pool", "max_pool"},
+    {"megatron-fsdp-max-pool-double-buffer", "pool", "max_pool"},
+    {"fsdp-db-use-persist-buf-on-alloc-fail", "other-units", "persistent"},
+    {"nccl-ub", "user-buffers", "symmetric"},
+    {"use-nccl-ub", "user-buffers", "symmetric"},
+    {"disable-symmetric-registration", "user-buffers", "registered"},
+    {"fsdp-manual-registration", "user-buffers", {}, kRegistered, kNeedless},
+    // --- Megatron-LM: types ---
+    {"megatron-fsdp-main-params-dtype", "main-params", {}, "auto is none"},
+    {"megatron-fsdp-main-grads-dtype", "main-grads", {}, "auto is none"},
+    {"megatron-fsdp-grad-comm-dtype", "grad-comm", {}, "auto is none"},
+    {"main-params-dtype", "main-params"},
+    {"main-grads-dtype", "main-grads"},
+    {"grad-comm-dtype", "grad-comm"},
+    {"grad-reduce-in-bf16", "grad-comm", "bf16"},
+    {"grad-reduce-in-fp32", "grad-comm", "fp32"},
+    {"accumulate-allreduce-grads-in-fp32", "main-grads", "fp32"},
+    {"use-precision-aware-optimizer", "moments", {}, "and --main-grads, --main-params"},
+    {"exp-avg-dtype", "first-moment"},
+    {"exp-avg-sq-dtype", "second-moment"},
+    {"use-decoupled-grad", "main-grads", {}, kAnyType, kNeedless},
+    {"megatron-fsdp-use-decoupled-grad", "main-grads", {}, kAnyType, kNeedless},
+    {"fp8-param-gather", "weights", "fp8-row"},
+    {"fp8-format", "weights", "fp8-row"},
+    {"keep-fp8-transpose-cache", "weights", {}, kSameCodes, kNeedless},
+    {"check-for-nan-in-grad", "on-nonfinite", "skip"},
+    {"check-for-nan-in-loss-and-grad", "on-nonfinite", "skip"},
+    // --- Megatron-LM: offloading, graphs ---
+    {"optimizer-cpu-offload", "offload", "1"},
+    {"optimizer-offload-fraction", "offload"},
+    {"overlap-cpu-optimizer-d2h-h2d", "offload-overlap"},
+    {"pin-cpu-params", "offload-pin"},
+    {"pin-cpu-grads", "offload-pin"},
+    {"no-pin-cpu-params", "offload-pin", {}, "--no-offload-pin turns it off"},
+    {"no-pin-cpu-grads", "offload-pin", {}, "--no-offload-pin turns it off"},
+    {"enable-cuda-graph", "cuda-graph"},
+    {"cuda-graph-impl", "cuda-graph"},
+    {"cuda-graph-mode", "cuda-graph"},
+    {"megatron-fsdp-cuda-graph-mode", "cuda-graph"},
     // --- machine, checkpoints and output ---
     {"use-cpu", "device", "cpu"},
     {"no-cuda", "device", "cpu"},
@@ -129,6 +207,7 @@ constexpr ForeignWord kForeignWords[] = {
     {"save-steps", "checkpoint-every"},
     {"save-interval", "checkpoint-every"},
     {"save-total-limit", "keep-last"},
+    {"ckpt-format", "checkpoint-dir", {}, "checkpoints have one format", kNeedless},
     {"resume-from-checkpoint", "resume"},
     {"load", "init"},
     {"logging-steps", "log-every"},
@@ -198,8 +277,9 @@ std::string meant_text(std::string_view word, std::span<const std::string> candi
     const std::string name = in_form_of_table(row.name);
     for (const std::string& candidate : candidates)
       if (in_form_of_table(candidate) == name)
-        return concat("did you mean ", shown_with_value(candidate, row.value),
-                      row.note.empty() ? "" : concat(" (", row.note, ")"), "? ");
+        return row.is_needless ? concat(row.note, ", so leave it out. ")
+                               : concat("did you mean ", shown_with_value(candidate, row.value),
+                                        row.note.empty() ? "" : concat(" (", row.note, ")"), "? ");
   }
   const std::string near = nearest(word, candidates);
   return near.empty() ? "" : concat("did you mean '", near, "'? ");

@@ -12,6 +12,7 @@ struct ForeignWord {
   std::string_view name;        // ours: an option without its dashes, or a value
   std::string_view value = {};  // that the option takes for it
   std::string_view note = {};   // where the two do not mean quite the same
+  bool is_needless = false;     // nothing is to be said: `note` is always so
 };
 
 // The table. A word may have several rows: the first whose name is a candidate counts.

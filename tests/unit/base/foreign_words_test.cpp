@@ -40,6 +40,16 @@ TEST(ForeignWords, HaveTheFirstRowThatIsKnown) {
   EXPECT_EQ(meant_text("fsdp", kStrategies), "did you mean 'optim_grads_params'? ");
 }
 
+TEST(ForeignWords, AreAnsweredWithWhatIsAlwaysSo) {
+  const std::vector<std::string> option = {"--prefetch"};
+  EXPECT_EQ(meant_text("--overlap-grad-reduce", option),
+            "reductions always run beside the backward, so leave it out. ");
+  const std::vector<std::string> key = {"prefetch"};
+  EXPECT_EQ(meant_text("overlap_grad_reduce", key),
+            "reductions always run beside the backward, so leave it out. ");
+  EXPECT_EQ(meant_text("--overlap-grad-reduce", kOptions), "");
+}
+
 TEST(ForeignWords, OthersAreAnsweredByTheirSpelling) {
   EXPECT_EQ(meant_text("--rnaks", kOptions), "did you mean '--ranks'? ");
   EXPECT_EQ(meant_text("--zzzzzzzzz", kOptions), "");
