@@ -86,7 +86,7 @@ def named_like(wrapper: Callable[..., Any], module: nn.Module) -> Callable[..., 
     """The wrapper with the name and signature of the module's forward. Others read them: transformers, which arguments a model takes."""
     forward = module.forward
     functools.update_wrapper(wrapper, forward, updated=())
-    del wrapper.__wrapped__  # a bound method, which would hold the module
+    del wrapper.__wrapped__  # type: ignore[attr-defined]  # a bound method, which would hold the module
     wrapper.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
     return wrapper
 

@@ -15,7 +15,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -292,7 +292,7 @@ class FSDPModule(theirs.FSDPModule):
         if shard.is_sharded(mark.outermost.module()):
             raise _C.UsageError("the model is sharded, so a copy would have a part of it; copy it before its first forward, or see "
                                 "fsdp_cpp.state_dict() and fsdp_cpp.EMA")
-        copied: Any = nn.Module.__new__(type(self))  # type: ignore[type-var]
+        copied = nn.Module.__new__(type(self))
         memo[id(self)] = copied
         hidden = (_MARK, shard.PENDING, "forward")
         copied.__dict__.update(copy.deepcopy({name: value for name, value in self.__dict__.items() if name not in hidden}, memo))

@@ -38,7 +38,6 @@ class Optimizer(torch.optim.Optimizer):
         groups = _groups_of(params)
         model = params if isinstance(params, nn.Module) else shard.model_of(p for group in groups for p in _tensors_of(group))
         sharded = shard.handle(model)
-        self._engine: _C.Optimizer | None = None
         super().__init__(groups, defaults)
         self._fixed = {name: value for name, value in defaults.items() if name not in ("lr", "weight_decay", *_MOMENTA)}
         self._parts = list(_parts_of(model, self.param_groups, decay_spares_vectors))
@@ -103,7 +102,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the optimizer is made: it updates everything that was trainable in fully_shard(), and nothing else."""
-        if self._engine is not None:
+        if "_engine" in self.__dict__:
             raise _C.UsageError("add_param_group() cannot add to an optimizer of a sharded model, which updates all parameters that were "
                                 "trainable in fully_shard() and no others; give parameters of another model an optimizer of their own, "
                                 "and say groups when the optimizer is made")

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from . import _C, checkpoint, optim, shard
+from .saved_optimizer import SavedOptimizer
 
 Patch = _C.Patch
 
@@ -28,7 +29,7 @@ class PatchStream:
     def __init__(self, model: nn.Module, optimizer: optim.Optimizer, *, names: Literal["hf", "vllm"] = "hf") -> None:
         if names not in ("hf", "vllm"):
             raise _C.UsageError(f"names is {names!r}; use 'hf' or 'vllm'")
-        self._engine = _C.PatchStream(shard.handle(model), checkpoint._engine_of(optimizer), checkpoint._buffers(model),
+        self._engine = _C.PatchStream(shard.handle(model), SavedOptimizer(optimizer).engine, checkpoint._buffers(model),
                                       names == "vllm")
 
     def take(self, step: int, *, device: torch.device | str = "cpu") -> Patch:

@@ -211,7 +211,8 @@ class _Mirrors:
         return here
 
 
-def initialization(model, module, init_weights):
+def initialization(model: nn.Module, module: nn.Module,
+                   init_weights: Callable[[nn.Module], object] | None) -> Callable[[], object] | None:
     """A function that gives the module's own parameters and buffers their first values, or None."""
     if init_weights is not None:
         return lambda: init_weights(module)

@@ -104,7 +104,7 @@ def public_functions(module):
             yield value
 
 
-@pytest.mark.parametrize("name", ["checkpoint", "fsdp2", "graph", "megatron", "megatron_model", "optim", "ranks", "shard", "tensors", "units"])
+@pytest.mark.parametrize("name", ["checkpoint", "fsdp2", "graph", "megatron", "megatron_model", "optim", "other_optimizers", "ranks", "saved_optimizer", "shard", "tensors", "units"])
 def test_every_public_function_says_its_types(world, name):
     functions = [each for each in public_functions(importlib.import_module(f"fsdp_cpp.{name}"))
                  if "_refused" not in each.__qualname__]  # made by a function: it takes anything
