@@ -1,6 +1,7 @@
 """The ranks of this job: how they meet, and how they part."""
 
 import atexit
+import datetime
 import os
 import socket
 import sys
@@ -16,6 +17,7 @@ Over: TypeAlias = "_C.Mesh | DeviceMesh | torch.distributed.ProcessGroup | None"
 _world: _C.World | None = None                  # of all ranks of the job
 _worlds: dict[tuple[int, ...], _C.World] = {}   # ranks of torch.distributed -> the world they made
 _default_mesh: _C.Mesh | None = None
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")  # of torchrun, mpirun and srun
 
 
 def world() -> _C.World:
@@ -59,6 +61,12 @@ def mesh(over: Over = None, *, outer: int = 1, ep: int = 1, tp: int = 1) -> _C.M
                         "a ProcessGroup")
 
 
+def device() -> torch.device:
+    """The device of this rank: the GPU of its local rank, the only GPU where it sees one, or the CPU. Joins the ranks as world() does."""
+    num_gpus = torch.cuda.device_count()
+    return torch.device("cuda", world().local_rank % num_gpus) if num_gpus else torch.device("cpu")
+
+
 def default_mesh() -> _C.Mesh:
     """The mesh of fully_shard() where none is given: all ranks, made once."""
     global _default_mesh
@@ -84,14 +92,41 @@ def _world_of(ranks):
     store = torch.distributed.distributed_c10d._get_default_store()
     meeting = f"fsdp_cpp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{','.join(map(str, ranks))}"
     host = socket.gethostname()
-    store.set(f"{meeting}/host/{own}", host)
-    hosts = [store.get(f"{meeting}/host/{rank}").decode() for rank in ranks]
+    store.set(_host_key(own), host)
+    hosts = [store.get(_host_key(rank)).decode() for rank in ranks]
     position = ranks.index(own)
-    made = _C.World.from_store(store, position, len(ranks), hosts[:position].count(host), hosts.count(host),
-                               _address(hosts, host), f"{meeting}/address")
+    local_rank = _own_local_rank(store, host)
+    if local_rank is None:
+        local_rank = hosts[:position].count(host)
+    made = _C.World.from_store(store, position, len(ranks), local_rank, hosts.count(host), _address(hosts, host), f"{meeting}/address")
     _worlds[key] = made
     _watch_exceptions(made)
     return made
+
+
+def _host_key(rank):
+    return f"fsdp_cpp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/host/{rank}"
+
+
+def _own_local_rank(store, host):
+    """This process's place among all processes of its host, whoever is in the mesh: it chooses the GPU.
+
+    As the launcher says, else counted over the ranks of torch.distributed. Ranks that make no mesh do not say where they are;
+    then it is None, and with several GPUs an error.
+    """
+    for name in _LOCAL_RANKS:
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    before = [_host_key(rank) for rank in range(torch.distributed.get_rank())]
+    try:
+        if before:
+            store.wait(before, datetime.timedelta(seconds=10))
+    except RuntimeError:
+        if torch.cuda.device_count() > 1:
+            raise _C.UsageError("LOCAL_RANK is not set, and not all ranks of torch.distributed make a mesh, so this one cannot count "
+                                "those of its host; set LOCAL_RANK, which chooses the GPU") from None
+        return None
+    return [store.get(key).decode() for key in before].count(host)
 
 
 def _address(hosts, host):

@@ -18,6 +18,7 @@
 #include "fsdp/comm/launch.h"
 #include "fsdp/comm/rank_facts.h"
 #include "fsdp/comm/world.h"
+#include "fsdp/train/environment.h"
 #include "fsdp/train/log/console.h"
 #include "fsdp/train/log/console_tables.h"
 #include "fsdp/train/machine_memory.h"
