@@ -249,6 +249,21 @@ TEST(Pool, GrowsWithThePrefetch) {
   }
 }
 
+TEST(Pool, HoldsUnlikeUnitsOnlyAroundTheirUseUnlessTheyPersist) {
+  ModelShape model = stack(6);
+  model.units[0].tensors.push_back({"extra", {kUnitNumel}, {}});
+  model.units[5].tensors.push_back({"more", {kUnitNumel}, {}});
+  PlanOptions options = options_for("optim_grads_params", 4);
+  options.pool = PoolKind::kDoubleBuffer;
+  const int64_t slots = 2 * 2 * kUnitNumel;  // of weights, and of gradients
+  const int64_t one_unlike = 2 * 2 * kUnitNumel;
+  EXPECT_EQ(plan(model, options).bytes.weight_pool, slots + one_unlike);
+  options.other_units = OtherUnits::kPersistent;
+  const MemoryBytes bytes = plan(model, options).bytes;
+  EXPECT_EQ(bytes.weight_pool, slots + 2 * one_unlike);
+  EXPECT_EQ(bytes.grad_pool, slots + 2 * one_unlike);
+}
+
 TEST(Pool, TakesTheDeepestPrefetchWithinABudget) {
   const ModelShape model = stack(12);
   PlanOptions options = options_for("optim_grads_params", 4);
