@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -262,6 +263,21 @@ TEST(Pool, HoldsUnlikeUnitsOnlyAroundTheirUseUnlessTheyPersist) {
   const MemoryBytes bytes = plan(model, options).bytes;
   EXPECT_EQ(bytes.weight_pool, slots + 2 * one_unlike);
   EXPECT_EQ(bytes.grad_pool, slots + 2 * one_unlike);
+}
+
+// Forward and backward gather each unit, but for those that stay from the one to the other. With
+// prefetch k a unit is there k units before its backward, so the last 1 + k / 2 stay.
+TEST(Pool, GathersEachUnitOfAStackTwiceButForTheLast) {
+  const ModelShape model = stack(12);
+  for (const int64_t prefetch : {0, 1, 2, 3, 4}) {
+    PlanOptions options = options_for("optim_grads_params", 2);
+    options.prefetch = prefetch;
+    const std::vector<GroupPlan> groups = lay_out(model, options);
+    EXPECT_EQ(groups.size(), model.units.size()) << "units of one type have one group";
+    const std::vector<int64_t> gathers = forecast_pool(model, groups, options).num_gathers;
+    EXPECT_EQ(std::accumulate(gathers.begin(), gathers.end(), int64_t{0}),
+              2 * 12 - (1 + prefetch / 2));
+  }
 }
 
 TEST(Pool, TakesTheDeepestPrefetchWithinABudget) {
