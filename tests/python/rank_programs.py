@@ -142,6 +142,17 @@ def parts_of_a_mesh_know_their_place():
     print(f"rank {rank} has local ranks {sorted(found)} and {fsdp.device()}", flush=True)
 
 
+def one_rank_alone_makes_a_mesh():
+    """The others say nothing, so the launcher's variable is all there is."""
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    os.environ["SLURM_LOCALID"] = os.environ.pop("LOCAL_RANK")
+    groups = [torch.distributed.new_group([each]) for each in range(torch.distributed.get_world_size())]
+    if rank == 1:
+        print(f"rank {rank} has local rank {fsdp.mesh(groups[rank]).world.local_rank}", flush=True)
+    torch.distributed.barrier()
+
+
 def ranks_of_a_mesh_that_is_not_theirs():
     torch.distributed.init_process_group("gloo")
     group = torch.distributed.new_group([0])

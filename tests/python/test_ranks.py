@@ -81,6 +81,11 @@ def test_parts_of_a_mesh_have_the_local_ranks_of_their_processes(ranks, told):
         assert status == 0 and f"rank {rank} has local ranks [{rank}] and cpu" in out, out
 
 
+def test_a_part_of_which_no_other_rank_knows_has_the_local_rank_of_its_launcher():
+    (status0, out0), (status1, out1) = run(2, "one_rank_alone_makes_a_mesh")
+    assert status0 == status1 == 0 and "rank 1 has local rank 1" in out1, out0 + out1
+
+
 def test_rank_0_says_on_one_line_how_tensors_travel():
     for rank, (status, out) in enumerate(run(2, "meets_through_torch_distributed", FSDP_LOG="info")):
         lines = [line for line in out.splitlines() if "tensors travel" in line]

@@ -42,7 +42,9 @@ std::unique_ptr<Communicator> connect_hosts(const Launch& launch, const CommOpti
 RankPlace place_of(const Launch& launch, const CommOptions& options) {
   RankPlace place{
       .host = this_host(), .gpu = "", .has_nccl = nccl_available(), .nccl = options.nccl};
-  const int num_gpus = at::hasCUDA() ? at::detail::getCUDAHooks().deviceCount() : 0;
+  // A process that does not ask for NCCL may not want CUDA to begin, either.
+  const bool asks = options.nccl != NcclUse::kOff && at::hasCUDA();
+  const int num_gpus = asks ? at::detail::getCUDAHooks().deviceCount() : 0;
   if (num_gpus == 0) return place;
   const int gpu = gpu_of_rank(launch.local_rank, num_gpus);
   place.gpu = place.has_nccl ? nccl_gpu_id(gpu) : concat("cuda:", gpu);
