@@ -56,6 +56,7 @@ python: ready  ## build the Python package fsdp_cpp and install it into .venv (o
 	@tools/build.sh release -j $(JOBS) --target fsdp_python
 	@$(PYTHON) -m pip install -q --no-build-isolation --no-deps --force-reinstall -C build-dir=build/release \
 	  -C cmake.define.FSDP_TESTS=ON -C cmake.define.FSDP_BENCH=ON .
+	@$(PYTHON) -m fsdp_cpp
 
 bench: build  ## build, then run the benchmarks in build/release/bin/bench_*
 	@tools/bench.sh

@@ -9,7 +9,7 @@ folder=build/$preset
 
 # Ninja reruns CMake by itself when a CMakeLists.txt changes; these are the changes it cannot see: the
 # presets, FSDP_TORCH, and optional tools that came or went since the last time.
-found_tools="torch: ${FSDP_TORCH:-} $(command -v clang++ mpicxx ccache || true)"
+found_tools="torch: ${FSDP_TORCH:-} $(command -v clang++ mpicxx ccache nvcc || true)"
 stamp=build/$preset-tools
 if [[ ! -f $folder/build.ninja || CMakePresets.json -nt $folder/build.ninja ||
       $(cat "$stamp" 2>/dev/null) != "$found_tools" ]]; then

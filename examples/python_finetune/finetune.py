@@ -21,7 +21,7 @@ parser.add_argument("--lr", type=float, default=2e-5)
 args = parser.parse_args()
 
 world = fsdp.world()
-device = f"cuda:{world.local_rank}" if torch.cuda.is_available() else "cpu"
+device = fsdp.device()
 tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
 model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).to(device)
 fsdp.fully_shard(model)

@@ -11,10 +11,10 @@ from .graph import Graph
 from .optim import SGD, AdamW, Muon
 from .other_optimizers import GradScaler, clip_grad_norm_, shard_optimizer
 from .patch_stream import Patch, PatchStream
-from .ranks import mesh, world
+from .ranks import device, mesh, world
 from .shard import (Memory, end_cycle, found_nonfinite, fully_shard, gradients, is_sharded, memory, microbatch, no_sync, reset,
                     set_precision, unshard)
 
 __all__ = ["SGD", "AdamW", "Axis", "Checkpointer", "Error", "GradScaler", "Graph", "Loaded", "Memory", "Mesh", "Muon", "Patch", "PatchStream", "TpEqual", "TpPartial", "TpShard",
-           "UsageError", "clip_grad_norm_", "end_cycle", "export_weights", "found_nonfinite", "fully_shard", "gradients", "is_sharded", "load", "memory", "mesh", "microbatch", "no_sync",
+           "UsageError", "clip_grad_norm_", "device", "end_cycle", "export_weights", "found_nonfinite", "fully_shard", "gradients", "is_sharded", "load", "memory", "mesh", "microbatch", "no_sync",
            "reset", "save", "set_precision", "shard_optimizer", "state_dict", "unshard", "world"]

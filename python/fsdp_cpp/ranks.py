@@ -1,6 +1,7 @@
 """The ranks of this job: how they meet, and how they part."""
 
 import atexit
+import datetime
 import os
 import socket
 import sys
@@ -16,6 +17,7 @@ Over: TypeAlias = "_C.Mesh | DeviceMesh | torch.distributed.ProcessGroup | None"
 _world: _C.World | None = None                  # of all ranks of the job
 _worlds: dict[tuple[int, ...], _C.World] = {}   # ranks of torch.distributed -> the world they made
 _default_mesh: _C.Mesh | None = None
+_local_rank: int | None = None                  # of this process on its host, where torch.distributed is initialised
 
 
 def world() -> _C.World:
@@ -59,6 +61,12 @@ def mesh(over: Over = None, *, outer: int = 1, ep: int = 1, tp: int = 1) -> _C.M
                         "a ProcessGroup")
 
 
+def device() -> torch.device:
+    """The device of this rank: the GPU of its local rank, the only GPU where it sees one, or the CPU. Joins the ranks as world() does."""
+    num_gpus = torch.cuda.device_count()
+    return torch.device("cuda", world().local_rank % num_gpus) if num_gpus else torch.device("cpu")
+
+
 def default_mesh() -> _C.Mesh:
     """The mesh of fully_shard() where none is given: all ranks, made once."""
     global _default_mesh
@@ -83,21 +91,69 @@ def _world_of(ranks):
         raise _C.UsageError(f"rank {own} is not among the ranks of the mesh, {ranks}; only those may shard over it")
     store = torch.distributed.distributed_c10d._get_default_store()
     meeting = f"fsdp_cpp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{','.join(map(str, ranks))}"
-    host = socket.gethostname()
-    store.set(f"{meeting}/host/{own}", host)
-    hosts = [store.get(f"{meeting}/host/{rank}").decode() for rank in ranks]
+    host = _this_host()
+    store.set(_host_key(own), host)
+    hosts = [store.get(_host_key(rank)).decode() for rank in ranks]
     position = ranks.index(own)
-    made = _C.World.from_store(store, position, len(ranks), hosts[:position].count(host), hosts.count(host),
+    made = _C.World.from_store(store, position, len(ranks), _own_local_rank(store, host), hosts.count(host),
                                _address(hosts, host), f"{meeting}/address")
     _worlds[key] = made
     _watch_exceptions(made)
     return made
 
 
+def _host_key(rank):
+    return f"fsdp_cpp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/host/{rank}"
+
+
+def _this_host():
+    """Its name, and the id of its boot: hosts may have one name."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{socket.gethostname()} {file.read().strip()}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _own_local_rank(store, host):
+    """This process's place among all processes of its host, whoever is in the mesh: it chooses the GPU. Found once.
+
+    LOCAL_RANK, or counted over the ranks of torch.distributed. Ranks that make no mesh do not say where they are, so then it is
+    what mpirun or srun says; these come last, because a process of theirs may have started others, which see its variables.
+    """
+    global _local_rank
+    if _local_rank is None:
+        _local_rank = _number("LOCAL_RANK")
+    if _local_rank is None:
+        _local_rank = _counted_local_rank(store, host)
+    if _local_rank is None:
+        told = [_number(name) for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")]
+        if told == [None, None] and torch.cuda.device_count() > 1:
+            raise _C.UsageError("LOCAL_RANK is not set, and not all ranks of torch.distributed make a mesh, so this one cannot count "
+                                "those of its host; set LOCAL_RANK, which chooses the GPU")
+        _local_rank = next((number for number in told if number is not None), 0)
+    return _local_rank
+
+
+def _number(name):
+    return int(os.environ[name]) if os.environ.get(name, "").isdigit() else None
+
+
+def _counted_local_rank(store, host):
+    """None where a rank before this one has not told its host after ten seconds."""
+    before = [_host_key(rank) for rank in range(torch.distributed.get_rank())]
+    try:
+        if before:
+            store.wait(before, datetime.timedelta(seconds=10))
+    except RuntimeError:
+        return None
+    return [store.get(key).decode() for key in before].count(host)
+
+
 def _address(hosts, host):
     if all(each == host for each in hosts):
         return "127.0.0.1"
-    return os.environ.get("MASTER_ADDR") or host
+    return os.environ.get("MASTER_ADDR") or socket.gethostname()
 
 
 def _watch_exceptions(made):

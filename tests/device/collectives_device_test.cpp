@@ -119,17 +119,5 @@ INSTANTIATE_TEST_SUITE_P(Prefetch, CollectivesOfAStep,
                                             ::testing::Values(0, 2, 3), ::testing::Values(1)),
                          name_of_case);
 
-// What the figures of the plan mean for a stack of units: forward and backward gather each, but for
-// those that stay from the one to the other. With prefetch k a unit is there k units before its
-// backward, so the last 1 + k / 2 stay.
-TEST(PlannedCollectives, AreThoseOfAStack) {
-  const int64_t num_units = narrow_llama().num_hidden_layers + 2;
-  for (const int32_t prefetch : {0, 1, 2, 3, 4}) {
-    const Planned plan = planned(Strategy::optim_grads_params, prefetch, 1);
-    EXPECT_EQ(plan.gathers, 2 * num_units - (1 + prefetch / 2));
-    EXPECT_EQ(plan.reductions, num_units);
-  }
-}
-
 }  // namespace
 }  // namespace fsdp::collectives_device_test

@@ -19,11 +19,6 @@ using ::testing::ThrowsMessage;
 
 const at::Device kDevice(at::kCUDA, 0);
 
-TEST(DeviceSlabAllocator, LeavesHostMemoryToItsOwnAllocator) {
-  EXPECT_THAT([] { DeviceSlabAllocator allocator(at::Device(at::kCPU)); },
-              ThrowsMessage<Error>(HasSubstr("use a HostSlabAllocator")));
-}
-
 TEST(DeviceSlabAllocator, GivesPoolsMemoryThatTheDeviceCanUse) {
   FSDP_REQUIRE_GPU();
   for (const PoolKind kind : all_pool_kinds()) {

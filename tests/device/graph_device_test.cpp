@@ -460,17 +460,5 @@ TEST(GraphOnDevice, RefusesOptionsThatNeedTheHost) {
   EXPECT_EQ(refusal({}, 1), "");
 }
 
-TEST(Graph, NeedsADeviceThatRecords) {
-  run_ranks(1, [](World& world) {
-    const Mesh mesh = world.mesh();
-    const auto model = build_language_model(small_llama(), {.seed = 3});
-    const Sharded sharded = fully_shard(model, mesh, {});
-    EXPECT_THAT([&] { Graph(sharded, nullptr, [] {}); },
-                ThrowsMessage<UsageError>(HasSubstr("a graph of steps on cpu was asked for")));
-    EXPECT_THAT([] { GraphOptions{.warmup = 1}.validate(); },
-                ThrowsMessage<UsageError>(HasSubstr("graph.warmup is 1")));
-  });
-}
-
 }  // namespace
 }  // namespace fsdp::graph_device_test

@@ -1,23 +1,20 @@
 // The `nccl` backend over processes that share one GPU: the suite every backend must pass, training
 // with the same bits as ranks that are threads, and whole steps as graphs. Started by ctest through
-// start_ranks.py. What goes wrong is in nccl_failures_device_test.cpp.
+// start_ranks.py. What goes wrong is in nccl_failures_device_test.cpp, memory that NCCL uses in
+// place in user_buffers_device_test.cpp.
 #include <ATen/ATen.h>
 #include <c10/util/signal_handler.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
-#include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
-#include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
 #include "fsdp/graph/graph.h"
@@ -25,47 +22,20 @@
 #include "support/nccl_ranks.h"
 #include "support/parity.h"
 #include "support/require.h"
+#include "support/shared_nccl_ranks.h"
 
 namespace fsdp {
 namespace {
 
+using testing::By;
+using testing::expect_same;
 using testing::kGpu;
+using testing::shared_ranks;
+using testing::SmallOptions;
+using testing::SmallResult;
 using testing::SmallTraining;
+using testing::train_small;
 using testing::world_over_nccl;
-
-// The file to which NCCL of this process logs its use of registered memory.
-std::string nccl_log_path() { return ::testing::TempDir() + "nccl." + std::to_string(getpid()); }
-
-// Processes on one GPU take turns of some milliseconds, and every communicator needs many to meet.
-// So the tests share ranks, except those that fail.
-class SharedRanks : public ::testing::Environment {
- public:
-  World& world() {
-    if (!world_) world_.emplace(world_over_nccl(CommOptions::from_environment()));
-    return *world_;
-  }
-  const Mesh& mesh() {
-    if (!mesh_) mesh_.emplace(world().mesh());
-    return *mesh_;
-  }
-  // All ranks along the outer axis; the inner one has collectives of one rank.
-  const Mesh& outer_mesh() {
-    if (!outer_mesh_) outer_mesh_.emplace(world().mesh({.outer = world().size()}));
-    return *outer_mesh_;
-  }
-  void TearDown() override {
-    outer_mesh_.reset();
-    mesh_.reset();
-    world_.reset();
-  }
-
- private:
-  std::optional<World> world_;
-  std::optional<Mesh> mesh_;
-  std::optional<Mesh> outer_mesh_;
-};
-
-SharedRanks* const shared_ranks = new SharedRanks;  // belongs to GoogleTest
 
 class NcclSuite : public ::testing::TestWithParam<size_t> {};
 
@@ -82,45 +52,6 @@ INSTANTIATE_TEST_SUITE_P(AllCases, NcclSuite,
                            return testing::communicator_cases()[test.param].name;
                          });
 
-// A few steps of a small Llama; the loss of each, some validations, and the weights at the end.
-struct Result {
-  std::vector<double> losses;
-  std::vector<double> validations;
-  std::vector<at::Tensor> weights;
-};
-
-enum class By { kStep, kGraph };
-
-Result train(const Mesh& mesh, const std::string& strategy, By by,
-             UserBuffers user_buffers = UserBuffers::kOff,
-             const ModelConfig& config = testing::small_llama()) {
-  SmallTraining training(mesh, strategy, user_buffers, at::kFloat, config);
-  std::unique_ptr<Graph> graph;
-  if (by == By::kGraph)
-    graph = std::make_unique<Graph>(training.sharded(), &training.optimizer(),
-                                    [&] { training.step(); });
-  Result result;
-  for (int number = 0; number < 12; ++number) {
-    training.begin_step(number);
-    graph ? graph->run() : training.step();
-    result.losses.push_back(training.loss());
-    // Before a step is recorded, and between replays: weights are fresh after it, and then are not.
-    if (number % 4 == 2) result.validations.push_back(training.validate());
-  }
-  const auto whole = training.sharded().full_parameters();
-  for (const at::Tensor& parameter : training.model().parameters())
-    result.weights.push_back(parameter.cpu());
-  return result;
-}
-
-void expect_same(const Result& actual, const Result& expected) {
-  EXPECT_EQ(actual.losses, expected.losses);
-  EXPECT_EQ(actual.validations, expected.validations);
-  ASSERT_EQ(actual.weights.size(), expected.weights.size());
-  for (size_t i = 0; i < expected.weights.size(); ++i)
-    EXPECT_TRUE(at::equal(actual.weights[i], expected.weights[i])) << "parameter " << i;
-}
-
 struct TrainingCase {
   std::string name;
   std::string strategy;
@@ -133,15 +64,16 @@ TEST_P(Training, HasTheBitsOfThreadsAndReplaysThemAsAGraph) {
   const bool is_outer = GetParam().ranks == TrainingCase::Along::kOuter;
   const Mesh& mesh = is_outer ? shared_ranks->outer_mesh() : shared_ranks->mesh();
   World& world = shared_ranks->world();
-  const Result by_nccl = train(mesh, GetParam().strategy, By::kStep);
-  Result by_threads;
+  const SmallOptions options{.strategy = GetParam().strategy};
+  const SmallResult by_nccl = train_small(mesh, options, By::kStep);
+  SmallResult by_threads;
   run_threads(world.size(), {.timeout_seconds = 60}, [&](World& threads) {
-    Result result = train(threads.mesh({.outer = is_outer ? threads.size() : 1}),
-                          GetParam().strategy, By::kStep);
+    SmallResult result =
+        train_small(threads.mesh({.outer = is_outer ? threads.size() : 1}), options, By::kStep);
     if (threads.rank() == world.rank()) by_threads = std::move(result);
   });
   expect_same(by_nccl, by_threads);
-  expect_same(train(mesh, GetParam().strategy, By::kGraph), by_nccl);
+  expect_same(train_small(mesh, options, By::kGraph), by_nccl);
   world.communicator().barrier("end of case").wait();
 }
 
@@ -164,14 +96,14 @@ TEST(NcclAxes, HaveTheBitsOfThreadsAndReplayThemAsAGraph) {
   for (const MeshOptions& axes : {MeshOptions{.ep = 2}, {.tp = 2}, {.ep = 2, .tp = 2}}) {
     SCOPED_TRACE(concat("ep ", axes.ep, ", tp ", axes.tp));
     const auto trained = [](const Mesh& mesh, By by) {
-      return train(mesh, "optim_grads_params", by, UserBuffers::kOff, testing::aligned_mixtral());
+      return train_small(mesh, {.config = testing::aligned_mixtral()}, by);
     };
     const Mesh mesh = world.mesh(axes);
-    const Result by_nccl = trained(mesh, By::kStep);
+    const SmallResult by_nccl = trained(mesh, By::kStep);
     EXPECT_LT(by_nccl.losses.back(), by_nccl.losses.front());
-    Result by_threads;
+    SmallResult by_threads;
     run_threads(2, {.timeout_seconds = 60}, [&](World& threads) {
-      Result result = trained(threads.mesh(axes), By::kStep);
+      SmallResult result = trained(threads.mesh(axes), By::kStep);
       if (threads.rank() == world.rank()) by_threads = std::move(result);
     });
     expect_same(by_nccl, by_threads);
@@ -184,8 +116,8 @@ TEST(NcclAxes, HaveTheBitsOfThreadsAndReplayThemAsAGraph) {
 TEST(NcclGraph, GoesOnEagerlyWhenAStepCannotBeRecorded) {
   FSDP_REQUIRE_GPU();
   const Mesh& mesh = shared_ranks->mesh();
-  SmallTraining plain(mesh, "optim");
-  SmallTraining training(mesh, "optim");
+  SmallTraining plain(mesh, {.strategy = "optim"});
+  SmallTraining training(mesh, {.strategy = "optim"});
   Graph graph(training.sharded(), &training.optimizer(), [&] {
     training.step();
     training.loss();  // waits for the device
@@ -247,106 +179,6 @@ std::vector<testing::ParityCase> parity_cases() {
 INSTANTIATE_TEST_SUITE_P(Cases, Parity, ::testing::ValuesIn(parity_cases()), [](const auto& test) {
   return std::to_string(test.index) + "_" + test.param.name();
 });
-
-// --- user buffers --------------------------------------------------------------------------------
-
-class InPlace : public ::testing::TestWithParam<UserBuffers> {};
-
-TEST_P(InPlace, TrainsWithTheSameBits) {
-  FSDP_REQUIRE_GPU();
-  const Mesh& mesh = shared_ranks->mesh();
-  const std::string strategy = "optim_grads_params";
-  const Result copied = train(mesh, strategy, By::kStep);
-  ::testing::internal::CaptureStderr();
-  const Result in_place = train(mesh, strategy, By::kStep, GetParam());
-  const std::string said = ::testing::internal::GetCapturedStderr();
-  expect_same(in_place, copied);
-  expect_same(train(mesh, strategy, By::kGraph, GetParam()), copied);
-  if (mesh.inner().rank() == 0) {
-    std::fputs(said.c_str(), stdout);
-    EXPECT_THAT(said, ::testing::HasSubstr("user buffers: "));
-    EXPECT_THAT(said, ::testing::HasSubstr(nccl_version()));
-    EXPECT_THAT(said, ::testing::HasSubstr("all_gather " + std::string(name_of(GetParam()))));
-    EXPECT_THAT(said, ::testing::Not(::testing::HasSubstr("copied")));
-  }
-  shared_ranks->world().communicator().barrier("end of case").wait();
-}
-
-// Bytes that NCCL says it has registered, by its own log.
-int64_t bytes_registered_by_nccl() {
-  const std::string log = read_text_file(nccl_log_path(), int64_t{1} << 30);
-  int64_t bytes = 0;
-  for (size_t at = log.find("register comm "); at != std::string::npos;
-       at = log.find("register comm ", at + 1))
-    bytes += std::stoll(log.substr(log.find(" size ", at) + 6));
-  return bytes;
-}
-
-// Shards, slabs, casts and what reductions receive in, along both axes: both ends of a collective
-// must be known to NCCL, or it uses neither in place.
-TEST_P(InPlace, CoversAllThatCollectivesTouch) {
-  FSDP_REQUIRE_GPU();
-  using Along = TrainingCase::Along;
-  for (const TrainingCase& each :
-       {TrainingCase{"zero3", "optim_grads_params"}, TrainingCase{"zero1", "optim"},
-        TrainingCase{"no_shard", "no_shard"},
-        TrainingCase{"hsdp", "optim_grads_params", Along::kOuter},
-        TrainingCase{"hfsdp", "optim_grads_params+hfsdp", Along::kOuter}}) {
-    SCOPED_TRACE(each.name);
-    const Mesh& mesh =
-        each.ranks == Along::kOuter ? shared_ranks->outer_mesh() : shared_ranks->mesh();
-    for (const auto wire : {at::kFloat, at::kBFloat16}) {
-      const int64_t before = bytes_registered_by_nccl();
-      SmallTraining training(mesh, each.strategy, GetParam(), wire);
-      for (int number = 0; number < 4; ++number) {
-        training.begin_step(number);
-        training.step();
-      }
-      training.loss();
-      EXPECT_GT(bytes_registered_by_nccl(), before);
-      int num_kinds = 0;
-      for (const MeshAxis* axis : {&mesh.inner(), &mesh.outer()})
-        for (const Communicator* ranks : {&axis->gather(), &axis->reduce()})
-          for (const auto& [kind, use] : ranks->used_buffers()) {
-            EXPECT_GE(use, UserBuffers::kRegistered) << ranks->name() << " " << name_of(kind);
-            ++num_kinds;
-          }
-      // One rank sends nothing: its sums read their input in place.
-      if (shared_ranks->world().size() > 1) {
-        EXPECT_GE(num_kinds, each.strategy == "no_shard" ? 1 : 2);
-      }
-    }
-  }
-  shared_ranks->world().communicator().barrier("end of case").wait();
-}
-
-// Registered, used, deregistered and freed again and again, beside operations that go on.
-TEST_P(InPlace, MemoryComesAndGoes) {
-  FSDP_REQUIRE_GPU();
-  Communicator& comm = shared_ranks->mesh().inner().gather();
-  const int64_t numel = 1 << 20;
-  const int64_t bytes = numel * comm.size() * 4;
-  const auto floats = at::device(kGpu).dtype(at::kFloat);
-  const at::Tensor share = at::full({numel}, 1.0 + comm.rank(), floats);
-  for (int round = 0; round < 4; ++round) {
-    void* memory = nccl_allocate(bytes);
-    const RegisteredMemory became = comm.register_memory(memory, bytes, GetParam());
-    EXPECT_TRUE(became.use == GetParam() || !became.why_not_better.empty());
-    {
-      const at::Tensor whole = at::from_blob(memory, {numel * comm.size()}, floats);
-      comm.all_gather(whole, share, "in place").wait();
-      for (int rank = 0; rank < comm.size(); ++rank)
-        EXPECT_TRUE((whole.narrow(0, rank * numel, numel) == 1.0 + rank).all().item<bool>());
-    }
-    comm.deregister_memory(memory);
-    nccl_deallocate(memory);
-  }
-  comm.barrier("end of case").wait();
-}
-
-INSTANTIATE_TEST_SUITE_P(Uses, InPlace,
-                         ::testing::Values(UserBuffers::kRegistered, UserBuffers::kSymmetric),
-                         [](const auto& test) { return name_of(test.param); });
 
 // What NCCL adds: whole numbers, which are exact in any order.
 void check_native_sum(Communicator& comm, at::ScalarType type, const Reduction& reduction) {
@@ -427,6 +259,39 @@ TEST(NcclCommunicator, TakesLittleOfTheHostsTime) {
   EXPECT_LT(sum, 300);
 }
 
+// --- which transport -----------------------------------------------------------------------------
+
+// A process of its own for these (tests/device/CMakeLists.txt): NCCL reads NCCL_HOSTID once.
+void expect_transport(const std::string& words, bool by_nccl, int gpu_ranks) {
+  World world = World::from_environment({.timeout_seconds = 60});
+  EXPECT_THAT(world.transport(), ::testing::HasSubstr(words));
+  EXPECT_EQ(world.communicator().registers_memory(), by_nccl);
+  EXPECT_EQ(world.launch().gpu_ranks, gpu_ranks);
+  const at::Tensor sum = at::ones({1 << 10}, at::device(kGpu).dtype(at::kFloat));
+  world.communicator().all_reduce(sum, {}, "sum").wait();
+  EXPECT_TRUE((sum == world.size()).all().item<bool>());
+  world.communicator().barrier("end of case").wait();
+}
+
+TEST(NcclTransport, IsHostMemoryWhereRanksOfOneHostShareAGpu) {
+  FSDP_REQUIRE_GPU();
+  const Launch launch = read_launch();
+  if (launch.size == 1) GTEST_SKIP() << "for several ranks";
+  const std::string own_host = std::getenv("NCCL_HOSTID");
+  unsetenv("NCCL_HOSTID");
+  expect_transport("ranks 0 and 1 share the GPU ", false, launch.size);
+  setenv("NCCL_HOSTID", own_host.c_str(), 1);
+}
+
+TEST(NcclTransport, IsNcclWhereEachHostHasOneRank) {
+  FSDP_REQUIRE_GPU();
+  const Launch launch = read_launch();
+  if (launch.size == 1) GTEST_SKIP() << "for several ranks";
+  expect_transport(concat("by NCCL: ", launch.size, " ranks on ", launch.size,
+                          " hosts, each with a GPU of its own"),
+                   true, 1);
+}
+
 }  // namespace
 }  // namespace fsdp
 
@@ -442,9 +307,9 @@ int main(int argc, char** argv) {
   setenv("NCCL_HOSTID", ("host" + std::to_string(launch.rank)).c_str(), 1);
   setenv("NCCL_DEBUG", "INFO", 1);
   setenv("NCCL_DEBUG_SUBSYS", "REG", 1);
-  setenv("NCCL_DEBUG_FILE", fsdp::nccl_log_path().c_str(), 1);
+  setenv("NCCL_DEBUG_FILE", fsdp::testing::nccl_log_path().c_str(), 1);
   const fsdp::World keeps_the_job_alive =
       fsdp::testing::join_processes(fsdp::CommOptions::from_environment());
-  ::testing::AddGlobalTestEnvironment(fsdp::shared_ranks);
+  ::testing::AddGlobalTestEnvironment(fsdp::testing::shared_ranks);
   return RUN_ALL_TESTS();
 }

@@ -103,7 +103,7 @@ TEST(NcclFailures, EndReplaysToWhichARankDoesNotCome) {
   FSDP_REQUIRE_GPU();
   World world = world_over_nccl(short_deadline());
   const Mesh mesh = world.mesh();
-  SmallTraining training(mesh, "optim_grads_params");
+  SmallTraining training(mesh, {});
   Graph graph(training.sharded(), &training.optimizer(), [&] { training.step(); });
   const auto run = [&](int number) {
     training.begin_step(number);

@@ -270,6 +270,11 @@ Recording record_update(const ShardOptions& options, MeshShape shape, const Step
   return update;
 }
 
+// Which parameters got a gradient (engine/missing_gradients.h).
+bool tells_what_came(const RecordedCall& call) {
+  return call.print.tag.text() == "missing gradients";
+}
+
 struct NormAxes {
   const char* strategy;
   MeshShape mesh;
@@ -310,6 +315,7 @@ TEST(OptimizerCollectives, AreOneScalarPerShardedAxis) {
         options.offload.fraction = offloaded;
         std::vector<std::string> axes;
         for (const RecordedCall& call : record_update(options, row.mesh, needing_the_norm[i])) {
+          if (tells_what_came(call)) continue;
           axes.emplace_back(is_outer(call) ? "outer" : "inner");
           EXPECT_EQ(call.print.tag.text(), "gradient norm") << call.print.text();
           EXPECT_EQ(call.print.kind, OpKind::kAllReduce) << call.print.text();
@@ -321,12 +327,32 @@ TEST(OptimizerCollectives, AreOneScalarPerShardedAxis) {
       }
 }
 
-TEST(OptimizerCollectives, AreNoneWhenNothingNeedsTheNorm) {
+TEST(OptimizerCollectives, AreNoneWhenNothingNeedsTheNormOrWhatCame) {
+  constexpr WithoutGradient kUpdate = WithoutGradient::kUpdate;
   for (const NormAxes& row : kNormAxes) {
     SCOPED_TRACE(concat(row.strategy, " ", row.mesh.outer, "x", row.mesh.inner));
     const ShardOptions options{.strategy = parse_strategy(row.strategy)};
-    EXPECT_EQ(record_update(options, row.mesh, {}).size(), 0u);
-    EXPECT_EQ(record_update(options, row.mesh, {.loss_scale = LossScale::fixed(8.0)}).size(), 0u);
+    EXPECT_EQ(record_update(options, row.mesh, {.without_gradient = kUpdate}).size(), 0u);
+    const StepOptions scaled{.loss_scale = LossScale::fixed(8.0), .without_gradient = kUpdate};
+    EXPECT_EQ(record_update(options, row.mesh, scaled).size(), 0u);
+  }
+}
+
+TEST(OptimizerCollectives, TellOneNumberPerParameterAlongEveryAxis) {
+  for (const NormAxes& row : kNormAxes) {
+    SCOPED_TRACE(concat(row.strategy, " ", row.mesh.outer, "x", row.mesh.inner));
+    const ShardOptions options{.strategy = parse_strategy(row.strategy)};
+    std::vector<std::string> axes;
+    for (const RecordedCall& call : record_update(options, row.mesh, {})) {
+      axes.emplace_back(is_outer(call) ? "outer" : "inner");
+      EXPECT_TRUE(tells_what_came(call)) << call.print.text();
+      EXPECT_EQ(call.print.kind, OpKind::kAllReduce) << call.print.text();
+      EXPECT_EQ(call.print.wire, at::kFloat) << call.print.text();
+    }
+    std::vector<std::string> expected;
+    if (row.mesh.inner > 1) expected.emplace_back("inner");
+    if (row.mesh.outer > 1) expected.emplace_back("outer");
+    EXPECT_EQ(axes, expected);
   }
 }
 

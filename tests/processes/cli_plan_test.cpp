@@ -60,6 +60,7 @@ TEST(PlanCommand, HelpListsEveryOption) {
                              "--pool",
                              "--prefetch",
                              "--pool-budget",
+                             "--other-units",
                              "--budget",
                              "--fit",
                              "--config",

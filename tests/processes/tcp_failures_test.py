@@ -115,6 +115,22 @@ class TcpFailures(failure_checks.FailureChecks, unittest.TestCase):
         self.assertIn("rank 1 says WORLD_SIZE=3, but rank 0 says WORLD_SIZE=2", said[0])
         self.assertIn("rank 0 says WORLD_SIZE=2, but rank 1 says WORLD_SIZE=3", said[1])
 
+    def test_different_choices_about_nccl_are_shown(self):
+        port = start_ranks.free_port()
+        processes = [
+            subprocess.Popen(
+                [BINARY, "away"],
+                env={**os.environ, **start_ranks.environment_of(rank, RANKS, port), "FSDP_NCCL": "off" if rank == 1 else "auto"},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(RANKS)
+        ]
+        for process in processes:
+            said = process.communicate(timeout=60)[1]
+            self.assertIn("FSDP_NCCL is off on rank 1 and auto on rank 0: set it alike on all ranks", said)
+            self.assertEqual(process.returncode, 1)
+
     def test_a_port_in_use_is_one_sentence(self):
         with socket.socket() as holder:
             holder.bind(("127.0.0.1", 0))

@@ -60,6 +60,11 @@ class Torchrun(unittest.TestCase):
         self.assertEqual(code, 0, output)
         self.assertRegex(output, r"step 20  loss [0-3]\.")
 
+    def test_rank_0_says_on_one_line_how_tensors_travel(self):
+        _, output = torchrun(["--standalone", f"--nproc-per-node={RANKS}"], [HELLO], FSDP_LOG="info", CUDA_VISIBLE_DEVICES="")
+        self.assertEqual([line for line in output.splitlines() if "tensors travel" in line],
+                         ["[rank 0] tensors travel through host memory over TCP: no rank sees a GPU"], output)
+
 
 if __name__ == "__main__":
     if importlib.util.find_spec("torch") is None:

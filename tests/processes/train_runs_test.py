@@ -79,6 +79,14 @@ class Ranks(Trained):
                 else:
                     self.assert_near(processes, threads, ORDER)
 
+    def test_processes_say_at_the_start_how_tensors_travel(self):
+        words = ["train", "--data", "text.txt", *small_runs.SHAPE, "--model", "model/config.json", "--steps", 1, "--sample", "",
+                 "--validate-every", 0, "--device", "cpu"]
+        said = self.fsdp(*words, tcp=2).stdout
+        self.assertEqual([line for line in said.splitlines() if "tensors travel" in line],
+                         ["tensors travel through host memory over TCP: NCCL is off"], said)
+        self.assertNotIn("tensors travel", self.fsdp(*words, "--ranks", 2).stdout)  # threads share their memory
+
     def test_processes_of_torchrun_compute_what_threads_do(self):
         for ranks in (2, 4):
             with self.subTest(ranks=ranks):

@@ -126,6 +126,33 @@ def shards_over_parts_of_torch_distributed():
     print(f"rank {rank} done", flush=True)
 
 
+def parts_of_a_mesh_know_their_place():
+    """Groups of one rank, of the last two, and of all: a process has one place on its host."""
+    torch.distributed.init_process_group("gloo")
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if "FSDP_TEST_NO_LOCAL_RANK" in os.environ:
+        del os.environ["LOCAL_RANK"]
+    parts = [[each] for each in range(size)] + [list(range(size - 2, size)), list(range(size))]
+    found = set()
+    for part in parts:
+        group = torch.distributed.new_group(part)
+        if rank in part:
+            found.add(fsdp.mesh(group).world.local_rank)
+    torch.distributed.barrier()
+    print(f"rank {rank} has local ranks {sorted(found)} and {fsdp.device()}", flush=True)
+
+
+def one_rank_alone_makes_a_mesh():
+    """The others say nothing, so the launcher's variable is all there is."""
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    os.environ["SLURM_LOCALID"] = os.environ.pop("LOCAL_RANK")
+    groups = [torch.distributed.new_group([each]) for each in range(torch.distributed.get_world_size())]
+    if rank == 1:
+        print(f"rank {rank} has local rank {fsdp.mesh(groups[rank]).world.local_rank}", flush=True)
+    torch.distributed.barrier()
+
+
 def ranks_of_a_mesh_that_is_not_theirs():
     torch.distributed.init_process_group("gloo")
     group = torch.distributed.new_group([0])

@@ -194,6 +194,17 @@ def test_weights_without_a_gradient_are_left_alone(world, kind, strategy, offloa
             assert torch.equal(before[name], after[name]) == is_left, f"{name} in step {step}"
 
 
+def test_matrices_without_a_gradient_are_left_alone(world):
+    model = fsdp.fully_shard(WithUnused(), units=small.Block, matrices=["*.weight"], matrices_except=["*norm*"])
+    optimizer = fsdp.Muon(model, lr=0.1, weight_decay=0.5)
+    before = fsdp.state_dict(model, on_all_ranks=True)
+    model(torch.ones(2, small.WIDTH)).square().mean().backward()
+    optimizer.step()
+    after = fsdp.state_dict(model, on_all_ranks=True)
+    for name in before:
+        assert torch.equal(before[name], after[name]) == name.startswith(("unused", "sometimes")), name
+
+
 def test_weights_without_a_gradient_can_be_updated_with_zeros(world):
     model = fsdp.fully_shard(WithUnused())
     optimizer = fsdp.SGD(model, lr=0.1, weight_decay=0.5, without_gradient="update")

@@ -75,6 +75,24 @@ def test_meshes_and_groups_of_torch_distributed():
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("told", [{}, {"FSDP_TEST_NO_LOCAL_RANK": "1"}], ids=["by_the_launcher", "by_nobody"])
+def test_parts_of_a_mesh_have_the_local_ranks_of_their_processes(ranks, told):
+    for rank, (status, out) in enumerate(run(ranks, "parts_of_a_mesh_know_their_place", **told)):
+        assert status == 0 and f"rank {rank} has local ranks [{rank}] and cpu" in out, out
+
+
+def test_a_part_of_which_no_other_rank_knows_has_the_local_rank_of_its_launcher():
+    (status0, out0), (status1, out1) = run(2, "one_rank_alone_makes_a_mesh")
+    assert status0 == status1 == 0 and "rank 1 has local rank 1" in out1, out0 + out1
+
+
+def test_rank_0_says_on_one_line_how_tensors_travel():
+    for rank, (status, out) in enumerate(run(2, "meets_through_torch_distributed", FSDP_LOG="info")):
+        lines = [line for line in out.splitlines() if "tensors travel" in line]
+        assert status == 0 and lines == ["[rank 0] tensors travel through host memory over TCP: no rank sees a GPU"][rank:], out
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_learns_what_fsdp2_learns(ranks):
     for rank, (status, out) in enumerate(run(ranks, "learns_what_fsdp2_learns")):
         assert status == 0 and f"rank {rank} done" in out, out

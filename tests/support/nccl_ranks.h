@@ -22,15 +22,22 @@ inline World world_over_nccl(const CommOptions& options) {
   return World(launch, over_nccl(connect_processes(options), launch.local_rank, options));
 }
 
+struct SmallOptions {
+  std::string strategy = "optim_grads_params";
+  UserBuffers user_buffers = UserBuffers::kOff;
+  at::ScalarType wire = at::kFloat;
+  at::ScalarType compute = at::kBFloat16;
+  PoolKind pool = PoolKind::kMaxPool;
+  ModelConfig config = small_llama();
+};
+
 // A small model and its optimizer. step() is the same work every time, for graphs.
 class SmallTraining {
  public:
-  SmallTraining(const Mesh& mesh, const std::string& strategy,
-                UserBuffers user_buffers = UserBuffers::kOff, at::ScalarType wire = at::kFloat,
-                const ModelConfig& config = small_llama())
+  SmallTraining(const Mesh& mesh, const SmallOptions& options)
       : loss_number_(mesh.loss()),
-        model_(build_language_model(config, {.seed = 3, .dtype = at::kBFloat16})),
-        sharded_(shard(mesh, strategy, user_buffers, wire)),
+        model_(build_language_model(options.config, {.seed = 3, .dtype = options.compute})),
+        sharded_(shard(mesh, options)),
         optimizer_(sharded_, {.lr = 1e-2, .step = {.max_norm = 0.5}}),
         tokens_(small_tokens(0, 0, 2, kSequence).to(kGpu)) {}
 
@@ -61,13 +68,13 @@ class SmallTraining {
 
  private:
   // Issues collectives even with one rank.
-  Sharded shard(const Mesh& mesh, const std::string& strategy, UserBuffers user_buffers,
-                at::ScalarType wire) {
+  Sharded shard(const Mesh& mesh, const SmallOptions& options) {
     model_->to(kGpu);
     return fully_shard(model_, mesh,
-                       {.strategy = parse_strategy(strategy),
-                        .precision = {.main_grads = at::kFloat, .grad_comm = wire},
-                        .user_buffers = user_buffers,
+                       {.strategy = parse_strategy(options.strategy),
+                        .precision = {.main_grads = at::kFloat, .grad_comm = options.wire},
+                        .pool = options.pool,
+                        .user_buffers = options.user_buffers,
                         .collectives = Collectives::kAlways});
   }
 

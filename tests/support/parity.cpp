@@ -154,11 +154,14 @@ class LibtorchUpdates {
 std::function<void()> updates_of(const Sharded& sharded, const ParityCase& parity) {
   if (parity.updated_by == UpdatedBy::kLibtorch)
     return [updates = std::make_shared<LibtorchUpdates>(sharded)] { updates->step(); };
-  const auto adamw = std::make_shared<AdamW>(sharded, AdamWOptions{.lr = kLearningRate,
-                                                                   .beta2 = kBeta2,
-                                                                   .eps = kEpsilon,
-                                                                   .weight_decay = kWeightDecay,
-                                                                   .decay_spares_vectors = false});
+  const auto adamw = std::make_shared<AdamW>(
+      sharded, AdamWOptions{.lr = kLearningRate,
+                            .beta2 = kBeta2,
+                            .eps = kEpsilon,
+                            .weight_decay = kWeightDecay,
+                            .decay_spares_vectors = false,
+                            // As the plain model here.
+                            .step = {.without_gradient = WithoutGradient::kUpdate}});
   return [adamw] {
     adamw->step();
     adamw->zero_grad();

@@ -9,7 +9,7 @@ namespace fsdp {
 
 // When tensors on GPUs travel by NCCL.
 enum class NcclUse {
-  kAuto,    // when this build has NCCL and every process of a host can have a GPU of its own
+  kAuto,    // when this build has NCCL and no two processes compute on one GPU
   kOff,     // never: processes stage device tensors through host memory
   kAlways,  // by all means, with one process, too
 };

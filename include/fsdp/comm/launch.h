@@ -16,11 +16,17 @@ struct Launch {
   Launcher launcher = Launcher::kSingle;
   int rank = 0;
   int size = 1;
-  int local_rank = 0;  // rank among the processes of this host: chooses the device
+  int local_rank = 0;  // rank among the processes of this host: chooses the GPU (gpu_of_rank)
   int local_size = 1;
+  int gpu_ranks = 0;           // ranks that compute on this one's GPU; 0: nobody has counted them
   std::string master_address;  // where to meet; torchrun only
   int master_port = 0;
 };
+
+// The GPU on which a process computes, of the `num_visible` that it sees: the one of its local
+// rank. Where it sees fewer they are taken in turn; so a process that sees its own GPU alone takes
+// that.
+int gpu_of_rank(int local_rank, int num_visible);
 
 // Looks a variable up; nullopt when it is unset or empty.
 using EnvironmentLookup = std::function<std::optional<std::string>(const char* name)>;

@@ -23,13 +23,13 @@ using Recording = std::vector<RecordedCall>;  // operation.h
 class World {
  public:
   // Joins the job this process was started in: mpirun and srun through MPI, torchrun through
-  // TCP; without a launcher, a world of one rank.
+  // TCP; without a launcher, a world of one rank. Rank 0 logs transport().
   static World from_environment(const CommOptions& options = CommOptions::from_environment());
 
-  // Joins the processes that `launch` describes, who meet through a store of torch.distributed
+  // Joins the processes that `place` describes, who meet through a store of torch.distributed
   // under the name `meeting`, which no earlier meeting had. A process may be in several such
   // worlds.
-  static World from_store(c10d::Store& store, const Launch& launch, const std::string& meeting,
+  static World from_store(c10d::Store& store, const Launch& place, const std::string& meeting,
                           const CommOptions& options = CommOptions::from_environment());
 
   // Rank `rank` of `size`, alone: nothing moves, every call is recorded.
@@ -45,6 +45,10 @@ class World {
   int local_rank() const { return launch_.local_rank; }
   const Launch& launch() const { return launch_; }
 
+  // How tensors travel between processes, and why: "tensors travel by NCCL: 8 ranks on 2 hosts,
+  // each with a GPU of its own". "" where none do.
+  const std::string& transport() const { return transport_; }
+
   // Everybody; for what concerns the whole job (barriers, the gradient norm).
   Communicator& communicator() { return *communicator_; }
 
@@ -52,6 +56,7 @@ class World {
 
  private:
   Launch launch_;
+  std::string transport_;
   std::unique_ptr<Communicator> communicator_;
 };
 

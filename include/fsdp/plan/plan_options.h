@@ -43,6 +43,8 @@ struct PlanOptions {
   double offload = 0;
   // Where gathered weights and unreduced gradients live.
   PoolKind pool = PoolKind::kPlanned;
+  // Pool `double_buffer`: memory of units that are not like the most common one.
+  OtherUnits other_units = OtherUnits::kOnDemand;
   // Units gathered ahead of the one that computes.
   int64_t prefetch = 1;
   // Planned pool only: gather as far ahead as this many bytes allow, and ignore `prefetch`.

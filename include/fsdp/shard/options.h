@@ -178,7 +178,8 @@ struct ShardOptions {
   // Pools with slots: the reaction to a step in another order, which finds its slot taken.
   OnMove on_move = OnMove::kFollow;
 
-  // Pool `double_buffer`: memory of units that are not like the most common one.
+  // Pool `double_buffer`: memory of units that are not like the most common one; with user_buffers
+  // always kPersistent.
   OtherUnits other_units = OtherUnits::kOnDemand;
 
   // Whether NCCL allocates the memory that collectives touch and uses it in place (docs/gpu.md);

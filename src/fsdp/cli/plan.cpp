@@ -46,13 +46,13 @@ struct PlanArguments {
 };
 
 // The settings of a run that decide what it takes, but for those that mean something else here.
-constexpr std::array<std::string_view, 29> kPlannedSettings = {
+constexpr std::array<std::string_view, 30> kPlannedSettings = {
     "optimizer",         "expert-capacity", "compute",      "recompute", "weights",
     "weights-except",    "weights-scaling", "logit-memory", "sequence",  "microbatches",
     "cuda-graph",        "outer",           "ep",           "tp",        "strategy",
     "main-params",       "main-storage",    "main-grads",   "grad-comm", "moments",
     "first-moment",      "second-moment",   "pool",         "prefetch",  "pool-budget",
-    "gradient-lifetime", "granularity",     "offload",      "patches"};
+    "gradient-lifetime", "granularity",     "offload",      "patches",   "other-units"};
 // Of those, the ones that only a step's peak depends on.
 constexpr std::array kPeakOptions = {"--recompute", "--logit-memory", "--gradient-lifetime"};
 // Those that only its time depends on.

@@ -18,6 +18,7 @@
 #include "fsdp/comm/launch.h"
 #include "fsdp/comm/rank_facts.h"
 #include "fsdp/comm/world.h"
+#include "fsdp/train/environment.h"
 #include "fsdp/train/log/console.h"
 #include "fsdp/train/log/console_tables.h"
 #include "fsdp/train/machine_memory.h"
@@ -115,7 +116,7 @@ int train_as_process(World& world, const Plan& plan_here, std::string& differenc
 
 void run_train(const CLI::App& app, const TrainArguments& given) {
   log_warnings_only();
-  const Launch launch = read_launch();
+  Launch launch = read_launch();
   const TrainOptions options =
       let_the_first_speak(launch, [&] { return given.settings.read(app); });
   if (given.print_config) {
@@ -158,6 +159,7 @@ void run_train(const CLI::App& app, const TrainArguments& given) {
       std::string difference;
       {
         World world = World::from_environment(train::comm_options(options));
+        launch = world.launch();  // which has counted the ranks of a GPU
         signal = train_as_process(world, plan_here, difference);
       }
       if (!difference.empty())

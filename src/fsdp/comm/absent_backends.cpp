@@ -21,6 +21,8 @@ bool nccl_available() { return false; }
 
 std::string nccl_version() { return ""; }
 
+std::string nccl_gpu_id(int /*device_index*/) { return ""; }
+
 void* nccl_allocate(int64_t bytes) {
   throw Error(concat("NCCL is to allocate ", bytes_text(static_cast<double>(bytes)),
                      ", but this build has no NCCL: build with the preset 'cuda' where nccl.h is"));

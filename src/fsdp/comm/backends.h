@@ -57,9 +57,13 @@ std::string nccl_version();
 void* nccl_allocate(int64_t bytes);
 void nccl_deallocate(void* address) noexcept;
 
+// What tells a GPU that this process sees from all others of its host: its PCI bus id. "" in builds
+// without NCCL. (NCCL counts GPUs by this id, too; parts of one GPU have the same.)
+std::string nccl_gpu_id(int device_index);
+
 // A communicator of the same ranks whose tensors on GPUs travel by NCCL; everything else, and the
-// meeting of the ranks, is left to `hosts`. The rank's GPU is the one of its number on this host.
-// Every rank calls it. An Error in builds without NCCL.
+// meeting of the ranks, is left to `hosts`. The rank's GPU is gpu_of_rank(). Every rank
+// calls it. An Error in builds without NCCL.
 std::unique_ptr<Communicator> over_nccl(std::unique_ptr<Communicator> hosts, int local_rank,
                                         const CommOptions& options);
 

@@ -1,6 +1,8 @@
 #include "fsdp/comm/launch.h"
 
+#include <algorithm>
 #include <charconv>
+#include <string_view>
 #include <vector>
 
 #include "fsdp/base/check.h"
@@ -26,13 +28,49 @@ constexpr Names kTorchrun = {Launcher::kTorchrun, "RANK", "WORLD_SIZE", "LOCAL_R
 constexpr Names kSlurm = {Launcher::kSlurm, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID",
                           nullptr};
 
-int whole_number(const EnvironmentLookup& lookup, const char* name) {
-  const std::string text = lookup(name).value();
+// nullopt where the text is no whole number from 0.
+std::optional<int> number_in(std::string_view text) {
   int value = 0;
   const auto [stop, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  FSDP_CHECK(error == std::errc() && stop == text.data() + text.size() && value >= 0,
-             "environment variable ", name, " is '", text, "': it must be a whole number from 0");
+  if (error != std::errc() || stop != text.data() + text.size() || value < 0) return std::nullopt;
   return value;
+}
+
+int whole_number(const EnvironmentLookup& lookup, const char* name) {
+  const std::string text = lookup(name).value();
+  const std::optional<int> value = number_in(text);
+  FSDP_CHECK(value, "environment variable ", name, " is '", text,
+             "': it must be a whole number from 0");
+  return *value;
+}
+
+// The entry of node `node` in Slurm's "4(x2),3", which is short for 4, 4, 3; nullopt where the text
+// is another or has no such entry.
+std::optional<int> tasks_of_node(std::string_view text, int node) {
+  for (int first_node = 0; !text.empty();) {
+    const std::string_view entry = text.substr(0, text.find(','));
+    text.remove_prefix(std::min(text.size(), entry.size() + 1));
+    const size_t times = entry.find("(x");
+    const bool is_repeated = times != std::string_view::npos;
+    if (is_repeated && entry.back() != ')') return std::nullopt;
+    const std::optional<int> tasks = number_in(entry.substr(0, times));
+    const std::optional<int> num_nodes =
+        is_repeated ? number_in(entry.substr(times + 2, entry.size() - times - 3)) : 1;
+    if (!tasks || !num_nodes) return std::nullopt;
+    if (node - first_node < *num_nodes) return tasks;
+    first_node += *num_nodes;
+  }
+  return std::nullopt;
+}
+
+// The tasks of this step on this node. A job's list is for steps that are told of none of their
+// own.
+std::optional<int> slurm_local_size(const EnvironmentLookup& lookup) {
+  if (!lookup("SLURM_NODEID")) return std::nullopt;
+  const int node = whole_number(lookup, "SLURM_NODEID");
+  for (const char* name : {"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"})
+    if (const std::optional<std::string> tasks = lookup(name)) return tasks_of_node(*tasks, node);
+  return std::nullopt;
 }
 
 void check_rank(const char* rank_name, int rank, const char* size_name, int size) {
@@ -93,6 +131,8 @@ const char* name_of(Launcher launcher) {
   FSDP_ASSERT(false, "launcher ", static_cast<int>(launcher));
 }
 
+int gpu_of_rank(int local_rank, int num_visible) { return local_rank % num_visible; }
+
 Launch read_launch(const EnvironmentLookup& lookup) {
   const std::optional<Launch> mpi = read_names(lookup, kOpenMpi);
   std::optional<Launch> torchrun = read_names(lookup, kTorchrun);
@@ -110,7 +150,13 @@ Launch read_launch(const EnvironmentLookup& lookup) {
   // A batch script outside srun has SLURM_PROCID=0 and SLURM_NTASKS of the whole job, yet is one
   // process; only a step (srun) has SLURM_STEP_ID.
   if (lookup("SLURM_STEP_ID")) {
-    if (const std::optional<Launch> slurm = read_names(lookup, kSlurm)) return *slurm;
+    if (std::optional<Launch> slurm = read_names(lookup, kSlurm)) {
+      // Never fewer than this task shows, nor more than there are.
+      if (const std::optional<int> tasks = slurm_local_size(lookup))
+        slurm->local_size =
+            std::clamp(*tasks, std::min(slurm->local_rank + 1, slurm->size), slurm->size);
+      return *slurm;
+    }
   }
   return Launch{};
 }

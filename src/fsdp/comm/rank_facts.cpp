@@ -62,7 +62,7 @@ bool is_same_everywhere(const Axes& axes, int64_t mine) {
 }
 
 // The texts of all ranks, by rank. Every rank sends as many bytes: a length, the text, and zeros.
-std::vector<std::string> texts_of_ranks(const Axes& axes, const std::string& mine) {
+std::vector<std::string> texts_along(const Axes& axes, const std::string& mine) {
   const at::Tensor width = at::tensor({static_cast<int64_t>(mine.size())}, at::kLong);
   take_greatest(axes, width);
   const auto length = width[0].item<int64_t>();
@@ -118,7 +118,7 @@ std::string first_difference(size_t rank, const RankFacts& other, const RankFact
 std::string difference_along(const Axes& axes, const RankFacts& facts) {
   const std::string mine = text_of(facts);
   if (axes.empty() || is_same_everywhere(axes, digest_of(mine))) return "";
-  const std::vector<std::string> texts = texts_of_ranks(axes, mine);
+  const std::vector<std::string> texts = texts_along(axes, mine);
   wait_for_others(axes);
   const RankFacts first = facts_in(texts[0]);
   for (size_t rank = 1; rank < texts.size(); ++rank)
@@ -138,6 +138,12 @@ std::string difference_of(const Mesh& mesh, const RankFacts& facts) {
   for (const MeshAxis* axis : {&mesh.inner(), &mesh.outer()})
     if (axis->size() > 1) axes.push_back(&axis->gather());
   return difference_along(axes, facts);
+}
+
+std::vector<std::string> texts_of_ranks(Communicator& ranks, const std::string& mine) {
+  std::vector<std::string> texts = texts_along({&ranks}, mine);
+  wait_for_others({&ranks});
+  return texts;
 }
 
 std::string number_fact(double value) {

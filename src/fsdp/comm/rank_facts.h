@@ -1,4 +1,5 @@
-// What must be the same on every rank, compared when ranks meet: nobody trains on, wrongly.
+// What ranks tell each other when they meet. Facts that must be the same everywhere are compared:
+// nobody trains on, wrongly.
 #pragma once
 
 #include <cstddef>
@@ -21,6 +22,10 @@ using RankFacts = std::vector<std::pair<std::string, std::string>>;
 std::string difference_of(Communicator& ranks, const RankFacts& facts);
 // The same of all ranks of a mesh, numbered as in its world.
 std::string difference_of(const Mesh& mesh, const RankFacts& facts);
+
+// The texts of all ranks, in rank order. Every rank calls it and has them before one of them
+// returns.
+std::vector<std::string> texts_of_ranks(Communicator& ranks, const std::string& mine);
 
 // The shortest text that reads back as the same number: no bit of a difference is lost.
 std::string number_fact(double value);

@@ -20,7 +20,9 @@
 #include "fsdp/comm/comm_error.h"
 #include "fsdp/comm/communicator.h"
 #include "fsdp/comm/enqueued_operation.h"
+#include "fsdp/comm/rank_facts.h"
 #include "fsdp/comm/threads/threads_communicator.h"
+#include "fsdp/comm/transport.h"
 
 namespace fsdp {
 
@@ -37,20 +39,45 @@ std::unique_ptr<Communicator> connect_hosts(const Launch& launch, const CommOpti
   return connect_mpi(launch, options);
 }
 
-bool uses_nccl(const Launch& launch, const CommOptions& options) {
-  if (options.nccl != NcclUse::kAuto) return options.nccl == NcclUse::kAlways;
-  if (launch.size == 1 || !nccl_available() || !at::hasCUDA()) return false;
-  const int num_devices = at::detail::getCUDAHooks().deviceCount();
-  if (num_devices >= launch.local_size) return true;
-  log(LogLevel::kInfo, launch.local_size, " processes of this host share ", num_devices,
-      " GPUs, which NCCL does not do; device tensors go through host memory");
-  return false;
+RankPlace place_of(const Launch& launch, const CommOptions& options) {
+  RankPlace place{
+      .host = this_host(), .gpu = "", .has_nccl = nccl_available(), .nccl = options.nccl};
+  // A process that does not ask for NCCL may not want CUDA to begin, either.
+  const bool asks = options.nccl != NcclUse::kOff && at::hasCUDA();
+  const int num_gpus = asks ? at::detail::getCUDAHooks().deviceCount() : 0;
+  if (num_gpus == 0) return place;
+  const int gpu = gpu_of_rank(launch.local_rank, num_gpus);
+  place.gpu = place.has_nccl ? nccl_gpu_id(gpu) : concat("cuda:", gpu);
+  return place;
 }
 
-std::unique_ptr<Communicator> with_nccl(std::unique_ptr<Communicator> hosts, const Launch& launch,
-                                        const CommOptions& options) {
-  if (!uses_nccl(launch, options)) return hosts;
-  return over_nccl(std::move(hosts), launch.local_rank, options);
+std::vector<RankPlace> places_of_ranks(Communicator& hosts, const RankPlace& mine) {
+  if (hosts.size() == 1) return {mine};
+  std::vector<RankPlace> places;
+  for (const std::string& text : texts_of_ranks(hosts, text_of(mine)))
+    places.push_back(place_in(text));
+  return places;
+}
+
+// The communicator that carries tensors, and the words for it; "" where none travel.
+struct Carrier {
+  std::unique_ptr<Communicator> communicator;
+  std::string words;
+};
+
+// Every rank calls it with the communicator that has brought them together, and counts the ranks of
+// its GPU in `launch`.
+Carrier choose_carrier(std::unique_ptr<Communicator> hosts, const char* hosts_name, Launch& launch,
+                       const CommOptions& options) {
+  if (launch.size == 1 && options.nccl != NcclUse::kAlways) return {std::move(hosts), ""};
+  const std::vector<RankPlace> places = places_of_ranks(*hosts, place_of(launch, options));
+  if (nccl_available()) launch.gpu_ranks = ranks_on_gpu_of(launch.rank, places);
+  const Transport transport = choose_transport(places);
+  if (!transport.error.empty()) throw Error(transport.error);
+  std::string words = sentence_of(transport, hosts_name);
+  if (launch.rank == 0) log(LogLevel::kInfo, words);
+  if (transport.by_nccl) hosts = over_nccl(std::move(hosts), launch.local_rank, options);
+  return {std::move(hosts), std::move(words)};
 }
 
 // The error of the rank that failed by itself, rather than of those that failed because of it.
@@ -129,18 +156,26 @@ int World::rank() const { return communicator_->rank(); }
 int World::size() const { return communicator_->size(); }
 
 World World::from_environment(const CommOptions& options) {
-  const Launch launch = read_launch();
+  Launch launch = read_launch();
   if (launch.size > 1) set_thread_rank(launch.rank);
-  return World(launch, with_nccl(connect_hosts(launch, options), launch, options));
+  const char* hosts_name = launch.launcher == Launcher::kTorchrun ? "TCP" : "MPI";
+  Carrier carrier = choose_carrier(connect_hosts(launch, options), hosts_name, launch, options);
+  World world(std::move(launch), std::move(carrier.communicator));
+  world.transport_ = std::move(carrier.words);
+  return world;
 }
 
-World World::from_store(c10d::Store& store, const Launch& launch, const std::string& meeting,
+World World::from_store(c10d::Store& store, const Launch& place, const std::string& meeting,
                         const CommOptions& options) {
+  Launch launch = place;
   if (launch.size > 1) set_thread_rank(launch.rank);
   std::unique_ptr<Communicator> hosts =
       launch.size == 1 ? std::make_unique<ThreadsCommunicator>(0, meeting_place(1, options))
                        : connect_tcp_by_store(launch, options, store, meeting);
-  return World(launch, with_nccl(std::move(hosts), launch, options));
+  Carrier carrier = choose_carrier(std::move(hosts), "TCP", launch, options);
+  World world(std::move(launch), std::move(carrier.communicator));
+  world.transport_ = std::move(carrier.words);
+  return world;
 }
 
 World World::simulated(int rank, int size, std::shared_ptr<Recording> recording) {

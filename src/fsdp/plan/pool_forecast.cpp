@@ -114,6 +114,7 @@ PoolForecast forecast_pool(const ModelShape& model, std::span<const GroupPlan> g
 
   PoolOptions pool{.kind = options.pool,
                    .prefetch = static_cast<int32_t>(options.prefetch),
+                   .other_units = options.other_units,
                    .order = step_order_of(model)};
   if (options.pool_budget_bytes) {
     pool.budget_bytes = *options.pool_budget_bytes;

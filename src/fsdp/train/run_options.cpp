@@ -61,14 +61,19 @@ c10::Device training_device(const TrainOptions& options, int local_rank) {
         "--device is cuda, but there is no GPU here (or this libtorch was built "
         "without CUDA); use --device cpu");
   }
-  return {c10::kCUDA, static_cast<c10::DeviceIndex>(local_rank % devices)};
+  return {c10::kCUDA, static_cast<c10::DeviceIndex>(gpu_of_rank(local_rank, devices))};
 }
 
 RanksHere ranks_here(const Launch& launch, int64_t num_ranks, c10::Device device) {
   // Threads of one process share its device.
   if (launch.size == 1) return {.of_host = num_ranks, .of_device = num_ranks};
+  // Before the ranks have met, those that see one GPU each cannot be told from those that share
+  // one.
   const int64_t devices = device.is_cpu() ? 1 : num_cuda_devices();
-  return {.of_host = launch.local_size, .of_device = ceil_div(launch.local_size, devices)};
+  return {.of_host = launch.local_size,
+          .of_device = launch.gpu_ranks > 0 && !device.is_cpu()
+                           ? launch.gpu_ranks
+                           : ceil_div(launch.local_size, devices)};
 }
 
 DType compute_dtype(const TrainOptions& options, c10::Device device) {

@@ -15,6 +15,7 @@
 #include "fsdp/nn/config/presets.h"
 #include "fsdp/plan/load_model.h"
 #include "fsdp/plan/model_tensors.h"
+#include "fsdp/shard/registered_pool.h"
 #include "fsdp/train/model/published_model.h"
 #include "fsdp/train/run_data.h"
 
@@ -75,6 +76,7 @@ PlanOptions plan_options(const TrainOptions& o, int64_t num_ranks, DType compute
                    .weight_scaling = o.weights_scaling,
                    .offload = o.offload,
                    .pool = o.pool,
+                   .other_units = other_units_with(o.user_buffers, o.other_units),
                    .prefetch = o.prefetch,
                    .granularity = o.granularity,
                    .marks_changes = !o.patches.empty()};

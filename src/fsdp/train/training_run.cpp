@@ -226,6 +226,7 @@ void TrainingRun::begin_watch(std::ostream& out) {
   watch_ = std::make_unique<RunWatch>(std::move(watch), std::move(facts), out);
   watch_->note(concat("data: ", plan_.corpus->summary()));
   if (first_step_ == 0) watch_->note(concat("weights: ", first_weights_text(plan_)));
+  if (!world_.transport().empty()) watch_->note(world_.transport());
   watch_->note(length_text(options_));
   if (!files.empty()) watch_->note(files);
 }

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <vector>
 
 #include "support/run_ranks.h"
 
@@ -48,6 +49,19 @@ TEST(RankFacts, ShowTheFirstOneThatDiffersToEveryRank) {
 TEST(RankFacts, CannotDifferInASimulatedWorld) {
   World world = World::simulated(3, 8, std::make_shared<Recording>());
   EXPECT_EQ(difference_of(world.communicator(), facts_of("0.1", "20")), "");
+}
+
+TEST(TextsOfRanks, AreOnEveryRankInRankOrder) {
+  for (const int ranks : {1, 2, 5})
+    run_ranks(ranks, [ranks](World& world) {
+      // Of different lengths, the first one empty.
+      const auto text_of = [](int rank) {
+        return std::string(static_cast<size_t>(7 * rank), static_cast<char>('a' + rank));
+      };
+      std::vector<std::string> expected;
+      for (int rank = 0; rank < ranks; ++rank) expected.push_back(text_of(rank));
+      EXPECT_EQ(texts_of_ranks(world.communicator(), text_of(world.rank())), expected);
+    });
 }
 
 }  // namespace

@@ -153,6 +153,7 @@ Forecast forecast_of(const Case& each, const ShardOptions& options) {
                          .weights_except = each.quantization.except,
                          .weight_scaling = each.quantization.scaling,
                          .pool = options.pool,
+                         .other_units = options.other_units,
                          .prefetch = options.prefetch,
                          .granularity = options.granularity};
   return Planner(build_model(each.name, each.config), plan).forecast(options.strategy);
@@ -195,6 +196,28 @@ TEST(PlannedModels, TakeTheMemoryThatIsForecast) {
         }
       });
     }
+}
+
+// Blocks are unlike the embedding and the head.
+TEST(PlannedModels, TakeTheMemoryThatIsForecastOfADoubleBuffer) {
+  const Case each{"llama", llama(38, false), 2, {}};
+  for (const OtherUnits others : {OtherUnits::kOnDemand, OtherUnits::kPersistent}) {
+    const ShardOptions options{.pool = PoolKind::kDoubleBuffer, .other_units = others};
+    const int64_t forecast = forecast_of(each, options).bytes.total();
+    testing::run_ranks(each.ranks, [&](World& world) {
+      const Mesh mesh = world.mesh();
+      testing::CountingHostAllocator allocator;
+      ShardOptions counted = options;
+      counted.allocator = &allocator;
+      const auto model = build_language_model(each.config, {.seed = 3});
+      const Sharded sharded = fully_shard(model, mesh, counted);
+      for (int number = 0; number < 3; ++number) {
+        allocator.restart_peak();
+        step(*model, sharded, mesh.loss(), number);
+        EXPECT_EQ(allocator.peak_bytes(), forecast) << "step " << number;
+      }
+    });
+  }
 }
 
 const std::vector<std::pair<std::string, AxisTraffic Traffic::*>>& axes() {

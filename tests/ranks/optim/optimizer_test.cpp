@@ -249,10 +249,60 @@ TEST(Steps, WithoutGradientsAreRefused) {
       const Sharded sharded = fully_shard(model, mesh, {.strategy = parse_strategy(strategy)});
       AdamW optimizer(sharded);
       EXPECT_THAT(error_of([&] { optimizer.step(); }),
-                  AllOf(HasSubstr("unit0"), HasSubstr("backward()")));
+                  AllOf(HasSubstr("finds no gradients in this cycle"), HasSubstr("backward()")));
       loss_of(model, world.rank(), 0).backward();
       EXPECT_EQ(error_of([&] { optimizer.step(); }), "");
     }
+  });
+}
+
+TEST(Steps, EndACycleOfWhichNoBackwardWasTheLast) {
+  run_ranks(2, [](World& world) {
+    for (const int outer : {1, 2}) {
+      const Mesh mesh = world.mesh({.outer = outer});
+      for (const std::string& strategy : kStrategies) {
+        std::vector<at::Tensor> ends;
+        for (const bool is_announced : {true, false}) {
+          Chain model = make_chain();
+          const Sharded sharded = fully_shard(model, mesh, {.strategy = parse_strategy(strategy)});
+          SGD optimizer(sharded, {.lr = 0.1});
+          for (int i = 0; i < 2; ++i) {
+            sharded.microbatch({.last = is_announced && i == 1});
+            loss_of(model, world.rank(), i).backward();
+          }
+          optimizer.step();
+          const auto whole = sharded.full_parameters();
+          ends.push_back(model->parameters().front().detach().clone());
+        }
+        EXPECT_TRUE(at::equal(ends[0], ends[1])) << strategy << ", outer " << outer;
+      }
+    }
+  });
+}
+
+TEST(Steps, LeaveParametersWithoutAGradientAlone) {
+  run_ranks(2, [](World& world) {
+    const Mesh mesh = world.mesh();
+    for (const WithoutGradient what : {WithoutGradient::kSkip, WithoutGradient::kUpdate})
+      for (const std::string& strategy : kStrategies) {
+        SCOPED_TRACE(concat(strategy, " ", static_cast<int>(what)));
+        Chain model = make_chain();
+        const Sharded sharded = fully_shard(model, mesh, {.strategy = parse_strategy(strategy)});
+        AdamW optimizer(sharded, {.lr = 0.1,
+                                  .weight_decay = 0.5,
+                                  .decay_spares_vectors = false,
+                                  .step = {.without_gradient = what}});
+        const at::Tensor frozen = model->parameters().front();
+        frozen.requires_grad_(false);
+        const auto value = [&] {
+          const auto whole = sharded.full_parameters();
+          return frozen.detach().clone();
+        };
+        const at::Tensor before = value();
+        loss_of(model, world.rank(), 0).backward();
+        optimizer.step();
+        EXPECT_EQ(at::equal(before, value()), what == WithoutGradient::kSkip);
+      }
   });
 }
 

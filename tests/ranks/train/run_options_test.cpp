@@ -55,6 +55,18 @@ TEST(ShardOptionsOf, EveryFlagArrives) {
   EXPECT_EQ(shard.device, c10::Device(c10::kCPU));
 }
 
+// Eight ranks that see one GPU each: the ranks have counted who computes where.
+TEST(RanksHere, AreThoseOfAGpuWhereTheRanksHaveCountedThem) {
+  Launch launch;
+  launch.size = 16;
+  launch.local_size = 8;
+  launch.gpu_ranks = 1;
+  const RanksHere ranks = ranks_here(launch, 16, c10::Device(c10::kCUDA, 0));
+  EXPECT_EQ(ranks.of_host, 8);
+  EXPECT_EQ(ranks.of_device, 1);
+  EXPECT_EQ(ranks_here(launch, 16, c10::kCPU).of_device, 8);
+}
+
 TEST(CheckpointerOptionsOf, EveryFlagArrives) {
   const CheckpointerOptions saving = checkpointer_options(given({{"save", {"blocking"}},
                                                                  {"keep-last", {"7"}},

@@ -76,6 +76,33 @@ TEST(Launch, ReadsSrunButNotABatchScriptOutsideAStep) {
   EXPECT_EQ(launch_with(batch).launcher, Launcher::kSingle);
 }
 
+// The tasks of this node and step, which may be fewer than the job's.
+TEST(Launch, CountsTheTasksOfASlurmNode) {
+  const auto local_size = [](const char* node, const Variables& tasks) {
+    return launch_with(merged(merged(kSrun, {{"SLURM_NODEID", node}}), tasks)).local_size;
+  };
+  const Variables step = {{"SLURM_STEP_TASKS_PER_NODE", "4(x2),3,5"},
+                          {"SLURM_TASKS_PER_NODE", "8(x4)"}};
+  EXPECT_EQ(local_size("0", step), 4);
+  EXPECT_EQ(local_size("1", step), 4);
+  EXPECT_EQ(local_size("2", step), 3);
+  EXPECT_EQ(local_size("3", step), 5);
+  EXPECT_EQ(local_size("1", {{"SLURM_TASKS_PER_NODE", "8(x2)"}}), 8);
+}
+
+TEST(Launch, TakesAllTasksForThoseOfItsNodeWhereSlurmSaysNothing) {
+  EXPECT_EQ(launch_with(kSrun).local_size, 16);
+  const Variables node = merged(kSrun, {{"SLURM_NODEID", "1"}});
+  for (const char* tasks : {"", "8", "8(x", "8(xtwo)", "eight,8"})
+    EXPECT_EQ(launch_with(merged(node, {{"SLURM_TASKS_PER_NODE", tasks}})).local_size, 16) << tasks;
+}
+
+TEST(Launch, GivesARankTheGpuOfItsNumberOrTheOnlyOneThatItSees) {
+  EXPECT_EQ(gpu_of_rank(5, 8), 5);
+  EXPECT_EQ(gpu_of_rank(5, 1), 0);
+  EXPECT_EQ(gpu_of_rank(5, 4), 1);
+}
+
 TEST(Launch, PrefersWhatRunsInsideASlurmJob) {
   EXPECT_EQ(launch_with(merged(kSrun, kMpi)).launcher, Launcher::kOpenMpi);
   EXPECT_EQ(launch_with(merged(kSrun, kTorchrun)).launcher, Launcher::kTorchrun);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -246,6 +247,36 @@ TEST(Pool, GrowsWithThePrefetch) {
       EXPECT_LE(bytes.grad_pool, 2 * 2 * kUnitNumel) << name_of(pool) << depth;
       EXPECT_GE(bytes.grad_pool, 2 * kUnitNumel) << name_of(pool) << depth;
     }
+  }
+}
+
+TEST(Pool, HoldsUnlikeUnitsOnlyAroundTheirUseUnlessTheyPersist) {
+  ModelShape model = stack(6);
+  model.units[0].tensors.push_back({"extra", {kUnitNumel}, {}});
+  model.units[5].tensors.push_back({"more", {kUnitNumel}, {}});
+  PlanOptions options = options_for("optim_grads_params", 4);
+  options.pool = PoolKind::kDoubleBuffer;
+  const int64_t slots = 2 * 2 * kUnitNumel;  // of weights, and of gradients
+  const int64_t one_unlike = 2 * 2 * kUnitNumel;
+  EXPECT_EQ(plan(model, options).bytes.weight_pool, slots + one_unlike);
+  options.other_units = OtherUnits::kPersistent;
+  const MemoryBytes bytes = plan(model, options).bytes;
+  EXPECT_EQ(bytes.weight_pool, slots + 2 * one_unlike);
+  EXPECT_EQ(bytes.grad_pool, slots + 2 * one_unlike);
+}
+
+// Forward and backward gather each unit, but for those that stay from the one to the other. With
+// prefetch k a unit is there k units before its backward, so the last 1 + k / 2 stay.
+TEST(Pool, GathersEachUnitOfAStackTwiceButForTheLast) {
+  const ModelShape model = stack(12);
+  for (const int64_t prefetch : {0, 1, 2, 3, 4}) {
+    PlanOptions options = options_for("optim_grads_params", 2);
+    options.prefetch = prefetch;
+    const std::vector<GroupPlan> groups = lay_out(model, options);
+    EXPECT_EQ(groups.size(), model.units.size()) << "units of one type have one group";
+    const std::vector<int64_t> gathers = forecast_pool(model, groups, options).num_gathers;
+    EXPECT_EQ(std::accumulate(gathers.begin(), gathers.end(), int64_t{0}),
+              2 * 12 - (1 + prefetch / 2));
   }
 }
 

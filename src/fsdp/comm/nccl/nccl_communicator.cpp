@@ -2,11 +2,13 @@
 // nobody waits: order, data and end are the device's business, so that a step can be recorded into
 // a graph.
 #include <ATen/ATen.h>
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <array>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -236,7 +238,7 @@ Work NcclCommunicator::enqueue(Operation operation) {
   throw_if_failed();
   FSDP_CHECK(device == device_, "'", name(), "' is on ", device_.str(), ", but a tensor of '",
              operation.print.tag.text(), "' is on ", device.str(),
-             ": the GPU of a process is the one of its local rank");
+             ": a process computes on the GPU of its local rank, or on the only one that it sees");
   if (!operations_) connect();
   operation.print.sequence = num_operations_++;
   operation.after.wait_as_follower();
@@ -283,11 +285,18 @@ std::string nccl_version() {
   return concat(version / 10000, ".", version / 100 % 100, ".", version % 100);
 }
 
+std::string nccl_gpu_id(int device_index) {
+  std::array<char, 32> id{};
+  C10_CUDA_CHECK(cudaDeviceGetPCIBusId(id.data(), static_cast<int>(id.size()), device_index));
+  return id.data();
+}
+
 std::unique_ptr<Communicator> over_nccl(std::unique_ptr<Communicator> hosts, int local_rank,
                                         const CommOptions& options) {
   const int num_devices = c10::cuda::device_count();
   FSDP_CHECK(num_devices > 0, "NCCL was asked for and this host has no GPU: set FSDP_NCCL to auto");
-  const c10::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(local_rank % num_devices));
+  const c10::Device device(at::kCUDA,
+                           static_cast<c10::DeviceIndex>(gpu_of_rank(local_rank, num_devices)));
   // All connections when a communicator is made, rather than when each algorithm is first used: a
   // launch then waits for no other rank. Read by NCCL once; what the user has set stays.
   setenv("NCCL_RUNTIME_CONNECT", "0", /*overwrite=*/0);

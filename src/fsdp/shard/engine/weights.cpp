@@ -5,6 +5,7 @@
 
 #include "fsdp/base/device_stream.h"
 #include "fsdp/shard/engine/gradients.h"
+#include "fsdp/shard/registered_pool.h"
 
 namespace fsdp {
 
@@ -55,11 +56,12 @@ void Weights::make_pool(StepOrder order) {
   }
   if (has_buckets) {
     slabs_.set_pool(nullptr);  // releases the old memory before the new one is taken
+    const OtherUnits others = other_units_with(options_.user_buffers, options_.other_units);
     slabs_.set_pool(make_bucket_pool(std::move(table),
                                      {.kind = options_.pool,
                                       .prefetch = options_.prefetch,
                                       .gradient_slots = kGradientSlots,
-                                      .other_units = options_.other_units,
+                                      .other_units = others,
                                       .on_move = options_.on_move,
                                       .order = order,
                                       .budget_bytes = options_.pool_budget_bytes},
