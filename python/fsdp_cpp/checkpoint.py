@@ -118,6 +118,7 @@ def state_dict(model: nn.Module, *, on_all_ranks: bool = False,
                 joined = sharded.join_slices(name, parameter)  # by all ranks of an ep or tp group
                 if keeps:
                     values[id(parameter)] = joined.to(device, copy=True)
+                del joined  # a view, which must not outlive its unit
         finally:
             whole.exit()
     if not keeps:

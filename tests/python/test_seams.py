@@ -293,6 +293,20 @@ def test_a_refused_model_is_as_it_was(world):
     assert all(torch.equal(first[name], value) for name, value in whole(model).items())
 
 
+def test_views_that_outlive_unshard_are_no_crash(world):
+    model = fsdp.fully_shard(small.Stack(), strategy="optim_grads_params")
+    with fsdp.unshard(model):
+        weights = model.state_dict()
+    try:
+        total = sum(value.sum().item() for value in weights.values())
+    except RuntimeError as error:  # torch 2.13 and later
+        assert "is touched while its unit" in str(error)
+    else:
+        assert (total != total) == (world.size > 1), "NaN, where the parameters are sharded"
+    loss_of(model, torch.ones(2, small.WIDTH)).backward()
+    assert all(torch.isfinite(value).all() for value in whole(model).values())
+
+
 def test_errors_of_a_backward_are_ours(world):
     model = fsdp.fully_shard(small.Stack(), fsdp.mesh(), strategy="optim")
     loss = loss_of(model, torch.ones(2, small.WIDTH))

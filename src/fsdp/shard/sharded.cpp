@@ -100,9 +100,9 @@ void Sharded::FullParameters::close() {
     throw;
   }
   unpin();
-  for (const ShardedUnit* unit : units_)
+  for (ShardedUnit* unit : units_)
     if (engine_->num_pending_calls(*unit) == 0)  // a graph that waits for its backward has views
-      for (const ParamGroup& group : unit->groups()) group.check_views();
+      for (ParamGroup& group : unit->groups()) group.give_views_nan();
 }
 
 void Sharded::unshard(const std::vector<std::string>& units) const {

@@ -4,9 +4,11 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <atomic>
 #include <utility>
 
 #include "fsdp/base/check.h"
+#include "fsdp/base/log.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/shard/group/quantized_parameter.h"
 
@@ -181,12 +183,14 @@ void ParamGroup::check_members() const {
   }
 }
 
-void ParamGroup::check_views() const {
+void ParamGroup::give_views_nan() {
+  static std::atomic<bool> has_warned = false;
   for (size_t i = 0; i < storages_.size(); ++i)
-    FSDP_CHECK(!storages_[i].has_blind_views(), "a view of parameter '",
-               name_of(static_cast<int64_t>(i)), "' lives on after its unit '", unit_,
-               "' was sharded again, and has no memory now: touching it would end the process ",
-               "(libtorch 2.13 and later throw); clone what is needed later");
+    if (storages_[i].give_views_nan() && !has_warned.exchange(true))
+      log(LogLevel::kWarning, "a view of parameter '", name_of(static_cast<int64_t>(i)),
+          "' lives on after its unit '", unit_,
+          "' was sharded again, and reads NaN from here on (libtorch 2.13 and later throw); clone "
+          "what is needed later");
 }
 
 void ParamGroup::attach(int64_t index) {

@@ -92,8 +92,8 @@ class ParamGroup {
   // UsageError that names a member which was changed in place, or given other memory, by somebody
   // whose changes would be lost.
   void check_members() const;
-  // Error that names a member of which views live on without memory, after unbind().
-  void check_views() const;
+  // After unbind(): views that live on read NaN where they cannot throw, and a warning names one.
+  void give_views_nan();
 
   // --- weights; the unit says when (sharded_unit.h) ---
   // Whether whole weights exist only in a slab, between gather and unbind().

@@ -41,6 +41,7 @@ ParameterStorage::~ParameterStorage() {
 void ParameterStorage::bind(void* address) {
   FSDP_ASSERT(!is_bound() && (address != nullptr || num_bytes_ == 0), "bound twice or to nothing");
   is_bound_ = true;
+  nan_ = at::Tensor();
   toggle_access(*storage_.unsafeGetStorageImpl());
   storage_.unsafeGetStorageImpl()->set_data_ptr_noswap(c10::DataPtr(address, device_));
 }
@@ -97,8 +98,13 @@ uint32_t ParameterStorage::version() const {
              : parameter_->version_counter().current_version();
 }
 
-bool ParameterStorage::has_blind_views() const {
-  return !TakesErrorsBack<c10::StorageImpl> && !is_bound_ && storage_.use_count() > 1;
+bool ParameterStorage::give_views_nan() {
+  if (TakesErrorsBack<c10::StorageImpl> || is_bound_ || storage_.use_count() == 1) return false;
+  // All bits are set in a NaN of every floating type.
+  nan_ = at::full({num_bytes_}, 0xff, at::device(device_).dtype(at::kByte));
+  storage_.unsafeGetStorageImpl()->set_data_ptr_noswap(
+      c10::DataPtr(nan_.mutable_data_ptr(), device_));
+  return true;
 }
 
 }  // namespace fsdp

@@ -47,9 +47,9 @@ class ParameterStorage {
   // here moves its version. (A change through `parameter.data` does not, either.)
   bool is_changed() const { return version() != version_; }
   void expect_changes() { version_ = version(); }
-  // Whether views of the parameter live on that have no memory and do not throw, after unbind().
-  // Before libtorch 2.13 only.
-  bool has_blind_views() const;
+  // After unbind(), before libtorch 2.13: if views of the parameter live on, which do not throw,
+  // gives them memory full of NaN until the next bind(), and returns true.
+  bool give_views_nan();
 
  private:
   uint32_t version() const;
@@ -62,6 +62,7 @@ class ParameterStorage {
   c10::Storage storage_;
   c10::Storage spare_;  // the other half of a swap, or what an unbound parameter has
   c10::TensorImpl* parameter_ = nullptr;
+  at::Tensor nan_;  // what views read that outlive their unit
   uint32_t version_ = 0;
   bool is_bound_ = false;
 };
