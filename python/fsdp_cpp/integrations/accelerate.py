@@ -11,8 +11,9 @@ import torch
 from accelerate.utils import DistributedType
 from torch import nn
 
-from .. import _C, checkpoint, optim, ranks, shard
+from .. import _C, checkpoint, clip_grad_norm_, optim, ranks, shard, shard_optimizer
 
+_PARTS = "_fsdp_cpp_parts"            # attribute that shard_optimizer() gives an optimizer
 _OPTIMIZED_MODEL = "_fsdp_cpp_model"  # attribute of a prepared optimizer: the sharded model that it updates
 
 
@@ -94,15 +95,14 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if getattr(optimizer, "_is_accelerate_prepared", False) or not any(hasattr(each, shard.MODEL) for each in parameters):
+        model = _updated_by(optimizer)
+        if model is None or getattr(optimizer, "_is_accelerate_prepared", False):
             return super().prepare_optimizer(optimizer, device_placement)
-        model = shard.model_of(parameters)
         if not isinstance(optimizer, optim.Optimizer):
-            optim.shard_optimizer(optimizer)
-            for group in optimizer.param_groups:
-                for part in group["params"]:
-                    setattr(part, shard.MODEL, weakref.ref(model))  # clip_grad_norm_() takes them, too
+            if not hasattr(optimizer, _PARTS):
+                shard_optimizer(optimizer)
+            for part in _parameters(optimizer):
+                setattr(part, shard.MODEL, weakref.ref(model))  # clip_grad_norm_() takes them, too
         prepared = super().prepare_optimizer(optimizer, device_placement=False)
         setattr(prepared, _OPTIMIZED_MODEL, model)
         return prepared
@@ -135,7 +135,7 @@ class Accelerator(accelerate.Accelerator):
         if norm_type != 2 or missing and given & set(whole):
             raise _C.UsageError(f"clip_grad_norm_() got norm_type {norm_type} and {missing} trainable parameters less than the model "
                                 "has; a sharded model is clipped as a whole, with norm_type 2")
-        return optim.clip_grad_norm_(model, max_norm)
+        return clip_grad_norm_(model, max_norm)
 
     # --- saving and loading ------------------------------------------------------------------------------------------------
 
@@ -197,3 +197,15 @@ def _sharded(model: nn.Module) -> nn.Module | None:
     """The sharded model, which torch.compile() may have wrapped; None for others."""
     inner = getattr(model, "_orig_mod", model)
     return inner if shard.is_sharded(inner) else None
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _updated_by(optimizer: torch.optim.Optimizer) -> nn.Module | None:
+    """The sharded model that an optimizer updates; None for others."""
+    if hasattr(optimizer, _PARTS):
+        return getattr(optimizer, _PARTS).model
+    parameters = _parameters(optimizer)
+    return shard.model_of(parameters) if any(hasattr(each, shard.MODEL) for each in parameters) else None
