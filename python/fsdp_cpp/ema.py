@@ -76,9 +76,12 @@ class EMA(Generic[shard.M]):
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Loads what save() saved, on any number of ranks."""
+        buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]  # the checkpoint has some of its own
         with self.applied():
-            _C.load_checkpoint(str(path), shard.handle(self._model), None, [], [], True)  # no buffers
+            checkpoint.load(path, self._model)
             self._take_weights()
+        for buffer, value in buffers:
+            buffer.copy_(value)
 
     def _parts(self) -> list[_C.ShardedParameter]:
         return [each for each in shard.handle(self._model).parameters() if each.is_trainable]

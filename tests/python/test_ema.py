@@ -135,6 +135,17 @@ def test_a_checkpoint_holds_the_average(world, folder):  # noqa: F811
         check_equal(whole_main_weights(model), expected)
 
 
+def test_a_loaded_average_leaves_buffers_alone(world, folder):  # noqa: F811
+    model = fsdp.fully_shard(small.WithBuffers())
+    ema = EMA(model)
+    ema.save(f"{folder}/ema")
+    model(rows(torch.Generator().manual_seed(3)))  # in training, so that running means move
+    before = [buffer.clone() for buffer in model.buffers()]
+    assert any(buffer.abs().sum() > 0 for buffer in before)
+    ema.load(f"{folder}/ema")
+    assert all(torch.equal(buffer, value) for buffer, value in zip(model.buffers(), before))
+
+
 def test_weights_come_back_after_an_exception(world):
     model, ema, _ = trained()
     before = whole_main_weights(model)
