@@ -409,14 +409,16 @@ TEST(Patches, InFilesBringTheTrainersBits) {
         const std::string path = stream.write(directory.path() + "/patches", step);
         if (rank.world.rank() == 0) apply_patch(path, weights);
         wait_for_all(rank.world);
-        const TensorCatalog catalog(weights);
-        const auto whole = rank.sharded.full_parameters();
-        for (const auto& item : rank.model->named_parameters()) {
-          std::string stored(item.value().nbytes(), '\0');
-          read_elements(catalog.files(), catalog.model().at(item.key()), {0, item.value().numel()},
-                        reinterpret_cast<std::byte*>(stored.data()));
-          EXPECT_EQ(stored, bytes_of(item.value()))
-              << strategy << " " << item.key() << ", step " << step;
+        {
+          const TensorCatalog catalog(weights);
+          const auto whole = rank.sharded.full_parameters();
+          for (const auto& item : rank.model->named_parameters()) {
+            std::string stored(item.value().nbytes(), '\0');
+            read_elements(catalog.files(), catalog.model().at(item.key()),
+                          {0, item.value().numel()}, reinterpret_cast<std::byte*>(stored.data()));
+            EXPECT_EQ(stored, bytes_of(item.value()))
+                << strategy << " " << item.key() << ", step " << step;
+          }
         }
         wait_for_all(rank.world);
         if (step < 6) rank.train(step, step == 0 ? 1 : step == 1 ? 4 : 6);
