@@ -40,10 +40,6 @@ class EMA(Generic[shard.M]):
     @contextlib.contextmanager
     def applied(self) -> Iterator[shard.M]:
         """While it is open, the model has the averaged weights; afterwards its main weights are as before, bit for bit."""
-        sharded = shard.handle(self._model)
-        if sharded.has_copied_main_weights:
-            raise _C.UsageError("main weights are split or offloaded, so they cannot be exchanged in place; call fully_shard() "
-                                "with main_storage='separate' and without offload")
         before = {each.name: each.main_weight.clone() for each in self._parts()}
         self._set_weights(self._average)
         try:
@@ -66,7 +62,7 @@ class EMA(Generic[shard.M]):
             if value is None or list(value.shape) != each.shape:
                 raise _C.UsageError(f"the average of '{each.name}' must have the shape {each.shape}, but state_dict has "
                                     f"{'none' if value is None else list(value.shape)}")
-            part = value.flatten()[each.begin:each.begin + each.main_weight.numel()]
+            part = value.flatten()[each.begin:each.begin + each.numel]
             self._average[each.name].copy_(part)
 
     def save(self, directory: str | os.PathLike[str], *, step: int = 0) -> None:
@@ -90,6 +86,4 @@ class EMA(Generic[shard.M]):
         self._average = {each.name: each.main_weight.to(torch.float32, copy=True) for each in self._parts()}
 
     def _set_weights(self, values: dict[str, torch.Tensor]) -> None:
-        for each in self._parts():
-            each.main_weight.copy_(values[each.name])
-        shard.handle(self._model).refresh_weights()
+        shard.handle(self._model).set_main_weights(values)

@@ -47,7 +47,9 @@ def check_equal(found, expected):
 
 
 @pytest.mark.parametrize("options", [*({"strategy": strategy} for strategy in STRATEGIES),
-                                     {"params": torch.bfloat16, "main_storage": "separate"}], ids=[*STRATEGIES, "bf16"])
+                                     {"params": torch.bfloat16, "main_storage": "separate"}, {"params": torch.bfloat16},
+                                     {"params": torch.bfloat16, "offload": 0.5}],
+                         ids=[*STRATEGIES, "bf16", "split", "offloaded"])
 def test_the_model_has_the_average_inside_and_its_own_weights_after(world, options):
     model, ema, expected = trained(**options)
     before, computing = whole_main_weights(model), fsdp.state_dict(model, on_all_ranks=True)
@@ -160,5 +162,3 @@ def test_errors_say_what_to_do(world):
         EMA(model, decay=1.5)
     with pytest.raises(fsdp.UsageError, match="state_dict has none"):
         ema.load_state_dict({})
-    with pytest.raises(fsdp.UsageError, match="main_storage='separate'"), EMA(fsdp.fully_shard(small.Stack(), params=torch.bfloat16)).applied():
-        pass

@@ -173,6 +173,7 @@ void bind_shard(py::module_& module) {
           WithoutGil())
       .def("clip_gradients", &clip_gradients, WithoutGil())
       .def("scale_gradients", &scale_gradients, WithoutGil())
+      .def("set_main_weights", &set_main_weights, WithoutGil())
       .def("join_slices", &join_slices, WithoutGil())
       .def_property_readonly("has_copied_main_weights", &has_copied_main_weights)
       .def("whole_parameters",

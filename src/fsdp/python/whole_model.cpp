@@ -71,6 +71,25 @@ at::Tensor ParameterPart::main_weight() const {
   return group_->main_weight_of(member_);
 }
 
+void set_main_weights(ShardedModel& model, const std::map<std::string, at::Tensor>& values) {
+  Engine& engine = EngineAccess::of(model.sharded.get());
+  engine.wait();
+  const at::NoGradGuard no_grad;
+  for (const auto& unit : engine.units())
+    for (ParamGroup& group : unit->groups())
+      for (int64_t i = 0; i < group.layout().num_tensors(); ++i) {
+        const auto it = values.find(group.name_of(i));
+        if (it == values.end()) continue;
+        const FlatRange held = group.held_of(i);
+        FSDP_CHECK(it->second.numel() == held.numel(), "the part of '", it->first, "' has ",
+                   it->second.numel(), " elements, and this rank has ", held.numel());
+        const int64_t begin = group.layout().tensor_range(i).begin;
+        if (!held.empty())
+          group.main_weights().set({begin + held.begin, begin + held.end}, it->second);
+      }
+  engine.take_over_main_weights();
+}
+
 std::optional<at::Tensor> ParameterPart::gradient() const {
   EngineAccess::of(model_->sharded.get()).gradients().expect_reader();
   const at::Tensor gradient = group_->gradient_of(member_);

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -46,6 +47,10 @@ class ParameterPart {
 };
 
 std::vector<ParameterPart> parts_of(const std::shared_ptr<ShardedModel>& model);
+
+// Sets this rank's parts of main weights, by name, however they are stored, and brings them to the
+// computing weights. All ranks call it.
+void set_main_weights(ShardedModel& model, const std::map<std::string, at::Tensor>& values);
 
 // All of a parameter, given what this rank has of it while its unit is whole: `own` itself, or the
 // slices of all ranks of its ep or tp group, joined. All ranks call it.
