@@ -91,13 +91,6 @@ def test_a_state_dict_is_the_plain_models(world):
     copy.deepcopy(plain).load_state_dict(found)
 
 
-def test_states_of_others_optimizers_are_refused(world, folder):
-    model = fsdp.fully_shard(small.Stack())
-    optimizer = fsdp.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(fsdp.UsageError, match="optimizer is SGD, whose state is its own"):
-        fsdp.save(folder, model, optimizer)
-
-
 @pytest.mark.skipif("FSDP_BINARY" not in os.environ, reason="needs the command fsdp (FSDP_BINARY)")
 def test_checkpoints_go_from_the_command_to_python_and_back(world, folder):
     transformers = pytest.importorskip("transformers")
