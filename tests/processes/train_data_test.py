@@ -16,8 +16,9 @@ import small_runs
 FSDP = sys.argv[1]
 STEPS = 6
 SEQUENCE, BATCH = 16, 8
-# Ranks and microbatches add the same gradients in another order; see train_runs_test.py.
-ORDER = 1e-5
+# Ranks and microbatches add the same gradients in another order; see train_runs_test.py. Six steps of a hybrid with tp 2 grow that to 1.5e-5 of
+# the loss on x86_64.
+ORDER = 3e-5
 
 
 def write_masked(path, tokens, learnt):
