@@ -1,4 +1,4 @@
-# What this build has and what it lacks, in words: for the end of configuring and for the Python package.
+# This build's parts and the missing ones, in words: for the end of configuring and for the Python package.
 #
 # Out: FSDP_BUILT_WITH, "MPI, CUDA 13.0.48, NCCL; without Python (FSDP_PYTHON is OFF)"
 

@@ -65,7 +65,7 @@ class Optimizer {
   // rate.
   void set_rule(size_t index, double weight_decay, double rate_scale);
 
-  // The same of averages, for schedules that change them; waits for updates under way, too.
+  // Changes the numbers of averages, for schedules that do; waits and records again as set_rule().
   void set_momenta(const Momenta& momenta);
 
   // The loss to call backward() on, if losses are scaled.

@@ -32,7 +32,7 @@ enum class Updates : uint8_t {
   kBlocking,  // step() returns after all updates (devices: after queueing them for the computation)
 };
 
-// What a step does with a parameter that got no gradient in its cycle, on any rank: an unused head,
+// How a step treats a parameter that got no gradient in its cycle, on any rank: an unused head,
 // a layer that was frozen after fully_shard().
 enum class WithoutGradient : uint8_t {
   kSkip,    // leaves it and its moments alone, as libtorch does
@@ -83,7 +83,7 @@ struct StepOptions {
   // When updates run.
   Updates updates = Updates::kHidden;
 
-  // What becomes of parameters without a gradient.
+  // Treatment of parameters without a gradient.
   WithoutGradient without_gradient = WithoutGradient::kSkip;
 
   // How a bf16 or fp16 weight without a main weight is rounded (precision.main_params = nullopt).
