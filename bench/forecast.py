@@ -1,6 +1,6 @@
 """How far `fsdp plan` is off the milliseconds that `fsdp train` takes, for runs that no table of rates was measured with.
 
-Usage: python bench/forecast.py measure OUT.json [--fsdp build/cuda/bin/fsdp] [--set gpu|cpu] [--only NAME ...]
+Usage: python bench/forecast.py measure OUT.json [--fsdp build/cuda/bin/fsdp] [--set gpu|cpu|slow-links] [--only NAME ...]
        python bench/forecast.py compare OUT.json --rates h200 [--fsdp build/release/bin/fsdp]
 
 `measure` trains every run of a set for a few steps and keeps the median of their milliseconds, without the first ones;
@@ -61,6 +61,16 @@ SETS = {
         "4 ranks 40MB recompute": (
             SMALL, {**CPU, "ranks": 4, "batch": 8, "sequence": 64, "recompute": "block"}, {"FSDP_BANDWIDTH": "40MB"}),
     },
+    # Links decide nearly everything, so that these compare the order of gathers and reductions on any processor.
+    "slow-links": {
+        f"{model} {' '.join(f'{key} {value}' for key, value in settings.items())} {bandwidth}": (
+            model, {**CPU, "batch": 4, "sequence": 16, **settings}, {"FSDP_BANDWIDTH": bandwidth})
+        for model, settings, bandwidth in (
+            ("tiny", {"ranks": 2}, "5MB"), ("tiny", {"ranks": 2, "prefetch": 0}, "5MB"),
+            ("tiny", {"ranks": 2, "strategy": "optim"}, "5MB"),
+            ("tiny", {"ranks": 4, "outer": 2, "recompute": "block"}, "5MB"),
+            ("tiny", {"ranks": 2, "tp": 2}, "1MB"), ("moe-tiny", {"ranks": 2, "ep": 2}, "5MB"))
+    },
 }
 STEPS = 12
 WARM_UP = 5  # the first ones learn the order of units, and record
@@ -112,7 +122,7 @@ def measure(args):
                     steps = [json.loads(line) for line in lines]
                 run["step_ms"] = [step["ms"] for step in steps if step["kind"] == "step"]
                 # Other work on the cores can only make a step slower.
-                of_set = min if args.set == "cpu" else statistics.median
+                of_set = statistics.median if args.set == "gpu" else min
                 run["ms"] = of_set(run["step_ms"][WARM_UP:])
             else:
                 run["error"] = last_words(done)

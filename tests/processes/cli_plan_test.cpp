@@ -174,7 +174,6 @@ TEST(PlanCommand, JsonHasTheDocumentedKeys) {
   EXPECT_EQ(plan.at("ranks"), 8);
   EXPECT_EQ(plan.at("units"), 34);
   EXPECT_EQ(plan.at("bytes").at("main_weight"), 4 * 8030261248 / 8);
-  EXPECT_LT(plan.at("plan_seconds").get<double>(), 1.0);
 }
 
 TEST(PlanCommand, CompareIsAnArrayWithARowPerStrategy) {

@@ -1,10 +1,9 @@
-// The time of a step in `fsdp plan`: beside a run over slow links, as words, JSON and a picture,
-// and every wrong value.
+// The time of a step in `fsdp plan`: over slow links, as words, JSON and a picture, and every wrong
+// value.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -36,30 +35,9 @@ std::string text_of(const std::string& path) {
   return text.str();
 }
 
-// The fastest of a run's steps after the first two, which learn the order of units: other work on
-// the machine can only make a step slower.
-double measured_ms(const std::string& model, const std::string& settings,
-                   const std::string& bandwidth) {
-  const TextFile data("text.txt", std::string(20000, 'x') + " some text");
-  const TextFile log("log.jsonl", "");
-  const CommandResult run = run_fsdp(
-      "train --model " + model + " --data " + data.path() + " --log " + log.path() + " " +
-          settings +
-          " --batch 4 --sequence 16 --threads 1 --steps 5 --validate-every 0 --sample '' --quiet",
-      "FSDP_BANDWIDTH=" + bandwidth);
-  EXPECT_EQ(run.exit_code, 0) << run.err;
-  double best = 1e30;
-  std::istringstream lines(text_of(log.path()));
-  for (std::string line; std::getline(lines, line);) {
-    const Json entry = Json::parse(line);
-    if (entry["kind"] == "step" && entry["step"] > 2)
-      best = std::min(best, entry["ms"].get<double>());
-  }
-  return best;
-}
-
-// Links are so slow that they decide: the schedule is compared, on any machine.
-TEST(PlannedTime, IsThatOfRanksOverSlowLinks) {
+// Links this slow decide: each way to share work waits for the kind of traffic that it is made of.
+// `bench/forecast.py --set slow-links` compares these forecasts with measured steps.
+TEST(PlannedTime, NamesWhatSlowLinksExpose) {
   struct Run {
     std::string model, settings, bandwidth, exposed;
   };
@@ -74,12 +52,14 @@ TEST(PlannedTime, IsThatOfRanksOverSlowLinks) {
     SCOPED_TRACE(model + " " + settings);
     const TextFile config("run.json",
                           R"({"model": ")" + model + R"(", "batch": 4, "sequence": 16})");
-    const Json plan = plan_json("--config " + config.path() + " " + settings +
-                                " --rates cpu-2-cores --link " + bandwidth);
-    const double forecast = plan["time"]["step_ms"];
-    const double measured = measured_ms(model, settings, bandwidth);
-    EXPECT_NEAR(forecast / measured, 1.0, 0.10) << forecast << " " << measured;
-    EXPECT_GT(plan["time"]["exposed_ms"][exposed], 0.0);
+    const Json time = plan_json("--config " + config.path() + " " + settings +
+                                " --rates cpu-2-cores --link " + bandwidth)["time"];
+    double others = 0;
+    for (const auto& [kind, ms] : time["exposed_ms"].items())
+      if (kind != exposed) others += ms.get<double>();
+    EXPECT_GT(time["exposed_ms"][exposed], 0.0);
+    EXPECT_GT(time["exposed_ms"][exposed].get<double>() + others,
+              0.5 * time["step_ms"].get<double>());
   }
 }
 

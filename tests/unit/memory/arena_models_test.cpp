@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <ctime>
 
 #include "fsdp/layout/flat_layout.h"
 #include "fsdp/memory/arena/prefetch_plan.h"
@@ -12,12 +11,6 @@
 
 namespace fsdp::arena_models_test {
 namespace {
-
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr double kMaxPlanSeconds = 20.0;  // sanitizers cost that much
-#else
-constexpr double kMaxPlanSeconds = 1.0;
-#endif
 
 struct Case {
   const char* name;
@@ -98,13 +91,9 @@ PlannedModel model_of(const char* name, const Variant& variant) {
 
 double gib(int64_t bytes) { return static_cast<double>(bytes) / (1 << 30); }
 
-double cpu_seconds() { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; }
-
 void check_model(const Case& model, const Variant& variant, int32_t prefetch) {
   const PlannedModel planned = model_of(model.name, variant);
-  const double begin = cpu_seconds();  // of this process: other processes do not count
   const ArenaPlan plan = plan_prefetch(planned.table, planned.order, prefetch);
-  const double seconds = cpu_seconds() - begin;
   HostSlabAllocator allocator;  // nothing is allocated
   const std::vector<UnitBuckets> units(planned.table.units().begin(), planned.table.units().end());
   const int64_t max_pool_bytes =
@@ -113,20 +102,19 @@ void check_model(const Case& model, const Variant& variant, int32_t prefetch) {
                        allocator)
           ->bytes()
           .total();
-  std::printf("  %-14s %5lld  %s  k=%d  %9.3f  %9.3f  %7.4f  %7.3f  %7d  %7.3f  %s\n", model.name,
+  std::printf("  %-14s %5lld  %s  k=%d  %9.3f  %9.3f  %7.4f  %7.3f  %7d  %s\n", model.name,
               static_cast<long long>(variant.ranks), name_of(variant.gradient).data(), prefetch,
               gib(plan.bound_bytes), gib(plan.arena_bytes), plan.ratio(),
               static_cast<double>(max_pool_bytes) / static_cast<double>(plan.bound_bytes),
-              plan.num_delayed, seconds, plan.method.c_str());
+              plan.num_delayed, plan.method.c_str());
   EXPECT_LE(plan.ratio(), model.max_ratio) << model.name << " prefetch " << prefetch;
   EXPECT_LE(plan.arena_bytes, max_pool_bytes) << model.name << " prefetch " << prefetch;
-  EXPECT_LT(seconds, kMaxPlanSeconds) << model.name << " prefetch " << prefetch;
   check_trace(plan.trace, planned.table);
 }
 
 void check_models(Variant variant) {
-  std::printf("  %-14s %5s  %s  %s  %9s  %9s  %7s  %7s  %7s  %7s\n", "model", "ranks", "grad",
-              "k  ", "bound GiB", "arena GiB", "ratio", "maxpool", "delayed", "cpu s");
+  std::printf("  %-14s %5s  %s  %s  %9s  %9s  %7s  %7s  %7s\n", "model", "ranks", "grad", "k  ",
+              "bound GiB", "arena GiB", "ratio", "maxpool", "delayed");
   for (const Case& model : kModels) {
     for (const DType gradient : {DType::kFloat32, DType::kBFloat16}) {
       variant.gradient = gradient;
@@ -159,13 +147,11 @@ TEST(ArenaOfModels, VariantsDifferInWhatTheySay) {
   }
 }
 
-TEST(ArenaOfModels, FindsTheDeepestPrefetchWithinASecond) {
+TEST(ArenaOfModels, FindsTheDeepestPrefetchOfABudget) {
   for (const Case& model : kModels) {
     const PlannedModel planned = model_of(model.name, {});
     const int64_t two = plan_prefetch(planned.table, planned.order, 2).arena_bytes;
-    const double begin = cpu_seconds();
     const BudgetedPlan chosen = deepest_prefetch(planned.table, planned.order, two);
-    EXPECT_LT(cpu_seconds() - begin, 2 * kMaxPlanSeconds);
     EXPECT_GE(chosen.prefetch, 2);
     EXPECT_LE(chosen.plan.arena_bytes, two);
     std::printf("  %-14s %s\n", model.name, chosen.text.c_str());
