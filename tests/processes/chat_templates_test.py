@@ -43,13 +43,17 @@ def check(condition, words):
 class Worker:
     """Talks to python_worker.py as fsdp does."""
 
-    def __init__(self):
-        self.process = subprocess.Popen([sys.executable, WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    def __init__(self, **environment):
+        self.process = subprocess.Popen([sys.executable, WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        env={**os.environ, **environment})
 
-    def ask(self, action, payload=b"", **fields):
+    def send(self, action, payload=b"", **fields):
         head = json.dumps({"action": action, **fields}).encode()
         self.process.stdin.write(struct.pack("=QQ", len(head), len(payload)) + head + payload)
         self.process.stdin.flush()
+
+    def ask(self, action, payload=b"", **fields):
+        self.send(action, payload, **fields)
         lengths = struct.unpack("=QQ", self.process.stdout.read(16))
         return json.loads(self.process.stdout.read(lengths[0])), self.process.stdout.read(lengths[1])
 
@@ -137,6 +141,29 @@ def check_refusals(worker, folder):
     check("the chat template fails: " in answer["error"] and "unsafe" in answer["error"], answer)
 
 
+def check_template_without_end(folder):
+    """An error after a time; and a process that nobody waits for any more ends in the middle of it."""
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer_files.make_tokenizer(folder / "endless", config={"chat_template": loop})
+    os.mkfifo(folder / "endless" / "special_tokens_map.json")
+    path, chat = str(folder / "endless" / "tokenizer.json"), json.dumps({"messages": CHAT}).encode()
+    worker = Worker(FSDP_TEMPLATE_S="0.2")
+    worker.ask("open", path=path)
+    answer, _ = worker.ask("chat", chat)
+    check("computed for 0.2 s without an end; correct it, or raise FSDP_TEMPLATE_S" in answer["error"], answer)
+    worker.process.stdin.close()
+    worker.process.wait(60)
+    worker = Worker(FSDP_TEMPLATE_S="soon")
+    worker.ask("open", path=path)
+    answer, _ = worker.ask("chat", chat)
+    check(answer["error"] == "FSDP_TEMPLATE_S is 'soon'; it takes a number of seconds, such as 60", answer)
+    worker.process.stdin.close()
+    left = Worker(FSDP_TEMPLATE_S="1000")
+    left.send("open", path=path)  # renders a chat, to see what ends its turns
+    left.process.stdin.close()
+    left.process.wait(60)
+
+
 def check_text_of_tokens(worker, folder):
     """Token by token: complete characters alone, and the text of all; spaces within the text are kept."""
     text = "the rank \U0001f680 \u65e5\u672c\u8a9e  na\u00efve two"
@@ -162,6 +189,7 @@ with tempfile.TemporaryDirectory() as name:
         print(f"{each}: fine")
     check_ends_of_turns(root)
     check_refusals(talker, root)
+    check_template_without_end(root)
     check_text_of_tokens(talker, root)
     talker.process.stdin.close()
     check(talker.process.wait(10) == 0, "the worker does not end with its input")

@@ -210,6 +210,7 @@ TEST_F(InspectCommand, VerifySaysThatAnOldManifestHasNoChecksum) {
 TEST_F(InspectCommand, SaysWhatIsWrongWithItsUse) {
   expect_error(inspect(""), 2, "PATH is missing");
   expect_error(inspect(path_ + " --diff " + path_ + " --verify"), 2, "goes without --verify");
+  expect_error(inspect(path_ + " --diff ''"), 2, "--diff is ''; give the checkpoint");
   expect_error(inspect(path_ + " --tensor x"), 2, "did you mean '--tensors'?");
 }
 

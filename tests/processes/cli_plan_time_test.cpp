@@ -114,6 +114,9 @@ TEST(PlannedTime, AnswersEveryWrongValueWithOneSentence) {
   const std::string version =
       "--model tiny --ranks 1 --batch 1 --sequence 8 --rates " + damaged.path();
   test::expect_only_error(run_fsdp("plan " + version), 2, "version is 7, and this command reads 1");
+  // Said before anything is measured, which is announced on standard error.
+  test::expect_only_error(run_fsdp("plan --calibrate /proc/rates.json --device cpu"), 1,
+                          "/proc/.rates.json.");
   expect_refused({
       {"--model tiny --ranks 1 --rates cpu-2-cores",
        "--rates is 'cpu-2-cores', but no batch; give --batch and --sequence, too"},

@@ -158,6 +158,8 @@ def check_wrong_tokenizers(folder):
     (folder / "text.txt").write_text("one")
     pack = ["data", "pack", folder / "text.txt", "--output", folder / "never.bin", "--tokenizer"]
     refused(*pack, folder / "none", words="but there is no file")
+    os.mkfifo(folder / "pipe")
+    refused(*pack, folder / "pipe", words="is no regular file; write what is in it to one")
     broken = folder / "broken" / "tokenizer.json"
     broken.parent.mkdir()
     broken.write_text('{"model": 3}')

@@ -80,6 +80,7 @@ class Optimizer {
 
   // Waits until all updates are done.
   void wait() const;
+  [[deprecated("its name is wait()")]] void synchronize() const { wait(); }
 
   // --- checkpoints ---
   const std::string& name() const;

@@ -119,6 +119,10 @@ void remove_tree(const std::string& path);
 // Whether a directory is there, or a link to one.
 bool is_directory(const std::string& path);
 
+// Whether a file with an end is there, or a link to one: a pipe may never end, nor may open() of
+// it.
+bool is_regular_file(const std::string& path);
+
 // "a/b" of "a/b/c", "." of a name alone; and "c".
 std::string directory_of(const std::string& path);
 std::string file_name_of(const std::string& path);

@@ -21,6 +21,7 @@
 #include "fsdp/checkpoint/rank_agreement.h"
 #include "fsdp/checkpoint/run_directory.h"
 #include "fsdp/checkpoint/state_pieces.h"
+#include "fsdp/comm/comm_error.h"
 #include "fsdp/optim/optimizer.h"
 #include "fsdp/shard/engine/engine.h"
 
@@ -43,23 +44,12 @@ std::string make_id(const Mesh& mesh) {
   return digits;
 }
 
-std::string error_text(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& known) {
-    return known.what();
-  } catch (...) {
-    return "an unknown error";
-  }
-}
-
 }  // namespace
 
 // Functions without a comment here are those of Checkpointer.
 class Checkpointer::Impl {
  public:
   Impl(const std::string& directory, const Mesh& mesh, const CheckpointerOptions& options);
-  ~Impl();
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
 
@@ -75,7 +65,6 @@ class Checkpointer::Impl {
 
   // Ends the attempt under way, on all ranks; returns its error.
   std::exception_ptr end_attempt();
-  void remove_leftover() noexcept;
 
   std::optional<RunLock> lock_;  // rank 0 only; held until nothing is written any more
   const RunDirectory directory_;
@@ -84,7 +73,6 @@ class Checkpointer::Impl {
   const std::string id_;         // of this run, the same on all ranks
   int64_t num_attempts_ = 0;     // the same on all ranks
   std::vector<int64_t> in_use_;  // steps
-  std::string leftover_;         // directory of a failed save; rank 0 only
   mutable std::mutex saved_mutex_;
   mutable std::vector<SavedCheckpoint> saved_;  // guarded by saved_mutex_
   std::unique_ptr<Snapshot> snapshot_;
@@ -116,11 +104,11 @@ class Checkpointer::Impl::Attempt {
     decide(std::chrono::steady_clock::now() + patience);
     thread_.join();
     if (error_) {
-      log(LogLevel::kError, error_text(error_));
+      log(LogLevel::kError, words_of(error_));
     } else if (rank_ == 0 && !is_published_) {
       log(LogLevel::kError, "the checkpoint of step ", step_, " was not saved: only ",
-          num_records(), " of ", manifest_.num_ranks(), " ranks have written their part after ",
-          patience.count(), " s; what was there before still is");
+          num_records(), " of ", manifest_.num_ranks(),
+          " ranks have written their part; what was there before still is");
     }
   }
 
@@ -131,8 +119,6 @@ class Checkpointer::Impl::Attempt {
       error_ = std::current_exception();
     }
   }
-
-  const std::string& temporary() const { return temporary_; }
 
   void run_in_background() {
     thread_ = start_thread("writing a checkpoint", [this] {
@@ -168,8 +154,7 @@ class Checkpointer::Impl::Attempt {
     changed_.wait(lock, [this] { return is_written_; });
   }
 
-  // After all ranks have written or failed: rank 0 makes the checkpoint visible, or removes all but
-  // the empty directory, which tells the other ranks of the failure.
+  // After all ranks have written or failed: rank 0 makes the checkpoint visible, or removes it.
   void end() noexcept {
     if (thread_.joinable()) {
       decide(std::chrono::steady_clock::now());
@@ -177,19 +162,12 @@ class Checkpointer::Impl::Attempt {
     }
     if (rank_ != 0 || is_published_) return;
     if (!error_) publish();
-    if (!is_published_) clear();
+    if (!is_published_) remove();
   }
 
-  // After end() of rank 0: the error of this or another rank.
-  std::exception_ptr outcome() const {
-    if (error_ || rank_ == 0) return error_;
-    try {
-      if (!path_exists(temporary_) && owner_.directory_.latest() == step_) return nullptr;
-      throw Error(concat("the checkpoint of step ", step_,
-                         " was not saved: another rank says why; what was there before still is"));
-    } catch (...) {
-      return std::current_exception();
-    }
+  // After end(), on all ranks: throws the error of this or another rank.
+  void agree() const {
+    agree_on_success(owner_.mesh_, error_, concat("saving the checkpoint of step ", step_));
   }
 
  private:
@@ -212,8 +190,12 @@ class Checkpointer::Impl::Attempt {
   // Waits for the other ranks' records, to publish as soon as all are written.
   void watch() noexcept {
     auto pause = std::chrono::milliseconds(1);
-    for (;;) {
+    for (bool has_failed = false;;) {
       const bool is_complete = num_records() == manifest_.num_ranks();
+      if (!has_failed && a_rank_has_failed(owner_.mesh_)) {
+        has_failed = true;
+        decide(std::chrono::steady_clock::now() + kPatienceInFailure);
+      }
       std::unique_lock lock(mutex_);
       if (error_ || (deadline_ && std::chrono::steady_clock::now() >= *deadline_) || is_complete) {
         lock.unlock();
@@ -228,7 +210,7 @@ class Checkpointer::Impl::Attempt {
   void decide(std::chrono::steady_clock::time_point deadline) {
     {
       const std::lock_guard lock(mutex_);
-      deadline_ = deadline;
+      deadline_ = std::min(deadline, deadline_.value_or(deadline));
     }
     changed_.notify_all();
   }
@@ -279,8 +261,10 @@ class Checkpointer::Impl::Attempt {
   void add_record(int64_t rank) {
     const std::string name = rank_record_path(rank);
     const std::string path = concat(temporary_, "/", name);
-    FSDP_CHECK(path_exists(path), "the checkpoint of step ", step_, " was not saved: rank ", rank,
-               " has not written its part and says why; what was there before still is");
+    if (!path_exists(path))  // its own error says why, if it has one
+      throw RemoteError(concat("the checkpoint of step ", step_, " was not saved: rank ", rank,
+                               " has written no part that rank 0 sees in ", temporary_,
+                               "; give all hosts one file system; what was there before still is"));
     const std::string text = read_text_file(path, kMaxRecordBytes);
     manifest_.files.push_back(
         {name, static_cast<int64_t>(text.size()), crc32c(std::as_bytes(std::span(text)))});
@@ -310,10 +294,9 @@ class Checkpointer::Impl::Attempt {
     }
   }
 
-  void clear() const noexcept {
+  void remove() const noexcept {
     try {
-      for (const std::string& name : names_in(temporary_))
-        remove_tree(concat(temporary_, "/", name));
+      remove_tree(temporary_);
     } catch (const std::exception& error) {
       log(LogLevel::kWarning, error.what());
     }
@@ -363,20 +346,6 @@ Checkpointer::Impl::Impl(const std::string& directory, const Mesh& mesh,
       options_(options),
       id_(make_id(mesh)) {}
 
-Checkpointer::Impl::~Impl() {
-  attempt_.reset();
-  remove_leftover();
-}
-
-// Removed late, because other ranks look for it to learn of the failure.
-void Checkpointer::Impl::remove_leftover() noexcept {
-  try {
-    if (!leftover_.empty()) remove_tree(std::exchange(leftover_, {}));
-  } catch (const std::exception& error) {
-    log(LogLevel::kWarning, error.what());
-  }
-}
-
 std::vector<SavedCheckpoint> Checkpointer::Impl::take_saved() {
   const std::lock_guard lock(saved_mutex_);
   return std::exchange(saved_, {});
@@ -406,13 +375,14 @@ std::exception_ptr Checkpointer::Impl::end_attempt() {
   if (!attempt_) return nullptr;
   attempt_->wait_written();
   barrier(mesh_, "checkpoint written");
-  remove_leftover();
-  attempt_->end();
-  barrier(mesh_, "checkpoint decided");
-  const std::exception_ptr outcome = attempt_->outcome();
-  if (outcome && rank_in(mesh_) == 0) leftover_ = attempt_->temporary();
-  attempt_.reset();
-  return outcome;
+  const std::unique_ptr<Attempt> attempt = std::move(attempt_);
+  attempt->end();
+  try {
+    attempt->agree();
+    return nullptr;
+  } catch (...) {
+    return std::current_exception();
+  }
 }
 
 void Checkpointer::Impl::wait() {

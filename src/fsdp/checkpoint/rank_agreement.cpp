@@ -3,9 +3,12 @@
 #include <ATen/ATen.h>
 
 #include <array>
+#include <string_view>
 
-#include "fsdp/base/check.h"
+#include "fsdp/base/text.h"
+#include "fsdp/comm/comm_error.h"
 #include "fsdp/comm/communicator.h"
+#include "fsdp/comm/rank_facts.h"
 
 namespace fsdp {
 
@@ -13,6 +16,16 @@ namespace {
 
 // Inner groups first, which informs all ranks of a row; then the outer ones inform all rows.
 std::array<const MeshAxis*, 2> axes_of(const Mesh& mesh) { return {&mesh.inner(), &mesh.outer()}; }
+
+bool is_remote(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const RemoteError&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
 
 }  // namespace
 
@@ -25,6 +38,13 @@ void barrier(const Mesh& mesh, const std::string& tag) {
     if (axis->size() > 1) axis->reduce().barrier(tag).wait();
 }
 
+bool a_rank_has_failed(const Mesh& mesh) try {
+  for (const MeshAxis* axis : axes_of(mesh)) axis->reduce().throw_if_aborted();
+  return false;
+} catch (const CommError&) {
+  return true;
+}
+
 int64_t number_of_rank_0(const Mesh& mesh, int64_t mine, const std::string& tag) {
   at::Tensor number = at::full({1}, mine, at::kLong);
   // Outer first, so that every row's rank 0 knows the number.
@@ -33,13 +53,38 @@ int64_t number_of_rank_0(const Mesh& mesh, int64_t mine, const std::string& tag)
   return number.item<int64_t>();
 }
 
+std::string words_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& known) {
+    const std::string_view what = known.what();
+    return std::string(what.substr(0, what.find('\n')));  // libtorch goes on with a stack trace
+  } catch (...) {
+    return "an unknown error";
+  }
+}
+
 void agree_on_success(const Mesh& mesh, const std::exception_ptr& mine, const std::string& doing) {
-  at::Tensor failed = at::full({1}, mine ? rank_in(mesh) : -1, at::kLong);
-  for (const MeshAxis* axis : axes_of(mesh))
-    if (axis->size() > 1) axis->reduce().all_reduce(failed, {.op = ReduceOp::kMax}, doing).wait();
-  if (mine) std::rethrow_exception(mine);
-  FSDP_CHECK(failed.item<int64_t>() < 0, doing, " failed on rank ", failed.item<int64_t>(),
-             ", which says why");
+  const int64_t rank = rank_in(mesh);
+  const bool is_cause = mine && !is_remote(mine);
+  // The rank that speaks for all: one with a cause, before those with its consequences.
+  int64_t speaker = is_cause ? mesh.size() + rank : mine ? rank : -1;
+  std::string words;
+  try {
+    at::Tensor greatest = at::full({1}, speaker, at::kLong);
+    for (const MeshAxis* axis : axes_of(mesh))
+      if (axis->size() > 1)
+        axis->reduce().all_reduce(greatest, {.op = ReduceOp::kMax}, doing).wait();
+    speaker = greatest.item<int64_t>();
+    if (speaker < 0) return;
+    speaker %= mesh.size();
+    words = texts_of_ranks(mesh, mine ? words_of(mine) : "").at(static_cast<size_t>(speaker));
+  } catch (const CommError&) {  // another rank has left meanwhile, perhaps because of this error
+    if (mine) std::rethrow_exception(mine);
+    throw;
+  }
+  if (is_cause || speaker == rank) std::rethrow_exception(mine);
+  throw RemoteError(concat(doing, " failed on rank ", speaker, ": ", words));
 }
 
 }  // namespace fsdp

@@ -15,10 +15,17 @@ int64_t rank_in(const Mesh& mesh);
 // Returns when every rank of the mesh has called it: one barrier along each axis.
 void barrier(const Mesh& mesh, const std::string& tag);
 
+// Whether the communicators are gone for good; never waits for a rank.
+bool a_rank_has_failed(const Mesh& mesh);
+
 // Returns rank 0's number on all ranks.
 int64_t number_of_rank_0(const Mesh& mesh, int64_t mine, const std::string& tag);
 
-// Throws `mine` if it is set, and an Error on all other ranks if any rank has one.
+// The first line of an error's message.
+std::string words_of(const std::exception_ptr& error);
+
+// Throws `mine` if it is set, and a RemoteError with the words of a rank that has failed on all
+// others. If `mine` is itself a RemoteError, another rank's own error replaces it.
 void agree_on_success(const Mesh& mesh, const std::exception_ptr& mine, const std::string& doing);
 
 }  // namespace fsdp

@@ -42,6 +42,8 @@ void calibrate_machine(const CalibrateArguments& given) {
     throw UsageError(
         concat("--calibrate is '", given.file, "', which is a directory; name a file in it"));
   make_directories(directory_of(given.file));
+  // Fails now where the table could not be written: measuring takes minutes.
+  FileWriter(temporary_name_for(given.file));
   const auto begin = std::chrono::steady_clock::now();
   const auto seconds = [&] {
     return std::chrono::duration_cast<std::chrono::seconds>(std::chrono::steady_clock::now() -

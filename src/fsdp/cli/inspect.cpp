@@ -138,9 +138,11 @@ void run_diff(const InspectArguments& given) {
              counted_text(static_cast<int64_t>(differences.size()), "tensor"));
 }
 
-void run_inspect(const InspectArguments& given) {
+void run_inspect(const CLI::App& app, const InspectArguments& given) {
   if (given.path.empty())
     throw UsageError("PATH is missing; give a checkpoint, a run's directory or safetensors files");
+  if (app.count("--diff") > 0 && given.diff.empty())
+    throw UsageError("--diff is ''; give the checkpoint to compare with, or leave it out");
   if (!given.diff.empty() && (given.verify || given.stats))
     throw UsageError(concat("--diff is '", given.diff, "', which goes without ",
                             given.verify ? "--verify" : "--stats", "; drop one of the two"));
@@ -182,7 +184,7 @@ Command add_inspect(CLI::App& parent) {
                   "Compare with another one: names, shapes, types and every number")
       ->type_name("OTHER");
   app->add_flag("--json", given->json, "Print one JSON object instead of tables");
-  return {app, [given] { run_inspect(*given); }};
+  return {app, [app, given] { run_inspect(*app, *given); }};
 }
 
 }  // namespace fsdp::cli

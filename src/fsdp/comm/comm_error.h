@@ -24,10 +24,17 @@ class TimeoutError : public CommError {
   using CommError::CommError;
 };
 
-// Another rank failed and took everybody down with its message.
-class AbortedError : public CommError {
+// Another rank failed; the message has its words. A consequence: whoever has the errors of several
+// ranks reports one that is no RemoteError instead.
+class RemoteError : public CommError {
  public:
   using CommError::CommError;
+};
+
+// Another rank failed and took everybody down with its message.
+class AbortedError : public RemoteError {
+ public:
+  using RemoteError::RemoteError;
 };
 
 // One rank's failure, seen by all ranks of the process. Raised once; the first message stays.

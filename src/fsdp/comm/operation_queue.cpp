@@ -55,7 +55,7 @@ Work OperationQueue::push(Operation operation) {
   {
     const std::lock_guard lock(queue_mutex_);
     if (!broken_.empty())
-      throw CommError(concat("communicator '", name_, "' stopped working: ", broken_));
+      throw AbortedError(concat("communicator '", name_, "' stopped working: ", broken_));
     shared->print.sequence = next_sequence_++;
     at_once = at_once && entries_.empty();
     entries_.push_back({std::move(shared), std::move(state)});
@@ -134,7 +134,7 @@ bool OperationQueue::run_next() {
     run_entry(entry);
   } else {
     entry.state->fail(std::make_exception_ptr(
-        CommError(concat("communicator '", name_, "' stopped working: ", broken))));
+        AbortedError(concat("communicator '", name_, "' stopped working: ", broken))));
   }
   return true;
 }

@@ -24,6 +24,13 @@ int64_t digest_of(const std::string& text) {
 // The axes along which ranks lie, inner first.
 using Axes = std::vector<Communicator*>;
 
+Axes axes_of(const Mesh& mesh) {
+  Axes axes;
+  for (const MeshAxis* axis : {&mesh.inner(), &mesh.outer()})
+    if (axis->size() > 1) axes.push_back(&axis->gather());
+  return axes;
+}
+
 // Names and values in turn, each ended by a zero, which none contains.
 std::string text_of(const RankFacts& facts) {
   std::string text;
@@ -97,6 +104,12 @@ void wait_for_others(const Axes& axes) {
   }
 }
 
+std::vector<std::string> texts_for_all(const Axes& axes, const std::string& mine) {
+  std::vector<std::string> texts = texts_along(axes, mine);
+  wait_for_others(axes);
+  return texts;
+}
+
 // "" where they are the same.
 std::string first_difference(size_t rank, const RankFacts& other, const RankFacts& first) {
   for (size_t i = 0; i < std::max(first.size(), other.size()); ++i) {
@@ -118,8 +131,7 @@ std::string first_difference(size_t rank, const RankFacts& other, const RankFact
 std::string difference_along(const Axes& axes, const RankFacts& facts) {
   const std::string mine = text_of(facts);
   if (axes.empty() || is_same_everywhere(axes, digest_of(mine))) return "";
-  const std::vector<std::string> texts = texts_along(axes, mine);
-  wait_for_others(axes);
+  const std::vector<std::string> texts = texts_for_all(axes, mine);
   const RankFacts first = facts_in(texts[0]);
   for (size_t rank = 1; rank < texts.size(); ++rank)
     if (std::string words = first_difference(rank, facts_in(texts[rank]), first); !words.empty())
@@ -134,16 +146,15 @@ std::string difference_of(Communicator& ranks, const RankFacts& facts) {
 }
 
 std::string difference_of(const Mesh& mesh, const RankFacts& facts) {
-  Axes axes;
-  for (const MeshAxis* axis : {&mesh.inner(), &mesh.outer()})
-    if (axis->size() > 1) axes.push_back(&axis->gather());
-  return difference_along(axes, facts);
+  return difference_along(axes_of(mesh), facts);
 }
 
 std::vector<std::string> texts_of_ranks(Communicator& ranks, const std::string& mine) {
-  std::vector<std::string> texts = texts_along({&ranks}, mine);
-  wait_for_others({&ranks});
-  return texts;
+  return texts_for_all({&ranks}, mine);
+}
+
+std::vector<std::string> texts_of_ranks(const Mesh& mesh, const std::string& mine) {
+  return texts_for_all(axes_of(mesh), mine);
 }
 
 std::string number_fact(double value) {

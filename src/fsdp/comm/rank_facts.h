@@ -26,6 +26,7 @@ std::string difference_of(const Mesh& mesh, const RankFacts& facts);
 // The texts of all ranks, in rank order. Every rank calls it and has them before one of them
 // returns.
 std::vector<std::string> texts_of_ranks(Communicator& ranks, const std::string& mine);
+std::vector<std::string> texts_of_ranks(const Mesh& mesh, const std::string& mine);
 
 // The shortest text that reads back as the same number: no bit of a difference is lost.
 std::string number_fact(double value);

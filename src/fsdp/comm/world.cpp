@@ -201,8 +201,9 @@ void run_threads(int ranks, const CommOptions& options, const std::function<void
     try {
       world.emplace(launch, std::make_unique<ThreadsCommunicator>(rank, rendezvous));
       body(*world);
-    } catch (const AbortedError&) {
+    } catch (const RemoteError& error) {
       first_error.note_consequence(std::current_exception());
+      if (!rendezvous->abort().raised()) rendezvous->abort().raise(error.what());
     } catch (const std::exception& error) {
       first_error.note_cause(std::current_exception());
       rendezvous->abort().raise(concat("rank ", rank, " failed: ", error.what()));

@@ -1,7 +1,5 @@
 #include "fsdp/data/corpus.h"
 
-#include <sys/stat.h>
-
 #include <algorithm>
 #include <array>
 #include <string_view>
@@ -214,15 +212,6 @@ std::string Corpus::summary() const {
                 " of tokenizer '", tokenizer(), "' (vocabulary ", vocabulary(), ")",
                 left_out().total() == 0 ? "" : "; left out: ", to_text(left_out()));
 }
-
-namespace {
-
-bool is_regular_file(const std::string& path) {
-  struct stat status {};
-  return ::stat(path.c_str(), &status) == 0 && S_ISREG(status.st_mode);
-}
-
-}  // namespace
 
 bool is_token_file(const std::string& path) {
   if (is_directory(path)) return false;

@@ -14,8 +14,10 @@ import datetime
 import importlib
 import json
 import os
+import select
 import signal
 import struct
+import threading
 
 # Tokens that end documents of the common models. Where a tokenizer has one, it is preferred to its eos_token, which in
 # models for chats is often the end of a turn and so stands within documents.
@@ -37,10 +39,22 @@ def first_line(error):
     return text.splitlines()[0].rstrip(".")
 
 
+def template_seconds():
+    """Of computing, for one text of a chat template, which may have loops without end."""
+    text = os.environ.get("FSDP_TEMPLATE_S", "60")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0
+    if not 0 < seconds < 1e9:
+        raise Failure(f"FSDP_TEMPLATE_S is '{text}'; it takes a number of seconds, such as 60")
+    return seconds
+
+
 def json_beside(path, name):
     """The object in the file of this name in the tokenizer's directory; {} without one."""
     file = os.path.join(os.path.dirname(path), name)
-    if not os.path.exists(file):
+    if not os.path.isfile(file):  # nothing, or a pipe, which may never end
         return {}
     try:
         with open(file, encoding="utf-8") as stream:
@@ -77,6 +91,8 @@ class ChatTemplate:
         self.special_tokens = special_tokens  # bos_token and its like, by name
         self.added_tokens = added_tokens      # all that the tokenizer takes whole
         self.date = None
+        self.seconds = template_seconds()
+        signal.signal(signal.SIGVTALRM, self.end_computing)
         try:
             self.template = environment.from_string(source)
         except jinja2.TemplateError as error:
@@ -86,6 +102,9 @@ class ChatTemplate:
     def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
+    def end_computing(self, *_):
+        raise Failure(f"the chat template has computed for {self.seconds:g} s without an end; correct it, or raise FSDP_TEMPLATE_S")
+
     @staticmethod
     def refuse(sentence):
         raise Failure(f"the chat template says: {sentence}")
@@ -94,6 +113,7 @@ class ChatTemplate:
         return (self.date or datetime.datetime.now()).strftime(form)
 
     def render(self, row, messages, add_generation_prompt=False):
+        signal.setitimer(signal.ITIMER_VIRTUAL, self.seconds)  # of this process, so others' work does not count
         try:
             return self.template.render(messages=messages, tools=row.get("tools"), documents=None,
                                         add_generation_prompt=add_generation_prompt, **self.special_tokens)
@@ -101,6 +121,8 @@ class ChatTemplate:
             raise
         except Exception as error:  # templates fail in many ways
             raise Failure(f"the chat template fails: {first_line(error)}") from error
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
     def render_document(self, row):
         """The text of a chat, and the first and last character of each turn that the assistant wrote."""
@@ -272,7 +294,7 @@ class Tokens:
 
     def template_source(self):
         file = os.path.join(os.path.dirname(self.path), "chat_template.jinja")
-        if os.path.exists(file):
+        if os.path.isfile(file):
             with open(file, encoding="utf-8") as stream:
                 return stream.read()
         source = self.config.get("chat_template") or json_beside(self.path, "chat_template.json").get("chat_template")
@@ -320,8 +342,17 @@ def frames(stream):
         yield json.loads(stream.read(head_bytes)), stream.read(payload_bytes)
 
 
+def end_with_parent():
+    """Whatever the main thread does meanwhile: fsdp may be killed while a template or a file has it wait."""
+    closed = select.poll()
+    closed.register(0, 0)  # that the other side has hung up is always told
+    closed.poll()
+    os._exit(0)
+
+
 def main():
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to fsdp, too, which decides
+    threading.Thread(target=end_with_parent, daemon=True).start()
     # What a package prints must not stand between the frames.
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -70,6 +70,9 @@ std::shared_ptr<const Tokenizer> open_tokenizer(const std::string& path,
   if (!path_exists(file))
     throw UsageError(concat("--tokenizer is '", path, "', but there is no file '", file,
                             "'; give a tokenizer.json, a directory with one, or bytes"));
+  if (!is_regular_file(file))
+    throw UsageError(concat("--tokenizer is '", path, "', but '", file,
+                            "' is no regular file; write what is in it to one"));
   return std::make_shared<WorkerTokenizer>(file, end_of_document);
 }
 

@@ -18,6 +18,7 @@
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/checkpoint/rank_agreement.h"
 #include "fsdp/checkpoint/run_directory.h"
+#include "fsdp/comm/comm_error.h"
 #include "fsdp/data/token_header.h"
 #include "fsdp/data/tokenizer.h"
 #include "fsdp/nn/config/flops.h"
@@ -407,6 +408,8 @@ void TrainingRun::save() {
     checkpointer_->save(
         state(),
         {.step = step_, .schedule = text_of_schedule(options_), .data = stored_position()});
+  } catch (const RemoteError&) {
+    // The rank that failed says why. If it has left, the next collective throws.
   } catch (const Error& error) {
     log(LogLevel::kError, error.what());
   }

@@ -71,6 +71,7 @@ function(configured how)
 endfunction()
 get_filename_component(packages "${TORCH}" DIRECTORY)
 configured("Python" "PYTHONPATH=${packages}" ${configure} -D "CMAKE_PREFIX_PATH=${prefix}")
+configured("the build" ${configure} -D "CMAKE_PREFIX_PATH=${prefix}")
 configured("FSDP_TORCH" "FSDP_TORCH=${TORCH}" ${configure} -D "CMAKE_PREFIX_PATH=${prefix}")
 configured("torch.utils.cmake_prefix_path" "CMAKE_PREFIX_PATH=${TORCH}/share/cmake" ${configure} -D "CMAKE_PREFIX_PATH=${prefix}")
 # Another version is refused in words: its headers would not fit the library.

@@ -170,6 +170,9 @@ Endpoint where_to_listen(const Launch& launch, int port_of_rank_zero) {
   if (address) return {*address, port};
   if (launch.rank > 0) return {};
   const std::string own = own_address(launch.master_address);
+  if (own == "0.0.0.0" || own == "::")
+    log(LogLevel::kWarning, "MASTER_ADDR is ", launch.master_address,
+        ", so rank 0 listens at every address of its host; set it to the one that all ranks use");
   FSDP_CHECK(launch.local_size == launch.size || !is_loopback(own), "rank 0 would listen at ", own,
              ", which is what MASTER_ADDR '", launch.master_address,
              "' means on its host, and other hosts could not reach it: set FSDP_HOST_ADDRESS there "

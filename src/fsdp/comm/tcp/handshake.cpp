@@ -200,14 +200,26 @@ void Callers::hear(const std::function<void(Introduction caller, Socket socket)>
     const Handshake::State state = caller.advance();
     if (state == Handshake::State::kGoing) return caller.begin() < oldest;
     if (state == Handshake::State::kDone) known.push_back(std::move(caller));
-    if (state == Handshake::State::kOtherKey && !std::exchange(has_warned_, true))
-      log(LogLevel::kWarning, "somebody who says RANK=", caller.other().rank,
-          " called and does not know this job's FSDP_SECRET, or belongs to another job");
+    if (state == Handshake::State::kOtherKey) note_refused(caller.other());
     return true;
   });
   // `welcome` may throw, which loses the callers after this one; but it throws only for an error
   // that ends the whole meeting.
   for (Handshake& caller : known) welcome(caller.other(), caller.take_socket());
+}
+
+void Callers::note_refused(const Introduction& stranger) {
+  if (refused_.size() >= max_waiting_) return;
+  if (refused_.empty())
+    log(LogLevel::kWarning, "somebody who says RANK=", stranger.rank,
+        " called and does not know this job's FSDP_SECRET, or belongs to another job");
+  refused_.try_emplace({stranger.rank, stranger.size}, std::chrono::steady_clock::now());
+}
+
+bool Callers::has_refused(int rank, int size, double seconds_ago) const {
+  const auto found = refused_.find({rank, size});
+  return found != refused_.end() && std::chrono::steady_clock::now() - found->second >=
+                                        std::chrono::duration<double>(seconds_ago);
 }
 
 }  // namespace fsdp

@@ -9,7 +9,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fsdp/base/hmac_sha256.h"
@@ -119,15 +121,21 @@ class Callers {
   // Hears everybody; calls `welcome` for those who have proved to be of the job.
   void hear(const std::function<void(Introduction caller, Socket socket)>& welcome);
 
+  // Whether a caller who said it was this rank of a job of `size` has proved another key, that long
+  // ago.
+  bool has_refused(int rank, int size, double seconds_ago) const;
+
  private:
   void accept();
+  void note_refused(const Introduction& stranger);
 
   Socket listener_;
   const Digest key_;
   const Introduction own_;
   const size_t max_waiting_;
   std::vector<Handshake> waiting_;  // in the order in which they came
-  bool has_warned_ = false;
+  // When the first one called with another key, by the rank and the size that he said.
+  std::map<std::pair<int, int>, std::chrono::steady_clock::time_point> refused_;
 };
 
 }  // namespace fsdp

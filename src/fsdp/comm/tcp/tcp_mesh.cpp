@@ -101,6 +101,9 @@ class TcpMeeting {
     auto next_word = begin_ + std::chrono::seconds(10);
     for (std::vector<int> missing = missing_from(1); !missing.empty(); missing = missing_from(1)) {
       if (Clock::now() >= deadline_) throw_late(missing, "has not joined");
+      for (const int peer : missing)
+        if (callers.has_refused(peer, options_.size, options_.seconds_for_strangers))
+          throw_other_key(peer);
       if (Clock::now() >= next_word) {
         log(LogLevel::kWarning, "rank 0 waits for rank ", join(texts_of(missing), ", "),
             ", which has not joined; it will wait ", seconds_left(), " s more");

@@ -31,6 +31,10 @@ struct TcpMeshOptions {
   // What an earlier round of the same job left at the meeting place is not an error until this much
   // time has passed, in which this round's rank 0 replaces it.
   double seconds_for_old_entries = 0;
+  // A caller who says it is a rank that has not come, but proves another secret, may be a process
+  // of an earlier job or a stranger; if the rank itself has not come after this time, the meeting
+  // ends.
+  double seconds_for_strangers = 2;
   // How long the processes may take to find each other.
   double timeout_seconds = 600;
   const char* timeout_name = "FSDP_TIMEOUT_S";  // what to raise to wait longer

@@ -1,7 +1,5 @@
 #include "fsdp/train/log/json_log.h"
 
-#include <sys/stat.h>
-
 #include <algorithm>
 #include <array>
 #include <charconv>
@@ -169,11 +167,6 @@ RunStart run_start_of(const Json& json) {
         return EnvironmentRow{name, std::move(value)};
       });
   return start;
-}
-
-bool is_regular_file(const std::string& path) {
-  struct stat status {};
-  return ::stat(path.c_str(), &status) == 0 && S_ISREG(status.st_mode);
 }
 
 // Calls `use(line, is_whole)` for each line; the last one may lack its line break.
