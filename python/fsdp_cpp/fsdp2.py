@@ -43,6 +43,7 @@ class _Mark:
         self.outer = None      # the mark of the module around it
         self.own_forward = module.__dict__.get("forward")  # set on the module itself, not by its class
         self.device = None     # of the shards, if to_empty() has said it
+        self.expects_more: set[str] = set()  # the methods that said of the next backward that it is not the last of its cycle
 
     @property
     def outermost(self):
@@ -300,18 +301,18 @@ class FSDPModule(theirs.FSDPModule):
         return copied
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backwards are the last of their cycle."""
-        shard.microbatch(_sharded_model(getattr(self, _MARK)), last=is_last_backward)
+        """Whether the next backwards are the last of their cycle. One is where none of these three methods says otherwise."""
+        _set_last(self, "set_is_last_backward", is_last_backward)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """False: backwards are not the last of their cycle, and gradients add up."""
         _refuse_part(self, "set_requires_gradient_sync", recurse)
-        shard.microbatch(_sharded_model(getattr(self, _MARK)), last=requires_gradient_sync)
+        _set_last(self, "set_requires_gradient_sync", requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """The same: here the outer axis is reduced once per cycle in any case."""
         _refuse_part(self, "set_requires_all_reduce", recurse)
-        shard.microbatch(_sharded_model(getattr(self, _MARK)), last=requires_all_reduce)
+        _set_last(self, "set_requires_all_reduce", requires_all_reduce)
 
     def set_modules_to_forward_prefetch(self, modules: Iterable[nn.Module]) -> None:
         """Which modules are gathered when this one's forward begins."""
@@ -351,6 +352,12 @@ class FSDPModule(theirs.FSDPModule):
 def _refuse_part(module, name, recurse):
     if getattr(module, _MARK).outer is not None or not recurse:
         raise _C.UsageError(f"{name}() is for the outermost module and all inside it: gradients of a model are one cycle")
+
+
+def _set_last(module, method, is_last):
+    root = getattr(module, _MARK).outermost
+    (root.expects_more.discard if is_last else root.expects_more.add)(method)
+    shard.microbatch(_sharded_model(root), last=not root.expects_more)
 
 
 def _set_prefetch(module, modules, in_backward):

@@ -27,16 +27,29 @@ class Parts:
             raise _C.UsageError("main weights are split or offloaded, so an optimizer cannot change them in place; call "
                                 "fully_shard() with main_storage='separate' and without offload")
         self.all = self.sharded.parameters()
+        self._by_name = {each.name: each for each in self.all}
         self.names = {id(parameter): name for name, parameter in shard.parameters_of(model).items()}
         self.owned: dict[str, nn.Parameter] = {}  # name -> the part, for what the optimizer updates and this rank has
         self.num_updates: dict[str, int] = {}     # name -> how many there were, for what the optimizer updates, on any rank
 
+    def check(self, group: dict[str, Any]) -> None:
+        """UsageError for a parameter that take() would not bring to the optimizer, or bring twice."""
+        for parameter in group["params"]:
+            part = self._part_of(parameter)
+            if part is not None and part.name in self.num_updates:
+                raise _C.UsageError(f"parameter '{part.name}' is in a group of the optimizer already")
+            if part is not None and parameter.requires_grad and not part.is_trainable:
+                raise _C.UsageError(f"parameter '{part.name}' was frozen in fully_shard(), so it has no gradients; set requires_grad "
+                                    "before fully_shard(), and freeze it after that")
+
+    def _part_of(self, parameter):
+        return self._by_name.get(self.names.get(id(parameter), ""))
+
     def take(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
         """Puts parts in the place of a group's parameters, and cuts the state that the optimizer has of them alike."""
-        by_name = {each.name: each for each in self.all}
         mine, names = [], []
         for index, parameter in enumerate(group["params"]):
-            part = by_name.get(self.names.get(id(parameter), ""))
+            part = self._part_of(parameter)
             if part is None:  # one of ignored_params, whose gradients are this rank's own
                 kept = parameter
             else:
@@ -105,10 +118,13 @@ class _Wrapped:
         try:
             if shard.model_of(added["params"]) is not parts.model:
                 raise _C.UsageError("add_param_group() got parameters of another model; give them an optimizer of their own")
+            parts.check(added)
         except _C.UsageError:
             self.param_groups.pop()  # type: ignore[attr-defined]
             raise
         parts.take(self, added)
+
+    step.hooked = True  # type: ignore[attr-defined]  # the step inside runs torch's hooks; load_state_dict() would add them here, too
 
 
 def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
@@ -129,6 +145,8 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
         raise _C.UsageError("LBFGS looks at all parameters at once, and would see this rank's parts alone; use an element-wise optimizer")
     model = shard.model_of(parameter for group in optimizer.param_groups for parameter in group["params"])
     parts = Parts(model)
+    for group in optimizer.param_groups:
+        parts.check(group)
     for group in optimizer.param_groups:
         parts.take(optimizer, group)
     optimizer.__dict__[_PARTS] = parts

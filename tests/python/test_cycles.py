@@ -122,21 +122,46 @@ def test_incomplete_gradients_are_not_given_out(world, strategy):
     assert len(fsdp.gradients(model)) == len(list(model.parameters()))
 
 
+def syncs(model, is_last):
+    model.set_requires_gradient_sync(is_last)
+
+
+def never_syncs(model, is_last):
+    model.set_requires_gradient_sync(False)
+
+
+def sums_over_replicas_once(model, is_last):
+    model.set_requires_all_reduce(is_last)
+    model.set_requires_gradient_sync(True)  # which does not make it the last
+
+
+def names_the_last(model, is_last):
+    model.set_is_last_backward(is_last)
+    model.set_requires_gradient_sync(True)
+
+
 @every_mesh
 @pytest.mark.parametrize("reshards", [True, False])
-def test_fsdp2s_words_for_microbatches(world, over, reshards):
+@pytest.mark.parametrize("say", [syncs, never_syncs, sums_over_replicas_once, names_the_last])
+def test_fsdp2s_words_for_microbatches(world, over, reshards, say):
     plain = small.Stack()
     model = copy.deepcopy(plain)
     mesh = MESHES[over](world)
     for module in (*model.blocks, model):
         fsdp2.fully_shard(module, mesh=mesh, reshard_after_forward=reshards)
+    theirs, ours = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model))
+    fsdp.shard_optimizer(ours)
 
     def backward(index, loss):
-        model.set_requires_gradient_sync(index == 2)
+        say(model, index == 2)
         loss.backward()
 
-    accumulate(world, plain, model, backward)
-    parity.compare_gradients(plain, model)
+    for _ in range(2):
+        accumulate(world, plain, model, backward)
+        for optimizer in (theirs, ours):
+            optimizer.step()
+            optimizer.zero_grad()
+    parity.compare_weights(plain, model)
 
 
 @every_mesh

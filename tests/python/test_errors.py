@@ -84,10 +84,21 @@ def test_misuses_are_named(world):
 def test_optimizers_and_clipping_of_torch_do_not_skip_sharded_gradients_silently(world):
     model = fsdp.fully_shard(small.Stack())
     model(torch.ones(2, small.WIDTH)).sum().backward()
-    with pytest.raises(RuntimeError, match="gradient"):
+    gradient = r"^\.grad of parameter '.*' is touched.* of shard_optimizer\(\) .* and read fsdp_cpp.gradients\(model\)$"
+    with pytest.raises(RuntimeError, match=gradient):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    with pytest.raises(RuntimeError, match="gradient|is touched while its unit"):
+    weight = r"is touched while its unit .* \(one of the units of fully_shard\(\)\), or under fsdp_cpp.unshard\(model\)$"
+    with pytest.raises(RuntimeError, match=f"{gradient}|{weight}"):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_gradients_that_nobody_reads_are_a_warning_in_pythons_words(world, capfd):
+    model = fsdp.fully_shard(small.Stack())
+    for _ in range(2):
+        model(torch.ones(2, small.WIDTH)).sum().backward()
+        fsdp.shard.handle(model).zero_grad()
+    said = capfd.readouterr().err
+    assert ("nothing is trained without step() of an optimizer of fsdp_cpp or of shard_optimizer()" in said) == (world.rank == 0), said
 
 
 def test_a_sharded_model_is_not_converted_silently(world):

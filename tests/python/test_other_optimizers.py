@@ -98,7 +98,14 @@ def test_groups_can_be_added_and_are_updated(world):
     head = torch.nn.Linear(2, 2)
     with pytest.raises(fsdp.UsageError, match="do not all belong to one sharded model"):
         optimizers[1].add_param_group({"params": list(head.parameters())})
+    with pytest.raises(fsdp.UsageError, match="parameter 'scale' is in a group of the optimizer already"):
+        optimizers[1].add_param_group({"params": [sharded.scale]})
     assert len(optimizers[1].param_groups) == 2
+    frozen = small.Stack()
+    frozen.scale.requires_grad_(False)
+    fsdp.fully_shard(frozen).scale.requires_grad_(True)
+    with pytest.raises(fsdp.UsageError, match="parameter 'scale' was frozen in fully_shard"):
+        fsdp.shard_optimizer(torch.optim.SGD(frozen.parameters(), lr=0.1))
     with pytest.raises(fsdp.UsageError, match=r"add_param_group\(\) cannot add"):
         fsdp.SGD(sharded).add_param_group({"params": list(head.parameters())})
 
@@ -169,6 +176,45 @@ class WithUnused(small.Stack):
 
 MISSING = {"fsdp.AdamW": lambda m: fsdp.AdamW(m, lr=0.1, weight_decay=0.5), "torch.optim.AdamW": lambda m: fsdp.shard_optimizer(
     torch.optim.AdamW(m.parameters(), lr=0.1, weight_decay=0.5)), "fsdp.SGD": lambda m: fsdp.SGD(m, lr=0.1, momentum=0.9, weight_decay=0.5)}
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.3)
+
+
+# AdamW here corrects averages by the model's steps, torch's by the parameter's; wrapped it is torch's.
+SOMETIMES = {"fsdp.SGD": (sgd, lambda m: fsdp.SGD(m, lr=0.1, momentum=0.9, weight_decay=0.3)),
+             "torch.optim.SGD": (sgd, lambda m: fsdp.shard_optimizer(sgd(m.parameters()))),
+             "torch.optim.AdamW": (adamw, lambda m: fsdp.shard_optimizer(adamw(m.parameters())))}
+
+
+@pytest.mark.parametrize("strategy,outer", [("no_shard", True), ("optim", True), ("optim_grads", False), ("optim_grads_params", False)])
+@pytest.mark.parametrize("kind", SOMETIMES)
+def test_gradients_that_come_sometimes_train_as_plain_ones(world, kind, strategy, outer, folder):  # noqa: F811
+    plain = WithUnused()
+    start = copy.deepcopy(plain)
+    theirs = SOMETIMES[kind][0](plain.parameters())
+
+    def new():
+        model = fsdp.fully_shard(copy.deepcopy(start), fsdp.mesh(outer=world.size if outer else 1), units=small.Block, strategy=strategy)
+        return model, SOMETIMES[kind][1](model)
+
+    def uses(step, rank):  # nobody, all, the last rank, nobody, all
+        return (False, True, rank == world.size - 1, False, True)[step]
+
+    model, ours = new()
+    for step, batches in enumerate(parity.batches_of(world, rows, 5)):
+        for rank, batch in enumerate(batches):
+            (plain(batch, uses=uses(step, rank)).square().mean() / world.size).backward()
+        model(batches[world.rank], uses=uses(step, world.rank)).square().mean().backward()
+        for optimizer in (theirs, ours):
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 3:  # one that has made fewer updates of some parameters
+            fsdp.save(folder, model, ours, step=step)
+            model, ours = new()
+            fsdp.load(folder, model, ours)
+    parity.compare_weights(plain, model)
 
 
 @pytest.mark.parametrize("offload", [0.0, 0.5])
@@ -378,6 +424,19 @@ def test_schedulers_made_before_and_after_wrapping_drive_it(world, made):
             optimizer.zero_grad()
             schedule.step()
     parity.compare_weights(plain, sharded)
+
+
+def test_hooks_of_a_step_run_once_also_after_a_state_dict_is_loaded(world):
+    model = fsdp.fully_shard(small.Stack())
+    optimizer = fsdp.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    for step in range(2):
+        loss_of(model, torch.ones(2, small.WIDTH)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert len(calls) == step + 1
+        optimizer.load_state_dict(optimizer.state_dict())
 
 
 def test_a_step_reads_nothing_from_the_default_device(world):

@@ -85,7 +85,7 @@ def test_parameters_replaced_elsewhere_are_named(world, how, strategy):
 
 @pytest.mark.parametrize("storage", ["separate", "split"])
 @every_strategy
-def test_changes_in_place_elsewhere_are_named(world, strategy, storage):
+def test_changes_in_place_elsewhere_are_named(world, strategy, storage, folder):  # noqa: F811
     model = fsdp.fully_shard(small.Stack().bfloat16(), strategy=strategy, main_storage=storage)
     values = {name: value.bfloat16() for name, value in other_values().items()}
     try:
@@ -93,7 +93,8 @@ def test_changes_in_place_elsewhere_are_named(world, strategy, storage):
     except RuntimeError as error:
         assert "is touched while its unit" in str(error)
         return
-    for reads in (lambda: loss_of(model, torch.ones(2, small.WIDTH, dtype=torch.bfloat16)), lambda: whole(model)):
+    for reads in (lambda: loss_of(model, torch.ones(2, small.WIDTH, dtype=torch.bfloat16)), lambda: whole(model),
+                  lambda: fsdp.save(folder, model)):
         with pytest.raises(fsdp.UsageError, match="was changed in place outside of .*write=True"):
             reads()
     with fsdp.unshard(model, write=True):

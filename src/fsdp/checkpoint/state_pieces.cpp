@@ -333,7 +333,9 @@ StatePieces weight_pieces_of(const CheckpointState& state, const StoredForm& for
   const int64_t number_of_rank = rank_in(engine.mesh());
   PieceCollector model(form.names, number_of_rank, pieces.model, pieces.model_pieces);
   int64_t number = 0;
-  for (const auto& unit : engine.units())
+  for (const auto& unit : engine.units()) {
+    engine.weights().check_parameters(
+        *unit);  // a change that main weights do not have is not saved
     for (const ParamGroup& group_state : unit->groups()) {
       const ParamGroup& group = group_state;
       const DType dtype = stored_dtype(group, values, form);
@@ -342,6 +344,7 @@ StatePieces weight_pieces_of(const CheckpointState& state, const StoredForm& for
         model.add(group.name_of(i), "", dtype, written, read);
       });
     }
+  }
   for (const NamedBuffer& buffer : state.buffers) {
     const Replicas all{engine.mesh_shape().outer * engine.mesh_shape().inner, number_of_rank};
     const auto read = std::make_shared<const FlatReader>(buffer_reader(buffer.value));

@@ -16,7 +16,14 @@ namespace py = pybind11;
 namespace {
 
 // Longer ones first, where one begins with another.
-constexpr std::array<std::pair<const char*, const char*>, 22> kWords = {{
+constexpr std::array<std::pair<const char*, const char*>, 26> kWords = {{
+    {"fsdp::AdamW or fsdp::SGD (their step.max_norm clips), clear with zero_grad() of those or of "
+     "Sharded, and read Sharded::parameters()",
+     "an optimizer of fsdp_cpp (max_norm clips) or of shard_optimizer() (clip_grad_norm_() of "
+     "fsdp_cpp clips), clear with its zero_grad(), and read fsdp_cpp.gradients(model)"},
+    {"grad() of parameter", ".grad of parameter"},
+    {"a unit named in ShardOptions::units is called by fsdp::call_unit",
+     "one of the units of fully_shard()"},
     {"an fsdp::AdamW or fsdp::SGD, or a reader of Sharded::parameters() or flat_shards()",
      "an optimizer of fsdp_cpp or of shard_optimizer(), or a reader of fsdp_cpp.gradients()"},
     {"Sharded::full_parameters(kWrite)", "fsdp_cpp.unshard(model, write=True)"},
@@ -38,6 +45,7 @@ constexpr std::array<std::pair<const char*, const char*>, 22> kWords = {{
     {"step.loss_scale.interval", "loss_scale_interval"},
     {"step.loss_scale.initial", "loss_scale"},
     {"step.", ""},
+    {"nullopt", "None"},
     {"kMeanOverRanks", "'mean'"},
     {"kSumOverRanks", "'sum'"},
     {"fsdp::AdamW", "fsdp_cpp.AdamW"},
@@ -97,7 +105,8 @@ void bind_errors(py::module_& module) {
       PyErr_SetString(class_of(caught), in_python(caught.what()).c_str());
     }
   });
-  translate_backward_errors([](const Error& error) { throw BackwardError(error); });
+  backward_error_translator = [](const Error& error) { throw BackwardError(error); };
+  sentence_translator = in_python;
 }
 
 }  // namespace fsdp

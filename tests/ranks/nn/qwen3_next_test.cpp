@@ -10,6 +10,7 @@
 #include "fsdp/checkpoint/checkpointer.h"
 #include "fsdp/checkpoint/load.h"
 #include "fsdp/nn/layers/rms_norm.h"
+#include "fsdp/optim/adamw.h"
 #include "fsdp/shard/parameter_init.h"
 #include "fsdp/train/model/trained_model.h"
 #include "support/layer_gradients.h"
@@ -112,6 +113,40 @@ TEST(ParallelQwen3Next, LearnsWhatTheWholeModelLearns) {
     testing::expect_close(stored_weights(directory.path(), next()), expected[num_losses],
                           text(grids));
   }
+}
+
+// Steps [first, last) of four losses each, from the checkpoint in `directory` and to it.
+void train_on(const Grids& grids, double offload, int first, int last,
+              const std::string& directory) {
+  run_ranks(grids.ranks, [&](World& world) {
+    const Mesh mesh = world.mesh(grids.mesh);
+    const auto model = build(next());
+    const Sharded sharded = fully_shard(model, mesh, {.offload = {.fraction = offload}});
+    AdamW optimizer(sharded, {.lr = 1e-2, .eps = 1e-2});
+    const CheckpointState state{.sharded = sharded, .optimizer = &optimizer};
+    const auto names = train::stored_name_rules(*model);
+    if (first > 0) load_checkpoint(directory, state, {.names = names});
+    const int num_microbatches = 4 / mesh.num_losses();
+    for (int step = first; step < last; ++step) {
+      for (int i = 0; i < num_microbatches; ++i) {
+        sharded.microbatch({.last = i + 1 == num_microbatches});
+        (loss_of(model, mesh.loss() * num_microbatches + i, step) / num_microbatches).backward();
+      }
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    save_checkpoint(directory, state, {.step = last}, {.form = {.names = names}});
+  });
+}
+
+TEST(ParallelQwen3Next, GoesOnOnOtherRanksWithItsOptimizerOnTheHost) {
+  const testing::TempDir straight;
+  train_on({1, {}}, 0.0, 0, 4, straight.path());
+  const testing::TempDir resumed;
+  train_on({2, {}}, 0.5, 0, 2, resumed.path());
+  train_on({4, {.outer = 2}}, 0.5, 2, 4, resumed.path());
+  testing::expect_close(stored_weights(resumed.path(), next()),
+                        stored_weights(straight.path(), next()), "resumed");
 }
 
 TEST(ParallelQwen3Next, HasTheSameFirstValuesOnAllGrids) {

@@ -1,5 +1,9 @@
-// Errors of ours inside a backward, which reach the program through autograd.
+// Errors of ours that reach the program through libtorch: those inside a backward, and those of
+// tensors that nobody may touch.
 #pragma once
+
+#include <string>
+#include <utility>
 
 #include "fsdp/base/error.h"
 
@@ -10,8 +14,13 @@ namespace fsdp {
 using BackwardErrorTranslator = void (*)(const Error& error);
 inline BackwardErrorTranslator backward_error_translator = nullptr;
 
-inline void translate_backward_errors(BackwardErrorTranslator translator) {
-  backward_error_translator = translator;
+// Another language's room says in its own words what libtorch throws when such a tensor is touched;
+// nullptr: it stays as it is. Set once, before the first model is sharded.
+using SentenceTranslator = std::string (*)(std::string sentence);
+inline SentenceTranslator sentence_translator = nullptr;
+
+inline std::string in_language_of_program(std::string sentence) {
+  return sentence_translator == nullptr ? sentence : sentence_translator(std::move(sentence));
 }
 
 // Runs what a hook does.

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "fsdp/base/check.h"
+#include "fsdp/shard/engine/backward_errors.h"
 
 namespace fsdp {
 
@@ -34,9 +35,9 @@ void GradientStandIns::add(const at::Tensor& parameter, const std::string& name)
       "grad() of parameter '", name,
       "' is touched, but the model is sharded and so are its gradients; update with "
       "fsdp::AdamW or fsdp::SGD (their step.max_norm clips), clear with zero_grad() of those "
-      "or of Sharded, and read Sharded::parameters() (Python: fsdp_cpp.AdamW, shard_optimizer(), "
-      "clip_grad_norm_() and gradients())");
-  stand_ins_.push_back({parameter, untouchable_like(parameter, sentence), name});
+      "or of Sharded, and read Sharded::parameters()");
+  stand_ins_.push_back(
+      {parameter, untouchable_like(parameter, in_language_of_program(sentence)), name});
 }
 
 void GradientStandIns::put() {

@@ -10,6 +10,7 @@
 #include "fsdp/base/dtype.h"
 #include "fsdp/base/log.h"
 #include "fsdp/comm/communicator.h"
+#include "fsdp/shard/engine/backward_errors.h"
 
 namespace fsdp {
 
@@ -260,9 +261,12 @@ void Gradients::count_unread_backward() {
 void Gradients::warn_unread(const std::string& what) {
   waits_for_reader_ = false;  // once is enough
   if (world_rank(mesh_) != 0) return;
-  log(LogLevel::kWarning, what,
-      ", and nobody has used a gradient since fully_shard(): nothing is trained without step() of "
-      "an fsdp::AdamW or fsdp::SGD, or a reader of Sharded::parameters() or flat_shards()");
+  log(LogLevel::kWarning,
+      in_language_of_program(concat(
+          what,
+          ", and nobody has used a gradient since fully_shard(): nothing is trained without step() "
+          "of an fsdp::AdamW or fsdp::SGD, or a reader of Sharded::parameters() or "
+          "flat_shards()")));
 }
 
 bool Gradients::has_any() const {

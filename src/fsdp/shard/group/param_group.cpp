@@ -10,6 +10,7 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/torch_dtype.h"
+#include "fsdp/shard/engine/backward_errors.h"
 #include "fsdp/shard/group/quantized_parameter.h"
 
 namespace fsdp {
@@ -33,7 +34,7 @@ std::string sharded_sentence(const std::string& unit, const GroupMember& member)
   return concat("parameter '", member.names.front(), "' is touched while its unit '", unit,
                 "' is sharded; use it inside the forward of a unit that holds it (a unit named in "
                 "ShardOptions::units is called by fsdp::call_unit), or under "
-                "Sharded::full_parameters() (Python: fsdp_cpp.unshard(model))");
+                "Sharded::full_parameters()");
 }
 
 FlatBufferSpec weight_spec(PlacementPair placed, const GroupTypes& types,
@@ -93,7 +94,7 @@ ParamGroup::ParamGroup(std::string unit, std::vector<GroupMember> members, Train
   for (size_t i = 0; i < members_.size(); ++i)
     storages_.emplace_back(
         layout_.tensor_range(static_cast<int64_t>(i)).numel() * element_bytes(types_.weight),
-        setting.device, sharded_sentence(unit_, members_[i]));
+        setting.device, in_language_of_program(sharded_sentence(unit_, members_[i])));
   main_weights_.emplace(layout_, types_, setting, weight_);  // needs the weights' memory
   if (types_.trainable) gradient_.emplace(layout_, paths, types_, setting);
   if (types_.is_quantized()) quantize_by(paths);
