@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import unittest
 
 import failure_checks
@@ -17,8 +16,7 @@ RANKS = 3
 
 
 def run(failure, **environment):
-    """Returns ({rank: its last message}, seconds)."""
-    begin = time.monotonic()
+    """Returns {rank: its last message}."""
     job = subprocess.run(
         [*MPIRUN, "-n", str(RANKS), BINARY, failure],
         env={**os.environ, **environment},
@@ -29,22 +27,20 @@ def run(failure, **environment):
     )
     messages = dict(re.findall(r"^\[rank (\d)\] (.*)$", job.stdout, re.MULTILINE))
     assert job.returncode != 0, f"{failure} ended well:\n{job.stdout}"
-    return {int(rank): text for rank, text in messages.items()}, time.monotonic() - begin
+    return {int(rank): text for rank, text in messages.items()}
 
 
 class MpiFailures(failure_checks.FailureChecks, unittest.TestCase):
     run_job = staticmethod(run)
 
     def test_deadline_names_operation_and_who_has_not_arrived(self):
-        messages, seconds = run("away", FSDP_TIMEOUT_S="1")
+        messages = run("away", FSDP_TIMEOUT_S="1")
         self.assertEqual(sorted(messages), [0, 1])
         for message in messages.values():
             self.assertIn("barrier 'blocks.3' waited 1 s for world rank 2, which has not arrived", message)
-        self.assertLess(seconds, 20)  # without the deadline the job stands still; starting and ending it takes seconds
 
     def test_a_dead_process_ends_the_job(self):
-        _, seconds = run("die")
-        self.assertLess(seconds, 20)
+        run("die")
 
 
 if __name__ == "__main__":

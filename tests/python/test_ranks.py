@@ -46,11 +46,9 @@ def test_python_ends_with_everything_open():
                                            ("one_rank_raises_in_a_forward", "rank 1 failed: ZeroDivisionError: division by zero"),
                                            ("one_rank_is_interrupted", "rank 1 failed: KeyboardInterrupt")])
 def test_others_end_with_the_name_and_words_of_the_rank_that_failed(name, sentence):
-    begin = time.monotonic()
     (status0, out0), (status1, out1), (status2, out2) = run(3, name)
     assert status0 != 0 and status1 != 0 and status2 != 0
     assert sentence in out0 and sentence in out2, out0 + out2
-    assert time.monotonic() - begin < 45
 
 
 def test_others_end_when_a_rank_exits():

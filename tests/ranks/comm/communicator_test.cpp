@@ -106,7 +106,6 @@ TEST(ThreadsCommunicator, ShowsBothSidesOfADisagreementOnAllRanks) {
        "stored by add"},
   };
   for (const Disagreement& row : table) {
-    const auto begin = std::chrono::steady_clock::now();
     const auto messages = messages_of(3, {}, [&](World& world) {
       world.communicator().barrier("together").wait();
       (world.rank() == 2 ? row.odd_one : row.most)(world.communicator()).wait();
@@ -115,7 +114,6 @@ TEST(ThreadsCommunicator, ShowsBothSidesOfADisagreementOnAllRanks) {
       EXPECT_THAT(message, AllOf(HasSubstr("operation 1"), HasSubstr(row.words_of_most),
                                  HasSubstr(row.words_of_odd_one)))
           << row.name;
-    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5)) << row.name;
   }
 }
 
@@ -150,7 +148,6 @@ TEST(ThreadsCommunicator, NamesWhoHasNotArrivedAtTheDeadline) {
 }
 
 TEST(ThreadsCommunicator, GivesTheMessageOfAFailingRankToAllOthers) {
-  const auto begin = std::chrono::steady_clock::now();
   const auto messages = messages_of(4, {}, [](World& world) {
     const Mesh mesh = world.mesh({.outer = 2});
     if (world.rank() == 2) throw Error("no space left for blocks.7");
@@ -163,12 +160,10 @@ TEST(ThreadsCommunicator, GivesTheMessageOfAFailingRankToAllOthers) {
   for (const int rank : {0, 1, 3})
     EXPECT_THAT(messages[static_cast<size_t>(rank)],
                 HasSubstr("rank 2 failed: no space left for blocks.7"));
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
 }
 
 TEST(ThreadsCommunicator, LetsAFailingRankLeaveWithWorkInFlight) {
   // Rank 1's gather can never be completed; closing its communicator must not wait for it.
-  const auto begin = std::chrono::steady_clock::now();
   const auto messages = messages_of(2, {}, [](World& world) {
     const std::vector<int> together = {0, 0};
     const auto group = world.communicator().split(together, "group");
@@ -179,11 +174,9 @@ TEST(ThreadsCommunicator, LetsAFailingRankLeaveWithWorkInFlight) {
     world.communicator().barrier("waits").wait();
   });
   EXPECT_THAT(messages[0], HasSubstr("rank 1 has had enough"));
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
 }
 
 TEST(ThreadsCommunicator, FailsWithTheErrorOfWhatItFollows) {
-  const auto begin = std::chrono::steady_clock::now();
   const auto messages = messages_of(2, {}, [](World& world) {
     const std::vector<int> together = {0, 0};
     const auto second = world.communicator().split(together, "second");
@@ -196,7 +189,6 @@ TEST(ThreadsCommunicator, FailsWithTheErrorOfWhatItFollows) {
   for (const std::string& message : messages)
     EXPECT_THAT(message, AllOf(HasSubstr("disagree"), HasSubstr("all_reduce (sum) 'bad'"),
                                HasSubstr("36 bytes")));
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
 }
 
 // Each rank receives 20000 bytes in every one of these.
