@@ -17,6 +17,7 @@ Over: TypeAlias = "_C.Mesh | DeviceMesh | torch.distributed.ProcessGroup | None"
 _world: _C.World | None = None                  # of all ranks of the job
 _worlds: dict[tuple[int, ...], _C.World] = {}   # ranks of torch.distributed -> the world they made
 _default_mesh: _C.Mesh | None = None
+_is_rank = True                                 # not in children of os.fork()
 _local_rank: int | None = None                  # of this process on its host, where torch.distributed is initialised
 
 
@@ -164,12 +165,23 @@ def _watch_exceptions(made):
 
     def tell_others(kind, value, trace):
         try:
-            if made.is_open:
-                made.abort(f"rank {made.rank} failed: {kind.__name__}: {value}")
+            if _is_rank and made.is_open:
+                # The words of a RemoteError name the rank that failed, which is not this one.
+                made.abort(str(value) if issubclass(kind, _C.RemoteError) else f"rank {made.rank} failed: {kind.__name__}: {value}")
         finally:
             before(kind, value, trace)
 
     sys.excepthook = tell_others
+
+
+def _leave_to_parent():
+    """A child of os.fork() is no rank: it neither closes the connections that it shares with its parent nor speaks for it."""
+    global _is_rank
+    _is_rank = False
+    _C.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @atexit.register

@@ -55,6 +55,35 @@ def one_rank_exits():
         step(model, optimizer)
 
 
+def saves_where_no_directory_can_be():
+    model, optimizer = trained()
+    fsdp.save(os.environ["FSDP_TEST_PATH"], model, optimizer)
+
+
+def one_rank_dies_during_a_save():
+    model, optimizer = trained()
+    checkpointer = fsdp.Checkpointer(os.environ["FSDP_TEST_PATH"], model, optimizer)
+    fsdp.world().barrier()
+    if fsdp.world().rank == 1:
+        os._exit(9)
+    checkpointer.save(1)
+    checkpointer.wait()
+
+
+def children_leave():
+    """Forked, they end as Python ends: with a status, and by an exception; their parents go on."""
+    model, optimizer = trained()
+    child = os.fork()
+    if child == 0:
+        if fsdp.world().rank == 0:
+            sys.exit(3)
+        raise ValueError("of a child")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (3 if fsdp.world().rank == 0 else 1)
+    step(model, optimizer)
+    fsdp.world().barrier()
+    print(f"rank {fsdp.world().rank} done", flush=True)
+
+
 def one_rank_is_interrupted():
     model, optimizer = trained()
     if fsdp.world().rank == 1:

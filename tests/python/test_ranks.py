@@ -51,6 +51,24 @@ def test_others_end_with_the_name_and_words_of_the_rank_that_failed(name, senten
     assert sentence in out0 and sentence in out2, out0 + out2
 
 
+def test_every_rank_names_the_one_that_failed_and_why(tmp_path):
+    (tmp_path / "file").write_text("")
+    for rank, (status, out) in enumerate(run(3, "saves_where_no_directory_can_be", FSDP_TEST_PATH=str(tmp_path / "file/run"))):
+        said = out.strip().splitlines()[-1]
+        assert status == 1 and str(tmp_path / "file") in said, out
+        assert ("RemoteError: opening the directory of checkpoints failed on rank 0: " in said) == (rank > 0), out
+
+
+def test_others_end_when_a_rank_dies_during_a_save(tmp_path):
+    (status0, out0), (status1, _) = run(2, "one_rank_dies_during_a_save", FSDP_TEST_PATH=str(tmp_path))
+    assert status1 == 9 and status0 == 1 and "rank 1" in out0, out0
+
+
+def test_forked_children_leave_alone():
+    for rank, (status, out) in enumerate(run(2, "children_leave")):
+        assert status == 0 and f"rank {rank} done" in out, out
+
+
 def test_others_end_when_a_rank_exits():
     (status0, out0), (status1, _) = run(2, "one_rank_exits")
     assert status1 == 3 and status0 == 1 and "rank 1" in out0, out0

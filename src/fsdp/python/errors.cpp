@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "fsdp/base/error.h"
+#include "fsdp/comm/comm_error.h"
 #include "fsdp/shard/engine/backward_errors.h"
 
 namespace fsdp {
@@ -54,8 +55,10 @@ constexpr std::array<std::pair<const char*, const char*>, 26> kWords = {{
 
 PyObject* error_class = nullptr;
 PyObject* usage_error_class = nullptr;
+PyObject* remote_error_class = nullptr;
 
 PyObject* class_of(const Error& error) {
+  if (dynamic_cast<const RemoteError*>(&error) != nullptr) return remote_error_class;
   return dynamic_cast<const UsageError*>(&error) != nullptr ? usage_error_class : error_class;
 }
 
@@ -96,6 +99,10 @@ void bind_errors(py::module_& module) {
   const py::tuple bases = py::make_tuple(py::handle(error_class), py::handle(PyExc_ValueError));
   usage_error_class = PyErr_NewExceptionWithDoc(
       "fsdp_cpp.UsageError", "A wrong argument or option.", bases.ptr(), nullptr);
+  remote_error_class = PyErr_NewExceptionWithDoc("fsdp_cpp.RemoteError",
+                                                 "Another rank failed; the message has its words.",
+                                                 error_class, nullptr);
+  module.attr("RemoteError") = py::handle(remote_error_class);
   module.attr("Error") = py::handle(error_class);
   module.attr("UsageError") = py::handle(usage_error_class);
   py::register_local_exception_translator([](std::exception_ptr thrown) {

@@ -7,8 +7,8 @@
 
 namespace fsdp {
 
-// fsdp_cpp.Error, a RuntimeError, and fsdp_cpp.UsageError, which is a ValueError, too; also for
-// errors inside a backward, which pass through autograd.
+// fsdp_cpp.Error, a RuntimeError, its UsageError, which is a ValueError, too, and its RemoteError,
+// which another rank has caused; also for errors inside a backward, which pass through autograd.
 void bind_errors(pybind11::module_& module);
 
 // A sentence of the library's in Python's words: "Sharded::reset()" is "fsdp_cpp.reset(model)",

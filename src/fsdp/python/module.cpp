@@ -23,4 +23,5 @@ PYBIND11_MODULE(_C, module) {
   module.def("log_warning",
              [](const std::string& line) { fsdp::log(fsdp::LogLevel::kWarning, line); });
   module.def("close_all", &fsdp::close_all, fsdp::WithoutGil());
+  module.def("leave_to_parent", &fsdp::leave_to_parent);
 }

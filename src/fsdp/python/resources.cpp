@@ -1,6 +1,7 @@
 #include "fsdp/python/resources.h"
 
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "fsdp/shard/fully_shard.h"
@@ -35,6 +36,15 @@ void close_all() {
     }
     if (newest) newest->close();
   }
+}
+
+void leave_to_parent() {
+  // A thread that held it has no counterpart here.
+  const std::unique_lock lock(resources_mutex, std::try_to_lock);
+  if (!lock) return;
+  for (const std::weak_ptr<Resource>& each : std::exchange(all_resources(), {}))
+    if (std::shared_ptr<Resource> resource = each.lock())
+      new std::shared_ptr<Resource>(std::move(resource));
 }
 
 ShardedModel::ShardedModel(std::shared_ptr<RankMesh> over, std::shared_ptr<ModuleMirror> model,

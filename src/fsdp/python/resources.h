@@ -30,6 +30,8 @@ class Resource {
 void remember(const std::shared_ptr<Resource>& resource);
 // Closes all that are remembered, the newest first.
 void close_all();
+// In a child of fork(): never destroys them, because their connections are still the parent's.
+void leave_to_parent();
 
 template <typename R, typename... Arguments>
 std::shared_ptr<R> make_resource(Arguments&&... arguments) {

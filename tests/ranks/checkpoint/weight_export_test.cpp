@@ -276,8 +276,8 @@ TEST(WeightExport, AFullDiskLeavesNoDirectory) {
   run_training({.ranks = 2}, [&](TrainingRank& rank) {
     const std::string error = error_of<Error>(
         [&] { export_weights(rank.state(), directory / "weights", {}, {.chunk_bytes = 100}); });
-    EXPECT_THAT(error, HasSubstr(rank.world.rank() == 0 ? "model.safetensors"
-                                                        : "failed on rank 0: "));
+    EXPECT_THAT(error,
+                HasSubstr(rank.world.rank() == 0 ? "model.safetensors" : "failed on rank 0: "));
   });
   EXPECT_THAT(names_in(directory.path()), IsEmpty());
 }
