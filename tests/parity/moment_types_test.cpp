@@ -1,8 +1,12 @@
-// Whether a model learns as well with narrow moments: 300 steps of a small Llama.
+// Whether a model learns as well with narrow moments, and with a narrow wire: 300 steps of a small
+// Llama.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <torch/utils.h>
 
+#include <atomic>
+#include <mutex>
+#include <optional>
 #include <string>
 
 #include "fsdp/optim/adamw.h"
@@ -32,16 +36,33 @@ at::Tensor tokens_of(at::Generator generator) {
   return tokens;
 }
 
-double final_loss(at::ScalarType first, at::ScalarType second) {
-  double loss_sum = 0;
-  testing::run_ranks(1, [&](World& world) {
-    const Mesh mesh = world.mesh();
-    torch::manual_seed(11);
-    bench::Llama model(kShape);
-    const Sharded sharded = fully_shard(model, mesh);
+// Ranks are threads, which draw from one generator.
+bench::Llama make_llama() {
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  torch::manual_seed(11);
+  return bench::Llama(kShape);
+}
+
+struct Setup {
+  at::ScalarType first = at::kFloat;
+  at::ScalarType second = at::kFloat;
+  std::optional<at::ScalarType> wire = std::nullopt;
+  int outer = 1;
+  int inner = 1;
+};
+
+// The mean loss of the last 30 steps on all ranks, which share out each batch.
+double final_loss(const Setup& setup) {
+  std::atomic<double> loss_sum = 0;
+  const int ranks = setup.outer * setup.inner;
+  testing::run_ranks(ranks, [&](World& world) {
+    const Mesh mesh = world.mesh({.outer = setup.outer});
+    bench::Llama model = make_llama();
+    const Sharded sharded = fully_shard(model, mesh, {.precision = {.grad_comm = setup.wire}});
     AdamW optimizer(sharded, {.weight_decay = 0.1,
-                              .first_moment = first,
-                              .second_moment = second,
+                              .first_moment = setup.first,
+                              .second_moment = setup.second,
                               .step = {.max_norm = 1.0}});
     const LearningRateOptions schedule{.schedule = RateSchedule::kCosine,
                                        .rate = 3e-3,
@@ -50,10 +71,10 @@ double final_loss(at::ScalarType first, at::ScalarType second) {
                                        .total_steps = kSteps};
     at::Generator data = at::detail::createCPUGenerator(5);
     for (int step = 1; step <= kSteps; ++step) {
-      const at::Tensor tokens = tokens_of(data);
+      const at::Tensor tokens = tokens_of(data).chunk(ranks)[static_cast<size_t>(world.rank())];
       const at::Tensor loss =
           model(tokens.narrow(1, 0, kShape.sequence), tokens.narrow(1, 1, kShape.sequence));
-      if (step > kSteps - 30) loss_sum += loss.item<double>() / 30;
+      if (step > kSteps - 30) loss_sum += loss.item<double>() / 30 / ranks;
       loss.backward();
       optimizer.set_learning_rate(learning_rate(schedule, step));
       optimizer.step();
@@ -64,7 +85,7 @@ double final_loss(at::ScalarType first, at::ScalarType second) {
 }
 
 TEST(NarrowMoments, LearnAsFp32OnesDo) {
-  const double expected = final_loss(at::kFloat, at::kFloat);
+  const double expected = final_loss({});
   EXPECT_LT(expected, 3.0) << "it learns: guessing costs 4.16";
   struct Case {
     at::ScalarType first, second;
@@ -75,10 +96,22 @@ TEST(NarrowMoments, LearnAsFp32OnesDo) {
         Case{at::kFloat8_e4m3fn, at::kFloat8_e4m3fn, 0.02},
         Case{at::kFloat8_e4m3fn, at::kFloat8_e5m2, 0.02},
         Case{at::kFloat, at::kFloat8_e4m3fn, 0.02}}) {
-    const double loss = final_loss(each.first, each.second);
+    const double loss = final_loss({each.first, each.second});
     std::printf("moments %s, %s: loss %.4f, %+.2f %% of fp32's %.4f\n", c10::toString(each.first),
                 c10::toString(each.second), loss, 100 * (loss / expected - 1), expected);
     EXPECT_NEAR(loss, expected, each.tolerance * expected) << each.first << ", " << each.second;
+  }
+}
+
+TEST(NarrowWire, LearnsAsAnFp32OneDoes) {
+  const double expected = final_loss({.inner = 2});
+  EXPECT_LT(expected, 3.0) << "it learns: guessing costs 4.16";
+  for (const int outer : {1, 2}) {
+    const double loss = final_loss({.wire = at::kBFloat16, .outer = outer, .inner = 2});
+    std::printf("bf16 wire, outer %d: loss %.4f, %+.2f %% of fp32's %.4f\n", outer, loss,
+                100 * (loss / expected - 1), expected);
+    EXPECT_NEAR(loss, expected, 0.01 * expected) << "outer " << outer;
+    EXPECT_NE(loss, expected) << "the wire was not narrow";
   }
 }
 

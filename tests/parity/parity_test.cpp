@@ -79,7 +79,8 @@ class SameBits : public ::testing::TestWithParam<ModelKind> {
 TEST_P(SameBits, OnOneRankAsInAPlainModel) {
   for (const char* strategy : {"no_shard", "optim", "optim_grads_params+hfsdp", "SS/SS/SS"})
     for (const int microbatches : {1, 3})
-      for (const Precision precision : {Precision::kFp32, Precision::kBf16, Precision::kBf16Wire}) {
+      for (const Precision precision : {Precision::kFp32, Precision::kBf16, Precision::kBf16Wire,
+                                        Precision::kBf16Grads, Precision::kBf16Alone}) {
         const ParityCase parity{.model = GetParam(),
                                 .strategy = strategy,
                                 .microbatches = microbatches,

@@ -16,9 +16,11 @@
 namespace fsdp::testing {
 
 enum class Precision : uint8_t {
-  kFp32,      // everything
-  kBf16,      // bf16 weights and activations; fp32 main weights, main gradients and wire
-  kBf16Wire,  // the same with a bf16 wire
+  kFp32,       // everything
+  kBf16,       // bf16 weights and activations; fp32 main weights, main gradients and wire
+  kBf16Wire,   // the same with a bf16 wire
+  kBf16Grads,  // with bf16 main gradients and wire
+  kBf16Alone,  // no main weights, and gradients of the weights' type
 };
 
 const char* name_of(Precision precision);
@@ -100,7 +102,7 @@ struct PlainOutcome {
   std::map<std::string, PlainParameter> parameters;
 };
 
-// Reads model, number of ranks, microbatches, compute dtype and gradient. Kept for the next call.
+// Reads model, number of ranks, microbatches, precision and gradient. Kept for the next call.
 const PlainOutcome& train_plain(const ParityCase& parity);
 
 // One rank and libtorch's AdamW: the same bits. Else: within the tolerances that parity.cpp

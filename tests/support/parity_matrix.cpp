@@ -30,7 +30,8 @@ constexpr std::array kModels = {ModelKind::kMlp, ModelKind::kLlama, ModelKind::k
 constexpr std::array kPools = {PoolKind::kOnDemand, PoolKind::kDoubleBuffer, PoolKind::kMaxPool,
                                PoolKind::kPlanned};
 constexpr std::array kMicrobatches = {1, 3};
-constexpr std::array kPrecisions = {Precision::kFp32, Precision::kBf16, Precision::kBf16Wire};
+constexpr std::array kPrecisions = {Precision::kFp32, Precision::kBf16, Precision::kBf16Wire,
+                                    Precision::kBf16Grads, Precision::kBf16Alone};
 constexpr std::array kLifetimes = {GradientLifetime::kPersistent, GradientLifetime::kStep};
 constexpr std::array kGradients = {GradientOf::kMeanOverRanks, GradientOf::kSumOverRanks};
 

@@ -334,8 +334,8 @@ StatePieces weight_pieces_of(const CheckpointState& state, const StoredForm& for
   PieceCollector model(form.names, number_of_rank, pieces.model, pieces.model_pieces);
   int64_t number = 0;
   for (const auto& unit : engine.units()) {
-    engine.weights().check_parameters(
-        *unit);  // a change that main weights do not have is not saved
+    // A change that main weights do not have would not be saved.
+    engine.weights().check_parameters(*unit);
     for (const ParamGroup& group_state : unit->groups()) {
       const ParamGroup& group = group_state;
       const DType dtype = stored_dtype(group, values, form);
