@@ -224,8 +224,15 @@ TEST_F(InspectCommand, SaysWhatIsWrongWithAPath) {
     ASSERT_EQ(::mkfifo((directory_ / name).c_str(), 0600), 0);
     expect_error(inspect(directory_ / name), 1, name);
   }
-  write_text(run_ + "/latest", "step-00000999\n");
-  expect_error(inspect(run_), 1, "holds step-00000050, step-00000100");
+}
+
+TEST_F(InspectCommand, ShowsTheNewestOfARunWhateverLatestSays) {
+  for (const char* text : {"step-00000999\n", "best\n", "step-00000001\n"}) {
+    write_text(run_ + "/latest", text);
+    EXPECT_THAT(inspect(run_).out, HasSubstr("/step-00000100\n")) << text;
+  }
+  write_text(run_ + "/latest", "step-00000050\n");
+  EXPECT_THAT(inspect(run_).out, HasSubstr("/step-00000050\n"));
 }
 
 TEST_F(InspectCommand, ShowsLittleOfLongNamesAndNoControlCharacters) {

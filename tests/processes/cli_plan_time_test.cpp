@@ -84,6 +84,26 @@ TEST(PlannedTime, IsShownAsWordsAndJson) {
               1e-6 * 512e3);
 }
 
+TEST(PlannedTime, TakesPublishedLinksAndSaysSo) {
+  const std::string many = "--model llama-1b --ranks 64 --batch 64 --sequence 512 --rates h200 ";
+  const auto same = [&](const std::string& axes, const std::string& links, const Json& published) {
+    SCOPED_TRACE(axes);
+    Json taken = plan_json(many + axes)["time"];
+    EXPECT_EQ(taken["published_links"], published);
+    taken.erase("published_links");
+    EXPECT_EQ(taken, plan_json(many + axes + links)["time"]);
+  };
+  same("--outer 8 ", "--link nvlink4 --outer-link 400g", {{"inner", "nvlink4"}, {"outer", "400g"}});
+  same("--outer 8 --link-latency 500 ", "--link 450GB --outer-link 50GB",
+       {{"inner", "nvlink4"}, {"outer", "400g"}});
+  same("--tp 4 ", "--link 400g --group-link nvlink4", {{"inner", "400g"}, {"group", "nvlink4"}});
+  const std::string says =
+      "links as published, not measured: inner nvlink4 (450 GB/s), outer 400g (50 GB/s); --link";
+  EXPECT_THAT(run_fsdp("plan " + many + "--outer 8").out, HasSubstr(says));
+  EXPECT_THAT(run_fsdp("plan " + many + "--link 1GB").out, Not(HasSubstr("published")));
+  EXPECT_THAT(run_fsdp("plan " + kTimed).out, Not(HasSubstr("published")));
+}
+
 TEST(PlannedTime, IsDrawnAndListed) {
   const CommandResult list = run_fsdp("plan " + kTimed + "--timeline");
   EXPECT_THAT(list.out, AllOf(HasSubstr("timeline of a step, ms\n"),

@@ -110,6 +110,40 @@ class LossMasks(Data):
         self.assertRegex(self.fsdp("data", "info", "masked.bin").stdout, r"learnt +[\d,]+ of the tokens \(loss mask\)")
 
 
+class Damage(Data):
+    def flip(self, name, place):
+        """Changes a token of bytes into another one of the vocabulary."""
+        with open(self.root / name, "r+b") as file:
+            file.seek(place)
+            byte = file.read(1)[0]
+            file.seek(place)
+            file.write(bytes([byte ^ 1]))
+
+    def refused(self, name, *options):
+        done = self.fsdp("train", "--model", "model", *small_runs.SHAPE, "--sample", "", "--quiet", "--log",
+                         f"{name}.jsonl", "--checkpoint-dir", name, *options, code=1)
+        self.assertRegex(done.stderr, r"\.bin: its tokens are damaged \(the checksum differs\); use another copy")
+
+    def test_a_run_goes_on_with_no_flipped_bit(self):
+        self.fsdp("data", "pack", "text.txt", "--output", "text.bin")
+        self.train("run", "--data", "text.bin", "--checkpoint-dir", "run")
+        self.flip("text.bin", 1000)
+        self.refused("run", "--data", "text.bin", "--steps", STEPS + 2)
+        self.refused("new", "--data", "text.txt", "--validation-data", "text.bin", "--steps", 2)
+        self.assertFalse((self.root / "new").exists())
+
+    def test_a_large_file_is_verified_before_anything_is_published(self):
+        small_runs.write_text(self.root / "line.txt", copies=1)
+        (self.root / "large.txt").write_text((self.root / "line.txt").read_text() * 560_000)
+        self.fsdp("data", "pack", "large.txt", "--output", "large.bin")
+        size = (self.root / "large.bin").stat().st_size
+        self.assertGreater(size, 64 << 20)
+        self.flip("large.bin", size - 1000)
+        self.refused("run", "--data", "large.bin", "--steps", 2, "--checkpoint-every", 1, "--validate-every", 0,
+                     "--ranks", 2)
+        self.assertEqual([path.name for path in (self.root / "run").iterdir() if path.is_dir()], [])
+
+
 class Documents(Data):
     def setUp(self):
         super().setUp()

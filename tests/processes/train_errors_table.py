@@ -326,7 +326,7 @@ FAILURES = [
     ("train --resume damaged", DAMAGED),
     ("train --resume gone", "model/00000-0.safetensors: cannot open the file"),
     ("train --checkpoint-dir damaged --steps 6", DAMAGED),
-    ("train --checkpoint-dir incomplete --steps 6", "incomplete/latest: names step-00000004, which is not there"),
+    ("train --checkpoint-dir incomplete --steps 6", "incomplete/step-00000004: has no manifest.json, so it is no complete checkpoint"),
     ("train --init nothing", "nothing: there is no such directory"),
     ("train --init damaged", DAMAGED),
     ("train --sequence 64 --batch 1073741824",

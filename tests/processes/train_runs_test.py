@@ -180,6 +180,16 @@ class Quantized(Trained):
                 self.assertEqual(step["terms"]["overflow"], 0)
                 self.assertLess(step["terms"]["underflow"], 1e-3)
 
+    def test_the_scale_of_the_loss_changes_no_bit(self):
+        small_runs.write_model(self.root / "aligned" / "config.json", hidden_size=64, intermediate_size=128,
+                               num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
+        for recipe in ("fp8-row", "fp8-tensor", "fp8-block"):
+            words = ["--model", "aligned", "--weights", recipe, "--lr", "1e-3", "--ranks", 2]
+            at_one = self.train(f"{recipe}-1", *words)
+            for scale in (2**-15, 2**10):
+                with self.subTest(recipe, scale=scale):
+                    self.assertEqual(self.train(f"{recipe}-{scale}", *words, "--loss-scale", scale), at_one)
+
     def test_fp8_trains_on_every_axis(self):
         small_runs.write_model(self.root / "aligned" / "config.json", hidden_size=64, intermediate_size=64,
                                num_attention_heads=4, num_key_value_heads=2, model_type="mixtral", num_local_experts=4,

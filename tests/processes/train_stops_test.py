@@ -5,6 +5,7 @@ Usage: train_stops_test.py FSDP [MPIRUN [MPIRUN_OPTION...]]      without mpirun 
 FSDP_CRASH_SEED chooses other instants for the kills.
 """
 
+import json
 import os
 import pathlib
 import random
@@ -191,6 +192,29 @@ class Resumes(Stops):
         self.assertEqual(self.losses("new"), {step: loss for step, loss in self.losses("straight").items() if step > 3})
         self.assertEqual((self.root / "old" / "latest").read_text().strip(), "step-00000003")
 
+    def test_goes_on_from_the_newest_checkpoint_whatever_latest_says(self):
+        self.finish("straight", 8)
+        latest = self.root / "run" / "latest"
+        for steps, text in ((2, None), (4, "step-00000003\n"), (6, "no step\n")):
+            self.finish("run", steps)
+            # A run that was killed before step 3 was there, and whoever goes back, leaves the second of these texts.
+            latest.unlink()
+            if text:
+                latest.write_text(text)
+            shown = small_runs.run([FSDP, "inspect", "run", "--json"], cwd=self.root).stdout
+            self.assertEqual(json.loads(shown)["step"], 2 if steps == 4 else steps)
+        self.finish("run", 8)
+        self.assertEqual(self.losses("run"), self.losses("straight"))
+        self.assertEqual(latest.read_text(), "step-00000008\n")
+        # One that is damaged is passed over, with a warning.
+        with open(self.root / "run" / "step-00000008" / "optimizer" / "00000-0.safetensors", "r+b") as file:
+            file.seek(-8, os.SEEK_END)
+            file.write(b"12345678")
+        done = self.finish("run", 10)
+        self.assertRegex(done.stderr, "step-00000008: is damaged .*, so this run goes on from step-00000006: ")
+        self.finish("straight", 10)
+        self.assertEqual(self.losses("run"), self.losses("straight"))
+
     def test_quantised_weights_go_on_with_the_same_bits(self):
         for options in (["fp8-row"], ["fp8-tensor"], ["fp8-block"], ["fp8-row", "--weights-scaling", "delayed"]):
             with self.subTest(" ".join(options)):
@@ -365,14 +389,21 @@ class Waits(Stops):
                 self.assertGreater(seconds, 2.5)
 
     def test_processes_that_find_different_data_do_not_train_together(self):
-        script = ('case $OMPI_COMM_WORLD_RANK in 1) exec "$@" --data other.txt;; *) exec "$@" --data text.txt;; esac')
         small_runs.write_text(self.root / "other.txt", copies=50)
+        small_runs.run([FSDP, "data", "pack", "text.txt", "--output", "text.bin"], cwd=self.root)
+        copy = bytearray((self.root / "text.bin").read_bytes())
+        copy[1000] ^= 1  # under the same header
+        (self.root / "copy.bin").write_bytes(copy)
         command = [word for word in self.command("run", 3) if word not in ("--data", "text.txt")]
-        done = small_runs.run([*MPIRUN, "-n", "2", "sh", "-c", script, "sh", *command], cwd=self.root, code=None,
-                              timeout=60)
-        self.assertEqual(done.returncode, 1, "ranks with different data trained together")
-        self.assertIn("rank 1 reads other data than rank 0", done.stderr)
-        self.assertFalse((self.root / "run").exists())
+        for first, second, error in (("text.txt", "other.txt", "rank 1 reads other data than rank 0"),
+                                     ("text.bin", "copy.bin", "copy.bin: its tokens are damaged")):
+            with self.subTest(data=second):
+                script = f'case $OMPI_COMM_WORLD_RANK in 1) exec "$@" --data {second};; *) exec "$@" --data {first};; esac'
+                done = small_runs.run([*MPIRUN, "-n", "2", "sh", "-c", script, "sh", *command], cwd=self.root,
+                                      code=None, timeout=60)
+                self.assertEqual(done.returncode, 1, "ranks with different data trained together")
+                self.assertIn(error, done.stderr)
+                self.assertFalse((self.root / "run").exists())
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ struct Codes {
   at::Tensor numbers;  // the codes alone, in fp64
 };
 
-inline Codes quantized(const at::Tensor& numbers, BlockSize block) {
+// `least`: the largest magnitude that smaller blocks are taken to have.
+inline Codes quantized(const at::Tensor& numbers, BlockSize block, float least = 0x1p-116f) {
   const at::Tensor x = numbers.to(at::kFloat).contiguous();
   const int64_t height = block.rows == 0 ? x.size(0) : block.rows;
   const int64_t width = block.columns == 0 ? x.size(1) : block.columns;
@@ -52,7 +53,7 @@ inline Codes quantized(const at::Tensor& numbers, BlockSize block) {
           if (std::isnan(amax)) continue;
           amax = std::isnan(from[r][c]) ? from[r][c] : std::max(amax, std::fabs(from[r][c]));
         }
-      const float factor = reference::factor_of(448.0, std::fabs(amax));
+      const float factor = reference::factor_of(448.0, std::fabs(amax), least);
       const float scale = scales[i / height][j / width] =
           std::isnan(factor) ? std::numeric_limits<float>::quiet_NaN() : 1.0f / factor;
       for (int64_t r = i; r < last_row; ++r)
@@ -89,7 +90,7 @@ inline std::vector<Recipe> code_recipes() {
 
 inline Codes weight_codes(const at::Tensor& numbers, WeightRecipe recipe) {
   const WeightRecipeRow& row = row_of(recipe);
-  return quantized(numbers, {row.scale_rows, row.scale_columns});
+  return quantized(numbers, {row.scale_rows, row.scale_columns}, 1e-12f);
 }
 
 // Makes a parameter one of codes, which lie elsewhere at every call.

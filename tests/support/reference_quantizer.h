@@ -48,8 +48,9 @@ inline float of_e2m1(uint8_t code) {
   return (code & 8) != 0 ? -kMagnitudes[code & 7] : kMagnitudes[code & 7];
 }
 
-inline float factor_of(double largest_code, float amax) {
-  return static_cast<float>(largest_code / std::max(amax, 1e-12f));
+// `least`: of weights, or of activations and gradients.
+inline float factor_of(double largest_code, float amax, float least = 1e-12f) {
+  return static_cast<float>(largest_code / std::max(amax, least));
 }
 
 }  // namespace reference
@@ -96,13 +97,13 @@ inline ReferenceCodes quantized_by_loop(const at::Tensor& matrix, WeightRecipe r
         each([&](int64_t r, int64_t c) { code[r][c] = reference::e4m3(x[r][c] * factor); });
       } else if (!row.has_matrix_scale) {
         // The smallest power of two that keeps the block within 448.
-        int exponent = -127;
+        int exponent = std::isfinite(amax) ? -127 : 128;
         while (exponent < 127 && static_cast<double>(amax) > std::ldexp(448.0, exponent))
           ++exponent;
         result.scales[i][j] = exponent + 127;
         each([&](int64_t r, int64_t c) {
-          code[r][c] = reference::e4m3(
-              static_cast<float>(std::ldexp(static_cast<double>(x[r][c]), -exponent)));
+          const double scaled = std::ldexp(static_cast<double>(x[r][c]), -exponent);
+          code[r][c] = exponent == 128 ? 0x7F : reference::e4m3(static_cast<float>(scaled));
         });
       } else {
         const uint8_t scale =

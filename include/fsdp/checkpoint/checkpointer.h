@@ -75,8 +75,9 @@ class Checkpointer {
   // Waits until the last save is visible. Throws if it failed.
   void wait();
 
-  // Loads the latest checkpoint into the state; nullopt if there is none yet. Retention never
-  // deletes a loaded checkpoint.
+  // Loads the newest checkpoint into the state; nullopt if there is none yet. Takes the one before
+  // it, with a warning, if its bytes are not what was written. Retention never deletes a loaded
+  // checkpoint.
   std::optional<LoadedCheckpoint> load_latest(const CheckpointState& state,
                                               const LoadOptions& options = {});
 

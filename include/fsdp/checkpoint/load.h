@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/base/error.h"
 #include "fsdp/checkpoint/checkpoint_options.h"
 #include "fsdp/checkpoint/checkpoint_state.h"
 #include "fsdp/checkpoint/names/name_rules.h"
@@ -28,6 +29,12 @@ struct LoadOptions {
   ReadOptions read = {};
 };
 
+// The stored tensors are not what was written, or cannot be read.
+class DamagedCheckpoint : public Error {
+ public:
+  using Error::Error;
+};
+
 // Facts that came with the state.
 struct LoadedCheckpoint {
   std::string path;
@@ -46,7 +53,7 @@ struct LoadedCheckpoint {
 
 // `path` is a checkpoint, a run's directory (for its latest checkpoint), or safetensors files of
 // other tools (for weights alone). All ranks call it, and all fail if one does. Errors about names,
-// shapes, types and headers come before any change. After an error about data the state is
+// shapes, types and headers come before any change. After a DamagedCheckpoint the state is
 // undefined, and must be loaded again from elsewhere.
 LoadedCheckpoint load_checkpoint(const std::string& path, const CheckpointState& state,
                                  const LoadOptions& options = {});

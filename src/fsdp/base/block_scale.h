@@ -16,14 +16,17 @@ FSDP_HOST_DEVICE inline uint32_t magnitude_bits(float value) {
   return std::bit_cast<uint32_t>(value) & 0x7FFFFFFFu;
 }
 
-// A block of smaller numbers is one of zeros: its factor would not be a number.
-inline constexpr float kLeastAmax = 1e-12f;
+// A block of smaller numbers has the factor of this one. Weights below it are zeros, and torchao
+// has the same bound. Activations and gradients have any size (a gradient is divided by all tokens
+// of a step, and multiplied by --loss-scale), so theirs only keeps factor and scale normal numbers.
+inline constexpr float kLeastWeightAmax = 1e-12f;
+inline constexpr float kLeastAmax = 0x1p-116f;  // 448 / it < 2^127, its inverse > 2^-126
 
 // --- fp32 scales: fp8 with one scale for a matrix, a row or a block of 128 x 128 -----------------
 
-// What numbers are multiplied by before they are rounded.
-FSDP_HOST_DEVICE inline float fp8_factor(float amax) {
-  const float bounded = amax < kLeastAmax ? kLeastAmax : amax;  // keeps NaN
+// What numbers are multiplied by before they are rounded; `least` is one of the two above.
+FSDP_HOST_DEVICE inline float fp8_factor(float amax, float least) {
+  const float bounded = amax < least ? least : amax;  // keeps NaN
   return Fp8E4M3::kMax / bounded;
 }
 
@@ -56,10 +59,11 @@ FSDP_HOST_DEVICE inline bool is_out_of_fp8(float value, float factor) {
 inline constexpr int kE8M0Bias = 127;
 inline constexpr uint8_t kE8M0Nan = 255;
 
-// The smallest power of two with which no number of the block is out of range.
+// The smallest power of two with which no number of the block is out of range; NaN for one that is
+// not finite.
 FSDP_HOST_DEVICE inline uint8_t e8m0_scale(float amax) {
   const uint32_t bits = magnitude_bits(amax);
-  if (bits > 0x7F800000u) return kE8M0Nan;
+  if (bits >= 0x7F800000u) return kE8M0Nan;  // Inf, too, which no code can be
   // 448 is 1.75 * 2^8.
   const int exponent = static_cast<int>(bits >> 23) - 127 - 8;
   const int next = (bits & 0x7FFFFFu) > 0x600000u ? exponent + 1 : exponent;
@@ -105,7 +109,7 @@ FSDP_HOST_DEVICE inline float of_e2m1(uint8_t code) {
 
 // What scales of blocks are multiplied by before they are rounded to e4m3.
 FSDP_HOST_DEVICE inline float nvfp4_matrix_factor(float amax) {
-  const float bounded = amax < kLeastAmax ? kLeastAmax : amax;
+  const float bounded = amax < kLeastWeightAmax ? kLeastWeightAmax : amax;
   return Fp8E4M3::kMax * kMaxE2M1 / bounded;
 }
 

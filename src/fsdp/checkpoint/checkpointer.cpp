@@ -18,6 +18,7 @@
 #include "fsdp/checkpoint/format/manifest.h"
 #include "fsdp/checkpoint/format/model_files.h"
 #include "fsdp/checkpoint/format/piece_writer.h"
+#include "fsdp/checkpoint/format/tensor_catalog.h"
 #include "fsdp/checkpoint/rank_agreement.h"
 #include "fsdp/checkpoint/run_directory.h"
 #include "fsdp/checkpoint/state_pieces.h"
@@ -392,19 +393,43 @@ void Checkpointer::Impl::wait() {
 std::optional<LoadedCheckpoint> Checkpointer::Impl::load_latest(const CheckpointState& state,
                                                                 const LoadOptions& options) {
   wait();
-  std::optional<int64_t> step;
+  // Another process may publish between the ranks' looks, so all load what rank 0 found.
+  std::vector<int64_t> newest_first;
   std::exception_ptr error;
   try {
-    step = directory_.latest();
+    if (rank_in(mesh_) == 0) {
+      newest_first = directory_.undamaged_first();
+      directory_.refuse_remains();
+    }
   } catch (...) {
     error = std::current_exception();
   }
   agree_on_success(mesh_, error, "looking for the latest checkpoint");
-  // Another process may publish between the ranks' looks, so all load what rank 0 found.
-  step = number_of_rank_0(mesh_, step.value_or(-1), "latest checkpoint");
-  if (*step < 0) return std::nullopt;
-  in_use_ = {*step};
-  return load_checkpoint(directory_.path_of(*step), state, options);
+  for (size_t i = 0;; ++i) {
+    const auto numbered = [&](size_t place) {
+      const int64_t mine = place < newest_first.size() ? newest_first[place] : -1;
+      return number_of_rank_0(mesh_, mine, "latest checkpoint");
+    };
+    const int64_t step = numbered(i);
+    if (step < 0) return std::nullopt;
+    const std::string path = directory_.path_of(step);
+    try {
+      LoadedCheckpoint loaded = load_checkpoint(path, state, options);
+      in_use_ = {step};
+      return loaded;
+    } catch (const Error& failure) {
+      // What is wrong with the model or the options would be wrong with every checkpoint.
+      const bool has_damaged_tensors = dynamic_cast<const DamagedCheckpoint*>(&failure) != nullptr;
+      if (rank_in(mesh_) == 0 && !has_damaged_tensors && !has_damaged_headers(path))
+        newest_first.clear();
+      const int64_t older = numbered(i + 1);
+      if (older < 0) throw;
+      if (rank_in(mesh_) == 0)
+        log(LogLevel::kWarning, path,
+            ": is damaged (fsdp inspect --verify shows where), so this run ", "goes on from ",
+            checkpoint_name(older), ": ", failure.what());
+    }
+  }
 }
 
 // --- what users see ------------------------------------------------------------------------------

@@ -373,7 +373,11 @@ LoadedCheckpoint load_checkpoint(const std::string& path, const CheckpointState&
   } catch (...) {
     error = std::current_exception();
   }
-  agree_on_success(engine.mesh(), error, "reading the checkpoint");
+  try {
+    agree_on_success(engine.mesh(), error, "reading the checkpoint");
+  } catch (const Error& known) {
+    throw DamagedCheckpoint(known.what());
+  }
   engine.take_over_main_weights();
   return loaded;
 }

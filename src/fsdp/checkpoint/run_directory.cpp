@@ -22,6 +22,7 @@
 #include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
 #include "fsdp/base/utf8.h"
+#include "fsdp/checkpoint/format/tensor_catalog.h"
 
 namespace fsdp {
 
@@ -196,22 +197,57 @@ std::string RunDirectory::path_of(int64_t step) const {
   return replaced;
 }
 
-std::optional<int64_t> RunDirectory::latest() const {
+std::optional<int64_t> RunDirectory::hint() const {
   const std::string file = in(path_, kLatestName);
   if (!path_exists(file)) return {};
-  constexpr int64_t kMaxBytes = 100;  // a name and a line break
-  std::string name = read_text_file(file, kMaxBytes);
+  std::string name;
+  try {
+    constexpr int64_t kMaxBytes = 100;  // a name and a line break
+    name = read_text_file(file, kMaxBytes);
+  } catch (const Error& error) {
+    log(LogLevel::kWarning, error.what(), "; the newest checkpoint counts");
+    return {};
+  }
   while (!name.empty() && (name.back() == '\n' || name.back() == '\r')) name.pop_back();
   const std::optional<int64_t> step = step_of(name);
-  FSDP_CHECK(step.has_value(), file, ": names '", shown(name),
-             "', which is no name of a checkpoint: write one such as ", checkpoint_name(100),
-             " into it; ", contents(path_, steps()));
-  const std::vector<int64_t> present = steps();
-  FSDP_CHECK(std::binary_search(present.begin(), present.end(), *step), file, ": names ", name,
-             ", which is not there: write the name of one that is into it, or remove it to begin "
-             "anew; ",
-             contents(path_, present));
+  if (!step)
+    log(LogLevel::kWarning, file, ": names '", shown(name),
+        "', which is no name of a checkpoint such as ", checkpoint_name(100),
+        ", so the newest one counts; ", contents(path_, steps()));
   return step;
+}
+
+std::vector<int64_t> RunDirectory::newest_first() const {
+  std::vector<int64_t> found = steps();
+  const auto end = std::upper_bound(found.begin(), found.end(), hint().value_or(INT64_MAX));
+  // A hint that would hide everything names a checkpoint that somebody removed.
+  if (end != found.begin()) found.erase(end, found.end());
+  std::reverse(found.begin(), found.end());
+  return found;
+}
+
+std::vector<int64_t> RunDirectory::undamaged_first() const {
+  const std::vector<int64_t> found = newest_first();
+  const auto first = std::find_if(found.begin(), found.end(), [&](int64_t step) {
+    return !has_damaged_description(path_of(step));
+  });
+  if (first == found.end()) return found;  // whoever opens one says what is damaged
+  for (auto step = found.begin(); step != first; ++step)
+    log(LogLevel::kWarning, path_of(*step), ": is damaged (fsdp inspect --verify shows where), so ",
+        checkpoint_name(*first), " counts");
+  return {first, found.end()};
+}
+
+std::optional<int64_t> RunDirectory::latest() const {
+  const std::vector<int64_t> found = newest_first();
+  return found.empty() ? std::nullopt : std::optional(found.front());
+}
+
+void RunDirectory::refuse_remains() const {
+  for (const std::string& name : names_in(path_))
+    FSDP_CHECK(!step_of(name) || !steps().empty(), in(path_, name), ": has no ", kManifestName,
+               ", so it is no complete checkpoint, and no other one is there; put back what is "
+               "missing, or remove it to begin anew");
 }
 
 // --- changing ------------------------------------------------------------------------------------
@@ -229,9 +265,10 @@ std::string RunDirectory::temporary(int64_t step, std::string_view id) const {
 
 // Crash instants, and what is found afterwards:
 //   before 2: the old checkpoint; the new one is a temporary
-//   before 3: the old checkpoint, under its second name
-//   before 4: the new checkpoint, which is not the latest unless the old one was
-//   before 5: the new checkpoint; the second name of the old one is ignored
+//   before 4: the old checkpoint, of this step under its second name
+//   before 5: the new checkpoint; the second name of the old one is ignored. In place of a hidden
+//   one
+//             the old checkpoint until `latest` is written
 void RunDirectory::publish(int64_t step, std::string_view id) const {
   const std::string from = temporary(step, id);
   const std::string name = checkpoint_name(step);
@@ -240,6 +277,10 @@ void RunDirectory::publish(int64_t step, std::string_view id) const {
   FSDP_ASSERT(is_complete(from), from, " has no ", kManifestName);
   // 1. Make all names inside durable.
   sync_tree(from);
+  // An old one that is not the latest is of steps that the run went back from: `latest` must not
+  // name this step before the new one is there. Else it must, or a crash would hide the new one.
+  const bool replaces_hidden =
+      latest() != step && (path_exists(to) || path_exists(in(path_, replaced_name)));
   // 2. Set the old one aside. Without an old one, one set aside by a crash stays until 5.
   if (path_exists(to)) {
     if (is_complete(to)) {
@@ -249,10 +290,12 @@ void RunDirectory::publish(int64_t step, std::string_view id) const {
       remove_checkpoint(path_, name);  // made by others; the one aside may be the only one
     }
   }
-  // 3. Put the new one in its place.
+  // 3. Let `latest` name the new one, which is not there yet: until then the older ones count.
+  const auto write_latest = [&] { write_file_durably(in(path_, kLatestName), concat(name, "\n")); };
+  if (!replaces_hidden) write_latest();
+  // 4. Put the new one in its place.
   rename_durably(from, to);
-  // 4. Make the new one the latest.
-  write_file_durably(in(path_, kLatestName), concat(name, "\n"));
+  if (replaces_hidden) write_latest();
   // 5. Remove the old one.
   remove_checkpoint(path_, replaced_name);
 }
@@ -290,18 +333,16 @@ void RunDirectory::remove_old(const Retention& retention, std::span<const int64_
 std::string resolve_checkpoint(const std::string& path) {
   const RunDirectory run(path);
   if (is_complete(run.path())) return run.path();
-  if (const std::optional<int64_t> step = run.latest()) return run.path_of(*step);
+  const std::vector<int64_t> found = run.undamaged_first();
+  if (!found.empty()) return run.path_of(found.front());
   // A checkpoint that a crash left set aside while it was being replaced.
   const std::string aside = concat(run.path(), kReplacedSuffix);
   if (step_of(file_name_of(run.path())).has_value() && is_complete(aside)) return aside;
   FSDP_CHECK(path_exists(path), path, ": there is no such directory: give a checkpoint, or the ",
              "directory of a run");
-  const std::vector<int64_t> steps = run.steps();
-  FSDP_CHECK(steps.empty(), path, ": has no file '", kLatestName,
-             "' that names one of its checkpoints: give one of them; ", contents(path, steps));
   throw Error(concat(path, ": is neither a checkpoint (it has no ", kManifestName,
-                     ") nor the directory of a run (it has no file '", kLatestName,
-                     "'): give one of the two"));
+                     ") nor the directory of a run (it has no complete checkpoint, such as ",
+                     checkpoint_name(100), "): give one of the two"));
 }
 
 std::string checkpoint_or_files(const std::string& path) {

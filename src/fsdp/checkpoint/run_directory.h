@@ -1,7 +1,7 @@
 // The directory of a run: its checkpoints, how they appear, and how they are removed.
 //
 //   RUN/
-//     latest                    "step-00000100\n": the newest complete checkpoint
+//     latest                    "step-00000100\n": a hint; none newer counts (Note [Newest])
 //     step-00000100/            a complete checkpoint; it has a manifest.json
 //     step-00000100.replaced/   the one before it, if a crash came while it was being replaced
 //     .step-00000200.ID.tmp/    being written, or left by a crash
@@ -9,6 +9,10 @@
 //
 // Note [Crash instants]: every change is a rename, made durable before the next one. So a
 // checkpoint is there as a whole or not at all, whenever the power goes.
+//
+// Note [Newest]: the directories are the truth. A run goes on from the newest complete checkpoint,
+// whatever happened to `latest`. That file is written before a checkpoint appears, so it never
+// hides one; it hides later steps that a run went back from, until that run replaces them.
 #pragma once
 
 #include <cstdint>
@@ -72,9 +76,19 @@ class RunDirectory {
   // existing ones.
   std::string path_of(int64_t step) const;
 
-  // The step in the file `latest`; nullopt without that file. If it names a missing checkpoint: an
-  // Error that lists the existing ones.
+  // Steps of complete checkpoints without those that `latest` hides, the newest first.
+  std::vector<int64_t> newest_first() const;
+
+  // From the first of them on whose manifest and config.json are what was written, with a warning
+  // for those before it; all of them if none is such.
+  std::vector<int64_t> undamaged_first() const;
+
+  // The first of newest_first(); nullopt if there is none.
   std::optional<int64_t> latest() const;
+
+  // Error if directories of steps are there and none is complete: no crash leaves that, and a run
+  // that began anew would replace them.
+  void refuse_remains() const;
 
   // The directory in which a checkpoint is written before publish(). `id` is the same on all ranks
   // of a run and unique to it: letters, digits, '-' and '_'.
@@ -94,11 +108,14 @@ class RunDirectory {
   void remove_old(const Retention& retention, std::span<const int64_t> in_use = {}) const;
 
  private:
+  // The step that `latest` names; nullopt without the file, and with a warning for other text.
+  std::optional<int64_t> hint() const;
+
   std::string path_;
 };
 
-// The checkpoint that a user names: `path` itself if it is one, or the latest if it is a run's
-// directory. Otherwise an Error that says what was looked for.
+// The checkpoint that a user names: `path` itself if it is one, or the first of
+// undamaged_first() if it is a run's directory. Otherwise an Error that says what was looked for.
 std::string resolve_checkpoint(const std::string& path);
 
 // The same for callers that also read files of other tools, whose paths it returns unchanged.

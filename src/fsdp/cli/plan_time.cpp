@@ -13,6 +13,7 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/option_values.h"
 #include "fsdp/base/text.h"
+#include "fsdp/plan/published_links.h"
 #include "fsdp/train/peak_rates.h"
 #include "fsdp/train/report/page_frame.h"
 #include "fsdp/train/report/timeline_chart.h"
@@ -68,7 +69,9 @@ void add_time_options(CLI::App& app, TimeArguments& given) {
                 join(shipped_rate_names(), ", "), ", or what --calibrate wrote"));
   option(
       "--link", given.link, "BYTES",
-      "Per second that a rank receives over the inner axis, e.g. 300GB; without it, as measured");
+      concat(
+          "Per second that a rank receives over the inner axis, e.g. 300GB, or a published link: ",
+          published_link_names(), "; without it, as measured, else as published"));
   option("--outer-link", given.outer_link, "BYTES",
          "The same over the outer axis; without it, as the inner one");
   option("--group-link", given.group_link, "BYTES",
@@ -92,13 +95,16 @@ std::optional<RateTable> rates_of(const CLI::App& app, const TimeArguments& give
 }
 
 TimeOptions time_options(const TimeArguments& given, int64_t microbatches, bool is_recorded) {
-  TimeOptions options{.microbatches = microbatches, .is_recorded = is_recorded};
   constexpr double kLongest = 1e9;
   const double latency = given.link_latency.empty()
                              ? 0.0
                              : parse_number("--link-latency", given.link_latency, 0.0, kLongest);
+  TimeOptions options{
+      .microbatches = microbatches, .is_recorded = is_recorded, .latency_us = latency};
   const auto link = [&](const char* option, const std::string& text) -> std::optional<LinkSpeed> {
     if (text.empty()) return std::nullopt;
+    if (const PublishedLink* published = find_published_link(text))
+      return LinkSpeed{published->bytes_per_s, latency};
     const int64_t bytes = parse_bytes(option, text);
     if (bytes == 0) refuse_option(option, text, "it needs bytes per second above 0, e.g. 300GB");
     return LinkSpeed{static_cast<double>(bytes), latency};
@@ -113,6 +119,12 @@ void print_time(std::ostream& out, const TimeForecast& time, const RateTable& ra
   const SimulatedStep& step = time.step;
   out << "\ntime of a step, by the rates of " << rates.machine << " (" << rates.date
       << ", libtorch " << rates.torch << ")\n";
+  std::vector<std::string> published;
+  for (const UsedLink& link : time.published_links)
+    published.push_back(concat(link.axis, " ", link.name, " (", link.bytes_per_s / 1e9, " GB/s)"));
+  if (!published.empty())
+    out << "links as published, not measured: " << join(published, ", ")
+        << "; --link, --outer-link and --group-link give yours\n";
   const auto row = [&](const char* name, double us, const std::string& note) {
     out << "  " << std::left << std::setw(18) << name << std::right << std::setw(12) << ms_text(us)
         << (note.empty() ? "" : "   ") << note << "\n";
@@ -156,6 +168,7 @@ nlohmann::ordered_json to_json(const TimeForecast& time, const RateTable& rates)
     exposed[row.key] = step.*row.exposed / 1e3;
   }
   if (time.matrices_us > 0.0) json["muon_ms"] = time.matrices_us / 1e3;
+  for (const UsedLink& link : time.published_links) json["published_links"][link.axis] = link.name;
   exposed["host"] = step.exposed_host / 1e3;
   json["exposed_ms"] = exposed;
   return json;

@@ -190,6 +190,12 @@ void Corpus::read(int64_t first, std::span<int64_t> into, std::span<uint8_t> lea
   }
 }
 
+int64_t Corpus::packed_bytes() const {
+  int64_t bytes = 0;
+  for (const Content::Part& part : content_->parts) bytes += part.file ? part.file->bytes() : 0;
+  return bytes;
+}
+
 void Corpus::verify(const std::function<void(int64_t)>& progress) const {
   for (const Content::Part& part : content_->parts)
     if (part.file)

@@ -10,6 +10,7 @@
 #include "fsdp/layout/quantized_bytes.h"
 #include "fsdp/nn/config/flops.h"
 #include "fsdp/plan/path_traffic.h"
+#include "fsdp/plan/published_links.h"
 #include "fsdp/plan/step_work.h"
 #include "fsdp/plan/update_work.h"
 
@@ -152,8 +153,10 @@ ModelWork known_work(const ModelShape& model, const PlanOptions& options, const 
 
 TimeForecast forecast_time(const ModelShape& model, std::span<const GroupPlan> groups,
                            const Forecast& forecast, const PeakOptions& batch,
-                           const TimeOptions& options, const RateTable& rates) {
+                           const TimeOptions& given, const RateTable& rates) {
   const PlanOptions& plan = forecast.options;
+  TimeOptions options = given;
+  const std::vector<UsedLink> published = add_published_links(options, plan, rates);
   const ModelWork work = known_work(model, plan, batch, rates);
   const Links links{rates, options.inner_link, options.outer_link, options.group_link};
   const double factor = ranks_per_core(rates, plan);
@@ -205,7 +208,8 @@ TimeForecast forecast_time(const ModelShape& model, std::span<const GroupPlan> g
     matrices_us += factor * matrices.units[i];
   }
 
-  TimeForecast result{.step = simulate(times), .matrices_us = matrices_us};
+  TimeForecast result{
+      .step = simulate(times), .matrices_us = matrices_us, .published_links = published};
   const double tokens = static_cast<double>(batch.batch.tokens() * options.microbatches);
   const double seconds = result.step.us * 1e-6;
   // Ranks of a tp group have the same tokens.

@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fsdp/base/check.h"
@@ -61,6 +62,9 @@ void open_data(RunPlan& plan) {
   plan.corpus = Corpus::open(options.data, opening);
   if (!options.validation_data.empty())
     plan.validation = Corpus::open(options.validation_data, opening);
+  std::vector<std::shared_ptr<const Corpus>> opened = {plan.corpus};
+  if (plan.validation) opened.push_back(plan.validation);
+  plan.data_check = std::make_shared<CorpusCheck>(std::move(opened));
   if (options.tokenizer != "auto") check_tokenizer(plan, *tokenizer);
   if (options.sample.empty()) return;
   if (!tokenizer) tokenizer = tokenizer_for_sample(plan);

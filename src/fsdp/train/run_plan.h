@@ -9,6 +9,7 @@
 
 #include "fsdp/data/batches.h"
 #include "fsdp/data/corpus.h"
+#include "fsdp/data/corpus_check.h"
 #include "fsdp/nn/config/model_config.h"
 #include "fsdp/plan/forecast.h"
 #include "fsdp/plan/peak_forecast.h"
@@ -47,6 +48,7 @@ struct RunPlan {
   std::string no_sample = {};               // why there is none, though one is wanted
   std::shared_ptr<const Corpus> corpus;
   std::shared_ptr<const Corpus> validation;  // null: a part of `corpus`
+  std::shared_ptr<const CorpusCheck> data_check = nullptr;
   Forecast forecast;
   std::optional<PeakForecast> peak = std::nullopt;  // of a step on a GPU, if it is known
 };

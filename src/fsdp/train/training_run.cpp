@@ -19,11 +19,11 @@
 #include "fsdp/checkpoint/rank_agreement.h"
 #include "fsdp/checkpoint/run_directory.h"
 #include "fsdp/comm/comm_error.h"
-#include "fsdp/data/token_header.h"
 #include "fsdp/data/tokenizer.h"
 #include "fsdp/nn/config/flops.h"
 #include "fsdp/shard/fully_shard.h"
 #include "fsdp/shard/parameter_init.h"
+#include "fsdp/train/data_agreement.h"
 #include "fsdp/train/environment.h"
 #include "fsdp/train/model/published_model.h"
 #include "fsdp/train/model/text_generation.h"
@@ -77,6 +77,7 @@ struct TrainingRun::Metrics {
   // Shares of quantised weights in the update before; none where nothing is quantised.
   std::vector<NamedValue> lost;
   int signal = 0;
+  bool is_data_damaged = false;  // on any rank
   StepState optimizer;
 };
 
@@ -116,7 +117,7 @@ TrainingRun::TrainingRun(const RunPlan& plan, World& world, const StopRequest& s
       forward_and_backward();
       update();
     });
-  compare_data();
+  compare_data(plan_, mesh_);
   load();
   if (!options_.patches.empty()) begin_patches();
   if (world_.rank() == 0) begin_watch(out);
@@ -128,19 +129,6 @@ TrainingRun::TrainingRun(const RunPlan& plan, World& world, const StopRequest& s
 }
 
 TrainingRun::~TrainingRun() = default;
-
-// Catches hosts that have different files under the same name.
-void TrainingRun::compare_data() const {
-  const auto mine = static_cast<int64_t>(plan_.corpus->fingerprint());
-  const int64_t first = number_of_rank_0(mesh_, mine, "data fingerprint");
-  std::exception_ptr error;
-  if (mine != first)
-    error = std::make_exception_ptr(Error(concat(
-        "rank ", world_.rank(), " reads other data than rank 0 (",
-        fingerprint_text(static_cast<uint64_t>(mine)), " and ",
-        fingerprint_text(static_cast<uint64_t>(first)), "); give all hosts the same files")));
-  agree_on_success(mesh_, error, "comparing the data");
-}
 
 CheckpointState TrainingRun::state() const {
   return {.sharded = *sharded_, .optimizer = optimizer_.get(), .buffers = stored_buffers(*model_)};
@@ -268,6 +256,8 @@ int TrainingRun::train_steps() {
     overhead_ = now() - done;
     signal = metrics.signal;
     if (is_due(options_.validate_every)) validate();
+    if (metrics.is_data_damaged || (patches_ && is_due(options_.patch_every)))
+      confirm_data(plan_, mesh_);
     if (patches_ && is_due(options_.patch_every)) patches_->write(options_.patches, step_);
     if (is_due(options_.checkpoint_every)) save();
     if (is_due(options_.export_every)) export_weights();
@@ -324,8 +314,9 @@ TrainingRun::Metrics TrainingRun::step() {
   // Ranks may get a signal in different steps; here all learn of it in the same one.
   const double computed = now();
   const int signal = stop_.signal();
-  const at::Tensor heard =
-      at::tensor({signal == SIGINT ? 1.0 : 0.0, signal == SIGTERM ? 1.0 : 0.0}, at::kDouble);
+  const at::Tensor heard = at::tensor({signal == SIGINT ? 1.0 : 0.0, signal == SIGTERM ? 1.0 : 0.0,
+                                       plan_.data_check->has_failed() ? 1.0 : 0.0},
+                                      at::kDouble);
   at::Tensor sums = at::cat({losses_, sharded_->take_cast_counts(), heard.to(device_)});
   Work agreed = world_.communicator().all_reduce(sums, {.op = ReduceOp::kAvg}, "losses");
   overhead_ += now() - computed;
@@ -344,6 +335,7 @@ TrainingRun::Metrics TrainingRun::step() {
     metrics.lost = {{"overflow", values[0] / num_cast}, {"underflow", values[1] / num_cast}};
   values += 3;
   metrics.signal = values[0] > 0 ? SIGINT : values[1] > 0 ? SIGTERM : 0;
+  metrics.is_data_damaged = values[2] > 0;
   metrics.optimizer = optimizer_->state();
   return metrics;
 }
@@ -402,6 +394,7 @@ std::string TrainingRun::stored_position() const { return to_json(loader_->posit
 // may succeed. The error of the last save ends the run.
 void TrainingRun::save() {
   if (!checkpointer_ || saved_step_ == step_) return;
+  confirm_data(plan_, mesh_);
   saved_step_ = step_;
   const double begin = now();
   try {
@@ -418,6 +411,7 @@ void TrainingRun::save() {
 
 void TrainingRun::export_weights() {
   if (options_.export_dir.empty() || exported_step_ == step_) return;
+  confirm_data(plan_, mesh_);
   exported_step_ = step_;
   const std::string line =
       export_step(options_, state(), stored_name_rules(*model_), published_, step_);
@@ -436,6 +430,7 @@ void TrainingRun::report_saved() {
 }
 
 void TrainingRun::end(int signal) {
+  confirm_data(plan_, mesh_);
   if (signal == 0 && validation_ && validated_step_ != step_ && step_ > first_step_) validate();
   if (patches_ && step_ > first_step_ && !is_due(options_.patch_every))
     patches_->write(options_.patches, step_);

@@ -38,7 +38,6 @@ class TrainingRun {
  private:
   struct Metrics;  // the figures that ranks combine after a step
 
-  void compare_data() const;
   CheckpointState state() const;
   void load();
   void begin_patches();

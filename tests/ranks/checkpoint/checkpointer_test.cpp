@@ -147,6 +147,54 @@ TEST(Checkpointer, ThereMayBeNoneYet) {
   });
 }
 
+// Each part of a checkpoint in turn, of a file that only one rank reads as well.
+TEST(Checkpointer, GoesOnFromTheOneBeforeADamagedOne) {
+  const Training run = training(2);
+  WholeState older;
+  for (const std::string file : {"manifest.json", "config.json", "ranks/00001.json",
+                                 "model/00001-0.safetensors", "optimizer/00000-0.safetensors"}) {
+    const TempDir directory;
+    run_training(run, [&](TrainingRank& rank) {
+      rank.train(0, 1);
+      const CheckpointerOptions saving{.model_config = std::string(50, ' ')};
+      save_checkpoint(directory.path(), rank.state(), {.step = 1}, saving);
+      rank.train(1, 2);
+      save_checkpoint(directory.path(), rank.state(), {.step = 2}, saving);
+    });
+    const std::string path = directory / "step-00000002/" + file;
+    std::fstream bytes(path, std::ios::in | std::ios::out | std::ios::binary);
+    bytes.seekp(-40, std::ios::end).put('#');
+    bytes.close();
+    const WholeState loaded = run_training(run, [&](TrainingRank& rank) {
+      const std::string error =
+          error_of([&] { load_checkpoint(directory / "step-00000002", rank.state()); });
+      EXPECT_EQ(error.empty(), file == "config.json") << error;  // which loading does not read
+      Checkpointer checkpointer(directory.path(), rank.mesh);
+      const auto found = checkpointer.load_latest(rank.state());
+      ASSERT_TRUE(found.has_value()) << file;
+      EXPECT_EQ(found->step, 1) << file;
+    });
+    if (older.empty()) older = run_training(run, [](TrainingRank& rank) { rank.train(0, 1); });
+    expect_same_state(loaded, older, file);
+    const bool is_seen_without_reading = file == "manifest.json" || file == "config.json";
+    EXPECT_EQ(resolve_checkpoint(directory.path()),
+              directory / (is_seen_without_reading ? "step-00000001" : "step-00000002"));
+  }
+}
+
+// A model that does not fit is no damage: the checkpoint before fits no better.
+TEST(Checkpointer, DoesNotGoBackForAnotherModel) {
+  const TempDir directory;
+  run_training(training(2), [&](TrainingRank& rank) {
+    for (const int step : {1, 2}) save_checkpoint(directory.path(), rank.state(), {.step = step});
+    const std::vector<NamedBuffer> buffers = {{"other", at::zeros({3})}};
+    Checkpointer checkpointer(directory.path(), rank.mesh);
+    const CheckpointState other{.sharded = rank.sharded, .buffers = buffers};
+    EXPECT_THAT(error_of([&] { checkpointer.load_latest(other); }),
+                AllOf(HasSubstr("step-00000002"), HasSubstr("other")));
+  });
+}
+
 TEST(Checkpointer, SavesTheSameStepAgain) {
   const TempDir directory;
   const WholeState last = run_training(training(2), [&](TrainingRank& rank) {

@@ -304,8 +304,8 @@ struct NetImpl : torch::nn::Module {
   Unit<LayerImpl> layer;
 };
 
-// By rank, so that they have other numbers of tokens, too.
-at::Tensor tokens_of(int rank) { return waves({1 + rank % 3, 4, kHidden}, 0.5 + rank); }
+// By rank, so that they have other numbers of tokens, too; some have none.
+at::Tensor tokens_of(int rank) { return waves({rank % 3, 4, kHidden}, 0.5 + rank); }
 
 void prefer_first_experts(torch::nn::Module& net, int64_t num_chosen) {
   const at::NoGradGuard no_grad;

@@ -6,6 +6,7 @@
 
 #include "fsdp/nn/layers/dequantized.h"
 #include "fsdp/nn/layers/quantized_rows.h"
+#include "fsdp/shard/group/quantize_part.h"
 #include "support/layer_gradients.h"
 #include "support/quantized_weights.h"
 
@@ -60,6 +61,31 @@ TEST(QuantizedRows, AreCodesAndScalesOfTheDefinition) {
         expect_codes(quantize_rows(x, block), quantized(x, block_of(block)), what);
         expect_codes(quantize_columns(x, block), quantized(x.t(), block_of(block)), what);
       }
+    }
+  }
+}
+
+// Gradients are divided by the tokens of a step, and multiplied by the scale of the loss.
+TEST(QuantizedRows, HaveTheSameCodesAtAnyScale) {
+  const at::Tensor x = waves({40, 160}, 0.2).to(at::kBFloat16);
+  const at::Tensor by_column = waves({160}, 0.7, 1e-4);
+  const at::Tensor by_row = waves({40}, 0.9, 1e-4);
+  for (const ScaleBlock block : {ScaleBlock::kMatrix, ScaleBlock::kRow, ScaleBlock::kPiece}) {
+    const bool is_one = block == ScaleBlock::kMatrix;  // multipliers would make two of it
+    const auto forms = [&](const at::Tensor& numbers) {
+      return is_one ? quantize_two_forms({{numbers, {}}}, block)
+                    : quantize_two_forms({{numbers, by_column}}, block, by_row);
+    };
+    const TwoForms at_one = forms(x);
+    for (const double scale : {0x1p-50, 0x1p-80, 0x1p60}) {
+      const TwoForms at_scale = forms(x * scale);
+      const auto expect_same = [&](const QuantizedRows& actual, const QuantizedRows& expected) {
+        EXPECT_TRUE(at::equal(actual.codes.view(at::kByte), expected.codes.view(at::kByte)))
+            << static_cast<int>(block) << ", " << scale;
+        EXPECT_TRUE(at::equal(actual.scales, expected.scales * scale)) << scale;
+      };
+      expect_same(at_scale.by_rows, at_one.by_rows);
+      expect_same(at_scale.by_columns.front(), at_one.by_columns.front());
     }
   }
 }
@@ -124,6 +150,32 @@ TEST(Dequantized, IsWhatMxFp8Says) {
       codes.numbers *
       at::pow(2.0, scales.to(at::kDouble) - 127.0).repeat_interleave(32, 1).narrow(1, 0, 80);
   EXPECT_TRUE(at::equal(dequantized(weight, at::kFloat), expected.to(at::kFloat)));
+}
+
+// One number that is not finite makes its block NaN, and no other block.
+TEST(Dequantized, OfABlockWithInfIsNaN) {
+  for (const float bad : {INFINITY, -INFINITY}) {
+    at::Tensor x = waves({3, 64}, 0.3, 2.0);
+    x[1][35] = bad;
+    at::Tensor codes = at::empty({3, 64}, at::kByte);
+    at::Tensor scales = at::empty({3, 2}, at::kByte);
+    QuantizeCounts counts;
+    quantize_on_host({.values = x.data_ptr<float>(), .range = {0, 192}, .rows = 3, .columns = 64},
+                     WeightRecipe::kMxFp8, nullptr,
+                     {codes.data_ptr<uint8_t>(), scales.data_ptr<uint8_t>(), &counts});
+    const testing::ReferenceCodes expected = testing::quantized_by_loop(x, WeightRecipe::kMxFp8);
+    EXPECT_TRUE(at::equal(codes, expected.codes));
+    EXPECT_TRUE(at::equal(scales, expected.scales));
+    const at::Tensor numbers = dequantized({.recipe = WeightRecipe::kMxFp8,
+                                            .codes = codes.view(at::kFloat8_e4m3fn),
+                                            .scales = scales,
+                                            .matrix_scale = {}},
+                                           at::kFloat);
+    at::Tensor is_nan = at::zeros({3, 64}, at::kBool);
+    is_nan[1].narrow(0, 32, 32).fill_(true);
+    EXPECT_TRUE(at::equal(numbers.isnan(), is_nan));
+    EXPECT_EQ(counts.overflows, 32);
+  }
 }
 
 TEST(Dequantized, IsWhatNvFp4Says) {

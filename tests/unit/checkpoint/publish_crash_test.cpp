@@ -133,6 +133,43 @@ TEST(PublishCrash, OfANewStepLeavesTheOldOneOrTheNewOneAsTheLatest) {
   EXPECT_GE(num_crashes, 7);  // two renames, and fsync of three directories, a file and the run's
 }
 
+TEST(PublishCrash, OfTheFirstLeavesNoneOrIt) {
+  bool sees_none = false;
+  bool sees_it = false;
+  crash_everywhere(
+      [](const RunDirectory& run) { put_checkpoint(run.temporary(100, "id"), "new"); }, publish,
+      [&](const RunDirectory& run) {
+        const std::vector<int64_t> steps = run.steps();
+        EXPECT_EQ(run.latest(), steps.empty() ? std::nullopt : std::optional(steps.back()));
+        if (!steps.empty()) {
+          EXPECT_EQ(text_of(resolve_checkpoint(run.path())), "new");
+        }
+        (steps.empty() ? sees_none : sees_it) = true;
+        expect_continues(run);
+      });
+  EXPECT_TRUE(sees_none && sees_it);
+}
+
+// A run went back from step 150 to 50, and now saves 100 in place of that of the steps it left.
+TEST(PublishCrash, OfAStepThatWasGoneBackFromLeavesTheOneBeforeOrTheNewOne) {
+  const int num_crashes = crash_everywhere(
+      [](const RunDirectory& run) {
+        for (const int64_t step : {50, 100, 150}) {
+          put_checkpoint(run.temporary(step, "id"), step == 50 ? "old" : "left");
+          run.publish(step, "id");
+        }
+        write_file_durably(run.path() + "/latest", "step-00000050\n");
+        put_checkpoint(run.temporary(100, "id"), "new");
+      },
+      publish,
+      [](const RunDirectory& run) {
+        const std::string text = text_of(resolve_checkpoint(run.path()));
+        EXPECT_EQ(text, run.latest() == 50 ? "old" : "new");
+        expect_continues(run);
+      });
+  EXPECT_GE(num_crashes, 12);
+}
+
 TEST(PublishCrash, InPlaceOfTheLatestLeavesTheOldOneOrTheNewOne) {
   bool sees_old = false;
   bool sees_new = false;

@@ -124,34 +124,45 @@ TEST_F(RunDirectoryTest, SaysWhichCheckpointsThereAreWhenOneIsNot) {
                                          Not(HasSubstr("step-00000019")))));
 }
 
-TEST_F(RunDirectoryTest, LatestIsWhatTheFileSays) {
+TEST_F(RunDirectoryTest, LatestIsTheNewestThatTheFileDoesNotHide) {
   EXPECT_EQ(run_.latest(), std::nullopt);
   put_checkpoint("step-00000001");
   put_checkpoint("step-00000002");
-  EXPECT_EQ(run_.latest(), std::nullopt);
-  put_latest("step-00000001\n");
+  EXPECT_EQ(run_.latest(), 2);
+  put_latest("step-00000001\n");  // by somebody who goes back
   EXPECT_EQ(run_.latest(), 1);
   put_latest("step-00000002");  // as an editor may leave it
   EXPECT_EQ(run_.latest(), 2);
 }
 
-TEST_F(RunDirectoryTest, LatestThatNamesNothingIsAnErrorInWords) {
-  put_checkpoint("step-00000001");
-  put_latest("step-00000009\n");
-  EXPECT_THAT(
-      [&] { run_.latest(); },
-      ThrowsMessage<Error>(AllOf(StartsWith(dir_ / "latest"), HasSubstr("step-00000009"),
-                                 HasSubstr("not there"), HasSubstr("holds step-00000001"))));
-  for (const char* text :
-       {"", "\n", "best\n", "../step-00000001\n", "step-00000001\nstep-00000002"}) {
+TEST_F(RunDirectoryTest, AFileThatNamesNothingHidesNothing) {
+  put_checkpoint("step-00000003");
+  put_checkpoint("step-00000005");
+  put_latest("step-00000004\n");
+  EXPECT_EQ(run_.latest(), 3);
+  put_latest("step-00000001\n");
+  EXPECT_EQ(run_.latest(), 5);
+  for (const std::string& text :
+       {std::string(), std::string("\n"), std::string("best\n"), std::string("../step-00000003\n"),
+        std::string("step-00000003\nstep-00000005"), std::string(1000, 'x')}) {
     put_latest(text);
-    EXPECT_THAT([&] { run_.latest(); },
-                ThrowsMessage<Error>(AllOf(StartsWith(dir_ / "latest"), HasSubstr("no name"),
-                                           HasSubstr("holds step-00000001"))))
-        << text;
+    EXPECT_EQ(run_.latest(), 5) << text;
+    EXPECT_EQ(resolve_checkpoint(dir_.path()), dir_ / "step-00000005") << text;
+    EXPECT_EQ(checkpoint_or_files(dir_.path()), dir_ / "step-00000005") << text;
   }
-  put_latest(std::string(1000, 'x'));
-  EXPECT_THROW(run_.latest(), Error);
+}
+
+TEST_F(RunDirectoryTest, RemainsOfCheckpointsAreNotTakenForNone) {
+  EXPECT_NO_THROW(run_.refuse_remains());
+  put_latest("step-00000003\n");
+  fs::create_directories(dir_ / ".step-00000003.id.tmp");  // of a crash
+  EXPECT_NO_THROW(run_.refuse_remains());
+  fs::create_directories(dir_ / "step-00000003/model");
+  EXPECT_THAT([&] { run_.refuse_remains(); },
+              ThrowsMessage<Error>(
+                  AllOf(StartsWith(dir_ / "step-00000003"), HasSubstr("no manifest.json"))));
+  put_checkpoint("step-00000002");
+  EXPECT_NO_THROW(run_.refuse_remains());
 }
 
 // --- publishing ----------------------------------------------------------------------------------
@@ -243,7 +254,8 @@ TEST_F(CrashTest, WhenTheFirstIsWritten) {
 
 TEST_F(CrashTest, BeforeTheFirstIsTheLatest) {
   put_checkpoint("step-00000100");
-  expect_continues(std::nullopt, "");
+  EXPECT_EQ(resolve_checkpoint(dir_.path()), dir_ / "step-00000100");
+  expect_continues(100, "new");
 }
 
 TEST_F(CrashTest, WhileTheNextIsWritten) {
@@ -253,9 +265,18 @@ TEST_F(CrashTest, WhileTheNextIsWritten) {
   expect_continues(50, "old");
 }
 
-TEST_F(CrashTest, BeforeTheNextIsTheLatest) {
+// A run that went back to step 50.
+TEST_F(CrashTest, WhileALaterStepIsHidden) {
   save(50, "old");
   put_checkpoint("step-00000100");
+  expect_continues(50, "old");
+}
+
+TEST_F(CrashTest, WhenTheNextIsTheLatestAndNotThereYet) {
+  save(50, "old");
+  put_checkpoint("step-00000200", "of steps that the run went back from");
+  put_checkpoint(".step-00000100.id.tmp");
+  put_latest("step-00000100\n");
   expect_continues(50, "old");
 }
 
@@ -381,13 +402,13 @@ TEST_F(RetentionTest, CountsFromTheLatestAndLeavesNewerOnes) {
   EXPECT_THAT(run_.steps(), ElementsAre(400, 500, 600, 700, 800, 900, 1000));
 }
 
-TEST_F(RetentionTest, DeletesNothingWithoutALatest) {
+TEST_F(RetentionTest, CountsFromTheNewestWithoutALatest) {
   fs::remove(dir_ / "latest");
-  run_.remove_old({.keep_last = 1});
-  EXPECT_EQ(run_.steps().size(), 10u);
+  run_.remove_old({.keep_last = 3});
+  EXPECT_THAT(run_.steps(), ElementsAre(800, 900, 1000));
   put_latest("step-00001100\n");
-  EXPECT_THROW(run_.remove_old({.keep_last = 1}), Error);
-  EXPECT_EQ(run_.steps().size(), 10u);
+  run_.remove_old({.keep_last = 1});
+  EXPECT_THAT(run_.steps(), ElementsAre(1000));
 }
 
 TEST_F(RetentionTest, RemovesTheOneSetAsideAlong) {
@@ -443,13 +464,10 @@ TEST_F(RunDirectoryTest, SaysWhatItLookedForWhereNothingIs) {
       resolving(dir_ / "gone"),
       ThrowsMessage<Error>(AllOf(StartsWith(dir_ / "gone"), HasSubstr("no such directory"))));
   EXPECT_THAT(resolving(dir_.path()),
-              ThrowsMessage<Error>(
-                  AllOf(StartsWith(dir_.path()), HasSubstr("manifest.json"), HasSubstr("latest"))));
+              ThrowsMessage<Error>(AllOf(StartsWith(dir_.path()), HasSubstr("manifest.json"),
+                                         HasSubstr("no complete checkpoint"))));
   put_file(dir_ / "file", "");
   EXPECT_THAT(resolving(dir_ / "file"), ThrowsMessage<Error>(HasSubstr("manifest.json")));
-  put_checkpoint("step-00000100");
-  EXPECT_THAT(resolving(dir_.path()),
-              ThrowsMessage<Error>(AllOf(HasSubstr("latest"), HasSubstr("holds step-00000100"))));
   EXPECT_THAT(resolving(""), ThrowsMessage<Error>(HasSubstr("give a path")));
 }
 

@@ -10,6 +10,7 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/data/byte_tokenizer.h"
+#include "fsdp/data/corpus_check.h"
 #include "fsdp/data/pack.h"
 #include "support/temp_dir.h"
 #include "support/token_files.h"
@@ -239,6 +240,31 @@ TEST_F(CorpusFiles, TokensOutsideTheVocabularyAreFoundWhenAFileIsOpened) {
   EXPECT_NO_THROW(open_corpus(paths, little));
   write_one_wrong(2 * 65'536 + 5, 100);
   EXPECT_THROW(open_corpus(paths, little), Error);
+}
+
+// Both tokens are in the vocabulary, so only the checksum tells.
+TEST_F(CorpusFiles, AFlippedBitIsFoundAtOnceOrBesideTheReader) {
+  for (const char* name : {"good.bin", "bad.bin"})
+    write_counting_tokens(directory_ / name, 300'000);
+  std::string bytes = read_text_file(directory_ / "bad.bin", 1 << 24);
+  bytes[bytes.size() / 2] ^= 1;
+  write_text_file(directory_ / "bad.bin", bytes);
+  const auto good = open_corpus({directory_ / "good.bin"});
+  const auto bad = open_corpus({directory_ / "bad.bin"});
+  const auto says_which = ThrowsMessage<Error>(HasSubstr("bad.bin: its tokens are damaged"));
+  const int64_t one_file = good->packed_bytes();
+  EXPECT_EQ(one_file, 128 + 4 * 300'000);
+  EXPECT_NO_THROW(CorpusCheck({good, good}));
+  EXPECT_THAT([&] { CorpusCheck({good, bad}, 2 * one_file); }, says_which);
+  const CorpusCheck beside({good, bad}, 2 * one_file - 1);
+  EXPECT_THAT([&] { beside.wait(); }, says_which);
+  EXPECT_TRUE(beside.has_failed());
+  EXPECT_THAT([&] { beside.wait(); }, says_which);
+  const CorpusCheck whole({good}, 0);
+  whole.wait();
+  EXPECT_FALSE(whole.has_failed());
+  // Ends without having read everything; a thread that went on would use what is gone.
+  CorpusCheck stopped(std::vector(1000, good), 0);
 }
 
 TEST_F(CorpusFiles, ADocumentIsAFileAndHasAnEnd) {

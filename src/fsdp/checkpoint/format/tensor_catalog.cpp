@@ -323,6 +323,36 @@ std::string read_manifest_text(const std::string& path) {
   return read_text_file(path + "/manifest.json", kMaxJsonBytes);
 }
 
+bool has_damaged_description(const std::string& path) {
+  try {
+    const std::string text = read_manifest_text(path);
+    const bool is_whole = checksum_in(text) == ManifestChecksum::kRight;
+    std::optional<Manifest> manifest;
+    try {
+      manifest = parse_manifest(text, path);
+    } catch (const Error&) {
+      return !is_whole;
+    }
+    for (const StoredFile& file : manifest->files)
+      if (is_model_file(file.path)) read_model_file(path, &*manifest, file.path);
+    return false;
+  } catch (const Error&) {
+    return true;
+  }
+}
+
+bool has_damaged_headers(const std::string& path) {
+  bool is_readable = false;  // and so not of a later version
+  try {
+    static_cast<void>(read_manifest(path));
+    is_readable = true;
+    const TensorCatalog opens(path);
+    return false;
+  } catch (const Error&) {
+    return is_readable || has_damaged_description(path);
+  }
+}
+
 TensorSet apply(const NameRules& rules, const TensorSet& set,
                 std::span<const std::string> suffixes) {
   TensorSet renamed;

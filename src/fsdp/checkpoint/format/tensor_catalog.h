@@ -79,6 +79,14 @@ class TensorCatalog {
 Manifest read_manifest(const std::string& path);
 std::string read_manifest_text(const std::string& path);
 
+// Whether the manifest, or a file that the model is published with, is not what was written; false
+// for a manifest of a later version.
+bool has_damaged_description(const std::string& path);
+
+// Whether that keeps a checkpoint from opening, or damage of ranks' records or headers of files
+// does.
+bool has_damaged_headers(const std::string& path);
+
 // The same tensors under the names that the rules give them: a fused tensor becomes its sections.
 // Names end with one of `suffixes` (".exp_avg"), which the rules do not see.
 TensorSet apply(const NameRules& rules, const TensorSet& set,

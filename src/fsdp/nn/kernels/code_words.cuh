@@ -15,6 +15,8 @@ __device__ inline uint32_t code_word(const Numbers& scaled) {
   return vector_of<uint8_t>([&](int k) { return fp8_code(scaled.of[k], 1.0f); }).words[0];
 }
 
-__device__ inline float factor_of(uint32_t amax) { return fp8_factor(__uint_as_float(amax)); }
+__device__ inline float factor_of(uint32_t amax) {
+  return fp8_factor(__uint_as_float(amax), kLeastAmax);
+}
 
 }  // namespace fsdp::nn

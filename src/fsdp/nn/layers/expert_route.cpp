@@ -22,6 +22,14 @@ using Route = c10::intrusive_ptr<ExpertRoute>;
 
 constexpr int64_t kNoSlot = -1;  // of a choice that found no room
 
+// [ranks, room]: the expert of every slot among those of its rank, and their number for a slot
+// without a choice; `counts`: [ranks, experts].
+at::Tensor experts_of_slots(const at::Tensor& counts, int64_t room) {
+  const at::Tensor places =
+      at::arange(room, counts.options()).expand({counts.size(0), -1}).contiguous();
+  return at::searchsorted(counts.cumsum(1), places, /*out_int32=*/true, /*right=*/true);
+}
+
 at::Tensor inverse_of(const at::Tensor& order) {
   return at::empty_like(order).scatter_(0, order, at::arange(order.size(0), order.options()));
 }
@@ -88,64 +96,64 @@ ExpertRoute::ExpertRoute(const SortedChoices& choices, const ExpertRanks& ranks)
 void ExpertRoute::share_out(const SortedChoices& choices, double capacity_factor) {
   at::Tensor counts = at::diff(choices.ends, 1, 0, at::zeros({1}, choices.ends.options()))
                           .view({ep_->size(), -1});  // per rank, for each of its experts
-  if (counts.is_cuda())
+  const bool is_bounded = counts.is_cuda() || capacity_factor > 0.0;
+  if (is_bounded)
     bound_parts(choices, counts, capacity_factor);
   else
     sent_ = on_host(counts.sum(1));
   const at::Tensor received = received_counts(counts);
-  if (received_.empty()) received_ = on_host(received.sum(1));
-  by_expert_ = at::argsort(experts_of_slots(received), /*stable=*/true, /*dim=*/0,
-                           /*descending=*/false);
+  if (!is_bounded) received_ = on_host(received.sum(1));
+  const at::Tensor experts =
+      is_bounded ? experts_of_slots(received, received_[0]).flatten()
+                 : at::repeat_interleave(received.flatten()).remainder(received.size(1));
+  by_expert_ = at::argsort(experts, /*stable=*/true, /*dim=*/0, /*descending=*/false);
   by_slot_ = inverse_of(by_expert_);
   ends_ = received.sum(0).cumsum(0).to(at::kInt);
 }
 
-// Gives every rank equally many slots; `counts` loses the choices that find none.
+// Gives every rank equally many slots, and every expert as much room; `counts` loses the choices
+// that find none.
 void ExpertRoute::bound_parts(const SortedChoices& choices, at::Tensor& counts,
                               double capacity_factor) {
   const int64_t num_experts = counts.size(1);  // of one rank
   const int64_t num_choices = choices.order.size(0);
   const int64_t num_tokens = num_choices / num_chosen_;
-  const int64_t most = num_tokens * std::min(num_chosen_, num_experts);
-  const double even = static_cast<double>(num_choices) / static_cast<double>(ep_->size());
-  const int64_t room =
+  const double even = static_cast<double>(num_choices) / static_cast<double>(counts.numel());
+  const int64_t capacity =  // of an expert
       capacity_factor == 0.0
-          ? most
-          : std::clamp<int64_t>(std::llround(std::ceil(capacity_factor * even)), 1, most);
+          ? num_tokens
+          : std::min<int64_t>(std::llround(std::ceil(capacity_factor * even)), num_tokens);
+  const int64_t room =
+      std::min(num_tokens * std::min(num_chosen_, num_experts), checked_mul(capacity, num_experts));
   sent_.assign(static_cast<size_t>(ep_->size()), room);
   received_ = sent_;
 
-  const at::Tensor ends = choices.ends.view_as(counts).select(1, num_experts - 1);
-  const at::Tensor begins = ends - counts.sum(1);
-  const at::Tensor places = at::arange(room, ends.options());
-  const at::Tensor sorted =
-      (begins.unsqueeze(1) + places).clamp_max(num_choices - 1).flatten();  // a slot's choice
-  choice_of_slot_ = choices.order.index_select(0, sorted);
-
-  const at::Tensor rank = choices.chosen.flatten().div(num_experts, "floor");
-  const at::Tensor place = choices.inverse - begins.index_select(0, rank);
-  slot_of_choice_ = rank * room + place;
-  if (room < most) {
-    const at::Tensor has_none = place.ge(room);
-    slot_of_choice_.masked_fill_(has_none, kNoSlot);
+  const at::Tensor ends = choices.ends.view_as(counts);
+  const at::Tensor begins = ends.select(1, num_experts - 1) - counts.sum(1);  // of ranks
+  const at::Tensor expert = choices.chosen.flatten();
+  const at::Tensor rank = expert.div(num_experts, "floor");
+  // Slots in the order of experts, and choices in their rank's part of it.
+  at::Tensor sorted = begins.unsqueeze(1) + at::arange(room, ends.options());  // [ranks, room]
+  slot_of_choice_ = rank * room + choices.inverse - begins.index_select(0, rank);
+  if (capacity < num_tokens) {
+    const at::Tensor has_none =
+        (choices.inverse - (ends - counts).flatten().index_select(0, expert)).ge(capacity);
+    const at::Tensor lost = (counts - capacity).clamp_min(0);
+    const at::Tensor lost_before = lost.cumsum(1) - lost;  // in the rank's part
+    counts = counts - lost;
+    const at::Tensor expert_of_slot = experts_of_slots(counts, room).clamp_max(num_experts - 1);
+    sorted = sorted + lost_before.gather(1, expert_of_slot.to(at::kLong));
+    slot_of_choice_ = (slot_of_choice_ - lost_before.flatten().index_select(0, expert))
+                          .masked_fill_(has_none, kNoSlot);
     dropped_ = has_none.to(at::kFloat).mean().view({1});
-    const at::Tensor within = counts.cumsum(1).clamp_max(room);
-    counts = at::diff(within, 1, 1, at::zeros({counts.size(0), 1}, counts.options()));
   }
+  choice_of_slot_ = choices.order.index_select(0, sorted.clamp_max(num_choices - 1).flatten());
 }
 
 at::Tensor ExpertRoute::received_counts(const at::Tensor& counts) const {
   at::Tensor received = counts.clone();  // in a simulated world, where nothing comes: all alike
   ep_->gather().all_to_all(received, counts.contiguous(), "expert counts").wait();
   return received;
-}
-
-// The expert of every received slot among this rank's, and their number for one without a choice.
-at::Tensor ExpertRoute::experts_of_slots(const at::Tensor& counts) const {
-  if (!counts.is_cuda()) return at::repeat_interleave(counts.flatten()).remainder(counts.size(1));
-  const at::Tensor places =
-      at::arange(received_[0], counts.options()).expand({counts.size(0), -1}).contiguous();
-  return at::searchsorted(counts.cumsum(1), places, /*out_int32=*/true, /*right=*/true).flatten();
 }
 
 at::Tensor ExpertRoute::exchange(const at::Tensor& rows, const std::vector<int64_t>& sent,

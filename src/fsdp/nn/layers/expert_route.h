@@ -30,15 +30,15 @@ SortedChoices sort_choices(const at::Tensor& chosen, int64_t num_experts);
 // The ranks that share out the experts of a layer, equally many and in order.
 struct ExpertRanks {
   const MeshAxis* ep = nullptr;  // nullptr: this rank has all experts
-  // On a device, where the host does not know how many rows a rank sends to another one, a buffer
-  // has room for this many times the rows of an even load, and choices beyond it count nothing.
-  // 0: for all rows that could come.
+  // Every expert has room for this many times the rows that each rank would send it in an even
+  // load; choices beyond it, of later tokens, count nothing. 0: for all rows that could come.
   double capacity_factor = 0.0;
 };
 
-// Slots are rows on their way: of this rank's choices, in parts that go to one rank each. Where the
-// host knows all counts a slot is a sorted choice; else the parts are equally long, with slots at
-// their ends that carry no choice of theirs and that nobody reads at the other side.
+// Slots are rows on their way: of this rank's choices, in parts that go to one rank each. On a host
+// without a capacity a slot is a sorted choice. Else the parts are equally long, since a device
+// does not tell the host its counts, with slots at their ends that carry no choice of theirs and
+// that nobody reads at the other side; then all ranks must have equally many tokens.
 class ExpertRoute final : public torch::CustomClassHolder {
  public:
   ExpertRoute(const SortedChoices& choices, const ExpertRanks& ranks);
@@ -63,7 +63,6 @@ class ExpertRoute final : public torch::CustomClassHolder {
   void share_out(const SortedChoices& choices, double capacity_factor);
   void bound_parts(const SortedChoices& choices, at::Tensor& counts, double capacity_factor);
   at::Tensor received_counts(const at::Tensor& counts) const;
-  at::Tensor experts_of_slots(const at::Tensor& counts) const;
 
   // Slots of this rank to rows of its experts, and back.
   at::Tensor to_experts(const at::Tensor& slots, Way way) const;

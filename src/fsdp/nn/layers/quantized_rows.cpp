@@ -36,7 +36,7 @@ uint8_t* bytes_of(const at::Tensor& codes) { return static_cast<uint8_t*>(codes.
 float factor_of(const float* numbers, int64_t count) {
   uint32_t most = 0;
   for (int64_t i = 0; i < count; ++i) most = std::max(most, magnitude_bits(numbers[i]));
-  return fp8_factor(std::bit_cast<float>(most));
+  return fp8_factor(std::bit_cast<float>(most), kLeastAmax);
 }
 
 void write_codes(const float* numbers, int64_t count, float factor, uint8_t* codes) {

@@ -168,8 +168,8 @@ __global__ void factors_kernel(WeightRecipe recipe, const uint32_t* amaxes, int6
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= count) return;
   const float amax = __uint_as_float(amaxes[i]);
-  const float factor =
-      recipe == WeightRecipe::kNvFp4 ? nvfp4_matrix_factor(amax) : fp8_factor(amax);
+  const float factor = recipe == WeightRecipe::kNvFp4 ? nvfp4_matrix_factor(amax)
+                                                      : fp8_factor(amax, kLeastWeightAmax);
   factors[i] = factor;
   scales[i] = fp8_scale(factor);
 }

@@ -87,7 +87,7 @@ void factors_on_host(WeightRecipe recipe, const uint32_t* amaxes, int64_t count,
   const bool is_of_scales = row_of(recipe).has_matrix_scale;
   for (int64_t i = 0; i < count; ++i) {
     const auto amax = std::bit_cast<float>(amaxes[i]);
-    factors[i] = is_of_scales ? nvfp4_matrix_factor(amax) : fp8_factor(amax);
+    factors[i] = is_of_scales ? nvfp4_matrix_factor(amax) : fp8_factor(amax, kLeastWeightAmax);
     scales[i] = fp8_scale(factors[i]);
   }
 }

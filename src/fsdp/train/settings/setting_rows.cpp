@@ -301,8 +301,8 @@ void add_sharding(Rows& rows) {
            "Ranks that compute the same sequences together: each has slices of the matrices, and a "
            "part of the tokens between them");
   rows.add("expert-capacity", "X", number_value(&O::expert_capacity, 0.0, 4096.0),
-           "With --ep on GPUs: room for X times the tokens of an even load, and what is beyond is "
-           "dropped; 0: for all that could come");
+           "With --ep: each expert has room for X times the tokens of an even load, and what is "
+           "beyond is dropped; 0: for all that could come");
   rows.add("strategy", "NAME", parsed_value(&O::strategy, parse_strategy),
            "What is sharded: no_shard, optim, optim_grads, optim_grads_params, the last three "
            "also with +hfsdp, or placements such as RS/PS/SS");
