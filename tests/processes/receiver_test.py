@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 import unittest
+import unittest.mock
 
 try:
     import torch
@@ -19,6 +20,7 @@ except ImportError:
     print("skipped: needs Python's torch")
     sys.exit(0)
 
+import patch_cases
 import patch_writer
 import small_runs
 
@@ -186,11 +188,67 @@ class Refusals(InAFolder):
         for form in FORMS:
             self.assert_refused("its positions do not fit 1 values and the tensor's 21 elements",
                                 lambda: self.receiver.apply(patched({"embed.weight": [21]}, form=form, tensors=small)))
+        self.assert_refused("(ValueError: 'embed.weight' has the shape [1099511627776, 1099511627776])",
+                            lambda: self.receiver.apply(patched({}, tensors={"embed.weight": {"dtype": "U8", "shape": [1 << 40, 1 << 40]}})))
         self.assert_refused("is not a patch as docs/weights-out.md describes it (KeyError: 'embed.weight')",
                             lambda: self.receiver.apply(patched({"embed.weight": [1]}, tensors={})))
         almost = all_positions(weights) | {"layer.weight": list(range(209))}
         self.assert_refused("is a full patch and has 209 of the 210 elements of 'layer.weight'",
                             lambda: self.receiver.apply(patch_writer.write(self.root, weights, almost, base=BASE, start=None, end=200)))
+
+    def test_of_everything_that_the_table_of_patches_says(self):
+        for name, path, fits in patch_cases.write_all(os.path.join(self.root, "cases")):
+            with self.subTest(name):
+                target = {"a": torch.full((2, 3), 9.0), "b": torch.full((4,), 9, dtype=torch.uint8)}
+                receiver = Receiver(target, base=patch_cases.BASE, step=0)
+                if fits:
+                    receiver.apply(path)
+                    continue
+                with self.assertRaises(PatchError) as caught:
+                    receiver.apply(path)
+                self.assertNotIn("\n", str(caught.exception))
+                self.assertTrue(all(bool((value == 9).all()) for value in target.values()), "nothing changes")
+                self.assertEqual((receiver.base, receiver.step), (patch_cases.BASE, 0))
+
+    def test_of_patches_that_another_secret_or_nobody_has_signed(self):
+        path = self.trainer.patch()
+        fsdp_receiver.sign(self.full, b"shared")
+        self.receiver = Receiver(self.target, base=BASE, step=0, secret=b"shared")
+        self.assertEqual(self.receiver.poll(self.root), [], "it may be signed soon")
+        self.assert_refused("cannot be read", lambda: self.receiver.apply(path))
+        fsdp_receiver.sign(path, b"another")
+        self.assert_refused("was not signed with this receiver's secret", lambda: self.receiver.apply(path))
+        self.assert_refused("was read without this receiver's secret", lambda: self.receiver.apply(Patch(path)))
+        fsdp_receiver.sign(path, b"shared")
+        file = pathlib.Path(path) / "patch.json"
+        text = file.read_text()
+        facts = text.replace('"names": "hf"', '"names": "hg"').split(',\n "crc32c": ')[0]
+        patch_cases.seal(file, facts[2:])  # someone who knows the format and not the secret
+        self.assert_refused("was not signed with this receiver's secret", lambda: self.receiver.apply(path))
+        file.write_text(text)
+        self.receiver.poll(self.root)
+        self.assertTrue(same_bits(self.target, self.trainer.weights))
+
+    def test_of_what_follows_a_full_patch_that_broke_off(self):
+        class Full:  # a patch whose second tensor cannot be set
+            def __init__(self, path):
+                self.patch, self.num_tensors = Patch(path), 0
+
+            def __getattr__(self, name):
+                return getattr(self.patch, name)
+
+            def put(self, name, flat):
+                self.num_tensors += 1
+                if self.num_tensors == 2:
+                    raise MemoryError
+                self.patch.put(name, flat)
+
+        broken = Full(self.full)
+        with unittest.mock.patch.object(fsdp_receiver, "Patch", Full), self.assertRaises(MemoryError):
+            self.receiver.apply(broken)
+        InAFolder.assert_refused(self, "the weights here are of no known step; apply a full patch first",
+                                 lambda: self.receiver.apply(self.trainer.patch()))
+        self.receiver.apply(self.full)
 
     def test_of_targets_that_are_another_model(self):
         path = self.trainer.patch()
@@ -233,6 +291,23 @@ class Polling(InAFolder):
         trainer.patch()
         self.assertEqual(self.steps(receiver), [(5, 6)])
         self.assertEqual(self.steps(receiver), [], "never back to the full patch")
+
+    def test_passes_over_a_damaged_patch_where_a_newer_full_one_is_there(self):
+        trainer = Trainer(self.root, 9)
+        target = trainer.copies()
+        receiver = Receiver(target)
+        trainer.full()
+        damaged = trainer.patch()
+        trainer.patch()
+        file = pathlib.Path(damaged) / "patch.json"
+        file.write_bytes(file.read_bytes().replace(b'"names": "hf"', b'"names": "hg"'))
+        self.assert_refused("patch.json is not what was written; it is damaged", lambda: receiver.poll(self.root))
+        self.assertEqual(receiver.step, 0)
+        trainer.full()
+        self.assertEqual(self.steps(receiver), [(None, 2)])
+        self.assertTrue(same_bits(target, trainer.weights))
+        os.remove(os.path.join(trainer.patch(), "00000.safetensors"))
+        self.assert_refused("cannot be read", lambda: receiver.poll(self.root))
 
     def test_passes_over_patches_of_another_training_until_that_has_a_full_one(self):
         trainer = Trainer(self.root, 8)

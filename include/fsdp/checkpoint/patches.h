@@ -25,6 +25,9 @@ struct PatchOptions {
   // The rules that a checkpoint of the model has (StoredForm::names).
   NameRules rules = {};
   PatchNames names = PatchNames::kPublished;
+  // Of write(): after so many patches a full one follows at the same step, and whatever is older
+  // than the full one before it is removed from the directory. 0: nothing is.
+  int64_t keep = 0;
 };
 
 // Elements [begin, end) of a flattened tensor.
@@ -53,6 +56,7 @@ struct Patch {
 };
 
 // A sequence of patches, of which the first is full. All ranks call everything, in the same order.
+// Of several streams on one optimizer, each writes a full patch where another one took the marks.
 //
 // Complete by construction: updates mark what they change (StepOptions::marks_changes), and
 // whatever else sets weights (loading, full_parameters() to write, refresh_weights()) counts as a
@@ -71,8 +75,8 @@ class PatchStream {
   // full one.
   Patch take(int64_t step, c10::Device where = at::kCPU);
 
-  // The same as a directory in `directory`, which appears when all ranks have written their part.
-  // Returns its path. If that fails, the next patch is a full one.
+  // The same as a directory in `directory`, which appears when all ranks have written their part;
+  // it replaces one of that name. Returns its path. If that fails, the next patch is a full one.
   std::string write(const std::string& directory, int64_t step);
 
  private:

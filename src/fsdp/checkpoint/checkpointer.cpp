@@ -67,7 +67,7 @@ class Checkpointer::Impl {
   // Ends the attempt under way, on all ranks; returns its error.
   std::exception_ptr end_attempt();
 
-  std::optional<RunLock> lock_;  // rank 0 only; held until nothing is written any more
+  std::unique_ptr<RunLock> lock_;  // rank 0 only; held until nothing is written any more
   const RunDirectory directory_;
   const Mesh& mesh_;
   const CheckpointerOptions options_;
@@ -233,6 +233,7 @@ class Checkpointer::Impl::Attempt {
       for (int64_t rank = 0; rank < manifest_.num_ranks(); ++rank) add_record(rank);
       add_model_files();
       write_file_durably(concat(temporary_, "/", kManifestName), to_json(manifest_));
+      owner_.lock_->confirm();
       owner_.directory_.publish(step_, id_);
       is_published_ = true;
       note_saved();
@@ -330,17 +331,12 @@ Checkpointer::Impl::Impl(const std::string& directory, const Mesh& mesh,
         validate(options.keep);
         // The others get the id only afterwards, so nobody writes yet.
         const RunDirectory run(directory);
-        std::exception_ptr error;
-        try {
-          if (rank_in(mesh) == 0) {
-            make_directories(directory);
-            lock_.emplace(directory);
-            run.remove_temporaries();
-          }
-        } catch (...) {
-          error = std::current_exception();
-        }
-        agree_on_success(mesh, error, "opening the directory of checkpoints");
+        on_all_ranks(mesh, "opening the directory of checkpoints", [&] {
+          if (rank_in(mesh) != 0) return;
+          make_directories(directory);
+          lock_ = std::make_unique<RunLock>(directory);
+          run.remove_temporaries();
+        });
         return run;
       }()),
       mesh_(mesh),

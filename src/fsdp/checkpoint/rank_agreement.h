@@ -28,4 +28,16 @@ std::string words_of(const std::exception_ptr& error);
 // others. If `mine` is itself a RemoteError, another rank's own error replaces it.
 void agree_on_success(const Mesh& mesh, const std::exception_ptr& mine, const std::string& doing);
 
+// Runs `body` on this rank; if it throws on one, all ranks throw.
+template <typename Body>
+void on_all_ranks(const Mesh& mesh, const std::string& doing, const Body& body) {
+  std::exception_ptr error;
+  try {
+    body();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  agree_on_success(mesh, error, doing);
+}
+
 }  // namespace fsdp

@@ -119,22 +119,34 @@ std::string contents(const std::string& run, std::span<const int64_t> steps) {
 
 }  // namespace
 
-RunLock::RunLock(const std::string& directory) : path_(directory + "/lock") {
+RunLock::RunLock(const std::string& directory, const Use& use)
+    : directory_(directory), use_(use), path_(concat(directory, "/", use.file)) {
+  lock();
+}
+
+void RunLock::confirm() {
+  if (!file_.is_open() || is_at(path_, file_)) return;
+  log(LogLevel::kWarning, path_,
+      ": was removed while this run holds it; see to it that no other run writes there");
+  lock();
+}
+
+void RunLock::lock() {
   FileHandle file;
   const int reason = lock_file(path_, file);
   const std::string before = text_in(file);
-  FSDP_CHECK(reason != EWOULDBLOCK, directory, ": another run saves its checkpoints here",
+  FSDP_CHECK(reason != EWOULDBLOCK, directory_, ": another run ", use_.doing, " here",
              before.empty() ? "" : concat(" (", shown(before), ")"),
-             "; stop that one, or give this one another directory (--checkpoint-dir)");
+             "; stop that one, or give this one another directory (", use_.option, ")");
   if (reason != 0) {
-    log(LogLevel::kWarning, directory, ": its file system has no locks (",
+    log(LogLevel::kWarning, directory_, ": its file system has no locks (",
         std::generic_category().message(reason), "), so see to it that no other run saves there");
     return;
   }
   // Locks that hosts do not share would not have found the other run.
   const std::string host = host_name();
   if (!before.empty() && !before.ends_with(concat(" on ", host)))
-    log(LogLevel::kWarning, directory, ": the run before (", shown(before),
+    log(LogLevel::kWarning, directory_, ": the run before (", shown(before),
         ") did not end by itself; see to it that it no longer runs");
   const std::string mine = concat("process ", ::getpid(), " on ", host, "\n");
   // On a full disk the text may be missing; then others get a shorter message.

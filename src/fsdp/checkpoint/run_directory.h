@@ -34,15 +34,31 @@ namespace fsdp {
 // need no lock.
 class RunLock {
  public:
+  // What the lock is for.
+  struct Use {
+    const char* file = "lock";
+    const char* doing = "saves its checkpoints";
+    const char* option = "--checkpoint-dir";
+  };
+
   // The directory must exist. Error that names the run that holds the lock. Only warns if the file
   // system has no locks; docs/checkpoints.md lists those with locks per host only.
-  explicit RunLock(const std::string& directory);
+  explicit RunLock(const std::string& directory, const Use& use);
+  explicit RunLock(const std::string& directory) : RunLock(directory, Use()) {}
   ~RunLock();
   RunLock(const RunLock&) = delete;
   RunLock& operator=(const RunLock&) = delete;
 
+  // To be called before something is changed: if the file was removed, locks anew and warns. Error
+  // if another run has taken the lock by then.
+  void confirm();
+
  private:
-  std::string path_;
+  void lock();
+
+  const std::string directory_;
+  const Use use_;
+  const std::string path_;
   FileHandle file_;
 };
 

@@ -32,18 +32,6 @@ void check_options(const ExportOptions& options) {
                             "; give at least 8, such as ", ExportOptions{}.chunk_bytes));
 }
 
-// Runs `body` on this rank; if it throws on one, all ranks throw.
-template <typename Body>
-void on_all_ranks(const Mesh& mesh, const std::string& doing, const Body& body) {
-  std::exception_ptr error;
-  try {
-    body();
-  } catch (...) {
-    error = std::current_exception();
-  }
-  agree_on_success(mesh, error, doing);
-}
-
 // The pieces of a state at rest.
 StatePieces settled_pieces(const CheckpointState& state, const ExportOptions& options) {
   check_options(options);

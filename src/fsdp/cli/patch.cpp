@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fsdp/base/check.h"
@@ -93,53 +94,62 @@ void run_patch_show(const PatchArguments& given) {
 
 // --- verify --------------------------------------------------------------------------------------
 
+struct PatchFinding {
+  std::optional<PatchRecord> record;
+  std::string fault;
+};
+
+// Reads every byte of a patch that `before` leads to. Returns its elements.
+int64_t verified_elements(const std::string& path, const PatchRecord& record,
+                          const std::optional<AppliedPatch>& before) {
+  if (before) check_follows(before, record, path);
+  verify_patch_files(path, record);
+  int64_t num_changed = 0;
+  for_each_change(path, record,
+                  [&](const PatchChange& change) { num_changed += numel_of_change(change); });
+  return num_changed;
+}
+
 void run_patch_verify(const PatchArguments& given) {
+  const std::vector<std::string> paths = patches_at(given.paths, "verify");
+  std::vector<PatchFinding> findings(paths.size());
+  const PatchRecord* newest = nullptr;  // a run that went back replaced some of the stream before
+  for (size_t i = 0; i < paths.size(); ++i) try {
+      const PatchRecord& record = findings[i].record.emplace(read_patch_record(paths[i]));
+      if (newest == nullptr || record.begun > newest->begun) newest = &record;
+    } catch (const Error& error) {
+      findings[i].fault = error.what();
+    }
   std::optional<AppliedPatch> before;
-  for (const std::string& path : patches_at(given.paths, "verify")) {
-    const PatchRecord record = read_patch_record(path);
-    if (before) check_follows(before, record, path);
-    verify_patch_files(path, record);
-    int64_t num_changed = 0;
-    for_each_change(path, record,
-                    [&](const PatchChange& change) { num_changed += numel_of_change(change); });
-    before = {record.base, record.to};
-    std::cout << path << ": " << patch_text(record) << ", " << counted_text(num_changed, "element")
-              << ", as written\n";
+  int64_t num_faults = 0;
+  for (size_t i = 0; i < paths.size(); ++i) {
+    auto& [record, fault] = findings[i];
+    if (record) try {
+        // A full patch may lie beside the one that leads to the same step.
+        const bool is_next =
+            record->base == newest->base && !(before && before->step == record->to);
+        const std::optional<AppliedPatch> follows = is_next ? before : std::nullopt;
+        if (is_next) before = {record->base, record->to};
+        const int64_t num_changed = verified_elements(paths[i], *record, follows);
+        std::cout << paths[i] << ": " << patch_text(*record) << ", "
+                  << counted_text(num_changed, "element") << ", as written\n";
+      } catch (const Error& error) {
+        fault = error.what();
+      }
+    if (fault.empty()) continue;
+    if (paths.size() == 1) throw Error(fault);
+    std::cout << "WRONG " << fault << "\n";
+    ++num_faults;
   }
+  FSDP_CHECK(num_faults == 0, num_faults, " of ", paths.size(),
+             " patches are damaged or follow none; the lines that begin with WRONG say why");
 }
 
 // --- apply ---------------------------------------------------------------------------------------
 
-// Those of a directory of patches that lead on from what was applied, and from a full one on where
-// a newer stream has begun, or where one was lost.
-std::vector<std::string> patches_to_apply(const std::string& directory,
-                                          const std::optional<AppliedPatch>& applied) {
-  std::vector<std::pair<std::string, PatchRecord>> all;
-  for (const std::string& path : patches_in(directory))
-    all.emplace_back(path, read_patch_record(path));
-  std::optional<AppliedPatch> now = applied;
-  std::vector<std::string> chosen;
-  const auto follow = [&] {
-    for (const auto& [path, record] : all)
-      if (now && record.from == now->step && record.base == now->base) {
-        chosen.push_back(path);
-        now->step = record.to;
-      }
-  };
-  follow();
-  const auto age = [](const PatchRecord& record) { return std::pair(record.begun, record.to); };
-  std::pair<int64_t, int64_t> reached{-1, -1};
-  for (const auto& [path, record] : all)
-    if (now && record.base == now->base && record.to == now->step) reached = age(record);
-  const std::pair<std::string, PatchRecord>* full = nullptr;
-  for (const auto& each : all)
-    if (!each.second.from && age(each.second) > (full == nullptr ? reached : age(full->second)))
-      full = &each;
-  if (full == nullptr) return chosen;
-  chosen = {full->first};
-  now = {full->second.base, full->second.to};
-  follow();
-  return chosen;
+void print_applied(const std::string& patch, const AppliedChanges& changes) {
+  std::cout << "applied " << patch << ": " << counted_text(changes.num_elements, "element")
+            << " in " << counted_text(changes.num_tensors, "tensor") << "\n";
 }
 
 void run_patch_apply(const PatchArguments& given) {
@@ -150,22 +160,15 @@ void run_patch_apply(const PatchArguments& given) {
   const std::string& target = given.paths.front();
   FSDP_CHECK(is_directory(target), target,
              " is no directory; give the one that has the weights as safetensors files");
-  std::vector<std::string> patches;
   for (size_t i = 1; i < given.paths.size(); ++i) {
     const std::string& path = given.paths[i];
-    const bool is_patch = path_exists(concat(path, "/", kPatchRecordName));
     patches_at({path}, "apply");  // something is there
-    const std::vector<std::string> chosen =
-        is_patch ? std::vector{path} : patches_to_apply(path, read_applied(target));
-    patches.insert(patches.end(), chosen.begin(), chosen.end());
+    if (path_exists(concat(path, "/", kPatchRecordName)))
+      print_applied(path, apply_patch(path, target));
+    else
+      apply_new_patches(path, target, print_applied);
   }
-  for (const std::string& patch : patches) {
-    const AppliedChanges changes = apply_patch(patch, target);
-    std::cout << "applied " << patch << ": " << counted_text(changes.num_elements, "element")
-              << " in " << counted_text(changes.num_tensors, "tensor") << "\n";
-  }
-  const std::optional<AppliedPatch> now = read_applied(target);
-  std::cout << target << " has the weights of step " << (now ? now->step : 0) << "\n";
+  std::cout << target << " has the weights of step " << read_applied(target)->step << "\n";
 }
 
 constexpr const char* kPatchFooter =

@@ -85,6 +85,9 @@ class Optimizer::Impl {
   // For trainable groups, in the engine's order; call wait() before reading or setting them.
   std::vector<GroupUpdate*> group_updates();
   bool marks_changes() const { return options_.marks_changes; }
+  // Counts who takes the marks: whoever comes next sees whether others have since.
+  int64_t take_marks() { return ++num_mark_takes_; }
+  int64_t num_mark_takes() const { return num_mark_takes_; }
   std::vector<OptimizerShard> shards() const;
   void set_shards(std::span<const OptimizerShard> shards);
   void set_state(const StepState& state);
@@ -131,6 +134,7 @@ class Optimizer::Impl {
   double learning_rate_;
   bool rate_changed_ = true;  // since the device was last told
   int64_t num_rule_changes_ = 0;
+  int64_t num_mark_takes_ = 0;
 
   at::Tensor state_;  // the bytes of a StepState, and views of some of its fields
   at::Tensor norm_;

@@ -30,7 +30,6 @@
 #include "fsdp/train/model/trained_model.h"
 #include "fsdp/train/run_options.h"
 #include "fsdp/train/settings/settings.h"
-#include "fsdp/train/step_export.h"
 #include "fsdp/train/step_timeline.h"
 
 namespace fsdp::train {
@@ -119,7 +118,7 @@ TrainingRun::TrainingRun(const RunPlan& plan, World& world, const StopRequest& s
     });
   compare_data(plan_, mesh_);
   load();
-  if (!options_.patches.empty()) begin_patches();
+  weights_out_.emplace(options_, state(), stored_name_rules(*model_), published_, step_);
   if (world_.rank() == 0) begin_watch(out);
   if (options_.trace.empty()) return;
   const auto [first, last] = options_.trace_steps;
@@ -188,15 +187,6 @@ void TrainingRun::load() {
                           .documents = documents});
 }
 
-// The first patch has everything, so that receivers can begin.
-void TrainingRun::begin_patches() {
-  const bool is_vllm = options_.patch_names == PatchNamesChoice::kVllm;
-  patches_ = std::make_unique<PatchStream>(
-      state(), PatchOptions{.rules = stored_name_rules(*model_),
-                            .names = is_vllm ? PatchNames::kVllm : PatchNames::kPublished});
-  patches_->write(options_.patches, step_);
-}
-
 void TrainingRun::begin_watch(std::ostream& out) {
   RunFacts facts{.title = title_of(plan_),
                  .settings = shown_settings(options_, plan_.resolved),
@@ -256,9 +246,9 @@ int TrainingRun::train_steps() {
     overhead_ = now() - done;
     signal = metrics.signal;
     if (is_due(options_.validate_every)) validate();
-    if (metrics.is_data_damaged || (patches_ && is_due(options_.patch_every)))
-      confirm_data(plan_, mesh_);
-    if (patches_ && is_due(options_.patch_every)) patches_->write(options_.patches, step_);
+    const bool is_patched = !options_.patches.empty() && is_due(options_.patch_every);
+    if (metrics.is_data_damaged || is_patched) confirm_data(plan_, mesh_);
+    if (is_patched) weights_out_->write_patch(step_);
     if (is_due(options_.checkpoint_every)) save();
     if (is_due(options_.export_every)) export_weights();
     report_saved();
@@ -410,12 +400,9 @@ void TrainingRun::save() {
 }
 
 void TrainingRun::export_weights() {
-  if (options_.export_dir.empty() || exported_step_ == step_) return;
-  confirm_data(plan_, mesh_);
-  exported_step_ = step_;
-  const std::string line =
-      export_step(options_, state(), stored_name_rules(*model_), published_, step_);
-  if (watch_) watch_->note(line);
+  if (!options_.export_dir.empty()) confirm_data(plan_, mesh_);
+  const std::string line = weights_out_->write_export(step_);
+  if (watch_ && !line.empty()) watch_->note(line);
 }
 
 void TrainingRun::report_saved() {
@@ -432,14 +419,14 @@ void TrainingRun::report_saved() {
 void TrainingRun::end(int signal) {
   confirm_data(plan_, mesh_);
   if (signal == 0 && validation_ && validated_step_ != step_ && step_ > first_step_) validate();
-  if (patches_ && step_ > first_step_ && !is_due(options_.patch_every))
-    patches_->write(options_.patches, step_);
+  weights_out_->write_patch(step_);
   save();
   if (checkpointer_) checkpointer_->wait();
   export_weights();
   report_saved();
   if (signal == 0 && !options_.sample.empty()) write_sample();
   if (watch_ && !options_.data_weights.empty()) watch_->note(text_of_epochs());
+  weights_out_->end();
   report_end(signal == 0 ? "" : signal_name(signal));
 }
 

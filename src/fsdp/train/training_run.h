@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "fsdp/checkpoint/checkpointer.h"
-#include "fsdp/checkpoint/patches.h"
 #include "fsdp/comm/world.h"
 #include "fsdp/data/batch_loader.h"
 #include "fsdp/graph/graph.h"
@@ -22,6 +21,7 @@
 #include "fsdp/train/run_watch.h"
 #include "fsdp/train/step_batches.h"
 #include "fsdp/train/stop_request.h"
+#include "fsdp/train/weights_out.h"
 
 namespace fsdp::train {
 
@@ -40,7 +40,6 @@ class TrainingRun {
 
   CheckpointState state() const;
   void load();
-  void begin_patches();
   void begin_watch(std::ostream& out);
   void forward_and_backward();
   void update();
@@ -71,7 +70,7 @@ class TrainingRun {
   std::optional<Sharded> sharded_;
   std::unique_ptr<Optimizer> optimizer_;
   std::unique_ptr<Checkpointer> checkpointer_;
-  std::unique_ptr<PatchStream> patches_;  // with --patches
+  std::optional<WeightsOut> weights_out_;
   std::unique_ptr<BatchLoader> loader_;
   std::unique_ptr<Graph> graph_;  // with --cuda-graph
   std::unique_ptr<ValidationBatches> validation_;
@@ -85,7 +84,6 @@ class TrainingRun {
   int64_t step_ = 0;         // done so far
   int64_t first_step_ = 0;   // done before this process
   int64_t saved_step_ = -1;  // the last step whose checkpoint was begun
-  int64_t exported_step_ = -1;
   int64_t validated_step_ = -1;
   double blocked_ms_ = 0;    // how long the last save blocked
   int64_t num_skipped_ = 0;  // in a row

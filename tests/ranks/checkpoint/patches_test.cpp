@@ -59,6 +59,11 @@ class Receiver {
     return num_changed;
   }
 
+  Patch applied(Patch patch) {
+    apply(patch);
+    return patch;
+  }
+
   static at::Tensor positions_of(const PatchTensor& tensor) {
     if (tensor.positions.defined()) return tensor.positions;
     std::vector<at::Tensor> parts;
@@ -428,21 +433,27 @@ TEST(Patches, InFilesBringTheTrainersBits) {
   }
 }
 
-// On all ranks, with one sentence; receivers have missed a patch, so the next one is full.
-TEST(Patches, AfterAFailedWriteAreFull) {
-  const TempDir directory;
+// Each sees what the other took, and brings everything.
+TEST(Patches, OfTwoStreamsOnOneOptimizerBringTheTrainersBits) {
   Training run{.ranks = 2, .compute = at::kBFloat16};
-  run.adamw = {.lr = 1e-5, .step = {.marks_changes = true}};
+  run.adamw = {.lr = 1e-4, .step = {.marks_changes = true}};
+  Receiver receivers[2];
   run_training(run, [&](TrainingRank& rank) {
-    PatchStream stream(rank.state());
-    stream.write(directory.path(), 0);
-    rank.train(0, 1);
-    if (rank.world.rank() == 0) make_directories(directory.path() + "/patch-00000000-00000001");
+    PatchStream first(rank.state());
+    PatchStream second(rank.state());
+    for (int step = 0; step < 3; ++step) {
+      EXPECT_FALSE(receivers[0].applied(first.take(step)).from.has_value());
+      EXPECT_FALSE(receivers[1].applied(second.take(step)).from.has_value());
+      wait_for_all(rank.world);
+      for (const Receiver& receiver : receivers)
+        expect_bits(rank.sharded, rank.model, receiver, "two streams");
+      wait_for_all(rank.world);
+      rank.train(step, step + 1);
+    }
+    EXPECT_EQ(receivers[1].applied(second.take(3)).from, 2);  // nobody took since
     wait_for_all(rank.world);
-    EXPECT_THAT(error_of([&] { stream.write(directory.path(), 1); }),
-                rank.world.rank() == 0 ? HasSubstr("is there already; give a directory without")
-                                       : HasSubstr("failed on rank 0: "));
-    EXPECT_THAT(stream.write(directory.path(), 2), HasSubstr("/patch-full-00000002"));
+    expect_bits(rank.sharded, rank.model, receivers[1], "one stream");
+    wait_for_all(rank.world);
   });
 }
 

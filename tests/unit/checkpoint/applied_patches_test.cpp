@@ -9,7 +9,9 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/base/durable_file.h"
 #include "fsdp/base/text.h"
+#include "fsdp/checkpoint/format/manifest_text.h"
 #include "fsdp/checkpoint/patches/patch_files.h"
 #include "support/error_of.h"
 #include "support/stored_tensors.h"
@@ -18,6 +20,7 @@
 namespace fsdp::applied_patches_test {
 namespace {
 
+using ::testing::AllOf;
 using testing::error_of;
 using ::testing::HasSubstr;
 using testing::TempDir;
@@ -51,6 +54,12 @@ std::string write_patch(const TempDir& directory, std::optional<int64_t> from, i
   const std::string path = concat(directory.path(), "/", base, patch_name(from, to));
   publish_patch(temporary, path, record);
   return path;
+}
+
+// As apply_patch leaves it when it is interrupted.
+void put_applied(const std::string& weights, const std::string& fields) {
+  testing::write_text(weights + "/patches-applied.json",
+                      with_checksum(concat("{\n \"base\": \"", kBase, "\",\n ", fields, "\n}\n")));
 }
 
 std::string full_patch(const TempDir& directory, int64_t to, float first,
@@ -159,11 +168,134 @@ TEST(AppliedPatches, AFullOneThatWasInterruptedIsAppliedAgain) {
   const TempDir directory;
   const std::string weights = weights_in(directory);
   apply_patch(full_patch(directory, 3, 0), weights);
-  testing::write_text(weights + "/patches-applied.json",
-                      concat("{\"base\": \"", kBase, "\", \"step\": -1}\n"));
+  put_applied(weights, "\"step\": -1,\n \"applying\": 3");
   const std::string next = write_patch(directory, 3, 5, {});
   EXPECT_THAT(error_of([&] { apply_patch(next, weights); }),
               HasSubstr("applying a full patch was interrupted; apply that one again first"));
+}
+
+TEST(AppliedPatches, OneThatWasInterruptedIsAppliedAgainAndNoOther) {
+  const TempDir directory;
+  const std::string weights = weights_in(directory);
+  apply_patch(full_patch(directory, 3, 0), weights);
+  put_applied(weights, "\"step\": 3,\n \"applying\": 5");
+  const std::string other = write_patch(directory, 3, 4, {{kA, {}, {1}, {-1}}});
+  EXPECT_THAT(error_of([&] { apply_patch(other, weights); }),
+              HasSubstr("leads to step 4, but applying the one to step 5 was interrupted; apply "
+                        "that one again first"));
+  apply_patch(write_patch(directory, 3, 5, {{kA, {}, {1}, {-2}}}), weights);
+  EXPECT_EQ(first_of(weights)[1], -2.0f);
+  EXPECT_EQ(read_applied(weights), (AppliedPatch{kBase, 5}));
+}
+
+TEST(AppliedPatches, RememberTheirStepWithAChecksum) {
+  const TempDir directory;
+  const std::string weights = weights_in(directory);
+  apply_patch(full_patch(directory, 3, 0), weights);
+  const std::string next = write_patch(directory, 3, 5, {});
+  const std::string file = weights + "/patches-applied.json";
+  const std::string text = testing::read_text(file);
+  for (size_t i = 0; i < text.size(); ++i) {
+    testing::change_byte(file, static_cast<int64_t>(i));
+    EXPECT_THAT(error_of([&] { apply_patch(next, weights); }), HasSubstr("is not what was written"))
+        << i;
+    testing::write_text(file, text);
+  }
+  apply_patch(next, weights);
+}
+
+TEST(AppliedPatches, LeaveSharedFilesAlone) {
+  const TempDir directory;
+  const std::string weights = weights_in(directory);
+  const std::string cache = directory.path() + "/cache";
+  std::filesystem::create_directories(cache);
+  const std::string first = weights + "/model-00001-of-00002.safetensors";
+  const std::string second = weights + "/model-00002-of-00002.safetensors";
+  std::filesystem::rename(first, cache + "/1");
+  std::filesystem::create_symlink(cache + "/1", first);
+  std::filesystem::create_hard_link(second, cache + "/2");
+  const std::string before[] = {testing::read_text(cache + "/1"), testing::read_text(cache + "/2")};
+  testing::write_text(weights + "/.patches-applied.json.0123.tmp", "left by a crash");
+  apply_patch(full_patch(directory, 3, 0), weights);
+  EXPECT_EQ(first_of(weights), (std::vector<float>{0, 1, 2, 3, 4, 5}));
+  EXPECT_EQ(second_of(weights), (std::vector<float>{6, 7, 8, 9, 70}));
+  EXPECT_EQ(testing::read_text(cache + "/1"), before[0]);
+  EXPECT_EQ(testing::read_text(cache + "/2"), before[1]);
+  EXPECT_EQ(names_in(weights).size(), 3u);  // no copies, no leftovers
+}
+
+// --- a directory of patches ----------------------------------------------------------------------
+
+class DirectoryOfPatches : public ::testing::Test {
+ protected:
+  // The full patch of step 0, then steps 0 to 1, 1 to 2 and so on; element 0 of `a` has the step.
+  void put(std::optional<int64_t> from, int64_t to) {
+    std::string path;
+    if (from)
+      path = write_patch(directory_, from, to, {{kA, {}, {0}, {static_cast<float>(to)}}});
+    else
+      path = full_patch(directory_, to, static_cast<float>(to));
+    std::filesystem::create_directories(patches_);
+    std::filesystem::rename(path, place(from, to));
+  }
+  std::string place(std::optional<int64_t> from, int64_t to) const {
+    return concat(patches_, "/", patch_name(from, to));
+  }
+  std::string error() const {
+    return error_of([&] {
+      apply_new_patches(patches_, weights_, [](const std::string&, const AppliedChanges&) {});
+    });
+  }
+  void expect_step(int64_t step) const {
+    EXPECT_EQ(read_applied(weights_), (AppliedPatch{kBase, step}));
+    EXPECT_EQ(first_of(weights_)[0], static_cast<float>(step));
+  }
+
+  const TempDir directory_;
+  const std::string weights_ = weights_in(directory_);
+  const std::string patches_ = directory_.path() + "/patches";
+};
+
+TEST_F(DirectoryOfPatches, WithoutAFullOneDoesNotBegin) {
+  put(0, 1);
+  EXPECT_THAT(error(), HasSubstr("has the weights of no known step, and no patch in"));
+  EXPECT_EQ(first_of(weights_)[0], 50.0f);
+}
+
+TEST_F(DirectoryOfPatches, SaysWhatIsMissingAfterALostOne) {
+  for (int64_t step = 0; step < 3; ++step) put(step, step + 1);
+  put(std::nullopt, 0);
+  std::filesystem::remove_all(place(1, 2));
+  EXPECT_THAT(error(), AllOf(HasSubstr("has the weights of step 1, and no patch in "),
+                             HasSubstr("/patch-00000002-00000003 (step 2 to 3 of base")));
+  expect_step(1);
+  put(std::nullopt, 3);
+  EXPECT_EQ(error(), "");
+  expect_step(3);
+}
+
+TEST_F(DirectoryOfPatches, PassesOverADamagedOneWhereANewerFullOneIsThere) {
+  put(std::nullopt, 0);
+  put(0, 1);
+  put(1, 2);
+  testing::change_byte(place(0, 1) + "/00000.safetensors", -1);
+  EXPECT_THAT(error(), AllOf(HasSubstr("has the weights of step 0 and goes no further, because "),
+                             HasSubstr("00000.safetensors is not what was written")));
+  expect_step(0);
+  put(std::nullopt, 2);
+  EXPECT_EQ(error(), "");
+  expect_step(2);
+}
+
+TEST_F(DirectoryOfPatches, SaysThatTheLastOneHasNoRecord) {
+  put(std::nullopt, 0);
+  put(0, 1);
+  put(1, 2);
+  std::filesystem::remove(place(1, 2) + "/patch.json");
+  EXPECT_THAT(error(),
+              AllOf(HasSubstr("has the weights of step 1 and goes no further, because "),
+                    HasSubstr("patch-00000001-00000002 is no patch: it has no patch.json")));
+  expect_step(1);
 }
 
 }  // namespace

@@ -175,7 +175,13 @@ TEST(PatchFiles, AreFoundInTheirOrder) {
   for (const std::string& path : patches_in(directory.path()))
     names.push_back(std::filesystem::path(path).filename().string());
   EXPECT_EQ(names, (std::vector<std::string>{"patch-full-00000005", "patch-00000005-00000009",
-                                             "patch-full-00000010", "patch-00000009-00000010"}));
+                                             "patch-full-00000010", "patch-00000009-00000010",
+                                             "patch-00000010-00000012"}));
+  EXPECT_THAT(error_of([&] { read_patch_record(patches_in(directory.path()).back()); }),
+              HasSubstr("patch-00000010-00000012 is no patch: it has no patch.json"));
+  remove_patch_leftovers(directory.path());
+  EXPECT_FALSE(std::filesystem::exists(directory.path() + "/.patch-00000010-00000012.id.tmp"));
+  EXPECT_EQ(patches_in(directory.path()).size(), 5u);
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 
 #include <csignal>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <functional>
 
@@ -62,6 +63,27 @@ TEST_F(RunLockTest, IsHeldByOneAtATime) {
   }
   EXPECT_THAT(names_in(dir_.path()), IsEmpty());
   const RunLock again(dir_.path());
+}
+
+TEST_F(RunLockTest, IsTakenAgainIfItsFileWasRemoved) {
+  RunLock lock(dir_.path());
+  lock.confirm();
+  std::filesystem::remove(dir_ / "lock");
+  ::testing::internal::CaptureStderr();
+  lock.confirm();
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(),
+              HasSubstr("lock: was removed while this run holds it"));
+  expect_refusal(::getpid());
+}
+
+TEST_F(RunLockTest, ThatAnotherRunHasTakenEndsSaving) {
+  RunLock lock(dir_.path());
+  std::filesystem::remove(dir_ / "lock");
+  const RunLock thief(dir_.path());
+  ::testing::internal::CaptureStderr();
+  EXPECT_THAT([&] { lock.confirm(); },
+              ThrowsMessage<Error>(HasSubstr("another run saves its checkpoints here")));
+  static_cast<void>(::testing::internal::GetCapturedStderr());
 }
 
 TEST_F(RunLockTest, OfAKilledProcessIsFree) {

@@ -126,6 +126,7 @@ const GivenValues kChangedValues = {
     {"patches", {"patches"}},
     {"patch-every", {"4"}},
     {"patch-names", {"vllm"}},
+    {"keep-patches", {"5"}},
     {"log", {"log"}},
     {"tensorboard", {"tb"}},
     {"report", {"none"}},

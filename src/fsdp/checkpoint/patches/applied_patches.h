@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -15,12 +16,15 @@ inline constexpr std::string_view kAppliedName = "patches-applied.json";
 
 struct AppliedPatch {
   std::string base;
-  int64_t step = 0;
+  int64_t step = 0;  // kNoStep: unknown, because applying a full patch was interrupted
+  // Of the patch that is being applied, or whose application was interrupted: where it leads to.
+  std::optional<int64_t> applying = std::nullopt;
 
+  static constexpr int64_t kNoStep = -1;
   friend bool operator==(const AppliedPatch&, const AppliedPatch&) = default;
 };
 
-// nullopt: none was applied yet.
+// nullopt: none was applied yet. Error if the file is not as it was written.
 std::optional<AppliedPatch> read_applied(const std::string& directory);
 
 // Throws an Error of one sentence if the patch does not follow `applied`: a gap, another base, or a
@@ -34,8 +38,17 @@ struct AppliedChanges {
 };
 
 // Changes the weights in `directory` (whole tensors in safetensors files, as convert --to hf writes
-// them) in place. Everything is checked before anything changes. If it is interrupted, the same
-// patch can be applied again, and no other one except a full one.
+// them) in place; files that others share by a link are copied first. Everything is checked before
+// anything changes. If it is interrupted, the same patch can be applied again, and no other one
+// except a full one.
 AppliedChanges apply_patch(const std::string& patch, const std::string& directory);
+
+// Applies those of a directory of patches that lead on from what was applied, and full ones where a
+// newer stream has begun or where a patch is lost or damaged. Calls on_applied(patch, changes)
+// after each. Error that says what is missing if the weights are not those of the newest patch
+// then.
+using OnApplied = std::function<void(const std::string& patch, const AppliedChanges& changes)>;
+void apply_new_patches(const std::string& patches, const std::string& directory,
+                       const OnApplied& on_applied);
 
 }  // namespace fsdp

@@ -1,12 +1,15 @@
 #include "fsdp/checkpoint/patches/patch_files.h"
 
+#include <algorithm>
 #include <cstring>
 #include <map>
+#include <set>
 #include <utility>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/crc32c.h"
 #include "fsdp/base/durable_file.h"
+#include "fsdp/base/utf8.h"
 #include "fsdp/checkpoint/format/safetensors_header.h"
 #include "fsdp/checkpoint/format/tensor_stream.h"
 
@@ -80,39 +83,82 @@ std::vector<FlatRange> ranges_of(std::span<const std::byte> bytes, int64_t count
 // One file of a patch, with its header read.
 class OpenPatchFile {
  public:
-  explicit OpenPatchFile(const std::string& path) : file_(path) {
+  explicit OpenPatchFile(const std::string& path) : path_(path) {
+    const FileReader file(path);
     constexpr size_t kFirstBytes = 8;
     std::string text(kFirstBytes, '\0');
-    FSDP_CHECK(file_.bytes() >= static_cast<int64_t>(kFirstBytes), path, " has only ",
-               file_.bytes(), " bytes", kDamaged);
-    file_.read(0, std::as_writable_bytes(std::span(text)));
-    text.resize(static_cast<size_t>(safetensors_header_bytes(text, file_.bytes(), path)));
-    file_.read(kFirstBytes, std::as_writable_bytes(std::span(text)));
-    header_ = parse_safetensors_header(text, file_.bytes(), path);
-    for (const SafetensorsEntry& entry : header_.tensors) entries_[entry.name] = &entry;
+    FSDP_CHECK(file.bytes() >= static_cast<int64_t>(kFirstBytes), path, " has only ", file.bytes(),
+               " bytes", kDamaged);
+    file.read(0, std::as_writable_bytes(std::span(text)));
+    text.resize(static_cast<size_t>(safetensors_header_bytes(text, file.bytes(), path)));
+    file.read(kFirstBytes, std::as_writable_bytes(std::span(text)));
+    SafetensorsHeader header = parse_safetensors_header(text, file.bytes(), path);
+    data_begin_ = header.data_begin;
+    for (SafetensorsEntry& entry : header.tensors) entries_[entry.name] = std::move(entry);
   }
 
-  const SafetensorsHeader& header() const { return header_; }
+  const std::string& path() const { return path_; }
+  const std::map<std::string, SafetensorsEntry>& entries() const { return entries_; }
   const SafetensorsEntry* find(const std::string& name) const {
     const auto it = entries_.find(name);
-    return it == entries_.end() ? nullptr : it->second;
+    return it == entries_.end() ? nullptr : &it->second;
   }
   std::vector<std::byte> read(const SafetensorsEntry& entry) const {
     std::vector<std::byte> bytes(static_cast<size_t>(entry.end - entry.begin));
-    file_.read(header_.data_begin + entry.begin, bytes);
+    FileReader(path_).read(data_begin_ + entry.begin, bytes);
     return bytes;
   }
 
  private:
-  FileReader file_;
-  SafetensorsHeader header_;
-  std::map<std::string, const SafetensorsEntry*> entries_;
+  const std::string path_;  // not kept open: a patch may have more files than a process may open
+  int64_t data_begin_ = 0;
+  std::map<std::string, SafetensorsEntry> entries_;
 };
 
+// Every list of the file must be one of values or positions of a tensor of the record.
+void check_patch_names(const OpenPatchFile& file, const std::set<std::string>& tensors) {
+  for (const auto& [key, entry] : file.entries()) {
+    const size_t slash = key.find('/') + 1;
+    const std::string_view kind = std::string_view(key).substr(0, slash);
+    const std::string name = key.substr(slash);
+    FSDP_CHECK((kind == kValues || kind == kSkips || kind == kRanges) && tensors.count(name) > 0,
+               file.path(), ": '", shown(key), "' is not in ", kPatchRecordName, kDamaged);
+    FSDP_CHECK(kind == kValues || file.find(concat(kValues, name)) != nullptr, file.path(), ": '",
+               shown(name), "' has positions and no values", kDamaged);
+  }
+}
+
+// Adds the elements of a change, as ranges.
+void add_changed_elements(const PatchChange& change, std::vector<FlatRange>& elements) {
+  elements.insert(elements.end(), change.ranges.begin(), change.ranges.end());
+  bool is_first = true;
+  for (const int64_t position : change.positions)
+    if (!std::exchange(is_first, false) && elements.back().end == position)
+      ++elements.back().end;
+    else
+      elements.push_back({position, position + 1});
+}
+
+// `elements` of all files.
+void check_changed_elements(const std::string& directory, const PatchRecord& record,
+                            const StoredTensor& tensor, std::vector<FlatRange> elements) {
+  std::sort(elements.begin(), elements.end(),
+            [](const FlatRange& a, const FlatRange& b) { return a.begin < b.begin; });
+  int64_t end = 0;
+  int64_t count = 0;
+  for (const FlatRange& range : elements) {
+    FSDP_CHECK(range.begin >= end, directory, ": two files have element ", range.begin, " of '",
+               tensor.name, "'", kDamaged);
+    end = range.end;
+    count += range.numel();
+  }
+  FSDP_CHECK(record.from || count == numel_of(tensor), directory, ": is a full patch and has ",
+             count, " of the ", numel_of(tensor), " elements of '", tensor.name, "'", kDamaged);
+}
+
 void read_change(const OpenPatchFile& file, const SafetensorsEntry& values,
-                 const StoredTensor& tensor, const std::string& path,
-                 const std::function<void(const PatchChange&)>& body) {
-  const std::string source = concat(path, ": '", tensor.name, "'");
+                 const StoredTensor& tensor, const std::function<void(const PatchChange&)>& body) {
+  const std::string source = concat(file.path(), ": '", tensor.name, "'");
   FSDP_CHECK(values.dtype == tensor.dtype && values.shape.size() == 1, source, " has values of ",
              name_of(values.dtype), " ", list_text(values.shape), " for a tensor of ",
              name_of(tensor.dtype), kDamaged);
@@ -169,7 +215,11 @@ void publish_patch(const std::string& temporary, const std::string& path,
                    const PatchRecord& record) {
   write_file_durably(concat(temporary, "/", kPatchRecordName), to_json(record));
   sync_tree(temporary);
+  if (!path_exists(path)) return rename_durably(temporary, path);
+  const std::string replaced = temporary_name_for(path);
+  rename_durably(path, replaced);
   rename_durably(temporary, path);
+  remove_tree(replaced);
 }
 
 void verify_patch_files(const std::string& directory, const PatchRecord& record) {
@@ -192,18 +242,22 @@ void verify_patch_files(const std::string& directory, const PatchRecord& record)
 
 void for_each_change(const std::string& directory, const PatchRecord& record,
                      const std::function<void(const PatchChange& change)>& body) {
-  std::map<std::string, const StoredTensor*> tensors;
-  for (const StoredTensor& tensor : record.tensors) tensors[tensor.name] = &tensor;
+  std::set<std::string> names;
+  for (const StoredTensor& tensor : record.tensors) names.insert(tensor.name);
+  std::vector<OpenPatchFile> files;
   for (const StoredFile& stored : record.files) {
-    const std::string path = concat(directory, "/", stored.path);
-    const OpenPatchFile file(path);
-    for (const SafetensorsEntry& entry : file.header().tensors) {
-      if (!entry.name.starts_with(kValues)) continue;
-      const auto it = tensors.find(entry.name.substr(kValues.size()));
-      FSDP_CHECK(it != tensors.end(), path, ": '", entry.name, "' is not in ", kPatchRecordName,
-                 kDamaged);
-      read_change(file, entry, *it->second, path, body);
-    }
+    files.emplace_back(concat(directory, "/", stored.path));
+    check_patch_names(files.back(), names);
+  }
+  for (const StoredTensor& tensor : record.tensors) {
+    std::vector<FlatRange> elements;
+    for (const OpenPatchFile& file : files)
+      if (const SafetensorsEntry* values = file.find(concat(kValues, tensor.name)))
+        read_change(file, *values, tensor, [&](const PatchChange& change) {
+          add_changed_elements(change, elements);
+          body(change);
+        });
+    check_changed_elements(directory, record, tensor, std::move(elements));
   }
 }
 

@@ -35,15 +35,17 @@ StoredFile write_patch_file(const std::string& directory, int64_t rank,
                             std::span<const StoredChange> changes);
 
 // After all ranks have written their files to `temporary`: makes it the patch at `path`, which is
-// there as a whole or not at all, whenever the power goes.
+// there as a whole or not at all, whenever the power goes. Takes the place of a patch of that name,
+// which a stream before has left: a resumed run comes to the same steps again.
 void publish_patch(const std::string& temporary, const std::string& path,
                    const PatchRecord& record);
 
 // Reads every byte of the patch's files. Error that names the first file that is not as written.
 void verify_patch_files(const std::string& directory, const PatchRecord& record);
 
-// Calls body(change) for every change of every file, of which one is in memory at a time. Does not
-// compare checksums; whatever the files hold, changes are elements of the record's tensors.
+// Calls body(change) for every change, tensor by tensor, of which one is in memory at a time. Does
+// not compare checksums; whatever the files hold, changes are elements of the record's tensors, no
+// element comes twice, and a full patch has every element. Error otherwise, maybe after some calls.
 void for_each_change(const std::string& directory, const PatchRecord& record,
                      const std::function<void(const PatchChange& change)>& body);
 

@@ -1,6 +1,7 @@
 #include "fsdp/checkpoint/patches/patch_record.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cstdio>
 #include <limits>
 #include <nlohmann/json.hpp>
@@ -10,6 +11,7 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/durable_file.h"
+#include "fsdp/base/integer.h"
 #include "fsdp/base/json_fields.h"
 #include "fsdp/base/utf8.h"
 #include "fsdp/checkpoint/format/manifest_text.h"
@@ -51,7 +53,28 @@ StoredTensor tensor_in(const std::string& name, const JsonFields& fields) {
       fields.refuse("shape", "sizes are whole numbers from 0 up");
     tensor.shape.push_back(size.get<int64_t>());
   }
+  try {
+    int64_t bytes = element_bytes(tensor.dtype);
+    for (const int64_t size : tensor.shape) bytes = checked_mul(bytes, std::max<int64_t>(size, 1));
+  } catch (const Error&) {
+    fields.refuse("shape", "a tensor has fewer bytes than 2^63");
+  }
   return tensor;
+}
+
+// {from, to} of "patch-00000100-00000102", {-1, to} of a full one; nullopt for every other name.
+std::optional<std::pair<int64_t, int64_t>> steps_in(std::string_view name) {
+  const size_t dash = name.rfind('-');
+  if (!name.starts_with(kPatchPrefix) || dash < kPatchPrefix.size()) return std::nullopt;
+  const auto number = [](std::string_view digits) {
+    int64_t step = -1;
+    const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), step);
+    return error == std::errc() && end == digits.data() + digits.size() ? step : -1;
+  };
+  const std::string_view first = name.substr(kPatchPrefix.size(), dash - kPatchPrefix.size());
+  const std::pair<int64_t, int64_t> steps{number(first), number(name.substr(dash + 1))};
+  if (steps.second < 0 || (steps.first < 0 && first != "full")) return std::nullopt;
+  return steps;
 }
 
 StoredFile file_in(const JsonFields& fields) {
@@ -146,17 +169,25 @@ std::string patch_text(const PatchRecord& record) {
 
 std::vector<std::string> patches_in(const std::string& directory) {
   std::vector<std::tuple<int64_t, int64_t, std::string>> found;
-  for (const std::string& name : names_in(directory)) {
-    if (!name.starts_with(kPatchPrefix)) continue;
-    const std::string path = concat(directory, "/", name);
-    if (!path_exists(concat(path, "/", kPatchRecordName))) continue;
-    const PatchRecord record = read_patch_record(path);
-    found.emplace_back(record.to, record.from.value_or(-1), path);
-  }
+  for (const std::string& name : names_in(directory))
+    if (const auto steps = steps_in(name))
+      found.emplace_back(steps->second, steps->first, concat(directory, "/", name));
   std::sort(found.begin(), found.end());
   std::vector<std::string> paths;
   for (auto& [to, from, path] : found) paths.push_back(std::move(path));
   return paths;
+}
+
+int64_t last_step_of(const std::string& path) {
+  const auto steps = steps_in(file_name_of(path));
+  FSDP_ASSERT(steps.has_value(), path);
+  return steps->second;
+}
+
+void remove_patch_leftovers(const std::string& directory) {
+  for (const std::string& name : names_in(directory))
+    if (name.starts_with(concat(".", kPatchPrefix)) && name.ends_with(".tmp"))
+      remove_tree(concat(directory, "/", name));
 }
 
 }  // namespace fsdp

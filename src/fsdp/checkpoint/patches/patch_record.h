@@ -41,7 +41,14 @@ std::string patch_name(std::optional<int64_t> from, int64_t to);
 std::string patch_text(const PatchRecord& record);
 
 // The patches in a directory of patches, in the order in which they are applied: by the step they
-// lead to, full ones first. Without those that are being written.
+// lead to, full ones first. By their names alone, so that a reader finds what is wrong with each;
+// without those that are being written.
 std::vector<std::string> patches_in(const std::string& directory);
+
+// The step that a patch leads to, by its name.
+int64_t last_step_of(const std::string& path);
+
+// Removes what was being written when its writer ended. Nobody may be writing.
+void remove_patch_leftovers(const std::string& directory);
 
 }  // namespace fsdp

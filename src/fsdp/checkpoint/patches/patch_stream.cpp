@@ -1,6 +1,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <chrono>
 #include <exception>
 #include <map>
@@ -9,6 +10,7 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/durable_file.h"
+#include "fsdp/base/log.h"
 #include "fsdp/checkpoint/patches.h"
 #include "fsdp/checkpoint/patches/changed_weights.h"
 #include "fsdp/checkpoint/patches/encoded_positions.h"
@@ -83,22 +85,40 @@ class PatchStream::Impl {
         base_(draw_base(mesh())),
         begun_(std::chrono::duration_cast<std::chrono::seconds>(
                    std::chrono::system_clock::now().time_since_epoch())
-                   .count()) {}
+                   .count()) {
+    if (options_.keep < 0)
+      throw UsageError(concat("keep of patches is ", options_.keep, ": use 0 or more"));
+  }
 
   Patch take(int64_t step, c10::Device where) {
-    check(step);
+    begin(step);
     Patch patch{.base = base_, .from = last_, .to = step, .tensors = {}};
-    for (auto& [index, tensor] : take_each<PatchTensor>(step, [&](PatchTensor tensor) {
-           if (tensor.positions.defined()) tensor.positions = tensor.positions.to(where);
-           tensor.values = tensor.values.to(where);
-           return tensor;
-         }))
-      patch.tensors.push_back(std::move(tensor));
+    together(concat("taking the patch of step ", step), [&] {
+      for (auto& [index, tensor] : take_each<PatchTensor>(step, [&](PatchTensor tensor) {
+             if (tensor.positions.defined()) tensor.positions = tensor.positions.to(where);
+             tensor.values = tensor.values.to(where);
+             return tensor;
+           }))
+        patch.tensors.push_back(std::move(tensor));
+    });
     return patch;
   }
 
   std::string write(const std::string& directory, int64_t step) {
-    check(step);
+    begin(step);
+    std::string path = write_next(directory, step);
+    if (options_.keep > 0 && num_since_full_ >= options_.keep) {
+      last_ = std::nullopt;
+      write_next(directory, step);
+      if (rank_in(mesh()) == 0) remove_old(directory);
+    }
+    return path;
+  }
+
+ private:
+  const Mesh& mesh() const { return EngineAccess::of(state_.sharded).mesh(); }
+
+  std::string write_next(const std::string& directory, int64_t step) {
     const std::optional<int64_t> from = last_;
     const std::string name = patch_name(from, step);
     const std::string path = concat(directory, "/", name);
@@ -106,8 +126,7 @@ class PatchStream::Impl {
     const bool is_first = rank_in(mesh()) == 0;
     together(concat("preparing ", path), [&] {
       if (!is_first) return;
-      FSDP_CHECK(!path_exists(path), path,
-                 " is there already; give a directory without patches of another run");
+      if (!from) begin_after_others(directory);
       remove_tree(temporary);  // left by a failed attempt
       make_directories(temporary);
     });
@@ -131,31 +150,65 @@ class PatchStream::Impl {
     together(concat("publishing ", path), [&] {
       if (is_first) publish_patch(temporary, path, record);
     });
+    num_since_full_ = from ? num_since_full_ + 1 : 0;
     return path;
   }
 
- private:
-  const Mesh& mesh() const { return EngineAccess::of(state_.sharded).mesh(); }
+  // Receivers take the stream that began last: this one, even if another host's clock is ahead.
+  void begin_after_others(const std::string& directory) {
+    for (const std::string& path : patches_in(directory)) {
+      try {
+        const PatchRecord record = read_patch_record(path);
+        if (record.base != base_) begun_ = std::max(begun_, record.begun + 1);
+      } catch (const Error&) {
+        // Damaged: receivers pass over it, too.
+      }
+    }
+  }
 
-  // Runs a part of write() on all ranks; if it fails on one, receivers miss a patch for good, so
+  // Receivers may still be reading what the last full patch but one began.
+  void remove_old(const std::string& directory) noexcept {
+    try {
+      const std::vector<std::string> paths = patches_in(directory);
+      const int64_t begin = std::exchange(full_step_, *last_);
+      for (const std::string& path : paths)
+        if (!is_kept(path, begin)) {
+          const std::string removed = temporary_name_for(path);
+          rename_durably(path, removed);  // never seen by halves
+          remove_tree(removed);
+        }
+    } catch (const std::exception& error) {
+      log(LogLevel::kWarning, error.what());
+    }
+  }
+
+  // Of this stream, from the full patch of step `begin` on.
+  bool is_kept(const std::string& path, int64_t begin) const {
+    try {
+      const PatchRecord record = read_patch_record(path);
+      return record.base == base_ && (record.to > begin || (record.to == begin && !record.from));
+    } catch (const Error&) {
+      return false;
+    }
+  }
+
+  // Runs a part of a patch on all ranks; if it fails on one, receivers miss a patch for good, so
   // the next one is full.
   template <typename Body>
   void together(const std::string& doing, const Body& body) {
-    std::exception_ptr error;
     try {
-      body();
-    } catch (...) {
-      error = std::current_exception();
-    }
-    try {
-      agree_on_success(mesh(), error, doing);
+      on_all_ranks(mesh(), doing, body);
     } catch (...) {
       last_ = std::nullopt;
       throw;
     }
   }
 
-  void check(int64_t step) const {
+  Optimizer::Impl& optimizer() const { return OptimizerAccess::of(*state_.optimizer); }
+
+  void begin(int64_t step) {
+    // What another stream took is marked no more.
+    if (optimizer().num_mark_takes() != num_mark_takes_) last_ = std::nullopt;
     if (step < 0 || (last_ && step <= *last_))
       throw UsageError(concat("step is ", step, "; a patch leads to a step after ",
                               last_ ? concat(*last_, ", which the one before led to") : "-1"));
@@ -175,6 +228,7 @@ class PatchStream::Impl {
     const auto which = last_ ? ChangedWeights::Which::kChanged : ChangedWeights::Which::kEverything;
     // Marks are taken one after the other: should that end halfway, the next patch is full.
     last_ = std::nullopt;
+    num_mark_takes_ = optimizer().take_marks();
     std::map<size_t, Result> results;
     published_.take(which, [&](const std::string& name, ChangedTensor elements) {
       const OutputPlace& place = output_.places.at(name);
@@ -194,8 +248,11 @@ class PatchStream::Impl {
   ChangedWeights published_;
   const OutputTensors output_;
   const std::string base_;
-  const int64_t begun_;
+  int64_t begun_;
   std::optional<int64_t> last_;  // the step of the last patch
+  int64_t num_mark_takes_ = -1;  // of the optimizer, up to this stream's last one
+  int64_t num_since_full_ = 0;   // patches that were written
+  int64_t full_step_ = -1;       // of the last full patch that ended a round of `keep`
 };
 
 PatchStream::PatchStream(const CheckpointState& state, PatchOptions options)

@@ -414,6 +414,8 @@ void add_checkpoints(Rows& rows) {
   rows.add("patch-every", "N", whole_value(&O::patch_every, 1, kMany), "Steps between patches");
   rows.add("patch-names", "NAMES", choice_value(&O::patch_names, {"hf", "vllm"}),
            "Of tensors in patches: as published, or fused as vLLM has them");
+  rows.add("keep-patches", "N", whole_value(&O::keep_patches, 0, kMany),
+           "Patches between full ones; what is older than two full ones is removed. 0: keeps all");
 }
 
 void add_output(Rows& rows) {

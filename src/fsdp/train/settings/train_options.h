@@ -161,6 +161,7 @@ struct TrainOptions {
   std::string patches;       // where patches of the weights are written; "": none
   int64_t patch_every = 1;   // steps
   PatchNamesChoice patch_names = PatchNamesChoice::kHf;
+  int64_t keep_patches = 0;  // 0: all
 
   // --- what is seen ---
   std::string log = "auto";  // a path; auto: in the checkpoint directory; none
