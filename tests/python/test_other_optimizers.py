@@ -182,8 +182,8 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.3)
 
 
-# AdamW here corrects averages by the model's steps, torch's by the parameter's; wrapped it is torch's.
-SOMETIMES = {"fsdp.SGD": (sgd, lambda m: fsdp.SGD(m, lr=0.1, momentum=0.9, weight_decay=0.3)),
+SOMETIMES = {"fsdp.AdamW": (adamw, lambda m: fsdp.AdamW(m, lr=1e-2, eps=1e-2, weight_decay=0.1)),
+             "fsdp.SGD": (sgd, lambda m: fsdp.SGD(m, lr=0.1, momentum=0.9, weight_decay=0.3)),
              "torch.optim.SGD": (sgd, lambda m: fsdp.shard_optimizer(sgd(m.parameters()))),
              "torch.optim.AdamW": (adamw, lambda m: fsdp.shard_optimizer(adamw(m.parameters())))}
 

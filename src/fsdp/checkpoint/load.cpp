@@ -253,6 +253,7 @@ class Loading {
                                    .skipped = record.skipped,
                                    .loss_scale = record.loss_scale,
                                    .good_steps = record.good_steps});
+      OptimizerAccess::of(*state_.optimizer).set_late_updates(record.late_updates);
     }
     if (loaded.has_random_state)
       set_random_state(

@@ -398,7 +398,8 @@ Manifest describe(const CheckpointState& state, const StatePieces& pieces, int64
                         .skipped = steps.skipped,
                         .loss_scale = steps.loss_scale,
                         .good_steps = steps.good_steps,
-                        .settings = {}};
+                        .settings = {},
+                        .late_updates = OptimizerAccess::of(*state.optimizer).late_updates()};
   manifest.optimizer.moments = OptimizerAccess::of(*state.optimizer).moment_names();
   return manifest;
 }

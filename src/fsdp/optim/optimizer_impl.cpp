@@ -244,7 +244,7 @@ void Optimizer::Impl::step() {
   engine.weights().release();
   if (options_.without_gradient == WithoutGradient::kSkip) {
     engine.missing_gradients().find();
-    for (GroupUpdate* update : group_updates()) update->leave_out_missing();
+    leave_out_missing();
   }
   begun_ = begin(needs_norm() ? start_norm() : Work());
   if (on_host_) on_host_->begin(state_, begun_);
@@ -270,6 +270,16 @@ void Optimizer::Impl::step() {
   if (last) end_update(std::move(*last));
   if (options_.updates == Updates::kBlocking || (on_host_ && !engine.options().offload.overlap))
     engine.wait_updates();
+}
+
+void Optimizer::Impl::leave_out_missing() {
+  const std::vector<GroupUpdate*> updates = group_updates();
+  if (std::none_of(updates.begin(), updates.end(),
+                   [](const GroupUpdate* update) { return update->misses_others(); }))
+    return;
+  wait();  // updates under way read what is left out
+  const int64_t step = state().step;
+  for (GroupUpdate* update : updates) update->leave_out_missing(step);
 }
 
 Work Optimizer::Impl::start_norm() {

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -91,6 +92,9 @@ class Optimizer::Impl {
   std::vector<OptimizerShard> shards() const;
   void set_shards(std::span<const OptimizerShard> shards);
   void set_state(const StepState& state);
+  // Parameters with fewer updates than the optimizer, and how many they had.
+  std::map<std::string, int64_t> late_updates();
+  void set_late_updates(const std::map<std::string, int64_t>& updates);
 
   const Sharded& sharded() const { return sharded_; }
 
@@ -101,6 +105,7 @@ class Optimizer::Impl {
   };
 
   void add_units();
+  void leave_out_missing();
   // Of all gradients; of those of one grid, every element once.
   Work start_norm();
   Work start_norm(GridKind grid, const at::Tensor& norm);

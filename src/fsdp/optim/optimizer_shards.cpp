@@ -106,6 +106,26 @@ void Optimizer::Impl::set_shards(std::span<const OptimizerShard> shards) {
         }
 }
 
+std::map<std::string, int64_t> Optimizer::Impl::late_updates() {
+  const int64_t step = state().step;
+  std::map<std::string, int64_t> late;
+  for (const GroupUpdate* update : group_updates())
+    for (int64_t i = 0; i < update->group().layout().num_tensors(); ++i)
+      if (const int64_t updates = update->updates_of(i, step); updates != step)
+        late[update->group().name_of(i)] = updates;
+  return late;
+}
+
+void Optimizer::Impl::set_late_updates(const std::map<std::string, int64_t>& updates) {
+  wait();
+  const int64_t step = state().step;
+  for (GroupUpdate* update : group_updates())
+    for (int64_t i = 0; i < update->group().layout().num_tensors(); ++i) {
+      const auto late = updates.find(update->group().name_of(i));
+      update->set_updates_of(i, late == updates.end() ? step : late->second, step);
+    }
+}
+
 std::vector<std::string> Optimizer::Impl::moment_names() const {
   std::vector<std::string> names;
   for (const MomentKind& moment : rule_.moments) names.push_back(moment.name);

@@ -249,17 +249,54 @@ const float* GroupUpdate::moment_in_host_memory(size_t which, FlatRange flat) co
   return nullptr;
 }
 
-void GroupUpdate::leave_out_missing() {
-  left_out_.clear();
-  const GroupGradient& gradient = group_->gradient();
-  if (!gradient.has_missing()) return;
+bool GroupUpdate::is_left_out(int64_t member) const {
+  return std::any_of(exceptions_.begin(), exceptions_.end(), [&](const Exception& each) {
+    return each.member == member && each.is_left_out;
+  });
+}
+
+GroupUpdate::Exception& GroupUpdate::exception_of(int64_t member) {
+  const auto find = [&] {
+    return std::find_if(exceptions_.begin(), exceptions_.end(),
+                        [&](const Exception& each) { return each.member == member; });
+  };
+  if (find() == exceptions_.end()) {
+    exceptions_.push_back({.member = member, .flat = group_->layout().tensor_range(member)});
+    std::sort(exceptions_.begin(), exceptions_.end(),
+              [](const Exception& a, const Exception& b) { return a.flat.begin < b.flat.begin; });
+  }
+  return *find();
+}
+
+bool GroupUpdate::misses_others() const {
   for (int64_t i = 0; i < group_->layout().num_tensors(); ++i)
-    if (gradient.is_missing(i)) {
-      left_out_.push_back(group_->layout().tensor_range(i));
-      check_scales_end_with(i);
-    }
-  std::sort(left_out_.begin(), left_out_.end(),
-            [](const FlatRange& a, const FlatRange& b) { return a.begin < b.begin; });
+    if (group_->gradient().is_missing(i) != is_left_out(i)) return true;
+  return false;
+}
+
+void GroupUpdate::leave_out_missing(int64_t step) {
+  for (int64_t i = 0; i < group_->layout().num_tensors(); ++i) {
+    const bool is_missing = group_->gradient().is_missing(i);
+    if (is_missing == is_left_out(i)) continue;
+    if (is_missing) check_scales_end_with(i);
+    const int64_t updates = updates_of(i, step);
+    exception_of(i).updates = updates;
+    exception_of(i).num_missed = step - updates;
+    exception_of(i).is_left_out = is_missing;
+  }
+}
+
+int64_t GroupUpdate::updates_of(int64_t member, int64_t step) const {
+  for (const Exception& each : exceptions_)
+    if (each.member == member) return each.is_left_out ? each.updates : step - each.num_missed;
+  return step;
+}
+
+void GroupUpdate::set_updates_of(int64_t member, int64_t updates, int64_t step) {
+  if (updates == updates_of(member, step)) return;
+  exception_of(member) = {.member = member,
+                          .flat = group_->layout().tensor_range(member),
+                          .num_missed = step - updates};
 }
 
 // By the whole layout, not by this rank's part of it: all ranks must come to the same end.
@@ -279,8 +316,8 @@ void GroupUpdate::check_scales_end_with(int64_t member) const {
 }
 
 bool GroupUpdate::is_left_out(const UpdateSpan& span) const {
-  return std::any_of(left_out_.begin(), left_out_.end(), [&](const FlatRange& out) {
-    return out.begin <= span.flat_begin && span.flat_begin + span.numel <= out.end;
+  return std::any_of(exceptions_.begin(), exceptions_.end(), [&](const Exception& each) {
+    return each.is_left_out && intersect(each.flat, flat_range(span)) == flat_range(span);
   });
 }
 

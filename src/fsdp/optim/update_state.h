@@ -107,21 +107,32 @@ class GroupUpdate {
   // The gradients of a piece, at their current place.
   at::Tensor gradient_of(const UpdatePiece& piece) const;
 
-  // Before an update: members without a gradient are left out of it (GroupGradient::is_missing).
-  // UsageError that names one whose moments have a scale together with its neighbour's.
-  void leave_out_missing();
+  // Members without a gradient (GroupGradient::is_missing) are left out of an update, and keep a
+  // count of updates of their own.
+  bool misses_others() const;  // than the last update did
+  // After `step` updates of the optimizer, with none under way: the next one leaves out those that
+  // are missing now. UsageError that names one whose moments have a scale together with its
+  // neighbour's.
+  void leave_out_missing(int64_t step);
   bool is_left_out(const UpdateSpan& span) const;  // all of it
+  // The number of updates of a member, of the optimizer's `step`.
+  int64_t updates_of(int64_t member, int64_t step) const;
+  void set_updates_of(int64_t member, int64_t updates, int64_t step);
   // The parts of a piece's spans that the update changes.
   template <typename Body>
   void for_each_updated(const UpdatePiece& piece, const Body& body) const {
     for (const UpdateSpan& span : piece.spans()) {
       int64_t begin = 0;
-      for (const FlatRange& out : left_out_) {
-        const FlatRange common = intersect(out, flat_range(span));
+      for (const Exception& each : exceptions_) {
+        const FlatRange common = intersect(each.flat, flat_range(span));
         if (common.empty()) continue;
         if (const int64_t end = common.begin - span.flat_begin; end > begin)
           body(part_of_span(span, begin, end - begin));
         begin = common.end - span.flat_begin;
+        if (each.is_left_out) continue;
+        UpdateSpan late = part_of_span(span, common.begin - span.flat_begin, common.numel());
+        late.num_missed = each.num_missed;
+        body(late);
       }
       if (begin == 0)
         body(span);
@@ -131,12 +142,22 @@ class GroupUpdate {
   }
 
  private:
+  // A member that is not updated, or has not been at some time.
+  struct Exception {
+    int64_t member = 0;
+    FlatRange flat{};
+    bool is_left_out = false;
+    int64_t updates = 0;     // while it is left out: how many there were
+    int64_t num_missed = 0;  // else: updates that left it out
+  };
+  Exception& exception_of(int64_t member);
+  bool is_left_out(int64_t member) const;
+  void check_scales_end_with(int64_t member) const;
+
   ParamGroup* group_;
   std::vector<MomentKind> moments_;
   std::vector<UpdatePiece> pieces_;
-  void check_scales_end_with(int64_t member) const;
-
-  std::vector<FlatRange> left_out_;  // of this step, ascending
+  std::vector<Exception> exceptions_;  // ascending in the group's buffer
 };
 
 }  // namespace fsdp

@@ -167,7 +167,8 @@ Manifest small_manifest() {
   Manifest manifest;
   manifest.step = 7;
   manifest.mesh = {.outer = 1, .inner = 2};
-  manifest.optimizer = {.name = "AdamW", .moments = {"exp_avg"}};
+  manifest.optimizer = {
+      .name = "AdamW", .moments = {"exp_avg"}, .step = 7, .late_updates = {{"w", 5}}};
   manifest.units = {{.name = "blocks.0", .groups = std::vector<GroupRecord>(1)}};
   manifest.units[0].groups[0].members = {{"w", {"v"}, {2, 3}, {0, 6}}};
   manifest.model = {{"w", DType::kFloat32, {2, 3}}, {"b", DType::kBFloat16, {}}};
@@ -254,7 +255,10 @@ void expect_every_field_is_needed(const std::string& text, const Parse& parse) {
     wrong_kind[place] = good[place].is_object() ? Json("x") : Json::object();
     EXPECT_THAT([&] { parse(wrong_kind.dump()); }, ThrowsMessage<Error>(HasSubstr(field)))
         << pointer << " of the wrong kind";
-    if (field == "trainable" || field == "settings") return;  // those that may be left out
+    // Those that may be left out, and what is in one of them.
+    if (field == "trainable" || field == "settings" ||
+        pointer.find("/late_updates") != pointer.npos)
+      return;
     Json without = good;
     without[place.parent_pointer()].erase(field);
     EXPECT_THAT([&] { parse(without.dump()); },
@@ -284,6 +288,7 @@ TEST(Manifest, NegativeCountsAreRefused) {
     expect_refusal_of_manifest(pointer, -1, HasSubstr("is -1; it must be at least"));
   for (const char* pointer : {"/model/0/shape/1", "/units/0/groups/0/members/0/shape/0"})
     expect_refusal_of_manifest(pointer, -3, HasSubstr("sizes are whole numbers from 0 up"));
+  expect_refusal_of_manifest("/optimizer/late_updates/w", 8, HasSubstr("no more updates than"));
   expect_refusal_of_manifest("/mesh/inner", 0, HasSubstr("mesh.inner is 0"));
   expect_refusal_of_manifest("/optimizer/loss_scale", -2.0, HasSubstr("a number above 0"));
   for (const char* pointer : {"/rank", "/block_bytes", "/files/0/bytes", "/files/0/header_bytes"})

@@ -70,7 +70,8 @@ OrderedJson json_of(const OptimizerRecord& optimizer) {
           {"skipped", optimizer.skipped},
           {"loss_scale", optimizer.loss_scale},
           {"good_steps", optimizer.good_steps},
-          {"settings", optimizer.settings}};
+          {"settings", optimizer.settings},
+          {"late_updates", optimizer.late_updates}};
 }
 
 // --- reading -----------------------------------------------------------------------------------
@@ -220,6 +221,11 @@ OptimizerRecord read_optimizer(const Json& value, const std::string& source) {
   if (scale == value.end() || !scale->is_number() || !(scale->get<double>() > 0.0))
     fields.refuse("loss_scale", "it must be a number above 0");
   optimizer.loss_scale = scale->get<double>();
+  if (!fields.has("late_updates")) return optimizer;  // an older checkpoint
+  const JsonFields late = fields.object("late_updates");
+  for (const auto& [parameter, updates] : value.at("late_updates").items())
+    if ((optimizer.late_updates[parameter] = steps(late, parameter.c_str())) > optimizer.step)
+      late.refuse(parameter, "a parameter has no more updates than its optimizer");
   return optimizer;
 }
 

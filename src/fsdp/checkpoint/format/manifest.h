@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -76,6 +77,8 @@ struct OptimizerRecord {
   double loss_scale = 1.0;
   int64_t good_steps = 0;
   std::string settings = {};  // the program's text about its numbers; not in older checkpoints
+  // Parameters that were updated less often than `step` says, by their names in `units`.
+  std::map<std::string, int64_t> late_updates = {};
 
   friend bool operator==(const OptimizerRecord&, const OptimizerRecord&) = default;
 };

@@ -7,6 +7,7 @@
 
 #include "fsdp/base/compiler.h"
 #include "fsdp/optim/kernels/begin_step.h"
+#include "fsdp/optim/kernels/update_span.h"
 #include "fsdp/optim/optimizer_options.h"
 
 namespace fsdp {
@@ -43,17 +44,29 @@ struct AdamWFactors {
   float decay = 1.0f;      // the fraction of a weight that decay leaves
 };
 
+// By products alone, so that hosts and devices have the same bits.
+FSDP_HOST_DEVICE inline double power_of(double base, int64_t exponent) {
+  double power = 1.0;
+  for (; exponent > 0; exponent /= 2, base *= base)
+    if (exponent % 2 != 0) power *= base;
+  return power;
+}
+
 // torch computes  w * decay - rate / (1 - beta1^t) * m / (sqrt(v) / s + eps),  s = sqrt(1 -
-// beta2^t). Here the denominator holds all factors of the change, with their sign, so that one
-// root, one division and a few fused operations per element remain. A learning rate of 0 makes the
-// denominator infinite and the change 0; the factor of the root stays finite, since a root may be
-// 0.
+// beta2^t), where t counts the updates of this parameter. Here the denominator holds all factors of
+// the change, with their sign, so that one root, one division and a few fused operations per
+// element remain. A learning rate of 0 makes the denominator infinite and the change 0; the factor
+// of the root stays finite, since a root may be 0.
 FSDP_HOST_DEVICE inline AdamWFactors adamw_factors(const AdamWRule& rule, const StepState& state,
-                                                   float rate_scale, float weight_decay) {
+                                                   const UpdateSpan& span) {
   constexpr double kLargest = 3e38;
-  const double rate = state.learning_rate * static_cast<double>(rate_scale);
-  const double inverse = (1.0 - state.beta1_power) / rate;
-  const double root = inverse / sqrt(1.0 - state.beta2_power);
+  const double rate = state.learning_rate * static_cast<double>(span.rate_scale);
+  const int64_t t = state.step - span.num_missed;
+  const bool misses = span.num_missed != 0;
+  const double beta1_power = misses ? power_of(rule.beta1, t) : state.beta1_power;
+  const double beta2_power = misses ? power_of(rule.beta2, t) : state.beta2_power;
+  const double inverse = (1.0 - beta1_power) / rate;
+  const double root = inverse / sqrt(1.0 - beta2_power);
   const double eps = rate == 0.0 ? inverse : inverse * rule.eps;
   const double gradient = static_cast<double>(state.gradient_factor);
   return {.beta1 = static_cast<float>(rule.beta1),
@@ -62,7 +75,7 @@ FSDP_HOST_DEVICE inline AdamWFactors adamw_factors(const AdamWRule& rule, const 
           .to_second = static_cast<float>(gradient * sqrt(1.0 - rule.beta2)),
           .root = -static_cast<float>(root < kLargest ? root : kLargest),
           .eps = -static_cast<float>(eps),
-          .decay = static_cast<float>(1.0 - rate * static_cast<double>(weight_decay))};
+          .decay = static_cast<float>(1.0 - rate * static_cast<double>(span.weight_decay))};
 }
 
 // Products and sums are fused only where the code says so, which gives the same result on every

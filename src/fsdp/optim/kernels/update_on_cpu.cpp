@@ -168,7 +168,7 @@ FSDP_INLINED bool update_directly(AdamWFactors by, const UpdateSpan& span, const
 
 FSDP_INLINED void adamw_blocks(const UpdateSpan& span, const AdamWRule& rule,
                                const StepState& state, ElementRange range) {
-  const AdamWFactors by = adamw_factors(rule, state, span.rate_scale, span.weight_decay);
+  const AdamWFactors by = adamw_factors(rule, state, span);
   const auto key = [&](RandomPurpose purpose, const Place& place) {
     return random_key(rule.seed, state.step, span.group, purpose, place.position);
   };

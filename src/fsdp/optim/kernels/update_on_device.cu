@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kThreads, Moments::kMinThreadBlocks)
   Moments::tell(span);
   __shared__ AdamWShared shared;
   if (threadIdx.x == 0) {
-    shared.by = adamw_factors(rule, *state, span.rate_scale, span.weight_decay);
+    shared.by = adamw_factors(rule, *state, span);
     shared.has_plain_factors = are_plain(shared.by);
     shared.keys = random_keys(rule.seed, state->step, span, range);
   }

@@ -47,6 +47,7 @@ struct UpdateSpan {
 
   float rate_scale = 1.0f;  // times the learning rate
   float weight_decay = 0.0f;
+  int64_t num_missed = 0;  // updates of the optimizer that left these elements out
 };
 
 inline FlatRange flat_range(const UpdateSpan& span) {

@@ -187,10 +187,6 @@ void GroupGradient::set_cycle(const GradientCycle& cycle) {
   std::fill(missing_.begin(), missing_.end(), false);
 }
 
-bool GroupGradient::has_missing() const {
-  return std::find(missing_.begin(), missing_.end(), true) != missing_.end();
-}
-
 void GroupGradient::zero() {
   FSDP_ASSERT(phase_ != GradientPhase::kWriting && phase_ != GradientPhase::kReducing);
   cycle_ = {};

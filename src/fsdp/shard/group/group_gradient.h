@@ -124,7 +124,6 @@ class GroupGradient {
   bool came(int64_t index) const { return came_[static_cast<size_t>(index)]; }
   bool is_missing(int64_t index) const { return missing_[static_cast<size_t>(index)]; }
   void set_missing(int64_t index, bool missing) { missing_[static_cast<size_t>(index)] = missing; }
-  bool has_missing() const;
 
   // Begins a new cycle.
   void zero();
