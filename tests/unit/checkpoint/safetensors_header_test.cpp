@@ -59,7 +59,8 @@ TEST(SafetensorsHeader, ReadsWhatItWrites) {
   EXPECT_EQ(parse_safetensors_header(bytes.substr(8), file_bytes, "file"), header);
 }
 
-// Steps that look at every pair of 40000 experts' matrices would take minutes and meet ctest's limit.
+// Steps that look at every pair of 40000 experts' matrices would take minutes, and meet ctest's
+// limit.
 TEST(SafetensorsHeader, KeepsTheNamesOfFortyThousandTensors) {
   constexpr int64_t kTensors = 40'000;
   SafetensorsHeader header;
