@@ -11,9 +11,8 @@ import torch
 from accelerate.utils import DistributedType
 from torch import nn
 
-from .. import _C, checkpoint, clip_grad_norm_, optim, ranks, shard, shard_optimizer
+from .. import _C, checkpoint, clip_grad_norm_, optim, other_optimizers, ranks, shard, shard_optimizer
 
-_PARTS = "_fsdp_cpp_parts"            # attribute that shard_optimizer() gives an optimizer
 _OPTIMIZED_MODEL = "_fsdp_cpp_model"  # attribute of a prepared optimizer: the sharded model that it updates
 
 
@@ -99,7 +98,7 @@ class Accelerator(accelerate.Accelerator):
         if model is None or getattr(optimizer, "_is_accelerate_prepared", False):
             return super().prepare_optimizer(optimizer, device_placement)
         if not isinstance(optimizer, optim.Optimizer):
-            if not hasattr(optimizer, _PARTS):
+            if not other_optimizers.is_wrapped(optimizer):
                 shard_optimizer(optimizer)
             for part in _parameters(optimizer):
                 setattr(part, shard.MODEL, weakref.ref(model))  # clip_grad_norm_() takes them, too
@@ -205,7 +204,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 def _updated_by(optimizer: torch.optim.Optimizer) -> nn.Module | None:
     """The sharded model that an optimizer updates; None for others."""
-    if hasattr(optimizer, _PARTS):
-        return getattr(optimizer, _PARTS).model
+    if other_optimizers.is_wrapped(optimizer):
+        return other_optimizers.parts_of(optimizer).model
     parameters = _parameters(optimizer)
     return shard.model_of(parameters) if any(hasattr(each, shard.MODEL) for each in parameters) else None

@@ -18,6 +18,7 @@
 #include "fsdp/checkpoint/rank_agreement.h"
 #include "fsdp/checkpoint/run_directory.h"
 #include "fsdp/checkpoint/state_pieces.h"
+#include "fsdp/comm/comm_error.h"
 #include "fsdp/layout/state_bytes.h"
 #include "fsdp/optim/optimizer_impl.h"
 #include "fsdp/shard/engine/engine.h"
@@ -376,6 +377,8 @@ LoadedCheckpoint load_checkpoint(const std::string& path, const CheckpointState&
   }
   try {
     agree_on_success(engine.mesh(), error, "reading the checkpoint");
+  } catch (const AbortedError&) {
+    throw;  // a rank is gone, which says nothing of the checkpoint
   } catch (const Error& known) {
     throw DamagedCheckpoint(known.what());
   }
