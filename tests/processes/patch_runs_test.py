@@ -100,7 +100,7 @@ def check_a_full_disk(root):
                               capture_output=True, text=True)
         assert done.returncode == code, done
         assert done.stderr.count("the patch of step 3 was not written, and the next one is full: ") == 2 * (code == 0), done.stderr
-        assert done.stderr.count("the weights of step 1 were not exported: ") == 2 * code, done.stderr
+        assert done.stderr.count("the weights of step 1 were not exported: ") == code, done.stderr  # by rank 0, which writes
     assert not any((root / "small").glob("patch-*")) and list((root / "exports").iterdir()) == [], list((root / "exports").iterdir())
     small_runs.run([*command, "--patches", "small", "--keep-patches", "1"], cwd=root)
     names = sorted(path.name for path in (root / "small").iterdir())
