@@ -16,7 +16,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: help setup ready ready-to-train build python test test-full soak train bench bench-train bench-gpu lint format asan tsan clean
+.PHONY: help setup ready ready-to-train build python test test-more test-all test-full soak train bench bench-train bench-gpu lint format asan tsan clean
 
 help:  ## this table
 	@printf 'fsdp.cpp: fully sharded data-parallel training in C++ on libtorch\n\n'
@@ -36,8 +36,17 @@ ready-to-train:
 build: ready  ## build everything, optimised, into build/release
 	@tools/build.sh release -j $(JOBS)
 
-test: build  ## build, then run every test
-	@tools/test.sh release -j $(JOBS)
+# What proves a claim again with other numbers of ranks, for longer, or with tools that are seldom there.
+MORE_TESTS := more|fuzz|device
+
+test: ready  ## build, then run the tests: every capability once
+	@tools/build.sh release -j $(JOBS) --target tests
+	@tools/test.sh release -j $(JOBS) -LE '$(MORE_TESTS)'
+
+test-more: build  ## the tests that `make test` leaves out
+	@tools/test.sh release -j $(JOBS) -L '$(MORE_TESTS)'
+
+test-all: test test-more  ## every test
 
 test-full: build  ## the same, with every case of the parity suite instead of a covering subset
 	@tools/test.sh release -j $(JOBS) -C full
