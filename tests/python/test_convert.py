@@ -63,7 +63,7 @@ def test_weights_moments_and_step_are_written_bit_for_bit(tmp_path, ranks):
     convert.convert(str(tmp_path / "dcp"), str(tmp_path / "ours"), ranks=ranks)
     manifest = expect_written(tmp_path / "ours", *saved.expected_of(model, optimizer))
     assert manifest["optimizer"] == {"name": "AdamW", "moments": ["exp_avg", "exp_avg_sq"], "step": 3, "skipped": 0,
-                                     "loss_scale": 1.0, "good_steps": 0, "settings": ""}
+                                     "loss_scale": 1.0, "good_steps": 0, "settings": "", "late_updates": {}}
     assert (manifest["step"], manifest["mesh"]) == (3, {"outer": 1, "inner": ranks})
 
 
