@@ -36,7 +36,7 @@ ready-to-train:
 build: ready  ## build everything, optimised, into build/release
 	@tools/build.sh release -j $(JOBS)
 
-# What proves a claim again with other numbers of ranks, for longer, or with tools that are seldom there.
+# These prove a claim again, with other numbers of ranks, for longer, or with tools that are seldom there.
 MORE_TESTS := more|fuzz|device
 
 test: ready  ## build, then run the tests: every capability once

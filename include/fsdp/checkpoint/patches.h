@@ -25,8 +25,8 @@ struct PatchOptions {
   // The rules that a checkpoint of the model has (StoredForm::names).
   NameRules rules = {};
   PatchNames names = PatchNames::kPublished;
-  // Of write(): after so many patches a full one follows at the same step, and whatever is older
-  // than the full one before it is removed from the directory. 0: nothing is.
+  // write() lets a full patch follow so many patches, at the same step, and removes whatever is
+  // older than the full one before it. 0: it removes nothing.
   int64_t keep = 0;
 };
 
@@ -56,7 +56,7 @@ struct Patch {
 };
 
 // A sequence of patches, of which the first is full. All ranks call everything, in the same order.
-// Of several streams on one optimizer, each writes a full patch where another one took the marks.
+// Where several streams share an optimizer, each writes a full patch after another took the marks.
 //
 // Complete by construction: updates mark what they change (StepOptions::marks_changes), and
 // whatever else sets weights (loading, full_parameters() to write, refresh_weights()) counts as a
@@ -75,8 +75,9 @@ class PatchStream {
   // full one.
   Patch take(int64_t step, c10::Device where = at::kCPU);
 
-  // The same as a directory in `directory`, which appears when all ranks have written their part;
-  // it replaces one of that name. Returns its path. If that fails, the next patch is a full one.
+  // Writes the patch as a directory in `directory`, which appears when all ranks have written their
+  // part; it replaces one of that name. Returns its path. If that fails, the next patch is a full
+  // one.
   std::string write(const std::string& directory, int64_t step);
 
  private:

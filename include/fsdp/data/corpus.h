@@ -64,7 +64,7 @@ class Corpus {
   // other.
   void read(int64_t first, std::span<int64_t> into, std::span<uint8_t> learnt = {}) const;
 
-  // Of all packed files.
+  // The bytes of all packed files.
   int64_t packed_bytes() const;
 
   // Reads all packed files, and fails where a checksum or a token is wrong. `progress` is told how

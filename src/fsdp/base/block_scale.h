@@ -24,7 +24,7 @@ inline constexpr float kLeastAmax = 0x1p-116f;  // 448 / it < 2^127, its inverse
 
 // --- fp32 scales: fp8 with one scale for a matrix, a row or a block of 128 x 128 -----------------
 
-// What numbers are multiplied by before they are rounded; `least` is one of the two above.
+// Numbers are multiplied by this before they are rounded; `least` is one of the two above.
 FSDP_HOST_DEVICE inline float fp8_factor(float amax, float least) {
   const float bounded = amax < least ? least : amax;  // keeps NaN
   return Fp8E4M3::kMax / bounded;

@@ -34,7 +34,7 @@ namespace fsdp {
 // need no lock.
 class RunLock {
  public:
-  // What the lock is for.
+  // The purpose of a lock.
   struct Use {
     const char* file = "lock";
     const char* doing = "saves its checkpoints";

@@ -40,7 +40,7 @@ def first_line(error):
 
 
 def template_seconds():
-    """Of computing, for one text of a chat template, which may have loops without end."""
+    """The time that a chat template may compute for one text; it may have loops without end."""
     text = os.environ.get("FSDP_TEMPLATE_S", "60")
     try:
         seconds = float(text)

@@ -1,4 +1,4 @@
-// What leaves a run for others beside its checkpoints: patches of the weights (--patches), and all
+// Weights that a run gives to others beside its checkpoints: patches of them (--patches), and all
 // of them (--export-dir).
 #pragma once
 

@@ -83,8 +83,8 @@ std::string read_manifest_text(const std::string& path);
 // for a manifest of a later version.
 bool has_damaged_description(const std::string& path);
 
-// Whether that keeps a checkpoint from opening, or damage of ranks' records or headers of files
-// does.
+// Whether a checkpoint cannot be opened because of such damage, or of damage to ranks' records or
+// headers of files.
 bool has_damaged_headers(const std::string& path);
 
 // The same tensors under the names that the rules give them: a fused tensor becomes its sections.

@@ -17,7 +17,7 @@ inline constexpr std::string_view kAppliedName = "patches-applied.json";
 struct AppliedPatch {
   std::string base;
   int64_t step = 0;  // kNoStep: unknown, because applying a full patch was interrupted
-  // Of the patch that is being applied, or whose application was interrupted: where it leads to.
+  // The step to which a patch leads that is being applied, or whose application was interrupted.
   std::optional<int64_t> applying = std::nullopt;
 
   static constexpr int64_t kNoStep = -1;

@@ -182,7 +182,7 @@ class PatchStream::Impl {
     }
   }
 
-  // Of this stream, from the full patch of step `begin` on.
+  // Keeps patches of this stream, from the full one of step `begin` on.
   bool is_kept(const std::string& path, int64_t begin) const {
     try {
       const PatchRecord record = read_patch_record(path);
@@ -207,7 +207,7 @@ class PatchStream::Impl {
   Optimizer::Impl& optimizer() const { return OptimizerAccess::of(*state_.optimizer); }
 
   void begin(int64_t step) {
-    // What another stream took is marked no more.
+    // Changes that another stream took are marked no more.
     if (optimizer().num_mark_takes() != num_mark_takes_) last_ = std::nullopt;
     if (step < 0 || (last_ && step <= *last_))
       throw UsageError(concat("step is ", step, "; a patch leads to a step after ",
