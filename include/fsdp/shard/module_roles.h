@@ -1,4 +1,5 @@
-// Modules whose parameters are shared out among the ranks of an ep group or of a tp group.
+// A module's classes say what its parameters are: they are shared out among the ranks of an ep
+// group or of a tp group, or are matrices that an optimizer updates whole (Muon).
 #pragma once
 
 #include <cstdint>
@@ -63,7 +64,7 @@ class TensorParallelModule {
  public:
   virtual ~TensorParallelModule() = default;
 
-  // Of an own parameter, by its name in this module; the same on all ranks.
+  // The placement of an own parameter, by its name in this module; the same on all ranks.
   virtual TpPlacement tp_placement(const std::string& parameter) const = 0;
 
   // Called by fully_shard(), before the parameters lose slices. A forward then talks to the other
@@ -72,13 +73,25 @@ class TensorParallelModule {
   virtual void join(const MeshAxis& tp) = 0;
 };
 
-// The same of parameters whose modules do not derive from it, by their names in the module tree:
+// Placements of parameters whose modules do not derive from it, by their names in the module tree:
 // `*` is any text (dots too), `?` one character. Such modules find their ranks by Mesh::tp().
 struct TensorParameters {
   std::string pattern;
   TpPlacement placement = TpShard{};
 
   friend bool operator==(const TensorParameters&, const TensorParameters&) = default;
+};
+
+// A module derives from it if its own parameters (not its children's) are matrices of a hidden
+// layer: ShardOptions::matrices then gives each matrix one owner.
+class MatrixModule {
+ public:
+  virtual ~MatrixModule() = default;
+
+  // The rows of the matrices that a parameter consists of, from the top, again and again until the
+  // parameter ends: several where projections are fused or experts lie one below the other. Empty:
+  // it is none, such as a bias.
+  virtual std::vector<int64_t> matrix_rows(const std::string& parameter) const = 0;
 };
 
 }  // namespace fsdp

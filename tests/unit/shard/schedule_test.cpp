@@ -7,9 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/shard/engine/schedule.h"
-
-namespace fsdp::pass_plan_test {
+namespace fsdp::schedule_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -163,4 +161,4 @@ TEST(StepRecorder, GivesAnOuterUseTheEndOfWhatOutlivesIt) {
 }
 
 }  // namespace
-}  // namespace fsdp::pass_plan_test
+}  // namespace fsdp::schedule_test

@@ -1,13 +1,15 @@
-#include "fsdp/shard/parallel_parameters.h"
+#include "fsdp/shard/parameter_traits.h"
 
+#include <algorithm>
 #include <numeric>
 #include <optional>
+#include <string>
 #include <utility>
-#include <vector>
 
 #include "fsdp/base/check.h"
-#include "fsdp/base/glob.h"
 #include "fsdp/base/text.h"
+#include "fsdp/shard/module_units.h"
+#include "fsdp/shard/option_fields.h"
 
 namespace fsdp {
 
@@ -96,7 +98,38 @@ PlacedParameter placed_as(PerExpert, const Mesh& mesh, const std::string& name,
   return {ParameterKind::kExpert, {ep->rank(), ep->size(), 0, {shape.front()}}};
 }
 
+bool is_called(const OwnedParameter& parameter, const std::string& pattern) {
+  return std::any_of(parameter.names.begin(), parameter.names.end(),
+                     [&](const std::string& name) { return matches_glob(pattern, name); });
+}
+
+// Whether a pattern of `except` matches the parameter; marks those that do.
+bool is_excepted(const OwnedParameter& parameter, const std::vector<std::string>& except,
+                 std::vector<bool>& is_used) {
+  bool any = false;
+  for (size_t i = 0; i < except.size(); ++i)
+    if (is_called(parameter, except[i])) any = is_used[i] = true;
+  return any;
+}
+
+// For a pattern of an option that matches no parameter; those that it might mean have at least so
+// many dimensions.
+[[noreturn]] void refuse_unused(const char* option, const std::string& pattern, const char* what,
+                                const ModuleUnits& found, int64_t least_dims) {
+  std::vector<std::string> names;
+  for (const FoundUnit& unit : found.units)
+    for (const OwnedParameter& parameter : unit.parameters)
+      if (parameter.tensor.dim() >= least_dims)
+        names.insert(names.end(), parameter.names.begin(), parameter.names.end());
+  const std::string guess = nearest_to_glob(pattern, names);
+  throw UsageError(concat(option, " has '", pattern, "', but no ", what,
+                          " of the model is called so",
+                          guess.empty() ? "" : concat("; did you mean '", guess, "'?")));
+}
+
 }  // namespace
+
+// --- placement -----------------------------------------------------------------------------------
 
 DeclaredPlacement declared_placement(const torch::nn::Module& module,
                                      const std::string& parameter) {
@@ -127,13 +160,9 @@ std::string to_text(const DeclaredPlacement& declared) {
   return std::visit(Words{}, declared);
 }
 
-std::vector<std::string> to_texts(const std::vector<TensorParameters>& named) {
-  std::vector<std::string> texts;
-  for (const TensorParameters& each : named) {
-    const std::string placement = to_text(as_declared(each.placement));
-    texts.push_back(concat(each.pattern, " ", placement.empty() ? "equal over tp" : placement));
-  }
-  return texts;
+std::string to_text(const TensorParameters& named) {
+  const std::string placement = to_text(as_declared(named.placement));
+  return concat(named.pattern, " ", placement.empty() ? "equal over tp" : placement);
 }
 
 std::string NamedPlacements::Pattern::text() const {
@@ -195,6 +224,92 @@ void join_ranks(torch::nn::Module& module, const Mesh& mesh) {
     experts->join(*mesh.ep());
   if (auto* tensors = dynamic_cast<TensorParallelModule*>(&module); tensors != nullptr && mesh.tp())
     tensors->join(*mesh.tp());
+}
+
+// --- recipes -------------------------------------------------------------------------------------
+
+WeightRecipe ParameterRecipes::of(const OwnedParameter& parameter, const OwnedSlice& owned) {
+  const bool is_excepted_by_name = is_excepted(parameter, options_.except, is_used_);
+  const at::Tensor& tensor = parameter.tensor;
+  if (options_.recipe == WeightRecipe::kPlain || is_excepted_by_name || !parameter.is_quantizable ||
+      !tensor.requires_grad() || tensor.dim() != 2)
+    return WeightRecipe::kPlain;
+  const WeightRecipeRow& row = row_of(options_.recipe);
+  const std::vector<int64_t> shape = owned_shape(owned, tensor.sizes());
+  if (row.scale_bytes == 1 && shape[1] % row.scale_columns != 0)
+    throw UsageError(concat("parameter '", parameter.names.front(), "' has ", shape[1],
+                            " columns on a rank, which blocks of ", row.scale_columns, " (",
+                            row.name,
+                            ") do not divide; leave it plain by quantization.except, or choose "
+                            "another recipe"));
+  quantizes_ = true;
+  return options_.recipe;
+}
+
+void ParameterRecipes::check_all_are_used(const ModuleUnits& found) const {
+  for (size_t i = 0; i < is_used_.size(); ++i)
+    if (!is_used_[i])
+      refuse_unused("quantization.except", options_.except[i], "parameter", found, 0);
+  if (options_.recipe == WeightRecipe::kPlain || quantizes_) return;
+  throw UsageError(concat("quantization.recipe is ", row_of(options_.recipe).name,
+                          ", but the model has no trained matrix that can be quantised; linear "
+                          "layers of fsdp::nn can, and modules that implement "
+                          "fsdp::QuantizableModule"));
+}
+
+// --- matrices ------------------------------------------------------------------------------------
+
+std::vector<int64_t> ParameterMatrices::wanted_rows(const OwnedParameter& parameter) {
+  if (is_excepted(parameter, options_.except, is_excepted_)) return {};
+  for (size_t i = 0; i < options_.named.size(); ++i) {
+    if (!is_called(parameter, options_.named[i].pattern)) continue;
+    is_named_[i] = true;
+    if (!options_.named[i].rows.empty()) return options_.named[i].rows;
+    if (!parameter.matrix_rows.empty()) return parameter.matrix_rows;
+    return {parameter.tensor.size(-2)};
+  }
+  return options_.declared ? parameter.matrix_rows : std::vector<int64_t>();
+}
+
+std::vector<int64_t> ParameterMatrices::rows_of(const OwnedParameter& parameter,
+                                                const PlacedParameter& placed) {
+  const at::Tensor& tensor = parameter.tensor;
+  if (tensor.dim() < 2 || tensor.numel() == 0 || !tensor.requires_grad() ||
+      !at::isFloatingType(tensor.scalar_type()))
+    return {};
+  const std::vector<int64_t> rows = wanted_rows(parameter);
+  if (rows.empty()) return rows;
+  const std::string& name = parameter.names.front();
+  if (placed.kind == ParameterKind::kTensor)
+    throw UsageError(concat("parameter '", name, "' is cut over the ", placed.owned.count,
+                            " ranks of a tp group, so none has a whole matrix of it; leave tp out, "
+                            "or name it in matrices.except"));
+  const bool is_bad = std::any_of(rows.begin(), rows.end(), [](int64_t n) { return n < 1; });
+  const int64_t period = std::accumulate(rows.begin(), rows.end(), int64_t{0});
+  const std::vector<int64_t> owned = owned_shape(placed.owned, tensor.sizes());
+  const int64_t columns = owned.back();
+  const int64_t all_rows =
+      std::accumulate(owned.begin(), owned.end() - 1, int64_t{1}, std::multiplies<>());
+  if (is_bad || all_rows % period != 0)
+    throw UsageError(concat("matrices of ", list_text(rows), " rows do not fill parameter '", name,
+                            "', which has ", all_rows, " rows of ", columns,
+                            " on a rank; correct its entry in matrices.named"));
+  found_any_ = true;
+  return rows;
+}
+
+void ParameterMatrices::check_all_are_used(const ModuleUnits& found) const {
+  for (size_t i = 0; i < is_named_.size(); ++i)
+    if (!is_named_[i])
+      refuse_unused("matrices.named", options_.named[i].pattern, "trained matrix", found, 2);
+  for (size_t i = 0; i < is_excepted_.size(); ++i)
+    if (!is_excepted_[i])
+      refuse_unused("matrices.except", options_.except[i], "trained matrix", found, 2);
+  if (found_any_ || options_ == WholeMatrices{}) return;
+  throw UsageError(
+      "matrices is set, but the model has no trained matrix that it finds; linear layers of "
+      "fsdp::nn and modules that implement fsdp::MatrixModule declare theirs, others are named in "
+      "matrices.named");
 }
 
 }  // namespace fsdp
