@@ -1,5 +1,5 @@
 // The safetensors header: read back as written, and every defect has its own message.
-#include "fsdp/checkpoint/format/safetensors_header.h"
+#include "fsdp/checkpoint/format/safetensors_file.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -10,7 +10,7 @@
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/text.h"
 
-namespace fsdp::safetensors_header_test {
+namespace fsdp::safetensors_file_test {
 namespace {
 
 using ::testing::AllOf;
@@ -72,7 +72,7 @@ TEST(SafetensorsHeader, KeepsTheNamesOfFortyThousandTensors) {
   EXPECT_EQ(parse_safetensors_header(bytes.substr(8), file_bytes, "file"), header);
 }
 
-// As published: https://github.com/huggingface/safetensors describes the layout.
+// https://github.com/huggingface/safetensors describes the layout.
 TEST(SafetensorsHeader, ReadsTensorsInTheOrderOfTheirData) {
   const SafetensorsHeader header = parse(
       concat("{", tensor("b", "F32", "[2]", "[4,12]"), ",", tensor("a", "BF16", "[2,1]", "[0,4]"),
@@ -179,4 +179,4 @@ TEST(SafetensorsHeader, NamesThatCannotBeWrittenAreRefused) {
 }
 
 }  // namespace
-}  // namespace fsdp::safetensors_header_test
+}  // namespace fsdp::safetensors_file_test

@@ -1,15 +1,21 @@
-#include "fsdp/checkpoint/format/safetensors_header.h"
+#include "fsdp/checkpoint/format/safetensors_file.h"
 
 #include <algorithm>
 #include <array>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <utility>
 
 #include "fsdp/base/check.h"
+#include "fsdp/base/crc32c.h"
+#include "fsdp/base/durable_file.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/json_fields.h"
-#include "fsdp/base/utf8.h"
+#include "fsdp/base/text.h"
 
 namespace fsdp {
 
@@ -75,9 +81,10 @@ class EntryReader {
     const Json& value = field("dtype");
     FSDP_CHECK(value.is_string(), what(), " has a dtype that is no text");
     const auto& text = value.get_ref<const std::string&>();
-    for (const auto& [name, dtype] : kDTypes)
-      if (name == text) return dtype;
-    throw Error(concat(what(), " has dtype ", shown(text), ", which is not supported here"));
+    const std::optional<DType> dtype = parse_safetensors_dtype(text);
+    FSDP_CHECK(dtype.has_value(), what(), " has dtype ", shown(text),
+               ", which is not supported here");
+    return *dtype;
   }
 
   std::vector<int64_t> integers(const char* name) const {
@@ -149,6 +156,12 @@ std::string_view safetensors_name(DType dtype) {
                                       [&](const auto& each) { return each.second == dtype; });
   FSDP_ASSERT(it != kDTypes.end());
   return it->first;
+}
+
+std::optional<DType> parse_safetensors_dtype(std::string_view name) {
+  for (const auto& [known, dtype] : kDTypes)
+    if (known == name) return dtype;
+  return std::nullopt;
 }
 
 int64_t safetensors_header_bytes(std::string_view first_8_bytes, int64_t file_bytes,
@@ -224,6 +237,166 @@ std::string write_safetensors_header(SafetensorsHeader& header, int64_t align_by
   std::string bytes;
   for (int i = 0; i < 8; ++i) bytes.push_back(static_cast<char>((length >> (8 * i)) & 0xFF));
   return bytes + text;
+}
+
+std::string safetensors_header_text(const FileReader& file) {
+  std::string text(static_cast<size_t>(std::min(kLengthBytes, file.bytes())), '\0');
+  file.read(0, std::as_writable_bytes(std::span(text)));
+  const int64_t bytes = safetensors_header_bytes(text, file.bytes(), file.path());
+  text.resize(static_cast<size_t>(kLengthBytes + bytes));
+  file.read(kLengthBytes, std::as_writable_bytes(std::span(text).subspan(kLengthBytes)));
+  return text;
+}
+
+// --- writing -------------------------------------------------------------------------------------
+
+SafetensorsWriter::SafetensorsWriter(const std::string& path, SafetensorsHeader header,
+                                     int64_t block_bytes)
+    : file_(path), block_bytes_(block_bytes) {
+  const std::string text = write_safetensors_header(header);
+  record_.header_bytes = static_cast<int64_t>(text.size());
+  record_.header_crc32c = crc32c(std::as_bytes(std::span(text)));
+  record_.bytes = header.data_begin + (header.tensors.empty() ? 0 : header.tensors.back().end);
+  write(std::as_bytes(std::span(text)));
+}
+
+void SafetensorsWriter::write(std::span<const std::byte> bytes) {
+  // So few at a time that they are still in a core's cache for the checksum.
+  constexpr int64_t kPartBytes = int64_t{256} << 10;
+  while (!bytes.empty()) {
+    const int64_t most = std::min(block_bytes_ - block_filled_, kPartBytes);
+    const std::span<const std::byte> part =
+        bytes.first(std::min(bytes.size(), static_cast<size_t>(most)));
+    file_.write(part);
+    block_ = crc32c(part, block_);
+    block_filled_ += static_cast<int64_t>(part.size());
+    bytes = bytes.subspan(part.size());
+    if (block_filled_ == block_bytes_) end_block();
+  }
+}
+
+void SafetensorsWriter::end_block() {
+  record_.blocks.push_back(std::exchange(block_, 0));
+  block_filled_ = 0;
+}
+
+RankRecord::File SafetensorsWriter::commit(std::string name) {
+  FSDP_ASSERT(is_full(), name, " has ", file_.bytes(), " bytes of ", record_.bytes);
+  if (block_filled_ > 0) end_block();
+  file_.commit();
+  record_.path = std::move(name);
+  return std::move(record_);
+}
+
+// --- a rank's files ------------------------------------------------------------------------------
+
+namespace {
+
+// Collects small pieces into one write; larger ones are written from their memory.
+class PieceBuffer {
+ public:
+  // Its size is a multiple of the widest element, so that all elements are aligned in it. A larger
+  // chunk than the largest gains nothing.
+  explicit PieceBuffer(int64_t chunk_bytes)
+      : chunk_(static_cast<size_t>(round_up(std::min(chunk_bytes, int64_t{1} << 30), 8))) {}
+
+  void append(const Piece& piece, SafetensorsWriter& file) {
+    const int64_t width = element_bytes(piece.dtype);
+    const int64_t numel = piece.box.numel();
+    if (numel * width >= kLargeBytes && append_in_place(piece, file)) return;
+    for (int64_t begin = 0; begin < numel;) {
+      if (room() < width) flush(file);
+      const int64_t end = std::min(begin + room() / width, numel);
+      piece.read({begin, end}, chunk_.data() + used_);
+      used_ += static_cast<size_t>((end - begin) * width);
+      begin = end;
+    }
+  }
+
+  // Gives everything to the system; commit() waits for the disk.
+  void flush(SafetensorsWriter& file) {
+    file.write(std::span(chunk_).first(std::exchange(used_, 0)));
+  }
+
+ private:
+  static constexpr int64_t kLargeBytes = int64_t{1} << 20;
+
+  int64_t room() const { return static_cast<int64_t>(chunk_.size() - used_); }
+
+  bool append_in_place(const Piece& piece, SafetensorsWriter& file) {
+    const FlatRange all{0, piece.box.numel()};
+    const std::byte* const bytes = piece.in_memory ? piece.in_memory(all) : nullptr;
+    if (bytes == nullptr) return false;
+    flush(file);
+    file.write({bytes, static_cast<size_t>(all.numel() * element_bytes(piece.dtype))});
+    return true;
+  }
+
+  std::vector<std::byte> chunk_;
+  size_t used_ = 0;
+};
+
+SafetensorsHeader header_of(std::span<const Piece* const> pieces) {
+  SafetensorsHeader header;
+  nlohmann::json offsets = nlohmann::json::object();
+  for (const Piece* piece : pieces) {
+    header.tensors.push_back({piece->name, piece->dtype, piece->box.sizes});
+    offsets[piece->name] = {{"saved_offsets", piece->box.offsets}};
+  }
+  header.metadata = {{"format", "pt"},  // loaders of other libraries ask for it
+                     {kShardingInfo, offsets.dump()}};
+  return header;
+}
+
+// The pieces of each file, wide elements first, so that all are aligned in the file and in the
+// chunk.
+std::vector<std::vector<const Piece*>> files_of(std::span<const Piece> pieces) {
+  std::map<std::string, size_t> boxes_of;  // how many of each tensor so far
+  std::vector<std::vector<const Piece*>> files;
+  for (const Piece& piece : pieces) {
+    const size_t file = boxes_of[piece.name]++;
+    if (file == files.size()) files.emplace_back();
+    files[file].push_back(&piece);
+  }
+  for (std::vector<const Piece*>& file : files)
+    std::stable_sort(file.begin(), file.end(), [](const Piece* a, const Piece* b) {
+      return element_bytes(a->dtype) > element_bytes(b->dtype);
+    });
+  return files;
+}
+
+}  // namespace
+
+void WriteOptions::validate() const {
+  if (chunk_bytes < 1)
+    throw UsageError(concat("chunk_bytes is ", chunk_bytes, "; it must be at least 1"));
+  if (block_bytes < 1 || block_bytes > kMaxBlockBytes)
+    throw UsageError(
+        concat("block_bytes is ", block_bytes, "; it must be from 1 to ", kMaxBlockBytes));
+}
+
+std::vector<RankRecord::File> write_pieces(const std::string& directory, int64_t rank,
+                                           const std::vector<FolderPieces>& folders,
+                                           const WriteOptions& options) {
+  options.validate();
+  PieceBuffer buffer(options.chunk_bytes);
+  std::vector<std::string> names;
+  std::deque<SafetensorsWriter> files;
+  for (const FolderPieces& folder : folders) {
+    make_directories(concat(directory, "/", folder.folder));
+    const std::vector<std::vector<const Piece*>> contents = files_of(folder.pieces);
+    for (size_t i = 0; i < contents.size(); ++i) {
+      names.push_back(concat(folder.folder, "/", rank_text(rank), "-", i, ".safetensors"));
+      SafetensorsWriter& file = files.emplace_back(concat(directory, "/", names.back()),
+                                                   header_of(contents[i]), options.block_bytes);
+      for (const Piece* piece : contents[i]) buffer.append(*piece, file);
+      buffer.flush(file);
+    }
+  }
+  // Waits once at the end instead of once per file: the disk has worked since the first write.
+  std::vector<RankRecord::File> written;
+  for (size_t i = 0; i < files.size(); ++i) written.push_back(files[i].commit(names[i]));
+  return written;
 }
 
 }  // namespace fsdp
