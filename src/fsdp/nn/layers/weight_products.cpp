@@ -1,4 +1,4 @@
-#include "fsdp/nn/layers/quantized_products.h"
+#include "fsdp/nn/layers/weight_products.h"
 
 #include <ATen/ATen.h>
 
@@ -6,12 +6,106 @@
 #include <optional>
 
 #include "fsdp/base/check.h"
-#include "fsdp/nn/layers/code_products.h"
-#include "fsdp/nn/layers/dequantized.h"
-#include "fsdp/nn/layers/weight_gradient.h"
-#include "fsdp/shard/quantized_weight.h"
+#include "fsdp/base/weight_recipe.h"
+#include "fsdp/nn/kernels/kernel_calls.h"
+#include "fsdp/nn/layers/quantized_rows.h"
+#include "fsdp/shard/layer_weights.h"
 
 namespace fsdp::nn {
+
+// --- numbers of a weight -------------------------------------------------------------------------
+
+namespace {
+
+at::Tensor wide_scales(const QuantizedWeight& weight) {
+  if (weight.recipe == WeightRecipe::kMxFp8)
+    return weight.scales.view(at::kFloat8_e8m0fnu).to(at::kFloat);
+  return weight.scales;
+}
+
+// One scale per `size` elements along a dim of `count`; 0: one for all, which broadcasting repeats.
+at::Tensor repeated(const at::Tensor& scales, int64_t dim, int64_t size, int64_t count) {
+  if (size <= 1) return scales;
+  return scales.repeat_interleave(size, dim).narrow(dim, 0, count);
+}
+
+}  // namespace
+
+at::Tensor dequantized(const QuantizedWeight& weight, at::ScalarType type) {
+  const WeightRecipeRow& recipe = row_of(weight.recipe);
+  const at::Tensor codes = weight.codes.to(at::kFloat);
+  at::Tensor scales = wide_scales(weight);
+  scales = repeated(scales, 0, recipe.scale_rows, codes.size(0));
+  scales = repeated(scales, 1, recipe.scale_columns, codes.size(1));
+  return (codes * scales).to(type);
+}
+
+at::Tensor numbers_of(const at::Tensor& parameter) {
+  const auto weight = quantized_weight(parameter);
+  return weight ? dequantized(*weight, parameter.scalar_type()) : parameter;
+}
+
+// --- gradients -----------------------------------------------------------------------------------
+
+void write_product(at::Tensor target, const at::Tensor& transposed, const at::Tensor& inputs,
+                   ProductUse use) {
+  const bool adds = use == ProductUse::kAdded;
+  const at::ScalarType type = target.scalar_type();
+  const bool widens = type != inputs.scalar_type();
+  if (widens && inputs.is_cuda()) {  // the fp32 product of narrow matrices, which GPUs have
+    if (adds)
+      at::addmm_out(target, target, transposed, inputs, type);
+    else
+      at::mm_out(target, transposed, inputs, type);
+    return;
+  }
+  const at::Tensor left = widens ? transposed.to(type) : transposed;
+  const at::Tensor right = widens ? inputs.to(type) : inputs;
+  if (adds)
+    target.addmm_(left, right);
+  else
+    at::mm_out(target, left, right);
+}
+
+WeightGradient::WeightGradient(const at::Tensor& weight)
+    : target_(direct_gradient(
+          weight, weight.is_cuda() ? GradientType::kOrWider : GradientType::kOfParameter)) {
+  if (!target_.target.defined()) target_.target = own_ = at::empty_like(weight);
+}
+
+void WeightGradient::write_rows(int64_t first, const at::Tensor& transposed,
+                                const at::Tensor& inputs) {
+  at::Tensor target = target_.target.narrow(0, first, transposed.size(0));
+  const bool adds = target_.beta != 0.0;
+  if (inputs.size(0) != 0)
+    write_product(target, transposed, inputs, adds ? ProductUse::kAdded : ProductUse::kStored);
+  else if (!adds)
+    target.zero_();
+}
+
+void WeightGradient::write(const at::Tensor& values, const at::Tensor& factor) {
+  if (target_.beta != 0.0)
+    at::addcmul_out(target_.target, target_.target, values, factor);
+  else
+    at::mul_out(target_.target, values, factor);
+}
+
+void WeightGradient::write(const std::function<void(const at::Tensor& to)>& product) {
+  const bool adds = target_.beta != 0.0;
+  // Products of codes can neither add nor write everywhere.
+  if (!adds && begins_a_pack(target_.target)) {
+    product(target_.target);
+    return;
+  }
+  const at::Tensor result = at::empty_like(target_.target);
+  product(result);
+  if (adds)
+    target_.target.add_(result);
+  else
+    target_.target.copy_(result);
+}
+
+// --- products ------------------------------------------------------------------------------------
 
 namespace {
 
@@ -45,7 +139,6 @@ std::optional<ScaleBlock> block_of(WeightRecipe recipe) {
       return ScaleBlock::kPiece;
     case WeightRecipe::kPlain:
     case WeightRecipe::kMxFp8:  // scales of a byte need a Blackwell
-    case WeightRecipe::kNvFp4:
       break;
   }
   return std::nullopt;
@@ -78,11 +171,12 @@ bool reuses_codes(const std::optional<CodeWeight>& weight) {
   return weight && weight->has_code_gradient() && weight->block != ScaleBlock::kPiece;
 }
 
-int64_t tokens_of(const LayerInput& input) {
-  return input.numbers.defined() ? input.numbers.size(0) : input.codes.codes.size(0);
-}
-
 }  // namespace
+
+int64_t tokens_of(const LayerInput& input) {
+  if (!input.numbers.defined()) return input.codes.codes.size(0);
+  return c10::multiply_integers(input.numbers.sizes().slice(0, input.numbers.dim() - 1));
+}
 
 bool has_quantized(at::TensorList weights) {
   return std::any_of(weights.begin(), weights.end(),
@@ -92,9 +186,9 @@ bool has_quantized(at::TensorList weights) {
 LayerInput layer_input(const at::Tensor& numbers, at::TensorList weights) {
   LayerInput input{numbers, {}};
   for (const at::Tensor& parameter : weights) {
-    const auto weight = code_weight(parameter, numbers.size(0));
+    const auto weight = code_weight(parameter, tokens_of(input));
     if (!weight) continue;
-    if (!input.codes.codes.defined()) input.codes = quantize_rows(numbers, weight->block);
+    if (!input.codes.codes.defined()) input.codes = quantize_rows(rows_of(numbers), weight->block);
     FSDP_CHECK(input.codes.block == weight->block,
                "weights of one input are quantised by different recipes: choose one for all");
   }
@@ -124,8 +218,8 @@ LayerInput input_of_gradients(const at::Tensor& numbers, at::TensorList weights)
   LayerInput input{numbers, {}};
   for (const at::Tensor& parameter : weights) {
     if (!parameter.requires_grad() || input.codes.codes.defined()) continue;
-    const auto weight = code_weight(parameter, numbers.size(0));
-    if (reuses_codes(weight)) input.codes = quantize_rows(numbers, weight->block);
+    const auto weight = code_weight(parameter, tokens_of(input));
+    if (reuses_codes(weight)) input.codes = quantize_rows(rows_of(numbers), weight->block);
   }
   return input;
 }
@@ -140,20 +234,20 @@ at::Tensor layer_output(const LayerInput& input, const at::Tensor& weight, const
   return output;
 }
 
-TurnedInput turned_input(const LayerInput& input, at::TensorList weights) {
-  TurnedInput turned{input, {}};
+TransposedInput transposed_input(const LayerInput& input, at::TensorList weights) {
+  TransposedInput transposed{input, {}};
   for (const at::Tensor& parameter : weights) {
-    if (!parameter.requires_grad() || turned.by_columns.codes.defined()) continue;
+    if (!parameter.requires_grad() || transposed.by_columns.codes.defined()) continue;
     const auto weight = code_weight(parameter, tokens_of(input));
     if (!weight || !weight->has_code_gradient()) continue;
     if (weight->block == ScaleBlock::kPiece)
-      turned.by_columns = quantize_columns(input.numbers, ScaleBlock::kPiece);
+      transposed.by_columns = quantize_columns(rows_of(input.numbers), ScaleBlock::kPiece);
     else
-      turned.by_columns = {
+      transposed.by_columns = {
           weight->block, transposed_codes(input.codes.codes),
           weight->block == ScaleBlock::kMatrix ? input.codes.scales : at::Tensor()};
   }
-  return turned;
+  return transposed;
 }
 
 OutputGradients::OutputGradients(const std::vector<at::Tensor>& gradients, at::TensorList weights) {
@@ -173,7 +267,7 @@ OutputGradients::OutputGradients(const std::vector<at::Tensor>& gradients, at::T
   }
 }
 
-void OutputGradients::quantize_for_both(const TurnedInput& input) {
+void OutputGradients::quantize_for_both(const TransposedInput& input) {
   for (Group& group : groups_) {
     std::vector<MultipliedColumns> beside;
     std::optional<CodeWeight> weight;
@@ -205,16 +299,16 @@ at::Tensor OutputGradients::gradient_by(Group& group) {
   }
   if (!group.by_rows.codes.defined()) group.by_rows = quantize_rows(beside, block);
   // [in, out of all]; without scales that are multipliers.
-  QuantizedRows turned{block, transposed_codes(codes), {}};
-  if (block == ScaleBlock::kMatrix) turned.scales = scales.front();
+  QuantizedRows transposed{block, transposed_codes(codes), {}};
+  if (block == ScaleBlock::kMatrix) transposed.scales = scales.front();
   if (block == ScaleBlock::kPiece) {
-    turned.block = ScaleBlock::kSquare;
-    turned.scales = at::cat(scales, 0).t().contiguous();
+    transposed.block = ScaleBlock::kSquare;
+    transposed.scales = at::cat(scales, 0).t().contiguous();
   }
   const Layer& first = layers_[group.layers.front()];
   at::Tensor result =
       at::empty({first.gradient.size(0), first.weight.size(1)}, first.gradient.options());
-  multiply_codes(result, {group.by_rows, turned});
+  multiply_codes(result, {group.by_rows, transposed});
   return result;
 }
 
@@ -232,12 +326,12 @@ at::Tensor OutputGradients::input_gradient() {
   return sum;
 }
 
-at::Tensor OutputGradients::weight_gradient(size_t weight, const TurnedInput& input) {
+at::Tensor OutputGradients::weight_gradient(size_t weight, const TransposedInput& input) {
   Layer& layer = layers_[weight];
   WeightGradient result(layer.weight);
   const auto codes = code_weight(layer.weight, layer.gradient.size(0));
   if (!codes || !codes->has_code_gradient()) {
-    result.write_rows(0, layer.gradient.t(), input.input.numbers);
+    result.write_rows(0, layer.gradient.t(), rows_of(input.input.numbers));
     return result.for_autograd();
   }
   if (!layer.by_columns.codes.defined())
