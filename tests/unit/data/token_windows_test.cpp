@@ -1,6 +1,6 @@
 // Sources with weights: their proportions in every run of windows, the same for every cut of the
 // batch, each source by its own epochs.
-#include "fsdp/data/source_mix.h"
+#include "fsdp/data/token_windows.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -15,7 +15,7 @@
 #include "support/temp_dir.h"
 #include "support/token_files.h"
 
-namespace fsdp::testing::source_mix_test {
+namespace fsdp::testing::token_windows_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -126,29 +126,6 @@ TEST_F(WeightedSources, AreGoneThroughByEpochsOfTheirOwn) {
   EXPECT_THAT(batches.epochs(1000), ElementsAre(6.0, 20.0));
 }
 
-TEST_F(WeightedSources, AreTheSameWindowsForAnyNumberOfRanks) {
-  const TokenWindows windows = training();
-  for (int64_t place = 0; place < 240; place += 24) {
-    std::set<std::vector<int64_t>> seen;
-    for (const int64_t ranks : {1, 2, 4}) {
-      std::vector<int64_t> all;
-      for (int64_t m = 0; m < 3; ++m)
-        for (int64_t rank = 0; rank < ranks; ++rank) {
-          const BatchOptions options{.batch = 24,
-                                     .microbatches = 3,
-                                     .ranks = ranks,
-                                     .rank = rank,
-                                     .seed = 5,
-                                     .source_weights = {0.3, 0.7}};
-          for (const int64_t first : first_tokens(TrainingBatches(windows, options).read(place, m)))
-            all.push_back(first);
-        }
-      seen.insert(all);
-    }
-    EXPECT_EQ(seen.size(), 1u);
-  }
-}
-
 TEST_F(WeightedSources, StayInsideTheirPathsAndShareNoTokenWithValidation) {
   const auto corpus = open_corpus({directory_ / "a.bin", directory_ / "b.bin"});
   EXPECT_THAT(corpus->path_ends(), ElementsAre(1001, 1206));
@@ -201,4 +178,4 @@ TEST_F(WeightedSources, GoOnWhereTheyWereAndOnlyThere) {
 }
 
 }  // namespace
-}  // namespace fsdp::testing::source_mix_test
+}  // namespace fsdp::testing::token_windows_test
