@@ -1,0 +1,16 @@
+// The arithmetic cost of a token, on which TFLOP/s and model FLOPs utilisation are based.
+#pragma once
+
+#include <cstdint>
+
+#include "fsdp/nn/config/model_config.h"
+
+namespace fsdp {
+
+// Floating-point operations of one token's forward and backward in a sequence of this length: those
+// of matrix products (two per multiplication and addition), the backward twice the forward.
+// Attention sees (sequence + 1) / 2 positions on average; the embedding is a lookup and costs
+// nothing; only chosen experts count. Recomputation does not count, as is usual for utilisation.
+double flops_per_token(const ModelConfig& config, int64_t sequence);
+
+}  // namespace fsdp
