@@ -1,5 +1,5 @@
 // The trace of a step on a GPU: kernels of its streams beside the operators that launched them.
-#include "fsdp/train/step_trace.h"
+#include "fsdp/train/run_trace.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -9,7 +9,7 @@
 
 #include "support/require.h"
 
-namespace fsdp::train::step_trace_device_test {
+namespace fsdp::train::run_trace_device_test {
 namespace {
 
 const TraceSpan* first_of(const RecordedTrace& trace, std::string_view kind,
@@ -21,12 +21,12 @@ const TraceSpan* first_of(const RecordedTrace& trace, std::string_view kind,
   return found == trace.spans.end() ? nullptr : &*found;
 }
 
-TEST(StepTraceOnDevice, HasKernelsAfterTheirOperators) {
+TEST(StepRecorderOnDevice, HasKernelsAfterTheirOperators) {
   FSDP_REQUIRE_GPU();
   const c10::Device device(c10::DeviceType::CUDA, 0);
   const at::Tensor matrix = at::ones({512, 512}, device);
   at::mm(matrix, matrix).sum().item<float>();  // what happens once happens before
-  StepTrace recorder(TraceDetail::kAll, device);
+  StepRecorder recorder(TraceDetail::kAll, device);
   recorder.begin_step();
   at::mm(matrix, matrix);
   recorder.end_step(7);
@@ -47,4 +47,4 @@ TEST(StepTraceOnDevice, HasKernelsAfterTheirOperators) {
 }
 
 }  // namespace
-}  // namespace fsdp::train::step_trace_device_test
+}  // namespace fsdp::train::run_trace_device_test
