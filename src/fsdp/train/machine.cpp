@@ -1,10 +1,13 @@
-#include "fsdp/train/machine_memory.h"
+#include "fsdp/train/machine.h"
 
 #include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <fstream>
 #include <sstream>
 
+#include "fsdp/base/check.h"
+#include "fsdp/base/durable_file.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
 
@@ -51,7 +54,7 @@ std::optional<std::string> cgroup_path(const std::string& root, const std::strin
   return std::nullopt;
 }
 
-// What the limit of one group leaves.
+// The memory that the limit of one group leaves.
 std::optional<int64_t> left_in_group(const std::string& directory, const CgroupFiles& files) {
   const std::optional<int64_t> limit = number_in(concat(directory, "/", files.limit), "");
   const std::optional<int64_t> usage = number_in(concat(directory, "/", files.usage), "");
@@ -95,11 +98,9 @@ std::optional<AvailableMemory> available_host_memory(const std::string& root) {
 
 std::string MemoryCheck::text() const {
   return concat("memory of ", where, ": ", counted_text(num_ranks, "rank"),
-                num_ranks == 1 ? " needs " : " need ",
-                bytes_text(static_cast<double>(needed_bytes)),
-                has_activations ? "" : " without activations", ", ",
-                bytes_text(static_cast<double>(available.bytes)), " are available (",
-                available.source, ")", fits() ? "" : ": does not fit");
+                num_ranks == 1 ? " needs " : " need ", bytes_text(needed_bytes),
+                has_activations ? "" : " without activations", ", ", bytes_text(available.bytes),
+                " are available (", available.source, ")", fits() ? "" : ": does not fit");
 }
 
 std::vector<MemoryCheck> memory_checks(const RunPlan& plan, const RanksHere& ranks,
@@ -118,6 +119,97 @@ std::vector<MemoryCheck> memory_checks(const RunPlan& plan, const RanksHere& ran
   }
   if (host && on_host > 0) checks.push_back(check_of("this host", ranks.of_host, on_host, *host));
   return checks;
+}
+
+// --- GPUs ----------------------------------------------------------------------------------------
+
+std::string idle_gpus_text(const std::string& without_cuda, const std::string& root) {
+  const std::string gpus = root + "/proc/driver/nvidia/gpus";
+  const char* const visible = std::getenv("CUDA_VISIBLE_DEVICES");
+  const bool are_hidden = visible != nullptr && *visible == '\0';
+  if (without_cuda.empty() || are_hidden || !is_directory(gpus)) return "";
+  const auto count = static_cast<int64_t>(names_in(gpus).size());
+  if (count == 0) return "";
+  return concat(
+      "this host has ", counted_text(count, "NVIDIA GPU"), ", but this build is without CUDA (",
+      without_cuda,
+      ") and trains on the CPU; build with a CUDA build of libtorch, as docs/gpu.md shows");
+}
+
+// --- peak rates ----------------------------------------------------------------------------------
+
+namespace {
+
+// From data sheets. Most print figures "with sparsity", which are halved here; those of GeForce and
+// RTX cards are for sums in fp32, as cuBLAS computes. 0: the GPU has no such instructions.
+struct PeakRates {
+  std::string_view names;  // a pattern, without "NVIDIA "
+  double fp32;
+  double tf32;
+  double bf16;
+  double fp16;
+};
+
+constexpr PeakRates kPeakRates[] = {
+    {"Tesla V100-SXM2-??GB", 15.7, 0, 0, 125},
+    {"Tesla V100-PCIE-??GB", 14, 0, 0, 112},
+    {"Tesla T4", 8.1, 0, 0, 65},
+    {"A100-SXM4-??GB", 19.5, 156, 312, 312},
+    {"A100-PCIE-40GB", 19.5, 156, 312, 312},
+    {"A100 80GB PCIe", 19.5, 156, 312, 312},
+    {"A800-SXM4-80GB", 19.5, 156, 312, 312},
+    {"A800 80GB PCIe", 19.5, 156, 312, 312},
+    {"A10", 31.2, 62.5, 125, 125},
+    {"A30", 10.3, 82, 165, 165},
+    {"A40", 37.4, 74.8, 149.7, 149.7},
+    {"RTX A6000", 38.7, 77.4, 154.8, 154.8},
+    {"GeForce RTX 3090", 35.6, 35.6, 71, 71},
+    {"L4", 30.3, 60, 121, 121},
+    {"L40", 90.5, 90.5, 181.05, 181.05},
+    {"L40S", 91.6, 183, 362.05, 362.05},
+    {"GeForce RTX 4090", 82.6, 82.6, 165.2, 165.2},
+    {"H100 80GB HBM3", 67, 494.7, 989.4, 989.4},
+    {"H100 PCIe", 51, 378, 756, 756},
+    {"H100 NVL", 60, 417.5, 835, 835},
+    {"H800", 67, 494.7, 989.4, 989.4},
+    {"H800 PCIe", 51, 378, 756, 756},
+    {"H200", 67, 494.7, 989.4, 989.4},
+    {"H200 NVL", 60, 417.5, 835, 835},
+    {"GH200 480GB", 67, 494.7, 989.4, 989.4},
+    {"GH200 144G HBM3e", 67, 494.7, 989.4, 989.4},
+    {"H20", 44, 74, 148, 148},
+    {"B200", 75, 1100, 2250, 2250},
+    {"GB200", 80, 1250, 2500, 2500},
+    {"GeForce RTX 5090", 104.8, 104.8, 209.5, 209.5},
+};
+
+double rate_of(const PeakRates& rates, ProductType type) {
+  switch (type) {
+    case ProductType::kFloat32:
+      return rates.fp32;
+    case ProductType::kTensorFloat32:
+      return rates.tf32;
+    case ProductType::kBFloat16:
+      return rates.bf16;
+    case ProductType::kFloat16:
+      return rates.fp16;
+  }
+  FSDP_ASSERT(false, "no such type");
+}
+
+}  // namespace
+
+std::optional<double> known_peak_tflops(std::string_view device_name, ProductType type) {
+  // Drivers before 2021 omit the maker.
+  constexpr std::string_view kMaker = "NVIDIA ";
+  if (device_name.starts_with(kMaker)) device_name.remove_prefix(kMaker.size());
+  for (const PeakRates& rates : kPeakRates) {
+    // Matches the whole name: a GPU with one more word (MIG, Laptop, D) is slower.
+    if (!matches_glob(rates.names, device_name)) continue;
+    const double rate = rate_of(rates, type);
+    return rate > 0 ? std::optional(rate) : std::nullopt;
+  }
+  return std::nullopt;
 }
 
 }  // namespace fsdp::train
