@@ -51,7 +51,7 @@ struct StackImpl : torch::nn::Module {
 };
 TORCH_MODULE(Stack);
 
-// What a copying program does: large writes from memory, and one fsync.
+// Writes as a copying program does: large writes from memory, and one fsync.
 void write_plainly(const std::string& path, const std::vector<std::byte>& bytes) {
   const int file = ::open(path.c_str(), O_CREAT | O_TRUNC | O_WRONLY, 0644);
   FSDP_CHECK(file >= 0, path, " cannot be created");
@@ -155,7 +155,7 @@ class Bench {
     compare_checksums();
   }
 
-  // The same bytes with and without, by the class that checkpoints are written with.
+  // Writes equal bytes with and without checksums, by the class that checkpoints are written with.
   void compare_checksums() {
     const auto write = [&](bool with_checksums) {
       constexpr size_t kBlock = size_t{256} << 10;  // as pieces are written

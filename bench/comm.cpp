@@ -77,7 +77,7 @@ Row time_reduce_scatter(fsdp::Communicator& comm, int64_t bytes, at::ScalarType 
   return {name, bytes, time};
 }
 
-// What the machine can do at best: each thread copies as much as a rank of an all_gather writes.
+// The machine's best: each thread copies as much as a rank of an all_gather writes.
 Row time_memcpy(int threads, int64_t bytes) {
   std::vector<std::vector<char>> from(static_cast<size_t>(threads));
   std::vector<std::vector<char>> to(static_cast<size_t>(threads));

@@ -1,4 +1,4 @@
-// What sharding costs: host time per unit, a training step beside the same model unsharded, and
+// The cost of sharding: host time per unit, a training step beside the same model unsharded, and
 // what a narrow wire type gains on a slow network. bench/engine.py adds PyTorch FSDP2.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -149,7 +149,7 @@ class Trainee {
     zero_grad();
   }
 
-  // The same without the update.
+  // A step without the update.
   void step_without_update() {
     compute();
     if (sharded_) sharded_->refresh_weights();
@@ -159,7 +159,7 @@ class Trainee {
   double loss() const { return loss_.item<double>(); }
 
  private:
-  // The same values on every rank and in every trainee; the generator belongs to all threads.
+  // Builds equal values on every rank and in every trainee; the generator belongs to all threads.
   static bench::Llama build(const bench::LlamaShape& shape) {
     static std::mutex seed;
     const std::lock_guard lock(seed);
@@ -257,7 +257,8 @@ std::vector<TaxRow> cpu_tax(const Settings& settings) {
 
 // --- a narrow wire on a slow network -------------------------------------------------------------
 
-// What one rank receives in a step with fp32 on the wire, counted in a world that moves nothing.
+// The bytes that one rank receives in a step with fp32 on the wire, counted in a world that moves
+// nothing.
 int64_t received_bytes(const Settings& settings, const fsdp::Strategy& strategy, int outer) {
   const auto recording = std::make_shared<fsdp::Recording>();
   fsdp::World world = fsdp::World::simulated(0, settings.ranks, recording);

@@ -1,4 +1,4 @@
-"""What sharding costs, beside PyTorch FSDP2, in one run on one machine.
+"""The cost of sharding, beside PyTorch FSDP2, in one run on one machine.
 
 Usage: .venv/bin/python bench/engine.py [--bench build/release/bin/bench_engine] [--ranks 2] [--rounds 5] [--every-case]
 

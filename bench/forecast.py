@@ -1,4 +1,4 @@
-"""How far `fsdp plan` is off the milliseconds that `fsdp train` takes, for runs that no table of rates was measured with.
+"""How far `fsdp plan` is off the milliseconds that `fsdp train` takes, for runs that no rates were measured with.
 
 Usage: python bench/forecast.py measure OUT.json [--fsdp build/cuda/bin/fsdp] [--set gpu|cpu|slow-links] [--only NAME ...]
        python bench/forecast.py compare OUT.json --rates h200 [--fsdp build/release/bin/fsdp]
@@ -176,7 +176,7 @@ def main():
     if not os.path.exists(args.fsdp):
         stop(f"--fsdp is '{args.fsdp}', which is not there; build the command first")
     if args.action == "compare" and not args.rates:
-        stop("--rates is missing; give the table to forecast with")
+        stop("--rates is missing; name the rates to forecast with")
     (measure if args.action == "measure" else compare)(args)
 
 

@@ -59,7 +59,7 @@ struct Settings {
   int host_turns = 0;         // 0: whole measurements
 };
 
-// Of a preset, or of a config.json of the Llama family.
+// Reads a preset, or a config.json of the Llama family.
 fsdp::ModelConfig config_of(const Settings& settings) {
   if (const fsdp::ModelPreset* preset = fsdp::find_preset(settings.model)) return preset->config;
   std::ifstream file(settings.model);
@@ -122,7 +122,7 @@ Batch few_tokens_of(const Batch& batch) {
           batch.targets.slice(0, 0, 1).slice(1, 0, kHostTokens).contiguous()};
 }
 
-// The same when the device never makes them wait.
+// The host's milliseconds when the device never makes it wait.
 double few_tokens_host_milliseconds(bench::Trainee& trainee, const Batch& batch, int steps) {
   const auto step = [&, few = few_tokens_of(batch)] { trainee.step(few); };
   host_milliseconds(step, batch.tokens.device(), 3);
@@ -137,8 +137,8 @@ void save(const std::vector<bench::HostRange>& ranges, const std::string& path) 
   std::ofstream(path) << list.dump() << "\n";
 }
 
-// What the device ran in a few steps, as a trace for chrome://tracing and bench/gpu_profile.py, and
-// with the host's ranges for bench/gpu_timeline.py.
+// Writes what the device ran in a few steps as a trace for chrome://tracing and
+// bench/gpu_profile.py, and with the host's ranges for bench/gpu_timeline.py.
 void profile(const std::function<void()>& step, const std::function<void()>& finish,
              c10::Device device, const std::string& path) {
   using torch::profiler::impl::ActivityType;

@@ -47,7 +47,7 @@ def first_line(command):
 
 
 def environment(args):
-    """What the figures depend on. Ends the program where nothing can be measured."""
+    """Facts that the figures depend on. Ends the program where nothing can be measured."""
     if importlib.util.find_spec("torch") is None:
         stop(f"{sys.executable} has no PyTorch, which the peers need; run this with a Python that has it")
     import torch
@@ -109,7 +109,7 @@ def run(args, command, row=""):
 
 
 def run_row(args, row, model, folder, profiles=False):
-    """What the process measured, or {"error": its last words}."""
+    """Figures that the process measured, or {"error": its last words}."""
     figures, error = run(args, command_of(args, row, model, folder) + (["--profile", folder] if profiles else []), row)
     return {"error": error} if error else figures[-1]
 
@@ -143,7 +143,7 @@ def joined(turns):
 
 
 def take_turn(args, turn, row, model, folder):
-    """What run_row() says, with the profile of a last turn."""
+    """The result of run_row(), with the profile of a last turn."""
     begin = time.time()
     profiled = turn == args.rounds - 1 and row in args.profile
     result = run_row(args, row, model, folder, profiled)

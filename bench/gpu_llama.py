@@ -129,7 +129,7 @@ MIX = 0xD6E8FEB86659FD93
 
 
 def mixed(x):
-    """Of a Python number."""
+    """Mixes a Python number."""
     for _ in range(2):
         x = ((x ^ (x >> 32)) * MIX) & MASK
     return x ^ (x >> 32)
@@ -140,7 +140,7 @@ def signed(x):
 
 
 def mixed_tensor(x):
-    """The same of an int64 tensor, which wraps around as unsigned numbers do."""
+    """Mixes an int64 tensor, which wraps around as unsigned numbers do."""
     for _ in range(2):
         x = (x ^ ((x >> 32) & 0xFFFFFFFF)) * signed(MIX)
     return x ^ ((x >> 32) & 0xFFFFFFFF)

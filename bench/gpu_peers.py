@@ -21,7 +21,7 @@ import gpu_llama
 
 ROWS = ("pytorch-bf16", "fsdp2", "fsdp2-compile", "megatron-fsdp", "megatron-fsdp-double-buffer")
 SEQUENCE = {"llama-1b": 2048, "llama-110m": 512}
-# The same as in gpu_rows.h and gpu.cpp.
+# These are the values of gpu_rows.h and gpu.cpp, too.
 ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
 LOSS_AFTER, HOST_TOKENS, PROFILED_STEPS = 20, 16, 2
 

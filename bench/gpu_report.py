@@ -25,7 +25,7 @@ def fastest_peer(rows):
 
 
 def ratio(rows, name, base):
-    """Of medians within a round, so that what slows a whole round drops out."""
+    """The ratio of medians within a round, so that what slows a whole round drops out."""
     mine, theirs = (rows.get(each, {}).get("round_ms") for each in (name, base))
     pairs = [(a, b) for a, b in zip(mine or [], theirs or []) if a and b]
     if not pairs:

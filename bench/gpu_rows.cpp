@@ -65,7 +65,7 @@ class FusedAdamW {
   std::vector<at::Tensor> steps_;
 };
 
-// What the two unsharded rows share: the model, and its gradients as autograd leaves them.
+// The two unsharded rows share the model, and its gradients as autograd leaves them.
 class Plain : public Trainee {
  public:
   explicit Plain(const RowSetup& setup)
@@ -184,7 +184,7 @@ class Recorded final : public Trainee {
 
 // --- sharded -------------------------------------------------------------------------------------
 
-// As the peers have it: NCCL, though there is one rank.
+// The peers use NCCL though there is one rank, so these do, too.
 fsdp::CommOptions comm_options(c10::Device device, fsdp::Collectives collectives) {
   fsdp::CommOptions options = fsdp::CommOptions::from_environment();
   if (!device.is_cpu() && collectives == fsdp::Collectives::kAlways)

@@ -15,7 +15,7 @@
 
 namespace bench {
 
-// What every row trains on and with, here and in gpu_peers.py.
+// Every row trains on this, here and in gpu_peers.py.
 struct Batch {
   at::Tensor tokens;   // [batch, sequence], int64
   at::Tensor targets;  // the same shape: what follows each token
@@ -32,8 +32,8 @@ struct AdamWRates {
 struct RowSetup {
   fsdp::ModelConfig config;
   c10::Device device;
-  // What rows compute in, and what the rows "in bf16" keep everything in: bf16, but for CPUs, many
-  // of which cannot multiply it.
+  // Rows compute in this type, and rows "in bf16" keep everything in it: bf16, but not on CPUs,
+  // many of which cannot multiply it.
   at::ScalarType compute = at::kBFloat16;
   AdamWRates rates;
   int64_t offload_chunk = 0;  // of the rows that offload; 0: the default
@@ -55,7 +55,8 @@ class Trainee {
   // Until the host has done its part of what was begun; the device may go on.
   virtual void finish() {}
 
-  // Of the last step, before its update: one fp32 element on the device, always the same one.
+  // The loss of the last step, before its update: one fp32 element on the device, always the same
+  // one.
   const at::Tensor& loss() const { return loss_; }
 
  protected:

@@ -1,4 +1,4 @@
-"""What ran when in a trace of bench_gpu --profile, as a picture in text, and what went over the bus.
+"""Shows what ran when in a trace of bench_gpu --profile, as a picture in text, and what went over the bus.
 
 Usage: python bench/gpu_timeline.py [--columns 100] [--elements N] TRACE.json [TRACE.json...]
 

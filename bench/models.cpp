@@ -12,9 +12,9 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/nn/config/flops.h"
 #include "fsdp/nn/config/presets.h"
 #include "fsdp/nn/language_model.h"
+#include "fsdp/plan/flops.h"
 
 namespace {
 

@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 def multiply(matrices, products):
-    """What five iterations multiply, and nothing else."""
+    """The matrix products of five iterations, and nothing else."""
     for matrix in matrices:
         x = products[matrix.shape]
         for _ in range(5):

@@ -15,10 +15,10 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/memory/slab_allocator.h"
-#include "fsdp/optim/kernels/begin_step.h"
-#include "fsdp/optim/kernels/change_marks.h"
 #include "fsdp/optim/kernels/thread_team.h"
-#include "fsdp/optim/kernels/update_on_cpu.h"
+#include "fsdp/optim/kernels/update_kernels.h"
+#include "fsdp/optim/kernels/update_math.h"
+#include "fsdp/optim/kernels/update_span.h"
 #include "fsdp/optim/shard_passes.h"
 #include "fsdp/shard/group/flat_buffer.h"
 #include "timings.h"
@@ -127,7 +127,6 @@ class Trained {
       marks_ = memory_.make(fsdp::num_mark_lanes({0, numel}), at::kShort);
       span_.marks = static_cast<uint16_t*>(marks_.mutable_data_ptr());
     }
-    fsdp::check_span(span_, 2);
   }
 
   // With a norm to clip at, the squares of the gradients are summed in a pass of their own.
@@ -146,7 +145,7 @@ class Trained {
     fsdp::update_on_cpu(span_, kRule, state_, team_);
   }
 
-  // What a step must read and write.
+  // The bytes that a step must read and write.
   int64_t bytes() const {
     const auto of = [](DType dtype) { return fsdp::element_bytes(dtype); };
     int64_t each = of(policy_.gradient) + 2 * of(policy_.first) + 2 * of(policy_.second);

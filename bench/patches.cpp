@@ -18,7 +18,7 @@
 #include "fsdp/base/device_stream.h"
 #include "fsdp/base/durable_file.h"
 #include "fsdp/checkpoint/patches.h"
-#include "fsdp/checkpoint/patches/patch_record.h"
+#include "fsdp/checkpoint/patches/patch_files.h"
 #include "fsdp/comm/world.h"
 #include "fsdp/nn/config/presets.h"
 #include "fsdp/nn/language_model.h"

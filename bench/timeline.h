@@ -1,4 +1,4 @@
-// What ran when, on which thread: a picture in text, from libtorch's own profiling hooks.
+// Shows what ran when, on which thread: a picture in text, from libtorch's own profiling hooks.
 #pragma once
 
 #include <ATen/record_function.h>

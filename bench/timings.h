@@ -38,7 +38,7 @@ class Timings {
     return *std::min_element(us_[contender].begin(), us_[contender].end());
   }
 
-  // Of the quotients within a round: what slows a whole round drops out.
+  // The median of quotients within a round, so that what slows a whole round drops out.
   double median_ratio(size_t contender, size_t base) const {
     return median(ratios(contender, base));
   }

@@ -1,6 +1,6 @@
-// What an optimizer's step costs a training step: hidden, blocking and offloaded side by side, with
-// a picture of what runs when; what the gradient norm costs where it comes out of the reduction;
-// and on a GPU, what its kernels make of its memory bandwidth.
+// The cost of an optimizer's step in a training step: hidden, blocking and offloaded side by side,
+// with a picture of what runs when; what the gradient norm costs where it comes out of the
+// reduction; and on a GPU, what its kernels make of its memory bandwidth.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -118,7 +118,7 @@ void compare_steps(const Settings& settings) {
     for (size_t i = 0; i < cases.size(); ++i)
       std::printf("%-30s %10.2f %14.3f\n", cases[i].name, times.best_us(i) / 1e3,
                   times.best_us(i) / times.best_us(0));
-    // What runs on a device is not seen by the host's hooks.
+    // The host's hooks do not see what runs on a device.
     for (size_t i = 0; settings.device.is_cpu() && i < cases.size(); ++i) {
       std::printf("# %s: step() and the forward after it\n", cases[i].name);
       bench::Timeline timeline(kRows);

@@ -14,8 +14,8 @@
 #include "fsdp/base/device_stream.h"
 #include "fsdp/base/text.h"
 #include "fsdp/comm/operation.h"
-#include "fsdp/comm/reduce/reduce_on_device.h"
-#include "fsdp/optim/kernels/update_on_device.h"
+#include "fsdp/comm/reduce/reduce_ranks.h"
+#include "fsdp/optim/kernels/update_kernels.h"
 #include "fsdp/optim/shard_passes.h"
 #include "fsdp/shard/group/pack_on_device.h"
 #include "timings.h"
@@ -252,7 +252,7 @@ Kernel pack_kernel(const Arrays& arrays, DType from, DType to, Pack pack) {
   return {fsdp::concat("pack ", tensors.size(), " tensors of ", fsdp::name_of(from),
                        adds ? ", added to " : " as ", fsdp::name_of(to)),
           static_cast<double>(fsdp::element_bytes(from) + (adds ? 2 : 1) * fsdp::element_bytes(to)),
-          [&arrays, tensors, to] { fsdp::pack_on_device(tensors, to, 1.0f, arrays.stream()); }};
+          [&arrays, tensors, to] { fsdp::pack_on_device(tensors, to, arrays.stream()); }};
 }
 
 std::vector<Kernel> gradient_kernels(const Arrays& arrays) {
@@ -271,29 +271,14 @@ std::vector<Kernel> gradient_kernels(const Arrays& arrays) {
           pack_kernel(arrays, kFp32, kBf16, Pack::kWrite)};
 }
 
-std::vector<Kernel> weight_kernels(const Arrays& arrays) {
-  const auto remainders = [&] { return static_cast<int16_t*>(arrays.first.mutable_data_ptr()); };
-  return {{"join halves of weights", 8,
-           [&arrays, remainders] {
-             fsdp::join_weights_on_device(arrays.weight.const_data_ptr(), remainders(),
-                                          arrays.main.mutable_data_ptr<float>(), kNumel,
-                                          arrays.stream());
-           }},
-          {"split weights in halves", 8, [&arrays, remainders] {
-             fsdp::split_weights_on_device(arrays.main.const_data_ptr<float>(),
-                                           arrays.weight.mutable_data_ptr(), remainders(), kNumel,
-                                           arrays.stream());
-           }}};
-}
-
 }  // namespace
 
 void compare_kernels(c10::Device device, int rounds) {
   const Arrays arrays(device);
   const Kernel copy{"copy", 8, [&] { arrays.second.copy_(arrays.gradient); }};
   std::vector<Kernel> kernels = {copy};
-  for (const auto& more : {update_kernels(arrays), libtorch_kernels(arrays),
-                           gradient_kernels(arrays), weight_kernels(arrays)})
+  for (const auto& more :
+       {update_kernels(arrays), libtorch_kernels(arrays), gradient_kernels(arrays)})
     kernels.insert(kernels.end(), more.begin(), more.end());
   const auto meet = [&] {
     c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());

@@ -1,4 +1,4 @@
-// What the kernels of gradients, updates and weights make of a device's memory bandwidth.
+// How much of a device's memory bandwidth the kernels of gradients, updates and weights use.
 #pragma once
 
 #include <c10/core/Device.h>

@@ -51,16 +51,20 @@ if(FSDP_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER AND PROJECT_IS_TOP_LEVEL)
   endif()
 endif()
 
-# Lets a target of this tree use the library's precompiled libtorch headers. They are compiled as for libraries
-# (-fPIC), and a compiler takes them only under equal flags; executables would say -fPIE.
+# Lets a target use the headers that another one (the library, unless it is named) has precompiled. They are compiled as for
+# libraries (-fPIC), and a compiler takes them only under equal flags; executables would say -fPIE.
 function(fsdp_use_pch target)
+  cmake_parse_arguments(arg "" "FROM" "" ${ARGN})
+  if(NOT arg_FROM)
+    set(arg_FROM fsdp)
+  endif()
   set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE OFF)
   target_compile_options(${target} PRIVATE -fPIC)
-  target_precompile_headers(${target} REUSE_FROM fsdp)
+  target_precompile_headers(${target} REUSE_FROM ${arg_FROM})
 endfunction()
 
 # For code that runs once: reading options (CLI11 is headers alone), the bodies of tests. Not worth more than -O1; or -O2
-# where GCC refuses a precompiled header of -O3 under -O1: on x86_64, since the version that has this option.
+# where GCC refuses a precompiled header of -O2 under -O1: on x86_64, since the version that has this option.
 include(CheckCXXCompilerFlag)
 check_cxx_compiler_flag(-munroll-only-small-loops FSDP_HAS_SMALL_UNROLLING)
 add_library(fsdp_light_optimisation INTERFACE)

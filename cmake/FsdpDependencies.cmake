@@ -1,4 +1,4 @@
-# What the project stands on; docs/dependencies.md says why each is here.
+# The project stands on these; docs/dependencies.md says why each is here.
 
 include(FsdpTorch)
 

@@ -63,7 +63,7 @@ def _after_a_byte(register: int) -> int:
 
 @functools.cache
 def _columns(level: int) -> list[int]:
-    """What 4 * 2^level zero bytes make of each bit of the register."""
+    """The register that 4 * 2^level zero bytes make of each of its bits."""
     if level == 0:
         return [functools.reduce(lambda register, _: _after_a_byte(register), range(4), 1 << bit) for bit in range(32)]
     before = _columns(level - 1)
@@ -72,7 +72,7 @@ def _columns(level: int) -> list[int]:
 
 @functools.cache
 def _tables(level: int) -> list[torch.Tensor]:
-    """The same for all values of the register's lower half, and of its upper half."""
+    """The register after those bytes for all values of its lower half, and of its upper half."""
     halves = []
     for columns in (_columns(level)[:16], _columns(level)[16:]):
         table = torch.zeros(1, dtype=torch.int64)
@@ -134,7 +134,7 @@ def _bytes_of(text: bytes) -> torch.Tensor:
 # --- patches ----------------------------------------------------------------------------------------------------------------------
 
 class _Part:
-    """What one file has of one tensor."""
+    """The part of one tensor that one file has."""
 
     def __init__(self, where: str, numel: int, values: torch.Tensor, skips: torch.Tensor | None, ranges: torch.Tensor | None) -> None:
         self.values = values
@@ -181,7 +181,7 @@ class _Part:
 
     def put(self, flat: torch.Tensor) -> None:
         """Sets the values in the flattened tensor."""
-        # As whole numbers of the same width: bits move unseen, whatever type they are of.
+        # Whole numbers of equal width carry the bits unseen, whatever type they are of.
         flat, values = (each.view(_BITS[each.element_size()]) for each in (flat, self.values.to(flat.device)))
         if self._ranges is None or len(self._ranges) > _MAX_SLICES:
             flat[self.positions().to(flat.device)] = values

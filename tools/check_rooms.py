@@ -36,9 +36,8 @@ MAY_KNOW = {
 }
 
 # A room may narrow what it knows of another one to some headers.
-ONLY_HEADERS = {("nn", "shard"): ("fsdp/shard/unit.h", "fsdp/shard/direct_gradient.h", "fsdp/shard/recompute.h",
-                                  "fsdp/shard/matrix_module.h", "fsdp/shard/parallel_module.h", "fsdp/shard/parameter_init.h",
-                                  "fsdp/shard/quantized_weight.h"),
+ONLY_HEADERS = {("nn", "shard"): ("fsdp/shard/unit.h", "fsdp/shard/layer_weights.h", "fsdp/shard/module_roles.h",
+                                  "fsdp/shard/parameter_init.h", "fsdp/shard/recompute.h"),
                 ("nn", "comm"): ("fsdp/comm/communicator.h", "fsdp/comm/mesh.h")}
 
 # Rooms that belong to the library fsdp_planning: quick to build, to fuzz and to run for 4096 ranks.

@@ -52,6 +52,21 @@ scripts() {
   return $status
 }
 
+# Tables and code are as wide as they are, and no line is broken inside a span of code.
+columns() {
+  awk 'FNR == 1 {code = 0}
+       /^ *(```|~~~)/ {code = !code; next}
+       code || /^ *[|>]/ || /^    / || length <= 120 {next}
+       {text = $0; gsub(/`[^`]*`/, "", text)}
+       length(text) > 60 {print FILENAME ":" FNR ": " length " columns"; bad = 1}
+       END {exit bad}' "$@"
+}
+
+# A comment begins with its subject, so that it is understood without the code around it.
+subjects() {
+  ! tracked '*.h' '*.cpp' '*.cu' '*.cuh' '*.py' '*.sh' | xargs -d '\n' grep -nE '^ *(//|#|""") ?(Of|The same|As|What) ' >&2
+}
+
 check "format (clang-format 14)" format
 check "ASCII only" ascii
 check "rooms" python3 tools/check_rooms.py
@@ -60,6 +75,8 @@ check "sizes of files and functions" python3 tools/check_sizes.py "${sources[@]}
 check "shell scripts" scripts
 mapfile -t pages < <(tracked '*.md')
 check "links in the documentation" python3 tools/check_links.py "${pages[@]}"
+check "pages within 120 columns" columns "${pages[@]}"
+check "comments with subjects" subjects
 
 if [[ ${#failed[@]} -gt 0 ]]; then
   echo "lint: ${#failed[@]} of $num_checks checks failed; \`make format\` repairs formatting." >&2

@@ -238,12 +238,12 @@ check_system_parts() {
 # --- Python packages and libtorch -------------------------------------------------------------------
 install_python_packages() {
   local stamp=.venv/requirements.sha256 wanted python torch
-  local -a index=() packages=(-r requirements.txt)
+  local -a index=() wheels=(-r requirements.txt)
   wanted=$(sha256sum requirements.txt tools/setup.sh | sha256sum | cut -d ' ' -f 1)
   if [[ -x .venv/bin/python && -f $stamp && $(<"$stamp") == "$wanted" ]] && torch_folder >/dev/null; then return; fi
   if [[ $python_packages == torch ]]; then
     torch=$(grep -oE '^torch==[0-9.]+' requirements.txt)
-    packages=("$torch")
+    wheels=("$torch")
     if compgen -G ".venv/lib/python3.*/site-packages/${torch/==/-}[.+]*dist-info" >/dev/null; then return; fi
   fi
   if [[ ! -x .venv/bin/python ]] || ! .venv/bin/python -c 'import pip' 2>/dev/null; then
@@ -259,7 +259,7 @@ PY
   else echo "setup: $torch_cpu_index does not answer: torch comes from pip's own indexes"; fi
   echo "setup: installing Python packages into .venv (torch is large; this takes a minute or more)"
   if ! .venv/bin/python -m pip install -qq --no-compile --disable-pip-version-check ${index[@]+"${index[@]}"} \
-      "${packages[@]}"; then
+      "${wheels[@]}"; then
     fail "Python packages could not be installed into .venv (see above); with a libtorch of your own set FSDP_TORCH=<dir>."
     return
   fi

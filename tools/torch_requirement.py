@@ -1,4 +1,4 @@
-"""What a wheel asks of pip: the minor version of torch whose libtorch it is built with. scikit-build-core calls it (pyproject.toml).
+"""A wheel asks this of pip: the minor version of torch whose libtorch it is built with. scikit-build-core calls it (pyproject.toml).
 
 libtorch's C++ interface changes from version to version, so a wheel for 2.13 works with 2.13.x alone.
 """

@@ -4,7 +4,6 @@
 
 #include "fsdp/data/batch_loader.h"
 #include "fsdp/data/batches.h"
-#include "fsdp/data/byte_tokenizer.h"
 #include "fsdp/data/corpus.h"
 #include "fsdp/data/token_windows.h"
 #include "fsdp/data/tokenizer.h"

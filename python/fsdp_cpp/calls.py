@@ -31,7 +31,7 @@ class OwnedParameter:
 
 
 class _Unit:
-    """What a module is as a unit, and what it had before."""
+    """A module as a unit, and what it had before."""
 
     def __init__(self, module: nn.Module, mirror: _C.Unit, name: str, owned: Sequence[OwnedParameter]):
         self.mirror = mirror

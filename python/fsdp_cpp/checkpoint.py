@@ -21,7 +21,7 @@ class Config(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """What came with the state of a checkpoint."""
+    """Facts that came with the state of a checkpoint."""
 
     path: str
     step: int

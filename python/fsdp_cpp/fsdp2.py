@@ -31,7 +31,7 @@ _MARK = "_fsdp_cpp_mark"
 
 
 class _Mark:
-    """What fully_shard() was told about one module."""
+    """The arguments that fully_shard() got for one module."""
 
     def __init__(self, module, mesh, reshard_after_forward, mp_policy, offload_policy, ignored_params):
         self.module = weakref.ref(module)
@@ -207,7 +207,7 @@ def _precision(root, marks):
         raise _C.UsageError(f"the model has parameters of several types, {sorted(map(str, built_as))}; FSDP2 keeps each as its "
                             "own main weight: make them one type, or use fsdp_cpp.fully_shard(main_params=...)")
     main = built_as.pop()
-    # As FSDP2: the model's own type is that of main weights and gradients; gradients travel in reduce_dtype.
+    # FSDP2's rule: main weights and gradients have the model's own type; gradients travel in reduce_dtype.
     return dict(params=param_dtype, main_params=main, main_grads=main, main_storage="separate",
                 grad_comm=reduce_dtype or param_dtype or main)
 
@@ -249,7 +249,7 @@ def _refused(name, fix):
 
 
 class Waited:
-    """What unshard(async_op=True) returns: the weights are there already."""
+    """The result of unshard(async_op=True): the weights are there already."""
 
     def wait(self) -> None:
         pass
@@ -276,7 +276,7 @@ class FSDPModule(theirs.FSDPModule):
             sharded.reshard([calls.unit_name(self)])
 
     def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> "FSDPModule":
-        """Of a model on the meta device: shards it on this device. Every rank gets memory for its part alone, with the values of
+        """Shards a model of the meta device on this device. Every rank gets memory for its part alone, with the values of
         _init_weights(module) or reset_parameters(), or zeros; give others under fsdp_cpp.unshard(model, write=True)."""
         mark = getattr(self, _MARK)
         if shard.is_sharded(mark.outermost.module()) or not all(each.is_meta for each in self.parameters()):  # type: ignore[attr-defined]

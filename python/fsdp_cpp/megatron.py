@@ -133,7 +133,7 @@ def _extend(optimizer):
 
     @functools.wraps(step)  # with the marks that schedulers leave on it
     def extended_step(self, *args, sync_grad_before_optimizer_step=True, install_optimized_model_weights=True, **keywords):
-        """As the optimizer's own. sync_grad_before_optimizer_step: a cycle that has not ended is ended in any case."""
+        """The optimizer's own step. sync_grad_before_optimizer_step: a cycle that has not ended is ended in any case."""
         _refuse({"install_optimized_model_weights": not install_optimized_model_weights},
                 "weights always follow their main weights: leave it out", shown=False)
         return step(*args, **keywords)

@@ -1,4 +1,4 @@
-"""What fully_shard_model() of Megatron-FSDP's door makes of a model: the methods and attributes of its class MegatronFSDP."""
+"""The result of fully_shard_model() of Megatron-FSDP's door: the methods and attributes of its class MegatronFSDP."""
 
 import contextlib
 import dataclasses
@@ -112,7 +112,7 @@ def part_of_mesh(mesh: DeviceMesh, argument: str, *names: str) -> DeviceMesh:
 
 @dataclasses.dataclass
 class Settings:
-    """What a model was told, beside what the engine keeps."""
+    """Settings of a model, beside those that the engine keeps."""
 
     policy: MixedPrecisionPolicy
     index: FSDPDistributedIndex

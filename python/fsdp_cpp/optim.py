@@ -22,7 +22,7 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 
 class Optimizer(torch.optim.Optimizer):
-    """What AdamW, SGD and Muon have in common. A torch.optim.Optimizer, so that torch's schedulers drive it: `lr` and `weight_decay`
+    """The common part of AdamW, SGD and Muon. A torch.optim.Optimizer, so that torch's schedulers drive it: `lr` and `weight_decay`
     of a parameter group may change between steps, and for all groups together `betas` and `momentum`. Moments are the engine's, and
     in checkpoints (fsdp_cpp.save); state_dict() has the groups."""
 
@@ -241,8 +241,13 @@ def _parts_of(model, groups, decay_spares_vectors):
 
 
 def _rounded(number):
-    """As the engine keeps it: schedulers change a ratio of rates by an ulp, which is no change."""
+    """Rounds as the engine does: schedulers change a ratio of rates by an ulp, which is no change."""
     return ctypes.c_float(number).value
+
+
+# Options of every optimizer's step, by the names of their keywords.
+_OF_A_STEP = ("max_norm", "measures_norm", "on_nonfinite", "loss_scale", "loss_scale_interval", "updates", "without_gradient", "rounding",
+              "seed", "marks_changes")
 
 
 def _our_names(defaults):
@@ -274,9 +279,7 @@ class AdamW(Optimizer):
                  loss_scale_interval: int = 2000, updates: Updates = "hidden",
                  without_gradient: WithoutGradient = "skip", rounding: Rounding = "nearest",
                  seed: int = 0, marks_changes: bool = False) -> None:
-        step = dict(max_norm=max_norm, measures_norm=measures_norm, on_nonfinite=on_nonfinite, loss_scale=loss_scale,
-                    loss_scale_interval=loss_scale_interval, updates=updates, without_gradient=without_gradient, rounding=rounding, seed=seed,
-                    marks_changes=marks_changes)
+        step = {name: value for name, value in locals().items() if name in _OF_A_STEP}
         super().__init__(params, _C.adamw, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay),
                          dict(step, first_moment=first_moment, second_moment=second_moment), decay_spares_vectors)
 
@@ -290,9 +293,7 @@ class SGD(Optimizer):
                  on_nonfinite: OnNonfinite = "update", loss_scale: LossScale = 1.0, loss_scale_interval: int = 2000,
                  updates: Updates = "hidden",
                  without_gradient: WithoutGradient = "skip", rounding: Rounding = "nearest", seed: int = 0, marks_changes: bool = False) -> None:
-        step = dict(max_norm=max_norm, measures_norm=measures_norm, on_nonfinite=on_nonfinite, loss_scale=loss_scale,
-                    loss_scale_interval=loss_scale_interval, updates=updates, without_gradient=without_gradient, rounding=rounding, seed=seed,
-                    marks_changes=marks_changes)
+        step = {name: value for name, value in locals().items() if name in _OF_A_STEP}
         super().__init__(params, _C.sgd, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov),
                          dict(step, momentum_dtype=momentum_dtype), decay_spares_vectors)
 
@@ -323,9 +324,7 @@ class Muon(Optimizer):
                  loss_scale_interval: int = 2000, updates: Updates = "hidden",
                  without_gradient: WithoutGradient = "skip", rounding: Rounding = "nearest",
                  seed: int = 0, marks_changes: bool = False) -> None:
-        step = dict(max_norm=max_norm, measures_norm=measures_norm, on_nonfinite=on_nonfinite, loss_scale=loss_scale,
-                    loss_scale_interval=loss_scale_interval, updates=updates, without_gradient=without_gradient, rounding=rounding, seed=seed,
-                    marks_changes=marks_changes)
+        step = {name: value for name, value in locals().items() if name in _OF_A_STEP}
         a, b, c = ns_coefficients
         super().__init__(params, _C.muon,
                          dict(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, betas=betas, eps=eps),

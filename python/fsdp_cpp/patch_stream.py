@@ -33,11 +33,11 @@ class PatchStream:
                                       names == "vllm")
 
     def take(self, step: int, *, device: torch.device | str = "cpu") -> Patch:
-        """What this rank has of the patch to the weights after `step`: base, begin (a step; None if it is full), end, and tensors
+        """This rank's part of the patch to the weights after `step`: base, begin (a step; None if it is full), end, and tensors
         with name, shape, positions and values, on `device`. If it fails, the next patch is a full one."""
         return self._engine.take(step, str(torch.device(device)))
 
     def write(self, directory: str | os.PathLike[str], step: int) -> str:
-        """The same as a directory in `directory`, which appears when all ranks have written their part. Returns its path. If it
+        """Writes the patch as a directory in `directory`, which appears when all ranks have written their part. Returns its path. If it
         fails, the next patch is a full one."""
         return self._engine.write(str(directory), step)

@@ -41,7 +41,7 @@ def mesh(over: Over = None, *, outer: int = 1, ep: int = 1, tp: int = 1) -> _C.M
 
     `over`: None for all ranks; a torch DeviceMesh of one dimension (inner) or two (outer, inner); or a ProcessGroup.
     `ep`: neighbours that share out experts; `tp`: neighbours that compute one batch together. Modules that do so talk to each
-    other by the axes `mesh.ep` and `mesh.tp`; `mesh.loss` of `mesh.num_losses` is the batch of this rank.
+    other by the axes `mesh.ep` and `mesh.tp`; `mesh.data_parallel_rank` of `mesh.data_parallel_size` is the batch of this rank.
     """
     if isinstance(over, _C.Mesh):
         if (outer, ep, tp) != (1, 1, 1):

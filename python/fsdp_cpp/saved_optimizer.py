@@ -33,7 +33,7 @@ class SavedOptimizer:
         return other
 
     def settings(self) -> str:
-        """What is not a tensor with a number for each of a parameter's: the same text on all ranks."""
+        """All but the tensors that have a number for each of a parameter's: one text, equal on all ranks."""
         if self._optimizer is None:
             return ""
         settings: dict[str, Any] = {"param_groups": optim.group_values(self._optimizer)}

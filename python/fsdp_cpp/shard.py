@@ -17,7 +17,7 @@ M = TypeVar("M", bound=nn.Module)
 
 Named: TypeAlias = Literal["no_shard", "optim", "optim_grads", "optim_grads_params", "optim+hfsdp", "optim_grads+hfsdp",
                            "optim_grads_params+hfsdp"]
-# Of parameter, gradient and optimizer on the outer and the inner axis; these are the legal ones.
+# Placements of parameter, gradient and optimizer on the outer and the inner axis; these are the legal ones.
 Placements: TypeAlias = Literal["RR/PP/RR", "RR/PP/RS", "RR/PS/RS", "RS/PP/RS", "RS/PS/RS", "RR/PP/SS", "RR/PS/SS", "RR/SS/SS",
                                 "RS/PP/SS", "RS/PS/SS", "RS/SS/SS", "SS/PP/SS", "SS/PS/SS", "SS/SS/SS"]
 Strategy: TypeAlias = Named | Placements
@@ -38,6 +38,9 @@ _ATTRIBUTE = "_fsdp_cpp_sharded"  # of a sharded model: the engine's handle
 _PARAMETERS = "_fsdp_cpp_parameters"  # of a sharded model: its parameters by the names that the engine has
 PENDING = "_fsdp_cpp_pending"     # of a model that is to be sharded when it is needed: a function that does it
 MODEL = "_fsdp_cpp_model"         # of a parameter: a function that returns its model
+
+# Arguments of fully_shard() that the engine does not know; all others are its options.
+_OF_PYTHON = ("model", "mesh", "units", "init_weights", "ignored_params")
 
 
 def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units = None, *,
@@ -103,6 +106,8 @@ def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units =
 
     docs/python.md tells more of each.
     """
+    options = {name: value for name, value in locals().items() if name not in _OF_PYTHON}
+    options.update(tensor_parameters=_as_dict(tensor_parameters), matrices=dict(matrices) if isinstance(matrices, Mapping) else matrices)
     if not isinstance(model, nn.Module):
         raise _C.UsageError(f"model is {type(model).__name__}; fully_shard() takes a torch.nn.Module")
     if is_sharded(model):
@@ -110,13 +115,6 @@ def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units =
     inner = _dissolved(model)
     chosen = unit_selection.find(model, units if not inner else [*inner, *unit_selection.listed(units)])
     over = ranks.default_mesh() if mesh is None else ranks.mesh(mesh)
-    options = dict(expert_parameters=expert_parameters, tensor_parameters=_as_dict(tensor_parameters), strategy=strategy, params=params, main_params=main_params, main_storage=main_storage, main_grads=main_grads,
-                   grad_comm=grad_comm, pool=pool, prefetch=prefetch, pool_budget_bytes=pool_budget_bytes, on_move=on_move,
-                   other_units=other_units, user_buffers=user_buffers, gradient=gradient,
-                   gradient_lifetime=gradient_lifetime, offload=offload, offload_pin=offload_pin,
-                   offload_overlap=offload_overlap, offload_chunk_numel=offload_chunk_numel, report_nan=report_nan,
-                   collectives=collectives, granularity=granularity, matrices=dict(matrices) if isinstance(matrices, Mapping) else matrices,
-                   matrices_except=matrices_except, initial_values=initial_values, device=device)
     parameters = dict(model.named_parameters())
     _refuse_subclasses(parameters)
     mirrors = _Mirrors(model, chosen, init_weights, set(ignored_params or ()))
@@ -308,7 +306,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def microbatch(model: nn.Module, *, last: bool) -> None:
-    """The same as no_sync() until the next call: microbatch(model, last=i + 1 == n) before each of n backwards."""
+    """Acts as no_sync() until the next call: microbatch(model, last=i + 1 == n) before each of n backwards."""
     handle(model).microbatch(last)
 
 

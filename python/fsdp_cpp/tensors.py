@@ -88,7 +88,7 @@ class Loan:
 
 
 def _items(value):
-    """What a container holds, in the order of _with_items(); None if it is none."""
+    """The items of a container, in the order of _with_items(); None if it is none."""
     if isinstance(value, (tuple, list)):
         return value
     if isinstance(value, dict):

@@ -60,7 +60,7 @@ def default_units(model: nn.Module) -> set[nn.Module]:
         for module in model.modules():
             if module not in inside and isinstance(module, (nn.Embedding, nn.Linear)) and _numel(module) >= threshold:
                 chosen.add(module)
-    # What a stack is called through (an encoder, say) may be called without the model around it.
+    # The module that a stack is called through (an encoder, say) may be called without the model around it.
     in_stacks = set(stacks)
     chosen.update(module for module in model.modules()
                   if module not in inside and any(child in in_stacks for child in module.children()))
@@ -102,7 +102,7 @@ def _matched(model, selector):
     if isinstance(selector, type):
         return {module for module in model.modules() if isinstance(module, selector)}
     if isinstance(selector, str):
-        # As in C++: `*` is any text between two dots.
+        # `*` is any text between two dots, as in C++.
         pattern = re.compile(re.escape(selector).replace(r"\*", "[^.]*").replace(r"\?", "[^.]"))
         return {module for name, module in model.named_modules() if name and pattern.fullmatch(name)}
     if isinstance(selector, nn.Module):

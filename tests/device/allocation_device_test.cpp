@@ -1,5 +1,5 @@
-// What training takes from libtorch's allocator: what memory() says, and nothing more from step to
-// step.
+// The memory that training takes from libtorch's allocator: what memory() says, and nothing more
+// from step to step.
 #include <ATen/ATen.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <gtest/gtest.h>
@@ -75,7 +75,6 @@ class WitnessedAllocator final : public SlabAllocator {
     rounded_bytes_ -= round_up(bytes, kBlockBytes);
     --num_live_;
   }
-  std::string_view name() const override { return device_.name(); }
 
   int64_t requested_bytes() const { return requested_bytes_; }
   int64_t given_bytes() const { return given_bytes_; }
@@ -132,7 +131,7 @@ TEST_P(MemoryReportOnDevice, IsWhatTheAllocatorGaveOut) {
     training.optimizer().wait();
     training.finish();
     expect_equal("when all is done");
-    // What libtorch keeps besides: workspaces of products, the optimizer's few numbers, the tokens.
+    // libtorch keeps more besides: workspaces of products, the optimizer's few numbers, the tokens.
     const Allocated after = allocated();
     const int64_t all = after.requested_bytes - before.requested_bytes;
     std::printf(

@@ -38,7 +38,7 @@ LlamaConfig narrow_llama() {
   return config;
 }
 
-// Of one rank in one step.
+// The collectives of one rank in one step.
 struct Planned {
   int64_t gathers = 0;
   int64_t reductions = 0;
@@ -100,7 +100,7 @@ TEST_P(CollectivesOfAStep, AreAsManyAsPlanned) {
   const int64_t times = kSteps * kRanks;
   EXPECT_EQ(trace.count(is_gathering), times * plan.gathers * copies);
   EXPECT_EQ(trace.bytes(is_gathering) * (kRanks - 1), times * plan.gathered_bytes * copies);
-  // And one a step of which gradients came (missing_gradients.h), for all ranks at once.
+  // And one a step of which gradients came (gradients.h), for all ranks at once.
   EXPECT_EQ(trace.count(is_sum), times * plan.reductions + kSteps);
   if (HasFailure()) std::printf("%s", trace.text().c_str());
 }

@@ -82,7 +82,7 @@ TEST(ExpertsOnDevice, ComputeWhatTheHostDoes) {
   FSDP_REQUIRE_GPU();
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16})
     for (const int64_t num_chosen : {1, 2, 8}) {
-      // The same rounded numbers on both sides, or tokens would choose other experts.
+      // Both sides have equal rounded numbers, or tokens would choose other experts.
       NetImpl host(small_options(num_chosen));
       NetImpl device(small_options(num_chosen));
       host.to(dtype);

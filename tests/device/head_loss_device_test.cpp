@@ -8,7 +8,6 @@
 #include <cstdlib>
 
 #include "fsdp/base/text.h"
-#include "fsdp/nn/layers/cross_entropy.h"
 #include "support/allocation_log.h"
 #include "support/device_layers.h"
 
@@ -74,7 +73,7 @@ TEST(CrossEntropyOnDevice, EqualsItsFormulaRoundedOnce) {
     }
 }
 
-// As ranks have them that share the vocabulary.
+// Ranks that share the vocabulary have such columns.
 TEST(CrossEntropyOnDevice, HasTheTargetsOfItsColumnsAlone) {
   FSDP_REQUIRE_DEVICE_LAYERS();
   at::manual_seed(5);

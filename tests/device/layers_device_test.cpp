@@ -167,7 +167,7 @@ struct Rows {
   int64_t tokens, num_chosen, size;
 };
 
-// What the tokens get back of the experts that do nothing, in rows of any size.
+// The rows that tokens get back of the experts that do nothing, in rows of any size.
 void check_expert_rows(const Rows& n, at::ScalarType type) {
   constexpr int64_t kExperts = 8;
   const auto route = c10::make_intrusive<ExpertRoute>(

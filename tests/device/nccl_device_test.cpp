@@ -139,7 +139,7 @@ TEST(NcclGraph, GoesOnEagerlyWhenAStepCannotBeRecorded) {
 
 // --- parity --------------------------------------------------------------------------------------
 
-// The same cases that run over MPI and TCP.
+// These cases run over MPI and TCP, too.
 class Parity : public ::testing::TestWithParam<testing::ParityCase> {};
 
 TEST_P(Parity, TrainsLikeAPlainModelAndLikeThreads) {
@@ -180,7 +180,7 @@ INSTANTIATE_TEST_SUITE_P(Cases, Parity, ::testing::ValuesIn(parity_cases()), [](
   return std::to_string(test.index) + "_" + test.param.name();
 });
 
-// What NCCL adds: whole numbers, which are exact in any order.
+// NCCL adds these: whole numbers, which are exact in any order.
 void check_native_sum(Communicator& comm, at::ScalarType type, const Reduction& reduction) {
   const auto options = at::device(kGpu).dtype(type);
   const int64_t numel = 96;
@@ -265,7 +265,7 @@ TEST(NcclCommunicator, TakesLittleOfTheHostsTime) {
 void expect_transport(const std::string& words, bool by_nccl, int gpu_ranks) {
   World world = World::from_environment({.timeout_seconds = 60});
   EXPECT_THAT(world.transport(), ::testing::HasSubstr(words));
-  EXPECT_EQ(world.communicator().registers_memory(), by_nccl);
+  EXPECT_EQ(world.communicator().nccl() != nullptr, by_nccl);
   EXPECT_EQ(world.launch().gpu_ranks, gpu_ranks);
   const at::Tensor sum = at::ones({1 << 10}, at::device(kGpu).dtype(at::kFloat));
   world.communicator().all_reduce(sum, {}, "sum").wait();

@@ -102,7 +102,7 @@ INSTANTIATE_TEST_SUITE_P(Cases, OffloadOnDevice,
 
 class Bus : public ::testing::TestWithParam<double> {};
 
-// Of bf16 weights with fp32 gradients: 4 bytes down and 2 up for each element on the host, and the
+// bf16 weights with fp32 gradients: 4 bytes go down and 2 up for each element on the host, and the
 // step's few numbers.
 TEST_P(Bus, CarriesGradientsDownAndWeightsUpAndNothingElse) {
   FSDP_REQUIRE_GPU();
@@ -140,7 +140,7 @@ TEST_P(Bus, CarriesGradientsDownAndWeightsUpAndNothingElse) {
     EXPECT_FALSE(launching.contains(thread)) << "thread " << thread << " launches and waits";
   EXPECT_LE(waiting.size(), 1U);
 
-  // Of the first step: copies of the state begin each.
+  // Copies of the state begin each step.
   std::vector<double> begins;
   for (const DeviceSpan& span : trace.spans())
     if (down(span) && span.bytes == static_cast<int64_t>(sizeof(StepState)))

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "fsdp/base/error.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/shard/group/pack_on_device.h"
 #include "support/require.h"
@@ -42,17 +41,17 @@ Bucket drawn(const std::vector<int64_t>& numels, at::ScalarType from, at::Scalar
   return bucket;
 }
 
-at::Tensor packed_on_host(const Bucket& bucket, float scale) {
+at::Tensor packed_on_host(const Bucket& bucket) {
   at::Tensor flat = bucket.flat.clone();
   for (size_t i = 0; i < bucket.tensors.size(); ++i) {
     at::Tensor to = flat.narrow(0, bucket.begins[i], bucket.tensors[i].numel());
-    const at::Tensor value = bucket.tensors[i].to(at::kFloat) * scale;
+    const at::Tensor value = bucket.tensors[i].to(at::kFloat);
     to.copy_(bucket.adds[i] ? to.to(at::kFloat) + value : value);
   }
   return flat;
 }
 
-at::Tensor packed_on_device(const Bucket& bucket, float scale) {
+at::Tensor packed_on_device(const Bucket& bucket) {
   const at::Tensor flat = bucket.flat.to(at::kCUDA);
   std::vector<at::Tensor> tensors;
   std::vector<PackedTensor> list;
@@ -64,7 +63,7 @@ at::Tensor packed_on_device(const Bucket& bucket, float scale) {
                     .numel = tensors.back().numel(),
                     .adds = bucket.adds[i]});
   }
-  pack_on_device(list, dtype_of(flat.scalar_type()), scale, nullptr);
+  pack_on_device(list, dtype_of(flat.scalar_type()), nullptr);
   return flat.cpu();
 }
 
@@ -74,12 +73,11 @@ TEST(PackOnDevice, GivesTheBitsOfTheHostInEveryPairOfTypes) {
   const std::vector<int64_t> numels = {1, 3, 4, 5, 1023, 4096, 4097, 12288, 100'003};
   for (const at::ScalarType from : kTypes)
     for (const at::ScalarType to : kTypes)
-      for (const int64_t gap : {8, 3})  // aligned as vectors, and not
-        for (const float scale : {1.0f, 0.3f}) {
-          const Bucket bucket = drawn(numels, from, to, gap);
-          EXPECT_TRUE(at::equal(packed_on_device(bucket, scale), packed_on_host(bucket, scale)))
-              << from << " to " << to << ", gap " << gap << ", scale " << scale;
-        }
+      for (const int64_t gap : {8, 3}) {  // aligned as vectors, and not
+        const Bucket bucket = drawn(numels, from, to, gap);
+        EXPECT_TRUE(at::equal(packed_on_device(bucket), packed_on_host(bucket)))
+            << from << " to " << to << ", gap " << gap;
+      }
 }
 
 TEST(PackOnDevice, TakesMoreTensorsThanOneLaunchLists) {
@@ -87,15 +85,14 @@ TEST(PackOnDevice, TakesMoreTensorsThanOneLaunchLists) {
   std::vector<int64_t> numels;
   for (int64_t i = 0; i < 300; ++i) numels.push_back(i % 7 == 0 ? 0 : i * 37 % 5000);
   const Bucket bucket = drawn(numels, at::kBFloat16, at::kFloat, 4);
-  EXPECT_TRUE(at::equal(packed_on_device(bucket, 1.0f), packed_on_host(bucket, 1.0f)));
+  EXPECT_TRUE(at::equal(packed_on_device(bucket), packed_on_host(bucket)));
 }
 
 TEST(PackOnDevice, DoesNothingWithoutTensors) {
   FSDP_REQUIRE_DEVICE_PACKS();
-  pack_on_device({}, DType::kFloat32, 1.0f, nullptr);
+  pack_on_device({}, DType::kFloat32, nullptr);
   const PackedTensor empty{};
-  pack_on_device({&empty, 1}, DType::kFloat32, 1.0f, nullptr);
-  EXPECT_THROW(pack_on_device({}, DType::kFloat8E4M3, 1.0f, nullptr), Error);
+  pack_on_device({&empty, 1}, DType::kFloat32, nullptr);
 }
 
 }  // namespace

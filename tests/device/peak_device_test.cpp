@@ -23,7 +23,7 @@ namespace {
 using testing::AllocationLog;
 using testing::LlamaTraining;
 
-// Of the whole peak: blocks are rounded up, and kernels choose their own workspaces.
+// A share of the whole peak: blocks are rounded up, and kernels choose their own workspaces.
 constexpr double kMeasured = 0.02;
 // Gated DeltaNets are many operations of libtorch's, whose own tensors are counted roughly.
 constexpr double kRoughly = 0.06;

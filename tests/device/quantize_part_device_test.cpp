@@ -44,7 +44,7 @@ Quantized quantized(const at::Tensor& matrix, FlatRange range, WeightRecipe reci
   Quantized q{at::zeros({shared.count}, on.dtype(at::kInt)),
               at::zeros({shared.count}, on.dtype(at::kFloat)),
               at::zeros({shared.count}, on.dtype(at::kFloat)),
-              at::zeros({range.numel() * row.code_bits / 8}, on.dtype(at::kByte)),
+              at::zeros({range.numel()}, on.dtype(at::kByte)),
               at::zeros({row.scale_bytes == 1 ? range.numel() / row.scale_columns : 0},
                         on.dtype(at::kByte)),
               at::zeros({2}, on.dtype(at::kLong))};
@@ -57,11 +57,11 @@ Quantized quantized(const at::Tensor& matrix, FlatRange range, WeightRecipe reci
                            reinterpret_cast<QuantizeCounts*>(q.counts.mutable_data_ptr<int64_t>())};
   if (device.is_cpu()) {
     if (shared.count > 0) amax_on_host(part, shared, amaxes);
-    factors_on_host(recipe, amaxes, shared.count, factors, scales);
+    factors_on_host(amaxes, shared.count, factors, scales);
     quantize_on_host(part, recipe, factors, into);
   } else {
     if (shared.count > 0) amax_on_device(part, shared, amaxes, nullptr);
-    factors_on_device(recipe, amaxes, shared.count, factors, scales, nullptr);
+    factors_on_device(amaxes, shared.count, factors, scales, nullptr);
     quantize_on_device(part, recipe, factors, into, nullptr);
   }
   for (at::Tensor* each : {&q.amaxes, &q.factors, &q.scales, &q.codes, &q.block_scales, &q.counts})
@@ -70,7 +70,7 @@ Quantized quantized(const at::Tensor& matrix, FlatRange range, WeightRecipe reci
 }
 
 void expect_same(const at::Tensor& device, const at::Tensor& host, const std::string& what) {
-  // As bits: NaN equals NaN.
+  // Compares bits, so that NaN equals NaN.
   const auto bits = [](const at::Tensor& tensor) {
     return tensor.scalar_type() == at::kFloat ? tensor.view(at::kInt) : tensor;
   };

@@ -12,7 +12,7 @@
 #include "fsdp/nn/kernels/layer_kernels.h"
 #include "fsdp/nn/layers/linear.h"
 #include "fsdp/nn/layers/quantized_rows.h"
-#include "fsdp/shard/group/quantized_parameter.h"
+#include "fsdp/shard/group/quantized_weights.h"
 #include "support/layer_gradients.h"
 #include "support/require.h"
 
@@ -34,7 +34,7 @@ void expect_same(const QuantizedRows& on_device, const QuantizedRows& on_host,
                  const std::string& what) {
   EXPECT_TRUE(at::equal(on_device.codes.view(at::kByte).cpu(), on_host.codes.view(at::kByte)))
       << what << ": codes";
-  // As bits: NaNs are equal.
+  // Compares bits, so that NaNs are equal.
   EXPECT_TRUE(at::equal(on_device.scales.cpu().contiguous().view(at::kInt),
                         on_host.scales.contiguous().view(at::kInt)))
       << what << ": scales";
@@ -167,7 +167,6 @@ at::Tensor tagged(const at::Tensor& numbers, const Recipe& recipe, const at::Dev
     return QuantizedWeight{.recipe = recipe.recipe,
                            .codes = codes,
                            .scales = scales,
-                           .matrix_scale = {},
                            .weight_gradient = recipe.weight_gradient};
   });
   return parameter;

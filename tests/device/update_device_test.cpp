@@ -1,5 +1,5 @@
 // The update kernels of a device give the same bits as those of the host.
-#include "fsdp/optim/kernels/update_on_device.h"
+#include "fsdp/optim/kernels/update_kernels.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -11,9 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "fsdp/optim/kernels/begin_step.h"
 #include "fsdp/optim/kernels/split_weight.h"
-#include "fsdp/optim/kernels/update_on_cpu.h"
+#include "fsdp/optim/kernels/update_math.h"
 #include "support/require.h"
 #include "support/update_case.h"
 
@@ -179,7 +178,7 @@ TEST(UpdateOnDevice, AdamWGivesTheBitsOfTheHostForGradientsOfEverySize) {
   }
 }
 
-// Of two arrays of numbers: the same bits, or both NaN, whose bits are a machine's own.
+// Expects two arrays to have the same bits, or both NaN, whose bits are a machine's own.
 void expect_same_numbers(DType dtype, const UpdateMemory::Bytes& actual,
                          const UpdateMemory::Bytes& expected, const std::string& what) {
   const int64_t bytes = element_bytes(dtype);
@@ -326,37 +325,6 @@ TEST(UpdateOnDevice, SquaredSumsAgreeWithTheHostAndRepeat) {
       EXPECT_EQ(sum(0.0), sum(0.0));
       EXPECT_NEAR(sum(expected), 2 * expected, 1e-12 * expected) << "adds to what is there";
     }
-}
-
-TEST(UpdateOnDevice, WeightsAreSplitAsOnTheHost) {
-  FSDP_REQUIRE_DEVICE_UPDATES();
-  std::vector<float> values;
-  for (uint32_t i = 0; i < 100'003; ++i) values.push_back(std::bit_cast<float>(i * 42949u));
-  const auto numel = static_cast<int64_t>(values.size());
-  std::vector<uint16_t> upper(values.size());
-  std::vector<int16_t> remainder(values.size());
-  split_weights(values.data(), upper.data(), remainder.data(), numel);
-  std::vector<float> joined(values.size());
-  join_weights(upper.data(), remainder.data(), joined.data(), numel);
-
-  const at::Tensor from = on_device(values);
-  const at::Tensor to = on_device(values);
-  at::Tensor device_upper = on_device(std::vector<uint16_t>(values.size()));
-  at::Tensor device_remainder = on_device(std::vector<int16_t>(values.size()));
-  auto* remainders = static_cast<int16_t*>(device_remainder.data_ptr());
-  split_weights_on_device(static_cast<const float*>(from.data_ptr()), device_upper.data_ptr(),
-                          remainders, numel, nullptr);
-  join_weights_on_device(device_upper.data_ptr(), remainders, static_cast<float*>(to.data_ptr()),
-                         numel, nullptr);
-  std::vector<uint16_t> fetched_upper(values.size());
-  std::vector<int16_t> fetched_remainder(values.size());
-  std::vector<float> fetched_joined(values.size());
-  fetch(device_upper, fetched_upper);
-  fetch(device_remainder, fetched_remainder);
-  fetch(to, fetched_joined);
-  EXPECT_EQ(fetched_upper, upper);
-  EXPECT_EQ(fetched_remainder, remainder);
-  EXPECT_EQ(std::memcmp(fetched_joined.data(), joined.data(), joined.size() * 4), 0);
 }
 
 }  // namespace

@@ -66,8 +66,8 @@ std::vector<double> train_steps(SmallTraining& training, int first, int end) {
 void expect_all_in_place(const Mesh& mesh, int min_kinds) {
   int num_kinds = 0;
   for (const MeshAxis* axis : {&mesh.inner(), &mesh.outer()})
-    for (const Communicator* ranks : {&axis->gather(), &axis->reduce()})
-      for (const auto& [kind, use] : ranks->used_buffers()) {
+    for (Communicator* ranks : {&axis->gather(), &axis->reduce()})
+      for (const auto& [kind, use] : ranks->nccl()->used_buffers()) {
         EXPECT_GE(use, UserBuffers::kRegistered) << ranks->name() << " " << name_of(kind);
         ++num_kinds;
       }
@@ -223,7 +223,7 @@ TEST_P(InPlace, RegistersADoubleBufferOnce) {
   expect_same(train_small(mesh, in_place, By::kStep), copied);
   SmallTraining training(mesh, in_place);
   train_steps(training, 0, 3);
-  EXPECT_TRUE(EngineAccess::of(training.sharded()).slabs().pool().addresses_are_fixed());
+  EXPECT_TRUE(EngineAccess::of(training.sharded()).weights().pool()->addresses_are_fixed());
   const int64_t registered = bytes_registered_by_nccl();
   EXPECT_GT(registered, 0);
   train_steps(training, 3, 10);
@@ -242,7 +242,7 @@ TEST_P(InPlace, MemoryComesAndGoes) {
   const at::Tensor share = at::full({numel}, 1.0 + comm.rank(), floats);
   for (int round = 0; round < 4; ++round) {
     void* memory = nccl_allocate(bytes);
-    const RegisteredMemory became = comm.register_memory(memory, bytes, GetParam());
+    const RegisteredMemory became = comm.nccl()->register_memory(memory, bytes, GetParam());
     EXPECT_TRUE(became.use == GetParam() || !became.why_not_better.empty());
     {
       const at::Tensor whole = at::from_blob(memory, {numel * comm.size()}, floats);
@@ -250,7 +250,7 @@ TEST_P(InPlace, MemoryComesAndGoes) {
       for (int rank = 0; rank < comm.size(); ++rank)
         EXPECT_TRUE((whole.narrow(0, rank * numel, numel) == 1.0 + rank).all().item<bool>());
     }
-    comm.deregister_memory(memory);
+    comm.nccl()->deregister_memory(memory);
     nccl_deallocate(memory);
   }
   comm.barrier("end of case").wait();

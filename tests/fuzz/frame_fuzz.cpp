@@ -66,7 +66,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   fsdp::Socket peer(ends[1]);
   {
     fsdp::TcpTransport transport(0, std::move(sockets));
-    // As much as the socket takes, then the peer is gone.
+    // Sends as much as the socket takes, then the peer is gone.
     require(::send(peer.fd(), stream.data(), stream.size(), MSG_NOSIGNAL) != 0, "nothing sent");
     peer.close();
     std::vector<char> place(static_cast<size_t>(wanted));

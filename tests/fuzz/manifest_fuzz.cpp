@@ -10,7 +10,6 @@
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/checkpoint/format/manifest.h"
-#include "fsdp/checkpoint/format/manifest_text.h"
 
 namespace {
 

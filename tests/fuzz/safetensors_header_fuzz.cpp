@@ -8,7 +8,7 @@
 #include <string_view>
 
 #include "fsdp/base/error.h"
-#include "fsdp/checkpoint/format/safetensors_header.h"
+#include "fsdp/checkpoint/format/safetensors_file.h"
 
 namespace {
 

@@ -270,7 +270,7 @@ Recording record_update(const ShardOptions& options, MeshShape shape, const Step
   return update;
 }
 
-// Which parameters got a gradient (engine/missing_gradients.h).
+// Which parameters got a gradient (engine/gradients.h).
 bool tells_what_came(const RecordedCall& call) {
   return call.print.tag.text() == "missing gradients";
 }

@@ -238,8 +238,8 @@ TEST(Defect10_1_15, PoolsArePlannedWithPaddedSizes) {
     run_ranks(4, [&](World& world) {
       const Mesh mesh = world.mesh();
       // Two elements on four ranks: nearly everything is padding.
+      testing::CountingHostAllocator allocator;  // outlives the model, whose units hold its memory
       Chain chain = make_chain({2, 1, 3, 2, 1});
-      testing::CountingHostAllocator allocator;
       const Sharded sharded = fully_shard(chain, mesh, {.pool = pool, .allocator = &allocator});
       std::vector<int64_t> peaks;
       for (int step = 0; step < 4; ++step) {

@@ -29,7 +29,7 @@ using testing::Precision;
 using testing::run_ranks;
 using testing::UpdatedBy;
 
-// As planning sees it: units of the model in order, each with its tensors.
+// The model as planning sees it: units in order, each with its tensors.
 ModelShape shape_of(const ParityModel& model) {
   ModelShape shape{.name = "parity", .units = {}, .uses = {}};
   for (const auto& [name, parameter] : testing::distinct_parameters(model)) {

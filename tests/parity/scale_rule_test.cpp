@@ -108,14 +108,15 @@ TEST(GroupPaths, DivideGradientsOnceByAllLosses) {
         for (const GradientOf gradient : {GradientOf::kMeanOverRanks, GradientOf::kSumOverRanks}) {
           const int64_t outer = 1 + cell % 4, inner = 1 + cell / 4 % 4;
           SCOPED_TRACE(concat(strategy, " ", outer, "x", inner, ", ", kind.name));
-          const int64_t num_losses = outer * inner * kind.owners / kind.tp;
-          if (num_losses * kind.tp != outer * inner * kind.owners) continue;  // not such a grid
+          const int64_t data_parallel_size = outer * inner * kind.owners / kind.tp;
+          if (data_parallel_size * kind.tp != outer * inner * kind.owners)
+            continue;  // not such a grid
           const GroupPaths paths =
               group_paths(parse_strategy(strategy), {.outer = outer, .inner = inner}, gradient,
-                          num_losses, kind.num_copies);
+                          data_parallel_size, kind.num_copies);
           const bool is_mean = gradient == GradientOf::kMeanOverRanks;
           const double scale =
-              1.0 / static_cast<double>((is_mean ? num_losses : 1) * kind.num_copies);
+              1.0 / static_cast<double>((is_mean ? data_parallel_size : 1) * kind.num_copies);
           PlacementPath path = paths.each_backward;
           path.insert(path.end(), paths.cycle_end.begin(), paths.cycle_end.end());
           // One stage per axis of several ranks: a group of one has nothing to reduce or to scale.

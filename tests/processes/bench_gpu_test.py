@@ -27,7 +27,7 @@ def all_rows_train_the_same_model(script, program):
     for name in ROWS:
         assert "error" not in rows[name], f"{name}: {rows[name]['error']}"
         assert f"`{name}`" in page, page
-    # The same first values and the same tokens, in fp32 on CPUs: sums in another order are what is left.
+    # All rows have the same first values and tokens, in fp32 on CPUs: sums in another order are what is left.
     first = rows["plain-same"]["losses"][0]
     for name in ROWS:
         losses = rows[name]["losses"]

@@ -29,7 +29,7 @@ FSDP, WORKER = sys.argv[1:]
 NOT_LEARNT = 1 << 15
 CHAT = [{"role": "user", "content": "the rank of  a tensor"}, {"role": "assistant", "content": "one two"},
         {"role": "user", "content": "caf\u00e9 \u65e5\u672c\u8a9e"}, {"role": "assistant", "content": "three"}]
-# What is learnt of CHAT, turn by turn, in the words of each model.
+# The learnt text of CHAT, turn by turn, in the words of each model.
 LEARNT = {"llama3": ["one two<|eot_id|>", "three<|eot_id|>"], "qwen2.5": ["one two<|im_end|>", "three<|im_end|>"],
           "qwen3": ["one two<|im_end|>", "<think>\n\n</think>\n\nthree<|im_end|>"], "mistral": [" one two</s>", " three</s>"],
           "gemma": ["one two<end_of_turn>", "three<end_of_turn>"]}
@@ -124,6 +124,52 @@ def check_documents(folder, model, theirs):
     check(found == LEARNT[model], f"{model}: {found} is learnt, not {LEARNT[model]}")
 
 
+def pack(rows, folder, code=0):
+    done = subprocess.run([FSDP, "data", "pack", rows, "--tokenizer", folder, "--output", rows.with_suffix(".bin"), "--overwrite"],
+                          capture_output=True, text=True)
+    check(done.returncode == code, done.stderr)
+    return [line for line in done.stderr.splitlines() if not line.startswith("pack ")]  # how far it is
+
+
+def check_forms(folder):
+    """Data sets write one chat in many ways; all become the same tokens, and a directory may hold several."""
+    asked, answered = CHAT[2]["content"], CHAT[3]["content"]
+    forms = {
+        "messages.jsonl": {"messages": CHAT[2:]},
+        "sharegpt.jsonl": {"conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": answered}]},
+        "alpaca.json": [{"instruction": asked, "input": "", "output": answered}],
+        "parts.jsonl": {"messages": [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in CHAT[2:]]},
+        "trl.json": [{"prompt": CHAT[2:3], "completion": CHAT[3:]}]}
+    (folder / "forms").mkdir()
+    packed = set()
+    for name, rows in forms.items():
+        path = folder / "forms" / name
+        path.write_text(json.dumps(rows) + "\n")
+        check(not (said := pack(path, folder / "qwen2.5")), f"{name}: {said}")
+        packed.add(path.with_suffix(".bin").read_bytes())
+        path.with_suffix(".bin").unlink()
+    check(len(packed) == 1, f"{len(packed)} kinds of tokens")
+    done = subprocess.run([FSDP, "data", "info", folder / "forms", "--tokenizer", folder / "qwen2.5", "--json"],
+                          capture_output=True, text=True)
+    check(json.loads(done.stdout)["documents"] == len(forms), done)
+
+
+def check_odd_rows(folder):
+    """Rows of which nothing is learnt, and unknown roles, are told with the place of the first."""
+    rows = folder / "odd.jsonl"
+    rows.write_text("".join(json.dumps({"messages": each}) + "\n" for each in (
+        CHAT, CHAT[:1], [{"role": "narrator", "content": "one"}, *CHAT[:2]], CHAT[:1])))
+    said = pack(rows, folder / "qwen2.5")
+    check(said == [f"warning: 1 row has a role that chat templates do not know, such as 'narrator'; the first is {rows}: line 3",
+                   f"warning: 2 rows have nothing to learn: no answer, or an empty one; the first is {rows}: line 2"], said)
+    rows.write_text(json.dumps({"messages": CHAT[:1]}) + "\n")
+    for words in (["train", "--model", "tiny", "--tokenizer", folder / "qwen2.5"], ["train", "--model", "tiny", "--check", "--tokenizer",
+                                                                                     folder / "qwen2.5"]):
+        done = subprocess.run([FSDP, *words, "--data", rows], capture_output=True, text=True)
+        check(done.returncode == 2 and f"the data has 1 row and not one token to learn (1 row has nothing to learn: no answer, or "
+              f"an empty one; the first is {rows}: line 1); give rows with answers" in done.stderr, done)
+
+
 def check_refusals(worker, folder):
     wrong = json.dumps({"messages": [CHAT[1]]}).encode()
     answer, _ = worker.ask("open", path=str(folder / "mistral" / "tokenizer.json"))
@@ -187,6 +233,8 @@ with tempfile.TemporaryDirectory() as name:
         check_prompts(talker, root, each, reference)
         check_documents(root, each, reference)
         print(f"{each}: fine")
+    check_forms(root)
+    check_odd_rows(root)
     check_ends_of_turns(root)
     check_refusals(talker, root)
     check_template_without_end(root)

@@ -50,26 +50,18 @@ class InspectCommand : public ::testing::Test {
   std::string path_;
 };
 
-TEST_F(InspectCommand, HelpListsEveryOptionWithExamples) {
-  const std::string help = inspect("--help").out;
-  for (const char* word :
-       {"PATH", "--tensors", "--stats", "--verify", "--diff", "--json", "Examples:"})
-    EXPECT_THAT(help, HasSubstr(word));
-}
-
 TEST_F(InspectCommand, ShowsTheLatestCheckpointOfARun) {
   const CommandResult result = inspect(run_);
   EXPECT_EQ(result.exit_code, 0);
   EXPECT_EQ(result.err, "");
-  for (const std::string& row :
-       {"path        " + path_, std::string("run's steps 50, 100"), std::string("step        100"),
-        std::string("ranks       3"), std::string("strategy    optim_grads_params"),
-        std::string("precision   main_params fp32"),
-        std::string("optimizer   AdamW after 100 steps, 2 skipped"),
-        std::string("model       2 tensors, 30 parameters, 120 B, fp32"),
-        std::string("moments     1 tensor, 24 elements, 96 B, fp32"),
-        std::string("files       6 with tensors")})
-    EXPECT_THAT(result.out, HasSubstr(row + (row.starts_with("files") ? "" : "\n")));
+  EXPECT_THAT(result.out, HasSubstr("path        " + path_ + "\n"));
+  for (const char* row :
+       {"run's steps 50, 100\n", "step        100\n", "ranks       3\n",
+        "strategy    optim_grads_params\n", "precision   main_params fp32\n",
+        "optimizer   AdamW after 100 steps, 2 skipped\n",
+        "model       2 tensors, 30 parameters, 120 B, fp32\n",
+        "moments     1 tensor, 24 elements, 96 B, fp32\n", "files       6 with tensors"})
+    EXPECT_THAT(result.out, HasSubstr(row));
 }
 
 TEST_F(InspectCommand, ListsTensorsByPattern) {
@@ -83,11 +75,9 @@ TEST_F(InspectCommand, ListsTensorsByPattern) {
 }
 
 TEST_F(InspectCommand, StatisticsHaveALineForEachTensor) {
-  const CommandResult result = inspect(path_ + " --tensors model.w --stats");
-  EXPECT_EQ(result.exit_code, 0);
-  EXPECT_THAT(result.out, AllOf(HasSubstr("min 0  max 23  mean 11.5  std 6.922  nan 0  inf 0"),
-                                HasSubstr("  |@")));
-  EXPECT_THAT(inspect(path_ + " --stats").out, HasSubstr("model.w.exp_avg"));
+  EXPECT_THAT(inspect(path_ + " --stats").out,
+              AllOf(HasSubstr("min 0  max 23  mean 11.5  std 6.922  nan 0  inf 0"),
+                    HasSubstr("  |@"), HasSubstr("model.w.exp_avg")));
 }
 
 TEST_F(InspectCommand, JsonHasTheDocumentedKeys) {
@@ -116,13 +106,6 @@ TEST_F(InspectCommand, ShowsFilesOfOtherTools) {
                                   HasSubstr("2 tensors, 30 parameters")));
   }
   EXPECT_THAT(inspect((directory_ / "hf") + " --verify").out, HasSubstr("there are no checksums"));
-}
-
-TEST_F(InspectCommand, VerifiesEveryByte) {
-  const CommandResult result = inspect(path_ + " --verify");
-  EXPECT_EQ(result.exit_code, 0);
-  EXPECT_THAT(result.out, HasSubstr("verified    9 files"));
-  EXPECT_THAT(result.err, HasSubstr("verify 100 %"));
 }
 
 TEST_F(InspectCommand, NamesEverythingThatIsDamaged) {
@@ -179,23 +162,6 @@ TEST_F(InspectCommand, DiffShowsTwentyOfAKind) {
       HasSubstr("... and 10 more of this kind"));
 }
 
-// Numbers that training goes on with, and the checksum itself.
-TEST_F(InspectCommand, VerifyFindsAFlippedBitInTheManifest) {
-  const std::string file = path_ + "/manifest.json";
-  const std::string good = read_text(file);
-  EXPECT_THAT(inspect(path_ + " --verify").out, EndsWith("every byte is what was written\n"));
-  for (const char* words :
-       {"\"version\": 2", "\"step\": 100", "\"skipped\": 2", "\"loss_scale\": 1.0"}) {
-    std::string text = good;
-    const size_t at = text.find(words) + std::string(words).size() - 1;
-    ASSERT_LT(at, text.size()) << words;
-    text[at] = static_cast<char>(text[at] ^ 1);
-    write_text(file, text);
-    expect_error(inspect(path_ + " --verify"), 1,
-                 "manifest.json is not what was written; it is damaged, so use another checkpoint");
-  }
-}
-
 TEST_F(InspectCommand, VerifySaysThatAnOldManifestHasNoChecksum) {
   const std::string file = path_ + "/manifest.json";
   Json manifest = Json::parse(read_text(file));
@@ -204,6 +170,8 @@ TEST_F(InspectCommand, VerifySaysThatAnOldManifestHasNoChecksum) {
   write_text(file, manifest.dump(1));
   const CommandResult result = inspect(path_ + " --verify");
   EXPECT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_THAT(result.out, HasSubstr("verified    9 files"));
+  EXPECT_THAT(result.err, HasSubstr("verify 100 %"));
   EXPECT_THAT(result.out, EndsWith("is of an old version and has no checksum itself\n"));
 }
 
@@ -226,24 +194,8 @@ TEST_F(InspectCommand, SaysWhatIsWrongWithAPath) {
   }
 }
 
-TEST_F(InspectCommand, ShowsTheNewestOfARunWhateverLatestSays) {
-  for (const char* text : {"step-00000999\n", "best\n", "step-00000001\n"}) {
-    write_text(run_ + "/latest", text);
-    EXPECT_THAT(inspect(run_).out, HasSubstr("/step-00000100\n")) << text;
-  }
-  write_text(run_ + "/latest", "step-00000050\n");
-  EXPECT_THAT(inspect(run_).out, HasSubstr("/step-00000050\n"));
-}
-
-TEST_F(InspectCommand, ShowsLittleOfLongNamesAndNoControlCharacters) {
-  const std::string name = "\x1b[2J" + std::string(5000, 'n');
-  write_plain_file(directory_ / "long/a.safetensors", {counting(name, {1})});
-  write_plain_file(directory_ / "long/b.safetensors", {counting(name, {1, 1})});
-  const CommandResult result = inspect(directory_ / "long");
-  expect_error(result, 1, "tensor '\\x1b[2Jnnn");
-  EXPECT_LT(result.err.size(), 400u);
-  EXPECT_THAT(result.err, Not(HasSubstr("\x1b")));
-  CheckpointParts parts{.model = {counting(name, {1})}};
+TEST_F(InspectCommand, ShowsNoControlCharacters) {
+  CheckpointParts parts{.model = {counting("\x1b[2J" + std::string(5000, 'n'), {1})}};
   parts.manifest.strategy = "\x1b[2J";
   write_checkpoint(directory_ / "ours", parts);
   const std::string table = inspect((directory_ / "ours") + " --tensors '*'").out;

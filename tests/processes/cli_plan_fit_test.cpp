@@ -60,7 +60,7 @@ TEST(PlanForACluster, TakesTheSettingsOfARun) {
       "recompute": "block", "gradient_lifetime": "step", "data": ["text.bin"]})");
   const std::string config = "--config " + run.path() + " ";
   const std::string same =
-      "--model llama-1b --ranks 8 --strategy optim --main-grads fp32 --second-moment none "
+      "--model llama-1b --ranks 8 --strategy optim --main-grads fp32 --moments fp32/none "
       "--recompute block --gradient-lifetime step --sequence 512 ";
   const Json planned = plan_json(config);
   for (const char* key : {"bytes", "traffic_bytes", "peak_bytes", "model", "ranks"})
@@ -70,7 +70,7 @@ TEST(PlanForACluster, TakesTheSettingsOfARun) {
   EXPECT_EQ(more.at("strategy"), "optim_grads");
   EXPECT_EQ(more.at("peak_bytes"),
             plan_json("--model llama-1b --ranks 16 --strategy optim_grads --main-grads fp32 "
-                      "--second-moment none --recompute block --gradient-lifetime step "
+                      "--moments fp32/none --recompute block --gradient-lifetime step "
                       "--sequence 512 --batch 2")
                 .at("peak_bytes"));
   test::expect_only_error(run_fsdp("plan " + config + "--ranks 64"), 2,
@@ -99,7 +99,9 @@ TEST(PlanForACluster, SaysWhatFits) {
                                    "--ranks " +
                                    std::to_string(fewest / 2)),
                           1, "each needs at least ");
-  // Long sequences fit with recomputation alone.
+  // Recomputation is for what does not fit otherwise, such as long sequences.
+  for (const Json& row : plan_json("--model llama-1b --fit 100GiB --batch 4 --sequence 4096"))
+    EXPECT_EQ(row.at("recompute"), "none");
   const Json longer =
       plan_json("--model llama3-8b --fit 40GiB --batch 1 --sequence 32768 --ranks 64");
   for (const Json& row : longer) EXPECT_EQ(row.at("recompute"), "block");
@@ -113,32 +115,33 @@ TEST(PlanForACluster, SaysWhatFits) {
 }
 
 TEST(PlanForACluster, AnswersWrongBudgetsAndWordsOfOthersWithOneSentence) {
-  expect_refused({
-      {"--model llama-1b --ranks 8 --budget plenty",
-       "--budget is 'plenty'; it must be a size above 0"},
-      {"--model llama-1b --ranks 8 --budget 0GiB", "--budget is '0GiB'; it must be a size above 0"},
-      {"--model llama-1b --ranks 8 --pool-budget 1MiB", "too small for the planned pool"},
-      {"--model llama-1b --ranks 8 --pool-budget 1GiB --pool max_pool",
-       "but the pool is max_pool; only the planned"},
-      {"--model llama-1b --ranks 8 --budget 1GiB --prefetch 2",
-       "--prefetch is '2', but --budget chooses the depth itself"},
-      {"--model llama-1b --ranks 8 --pool-budget 1GiB --prefetch 2",
-       "--pool-budget chooses the depth itself"},
-      {"--model llama-1b --ranks 8 --pool-budget 1GiB --budget 9GiB",
-       "--pool-budget is '1GiB', but --budget leaves the pool what the rest does not need"},
-      {"--model llama-1b --ranks 8 --fit 1GiB --budget 9GiB", "--budget is '9GiB', but --fit is"},
-      {"--model llama-1b --fit 1GiB --strategy optim", "but --fit tries every strategy"},
-      {"--model llama-1b --fit much", "--fit is 'much'; it must be a size above 0"},
-      {"--config '' --ranks 8", "--model is missing"},
-      {"--model llama-1b --ranks 8 --compute bf61", "--compute is 'bf61'; did you mean 'bf16'?"},
-      {"--model llama-1b --ranks 8 --recompute block",
-       "--recompute is 'block', which matters for the peak of a step alone"},
-      {"--model llama-1b --ranks 8 --strategy zero3",
-       "strategy 'zero3' is unknown; did you mean 'optim_grads_params'?"},
-      {"--model llama-1b --world-size 8", "did you mean '--ranks'?"},
-      {"--model llama-1b --ranks 8 --activation-checkpointing",
-       "did you mean '--recompute block'?"},
-  });
+  expect_refused(
+      "", {
+              {"--model llama-1b --fit 1GiB --strategy optim", "but --fit tries every strategy"},
+              {"--model llama-1b --fit much", "--fit is 'much'; it must be a size above 0"},
+              {"--config '' --ranks 8", "--model is missing"},
+              {"--model llama-1b --world-size 8", "did you mean '--ranks'?"},
+          });
+  expect_refused(
+      "--model llama-1b --ranks 8",
+      {
+          {"--budget plenty", "--budget is 'plenty'; it must be a size above 0"},
+          {"--budget 0GiB", "--budget is '0GiB'; it must be a size above 0"},
+          {"--pool-budget 1MiB", "too small for the planned pool"},
+          {"--pool-budget 1GiB --pool max_pool", "but the pool is max_pool; only the planned"},
+          {"--budget 1GiB --prefetch 2",
+           "--prefetch is '2', but --budget chooses the depth itself"},
+          {"--pool-budget 1GiB --prefetch 2", "--pool-budget chooses the depth itself"},
+          {"--pool-budget 1GiB --budget 9GiB",
+           "--pool-budget is '1GiB', but --budget leaves the pool what the rest does not need"},
+          {"--fit 1GiB --budget 9GiB", "--budget is '9GiB', but --fit is"},
+          {"--compute bf61", "--compute is 'bf61'; did you mean 'bf16'?"},
+          {"--recompute block",
+           "--recompute is 'block', which matters for the peak of a step alone"},
+          {"--strategy optim_grad",
+           "strategy 'optim_grad' is unknown; did you mean 'optim_grads'?"},
+          {"--activation-checkpointing", "did you mean '--recompute block'?"},
+      });
 }
 
 }  // namespace

@@ -16,7 +16,7 @@ def fsdp(*arguments):
 
 
 def completed(*words):
-    """What bash offers for the last of these words after "fsdp"."""
+    """The words that bash offers for the last of these words after "fsdp"."""
     script = 'eval "$("$1" completion bash)"; shift; COMP_WORDS=(fsdp "$@"); COMP_CWORD=$#; _fsdp; printf "%s\\n" "${COMPREPLY[@]}"'
     done = subprocess.run(["bash", "-uo", "pipefail", "-c", script, "bash", FSDP, *words], capture_output=True, text=True,
                           timeout=60)
@@ -33,13 +33,14 @@ class Completion(unittest.TestCase):
 
     def test_offers_every_option_of_the_help(self):
         for command in ("train", "plan", "convert", "inspect", "generate", "eval", "info"):
-            names = re.findall(r"^\s+(?:-\w,)?(--[a-z0-9-]+)", fsdp(command, "--help").stdout, re.MULTILINE)
+            help_of_all = "--help-all" if command == "train" else "--help"
+            names = re.findall(r"^\s+(?:-\w,)?(--[a-z0-9-]+)", fsdp(command, help_of_all).stdout, re.MULTILINE)
             self.assertGreater(len(names), 1)
             self.assertEqual(set(names) - set(completed(command, "--")), set(), command)
 
     def test_offers_options_of_the_subcommand_alone(self):
         self.assertEqual(completed("plan", "--learn"), [])
-        self.assertEqual(completed("plan", "--model", "x", "--fi"), ["--fit", "--first-moment"])
+        self.assertEqual(completed("plan", "--model", "x", "--fi"), ["--fit"])
         self.assertEqual(completed("train", "--no-quie"), ["--no-quiet"])
         # Values are left to the shell, which knows files.
         self.assertEqual(completed("train", "--data", "x"), [])

@@ -65,7 +65,7 @@ Tensors compute(const std::string& directory, int ranks, int64_t chunk_size) {
     load_checkpoint(directory, {.sharded = sharded});
 
     const at::Tensor x = testing::waves({2, 37, options.hidden_size}, 0.5).set_requires_grad(true);
-    const at::Tensor output = model->linear_attn(x, nullptr);
+    const at::Tensor output = model->linear_attn(x);
     (output * testing::waves(output.sizes(), 0.3)).sum().backward();
 
     const std::lock_guard lock(mutex);

@@ -28,6 +28,10 @@ PROJECT, BINARIES = map(pathlib.Path, sys.argv[1:3])
 NOT_RUN = {
     "README.md": {
         "make test": "runs this",
+        "export FSDP_TORCH=$(python3 -c 'import os, torch; print(os.path.dirname(torch.__file__))')": "for the build",
+        'make train TRAIN="--model llama-110m"': "needs a GPU",
+    },
+    "docs/library.md": {
         "cmake --install build/release --prefix ~/fsdp": "install_test does, elsewhere",
         "FSDP_TORCH=$(python3 -c 'import torch, os; print(os.path.dirname(torch.__file__))') make test": "builds",
     },
@@ -78,16 +82,25 @@ NOT_RUN = {
 # Changes to commands before they run, because a page shows what is worth doing and a test has seconds. Each must apply.
 CHANGES = {
     "README.md": {
-        # What it runs after building, shorter.
+        # It runs this after building, shorter.
         "make train": "fsdp train --data docs --ranks 2 --steps 2 --validate-every 1 --checkpoint-dir runs/tiny",
+    },
+    "docs/library.md": {
         # Any free port in place of torchrun's usual one, which another job may have.
         "torchrun --nproc-per-node": "torchrun --standalone --nproc-per-node",
+    },
+    "docs/data.md": {
+        "--data-weights 0.8 0.2 --steps 20": "--data-weights 0.8 0.2 --steps 20 --batch 2 --sequence 32",
     },
     "docs/train.md": {
         "--ranks 2 --checkpoint-dir runs/first": "--ranks 2 --checkpoint-dir runs/first --steps 2 --batch 4 --validate-every 1",
         "--steps 20 --lr 3e-4": "--steps 2 --batch 4 --lr 3e-4",
     },
 }
+
+# Every run is validated on one batch and writes a short sample.
+TRAINING = re.compile(r"^fsdp train (?!.*(--print-config|--check)).*$")
+SHORTER = "--validation-batches 1 --sample-tokens 8"
 
 # Blocks whose first lines, up to a command, are printed by an earlier command of the page: how they begin, and that command.
 # Their lines must have the form of lines that it prints, in any order.
@@ -96,7 +109,7 @@ PRINTED_BEFORE = {
     "docs/train.md": {"   step       loss": "fsdp train --data docs --ranks 2 --checkpoint-dir runs/first"},
 }
 
-# What the reader of a page is expected to have.
+# The reader of a page is expected to have these.
 GIVEN = {
     "docs/data.md": {"books/one.txt": "A rank is a process.\n" * 40, "more.txt": "More of it.\n" * 40,
                      "picture.png": "\0\1\2" * 40, "rows.jsonl": '{"text": "a", "body": "b"}\n',
@@ -172,6 +185,9 @@ def changed(page, commands):
         assert any(old in command.text for command in to_run), f"{page} no longer has '{old}', which CHANGES names"
         for command in to_run:
             command.text = command.text.replace(old, new)
+    for command in to_run:
+        if TRAINING.match(command.text):
+            command.text += f" {SHORTER}"
     return to_run
 
 
@@ -199,7 +215,7 @@ def prepare(folder, page):
         (folder / name).write_text(text)
 
 
-# What may differ between machines and runs: each is compared by the word in its place.
+# These may differ between machines and runs: each is compared by the word in its place.
 VARYING = [
     (r"(?<![\w./])/[\w./-]+", "PATH"),
     (r"^math .*", "math LIBRARIES"),
@@ -234,7 +250,7 @@ def matches(shown, printed):
 
 
 def problem_of(command, status, output, errors):
-    """What is not as the page says; "": nothing."""
+    """The differences from what the page says; "": none."""
     if command.answer and command.answer[0].startswith("fsdp: "):
         return "" if status != 0 and command.answer[0] in errors else f"wanted '{command.answer[0]}'"
     if status != 0:

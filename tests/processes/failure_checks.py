@@ -1,4 +1,4 @@
-"""What ranks of any launcher say when a job goes wrong; run by the tests of each."""
+"""Checks what ranks of any launcher say when a job goes wrong; run by the tests of each."""
 
 
 class FailureChecks:

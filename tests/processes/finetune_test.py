@@ -42,7 +42,7 @@ def logits(model):
 
 
 def our_logits(checkpoint, ranks, folder):
-    """What our model computes from a checkpoint of ours, for the tokens of logits()."""
+    """The logits that our model computes from a checkpoint of ours, for the tokens of logits()."""
     out = folder / f"computed{ranks}"
     subprocess.run([MODEL_RUN, "compute", checkpoint, str(ranks), out], check=True)
     (file,) = out.rglob("*.safetensors")
@@ -116,7 +116,7 @@ def check_round_trip(folder, kind):
         fsdp("train", *begin, "--data", "text.bin", "--ranks", 2, "--steps", steps, "--batch", 4, "--sequence", 16, "--lr", 0.01,
              "--warmup", 0, "--sample", "", "--validate-every", 0, "--checkpoint-dir", run, "--quiet")
 
-    # Of the same model in other words, which says nothing of the fields that nobody reads.
+    # This is the same model in other words, without the fields that nobody reads.
     computed = subprocess.run([MODEL_RUN, "config", folder / "published/config.json"], check=True, stdout=subprocess.PIPE)
     (folder / "model.json").write_bytes(computed.stdout)
     fsdp("data", "pack", "text.txt", "--output", "text.bin")  # for text the model's tokenizer would be taken, which is none

@@ -117,7 +117,7 @@ def check_narrow(folder, name, dtype):
 
 
 def check_old_config(folder):
-    """What versions before 4.56 wrote: torch_dtype alone."""
+    """The field that versions before 4.56 wrote: torch_dtype alone."""
     path = folder / "hf" / "config.json"
     config = json.loads(path.read_text())
     config["torch_dtype"] = config.pop("dtype")

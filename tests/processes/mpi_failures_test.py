@@ -1,4 +1,4 @@
-"""What the ranks of an MPI job say when it goes wrong, and that nothing hangs.
+"""Checks what the ranks of an MPI job say when it goes wrong, and that nothing hangs.
 
 Usage: mpi_failures_test.py PROCESS_FAILURES_BINARY MPIRUN [MPIRUN_OPTION...]
 """

@@ -1,4 +1,4 @@
-"""What the ranks of an NCCL job do when it goes wrong, how soon, and that nothing hangs.
+"""Checks what the ranks of an NCCL job do when it goes wrong, how soon, and that nothing hangs.
 
 Usage: nccl_failures_test.py NCCL_DEVICE_TEST_BINARY
 """

@@ -41,10 +41,11 @@ struct BadUse {
   const char* says;
 };
 
-inline void expect_refused(const std::vector<BadUse>& table) {
+// Each row's arguments after the common ones.
+inline void expect_refused(const std::string& common, const std::vector<BadUse>& table) {
   for (const BadUse& bad : table) {
     SCOPED_TRACE(bad.arguments);
-    expect_only_error(run_fsdp(std::string("plan ") + bad.arguments), 2, bad.says);
+    expect_only_error(run_fsdp("plan " + common + " " + bad.arguments), 2, bad.says);
   }
 }
 

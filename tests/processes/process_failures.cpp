@@ -37,7 +37,7 @@ void disagree_about_counts(World& world) {
   comm.all_gather(at::ones({numel * comm.size()}), at::ones({numel}), "blocks.3").wait();
 }
 
-// What comes after a failed operation of another communicator.
+// The operation after a failed one of another communicator.
 void follow(World& world) {
   const fsdp::Mesh mesh = world.mesh();
   fsdp::Communicator& comm = world.communicator();

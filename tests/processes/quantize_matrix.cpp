@@ -1,7 +1,7 @@
 // Quantises a matrix of a file, for comparison with what other packages make of it.
 //
-// Usage: quantize_matrix RECIPE ROWS COLUMNS VALUES CODES SCALES [MATRIX_SCALE]
-// VALUES holds fp32 numbers; the codes and the scales of blocks are written as they lie in memory.
+// Usage: quantize_matrix RECIPE ROWS COLUMNS VALUES CODES SCALES
+// VALUES holds fp32 numbers; codes and scales are written as they lie in memory.
 #include <cstdint>
 #include <cstdio>
 #include <fstream>
@@ -24,8 +24,7 @@ void write(const char* path, const std::vector<T>& values) {
 int main(int argc, char** argv) {
   const auto recipe = argc >= 7 ? fsdp::parse_weight_recipe(argv[1]) : std::nullopt;
   if (!recipe || *recipe == fsdp::WeightRecipe::kPlain) {
-    std::fprintf(stderr,
-                 "usage: quantize_matrix RECIPE ROWS COLUMNS VALUES CODES SCALES [MATRIX_SCALE]\n");
+    std::fprintf(stderr, "usage: quantize_matrix RECIPE ROWS COLUMNS VALUES CODES SCALES\n");
     return 2;
   }
   const int64_t rows = std::stoll(argv[2]);
@@ -41,19 +40,18 @@ int main(int argc, char** argv) {
   std::vector<uint32_t> amaxes(count);
   std::vector<float> factors(count);
   std::vector<float> scales(count);
-  std::vector<uint8_t> codes(numel * static_cast<size_t>(row.code_bits) / 8);
+  std::vector<uint8_t> codes(numel);
   std::vector<uint8_t> block_scales(
       row.scale_bytes == 1 ? numel / static_cast<size_t>(row.scale_columns) : 0);
   fsdp::QuantizeCounts counts;
   const fsdp::MatrixPart all{values.data(), {0, rows * columns}, rows, columns};
   if (count > 0) amax_on_host(all, shared, amaxes.data());
-  factors_on_host(*recipe, amaxes.data(), shared.count, factors.data(), scales.data());
+  fsdp::factors_on_host(amaxes.data(), shared.count, factors.data(), scales.data());
   quantize_on_host(all, *recipe, factors.data(), {codes.data(), block_scales.data(), &counts});
   write(argv[5], codes);
   if (row.scale_bytes == 1)
     write(argv[6], block_scales);
   else
     write(argv[6], scales);
-  if (argc > 7) write(argv[7], scales);
   return 0;
 }

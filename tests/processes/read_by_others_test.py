@@ -48,7 +48,7 @@ class ReadByOthers(unittest.TestCase):
 
     def expect_equal_through_dcp(self, folder, names):
         reader = HuggingFaceStorageReader(os.path.join(self.checkpoint, folder))
-        # What the reader says is there, so that nothing is left out.
+        # Everything that the reader says is there, so that nothing is left out.
         metadata = reader.read_metadata()
         self.assertEqual(set(metadata.state_dict_metadata), names)
         state = {name: torch.full(entry.size, float("nan")) for name, entry in metadata.state_dict_metadata.items()}

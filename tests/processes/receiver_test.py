@@ -338,7 +338,7 @@ class Checksums(unittest.TestCase):
 
 
 class FusedModel(torch.nn.Module):
-    """As vLLM's models do it: tensors of a checkpoint land in a fused parameter, of which this rank has a slice."""
+    """Does what vLLM's models do: tensors of a checkpoint land in a fused parameter, of which this rank has a slice."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The same bits on every run: small jobs of all backends again and again, beside other work, their checkpoints compared.
+"""Looks for other bits on some run: small jobs of all backends again and again, beside other work, their checkpoints compared.
 
 Usage: soak.py [--minutes M] [--seed N] FSDP [MPIRUN [MPIRUN_OPTION...]]
 
@@ -88,7 +88,7 @@ class Soak:
         return {**found, **{f"loss of step {step}": repr(loss) for step, loss in losses.items()}}
 
     def check(self, job):
-        """What differs from the first run with these numbers, as lines."""
+        """The differences from the first run with these numbers, as lines."""
         self.num_runs += 1
         found = self.digests(job)
         expected, first = self.expected.setdefault(job.numbers, (found, job.name()))

@@ -1,4 +1,4 @@
-"""What the ranks of a TCP job say when it goes wrong, how soon, and that nothing hangs.
+"""Checks what the ranks of a TCP job say when it goes wrong, how soon, and that nothing hangs.
 
 Usage: tcp_failures_test.py PROCESS_FAILURES_BINARY
 """

@@ -43,7 +43,7 @@ def accumulated(folder):
 
 
 def check_scalars(folder, num_steps):
-    """The same steps and values as in the log, whose numbers other tests check."""
+    """Expects the steps and values of the log, whose numbers other tests check."""
     events = accumulated(folder)
     steps = log_lines(folder, "step")
     assert [line["step"] for line in steps] == list(range(1, num_steps + 1))

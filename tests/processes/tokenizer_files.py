@@ -21,7 +21,7 @@ def sentences(count, seed=1):
 
 
 def byte_level_bpe(special):
-    """As GPT-2, Llama 3 and Qwen have it."""
+    """GPT-2, Llama 3 and Qwen have this form."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -31,7 +31,7 @@ def byte_level_bpe(special):
 
 
 def metaspace_unigram(special):
-    """As SentencePiece models have it: spaces are part of the words, the first word gets one."""
+    """SentencePiece models have this form: spaces are part of the words, the first word gets one."""
     tokenizer = tokenizers.Tokenizer(models.Unigram())
     tokenizer.normalizer = normalizers.NFKC()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -42,7 +42,7 @@ def metaspace_unigram(special):
 
 
 def word_piece(special):
-    """As BERT has it, lower case."""
+    """BERT has this form, lower case."""
     tokenizer = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

@@ -123,9 +123,9 @@ def check_rows(folder):
     write_rows(folder / "shards" / "log.jsonl", {"step": 1})
     tokens, facts = packed(folder, folder / "shards", tokenizer="bytes")
     check(tokens == [ord("t"), 256, ord("q") | NOT_LEARNT, ord("a"), 256], tokens)
-    # The same without packing: train and info see the same tokens.
+    # Without packing, train and info see the same tokens.
     info = json.loads(run("data", "info", folder / "shards", "--json").stdout)
-    check((info["fingerprint"], info["left_out"]["json_lines"]) == (facts["fingerprint"], 1), info)
+    check((info["fingerprint"], info["left_out"]["rows"]) == (facts["fingerprint"], 1), info)
 
 
 def check_wrong_rows(folder):
@@ -138,7 +138,7 @@ def check_wrong_rows(folder):
         write_rows(folder / "wrong.jsonl", good, line)
         refused(*pack, words=words)
     write_rows(folder / "wrong.jsonl", {"body": "x"})
-    refused(*pack, words="line 1 lacks a text named 'text', texts named 'prompt' and 'completion'")
+    refused(*pack, words="line 1 lacks a list 'messages' of objects with a 'role', a list 'conversations'")
     refused(*pack, "--field", "text", words="line 1 lacks a text named 'text'")
     write_rows(folder / "wrong.jsonl", {"messages": [{"role": "user", "content": "x"}]})
     refused(*pack, words="line 1: a chat needs a chat template, which bytes do not have")
@@ -199,7 +199,7 @@ def check_worker_that_dies(folder):
         refused("data", "pack", folder / "text.txt", "--output", folder / "never.bin", "--tokenizer", folder / "bpe",
                 PYTHONPATH=path, words=words)
     check(not list(folder.glob("*never*")), "a file is left")
-    # What packages print goes nowhere.
+    # Prints of packages go nowhere.
     noise = sabotaged(folder, "class Noise:\n"
                               "    def find_spec(self, name, path=None, target=None):\n"
                               "        if name == 'tokenizers': os.write(1, b'x' * 64); os.write(2, b'warning')\n"

@@ -16,7 +16,7 @@ import small_runs
 FSDP, *MPIRUN = sys.argv[1:]
 TRAINING = [FSDP, "train", "--model", "model/config.json", "--data", "text.txt", "--sequence", "16", "--batch", "6", "--quiet",
             "--sample", ""]
-# Of the small model: embedding, two layers, and what follows them.
+# The small model's units: embedding, two layers, and what follows them.
 NUM_UNITS = 4
 
 

@@ -1,4 +1,4 @@
-"""What `fsdp train` and `eval` make of their data: loss masks, separate documents, sources with weights, epochs.
+"""Checks what `fsdp train` and `eval` make of their data: loss masks, separate documents, sources with weights, epochs.
 
 Usage: train_data_test.py FSDP
 """
@@ -80,9 +80,37 @@ class LossMasks(Data):
             with self.subTest(name):
                 self.assert_near(self.train(name, "--data", "masked.bin", *options), alone)
 
-    def test_steps_without_any_target_are_survived(self):
+    def test_data_without_any_target_are_refused(self):
         write_masked(self.root / "none.bin", self.tokens, [False] * len(self.tokens))
-        self.assertEqual(set(self.train("none", "--data", "none.bin", "--ranks", 2).values()), {0})
+        for options, words in ((["--data", "none.bin"], "not one token to learn (its loss mask leaves out all)"),
+                               (["--data", "text.txt", "--validation-data", "none.bin"], "not one token to learn"),
+                               (["--data", "none.bin", "--steps", 1, "--check"], "not one token to learn")):
+            done = self.fsdp("train", "--model", "model", *small_runs.SHAPE, *options, code=2)
+            self.assertIn(words, done.stderr)
+            self.assertEqual(done.stdout, "")
+
+    def test_a_step_without_any_target_changes_nothing(self):
+        learnt = [place > len(self.tokens) - 20 for place in range(len(self.tokens))]  # what is kept for validation
+        write_masked(self.root / "end.bin", self.tokens, learnt)
+        weights = {}
+        for name, data, options in (("end", "end.bin", []), ("two", "end.bin", ["--ranks", 2, "--microbatches", 2]),
+                                    ("all", "masked.bin", [])):
+            losses = self.train(name, "--data", data, "--checkpoint-dir", name, "--checkpoint-every", 3, "--keep-last", 0, *options)
+            records = small_runs.log_records(self.root / f"{name}.jsonl", "step")
+            self.assertEqual([record.get("skipped", False) for record in records], [name != "all"] * STEPS)
+            self.assertEqual({loss is None for loss in losses.values()}, {name != "all"})
+            weights[name] = [b"".join(path.read_bytes() for path in sorted((self.root / name / f"step-0000000{step}/model").iterdir()))
+                             for step in (3, 6)]
+        self.assertEqual(weights["end"][0], weights["end"][1])
+        self.assertEqual(weights["two"][0], weights["two"][1])
+        self.assertNotEqual(weights["all"][0], weights["all"][1])
+
+    def test_rows_that_are_cut_are_told_once(self):
+        rows = [{"prompt": "a prompt", "completion": " and what follows, which is longer than a window"}] * 40
+        (self.root / "rows.json").write_text(json.dumps(rows))
+        done = self.fsdp("train", "--model", "model", *small_runs.SHAPE, "--data", "rows.json", "--steps", 1, "--sample", "", "--quiet")
+        self.assertEqual(done.stderr.splitlines(), [
+            "warning: 40 rows are longer than --sequence 16 and cut; the longest has 57 tokens (rows.json: row 1)"])
 
     def test_eval_counts_what_is_learnt(self):
         self.train("run", "--data", "masked.bin", "--checkpoint-dir", "run", "--validation-data", "masked.bin",
@@ -132,6 +160,7 @@ class Damage(Data):
         self.refused("new", "--data", "text.txt", "--validation-data", "text.bin", "--steps", 2)
         self.assertFalse((self.root / "new").exists())
 
+    @small_runs.more
     def test_a_large_file_is_verified_before_anything_is_published(self):
         small_runs.write_text(self.root / "line.txt", copies=1)
         (self.root / "large.txt").write_text((self.root / "line.txt").read_text() * 560_000)
@@ -157,6 +186,7 @@ class Documents(Data):
             begin, number = begin + length, number + 1
         small_runs.write_model(self.root / "predicting" / "config.json", num_key_value_heads=2, num_nextn_predict_layers=1)
 
+    @small_runs.more
     def test_separate_documents_learn_the_same_however_they_are_divided(self):
         joined = self.train("joined", "--data", "notes", "--documents", "joined")
         self.assertEqual(joined, self.train("auto", "--data", "notes"))
@@ -226,6 +256,7 @@ class Sources(Data):
                              "--checkpoint-dir", "run", code=2)
             self.assertRegex(done.stderr, "the mix of the data was 2500 of .*--data-weights|number of training windows")
 
+    @small_runs.more
     def test_epochs_are_as_many_steps_as_their_windows_take(self):
         windows = (self.root / "text.txt").stat().st_size // SEQUENCE
         for epochs in (1, 0.25, 1.5):
@@ -236,4 +267,4 @@ class Sources(Data):
 
 
 if __name__ == "__main__":
-    unittest.main(argv=sys.argv[:1])
+    small_runs.main()

@@ -17,7 +17,7 @@ import small_runs
 import train_errors_table as table
 
 FSDP = sys.argv[1]
-# What a sentence for people does not have: names of classes, places in sources, stack traces.
+# A sentence for people does not have these: names of classes, places in sources, stack traces.
 NOT_FOR_PEOPLE = ("std::", "c10::", "what():", "terminate", "Exception", "frame #", ".cpp:", ".h:", "core dumped", "basic_")
 # These are found when the run's directory and the log in it are there already.
 LEAVES = {"train --report pipe": ["new", "new/log.jsonl"],

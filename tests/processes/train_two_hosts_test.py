@@ -83,7 +83,7 @@ class TwoHosts(unittest.TestCase):
         self.root = pathlib.Path(folder.name)
         small_runs.write_model(self.root / "model" / "config.json")
         small_runs.write_text(self.root / "text.txt")
-        # What ssh would be: mpirun calls it with a host and a command line for that host's shell.
+        # This stands in for ssh: mpirun calls it with a host and a command line for that host's shell.
         agent = self.root / "agent"
         names = " ".join(f"{address}) name={host};;" for host, address in HOSTS.items())
         agent.write_text(f'#!/bin/sh\ncase $1 in {names} esac\nshift\n'

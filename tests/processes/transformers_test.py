@@ -42,7 +42,7 @@ LATENT = {**DENSE, "num_key_value_heads": 6, "q_lora_rank": 20, "kv_lora_rank": 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}
 
-# Of 8 channels and 20 positions: some stay, some are slowed down in part, some by the factor.
+# With 8 channels and 20 positions some stay, some are slowed down in part, some by the factor.
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 2.0, "beta_slow": 0.5,
         "original_max_position_embeddings": 16}
 

@@ -76,20 +76,31 @@ def states_of(model, optimizer):
 # --- ranks -----------------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def saved_on_ranks(ranks, body):
+RANKS = 3
+
+
+def saved_on_ranks(body):
     """(path of a checkpoint, what is in it) that gloo ranks made by body(rank, ranks, folder); only to be read."""
-    folder = tempfile.mkdtemp()
-    atexit.register(shutil.rmtree, folder)
-    torch.multiprocessing.spawn(_rank, args=(ranks, body, folder), nprocs=ranks)
+    folder = os.path.join(_folder_of_ranks(), body.__name__)
     return os.path.join(folder, "checkpoint"), torch.load(os.path.join(folder, "expected.pt"))
 
 
-def _rank(rank, ranks, body, folder):
+@functools.cache
+def _folder_of_ranks():
+    """One job of gloo ranks writes what all tests need, because ranks take seconds to start."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    torch.multiprocessing.spawn(_rank, args=(folder,), nprocs=RANKS)
+    return folder
+
+
+def _rank(rank, folder):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    body(rank, ranks, folder)
-    dist.barrier()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    for body in (fsdp2_run, placed_tensors, megatron_run, megatron_offloaded_run):
+        os.makedirs(os.path.join(folder, body.__name__), exist_ok=True)
+        body(rank, RANKS, os.path.join(folder, body.__name__))
+        dist.barrier()
     dist.destroy_process_group()
 
 

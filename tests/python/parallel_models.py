@@ -91,7 +91,7 @@ def new_model(mesh):
 def batches_of(mesh, steps):
     """[step][loss], on every rank."""
     generator = torch.Generator().manual_seed(11)
-    return [[torch.randn(TOKENS, HIDDEN, generator=generator) for _ in range(mesh.num_losses)] for _ in range(steps)]
+    return [[torch.randn(TOKENS, HIDDEN, generator=generator) for _ in range(mesh.data_parallel_size)] for _ in range(steps)]
 
 
 def loss_of(model, x):

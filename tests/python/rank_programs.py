@@ -139,7 +139,7 @@ def shards_over_parts_of_torch_distributed():
     assert (found.outer_rank, found.inner_rank) == (rank // 2, rank % 2)
     step(hsdp, fsdp.AdamW(hsdp))
     found = fsdp.mesh(grid, tp=2)
-    assert (found.outer_rank, found.tp.rank, found.tp.size, found.loss, found.num_losses) == (rank // 2, rank % 2, 2, rank // 2, 2)
+    assert (found.outer_rank, found.tp.rank, found.tp.size, found.data_parallel_rank, found.data_parallel_size) == (rank // 2, rank % 2, 2, rank // 2, 2)
     assert found.tp.all_reduce(torch.tensor([float(rank)])).item() == 4 * (rank // 2) + 1
     torch.manual_seed(0)
     part = fsdp.fully_shard(small.Stack(), grid["inner"])
@@ -194,7 +194,7 @@ def ranks_of_a_mesh_that_is_not_theirs():
 
 
 def learns_what_fsdp2_learns():
-    """The same program with FSDP2 over gloo and through its door here, in fp32 and in bf16 with fp32 main weights."""
+    """Runs one program with FSDP2 over gloo and through its door here, in fp32 and in bf16 with fp32 main weights."""
     from torch.distributed import fsdp as theirs
     from fsdp_cpp import fsdp2 as ours
     torch.distributed.init_process_group("gloo")

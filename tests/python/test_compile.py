@@ -8,6 +8,7 @@ import torch
 import fsdp_cpp as fsdp
 import parity
 import small_models as small
+from conftest import each_value
 from test_forms import loss_of, rows
 
 torch._dynamo.config.suppress_errors = False
@@ -61,17 +62,17 @@ def nothing(model, backend):
     return model
 
 
-WAYS = {"blocks_before": (compile_blocks, nothing), "blocks_after": (nothing, compile_blocks),
-        "forwards_before": (compile_forwards, nothing), "forwards_after": (nothing, compile_forwards),
-        "whole_after": (nothing, compile_whole)}
+WAYS = {"blocks_after": (nothing, compile_blocks), "forwards_before": (compile_forwards, nothing),
+        "forwards_after": (nothing, compile_forwards), "whole_after": (nothing, compile_whole), "blocks_before": (compile_blocks, nothing)}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@each_value(way=WAYS, once=1)
 def test_graphs_of_dynamo_and_aot_autograd(world, way):
     check(world, *WAYS[way], "aot_eager")
 
 
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+@pytest.mark.more
 def test_code_of_inductor(world, strategy):
     check(world, *WAYS["blocks_before"], "inductor", strategy)
 

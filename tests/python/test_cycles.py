@@ -9,17 +9,16 @@ import fsdp_cpp as fsdp
 from fsdp_cpp import fsdp2
 import parity
 import small_models as small
-from conftest import STRATEGIES
+from conftest import each_value, STRATEGIES
 from test_forms import loss_of, rows
 
-# Of the ranks: one axis, and replicas.
-MESHES = {"inner": lambda world: fsdp.mesh(), "outer": lambda world: fsdp.mesh(outer=world.size)}
+# Meshes of the ranks: one axis, and replicas.
+MESHES = {"outer": lambda world: fsdp.mesh(outer=world.size), "inner": lambda world: fsdp.mesh()}
 OTHERS = {"fsdp.SGD": lambda model: fsdp.SGD(model, lr=0.1),
           "torch.optim.SGD": lambda model: fsdp.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))}
 
-every_mesh = pytest.mark.parametrize("over", MESHES)
-every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
-every_optimizer = pytest.mark.parametrize("make", OTHERS)
+every_mesh = each_value(over=MESHES, strategy=STRATEGIES)
+every_mesh_and_optimizer = each_value(over=MESHES, strategy=STRATEGIES, make=OTHERS)
 
 
 def pair(world, over, strategy, **options):
@@ -41,9 +40,7 @@ def under_no_sync(sharded):
     return backward
 
 
-@every_mesh
-@every_strategy
-@every_optimizer
+@every_mesh_and_optimizer
 def test_step_ends_a_cycle_of_which_no_backward_was_the_last(world, over, strategy, make):
     plain, sharded = pair(world, over, strategy)
     theirs, ours = torch.optim.SGD(plain.parameters(), lr=0.1), OTHERS[make](sharded)
@@ -56,7 +53,6 @@ def test_step_ends_a_cycle_of_which_no_backward_was_the_last(world, over, strate
 
 
 @every_mesh
-@every_strategy
 def test_end_cycle_and_clipping_complete_gradients(world, over, strategy):
     plain, sharded = pair(world, over, strategy)
     accumulate(world, plain, sharded, under_no_sync(sharded))
@@ -70,7 +66,6 @@ def test_end_cycle_and_clipping_complete_gradients(world, over, strategy):
 
 
 @every_mesh
-@every_strategy
 def test_nested_no_sync_does_not_end_the_outer_one(world, over, strategy):
     plain, sharded = pair(world, over, strategy)
 
@@ -95,8 +90,7 @@ READERS = {"step of ours": lambda model, optimizer: fsdp.SGD(model, lr=0.1).step
            "end_cycle": lambda model, optimizer: fsdp.end_cycle(model)}
 
 
-@every_strategy
-@pytest.mark.parametrize("reader", READERS)
+@each_value(strategy=STRATEGIES, reader=READERS)
 def test_readers_of_an_empty_cycle_are_told(world, reader, strategy):
     model = fsdp.fully_shard(small.Stack(), strategy=strategy)
     optimizer = fsdp.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -140,9 +134,7 @@ def names_the_last(model, is_last):
     model.set_requires_gradient_sync(True)
 
 
-@every_mesh
-@pytest.mark.parametrize("reshards", [True, False])
-@pytest.mark.parametrize("say", [syncs, never_syncs, sums_over_replicas_once, names_the_last])
+@each_value(over=MESHES, reshards=[True, False], say=[syncs, never_syncs, sums_over_replicas_once, names_the_last])
 def test_fsdp2s_words_for_microbatches(world, over, reshards, say):
     plain = small.Stack()
     model = copy.deepcopy(plain)
@@ -164,9 +156,7 @@ def test_fsdp2s_words_for_microbatches(world, over, reshards, say):
     parity.compare_weights(plain, model)
 
 
-@every_mesh
-@every_strategy
-@every_optimizer
+@every_mesh_and_optimizer
 def test_closures_compute_the_gradients_of_their_step(world, over, strategy, make):
     plain, sharded = pair(world, over, strategy)
     theirs, ours = torch.optim.SGD(plain.parameters(), lr=0.1), OTHERS[make](sharded)

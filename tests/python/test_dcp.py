@@ -67,19 +67,18 @@ def test_a_checkpoint_of_one_process_is_read_bit_for_bit(tmp_path):
     assert checkpoint.paths["nested.rows"] == ("nested", "rows")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_uneven_shards_of_fsdp2_are_read_bit_for_bit(ranks):
-    directory, expected = saved.saved_on_ranks(ranks, saved.fsdp2_run)
+def test_uneven_shards_of_fsdp2_are_read_bit_for_bit():
+    directory, expected = saved.saved_on_ranks(saved.fsdp2_run)
     moments = {key for key in expected if key.endswith((".exp_avg", ".exp_avg_sq"))}
     named = {(f"optimizer.state.{key}" if key in moments else f"model.{key}"): value for key, value in expected.items()}
     checkpoint = expect_all(directory, named)
     sizes = {chunk.sizes for chunk in checkpoint.tensors["model.0.weight"].chunks}
     assert len(sizes) > 1, "no uneven shards: the test proves nothing"
-    assert len(checkpoint.tensors["model.3.weight"].chunks) < ranks, "no empty shard: the test proves nothing"
+    assert len(checkpoint.tensors["model.3.weight"].chunks) < saved.RANKS, "no empty shard: the test proves nothing"
 
 
 def test_columns_replicas_and_scalars_are_read_bit_for_bit():
-    checkpoint = expect_all(*saved.saved_on_ranks(3, saved.placed_tensors))
+    checkpoint = expect_all(*saved.saved_on_ranks(saved.placed_tensors))
     assert len(checkpoint.tensors["columns"].chunks) == 3
 
 
@@ -120,28 +119,21 @@ def test_any_number_of_boxes_that_cover_a_tensor_is_fine():
 # --- defects of files ------------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_metadata_is_named(tmp_path):
+def test_a_metadata_that_is_missing_or_no_pickle_is_named(one, tmp_path):
     expect_error(tmp_path, ".metadata is missing", "did not finish")
-    expect_error(tmp_path / "nowhere", ".metadata is missing")
-
-
-def test_a_metadata_that_is_no_pickle_is_named(one):
     for text in (b"", b"hello", (one / ".metadata").read_bytes()[:-9]):
         (one / ".metadata").write_bytes(text)
         expect_error(one, ".metadata: this is no pickle of DCP's metadata")
     (one / ".metadata").write_bytes(pickle.dumps({"a": 1}))
-    expect_error(one, "this is no metadata of torch.distributed.checkpoint")
+    expect_error(one, NO_METADATA)
 
 
-def test_a_missing_file_is_named(one):
-    (one / "__0_0.distcp").unlink()
-    expect_error(one, "__0_0.distcp is missing")
-
-
-def test_a_cut_file_is_named_with_its_bytes(one):
+def test_a_cut_or_missing_file_is_named_with_its_bytes(one):
     whole = (one / "__0_0.distcp").read_bytes()
     (one / "__0_0.distcp").write_bytes(whole[:-1])
     expect_error(one, "__0_0.distcp", f"has {len(whole) - 1} bytes", f"need {len(whole)}", "cut off")
+    (one / "__0_0.distcp").unlink()
+    expect_error(one, "__0_0.distcp is missing")
 
 
 def test_overwritten_bytes_of_a_stream_are_an_error_that_names_file_and_tensor(one):
@@ -155,69 +147,52 @@ def test_overwritten_bytes_of_a_stream_are_an_error_that_names_file_and_tensor(o
 # --- defects of the metadata -----------------------------------------------------------------------------------------------
 
 
-def edit_weight(directory, change):
-    saved.edit_metadata(directory, lambda metadata: change(metadata.state_dict_metadata["model.weight"]))
+def weight_of(metadata):
+    return metadata.state_dict_metadata["model.weight"]
 
 
-def test_a_gap_is_named_with_its_range(one):
-    edit_weight(one, lambda entry: setattr(entry, "size", torch.Size([6, 3])))
-    expect_error(one, "'model.weight' [6, 3]", "elements [4:6, 0:3] are missing")
+def first_stream(metadata):
+    return next(iter(metadata.storage_data.values()))
 
 
-def test_an_overlap_is_named_with_its_range(one):
-    def change(metadata):
-        entry = metadata.state_dict_metadata["model.weight"]
-        index, info = next((i, info) for i, info in metadata.storage_data.items() if i.fqn == "model.weight")
-        entry.chunks.append(type(entry.chunks[0])(torch.Size([2, 1]), torch.Size([1, 2])))
-        metadata.storage_data[type(index)(index.fqn, torch.Size([2, 1]))] = info
+def overlap(metadata):
+    entry = weight_of(metadata)
+    index, info = next((i, info) for i, info in metadata.storage_data.items() if i.fqn == "model.weight")
+    entry.chunks.append(type(entry.chunks[0])(torch.Size([2, 1]), torch.Size([1, 2])))
+    metadata.storage_data[type(index)(index.fqn, torch.Size([2, 1]))] = info
+
+
+def drop_bias(metadata):
+    metadata.storage_data = {index: info for index, info in metadata.storage_data.items() if index.fqn != "model.bias"}
+
+
+def turn(metadata):
+    entry = weight_of(metadata)
+    entry.size = entry.chunks[0].sizes = torch.Size([3, 4])
+
+
+NO_METADATA = "this is no metadata of torch.distributed.checkpoint"
+DEFECTS = {
+    "gap": (lambda m: setattr(weight_of(m), "size", torch.Size([6, 3])), ["'model.weight' [6, 3]", "elements [4:6, 0:3] are missing"]),
+    "overlap": (overlap, ["'model.weight' [4, 3]", "elements [2:3, 1:3] are stored twice"]),
+    "outside": (lambda m: setattr(weight_of(m), "size", torch.Size([3, 3])),
+                ["'model.weight'", "[4, 3] at [0, 0] is outside of the shape [3, 3]"]),
+    "no file": (drop_bias, ["'model.bias'", "no file for the chunk at [0]"]),
+    "type": (lambda m: setattr(weight_of(m).properties, "dtype", torch.float16),
+             ["'model.weight' at [0, 0] is torch.float32 [4, 3]", "metadata says torch.float16 [4, 3]"]),
+    "shape": (turn, ["is torch.float32 [4, 3]", "metadata says torch.float32 [3, 4]"]),
+    "extension": (lambda m: setattr(first_stream(m), "transform_descriptors", ["zstd"]), ["zstd", "without extensions"]),
+    **{path: (lambda m, path=path: setattr(first_stream(m), "relative_path", path), [path, "outside of the checkpoint's directory"])
+       for path in ("../other.distcp", "/etc/passwd", "a/../../b")},
+    **{f"{field} {value!r}": (lambda m, field=field, value=value: setattr(first_stream(m), field, value), [NO_METADATA])
+       for field, value in (("offset", -1), ("length", "9"), ("offset", 1.5), ("length", True))},
+}
+
+
+@pytest.mark.parametrize("change,words", DEFECTS.values(), ids=DEFECTS)
+def test_a_defect_of_the_metadata_is_named(one, change, words):
     saved.edit_metadata(one, change)
-    expect_error(one, "'model.weight' [4, 3]", "elements [2:3, 1:3] are stored twice")
-
-
-def test_a_chunk_outside_of_its_tensor_is_named(one):
-    edit_weight(one, lambda entry: setattr(entry, "size", torch.Size([3, 3])))
-    expect_error(one, "'model.weight'", "[4, 3] at [0, 0] is outside of the shape [3, 3]")
-
-
-def test_a_chunk_without_a_file_is_named(one):
-    def change(metadata):
-        metadata.storage_data = {index: info for index, info in metadata.storage_data.items() if index.fqn != "model.bias"}
-    saved.edit_metadata(one, change)
-    expect_error(one, "'model.bias'", "no file for the chunk at [0]")
-
-
-def test_another_type_or_shape_than_the_metadata_says_is_named(one):
-    edit_weight(one, lambda entry: setattr(entry.properties, "dtype", torch.float16))
-    expect_error(one, "'model.weight' at [0, 0] is torch.float32 [4, 3]", "metadata says torch.float16 [4, 3]")
-
-    def turned(entry):
-        entry.properties.dtype = torch.float32
-        entry.size = entry.chunks[0].sizes = torch.Size([3, 4])
-    edit_weight(one, turned)
-    expect_error(one, "is torch.float32 [4, 3]", "metadata says torch.float32 [3, 4]")
-
-
-def test_a_file_outside_of_the_directory_is_refused(one):
-    for name in ("../other.distcp", "/etc/passwd", "a/../../b"):
-        def change(metadata, path=name):
-            next(iter(metadata.storage_data.values())).relative_path = path
-        saved.edit_metadata(one, change)
-        expect_error(one, name, "outside of the checkpoint's directory")
-
-
-def test_wrong_numbers_are_no_metadata(one):
-    before = (one / ".metadata").read_bytes()
-    for field, value in (("offset", -1), ("length", "9"), ("offset", 1.5), ("length", True)):
-        (one / ".metadata").write_bytes(before)
-        saved.edit_metadata(one, lambda metadata: setattr(next(iter(metadata.storage_data.values())), field, value))
-        expect_error(one, "this is no metadata of torch.distributed.checkpoint")
-
-
-def test_streams_through_extensions_are_refused(one):
-    def change(metadata):
-        next(iter(metadata.storage_data.values())).transform_descriptors = ["zstd"]
-    saved.edit_metadata(one, change)
-    expect_error(one, "zstd", "without extensions")
+    expect_error(one, *words)
 
 
 # --- pickles that do more than describe ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the pages of the Python package show works: their Python runs, block by block, and tables have every keyword."""
+"""Everything that the pages of the Python package show works: their Python runs, block by block, and tables have every keyword."""
 
 import inspect
 import os

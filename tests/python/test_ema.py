@@ -7,7 +7,7 @@ import torch
 
 import fsdp_cpp as fsdp
 import small_models as small
-from conftest import STRATEGIES
+from conftest import every_strategy, STRATEGIES
 from fsdp_cpp import shard
 from fsdp_cpp.ema import EMA
 from test_checkpoint import folder  # noqa: F401, a fixture
@@ -107,7 +107,7 @@ def test_frozen_parameters_are_left_alone(world):
                     {f"first.{name}": value for name, value in before.items()})
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 def test_a_state_dict_is_whole_and_every_rank_takes_its_part(world, folder, strategy):  # noqa: F811
     _, ema, expected = trained(strategy=strategy)
     state = ema.state_dict()

@@ -29,7 +29,7 @@ def make_model(folder):
 
 
 def loss_of(folder):
-    """Of the text, by transformers alone."""
+    """The loss of the text, by transformers alone."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == torch.bfloat16, model.dtype
     rows = torch.tensor([transformers.AutoTokenizer.from_pretrained(folder)(" ".join(WORDS))["input_ids"]])

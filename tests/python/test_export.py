@@ -8,6 +8,7 @@ import torch
 
 import fsdp_cpp as fsdp
 import small_models as small
+from conftest import every_strategy
 from test_checkpoint import folder, train, trained, whole  # noqa: F401, a fixture is one of them
 
 
@@ -17,7 +18,7 @@ def given(model, **options):
     return found
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
+@every_strategy
 def test_a_function_gets_every_tensor_as_the_model_computes(world, strategy):
     model, _ = trained(world, strategy=strategy)
     expected = whole(model)

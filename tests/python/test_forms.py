@@ -7,7 +7,7 @@ from torch import nn
 import fsdp_cpp as fsdp
 import parity
 import small_models as small
-from conftest import STRATEGIES
+from conftest import each_value, every_strategy, STRATEGIES
 
 
 def rows(generator):
@@ -18,13 +18,12 @@ def loss_of(model, batch):
     return model(batch).square().mean()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("make", [small.Stack, small.Forms, small.Repeated])
+@each_value(make=[small.Forms, small.Repeated, small.Stack], strategy=STRATEGIES)
 def test_learns_the_same_sharded_and_plain(world, make, strategy):
     parity.check(world, make(), loss_of, rows, strategy=strategy)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 def test_tied_weights_are_one_weight(world, strategy):
     def tokens(generator):
         return torch.randint(16, (2, 5), generator=generator)
@@ -34,8 +33,7 @@ def test_tied_weights_are_one_weight(world, strategy):
     assert sharded.head.weight is sharded.embed.weight
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_value(reentrant=[False, True], strategy=STRATEGIES, once=2)
 def test_recomputation_by_torch_checkpoint(world, strategy, reentrant):
     parity.check(world, small.Checkpointed(reentrant), loss_of, rows, strategy=strategy)
 
@@ -66,7 +64,7 @@ def test_nested_units_and_units_by_name_class_and_function(world):
         parity.check(world, small.Stack(), loss_of, rows, steps=2, units=units)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 def test_modules_inside_may_be_sharded_before(world, strategy):
     def from_inside(model):
         for block in model.blocks:

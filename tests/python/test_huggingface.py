@@ -1,4 +1,4 @@
-"""What people do with models of transformers: adapters, generation, recomputation, masks, and models that begin on meta."""
+"""Uses of models of transformers: adapters, generation, recomputation, masks, and models that begin on meta."""
 
 import copy
 
@@ -7,7 +7,7 @@ import torch
 
 import fsdp_cpp as fsdp
 import parity
-from conftest import STRATEGIES
+from conftest import each_value, every_strategy, STRATEGIES
 from test_models import VOCABULARY, language_loss, llama, t5, tokens
 
 transformers = pytest.importorskip("transformers")
@@ -24,7 +24,7 @@ def with_adapters(peft):
     return adapted
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 def test_adapters_learn_on_a_frozen_base(world, strategy):
     adapted = with_adapters(pytest.importorskip("peft"))
     frozen = {name: p.detach().clone() for name, p in adapted.named_parameters() if not p.requires_grad}
@@ -47,8 +47,7 @@ def test_adapters_alone_are_saved_for_peft(world, tmp_path):
         assert set(found) == set(expected) and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("make", [llama, t5])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_value(make=[llama, t5], strategy=STRATEGIES, once=2)
 def test_generates_the_tokens_of_the_plain_model(world, make, strategy):
     plain, _, _ = make()
     plain.eval()
@@ -68,7 +67,7 @@ def test_generates_between_steps(world):
     sharded = fsdp.fully_shard(model)
     optimizer = fsdp.AdamW(sharded, lr=1e-2)
     batch = make_batch(torch.Generator().manual_seed(world.rank))
-    # As many tokens on every rank: a rank that stopped before the others would leave their gathers waiting.
+    # Every rank generates as many tokens: a rank that stopped before the others would leave their gathers waiting.
     options = dict(min_new_tokens=6, max_new_tokens=6, do_sample=False, pad_token_id=0)
     for _ in range(2):
         sharded.train()
@@ -82,8 +81,7 @@ def test_generates_between_steps(world):
         assert torch.equal(ours, plain.eval().generate(batch[:, :4], **options))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_value(reentrant=[False, True], strategy=STRATEGIES, once=2)
 def test_recomputes_as_transformers_does(world, strategy, reentrant):
     model, make_batch, loss_of = llama()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})

@@ -1,12 +1,7 @@
 """accelerate's loop on sharded models: numbers of plain torch on all ranks' data, states that come back, and errors in words."""
 
 import copy
-import importlib
-import importlib.util
-import inspect
 import os
-import pathlib
-import re
 import tempfile
 
 import pytest
@@ -16,7 +11,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import fsdp_cpp as fsdp
 import parity
 import small_models as small
+from conftest import each_value
 from test_checkpoint import folder  # noqa: F401, a fixture
+from test_docs import DOCS, python_blocks, run
 
 accelerate = pytest.importorskip("accelerate")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -27,7 +24,7 @@ from fsdp_cpp.integrations.accelerate import Accelerator  # noqa: E402
 STRATEGIES = ["optim", "optim_grads_params"]
 ROWS, PER_BATCH, PER_STEP = 24, 2, 2
 ADAMW = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)
-PAGE = pathlib.Path(__file__).parents[2] / "docs/integrations.md"
+PAGE = DOCS / "integrations.md"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -105,7 +102,7 @@ class Job:
 
 
 def plain_training(world, model):
-    """The same on one process, with the batches of all ranks: losses of this rank's, and norms."""
+    """Trains on one process, with the batches of all ranks: losses of this rank's, and norms."""
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     schedule = half_every_step(optimizer)
     losses, norms = [], []
@@ -124,8 +121,7 @@ def plain_training(world, model):
     return torch.stack(losses), torch.stack(norms)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kind", ["torch", "ours"])
+@each_value(strategy=STRATEGIES, kind=["torch", "ours"])
 def test_a_loop_of_accelerate_learns_what_plain_torch_learns(world, kind, strategy):
     job = Job(kind, strategy)
     before = copy.deepcopy(job.plain)
@@ -193,8 +189,7 @@ def test_whole_weights_are_on_rank_0(world, folder):  # noqa: F811
         assert whole == {}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kind", ["torch", "ours"])
+@each_value(strategy=STRATEGIES, kind=["torch", "ours"])
 def test_a_run_goes_on_from_its_state_bit_for_bit(world, folder, kind, strategy):  # noqa: F811
     job = Job(kind, strategy)
     job.train()
@@ -249,24 +244,10 @@ def test_clipping_a_part_of_a_model_is_refused(world):
         job.accelerator.clip_grad_norm_(job.model.parameters(), 1.0, norm_type=1)
 
 
-def test_every_public_function_says_its_types(world):
-    from test_types import public_functions
-
-    names = ["ema", "integrations.accelerate"] + ["integrations.trainer"] * (importlib.util.find_spec("transformers") is not None)
-    modules = [importlib.import_module(f"fsdp_cpp.{name}") for name in names]
-    for module in modules:
-        for function in public_functions(module):
-            signature = inspect.signature(function)
-            silent = [key for key, each in signature.parameters.items() if key != "self" and each.annotation is each.empty]
-            assert not silent and signature.return_annotation is not signature.empty, (function.__qualname__, silent)
-
-
 def test_the_python_of_the_page_runs(world, folder, monkeypatch):  # noqa: F811
     pytest.importorskip("transformers")
     monkeypatch.chdir(folder)
-    text = PAGE.read_text()
     names = {}
-    for found in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        line = text.count("\n", 0, found.start()) + 1
-        exec(compile("\n" * line + found[1], str(PAGE), "exec"), names)  # an error names the page's own line
+    for block in python_blocks(PAGE):
+        run(PAGE, block, names)
     assert len(names) > 10, "the page has blocks"

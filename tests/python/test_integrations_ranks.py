@@ -91,6 +91,7 @@ def check_equal(found, expected, *, evaluations):
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), **parity.TOLERANCE)
 
 
+@pytest.mark.more
 def test_runs_go_on_on_another_number_of_ranks(world, tmp_path):
     if world.size > 1:
         pytest.skip("starts ranks itself")

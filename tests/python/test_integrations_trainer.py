@@ -7,6 +7,7 @@ import torch
 
 import fsdp_cpp as fsdp
 import parity
+from conftest import each_value
 from test_checkpoint import folder  # noqa: F401, a fixture
 from test_integrations import STRATEGIES, fresh_accelerate, process_group  # noqa: F401, fixtures
 
@@ -25,7 +26,7 @@ def new_model(seed=0, **options):
 
 
 def rows(count=24):
-    """As many labels in each row as its number says: batches of ranks differ in how many tokens count."""
+    """Makes as many labels in each row as its number says: batches of ranks differ in how many tokens count."""
     generator = torch.Generator().manual_seed(1)
     made = []
     for index in range(count):
@@ -61,8 +62,9 @@ def check_histories(found, expected):
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), **parity.TOLERANCE)
 
 
-@pytest.mark.parametrize("strategy,options", [("optim", {}), ("optim_grads_params", {}), ("optim", {"optim": "adagrad"}),
-                                              ("optim", {"average_tokens_across_devices": False}),
+@pytest.mark.parametrize("strategy,options", [pytest.param("optim", {}, marks=pytest.mark.more), ("optim_grads_params", {}),
+                                              pytest.param("optim", {"optim": "adagrad"}, marks=pytest.mark.more),
+                                              pytest.param("optim", {"average_tokens_across_devices": False}, marks=pytest.mark.more),
                                               ("optim_grads_params", {"max_grad_norm": 0.0, "gradient_accumulation_steps": 1})],
                          ids=["optim", "optim_grads_params", "adagrad", "tokens", "unclipped"])
 def test_the_history_is_that_of_the_plain_trainer(world, folder, strategy, options):  # noqa: F811
@@ -98,7 +100,7 @@ def test_what_is_saved_is_what_transformers_loads(world, folder):  # noqa: F811
     assert any(not torch.equal(whole[name], value) for name, value in new_model().state_dict().items()), "it has learnt"
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_value(strategy=STRATEGIES, once=1)
 def test_a_run_resumes_with_the_losses_of_the_undisturbed_one(world, folder, strategy):  # noqa: F811
     options = dict(shard_options={"strategy": strategy}, save_strategy="steps", save_steps=2)
     whole = made(Trainer, folder, **options)

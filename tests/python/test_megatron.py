@@ -14,18 +14,17 @@ import fsdp_cpp as fsdp
 import fsdp_cpp.megatron
 import parity
 import small_models as small
+from conftest import each_value, every_strategy, STRATEGIES
 from fsdp_cpp.megatron import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model, fully_shard_optimizer
 from test_forms import loss_of, rows
 from test_optim import train
-
-STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
 def adamw(model, **options):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
 
 
-@pytest.mark.parametrize("strategy", [0, 1, 2, 3, "optim_grads"])
+@each_value(strategy=[0, 1, 2, "optim_grads", 3], once=2)
 def test_trains_with_its_own_arguments(world, strategy):
     plain = small.Stack()
     copied = copy.deepcopy(plain)
@@ -216,15 +215,14 @@ def by_nothing(model, is_last, backward):
     backward()
 
 
+# Whether finish_grad_sync() is called before step().
 WAYS = [(by_sync, True), (by_no_sync, False), (by_nested_no_sync, True), (by_auto_sync, False), (by_attribute, True),
         (by_nothing, True), (by_nothing, False)]
 
 
-@pytest.mark.parametrize("outer", [1, 2], ids=["one axis", "outer axis"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("way,finishes", WAYS, ids=[f"{way.__name__}, then {'finish_grad_sync' if finishes else 'step'}"
-                                                    for way, finishes in WAYS])
-def test_microbatches_add_up_however_the_last_is_named(world, way, finishes, strategy, outer):
+@each_value(outer=[2, 1], strategy=STRATEGIES, how=WAYS)
+def test_microbatches_add_up_however_the_last_is_named(world, how, strategy, outer):
+    way, finishes = how
     if world.size % outer:
         pytest.skip(f"{world.size} ranks have no outer axis of {outer}")
     plain = small.Stack()
@@ -268,7 +266,7 @@ def backward_of(world, model, plain=None):
     loss_of(model, batch[world.rank]).backward()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 def test_loops_that_call_every_method_learn_the_same(world, strategy):
     plain = small.Stack()
     copied = copy.deepcopy(plain)
@@ -292,7 +290,7 @@ def test_loops_that_call_every_method_learn_the_same(world, strategy):
     parity.compare_weights(plain, model)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 def test_gradients_are_scaled_where_they_are(world, strategy):
     plain = small.Stack()
     model = fully_shard_model(copy.deepcopy(plain), zero_dp_strategy=strategy, calculate_per_token_loss=True,
@@ -326,21 +324,6 @@ def test_zero_grad_drops_the_gradients_unless_they_are_to_stay(world):
     optimizer.zero_grad(set_to_none=False)
     backward_of(world, model, plain)
     parity.compare_gradients(plain, model)
-
-
-@pytest.mark.parametrize("made", ["before", "after"])
-def test_schedulers_drive_the_optimizer(world, made):
-    plain = small.Stack()
-    copied = copy.deepcopy(plain)
-    theirs, ours = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, copied))
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(theirs, 0.5)]
-    if made == "before":
-        schedulers.append(torch.optim.lr_scheduler.ExponentialLR(ours, 0.5))
-    model, optimizer = fully_shard(copied, ours)
-    if made == "after":
-        schedulers.append(torch.optim.lr_scheduler.ExponentialLR(ours, 0.5))
-    train(world, plain, model, theirs, optimizer, between=lambda: [each.step() for each in schedulers])
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5 ** 3)
 
 
 def test_the_wire_changes_for_the_cycles_of_a_context(world):

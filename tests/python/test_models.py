@@ -5,7 +5,7 @@ import torch
 
 import fsdp_cpp as fsdp
 import parity
-from conftest import STRATEGIES
+from conftest import each_value, STRATEGIES
 
 transformers = pytest.importorskip("transformers")
 
@@ -86,8 +86,7 @@ MODELS = {"llama": llama, "llama_tied": llama_tied, "llama_classifier": llama_cl
           "t5": t5, "bamba": bamba, "vit": vit}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", MODELS)
+@each_value(name=MODELS, strategy=STRATEGIES)
 def test_learns_the_same_sharded_and_plain(world, name, strategy):
     model, make_batch, loss_of = MODELS[name]()
     parity.check(world, model, loss_of, make_batch, strategy=strategy)

@@ -8,7 +8,7 @@ import torch
 import fsdp_cpp as fsdp
 import parity
 import small_models as small
-from conftest import STRATEGIES
+from conftest import each_value, every_strategy, STRATEGIES
 from test_forms import loss_of, rows
 
 
@@ -34,8 +34,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", OTHERS)
+@each_value(name=OTHERS, strategy=STRATEGIES)
 def test_optimizers_of_others_update_flat_shards(world, name, strategy):
     plain = small.Stack()
     sharded = fsdp.fully_shard(copy.deepcopy(plain), strategy=strategy)
@@ -120,7 +119,7 @@ def test_sgd(world):
     train(world, plain, sharded, torch.optim.SGD(plain.parameters(), **options), fsdp.SGD(sharded, **options))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 def test_clipping_is_over_all_ranks(world, strategy):
     plain = small.Stack()
     hidden = fsdp.fully_shard(copy.deepcopy(plain), strategy=strategy)
@@ -158,9 +157,7 @@ def test_compute_type_leaves_main_weights_unrounded(world):
     optimizer.step()
 
 
-@pytest.mark.parametrize("products", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_value(products=[torch.float32, torch.bfloat16], adjust_lr_fn=["original", "match_rms_adamw"], strategy=STRATEGIES)
 def test_muon_has_the_numbers_of_torch(world, monkeypatch, strategy, adjust_lr_fn, products):
     if products == torch.float32:  # torch's own are always bf16
         monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)

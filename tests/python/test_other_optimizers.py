@@ -9,7 +9,7 @@ import torch
 import fsdp_cpp as fsdp
 import parity
 import small_models as small
-from conftest import STRATEGIES
+from conftest import each_value, STRATEGIES
 from test_checkpoint import folder  # noqa: F401, a fixture
 from test_forms import loss_of, rows
 
@@ -49,9 +49,7 @@ class ReferenceStep:
                 parameter.copy_(main)
 
 
-@pytest.mark.parametrize("outer", [False, True])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("strategy", EVERY_STRATEGY)
+@each_value(outer=[False, True], policy=POLICIES, strategy=EVERY_STRATEGY)
 def test_bf16_models_train_as_plain_ones_do(world, strategy, policy, outer):
     main, grads, wire = POLICIES[policy]
     plain = small.Stack().bfloat16()
@@ -115,8 +113,7 @@ FORMS = {"named_parameters": lambda model: model.named_parameters(), "a tensor p
     {"params": list(model.named_parameters()), "lr": 0.02}]}
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("ours", [True, False])
+@each_value(form=FORMS, ours=[True, False])
 def test_every_form_of_params_that_torch_takes(world, form, ours):
     plain = small.Stack()
     sharded = fsdp.fully_shard(copy.deepcopy(plain))
@@ -188,9 +185,9 @@ SOMETIMES = {"fsdp.AdamW": (adamw, lambda m: fsdp.AdamW(m, lr=1e-2, eps=1e-2, we
              "torch.optim.AdamW": (adamw, lambda m: fsdp.shard_optimizer(adamw(m.parameters())))}
 
 
-@pytest.mark.parametrize("strategy,outer", [("no_shard", True), ("optim", True), ("optim_grads", False), ("optim_grads_params", False)])
-@pytest.mark.parametrize("kind", SOMETIMES)
-def test_gradients_that_come_sometimes_train_as_plain_ones(world, kind, strategy, outer, folder):  # noqa: F811
+@each_value(over=[("no_shard", True), ("optim", True), ("optim_grads", False), ("optim_grads_params", False)], kind=SOMETIMES)
+def test_gradients_that_come_sometimes_train_as_plain_ones(world, kind, over, folder):  # noqa: F811
+    strategy, outer = over
     plain = WithUnused()
     start = copy.deepcopy(plain)
     theirs = SOMETIMES[kind][0](plain.parameters())
@@ -217,9 +214,7 @@ def test_gradients_that_come_sometimes_train_as_plain_ones(world, kind, strategy
     parity.compare_weights(plain, model)
 
 
-@pytest.mark.parametrize("offload", [0.0, 0.5])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kind", MISSING)
+@each_value(offload=[0.5, 0.0], strategy=STRATEGIES, kind=MISSING)
 def test_weights_without_a_gradient_are_left_alone(world, kind, strategy, offload):
     if offload and kind == "torch.optim.AdamW":
         pytest.skip("optimizers of others need main weights on the device")
@@ -316,8 +311,7 @@ SAVED = {"adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2), "adamw": lambda p
          "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9), "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2)}
 
 
-@pytest.mark.parametrize("name", SAVED)
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@each_value(name=SAVED, strategy=["optim", "optim_grads_params"])
 def test_state_of_wrapped_optimizers_is_saved_and_goes_on_bit_by_bit(world, name, strategy, folder):  # noqa: F811
     batches = parity.batches_of(world, rows, 4)
 

@@ -19,7 +19,7 @@ def stream_of(world, **options):
 
 
 def gathered(world, patch):
-    """Of all ranks, in their order: (name, shape, positions, values)."""
+    """The tensors of all ranks, in their order: (name, shape, positions, values)."""
     return [(each.name, each.shape, each.positions, each.values) for each in patch.tensors]
 
 

@@ -1,4 +1,4 @@
-"""What programs do around a sharded model is right, or refused in words: parameters, hooks, containers, wrappers, copies."""
+"""Everything that programs do around a sharded model is right, or refused in words: parameters, hooks, containers, wrappers, copies."""
 
 import copy
 import gc
@@ -14,11 +14,9 @@ import fsdp_cpp as fsdp
 from fsdp_cpp import fsdp2
 import parity
 import small_models as small
-from conftest import STRATEGIES
+from conftest import each_value, every_strategy, STRATEGIES
 from test_checkpoint import folder  # noqa: F401, a fixture
 from test_forms import loss_of, rows
-
-every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
 def whole(model):
@@ -53,9 +51,7 @@ def from_vector(model, values):
 REPLACES = {"assign": assign, "data": set_data, "set_": set_storage, "vector_to_parameters": from_vector}
 
 
-@pytest.mark.parametrize("storage", ["separate", "split"])
-@every_strategy
-@pytest.mark.parametrize("how", REPLACES)
+@each_value(storage=["separate", "split"], strategy=STRATEGIES, how=REPLACES)
 def test_parameters_replaced_under_write_have_the_new_values(world, how, strategy, storage):
     model = fsdp.fully_shard(small.Stack().bfloat16(), strategy=strategy, main_storage=storage)
     before = list(model.parameters())
@@ -70,8 +66,7 @@ def test_parameters_replaced_under_write_have_the_new_values(world, how, strateg
     assert all(torch.equal(found[name], values[name]) for name in values)
 
 
-@every_strategy
-@pytest.mark.parametrize("how", REPLACES)
+@each_value(strategy=STRATEGIES, how=REPLACES)
 def test_parameters_replaced_elsewhere_are_named(world, how, strategy):
     model = fsdp.fully_shard(small.Stack(), strategy=strategy)
     try:
@@ -83,8 +78,7 @@ def test_parameters_replaced_elsewhere_are_named(world, how, strategy):
         loss_of(model, torch.ones(2, small.WIDTH))
 
 
-@pytest.mark.parametrize("storage", ["separate", "split"])
-@every_strategy
+@each_value(storage=["separate", "split"], strategy=STRATEGIES)
 def test_changes_in_place_elsewhere_are_named(world, strategy, storage, folder):  # noqa: F811
     model = fsdp.fully_shard(small.Stack().bfloat16(), strategy=strategy, main_storage=storage)
     values = {name: value.bfloat16() for name, value in other_values().items()}
@@ -119,8 +113,7 @@ def unshard_inside(model):
         assert model.first.weight.norm() > 0
 
 
-@every_strategy
-@pytest.mark.parametrize("what", INSIDE)
+@each_value(strategy=STRATEGIES, what=INSIDE)
 def test_what_runs_inside_unshard_sees_the_changes_and_keeps_them(world, what, strategy):
     model = fsdp.fully_shard(small.Stack(), strategy=strategy)
     before = whole(model)

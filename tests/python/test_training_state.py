@@ -68,7 +68,7 @@ def test_names_that_begin_with_model_are_not_a_section(tmp_path):
 
 
 def test_uneven_shards_and_split_parameters_of_megatron_are_joined():
-    directory, expected = saved.saved_on_ranks(3, saved.megatron_run)
+    directory, expected = saved.saved_on_ranks(saved.megatron_run)
     checkpoint = dcp.read_metadata(directory)
     rows = [chunk.sizes[0] for chunk in checkpoint.tensors["model.module.embedding.word_embeddings.weight"].chunks]
     assert len(rows) == 2 and rows[0] != rows[1], "the shards are even: the test proves nothing"
@@ -82,7 +82,7 @@ def test_uneven_shards_and_split_parameters_of_megatron_are_joined():
 
 
 def test_flat_moments_of_an_offloaded_optimizer_get_their_parameters_shapes():
-    directory, expected = saved.saved_on_ranks(3, saved.megatron_offloaded_run)
+    directory, expected = saved.saved_on_ranks(saved.megatron_offloaded_run)
     checkpoint = dcp.read_metadata(directory)
     flat = [tensor for key, tensor in checkpoint.tensors.items() if key.endswith("embeddings.weight.exp_avg") or "fc2" in key]
     assert (33,) in [tensor.shape for tensor in flat]
@@ -93,13 +93,6 @@ def test_flat_moments_of_an_offloaded_optimizer_get_their_parameters_shapes():
     assert set(found) == set(expected) and state.step == 12
     assert state.notes == ["moments of 15 parameters have one dimension, as Megatron writes those of an offloaded optimizer; they were "
                            "given their parameters' shapes"]
-
-
-def test_flat_moments_of_another_size_are_an_error(tmp_path):
-    state = training()
-    for moment in ("exp_avg", "exp_avg_sq"):
-        state["optimizer"]["state"]["0.weight"][moment] = torch.ones(34)
-    expect_error(tmp_path / "c", state, "has the shape [34], and its parameter [7, 5]")
 
 
 def test_split_parameters_can_stay_as_they_are(tmp_path):
@@ -164,31 +157,46 @@ def test_a_tensor_that_nothing_knows_is_an_error_until_it_is_allowed(tmp_path):
     assert list(found.dropped) == ["ema.0.weight", "ema.0.bias"] and len(found.model) == 7
 
 
-def test_state_of_unknown_kinds_and_unknown_parameters_is_named(tmp_path):
+def changed(change):
     state = training()
-    state["optimizer"]["state"]["0.weight"]["max_exp_avg_sq"] = torch.ones(7, 5)
-    expect_error(tmp_path / "a", state, "nothing here knows 'optimizer.state.0.weight.max_exp_avg_sq'")
-    state = training()
-    del state["model"]["0.bias"]
-    expect_error(tmp_path / "b", state, "nothing here knows", "'optimizer.state.0.bias.exp_avg'")
+    change(state, state["optimizer"]["state"])
+    return state
 
 
-def test_half_an_adam_state_is_named(tmp_path):
-    state = training()
-    del state["optimizer"]["state"]["0.bias"]["exp_avg_sq"]
-    expect_error(tmp_path / "a", state, "'0.bias' have exp_avg and no exp_avg_sq")
+def of_another_size(state, moments):
+    for moment in ("exp_avg", "exp_avg_sq"):
+        moments["0.weight"][moment] = torch.ones(34)
+
+
+MISTAKES = {
+    "kind": (lambda state, moments: moments["0.weight"].update(max_exp_avg_sq=torch.ones(7, 5)),
+             ["nothing here knows 'optimizer.state.0.weight.max_exp_avg_sq'"]),
+    "parameter": (lambda state, moments: state["model"].pop("0.bias"), ["nothing here knows", "'optimizer.state.0.bias.exp_avg'"]),
+    "half": (lambda state, moments: moments["0.bias"].pop("exp_avg_sq"), ["'0.bias' have exp_avg and no exp_avg_sq"]),
+    "shape": (lambda state, moments: moments["0.bias"].update(exp_avg=torch.ones(7, 1)),
+              ["'optimizer.state.0.bias.exp_avg' has the shape [7, 1], and its parameter [7]"]),
+    "flat": (of_another_size, ["has the shape [34], and its parameter [7, 5]"]),
+    "two optimizers": (lambda state, moments: state.update(
+        optimizer=dict.fromkeys((0, 1), saved.states_of(*saved.trained())["by numbers"]["optimizer"])), ["same state of two optimizers"]),
+}
+
+
+@pytest.mark.parametrize("change,words", MISTAKES.values(), ids=MISTAKES)
+def test_a_state_that_is_not_adams_is_named(tmp_path, change, words):
+    expect_error(tmp_path / "c", changed(change), *words)
+
+
+@pytest.mark.parametrize("state,words", [
+    ({"policy": {"w": torch.ones(2)}}, ["no tensor of a model", "'policy.w'", "--prefix"]),
+    ({"model0": {"w": torch.ones(2)}, "model1": {"w": torch.ones(2)}}, ["are both 'w'"])], ids=["none", "two"])
+def test_a_checkpoint_without_one_model_is_an_error(tmp_path, state, words):
+    expect_error(tmp_path / "a", state, *words)
 
 
 def test_weights_without_adam_state_are_fine_because_they_may_be_frozen(tmp_path):
     state = training()
     del state["optimizer"]["state"]["0.bias"]
     assert len(found_in(tmp_path / "a", state)[1].moments) == 2 * 6
-
-
-def test_a_moment_of_another_shape_is_named(tmp_path):
-    state = training()
-    state["optimizer"]["state"]["0.bias"]["exp_avg"] = torch.ones(7, 1)
-    expect_error(tmp_path / "a", state, "'optimizer.state.0.bias.exp_avg' has the shape [7, 1], and its parameter [7]")
 
 
 def test_different_steps_are_named_until_one_is_given(tmp_path):
@@ -252,20 +260,10 @@ def test_settings_that_cannot_be_opened_do_not_matter(tmp_path):
     assert found_in(tmp_path / "a", state)[1].settings["lr"] == ["(unreadable)"]
 
 
-def test_two_optimizers_by_numbers_are_not_mixed_up(tmp_path):
-    state = training()
-    numbered = saved.states_of(*saved.trained())["by numbers"]["optimizer"]
-    expect_error(tmp_path / "a", {**state, "optimizer": {0: numbered, 1: numbered}}, "same state of two optimizers")
-
-
 def test_types_that_our_format_has_not_are_named(tmp_path):
     weights = {"a": torch.ones(2), "mask": torch.ones(2, dtype=torch.bool)}
     expect_error(tmp_path / "a", weights, "no type for 'mask (bool)'", "--allow-extra")
     assert list(found_in(tmp_path / "b", weights, allow_extra=["mask"])[1].model) == ["a"]
-
-
-def test_a_checkpoint_without_a_model_is_an_error(tmp_path):
-    expect_error(tmp_path / "a", {"policy": {"w": torch.ones(2)}}, "no tensor of a model", "'policy.w'", "--prefix")
 
 
 # --- names -----------------------------------------------------------------------------------------------------------------
@@ -298,10 +296,6 @@ def test_renames_that_match_nothing_or_collide_are_named(tmp_path):
     expect_error(tmp_path / "b", weights, "no name of the model matches", "'a.w'", kind=UsageError, renames=[("c", "x")])
     expect_error(tmp_path / "c", weights, "'b.w' and 'a.w' would both be 'b.w'", kind=UsageError, renames=[("a", "b")])
     expect_error(tmp_path / "d", weights, "same number of *", kind=UsageError, renames=[("*.w", "x")])
-
-
-def test_two_keys_for_one_name_are_an_error(tmp_path):
-    expect_error(tmp_path / "a", {"model0": {"w": torch.ones(2)}, "model1": {"w": torch.ones(2)}}, "are both 'w'")
 
 
 def test_objects_of_any_class_are_left_unopened(tmp_path):

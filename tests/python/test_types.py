@@ -19,7 +19,7 @@ pytest.importorskip("mypy")
 PACKAGE = pathlib.Path(fsdp.__file__).parent
 CONFIG = pathlib.Path(__file__).parents[2] / "pyproject.toml"
 
-# What pybind11 does to every class: a metaclass of its own, and an __init__ of anything where there is no constructor.
+# pybind11 does this to every class: a metaclass of its own, and an __init__ of anything where there is no constructor.
 OF_PYBIND11 = re.compile(r"is inconsistent, metaclass differs$|\.__init__ is inconsistent, stub does not have \*args parameter")
 
 EXAMPLE = """
@@ -42,7 +42,7 @@ def options(model: nn.Module) -> None:
     fsdp.fully_shard(model, mesh, expert_parameters=["*.experts.*"],
                      tensor_parameters={"*.up.weight": fsdp.TpShard(0, num_sections=2), "*.norm.*": fsdp.TpPartial(), "*": fsdp.TpEqual()})
     rows = mesh.ep.all_to_all(mesh.tp.all_gather(torch.ones(2), gradient="equal"), [1, 1], [1, 1])
-    print(mesh.tp.reduce_scatter(mesh.tp.sum_gradient(rows), dim=1).shape, mesh.loss, mesh.num_losses)
+    print(mesh.tp.reduce_scatter(mesh.tp.sum_gradient(rows), dim=1).shape, mesh.data_parallel_rank, mesh.data_parallel_size)
     with fsdp.unshard(model), fsdp.no_sync(model):
         print(fsdp.memory(model).peak)
     loaded = fsdp.Checkpointer("run", model, keep_last=3).load_latest()
@@ -86,6 +86,7 @@ def mypy(module, *arguments):
                           env={**os.environ, "MYPYPATH": str(PACKAGE.parent), "MYPY_CACHE_DIR": os.devnull})
 
 
+@pytest.mark.more
 def test_mypy_finds_no_fault_in_the_package(world):
     done = mypy("mypy", "--config-file", CONFIG, "-p", "fsdp_cpp")
     assert done.returncode == 0, done.stdout
@@ -104,8 +105,10 @@ def public_functions(module):
             yield value
 
 
-@pytest.mark.parametrize("name", ["checkpoint", "fsdp2", "graph", "megatron", "megatron_model", "optim", "other_optimizers", "ranks", "saved_optimizer", "shard", "tensors", "units"])
+@pytest.mark.parametrize("name", ["checkpoint", "ema", "fsdp2", "graph", "integrations.accelerate", "integrations.trainer", "megatron",
+                                  "megatron_model", "optim", "other_optimizers", "ranks", "saved_optimizer", "shard", "tensors", "units"])
 def test_every_public_function_says_its_types(world, name):
+    pytest.importorskip({"accelerate": "accelerate", "trainer": "transformers"}.get(name.rpartition(".")[2], "torch"))
     functions = [each for each in public_functions(importlib.import_module(f"fsdp_cpp.{name}"))
                  if "_refused" not in each.__qualname__]  # made by a function: it takes anything
     assert functions
@@ -127,6 +130,7 @@ def test_the_engine_takes_every_choice_that_the_types_name(world, name, value):
     fsdp.fully_shard(torch.nn.Linear(4, 4), **{name: value})
 
 
+@pytest.mark.more
 def test_stubs_agree_with_the_module(world):
     done = mypy("mypy.stubtest", "fsdp_cpp._C", "--concise", "--mypy-config-file", CONFIG)
     problems = [line for line in done.stdout.splitlines() if line and not OF_PYBIND11.search(line)]
@@ -134,6 +138,7 @@ def test_stubs_agree_with_the_module(world):
     assert "fsdp_cpp._C.World is inconsistent, metaclass differs" in done.stdout, "stubtest has looked at the module"
 
 
+@pytest.mark.more
 def test_the_example_passes_and_wrong_uses_are_refused(world, tmp_path):
     right, wrong = tmp_path / "right.py", tmp_path / "wrong.py"
     right.write_text(EXAMPLE)

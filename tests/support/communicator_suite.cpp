@@ -123,7 +123,7 @@ void broadcasts_from_every_root(World& world, at::Device device) {
 
 void keeps_order_with_many_in_flight(World& world, at::Device device) {
   Communicator& comm = world.communicator();
-  constexpr int kCalls = 100;
+  constexpr int kCalls = 40;
   std::vector<at::Tensor> tensors;
   std::vector<Work> works;
   for (int call = 0; call < kCalls; ++call) {
@@ -165,7 +165,7 @@ void follows_work_of_other_communicators(World& world, at::Device device) {
   const Mesh mesh = world.mesh({.outer = world.size() % 2 == 0 ? 2 : 1});
   const int inner = mesh.inner().size();
   const int outer = mesh.outer().size();
-  constexpr int kCalls = 60;
+  constexpr int kCalls = 24;
   const auto longs = at::device(device).dtype(at::kLong);
   std::vector<at::Tensor> gathered;
   Work last;
@@ -195,8 +195,8 @@ void follows_work_of_a_communicator_that_was_closed(World& world, at::Device dev
   Communicator& comm = world.communicator();
   const std::vector<int> together(static_cast<size_t>(comm.size()), 0);
   const auto floats = at::device(device).dtype(at::kFloat);
-  const int rounds = device.is_cpu() ? 20 : 5;  // device backends may be slow to make
-  for (int round = 0; round < rounds; ++round) {
+  constexpr int kRounds = 5;
+  for (int round = 0; round < kRounds; ++round) {
     auto first = comm.split(together, "first");
     at::Tensor whole = at::zeros({comm.size() * 1000}, floats);
     const at::Tensor own = at::full({1000}, static_cast<double>(comm.rank() + round), floats);

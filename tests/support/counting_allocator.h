@@ -36,7 +36,6 @@ class CountingAllocator final : public SlabAllocator {
     pieces_.erase(piece);
     live_bytes_ -= bytes;
   }
-  std::string_view name() const override { return "counting"; }
 
   int64_t live_bytes() const { return live_bytes_; }
   int64_t peak_bytes() const { return peak_bytes_; }
@@ -65,7 +64,6 @@ class CountingHostAllocator final : public SlabAllocator {
     live_bytes_ -= bytes;
     host_.deallocate(address, bytes, alignment);
   }
-  std::string_view name() const override { return "counting host"; }
 
   int64_t live_bytes() const { return live_bytes_; }
   int64_t peak_bytes() const { return peak_bytes_; }

@@ -99,7 +99,6 @@ class LayoutChecker {
       sum += range.numel();
     }
     FSDP_PROMISE(sum == layout_.tensor_numel(), sum);
-    FSDP_PROMISE(layout_.padding_numel() == layout_.padded_numel() - sum, sum);
     return "";
   }
 
@@ -200,7 +199,7 @@ class LayoutChecker {
       }
     }
     FSDP_PROMISE(max_numel == layout_.max_shard_numel(placed), max_numel);
-    // As many copies as there are ranks along the axes that do not shard it.
+    // There is a copy for each rank along the axes that do not shard it.
     const int64_t copies =
         request_.inner_ranks * request_.outer_ranks / num_shards(placed, layout_.mesh());
     for (size_t e = 0; e < padded(); ++e) FSDP_PROMISE(holders[e] == copies, "element ", e);

@@ -35,7 +35,7 @@ struct SmallOptions {
 class SmallTraining {
  public:
   SmallTraining(const Mesh& mesh, const SmallOptions& options)
-      : loss_number_(mesh.loss()),
+      : loss_number_(mesh.data_parallel_rank()),
         model_(build_language_model(options.config, {.seed = 3, .dtype = options.compute})),
         sharded_(shard(mesh, options)),
         optimizer_(sharded_, {.lr = 1e-2, .step = {.max_norm = 0.5}}),

@@ -11,7 +11,7 @@
 
 #include "fsdp/comm/communicator.h"
 #include "fsdp/comm/mesh.h"
-#include "fsdp/shard/parallel_module.h"
+#include "fsdp/shard/module_roles.h"
 #include "fsdp/shard/unit.h"
 
 namespace fsdp::testing::parallel {
@@ -199,7 +199,7 @@ struct ParallelModelImpl : torch::nn::Module {
 };
 TORCH_MODULE(ParallelModel);
 
-// What a rank has of the parameter `name`, given all of it; done by hand.
+// A rank's part of the parameter `name`, given all of it; done by hand.
 inline at::Tensor owned_by(const Mesh& mesh, const std::string& name, const at::Tensor& whole) {
   const auto part = [](const MeshAxis* axis, const at::Tensor& tensor, int64_t dim) {
     if (axis == nullptr) return tensor;

@@ -15,7 +15,7 @@ namespace fsdp::testing::parallel {
 struct Grids {
   int ranks;
   MeshOptions mesh;
-  int num_losses() const { return ranks / mesh.tp; }
+  int data_parallel_size() const { return ranks / mesh.tp; }
 };
 
 inline std::string text(const Grids& grids) {
@@ -55,11 +55,11 @@ inline const AdamWOptions kParallelAdamW{
     .lr = 0.02, .eps = 1e-5, .step = {.max_norm = 0.05, .measures_norm = true}};
 
 // One rank without any of the axes; the gradients are autograd's own.
-inline Expected train_whole(int num_losses) {
+inline Expected train_whole(int data_parallel_size) {
   Expected expected;
   ParallelModel plain = parallel_model();
-  for (int loss = 0; loss < num_losses; ++loss)
-    (loss_of(plain, loss, 0) / static_cast<double>(num_losses)).backward();
+  for (int loss = 0; loss < data_parallel_size; ++loss)
+    (loss_of(plain, loss, 0) / static_cast<double>(data_parallel_size)).backward();
   double squares = 0.0;
   for (const auto& item : plain->named_parameters()) {
     expected.gradients[item.key()] = item.value().grad();
@@ -72,10 +72,10 @@ inline Expected train_whole(int num_losses) {
     AdamW optimizer(sharded, kParallelAdamW);
     for (int step = 0; step < kParallelSteps; ++step) {
       std::vector<double>& losses = expected.losses.emplace_back();
-      for (int loss = 0; loss < num_losses; ++loss) {
-        sharded.microbatch({.last = loss + 1 == num_losses});
+      for (int loss = 0; loss < data_parallel_size; ++loss) {
+        sharded.microbatch({.last = loss + 1 == data_parallel_size});
         const at::Tensor value = loss_of(model, loss, step);
-        (value / static_cast<double>(num_losses)).backward();
+        (value / static_cast<double>(data_parallel_size)).backward();
         losses.push_back(value.item<double>());
       }
       optimizer.step();

@@ -167,7 +167,7 @@ std::function<void()> updates_of(const Sharded& sharded, const ParityCase& parit
                             .eps = kEpsilon,
                             .weight_decay = kWeightDecay,
                             .decay_spares_vectors = false,
-                            // As the plain model here.
+                            // The plain model here does so, too.
                             .step = {.without_gradient = WithoutGradient::kUpdate}});
   return [adamw] {
     adamw->step();
@@ -364,7 +364,7 @@ bool is_equal_bit_by_bit(const ParityCase& parity) {
   return has_equal_gradients(parity) && parity.updated_by == UpdatedBy::kLibtorch;
 }
 
-// Of a reduced gradient, relative to the magnitude of the summands, from equal weights.
+// The error of a reduced gradient, relative to the magnitude of the summands, from equal weights.
 // fp32: sums over ranks and microbatches are added in another order and divided at another time; a
 // sum of n numbers has n roundings on both sides. (A layer that adds to a gradient itself does so
 // within its dot product, of at most 18 terms in these models.)
@@ -376,7 +376,7 @@ double gradient_tolerance(const ParityCase& parity) {
   return parity.precision == Precision::kBf16Wire ? summed + 4 * kBf16Rounding : summed;
 }
 
-// The same after some steps. fp32: errors of the weights add errors to gradients of later steps; a
+// The error after some steps. fp32: errors of the weights add errors to gradients of later steps; a
 // factor of four allows for them (the largest error of the covering subset is a seventh of it).
 // bf16: a weight that differs in its last fp32 bit may round to another bf16 value, and so may
 // later activations, so that every later gradient has the errors of bf16 anew.

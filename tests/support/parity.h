@@ -1,4 +1,4 @@
-// The same training twice: sharded over ranks, and plain in one process on all ranks' data.
+// Trains twice: sharded over ranks, and plain in one process on all ranks' data.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -78,7 +78,7 @@ struct RankOutcome {
 // kParitySteps steps on this rank's part. All ranks call it.
 RankOutcome train_rank(World& world, const ParityCase& parity);
 
-// The same on thread ranks.
+// Trains on thread ranks.
 std::vector<RankOutcome> train_threads(const ParityCase& parity);
 
 // Losses, main weights and weights are the same bits; gradients of step 1, too.

@@ -1,4 +1,4 @@
-// What quantised matrices are, by plain loops, and parameters of such.
+// Quantised matrices by plain loops, and parameters of such.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "fsdp/base/text.h"
-#include "fsdp/shard/group/quantized_parameter.h"
+#include "fsdp/shard/group/quantized_weights.h"
 #include "support/reference_quantizer.h"
 
 namespace fsdp::testing::of_codes {
@@ -100,7 +100,6 @@ inline void tag(const at::Tensor& parameter, const at::Tensor& numbers, const Re
     return QuantizedWeight{.recipe = recipe.recipe,
                            .codes = codes.bytes.clone().view(at::kFloat8_e4m3fn),
                            .scales = codes.scales.clone(),
-                           .matrix_scale = {},
                            .weight_gradient = recipe.weight_gradient};
   });
 }

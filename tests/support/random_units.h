@@ -60,7 +60,7 @@ class RandomModel {
     return ends;
   }
 
-  // The same as order(), with uses nested in others.
+  // Like order(), but with uses nested in others.
   StepOrder nested_order(int32_t num_units) {
     std::vector<int32_t> forward = order(num_units).forward;
     std::vector<int32_t> ends = nested_ends(0, static_cast<int32_t>(forward.size()) - 1);

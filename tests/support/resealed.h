@@ -4,7 +4,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
-#include "fsdp/checkpoint/format/manifest_text.h"
+#include "fsdp/checkpoint/format/manifest.h"
 
 namespace fsdp::testing {
 

@@ -69,16 +69,23 @@ struct ChainImpl : torch::nn::Module {
 };
 TORCH_MODULE(Chain);
 
-// Calls `body(model, sharded, rank)` on each of `ranks` ranks, with a chain of three units that is
-// sharded over them.
-template <typename Body>
-void on_sharded_chain(int ranks, const ShardOptions& options, const Body& body) {
+// Calls `body(model, sharded, rank)` on each of `ranks` ranks, with a model that is sharded over
+// them.
+template <typename Make, typename Body>
+void on_sharded(int ranks, const Make& make, const ShardOptions& options, const Body& body) {
   run_ranks(ranks, [&](World& world) {
     const Mesh mesh = world.mesh();
-    Chain model = build([] { return Chain(3); });
+    auto model = build(make);
     Sharded sharded = fully_shard(model, mesh, options);
     body(model, sharded, world.rank());
   });
+}
+
+// A chain of three units.
+template <typename Body>
+void on_sharded_chain(int ranks, const ShardOptions& options, const Body& body) {
+  on_sharded(
+      ranks, [] { return Chain(3); }, options, body);
 }
 
 inline constexpr double kRate = 0.1;
@@ -100,7 +107,7 @@ std::vector<at::Tensor> weights_of(const Sharded& sharded, Model& model) {
   return copies;
 }
 
-// The same training without sharding: `loss(model, rank, step)` of all ranks, averaged.
+// The training without sharding: `loss(model, rank, step)` of all ranks, averaged.
 template <typename Model, typename Loss>
 std::vector<at::Tensor> train_plain(Model model, int ranks, int steps, const Loss& loss) {
   for (int step = 0; step < steps; ++step) {

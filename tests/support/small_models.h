@@ -47,7 +47,7 @@ inline MixtralConfig small_mixtral() {
           .router_aux_loss_coef = 0.02};
 }
 
-// Of sizes that products in groups take on a GPU.
+// A small Mixtral of sizes that products in groups take on a GPU.
 inline MixtralConfig aligned_mixtral() {
   MixtralConfig config = small_mixtral();
   config.decoder.hidden_size = 64;
@@ -89,7 +89,7 @@ inline NemotronHConfig small_expert_hybrid() {
   return config;
 }
 
-// As aligned_mixtral().
+// Sizes are those of aligned_mixtral().
 inline NemotronHConfig aligned_expert_hybrid() {
   NemotronHConfig config = small_expert_hybrid();
   config.hidden_size = 64;
@@ -121,7 +121,7 @@ inline Qwen3NextConfig small_qwen3_next() {
           .mlp_only_layers = {1}};
 }
 
-// As aligned_mixtral().
+// Sizes are those of aligned_mixtral().
 inline Qwen3NextConfig aligned_qwen3_next() {
   Qwen3NextConfig config = small_qwen3_next();
   config.decoder.hidden_size = 64;

@@ -11,12 +11,11 @@
 #include <utility>
 #include <vector>
 
-#include "fsdp/base/crc32c.h"
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
 #include "fsdp/checkpoint/format/manifest.h"
-#include "fsdp/checkpoint/format/piece_writer.h"
+#include "fsdp/checkpoint/format/safetensors_file.h"
 #include "fsdp/checkpoint/format/tensor_boxes.h"
 
 namespace fsdp::testing {
@@ -77,8 +76,7 @@ struct StoredCheckpoint {
   void write_record(int64_t rank) {
     const std::string text = to_json(records[static_cast<size_t>(rank)]);
     write_file_durably(concat(path, "/", rank_record_path(rank)), text);
-    list({rank_record_path(rank), static_cast<int64_t>(text.size()),
-          crc32c(std::as_bytes(std::span(text)))});
+    list(described(rank_record_path(rank), text));
   }
 
   // Adds or replaces the manifest's entry of a file.
@@ -123,9 +121,8 @@ inline StoredCheckpoint write_checkpoint(const std::string& path, Manifest manif
     RankRecord record;
     record.rank = rank;
     record.block_bytes = options.block_bytes;
-    record.files = write_pieces(path, "model", rank, ranks[i].model, options);
-    for (RankRecord::File& file : write_pieces(path, "optimizer", rank, ranks[i].moments, options))
-      record.files.push_back(std::move(file));
+    record.files = write_pieces(
+        path, rank, {{"model", ranks[i].model}, {"optimizer", ranks[i].moments}}, options);
     for (const RankRecord::File& file : record.files)
       stored.list({file.path, file.bytes, crc32c_of(file, options.block_bytes)});
     stored.records.push_back(std::move(record));

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/checkpoint/format/safetensors_header.h"
+#include "fsdp/checkpoint/format/safetensors_file.h"
 #include "fsdp/checkpoint/tools/converted_files.h"
 
 namespace fsdp::testing {

@@ -1,6 +1,7 @@
 // Ranks that are threads of one process, yet talk through TCP: a sanitizer sees all of them.
 #pragma once
 
+#include <atomic>
 #include <exception>
 #include <functional>
 #include <mutex>
@@ -22,11 +23,15 @@ class PlaceInMemory final : public MeetingPlace {
 
   std::optional<Endpoint> find() override {
     const std::lock_guard lock(mutex_);
+    ++num_finds_;
     return endpoint_;
   }
 
+  int num_finds() const { return num_finds_; }
+
  private:
   std::mutex mutex_;
+  std::atomic<int> num_finds_ = 0;
   std::optional<Endpoint> endpoint_;
 };
 

@@ -120,6 +120,19 @@ inline DeepseekV3Config deepseek() {
   return config;
 }
 
+// Each of eight ranks has a key head and two value heads of a Gated DeltaNet.
+inline Qwen3NextConfig qwen3_next() {
+  Qwen3NextConfig config = testing::small_qwen3_next();
+  config.decoder.vocab_size = 40;
+  config.decoder.num_attention_heads = 16;
+  config.decoder.num_key_value_heads = 8;
+  config.decoder.intermediate_size = 32;
+  config.linear_num_key_heads = 8;
+  config.linear_num_value_heads = 16;
+  config.num_experts = 8;
+  return config;
+}
+
 inline std::vector<SmallModel> hybrid_models() {
   NemotronHConfig biased = hybrid();
   biased.use_bias = biased.attention_bias = biased.mlp_bias = true;
@@ -162,7 +175,7 @@ inline at::Tensor loss_of(const std::shared_ptr<LanguageModel>& model, int loss,
 struct Grids {
   int ranks;
   MeshOptions mesh;
-  int num_losses() const { return ranks / mesh.tp; }
+  int data_parallel_size() const { return ranks / mesh.tp; }
 };
 
 inline std::string text(const Grids& grids) {
@@ -180,8 +193,14 @@ inline std::vector<Grids> grids_of(int ranks, int most_ep) {
   return all;
 }
 
-// What tensors of a Mamba-2 layer consist of along their first dimension; nothing for others.
+// The sections of tensors of Mamba-2 and Gated DeltaNet along their first dimension; nothing for
+// others.
 inline std::vector<int64_t> sections_of(const std::string& name, const ModelConfig& config) {
+  const auto* next = std::get_if<Qwen3NextConfig>(&config);
+  if (next != nullptr && name.find("conv1d") != std::string::npos) {
+    const int64_t keys = next->linear_num_key_heads * next->linear_key_head_dim;
+    return {keys, keys, next->linear_num_value_heads * next->linear_value_head_dim};
+  }
   const auto* c = std::get_if<NemotronHConfig>(&config);
   if (c == nullptr) return {};
   const int64_t inner = c->mamba_num_heads * c->mamba_head_dim;
@@ -200,7 +219,7 @@ inline at::Tensor slice_of_sections(const at::Tensor& whole, const std::vector<i
   return at::cat(slices);
 }
 
-// What this rank has of all parameters: slices of experts and of tensors, by their sizes.
+// This rank's parts of all parameters: slices of experts and of tensors, by their sizes.
 inline std::vector<at::Tensor> owned_of(const std::vector<at::Tensor>& whole, const Mesh& mesh,
                                         const LanguageModel& model) {
   std::vector<at::Tensor> owned;

@@ -28,9 +28,9 @@ std::string tests_in_files(const std::vector<std::string>& names) {
 
 }  // namespace
 
-// What the sanitizers ask a program for when it starts. Tests ask for more memory than there is and
-// expect std::bad_alloc. libtorch is not instrumented: locks inside it are not seen, so its random
-// number generator, which ranks in threads share, looks unprotected.
+// The sanitizers ask a program for these when it starts. Tests ask for more memory than there is
+// and expect std::bad_alloc. libtorch is not instrumented: locks inside it are not seen, so its
+// random number generator, which ranks in threads share, looks unprotected.
 extern "C" {
 const char* __asan_default_options();
 const char* __tsan_default_options();

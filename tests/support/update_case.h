@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "fsdp/base/text.h"
-#include "fsdp/optim/kernels/change_marks.h"
 #include "fsdp/optim/kernels/update_span.h"
 
 namespace fsdp::testing {

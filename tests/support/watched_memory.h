@@ -61,7 +61,6 @@ class OnceOnlyAllocator final : public SlabAllocator {
     live_bytes_ -= bytes;
     gone_.push_back({address, bytes, alignment});
   }
-  std::string_view name() const override { return "once"; }
 
   int64_t live_bytes() const { return live_bytes_; }
   int64_t num_allocations() const { return num_allocations_; }

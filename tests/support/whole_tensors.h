@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/checkpoint/format/piece_writer.h"
+#include "fsdp/checkpoint/format/safetensors_file.h"
 
 namespace fsdp::testing {
 
@@ -26,7 +26,7 @@ inline void write_whole_tensors(const std::map<std::string, at::Tensor>& tensors
                                     static_cast<size_t>(range.numel()) * sizeof(float));
                       }});
   }
-  write_pieces(directory, folder, 0, pieces, {});
+  write_pieces(directory, 0, {{folder, pieces}}, {});
 }
 
 }  // namespace fsdp::testing

@@ -1,4 +1,4 @@
-"""What tools/check_rooms.py must catch, and what it must let through."""
+"""Checks what tools/check_rooms.py must catch, and what it must let through."""
 
 import pathlib
 import subprocess

@@ -32,7 +32,7 @@ def check_steps():
         words = [word for word in copied.split() if not word.startswith("--")]
         for source in words[:-1] if "--from" not in copied else []:
             assert (PROJECT / source).exists(), f"COPY {source}: there is no such file"
-    # What the documentation promises, and what the numbers of the build are pinned for.
+    # The documentation promises this image, for which the numbers of the build are pinned.
     images = {image.split()[0] for image in steps("FROM")}
     assert images == {"debian:12-slim"}, images
     assert "Debian 12" in (PROJECT / "README.md").read_text()

@@ -42,8 +42,8 @@ struct CpuTypes {
   bool has_float16 = false;
 };
 
-// Of this machine's CPU, which is asked once. Machines that are neither x86-64 nor aarch64 have
-// none.
+// Facts about this machine's CPU, which is asked once. Machines that are neither x86-64 nor aarch64
+// have none.
 CpuTypes this_cpu();
 
 // Whether products of this type are about as fast there as fp32 ones.

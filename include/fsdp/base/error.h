@@ -1,4 +1,4 @@
-// What fsdp.cpp throws when something cannot go on.
+// The errors that fsdp.cpp throws when something cannot go on.
 #pragma once
 
 #include <stdexcept>

@@ -15,22 +15,19 @@ enum class WeightRecipe : uint8_t {
   kFp8Row,     // e4m3, one fp32 scale for each row
   kFp8Block,   // e4m3, one fp32 scale for each 128 x 128 block
   kMxFp8,      // e4m3, one power of two (E8M0) for each 32 elements of a row
-  kNvFp4,  // e2m1, one e4m3 scale for each 16 elements of a row, and one fp32 scale for a matrix
 };
 
-// What makes recipes different, as data.
+// The differences of recipes, as data.
 struct WeightRecipeRow {
   WeightRecipe recipe;
-  std::string_view name;  // "bf16" (plain), "fp8-tensor", "fp8-row", "fp8-block", "mxfp8", "nvfp4"
-  int64_t code_bits;      // of an element
+  std::string_view name;  // "bf16" (plain), "fp8-tensor", "fp8-row", "fp8-block", "mxfp8"
   // A scale's rows and columns of the matrix; 0: all of them.
   int64_t scale_rows;
   int64_t scale_columns;
-  // Scales of one byte belong to elements that lie side by side. They are as many as a 16th of the
-  // codes' bytes, so they are sharded and gathered like those. Scales of four bytes are few: every
+  // Scales of one byte belong to elements that lie side by side. They are as many as a 32nd of the
+  // codes, so they are sharded and gathered like those. Scales of four bytes are few: every
   // rank has all of them.
   int64_t scale_bytes;
-  bool has_matrix_scale;  // an fp32 factor of all scales of a matrix
 };
 
 const WeightRecipeRow& row_of(WeightRecipe recipe);
@@ -45,16 +42,6 @@ constexpr bool is_quantizable(int64_t rows, int64_t columns) {
 
 // nullopt for an unknown name.
 std::optional<WeightRecipe> parse_weight_recipe(std::string_view name);
-
-// Where the scales come from.
-enum class WeightScaling : uint8_t {
-  kCurrent,  // the largest magnitude of the numbers that are quantised
-  kDelayed,  // the largest one of the last updates: nothing has to be known before the cast
-};
-
-// "current", "delayed"
-std::string_view name_of(WeightScaling scaling);
-std::span<const WeightScaling> all_weight_scalings();
 
 // Matrix products of a quantised weight.
 enum class ProductForm : uint8_t {

@@ -85,9 +85,6 @@ class Checkpointer {
   // on other ranks. Never waits.
   std::vector<SavedCheckpoint> take_saved();
 
-  // Bytes of host memory for copies of the state.
-  int64_t snapshot_bytes() const;
-
  private:
   class Impl;
 

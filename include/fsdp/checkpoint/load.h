@@ -42,7 +42,8 @@ struct LoadedCheckpoint {
   std::string schedule;
   std::string optimizer;       // TrainingPosition::optimizer
   int64_t optimizer_step = 0;  // updates that were made
-  // Of the rank in this rank's place when it was saved; empty if the number of ranks was another.
+  // The text of the rank in this rank's place when it was saved; empty if the number of ranks was
+  // another.
   std::string data;
   std::vector<std::string> data_of_ranks;  // of all ranks that wrote the checkpoint
   bool has_random_state = false;           // if so, it is set: the same number of ranks wrote it

@@ -42,7 +42,7 @@ struct PatchRange {
 struct PatchTensor {
   std::string name;
   std::vector<int64_t> shape;  // of the whole tensor
-  // Of the flattened whole, ascending: positions (int64), or if that is undefined, ranges.
+  // Places in the flattened whole, ascending: positions (int64), or if that is undefined, ranges.
   at::Tensor positions;
   std::vector<PatchRange> ranges;
   at::Tensor values;  // of these elements, one-dimensional, with the bits that compute
@@ -70,7 +70,7 @@ class PatchStream {
   PatchStream(const PatchStream&) = delete;
   PatchStream& operator=(const PatchStream&) = delete;
 
-  // What this rank has of the patch from the one before to now, the weights after `step`, as
+  // This rank's part of the patch from the one before to now, the weights after `step`, as
   // tensors on the device `where`. Waits for updates under way. If it fails, the next patch is a
   // full one.
   Patch take(int64_t step, c10::Device where = at::kCPU);

@@ -14,7 +14,8 @@
 namespace fsdp {
 
 enum class WeightValues : uint8_t {
-  // What a forward computes with, in its type. Of quantised weights: the main weights, in the type
+  // The weights that a forward computes with, in its type. For quantised ones: the main weights, in
+  // the type
   // of the products' results.
   kCompute,
   kMain,  // what the optimizer updates, as checkpoints hold it

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 
 namespace fsdp {
 
@@ -13,6 +12,9 @@ enum class NcclUse {
   kOff,     // never: processes stage device tensors through host memory
   kAlways,  // by all means, with one process, too
 };
+
+// "auto", "off", "always"
+const char* name_of(NcclUse use);
 
 // How NCCL adds gradients.
 enum class NcclReduce {
@@ -25,7 +27,7 @@ struct CommOptions {
   // How long any wait for other ranks may take before it is an error that says who is missing.
   // Environment: FSDP_TIMEOUT_S.
   double timeout_seconds = 600.0;
-  // What that error says to raise: where a program has a setting of its own, its name.
+  // The setting that this error says to raise: where a program has a setting of its own, its name.
   const char* timeout_name = "FSDP_TIMEOUT_S";
 
   // Ranks compare what they are about to do (sequence, operation, dtype, bytes, tag) before data
@@ -59,11 +61,5 @@ enum class UserBuffers : uint8_t {
 
 // "off", "registered", "symmetric"
 const char* name_of(UserBuffers use);
-
-// How a communicator uses memory that was registered with it.
-struct RegisteredMemory {
-  UserBuffers use = UserBuffers::kOff;
-  std::string why_not_better;  // "" where nothing better was asked for
-};
 
 }  // namespace fsdp

@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -12,20 +11,12 @@
 
 #include "fsdp/comm/comm_options.h"
 #include "fsdp/comm/operation.h"
-#include "fsdp/comm/work.h"
-
-namespace c10 {
-class Stream;
-}
 
 namespace fsdp {
 
+class NcclCalls;
 struct Operation;
 class Shares;
-
-// How operations of each kind have used their callers' memory since that was registered: the worst
-// of all of them.
-using UsedBuffers = std::map<OpKind, UserBuffers>;
 
 // A communicator runs its collectives in the order in which they were enqueued, which must be the
 // same on every rank; two communicators are independent of each other. A call checks its arguments,
@@ -95,25 +86,8 @@ class Communicator {
   // the host: words that follow a noun ("whose ..."), or "" if it can.
   virtual std::string why_not_recorded() const { return "whose host carries data between them"; }
 
-  // Watches a replay of recorded operations that was just put on `stream`: the host does not see
-  // the single operations, so the replay as a whole has the deadline of one of them, and
-  // throw_if_aborted() throws when it was missed.
-  virtual void watch_replay(const c10::Stream& stream);
-
-  // Whether operations can use memory of their callers in place (UserBuffers).
-  virtual bool registers_memory() const { return false; }
-
-  // Registers memory that comes from nccl_allocate(), so that operations use it in place until
-  // deregister_memory(), and no better than `best` says. Every rank calls it, in the same order and
-  // with as many bytes.
-  virtual RegisteredMemory register_memory(void* address, int64_t bytes, UserBuffers best);
-
-  // Waits for the operations that use the memory, then ends its registration. Must be called before
-  // the memory is released.
-  virtual void deregister_memory(void* address) noexcept;
-
-  // How operations have used registered memory until now.
-  virtual UsedBuffers used_buffers() const { return {}; }
+  // Calls that only the backend `nccl` has; nullptr for the others.
+  virtual NcclCalls* nccl() { return nullptr; }
 
   // Makes every wait of every rank fail with this message, now and later.
   virtual void abort(const std::string& message) = 0;

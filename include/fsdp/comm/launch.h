@@ -39,7 +39,7 @@ using EnvironmentLookup = std::function<std::optional<std::string>(const char* n
 // script may copy mpirun's rank into torchrun's RANK, so those two must agree.
 Launch read_launch(const EnvironmentLookup& lookup);
 
-// The same from this process's environment.
+// Reads them from this process's environment.
 Launch read_launch();
 
 }  // namespace fsdp

@@ -1,6 +1,8 @@
 // The ranks of a world as grids, one for each kind of parameters, whose axes have communicators.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -8,9 +10,34 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/comm/parameter_kind.h"
-
 namespace fsdp {
+
+// All parameters are dense unless a module says otherwise (module_roles.h).
+enum class GridKind : uint8_t { kDense, kTensor, kExpert };
+inline constexpr std::array kGridKinds{GridKind::kDense, GridKind::kTensor, GridKind::kExpert};
+
+enum class ParameterKind : uint8_t {
+  kEqual,    // whole, with equal gradients on the ranks of a tp group: without tp, every dense one
+  kPartial,  // whole, with a part of its gradient on each rank of a tp group
+  kTensor,   // a slice on each rank of a tp group
+  kExpert,   // a slice on each rank of an ep group
+};
+
+struct ParameterKindRow {
+  ParameterKind kind;
+  GridKind grid;     // over which it is cut and reduced
+  const char* name;  // of its buckets
+};
+
+inline constexpr std::array kParameterKinds{
+    ParameterKindRow{ParameterKind::kEqual, GridKind::kDense, ""},
+    ParameterKindRow{ParameterKind::kPartial, GridKind::kDense, "partial"},
+    ParameterKindRow{ParameterKind::kTensor, GridKind::kTensor, "tensor"},
+    ParameterKindRow{ParameterKind::kExpert, GridKind::kExpert, "expert"}};
+
+constexpr const ParameterKindRow& row_of(ParameterKind kind) {
+  return kParameterKinds[static_cast<size_t>(kind)];
+}
 
 class Communicator;
 
@@ -89,9 +116,10 @@ class Mesh {
   // The dense one, and those with owners.
   std::vector<GridKind> grids() const;
 
-  // Ranks of a tp group have the same batch and loss. Which one is this rank's, of how many?
-  int num_losses() const { return size() / tp_size(); }
-  int loss() const;
+  // Batches computed at a time, and this rank's among them: ranks of a tp group share one batch and
+  // its loss.
+  int data_parallel_size() const { return size() / tp_size(); }
+  int data_parallel_rank() const;
 
  private:
   struct TensorAxes {

@@ -1,15 +1,22 @@
-// What a collective does, in words and numbers: its kind, how ranks' values are combined, what the
-// operation is called, and by what ranks recognise that they ask for the same thing.
+// A collective in words and numbers: its kind, how ranks' values are combined, what the
+// operation is called, and by what ranks recognise that they ask for the same thing; and the Work
+// that it returns.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
+
+namespace c10 {
+struct Event;
+}
 
 namespace fsdp {
 
@@ -29,7 +36,7 @@ enum class ReduceOp : uint8_t { kSum, kAvg, kMax, kMin };
 
 const char* name_of(ReduceOp op);
 
-// What becomes of the result: it replaces the output, or is added to it.
+// The use of the result: it replaces the output, or is added to it.
 enum class Store : uint8_t { kWrite, kAdd };
 
 const char* name_of(Store store);
@@ -57,8 +64,8 @@ struct Reduction {
   at::Tensor squares = {};
 };
 
-// What a collective is for ("blocks.3 weight"); appears in errors and profiles. A fixed array, so
-// that naming an operation allocates nothing and can travel to other ranks.
+// The purpose of a collective ("blocks.3 weight"); appears in errors and profiles. A fixed array,
+// so that naming an operation allocates nothing and can travel to other ranks.
 class Tag {
  public:
   static constexpr size_t kMaxLength = 47;
@@ -76,7 +83,8 @@ class Tag {
   std::array<char, kMaxLength + 1> text_{};  // zero-terminated; longer names are cut
 };
 
-// What must be equal on all ranks before data may move. Plain bytes: it is sent to other ranks.
+// Facts that must be equal on all ranks before data may move. Plain bytes: it is sent to other
+// ranks.
 struct Fingerprint {
   uint64_t sequence = 0;  // how many operations this communicator had before
   OpKind kind = OpKind::kBarrier;
@@ -105,5 +113,40 @@ struct RecordedCall {
 
 // Shared by a simulated communicator and everything split from it, in the order of the calls.
 using Recording = std::vector<RecordedCall>;
+
+class OperationQueue;
+class WorkState;
+
+// The result of enqueueing a collective or an update: something to wait on, the same on CPUs and on
+// devices.
+//
+// wait() on CPU tensors: returns when the data is there. On device tensors: returns when the
+// collective is on its stream, and makes the caller's current stream wait for it; the host does
+// not (Note [Tensors in use] in enqueued_operation.h says who keeps the tensors until then). A
+// failed operation throws from every wait(). Dropping a Work does not cancel anything; a later call
+// on the same communicator reports an error nobody waited for.
+class Work {
+ public:
+  Work() = default;  // already done
+  explicit Work(std::shared_ptr<WorkState> state) : state_(std::move(state)) {}
+
+  void wait() const;
+  bool done() const;
+
+  // --- for those who run an operation that comes after this one ---
+
+  // Blocks until this operation is done, leaving it to those who run it; throws its error.
+  void wait_as_follower() const;
+  // Marks its end on a device; nullptr when it has none. Only when done.
+  const c10::Event* event() const;
+
+ private:
+  friend class OperationQueue;
+
+  std::shared_ptr<WorkState> state_;
+  // The operation that this one comes after, if any: wait() lends a hand there too. No further
+  // back, or a long chain of operations would never be freed.
+  std::shared_ptr<WorkState> after_;
+};
 
 }  // namespace fsdp

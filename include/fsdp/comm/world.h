@@ -35,7 +35,7 @@ class World {
   // Rank `rank` of `size`, alone: nothing moves, every call is recorded.
   static World simulated(int rank, int size, std::shared_ptr<Recording> recording);
 
-  World(Launch launch, std::unique_ptr<Communicator> communicator);
+  World(Launch launch, std::unique_ptr<Communicator> communicator, std::string transport = "");
   World(World&&) noexcept;
   World& operator=(World&&) noexcept;
   ~World();

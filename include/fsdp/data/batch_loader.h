@@ -14,22 +14,18 @@
 
 namespace fsdp {
 
-struct LoaderOptions {
-  int64_t ahead = 2;  // microbatches that are prepared before they are asked for
-};
-
-// For one thread. Destroying it stops and joins its own thread.
+// Prepares two microbatches ahead. For one thread; destroying it stops and joins its own thread.
 class BatchLoader {
  public:
   // Begins at `from`: first_position(), or one that was saved; UsageError where that belongs to
   // another order of windows (check_same_order).
-  BatchLoader(TrainingBatches batches, const DataPosition& from, const LoaderOptions& options = {});
+  BatchLoader(TrainingBatches batches, const DataPosition& from);
   BatchLoader(const BatchLoader&) = delete;
   BatchLoader& operator=(const BatchLoader&) = delete;
   ~BatchLoader();
 
-  // This rank's next microbatch: those of a step in order, then the next step's. What went wrong
-  // while it was prepared is thrown here, and by every call after that.
+  // This rank's next microbatch: those of a step in order, then the next step's. An error while it
+  // was prepared is thrown here, and by every call after that.
   TokenBatch next();
 
   // After the last step whose microbatches have all been handed out: where a run that is resumed
@@ -50,7 +46,6 @@ class BatchLoader {
 
   const TrainingBatches batches_;
   const DataPosition from_;
-  const size_t ahead_;
   int64_t num_taken_ = 0;  // microbatches
   double waited_seconds_ = 0;
 

@@ -38,12 +38,12 @@ class Permutation {
 // A target that is not learnt, as PyTorch and the models of fsdp/nn.h know it.
 inline constexpr int64_t kNotLearnt = -100;
 
-// What a token sees of other documents in its window: the documents before its own, as one text, or
+// A token's view of other documents in its window: the documents before its own, as one text, or
 // nothing. Separate documents need a token that ends each; none of them predicts the next one's
 // first token.
 enum class WindowDocuments : uint8_t { kJoined, kSeparate };
 
-// What one rank feeds to the model at once: rows of sequence + 1 tokens, row after row. The first
+// The input of one rank's model at once: rows of sequence + 1 tokens, row after row. The first
 // `sequence` of a row are inputs, the last `sequence` their targets.
 struct TokenBatch {
   std::vector<int64_t> tokens;
@@ -52,8 +52,8 @@ struct TokenBatch {
   // [rows, sequence]: the token after each input, or kNotLearnt.
   std::vector<int64_t> targets = {};
   int64_t num_targets = 0;  // that are learnt
-  // Of separate documents: numbers of their first inputs, counted row after row, those of rows
-  // included.
+  // Numbers of the first inputs of separate documents, counted row after row, those of
+  // rows included.
   std::vector<int64_t> document_starts = {};
 };
 
@@ -69,15 +69,13 @@ struct BatchOptions {
   WindowDocuments documents = WindowDocuments::kJoined;
 };
 
-// UsageError where ranks * microbatches does not divide the batch, with the nearest that work.
-void check_batch(const BatchOptions& options);
-
 // The training windows, shuffled anew in every epoch, without end. A step takes the next `batch`
 // windows of this order; microbatch m of rank r has the rows from (m * ranks + r) * rows on. So a
 // step's windows depend on tokens, sequence, seed and place alone, and a microbatch's also on how
 // many there are, but never on the number of ranks.
 class TrainingBatches {
  public:
+  // UsageError where ranks * microbatches does not divide the batch, with the nearest that work.
   TrainingBatches(TokenWindows windows, const BatchOptions& options);
 
   int64_t rows() const { return rows_; }  // of this rank's microbatch
@@ -113,7 +111,7 @@ struct ValidationOptions {
 
 // Validation windows in the order of the corpus, in whole batches: what is left over in the end is
 // dropped. Where there are fewer windows than rows, there is one batch, in which windows repeat.
-// The same windows for any number of ranks.
+// Any number of ranks takes the same windows.
 class ValidationBatches {
  public:
   // UsageError where ranks do not divide the batch.

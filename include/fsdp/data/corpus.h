@@ -1,16 +1,20 @@
-// What --data names: text and token files as one sequence of tokens, read at any place.
+// The data that --data names: text and token files as one sequence of tokens, read at any place.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
+#include <future>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace fsdp {
 
+struct DocumentFindings;
 struct LeftOut;
 struct TokenHeader;
 class Tokenizer;
@@ -24,6 +28,8 @@ struct CorpusOptions {
   // So much of packed files is looked over when they are opened, and a piece of each at least; 0:
   // nothing. See TokenFile::look_over().
   int64_t looked_over_bytes = int64_t{64} << 20;
+  // Told how many bytes of text are tokenised, of how many, after every piece.
+  std::function<void(int64_t done_bytes, int64_t total_bytes)> progress = {};
 };
 
 // Immutable; any number of threads may read it at a time, so the ranks of a process share one.
@@ -44,10 +50,12 @@ class Corpus {
   int64_t vocabulary() const;
   const std::string& tokenizer() const;
   std::optional<int64_t> end_of_document() const;
-  // As a token file of all the tokens would have it.
+  // The header that a token file of all the tokens would have.
   const TokenHeader& header() const;
   int64_t num_files() const;
   const LeftOut& left_out() const;
+  // Rows that were read from text and that a person should look at.
+  const DocumentFindings& findings() const;
 
   // See fingerprint_of().
   uint64_t fingerprint() const;
@@ -71,6 +79,9 @@ class Corpus {
   // many of all bytes are done, now and then.
   void verify(const std::function<void(int64_t)>& progress = {}) const;
 
+  // UsageError for data of which nothing is learnt.
+  void check_learnt() const;
+
   // UsageError for a model that has fewer tokens than the data.
   void check_model_vocabulary(int64_t model_vocabulary) const;
 
@@ -88,5 +99,37 @@ class Corpus {
 
 // Whether a path is taken for a packed token file.
 bool is_token_file(const std::string& path);
+
+// --- verified beside the training ----------------------------------------------------------------
+
+// Verifies packed files in a thread, beside the training that reads them.
+
+// Any number of threads may ask at a time.
+class CorpusCheck {
+ public:
+  // Files of at most `waited_bytes` in all are verified when this returns, which throws as wait()
+  // does.
+  explicit CorpusCheck(std::vector<std::shared_ptr<const Corpus>> corpora,
+                       int64_t waited_bytes = int64_t{64} << 20);
+  // Does not wait for the files.
+  ~CorpusCheck();
+  CorpusCheck(const CorpusCheck&) = delete;
+  CorpusCheck& operator=(const CorpusCheck&) = delete;
+
+  // Whether damage is found already.
+  bool has_failed() const { return has_failed_; }
+
+  // Waits until everything is verified. Throws the Error of Corpus::verify().
+  void wait() const { verified_.get(); }
+
+ private:
+  void verify(const std::vector<std::shared_ptr<const Corpus>>& corpora);
+
+  std::atomic<bool> is_stopped_ = false;
+  std::atomic<bool> has_failed_ = false;
+  std::promise<void> outcome_;
+  const std::shared_future<void> verified_ = outcome_.get_future().share();
+  std::thread thread_;  // last: it uses all of the above
+};
 
 }  // namespace fsdp

@@ -34,7 +34,7 @@ class Tokenizer {
  public:
   virtual ~Tokenizer() = default;
 
-  // What a file of these tokens says of itself, without its counts.
+  // The header of a file of these tokens, without its counts.
   virtual const TokenHeader& kind() const = 0;
   // Whether the token that ends documents also ends turns of chats.
   virtual bool ends_turns() const { return false; }
@@ -54,6 +54,12 @@ class Tokenizer {
   virtual void begin_text(std::span<const int64_t> prompt) const = 0;
   virtual std::string next_text(std::span<const int64_t> tokens) const = 0;
 };
+
+// The tokenizer that is built in: a token is a byte, whether it is valid UTF-8 or not, and one more
+// ends a document.
+inline constexpr const char* kByteTokenizerName = "bytes";
+inline constexpr int64_t kByteVocabulary = 257;
+inline constexpr int64_t kByteEndOfDocument = 256;
 
 inline constexpr const char* kTokenizerFileName = "tokenizer.json";
 

@@ -24,7 +24,7 @@ std::string_view name_of(MainStorage storage);
 // Every value, in declaration order.
 std::span<const MainStorage> all_main_storages();
 
-// What the user says about types; docs/plan.md says which buffer each one sets.
+// The user's choice of types; docs/plan.md says which buffer each one sets.
 struct PrecisionTypes {
   // Main weights. nullopt: none, the optimizer updates the weights themselves.
   std::optional<DType> main_params = DType::kFloat32;
@@ -32,7 +32,7 @@ struct PrecisionTypes {
   MainStorage main_storage = MainStorage::kSplit;
   // Main gradients. nullopt: the parameter's dtype.
   std::optional<DType> main_grads = std::nullopt;
-  // What gradients travel in. nullopt: the main gradients' dtype.
+  // The type that gradients travel in. nullopt: the main gradients' dtype.
   std::optional<DType> grad_comm = std::nullopt;
   // The optimizer's running averages: of gradients (SGD: the momentum), and of their squares.
   // nullopt: none. AdamW has both, SGD the first or none.
@@ -57,7 +57,7 @@ struct GroupTypes {
   bool trainable = true;
   // The weight is the upper half of main_weight, of which only the rest is stored.
   bool split = false;
-  // Other than kPlain: what is gathered is codes and scales (layout/quantized_bytes.h); `weight` is
+  // Other than kPlain: what is gathered is codes and scales (layout/state_bytes.h); `weight` is
   // the type of the products' results and of gradients.
   WeightRecipe recipe = WeightRecipe::kPlain;
 
@@ -78,8 +78,5 @@ int64_t main_weight_bytes(const GroupTypes& types);
 // so the narrowest one that exists decides how many elements make an aligned start. Moments never
 // travel and may be unaligned.
 int64_t narrowest_bytes(const GroupTypes& types);
-
-// FlatLayoutRequest::align_bytes of the group: two codes of four bits take one byte.
-int64_t align_bytes(const GroupTypes& types);
 
 }  // namespace fsdp

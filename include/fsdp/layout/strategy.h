@@ -1,5 +1,6 @@
-// What is sharded: how the copies of one buffer are spread over the two mesh axes, and the
-// strategies (placements of weights, gradients and optimizer state), by name or one by one.
+// A strategy says what is sharded: how the copies of one buffer are spread over the two mesh axes,
+// and the strategies (placements of weights, gradients and optimizer state), by name or one by one;
+// and where a shard may end: the cuts through a tensor that a layout is allowed to make.
 #pragma once
 
 #include <array>
@@ -11,8 +12,8 @@
 
 namespace fsdp {
 
-// What the ranks along one mesh axis hold of a buffer. Changing one axis is one step: Shard to
-// Replicate is an all-gather, Partial to Shard a reduce-scatter, Partial to Replicate an
+// The part of a buffer that the ranks along one mesh axis hold. Changing one axis is one step:
+// Shard to Replicate is an all-gather, Partial to Shard a reduce-scatter, Partial to Replicate an
 // all-reduce, Replicate to Shard a local view.
 enum class Placement : uint8_t {
   kReplicate,  // everybody holds the whole range, with equal values
@@ -57,10 +58,10 @@ struct MeshShape {
   int64_t inner = 1;
   // One rank along the inner axis exchanges with itself what several would exchange: to measure
   // what that costs where there is one device.
-  bool talks_alone = false;
+  bool force_collectives = false;
 
   constexpr bool communicates_outer() const { return outer > 1; }
-  constexpr bool communicates_inner() const { return inner > 1 || talks_alone; }
+  constexpr bool communicates_inner() const { return inner > 1 || force_collectives; }
 
   friend constexpr bool operator==(const MeshShape&, const MeshShape&) = default;
 };
@@ -98,8 +99,8 @@ struct Strategy {
   static const Strategy optim_grads;
   static const Strategy optim_grads_params;
 
-  // The same with the optimizer state also sharded over the outer axis (HFSDP). UsageError where
-  // the inner axis does not shard it (no_shard).
+  // This strategy with the optimizer state also sharded over the outer axis (HFSDP). UsageError
+  // where the inner axis does not shard it (no_shard).
   Strategy hfsdp() const;
 
   friend constexpr bool operator==(const Strategy&, const Strategy&) = default;
@@ -150,5 +151,36 @@ std::optional<std::string> illegal_reason(const Strategy& strategy);
 
 // UsageError with illegal_reason().
 void check_legal(const Strategy& strategy);
+
+// Made by the four functions below.
+struct Granularity {
+  enum class Kind : uint8_t {
+    kElement,  // anywhere
+    kRow,      // between two rows, i.e. between two indices of dim 0
+    kBlock,    // between two blocks of block_numel elements, counted from the tensor's start
+    kTensor,   // nowhere: every tensor has one owner
+  };
+  Kind kind = Kind::kElement;
+  int64_t block_numel = 1;  // of kBlock
+
+  static constexpr Granularity element() { return {}; }
+  static constexpr Granularity row() { return {.kind = Kind::kRow}; }
+  static constexpr Granularity block(int64_t numel) {
+    return {.kind = Kind::kBlock, .block_numel = numel};
+  }
+  static constexpr Granularity tensor() { return {.kind = Kind::kTensor}; }
+
+  friend constexpr bool operator==(const Granularity&, const Granularity&) = default;
+};
+
+// "element", "row", "block(128)", "tensor".
+std::string to_text(Granularity granularity);
+
+// The inverse of to_text; UsageError for anything else.
+Granularity parse_granularity(std::string_view text);
+
+// The smallest number of elements of a tensor that must stay together (the last one of a tensor may
+// be shorter): 1, a row, a block, or the whole tensor. Scalars and vectors have rows of 1 element.
+int64_t indivisible_numel(Granularity granularity, std::span<const int64_t> shape);
 
 }  // namespace fsdp

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <span>
 #include <string_view>
 
@@ -17,16 +16,15 @@ enum class PoolKind : uint8_t {
 
 // "on_demand", "double_buffer", "max_pool", "planned"
 std::string_view name_of(PoolKind kind);
-std::optional<PoolKind> parse_pool_kind(std::string_view name);
 std::span<const PoolKind> all_pool_kinds();
 
-// What a double buffer does with the units that are not like the most common one.
+// The place of units in a double buffer that are not like the most common one.
 enum class OtherUnits : uint8_t {
   kOnDemand,    // allocated at acquire, freed at release: less memory, addresses not fixed
   kPersistent,  // own memory for good: fixed addresses
 };
 
-// What happens when units come in another order than in the first step, so that a unit's slot is
+// The reaction to units that come in another order than in the first step, so that a unit's slot is
 // taken and another one is free.
 enum class OnMove : uint8_t {
   kFollow,  // take the free slot, say so once; the address is then reported as not fixed

@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <string_view>
 #include <utility>
 
 namespace fsdp {
@@ -17,9 +16,6 @@ class SlabAllocator {
   // `bytes` > 0, `alignment` a power of two. Throws Error when there is not enough.
   virtual void* allocate(int64_t bytes, int64_t alignment) = 0;
   virtual void deallocate(void* address, int64_t bytes, int64_t alignment) noexcept = 0;
-
-  // For messages: "host", "cuda:0".
-  virtual std::string_view name() const = 0;
 };
 
 // Ordinary host memory, not initialised.
@@ -27,7 +23,6 @@ class HostSlabAllocator final : public SlabAllocator {
  public:
   void* allocate(int64_t bytes, int64_t alignment) override;
   void deallocate(void* address, int64_t bytes, int64_t alignment) noexcept override;
-  std::string_view name() const override { return "host"; }
 };
 
 // Owns one piece; nothing for 0 bytes.

@@ -59,8 +59,8 @@ class LanguageModel : public torch::nn::Module {
   virtual ModelLoss loss(const at::Tensor& tokens, const at::Tensor& targets,
                          const std::shared_ptr<const Documents>& documents = nullptr) = 0;
 
-  // What a step of training changes besides weights: the biases by which some routers even out the
-  // load of their experts. All ranks call it after optimizer steps, recorded ones included.
+  // Buffers that a step of training changes besides weights: the biases by which some routers even
+  // out the load of their experts. All ranks call it after optimizer steps, recorded ones included.
   void end_step(const Mesh& mesh);
 
   const ModelConfig& config() const { return config_; }

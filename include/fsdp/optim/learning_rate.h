@@ -28,10 +28,6 @@ std::string_view name_of(RateDecay decay);
 std::span<const RateSchedule> all_rate_schedules();
 std::span<const RateDecay> all_rate_decays();
 
-// By name; UsageError for an unknown one, with the nearest.
-RateSchedule parse_rate_schedule(std::string_view name);
-RateDecay parse_rate_decay(std::string_view name);
-
 // All schedules start with the same warm-up. Steps count from 1, the first update.
 //
 //   1 .. warmup_steps        rate * step / warmup_steps

@@ -1,16 +1,62 @@
-// The memory of one rank by kind, and how many bytes it receives in one step, before anything runs.
+// The question of a plan; the memory of one rank by kind, and how many bytes it receives in one
+// step, before anything runs.
 #pragma once
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "fsdp/base/dtype.h"
+#include "fsdp/base/weight_recipe.h"
+#include "fsdp/comm/mesh.h"
+#include "fsdp/layout/group_types.h"
 #include "fsdp/layout/strategy.h"
+#include "fsdp/memory/pool_options.h"
 #include "fsdp/plan/model_shape.h"
-#include "fsdp/plan/plan_options.h"
 
 namespace fsdp {
+
+// Deeper than any stack of units that is planned; a larger number is a typing error.
+inline constexpr int64_t kMaxPrefetch = 4096;
+
+struct PlanOptions {
+  int64_t ranks = 1;  // in all
+  int64_t outer = 1;  // along the outer axis; divides `ranks`, the rest is the inner (shard) axis
+  int64_t ep = 1;     // that share out the experts of a layer, as MeshOptions has it
+  int64_t tp = 1;     // that compute one loss together, as MeshOptions has it
+  Strategy strategy = Strategy::optim_grads_params;
+  DType compute = DType::kBFloat16;  // of parameters that name no dtype of their own
+  PrecisionTypes precision = {};     // of all that is derived from parameters
+  // How matrices of linear layers and experts are gathered, but for those of these names ("*" is
+  // any text; ShardOptions::quantization).
+  WeightRecipe weights = WeightRecipe::kPlain;
+  std::vector<std::string> weights_except = {};
+  double offload = 0;  // the fraction of each shard's moments and main weights on the host
+  PoolKind pool = PoolKind::kPlanned;  // of gathered weights and unreduced gradients
+  // Pool `double_buffer`: memory of units that are not like the most common one.
+  OtherUnits other_units = OtherUnits::kOnDemand;
+  int64_t prefetch = 1;  // units gathered ahead of the one that computes
+  // Planned pool only: gather as far ahead as this many bytes allow, and ignore `prefetch`.
+  std::optional<int64_t> pool_budget_bytes = std::nullopt;
+  Granularity granularity = {};  // where shards may end
+  // Muon updates the matrices of hidden layers, each by one owner (ShardOptions::matrices), with
+  // products of this type, but for those of these names; nullopt: it does not. Their momentum has
+  // the type of first moments.
+  std::optional<DType> muon = std::nullopt;
+  std::vector<std::string> muon_except = {};
+  bool marks_changes = false;  // StepOptions::marks_changes
+
+  // The grid of dense parameters, and that of a kind of grid.
+  MeshShape mesh() const { return {.outer = outer, .inner = ranks / outer}; }
+  MeshShape mesh(GridKind grid) const;
+  // How many ranks own a slice each of a parameter of that grid, before it is sharded.
+  int64_t owners(GridKind grid) const;
+
+  // Throws UsageError with the field, its value and the fix.
+  void validate() const;
+};
 
 struct GroupPlan;
 
@@ -41,10 +87,8 @@ struct Traffic {
 // One group's unsharded buffers, in bytes.
 struct GroupBytes {
   int64_t weight = 0;
-  // In the type gradients travel in; 0 for a group without gradients.
-  int64_t wire = 0;
-  // Of quantised weights: the largest magnitudes that ranks combine after an update, whole on each.
-  int64_t amaxes = 0;
+  int64_t wire = 0;    // in the type gradients travel in; 0 for a group without gradients
+  int64_t amaxes = 0;  // of quantised weights, which ranks combine after an update
 };
 
 // The step of one microbatch, from placements alone:
@@ -56,7 +100,7 @@ struct GroupBytes {
 Traffic group_traffic(const Strategy& strategy, MeshShape mesh, GroupBytes bytes,
                       int64_t num_gathers);
 
-// What of the optimizer's state is in the host's memory.
+// The part of the optimizer's state in the host's memory.
 struct HostBytes {
   int64_t main_weight = 0;
   int64_t moments = 0;
@@ -80,29 +124,24 @@ struct MemoryBytes {
   int64_t total() const;
 };
 
-// What Muon multiplies in a step, by the ranks that own the matrices.
+// Muon's products in a step, by the ranks that own the matrices.
 struct MatrixForecast {
   int64_t num_matrices = 0;
-  // Of one Newton-Schulz iteration: the mean over the ranks, and the most of one.
-  double mean_flops = 0;
-  double most_flops = 0;
-  // Ranks that own no matrix: there are fewer matrices than ranks.
-  int64_t num_idle_ranks = 0;
+  double mean_flops = 0;       // of one Newton-Schulz iteration: the mean over the ranks,
+  double most_flops = 0;       // and the most of one
+  int64_t num_idle_ranks = 0;  // that own no matrix, as there are fewer matrices than ranks
 };
 
 struct Forecast {
   PlanOptions options;
   int64_t parameters = 0;
   int64_t num_units = 0;
-  // What alignment and equal shards add to the weights, relative to the weights.
-  double padding_fraction = 0;
-  // No layout with the same granularity and alignment can have less.
-  double padding_bound_fraction = 0;
+  double padding_fraction = 0;        // by alignment and equal shards, relative to the weights
+  double padding_bound_fraction = 0;  // the least of any layout with this granularity
   MemoryBytes bytes;
   MatrixForecast matrices;  // with PlanOptions::muon
   Traffic traffic;
-  // Units gathered ahead: as asked for, or the deepest that fits the budget.
-  int64_t prefetch = 0;
+  int64_t prefetch = 0;  // units gathered ahead: as asked for, or the deepest within the budget
   double plan_seconds = 0;
 };
 
@@ -117,7 +156,7 @@ class Planner {
 
   Forecast forecast() const { return forecast(options_.strategy); }
   Forecast forecast(const Strategy& strategy) const;
-  // The same with another depth, in place of the options' own and of their pool's budget.
+  // The forecast with another depth, in place of the options' own and of their pool's budget.
   Forecast forecast(const Strategy& strategy, int64_t prefetch) const;
 
   // Every named strategy that the mesh can tell apart: those that shard the outer axis only where

@@ -27,8 +27,6 @@ ModelShape parse_model(std::string_view json_text, const std::string& source);
 // Whether parse_model() knows the "model_type" of a config.json.
 bool is_known_model_type(std::string_view model_type);
 
-ModelShape load_model_file(const std::string& path);
-
 // A path (it ends in .json or contains a slash), else a name of the catalog.
 ModelShape load_model(const std::string& name_or_path);
 

@@ -1,4 +1,4 @@
-// What planning needs to know of a model: its units, their tensors, and the order they run in.
+// A model as planning knows it: its units, their tensors, and the order they run in.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 #include "fsdp/base/dtype.h"
 #include "fsdp/base/weight_recipe.h"
-#include "fsdp/comm/parameter_kind.h"
+#include "fsdp/comm/mesh.h"
 #include "fsdp/nn/config/model_config.h"
 
 namespace fsdp {
@@ -22,23 +22,16 @@ struct TpCut {
 };
 
 struct TensorShape {
-  // As the checkpoint names it, e.g. "model.layers.0.self_attn.q_proj.weight", unless it has parts.
-  std::string name;
-  // A 0-D tensor has an empty shape and one element.
-  std::vector<int64_t> shape;
+  std::string name;            // in the checkpoint, unless it has parts
+  std::vector<int64_t> shape;  // empty: 0-D, which has one element
   // Not given: the model's compute dtype. Tensors of one unit with different dtypes form different
   // parameter groups.
   std::optional<DType> dtype = std::nullopt;
-  // Of so many experts, one below the other, which the ranks of an ep group share out; 0: of none.
-  int64_t num_experts = 0;
-  // Not given: whole on every rank of a tp group.
-  std::optional<TpCut> cut = std::nullopt;
-  // By the layer that multiplies it.
-  bool is_quantizable = false;
-  // The rows of its matrices (MatrixModule); empty: it is none of a hidden layer.
-  std::vector<int64_t> matrix_rows = {};
-  // The names in the checkpoint of a tensor that it stores in equal parts along the first
-  // dimension.
+  int64_t num_experts = 0;  // one below the other, which the ranks of an ep group share out
+  std::optional<TpCut> cut = std::nullopt;  // not given: whole on every rank of a tp group
+  bool is_quantizable = false;              // by the layer that multiplies it
+  std::vector<int64_t> matrix_rows = {};    // of a hidden layer (MatrixModule); empty: none
+  // The names in the checkpoint of equal parts along the first dimension.
   std::vector<std::string> parts = {};
 
   int64_t numel() const;
@@ -48,7 +41,7 @@ struct TensorShape {
 struct UnitShape {
   std::string name;
   std::vector<TensorShape> tensors;
-  // Of the checkpoint, too, but not gathered: whole on every rank.
+  // Stored in checkpoints, too, but not gathered: whole on every rank.
   std::vector<TensorShape> buffers = {};
 
   int64_t numel() const;
@@ -58,14 +51,10 @@ struct UnitShape {
 // than once in one forward pass (a tied head, the embedding and head of multi-token prediction).
 struct ModelShape {
   std::string name;
-  // In order of first use.
-  std::vector<UnitShape> units;
-  // Forward order as indices into `units`, one entry per use.
-  std::vector<int64_t> uses;
-  // What its layers compute, where that is known.
-  std::optional<ModelConfig> layers = {};
-  // Whether its tensors say how the ranks of a tp group share them.
-  bool takes_tp = false;
+  std::vector<UnitShape> units;  // in order of first use
+  std::vector<int64_t> uses;     // forward order as indices into `units`, one entry per use
+  std::optional<ModelConfig> layers = {};  // where that is known
+  bool takes_tp = false;                   // its tensors say how the ranks of a tp group share them
   // Where each use ends: at a later one if that is part of it, as the embedding is of a tied head.
   // Empty: all end where they begin.
   std::vector<int64_t> ends = {};
@@ -77,6 +66,10 @@ struct ModelShape {
   // names and non-negative dimensions, and the element count fits 64 bits in bytes.
   void validate() const;
 };
+
+// UsageError for a pattern of a field that matches no tensor, with the nearest one.
+[[noreturn]] void refuse_unmatched(const char* field, const std::string& pattern,
+                                   const ModelShape& model);
 
 // Tensors that have one slice per expert along their first dimension though the model does not say
 // so, by their names (ShardOptions::expert_parameters): of a list of shapes, say. UsageError for a

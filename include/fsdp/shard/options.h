@@ -11,19 +11,19 @@
 
 #include "fsdp/base/weight_recipe.h"
 #include "fsdp/comm/comm_options.h"
-#include "fsdp/layout/granularity.h"
 #include "fsdp/layout/group_types.h"
 #include "fsdp/layout/strategy.h"
 #include "fsdp/memory/pool_options.h"
 #include "fsdp/memory/slab_allocator.h"
-#include "fsdp/shard/parallel_module.h"
+#include "fsdp/shard/module_roles.h"
 
 namespace fsdp {
 
 // The types of the weights and of the buffers beside them.
 struct PrecisionPolicy {
-  // What floating-point parameters compute in. nullopt: the dtype that each has in the model.
-  // Unlike model->to(torch::kBFloat16) before fully_shard(), it leaves main weights unrounded.
+  // The type in which floating-point parameters compute. nullopt: the dtype that each has in the
+  // model. Unlike model->to(torch::kBFloat16) before fully_shard(), it leaves main weights
+  // unrounded.
   std::optional<at::ScalarType> params = std::nullopt;
 
   // Main weights, which the optimizer updates. Equal to the parameters' dtype, or nullopt: the
@@ -44,7 +44,7 @@ struct PrecisionPolicy {
   // nullopt: the main gradients' dtype. The only field that set_precision() can change later.
   std::optional<at::ScalarType> grad_comm = std::nullopt;
 
-  // The same without torch, for layouts and forecasts.
+  // These types without torch, for layouts and forecasts.
   PrecisionTypes types() const;
 
   friend bool operator==(const PrecisionPolicy&, const PrecisionPolicy&) = default;
@@ -95,16 +95,13 @@ struct Offload {
 
 // Weights that are gathered as narrow codes and scales, and multiplied so (docs/fp8.md).
 struct Quantization {
-  // Of the trained matrices of modules that know how (QuantizableModule): linear layers and
-  // experts, not embeddings, heads, norms and routers.
+  // How the trained matrices compute of modules that know how (QuantizableModule): linear layers
+  // and experts, not embeddings, heads, norms and routers.
   WeightRecipe recipe = WeightRecipe::kPlain;
 
   // Parameters that stay plain, by their names in the module tree: "model.layers.0.*" (`*` is any
   // text, dots too, `?` one character).
   std::vector<std::string> except = {};
-
-  // Where shared scales come from.
-  WeightScaling scaling = WeightScaling::kCurrent;
 
   // How the gradient of a quantised weight is computed.
   ProductForm weight_gradient = ProductForm::kQuantized;
@@ -156,7 +153,7 @@ struct ShardOptions {
   // character). Their modules find their ranks by Mesh::ep().
   std::vector<std::string> expert_parameters = {};
 
-  // What the ranks of a tp group have of parameters, as a TensorParallelModule says it; the first
+  // Placements of parameters in a tp group, as a TensorParallelModule says them; the first
   // pattern that matches counts.
   std::vector<TensorParameters> tensor_parameters = {};
 
@@ -217,7 +214,7 @@ struct ShardOptions {
   // For all memory; must outlive the sharded model. nullptr: the host's allocator or libtorch's.
   SlabAllocator* allocator = nullptr;
 
-  // The same for offloaded state. nullptr: the host's, page-locked if offload.pin says so.
+  // The allocator of offloaded state. nullptr: the host's, page-locked if offload.pin says so.
   SlabAllocator* host_allocator = nullptr;
 
   // UsageError naming the field, its value and the fix.

@@ -18,7 +18,7 @@ using TensorFunction = std::function<std::vector<at::Tensor>(const std::vector<a
 std::vector<at::Tensor> recompute(const TensorFunction& function,
                                   const std::vector<at::Tensor>& inputs);
 
-// The same for one tensor to one tensor.
+// For functions of one tensor that return one.
 at::Tensor recompute(const std::function<at::Tensor(const at::Tensor&)>& function,
                      const at::Tensor& input);
 

@@ -20,7 +20,7 @@ struct ShardedParameter {
   std::string name;                  // its first name in the module tree
   std::vector<std::string> aliases;  // further names of a shared parameter
   std::string unit;
-  std::vector<int64_t> shape;  // of the whole, or of this rank's slice of it (parallel_module.h)
+  std::vector<int64_t> shape;  // of the whole, or of this rank's slice of it (module_roles.h)
   bool is_trainable = true;
   int64_t begin = 0;  // elements [begin, begin + main_weight.numel()) of that, flattened
   // One-dimensional. A view; a copy if main weights are split or offloaded (ShardOptions).
@@ -28,7 +28,7 @@ struct ShardedParameter {
   at::Tensor gradient;  // the same elements; undefined if frozen, or while it has no memory
 };
 
-// The same for all neighbouring parameters of a group, padding included: for optimizers that work
+// One part for all neighbouring parameters of a group, padding included: for optimizers that work
 // element by element.
 struct FlatShard {
   std::string unit;
@@ -85,7 +85,7 @@ class Sharded {
   };
   // Backwards while the guard lives are not the last of their cycle.
   [[nodiscard]] NoSync no_sync() const { return NoSync(engine_); }
-  // The same until the next call: microbatch({.last = i + 1 == n}).
+  // Says so of the backwards until the next call: microbatch({.last = i + 1 == n}).
   void microbatch(Microbatch microbatch) const;
 
   // Waits until the gradients of this cycle are complete. Functions that read them wait, too.
@@ -142,9 +142,9 @@ class Sharded {
   // The order in which units are now expected to begin.
   std::vector<std::string> unit_order() const;
   MemoryReport memory() const;
-  // Of this rank's casts of quantised weights since the last call: numbers out of range, which got
-  // the largest code; numbers other than 0 whose code is 0; and all. fp64, [3], on the device; add
-  // up those of all ranks. Between a backward and a step it waits for nothing.
+  // Counts this rank's casts of quantised weights since the last call: numbers out of range, which
+  // got the largest code; numbers other than 0 whose code is 0; and all. fp64, [3], on the device;
+  // add up those of all ranks. Between a backward and a step it waits for nothing.
   at::Tensor take_cast_counts() const;
   const ShardOptions& options() const;
 

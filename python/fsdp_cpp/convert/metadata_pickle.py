@@ -53,13 +53,13 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _known_classes():
-    """What a pickle may name: new stand-ins at every call, so that a pickle that changes them changes nothing that stays."""
+    """Classes that a pickle may name: new stand-ins at every call, so that a pickle that changes them changes nothing that stays."""
 
     class Record:
         """Fields as the pickle gives them."""
 
     class Properties:
-        """Of a tensor; its type is all that matters, the rest is deprecated."""
+        """A tensor's properties; its type is all that matters, the rest is deprecated."""
 
         def __setstate__(self, state):
             self.dtype = state[0] if isinstance(state, tuple) else state["dtype"]

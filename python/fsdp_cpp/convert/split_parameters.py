@@ -36,7 +36,7 @@ class Source(NamedTuple):
 
 
 def joined(sources: dict[str, Source]) -> dict[str, Source]:
-    """The same with whole parameters in the places of their first parts; an Error where a part is missing or does not fit."""
+    """The sources with whole parameters in the places of their first parts; an Error where a part is missing or does not fit."""
     result = {}
     for name, source in sources.items():
         base, suffixes = _split_of(name)

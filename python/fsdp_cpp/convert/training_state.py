@@ -127,7 +127,7 @@ def _moments(checkpoint, found, model, parameters):
 
 
 def _names_of_state(checkpoint, found, parameters):
-    """What the optimizer calls a parameter -> the model's name."""
+    """The optimizer's name of a parameter -> the model's name."""
     called = list(dict.fromkeys(parameter for parameter, _ in found.state))
     if called and all(each.isdigit() for each in called) and not set(called) & set(found.aliases):
         return _names_by_number(checkpoint, found, called, parameters)
@@ -220,7 +220,7 @@ def _one_step(checkpoint, steps, given, has_moments):
 
 
 def _settings(checkpoint, found):
-    """What people set again by hand."""
+    """Settings that people set again by hand."""
     settings = {}
     for (_, leaf), key in found.groups.items():
         if leaf == "step":

@@ -30,7 +30,7 @@ FSDP_HOST_DEVICE inline float fp8_factor(float amax, float least) {
   return Fp8E4M3::kMax / bounded;
 }
 
-// What codes are multiplied by. A NaN of a division has other bits on a device than on a host.
+// The factor of codes. A NaN of a division has other bits on a device than on a host.
 FSDP_HOST_DEVICE inline float fp8_scale(float factor) {
   return factor != factor ? std::bit_cast<float>(0x7FC00000u) : 1.0f / factor;
 }
@@ -80,51 +80,6 @@ FSDP_HOST_DEVICE inline float of_e8m0(uint8_t code) {
 FSDP_HOST_DEVICE inline float inverse_of_e8m0(uint8_t code) {
   if (code == kE8M0Nan) return std::bit_cast<float>(0x7FC00000u);
   return of_e8m0(static_cast<uint8_t>(2 * kE8M0Bias - code));
-}
-
-// --- NVFP4: e2m1, an e4m3 scale for 16 numbers, and an fp32 scale for all ------------------------
-
-inline constexpr float kMaxE2M1 = 6.0f;
-
-// To nearest, ties to even; numbers out of range become 6, and so does NaN, whose block's scale is
-// NaN.
-FSDP_HOST_DEVICE inline uint8_t e2m1_code(float value) {
-  const float magnitude = std::bit_cast<float>(magnitude_bits(value));
-  const uint8_t code = magnitude <= 0.25f   ? 0
-                       : magnitude < 0.75f  ? 1
-                       : magnitude <= 1.25f ? 2
-                       : magnitude < 1.75f  ? 3
-                       : magnitude <= 2.5f  ? 4
-                       : magnitude < 3.5f   ? 5
-                       : magnitude <= 5.0f  ? 6
-                                            : 7;
-  return static_cast<uint8_t>(code | (std::bit_cast<uint32_t>(value) >> 31) << 3);
-}
-
-FSDP_HOST_DEVICE inline float of_e2m1(uint8_t code) {
-  constexpr float kValues[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
-  const float magnitude = kValues[code & 7];
-  return (code & 8) != 0 ? -magnitude : magnitude;
-}
-
-// What scales of blocks are multiplied by before they are rounded to e4m3.
-FSDP_HOST_DEVICE inline float nvfp4_matrix_factor(float amax) {
-  const float bounded = amax < kLeastWeightAmax ? kLeastWeightAmax : amax;
-  return Fp8E4M3::kMax * kMaxE2M1 / bounded;
-}
-
-// A block's scale is a normal number, so that a block of small ones is not lost.
-FSDP_HOST_DEVICE inline uint8_t nvfp4_block_scale(float block_amax, float matrix_factor) {
-  const float wanted = block_amax / kMaxE2M1 * matrix_factor;
-  const float bounded = wanted > Fp8E4M3::kMax         ? Fp8E4M3::kMax
-                        : wanted < Fp8E4M3::kMinNormal ? Fp8E4M3::kMinNormal
-                                                       : wanted;
-  return Fp8E4M3::nearest(bounded);
-}
-
-// What a block's numbers are multiplied by.
-FSDP_HOST_DEVICE inline float nvfp4_factor(uint8_t block_scale, float matrix_factor) {
-  return matrix_factor / Fp8E4M3::widened(block_scale);
 }
 
 }  // namespace fsdp

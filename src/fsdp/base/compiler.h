@@ -1,4 +1,4 @@
-// What the compiler is told beyond the language: where a function runs, what is inlined, which
+// Words for the compiler beyond the language: where a function runs, what is inlined, which
 // loops may be vectorised.
 #pragma once
 

@@ -14,7 +14,7 @@ uint32_t crc32c(std::span<const std::byte> bytes, uint32_t before = 0);
 // The checksum of two neighbouring pieces from theirs, without their bytes.
 uint32_t crc32c_of_joined(uint32_t first, uint32_t second, int64_t second_bytes);
 
-// The same as crc32c() without the processor's own instructions: what machines without them use.
+// crc32c() without the processor's own instructions, for machines that have none.
 uint32_t crc32c_by_table(std::span<const std::byte> bytes, uint32_t before = 0);
 
 // Whether crc32c() uses the processor's own instructions (SSE4.2, ARMv8 CRC).

@@ -19,7 +19,7 @@
 namespace fsdp {
 namespace {
 
-// What a person can do about it; "" where the reason says it all.
+// The advice to a person; "" where the reason says it all.
 std::string_view fix_for(int reason) {
   switch (reason) {
     case ENOSPC:

@@ -101,7 +101,7 @@ std::string read_text_file(const std::string& path, int64_t max_bytes);
 // Makes created, renamed and removed names in the directory survive a crash.
 void sync_directory(const std::string& path);
 
-// The same for the directory and all directories below it.
+// sync_directory() for the directory and all directories below it.
 void sync_tree(const std::string& path);
 
 // The names in a directory, in no order; none where there is no such directory.

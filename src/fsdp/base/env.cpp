@@ -1,6 +1,5 @@
 #include "fsdp/base/env.h"
 
-#include <charconv>
 #include <cmath>
 #include <cstdlib>
 
@@ -12,17 +11,6 @@ std::optional<std::string> env_text(const char* name) {
   const char* value = std::getenv(name);
   if (value == nullptr || *value == '\0') return std::nullopt;
   return std::string(value);
-}
-
-std::optional<int64_t> env_integer(const char* name) {
-  const std::optional<std::string> text = env_text(name);
-  if (!text) return std::nullopt;
-  int64_t value = 0;
-  const char* end = text->data() + text->size();
-  const auto [stop, error] = std::from_chars(text->data(), end, value);
-  FSDP_CHECK(error == std::errc() && stop == end, "environment variable ", name, " is '", *text,
-             "': it must be a whole number");
-  return value;
 }
 
 double env_seconds(const char* name, double fallback) {

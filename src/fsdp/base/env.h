@@ -11,9 +11,6 @@ namespace fsdp {
 // Unset and empty are both "not given".
 std::optional<std::string> env_text(const char* name);
 
-// A whole number; anything else is an Error that names variable and value.
-std::optional<int64_t> env_integer(const char* name);
-
 // A number of seconds, > 0.
 double env_seconds(const char* name, double fallback);
 

@@ -8,7 +8,6 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
-#include "fsdp/base/utf8.h"
 
 namespace fsdp {
 
@@ -166,12 +165,18 @@ JsonFields JsonFields::element(const char* field, size_t index) const {
   return {array(field).at(index), source_, concat(path_of(field), "[", index, "]")};
 }
 
+std::vector<std::string> JsonFields::keys() const {
+  std::vector<std::string> keys;
+  for (const auto& item : object_.items()) keys.push_back(item.key());
+  return keys;
+}
+
 void JsonFields::allow_only(std::initializer_list<const char*> known) const {
   const std::vector<std::string> names(known.begin(), known.end());
-  for (const auto& item : object_.items()) {
-    if (std::find(names.begin(), names.end(), item.key()) != names.end()) continue;
-    const std::string near = nearest(item.key(), names);
-    throw UsageError(concat(source_, ": ", path_of(item.key()), " is not a known field; ",
+  for (const std::string& key : keys()) {
+    if (std::find(names.begin(), names.end(), key) != names.end()) continue;
+    const std::string near = nearest(key, names);
+    throw UsageError(concat(source_, ": ", path_of(key), " is not a known field; ",
                             near.empty() ? "the" : concat("did you mean '", near, "'? The"),
                             " known fields are ", join(names, ", ")));
   }

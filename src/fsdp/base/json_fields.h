@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace fsdp {
 
@@ -39,6 +40,8 @@ class JsonFields {
 
   // Element `index` of array(field), which must be an object.
   JsonFields element(const char* field, size_t index) const;
+
+  std::vector<std::string> keys() const;
 
   // Refuses fields that are not in the list, with the nearest one that is.
   void allow_only(std::initializer_list<const char*> known) const;

@@ -1,4 +1,4 @@
-// What every start of a kernel needs.
+// The needs of every start of a kernel.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -10,7 +10,7 @@
 
 namespace fsdp {
 
-// What a narrow type does with its largest exponent.
+// The meaning of a narrow type's largest exponent.
 enum class TopExponent : uint8_t {
   kInfAndNan,       // as IEEE 754
   kNumbersAndANan,  // no Inf; all bits set is NaN (the "fn" of e4m3fn)
@@ -49,10 +49,8 @@ struct NarrowFloat {
   }
 
  public:
-  // The largest number, and the smallest above 0.
+  // The largest number, and the smallest that is normal.
   static constexpr float kMax = std::bit_cast<float>(((kTopCode - 1) << kShift) + kRebias);
-  static constexpr float kMinSubnormal =
-      std::bit_cast<float>(kSmallestNormal - (static_cast<uint32_t>(kMantissaBits) << 23));
   static constexpr float kMinNormal = std::bit_cast<float>(kSmallestNormal);
 
   FSDP_HOST_DEVICE static float widened(Code code) {
@@ -101,7 +99,7 @@ struct NarrowFloat {
             .above = of_bits(high) - lifted.by,
             .code_below = code > kNanCode ? kNanCode : code};
   }
-  // The same for one from kMinNormal to kMax, without its code.
+  // Neighbours of a number from kMinNormal to kMax, without a code.
   FSDP_HOST_DEVICE static Neighbours normal_neighbours(float value) {
     const uint32_t low = std::bit_cast<uint32_t>(value) & ~((1u << kShift) - 1);
     return {.below = of_bits(low), .above = of_bits(low + (1u << kShift))};

@@ -33,6 +33,11 @@ constexpr std::array<ByteUnit, 9> kByteUnits = {{
 
 }  // namespace
 
+std::string number_text(double value) {
+  std::array<char, 32> text{};
+  return {text.data(), std::to_chars(text.data(), text.data() + text.size(), value).ptr};
+}
+
 void refuse_option(const std::string& option, const std::string& value, const std::string& rule) {
   throw UsageError(concat(option, " is '", value, "'; ", rule));
 }
@@ -81,15 +86,6 @@ double parse_number(const std::string& option, const std::string& value, double 
   return number;
 }
 
-double parse_fraction(const std::string& option, const std::string& value) {
-  double number = 0;
-  const char* end = value.data() + value.size();
-  const auto [stop, error] = std::from_chars(value.data(), end, number);
-  if (error != std::errc{} || stop != end || !(number >= 0 && number <= 1))
-    refuse_option(option, value, "it must be a number from 0 to 1, e.g. 0.5");
-  return number;
-}
-
 std::optional<DType> parse_dtype_or(const std::string& option, const std::string& value,
                                     const std::string& absent) {
   std::vector<std::string> names;
@@ -101,8 +97,11 @@ std::optional<DType> parse_dtype_or(const std::string& option, const std::string
   return parse_dtype(names[choice]);
 }
 
-std::optional<DType> parse_dtype_or_none(const std::string& option, const std::string& value) {
-  return parse_dtype_or(option, value, "none");
+const std::string& the_only_text(const std::string& option, const std::vector<std::string>& texts) {
+  if (texts.size() != 1)
+    throw UsageError(concat(option, " is given ", texts.size(),
+                            " values; give the option once, with one value"));
+  return texts.front();
 }
 
 size_t parse_choice(const std::string& option, const std::string& value,

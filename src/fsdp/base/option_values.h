@@ -8,6 +8,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "fsdp/base/dtype.h"
 
@@ -29,13 +30,15 @@ int64_t parse_bytes(const std::string& option, const std::string& value);
 double parse_number(const std::string& option, const std::string& value, double minimum,
                     double maximum);
 
-// A number from 0 to 1.
-double parse_fraction(const std::string& option, const std::string& value);
+// The shortest text that reads back as the same number: no bit of a difference is lost.
+std::string number_text(double value);
 
 // A floating dtype by name; `absent` ("none") is nullopt.
 std::optional<DType> parse_dtype_or(const std::string& option, const std::string& value,
                                     const std::string& absent);
-std::optional<DType> parse_dtype_or_none(const std::string& option, const std::string& value);
+
+// UsageError for none or several.
+const std::string& the_only_text(const std::string& option, const std::vector<std::string>& texts);
 
 // The index of the value in `choices`; an unknown one is answered with the nearest.
 size_t parse_choice(const std::string& option, const std::string& value,

@@ -8,17 +8,13 @@ namespace {
 
 using enum WeightRecipe;
 
-constexpr std::array<WeightRecipeRow, 6> kRecipes = {{
-    {kPlain, "bf16", 0, 0, 0, 0, false},
-    {kFp8Tensor, "fp8-tensor", 8, 0, 0, 4, false},
-    {kFp8Row, "fp8-row", 8, 1, 0, 4, false},
-    {kFp8Block, "fp8-block", 8, 128, 128, 4, false},
-    {kMxFp8, "mxfp8", 8, 1, 32, 1, false},
-    {kNvFp4, "nvfp4", 4, 1, 16, 1, true},
+constexpr std::array<WeightRecipeRow, 5> kRecipes = {{
+    {kPlain, "bf16", 0, 0, 0},
+    {kFp8Tensor, "fp8-tensor", 0, 0, 4},
+    {kFp8Row, "fp8-row", 1, 0, 4},
+    {kFp8Block, "fp8-block", 128, 128, 4},
+    {kMxFp8, "mxfp8", 1, 32, 1},
 }};
-
-constexpr std::array<WeightScaling, 2> kScalings = {WeightScaling::kCurrent,
-                                                    WeightScaling::kDelayed};
 
 }  // namespace
 
@@ -31,11 +27,5 @@ std::optional<WeightRecipe> parse_weight_recipe(std::string_view name) {
     if (row.name == name) return row.recipe;
   return std::nullopt;
 }
-
-std::string_view name_of(WeightScaling scaling) {
-  return scaling == WeightScaling::kCurrent ? "current" : "delayed";
-}
-
-std::span<const WeightScaling> all_weight_scalings() { return kScalings; }
 
 }  // namespace fsdp

@@ -6,25 +6,23 @@
 #include <condition_variable>
 #include <exception>
 #include <mutex>
-#include <random>
 #include <thread>
 #include <utility>
 
 #include "fsdp/base/check.h"
-#include "fsdp/base/crc32c.h"
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/start_thread.h"
 #include "fsdp/checkpoint/format/manifest.h"
 #include "fsdp/checkpoint/format/model_files.h"
-#include "fsdp/checkpoint/format/piece_writer.h"
+#include "fsdp/checkpoint/format/safetensors_file.h"
 #include "fsdp/checkpoint/format/tensor_catalog.h"
 #include "fsdp/checkpoint/rank_agreement.h"
 #include "fsdp/checkpoint/run_directory.h"
 #include "fsdp/checkpoint/state_pieces.h"
 #include "fsdp/comm/comm_error.h"
 #include "fsdp/optim/optimizer.h"
-#include "fsdp/shard/engine/engine.h"
+#include "fsdp/shard/engine/engine_views.h"
 
 namespace fsdp {
 
@@ -35,34 +33,13 @@ constexpr int64_t kMaxRecordBytes = int64_t{1} << 30;
 constexpr std::chrono::seconds kPatienceForRanks{60};
 constexpr std::chrono::seconds kPatienceInFailure{1};
 
-// 16 hexadecimal digits that tell the temporary directories of different runs apart.
-std::string make_id(const Mesh& mesh) {
-  std::random_device random;
-  const auto mine = static_cast<int64_t>(uint64_t{random()} << 32 | random());
-  auto number = static_cast<uint64_t>(number_of_rank_0(mesh, mine, "checkpoint id"));
-  std::string digits;
-  for (int i = 0; i < 16; ++i, number >>= 4) digits.push_back("0123456789abcdef"[number & 15]);
-  return digits;
-}
-
 }  // namespace
 
-// Functions without a comment here are those of Checkpointer.
 class Checkpointer::Impl {
  public:
-  Impl(const std::string& directory, const Mesh& mesh, const CheckpointerOptions& options);
-  Impl(const Impl&) = delete;
-  Impl& operator=(const Impl&) = delete;
-
-  void save(const CheckpointState& state, const TrainingPosition& position);
-  void wait();
-  std::optional<LoadedCheckpoint> load_latest(const CheckpointState& state,
-                                              const LoadOptions& options);
-  std::vector<SavedCheckpoint> take_saved();
-  int64_t snapshot_bytes() const;
-
- private:
   class Attempt;
+
+  Impl(const std::string& directory, const Mesh& mesh, const CheckpointerOptions& options);
 
   // Ends the attempt under way, on all ranks; returns its error.
   std::exception_ptr end_attempt();
@@ -137,9 +114,10 @@ class Checkpointer::Impl::Attempt {
   void write() noexcept {
     if (error_) return;
     try {
-      const FolderPieces folders[] = {{"model", pieces_.model_pieces},
-                                      {"optimizer", pieces_.moment_pieces}};
-      record_.files = write_pieces(temporary_, rank_, folders, owner_.options_.write);
+      record_.files =
+          write_pieces(temporary_, rank_,
+                       {{"model", pieces_.model_pieces}, {"optimizer", pieces_.moment_pieces}},
+                       owner_.options_.write);
       make_directories(temporary_ + "/ranks");
       write_file_durably(concat(temporary_, "/", rank_record_path(rank_)), to_json(record_));
     } catch (...) {
@@ -173,7 +151,7 @@ class Checkpointer::Impl::Attempt {
 
  private:
   void prepare(const CheckpointState& state, const TrainingPosition& position) {
-    Engine& engine = EngineAccess::of(state.sharded);
+    const StateView engine(state.sharded);
     engine.refuse_while_whole("save()");
     engine.wait();
     if (state.optimizer != nullptr) state.optimizer->wait();
@@ -268,11 +246,7 @@ class Checkpointer::Impl::Attempt {
                                " has written no part that rank 0 sees in ", temporary_,
                                "; give all hosts one file system; what was there before still is"));
     const std::string text = read_text_file(path, kMaxRecordBytes);
-    manifest_.files.push_back(
-        {name, static_cast<int64_t>(text.size()), crc32c(std::as_bytes(std::span(text)))});
-    const RankRecord record = parse_rank_record(text, path);
-    for (const RankRecord::File& file : record.files)
-      manifest_.files.push_back({file.path, file.bytes, crc32c_of(file, record.block_bytes)});
+    list_files(parse_rank_record(text, path), text, manifest_.files);
   }
 
   void add_model_files() {
@@ -341,32 +315,7 @@ Checkpointer::Impl::Impl(const std::string& directory, const Mesh& mesh,
       }()),
       mesh_(mesh),
       options_(options),
-      id_(make_id(mesh)) {}
-
-std::vector<SavedCheckpoint> Checkpointer::Impl::take_saved() {
-  const std::lock_guard lock(saved_mutex_);
-  return std::exchange(saved_, {});
-}
-
-int64_t Checkpointer::Impl::snapshot_bytes() const { return snapshot_ ? snapshot_->bytes() : 0; }
-
-void Checkpointer::Impl::save(const CheckpointState& state, const TrainingPosition& position) {
-  if (position.step < 0)
-    throw UsageError(concat("position.step is ", position.step, "; steps count from 0"));
-  const std::exception_ptr earlier = end_attempt();
-  ++num_attempts_;
-  attempt_ = std::make_unique<Attempt>(*this, state, position);
-  if (options_.mode == SaveMode::kBlocking) {
-    attempt_->write();
-    wait();
-  } else {
-    if (!snapshot_)
-      snapshot_ = std::make_unique<Snapshot>(EngineAccess::of(state.sharded).device());
-    attempt_->copy_state(*snapshot_);
-    attempt_->run_in_background();
-  }
-  if (earlier) std::rethrow_exception(earlier);
-}
+      id_(drawn_id(mesh, "checkpoint id")) {}
 
 std::exception_ptr Checkpointer::Impl::end_attempt() {
   if (!attempt_) return nullptr;
@@ -382,45 +331,68 @@ std::exception_ptr Checkpointer::Impl::end_attempt() {
   }
 }
 
-void Checkpointer::Impl::wait() {
-  if (const std::exception_ptr error = end_attempt()) std::rethrow_exception(error);
+Checkpointer::Checkpointer(const std::string& directory, const Mesh& mesh,
+                           const CheckpointerOptions& options)
+    : impl_(std::make_unique<Impl>(directory, mesh, options)) {}
+Checkpointer::~Checkpointer() = default;
+
+void Checkpointer::save(const CheckpointState& state, const TrainingPosition& position) {
+  if (position.step < 0)
+    throw UsageError(concat("position.step is ", position.step, "; steps count from 0"));
+  const std::exception_ptr earlier = impl_->end_attempt();
+  ++impl_->num_attempts_;
+  impl_->attempt_ = std::make_unique<Impl::Attempt>(*impl_, state, position);
+  if (impl_->options_.mode == SaveMode::kBlocking) {
+    impl_->attempt_->write();
+    wait();
+  } else {
+    if (!impl_->snapshot_)
+      impl_->snapshot_ = std::make_unique<Snapshot>(StateView(state.sharded).device());
+    impl_->attempt_->copy_state(*impl_->snapshot_);
+    impl_->attempt_->run_in_background();
+  }
+  if (earlier) std::rethrow_exception(earlier);
 }
 
-std::optional<LoadedCheckpoint> Checkpointer::Impl::load_latest(const CheckpointState& state,
-                                                                const LoadOptions& options) {
+void Checkpointer::wait() {
+  if (const std::exception_ptr error = impl_->end_attempt()) std::rethrow_exception(error);
+}
+
+std::vector<SavedCheckpoint> Checkpointer::take_saved() {
+  const std::lock_guard lock(impl_->saved_mutex_);
+  return std::exchange(impl_->saved_, {});
+}
+
+std::optional<LoadedCheckpoint> Checkpointer::load_latest(const CheckpointState& state,
+                                                          const LoadOptions& options) {
   wait();
   // Another process may publish between the ranks' looks, so all load what rank 0 found.
   std::vector<int64_t> newest_first;
-  std::exception_ptr error;
-  try {
-    if (rank_in(mesh_) == 0) {
-      newest_first = directory_.undamaged_first();
-      directory_.refuse_remains();
-    }
-  } catch (...) {
-    error = std::current_exception();
-  }
-  agree_on_success(mesh_, error, "looking for the latest checkpoint");
+  on_all_ranks(impl_->mesh_, "looking for the latest checkpoint", [&] {
+    if (rank_in(impl_->mesh_) != 0) return;
+    newest_first = impl_->directory_.undamaged_first();
+    impl_->directory_.refuse_remains();
+  });
   for (size_t i = 0;; ++i) {
     const auto numbered = [&](size_t place) {
       const int64_t mine = place < newest_first.size() ? newest_first[place] : -1;
-      return number_of_rank_0(mesh_, mine, "latest checkpoint");
+      return number_of_rank_0(impl_->mesh_, mine, "latest checkpoint");
     };
     const int64_t step = numbered(i);
     if (step < 0) return std::nullopt;
-    const std::string path = directory_.path_of(step);
+    const std::string path = impl_->directory_.path_of(step);
     try {
       LoadedCheckpoint loaded = load_checkpoint(path, state, options);
-      in_use_ = {step};
+      impl_->in_use_ = {step};
       return loaded;
     } catch (const Error& failure) {
-      // What is wrong with the model or the options would be wrong with every checkpoint.
+      // A mistake in the model or the options would be in every checkpoint.
       const bool has_damaged_tensors = dynamic_cast<const DamagedCheckpoint*>(&failure) != nullptr;
-      if (rank_in(mesh_) == 0 && !has_damaged_tensors && !has_damaged_headers(path))
+      if (rank_in(impl_->mesh_) == 0 && !has_damaged_tensors && !has_damaged_headers(path))
         newest_first.clear();
       const int64_t older = numbered(i + 1);
       if (older < 0) throw;
-      if (rank_in(mesh_) == 0)
+      if (rank_in(impl_->mesh_) == 0)
         log(LogLevel::kWarning, path,
             ": is damaged (fsdp inspect --verify shows where), so this run ", "goes on from ",
             checkpoint_name(older), ": ", failure.what());
@@ -428,29 +400,11 @@ std::optional<LoadedCheckpoint> Checkpointer::Impl::load_latest(const Checkpoint
   }
 }
 
-// --- what users see ------------------------------------------------------------------------------
-
-Checkpointer::Checkpointer(const std::string& directory, const Mesh& mesh,
-                           const CheckpointerOptions& options)
-    : impl_(std::make_unique<Impl>(directory, mesh, options)) {}
-Checkpointer::~Checkpointer() = default;
-
-void Checkpointer::save(const CheckpointState& state, const TrainingPosition& position) {
-  impl_->save(state, position);
-}
-void Checkpointer::wait() { impl_->wait(); }
-std::optional<LoadedCheckpoint> Checkpointer::load_latest(const CheckpointState& state,
-                                                          const LoadOptions& options) {
-  return impl_->load_latest(state, options);
-}
-std::vector<SavedCheckpoint> Checkpointer::take_saved() { return impl_->take_saved(); }
-int64_t Checkpointer::snapshot_bytes() const { return impl_->snapshot_bytes(); }
-
 void save_checkpoint(const std::string& directory, const CheckpointState& state,
                      const TrainingPosition& position, const CheckpointerOptions& options) {
   CheckpointerOptions blocking = options;
   blocking.mode = SaveMode::kBlocking;
-  Checkpointer(directory, EngineAccess::of(state.sharded).mesh(), blocking).save(state, position);
+  Checkpointer(directory, StateView(state.sharded).mesh(), blocking).save(state, position);
 }
 
 }  // namespace fsdp

@@ -14,14 +14,13 @@
 #include "fsdp/base/log.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/checkpoint/load_plan.h"
-#include "fsdp/checkpoint/other_optimizer.h"
 #include "fsdp/checkpoint/rank_agreement.h"
 #include "fsdp/checkpoint/run_directory.h"
 #include "fsdp/checkpoint/state_pieces.h"
 #include "fsdp/comm/comm_error.h"
 #include "fsdp/layout/state_bytes.h"
 #include "fsdp/optim/optimizer_impl.h"
-#include "fsdp/shard/engine/engine.h"
+#include "fsdp/shard/engine/engine_views.h"
 
 namespace fsdp {
 
@@ -31,15 +30,11 @@ std::byte* byte_pointer(const at::Tensor& tensor) {
   return static_cast<std::byte*>(tensor.mutable_data_ptr());
 }
 
-// A group's flat buffer of one kind: main weights, or a moment.
 struct FlatTarget {
-  const ParamGroup* group = nullptr;
-  at::ScalarType dtype = at::kFloat;
+  FlatState state;
   std::vector<TensorSource> sources;  // of the group's members
-  std::function<void(FlatRange flat, const at::Tensor& into)> read;
-  std::function<void(FlatRange flat, const at::Tensor& values)> set;
-  // The memory that values can be written to without set(); nullptr: there is none.
-  std::function<void*(FlatRange flat)> in_memory;
+
+  at::ScalarType type() const { return scalar_type_of(state.dtype); }
 };
 
 std::vector<WantedTensor> wanted_of(const ParamGroup& group, DType dtype) {
@@ -69,17 +64,17 @@ class TargetLoader {
 
   void load(const FlatTarget& target) {
     // Chunks end with blocks of scales, because moments with scales are set a block at a time.
-    const int64_t width = static_cast<int64_t>(c10::elementSize(target.dtype));
+    const int64_t width = static_cast<int64_t>(c10::elementSize(target.type()));
     const int64_t most = room_.numel() / width / kScaleBlock * kScaleBlock;
-    for (const MainWeightPiece& piece : target.group->main_weights().pieces())
+    for (const MainWeightPiece& piece : target.state.group->main_weights().pieces())
       for (int64_t begin = piece.flat.begin; begin < piece.flat.end;) {
         const int64_t end = std::min((begin / kScaleBlock) * kScaleBlock + most, piece.flat.end);
         const FlatRange chunk{begin, end};
-        if (void* const memory = is_converted(target) ? nullptr : target.in_memory(chunk)) {
-          add_reads(target, chunk, tensor_over(memory, chunk.numel(), target.dtype, c10::kCPU));
+        if (void* const memory = settable_memory(target, chunk)) {
+          add_reads(target, chunk, tensor_over(memory, chunk.numel(), target.type(), c10::kCPU));
         } else {
           if (used_ + chunk.numel() * width > room_.numel()) flush();
-          chunks_.push_back({&target, chunk, take_room(chunk.numel(), target.dtype)});
+          chunks_.push_back({&target, chunk, take_room(chunk.numel(), target.type())});
           fill_rest(target, chunk, chunks_.back().values);
           add_reads(target, chunk, chunks_.back().values);
         }
@@ -100,7 +95,7 @@ class TargetLoader {
     reader_.read(std::exchange(runs_, {}));
     for (const auto& [from, to] : std::exchange(conversions_, {})) to.copy_(from);
     for (const Chunk& chunk : std::exchange(chunks_, {}))
-      chunk.target->set(chunk.flat, chunk.values);
+      chunk.target->state.set(chunk.flat, chunk.values);
     used_ = 0;
   }
 
@@ -117,8 +112,8 @@ class TargetLoader {
   // Calls body(source, its elements in the chunk, the same in the tensor) for the chunk's tensors.
   template <typename Body>
   static void for_each_tensor(const FlatTarget& target, FlatRange chunk, const Body& body) {
-    for (int64_t i = 0; i < target.group->layout().num_tensors(); ++i) {
-      const FlatRange tensor = target.group->layout().tensor_range(i);
+    for (int64_t i = 0; i < target.state.group->layout().num_tensors(); ++i) {
+      const FlatRange tensor = target.state.group->layout().tensor_range(i);
       const FlatRange common = intersect(tensor, chunk);
       if (!common.empty())
         body(target.sources[static_cast<size_t>(i)], common,
@@ -137,7 +132,7 @@ class TargetLoader {
     values.zero_();
     for_each_tensor(target, chunk, [&](const TensorSource& source, FlatRange flat, FlatRange) {
       if (source.is_missing())
-        target.read(flat, values.narrow(0, flat.begin - chunk.begin, flat.numel()));
+        target.state.read(flat, values.narrow(0, flat.begin - chunk.begin, flat.numel()));
     });
   }
 
@@ -147,7 +142,7 @@ class TargetLoader {
           if (source.is_missing()) return;
           const at::Tensor part = values.narrow(0, flat.begin - chunk.begin, flat.numel());
           at::Tensor stored = part;
-          if (scalar_type_of(source.dtype()) != target.dtype) {
+          if (source.dtype() != target.state.dtype) {
             stored = at::empty({flat.numel()}, scalar_type_of(source.dtype()));
             conversions_.emplace_back(stored, part);
           }
@@ -155,11 +150,13 @@ class TargetLoader {
         });
   }
 
-  static bool is_converted(const FlatTarget& target) {
-    return std::any_of(
-        target.sources.begin(), target.sources.end(), [&](const TensorSource& source) {
-          return !source.is_missing() && scalar_type_of(source.dtype()) != target.dtype;
+  // nullptr: values must be converted, or are set in another way.
+  static void* settable_memory(const FlatTarget& target, FlatRange chunk) {
+    const bool is_converted =
+        std::any_of(target.sources.begin(), target.sources.end(), [&](const TensorSource& source) {
+          return !source.is_missing() && source.dtype() != target.state.dtype;
         });
+    return is_converted || !target.state.settable ? nullptr : target.state.settable(chunk);
   }
 
   // Reuses the same memory: the first use of a page costs as much as reading it.
@@ -178,21 +175,18 @@ class TargetLoader {
   std::vector<std::pair<at::Tensor, at::Tensor>> conversions_;  // from, to
 };
 
-// The amax history of a matrix; only those that the checkpoint has.
-struct HistoryTarget {
-  QuantizedWeights* weights = nullptr;
-  int64_t index = 0;
-  std::vector<int64_t> shape;
-  TensorSource source;
-};
-
 // Everything to be set, and its sources.
 class Loading {
  public:
   Loading(const std::string& path, const CheckpointState& state, const LoadOptions& options)
       : state_(state), options_(options), plan_(checkpoint_or_files(path), options.names) {
-    for (const auto& unit : EngineAccess::of(state.sharded).units())
-      for (ParamGroup& group : unit->groups()) add_main_weights(group);
+    const StateView view(state.sharded);
+    for (const auto& unit : view.units())
+      for (ParamGroup& group : unit->groups()) {
+        const DType dtype = dtype_of(group.main_weights().dtype());
+        targets_.push_back(
+            {main_weights_of(group, dtype), plan_.find_model(wanted_of(group, dtype))});
+      }
     for (const NamedBuffer& buffer : state.buffers) {
       const WantedTensor wanted{.name = buffer.name,
                                 .aliases = {},
@@ -200,18 +194,18 @@ class Loading {
                                 .dtype = dtype_of(buffer.value.scalar_type())};
       buffers_.push_back(plan_.find_model({&wanted, 1}).front());
     }
-    if (state.optimizer != nullptr) add_moments(OptimizerAccess::of(*state.optimizer));
-    if (state.other != nullptr) add_other(*state.other);
-    for (const auto& unit : EngineAccess::of(state.sharded).units())
-      for (ParamGroup& group : unit->groups()) add_amax_histories(group);
+    CheckpointState with_moments = state;
+    if (!plan_.catalog().manifest()) with_moments.other = nullptr;
+    if (with_moments.other != nullptr) take_kind(*with_moments.other);
+    for (FlatState& moment : flat_moments_of(with_moments)) {
+      std::vector<TensorSource> sources =
+          plan_.find_moments(wanted_of(*moment.group, moment.dtype), moment.moment);
+      targets_.push_back({std::move(moment), std::move(sources)});
+    }
     plan_.check({.allow_missing = options.allow_missing,
                  .ignored = options.ignored,
                  .allows_extra = options.extra == LoadOptions::Extra::kAllow,
                  .is_offered = options.is_tolerance_offered});
-    if (plan_.num_other_histories() > 0 && rank_in(EngineAccess::of(state.sharded).mesh()) == 0)
-      log(LogLevel::kInfo, plan_.catalog().path(),
-          " has amax histories of another recipe or of other slices, which begin anew: ",
-          plan_.num_other_histories());
   }
 
   LoadedCheckpoint describe() const {
@@ -227,12 +221,11 @@ class Loading {
     loaded.optimizer_step = manifest.optimizer.step;
     for (const RankRecord& record : plan_.catalog().ranks())
       loaded.data_of_ranks.push_back(record.data_position);
-    const MeshShape mesh = EngineAccess::of(state_.sharded).mesh_shape();
+    const MeshShape mesh = StateView(state_.sharded).mesh_shape();
     loaded.has_random_state = manifest.num_ranks() == mesh.outer * mesh.inner;
     if (loaded.has_random_state)
       loaded.data =
-          loaded
-              .data_of_ranks[static_cast<size_t>(rank_in(EngineAccess::of(state_.sharded).mesh()))];
+          loaded.data_of_ranks[static_cast<size_t>(rank_in(StateView(state_.sharded).mesh()))];
     return loaded;
   }
 
@@ -242,11 +235,6 @@ class Loading {
     loader.flush();
     for (size_t i = 0; i < buffers_.size(); ++i)
       if (!buffers_[i].is_missing()) loader.load(buffers_[i], state_.buffers[i].value);
-    for (const HistoryTarget& target : histories_) {
-      const at::Tensor amaxes = at::empty(target.shape, at::kFloat);
-      loader.load(target.source, amaxes);
-      target.weights->set_history(target.index, amaxes.view({1 + kAmaxHistory, -1}));
-    }
     loaded.statistics = loader.statistics();
     if (state_.optimizer != nullptr && plan_.catalog().manifest()) {
       const OptimizerRecord& record = plan_.catalog().manifest()->optimizer;
@@ -257,90 +245,21 @@ class Loading {
       OptimizerAccess::of(*state_.optimizer).set_late_updates(record.late_updates);
     }
     if (loaded.has_random_state)
-      set_random_state(
-          plan_.catalog()
-              .ranks()[static_cast<size_t>(rank_in(EngineAccess::of(state_.sharded).mesh()))]
-              .random_state,
-          EngineAccess::of(state_.sharded).device());
+      set_random_state(plan_.catalog()
+                           .ranks()[static_cast<size_t>(rank_in(StateView(state_.sharded).mesh()))]
+                           .random_state,
+                       StateView(state_.sharded).device());
   }
 
  private:
-  void add_main_weights(ParamGroup& group) {
-    MainWeights& weights = group.main_weights();
-    targets_.push_back(
-        {.group = &group,
-         .dtype = weights.dtype(),
-         .sources = plan_.find_model(wanted_of(group, dtype_of(weights.dtype()))),
-         .read = [&weights](FlatRange flat,
-                            const at::Tensor& into) { weights.copy_to(flat, into); },
-         .set = [&weights](FlatRange flat, const at::Tensor& values) { weights.set(flat, values); },
-         .in_memory =
-             [&weights](FlatRange flat) {
-               return weights.settable_in_host_memory(flat, weights.dtype());
-             }});
-  }
-
-  void add_moments(Optimizer::Impl& optimizer) {
-    // In the order of the files (pieces_of), so that they are read from begin to end.
-    for (GroupUpdate* update : optimizer.group_updates())
-      for (size_t which = 0; which < update->moments().size(); ++which)
-        targets_.push_back(
-            {.group = &update->group(),
-             .dtype = at::kFloat,
-             .sources = plan_.find_moments(wanted_of(update->group(), DType::kFloat32),
-                                           update->moments()[which].name),
-             .read =
-                 [update, which](FlatRange flat, const at::Tensor& into) {
-                   update->read_moment(which, flat, into.mutable_data_ptr<float>());
-                 },
-             .set =
-                 [update, which](FlatRange flat, const at::Tensor& values) {
-                   update->set_moment(which, flat, values.const_data_ptr<float>());
-                 },
-             .in_memory = [update, which](FlatRange flat) -> void* {
-               return update->moment_in_host_memory(which, flat);
-             }});
-  }
-
-  void add_other(OtherOptimizer& other) {
-    if (!plan_.catalog().manifest()) return;
+  // An optimizer of others gets what the checkpoint has.
+  void take_kind(OtherOptimizer& other) const {
     const OptimizerRecord& record = plan_.catalog().manifest()->optimizer;
     if (!record.name.empty() && record.name != other.name)
       throw UsageError(concat(plan_.catalog().path(), " has the state of ", record.name,
                               ", and the optimizer is ", other.name, "; load the weights alone"));
     other.tensors = record.moments;
     other.step = record.step;
-    for (const auto& unit : EngineAccess::of(state_.sharded).units())
-      for (const ParamGroup& group : unit->groups()) {
-        if (!group.is_trainable()) continue;
-        for (const std::string& tensor : other.tensors)
-          targets_.push_back(
-              {.group = &group,
-               .dtype = at::kFloat,
-               .sources = plan_.find_moments(wanted_of(group, DType::kFloat32), tensor),
-               .read =
-                   [&other, &group, tensor](FlatRange flat, const at::Tensor& into) {
-                     read_other(other, group, tensor, flat, into);
-                   },
-               .set =
-                   [&other, &group, tensor](FlatRange flat, const at::Tensor& values) {
-                     set_other(other, group, tensor, flat, values);
-                   },
-               .in_memory = [](FlatRange) -> void* { return nullptr; }});
-      }
-  }
-
-  void add_amax_histories(ParamGroup& group) {
-    if (!group.is_quantized() || !group.quantized().has_history()) return;
-    const std::vector<WantedTensor> matrices = wanted_of(group, DType::kFloat32);
-    for (size_t i = 0; i < matrices.size(); ++i) {
-      const auto index = static_cast<int64_t>(i);
-      const AmaxHistory history =
-          amax_history_of(group.types().recipe, group.shape_of(index), group.owned_of(index));
-      TensorSource source = plan_.find_amax_history(matrices[i], history);
-      if (source.is_missing()) continue;
-      histories_.push_back({&group.quantized(), index, history.shape, std::move(source)});
-    }
   }
 
   const CheckpointState& state_;
@@ -348,7 +267,6 @@ class Loading {
   LoadPlan plan_;
   std::vector<FlatTarget> targets_;
   std::vector<TensorSource> buffers_;
-  std::vector<HistoryTarget> histories_;
 };
 
 }  // namespace
@@ -356,27 +274,18 @@ class Loading {
 LoadedCheckpoint load_checkpoint(const std::string& path, const CheckpointState& state,
                                  const LoadOptions& options) {
   const at::NoGradGuard no_grad;
-  Engine& engine = EngineAccess::of(state.sharded);
+  const StateView engine(state.sharded);
   engine.wait();
   if (state.optimizer != nullptr) state.optimizer->wait();
 
   std::unique_ptr<Loading> loading;
   LoadedCheckpoint loaded;
-  std::exception_ptr error;
-  try {
+  on_all_ranks(engine.mesh(), "opening the checkpoint", [&] {
     loading = std::make_unique<Loading>(path, state, options);
     loaded = loading->describe();
-  } catch (...) {
-    error = std::current_exception();
-  }
-  agree_on_success(engine.mesh(), error, "opening the checkpoint");
+  });
   try {
-    loading->run(loaded);
-  } catch (...) {
-    error = std::current_exception();
-  }
-  try {
-    agree_on_success(engine.mesh(), error, "reading the checkpoint");
+    on_all_ranks(engine.mesh(), "reading the checkpoint", [&] { loading->run(loaded); });
   } catch (const AbortedError&) {
     throw;  // a rank is gone, which says nothing of the checkpoint
   } catch (const Error& known) {

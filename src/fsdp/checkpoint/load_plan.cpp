@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "fsdp/base/check.h"
-#include "fsdp/base/glob.h"
+#include "fsdp/base/text.h"
 
 namespace fsdp {
 
@@ -34,21 +34,9 @@ void TensorSource::add_reads(FlatRange range, std::byte* into, std::vector<FileR
 LoadPlan::LoadPlan(const std::string& path, NameRules names)
     : catalog_(path),
       names_(std::move(names)),
+      stored_under_(names_of_shared(catalog_, names_)),
       model_(apply(names_, catalog_.model())),
-      moments_(moments_of(catalog_, names_)),
-      histories_(amax_histories_of(catalog_, names_)) {
-  if (!catalog_.manifest()) return;
-  for (const UnitRecord& unit : catalog_.manifest()->units)
-    for (const GroupRecord& group : unit.groups)
-      for (const GroupRecord::Member& member : group.members)
-        for (const std::string& alias : member.aliases) {
-          // Compares the names after the rules, which may have changed both.
-          const auto from = names_.sections_of_stored(alias, member.shape);
-          const auto to = names_.sections_of_stored(member.name, member.shape);
-          for (size_t i = 0; i < from.size() && from.size() == to.size(); ++i)
-            stored_under_[from[i].name] = to[i].name;
-        }
-}
+      moments_(moments_of(catalog_, names_)) {}
 
 const CatalogTensor* LoadPlan::find_stored(TensorSet& set, std::span<const std::string> names,
                                            const std::string& suffix) {
@@ -118,30 +106,6 @@ std::vector<TensorSource> LoadPlan::find_model(std::span<const WantedTensor> wan
 std::vector<TensorSource> LoadPlan::find_moments(std::span<const WantedTensor> wanted,
                                                  const std::string& moment) {
   return find(moments_, wanted, "." + moment);
-}
-
-TensorSource LoadPlan::find_amax_history(const WantedTensor& parameter,
-                                         const AmaxHistory& history) {
-  TensorSource source;
-  const std::vector<TensorSection> sections = names_.sections(parameter.name, parameter.shape);
-  std::vector<std::string> names = {parameter.name};
-  if (sections.size() == 1) {
-    names = names_of(parameter, sections).front();
-  } else {
-    names.insert(names.end(), parameter.aliases.begin(), parameter.aliases.end());
-  }
-  const CatalogTensor* stored = find_stored(histories_, names, kAmaxHistorySuffix);
-  if (stored == nullptr) return source;
-  const std::vector<int64_t> shape = whole_shape(history.owned, history.shape);
-  if (stored->tensor.shape != shape || stored->tensor.dtype != DType::kFloat32) {
-    ++num_other_histories_;
-    return source;
-  }
-  source.owned_ = history.owned;
-  source.shape_ = history.shape;
-  source.sections_ = {{stored->tensor.name, shape, std::vector<int64_t>(shape.size(), 0)}};
-  source.stored_ = {stored};
-  return source;
 }
 
 std::vector<std::string> LoadPlan::not_allowed(const LoadTolerance& tolerance) const {

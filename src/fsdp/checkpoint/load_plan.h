@@ -8,10 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/checkpoint/amax_history.h"
 #include "fsdp/checkpoint/format/tensor_catalog.h"
-#include "fsdp/checkpoint/format/verified_reads.h"
-#include "fsdp/layout/owned_slice.h"
+#include "fsdp/checkpoint/format/tensor_stream.h"
+#include "fsdp/layout/box.h"
 
 namespace fsdp {
 
@@ -61,11 +60,6 @@ class LoadPlan {
   std::vector<TensorSource> find_moments(std::span<const WantedTensor> wanted,
                                          const std::string& moment);
 
-  // The history of a parameter's amaxes. Missing is no fault: the checkpoint has none, or one of
-  // another recipe or other slices; those are counted.
-  TensorSource find_amax_history(const WantedTensor& parameter, const AmaxHistory& history);
-  int64_t num_other_histories() const { return num_other_histories_; }
-
   // Throws one Error about all faults. Otherwise missing() and extra() list the tolerated ones.
   void check(const LoadTolerance& tolerance);
   const std::vector<std::string>& missing() const { return missing_; }
@@ -87,8 +81,6 @@ class LoadPlan {
   std::map<std::string, std::string> stored_under_;  // alias of a shared parameter -> its name
   TensorSet model_;
   TensorSet moments_;
-  TensorSet histories_;
-  int64_t num_other_histories_ = 0;
   std::map<std::string, bool> is_used_;  // stored tensors that were asked for
   struct Origin {
     std::string model_name;

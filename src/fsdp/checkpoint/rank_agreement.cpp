@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <array>
+#include <random>
 #include <string_view>
 
 #include "fsdp/base/text.h"
@@ -51,6 +52,15 @@ int64_t number_of_rank_0(const Mesh& mesh, int64_t mine, const std::string& tag)
   for (const MeshAxis* axis : {&mesh.outer(), &mesh.inner()})
     if (axis->size() > 1) axis->reduce().broadcast(number, 0, tag).wait();
   return number.item<int64_t>();
+}
+
+std::string drawn_id(const Mesh& mesh, const std::string& tag) {
+  std::random_device random;
+  const auto mine = static_cast<int64_t>(uint64_t{random()} << 32 | random());
+  auto number = static_cast<uint64_t>(number_of_rank_0(mesh, mine, tag));
+  std::string digits;
+  for (int i = 0; i < 16; ++i, number >>= 4) digits.push_back("0123456789abcdef"[number & 15]);
+  return digits;
 }
 
 std::string words_of(const std::exception_ptr& error) {

@@ -21,6 +21,9 @@ bool a_rank_has_failed(const Mesh& mesh);
 // Returns rank 0's number on all ranks.
 int64_t number_of_rank_0(const Mesh& mesh, int64_t mine, const std::string& tag);
 
+// 16 hexadecimal digits that rank 0 draws.
+std::string drawn_id(const Mesh& mesh, const std::string& tag);
+
 // The first line of an error's message.
 std::string words_of(const std::exception_ptr& error);
 

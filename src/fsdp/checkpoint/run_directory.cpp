@@ -16,12 +16,12 @@
 #include <system_error>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
-#include "fsdp/base/utf8.h"
 #include "fsdp/checkpoint/format/tensor_catalog.h"
 
 namespace fsdp {
@@ -75,6 +75,11 @@ constexpr std::string_view kReplacedSuffix = ".replaced";
 constexpr std::string_view kTemporarySuffix = ".tmp";
 constexpr std::string_view kRemovedId = "removed";  // of a checkpoint that is being deleted
 
+std::string without_slashes_at_end(std::string path) {
+  while (path.size() > 1 && path.back() == '/') path.pop_back();
+  return path;
+}
+
 std::string in(const std::string& directory, std::string_view name) {
   return concat(directory, "/", name);
 }
@@ -119,6 +124,15 @@ std::string contents(const std::string& run, std::span<const int64_t> steps) {
 
 }  // namespace
 
+FileHandle lock_directory(const std::string& path) {
+  FileHandle handle(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  FSDP_CHECK(handle.is_open(), path,
+             ": cannot open the directory: ", std::generic_category().message(errno));
+  const bool is_taken =
+      ::flock(handle.descriptor(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
+  return !is_taken && is_at(path, handle) ? std::move(handle) : FileHandle();
+}
+
 RunLock::RunLock(const std::string& directory, const Use& use)
     : directory_(directory), use_(use), path_(concat(directory, "/", use.file)) {
   lock();
@@ -161,9 +175,7 @@ RunLock::~RunLock() {
 
 std::string checkpoint_name(int64_t step) {
   FSDP_ASSERT(step >= 0, step);
-  char digits[24];
-  std::snprintf(digits, sizeof digits, "%08lld", static_cast<long long>(step));
-  return concat(kStepPrefix, digits);
+  return concat(kStepPrefix, step_text(step));
 }
 
 std::optional<int64_t> step_of(std::string_view name) {
@@ -184,9 +196,8 @@ void validate(const Retention& retention) {
   check("keep_every", retention.keep_every);
 }
 
-RunDirectory::RunDirectory(std::string path) : path_(std::move(path)) {
+RunDirectory::RunDirectory(std::string path) : path_(without_slashes_at_end(std::move(path))) {
   FSDP_CHECK(!path_.empty(), "the directory of the run has no name: give a path");
-  while (path_.size() > 1 && path_.back() == '/') path_.pop_back();
 }
 
 // --- looking -------------------------------------------------------------------------------------
@@ -367,6 +378,88 @@ std::string checkpoint_or_files(const std::string& path) {
   const bool is_ours = !path_exists(path) || is_complete(run.path()) ||
                        path_exists(in(run.path(), kLatestName)) || !run.steps().empty();
   return is_ours ? resolve_checkpoint(path) : path;
+}
+
+// --- a directory that appears complete or not at all ---------------------------------------------
+
+namespace {
+
+// A path that has a name and a parent.
+std::string normal_path(std::string path) {
+  path = without_slashes_at_end(std::move(path));
+  const std::string name = file_name_of(path);
+  if (path.empty() || name.empty() || name == "." || name == "..")
+    throw UsageError(
+        concat("the directory to write is '", path, "'; give one with a name of its own"));
+  return path;
+}
+
+bool is_ours_to_replace(const std::string& directory) {
+  if (!is_directory(directory)) return false;
+  const std::vector<std::string> names = names_in(directory);
+  return names.empty() || std::any_of(names.begin(), names.end(), [](const std::string& name) {
+           return name == kManifestName || name.ends_with(".safetensors");
+         });
+}
+
+// True for a link to nothing, too.
+bool is_anything_at(const std::string& path) {
+  struct stat status {};
+  return ::lstat(path.c_str(), &status) == 0;
+}
+
+}  // namespace
+
+StagedDirectory::StagedDirectory(const std::string& target, Existing existing)
+    : target_(normal_path(target)), existing_(existing), path_(beside(".tmp")) {
+  check_target();
+  make_directories(path_);
+  lock_ = lock_directory(path_);
+  FSDP_CHECK(lock_.is_open(), target_,
+             " is being written by another process; wait for it, or choose another name");
+  // Removes what a crash left.
+  for (const std::string& name : names_in(path_)) remove_tree(concat(path_, "/", name));
+}
+
+StagedDirectory::~StagedDirectory() {
+  if (!lock_.is_open()) return;
+  try {
+    remove_tree(path_);
+  } catch (const std::exception& error) {
+    log(LogLevel::kWarning, error.what());
+  }
+}
+
+std::string StagedDirectory::beside(const char* suffix) const {
+  return concat(directory_of(target_), "/.", file_name_of(target_), suffix);
+}
+
+void StagedDirectory::check_target() const {
+  if (!is_anything_at(target_)) return;
+  FSDP_CHECK(existing_ == Existing::kReplace, target_,
+             " is there already; choose another name, or allow to overwrite it (--overwrite)");
+  FSDP_CHECK(is_ours_to_replace(target_), target_,
+             " is neither a checkpoint nor a directory with safetensors files, so it is not "
+             "overwritten; choose another name");
+}
+
+void StagedDirectory::publish() {
+  sync_tree(path_);
+  check_target();  // another process may have been faster
+  const std::string aside = beside(".replaced");
+  const bool replaces = path_exists(target_);
+  if (replaces) {
+    remove_tree(aside);
+    rename_durably(target_, aside);
+  }
+  try {
+    rename_durably(path_, target_);
+  } catch (...) {
+    if (replaces && !path_exists(target_)) rename_durably(aside, target_);
+    throw;
+  }
+  const FileHandle done(lock_.release());
+  if (replaces) remove_tree(aside);
 }
 
 }  // namespace fsdp

@@ -27,6 +27,12 @@
 
 namespace fsdp {
 
+// --- locks ---------------------------------------------------------------------------------------
+
+// Opens a directory and locks it for the life of the handle; not open: another process has it, or
+// it was renamed meanwhile. A file system without locks goes unlocked.
+FileHandle lock_directory(const std::string& path);
+
 // --- one run at a time ---------------------------------------------------------------------------
 
 // Holds RUN/lock, which contains the host and the process number, for its lifetime. The kernel
@@ -134,7 +140,45 @@ class RunDirectory {
 // undamaged_first() if it is a run's directory. Otherwise an Error that says what was looked for.
 std::string resolve_checkpoint(const std::string& path);
 
-// The same for callers that also read files of other tools, whose paths it returns unchanged.
+// resolve_checkpoint() for callers that also read files of other tools, whose paths stay as they
+// are.
 std::string checkpoint_or_files(const std::string& path);
+
+// --- a directory that appears complete or not at all ---------------------------------------------
+
+// Files are written to path(), a hidden directory beside the target; publish() renames it to the
+// target. The destructor removes a directory that was not published, and the next object for the
+// same target removes one that a crash left. A second writer of the same target, in any process, is
+// refused.
+class StagedDirectory {
+ public:
+  enum class Existing : uint8_t {
+    kRefuse,
+    // Replaces a target that is empty, a checkpoint, or holds safetensors files; refuses any other,
+    // which the user cannot have meant.
+    kReplace,
+  };
+
+  // Throws an Error if the target exists and must not be replaced.
+  StagedDirectory(const std::string& target, Existing existing);
+  ~StagedDirectory();
+  StagedDirectory(const StagedDirectory&) = delete;
+  StagedDirectory& operator=(const StagedDirectory&) = delete;
+
+  const std::string& path() const { return path_; }
+
+  // Files must be on the disk already (FileWriter::commit). There is an instant between the old
+  // directory and the new one; a crash then leaves the old one as .NAME.replaced.
+  void publish();
+
+ private:
+  void check_target() const;
+  std::string beside(const char* suffix) const;
+
+  std::string target_;
+  Existing existing_;
+  std::string path_;
+  FileHandle lock_;  // of the directory at path_
+};
 
 }  // namespace fsdp

@@ -14,39 +14,17 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/torch_dtype.h"
-#include "fsdp/checkpoint/amax_history.h"
 #include "fsdp/checkpoint/format/tensor_boxes.h"
-#include "fsdp/checkpoint/other_optimizer.h"
 #include "fsdp/checkpoint/rank_agreement.h"
 #include "fsdp/optim/optimizer_impl.h"
-#include "fsdp/shard/engine/engine.h"
+#include "fsdp/shard/engine/engine_views.h"
 
 namespace fsdp {
 
 namespace {
 
-// Reads elements [flat) of a group's whole buffer, in their stored type; as a Piece does.
-struct FlatReader {
-  std::function<void(FlatRange flat, std::byte* into)> read;
-  std::function<const std::byte*(FlatRange flat)> in_memory = {};
-};
-
 // Smaller tensors are written by one replica alone, because parts would be many small reads.
 constexpr int64_t kMinShareNumel = int64_t{1} << 18;
-
-// Ranks that have the same values, counted over all axes as one number.
-struct Replicas {
-  int64_t count = 1;
-  int64_t index = 0;
-};
-
-Replicas replicas_of(PlacementPair placed, MeshShape shape, MeshCoordinate rank) {
-  Replicas replicas;
-  if (placed.inner == Placement::kReplicate) replicas = {shape.inner, rank.inner};
-  if (placed.outer == Placement::kReplicate)
-    replicas = {replicas.count * shape.outer, replicas.index * shape.outer + rank.outer};
-  return replicas;
-}
 
 // The part of `held` that one of several replicas writes; cut between rows where possible.
 FlatRange share_of(FlatRange held, std::span<const int64_t> shape, Replicas replicas,
@@ -65,7 +43,7 @@ FlatRange share_of(FlatRange held, std::span<const int64_t> shape, Replicas repl
   return part.empty() ? FlatRange{} : part;
 }
 
-// What this rank writes of a tensor: `range` of the slice that it owns, which begins at
+// The part of a tensor that this rank writes: `range` of the slice that it owns, which begins at
 // `flat_begin` of the reader's buffer.
 struct Written {
   std::vector<int64_t> shape;  // of the slice
@@ -81,26 +59,13 @@ class PieceCollector {
                  std::vector<Piece>& pieces)
       : names_(names), rank_(rank), tensors_(tensors), pieces_(pieces) {}
 
-  void add(const std::string& name, const std::string& suffix, DType dtype, const Written& written,
-           const std::shared_ptr<const FlatReader>& reader) {
-    add(names_.sections(name, whole_shape(written.owned, written.shape)), suffix, dtype, written,
-        reader);
-  }
-
-  // A tensor that the rules do not divide.
-  void add_as(const std::string& stored_name, DType dtype, const Written& written,
-              const std::shared_ptr<const FlatReader>& reader) {
-    const std::vector<int64_t> shape = whole_shape(written.owned, written.shape);
-    add({{stored_name, shape, std::vector<int64_t>(shape.size(), 0)}}, "", dtype, written, reader);
-  }
-
-  const NameRules& names() const { return names_; }
-
- private:
-  void add(const std::vector<TensorSection>& sections, const std::string& suffix, DType dtype,
-           const Written& written, const std::shared_ptr<const FlatReader>& reader) {
+  void add(const std::string& name, const Written& written,
+           const std::shared_ptr<const FlatState>& state) {
+    const std::string suffix = state->moment.empty() ? "" : "." + state->moment;
+    const std::vector<TensorSection> sections =
+        names_.sections(name, whole_shape(written.owned, written.shape));
     for (const TensorSection& section : sections) {
-      tensors_.push_back({section.name + suffix, dtype, section.shape});
+      tensors_.push_back({section.name + suffix, state->dtype, section.shape});
       add_without_elements(tensors_.back());
     }
     const std::vector<int64_t> strides = strides_of(written.shape);
@@ -109,7 +74,7 @@ class PieceCollector {
       for (const SectionBox& part : cut_at_sections(sections, box.whole)) {
         const StridedBox place{part.model, strides, flat_begin + place_of(part, box, strides)};
         pieces_.push_back(
-            piece_of(sections[part.section].name + suffix, dtype, part.stored, place, reader));
+            piece_of(sections[part.section].name + suffix, part.stored, place, state));
       }
   }
 
@@ -124,22 +89,25 @@ class PieceCollector {
   }
 
   // Reads the elements of a box row by row, or at once if they are contiguous.
-  static Piece piece_of(std::string name, DType dtype, const Box& stored, const StridedBox& place,
-                        const std::shared_ptr<const FlatReader>& reader) {
+  static Piece piece_of(std::string name, const Box& stored, const StridedBox& place,
+                        const std::shared_ptr<const FlatState>& state) {
     const std::vector<Run> stretches = runs(place, packed(place.box, 0));
-    const int64_t width = element_bytes(dtype);
-    Piece piece{.name = std::move(name), .dtype = dtype, .box = stored, .read = {}};
-    piece.read = [stretches, width, reader](FlatRange range, std::byte* into) {
+    const int64_t width = element_bytes(state->dtype);
+    Piece piece{.name = std::move(name), .dtype = state->dtype, .box = stored, .read = {}};
+    piece.read = [stretches, width, state](FlatRange range, std::byte* into) {
       for (const Run& run : stretches) {
         const FlatRange common = intersect({run.to, run.to + run.numel}, range);
         if (common.empty()) continue;
         const int64_t begin = run.from + (common.begin - run.to);
-        reader->read({begin, begin + common.numel()}, into + (common.begin - range.begin) * width);
+        state->read({begin, begin + common.numel()},
+                    tensor_over(into + (common.begin - range.begin) * width, common.numel(),
+                                scalar_type_of(state->dtype), c10::kCPU));
       }
     };
-    if (stretches.size() == 1 && reader->in_memory)
-      piece.in_memory = [begin = place.begin, reader](FlatRange range) {
-        return reader->in_memory({begin + range.begin, begin + range.end});
+    if (stretches.size() == 1 && state->in_memory)
+      piece.in_memory = [begin = place.begin, state](FlatRange range) {
+        return static_cast<const std::byte*>(
+            state->in_memory({begin + range.begin, begin + range.end}));
       };
     return piece;
   }
@@ -156,136 +124,68 @@ DType stored_dtype(const ParamGroup& group, WeightValues values, const StoredFor
   return is_floating(dtype) ? form.model_dtype.value_or(dtype) : dtype;
 }
 
-FlatReader main_weight_reader(const ParamGroup& group, DType dtype) {
-  const MainWeights& weights = group.main_weights();
-  const at::ScalarType type = scalar_type_of(dtype);
-  return {.read =
-              [&weights, type](FlatRange flat, std::byte* into) {
-                const at::NoGradGuard no_grad;
-                weights.copy_to(flat, tensor_over(into, flat.numel(), type, c10::kCPU));
-              },
-          .in_memory =
-              [&weights, type](FlatRange flat) {
-                return static_cast<const std::byte*>(weights.in_host_memory(flat, type));
-              }};
-}
-
-// The numbers that a forward computes with. Quantised weights have none but their main weights.
-FlatReader computing_weight_reader(const ParamGroup& group, DType dtype) {
-  const MainWeights& weights = group.main_weights();
-  const at::ScalarType type = scalar_type_of(dtype);
-  return {.read = [&weights, type](FlatRange flat, std::byte* into) {
-    const at::NoGradGuard no_grad;
-    const at::Tensor values = tensor_over(into, flat.numel(), type, c10::kCPU);
-    for (const MainWeightPiece& piece : weights.pieces()) {
-      const FlatRange common = intersect(piece.flat, flat);
-      if (common.empty()) continue;
-      values.narrow(0, common.begin - flat.begin, common.numel())
-          .copy_(piece.weight.narrow(0, common.begin - piece.flat.begin, common.numel()));
-    }
-  }};
-}
-
-FlatReader weight_reader(const ParamGroup& group, WeightValues values, DType dtype) {
-  return values == WeightValues::kMain ? main_weight_reader(group, dtype)
-                                       : computing_weight_reader(group, dtype);
-}
-
-FlatReader moment_reader(const GroupUpdate& update, size_t which) {
+FlatState computing_weights_of(const ParamGroup& group, DType dtype) {
   return {
-      .read =
-          [&update, which](FlatRange flat, std::byte* into) {
-            update.read_moment(which, flat, reinterpret_cast<float*>(into));
-          },
-      .in_memory =
-          [&update, which](FlatRange flat) {
-            return reinterpret_cast<const std::byte*>(update.moment_in_host_memory(which, flat));
+      .group = &group, .dtype = dtype, .read = [&group](FlatRange flat, const at::Tensor& into) {
+        read_computing_weights(group, flat, into);
+      }};
+}
+
+FlatState state_of_buffer(const at::Tensor& value) {
+  return {.dtype = dtype_of(value.scalar_type()),
+          .read = [value](FlatRange flat, const at::Tensor& into) {
+            into.copy_(value.detach().reshape({-1}).narrow(0, flat.begin, flat.numel()));
           }};
 }
 
-FlatReader buffer_reader(const at::Tensor& value) {
-  return {.read = [value](FlatRange flat, std::byte* into) {
-    const at::Tensor part = value.detach().reshape({-1}).narrow(0, flat.begin, flat.numel());
-    tensor_over(into, flat.numel(), value.scalar_type(), c10::kCPU).copy_(part);
-  }};
-}
-
-void check_names(const CheckpointState& state, const NameRules& names) {
-  std::vector<NamedShape> tensors;
-  for (const auto& unit : EngineAccess::of(state.sharded).units())
-    for (const ParamGroup& group : unit->groups())
-      for (int64_t i = 0; i < group.layout().num_tensors(); ++i)
-        tensors.push_back({group.name_of(i), group.whole_shape_of(i)});
-  for (const NamedBuffer& buffer : state.buffers)
-    tensors.push_back({buffer.name, buffer.value.sizes().vec()});
-  check_unique(names, tensors);
-}
-
-// Ranks that have the same main weights and moments.
-Replicas replicas_with(const ParamGroup& group) {
-  const GroupSetting& setting = group.setting();
-  return replicas_of(setting.strategy.optimizer, setting.shape, setting.rank);
-}
-
-// Calls body(member, what this rank writes of it).
-template <typename Body>
-void for_each_member(const ParamGroup& group, Replicas replicas, int64_t& number,
-                     const Body& body) {
+// Adds all that this rank writes of a group's tensors.
+void add_members(FlatState state, int64_t& number, PieceCollector& into) {
+  const auto shared = std::make_shared<const FlatState>(std::move(state));
+  const ParamGroup& group = *shared->group;
   for (int64_t i = 0; i < group.layout().num_tensors(); ++i) {
-    const FlatRange range = share_of(group.held_of(i), group.shape_of(i), replicas, number++);
-    body(i, Written{group.shape_of(i), group.owned_of(i), range,
-                    group.layout().tensor_range(i).begin + range.begin});
+    const FlatRange range =
+        share_of(group.held_of(i), group.shape_of(i), replicas_with(group), number++);
+    into.add(group.name_of(i),
+             {group.shape_of(i), group.owned_of(i), range,
+              group.layout().tensor_range(i).begin + range.begin},
+             shared);
   }
 }
 
-void add_moments(const CheckpointState& state, int64_t& number, PieceCollector& into) {
-  Optimizer::Impl& optimizer = OptimizerAccess::of(*state.optimizer);
-  for (const GroupUpdate* update : optimizer.group_updates()) {
-    const ParamGroup& group = update->group();
-    for (size_t which = 0; which < update->moments().size(); ++which) {
-      const std::string suffix = "." + update->moments()[which].name;
-      const auto read = std::make_shared<const FlatReader>(moment_reader(*update, which));
-      for_each_member(group, replicas_with(group), number, [&](int64_t i, const Written& written) {
-        into.add(group.name_of(i), suffix, DType::kFloat32, written, read);
-      });
-    }
-  }
-}
+// --- an optimizer of others ----------------------------------------------------------------------
 
-void add_other(const CheckpointState& state, int64_t& number, PieceCollector& into) {
-  for (const auto& unit : EngineAccess::of(state.sharded).units())
-    for (const ParamGroup& group : unit->groups()) {
-      if (!group.is_trainable()) continue;
-      for (const std::string& tensor : state.other->tensors) {
-        const auto read = std::make_shared<const FlatReader>(FlatReader{
-            .read = [&group, other = state.other, tensor](FlatRange flat, std::byte* to) {
-              read_other(*other, group, tensor, flat,
-                         tensor_over(to, flat.numel(), at::kFloat, c10::kCPU));
-            }});
-        for_each_member(group, replicas_with(group), number,
-                        [&](int64_t i, const Written& written) {
-                          into.add(group.name_of(i), "." + tensor, DType::kFloat32, written, read);
-                        });
-      }
-    }
-}
-
-// Every rank of the group's grid has all of its history.
-void add_amax_histories(const ParamGroup& group, int64_t& number, PieceCollector& into) {
-  if (!group.is_quantized() || !group.quantized().has_history()) return;
-  const GroupSetting& setting = group.setting();
-  const Replicas all = replicas_of({.outer = Placement::kReplicate, .inner = Placement::kReplicate},
-                                   setting.shape, setting.rank);
+// Calls body(member, elements in the group's buffer, the same in this rank's part) for the members
+// of which this rank has something in [flat).
+void for_each_held(const ParamGroup& group, FlatRange flat, const auto& body) {
   for (int64_t i = 0; i < group.layout().num_tensors(); ++i) {
-    const AmaxHistory history =
-        amax_history_of(group.types().recipe, group.shape_of(i), group.owned_of(i));
-    const at::Tensor amaxes = group.quantized().history_of(i);
-    const FlatRange range = share_of({0, amaxes.numel()}, history.shape, all, number++);
-    if (amaxes.numel() == 0) continue;
-    into.add_as(amax_history_name(into.names(), group.name_of(i), group.whole_shape_of(i)),
-                DType::kFloat32, {history.shape, history.owned, range, range.begin},
-                std::make_shared<const FlatReader>(buffer_reader(amaxes)));
+    const FlatRange held = group.held_of(i);
+    const int64_t begin = group.layout().tensor_range(i).begin + held.begin;
+    const FlatRange common = intersect({begin, begin + held.numel()}, flat);
+    if (!common.empty()) body(i, common, FlatRange{common.begin - begin, common.end - begin});
   }
+}
+
+// 0 where the optimizer has none.
+void read_other(const OtherOptimizer& optimizer, const ParamGroup& group, const std::string& tensor,
+                FlatRange flat, const at::Tensor& into) {
+  into.zero_();
+  for_each_held(group, flat, [&](int64_t member, FlatRange common, FlatRange part) {
+    const auto it = optimizer.parts.find({group.name_of(member), tensor});
+    if (it == optimizer.parts.end()) return;
+    into.narrow(0, common.begin - flat.begin, common.numel())
+        .copy_(it->second.narrow(0, part.begin, part.numel()));
+  });
+}
+
+// Parts are made where there are none.
+void set_other(OtherOptimizer& optimizer, const ParamGroup& group, const std::string& tensor,
+               FlatRange flat, const at::Tensor& values) {
+  for_each_held(group, flat, [&](int64_t member, FlatRange common, FlatRange part) {
+    at::Tensor& own = optimizer.parts[{group.name_of(member), tensor}];
+    if (!own.defined()) own = at::zeros({group.held_of(member).numel()}, at::kFloat);
+    own.narrow(0, part.begin, part.numel())
+        .copy_(values.narrow(0, common.begin - flat.begin, common.numel()));
+  });
 }
 
 std::string precision_text(const PrecisionPolicy& precision) {
@@ -325,9 +225,98 @@ std::vector<at::Generator> generators(c10::Device device) {
 
 }  // namespace
 
+void check_names(const CheckpointState& state, const NameRules& names) {
+  std::vector<NamedShape> tensors;
+  const StateView view(state.sharded);
+  for (const auto& unit : view.units())
+    for (const ParamGroup& group : unit->groups())
+      for (int64_t i = 0; i < group.layout().num_tensors(); ++i)
+        tensors.push_back({group.name_of(i), group.whole_shape_of(i)});
+  for (const NamedBuffer& buffer : state.buffers)
+    tensors.push_back({buffer.name, buffer.value.sizes().vec()});
+  check_unique(names, tensors);
+}
+
+Replicas replicas_with(const ParamGroup& group) {
+  const GroupSetting& setting = group.setting();
+  const PlacementPair placed = setting.strategy.optimizer;
+  Replicas replicas;
+  if (placed.inner == Placement::kReplicate) replicas = {setting.shape.inner, setting.rank.inner};
+  if (placed.outer == Placement::kReplicate)
+    replicas = {replicas.count * setting.shape.outer,
+                replicas.index * setting.shape.outer + setting.rank.outer};
+  return replicas;
+}
+
+FlatState main_weights_of(ParamGroup& group, DType dtype) {
+  MainWeights& weights = group.main_weights();
+  const at::ScalarType type = scalar_type_of(dtype);
+  return {
+      .group = &group,
+      .dtype = dtype,
+      .read =
+          [&weights](FlatRange flat, const at::Tensor& into) {
+            const at::NoGradGuard no_grad;
+            weights.copy_to(flat, into);
+          },
+      .set = [&weights](FlatRange flat, const at::Tensor& values) { weights.set(flat, values); },
+      .in_memory = [&weights, type](FlatRange flat) { return weights.in_host_memory(flat, type); },
+      .settable = [&weights,
+                   type](FlatRange flat) { return weights.settable_in_host_memory(flat, type); }};
+}
+
+std::vector<FlatState> flat_moments_of(const CheckpointState& state) {
+  std::vector<FlatState> moments;
+  if (state.optimizer != nullptr)
+    for (GroupUpdate* update : OptimizerAccess::of(*state.optimizer).group_updates())
+      for (size_t which = 0; which < update->moments().size(); ++which) {
+        const auto memory = [update, which](FlatRange flat) {
+          return update->moment_in_host_memory(which, flat);
+        };
+        moments.push_back({.group = &update->group(),
+                           .moment = update->moments()[which].name,
+                           .read =
+                               [update, which](FlatRange flat, const at::Tensor& into) {
+                                 update->read_moment(which, flat, into.mutable_data_ptr<float>());
+                               },
+                           .set =
+                               [update, which](FlatRange flat, const at::Tensor& values) {
+                                 update->set_moment(which, flat, values.const_data_ptr<float>());
+                               },
+                           .in_memory = memory,
+                           .settable = memory});
+      }
+  if (state.other == nullptr) return moments;
+  const StateView view(state.sharded);
+  for (const auto& unit : view.units())
+    for (const ParamGroup& group : unit->groups()) {
+      if (!group.is_trainable()) continue;
+      for (const std::string& tensor : state.other->tensors)
+        moments.push_back(
+            {.group = &group,
+             .moment = tensor,
+             .read = [&group, other = state.other, tensor](
+                         FlatRange flat,
+                         const at::Tensor& into) { read_other(*other, group, tensor, flat, into); },
+             .set =
+                 [&group, other = state.other, tensor](FlatRange flat, const at::Tensor& values) {
+                   set_other(*other, group, tensor, flat, values);
+                 }});
+    }
+  return moments;
+}
+
+void read_computing_weights(const ParamGroup& group, FlatRange flat, const at::Tensor& into) {
+  const at::NoGradGuard no_grad;
+  for (const MainWeightPiece& piece : group.main_weights().pieces())
+    if (const FlatRange common = intersect(piece.flat, flat); !common.empty())
+      into.narrow(0, common.begin - flat.begin, common.numel())
+          .copy_(piece.weight.narrow(0, common.begin - piece.flat.begin, common.numel()));
+}
+
 StatePieces weight_pieces_of(const CheckpointState& state, const StoredForm& form,
                              WeightValues values) {
-  const Engine& engine = EngineAccess::of(state.sharded);
+  const StateView engine(state.sharded);
   check_names(state, form.names);
   StatePieces pieces;
   const int64_t number_of_rank = rank_in(engine.mesh());
@@ -335,41 +324,35 @@ StatePieces weight_pieces_of(const CheckpointState& state, const StoredForm& for
   int64_t number = 0;
   for (const auto& unit : engine.units()) {
     // A change that main weights do not have would not be saved.
-    engine.weights().check_parameters(*unit);
-    for (const ParamGroup& group_state : unit->groups()) {
-      const ParamGroup& group = group_state;
+    engine.check_parameters(*unit);
+    for (ParamGroup& group : unit->groups()) {
       const DType dtype = stored_dtype(group, values, form);
-      const auto read = std::make_shared<const FlatReader>(weight_reader(group, values, dtype));
-      for_each_member(group, replicas_with(group), number, [&](int64_t i, const Written& written) {
-        model.add(group.name_of(i), "", dtype, written, read);
-      });
+      add_members(values == WeightValues::kMain ? main_weights_of(group, dtype)
+                                                : computing_weights_of(group, dtype),
+                  number, model);
     }
   }
   for (const NamedBuffer& buffer : state.buffers) {
     const Replicas all{engine.mesh_shape().outer * engine.mesh_shape().inner, number_of_rank};
-    const auto read = std::make_shared<const FlatReader>(buffer_reader(buffer.value));
     const std::vector<int64_t> shape = buffer.value.sizes().vec();
     const FlatRange range = share_of({0, buffer.value.numel()}, shape, all, number++);
-    model.add(buffer.name, "", dtype_of(buffer.value.scalar_type()),
-              {shape, {}, range, range.begin}, read);
+    model.add(buffer.name, {shape, {}, range, range.begin},
+              std::make_shared<const FlatState>(state_of_buffer(buffer.value)));
   }
   return pieces;
 }
 
 StatePieces pieces_of(const CheckpointState& state, const StoredForm& form) {
-  const Engine& engine = EngineAccess::of(state.sharded);
+  const StateView engine(state.sharded);
   StatePieces pieces = weight_pieces_of(state, form, WeightValues::kMain);
   PieceCollector moments(form.names, rank_in(engine.mesh()), pieces.moments, pieces.moment_pieces);
   auto number = static_cast<int64_t>(pieces.model.size());  // deals moments on where weights ended
-  if (state.optimizer != nullptr) add_moments(state, number, moments);
-  if (state.other != nullptr) add_other(state, number, moments);
-  for (const auto& unit : engine.units())
-    for (const ParamGroup& group : unit->groups()) add_amax_histories(group, number, moments);
+  for (FlatState& moment : flat_moments_of(state)) add_members(std::move(moment), number, moments);
   return pieces;
 }
 
 Manifest describe(const CheckpointState& state, const StatePieces& pieces, int64_t step) {
-  const Engine& engine = EngineAccess::of(state.sharded);
+  const StateView engine(state.sharded);
   Manifest manifest{.step = step,
                     .mesh = engine.mesh_shape(),
                     .strategy = to_text(engine.options().strategy),
@@ -393,14 +376,13 @@ Manifest describe(const CheckpointState& state, const StatePieces& pieces, int64
   if (state.optimizer == nullptr) return manifest;
   const StepState steps = state.optimizer->state();
   manifest.optimizer = {.name = state.optimizer->name(),
-                        .moments = {},
+                        .moments = OptimizerAccess::of(*state.optimizer).moment_names(),
                         .step = steps.step,
                         .skipped = steps.skipped,
                         .loss_scale = steps.loss_scale,
                         .good_steps = steps.good_steps,
                         .settings = {},
                         .late_updates = OptimizerAccess::of(*state.optimizer).late_updates()};
-  manifest.optimizer.moments = OptimizerAccess::of(*state.optimizer).moment_names();
   return manifest;
 }
 
@@ -408,7 +390,7 @@ void Snapshot::take(StatePieces& pieces) {
   int64_t total = 0;
   for (const auto* list : {&pieces.model_pieces, &pieces.moment_pieces})
     for (const Piece& piece : *list) total += round_up(piece_bytes(piece), kAlignBytes);
-  if (total > bytes()) {
+  if (!memory_.defined() || total > memory_.numel()) {
     memory_ = at::Tensor();  // before allocating, because both might not fit
     memory_ = at::empty({total}, at::TensorOptions(at::kByte).pinned_memory(!device_.is_cpu()));
   }

@@ -12,7 +12,6 @@
 #include "fsdp/base/option_values.h"
 #include "fsdp/base/text.h"
 #include "fsdp/cli/command.h"
-#include "fsdp/train/calibration/calibration.h"
 
 namespace fsdp::cli {
 
@@ -31,18 +30,25 @@ c10::Device device_of(const std::string& name) {
 
 }  // namespace
 
-void calibrate_machine(const CalibrateArguments& given) {
+void calibrate_machine(const CalibrateArguments& given,
+                       const std::optional<train::CalibratedRun>& run) {
   log_warnings_only();
   const c10::Device device = device_of(given.device);
   constexpr int64_t kMostThreads = 4096;
-  train::CalibrationOptions options = train::usual_calibration(device);
-  if (!given.threads.empty())
-    options.threads = parse_whole_number("--threads", given.threads, 1, kMostThreads);
+  const auto cores = static_cast<int64_t>(std::thread::hardware_concurrency());
+  train::CalibrationOptions options{
+      .device = device,
+      .threads = given.threads.empty()
+                     ? (device.is_cpu() ? 1 : cores)
+                     : parse_whole_number("--threads", given.threads, 1, kMostThreads),
+      .runs = run ? std::vector{*run} : train::usual_runs(device)};
+  if (device.is_cpu()) options.link_ranks = {2, 4};
   if (is_directory(given.file))
     throw UsageError(
         concat("--calibrate is '", given.file, "', which is a directory; name a file in it"));
   make_directories(directory_of(given.file));
-  // Fails now where the table could not be written: measuring takes minutes.
+  const Rates known = path_exists(given.file) ? load_rates(given.file) : Rates{};
+  // Fails now where the rates could not be written: measuring takes minutes.
   FileWriter(temporary_name_for(given.file));
   const auto begin = std::chrono::steady_clock::now();
   const auto seconds = [&] {
@@ -54,10 +60,12 @@ void calibrate_machine(const CalibrateArguments& given) {
     std::cerr << seconds() << " s  " << line << std::endl;  // seen at once
   };
   at::set_num_threads(static_cast<int>(options.threads));
-  const RateTable table = train::calibrate(options);
-  write_file_durably(given.file, rates_text(table));
-  std::cout << given.file << ": " << counted_text(static_cast<int64_t>(table.grids.size()), "kind")
-            << " of work on " << table.machine << ", measured in " << seconds() << " s\n";
+  const Rates rates = train::calibrate(options, known);
+  if (rates.parts.empty()) throw Error("nothing could be measured; the lines above say why");
+  write_file_durably(given.file, rates_text(rates));
+  std::cout << given.file << ": parts of "
+            << counted_text(static_cast<int64_t>(rates.parts.size()), "model") << " on "
+            << rates.machine << ", measured in " << seconds() << " s\n";
 }
 
 }  // namespace fsdp::cli

@@ -1,7 +1,10 @@
 // `fsdp plan --calibrate`: measures this machine for forecasts of time.
 #pragma once
 
+#include <optional>
 #include <string>
+
+#include "fsdp/train/calibration.h"
 
 namespace fsdp::cli {
 
@@ -11,7 +14,9 @@ struct CalibrateArguments {
   std::string threads;  // "": one for a CPU, all of a GPU's host
 };
 
-// Writes the table, and says on standard error what it measures. UsageError before it begins.
-void calibrate_machine(const CalibrateArguments& given);
+// Measures a run, or the usual ones, adds them to the file's rates if there are any, and says on
+// standard error what it measures. UsageError before it begins.
+void calibrate_machine(const CalibrateArguments& given,
+                       const std::optional<train::CalibratedRun>& run);
 
 }  // namespace fsdp::cli

@@ -2,6 +2,7 @@
 
 #include <iostream>
 #include <nlohmann/json.hpp>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -26,7 +27,47 @@ std::string full_name(const CLI::App& app) {
   return parent == nullptr ? app.get_name() : concat(full_name(*parent), " ", app.get_name());
 }
 
+constexpr size_t kHelpColumns = 100;
+constexpr size_t kNameColumns = 30;
+
+// `text` in lines of the help, each begun with so many blanks; lines that fit stay as they are.
+std::string wrapped(const std::string& text, size_t indent) {
+  const std::string blanks(indent, ' ');
+  std::vector<std::string> lines;
+  std::istringstream given(text);
+  for (std::string line; std::getline(given, line);) {
+    while (indent + line.size() > kHelpColumns) {
+      const size_t end = line.rfind(' ', kHelpColumns - indent);
+      if (end == std::string::npos) break;
+      lines.push_back(blanks + line.substr(0, end));
+      line.erase(0, end + 1);
+    }
+    lines.push_back(blanks + line);
+  }
+  return join(lines, "\n");
+}
+
+std::string two_columns(const std::string& name, const std::string& text) {
+  const std::string right = wrapped(text, kNameColumns);
+  if (name.size() >= kNameColumns) return concat(name, "\n", right, "\n");
+  return concat(name, right.size() < name.size() ? "" : right.substr(name.size()), "\n");
+}
+
 }  // namespace
+
+std::string HelpFormatter::make_option(const CLI::Option* option, bool is_positional) const {
+  return two_columns(
+      concat("  ", make_option_name(option, is_positional), make_option_opts(option)),
+      make_option_desc(option));
+}
+
+std::string HelpFormatter::make_subcommand(const CLI::App* sub) const {
+  return two_columns(concat("  ", sub->get_name()), sub->get_description());
+}
+
+std::string HelpFormatter::make_footer(const CLI::App* app) const {
+  return concat(wrapped(app->get_footer(), 0), "\n");
+}
 
 void print_json(const nlohmann::ordered_json& value) {
   std::cout << value.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << "\n";

@@ -17,6 +17,18 @@
 
 namespace fsdp::cli {
 
+// The whole command: runs the subcommand that the arguments name and returns the process's exit
+// code.
+int run(int argc, char** argv);
+
+// Help within 100 columns.
+class HelpFormatter final : public CLI::Formatter {
+ public:
+  std::string make_option(const CLI::Option* option, bool is_positional) const override;
+  std::string make_subcommand(const CLI::App* sub) const override;
+  std::string make_footer(const CLI::App* app) const override;
+};
+
 struct Command {
   CLI::App* app = nullptr;
   // Called after the options of a given subcommand are read. Prints results to standard output and
@@ -73,7 +85,7 @@ constexpr std::chrono::seconds kMomentForLauncher{4};
 // at once, and the others wait for the launcher to end them; after that time they throw a mistake
 // that rank 0 did not find.
 template <typename Action>
-auto let_the_first_speak(const Launch& launch, const Action& action) {
+auto report_on_rank0(const Launch& launch, const Action& action) {
   try {
     return action();
   } catch (const Error&) {
@@ -82,11 +94,11 @@ auto let_the_first_speak(const Launch& launch, const Action& action) {
   }
 }
 
-// The same for an error of one process that the others learn of by a CommError: the others wait, so
+// Reports an error of one process that the others learn of by a CommError: the others wait, so
 // that only the failed process speaks. A TimeoutError is thrown at once, because processes that
 // waited for the failed one have it.
 template <typename Action>
-void let_the_failed_speak(const Action& action) {
+void report_on_failed_rank(const Action& action) {
   try {
     action();
   } catch (const TimeoutError&) {

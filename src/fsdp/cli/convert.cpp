@@ -10,16 +10,14 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/log.h"
-#include "fsdp/checkpoint/amax_history.h"
 #include "fsdp/checkpoint/format/model_files.h"
 #include "fsdp/checkpoint/names/name_tables.h"
 #include "fsdp/checkpoint/run_directory.h"
 #include "fsdp/checkpoint/tools/converted_files.h"
-#include "fsdp/checkpoint/tools/staged_directory.h"
-#include "fsdp/checkpoint/tools/weight_selection.h"
 #include "fsdp/cli/command.h"
 #include "fsdp/cli/progress.h"
 #include "fsdp/plan/load_model.h"
+#include "fsdp/train/log/console.h"
 
 namespace fsdp::cli {
 
@@ -27,7 +25,7 @@ namespace {
 
 constexpr int64_t kMaxTextBytes = int64_t{1} << 28;
 
-// As typed; empty for an option that was not given.
+// The options as typed; empty for one that was not given.
 struct ConvertArguments {
   std::string source;
   std::string target;
@@ -93,7 +91,7 @@ std::optional<ConfigFile> find_config(const ConvertArguments& given, const Tenso
   return ConfigFile{*text, concat(catalog.path(), "/", kModelConfigName)};
 }
 
-// As published files have it: one tensor, or its parts.
+// The tensors of published files: one, or its parts.
 std::vector<NamedShape> stored_tensors(const TensorShape& tensor) {
   if (tensor.parts.empty()) return {{tensor.name, tensor.shape}};
   std::vector<int64_t> shape = tensor.shape;
@@ -157,11 +155,10 @@ class Conversion {
     const size_t num_files = options_.form == Form::kHuggingFace ? to_huggingface() : to_sharded();
     directory_.publish();
     const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - start;
-    char seconds[32];
-    std::snprintf(seconds, sizeof seconds, "%.1f s", passed.count());
     return concat(counted_text(num_tensors_, "tensor"), ", ", counted_text(numel_, "parameter"),
-                  ", ", bytes_text(static_cast<double>(total_bytes_)), " in ",
-                  counted_text(static_cast<int64_t>(num_files), "file"), ", ", seconds);
+                  ", ", bytes_text(total_bytes_), " in ",
+                  counted_text(static_cast<int64_t>(num_files), "file"), ", ",
+                  train::duration_text(passed.count()));
   }
 
  private:
@@ -221,9 +218,8 @@ class Conversion {
     content.manifest = *catalog_.manifest();
     content.ranks = catalog_.ranks();
     content.model = select_all(catalog_, fsdp::apply(options_.names, catalog_.model())).tensors;
-    for (const TensorSet& set :
-         {moments_of(catalog_, options_.names), amax_histories_of(catalog_, options_.names)})
-      for (const auto& [name, tensor] : set) content.moments.push_back(tensor);
+    for (const auto& [name, tensor] : moments_of(catalog_, options_.names))
+      content.moments.push_back(tensor);
     if (content.manifest.num_ranks() != options_.ranks)
       log(LogLevel::kWarning, "left out: random states and data positions of ",
           content.manifest.num_ranks(), " ranks, which mean nothing to ", options_.ranks);

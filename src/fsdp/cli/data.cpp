@@ -1,7 +1,6 @@
 // `fsdp data`: packs text into token files and describes data.
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
 #include <iomanip>
 #include <iostream>
 #include <memory>
@@ -11,12 +10,14 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/log.h"
+#include "fsdp/base/text.h"
 #include "fsdp/cli/command.h"
 #include "fsdp/cli/progress.h"
-#include "fsdp/data/byte_tokenizer.h"
 #include "fsdp/data/corpus.h"
+#include "fsdp/data/documents.h"
 #include "fsdp/data/pack.h"
 #include "fsdp/data/tokenizer.h"
+#include "fsdp/train/log/console.h"
 
 namespace fsdp::cli {
 
@@ -53,24 +54,25 @@ void run_pack(const PackArguments& given) {
     summary = pack_tokens(given.inputs, given.output, options);
   }
   const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - start;
-  char seconds[32];
-  std::snprintf(seconds, sizeof seconds, "%.1f s", passed.count());
   const TokenHeader& header = summary.header;
   if (summary.left_out.total() > 0) log(LogLevel::kInfo, "left out: ", to_text(summary.left_out));
+  for (const std::string& each : summary.findings.sentences(0)) log(LogLevel::kWarning, each);
   std::cout << "wrote " << given.output << ": " << counted_text(header.num_tokens, "token") << ", "
             << counted_text(header.num_documents, "document") << " from "
             << counted_text(summary.num_files, "file") << ", "
-            << bytes_text(static_cast<double>(kTokenHeaderBytes + header.data_bytes())) << ", "
-            << seconds << ", fingerprint " << fingerprint_text(fingerprint_of(header)) << "\n";
+            << bytes_text(kTokenHeaderBytes + header.data_bytes()) << ", "
+            << train::duration_text(passed.count()) << ", fingerprint "
+            << fingerprint_text(fingerprint_of(header)) << "\n";
 }
 
 constexpr const char* kPackFooter =
-    "INPUTs are text files (UTF-8), JSON lines, parquet files, directories (the files in and below "
+    "INPUTs are text files (UTF-8), rows of JSON or parquet, directories (the files in and below "
     "them, sorted by path;\nhidden ones and those that are no text are left out) and packed files "
     "to "
-    "join. A document is a file, or a row of\nJSON lines or parquet: its 'text', its 'prompt' and "
-    "'completion' (which alone is learnt), or its 'messages' (of\nwhich the assistant's are "
-    "learnt). "
+    "join. A document is a file, or a row of\nJSON or parquet: its 'text', its 'prompt' and "
+    "'completion' (which "
+    "alone is learnt), or its chat (of which the\nassistant's turns are learnt): 'messages', "
+    "'conversations', or 'instruction' and 'output'. "
     "FILE appears when it is complete, and not at all when something fails.\n"
     "Examples:\n"
     "  fsdp data pack books --output books.bin\n"
@@ -85,8 +87,7 @@ void add_text_options(CLI::App& app, Arguments& given) {
                  "Of text: a tokenizer.json, or a directory with one")
       ->type_name("PATH|bytes")
       ->capture_default_str();
-  app.add_option("--field", given.field,
-                 "Rows of JSON lines or parquet have their text in this field")
+  app.add_option("--field", given.field, "Rows of JSON or parquet have their text in this field")
       ->type_name("NAME");
 }
 
@@ -122,21 +123,7 @@ std::string beginning_of(const Corpus& corpus) {
   if (corpus.tokenizer() != kByteTokenizerName) return "";
   std::vector<int64_t> tokens(static_cast<size_t>(std::min(kMaxTokens, corpus.num_tokens())));
   corpus.read(0, tokens);
-  return decode_bytes(tokens);
-}
-
-// On one line, for any bytes.
-std::string quoted(const std::string& text) {
-  constexpr size_t kMaxChars = 60;
-  std::string out = "\"";
-  for (const char c : text) {
-    if (out.size() > kMaxChars) return out + "...\"";
-    char code[5];
-    std::snprintf(code, sizeof code, "\\x%02x", static_cast<unsigned>(static_cast<uint8_t>(c)));
-    const bool plain = c >= ' ' && c <= '~';
-    out += plain ? std::string(1, c) : c == '\n' ? "\\n" : c == '\t' ? "\\t" : code;
-  }
-  return out + "\"";
+  return open_tokenizer(kByteTokenizerName)->next_text(tokens);
 }
 
 void print_corpus_json(const Corpus& corpus, const InfoArguments& given) {
@@ -148,7 +135,7 @@ void print_corpus_json(const Corpus& corpus, const InfoArguments& given) {
                 {{"hidden", left_out.num_hidden},
                  {"binary", left_out.num_binary},
                  {"not_utf8", left_out.num_not_utf8},
-                 {"json_lines", left_out.num_json_lines},
+                 {"rows", left_out.num_rows},
                  {"empty", left_out.num_empty},
                  {"other", left_out.num_other}}},
                {"tokens", header.num_tokens},
@@ -168,6 +155,7 @@ void print_corpus_json(const Corpus& corpus, const InfoArguments& given) {
 }
 
 void print_corpus_table(const Corpus& corpus, const InfoArguments& given) {
+  constexpr size_t kShownChars = 60;
   const auto row = [](const char* name, const std::string& value) {
     std::cout << std::left << std::setw(13) << name << value << "\n";
   };
@@ -176,7 +164,7 @@ void print_corpus_table(const Corpus& corpus, const InfoArguments& given) {
   row("files", grouped_text(corpus.num_files()));
   if (corpus.left_out().total() > 0) row("left out", to_text(corpus.left_out()));
   row("tokens", concat(grouped_text(header.num_tokens), " of ", header.token_bytes, " bytes, ",
-                       bytes_text(static_cast<double>(header.data_bytes()))));
+                       bytes_text(header.data_bytes())));
   if (corpus.has_mask())
     row("learnt", concat(grouped_text(corpus.num_learnt()), " of the tokens (loss mask)"));
   row("documents", grouped_text(header.num_documents));
@@ -184,8 +172,10 @@ void print_corpus_table(const Corpus& corpus, const InfoArguments& given) {
                           ", end of document ",
                           header.end_of_document ? concat(*header.end_of_document) : "none"));
   row("fingerprint", fingerprint_text(corpus.fingerprint()));
+  for (const std::string& each : corpus.findings().sentences(0)) row("note", each);
   if (given.verify) row("verified", "checksums and all tokens are right");
-  if (const std::string text = beginning_of(corpus); !text.empty()) row("begins", quoted(text));
+  if (const std::string text = beginning_of(corpus); !text.empty())
+    row("begins", concat("\"", shown(text, kShownChars), "\""));
 }
 
 void run_info(const InfoArguments& given) {

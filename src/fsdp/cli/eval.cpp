@@ -13,12 +13,13 @@
 #include "fsdp/base/text.h"
 #include "fsdp/checkpoint/run_directory.h"
 #include "fsdp/cli/command.h"
+#include "fsdp/cli/setting_flags.h"
 #include "fsdp/comm/world.h"
-#include "fsdp/data/byte_tokenizer.h"
 #include "fsdp/data/corpus.h"
 #include "fsdp/data/tokenizer.h"
-#include "fsdp/train/model/model_tokenizer.h"
+#include "fsdp/train/model/published_model.h"
 #include "fsdp/train/model/trained_model.h"
+#include "fsdp/train/settings/settings.h"
 #include "fsdp/train/torch_warnings.h"
 
 namespace fsdp::cli {
@@ -26,18 +27,14 @@ namespace fsdp::cli {
 namespace {
 
 struct EvalArguments {
-  std::string checkpoint;
-  std::string model;
+  TrainedModelFlags trained;
   std::vector<std::string> data;
-  std::string tokenizer = "auto";
   std::string field;
   std::string sequence = "auto";
   std::string batch = "16";
   std::string batches = "0";
   std::string documents = "auto";
   std::string ranks = "1";
-  std::string device = "auto";
-  std::string compute = "auto";
   bool json = false;
 };
 
@@ -46,11 +43,12 @@ void print(const EvalArguments& given, const train::Evaluation& result, const Co
   const double bits = loss / std::log(2.0);
   const bool has_bytes = corpus.tokenizer() == kByteTokenizerName;
   if (given.json) {
-    nlohmann::ordered_json line = {
-        {"checkpoint", result.path},    {"step", result.step},    {"loss", loss},
-        {"perplexity", std::exp(loss)}, {"bits_per_token", bits}, {"tokens", result.mean.tokens}};
-    std::cout << line.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << "\n";
-    return;
+    return print_json({{"checkpoint", result.path},
+                       {"step", result.step},
+                       {"loss", loss},
+                       {"perplexity", std::exp(loss)},
+                       {"bits_per_token", bits},
+                       {"tokens", result.mean.tokens}});
   }
   std::printf("checkpoint   %s\n", result.path.c_str());
   std::printf("data         %s\n", corpus.summary().c_str());
@@ -65,41 +63,38 @@ std::shared_ptr<const Corpus> open_corpus(const EvalArguments& given) {
   const auto is_packed = [](const std::string& path) { return is_token_file(path); };
   // Packed data needs no tokenizer, and so no Python.
   if (!std::all_of(given.data.begin(), given.data.end(), is_packed)) {
-    const std::string checkpoint = checkpoint_or_files(given.checkpoint);
+    const std::string checkpoint = checkpoint_or_files(given.trained.model.path);
     options.tokenizer =
-        open_tokenizer(train::tokenizer_path(given.tokenizer, std::span(&checkpoint, 1)));
+        open_tokenizer(train::tokenizer_path(given.trained.tokenizer, std::span(&checkpoint, 1)));
   }
-  return Corpus::open(given.data, options);
+  auto corpus = Corpus::open(given.data, options);
+  corpus->check_learnt();
+  return corpus;
 }
 
 void run_eval(const EvalArguments& given) {
   log_warnings_only();
-  if (given.checkpoint.empty())
-    throw UsageError(
-        "--checkpoint is missing; give a run's directory, a checkpoint, or a "
-        "directory of safetensors files");
+  given.trained.check();
   if (given.data.empty())
     throw UsageError("--data is missing; give text files, directories or token files");
   const auto ranks = static_cast<int>(parse_whole_number("--ranks", given.ranks, 1, 4096));
+  const OptionFlag words{.absent = "auto"};
+  std::optional<WindowDocuments> documents;
+  read_option("--documents", {given.documents}, documents, words);
   const train::EvaluationOptions options{
       .sequence = given.sequence == "auto"
                       ? 0
                       : parse_whole_number("--sequence", given.sequence, 1, 1 << 24),
       .batch = parse_whole_number("--batch", given.batch, 1, 1 << 30),
       .max_batches = parse_whole_number("--batches", given.batches, 0, int64_t{1} << 40),
-      .documents = static_cast<train::DocumentsChoice>(parse_choice(
-          "--documents", given.documents, std::vector<std::string>{"auto", "joined", "separate"}))};
+      .documents = documents};
   if (options.batch % ranks != 0)
     throw UsageError(concat("--batch is ", options.batch, ", which ", ranks,
                             " ranks cannot share evenly; give a multiple of ", ranks));
-  const train::InferenceOptions inference{.path = given.checkpoint,
-                                          .model = given.model,
-                                          .device = given.device,
-                                          .compute = given.compute};
   const std::shared_ptr<const Corpus> corpus = open_corpus(given);
   run_threads(ranks, CommOptions::from_environment(), [&](World& world) {
     const train::QuietTorchWarnings quiet;
-    const train::Evaluation result = train::evaluate(inference, corpus, options, world);
+    const train::Evaluation result = train::evaluate(given.trained.model, corpus, options, world);
     if (world.rank() == 0) print(given, result, *corpus);
   });
 }
@@ -113,12 +108,9 @@ Command add_eval(CLI::App& parent) {
   const auto option = [&](const char* name, auto& value, const char* type, const char* text) {
     return app->add_option(name, value, text)->type_name(type)->capture_default_str();
   };
-  option("--checkpoint", given->checkpoint, "PATH",
-         "A run's directory (its latest checkpoint), a checkpoint, or safetensors files");
+  given->trained.add(*app);
   option("--data", given->data, "PATH...",
          "Text files, JSON lines, parquet files, directories, or token files");
-  option("--tokenizer", given->tokenizer, "PATH|bytes",
-         "Of text: a tokenizer.json or a directory with one; auto: the checkpoint's, or bytes");
   option("--field", given->field, "NAME",
          "Rows of JSON lines or parquet have their text in this field");
   option("--sequence", given->sequence, "N|auto", "Tokens per sequence; auto: as it was trained");
@@ -127,10 +119,6 @@ Command add_eval(CLI::App& parent) {
          "At most so many batches; 0: all whole ones of the data");
   option("--documents", given->documents, "HOW", "auto, joined or separate, as in training");
   option("--ranks", given->ranks, "N", "Ranks as threads of this process");
-  option("--model", given->model, "NAME|PATH",
-         "The model, where the checkpoint has no config.json");
-  option("--device", given->device, "NAME", "auto, cpu or cuda");
-  option("--compute", given->compute, "DTYPE", "auto: fp32 on CPUs, bf16 on GPUs");
   app->add_flag("--json", given->json, "Print JSON instead of a table");
   return {app, [given] { run_eval(*given); }};
 }

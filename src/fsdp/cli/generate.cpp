@@ -9,12 +9,11 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
 #include "fsdp/cli/command.h"
+#include "fsdp/cli/setting_flags.h"
 #include "fsdp/comm/world.h"
-#include "fsdp/data/byte_tokenizer.h"
-#include "fsdp/data/token_header.h"
+#include "fsdp/data/token_file.h"
 #include "fsdp/data/tokenizer.h"
-#include "fsdp/train/model/model_tokenizer.h"
-#include "fsdp/train/model/text_generation.h"
+#include "fsdp/train/model/published_model.h"
 #include "fsdp/train/model/trained_model.h"
 #include "fsdp/train/run_options.h"
 #include "fsdp/train/torch_warnings.h"
@@ -24,9 +23,7 @@ namespace fsdp::cli {
 namespace {
 
 struct GenerateArguments {
-  std::string checkpoint;
-  std::string model;
-  std::string tokenizer = "auto";
+  TrainedModelFlags trained;
   std::string prompt;
   std::string system;
   bool chat = false;
@@ -34,8 +31,6 @@ struct GenerateArguments {
   std::string temperature = "0";
   std::string top_p = "1";
   std::string seed = "1";
-  std::string device = "auto";
-  std::string compute = "auto";
 };
 
 train::SamplingOptions sampling_options(const GenerateArguments& given) {
@@ -46,7 +41,7 @@ train::SamplingOptions sampling_options(const GenerateArguments& given) {
               parse_whole_number("--seed", given.seed, 0, std::numeric_limits<int64_t>::max()))};
 }
 
-// What the model goes on with: the prompt, or a chat that ends with it.
+// The text that the model continues: the prompt, or a chat that ends with it.
 std::vector<int64_t> prompt_tokens(const GenerateArguments& given, const Tokenizer& tokenizer) {
   if (!given.chat) return tokenizer.encode_prompt(given.prompt);
   nlohmann::json messages = nlohmann::json::array();
@@ -59,8 +54,9 @@ std::vector<int64_t> prompt_tokens(const GenerateArguments& given, const Tokeniz
 std::shared_ptr<const Tokenizer> tokenizer_for(const GenerateArguments& given,
                                                const train::LoadedModel& loaded) {
   const int64_t vocabulary = vocab_size_of(loaded.model->config());
-  const std::string path = train::tokenizer_path(given.tokenizer, std::span(&loaded.path, 1));
-  const bool is_found = given.tokenizer != "auto" || path != kByteTokenizerName;
+  const std::string path =
+      train::tokenizer_path(given.trained.tokenizer, std::span(&loaded.path, 1));
+  const bool is_found = given.trained.tokenizer != "auto" || path != kByteTokenizerName;
   if (!is_found && vocabulary != kByteVocabulary)
     throw UsageError(concat("the model has ", vocabulary, " tokens and ", loaded.path,
                             " no tokenizer.json, and bytes are ", kByteVocabulary,
@@ -75,22 +71,15 @@ std::shared_ptr<const Tokenizer> tokenizer_for(const GenerateArguments& given,
 
 void run_generate(const GenerateArguments& given) {
   log_warnings_only();
-  if (given.checkpoint.empty())
-    throw UsageError(
-        "--checkpoint is missing; give a run's directory, a checkpoint, or a "
-        "directory of safetensors files");
+  given.trained.check();
   if (given.prompt.empty()) throw UsageError("--prompt is missing; give some text to begin with");
   if (!given.system.empty() && !given.chat)
     throw UsageError("--system is given without --chat; give both, or put it into --prompt");
   train::SamplingOptions sampling = sampling_options(given);
-  const train::InferenceOptions inference{.path = given.checkpoint,
-                                          .model = given.model,
-                                          .device = given.device,
-                                          .compute = given.compute};
   run_threads(1, CommOptions::from_environment(), [&](World& world) {
     const train::QuietTorchWarnings quiet;
     const Mesh mesh = world.mesh();
-    const train::LoadedModel loaded = train::load_for_inference(inference, mesh);
+    const train::LoadedModel loaded = train::load_for_inference(given.trained.model, mesh);
     const std::shared_ptr<const Tokenizer> tokenizer = tokenizer_for(given, loaded);
     sampling.max_context = max_positions_of(loaded.model->config());
     sampling.end_tokens = train::stored_end_tokens(loaded.path);
@@ -120,24 +109,17 @@ Command add_generate(CLI::App& parent) {
                           const char* text) {
     app->add_option(name, value, text)->type_name(type)->capture_default_str();
   };
-  option("--checkpoint", given->checkpoint, "PATH",
-         "A run's directory (its latest checkpoint), a checkpoint, or safetensors files");
+  given->trained.add(*app);
   option("--prompt", given->prompt, "TEXT", "What the text begins with");
   app->add_flag("--chat", given->chat,
                 "The prompt is a user's turn; the model's chat template frames it");
   option("--system", given->system, "TEXT", "With --chat: what the system says first");
-  option("--tokenizer", given->tokenizer, "PATH|bytes",
-         "A tokenizer.json or a directory with one; auto: the checkpoint's, or bytes");
   option("--tokens", given->tokens, "N", "At most so many tokens more");
   option("--temperature", given->temperature, "X",
          "0: always the likeliest token; 1: as the model says; between: bolder or safer");
   option("--top-p", given->top_p, "P",
          "Draw only from the likeliest tokens that together have this probability");
   option("--seed", given->seed, "N", "Of the draws");
-  option("--model", given->model, "NAME|PATH",
-         "The model, where the checkpoint has no config.json");
-  option("--device", given->device, "NAME", "auto, cpu or cuda");
-  option("--compute", given->compute, "DTYPE", "auto: fp32 on CPUs, bf16 on GPUs");
   return {app, [given] { run_generate(*given); }};
 }
 

@@ -14,7 +14,6 @@
 #include "fsdp/checkpoint/format/tensor_stream.h"
 #include "fsdp/checkpoint/patches/applied_patches.h"
 #include "fsdp/checkpoint/patches/patch_files.h"
-#include "fsdp/checkpoint/patches/patch_record.h"
 #include "fsdp/cli/command.h"
 
 namespace fsdp::cli {
@@ -77,9 +76,9 @@ void show_patch(const std::string& path, bool with_tensors) {
             << counted_text(num_changed, "element") << " of " << grouped_text(numel) << " ("
             << share_text(num_changed, numel) << ") in "
             << counted_text(static_cast<int64_t>(changed.size()), "tensor") << ", "
-            << bytes_text(static_cast<double>(bytes)) << " in "
+            << bytes_text(bytes) << " in "
             << counted_text(static_cast<int64_t>(record.files.size()), "file")
-            << "; all weights are " << bytes_text(static_cast<double>(dense_bytes)) << "\n";
+            << "; all weights are " << bytes_text(dense_bytes) << "\n";
   if (!with_tensors) return;
   for (const StoredTensor& tensor : record.tensors)
     if (const auto it = changed.find(tensor.name); it != changed.end())

@@ -18,7 +18,6 @@
 #include "fsdp/cli/calibrate.h"
 #include "fsdp/cli/command.h"
 #include "fsdp/cli/plan_report.h"
-#include "fsdp/cli/plan_time.h"
 #include "fsdp/cli/setting_flags.h"
 #include "fsdp/plan/forecast.h"
 #include "fsdp/plan/load_model.h"
@@ -30,7 +29,7 @@ namespace fsdp::cli {
 
 namespace {
 
-// As typed; empty for an option that was not given.
+// The options as typed; empty for one that was not given.
 struct PlanArguments {
   std::string model;
   std::string ranks;
@@ -46,14 +45,15 @@ struct PlanArguments {
 };
 
 // The settings of a run that decide what it takes, but for those that mean something else here.
-constexpr std::array<std::string_view, 30> kPlannedSettings = {
-    "optimizer",         "expert-capacity", "compute",      "recompute", "weights",
-    "weights-except",    "weights-scaling", "logit-memory", "sequence",  "microbatches",
-    "cuda-graph",        "outer",           "ep",           "tp",        "strategy",
-    "main-params",       "main-storage",    "main-grads",   "grad-comm", "moments",
-    "first-moment",      "second-moment",   "pool",         "prefetch",  "pool-budget",
-    "gradient-lifetime", "granularity",     "offload",      "patches",   "other-units"};
-// Of those, the ones that only a step's peak depends on.
+constexpr std::string_view kPlannedSettings[] = {
+    "optimizer",    "expert-capacity", "compute",      "recompute",
+    "weights",      "weights-except",  "logit-memory", "sequence",
+    "microbatches", "cuda-graph",      "outer",        "ep",
+    "tp",           "strategy",        "main-params",  "main-storage",
+    "main-grads",   "grad-comm",       "moments",      "pool",
+    "prefetch",     "pool-budget",     "granularity",  "gradient-lifetime",
+    "offload",      "patches",         "other-units"};
+// The ones that only a step's peak depends on.
 constexpr std::array kPeakOptions = {"--recompute", "--logit-memory", "--gradient-lifetime"};
 // Those that only its time depends on.
 constexpr std::array kRatesOptions = {"--microbatches", "--cuda-graph"};
@@ -72,7 +72,7 @@ struct PlanQuestion {
   bool has_batch_of_run = false;  // a config file's, shared out
   std::optional<int64_t> budget;
   std::optional<int64_t> fit;
-  std::optional<RateTable> rates;
+  std::optional<Rates> rates;
 
   bool is_on_cpu() const { return rates && rates->device == "cpu"; }
 
@@ -81,18 +81,18 @@ struct PlanQuestion {
         run, num_ranks, run.compute.value_or(is_on_cpu() ? DType::kFloat32 : DType::kBFloat16));
   }
 
-  // What a rank computes at a time; nullopt: nobody said.
+  // The batch that a rank computes at a time; nullopt: nobody said.
   std::optional<PeakOptions> computed(int64_t num_ranks) const {
     if (!rows && !has_batch_of_run) return std::nullopt;
     train::TrainOptions one = run;
     if (rows) {
       one.microbatches = 1;
-      one.batch = *rows * one.num_losses(num_ranks);
+      one.batch = *rows * one.data_parallel_size(num_ranks);
     }
     return train::peak_options(one, num_ranks);
   }
 
-  // The same where its memory on a GPU is asked for.
+  // The batch where its memory on a GPU is asked for.
   std::optional<PeakOptions> batch(int64_t num_ranks, const ModelShape& shape) const {
     // A file speaks of a run, not of a GPU's memory; so what is not known is left out.
     const bool is_open = !rows && !knows_activations(shape, options(num_ranks).compute);
@@ -109,6 +109,12 @@ void refuse_both(const CLI::App& app, const char* option, const char* other, con
   if (app.count(option) > 0 && app.count(other) > 0)
     throw UsageError(
         concat(as_typed(app, option), ", but ", other, " ", why, "; drop one of the two"));
+}
+
+[[noreturn]] void refuse_half(const char* missing) {
+  throw UsageError(concat(missing,
+                          " is missing; the peak of a step needs both: sequences and their tokens, "
+                          "e.g. --batch 4 --sequence 2048"));
 }
 
 void check_together(const CLI::App& app, const PlanArguments& given) {
@@ -128,16 +134,10 @@ void check_together(const CLI::App& app, const PlanArguments& given) {
       throw UsageError(concat(as_typed(app, option),
                               ", which matters for the time of a step alone; give --rates, too"));
   if (given.settings.has_config() || !given.batch.empty()) {
-    if (!given.settings.has_config() && app.count("--sequence") == 0)
-      throw UsageError(
-          "--sequence is missing; the peak of a step needs both: sequences and their tokens, e.g. "
-          "--batch 4 --sequence 2048");
+    if (!given.settings.has_config() && app.count("--sequence") == 0) refuse_half("--sequence");
     return;
   }
-  if (app.count("--sequence") > 0)
-    throw UsageError(
-        "--batch is missing; the peak of a step needs both: sequences and their tokens, e.g. "
-        "--batch 4 --sequence 2048");
+  if (app.count("--sequence") > 0) refuse_half("--batch");
   if (app.count("--rates") > 0)
     throw UsageError(concat(as_typed(app, "--rates"),
                             ", but no batch; give --batch and --sequence, too, e.g. --batch 4 "
@@ -168,7 +168,7 @@ PlanQuestion question_of(const CLI::App& app, const PlanArguments& given) {
   if (!given.budget.empty()) question.budget = parse_bytes("--budget", given.budget);
   if (!given.fit.empty()) question.fit = parse_bytes("--fit", given.fit);
   question.rates = rates_of(app, given.time);
-  if (!question.ranks && !question.fit)
+  if (!question.ranks && !question.fit && given.calibrate.file.empty())
     throw UsageError("--ranks is missing; give the number of ranks, e.g. --ranks 8");
   return question;
 }
@@ -180,7 +180,7 @@ std::vector<int64_t> rank_counts_of(const PlanQuestion& question) {
   std::vector<int64_t> counts;
   for (int64_t n = run.outer * std::lcm(run.ep, run.tp); n <= kMostRanksToFit; n *= 2)
     if (question.rows || !question.has_batch_of_run ||
-        run.batch % (run.num_losses(n) * run.microbatches) == 0)
+        run.batch % (run.data_parallel_size(n) * run.microbatches) == 0)
       counts.push_back(n);
   return counts;
 }
@@ -188,7 +188,7 @@ std::vector<int64_t> rank_counts_of(const PlanQuestion& question) {
 void answer_fit(const CLI::App& app, const PlanArguments& given, const PlanQuestion& question,
                 const ModelShape& model) {
   const bool is_open =
-      app.count("--recompute") == 0 && question.run.recompute == train::RecomputeChoice::kNone;
+      app.count("--recompute") == 0 && question.run.build.recompute == Recompute::kNone;
   const FitQuestion fit{
       .options = question.options(1),
       .rank_counts = rank_counts_of(question),
@@ -202,7 +202,7 @@ void answer_fit(const CLI::App& app, const PlanArguments& given, const PlanQuest
         concat("--fit is '", given.fit, "', but on ",
                question.ranks ? counted_text(*question.ranks, "rank")
                               : concat("up to ", counted_text(kMostRanksToFit, "rank")),
-               " each needs at least ", bytes_text(static_cast<double>(answer.least_bytes)),
+               " each needs at least ", bytes_text(answer.least_bytes),
                "; give more memory, more ranks, a smaller batch, --prefetch 0 or --offload 1, or "
                "share out experts (--ep) and matrices (--tp)"));
   if (!given.json) return print_fits(std::cout, model, *question.fit, answer.plans);
@@ -228,9 +228,8 @@ void answer_one(const PlanArguments& given, const PlanQuestion& question, const 
                                   : plan_rank(planner, batch);
   if (question.budget && plan.bytes() > *question.budget)
     throw Error(concat("--budget is '", given.budget, "', but a rank needs ",
-                       bytes_text(static_cast<double>(plan.bytes())),
-                       " even without prefetch; fsdp plan --fit ", given.budget,
-                       " says on how many ranks it fits"));
+                       bytes_text(plan.bytes()), " even without prefetch; fsdp plan --fit ",
+                       given.budget, " says on how many ranks it fits"));
   plan.forecast.plan_seconds += load_seconds;
   const std::optional<TimeForecast> time = time_of(given, question, planner, plan.forecast);
   if (time && !given.time.picture.empty())
@@ -249,8 +248,27 @@ void answer_one(const PlanArguments& given, const PlanQuestion& question, const 
   if (given.time.timeline) print_timeline(std::cout, time->step);
 }
 
+// The run of one rank: what it computes at a time.
+train::CalibratedRun calibrated_run(const CLI::App& app, const PlanArguments& given) {
+  const PlanQuestion question = question_of(app, given);
+  const std::optional<PeakOptions> one = question.computed(question.ranks.value_or(1));
+  const ModelShape model = load_model(question.model);
+  if (!one || !model.layers)
+    throw UsageError(
+        "--calibrate measures models that can be trained; give a config.json or a known model, "
+        "--batch and --sequence, or none of them");
+  return {.model = {.name = model.name, .config = *model.layers},
+          .options = question.run,
+          .rows = one->batch.rows,
+          .sequence = one->batch.sequence};
+}
+
 void run_plan(const CLI::App& app, const PlanArguments& given) {
-  if (!given.calibrate.file.empty()) return calibrate_machine(given.calibrate);
+  if (!given.calibrate.file.empty()) {
+    const bool is_usual = given.model.empty() && !given.settings.has_config();
+    return calibrate_machine(given.calibrate,
+                             is_usual ? std::nullopt : std::optional(calibrated_run(app, given)));
+  }
   for (const char* option : {"--device", "--threads"})
     if (app.count(option) > 0)
       throw UsageError(
@@ -314,7 +332,8 @@ Command add_plan(CLI::App& parent) {
       ->type_name("GLOB")
       ->allow_extra_args(false);
   option("--calibrate", given->calibrate.file, "FILE",
-         "Measure this machine, in a minute or two, and write the table that --rates reads");
+         "Measure the parts of a model with its batch and settings on this machine, without "
+         "--model those of a few, and add them to the rates that --rates reads");
   option("--device", given->calibrate.device, "NAME",
          "Where --calibrate measures: auto, cpu or cuda");
   option("--threads", given->calibrate.threads, "N",
@@ -324,7 +343,7 @@ Command add_plan(CLI::App& parent) {
   app->add_flag("--json", given->json, "Print JSON instead of a table");
   app->add_flag("--compare", given->compare, "All strategies side by side");
   for (const train::Setting& setting : train::settings())
-    if (std::ranges::find(kPlannedSettings, setting.name) != kPlannedSettings.end())
+    if (std::ranges::find(kPlannedSettings, setting.name) != std::end(kPlannedSettings))
       given->settings.add(*app, setting);
   app->get_option("--sequence")->default_str("");  // here it has to be given
   return {app, [app, given] { run_plan(*app, *given); }};

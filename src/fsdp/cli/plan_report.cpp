@@ -2,25 +2,30 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <iomanip>
 #include <nlohmann/json.hpp>
 #include <ostream>
-#include <string>
+#include <sstream>
+#include <string_view>
 #include <vector>
 
+#include "fsdp/base/check.h"
+#include "fsdp/base/option_values.h"
 #include "fsdp/base/text.h"
-#include "fsdp/base/utf8.h"
 #include "fsdp/optim/kernels/update_span.h"
+#include "fsdp/train/machine.h"
+#include "fsdp/train/report/report_page.h"
 
 namespace fsdp::cli {
 
 namespace {
 
+using Json = nlohmann::ordered_json;
+
 constexpr const char* kTrafficNote =
     "received by each rank in a step of one microbatch: (n-1)/n of a gathered or reduce-scattered "
     "buffer,\n  twice that of an all-reduced one";
-
-std::string bytes_words(int64_t bytes) { return bytes_text(static_cast<double>(bytes)); }
 
 std::string share_words(PlacementPair placed, MeshShape mesh) {
   const int64_t parts = num_shards(placed, mesh);
@@ -71,19 +76,28 @@ std::string pool_words(const Forecast& forecast) {
   const PlanOptions& options = forecast.options;
   std::string words = concat(name_of(options.pool), ", prefetch ", forecast.prefetch);
   if (options.pool_budget_bytes)
-    words += concat(", the deepest within ", bytes_words(*options.pool_budget_bytes));
+    words += concat(", the deepest within ", bytes_text(*options.pool_budget_bytes));
   return words;
 }
 
+// A row of a table, and its key in JSON.
 struct Row {
   const char* name;
+  const char* key;
   int64_t bytes;
-  std::string note;
+  std::string note = {};
   int64_t host_bytes = 0;
 };
 
+Json to_json(std::span<const Row> rows) {
+  Json json;
+  for (const Row& row : rows) json[row.key] = row.bytes;
+  return json;
+}
+
 constexpr int kNameWidth = 18;
 constexpr int kBytesWidth = 10;
+constexpr std::string_view kWorkspace = "workspace";
 
 // Shows the host's column only if something is in host memory.
 void print_rows(std::ostream& out, const std::vector<Row>& rows) {
@@ -93,10 +107,12 @@ void print_rows(std::ostream& out, const std::vector<Row>& rows) {
     out << std::setw(2 + kNameWidth + kBytesWidth) << "device" << std::setw(kBytesWidth) << "host"
         << "\n";
   for (const Row& row : rows) {
+    // Only Muon has any.
+    if (row.bytes == 0 && row.key == kWorkspace) continue;
     out << "  " << std::left << std::setw(kNameWidth) << row.name << std::right
-        << std::setw(kBytesWidth) << bytes_words(row.bytes);
+        << std::setw(kBytesWidth) << bytes_text(row.bytes);
     if (uses_host)
-      out << std::setw(kBytesWidth) << (row.host_bytes > 0 ? bytes_words(row.host_bytes) : "");
+      out << std::setw(kBytesWidth) << (row.host_bytes > 0 ? bytes_text(row.host_bytes) : "");
     if (!row.note.empty()) out << "   " << row.note;
     out << "\n";
   }
@@ -133,27 +149,26 @@ std::vector<Row> memory_rows(const Forecast& forecast) {
   const MemoryBytes& bytes = forecast.bytes;
   const GroupTypes types =
       resolve_types(options.compute, options.precision, Trainable::kYes, options.weights);
-  std::vector<Row> rows = {
-      {"weights", bytes.weight,
+  return {
+      {"weights", "weight", bytes.weight,
        concat(types.is_quantized() ? concat(row_of(types.recipe).name, " and ") : std::string(),
               name_of(types.weight), ", ", share_words(options.strategy.parameter, mesh))},
-      {"main weights", bytes.main_weight, main_weight_words(types, options),
+      {"main weights", "main_weight", bytes.main_weight, main_weight_words(types, options),
        bytes.host.main_weight},
-      {"main gradients", bytes.main_grad,
+      {"main gradients", "main_grad", bytes.main_grad,
        concat(name_of(types.main_grad), ", ", share_words(options.strategy.gradient, mesh))},
-      {"moments", bytes.moments, moments_words(types, options), bytes.host.moments},
-      {"weight pool", bytes.weight_pool, bytes.weight_pool > 0 ? pool_words(forecast) : ""},
-      {"gradient pool", bytes.grad_pool,
+      {"moments", "moments", bytes.moments, moments_words(types, options), bytes.host.moments},
+      {"workspace", kWorkspace.data(), bytes.workspace,
+       options.muon ? concat("Muon's products in ", name_of(*options.muon)) : ""},
+      {"weight pool", "weight_pool", bytes.weight_pool,
+       bytes.weight_pool > 0 ? pool_words(forecast) : ""},
+      {"gradient pool", "grad_pool", bytes.grad_pool,
        bytes.grad_pool > 0 ? concat(name_of(types.wire), " on the wire") : ""},
-      {"total", bytes.total(), "", bytes.host.total()},
+      {"total", "total", bytes.total(), "", bytes.host.total()},
   };
-  if (bytes.workspace > 0)
-    rows.insert(rows.end() - 3, {"workspace", bytes.workspace,
-                                 concat("Muon's products in ", name_of(*options.muon))});
-  return rows;
 }
 
-// What of the update of matrices the busiest rank does, and who does none of it.
+// The busiest rank's share of the update of matrices, and the ranks without any.
 std::string matrix_words(const Forecast& forecast) {
   const MatrixForecast& matrices = forecast.matrices;
   constexpr double kIterations = 5;  // MuonOptions' own
@@ -176,37 +191,43 @@ constexpr std::array<AxisName, 5> kAxes = {
      {"experts' inner", "expert_inner", &Traffic::expert_inner},
      {"experts' outer", "expert_outer", &Traffic::expert_outer}}};
 
-// What of it goes over which axis, if not all goes over the inner one.
+// Its parts by axis, if not all goes over the inner one.
 std::string axes_words(const Traffic& traffic, const auto& bytes_of) {
   std::vector<std::string> parts;
   for (size_t i = 1; i < kAxes.size(); ++i)
     if (const int64_t bytes = bytes_of(traffic.*kAxes[i].traffic); bytes > 0)
-      parts.push_back(concat(bytes_words(bytes), " of it over the ", kAxes[i].words, " axis"));
+      parts.push_back(concat(bytes_text(bytes), " of it over the ", kAxes[i].words, " axis"));
   return join(parts, ", ");
 }
 
+struct Collective {
+  const char* name;
+  const char* key;  // in JSON
+  int64_t (*bytes)(const AxisTraffic&);
+};
+
+constexpr std::array<Collective, 4> kCollectives = {
+    {{"all-gather", "all_gather", [](const AxisTraffic& axis) { return axis.all_gather; }},
+     {"reduce-scatter", "reduce_scatter",
+      [](const AxisTraffic& axis) { return axis.reduce_scatter; }},
+     {"all-reduce", "all_reduce", [](const AxisTraffic& axis) { return axis.all_reduce; }},
+     {"total", "total", [](const AxisTraffic& axis) { return axis.total(); }}}};
+
 std::vector<Row> traffic_rows(const Forecast& forecast) {
   const AxisTraffic sum = forecast.traffic.sum();
-  const auto row = [&](const char* name, const auto& bytes_of) {
-    return Row{name, bytes_of(sum), axes_words(forecast.traffic, bytes_of)};
-  };
-  return {row("all-gather", [](const AxisTraffic& axis) { return axis.all_gather; }),
-          row("reduce-scatter", [](const AxisTraffic& axis) { return axis.reduce_scatter; }),
-          row("all-reduce", [](const AxisTraffic& axis) { return axis.all_reduce; }),
-          row("total", [](const AxisTraffic& axis) { return axis.total(); })};
-}
-
-nlohmann::ordered_json to_json(const AxisTraffic& moved) {
-  return {{"all_gather", moved.all_gather},
-          {"reduce_scatter", moved.reduce_scatter},
-          {"all_reduce", moved.all_reduce},
-          {"total", moved.total()}};
+  std::vector<Row> rows;
+  for (const Collective& each : kCollectives)
+    rows.push_back(
+        {each.name, each.key, each.bytes(sum), axes_words(forecast.traffic, each.bytes)});
+  return rows;
 }
 
 // The sum, and each axis by itself.
-nlohmann::ordered_json to_json(const Traffic& traffic) {
-  nlohmann::ordered_json json = to_json(traffic.sum());
-  for (const AxisName& axis : kAxes) json[axis.key] = to_json(traffic.*axis.traffic);
+Json traffic_json(const Forecast& forecast) {
+  Json json = to_json(traffic_rows(forecast));
+  for (const AxisName& axis : kAxes)
+    for (const Collective& each : kCollectives)
+      json[axis.key][each.key] = each.bytes(forecast.traffic.*axis.traffic);
   return json;
 }
 
@@ -228,12 +249,16 @@ void print_forecast(std::ostream& out, const ModelShape& model, const Forecast& 
   out << "\nplanned in " << fixed_text(forecast.plan_seconds, 3) << " s\n";
 }
 
-nlohmann::ordered_json to_json(const PeakForecast& peak) {
-  return {{"when", peak.when},           {"state", peak.state},
-          {"gradients", peak.gradients}, {"activations", peak.activations},
-          {"working", peak.working},     {"workspaces", peak.workspaces},
-          {"rounding", peak.rounding},   {"allocated", peak.allocated()},
-          {"context", peak.context},     {"total", peak.total()}};
+std::vector<Row> peak_rows(const PeakForecast& peak) {
+  return {{"state", "state", peak.state, "weights, main weights, moments and pools"},
+          {"main gradients", "gradients", peak.gradients, "those that have memory then"},
+          {"activations", "activations", peak.activations, "kept for the backward"},
+          {"working", "working", peak.working, "what is being computed"},
+          {"workspaces", "workspaces", peak.workspaces, "of matrix products"},
+          {"rounding", "rounding", peak.rounding, "of the allocator"},
+          {"allocated", "allocated", peak.allocated(), "by libtorch"},
+          {"CUDA context", "context", peak.context, "as measured on an H200"},
+          {"total", "total", peak.total()}};
 }
 
 void print_peak(std::ostream& out, const PeakOptions& options, const PeakForecast& peak) {
@@ -241,23 +266,15 @@ void print_peak(std::ostream& out, const PeakOptions& options, const PeakForecas
   out << "\nmost memory of a step on a GPU, " << batch.rows << " x " << batch.sequence << " tokens"
       << (options.recomputes_blocks ? ", blocks computed again" : "") << ": in " << peak.when
       << "\n";
-  print_rows(out, {{"state", peak.state, "weights, main weights, moments and pools"},
-                   {"main gradients", peak.gradients, "those that have memory then"},
-                   {"activations", peak.activations, "kept for the backward"},
-                   {"working", peak.working, "what is being computed"},
-                   {"workspaces", peak.workspaces, "of matrix products"},
-                   {"rounding", peak.rounding, "of the allocator"},
-                   {"allocated", peak.allocated(), "by libtorch"},
-                   {"CUDA context", peak.context, "as measured on an H200"},
-                   {"total", peak.total(), ""}});
+  print_rows(out, peak_rows(peak));
 }
 
 }  // namespace
 
-nlohmann::ordered_json to_json(const ModelShape& model, const Forecast& forecast) {
+Json to_json(const ModelShape& model, const Forecast& forecast) {
   const MemoryBytes& bytes = forecast.bytes;
   const PlanOptions& options = forecast.options;
-  nlohmann::ordered_json json = {
+  Json json = {
       {"model", model.name},
       {"strategy", to_text(options.strategy)},
       {"parameters", forecast.parameters},
@@ -272,20 +289,12 @@ nlohmann::ordered_json to_json(const ModelShape& model, const Forecast& forecast
       {"offload", options.offload},
       {"weights", row_of(options.weights).name},
       {"compute", name_of(options.compute)},
-      {"bytes",
-       {{"weight", bytes.weight},
-        {"main_weight", bytes.main_weight},
-        {"main_grad", bytes.main_grad},
-        {"moments", bytes.moments},
-        {"workspace", bytes.workspace},
-        {"weight_pool", bytes.weight_pool},
-        {"grad_pool", bytes.grad_pool},
-        {"total", bytes.total()}}},
+      {"bytes", to_json(memory_rows(forecast))},
       {"host_bytes",
        {{"main_weight", bytes.host.main_weight},
         {"moments", bytes.host.moments},
         {"total", bytes.host.total()}}},
-      {"traffic_bytes", to_json(forecast.traffic)},
+      {"traffic_bytes", traffic_json(forecast)},
       {"plan_seconds", forecast.plan_seconds},
   };
   if (const MatrixForecast& matrices = forecast.matrices; matrices.num_matrices > 0)
@@ -296,11 +305,12 @@ nlohmann::ordered_json to_json(const ModelShape& model, const Forecast& forecast
   return json;
 }
 
-nlohmann::ordered_json to_json(const ModelShape& model, const RankPlan& plan) {
-  nlohmann::ordered_json json = to_json(model, plan.forecast);
+Json to_json(const ModelShape& model, const RankPlan& plan) {
+  Json json = to_json(model, plan.forecast);
   if (!plan.peak) return json;
   json["recompute"] = recompute_words(*plan.batch);
-  json["peak_bytes"] = to_json(*plan.peak);
+  json["peak_bytes"] = {{"when", plan.peak->when}};
+  json["peak_bytes"].update(to_json(peak_rows(*plan.peak)));
   return json;
 }
 
@@ -327,7 +337,7 @@ void print_comparison(std::ostream& out, const ModelShape& model,
          {bytes.weight, bytes.main_weight, bytes.main_grad, bytes.moments, bytes.weight_pool,
           bytes.grad_pool, bytes.total(), bytes.host.total(), moved.all_gather,
           moved.reduce_scatter, moved.all_reduce})
-      out << std::setw(10) << bytes_words(value);
+      out << std::setw(10) << bytes_text(value);
     out << "\n";
   }
   out << "\nLast three columns: " << kTrafficNote << ".\n";
@@ -338,7 +348,7 @@ void print_fits(std::ostream& out, const ModelShape& model, int64_t budget_bytes
   const RankPlan& first = plans.front();
   out << "model     " << shown(model.name) << ": " << grouped_text(first.forecast.parameters)
       << " parameters in " << first.forecast.num_units << " units\n";
-  out << "fits      " << bytes_words(budget_bytes) << " of each rank"
+  out << "fits      " << bytes_text(budget_bytes) << " of each rank"
       << (first.peak ? "" : ", without activations (give --batch and --sequence)") << "\n\n";
   out << std::setw(7) << "ranks"
       << "  " << std::left << std::setw(26) << "strategy" << std::right << std::setw(10) << "batch"
@@ -351,11 +361,191 @@ void print_fits(std::ostream& out, const ModelShape& model, int64_t budget_bytes
         << to_text(options.strategy) << std::right << std::setw(10)
         << (plan.batch ? concat(plan.batch->batch.rows, " x ", plan.batch->batch.sequence) : "")
         << std::setw(11) << (plan.batch ? recompute_words(*plan.batch) : "") << std::setw(10)
-        << bytes_words(plan.bytes()) << std::setw(10)
-        << bytes_words(plan.forecast.bytes.host.total()) << std::setw(10)
-        << bytes_words(plan.forecast.traffic.sum().total()) << "\n";
+        << bytes_text(plan.bytes()) << std::setw(10) << bytes_text(plan.forecast.bytes.host.total())
+        << std::setw(10) << bytes_text(plan.forecast.traffic.sum().total()) << "\n";
   }
   out << "\nLast column: " << kTrafficNote << ".\n";
+}
+
+// --- the time of a step --------------------------------------------------------------------------
+
+namespace {
+
+constexpr std::array kTimeOptions = {"--link",         "--outer-link", "--group-link",
+                                     "--link-latency", "--picture",    "--timeline"};
+
+std::string ms_text(double us) { return concat(fixed_text(us / 1e3, us < 99950 ? 2 : 1), " ms"); }
+
+struct RowTimes {
+  const char* name;
+  const char* key;  // in JSON
+  double SimulatedStep::*busy;
+  double SimulatedStep::*exposed;
+};
+
+constexpr std::array<RowTimes, 4> kMoved = {
+    {{"exchanges", "exchange", &SimulatedStep::exchange, &SimulatedStep::exchange},
+     {"gathers", "gather", &SimulatedStep::gather, &SimulatedStep::exposed_gather},
+     {"reductions", "reduce", &SimulatedStep::reduce, &SimulatedStep::exposed_reduce},
+     {"update", "update", &SimulatedStep::update, &SimulatedStep::exposed_update}}};
+
+std::string rate_words(const TimeForecast& time, const Rates& rates) {
+  std::string words = concat(grouped_text(std::llround(time.tokens_per_s)), " tokens/s; ",
+                             fixed_text(time.tflops_per_rank, time.tflops_per_rank < 10 ? 3 : 1),
+                             " TFLOP/s of each rank");
+  if (const std::optional<double> peak =
+          train::known_peak_tflops(rates.machine, train::ProductType::kBFloat16))
+    words +=
+        concat(", ", fixed_text(100 * time.tflops_per_rank / *peak, 1), " % of its peak in bf16");
+  return words;
+}
+
+struct SourceWords {
+  const char* name;  // in JSON
+  std::string words;
+};
+
+SourceWords source_of(const TimeForecast& time) {
+  switch (time.source) {
+    case CostSource::kMeasured:
+      return {"measured", "units as measured"};
+    case CostSource::kScaled:
+      return {"scaled", concat("units by a roofline, through those that were measured with ",
+                               time.measured.rows, " x ", time.measured.sequence, " tokens")};
+    case CostSource::kRoofline:
+      return {"roofline",
+              "units by a roofline: this model was not measured; fsdp plan --calibrate does that"};
+  }
+  FSDP_ASSERT(false, "no such source");
+}
+
+}  // namespace
+
+void add_time_options(CLI::App& app, TimeArguments& given) {
+  const auto option = [&](const char* name, std::string& value, const char* type,
+                          const std::string& text) {
+    app.add_option(name, value, text)->type_name(type);
+  };
+  option("--rates", given.rates, "NAME|FILE",
+         concat("Forecast the time of a step, too, by the rates of a machine: ",
+                join(shipped_rate_names(), ", "), ", or what --calibrate wrote"));
+  option(
+      "--link", given.link, "BYTES",
+      concat(
+          "Per second that a rank receives over the inner axis, e.g. 300GB, or a published link: ",
+          published_link_names(), "; without it, as measured, else as published"));
+  option("--outer-link", given.outer_link, "BYTES",
+         "The same over the outer axis; without it, as the inner one");
+  option("--group-link", given.group_link, "BYTES",
+         "The same between the ranks of a tp or ep group; without it, as their axis");
+  option("--link-latency", given.link_latency, "US",
+         "Microseconds that a collective over these links takes at least; default 0");
+  option("--picture", given.picture, "FILE", "Draw the step's timeline on a page of HTML");
+  app.add_flag("--timeline", given.timeline, "List what runs when in the step");
+}
+
+std::optional<Rates> rates_of(const CLI::App& app, const TimeArguments& given) {
+  if (!given.rates.empty()) return load_rates(given.rates);
+  for (const char* option : kTimeOptions)
+    if (app.count(option) > 0)
+      throw UsageError(concat(option,
+                              " is given, which matters for the time of a step; give "
+                              "--rates, too: ",
+                              join(shipped_rate_names(), ", "),
+                              ", or a file that fsdp plan --calibrate wrote"));
+  return std::nullopt;
+}
+
+TimeOptions time_options(const TimeArguments& given, int64_t microbatches, bool is_recorded) {
+  constexpr double kLongest = 1e9;
+  const double latency = given.link_latency.empty()
+                             ? 0.0
+                             : parse_number("--link-latency", given.link_latency, 0.0, kLongest);
+  TimeOptions options{
+      .microbatches = microbatches, .is_recorded = is_recorded, .latency_us = latency};
+  const auto link = [&](const char* option, const std::string& text) -> std::optional<LinkSpeed> {
+    if (text.empty()) return std::nullopt;
+    if (const PublishedLink* published = find_published_link(text))
+      return LinkSpeed{published->bytes_per_s, latency};
+    const int64_t bytes = parse_bytes(option, text);
+    if (bytes == 0) refuse_option(option, text, "it needs bytes per second above 0, e.g. 300GB");
+    return LinkSpeed{static_cast<double>(bytes), latency};
+  };
+  options.inner_link = link("--link", given.link);
+  options.outer_link = link("--outer-link", given.outer_link);
+  options.group_link = link("--group-link", given.group_link);
+  return options;
+}
+
+void print_time(std::ostream& out, const TimeForecast& time, const Rates& rates) {
+  const SimulatedStep& step = time.step;
+  out << "\ntime of a step, by the rates of " << rates.machine << " (" << rates.date
+      << (rates.torch.empty() ? "" : ", libtorch ") << rates.torch << ")\n"
+      << source_of(time).words << "\n";
+  if (!rates.note.empty()) out << rates.note << "\n";
+  std::vector<std::string> published;
+  for (const UsedLink& link : time.published_links)
+    published.push_back(
+        concat(link.axis, " ", link.link.name, " (", link.link.bytes_per_s / 1e9, " GB/s)"));
+  if (!published.empty())
+    out << "links as published, not measured: " << join(published, ", ")
+        << "; --link, --outer-link and --group-link give yours\n";
+  const auto row = [&](const char* name, double us, const std::string& note) {
+    out << "  " << std::left << std::setw(18) << name << std::right << std::setw(12) << ms_text(us)
+        << (note.empty() ? "" : "   ") << note << "\n";
+  };
+  row("computing", step.compute, "");
+  for (const RowTimes& each : kMoved) {
+    const double exposed = step.*each.exposed;
+    if (each.busy == &SimulatedStep::exchange && exposed == 0.0) continue;  // few models have any
+    row(each.name, step.*each.busy,
+        step.*each.busy == 0.0 ? "" : concat(ms_text(exposed), " of it with nothing beside it"));
+  }
+  if (time.matrices_us > 0.0)
+    row("  Muon's matrices", time.matrices_us, "of it, those of the busiest owner");
+  row("waiting for host", step.exposed_host, "");
+  row("step", step.us, rate_words(time, rates));
+}
+
+void print_timeline(std::ostream& out, const SimulatedStep& step) {
+  std::vector<StepSpan> spans = step.spans;
+  std::stable_sort(spans.begin(), spans.end(),
+                   [](const StepSpan& a, const StepSpan& b) { return a.begin < b.begin; });
+  out << "\ntimeline of a step, ms\n"
+      << std::setw(12) << "begin" << std::setw(12) << "end"
+      << "  row      unit\n";
+  out << std::fixed << std::setprecision(3);
+  for (const StepSpan& span : spans)
+    out << std::setw(12) << span.begin / 1e3 << std::setw(12) << span.end / 1e3 << "  " << std::left
+        << std::setw(9) << name_of(span.row) << std::right << span.label << "\n";
+}
+
+Json to_json(const TimeForecast& time, const Rates& rates) {
+  const SimulatedStep& step = time.step;
+  Json json = {{"rates", rates.machine},
+               {"source", source_of(time).name},
+               {"step_ms", step.us / 1e3},
+               {"tokens_per_s", time.tokens_per_s},
+               {"tflops_per_rank", time.tflops_per_rank},
+               {"compute_ms", step.compute / 1e3}};
+  Json exposed;
+  for (const RowTimes& row : kMoved) {
+    json[concat(row.key, "_ms")] = step.*row.busy / 1e3;
+    exposed[row.key] = step.*row.exposed / 1e3;
+  }
+  if (time.matrices_us > 0.0) json["muon_ms"] = time.matrices_us / 1e3;
+  for (const UsedLink& link : time.published_links)
+    json["published_links"][link.axis] = link.link.name;
+  exposed["host"] = step.exposed_host / 1e3;
+  json["exposed_ms"] = exposed;
+  return json;
+}
+
+std::string picture_page(const std::string& title, const TimeForecast& time) {
+  std::vector<train::TimelineSpan> spans;
+  for (const StepSpan& span : time.step.spans)
+    spans.push_back({name_of(span.row), span.begin, span.end, span.label});
+  return train::timeline_page(title, spans);
 }
 
 }  // namespace fsdp::cli

@@ -3,25 +3,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <utility>
 
 #include "fsdp/base/text.h"
+#include "fsdp/train/log/console.h"
 
 namespace fsdp::cli {
-
-namespace {
-
-constexpr int64_t kBarChars = 30;
-
-std::string left_text(double seconds) {
-  const auto whole = static_cast<int64_t>(seconds + 0.5);
-  if (whole < 120) return concat(whole, " s");
-  if (whole < 7200) return concat(whole / 60, " min");
-  return concat(whole / 3600, " h ", whole % 3600 / 60, " min");
-}
-
-}  // namespace
 
 Progress::Progress(std::string what)
     : what_(std::move(what)),
@@ -42,32 +31,25 @@ bool Progress::is_due(int64_t percent) const {
   return percent >= last_percent_ + step && Clock::now() - last_shown_ >= pause;
 }
 
-std::string Progress::line(int64_t done_bytes, int64_t total_bytes, int64_t percent) const {
-  std::string text = concat(what_, " ");
-  if (is_terminal_) {
-    const int64_t filled = kBarChars * percent / 100;
-    text += concat("[", std::string(static_cast<size_t>(filled), '#'),
-                   std::string(static_cast<size_t>(kBarChars - filled), '-'), "] ");
-  }
-  text += concat(percent, " % of ", bytes_text(static_cast<double>(total_bytes)));
-  const std::chrono::duration<double> passed = Clock::now() - start_;
-  if (done_bytes > 0 && passed.count() > 0.5) {
-    const double rate = static_cast<double>(done_bytes) / passed.count();
-    text += concat(", ", bytes_text(rate), "/s, ",
-                   left_text(static_cast<double>(total_bytes - done_bytes) / rate), " left");
-  }
-  return text;
-}
-
 void Progress::update(int64_t done_bytes, int64_t total_bytes) {
-  const int64_t done = std::min(done_bytes, total_bytes);
-  const auto percent = total_bytes == 0 ? 100
-                                        : static_cast<int64_t>(100.0 * static_cast<double>(done) /
-                                                               static_cast<double>(total_bytes));
+  const auto done = static_cast<double>(std::min(done_bytes, total_bytes));
+  const auto total = static_cast<double>(total_bytes);
+  const int64_t percent = total_bytes == 0 ? 100 : static_cast<int64_t>(100.0 * done / total);
   if (!is_due(percent)) return;
-  std::string text = line(done, total_bytes, percent);
   last_percent_ = percent;
   last_shown_ = Clock::now();
+  constexpr int64_t kBarChars = 30;
+  const auto filled = static_cast<size_t>(kBarChars * percent / 100);
+  const std::string bar =
+      concat("[", std::string(filled, '#'), std::string(size_t{kBarChars} - filled, '-'), "] ");
+  std::string text =
+      concat(what_, " ", is_terminal_ ? bar : "", percent, " % of ", bytes_text(total_bytes));
+  const std::chrono::duration<double> passed = last_shown_ - start_;
+  if (done > 0 && passed.count() > 0.5) {
+    const double rate = done / passed.count();
+    text += concat(", ", bytes_text(rate), "/s, ",
+                   train::duration_text(std::ceil((total - done) / rate)), " left");
+  }
   if (!is_terminal_) {
     std::fprintf(stderr, "%s\n", text.c_str());
     return;

@@ -23,7 +23,6 @@ class Progress {
   using Clock = std::chrono::steady_clock;
 
   bool is_due(int64_t percent) const;
-  std::string line(int64_t done_bytes, int64_t total_bytes, int64_t percent) const;
 
   const std::string what_;
   const bool is_terminal_;

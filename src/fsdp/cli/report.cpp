@@ -1,5 +1,4 @@
 // `fsdp report`: the curves and figures of runs as one page, from their logs.
-#include <chrono>
 #include <iostream>
 #include <memory>
 #include <string>
@@ -8,8 +7,7 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
 #include "fsdp/cli/command.h"
-#include "fsdp/train/log/logged_run.h"
-#include "fsdp/train/report/comparison_page.h"
+#include "fsdp/train/log/run_history.h"
 #include "fsdp/train/report/report_page.h"
 
 namespace fsdp::cli {
@@ -21,15 +19,6 @@ struct ReportArguments {
   // Not report.html, which is the name of a run's own: that has more, such as a timeline.
   std::string output = "runs.html";
 };
-
-std::string page_of(const std::vector<train::LoggedRun>& runs) {
-  using Seconds = std::chrono::duration<double>;
-  const double time = Seconds(std::chrono::system_clock::now().time_since_epoch()).count();
-  if (runs.size() > 1) return train::comparison_page(runs, time);
-  const train::LoggedRun& run = runs.front();
-  return train::report_page(
-      {.facts = run.facts, .history = run.history, .timeline = {}, .time = time, .is_live = false});
-}
 
 void run_report(const ReportArguments& given) {
   if (given.runs.empty())
@@ -43,7 +32,7 @@ void run_report(const ReportArguments& given) {
     throw UsageError("--output is empty; name an HTML file, e.g. --output runs.html");
   std::vector<train::LoggedRun> runs;
   for (const std::string& path : given.runs) runs.push_back(train::read_logged_run(path));
-  train::ReportFile(given.output, "--output").write([&] { return page_of(runs); });
+  train::ReportFile(given.output, "--output").write([&] { return train::comparison_page(runs); });
   std::cout << "report of " << counted_text(static_cast<int64_t>(runs.size()), "run") << ": "
             << given.output << "\n";
 }

@@ -19,20 +19,19 @@ void SettingFlags::add_config(CLI::App& app) {
       ->type_name("FILE.json");
 }
 
-void SettingFlags::add(CLI::App& app, const train::Setting& setting) {
-  const std::string name = setting.name;
-  const std::vector<std::string> defaults = setting.read(train::TrainOptions{});
+CLI::Option* SettingFlags::add(CLI::App& app, const train::Setting& setting) {
+  const std::string& name = setting.name;
   CLI::Option* option = nullptr;
   if (setting.kind == train::SettingKind::kFlag) {
     option = app.add_flag(concat("--", name, ",!--no-", name), flags_[name], setting.help);
   } else {
     option = app.add_option("--" + name, values_[name], setting.help)
                  ->type_name(setting.type)
-                 ->default_str(join(defaults, " "));
+                 ->default_str(join(setting.values, " "));
     option->expected(
         1, setting.kind == train::SettingKind::kList ? CLI::detail::expected_max_vector_size : 1);
   }
-  option->group(setting.group);
+  return option->group(setting.group);
 }
 
 train::TrainOptions SettingFlags::read(const CLI::App& app) const {
@@ -48,6 +47,27 @@ train::TrainOptions SettingFlags::read(const CLI::App& app) const {
     if (app.count("--" + name) > 0) given[name] = {flag ? "true" : "false"};
   train::apply_given(options, given);
   return options;
+}
+
+void TrainedModelFlags::add(CLI::App& app) {
+  const auto option = [&](const char* name, std::string& value, const char* type,
+                          const char* text) {
+    app.add_option(name, value, text)->type_name(type)->capture_default_str();
+  };
+  option("--checkpoint", model.path, "PATH",
+         "A run's directory (its latest checkpoint), a checkpoint, or safetensors files");
+  option("--model", model.model, "NAME|PATH", "The model, where the checkpoint has no config.json");
+  option("--tokenizer", tokenizer, "PATH|bytes",
+         "A tokenizer.json or a directory with one; auto: the checkpoint's, or bytes");
+  option("--device", model.device, "NAME", "auto, cpu or cuda");
+  option("--compute", model.compute, "DTYPE", "auto: fp32 on CPUs, bf16 on GPUs");
+}
+
+void TrainedModelFlags::check() const {
+  if (model.path.empty())
+    throw UsageError(
+        "--checkpoint is missing; give a run's directory, a checkpoint, or a "
+        "directory of safetensors files");
 }
 
 }  // namespace fsdp::cli

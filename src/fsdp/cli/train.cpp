@@ -1,10 +1,13 @@
 // `fsdp train`: trains a language model, sharded over threads, processes or hosts.
 #include <torch/headeronly/version.h>
 
+#include <algorithm>
+#include <chrono>
 #include <iostream>
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "fsdp/base/check.h"
@@ -13,6 +16,7 @@
 #include "fsdp/base/text.h"
 #include "fsdp/base/version.h"
 #include "fsdp/cli/command.h"
+#include "fsdp/cli/progress.h"
 #include "fsdp/cli/setting_flags.h"
 #include "fsdp/comm/comm_error.h"
 #include "fsdp/comm/launch.h"
@@ -20,8 +24,8 @@
 #include "fsdp/comm/world.h"
 #include "fsdp/train/environment.h"
 #include "fsdp/train/log/console.h"
-#include "fsdp/train/log/console_tables.h"
-#include "fsdp/train/machine_memory.h"
+#include "fsdp/train/machine.h"
+#include "fsdp/train/run_data.h"
 #include "fsdp/train/run_options.h"
 #include "fsdp/train/run_plan.h"
 #include "fsdp/train/settings/settings.h"
@@ -66,6 +70,7 @@ bool print_check(const train::RunPlan& plan, std::span<const train::MemoryCheck>
             << "data: " << plan.corpus->summary() << "\n"
             << "weights: " << train::first_weights_text(plan) << "\n"
             << train::length_text(options) << "\n";
+  train::warn_of_rows(plan);
   bool fits = true;
   for (const train::MemoryCheck& check : checks) {
     std::cout << check.text() << "\n";
@@ -114,27 +119,39 @@ int train_as_process(World& world, const Plan& plan_here, std::string& differenc
   }
 }
 
+// A line of rank 0 when tokenising takes longer than a moment.
+train::DataProgress tokenising_progress(const Launch& launch) {
+  if (launch.rank != 0) return {};
+  const auto start = std::chrono::steady_clock::now();
+  return [start, line = std::make_shared<Progress>("tokenise")](int64_t done, int64_t total) {
+    if (std::chrono::steady_clock::now() - start > std::chrono::seconds(1))
+      line->update(done, total);
+  };
+}
+
 void run_train(const CLI::App& app, const TrainArguments& given) {
   log_warnings_only();
   Launch launch = read_launch();
-  const TrainOptions options =
-      let_the_first_speak(launch, [&] { return given.settings.read(app); });
+  const TrainOptions options = report_on_rank0(launch, [&] { return given.settings.read(app); });
   if (given.print_config) {
     if (launch.rank == 0) std::cout << train::config_text(options);
     return;
   }
   // Contradicting settings come first, because they are wrong on every machine.
-  const c10::Device device = let_the_first_speak(launch, [&] {
+  const c10::Device device = report_on_rank0(launch, [&] {
     options.validate(num_ranks_of(options, launch));
     return train::training_device(options, launch.local_rank);
   });
   const auto plan_here = [&] {
-    train::RunPlan plan = let_the_first_speak(launch, [&] {
+    train::RunPlan plan = report_on_rank0(launch, [&] {
       return train::plan_run(options, num_ranks_of(options, launch),
-                             train::rank_device(options, device));
+                             train::rank_device(options, device), tokenising_progress(launch));
     });
     const std::string slow = train::slow_compute_text(plan.compute, device, this_cpu());
     if (launch.rank == 0 && !slow.empty()) log(LogLevel::kWarning, slow);
+    if (launch.rank == 0 && options.device == train::DeviceChoice::kAuto)
+      if (const std::string idle = train::idle_gpus_text(FSDP_WITHOUT_CUDA); !idle.empty())
+        log(LogLevel::kWarning, idle);
     if (launch.local_rank == 0 && !given.check)
       for (const train::MemoryCheck& check : memory_checks(plan, launch, device))
         if (!check.fits()) log(LogLevel::kWarning, check.text());
@@ -155,7 +172,7 @@ void run_train(const CLI::App& app, const TrainArguments& given) {
       if (world.rank() == 0) signal = stopped_by;
     });
   } else {
-    let_the_failed_speak([&] {
+    report_on_failed_rank([&] {
       std::string difference;
       {
         World world = World::from_environment(train::comm_options(options));
@@ -170,13 +187,41 @@ void run_train(const CLI::App& app, const TrainArguments& given) {
 }
 
 constexpr const char* kTrainFooter =
-    "A flag that is a yes or no is --FLAG or --no-FLAG. A config file is a JSON object whose keys "
-    "are these names with _ for -.\n"
+    "fsdp train --help-all shows all settings. A flag that is a yes or no is --FLAG or --no-FLAG. "
+    "A "
+    "config file is a JSON object whose keys are these names with _ for -.\n"
     "Examples:\n"
     "  fsdp train --data docs --ranks 2\n"
     "  fsdp train --data text.bin --model llama-110m --batch 64 --checkpoint-dir runs/a --check\n"
     "  mpirun -n 4 fsdp train --config run.json --steps 1000\n"
     "docs/train.md tells more.";
+
+// Settings that most runs need; --help-all shows the rest, too.
+constexpr std::string_view kFirstSettings =
+    " model init compute recompute weights data tokenizer validation-data sequence batch "
+    "microbatches validate-every steps epochs optimizer lr schedule warmup weight-decay clip ranks "
+    "strategy outer tp ep device cuda-graph seed checkpoint-dir checkpoint-every resume export-dir "
+    "sample quiet ";
+
+void add_settings(CLI::App& app, SettingFlags& flags) {
+  std::vector<CLI::Option*> others;
+  for (const Setting& setting : train::settings()) {
+    CLI::Option* const option = flags.add(app, setting);
+    const bool is_first =
+        kFirstSettings.find(concat(" ", setting.name, " ")) != std::string_view::npos;
+    if (!is_first) others.push_back(option);
+  }
+  app.set_help_flag();  // in place of the parser's own, which shows all
+  app.add_flag_callback(
+      "-h,--help",
+      [others] {
+        for (CLI::Option* const option : others) option->group("");  // which hides it
+        throw CLI::CallForHelp();
+      },
+      "Print this help and exit");
+  app.add_flag_callback(
+      "--help-all", [] { throw CLI::CallForHelp(); }, "Print the help of all settings, and exit");
+}
 
 }  // namespace
 
@@ -189,7 +234,7 @@ Command add_train(CLI::App& parent) {
                 "Print all settings as a config file, and do nothing else");
   app->add_flag("--check", given->check,
                 "Check everything, show the memory forecast, and do nothing else");
-  for (const Setting& setting : train::settings()) given->settings.add(*app, setting);
+  add_settings(*app, given->settings);
   return {app, [app, given] { run_train(*app, *given); }};
 }
 

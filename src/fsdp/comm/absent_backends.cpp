@@ -1,6 +1,7 @@
 // Stands in for the backends and kernels that this build does not have: says so in words.
 #include "fsdp/base/check.h"
 #include "fsdp/comm/backends.h"
+#include "fsdp/comm/message/message_transport.h"
 #include "fsdp/comm/reduce/sum_on_device.h"
 
 namespace fsdp {
@@ -8,12 +9,7 @@ namespace fsdp {
 #if !FSDP_HAS_MPI
 bool mpi_available() { return false; }
 
-std::unique_ptr<Communicator> connect_mpi(const Launch& launch, const CommOptions&) {
-  throw Error(
-      concat(name_of(launch.launcher), " started ", launch.size,
-             " processes, but this build has no MPI: install libopenmpi-dev and openmpi-bin "
-             "and build again with FSDP_MPI=ON"));
-}
+std::shared_ptr<MessageTransport> mpi_transport() { FSDP_ASSERT(false, "this build has no MPI"); }
 #endif
 
 #if !FSDP_HAS_NCCL

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "fsdp/base/error.h"
+#include "fsdp/base/log.h"
 
 namespace fsdp {
 
@@ -37,28 +38,47 @@ class AbortedError : public RemoteError {
   using RemoteError::RemoteError;
 };
 
-// One rank's failure, seen by all ranks of the process. Raised once; the first message stays.
-// Waiting code looks at it between short sleeps.
-//
-// A rank that is left by an exception closes its communicators before anybody has caught the
-// exception and knows its words. It raises the signal in passing (`raise_unexplained`), so that
-// nobody waits for it any more; the words follow when the exception is caught, and every other rank
-// that is told of the failure waits a moment for them.
+// One rank's failure, seen by all ranks of the process. The first message stays. A rank that is
+// left by an exception closes its communicators before anybody knows the exception's words: it
+// raises the signal in passing (`raise_unexplained`), and the others wait a moment for the words.
 class AbortSignal {
  public:
-  void raise(const std::string& message);
+  void raise(const std::string& message) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (explained()) return;
+      message_ = message;
+      explained_.store(true, std::memory_order_release);
+      raised_.store(true, std::memory_order_release);
+    }
+    words_came_.notify_all();
+  }
   // `by` is the thread_rank() of the rank whose words will follow: its own threads do not wait for
   // them.
-  void raise_unexplained(const std::string& message, int by);
+  void raise_unexplained(const std::string& message, int by) {
+    const std::lock_guard lock(mutex_);
+    if (raised()) return;
+    message_ = message;
+    unexplained_by_.store(by, std::memory_order_relaxed);
+    raised_.store(true, std::memory_order_release);
+  }
 
   bool raised() const { return raised_.load(std::memory_order_acquire); }
   bool explained() const { return explained_.load(std::memory_order_acquire); }
 
   // Whether the calling thread should give another rank's words a moment to come.
-  bool awaits_words() const;
+  bool awaits_words() const {
+    return raised() && !explained() &&
+           unexplained_by_.load(std::memory_order_relaxed) != thread_rank();
+  }
 
   // Throws AbortedError with the message when raised.
-  void throw_if_raised();
+  void throw_if_raised() {
+    if (!raised()) return;
+    std::unique_lock lock(mutex_);
+    if (awaits_words()) words_came_.wait_for(lock, kMomentForWords, [this] { return explained(); });
+    throw AbortedError(message_);
+  }
 
   static constexpr std::chrono::milliseconds kMomentForWords{1000};
 

@@ -219,15 +219,6 @@ Work Communicator::barrier(const Tag& tag) {
   return enqueue(std::move(operation));
 }
 
-void Communicator::watch_replay(const c10::Stream& /*stream*/) {}
-
-RegisteredMemory Communicator::register_memory(void* /*address*/, int64_t bytes, UserBuffers best) {
-  throw Error(concat(bytes, " bytes of memory are to be ", name_of(best), " for '", name_,
-                     "', whose operations use only their own: ask registers_memory() first"));
-}
-
-void Communicator::deregister_memory(void* /*address*/) noexcept {}
-
 std::vector<int> Communicator::members_of(std::span<const int> colors) const {
   FSDP_CHECK(static_cast<int>(colors.size()) == size_, "colors has ", colors.size(),
              " entries: it must have one per rank of '", name_, "', ", size_);

@@ -1,12 +1,15 @@
 #include "fsdp/comm/launch.h"
 
 #include <algorithm>
+#include <array>
 #include <charconv>
+#include <string>
 #include <string_view>
 #include <vector>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/env.h"
+#include "fsdp/comm/comm_options.h"
 
 namespace fsdp {
 
@@ -27,6 +30,8 @@ constexpr Names kTorchrun = {Launcher::kTorchrun, "RANK", "WORLD_SIZE", "LOCAL_R
                              "LOCAL_WORLD_SIZE"};
 constexpr Names kSlurm = {Launcher::kSlurm, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID",
                           nullptr};
+
+constexpr std::array kNcclUseNames = {"auto", "off", "always"};
 
 // nullopt where the text is no whole number from 0.
 std::optional<int> number_in(std::string_view text) {
@@ -118,17 +123,8 @@ void read_master(const EnvironmentLookup& lookup, Launch& launch) {
 }  // namespace
 
 const char* name_of(Launcher launcher) {
-  switch (launcher) {
-    case Launcher::kSingle:
-      return "a single process";
-    case Launcher::kOpenMpi:
-      return "mpirun";
-    case Launcher::kSlurm:
-      return "srun";
-    case Launcher::kTorchrun:
-      return "torchrun";
-  }
-  FSDP_ASSERT(false, "launcher ", static_cast<int>(launcher));
+  constexpr std::array kNames = {"a single process", "mpirun", "srun", "torchrun"};
+  return kNames[static_cast<size_t>(launcher)];
 }
 
 int gpu_of_rank(int local_rank, int num_visible) { return local_rank % num_visible; }
@@ -162,5 +158,32 @@ Launch read_launch(const EnvironmentLookup& lookup) {
 }
 
 Launch read_launch() { return read_launch(&env_text); }
+
+void CommOptions::validate() const {
+  FSDP_CHECK(timeout_seconds > 0, "timeout_seconds is ", timeout_seconds, ": it must be above 0");
+  FSDP_CHECK(bandwidth_bytes_per_s >= 0, "bandwidth_bytes_per_s is ", bandwidth_bytes_per_s,
+             ": it must be 0 (no limit) or above");
+}
+
+CommOptions CommOptions::from_environment() {
+  static const std::vector<std::string> kOffOn = {"0", "1"};
+  CommOptions options;
+  options.timeout_seconds = env_seconds("FSDP_TIMEOUT_S", options.timeout_seconds);
+  options.checked = env_choice("FSDP_CHECKED", kOffOn, options.checked ? 1 : 0) == 1;
+  options.bandwidth_bytes_per_s =
+      env_bytes_per_second("FSDP_BANDWIDTH", options.bandwidth_bytes_per_s);
+  static const std::vector<std::string> kNcclUses(kNcclUseNames.begin(), kNcclUseNames.end());
+  static const std::vector<std::string> kNcclReduces = {"exact", "native"};
+  options.nccl = static_cast<NcclUse>(env_choice("FSDP_NCCL", kNcclUses, 0));
+  options.nccl_reduce = static_cast<NcclReduce>(env_choice("FSDP_NCCL_REDUCE", kNcclReduces, 0));
+  return options;
+}
+
+const char* name_of(NcclUse use) { return kNcclUseNames[static_cast<size_t>(use)]; }
+
+const char* name_of(UserBuffers use) {
+  constexpr std::array kNames = {"off", "registered", "symmetric"};
+  return kNames[static_cast<size_t>(use)];
+}
 
 }  // namespace fsdp

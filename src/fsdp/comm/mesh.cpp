@@ -104,6 +104,8 @@ std::vector<GridKind> Mesh::grids() const {
   return kinds;
 }
 
-int Mesh::loss() const { return (outer_.rank() * inner_.size() + inner_.rank()) / tp_size(); }
+int Mesh::data_parallel_rank() const {
+  return (outer_.rank() * inner_.size() + inner_.rank()) / tp_size();
+}
 
 }  // namespace fsdp

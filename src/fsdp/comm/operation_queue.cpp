@@ -54,8 +54,7 @@ Work OperationQueue::push(Operation operation) {
   bool at_once = runner_.is_alone() && is_quick(*shared);
   {
     const std::lock_guard lock(queue_mutex_);
-    if (!broken_.empty())
-      throw AbortedError(concat("communicator '", name_, "' stopped working: ", broken_));
+    if (!broken_.empty()) throw AbortedError(broken_);
     shared->print.sequence = next_sequence_++;
     at_once = at_once && entries_.empty();
     entries_.push_back({std::move(shared), std::move(state)});
@@ -133,8 +132,7 @@ bool OperationQueue::run_next() {
   if (broken.empty()) {
     run_entry(entry);
   } else {
-    entry.state->fail(std::make_exception_ptr(
-        AbortedError(concat("communicator '", name_, "' stopped working: ", broken))));
+    entry.state->fail(std::make_exception_ptr(AbortedError(broken)));
   }
   return true;
 }
@@ -178,7 +176,8 @@ void OperationQueue::run_entry(Queued& entry) {
   } catch (const std::exception& error) {
     {
       const std::lock_guard lock(queue_mutex_);
-      if (broken_.empty()) broken_ = error.what();
+      if (broken_.empty())
+        broken_ = concat("communicator '", name_, "' stopped working: ", error.what());
     }
     entry.state->fail(std::current_exception());
     return;

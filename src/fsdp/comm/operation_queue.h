@@ -12,8 +12,6 @@
 #include "fsdp/comm/comm_options.h"
 #include "fsdp/comm/enqueued_operation.h"
 #include "fsdp/comm/operation.h"
-#include "fsdp/comm/work.h"
-#include "fsdp/comm/work_state.h"
 
 namespace fsdp {
 
@@ -42,21 +40,16 @@ class OperationRunner {
   virtual double idle_seconds() const { return 0; }
 };
 
-// A worker thread drains the queue, so that communication overlaps the caller's computation. A
-// caller that waits for an operation nobody has begun runs it itself instead of waiting for the
-// worker to wake up: for small messages that is most of the time. Without other ranks a small
-// operation is run at once, for the same reason. Operations run strictly in order, one at a time,
-// by the worker or by a caller.
+// Operations run in order, one at a time: by a worker thread, so that communication overlaps the
+// caller's computation, or by a caller that waits for one nobody has begun, since waking the worker
+// is most of the time of a small message. A rank that is alone runs small operations at once.
 //
-// An operation may come after one of another communicator (`Operation::after`). The thread that
-// runs it first waits for the other one, asleep. It does not run the other one, because that would
-// touch a queue that its owner may be closing; the other queue's worker does, or a thread that
-// waits there (Work::wait). Operations cannot wait for each other in a circle: each comes after
-// operations that were enqueued before it, so the oldest one that is not done never waits for
-// another of this rank.
+// The thread that runs an operation with an `after` sleeps until that one is done. It does not run
+// that one itself, because the owner of the other queue may be closing it. No circle is possible:
+// each operation comes after some that were enqueued before it.
 //
 // The first error breaks the queue: the ranks' orders no longer agree, so every later operation
-// fails with the first one's message.
+// fails with its message.
 class OperationQueue {
  public:
   OperationQueue(std::string name, OperationRunner& runner, const CommOptions& options);
@@ -99,7 +92,7 @@ class OperationQueue {
   std::mutex queue_mutex_;  // protects the members below
   std::condition_variable queue_filled_;
   std::deque<Queued> entries_;
-  std::string broken_;  // the first error's message; empty while all is well
+  std::string broken_;  // what every call says after the first error; empty while all is well
   uint64_t next_sequence_ = 0;
   bool stopping_ = false;
 

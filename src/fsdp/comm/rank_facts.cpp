@@ -1,12 +1,16 @@
 #include "fsdp/comm/rank_facts.h"
 
 #include <ATen/ATen.h>
+#include <unistd.h>
 
 #include <algorithm>
-#include <array>
-#include <charconv>
 #include <cstring>
+#include <fstream>
+#include <set>
+#include <utility>
 
+#include "fsdp/base/check.h"
+#include "fsdp/base/env.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
 
@@ -139,6 +143,49 @@ std::string difference_along(const Axes& axes, const RankFacts& facts) {
   return "ranks have other settings";
 }
 
+// A place as text for the wire, and back.
+std::string text_of(const RankPlace& place) {
+  return concat(static_cast<int>(place.nccl), place.has_nccl ? 1 : 0, place.gpu, "\n", place.host);
+}
+
+RankPlace place_in(const std::string& text) {
+  const size_t end_of_gpu = text.find('\n');
+  FSDP_ASSERT(text.size() >= 2 && end_of_gpu != std::string::npos, "place '", text, "'");
+  return {.host = text.substr(end_of_gpu + 1),
+          .gpu = text.substr(2, end_of_gpu - 2),
+          .has_nccl = text[1] == '1',
+          .nccl = static_cast<NcclUse>(text[0] - '0')};
+}
+
+// The first rank for which `holds` is true; -1 for none.
+template <typename Holds>
+int first_rank(std::span<const RankPlace> ranks, const Holds& holds) {
+  const auto found = std::find_if(ranks.begin(), ranks.end(), holds);
+  return found == ranks.end() ? -1 : static_cast<int>(found - ranks.begin());
+}
+
+bool share_gpu(const RankPlace& a, const RankPlace& b) {
+  return a.host == b.host && a.gpu == b.gpu;
+}
+
+// Why NCCL cannot connect these ranks; "" where it can.
+std::string obstacle_to_nccl(std::span<const RankPlace> ranks) {
+  const int without_gpu = first_rank(ranks, [](const RankPlace& rank) { return rank.gpu.empty(); });
+  if (without_gpu >= 0) {
+    const int with_gpu = first_rank(ranks, [](const RankPlace& rank) { return !rank.gpu.empty(); });
+    return with_gpu < 0 ? "no rank sees a GPU" : concat("rank ", without_gpu, " sees no GPU");
+  }
+  const int without_nccl = first_rank(ranks, [](const RankPlace& rank) { return !rank.has_nccl; });
+  if (without_nccl >= 0) return concat("the build of rank ", without_nccl, " has no NCCL");
+  for (size_t second = 1; second < ranks.size(); ++second) {
+    const int first = first_rank(
+        ranks.first(second), [&](const RankPlace& rank) { return share_gpu(rank, ranks[second]); });
+    if (first >= 0)
+      return concat("ranks ", first, " and ", second, " share the GPU ", ranks[second].gpu);
+  }
+  return "";
+}
+
 }  // namespace
 
 std::string difference_of(Communicator& ranks, const RankFacts& facts) {
@@ -157,10 +204,50 @@ std::vector<std::string> texts_of_ranks(const Mesh& mesh, const std::string& min
   return texts_for_all(axes_of(mesh), mine);
 }
 
-std::string number_fact(double value) {
-  std::array<char, 32> text{};
-  const auto end = std::to_chars(text.data(), text.data() + text.size(), value).ptr;
-  return std::string(text.data(), end);
+std::vector<RankPlace> places_of_ranks(Communicator& ranks, const RankPlace& mine) {
+  std::vector<RankPlace> places;
+  for (const std::string& text : texts_of_ranks(ranks, text_of(mine)))
+    places.push_back(place_in(text));
+  return places;
+}
+
+std::string this_host() {
+  if (std::optional<std::string> given = env_text("NCCL_HOSTID")) return *given;
+  std::array<char, 256> name{};
+  ::gethostname(name.data(), name.size() - 1);
+  std::string boot;  // hosts may have one name, "localhost"
+  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
+  return concat(name.data(), " ", boot);
+}
+
+Transport choose_transport(std::span<const RankPlace> ranks, const std::string& carrier) {
+  const NcclUse use = ranks.front().nccl;
+  const int other = first_rank(ranks, [&](const RankPlace& rank) { return rank.nccl != use; });
+  if (other >= 0)
+    return {.error = concat("FSDP_NCCL is ", name_of(ranks[static_cast<size_t>(other)].nccl),
+                            " on rank ", other, " and ", name_of(use),
+                            " on rank 0: set it alike on all ranks")};
+  const std::string obstacle = use == NcclUse::kAlways ? ""
+                               : use == NcclUse::kOff  ? "NCCL is off"
+                                                       : obstacle_to_nccl(ranks);
+  if (!obstacle.empty())
+    return {.sentence =
+                concat("tensors travel through host memory over ", carrier, ": ", obstacle)};
+  std::set<std::string> hosts;
+  for (const RankPlace& rank : ranks) hosts.insert(rank.host);
+  const std::string why =
+      use == NcclUse::kAlways
+          ? "FSDP_NCCL is always"
+          : concat(counted_text(std::ssize(ranks), "rank"), " on ",
+                   counted_text(std::ssize(hosts), "host"), ", each with a GPU of its own");
+  return {.by_nccl = true, .sentence = concat("tensors travel by NCCL: ", why)};
+}
+
+int ranks_on_gpu_of(int rank, std::span<const RankPlace> ranks) {
+  const RankPlace& place = ranks[static_cast<size_t>(rank)];
+  if (place.gpu.empty()) return 0;
+  return static_cast<int>(std::count_if(
+      ranks.begin(), ranks.end(), [&](const RankPlace& other) { return share_gpu(place, other); }));
 }
 
 }  // namespace fsdp

@@ -22,7 +22,6 @@
 #include "fsdp/comm/enqueued_operation.h"
 #include "fsdp/comm/rank_facts.h"
 #include "fsdp/comm/threads/threads_communicator.h"
-#include "fsdp/comm/transport.h"
 
 namespace fsdp {
 
@@ -31,12 +30,6 @@ namespace {
 std::shared_ptr<Rendezvous> meeting_place(int ranks, const CommOptions& options) {
   options.validate();
   return std::make_shared<Rendezvous>("world", ranks, options, std::make_shared<AbortSignal>());
-}
-
-std::unique_ptr<Communicator> connect_hosts(const Launch& launch, const CommOptions& options) {
-  if (launch.size == 1) return std::make_unique<ThreadsCommunicator>(0, meeting_place(1, options));
-  if (launch.launcher == Launcher::kTorchrun) return connect_tcp(launch, options);
-  return connect_mpi(launch, options);
 }
 
 RankPlace place_of(const Launch& launch, const CommOptions& options) {
@@ -49,35 +42,6 @@ RankPlace place_of(const Launch& launch, const CommOptions& options) {
   const int gpu = gpu_of_rank(launch.local_rank, num_gpus);
   place.gpu = place.has_nccl ? nccl_gpu_id(gpu) : concat("cuda:", gpu);
   return place;
-}
-
-std::vector<RankPlace> places_of_ranks(Communicator& hosts, const RankPlace& mine) {
-  if (hosts.size() == 1) return {mine};
-  std::vector<RankPlace> places;
-  for (const std::string& text : texts_of_ranks(hosts, text_of(mine)))
-    places.push_back(place_in(text));
-  return places;
-}
-
-// The communicator that carries tensors, and the words for it; "" where none travel.
-struct Carrier {
-  std::unique_ptr<Communicator> communicator;
-  std::string words;
-};
-
-// Every rank calls it with the communicator that has brought them together, and counts the ranks of
-// its GPU in `launch`.
-Carrier choose_carrier(std::unique_ptr<Communicator> hosts, const char* hosts_name, Launch& launch,
-                       const CommOptions& options) {
-  if (launch.size == 1 && options.nccl != NcclUse::kAlways) return {std::move(hosts), ""};
-  const std::vector<RankPlace> places = places_of_ranks(*hosts, place_of(launch, options));
-  if (nccl_available()) launch.gpu_ranks = ranks_on_gpu_of(launch.rank, places);
-  const Transport transport = choose_transport(places);
-  if (!transport.error.empty()) throw Error(transport.error);
-  std::string words = sentence_of(transport, hosts_name);
-  if (launch.rank == 0) log(LogLevel::kInfo, words);
-  if (transport.by_nccl) hosts = over_nccl(std::move(hosts), launch.local_rank, options);
-  return {std::move(hosts), std::move(words)};
 }
 
 // The error of the rank that failed by itself, rather than of those that failed because of it.
@@ -108,43 +72,55 @@ class FirstError {
 // are.
 class SimulatedCommunicator final : public Communicator {
  public:
-  SimulatedCommunicator(int rank, int size, std::string name, std::shared_ptr<Recording> recording);
+  SimulatedCommunicator(int rank, int size, std::string name, std::shared_ptr<Recording> recording)
+      : Communicator(rank, size, std::move(name)), recording_(std::move(recording)) {}
 
-  std::unique_ptr<Communicator> split(std::span<const int> colors, std::string name) override;
-  void abort(const std::string& message) override;
+  std::unique_ptr<Communicator> split(std::span<const int> colors, std::string name) override {
+    const std::vector<int> members = members_of(colors);
+    const auto position = std::find(members.begin(), members.end(), rank()) - members.begin();
+    return std::make_unique<SimulatedCommunicator>(
+        static_cast<int>(position), static_cast<int>(members.size()), std::move(name), recording_);
+  }
+  void abort(const std::string& message) override { throw AbortedError(message); }
 
  private:
-  Work enqueue(Operation operation) override;
+  Work enqueue(Operation operation) override {
+    if (operation.print.kind == OpKind::kCopy) return Work();  // within one rank: not recorded
+    operation.print.sequence = next_sequence_++;
+    recording_->push_back({name(), size(), operation.print});
+    return Work();
+  }
 
   const std::shared_ptr<Recording> recording_;
   uint64_t next_sequence_ = 0;
 };
 
-SimulatedCommunicator::SimulatedCommunicator(int rank, int size, std::string name,
-                                             std::shared_ptr<Recording> recording)
-    : Communicator(rank, size, std::move(name)), recording_(std::move(recording)) {}
-
-Work SimulatedCommunicator::enqueue(Operation operation) {
-  if (operation.print.kind == OpKind::kCopy) return Work();  // within one rank: not recorded
-  operation.print.sequence = next_sequence_++;
-  recording_->push_back({name(), size(), operation.print});
-  return Work();
+// The world of this process, whose ranks `connect` brings together. All of them tell each other
+// where they are, and choose alike how tensors travel.
+template <typename Connect>
+World joined_world(Launch launch, const char* hosts_name, const CommOptions& options,
+                   const Connect& connect) {
+  if (launch.size > 1) set_thread_rank(launch.rank);
+  std::unique_ptr<Communicator> hosts =
+      launch.size == 1 ? std::make_unique<ThreadsCommunicator>(0, meeting_place(1, options))
+                       : connect(launch);
+  if (launch.size == 1 && options.nccl != NcclUse::kAlways)
+    return World(std::move(launch), std::move(hosts));
+  const std::vector<RankPlace> places = places_of_ranks(*hosts, place_of(launch, options));
+  if (nccl_available()) launch.gpu_ranks = ranks_on_gpu_of(launch.rank, places);
+  const Transport transport = choose_transport(places, hosts_name);
+  if (!transport.error.empty()) throw Error(transport.error);
+  if (launch.rank == 0) log(LogLevel::kInfo, transport.sentence);
+  if (transport.by_nccl) hosts = over_nccl(std::move(hosts), launch.local_rank, options);
+  return World(std::move(launch), std::move(hosts), transport.sentence);
 }
-
-std::unique_ptr<Communicator> SimulatedCommunicator::split(std::span<const int> colors,
-                                                           std::string name) {
-  const std::vector<int> members = members_of(colors);
-  const auto position = std::find(members.begin(), members.end(), rank()) - members.begin();
-  return std::make_unique<SimulatedCommunicator>(
-      static_cast<int>(position), static_cast<int>(members.size()), std::move(name), recording_);
-}
-
-void SimulatedCommunicator::abort(const std::string& message) { throw AbortedError(message); }
 
 }  // namespace
 
-World::World(Launch launch, std::unique_ptr<Communicator> communicator)
-    : launch_(std::move(launch)), communicator_(std::move(communicator)) {
+World::World(Launch launch, std::unique_ptr<Communicator> communicator, std::string transport)
+    : launch_(std::move(launch)),
+      transport_(std::move(transport)),
+      communicator_(std::move(communicator)) {
   choose_torch_math();  // every rank comes here before it computes
 }
 
@@ -157,25 +133,17 @@ int World::size() const { return communicator_->size(); }
 
 World World::from_environment(const CommOptions& options) {
   Launch launch = read_launch();
-  if (launch.size > 1) set_thread_rank(launch.rank);
-  const char* hosts_name = launch.launcher == Launcher::kTorchrun ? "TCP" : "MPI";
-  Carrier carrier = choose_carrier(connect_hosts(launch, options), hosts_name, launch, options);
-  World world(std::move(launch), std::move(carrier.communicator));
-  world.transport_ = std::move(carrier.words);
-  return world;
+  const bool by_tcp = launch.launcher == Launcher::kTorchrun;
+  return joined_world(std::move(launch), by_tcp ? "TCP" : "MPI", options, [&](const Launch& place) {
+    return by_tcp ? connect_tcp(place, options) : connect_mpi(place, options);
+  });
 }
 
 World World::from_store(c10d::Store& store, const Launch& place, const std::string& meeting,
                         const CommOptions& options) {
-  Launch launch = place;
-  if (launch.size > 1) set_thread_rank(launch.rank);
-  std::unique_ptr<Communicator> hosts =
-      launch.size == 1 ? std::make_unique<ThreadsCommunicator>(0, meeting_place(1, options))
-                       : connect_tcp_by_store(launch, options, store, meeting);
-  Carrier carrier = choose_carrier(std::move(hosts), "TCP", launch, options);
-  World world(std::move(launch), std::move(carrier.communicator));
-  world.transport_ = std::move(carrier.words);
-  return world;
+  return joined_world(place, "TCP", options, [&](const Launch& launch) {
+    return connect_tcp_by_store(launch, options, store, meeting);
+  });
 }
 
 World World::simulated(int rank, int size, std::shared_ptr<Recording> recording) {

@@ -10,21 +10,14 @@
 namespace fsdp {
 namespace {
 
-const DataPosition& checked(const DataPosition& from, const TrainingBatches& batches) {
-  check_same_order(from, batches.windows(), batches.options().seed,
-                   batches.options().source_weights);
-  return from;
-}
+constexpr size_t kAhead = 2;  // microbatches that are prepared before they are asked for
 
 }  // namespace
 
-BatchLoader::BatchLoader(TrainingBatches batches, const DataPosition& from,
-                         const LoaderOptions& options)
-    : batches_(std::move(batches)),
-      from_(checked(from, batches_)),
-      ahead_(static_cast<size_t>(options.ahead)) {
-  if (options.ahead < 1)
-    throw UsageError(concat("ahead is ", options.ahead, "; it must be at least 1"));
+BatchLoader::BatchLoader(TrainingBatches batches, const DataPosition& from)
+    : batches_(std::move(batches)), from_(from) {
+  check_same_order(from, batches_.windows(), batches_.options().seed,
+                   batches_.options().source_weights);
   thread_ = start_thread("reading batches", [this, rank = thread_rank()] {
     set_thread_rank(rank);
     prepare();
@@ -47,7 +40,7 @@ void BatchLoader::prepare() {
       for (int64_t microbatch = 0; microbatch < options.microbatches; ++microbatch) {
         TokenBatch batch = batches_.read(place, microbatch);
         std::unique_lock lock(mutex_);
-        changed_.wait(lock, [&] { return stopping_ || ready_.size() < ahead_; });
+        changed_.wait(lock, [&] { return stopping_ || ready_.size() < kAhead; });
         if (stopping_) return;
         ready_.push_back(std::move(batch));
         changed_.notify_all();
@@ -68,7 +61,7 @@ TokenBatch BatchLoader::next() {
     changed_.wait(lock, [&] { return !ready_.empty() || failure_ != nullptr; });
     waited_seconds_ += std::chrono::duration<double>(Clock::now() - start).count();
   }
-  // What was prepared before the failure is good.
+  // Batches prepared before the failure are good.
   if (ready_.empty()) std::rethrow_exception(failure_);
   TokenBatch batch = std::move(ready_.front());
   ready_.pop_front();

@@ -8,7 +8,7 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
-#include "fsdp/data/source_mix.h"
+#include "fsdp/data/token_windows.h"
 
 namespace fsdp {
 
@@ -38,6 +38,19 @@ void check_rank(int64_t rank, int64_t ranks) {
 std::string nearest_multiples(int64_t value, int64_t factor) {
   const int64_t below = value / factor * factor;
   return below == 0 ? concat(factor) : concat(below, " or ", checked_add(below, factor));
+}
+
+void check_batch(const BatchOptions& options) {
+  check_positive("batch", options.batch);
+  check_positive("microbatches", options.microbatches);
+  check_rank(options.rank, options.ranks);
+  const int64_t parts = checked_mul(options.ranks, options.microbatches);
+  if (options.batch % parts != 0)
+    throw UsageError(concat("batch is ", options.batch, "; it must be a multiple of ", parts, " (",
+                            options.ranks, options.ranks == 1 ? " rank" : " ranks", " x ",
+                            options.microbatches,
+                            options.microbatches == 1 ? " microbatch" : " microbatches", "), e.g. ",
+                            nearest_multiples(options.batch, parts)));
 }
 
 std::vector<int64_t> memory_for(int64_t rows, int64_t columns) {
@@ -143,19 +156,6 @@ int64_t Permutation::operator()(int64_t index) const {
   do value = permuted(value);
   while (value >= static_cast<uint64_t>(size_));
   return static_cast<int64_t>(value);
-}
-
-void check_batch(const BatchOptions& options) {
-  check_positive("batch", options.batch);
-  check_positive("microbatches", options.microbatches);
-  check_rank(options.rank, options.ranks);
-  const int64_t parts = checked_mul(options.ranks, options.microbatches);
-  if (options.batch % parts != 0)
-    throw UsageError(concat("batch is ", options.batch, "; it must be a multiple of ", parts, " (",
-                            options.ranks, options.ranks == 1 ? " rank" : " ranks", " x ",
-                            options.microbatches,
-                            options.microbatches == 1 ? " microbatch" : " microbatches", "), e.g. ",
-                            nearest_multiples(options.batch, parts)));
 }
 
 TrainingBatches::TrainingBatches(TokenWindows windows, const BatchOptions& options)

@@ -2,14 +2,16 @@
 
 #include <algorithm>
 #include <array>
+#include <exception>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/crc32c.h"
+#include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
-#include "fsdp/data/byte_tokenizer.h"
+#include "fsdp/base/start_thread.h"
 #include "fsdp/data/documents.h"
 #include "fsdp/data/text_files.h"
 #include "fsdp/data/token_file.h"
@@ -30,6 +32,7 @@ struct Corpus::Content {
   TokenHeader info;
   int64_t num_files = 0;
   LeftOut left_out;
+  DocumentFindings findings;
 };
 
 // Adds the paths one by one.
@@ -41,19 +44,13 @@ class CorpusBuilder {
         looked_over_bytes_(options.looked_over_bytes / static_cast<int64_t>(num_paths)) {}
 
   void add(std::span<const std::string> paths) {
-    std::vector<TextFiles> texts(paths.size());
-    bool has_mask = false;
+    DataSources sources = find_sources(paths, *tokenizer_, {.field = options_.field});
+    for (const TextFiles& each : sources.texts) total_bytes_ += each.bytes;
     for (size_t i = 0; i < paths.size(); ++i) {
-      if (is_token_file(paths[i])) continue;
-      texts[i] = find_text_files({&paths[i], 1}, {.field = options_.field});
-      has_mask = has_mask || texts[i].has_mask();
-    }
-    const TokenHeader text_kind = kind_of_text(*tokenizer_, has_mask);
-    for (size_t i = 0; i < paths.size(); ++i) {
-      if (texts[i].files.empty())
+      if (sources.texts[i].files.empty())
         add_token_file(paths[i]);
       else
-        add_text(paths[i], text_kind, texts[i]);
+        add_text(paths[i], sources.text_kind, sources.texts[i]);
     }
   }
 
@@ -77,19 +74,23 @@ class CorpusBuilder {
     if (tokenizer_->kind().tokenizer == kByteTokenizerName)
       tokens.reserve(2 * (static_cast<size_t>(files.bytes) + files.files.size()));
     for (const TextFile& file : files.files)
-      encode_documents(file, options_.field, *tokenizer_,
-                       {.tokens =
-                            [&](std::span<const int64_t> more, Learnt learnt) {
-                              append_stored(more, learnt, header.token_bytes, tokens);
-                              if (header.has_mask() && learnt == Learnt::kYes)
-                                *header.num_learnt += static_cast<int64_t>(more.size());
-                            },
-                        .progress =
-                            [&](int64_t num_documents, int64_t /*bytes*/) {
-                              header.num_documents += num_documents;
-                              // Compressed rows have more text than their file has bytes.
-                              check_text_bytes(path, static_cast<int64_t>(tokens.size() / 4));
-                            }});
+      content_->findings.add(
+          encode_documents(file, options_.field, *tokenizer_,
+                           {.tokens =
+                                [&](std::span<const int64_t> more, Learnt learnt) {
+                                  append_stored(more, learnt, header.token_bytes, tokens);
+                                  if (header.has_mask() && learnt == Learnt::kYes)
+                                    *header.num_learnt += static_cast<int64_t>(more.size());
+                                },
+                            .progress =
+                                [&](int64_t num_documents, int64_t bytes) {
+                                  header.num_documents += num_documents;
+                                  done_bytes_ += bytes;
+                                  if (options_.progress)
+                                    options_.progress(done_bytes_, total_bytes_);
+                                  // Compressed rows have more text than their file has bytes.
+                                  check_text_bytes(path, static_cast<int64_t>(tokens.size() / 4));
+                                }}));
     header.num_tokens = static_cast<int64_t>(tokens.size()) / header.token_bytes;
     header.data_crc32c = crc32c(std::as_bytes(std::span(tokens)));
     content_->left_out += files.left_out;
@@ -128,6 +129,8 @@ class CorpusBuilder {
   int64_t looked_over_bytes_;  // of a file
   std::unique_ptr<Corpus::Content> content_ = std::make_unique<Corpus::Content>();
   int64_t text_bytes_ = 0;
+  int64_t done_bytes_ = 0;  // of all text
+  int64_t total_bytes_ = 0;
   std::string first_path_;
 };
 
@@ -145,6 +148,7 @@ bool Corpus::has_mask() const { return content_->info.has_mask(); }
 const TokenHeader& Corpus::header() const { return content_->info; }
 int64_t Corpus::num_files() const { return content_->num_files; }
 const LeftOut& Corpus::left_out() const { return content_->left_out; }
+const DocumentFindings& Corpus::findings() const { return content_->findings; }
 uint64_t Corpus::fingerprint() const { return fingerprint_of(content_->info); }
 
 std::vector<int64_t> Corpus::path_ends() const {
@@ -204,6 +208,15 @@ void Corpus::verify(const std::function<void(int64_t)>& progress) const {
       });
 }
 
+void Corpus::check_learnt() const {
+  if (!has_mask() || num_learnt() > 0) return;
+  std::vector<std::string> why = findings().sentences(0);
+  throw UsageError(concat("the data has ", counted_text(num_documents(), "row"),
+                          " and not one token to learn (",
+                          why.empty() ? "its loss mask leaves out all" : join(why, "; "),
+                          "); give rows with answers (docs/data.md lists the forms of rows)"));
+}
+
 void Corpus::check_model_vocabulary(int64_t model_vocabulary) const {
   if (vocabulary() <= model_vocabulary) return;
   throw UsageError(concat("the data's vocabulary is ", vocabulary(), " (tokenizer '", tokenizer(),
@@ -229,6 +242,38 @@ bool is_token_file(const std::string& path) {
       static_cast<size_t>(std::min(reader.bytes(), static_cast<int64_t>(buffer.size()))));
   reader.read(0, first);
   return begins_like_token_file(first);
+}
+
+// --- verified beside the training ----------------------------------------------------------------
+
+CorpusCheck::CorpusCheck(std::vector<std::shared_ptr<const Corpus>> corpora, int64_t waited_bytes) {
+  int64_t bytes = 0;
+  for (const auto& corpus : corpora) bytes += corpus->packed_bytes();
+  if (bytes <= waited_bytes) {
+    verify(corpora);
+    wait();
+    return;
+  }
+  thread_ =
+      start_thread("verifying the data", [this, corpora = std::move(corpora)] { verify(corpora); });
+}
+
+CorpusCheck::~CorpusCheck() {
+  is_stopped_ = true;
+  if (thread_.joinable()) thread_.join();
+}
+
+void CorpusCheck::verify(const std::vector<std::shared_ptr<const Corpus>>& corpora) {
+  try {
+    for (const auto& corpus : corpora)
+      corpus->verify([this](int64_t) {
+        if (is_stopped_) throw Error("verifying the data was stopped");
+      });
+    outcome_.set_value();
+  } catch (...) {
+    has_failed_ = true;
+    outcome_.set_exception(std::current_exception());
+  }
 }
 
 }  // namespace fsdp

@@ -1,41 +1,19 @@
 #include "fsdp/data/documents.h"
 
 #include <algorithm>
-#include <nlohmann/json.hpp>
 #include <span>
 #include <string_view>
 #include <utility>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/durable_file.h"
-#include "fsdp/data/json_rows.h"
-#include "fsdp/data/python_worker.h"
+#include "fsdp/base/text.h"
+#include "fsdp/data/corpus.h"
+#include "fsdp/data/row_files.h"
 
 namespace fsdp {
+
 namespace {
-
-constexpr size_t kTextAtATime = size_t{4} << 20;
-
-// Reads a file from its beginning to its end.
-class Pieces {
- public:
-  explicit Pieces(const std::string& path) : reader_(path) {}
-
-  bool is_at_end() const { return offset_ == reader_.bytes(); }
-
-  // Appends the next bytes.
-  void read(std::string& text) {
-    const auto count = std::min(static_cast<int64_t>(kTextAtATime), reader_.bytes() - offset_);
-    const size_t before = text.size();
-    text.resize(before + static_cast<size_t>(count));
-    reader_.read(offset_, std::as_writable_bytes(std::span(text).subspan(before)));
-    offset_ += count;
-  }
-
- private:
-  FileReader reader_;
-  int64_t offset_ = 0;
-};
 
 // Where a text is cut: at the end of a line that ends with a letter or digit, where the tokenizers
 // of the common models begin a new token in any case. Without one: between characters.
@@ -51,7 +29,7 @@ size_t place_to_cut(std::string_view text) {
 }
 
 void read_text(const std::string& path, const TakeDocuments& take) {
-  Pieces pieces(path);
+  FilePieces pieces(path);
   std::string rest;
   for (bool is_beginning = true; is_beginning || !rest.empty(); is_beginning = false) {
     if (!pieces.is_at_end()) pieces.read(rest);
@@ -70,6 +48,10 @@ void read_text(const std::string& path, const TakeDocuments& take) {
   }
 }
 
+// Rows take longer than plain text of their length, and a person waits for the next line of
+// progress.
+constexpr size_t kRowsAtATime = size_t{1} << 20;
+
 // Collects documents until they are worth a call.
 class Batch {
  public:
@@ -79,7 +61,7 @@ class Batch {
     text_bytes_ += document.text.size();
     bytes_ += bytes;
     documents_.push_back(std::move(document));
-    if (text_bytes_ >= kTextAtATime) finish();
+    if (text_bytes_ >= kRowsAtATime) finish();
   }
 
   void finish() {
@@ -96,98 +78,114 @@ class Batch {
   int64_t bytes_ = 0;
 };
 
-bool is_blank(std::string_view line) {
-  return line.find_first_not_of(" \t\r") == std::string_view::npos;
+}  // namespace
+
+OddRows read_documents(const TextFile& file, const std::string& field, const TakeDocuments& take) {
+  if (file.content == FileContent::kText) {
+    read_text(file.path, take);
+    return {};
+  }
+  RowReader reader(file.path, file.content == FileContent::kJsonLines ? "line" : "row", field);
+  Batch batch(take);
+  read_rows(file.path, file.content, field,
+            [&](std::string_view row, int64_t number, int64_t bytes) {
+              batch.add(reader.read(row, number), bytes);
+              return true;
+            });
+  batch.finish();
+  return reader.unknown_roles();
 }
 
-void read_json_lines(const std::string& path, const std::string& field, const TakeDocuments& take) {
-  Pieces pieces(path);
-  RowReader rows(path, "line", field);
-  Batch batch(take);
-  std::string text;
-  for (int64_t number = 0; !pieces.is_at_end();) {
-    pieces.read(text);
-    size_t begin = 0;
-    while (begin < text.size()) {
-      size_t end = text.find('\n', begin);
-      if (end == std::string::npos) {
-        if (!pieces.is_at_end()) break;  // the line goes on
-        end = text.size();
-      }
-      const std::string_view line = std::string_view(text).substr(begin, end - begin);
-      ++number;
-      if (!is_blank(line))
-        batch.add(rows.read(line, number), static_cast<int64_t>(line.size() + 1));
-      begin = end + 1;
-    }
-    text.erase(0, std::min(begin, text.size()));
+DataSources find_sources(std::span<const std::string> paths, const Tokenizer& tokenizer,
+                         const TextFileOptions& options) {
+  DataSources sources{.texts = std::vector<TextFiles>(paths.size()), .text_kind = tokenizer.kind()};
+  bool has_mask = false;
+  for (size_t i = 0; i < paths.size(); ++i) {
+    if (is_token_file(paths[i])) continue;
+    sources.texts[i] = find_text_files({&paths[i], 1}, options);
+    has_mask = has_mask || sources.texts[i].has_mask();
   }
-  batch.finish();
+  if (!has_mask) return sources;
+  TokenHeader& kind = sources.text_kind;
+  kind.token_bytes = masked_token_bytes_for(kind.vocabulary);
+  kind.num_learnt = 0;
+  // Chats would be cut between their turns.
+  if (tokenizer.ends_turns()) kind.end_of_document.reset();
+  return sources;
 }
 
-// The worker makes JSON lines of the rows.
-void read_parquet(const TextFile& file, const std::string& field, const TakeDocuments& take) {
-  const PythonWorker worker("pyarrow", file.path);
-  static_cast<void>(
-      worker.ask({{"action", "open_parquet"}, {"path", file.path}, {"field", field}}));
-  RowReader rows(file.path, "row", field);
-  Batch batch(take);
-  for (int64_t number = 0;;) {
-    const PythonWorker::Message answer = worker.ask({{"action", "read_parquet"}});
-    if (answer.head.at("is_last").get<bool>()) break;
-    std::string_view lines = answer.payload;
-    while (!lines.empty()) {
-      const std::string_view line = lines.substr(0, lines.find('\n'));
-      lines.remove_prefix(std::min(lines.size(), line.size() + 1));
-      ++number;
-      // How far the file is read is not known; its rows are counted as what they became.
-      batch.add(rows.read(line, number), static_cast<int64_t>(line.size()));
-    }
+namespace {
+
+// Gives the tokens of a document in pieces that are learnt, or not. Returns how many are learnt.
+int64_t give_tokens(const EncodedDocument& document, const TokenSink& sink) {
+  const std::span<const int64_t> tokens = document.tokens;
+  if (document.learnt.empty()) {
+    sink.tokens(tokens, Learnt::kYes);
+    return static_cast<int64_t>(tokens.size());
   }
-  batch.finish();
+  int64_t num_learnt = 0;
+  for (size_t begin = 0; begin < document.learnt.size();) {
+    const auto first = document.learnt.begin() + static_cast<int64_t>(begin);
+    const auto end = std::find(first, document.learnt.end(), static_cast<uint8_t>(1 - *first));
+    const auto count = static_cast<size_t>(end - first);
+    sink.tokens(tokens.subspan(begin, count), *first == 1 ? Learnt::kYes : Learnt::kNo);
+    if (*first == 1) num_learnt += static_cast<int64_t>(count);
+    begin += count;
+  }
+  return num_learnt;
 }
 
 }  // namespace
 
-void read_documents(const TextFile& file, const std::string& field, const TakeDocuments& take) {
-  switch (file.form) {
-    case FileForm::kText:
-      return read_text(file.path, take);
-    case FileForm::kJsonLines:
-      return read_json_lines(file.path, field, take);
-    case FileForm::kParquet:
-      return read_parquet(file, field, take);
-  }
-}
-
-TokenHeader kind_of_text(const Tokenizer& tokenizer, bool has_mask) {
-  TokenHeader kind = tokenizer.kind();
-  if (has_mask) {
-    kind.token_bytes = masked_token_bytes_for(kind.vocabulary);
-    kind.num_learnt = 0;
-    // Chats would be cut between their turns.
-    if (tokenizer.ends_turns()) kind.end_of_document.reset();
-  }
-  return kind;
-}
-
-void encode_documents(const TextFile& file, const std::string& field, const Tokenizer& tokenizer,
-                      const TokenSink& sink) {
-  read_documents(file, field, [&](const std::vector<Document>& documents, int64_t bytes) {
-    for (const EncodedDocument& each : tokenizer.encode(documents)) {
-      const std::span<const int64_t> tokens = each.tokens;
-      if (each.learnt.empty()) sink.tokens(tokens, Learnt::kYes);
-      for (size_t begin = 0; begin < each.learnt.size();) {
-        const auto first = each.learnt.begin() + static_cast<int64_t>(begin);
-        const auto end = std::find(first, each.learnt.end(), static_cast<uint8_t>(1 - *first));
-        const auto count = static_cast<size_t>(end - first);
-        sink.tokens(tokens.subspan(begin, count), *first == 1 ? Learnt::kYes : Learnt::kNo);
-        begin += count;
+DocumentFindings encode_documents(const TextFile& file, const std::string& field,
+                                  const Tokenizer& tokenizer, const TokenSink& sink) {
+  DocumentFindings findings;
+  const auto encode = [&](const std::vector<Document>& documents, int64_t bytes) {
+    const std::vector<EncodedDocument> encoded = tokenizer.encode(documents);
+    for (size_t i = 0; i < encoded.size(); ++i) {
+      const int64_t num_learnt = give_tokens(encoded[i], sink);
+      if (!file.has_mask) continue;
+      if (num_learnt == 0) findings.without_learnt.add(documents[i].place);
+      findings.row_tokens.push_back(static_cast<int64_t>(encoded[i].tokens.size()));
+      if (findings.row_tokens.back() > findings.longest_tokens) {
+        findings.longest_tokens = findings.row_tokens.back();
+        findings.longest_place = documents[i].place;
       }
     }
     const auto is_end = [](const Document& document) { return document.is_end; };
     sink.progress(std::count_if(documents.begin(), documents.end(), is_end), bytes);
-  });
+  };
+  findings.unknown_roles = read_documents(file, field, encode);
+  return findings;
+}
+
+void DocumentFindings::add(DocumentFindings more) {
+  unknown_roles.add(more.unknown_roles);
+  without_learnt.add(more.without_learnt);
+  row_tokens.insert(row_tokens.end(), more.row_tokens.begin(), more.row_tokens.end());
+  if (more.longest_tokens > longest_tokens) {
+    longest_tokens = more.longest_tokens;
+    longest_place = std::move(more.longest_place);
+  }
+}
+
+std::vector<std::string> DocumentFindings::sentences(int64_t sequence) const {
+  std::vector<std::string> found;
+  const auto add = [&](const OddRows& odd, const std::string& what) {
+    if (odd.count > 0)
+      found.push_back(concat(counted_text(odd.count, "row"), odd.count == 1 ? " has " : " have ",
+                             what, "; the first is ", odd.first));
+  };
+  add(unknown_roles,
+      concat("a role that chat templates do not know, such as '", unknown_roles.detail, "'"));
+  add(without_learnt, "nothing to learn: no answer, or an empty one");
+  const auto num_longer = std::count_if(row_tokens.begin(), row_tokens.end(),
+                                        [=](int64_t tokens) { return tokens > sequence; });
+  if (sequence > 0 && num_longer > 0)
+    found.push_back(concat(counted_text(num_longer, "row"), num_longer == 1 ? " is" : " are",
+                           " longer than --sequence ", sequence, " and cut; the longest has ",
+                           grouped_text(longest_tokens), " tokens (", longest_place, ")"));
+  return found;
 }
 
 }  // namespace fsdp

@@ -8,10 +8,10 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/crc32c.h"
 #include "fsdp/base/durable_file.h"
-#include "fsdp/data/byte_tokenizer.h"
 #include "fsdp/data/corpus.h"
 #include "fsdp/data/documents.h"
 #include "fsdp/data/token_file.h"
+#include "fsdp/data/tokenizer.h"
 
 namespace fsdp {
 namespace {
@@ -31,19 +31,12 @@ class Packing {
         tokenizer_(options.tokenizer ? options.tokenizer : open_tokenizer(kByteTokenizerName)) {}
 
   void find(std::span<const std::string> paths) {
-    std::vector<TextFiles> texts(paths.size());
-    bool has_mask = false;
+    DataSources sources = find_sources(paths, *tokenizer_, options_.text);
     for (size_t i = 0; i < paths.size(); ++i) {
-      if (is_token_file(paths[i])) continue;
-      texts[i] = find_text_files({&paths[i], 1}, options_.text);
-      has_mask = has_mask || texts[i].has_mask();
-    }
-    const TokenHeader text_kind = kind_of_text(*tokenizer_, has_mask);
-    for (size_t i = 0; i < paths.size(); ++i) {
-      if (texts[i].files.empty())
+      if (sources.texts[i].files.empty())
         add_token_file(paths[i]);
       else
-        add_text(paths[i], text_kind, std::move(texts[i]));
+        add_text(paths[i], sources.text_kind, std::move(sources.texts[i]));
     }
     summary_.num_files = static_cast<int64_t>(sources_.size());
   }
@@ -86,13 +79,14 @@ class Packing {
   }
 
   void encode_text(const TextFile& file, TokenFileWriter& writer) {
-    encode_documents(file, options_.text.field, *tokenizer_,
-                     {.tokens = [&](auto tokens, Learnt learnt) { writer.write(tokens, learnt); },
-                      .progress =
-                          [&](int64_t num_documents, int64_t bytes) {
-                            writer.count_documents(num_documents);
-                            advance(bytes);
-                          }});
+    summary_.findings.add(encode_documents(
+        file, options_.text.field, *tokenizer_,
+        {.tokens = [&](auto tokens, Learnt learnt) { writer.write(tokens, learnt); },
+         .progress =
+             [&](int64_t num_documents, int64_t bytes) {
+               writer.count_documents(num_documents);
+               advance(bytes);
+             }}));
   }
 
   // Checks the source first: a damaged file must not become a file with a good checksum.

@@ -7,8 +7,9 @@
 #include <span>
 #include <string>
 
+#include "fsdp/data/documents.h"
 #include "fsdp/data/text_files.h"
-#include "fsdp/data/token_header.h"
+#include "fsdp/data/token_file.h"
 #include "fsdp/data/tokenizer.h"
 
 namespace fsdp {
@@ -27,10 +28,11 @@ struct PackSummary {
   int64_t num_files = 0;     // that were read
   int64_t source_bytes = 0;  // of them
   LeftOut left_out;
+  DocumentFindings findings;
 };
 
-// What Corpus::open() would read from these paths, in the same order, becomes the file `output`. It
-// appears when it is complete, and not at all when something fails.
+// Packs what Corpus::open() would read from these paths, in the same order, into the file `output`.
+// It appears when it is complete, and not at all when something fails.
 PackSummary pack_tokens(std::span<const std::string> paths, const std::string& output,
                         const PackOptions& options = {});
 

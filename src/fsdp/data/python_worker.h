@@ -15,7 +15,8 @@
 
 namespace fsdp {
 
-// What a worker says it cannot do, about one document of a request or about all of it (-1).
+// A worker's sentence about what it cannot do, for one document of a request or about all of it
+// (-1).
 class WorkerError : public Error {
  public:
   WorkerError(const std::string& sentence, int64_t document)

@@ -1,4 +1,4 @@
-"""What fsdp asks of Python: tokenizers of others, their chat templates, and parquet files.
+"""Answers what fsdp asks of Python: tokenizers of others, their chat templates, and parquet files.
 
 fsdp starts Python with this text and a socket as standard input and output. A request and its answer are frames: the
 lengths of a JSON object and of the bytes after it, 8 bytes each, then both. The end of the input ends the process.
@@ -22,7 +22,6 @@ import threading
 # Tokens that end documents of the common models. Where a tokenizer has one, it is preferred to its eos_token, which in
 # models for chats is often the end of a turn and so stands within documents.
 DOCUMENT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-ROW_COLUMNS = ("text", "prompt", "completion", "messages", "tools")
 ROWS_AT_A_TIME = 1024
 
 
@@ -138,10 +137,10 @@ class ChatTemplate:
         messages = row["messages"]
         try:
             before = self.render(row, messages[:number], add_generation_prompt=True)
-            after = self.render(row, messages[:number + 1])
+            after = whole if number + 1 == len(messages) else self.render(row, messages[:number + 1])
         except Failure:  # the template does not like half a chat
             before, after = whole + "?", ""
-        # What the model writes after the prompt that it would get; white space after the end of a turn is not its own.
+        # The model writes this after the prompt that it would get; white space after the end of a turn is not its own.
         if len(before) <= len(after) and whole.startswith(before) and whole.startswith(after):
             return len(before), len(after.rstrip())
         return self.marked_turn(row, whole, number)
@@ -158,10 +157,17 @@ class ChatTemplate:
         return len(head), len(whole) - len(tail) + max(ends, default=0)
 
 
-def is_in(span, spans):
-    """Whether a token's characters, or the place of one without any, touch one of the spans."""
-    first, last = span[0], max(span[1], span[0] + 1)
-    return any(first < end and last > begin for begin, end in spans)
+def mask_of(offsets, spans):
+    """1 for each token whose characters, or the place of one without any, touch one of the spans; all are in order."""
+    mask = bytearray(len(offsets))
+    at, (begin, end) = 0, spans[0] if spans else (0, 0)
+    for number, (first, last) in enumerate(offsets):
+        while at + 1 < len(spans) and first >= end:
+            at += 1
+            begin, end = spans[at]
+        if first < end and (last if last > first else first + 1) > begin and (first or last):
+            mask[number] = 1
+    return mask
 
 
 class Tokens:
@@ -239,11 +245,12 @@ class Tokens:
         for texts, special in ((whole_texts, True), (plain, False)):
             found = self.tokenizer.encode_batch_fast(list(texts.values()), add_special_tokens=special)
             ids.update({number: each.ids for number, each in zip(texts, found)})
-        for number, (text, spans, special) in masked.items():
-            found = self.tokenizer.encode(text, add_special_tokens=special)
-            ids[number] = found.ids
-            masks[number] = bytearray(
-                offsets != (0, 0) and is_in(offsets, spans) for offsets in found.offsets)
+        for special in (True, False):
+            chosen = {number: each for number, each in masked.items() if each[2] == special}
+            found = self.tokenizer.encode_batch([text for text, _, _ in chosen.values()], add_special_tokens=special)
+            for (number, (_, spans, _)), each in zip(chosen.items(), found):
+                ids[number] = each.ids
+                masks[number] = mask_of(each.offsets, spans)
         self.end_documents(request["documents"], ids, masks)
         tokens = array.array("I")
         for number in range(len(ids)):
@@ -315,11 +322,11 @@ class Parquet:
         try:
             file = pyarrow.parquet.ParquetFile(request["path"])
             names = file.schema_arrow.names
-            wanted = (request["field"],) if request["field"] else ROW_COLUMNS
-            self.batches = file.iter_batches(ROWS_AT_A_TIME, columns=[name for name in names if name in wanted])
+            wanted = [name for name in names if name in request["fields"]]
+            self.batches = file.iter_batches(ROWS_AT_A_TIME, columns=wanted)
         except Exception as error:
             raise Failure(f"{request['path']}: cannot be read as a parquet file: {first_line(error)}") from error
-        return {"columns": names}, b""
+        return {}, b""
 
     def read_parquet(self, _, __):
         rows = next(self.batches, None)
@@ -353,7 +360,7 @@ def end_with_parent():
 def main():
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to fsdp, too, which decides
     threading.Thread(target=end_with_parent, daemon=True).start()
-    # What a package prints must not stand between the frames.
+    # Prints of packages must not stand between the frames.
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     tokens, parquet = Tokens(), Parquet()

@@ -16,9 +16,7 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/text.h"
-#include "fsdp/base/utf8.h"
-#include "fsdp/data/json_rows.h"
-#include "fsdp/data/python_worker.h"
+#include "fsdp/data/row_files.h"
 
 namespace fsdp {
 
@@ -97,6 +95,15 @@ bool is_json_lines(std::string_view first, bool is_cut, const std::string& path)
   return num_objects > 1;
 }
 
+// An array whose first value is an object.
+bool is_json_array(std::string_view first) {
+  constexpr std::string_view kBlank = " \t\r\n";
+  const size_t begin = first.find_first_not_of(kBlank);
+  if (begin == std::string_view::npos || first[begin] != '[') return false;
+  const size_t value = first.find_first_not_of(kBlank, begin + 1);
+  return value != std::string_view::npos && first[value] == '{';
+}
+
 // Where the first byte is that UTF-8 text does not have; npos: nowhere.
 size_t first_not_utf8(std::string_view text, bool is_cut) {
   constexpr size_t kLongest = 4;
@@ -119,12 +126,19 @@ std::string not_utf8_text(unsigned char byte, size_t at) {
                 "); convert it first, e.g. iconv -f latin1 -t utf-8");
 }
 
+struct JudgedFile {
+  FileContent content = FileContent::kText;
+  // Its kind and how its text is got, e.g. "is an Arrow file; ..."; "" for one that can be read.
+  std::string problem = {};
+};
+
 JudgedFile judge(std::string_view first, bool is_cut, const std::string& path) {
   constexpr size_t kNowhere = std::string_view::npos;
   const size_t zero = first.find('\0');
   const size_t wrong = first_not_utf8(first, is_cut);
   if (zero == kNowhere && wrong == kNowhere && !first.starts_with(kPdfMagic)) {
-    return {is_json_lines(first, is_cut, path) ? FileContent::kJsonLines : FileContent::kText};
+    if (is_json_lines(first, is_cut, path)) return {FileContent::kJsonLines};
+    return {is_json_array(first) ? FileContent::kJsonArray : FileContent::kText};
   }
   if (first.starts_with(kParquetMagic)) return {FileContent::kParquet};
   for (const Format& format : kFormats)
@@ -137,31 +151,12 @@ JudgedFile judge(std::string_view first, bool is_cut, const std::string& path) {
   return {FileContent::kNotUtf8, not_utf8_text(static_cast<unsigned char>(first[wrong]), wrong)};
 }
 
-// The first line that is not blank.
-std::string first_row_of(const std::string& path) {
-  const FileReader reader(path);
-  std::string text;
-  while (static_cast<int64_t>(text.size()) < reader.bytes()) {
-    const size_t before = text.size();
-    text.resize(std::min(before + kLookedAtBytes, static_cast<size_t>(reader.bytes())));
-    reader.read(static_cast<int64_t>(before),
-                std::as_writable_bytes(std::span(text).subspan(before)));
-    const size_t begin = text.find_first_not_of(" \t\r\n");
-    const size_t end = begin == std::string::npos ? begin : text.find('\n', begin);
-    if (end != std::string::npos) return text.substr(begin, end - begin);
-  }
-  return text;
-}
-
-// By its columns, which only the worker can read.
-bool parquet_has_mask(const std::string& path, const std::string& field) {
-  const PythonWorker worker("pyarrow", path);
-  const nlohmann::json columns =
-      worker.ask({{"action", "open_parquet"}, {"path", path}, {"field", field}}).head.at("columns");
-  const auto has = [&](const char* name) {
-    return std::find(columns.begin(), columns.end(), name) != columns.end();
-  };
-  return field.empty() && (has("messages") || (has("prompt") && has("completion")));
+JudgedFile judge_file(const std::string& path, int64_t file_bytes) {
+  const auto count =
+      static_cast<size_t>(std::min(file_bytes, static_cast<int64_t>(kLookedAtBytes)));
+  std::string first(count, '\0');
+  FileReader(path).read(0, std::as_writable_bytes(std::span(first)));
+  return judge(first, static_cast<int64_t>(count) < file_bytes, path);
 }
 
 // Goes through one directory that was named.
@@ -198,21 +193,23 @@ class DirectoryWalk {
 
   void take_text(const std::string& path, int64_t file_bytes) {
     LeftOut& left_out = files_.left_out;
-    switch (judge_file(path, file_bytes).content) {
+    const JudgedFile judged = judge_file(path, file_bytes);
+    switch (judged.content) {
       case FileContent::kText:
         return keep({.path = path}, file_bytes);
-      case FileContent::kJsonLines: {
-        const RowKind kind = row_kind_of_line(first_row_of(path), field_);
+      case FileContent::kJsonLines:
+      case FileContent::kJsonArray:
+      case FileContent::kParquet: {
+        const RowKind kind = row_kind_of_file(path, judged.content, field_);
         if (kind == RowKind::kNone)
-          ++left_out.num_json_lines;
+          ++left_out.num_rows;
         else
-          keep({path, FileForm::kJsonLines, has_mask(kind)}, file_bytes);
+          keep({path, judged.content, has_mask(kind)}, file_bytes);
         return;
       }
       case FileContent::kNotUtf8:
         ++left_out.num_not_utf8;
         return;
-      case FileContent::kParquet:
       case FileContent::kBinary:
         ++left_out.num_binary;
         return;
@@ -246,17 +243,10 @@ TextFiles in_directory(const std::string& path, const struct stat& status,
 TextFile named_file(const std::string& path, int64_t file_bytes, const TextFileOptions& options) {
   if (options.named == NamedFiles::kAnyBytes) return {.path = path};
   const JudgedFile judged = judge_file(path, file_bytes);
-  switch (judged.content) {
-    case FileContent::kText:
-      return {.path = path};
-    case FileContent::kJsonLines:
-      return {path, FileForm::kJsonLines,
-              has_mask(row_kind_of_line(first_row_of(path), options.field))};
-    case FileContent::kParquet:
-      return {path, FileForm::kParquet, parquet_has_mask(path, options.field)};
-    case FileContent::kNotUtf8:
-    case FileContent::kBinary:
-      break;
+  TextFile file{.path = path, .content = judged.content};
+  if (judged.problem.empty()) {
+    file.has_mask = has_mask(row_kind_of_file(path, file.content, options.field));
+    return file;
   }
   throw Error(concat(path, ": ", judged.problem,
                      ", or pack its bytes as they are with fsdp data pack --any-bytes"));
@@ -269,14 +259,6 @@ void append(TextFiles& files, const TextFiles& more) {
 }
 
 }  // namespace
-
-JudgedFile judge_file(const std::string& path, int64_t file_bytes) {
-  const auto count =
-      static_cast<size_t>(std::min(file_bytes, static_cast<int64_t>(kLookedAtBytes)));
-  std::string first(count, '\0');
-  FileReader(path).read(0, std::as_writable_bytes(std::span(first)));
-  return judge(first, static_cast<int64_t>(count) < file_bytes, path);
-}
 
 bool TextFiles::has_mask() const {
   return std::any_of(files.begin(), files.end(),
@@ -304,7 +286,7 @@ LeftOut& LeftOut::operator+=(const LeftOut& more) {
   num_hidden += more.num_hidden;
   num_binary += more.num_binary;
   num_not_utf8 += more.num_not_utf8;
-  num_json_lines += more.num_json_lines;
+  num_rows += more.num_rows;
   num_empty += more.num_empty;
   num_other += more.num_other;
   return *this;
@@ -318,7 +300,7 @@ std::string to_text(const LeftOut& left_out) {
   add(left_out.num_hidden, "hidden");
   add(left_out.num_binary, "binary");
   add(left_out.num_not_utf8, "not UTF-8");
-  add(left_out.num_json_lines, "of JSON lines");
+  add(left_out.num_rows, "with other rows");
   add(left_out.num_empty, "empty");
   add(left_out.num_other, "other than files");
   return join(parts, ", ");

@@ -2,15 +2,16 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <utility>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/json_fields.h"
 #include "fsdp/base/text.h"
-#include "fsdp/data/source_mix.h"
-#include "fsdp/data/token_header.h"
+#include "fsdp/data/token_file.h"
 
 namespace fsdp {
 
@@ -50,13 +51,6 @@ int64_t at_least(const JsonFields& fields, const char* field, int64_t minimum) {
   const int64_t value = fields.integer(field);
   if (value < minimum) fields.refuse(field, concat("it must be at least ", minimum));
   return value;
-}
-
-[[noreturn]] void refuse_other(const std::string& what, const std::string& before,
-                               const std::string& now, const std::string& fix) {
-  throw UsageError(concat(what, " was ", before, " when the run was saved and is ", now,
-                          " now, so its place in the data cannot be found; ", fix,
-                          ", or begin the data anew (--restart-data)"));
 }
 
 // "7000 of 412 windows, 3000 of 99 windows": shares of 10,000, and what they are drawn from.
@@ -210,19 +204,85 @@ DataPosition first_position(const TokenWindows& windows, uint64_t seed,
 void check_same_order(const DataPosition& position, const TokenWindows& windows, uint64_t seed,
                       std::span<const double> weights) {
   const DataPosition here = first_position(windows, seed, weights);
-  if (position.fingerprint != here.fingerprint)
-    refuse_other("the data's fingerprint", fingerprint_text(position.fingerprint),
-                 fingerprint_text(here.fingerprint), "give the same files in the same order");
-  if (position.sequence != here.sequence)
-    refuse_other("sequence", concat(position.sequence), concat(here.sequence), "use the same");
-  if (position.num_windows != here.num_windows)
-    refuse_other("the number of training windows", concat(position.num_windows),
-                 concat(here.num_windows), "keep the same share for validation");
-  if (position.seed != here.seed)
-    refuse_other("the data's seed", concat(position.seed), concat(here.seed), "use the same");
-  if (position.sources != here.sources)
-    refuse_other("the mix of the data", mix_text(position.sources), mix_text(here.sources),
-                 "give the same --data with the same --data-weights");
+  const auto check = [](const char* what, const auto& before, const auto& now, const auto& text_of,
+                        const char* fix) {
+    if (before != now)
+      throw UsageError(concat(what, " was ", text_of(before), " when the run was saved and is ",
+                              text_of(now), " now, so its place in the data cannot be found; ", fix,
+                              ", or begin the data anew (--restart-data)"));
+  };
+  const auto as_number = [](auto number) { return concat(number); };
+  check("the data's fingerprint", position.fingerprint, here.fingerprint, fingerprint_text,
+        "give the same files in the same order");
+  check("sequence", position.sequence, here.sequence, as_number, "use the same");
+  check("the number of training windows", position.num_windows, here.num_windows, as_number,
+        "keep the same share for validation");
+  check("the data's seed", position.seed, here.seed, as_number, "use the same");
+  check("the mix of the data", position.sources, here.sources, mix_text,
+        "give the same --data with the same --data-weights");
+}
+
+// --- the mix of sources --------------------------------------------------------------------------
+
+std::vector<int64_t> source_shares(std::span<const double> weights) {
+  FSDP_ASSERT(!weights.empty());
+  double sum = 0;
+  for (const double weight : weights) {
+    if (!(weight > 0) || !std::isfinite(weight))
+      throw UsageError(concat("a weight of the data is ", weight,
+                              "; it must be a number above 0; leave the data out for none of it"));
+    sum += weight;
+  }
+  std::vector<int64_t> shares;
+  std::vector<double> rests;
+  for (const double weight : weights) {
+    const double exact = weight / sum * static_cast<double>(kSourceShares);
+    // A weight of 0.3 is 3000 shares, whatever the rounding of the quotient.
+    shares.push_back(static_cast<int64_t>(std::floor(exact + 1e-6)));
+    rests.push_back(exact - static_cast<double>(shares.back()));
+    if (shares.back() < 1)
+      throw UsageError(concat("a weight of the data is ", weight, " of ", sum,
+                              ", less than one window in ", kSourceShares,
+                              "; raise it, or leave that data out"));
+  }
+  // The rest of rounding goes to those that lost most by it.
+  for (int64_t left = kSourceShares - std::accumulate(shares.begin(), shares.end(), int64_t{0});
+       left > 0; --left) {
+    const auto most = std::max_element(rests.begin(), rests.end());
+    ++shares[static_cast<size_t>(most - rests.begin())];
+    *most -= 1;
+  }
+  return shares;
+}
+
+SourceMix::SourceMix(std::vector<int64_t> shares) : shares_(std::move(shares)) {
+  FSDP_ASSERT(std::accumulate(shares_.begin(), shares_.end(), int64_t{0}) == kSourceShares);
+  std::vector<int64_t> taken(shares_.size(), 0);
+  for (int64_t place = 0; place < kSourceShares; ++place) {
+    size_t next = shares_.size();
+    int64_t first_end = kSourceShares + 1;
+    for (size_t source = 0; source < shares_.size(); ++source) {
+      const int64_t begin = taken[source] * kSourceShares / shares_[source];
+      const int64_t end = ceil_div((taken[source] + 1) * kSourceShares, shares_[source]);
+      if (begin > place || end >= first_end) continue;
+      next = source;
+      first_end = end;
+    }
+    block_.push_back({static_cast<int64_t>(next), taken[next]++});
+  }
+}
+
+SourceMix::Place SourceMix::at(int64_t place) const {
+  Place result = block_[static_cast<size_t>(place % kSourceShares)];
+  result.index += place / kSourceShares * shares_[static_cast<size_t>(result.source)];
+  return result;
+}
+
+int64_t SourceMix::count(int64_t source, int64_t num_places) const {
+  const auto rest = block_.begin() + num_places % kSourceShares;
+  return num_places / kSourceShares * shares_[static_cast<size_t>(source)] +
+         std::count_if(block_.begin(), rest,
+                       [source](const Place& place) { return place.source == source; });
 }
 
 }  // namespace fsdp

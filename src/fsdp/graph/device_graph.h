@@ -1,4 +1,4 @@
-// What a device records from one stream and replays as one launch.
+// Work that a device records from one stream and replays as one launch.
 #pragma once
 
 #include <ATen/core/Generator.h>

@@ -19,7 +19,7 @@ class CudaGraph final : public DeviceGraph {
   void begin(const std::vector<at::Generator>& generators) override {
     const c10::cuda::CUDAGuard guard(device_);
     C10_CUDA_CHECK(cudaDeviceSynchronize());
-    // What eager steps left behind cannot become part of the recording's memory.
+    // Leftovers of eager steps cannot become part of the recording's memory.
     c10::cuda::CUDACachingAllocator::emptyCache();
     for (const at::Generator& generator : generators) graph_.register_generator_state(generator);
     // Threads that do not record (another rank, a loader) may call what they like.

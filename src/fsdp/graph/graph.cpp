@@ -1,7 +1,6 @@
 #include "fsdp/graph/graph.h"
 
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <utility>
@@ -10,10 +9,13 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/device_stream.h"
 #include "fsdp/base/log.h"
+#include "fsdp/comm/backends.h"
 #include "fsdp/graph/device_graph.h"
+#include "fsdp/optim/lane.h"
 #include "fsdp/optim/optimizer_impl.h"
-#include "fsdp/shard/engine/engine.h"
-#include "fsdp/shard/engine/gradient_hook.h"
+#include "fsdp/shard/engine/engine_views.h"
+#include "fsdp/shard/engine/gradients.h"
+#include "fsdp/shard/engine/weights.h"
 
 namespace fsdp {
 
@@ -22,15 +24,11 @@ namespace {
 // A step whose order of units never comes to rest is not the same step every time.
 constexpr int64_t kMaxExtraWarmup = 4;
 
-c10::Stream new_stream(c10::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
-}
-
 [[noreturn]] void refuse(const std::string& what, const char* fix) {
   throw UsageError(concat("a graph cannot record ", what, "; ", fix));
 }
 
-std::vector<const MeshAxis*> axes_that_talk(const Engine& engine) {
+std::vector<const MeshAxis*> axes_that_talk(const EngineView& engine) {
   std::vector<const MeshAxis*> axes;
   const Mesh& mesh = engine.mesh();
   for (const GridKind kind : mesh.grids()) {
@@ -43,9 +41,9 @@ std::vector<const MeshAxis*> axes_that_talk(const Engine& engine) {
   return axes;
 }
 
-void check_options(const Engine& engine) {
+void check_options(const RecordingView& engine) {
   const ShardOptions& options = engine.options();
-  if (options.pool == PoolKind::kOnDemand && engine.slabs().has_pool())
+  if (options.pool == PoolKind::kOnDemand && engine.weights().pool() != nullptr)
     refuse("steps with pool on_demand, whose addresses change",
            "use pool max_pool, planned or double_buffer");
   if (options.offload.fraction > 0.0)
@@ -91,6 +89,7 @@ class Graph::Impl {
   void wait_for_all() const;
 
   const Sharded sharded_;
+  const RecordingView engine_;
   Optimizer* const optimizer_;
   const Body body_;
   const GraphOptions options_;
@@ -106,24 +105,23 @@ class Graph::Impl {
 Graph::Impl::Impl(const Sharded& sharded, Optimizer* optimizer, Body body,
                   const GraphOptions& options)
     : sharded_(sharded),
+      engine_(sharded),
       optimizer_(optimizer),
       body_(std::move(body)),
       options_(options),
-      device_graph_(make_device_graph(EngineAccess::of(sharded).device())),
-      stream_(new_stream(EngineAccess::of(sharded).device())) {
+      device_graph_(make_device_graph(engine_.device())),
+      stream_(new_stream(engine_.device())) {
   options_.validate();
-  check_options(EngineAccess::of(sharded_));
+  check_options(engine_);
   wait_for_all();
   const c10::StreamGuard guard(stream_);
-  EngineAccess::of(sharded_).renew_gradient_hooks();
+  engine_.renew_gradient_hooks();
 }
 
 // Nothing that was begun outside a recording may be waited for inside it, nor the other way round.
 void Graph::Impl::wait_for_all() const {
-  Engine& engine = EngineAccess::of(sharded_);
   if (optimizer_ != nullptr) OptimizerAccess::of(*optimizer_).wait_for_step();
-  engine.wait();
-  engine.weights().release();
+  engine_.come_to_rest();
 }
 
 void Graph::Impl::run() {
@@ -132,13 +130,12 @@ void Graph::Impl::run() {
   {
     const c10::StreamGuard guard(stream_);
     wait_for_all();
-    if (is_recorded_ && EngineAccess::of(sharded_).weights().plan_number() != recorded_plan_)
+    if (is_recorded_ && engine_.weights().plan_number() != recorded_plan_)
       release_recording("its memory was planned anew");
     if (is_recorded_ && num_rule_changes() != recorded_rules_)
       release_recording("the numbers of a rule of the optimizer have changed");
     if (optimizer_ != nullptr) OptimizerAccess::of(*optimizer_).tell_learning_rate();
-    const bool is_warm =
-        num_eager_ >= options_.warmup && EngineAccess::of(sharded_).weights().is_planned();
+    const bool is_warm = num_eager_ >= options_.warmup && engine_.weights().is_planned();
     if (!is_recorded_ && !is_warm) {
       FSDP_CHECK(num_eager_ < options_.warmup + kMaxExtraWarmup, "after ", num_eager_,
                  " steps the order of the model's units still changes, so no step can be recorded "
@@ -148,8 +145,8 @@ void Graph::Impl::run() {
     } else {
       if (!is_recorded_) record();
       replay();
-      EngineAccess::of(sharded_).gradients().set_cycles(cycles_);
-      if (optimizer_ != nullptr) EngineAccess::of(sharded_).expect_newer_weights();
+      engine_.gradients().set_cycles(cycles_);
+      if (optimizer_ != nullptr) engine_.expect_newer_weights();
     }
     wait_for_all();
   }
@@ -159,25 +156,25 @@ void Graph::Impl::run() {
 // Only the device knows the collectives of a replay. So their communicators are told here that
 // collectives are under way, and are asked whether the last ones failed.
 void Graph::Impl::replay() {
-  for (const MeshAxis* axis : axes_that_talk(EngineAccess::of(sharded_)))
+  for (const MeshAxis* axis : axes_that_talk(engine_))
     for (Communicator* ranks : {&axis->gather(), &axis->reduce()}) ranks->throw_if_aborted();
   device_graph_->replay();
-  for (const MeshAxis* axis : axes_that_talk(EngineAccess::of(sharded_)))
-    axis->gather().watch_replay(stream_);
+  for (const MeshAxis* axis : axes_that_talk(engine_))
+    if (NcclCalls* nccl = axis->gather().nccl()) nccl->watch_replay(stream_);
 }
 
 void Graph::Impl::record() {
-  FSDP_CHECK(!EngineAccess::of(sharded_).gradients().has_any(),
+  FSDP_CHECK(!engine_.gradients().has_any(),
              "a graph is to be recorded while there are gradients of an earlier backward; end the "
              "body with zero_grad(), or call it before run()");
   const double rate = optimizer_ != nullptr ? optimizer_->learning_rate() : 0.0;
   // Weights may be fresh now, because of a validation; before later replays they will not be.
-  EngineAccess::of(sharded_).expect_newer_weights();
+  engine_.expect_newer_weights();
   try {
     device_graph_->begin(options_.generators);
-    EngineAccess::of(sharded_).missing_gradients().set_recording(true);
+    engine_.gradients().missing().set_recording(true);
     body_();
-    EngineAccess::of(sharded_).missing_gradients().set_recording(false);
+    engine_.gradients().missing().set_recording(false);
     wait_for_all();
     check_recorded(rate);
     device_graph_->end();
@@ -190,8 +187,8 @@ void Graph::Impl::record() {
                        " (what waits for the device inside the step cannot be replayed: item(), "
                        "copies to the host, shapes that depend on values)"));
   }
-  cycles_ = EngineAccess::of(sharded_).gradients().cycles();
-  recorded_plan_ = EngineAccess::of(sharded_).weights().plan_number();
+  cycles_ = engine_.gradients().cycles();
+  recorded_plan_ = engine_.weights().plan_number();
   recorded_rules_ = num_rule_changes();
   is_recorded_ = true;
 }
@@ -207,9 +204,8 @@ void Graph::Impl::release_recording(const char* why) {
 }
 
 void Graph::Impl::check_recorded(double rate) const {
-  const Engine& engine = EngineAccess::of(sharded_);
-  FSDP_CHECK(!engine.gradients().has_any() ||
-                 engine.options().gradient_lifetime == GradientLifetime::kPersistent,
+  FSDP_CHECK(!engine_.gradients().has_any() ||
+                 engine_.options().gradient_lifetime == GradientLifetime::kPersistent,
              "the recorded step leaves gradients behind, whose memory would go with zero_grad(); "
              "set gradient_lifetime to persistent, or record the optimizer's step, too");
   FSDP_CHECK(optimizer_ == nullptr || optimizer_->learning_rate() == rate,
@@ -220,11 +216,11 @@ void Graph::Impl::check_recorded(double rate) const {
 // The device ran nothing of the recorded step, although the host has noted its gathers, reductions
 // and updates as begun: all of them are cancelled.
 void Graph::Impl::cancel_recording() {
-  EngineAccess::of(sharded_).missing_gradients().set_recording(false);
+  engine_.gradients().missing().set_recording(false);
   device_graph_->cancel();
   device_graph_ = make_device_graph(stream_.device());
   sharded_.reset();
-  EngineAccess::of(sharded_).expect_newer_weights();  // gathers that were recorded brought nothing
+  engine_.expect_newer_weights();  // gathers that were recorded brought nothing
   if (optimizer_ != nullptr) OptimizerAccess::of(*optimizer_).cancel_step();
 }
 

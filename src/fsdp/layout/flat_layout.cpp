@@ -7,10 +7,8 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
-#include "fsdp/layout/brick.h"
 #include "fsdp/layout/matrix_owners.h"
-#include "fsdp/layout/row_packing.h"
-#include "fsdp/layout/tensor_balance.h"
+#include "fsdp/layout/packing.h"
 
 namespace fsdp {
 
@@ -35,22 +33,13 @@ void check_request(const FlatLayoutRequest& request) {
     FSDP_CHECK(request.granularity.block_numel >= 1, "granularity block has ",
                request.granularity.block_numel, " elements; use 1 or more");
   }
+  // Groups set the others, no user does.
   const auto num_held = static_cast<int64_t>(request.held_load.size());
-  FSDP_CHECK(num_held == 0 || num_held == request.inner_ranks * request.outer_ranks,
-             "held_load has ", num_held, " entries; give one per rank, ",
-             request.inner_ranks * request.outer_ranks, ", or none");
-  for (const int64_t held : request.held_load)
-    FSDP_CHECK(held >= 0, "held_load has an entry ", held, "; a rank holds 0 or more");
-  FSDP_CHECK(request.matrix_rows.empty() || request.matrix_rows.size() == request.shapes.size(),
-             "matrix_rows has ", request.matrix_rows.size(), " entries for ", request.shapes.size(),
-             " tensors; give one per tensor, or none");
-  FSDP_CHECK(request.matrix_rows.empty() || request.held_load.empty(),
-             "held_load is given with matrix_rows, whose owners go by the cost of matrices; give "
-             "matrix_owners instead");
-  FSDP_CHECK(
-      request.matrix_owners.empty() || request.matrix_owners.size() == request.matrix_rows.size(),
-      "matrix_owners has ", request.matrix_owners.size(), " entries for ",
-      request.matrix_rows.size(), " of matrix_rows; give one per tensor, or none");
+  FSDP_ASSERT(num_held == 0 || num_held == request.inner_ranks * request.outer_ranks);
+  FSDP_ASSERT(num_held == 0 || request.matrix_rows.empty());
+  FSDP_ASSERT(request.matrix_rows.empty() || request.matrix_rows.size() == request.shapes.size());
+  FSDP_ASSERT(request.matrix_owners.empty() ||
+              request.matrix_owners.size() == request.matrix_rows.size());
 }
 
 // The product of the dims. A dim of 0 wins over dims that would overflow together.
@@ -269,29 +258,27 @@ std::vector<TensorSlice> FlatLayout::tensor_slices(PlacementPair placed,
     auto it = std::partition_point(by_position_.begin(), by_position_.end(), [&](int64_t tensor) {
       return tensor_range(tensor).end <= shard.flat.begin;
     });
-    for (; it != by_position_.end() && tensor_range(*it).begin < shard.flat.end; ++it) {
-      const FlatRange tensor = tensor_range(*it);
-      const FlatRange common = intersect(tensor, shard.flat);
-      slices.push_back({.tensor = *it,
-                        .range = {common.begin - tensor.begin, common.end - tensor.begin},
-                        .local_begin = shard.local_begin + common.begin - shard.flat.begin});
-    }
+    for (; it != by_position_.end() && tensor_range(*it).begin < shard.flat.end; ++it)
+      slices.push_back(slice_of(*it, shard));
   }
   return slices;
 }
 
 std::vector<TensorSlice> FlatLayout::tensor_slices(PlacementPair placed, MeshCoordinate rank,
                                                    int64_t tensor) const {
-  const FlatRange whole = tensor_range(tensor);
   std::vector<TensorSlice> slices;
-  for (const ShardRange& shard : shard_ranges(placed, rank)) {
-    const FlatRange common = intersect(whole, shard.flat);
-    if (common.empty()) continue;
-    slices.push_back({.tensor = tensor,
-                      .range = {common.begin - whole.begin, common.end - whole.begin},
-                      .local_begin = shard.local_begin + common.begin - shard.flat.begin});
-  }
+  for (const ShardRange& shard : shard_ranges(placed, rank))
+    if (!intersect(tensor_range(tensor), shard.flat).empty())
+      slices.push_back(slice_of(tensor, shard));
   return slices;
+}
+
+TensorSlice FlatLayout::slice_of(int64_t tensor, const ShardRange& shard) const {
+  const FlatRange whole = tensor_range(tensor);
+  const FlatRange common = intersect(whole, shard.flat);
+  return {.tensor = tensor,
+          .range = {common.begin - whole.begin, common.end - whole.begin},
+          .local_begin = shard.local_begin + common.begin - shard.flat.begin};
 }
 
 const Segment& FlatLayout::segment_at(int64_t position) const {
@@ -302,7 +289,7 @@ const Segment& FlatLayout::segment_at(int64_t position) const {
   return *it;
 }
 
-// What every reader of a layout may rely on, checked once.
+// Every reader of a layout may rely on this, checked once.
 void FlatLayout::validate() const {
   int64_t position = 0;
   for (const Segment& segment : segments_) {
@@ -336,24 +323,6 @@ void FlatLayout::validate_cuts(size_t tensor) const {
   FSDP_ASSERT(first_cut % piece == 0, "tensor ", tensor, " is cut at ", first_cut);
   if (numel - first_cut <= share_numel) return;
   FSDP_ASSERT(share_numel % piece == 0, "tensor ", tensor, " is cut every ", share_numel);
-}
-
-int64_t local_position(const FlatLayout& layout, PlacementPair placed, MeshCoordinate rank,
-                       int64_t flat_begin) {
-  for (const ShardRange& range : layout.shard_ranges(placed, rank))
-    if (range.flat.begin <= flat_begin && flat_begin < range.flat.end)
-      return range.local_begin + flat_begin - range.flat.begin;
-  FSDP_ASSERT(false, "element ", flat_begin, " is not in the rank's part");
-  return 0;
-}
-
-std::vector<ShardPiece> shard_pieces(const FlatLayout& layout, PlacementPair coarse,
-                                     PlacementPair fine, MeshCoordinate rank) {
-  std::vector<ShardPiece> pieces;
-  for (const ShardRange& range : layout.shard_ranges(fine, rank))
-    pieces.push_back(
-        {range.flat, local_position(layout, coarse, rank, range.flat.begin), range.local_begin});
-  return pieces;
 }
 
 std::vector<OwnedMatrix> matrices_in(const FlatLayout& layout, std::span<const ShardRange> ranges) {

@@ -5,12 +5,32 @@
 #include <span>
 #include <vector>
 
-#include "fsdp/layout/granularity.h"
-#include "fsdp/layout/matrix_parts.h"
 #include "fsdp/layout/segment.h"
 #include "fsdp/layout/strategy.h"
 
 namespace fsdp {
+
+// A tensor of two or more dims is a column of matrices with as many columns as its last dim.
+struct OwnedMatrix {
+  FlatRange range;  // in the flattened tensor
+  int64_t rows = 0;
+  int64_t columns = 0;
+
+  friend bool operator==(const OwnedMatrix&, const OwnedMatrix&) = default;
+};
+
+// `rows` are those of the matrices from the top, again and again until the tensor ends: a gate and
+// an up projection in one tensor, or the experts of a bank, are matrices of their own. Empty: one
+// matrix, or one for each index of the dims before the last two.
+std::vector<OwnedMatrix> matrix_parts(std::span<const int64_t> shape,
+                                      std::span<const int64_t> rows);
+
+// The products of one Newton-Schulz iteration, in flops: with the shorter side m and the longer one
+// n, X X^T and B X take 2 m m n each, and A A takes 2 m m m.
+int64_t newton_schulz_flops(int64_t rows, int64_t columns);
+
+// Numbers that an iteration has in memory: X twice, A and B.
+int64_t newton_schulz_numel(int64_t rows, int64_t columns);
 
 struct FlatLayoutRequest {
   std::vector<std::vector<int64_t>> shapes;  // of the group's tensors; [] is a scalar
@@ -19,7 +39,7 @@ struct FlatLayoutRequest {
   int64_t outer_ranks = 1;                   // ranks that share an inner shard among them
   int64_t align_bytes = 128;                 // every tensor and every shard starts at a multiple
   Granularity granularity = Granularity::element();  // where a shard may end inside a tensor
-  // Granularity `tensor`: for each tensor the rows of its matrices (matrix_parts.h), which have an
+  // Granularity `tensor`: for each tensor the rows of its matrices (matrix_parts()), which have an
   // owner each. Empty: tensors are owned whole.
   std::vector<std::vector<int64_t>> matrix_rows = {};
   // With matrix_rows: for each matrix of each tensor its share (inner_rank * outer_ranks +
@@ -59,7 +79,7 @@ class FlatLayout {
   // Error for a request that makes no sense or does not fit 64 bits.
   explicit FlatLayout(FlatLayoutRequest request);
 
-  // The same cuts for a buffer with one element where this one has `numel`, which divides the
+  // These cuts for a buffer with one element where this one has `numel`, which divides the
   // alignment and every tensor: scales of blocks, or bytes of several codes each.
   FlatLayout in_blocks_of(int64_t numel) const;
 
@@ -73,19 +93,19 @@ class FlatLayout {
 
   int64_t tensor_numel() const { return tensor_numel_; }  // sum over the tensors
   int64_t padded_numel() const;                           // length of the unsharded buffer
-  int64_t padding_numel() const { return padded_numel() - tensor_numel_; }
   // No layout with this request's granularity, alignment and equal shards is shorter than this
   // (with granularity `tensor`, where shards may differ: none at all).
   int64_t lower_bound_numel() const;
 
   std::span<const Segment> segments() const { return segments_; }
-  // Of a tensor of a request with matrix_rows.
+  // The matrices of a tensor, for a request with matrix_rows.
   std::vector<OwnedMatrix> matrices_of(int64_t tensor) const;
   // False for granularity `tensor`: then ranks hold shards of different lengths, even none.
   bool has_even_shards() const;
 
-  // What a rank holds under these placements, in the order of its shard: one range per segment
-  // (none where it is empty), but outer_ranks-strided pieces for Shard outer and whole inner.
+  // The ranges that a rank holds under these placements, in the order of its shard: one range per
+  // segment (none where it is empty), but outer_ranks-strided pieces for Shard outer and whole
+  // inner.
   std::vector<ShardRange> shard_ranges(PlacementPair placed, MeshCoordinate rank) const;
   int64_t shard_numel(PlacementPair placed, MeshCoordinate rank) const;
   int64_t max_shard_numel(PlacementPair placed) const;
@@ -98,6 +118,7 @@ class FlatLayout {
  private:
   FlatLayout() = default;
 
+  TensorSlice slice_of(int64_t tensor, const ShardRange& shard) const;
   void validate() const;
   void validate_cuts(size_t tensor) const;
   const Segment& segment_at(int64_t position) const;
@@ -109,24 +130,6 @@ class FlatLayout {
   std::vector<Segment> segments_;
   int64_t tensor_numel_ = 0;
 };
-
-// Where a finer placement's shard lies inside a coarser one's: the optimizer's part of a gradient.
-struct ShardPiece {
-  FlatRange flat;            // in the unsharded buffer
-  int64_t coarse_begin = 0;  // in the rank's part under the coarse placement
-  int64_t fine_begin = 0;    // in the rank's part under the fine placement
-
-  friend bool operator==(const ShardPiece&, const ShardPiece&) = default;
-};
-
-// One piece per contiguous run, in the order of the fine shard. Everything `fine` leaves to the
-// rank must be part of what `coarse` leaves to it.
-std::vector<ShardPiece> shard_pieces(const FlatLayout& layout, PlacementPair coarse,
-                                     PlacementPair fine, MeshCoordinate rank);
-
-// Where flat position `flat_begin`, which the rank holds under `placed`, lies in its part.
-int64_t local_position(const FlatLayout& layout, PlacementPair placed, MeshCoordinate rank,
-                       int64_t flat_begin);
 
 // The matrices that lie in some ranges of a layout's buffer, none of which is cut; none where the
 // request has no matrix_rows.

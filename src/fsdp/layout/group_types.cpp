@@ -10,7 +10,6 @@ namespace {
 constexpr std::array<MainStorage, 2> kMainStorages = {MainStorage::kSeparate, MainStorage::kSplit};
 
 // Bytes, of every tensor and every shard.
-constexpr int64_t kAlignment = 128;
 
 // The signed 16-bit number that completes the upper half of an fp32 number.
 constexpr int64_t kRemainderBytes = 2;
@@ -74,10 +73,6 @@ int64_t narrowest_bytes(const GroupTypes& types) {
   if (types.trainable)
     bytes = std::min({bytes, element_bytes(types.main_grad), element_bytes(types.wire)});
   return bytes;
-}
-
-int64_t align_bytes(const GroupTypes& types) {
-  return types.is_quantized() ? kAlignment * 8 / row_of(types.recipe).code_bits : kAlignment;
 }
 
 }  // namespace fsdp

@@ -1,18 +1,234 @@
 #include "fsdp/layout/matrix_owners.h"
 
 #include <algorithm>
+#include <compare>
+#include <cstddef>
 #include <map>
+#include <numeric>
+#include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
-#include "fsdp/layout/matrix_balance.h"
-#include "fsdp/layout/matrix_parts.h"
+#include "fsdp/layout/flat_layout.h"
 
 namespace fsdp {
+
 namespace {
+
+struct OwnerRange {
+  int64_t first = 0;
+  int64_t last = 0;
+
+  friend auto operator<=>(const OwnerRange&, const OwnerRange&) = default;
+};
+
+int64_t sum_of(std::span<const int64_t> costs) {
+  int64_t sum = 0;
+  for (const int64_t cost : costs) sum = checked_add(sum, cost);
+  return sum;
+}
+
+int64_t largest_of(std::span<const int64_t> costs) {
+  return *std::max_element(costs.begin(), costs.end());
+}
+
+// More could not get anything.
+int64_t useful_owners(std::span<const CostColumn> columns, int64_t num_owners) {
+  size_t num_costs = 0;
+  for (const CostColumn& column : columns) num_costs += column.costs.size();
+  return std::min(num_owners, static_cast<int64_t>(num_costs));
+}
+
+void add_costs(std::span<const int64_t> costs, std::span<const int64_t> owners,
+               std::span<int64_t> loads) {
+  for (size_t i = 0; i < costs.size(); ++i) loads[static_cast<size_t>(owners[i])] += costs[i];
+}
+
+// Owners of the range, from the first on, take as many of the next costs as they have room for;
+// none at all if they do not take all.
+template <typename Room>
+std::vector<int64_t> fill_owners(std::span<const int64_t> costs, OwnerRange range,
+                                 const Room& room_of) {
+  std::vector<int64_t> owners;
+  int64_t owner = range.first;
+  int64_t room = room_of(owner);
+  for (const int64_t cost : costs) {
+    while (cost > room) {
+      if (owner == range.last) return {};
+      room = room_of(++owner);
+    }
+    room -= cost;
+    owners.push_back(owner);
+  }
+  return owners;
+}
+
+// Draws from the last of those owners back, so that columns of the group find more owners free.
+template <typename Room>
+void draw_together(std::span<const int64_t> costs, std::vector<int64_t>& owners,
+                   const Room& room_of) {
+  int64_t owner = owners.back();
+  int64_t room = room_of(owner);
+  for (size_t i = costs.size(); i-- > 0;) {
+    while (costs[i] > room) room = room_of(--owner);  // ends: nobody moves to an earlier owner
+    room -= costs[i];
+    owners[i] = owner;
+  }
+}
+
+// --- under a level -------------------------------------------------------------------------------
+
+class LevelDeal {
+ public:
+  // An owner gets at most `level`, and of a group `factor` times the mean or its largest cost.
+  LevelDeal(std::span<const CostColumn> columns, int64_t num_owners, int64_t level, int64_t factor)
+      : columns_(columns),
+        level_(level),
+        loads_(static_cast<size_t>(num_owners), 0),
+        groups_(static_cast<size_t>(columns.back().group) + 1),
+        owners_(columns.size()) {
+    for (const CostColumn& column : columns) {
+      Group& group = group_of(column);
+      group.loads.resize(loads_.size(), 0);
+      group.total += sum_of(column.costs);
+      group.most = std::max({group.most, checked_mul(factor, largest_of(column.costs)),
+                             checked_mul(factor, ceil_div(group.total, num_owners))});
+    }
+  }
+
+  // False if the column finds no owners with room.
+  bool add(size_t index) {
+    const CostColumn& column = columns_[index];
+    Group& group = group_of(column);
+    std::vector<int64_t> owners = least_loaded_for(column);
+    for (const OwnerRange range : free_ranges(group))
+      if (owners.empty()) owners = owners_in(range, column);
+    if (owners.empty()) return false;
+    add_costs(column.costs, owners, loads_);
+    add_costs(column.costs, owners, group.loads);
+    const OwnerRange taken{owners.front(), owners.back()};
+    group.taken.insert(std::upper_bound(group.taken.begin(), group.taken.end(), taken), taken);
+    owners_[index] = std::move(owners);
+    return true;
+  }
+
+  int64_t busiest() const { return largest_of(loads_); }
+  ColumnOwners& owners() { return owners_; }
+
+ private:
+  struct Group {
+    int64_t total = 0;
+    int64_t most = 0;               // that one owner may have of it
+    std::vector<int64_t> loads;     // by owner
+    std::vector<OwnerRange> taken;  // by its columns so far, in order
+  };
+
+  Group& group_of(const CostColumn& column) { return groups_[static_cast<size_t>(column.group)]; }
+
+  auto room_in(const Group& group) const {
+    return [this, &group](int64_t owner) {
+      const auto i = static_cast<size_t>(owner);
+      return std::min(level_ - loads_[i], group.most - group.loads[i]);
+    };
+  }
+
+  std::vector<OwnerRange> free_ranges(const Group& group) const {
+    std::vector<OwnerRange> ranges;
+    int64_t first = 0;
+    for (const OwnerRange taken : group.taken) {
+      ranges.push_back({first, taken.first});
+      first = taken.last;
+    }
+    ranges.push_back({first, static_cast<int64_t>(loads_.size()) - 1});
+    return ranges;
+  }
+
+  // One owner for the whole column, which leaves most owners free for the group's others.
+  std::vector<int64_t> least_loaded_for(const CostColumn& column) {
+    const Group& group = group_of(column);
+    const auto room_of = room_in(group);
+    const int64_t sum = sum_of(column.costs);
+    const auto load_of = [&](int64_t owner) {
+      return std::pair(loads_[static_cast<size_t>(owner)], group.loads[static_cast<size_t>(owner)]);
+    };
+    std::optional<int64_t> best;
+    for (const OwnerRange range : free_ranges(group))
+      for (int64_t owner = range.first; owner <= range.last; ++owner)
+        if (room_of(owner) >= sum && (!best || load_of(owner) < load_of(*best))) best = owner;
+    if (!best) return {};
+    return std::vector<int64_t>(column.costs.size(), *best);
+  }
+
+  std::vector<int64_t> owners_in(OwnerRange range, const CostColumn& column) {
+    const auto room_of = room_in(group_of(column));
+    std::vector<int64_t> owners = fill_owners(column.costs, range, room_of);
+    if (!owners.empty()) draw_together(column.costs, owners, room_of);
+    return owners;
+  }
+
+  const std::span<const CostColumn> columns_;
+  const int64_t level_;
+  std::vector<int64_t> loads_;
+  std::vector<Group> groups_;
+  ColumnOwners owners_;
+};
+
+// Those with the largest cost first, as what is small fits anywhere.
+std::vector<size_t> largest_first(std::span<const CostColumn> columns) {
+  std::vector<std::pair<int64_t, int64_t>> sizes;
+  for (const CostColumn& column : columns)
+    sizes.emplace_back(largest_of(column.costs), sum_of(column.costs));
+  std::vector<size_t> order(columns.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t a, size_t b) { return sizes[a] > sizes[b]; });
+  return order;
+}
+
+// --- in order ------------------------------------------------------------------------------------
+
+// The columns of each group as one.
+std::vector<CostColumn> one_per_group(std::span<const CostColumn> columns) {
+  std::vector<CostColumn> groups;
+  for (const CostColumn& column : columns) {
+    if (groups.empty() || groups.back().group != column.group)
+      groups.push_back({.group = column.group, .costs = {}});
+    std::vector<int64_t>& costs = groups.back().costs;
+    costs.insert(costs.end(), column.costs.begin(), column.costs.end());
+  }
+  return groups;
+}
+
+// Group after group, each over all owners, so that the busiest of them so far has as little as
+// possible.
+ColumnOwners deal_in_order(std::span<const CostColumn> columns, int64_t num_owners) {
+  ColumnOwners owners;
+  std::vector<int64_t> loads(static_cast<size_t>(num_owners), 0);
+  for (const CostColumn& group : one_per_group(columns)) {
+    const std::vector<int64_t>& costs = group.costs;
+    const auto filled_to = [&](int64_t level) {
+      return fill_owners(costs, {0, num_owners - 1},
+                         [&](int64_t owner) { return level - loads[static_cast<size_t>(owner)]; });
+    };
+    int64_t low = largest_of(costs) - 1;  // too low, or untried
+    int64_t high = checked_add(*std::min_element(loads.begin(), loads.end()), sum_of(costs));
+    while (high - low > 1) {
+      const int64_t level = low + (high - low) / 2;
+      (filled_to(level).empty() ? low : high) = level;
+    }
+    const std::vector<int64_t> filled = filled_to(high);
+    add_costs(costs, filled, loads);
+    for (auto next = filled.begin(); next != filled.end();) {
+      const auto size = static_cast<std::ptrdiff_t>(columns[owners.size()].costs.size());
+      owners.emplace_back(next, next + size);
+      next += size;
+    }
+  }
+  return owners;
+}
 
 // Matrices of one tensor that meet at unaligned elements, where no share can begin.
 struct MatrixRun {
@@ -80,18 +296,68 @@ void deal_to_outer_ranks(std::span<TensorRuns> tensors, int64_t outer_ranks) {
   }
 }
 
-void check_owners(const FlatLayoutRequest& request, size_t tensor, size_t num_matrices) {
-  const std::vector<int64_t>& owners = request.matrix_owners[tensor];
-  FSDP_CHECK(owners.size() == num_matrices, "matrix_owners has ", owners.size(),
-             " entries for tensor ", tensor, ", which has ", num_matrices,
-             " matrices; give one per matrix");
-  const int64_t num_shares = request.inner_ranks * request.outer_ranks;
-  for (const int64_t owner : owners)
-    FSDP_CHECK(0 <= owner && owner < num_shares, "matrix_owners has ", owner, " for tensor ",
-               tensor, "; use shares from 0 to ", num_shares - 1);
+}  // namespace
+
+std::vector<OwnedMatrix> matrix_parts(std::span<const int64_t> shape,
+                                      std::span<const int64_t> rows) {
+  FSDP_ASSERT(shape.size() >= 2, "a tensor of ", shape.size(), " dims has no matrices");
+  const int64_t columns = shape.back();
+  int64_t all_rows = 1;
+  for (const int64_t size : shape.first(shape.size() - 1)) all_rows = checked_mul(all_rows, size);
+  const int64_t last_rows = shape[shape.size() - 2];
+  std::vector<OwnedMatrix> parts;
+  size_t next = 0;
+  for (int64_t row = 0; row < all_rows;) {
+    const int64_t of_this = rows.empty() ? last_rows : rows[next++ % rows.size()];
+    FSDP_ASSERT(of_this > 0 && row + of_this <= all_rows, "a matrix of ", of_this, " rows at row ",
+                row, " of ", all_rows);
+    parts.push_back(
+        {.range = {row * columns, (row + of_this) * columns}, .rows = of_this, .columns = columns});
+    row += of_this;
+  }
+  return parts;
 }
 
-}  // namespace
+int64_t newton_schulz_flops(int64_t rows, int64_t columns) {
+  const auto [m, n] = std::minmax(rows, columns);
+  return checked_mul(checked_mul(2 * m, m), checked_add(2 * n, m));
+}
+
+int64_t newton_schulz_numel(int64_t rows, int64_t columns) {
+  const int64_t m = std::min(rows, columns);
+  return 2 * (rows * columns + m * m);
+}
+
+ColumnOwners balance_columns(std::span<const CostColumn> columns, int64_t num_owners) {
+  if (columns.empty()) return {};
+  const int64_t num_useful = useful_owners(columns, num_owners);
+  ColumnOwners best = deal_in_order(columns, num_useful);
+  std::vector<int64_t> loads(static_cast<size_t>(num_useful), 0);
+  int64_t largest = 0;
+  for (size_t i = 0; i < columns.size(); ++i) {
+    add_costs(columns[i].costs, best[i], loads);
+    largest = std::max(largest, largest_of(columns[i].costs));
+  }
+  int64_t busiest = largest_of(loads);
+  const int64_t lowest = std::max(largest, ceil_div(sum_of(loads), num_useful));
+  const std::vector<size_t> order = largest_first(columns);
+  // More of a group on one owner must save the busiest a twentieth.
+  for (const int64_t factor : {1, 2, 4}) {
+    int64_t high = factor == 1 ? busiest : busiest - busiest / 20;
+    int64_t low = lowest - 1;
+    // The lowest level at which all find room, to a thousandth: first the lowest that can be.
+    for (int64_t level = lowest; high - low > 1 + low / 1000; level = low + (high - low) / 2) {
+      LevelDeal deal(columns, num_useful, level, factor);
+      if (std::all_of(order.begin(), order.end(), [&](size_t i) { return deal.add(i); })) {
+        high = busiest = deal.busiest();
+        best = std::move(deal.owners());
+      } else {
+        low = level;
+      }
+    }
+  }
+  return best;
+}
 
 void deal_matrices(std::span<FlatLayoutRequest* const> requests) {
   std::vector<TensorRuns> tensors;
@@ -125,8 +391,6 @@ Packing pack_matrices(std::span<const BrickedTensor> tensors, const FlatLayoutRe
   const auto owners_of = [&](const BrickedTensor& tensor) -> const std::vector<int64_t>& {
     return request.matrix_owners[static_cast<size_t>(tensor.tensor)];
   };
-  for (const BrickedTensor& tensor : tensors)
-    check_owners(request, static_cast<size_t>(tensor.tensor), parts_of(tensor).size());
   BrickedTensors in_order(tensors.begin(), tensors.end());
   std::stable_sort(in_order.begin(), in_order.end(),
                    [&](const BrickedTensor& a, const BrickedTensor& b) {
@@ -138,19 +402,14 @@ Packing pack_matrices(std::span<const BrickedTensor> tensors, const FlatLayoutRe
   for (const BrickedTensor& tensor : in_order) {
     packing.offsets[static_cast<size_t>(tensor.tensor)] = at;
     const std::vector<OwnedMatrix> parts = parts_of(tensor);
+    FSDP_ASSERT(owners_of(tensor).size() == parts.size(), "tensor ", tensor.tensor);
     for (size_t i = 0; i < parts.size(); ++i) {
       const int64_t owner = owners_of(tensor)[i];
       const int64_t begin = parts[i].range.begin;
       if (shares.empty() || shares.back().index != owner) {
-        FSDP_CHECK(shares.empty() || shares.back().index < owner, "matrix ", i, " of tensor ",
-                   tensor.tensor, " has owner ", owner, ", but what lies before it has owner ",
-                   shares.back().index,
-                   "; owners must ascend in a tensor, and from one tensor to the next");
-        FSDP_CHECK(begin % align_numel == 0, "matrix ", i, " of tensor ", tensor.tensor,
-                   " begins at element ", begin,
-                   ", where no share can begin, as it is no multiple "
-                   "of ",
-                   align_numel, "; give it the owner of the matrix before it");
+        FSDP_ASSERT(shares.empty() || shares.back().index < owner, "owner ", owner, " of tensor ",
+                    tensor.tensor, " comes after a later one");
+        FSDP_ASSERT(begin % align_numel == 0, "a share would begin at element ", begin);
         shares.push_back({.index = owner, .numel = 0});
       }
       const int64_t end = i + 1 < parts.size() ? parts[i].range.end : tensor.numel;

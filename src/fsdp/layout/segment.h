@@ -18,7 +18,7 @@ struct FlatRange {
   friend constexpr bool operator==(const FlatRange&, const FlatRange&) = default;
 };
 
-// What two ranges share; {0, 0} when nothing.
+// The common part of two ranges; {0, 0} when there is none.
 constexpr FlatRange intersect(FlatRange a, FlatRange b) {
   const FlatRange both{a.begin > b.begin ? a.begin : b.begin, a.end < b.end ? a.end : b.end};
   return both.begin < both.end ? both : FlatRange{};

@@ -15,6 +15,30 @@ constexpr int64_t kScaleBytes = sizeof(float);
 
 }  // namespace
 
+SharedScales shared_scales(WeightRecipe recipe, int64_t rows, int64_t columns) {
+  const WeightRecipeRow& row = row_of(recipe);
+  if (row.scale_bytes != 4) return {};
+  SharedScales scales;
+  scales.block_rows = row.scale_rows == 0 ? std::max<int64_t>(rows, 1) : row.scale_rows;
+  scales.block_columns = row.scale_columns == 0 ? std::max<int64_t>(columns, 1) : row.scale_columns;
+  scales.per_row = ceil_div(columns, scales.block_columns);
+  scales.count = scales.per_row * ceil_div(rows, scales.block_rows);
+  return scales;
+}
+
+int64_t code_bytes(const GroupTypes& types, int64_t numel) {
+  return types.is_quantized() ? numel : checked_mul(numel, element_bytes(types.weight));
+}
+
+int64_t block_scale_bytes(const GroupTypes& types, int64_t numel) {
+  const WeightRecipeRow& row = row_of(types.recipe);
+  return row.scale_bytes == 1 ? numel / row.scale_columns : 0;
+}
+
+int64_t weight_bytes(const GroupTypes& types, int64_t numel) {
+  return checked_add(code_bytes(types, numel), block_scale_bytes(types, numel));
+}
+
 int64_t offloaded_numel(int64_t shard_numel, double fraction) {
   FSDP_ASSERT(shard_numel >= 0 && fraction >= 0 && fraction <= 1);
   // A number of elements beyond 2^53 is rounded on its way to a double; the whole must stay exact.

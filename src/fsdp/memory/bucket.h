@@ -1,13 +1,18 @@
-// What a pool is told before it allocates anything: the units of a model and their buckets.
+// A pool knows this before it allocates anything: the units of a model and their buckets.
 #pragma once
 
 #include <compare>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "fsdp/base/dtype.h"
+#include "fsdp/layout/flat_layout.h"
+#include "fsdp/layout/group_types.h"
+#include "fsdp/layout/strategy.h"
 
 namespace fsdp {
 
@@ -43,7 +48,7 @@ struct UnitBuckets {
   std::vector<Bucket> buckets;  // in the order in which they are acquired
 };
 
-// A validated, immutable declaration: every bucket also has a flat index, in declaration order,
+// An immutable declaration: every bucket also has a flat index, in declaration order,
 // which is what pools index their arrays with.
 class BucketTable {
  public:
@@ -71,9 +76,6 @@ class BucketTable {
   // "unit 'layers.3' bucket 'weight.bf16'", the way every message names a bucket.
   std::string text(BucketId id) const;
 
-  // Throws when `units` differs from this declaration, naming the first difference.
-  void require_same(std::span<const UnitBuckets> units) const;
-
  private:
   bool contains(BucketId id) const {
     return id.unit >= 0 && id.unit < num_units() && id.bucket >= 0 &&
@@ -85,5 +87,19 @@ class BucketTable {
   std::vector<int32_t> first_of_unit_;  // one past the last unit too
   std::vector<BucketId> ids_;           // by flat index
 };
+
+// The buckets that the group's unit declares, weight first.
+struct GroupBuckets {
+  std::optional<Bucket> weight;    // to gather into
+  std::optional<Bucket> gradient;  // to reduce from, in the type that travels
+};
+
+// A group needs a bucket exactly where its buffer is cut into more than one part. Both have the
+// padded size of the whole group. Named after role, weight type and, where it applies, "frozen",
+// "matrices" and the group's grid: "weight.bf16", "gradient.bf16", "weight.bf16.frozen",
+// "weight.bf16.expert"; so the groups of a unit, which differ in one of them, have different names.
+// `mesh` is the grid's.
+GroupBuckets group_buckets(const FlatLayout& layout, const GroupTypes& types,
+                           const Strategy& strategy, MeshShape mesh, std::string_view grid = "");
 
 }  // namespace fsdp

@@ -34,14 +34,15 @@ struct PoolOptions {
   // The deepest prefetch with which the pool stays within this is chosen instead of `prefetch`; 0
   // for no limit.
   int64_t budget_bytes = 0;
-  // Of every address, in bytes; a power of two. The flat layout pads buckets to the same.
+  // Every address is a multiple of it, in bytes; a power of two. The flat layout pads buckets to
+  // the same.
   int64_t alignment = 128;
 
   // Throws UsageError naming field, value and the allowed set.
   void validate() const;
 };
 
-// What a pool takes from its allocator.
+// The memory that a pool takes from its allocator.
 struct PoolBytes {
   int64_t weight = 0;    // fixed memory only weights use
   int64_t gradient = 0;  // fixed memory only gradients use
@@ -65,7 +66,6 @@ struct PoolBytes {
 // One pool belongs to one rank and is used by one thread at a time. It knows nothing of streams:
 // acquire and release are host-side bookkeeping. A caller that writes to an address on one stream
 // while its previous holder may still be read on another must order the two by an event.
-// previous_holders() names the buckets to wait for.
 class BucketPool {
  public:
   virtual ~BucketPool() = default;
@@ -88,8 +88,6 @@ class BucketPool {
 
   // The address of the bucket's bytes; meaningless for a bucket of 0 bytes.
   void* acquire(BucketId id);
-  // The same, and an error unless the bucket was declared with this size and type.
-  void* acquire(BucketId id, int64_t expected_bytes, DType expected_dtype);
   void release(BucketId id);
 
   // Whether acquire() would succeed now: the bucket is not held, its place is free, and the plan
@@ -98,28 +96,13 @@ class BucketPool {
   bool can_acquire(BucketId id) const;
 
   // Releases everything that is held, after a step that failed; begin_step() comes next, as always.
-  // previous_holders() knows nothing of what was cut short, so wait for all streams first.
+  // Wait for all streams first.
   void cancel_step() noexcept;
-
-  bool is_held(BucketId id) const { return at(id).held; }
-  // Of a held bucket.
-  void* address(BucketId id) const;
-  int32_t num_held() const { return num_held_; }
 
   virtual bool address_is_fixed(BucketId id) const = 0;
   bool addresses_are_fixed() const;
 
-  // Buckets that held bytes of this held bucket's memory before it, most recent ones only. Empty
-  // when nobody did, and for memory that came from the allocator at acquire. The planned pool
-  // answers from its plan, even if the step differed from it.
-  virtual std::span<const BucketId> previous_holders(BucketId id) const = 0;
-
-  // Throws when `units` is not what the pool was made for, naming the first difference.
-  void require_same_declaration(std::span<const UnitBuckets> units) const {
-    table_.require_same(units);
-  }
-
-  // What the pool holds and why, for the log: one line per fact.
+  // The pool's memory and its reasons, for the log: one line per fact.
   virtual std::string report() const = 0;
 
  protected:
@@ -127,7 +110,7 @@ class BucketPool {
       : table_(std::move(table)),
         trace_(std::move(trace)),
         allocator_(allocator),
-        states_(static_cast<size_t>(table_.num_buckets())) {}
+        held_(static_cast<size_t>(table_.num_buckets()), 0) {}
 
   SlabAllocator& allocator() { return allocator_; }
 
@@ -137,22 +120,15 @@ class BucketPool {
   virtual bool can_take(BucketId id, int32_t index) const = 0;
   virtual void release_memory(BucketId id, int32_t index) = 0;
   virtual void reset_step() = 0;
-  // Who holds what, for error messages.
-  virtual std::string state_text() const = 0;
-  // The held buckets by name, for state_text().
-  std::string held_text() const;
 
  private:
-  struct State {
-    void* address = nullptr;
-    bool held = false;
-  };
-  const State& at(BucketId id) const { return states_[static_cast<size_t>(table_.index_of(id))]; }
+  // The held buckets by name, for error messages.
+  std::string held_text() const;
 
   BucketTable table_;
   LiveTrace trace_;
   SlabAllocator& allocator_;
-  std::vector<State> states_;  // by flat index
+  std::vector<uint8_t> held_;  // whether it is, by flat index
   int32_t num_held_ = 0;
   bool reserved_ = false;
 };

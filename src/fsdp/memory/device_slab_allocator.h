@@ -22,7 +22,6 @@ class DeviceSlabAllocator final : public SlabAllocator {
 
   void* allocate(int64_t bytes, int64_t alignment) override;
   void deallocate(void* address, int64_t bytes, int64_t alignment) noexcept override;
-  std::string_view name() const override { return name_; }
 
  private:
   const c10::Device device_;
@@ -35,7 +34,6 @@ class PinnedSlabAllocator final : public SlabAllocator {
  public:
   void* allocate(int64_t bytes, int64_t alignment) override;
   void deallocate(void* address, int64_t bytes, int64_t alignment) noexcept override;
-  std::string_view name() const override { return "pinned host"; }
 
  private:
   std::unordered_map<void*, at::Tensor> given_out_;

@@ -5,7 +5,6 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
-#include "fsdp/base/text.h"
 
 namespace fsdp {
 
@@ -86,47 +85,14 @@ std::vector<Stay> gradient_stays(const Uses& uses, size_t num_forward, int32_t n
   return stays;
 }
 
-void check_units(const std::vector<int32_t>& units, const BucketTable& table, const char* pass) {
-  for (const int32_t unit : units) {
-    FSDP_CHECK(unit >= 0 && unit < table.num_units(), "the ", pass, " order names unit ", unit,
-               ", but only ", table.num_units(), " units are declared");
-  }
-}
-
-// Within their pass, and nested like calls.
-void check_ends(const Uses& uses, const BucketTable& table, size_t num_forward) {
-  FSDP_CHECK(uses.ends.size() == uses.units.size(), "the step order has ", uses.ends.size(),
-             " ends for ", uses.units.size(),
-             " uses; give one for each use of forward and backward, or none when no use is nested");
-  const auto text = [&](size_t use) {
-    return concat("use ", use, " of the step (unit '", table.unit_name(uses.units[use]),
-                  "') ends at ", uses.ends[use]);
-  };
-  std::vector<size_t> computing;  // outermost first
-  for (size_t use = 0; use < uses.units.size(); ++use) {
-    const auto time = static_cast<int32_t>(use);
-    const auto last = static_cast<int32_t>(use < num_forward ? num_forward : uses.units.size()) - 1;
-    FSDP_CHECK(uses.ends[use] >= time && uses.ends[use] <= last, text(use), "; it must be from ",
-               time, ", when it begins, to ", last, ", where the ",
-               use < num_forward ? "forward" : "backward", " ends");
-    while (!computing.empty() && uses.ends[computing.back()] < time) computing.pop_back();
-    if (!computing.empty())
-      FSDP_CHECK(uses.ends[use] <= uses.ends[computing.back()], text(use), ", but ",
-                 text(computing.back()), " and it begins within that one; nested uses end first");
-    computing.push_back(use);
-  }
-}
-
-Uses checked_uses(const BucketTable& table, const StepOrder& order) {
-  check_units(order.forward, table, "forward");
-  check_units(order.backward, table, "backward");
+Uses uses_of(const StepOrder& order) {
   Uses uses{order.forward, order.ends};
   uses.units.insert(uses.units.end(), order.backward.begin(), order.backward.end());
   if (uses.ends.empty()) {
     uses.ends.resize(uses.units.size());
     std::iota(uses.ends.begin(), uses.ends.end(), 0);
   }
-  check_ends(uses, table, order.forward.size());
+  FSDP_ASSERT(uses.ends.size() == uses.units.size());
   return uses;
 }
 
@@ -155,7 +121,7 @@ int64_t lower_bound_bytes(const LiveTrace& trace) {
 }
 
 int32_t most_live_units(const LiveTrace& trace, const BucketTable& table, BucketRole role) {
-  // As if each stay of a unit were one bucket of one byte: the intervals of a group are one stay.
+  // Each stay of a unit counts as one bucket of one byte: the intervals of a group are one stay.
   LiveTrace stays;
   stays.num_times = trace.num_times;
   for (const LiveInterval& interval : trace.intervals) {
@@ -169,35 +135,8 @@ int32_t most_live_units(const LiveTrace& trace, const BucketTable& table, Bucket
   return static_cast<int32_t>(lower_bound_bytes(stays));
 }
 
-void check_trace(const LiveTrace& trace, const BucketTable& table) {
-  std::vector<int32_t> live_until(static_cast<size_t>(table.num_buckets()), -1);
-  int32_t previous_first = 0;
-  for (const LiveInterval& interval : trace.intervals) {
-    const Bucket& bucket = table.bucket(interval.bucket);
-    const std::string where = table.text(interval.bucket);
-    FSDP_CHECK(interval.bytes == bucket.bytes, where, " has ", interval.bytes,
-               " bytes in the trace and ", bucket.bytes,
-               " in the declaration; record the trace again");
-    FSDP_CHECK(
-        interval.first >= 0 && interval.first <= interval.last && interval.last < trace.num_times,
-        where, " is live from ", interval.first, " to ", interval.last,
-        ", which is not within the ", trace.num_times, " times of the trace");
-    FSDP_CHECK(!interval.may_begin_later || interval.first < interval.last, where,
-               " is live at time ", interval.first, " only, so it cannot begin later");
-    FSDP_CHECK(interval.first >= previous_first, where, " begins at ", interval.first,
-               " but stands after an interval that begins at ", previous_first,
-               "; intervals stand in the order in which they are acquired");
-    previous_first = interval.first;
-    int32_t& until = live_until[static_cast<size_t>(table.index_of(interval.bucket))];
-    FSDP_CHECK(until < interval.first, where, " is acquired at ", interval.first,
-               " while it is still live until ", until, "; release it first or join the intervals");
-    until = interval.last;
-  }
-}
-
 StepOrder mirrored_order(std::vector<int32_t> forward, std::vector<int32_t> ends) {
-  FSDP_CHECK(ends.empty() || ends.size() == forward.size(), "the forward has ", forward.size(),
-             " uses and ", ends.size(), " ends; give one for each use, or none");
+  FSDP_ASSERT(ends.empty() || ends.size() == forward.size());
   const auto num_forward = static_cast<int32_t>(forward.size());
   StepOrder order{std::move(forward), {}, std::move(ends)};
   if (order.ends.empty()) {
@@ -225,9 +164,7 @@ StepOrder declared_order(const BucketTable& table) {
 }
 
 LiveTrace zero3_trace(const BucketTable& table, const StepOrder& order, int32_t prefetch) {
-  FSDP_CHECK(prefetch >= 0, "prefetch is ", prefetch, "; it counts units ahead, so 0 or more");
-  const Uses uses = checked_uses(table, order);
-
+  const Uses uses = uses_of(order);
   std::vector<Stay> stays = weight_stays(uses, table.num_units(), prefetch);
   const std::vector<Stay> gradients = gradient_stays(uses, order.forward.size(), table.num_units());
   stays.insert(stays.end(), gradients.begin(), gradients.end());

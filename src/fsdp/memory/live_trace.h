@@ -28,8 +28,7 @@ struct LiveInterval {
 struct LiveTrace {
   std::vector<LiveInterval> intervals;
   int32_t num_times = 0;
-  // The depth it was built for; -1 for a trace that came from elsewhere.
-  int32_t prefetch = -1;
+  int32_t prefetch = 0;  // the depth it was built for
 };
 
 // Live bytes at every time of the step.
@@ -40,10 +39,6 @@ int64_t lower_bound_bytes(const LiveTrace& trace);
 
 // Most units of which something of this role is live at one time: what a pool with slots needs.
 int32_t most_live_units(const LiveTrace& trace, const BucketTable& table, BucketRole role);
-
-// Throws unless every interval is inside the step, names a declared bucket with its bytes, and no
-// bucket is live twice at one time.
-void check_trace(const LiveTrace& trace, const BucketTable& table);
 
 // Units in the order in which they begin to compute. A unit may occur several times, e.g. an
 // embedding that a multi-token-prediction layer uses again.

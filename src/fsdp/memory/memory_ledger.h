@@ -33,26 +33,16 @@ class MemoryLedger {
   void add(MemoryKind kind, int64_t bytes);
   void remove(MemoryKind kind, int64_t bytes) noexcept;
 
-  int64_t bytes(MemoryKind kind) const { return of(kind).now; }
-  int64_t total_bytes() const { return total_.now; }
+  int64_t bytes(MemoryKind kind) const { return bytes_[static_cast<size_t>(kind)]; }
+  int64_t total_bytes() const { return total_bytes_; }
 
-  // The most at one time since the ledger was made or the peaks were reset. Kinds peak at
-  // different times, so the total's peak is at most the sum of theirs.
-  int64_t peak_bytes(MemoryKind kind) const { return of(kind).peak; }
-  int64_t total_peak_bytes() const { return total_.peak; }
-
-  // Every peak becomes what is allocated now.
-  void reset_peak();
+  // The most at one time since the ledger was made.
+  int64_t total_peak_bytes() const { return total_peak_bytes_; }
 
  private:
-  struct Count {
-    int64_t now = 0;
-    int64_t peak = 0;
-  };
-  const Count& of(MemoryKind kind) const { return counts_[static_cast<size_t>(kind)]; }
-
-  std::array<Count, kNumMemoryKinds> counts_;
-  Count total_;
+  std::array<int64_t, kNumMemoryKinds> bytes_ = {};
+  int64_t total_bytes_ = 0;
+  int64_t total_peak_bytes_ = 0;
 };
 
 // Passes everything on to another allocator and writes it down as one kind. Both must outlive it.
@@ -63,7 +53,6 @@ class LedgerAllocator final : public SlabAllocator {
 
   void* allocate(int64_t bytes, int64_t alignment) override;
   void deallocate(void* address, int64_t bytes, int64_t alignment) noexcept override;
-  std::string_view name() const override { return base_.name(); }
 
  private:
   SlabAllocator& base_;

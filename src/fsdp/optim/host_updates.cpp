@@ -4,29 +4,17 @@
 #include <ATen/Parallel.h>
 #include <ATen/record_function.h>
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <iterator>
 #include <utility>
 
 #include "fsdp/base/torch_dtype.h"
-#include "fsdp/comm/work_state.h"
+#include "fsdp/comm/enqueued_operation.h"
 
 namespace fsdp {
 
 namespace {
-
-// The host lane's wait: blocks until the data is there, instead of ordering a stream.
-void wait_on_host(const Work& work) {
-  work.wait_as_follower();
-  if (const c10::Event* event = work.event()) event->synchronize();
-}
-
-std::optional<c10::Stream> stream_of_its_own(c10::Device device) {
-  if (device.is_cpu()) return std::nullopt;
-  return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
-}
 
 at::Tensor on_host(const Slab& slab, const at::Tensor& like) {
   return tensor_over(slab.at(0), like.numel(), like.scalar_type(), c10::kCPU);
@@ -37,7 +25,6 @@ at::Tensor on_host(const Slab& slab, const at::Tensor& like) {
 HostUpdates::HostUpdates(EngineMemory& memory, c10::Device device, const Offload& offload,
                          UpdateMath math)
     : memory_(memory),
-      idle_(stream_of_its_own(device)),
       chunk_numel_(std::max(kScaleBlock, offload.chunk_numel / kScaleBlock * kScaleBlock)),
       math_(std::move(math)),
       team_(at::get_num_threads()),
@@ -46,7 +33,9 @@ HostUpdates::HostUpdates(EngineMemory& memory, c10::Device device, const Offload
                        at::dtype(at::kByte).pinned_memory(!device.is_cpu()))),
       down_(device),
       up_(device),
-      host_(c10::kCPU) {}
+      host_(c10::kCPU) {
+  if (!device.is_cpu()) idle_ = new_stream(device);
+}
 
 std::vector<HostUpdates::Chunk> HostUpdates::chunks_of(
     const std::vector<GroupUpdate>& groups) const {
@@ -113,7 +102,10 @@ Work HostUpdates::run(const std::vector<GroupUpdate>& groups, const Work& beside
       std::optional<c10::StreamGuard> guard;
       if (idle_) guard.emplace(*idle_);
       wait_on_host(begun);
-      run_chunks(count);
+      for (size_t i = 0; i < count; ++i) {
+        bring_down_first_chunks();
+        run_first_chunk();
+      }
       up_.run([] {}, std::span(&beside, 1), done);
     } catch (...) {
       done->fail(std::current_exception());
@@ -121,13 +113,6 @@ Work HostUpdates::run(const std::vector<GroupUpdate>& groups, const Work& beside
     }
   });
   return Work(std::move(done));
-}
-
-void HostUpdates::run_chunks(size_t count) {
-  for (size_t i = 0; i < count; ++i) {
-    bring_down_first_chunks();
-    run_first_chunk();
-  }
 }
 
 void HostUpdates::bring_down_first_chunks() {
@@ -139,7 +124,10 @@ void HostUpdates::bring_down_first_chunks() {
     }
     if (next == nullptr) return;
     Slot& slot = slots_[(first_slot_ + num_coming_) % kSlots];
-    slot.down = bring_down(*next, slot);
+    slot.down = down_.run([to = on_host(slot.gradient, next->gradient), from = next->gradient] {
+      RECORD_FUNCTION("fsdp::gradients_to_host", {});
+      to.copy_(from, /*non_blocking=*/true);
+    });
     ++num_coming_;
   }
 }
@@ -163,13 +151,6 @@ void HostUpdates::run_first_chunk() {
   --num_coming_;
 }
 
-Work HostUpdates::bring_down(const Chunk& chunk, Slot& slot) {
-  return down_.run([to = on_host(slot.gradient, chunk.gradient), from = chunk.gradient] {
-    RECORD_FUNCTION("fsdp::gradients_to_host", {});
-    to.copy_(from, /*non_blocking=*/true);
-  });
-}
-
 at::Tensor HostUpdates::update(const Chunk& chunk, const Slot& slot) {
   RECORD_FUNCTION("fsdp::update_on_host", {});
   UpdateSpan span = chunk.span;
@@ -183,7 +164,7 @@ at::Tensor HostUpdates::update(const Chunk& chunk, const Slot& slot) {
     span.weight = slot.weight.at(0);
     updated = on_host(slot.weight, chunk.weight);
   }
-  update_on_cpu(span, math_, *static_cast<const StepState*>(state_.const_data_ptr()), team_);
+  update_span(span, math_, state_, team_);
   return updated;
 }
 

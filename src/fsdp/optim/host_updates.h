@@ -63,18 +63,15 @@ class HostUpdates {
   };
 
   std::vector<Chunk> chunks_of(const std::vector<GroupUpdate>& groups) const;
-  // The first `count` chunks of the queue.
-  void run_chunks(size_t count);
   void run_first_chunk();
-  // As many of the first chunks as there are slots.
+  // Brings down as many of the first chunks as there are slots.
   void bring_down_first_chunks();
-  Work bring_down(const Chunk& chunk, Slot& slot);
   // Returns the updated weights, on the host.
   at::Tensor update(const Chunk& chunk, const Slot& slot);
 
   EngineMemory& memory_;
   // Devices only: the host lane's current stream, on which nothing computes.
-  const std::optional<c10::Stream> idle_;
+  std::optional<c10::Stream> idle_;
   const int64_t chunk_numel_;
   UpdateMath math_;
   ThreadTeam team_;   // of the host lane's thread

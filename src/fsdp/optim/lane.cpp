@@ -12,9 +12,17 @@
 
 namespace fsdp {
 
+c10::Stream new_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+}
+
+void wait_on_host(const Work& work) {
+  work.wait_as_follower();
+  if (const c10::Event* event = work.event()) event->synchronize();
+}
+
 Lane::Lane(c10::Device device) : device_(device) {
-  if (!device.is_cpu())
-    stream_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+  if (!device.is_cpu()) stream_ = new_stream(device);
 }
 
 Lane::~Lane() {
@@ -81,10 +89,7 @@ void Lane::work() {
 void Lane::run_queued(QueuedTask& queued) {
   try {
     if (broken_) std::rethrow_exception(broken_);
-    for (const Work& work : queued.after) {
-      work.wait_as_follower();
-      if (const c10::Event* event = work.event()) event->synchronize();
-    }
+    for (const Work& work : queued.after) wait_on_host(work);
     queued.task();
     queued.state->complete(std::nullopt);
   } catch (...) {

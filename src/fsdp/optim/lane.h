@@ -14,10 +14,16 @@
 #include <thread>
 #include <vector>
 
-#include "fsdp/comm/work.h"
-#include "fsdp/comm/work_state.h"
+#include "fsdp/comm/enqueued_operation.h"
+#include "fsdp/comm/operation.h"
 
 namespace fsdp {
+
+// A stream of the device's pool.
+c10::Stream new_stream(c10::Device device);
+
+// Blocks the calling thread until the work's data is there, instead of ordering a stream.
+void wait_on_host(const Work& work);
 
 // On the CPU a worker thread runs the tasks. On a device the caller's host thread runs them at
 // once, with the lane's stream as the current one, so a task is a few kernel launches. In both

@@ -3,11 +3,8 @@
 #include <array>
 #include <cmath>
 #include <numbers>
-#include <string>
-#include <vector>
 
 #include "fsdp/base/check.h"
-#include "fsdp/base/text.h"
 
 namespace fsdp {
 
@@ -16,19 +13,6 @@ namespace {
 constexpr std::array<RateSchedule, 4> kSchedules = {RateSchedule::kConstant, RateSchedule::kLinear,
                                                     RateSchedule::kCosine, RateSchedule::kWsd};
 constexpr std::array<RateDecay, 2> kDecays = {RateDecay::kLinear, RateDecay::kOneMinusSqrt};
-
-template <typename Value>
-Value parse_name(const char* field, std::string_view name, std::span<const Value> values) {
-  std::vector<std::string> names;
-  for (const Value value : values) {
-    if (name_of(value) == name) return value;
-    names.emplace_back(name_of(value));
-  }
-  const std::string near = nearest(name, names);
-  throw UsageError(concat(field, " is '", name, "'; ",
-                          near.empty() ? "use" : concat("did you mean '", near, "'? Use"),
-                          " one of ", join(names, ", ")));
-}
 
 // The steps that decay, at the end of all steps.
 int64_t num_decaying(const LearningRateOptions& options) {
@@ -83,14 +67,6 @@ std::string_view name_of(RateDecay decay) {
 
 std::span<const RateSchedule> all_rate_schedules() { return kSchedules; }
 std::span<const RateDecay> all_rate_decays() { return kDecays; }
-
-RateSchedule parse_rate_schedule(std::string_view name) {
-  return parse_name("schedule", name, all_rate_schedules());
-}
-
-RateDecay parse_rate_decay(std::string_view name) {
-  return parse_name("decay", name, all_rate_decays());
-}
 
 void LearningRateOptions::validate() const {
   if (!(rate >= 0 && std::isfinite(rate)))

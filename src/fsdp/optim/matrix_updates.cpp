@@ -8,28 +8,18 @@
 #include <utility>
 
 #include "fsdp/base/torch_dtype.h"
-#include "fsdp/layout/matrix_parts.h"
+#include "fsdp/layout/flat_layout.h"
 #include "fsdp/optim/shard_passes.h"
 
 namespace fsdp {
 
 namespace {
 
-// A view of one field of a StepState in memory.
-at::Tensor state_field(const at::Tensor& state, size_t offset, at::ScalarType dtype) {
-  return tensor_over(static_cast<std::byte*>(state.mutable_data_ptr()) + offset, 1, dtype,
-                     state.device());
-}
-
-at::Tensor empty_state(c10::Device device) {
-  return at::zeros({static_cast<int64_t>(sizeof(StepState))}, at::device(device).dtype(at::kByte));
-}
-
 // factor * left * right + diagonal * 1, for one matrix or several. One is not a batch, because
 // libraries add up the same matrix in another order in a batch.
 void multiply(const at::Tensor& into, const at::Tensor& left, const at::Tensor& right,
               double factor = 1.0, double diagonal = 0.0) {
-  // With 0 for a share libraries do not read what `into` has.
+  // Where a share is 0, libraries do not read what `into` has.
   if (into.size(0) > 1)
     at::Tensor(into).baddbmm_(left, right, 0.0, factor);
   else
@@ -51,8 +41,9 @@ MatrixUpdates::MatrixUpdates(const MatrixRule& rule, EngineMemory& memory, c10::
       memory_(memory),
       device_(device),
       dtype_(rule.products_dtype.value_or(device.is_cpu() ? at::kFloat : at::kBFloat16)),
-      momentum_state_(empty_state(device)),
-      weight_state_(empty_state(device)) {}
+      momentum_state_(at::zeros({static_cast<int64_t>(sizeof(StepState))},
+                                at::device(device).dtype(at::kByte))),
+      weight_state_(at::zeros_like(momentum_state_)) {}
 
 std::vector<MatrixUpdates::Batch> MatrixUpdates::batches_of(const GroupUpdate& update) const {
   const FlatLayout& layout = update.group().layout();
@@ -103,10 +94,10 @@ void MatrixUpdates::begin(const at::Tensor& state) {
   constexpr size_t kRate = offsetof(StepState, learning_rate);
   constexpr size_t kFactor = offsetof(StepState, gradient_factor);
   momentum_state_.copy_(state);
-  state_field(momentum_state_, kRate, at::kDouble).fill_(-1.0);
-  state_field(momentum_state_, kFactor, at::kFloat).mul_(1.0 - rule_.momentum);
+  field_of(momentum_state_, kRate).fill_(-1.0);
+  field_of(momentum_state_, kFactor, at::kFloat).mul_(1.0 - rule_.momentum);
   weight_state_.copy_(state);
-  state_field(weight_state_, kFactor, at::kFloat).fill_(1.0);
+  field_of(weight_state_, kFactor, at::kFloat).fill_(1.0);
   sums_.fill_(rule_.norm_eps * rule_.norm_eps);  // so no norm is less
 }
 
@@ -139,8 +130,8 @@ void MatrixUpdates::run(const GroupUpdate& update, const Batch& batch, const at:
     span.marks = nullptr;  // no weight changes yet
     span.rate_scale = 1.0f;
     span.weight_decay = 0.0f;
-    update_span(span, {.momentum = rule_.momentum, .nesterov = rule_.nesterov}, momentum_state_,
-                team);
+    update_span(span, SgdRule{.momentum = rule_.momentum, .nesterov = rule_.nesterov},
+                momentum_state_, team);
   }
   const at::Tensor direction = orthogonal(batch, workspace, team);
   const auto scale = static_cast<float>(matrix_rate_scale(rule_.scale, batch.rows, batch.columns));
@@ -151,8 +142,7 @@ void MatrixUpdates::run(const GroupUpdate& update, const Batch& batch, const at:
     span.first = {};
     span.rate_scale *= scale;
     span.weight_decay /= scale;  // which the rate has, too
-    update_span(span, {.momentum = 0.0, .rounding = rule_.rounding, .seed = rule_.seed},
-                weight_state_, team);
+    update_span(span, SgdRule{.rounding = rule_.rounding, .seed = rule_.seed}, weight_state_, team);
   }
 }
 
@@ -205,15 +195,6 @@ at::Tensor MatrixUpdates::orthogonal(const Batch& batch, const at::Tensor& works
     std::swap(x, next);
   }
   return x;
-}
-
-void MatrixUpdates::update_span(const UpdateSpan& span, const SgdRule& rule,
-                                const at::Tensor& state, ThreadTeam& team) const {
-  auto* const fields = static_cast<StepState*>(state.mutable_data_ptr());
-  if (state.is_cpu())
-    update_on_cpu(span, rule, *fields, team);
-  else
-    update_on_device(span, rule, fields, device_);
 }
 
 }  // namespace fsdp

@@ -75,12 +75,10 @@ class MatrixUpdates {
   std::vector<Batch> batches_of(const GroupUpdate& update) const;
   void run(const GroupUpdate& update, const Batch& batch, const at::Tensor& workspace,
            ThreadTeam& team);
-  // From the update's direction in the first part of the memory to the orthogonal one, whose place
-  // it returns.
+  // Leads from the update's direction in the first part of the memory to the orthogonal one, whose
+  // place it returns.
   at::Tensor orthogonal(const Batch& batch, const at::Tensor& workspace, ThreadTeam& team);
   at::Tensor take(int64_t& begin, at::IntArrayRef shape) const;
-  void update_span(const UpdateSpan& span, const SgdRule& rule, const at::Tensor& state,
-                   ThreadTeam& team) const;
 
   MatrixRule rule_;
   EngineMemory& memory_;

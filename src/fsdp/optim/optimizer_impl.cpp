@@ -12,11 +12,11 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/optim/host_updates.h"
-#include "fsdp/optim/kernels/begin_step.h"
-#include "fsdp/optim/kernels/update_on_device.h"
+#include "fsdp/optim/kernels/update_kernels.h"
+#include "fsdp/optim/kernels/update_math.h"
 #include "fsdp/optim/lane.h"
 #include "fsdp/optim/shard_passes.h"
-#include "fsdp/shard/engine/engine.h"
+#include "fsdp/shard/engine/engine_memory.h"
 
 namespace fsdp {
 
@@ -33,12 +33,6 @@ StepRule step_rule(const UpdateRule& rule, const StepOptions& options) {
     step.beta2 = adamw->beta2;
   }
   return step;
-}
-
-// A view of one fp64 field of a StepState in memory.
-at::Tensor field(const at::Tensor& state, size_t offset) {
-  return tensor_over(static_cast<std::byte*>(state.mutable_data_ptr()) + offset, 1, at::kDouble,
-                     state.device());
 }
 
 void check_types(const ParamGroup& group, const std::string& optimizer) {
@@ -59,7 +53,7 @@ void check_types(const ParamGroup& group, const std::string& optimizer) {
 
 // Quantised groups compute with codes, of which receivers know nothing.
 void check_has_weights(const ParamGroup& group) {
-  if (group.is_quantized())
+  if (group.types().is_quantized())
     throw UsageError(concat("step.marks_changes is true, but parameter '", group.name_of(0),
                             "' is quantised (", row_of(group.types().recipe).name,
                             "), so it has no weights whose bits a patch could bring; train it with "
@@ -70,50 +64,49 @@ void check_has_weights(const ParamGroup& group) {
 
 Optimizer::Impl::Impl(const Sharded& sharded, UpdateRule rule, const StepOptions& options)
     : sharded_(sharded),
+      engine_(sharded),
       rule_(std::move(rule)),
-      seat_(EngineAccess::of(sharded_).seat_optimizer(rule_.name)),
+      registration_(engine_.register_optimizer(rule_.name)),
       options_(options),
       step_rule_(step_rule(rule_, options)),
       learning_rate_(rule_.learning_rate),
       team_(at::get_num_threads()) {
-  Engine& engine = EngineAccess::of(sharded_);
-  if (const std::string difference = difference_of(engine.mesh(), optimizer_facts(rule_, options_));
+  if (const std::string difference = difference_of(engine_.mesh(), rule_.facts);
       !difference.empty())
     throw UsageError(
         concat(difference, "; make the optimizer with the same options on every rank"));
   options_.validate();
   set_learning_rate(learning_rate_);
-  engine.wait();
+  engine_.wait();
   state_ = at::zeros({static_cast<int64_t>(sizeof(StepState))},
-                     at::device(engine.device()).dtype(at::kByte));
-  norm_ = field(state_, offsetof(StepState, squared_norm));
+                     at::device(engine_.device()).dtype(at::kByte));
+  norm_ = field_of(state_, offsetof(StepState, squared_norm));
   grid_norms_ = {norm_};
-  while (grid_norms_.size() < engine.mesh().grids().size())
+  while (grid_norms_.size() < engine_.mesh().grids().size())
     grid_norms_.push_back(at::zeros_like(norm_));
-  rate_on_device_ = field(state_, offsetof(StepState, learning_rate));
-  loss_scale_ = field(state_, offsetof(StepState, loss_scale));
-  if (!engine.device().is_cpu())
+  rate_on_device_ = field_of(state_, offsetof(StepState, learning_rate));
+  loss_scale_ = field_of(state_, offsetof(StepState, loss_scale));
+  if (!engine_.device().is_cpu())
     workspace_ =
-        at::empty({squared_sum_workspace_numel()}, at::device(engine.device()).dtype(at::kDouble));
+        at::empty({squared_sum_workspace_numel()}, at::device(engine_.device()).dtype(at::kDouble));
   set_state({.loss_scale = options.loss_scale.initial});
   add_units();
-  lane_ = std::make_unique<Lane>(engine.device());
-  if (engine.options().offload.fraction > 0.0) {
-    on_host_ = std::make_unique<HostUpdates>(engine.memory(), engine.device(),
-                                             engine.options().offload, rule_.math);
+  lane_ = std::make_unique<Lane>(engine_.device());
+  if (engine_.options().offload.fraction > 0.0) {
+    on_host_ = std::make_unique<HostUpdates>(engine_.memory(), engine_.device(),
+                                             engine_.options().offload, rule_.math);
     for (const UnitUpdate& unit : units_) on_host_->reserve(unit.groups);
   }
 }
 
 Optimizer::Impl::~Impl() {
   // The engine must not wait for updates that end with this object.
-  if (lane_) EngineAccess::of(sharded_).cancel_updates();
+  if (lane_) engine_.cancel();
 }
 
 void Optimizer::Impl::add_units() {
-  Engine& engine = EngineAccess::of(sharded_);
   std::vector<ParameterTraits> traits;
-  for (const auto& unit : engine.units())
+  for (const auto& unit : engine_.units())
     for (ParamGroup& group : unit->groups())
       if (group.is_trainable()) {
         check_types(group, rule_.name);
@@ -128,7 +121,7 @@ void Optimizer::Impl::add_units() {
   std::span<HyperParameters> rest = hyper;
   const ChangeMarks marks = options_.marks_changes ? ChangeMarks::kKept : ChangeMarks::kNone;
   uint64_t number = 0;
-  for (const auto& unit : engine.units()) {
+  for (const auto& unit : engine_.units()) {
     UnitUpdate& update = units_.emplace_back(UnitUpdate{unit.get(), {}});
     for (ParamGroup& group : unit->groups()) {
       if (!group.is_trainable()) continue;
@@ -136,25 +129,17 @@ void Optimizer::Impl::add_units() {
       rest = rest.subspan(own.size());
       if (rule_.matrices && group.has_matrices()) {
         update.groups.emplace_back(group, number++, own, std::vector{rule_.matrices->momentum_kind},
-                                   GroupUpdate::Spans::kMatrices, marks, engine.memory());
+                                   GroupUpdate::Spans::kMatrices, marks, engine_.memory());
         continue;
       }
       for (HyperParameters& each : own) each.rate_scale *= rate_scale_beside_matrices();
       update.groups.emplace_back(group, number++, own, rule_.moments, GroupUpdate::Spans::kLong,
-                                 marks, engine.memory());
+                                 marks, engine_.memory());
     }
   }
   if (!rule_.matrices) return;
-  matrices_.emplace(*rule_.matrices, engine.memory(), engine.device());
+  matrices_.emplace(*rule_.matrices, engine_.memory(), engine_.device());
   for (const UnitUpdate& unit : units_) matrices_->reserve(unit.groups);
-}
-
-double Optimizer::Impl::rate_scale_beside_matrices() const {
-  return rule_.matrices ? rule_.matrices->adamw_rate_scale : 1.0;
-}
-
-StepState* Optimizer::Impl::state_pointer() const {
-  return static_cast<StepState*>(state_.mutable_data_ptr());
 }
 
 void Optimizer::Impl::set_learning_rate(double rate) {
@@ -212,12 +197,10 @@ void Optimizer::Impl::set_momenta(const Momenta& momenta) {
   if (on_host_) on_host_->set_math(rule_.math);
   // The corrections of averages are those of the new numbers for all steps so far, as in torch;
   // computed where the state is, so that nobody waits for it.
-  const at::Tensor steps =
-      tensor_over(static_cast<std::byte*>(state_.mutable_data_ptr()) + offsetof(StepState, step), 1,
-                  at::kLong, state_.device());
+  const at::Tensor steps = field_of(state_, offsetof(StepState, step), at::kLong);
   begun_.wait();
-  field(state_, offsetof(StepState, beta1_power)).copy_(at::pow(step_rule_.beta1, steps));
-  field(state_, offsetof(StepState, beta2_power)).copy_(at::pow(step_rule_.beta2, steps));
+  field_of(state_, offsetof(StepState, beta1_power)).copy_(at::pow(step_rule_.beta1, steps));
+  field_of(state_, offsetof(StepState, beta2_power)).copy_(at::pow(step_rule_.beta2, steps));
 }
 
 void Optimizer::Impl::tell_learning_rate() {
@@ -238,18 +221,15 @@ bool Optimizer::Impl::needs_norm() const {
 
 void Optimizer::Impl::step() {
   RECORD_FUNCTION("fsdp::step", {});
-  Engine& engine = EngineAccess::of(sharded_);
-  engine.refuse_while_whole("step()");
-  engine.end_cycle("step()");
-  engine.weights().release();
+  engine_.begin_step("step()");
   if (options_.without_gradient == WithoutGradient::kSkip) {
-    engine.missing_gradients().find();
+    engine_.find_missing();
     leave_out_missing();
   }
   begun_ = begin(needs_norm() ? start_norm() : Work());
   if (on_host_) on_host_->begin(state_, begun_);
   std::vector<UnitUpdate*> order;
-  for (const ShardedUnit* unit : engine.update_order())
+  for (const ShardedUnit* unit : engine_.order())
     order.push_back(&units_[static_cast<size_t>(unit->index())]);
   // The host's chunks of all units are queued first: on a device this thread waits for those of a
   // unit before it can launch the quantising of the unit.
@@ -268,8 +248,8 @@ void Optimizer::Impl::step() {
       last = std::move(next);
   }
   if (last) end_update(std::move(*last));
-  if (options_.updates == Updates::kBlocking || (on_host_ && !engine.options().offload.overlap))
-    engine.wait_updates();
+  if (options_.updates == Updates::kBlocking || (on_host_ && !engine_.options().offload.overlap))
+    engine_.wait_updates();
 }
 
 void Optimizer::Impl::leave_out_missing() {
@@ -284,7 +264,7 @@ void Optimizer::Impl::leave_out_missing() {
 
 Work Optimizer::Impl::start_norm() {
   std::vector<Work> all;
-  for (const GridKind grid : EngineAccess::of(sharded_).mesh().grids())
+  for (const GridKind grid : engine_.mesh().grids())
     all.push_back(start_norm(grid, grid_norms_[all.size()]));
   if (all.size() == 1) return all.front();
   return lane_->run(
@@ -315,7 +295,7 @@ Work Optimizer::Impl::start_norm(GridKind grid, const at::Tensor& norm) {
         for (const at::Tensor& gradient : unknown)
           add_squared_norm(gradient, norm, workspace_, team_);
       });
-  return EngineAccess::of(sharded_).sum_over_shards(norm, grid, "gradient norm", last);
+  return engine_.sum_over_shards(norm, grid, "gradient norm", last);
 }
 
 Work Optimizer::Impl::begin(Work norm) {
@@ -324,12 +304,11 @@ Work Optimizer::Impl::begin(Work norm) {
   return lane_->run(
       [this, new_rate] {
         if (new_rate) rate_on_device_.fill_(*new_rate);
-        if (state_.is_cpu()) {
-          begin_step(*state_pointer(), step_rule_);
-        } else {
-          begin_step_on_device(state_pointer(), step_rule_,
-                               current_stream(state_.device()).native_handle());
-        }
+        auto* state = static_cast<StepState*>(state_.mutable_data_ptr());
+        if (state_.is_cpu())
+          begin_step(*state, step_rule_);
+        else
+          begin_step_on_device(state, step_rule_, current_stream(state_.device()).native_handle());
         if (matrices_) matrices_->begin(state_);
       },
       std::span(&norm, 1));
@@ -341,11 +320,7 @@ void Optimizer::Impl::update_piece(const GroupUpdate& update, const UpdatePiece&
   update.for_each_updated(piece, [&](UpdateSpan span) {
     const int64_t begin = span.flat_begin - piece.main().flat.begin;
     span.gradient = first + begin * static_cast<int64_t>(gradient.element_size());
-    if (state_.is_cpu()) {
-      update_on_cpu(span, rule_.math, *state_pointer(), team_);
-    } else {
-      update_on_device(span, rule_.math, state_pointer(), state_.device());
-    }
+    update_span(span, rule_.math, state_, team_);
   });
 }
 
@@ -367,14 +342,12 @@ Work Optimizer::Impl::update_unit(UnitUpdate& unit) {
 Optimizer::Impl::StartedUpdate Optimizer::Impl::start_update(UnitUpdate& unit, Work updated) {
   StartedUpdate started{.unit = &unit, .updated = std::move(updated)};
   for (const GroupUpdate& update : unit.groups)
-    if (update.group().is_quantized()) started.quantized.push_back(&update.group().quantized());
+    if (QuantizedWeights* quantized = update.group().quantized())
+      started.quantized.push_back(quantized);
   if (started.quantized.empty()) return started;
   started.updated = lane_->run(
       [all = started.quantized] {
-        for (QuantizedWeights* weights : all) {
-          weights->measure();
-          if (weights->casts_before_combining()) weights->cast();
-        }
+        for (QuantizedWeights* weights : all) weights->measure();
       },
       std::span(&started.updated, 1));
   for (QuantizedWeights* weights : started.quantized)
@@ -388,16 +361,15 @@ void Optimizer::Impl::end_update(StartedUpdate started) {
     work = lane_->run(
         [all = std::move(started.quantized)] {
           RECORD_FUNCTION("fsdp::quantize_unit", {});
-          for (QuantizedWeights* weights : all)
-            weights->casts_before_combining() ? weights->remember() : weights->cast();
+          for (QuantizedWeights* weights : all) weights->cast();
         },
         started.combined);
-  EngineAccess::of(sharded_).begin_update(*started.unit->unit, std::move(work));
+  engine_.begin(*started.unit->unit, std::move(work));
 }
 
 // --- what others see -----------------------------------------------------------------------------
 
-void Optimizer::Impl::wait() const { EngineAccess::of(sharded_).wait_updates(); }
+void Optimizer::Impl::wait() const { engine_.wait_updates(); }
 
 StepState Optimizer::Impl::state() const {
   begun_.wait();

@@ -11,22 +11,22 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/comm/operation.h"
 #include "fsdp/comm/rank_facts.h"
-#include "fsdp/comm/work.h"
 #include "fsdp/optim/adamw.h"
-#include "fsdp/optim/kernels/begin_step.h"
 #include "fsdp/optim/kernels/thread_team.h"
+#include "fsdp/optim/kernels/update_math.h"
 #include "fsdp/optim/matrix_updates.h"
 #include "fsdp/optim/optimizer.h"
 #include "fsdp/optim/parameter_rules.h"
 #include "fsdp/optim/shard_passes.h"
 #include "fsdp/optim/update_state.h"
+#include "fsdp/shard/engine/engine_views.h"
 
 namespace fsdp {
 
 class HostUpdates;
 class Lane;
-class ShardedUnit;
 
 // The properties in which optimizers differ.
 struct UpdateRule {
@@ -35,16 +35,9 @@ struct UpdateRule {
   std::vector<MomentKind> moments;
   double learning_rate = 0.0;
   ParameterRuleOptions parameters;
+  RankFacts facts;  // the optimizer's options, which ranks compare
   std::optional<MatrixRule> matrices = std::nullopt;  // of groups of matrices: instead of the above
 };
-
-// AdamW's, also of the parameters that Muon does not move; `name` is the optimizer's. UsageError
-// for options out of range.
-UpdateRule adamw_rule_of(const AdamWOptions& options, const std::string& name);
-
-// The options of an optimizer as facts that ranks compare, by the names of their fields. A rate
-// that is set later is not among them.
-RankFacts optimizer_facts(const UpdateRule& rule, const StepOptions& step);
 
 // UsageError that names the option, for a type that moments cannot have.
 DType moment_dtype(const char* field, at::ScalarType type);
@@ -106,7 +99,7 @@ class Optimizer::Impl {
 
   void add_units();
   void leave_out_missing();
-  // Of all gradients; of those of one grid, every element once.
+  // The squared norm of all gradients; of those of one grid, every element once.
   Work start_norm();
   Work start_norm(GridKind grid, const at::Tensor& norm);
   Work begin(Work norm);
@@ -122,18 +115,21 @@ class Optimizer::Impl {
   StartedUpdate start_update(UnitUpdate& unit, Work updated);
   void end_update(StartedUpdate started);
   // Factor of the learning rate of everything that Muon leaves to AdamW; else 1.
-  double rate_scale_beside_matrices() const;
+  double rate_scale_beside_matrices() const {
+    return rule_.matrices ? rule_.matrices->adamw_rate_scale : 1.0;
+  }
   bool is_of_matrices(const GroupUpdate& update) const {
     return matrices_.has_value() && update.group().has_matrices();
   }
   void update_piece(const GroupUpdate& update, const UpdatePiece& piece);
-  StepState* state_pointer() const;
   bool needs_norm() const;
   std::vector<OptimizerShard> shards_of(const GroupUpdate& update) const;
 
   const Sharded sharded_;  // first: its memory must outlive the members below
+  const UpdateView engine_;
   UpdateRule rule_;
-  const std::shared_ptr<const std::string> seat_;  // while it lives, this is the engine's optimizer
+  const std::shared_ptr<const std::string>
+      registration_;  // while it lives, this is the engine's optimizer
   const StepOptions options_;
   StepRule step_rule_;
   double learning_rate_;

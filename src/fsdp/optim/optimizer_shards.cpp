@@ -8,18 +8,10 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
 #include "fsdp/optim/optimizer_impl.h"
-#include "fsdp/shard/engine/engine.h"
 
 namespace fsdp {
 
 namespace {
-
-// This rank's part of a member, in the group's whole buffer.
-FlatRange held_flat(const ParamGroup& group, int64_t member) {
-  const FlatRange held = group.held_of(member);
-  const int64_t begin = group.layout().tensor_range(member).begin;
-  return {begin + held.begin, begin + held.end};
-}
 
 // The argument of set_shards(), by parameter and name.
 using Given = std::map<std::pair<std::string, std::string>, const OptimizerShard*>;
@@ -48,14 +40,13 @@ std::vector<OptimizerShard> Optimizer::Impl::shards_of(const GroupUpdate& update
   for (size_t which = 0; which < update.moments().size(); ++which) {
     for (int64_t i = 0; i < group.layout().num_tensors(); ++i) {
       const FlatRange held = group.held_of(i);
-      OptimizerShard& shard = shards.emplace_back();
-      shard.parameter = group.name_of(i);
-      shard.name = update.moments()[which].name;
-      shard.shape = group.layout().request().shapes[static_cast<size_t>(i)];
-      shard.begin = held.begin;
-      shard.values = at::empty({held.numel()}, at::kFloat);
-      shard.kept_in = update.moments()[which].dtype;
-      update.read_moment(which, held_flat(group, i), shard.values.mutable_data_ptr<float>());
+      shards.push_back({.parameter = group.name_of(i),
+                        .name = update.moments()[which].name,
+                        .shape = group.shape_of(i),
+                        .begin = held.begin,
+                        .values = at::empty({held.numel()}, at::kFloat),
+                        .kept_in = update.moments()[which].dtype});
+      update.read_moment(which, group.held_flat(i), shards.back().values.mutable_data_ptr<float>());
     }
   }
   return shards;
@@ -102,7 +93,7 @@ void Optimizer::Impl::set_shards(std::span<const OptimizerShard> shards) {
                 find(given, update->group().name_of(i), update->moments()[which].name);
             shard != nullptr && shard->values.defined()) {
           const at::Tensor values = shard->values.to(at::kCPU, at::kFloat).contiguous();
-          update->set_moment(which, held_flat(update->group(), i), values.const_data_ptr<float>());
+          update->set_moment(which, update->group().held_flat(i), values.const_data_ptr<float>());
         }
 }
 

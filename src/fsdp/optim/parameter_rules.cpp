@@ -4,7 +4,6 @@
 #include <cmath>
 
 #include "fsdp/base/check.h"
-#include "fsdp/base/glob.h"
 #include "fsdp/base/text.h"
 
 namespace fsdp {

@@ -60,16 +60,15 @@ struct RuleSpan {
   friend bool operator==(const RuleSpan&, const RuleSpan&) = default;
 };
 
-// In the order of the shard, and none of them empty: together exactly `shard` (all of a rank's
-// ranges, or those of one place: layout/state_bytes.h). A span is as long as possible inside one
-// range: tensors with equal hyper-parameters share a span. Padding belongs to the tensor before it,
-// at a range's begin to the one after it; a range of padding alone has the default
-// hyper-parameters. `of_tensors` has one entry per tensor of the layout.
+// Cuts `shard` (all of a rank's ranges, or those of one place: layout/state_bytes.h), in its order,
+// into the longest spans with equal hyper-parameters. Padding belongs to the tensor before it, at a
+// range's begin to the one after it; a range of padding alone has the default hyper-parameters.
+// `of_tensors` has one entry per tensor of the layout.
 std::vector<RuleSpan> rule_spans(const FlatLayout& layout,
                                  std::span<const HyperParameters> of_tensors,
                                  std::span<const ShardRange> shard);
 
-// The same of a layout of matrices: one span for each that the shard has, without padding.
+// rule_spans() for a layout of matrices: one span for each that the shard has, without padding.
 std::vector<RuleSpan> matrix_spans(const FlatLayout& layout,
                                    std::span<const HyperParameters> of_tensors,
                                    std::span<const ShardRange> shard);

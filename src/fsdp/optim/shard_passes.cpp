@@ -8,8 +8,8 @@
 
 #include "fsdp/base/integer.h"
 #include "fsdp/base/torch_dtype.h"
-#include "fsdp/optim/kernels/update_on_cpu.h"
-#include "fsdp/optim/kernels/update_on_device.h"
+#include "fsdp/optim/kernels/update_kernels.h"
+#include "fsdp/shard/group/flat_buffer.h"
 
 namespace fsdp {
 
@@ -28,25 +28,6 @@ int64_t num_parts(int64_t numel, int64_t num_threads) {
   return std::clamp(numel / kWorthAPart, num_awake, most);
 }
 
-void on_cpu(const UpdateSpan& span, const AdamWRule& rule, const StepState& state,
-            ElementRange range) {
-  adamw_on_cpu(span, rule, state, range);
-}
-void on_cpu(const UpdateSpan& span, const SgdRule& rule, const StepState& state,
-            ElementRange range) {
-  sgd_on_cpu(span, rule, state, range);
-}
-void on_device(const UpdateSpan& span, const AdamWRule& rule, const StepState* state,
-               void* stream) {
-  adamw_on_device(span, rule, state, stream);
-}
-void on_device(const UpdateSpan& span, const SgdRule& rule, const StepState* state, void* stream) {
-  sgd_on_device(span, rule, state, stream);
-}
-
-int num_moments(const AdamWRule&) { return 2; }
-int num_moments(const SgdRule& rule) { return rule.momentum == 0.0 ? 0 : 1; }
-
 // Sums of this many elements are added up in order, so that threads make no difference.
 constexpr int64_t kChunk = 65536;
 
@@ -55,23 +36,36 @@ constexpr int64_t kChunk = 65536;
 void update_on_cpu(const UpdateSpan& span, const UpdateMath& math, const StepState& state,
                    ThreadTeam& team) {
   const int64_t count = num_parts(span.numel, team.size());
-  std::visit(
-      [&](const auto& rule) {
-        check_span(span, num_moments(rule));
-        team.run(count,
-                 [&](int64_t i) { on_cpu(span, rule, state, piece_of_span(span, i, count)); });
-      },
-      math);
+  team.run(count, [&](int64_t i) {
+    const ElementRange part = piece_of_span(span, i, count);
+    if (const auto* adamw = std::get_if<AdamWRule>(&math))
+      adamw_on_cpu(span, *adamw, state, part);
+    else
+      sgd_on_cpu(span, std::get<SgdRule>(math), state, part);
+  });
 }
 
 void update_on_device(const UpdateSpan& span, const UpdateMath& math, const StepState* state,
                       c10::Device device) {
-  std::visit(
-      [&](const auto& rule) {
-        check_span(span, num_moments(rule));
-        on_device(span, rule, state, current_stream(device).native_handle());
-      },
-      math);
+  void* stream = current_stream(device).native_handle();
+  if (const auto* adamw = std::get_if<AdamWRule>(&math))
+    adamw_on_device(span, *adamw, state, stream);
+  else
+    sgd_on_device(span, std::get<SgdRule>(math), state, stream);
+}
+
+void update_span(const UpdateSpan& span, const UpdateMath& math, const at::Tensor& state,
+                 ThreadTeam& team) {
+  const auto* fields = static_cast<const StepState*>(state.const_data_ptr());
+  if (state.is_cpu())
+    update_on_cpu(span, math, *fields, team);
+  else
+    update_on_device(span, math, fields, state.device());
+}
+
+at::Tensor field_of(const at::Tensor& state, size_t offset, at::ScalarType dtype) {
+  return tensor_over(static_cast<std::byte*>(state.mutable_data_ptr()) + offset, 1, dtype,
+                     state.device());
 }
 
 void add_squared_norm(const at::Tensor& gradient, const at::Tensor& sum,

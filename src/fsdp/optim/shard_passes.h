@@ -4,11 +4,12 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
 
+#include <cstddef>
 #include <variant>
 
 #include "fsdp/base/device_stream.h"
-#include "fsdp/optim/kernels/begin_step.h"
 #include "fsdp/optim/kernels/thread_team.h"
 #include "fsdp/optim/kernels/update_math.h"
 #include "fsdp/optim/kernels/update_span.h"
@@ -26,6 +27,13 @@ void update_on_cpu(const UpdateSpan& span, const UpdateMath& math, const StepSta
 // Enqueued on the device's current stream; `state` is memory of the device.
 void update_on_device(const UpdateSpan& span, const UpdateMath& math, const StepState* state,
                       c10::Device device);
+
+// One of the two, where the bytes of `state` (a StepState) are.
+void update_span(const UpdateSpan& span, const UpdateMath& math, const at::Tensor& state,
+                 ThreadTeam& team);
+
+// A view of one field of a StepState, of which `state` has the bytes.
+at::Tensor field_of(const at::Tensor& state, size_t offset, at::ScalarType dtype = at::kDouble);
 
 // --- sum of squares ------------------------------------------------------------------------------
 

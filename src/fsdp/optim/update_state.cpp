@@ -7,8 +7,8 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/torch_dtype.h"
-#include "fsdp/optim/kernels/change_marks.h"
 #include "fsdp/optim/kernels/moments.h"
+#include "fsdp/optim/kernels/update_span.h"
 
 namespace fsdp {
 
@@ -299,7 +299,7 @@ void GroupUpdate::set_updates_of(int64_t member, int64_t updates, int64_t step) 
                           .num_missed = step - updates};
 }
 
-// By the whole layout, not by this rank's part of it: all ranks must come to the same end.
+// Looks at the whole layout, not at this rank's part of it: all ranks must come to the same end.
 void GroupUpdate::check_scales_end_with(int64_t member) const {
   const bool has_scales =
       std::any_of(moments_.begin(), moments_.end(),

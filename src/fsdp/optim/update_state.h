@@ -26,7 +26,7 @@ struct MomentKind {
   DType dtype = DType::kFloat32;
 };
 
-// Whether updates mark the weights whose bits they change (kernels/change_marks.h).
+// Whether updates mark the weights whose bits they change (kernels/update_span.h).
 enum class ChangeMarks : uint8_t { kNone, kKept };
 
 // The state of one MainWeightPiece, in the same memory as its main weights.
@@ -83,7 +83,7 @@ class UpdatePiece {
 // The state of a group's optimizer shard.
 class GroupUpdate {
  public:
-  // What a span is at most: everything with the same hyper-parameters, or one matrix.
+  // The most that a span may be: everything with the same hyper-parameters, or one matrix.
   enum class Spans : uint8_t { kLong, kMatrices };
 
   // `hyper` are the hyper-parameters of the group's members; `number` tells groups apart.
@@ -96,7 +96,7 @@ class GroupUpdate {
   std::vector<UpdatePiece>& pieces() { return pieces_; }
   const std::vector<UpdatePiece>& pieces() const { return pieces_; }
 
-  // As in UpdatePiece, for this rank's part of [flat).
+  // Those of UpdatePiece, for this rank's part of [flat).
   void read_moment(size_t which, FlatRange flat, float* values) const;
   void set_moment(size_t which, FlatRange flat, const float* values);
   const float* moment_in_host_memory(size_t which, FlatRange flat) const;

@@ -29,7 +29,7 @@ int64_t per_token_bytes(std::span<const KeptTensor> kept) {
   return sum;
 }
 
-// What is kept of a linear layer's input that nobody else keeps.
+// The bytes kept of a linear layer's input that nobody else keeps.
 std::vector<KeptTensor> kept_input(const char* what, int64_t width, const ActivationOptions& o) {
   if (!o.keeps_codes) return {{what, width, element_bytes(o.compute)}};
   return {{what, width, kCodeBytes}, {"scales of its codes", 1, kScaleBytes}};
@@ -44,7 +44,7 @@ std::vector<KeptTensor> kept_by_norm(int64_t hidden, int64_t element) {
   return {{"what is normed", hidden, element}, {"its norm's factors", 1, kFactorBytes}};
 }
 
-// Of parts with a layer that is not quantised, like a router.
+// The input of parts with a layer that is not quantised, like a router.
 std::vector<KeptTensor> kept_numbers(int64_t hidden, int64_t element) {
   return {{"normed", hidden, element}};
 }
@@ -81,28 +81,21 @@ BlockActivations attention_activations(const AttentionWidths& w, const Activatio
   return attention;
 }
 
-// The gradients of the product, and of gate and up, where the product is gone.
-BlockActivations gated_mlp_activations(int64_t hidden, int64_t intermediate,
-                                       const ActivationOptions& options) {
+// The gradients of the product, and of gate and up (or of what is squared), where the product is
+// gone.
+enum class Mlp : uint8_t { kGated, kSquared };
+BlockActivations mlp_activations(Mlp kind, int64_t hidden, int64_t intermediate,
+                                 const ActivationOptions& options) {
   const int64_t element = element_bytes(options.compute);
-  const std::vector<KeptTensor> product = kept_input("their product", intermediate, options);
+  const bool is_gated = kind == Mlp::kGated;
+  const std::vector<KeptTensor> product =
+      kept_input(is_gated ? "their product" : "its square", intermediate, options);
   BlockActivations mlp{
-      .kept = {{"gate", intermediate, element}, {"up", intermediate, element}},
+      .kept = {{is_gated ? "gate" : "what is above 0", intermediate, element}},
       .moments = {{.per_token = element * (hidden + 3 * intermediate) - per_token_bytes(product)}},
       .input = kept_input("normed", hidden, options)};
+  if (is_gated) mlp.kept.push_back({"up", intermediate, element});
   append(mlp.kept, product);
-  return mlp;
-}
-
-BlockActivations squared_mlp_activations(int64_t hidden, int64_t intermediate,
-                                         const ActivationOptions& options) {
-  const int64_t element = element_bytes(options.compute);
-  const std::vector<KeptTensor> square = kept_input("its square", intermediate, options);
-  BlockActivations mlp{
-      .kept = {{"what is above 0", intermediate, element}},
-      .moments = {{.per_token = element * (hidden + 3 * intermediate) - per_token_bytes(square)}},
-      .input = kept_input("normed", hidden, options)};
-  append(mlp.kept, square);
   return mlp;
 }
 
@@ -129,14 +122,16 @@ BlockActivations block_of(int64_t hidden, int64_t element, const BlockActivation
   return block;
 }
 
-AttentionWidths attention_of(const LlamaConfig& c) {
+template <typename Config>
+AttentionWidths attention_of(const Config& c) {
   const int64_t head_dim = head_dim_of(c);
-  return {.hidden = c.hidden_size,
-          .queries = c.num_attention_heads * head_dim,
-          .keys = c.num_key_value_heads * head_dim,
-          .heads = c.num_attention_heads,
-          .kv_heads = c.num_key_value_heads,
-          .qk_norm = c.qk_norm};
+  AttentionWidths widths{.hidden = c.hidden_size,
+                         .queries = c.num_attention_heads * head_dim,
+                         .keys = c.num_key_value_heads * head_dim,
+                         .heads = c.num_attention_heads,
+                         .kv_heads = c.num_key_value_heads};
+  if constexpr (requires { c.qk_norm; }) widths.qk_norm = c.qk_norm;
+  return widths;
 }
 
 int64_t positions_of(int64_t chunk, const ActivationOptions& options) {
@@ -153,7 +148,8 @@ bool is_known(const LlamaConfig& c, const ActivationOptions& options) {
 Blocks blocks_of(const LlamaConfig& c, const ActivationOptions& options) {
   if (!is_known(c, options)) return std::nullopt;
   const int64_t element = element_bytes(options.compute);
-  const BlockActivations mlp = gated_mlp_activations(c.hidden_size, c.intermediate_size, options);
+  const BlockActivations mlp =
+      mlp_activations(Mlp::kGated, c.hidden_size, c.intermediate_size, options);
   return std::vector(
       static_cast<size_t>(c.num_hidden_layers),
       block_of(c.hidden_size, element, attention_activations(attention_of(c), options), &mlp));
@@ -198,17 +194,11 @@ BlockActivations mamba_activations(const NemotronHConfig& c, const ActivationOpt
 Blocks blocks_of(const NemotronHConfig& c, const ActivationOptions& options) {
   if (c.num_nextn_predict_layers > 0) return std::nullopt;
   const int64_t element = element_bytes(options.compute);
-  const int64_t head_dim = head_dim_of(c);
   const auto mixer_of = [&](char kind) {
     if (kind == 'M') return mamba_activations(c, options);
-    if (kind == '*')
-      return attention_activations({.hidden = c.hidden_size,
-                                    .queries = c.num_attention_heads * head_dim,
-                                    .keys = c.num_key_value_heads * head_dim,
-                                    .heads = c.num_attention_heads,
-                                    .kv_heads = c.num_key_value_heads},
-                                   options);
-    if (kind != 'E') return squared_mlp_activations(c.hidden_size, c.intermediate_size, options);
+    if (kind == '*') return attention_activations(attention_of(c), options);
+    if (kind != 'E')
+      return mlp_activations(Mlp::kSquared, c.hidden_size, c.intermediate_size, options);
     const int64_t latent = c.moe_latent_size;
     BlockActivations experts = experts_activations({.hidden = c.hidden_size,
                                                     .tokens = latent > 0 ? latent : c.hidden_size,
@@ -262,15 +252,16 @@ Blocks blocks_of(const Qwen3NextConfig& c, const ActivationOptions& options) {
                                        ? delta_net_activations(c, options)
                                        : attention_activations(attention, options);
     const BlockActivations mlp =
-        has_experts(c, layer) ? experts_activations({.hidden = d.hidden_size,
-                                                     .tokens = d.hidden_size,
-                                                     .intermediate = c.moe_intermediate_size,
-                                                     .experts = c.num_experts,
-                                                     .chosen = c.num_experts_per_tok,
-                                                     .shared = c.shared_expert_intermediate_size,
-                                                     .is_shared_gated = true},
-                                                    options)
-                              : gated_mlp_activations(d.hidden_size, d.intermediate_size, options);
+        has_experts(c, layer)
+            ? experts_activations({.hidden = d.hidden_size,
+                                   .tokens = d.hidden_size,
+                                   .intermediate = c.moe_intermediate_size,
+                                   .experts = c.num_experts,
+                                   .chosen = c.num_experts_per_tok,
+                                   .shared = c.shared_expert_intermediate_size,
+                                   .is_shared_gated = true},
+                                  options)
+            : mlp_activations(Mlp::kGated, d.hidden_size, d.intermediate_size, options);
     blocks.push_back(block_of(d.hidden_size, element, mixer, &mlp));
   }
   return blocks;
@@ -345,9 +336,9 @@ BlockActivations experts_activations(const ExpertWidths& w, const ActivationOpti
     experts.kept.push_back({"where rows came from", in_rows(3) - w.chosen, kWidest});
   if (w.has_sigmoid_router) experts.kept.push_back({"tokens of the router", w.hidden, kWide});
   if (w.shared > 0)
-    append(experts.kept, (w.is_gated ? gated_mlp_activations(w.hidden, w.shared, options)
-                                     : squared_mlp_activations(w.hidden, w.shared, options))
-                             .kept);
+    append(experts.kept,
+           mlp_activations(w.is_gated ? Mlp::kGated : Mlp::kSquared, w.hidden, w.shared, options)
+               .kept);
   if (w.shared > 0 && w.is_shared_gated)
     append(experts.kept,
            {{"the shared expert's output", w.hidden, element}, {"its gate", 1, element}});
@@ -382,7 +373,7 @@ BlockActivations scan_activations(const NemotronHConfig& c, const ActivationOpti
                    {"x times the former", inner, kWide},
                    {"states, one by one and together", 2 * states, kWide},
                    {"what states add", inner, kWide}},
-          // Of decayed scores: their gradient, and what it is for decays and for scores, where the
+          // The gradient of decayed scores, and what it is for decays and for scores, where the
           // scores themselves are gone.
           .moments = {{.per_token = 2 * pairs * kWide}}};
 }

@@ -1,5 +1,5 @@
-// What the layers of a model keep from a forward to its backward on a GPU, and what that backward
-// has at most beside it: from the code of the layers (nn/).
+// Bytes that the layers of a model keep from a forward to its backward on a GPU, and what that
+// backward has at most beside it: from the code of the layers (nn/).
 #pragma once
 
 #include <cstdint>

@@ -7,10 +7,8 @@
 #include <utility>
 
 #include "fsdp/base/integer.h"
-#include "fsdp/layout/quantized_bytes.h"
 #include "fsdp/layout/state_bytes.h"
 #include "fsdp/plan/group_plan.h"
-#include "fsdp/plan/path_traffic.h"
 #include "fsdp/plan/pool_forecast.h"
 
 namespace fsdp {
@@ -62,7 +60,7 @@ MemoryBytes buffers_of(std::span<const GroupPlan> groups, const PlanOptions& opt
       return bytes_in(group.layout.shard_numel(placed, place), dtype);
     };
     bytes.weight += weight_bytes(types, group.layout.shard_numel(strategy.parameter, place));
-    bytes.weight += num_shared_scales(group) * shared_scale_bytes(options.weight_scaling);
+    bytes.weight += num_shared_scales(group) * kSharedScaleBytes;
     if (!types.trainable) continue;
     bytes.main_grad += held(strategy.gradient, types.main_grad);
     const StatePlaces places =
@@ -143,7 +141,35 @@ Padding padding_of(std::span<const GroupPlan> groups) {
   return {padded_bytes / tensor_bytes - 1, bound_bytes / tensor_bytes - 1};
 }
 
+// B (n-1)/n, without the product of two large numbers.
+int64_t received(int64_t buffer_bytes, int64_t num_ranks) {
+  return buffer_bytes - ceil_div(buffer_bytes, num_ranks);
+}
+
+// One axis of so many ranks; the buffer holds `bytes` when whole along it.
+AxisTraffic axis_traffic(Placement from, Placement to, int64_t bytes, int64_t num_ranks) {
+  AxisTraffic moved;
+  if (from == kS && to == kR) moved.all_gather = received(bytes, num_ranks);
+  if (from == kP && to == kS) moved.reduce_scatter = received(bytes, num_ranks);
+  if (from == kP && to == kR) moved.all_reduce = 2 * received(bytes, num_ranks);
+  return moved;  // equal placements and Replicate to Shard (a local view) move nothing
+}
+
+AxisTraffic& add(AxisTraffic& sum, const AxisTraffic& other) {
+  sum.all_gather += other.all_gather;
+  sum.reduce_scatter += other.reduce_scatter;
+  sum.all_reduce += other.all_reduce;
+  return sum;
+}
+
 }  // namespace
+
+Traffic path_traffic(PlacementPair from, PlacementPair to, int64_t bytes, MeshShape mesh) {
+  const bool inner_cut = from.inner == Placement::kShard || to.inner == Placement::kShard;
+  const int64_t outer_bytes = inner_cut ? ceil_div(bytes, mesh.inner) : bytes;
+  return {.inner = axis_traffic(from.inner, to.inner, bytes, mesh.inner),
+          .outer = axis_traffic(from.outer, to.outer, outer_bytes, mesh.outer)};
+}
 
 AxisTraffic Traffic::sum() const {
   AxisTraffic all = inner;

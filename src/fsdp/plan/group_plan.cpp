@@ -6,9 +6,7 @@
 #include <utility>
 
 #include "fsdp/base/check.h"
-#include "fsdp/base/glob.h"
 #include "fsdp/base/text.h"
-#include "fsdp/base/utf8.h"
 #include "fsdp/layout/matrix_owners.h"
 
 namespace fsdp {
@@ -33,7 +31,7 @@ void check_moment(const char* field, std::optional<DType> dtype) {
                             "; it must be fp32, bf16, fp16, fp8_e4m3, fp8_e5m2 or none"));
 }
 
-// What a rank has of a tensor before it is sharded. Slices are equal: group_tensors() has checked.
+// A rank's part of a tensor before it is sharded. Slices are equal: group_tensors() has checked.
 std::vector<int64_t> owned_shape(const TensorShape& tensor, ParameterKind kind, int64_t owners) {
   std::vector<int64_t> shape = tensor.shape;
   if (kind == ParameterKind::kExpert) shape[0] /= owners;
@@ -41,7 +39,7 @@ std::vector<int64_t> owned_shape(const TensorShape& tensor, ParameterKind kind, 
   return shape;
 }
 
-// As ParameterRecipes of the engine.
+// Does what ParameterRecipes does in the engine.
 class PlannedRecipes {
  public:
   PlannedRecipes(const ModelShape& model, const PlanOptions& options)
@@ -57,17 +55,8 @@ class PlannedRecipes {
   }
 
   void check_all_are_used() const {
-    std::vector<std::string> names;
-    for (const UnitShape& unit : model_.units)
-      for (const TensorShape& tensor : unit.tensors) names.push_back(tensor.name);
-    for (size_t i = 0; i < is_used_.size(); ++i) {
-      if (is_used_[i]) continue;
-      const std::string& pattern = options_.weights_except[i];
-      const std::string guess = nearest_to_glob(pattern, names);
-      throw UsageError(concat("weights_except has '", shown(pattern),
-                              "', which matches no tensor of '", shown(model_.name), "'",
-                              guess.empty() ? "" : concat("; did you mean '", shown(guess), "'?")));
-    }
+    for (size_t i = 0; i < is_used_.size(); ++i)
+      if (!is_used_[i]) refuse_unmatched("weights_except", options_.weights_except[i], model_);
     if (options_.weights == WeightRecipe::kPlain || quantizes_) return;
     throw UsageError(concat("weights is ", row_of(options_.weights).name, ", but model '",
                             shown(model_.name),
@@ -121,7 +110,6 @@ UnlaidGroup unlaid_group(int64_t unit, const TensorGroup& group, const UnitShape
       .element_bytes = narrowest_bytes(types),
       .inner_ranks = mesh.inner,
       .outer_ranks = mesh.outer,
-      .align_bytes = align_bytes(types),
       .granularity = group.has_matrices ? Granularity::tensor() : options.granularity};
   for (const int64_t index : group.tensors) {
     const TensorShape& tensor = shape.tensors[static_cast<size_t>(index)];
@@ -233,7 +221,7 @@ std::vector<GroupPlan> lay_out(const ModelShape& model, const PlanOptions& optio
     deal_matrices(requests);
   }
   std::vector<GroupPlan> groups;
-  // What each rank of a grid holds of whole tensors so far. Without it the largest tensor of every
+  // The load of whole tensors on each rank of a grid so far. Without it the largest tensor of every
   // unit would go to the first rank.
   std::array<std::vector<int64_t>, kGridKinds.size()> held_by_grid;
   for (UnlaidGroup& group : unlaid) {

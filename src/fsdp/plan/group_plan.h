@@ -6,8 +6,8 @@
 
 #include "fsdp/layout/flat_layout.h"
 #include "fsdp/layout/group_types.h"
+#include "fsdp/plan/forecast.h"
 #include "fsdp/plan/model_shape.h"
-#include "fsdp/plan/plan_options.h"
 
 namespace fsdp {
 
@@ -29,5 +29,10 @@ std::vector<GroupPlan> lay_out(const ModelShape& model, const PlanOptions& optio
 // A rank's place in the grid of a group; those that own its slices, which are neighbours, share
 // one.
 MeshCoordinate place_of(int64_t rank, const GroupPlan& group, const PlanOptions& options);
+
+// The bytes that a rank receives when a buffer goes from one placement to another, in
+// Traffic::inner and Traffic::outer. A gather widens outer then inner, a reduction narrows inner
+// then outer, so that the outer axis always sees the smaller buffer.
+Traffic path_traffic(PlacementPair from, PlacementPair to, int64_t bytes, MeshShape mesh);
 
 }  // namespace fsdp

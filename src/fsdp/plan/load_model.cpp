@@ -225,6 +225,8 @@ bool is_known_model_type(std::string_view model_type) {
   return std::find(types.begin(), types.end(), model_type) != types.end();
 }
 
+namespace {
+
 ModelShape load_model_file(const std::string& path) {
   constexpr int64_t kMaxBytes = int64_t{64} << 20;
   struct stat status {};
@@ -233,6 +235,8 @@ ModelShape load_model_file(const std::string& path) {
                             "of ", join(model_names(), ", ")));
   return parse_model(read_text_file(path, kMaxBytes), path);
 }
+
+}  // namespace
 
 ModelShape load_model(const std::string& name_or_path) {
   if (name_or_path.ends_with(".json") || name_or_path.find('/') != std::string::npos)

@@ -4,10 +4,8 @@
 #include <unordered_set>
 
 #include "fsdp/base/check.h"
-#include "fsdp/base/glob.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
-#include "fsdp/base/utf8.h"
 
 namespace fsdp {
 
@@ -43,7 +41,7 @@ void validate_uses(const ModelShape& model) {
                 axis, " must divide their number"));
 }
 
-// As the engine places it: parallel_parameters.h.
+// Places it like the engine: parameter_traits.h.
 ParameterKind kind_of(const TensorShape& tensor, const ParallelSizes& sizes) {
   if (tensor.num_experts > 0 && sizes.ep > 1) {
     if (tensor.num_experts % sizes.ep != 0)
@@ -111,10 +109,17 @@ void ModelShape::validate() const {
                   " parameters; check its shapes"));
 }
 
-void declare_experts(ModelShape& model, const std::vector<std::string>& patterns) {
+void refuse_unmatched(const char* field, const std::string& pattern, const ModelShape& model) {
   std::vector<std::string> names;
   for (const UnitShape& unit : model.units)
     for (const TensorShape& tensor : unit.tensors) names.push_back(tensor.name);
+  const std::string guess = nearest_to_glob(pattern, names);
+  refuse(concat(field, " has '", shown(pattern), "', which matches no tensor of '",
+                shown(model.name), "'",
+                guess.empty() ? "" : concat("; did you mean '", shown(guess), "'?")));
+}
+
+void declare_experts(ModelShape& model, const std::vector<std::string>& patterns) {
   for (const std::string& pattern : patterns) {
     bool is_used = false;
     for (UnitShape& unit : model.units)
@@ -131,11 +136,7 @@ void declare_experts(ModelShape& model, const std::vector<std::string>& patterns
                  "tp: narrow the pattern");
         tensor.num_experts = tensor.shape.front();
       }
-    if (is_used) continue;
-    const std::string guess = nearest_to_glob(pattern, names);
-    refuse(concat("expert_parameters has '", shown(pattern), "', which matches no tensor of '",
-                  shown(model.name), "'",
-                  guess.empty() ? "" : concat("; did you mean '", shown(guess), "'?")));
+    if (!is_used) refuse_unmatched("expert_parameters", pattern, model);
   }
 }
 

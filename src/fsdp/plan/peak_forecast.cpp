@@ -6,7 +6,6 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
-#include "fsdp/layout/quantized_bytes.h"
 #include "fsdp/layout/state_bytes.h"
 
 namespace fsdp {
@@ -21,8 +20,8 @@ constexpr int64_t kSharedSegment = 20 * kMiB;
 constexpr int64_t kOwnSegment = 10 * kMiB;  // from here on
 constexpr int64_t kSegmentUnit = 2 * kMiB;
 
-// What libtorch gives cuBLAS on Hopper, once for the thread that runs the forward and once for that
-// of the backward.
+// The workspace that libtorch gives cuBLAS on Hopper, once for the thread that runs the forward and
+// once for that of the backward.
 constexpr int64_t kWorkspaceBytes = 2 * (int64_t{32} << 20);
 // Measured on an H200 with CUDA 13.0 (bench/results): the context, and kernels as they are loaded.
 constexpr int64_t kContextBytes = 810'000'000;
@@ -31,7 +30,7 @@ constexpr int64_t kSumBytes = 4;    // of narrow products that are added up
 constexpr int64_t kSumsOfLoss = 3;  // per token
 constexpr int64_t kTokenBytes = 8;
 
-// What a rank's main gradients of each unit take.
+// The bytes of a rank's main gradients, by unit.
 std::vector<int64_t> gradients_by_unit(std::span<const GroupPlan> groups, size_t num_units,
                                        PlacementPair placed) {
   std::vector<int64_t> bytes(num_units, 0);
@@ -42,7 +41,7 @@ std::vector<int64_t> gradients_by_unit(std::span<const GroupPlan> groups, size_t
   return bytes;
 }
 
-// What rounding adds to the pieces that stay, in the order in which they are taken.
+// The bytes that rounding adds to the pieces that stay, in the order in which they are taken.
 int64_t rounding_of_state(std::span<const GroupPlan> groups, const PlanOptions& options,
                           GradientLifetime lifetime) {
   AllocatorBlocks blocks;
@@ -164,7 +163,8 @@ PeakForecast forecast_peak(const ModelShape& model, std::span<const GroupPlan> g
                        .rounding = rounding,
                        .context = kContextBytes});
   };
-  // What the blocks before each one keep while none of them is computed again; and all of them.
+  // The bytes that the blocks before each one keep while none of them is computed again; and all of
+  // them.
   std::vector<int64_t> kept_before = {0};
   for (const BlockActivations& block : blocks)
     kept_before.push_back(checked_add(

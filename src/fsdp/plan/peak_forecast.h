@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "fsdp/base/weight_recipe.h"
-#include "fsdp/memory/group_memory.h"
+#include "fsdp/memory/bucket.h"
 #include "fsdp/nn/config/logit_memory.h"
 #include "fsdp/plan/activations.h"
 #include "fsdp/plan/forecast.h"
@@ -30,7 +30,7 @@ class AllocatorBlocks {
   std::multiset<int64_t> rests_;  // of segments, free
 };
 
-// What one rank computes at a time.
+// The batch that one rank computes at a time.
 struct BatchShape {
   int64_t rows = 0;      // sequences
   int64_t sequence = 0;  // tokens of each
@@ -59,7 +59,7 @@ struct PeakForecast {
   // Beside what libtorch's allocator gives out: the CUDA context with its kernels.
   int64_t context = 0;
 
-  // What libtorch's allocator has given out.
+  // The bytes that libtorch's allocator has given out.
   int64_t allocated() const {
     return state + gradients + activations + working + workspaces + rounding;
   }

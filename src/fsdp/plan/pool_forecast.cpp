@@ -7,10 +7,10 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
-#include "fsdp/memory/arena/prefetch_plan.h"
+#include "fsdp/memory/bucket.h"
 #include "fsdp/memory/bucket_pool.h"
-#include "fsdp/memory/group_memory.h"
 #include "fsdp/memory/live_trace.h"
+#include "fsdp/memory/pool/planned_pool.h"
 
 namespace fsdp {
 

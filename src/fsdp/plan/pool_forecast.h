@@ -1,4 +1,5 @@
-// What the bucket pool of one rank will take, and how often it makes a unit gather its weights.
+// The bytes that the bucket pool of one rank will take, and how often it makes a unit gather its
+// weights.
 #pragma once
 
 #include <cstdint>
@@ -10,14 +11,10 @@
 namespace fsdp {
 
 struct PoolForecast {
-  // What gathered weights alone need.
-  int64_t weight_bytes = 0;
-  // What unreduced gradients add to that, and the slots of casts before the last reductions.
-  int64_t grad_bytes = 0;
-  // The depth of the plan: as asked for, or the deepest that fits the budget.
-  int64_t prefetch = 0;
-  // By unit, in one step; 0 where weights are not sharded.
-  std::vector<int64_t> num_gathers;
+  int64_t weight_bytes = 0;  // that gathered weights alone would need
+  int64_t grad_bytes = 0;    // that unreduced gradients, and casts before the last reductions, add
+  int64_t prefetch = 0;      // as asked for, or the deepest that fits the budget
+  std::vector<int64_t> num_gathers;  // by unit, in one step; 0 where weights are not sharded
 };
 
 PoolForecast forecast_pool(const ModelShape& model, std::span<const GroupPlan> groups,

@@ -1,5 +1,5 @@
-// What fits into the whole memory of a rank: how deep one plan may prefetch, and which plans fit on
-// which numbers of ranks.
+// Answers what fits into the whole memory of a rank: how deep one plan may prefetch, and which
+// plans fit on which numbers of ranks.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +39,7 @@ struct FitQuestion {
   int64_t num_answers = 1;           // as many of them as fit anything
   int64_t budget_bytes = 0;
   RecomputeSearch recompute = RecomputeSearch::kAsGiven;
-  // What a rank computes at a time if there are so many; nullopt: not known.
+  // The batch that a rank computes at a time if there are so many; nullopt: not known.
   std::function<std::optional<PeakOptions>(int64_t num_ranks)> batch_of;
 };
 

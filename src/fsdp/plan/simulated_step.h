@@ -10,7 +10,7 @@
 
 namespace fsdp {
 
-// What one unit takes, in microseconds.
+// The times of one unit, in microseconds.
 struct UnitTimes {
   std::string name;
   double forward = 0;   // computing
@@ -25,7 +25,7 @@ struct UnitTimes {
   double refresh = 0;        // once in a step, with the first gather after an update
   double reduce = 0;         // after every backward
   double reduce_at_end = 0;  // after the last backward of a step, too
-  // The same over the outer axis, which has communicators of its own.
+  // The reductions over the outer axis, which has communicators of its own.
   double reduce_over_outer = 0;
   double update = 0;   // where the model computes
   double offload = 0;  // of what is on the host: both copies and the update

@@ -1,18 +1,12 @@
 #include "fsdp/plan/time_forecast.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
-#include <variant>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
-#include "fsdp/layout/quantized_bytes.h"
-#include "fsdp/nn/config/flops.h"
-#include "fsdp/plan/path_traffic.h"
-#include "fsdp/plan/published_links.h"
-#include "fsdp/plan/step_work.h"
-#include "fsdp/plan/update_work.h"
+#include "fsdp/layout/state_bytes.h"
+#include "fsdp/plan/flops.h"
 
 namespace fsdp {
 
@@ -20,62 +14,127 @@ namespace {
 
 // --- links ---------------------------------------------------------------------------------------
 
-struct Links {
-  const RateTable& rates;
-  std::optional<LinkSpeed> inner;
-  std::optional<LinkSpeed> outer;
-  std::optional<LinkSpeed> group;
+constexpr int64_t kGpusOfHost = 8;
 
-  // One collective over one axis; `received` of it by this rank.
-  double us(const char* work, int64_t received, double whole_of_received, int64_t num_ranks,
-            const std::optional<LinkSpeed>& link) const {
-    if (received == 0) return 0.0;
-    const RateGrid* measured = rates.find(work);
-    const auto whole = static_cast<int64_t>(static_cast<double>(received) * whole_of_received);
-    const double here = measured == nullptr ? 0.0 : measured->us_at(std::array{num_ranks, whole});
-    if (link)
-      return std::max(here,
-                      link->latency_us + 1e6 * static_cast<double>(received) / link->bytes_per_s);
-    if (measured == nullptr)
-      throw UsageError(concat("the rates of ", rates.machine,
-                              " have no link between ranks; give the bytes per second that a rank "
-                              "receives, e.g. --link 300GB"));
-    return here;
-  }
+// Makers' pages name the sum of both directions.
+constexpr std::array<PublishedLink, 4> kPublishedLinks = {{{"nvlink3", 300e9, {"A100"}},
+                                                           {"nvlink4", 450e9, {"H100", "H200"}},
+                                                           {"nvlink5", 900e9, {"B200"}},
+                                                           {"400g", 50e9}}};
 
-  double us(const AxisTraffic& moved, int64_t num_ranks,
-            const std::optional<LinkSpeed>& link) const {
-    if (num_ranks == 1) return 0.0;
-    const double share = static_cast<double>(num_ranks) / static_cast<double>(num_ranks - 1);
-    return us("all_gather", moved.all_gather, share, num_ranks, link) +
-           us("reduce_scatter", moved.reduce_scatter, share, num_ranks, link) +
-           us("all_reduce", moved.all_reduce, share / 2, num_ranks, link);
+const PublishedLink* link_of_host(const std::string& machine) {
+  for (const PublishedLink& link : kPublishedLinks)
+    for (const std::string_view name : link.machines)
+      if (!name.empty() && machine.find(name) != std::string::npos) return &link;
+  return nullptr;
+}
+
+// Sets the links that ranks need, where neither the user nor a measurement has any.
+std::vector<UsedLink> add_published_links(TimeOptions& options, const PlanOptions& plan,
+                                          const Rates& rates) {
+  const PublishedLink* const of_host = link_of_host(rates.machine);
+  if (options.inner_link || !rates.links.empty() || of_host == nullptr) return {};
+  std::vector<UsedLink> used;
+  const auto add = [&](const char* axis, std::optional<LinkSpeed>& speed, int64_t neighbours) {
+    if (speed || neighbours == 1) return;
+    const PublishedLink& link = neighbours <= kGpusOfHost ? *of_host : kPublishedLinks.back();
+    speed = LinkSpeed{link.bytes_per_s, options.latency_us};
+    used.push_back({axis, link});
+  };
+  add("inner", options.inner_link, plan.ranks / plan.outer);
+  add("outer", options.outer_link, plan.outer == 1 ? 1 : plan.ranks);
+  add("group", options.group_link, std::max(plan.tp, plan.ep));
+  return used;
+}
+
+double us_of(const LinkSpeed& link, int64_t received) {
+  return link.latency_us + 1e6 * static_cast<double>(received) / link.bytes_per_s;
+}
+
+class Links {
+ public:
+  Links(const Rates& rates, const TimeOptions& options)
+      : rates_(rates),
+        inner_(options.inner_link),
+        outer_(options.outer_link ? options.outer_link : options.inner_link),
+        group_(options.group_link) {}
+
+  double us(const Traffic& moved, MeshShape mesh) const {
+    return us(moved.inner, mesh.inner, inner_) + us(moved.outer, mesh.outer, outer_);
   }
 
   // Ranks of a tp group are neighbours of a row; those of an ep group may be of several rows.
   double us(const std::vector<Exchange>& exchanges, const PlanOptions& options) const {
     double sum = 0.0;
     for (const Exchange& exchange : exchanges) {
-      const bool is_tensor = exchange.axis == ExchangeAxis::kTensor;
-      const int64_t ranks = is_tensor ? options.tp : options.ep;
+      const int64_t ranks = exchange.axis == ExchangeAxis::kTensor ? options.tp : options.ep;
       const std::optional<LinkSpeed>& axis =
-          ranks > options.ranks / options.outer && outer ? outer : inner;
-      const double whole = static_cast<double>(ranks) / static_cast<double>(ranks - 1);
-      sum += us(exchange.collective, std::llround(static_cast<double>(exchange.bytes) / whole),
-                whole, ranks, group ? group : axis);
+          ranks > options.ranks / options.outer ? outer_ : inner_;
+      sum += us(exchange.collective, exchange.bytes - exchange.bytes / ranks, ranks,
+                group_ ? group_ : axis);
     }
     return sum;
   }
 
-  double us(const Traffic& moved, MeshShape mesh) const {
-    return us(moved.inner, mesh.inner, inner) + us(moved.outer, mesh.outer, outer ? outer : inner);
+ private:
+  double us(const AxisTraffic& moved, int64_t ranks, const std::optional<LinkSpeed>& link) const {
+    return us("all_gather", moved.all_gather, ranks, link) +
+           us("reduce_scatter", moved.reduce_scatter, ranks, link) +
+           us("all_reduce", moved.all_reduce, ranks, link);
   }
+
+  // No faster than it was measured, whatever the link could do.
+  double us(const char* collective, int64_t received, int64_t ranks,
+            const std::optional<LinkSpeed>& link) const {
+    if (received == 0) return 0.0;
+    const LinkSpeed* const measured = find_measured(collective, ranks);
+    if (!link && measured == nullptr)
+      throw UsageError(concat("the rates of ", rates_.machine,
+                              " have no link between ranks; give the bytes per second that a rank "
+                              "receives, e.g. --link 300GB"));
+    return std::max(link ? us_of(*link, received) : 0.0,
+                    measured != nullptr ? us_of(*measured, received) : 0.0);
+  }
+
+  // By the most ranks that were measured and are no more than these, else by the fewest.
+  const LinkSpeed* find_measured(std::string_view collective, int64_t ranks) const {
+    const MeasuredLink* best = nullptr;
+    for (const MeasuredLink& link : rates_.links)
+      if (link.collective == collective &&
+          (best == nullptr || (link.ranks <= ranks ? best->ranks > ranks || link.ranks > best->ranks
+                                                   : link.ranks < best->ranks)))
+        best = &link;
+    return best == nullptr ? nullptr : &best->speed;
+  }
+
+  const Rates& rates_;
+  const std::optional<LinkSpeed> inner_;
+  const std::optional<LinkSpeed> outer_;
+  const std::optional<LinkSpeed> group_;
 };
 
-// --- units ---------------------------------------------------------------------------------------
+// --- updates -------------------------------------------------------------------------------------
+
+// Bytes that the update of an element reads and writes. On the host no weight is split.
+enum class StateMemory : uint8_t { kDevice, kHost };
+int64_t bytes_of_element(const GroupTypes& types, StateMemory memory) {
+  const auto both_ways = [](const std::optional<DType>& type) {
+    return type ? 2 * element_bytes(*type) : 0;
+  };
+  const int64_t state = element_bytes(types.main_grad) + both_ways(types.first_moment) +
+                        both_ways(types.second_moment);
+  if (!types.main_weight) return state + 2 * element_bytes(types.weight);
+  // Both halves of a split weight are its main weight; codes are made afterwards.
+  const bool is_split = types.split && memory == StateMemory::kDevice;
+  return state + 8 + (is_split || types.is_quantized() ? 0 : element_bytes(types.weight));
+}
+
+// Bytes per code that is made of a main weight: two passes, over matrices that are too small to be
+// as fast as an update.
+constexpr int64_t kCodesBytes = 14;
 
 void add_group(UnitTimes& unit, const GroupPlan& group, const PlanOptions& options,
-               const Links& links) {
+               const Links& links, const Rates& rates) {
   constexpr PlacementPair kWhole = {Placement::kReplicate, Placement::kReplicate};
   constexpr PlacementPair kUnreduced = {Placement::kPartial, Placement::kPartial};
   const Strategy& strategy = options.strategy;
@@ -94,74 +153,119 @@ void add_group(UnitTimes& unit, const GroupPlan& group, const PlanOptions& optio
   at_end.outer = {};
   unit.reduce_at_end += links.us(at_end, group.mesh);
   const auto held = static_cast<double>(group.layout.max_shard_numel(strategy.optimizer));
-  const auto on_host = static_cast<int64_t>(std::llround(held * options.offload));
-  const int64_t on_device = static_cast<int64_t>(held) - on_host;
-  if (!group.has_matrices()) unit.update += update_us(group.types, on_device, links.rates);
-  unit.update += codes_us(group, static_cast<int64_t>(held), links.rates);
-  unit.offload += offloaded_update_us(group.types, on_host, links.rates);
+  const auto bytes = [&](StateMemory memory) {
+    return held * static_cast<double>(bytes_of_element(group.types, memory));
+  };
+  if (!group.has_matrices())
+    unit.update += 1e6 * (1 - options.offload) * bytes(StateMemory::kDevice) / rates.bytes_per_s;
+  if (group.types.is_quantized()) unit.update += 1e6 * held * kCodesBytes / rates.bytes_per_s;
+  if (options.offload == 0) return;
+  if (rates.offload_bytes_per_s == 0)
+    throw UsageError(concat("the rates of ", rates.machine,
+                            " have no updates of offloaded state; measure them with fsdp plan "
+                            "--calibrate and --offload, or plan without --rates"));
+  unit.offload += 1e6 * options.offload * bytes(StateMemory::kHost) / rates.offload_bytes_per_s;
 }
 
-// What the host takes to ask for a step that is not recorded.
-struct HostTimes {
-  double block = 0.0;     // forward and backward
-  double matrices = 0.0;  // of Muon's update, beside that of AdamW
-};
+// A pass over the gradients for their norm, where no reduction at the cycle's end sums the squares.
+double norm_us(std::span<const GroupPlan> groups, const PlanOptions& options, const Rates& rates) {
+  double bytes = 0;
+  for (const GroupPlan& group : groups)
+    if (group.types.trainable && group.mesh.inner * group.mesh.outer == 1)
+      bytes += static_cast<double>(group.layout.max_shard_numel(options.strategy.gradient) *
+                                   element_bytes(group.types.main_grad));
+  return 1e6 * bytes / rates.bytes_per_s;
+}
 
-HostTimes host_times(const RateTable& rates, const TimeOptions& options, const ModelShape& model,
-                     double most_matrices) {
-  const auto num_blocks = static_cast<int64_t>(model.units.size()) - 2;
-  const bool is_apart = rates.device != "cpu" && !options.is_recorded && num_blocks > 0;
-  if (!is_apart) return {};
-  const auto us = [&](const char* work) { return rates.us(work, std::array{num_blocks}); };
-  const bool has_experts = std::holds_alternative<MixtralConfig>(*model.layers);
-  HostTimes times{.block = us(has_experts ? "host step experts" : "host step") /
-                           static_cast<double>(num_blocks)};
-  if (most_matrices > 0.0)
-    times.matrices = most_matrices * std::max(0.0, us("host step muon") - us("host step"));
-  return times;
+// The busiest owner of Muon's matrices decides when a unit can be gathered. Owners take the units
+// in the same order, so each unit has its share of that time.
+double add_matrices(std::vector<UnitTimes>& units, std::span<const GroupPlan> groups,
+                    const MatrixForecast& matrices, double flops_per_s) {
+  constexpr double kIterations = 5;
+  if (matrices.num_matrices == 0) return 0;
+  const double us = 1e6 * kIterations * matrices.most_flops / flops_per_s;
+  double all = 0;
+  for (const GroupPlan& group : groups)
+    if (group.has_matrices()) all += static_cast<double>(group.layout.padded_numel());
+  for (const GroupPlan& group : groups)
+    if (group.has_matrices())
+      units[static_cast<size_t>(group.unit)].update +=
+          us * static_cast<double>(group.layout.padded_numel()) / all;
+  return us;
+}
+
+// The most of all matrices.
+double most_of_a_rank(const MatrixForecast& matrices, int64_t ranks) {
+  return matrices.num_matrices == 0
+             ? 0
+             : static_cast<double>(matrices.num_matrices) * matrices.most_flops /
+                   (matrices.mean_flops * static_cast<double>(ranks));
 }
 
 // How many ranks share a core.
-double ranks_per_core(const RateTable& rates, const PlanOptions& options) {
+double ranks_per_core(const Rates& rates, const PlanOptions& options) {
   if (rates.device != "cpu" || rates.cores == 0) return 1.0;
   return std::max(
       1.0, static_cast<double>(options.ranks * rates.threads) / static_cast<double>(rates.cores));
 }
 
-ModelWork known_work(const ModelShape& model, const PlanOptions& options, const PeakOptions& batch,
-                     const RateTable& rates) {
-  const std::optional<ModelWork> work =
-      model.layers ? work_of(*model.layers, {.compute = options.compute,
-                                             .weights = options.weights,
-                                             .rows = batch.batch.rows,
-                                             .sequence = batch.batch.sequence,
-                                             .tp = options.tp,
-                                             .ep = options.ep,
-                                             .expert_capacity = batch.expert_capacity,
-                                             .logit_bytes = batch.logit_bytes,
-                                             .on_cpu = rates.device == "cpu"})
-                   : std::nullopt;
-  if (!work)
-    throw UsageError(concat("the time of model '", model.name,
-                            "' is not known; it is for the Llama family and Mixtral's experts, "
-                            "without quantised experts, multi-token prediction, and windows "
-                            "(sliding_window) shorter than a sequence; plan without --rates"));
-  return *work;
+UnitTimes unit_times(const std::string& name, const UnitCost& cost, const Links& links,
+                     const PlanOptions& plan, double factor, bool recomputes) {
+  // A block's host asks for about twice as much in the backward.
+  UnitTimes times{.name = name,
+                  .forward = factor * cost.compute.forward,
+                  .backward = factor * cost.compute.backward,
+                  .exchange_forward = links.us(cost.forward, plan),
+                  .exchange_backward = links.us(cost.backward, plan),
+                  .host_forward = cost.host_us / 3,
+                  .host_backward = cost.host_us * 2 / 3};
+  if (recomputes) {
+    times.backward += times.forward;
+    times.exchange_backward += times.exchange_forward;
+    times.host_backward += times.host_forward;
+  }
+  return times;
 }
 
 }  // namespace
 
+const PublishedLink* find_published_link(std::string_view name) {
+  const auto* const found =
+      std::find_if(kPublishedLinks.begin(), kPublishedLinks.end(),
+                   [&](const PublishedLink& link) { return link.name == name; });
+  return found == kPublishedLinks.end() ? nullptr : found;
+}
+
+std::string published_link_names() {
+  std::vector<std::string> names;
+  for (const PublishedLink& link : kPublishedLinks) names.emplace_back(link.name);
+  return join(names, ", ");
+}
+
+double update_bytes(std::span<const GroupPlan> groups, double offload) {
+  int64_t bytes = 0;
+  for (const GroupPlan& group : groups)
+    if (group.types.trainable)
+      bytes += group.layout.padded_numel() *
+               (offload > 0 ? bytes_of_element(group.types, StateMemory::kHost)
+                            : bytes_of_element(group.types, StateMemory::kDevice) +
+                                  element_bytes(group.types.main_grad));
+  return static_cast<double>(bytes);
+}
+
 TimeForecast forecast_time(const ModelShape& model, std::span<const GroupPlan> groups,
                            const Forecast& forecast, const PeakOptions& batch,
-                           const TimeOptions& given, const RateTable& rates) {
+                           const TimeOptions& given, const Rates& rates) {
   const PlanOptions& plan = forecast.options;
   TimeOptions options = given;
-  const std::vector<UsedLink> published = add_published_links(options, plan, rates);
-  const ModelWork work = known_work(model, plan, batch, rates);
-  const Links links{rates, options.inner_link, options.outer_link, options.group_link};
+  TimeForecast result;
+  result.published_links = add_published_links(options, plan, rates);
+  ModelCosts costs = costs_of(model, plan, batch, rates);
+  result.source = costs.source;
+  result.measured = costs.measured;
+  const Links links(rates, options);
   const double factor = ranks_per_core(rates, plan);
-  const MatrixTimes matrices = matrix_times(groups, plan, model.units.size(), rates);
-  const HostTimes host = host_times(rates, options, model, matrices.most_of_a_rank);
+  const bool host_is_apart = rates.device != "cpu" && !options.is_recorded;
 
   StepTimes times{
       .units = {},
@@ -169,47 +273,24 @@ TimeForecast forecast_time(const ModelShape& model, std::span<const GroupPlan> g
                               std::vector<int32_t>(model.ends.begin(), model.ends.end())),
       .prefetch = forecast.prefetch,
       .microbatches = options.microbatches,
-      .host_update = host.matrices,
+      .between = factor * norm_us(groups, plan, rates),
+      .host_update = host_is_apart
+                         ? most_of_a_rank(forecast.matrices, plan.ranks) * rates.host_us_per_matrix
+                         : 0.0,
       .updates_beside = rates.device == "cpu" && plan.ranks * rates.threads < rates.cores};
   for (size_t i = 0; i < model.units.size(); ++i) {
-    const bool is_block = i > 0 && i + 1 < model.units.size();
-    const UnitWork& unit = i == 0 ? work.embedding : is_block ? work.block : work.head;
-    UnitTimes each{.name = model.units[i].name,
-                   .forward = factor * us_of(unit.forward.items, rates),
-                   .backward = factor * us_of(unit.backward.items, rates),
-                   .exchange_forward = links.us(unit.forward.exchanges, plan),
-                   .exchange_backward = links.us(unit.backward.exchanges, plan)};
-    // A block's host asks for about twice as much in the backward.
-    if (is_block) {
-      each.host_forward = host.block / 3;
-      each.host_backward = host.block - each.host_forward;
-    }
-    if (is_block && batch.recomputes_blocks) {
-      each.backward += each.forward;
-      each.exchange_backward += each.exchange_forward;
-      each.host_backward += each.host_forward;
-    }
-    times.units.push_back(std::move(each));
+    const bool is_block = i > 0 && model.units[i].name != "lm_head";
+    if (!host_is_apart) costs.units[i].host_us = 0;
+    times.units.push_back(unit_times(model.units[i].name, costs.units[i], links, plan, factor,
+                                     is_block && batch.recomputes_blocks));
   }
-  for (const GroupPlan& group : groups) {
-    UnitTimes& unit = times.units[static_cast<size_t>(group.unit)];
-    add_group(unit, group, plan, links);
-    // Where a reduction ends the cycle it has summed the squares; else a pass does.
-    const bool is_reduced = group.mesh.inner * group.mesh.outer > 1;
-    if (group.types.trainable && !is_reduced)
-      times.between +=
-          factor *
-          rates.us("squared sum", std::array{group.layout.max_shard_numel(plan.strategy.gradient)});
-  }
-  double matrices_us = 0.0;
-  for (size_t i = 0; i < times.units.size(); ++i) {
-    double& update = times.units[i].update;
-    update = factor * (update + matrices.units[i]);
-    matrices_us += factor * matrices.units[i];
-  }
+  for (const GroupPlan& group : groups)
+    add_group(times.units[static_cast<size_t>(group.unit)], group, plan, links, rates);
+  result.matrices_us =
+      factor * add_matrices(times.units, groups, forecast.matrices, costs.muon_flops_per_s);
+  for (UnitTimes& unit : times.units) unit.update *= factor;
 
-  TimeForecast result{
-      .step = simulate(times), .matrices_us = matrices_us, .published_links = published};
+  result.step = simulate(times);
   const double tokens = static_cast<double>(batch.batch.tokens() * options.microbatches);
   const double seconds = result.step.us * 1e-6;
   // Ranks of a tp group have the same tokens.

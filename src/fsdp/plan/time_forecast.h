@@ -1,32 +1,43 @@
-// The time of a step, before anything runs: what units compute by a table of measured rates, what
-// travels between ranks by the speed of links, and the engine's schedule of both.
+// The time of a step, before anything runs: what units compute by a machine's rates, what travels
+// between ranks by the speed of links, and the engine's schedule of both.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "fsdp/plan/forecast.h"
 #include "fsdp/plan/group_plan.h"
 #include "fsdp/plan/peak_forecast.h"
-#include "fsdp/plan/rate_table.h"
+#include "fsdp/plan/rates.h"
 #include "fsdp/plan/simulated_step.h"
+#include "fsdp/plan/unit_costs.h"
 
 namespace fsdp {
 
-// Of what one rank receives over an axis, beside all others.
-struct LinkSpeed {
-  double bytes_per_s = 0;
-  double latency_us = 0;  // of a collective
+// A link between GPUs whose speed its maker publishes, in one direction; collectives get less.
+struct PublishedLink {
+  std::string_view name;                          // "nvlink4"
+  double bytes_per_s;                             // that a rank receives
+  std::array<std::string_view, 2> machines = {};  // that have it between the GPUs of a host
 };
+
+// nullptr: no link is called so.
+const PublishedLink* find_published_link(std::string_view name);
+
+// "nvlink3, nvlink4, nvlink5, 400g"
+std::string published_link_names();
 
 struct TimeOptions {
   int64_t microbatches = 1;
   bool is_recorded = false;  // the step is replayed: --cuda-graph
-  // Not given: as the table has it, or the makers of its machine (published_links.h); the outer one
-  // as the inner one; that of ranks of a tp or ep group as that of the axis they are on.
+  // Not given: as measured, else as published, which is NVLink between up to 8 neighbours and a
+  // card of 400 Gb/s beyond; the outer one as the inner one; that of ranks of a tp or ep group as
+  // that of the axis they are on.
   std::optional<LinkSpeed> inner_link = std::nullopt;
   std::optional<LinkSpeed> outer_link = std::nullopt;
   std::optional<LinkSpeed> group_link = std::nullopt;
@@ -35,22 +46,27 @@ struct TimeOptions {
 
 struct UsedLink {
   std::string axis;  // "inner", "outer", or "group" of tp and ep
-  std::string name;
-  double bytes_per_s = 0;
+  PublishedLink link;
 };
 
 struct TimeForecast {
   SimulatedStep step;
-  double tokens_per_s = 0;                // of all ranks
-  double tflops_per_rank = 0;             // by the model's formula (flops_per_token)
-  double matrices_us = 0;                 // of the update: Muon's matrices of the busiest owner
+  double tokens_per_s = 0;     // of all ranks
+  double tflops_per_rank = 0;  // by the model's formula (flops_per_token)
+  double matrices_us = 0;      // of the update: Muon's matrices of the busiest owner
+  CostSource source = CostSource::kRoofline;
+  BatchShape measured = {};               // the batch of the parts that were measured
   std::vector<UsedLink> published_links;  // that nobody gave or measured
 };
 
-// UsageError for a model or a setting whose time is not known, and for work or links that the table
-// does not have.
+// UsageError for a model whose layers are not known, and for products or links that the rates do
+// not have.
 TimeForecast forecast_time(const ModelShape& model, std::span<const GroupPlan> groups,
                            const Forecast& forecast, const PeakOptions& batch,
-                           const TimeOptions& options, const RateTable& rates);
+                           const TimeOptions& options, const Rates& rates);
+
+// Bytes that the update of one rank alone reads and writes, with a pass for the norm; by time, they
+// are a machine's Rates::bytes_per_s. With all state offloaded, those of the host's updates.
+double update_bytes(std::span<const GroupPlan> groups, double offload);
 
 }  // namespace fsdp

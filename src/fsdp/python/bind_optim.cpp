@@ -1,6 +1,6 @@
-// fsdp_cpp._C: optimizers.
+// fsdp_cpp._C: optimizers and recorded steps.
+#include "fsdp/graph/graph.h"
 #include "fsdp/python/bindings.h"
-#include "fsdp/python/keywords.h"
 #include "fsdp/python/resources.h"
 
 namespace fsdp {
@@ -13,9 +13,11 @@ template <typename Optimizer, typename Options>
 std::shared_ptr<ModelOptimizer> make_optimizer(const std::shared_ptr<ShardedModel>& model,
                                                const Options& options) {
   const py::gil_scoped_release no_gil;
-  return make_resource<ModelOptimizer>(model,
+  return make_resource<ModelOptimizer>(model, nullptr,
                                        std::make_unique<Optimizer>(model->sharded.get(), options));
 }
+
+using StepGraph = OnModel<Graph>;
 
 }  // namespace
 
@@ -30,21 +32,12 @@ void bind_optim(py::module_& module) {
     return make_optimizer<Muon>(model, muon_options(keywords));
   });
   py::class_<ModelOptimizer, std::shared_ptr<ModelOptimizer>>(module, "Optimizer")
-      .def(
-          "step", [](ModelOptimizer& self) { self.get().step(); }, WithoutGil())
-      .def(
-          "zero_grad", [](ModelOptimizer& self) { self.get().zero_grad(); }, WithoutGil())
-      .def(
-          "wait", [](ModelOptimizer& self) { self.get().wait(); }, WithoutGil())
-      .def_property(
-          "learning_rate", [](ModelOptimizer& self) { return self.get().learning_rate(); },
-          [](ModelOptimizer& self, double rate) { self.get().set_learning_rate(rate); })
-      .def(
-          "set_rule",
-          [](ModelOptimizer& self, size_t index, double weight_decay, double rate_scale) {
-            self.get().set_rule(index, weight_decay, rate_scale);
-          },
-          WithoutGil())
+      .def("step", method_of<ModelOptimizer>(&Optimizer::step), WithoutGil())
+      .def("zero_grad", method_of<ModelOptimizer>(&Optimizer::zero_grad), WithoutGil())
+      .def("wait", method_of<ModelOptimizer>(&Optimizer::wait), WithoutGil())
+      .def_property("learning_rate", method_of<ModelOptimizer>(&Optimizer::learning_rate),
+                    [](ModelOptimizer& self, double rate) { self.get().set_learning_rate(rate); })
+      .def("set_rule", method_of<ModelOptimizer>(&Optimizer::set_rule), WithoutGil())
       .def(
           "set_momenta",
           [](ModelOptimizer& self, std::optional<double> beta1, std::optional<double> beta2,
@@ -52,14 +45,20 @@ void bind_optim(py::module_& module) {
             self.get().set_momenta({.beta1 = beta1, .beta2 = beta2, .momentum = momentum});
           },
           WithoutGil())
-      .def("scaled",
-           [](ModelOptimizer& self, const at::Tensor& loss) { return self.get().scaled(loss); })
-      .def(
-          "gradient_norm", [](ModelOptimizer& self) { return self.get().gradient_norm(); },
-          WithoutGil())
-      .def(
-          "was_skipped", [](ModelOptimizer& self) { return self.get().was_skipped(); },
-          WithoutGil());
+      .def("scaled", method_of<ModelOptimizer>(&Optimizer::scaled))
+      .def("gradient_norm", method_of<ModelOptimizer>(&Optimizer::gradient_norm), WithoutGil())
+      .def("was_skipped", method_of<ModelOptimizer>(&Optimizer::was_skipped), WithoutGil());
+  py::class_<StepGraph, std::shared_ptr<StepGraph>>(module, "Graph")
+      .def(py::init([](const std::shared_ptr<ShardedModel>& model,
+                       const std::shared_ptr<ModelOptimizer>& optimizer, const py::object& body,
+                       int32_t warmup, const std::vector<at::Generator>& generators) {
+        return make_resource<StepGraph>(
+            model, optimizer,
+            std::make_unique<Graph>(model->sharded.get(), optimizer_in(optimizer), callback(body),
+                                    GraphOptions{.warmup = warmup, .generators = generators}));
+      }))
+      .def("run", method_of<StepGraph>(&Graph::run), WithoutGil())
+      .def_property_readonly("is_recorded", method_of<StepGraph>(&Graph::is_recorded));
 }
 
 }  // namespace fsdp

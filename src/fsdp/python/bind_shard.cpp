@@ -1,6 +1,5 @@
 // fsdp_cpp._C: the module tree, units, and sharded models.
 #include "fsdp/python/bindings.h"
-#include "fsdp/python/keywords.h"
 #include "fsdp/python/resources.h"
 #include "fsdp/python/whole_model.h"
 #include "fsdp/shard/engine/engine.h"
@@ -140,8 +139,7 @@ void bind_shard(py::module_& module) {
   py::class_<ShardedModel, std::shared_ptr<ShardedModel>>(module, "Sharded")
       .def_property_readonly("mesh", [](ShardedModel& self) { return self.mesh; })
       .def("close", &ShardedModel::close, WithoutGil())
-      .def_property_readonly("unit_names",
-                             [](ShardedModel& self) { return self.sharded->unit_names(); })
+      .def_property_readonly("unit_names", method_of<ShardedModel>(&Sharded::unit_names))
       .def("memory", [](ShardedModel& self) { return memory_of(self.sharded->memory()); })
       .def("memory_text", [](ShardedModel& self) { return self.sharded->memory().text(); })
       .def(
@@ -160,17 +158,10 @@ void bind_shard(py::module_& module) {
           WithoutGil())
       .def("check_complete", &check_complete, WithoutGil())
       .def("gradients_for_update", &gradients_for_update, WithoutGil())
-      .def(
-          "wait_gradients", [](ShardedModel& self) { self.sharded->wait_gradients(); },
-          WithoutGil())
-      .def(
-          "zero_grad", [](ShardedModel& self) { self.sharded->zero_grad(); }, WithoutGil())
-      .def(
-          "found_nonfinite", [](ShardedModel& self) { return self.sharded->found_nonfinite(); },
-          WithoutGil())
-      .def(
-          "refresh_weights", [](ShardedModel& self) { self.sharded->refresh_weights(); },
-          WithoutGil())
+      .def("wait_gradients", method_of<ShardedModel>(&Sharded::wait_gradients), WithoutGil())
+      .def("zero_grad", method_of<ShardedModel>(&Sharded::zero_grad), WithoutGil())
+      .def("found_nonfinite", method_of<ShardedModel>(&Sharded::found_nonfinite), WithoutGil())
+      .def("refresh_weights", method_of<ShardedModel>(&Sharded::refresh_weights), WithoutGil())
       .def("clip_gradients", &clip_gradients, WithoutGil())
       .def("scale_gradients", &scale_gradients, WithoutGil())
       .def("set_main_weights", &set_main_weights, WithoutGil())
@@ -183,18 +174,8 @@ void bind_shard(py::module_& module) {
                  self, writes ? Sharded::Access::kWrite : Sharded::Access::kRead, std::move(units));
            })
       .def("parameters", &parts_of)
-      .def(
-          "unshard",
-          [](ShardedModel& self, const std::vector<std::string>& units) {
-            self.sharded->unshard(units);
-          },
-          WithoutGil())
-      .def(
-          "reshard",
-          [](ShardedModel& self, const std::vector<std::string>& units) {
-            self.sharded->reshard(units);
-          },
-          WithoutGil())
+      .def("unshard", method_of<ShardedModel>(&Sharded::unshard), WithoutGil())
+      .def("reshard", method_of<ShardedModel>(&Sharded::reshard), WithoutGil())
       .def("set_precision",
            [](ShardedModel& self, const py::dict& keywords) {
              const PrecisionPolicy precision =
@@ -210,8 +191,7 @@ void bind_shard(py::module_& module) {
                                        in_backward ? PrefetchIn::kBackward : PrefetchIn::kForward);
           },
           WithoutGil())
-      .def(
-          "reset", [](ShardedModel& self) { self.sharded->reset(); }, WithoutGil());
+      .def("reset", method_of<ShardedModel>(&Sharded::reset), WithoutGil());
 }
 
 }  // namespace fsdp

@@ -86,14 +86,47 @@ struct ShardedModel final : Resource {
   Held<Sharded> sharded;
 };
 
-struct ModelOptimizer final : Resource {
-  ModelOptimizer(std::shared_ptr<ShardedModel> updated, std::unique_ptr<Optimizer> made)
-      : model(std::move(updated)), optimizer(std::move(made)) {}
-  void close() override { optimizer.close(); }
-  Optimizer& get() { return *optimizer.get(); }
+// An object that works on a sharded model, with its optimizer or without (nullptr), and outlives
+// neither.
+template <typename T>
+class OnModel : public Resource {
+ public:
+  OnModel(std::shared_ptr<ShardedModel> of_model, std::shared_ptr<OnModel<Optimizer>> updates,
+          std::unique_ptr<T> made)
+      : model(std::move(of_model)), optimizer(std::move(updates)), object_(std::move(made)) {}
+  void close() final { object_.close(); }
+  T& get() { return *object_.get(); }
 
-  std::shared_ptr<ShardedModel> model;
-  Held<std::unique_ptr<Optimizer>> optimizer;
+  const std::shared_ptr<ShardedModel> model;
+  const std::shared_ptr<OnModel<Optimizer>> optimizer;
+
+ private:
+  Held<std::unique_ptr<T>> object_;
 };
+using ModelOptimizer = OnModel<Optimizer>;
+
+inline Sharded& object_of(ShardedModel& handle) { return handle.sharded.get(); }
+template <typename T>
+T& object_of(OnModel<T>& handle) {
+  return handle.get();
+}
+
+// A method of the object behind a handle, as one of the handle.
+template <typename Handle, typename T, typename Result, typename... Arguments>
+auto method_of(Result (T::*method)(Arguments...)) {
+  return [method](Handle& self, Arguments... arguments) -> Result {
+    return (object_of(self).*method)(std::forward<Arguments>(arguments)...);
+  };
+}
+template <typename Handle, typename T, typename Result, typename... Arguments>
+auto method_of(Result (T::*method)(Arguments...) const) {
+  return [method](Handle& self, Arguments... arguments) -> Result {
+    return (object_of(self).*method)(std::forward<Arguments>(arguments)...);
+  };
+}
+
+inline Optimizer* optimizer_in(const std::shared_ptr<ModelOptimizer>& handle) {
+  return handle ? &handle->get() : nullptr;
+}
 
 }  // namespace fsdp

@@ -9,9 +9,10 @@
 #include "fsdp/base/check.h"
 #include "fsdp/comm/communicator.h"
 #include "fsdp/optim/kernels/thread_team.h"
-#include "fsdp/optim/kernels/update_on_device.h"
+#include "fsdp/optim/kernels/update_kernels.h"
 #include "fsdp/optim/shard_passes.h"
 #include "fsdp/shard/engine/engine.h"
+#include "fsdp/shard/engine/engine_views.h"
 
 namespace fsdp {
 
@@ -68,7 +69,7 @@ std::vector<ParameterPart> parts_of(const std::shared_ptr<ShardedModel>& model) 
 
 at::Tensor ParameterPart::main_weight() const {
   EngineAccess::of(model_->sharded.get()).wait();
-  return group_->main_weight_of(member_);
+  return group_->main_weights().at(group_->held_flat(member_));
 }
 
 void set_main_weights(ShardedModel& model, const std::map<std::string, at::Tensor>& values) {
@@ -107,7 +108,7 @@ std::vector<std::optional<at::Tensor>> gradients_for_update(ShardedModel& model)
   Engine& engine = EngineAccess::of(model.sharded.get());
   engine.refuse_while_whole("step()");
   engine.end_cycle("step()");
-  engine.missing_gradients().find();
+  engine.gradients().missing().find();
   std::vector<std::optional<at::Tensor>> gradients;
   for (const auto& unit : engine.units())
     for (const ParamGroup& group : unit->groups())
@@ -123,7 +124,7 @@ namespace {
 
 // Calls visit(gradient) for this rank's part of all gradients of a grid, padding included, which is
 // zero.
-void each_gradient(const Engine& engine, GridKind grid, const auto& visit) {
+void each_gradient(const EngineView& engine, GridKind grid, const auto& visit) {
   for (const auto& unit : engine.units())
     for (const ParamGroup& group : unit->groups())
       if (group.is_trainable() && grid_of(group) == grid)
@@ -132,7 +133,7 @@ void each_gradient(const Engine& engine, GridKind grid, const auto& visit) {
 }
 
 // The sum of the squares of all gradients, every element once; one fp64 element.
-at::Tensor squared_gradient_norm(const Engine& engine) {
+at::Tensor squared_gradient_norm(const UpdateView& engine) {
   const auto numbers = at::device(engine.device()).dtype(at::kDouble);
   const at::Tensor sum = at::zeros({1}, numbers);
   const at::Tensor workspace =
@@ -149,7 +150,7 @@ at::Tensor squared_gradient_norm(const Engine& engine) {
   return sum;
 }
 
-void scale_all(const Engine& engine, const at::Tensor& factor) {
+void scale_all(const EngineView& engine, const at::Tensor& factor) {
   for (const GridKind grid : engine.mesh().grids())
     each_gradient(engine, grid, [&](const at::Tensor& gradient) {
       gradient.mul_(factor.to(gradient.scalar_type()));
@@ -159,18 +160,17 @@ void scale_all(const Engine& engine, const at::Tensor& factor) {
 }  // namespace
 
 at::Tensor clip_gradients(ShardedModel& model, double max_norm) {
-  Engine& engine = EngineAccess::of(model.sharded.get());
-  engine.end_cycle("clip_grad_norm_()");
+  const UpdateView engine(model.sharded.get());
+  EngineAccess::of(model.sharded.get()).end_cycle("clip_grad_norm_()");
   const at::Tensor norm = squared_gradient_norm(engine).sqrt_().squeeze();
-  // As torch.nn.utils.clip_grad_norm_ does.
+  // torch.nn.utils.clip_grad_norm_ does this.
   scale_all(engine, (max_norm / (norm + 1e-6)).clamp_max_(1.0));
   return norm.to(at::kFloat);
 }
 
 void scale_gradients(ShardedModel& model, const at::Tensor& factor) {
-  Engine& engine = EngineAccess::of(model.sharded.get());
-  engine.end_cycle("scale_gradients()");
-  scale_all(engine, factor);
+  EngineAccess::of(model.sharded.get()).end_cycle("scale_gradients()");
+  scale_all(EngineView(model.sharded.get()), factor);
 }
 
 }  // namespace fsdp

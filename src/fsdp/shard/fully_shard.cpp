@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <optional>
+#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -13,20 +15,117 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
+#include "fsdp/comm/rank_facts.h"
 #include "fsdp/layout/matrix_owners.h"
-#include "fsdp/shard/agreement.h"
 #include "fsdp/shard/engine/engine.h"
-#include "fsdp/shard/engine/gradient_hook.h"
-#include "fsdp/shard/engine/unit_call.h"
 #include "fsdp/shard/module_units.h"
-#include "fsdp/shard/parallel_parameters.h"
+#include "fsdp/shard/option_fields.h"
 #include "fsdp/shard/parameter_init.h"
-#include "fsdp/shard/parameter_matrices.h"
-#include "fsdp/shard/parameter_recipes.h"
+#include "fsdp/shard/parameter_traits.h"
 
 namespace fsdp {
 
 namespace {
+
+// --- what ranks must agree on --------------------------------------------------------------------
+
+// The sum of the elements' bits, exact and independent of the order of summation.
+at::Tensor checksum(const at::Tensor& value) {
+  // Piece by piece, because a wide sum of narrow numbers on the CPU first makes a wide copy.
+  constexpr int64_t kPiece = int64_t{1} << 20;
+  const at::Tensor flat = value.detach().contiguous().view({-1});
+  const int64_t width = flat.element_size();
+  const at::Tensor bits = flat.view(width == 1   ? at::kByte
+                                    : width == 2 ? at::kShort
+                                    : width == 4 ? at::kInt
+                                                 : at::kLong);
+  at::Tensor sum = at::zeros({}, bits.options().dtype(at::kLong));
+  for (const at::Tensor& piece : bits.split(kPiece)) sum += piece.sum(at::kLong);
+  return sum;
+}
+
+// The options, by the names of their fields, then every parameter in the order of the shards'
+// layout. `device` is the device of the buffers.
+RankFacts shard_facts(const ShardOptions& options, c10::Device device, const ModuleUnits& found) {
+  ShardOptions compared = options;
+  compared.device = device;
+  RankFacts facts = option_facts(compared);
+  int64_t number = 0;
+  for (const FoundUnit& unit : found.units)
+    for (const OwnedParameter& parameter : unit.parameters) {
+      const at::Tensor& tensor = parameter.tensor;
+      const std::string declared = to_text(parameter.declared);
+      facts.emplace_back(
+          concat("parameter ", number++),
+          concat(join(parameter.names, " = "), " ", c10::toString(tensor.scalar_type()), " ",
+                 list_text(tensor.sizes()), tensor.requires_grad() ? "" : " frozen",
+                 declared.empty() ? "" : " ", declared,
+                 unit.unit == nullptr ? " outside any unit" : concat(" of unit ", unit.name)));
+    }
+  return facts;
+}
+
+bool is_first_rank(const Mesh& mesh) {
+  return mesh.outer().rank() == 0 && mesh.inner().rank() == 0;
+}
+
+// Every rank keeps its own part of a value. If ranks built different values, the model would be a
+// patchwork of them, and nothing would ever report it.
+class ValueAgreement {
+ public:
+  ValueAgreement(const Mesh& mesh, InitialValues from) : mesh_(mesh), from_(from) {}
+
+  // Whether this rank's values are used, so that it must make them.
+  bool are_made_here() const {
+    return from_ == InitialValues::kOfEveryRank || is_first_rank(mesh_);
+  }
+
+  // All ranks call these with the same parameters in the same order.
+  // Remembers a value for check_agreement(), if all ranks must have the same.
+  void note(const at::Tensor& value, const std::string& name) {
+    if (mesh_.size() == 1 || from_ != InitialValues::kOfEveryRank) return;
+    names_.push_back(name);
+    checksums_.push_back(checksum(value));
+  }
+
+  // The value to use.
+  at::Tensor agreed(const at::Tensor& value, const std::string& name) const {
+    if (mesh_.size() == 1 || from_ == InitialValues::kOfEveryRank) return value;
+    const at::Tensor agreed = value.detach().contiguous();
+    // Down the column of rank 0, then along every row.
+    for (const MeshAxis* axis : {&mesh_.outer(), &mesh_.inner()})
+      if (axis->size() > 1) axis->gather().broadcast(agreed, 0, name).wait();
+    return agreed;
+  }
+
+  // Throws an Error that names the first parameter noted since the last call whose values differ
+  // between ranks.
+  void check_agreement() {
+    if (checksums_.empty()) return;
+    const at::Tensor own = at::stack(std::exchange(checksums_, {}));
+    const std::vector<std::string> names = std::exchange(names_, {});
+    at::Tensor lowest = own.clone();
+    at::Tensor highest = own.clone();
+    for (const MeshAxis* axis : {&mesh_.inner(), &mesh_.outer()}) {
+      if (axis->size() == 1) continue;
+      axis->gather().all_reduce(lowest, {.op = ReduceOp::kMin}, "initial values").wait();
+      axis->gather().all_reduce(highest, {.op = ReduceOp::kMax}, "initial values").wait();
+    }
+    const at::Tensor differs = lowest.ne(highest).cpu();
+    for (size_t i = 0; i < names.size(); ++i)
+      FSDP_CHECK(!differs[static_cast<int64_t>(i)].item<bool>(), "parameter '", names[i],
+                 "' has different values on different ranks; build the model from the same seed or "
+                 "file everywhere, or set initial_values to kOfRankZero");
+  }
+
+ private:
+  const Mesh& mesh_;
+  const InitialValues from_;
+  std::vector<std::string> names_;
+  std::vector<at::Tensor> checksums_;
+};
+
+// --- from a module tree to units -----------------------------------------------------------------
 
 c10::Device device_for(const torch::nn::Module& model, const ShardOptions& options) {
   if (options.device) return *options.device;
@@ -158,7 +257,7 @@ class Builder {
   }
 
   void add_group(NewGroup& added) {
-    // What each rank of the grid holds of whole tensors so far.
+    // The load of whole tensors on each rank of the grid so far.
     std::vector<int64_t>& held = held_numel_[static_cast<size_t>(row_of(added.key.kind).grid)];
     const FlatLayoutRequest& request = added.request;
     const bool has_whole_tensors =
@@ -181,10 +280,11 @@ class Builder {
   void connect() {
     for (size_t i = 0; i < found_.units.size(); ++i) {
       ShardedUnit& unit = *engine_->units()[i];
+      std::vector<ShardedUnit*> needs;
       for (const int32_t other : found_.units[i].shares_with)
-        unit.add_need(*engine_->units()[static_cast<size_t>(other)]);
-      if (unit.kind() == UnitKind::kEnclosing && found_.units[i].parent < 0)
-        unit.stay_for_backward();
+        needs.push_back(engine_->units()[static_cast<size_t>(other)].get());
+      unit.connect(std::move(needs),
+                   unit.kind() == UnitKind::kEnclosing && found_.units[i].parent < 0);
     }
   }
 
@@ -207,10 +307,9 @@ class Builder {
   }
 
   static bool is_on_meta(const torch::nn::Module& module) {
-    for (const at::Tensor& tensor : module.parameters(/*recurse=*/false))
-      if (tensor.defined() && tensor.is_meta()) return true;
-    for (const at::Tensor& tensor : module.buffers(/*recurse=*/false))
-      if (tensor.defined() && tensor.is_meta()) return true;
+    for (const auto& tensors : {module.parameters(/*recurse=*/false), module.buffers(false)})
+      for (const at::Tensor& tensor : tensors)
+        if (tensor.defined() && tensor.is_meta()) return true;
     return false;
   }
 
@@ -243,9 +342,9 @@ class Builder {
   void attach(const FoundUnit& found) {
     ShardedUnit& unit = *engine_->units()[static_cast<size_t>(&found - found_.units.data())];
     if (found.unit != nullptr)
-      found.unit->attach(std::make_shared<EngineHooks>(engine_, unit));
+      found.unit->attach(engine_->hooks_of(unit));
     else
-      engine_->own_hooks(make_named_unit_hooks(*found.module, engine_, unit));
+      unit.answer_for(*found.module);
   }
 
   void report_residents() const {
@@ -256,9 +355,8 @@ class Builder {
     constexpr size_t kShown = 5;
     const size_t num_more = names.size() > kShown ? names.size() - kShown : 0;
     names.resize(names.size() - num_more);
-    const Mesh& mesh = engine_->mesh();
-    if (engine_->mesh_shape() == MeshShape{}) return;  // one rank: everything is whole anyway
-    if (mesh.outer().rank() != 0 || mesh.inner().rank() != 0) return;
+    // One rank has everything whole anyway.
+    if (engine_->mesh_shape() == MeshShape{} || !is_first_rank(engine_->mesh())) return;
     log(LogLevel::kInfo,
         "parameters outside any unit stay whole between steps: ", join(names, ", "),
         num_more > 0 ? concat(" and ", num_more, " more") : std::string(),

@@ -6,11 +6,10 @@
 #include <utility>
 
 #include "fsdp/base/check.h"
-#include "fsdp/base/glob.h"
 #include "fsdp/base/text.h"
 #include "fsdp/shard/call_unit.h"
-#include "fsdp/shard/matrix_module.h"
-#include "fsdp/shard/quantized_weight.h"
+#include "fsdp/shard/layer_weights.h"
+#include "fsdp/shard/module_roles.h"
 
 namespace fsdp {
 

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/shard/parallel_parameters.h"
+#include "fsdp/shard/parameter_traits.h"
 #include "fsdp/shard/unit.h"
 
 namespace fsdp {

@@ -1,8 +1,10 @@
 #include "fsdp/shard/options.h"
 
 #include "fsdp/base/check.h"
+#include "fsdp/base/text.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/memory/bucket_pool.h"
+#include "fsdp/shard/option_fields.h"
 
 namespace fsdp {
 
@@ -25,7 +27,42 @@ std::optional<DType> optional_dtype(std::optional<at::ScalarType> type) {
   return dtype_of(*type);
 }
 
+template <typename Value>
+void read_parsed(const std::string& option, const std::string& text, Value& value,
+                 Value (*parse)(std::string_view)) {
+  try {
+    value = parse(text);
+  } catch (const UsageError& error) {
+    throw UsageError(concat(option, ": ", error.what()));
+  }
+}
+
 }  // namespace
+
+ChoiceNames choice_names(WeightRecipe) {
+  ChoiceNames names;
+  for (const WeightRecipeRow& row : all_weight_recipes()) names.emplace_back(row.name);
+  return names;
+}
+
+void read_text(const std::string& option, const std::string& text, Strategy& value) {
+  read_parsed(option, text, value, parse_strategy);
+}
+
+void read_text(const std::string& option, const std::string& text, Granularity& value) {
+  read_parsed(option, text, value, parse_granularity);
+}
+
+std::string to_text(const MatrixParameters& named) {
+  const auto& [pattern, rows] = named;
+  return rows.empty() ? pattern : concat(pattern, " of rows ", list_text(rows));
+}
+
+std::string OptionText<at::ScalarType>::write(at::ScalarType value, const OptionFlag&) {
+  for (const DType dtype : all_dtypes())
+    if (scalar_type_of(dtype) == value) return std::string(name_of(dtype));
+  return c10::toString(value);
+}
 
 PrecisionTypes PrecisionPolicy::types() const {
   return {.main_params = optional_dtype(main_params),

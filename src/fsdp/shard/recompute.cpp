@@ -18,24 +18,24 @@ namespace {
 
 thread_local RecomputeState state = RecomputeState::kNone;
 
-class StateGuard {
+// Gives a variable another value for the guard's life.
+template <typename Value>
+class ValueGuard {
  public:
-  explicit StateGuard(RecomputeState now) : before_(std::exchange(state, now)) {}
-  ~StateGuard() { state = before_; }
-  StateGuard(const StateGuard&) = delete;
-  StateGuard& operator=(const StateGuard&) = delete;
+  ValueGuard(Value& variable, Value now)
+      : variable_(variable), before_(std::exchange(variable, now)) {}
+  ~ValueGuard() { variable_ = before_; }
+  ValueGuard(const ValueGuard&) = delete;
+  ValueGuard& operator=(const ValueGuard&) = delete;
 
  private:
-  const RecomputeState before_;
+  Value& variable_;
+  const Value before_;
 };
 
 // The generators a function may draw from: the host's, and that of the inputs' device.
 struct RandomState {
-  struct Saved {
-    at::Generator generator;
-    at::Tensor state;
-  };
-  std::vector<Saved> generators;
+  std::vector<std::pair<at::Generator, at::Tensor>> states;
 
   static RandomState now(const std::vector<at::Tensor>& inputs) {
     RandomState random;
@@ -50,14 +50,13 @@ struct RandomState {
 
   void save(at::Generator generator) {
     const std::scoped_lock lock(generator.mutex());
-    generators.push_back({generator, generator.get_state()});
+    states.emplace_back(generator, generator.get_state());
   }
 
   void restore() const {
-    for (const Saved& saved : generators) {
-      at::Generator generator = saved.generator;
+    for (auto [generator, saved] : states) {
       const std::scoped_lock lock(generator.mutex());
-      generator.set_state(saved.state);
+      generator.set_state(saved);
     }
   }
 };
@@ -71,17 +70,6 @@ struct Replay final : torch::CustomClassHolder {
 
 thread_local Replay* running = nullptr;  // whose first forward runs
 
-class RunningGuard {
- public:
-  explicit RunningGuard(Replay* now) : before_(std::exchange(running, now)) {}
-  ~RunningGuard() { running = before_; }
-  RunningGuard(const RunningGuard&) = delete;
-  RunningGuard& operator=(const RunningGuard&) = delete;
-
- private:
-  Replay* const before_;
-};
-
 class Recompute final : public torch::autograd::Function<Recompute> {
  public:
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context,
@@ -89,10 +77,10 @@ class Recompute final : public torch::autograd::Function<Recompute> {
                                                 at::TensorList inputs) {
     context->saved_data["replay"] = c10::IValue::make_capsule(replay);
     context->save_for_backward(inputs.vec());
-    const StateGuard guard(RecomputeState::kFirstForward);
+    const ValueGuard guard(state, RecomputeState::kFirstForward);
     std::vector<at::Tensor> arguments = inputs.vec();
     arguments.pop_back();  // see recompute()
-    const RunningGuard running_guard(replay.get());
+    const ValueGuard running_guard(running, replay.get());
     return replay->function(arguments);
   }
 
@@ -112,7 +100,7 @@ class Recompute final : public torch::autograd::Function<Recompute> {
     {
       const RandomState here = RandomState::now(inputs);
       replay->random.restore();
-      const StateGuard guard(RecomputeState::kSecondForward);
+      const ValueGuard guard(state, RecomputeState::kSecondForward);
       const at::AutoGradMode with_gradients(true);
       outputs = replay->function(inputs);
       here.restore();
@@ -138,7 +126,7 @@ class Recompute final : public torch::autograd::Function<Recompute> {
       root_gradients.push_back(gradients[i]);
     }
     if (roots.empty()) return;
-    const StateGuard guard(RecomputeState::kInnerBackward);
+    const ValueGuard guard(state, RecomputeState::kInnerBackward);
     torch::autograd::backward(roots, root_gradients);
   }
 };

@@ -1,4 +1,4 @@
-// What memory that is registered with a backend asks of a pool.
+// Memory that is registered with a backend asks more of a pool.
 #pragma once
 
 #include "fsdp/comm/comm_options.h"

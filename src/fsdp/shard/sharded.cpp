@@ -24,6 +24,12 @@ ShardedUnit& unit_named(const Engine& engine, const std::string& name) {
                           guess.empty() ? "" : concat("; did you mean '", guess, "'?")));
 }
 
+std::vector<ShardedUnit*> units_named(const Engine& engine, const std::vector<std::string>& names) {
+  std::vector<ShardedUnit*> units;
+  for (const std::string& name : names) units.push_back(&unit_named(engine, name));
+  return units;
+}
+
 }  // namespace
 
 std::string MemoryReport::text() const {
@@ -61,8 +67,7 @@ const ShardOptions& Sharded::options() const { return engine_->options(); }
 
 Sharded::FullParameters::FullParameters(std::shared_ptr<Engine> engine, Access access,
                                         const std::vector<std::string>& units)
-    : engine_(std::move(engine)), access_(access) {
-  for (const std::string& name : units) units_.push_back(&unit_named(*engine_, name));
+    : engine_(std::move(engine)), access_(access), units_(units_named(*engine_, units)) {
   if (units.empty())
     for (const auto& unit : engine_->units()) units_.push_back(unit.get());
   engine_->wait();
@@ -101,18 +106,19 @@ void Sharded::FullParameters::close() {
   }
   unpin();
   for (ShardedUnit* unit : units_)
-    if (engine_->num_pending_calls(*unit) == 0)  // a graph that waits for its backward has views
+    if (engine_->calls().num_pending(*unit) == 0)  // a graph that waits for its backward has views
       for (ParamGroup& group : unit->groups()) group.give_views_nan();
 }
 
 void Sharded::unshard(const std::vector<std::string>& units) const {
   engine_->wait();
-  for (const std::string& name : units) unit_named(*engine_, name).start_gather(SlabFrom::kBeside);
-  for (const std::string& name : units) unit_named(*engine_, name).wait_gather();
+  const std::vector<ShardedUnit*> gathered = units_named(*engine_, units);
+  for (ShardedUnit* unit : gathered) unit->start_gather(SlabFrom::kBeside);
+  for (ShardedUnit* unit : gathered) unit->wait_gather();
 }
 
 void Sharded::reshard(const std::vector<std::string>& units) const {
-  for (const std::string& name : units) engine_->weights().release(unit_named(*engine_, name));
+  for (ShardedUnit* unit : units_named(*engine_, units)) engine_->weights().release(*unit);
 }
 
 std::vector<ShardedParameter> Sharded::parameters() const {
@@ -130,7 +136,7 @@ std::vector<ShardedParameter> Sharded::parameters() const {
                        .shape = group.layout().request().shapes[i],
                        .is_trainable = group.is_trainable(),
                        .begin = group.held_of(index).begin,
-                       .main_weight = group.main_weight_of(index),
+                       .main_weight = group.main_weights().at(group.held_flat(index)),
                        .gradient = group.gradient_of(index)});
       }
     }
@@ -189,11 +195,11 @@ MemoryReport Sharded::memory() const {
 }
 
 at::Tensor Sharded::take_cast_counts() const {
-  engine_->wait_updates();
+  wait_updates(engine_->units());
   at::Tensor counts = at::zeros({3}, at::device(engine_->device()).dtype(at::kDouble));
   for (const auto& unit : engine_->units())
     for (ParamGroup& group : unit->groups())
-      if (group.is_quantized()) counts.add_(group.quantized().take_counts());
+      if (QuantizedWeights* quantized = group.quantized()) counts.add_(quantized->take_counts());
   return counts;
 }
 
@@ -216,11 +222,9 @@ void Sharded::set_precision(const PrecisionPolicy& precision) const {
 
 void Sharded::set_prefetch(const std::string& unit, const std::vector<std::string>& ahead,
                            PrefetchIn phase) const {
-  std::vector<ShardedUnit*> units;
-  for (const std::string& name : ahead) units.push_back(&unit_named(*engine_, name));
   engine_->weights().set_ahead(unit_named(*engine_, unit),
                                phase == PrefetchIn::kForward ? Phase::kForward : Phase::kBackward,
-                               std::move(units));
+                               units_named(*engine_, ahead));
 }
 
 }  // namespace fsdp

@@ -44,15 +44,6 @@ bool ask_driver(c10::Device device, const char* name, const Call& call) {
   return start(0) == 0 && find(&number, device.index()) == 0 && call(ask, number) == 0;
 }
 
-std::string time_text() {
-  const std::time_t now = std::time(nullptr);
-  std::tm parts{};
-  ::gmtime_r(&now, &parts);
-  char text[32];
-  std::strftime(text, sizeof(text), "%Y-%m-%d %H:%M:%S UTC", &parts);
-  return text;
-}
-
 std::string device_text(c10::Device device) {
   const std::string name = device_name(device);
   return name.empty() ? device.str() : concat(device.str(), ", ", name);
@@ -67,6 +58,21 @@ std::string peak_text(const RunPlan& plan) {
 }
 
 }  // namespace
+
+std::string time_text(const char* format) {
+  const std::time_t now = std::time(nullptr);
+  std::tm parts{};
+  ::gmtime_r(&now, &parts);
+  char text[32];
+  std::strftime(text, sizeof(text), format, &parts);
+  return text;
+}
+
+std::string processor_text() {
+  utsname system{};
+  ::uname(&system);
+  return concat(system.machine, ", ", counted_text(std::thread::hardware_concurrency(), "core"));
+}
 
 std::string device_name(c10::Device device) {
   std::array<char, 256> name{};
@@ -122,9 +128,8 @@ std::vector<EnvironmentRow> environment_rows(const Launch& launch, const RunPlan
   ::uname(&system);
   const bool are_threads = launch.size == 1;
   return {
-      {"started", time_text()},
-      {"host", concat(system.nodename, ", ", system.sysname, " ", system.machine, ", ",
-                      counted_text(std::thread::hardware_concurrency(), "core"))},
+      {"started", time_text("%Y-%m-%d %H:%M:%S UTC")},
+      {"host", concat(system.nodename, ", ", system.sysname, " ", processor_text())},
       {"fsdp", FSDP_VERSION},
       {"libtorch", TORCH_VERSION},
       {"ranks", concat(plan.num_ranks, are_threads ? " in " : " by ",

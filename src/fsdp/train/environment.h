@@ -33,6 +33,12 @@ void add_measured(std::vector<MemoryRow>& rows, const MemoryReport& report);
 
 // --- environment ---------------------------------------------------------------------------------
 
+// The time now, in UTC, as strftime() writes it.
+std::string time_text(const char* format);
+
+// "x86_64, 2 cores"
+std::string processor_text();
+
 std::vector<EnvironmentRow> environment_rows(const Launch& launch, const RunPlan& plan,
                                              c10::Device device);
 

@@ -1,20 +1,21 @@
 #include "fsdp/train/run_data.h"
 
+#include <ATen/ATen.h>
+#include <ATen/record_function.h>
+
 #include <algorithm>
+#include <bit>
 #include <memory>
-#include <nlohmann/json.hpp>
-#include <optional>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include "fsdp/base/check.h"
-#include "fsdp/data/byte_tokenizer.h"
-#include "fsdp/data/token_header.h"
+#include "fsdp/base/log.h"
+#include "fsdp/base/text.h"
+#include "fsdp/checkpoint/rank_agreement.h"
+#include "fsdp/data/corpus.h"
+#include "fsdp/data/documents.h"
+#include "fsdp/data/token_file.h"
 #include "fsdp/data/tokenizer.h"
-#include "fsdp/nn/config/config_json.h"
-#include "fsdp/nn/config/presets.h"
-#include "fsdp/train/model/model_tokenizer.h"
 #include "fsdp/train/model/published_model.h"
 
 namespace fsdp::train {
@@ -53,15 +54,18 @@ TokenizerPointer tokenizer_for_sample(RunPlan& plan) {
 
 }  // namespace
 
-void open_data(RunPlan& plan) {
+void open_data(RunPlan& plan, const DataProgress& progress) {
   const TrainOptions& options = plan.options;
   plan.tokenizer = tokenizer_path(options.tokenizer, model_origins(plan));
   TokenizerPointer tokenizer;
   if (options.tokenizer != "auto" || has_text(options)) tokenizer = open_tokenizer(plan.tokenizer);
-  const CorpusOptions opening{.tokenizer = tokenizer, .field = options.field};
+  const CorpusOptions opening{.tokenizer = tokenizer, .field = options.field, .progress = progress};
   plan.corpus = Corpus::open(options.data, opening);
-  if (!options.validation_data.empty())
+  plan.corpus->check_learnt();
+  if (!options.validation_data.empty()) {
     plan.validation = Corpus::open(options.validation_data, opening);
+    plan.validation->check_learnt();
+  }
   std::vector<std::shared_ptr<const Corpus>> opened = {plan.corpus};
   if (plan.validation) opened.push_back(plan.validation);
   plan.data_check = std::make_shared<CorpusCheck>(std::move(opened));
@@ -74,21 +78,92 @@ void open_data(RunPlan& plan) {
   plan.end_tokens = tokenizer->ends();
 }
 
-void fit_vocabulary(RunPlan& plan) {
-  constexpr int64_t kMultiple = 64;  // matrices of such sizes are multiplied faster
-  ModelConfig& model = plan.model.config;
-  const int64_t needed = plan.corpus->vocabulary();
-  std::optional<int64_t> wanted = plan.options.vocabulary;
-  if (!wanted && find_preset(plan.options.model) != nullptr && vocab_size_of(model) < needed)
-    wanted = (needed + kMultiple - 1) / kMultiple * kMultiple;
-  if (wanted && *wanted != vocab_size_of(model)) {
-    nlohmann::ordered_json config = nlohmann::ordered_json::parse(config_json(model));
-    config["vocab_size"] = *wanted;
-    model = parse_model_config(config.dump(), plan.model.name);
+void warn_of_rows(const RunPlan& plan) {
+  for (const auto& corpus : {plan.corpus, plan.validation}) {
+    if (!corpus) continue;
+    for (const std::string& each : corpus->findings().sentences(plan.options.sequence))
+      log(LogLevel::kWarning, each);
   }
-  plan.resolved.vocabulary = vocab_size_of(model);
-  plan.corpus->check_model_vocabulary(vocab_size_of(model));
-  if (plan.validation) plan.validation->check_model_vocabulary(vocab_size_of(model));
+}
+
+DataSplit split_data(const RunPlan& plan) {
+  const TrainOptions& options = plan.options;
+  return split_corpus(plan.corpus,
+                      {.sequence = options.sequence,
+                       .validation_fraction = plan.validation ? 0.0 : options.validation_fraction,
+                       .by_path = !options.data_weights.empty()});
+}
+
+WindowDocuments window_documents(std::optional<WindowDocuments> choice, const Corpus& corpus) {
+  const bool are_rows = corpus.has_mask() && corpus.end_of_document().has_value();
+  return choice.value_or(are_rows ? WindowDocuments::kSeparate : WindowDocuments::kJoined);
+}
+
+void check_documents(const RunPlan& plan) {
+  const TrainOptions& options = plan.options;
+  if (window_documents(options.documents, *plan.corpus) == WindowDocuments::kJoined) return;
+  for (const auto& corpus : {plan.corpus, plan.validation})
+    if (corpus && !corpus->end_of_document())
+      throw UsageError(concat("--documents is separate, but no token ends them in the ",
+                              corpus == plan.corpus ? "data" : "validation data", " (tokenizer '",
+                              corpus->tokenizer(),
+                              "', end of document none); pack it with one, or use --documents "
+                              "joined"));
+  if (options.cuda_graph)
+    throw UsageError(concat("--cuda-graph records a step whose documents have fixed lengths, but ",
+                            options.documents ? "--documents is separate"
+                                              : "data with loss masks are separate documents",
+                            "; drop --cuda-graph, or use --documents joined"));
+}
+
+void compare_data(const RunPlan& plan, const Mesh& mesh) {
+  uint64_t mine = plan.corpus->fingerprint();
+  if (plan.validation) mine ^= std::rotl(plan.validation->fingerprint(), 1);
+  const auto first =
+      static_cast<uint64_t>(number_of_rank_0(mesh, static_cast<int64_t>(mine), "data fingerprint"));
+  on_all_ranks(mesh, "comparing the data", [&] {
+    FSDP_CHECK(mine == first, "rank ", rank_in(mesh), " reads other data than rank 0 (",
+               fingerprint_text(mine), " and ", fingerprint_text(first),
+               "); give all hosts the same files");
+  });
+}
+
+void confirm_data(const RunPlan& plan, const Mesh& mesh) {
+  on_all_ranks(mesh, "verifying the data", [&] { plan.data_check->wait(); });
+}
+
+StepBatches::StepBatches(int64_t microbatches, BatchMemory memory, c10::Device device,
+                         Communicator& all)
+    : memory_(memory), device_(device), all_(all), batches_(static_cast<size_t>(microbatches)) {}
+
+void StepBatches::load(BatchLoader& loader) {
+  RECORD_FUNCTION("fsdp::load_batches", {});
+  std::vector<double> num_targets;
+  for (ModelBatch& batch : batches_) {
+    const TokenBatch read = loader.next();
+    num_targets.push_back(static_cast<double>(read.num_targets));
+    const ModelBatch next = to_model_batch(read, device_);
+    if (memory_ == BatchMemory::kSame && batch.tokens.defined()) {
+      batch.tokens.copy_(next.tokens);
+      batch.targets.copy_(next.targets);
+    } else {
+      batch = next;
+    }
+  }
+  if (loader.has_unlike_targets()) share_loss(num_targets);
+}
+
+// The step's loss is the mean over all its targets. The engine takes the mean over ranks, so a
+// microbatch's share is its targets, divided by those of a mean rank. The host waits for the sum
+// before the step begins, while the device still updates weights.
+void StepBatches::share_loss(const std::vector<double>& num_targets) {
+  const at::Tensor counts = at::tensor(num_targets, at::kDouble).to(device_);
+  const at::Tensor of_mean_rank = counts.sum().view({1});
+  all_.all_reduce(of_mean_rank, {.op = ReduceOp::kAvg}, "targets").wait();
+  // A step without any target is not computed.
+  have_targets_ = of_mean_rank.item<double>() > 0;
+  const at::Tensor shares = (counts / of_mean_rank.clamp_min(1e-6)).to(at::kFloat);
+  shares_ = shares_.defined() ? shares_.copy_(shares) : shares;
 }
 
 }  // namespace fsdp::train

@@ -11,15 +11,10 @@
 #include "fsdp/optim/muon.h"
 #include "fsdp/optim/sgd.h"
 #include "fsdp/train/environment.h"
-#include "fsdp/train/peak_rates.h"
 
 namespace fsdp::train {
 
 namespace {
-
-std::optional<at::ScalarType> scalar_type(const std::optional<DType>& dtype) {
-  return dtype ? std::optional(scalar_type_of(*dtype)) : std::nullopt;
-}
 
 // 0 where this libtorch was built without CUDA.
 int num_cuda_devices() {
@@ -36,16 +31,10 @@ std::optional<ProductType> product_type(DType compute) {
 }
 
 StepOptions step_options(const TrainOptions& o) {
-  return {.max_norm = o.clip,
-          .measures_norm = true,
-          .on_nonfinite =
-              o.on_nonfinite == NonfiniteChoice::kSkip ? OnNonfinite::kSkip : OnNonfinite::kUpdate,
-          .loss_scale = o.dynamic_loss_scale ? LossScale::dynamic(o.loss_scale)
-                                             : LossScale::fixed(o.loss_scale),
-          .updates = o.updates == UpdatesChoice::kHidden ? Updates::kHidden : Updates::kBlocking,
-          .rounding = o.rounding,
-          .seed = o.seed,
-          .marks_changes = !o.patches.empty()};
+  StepOptions step = o.step;
+  step.seed = o.build.seed;
+  step.marks_changes = !o.patches.empty();
+  return step;
 }
 
 }  // namespace
@@ -107,106 +96,51 @@ CommOptions comm_options(const TrainOptions& options) {
 }
 
 ShardOptions shard_options(const TrainOptions& o, c10::Device device) {
-  ShardOptions shard;
-  shard.strategy = o.strategy;
-  shard.precision = {.main_params = scalar_type(o.precision.main_params),
-                     .main_storage = o.precision.main_storage,
-                     .main_grads = scalar_type(o.precision.main_grads),
-                     .grad_comm = scalar_type(o.precision.grad_comm)};
-  shard.quantization = {.recipe = o.weights,
-                        .except = o.weights_except,
-                        .scaling = o.weights_scaling,
-                        .weight_gradient = o.weights_gradient};
-  shard.pool = o.pool;
-  shard.prefetch = static_cast<int32_t>(o.prefetch);
-  shard.pool_budget_bytes = o.pool_budget_bytes;
-  shard.on_move = o.on_move;
-  shard.other_units = o.other_units;
-  shard.user_buffers = o.user_buffers;
-  shard.gradient_lifetime = o.gradient_lifetime == LifetimeChoice::kStep
-                                ? GradientLifetime::kStep
-                                : GradientLifetime::kPersistent;
-  shard.offload = {.fraction = o.offload,
-                   .pin = o.offload_pin,
-                   .overlap = o.offload_overlap,
-                   .chunk_numel = o.offload_chunk};
-  shard.report_nan = o.name_nan ? ReportNan::kPerParameter : ReportNan::kOff;
-  shard.granularity = o.granularity;
-  if (o.optimizer == OptimizerChoice::kMuon)
-    shard.matrices = {.declared = true, .except = o.muon_except};
+  ShardOptions shard = o.shard;
+  shard.matrices.declared = o.optimizer == OptimizerChoice::kMuon;
   shard.device = device;
   shard.validate();
   return shard;
 }
 
 std::unique_ptr<Optimizer> make_optimizer(const TrainOptions& o, const Sharded& sharded) {
+  const at::ScalarType first = scalar_type_of(*o.moments.first);
+  const at::ScalarType second = scalar_type_of(*o.moments.second);
   switch (o.optimizer) {
     case OptimizerChoice::kAdamW:
-      return std::make_unique<AdamW>(
-          sharded, AdamWOptions{.lr = o.lr,
-                                .beta1 = o.beta1,
-                                .beta2 = o.beta2,
-                                .eps = o.eps,
-                                .weight_decay = o.weight_decay,
-                                .decay_spares_vectors = !o.decay_vectors,
-                                .rules = o.rules,
-                                .first_moment = scalar_type_of(*o.precision.first_moment),
-                                .second_moment = scalar_type_of(*o.precision.second_moment),
-                                .step = step_options(o)});
+      return std::make_unique<AdamW>(sharded, AdamWOptions{.lr = o.lr,
+                                                           .beta1 = o.beta1,
+                                                           .beta2 = o.beta2,
+                                                           .eps = o.eps,
+                                                           .weight_decay = o.weight_decay,
+                                                           .rules = o.rules,
+                                                           .first_moment = first,
+                                                           .second_moment = second,
+                                                           .step = step_options(o)});
     case OptimizerChoice::kSgd:
-      return std::make_unique<SGD>(
-          sharded, SGDOptions{.lr = o.lr,
-                              .momentum = o.momentum,
-                              .nesterov = o.nesterov,
-                              .weight_decay = o.weight_decay,
-                              .decay_spares_vectors = !o.decay_vectors,
-                              .rules = o.rules,
-                              .momentum_dtype = scalar_type_of(*o.precision.first_moment),
-                              .step = step_options(o)});
+      return std::make_unique<SGD>(sharded, SGDOptions{.lr = o.lr,
+                                                       .momentum = o.sgd_momentum(),
+                                                       .nesterov = o.nesterov,
+                                                       .weight_decay = o.weight_decay,
+                                                       .rules = o.rules,
+                                                       .momentum_dtype = first,
+                                                       .step = step_options(o)});
     case OptimizerChoice::kMuon:
-      return std::make_unique<Muon>(
-          sharded,
-          MuonOptions{.lr = o.lr,
-                      .adamw_rate_scale = o.adamw_rate,
-                      .momentum = o.muon_momentum,
-                      .scale = o.muon_scale == MuonScaleChoice::kOriginal ? MuonScale::kOriginal
-                                                                          : MuonScale::kMatchAdamW,
-                      .weight_decay = o.weight_decay,
-                      .decay_spares_vectors = !o.decay_vectors,
-                      .rules = o.rules,
-                      .momentum_dtype = scalar_type_of(*o.precision.first_moment),
-                      .beta1 = o.beta1,
-                      .beta2 = o.beta2,
-                      .eps = o.eps,
-                      .first_moment = scalar_type_of(*o.precision.first_moment),
-                      .second_moment = scalar_type_of(*o.precision.second_moment),
-                      .step = step_options(o)});
+      return std::make_unique<Muon>(sharded, MuonOptions{.lr = o.lr,
+                                                         .adamw_rate_scale = o.adamw_rate,
+                                                         .momentum = o.muon_momentum(),
+                                                         .scale = o.muon_scale,
+                                                         .weight_decay = o.weight_decay,
+                                                         .rules = o.rules,
+                                                         .momentum_dtype = first,
+                                                         .beta1 = o.beta1,
+                                                         .beta2 = o.beta2,
+                                                         .eps = o.eps,
+                                                         .first_moment = first,
+                                                         .second_moment = second,
+                                                         .step = step_options(o)});
   }
   FSDP_ASSERT(false, "no such optimizer");
-}
-
-CheckpointerOptions checkpointer_options(const TrainOptions& o, const NameRules& names) {
-  CheckpointerOptions options;
-  options.mode = o.save == SaveChoice::kBackground ? SaveMode::kBackground : SaveMode::kBlocking;
-  options.keep = {.keep_last = o.keep_last, .keep_every = o.keep_every};
-  options.form = {.names = names, .model_dtype = o.checkpoint_dtype};
-  options.write.chunk_bytes = o.write_chunk_bytes;
-  return options;
-}
-
-ExportOptions export_options(const TrainOptions& o, const NameRules& names) {
-  return {.form = {.names = names, .model_dtype = std::nullopt},
-          .chunk_bytes = o.write_chunk_bytes};
-}
-
-LoadOptions load_options(const TrainOptions& o, const NameRules& names) {
-  LoadOptions options;
-  options.names = names;
-  options.allow_missing = o.allow_missing;
-  options.extra = o.allow_extra ? LoadOptions::Extra::kAllow : LoadOptions::Extra::kRefuse;
-  options.chunk_bytes = o.load_chunk_bytes;
-  options.read.threads = static_cast<int>(o.read_threads);
-  return options;
 }
 
 }  // namespace fsdp::train

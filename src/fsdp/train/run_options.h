@@ -1,4 +1,4 @@
-// Turns a person's settings into the options of engine, optimizer, checkpoints and communicators.
+// Turns a person's settings into the options of engine, optimizer and communicators.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -8,14 +8,11 @@
 #include <string>
 
 #include "fsdp/base/dtype.h"
-#include "fsdp/checkpoint/checkpointer.h"
-#include "fsdp/checkpoint/load.h"
-#include "fsdp/checkpoint/weight_export.h"
 #include "fsdp/comm/comm_options.h"
 #include "fsdp/comm/launch.h"
 #include "fsdp/optim/optimizer.h"
 #include "fsdp/shard/options.h"
-#include "fsdp/train/machine_memory.h"
+#include "fsdp/train/machine.h"
 #include "fsdp/train/settings/train_options.h"
 
 namespace fsdp::train {
@@ -39,8 +36,5 @@ RankDevice rank_device(const TrainOptions& options, c10::Device device);
 CommOptions comm_options(const TrainOptions& options);
 ShardOptions shard_options(const TrainOptions& options, c10::Device device);
 std::unique_ptr<Optimizer> make_optimizer(const TrainOptions& options, const Sharded& sharded);
-CheckpointerOptions checkpointer_options(const TrainOptions& options, const NameRules& names);
-ExportOptions export_options(const TrainOptions& options, const NameRules& names);
-LoadOptions load_options(const TrainOptions& options, const NameRules& names);
 
 }  // namespace fsdp::train

@@ -1,7 +1,9 @@
 #include "fsdp/train/run_plan.h"
 
+#include <algorithm>
 #include <cmath>
 #include <iomanip>
+#include <nlohmann/json.hpp>
 #include <sstream>
 #include <utility>
 
@@ -22,6 +24,8 @@
 namespace fsdp::train {
 
 namespace {
+
+constexpr const char* kRandomWeights = "none";  // --init
 
 bool is_path(const std::string& text) {
   return text.find('/') != std::string::npos || text.ends_with(".json") || is_directory(text);
@@ -64,43 +68,40 @@ std::string millions(int64_t count) {
 }  // namespace
 
 PlanOptions plan_options(const TrainOptions& o, int64_t num_ranks, DType compute) {
+  const ShardOptions& shard = o.shard;
   PlanOptions plan{.ranks = num_ranks,
                    .outer = o.outer,
                    .ep = o.ep,
                    .tp = o.tp,
-                   .strategy = o.strategy,
+                   .strategy = shard.strategy,
                    .compute = compute,
-                   .precision = o.precision,
-                   .weights = o.weights,
-                   .weights_except = o.weights_except,
-                   .weight_scaling = o.weights_scaling,
-                   .offload = o.offload,
-                   .pool = o.pool,
-                   .other_units = other_units_with(o.user_buffers, o.other_units),
-                   .prefetch = o.prefetch,
-                   .granularity = o.granularity,
+                   .precision = shard.precision.types(),
+                   .weights = shard.quantization.recipe,
+                   .weights_except = shard.quantization.except,
+                   .offload = shard.offload.fraction,
+                   .pool = shard.pool,
+                   .other_units = other_units_with(shard.user_buffers, shard.other_units),
+                   .prefetch = shard.prefetch,
+                   .granularity = shard.granularity,
                    .marks_changes = !o.patches.empty()};
-  if (o.optimizer == OptimizerChoice::kSgd) {
-    plan.precision.second_moment = std::nullopt;
-    if (o.momentum == 0) plan.precision.first_moment = std::nullopt;
-  }
+  const bool is_sgd = o.optimizer == OptimizerChoice::kSgd;
+  if (!is_sgd || o.sgd_momentum() != 0) plan.precision.first_moment = o.moments.first;
+  if (!is_sgd) plan.precision.second_moment = o.moments.second;
   if (o.optimizer == OptimizerChoice::kMuon) {
     plan.muon = compute == DType::kFloat32 ? DType::kFloat32 : DType::kBFloat16;
-    plan.muon_except = o.muon_except;
+    plan.muon_except = shard.matrices.except;
   }
-  if (o.pool_budget_bytes != 0) plan.pool_budget_bytes = o.pool_budget_bytes;
+  if (shard.pool_budget_bytes != 0) plan.pool_budget_bytes = shard.pool_budget_bytes;
   return plan;
 }
 
 PeakOptions peak_options(const TrainOptions& o, int64_t num_ranks) {
   return {.batch = {.rows = o.rows_of_rank(num_ranks), .sequence = o.sequence},
-          .gradient_lifetime = o.gradient_lifetime == LifetimeChoice::kStep
-                                   ? GradientLifetime::kStep
-                                   : GradientLifetime::kPersistent,
-          .logit_bytes = o.logit_bytes,
-          .recomputes_blocks = o.recompute == RecomputeChoice::kBlock,
-          .expert_capacity = o.expert_capacity,
-          .weight_gradient = o.weights_gradient};
+          .gradient_lifetime = o.shard.gradient_lifetime,
+          .logit_bytes = o.build.logit_bytes,
+          .recomputes_blocks = o.build.recompute == Recompute::kBlock,
+          .expert_capacity = o.build.expert_capacity,
+          .weight_gradient = o.shard.quantization.weight_gradient};
 }
 
 NamedModel find_model(const std::string& name_or_path) {
@@ -167,7 +168,7 @@ void check_places(const TrainOptions& options) {
   check_file("--report", options.report_path());
   check_file("--trace", options.trace);
   for (const std::string& path : {options.init, options.resume})
-    if (!path.empty() && path != "auto" && path != "never")
+    if (!path.empty() && path != "auto" && path != "never" && path != kRandomWeights)
       static_cast<void>(checkpoint_or_files(path));
   const std::vector<int64_t> steps = steps_of(options);
   if (options.resume != "auto" && !steps.empty())
@@ -185,16 +186,16 @@ bool holds_weights(const std::string& directory) {
 
 // A person who names a directory of weights as the model wants its weights, too.
 std::string init_of(const TrainOptions& options) {
-  const bool is_meant =
-      options.init.empty() && !options.from_scratch && find_preset(options.model) == nullptr;
+  const bool is_meant = options.init.empty() && find_preset(options.model) == nullptr;
   if (is_meant && is_directory(options.model) && holds_weights(options.model)) return options.model;
-  return options.init;
+  return options.init == kRandomWeights ? "" : options.init;
 }
 
 // Loaded weights must be of the run's model, unless a flag allows missing or extra tensors.
 void check_loaded_model(const TrainOptions& options, const std::string& init,
                         const ModelConfig& model) {
-  if (options.allow_extra || !options.allow_missing.empty()) return;
+  const LoadOptions& loading = options.loading;
+  if (loading.extra == LoadOptions::Extra::kAllow || !loading.allow_missing.empty()) return;
   const std::vector<int64_t> steps = steps_of(options);
   if (options.resume == "auto" && !steps.empty())
     check_same_model(resolve_checkpoint(options.checkpoint_dir), model, ModelAspect::kResults,
@@ -207,22 +208,23 @@ void check_loaded_model(const TrainOptions& options, const std::string& init,
                      "give the --model of these weights");
 }
 
-void check_documents(const RunPlan& plan) {
-  const TrainOptions& options = plan.options;
-  if (window_documents(options.documents, *plan.corpus) == WindowDocuments::kJoined) return;
-  for (const auto& corpus : {plan.corpus, plan.validation})
-    if (corpus && !corpus->end_of_document())
-      throw UsageError(concat("--documents is separate, but no token ends them in the ",
-                              corpus == plan.corpus ? "data" : "validation data", " (tokenizer '",
-                              corpus->tokenizer(),
-                              "', end of document none); pack it with one, or use --documents "
-                              "joined"));
-  if (options.cuda_graph)
-    throw UsageError(concat("--cuda-graph records a step whose documents have fixed lengths, but ",
-                            options.documents == DocumentsChoice::kAuto
-                                ? "data with loss masks are separate documents"
-                                : "--documents is separate",
-                            "; drop --cuda-graph, or use --documents joined"));
+// Gives the model the vocabulary of --vocabulary; or a preset that of the data, rounded up to a
+// multiple of 64, if it has more tokens. UsageError if the model has fewer than the data.
+void fit_vocabulary(RunPlan& plan) {
+  constexpr int64_t kMultiple = 64;  // matrices of such sizes are multiplied faster
+  ModelConfig& model = plan.model.config;
+  const int64_t needed = plan.corpus->vocabulary();
+  std::optional<int64_t> wanted = plan.options.vocabulary;
+  if (!wanted && find_preset(plan.options.model) != nullptr && vocab_size_of(model) < needed)
+    wanted = (needed + kMultiple - 1) / kMultiple * kMultiple;
+  if (wanted && *wanted != vocab_size_of(model)) {
+    nlohmann::ordered_json config = nlohmann::ordered_json::parse(config_json(model));
+    config["vocab_size"] = *wanted;
+    model = parse_model_config(config.dump(), plan.model.name);
+  }
+  plan.resolved.vocabulary = vocab_size_of(model);
+  plan.corpus->check_model_vocabulary(vocab_size_of(model));
+  if (plan.validation) plan.validation->check_model_vocabulary(vocab_size_of(model));
 }
 
 // Sets the steps that --epochs stands for, and checks them with the rest.
@@ -244,15 +246,8 @@ void set_steps(RunPlan& plan, int64_t num_windows, const RankDevice& device) {
 
 }  // namespace
 
-DataSplit split_data(const RunPlan& plan) {
-  const TrainOptions& options = plan.options;
-  return split_corpus(plan.corpus,
-                      {.sequence = options.sequence,
-                       .validation_fraction = plan.validation ? 0.0 : options.validation_fraction,
-                       .by_path = !options.data_weights.empty()});
-}
-
-RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevice& device) {
+RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevice& device,
+                 const DataProgress& progress) {
   options.validate(num_ranks);
   check_places(options);
   RunPlan plan{.options = options,
@@ -272,7 +267,7 @@ RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevic
                             " positions (max_position_embeddings) of model '", plan.model.name,
                             "'; lower it, or raise that in a config.json"));
   check_experts(plan);
-  open_data(plan);
+  open_data(plan, progress);
   set_steps(plan, split_data(plan).training.num_windows(), device);
   if (plan.validation && options.validate_every > 0)
     static_cast<void>(all_windows(plan.validation, options.sequence));
@@ -287,18 +282,8 @@ RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevic
     plan.peak = forecast_peak(planner.model(), planner.groups(), plan.forecast,
                               peak_options(options, num_ranks));
   check_documents(plan);
-  plan.resolved.documents =
-      window_documents(options.documents, *plan.corpus) == WindowDocuments::kSeparate
-          ? DocumentsChoice::kSeparate
-          : DocumentsChoice::kJoined;
+  plan.resolved.documents = window_documents(options.documents, *plan.corpus);
   return plan;
-}
-
-WindowDocuments window_documents(DocumentsChoice choice, const Corpus& corpus) {
-  if (choice == DocumentsChoice::kSeparate) return WindowDocuments::kSeparate;
-  const bool are_rows = corpus.has_mask() && corpus.end_of_document().has_value();
-  return choice == DocumentsChoice::kAuto && are_rows ? WindowDocuments::kSeparate
-                                                      : WindowDocuments::kJoined;
 }
 
 std::vector<MemoryRow> memory_rows(const Forecast& forecast) {
@@ -330,9 +315,9 @@ std::string length_text(const TrainOptions& options) {
 }
 
 std::string first_weights_text(const RunPlan& plan) {
-  if (plan.init.empty()) return concat("random, seed ", plan.options.seed);
+  if (plan.init.empty()) return concat("random, seed ", plan.options.build.seed);
   return concat("those of ", plan.init,
-                plan.options.init.empty() ? " (--from-scratch for random ones)" : "");
+                plan.options.init.empty() ? " (--init none for random ones)" : "");
 }
 
 }  // namespace fsdp::train

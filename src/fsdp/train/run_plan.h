@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -9,7 +10,6 @@
 
 #include "fsdp/data/batches.h"
 #include "fsdp/data/corpus.h"
-#include "fsdp/data/corpus_check.h"
 #include "fsdp/nn/config/model_config.h"
 #include "fsdp/plan/forecast.h"
 #include "fsdp/plan/peak_forecast.h"
@@ -53,15 +53,13 @@ struct RunPlan {
   std::optional<PeakForecast> peak = std::nullopt;  // of a step on a GPU, if it is known
 };
 
+// Told how many bytes of text are tokenised, of how many.
+using DataProgress = std::function<void(int64_t done_bytes, int64_t total_bytes)>;
+
 // Opens the data, checks all settings against each other, and forecasts memory. UsageError or Error
 // in one sentence.
-RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevice& device);
-
-// The windows of the run's data; UsageError where it is too short for them.
-DataSplit split_data(const RunPlan& plan);
-
-// By --documents: rows of prompts and answers, which have loss masks, know nothing of each other.
-WindowDocuments window_documents(DocumentsChoice choice, const Corpus& corpus);
+RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevice& device,
+                 const DataProgress& progress = {});
 
 // The forecast as rows, to which measured values can be added later.
 std::vector<MemoryRow> memory_rows(const Forecast& forecast);

@@ -23,12 +23,12 @@ RunWatch::RunWatch(WatchOptions options, RunFacts facts, std::ostream& out)
   const double time = seconds_since_1970();
   if (!options_.log_path.empty()) {
     log_.emplace(options_.log_path, facts_.resumed_step, [this](const LogRecord& record) {
-      history_.restore(record);
+      history_.add(record);
       if (const auto* step = std::get_if<StepRecord>(&record)) outliers_.add(step->loss);
     });
-    log_->write(run_line(facts_, time));
+    log_->write(log_line(facts_, time));
   }
-  history_.add(RunStart{facts_.resumed_step});
+  history_.add(facts_);
   if (!options_.tensorboard_dir.empty()) {
     events_.emplace(options_.tensorboard_dir, facts_.resumed_step, time);
     events_->settings(facts_.settings, facts_.resumed_step, time);
@@ -44,7 +44,7 @@ void RunWatch::step(StepRecord record) {
   const double time = seconds_since_1970();
   record.loss_z = outliers_.add(record.loss);
   history_.add(record);
-  if (log_) log_->write(log_line_of(record, time));
+  if (log_) log_->write(log_line(record, time));
   if (events_) events_->step(record, time);
   console_.step(record);
   if (report_ && report_->is_due()) write_report();
@@ -52,16 +52,16 @@ void RunWatch::step(StepRecord record) {
 
 void RunWatch::validation(const ValidationRecord& record) {
   const double time = seconds_since_1970();
-  const auto& best = history_.best_validation();
+  const auto& best = history_.best_validation;
   console_.validation(record, best ? best->loss : std::numeric_limits<double>::infinity());
   history_.add(record);
-  if (log_) log_->write(log_line_of(record, time));
+  if (log_) log_->write(log_line(record, time));
   if (events_) events_->validation(record, time);
 }
 
 void RunWatch::checkpoint(const CheckpointRecord& record) {
   history_.add(record);
-  if (log_) log_->write(log_line_of(record, seconds_since_1970()));
+  if (log_) log_->write(log_line(record, seconds_since_1970()));
   console_.checkpoint(record);
 }
 
@@ -77,9 +77,9 @@ void RunWatch::sample(TextSample sample) {
 
 void RunWatch::end(const EndRecord& record) {
   history_.add(record);
-  if (log_) log_->write(log_line_of(record, seconds_since_1970()));
+  if (log_) log_->write(log_line(record, seconds_since_1970()));
   if (report_) write_report();
-  console_.end(record, history_.best_validation(), options_.report_path);
+  console_.end(record, history_.best_validation, options_.report_path);
 }
 
 void RunWatch::write_report() {
@@ -87,8 +87,7 @@ void RunWatch::write_report() {
     return report_page({.facts = facts_,
                         .history = history_,
                         .timeline = timeline_,
-                        .sample = sample_ ? &*sample_ : nullptr,
-                        .time = seconds_since_1970()});
+                        .sample = sample_ ? &*sample_ : nullptr});
   });
 }
 

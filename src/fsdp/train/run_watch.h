@@ -19,12 +19,9 @@
 namespace fsdp::train {
 
 struct WatchOptions {
-  // JSON lines; "": none.
-  std::string log_path = {};
-  // A directory for event files; "": none.
-  std::string tensorboard_dir = {};
-  // An HTML page, rewritten while the run goes on; "": none.
-  std::string report_path = {};
+  std::string log_path = {};         // JSON lines; "": none
+  std::string tensorboard_dir = {};  // for event files; "": none
+  std::string report_path = {};      // an HTML page, rewritten while the run goes on; "": none
   ConsoleOptions console = {};
 };
 
@@ -48,11 +45,6 @@ class RunWatch {
 
   // A line for the person at the console.
   void note(std::string_view text) { console_.note(text); }
-
-  // The lowest validation loss so far, parts before a resume included.
-  const std::optional<ValidationRecord>& best_validation() const {
-    return history_.best_validation();
-  }
 
  private:
   void write_report();

@@ -16,21 +16,17 @@
 #include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
 #include "fsdp/base/torch_dtype.h"
-#include "fsdp/checkpoint/rank_agreement.h"
 #include "fsdp/checkpoint/run_directory.h"
 #include "fsdp/comm/comm_error.h"
 #include "fsdp/data/tokenizer.h"
-#include "fsdp/nn/config/flops.h"
+#include "fsdp/plan/flops.h"
 #include "fsdp/shard/fully_shard.h"
 #include "fsdp/shard/parameter_init.h"
-#include "fsdp/train/data_agreement.h"
 #include "fsdp/train/environment.h"
 #include "fsdp/train/model/published_model.h"
-#include "fsdp/train/model/text_generation.h"
 #include "fsdp/train/model/trained_model.h"
 #include "fsdp/train/run_options.h"
 #include "fsdp/train/settings/settings.h"
-#include "fsdp/train/step_timeline.h"
 
 namespace fsdp::train {
 
@@ -72,7 +68,8 @@ std::string text_of_schedule(const TrainOptions& options) {
 
 // The mean over ranks and microbatches of the losses, and whether any rank is to stop.
 struct TrainingRun::Metrics {
-  std::vector<double> values;  // by loss_names_
+  bool learns = true;          // any rank had a token to learn
+  std::vector<double> values;  // by loss_names_; without such a token NaN
   // Shares of quantised weights in the update before; none where nothing is quantised.
   std::vector<NamedValue> lost;
   int signal = 0;
@@ -99,14 +96,9 @@ TrainingRun::TrainingRun(const RunPlan& plan, World& world, const StopRequest& s
   at::globalContext().setDeterministicAlgorithms(options_.deterministic, /*warn_only=*/false);
   {
     const MetaConstruction meta;
-    model_ = build_language_model(
-        plan_.model.config,
-        {.seed = options_.seed,
-         .recompute =
-             options_.recompute == RecomputeChoice::kBlock ? Recompute::kBlock : Recompute::kNone,
-         .dtype = scalar_type_of(plan_.compute),
-         .expert_capacity = options_.expert_capacity,
-         .logit_bytes = options_.logit_bytes});
+    BuildOptions build = options_.build;
+    build.dtype = scalar_type_of(plan_.compute);
+    model_ = build_language_model(plan_.model.config, build);
   }
   sharded_ = fully_shard(std::static_pointer_cast<torch::nn::Module>(model_), mesh_,
                          shard_options(options_, device_));
@@ -135,7 +127,8 @@ CheckpointState TrainingRun::state() const {
 
 void TrainingRun::load() {
   const NameRules names = stored_name_rules(*model_);
-  LoadOptions loading = load_options(options_, names);
+  LoadOptions loading = options_.loading;
+  loading.names = names;
   loading.ignored = model_->ignored_names();
   const CheckpointState state = this->state();
   std::optional<LoadedCheckpoint> loaded;
@@ -151,7 +144,8 @@ void TrainingRun::load() {
   const bool is_written = !options_.checkpoint_dir.empty() || !options_.export_dir.empty();
   if (is_written && world_.rank() == 0) published_ = published_model(plan_);  // who writes it
   if (!options_.checkpoint_dir.empty()) {
-    CheckpointerOptions saving = checkpointer_options(options_, names);
+    CheckpointerOptions saving = options_.saving;
+    saving.form.names = names;
     saving.model_config = published_.config;
     saving.model_files = published_.files;
     checkpointer_ = std::make_unique<Checkpointer>(options_.checkpoint_dir, mesh_, saving);
@@ -159,7 +153,8 @@ void TrainingRun::load() {
   }
 
   DataSplit windows = split_data(plan_);
-  DataPosition position = first_position(windows.training, options_.seed, options_.data_weights);
+  DataPosition position =
+      first_position(windows.training, options_.build.seed, options_.data_weights);
   if (loaded) {
     step_ = first_step_ = saved_step_ = loaded->step;
     const std::string& text =
@@ -171,9 +166,9 @@ void TrainingRun::load() {
   loader_ = std::make_unique<BatchLoader>(
       TrainingBatches(windows.training, {.batch = options_.batch,
                                          .microbatches = options_.microbatches,
-                                         .ranks = mesh_.num_losses(),
-                                         .rank = mesh_.loss(),
-                                         .seed = options_.seed,
+                                         .ranks = mesh_.data_parallel_size(),
+                                         .rank = mesh_.data_parallel_rank(),
+                                         .seed = options_.build.seed,
                                          .source_weights = options_.data_weights,
                                          .documents = documents}),
       position);
@@ -181,8 +176,8 @@ void TrainingRun::load() {
     validation_ = std::make_unique<ValidationBatches>(
         plan_.validation ? all_windows(plan_.validation, options_.sequence) : windows.validation,
         ValidationOptions{.batch = options_.batch,
-                          .ranks = mesh_.num_losses(),
-                          .rank = mesh_.loss(),
+                          .ranks = mesh_.data_parallel_size(),
+                          .rank = mesh_.data_parallel_rank(),
                           .max_batches = options_.validation_batches,
                           .documents = documents});
 }
@@ -204,6 +199,7 @@ void TrainingRun::begin_watch(std::ostream& out) {
   const std::string files = files_text(watch, options_.trace);
   watch_ = std::make_unique<RunWatch>(std::move(watch), std::move(facts), out);
   watch_->note(concat("data: ", plan_.corpus->summary()));
+  warn_of_rows(plan_);
   if (first_step_ == 0) watch_->note(concat("weights: ", first_weights_text(plan_)));
   if (!world_.transport().empty()) watch_->note(world_.transport());
   watch_->note(length_text(options_));
@@ -225,22 +221,23 @@ int TrainingRun::train_steps() {
   if (step_ >= total_steps_ && watch_)
     watch_->note(concat("step ", step_, " of ", total_steps_,
                         " is done already; give more --steps to train on"));
-  std::optional<StepTimeline> timeline;
+  std::optional<StepRecorder> recorder;  // of what the host does, for the report
   int signal = 0;
   while (step_ < total_steps_ && signal == 0) {
     const bool is_recorded =
         watch_ && step_ + 1 == std::min(first_step_ + kTimelineStep, total_steps_);
-    if (is_recorded) timeline.emplace();
+    if (is_recorded) recorder.emplace(TraceDetail::kAll, at::kCPU);
     if (trace_) trace_->begin_step(step_ + 1);
     const double begin = now();
     const double logging = overhead_;  // of the step before; it is part of this step's time
     const Metrics metrics = step();
     const double seconds = now() - begin + logging;
     if (is_recorded) {
-      watch_->timeline(timeline->end());
-      timeline.reset();
+      watch_->timeline(timeline_of(recorder->end()));
+      recorder.reset();
     }
     if (trace_) trace_->end_step(step_);
+    if (trace_ && trace_->ends_with(step_)) end_trace();
     const double done = now();
     record(metrics, seconds);
     overhead_ = now() - done;
@@ -253,8 +250,14 @@ int TrainingRun::train_steps() {
     if (is_due(options_.export_every)) export_weights();
     report_saved();
   }
-  if (trace_) trace_->end();
+  end_trace();
   return signal;
+}
+
+void TrainingRun::end_trace() {
+  if (!trace_) return;
+  optimizer_->wait();  // the update of a traced step runs on after it
+  trace_->end();
 }
 
 bool TrainingRun::is_due(int64_t every) const { return every > 0 && step_ % every == 0; }
@@ -296,21 +299,24 @@ TrainingRun::Metrics TrainingRun::step() {
   const double asked = now();
   batches_.load(*loader_);
   overhead_ += now() - asked;
-  if (graph_) {
-    graph_->run();
-  } else {
-    forward_and_backward();
-  }
+  const bool learns = batches_.have_targets();
+  if (learns && graph_) graph_->run();
+  if (learns && !graph_) forward_and_backward();
   // Ranks may get a signal in different steps; here all learn of it in the same one.
   const double computed = now();
   const int signal = stop_.signal();
   const at::Tensor heard = at::tensor({signal == SIGINT ? 1.0 : 0.0, signal == SIGTERM ? 1.0 : 0.0,
                                        plan_.data_check->has_failed() ? 1.0 : 0.0},
                                       at::kDouble);
-  at::Tensor sums = at::cat({losses_, sharded_->take_cast_counts(), heard.to(device_)});
+  if (!learns && loss_names_.empty()) loss_names_ = {"loss"};
+  const at::Tensor losses =
+      learns ? losses_
+             : at::full({static_cast<int64_t>(loss_names_.size())}, std::nan(""), heard.options())
+                   .to(device_);
+  at::Tensor sums = at::cat({losses, sharded_->take_cast_counts(), heard.to(device_)});
   Work agreed = world_.communicator().all_reduce(sums, {.op = ReduceOp::kAvg}, "losses");
   overhead_ += now() - computed;
-  if (!graph_) update();
+  if (learns && !graph_) update();
   agreed.wait();
   ++step_;
 
@@ -318,6 +324,7 @@ TrainingRun::Metrics TrainingRun::step() {
   const double* values = sums.const_data_ptr<double>();
   const size_t num_losses = loss_names_.size();
   Metrics metrics;
+  metrics.learns = learns;
   for (size_t i = 0; i < num_losses; ++i)
     metrics.values.push_back(values[i] / static_cast<double>(options_.microbatches));
   values += num_losses;
@@ -331,7 +338,7 @@ TrainingRun::Metrics TrainingRun::step() {
 }
 
 void TrainingRun::record(const Metrics& metrics, double seconds) {
-  const bool is_skipped = metrics.optimizer.skips != 0;
+  const bool is_skipped = metrics.learns && metrics.optimizer.skips != 0;
   num_skipped_ = is_skipped ? num_skipped_ + 1 : 0;
   if (watch_) {
     StepRecord record{
@@ -339,13 +346,14 @@ void TrainingRun::record(const Metrics& metrics, double seconds) {
         .total_steps = total_steps_,
         .loss = metrics.values.front(),
         .learning_rate = optimizer_->learning_rate(),
-        .gradient_norm = metrics.optimizer.norm,
+        .gradient_norm = metrics.learns ? metrics.optimizer.norm : 0,
         .milliseconds = seconds * 1e3,
         .overhead_milliseconds = overhead_ * 1e3,
         .tokens_per_second = static_cast<double>(options_.tokens_per_step()) / seconds,
         .peak_bytes = peak_memory_bytes(device_),
         .tokens = step_ * options_.tokens_per_step(),
-        .is_skipped = is_skipped};
+        .is_skipped = is_skipped || !metrics.learns,
+        .learns = metrics.learns};
     // The peak of a CPU is not known, so its figure would say nothing.
     const double peak = plan_.resolved.peak_tflops.value_or(0);
     if (!device_.is_cpu() || peak > 0)
@@ -370,8 +378,9 @@ void TrainingRun::validate() {
   validated_step_ = step_;
   const double begin = now();
   const MeanLoss mean =
-      mean_loss(*model_, *validation_, device_, world_.communicator(), mesh_.num_losses());
+      mean_loss(*model_, *validation_, device_, world_.communicator(), mesh_.data_parallel_size());
   if (!watch_) return;
+  if (mean.tokens == 0) return watch_->note("validation: its batches have no token to learn");
   watch_->validation({.step = step_,
                       .loss = mean.loss,
                       .tokens = mean.tokens,
@@ -449,7 +458,7 @@ void TrainingRun::write_sample() {
                                                {.max_tokens = options_.sample_tokens,
                                                 .temperature = 0.8,
                                                 .top_p = 0.95,
-                                                .seed = options_.seed,
+                                                .seed = options_.build.seed,
                                                 .end_tokens = plan_.end_tokens,
                                                 .max_context = options_.sequence},
                                                device_);

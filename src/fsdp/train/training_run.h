@@ -1,6 +1,10 @@
 // One rank's part of a training run: from building the model to the last checkpoint.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include <cstdint>
 #include <iosfwd>
 #include <memory>
 #include <optional>
@@ -8,6 +12,7 @@
 #include <vector>
 
 #include "fsdp/checkpoint/checkpointer.h"
+#include "fsdp/comm/communicator.h"
 #include "fsdp/comm/world.h"
 #include "fsdp/data/batch_loader.h"
 #include "fsdp/graph/graph.h"
@@ -16,10 +21,10 @@
 #include "fsdp/shard/sharded.h"
 #include "fsdp/train/model/published_model.h"
 #include "fsdp/train/model/trained_model.h"
+#include "fsdp/train/run_data.h"
 #include "fsdp/train/run_plan.h"
 #include "fsdp/train/run_trace.h"
 #include "fsdp/train/run_watch.h"
-#include "fsdp/train/step_batches.h"
 #include "fsdp/train/stop_request.h"
 #include "fsdp/train/weights_out.h"
 
@@ -50,6 +55,7 @@ class TrainingRun {
   void export_weights();
   void report_saved();
   int train_steps();
+  void end_trace();
   void end(int signal);
   void write_sample();
   void report_end(const std::string& stopped_by);

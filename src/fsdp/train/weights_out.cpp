@@ -6,12 +6,11 @@
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
-#include "fsdp/checkpoint/patches/patch_record.h"
+#include "fsdp/checkpoint/patches/patch_files.h"
 #include "fsdp/checkpoint/rank_agreement.h"
 #include "fsdp/checkpoint/weight_export.h"
 #include "fsdp/comm/comm_error.h"
-#include "fsdp/shard/engine/engine.h"
-#include "fsdp/train/run_options.h"
+#include "fsdp/shard/engine/engine_views.h"
 
 namespace fsdp::train {
 
@@ -29,18 +28,17 @@ WeightsOut::WeightsOut(const TrainOptions& options, const CheckpointState& state
   open(options.export_dir, kExportLock, export_lock_);
   open(options.patches, kPatchLock, patch_lock_);
   if (options.patches.empty()) return;
-  const bool is_vllm = options.patch_names == PatchNamesChoice::kVllm;
-  patches_ = std::make_unique<PatchStream>(
-      state_, PatchOptions{.rules = names_,
-                           .names = is_vllm ? PatchNames::kVllm : PatchNames::kPublished,
-                           .keep = options.keep_patches});
+  PatchOptions patching = options.patching;
+  patching.rules = names_;
+  patches_ = std::make_unique<PatchStream>(state_, patching);
   write_patch(step);
 }
 
 void WeightsOut::open(const std::string& directory, const RunLock::Use& use,
                       std::unique_ptr<RunLock>& lock) {
   if (directory.empty()) return;
-  const Mesh& mesh = EngineAccess::of(state_.sharded).mesh();
+  const StateView view(state_.sharded);
+  const Mesh& mesh = view.mesh();
   on_all_ranks(mesh, concat("opening ", directory), [&] {
     if (rank_in(mesh) != 0) return;
     make_directories(directory);
@@ -51,7 +49,7 @@ void WeightsOut::open(const std::string& directory, const RunLock::Use& use,
 }
 
 void WeightsOut::confirm(const std::unique_ptr<RunLock>& lock) const {
-  on_all_ranks(EngineAccess::of(state_.sharded).mesh(), "holding the lock", [&] {
+  on_all_ranks(StateView(state_.sharded).mesh(), "holding the lock", [&] {
     if (lock) lock->confirm();
   });
 }
@@ -79,11 +77,12 @@ std::string WeightsOut::write_export(int64_t step) {
   ExportedFiles exported;
   try {
     confirm(export_lock_);
-    exported = fsdp::export_weights(state_, directory,
-                                    {.model_config = published_.config,
-                                     .model_files = published_.files,
-                                     .existing = ExportFiles::Existing::kReplace},
-                                    export_options(options_, names_));
+    exported = fsdp::export_weights(
+        state_, directory,
+        {.model_config = published_.config,
+         .model_files = published_.files,
+         .existing = ExportFiles::Existing::kReplace},
+        {.form = {.names = names_}, .chunk_bytes = options_.saving.write.chunk_bytes});
   } catch (const RemoteError&) {
     export_error_ = std::current_exception();
     return "";
@@ -94,8 +93,8 @@ std::string WeightsOut::write_export(int64_t step) {
   }
   const auto passed = std::chrono::duration_cast<std::chrono::milliseconds>(
       std::chrono::steady_clock::now() - begin);
-  return concat("weights of step ", step, ": ", directory, ", ",
-                bytes_text(static_cast<double>(exported.bytes)), " in ", passed.count(), " ms");
+  return concat("weights of step ", step, ": ", directory, ", ", bytes_text(exported.bytes), " in ",
+                passed.count(), " ms");
 }
 
 void WeightsOut::end() const {

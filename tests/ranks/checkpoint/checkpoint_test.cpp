@@ -5,6 +5,7 @@
 #include "fsdp/base/text.h"
 #include "fsdp/checkpoint/names/name_tables.h"
 #include "support/checkpoint_training.h"
+#include "support/one_in.h"
 
 namespace fsdp::testing::checkpoint_test {
 namespace {
@@ -32,9 +33,11 @@ WholeState load_into(const Training& run, const std::string& directory) {
 }
 
 TEST(Checkpoint, TenStepsAreFiveSavedAndFiveMore) {
+  OneIn part(3);
   for (const std::string& strategy : kStrategies)
     for (const at::ScalarType compute : {at::kFloat, at::kBFloat16})
       for (const SaveMode mode : {SaveMode::kBlocking, SaveMode::kBackground}) {
+        if (part.skips()) continue;
         Training run = training(strategy, 4, 2);
         run.compute = compute;
         const TempDir directory;
@@ -61,26 +64,21 @@ TEST(Checkpoint, TenStepsAreFiveSavedAndFiveMore) {
       }
 }
 
-TEST(Checkpoint, LoadsOnAnyNumberOfRanks) {
-  const TempDir directory;
-  const WholeState saved = save_after(training("optim_grads_params", 4), 3, directory.path());
-  for (const int ranks : {1, 2, 3, 8})
-    for (const std::string& strategy : kStrategies)
-      for (const int outer : {1, 2}) {
-        if (ranks % outer != 0) continue;
-        expect_same_state(load_into(training(strategy, ranks, outer), directory.path()), saved,
-                          concat(ranks, " ranks, ", strategy, ", outer ", outer));
-      }
-}
-
-TEST(Checkpoint, LoadsWhateverStrategyWroteIt) {
-  for (const std::string& strategy : kStrategies)
-    for (const int ranks : {1, 6}) {
+TEST(Checkpoint, LoadsOnAnyNumberOfRanksWhateverWroteIt) {
+  OneIn part(7);
+  for (const std::string& from : kStrategies)
+    for (const int writers : {1, 6}) {
       const TempDir directory;
-      const Training run = training(strategy, ranks, ranks == 6 ? 2 : 1);
-      const WholeState saved = save_after(run, 2, directory.path());
-      expect_same_state(load_into(training("optim_grads_params", 3), directory.path()), saved,
-                        concat(strategy, " ", ranks));
+      const WholeState saved =
+          save_after(training(from, writers, writers == 6 ? 2 : 1), 2, directory.path());
+      for (const int ranks : {1, 2, 3, 8})
+        for (const std::string& to : kStrategies)
+          for (const int outer : {1, 2}) {
+            if (ranks % outer != 0 || part.skips()) continue;
+            expect_same_state(
+                load_into(training(to, ranks, outer), directory.path()), saved,
+                concat(from, " of ", writers, " to ", to, " of ", ranks, ", outer ", outer));
+          }
     }
 }
 

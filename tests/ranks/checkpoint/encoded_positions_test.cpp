@@ -1,6 +1,6 @@
 // Positions of patches come back from their encoding, which is the shortest that the format has; on
 // a device as on the host.
-#include "fsdp/checkpoint/patches/encoded_positions.h"
+#include "fsdp/checkpoint/patches/changed_weights.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@
 namespace fsdp::testing::encoded_positions_test {
 namespace {
 
-// What a reader of files makes of them.
+// Positions as a reader of files gets them.
 at::Tensor decoded(const EncodedPositions& stored, int64_t count) {
   if (stored.form == PositionForm::kRanges) {
     std::vector<at::Tensor> parts;
@@ -48,7 +48,8 @@ TEST(EncodedPositions, ComeBack) {
         << positions.numel() << " positions up to " << positions[-1].item<int64_t>();
 }
 
-// What decides the size of a patch: about a byte per element where one in a hundred has changed.
+// Encoded positions decide the size of a patch: about a byte per element where one in a hundred has
+// changed.
 TEST(EncodedPositions, TakeFewBytes) {
   const auto bytes_each = [](double density) {
     const at::Tensor positions = drawn_positions(2'000'000, density, 4);

@@ -1,15 +1,13 @@
-// A model that fuses tensors and one that does not load each other's checkpoints, moments included.
-#include <gmock/gmock.h>
+// A model that does not fuse tensors loads the checkpoint of one that does, moments included.
+#include <gtest/gtest.h>
 
 #include "fsdp/base/text.h"
 #include "fsdp/checkpoint/names/name_tables.h"
 #include "support/checkpoint_training.h"
+#include "support/one_in.h"
 
 namespace fsdp::testing::fused_checkpoint_test {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 
 constexpr int64_t kHidden = 13;
 constexpr int64_t kWidth = 11;
@@ -28,7 +26,7 @@ struct FusedMlpImpl : torch::nn::Module {
 };
 TORCH_MODULE(FusedMlp);
 
-// The same with the names that the rules give the halves.
+// FusedMlp with the names that the rules give the halves.
 struct UnfusedMlpImpl : torch::nn::Module {
   UnfusedMlpImpl() {
     linear_fc1 = register_module("linear_fc1", std::make_shared<torch::nn::Module>());
@@ -121,8 +119,10 @@ WholeState unfused(const WholeState& fused) {
 const std::vector<int> kRanks = {1, 2, 3, 5};
 
 TEST(FusedCheckpoint, SectionsAreStoredAndAnUnfusedModelLoadsThem) {
+  OneIn part(3);
   for (const int writers : kRanks)
     for (const double offloaded : {0.0, 0.6}) {
+      if (part.skips()) continue;
       const TempDir directory;
       const WholeState fused = run<FusedModel>(
           writers, offloaded, [&](FusedModel& model, const CheckpointState& state, int rank) {
@@ -143,46 +143,6 @@ TEST(FusedCheckpoint, SectionsAreStoredAndAnUnfusedModelLoadsThem) {
         expect_same_state(again, fused, concat(writers, " to fused ", readers));
       }
     }
-}
-
-TEST(FusedCheckpoint, AnUnfusedModelLoadsWhatWasStoredFused) {
-  for (const int writers : kRanks) {
-    const TempDir directory;
-    const WholeState fused = run<FusedModel>(
-        writers, 0.0, [&](FusedModel& model, const CheckpointState& state, int rank) {
-          train(model, state, rank);
-          save_checkpoint(directory.path(), state, {.step = 1});  // without rules
-        });
-    for (const int readers : kRanks) {
-      const WholeState loaded =
-          run<UnfusedModel>(readers, 0.3, [&](UnfusedModel&, const CheckpointState& state, int) {
-            EXPECT_THAT(error_of([&] { load_checkpoint(directory.path(), state); }),
-                        AllOf(HasSubstr("it lacks 'layer0.mlp.linear_fc1."),
-                              HasSubstr("it also has 'layer0.mlp.linear_fc1.")));
-            load_checkpoint(directory.path(), state, {.names = rules()});
-          });
-      expect_same_state(loaded, unfused(fused), concat(writers, " to ", readers));
-    }
-  }
-}
-
-TEST(FusedCheckpoint, AFusedModelLoadsWhatAnUnfusedOneSaved) {
-  const TempDir directory;
-  const WholeState apart =
-      run<UnfusedModel>(3, 0.0, [&](UnfusedModel& model, const CheckpointState& state, int rank) {
-        train(model, state, rank);
-        save_checkpoint(directory.path(), state, {.step = 1});
-      });
-  for (const int readers : kRanks) {
-    const WholeState loaded =
-        run<FusedModel>(readers, 0.0, [&](FusedModel&, const CheckpointState& state, int) {
-          // Half a tensor does not count: without rules the whole tensor is missing.
-          EXPECT_THAT(error_of([&] { load_checkpoint(directory.path(), state); }),
-                      HasSubstr("it lacks 'layer0.mlp.linear_fc1."));
-          load_checkpoint(directory.path(), state, {.names = rules()});
-        });
-    expect_same_state(unfused(loaded), apart, concat("to ", readers));
-  }
 }
 
 }  // namespace

@@ -7,7 +7,7 @@
 
 #include "fsdp/base/durable_file.h"
 #include "fsdp/checkpoint/patches.h"
-#include "fsdp/checkpoint/patches/patch_record.h"
+#include "fsdp/checkpoint/patches/patch_files.h"
 #include "support/checkpoint_training.h"
 #include "support/error_of.h"
 #include "support/parallel_training.h"
@@ -74,7 +74,8 @@ TEST(PatchStreams, ThatAreKeptLeadOnFromTwoFullOnes) {
                                              "patch-full-00000006", "patch-00000005-00000006"}));
 }
 
-// All ranks learn of it, or else marks of some would be gone where others bring theirs.
+// It fails at the first tensor, when other marks may be gone. All ranks learn of it, or else marks
+// of some would be gone where others bring theirs.
 TEST(PatchStreams, AfterOneThatFailedOnOneRankAreFull) {
   run_training(two_ranks(), [&](TrainingRank& rank) {
     PatchStream stream(rank.state());

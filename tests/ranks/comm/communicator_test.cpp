@@ -4,7 +4,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <array>
 #include <chrono>
 #include <stdexcept>
 #include <string>
@@ -37,22 +36,11 @@ TEST_P(ThreadsCommunicatorSuite, Passes) {
 INSTANTIATE_TEST_SUITE_P(AllCases, ThreadsCommunicatorSuite,
                          ::testing::Combine(::testing::Range(size_t{0},
                                                              testing::communicator_cases().size()),
-                                            ::testing::Values(1, 2, 3, 4, 8)),
+                                            ::testing::Values(1, 3, 4)),
                          [](const auto& test) {
                            return testing::communicator_cases()[std::get<0>(test.param)].name +
                                   "On" + std::to_string(std::get<1>(test.param)) + "Ranks";
                          });
-
-TEST(ThreadsCommunicator, GivesTheSameBitsOnEveryRun) {
-  std::array<uint64_t, 2> digests{};
-  for (uint64_t& digest : digests) {
-    run_threads(3, kShortDeadline, [&](World& world) {
-      const uint64_t mine = testing::communicator_digest(world);
-      if (world.rank() == 0) digest = mine;
-    });
-  }
-  EXPECT_EQ(digests[0], digests[1]);
-}
 
 // The error of each rank's own thread, in rank order.
 std::vector<std::string> messages_of(int ranks, const CommOptions& options,
@@ -107,12 +95,14 @@ TEST(ThreadsCommunicator, ShowsBothSidesOfADisagreementOnAllRanks) {
   };
   for (const Disagreement& row : table) {
     const auto messages = messages_of(3, {}, [&](World& world) {
-      world.communicator().barrier("together").wait();
-      (world.rank() == 2 ? row.odd_one : row.most)(world.communicator()).wait();
+      Communicator& comm = world.communicator();
+      comm.barrier("together").wait();
+      EXPECT_THROW((world.rank() == 2 ? row.odd_one : row.most)(comm).wait(), CommError);
+      comm.barrier("used again").wait();  // repeats its first error
     });
     for (const std::string& message : messages)
-      EXPECT_THAT(message, AllOf(HasSubstr("operation 1"), HasSubstr(row.words_of_most),
-                                 HasSubstr(row.words_of_odd_one)))
+      EXPECT_THAT(message, AllOf(HasSubstr("stopped working"), HasSubstr("operation 1"),
+                                 HasSubstr(row.words_of_most), HasSubstr(row.words_of_odd_one)))
           << row.name;
   }
 }
@@ -211,18 +201,6 @@ TEST(ThreadsCommunicator, LastsAsLongAsItsBytesTakeAtTheGivenBandwidth) {
   });
   EXPECT_THAT([] { run_threads(1, {.bandwidth_bytes_per_s = -1}, [](World&) {}); },
               ThrowsMessage<Error>(HasSubstr("bandwidth_bytes_per_s is -1")));
-}
-
-TEST(ThreadsCommunicator, RepeatsItsFirstErrorWhenUsedAgain) {
-  const auto messages = messages_of(2, {}, [](World& world) {
-    Communicator& comm = world.communicator();
-    const Work bad = comm.barrier(world.rank() == 0 ? "a" : "b");
-    EXPECT_THROW(bad.wait(), CommError);
-    EXPECT_THROW(bad.wait(), CommError);
-    comm.barrier("c").wait();
-  });
-  for (const std::string& message : messages)
-    EXPECT_THAT(message, AllOf(HasSubstr("stopped working"), HasSubstr("disagree")));
 }
 
 TEST(ThreadsCommunicator, ThrowsTheCauseRatherThanItsConsequences) {

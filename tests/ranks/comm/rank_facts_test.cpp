@@ -54,7 +54,7 @@ TEST(RankFacts, CannotDifferInASimulatedWorld) {
 TEST(TextsOfRanks, AreOnEveryRankInRankOrder) {
   for (const int ranks : {1, 2, 5})
     run_ranks(ranks, [ranks](World& world) {
-      // Of different lengths, the first one empty.
+      // Texts have different lengths, and the first one is empty.
       const auto text_of = [](int rank) {
         return std::string(static_cast<size_t>(7 * rank), static_cast<char>('a' + rank));
       };

@@ -53,7 +53,7 @@ TEST(ReduceRanks, WidensEveryNarrowValueAsLibtorchDoes) {
 TEST(ReduceRanks, RoundsAsLibtorchDoes) {
   for (const at::ScalarType narrow : {at::kBFloat16, at::kHalf}) {
     const at::Tensor a = every_value(narrow);
-    for (const int64_t shift : {1, 2, 3, 128, 257, 1024, 32768}) {
+    for (const int64_t shift : {1, 257, 32768}) {
       const at::Tensor b = a.view(at::kShort).roll(shift).view(narrow);
       const at::Tensor expected = (a.to(at::kFloat) + b.to(at::kFloat)).to(narrow);
       const at::Tensor sum = reduced({a, b}, narrow, {});
@@ -64,8 +64,8 @@ TEST(ReduceRanks, RoundsAsLibtorchDoes) {
   }
 }
 
-// What each of `ranks` gives at each element, widened, combined, scaled, added to `old` and rounded
-// once: the definition.
+// The value that each of `ranks` gives at each element, widened, combined, scaled, added to `old`
+// and rounded once: the definition.
 at::Tensor defined(const std::vector<at::Tensor>& inputs, const at::Tensor& old,
                    const Reduction& reduction, at::ScalarType acc) {
   at::Tensor sum = inputs[0].to(acc);
@@ -105,43 +105,12 @@ TEST(ReduceRanks, StoresAndAddsInEveryPairOfTypes) {
   }
 }
 
-TEST(ReduceRanks, CopiesOneRankExactlyWithoutScale) {
-  for (const at::ScalarType wire : kFloating) {
-    const at::Tensor input = testing::rank_pattern(0, 5000, wire);
-    EXPECT_TRUE(testing::same_bytes(reduced({input}, wire, {}), input)) << wire;
-    EXPECT_TRUE(testing::same_bytes(reduced({input}, wire, {.op = ReduceOp::kAvg}), input));
-    at::Tensor sum = at::zeros({5000}, wire);
-    reduce_into(sum, {input}, {.store = Store::kAdd});
-    EXPECT_TRUE(testing::same_bytes(sum, input)) << wire;
-  }
-}
-
-// 64 ranks of bf16 gradients against a double reference. An fp32 output is off by the 63 additions
-// of the running sum, one more for kAdd, each at most half an ulp of a partial sum (all positive,
-// so no partial sum exceeds the last).
-TEST(ReduceRanks, SumsSixtyFourNarrowRanksInFp32) {
-  for (const Store store : {Store::kWrite, Store::kAdd}) {
-    std::vector<at::Tensor> inputs;
-    at::Tensor output = testing::rank_pattern(99, 10000, at::kFloat).abs();
-    at::Tensor exact =
-        store == Store::kAdd ? output.to(at::kDouble) : at::zeros({10000}, at::kDouble);
-    for (int rank = 0; rank < 64; ++rank) {
-      inputs.push_back(testing::rank_pattern(rank, 10000, at::kBFloat16).abs());
-      exact += inputs.back().to(at::kDouble);
-    }
-    reduce_into(output, inputs, {.store = store});
-    const double worst = ((output.to(at::kDouble) - exact).abs() / exact).max().item<double>();
-    EXPECT_LE(worst, (store == Store::kAdd ? 64 : 63) * std::ldexp(1.0, -24));
-    EXPECT_GT(exact.min().item<double>(), 0.0);
-  }
-}
-
 // Multiples of 2^-9 up to 1: any 65 of them have a sum of at most 16 bits, so the running sum is
 // exact and all error is the one rounding to bf16, at most half an ulp. Summing in bf16 would be
 // off by whole per cents.
 TEST(ReduceRanks, RoundsTheSumOfSixtyFourNarrowRanksOnce) {
   const auto coarse = [](int rank) {
-    return (testing::rank_pattern(rank, 10000, at::kDouble).abs() * 256)
+    return (testing::rank_pattern(rank, 2000, at::kDouble).abs() * 256)
         .ceil()
         .div(512)
         .to(at::kBFloat16);
@@ -150,7 +119,7 @@ TEST(ReduceRanks, RoundsTheSumOfSixtyFourNarrowRanksOnce) {
     std::vector<at::Tensor> inputs;
     at::Tensor output = coarse(99);
     at::Tensor exact =
-        store == Store::kAdd ? output.to(at::kDouble) : at::zeros({10000}, at::kDouble);
+        store == Store::kAdd ? output.to(at::kDouble) : at::zeros({2000}, at::kDouble);
     for (int rank = 0; rank < 64; ++rank) {
       inputs.push_back(coarse(rank));
       exact += inputs.back().to(at::kDouble);
@@ -208,12 +177,9 @@ TEST(ReduceRanks, RaisesTheFlagForValuesThatOverflowWhenStored) {
   EXPECT_EQ(flag_of(3.3e38, at::kFloat, at::kBFloat16), 0.0f);
   EXPECT_EQ(flag_of(3.4e38, at::kFloat, at::kFloat), 0.0f);
   EXPECT_EQ(flag_of(1e300, at::kDouble, at::kFloat), 1.0f);
-}
-
-TEST(ReduceRanks, LeavesARaisedFlagAsItIs) {
-  const at::Tensor flag = at::ones({1}, at::kFloat);
-  reduced({at::ones({100}), at::ones({100})}, at::kFloat, {.nonfinite = flag});
-  EXPECT_EQ(flag.item<float>(), 1.0f);
+  const at::Tensor raised = at::ones({1}, at::kFloat);
+  reduced({at::ones({100}), at::ones({100})}, at::kFloat, {.nonfinite = raised});
+  EXPECT_EQ(raised.item<float>(), 1.0f) << "a raised flag stays";
 }
 
 TEST(ReduceRanks, AddsUpTheSquaresOfWhatItStores) {
@@ -248,17 +214,6 @@ TEST(ReduceRanks, SumOfSquaresIsFiniteIfTheValuesAre) {
     at::Tensor with_one = large.clone();
     with_one[599].fill_(bad);
     EXPECT_FALSE(std::isfinite(squares_of(with_one)));
-  }
-}
-
-TEST(ReduceRanks, HandlesSizesAroundItsBlock) {
-  for (const int64_t numel : {0, 1, 2047, 2048, 2049, 6000}) {
-    const std::vector<at::Tensor> inputs = {testing::rank_pattern(0, numel, at::kFloat),
-                                            testing::rank_pattern(1, numel, at::kFloat),
-                                            testing::rank_pattern(2, numel, at::kFloat)};
-    EXPECT_TRUE(
-        testing::same_bytes(reduced(inputs, at::kFloat, {}), inputs[0] + inputs[1] + inputs[2]))
-        << numel;
   }
 }
 

@@ -36,13 +36,12 @@ class TcpCommunicatorSuite : public ::testing::TestWithParam<std::tuple<int, siz
 TEST_P(TcpCommunicatorSuite, Passes) {
   const auto [ranks, index] = GetParam();
   const testing::CommunicatorCase& claim = testing::communicator_cases()[index];
-  for (const bool checked : {false, true})
-    run_tcp(ranks, {.timeout_seconds = 60, .checked = checked},
-            [&](World& world) { claim.body(world, at::kCPU); });
+  run_tcp(ranks, {.timeout_seconds = 60, .checked = ranks == 3},
+          [&](World& world) { claim.body(world, at::kCPU); });
 }
 
 INSTANTIATE_TEST_SUITE_P(AllCases, TcpCommunicatorSuite,
-                         ::testing::Combine(::testing::Values(1, 2, 3, 4),
+                         ::testing::Combine(::testing::Values(2, 3),
                                             ::testing::Range(size_t{0},
                                                              testing::communicator_cases().size())),
                          [](const auto& test) {
@@ -51,7 +50,7 @@ INSTANTIATE_TEST_SUITE_P(AllCases, TcpCommunicatorSuite,
                          });
 
 TEST(TcpCommunicator, GivesTheSameBitsAsThreads) {
-  for (const int ranks : {1, 2, 3, 4}) {
+  for (const int ranks : {2, 3}) {
     uint64_t by_threads = 0;
     run_threads(ranks, {}, [&](World& world) {
       const uint64_t digest = testing::communicator_digest(world);

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "fsdp/base/text.h"
-#include "fsdp/comm/tcp/handshake.h"
 #include "support/tcp_threads.h"
 
 namespace fsdp::tcp_mesh_test {
@@ -35,7 +34,7 @@ Deadline in_seconds(int seconds) { return Clock::now() + std::chrono::seconds(se
 // Waits until rank 0 listens.
 Endpoint wait_for(PlaceInMemory& place) {
   std::optional<Endpoint> endpoint;
-  while (!(endpoint = place.find())) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  while (!(endpoint = place.find())) std::this_thread::yield();
   return *endpoint;
 }
 
@@ -78,10 +77,6 @@ TEST(TcpMesh, ConnectsEachWithEach) {
     }
   });
   EXPECT_THAT(errors, Each(""));
-}
-
-TEST(TcpMesh, AHundredRanksMeet) {
-  EXPECT_THAT(run_connected(100, [](int, std::vector<Socket>) {}), Each(""));
 }
 
 // Rank 0's part is one connection for each rank and two tables; here with 999 that are no threads.
@@ -229,14 +224,14 @@ TEST(TcpMesh, WaitsForThisRoundsRank0WhenTheStoreHoldsAnOldOne) {
   std::thread hang_up([&] {
     while (!is_over) {
       try_accept(stranger).close();
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      std::this_thread::yield();
     }
   });
   PlaceInMemory old_round;
   std::thread old_rank_0([&] {
     TcpMeshOptions options = mesh_options(0, 2);
     options.meeting = "an old one";
-    options.timeout_seconds = 3;
+    options.timeout_seconds = 1;
     EXPECT_THROW(connect_tcp_mesh(old_round, options), std::exception);
   });
   for (const Endpoint& old :
@@ -245,7 +240,7 @@ TEST(TcpMesh, WaitsForThisRoundsRank0WhenTheStoreHoldsAnOldOne) {
     place.announce(old);
     EXPECT_THAT(
         run_beside({[&] {
-                      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+                      while (place.num_finds() < 4) std::this_thread::yield();
                       join(place, 0, 2)();
                     },
                     join(place, 1, 2,
@@ -265,14 +260,6 @@ std::function<void(TcpMeshOptions&)> knowing(const std::string& secret) {
     options.secret = secret;
     options.timeout_seconds = 2;
   };
-}
-
-TEST(TcpMesh, RanksThatShareASecretMeet) {
-  PlaceInMemory place;
-  const auto with_secret = [](TcpMeshOptions& options) { options.secret = "long and random"; };
-  EXPECT_THAT(run_beside({join(place, 0, 3, with_secret), join(place, 1, 3, with_secret),
-                          join(place, 2, 3, with_secret)}),
-              Each(""));
 }
 
 TEST(TcpMesh, ARankWithAnotherSecretEndsTheMeetingOnBothSides) {
@@ -305,14 +292,6 @@ TEST(TcpMesh, AStrangerWhoCallsAsARankIsNotLetIn) {
   };
   EXPECT_THAT(run_beside({join(place, 0, 2, knowing("the right one")), stranger}), Each(""));
   EXPECT_EQ(answer, Handshake::State::kOtherKey);
-}
-
-// A stranger who stands in for rank 0 (by writing to the store) cannot deceive the ranks.
-TEST(TcpMesh, RanksDoNotJoinSomebodyElsesRank0) {
-  PlaceInMemory place;
-  const std::vector<std::string> errors = run_beside(
-      {join(place, 0, 2, knowing("of a stranger")), join(place, 1, 2, knowing("the right one"))});
-  EXPECT_THAT(errors[1], HasSubstr("have not the same FSDP_SECRET"));
 }
 
 TEST(TcpMesh, NobodyListensAnyMoreWhenAllHaveMet) {

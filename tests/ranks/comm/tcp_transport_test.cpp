@@ -146,26 +146,6 @@ TEST(TcpTransport, LetsChannelsPassALargeMessageThatNobodyTakes) {
   });
 }
 
-TEST(TcpTransport, ServesManyThreadsOfARank) {
-  run_transports(2, [](TcpTransport& transport) {
-    const int peer = 1 - transport.rank();
-    std::vector<std::thread> threads;
-    for (int channel = 1; channel <= 4; ++channel)
-      threads.emplace_back([&, channel] {
-        for (int i = 0; i < 25; ++i) {
-          const int64_t bytes = i % 2 == 0 ? kSmallBytes : TcpTransport::kEagerBytes * 5;
-          std::vector<char> own = pattern(bytes, i + channel);
-          std::vector<char> theirs(own.size());
-          const Message out{peer, own.data(), bytes};
-          const Message in{peer, theirs.data(), bytes};
-          transport.exchange(channel, {&out, 1}, {&in, 1}, within(20));
-          EXPECT_EQ(theirs, own);
-        }
-      });
-    for (std::thread& thread : threads) thread.join();
-  });
-}
-
 // Sender's and receiver's sizes, below and above the limit for sending at once.
 class Disagreement : public ::testing::TestWithParam<std::pair<int64_t, int64_t>> {};
 
@@ -204,10 +184,11 @@ TEST(TcpTransport, NamesWhoIsMissingAtTheDeadline) {
             receive(transport, 1, 2, kSmallBytes, 0.3);
           } catch (const TimeoutError&) {
             is_over = true;
+            is_over.notify_all();
             throw;
           }
         }
-        while (!is_over) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        is_over.wait(false);
       });
   EXPECT_EQ(errors[0],
             "this test waited 0.3 s for world rank 2, which has not arrived; look at what it does "
@@ -230,7 +211,6 @@ TEST(TcpTransport, GoodbyeIsAnErrorOnlyToThoseWhoNeedTheRank) {
       run_connected(3, [](int rank, std::vector<Socket> sockets) {
         TcpTransport transport(rank, std::move(sockets));
         if (rank == 2) return;
-        std::this_thread::sleep_for(std::chrono::milliseconds(50));
         if (rank == 0) send(transport, 1, 1, pattern(kLargeBytes, 0));
         if (rank == 0) return;
         EXPECT_EQ(receive(transport, 1, 0, kLargeBytes), pattern(kLargeBytes, 0));
@@ -305,10 +285,9 @@ TEST(TcpTransport, PassesOnWordsToThoseWhoHaveNotHeardThem) {
 
 // --- peers that are no ranks of ours, or have gone mad ---
 
-void send_frame(const Socket& socket, FrameKind kind, int channel, int64_t message_bytes,
-                int64_t frame_bytes) {
-  const FrameHeader header{kind, channel, message_bytes, frame_bytes};
-  const std::vector<char> payload(static_cast<size_t>(std::max<int64_t>(frame_bytes, 0)), 'x');
+void send_frame(const Socket& socket, const FrameHeader& header) {
+  const std::vector<char> payload(static_cast<size_t>(std::max<int64_t>(header.frame_bytes, 0)),
+                                  'x');
   const Deadline deadline = Clock::now() + std::chrono::seconds(5);
   // A peer that was hung up on cannot send any more.
   if (send_all(socket, &header, sizeof(header), deadline))
@@ -332,48 +311,32 @@ std::string error_beside(int64_t bytes, const std::function<void(const Socket&)>
   return errors[0];
 }
 
-constexpr const char* kNotOurs =
-    "rank 1 is gone: its connection carried something that is not of this program; look at what it "
-    "said last";
-
-TEST(TcpTransport, HangsUpOnPiecesThatDoNotFitTheMessage) {
-  // 7 of 8 bytes, then 8 more: a byte beyond the buffer with every frame.
-  EXPECT_EQ(error_beside(8,
-                         [](const Socket& socket) {
-                           send_frame(socket, FrameKind::kData, 1, 8, 7);
-                           for (int i = 0; i < 10; ++i)
-                             send_frame(socket, FrameKind::kData, 1, 8, 8);
-                         }),
-            kNotOurs);
-  EXPECT_EQ(error_beside(kLargeBytes,
-                         [](const Socket& socket) {
-                           for (int64_t sent = 0; sent <= kLargeBytes; sent += 200'000)
-                             send_frame(socket, FrameKind::kData, 1, kLargeBytes, 200'000);
-                         }),
-            kNotOurs);
-}
-
-TEST(TcpTransport, HangsUpOnMoreUnaskedMessagesThanThePeerMaySend) {
-  EXPECT_EQ(error_beside(kSmallBytes,
-                         [](const Socket& socket) {
-                           for (int i = 0; i < 300; ++i)
-                             send_frame(socket, FrameKind::kData, 2, TcpTransport::kEagerBytes,
-                                        TcpTransport::kEagerBytes);
-                         }),
-            kNotOurs);
-}
-
-TEST(TcpTransport, HangsUpOnMoreChannelsThanThereAre) {
-  EXPECT_EQ(error_beside(kSmallBytes,
-                         [](const Socket& socket) {
-                           for (int channel = 0; channel < 70'000; ++channel)
-                             send_frame(socket, FrameKind::kAnnounce, channel + 2, 5, 0);
-                         }),
-            kNotOurs);
-}
-
-TEST(TcpTransport, HangsUpOnFramesThatMakeNoSense) {
-  const std::vector<FrameHeader> frames = {
+TEST(TcpTransport, HangsUpOnAPeerThatSendsMoreThanItMay) {
+  const struct {
+    const char* what;
+    int64_t awaited_bytes;
+    int num_frames;
+    std::function<FrameHeader(int)> frame;
+  } cases[] = {
+      {"a byte beyond the buffer with every frame", 8, 11,
+       [](int i) {
+         return FrameHeader{FrameKind::kData, 1, 8, i == 0 ? 7 : 8};
+       }},
+      {"pieces beyond the message", kLargeBytes, static_cast<int>(kLargeBytes / 200'000) + 1,
+       [](int) {
+         return FrameHeader{FrameKind::kData, 1, kLargeBytes, 200'000};
+       }},
+      {"messages nobody asked for", kSmallBytes, 300,
+       [](int) {
+         return FrameHeader{FrameKind::kData, 2, TcpTransport::kEagerBytes,
+                            TcpTransport::kEagerBytes};
+       }},
+      {"channels", kSmallBytes, 70'000,
+       [](int i) {
+         return FrameHeader{FrameKind::kAnnounce, i + 2, 5, 0};
+       }},
+      {"frames that make no sense", kLargeBytes, 1, nullptr}};
+  const std::vector<FrameHeader> senseless = {
       {static_cast<FrameKind>(77), 1, 8, 0},
       {FrameKind::kData, 1, 8, 9},
       {FrameKind::kData, 1, -8, -8},
@@ -381,14 +344,16 @@ TEST(TcpTransport, HangsUpOnFramesThatMakeNoSense) {
       {FrameKind::kData, 1, INT64_MAX, TcpConnection::kMaxFrameBytes + 1},
       {FrameKind::kReady, 1, 8, 8},
       {FrameKind::kFailure, 0, 0, 4096}};
-  for (const FrameHeader& frame : frames)
-    EXPECT_EQ(error_beside(kLargeBytes,
-                           [&](const Socket& socket) {
-                             send_frame(socket, frame.kind, frame.channel, frame.message_bytes,
-                                        frame.frame_bytes);
-                           }),
-              kNotOurs)
-        << static_cast<int>(frame.kind) << " " << frame.frame_bytes;
+  for (const auto& [what, awaited_bytes, num_frames, frame] : cases)
+    for (size_t round = 0; round < (frame ? 1 : senseless.size()); ++round)
+      EXPECT_EQ(error_beside(awaited_bytes,
+                             [&](const Socket& socket) {
+                               for (int i = 0; i < num_frames; ++i)
+                                 send_frame(socket, frame ? frame(i) : senseless[round]);
+                             }),
+                "rank 1 is gone: its connection carried something that is not of this program; "
+                "look at what it said last")
+          << what << " " << round;
 }
 
 TEST(TcpTransport, ShowsWordsOfAPeerWithoutControlCharacters) {
@@ -401,9 +366,10 @@ TEST(TcpTransport, ShowsWordsOfAPeerWithoutControlCharacters) {
 
 // A failed exchange releases the memory of a message in the middle; the address sanitizer watches.
 TEST(TcpTransport, TakesItsBuffersBackWhenAnExchangeFails) {
-  for (int round = 0; round < 5; ++round) {
+  for (int round = 0; round < 4; ++round) {
     run_connected(2, [&](int rank, std::vector<Socket> sockets) {
       TcpTransport transport(rank, std::move(sockets));
+      std::atomic<int> num_begun{0};
       std::thread busy([&] {
         try {
           for (int i = 0; i < 100; ++i) {
@@ -411,13 +377,15 @@ TEST(TcpTransport, TakesItsBuffersBackWhenAnExchangeFails) {
             std::vector<char> theirs(own.size());
             const Message out{1 - rank, own.data(), kLargeBytes};
             const Message in{1 - rank, theirs.data(), kLargeBytes};
+            ++num_begun;
+            num_begun.notify_all();
             transport.exchange(1, {&out, 1}, {&in, 1}, within(20));
           }
           ADD_FAILURE() << "nobody told of the failure";
         } catch (const AbortedError&) {
         }
       });
-      std::this_thread::sleep_for(std::chrono::milliseconds(10 * round + 5));
+      for (int seen = 0; seen <= round; seen = num_begun) num_begun.wait(seen);
       if (rank == 0) transport.tell_everybody("enough", MessageTransport::Words::kFinal);
       busy.join();
     });

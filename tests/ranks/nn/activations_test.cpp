@@ -1,4 +1,4 @@
-// What layers keep for their backward is what plans say, where the host keeps the same as a device.
+// Layers keep for their backward what plans say, where the host keeps the same as a device.
 #include "fsdp/plan/activations.h"
 
 #include <ATen/ATen.h>
@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/nn/layers/delta_rule.h"
 #include "fsdp/nn/layers/experts.h"
+#include "fsdp/nn/layers/gated_delta_net.h"
 #include "fsdp/nn/layers/mamba2.h"
 #include "support/allocation_log.h"
 
@@ -72,7 +72,7 @@ TEST(Activations, OfExpertsAreThosePlanned) {
                                                     {})
                                     .kept);
     const Measured actual = measured({x}, [&] { return experts(x).output; });
-    // What routers have of all experts, and rows' ends, is a few bytes more.
+    // Routers' figures of all experts, and rows' ends, are a few bytes more.
     EXPECT_NEAR(actual.kept, kept, 0.02 * kept) << (is_gated ? "gated" : "squared");
   }
 }

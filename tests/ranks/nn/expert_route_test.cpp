@@ -31,7 +31,7 @@ at::Tensor choices_of(int rank, int64_t num_tokens, int64_t num_chosen) {
   return chosen;
 }
 
-// What a rank's expert does: its number times the rows. Rows that are nobody's become NaN.
+// A rank's expert multiplies: its number times the rows. Rows that are nobody's become NaN.
 at::Tensor factors(const at::Tensor& ends, int64_t num_rows, int64_t first_expert) {
   at::Tensor result = at::full({num_rows, 1}, NAN);
   int64_t begin = 0;
@@ -91,9 +91,9 @@ void expect_by_loops(World& world, int ep, const at::Tensor& chosen, double capa
 
 // The load of expert 3 takes no room from those beside it, on its rank and on others.
 TEST(ExpertRoute, GivesEveryExpertRoomOfItsOwn) {
-  for (const auto& [ranks, ep] : {std::pair{2, 2}, {4, 2}, {4, 4}})
-    for (const int64_t num_chosen : {1, 2, 5})
-      for (const double capacity_factor : {1.0, 1.3, 2.0})
+  for (const auto& [ranks, ep] : {std::pair{4, 2}, {4, 4}})
+    for (const int64_t num_chosen : {1, 5})
+      for (const double capacity_factor : {1.0, 1.3})
         run_ranks(ranks, [&](World& world) {
           expect_by_loops(world, ep, choices_of(world.rank(), kTokens, num_chosen), capacity_factor,
                           concat(ranks, ", ", ep, ", ", num_chosen, ", ", capacity_factor));

@@ -4,12 +4,10 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include <cmath>
-#include <map>
 #include <string>
 #include <vector>
 
-#include "fsdp/nn/layers/delta_rule.h"
+#include "fsdp/base/text.h"
 #include "support/layer_gradients.h"
 
 namespace fsdp::nn::gated_delta_net_test {
@@ -89,13 +87,12 @@ void expect_the_recurrence(const std::vector<at::Tensor>& values, int64_t chunk,
 }
 
 TEST(DeltaRule, EqualsTheRecurrenceForEveryChunkSizeAndLength) {
-  for (const Heads heads : {Heads{1, 1}, Heads{3, 3}, Heads{2, 6}})
-    for (const int64_t sequence : {1, 7, 16, 33})
-      for (const int64_t chunk : {1, 4, 5, 16, 64})
+  for (const Heads heads : {Heads{1, 1}, Heads{2, 6}})
+    for (const int64_t sequence : {1, 7, 33})
+      for (const int64_t chunk : {1, 5, 16, 64})
         expect_the_recurrence(rule_values(sequence, heads), chunk,
-                              std::to_string(heads.values) + " heads of " +
-                                  std::to_string(heads.keys) + ", sequence " +
-                                  std::to_string(sequence) + ", chunk " + std::to_string(chunk));
+                              concat(heads.values, " heads of ", heads.keys, ", sequence ",
+                                     sequence, ", chunk ", chunk));
 }
 
 // Behind them the sums of logarithms are large, and their differences small.
@@ -142,7 +139,7 @@ TEST(DeltaRule, GoesOnFromAState) {
       return with_last_state(at::cat(parts, 1), state);
     };
     expect_near(output_and_gradients(in_parts, values, at::kDouble), expected, kExact,
-                "first part " + std::to_string(first));
+                concat("first part ", first));
   }
 }
 
@@ -168,109 +165,14 @@ GatedDeltaNet small_layer(const GatedDeltaNetOptions& options, at::ScalarType dt
   return layer;
 }
 
-// Every value head by itself, from the published description of the layer.
-at::Tensor plain_layer(const GatedDeltaNetOptions& o, const std::vector<std::string>& names,
-                       const std::vector<at::Tensor>& in) {
-  std::map<std::string, at::Tensor> weights;
-  for (size_t i = 0; i < names.size(); ++i) weights[names[i]] = in[i + 1];
-  const int64_t shared = o.num_value_heads / o.num_key_heads;
-  const int64_t block = 2 * o.key_head_dim + 2 * shared * o.value_head_dim;
-  const at::Tensor qkvz = at::linear(in[0], weights.at("in_proj_qkvz.weight"));
-  const at::Tensor ba = at::linear(in[0], weights.at("in_proj_ba.weight"));
-  // The convolution's channels are all queries, all keys, all values.
-  const auto convolved = [&](int64_t from, int64_t channel, int64_t size) {
-    const at::Tensor kernel = weights.at("conv1d.weight").narrow(0, channel, size).squeeze(1);
-    const at::Tensor x = at::constant_pad_nd(qkvz.narrow(-1, from, size), {0, 0, 3, 0});
-    at::Tensor sum = at::zeros({x.size(0), x.size(1) - 3, size}, x.options());
-    for (int64_t k = 0; k < 4; ++k) sum = sum + x.narrow(1, k, x.size(1) - 3) * kernel.select(1, k);
-    return at::silu(sum);
-  };
-  const int64_t keys = o.num_key_heads * o.key_head_dim;
-  std::vector<at::Tensor> outputs;
-  for (int64_t head = 0; head < o.num_value_heads; ++head) {
-    const int64_t of = head / shared;
-    const int64_t within = head % shared;
-    const int64_t value_from = of * block + 2 * o.key_head_dim + within * o.value_head_dim;
-    const at::Tensor b = ba.select(-1, of * 2 * shared + within);
-    const at::Tensor a = ba.select(-1, of * 2 * shared + shared + within);
-    const at::Tensor rate = weights.at("A_log").select(0, head).exp();
-    const at::Tensor query = convolved(of * block, of * o.key_head_dim, o.key_head_dim);
-    const at::Tensor key =
-        convolved(of * block + o.key_head_dim, keys + of * o.key_head_dim, o.key_head_dim);
-    const DeltaRuleInput input{
-        .query = (unit_rows(query) / std::sqrt(static_cast<double>(o.key_head_dim))).unsqueeze(2),
-        .key = unit_rows(key).unsqueeze(2),
-        .value = convolved(value_from, 2 * keys + head * o.value_head_dim, o.value_head_dim)
-                     .unsqueeze(2),
-        .log_decay = (-rate * at::softplus(a + weights.at("dt_bias").select(0, head))).unsqueeze(2),
-        .beta = b.sigmoid().unsqueeze(2)};
-    at::Tensor state = zero_state(input);
-    const at::Tensor y = one_by_one(input, state).squeeze(2);
-    const at::Tensor z = qkvz.narrow(-1, value_from + shared * o.value_head_dim, o.value_head_dim);
-    outputs.push_back(y * (y.square().mean(-1, true) + o.norm_eps).rsqrt() *
-                      weights.at("norm.weight") * at::silu(z));
-  }
-  return at::linear(at::cat(outputs, -1), weights.at("out_proj.weight"));
-}
-
 // The layer's output, and the gradients of its input and its parameters.
 std::vector<at::Tensor> layer_results(GatedDeltaNet& layer, const at::Tensor& x) {
   const at::Tensor input = x.detach().clone().set_requires_grad(true);
-  std::vector<at::Tensor> results = {layer(input, nullptr)};
+  std::vector<at::Tensor> results = {layer(input)};
   (results[0] * waves(results[0].sizes(), 0.3).to(x.scalar_type())).sum().backward();
   results.push_back(input.grad());
   for (const at::Tensor& parameter : layer->parameters()) results.push_back(parameter.grad());
   return results;
-}
-
-TEST(GatedDeltaNet, EqualsAPlainLoopOverHeadsAndPositions) {
-  for (const Heads heads : {Heads{1, 1}, Heads{2, 2}, Heads{2, 6}}) {
-    for (const int64_t sequence : {1, 2, 21}) {
-      const GatedDeltaNetOptions options = small_options(heads, 8);
-      GatedDeltaNet layer = small_layer(options);
-      std::vector<std::string> names;
-      std::vector<at::Tensor> values = {waves({2, sequence, 12}, 0.5)};
-      for (const auto& item : layer->named_parameters()) {
-        names.push_back(item.key());
-        values.push_back(item.value().detach());
-      }
-      const auto plain = [&](const std::vector<at::Tensor>& in) {
-        return plain_layer(options, names, in);
-      };
-      const auto expected = output_and_gradients(plain, values, at::kDouble);
-      const std::string what =
-          std::to_string(heads.values) + " heads, sequence " + std::to_string(sequence);
-      expect_near(layer_results(layer, values[0]), expected, 2 * kRounded, what + " in fp32");
-      GatedDeltaNet exact = small_layer(options, at::kDouble);
-      expect_near(layer_results(exact, values[0].to(at::kDouble)), expected, kExact,
-                  what + " in fp64");
-    }
-  }
-}
-
-TEST(GatedDeltaNet, HasTheParametersOfPublishedCheckpoints) {
-  GatedDeltaNet layer(small_options({2, 6}, 64));
-  std::map<std::string, std::vector<int64_t>> shapes;
-  for (const auto& item : layer->named_parameters())
-    shapes[item.key()] = item.value().sizes().vec();
-  const std::map<std::string, std::vector<int64_t>> published = {{"A_log", {6}},
-                                                                 {"conv1d.weight", {44, 1, 4}},
-                                                                 {"dt_bias", {6}},
-                                                                 {"in_proj_ba.weight", {12, 12}},
-                                                                 {"in_proj_qkvz.weight", {68, 12}},
-                                                                 {"norm.weight", {4}},
-                                                                 {"out_proj.weight", {12, 24}}};
-  EXPECT_EQ(shapes, published);
-}
-
-TEST(GatedDeltaNet, ComputesTheSameInChunksOfAnySize) {
-  const at::Tensor x = waves({2, 70, 12}, 0.5).to(at::kDouble);
-  GatedDeltaNet reference = small_layer(small_options({2, 4}, 1), at::kDouble);
-  const auto expected = layer_results(reference, x);
-  for (const int64_t chunk : {3, 16, 64, 128}) {
-    GatedDeltaNet layer = small_layer(small_options({2, 4}, chunk), at::kDouble);
-    expect_near(layer_results(layer, x), expected, kExact, "chunk " + std::to_string(chunk));
-  }
 }
 
 // Only what goes in and out of matrices and the convolution is bf16, with 8 digits: a handful of
@@ -288,48 +190,17 @@ TEST(GatedDeltaNet, OfBf16IsThatOfFp32Rounded) {
   expect_near(actual, expected, 0.03, "bf16");
 }
 
-TEST(GatedDeltaNet, ComputesTheWholeTextInPartsWithACache) {
-  const at::NoGradGuard no_grad;
-  GatedDeltaNet layer = small_layer(small_options({2, 6}, 4));
-  const at::Tensor x = waves({2, 16, 12}, 0.5);
-  const at::Tensor whole = layer(x, nullptr);
-  for (const std::vector<int64_t>& lengths :
-       {std::vector<int64_t>{9, 1, 1, 1, 1, 1, 1, 1}, {1, 1, 1, 13}, {5, 6, 1, 4}, {16}}) {
-    LayerCache cache;
-    std::vector<at::Tensor> parts;
-    int64_t begin = 0;
-    for (const int64_t length : lengths) {
-      parts.push_back(layer(x.narrow(1, begin, length), &cache));
-      begin += length;
-    }
-    expect_near({at::cat(parts, 1)}, {whole.to(at::kDouble)}, kRounded, "in parts");
-    EXPECT_EQ(cache.state.sizes(), (std::vector<int64_t>{2, 6, 5, 4}));
-    EXPECT_EQ(cache.window.sizes(), (std::vector<int64_t>{2, 3, 44}));
-    EXPECT_FALSE(cache.key.defined());
-  }
-}
-
-TEST(GatedDeltaNet, HasFirstValuesBySeedAndName) {
-  const auto first_values = [](uint64_t seed, const std::string& name) {
-    torch::nn::Module model;
-    const auto layer = model.register_module(name, GatedDeltaNet(small_options({4, 16}, 64)));
-    initialize_by_name(model, seed);
-    std::map<std::string, at::Tensor> values;
-    for (const auto& item : layer->named_parameters()) values[item.key()] = item.value().detach();
-    return values;
-  };
-  const auto values = first_values(3, "mixer");
-  for (const auto& [name, value] : first_values(3, "mixer"))
-    EXPECT_TRUE(at::equal(value, values.at(name))) << name;
-  for (const auto& others : {first_values(4, "mixer"), first_values(3, "other")})
-    for (const char* name : {"A_log", "conv1d.weight", "in_proj_ba.weight"})
-      EXPECT_FALSE(at::equal(others.at(name), values.at(name))) << name;
-  const at::Tensor rate = values.at("A_log").exp();
+// Seeds and names are those of all layers (language_model_test).
+TEST(GatedDeltaNet, BeginsWithThePublishedRates) {
+  torch::nn::Module model;
+  const auto layer = model.register_module("mixer", GatedDeltaNet(small_options({4, 16}, 64)));
+  initialize_by_name(model, 3);
+  const auto values = layer->named_parameters();
+  const at::Tensor rate = values["A_log"].detach().exp();
   EXPECT_GE(rate.min().item<double>(), 0.01 - 1e-6);
   EXPECT_LE(rate.max().item<double>(), 16.0 + 1e-5);
   EXPECT_GT(rate.std().item<double>(), 2.0);
-  EXPECT_TRUE(at::equal(values.at("dt_bias"), at::ones({16})));
-  EXPECT_TRUE(at::equal(values.at("norm.weight"), at::ones({4})));
+  EXPECT_TRUE(at::equal(values["dt_bias"], at::ones({16})));
 }
 
 }  // namespace

@@ -94,7 +94,7 @@ TEST(HeadLoss, OfNarrowTypesIsThatOfFp32Rounded) {
   }
 }
 
-// As fp16 is trained: what a scale of 2^16 makes of the gradients is finite, and no more than
+// Training in fp16: what a scale of 2^16 makes of the gradients is finite, and no more than
 // rounded. Many rows with one target, whose sum does not fit fp16 before it is divided.
 TEST(HeadLoss, HasGradientsOfScaledLosses) {
   constexpr int64_t kRows = 2048;
@@ -215,7 +215,7 @@ void check_ranks(int num_ranks, const at::Tensor& targets, at::ScalarType type) 
       return all.chunk(num_ranks, dim)[static_cast<size_t>(world.rank())];
     };
     for (const LogitPart part : {LogitPart::kVocabulary, LogitPart::kSequence})
-      for (const int64_t chunk : {1, 5, 16, 1000}) {
+      for (const int64_t chunk : {5, 1000}) {
         const bool by_token = part == LogitPart::kVocabulary;
         const at::Tensor hidden = own(input()[0], 1).clone().set_requires_grad(true);
         const at::Tensor weight =
@@ -237,26 +237,11 @@ void check_ranks(int num_ranks, const at::Tensor& targets, at::ScalarType type) 
 }
 
 TEST(HeadLoss, IsThatOfAllTokensOnRanksThatShareThem) {
-  for (const at::ScalarType type : {at::kFloat, at::kBFloat16})
-    for (const int num_ranks : {2, 4})
-      for (const bool has_targets : {true, false}) {
-        at::Tensor targets = at::arange(16, at::kLong).mul_(7).remainder_(40).view({2, 8});
-        targets.narrow(1, 0, 3).fill_(kNoTarget);  // all places of the first of four, and more
-        if (!has_targets) targets.fill_(kNoTarget);
-        check_ranks(num_ranks, targets, type);
-      }
-}
-
-TEST(RankLogits, AreAllLogitsTogether) {
-  const at::Tensor all = waves({2, 8, 40}, 0.0);
-  run_ranks(4, [&](World& world) {
-    const Mesh mesh = world.mesh({.tp = 4});
-    for (const auto& [part, dim] :
-         {std::pair{LogitPart::kVocabulary, 2}, std::pair{LogitPart::kSequence, 1}})
-      EXPECT_TRUE(at::equal(whole_logits(all.chunk(4, dim)[static_cast<size_t>(world.rank())],
-                                         LogitRanks{mesh.tp(), part}),
-                            all));
-  });
+  at::Tensor targets = at::arange(16, at::kLong).mul_(7).remainder_(40).view({2, 8});
+  targets.narrow(1, 0, 3).fill_(kNoTarget);  // all places of the first of four, and more
+  check_ranks(4, targets, at::kFloat);
+  check_ranks(2, targets, at::kBFloat16);
+  check_ranks(2, at::full_like(targets, kNoTarget), at::kFloat);
 }
 
 }  // namespace

@@ -7,6 +7,8 @@
 #include <map>
 #include <thread>
 
+#include "fsdp/base/text.h"
+#include "fsdp/nn/decoder.h"
 #include "fsdp/nn/layers/causal_conv.h"
 #include "fsdp/nn/layers/feed_forward.h"
 #include "fsdp/nn/layers/mamba2.h"
@@ -51,6 +53,21 @@ TEST(RmsNorm, OfOtherTypesIsThatOfFp32Rounded) {
     // Half a unit of bf16's last place, or one where it is rounded twice.
     EXPECT_TRUE(at::allclose(narrow.to(at::kFloat), exact, groups == 1 ? 0.004 : 0.008, 1e-6));
   }
+}
+
+// Rounded once, to half a unit of bf16, though bf16 has no factor for such a weight.
+TEST(RmsNorm, NormsByWeightsThatAreNotRoundedToFactors) {
+  RmsNorm norm(64, 1e-6, NormWeight::kZeroCentred);
+  {
+    const at::NoGradGuard no_grad;
+    norm->weight.fill_(0.003);
+  }
+  norm->to(at::kBFloat16);
+  const at::Tensor x = waves({5, 64}, 0.5).to(at::kBFloat16);
+  const at::Tensor exact = at::rms_norm(x.to(at::kDouble), {64}, {}, 1e-6) *
+                           (1.0 + norm->weight.detach().to(at::kDouble));
+  const at::Tensor y = norm(x).detach().to(at::kDouble);
+  EXPECT_LE(((y - exact) / exact).abs().max().item<double>(), 0x1.01p-8);
 }
 
 TEST(Rotary, RotatesPairsByTheirAngles) {
@@ -122,7 +139,7 @@ TEST(CausalConv, OfRanksThatAreThreadsUsesEachOnesWeights) {
     std::vector<at::Tensor> wide;
     for (const at::Tensor& value : values) wide.push_back(value.to(at::kDouble));
     const at::Tensor expected = libtorchs_conv(wide);
-    for (int i = 0; i < 300; ++i)
+    for (int i = 0; i < 100; ++i)
       worst[rank] =
           std::max(worst[rank], (causal_conv(values) - expected).abs().max().item<double>());
   };
@@ -164,18 +181,18 @@ at::Tensor step_by_step(const ScanInput& in) {
 
 TEST(SelectiveScan, EqualsTheRecurrenceForEveryChunkSizeAndLength) {
   const auto exact = [](const std::vector<at::Tensor>& in) { return step_by_step(scan_input(in)); };
-  for (const int64_t sequence : {1, 7, 16, 33}) {
+  for (const int64_t sequence : {1, 7, 33}) {
     // Steps from short to long: log(1 + e^-6) to log(1 + e^6).
     const std::vector<at::Tensor> values = {
         waves({2, sequence, 6, 4}, 0.1), waves({2, sequence, 6}, 0.2, 6.0), waves({6}, 0.3, 1.5),
         waves({2, sequence, 3, 5}, 0.4), waves({2, sequence, 3, 5}, 0.5),   waves({6}, 0.6)};
     const auto expected = output_and_gradients(exact, values, at::kDouble);
-    for (const int64_t chunk : {1, 4, 5, 16, 64}) {
+    for (const int64_t chunk : {1, 5, 16, 64}) {
       const auto chunked = [&](const std::vector<at::Tensor>& in) {
         return selective_scan(scan_input(in), chunk);
       };
       expect_near(output_and_gradients(chunked, values, at::kFloat), expected, 5e-6,
-                  "sequence " + std::to_string(sequence) + ", chunk " + std::to_string(chunk));
+                  concat("sequence ", sequence, ", chunk ", chunk));
     }
   }
 }
@@ -196,108 +213,67 @@ TEST(SelectiveScan, KeepsItsDigitsBehindLongSteps) {
 
 // --- multi-token prediction ----------------------------------------------------------------------
 
-// The same layers, without units and from their parameters alone.
-class PlainLlama {
- public:
-  explicit PlainLlama(LanguageModel& model) : config_(std::get<LlamaConfig>(model.config())) {
-    for (const auto& item : model.named_parameters()) weights_[item.key()] = item.value();
-  }
-
-  at::Tensor norm(const std::string& name, const at::Tensor& x) const {
-    return x * (x.square().mean(-1, true) + config_.rms_norm_eps).rsqrt() *
-           weights_.at(name + ".weight");
-  }
-  at::Tensor linear(const std::string& name, const at::Tensor& x) const {
-    return at::linear(x, weights_.at(name + ".weight"));
-  }
-  at::Tensor embed(const at::Tensor& tokens) const {
-    return weights_.at("model.embed_tokens.weight").index({tokens});
-  }
-
-  at::Tensor layer(int64_t index, const at::Tensor& x) const {
-    const std::string name = "model.layers." + std::to_string(index) + ".";
-    const at::Tensor middle = x + attention(name + "self_attn.", norm(name + "input_layernorm", x));
-    const at::Tensor y = norm(name + "post_attention_layernorm", middle);
-    return middle + linear(name + "mlp.down_proj", at::silu(linear(name + "mlp.gate_proj", y)) *
-                                                       linear(name + "mlp.up_proj", y));
-  }
-
- private:
-  at::Tensor attention(const std::string& name, const at::Tensor& x) const {
-    const int64_t sequence = x.size(1);
-    const int64_t size = head_dim_of(config_);
-    const at::Tensor angle =
-        at::outer(at::arange(sequence, at::kFloat),
-                  at::tensor(rotary_frequencies(config_), at::kDouble).to(at::kFloat));
-    const at::Tensor cosine = at::cat({angle, angle}, -1).cos();
-    const at::Tensor sine = at::cat({angle, angle}, -1).sin();
-    const auto heads = [&](const std::string& which, bool turn) {
-      const at::Tensor y =
-          linear(name + which, x).view({x.size(0), sequence, -1, size}).transpose(1, 2);
-      const auto half = y.chunk(2, -1);
-      return turn ? y * cosine + at::cat({-half[1], half[0]}, -1) * sine : y;
-    };
-    const int64_t group = config_.num_attention_heads / config_.num_key_value_heads;
-    const at::Tensor key = heads("k_proj", true).repeat_interleave(group, 1);
-    const at::Tensor value = heads("v_proj", false).repeat_interleave(group, 1);
-    const at::Tensor future = at::ones({sequence, sequence}, at::kBool).triu(1);
-    const at::Tensor score = (at::matmul(heads("q_proj", true), key.transpose(-1, -2)) /
-                              std::sqrt(static_cast<double>(size)))
-                                 .masked_fill(future, -std::numeric_limits<double>::infinity());
-    return linear(name + "o_proj",
-                  at::matmul(score.softmax(-1), value).transpose(1, 2).reshape(x.sizes()));
-  }
-
-  const LlamaConfig config_;
-  std::map<std::string, at::Tensor> weights_;
-};
-
+// The blocks are those of a model with as many main ones and the same weights.
 TEST(MultiTokenPrediction, EqualsAPlainRecomputation) {
   LlamaConfig config = fsdp::testing::small_llama();
-  config.hidden_size = 32;  // = heads * head_dim, which the plain attention counts on
   config.num_nextn_predict_layers = 2;
   config.mtp_loss_weight = 0.4;
   const auto model = build_language_model(config, {.seed = 4});
   fsdp::testing::disturb(*model);
+  LlamaConfig deeper = config;
+  deeper.num_nextn_predict_layers = 0;
+  deeper.num_hidden_layers = 4;
+  const auto plain = build_language_model(deeper, {.seed = 4});
+  const auto weights = model->named_parameters();
+  for (auto& item : plain->named_parameters()) item.value().set_data(weights[item.key()].data());
   const at::Tensor batch = fsdp::testing::small_tokens(0, 0, 2, 9);
   const at::Tensor tokens = batch.narrow(1, 0, 9);
   const at::Tensor targets = batch.narrow(1, 1, 9);
 
-  const PlainLlama plain(*model);
-  at::Tensor hidden = plain.layer(1, plain.layer(0, plain.embed(tokens)));
-  const auto loss_of = [&](const at::Tensor& normed, const at::Tensor& next) {
-    return at::cross_entropy_loss(plain.linear("lm_head", normed).flatten(0, 1), next.flatten());
+  const auto plain_weights = plain->named_parameters();
+  const auto modules = plain->named_modules();
+  const auto block = [&](int64_t index, const at::Tensor& x) {
+    return modules[concat("model.layers.", index)]->as<BlockImpl>()->forward(x, {})[0];
   };
-  const at::Tensor first = loss_of(plain.norm("lm_head.norm", hidden), targets);
+  const auto norm = [&](const at::Tensor& weight, const at::Tensor& x) {
+    return x * (x.square().mean(-1, true) + config.rms_norm_eps).rsqrt() * weight;
+  };
+  const at::Tensor& embedding = plain_weights["model.embed_tokens.weight"];
+  const auto loss_of = [&](const at::Tensor& normed, const at::Tensor& next) {
+    return at::cross_entropy_loss(at::linear(normed, plain_weights["lm_head.weight"]).flatten(0, 1),
+                                  next.flatten());
+  };
+  at::Tensor hidden = block(1, block(0, embedding.index({tokens})));
+  const at::Tensor first = loss_of(norm(plain_weights["lm_head.norm.weight"], hidden), targets);
   at::Tensor further = at::zeros({});
   for (int64_t k = 1; k <= 2; ++k) {
-    const std::string name = "model.layers." + std::to_string(1 + k);
+    const std::string name = concat("model.layers.", 1 + k, ".");
     // Position i knows its state and token i + k, and predicts token i + k + 1.
-    const at::Tensor joined = at::cat({plain.norm(name + ".enorm", plain.embed(tokens.slice(1, k))),
-                                       plain.norm(name + ".hnorm", hidden.slice(1, 0, -1))},
-                                      -1);
-    hidden = plain.layer(1 + k, plain.linear(name + ".eh_proj", joined));
+    const at::Tensor joined =
+        at::cat({norm(weights[name + "enorm.weight"], embedding.index({tokens.slice(1, k)})),
+                 norm(weights[name + "hnorm.weight"], hidden.slice(1, 0, -1))},
+                -1);
+    hidden = block(1 + k, at::linear(joined, weights[name + "eh_proj.weight"]));
     further =
-        further + loss_of(plain.norm(name + ".shared_head.norm", hidden), targets.slice(1, k)) / 2;
+        further +
+        loss_of(norm(weights[name + "shared_head.norm.weight"], hidden), targets.slice(1, k)) / 2;
   }
-  const auto gradients_of = [&](const at::Tensor& loss) {
-    loss.backward();
-    std::vector<at::Tensor> gradients;
-    for (at::Tensor& parameter : model->parameters()) {
-      gradients.push_back(parameter.grad().clone());
-      parameter.mutable_grad() = at::Tensor();
-    }
-    return gradients;
-  };
-  const auto expected = gradients_of(first + further * 0.4);
+  (first + further * 0.4).backward();
+  std::map<std::string, at::Tensor> expected;  // of whichever has it
+  for (const auto& each : {weights, plain_weights})
+    for (const auto& item : each)
+      if (item.value().grad().defined()) expected[item.key()] = item.value().grad().clone();
+  model->zero_grad();
   const ModelLoss loss = model->loss(tokens, targets);
   ASSERT_EQ(loss.terms.size(), 2u);
   EXPECT_NEAR(loss.terms[0].value.item<double>(), first.item<double>(), 1e-5);
   EXPECT_EQ(loss.terms[1].name, "mtp");
   EXPECT_NEAR(loss.terms[1].value.item<double>(), further.item<double>(), 1e-5);
-  const auto actual = gradients_of(loss.total);
-  for (size_t i = 0; i < actual.size(); ++i)
-    EXPECT_TRUE(at::allclose(actual[i], expected[i], 1e-4, 1e-5)) << "parameter " << i;
+  loss.total.backward();
+  ASSERT_EQ(expected.size(), weights.size());
+  for (const auto& item : weights)
+    EXPECT_TRUE(at::allclose(item.value().grad(), expected.at(item.key()), 1e-4, 1e-5))
+        << item.key();
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What `fsdp plan` forecasts of models with ep and tp axes is what the engine takes and moves, to
+// The forecast of `fsdp plan` for models with ep and tp axes is what the engine takes and moves, to
 // the byte.
 #include <gtest/gtest.h>
 
@@ -13,6 +13,7 @@
 #include "fsdp/plan/forecast.h"
 #include "fsdp/plan/model_tensors.h"
 #include "support/counting_allocator.h"
+#include "support/one_in.h"
 #include "support/sharded_training.h"
 #include "support/small_models.h"
 
@@ -74,7 +75,7 @@ DeepseekV3Config deepseek(int64_t q_lora_rank) {
   return config;
 }
 
-// Of sizes that blocks of every recipe divide, on two tp ranks, too.
+// Has sizes that blocks of every recipe divide, on two tp ranks, too.
 MixtralConfig quantized_mixtral() {
   MixtralConfig config = mixtral(1);
   config.decoder.hidden_size = 64;
@@ -89,51 +90,42 @@ std::vector<Case> quantized_cases() {
     for (const MeshOptions& mesh : {MeshOptions{}, {.outer = 2, .ep = 4, .tp = 2}})
       all.push_back(
           {concat(row.name, " mixtral"), quantized_mixtral(), 4, mesh, {.recipe = row.recipe}});
-  all.push_back({"delayed mixtral",
+  all.push_back({"partly plain mixtral",
                  quantized_mixtral(),
                  4,
                  {.outer = 2},
-                 {.recipe = WeightRecipe::kFp8Row,
-                  .except = {"model.layers.0.*", "*.q_proj.*"},
-                  .scaling = WeightScaling::kDelayed}});
+                 {.recipe = WeightRecipe::kFp8Row, .except = {"model.layers.0.*", "*.q_proj.*"}}});
   return all;
 }
 
 std::vector<Case> cases() {
   std::vector<Case> all = quantized_cases();
-  for (const MeshOptions& mesh : {MeshOptions{}, {.ep = 2}, {.ep = 4}, {.outer = 2, .ep = 2}})
-    all.push_back({"mixtral", mixtral(1), 4, mesh});
-  all.push_back({"mixtral", mixtral(1), 8, {.outer = 4, .ep = 4}});
-  for (const MeshOptions& mesh :
-       {MeshOptions{.tp = 2}, {.ep = 2, .tp = 2}, {.outer = 2, .ep = 4, .tp = 2}})
-    for (const int64_t num_predictions : {0, 1})
-      all.push_back({"mixtral", mixtral(num_predictions), 4, mesh});
-  for (const MeshOptions& mesh : {MeshOptions{.tp = 2}, {.outer = 2, .tp = 2}}) {
-    all.push_back({"llama", llama(38, false), 4, mesh});
-    all.push_back({"biased llama", llama(37, true), 4, mesh});
-    LlamaConfig qwen2 = llama(38, false);
-    qwen2.family = LlamaFamily::kQwen2;
-    all.push_back({"qwen2", qwen2, 4, mesh});
-    for (const int64_t num_predictions : {0, 1, 2}) {
-      LlamaConfig tied = llama(38, false);
-      tied.tie_word_embeddings = true;
-      tied.num_nextn_predict_layers = num_predictions;
-      all.push_back({concat("tied llama with ", num_predictions, " predictions"), tied, 4, mesh});
-    }
-    all.push_back({"hybrid", hybrid(false), 4, mesh});
-    all.push_back({"biased hybrid", hybrid(true), 4, mesh});
+  const auto add = [&](const std::string& name, const ModelConfig& config,
+                       std::initializer_list<MeshOptions> meshes) {
+    for (const MeshOptions& mesh : meshes) all.push_back({name, config, 4, mesh});
+  };
+  const MeshOptions every_axis{.outer = 2, .ep = 4, .tp = 2};
+  add("mixtral", mixtral(1),
+      {{}, {.ep = 2}, {.ep = 4}, {.outer = 2, .ep = 2}, {.tp = 2}, {.ep = 2, .tp = 2}, every_axis});
+  add("mixtral without predictions", mixtral(0), {{.ep = 2, .tp = 2}});
+  LlamaConfig qwen2 = llama(38, false);
+  qwen2.family = LlamaFamily::kQwen2;
+  LlamaConfig tied = llama(38, false);
+  tied.tie_word_embeddings = true;
+  LlamaConfig tied_predicting = tied;
+  tied_predicting.num_nextn_predict_layers = 2;
+  add("llama", llama(38, false), {{.tp = 2}, {.outer = 2, .tp = 2}});
+  add("biased llama", llama(37, true), {{.tp = 2}, {.outer = 2, .tp = 2}});
+  add("qwen2", qwen2, {{.tp = 2}});
+  add("tied llama", tied, {{.outer = 2, .tp = 2}});
+  add("tied llama with predictions", tied_predicting, {{.tp = 2}, {.outer = 2, .tp = 2}});
+  add("hybrid", hybrid(false), {{.outer = 2, .tp = 2}});
+  add("biased hybrid", hybrid(true), {{.tp = 2}});
+  for (const int64_t size : {0, 10}) {
+    add("hybrid with experts", expert_hybrid(size), {{.ep = 4}, every_axis});
+    add("deepseek", deepseek(size), {{}, {.ep = 2, .tp = 2}, every_axis});
   }
-  for (const MeshOptions& mesh :
-       {MeshOptions{}, {.ep = 4}, {.ep = 2, .tp = 2}, {.outer = 2, .ep = 4, .tp = 2}})
-    for (const int64_t latent_size : {0, 10})
-      all.push_back({"hybrid with experts", expert_hybrid(latent_size), 4, mesh});
-  for (const MeshOptions& mesh :
-       {MeshOptions{}, {.ep = 4}, {.tp = 2}, {.outer = 2, .ep = 4, .tp = 2}})
-    all.push_back({"qwen3-next", next(), 4, mesh});
-  for (const MeshOptions& mesh :
-       {MeshOptions{}, {.ep = 4}, {.tp = 2}, {.outer = 2, .ep = 4, .tp = 2}})
-    for (const int64_t q_lora_rank : {0, 10})
-      all.push_back({"deepseek", deepseek(q_lora_rank), 4, mesh});
+  add("qwen3-next", next(), {{}, {.ep = 4}, every_axis});
   return all;
 }
 
@@ -151,7 +143,6 @@ Forecast forecast_of(const Case& each, const ShardOptions& options) {
                          .precision = options.precision.types(),
                          .weights = each.quantization.recipe,
                          .weights_except = each.quantization.except,
-                         .weight_scaling = each.quantization.scaling,
                          .pool = options.pool,
                          .other_units = options.other_units,
                          .prefetch = options.prefetch,
@@ -172,9 +163,10 @@ void step(LanguageModel& model, const Sharded& sharded, int loss, int number) {
 }
 
 TEST(PlannedModels, TakeTheMemoryThatIsForecast) {
+  testing::OneIn few(5);
   for (const Case& each : cases())
     for (const Strategy& strategy : named_strategies()) {
-      if (!is_planned(each, strategy)) continue;
+      if (!is_planned(each, strategy) || few.skips()) continue;
       SCOPED_TRACE(text(each, strategy));
       ShardOptions options{.strategy = strategy, .quantization = each.quantization};
       options.precision.grad_comm = at::kBFloat16;
@@ -191,7 +183,7 @@ TEST(PlannedModels, TakeTheMemoryThatIsForecast) {
         EXPECT_EQ(at_rest.main_grad_bytes, forecast.main_grad);
         for (int number = 0; number < 3; ++number) {
           allocator.restart_peak();
-          step(*model, sharded, mesh.loss(), number);
+          step(*model, sharded, mesh.data_parallel_rank(), number);
           EXPECT_EQ(allocator.peak_bytes(), forecast.total()) << "step " << number;
         }
       });
@@ -213,7 +205,7 @@ TEST(PlannedModels, TakeTheMemoryThatIsForecastOfADoubleBuffer) {
       const Sharded sharded = fully_shard(model, mesh, counted);
       for (int number = 0; number < 3; ++number) {
         allocator.restart_peak();
-        step(*model, sharded, mesh.loss(), number);
+        step(*model, sharded, mesh.data_parallel_rank(), number);
         EXPECT_EQ(allocator.peak_bytes(), forecast) << "step " << number;
       }
     });
@@ -245,30 +237,25 @@ Traffic traffic_of(const Recording& calls) {
   return sum;
 }
 
-// Of as many ranks as nobody has threads for.
+// On as many ranks as nobody has threads for.
 std::vector<Case> wide_cases() {
   MixtralConfig qwen = mixtral(0);
   qwen.decoder.qk_norm = true;
-  std::vector<Case> all;
-  for (const auto& [ranks, mesh] :
-       {std::pair{8, MeshOptions{.ep = 8}}, std::pair{64, MeshOptions{.outer = 8, .ep = 8}},
-        std::pair{512, MeshOptions{.outer = 64, .ep = 8, .tp = 2}},
-        std::pair{4096, MeshOptions{.outer = 64, .ep = 4, .tp = 2}}}) {
-    all.push_back({"mixtral", mixtral(1), ranks, mesh});
-    all.push_back({"qwen3-moe", qwen, ranks, mesh});
-    all.push_back({"hybrid with experts", expert_hybrid(10), ranks, mesh});
-    all.push_back({"qwen3-next", next(), ranks, mesh});
-  }
-  return all;
+  qwen.shared_expert_intermediate_size = 0;
+  return {{"mixtral", mixtral(1), 8, {.ep = 8}},
+          {"qwen3-moe", qwen, 64, {.outer = 8, .ep = 8}},
+          {"hybrid with experts", expert_hybrid(10), 512, {.outer = 64, .ep = 8, .tp = 2}},
+          {"qwen3-next", next(), 4096, {.outer = 64, .ep = 4, .tp = 2}}};
 }
 
 // Nothing moves in a simulated world, so values mean nothing: only calls do.
 TEST(PlannedModels, MoveTheBytesThatAreForecast) {
   std::vector<Case> all = cases();
   for (Case& wide : wide_cases()) all.push_back(std::move(wide));
+  testing::OneIn few(5);
   for (const Case& each : all)
     for (const Strategy& strategy : named_strategies()) {
-      if (!is_planned(each, strategy)) continue;
+      if (!is_planned(each, strategy) || few.skips()) continue;
       SCOPED_TRACE(text(each, strategy));
       const ShardOptions options{.strategy = strategy, .quantization = each.quantization};
       const auto recording = std::make_shared<Recording>();
@@ -288,13 +275,6 @@ TEST(PlannedModels, MoveTheBytesThatAreForecast) {
         EXPECT_EQ((actual.*axis).all_reduce, (expected.*axis).all_reduce) << name;
       }
     }
-}
-
-TEST(PlannedModels, TakeLessMemoryAndTrafficWithExpertsSharedOut) {
-  const Forecast gathered = forecast_of({"mixtral", mixtral(0), 4, {}}, {});
-  const Forecast shared_out = forecast_of({"mixtral", mixtral(0), 4, {.ep = 4}}, {});
-  EXPECT_LT(shared_out.bytes.total(), gathered.bytes.total());
-  EXPECT_LT(shared_out.traffic.sum().total(), gathered.traffic.sum().total());
 }
 
 }  // namespace

@@ -5,9 +5,8 @@
 
 #include "fsdp/comm/mesh.h"
 #include "fsdp/nn/layers/experts.h"
-#include "fsdp/nn/layers/gathered_linear.h"
-#include "fsdp/nn/layers/grouped_linear.h"
 #include "fsdp/nn/layers/linear.h"
+#include "fsdp/nn/layers/linear_functions.h"
 #include "fsdp/shard/fully_shard.h"
 #include "fsdp/shard/unit.h"
 #include "support/layer_gradients.h"
@@ -105,33 +104,33 @@ TEST(QuantizedLinear, HasAnyNumberOfTokensUnderScalesOfRowsAndMatrices) {
         expect_definition(recipe, {tokens, 48, 32}, at::kFloat);
 }
 
-// As with the weight's numbers.
-void expect_numbers_used(const Recipe& recipe, const Shape& shape) {
-  const std::string what = to_text(recipe);
+// Results are those of the weight's numbers. `apply`: rows and weight to an output.
+template <typename Apply>
+void expect_numbers_used(const Recipe& recipe, const Shape& shape, const Apply& apply) {
   const at::Tensor w = waves({shape.out, shape.in}, 0.5, 0.02);
-  const at::Tensor weight = tagged(w, recipe, at::kFloat);
   const at::Tensor plain =
       weight_codes(w, recipe.recipe).values.to(at::kFloat).set_requires_grad(true);
   Tensors results;
-  for (const at::Tensor& each : {weight, plain}) {
+  for (const at::Tensor& each : {tagged(w, recipe, at::kFloat), plain}) {
     const at::Tensor input = waves({shape.tokens, shape.in}, 0.1).set_requires_grad(true);
-    const at::Tensor output = linear(input, each, at::Tensor());
+    const at::Tensor output = apply(input, each);
     output.backward(waves(output.sizes(), 0.8));
     results.insert(results.end(), {output.detach(), input.grad(), each.grad()});
   }
   for (size_t i = 0; i < 3; ++i)
-    EXPECT_TRUE(at::equal(results[i], results[i + 3])) << what << ", result " << i;
+    EXPECT_TRUE(at::equal(results[i], results[i + 3])) << to_text(recipe) << ", result " << i;
 }
 
 TEST(QuantizedLinear, UsesNumbersWhereADeviceHasNoProductOfCodes) {
-  for (const Recipe& recipe : code_recipes()) {
-    expect_numbers_used(recipe, {8, 40, 32});
-    expect_numbers_used(recipe, {8, 32, 40});
-    expect_numbers_used(recipe, {0, 32, 32});
-  }
+  const auto apply = [](const at::Tensor& input, const at::Tensor& weight) {
+    return linear(input, weight, at::Tensor());
+  };
+  for (const Recipe& recipe : code_recipes())
+    for (const Shape& shape : {Shape{8, 40, 32}, {8, 32, 40}, {0, 32, 32}})
+      expect_numbers_used(recipe, shape, apply);
   const Recipe blocks{WeightRecipe::kFp8Block, ProductForm::kQuantized};
-  expect_numbers_used(blocks, {16, 128, 144});
-  expect_numbers_used(blocks, {8, 128, 128});
+  expect_numbers_used(blocks, {16, 128, 144}, apply);
+  expect_numbers_used(blocks, {8, 128, 128}, apply);
 }
 
 // --- several weights -----------------------------------------------------------------------------
@@ -192,6 +191,7 @@ TEST(QuantizedLinear, GradientsOfOneInputHaveOneScalePerToken) {
     expect_rounded(input.grad(),
                    quantized(beside, {1, 0}).values.mm(at::cat({first.numbers, second.numbers}, 0)),
                    "input");
+    EXPECT_EQ(weights[0].grad().defined(), trains);
   }
 }
 
@@ -223,19 +223,6 @@ TEST(QuantizedLinear, KeepsAByteOfEveryNumberForAllWeightsOfAnInput) {
   int64_t output_bytes = 0;
   for (const at::Tensor& output : outputs) output_bytes += static_cast<int64_t>(output.nbytes());
   EXPECT_EQ(allocations.now_bytes() - output_bytes, 64 * 128 + 64 * 4);
-}
-
-TEST(QuantizedLinear, WithoutTrainedWeightsHasTheInputsGradient) {
-  const Recipe recipe;
-  const at::Tensor weight =
-      tagged(waves({32, 48}, 0.2), recipe, at::kFloat).set_requires_grad(false);
-  const at::Tensor input = waves({16, 48}, 0.1).set_requires_grad(true);
-  const at::Tensor output = linear(input, weight, at::Tensor());
-  const at::Tensor dy = waves({16, 32}, 0.3);
-  output.backward(dy);
-  expect_rounded(input.grad(),
-                 expected_of(input.detach(), waves({32, 48}, 0.2), dy, recipe).of_input, "input");
-  EXPECT_FALSE(weight.grad().defined());
 }
 
 TEST(QuantizedLinear, IsOfAModuleThatSaysSo) {
@@ -315,22 +302,11 @@ TEST(QuantizedGatheredLinear, EqualsThatOfTheWholeSequence) {
 }
 
 TEST(QuantizedGroupedLinear, UsesTheNumbersOfItsCodes) {
-  for (const Recipe& recipe : code_recipes()) {
-    const at::Tensor w = waves({3 * 32, 48}, 0.2, 0.1);
-    const at::Tensor weight = tagged(w, recipe, at::kFloat);
-    const at::Tensor plain =
-        weight_codes(w, recipe.recipe).values.to(at::kFloat).set_requires_grad(true);
-    Tensors results;
-    for (const at::Tensor& each : {weight, plain}) {
-      const at::Tensor rows = waves({20, 48}, 0.1).set_requires_grad(true);
-      const at::Tensor ends = at::tensor({7, 7, 20}, at::kInt);
-      const at::Tensor output = grouped_linear(rows, each, row_groups(rows, ends, {48, 32}));
-      output.backward(waves(output.sizes(), 0.8));
-      results.insert(results.end(), {output.detach(), rows.grad(), each.grad()});
-    }
-    for (size_t i = 0; i < 3; ++i)
-      EXPECT_TRUE(at::equal(results[i], results[i + 3])) << to_text(recipe) << ", result " << i;
-  }
+  const at::Tensor ends = at::tensor({7, 7, 20}, at::kInt);
+  for (const Recipe& recipe : code_recipes())
+    expect_numbers_used(recipe, {20, 48, 3 * 32}, [&](const at::Tensor& rows, const auto& weight) {
+      return grouped_linear(rows, weight, row_groups(rows, ends, {48, 32}));
+    });
 }
 
 }  // namespace

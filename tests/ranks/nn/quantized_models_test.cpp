@@ -11,6 +11,7 @@
 #include "fsdp/nn/language_model.h"
 #include "fsdp/optim/adamw.h"
 #include "fsdp/shard/fully_shard.h"
+#include "support/one_in.h"
 #include "support/run_ranks.h"
 #include "support/small_models.h"
 #include "support/test_device.h"
@@ -56,8 +57,8 @@ std::vector<double> losses_of(const Variant& variant, WeightRecipe recipe, MeshO
     AdamW optimizer(sharded, {.lr = 1e-3, .step = step});
     for (int number = 0; number < kSteps; ++number) {
       const at::Tensor loss =
-          small_loss(*model,
-                     small_tokens(static_cast<int>(mesh.loss()), number, 2, 8).to(test_device()))
+          small_loss(*model, small_tokens(static_cast<int>(mesh.data_parallel_rank()), number, 2, 8)
+                                 .to(test_device()))
               .total;
       if (world.rank() == 0) losses.push_back(loss.item<double>());
       loss.backward();
@@ -87,12 +88,16 @@ TEST(QuantizedModels, LearnTheSameWhereverWeightsLieAndWheneverTheyAreUpdated) {
                           o.offload = {.fraction = fraction, .chunk_numel = 256};
                         }});
   variants.push_back({.name = "recomputed", .recompute = Recompute::kBlock});
+  // Each variant by every recipe; `make test` takes a third of them.
+  testing::OneIn few(3);
   for (const WeightRecipe recipe :
        {WeightRecipe::kFp8Row, WeightRecipe::kFp8Tensor, WeightRecipe::kFp8Block}) {
     const std::vector<double> expected = losses_of({.name = "as it comes"}, recipe);
     for (const Variant& variant : variants)
-      EXPECT_EQ(losses_of(variant, recipe), expected)
-          << row_of(recipe).name << ", " << variant.name;
+      if (!few.skips()) {
+        EXPECT_EQ(losses_of(variant, recipe), expected)
+            << row_of(recipe).name << ", " << variant.name;
+      }
   }
 }
 

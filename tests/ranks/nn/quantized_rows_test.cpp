@@ -4,8 +4,8 @@
 #include <limits>
 #include <string>
 
-#include "fsdp/nn/layers/dequantized.h"
 #include "fsdp/nn/layers/quantized_rows.h"
+#include "fsdp/nn/layers/weight_products.h"
 #include "fsdp/shard/group/quantize_part.h"
 #include "support/layer_gradients.h"
 #include "support/quantized_weights.h"
@@ -43,7 +43,7 @@ void expect_codes(const QuantizedRows& actual, const Codes& expected, const std:
   const at::Tensor bytes = actual.codes.view(at::kByte);
   EXPECT_TRUE(at::equal(bytes.narrow(1, 0, columns), expected.bytes)) << what;
   EXPECT_FALSE(bytes.narrow(1, columns, bytes.size(1) - columns).any().item<bool>()) << what;
-  // As bits: NaNs are equal.
+  // Compares bits: NaNs are equal.
   EXPECT_TRUE(at::equal(actual.scales.contiguous().view(at::kInt), expected.scales.view(at::kInt)))
       << what << "\n"
       << actual.scales << "\n"
@@ -52,8 +52,8 @@ void expect_codes(const QuantizedRows& actual, const Codes& expected, const std:
 
 TEST(QuantizedRows, AreCodesAndScalesOfTheDefinition) {
   for (const ScaleBlock block : {ScaleBlock::kMatrix, ScaleBlock::kRow, ScaleBlock::kPiece}) {
-    for (const int64_t columns : {16, 128, 300}) {
-      for (const at::ScalarType type : {at::kFloat, at::kBFloat16, at::kHalf}) {
+    for (const int64_t columns : {128, 300}) {
+      for (const at::ScalarType type : {at::kFloat, at::kBFloat16}) {
         at::Tensor x = awkward_rows(columns);
         if (block == ScaleBlock::kMatrix) x = x.narrow(0, 0, 4);  // one NaN makes all codes NaN
         x = x.to(type);
@@ -144,8 +144,7 @@ TEST(Dequantized, IsWhatMxFp8Says) {
   const at::Tensor scales = (at::arange(15, at::kInt).view({5, 3}) + 120).to(at::kByte);
   const QuantizedWeight weight{.recipe = WeightRecipe::kMxFp8,
                                .codes = codes.bytes.view(at::kFloat8_e4m3fn),
-                               .scales = scales,
-                               .matrix_scale = {}};
+                               .scales = scales};
   const at::Tensor expected =
       codes.numbers *
       at::pow(2.0, scales.to(at::kDouble) - 127.0).repeat_interleave(32, 1).narrow(1, 0, 80);
@@ -166,36 +165,14 @@ TEST(Dequantized, OfABlockWithInfIsNaN) {
     const testing::ReferenceCodes expected = testing::quantized_by_loop(x, WeightRecipe::kMxFp8);
     EXPECT_TRUE(at::equal(codes, expected.codes));
     EXPECT_TRUE(at::equal(scales, expected.scales));
-    const at::Tensor numbers = dequantized({.recipe = WeightRecipe::kMxFp8,
-                                            .codes = codes.view(at::kFloat8_e4m3fn),
-                                            .scales = scales,
-                                            .matrix_scale = {}},
-                                           at::kFloat);
+    const at::Tensor numbers = dequantized(
+        {.recipe = WeightRecipe::kMxFp8, .codes = codes.view(at::kFloat8_e4m3fn), .scales = scales},
+        at::kFloat);
     at::Tensor is_nan = at::zeros({3, 64}, at::kBool);
     is_nan[1].narrow(0, 32, 32).fill_(true);
     EXPECT_TRUE(at::equal(numbers.isnan(), is_nan));
     EXPECT_EQ(counts.overflows, 32);
   }
-}
-
-TEST(Dequantized, IsWhatNvFp4Says) {
-  const double magnitudes[] = {0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0};
-  const at::Tensor bytes =
-      (at::arange(3 * 24, at::kInt) * 37).remainder(256).to(at::kByte).view({3, 24});
-  const Codes scales = quantized(waves({3, 3}, 0.4, 100.0).abs(), {});
-  const QuantizedWeight weight{.recipe = WeightRecipe::kNvFp4,
-                               .codes = bytes,
-                               .scales = scales.bytes,
-                               .matrix_scale = at::full({1}, 0.25f)};
-  const at::Tensor actual = dequantized(weight, at::kFloat);
-  ASSERT_EQ(actual.sizes(), (at::IntArrayRef{3, 48}));
-  for (int64_t i = 0; i < 3; ++i)
-    for (int64_t j = 0; j < 48; ++j) {
-      const int code = bytes[i][j / 2].item<int>() >> (j % 2 * 4) & 15;
-      const double sign = code >= 8 ? -1.0 : 1.0;
-      const double scale = scales.numbers[i][j / 16].item<double>() * 0.25;
-      EXPECT_EQ(actual[i][j].item<double>(), sign * magnitudes[code % 8] * scale) << i << ", " << j;
-    }
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
 #include "fsdp/comm/communicator.h"
+#include "support/one_in.h"
 #include "support/sharded_training.h"
 #include "support/tensor_parallel_models.h"
 
@@ -26,11 +27,11 @@ struct Trained {
   std::vector<at::Tensor> weights;
 };
 
-Trained train_whole(const ModelConfig& config, int num_losses) {
+Trained train_whole(const ModelConfig& config, int data_parallel_size) {
   Trained trained;
   trained.losses.resize(kSteps);
   trained.weights = testing::train_plain(
-      build(config), num_losses, kSteps, [&](const auto& model, int loss, int step) {
+      build(config), data_parallel_size, kSteps, [&](const auto& model, int loss, int step) {
         const at::Tensor value = loss_of(model, loss, step);
         trained.losses[static_cast<size_t>(step)].push_back(value.item<double>());
         return value;
@@ -46,19 +47,19 @@ void expect_same_on_ranks(const at::Tensor& value, const MeshAxis& tp, const std
 }
 
 struct How {
-  ShardOptions options = {};
+  Strategy strategy;
   Recompute recompute = Recompute::kNone;
 };
 
 void train_like_the_whole(const SmallModel& each, const Grids& grids, const Trained& expected,
                           const How& how) {
-  const std::string what =
-      concat(each.name, ", ", text(grids), ", ", to_text(how.options.strategy));
+  const std::string what = concat(each.name, ", ", text(grids), ", ", to_text(how.strategy),
+                                  how.recompute == Recompute::kBlock ? ", recomputed" : "");
   run_ranks(grids.ranks, [&](World& world) {
     const Mesh mesh = world.mesh(grids.mesh);
     const auto model = build(each.config, how.recompute);
-    const Sharded sharded = fully_shard(model, mesh, how.options);
-    testing::train(model, sharded, mesh.loss(), kSteps,
+    const Sharded sharded = fully_shard(model, mesh, {.strategy = how.strategy});
+    testing::train(model, sharded, mesh.data_parallel_rank(), kSteps,
                    [&](const auto& sharded_model, int loss, int step) {
                      const at::Tensor value = loss_of(sharded_model, loss, step);
                      const double wanted =
@@ -72,85 +73,50 @@ void train_like_the_whole(const SmallModel& each, const Grids& grids, const Trai
   });
 }
 
-// The strategies in turn.
-void train_on_all_grids(const SmallModel& each, int most_ep) {
-  const std::span<const Strategy> strategies = named_strategies();
-  size_t number = 0;
-  for (const int ranks : {2, 4, 8}) {
-    std::map<int, Trained> expected;  // by number of losses
-    for (const Grids& grids : grids_of(ranks, most_ep)) {
-      const int num_losses = grids.num_losses();
-      if (!expected.contains(num_losses))
-        expected[num_losses] = train_whole(each.config, num_losses);
-      train_like_the_whole(each, grids, expected.at(num_losses),
-                           {{.strategy = strategies[number++ % strategies.size()]}});
-    }
-  }
-}
+struct ModelOnGrids {
+  SmallModel model;
+  int most_ep = 1;
+};
 
-TEST(TensorParallelLlama, LearnsWhatTheWholeModelLearns) {
-  for (const SmallModel& each : dense_models()) train_on_all_grids(each, /*most_ep=*/1);
-}
-
-TEST(TensorParallelMixtral, LearnsWhatTheWholeModelLearns) {
-  train_on_all_grids({"mixtral", mixtral()}, /*most_ep=*/8);
-}
-
-TEST(TensorParallelPrediction, LearnsWhatTheWholeModelLearns) {
-  for (const SmallModel& each : predicting_models()) train_on_all_grids(each, /*most_ep=*/1);
-  train_on_all_grids({"predicting_mixtral", predicting_mixtral()}, /*most_ep=*/4);
-}
-
-TEST(TensorParallelHybrid, LearnsWhatTheWholeModelLearns) {
-  for (const SmallModel& each : hybrid_models()) train_on_all_grids(each, /*most_ep=*/1);
-  train_on_all_grids({"hybrid_experts", expert_hybrid()}, /*most_ep=*/4);
-}
-
-TEST(TensorParallelDeepseek, LearnsWhatTheWholeModelLearns) {
-  train_on_all_grids({"deepseek", deepseek()}, /*most_ep=*/4);
+std::vector<ModelOnGrids> all_models() {
+  std::vector<ModelOnGrids> all;
+  for (const std::vector<SmallModel>& models :
+       {dense_models(), predicting_models(), hybrid_models()})
+    for (const SmallModel& each : models) all.push_back({each});
   DeepseekV3Config direct = deepseek();
   direct.q_lora_rank = 0;
   direct.decoder.attention_bias = direct.decoder.tie_word_embeddings = true;
   direct.decoder.vocab_size = 37;
-  train_on_all_grids({"deepseek_direct", direct}, /*most_ep=*/1);
+  all.push_back({{"deepseek_direct", direct}});
+  all.push_back({{"mixtral", mixtral()}, 8});
+  all.push_back({{"predicting_mixtral", predicting_mixtral()}, 4});
+  all.push_back({{"hybrid_experts", expert_hybrid()}, 4});
+  all.push_back({{"deepseek", deepseek()}, 4});
+  all.push_back({{"qwen3_next", qwen3_next()}, 4});
+  return all;
 }
 
-void train_recomputed_with_every_strategy(const SmallModel& model,
-                                          std::initializer_list<Grids> all_grids) {
-  for (const Grids& grids : all_grids) {
-    const Trained expected = train_whole(model.config, grids.num_losses());
-    for (const Strategy& strategy : named_strategies())
-      for (const Recompute recompute : {Recompute::kNone, Recompute::kBlock})
-        train_like_the_whole(model, grids, expected, {{.strategy = strategy}, recompute});
-  }
-}
-
-TEST(TensorParallelMixtral, LearnsTheSameWithEveryStrategyAndRecomputed) {
-  train_recomputed_with_every_strategy(
-      {"mixtral", mixtral()},
-      {{4, {.ep = 4, .tp = 2}}, {4, {.outer = 2, .tp = 2}}, {4, {.tp = 4}}});
-}
-
-TEST(TensorParallelPrediction, LearnsTheSameWithEveryStrategyAndRecomputed) {
-  train_recomputed_with_every_strategy({"predicting_mixtral", predicting_mixtral()},
-                                       {{4, {.outer = 2, .ep = 4, .tp = 2}}});
-}
-
-TEST(TensorParallelHybrid, LearnsTheSameWithEveryStrategyAndRecomputed) {
-  train_recomputed_with_every_strategy(hybrid_models()[2], {{4, {.outer = 2, .tp = 2}}});
-}
-
-TEST(TensorParallelDeepseek, LearnsTheSameWithEveryStrategyAndRecomputed) {
-  train_recomputed_with_every_strategy({"deepseek", deepseek()},
-                                       {{4, {.outer = 2, .ep = 4, .tp = 2}}});
-}
-
-TEST(TensorParallelLlama, LearnsTheSameInEveryPool) {
-  const SmallModel model{"tied", dense_models()[2].config};
-  const Grids grids{4, {.tp = 2}};
-  const Trained expected = train_whole(model.config, grids.num_losses());
-  for (const PoolKind pool : all_pool_kinds())
-    train_like_the_whole(model, grids, expected, {{.pool = pool}, Recompute::kBlock});
+// Grids meet strategies, and blocks that are recomputed or not, in turn. The counts go on from
+// model to model, so that `make test` does not take the same ones of each; ten grids without ep,
+// seven strategies and two ways to recompute have no divisor in common with nine.
+TEST(TensorParallelModel, LearnsWhatTheWholeModelLearns) {
+  const std::span<const Strategy> strategies = named_strategies();
+  size_t number = 0;
+  testing::OneIn few(9);
+  for (const auto& [model, most_ep] : all_models())
+    for (const int ranks : {2, 4, 8}) {
+      std::map<int, Trained> expected;  // by number of losses
+      for (const Grids& grids : grids_of(ranks, most_ep)) {
+        const How how{strategies[number % strategies.size()],
+                      number / strategies.size() % 2 == 0 ? Recompute::kNone : Recompute::kBlock};
+        ++number;
+        if (few.skips()) continue;
+        const int data_parallel_size = grids.data_parallel_size();
+        if (!expected.contains(data_parallel_size))
+          expected[data_parallel_size] = train_whole(model.config, data_parallel_size);
+        train_like_the_whole(model, grids, expected.at(data_parallel_size), how);
+      }
+    }
 }
 
 // Weights that are not trained: their layers have no gradients to compute, and pass on those of
@@ -169,15 +135,14 @@ TEST(TensorParallelModel, LearnsTheSameWithFrozenWeights) {
       const Mesh mesh = world.mesh({.tp = 2});
       const auto model = frozen(each.config, part);
       const Sharded sharded = fully_shard(model, mesh);
-      testing::train(model, sharded, mesh.loss(), kSteps, loss_of);
+      testing::train(model, sharded, mesh.data_parallel_rank(), kSteps, loss_of);
       testing::expect_close(testing::weights_of(sharded, model), owned_of(expected, mesh, *model),
                             concat(each.name, ", frozen ", part));
     });
   };
-  for (const char* part : {"q_proj", "_proj", "embed_tokens", "lm_head", "norm"})
+  for (const char* part : {"q_proj", "_proj", "embed_tokens"})
     learns_the_same(dense_models()[1], part);
-  for (const char* part : {"in_proj", "conv1d", "A_log", "mixer"})
-    learns_the_same(hybrid_models()[1], part);
+  for (const char* part : {"conv1d", "mixer"}) learns_the_same(hybrid_models()[1], part);
 }
 
 // Weights, activations and what travels of them in bf16; sums over ranks are wide.
@@ -210,10 +175,8 @@ TEST(TensorParallelModel, TrainsInBf16) {
 // --- logits --------------------------------------------------------------------------------------
 
 TEST(TensorParallelModel, HasAllLogitsOnEveryRank) {
-  std::vector<SmallModel> models = dense_models();
-  for (SmallModel& each : hybrid_models()) models.push_back(std::move(each));
-  models.push_back({"deepseek", deepseek()});
-  for (const SmallModel& each : models) {
+  // A vocabulary that two ranks share, and one that they cannot.
+  for (const SmallModel& each : {dense_models()[0], dense_models()[5], hybrid_models()[0]}) {
     const at::Tensor tokens = batch_of(0, 0).tokens;
     const auto loss_of_logits = [&](const auto& model, int loss, int step) {
       return model->logits(batch_of(loss, step).tokens).square().mean();
@@ -230,7 +193,7 @@ TEST(TensorParallelModel, HasAllLogitsOnEveryRank) {
         EXPECT_TRUE(at::allclose(model->logits(tokens), expected, 1e-5, 1e-5)) << each.name;
       }
       // A loss that a user computes of them, the same on the ranks of a tp group.
-      testing::train(model, sharded, mesh.loss(), kSteps, loss_of_logits);
+      testing::train(model, sharded, mesh.data_parallel_rank(), kSteps, loss_of_logits);
       testing::expect_close(testing::weights_of(sharded, model), owned_of(weights, mesh, *model),
                             each.name);
     });
@@ -255,27 +218,14 @@ TEST(TensorParallelLlama, RefusesWhatTheRanksCannotShare) {
   few_keys.num_key_value_heads = 2;
   EXPECT_THAT(error_of_sharding(few_keys, 4),
               AllOf(HasSubstr("num_key_value_heads is 2"), HasSubstr("tp = 4")));
-  LlamaConfig few_heads = llama();
-  few_heads.num_attention_heads = few_heads.num_key_value_heads = 2;
-  EXPECT_THAT(error_of_sharding(few_heads, 4),
-              AllOf(HasSubstr("num_attention_heads is 2"), HasSubstr("tp = 4")));
   LlamaConfig odd = llama();
   odd.intermediate_size = 29;
   EXPECT_THAT(error_of_sharding(odd, 2),
               AllOf(HasSubstr("mlp.gate_proj.weight"), HasSubstr("29"), HasSubstr("tp 2")));
-  NemotronHConfig few_groups = hybrid();
-  few_groups.n_groups = 2;
-  few_groups.ssm_state_size = 4;  // tensors can be cut, but not between groups
-  EXPECT_THAT(error_of_sharding(few_groups, 4),
-              AllOf(HasSubstr("n_groups is 2"), HasSubstr("tp = 4")));
-  NemotronHConfig odd_hybrid = hybrid();
-  odd_hybrid.intermediate_size = 29;
-  EXPECT_THAT(error_of_sharding(odd_hybrid, 2),
-              AllOf(HasSubstr("mixer.up_proj.weight"), HasSubstr("29"), HasSubstr("tp 2")));
 }
 
 TEST(TensorParallelModel, RefusesSequencesThatTheRanksCannotShareAndDecoding) {
-  for (const SmallModel& each : {dense_models()[0], dense_models()[4], hybrid_models()[0]})
+  for (const SmallModel& each : {dense_models()[0], dense_models()[4]})
     run_ranks(2, [&](World& world) {
       const Mesh mesh = world.mesh({.tp = 2});
       const auto model = build(each.config);

@@ -15,6 +15,7 @@
 #include "fsdp/checkpoint/checkpointer.h"
 #include "fsdp/optim/matrix_updates.h"
 #include "fsdp/shard/fully_shard.h"
+#include "support/one_in.h"
 #include "support/optimizer_training.h"
 #include "support/temp_dir.h"
 
@@ -32,35 +33,27 @@ using testing::test_device;
 
 // Wide, tall, square and fused matrices, and vectors.
 struct LayerImpl : torch::nn::Module {
-  LayerImpl()
-      : up(register_module("up", torch::nn::Linear(32, 64))),
-        down(register_module("down", torch::nn::Linear(64, 32))),
-        fused(register_parameter("fused", at::randn({96, 32}) * 0.1)) {}
   at::Tensor forward(const at::Tensor& x) {
     const at::Tensor mixed = at::tanh(at::linear(x, fused));  // [.., 96]
     return x + mixed.narrow(-1, 0, 32) + down(mixed.narrow(-1, 32, 64) * up(x));
   }
-  torch::nn::Linear up;
-  torch::nn::Linear down;
-  at::Tensor fused;
+  torch::nn::Linear up = register_module("up", torch::nn::Linear(32, 64));
+  torch::nn::Linear down = register_module("down", torch::nn::Linear(64, 32));
+  at::Tensor fused = register_parameter("fused", at::randn({96, 32}) * 0.1);
 };
 TORCH_MODULE(Layer);
 
 struct NetImpl : torch::nn::Module {
-  NetImpl()
-      : embed(register_module("embed", torch::nn::Linear(5, 32))),
-        first(register_module("first", Unit<Layer>())),
-        second(register_module("second", Unit<Layer>())) {}
   at::Tensor forward(const at::Tensor& x) { return second(first(embed(x))); }
-  torch::nn::Linear embed;
-  Unit<Layer> first;
-  Unit<Layer> second;
+  torch::nn::Linear embed = register_module("embed", torch::nn::Linear(5, 32));
+  Unit<Layer> first = register_module("first", Unit<Layer>());
+  Unit<Layer> second = register_module("second", Unit<Layer>());
 };
 TORCH_MODULE(Net);
 
 const WholeMatrices kMatrices{.named = {{.pattern = "*.fused", .rows = {32, 64}}, {"*.weight"}},
                               .except = {"embed.*"}};
-// The same of the matrices that one name stands for.
+// Rows of the matrices that one name stands for.
 std::map<std::string, std::vector<int64_t>> rows_of_matrices() {
   std::map<std::string, std::vector<int64_t>> rows;
   for (const char* layer : {"first", "second"}) {
@@ -177,20 +170,21 @@ std::map<std::string, at::Tensor> train_plainly(const MuonOptions& o) {
 
 TEST(Muon, HasTheNumbersOfAPlainLoop) {
   if (!test_device().is_cpu()) GTEST_SKIP() << "the plain loop computes on a CPU";
+  std::vector<MuonOptions> cases = {{.lr = 0.02, .a = 1.5, .b = -0.5, .c = 0.0}};  // no square
   for (const MuonScale scale : {MuonScale::kOriginal, MuonScale::kMatchAdamW})
-    for (const bool nesterov : {true, false}) {
-      const MuonOptions options{
-          .lr = 0.02, .adamw_rate_scale = 0.25, .nesterov = nesterov, .scale = scale};
-      const auto plain = train_plainly(options);
-      const auto sharded = train({.muon = options});
-      ASSERT_EQ(sharded.size(), plain.size());
-      // fp32 products of up to 64 terms, five iterations that enlarge small differences up to
-      // 3.4445 times each, and four steps.
-      for (const auto& [name, value] : plain)
-        EXPECT_LT((sharded.at(name) - value).abs().max().item<double>(), 2e-4) << name;
-      const at::Tensor before = make_net()->second->up->weight.detach().reshape({-1});
-      EXPECT_GT((plain.at("second.up.weight") - before).abs().max().item<double>(), 2e-3);
-    }
+    for (const bool nesterov : {true, false})
+      cases.push_back({.lr = 0.02, .adamw_rate_scale = 0.25, .nesterov = nesterov, .scale = scale});
+  for (const MuonOptions& options : cases) {
+    const auto plain = train_plainly(options);
+    const auto sharded = train({.muon = options});
+    ASSERT_EQ(sharded.size(), plain.size());
+    // fp32 products of up to 64 terms, five iterations that enlarge small differences up to 3.4445
+    // times each, and four steps.
+    for (const auto& [name, value] : plain)
+      EXPECT_LT((sharded.at(name) - value).abs().max().item<double>(), 2e-4) << name;
+    const at::Tensor before = make_net()->second->up->weight.detach().reshape({-1});
+    EXPECT_GT((plain.at("second.up.weight") - before).abs().max().item<double>(), 2e-3);
+  }
 }
 
 TEST(Muon, MovesAsFarAsTheShapeSays) {
@@ -224,33 +218,18 @@ TEST(Muon, NarrowProductsStayNear) {
   }
 }
 
-TEST(Muon, IteratesWithoutASquareToo) {
-  if (!test_device().is_cpu()) GTEST_SKIP() << "the plain loop computes on a CPU";
-  const MuonOptions cubic{.lr = 0.02, .a = 1.5, .b = -0.5, .c = 0.0};
-  const auto plain = train_plainly(cubic);
-  for (const auto& [name, value] : train({.muon = cubic}))
-    EXPECT_LT((plain.at(name) - value).abs().max().item<double>(), 2e-4) << name;
-}
-
 // --- any ranks -----------------------------------------------------------------------------------
 
 TEST(Muon, IsTheSameForEveryStrategyBitByBit) {
-  for (const int ranks : {1, 2, 3, 5, 8}) {
-    Training run{.ranks = ranks};
+  testing::OneIn few(3);
+  for (const auto& [ranks, outer] : {std::pair{1, 1}, {3, 1}, {8, 1}, {4, 2}, {6, 2}}) {
+    Training run{.ranks = ranks, .outer = outer};
     run.shard.strategy = Strategy::no_shard;
     const auto unsharded = train(run);
     for (const std::string& strategy : testing::kStrategies) {
+      if (few.skips()) continue;
       run.shard.strategy = parse_strategy(strategy);
       expect_same_bits(train(run), unsharded, concat(ranks, " ranks ", strategy));
-    }
-  }
-  for (const int ranks : {4, 6}) {
-    Training run{.ranks = ranks, .outer = 2};
-    run.shard.strategy = Strategy::no_shard;
-    const auto unsharded = train(run);
-    for (const std::string& strategy : testing::kStrategies) {
-      run.shard.strategy = parse_strategy(strategy);
-      expect_same_bits(train(run), unsharded, concat(ranks, " ranks on 2 outer ", strategy));
     }
   }
 }
@@ -287,11 +266,10 @@ TEST(Muon, IsTheSameForEveryTypeAndTimeOfUpdates) {
 // --- the step as a whole -------------------------------------------------------------------------
 
 TEST(Muon, ScalesOfTheLossChangeNothing) {
-  const auto expected = train({.ranks = 2});
   Training scaled{.ranks = 2};
   scaled.muon.step.loss_scale = LossScale::fixed(1024.0);
   // AdamW's epsilon is the only number that does not scale, and powers of two are exact.
-  expect_same_bits(train(scaled), expected, "scaled");
+  expect_same_bits(train(scaled), train({.ranks = 2}), "scaled");
 }
 
 TEST(Muon, ClippingDoesNotTurnDirections) {
@@ -327,20 +305,18 @@ TEST(Muon, SkipsAStepThatIsNotFinite) {
       optimizer.step();
       optimizer.zero_grad();
     };
+    const auto state = [&] {
+      std::vector<at::Tensor> all;
+      for (const OptimizerShard& shard : optimizer.shards()) all.push_back(shard.values);
+      for (const ShardedParameter& each : sharded.parameters())
+        all.push_back(each.main_weight.clone());
+      return all;
+    };
     take(1.0);
-    std::vector<at::Tensor> before;
-    for (const OptimizerShard& shard : optimizer.shards()) before.push_back(shard.values);
-    std::vector<at::Tensor> weights;
-    for (const ShardedParameter& each : sharded.parameters())
-      weights.push_back(each.main_weight.clone());
+    const std::vector<at::Tensor> before = state();
     take(world.rank() == 1 ? NAN : 1.0);
     EXPECT_TRUE(optimizer.was_skipped());
-    size_t i = 0;
-    for (const OptimizerShard& shard : optimizer.shards())
-      EXPECT_TRUE(at::equal(shard.values, before[i++])) << shard.parameter << " " << shard.name;
-    i = 0;
-    for (const ShardedParameter& each : sharded.parameters())
-      EXPECT_TRUE(at::equal(each.main_weight, weights[i++])) << each.name;
+    testing::expect_equal(state(), before);
     take(1.0);
     EXPECT_FALSE(optimizer.was_skipped());
   });
@@ -403,7 +379,7 @@ TEST(Muon, TrainsOnAfterAResumeOnOtherRanksBitByBit) {
       1, Strategy::no_shard,
       [&](const Mesh&, Net& model, const Sharded&, Muon& muon) { steps(model, muon, 0, kSteps); });
   // The ranks of the middle load and save; a mean of three would be rounded.
-  for (const std::vector<int>& ranks : {std::vector{4, 1}, {4, 2}, {1, 4}, {2, 3, 4}, {1, 8, 2}}) {
+  for (const std::vector<int>& ranks : {std::vector{4, 1}, {2, 3, 4}, {1, 8, 2}}) {
     const TempDir folder;
     const auto save = [&](const Sharded& sharded, Muon& muon) {
       EXPECT_EQ(muon.state().step, 2);

@@ -25,7 +25,7 @@ using testing::test_device;
 using testing::train;
 using testing::Training;
 
-// The same training with libtorch alone; gradients are the mean over ranks.
+// The training with libtorch alone; gradients are the mean over ranks.
 struct Plain {
   std::vector<at::Tensor> weights;
   std::vector<double> norms;
@@ -57,7 +57,7 @@ Plain train_plain(const Training& run) {
 // Meshes on which a strategy makes sense.
 std::vector<std::pair<int, int>> meshes_for(const std::string& strategy) {
   if (strategy.find("hfsdp") != std::string::npos) return {{4, 2}, {3, 3}};
-  return {{1, 1}, {2, 1}, {3, 1}, {4, 2}};
+  return {{1, 1}, {3, 1}, {4, 2}};
 }
 
 // --- against libtorch ----------------------------------------------------------------------------
@@ -140,6 +140,7 @@ class Strategies : public ::testing::TestWithParam<std::string> {};
 TEST_P(Strategies, TrainAsLibtorchWithClippingDoes) {
   for (const auto& [ranks, outer] : meshes_for(GetParam()))
     for (const int microbatches : {1, 3}) {
+      if ((microbatches == 1) == (ranks > 1)) continue;
       SCOPED_TRACE(::testing::Message() << ranks << " ranks, outer " << outer << ", "
                                         << microbatches << " microbatches");
       Training run{.ranks = ranks, .outer = outer, .microbatches = microbatches};

@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include "fsdp/optim/kernels/begin_step.h"
+#include "fsdp/optim/kernels/update_math.h"
 #include "support/update_case.h"
 
 namespace fsdp::span_update_test {

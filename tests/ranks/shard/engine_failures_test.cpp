@@ -8,7 +8,7 @@
 
 #include "fsdp/shard/engine/engine.h"
 #include "support/run_ranks.h"
-#include "support/sharded_training.h"
+#include "support/trains_like_plain.h"
 #include "support/watched_memory.h"
 
 namespace fsdp::engine_failures_test {
@@ -21,12 +21,9 @@ using testing::Chain;
 using testing::error_of;
 using ::testing::HasSubstr;
 using testing::input_for;
+using testing::kSquare;
 using testing::on_sharded_chain;
 using testing::run_ranks;
-
-const auto kSquare = [](auto& model, int rank, int step) {
-  return model(input_for(rank, step)).square().mean();
-};
 
 const std::vector<Strategy> kStrategies = {Strategy::no_shard, Strategy::optim,
                                            Strategy::optim_grads, Strategy::optim_grads_params};
@@ -44,31 +41,29 @@ class FailsInBackward final : public torch::autograd::Function<FailsInBackward> 
   }
 };
 
-// Runs `fail` once, between two good steps; training must go on as if nothing had happened.
+// Runs `fail` before or between good steps; training must go on as if nothing had happened.
 template <typename Fail>
 void expect_recovers(const Fail& fail) {
   const auto expected = testing::train_plain(build([] { return Chain(5); }), 2, 4, kSquare);
-  for (const PoolKind kind : all_pool_kinds()) {
-    for (const Strategy& strategy : kStrategies) {
-      for (const int good_steps : {0, 2}) {
-        run_ranks(2, [&](World& world) {
-          const Mesh mesh = world.mesh();
-          Chain model = build([] { return Chain(5); });
-          Sharded sharded = fully_shard(model, mesh, {.strategy = strategy, .pool = kind});
-          for (int step = 0; step < 4; ++step) {
-            if (step == good_steps) {
-              fail(model, world.rank());
-              sharded.reset();
+  size_t turn = 0;
+  for (const PoolKind kind : all_pool_kinds())
+    for (const int good_steps : {0, 2}) {
+      const Strategy& strategy = kStrategies[++turn % kStrategies.size()];
+      testing::on_sharded(
+          2, [] { return Chain(5); }, {.strategy = strategy, .pool = kind},
+          [&](Chain& model, Sharded& sharded, int rank) {
+            for (int step = 0; step < 4; ++step) {
+              if (step == good_steps) {
+                fail(model, rank);
+                sharded.reset();
+              }
+              kSquare(model, rank, step).backward();
+              testing::descend(sharded);
             }
-            kSquare(model, world.rank(), step).backward();
-            testing::descend(sharded);
-          }
-          testing::expect_equal(testing::weights_of(sharded, model), expected,
-                                to_text(strategy) + " " + std::string(name_of(kind)));
-        });
-      }
+            testing::expect_equal(testing::weights_of(sharded, model), expected,
+                                  to_text(strategy) + " " + std::string(name_of(kind)));
+          });
     }
-  }
 }
 
 TEST(Reset, AfterAnExceptionInForwardTrainingGoesOn) {
@@ -92,11 +87,8 @@ TEST(Reset, AfterAnExceptionInBackwardTrainingGoesOn) {
   });
 }
 
-TEST(Reset, DropsTheGradientsOfTheCycle) {
+TEST(Reset, DropsTheForwardOrTheGradientsOfTheCycle) {
   expect_recovers([](Chain& model, int rank) { kSquare(model, rank, 9).backward(); });
-}
-
-TEST(Reset, BetweenForwardAndBackwardDropsTheForward) {
   expect_recovers([](Chain& model, int rank) { kSquare(model, rank, 9); });
 }
 
@@ -147,40 +139,12 @@ TEST(Cycles, AccumulateOrSayThatTheyAreOver) {
   }
 }
 
-TEST(Microbatches, AddUpUnderEveryStrategy) {
-  const auto loss = [](auto& model, int rank, int step) {
-    return kSquare(model, rank, step) + kSquare(model, rank, step + 7) +
-           kSquare(model, rank, step + 14);
-  };
-  for (const int ranks : {1, 2, 3}) {
-    const auto expected = testing::train_plain(build([] { return Chain(3); }), ranks, 2, loss);
-    for (const Strategy& strategy : kStrategies) {
-      for (const auto lifetime : {GradientLifetime::kPersistent, GradientLifetime::kStep}) {
-        on_sharded_chain(ranks, {.strategy = strategy, .gradient_lifetime = lifetime},
-                         [&](Chain& model, Sharded& sharded, int rank) {
-                           for (int step = 0; step < 2; ++step) {
-                             {
-                               const auto guard = sharded.no_sync();
-                               kSquare(model, rank, step).backward();
-                               kSquare(model, rank, step + 7).backward();
-                             }
-                             kSquare(model, rank, step + 14).backward();
-                             testing::descend(sharded);
-                           }
-                           testing::expect_close(testing::weights_of(sharded, model), expected,
-                                                 to_text(strategy));
-                         });
-      }
-    }
-  }
-}
-
 // --- ends of life --------------------------------------------------------------------------------
 
 enum class First : uint8_t { kModel, kHandle, kModelInsideAPass };
 
 TEST(Lifetime, AllMemoryComesBackWhoeverGoesFirst) {
-  for (const PoolKind kind : all_pool_kinds()) {
+  for (const PoolKind kind : {PoolKind::kOnDemand, PoolKind::kPlanned}) {
     for (const First first : {First::kModel, First::kHandle, First::kModelInsideAPass}) {
       run_ranks(2, [&](World& world) {
         testing::OnceOnlyAllocator memory;
@@ -214,32 +178,22 @@ TEST(Lifetime, AllMemoryComesBackWhoeverGoesFirst) {
   }
 }
 
-TEST(Lifetime, OfAGraphThatOutlivesTheModelEndsInAnErrorAtWorst) {
+TEST(Lifetime, OfAGraphAndAParameterThatOutliveTheModelEndsInAnErrorAtWorst) {
   run_ranks(2, [](World& world) {
     const Mesh mesh = world.mesh();
     at::Tensor loss;
-    {
-      Chain model = build([] { return Chain(3); });
-      Sharded sharded = fully_shard(model, mesh);
-      loss = kSquare(model, world.rank(), 0);
-    }
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
-    EXPECT_THAT(error_of([&] { loss.backward(); }), HasSubstr("is sharded"));
-#endif
-  });
-}
-
-TEST(Lifetime, OfAParameterThatOutlivesTheModelKeepsItsShape) {
-  run_ranks(2, [](World& world) {
-    const Mesh mesh = world.mesh();
     at::Tensor parameter;
     {
       Chain model = build([] { return Chain(3); });
       Sharded sharded = fully_shard(model, mesh);
       kSquare(model, world.rank(), 0).backward();
+      loss = kSquare(model, world.rank(), 0);
       parameter = model->units[1]->linear->weight;
     }
     EXPECT_EQ(parameter.sizes(), (at::IntArrayRef{7, 7}));
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+    EXPECT_THAT(error_of([&] { loss.backward(); }), HasSubstr("is sharded"));
+#endif
   });
 }
 

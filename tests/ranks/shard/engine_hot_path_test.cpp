@@ -8,30 +8,15 @@
 #include "fsdp/shard/fully_shard.h"
 #include "fsdp/shard/unit.h"
 #include "support/counted_news.h"
+#include "support/counting_allocator.h"
 #include "support/run_ranks.h"
 
 namespace fsdp::engine_hot_path_test {
 namespace {
 
+using testing::CountingHostAllocator;
 using testing::num_news;
 using testing::run_ranks;
-
-class CountingHostAllocator final : public SlabAllocator {
- public:
-  void* allocate(int64_t bytes, int64_t alignment) override {
-    ++num_allocations_;
-    return host_.allocate(bytes, alignment);
-  }
-  void deallocate(void* address, int64_t bytes, int64_t alignment) noexcept override {
-    host_.deallocate(address, bytes, alignment);
-  }
-  std::string_view name() const override { return "counting"; }
-  int64_t num_allocations() const { return num_allocations_; }
-
- private:
-  HostSlabAllocator host_;
-  int64_t num_allocations_ = 0;
-};
 
 struct ScalesImpl : torch::nn::Module {
   explicit ScalesImpl(int num_parameters) {

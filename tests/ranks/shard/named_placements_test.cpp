@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 
 #include "fsdp/base/error.h"
+#include "fsdp/shard/engine/engine.h"
 #include "support/parallel_training.h"
 
 namespace fsdp::testing::named_placements_test {
@@ -14,158 +15,116 @@ using namespace parallel;
 
 // --- one layer, whose modules declare what they are or leave it to patterns ----------------------
 
-struct Silent {
-  const MeshAxis* axis = nullptr;
+struct Silent {};
+
+struct SaysExperts : ExpertModule {
+  void join(const MeshAxis&) override {}
 };
 
-struct SaysExperts : ExpertModule, Silent {
-  void join(const MeshAxis& ep) override { axis = &ep; }
-};
-
-struct SaysTensors : TensorParallelModule, Silent {
-  void join(const MeshAxis& tp) override { axis = &tp; }
+struct SaysTensors : TensorParallelModule {
+  void join(const MeshAxis&) override {}
   TpPlacement tp_placement(const std::string& name) const override {
     if (name == "up") return TpShard{.dim = 0, .num_sections = 2};
     if (name == "down") return TpShard{.dim = 1};
+    if (name == "norm") return TpPartial{};
     return TpEqual{};
   }
 };
 
 template <typename Says>
 struct GatedMlp : torch::nn::Module, Says {
-  GatedMlp()
-      : up(register_parameter("up", at::rand({2 * kWide, kHidden}) - 0.5)),
-        down(register_parameter("down", at::rand({kHidden, kWide}) - 0.5)),
-        bias(register_parameter("bias", at::rand({kHidden}))) {}
-  at::Tensor forward(const at::Tensor& x) const {
-    const std::vector<at::Tensor> parts =
-        at::linear(along<as_is, summed>(this->axis, x), up).chunk(2, 1);
-    const at::Tensor part = at::linear(at::sigmoid(parts[0]) * parts[1], down);
-    return along<summed, as_is>(this->axis, part) + bias;
-  }
-  at::Tensor up, down, bias;
+  at::Tensor up = register_parameter("up", at::rand({2 * kWide, kHidden}));
+  at::Tensor down = register_parameter("down", at::rand({kHidden, kWide}));
+  at::Tensor norm = register_parameter("norm", at::rand({kHidden}));
+  at::Tensor bias = register_parameter("bias", at::rand({kHidden}));
 };
 
 template <typename Says>
 struct ScalingExperts : torch::nn::Module, Says {
-  ScalingExperts() : weight(register_parameter("weight", at::rand({kNumExperts, kHidden}) + 0.5)) {}
-  at::Tensor forward(const at::Tensor& rows, const at::Tensor& expert) const {
-    const MeshAxis* ep = this->axis;
-    if (ep == nullptr) return rows * weight.index_select(0, expert);
-    const at::Tensor all = along<gathered, scattered>(ep, rows);
-    const at::Tensor local = gathered(*ep, expert) - ep->rank() * weight.size(0);
-    const at::Tensor mine = local.ge(0).logical_and(local.lt(weight.size(0))).nonzero().view({-1});
-    const at::Tensor computed =
-        all.index_select(0, mine) * weight.index_select(0, local.index_select(0, mine));
-    return along<scattered, gathered>(ep, at::zeros_like(all).index_copy(0, mine, computed));
-  }
-  at::Tensor weight;
+  at::Tensor weight = register_parameter("weight", at::rand({kNumExperts, kHidden}));
 };
 
 template <typename OfTensors, typename OfExperts>
 struct LayerImpl : torch::nn::Module {
-  LayerImpl()
-      : mlp(register_module("mlp", std::make_shared<GatedMlp<OfTensors>>())),
-        experts(register_module("experts", std::make_shared<ScalingExperts<OfExperts>>())) {}
-  // Tokens of experts are divided among the ranks of a tp group.
-  at::Tensor forward(const at::Tensor& x) const {
-    const MeshAxis* tp = mlp->axis;
-    const at::Tensor hidden = mlp->forward(x);
-    at::Tensor expert = (at::arange(kTokens) * 3).remainder(kNumExperts);
-    if (tp != nullptr) expert = own_rows(*tp, expert);
-    const at::Tensor own = along<own_rows, gathered>(tp, hidden);
-    return along<gathered, own_rows>(tp, own + experts->forward(own, expert));
-  }
-  std::shared_ptr<GatedMlp<OfTensors>> mlp;
-  std::shared_ptr<ScalingExperts<OfExperts>> experts;
+  at::Tensor forward(const at::Tensor& x) const { return x; }
+  std::shared_ptr<GatedMlp<OfTensors>> mlp =
+      register_module("mlp", std::make_shared<GatedMlp<OfTensors>>());
+  std::shared_ptr<ScalingExperts<OfExperts>> experts =
+      register_module("experts", std::make_shared<ScalingExperts<OfExperts>>());
 };
 
-struct DeclaringImpl : LayerImpl<SaysTensors, SaysExperts> {
-  void find_ranks(const Mesh&) {}
-};
-TORCH_MODULE(Declaring);
-
-struct UndeclaredImpl : LayerImpl<Silent, Silent> {
-  void find_ranks(const Mesh& mesh) {
-    mlp->axis = mesh.tp();
-    experts->axis = mesh.ep();
-  }
-};
-TORCH_MODULE(Undeclared);
-
-template <typename Layer>
+template <typename... Says>
 struct ModelImpl : torch::nn::Module {
-  ModelImpl()
-      : first(register_module("first", Unit<Layer>())),
-        second(register_module("second", Unit<Layer>())) {}
-  at::Tensor forward(const at::Tensor& x) { return second(first(x)); }
-  Unit<Layer> first, second;
+  Unit<LayerImpl<Says...>> first = register_module("first", Unit<LayerImpl<Says...>>());
+  Unit<LayerImpl<Says...>> second = register_module("second", Unit<LayerImpl<Says...>>());
 };
+using Declaring = ModelImpl<SaysTensors, SaysExperts>;
+using Undeclared = ModelImpl<Silent, Silent>;
 
 const ShardOptions kByName{.expert_parameters = {"*.experts.*"},
                            .tensor_parameters = {{"*.up", TpShard{.dim = 0, .num_sections = 2}},
                                                  {"*.mlp.down", TpShard{.dim = 1}},
+                                                 {"*.norm", TpPartial{}},
                                                  {"*.mlp.*", TpEqual{}}}};
 
 // --- the same as declared ------------------------------------------------------------------------
 
-struct Trained {
-  std::vector<ShardedParameter> parameters;
-  MemoryReport memory;
+// Kind, slice and values of every parameter: what its gradient, reductions and checkpoints go by.
+struct Placed {
+  std::string name;
+  ParameterKind kind;
+  OwnedSlice owned;
+  std::vector<int64_t> shape;
+  int64_t begin;
+  at::Tensor main_weight;
 };
 
-template <typename Layer>
-Trained train_three_steps(const Mesh& mesh, const ShardOptions& options) {
-  auto model = build([] { return std::make_shared<ModelImpl<Layer>>(); });
-  model->first->find_ranks(mesh);
-  model->second->find_ranks(mesh);
+template <typename Model>
+std::vector<Placed> placed_on(const Mesh& mesh, const ShardOptions& options) {
+  const auto model = build([] { return std::make_shared<Model>(); });
   const Sharded sharded = fully_shard(model, mesh, options);
-  AdamW optimizer(sharded, kParallelAdamW);
-  for (int step = 0; step < 3; ++step) {
-    model->forward(input_for(mesh.loss(), step, {kTokens, kHidden})).square().mean().backward();
-    optimizer.step();
-    optimizer.zero_grad();
-  }
-  optimizer.wait();
-  Trained result{sharded.parameters(), sharded.memory()};
-  for (ShardedParameter& each : result.parameters) each.main_weight = each.main_weight.clone();
-  return result;
+  std::vector<Placed> placed;
+  for (const auto& unit : EngineAccess::of(sharded).units())
+    for (const ParamGroup& group : unit->groups())
+      for (int64_t i = 0; i < group.layout().num_tensors(); ++i)
+        placed.push_back({group.name_of(i), group.setting().kind, group.owned_of(i),
+                          group.shape_of(i), group.held_of(i).begin,
+                          group.main_weights().at(group.held_flat(i)).clone()});
+  return placed;
 }
 
+void expect_same(const std::vector<Placed>& actual, const std::vector<Placed>& expected,
+                 const std::string& what) {
+  ASSERT_EQ(actual.size(), expected.size()) << what;
+  for (size_t i = 0; i < actual.size(); ++i) {
+    EXPECT_EQ(actual[i].name, expected[i].name) << what;
+    EXPECT_EQ(actual[i].kind, expected[i].kind) << what << " " << actual[i].name;
+    EXPECT_EQ(actual[i].owned.count, expected[i].owned.count) << what << " " << actual[i].name;
+    EXPECT_EQ(actual[i].owned.dim, expected[i].owned.dim) << what << " " << actual[i].name;
+    EXPECT_EQ(actual[i].owned.sections, expected[i].owned.sections) << actual[i].name;
+    EXPECT_EQ(actual[i].shape, expected[i].shape) << what << " " << actual[i].name;
+    EXPECT_EQ(actual[i].begin, expected[i].begin) << what << " " << actual[i].name;
+    EXPECT_TRUE(at::equal(actual[i].main_weight, expected[i].main_weight)) << actual[i].name;
+  }
+}
+
+// Patterns may repeat what modules declare.
 TEST(NamedPlacements, AreThoseThatModulesDeclare) {
   const std::vector<Grids> all = {
       {2, {.ep = 2}}, {2, {.tp = 2}}, {4, {.ep = 2, .tp = 2}}, {4, {.outer = 2, .ep = 4}}, {4, {}}};
   for (const Grids& grids : all)
     run_ranks(grids.ranks, [&](World& world) {
       const Mesh mesh = world.mesh(grids.mesh);
-      const Trained declared = train_three_steps<Declaring>(mesh, {});
-      const Trained named = train_three_steps<Undeclared>(mesh, kByName);
-      ASSERT_EQ(named.parameters.size(), declared.parameters.size());
-      for (size_t i = 0; i < named.parameters.size(); ++i) {
-        const ShardedParameter& mine = named.parameters[i];
-        const ShardedParameter& theirs = declared.parameters[i];
-        EXPECT_EQ(mine.name, theirs.name);
-        EXPECT_EQ(mine.shape, theirs.shape) << text(grids) << " " << mine.name;
-        EXPECT_EQ(mine.begin, theirs.begin);
-        EXPECT_TRUE(at::equal(mine.main_weight, theirs.main_weight))
-            << text(grids) << " " << mine.name;
-      }
-      EXPECT_EQ(named.memory.text(), declared.memory.text());
+      const std::vector<Placed> declared = placed_on<Declaring>(mesh, {});
+      expect_same(placed_on<Undeclared>(mesh, kByName), declared, text(grids));
+      expect_same(placed_on<Declaring>(mesh, kByName), declared, text(grids) + ", repeated");
     });
-}
-
-TEST(NamedPlacements, MayRepeatWhatModulesDeclare) {
-  run_ranks(4, [&](World& world) {
-    const Mesh mesh = world.mesh({.ep = 2, .tp = 2});
-    EXPECT_EQ(train_three_steps<Declaring>(mesh, kByName).memory.text(),
-              train_three_steps<Declaring>(mesh, {}).memory.text());
-  });
 }
 
 TEST(NamedPlacements, CountOnceOfSeveralThatMatch) {
   run_ranks(2, [](World& world) {
     const Mesh mesh = world.mesh({.tp = 2});
-    auto model = build([] { return std::make_shared<ModelImpl<Undeclared>>(); });
+    auto model = build([] { return std::make_shared<Undeclared>(); });
     const Sharded sharded = fully_shard(
         model, mesh, {.tensor_parameters = {{"first.mlp.up", TpPartial{}}, {"*.up", TpShard{}}}});
     const auto whole = sharded.full_parameters();
@@ -197,12 +156,12 @@ TEST(NamedPlacements, ThatCannotBeAreRefused) {
     const Mesh mesh = world.mesh({.ep = 4, .tp = 2});
     for (const Row& row : rows)
       EXPECT_THAT(error_of<UsageError>([&] {
-                    fully_shard(build([] { return std::make_shared<ModelImpl<Undeclared>>(); }),
-                                mesh, row.options);
+                    fully_shard(build([] { return std::make_shared<Undeclared>(); }), mesh,
+                                row.options);
                   }),
                   HasSubstr(row.message));
     EXPECT_THAT(error_of<UsageError>([&] {
-                  fully_shard(build([] { return std::make_shared<ModelImpl<Declaring>>(); }), mesh,
+                  fully_shard(build([] { return std::make_shared<Declaring>(); }), mesh,
                               {.expert_parameters = {"*.down"}});
                 }),
                 AllOf(HasSubstr("parameter 'first.mlp.down' is 'cut over tp along dim 1' by its "

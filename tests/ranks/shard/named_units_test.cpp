@@ -47,28 +47,17 @@ TORCH_MODULE(Net);
 
 TEST(NamedUnits, TrainLikeAPlainModel) {
   expect_trains_like_plain(maker<NetImpl>(), kSquare, 3, {"layers.*", "tower", "head"});
-}
-
-TEST(NamedUnits, OfWhichSomeAreNotNamedTrainLikeAPlainModel) {
   expect_trains_like_plain(maker<NetImpl>(), kSquare, 3, {"layers.?"});
 }
 
-TEST(NamedUnits, AreTheModulesAndNotThoseInside) {
+// Weights that stay whole would train as well.
+TEST(NamedUnits, AreShardedAndNotTheModulesInside) {
   run_ranks(2, [](World& world) {
     const Mesh mesh = world.mesh();
     Net net = build([] { return Net(); });
     const Sharded sharded = fully_shard(net, mesh, {.units = {"layers.*", "tower"}});
     EXPECT_THAT(sharded.unit_names(),
                 ElementsAre("layers.0", "layers.1", "layers.2", "tower", "(outside units)"));
-  });
-}
-
-// Weights that stay whole would train as well.
-TEST(NamedUnits, AreSharded) {
-  run_ranks(2, [](World& world) {
-    const Mesh mesh = world.mesh();
-    Net net = build([] { return Net(); });
-    const Sharded sharded = fully_shard(net, mesh, {.units = {"layers.*", "tower", "head"}});
     int64_t held = 0;
     int64_t all = 0;
     for (const ShardedParameter& parameter : sharded.parameters()) {
@@ -77,42 +66,30 @@ TEST(NamedUnits, AreSharded) {
     }
     EXPECT_LT(held, all * 3 / 4);
     for (const auto& unit : EngineAccess::of(sharded).units())
-      EXPECT_EQ(unit->phase(), WeightPhase::kResting) << unit->name();
+      EXPECT_EQ(unit->phase() == WeightPhase::kResting, unit->kind() == UnitKind::kScheduled)
+          << unit->name();
   });
 }
 
 TEST(NamedUnits, WithANameThatNobodyHasAreAnErrorWithAGuess) {
   run_ranks(1, [](World& world) {
     const Mesh mesh = world.mesh();
-    Net net;
-    try {
-      fully_shard(net, mesh, {.units = {"layer.*"}});
-      FAIL() << "no error";
-    } catch (const UsageError& error) {
-      EXPECT_THAT(error.what(), HasSubstr("units has 'layer.*', but no module of the model is "
-                                          "called so; did you mean 'layers.0'?"));
-    }
+    EXPECT_THAT(testing::error_of([&] { fully_shard(Net(), mesh, {.units = {"layer.*"}}); }),
+                HasSubstr("units has 'layer.*', but no module of the model is called so; did you "
+                          "mean 'layers.0'?"));
   });
 }
 
-TEST(NamedUnits, AreForgottenWithTheSharded) {
+TEST(NamedUnits, AreShardedOnceAndForgottenWithTheSharded) {
   run_ranks(1, [](World& world) {
     const Mesh mesh = world.mesh();
     Net net;
     {
       const Sharded sharded = fully_shard(net, mesh, {.units = {"head"}});
       EXPECT_NE(named_unit_hooks(*net->head), nullptr);
+      EXPECT_THROW(fully_shard(net, mesh, {.units = {"head"}}), Error);
     }
     EXPECT_EQ(named_unit_hooks(*net->head), nullptr);
-  });
-}
-
-TEST(NamedUnits, AreShardedOnce) {
-  run_ranks(1, [](World& world) {
-    const Mesh mesh = world.mesh();
-    Net net;
-    const Sharded sharded = fully_shard(net, mesh, {.units = {"head"}});
-    EXPECT_THROW(fully_shard(net, mesh, {.units = {"head"}}), Error);
   });
 }
 

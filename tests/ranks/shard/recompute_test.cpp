@@ -9,13 +9,14 @@
 
 #include "fsdp/shard/engine/engine.h"
 #include "support/run_ranks.h"
-#include "support/sharded_training.h"
+#include "support/trains_like_plain.h"
 
 namespace fsdp::recompute_test {
 namespace {
 
 using testing::build;
 using testing::input_for;
+using testing::kSquare;
 using testing::run_ranks;
 
 // Where recompute() is applied.
@@ -80,28 +81,23 @@ TORCH_MODULE(Net);
 const std::vector<Around> kPlaces = {Around::kInside, Around::kOneUnit, Around::kSeveralUnits,
                                      Around::kNested, Around::kEverything};
 
-const auto kSquare = [](auto& model, int rank, int step) {
-  return model(input_for(rank, step)).square().mean();
-};
-
 TEST(Recompute, ChangesNoBitWhereverItIs) {
   for (const PoolKind kind : all_pool_kinds()) {
-    std::vector<std::vector<at::Tensor>> expected(2);
-    for (const Strategy& strategy : {Strategy::optim, Strategy::optim_grads_params}) {
-      const auto weights = [&](Around around, World& world) {
-        const Mesh mesh = world.mesh();
-        Net model = build([&] { return Net(around); });
-        Sharded sharded = fully_shard(model, mesh, {.strategy = strategy, .pool = kind});
-        testing::train(model, sharded, world.rank(), 3, kSquare);
-        return testing::weights_of(sharded, model);
-      };
-      run_ranks(2, [&](World& world) {
-        const auto without = weights(Around::kNothing, world);
-        for (const Around around : kPlaces)
-          testing::expect_equal(weights(around, world), without,
-                                std::to_string(static_cast<int>(around)));
-      });
-    }
+    const bool is_planned = kind == PoolKind::kPlanned || kind == PoolKind::kOnDemand;
+    const Strategy& strategy = is_planned ? Strategy::optim_grads_params : Strategy::optim;
+    const auto weights = [&](Around around, World& world) {
+      const Mesh mesh = world.mesh();
+      Net model = build([&] { return Net(around); });
+      Sharded sharded = fully_shard(model, mesh, {.strategy = strategy, .pool = kind});
+      testing::train(model, sharded, world.rank(), 3, kSquare);
+      return testing::weights_of(sharded, model);
+    };
+    run_ranks(2, [&](World& world) {
+      const auto without = weights(Around::kNothing, world);
+      for (const Around around : kPlaces)
+        testing::expect_equal(weights(around, world), without,
+                              std::to_string(static_cast<int>(around)));
+    });
   }
 }
 
@@ -139,7 +135,7 @@ Traffic third_step(Around around, PoolKind kind) {
     kSquare(model, 0, step).backward();
     testing::descend(sharded);
   }
-  EXPECT_EQ(EngineAccess::of(sharded).slabs().num_misses(), 0) << static_cast<int>(around);
+  EXPECT_EQ(EngineAccess::of(sharded).weights().num_misses(), 0) << static_cast<int>(around);
   Traffic traffic;
   for (const RecordedCall& call : *recording) {
     const std::string tag(call.print.tag.text());
@@ -189,35 +185,19 @@ TEST(Recompute, GathersNothingAheadInItsSecondForward) {
 
 TEST(Recompute, OfAUnitUsedTwiceReducesItOnce) {
   struct TwiceImpl : torch::nn::Module {
-    explicit TwiceImpl(bool recomputes)
-        : before(register_module("before", Unit<testing::Block>(5, 5))),
-          shared(register_module("shared", Unit<testing::Block>(5, 5))),
-          with_recompute(recomputes) {}
     at::Tensor forward(const at::Tensor& x) {
       const auto use = [this](const at::Tensor& y) { return shared(y); };
-      const at::Tensor y = before(x);
-      return with_recompute ? recompute(use, recompute(use, y)) : use(use(y));
+      return recompute(use, recompute(use, before(x)));
     }
-    Unit<testing::Block> before;
-    Unit<testing::Block> shared;
-    bool with_recompute;
+    Unit<testing::Block> before = register_module("before", Unit<testing::Block>(5, 5));
+    Unit<testing::Block> shared = register_module("shared", Unit<testing::Block>(5, 5));
   };
-  using Twice = torch::nn::ModuleHolder<TwiceImpl>;
-  const auto make = [](bool with) {
-    return [with] { return Twice(std::make_shared<TwiceImpl>(with)); };
-  };
-  const auto expected = testing::train_plain(build(make(false)), 2, 3, kSquare);
-  run_ranks(2, [&](World& world) {
-    const Mesh mesh = world.mesh();
-    Twice model = build(make(true));
-    Sharded sharded = fully_shard(model, mesh);
-    testing::train(model, sharded, world.rank(), 3, kSquare);
-    testing::expect_close(testing::weights_of(sharded, model), expected);
-  });
+  const auto make = [] { return torch::nn::ModuleHolder<TwiceImpl>(); };
+  testing::expect_trains_like_plain(make, kSquare);
   auto recording = std::make_shared<Recording>();
   World world = World::simulated(0, 2, recording);
   const Mesh mesh = world.mesh();
-  Twice model = build(make(true));
+  auto model = build(make);
   Sharded sharded = fully_shard(model, mesh);
   kSquare(model, 0, 0).backward();
   sharded.wait_gradients();
@@ -228,15 +208,14 @@ TEST(Recompute, OfAUnitUsedTwiceReducesItOnce) {
 }
 
 TEST(Recompute, WithoutGradientsIsAPlainCall) {
-  run_ranks(2, [](World& world) {
-    const Mesh mesh = world.mesh();
-    Net model = build([] { return Net(Around::kNested); });
-    Sharded sharded = fully_shard(model, mesh);
-    const at::NoGradGuard no_grad;
-    EXPECT_FALSE(model(input_for(0, 0)).requires_grad());
-    for (const auto& unit : EngineAccess::of(sharded).units())
-      EXPECT_EQ(EngineAccess::of(sharded).num_pending_calls(*unit), 0);
-  });
+  testing::on_sharded(
+      2, [] { return Net(Around::kNested); }, {},
+      [](Net& model, Sharded& sharded, int) {
+        const at::NoGradGuard no_grad;
+        EXPECT_FALSE(model(input_for(0, 0)).requires_grad());
+        for (const auto& unit : EngineAccess::of(sharded).units())
+          EXPECT_EQ(EngineAccess::of(sharded).calls().num_pending(*unit), 0);
+      });
 }
 
 }  // namespace

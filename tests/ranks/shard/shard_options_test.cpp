@@ -9,7 +9,7 @@
 #include "fsdp/base/text.h"
 #include "fsdp/shard/engine/engine.h"
 #include "support/run_ranks.h"
-#include "support/sharded_training.h"
+#include "support/trains_like_plain.h"
 
 namespace fsdp::shard_options_test {
 namespace {
@@ -20,12 +20,8 @@ using testing::Chain;
 using ::testing::Contains;
 using testing::error_of;
 using ::testing::HasSubstr;
-using testing::input_for;
+using testing::kSquare;
 using testing::run_ranks;
-
-const auto kSquare = [](auto& model, int rank, int step) {
-  return model(input_for(rank, step)).square().mean();
-};
 
 // One rank of two whose collectives are only recorded.
 struct Alone {
@@ -92,17 +88,14 @@ TEST(FullyShard, RefusesAModelThatIsShardedOrHasNothingToShard) {
   const Sharded sharded = alone.shard();
   EXPECT_THAT(error_of([&] { alone.shard(); }),
               AllOf(HasSubstr("'unit0'"), HasSubstr("already sharded")));
+  torch::nn::Linear without_units(5, 3);
+  const Sharded again = fully_shard(without_units, alone.mesh);
+  EXPECT_THAT(error_of([&] { fully_shard(without_units, alone.mesh); }),
+              HasSubstr("already sharded"));
   EXPECT_THAT(error_of([&] { fully_shard(std::make_shared<torch::nn::Module>(), alone.mesh); }),
               HasSubstr("no parameters"));
   EXPECT_THAT(error_of([&] { fully_shard(std::shared_ptr<torch::nn::Module>(), alone.mesh); }),
               HasSubstr("null"));
-}
-
-TEST(FullyShard, RefusesAModelWithoutUnitsThatIsSharded) {
-  Alone alone;
-  torch::nn::Linear model(5, 3);
-  const Sharded sharded = fully_shard(model, alone.mesh);
-  EXPECT_THAT(error_of([&] { fully_shard(model, alone.mesh); }), HasSubstr("already sharded"));
 }
 
 // --- precision -----------------------------------------------------------------------------------
@@ -134,8 +127,8 @@ TEST(SetPrecision, RefusesMainTypesInWords) {
               AllOf(HasSubstr("between cycles"), HasSubstr("zero_grad()")));
 }
 
-TEST(SetPrecision, NarrowsTheWireOfAFixedPoolAndRefusesToWidenItWithNumbers) {
-  for (const PoolKind kind : {PoolKind::kDoubleBuffer, PoolKind::kMaxPool, PoolKind::kPlanned}) {
+TEST(SetPrecision, NarrowsTheWireAndRefusesToWidenAFixedPoolWithNumbers) {
+  for (const PoolKind kind : all_pool_kinds()) {
     Alone alone({.pool = kind});
     const Sharded sharded = alone.shard();
     const auto wide = wires(alone, sharded);
@@ -150,23 +143,17 @@ TEST(SetPrecision, NarrowsTheWireOfAFixedPoolAndRefusesToWidenItWithNumbers) {
       EXPECT_EQ(narrow[i].first, at::kBFloat16);
       EXPECT_EQ(wide[i].second, 2 * narrow[i].second);
     }
-    EXPECT_THAT(error_of([&] { sharded.set_precision({.grad_comm = at::kDouble}); }),
-                AllOf(HasSubstr("precision.grad_comm fp64 needs"), HasSubstr("bytes"),
-                      HasSubstr(std::string(name_of(kind))), HasSubstr("on_demand")));
-    EXPECT_EQ(wires(alone, sharded), wide) << "a refusal changes nothing";
+    const std::string refusal =
+        error_of([&] { sharded.set_precision({.grad_comm = at::kDouble}); });
+    if (kind == PoolKind::kOnDemand) {
+      EXPECT_EQ(refusal, "");
+      EXPECT_EQ(wires(alone, sharded).front().second, 2 * wide.front().second);
+    } else {
+      EXPECT_THAT(refusal, AllOf(HasSubstr("precision.grad_comm fp64 needs"), HasSubstr("bytes"),
+                                 HasSubstr(std::string(name_of(kind))), HasSubstr("on_demand")));
+      EXPECT_EQ(wires(alone, sharded), wide) << "a refusal changes nothing";
+    }
   }
-}
-
-TEST(SetPrecision, GoesBothWaysOnDemand) {
-  Alone alone({.precision = {.grad_comm = at::kBFloat16}, .pool = PoolKind::kOnDemand});
-  const Sharded sharded = alone.shard();
-  const auto narrow = wires(alone, sharded);
-  sharded.set_precision({.grad_comm = at::kFloat});
-  const auto wide = wires(alone, sharded);
-  sharded.set_precision({.grad_comm = at::kBFloat16});
-  EXPECT_EQ(wires(alone, sharded), narrow);
-  ASSERT_EQ(wide.size(), narrow.size());
-  for (size_t i = 0; i < wide.size(); ++i) EXPECT_EQ(wide[i].second, 2 * narrow[i].second);
 }
 
 TEST(SetPrecision, GivesTheNumbersOfAModelThatBeganThatWay) {

@@ -1,4 +1,4 @@
-// What modules declare of tp, and the errors of declarations and meshes that do not fit.
+// Modules' declarations of tp, and the errors of declarations and meshes that do not fit.
 #include <gmock/gmock.h>
 
 #include <torch/nn/init.h>
@@ -16,11 +16,8 @@ using namespace parallel;
 
 TEST(TensorCuts, OfMeshesThatDoNotFitShowTheArithmetic) {
   run_ranks(4, [](World& world) {
-    for (const int tp : {0, 3, 8})
-      EXPECT_THAT(
-          error_of([&] { world.mesh({.tp = tp}); }),
-          HasSubstr(concat("tp is ", tp,
-                           " in a world of 4 ranks = 1 outer x 4 inner: it must divide 4")));
+    EXPECT_THAT(error_of([&] { world.mesh({.tp = 3}); }),
+                HasSubstr("tp is 3 in a world of 4 ranks = 1 outer x 4 inner: it must divide 4"));
     EXPECT_THAT(error_of([&] { world.mesh({.outer = 2, .tp = 4}); }),
                 HasSubstr("tp is 4 in a world of 4 ranks = 2 outer x 2 inner: it must divide 2"));
     EXPECT_THAT(error_of([&] { world.mesh({.ep = 3, .tp = 2}); }),

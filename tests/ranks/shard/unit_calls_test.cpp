@@ -44,80 +44,56 @@ TEST(UnitCalls, WithoutGradientsGiveTheSameAndLetTheirWeightsGo) {
   });
 }
 
-// `between` runs without gradients at several places of a step.
-template <typename Between>
-void expect_undisturbed(const Between& between) {
-  const auto expected = testing::train_plain(build([] { return Chain(4); }), 2, 3, kSquare);
-  for (const PoolKind kind : all_pool_kinds()) {
-    run_ranks(2, [&](World& world) {
-      const Mesh mesh = world.mesh();
-      Chain model = build([] { return Chain(4); });
-      Sharded sharded = fully_shard(model, mesh, {.pool = kind});
-      for (int step = 0; step < 3; ++step) {
-        between(model);
-        const at::Tensor loss = kSquare(model, world.rank(), step);
-        between(model);
-        loss.backward();
-        between(model);
-        testing::descend(sharded);
-      }
-      const bool is_fixed = kind == PoolKind::kMaxPool || kind == PoolKind::kPlanned;
-      EXPECT_TRUE(!is_fixed || EngineAccess::of(sharded).slabs().pool().addresses_are_fixed())
-          << name_of(kind);
-      EXPECT_EQ(EngineAccess::of(sharded).slabs().num_misses(), 0) << name_of(kind);
-      testing::expect_equal(testing::weights_of(sharded, model), expected,
-                            std::string(name_of(kind)));
-    });
-  }
-}
-
 TEST(UnitCalls, WithoutGradientsDoNotDisturbTraining) {
-  expect_undisturbed([](Chain& model) {
+  const auto between = [](Chain& model) {
     const at::NoGradGuard no_grad;
     model(input_for(0, 0));
-  });
-}
-
-TEST(UnitCalls, InInferenceModeDoNotDisturbTraining) {
-  expect_undisturbed([](Chain& model) {
+    model->units[2](input_for(0, 0, {2, 7}));  // and of single units
+    model->units[1](input_for(0, 0, {2, 7}));
     const c10::InferenceMode inference;
     model(input_for(0, 0));
-  });
-}
-
-TEST(UnitCalls, OfSingleUnitsWithoutGradientsDoNotDisturbTraining) {
-  expect_undisturbed([](Chain& model) {
-    const at::NoGradGuard no_grad;
-    model->units[2](input_for(0, 0, {2, 7}));
-    model->units[1](input_for(0, 0, {2, 7}));
-  });
+  };
+  const auto expected = testing::train_plain(build([] { return Chain(4); }), 2, 3, kSquare);
+  for (const PoolKind kind : all_pool_kinds()) {
+    testing::on_sharded(
+        2, [] { return Chain(4); }, {.pool = kind},
+        [&](Chain& model, Sharded& sharded, int rank) {
+          for (int step = 0; step < 3; ++step) {
+            between(model);
+            const at::Tensor loss = kSquare(model, rank, step);
+            between(model);
+            loss.backward();
+            between(model);
+            testing::descend(sharded);
+          }
+          const bool is_fixed = kind == PoolKind::kMaxPool || kind == PoolKind::kPlanned;
+          EXPECT_TRUE(!is_fixed ||
+                      EngineAccess::of(sharded).weights().pool()->addresses_are_fixed())
+              << name_of(kind);
+          EXPECT_EQ(EngineAccess::of(sharded).weights().num_misses(), 0) << name_of(kind);
+          testing::expect_equal(testing::weights_of(sharded, model), expected,
+                                std::string(name_of(kind)));
+        });
+  }
 }
 
 TEST(UnitCalls, WithGradientsButWithoutBackwardAreForgotten) {
   const auto expected = testing::train_plain(build([] { return Chain(4); }), 2, 3, kSquare);
-  run_ranks(2, [&](World& world) {
-    const Mesh mesh = world.mesh();
-    Chain model = build([] { return Chain(4); });
-    Sharded sharded = fully_shard(model, mesh);
-    for (int step = 0; step < 3; ++step) {
-      model(input_for(0, 9));
-      model(input_for(0, 8));
-      kSquare(model, world.rank(), step).backward();
-      testing::descend(sharded);
-    }
-    EXPECT_EQ(EngineAccess::of(sharded).slabs().num_misses(), 0);
-    testing::expect_equal(testing::weights_of(sharded, model), expected);
-  });
+  testing::on_sharded(
+      2, [] { return Chain(4); }, {},
+      [&](Chain& model, Sharded& sharded, int rank) {
+        for (int step = 0; step < 3; ++step) {
+          model(input_for(0, 9));
+          model(input_for(0, 8));
+          kSquare(model, rank, step).backward();
+          testing::descend(sharded);
+        }
+        EXPECT_EQ(EngineAccess::of(sharded).weights().num_misses(), 0);
+        testing::expect_equal(testing::weights_of(sharded, model), expected);
+      });
 }
 
 // --- several times -------------------------------------------------------------------------------
-
-TEST(UnitCalls, OfTwoForwardsBeforeOneBackwardAddUp) {
-  expect_trains_like_plain([] { return Chain(4); },
-                           [](Chain& model, int rank, int step) {
-                             return kSquare(model, rank, step) + kSquare(model, rank, step + 10);
-                           });
-}
 
 // One unit: the second backward's gradients follow the first one's into the same memory.
 const std::vector<std::pair<Strategy, int>> kCases = {{Strategy::optim, 1},
@@ -168,33 +144,30 @@ void train_with_two_backwards(Model& model, Sharded& sharded, int rank) {
   }
 }
 
-constexpr auto kTwiceTheSquare = [](auto& model, int rank, int step) {
-  return 2 * kSquare(model, rank, step);
-};
-
-TEST(UnitCalls, OfTwoBackwardsThroughOneGraphAddUp) {
-  for (const auto& [strategy, num_units] : kCases) {
-    const auto make = [&, num_units = num_units] { return Chain(num_units); };
-    const auto expected = testing::train_plain(build(make), 2, 3, kTwiceTheSquare);
-    run_ranks(2, [&, strategy = strategy](World& world) {
-      const Mesh mesh = world.mesh();
-      Chain model = build(make);
-      Sharded sharded = fully_shard(model, mesh, {.strategy = strategy});
-      train_with_two_backwards(model, sharded, world.rank());
-      testing::expect_close(testing::weights_of(sharded, model), expected, to_text(strategy));
-    });
+// Twice the gradient of one backward, sharded by each strategy that takes another way.
+template <typename Make>
+void expect_two_backwards_add_up(const Make& make) {
+  const auto expected = testing::train_plain(
+      build(make), 2, 3,
+      [](auto& model, int rank, int step) { return 2 * kSquare(model, rank, step); });
+  for (const Strategy& strategy : {Strategy::optim, Strategy::optim_grads_params}) {
+    testing::on_sharded(
+        2, make, {.strategy = strategy}, [&](auto& model, Sharded& sharded, int rank) {
+          train_with_two_backwards(model, sharded, rank);
+          testing::expect_close(testing::weights_of(sharded, model), expected, to_text(strategy));
+        });
   }
 }
 
+TEST(UnitCalls, OfTwoBackwardsThroughOneGraphAddUp) {
+  for (const int num_units : {1, 4}) expect_two_backwards_add_up([&] { return Chain(num_units); });
+}
+
 struct CalledTwiceImpl : torch::nn::Module {
-  CalledTwiceImpl()
-      : first(register_module("first", Unit<Block>(5, 5))),
-        second(register_module("second", Unit<Block>(5, 5))),
-        third(register_module("third", Unit<Block>(5, 3))) {}
   at::Tensor forward(const at::Tensor& x) { return third(first(second(first(x)))); }
-  Unit<Block> first;
-  Unit<Block> second;
-  Unit<Block> third;
+  Unit<Block> first = register_module("first", Unit<Block>(5, 5));
+  Unit<Block> second = register_module("second", Unit<Block>(5, 5));
+  Unit<Block> third = register_module("third", Unit<Block>(5, 3));
 };
 
 TEST(UnitCalls, TwiceInOneStepTrainLikeAPlainModel) {
@@ -202,51 +175,25 @@ TEST(UnitCalls, TwiceInOneStepTrainLikeAPlainModel) {
 }
 
 TEST(UnitCalls, TwiceInOneStepTakeARepeatedBackward) {
-  const auto make = maker<CalledTwiceImpl>();
-  const auto expected = testing::train_plain(build(make), 2, 3, kTwiceTheSquare);
-  for (const Strategy& strategy : {Strategy::optim, Strategy::optim_grads_params}) {
-    run_ranks(2, [&](World& world) {
-      const Mesh mesh = world.mesh();
-      auto model = build(make);
-      Sharded sharded = fully_shard(model, mesh, {.strategy = strategy});
-      train_with_two_backwards(model, sharded, world.rank());
-      testing::expect_close(testing::weights_of(sharded, model), expected, to_text(strategy));
-    });
-  }
+  expect_two_backwards_add_up(maker<CalledTwiceImpl>());
 }
 
-struct NeverCalledImpl : torch::nn::Module {
-  NeverCalledImpl()
-      : first(register_module("first", Unit<Block>(5, 5))),
-        never(register_module("never", Unit<Block>(40, 40))),
-        third(register_module("third", Unit<Block>(5, 3))) {}
-  at::Tensor forward(const at::Tensor& x) { return third(first(x)); }
-  Unit<Block> first;
-  Unit<Block> never;
-  Unit<Block> third;
+// One unit's result is not used, and one unit is never called.
+struct IdleImpl : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor y = first(x);
+    kept = side(y);
+    return third(y);
+  }
+  Unit<Block> first = register_module("first", Unit<Block>(5, 5));
+  Unit<Block> side = register_module("side", Unit<Block>(5, 5));
+  Unit<Block> never = register_module("never", Unit<Block>(40, 40));
+  Unit<Block> third = register_module("third", Unit<Block>(5, 3));
+  at::Tensor kept;
 };
 
-TEST(UnitCalls, ThatNeverHappenDoNoHarm) {
-  expect_trains_like_plain(maker<NeverCalledImpl>(), kSquare);
-}
-
-TEST(UnitCalls, WhoseResultIsNotUsedDoNoHarm) {
-  struct SideImpl : torch::nn::Module {
-    SideImpl()
-        : first(register_module("first", Unit<Block>(5, 5))),
-          side(register_module("side", Unit<Block>(5, 5))),
-          third(register_module("third", Unit<Block>(5, 3))) {}
-    at::Tensor forward(const at::Tensor& x) {
-      const at::Tensor y = first(x);
-      kept = side(y);
-      return third(y);
-    }
-    Unit<Block> first;
-    Unit<Block> side;
-    Unit<Block> third;
-    at::Tensor kept;
-  };
-  expect_trains_like_plain(maker<SideImpl>(), kSquare);
+TEST(UnitCalls, ThatNeverHappenOrAreNotUsedDoNoHarm) {
+  expect_trains_like_plain(maker<IdleImpl>(), kSquare);
 }
 
 }  // namespace

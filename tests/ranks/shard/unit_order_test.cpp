@@ -90,22 +90,6 @@ TEST(UnitOrder, IsLearnedInTheFirstStepAndPrefetchedInTheSecond) {
   EXPECT_EQ(watched.all.size(), 7u) << "the last unit of the forward stays for the backward";
 }
 
-TEST(UnitOrder, PrefetchesForwardsInEveryStepUnderEveryStrategy) {
-  for (const Strategy& strategy :
-       {Strategy::optim, Strategy::optim_grads, Strategy::optim_grads_params}) {
-    Watched watched(4, {.strategy = strategy});
-    for (int step = 0; step < 4; ++step) {
-      watched.step({0, 1, 2, 3});
-      // Weights that are whole between uses are gathered after an update, so not in the first step.
-      if (step == 0 && !(strategy == Strategy::optim_grads_params)) continue;
-      EXPECT_THAT(watched.gathered_at[0], ElementsAre("unit0", "unit1"))
-          << to_text(strategy) << " step " << step;
-      EXPECT_THAT(watched.gathered_at[1], ElementsAre("unit0", "unit1", "unit2"))
-          << to_text(strategy) << " step " << step;
-    }
-  }
-}
-
 TEST(UnitOrder, OfTheUserWins) {
   Watched watched(4, {.pool = PoolKind::kOnDemand});
   watched.step({0, 1, 2, 3});
@@ -127,7 +111,7 @@ TEST(UnitOrder, OfTheUserNeverTakesMoreThanThePoolHas) {
     watched.step({0, 1, 2, 3});
     EXPECT_THAT(watched.gathered_at[0], ElementsAre("unit0", "unit1"));
   }
-  EXPECT_EQ(EngineAccess::of(watched.sharded).slabs().num_misses(), 0);
+  EXPECT_EQ(EngineAccess::of(watched.sharded).weights().num_misses(), 0);
 }
 
 TEST(UnitOrder, ThatChangesIsReportedOnceAndFollowed) {
@@ -162,14 +146,13 @@ TEST(UnitOrder, ThatChangesGivesTheRightNumbers) {
   };
   const auto expected = testing::train_plain(build([] { return Free(4); }), 2, 7, loss);
   for (const PoolKind kind : all_pool_kinds()) {
-    run_ranks(2, [&](World& world) {
-      const Mesh mesh = world.mesh();
-      Free model = build([] { return Free(4); });
-      Sharded sharded = fully_shard(model, mesh, {.pool = kind});
-      testing::train(model, sharded, world.rank(), 7, loss);
-      testing::expect_close(testing::weights_of(sharded, model), expected,
-                            std::string(name_of(kind)));
-    });
+    testing::on_sharded(
+        2, [] { return Free(4); }, {.pool = kind},
+        [&](Free& model, Sharded& sharded, int rank) {
+          testing::train(model, sharded, rank, 7, loss);
+          testing::expect_close(testing::weights_of(sharded, model), expected,
+                                std::string(name_of(kind)));
+        });
   }
 }
 

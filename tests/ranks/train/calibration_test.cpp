@@ -1,5 +1,6 @@
-// What --calibrate measures: all that a forecast asks for, and no less if something fails.
-#include "fsdp/train/calibration/calibration.h"
+// The parts of models that --calibrate measures: all that a forecast of the same run asks for, and
+// no less if one run fails.
+#include "fsdp/train/calibration.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -14,82 +15,83 @@ namespace fsdp::calibration_test {
 namespace {
 
 using ::testing::Contains;
-using ::testing::Each;
-using ::testing::Gt;
 using ::testing::HasSubstr;
 using ::testing::Not;
+using train::CalibratedRun;
 
-train::CalibrationOptions small_calibration() {
-  train::CalibrationOptions options;
-  options.sizes = {.tokens = {4, 16},
-                   .widths = {16, 32},
-                   .head_width = 64,
-                   .code_tokens = {16},
-                   .code_widths = {16, 32},
-                   .elements = {64, 4096},
-                   .update_elements = {64, 4096},
-                   .attention_rows = {2, 4},
-                   .sequences = {8},
-                   .head_dims = {16},
-                   .experts = {2, 4},
-                   .expert_rows = {16, 64},
-                   .expert_widths = {16, 32}};
-  options.host_layers = {1, 2};
-  options.offloaded_elements = {1 << 17};
-  options.links = {.ranks = {2}, .bytes = {64, 4096}};
-  return options;
+LlamaConfig small_config() {
+  return {.vocab_size = 64,
+          .hidden_size = 32,
+          .num_hidden_layers = 8,  // of which fewer are measured
+          .num_attention_heads = 2,
+          .num_key_value_heads = 2,
+          .intermediate_size = 48};
+}
+
+CalibratedRun run_of(const ModelConfig& config) {
+  CalibratedRun run{
+      .model = {.name = "small", .config = config}, .options = {}, .rows = 2, .sequence = 16};
+  run.options.device = train::DeviceChoice::kCpu;
+  return run;
+}
+
+train::CalibrationOptions few_steps(std::vector<CalibratedRun> runs) {
+  return {.seconds = 0, .runs = std::move(runs)};
 }
 
 TEST(Calibration, MeasuresAllThatAForecastAsksFor) {
-  train::CalibrationOptions small = small_calibration();
-  small.progress = [](const std::string& line) { EXPECT_THAT(line, Not(HasSubstr("left out"))); };
-  const RateTable measured = train::calibrate(small);
-  const RateTable table = parse_rates(rates_text(measured), "rates");
-  EXPECT_EQ(table.device, "cpu");
-  EXPECT_GT(table.cores, 0);
-  for (const RateGrid& grid : table.grids) EXPECT_THAT(grid.us, Each(Gt(0.0))) << grid.work;
-  PlanOptions options{.ranks = 2, .compute = DType::kFloat32};
-  const LlamaConfig config{.vocab_size = 64,
-                           .hidden_size = 32,
-                           .num_hidden_layers = 2,
-                           .num_attention_heads = 2,
-                           .num_key_value_heads = 2,
-                           .intermediate_size = 48,
-                           .attention_bias = true,
-                           .qk_norm = true};
-  const auto forecast = [&](const ModelConfig& model) {
-    const Planner planner(build_model("small", model), options);
+  const CalibratedRun plain = run_of(small_config());
+  CalibratedRun muon = plain;
+  muon.options.optimizer = train::OptimizerChoice::kMuon;
+  CalibratedRun offloaded = plain;
+  offloaded.options.shard.offload.fraction = 1;
+  CalibratedRun codes = plain;
+  codes.options.shard.quantization.recipe = WeightRecipe::kFp8Row;
+  const MixtralConfig experts{.decoder = small_config(), .num_local_experts = 4};
+  train::CalibrationOptions options = few_steps({plain, muon, offloaded, codes, run_of(experts)});
+  options.link_ranks = {2};
+  options.progress = [](const std::string& line) { EXPECT_THAT(line, Not(HasSubstr("left out"))); };
+  const Rates rates = parse_rates(rates_text(train::calibrate(options)), "rates");
+  EXPECT_EQ(rates.device, "cpu");
+  EXPECT_GT(rates.cores, 0);
+  EXPECT_EQ(rates.parts.size(), 3);  // plain ones, codes, and experts
+  const auto forecast = [&](const ModelConfig& model, const PlanOptions& plan) {
+    const Planner planner(build_model("small", model), plan);
     return forecast_time(planner.model(), planner.groups(), planner.forecast(),
-                         {.batch = {.rows = 2, .sequence = 16}}, {}, table)
-        .step;
+                         {.batch = {.rows = 2, .sequence = 16}}, {}, rates);
   };
-  for (const WeightRecipe recipe : {WeightRecipe::kPlain, WeightRecipe::kFp8Row})
-    for (const double offload : {0.0, 0.5}) {
-      options.weights = recipe;
-      options.offload = offload;
-      const SimulatedStep step = forecast(config);
-      EXPECT_GT(step.compute, 0.0);
-      EXPECT_GT(step.gather, 0.0);
-    }
-  options = {.ranks = 2, .compute = DType::kFloat32, .muon = DType::kFloat32};
-  EXPECT_GT(forecast(config).update, 0.0);
-  options = {.ranks = 2, .ep = 2, .compute = DType::kFloat32};
-  EXPECT_GT(forecast(MixtralConfig{.decoder = config, .num_local_experts = 4}).exchange, 0.0);
-  options = {.ranks = 2, .tp = 2, .compute = DType::kFloat32};
-  EXPECT_GT(forecast(config).exchange, 0.0);
+  PlanOptions two{.ranks = 2, .compute = DType::kFloat32};
+  const TimeForecast time = forecast(small_config(), two);
+  EXPECT_EQ(time.source, CostSource::kMeasured);
+  EXPECT_GT(time.step.compute, 0.0);
+  EXPECT_GT(time.step.gather, 0.0);
+  two.offload = 0.5;
+  EXPECT_GT(forecast(small_config(), two).step.update, 0.0);
+  two = {.ranks = 2, .compute = DType::kFloat32, .muon = DType::kFloat32};
+  EXPECT_GT(forecast(small_config(), two).matrices_us, 0.0);
+  two = {.ranks = 2, .compute = DType::kFloat32, .weights = WeightRecipe::kFp8Row};
+  EXPECT_EQ(forecast(small_config(), two).source, CostSource::kMeasured);
+  two = {.ranks = 2, .ep = 2, .compute = DType::kFloat32};
+  EXPECT_GT(forecast(experts, two).step.exchange, 0.0);
 }
 
-TEST(Calibration, LosesOnlyTheWorkThatFails) {
-  train::CalibrationOptions options = small_calibration();
-  options.sizes.attention_rows = {int64_t{1} << 50};  // more than any memory
-  options.host_layers = {1};
+TEST(Calibration, AddsToWhatIsKnownAndLosesOnlyWhatFails) {
+  const Rates first = train::calibrate(few_steps({run_of(small_config())}));
+  CalibratedRun longer = run_of(small_config());
+  longer.sequence = 8;
+  CalibratedRun unlike = run_of(small_config());
+  std::get<LlamaConfig>(unlike.model.config).num_nextn_predict_layers = 1;
+  CalibratedRun large = longer;
+  large.rows = int64_t{1} << 50;  // more than any memory
   std::vector<std::string> lines;
+  train::CalibrationOptions options = few_steps({unlike, large, longer});
   options.progress = [&](const std::string& line) { lines.push_back(line); };
-  const RateTable table = train::calibrate(options);
-  EXPECT_EQ(table.find("attention fp32 forward"), nullptr);
-  EXPECT_NE(table.find("product fp32 forward"), nullptr);
-  EXPECT_NE(table.find("update fp32"), nullptr);
-  EXPECT_THAT(lines, Contains(HasSubstr("left out: ")));
+  EXPECT_EQ(train::calibrate(options, first).parts.size(), 2);
+  EXPECT_THAT(lines, Contains(HasSubstr("left out: the blocks of model 'small' are of several")));
+  EXPECT_EQ(lines.size(), 5);
+  Rates other = first;
+  other.machine = "another machine";
+  EXPECT_EQ(train::calibrate(few_steps({longer}), other).parts.size(), 1);
 }
 
 }  // namespace

@@ -16,43 +16,14 @@ TrainOptions given(const GivenValues& values) {
   return options;
 }
 
-TEST(ShardOptionsOf, EveryFlagArrives) {
-  const ShardOptions shard = shard_options(given({{"strategy", {"optim_grads"}},
-                                                  {"main-params", {"none"}},
-                                                  {"main-storage", {"separate"}},
-                                                  {"main-grads", {"fp32"}},
-                                                  {"grad-comm", {"bf16"}},
-                                                  {"pool", {"double_buffer"}},
-                                                  {"prefetch", {"3"}},
-                                                  {"pool-budget", {"4KiB"}},
-                                                  {"on-move", {"refuse"}},
-                                                  {"other-units", {"persistent"}},
-                                                  {"user-buffers", {"registered"}},
-                                                  {"gradient-lifetime", {"step"}},
-                                                  {"offload", {"0.25"}},
-                                                  {"offload-pin", {"false"}},
-                                                  {"offload-overlap", {"false"}},
-                                                  {"offload-chunk", {"64"}},
-                                                  {"name-nan", {"true"}},
-                                                  {"granularity", {"row"}}}),
-                                           c10::kCPU);
-  EXPECT_EQ(shard.strategy, Strategy::optim_grads);
-  EXPECT_EQ(shard.precision, (PrecisionPolicy{.main_params = std::nullopt,
-                                              .main_storage = MainStorage::kSeparate,
-                                              .main_grads = at::kFloat,
-                                              .grad_comm = at::kBFloat16}));
-  EXPECT_EQ(shard.pool, PoolKind::kDoubleBuffer);
+TEST(ShardOptionsOf, TheRunAddsDeviceAndMatrices) {
+  const ShardOptions shard =
+      shard_options(given({{"prefetch", {"3"}}, {"name-nan", {"true"}}}), c10::kCPU);
   EXPECT_EQ(shard.prefetch, 3);
-  EXPECT_EQ(shard.pool_budget_bytes, 4096);
-  EXPECT_EQ(shard.on_move, OnMove::kRefuse);
-  EXPECT_EQ(shard.other_units, OtherUnits::kPersistent);
-  EXPECT_EQ(shard.user_buffers, UserBuffers::kRegistered);
-  EXPECT_EQ(shard.gradient_lifetime, GradientLifetime::kStep);
-  EXPECT_EQ(shard.offload,
-            (Offload{.fraction = 0.25, .pin = false, .overlap = false, .chunk_numel = 64}));
   EXPECT_EQ(shard.report_nan, ReportNan::kPerParameter);
-  EXPECT_EQ(shard.granularity, Granularity::row());
   EXPECT_EQ(shard.device, c10::Device(c10::kCPU));
+  EXPECT_EQ(shard.matrices, WholeMatrices{});
+  EXPECT_TRUE(shard_options(given({{"optimizer", {"muon"}}}), c10::kCPU).matrices.declared);
 }
 
 // Eight ranks that see one GPU each: the ranks have counted who computes where.
@@ -65,32 +36,6 @@ TEST(RanksHere, AreThoseOfAGpuWhereTheRanksHaveCountedThem) {
   EXPECT_EQ(ranks.of_host, 8);
   EXPECT_EQ(ranks.of_device, 1);
   EXPECT_EQ(ranks_here(launch, 16, c10::kCPU).of_device, 8);
-}
-
-TEST(CheckpointerOptionsOf, EveryFlagArrives) {
-  const CheckpointerOptions saving = checkpointer_options(given({{"save", {"blocking"}},
-                                                                 {"keep-last", {"7"}},
-                                                                 {"keep-every", {"100"}},
-                                                                 {"checkpoint-dtype", {"bf16"}},
-                                                                 {"write-chunk", {"1MiB"}}}),
-                                                          NameRules());
-  EXPECT_EQ(saving.mode, SaveMode::kBlocking);
-  EXPECT_EQ(saving.keep.keep_last, 7);
-  EXPECT_EQ(saving.keep.keep_every, 100);
-  EXPECT_EQ(saving.form.model_dtype, DType::kBFloat16);
-  EXPECT_EQ(saving.write.chunk_bytes, 1 << 20);
-}
-
-TEST(LoadOptionsOf, EveryFlagArrives) {
-  const LoadOptions loading = load_options(given({{"allow-missing", {"a.*", "b"}},
-                                                  {"allow-extra", {"true"}},
-                                                  {"load-chunk", {"2MiB"}},
-                                                  {"read-threads", {"3"}}}),
-                                           NameRules());
-  EXPECT_THAT(loading.allow_missing, testing::ElementsAre("a.*", "b"));
-  EXPECT_EQ(loading.extra, LoadOptions::Extra::kAllow);
-  EXPECT_EQ(loading.chunk_bytes, 2 << 20);
-  EXPECT_EQ(loading.read.threads, 3);
 }
 
 TEST(CommOptionsOf, FlagsWinOverTheEnvironment) {

@@ -1,14 +1,12 @@
 // Which token comes next, and that all ranks of a sharded model write the same text.
-#include "fsdp/train/model/text_generation.h"
+#include "fsdp/train/model/trained_model.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <map>
 
-#include "fsdp/base/error.h"
 #include "fsdp/comm/world.h"
-#include "fsdp/data/byte_tokenizer.h"
 #include "fsdp/data/tokenizer.h"
 #include "fsdp/nn/config/presets.h"
 #include "fsdp/shard/fully_shard.h"
@@ -16,13 +14,7 @@
 namespace fsdp::train::text_generation_test {
 namespace {
 
-using testing::HasSubstr;
-
 const std::vector<float> kLogits = {0.0f, 2.0f, 1.0f, 2.0f};
-
-TEST(ChooseToken, GreedilyTakesTheFirstOfTheLikeliest) {
-  EXPECT_EQ(choose_token(kLogits, {.temperature = 0}, 0.99), 1);
-}
 
 TEST(ChooseToken, DrawsTokensAsOftenAsTheirProbabilitySays) {
   // exp(2 ln 2) = 4 and exp(ln 2) = 2: of 1 + 4 + 2 + 4 = 11 parts.
@@ -38,7 +30,8 @@ TEST(ChooseToken, DrawsTokensAsOftenAsTheirProbabilitySays) {
   EXPECT_NEAR(counts[3], 4000, 1);
 }
 
-TEST(ChooseToken, ALowTemperatureFavoursTheLikeliest) {
+TEST(ChooseToken, TakesTheLikeliestAtALowTemperature) {
+  EXPECT_EQ(choose_token(kLogits, {.temperature = 0}, 0.99), 1);
   EXPECT_EQ(choose_token(kLogits, {.temperature = 0.01}, 0.25), 1);
   EXPECT_EQ(choose_token(kLogits, {.temperature = 0.01}, 0.75), 3);
 }
@@ -50,20 +43,6 @@ TEST(ChooseToken, TopPLeavesTheUnlikelyOut) {
     EXPECT_TRUE(token == 1 || token == 3) << draw;
   }
   EXPECT_EQ(choose_token(kLogits, {.temperature = 1, .top_p = 1e-9}, 0.999), 1);
-}
-
-TEST(Sampling, RefusesWhatCannotBeInWords) {
-  const auto error_of = [](const SamplingOptions& options) -> std::string {
-    try {
-      options.validate();
-    } catch (const UsageError& error) {
-      return error.what();
-    }
-    return "";
-  };
-  EXPECT_THAT(error_of({.max_tokens = 0}), HasSubstr("--tokens is 0"));
-  EXPECT_THAT(error_of({.temperature = -1}), HasSubstr("--temperature is -1"));
-  EXPECT_THAT(error_of({.top_p = 0}), HasSubstr("--top-p is 0"));
 }
 
 ModelConfig small_model() {

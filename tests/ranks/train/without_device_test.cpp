@@ -1,4 +1,4 @@
-// What needs a device says so where it is to work on the host.
+// Everything that needs a device says so where it is to work on the host.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -9,7 +9,6 @@
 #include "fsdp/base/env.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
-#include "fsdp/base/utf8.h"
 
 namespace fsdp::base_test {
 namespace {
@@ -26,15 +25,10 @@ TEST(Text, CountsBytesInPowersOfTwo) {
   EXPECT_EQ(bytes_text(19.6e9), "18.3 GiB");
 }
 
-TEST(Text, GroupsDigitsByThousands) {
+TEST(Text, CountsThingsInGroupsOfThousands) {
   EXPECT_EQ(grouped_text(0), "0");
-  EXPECT_EQ(grouped_text(999), "999");
   EXPECT_EQ(grouped_text(-1000), "-1,000");
   EXPECT_EQ(grouped_text(8030261248), "8,030,261,248");
-}
-
-TEST(Text, CountsThings) {
-  EXPECT_EQ(counted_text(0, "tensor"), "0 tensors");
   EXPECT_EQ(counted_text(1, "tensor"), "1 tensor");
   EXPECT_EQ(counted_text(2048, "tensor"), "2,048 tensors");
 }
@@ -53,12 +47,54 @@ TEST(Text, ShowsTextOfOthersShortAndWithoutControlCharacters) {
   EXPECT_EQ(shown(std::string(118, 'a') + "\xc3\xa4"), std::string(118, 'a') + "\xc3\xa4");
 }
 
+TEST(Text, IsCleanedOfWhatIsNoTextOrControlsATerminal) {
+  EXPECT_EQ(clean_utf8("a\tb\n\xc3\xa9\xf0\x9f\x99\x82"), "a\tb\n\xc3\xa9\xf0\x9f\x99\x82");
+  const std::string mark = "\xef\xbf\xbd";
+  EXPECT_EQ(clean_utf8("\x1b[2J"), mark + "[2J");
+  EXPECT_EQ(clean_utf8("\xc3"), mark);                        // cut short
+  EXPECT_EQ(clean_utf8("\xc0\xaf"), mark + mark);             // '/' in two bytes
+  EXPECT_EQ(clean_utf8("\xed\xa0\x80"), mark + mark + mark);  // half of a pair
+  EXPECT_EQ(clean_utf8("\xc2\x9b"), mark);                    // a control character of two bytes
+  EXPECT_EQ(clean_utf8("\xf4\x90\x80\x80").size(), 4 * mark.size());
+}
+
 TEST(Text, SuggestsTheNearestNameOnlyWhenItIsNear) {
   const std::vector<std::string> names = {"llama3-8b", "llama3-70b", "mixtral-8x7b"};
   EXPECT_EQ(nearest("llama3-8", names), "llama3-8b");
   EXPECT_EQ(nearest("lama3-70b", names), "llama3-70b");
   EXPECT_EQ(nearest("gpt", names), "");
   EXPECT_EQ(nearest("fp8", std::vector<std::string>{"fp64", "fp16", "fp8_e4m3"}), "fp8_e4m3");
+}
+
+TEST(Glob, StandsForWholeNames) {
+  const struct {
+    const char* pattern;
+    const char* name;
+    bool matches;
+  } cases[] = {{"embed.weight", "embed.weight", true},
+               {"embed", "embed.weight", false},
+               {"weight", "embed.weight", false},
+               {"", "", true},
+               {"", "a", false},
+               {"*", "", true},
+               {"*.bias", "layers.0.attn.bias", true},
+               {"*.bias", "bias", false},
+               {"*.bias", "layers.0.bias.scale", false},
+               {"layers.?.norm*", "layers.3.norm2.weight", true},
+               {"layers.?.norm*", "layers.13.norm2.weight", false},
+               {"*norm*weight", "a.norm.norm.weight.weight", true},
+               {"a**b?", "axyzbc", true},
+               {"*ab*ab", "abaab", true},  // a star may have to take more than at first
+               {"?", "", false},
+               {"[a].b", "[a].b", true},  // other characters stand for themselves
+               {"[a].b", "a.b", false},
+               {"a.b", "axb", false}};
+  for (const auto& [pattern, name, matches] : cases)
+    EXPECT_EQ(matches_glob(pattern, name), matches) << pattern << " " << name;
+  const std::vector<std::string> names = {"embed.weight", "layers.0.norm.weight", "head.bias"};
+  EXPECT_EQ(nearest_to_glob("*.bais", names), "head.bias");
+  EXPECT_EQ(nearest_to_glob("layers.*.nrom.weight", names), "layers.0.norm.weight");
+  EXPECT_EQ(nearest_to_glob("something.else.entirely", names), "");
 }
 
 TEST(Integer, RefusesToOverflow) {
@@ -79,10 +115,9 @@ TEST(DType, NamesRoundTrip) {
 
 TEST(Environment, NamesTheVariableAndItsValue) {
   ::setenv("FSDP_TEST_VARIABLE", "ten", 1);
-  EXPECT_THAT([] { env_integer("FSDP_TEST_VARIABLE"); },
-              ThrowsMessage<Error>(HasSubstr("FSDP_TEST_VARIABLE is 'ten'")));
   EXPECT_THAT([] { env_seconds("FSDP_TEST_VARIABLE", 1); },
-              ThrowsMessage<Error>(HasSubstr("number of seconds above 0")));
+              ThrowsMessage<Error>(HasSubstr(
+                  "FSDP_TEST_VARIABLE is 'ten': it must be a number of seconds above 0")));
   EXPECT_THAT([] { env_bytes_per_second("FSDP_TEST_VARIABLE", 1); },
               ThrowsMessage<Error>(HasSubstr("with KB, MB or GB, such as 1.25GB")));
   ::setenv("FSDP_TEST_VARIABLE", "10Gbit", 1);
@@ -91,10 +126,9 @@ TEST(Environment, NamesTheVariableAndItsValue) {
   EXPECT_EQ(env_bytes_per_second("FSDP_TEST_VARIABLE", 1), 1.25e9);
   ::setenv("FSDP_TEST_VARIABLE", "10", 1);
   EXPECT_EQ(env_bytes_per_second("FSDP_TEST_VARIABLE", 1), 10.0);
-  EXPECT_EQ(env_integer("FSDP_TEST_VARIABLE"), 10);
   EXPECT_EQ(env_seconds("FSDP_TEST_VARIABLE", 1), 10.0);
   ::setenv("FSDP_TEST_VARIABLE", "", 1);
-  EXPECT_EQ(env_integer("FSDP_TEST_VARIABLE"), std::nullopt);
+  EXPECT_EQ(env_seconds("FSDP_TEST_VARIABLE", 1), 1.0);
   ::unsetenv("FSDP_TEST_VARIABLE");
 }
 

@@ -22,6 +22,16 @@ TEST(ForeignWords, AreAnsweredInTheFormOfTheCandidates) {
   EXPECT_EQ(meant_text("zero1", kStrategies), "did you mean 'optim'? ");
 }
 
+TEST(ForeignWords, ThatAreNamesOfAValueStandForIt) {
+  EXPECT_EQ(same_value("ZeRO-3", kStrategies), "optim_grads_params");
+  EXPECT_EQ(same_value("hsdp", kStrategies), "optim_grads_params");
+  EXPECT_EQ(same_value("zero1", kStrategies), "optim");
+  EXPECT_EQ(same_value("hfsdp", kStrategies), "");
+  // A value or a difference goes with these.
+  EXPECT_EQ(same_value("--bf16", kOptions), "");
+  EXPECT_EQ(same_value("--batch-size", kOptions), "");
+}
+
 TEST(ForeignWords, BringTheValueAndTheDifference) {
   EXPECT_EQ(meant_text("--bf16", kOptions), "did you mean '--compute bf16'? ");
   EXPECT_EQ(meant_text("bf16", kKeys), "did you mean \"compute\": \"bf16\"? ");
@@ -34,7 +44,7 @@ TEST(ForeignWords, HaveTheFirstRowThatIsKnown) {
             "did you mean '--steps' (or --tokens; an epoch is the data's tokens once)? ");
   const std::vector<std::string> newer = {"--steps", "--epochs"};
   EXPECT_EQ(meant_text("--num-train-epochs", newer), "did you mean '--epochs'? ");
-  // As an option's name, and as a value.
+  // One word is an option's name, and a value.
   const std::vector<std::string> option = {"--strategy"};
   EXPECT_EQ(meant_text("--fsdp", option), "did you mean '--strategy optim_grads_params'? ");
   EXPECT_EQ(meant_text("fsdp", kStrategies), "did you mean 'optim_grads_params'? ");

@@ -5,7 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "fsdp/base/error.h"
-#include "fsdp/checkpoint/format/manifest_text.h"
+#include "fsdp/checkpoint/format/manifest.h"
 #include "fsdp/checkpoint/format/model_files.h"
 #include "fsdp/checkpoint/tools/converted_files.h"
 #include "fsdp/checkpoint/tools/verify_files.h"
@@ -19,6 +19,7 @@ using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 using ::testing::SizeIs;
 using ::testing::ThrowsMessage;
 using Json = nlohmann::ordered_json;
@@ -45,15 +46,6 @@ std::vector<CatalogTensor> in_order(const TensorCatalog& catalog,
   std::vector<CatalogTensor> tensors;
   for (const WholeTensor& tensor : order) tensors.push_back(catalog.model().at(tensor.name));
   return tensors;
-}
-
-TEST(DivideIntoFiles, FillsEachFileAndNeverSplitsATensor) {
-  const std::vector<int64_t> sizes = {4, 4, 3, 20, 1, 9, 2};
-  const auto files = divide_into_files(sizes, 10);
-  EXPECT_THAT(files, ElementsAre(FlatRange{0, 2}, FlatRange{2, 3}, FlatRange{3, 4}, FlatRange{4, 6},
-                                 FlatRange{6, 7}));
-  EXPECT_EQ(divide_into_files(sizes, 43).size(), 1u);
-  EXPECT_EQ(divide_into_files({}, 10).size(), 1u);
 }
 
 class ConvertedFiles : public ::testing::Test {
@@ -111,12 +103,10 @@ TEST_F(ConvertedFiles, RefusesNumbersThatDoNotFit) {
   write_plain_file(directory_ / "large.safetensors", {floats("w", {2}, {1.0f, 1e6f})});
   const TensorCatalog catalog(directory_ / "large.safetensors");
   ConvertedReads reads(catalog.files(), DType::kFloat16);
-  try {
-    write_huggingface_files(directory_.path(), std::vector{catalog.model().at("w")}, reads, {});
-    FAIL();
-  } catch (const Error& error) {
-    EXPECT_THAT(error.what(), AllOf(HasSubstr("tensor 'w' has 1 numbers"), HasSubstr("fp16")));
-  }
+  const std::vector<CatalogTensor> tensors = {catalog.model().at("w")};
+  EXPECT_THAT(
+      [&] { write_huggingface_files(directory_.path(), tensors, reads, {}); },
+      ThrowsMessage<Error>(AllOf(HasSubstr("tensor 'w' has 1 numbers"), HasSubstr("fp16"))));
   EXPECT_FALSE(std::filesystem::exists(directory_ / "model.safetensors"));
 }
 
@@ -139,23 +129,6 @@ TEST_F(ConvertedFiles, AShardedCheckpointOfAnyNumberOfRanksHoldsTheSame) {
   }
 }
 
-TEST_F(ConvertedFiles, EveryRowBelongsToOneRank) {
-  for (const std::vector<int64_t>& shape :
-       {std::vector<int64_t>{7, 3}, {1, 9}, {100, 1}, {6}, {}, {0, 3}, {5, 2, 2}})
-    for (const int64_t ranks : {1, 2, 3, 7, 8, 300}) {
-      const StoredTensor tensor{"t", DType::kFloat32, shape};
-      int64_t end = 0;
-      for (int64_t rank = 0; rank < ranks; ++rank) {
-        const FlatRange share = share_of_rows(tensor, 4, rank, ranks);
-        if (share.empty()) continue;
-        EXPECT_EQ(share.begin, end) << list_text(shape);
-        end = share.end;
-        EXPECT_EQ(boxes(shape, share).size(), 1u) << list_text(shape);
-      }
-      EXPECT_EQ(end, numel_of(tensor)) << list_text(shape);
-    }
-}
-
 TEST_F(ConvertedFiles, KeepsWhatRanksHadWhereThereAreAsMany) {
   Manifest manifest;
   manifest.step = 12;
@@ -174,20 +147,6 @@ TEST_F(ConvertedFiles, KeepsWhatRanksHadWhereThereAreAsMany) {
   const TensorCatalog more(directory_ / "more");
   EXPECT_EQ(more.manifest()->mesh.inner, 3);
   EXPECT_EQ(more.ranks()[1].random_state, "");
-}
-
-TEST_F(ConvertedFiles, OnlyFilesThatModelsArePublishedWithAreWrittenByNoRank) {
-  write_checkpoint(directory_ / "c", {.model = some_tensors(), .config = "{}"});
-  const std::string path = directory_ / "c/manifest.json";
-  std::string manifest = read_text(path);
-  manifest.replace(manifest.find("config.json"), 11, "other.json!");
-  write_text(path, with_checksum(manifest));
-  try {
-    const TensorCatalog catalog(directory_ / "c");
-    FAIL();
-  } catch (const Error& error) {
-    EXPECT_THAT(error.what(), HasSubstr("no rank wrote other.json!"));
-  }
 }
 
 TEST_F(ConvertedFiles, FilesOfAPublishedModelTravelAlong) {
@@ -209,21 +168,6 @@ TEST_F(ConvertedFiles, FilesOfAPublishedModelTravelAlong) {
   EXPECT_THAT(verify_files(directory_ / "c").damaged, SizeIs(1));
 }
 
-TEST_F(ConvertedFiles, TheTypeAModelIsPublishedInIsReadFromEitherName) {
-  const auto dtype = [](const char* config) { return published_dtype(config, "config.json"); };
-  EXPECT_EQ(dtype(R"({"dtype": "bfloat16"})"), DType::kBFloat16);
-  EXPECT_EQ(dtype(R"({"torch_dtype": "float16"})"), DType::kFloat16);
-  EXPECT_EQ(dtype(R"({"dtype": "float32", "torch_dtype": "float16"})"), DType::kFloat32);
-  for (const char* config : {"{}", R"({"dtype": "float8_e4m3fn"})", R"({"dtype": {"a": 1}})"})
-    EXPECT_EQ(dtype(config), std::nullopt) << config;
-}
-
-TEST_F(ConvertedFiles, DamagedConfigJsonIsRefused) {
-  write_checkpoint(directory_ / "c", {.model = some_tensors(), .config = "{}"});
-  write_text(directory_ / "c/config.json", "{ }");
-  EXPECT_THROW(TensorCatalog(directory_ / "c").model_config(), Error);
-}
-
 TEST_F(ConvertedFiles, ConfigJsonLiesBesideFilesOfOtherTools) {
   EXPECT_EQ(TensorCatalog(directory_ / "in.safetensors").model_config(), std::nullopt);
   write_text(directory_ / "config.json", "{\"a\": 1}");
@@ -241,11 +185,155 @@ TEST(ModelConfigText, SaysWhatItIs) {
 }
 
 TEST(ModelConfigText, NamesTheTypeForOldAndNewReaders) {
+  const auto dtype = [](const char* config) { return published_dtype(config, "config.json"); };
+  EXPECT_EQ(dtype(R"({"dtype": "bfloat16"})"), DType::kBFloat16);
+  EXPECT_EQ(dtype(R"({"torch_dtype": "float16"})"), DType::kFloat16);
+  EXPECT_EQ(dtype(R"({"dtype": "float32", "torch_dtype": "float16"})"), DType::kFloat32);
+  for (const char* none : {"{}", R"({"dtype": "float8_e4m3fn"})", R"({"dtype": {"a": 1}})"})
+    EXPECT_EQ(dtype(none), std::nullopt) << none;
   for (const char* before : {R"({"torch_dtype": "float16"})", R"({"dtype": "float16"})", "{}"}) {
     const Json after = Json::parse(with_stored_dtype(before, "s", DType::kFloat32));
     EXPECT_EQ(after.at("dtype"), "float32");
     EXPECT_EQ(after.at("torch_dtype"), "float32");
   }
+}
+
+// --- weight selection ----------------------------------------------------------------------------
+
+// Which stored tensors become a model's weights, and the errors if they do not fit it.
+
+std::vector<std::string> names_of(const std::vector<CatalogTensor>& tensors) {
+  std::vector<std::string> names;
+  for (const CatalogTensor& tensor : tensors) names.push_back(tensor.tensor.name);
+  return names;
+}
+
+constexpr const char* kEmbeddingName = "model.embed_tokens.weight";
+constexpr const char* kHeadName = "lm_head.weight";
+
+class WeightSelectionTest : public ::testing::Test {
+ protected:
+  TensorCatalog plain(const std::vector<WholeTensor>& tensors) {
+    write_plain_file(directory_ / "w.safetensors", tensors);
+    return TensorCatalog(directory_ / "w.safetensors");
+  }
+
+  std::string error_of(const TensorCatalog& catalog) const {
+    try {
+      select_weights(catalog, catalog.model(), expected_);
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "";
+  }
+
+  TempDir directory_;
+  ExpectedWeights expected_{
+      .source = "config.json",
+      .tensors = {{kEmbeddingName, {3, 2}}, {"layer.10", {2}}, {"layer.9", {2}}}};
+};
+
+TEST_F(WeightSelectionTest, TakesWhatTheModelHasInItsOrder) {
+  const TensorCatalog catalog = plain(
+      {counting("layer.9", {2}), counting("layer.10", {2}), counting(kEmbeddingName, {3, 2})});
+  const WeightSelection selection = select_weights(catalog, catalog.model(), expected_);
+  EXPECT_THAT(names_of(selection.tensors), ElementsAre(kEmbeddingName, "layer.10", "layer.9"));
+  EXPECT_THAT(selection.left_out, IsEmpty());
+}
+
+TEST_F(WeightSelectionTest, TellsAllThatDoesNotFitInOneSentence) {
+  const TensorCatalog catalog =
+      plain({counting("layer.9", {3}), counting(kEmbeddingName, {3, 2}), counting("other", {1})});
+  EXPECT_THAT(error_of(catalog),
+              AllOf(HasSubstr("does not fit config.json"), HasSubstr("it lacks 'layer.10'"),
+                    HasSubstr("it also has 'other'"), HasSubstr("'layer.9 [3] instead of [2]'"),
+                    HasSubstr("--config"), HasSubstr("--names"), Not(HasSubstr("embed"))));
+}
+
+TEST_F(WeightSelectionTest, LeavesOutTheTablesOfOldFiles) {
+  const TensorCatalog catalog =
+      plain({counting("layer.9", {2}), counting("layer.10", {2}), counting(kEmbeddingName, {3, 2}),
+             counting("model.layers.0.self_attn.rotary_emb.inv_freq", {4})});
+  const WeightSelection selection = select_weights(catalog, catalog.model(), expected_);
+  EXPECT_EQ(selection.tensors.size(), 3u);
+  EXPECT_THAT(selection.left_out, ElementsAre("model.layers.0.self_attn.rotary_emb.inv_freq"));
+}
+
+TEST_F(WeightSelectionTest, LeavesOutATiedHeadThatIsTheEmbedding) {
+  expected_.ties_head = true;
+  std::vector<WholeTensor> tensors = {counting("layer.9", {2}), counting("layer.10", {2}),
+                                      counting(kEmbeddingName, {3, 2}),
+                                      counting(kHeadName, {3, 2})};
+  const TensorCatalog catalog = plain(tensors);
+  EXPECT_THAT(select_weights(catalog, catalog.model(), expected_).left_out, ElementsAre(kHeadName));
+  tensors.back() = counting(kHeadName, {3, 2}, 1.0f);
+  EXPECT_THAT(error_of(plain(tensors)),
+              AllOf(HasSubstr("have different values"), HasSubstr("tie_word_embeddings")));
+  expected_.ties_head = false;
+  EXPECT_THAT(error_of(plain(tensors)), HasSubstr("it also has 'lm_head.weight'"));
+}
+
+TEST_F(WeightSelectionTest, FindsASharedParameterByItsOtherNames) {
+  GroupRecord group;
+  group.members.push_back({.name = "decoder.head",
+                           .aliases = {kEmbeddingName, kHeadName},
+                           .shape = {3, 2},
+                           .flat = {}});
+  Manifest manifest;
+  manifest.units.push_back({"unit", {group}});
+  write_checkpoint(directory_ / "c",
+                   {.model = {counting("decoder.head", {3, 2}), counting("layer.9", {2}),
+                              counting("layer.10", {2})},
+                    .manifest = manifest});
+  const TensorCatalog catalog(directory_ / "c");
+  expected_.tensors.push_back({kHeadName, {3, 2}});  // not tied there: it is written twice
+  const WeightSelection selection = select_weights(catalog, catalog.model(), expected_);
+  EXPECT_THAT(names_of(selection.tensors),
+              ElementsAre(kEmbeddingName, "layer.10", "layer.9", kHeadName));
+  EXPECT_EQ(bytes_of_stored(catalog, selection.tensors[0]),
+            bytes_of_stored(catalog, selection.tensors[3]));
+}
+
+TEST_F(WeightSelectionTest, FindsASharedParameterByWhatRulesMakeOfItsOtherNames) {
+  GroupRecord group;
+  group.members.push_back(
+      {.name = "dec.head", .aliases = {"dec.embed"}, .shape = {3, 2}, .flat = {}});
+  Manifest manifest;
+  manifest.units.push_back({"unit", {group}});
+  write_checkpoint(
+      directory_ / "c",
+      {.model = {counting("dec.head", {3, 2}), counting("layer.9", {2}), counting("layer.10", {2})},
+       .manifest = manifest});
+  const NameRules rules(
+      {{.title = "head", .pattern = "dec.head", .sections = {{kHeadName}}},
+       {.title = "embedding", .pattern = "dec.embed", .sections = {{kEmbeddingName}}}});
+  const TensorCatalog catalog(directory_ / "c");
+  expected_.ties_head = true;
+  const WeightSelection selection =
+      select_weights(catalog, fsdp::apply(rules, catalog.model()), expected_, rules);
+  EXPECT_THAT(names_of(selection.tensors), ElementsAre(kEmbeddingName, "layer.10", "layer.9"));
+  EXPECT_THAT(selection.left_out, IsEmpty());
+}
+
+TEST_F(WeightSelectionTest, TakesAllInTheOrderTheyWereStored) {
+  const std::vector<WholeTensor> tensors = {counting("b", {2}), counting("c", {2}),
+                                            counting("a", {2})};
+  const TensorCatalog files = plain(tensors);
+  EXPECT_THAT(names_of(select_all(files, files.model()).tensors), ElementsAre("b", "c", "a"));
+  write_checkpoint(directory_ / "c", {.model = tensors}, {.ranks = 2});
+  const TensorCatalog ours(directory_ / "c");
+  EXPECT_THAT(names_of(select_all(ours, ours.model()).tensors), ElementsAre("b", "c", "a"));
+}
+
+TEST_F(WeightSelectionTest, AppliesRulesInOrder) {
+  const NameRules rules({{.title = "fused", .pattern = "kv", .sections = {{"v"}, {"k"}}},
+                         {.title = "renamed", .pattern = "b", .sections = {{"z"}}}});
+  const TensorCatalog catalog = plain({counting("b", {2}), counting("kv", {4, 2})});
+  const auto renamed = apply_in_order(rules, select_all(catalog, catalog.model()).tensors);
+  EXPECT_THAT(names_of(renamed), ElementsAre("z", "k", "v"));
+  EXPECT_EQ(bytes_of_stored(catalog, renamed[1]), counting("", {2, 2}, 4.0f).bytes);
+  const NameRules clash({{.title = "both", .pattern = "(b|kv)", .sections = {{"same"}}}});
+  EXPECT_THROW(apply_in_order(clash, select_all(catalog, catalog.model()).tensors), Error);
 }
 
 }  // namespace

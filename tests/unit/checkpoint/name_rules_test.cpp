@@ -1,12 +1,11 @@
 // checkpoint/names/name_rules.h: patterns, fields, and the sections that rules make of a tensor.
 #include "fsdp/checkpoint/names/name_rules.h"
 #include "fsdp/checkpoint/format/tensor_boxes.h"
-#include "fsdp/checkpoint/names/name_pattern.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "fsdp/base/error.h"
+#include "fsdp/base/check.h"
 
 namespace fsdp::name_rules_test {
 namespace {
@@ -16,87 +15,79 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
 
-// The texts that a pattern captured, and the modules before them; empty without a match.
-std::vector<std::string> found(const std::string& pattern, const std::string& name) {
-  const std::optional<NameMatch> match = NamePattern(pattern).match(name);
-  if (!match) return {};
-  std::vector<std::string> result = {match->before};
-  result.insert(result.end(), match->found.begin(), match->found.end());
-  return result;
+std::vector<TensorSection> sections(const NameRule& rule, const std::string& name,
+                                    const std::vector<int64_t>& shape,
+                                    const ModuleFields& fields = {}) {
+  return NameRules({rule}, fields).sections(name, shape);
 }
 
+// The name that a rule with this pattern gives a tensor; its own without a match.
+std::string renamed(const std::string& pattern, const std::string& to, const std::string& name,
+                    const ModuleFields& fields = {}) {
+  const NameRule rule{
+      .title = "", .pattern = pattern, .sections = {{to}}, .scope = NameRule::Scope::kModelNames};
+  return sections(rule, name, {2}, fields)[0].name;
+}
+
+// --- patterns ------------------------------------------------------------------------------------
+
 TEST(NamePattern, DescribesTheEndOfANameFromAModuleOn) {
-  EXPECT_THAT(found("mlp.weight", "layers.0.mlp.weight"), ElementsAre("layers.0.", "mlp.weight"));
-  EXPECT_THAT(found("mlp.weight", "mlp.weight"), ElementsAre("", "mlp.weight"));
-  EXPECT_THAT(found("mlp.weight", "my_mlp.weight"), ElementsAre());
-  EXPECT_THAT(found("mlp.weight", "mlp.weight_w"), ElementsAre());
-  EXPECT_THAT(found("*.weight", "a.b.weight"), ElementsAre("", "a.b.weight", "a.b"));
+  EXPECT_EQ(renamed("mlp.weight", "[$0]", "layers.0.mlp.weight"), "layers.0.[mlp.weight]");
+  EXPECT_EQ(renamed("mlp.weight", "[$0]", "mlp.weight"), "[mlp.weight]");
+  EXPECT_EQ(renamed("*.weight", "[$0|$1]", "a.b.weight"), "[a.b.weight|a.b]");
+  for (const char* other : {"my_mlp.weight", "mlp.weight_w"})
+    EXPECT_EQ(renamed("mlp.weight", "[$0]", other), other);
 }
 
 TEST(NamePattern, KeepsWhatItsPlacesStandFor) {
-  EXPECT_THAT(found("weight#(|_w|_v)", "fc1.weight37_v"),
-              ElementsAre("fc1.", "weight37_v", "37", "_v"));
-  EXPECT_THAT(found("weight#(|_w|_v)", "fc1.weight37"), ElementsAre("fc1.", "weight37", "37", ""));
-  EXPECT_THAT(found("weight#(|_w|_v)", "fc1.weight_v"), ElementsAre());
-  EXPECT_THAT(found("experts.#.*", "mlp.experts.12.fc1.bias"),
-              ElementsAre("mlp.", "experts.12.fc1.bias", "12", "fc1.bias"));
-  EXPECT_THAT(found("l?.(ab|a)*b", "l1.ab"), ElementsAre("", "l1.ab", "1", "a", ""));
+  EXPECT_EQ(renamed("weight#(|_w|_v)", "[$1|$2]", "fc1.weight37_v"), "fc1.[37|_v]");
+  EXPECT_EQ(renamed("weight#(|_w|_v)", "[$1|$2]", "fc1.weight37"), "fc1.[37|]");
+  EXPECT_EQ(renamed("weight#(|_w|_v)", "[$1|$2]", "fc1.weight_v"), "fc1.weight_v");
+  EXPECT_EQ(renamed("experts.#.*", "[$1|$2]", "mlp.experts.12.fc1.bias"), "mlp.[12|fc1.bias]");
+  EXPECT_EQ(renamed("l?.(ab|a)*b", "[$1|$2|$3]", "l1.ab"), "[1|a|]");
 }
 
 TEST(NamePattern, FailsInATimeThatDoesNotExplodeWithItsStars) {
   // Nine stars over 200 characters are 10^15 ways to fail.
   const std::string name(200, 'a');
-  EXPECT_THAT(found("*a*a*a*a*a*a*a*a*ab", name), ElementsAre());
+  EXPECT_EQ(renamed("*a*a*a*a*a*a*a*a*ab", "x", name), name);
 }
 
-TEST(NamePattern, RefusesWhatIsNoPattern) {
-  const auto refuses = [](const std::string& pattern, const std::string& why) {
-    EXPECT_THAT([&] { NamePattern p(pattern); },
-                ThrowsMessage<UsageError>(HasSubstr("pattern is '" + pattern + "'; " + why)));
-  };
-  refuses("", "give the end of a tensor name");
-  refuses("a(b", "add the missing ')'");
-  refuses("a)b", "write ')' only in a choice");
-  refuses("a|b", "write '|' only in a choice");
-  refuses("(a*|b)", "only texts and | may stand between ( and )");
-  refuses("##########", "it has 10 places; 9 are possible");
-}
+// --- fields --------------------------------------------------------------------------------------
 
 TEST(ModuleFields, AreThoseOfTheMostExactPatternThatStatesThem) {
   const ModuleFields fields = {{"decoder.layers.1", {{"rank", 7}}},
                                {"decoder.layers.*", {{"rank", 24}, {"gated", 1}}},
                                {"*", {{"rank", 1}, {"offset", 8}}},
                                {"decoder.layers.?", {{"gated", 0}}}};
-  EXPECT_EQ(field_of(fields, "decoder.layers.1.fc1.weight", "rank"), 7);
-  EXPECT_EQ(field_of(fields, "decoder.layers.12.fc1.weight", "rank"), 24);
-  EXPECT_EQ(field_of(fields, "output.weight", "rank"), 1);
-  EXPECT_EQ(field_of(fields, "decoder.layers.1.fc1.weight", "offset"), 8);
-  EXPECT_EQ(field_of(fields, "decoder.layers.1.fc1.weight", "gated"), 0) << "the later of two";
-  EXPECT_EQ(field_of(fields, "decoder.layers.12.fc1.weight", "gated"), 1);
-  EXPECT_EQ(field_of(fields, "output.weight", "gated"), std::nullopt);
+  const auto field_of = [&](const std::string& module, const std::string& field) {
+    return renamed("w#", concat("{$1 + ", field, "}"), concat(module, ".w0"), fields);
+  };
+  EXPECT_EQ(field_of("decoder.layers.1", "rank"), "decoder.layers.1.7");
+  EXPECT_EQ(field_of("decoder.layers.12", "rank"), "decoder.layers.12.24");
+  EXPECT_EQ(field_of("output", "rank"), "output.1");
+  EXPECT_EQ(field_of("decoder.layers.1", "offset"), "decoder.layers.1.8");
+  EXPECT_EQ(field_of("decoder.layers.1", "gated"), "decoder.layers.1.0") << "the later of two";
+  EXPECT_EQ(field_of("decoder.layers.12", "gated"), "decoder.layers.12.1");
+  EXPECT_THAT([&] { field_of("output", "gated"); }, ThrowsMessage<Error>(HasSubstr("is unknown")));
 }
 
 TEST(FieldSum, AddsNumbersAndFields) {
   const ModuleFields fields = {{"a", {{"x", 5}, {"y_2", -2}}}};
-  EXPECT_EQ(FieldSum("24").value({}, "t"), 24);
-  EXPECT_EQ(FieldSum(" x+ 3 +y_2").value(fields, "a.weight"), 6);
+  const auto sum_of = [&](const std::string& text) {
+    return renamed("w#", concat("{$1 + ", text, "}"), "a.w0", fields);
+  };
+  EXPECT_EQ(sum_of("24"), "a.24");
+  EXPECT_EQ(sum_of(" x+ 3 +y_2"), "a.6");
   for (const char* text : {"", "x +", "+ x", "x y", "x - 1", "-1", "2x", "99999999999999999999"})
-    EXPECT_THROW(FieldSum{text}, UsageError) << text;
+    EXPECT_THROW(sum_of(text), UsageError) << text;
+  EXPECT_THAT([&] { sum_of("x + y_3"); },
+              ThrowsMessage<Error>(AllOf(HasSubstr("the field 'y_3' of the module of tensor 'a.w0' "
+                                                   "is unknown"),
+                                         HasSubstr("there is 'y_2'"))));
 }
 
-TEST(FieldSum, NamesTheFieldThatIsUnknown) {
-  const ModuleFields fields = {{"a", {{"q_lora_rank", 5}}}};
-  EXPECT_THAT([&] { FieldSum("q_lora_rang").value(fields, "a.weight"); },
-              ThrowsMessage<Error>(AllOf(HasSubstr("the field 'q_lora_rang' of the module of "
-                                                   "tensor 'a.weight' is unknown"),
-                                         HasSubstr("there is 'q_lora_rank'"))));
-}
-
-std::vector<TensorSection> sections(const NameRule& rule, const std::string& name,
-                                    const std::vector<int64_t>& shape,
-                                    const ModuleFields& fields = {}) {
-  return NameRules({rule}, fields).sections(name, shape);
-}
+// --- sections ------------------------------------------------------------------------------------
 
 TEST(NameRules, DivideADimBySizes) {
   const NameRule rule{
@@ -237,7 +228,15 @@ TEST(NameRules, RefuseRulesThatCannotBeRead) {
         },
         ThrowsMessage<UsageError>(AllOf(HasSubstr("rules[1]: "), HasSubstr(why))));
   };
-  refuses({.title = "", .pattern = "a(", .sections = {{"b"}}}, "pattern is 'a('");
+  for (const auto& [pattern, why] : std::vector<std::pair<std::string, std::string>>{
+           {"", "give the end of a tensor name"},
+           {"a(b", "add the missing ')'"},
+           {"a)b", "write ')' only in a choice"},
+           {"a|b", "write '|' only in a choice"},
+           {"(a*|b)", "only texts and | may stand between ( and )"},
+           {"##########", "it has 10 places; 9 are possible"}})
+    refuses({.title = "", .pattern = pattern, .sections = {{"b"}}},
+            concat("pattern is '", pattern, "'; ", why));
   refuses({.title = "", .pattern = "a", .sections = {}}, "rule 'a' has no sections");
   refuses({.title = "", .pattern = "a", .dim = -1, .sections = {{"b"}, {"c"}}}, "dim is -1");
   refuses({.title = "", .pattern = "a", .sections = {{""}}}, "name is ''");

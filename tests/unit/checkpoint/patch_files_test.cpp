@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "fsdp/base/text.h"
-#include "fsdp/checkpoint/patches/patch_positions.h"
 #include "support/error_of.h"
 #include "support/stored_tensors.h"
 #include "support/temp_dir.h"
@@ -32,7 +31,7 @@ std::vector<int64_t> drawn_positions(int64_t numel, double density, uint32_t see
   return positions;
 }
 
-// As the document of the format says.
+// Skips by the document of the format.
 template <typename Number>
 std::vector<std::byte> skips_of(const std::vector<int64_t>& positions) {
   std::vector<Number> numbers;

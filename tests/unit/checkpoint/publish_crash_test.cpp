@@ -12,6 +12,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -112,93 +113,56 @@ void expect_continues(const RunDirectory& run) {
 
 void publish(const RunDirectory& run) { run.publish(100, "id"); }
 
-TEST(PublishCrash, OfANewStepLeavesTheOldOneOrTheNewOneAsTheLatest) {
-  bool sees_old = false;
-  bool sees_new = false;
+// Saves "new" as step 100, over what `prepare` left, and looks at the text of the latest checkpoint
+// after each crash: "" for none. Both must be seen.
+int publish_everywhere(const std::function<void(const RunDirectory&)>& prepare,
+                       const std::string& before) {
+  std::set<std::string> seen;
   const int num_crashes = crash_everywhere(
-      [](const RunDirectory& run) {
-        put_checkpoint(run.temporary(50, "id"), "old");
-        run.publish(50, "id");
+      [&](const RunDirectory& run) {
+        prepare(run);
         put_checkpoint(run.temporary(100, "id"), "new");
       },
       publish,
       [&](const RunDirectory& run) {
-        const int64_t latest = run.latest().value_or(-1);
-        EXPECT_TRUE(latest == 50 || latest == 100) << latest;
-        EXPECT_EQ(text_of(run.path_of(latest)), latest == 50 ? "old" : "new");
-        (latest == 50 ? sees_old : sees_new) = true;
+        const std::optional<int64_t> latest = run.latest();
+        const std::string text = latest ? text_of(run.path_of(*latest)) : "";
+        if (latest) {
+          EXPECT_EQ(text_of(resolve_checkpoint(run.path())), text);
+        }
+        seen.insert(text);
         expect_continues(run);
       });
-  EXPECT_TRUE(sees_old && sees_new);
-  EXPECT_GE(num_crashes, 7);  // two renames, and fsync of three directories, a file and the run's
+  EXPECT_EQ(seen, (std::set<std::string>{before, "new"}));
+  return num_crashes;
 }
 
-TEST(PublishCrash, OfTheFirstLeavesNoneOrIt) {
-  bool sees_none = false;
-  bool sees_it = false;
-  crash_everywhere(
-      [](const RunDirectory& run) { put_checkpoint(run.temporary(100, "id"), "new"); }, publish,
-      [&](const RunDirectory& run) {
-        const std::vector<int64_t> steps = run.steps();
-        EXPECT_EQ(run.latest(), steps.empty() ? std::nullopt : std::optional(steps.back()));
-        if (!steps.empty()) {
-          EXPECT_EQ(text_of(resolve_checkpoint(run.path())), "new");
-        }
-        (steps.empty() ? sees_none : sees_it) = true;
-        expect_continues(run);
-      });
-  EXPECT_TRUE(sees_none && sees_it);
+void save(const RunDirectory& run, int64_t step, const std::string& text) {
+  put_checkpoint(run.temporary(step, "id"), text);
+  run.publish(step, "id");
+}
+
+TEST(PublishCrash, LeavesTheOneBeforeOrTheNewOneAsTheLatest) {
+  publish_everywhere([](const RunDirectory&) {}, "");
+  // Two renames, and fsync of three directories, a file and the run's.
+  EXPECT_GE(publish_everywhere([](const RunDirectory& run) { save(run, 50, "old"); }, "old"), 7);
+  // In place of the latest: two more renames, their fsync, and removals.
+  EXPECT_GE(publish_everywhere([](const RunDirectory& run) { save(run, 100, "old"); }, "old"), 12);
 }
 
 // A run went back from step 150 to 50, and now saves 100 in place of that of the steps it left.
 TEST(PublishCrash, OfAStepThatWasGoneBackFromLeavesTheOneBeforeOrTheNewOne) {
-  const int num_crashes = crash_everywhere(
-      [](const RunDirectory& run) {
-        for (const int64_t step : {50, 100, 150}) {
-          put_checkpoint(run.temporary(step, "id"), step == 50 ? "old" : "left");
-          run.publish(step, "id");
-        }
-        write_file_durably(run.path() + "/latest", "step-00000050\n");
-        put_checkpoint(run.temporary(100, "id"), "new");
-      },
-      publish,
-      [](const RunDirectory& run) {
-        const std::string text = text_of(resolve_checkpoint(run.path()));
-        EXPECT_EQ(text, run.latest() == 50 ? "old" : "new");
-        expect_continues(run);
-      });
-  EXPECT_GE(num_crashes, 12);
-}
-
-TEST(PublishCrash, InPlaceOfTheLatestLeavesTheOldOneOrTheNewOne) {
-  bool sees_old = false;
-  bool sees_new = false;
-  const int num_crashes = crash_everywhere(
-      [](const RunDirectory& run) {
-        put_checkpoint(run.temporary(100, "id"), "old");
-        run.publish(100, "id");
-        put_checkpoint(run.temporary(100, "id"), "new");
-      },
-      publish,
-      [&](const RunDirectory& run) {
-        EXPECT_EQ(run.latest(), 100);
-        const std::string text = text_of(run.path_of(100));
-        EXPECT_EQ(text_of(resolve_checkpoint(run.path())), text);
-        EXPECT_TRUE(text == "old" || text == "new") << text;
-        (text == "old" ? sees_old : sees_new) = true;
-        expect_continues(run);
-      });
-  EXPECT_TRUE(sees_old && sees_new);
-  EXPECT_GE(num_crashes, 12);  // two more renames, their fsync, and removals
+  const auto prepare = [](const RunDirectory& run) {
+    for (const int64_t step : {50, 100, 150}) save(run, step, step == 50 ? "old" : "left");
+    write_file_durably(run.path() + "/latest", "step-00000050\n");
+  };
+  EXPECT_GE(publish_everywhere(prepare, "old"), 12);
 }
 
 TEST(PublishCrash, WhileOldOnesAreDeletedLeavesNoHalfOfOne) {
   const int num_crashes = crash_everywhere(
       [](const RunDirectory& run) {
-        for (const int64_t step : {10, 20, 30}) {
-          put_checkpoint(run.temporary(step, "id"), "old");
-          run.publish(step, "id");
-        }
+        for (const int64_t step : {10, 20, 30}) save(run, step, "old");
         put_checkpoint(run.path() + "/step-00000010.replaced", "older");
       },
       [](const RunDirectory& run) { run.remove_old({.keep_last = 1}); },

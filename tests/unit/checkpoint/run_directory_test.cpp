@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
-#include <limits>
+#include <functional>
 
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/error.h"
@@ -69,17 +69,11 @@ class RunDirectoryTest : public ::testing::Test {
 
 // --- names ---------------------------------------------------------------------------------------
 
-TEST(CheckpointName, HasEightDigitsOrMoreAndComesBack) {
-  EXPECT_EQ(checkpoint_name(0), "step-00000000");
+TEST(CheckpointName, HasEightDigitsOrMoreAndIsTheOnlyOneOfItsStep) {
   EXPECT_EQ(checkpoint_name(100), "step-00000100");
   EXPECT_EQ(checkpoint_name(1'234'567'890), "step-1234567890");
-  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
-  for (const int64_t step :
-       {int64_t{0}, int64_t{7}, int64_t{99'999'999}, int64_t{100'000'000}, kMost})
+  for (const int64_t step : {int64_t{0}, int64_t{99'999'999}, INT64_MAX})
     EXPECT_EQ(step_of(checkpoint_name(step)), step);
-}
-
-TEST(CheckpointName, OtherNamesHaveNoStep) {
   for (const char* name :
        {"", "step-", "step-100", "step-0000010x", "step-00000100 ", "step--0000100",
         "step-+0000100", "step-000000100", "Step-00000100", "../step-00000100", "step-00000100/..",
@@ -177,14 +171,6 @@ TEST_F(RunDirectoryTest, PublishesACheckpointAsTheLatest) {
   EXPECT_EQ(read_text_file(dir_ / "latest", 100), "step-00000200\n");
 }
 
-TEST_F(RunDirectoryTest, PublishesInPlaceOfAnOlderOneOfTheSameStep) {
-  save(100, "old");
-  save(100, "new");
-  EXPECT_EQ(text_of(100), "new");
-  EXPECT_EQ(run_.latest(), 100);
-  EXPECT_THAT(names(), ElementsAre("latest", "step-00000100"));
-}
-
 TEST_F(RunDirectoryTest, PublishesNothingThatIsIncomplete) {
   save(100, "old");
   fs::create_directories(run_.temporary(100, "id"));
@@ -223,124 +209,77 @@ TEST_F(RunDirectoryTest, TemporaryNamesAreHiddenAndTheIdIsPlain) {
 
 // --- crashes -------------------------------------------------------------------------------------
 
-// After any of them a run begins, finds the right checkpoint, and saves the same step again.
-class CrashTest : public RunDirectoryTest {
- protected:
-  void expect_continues(std::optional<int64_t> latest, const std::string& text) {
-    EXPECT_EQ(run_.latest(), latest);
-    EXPECT_EQ(latest.has_value() ? text_of(*latest) : "", text);
-    run_.remove_temporaries();
-    EXPECT_EQ(run_.latest(), latest);
-    EXPECT_EQ(latest.has_value() ? text_of(*latest) : "", text);
+// publish_crash_test ends a process at every instant of one save. Here are states of more than one:
+// after any of them a run begins, finds the right checkpoint, and saves the same step again.
+TEST_F(RunDirectoryTest, ARunGoesOnAfterSeveralCrashes) {
+  struct Crash {
+    const char* when;
+    std::function<void()> leave;
+    int64_t latest = 0;
+    std::string text;
+  };
+  const auto put_directory = [&](const std::string& name) { fs::create_directories(dir_ / name); };
+  const Crash crashes[] = {
+      {"while a later step is hidden, of a run that went back to step 50",
+       [&] {
+         save(50, "old");
+         put_checkpoint("step-00000100");
+       },
+       50, "old"},
+      {"when the next is the latest and not there yet",
+       [&] {
+         save(50, "old");
+         put_checkpoint("step-00000200", "of steps that the run went back from");
+         put_checkpoint(".step-00000100.id.tmp");
+         put_latest("step-00000100\n");
+       },
+       50, "old"},
+      {"while the name of the latest is written",
+       [&] {
+         save(50, "old");
+         put_checkpoint("step-00000100");
+         put_file(dir_ / ".latest.0123456789abcdef.tmp", "step-000");
+       },
+       50, "old"},
+      {"when the old one was set aside and the next run crashed before its latest",
+       [&] {
+         put_latest("step-00000100\n");
+         put_checkpoint("step-00000100.replaced", "old");
+         put_checkpoint("step-00000100", "new");
+       },
+       100, "new"},
+      // Somebody's half of a copy must not push out the only complete one.
+      {"when an incomplete one stands beside the one set aside",
+       [&] {
+         put_latest("step-00000100\n");
+         put_checkpoint("step-00000100.replaced", "old");
+         put_directory("step-00000100/model");
+       },
+       100, "old"}};
+  for (const Crash& crash : crashes) {
+    SCOPED_TRACE(crash.when);
+    for (const std::string& name : names()) remove_tree(dir_ / name);
+    crash.leave();
+    for (const bool is_begun : {false, true}) {
+      if (is_begun) run_.remove_temporaries();
+      EXPECT_EQ(run_.latest(), crash.latest);
+      EXPECT_EQ(text_of(crash.latest), crash.text);
+    }
     save(100, "again");
     EXPECT_EQ(run_.latest(), 100);
     EXPECT_EQ(text_of(100), "again");
     for (const std::string& name : names())
       EXPECT_TRUE(name == "latest" || step_of(name).has_value()) << name;
   }
-};
-
-TEST_F(CrashTest, WhileTheFirstIsWritten) {
-  fs::create_directories(dir_ / ".step-00000100.id.tmp/model");
-  EXPECT_THAT(run_.steps(), IsEmpty());
-  expect_continues(std::nullopt, "");
 }
 
-TEST_F(CrashTest, WhenTheFirstIsWritten) {
-  put_checkpoint(".step-00000100.id.tmp");
-  EXPECT_THAT(run_.steps(), IsEmpty());
-  expect_continues(std::nullopt, "");
-}
-
-TEST_F(CrashTest, BeforeTheFirstIsTheLatest) {
-  put_checkpoint("step-00000100");
-  EXPECT_EQ(resolve_checkpoint(dir_.path()), dir_ / "step-00000100");
-  expect_continues(100, "new");
-}
-
-TEST_F(CrashTest, WhileTheNextIsWritten) {
-  save(50, "old");
-  fs::create_directories(dir_ / ".step-00000100.crashed.tmp/model");
-  EXPECT_THAT(run_.steps(), ElementsAre(50));
-  expect_continues(50, "old");
-}
-
-// A run that went back to step 50.
-TEST_F(CrashTest, WhileALaterStepIsHidden) {
-  save(50, "old");
-  put_checkpoint("step-00000100");
-  expect_continues(50, "old");
-}
-
-TEST_F(CrashTest, WhenTheNextIsTheLatestAndNotThereYet) {
-  save(50, "old");
-  put_checkpoint("step-00000200", "of steps that the run went back from");
-  put_checkpoint(".step-00000100.id.tmp");
-  put_latest("step-00000100\n");
-  expect_continues(50, "old");
-}
-
-TEST_F(CrashTest, WhileTheNameOfTheLatestIsWritten) {
-  save(50, "old");
-  put_checkpoint("step-00000100");
-  put_file(dir_ / ".latest.0123456789abcdef.tmp", "step-000");
-  expect_continues(50, "old");
-}
-
-TEST_F(CrashTest, BeforeTheOldOneIsSetAside) {
-  save(100, "old");
-  put_checkpoint(".step-00000100.id.tmp", "new");
-  expect_continues(100, "old");
-}
-
-TEST_F(CrashTest, WhenTheOldOneIsSetAside) {
+TEST_F(RunDirectoryTest, TheOneSetAsideIsFoundByEitherName) {
   put_latest("step-00000100\n");
   put_checkpoint("step-00000100.replaced", "old");
-  put_checkpoint(".step-00000100.id.tmp", "new");
   EXPECT_THAT(run_.steps(), ElementsAre(100));
-  EXPECT_EQ(resolve_checkpoint(dir_.path()), dir_ / "step-00000100.replaced");
-  EXPECT_EQ(resolve_checkpoint(dir_ / "step-00000100"), dir_ / "step-00000100.replaced");
-  EXPECT_EQ(resolve_checkpoint(dir_ / "step-00000100/"), dir_ / "step-00000100.replaced");
+  for (const char* name : {"", "/step-00000100", "/step-00000100/"})
+    EXPECT_EQ(resolve_checkpoint(dir_.path() + name), dir_ / "step-00000100.replaced");
   EXPECT_EQ(checkpoint_or_files(dir_ / "step-00000100"), dir_ / "step-00000100.replaced");
-  expect_continues(100, "old");
-}
-
-// And again, in the next attempt.
-TEST_F(CrashTest, WhenTheOldOneWasSetAsideAndTheNextRunCrashedBeforeItsLatest) {
-  put_latest("step-00000100\n");
-  put_checkpoint("step-00000100.replaced", "old");
-  put_checkpoint("step-00000100", "new");
-  expect_continues(100, "new");
-}
-
-TEST_F(CrashTest, WhenTheNewOneIsInPlace) {
-  save(50, "other");
-  put_checkpoint("step-00000100.replaced", "old");
-  put_checkpoint("step-00000100", "new");
-  EXPECT_EQ(text_of(100), "new");
-  expect_continues(50, "other");
-}
-
-TEST_F(CrashTest, WhileTheOldOneIsRemoved) {
-  save(100, "new");
-  fs::create_directories(dir_ / ".step-00000100.replaced.removed.tmp/model");
-  expect_continues(100, "new");
-}
-
-TEST_F(CrashTest, WhileAnOldOneIsRemovedWithoutARunThatBeganSince) {
-  save(100, "old");
-  fs::create_directories(dir_ / ".step-00000100.replaced.removed.tmp/model");
-  save(100, "new");
-  EXPECT_EQ(text_of(100), "new");
-  EXPECT_THAT(names(), ElementsAre("latest", "step-00000100"));
-}
-
-// Somebody's half of a copy must not push out the only complete one.
-TEST_F(CrashTest, WhenAnIncompleteOneStandsBesideTheOneSetAside) {
-  put_latest("step-00000100\n");
-  put_checkpoint("step-00000100.replaced", "old");
-  fs::create_directories(dir_ / "step-00000100/model");
-  expect_continues(100, "old");
 }
 
 TEST_F(RunDirectoryTest, RemovesTemporariesAndNothingElse) {
@@ -370,29 +309,16 @@ class RetentionTest : public RunDirectoryTest {
   }
 };
 
-TEST_F(RetentionTest, KeepsAllByDefault) {
+TEST_F(RetentionTest, KeepsTheLastOnesMultiplesAndWhatIsInUse) {
   run_.remove_old({});
   run_.remove_old({.keep_every = 500});
-  EXPECT_EQ(run_.steps().size(), 10u);
-}
-
-TEST_F(RetentionTest, KeepsTheLastOnes) {
   run_.remove_old({.keep_last = 20});
   EXPECT_EQ(run_.steps().size(), 10u);
-  run_.remove_old({.keep_last = 3});
-  EXPECT_THAT(run_.steps(), ElementsAre(800, 900, 1000));
-  EXPECT_THAT(names(), ElementsAre("latest", "step-00000800", "step-00000900", "step-00001000"));
-}
-
-TEST_F(RetentionTest, KeepsMultiplesForEver) {
-  run_.remove_old({.keep_last = 2, .keep_every = 400});
-  EXPECT_THAT(run_.steps(), ElementsAre(400, 800, 900, 1000));
-}
-
-TEST_F(RetentionTest, KeepsWhatIsInUse) {
   const std::vector<int64_t> in_use = {200, 700, 12345};
-  run_.remove_old({.keep_last = 1}, in_use);
-  EXPECT_THAT(run_.steps(), ElementsAre(200, 700, 1000));
+  run_.remove_old({.keep_last = 3, .keep_every = 400}, in_use);
+  EXPECT_THAT(run_.steps(), ElementsAre(200, 400, 700, 800, 900, 1000));
+  run_.remove_old({.keep_last = 1});
+  EXPECT_THAT(names(), ElementsAre("latest", "step-00001000"));
 }
 
 // A run that was resumed from an earlier step: later steps do not count until it reaches them.
@@ -402,24 +328,10 @@ TEST_F(RetentionTest, CountsFromTheLatestAndLeavesNewerOnes) {
   EXPECT_THAT(run_.steps(), ElementsAre(400, 500, 600, 700, 800, 900, 1000));
 }
 
-TEST_F(RetentionTest, CountsFromTheNewestWithoutALatest) {
-  fs::remove(dir_ / "latest");
-  run_.remove_old({.keep_last = 3});
-  EXPECT_THAT(run_.steps(), ElementsAre(800, 900, 1000));
-  put_latest("step-00001100\n");
-  run_.remove_old({.keep_last = 1});
-  EXPECT_THAT(run_.steps(), ElementsAre(1000));
-}
-
-TEST_F(RetentionTest, RemovesTheOneSetAsideAlong) {
+TEST_F(RetentionTest, RemovesTheOneSetAsideAlongAndFinishesADeletionThatCrashed) {
   put_checkpoint("step-00000100.replaced");
   put_checkpoint("step-00000050.replaced");
-  run_.remove_old({.keep_last = 1});
-  EXPECT_THAT(names(), ElementsAre("latest", "step-00001000"));
-}
-
-TEST_F(RetentionTest, FinishesADeletionThatCrashed) {
-  put_checkpoint(".step-00000100.removed.tmp");
+  put_checkpoint(".step-00000200.removed.tmp");
   run_.remove_old({.keep_last = 1});
   EXPECT_THAT(names(), ElementsAre("latest", "step-00001000"));
 }

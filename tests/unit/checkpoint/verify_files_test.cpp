@@ -5,7 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "fsdp/base/check.h"
-#include "fsdp/checkpoint/format/manifest_text.h"
+#include "fsdp/checkpoint/format/manifest.h"
 #include "support/stored_tensors.h"
 #include "support/temp_dir.h"
 
@@ -93,11 +93,6 @@ TEST_F(VerifyFiles, ChecksWholeFilesWhereARankRecordIsLost) {
   EXPECT_THAT(verify_files(path_).damaged,
               ElementsAre(damage("ranks/00001.json", "is not what was written"),
                           damage("model/00001-0.safetensors", "is not what was written")));
-}
-
-TEST_F(VerifyFiles, ChecksTheModelsConfiguration) {
-  write_text(file("config.json"), "[]");
-  EXPECT_THAT(verify_files(path_).damaged, ElementsAre(damage("config.json", "not what")));
 }
 
 TEST_F(VerifyFiles, FindsWhatDoesNotFitTogetherThoughChecksumsDo) {

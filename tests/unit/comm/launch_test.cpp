@@ -4,6 +4,7 @@
 
 #include <map>
 #include <string>
+#include <vector>
 
 #include "fsdp/base/error.h"
 #include "fsdp/comm/launch.h"
@@ -11,7 +12,6 @@
 namespace fsdp::launch_test {
 namespace {
 
-using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
 
@@ -43,37 +43,33 @@ Variables merged(Variables a, const Variables& b) {
   return a;
 }
 
-TEST(Launch, IsASingleProcessWithoutVariables) {
-  const Launch launch = launch_with({});
-  EXPECT_EQ(launch.launcher, Launcher::kSingle);
-  EXPECT_EQ(launch.rank, 0);
-  EXPECT_EQ(launch.size, 1);
-}
-
-TEST(Launch, ReadsMpirun) {
-  const Launch launch = launch_with(kMpi);
-  EXPECT_EQ(launch.launcher, Launcher::kOpenMpi);
-  EXPECT_EQ(launch.rank, 3);
-  EXPECT_EQ(launch.size, 8);
-  EXPECT_EQ(launch.local_rank, 1);
-  EXPECT_EQ(launch.local_size, 2);
-}
-
-TEST(Launch, ReadsTorchrun) {
-  const Launch launch = launch_with(kTorchrun);
-  EXPECT_EQ(launch.launcher, Launcher::kTorchrun);
-  EXPECT_EQ(launch.rank, 5);
-  EXPECT_EQ(launch.local_rank, 2);
-  EXPECT_EQ(launch.master_address, "node0");
-  EXPECT_EQ(launch.master_port, 29500);
-}
-
-TEST(Launch, ReadsSrunButNotABatchScriptOutsideAStep) {
-  EXPECT_EQ(launch_with(kSrun).rank, 4);
+TEST(Launch, ReadsTheVariablesOfEveryLauncher) {
+  EXPECT_EQ(launch_with({}).launcher, Launcher::kSingle);
+  EXPECT_EQ(launch_with({}).size, 1);
+  const Launch mpi = launch_with(kMpi);
+  EXPECT_EQ(mpi.launcher, Launcher::kOpenMpi);
+  EXPECT_EQ(mpi.rank, 3);
+  EXPECT_EQ(mpi.size, 8);
+  EXPECT_EQ(mpi.local_rank, 1);
+  EXPECT_EQ(mpi.local_size, 2);
+  const Launch torchrun = launch_with(kTorchrun);
+  EXPECT_EQ(torchrun.launcher, Launcher::kTorchrun);
+  EXPECT_EQ(torchrun.rank, 5);
+  EXPECT_EQ(torchrun.local_rank, 2);
+  EXPECT_EQ(torchrun.master_address, "node0");
+  EXPECT_EQ(torchrun.master_port, 29500);
   EXPECT_EQ(launch_with(kSrun).launcher, Launcher::kSlurm);
+  EXPECT_EQ(launch_with(kSrun).rank, 4);
+}
+
+TEST(Launch, ChoosesBetweenLaunchersThatAreVisibleAtOnce) {
   Variables batch = kSrun;
   batch.erase("SLURM_STEP_ID");
-  EXPECT_EQ(launch_with(batch).launcher, Launcher::kSingle);
+  EXPECT_EQ(launch_with(batch).launcher, Launcher::kSingle) << "a batch script outside a step";
+  EXPECT_EQ(launch_with(merged(kSrun, kMpi)).launcher, Launcher::kOpenMpi);
+  EXPECT_EQ(launch_with(merged(kSrun, kTorchrun)).launcher, Launcher::kTorchrun);
+  const Variables copied = {{"RANK", "3"}, {"WORLD_SIZE", "8"}, {"LOCAL_RANK", "1"}};
+  EXPECT_EQ(launch_with(merged(kMpi, copied)).launcher, Launcher::kOpenMpi) << "by a wrapper";
 }
 
 // The tasks of this node and step, which may be fewer than the job's.
@@ -103,60 +99,26 @@ TEST(Launch, GivesARankTheGpuOfItsNumberOrTheOnlyOneThatItSees) {
   EXPECT_EQ(gpu_of_rank(5, 4), 1);
 }
 
-TEST(Launch, PrefersWhatRunsInsideASlurmJob) {
-  EXPECT_EQ(launch_with(merged(kSrun, kMpi)).launcher, Launcher::kOpenMpi);
-  EXPECT_EQ(launch_with(merged(kSrun, kTorchrun)).launcher, Launcher::kTorchrun);
-}
-
-TEST(Launch, AcceptsAWrapperThatCopiesTheRank) {
-  const Launch launch =
-      launch_with(merged(kMpi, {{"RANK", "3"}, {"WORLD_SIZE", "8"}, {"LOCAL_RANK", "1"}}));
-  EXPECT_EQ(launch.launcher, Launcher::kOpenMpi);
-}
-
-TEST(Launch, NamesContradictingVariables) {
-  EXPECT_THAT([] { launch_with(merged(kMpi, kTorchrun)); },
-              ThrowsMessage<Error>(AllOf(HasSubstr("OMPI_COMM_WORLD_RANK=3"), HasSubstr("RANK=5"),
-                                         HasSubstr("WORLD_SIZE=6"))));
-  EXPECT_THAT(
-      [] {
-        launch_with(merged(kMpi, {{"OMPI_COMM_WORLD_RANK", "8"}}));
-      },
-      ThrowsMessage<Error>(
-          AllOf(HasSubstr("OMPI_COMM_WORLD_RANK=8"), HasSubstr("OMPI_COMM_WORLD_SIZE=8"))));
-  EXPECT_THAT(
-      [] {
-        launch_with(merged(kTorchrun, {{"LOCAL_RANK", "3"}}));
-      },
-      ThrowsMessage<Error>(HasSubstr("LOCAL_RANK=3")));
-}
-
-TEST(Launch, NamesWhatIsMissingOfAHalfSetEnvironment) {
-  EXPECT_THAT(
-      [] {
-        launch_with({{"RANK", "0"}});
-      },
-      ThrowsMessage<Error>(HasSubstr("RANK without WORLD_SIZE, LOCAL_RANK")));
+TEST(Launch, NamesVariablesThatContradictEachOtherOrAreMissingOrNoNumbers) {
   Variables no_port = kTorchrun;
   no_port["MASTER_PORT"] = "";
-  EXPECT_THAT([&] { launch_with(no_port); }, ThrowsMessage<Error>(HasSubstr("MASTER_PORT")));
   Variables no_size = kMpi;
   no_size.erase("OMPI_COMM_WORLD_SIZE");
-  EXPECT_THAT([&] { launch_with(no_size); },
-              ThrowsMessage<Error>(HasSubstr("without OMPI_COMM_WORLD_SIZE")));
-}
-
-TEST(Launch, NamesAValueThatIsNoNumber) {
-  EXPECT_THAT(
-      [] {
-        launch_with(merged(kTorchrun, {{"RANK", "five"}}));
-      },
-      ThrowsMessage<Error>(HasSubstr("RANK is 'five'")));
-  EXPECT_THAT(
-      [] {
-        launch_with(merged(kTorchrun, {{"MASTER_PORT", "70000"}}));
-      },
-      ThrowsMessage<Error>(HasSubstr("MASTER_PORT is '70000'")));
+  const struct {
+    Variables variables;
+    std::vector<std::string> words;
+  } cases[] = {{merged(kMpi, kTorchrun), {"OMPI_COMM_WORLD_RANK=3", "RANK=5", "WORLD_SIZE=6"}},
+               {merged(kMpi, {{"OMPI_COMM_WORLD_RANK", "8"}}),
+                {"OMPI_COMM_WORLD_RANK=8", "OMPI_COMM_WORLD_SIZE=8"}},
+               {merged(kTorchrun, {{"LOCAL_RANK", "3"}}), {"LOCAL_RANK=3"}},
+               {{{"RANK", "0"}}, {"RANK without WORLD_SIZE, LOCAL_RANK"}},
+               {no_port, {"MASTER_PORT"}},
+               {no_size, {"without OMPI_COMM_WORLD_SIZE"}},
+               {merged(kTorchrun, {{"RANK", "five"}}), {"RANK is 'five'"}},
+               {merged(kTorchrun, {{"MASTER_PORT", "70000"}}), {"MASTER_PORT is '70000'"}}};
+  for (const auto& each : cases)
+    for (const std::string& word : each.words)
+      EXPECT_THAT([&each] { launch_with(each.variables); }, ThrowsMessage<Error>(HasSubstr(word)));
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What --data names: which files, in which order, and as one sequence of tokens.
+// The data that --data names: which files, in which order, and as one sequence of tokens.
 #include "fsdp/data/corpus.h"
 
 #include <gmock/gmock.h>
@@ -9,9 +9,8 @@
 #include <random>
 
 #include "fsdp/base/check.h"
-#include "fsdp/data/byte_tokenizer.h"
-#include "fsdp/data/corpus_check.h"
 #include "fsdp/data/pack.h"
+#include "fsdp/data/tokenizer.h"
 #include "support/temp_dir.h"
 #include "support/token_files.h"
 
@@ -85,7 +84,7 @@ TEST_F(CorpusFiles, DirectoriesAreSortedByPathAndLeaveOutWhatIsNoText) {
   const std::vector<std::string> paths = {directory_ / "d"};
   const TextFiles files = find_text_files(paths);
   const std::string left_out =
-      "2 hidden, 2 binary, 1 not UTF-8, 1 of JSON lines, 1 empty, 2 other than files";
+      "2 hidden, 2 binary, 1 not UTF-8, 1 with other rows, 1 empty, 2 other than files";
   EXPECT_EQ(to_text(files.left_out), left_out);
   EXPECT_THAT(open_corpus(paths)->summary(), EndsWith("; left out: " + left_out));
   EXPECT_EQ(files.bytes, 4 + 65537);
@@ -102,14 +101,6 @@ TEST_F(CorpusFiles, LinksAreFollowedAndLoopsEnd) {
   EXPECT_THAT(found({directory_ / "d"}), ElementsAre("d/sub/a.txt", "d/x/b.txt"));
 }
 
-TEST_F(CorpusFiles, NamedPathsStayInTheirOrder) {
-  write("b.txt", "b");
-  write("a.txt", "a");
-  write("d/.c", "c");
-  EXPECT_THAT(found({directory_ / "b.txt", directory_ / "a.txt", directory_ / "d/.c"}),
-              ElementsAre("b.txt", "a.txt", "d/.c"));
-}
-
 TEST_F(CorpusFiles, PathsWithoutTextAreRefused) {
   EXPECT_THAT(refusal(directory_ / "none"), HasSubstr("none: cannot be read: No such file or "
                                                       "directory; check the path"));
@@ -124,28 +115,26 @@ TEST_F(CorpusFiles, PathsWithoutTextAreRefused) {
 }
 
 TEST_F(CorpusFiles, NamedFilesThatAreNoTextAreRefusedByWhatTheyAre) {
-  const auto refused = [&](const std::string& name, std::string_view bytes) {
-    return refusal(write(name, std::string(bytes)));
-  };
   using namespace std::string_view_literals;
-  EXPECT_THAT(refused("arrow", "ARROW1\0\0"sv),
-              EndsWith("arrow: is an Arrow file; write its text to files first (docs/data.md shows "
-                       "how), or pack its bytes as they are with fsdp data pack --any-bytes"));
-  EXPECT_THAT(refused("a.txt", "\x1f\x8b\x08\0"sv), HasSubstr("is compressed with gzip; unpack"));
-  EXPECT_THAT(refused("zstd", "\x28\xb5\x2f\xfd\x24"sv), HasSubstr("is compressed with zstd;"));
-  EXPECT_THAT(refused("xz", "\xfd\x37zXZ\0"sv), HasSubstr("is compressed with xz;"));
-  EXPECT_THAT(refused("bz2", "BZh91AY&SY\x94"sv), HasSubstr("is compressed with bzip2;"));
-  EXPECT_THAT(refused("a.pt", "PK\x03\x04\0\0"sv), HasSubstr("is a zip archive (so are npz and"));
-  EXPECT_THAT(refused("a.npy", "\x93NUMPY\1\0"sv), HasSubstr("is a NumPy array; token ids"));
-  EXPECT_THAT(refused("a.pdf", "%PDF-1.7\n"sv), HasSubstr("is a PDF; convert it to text first"));
-  EXPECT_THAT(refused("a.out", "\x7f\x45LF\2\1\1\0"sv), HasSubstr("is a program;"));
-  EXPECT_THAT(refused("a.db", "SQLite format 3\0"sv), HasSubstr("is an SQLite database;"));
-  EXPECT_THAT(refused("a.pkl", "\x80\x04\x95"sv), HasSubstr("is a Python pickle;"));
-  EXPECT_THAT(refused("tensors", "\x40\0\0\0\0\0\0\0{\"a\":"sv), HasSubstr("is a safetensors"));
-  EXPECT_THAT(refused("utf-16", "\xff\xfeh\0i\0"sv), HasSubstr("is UTF-16 text; convert it to"));
-  EXPECT_THAT(refused("zeros", "ab\0"sv), HasSubstr("is no text (a zero byte at 2);"));
-  EXPECT_THAT(refused("latin1", "caf\xe9"sv),
-              HasSubstr("is not UTF-8 text (byte 0xe9 at 3); convert it first, e.g. iconv"));
+  for (const auto& [bytes, says] : std::vector<std::pair<std::string_view, const char*>>{
+           {"ARROW1\0\0"sv,
+            "data: is an Arrow file; write its text to files first (docs/data.md shows how), or "
+            "pack its bytes as they are with fsdp data pack --any-bytes"},
+           {"\x1f\x8b\x08\0"sv, "is compressed with gzip; unpack"},
+           {"\x28\xb5\x2f\xfd\x24"sv, "is compressed with zstd;"},
+           {"\xfd\x37zXZ\0"sv, "is compressed with xz;"},
+           {"BZh91AY&SY\x94"sv, "is compressed with bzip2;"},
+           {"PK\x03\x04\0\0"sv, "is a zip archive (so are npz and"},
+           {"\x93NUMPY\1\0"sv, "is a NumPy array; token ids"},
+           {"%PDF-1.7\n"sv, "is a PDF; convert it to text first"},
+           {"\x7f\x45LF\2\1\1\0"sv, "is a program;"},
+           {"SQLite format 3\0"sv, "is an SQLite database;"},
+           {"\x80\x04\x95"sv, "is a Python pickle;"},
+           {"\x40\0\0\0\0\0\0\0{\"a\":"sv, "is a safetensors"},
+           {"\xff\xfeh\0i\0"sv, "is UTF-16 text; convert it to"},
+           {"ab\0"sv, "is no text (a zero byte at 2);"},
+           {"caf\xe9"sv, "is not UTF-8 text (byte 0xe9 at 3); convert it first, e.g. iconv"}})
+    EXPECT_THAT(refusal(write("data", std::string(bytes))), HasSubstr(says));
 }
 
 TEST_F(CorpusFiles, RowsOfJsonLinesAreDocuments) {
@@ -175,24 +164,17 @@ TEST_F(CorpusFiles, RowsAreOfTheKindOfTheFirst) {
   EXPECT_THAT(tokens, ElementsAre('q', 'a', kByteEndOfDocument));
   EXPECT_THAT(learnt, ElementsAre(0, 1, 1));
   EXPECT_EQ(masked->num_learnt(), 2);
+  pack({directory_ / "pairs.jsonl"}, "pairs.bin");
+  EXPECT_EQ(open_corpus({directory_ / "pairs.bin"})->fingerprint(), masked->fingerprint());
   EXPECT_EQ(open_corpus({directory_ / "pairs.jsonl"}, {.field = "text"})->num_tokens(), 2);
-  EXPECT_THAT(refusal(write("mixed.jsonl", pair + "\n" + text)),
-              HasSubstr("mixed.jsonl: line 3 lacks the texts 'prompt' and 'completion', which the "
-                        "rows before it have; keep rows of different kinds in files of their own"));
+  EXPECT_THAT(
+      refusal(write("mixed.jsonl", pair + "\n" + text)),
+      HasSubstr("mixed.jsonl: line 3 lacks texts named 'prompt' and 'completion', which the "
+                "rows before it have; keep rows of different kinds in files of their own"));
   EXPECT_THAT(refusal(write("none.jsonl", "{\"a\": 1}\n")),
-              HasSubstr("none.jsonl: line 1 lacks a text named 'text', texts named 'prompt'"));
+              HasSubstr("none.jsonl: line 1 lacks a list 'messages' of objects with a 'role'"));
   EXPECT_THAT(refusal(write("array.jsonl", text + "[1]\n")), HasSubstr("line 2 is no JSON object"));
   EXPECT_THAT(refusal(write("chat.jsonl", chat)), HasSubstr("chat.jsonl: line 1: a chat needs a"));
-}
-
-TEST_F(CorpusFiles, MaskedRowsPackedOrNotAreTheSameData) {
-  write("d/a.jsonl", "{\"prompt\": \"q\", \"completion\": \"a\"}\n");
-  write("d/b.txt", "text");
-  const std::vector<std::string> paths = {directory_ / "d"};
-  pack(paths, "d.bin");
-  const auto packed = open_corpus({directory_ / "d.bin"});
-  EXPECT_EQ(packed->fingerprint(), open_corpus(paths)->fingerprint());
-  EXPECT_EQ(packed->num_learnt(), packed->num_tokens() - 1);
 }
 
 TEST_F(CorpusFiles, TextThatLooksLikeSomethingElseIsTaken) {
@@ -233,7 +215,7 @@ TEST_F(CorpusFiles, TokensOutsideTheVocabularyAreFoundWhenAFileIsOpened) {
                                 "of 100 that the header names: one of them is wrong; use another ",
                                 "copy, or pack the text again")));
   EXPECT_THAT(write_one_wrong(5, UINT32_MAX), HasSubstr("token number 5 is 4294967295, outside"));
-  // Of more than may be read, the beginning and evenly spread places.
+  // Where there is more than may be read: the beginning and evenly spread places.
   const CorpusOptions little{.looked_over_bytes = 2 * 65'536 * 4};
   const std::vector<std::string> paths = {directory_ / "wrong.bin"};
   write_one_wrong(65'536 + 5, 100);
@@ -260,11 +242,23 @@ TEST_F(CorpusFiles, AFlippedBitIsFoundAtOnceOrBesideTheReader) {
   EXPECT_THAT([&] { beside.wait(); }, says_which);
   EXPECT_TRUE(beside.has_failed());
   EXPECT_THAT([&] { beside.wait(); }, says_which);
+  int64_t told = 0;
+  good->verify([&](int64_t done) { told = done; });
+  EXPECT_EQ(told, 4 * 300'000);
   const CorpusCheck whole({good}, 0);
   whole.wait();
   EXPECT_FALSE(whole.has_failed());
   // Ends without having read everything; a thread that went on would use what is gone.
   CorpusCheck stopped(std::vector(1000, good), 0);
+}
+
+TEST_F(CorpusFiles, TellHowMuchOfTheirTextIsTokenised) {
+  write("a.txt", "12345");
+  write("b.jsonl", "{\"text\": \"a\"}\n{\"text\": \"b\"}\n");
+  std::vector<std::pair<int64_t, int64_t>> told;
+  open_corpus({directory_ / "a.txt", directory_ / "b.jsonl"},
+              {.progress = [&](int64_t done, int64_t total) { told.emplace_back(done, total); }});
+  EXPECT_THAT(told, ElementsAre(std::pair(5, 33), std::pair(33, 33)));
 }
 
 TEST_F(CorpusFiles, ADocumentIsAFileAndHasAnEnd) {
@@ -286,7 +280,13 @@ TEST_F(CorpusFiles, TextIsTheSameWhetherPackedJoinedOrNot) {
   write("d/2", std::string(3'000'000, 'x'));  // several pieces
   const std::string last = write("last", "last");
   const auto text = open_corpus({directory_ / "d", last});
-  const PackSummary summary = pack({directory_ / "d"}, "d.bin");
+  std::vector<int64_t> told;
+  const PackSummary summary =
+      pack({directory_ / "d"}, "d.bin", {.progress = [&](int64_t done, int64_t total) {
+             EXPECT_EQ(total, 3'000'003);
+             told.push_back(done);
+           }});
+  EXPECT_EQ(told.back(), 3'000'003);
   EXPECT_EQ(summary.num_files, 2);
   EXPECT_EQ(summary.source_bytes, 3'000'003);
   pack({directory_ / "d.bin", last}, "all.bin");
@@ -371,17 +371,6 @@ TEST_F(CorpusFiles, PackingRefusesWhatIsThereAndDamagedTokens) {
   EXPECT_THAT([&] { pack({directory_ / "a.bin"}, "b.bin"); },
               ThrowsMessage<Error>(HasSubstr("checksum differs")));
   EXPECT_FALSE(path_exists(directory_ / "b.bin"));
-}
-
-TEST_F(CorpusFiles, PackingTellsHowFarItIs) {
-  const std::string text = write("a.txt", std::string(5'000'000, 'x'));
-  std::vector<int64_t> told;
-  pack({text}, "a.bin", {.progress = [&](int64_t done, int64_t total) {
-         EXPECT_EQ(total, 5'000'000);
-         told.push_back(done);
-       }});
-  EXPECT_EQ(told.size(), 2u);
-  EXPECT_EQ(told.back(), 5'000'000);
 }
 
 }  // namespace

@@ -1,8 +1,10 @@
-// layout/box.h: flat ranges as boxes, against a walk over every element.
+// layout/box.h: flat ranges of tensors and of slices as boxes, against a walk over every element.
 #include "fsdp/layout/box.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+
+#include <map>
 
 #include "fsdp/base/error.h"
 #include "support/layout_checker.h"
@@ -27,22 +29,11 @@ TEST(Boxes, SplitARangeOfAMatrixIntoHeadBodyAndTail) {
   EXPECT_THAT(boxes(shape, {6, 8}), ElementsAre(Box{{1, 1}, {1, 2}}));
 }
 
-TEST(Boxes, NeedTwoNMinusOneAtMost) {
-  // One element short at both ends of a 3-D tensor: row, rows, planes, rows, row.
-  const std::vector<int64_t> shape = {4, 3, 5};
-  EXPECT_THAT(
-      boxes(shape, {1, 59}),
-      ElementsAre(Box{{0, 0, 1}, {1, 1, 4}}, Box{{0, 1, 0}, {1, 2, 5}}, Box{{1, 0, 0}, {2, 3, 5}},
-                  Box{{3, 0, 0}, {1, 2, 5}}, Box{{3, 2, 0}, {1, 1, 4}}));
-}
-
 TEST(Boxes, HandleScalarsAndEmptyRanges) {
   EXPECT_THAT(boxes({}, {0, 1}), ElementsAre(Box{}));
   EXPECT_EQ(Box{}.numel(), 1);
-  EXPECT_THAT(boxes({}, {0, 0}), IsEmpty());
-  EXPECT_THAT(boxes(std::vector<int64_t>{3, 0}, {0, 0}), IsEmpty());
   EXPECT_THAT(boxes(std::vector<int64_t>{3, 4}, {7, 7}), IsEmpty());
-  EXPECT_THAT(boxes(std::vector<int64_t>{1, 1, 1}, {0, 1}), ElementsAre(Box{{0, 0, 0}, {1, 1, 1}}));
+  EXPECT_THAT(owned_boxes(OwnedSlice{}, {}, {0, 1}), ElementsAre(OwnedBox{}));
 }
 
 TEST(Boxes, CoverEveryRangeOfEverySmallShapeExactly) {
@@ -71,6 +62,83 @@ TEST(Boxes, RefuseRangesOutsideTheTensor) {
       ThrowsMessage<Error>(HasSubstr("[4, 7) is not inside the 6 elements of shape [2, 3]")));
   EXPECT_THROW(boxes(shape, {-1, 2}), Error);
   EXPECT_THROW(boxes(shape, {3, 2}), Error);
+}
+
+// --- slices that ranks own ----------------------------------------------------------------------
+
+// Element `at` of a box, counted in its own order, as a flat position in a tensor of `shape`.
+int64_t position(const Box& box, std::span<const int64_t> shape, int64_t at) {
+  int64_t flat = 0, stride = 1;
+  for (size_t d = shape.size(); d-- > 0;) {
+    flat += (box.offsets[d] + at % box.sizes[d]) * stride;
+    at /= box.sizes[d];
+    stride *= shape[d];
+  }
+  return flat;
+}
+
+// Flat positions in the whole tensor by those in the slice, the slow way: every element of the
+// whole is looked at, and those of this rank are counted.
+std::vector<int64_t> walked(const OwnedSlice& slice, const std::vector<int64_t>& whole) {
+  std::vector<int64_t> owned;
+  int64_t below = 1;
+  for (size_t d = static_cast<size_t>(slice.dim) + 1; d < whole.size(); ++d) below *= whole[d];
+  for (int64_t flat = 0; flat < testing::product(whole); ++flat) {
+    int64_t at = flat / below % whole[static_cast<size_t>(slice.dim)];
+    for (const int64_t section : slice.sections) {
+      if (at < section && at / (section / slice.count) == slice.index) owned.push_back(flat);
+      if (at < section) break;
+      at -= section;
+    }
+  }
+  return owned;
+}
+
+TEST(OwnedSlice, HasItsPartOfEverySection) {
+  const OwnedSlice slice{.index = 1, .count = 2, .dim = 0, .sections = {2, 4}};
+  EXPECT_THAT(owned_shape(slice, std::vector<int64_t>{6, 5}), ElementsAre(3, 5));
+  EXPECT_THAT(whole_shape(slice, std::vector<int64_t>{3, 5}), ElementsAre(6, 5));
+  EXPECT_THAT(owned_parts(slice), ElementsAre(FlatRange{1, 2}, FlatRange{4, 6}));
+  // Row 0 without its first element is of the first section, rows 1 and 2 are of the second one.
+  EXPECT_THAT(owned_boxes(slice, std::vector<int64_t>{3, 5}, {1, 15}),
+              ElementsAre(OwnedBox{{{0, 1}, {1, 4}}, {{1, 1}, {1, 4}}},
+                          OwnedBox{{{1, 0}, {2, 5}}, {{4, 0}, {2, 5}}}));
+}
+
+TEST(OwnedSlice, CoversEveryRangeExactly) {
+  struct Row {
+    std::vector<int64_t> whole;
+    int64_t dim, count;
+    std::vector<int64_t> sections;
+  };
+  const std::vector<Row> rows = {{{8}, 0, 4, {8}},          {{8, 3}, 0, 2, {4, 4}},
+                                 {{3, 8}, 1, 2, {8}},       {{3, 8}, 1, 2, {2, 6}},
+                                 {{2, 4, 3}, 1, 2, {4}},    {{2, 3, 6}, 2, 3, {3, 3}},
+                                 {{6, 2, 2}, 0, 2, {2, 4}}, {{4, 1}, 0, 4, {4}}};
+  for (const Row& row : rows)
+    for (int64_t index = 0; index < row.count; ++index) {
+      const OwnedSlice slice{index, row.count, row.dim, row.sections};
+      const std::vector<int64_t> expected = walked(slice, row.whole);
+      const std::vector<int64_t> owned = owned_shape(slice, row.whole);
+      ASSERT_EQ(static_cast<int64_t>(expected.size()), testing::product(owned));
+      for (int64_t begin = 0; begin < testing::product(owned); ++begin)
+        for (int64_t end = begin; end <= testing::product(owned); ++end) {
+          std::map<int64_t, int64_t> whole_by_owned;
+          for (const OwnedBox& box : owned_boxes(slice, owned, {begin, end})) {
+            ASSERT_EQ(box.owned.sizes, box.whole.sizes);
+            for (int64_t i = 0; i < box.owned.numel(); ++i)
+              EXPECT_TRUE(
+                  whole_by_owned
+                      .emplace(position(box.owned, owned, i), position(box.whole, row.whole, i))
+                      .second);
+          }
+          ASSERT_EQ(static_cast<int64_t>(whole_by_owned.size()), end - begin);
+          for (const auto& [at, in_whole] : whole_by_owned) {
+            EXPECT_TRUE(begin <= at && at < end);
+            EXPECT_EQ(in_whole, expected[static_cast<size_t>(at)]);
+          }
+        }
+    }
 }
 
 }  // namespace

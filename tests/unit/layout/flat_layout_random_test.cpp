@@ -24,12 +24,12 @@ std::vector<uint8_t> random_bytes(std::mt19937& random) {
   return bytes;
 }
 
-TEST(FlatLayout, KeepsItsPromisesForTwentyThousandRandomRequests) {
+TEST(FlatLayout, KeepsItsPromisesForRandomRequests) {
   std::mt19937 random(20240611);
   int num_checked = 0;
   int num_by_kind[4] = {};
   int num_with_matrices = 0;
-  while (num_checked < 20000) {
+  while (num_checked < 6000) {
     std::vector<uint8_t> bytes = random_bytes(random);
     if (testing::RequestReader(bytes).is_extreme()) bytes[0] = 0;
     const FlatLayoutRequest request = testing::RequestReader(bytes).read();
@@ -39,15 +39,15 @@ TEST(FlatLayout, KeepsItsPromisesForTwentyThousandRandomRequests) {
     ++num_by_kind[static_cast<int>(request.granularity.kind)];
     if (!request.matrix_rows.empty()) ++num_with_matrices;
   }
-  for (const int count : num_by_kind) EXPECT_GT(count, 2000) << "every granularity is drawn";
-  EXPECT_GT(num_with_matrices, 500);
+  for (const int count : num_by_kind) EXPECT_GT(count, 600) << "every granularity is drawn";
+  EXPECT_GT(num_with_matrices, 150);
 }
 
 TEST(FlatLayout, RefusesOrPlansExtremeRequestsWithoutHarm) {
   std::mt19937 random(7);
   int num_planned = 0;
   int num_refused = 0;
-  for (int i = 0; i < 20000; ++i) {
+  for (int i = 0; i < 10000; ++i) {
     std::vector<uint8_t> bytes = random_bytes(random);
     bytes[0] = 7;
     FlatLayoutRequest request = testing::RequestReader(bytes).read();
@@ -66,8 +66,8 @@ TEST(FlatLayout, RefusesOrPlansExtremeRequestsWithoutHarm) {
       ++num_refused;
     }
   }
-  EXPECT_GT(num_planned, 500);
-  EXPECT_GT(num_refused, 500);
+  EXPECT_GT(num_planned, 250);
+  EXPECT_GT(num_refused, 250);
 }
 
 }  // namespace

@@ -53,7 +53,6 @@ TEST(FlatLayout, StartsEveryTensorAndShardAt128Bytes) {
   EXPECT_THAT(offsets_of(layout), ElementsAre(0, 64, 0, 128));
   EXPECT_EQ(layout.tensor_numel(), 15 + 1 + 0 + 65);
   EXPECT_EQ(layout.padded_numel(), 3 * 128) << "4 * 64 elements are two shares too few for 3 ranks";
-  EXPECT_EQ(layout.padding_numel(), 3 * 128 - 81);
   EXPECT_EQ(layout.max_shard_numel(kInner), 128);
   EXPECT_THAT(flat_ranges(layout, kInner, {.inner = 1}), ElementsAre(FlatRange{128, 256}));
 }
@@ -68,7 +67,7 @@ TEST(FlatLayout, CutsTheInnerAxisFirstSoThatInnerShardsAreContiguous) {
   EXPECT_THAT(flat_ranges(layout, kReplicated, rank), ElementsAre(FlatRange{0, 12}));
   EXPECT_THAT(flat_ranges(layout, kInner, rank), ElementsAre(FlatRange{8, 12}));
   EXPECT_THAT(flat_ranges(layout, kBoth, rank), ElementsAre(FlatRange{10, 12}));
-  // What an all-gather over the inner axis makes of the shard above.
+  // The result of an all-gather of the shard above over the inner axis.
   EXPECT_THAT(
       layout.shard_ranges(kOuter, rank),
       ElementsAre(ShardRange{{2, 4}, 0, 0}, ShardRange{{6, 8}, 2, 0}, ShardRange{{10, 12}, 4, 0}));
@@ -121,12 +120,20 @@ TEST(FlatLayout, RowsOfDifferentLengthGetSegmentsOfTheirOwn) {
               ElementsAre(TensorSlice{1, {10, 20}, 0}, TensorSlice{0, {6, 12}, 10}));
 }
 
+// Cut at multiples of a common row length, as other layouts do, the padding would be 300 %.
+TEST(FlatLayout, RowsWithoutCommonDivisorsArePaddedByNothing) {
+  for (const int64_t ranks : {8, 512}) {
+    const FlatLayout layout(unaligned({{4096, 4096}, {4096, 4097}}, ranks, Granularity::row()));
+    EXPECT_EQ(layout.padded_numel(), layout.tensor_numel()) << ranks;
+  }
+}
+
 TEST(FlatLayout, SmallTensorsFillTheFreeEndsOfRowSegments) {
   // 7 rows of 4 on 4 ranks leave one row free: the vector and the single row of 2 fit there.
   const FlatLayout layout(unaligned({{2}, {7, 4}, {1, 2}}, 4, Granularity::row()));
   EXPECT_EQ(layout.padded_numel(), 32);
   EXPECT_EQ(layout.segments().size(), 1u);
-  EXPECT_EQ(layout.padding_numel(), 0);
+  EXPECT_EQ(layout.padded_numel(), layout.tensor_numel());
 }
 
 TEST(FlatLayout, FewRanksNeedOneSegmentOnly) {
@@ -154,7 +161,7 @@ TEST(FlatLayout, WholeTensorsAreBalancedOverRanks) {
   const FlatLayout layout(
       unaligned({{2}, {3, 3}, {4}, {7}, {3, 1}, {6}, {}}, 3, Granularity::tensor()));
   EXPECT_FALSE(layout.has_even_shards());
-  EXPECT_EQ(layout.padding_numel(), 0);
+  EXPECT_EQ(layout.padded_numel(), layout.tensor_numel());
   EXPECT_THAT(layout.tensor_slices(kInner, {.inner = 0}),
               ElementsAre(TensorSlice{0, {0, 2}, 0}, TensorSlice{1, {0, 9}, 2}));
   EXPECT_THAT(layout.tensor_slices(kInner, {.inner = 1}),

@@ -1,5 +1,5 @@
 // Matrices with one owner each: where they lie, and how evenly their products are spread.
-#include "fsdp/layout/matrix_balance.h"
+#include "fsdp/layout/matrix_owners.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -8,18 +8,13 @@
 #include <numeric>
 #include <random>
 
-#include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/layout/flat_layout.h"
-#include "fsdp/layout/matrix_owners.h"
-#include "fsdp/layout/matrix_parts.h"
 
 namespace fsdp::matrix_balance_test {
 namespace {
 
 using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::ThrowsMessage;
 
 constexpr PlacementPair kInner{Placement::kReplicate, Placement::kShard};
 constexpr PlacementPair kBoth{Placement::kShard, Placement::kShard};
@@ -73,18 +68,12 @@ TEST(MatrixBalance, DealsColumnsAsEvenlyAsTheirOrderAllows) {
   const ColumnOwners owners = balance_columns(columns, 3);
   EXPECT_THAT(owners[0], ElementsAre(0, 0, 1, 1, 1, 2));
   EXPECT_THAT(owners[1], ElementsAre(1, 2));  // the first has most already
-}
-
-// In order, the small ones of both groups would stand in the way of a large one: 18 for 14.
-TEST(MatrixBalance, DealsTheLargestOfAllGroupsFirst) {
-  const std::vector<CostColumn> columns{{0, {4}}, {0, {10}}, {1, {4}}, {1, {10}}};
-  EXPECT_THAT(loads_of(columns, balance_columns(columns, 2), 2), ElementsAre(14, 14));
-}
-
-TEST(MatrixBalance, LeavesOwnersOverWhereThereAreMoreThanMatrices) {
-  const std::vector<CostColumn> columns{{0, {5, 5}}, {1, {3}}};
-  const std::vector<int64_t> loads = loads_of(columns, balance_columns(columns, 1000), 1000);
-  EXPECT_EQ(std::count(loads.begin(), loads.end(), 0), 997);
+  // In order, the small ones of both groups would stand in the way of a large one: 18 for 14.
+  const std::vector<CostColumn> groups{{0, {4}}, {0, {10}}, {1, {4}}, {1, {10}}};
+  EXPECT_THAT(loads_of(groups, balance_columns(groups, 2), 2), ElementsAre(14, 14));
+  const std::vector<CostColumn> few{{0, {5, 5}}, {1, {3}}};
+  const std::vector<int64_t> loads = loads_of(few, balance_columns(few, 1000), 1000);
+  EXPECT_EQ(std::count(loads.begin(), loads.end(), 0), 997) << "owners without a matrix";
 }
 
 // One owner of all three would do as well for the whole, but the group's reduction would wait for
@@ -196,45 +185,6 @@ TEST(MatrixOwners, OfMatricesThatMeetUnalignedAreTheSame) {
   EXPECT_EQ(layout.shard_numel(kInner, {.inner = 0}), 12);
   EXPECT_EQ(layout.shard_numel(kInner, {.inner = 1}), 12);
   EXPECT_EQ(layout.max_shard_numel(kInner), 12);
-}
-
-TEST(MatrixOwners, AreRefusedWhereNoBufferHasThem) {
-  FlatLayoutRequest good = of_matrices({{8, 3}, {4, 4}}, {{2}, {}}, 4);
-  good.align_bytes = 4;
-  good.matrix_owners = {{0, 0, 2, 2}, {2}};
-  EXPECT_NO_THROW(FlatLayout{good});
-  const auto refused = [&](const auto& change) {
-    FlatLayoutRequest request = good;
-    change(request);
-    return [request] { FlatLayout{request}; };
-  };
-  EXPECT_THAT(refused([](auto& request) { request.matrix_rows.pop_back(); }),
-              ThrowsMessage<Error>(HasSubstr("matrix_rows has 1 entries for 2 tensors")));
-  EXPECT_THAT(refused([](auto& request) { request.matrix_owners.pop_back(); }),
-              ThrowsMessage<Error>(HasSubstr("matrix_owners has 1 entries for 2 of matrix_rows")));
-  EXPECT_THAT(refused([](auto& request) {
-                request.held_load = {0, 0, 0, 0};
-              }),
-              ThrowsMessage<Error>(HasSubstr("held_load is given with matrix_rows")));
-  EXPECT_THAT(refused([](auto& request) { request.matrix_owners[0].pop_back(); }),
-              ThrowsMessage<Error>(HasSubstr("3 entries for tensor 0, which has 4 matrices")));
-  EXPECT_THAT(
-      refused([](auto& request) { request.matrix_owners[1] = {4}; }),
-      ThrowsMessage<Error>(HasSubstr("matrix_owners has 4 for tensor 1; use shares from 0 to 3")));
-  EXPECT_THAT(refused([](auto& request) {
-                request.matrix_owners[0] = {2, 2, 0, 0};
-              }),
-              ThrowsMessage<Error>(
-                  HasSubstr("matrix 2 of tensor 0 has owner 0, but what lies before it has owner "
-                            "2; owners must ascend")));
-  EXPECT_THAT(refused([](auto& request) { request.matrix_owners[1] = {1}; }),
-              ThrowsMessage<Error>(HasSubstr("matrix 0 of tensor 1 has owner 1, but what lies "
-                                             "before it has owner 2; owners must ascend")));
-  EXPECT_THAT(refused([](auto& request) {
-                request.matrix_owners[0] = {0, 1, 1, 2};
-              }),
-              ThrowsMessage<Error>(HasSubstr("matrix 1 of tensor 0 begins at element 6, where no "
-                                             "share can begin, as it is no multiple of 4")));
 }
 
 // Random models of random matrices, banks of experts among them: every matrix is whole on the rank

@@ -1,5 +1,5 @@
-// layout/brick.h: known optima, and never above what an exhaustive search finds.
-#include "fsdp/layout/brick.h"
+// layout/packing.h: known optima, and never above what an exhaustive search finds.
+#include "fsdp/layout/packing.h"
 
 #include <gtest/gtest.h>
 
@@ -34,14 +34,11 @@ int64_t shortest_shard(std::vector<int64_t> pieces, size_t num_ranks) {
   return best;
 }
 
-TEST(PaddingBound, IsTheVolumeWhenEverythingMayBeCut) {
-  const std::vector<BrickedTensor> tensors = {bricked(0, 1000, 1, 64), bricked(1, 70, 1, 64)};
-  EXPECT_EQ(min_shard_numel(tensors, 64, 1), 1024 + 128);
-  EXPECT_EQ(min_shard_numel(tensors, 64, 5), 256);
+TEST(PaddingBound, IsTheVolumeOrWholeRowsOrTheLargestPiece) {
+  const std::vector<BrickedTensor> divisible = {bricked(0, 1000, 1, 64), bricked(1, 70, 1, 64)};
+  EXPECT_EQ(min_shard_numel(divisible, 64, 1), 1024 + 128);
+  EXPECT_EQ(min_shard_numel(divisible, 64, 5), 256);
   EXPECT_EQ(min_shard_numel({}, 64, 5), 0);
-}
-
-TEST(PaddingBound, CountsWholeRowsPerRank) {
   // 10240 rows of 4096 on 4096 ranks: 2.5 rows each, so somebody has 3.
   const std::vector<BrickedTensor> attention = {bricked(0, 10240 * 4096, 4096, 64)};
   EXPECT_EQ(min_shard_numel(attention, 64, 4096), 3 * 4096);
@@ -50,12 +47,9 @@ TEST(PaddingBound, CountsWholeRowsPerRank) {
   const std::vector<BrickedTensor> mlp = {bricked(0, 21504 * 4096, 4096, 64),
                                           bricked(1, 4096 * 21504, 21504, 64)};
   EXPECT_EQ(min_shard_numel(mlp, 64, 4096), 11 * 4096);
-}
-
-TEST(PaddingBound, IsAtLeastTheLargestPiece) {
-  const std::vector<BrickedTensor> tensors = {bricked(0, 5000, 5000, 8), bricked(1, 64, 1, 8)};
-  EXPECT_EQ(min_shard_numel(tensors, 8, 100), 5000);
-  EXPECT_EQ(min_shard_numel(tensors, 8, 1), 5064);
+  const std::vector<BrickedTensor> large = {bricked(0, 5000, 5000, 8), bricked(1, 64, 1, 8)};
+  EXPECT_EQ(min_shard_numel(large, 8, 100), 5000);
+  EXPECT_EQ(min_shard_numel(large, 8, 1), 5064);
 }
 
 TEST(PaddingBound, NeverExceedsTheBestAssignment) {

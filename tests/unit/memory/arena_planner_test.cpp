@@ -10,9 +10,8 @@
 #include <set>
 
 #include "fsdp/base/check.h"
-#include "fsdp/memory/arena/arena_placer.h"
-#include "fsdp/memory/arena/prefetch_plan.h"
 #include "fsdp/memory/bucket_pool.h"
+#include "fsdp/memory/pool/planned_pool.h"
 #include "support/random_units.h"
 
 namespace fsdp::arena_planner_test {
@@ -92,91 +91,31 @@ LiveTrace random_trace(RandomModel& random, int64_t grain) {
 }
 
 TEST(Zero3Trace, GathersAheadReleasesAfterUseAndReducesOneUnitLater) {
-  const BucketTable table = table_of({1, 1, 1});
-  // Times: forward 0 1 2, backward 3 4 5, and 6 for the last reduction.
-  EXPECT_THAT(words(zero3_trace(table, declared_order(table), 0)),
-              ElementsAre("w0[0,0]", "w1[1,1]", "w2[2,3]", "g2[3,4]", "g1[4,5]", "w1[4,4]",
-                          "g0[5,6]", "w0[5,5]"));
-  EXPECT_THAT(words(zero3_trace(table, declared_order(table), 1)),
-              ElementsAre("w0[0,0]", "w1[0,1]", "w2[1,3]", "g2[3,4]", "w1[3,4]", "g1[4,5]",
-                          "w0[4,5]", "g0[5,6]"));
-}
-
-TEST(Zero3Trace, LetsAPrefetchBeginLaterOnlyWhenItStaysHidden) {
-  const BucketTable table = table_of({1, 1, 1, 1});
-  EXPECT_THAT(words(zero3_trace(table, {{0, 1, 2, 3}, {}}, 2)),
-              ElementsAre("w0[0,0]", "w1[0,1]", "w2[0,2]~", "w3[1,3]~"));
-}
-
-TEST(Zero3Trace, KeepsAUnitThatIsUsedAgainSoon) {
-  const BucketTable table = table_of({1, 1});
-  EXPECT_THAT(words(zero3_trace(table, {{0, 1, 0}, {}}, 1)), ElementsAre("w0[0,2]", "w1[0,1]"));
-}
-
-TEST(Zero3Trace, HasOneGradientForAUnitThatIsUsedTwice) {
-  const BucketTable table = table_of({1, 1, 1});
-  const LiveTrace trace = zero3_trace(table, mirrored_order({0, 1, 2, 0}), 0);
-  EXPECT_THAT(words(trace), ::testing::Contains("g0[7,8]"));
-  EXPECT_EQ(std::count_if(trace.intervals.begin(), trace.intervals.end(),
-                          [](const LiveInterval& each) {
-                            return each.bucket == BucketId{0, 1};
-                          }),
-            1);
-}
-
-TEST(Zero3Trace, RefusesUnknownUnitsAndNegativeDepth) {
-  const BucketTable table = table_of({1, 1});
-  EXPECT_THAT(
-      [&] {
-        zero3_trace(table, {{0, 2}, {}}, 1);
-      },
-      ThrowsMessage<Error>(AllOf(HasSubstr("forward order"), HasSubstr("unit 2"))));
-  EXPECT_THAT(
-      [&] {
-        zero3_trace(table, {{0}, {-1}}, 1);
-      },
-      ThrowsMessage<Error>(HasSubstr("backward order")));
-  EXPECT_THAT(
-      [&] {
-        zero3_trace(table, {{0}, {0}}, -1);
-      },
-      ThrowsMessage<Error>(HasSubstr("prefetch is -1")));
-}
-
-TEST(LiveTrace, RefusesWhatCannotHappen) {
-  const BucketTable table = table_of({64, 64});
-  const auto refuses = [&](std::vector<LiveInterval> intervals, const std::string& text) {
-    EXPECT_THAT(
-        [&] {
-          check_trace({intervals, 4}, table);
-        },
-        ThrowsMessage<Error>(AllOf(HasSubstr("unit 'unit0'"), HasSubstr(text))));
+  const auto trace_of = [](int32_t num_units, const StepOrder& order, int32_t prefetch) {
+    const BucketTable table = table_of(std::vector<int64_t>(static_cast<size_t>(num_units), 1));
+    return words(zero3_trace(table, order, prefetch));
   };
-  refuses({{{0, 0}, 65, 0, 1}}, "65 bytes in the trace and 64");
-  refuses({{{0, 0}, 64, 0, 4}}, "not within the 4 times");
-  refuses({{{0, 0}, 64, 2, 1}}, "not within the 4 times");
-  refuses({{{0, 0}, 64, 0, 1}, {{0, 0}, 64, 1, 2}}, "still live until 1");
-  refuses({{{1, 0}, 64, 2, 3}, {{0, 0}, 64, 1, 2}}, "order in which they are acquired");
-  refuses({{{0, 0}, 64, 1, 1, true}}, "cannot begin later");
-}
-
-TEST(ArenaPlacer, FillsTheTightestGapOrTheLowest) {
-  // A tower of 4 + 2 + 6 + 1 + 1; the items of 2 and of 1 leave before the last one comes.
-  std::vector<ArenaItem> items = {{4, 0, 0}, {2, 0, 1}, {1, 0, 0}, {2, 0, 1}, {1, 1, 1}};
-  ArenaPlacer placer(items);
-  const std::vector<int32_t> order = {0, 1, 2, 3, 4};
-  const int64_t no_limit = std::numeric_limits<int64_t>::max();
-  EXPECT_EQ(placer.place(order, Fit::kLowest, no_limit), 9);
-  EXPECT_THAT(placer.offsets(), ElementsAre(0, 4, 6, 7, 0));
-  EXPECT_EQ(placer.place(order, Fit::kTightest, no_limit), 9);
-  EXPECT_THAT(placer.offsets(), ElementsAre(0, 4, 6, 7, 6));
-  EXPECT_GT(placer.place(order, Fit::kLowest, 5), 5) << "gives up";
+  // Times: forward 0 1 2, backward 3 4 5, and 6 for the last reduction.
+  const StepOrder order = mirrored_order({0, 1, 2});
+  EXPECT_THAT(trace_of(3, order, 0), ElementsAre("w0[0,0]", "w1[1,1]", "w2[2,3]", "g2[3,4]",
+                                                 "g1[4,5]", "w1[4,4]", "g0[5,6]", "w0[5,5]"));
+  EXPECT_THAT(trace_of(3, order, 1), ElementsAre("w0[0,0]", "w1[0,1]", "w2[1,3]", "g2[3,4]",
+                                                 "w1[3,4]", "g1[4,5]", "w0[4,5]", "g0[5,6]"));
+  // A prefetch begins later only when it stays hidden (~).
+  EXPECT_THAT(trace_of(4, {{0, 1, 2, 3}, {}}, 2),
+              ElementsAre("w0[0,0]", "w1[0,1]", "w2[0,2]~", "w3[1,3]~"));
+  EXPECT_THAT(trace_of(2, {{0, 1, 0}, {}}, 1), ElementsAre("w0[0,2]", "w1[0,1]"))
+      << "a unit that is used again soon stays";
+  const std::vector<std::string> shared = trace_of(3, mirrored_order({0, 1, 2, 0}), 0);
+  EXPECT_THAT(shared, ::testing::Contains("g0[7,8]"));
+  EXPECT_THAT(shared, ::testing::Contains(::testing::StartsWith("g0")).Times(1))
+      << "one gradient for a unit that is used twice";
 }
 
 TEST(ArenaPlan, HasNoOverlapsOnRandomTraces) {
   double worst = 1.0;
   double sum = 0.0;
-  constexpr int kTraces = 3000;
+  constexpr int kTraces = 1500;
   for (int seed = 0; seed < kTraces; ++seed) {
     RandomModel random(static_cast<uint32_t>(seed));
     const int64_t grain = random.between(0, 1) == 0 ? 1 : 128;
@@ -219,7 +158,7 @@ BucketTable hybrid_stack(const std::string& pattern) {
 
 TEST(ArenaSweep, FitsBelowTheBoundByDelayingOnlyWhatMayBeDelayedAndByOneUnit) {
   int num_fitted = 0;
-  for (uint32_t seed = 0; seed < 100; ++seed) {
+  for (uint32_t seed = 0; seed < 30; ++seed) {
     RandomModel random(seed);
     std::string pattern;
     for (int i = 0; i < 30; ++i) pattern += "M-*"[random.between(0, 2)];
@@ -246,67 +185,57 @@ TEST(ArenaSweep, FitsBelowTheBoundByDelayingOnlyWhatMayBeDelayedAndByOneUnit) {
     ASSERT_GT(outcome.placement->num_delayed, 0);
     ASSERT_EQ(overlaps(delayed, outcome.placement->offsets), 0) << "seed " << seed;
   }
-  EXPECT_GT(num_fitted, 50);
+  EXPECT_GT(num_fitted, 15);
 }
 
 // Two units ahead, the regular pattern of Nemotron-H cannot be placed near its bound.
 TEST(ArenaPlan, DelaysAFewPrefetchesWhereAPeakCannotBePlaced) {
   const BucketTable table = hybrid_stack("M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-");
   const LiveTrace trace = zero3_trace(table, declared_order(table), 2);
-  const ArenaPlan punctual = plan_arena(trace, {.delays = PrefetchDelays::kForbidden});
-  EXPECT_GT(punctual.ratio(), 1.02);
-  EXPECT_LT(punctual.ratio(), 1.08);
   const ArenaPlan plan = plan_arena(trace);
   EXPECT_LE(plan.ratio(), 1.02);
   EXPECT_GT(plan.num_delayed, 0);
   EXPECT_LE(plan.num_delayed, 8);  // of 98 prefetches
   EXPECT_LE(plan.delayed_bound_bytes, plan.bound_bytes);
   EXPECT_EQ(overlaps(plan.trace, plan.offsets), 0);
-  check_trace(plan.trace, table);
-}
-
-TEST(ArenaPlan, NeverDelaysWhenForbidden) {
-  for (uint32_t seed = 0; seed < 200; ++seed) {
-    RandomModel random(seed);
-    const LiveTrace trace = random_trace(random, 128);
-    const ArenaPlan plan = plan_arena(
-        trace, {.delays = PrefetchDelays::kForbidden, .delay_above = 1.0, .max_decisions = 5'000});
-    ASSERT_EQ(plan.num_delayed, 0);
-    ASSERT_EQ(plan.delayed_bound_bytes, plan.bound_bytes);
-  }
-}
-
-TEST(ArenaPlan, IsTheSameEveryTime) {
-  for (uint32_t seed = 0; seed < 50; ++seed) {
-    RandomModel random(seed);
-    const BucketTable table(random.units(24, 128));
-    const StepOrder order = random.order(table.num_units());
-    const ArenaPlan first = plan_prefetch(table, order, 2);
-    const ArenaPlan second = plan_prefetch(table, order, 2);
-    ASSERT_EQ(first.offsets, second.offsets);
-    ASSERT_EQ(words(first.trace), words(second.trace));
-  }
+  EXPECT_EQ(plan_arena(trace).offsets, plan.offsets) << "the same every time";
 }
 
 // The best possible, found by trying every order of placement at the lowest gap: some order always
 // yields an optimal placement (push an optimal one down and read it from bottom to top).
 int64_t best_by_brute_force(const LiveTrace& trace) {
-  std::vector<ArenaItem> items;
-  for (const LiveInterval& each : trace.intervals) {
-    items.push_back({each.bytes, each.first, each.last});
-  }
-  ArenaPlacer placer(items);
-  std::vector<int32_t> order(items.size());
-  std::iota(order.begin(), order.end(), 0);
+  const std::vector<LiveInterval>& items = trace.intervals;
+  std::vector<size_t> order(items.size());
+  std::iota(order.begin(), order.end(), size_t{0});
   int64_t best = std::numeric_limits<int64_t>::max();
   do {
-    best = std::min(best, placer.place(order, Fit::kLowest, best));
+    std::vector<int64_t> offsets(items.size(), -1);  // -1: not placed yet
+    int64_t height = 0;
+    for (const size_t item : order) {
+      int64_t offset = 0;
+      for (bool has_moved = true; has_moved;) {
+        has_moved = false;
+        for (size_t other = 0; other < items.size(); ++other) {
+          const int64_t end = offsets[other] + items[other].bytes;
+          if (offsets[other] < 0 || items[other].last < items[item].first ||
+              items[item].last < items[other].first || offset >= end ||
+              offset + items[item].bytes <= offsets[other])
+            continue;
+          offset = end;
+          has_moved = true;
+        }
+      }
+      offsets[item] = offset;
+      height = std::max(height, offset + items[item].bytes);
+      if (height >= best) break;
+    }
+    best = std::min(best, height);
   } while (std::next_permutation(order.begin(), order.end()));
   return best;
 }
 
 TEST(ArenaPlan, IsOptimalOnSmallTraces) {
-  for (uint32_t seed = 0; seed < 300; ++seed) {
+  for (uint32_t seed = 0; seed < 100; ++seed) {
     RandomModel random(seed);
     LiveTrace trace;
     trace.num_times = 4;
@@ -322,11 +251,12 @@ TEST(ArenaPlan, IsOptimalOnSmallTraces) {
 }
 
 TEST(ArenaPlan, IsNeverLargerThanAMaxPool) {
-  for (uint32_t seed = 0; seed < 1000; ++seed) {
+  for (uint32_t seed = 0; seed < 300; ++seed) {
     RandomModel random(seed);
     const std::vector<UnitBuckets> units = random.units(12, 128);
     const BucketTable table(units);
-    const StepOrder order = random.order(table.num_units());
+    const StepOrder order =
+        seed % 4 == 0 ? random.nested_order(table.num_units()) : random.order(table.num_units());
     const int32_t prefetch = random.between(0, 4);
     HostSlabAllocator allocator;  // nothing is allocated
     const auto pool = make_bucket_pool(

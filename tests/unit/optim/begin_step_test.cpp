@@ -1,5 +1,5 @@
 // How a step begins: skipping, clipping, loss scales, powers.
-#include "fsdp/optim/kernels/begin_step.h"
+#include "fsdp/optim/kernels/update_math.h"
 
 #include <gtest/gtest.h>
 
@@ -53,30 +53,25 @@ TEST(BeginStep, MultipliesPowersOfTheBetas) {
 
 TEST(BeginStep, SkipsNonfiniteGradientsWhereAskedTo) {
   for (const double squared_norm : {kInf, kNan}) {
-    const StepState state = begun({.step = 4, .squared_norm = squared_norm},
-                                  {.max_norm = 1.0, .skips_nonfinite = true});
+    const StepRule rule{.max_norm = 1.0, .skips_nonfinite = true};
+    StepState state = begun({.step = 4, .squared_norm = squared_norm}, rule);
     EXPECT_EQ(state.skips, 1);
     EXPECT_EQ(state.step, 4);
     EXPECT_EQ(state.skipped, 1);
     EXPECT_EQ(state.beta1_power, 1.0);
     EXPECT_EQ(state.loss_scale, 1.0) << "a static scale";
+    state.squared_norm = 1.0;
+    state = begun(state, rule);
+    EXPECT_EQ(state.skips, 0);
+    EXPECT_EQ(state.step, 5);
+    EXPECT_EQ(state.skipped, 1);
   }
-}
-
-TEST(BeginStep, CountsAgainAfterASkippedStep) {
-  StepState state{.squared_norm = kNan};
-  const StepRule rule{.skips_nonfinite = true};
-  begin_step(state, rule);
-  state.squared_norm = 1.0;
-  begin_step(state, rule);
-  EXPECT_EQ(state.skips, 0);
-  EXPECT_EQ(state.step, 1);
-  EXPECT_EQ(state.skipped, 1);
 }
 
 TEST(BeginStep, LetsNonfiniteGradientsThroughUnlessAskedToSkip) {
   EXPECT_EQ(begun({.squared_norm = kNan}, {}).skips, 0);
-  // As torch's clip_grad_norm_: a NaN poisons every gradient, an Inf turns finite ones to 0.
+  // torch's clip_grad_norm_ does this, too: a NaN poisons every gradient, an Inf turns finite ones
+  // to 0.
   const float poisoned = begun({.squared_norm = kNan}, {.max_norm = 1.0}).gradient_factor;
   EXPECT_NE(poisoned, poisoned);
   EXPECT_EQ(begun({.squared_norm = kInf}, {.max_norm = 1.0}).gradient_factor, 0.0f);

@@ -1,5 +1,5 @@
 // Marks of changed weights: exactly those whose bits an update changes, for all types and cuts.
-#include "fsdp/optim/kernels/change_marks.h"
+#include "fsdp/optim/kernels/update_span.h"
 
 #include <gtest/gtest.h>
 
@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "fsdp/base/text.h"
-#include "fsdp/optim/kernels/begin_step.h"
-#include "fsdp/optim/kernels/update_on_cpu.h"
+#include "fsdp/optim/kernels/update_kernels.h"
+#include "fsdp/optim/kernels/update_math.h"
 #include "support/update_case.h"
 
 namespace fsdp::change_marks_test {
@@ -137,8 +137,8 @@ TEST(ChangeMarks, ASkippedStepMarksNothing) {
   EXPECT_TRUE(marked(memory).empty());
 }
 
-// As offloading does: chunks of a span, each with memory of its own for weights, which lie on a
-// device.
+// Offloading cuts like this: chunks of a span, each with memory of its own for weights, which lie
+// on a device.
 TEST(ChangeMarks, NeedNoOldWeightBesideAMainWeight) {
   for (const DType weight : {DType::kBFloat16, DType::kFloat16}) {
     const UpdateTypes types{.weight = weight, .main = MainWeight::kSeparate};

@@ -46,6 +46,7 @@ TEST(LearningRate, StartsAtTheWholeRateWithoutWarmUp) {
   for (const RateSchedule kind : all_rate_schedules()) {
     EXPECT_EQ(learning_rate(schedule(kind, 0, 100), 1), kRate) << name_of(kind);
     EXPECT_EQ(learning_rate(schedule(kind, 1, 100), 1), kRate) << "one step of warm-up is whole";
+    EXPECT_EQ(learning_rate(schedule(kind, 0, 1), 1), kRate) << "the only step";
   }
 }
 
@@ -107,11 +108,6 @@ TEST(LearningRate, EndsWithTheWarmUpWhereThatIsAll) {
   }
 }
 
-TEST(LearningRate, OfASingleStepIsTheWholeRate) {
-  for (const RateSchedule kind : all_rate_schedules())
-    EXPECT_EQ(learning_rate(schedule(kind, 0, 1), 1), kRate) << name_of(kind);
-}
-
 TEST(LearningRate, RisesThenFallsAndWastesNoStep) {
   for (const RateSchedule kind : all_rate_schedules())
     for (const RateDecay decay : all_rate_decays())
@@ -169,19 +165,6 @@ TEST(LearningRateOptions, NameFieldValueAndFix) {
     EXPECT_THAT([&] { bad.options.validate(); }, ThrowsMessage<UsageError>(HasSubstr(bad.says)));
   EXPECT_NO_THROW(LearningRateOptions{}.validate());
   EXPECT_NO_THROW(LearningRateOptions{.rate = 0}.validate());
-}
-
-TEST(LearningRateOptions, ReadNames) {
-  for (const RateSchedule kind : all_rate_schedules())
-    EXPECT_EQ(parse_rate_schedule(name_of(kind)), kind);
-  for (const RateDecay decay : all_rate_decays())
-    EXPECT_EQ(parse_rate_decay(name_of(decay)), decay);
-  EXPECT_THAT([] { parse_rate_schedule("cosin"); },
-              ThrowsMessage<UsageError>(HasSubstr(
-                  "schedule is 'cosin'; did you mean 'cosine'? Use one of constant, linear")));
-  EXPECT_THAT(
-      [] { parse_rate_decay("exponential"); },
-      ThrowsMessage<UsageError>(HasSubstr("decay is 'exponential'; use one of linear, 1-")));
 }
 
 }  // namespace

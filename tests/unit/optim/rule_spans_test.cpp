@@ -18,36 +18,10 @@ namespace {
 constexpr HyperParameters kDecayed{0.1, 1.0};
 constexpr HyperParameters kSpared{0.0, 1.0};
 constexpr PlacementPair kWhole{};
-constexpr PlacementPair kInnerShard{.inner = Placement::kShard};
 
 // Tensors begin at multiples of 64 elements.
-FlatLayout layout_of(std::vector<std::vector<int64_t>> shapes, int64_t ranks = 1) {
-  return FlatLayout({.shapes = std::move(shapes), .element_bytes = 2, .inner_ranks = ranks});
-}
-
-TEST(RuleSpans, MergeEqualTensorsAndTakePaddingAlong) {
-  const FlatLayout layout = layout_of({{100}, {30}, {5}});
-  const auto shard = layout.shard_ranges(kWhole, {});
-  const std::vector<HyperParameters> equal(3, kDecayed);
-  EXPECT_EQ(rule_spans(layout, equal, shard),
-            (std::vector<RuleSpan>{{{0, layout.padded_numel()}, 0, kDecayed}}));
-}
-
-TEST(RuleSpans, BeginWhereATensorWithOtherSettingsBegins) {
-  const FlatLayout layout = layout_of({{100}, {30}, {5}});
-  std::vector<HyperParameters> settings(3, kDecayed);
-  for (size_t other = 0; other < 3; ++other) {
-    settings.assign(3, kDecayed);
-    settings[other] = kSpared;
-    const auto spans = rule_spans(layout, settings, layout.shard_ranges(kWhole, {}));
-    const FlatRange flat = layout.tensor_range(static_cast<int64_t>(other));
-    bool found = false;
-    for (const RuleSpan& span : spans) {
-      EXPECT_EQ(span.hyper == kSpared, span.flat.begin == flat.begin);
-      found = found || (span.hyper == kSpared && span.flat.end >= flat.end);
-    }
-    EXPECT_TRUE(found);
-  }
+FlatLayout layout_of(std::vector<std::vector<int64_t>> shapes) {
+  return FlatLayout({.shapes = std::move(shapes), .element_bytes = 2});
 }
 
 TEST(RuleSpans, IgnoreTensorsWithoutElements) {
@@ -55,24 +29,6 @@ TEST(RuleSpans, IgnoreTensorsWithoutElements) {
   const std::vector<HyperParameters> settings = {kSpared, kDecayed, kSpared};
   EXPECT_EQ(rule_spans(layout, settings, layout.shard_ranges(kWhole, {})),
             (std::vector<RuleSpan>{{{0, 64}, 0, kDecayed}}));
-}
-
-TEST(RuleSpans, OfPaddingAloneAreStillSpans) {
-  // One tensor of 10 elements on 4 ranks: only the first has any of it.
-  const FlatLayout layout = layout_of({{10}}, 4);
-  const std::vector<HyperParameters> settings = {kDecayed};
-  for (int64_t rank = 0; rank < 4; ++rank) {
-    const auto shard = layout.shard_ranges(kInnerShard, {.inner = rank});
-    const auto spans = rule_spans(layout, settings, shard);
-    ASSERT_EQ(spans.size(), shard.size());
-    for (size_t i = 0; i < spans.size(); ++i) EXPECT_EQ(spans[i].flat, shard[i].flat);
-  }
-}
-
-TEST(RuleSpans, OfNothingAreNone) {
-  const FlatLayout layout = layout_of({{0}});
-  const std::vector<HyperParameters> settings = {kDecayed};
-  EXPECT_TRUE(rule_spans(layout, settings, layout.shard_ranges(kWhole, {})).empty());
 }
 
 void check_spans(const FlatLayout& layout, std::span<const HyperParameters> settings,

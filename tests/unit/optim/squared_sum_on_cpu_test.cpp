@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "fsdp/base/error.h"
-#include "fsdp/optim/kernels/update_on_cpu.h"
+#include "fsdp/optim/kernels/update_kernels.h"
 #include "support/update_case.h"
 
 namespace fsdp::squared_sum_on_cpu_test {

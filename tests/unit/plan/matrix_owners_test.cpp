@@ -3,16 +3,14 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdio>
 #include <functional>
-#include <map>
 #include <optional>
 #include <queue>
 #include <vector>
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/text.h"
-#include "fsdp/layout/matrix_parts.h"
+#include "fsdp/layout/flat_layout.h"
 #include "fsdp/plan/forecast.h"
 #include "fsdp/plan/group_plan.h"
 #include "fsdp/plan/load_model.h"
@@ -61,11 +59,8 @@ double longest_first(std::vector<double> tasks, int64_t num_owners) {
 }
 
 TEST(MatrixOwners, AreWithinFourThirdsOfTheBestPossible) {
-  std::vector<int64_t> counts{9, 11, 13, 31, 97, 100, 131, 257, 500, 511};
-  for (int64_t ranks = 8; ranks <= 512; ranks += 8) counts.push_back(ranks);
-  std::sort(counts.begin(), counts.end());
   for (const char* model : {"llama-1b", "llama3-8b", "mixtral-8x7b"})
-    for (const int64_t ranks : counts) {
+    for (const int64_t ranks : {8, 9, 13, 24, 31, 64, 80, 97, 128, 131, 256, 257, 384, 500, 512}) {
       const Planner planner(load_model(model), {.ranks = ranks, .muon = DType::kBFloat16});
       const MatrixForecast matrices = planner.forecast().matrices;
       const std::vector<double> tasks = tasks_of(planner);
@@ -74,60 +69,13 @@ TEST(MatrixOwners, AreWithinFourThirdsOfTheBestPossible) {
       const double reached = longest_first(tasks, ranks);
       EXPECT_LE(matrices.most_flops, std::max(bound * 4 / 3, reached)) << model << " on " << ranks;
       EXPECT_GE(matrices.most_flops, bound * 0.999999) << model << " on " << ranks;
-      std::printf("%-14s %4lld ranks: %.3f of the bound, %.3f of longest first, %lld idle\n", model,
-                  static_cast<long long>(ranks), matrices.most_flops / bound,
-                  matrices.most_flops / reached, static_cast<long long>(matrices.num_idle_ranks));
+      if (ranks % 2 != 0) continue;
+      // Over two axes every copy of an inner shard is updated alike.
+      const Planner two(load_model(model), {.ranks = ranks, .outer = 2, .muon = DType::kBFloat16});
+      EXPECT_LE(two.forecast().matrices.most_flops,
+                std::max(best_possible(tasks, ranks / 2) * 4 / 3, longest_first(tasks, ranks / 2)))
+          << model << " on " << ranks;
     }
-}
-
-// The reduction of a unit waits for its largest share, so no owner should have much of one unit:
-// hardly more than must be where ranks outnumber its matrices, else less than twice that.
-TEST(MatrixOwners, HaveLittleOfOneUnit) {
-  for (const char* model : {"llama-1b", "llama3-8b", "mixtral-8x7b"})
-    for (const int64_t ranks : {8, 16, 24, 32, 64, 80, 96, 128, 256, 384, 512}) {
-      const Planner planner(load_model(model), {.ranks = ranks, .muon = DType::kBFloat16});
-      double most = 0;
-      double least = 0;
-      for (const GroupPlan& group : planner.groups()) {
-        if (!group.has_matrices()) continue;
-        std::map<int64_t, double> loads;
-        std::vector<double> tasks;
-        for (int64_t tensor = 0; tensor < group.layout.num_tensors(); ++tensor) {
-          const std::vector<OwnedMatrix> parts = group.layout.matrices_of(tensor);
-          const auto& owners = group.layout.request().matrix_owners[static_cast<size_t>(tensor)];
-          for (size_t i = 0; i < parts.size(); ++i) {
-            tasks.push_back(
-                static_cast<double>(newton_schulz_flops(parts[i].rows, parts[i].columns)));
-            loads[owners[i]] += tasks.back();
-          }
-        }
-        double of_group = 0;
-        for (const auto& [owner, load] : loads) of_group = std::max(of_group, load);
-        most += of_group;
-        least += best_possible(tasks, ranks);
-      }
-      EXPECT_LE(most, least * (ranks < 48 ? 2.0 : 1.3)) << model << " on " << ranks;
-      std::printf("%-14s %4lld ranks: largest shares of units are %.2f of the best possible\n",
-                  model, static_cast<long long>(ranks), most / least);
-    }
-}
-
-// With an outer axis, every copy of an inner shard is updated alike (HSDP), or once (HFSDP).
-TEST(MatrixOwners, AreBalancedOnTwoAxes) {
-  for (const char* model : {"llama-1b", "llama3-8b", "mixtral-8x7b"})
-    for (const int64_t outer : {2, 4, 8})
-      for (const int64_t ranks : {16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 448, 512}) {
-        SCOPED_TRACE(concat(model, " on ", ranks, " ranks, outer ", outer));
-        const Planner planner(load_model(model),
-                              {.ranks = ranks, .outer = outer, .muon = DType::kBFloat16});
-        const std::vector<double> tasks = tasks_of(planner);
-        const auto allowed = [&](int64_t owners) {
-          return std::max(best_possible(tasks, owners) * 4 / 3, longest_first(tasks, owners));
-        };
-        EXPECT_LE(planner.forecast().matrices.most_flops, allowed(ranks / outer));
-        EXPECT_LE(planner.forecast(Strategy::optim_grads_params.hfsdp()).matrices.most_flops,
-                  allowed(ranks));
-      }
 }
 
 TEST(MatrixOwners, ShareOutTheMatricesOfExperts) {

@@ -62,31 +62,6 @@ void expect_within(double forecast, double measured, double tolerance) {
   EXPECT_NEAR(forecast, measured, tolerance * measured);
 }
 
-TEST(MeasuredMemory, ASecondSetOfMainWeights) {
-  // bf16 gradients, 2 x 4; with the optimizer's own copy of the main weights, and without. The
-  // measured peaks differ by the same amount.
-  const double duplicate =
-      static_cast<double>(plan_of(with_outer_axis(DType::kBFloat16)).main_weight);
-  expect_within(duplicate / kMiB, 23425.69 - 19595.55, 0.001);
-  expect_within(duplicate / kMiB, 30852.31 - 27022.17, 0.001);
-  expect_within(duplicate, 4.0 * 8030261248 / 8, 1e-4);
-}
-
-TEST(MeasuredMemory, MainGradientsInFloatInsteadOfBFloat16) {
-  // Both 2 x 4 and without a second set of main weights. The narrow run does not say its type of
-  // gradients; bf16 is the one with which its whole memory comes out too (AllOfIt).
-  const double wide = resting_mib(with_outer_axis(DType::kFloat32));
-  const double narrow = resting_mib(with_outer_axis(DType::kBFloat16));
-  expect_within(wide - narrow, 23425.69 - 19595.55, 0.001);
-}
-
-TEST(MeasuredMemory, AnOuterAxisThatOnlyTheOptimizerIsShardedOver) {
-  // Both with fp32 gradients: weights and gradients are cut by 4 instead of 8.
-  const double outer = resting_mib(with_outer_axis(DType::kFloat32));
-  const double flat = resting_mib(fully_sharded(DType::kFloat32));
-  expect_within(outer - flat, 23425.69 - 18516.73, 0.001);
-}
-
 TEST(MeasuredMemory, TwoSlotsForWeightsAndForGradientsInBFloat16) {
   // 1 x 8: memory on demand, which is given back between steps, against two slots that stay, with
   // gradients that travel in bf16. Only the blocks are units.

@@ -17,30 +17,6 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 using ::testing::StartsWith;
 
-constexpr const char* kLlama3 = R"({
-  "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 500000.0,
-  "vocab_size": 128256, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-  "num_key_value_heads": 8, "intermediate_size": 14336, "tie_word_embeddings": false})";
-
-constexpr const char* kDeepSeek = R"({
-  "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "num_hidden_layers": 61,
-  "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
-  "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "intermediate_size": 18432,
-  "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
-  "first_k_dense_replace": 3, "moe_layer_freq": 1, "num_nextn_predict_layers": 1})";
-
-constexpr const char* kNemotronH = R"({
-  "model_type": "nemotron_h", "vocab_size": 131072, "hidden_size": 4096, "num_hidden_layers": 52,
-  "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
-  "intermediate_size": 21504, "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8,
-  "ssm_state_size": 128, "conv_kernel": 4, "num_attention_heads": 32, "num_key_value_heads": 8,
-  "attention_head_dim": 128, "use_conv_bias": true, "use_bias": false})";
-
-constexpr const char* kMixtral = R"({
-  "model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32,
-  "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
-  "num_local_experts": 8})";
-
 std::string refusal(std::string_view json) {
   try {
     parse_model(json, "m.json");
@@ -48,15 +24,6 @@ std::string refusal(std::string_view json) {
     return error.what();
   }
   return "accepted";
-}
-
-TEST(ModelFile, PublishedConfigurationsEqualTheCatalog) {
-  EXPECT_EQ(parse_model(kLlama3, "f").parameters(), model_by_name("llama3-8b").parameters());
-  EXPECT_EQ(parse_model(kMixtral, "f").parameters(), model_by_name("mixtral-8x7b").parameters());
-  EXPECT_EQ(parse_model(kNemotronH, "f").parameters(), model_by_name("nemotron-h-8b").parameters());
-  const ModelShape deepseek = parse_model(kDeepSeek, "f");
-  EXPECT_EQ(deepseek.parameters(), model_by_name("deepseek-v3").parameters());
-  EXPECT_EQ(deepseek.uses, model_by_name("deepseek-v3").uses);
 }
 
 TEST(ModelFile, ReadsAListOfUnits) {
@@ -97,24 +64,10 @@ TEST(ModelFile, NamesFileFieldValueAndFix) {
       {"{}", "model_type is missing; give a config.json"},
       {R"({"model_type": "bert"})",
        "model_type is \"bert\"; known are deepseek_v3, llama, mistral"},
-      {R"({"model_type": 3})", "model_type is 3; it must be a string"},
       {R"({"model_type": "llama"})", "vocab_size is missing; add it"},
-      {R"({"model_type": "llama", "vocab_size": "many"})",
-       "vocab_size is \"many\"; it must be a whole number"},
-      {R"({"model_type": "llama", "vocab_size": 1.5})", "vocab_size is 1.5; it must be a whole"},
-      {R"({"model_type": "llama", "vocab_size": 18446744073709551615})",
-       "vocab_size is 18446744073709551615; it must be a whole"},
       {R"({"model_type": "llama", "vocab_size": 0, "hidden_size": 8, "num_hidden_layers": 1,
            "num_attention_heads": 2, "intermediate_size": 8})",
        "vocab_size is 0; it must be a whole number from 1"},
-      {R"({"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1,
-           "num_attention_heads": 2, "intermediate_size": 8, "tie_word_embeddings": "no"})",
-       "tie_word_embeddings is \"no\"; it must be true or false"},
-      {R"({"model_type": "nemotron_h", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8,
-           "hybrid_override_pattern": "M-", "mamba_num_heads": 1, "mamba_head_dim": 1,
-           "n_groups": 1, "ssm_state_size": 1, "conv_kernel": 1, "num_attention_heads": 1,
-           "num_key_value_heads": 1, "num_hidden_layers": 3})",
-       "num_hidden_layers is 3; hybrid_override_pattern has 2 layers; make them agree"},
       {R"({"units": {}})", "units is {}; it must be an array"},
       {R"({"units": []})", "has no units; give at least one"},
       {R"({"units": [3]})", "units[0] is 3; it must be an object"},
@@ -134,11 +87,9 @@ TEST(ModelFile, NamesFileFieldValueAndFix) {
        "tensor name 'w' appears twice"},
   };
   for (const BadText& bad : table)
-    EXPECT_THAT(refusal(bad.json), AllOf(StartsWith("m.json: "), HasSubstr(bad.says))) << bad.json;
-}
-
-TEST(ModelFile, NamesTheFileOnlyOnce) {
-  EXPECT_THAT(refusal(R"({"units": []})"), Not(HasSubstr("m.json: m.json")));
+    EXPECT_THAT(refusal(bad.json), AllOf(StartsWith("m.json: "), HasSubstr(bad.says),
+                                         Not(HasSubstr("m.json: m.json"))))
+        << bad.json;
 }
 
 TEST(ModelFile, DoesNotTakeAFolderOrNothingForAFile) {

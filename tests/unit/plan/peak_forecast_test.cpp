@@ -74,7 +74,7 @@ TEST(PeakForecast, IsAtTheLossWhereThereAreManyTokens) {
   EXPECT_EQ(peak.when, "the loss");
   EXPECT_EQ(peak.gradients, 0);
   EXPECT_EQ(peak.state, forecast.bytes.total() - forecast.bytes.main_grad);
-  // What is normed, all logits, three numbers per token; and the gradient of the head's weight.
+  // Normed values, all logits, three numbers per token; and the gradient of the head's weight.
   EXPECT_EQ(peak.working, 8192 * (640 * 2 + 5000 * 2 + 3 * 4));
   EXPECT_EQ(peak.activations,
             2 * 8192 * 8 +
@@ -98,32 +98,24 @@ TEST(PeakForecast, HasLogitsOfAsManyTokensAsFit) {
   EXPECT_EQ(working(1024 * kRow), 1024 * kRow);
 }
 
-TEST(PeakForecast, IsAtTheEndOfTheBackwardWhereThereAreFew) {
+TEST(PeakForecast, HasGradientsAsLongAsTheyKeepTheirMemory) {
   const ModelShape model = build_model("small", ModelConfig(small_config()));
-  const auto [forecast, peak] = plan(model, fp32_gradients(), {{1, 1}, kStep});
-  EXPECT_EQ(peak.when, "the backward of the embedding");
-  EXPECT_EQ(peak.gradients, forecast.bytes.main_grad);
-}
-
-TEST(PeakForecast, HasAllGradientsWhereTheyKeepTheirMemory) {
-  const ModelShape model = build_model("small", ModelConfig(small_config()));
-  const BatchShape batch{.rows = 4, .sequence = 2048};
-  const auto [forecast, kept] = plan(model, fp32_gradients(), {batch, kPersistent});
-  const PeakForecast freed = plan(model, fp32_gradients(), {batch, kStep}).peak;
+  const PeakOptions many{{4, 2048}, kStep};
+  // At the end of the backward, where there are few tokens.
+  const auto [forecast, few] = plan(model, fp32_gradients(), {{1, 1}, kStep});
+  EXPECT_EQ(few.when, "the backward of the embedding");
+  EXPECT_EQ(few.gradients, forecast.bytes.main_grad);
+  const PeakForecast freed = plan(model, fp32_gradients(), many).peak;
+  const PeakForecast kept = plan(model, fp32_gradients(), {many.batch, kPersistent}).peak;
   EXPECT_EQ(kept.gradients, forecast.bytes.main_grad);
   EXPECT_EQ(kept.allocated() - kept.rounding - (freed.allocated() - freed.rounding),
             forecast.bytes.main_grad);
-}
-
-TEST(PeakForecast, ShardsStateAndNotActivations) {
-  const ModelShape model = build_model("small", ModelConfig(small_config()));
-  const PeakOptions batch{{4, 2048}, kStep};
+  // State is sharded, activations are not.
   PlanOptions eight = fp32_gradients();
   eight.ranks = 8;
-  const PeakForecast one = plan(model, fp32_gradients(), batch).peak;
-  const PeakForecast of_eight = plan(model, eight, batch).peak;
-  EXPECT_LT(of_eight.state, one.state);
-  EXPECT_EQ(of_eight.activations, one.activations);
+  const PeakForecast of_eight = plan(model, eight, many).peak;
+  EXPECT_LT(of_eight.state, freed.state);
+  EXPECT_EQ(of_eight.activations, freed.activations);
 }
 
 TEST(AllocatorBlocks, FollowLibtorchs) {
@@ -139,7 +131,7 @@ TEST(AllocatorBlocks, FollowLibtorchs) {
     EXPECT_EQ(blocks.give(6 * kMiB + kMiB / 2), static_cast<int64_t>(given * kMiB));
 }
 
-// As measured on an H200 (bench/results/2026-11-15-gpu.md): most bytes that libtorch had given out,
+// Measured on an H200 (bench/results/2026-11-15-gpu.md): most bytes that libtorch had given out,
 // when losses had all logits. Then the peak was at the loss, with logits and their gradients, what
 // was normed, and two numbers per token; all else is as it was.
 TEST(PeakForecast, IsWithinTwoPercentOfWhatWasMeasured) {

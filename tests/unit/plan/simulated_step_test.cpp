@@ -108,7 +108,7 @@ TEST(SimulatedStep, GathersUpdatedWeightsOnceInAStep) {
 }
 
 TEST(SimulatedStep, HidesUpdatesBesideTheNextForwardWhereItCan) {
-  // Of updates of 4, 8 and 12 after the step's end the first one is in the way: b's weights are
+  // The first of the updates, 4, 8 and 12 after the step's end, is in the way: b's weights are
   // there at 8, and a computes from 4 to 14.
   StepTimes times = three_units({.name = {}, .forward = 10, .backward = 20, .update = 4});
   times.updates_beside = true;

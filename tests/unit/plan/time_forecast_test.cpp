@@ -1,18 +1,16 @@
-// The time of a step from a table in which every work takes a microsecond: what is counted, what
-// links take, and what is refused.
+// The time of a step by given rates: measured parts, rooflines, updates and links.
 #include "fsdp/plan/time_forecast.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <numeric>
 #include <optional>
 #include <string>
-#include <vector>
 
+#include "fsdp/plan/flops.h"
+#include "fsdp/plan/group_plan.h"
 #include "fsdp/plan/load_model.h"
 #include "fsdp/plan/model_tensors.h"
-#include "fsdp/plan/update_work.h"
 #include "support/config_examples.h"
 
 namespace fsdp::time_forecast_test {
@@ -21,10 +19,8 @@ namespace {
 using ::testing::HasSubstr;
 
 constexpr int64_t kLayers = 3;
-// Works of a block, of the embedding and of the head with its loss, as their layers call them.
-constexpr double kForward = 13;
-constexpr double kBackward = 19;
-constexpr double kEnds = 1 + 2 + 5 + 3;
+constexpr int64_t kUnits = kLayers + 2;
+constexpr double kTokens = 2 * 16;
 
 LlamaConfig small_config() {
   return {.vocab_size = 64,
@@ -33,52 +29,6 @@ LlamaConfig small_config() {
           .num_attention_heads = 4,
           .num_key_value_heads = 2,
           .intermediate_size = 48};
-}
-
-// Every size is below the one point of its axis, where a table stays the same.
-RateTable even_rates(const std::string& device) {
-  RateTable table{.machine = "a machine",
-                  .host = {},
-                  .date = "2026-11-18",
-                  .torch = {},
-                  .device = device,
-                  .threads = 1,
-                  .cores = 8};
-  const auto add = [&](const std::string& work, size_t num_axes) {
-    table.grids.push_back({.work = work,
-                           .axes = std::vector<std::string>(num_axes, "size"),
-                           .points = std::vector<std::vector<int64_t>>(num_axes, {1 << 30}),
-                           .us = {1}});
-  };
-  const std::string type = device == "cpu" ? "fp32" : "bf16";
-  for (const char* form : {" forward", " input gradient", " weight gradient"}) {
-    add("product " + type + form, 3);
-    add(std::string("product fp8-row") + form, 3);
-  }
-  for (const char* pass : {"codes of rows", "codes of rows and columns", "codes transposed",
-                           "codes of weights fp8-row"})
-    add(pass, 1);
-  for (const std::string direction : {" forward", " backward"}) {
-    add("attention " + type + direction, 4);
-    for (const char* pass : {"norm", "sum and norm", "rotary", "gated silu"})
-      add(pass + direction, 1);
-  }
-  for (const std::string direction : {" forward", " backward"}) {
-    add("grouped product " + type + direction, 4);
-    add("router" + direction, 3);
-    add("dispatch" + direction, 2);
-    add("combine" + direction, 2);
-  }
-  add("host step experts", 1);
-  add("embedding forward", 1);
-  add("host step", 1);
-  add("host step muon", 1);
-  add("embedding backward", 2);
-  for (const char* work :
-       {"sum", "sum of rows", "scaled to fp32", "cross entropy", "copy", "copy to fp32",
-        "update fp32", "update split", "update separate", "offloaded update", "squared sum"})
-    add(work, 1);
-  return table;
 }
 
 struct Question {
@@ -90,19 +40,41 @@ struct Question {
   int64_t experts = 0;
   int64_t ep = 1;
   int64_t tp = 1;
-  double host_us = 1;  // of a step
   WeightRecipe weights = WeightRecipe::kPlain;
   double offload = 0;
   std::optional<DType> muon = std::nullopt;
-  double muon_host_us = 1;  // of a step
+
+  ModelConfig model() const {
+    if (experts == 0) return config;
+    return MixtralConfig{.decoder = config, .num_local_experts = experts};
+  }
 };
 
-ModelConfig config_of(const Question& question) {
-  if (question.experts == 0) return question.config;
-  return MixtralConfig{.decoder = question.config, .num_local_experts = question.experts};
+// Parts in whole microseconds; a byte of memory takes one, too.
+Rates rates_of(const Question& question) {
+  Rates rates{.machine = "a machine",
+              .host = {},
+              .date = "2026-11-18",
+              .torch = "2.13.0",
+              .device = question.device,
+              .threads = 1,
+              .cores = 8,
+              .flops_per_s = {{"bf16", 1e9}, {"fp32", 1e9}, {"fp8-row", 2e9}, {"muon bf16", 1e6}},
+              .bytes_per_s = 1e6,
+              .offload_bytes_per_s = 1e5};
+  rates.parts.push_back({.shape = shape_text(question.model()),
+                         .products = question.device == "cpu" ? "fp32" : "bf16",
+                         .rows = 2,
+                         .sequence = 16,
+                         .embedding = {1, 2},
+                         .block = {10, 20},
+                         .head = {5, 3}});
+  return rates;
 }
 
-PlanOptions options_of(const Question& question) {
+constexpr double kEnds = 1 + 2 + 5 + 3;
+
+Planner planner_of(const Question& question) {
   PlanOptions options;
   options.ranks = question.ranks;
   options.ep = question.ep;
@@ -112,75 +84,106 @@ PlanOptions options_of(const Question& question) {
   options.offload = question.offload;
   options.muon = question.muon;
   options.compute = question.device == "cpu" ? DType::kFloat32 : DType::kBFloat16;
-  return options;
+  return {build_model("small", question.model()), options};
 }
 
-TimeForecast answer(const Question& question) {
-  const Planner planner(build_model("small", config_of(question)), options_of(question));
-  RateTable rates = even_rates(question.device);
-  for (RateGrid& grid : rates.grids) {
-    if (grid.work == "host step") grid.us = {question.host_us};
-    if (grid.work == "host step muon") grid.us = {question.muon_host_us};
-  }
+TimeForecast answer(const Question& question, const Rates& rates) {
+  const Planner planner = planner_of(question);
   return forecast_time(planner.model(), planner.groups(), planner.forecast(), question.batch,
                        question.time, rates);
 }
 
-TEST(TimeForecast, CountsEveryWorkOfAStep) {
-  const SimulatedStep step = answer({}).step;
-  EXPECT_EQ(step.compute, kLayers * (kForward + kBackward) + kEnds);
-  // An update and a pass for the norm of each unit's one group.
-  constexpr double kUnits = kLayers + 2;
-  EXPECT_EQ(step.update, 2 * kUnits);
-  EXPECT_DOUBLE_EQ(step.us, step.compute + step.update);
+TimeForecast answer(const Question& question) { return answer(question, rates_of(question)); }
+
+// Elements of all groups with their padding; or of those alone that are quantised.
+double elements(const Question& question, bool (GroupTypes::*which)() const = nullptr) {
+  const Planner planner = planner_of(question);
+  double sum = 0;
+  for (const GroupPlan& group : planner.groups())
+    if (which == nullptr || (group.types.*which)())
+      sum += static_cast<double>(group.layout.padded_numel());
+  return sum;
+}
+
+// The time of one block.
+double block_us(Question question, const Rates& rates) {
+  question.config.num_hidden_layers = 1;
+  const double one = answer(question, rates).step.compute;
+  question.config.num_hidden_layers = 2;
+  return answer(question, rates).step.compute - one;
+}
+
+// --- computing -----------------------------------------------------------------------------------
+
+TEST(TimeForecast, AddsTheMeasuredPartsOfAModel) {
+  const TimeForecast time = answer({});
+  EXPECT_EQ(time.source, CostSource::kMeasured);
+  EXPECT_DOUBLE_EQ(time.step.compute, kLayers * 30 + kEnds);
+  // Each element takes 28 bytes for the update, and 4 for the norm.
+  EXPECT_DOUBLE_EQ(time.step.update, 32 * elements({}));
+  EXPECT_DOUBLE_EQ(time.step.us, time.step.compute + time.step.update);
+  Question deeper;
+  deeper.config.num_hidden_layers = 7;  // of the same blocks
+  EXPECT_DOUBLE_EQ(answer(deeper).step.compute, 7 * 30 + kEnds);
 }
 
 TEST(TimeForecast, ComputesBlocksAgainAndMicrobatchesOneAfterTheOther) {
   Question question;
   question.batch.recomputes_blocks = true;
   question.time.microbatches = 2;
-  EXPECT_EQ(answer(question).step.compute, 2 * (kLayers * (2 * kForward + kBackward) + kEnds));
+  EXPECT_DOUBLE_EQ(answer(question).step.compute, 2 * (kLayers * 40 + kEnds));
 }
 
-TEST(TimeForecast, AddsGradientsOfSharedInputsOnACpu) {
+TEST(TimeForecast, ScalesPartsOfAnotherBatchByItsRoofline) {
+  Rates rates = rates_of({});
+  rates.bytes_per_s = 1e30;  // products alone
   Question question;
-  question.device = "cpu";
-  constexpr double kSums = 3;  // of queries, keys and values; of gate and up
-  EXPECT_EQ(answer(question).step.compute, kLayers * (kForward + kBackward + kSums) + kEnds);
+  question.batch.batch.rows = 6;
+  const TimeForecast time = answer(question, rates);
+  EXPECT_EQ(time.source, CostSource::kScaled);
+  EXPECT_EQ(time.measured.rows, 2);
+  EXPECT_NEAR(block_us(question, rates), 3 * 30, 1e-6);
+  rates.parts.push_back(rates.parts.front());
+  rates.parts.back().rows = 5;  // nearer
+  EXPECT_EQ(answer(question, rates).measured.rows, 5);
+  // Ranks of a tp group share a block's products.
+  question.batch.batch.rows = 2;
+  question.ranks = question.tp = 2;
+  question.time.inner_link = LinkSpeed{.bytes_per_s = 1e9};
+  EXPECT_NEAR(block_us(question, rates), 15, 1e-6);
 }
 
-TEST(TimeForecast, AddsBiases) {
-  Question question;
-  question.config.attention_bias = true;
-  // A sum of rows for each of four, and gradients of the common input that products do not add.
-  EXPECT_EQ(answer(question).step.compute, kLayers * (kForward + kBackward + 4 + 2) + kEnds);
+TEST(TimeForecast, IsARooflineWhereNothingWasMeasured) {
+  const auto compute_us = [](const ModelConfig& config) {
+    const Planner planner(build_model("other", config), {});
+    Rates rates = rates_of({});
+    rates.parts.clear();
+    rates.bytes_per_s = 1e30;
+    const TimeForecast time = forecast_time(planner.model(), planner.groups(), planner.forecast(),
+                                            Question{}.batch, {}, rates);
+    EXPECT_EQ(time.source, CostSource::kRoofline);
+    return time.step.compute;
+  };
+  LlamaConfig narrow = small_config();
+  LlamaConfig biased = small_config();
+  biased.attention_bias = true;
+  EXPECT_EQ(compute_us(narrow), compute_us(biased));
+  // A thousand operations take a microsecond; those of attention count more.
+  for (const char* name : {"llama-1b", "mixtral-8x7b", "nemotron-h-8b"}) {
+    const ModelConfig config = *load_model(name).layers;
+    const double of_products = flops_per_token(config, 16) * kTokens / 1e3;
+    EXPECT_GE(compute_us(config), 0.999 * of_products) << name;
+    EXPECT_LE(compute_us(config), 1.25 * of_products) << name;
+  }
+  Rates slower = rates_of({});
+  slower.parts.clear();
+  const double with_passes = answer({}, slower).step.compute;
+  EXPECT_GT(with_passes, compute_us(narrow));
+  slower.bytes_per_s /= 2;
+  EXPECT_GT(answer({}, slower).step.compute, with_passes);
 }
 
-TEST(TimeForecast, JoinsQuantisedGradientsOfSharedInputs) {
-  Question question;
-  question.weights = WeightRecipe::kFp8Row;
-  // Codes of four inputs, which the backward transposes; both codes of seven gradients, and seven
-  // weights transposed; a product for the gradient of each input in place of one for each weight.
-  EXPECT_EQ(answer(question).step.compute,
-            kLayers * (kForward + 4 + kBackward + 4 + 2 * 7 + 4 - 7) + kEnds);
-}
-
-// Without a gated MLP of four works forward and seven backward.
-constexpr double kForwardToExperts = kForward - 4;
-constexpr double kBackwardToExperts = kBackward - 7;
-
-TEST(TimeForecast, CountsTheWorkOfExperts) {
-  Question question;
-  question.experts = 4;
-  // Router, both ways of rows, two grouped products and what is between them; in the backward also
-  // gradients of weights that go to their slabs.
-  EXPECT_EQ(answer(question).step.compute,
-            kLayers * (kForwardToExperts + 6 + kBackwardToExperts + 7) + kEnds);
-  question.device = "cpu";
-  constexpr double kSums = 2;  // of queries, keys and values
-  EXPECT_EQ(answer(question).step.compute,
-            kLayers * (kForwardToExperts + 6 + kBackwardToExperts + kSums + 6) + kEnds);
-}
+// --- exchanges -----------------------------------------------------------------------------------
 
 TEST(TimeForecast, SendsTokensToTheRanksOfTheirExperts) {
   Question question;
@@ -205,125 +208,102 @@ TEST(TimeForecast, GathersTokensOfATensorGroup) {
   const TimeForecast time = answer(question);
   // Halves of 32 tokens of 32 numbers of two bytes: in a block there are two of them forward at
   // each of two layers that are cut, and three and one backward; two at each end of the model.
-  constexpr double kBytes = 32.0 * 32 * 2 / 2;
+  constexpr double kBytes = kTokens * 32 * 2 / 2;
   EXPECT_DOUBLE_EQ(time.step.exchange, (kLayers * 2 * (2 + 3) + 2 + 2) * kBytes);
   // Ranks of one group have the same tokens.
-  EXPECT_DOUBLE_EQ(time.tokens_per_s, 2 * 16 / (time.step.us * 1e-6));
+  EXPECT_DOUBLE_EQ(time.tokens_per_s, kTokens / (time.step.us * 1e-6));
   question.config.vocab_size = 63;  // cannot be shared: each has its own tokens, and all words
   EXPECT_DOUBLE_EQ(answer(question).step.exchange, kLayers * 2 * (2 + 3) * kBytes);
 }
 
-TEST(TimeForecast, MultipliesPartsOfMatricesInATensorGroup) {
-  const auto compute_with = [](int64_t tp) {
-    RateTable rates = even_rates("cuda");
-    // In proportion to each size.
-    for (RateGrid& grid : rates.grids)
-      for (std::vector<int64_t>& axis : grid.points) axis = {1};
-    Question question;
-    question.ranks = question.tp = tp;
-    question.time.inner_link = LinkSpeed{.bytes_per_s = 1e9};
-    const Planner planner(build_model("small", config_of(question)), options_of(question));
-    return forecast_time(planner.model(), planner.groups(), planner.forecast(), question.batch,
-                         question.time, rates)
-        .step.compute;
-  };
-  // Zeros of the embedding's rows are a pass more over all tokens, there and back.
-  EXPECT_NEAR(compute_with(2), compute_with(1) / 2, 0.01 * compute_with(1));
-}
+// --- updates -------------------------------------------------------------------------------------
 
 TEST(TimeForecast, MakesCodesOfWeightsAfterTheirUpdate) {
   Question question;
   question.weights = WeightRecipe::kFp8Row;
-  // Blocks have two groups, one of them of seven matrices.
-  constexpr double kGroups = 2 * kLayers + 2;
-  EXPECT_DOUBLE_EQ(answer(question).step.update, 2 * kGroups + 7 * kLayers);
-  // Of four ranks each has a quarter, with a little padding, and all that is below the one point
-  // takes as long.
-  question.ranks = 4;
-  question.time.inner_link = LinkSpeed{.bytes_per_s = 1e9};
-  EXPECT_NEAR(answer(question).step.update, kGroups + 7 * kLayers / 4.0, 1.0);
+  EXPECT_DOUBLE_EQ(answer(question).step.update,
+                   32 * elements(question) + 14 * elements(question, &GroupTypes::is_quantized));
 }
 
 TEST(TimeForecast, UpdatesOnTheHostWhatIsOffloaded) {
   Question question;
   question.offload = 0.5;
-  constexpr double kUnits = kLayers + 2;
-  EXPECT_DOUBLE_EQ(answer(question).step.update, 3 * kUnits);
+  const double each = elements(question);
+  // The host is ten times slower, and has 30 bytes for each: its weights are not split.
+  EXPECT_NEAR(answer(question).step.update, (4 + 14 + 150) * each, 1e-6 * each);
   question.offload = 1.0;
-  EXPECT_DOUBLE_EQ(answer(question).step.update, 2 * kUnits);
-}
-
-// Three products and two diagonals, five times; a pass for zeros, for the norm, and for the
-// quotient; and the momentum and the weights, of whose 16 and 10 bytes an element the measured
-// update has 28.
-constexpr double kMatrix = 5 * (3 + 2) + 3 + (16.0 + 10.0) / 28.0;
-
-TEST(TimeForecast, MultipliesMatricesOfMuon) {
-  Question question;
-  question.muon = DType::kBFloat16;
-  // Everything else is AdamW's: a group of the embedding, of each block's norms, and of the head.
-  constexpr double kOthers = kLayers + 2;
-  constexpr double kNorms = 2 * kLayers + 2;
-  EXPECT_DOUBLE_EQ(answer(question).step.update, 7 * kLayers * kMatrix + kOthers + kNorms);
+  EXPECT_NEAR(answer(question).step.update, (4 + 300) * each, 1e-6 * each);
+  Rates rates = rates_of(question);
+  rates.offload_bytes_per_s = 0;
+  EXPECT_THAT(testing::refusal([&] { answer(question, rates); }),
+              HasSubstr("the rates of a machine have no updates of offloaded state; "));
 }
 
 TEST(TimeForecast, WaitsForTheBusiestOwnerOfMatrices) {
   Question question;
   question.muon = DType::kBFloat16;
+  question.time.inner_link = LinkSpeed{.bytes_per_s = 1e9};
   for (const int64_t ranks : {1, 3, 40}) {
     question.ranks = ranks;
-    const Planner planner(build_model("small", config_of(question)), options_of(question));
-    const MatrixTimes times =
-        matrix_times(planner.groups(), planner.forecast().options, kLayers + 2, even_rates("cuda"));
-    constexpr double kMatrices = 7 * kLayers;
-    EXPECT_DOUBLE_EQ(std::accumulate(times.units.begin(), times.units.end(), 0.0),
-                     times.most_of_a_rank * kMatrices * kMatrix);
-    EXPECT_GE(times.most_of_a_rank, 1.0 / static_cast<double>(ranks));
-    EXPECT_LE(times.most_of_a_rank, ranks == 1 ? 1.0 : 0.6);
-    EXPECT_EQ(times.units.front(), 0.0);
+    const TimeForecast time = answer(question);
+    // Five iterations; an operation takes a microsecond.
+    EXPECT_NEAR(time.matrices_us, 5 * planner_of(question).forecast().matrices.most_flops, 1e-3);
+    EXPECT_GT(time.step.update, time.matrices_us);
   }
 }
 
-TEST(TimeForecast, WaitsForTheHostThatAsksForMatrices) {
-  Question question;
-  question.muon = DType::kBFloat16;
-  question.muon_host_us = 5000;
-  EXPECT_GE(answer(question).step.us, 4999.0);
-  question.time.is_recorded = true;
-  EXPECT_LT(answer(question).step.us, 2000.0);
-}
+// --- the host, links, ranks ----------------------------------------------------------------------
 
 TEST(TimeForecast, WaitsForTheHostUnlessTheStepIsRecorded) {
   Question question;
-  question.host_us = 3000;
-  EXPECT_GE(answer(question).step.us, 3000.0);
+  Rates rates = rates_of(question);
+  const double alone = answer(question, rates).step.us;
+  rates.parts[0].host_us = 1e6;
+  EXPECT_GE(answer(question, rates).step.us, kLayers * 1e6);
+  rates.parts[0].host_us = 0;
+  rates.host_us_per_tensor = 1e5;  // nine of a block
+  EXPECT_GE(answer(question, rates).step.us, kLayers * 9e5);
   question.time.is_recorded = true;
-  EXPECT_EQ(answer(question).step.us, answer({}).step.us);
+  EXPECT_EQ(answer(question, rates).step.us, alone);
+  question = {};
+  question.muon = DType::kBFloat16;
+  rates.host_us_per_tensor = 0;
+  rates.host_us_per_matrix = 1e7;
+  EXPECT_GE(answer(question, rates).step.us, 7 * kLayers * 1e7);
 }
 
-TEST(TimeForecast, TakesLinksAsGiven) {
+TEST(TimeForecast, TakesLinksAsGivenOrMeasured) {
   Question question;
   question.ranks = 4;
   question.time.inner_link = LinkSpeed{.bytes_per_s = 1e6, .latency_us = 5};
-  PlanOptions options{.ranks = 4};
-  options.precision.main_grads = DType::kFloat32;
-  const Planner planner(build_model("small", question.config), options);
-  const Traffic traffic = planner.forecast().traffic;
+  const Traffic traffic = planner_of(question).forecast().traffic;
   const SimulatedStep step = answer(question).step;
   // A byte takes a microsecond. Units are gathered twice but for the last, and reduced once.
-  constexpr double kUnits = kLayers + 2;
   EXPECT_DOUBLE_EQ(step.gather,
                    static_cast<double>(traffic.inner.all_gather) + 5 * (2 * kUnits - 1));
   EXPECT_DOUBLE_EQ(step.reduce, static_cast<double>(traffic.inner.reduce_scatter) + 5 * kUnits);
   EXPECT_GT(step.exposed_gather, 0.0);
+  // Measured ones of the most ranks up to four; faster links than these make nothing faster.
+  Rates rates = rates_of(question);
+  for (const auto& [ranks, speed] : {std::pair(2, 2e6), {4, 1e6}, {8, 4e6}})
+    for (const char* collective : {"all_gather", "reduce_scatter"})
+      rates.links.push_back({collective, ranks, {.bytes_per_s = speed, .latency_us = 5}});
+  question.time.inner_link.reset();
+  EXPECT_DOUBLE_EQ(answer(question, rates).step.gather, step.gather);
+  question.time.inner_link = LinkSpeed{.bytes_per_s = 1e9};
+  EXPECT_DOUBLE_EQ(answer(question, rates).step.gather, step.gather);
 }
 
-TEST(TimeForecast, CountsTokensOfAllRanks) {
+TEST(TimeForecast, CountsTokensOfAllRanksAndLetsThemShareCores) {
   Question question;
   question.ranks = 4;
   question.time = {.microbatches = 3, .inner_link = LinkSpeed{.bytes_per_s = 1e9}};
   const TimeForecast time = answer(question);
-  EXPECT_DOUBLE_EQ(time.tokens_per_s, 4 * 3 * 2 * 16 / (time.step.us * 1e-6));
+  EXPECT_DOUBLE_EQ(time.tokens_per_s, 4 * 3 * kTokens / (time.step.us * 1e-6));
+  question.time.microbatches = 1;
+  question.device = "cpu";  // of eight cores
+  question.ranks = 16;
+  EXPECT_DOUBLE_EQ(answer(question).step.compute, 2 * (kLayers * 30 + kEnds));
 }
 
 TEST(TimeForecast, RefusesWhatItDoesNotKnow) {
@@ -332,14 +312,15 @@ TEST(TimeForecast, RefusesWhatItDoesNotKnow) {
   EXPECT_THAT(testing::refusal([&] { answer(apart); }),
               HasSubstr("the rates of a machine have no link between ranks; give the bytes per "
                         "second that a rank receives, e.g. --link 300GB"));
-  Question window;
-  window.config.sliding_window = 4;
-  EXPECT_THAT(testing::refusal([&] { answer(window); }),
-              HasSubstr("the time of model 'small' is not known; it is for the Llama family"));
-  Question codes;
-  codes.experts = 4;
-  codes.weights = WeightRecipe::kFp8Row;
-  EXPECT_THAT(testing::refusal([&] { answer(codes); }), HasSubstr("without quantised experts"));
+  const Planner list(parse_model(R"({"name": "mine", "units": [{"name": "a",
+      "tensors": [{"name": "w", "shape": [4, 4]}]}]})",
+                                 "mine.json"),
+                     {});
+  EXPECT_THAT(testing::refusal([&] {
+                forecast_time(list.model(), list.groups(), list.forecast(), Question{}.batch, {},
+                              rates_of({}));
+              }),
+              HasSubstr("the time of model 'mine' is not known: a list of shapes"));
 }
 
 }  // namespace

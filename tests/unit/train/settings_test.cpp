@@ -9,12 +9,14 @@
 
 #include "fsdp/base/error.h"
 #include "fsdp/base/foreign_words.h"
+#include "fsdp/train/run_plan.h"
 #include "support/error_of.h"
 
 namespace fsdp::train::settings_test {
 namespace {
 
 using testing::error_of;
+using Json = nlohmann::json;
 using ::testing::HasSubstr;
 
 TrainOptions given(const GivenValues& values) {
@@ -23,151 +25,56 @@ TrainOptions given(const GivenValues& values) {
   return options;
 }
 
-// Values that are not the defaults, for every setting.
-const GivenValues kChangedValues = {
-    {"model", {"llama-1b"}},
-    {"init", {"weights"}},
-    {"from-scratch", {"true"}},
-    {"vocabulary", {"4096"}},
-    {"compute", {"bf16"}},
-    {"weights", {"fp8-block"}},
-    {"weights-except", {"*.0.*", "*.k_proj.*"}},
-    {"weights-scaling", {"delayed"}},
-    {"weights-gradient", {"plain"}},
-    {"recompute", {"block"}},
-    {"logit-memory", {"33554432"}},
-    {"data", {"a", "b c"}},
-    {"data-weights", {"0.75", "2"}},
-    {"tokenizer", {"bytes"}},
-    {"field", {"body"}},
-    {"validation-data", {"v"}},
-    {"validation-fraction", {"0.125"}},
-    {"documents", {"separate"}},
-    {"sequence", {"64"}},
-    {"batch", {"24"}},
-    {"microbatches", {"3"}},
-    {"validate-every", {"7"}},
-    {"validation-batches", {"9"}},
-    {"steps", {"77"}},
-    {"tokens", {"123456789012"}},
-    {"epochs", {"1.5"}},
-    {"optimizer", {"sgd"}},
-    {"lr", {"0.1"}},
-    {"schedule", {"wsd"}},
-    {"warmup", {"5"}},
-    {"min-lr", {"1e-05"}},
-    {"decay-steps", {"10"}},
-    {"decay", {"1-sqrt"}},
-    {"beta1", {"0.8"}},
-    {"beta2", {"0.7"}},
-    {"eps", {"1e-06"}},
-    {"weight-decay", {"0.3"}},
-    {"decay-vectors", {"true"}},
-    {"rule", {"*.bias decay=0", "embed.* decay=0.5 rate=0.25", "head rate=2"}},
-    {"momentum", {"0.5"}},
-    {"nesterov", {"true"}},
-    {"muon-momentum", {"0.9"}},
-    {"muon-scale", {"original"}},
-    {"muon-except", {"*.o_proj.*"}},
-    {"adamw-rate", {"0.5"}},
-    {"clip", {"0.5"}},
-    {"on-nonfinite", {"update"}},
-    {"loss-scale", {"dynamic:1024"}},
-    {"updates", {"blocking"}},
-    {"rounding", {"stochastic"}},
-    {"ranks", {"4"}},
-    {"outer", {"2"}},
-    {"ep", {"4"}},
-    {"tp", {"2"}},
-    {"expert-capacity", {"1.5"}},
-    {"strategy", {"optim+hfsdp"}},
-    {"main-params", {"none"}},
-    {"main-storage", {"separate"}},
-    {"main-grads", {"fp32"}},
-    {"grad-comm", {"bf16"}},
-    {"moments", {"as below"}},
-    {"first-moment", {"fp8_e4m3"}},
-    {"second-moment", {"bf16"}},
-    {"pool", {"on_demand"}},
-    {"prefetch", {"3"}},
-    {"pool-budget", {"4294967296"}},
-    {"on-move", {"refuse"}},
-    {"other-units", {"persistent"}},
-    {"user-buffers", {"symmetric"}},
-    {"gradient-lifetime", {"step"}},
-    {"granularity", {"block(128)"}},
-    {"offload", {"0.5"}},
-    {"offload-pin", {"false"}},
-    {"offload-overlap", {"false"}},
-    {"offload-chunk", {"4096"}},
-    {"device", {"cpu"}},
-    {"cuda-graph", {"true"}},
-    {"threads", {"2"}},
-    {"checked", {"true"}},
-    {"name-nan", {"true"}},
-    {"timeout", {"12.5"}},
-    {"seed", {"9223372036854775807"}},
-    {"deterministic", {"true"}},
-    {"checkpoint-dir", {"runs/x"}},
-    {"checkpoint-every", {"13"}},
-    {"keep-last", {"5"}},
-    {"keep-every", {"1000"}},
-    {"save", {"blocking"}},
-    {"checkpoint-dtype", {"bf16"}},
-    {"write-chunk", {"1048576"}},
-    {"load-chunk", {"2097152"}},
-    {"read-threads", {"4"}},
-    {"resume", {"never"}},
-    {"restart-data", {"true"}},
-    {"allow-missing", {"*.bias"}},
-    {"allow-extra", {"true"}},
-    {"export-dir", {"weights"}},
-    {"export-every", {"17"}},
-    {"patches", {"patches"}},
-    {"patch-every", {"4"}},
-    {"patch-names", {"vllm"}},
-    {"keep-patches", {"5"}},
-    {"log", {"log"}},
-    {"tensorboard", {"tb"}},
-    {"report", {"none"}},
-    {"trace", {"trace.json"}},
-    {"trace-steps", {"2-9"}},
-    {"log-every", {"11"}},
-    {"sample", {"Once \"upon\""}},
-    {"sample-tokens", {"12"}},
-    {"peak-tflops", {"989.4"}},
-    {"quiet", {"true"}}};
+// A config file whose values are not the defaults, for every setting.
+constexpr const char* kChanged = R"json({
+  "model": "llama-1b", "init": "weights", "vocabulary": "4096", "compute": "bf16",
+  "weights": "fp8-block", "weights_except": ["*.0.*", "*.k_proj.*"], "weights_gradient": "plain",
+  "recompute": "block", "logit_memory": "33554432",
+  "data": ["a", "b c"], "data_weights": ["0.75", "2"], "tokenizer": "bytes", "field": "body",
+  "validation_data": ["v"], "validation_fraction": 0.125, "documents": "separate", "sequence": 64,
+  "batch": 24, "microbatches": 3, "validate_every": 7, "validation_batches": 9,
+  "steps": 77, "tokens": 123456789012, "epochs": 1.5,
+  "optimizer": "sgd", "lr": 0.1, "schedule": "wsd", "warmup": "5", "min_lr": "1e-05",
+  "decay_steps": 10, "decay": "1-sqrt", "beta1": 0.8, "beta2": 0.7, "eps": 1e-06,
+  "weight_decay": 0.3, "rule": ["*.bias decay=0", "embed.* decay=0.5 rate=0.25", "head rate=2"],
+  "momentum": "0.5", "nesterov": true, "muon_scale": "original", "muon_except": ["*.o_proj.*"],
+  "adamw_rate": 0.5, "clip": 0.5, "on_nonfinite": "update", "loss_scale": "dynamic:1024",
+  "updates": "blocking", "rounding": "stochastic",
+  "ranks": 4, "outer": 2, "ep": 4, "tp": 2, "expert_capacity": 1.5, "strategy": "optim+hfsdp",
+  "main_params": "none", "main_storage": "separate", "main_grads": "fp32", "grad_comm": "bf16",
+  "moments": "fp8_e4m3/bf16", "pool": "on_demand", "prefetch": 3, "pool_budget": "4294967296",
+  "other_units": "persistent", "user_buffers": "symmetric", "gradient_lifetime": "step",
+  "granularity": "block(128)", "offload": 0.5,
+  "device": "cpu", "cuda_graph": true, "threads": 2, "checked": true, "name_nan": true,
+  "timeout": 12.5, "seed": 9223372036854775807, "deterministic": true,
+  "checkpoint_dir": "runs/x", "checkpoint_every": 13, "keep_last": 5, "keep_every": 1000,
+  "save": "blocking", "checkpoint_dtype": "bf16", "write_chunk": "1048576", "resume": "never",
+  "restart_data": true, "allow_missing": ["*.bias"], "allow_extra": true, "export_dir": "weights",
+  "export_every": 17, "patches": "patches", "patch_every": 4, "patch_names": "vllm",
+  "keep_patches": 5,
+  "log": "log", "tensorboard": "tb", "report": "none", "trace": "trace.json",
+  "trace_steps": "2-9", "log_every": 11, "sample": "Once \"upon\"", "sample_tokens": 12,
+  "peak_tflops": "989.4", "quiet": true})json";
+
+Json printed(const TrainOptions& options) { return Json::parse(config_text(options)); }
 
 TEST(Settings, EverySettingIsReadBackAsItWasGiven) {
-  const TrainOptions options = given(kChangedValues);
-  const TrainOptions defaults;
-  for (const Setting& setting : settings()) {
-    ASSERT_TRUE(kChangedValues.contains(setting.name)) << setting.name << " is not tested";
-    EXPECT_EQ(setting.read(options), kChangedValues.at(setting.name)) << setting.name;
-    EXPECT_NE(setting.read(options), setting.read(defaults)) << setting.name;
+  TrainOptions changed;
+  apply_config(changed, kChanged, "changed");
+  const Json defaults = printed({});
+  const Json expected = Json::parse(kChanged);
+  EXPECT_EQ(expected.size(), settings().size()) << "every setting, and each under its own name";
+  const Json found = printed(changed);
+  for (const auto& [key, value] : found.items()) {
+    EXPECT_EQ(value, expected.value(key, Json())) << key;
+    EXPECT_NE(value, defaults[key]) << key;
   }
-}
-
-TEST(Settings, NamesAreUnique) {
-  std::set<std::string> names;
-  for (const Setting& setting : settings()) EXPECT_TRUE(names.insert(setting.name).second);
-}
-
-TEST(Settings, APrintedConfigReadsBackToTheSameOptions) {
-  for (const TrainOptions& options : {TrainOptions{}, given(kChangedValues)}) {
-    TrainOptions again = given({{"steps", {"1"}}});
-    apply_config(again, config_text(options), "printed");
-    EXPECT_EQ(config_text(again), config_text(options));
-  }
-}
-
-TEST(Settings, NumbersAndFlagsAreNumbersAndFlagsInAConfig) {
-  const auto document = nlohmann::json::parse(config_text(given(kChangedValues)));
-  EXPECT_TRUE(document["steps"].is_number_integer());
-  EXPECT_TRUE(document["lr"].is_number_float());
-  EXPECT_TRUE(document["nesterov"].is_boolean());
-  EXPECT_EQ(document["data"], nlohmann::json({"a", "b c"}));
-  EXPECT_EQ(document["seed"], std::numeric_limits<int64_t>::max());
+  // Flags, and what is printed, set the same.
+  GivenValues flags;
+  for (const Setting& setting : settings(changed)) flags[setting.name] = setting.values;
+  EXPECT_EQ(printed(given(flags)), expected);
+  apply_config(changed, config_text({}), "printed");
+  EXPECT_EQ(printed(changed), defaults);
 }
 
 TEST(Settings, OnlyWhatDiffersFromTheDefaultIsMarked) {
@@ -191,18 +98,17 @@ TEST(Settings, WhatIsLeftToBeChosenIsShownAsItWasChosen) {
   EXPECT_EQ(shown["peak-tflops"].value, "312");
   for (const char* name : {"warmup", "min-lr", "compute", "device", "ranks", "log", "peak-tflops"})
     EXPECT_FALSE(shown[name].is_changed) << name;
+  const RankDevice known{.device = DeviceChoice::kCuda, .peak_tflops = 312};
+  EXPECT_EQ(given({{"peak-tflops", {"100"}}}).resolved(1, known).peak_tflops, 100);
+  EXPECT_EQ(given({{"peak-tflops", {"0"}}}).resolved(1, known).peak_tflops, 0);
 }
 
-TEST(Settings, AGivenPeakWinsOverThatOfTheDevice) {
-  const RankDevice found{.device = DeviceChoice::kCuda, .peak_tflops = 312};
-  EXPECT_EQ(given({{"peak-tflops", {"100"}}}).resolved(1, found).peak_tflops, 100);
-  EXPECT_EQ(given({{"peak-tflops", {"0"}}}).resolved(1, found).peak_tflops, 0);
-}
-
-TEST(Settings, AFlagForBothMomentsComesBeforeThoseForOne) {
-  const TrainOptions options = given({{"second-moment", {"fp32"}}, {"moments", {"bf16"}}});
-  EXPECT_EQ(options.precision.first_moment, DType::kBFloat16);
-  EXPECT_EQ(options.precision.second_moment, DType::kFloat32);
+TEST(Settings, MomentsHaveOneTypeOrTwo) {
+  const auto types = [](const char* text) { return given({{"moments", {text}}}).moments; };
+  EXPECT_EQ(types("bf16").first, DType::kBFloat16);
+  EXPECT_EQ(types("bf16").second, DType::kBFloat16);
+  EXPECT_EQ(types("bf16/none").first, DType::kBFloat16);
+  EXPECT_EQ(types("bf16/none").second, std::nullopt);
 }
 
 TEST(Settings, AnUnknownKeyIsAnsweredWithTheNearest) {
@@ -214,16 +120,15 @@ TEST(Settings, AnUnknownKeyIsAnsweredWithTheNearest) {
               HasSubstr("--print-config"));
 }
 
-// What the table of other programs' words calls them: a setting, or a value of one.
+// Their names in the table of other programs' words: a setting, or a value of one.
 TEST(Settings, HintsNameWhatThereIs) {
-  std::set<std::string> known = {"check", "epochs",
-                                 "pool-budget-bytes"};  // of others than settings
+  std::set<std::string> known = {"check", "pool-budget-bytes"};  // of others than settings
   for (const Setting& setting : settings()) known.insert(setting.name);
   for (const Strategy& strategy : named_strategies()) known.insert(std::string(strategy.name));
   for (const DType dtype : all_dtypes()) known.insert(std::string(name_of(dtype)));
   known.insert({"adamw", "cosine", "constant", "cuda", "block"});
   for (const ForeignWord& row : foreign_words()) {
-    EXPECT_TRUE(known.contains(std::string(row.name))) << row.word << ": " << row.name;
+    EXPECT_TRUE(known.contains(std::string(row.name))) << row.words << ": " << row.name;
     if (row.value.empty()) continue;
     TrainOptions options;
     apply_given(options, {{std::string(row.name), {std::string(row.value)}}});
@@ -250,6 +155,20 @@ TEST(TrainOptions, ABatchThatRanksCannotShareIsAnsweredWithOneThatTheyCan) {
   EXPECT_EQ(error_of<UsageError>([&] { options.validate(4); }),
             "--batch is 10, which 4 ranks with 2 microbatches cannot share evenly; give a "
             "multiple of 8, e.g. 16");
+}
+
+// The engine does so, too (registered_pool.h).
+TEST(PlanOptionsOf, UserBuffersKeepTheMemoryOfUnlikeUnits) {
+  const auto planned = [](const char* user_buffers, const char* other_units) {
+    const TrainOptions options = given({{"pool", {"double_buffer"}},
+                                        {"user-buffers", {user_buffers}},
+                                        {"other-units", {other_units}}});
+    return plan_options(options, 4, DType::kBFloat16).other_units;
+  };
+  EXPECT_EQ(planned("off", "on_demand"), OtherUnits::kOnDemand);
+  EXPECT_EQ(planned("registered", "on_demand"), OtherUnits::kPersistent);
+  EXPECT_EQ(planned("symmetric", "on_demand"), OtherUnits::kPersistent);
+  EXPECT_EQ(planned("off", "persistent"), OtherUnits::kPersistent);
 }
 
 TEST(TrainOptions, TokensCountInStepsThatAreWhole) {

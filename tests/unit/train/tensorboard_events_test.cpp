@@ -55,36 +55,14 @@ std::vector<std::string> records_of(const std::string& path) {
   return records;
 }
 
-TEST(ProtobufMessage, EncodesAsTheFormatSays) {
-  ProtobufMessage message;
-  message.add_integer(1, 150);  // the example of the format's own documentation
-  EXPECT_EQ(hex(message.encoded()), "089601");
-  message = {};
-  message.add_bytes(2, "testing");
-  EXPECT_EQ(hex(message.encoded()), "120774657374696e67");
-  message = {};
-  message.add_integer(1, -1);
-  EXPECT_EQ(hex(message.encoded()), "08ffffffffffffffffff01");
-  message = {};
-  message.add_double(1, 1.0);
-  message.add_float(16, -2.0f);  // a field number of two bytes
-  EXPECT_EQ(hex(message.encoded()), "09000000000000f03f8501000000c0");
-  ProtobufMessage outer;
-  outer.add_message(3, message);
-  EXPECT_EQ(hex(outer.encoded()), "1a0f" + hex(message.encoded()));
-}
-
-TEST(TensorboardEvents, BeginsWithTheVersionOfTheFormat) {
+TEST(TensorboardEvents, BeginWithTheVersionAndWhereAResumedRunGoesOn) {
   const testing::TempDir dir;
-  const TensorboardEvents events(dir / "runs/x", 0, 1.0);
-  EXPECT_THAT(events.path(), HasSubstr("runs/x/events.out.tfevents.0000000001."));
-  EXPECT_THAT(records_of(events.path()), ElementsAre(HasSubstr("brain.Event:2")));
-}
-
-TEST(TensorboardEvents, MarksWhereAResumedRunGoesOn) {
-  const testing::TempDir dir;
-  const TensorboardEvents events(dir.path(), 300, 1.0);
-  const std::vector<std::string> records = records_of(events.path());
+  const TensorboardEvents first(dir / "runs/x", 0, 1.0);
+  EXPECT_THAT(first.path(), HasSubstr("runs/x/events.out.tfevents.0000000001."));
+  EXPECT_THAT(records_of(first.path()), ElementsAre(HasSubstr("brain.Event:2")));
+  const TensorboardEvents resumed(dir / "runs/x", 300, 1.0);
+  EXPECT_NE(resumed.path(), first.path());
+  const std::vector<std::string> records = records_of(resumed.path());
   ASSERT_EQ(records.size(), 2);
   // Step 301 (field 2) and a session log (field 7) that says START (1).
   EXPECT_EQ(hex(records[1].substr(9)), "10ad023a020801");
@@ -103,13 +81,6 @@ TEST(TensorboardEvents, WritesOneRecordPerStep) {
   EXPECT_THAT(records[1], ::testing::Not(HasSubstr("speed/mfu")));
   EXPECT_THAT(records[2], HasSubstr("loss/validation"));
   EXPECT_THAT(records[3], HasSubstr("speed/mfu"));
-}
-
-TEST(TensorboardEvents, NamesNoFileTwice) {
-  const testing::TempDir dir;
-  const TensorboardEvents first(dir.path(), 0, 1.0);
-  const TensorboardEvents second(dir.path(), 0, 1.0);
-  EXPECT_NE(first.path(), second.path());
 }
 
 }  // namespace

@@ -90,7 +90,7 @@ class NameRules {
   std::vector<TensorSection> sections(const std::string& name,
                                       std::span<const int64_t> shape) const;
 
-  // The same for names read from a checkpoint: fused tensors are divided like those of the model,
+  // Sections of names read from a checkpoint: fused tensors are divided like those of the model,
   // so that both sides match; names that rules have already made stay as they are.
   std::vector<TensorSection> sections_of_stored(const std::string& name,
                                                 std::span<const int64_t> shape) const;

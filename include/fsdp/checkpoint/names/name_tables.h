@@ -46,9 +46,6 @@ namespace fsdp {
 // Throws a UsageError that begins with `source` for any other form.
 NameRules parse_name_rules(std::string_view json_text, const std::string& source);
 
-// The table in this form, from which parse_name_rules() makes the same rules and fields.
-std::string name_rules_json(const NameRules& rules);
-
 // --- Megatron-Core -------------------------------------------------------------------------------
 
 // In this order, each applied to the result of the one before:

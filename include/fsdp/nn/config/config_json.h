@@ -1,6 +1,7 @@
 // Reads and writes a model's configuration as config.json, the file that models are published with.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -21,11 +22,27 @@ std::vector<std::string> known_model_types();
 // check_trainable() refuses them.
 ModelConfig parse_model_config(std::string_view json_text, const std::string& source);
 
-// The same for a parsed document, with a model_type of the list above.
+// Reads a parsed document, with a model_type of the list above.
 ModelConfig read_model_config(const JsonFields& fields);
 
 // A config.json that `transformers` reads, and that parse_model_config() reads back as the same
 // values. UsageError for a configuration that is not trainable.
 std::string config_json(const ModelConfig& config);
+
+// --- comparing -----------------------------------------------------------------------------------
+
+// The part that must be the same: the tensors alone, or the results, too. Fields that only training
+// and initial values depend on may differ.
+enum class ModelAspect : uint8_t { kTensors, kResults };
+
+struct FieldDifference {
+  std::string field;
+  std::string before;  // JSON, or "none"
+  std::string now;
+};
+
+// In the order of config.json. Models of different types differ in their type alone.
+std::vector<FieldDifference> differing_fields(const ModelConfig& before, const ModelConfig& now,
+                                              ModelAspect aspect);
 
 }  // namespace fsdp

@@ -5,17 +5,12 @@
 
 #include <array>
 #include <cstdint>
-#include <initializer_list>
 #include <optional>
 #include <string>
 #include <variant>
 #include <vector>
 
 namespace fsdp {
-
-// --- rules for fields ----------------------------------------------------------------------------
-
-// Rules for the fields of a model's configuration, with errors that name field, value and rule.
 
 // A larger dimension is a typing error. Products of two dimensions fit 64 bits with room to add;
 // ModelShape::validate checks whole shapes.
@@ -24,27 +19,6 @@ inline constexpr int64_t kMaxDim = int64_t{1} << 24;
 // planning one would take minutes.
 inline constexpr int64_t kMaxLayers = 4096;
 inline constexpr int64_t kMaxExperts = int64_t{1} << 17;
-
-struct IntegerField {
-  const char* name;
-  int64_t value;
-};
-
-// UsageError for the first field outside the range.
-void check_range(int64_t minimum, int64_t maximum, std::initializer_list<IntegerField> fields);
-
-// From 1 to kMaxDim.
-void check_dims(std::initializer_list<IntegerField> fields);
-
-// head_dim, or hidden_size / num_attention_heads when it is 0; all three are checked.
-int64_t resolved_head_dim(int64_t head_dim, int64_t hidden_size, int64_t num_attention_heads);
-
-// The main layers, and those that predict more tokens after them.
-void check_layers(int64_t num_hidden_layers, int64_t num_nextn_predict_layers);
-
-void check_kv_heads(int64_t num_key_value_heads, int64_t num_attention_heads);
-
-void check_expert_count(const char* field, int64_t num_experts, int64_t num_layers);
 
 // --- architectures -------------------------------------------------------------------------------
 
@@ -73,10 +47,6 @@ struct YarnRopeScaling {
 };
 
 using RopeScaling = std::variant<std::monostate, Llama3RopeScaling, YarnRopeScaling>;
-
-// Yarn's factors: of attention for so many times the positions, and of cosines and sines.
-double yarn_mscale(double factor, double mscale);
-double yarn_magnitude(const YarnRopeScaling& scaling);
 
 // Families with Llama's layers but for a detail.
 enum class LlamaFamily : uint8_t {
@@ -217,7 +187,7 @@ struct DeepseekV3Config {
   int64_t n_shared_experts = 1;  // each of moe_intermediate_size
   int64_t num_experts_per_tok = 8;
   int64_t moe_intermediate_size = 2048;
-  // As of NemotronHConfig.
+  // The router's, like NemotronHConfig's.
   int64_t n_group = 8;
   int64_t topk_group = 4;
   bool norm_topk_prob = true;
@@ -246,7 +216,7 @@ bool has_experts(const Qwen3NextConfig& config, int64_t layer);
 // The channels of a head that have positions.
 int64_t rotary_dim_of(const Qwen3NextConfig& config);
 
-// Of layers that predict more tokens, too: their numbers follow those of the main ones.
+// Holds for layers that predict more tokens, too: their numbers follow those of the main ones.
 bool has_experts(const DeepseekV3Config& config, int64_t layer);
 // The channels of a query, with and without positions.
 int64_t query_head_dim_of(const DeepseekV3Config& config);
@@ -259,10 +229,6 @@ struct ExpertNames {
   int64_t hidden_size = 0;  // of their tokens
   int64_t intermediate_size = 0;
 };
-ExpertNames expert_names(const MixtralConfig& config);
-ExpertNames expert_names(const NemotronHConfig& config);
-ExpertNames expert_names(const Qwen3NextConfig& config);
-ExpertNames expert_names(const DeepseekV3Config& config);
 // nullopt: the model has no experts.
 std::optional<ExpertNames> expert_names(const ModelConfig& config);
 // The module of a layer that has the router and the experts: "mlp".
@@ -281,17 +247,10 @@ struct StackedExperts {
 std::array<StackedExperts, 2> stacked_experts(const ExpertNames& names);
 
 // Checks that the tensors have shapes. UsageError with the field, its value and its rule.
-void validate(const LlamaConfig& config);
-void validate(const MixtralConfig& config);
-void validate(const NemotronHConfig& config);
-void validate(const Qwen3NextConfig& config);
-void validate(const DeepseekV3Config& config);
+void validate(const ModelConfig& config);
 
 // Checks that the model can be computed, too. UsageError, as above.
 void check_trainable(const ModelConfig& config);
-
-// For a size of which each of `tp` ranks has an equal part. UsageError that names the field.
-void check_shared_evenly(const char* field, int64_t size, int64_t tp);
 
 // Checks that `tp` ranks can compute the model together. UsageError that names the field.
 void check_tensor_ranks(const ModelConfig& config, int64_t tp);

@@ -44,7 +44,7 @@ class Documents {
   at::Tensor offsets_;
 };
 
-// What `function` makes of each document alone; without documents, of the inputs as they are.
+// Applies `function` to each document alone; without documents, to the inputs as they are.
 // Inputs and result are [rows, sequence, ...].
 at::Tensor in_each_document(
     const std::shared_ptr<const Documents>& documents, const std::vector<at::Tensor>& inputs,

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/shard/matrix_module.h"
-#include "fsdp/shard/quantized_weight.h"
+#include "fsdp/shard/layer_weights.h"
+#include "fsdp/shard/module_roles.h"
 
 namespace fsdp::nn {
 
@@ -37,7 +37,7 @@ TORCH_MODULE(Linear);
 // input * weight^T + bias (bias may be undefined), with the same backward.
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias);
 
-// The same for several weights and one input. On a device the backward's matrix products add up the
+// Several weights multiply one input. On a device the backward's matrix products add up the
 // input's gradient as they go. For quantised weights the input is quantised once.
 std::vector<at::Tensor> linear(const at::Tensor& input, const std::vector<at::Tensor>& weights,
                                const std::vector<at::Tensor>& biases);

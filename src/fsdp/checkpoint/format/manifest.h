@@ -3,6 +3,9 @@
 
 #include <cstdint>
 #include <map>
+#include <nlohmann/json_fwd.hpp>
+#include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -13,8 +16,10 @@
 
 namespace fsdp {
 
+class JsonFields;
+
 // Readers refuse a higher version. A new field that old readers may ignore does not raise it.
-// Manifests have a checksum from version 2 on (manifest_text.h).
+// Manifests have a checksum from version 2 on (with_checksum).
 inline constexpr int64_t kCheckpointVersion = 2;
 
 // No run has more steps, so that sums of such numbers cannot overflow.
@@ -133,10 +138,61 @@ RankRecord parse_rank_record(std::string_view json, const std::string& source);
 
 // "00003": in the names of a rank's files.
 std::string rank_text(int64_t rank);
+// "00000100": in the names of checkpoints and patches.
+std::string step_text(int64_t step);
 // "ranks/00003.json"
 std::string rank_record_path(int64_t rank);
 
 // The checksum of a whole file, from those of its blocks.
 uint32_t crc32c_of(const RankRecord::File& file, int64_t block_bytes);
+
+// A file with this text.
+StoredFile described(std::string path, std::string_view text);
+
+// Adds a rank's files, its record with this text included.
+void list_files(const RankRecord& record, std::string_view text, std::vector<StoredFile>& files);
+
+// --- parts that records of patches have, too -----------------------------------------------------
+
+nlohmann::ordered_json json_of(std::span<const StoredFile> files);
+
+// The list "files"; no file twice.
+std::vector<StoredFile> stored_files(const JsonFields& fields);
+
+// The field "path": a foreign manifest must not choose other files to open.
+std::string stored_path(const JsonFields& fields);
+
+// From 0 to kMaxStoredSteps.
+int64_t stored_steps(const JsonFields& fields, const char* field);
+
+// The field "shape", whose bytes fit 63 bits in every type.
+std::vector<int64_t> stored_shape(const JsonFields& fields);
+
+// --- bytes as text -------------------------------------------------------------------------------
+
+std::string base64(std::string_view bytes);
+
+// nullopt for a text that base64() does not write.
+std::optional<std::string> from_base64(std::string_view text);
+
+// --- paths that may be opened --------------------------------------------------------------------
+
+// "model/00000-0.safetensors": leads from a directory to something below it, in one spelling only.
+// No "..", ".", doubled or trailing "/", absolute path, backslash or control character.
+bool is_plain_path(std::string_view path);
+
+// One part of such a path.
+bool is_plain_name(std::string_view name);
+
+// --- the checksum at the end ---------------------------------------------------------------------
+
+enum class ManifestChecksum : uint8_t { kAbsent, kRight, kWrong };
+
+// `text` is a JSON object that ends with "\n}\n", as manifests do. Adds the field "crc32c", the
+// CRC32C of `text`, in place of an older one.
+std::string with_checksum(std::string_view text);
+
+// Compares bytes, not values: a text with other white space does not match.
+ManifestChecksum checksum_in(std::string_view text);
 
 }  // namespace fsdp

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "fsdp/base/check.h"
-#include "fsdp/base/crc32c.h"
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/json_fields.h"
 #include "fsdp/checkpoint/format/tensor_catalog.h"
@@ -24,35 +23,25 @@ constexpr std::string_view kNames[] = {kModelConfigName,      "generation_config
 // Tokenizers have some 30 MB; a larger file than this is refused.
 constexpr int64_t kMaxBytes = int64_t{1} << 30;
 
-uint32_t checksum_of(std::string_view text) { return crc32c(std::as_bytes(std::span(text))); }
-
 std::optional<Manifest> manifest_of(const std::string& checkpoint) {
   if (!path_exists(concat(checkpoint, "/", kManifestName))) return std::nullopt;
   return read_manifest(checkpoint);
 }
 
+constexpr std::pair<DType, std::string_view> kTorchNames[] = {{DType::kFloat64, "float64"},
+                                                              {DType::kFloat32, "float32"},
+                                                              {DType::kFloat16, "float16"},
+                                                              {DType::kBFloat16, "bfloat16"},
+                                                              {DType::kFloat8E4M3, "float8_e4m3fn"},
+                                                              {DType::kFloat8E5M2, "float8_e5m2"},
+                                                              {DType::kInt64, "int64"},
+                                                              {DType::kInt32, "int32"},
+                                                              {DType::kUInt8, "uint8"}};
+
 std::string_view torch_name(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat64:
-      return "float64";
-    case DType::kFloat32:
-      return "float32";
-    case DType::kFloat16:
-      return "float16";
-    case DType::kBFloat16:
-      return "bfloat16";
-    case DType::kFloat8E4M3:
-      return "float8_e4m3fn";
-    case DType::kFloat8E5M2:
-      return "float8_e5m2";
-    case DType::kInt64:
-      return "int64";
-    case DType::kInt32:
-      return "int32";
-    case DType::kUInt8:
-      return "uint8";
-  }
-  return "";
+  return std::find_if(std::begin(kTorchNames), std::end(kTorchNames),
+                      [&](const auto& each) { return each.first == dtype; })
+      ->second;
 }
 
 }  // namespace
@@ -73,8 +62,8 @@ std::optional<std::string> read_model_file(const std::string& checkpoint, const 
                                  [&](const StoredFile& each) { return each.path == name; });
   if (file == manifest->files.end()) return std::nullopt;
   std::string text = read_text_file(path, kMaxBytes);
-  FSDP_CHECK(static_cast<int64_t>(text.size()) == file->bytes && checksum_of(text) == file->crc32c,
-             path, " is not what was written; it is damaged, so use another checkpoint");
+  FSDP_CHECK(described(file->path, text) == *file, path,
+             " is not what was written; it is damaged, so use another checkpoint");
   return text;
 }
 
@@ -99,7 +88,7 @@ std::vector<StoredFile> write_model_files(const std::string& directory,
   for (const ModelFile& file : files) {
     FSDP_ASSERT(is_model_file(file.name), file.name);
     write_file_durably(concat(directory, "/", file.name), file.text);
-    stored.push_back({file.name, static_cast<int64_t>(file.text.size()), checksum_of(file.text)});
+    stored.push_back(described(file.name, file.text));
   }
   return stored;
 }

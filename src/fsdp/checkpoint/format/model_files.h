@@ -24,7 +24,7 @@ bool is_model_file(std::string_view name);
 std::optional<std::string> read_model_file(const std::string& checkpoint, const Manifest* manifest,
                                            std::string_view name);
 
-// The same without a manifest at hand: config.json, and all other model files.
+// Without a manifest at hand: config.json, and all other model files.
 std::optional<std::string> stored_model_config(const std::string& checkpoint);
 std::vector<ModelFile> stored_model_files(const std::string& checkpoint);
 
@@ -45,7 +45,7 @@ bool ties_word_embeddings(std::string_view config, const std::string& source);
 // nullopt if there is none, or weights are not converted to it.
 std::optional<DType> published_dtype(std::string_view config, const std::string& source);
 
-// The same text with the type of the stored weights. It is written as "torch_dtype", which every
+// The text with the type of the stored weights. It is written as "torch_dtype", which every
 // version of the transformers package reads, and as "dtype", which later versions write and prefer
 // if both are there.
 std::string with_stored_dtype(std::string_view config, const std::string& source, DType dtype);

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "fsdp/layout/box.h"
-#include "fsdp/layout/owned_slice.h"
 
 namespace fsdp {
 
@@ -72,6 +71,9 @@ std::vector<int64_t> strides_of(std::span<const int64_t> shape);
 
 // A box that is stored alone, beginning at element `begin`.
 StridedBox packed(const Box& box, int64_t begin);
+
+// A whole tensor whose element `first`, counted row by row, is the first of the memory.
+StridedBox flattened(std::span<const int64_t> shape, int64_t first);
 
 // The part of `whole` that lies in `box` of the same tensor; it may be empty.
 StridedBox part_of(const StridedBox& whole, const Box& box);

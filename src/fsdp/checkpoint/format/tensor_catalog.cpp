@@ -11,10 +11,10 @@
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/json_fields.h"
-#include "fsdp/base/utf8.h"
-#include "fsdp/checkpoint/format/manifest_text.h"
+#include "fsdp/base/text.h"
+#include "fsdp/checkpoint/format/manifest.h"
 #include "fsdp/checkpoint/format/model_files.h"
-#include "fsdp/checkpoint/format/safetensors_header.h"
+#include "fsdp/checkpoint/format/safetensors_file.h"
 
 namespace fsdp {
 
@@ -22,7 +22,6 @@ namespace {
 
 // A longer manifest or index is refused.
 constexpr int64_t kMaxJsonBytes = int64_t{1} << 30;
-constexpr const char* kShardingInfo = "DCP_SHARDING_INFO";
 constexpr const char* kSuffix = ".safetensors";
 
 SafetensorsHeader read_safetensors_header(const CheckedFile& file) {
@@ -30,21 +29,13 @@ SafetensorsHeader read_safetensors_header(const CheckedFile& file) {
   FSDP_CHECK(reader.bytes() == file.bytes, file.path, " has ", reader.bytes(), " bytes instead of ",
              file.bytes, "; it is ", reader.bytes() < file.bytes ? "truncated" : "damaged",
              ", so use another checkpoint");
-  std::string first(static_cast<size_t>(std::min<int64_t>(8, file.bytes)), '\0');
-  reader.read(0, std::as_writable_bytes(std::span(first)));
-  std::string header(static_cast<size_t>(safetensors_header_bytes(first, file.bytes, file.path)),
-                     '\0');
-  reader.read(8, std::as_writable_bytes(std::span(header)));
-  if (file.block_bytes > 0) {
-    const uint32_t found =
-        crc32c(std::as_bytes(std::span(header)), crc32c(std::as_bytes(std::span(first))));
-    FSDP_CHECK(
-        static_cast<int64_t>(header.size()) + 8 == file.header_bytes && found == file.header_crc32c,
-        file.path,
-        ": the header is not what was written; the file is damaged, so use "
-        "another checkpoint");
-  }
-  return parse_safetensors_header(header, file.bytes, file.path);
+  const std::string text = safetensors_header_text(reader);
+  FSDP_CHECK(
+      file.block_bytes == 0 || (static_cast<int64_t>(text.size()) == file.header_bytes &&
+                                crc32c(std::as_bytes(std::span(text))) == file.header_crc32c),
+      file.path,
+      ": the header is not what was written; the file is damaged, so use another checkpoint");
+  return parse_safetensors_header(std::string_view(text).substr(8), file.bytes, file.path);
 }
 
 // Where each tensor of a file begins in the whole tensor; empty: files hold whole tensors.
@@ -86,13 +77,6 @@ Box box_in(const SafetensorsEntry& entry, const SafetensorsHeader& header,
   return box;
 }
 
-bool overlap(const Box& a, const Box& b) {
-  for (size_t i = 0; i < a.sizes.size(); ++i)
-    if (a.offsets[i] + a.sizes[i] <= b.offsets[i] || b.offsets[i] + b.sizes[i] <= a.offsets[i])
-      return false;
-  return true;
-}
-
 // Compares only boxes that overlap along one dim, sorted by it: the dim with the most different
 // beginnings.
 bool any_overlap(std::vector<const Box*> boxes) {
@@ -113,7 +97,7 @@ bool any_overlap(std::vector<const Box*> boxes) {
   for (size_t i = 0; i < boxes.size(); ++i) {
     const int64_t end = boxes[i]->offsets[dim] + boxes[i]->sizes[dim];
     for (size_t k = i + 1; k < boxes.size() && boxes[k]->offsets[dim] < end; ++k)
-      if (overlap(*boxes[i], *boxes[k])) return true;
+      if (intersect(*boxes[i], *boxes[k]).numel() > 0) return true;
   }
   return false;
 }
@@ -257,7 +241,7 @@ void TensorCatalog::open_ours() {
   manifest_ = read_manifest(path_);
   std::map<std::string, const StoredFile*> known;
   for (const StoredFile& file : manifest_->files) known[file.path] = &file;
-  std::set<std::string> described = {};
+  std::set<std::string> written = {};
   for (int64_t rank = 0; rank < manifest_->num_ranks(); ++rank) {
     const std::string name = rank_record_path(rank);
     const std::string record_source = concat(path_, "/", name);
@@ -265,10 +249,9 @@ void TensorCatalog::open_ours() {
     FSDP_CHECK(entry != known.end(), source, ": files lacks ", name, ", what rank ", rank, " of ",
                manifest_->num_ranks(), " wrote");
     const std::string text = read_text_file(record_source, kMaxJsonBytes);
-    FSDP_CHECK(static_cast<int64_t>(text.size()) == entry->second->bytes &&
-                   crc32c(std::as_bytes(std::span(text))) == entry->second->crc32c,
-               record_source, " is not what was written; it is damaged, so use another checkpoint");
-    described.insert(name);
+    FSDP_CHECK(described(name, text) == *entry->second, record_source,
+               " is not what was written; it is damaged, so use another checkpoint");
+    written.insert(name);
     ranks_.push_back(parse_rank_record(text, record_source));
     const RankRecord& record = ranks_.back();
     FSDP_CHECK(record.rank == rank, record_source, ": rank is ", record.rank, "; it must be ",
@@ -278,7 +261,7 @@ void TensorCatalog::open_ours() {
       FSDP_CHECK(listed != known.end() && listed->second->bytes == file.bytes &&
                      listed->second->crc32c == crc32c_of(file, record.block_bytes),
                  record_source, ": ", file.path, " is not described like this by the manifest");
-      FSDP_CHECK(described.insert(file.path).second, record_source, ": ", file.path,
+      FSDP_CHECK(written.insert(file.path).second, record_source, ": ", file.path,
                  " was written by another rank, too");
       const bool is_model = file.path.starts_with("model/");
       FSDP_CHECK(is_model || file.path.starts_with("optimizer/"), record_source, ": ", file.path,
@@ -289,7 +272,7 @@ void TensorCatalog::open_ours() {
     }
   }
   for (const StoredFile& file : manifest_->files)
-    FSDP_CHECK(described.count(file.path) == 1 || is_model_file(file.path), source,
+    FSDP_CHECK(written.count(file.path) == 1 || is_model_file(file.path), source,
                ": no rank wrote ", file.path);
   check_against(manifest_->model, model_, source);
   check_against(manifest_->moments, moments_, source);
@@ -379,6 +362,32 @@ TensorSet apply(const NameRules& rules, const TensorSet& set,
       }
   }
   return renamed;
+}
+
+TensorSet moments_of(const TensorCatalog& catalog, const NameRules& rules) {
+  TensorSet moments = catalog.moments();
+  std::erase_if(moments, [](const auto& each) { return each.first.ends_with(".amax_history"); });
+  std::vector<std::string> suffixes;
+  if (catalog.manifest())
+    for (const std::string& moment : catalog.manifest()->optimizer.moments)
+      suffixes.push_back("." + moment);
+  return apply(rules, moments, suffixes);
+}
+
+std::map<std::string, std::string> names_of_shared(const TensorCatalog& catalog,
+                                                   const NameRules& rules) {
+  std::map<std::string, std::string> names;
+  if (!catalog.manifest()) return names;
+  for (const UnitRecord& unit : catalog.manifest()->units)
+    for (const GroupRecord& group : unit.groups)
+      for (const GroupRecord::Member& member : group.members)
+        for (const std::string& alias : member.aliases) {
+          const auto from = rules.sections_of_stored(alias, member.shape);
+          const auto to = rules.sections_of_stored(member.name, member.shape);
+          for (size_t i = 0; i < from.size() && from.size() == to.size(); ++i)
+            names[from[i].name] = to[i].name;
+        }
+  return names;
 }
 
 std::string some_of(std::span<const std::string> names) {

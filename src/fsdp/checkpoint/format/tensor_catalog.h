@@ -87,10 +87,18 @@ bool has_damaged_description(const std::string& path);
 // headers of files.
 bool has_damaged_headers(const std::string& path);
 
-// The same tensors under the names that the rules give them: a fused tensor becomes its sections.
+// Tensors under the names that the rules give them: a fused tensor becomes its sections.
 // Names end with one of `suffixes` (".exp_avg"), which the rules do not see.
 TensorSet apply(const NameRules& rules, const TensorSet& set,
                 std::span<const std::string> suffixes = {});
+
+// The moments under the names that the rules give their parameters, without what checkpoints of
+// earlier versions have beside them (histories of amaxes).
+TensorSet moments_of(const TensorCatalog& catalog, const NameRules& rules);
+
+// Every other name of a shared parameter -> the one it is stored under; both after the rules.
+std::map<std::string, std::string> names_of_shared(const TensorCatalog& catalog,
+                                                   const NameRules& rules);
 
 // "'a', 'b' and 17 more": at most 20.
 std::string some_of(std::span<const std::string> names);

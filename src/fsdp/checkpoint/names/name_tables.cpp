@@ -13,9 +13,6 @@ namespace fsdp {
 
 namespace {
 
-// Keeps the order in which people write fields.
-using OrderedJson = nlohmann::ordered_json;
-
 constexpr const char* kMegatron = "megatron";
 
 // One of two words, or the fallback if the field is absent.
@@ -59,8 +56,7 @@ FieldCondition read_condition(const JsonFields& fields) {
   return condition;
 }
 
-NameRule read_rule(const JsonFields& fields, const nlohmann::json& object,
-                   const std::string& source, const std::string& place) {
+NameRule read_rule(const JsonFields& fields) {
   fields.allow_only({"title", "pattern", "dim", "sections", "rename", "when", "scope"});
   NameRule rule{
       .title = fields.text_or("title", ""), .pattern = fields.text("pattern"), .sections = {}};
@@ -75,8 +71,7 @@ NameRule read_rule(const JsonFields& fields, const nlohmann::json& object,
     for (size_t s = 0; s < sections.size(); ++s)
       rule.sections.push_back(read_section(fields.element("sections", s), sections[s]));
   }
-  if (fields.has("when"))
-    rule.condition = read_condition(JsonFields(object.at("when"), source, concat(place, ".when")));
+  if (fields.has("when")) rule.condition = read_condition(fields.object("when"));
   rule.scope =
       read_word(fields, "scope",
                 {{"every", NameRule::Scope::kEveryName}, {"model", NameRule::Scope::kModelNames}},
@@ -84,8 +79,7 @@ NameRule read_rule(const JsonFields& fields, const nlohmann::json& object,
   return rule;
 }
 
-std::vector<NameRule> read_rules(const JsonFields& fields, const nlohmann::json& document,
-                                 const std::string& source) {
+std::vector<NameRule> read_rules(const JsonFields& fields, const nlohmann::json& document) {
   if (fields.has("rules") && document.at("rules").is_string()) {
     if (fields.text("rules") != kMegatron)
       fields.refuse("rules", concat("give a list of rules, or \"", kMegatron, "\""));
@@ -93,13 +87,11 @@ std::vector<NameRule> read_rules(const JsonFields& fields, const nlohmann::json&
   }
   std::vector<NameRule> rules;
   const nlohmann::json& given = fields.array("rules");
-  for (size_t i = 0; i < given.size(); ++i)
-    rules.push_back(
-        read_rule(fields.element("rules", i), given[i], source, concat("rules[", i, "]")));
+  for (size_t i = 0; i < given.size(); ++i) rules.push_back(read_rule(fields.element("rules", i)));
   return rules;
 }
 
-ModuleFields read_module_fields(const JsonFields& fields, const std::string& source) {
+ModuleFields read_module_fields(const JsonFields& fields) {
   ModuleFields result;
   if (!fields.has("fields")) return result;
   const nlohmann::json& given = fields.array("fields");
@@ -107,49 +99,12 @@ ModuleFields read_module_fields(const JsonFields& fields, const std::string& sou
     const JsonFields entry = fields.element("fields", i);
     entry.allow_only({"modules", "values"});
     FieldsOfModules modules{.modules = entry.text("modules"), .values = {}};
-    if (!entry.has("values")) entry.refuse("values", "add it");
-    const nlohmann::json& values = given[i].at("values");
-    const JsonFields numbers(values, source, concat("fields[", i, "].values"));
-    for (const auto& item : values.items())
-      modules.values[item.key()] = numbers.integer(item.key().c_str());
+    const JsonFields numbers = entry.object("values");
+    for (const std::string& name : numbers.keys())
+      modules.values[name] = numbers.integer(name.c_str());
     result.push_back(std::move(modules));
   }
   return result;
-}
-
-OrderedJson write_section(const SectionRule& section) {
-  OrderedJson json = {{"name", section.name}};
-  const std::string& size = section.size;
-  // Up to 18 digits always fit.
-  const bool is_number =
-      !size.empty() && size.size() <= 18 && (size == "0" || size[0] != '0') &&
-      std::all_of(size.begin(), size.end(), [](char c) { return '0' <= c && c <= '9'; });
-  if (is_number)
-    json["size"] = std::stoll(size);
-  else if (!size.empty())
-    json["size"] = size;
-  return json;
-}
-
-OrderedJson write_rule(const NameRule& rule) {
-  OrderedJson json = OrderedJson::object();
-  if (!rule.title.empty()) json["title"] = rule.title;
-  json["pattern"] = rule.pattern;
-  if (rule.sections.size() == 1 && rule.sections[0].size.empty()) {
-    json["rename"] = rule.sections[0].name;
-  } else {
-    json["dim"] = rule.dim;
-    json["sections"] = OrderedJson::array();
-    for (const SectionRule& section : rule.sections)
-      json["sections"].push_back(write_section(section));
-  }
-  if (const std::optional<FieldCondition>& condition = rule.condition) {
-    OrderedJson& when = json["when"] = {{"field", condition->field}};
-    if (condition->equals) when["equals"] = *condition->equals;
-    if (condition->unknown == FieldCondition::Unknown::kApply) when["unknown"] = "apply";
-  }
-  if (rule.scope == NameRule::Scope::kModelNames) json["scope"] = "model";
-  return json;
 }
 
 NameRule swiglu(std::string pattern) {
@@ -189,21 +144,13 @@ NameRules parse_name_rules(std::string_view json_text, const std::string& source
   const nlohmann::json document = parse_json(json_text, source);
   const JsonFields fields(document, source, "");
   fields.allow_only({"rules", "fields"});
-  std::vector<NameRule> rules = read_rules(fields, document, source);
-  ModuleFields module_fields = read_module_fields(fields, source);
+  std::vector<NameRule> rules = read_rules(fields, document);
+  ModuleFields module_fields = read_module_fields(fields);
   try {
     return NameRules(std::move(rules), std::move(module_fields));
   } catch (const UsageError& error) {
     throw UsageError(concat(source, ": ", error.what()));
   }
-}
-
-std::string name_rules_json(const NameRules& rules) {
-  OrderedJson json = {{"rules", OrderedJson::array()}, {"fields", OrderedJson::array()}};
-  for (const NameRule& rule : rules.rules()) json["rules"].push_back(write_rule(rule));
-  for (const FieldsOfModules& entry : rules.fields())
-    json["fields"].push_back({{"modules", entry.modules}, {"values", entry.values}});
-  return json.dump(2) + "\n";
 }
 
 std::vector<NameRule> megatron_rules() {

@@ -1,7 +1,6 @@
 #include "fsdp/checkpoint/patches/applied_patches.h"
 
 #include <fcntl.h>
-#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -18,10 +17,11 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/json_fields.h"
-#include "fsdp/checkpoint/format/manifest_text.h"
+#include "fsdp/checkpoint/format/manifest.h"
 #include "fsdp/checkpoint/format/tensor_catalog.h"
 #include "fsdp/checkpoint/format/tensor_stream.h"
 #include "fsdp/checkpoint/patches/patch_files.h"
+#include "fsdp/checkpoint/run_directory.h"
 
 namespace fsdp {
 
@@ -97,11 +97,8 @@ class ChangedFile {
 
 // While it lives, nobody else applies patches to the weights in the directory.
 FileHandle lock_weights(const std::string& directory) {
-  FileHandle handle(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  // A file system without locks goes unlocked.
-  const bool is_taken = handle.is_open() && ::flock(handle.descriptor(), LOCK_EX | LOCK_NB) != 0 &&
-                        errno == EWOULDBLOCK;
-  FSDP_CHECK(!is_taken, directory,
+  FileHandle handle = lock_directory(directory);
+  FSDP_CHECK(handle.is_open(), directory,
              ": another process is applying patches to these weights; wait for it");
   return handle;
 }

@@ -7,7 +7,7 @@
 #include <string>
 #include <string_view>
 
-#include "fsdp/checkpoint/patches/patch_record.h"
+#include "fsdp/checkpoint/patches/patch_files.h"
 
 namespace fsdp {
 

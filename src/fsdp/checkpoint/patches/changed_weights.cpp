@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <cstring>
 #include <map>
 #include <utility>
 
@@ -10,28 +11,18 @@
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/checkpoint/format/tensor_boxes.h"
 #include "fsdp/checkpoint/rank_agreement.h"
+#include "fsdp/checkpoint/state_pieces.h"
 #include "fsdp/optim/optimizer_impl.h"
-#include "fsdp/shard/engine/engine.h"
+#include "fsdp/shard/engine/engine_views.h"
 
 namespace fsdp {
 
 namespace {
 
-// Of ranks that have the same weights, one brings a tensor: in turn, so that all have some.
+// Ranks that have the same weights bring tensors in turn, so that all have some.
 bool brings(const ParamGroup& group, int64_t number) {
-  const GroupSetting& setting = group.setting();
-  const PlacementPair placed = setting.strategy.optimizer;
-  int64_t count = 1;
-  int64_t index = 0;
-  if (placed.inner == Placement::kReplicate) {
-    count = setting.shape.inner;
-    index = setting.rank.inner;
-  }
-  if (placed.outer == Placement::kReplicate) {
-    index = index * setting.shape.outer + setting.rank.outer;
-    count *= setting.shape.outer;
-  }
-  return number % count == index;
+  const Replicas replicas = replicas_with(group);
+  return number % replicas.count == replicas.index;
 }
 
 // Neighbouring elements of a group's whole buffer that lie in the same order in one published
@@ -41,7 +32,7 @@ struct Stretch {
   FlatRange from;
   std::vector<Run> runs;
 
-  // What lies between the first of its elements in the published tensor and the last.
+  // All between the first of its elements in the published tensor and the last.
   FlatRange to() const { return {runs.front().to, runs.back().to + runs.back().numel}; }
 };
 
@@ -86,12 +77,9 @@ PlacedGroup placed_group(const ParamGroup& group, const NameRules& rules, int64_
 
 // Weights [flat) of a group's whole buffer, as they compute, on the CPU.
 at::Tensor weights_at(const ParamGroup& group, FlatRange flat) {
-  std::vector<at::Tensor> parts;
-  for (const MainWeightPiece& piece : group.main_weights().pieces())
-    if (const FlatRange common = intersect(piece.flat, flat); !common.empty())
-      parts.push_back(piece.weight.narrow(0, common.begin - piece.flat.begin, common.numel())
-                          .to(at::kCPU, piece.weight.scalar_type(), false, /*copy=*/true));
-  return parts.size() == 1 ? parts.front() : at::cat(parts);
+  const at::Tensor values = at::empty({flat.numel()}, scalar_type_of(group.types().weight));
+  read_computing_weights(group, flat, values);
+  return values;
 }
 
 void add_everything(const PlacedGroup& placed, const ParamGroup& group,
@@ -221,22 +209,18 @@ ChangedWeights::ChangedWeights(const CheckpointState& state, const NameRules& ru
     for (const TensorSection& section : rules_.sections(name, shape))
       tensors_.push_back({section.name, dtype, section.shape});
   };
-  std::vector<NamedShape> names;
-  for (const auto& unit : EngineAccess::of(state_.sharded).units())
+  check_names(state_, rules_);
+  const StateView view(state_.sharded);
+  for (const auto& unit : view.units())
     for (const ParamGroup& group : unit->groups())
-      for (int64_t i = 0; i < group.layout().num_tensors(); ++i) {
-        names.push_back({group.name_of(i), group.whole_shape_of(i)});
+      for (int64_t i = 0; i < group.layout().num_tensors(); ++i)
         add(group.name_of(i), group.whole_shape_of(i), group.types().weight);
-      }
-  for (const NamedBuffer& buffer : state_.buffers) {
-    names.push_back({buffer.name, buffer.value.sizes().vec()});
+  for (const NamedBuffer& buffer : state_.buffers)
     add(buffer.name, buffer.value.sizes().vec(), dtype_of(buffer.value.scalar_type()));
-  }
-  check_unique(rules_, names);
 }
 
 void ChangedWeights::take(Which which, const Give& give) {
-  Engine& engine = EngineAccess::of(state_.sharded);
+  const StateView engine(state_.sharded);
   engine.wait();
   std::map<const ParamGroup*, GroupUpdate*> updates;
   for (GroupUpdate* update : OptimizerAccess::of(*state_.optimizer).group_updates())
@@ -266,7 +250,7 @@ void ChangedWeights::take(Which which, const Give& give) {
 
 // Every rank has all of a buffer, and nobody knows what has changed in it.
 void ChangedWeights::give_buffers(const Give& give) const {
-  const bool is_first = rank_in(EngineAccess::of(state_.sharded).mesh()) == 0;
+  const bool is_first = rank_in(StateView(state_.sharded).mesh()) == 0;
   for (const NamedBuffer& buffer : state_.buffers) {
     const at::Tensor whole = buffer.value.detach().to(at::kCPU, buffer.value.scalar_type(), false,
                                                       /*copy=*/true);
@@ -279,6 +263,64 @@ void ChangedWeights::give_buffers(const Give& give) const {
       give(section.name, std::move(elements));
     }
   }
+}
+
+// --- positions in a file -------------------------------------------------------------------------
+
+namespace {
+
+// How many numbers more than elements skips take.
+at::Tensor num_more(const at::Tensor& skips, int64_t largest) {
+  return skips.div(largest, "trunc").sum();
+}
+
+// Numbers of `dtype`, unsigned whatever it says, of which `largest` is the largest.
+at::Tensor numbers_of(const at::Tensor& skips, int64_t more, int64_t largest,
+                      at::ScalarType dtype) {
+  if (more == 0) return skips.to(dtype);
+  const at::Tensor places = skips.div(largest, "trunc").add_(1).cumsum(0).sub_(1);
+  return at::zeros({skips.numel() + more}, skips.options().dtype(dtype))
+      .bitwise_not_()  // the largest number everywhere
+      .index_copy_(0, places, skips.remainder(largest).to(dtype));
+}
+
+// `skips` of neighbours are 0.
+at::Tensor as_ranges(const at::Tensor& positions, const at::Tensor& skips) {
+  const at::Tensor is_first = skips.ne(0);
+  is_first[0].fill_(true);
+  const at::Tensor first = is_first.nonzero().view({-1});
+  const at::Tensor last =
+      at::cat({first.slice(0, 1), at::full({1}, positions.numel(), first.options())}).sub_(1);
+  return at::stack({positions.index_select(0, first), positions.index_select(0, last).add_(1)}, 1);
+}
+
+}  // namespace
+
+EncodedPositions encoded(const at::Tensor& positions) {
+  const at::Tensor before = at::full({1}, -1, positions.options());
+  const at::Tensor skips = positions.diff(1, 0, before).sub_(1);
+  const at::Tensor sizes =
+      at::stack({num_more(skips, largest_skip<uint8_t>()),
+                 num_more(skips, largest_skip<uint16_t>()), skips.slice(0, 1).ne(0).sum().add_(1)})
+          .cpu();
+  const auto* size = sizes.const_data_ptr<int64_t>();
+  const int64_t narrow_bytes = positions.numel() + size[0];
+  const int64_t wide_bytes = 2 * (positions.numel() + size[1]);
+  const int64_t range_bytes = static_cast<int64_t>(sizeof(FlatRange)) * size[2];
+  if (range_bytes <= std::min(narrow_bytes, wide_bytes))
+    return {PositionForm::kRanges, as_ranges(positions, skips).cpu()};
+  if (narrow_bytes <= wide_bytes)
+    return {PositionForm::kSkips,
+            numbers_of(skips, size[0], largest_skip<uint8_t>(), at::kByte).cpu()};
+  return {PositionForm::kWideSkips,
+          numbers_of(skips, size[1], largest_skip<uint16_t>(), at::kShort).cpu()};
+}
+
+EncodedPositions encoded(std::span<const FlatRange> ranges) {
+  const at::Tensor numbers = at::empty({static_cast<int64_t>(ranges.size()), 2}, at::kLong);
+  static_assert(sizeof(FlatRange) == 2 * sizeof(int64_t));
+  std::memcpy(numbers.mutable_data_ptr(), ranges.data(), ranges.size_bytes());
+  return {PositionForm::kRanges, numbers};
 }
 
 }  // namespace fsdp

@@ -5,12 +5,14 @@
 
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "fsdp/checkpoint/checkpoint_state.h"
 #include "fsdp/checkpoint/format/manifest.h"
 #include "fsdp/checkpoint/patches.h"
+#include "fsdp/checkpoint/patches/patch_files.h"
 #include "fsdp/layout/segment.h"
 
 namespace fsdp {
@@ -64,5 +66,19 @@ class ChangedWeights {
   const NameRules rules_;
   std::vector<StoredTensor> tensors_;
 };
+
+// --- positions in a file -------------------------------------------------------------------------
+
+// The positions of a patch's elements in the form that takes the fewest bytes.
+
+struct EncodedPositions {
+  PositionForm form = PositionForm::kRanges;
+  at::Tensor numbers;  // on the CPU
+};
+
+// `positions` are int64, ascending, at least one. The work is done where they are, so that a device
+// sends about a byte of each.
+EncodedPositions encoded(const at::Tensor& positions);
+EncodedPositions encoded(std::span<const FlatRange> ranges);
 
 }  // namespace fsdp

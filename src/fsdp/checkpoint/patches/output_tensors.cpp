@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
-#include <numeric>
 #include <optional>
 #include <utility>
 
 #include "fsdp/base/text.h"
+#include "fsdp/checkpoint/format/tensor_stream.h"
 
 namespace fsdp {
 
@@ -48,7 +48,7 @@ std::optional<int64_t> number_in(std::string_view text) {
   return number;
 }
 
-// What a published tensor is a part of.
+// The tensor that a published one is a part of.
 struct PartOf {
   std::string fused;
   int64_t order = 0;       // of all parts
@@ -140,8 +140,7 @@ OutputTensors as_vllm_has_them(const std::vector<StoredTensor>& published) {
     int64_t offset = 0;
     for (const auto& [order, each] : fusion.parts) {
       output.places[each->name] = {index, offset};
-      offset +=
-          std::accumulate(each->shape.begin(), each->shape.end(), int64_t{1}, std::multiplies<>());
+      offset += numel_of(*each);
     }
   }
   return output;

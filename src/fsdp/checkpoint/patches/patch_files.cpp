@@ -1,19 +1,186 @@
 #include "fsdp/checkpoint/patches/patch_files.h"
 
 #include <algorithm>
+#include <charconv>
+#include <cstdio>
 #include <cstring>
+#include <limits>
 #include <map>
+#include <nlohmann/json.hpp>
 #include <set>
+#include <tuple>
 #include <utility>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/crc32c.h"
 #include "fsdp/base/durable_file.h"
-#include "fsdp/base/utf8.h"
-#include "fsdp/checkpoint/format/safetensors_header.h"
+#include "fsdp/base/integer.h"
+#include "fsdp/base/json_fields.h"
+#include "fsdp/base/text.h"
+#include "fsdp/checkpoint/format/manifest.h"
+#include "fsdp/checkpoint/format/safetensors_file.h"
 #include "fsdp/checkpoint/format/tensor_stream.h"
 
 namespace fsdp {
+
+// --- the record ----------------------------------------------------------------------------------
+
+namespace {
+
+constexpr const char* kPatchFormat = "fsdp patch";
+constexpr int64_t kPatchVersion = 1;
+constexpr int64_t kMaxRecordTextBytes = int64_t{1} << 30;
+constexpr std::string_view kPatchPrefix = "patch-";
+constexpr const char* kDamaged = "; the patch is damaged, so fetch it again";
+
+bool is_base(std::string_view text) {
+  return text.size() == 16 && std::all_of(text.begin(), text.end(), [](char c) {
+           return ('0' <= c && c <= '9') || ('a' <= c && c <= 'f');
+         });
+}
+
+StoredTensor tensor_in(const std::string& name, const JsonFields& fields) {
+  const std::optional<DType> dtype = parse_safetensors_dtype(fields.text("dtype"));
+  if (!dtype) fields.refuse("dtype", "it is not a dtype that is known here");
+  return {name, *dtype, stored_shape(fields)};
+}
+
+// {from, to} of "patch-00000100-00000102", {-1, to} of a full one; nullopt for every other name.
+std::optional<std::pair<int64_t, int64_t>> steps_in(std::string_view name) {
+  const size_t dash = name.rfind('-');
+  if (!name.starts_with(kPatchPrefix) || dash < kPatchPrefix.size()) return std::nullopt;
+  const auto number = [](std::string_view digits) {
+    int64_t step = -1;
+    const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), step);
+    return error == std::errc() && end == digits.data() + digits.size() ? step : -1;
+  };
+  const std::string_view first = name.substr(kPatchPrefix.size(), dash - kPatchPrefix.size());
+  const std::pair<int64_t, int64_t> steps{number(first), number(name.substr(dash + 1))};
+  if (steps.second < 0 || (steps.first < 0 && first != "full")) return std::nullopt;
+  return steps;
+}
+
+}  // namespace
+
+std::string to_json(const PatchRecord& record) {
+  using Json = nlohmann::ordered_json;
+  Json tensors = Json::object();
+  for (const StoredTensor& tensor : record.tensors)
+    tensors[tensor.name] = {{"dtype", safetensors_name(tensor.dtype)}, {"shape", tensor.shape}};
+  const Json document = {{"format", kPatchFormat},
+                         {"version", kPatchVersion},
+                         {"base", record.base},
+                         {"begun", record.begun},
+                         {"from", record.from ? Json(*record.from) : Json()},
+                         {"to", record.to},
+                         {"names", record.names},
+                         {"tensors", std::move(tensors)},
+                         {"files", json_of(record.files)}};
+  return with_checksum(document.dump(1) + "\n");
+}
+
+PatchRecord parse_patch_record(std::string_view json, const std::string& source) {
+  FSDP_CHECK(checksum_in(json) == ManifestChecksum::kRight, source, " is not what was written",
+             kDamaged);
+  const nlohmann::json document = parse_json(json, source);
+  const JsonFields fields(document, source, "");
+  if (fields.text("format") != kPatchFormat)
+    fields.refuse("format", concat("a patch of weights has '", kPatchFormat, "'"));
+  if (fields.integer("version") != kPatchVersion)
+    fields.refuse("version", concat("this fsdp.cpp reads version ", kPatchVersion,
+                                    "; use the one that wrote it, or a newer one"));
+  PatchRecord record{.base = fields.text("base"),
+                     .begun = fields.integer("begun"),
+                     .from = std::nullopt,
+                     .to = stored_steps(fields, "to"),
+                     .names = fields.text("names"),
+                     .tensors = {},
+                     .files = {}};
+  if (!is_base(record.base)) fields.refuse("base", "a base is 16 hexadecimal digits");
+  if (fields.has("from")) {
+    record.from = stored_steps(fields, "from");
+    if (*record.from >= record.to) fields.refuse("from", "a patch leads to a later step");
+  }
+  const JsonFields tensors = fields.object("tensors");
+  for (const std::string& name : tensors.keys())
+    record.tensors.push_back(tensor_in(name, tensors.object(name.c_str())));
+  record.files = stored_files(fields);
+  return record;
+}
+
+PatchRecord read_patch_record(const std::string& directory) {
+  const std::string path = concat(directory, "/", kPatchRecordName);
+  FSDP_CHECK(path_exists(path), directory, " is no patch: it has no ", kPatchRecordName,
+             "; give the directory of a patch, such as ", patch_name(100, 102));
+  return parse_patch_record(read_text_file(path, kMaxRecordTextBytes), path);
+}
+
+std::string patch_name(std::optional<int64_t> from, int64_t to) {
+  return concat(kPatchPrefix, from ? step_text(*from) : "full", "-", step_text(to));
+}
+
+std::string patch_text(const PatchRecord& record) {
+  return concat(record.from ? concat("step ", *record.from, " to ", record.to)
+                            : concat("everything of step ", record.to),
+                " of base ", record.base);
+}
+
+std::vector<std::string> patches_in(const std::string& directory) {
+  std::vector<std::tuple<int64_t, int64_t, std::string>> found;
+  for (const std::string& name : names_in(directory))
+    if (const auto steps = steps_in(name))
+      found.emplace_back(steps->second, steps->first, concat(directory, "/", name));
+  std::sort(found.begin(), found.end());
+  std::vector<std::string> paths;
+  for (auto& [to, from, path] : found) paths.push_back(std::move(path));
+  return paths;
+}
+
+int64_t last_step_of(const std::string& path) {
+  const auto steps = steps_in(file_name_of(path));
+  FSDP_ASSERT(steps.has_value(), path);
+  return steps->second;
+}
+
+void remove_patch_leftovers(const std::string& directory) {
+  for (const std::string& name : names_in(directory))
+    if (name.starts_with(concat(".", kPatchPrefix)) && name.ends_with(".tmp"))
+      remove_tree(concat(directory, "/", name));
+}
+
+// --- positions -----------------------------------------------------------------------------------
+
+namespace {
+
+template <typename Number>
+void decode(std::span<const std::byte> bytes, int64_t numel, const std::string& source,
+            std::vector<int64_t>& positions) {
+  int64_t next = 0;
+  for (size_t i = 0; i < bytes.size(); i += sizeof(Number)) {
+    Number number = 0;
+    std::memcpy(&number, bytes.data() + i, sizeof(number));
+    next += number;
+    if (number == largest_skip<Number>()) continue;
+    FSDP_CHECK(next < numel, source, ": element ", next, " is beyond the tensor's last one, ",
+               numel - 1, kDamaged);
+    positions.push_back(next++);
+  }
+}
+
+}  // namespace
+
+std::vector<int64_t> decode_skips(std::span<const std::byte> bytes, int64_t width, int64_t count,
+                                  int64_t numel, const std::string& source) {
+  std::vector<int64_t> positions;
+  positions.reserve(static_cast<size_t>(count));
+  width == 1 ? decode<uint8_t>(bytes, numel, source, positions)
+             : decode<uint16_t>(bytes, numel, source, positions);
+  FSDP_CHECK(static_cast<int64_t>(positions.size()) == count, source, ": has ", positions.size(),
+             " positions and ", count, " values", kDamaged);
+  return positions;
+}
+
+// --- files ---------------------------------------------------------------------------------------
 
 namespace {
 
@@ -21,8 +188,6 @@ constexpr std::string_view kValues = "values/";
 constexpr std::string_view kSkips = "skips/";
 constexpr std::string_view kRanges = "ranges/";
 constexpr int64_t kRangeBytes = 2 * sizeof(int64_t);
-
-// --- writing -------------------------------------------------------------------------------------
 
 SafetensorsEntry positions_entry(const StoredChange& change) {
   const auto bytes = static_cast<int64_t>(change.positions.size());
@@ -38,29 +203,6 @@ SafetensorsEntry positions_entry(const StoredChange& change) {
   }
   return {.name = concat(kSkips, name), .dtype = DType::kUInt8, .shape = {bytes / 2, 2}};
 }
-
-// Writes a file and adds up its checksum.
-class SummedFile {
- public:
-  explicit SummedFile(std::string path) : file_(std::move(path)) {}
-
-  void write(std::span<const std::byte> bytes) {
-    file_.write(bytes);
-    checksum_ = crc32c(bytes, checksum_);
-  }
-  StoredFile commit(std::string name) {
-    file_.commit();
-    return {std::move(name), file_.bytes(), checksum_};
-  }
-
- private:
-  FileWriter file_;
-  uint32_t checksum_ = 0;
-};
-
-// --- reading -------------------------------------------------------------------------------------
-
-constexpr const char* kDamaged = "; the patch is damaged, so fetch it again";
 
 std::vector<FlatRange> ranges_of(std::span<const std::byte> bytes, int64_t count, int64_t numel,
                                  const std::string& source) {
@@ -85,14 +227,8 @@ class OpenPatchFile {
  public:
   explicit OpenPatchFile(const std::string& path) : path_(path) {
     const FileReader file(path);
-    constexpr size_t kFirstBytes = 8;
-    std::string text(kFirstBytes, '\0');
-    FSDP_CHECK(file.bytes() >= static_cast<int64_t>(kFirstBytes), path, " has only ", file.bytes(),
-               " bytes", kDamaged);
-    file.read(0, std::as_writable_bytes(std::span(text)));
-    text.resize(static_cast<size_t>(safetensors_header_bytes(text, file.bytes(), path)));
-    file.read(kFirstBytes, std::as_writable_bytes(std::span(text)));
-    SafetensorsHeader header = parse_safetensors_header(text, file.bytes(), path);
+    SafetensorsHeader header =
+        parse_safetensors_header(safetensors_header_text(file).substr(8), file.bytes(), path);
     data_begin_ = header.data_begin;
     for (SafetensorsEntry& entry : header.tensors) entries_[entry.name] = std::move(entry);
   }
@@ -201,14 +337,13 @@ StoredFile write_patch_file(const std::string& directory, int64_t rank,
                                         element_bytes(change.tensor.dtype)}});
   }
   const std::string name = rank_text(rank) + ".safetensors";
-  const std::string text = write_safetensors_header(header);
-  SummedFile file(concat(directory, "/", name));
-  file.write(std::as_bytes(std::span(text)));
+  SafetensorsWriter file(concat(directory, "/", name), std::move(header));
   for (const StoredChange& change : changes) {
     file.write(change.positions);
     file.write(change.values);
   }
-  return file.commit(name);
+  const RankRecord::File written = file.commit(name);
+  return {name, written.bytes, crc32c_of(written, kMaxBlockBytes)};
 }
 
 void publish_patch(const std::string& temporary, const std::string& path,

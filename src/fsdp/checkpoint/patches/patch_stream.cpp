@@ -5,7 +5,6 @@
 #include <chrono>
 #include <exception>
 #include <map>
-#include <random>
 #include <utility>
 
 #include "fsdp/base/check.h"
@@ -13,13 +12,12 @@
 #include "fsdp/base/log.h"
 #include "fsdp/checkpoint/patches.h"
 #include "fsdp/checkpoint/patches/changed_weights.h"
-#include "fsdp/checkpoint/patches/encoded_positions.h"
 #include "fsdp/checkpoint/patches/output_tensors.h"
 #include "fsdp/checkpoint/patches/patch_files.h"
 #include "fsdp/checkpoint/rank_agreement.h"
 #include "fsdp/comm/communicator.h"
 #include "fsdp/optim/optimizer_impl.h"
-#include "fsdp/shard/engine/engine.h"
+#include "fsdp/shard/engine/engine_views.h"
 
 namespace fsdp {
 
@@ -27,16 +25,6 @@ namespace {
 
 constexpr const char* kPublishedNames = "hf";
 constexpr const char* kVllmNames = "vllm";
-
-// 16 hexadecimal digits that rank 0 draws.
-std::string draw_base(const Mesh& mesh) {
-  std::random_device random;
-  const auto mine = static_cast<int64_t>(uint64_t{random()} << 32 | random());
-  auto number = static_cast<uint64_t>(number_of_rank_0(mesh, mine, "base of patches"));
-  std::string digits;
-  for (int i = 0; i < 16; ++i, number >>= 4) digits.push_back("0123456789abcdef"[number & 15]);
-  return digits;
-}
 
 // The changed elements of one tensor as they will be in a file, on the CPU.
 struct EncodedTensor {
@@ -82,7 +70,7 @@ class PatchStream::Impl {
         published_(state_, options_.rules),
         output_(options_.names == PatchNames::kVllm ? as_vllm_has_them(published_.tensors())
                                                     : as_published(published_.tensors())),
-        base_(draw_base(mesh())),
+        base_(drawn_id(mesh(), "base of patches")),
         begun_(std::chrono::duration_cast<std::chrono::seconds>(
                    std::chrono::system_clock::now().time_since_epoch())
                    .count()) {
@@ -116,7 +104,7 @@ class PatchStream::Impl {
   }
 
  private:
-  const Mesh& mesh() const { return EngineAccess::of(state_.sharded).mesh(); }
+  const Mesh& mesh() const { return StateView(state_.sharded).mesh(); }
 
   std::string write_next(const std::string& directory, int64_t step) {
     const std::optional<int64_t> from = last_;

@@ -21,7 +21,7 @@ struct TensorStatistics {
   int64_t numel = 0;
   int64_t num_nan = 0;
   int64_t num_inf = 0;
-  // Of the finite numbers; all 0 if there are none.
+  // Facts about the finite numbers; all 0 if there are none.
   double min = 0.0;
   double max = 0.0;
   double mean = 0.0;

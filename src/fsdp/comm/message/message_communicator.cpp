@@ -1,9 +1,6 @@
-#include "fsdp/base/text.h"
-#include "fsdp/comm/backends.h"
-
+// Communicators over messages between processes: the backends `mpi` and `tcp`.
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <chrono>
@@ -12,12 +9,13 @@
 #include <utility>
 #include <vector>
 
+#include "fsdp/base/check.h"
+#include "fsdp/comm/backends.h"
 #include "fsdp/comm/comm_error.h"
 #include "fsdp/comm/enqueued_operation.h"
 #include "fsdp/comm/message/message_transport.h"
 #include "fsdp/comm/operation_queue.h"
 #include "fsdp/comm/reduce/reduce_ranks.h"
-#include "fsdp/comm/threads/device_ranks.h"
 
 namespace fsdp {
 
@@ -69,11 +67,12 @@ class MessageCommunicator final : public Communicator, private OperationRunner {
   c10::Event run_staged(Operation& operation);
   void run_on_host(Operation& operation);
   void compare_fingerprints(const Operation& operation);
+  // Collects equally many bytes of every rank in staging_, in rank order.
+  void gather_to_staging(const void* own, int64_t bytes);
   void all_gather(const at::Tensor& output, const Shares& shares, const char* own);
   void reduce_share(const Operation& operation, const at::Tensor& output);
   void all_to_all(const Operation& operation);
   void broadcast(const Operation& operation);
-  void barrier();
 
   // One message to and one from every other member; those of 0 bytes are not sent.
   template <typename Send, typename Receive>
@@ -139,10 +138,9 @@ void MessageCommunicator::keep_what_is_in_flight(const std::shared_ptr<Operation
 
 c10::Event MessageCommunicator::run_staged(Operation& operation) {
   const c10::Device device = operation.device();
-  std::optional<c10::Stream>& stream = device_side_.stream;
-  if (!stream) stream = c10::impl::VirtualGuardImpl(device.type()).getNewStream(device);
+  const c10::Stream stream = device_side_.stream_on(device);
   operation.on_device->runs_on = stream;
-  const c10::StreamGuard guard(*stream);
+  const c10::StreamGuard guard(stream);
   const auto pinned_like = [](const at::Tensor& tensor) {
     return at::empty(tensor.sizes(), tensor.options().device(at::kCPU).pinned_memory(true));
   };
@@ -161,19 +159,19 @@ c10::Event MessageCommunicator::run_staged(Operation& operation) {
   if (squares.defined()) on_host_->reduction.squares = at::zeros({1}, at::kDouble);
 
   follow_on_device(operation, device_side_);
-  operation.on_device->ready.block(*stream);
+  operation.on_device->ready.block(stream);
   on_host_->input.copy_(operation.input, /*non_blocking=*/true);
   if (operation.reduction.store == Store::kAdd)
     on_host_->output.copy_(operation.output, /*non_blocking=*/true);
   c10::Event copied(device.type());
-  copied.record(*stream);
+  copied.record(stream);
   copied.synchronize();  // the worker thread's host wait; transports read host memory
   run_on_host(*on_host_);
   operation.output.copy_(on_host_->output, /*non_blocking=*/true);
   if (flag.defined() && on_host_->reduction.nonfinite.item<float>() != 0) flag.fill_(1);
   if (squares.defined()) squares.add_(on_host_->reduction.squares.item<double>());
   c10::Event finished(device.type());
-  finished.record(*stream);
+  finished.record(stream);
   on_host_.reset();  // the pinned memory's allocator waits for the copy before it reuses it
   return finished;
 }
@@ -196,7 +194,7 @@ void MessageCommunicator::run_on_host(Operation& operation) {
     case OpKind::kBroadcast:
       return broadcast(operation);
     case OpKind::kBarrier:
-      return barrier();
+      return gather_to_staging("", 1);
     case OpKind::kCopy:
       return;
   }
@@ -227,21 +225,20 @@ void MessageCommunicator::exchange(std::span<const Message> sends,
   transport_->exchange(channel_, sends, receives, purpose);
 }
 
+void MessageCommunicator::gather_to_staging(const void* own, int64_t bytes) {
+  staging_.resize(static_cast<size_t>(size() * bytes));
+  const auto place_of = [&](int rank_here) {
+    return Message{0, staging_.data() + rank_here * bytes, bytes};
+  };
+  std::memcpy(place_of(rank()).data, own, static_cast<size_t>(bytes));
+  exchange_with_all([&](int) { return place_of(rank()); }, place_of);
+}
+
 void MessageCommunicator::compare_fingerprints(const Operation& operation) {
-  constexpr int64_t kBytes = sizeof(Fingerprint);
-  staging_.resize(static_cast<size_t>(size() * kBytes));
-  const auto place_of = [&](int rank_here) { return staging_.data() + rank_here * kBytes; };
-  std::memcpy(place_of(rank()), &operation.print, kBytes);
-  exchange_with_all(
-      [&](int) {
-        return Message{0, place_of(rank()), kBytes};
-      },
-      [&](int from) {
-        return Message{0, place_of(from), kBytes};
-      });
+  gather_to_staging(&operation.print, sizeof(Fingerprint));
   for (int other = 0; other < size(); ++other) {
     Fingerprint theirs;
-    std::memcpy(&theirs, place_of(other), kBytes);
+    std::memcpy(&theirs, staging_.data() + other * sizeof(theirs), sizeof(theirs));
     if (theirs == operation.print) continue;
     throw CommError(concat("ranks of '", name(), "' disagree: rank ", rank(), " is at ",
                            operation.print.text(), "; rank ", other, " is at ", theirs.text()));
@@ -338,17 +335,6 @@ void MessageCommunicator::broadcast(const Operation& operation) {
   all_gather(operation.output, shares, at_element(operation.output, shares.offset(rank())));
 }
 
-void MessageCommunicator::barrier() {
-  staging_.resize(static_cast<size_t>(size()));
-  exchange_with_all(
-      [&](int) {
-        return Message{0, staging_.data() + rank(), 1};
-      },
-      [&](int from) {
-        return Message{0, staging_.data() + from, 1};
-      });
-}
-
 }  // namespace
 
 std::unique_ptr<Communicator> communicator_over(std::shared_ptr<MessageTransport> transport,
@@ -358,6 +344,21 @@ std::unique_ptr<Communicator> communicator_over(std::shared_ptr<MessageTransport
   std::iota(members.begin(), members.end(), 0);
   return std::make_unique<MessageCommunicator>(
       std::move(transport), options, MessageTransport::kWorldChannel, std::move(members), "world");
+}
+
+std::unique_ptr<Communicator> connect_mpi(const Launch& launch, const CommOptions& options) {
+  options.validate();
+  if (!mpi_available())
+    throw Error(
+        concat(name_of(launch.launcher), " started ", launch.size,
+               " processes, but this build has no MPI: install libopenmpi-dev and openmpi-bin "
+               "and build again with FSDP_MPI=ON"));
+  std::shared_ptr<MessageTransport> transport = mpi_transport();
+  FSDP_CHECK(transport->size() == launch.size && transport->rank() == launch.rank,
+             name_of(launch.launcher), " says rank ", launch.rank, " of ", launch.size,
+             ", but MPI says rank ", transport->rank(), " of ", transport->size(),
+             ": start the job with mpirun, or with srun --mpi=pmix if Slurm has it");
+  return communicator_over(std::move(transport), options);
 }
 
 }  // namespace fsdp

@@ -7,7 +7,6 @@
 
 #include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
-#include "fsdp/base/utf8.h"
 
 namespace fsdp {
 

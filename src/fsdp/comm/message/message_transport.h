@@ -20,7 +20,7 @@ struct Message {
   int64_t bytes = 0;
 };
 
-// What an exchange is for, and how long it may take: the words of its errors.
+// The purpose of an exchange, and how long it may take: the words of its errors.
 struct Purpose {
   std::string what;  // "rank 1 of 'inner gather' at operation 3: ..."
   double timeout_seconds = 0;
@@ -97,6 +97,11 @@ class Backoff {
  private:
   int rounds_ = 0;
 };
+
+// This process's membership in its MPI job: started by the first call, shared by all communicators.
+// Only where mpi_available().
+bool mpi_available();
+std::shared_ptr<MessageTransport> mpi_transport();
 
 // The errors of an exchange, in the same words for every transport.
 TimeoutError late_error(const Purpose& purpose, const std::vector<std::string>& missing_ranks);

@@ -1,13 +1,18 @@
-#include "fsdp/comm/mpi/mpi_transport.h"
-
+// The `mpi` backend's messages: one process's membership in an MPI job.
 #include <mpi.h>
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
-#include <thread>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
 
 #include "fsdp/base/check.h"
+#include "fsdp/comm/message/message_transport.h"
 
 namespace fsdp {
 
@@ -23,15 +28,8 @@ void check_mpi(int code, const char* call) {
   throw CommError(concat(call, " failed: ", std::string(text, static_cast<size_t>(length))));
 }
 
-}  // namespace
-
-struct MpiTransport::Listener {
-  std::vector<char> text = std::vector<char>(kMaxTextBytes);
-  MPI_Request request = MPI_REQUEST_NULL;
-};
-
 // The requests of one exchange, in pieces that MPI can count.
-class MpiTransport::Pending {
+class Pending {
  public:
   void receive(int channel, const Message& message) {
     for_each_piece(message, [&](char* data, int bytes) {
@@ -127,20 +125,35 @@ class MpiTransport::Pending {
   size_t num_done_ = 0;
 };
 
-std::shared_ptr<MpiTransport> MpiTransport::shared() {
-  static std::mutex mutex;
-  static std::weak_ptr<MpiTransport> current;
-  const std::lock_guard lock(mutex);
-  if (auto runtime = current.lock()) return runtime;
-  int finalized = 0;
-  MPI_Finalized(&finalized);
-  FSDP_CHECK(!finalized,
-             "this process has left its MPI job already: keep the first World alive as "
-             "long as any is needed");
-  std::shared_ptr<MpiTransport> runtime(new MpiTransport());
-  current = runtime;
-  return runtime;
-}
+// Everything is point-to-point on one MPI communicator, told apart by channel numbers (MPI tags).
+// MPI's own collectives and communicators are not used: theirs wait without deadline, do not say
+// who is missing, sum in an order of their choice, and cannot be named in messages.
+class MpiTransport final : public MessageTransport {
+ public:
+  MpiTransport();
+  // Ends MPI, unless something failed: an orderly end would wait for ranks that may never come.
+  ~MpiTransport();
+
+  void exchange(int channel, std::span<const Message> sends, std::span<const Message> receives,
+                const Purpose& purpose) override;
+  void listen() override;
+  void tell_everybody(const std::string& message, Words words) override;
+  void keep_forever(std::shared_ptr<void> object) override;
+
+ private:
+  struct Listener {
+    std::vector<char> text = std::vector<char>(kMaxTextBytes);
+    MPI_Request request = MPI_REQUEST_NULL;
+  };
+
+  void post_listener();
+
+  std::mutex mutex_;  // protects the members below
+  bool failed_ = false;
+  std::unique_ptr<Listener> listener_;
+  std::deque<std::string> outgoing_;  // messages about failures, kept until the end
+  std::vector<std::shared_ptr<void>> kept_forever_;
+};
 
 MpiTransport::MpiTransport() : MessageTransport(0, 1) {
   int initialized = 0;
@@ -232,6 +245,25 @@ void MpiTransport::keep_forever(std::shared_ptr<void> object) {
   const std::lock_guard lock(mutex_);
   failed_ = true;
   kept_forever_.push_back(std::move(object));
+}
+
+}  // namespace
+
+bool mpi_available() { return true; }
+
+std::shared_ptr<MessageTransport> mpi_transport() {
+  static std::mutex mutex;
+  static std::weak_ptr<MpiTransport> current;
+  const std::lock_guard lock(mutex);
+  if (auto runtime = current.lock()) return runtime;
+  int finalized = 0;
+  MPI_Finalized(&finalized);
+  FSDP_CHECK(!finalized,
+             "this process has left its MPI job already: keep the first World alive as "
+             "long as any is needed");
+  auto runtime = std::make_shared<MpiTransport>();
+  current = runtime;
+  return runtime;
 }
 
 }  // namespace fsdp

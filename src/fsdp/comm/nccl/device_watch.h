@@ -42,7 +42,7 @@ class StreamMark {
 // a query of an event among them. A thread that watches for such a stream must not call CUDA, so
 // the stream itself writes numbers to the host's memory as it comes past them.
 //
-// Of one stream. Must outlive its marks.
+// It belongs to one stream and must outlive its marks.
 class StreamMarks {
  public:
   StreamMarks();
@@ -73,7 +73,7 @@ class DeviceWatch {
   // Watches an operation whose end is at that mark. Operations of one stream are added in its
   // order.
   void add(const Fingerprint& operation, StreamMark end);
-  // The same for what is no collective and is known by a name.
+  // Adds what is no collective and is known by a name.
   void add(std::string what, StreamMark end);
 
   // "; under way was ...", or "".

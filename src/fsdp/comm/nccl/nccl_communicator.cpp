@@ -25,14 +25,13 @@
 #include "fsdp/comm/enqueued_operation.h"
 #include "fsdp/comm/nccl/device_watch.h"
 #include "fsdp/comm/nccl/nccl_operations.h"
-#include "fsdp/comm/work.h"
-#include "fsdp/comm/work_state.h"
+#include "fsdp/comm/operation.h"
 
 namespace fsdp {
 
 namespace {
 
-class NcclCommunicator final : public Communicator {
+class NcclCommunicator final : public Communicator, private NcclCalls {
  public:
   NcclCommunicator(std::unique_ptr<Communicator> hosts, c10::Device device,
                    const CommOptions& options)
@@ -68,16 +67,16 @@ class NcclCommunicator final : public Communicator {
 
   std::string why_not_recorded() const override { return ""; }
 
-  void watch_replay(const c10::Stream& stream) override;
-
-  bool registers_memory() const override { return true; }
-  RegisteredMemory register_memory(void* address, int64_t bytes, UserBuffers best) override;
-  void deregister_memory(void* address) noexcept override;
-  UsedBuffers used_buffers() const override;
+  NcclCalls* nccl() override { return this; }
 
   Work enqueue(Operation operation) override;
 
  private:
+  void watch_replay(const c10::Stream& stream) override;
+  RegisteredMemory register_memory(void* address, int64_t bytes, UserBuffers best) override;
+  void deregister_memory(void* address) noexcept override;
+  UsedBuffers used_buffers() const override;
+
   void connect();
   // Tells the other ranks, too.
   void cancel_everywhere(const std::string& words);

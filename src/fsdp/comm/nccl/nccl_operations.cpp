@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "fsdp/comm/backends.h"
-#include "fsdp/comm/reduce/reduce_on_device.h"
 #include "fsdp/comm/reduce/reduce_ranks.h"
 #include "fsdp/comm/reduce/sum_on_device.h"
 
@@ -15,7 +14,7 @@ namespace fsdp {
 
 namespace {
 
-// What travels at once of a reduction: the other ranks' contributions lie side by side until they
+// A reduction travels in parts: the other ranks' contributions lie side by side until they
 // are added, and this bounds the memory for them.
 constexpr int64_t kStagingBytes = int64_t{64} << 20;
 // An all-reduce of no more than this is sent whole to everybody: one message instead of two.
@@ -29,7 +28,7 @@ bool is_watched(const Reduction& reduction) {
   return reduction.squares.defined() || reduction.nonfinite.defined();
 }
 
-// The same part of a tensor of any shape, flat.
+// A part of a tensor of any shape, flat.
 at::Tensor part_of(const at::Tensor& tensor, int64_t begin, int64_t numel) {
   if (begin == 0 && numel == tensor.numel() && tensor.dim() == 1) return tensor;
   return tensor.view(-1).narrow(0, begin, numel);

@@ -1,4 +1,4 @@
-// What one collective is made of over NCCL: its calls, and the kernels that add.
+// The parts of one collective over NCCL: its calls, and the kernels that add.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "fsdp/comm/enqueued_operation.h"
-#include "fsdp/comm/nccl/nccl_buffers.h"
 #include "fsdp/comm/nccl/nccl_handle.h"
 #include "fsdp/comm/operation.h"
 

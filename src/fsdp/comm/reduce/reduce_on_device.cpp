@@ -1,4 +1,4 @@
-#include "fsdp/comm/reduce/reduce_on_device.h"
+#include "fsdp/comm/reduce/reduce_ranks.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/SmallVector.h>
@@ -8,7 +8,6 @@
 
 #include "fsdp/base/device_stream.h"
 #include "fsdp/base/torch_dtype.h"
-#include "fsdp/comm/reduce/reduce_ranks.h"
 #include "fsdp/comm/reduce/sum_on_device.h"
 
 namespace fsdp {
@@ -28,8 +27,8 @@ at::Tensor combine(const at::Tensor& acc, const at::Tensor& value, ReduceOp op) 
   return acc;
 }
 
-// As reduce_ranks does it: fp64 reaches a narrow type through fp32 rounded to odd, so that it is
-// rounded once.
+// Rounds as reduce_ranks does: fp64 reaches a narrow type through fp32 rounded to odd, so that it
+// is rounded once.
 at::Tensor rounded(const at::Tensor& acc, at::ScalarType result) {
   const bool narrow = result == at::kBFloat16 || result == at::kHalf;
   if (acc.scalar_type() != at::kDouble || !narrow) return acc.to(result);

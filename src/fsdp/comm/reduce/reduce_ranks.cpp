@@ -76,10 +76,10 @@ Acc store_rounded(Out& place, Acc value) {
   }
 }
 
-// What stored values are watched for.
+// Stored values are watched for these.
 enum class Look : uint8_t { kAway, kForNonfinite, kForSquares };
 
-// What was seen of the values that were stored.
+// The findings about values that were stored.
 struct Seen {
   bool suspect = false;  // one of them may be NaN or Inf
   double squares = 0;    // the sum of their squares, if asked for; right unless suspect
@@ -97,7 +97,7 @@ struct Seen {
 template <typename In, typename Out>
 constexpr int64_t kSums = sizeof(In) == 2 || sizeof(Out) == 2 ? 32 : 8;
 
-// As many squares are added up in fp32 by one of the sums; then in fp64.
+// One of the sums adds up this many squares in fp32; then in fp64.
 constexpr int64_t kSquaresPerSum = 128;
 
 // sum + value * value. The square of a bf16 number fits into fp32 (down to 1e-40), so a fused
@@ -140,7 +140,7 @@ Seen store_and_sum(int64_t begin, int64_t end, StoreOne store) {
   return {.suspect = !std::isfinite(sum), .squares = sum};
 }
 
-// The same for i from 0 to numel, looking only for what kLook names.
+// Stores i from 0 to numel, looking only for what kLook names.
 template <Look kLook, typename Out, int64_t kNumSums, typename StoreOne>
 Seen store_each(int64_t numel, StoreOne store) {
   if constexpr (kLook == Look::kAway) {

@@ -1,6 +1,8 @@
-// The one place where values of several ranks become one, on the CPU.
+// The one place where values of several ranks become one: on the CPU, and on a device the same
+// values, added in the same order.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
@@ -37,5 +39,17 @@ struct ReduceRange {
 // `output` may be one of the inputs if their types are equal and it is written, not added to. NaN
 // wins every max and min, as in libtorch. `reduction` comes from checked_reduction.
 void reduce_ranks(const ReduceRange& range, const Reduction& reduction);
+
+// Enqueues, on the current stream, output = the inputs, one per rank, reduced as `reduction` says
+// (one from checked_reduction). `workspace` is kept for the caller's next reduction on the same
+// stream. Sums of gradient types are one kernel; other reductions are libtorch's.
+void reduce_on_device(std::span<const at::Tensor> inputs, const Reduction& reduction,
+                      const at::Tensor& output, at::Tensor& workspace);
+
+// Reduces inputs of type `wire` that are known by their addresses; false, and nothing is
+// enqueued, when one kernel cannot do it.
+bool reduce_in_one_kernel(std::span<const void* const> inputs, at::ScalarType wire,
+                          const Reduction& reduction, const at::Tensor& output,
+                          at::Tensor& workspace);
 
 }  // namespace fsdp

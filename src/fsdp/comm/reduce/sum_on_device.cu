@@ -63,7 +63,7 @@ __device__ const void* input_of(const DeviceSum& sum, int rank) {
                               : static_cast<const char*>(sum.first) + rank * sum.stride_bytes;
 }
 
-// What a thread has seen of the values it stored.
+// A thread's findings about the values it stored.
 struct Seen {
   double squares = 0.0;
   bool nonfinite = false;
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ D
   for (int64_t tile = blockIdx.x * kTile; tile < end; tile += gridDim.x * kTile)
     sum_at<Wire, Result, kCount, kVectorsAtOnce>(sum, tile + threadIdx.x * kCount, kStride, end,
                                                  seen);
-  // What is left over is less than a vector.
+  // The rest is less than a vector.
   if (kCount > 1 && blockIdx.x == 0)
     sum_at<Wire, Result, 1, 1>(sum, end + threadIdx.x, 1, sum.numel, seen);
   if (sum.nonfinite != nullptr && seen.nonfinite) *sum.nonfinite = 1.0f;  // all store the same

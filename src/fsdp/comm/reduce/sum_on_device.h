@@ -12,7 +12,7 @@ namespace fsdp {
 struct DeviceSum {
   static constexpr int kMaxListed = 32;
 
-  // What each rank contributes, in rank order: listed, or one after the other from `first` on.
+  // The contribution of each rank, in rank order: listed, or one after the other from `first` on.
   const void* listed[kMaxListed] = {};
   const void* first = nullptr;
   int64_t stride_bytes = 0;

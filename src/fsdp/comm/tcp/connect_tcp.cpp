@@ -14,7 +14,7 @@
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/env.h"
 #include "fsdp/base/log.h"
-#include "fsdp/base/utf8.h"
+#include "fsdp/base/text.h"
 #include "fsdp/comm/backends.h"
 #include "fsdp/comm/comm_error.h"
 #include "fsdp/comm/tcp/tcp_mesh.h"

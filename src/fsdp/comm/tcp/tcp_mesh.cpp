@@ -1,6 +1,7 @@
 #include "fsdp/comm/tcp/tcp_mesh.h"
 
 #include <poll.h>
+#include <sys/random.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -10,23 +11,43 @@
 #include <map>
 #include <optional>
 #include <span>
+#include <string_view>
 #include <thread>
 #include <utility>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/log.h"
-#include "fsdp/base/utf8.h"
+#include "fsdp/base/text.h"
 #include "fsdp/comm/comm_error.h"
-#include "fsdp/comm/tcp/handshake.h"
 
 namespace fsdp {
 
 namespace {
 
+constexpr uint64_t kMagic = 0x3270637470647366;  // "fsdptcp2", also tells the byte order
+
+template <typename Bytes>
+void fill_randomly(Bytes& bytes) {
+  FSDP_CHECK(::getrandom(bytes.data(), bytes.size(), 0) == static_cast<ssize_t>(bytes.size()),
+             "this host gives no random numbers: ", std::strerror(errno));
+}
+
+void append(std::vector<std::byte>& bytes, std::span<const std::byte> more) {
+  bytes.insert(bytes.end(), more.begin(), more.end());
+}
+
+template <typename Field>
+std::span<const std::byte> field_bytes(const Field& field) {
+  return std::as_bytes(std::span(&field, 1));
+}
+
+// How long a caller may stay silent. A rank answers a greeting at once, wherever it runs.
+constexpr std::chrono::seconds kPatienceWithCallers{5};
+
 using Clock = std::chrono::steady_clock;
 
-// What rank 0 sends to the others. Behind it follow: the ranks' introductions when all have come,
-// nothing when all are connected, or the text of an error when that has failed.
+// The message of rank 0 to the others. Behind it follow: the ranks' introductions when all have
+// come, nothing when all are connected, or the text of an error when that has failed.
 struct Verdict {
   int32_t has_failed = 0;
   int32_t bytes = 0;
@@ -348,6 +369,188 @@ class TcpMeeting {
 };
 
 }  // namespace
+
+Digest job_key(const std::string& secret, const std::string& meeting) {
+  return hmac_sha256(std::as_bytes(std::span(secret)), std::as_bytes(std::span(meeting)));
+}
+
+Endpoint Introduction::endpoint() const {
+  return {std::string(host.data(), ::strnlen(host.data(), host.size())), port};
+}
+
+void Introduction::set_endpoint(const Endpoint& endpoint) {
+  FSDP_CHECK(endpoint.host.size() < host.size(), "address '", endpoint.host, "' is too long");
+  host = {};
+  std::copy(endpoint.host.begin(), endpoint.host.end(), host.begin());
+  port = endpoint.port;
+}
+
+Handshake::Handshake(Socket socket, const Digest& key, const Introduction& own, int callee)
+    : socket_(std::move(socket)),
+      key_(key),
+      own_(own),
+      callee_(callee),
+      step_(is_called() ? &Handshake::greet : &Handshake::hear_greeting) {
+  prepare_for_messages(socket_);
+}
+
+Handshake Handshake::as_called(Socket socket, const Digest& key, const Introduction& own) {
+  return Handshake(std::move(socket), key, own, -1);
+}
+
+Handshake Handshake::as_caller(Socket socket, const Digest& key, const Introduction& own,
+                               int callee) {
+  return Handshake(std::move(socket), key, own, callee);
+}
+
+Handshake::State Handshake::advance() {
+  State state = State::kDone;
+  while (state == State::kDone && step_ != nullptr) state = (this->*step_)();
+  return state;
+}
+
+Handshake::State Handshake::greet() {
+  greeting_.magic = kMagic;
+  fill_randomly(greeting_.nonce);
+  step_ = &Handshake::hear_call;
+  return send(&greeting_, sizeof(greeting_));
+}
+
+Handshake::State Handshake::hear_greeting() {
+  const State state = receive(&greeting_, sizeof(greeting_));
+  if (state != State::kDone) return state;
+  if (greeting_.magic != kMagic) return State::kClosed;
+  call_.magic = kMagic;
+  fill_randomly(call_.nonce);
+  call_.caller = own_;
+  call_.callee = callee_;
+  call_.code = code_of_call();
+  step_ = &Handshake::hear_answer;
+  return send(&call_, sizeof(call_));
+}
+
+Handshake::State Handshake::hear_call() {
+  const State state = receive(&call_, sizeof(call_));
+  if (state != State::kDone) return state;
+  if (call_.magic != kMagic) return State::kClosed;
+  other_ = call_.caller;
+  const bool knows_key = is_same(call_.code, code_of_call());
+  if (knows_key && call_.callee != own_.rank) return State::kClosed;
+  answer_.knows_key = knows_key ? 1 : 0;
+  // A stranger learns nothing that is made with the key.
+  if (knows_key) {
+    answer_.callee = own_;
+    answer_.code = code_of_answer();
+  }
+  step_ = nullptr;
+  const State sent = send(&answer_, sizeof(answer_));
+  return knows_key ? sent : State::kOtherKey;
+}
+
+Handshake::State Handshake::hear_answer() {
+  const State state = receive(&answer_, sizeof(answer_));
+  if (state != State::kDone) return state;
+  step_ = nullptr;
+  if (answer_.knows_key == 0 || !is_same(answer_.code, code_of_answer())) return State::kOtherKey;
+  other_ = answer_.callee;
+  return other_.rank == callee_ ? State::kDone : State::kClosed;
+}
+
+Handshake::State Handshake::receive(void* message, size_t bytes) {
+  while (received_ < bytes) {
+    const ssize_t count =
+        ::recv(socket_.fd(), static_cast<char*>(message) + received_, bytes - received_, 0);
+    if (count < 0 && errno == EINTR) continue;
+    // A socket that is still being connected says ENOTCONN.
+    if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOTCONN))
+      return State::kGoing;
+    if (count <= 0) {
+      error_code_ = count < 0 ? errno : 0;
+      return State::kClosed;
+    }
+    received_ += static_cast<size_t>(count);
+  }
+  received_ = 0;
+  return State::kDone;
+}
+
+// These few bytes always fit into the buffer of a new socket.
+Handshake::State Handshake::send(const void* message, size_t bytes) {
+  const ssize_t sent = ::send(socket_.fd(), message, bytes, MSG_NOSIGNAL);
+  if (sent == static_cast<ssize_t>(bytes)) return State::kDone;
+  error_code_ = sent < 0 ? errno : 0;
+  return State::kClosed;
+}
+
+Digest Handshake::code_of_call() const {
+  std::vector<std::byte> bytes;
+  append(bytes, std::as_bytes(std::span(std::string_view("call"))));
+  append(bytes, greeting_.nonce);
+  append(bytes, call_.nonce);
+  append(bytes, field_bytes(call_.caller));
+  append(bytes, field_bytes(call_.callee));
+  return hmac_sha256(key_, bytes);
+}
+
+Digest Handshake::code_of_answer() const {
+  std::vector<std::byte> bytes;
+  append(bytes, std::as_bytes(std::span(std::string_view("answer"))));
+  append(bytes, call_.code);  // covers all that was said before
+  append(bytes, field_bytes(answer_.callee));
+  return hmac_sha256(key_, bytes);
+}
+
+Callers::Callers(Socket listener, const Digest& key, const Introduction& own, size_t max_waiting)
+    : listener_(std::move(listener)), key_(key), own_(own), max_waiting_(max_waiting) {}
+
+void Callers::add_to(std::vector<pollfd>& waiting) const {
+  waiting.push_back({listener_.fd(), POLLIN, 0});
+  for (const Handshake& caller : waiting_) waiting.push_back({caller.fd(), POLLIN, 0});
+}
+
+void Callers::accept() {
+  for (size_t count = 0; count < max_waiting_; ++count) {
+    Socket socket = try_accept(listener_);
+    if (!socket) {
+      if (errno == EMFILE || errno == ENFILE)
+        throw CommError(concat("rank ", own_.rank, " cannot hold a connection to every rank: ",
+                               std::strerror(errno), "; raise ulimit -n above ", own_.size + 200));
+      return;
+    }
+    if (waiting_.size() >= max_waiting_) waiting_.erase(waiting_.begin());
+    waiting_.push_back(Handshake::as_called(std::move(socket), key_, own_));
+  }
+}
+
+void Callers::hear(const std::function<void(Introduction caller, Socket socket)>& welcome) {
+  accept();
+  const auto oldest = std::chrono::steady_clock::now() - kPatienceWithCallers;
+  std::vector<Handshake> known;
+  std::erase_if(waiting_, [&](Handshake& caller) {
+    const Handshake::State state = caller.advance();
+    if (state == Handshake::State::kGoing) return caller.begin() < oldest;
+    if (state == Handshake::State::kDone) known.push_back(std::move(caller));
+    if (state == Handshake::State::kOtherKey) note_refused(caller.other());
+    return true;
+  });
+  // `welcome` may throw, which loses the callers after this one; but it throws only for an error
+  // that ends the whole meeting.
+  for (Handshake& caller : known) welcome(caller.other(), caller.take_socket());
+}
+
+void Callers::note_refused(const Introduction& stranger) {
+  if (refused_.size() >= max_waiting_) return;
+  if (refused_.empty())
+    log(LogLevel::kWarning, "somebody who says RANK=", stranger.rank,
+        " called and does not know this job's FSDP_SECRET, or belongs to another job");
+  refused_.try_emplace({stranger.rank, stranger.size}, std::chrono::steady_clock::now());
+}
+
+bool Callers::has_refused(int rank, int size, double seconds_ago) const {
+  const auto found = refused_.find({rank, size});
+  return found != refused_.end() && std::chrono::steady_clock::now() - found->second >=
+                                        std::chrono::duration<double>(seconds_ago);
+}
 
 std::vector<Socket> connect_tcp_mesh(MeetingPlace& place, const TcpMeshOptions& options) {
   return TcpMeeting(place, options).run();

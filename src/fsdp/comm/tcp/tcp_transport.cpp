@@ -19,7 +19,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// What a message that waits in memory costs besides its bytes.
+// The cost of a message that waits in memory, besides its bytes.
 constexpr int64_t kMessageCost = 128;
 // Most channels of one peer: a program that makes more communicators than this has a defect.
 constexpr size_t kMaxLanes = size_t{1} << 16;

@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "fsdp/comm/message/message_transport.h"
-#include "fsdp/comm/tcp/socket.h"
 #include "fsdp/comm/tcp/tcp_connection.h"
 
 namespace fsdp {
@@ -26,12 +25,12 @@ namespace fsdp {
 // ones once the receiver has kWindowBytes of them that it has not asked for. Both sides name the
 // size, so that both notice when they disagree.
 //
-// A peer cannot make this process take more memory: a message ends the connection if it does not
-// fit into the buffer that waits for it, into the window, or into the channels that there may be.
+// A message that fits neither the buffer that waits for it, nor the window, nor the channels that
+// there may be ends the connection: no peer makes this process take more memory.
 class TcpTransport final : public MessageTransport, private FrameReader {
  public:
   static constexpr int64_t kEagerBytes = int64_t{64} << 10;
-  // Of short messages from one peer that wait in memory, counted with what each costs besides.
+  // Short messages from one peer that wait in memory, counted with what each costs besides.
   static constexpr int64_t kWindowBytes = int64_t{8} << 20;
 
   // `sockets` as from connect_tcp_mesh: one per rank, empty at `rank`.
@@ -55,7 +54,7 @@ class TcpTransport final : public MessageTransport, private FrameReader {
     std::vector<char> data;
     bool is_complete = false;
   };
-  // What passes between this rank and one peer on one channel. At most one message each way is in
+  // The traffic between this rank and one peer on one channel. At most one message each way is in
   // transfer at a time; short ones may have come early.
   struct Lane {
     Receive* receive = nullptr;              // what this rank waits for

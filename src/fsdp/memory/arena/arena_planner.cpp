@@ -1,22 +1,25 @@
 #include "fsdp/memory/arena/arena_planner.h"
 
 #include <algorithm>
-#include <limits>
 #include <numeric>
-#include <tuple>
+#include <utility>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
-#include "fsdp/memory/arena/arena_placer.h"
 
 namespace fsdp {
 
 namespace {
 
+// Partial placements kept by the thorough sweeps (Note [Sweep over time]).
+constexpr int32_t kBeam = 128;
+// How far above the bound a plan may be before prefetches are delayed.
+constexpr double kDelayAbove = 1.02;
+
 struct Candidate {
   std::vector<int64_t> offsets;
   std::vector<int32_t> firsts;
-  int64_t bytes = std::numeric_limits<int64_t>::max();
+  int64_t bytes = 0;
   int32_t num_delayed = 0;
   std::string method;
 };
@@ -30,7 +33,33 @@ LiveTrace aligned(LiveTrace trace, int64_t alignment) {
   return trace;
 }
 
-// The same step from its end to its beginning. A placement of one is a placement of the other, but
+// Places the largest interval first, each in the lowest gap between those that are live with it.
+std::vector<int64_t> largest_first(const LiveTrace& trace) {
+  const std::vector<LiveInterval>& intervals = trace.intervals;
+  std::vector<size_t> order(intervals.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t a, size_t b) { return intervals[a].bytes > intervals[b].bytes; });
+  std::vector<int64_t> offsets(intervals.size(), 0);
+  for (size_t placed = 0; placed < order.size(); ++placed) {
+    const LiveInterval& own = intervals[order[placed]];
+    std::vector<std::pair<int64_t, int64_t>> taken;
+    for (size_t i = 0; i < placed; ++i) {
+      const LiveInterval& other = intervals[order[i]];
+      if (own.first <= other.last && other.first <= own.last)
+        taken.emplace_back(offsets[order[i]], offsets[order[i]] + other.bytes);
+    }
+    std::sort(taken.begin(), taken.end());
+    int64_t& offset = offsets[order[placed]];
+    for (const auto& [begin, end] : taken) {
+      if (begin - offset >= own.bytes) break;
+      offset = std::max(offset, end);
+    }
+  }
+  return offsets;
+}
+
+// The step from its end to its beginning. A placement of one is a placement of the other, but
 // a sweep meets the difficult times in another order.
 LiveTrace reversed(LiveTrace trace) {
   for (LiveInterval& interval : trace.intervals) {
@@ -53,21 +82,15 @@ class Planner {
         decisions_left_(options.max_decisions) {}
 
   Candidate best() {
-    try_known();
-    try_orders();
-    for (const int32_t beam : {16, options_.beam}) sweep(bound_, beam);
-    promote_what_sticks_out();
+    begin();
+    for (const int32_t beam : {16, kBeam}) sweep(bound_, beam);
     narrow(bound_, PrefetchDelays::kForbidden);
-    const auto limit = static_cast<int64_t>(static_cast<double>(bound_) * options_.delay_above);
-    if (options_.delays == PrefetchDelays::kAllowed && best_.bytes > limit) {
-      delay_prefetches(limit / options_.alignment * options_.alignment);
-    }
+    const auto limit = static_cast<int64_t>(static_cast<double>(bound_) * kDelayAbove);
+    if (best_.bytes > limit) delay_prefetches(limit / options_.alignment * options_.alignment);
     return std::move(best_);
   }
 
  private:
-  bool optimal() const { return best_.bytes <= bound_; }
-
   std::vector<int32_t> undelayed() const {
     std::vector<int32_t> firsts;
     for (const LiveInterval& interval : trace_.intervals) firsts.push_back(interval.first);
@@ -82,11 +105,14 @@ class Planner {
     return top;
   }
 
-  void try_known() {
+  void begin() {
+    best_ = {largest_first(trace_), undelayed(), 0, 0, "largest first"};
+    best_.bytes = height(best_.offsets);
     if (options_.known_offsets.empty()) return;
     FSDP_ASSERT(options_.known_offsets.size() == trace_.intervals.size());
     const int64_t bytes = height(options_.known_offsets);
-    best_ = {options_.known_offsets, undelayed(), bytes, 0, "known placement"};
+    if (bytes <= best_.bytes)
+      best_ = {options_.known_offsets, undelayed(), bytes, 0, "known placement"};
   }
 
   std::optional<SweptPlacement> run_sweep(const LiveTrace& trace, int64_t arena_bytes, int32_t beam,
@@ -100,8 +126,6 @@ class Planner {
     return std::move(outcome.placement);
   }
 
-  void try_orders();
-  void promote_what_sticks_out();
   bool sweep(int64_t arena_bytes, int32_t beam);
   bool sweep_with_delays(int64_t arena_bytes) {
     std::optional<Candidate> candidate = delayed_into(trace_, arena_bytes);
@@ -120,8 +144,8 @@ class Planner {
     while (best_.bytes - failed > close_enough && decisions_left_ > reserved) {
       const int64_t middle =
           (failed + (best_.bytes - failed) / 2) / options_.alignment * options_.alignment;
-      const bool found = delays == PrefetchDelays::kAllowed ? sweep_with_delays(middle)
-                                                            : sweep(middle, options_.beam);
+      const bool found =
+          delays == PrefetchDelays::kAllowed ? sweep_with_delays(middle) : sweep(middle, kBeam);
       if (!found) failed = middle;
       if (middle <= bound_) return;  // rounded down to where we began
     }
@@ -134,105 +158,6 @@ class Planner {
   int64_t decisions_left_;
   Candidate best_;
 };
-
-void Planner::try_orders() {
-  const std::vector<int64_t> live = live_bytes(trace_);
-  const auto peak = static_cast<int32_t>(std::max_element(live.begin(), live.end()) - live.begin());
-  const std::vector<LiveInterval>& intervals = trace_.intervals;
-  using Key = std::tuple<int64_t, int64_t>;
-  const auto at = [&](int32_t i) -> const LiveInterval& {
-    return intervals[static_cast<size_t>(i)];
-  };
-  const auto length = [&](int32_t i) { return int64_t{at(i).last} - at(i).first + 1; };
-  const auto from_peak = [&](int32_t i) {
-    return std::max({0, at(i).first - peak, peak - at(i).last});
-  };
-  const auto sorted_by = [&](auto key) {
-    std::vector<int32_t> order(intervals.size());
-    std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(),
-                     [&](int32_t a, int32_t b) { return key(a) < key(b); });
-    return order;
-  };
-  const std::vector<std::pair<const char*, std::vector<int32_t>>> orders = {
-      {"largest first", sorted_by([&](int32_t i) {
-         return Key{-at(i).bytes, at(i).first};
-       })},
-      {"largest area first", sorted_by([&](int32_t i) {
-         // Area in double: bytes x times may not fit 64 bits.
-         return -static_cast<double>(at(i).bytes) * static_cast<double>(length(i));
-       })},
-      {"longest first", sorted_by([&](int32_t i) {
-         return Key{-length(i), -at(i).bytes};
-       })},
-      {"from the peak outwards", sorted_by([&](int32_t i) {
-         return Key{from_peak(i), -at(i).bytes};
-       })},
-      {"earliest first", sorted_by([&](int32_t i) {
-         return Key{at(i).first, -at(i).bytes};
-       })},
-      {"latest first", sorted_by([&](int32_t i) {
-         return Key{-at(i).last, -at(i).bytes};
-       })},
-  };
-  std::vector<ArenaItem> items;
-  for (const LiveInterval& each : intervals) items.push_back({each.bytes, each.first, each.last});
-  ArenaPlacer placer(std::move(items));
-  for (const auto& [name, order] : orders) {
-    for (const Fit fit : {Fit::kLowest, Fit::kTightest}) {
-      if (optimal()) return;
-      const int64_t bytes = placer.place(order, fit, best_.bytes - 1);
-      if (bytes >= best_.bytes) continue;
-      best_ = {{placer.offsets().begin(), placer.offsets().end()}, undelayed(), bytes, 0, name};
-    }
-  }
-}
-
-// Local search over placement orders: the interval that does not fit below the best arena so far is
-// placed earlier next time. Finds what a sweep cannot, because it also uses places inside a gap;
-// matters for short traces without structure.
-void Planner::promote_what_sticks_out() {
-  constexpr int64_t kMaxPlaced = 100'000;  // intervals placed in all rounds together
-  constexpr int64_t kRoundsUntilRestart = 64;
-  const auto num_intervals = static_cast<int64_t>(trace_.intervals.size());
-  if (num_intervals == 0 || optimal()) return;
-  std::vector<ArenaItem> items;
-  for (const LiveInterval& each : trace_.intervals) {
-    items.push_back({each.bytes, each.first, each.last});
-  }
-  ArenaPlacer placer(std::move(items));
-  // From bottom to top, which at the lowest gaps is no higher than the placement it came from.
-  const auto order_of_best = [&] {
-    std::vector<int32_t> order(trace_.intervals.size());
-    std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
-      return best_.offsets[static_cast<size_t>(a)] < best_.offsets[static_cast<size_t>(b)];
-    });
-    return order;
-  };
-  std::vector<int32_t> order = order_of_best();
-  for (int64_t round = 1; round * num_intervals <= kMaxPlaced && !optimal(); ++round) {
-    const int64_t bytes = placer.place(order, Fit::kLowest, best_.bytes - 1);
-    if (bytes < best_.bytes) {
-      best_ = {{placer.offsets().begin(), placer.offsets().end()},
-               undelayed(),
-               bytes,
-               0,
-               "promoting what sticks out"};
-    } else if (round % kRoundsUntilRestart == 0) {
-      order = order_of_best();
-      continue;
-    }
-    const auto sticks_out = std::find_if(order.begin(), order.end(), [&](int32_t i) {
-      const auto index = static_cast<size_t>(i);
-      const int64_t offset = placer.offsets()[index];
-      return offset >= 0 && offset + trace_.intervals[index].bytes >= best_.bytes;
-    });
-    // How far forward goes round in eighths of the way: no random numbers, so that all ranks agree.
-    const std::ptrdiff_t earlier = (sticks_out - order.begin()) * (round % 8) / 8;
-    std::rotate(order.begin() + earlier, sticks_out, sticks_out + 1);
-  }
-}
 
 bool Planner::sweep(int64_t arena_bytes, int32_t beam) {
   if (best_.bytes <= arena_bytes) return true;
@@ -247,7 +172,7 @@ bool Planner::sweep(int64_t arena_bytes, int32_t beam) {
 }
 
 std::optional<Candidate> Planner::delayed_into(const LiveTrace& trace, int64_t arena_bytes) {
-  auto found = run_sweep(trace, arena_bytes, options_.beam, PrefetchDelays::kAllowed);
+  auto found = run_sweep(trace, arena_bytes, kBeam, PrefetchDelays::kAllowed);
   if (!found) return std::nullopt;
   const int64_t bytes = height(found->offsets);
   return Candidate{std::move(found->offsets), std::move(found->firsts), bytes, found->num_delayed,
@@ -290,6 +215,24 @@ void Planner::delay_prefetches(int64_t limit) {
   }
 }
 
+// The result is checked before anybody relies on it.
+void check_plan(const ArenaPlan& plan) {
+  const std::vector<LiveInterval>& intervals = plan.trace.intervals;
+  FSDP_ASSERT(intervals.size() == plan.offsets.size());
+  for (size_t i = 0; i < intervals.size(); ++i) {
+    FSDP_ASSERT(plan.offsets[i] >= 0 && plan.offsets[i] + intervals[i].bytes <= plan.arena_bytes,
+                "interval ", i, " lies outside the arena");
+    for (size_t j = 0; j < i; ++j) {
+      const bool together =
+          intervals[i].first <= intervals[j].last && intervals[j].first <= intervals[i].last;
+      const bool apart = plan.offsets[i] + intervals[i].bytes <= plan.offsets[j] ||
+                         plan.offsets[j] + intervals[j].bytes <= plan.offsets[i];
+      FSDP_ASSERT(!together || apart || intervals[i].bytes == 0 || intervals[j].bytes == 0,
+                  "intervals ", i, " and ", j, " overlap");
+    }
+  }
+}
+
 }  // namespace
 
 double ArenaPlan::ratio() const {
@@ -298,9 +241,6 @@ double ArenaPlan::ratio() const {
 }
 
 ArenaPlan plan_arena(const LiveTrace& trace, const ArenaPlannerOptions& options) {
-  FSDP_CHECK(options.alignment > 0, "alignment is ", options.alignment,
-             "; it must be 1 byte or more");
-  FSDP_CHECK(options.beam > 0, "beam is ", options.beam, "; it must be 1 or more");
   const Candidate found = Planner(trace, options).best();
   ArenaPlan plan;
   plan.arena_bytes = trace.intervals.empty() ? 0 : found.bytes;
@@ -322,23 +262,6 @@ ArenaPlan plan_arena(const LiveTrace& trace, const ArenaPlannerOptions& options)
   plan.delayed_bound_bytes = lower_bound_bytes(plan.trace);
   check_plan(plan);
   return plan;
-}
-
-void check_plan(const ArenaPlan& plan) {
-  const std::vector<LiveInterval>& intervals = plan.trace.intervals;
-  FSDP_ASSERT(intervals.size() == plan.offsets.size());
-  for (size_t i = 0; i < intervals.size(); ++i) {
-    FSDP_ASSERT(plan.offsets[i] >= 0 && plan.offsets[i] + intervals[i].bytes <= plan.arena_bytes,
-                "interval ", i, " lies outside the arena");
-    for (size_t j = 0; j < i; ++j) {
-      const bool together =
-          intervals[i].first <= intervals[j].last && intervals[j].first <= intervals[i].last;
-      const bool apart = plan.offsets[i] + intervals[i].bytes <= plan.offsets[j] ||
-                         plan.offsets[j] + intervals[j].bytes <= plan.offsets[i];
-      FSDP_ASSERT(!together || apart || intervals[i].bytes == 0 || intervals[j].bytes == 0,
-                  "intervals ", i, " and ", j, " overlap");
-    }
-  }
 }
 
 }  // namespace fsdp

@@ -1,4 +1,4 @@
-#include "fsdp/memory/arena/arena_sweep.h"
+#include "fsdp/memory/arena/arena_planner.h"
 
 #include <algorithm>
 #include <tuple>
@@ -279,7 +279,7 @@ void Sweep::prune(Generation& generation, int32_t time) {
     rated_.push_back({i, partial.num_postponed, roominess(generation.live_of(partial), time), 0,
                       layout_hash(generation, partial)});
   }
-  // Of equal layouts the one with the fewest postponed groups stays.
+  // Equal layouts: the one with the fewest postponed groups stays.
   std::sort(rated_.begin(), rated_.end(), [](const Rated& a, const Rated& b) {
     return std::tie(a.hash, a.num_postponed, a.index) < std::tie(b.hash, b.num_postponed, b.index);
   });
@@ -332,7 +332,6 @@ SweptPlacement Sweep::result() const {
 }  // namespace
 
 SweepOutcome sweep_into_arena(const LiveTrace& trace, const SweepRequest& request) {
-  FSDP_CHECK(request.beam > 0, "beam is ", request.beam, "; at least 1 placement must be kept");
   return Sweep(trace, request).run();
 }
 

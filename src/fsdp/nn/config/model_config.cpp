@@ -2,30 +2,116 @@
 
 #include <algorithm>
 #include <cmath>
+#include <span>
+#include <string_view>
+#include <utility>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/text.h"
-#include "fsdp/base/utf8.h"
+#include "fsdp/nn/config/config_fields.h"
 
 namespace fsdp {
 
 namespace {
 
-enum class Above { kZero, kZeroOrEqual };
-
-void check_number(const char* field, double value, Above limit) {
-  const bool fits = std::isfinite(value) && (limit == Above::kZero ? value > 0.0 : value >= 0.0);
-  if (!fits)
-    throw UsageError(concat(field, " is ", value, "; it must be a number ",
-                            limit == Above::kZero ? "above 0" : "from 0 up", ", and not infinite"));
+void check_range(const std::string& field, int64_t value, int64_t minimum, int64_t maximum) {
+  if (value < minimum || value > maximum)
+    throw UsageError(concat(field, " is ", value, "; it must be a whole number from ", minimum,
+                            " to ", maximum));
 }
 
-void check_positions(int64_t max_position_embeddings) {
-  check_range(1, int64_t{1} << 31, {{"max_position_embeddings", max_position_embeddings}});
+void check_divides(const char* field, int64_t value, const char* divided_field, int64_t divided) {
+  if (divided % value != 0)
+    throw UsageError(
+        concat(field, " is ", value, "; it must divide ", divided_field, " = ", divided));
 }
 
-void check_computed(const std::string& not_computed) {
-  if (!not_computed.empty()) throw UsageError(not_computed);
+// --- each field by itself ------------------------------------------------------------------------
+
+// Tensors need whole numbers alone, computing the others, too.
+enum class Checked : uint8_t { kIntegers, kNumbers };
+
+class FieldChecker final : public FieldWalk {
+ public:
+  explicit FieldChecker(Checked checked, std::string model_type, std::string prefix = "")
+      : checked_(checked), model_type_(std::move(model_type)), prefix_(std::move(prefix)) {}
+
+  void integer(const Field& field, int64_t& value, IntegerRange range) override {
+    if (checked_ == Checked::kIntegers || !prefix_.empty())
+      check_range(prefix_ + field.name, value, range.least, range.most);
+  }
+  void number(const Field& field, double& value, NumberRule rule) override {
+    if (checked_ == Checked::kIntegers) return;
+    const bool is_above = rule == NumberRule::kAboveZero;
+    if (!std::isfinite(value) || value < 0.0 || (is_above && value == 0.0))
+      throw UsageError(concat(prefix_, field.name, " is ", value, "; it must be a number ",
+                              is_above ? "above 0" : "from 0 up", ", and not infinite"));
+  }
+  void flag(const Field&, bool&) override {}
+  void integer_or_null(const Field& field, int64_t& value) override {
+    integer(field, value, kDimOrNone);
+  }
+  void other(const Field&, const std::function<void(const JsonFields&)>&,
+             const std::function<Json()>&) override {}
+  void rope(LlamaConfig& c, bool) override {
+    if (checked_ == Checked::kIntegers) return;
+    number({"rope_theta"}, c.rope_theta, NumberRule::kAboveZero);
+    FieldChecker in_scaling(checked_, model_type_, "rope_scaling.");
+    if (auto* yarn = std::get_if<YarnRopeScaling>(&c.rope_scaling)) walk_fields(in_scaling, *yarn);
+    auto* llama3 = std::get_if<Llama3RopeScaling>(&c.rope_scaling);
+    if (llama3 == nullptr) return;
+    walk_fields(in_scaling, *llama3);
+    if (llama3->high_freq_factor <= llama3->low_freq_factor)
+      throw UsageError(concat("rope_scaling.high_freq_factor is ", llama3->high_freq_factor,
+                              "; it must be above low_freq_factor = ", llama3->low_freq_factor));
+  }
+  void lacks(const char* name, const Json& value, const Json& only) override {
+    if (checked_ == Checked::kNumbers && value != only)
+      throw UsageError(concat(name, " is ", value.dump(), "; with model_type ", model_type_,
+                              " only ", only.dump(), " is possible"));
+  }
+
+ private:
+  const Checked checked_;
+  const std::string model_type_;
+  const std::string prefix_;
+};
+
+void check_fields(ModelConfig config, Checked checked) {
+  FieldChecker checker(checked, family_of(config).model_type);
+  walk_fields(checker, config);
+}
+
+// --- fields together: of tensors -----------------------------------------------------------------
+
+// head_dim, or hidden_size / num_attention_heads when it is 0; all three are checked.
+template <typename Config>
+int64_t resolved_head_dim(const Config& c) {
+  check_range("hidden_size", c.hidden_size, 1, kMaxDim);
+  check_range("num_attention_heads", c.num_attention_heads, 1, kMaxDim);
+  if (c.head_dim != 0) {
+    check_range("head_dim", c.head_dim, 1, kMaxDim);
+    return c.head_dim;
+  }
+  if (c.hidden_size % c.num_attention_heads != 0)
+    throw UsageError(concat("hidden_size is ", c.hidden_size,
+                            ", which num_attention_heads = ", c.num_attention_heads,
+                            " does not divide; change one of them or set head_dim"));
+  return c.hidden_size / c.num_attention_heads;
+}
+
+template <typename Config>
+void check_heads(const Config& c) {
+  static_cast<void>(head_dim_of(c));
+  check_divides("num_key_value_heads", c.num_key_value_heads, "num_attention_heads",
+                c.num_attention_heads);
+}
+
+void check_expert_count(const char* field, int64_t num_experts, int64_t num_layers) {
+  check_range(field, num_experts, 1, kMaxDim);
+  if (num_experts > kMaxExperts / num_layers)
+    throw UsageError(concat(field, " is ", num_experts, " in ", num_layers, " layers; at most ",
+                            kMaxExperts, " experts in all are supported"));
 }
 
 void check_pattern(const char* field, const std::string& pattern) {
@@ -43,81 +129,88 @@ void check_pattern(const char* field, const std::string& pattern) {
                               "E (experts)"));
 }
 
-void check_scaling(const std::monostate&) {}
-
-void check_scaling(const Llama3RopeScaling& scaling) {
-  check_number("rope_scaling.factor", scaling.factor, Above::kZero);
-  check_number("rope_scaling.low_freq_factor", scaling.low_freq_factor, Above::kZero);
-  check_number("rope_scaling.high_freq_factor", scaling.high_freq_factor, Above::kZero);
-  check_dims({{"rope_scaling.original_max_position_embeddings",
-               scaling.original_max_position_embeddings}});
-  if (scaling.high_freq_factor <= scaling.low_freq_factor)
-    throw UsageError(concat("rope_scaling.high_freq_factor is ", scaling.high_freq_factor,
-                            "; it must be above low_freq_factor = ", scaling.low_freq_factor));
+int64_t num_layers_of(const LlamaConfig& c) {
+  return c.num_hidden_layers + c.num_nextn_predict_layers;
 }
 
-void check_scaling(const YarnRopeScaling& scaling) {
-  check_number("rope_scaling.factor", scaling.factor, Above::kZero);
-  check_number("rope_scaling.beta_fast", scaling.beta_fast, Above::kZero);
-  check_number("rope_scaling.beta_slow", scaling.beta_slow, Above::kZero);
-  check_number("rope_scaling.mscale", scaling.mscale, Above::kZeroOrEqual);
-  check_number("rope_scaling.mscale_all_dim", scaling.mscale_all_dim, Above::kZeroOrEqual);
-  check_number("rope_scaling.attention_factor", scaling.attention_factor, Above::kZeroOrEqual);
-  check_dims({{"rope_scaling.original_max_position_embeddings",
-               scaling.original_max_position_embeddings}});
+void check_shapes(const LlamaConfig& c) {
+  check_range("num_nextn_predict_layers", c.num_nextn_predict_layers, 0,
+              kMaxLayers - c.num_hidden_layers);
+  check_heads(c);
+  check_range("sliding_window", c.sliding_window, 0, kMaxDim);
 }
 
-void check_rope(const LlamaConfig& c) {
-  check_number("rope_theta", c.rope_theta, Above::kZero);
+void check_shapes(const MixtralConfig& c) {
+  check_shapes(c.decoder);
+  check_expert_count("num_local_experts", c.num_local_experts, num_layers_of(c.decoder));
+}
+
+void check_shapes(const NemotronHConfig& c) {
+  check_pattern("hybrid_override_pattern", c.hybrid_override_pattern);
+  auto num_layers = static_cast<int64_t>(c.hybrid_override_pattern.size());
+  if (c.num_nextn_predict_layers > 0) {
+    check_pattern("mtp_hybrid_override_pattern", c.mtp_hybrid_override_pattern);
+    num_layers +=
+        c.num_nextn_predict_layers * static_cast<int64_t>(c.mtp_hybrid_override_pattern.size());
+    if (num_layers > kMaxLayers)
+      throw UsageError(concat("num_nextn_predict_layers is ", c.num_nextn_predict_layers,
+                              ", each with the layers of mtp_hybrid_override_pattern: ", num_layers,
+                              " in all; at most ", kMaxLayers, " are supported"));
+  }
+  check_heads(c);
+  if (has_layer(c, 'E')) check_expert_count("n_routed_experts", c.n_routed_experts, num_layers);
+}
+
+void check_shapes(const Qwen3NextConfig& c) {
+  check_shapes(c.decoder);
+  const int64_t num_layers = c.decoder.num_hidden_layers;
+  check_expert_count("num_experts", c.num_experts, num_layers);
+  check_divides("linear_num_key_heads", c.linear_num_key_heads, "linear_num_value_heads",
+                c.linear_num_value_heads);
+  if (!c.layer_types.empty() && static_cast<int64_t>(c.layer_types.size()) != num_layers)
+    throw UsageError(concat("layer_types has ", c.layer_types.size(),
+                            " entries; it needs one for each of num_hidden_layers = ", num_layers));
+  for (const int64_t layer : c.mlp_only_layers)
+    check_range("mlp_only_layers", layer, 0, num_layers - 1);
+}
+
+void check_shapes(const DeepseekV3Config& c) {
+  check_shapes(c.decoder);
+  check_range("first_k_dense_replace", c.first_k_dense_replace, 0, c.decoder.num_hidden_layers);
+  check_expert_count("n_routed_experts", c.n_routed_experts, num_layers_of(c.decoder));
+  if (c.decoder.num_key_value_heads != c.decoder.num_attention_heads)
+    throw UsageError(concat("num_key_value_heads is ", c.decoder.num_key_value_heads,
+                            "; with latent attention (model_type deepseek_v3) it must be "
+                            "num_attention_heads = ",
+                            c.decoder.num_attention_heads));
+}
+
+// --- fields together: of computing ---------------------------------------------------------------
+
+void check_computable(const LlamaConfig& c) {
+  if (!c.not_computed.empty()) throw UsageError(c.not_computed);
   if (head_dim_of(c) % 2 != 0)
     throw UsageError(concat("head_dim is ", head_dim_of(c),
                             "; rotary positions need an even one, so set head_dim"));
-  std::visit([](const auto& scaling) { check_scaling(scaling); }, c.rope_scaling);
-}
-
-void check_computable(const LlamaConfig& c) {
-  validate(c);
-  check_computed(c.not_computed);
-  check_rope(c);
-  check_positions(c.max_position_embeddings);
-  check_number("rms_norm_eps", c.rms_norm_eps, Above::kZero);
-  check_number("initializer_range", c.initializer_range, Above::kZeroOrEqual);
-  check_number("mtp_loss_weight", c.mtp_loss_weight, Above::kZeroOrEqual);
 }
 
 void check_computable(const MixtralConfig& c) {
-  validate(c);
   check_computable(c.decoder);
-  check_range(1, c.num_local_experts, {{"num_experts_per_tok", c.num_experts_per_tok}});
-  check_number("router_aux_loss_coef", c.router_aux_loss_coef, Above::kZeroOrEqual);
+  check_range("num_experts_per_tok", c.num_experts_per_tok, 1, c.num_local_experts);
 }
 
 template <typename Config>
 void check_router(const Config& c) {
-  check_range(1, c.n_routed_experts, {{"n_group", c.n_group}});
-  check_range(1, c.n_group, {{"topk_group", c.topk_group}});
-  if (c.n_routed_experts % c.n_group != 0)
-    throw UsageError(concat("n_group is ", c.n_group,
-                            "; it must divide n_routed_experts = ", c.n_routed_experts));
-  check_range(1, c.n_routed_experts / c.n_group * c.topk_group,
-              {{"num_experts_per_tok", c.num_experts_per_tok}});
-  check_number("routed_scaling_factor", c.routed_scaling_factor, Above::kZero);
-  check_number("router_bias_update_rate", c.router_bias_update_rate, Above::kZeroOrEqual);
-  check_number("router_aux_loss_coef", c.router_aux_loss_coef, Above::kZeroOrEqual);
+  check_range("n_group", c.n_group, 1, c.n_routed_experts);
+  check_range("topk_group", c.topk_group, 1, c.n_group);
+  check_divides("n_group", c.n_group, "n_routed_experts", c.n_routed_experts);
+  check_range("num_experts_per_tok", c.num_experts_per_tok, 1,
+              c.n_routed_experts / c.n_group * c.topk_group);
 }
 
 void check_computable(const NemotronHConfig& c) {
-  validate(c);
-  check_computed(c.not_computed);
-  check_positions(c.max_position_embeddings);
-  check_number("layer_norm_epsilon", c.layer_norm_epsilon, Above::kZero);
-  check_number("initializer_range", c.initializer_range, Above::kZeroOrEqual);
-  check_number("time_step_min", c.time_step_min, Above::kZeroOrEqual);
-  check_number("mtp_loss_weight", c.mtp_loss_weight, Above::kZeroOrEqual);
-  check_dims({{"chunk_size", c.chunk_size}});
-  if (c.mamba_num_heads % c.n_groups != 0)
-    throw UsageError(concat("n_groups is ", c.n_groups,
-                            "; it must divide mamba_num_heads = ", c.mamba_num_heads));
+  if (!c.not_computed.empty()) throw UsageError(c.not_computed);
+  check_divides("n_groups", c.n_groups, "mamba_num_heads", c.mamba_num_heads);
   if (c.num_nextn_predict_layers > 0 &&
       c.mtp_hybrid_override_pattern.find('M') != std::string::npos)
     throw UsageError(
@@ -127,10 +220,8 @@ void check_computable(const NemotronHConfig& c) {
 }
 
 void check_computable(const Qwen3NextConfig& c) {
-  validate(c);
   check_computable(c.decoder);
-  check_range(1, c.num_experts, {{"num_experts_per_tok", c.num_experts_per_tok}});
-  check_number("router_aux_loss_coef", c.router_aux_loss_coef, Above::kZeroOrEqual);
+  check_range("num_experts_per_tok", c.num_experts_per_tok, 1, c.num_experts);
   if (!(c.partial_rotary_factor > 0.0 && c.partial_rotary_factor <= 1.0) || rotary_dim_of(c) < 2 ||
       rotary_dim_of(c) % 2 != 0)
     throw UsageError(concat("partial_rotary_factor is ", c.partial_rotary_factor,
@@ -139,42 +230,25 @@ void check_computable(const Qwen3NextConfig& c) {
 }
 
 void check_computable(const DeepseekV3Config& c) {
-  validate(c);
   check_computable(c.decoder);
   check_router(c);
 }
 
-const LlamaConfig& decoder_of(const LlamaConfig& config) { return config; }
-const LlamaConfig& decoder_of(const DeepseekV3Config& config) { return config.decoder; }
-const LlamaConfig& decoder_of(const Qwen3NextConfig& config) { return config.decoder; }
-const LlamaConfig& decoder_of(const MixtralConfig& config) { return config.decoder; }
 const NemotronHConfig& decoder_of(const NemotronHConfig& config) { return config; }
+const LlamaConfig& decoder_of(const LlamaConfig& config) { return config; }
+template <typename Config>
+const LlamaConfig& decoder_of(const Config& config) {
+  return config.decoder;
+}
 
 }  // namespace
-
-double yarn_mscale(double factor, double mscale) {
-  return factor <= 1.0 ? 1.0 : 0.1 * mscale * std::log(factor) + 1.0;
-}
-
-double yarn_magnitude(const YarnRopeScaling& scaling) {
-  if (scaling.attention_factor > 0.0) return scaling.attention_factor;
-  if (scaling.mscale == 0.0 || scaling.mscale_all_dim == 0.0)
-    return yarn_mscale(scaling.factor, 1.0);
-  return yarn_mscale(scaling.factor, scaling.mscale) /
-         yarn_mscale(scaling.factor, scaling.mscale_all_dim);
-}
 
 bool has_qkv_bias(const LlamaConfig& c) {
   return c.attention_bias || c.family == LlamaFamily::kQwen2;
 }
 
-int64_t head_dim_of(const LlamaConfig& c) {
-  return resolved_head_dim(c.head_dim, c.hidden_size, c.num_attention_heads);
-}
-
-int64_t head_dim_of(const NemotronHConfig& c) {
-  return resolved_head_dim(c.head_dim, c.hidden_size, c.num_attention_heads);
-}
+int64_t head_dim_of(const LlamaConfig& c) { return resolved_head_dim(c); }
+int64_t head_dim_of(const NemotronHConfig& c) { return resolved_head_dim(c); }
 
 bool has_layer(const NemotronHConfig& c, char kind) {
   return c.hybrid_override_pattern.find(kind) != std::string::npos ||
@@ -206,106 +280,79 @@ int64_t query_head_dim_of(const DeepseekV3Config& c) {
   return c.qk_nope_head_dim + head_dim_of(c.decoder);
 }
 
-void validate(const LlamaConfig& c) {
-  check_dims({{"vocab_size", c.vocab_size}, {"intermediate_size", c.intermediate_size}});
-  check_layers(c.num_hidden_layers, c.num_nextn_predict_layers);
-  static_cast<void>(head_dim_of(c));
-  check_kv_heads(c.num_key_value_heads, c.num_attention_heads);
-  check_range(0, kMaxDim, {{"sliding_window", c.sliding_window}});
+std::string experts_module(const MixtralConfig& c) {
+  return c.decoder.qk_norm ? "mlp" : "block_sparse_moe";
 }
 
-void validate(const MixtralConfig& c) {
-  check_layers(c.decoder.num_hidden_layers, c.decoder.num_nextn_predict_layers);
-  check_expert_count("num_local_experts", c.num_local_experts,
-                     c.decoder.num_hidden_layers + c.decoder.num_nextn_predict_layers);
-  check_range(0, kMaxDim, {{"shared_expert_intermediate_size", c.shared_expert_intermediate_size}});
-  validate(c.decoder);
+namespace {
+
+std::vector<std::string> gated_projections() { return {"gate_proj", "up_proj", "down_proj"}; }
+
+std::optional<ExpertNames> names_of_experts(const LlamaConfig&) { return std::nullopt; }
+
+std::optional<ExpertNames> names_of_experts(const MixtralConfig& c) {
+  return ExpertNames{
+      experts_module(c) + ".experts",
+      c.decoder.qk_norm ? gated_projections() : std::vector<std::string>{"w1", "w3", "w2"},
+      c.num_local_experts, c.decoder.hidden_size, c.decoder.intermediate_size};
 }
 
-void validate(const NemotronHConfig& c) {
-  check_dims({{"vocab_size", c.vocab_size},
-              {"hidden_size", c.hidden_size},
-              {"intermediate_size", c.intermediate_size},
-              {"mamba_num_heads", c.mamba_num_heads},
-              {"mamba_head_dim", c.mamba_head_dim},
-              {"n_groups", c.n_groups},
-              {"ssm_state_size", c.ssm_state_size},
-              {"conv_kernel", c.conv_kernel}});
-  check_pattern("hybrid_override_pattern", c.hybrid_override_pattern);
-  int64_t num_layers = static_cast<int64_t>(c.hybrid_override_pattern.size());
-  check_range(0, kMaxLayers, {{"num_nextn_predict_layers", c.num_nextn_predict_layers}});
-  if (c.num_nextn_predict_layers > 0) {
-    check_pattern("mtp_hybrid_override_pattern", c.mtp_hybrid_override_pattern);
-    num_layers +=
-        c.num_nextn_predict_layers * static_cast<int64_t>(c.mtp_hybrid_override_pattern.size());
-    if (num_layers > kMaxLayers)
-      throw UsageError(concat("num_nextn_predict_layers is ", c.num_nextn_predict_layers,
-                              ", each with the layers of mtp_hybrid_override_pattern: ", num_layers,
-                              " in all; at most ", kMaxLayers, " are supported"));
+std::optional<ExpertNames> names_of_experts(const NemotronHConfig& c) {
+  if (!has_layer(c, 'E')) return std::nullopt;
+  return ExpertNames{"mixer.experts",
+                     {"up_proj", "down_proj"},
+                     c.n_routed_experts,
+                     c.moe_latent_size > 0 ? c.moe_latent_size : c.hidden_size,
+                     c.moe_intermediate_size};
+}
+
+std::optional<ExpertNames> names_of_experts(const Qwen3NextConfig& c) {
+  return ExpertNames{"mlp.experts", gated_projections(), c.num_experts, c.decoder.hidden_size,
+                     c.moe_intermediate_size};
+}
+
+std::optional<ExpertNames> names_of_experts(const DeepseekV3Config& c) {
+  return ExpertNames{"mlp.experts", gated_projections(), c.n_routed_experts, c.decoder.hidden_size,
+                     c.moe_intermediate_size};
+}
+
+}  // namespace
+
+std::optional<ExpertNames> expert_names(const ModelConfig& config) {
+  return std::visit([](const auto& c) { return names_of_experts(c); }, config);
+}
+
+std::array<StackedExperts, 2> stacked_experts(const ExpertNames& names) {
+  const std::span<const std::string> into(names.projections.data(), names.projections.size() - 1);
+  const auto num_into = static_cast<int64_t>(into.size());
+  StackedExperts first{concat(names.module, ".", num_into == 1 ? into.front() : "gate_up_proj"),
+                       {names.num_experts * num_into * names.intermediate_size, names.hidden_size},
+                       names.num_experts,
+                       {}};
+  StackedExperts down{names.module + ".down_proj",
+                      {names.num_experts * names.hidden_size, names.intermediate_size},
+                      names.num_experts,
+                      {}};
+  for (int64_t expert = 0; expert < names.num_experts; ++expert) {
+    const std::string prefix = concat(names.module, ".", expert, ".");
+    for (const std::string& name : into) first.parts.push_back(concat(prefix, name, ".weight"));
+    down.parts.push_back(concat(prefix, names.projections.back(), ".weight"));
   }
-  static_cast<void>(head_dim_of(c));
-  check_kv_heads(c.num_key_value_heads, c.num_attention_heads);
-  if (!has_layer(c, 'E')) return;
-  check_expert_count("n_routed_experts", c.n_routed_experts, num_layers);
-  check_dims({{"moe_intermediate_size", c.moe_intermediate_size}});
-  check_range(0, kMaxDim,
-              {{"moe_shared_expert_intermediate_size", c.moe_shared_expert_intermediate_size},
-               {"moe_latent_size", c.moe_latent_size}});
+  return {std::move(first), std::move(down)};
 }
 
-void validate(const Qwen3NextConfig& c) {
-  validate(c.decoder);
-  const int64_t num_layers = c.decoder.num_hidden_layers;
-  check_dims({{"linear_num_key_heads", c.linear_num_key_heads},
-              {"linear_num_value_heads", c.linear_num_value_heads},
-              {"linear_key_head_dim", c.linear_key_head_dim},
-              {"linear_value_head_dim", c.linear_value_head_dim},
-              {"linear_conv_kernel_dim", c.linear_conv_kernel_dim},
-              {"moe_intermediate_size", c.moe_intermediate_size},
-              {"shared_expert_intermediate_size", c.shared_expert_intermediate_size},
-              {"decoder_sparse_step", c.decoder_sparse_step}});
-  check_expert_count("num_experts", c.num_experts, num_layers);
-  if (c.linear_num_value_heads % c.linear_num_key_heads != 0)
-    throw UsageError(
-        concat("linear_num_key_heads is ", c.linear_num_key_heads,
-               "; it must divide linear_num_value_heads = ", c.linear_num_value_heads));
-  if (!c.layer_types.empty() && static_cast<int64_t>(c.layer_types.size()) != num_layers)
-    throw UsageError(concat("layer_types has ", c.layer_types.size(),
-                            " entries; it needs one for each of num_hidden_layers = ", num_layers));
-  for (const int64_t layer : c.mlp_only_layers)
-    check_range(0, num_layers - 1, {{"mlp_only_layers", layer}});
-  if (c.decoder.mlp_bias || c.decoder.num_nextn_predict_layers > 0)
-    throw UsageError(
-        "mlp_bias is true, or num_nextn_predict_layers is above 0; with Gated DeltaNet layers "
-        "(model_type qwen3_next) neither is possible");
-}
-
-void validate(const DeepseekV3Config& c) {
-  validate(c.decoder);
-  check_dims({{"kv_lora_rank", c.kv_lora_rank},
-              {"qk_nope_head_dim", c.qk_nope_head_dim},
-              {"v_head_dim", c.v_head_dim},
-              {"moe_intermediate_size", c.moe_intermediate_size}});
-  check_range(0, kMaxDim,
-              {{"q_lora_rank", c.q_lora_rank}, {"n_shared_experts", c.n_shared_experts}});
-  check_range(0, c.decoder.num_hidden_layers, {{"first_k_dense_replace", c.first_k_dense_replace}});
-  check_expert_count("n_routed_experts", c.n_routed_experts,
-                     c.decoder.num_hidden_layers + c.decoder.num_nextn_predict_layers);
-  if (c.decoder.num_key_value_heads != c.decoder.num_attention_heads)
-    throw UsageError(concat("num_key_value_heads is ", c.decoder.num_key_value_heads,
-                            "; with latent attention (model_type deepseek_v3) it must be "
-                            "num_attention_heads = ",
-                            c.decoder.num_attention_heads));
-  if (c.decoder.mlp_bias || c.decoder.qk_norm || c.decoder.sliding_window > 0 ||
-      c.decoder.family != LlamaFamily::kLlama)
-    throw UsageError(
-        "mlp_bias or qk_norm is true, sliding_window is above 0, or family is not kLlama; with "
-        "latent attention (model_type deepseek_v3) none of them is possible");
+void validate(const ModelConfig& config) {
+  check_fields(config, Checked::kIntegers);
+  std::visit([](const auto& c) { check_shapes(c); }, config);
 }
 
 void check_trainable(const ModelConfig& config) {
+  validate(config);
+  check_fields(config, Checked::kNumbers);
   std::visit([](const auto& c) { check_computable(c); }, config);
 }
+
+namespace {
 
 void check_shared_evenly(const char* field, int64_t size, int64_t tp) {
   if (size % tp != 0)
@@ -313,39 +360,37 @@ void check_shared_evenly(const char* field, int64_t size, int64_t tp) {
                             " ranks cannot share evenly; choose a tp that divides it"));
 }
 
-namespace {
-
 template <typename Config>
-void check_heads(const Config& c, int64_t tp) {
+void check_heads_on_ranks(const Config& c, int64_t tp) {
   check_shared_evenly("num_attention_heads", c.num_attention_heads, tp);
   check_shared_evenly("num_key_value_heads", c.num_key_value_heads, tp);
 }
 
 void check_on_ranks(const LlamaConfig& c, int64_t tp) {
-  check_heads(c, tp);
+  check_heads_on_ranks(c, tp);
   check_shared_evenly("intermediate_size", c.intermediate_size, tp);
 }
 
 // Its experts are whole on every rank, or shared out by ep.
-void check_on_ranks(const MixtralConfig& c, int64_t tp) { check_heads(c.decoder, tp); }
+void check_on_ranks(const MixtralConfig& c, int64_t tp) { check_heads_on_ranks(c.decoder, tp); }
 
 // The sizes of the kinds of layers that there are.
 void check_on_ranks(const NemotronHConfig& c, int64_t tp) {
   if (has_layer(c, 'M')) check_shared_evenly("n_groups", c.n_groups, tp);
-  if (has_layer(c, '*')) check_heads(c, tp);
+  if (has_layer(c, '*')) check_heads_on_ranks(c, tp);
   if (has_layer(c, '-')) check_shared_evenly("intermediate_size", c.intermediate_size, tp);
 }
 
-// As below.
+// Heads, and the dense layers if there are any; experts stay whole.
 void check_on_ranks(const DeepseekV3Config& c, int64_t tp) {
-  check_heads(c.decoder, tp);
+  check_heads_on_ranks(c.decoder, tp);
   if (c.first_k_dense_replace > 0)
     check_shared_evenly("intermediate_size", c.decoder.intermediate_size, tp);
 }
 
 // Experts as Mixtral's; dense layers are cut, if there are any.
 void check_on_ranks(const Qwen3NextConfig& c, int64_t tp) {
-  check_heads(c.decoder, tp);
+  check_heads_on_ranks(c.decoder, tp);
   check_shared_evenly("linear_num_key_heads", c.linear_num_key_heads, tp);
   for (int64_t layer = 0; layer < c.decoder.num_hidden_layers; ++layer)
     if (!has_experts(c, layer))

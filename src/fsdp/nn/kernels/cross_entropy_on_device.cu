@@ -14,8 +14,8 @@ namespace fsdp::nn {
 
 namespace {
 
-// Of a row. With more of them fewer rows are under way at once, so that more of what a block reads
-// again is still in the cache.
+// Threads of a row. With more of them fewer rows are under way at once, so that more of what a
+// block reads again is still in the cache.
 constexpr int kThreads = 512;
 
 // Joins the values of a block's threads, for every thread; halves are joined in fixed order.

@@ -1,7 +1,6 @@
 // Stands in for the CUDA kernels in builds without them.
 #include "fsdp/base/error.h"
 #include "fsdp/nn/kernels/layer_kernels.h"
-#include "fsdp/nn/kernels/quantize_kernels.h"
 
 namespace fsdp::nn {
 

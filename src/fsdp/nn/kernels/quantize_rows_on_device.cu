@@ -3,7 +3,7 @@
 #include "fsdp/base/kernel_launch.cuh"
 #include "fsdp/base/packed_access.cuh"
 #include "fsdp/nn/kernels/code_words.cuh"
-#include "fsdp/nn/kernels/quantize_kernels.h"
+#include "fsdp/nn/kernels/layer_kernels.h"
 
 namespace fsdp::nn {
 

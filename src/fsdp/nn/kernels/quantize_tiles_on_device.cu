@@ -4,14 +4,82 @@
 #include "fsdp/base/kernel_launch.cuh"
 #include "fsdp/base/packed_access.cuh"
 #include "fsdp/nn/kernels/code_words.cuh"
-#include "fsdp/nn/kernels/quantize_kernels.h"
-#include "fsdp/nn/kernels/turned_tile.cuh"
+#include "fsdp/nn/kernels/layer_kernels.h"
 
 namespace fsdp::nn {
 
 namespace {
 
-using namespace tile;
+// --- tiles ---------------------------------------------------------------------------------------
+
+// A tile of 128 x 128 bytes is transposed through shared memory: of each of 256 threads 16 columns
+// of 4 rows, which are 16 bytes of a row, and a word of each of the columns.
+constexpr int kThreads = 256;
+constexpr int kWarp = 32;
+constexpr int kTile = 128;
+static_assert(kTile == kScalePiece);
+constexpr int kColumns = 16;
+constexpr int kRows = 4;
+constexpr int kAcross = kTile / kColumns;  // threads that have the same rows
+
+__device__ int own_column() { return static_cast<int>(threadIdx.x) % kAcross * kColumns; }
+__device__ int own_row() { return static_cast<int>(threadIdx.x) / kAcross * kRows; }
+
+// Where this thread's numbers are. Columns are there together, or none.
+struct Place {
+  int64_t row;
+  int64_t column;
+  int num_rows;  // that exist, 0 if the columns do not
+};
+
+// tile_row: of the tile, counted in tiles.
+__device__ Place own_place(int64_t tile_row, int64_t rows, int64_t columns) {
+  Place place{tile_row * kTile + own_row(), static_cast<int64_t>(blockIdx.x) * kTile + own_column(),
+              0};
+  if (place.column < columns && place.row < rows)
+    place.num_rows = rows - place.row < kRows ? static_cast<int>(rows - place.row) : kRows;
+  return place;
+}
+
+// A tile of bytes by columns, in words of 4 rows. Words are permuted so that neither writing words
+// nor reading packs meets a bank of shared memory twice.
+struct TransposedTile {
+  uint32_t words[kTile][kTile / kRows];
+
+  // The bytes of 4 rows, 4 columns each.
+  __device__ void write(int column, const uint32_t (&rows)[kRows]) {
+    const uint32_t low_ab = __byte_perm(rows[0], rows[1], 0x5140);
+    const uint32_t low_cd = __byte_perm(rows[2], rows[3], 0x5140);
+    const uint32_t high_ab = __byte_perm(rows[0], rows[1], 0x7362);
+    const uint32_t high_cd = __byte_perm(rows[2], rows[3], 0x7362);
+    const int at = own_row() / kRows ^ column / kColumns * 4;
+    words[column][at] = __byte_perm(low_ab, low_cd, 0x5410);
+    words[column + 1][at] = __byte_perm(low_ab, low_cd, 0x7632);
+    words[column + 2][at] = __byte_perm(high_ab, high_cd, 0x5410);
+    words[column + 3][at] = __byte_perm(high_ab, high_cd, 0x7632);
+  }
+
+  // Called by all threads when all have written. stride: from one column of bytes to the next.
+  __device__ void store(uint8_t* to, int64_t columns, int64_t padded_rows, int64_t stride) const {
+    constexpr int kPacks = kTile / kPackBytes;  // of a column
+    const int64_t row = static_cast<int64_t>(blockIdx.y) * kTile;
+    for (int i = static_cast<int>(threadIdx.x); i < kTile * kPacks; i += kThreads) {
+      const int in_tile = i / kPacks;
+      const int pack = i % kPacks;
+      const int64_t column = static_cast<int64_t>(blockIdx.x) * kTile + in_tile;
+      if (column >= columns || row + pack * kPackBytes >= padded_rows) continue;
+      *reinterpret_cast<uint4*>(to + column * stride + row + pack * kPackBytes) =
+          *reinterpret_cast<const uint4*>(&words[in_tile][(pack ^ in_tile / kColumns) * 4]);
+    }
+  }
+};
+
+int64_t padded(int64_t rows) { return (rows + kCodeMultiple - 1) / kCodeMultiple * kCodeMultiple; }
+
+dim3 tiles_of(int64_t rows, int64_t columns) {
+  return {static_cast<unsigned>((columns + kTile - 1) / kTile),
+          static_cast<unsigned>((rows + kTile - 1) / kTile)};
+}
 
 // --- numbers -------------------------------------------------------------------------------------
 
@@ -102,7 +170,7 @@ __device__ void add_column_maxes(const Part<T>& part, const float (&multipliers)
                              product_bits(part.number(row + 1, k), multipliers[row + 1]));
 }
 
-// Of all threads of a block: in shared memory, when this returns.
+// Joins the maxima of all threads of a block: they are in shared memory when this returns.
 __device__ void combine_column_maxes(const uint32_t (&most)[kColumns], uint32_t (&tile)[kTile]) {
   if (threadIdx.x < kTile) tile[threadIdx.x] = 0;
   __syncthreads();
@@ -229,7 +297,7 @@ __device__ void column_factors(const Part<T>& part, const float (&multipliers)[k
 
 template <typename T, ScaleBlock kBlock>
 __device__ void write_columns(const Part<T>& part, const Place& place, const Tiles& t) {
-  __shared__ alignas(kPackBytes) TurnedTile turned;
+  __shared__ alignas(kPackBytes) TransposedTile transposed;
   __shared__ float factors[kTile];
   float multipliers[kRows];
   load_row_multipliers(t, place, multipliers);
@@ -245,10 +313,10 @@ __device__ void write_columns(const Part<T>& part, const Place& place, const Til
       }));
       words[row] = row < place.num_rows ? word : 0u;  // also where the factor is NaN
     }
-    turned.write(first, words);
+    transposed.write(first, words);
   }
   __syncthreads();
-  turned.store(t.by_columns.codes, t.columns, t.padded_rows, t.padded_rows);
+  transposed.store(t.by_columns.codes, t.columns, t.padded_rows, t.padded_rows);
 }
 
 template <typename T, ScaleBlock kBlock>
@@ -302,6 +370,31 @@ void launch(std::span<const QuantizeMemory> beside, uint32_t* amaxes, cudaStream
   });
 }
 
+// --- bytes alone ---------------------------------------------------------------------------------
+
+// Every byte is read and written once, 16 at a time.
+__global__ void __launch_bounds__(kThreads)
+    transpose_bytes_kernel(TransposeMemory memory, int64_t padded_rows) {
+  __shared__ alignas(kPackBytes) TransposedTile tile;
+  const Place place = own_place(blockIdx.y, memory.rows, memory.columns);
+  uint4 bytes[kRows] = {};
+#pragma unroll
+  for (int row = 0; row < kRows; ++row)
+    if (row < place.num_rows)
+      bytes[row] = *reinterpret_cast<const uint4*>(
+          memory.from + (place.row + row) * memory.columns + place.column);
+  const auto write = [&](int part, uint32_t uint4::*word) {
+    tile.write(own_column() + part * 4,
+               {bytes[0].*word, bytes[1].*word, bytes[2].*word, bytes[3].*word});
+  };
+  write(0, &uint4::x);
+  write(1, &uint4::y);
+  write(2, &uint4::z);
+  write(3, &uint4::w);
+  __syncthreads();
+  tile.store(memory.to, memory.columns, padded_rows, memory.to_stride);
+}
+
 }  // namespace
 
 int64_t num_amaxes(ScaleBlock block, int64_t rows, int64_t columns) {
@@ -329,6 +422,13 @@ void quantize_on_device(std::span<const QuantizeMemory> beside, uint32_t* amaxes
     quantize_rows_on_device(first, stream);
   else
     quantize_tiles_on_device(beside, amaxes, stream);
+}
+
+void transpose_bytes_on_device(const TransposeMemory& memory, void* stream) {
+  if (memory.rows == 0 || memory.columns == 0) return;
+  transpose_bytes_kernel<<<tiles_of(memory.rows, memory.columns), kThreads, 0,
+                           cuda_stream(stream)>>>(memory, padded(memory.rows));
+  check_launch("transpose_bytes");
 }
 
 }  // namespace fsdp::nn

@@ -3,12 +3,11 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <cmath>
 #include <tuple>
 #include <utility>
+#include <variant>
 #include <vector>
-
-#include "fsdp/comm/mesh.h"
-#include "fsdp/nn/config/model_config.h"
 
 namespace fsdp::nn {
 
@@ -63,14 +62,13 @@ at::Tensor heads_of(const at::Tensor& projected, int64_t size) {
   return projected.view({projected.size(0), projected.size(1), -1, size});
 }
 
-// What q_proj has of a head.
+// The rows of q_proj for a head.
 int64_t query_size(const AttentionOptions& options) {
   return options.is_gated ? 2 * options.head_dim : options.head_dim;
 }
 
-}  // namespace
-
-// With a window, queries in parts of its length: none of a part sees more than two windows of keys.
+// [batch, heads, positions, head_dim] each; the queries belong to the last positions. With a
+// window, queries come in parts of its length: none of a part sees more than two windows of keys.
 at::Tensor causal_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                             const ScoreOptions& options) {
   const int64_t window = options.window;
@@ -87,11 +85,28 @@ at::Tensor causal_attention(const at::Tensor& query, const at::Tensor& key, cons
   return parts.size() == 1 ? parts.front() : at::cat(parts, 2);
 }
 
-at::Tensor appended(at::Tensor& kept, const at::Tensor& more) {
-  kept = kept.defined() ? at::cat({kept, more}, 1) : more;
-  return kept;
+// Keys and values: [batch, positions, heads, head_dim].
+struct KeyAndValue {
+  at::Tensor key;
+  at::Tensor value;
+};
+
+int64_t num_cached(const LayerContext& context) {
+  return context.cache != nullptr && context.cache->key.defined() ? context.cache->key.size(1) : 0;
 }
 
+// Those of the positions so far, which the cache keeps, if there is one.
+KeyAndValue with_cached(const KeyAndValue& more, LayerCache* cache) {
+  if (cache == nullptr) return more;
+  const auto append = [](at::Tensor& kept, const at::Tensor& last) {
+    kept = kept.defined() ? at::cat({kept, last}, 1) : last;
+  };
+  append(cache->key, more.key);
+  append(cache->value, more.value);
+  return {cache->key, cache->value};
+}
+
+// Tensors are [batch, positions, heads, head_dim].
 at::Tensor attention_in_documents(const at::Tensor& query, const at::Tensor& key,
                                   const at::Tensor& value, const ScoreOptions& options,
                                   const std::shared_ptr<const Documents>& documents) {
@@ -111,9 +126,10 @@ at::Tensor attention_in_documents(const at::Tensor& query, const at::Tensor& key
   });
 }
 
-// In documents: all tokens as one sequence, each with its own row of the tables.
-QueryAndKey rotated(const QueryAndKey& heads, Rotary& rotary, int64_t begin,
-                    const std::shared_ptr<const Documents>& documents) {
+// Turns heads of tokens whose positions begin with `begin`, or with 0 in each document: then all
+// tokens are one sequence, each with its own row of the tables.
+QueryAndKey turned(const QueryAndKey& heads, Rotary& rotary, int64_t begin,
+                   const std::shared_ptr<const Documents>& documents) {
   const at::Tensor& query = heads.query;
   if (!documents) return rotate(heads, rotary.tables(begin, begin + query.size(1), query.device()));
   const RotaryTables tables = rotary.tables(0, documents->longest(), query.device());
@@ -124,40 +140,30 @@ QueryAndKey rotated(const QueryAndKey& heads, Rotary& rotary, int64_t begin,
   return {result.query.reshape(query.sizes()), result.key.reshape(heads.key.sizes())};
 }
 
-AttentionImpl::AttentionImpl(const AttentionOptions& options)
-    : options_(options),
-      q_proj_(register_module(
-          "q_proj", Projection(ProjectionOptions{
-                        options.hidden_size, options.num_heads * query_size(options), options.bias,
-                        options.standard_deviation, ProjectionCut::kOutputs}))),
-      k_proj_(register_module(
-          "k_proj", Projection(ProjectionOptions{
-                        options.hidden_size, options.num_kv_heads * options.head_dim, options.bias,
-                        options.standard_deviation, ProjectionCut::kOutputs}))),
-      v_proj_(register_module(
-          "v_proj", Projection(ProjectionOptions{
-                        options.hidden_size, options.num_kv_heads * options.head_dim, options.bias,
-                        options.standard_deviation, ProjectionCut::kOutputs}))),
-      o_proj_(register_module("o_proj", Projection(ProjectionOptions{
-                                            options.num_heads * options.head_dim,
-                                            options.hidden_size, options.output_bias,
-                                            options.standard_deviation, ProjectionCut::kInputs}))) {
-  if (options.qk_norm_eps == 0.0) return;
-  const auto norm = [&] {
-    return RmsNorm(options.head_dim, options.qk_norm_eps, options.qk_norm_weight);
+}  // namespace
+
+AttentionImpl::AttentionImpl(const AttentionOptions& o) : options_(o) {
+  const auto projection = [&](const char* name, int64_t in, int64_t out, bool bias,
+                              ProjectionCut cut) {
+    return register_module(name,
+                           Projection(ProjectionOptions{in, out, bias, o.standard_deviation, cut}));
   };
-  q_norm_ = register_module("q_norm", norm());
-  k_norm_ = register_module("k_norm", norm());
+  const int64_t keys = o.num_kv_heads * o.head_dim;
+  q_proj_ = projection("q_proj", o.hidden_size, o.num_heads * query_size(o), o.bias,
+                       ProjectionCut::kOutputs);
+  k_proj_ = projection("k_proj", o.hidden_size, keys, o.bias, ProjectionCut::kOutputs);
+  v_proj_ = projection("v_proj", o.hidden_size, keys, o.bias, ProjectionCut::kOutputs);
+  o_proj_ = projection("o_proj", o.num_heads * o.head_dim, o.hidden_size, o.output_bias,
+                       ProjectionCut::kInputs);
+  if (o.qk_norm_eps == 0.0) return;
+  const auto norm = [&](const char* name) {
+    return register_module(name, RmsNorm(o.head_dim, o.qk_norm_eps, o.qk_norm_weight));
+  };
+  q_norm_ = norm("q_norm");
+  k_norm_ = norm("k_norm");
 }
 
-void AttentionImpl::join(const MeshAxis& tp) {
-  TokenParallelLayer::join(tp);
-  check_shared_evenly("num_attention_heads", options_.num_heads, tp.size());
-  check_shared_evenly("num_key_value_heads", options_.num_kv_heads, tp.size());
-}
-
-at::Tensor AttentionImpl::forward(const at::Tensor& own, LayerCache* cache,
-                                  const std::shared_ptr<const Documents>& documents) {
+at::Tensor AttentionImpl::forward(const at::Tensor& own, const LayerContext& context) {
   const std::vector<at::Tensor> projected = project(own, {q_proj_, k_proj_, v_proj_}, tp());
   at::Tensor query = heads_of(projected[0], query_size(options_));
   at::Tensor gate;
@@ -173,17 +179,114 @@ at::Tensor AttentionImpl::forward(const at::Tensor& own, LayerCache* cache,
     key = k_norm_(key);
   }
   if (options_.rotary) {
-    const int64_t begin = cache != nullptr && cache->key.defined() ? cache->key.size(1) : 0;
-    QueryAndKey turned = rotated({query, key}, *options_.rotary, begin, documents);
-    query = std::move(turned.query);
-    key = std::move(turned.key);
+    QueryAndKey heads =
+        turned({query, key}, *options_.rotary, num_cached(context), context.documents);
+    query = std::move(heads.query);
+    key = std::move(heads.key);
   }
-  if (cache != nullptr) {
-    key = appended(cache->key, key);
-    value = appended(cache->value, value);
-  }
-  at::Tensor mixed = attention_in_documents(query, key, value, options_.scores, documents);
+  const KeyAndValue all = with_cached({key, value}, context.cache);
+  at::Tensor mixed =
+      attention_in_documents(query, all.key, all.value, options_.scores, context.documents);
   if (gate.defined()) mixed = mixed * gate.sigmoid();
+  return o_proj_(mixed.flatten(2));
+}
+
+// --- latent attention ----------------------------------------------------------------------------
+
+namespace {
+
+// The published class has it in these norms whatever rms_norm_eps is.
+constexpr double kLatentNormEps = 1e-6;
+
+// For longer texts than those of the first training, yarn makes scores larger.
+double score_scale(const DeepseekV3Config& c) {
+  const double scale = 1.0 / std::sqrt(static_cast<double>(query_head_dim_of(c)));
+  const auto* yarn = std::get_if<YarnRopeScaling>(&c.decoder.rope_scaling);
+  if (yarn == nullptr || yarn->mscale_all_dim == 0.0) return scale;
+  const double magnitude = yarn_mscale(yarn->factor, yarn->mscale_all_dim);
+  return scale * magnitude * magnitude;
+}
+
+// Moves the first ones of neighbouring channels before the second ones, as rotate() wants them.
+// Queries and keys are moved alike, so scores stay.
+at::Tensor pairs_apart(const at::Tensor& heads) {
+  return heads.unflatten(-1, {-1, 2}).transpose(-1, -2).flatten(-2);
+}
+
+// Zeros behind the channels, which change neither scores nor the channels before them.
+at::Tensor widened(const at::Tensor& heads, int64_t size) {
+  const int64_t missing = size - heads.size(-1);
+  return missing == 0 ? heads : at::constant_pad_nd(heads, {0, missing});
+}
+
+}  // namespace
+
+LatentAttentionImpl::LatentAttentionImpl(const DeepseekV3Config& c, std::shared_ptr<Rotary> rotary)
+    : plain_size_(c.qk_nope_head_dim),
+      rotary_size_(head_dim_of(c.decoder)),
+      value_size_(c.v_head_dim),
+      key_value_rank_(c.kv_lora_rank),
+      is_paired_(c.rope_interleave),
+      scale_(score_scale(c)),
+      rotary_(std::move(rotary)) {
+  const auto projection = [&](const char* name, int64_t in, int64_t out, bool bias,
+                              ProjectionCut cut) {
+    return register_module(
+        name, Projection(ProjectionOptions{in, out, bias, c.decoder.initializer_range, cut}));
+  };
+  const auto norm = [&](const char* name, int64_t size) {
+    return register_module(name, RmsNorm(size, kLatentNormEps));
+  };
+  const int64_t hidden = c.decoder.hidden_size;
+  const int64_t heads = c.decoder.num_attention_heads;
+  const bool bias = c.decoder.attention_bias;
+  const int64_t queries = heads * query_head_dim_of(c);
+  if (c.q_lora_rank == 0) {
+    q_proj_ = projection("q_proj", hidden, queries, false, ProjectionCut::kOutputs);
+  } else {
+    q_a_proj_ = projection("q_a_proj", hidden, c.q_lora_rank, bias, ProjectionCut::kNone);
+    q_a_layernorm_ = norm("q_a_layernorm", c.q_lora_rank);
+    q_b_proj_ = projection("q_b_proj", c.q_lora_rank, queries, false, ProjectionCut::kOutputs);
+  }
+  kv_a_proj_ = projection("kv_a_proj_with_mqa", hidden, key_value_rank_ + rotary_size_, bias,
+                          ProjectionCut::kNone);
+  kv_a_layernorm_ = norm("kv_a_layernorm", key_value_rank_);
+  kv_b_proj_ = projection("kv_b_proj", key_value_rank_, heads * (plain_size_ + value_size_), false,
+                          ProjectionCut::kOutputs);
+  o_proj_ = projection("o_proj", heads * value_size_, hidden, bias, ProjectionCut::kInputs);
+}
+
+at::Tensor LatentAttentionImpl::queries_of(const at::Tensor& own) {
+  if (!q_proj_.is_empty()) return project(own, {q_proj_}, tp()).front();
+  return project(q_a_layernorm_(q_a_proj_(own)), {q_b_proj_}, tp()).front();
+}
+
+at::Tensor LatentAttentionImpl::forward(const at::Tensor& own, const LayerContext& context) {
+  const auto heads_of = [](const at::Tensor& projected, std::vector<int64_t> sizes) {
+    return projected.view({projected.size(0), projected.size(1), -1, sizes[0] + sizes[1]})
+        .split_with_sizes(sizes, -1);
+  };
+  const std::vector<at::Tensor> query = heads_of(queries_of(own), {plain_size_, rotary_size_});
+  const std::vector<at::Tensor> latent =
+      kv_a_proj_(own).split_with_sizes({key_value_rank_, rotary_size_}, -1);
+  const std::vector<at::Tensor> key_value = heads_of(
+      project(kv_a_layernorm_(latent[0]), {kv_b_proj_}, tp()).front(), {plain_size_, value_size_});
+  // One head of keys, for the heads of every rank.
+  const at::Tensor shared_key = gather_sequence(latent[1], tp()).unsqueeze(2);
+
+  const QueryAndKey heads =
+      turned(is_paired_ ? QueryAndKey{pairs_apart(query[1]), pairs_apart(shared_key)}
+                        : QueryAndKey{query[1], shared_key},
+             *rotary_, num_cached(context), context.documents);
+  const KeyAndValue all = with_cached(
+      {at::cat({key_value[0], heads.key.expand_as(heads.query)}, -1), key_value[1]}, context.cache);
+  // libtorch's kernels that save memory want heads of one size.
+  const int64_t size = std::max(plain_size_ + rotary_size_, value_size_);
+  const at::Tensor mixed =
+      attention_in_documents(widened(at::cat({query[0], heads.query}, -1), size),
+                             widened(all.key, size), widened(all.value, size), {.scale = scale_},
+                             context.documents)
+          .narrow(-1, 0, value_size_);
   return o_proj_(mixed.flatten(2));
 }
 

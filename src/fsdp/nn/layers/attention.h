@@ -1,4 +1,5 @@
-// Causal self-attention with grouped keys and values.
+// Causal self-attention with grouped keys and values, or with keys and values that are made of a
+// short vector per token: DeepSeek's multi-head latent attention.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,9 +9,9 @@
 #include <memory>
 #include <optional>
 
-#include "fsdp/nn/layers/decoding_cache.h"
-#include "fsdp/nn/layers/documents.h"
+#include "fsdp/nn/config/model_config.h"
 #include "fsdp/nn/layers/matrix_layers.h"
+#include "fsdp/nn/layers/mixer.h"
 #include "fsdp/nn/layers/rms_norm.h"
 #include "fsdp/nn/layers/rotary.h"
 
@@ -22,23 +23,6 @@ struct ScoreOptions {
   int64_t window = 0;
   std::optional<double> scale = {};  // of scores; none: 1 / sqrt(head_dim)
 };
-
-// [batch, heads, positions, head_dim] each; the queries belong to the last positions. Keys and
-// values may have fewer heads, each for a group of queries.
-at::Tensor causal_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                            const ScoreOptions& options = {});
-
-// The same of [batch, positions, heads, head_dim], within each document.
-at::Tensor attention_in_documents(const at::Tensor& query, const at::Tensor& key,
-                                  const at::Tensor& value, const ScoreOptions& options,
-                                  const std::shared_ptr<const Documents>& documents);
-
-// Of tokens whose positions begin with `begin`, or with 0 in each document.
-QueryAndKey rotated(const QueryAndKey& heads, Rotary& rotary, int64_t begin,
-                    const std::shared_ptr<const Documents>& documents);
-
-// Appends positions to the kept ones, and keeps the result.
-at::Tensor appended(at::Tensor& kept, const at::Tensor& more);
 
 struct AttentionOptions {
   int64_t hidden_size = 0;
@@ -60,20 +44,43 @@ struct AttentionOptions {
 };
 
 // The ranks of a tp group have equally many heads each.
-class AttentionImpl : public torch::nn::Module, public TokenParallelLayer {
+class AttentionImpl : public Mixer {
  public:
   explicit AttentionImpl(const AttentionOptions& options);
-  // [batch, sequence, hidden_size], like the result: of this rank's tokens. With a cache, they
-  // follow the cached positions and are added to them. `documents`: of all ranks' tokens.
-  at::Tensor forward(const at::Tensor& own, LayerCache* cache,
-                     const std::shared_ptr<const Documents>& documents = nullptr);
-  void join(const MeshAxis& tp) override;
+  at::Tensor forward(const at::Tensor& own, const LayerContext& context) override;
 
  private:
   const AttentionOptions options_;
-  Projection q_proj_, k_proj_, v_proj_, o_proj_;
+  Projection q_proj_{nullptr}, k_proj_{nullptr}, v_proj_{nullptr}, o_proj_{nullptr};
   RmsNorm q_norm_{nullptr}, k_norm_{nullptr};
 };
-TORCH_MODULE(Attention);
+// --- latent attention ----------------------------------------------------------------------------
 
+// The ranks of a tp group have equally many heads each; every rank makes the short vectors of its
+// tokens.
+class LatentAttentionImpl : public Mixer {
+ public:
+  LatentAttentionImpl(const DeepseekV3Config& config, std::shared_ptr<Rotary> rotary);
+  // The cache holds keys and values of all heads.
+  at::Tensor forward(const at::Tensor& own, const LayerContext& context) override;
+
+ private:
+  at::Tensor queries_of(const at::Tensor& own);
+
+  // Queries and keys have channels without positions, of each head, and channels with positions, of
+  // which all heads share the keys.
+  const int64_t plain_size_, rotary_size_, value_size_;
+  const int64_t key_value_rank_;
+  const bool is_paired_;  // channels that turn together are neighbours; else half a head apart
+  const double scale_;    // of scores
+  const std::shared_ptr<Rotary> rotary_;
+  Projection q_proj_{nullptr};  // or the three below
+  Projection q_a_proj_{nullptr};
+  RmsNorm q_a_layernorm_{nullptr};
+  Projection q_b_proj_{nullptr};
+  Projection kv_a_proj_{nullptr};
+  RmsNorm kv_a_layernorm_{nullptr};
+  Projection kv_b_proj_{nullptr};
+  Projection o_proj_{nullptr};
+};
 }  // namespace fsdp::nn

@@ -11,6 +11,7 @@
 #include "fsdp/comm/communicator.h"
 #include "fsdp/comm/mesh.h"
 #include "fsdp/nn/kernels/kernel_calls.h"
+#include "fsdp/nn/layers/rank_slices.h"
 
 namespace fsdp::nn {
 
@@ -156,32 +157,18 @@ at::Tensor ExpertRoute::received_counts(const at::Tensor& counts) const {
   return received;
 }
 
-at::Tensor ExpertRoute::exchange(const at::Tensor& rows, const std::vector<int64_t>& sent,
-                                 const std::vector<int64_t>& received, Way way) const {
-  const int64_t width = rows.size(1);
-  const auto in_elements = [width](std::vector<int64_t> counts) {
-    for (int64_t& count : counts) count *= width;
-    return counts;
-  };
-  int64_t num_rows = 0;
-  for (const int64_t count : received) num_rows += count;
-  at::Tensor result = at::empty({num_rows, width}, rows.options());
-  Communicator& ranks = way == Way::kForward ? ep_->gather() : ep_->reduce();
-  ranks
-      .all_to_all(result, rows.contiguous(), "expert rows", in_elements(received),
-                  in_elements(sent))
-      .wait();
-  return result;
+Communicator& ExpertRoute::ranks_of(Way way) const {
+  return way == Way::kForward ? ep_->gather() : ep_->reduce();
 }
 
 at::Tensor ExpertRoute::to_experts(const at::Tensor& slots, Way way) const {
   if (ep_ == nullptr) return slots;
-  return exchange(slots, sent_, received_, way).index_select(0, by_expert_);
+  return rows_exchanged(slots, received_, sent_, ranks_of(way)).index_select(0, by_expert_);
 }
 
 at::Tensor ExpertRoute::from_experts(const at::Tensor& rows, Way way) const {
   if (ep_ == nullptr) return rows;
-  return exchange(rows.index_select(0, by_slot_), received_, sent_, way);
+  return rows_exchanged(rows.index_select(0, by_slot_), sent_, received_, ranks_of(way));
 }
 
 at::Tensor ExpertRoute::of_choices(const at::Tensor& slots) const {

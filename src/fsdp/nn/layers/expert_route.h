@@ -11,8 +11,9 @@
 #include <vector>
 
 namespace fsdp {
+class Communicator;
 class MeshAxis;
-}
+}  // namespace fsdp
 
 namespace fsdp::nn {
 
@@ -67,8 +68,7 @@ class ExpertRoute final : public torch::CustomClassHolder {
   // Slots of this rank to rows of its experts, and back.
   at::Tensor to_experts(const at::Tensor& slots, Way way) const;
   at::Tensor from_experts(const at::Tensor& rows, Way way) const;
-  at::Tensor exchange(const at::Tensor& rows, const std::vector<int64_t>& sent,
-                      const std::vector<int64_t>& received, Way way) const;
+  Communicator& ranks_of(Way way) const;
 
   at::Tensor token_of_slot() const { return choice_of_slot_.div(num_chosen_, "floor"); }
   at::Tensor of_choices(const at::Tensor& slots) const;

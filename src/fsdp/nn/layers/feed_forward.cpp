@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <optional>
+
 #include "fsdp/nn/kernels/kernel_calls.h"
 
 namespace fsdp::nn {
@@ -26,18 +28,31 @@ GatedSiluMemory memory_of(const at::Tensor& gate, const at::Tensor& up) {
           .up = up.const_data_ptr()};
 }
 
+// Two tensors, or the halves of the rows of one.
+struct GateAndUp {
+  at::Tensor gate;
+  at::Tensor up;
+};
+
+GateAndUp gate_and_up_of(const at::Tensor& first, const at::Tensor& second) {
+  if (second.defined()) return {first, second};
+  const int64_t size = first.size(-1) / 2;
+  return {first.narrow(-1, 0, size), first.narrow(-1, size, size)};
+}
+
 class GatedSilu final : public torch::autograd::Function<GatedSilu> {
  public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& gate_in,
-                            const at::Tensor& up_in) {
-    if (!have_kernels(gate_in, up_in)) {
-      context->save_for_backward({gate_in, up_in});
-      return at::silu(gate_in).mul_(up_in);
-    }
-    const at::Tensor gate = gate_in.contiguous();
-    const at::Tensor up = up_in.contiguous();
-    context->save_for_backward({gate, up});
-    at::Tensor result = at::empty_like(gate);
+  // `second`: nullopt if `first` has rows of both.
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& first_in,
+                            const std::optional<at::Tensor>& second_in) {
+    const bool is_dense = !second_in || have_kernels(first_in, *second_in);
+    const at::Tensor first = is_dense ? first_in.contiguous() : first_in;
+    at::Tensor second;
+    if (second_in) second = is_dense ? second_in->contiguous() : *second_in;
+    context->save_for_backward({first, second});
+    const auto [gate, up] = gate_and_up_of(first, second);
+    if (!have_kernels(gate, up)) return at::silu(gate).mul_(up);
+    at::Tensor result = at::empty(gate.sizes(), gate.options());
     const OnDeviceOf on_device(gate);
     gated_silu_on_device(memory_of(gate, up), result.mutable_data_ptr(), on_device.stream());
     return result;
@@ -45,62 +60,23 @@ class GatedSilu final : public torch::autograd::Function<GatedSilu> {
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const variable_list saved = context->get_saved_variables();
-    if (have_kernels(saved[0], saved[1])) return by_kernel(saved[0], saved[1], gradients[0]);
-    return {at::silu_backward(gradients[0] * saved[1], saved[0]),
-            at::silu(saved[0]).mul_(gradients[0])};
-  }
-
- private:
-  static variable_list by_kernel(const at::Tensor& gate, const at::Tensor& up,
-                                 const at::Tensor& gradient_in) {
-    const at::Tensor gradient = gradient_in.contiguous();
-    at::Tensor gate_gradient = at::empty_like(gate);
-    at::Tensor up_gradient = at::empty_like(up);
+    const bool has_two = saved[1].defined();
+    const auto [gate, up] = gate_and_up_of(saved[0], saved[1]);
+    if (!have_kernels(gate, up)) {
+      const at::Tensor of_gate = at::silu_backward(gradients[0] * up, gate);
+      const at::Tensor of_up = at::silu(gate).mul_(gradients[0]);
+      if (has_two) return {of_gate, of_up};
+      return {at::cat({of_gate, of_up}, -1), at::Tensor()};
+    }
+    const at::Tensor gradient = gradients[0].contiguous();
+    const at::Tensor first = at::empty_like(saved[0]);
+    const at::Tensor second = has_two ? at::empty_like(saved[1]) : at::Tensor();
+    const auto [of_gate, of_up] = gate_and_up_of(first, second);
     const OnDeviceOf on_device(gate);
     gated_silu_backward_on_device(memory_of(gate, up), gradient.const_data_ptr(),
-                                  gate_gradient.mutable_data_ptr(), up_gradient.mutable_data_ptr(),
+                                  of_gate.mutable_data_ptr(), of_up.mutable_data_ptr(),
                                   on_device.stream());
-    return {gate_gradient, up_gradient};
-  }
-};
-
-at::Tensor half_of(const at::Tensor& rows, int64_t half) {
-  const int64_t size = rows.size(1) / 2;
-  return rows.narrow(1, half * size, size);
-}
-
-class GatedSiluOfRows final : public torch::autograd::Function<GatedSiluOfRows> {
- public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& rows_in) {
-    const at::Tensor rows = rows_in.contiguous();
-    context->save_for_backward({rows});
-    const at::Tensor gate = half_of(rows, 0);
-    const at::Tensor up = half_of(rows, 1);
-    if (!has_kernels(rows)) return at::silu(gate).mul_(up);
-    at::Tensor result = at::empty(gate.sizes(), gate.options());
-    const OnDeviceOf on_device(rows);
-    gated_silu_on_device(memory_of(gate, up), result.mutable_data_ptr(), on_device.stream());
-    return result;
-  }
-
-  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    const at::Tensor rows = context->get_saved_variables()[0];
-    const at::Tensor gradient = gradients[0].contiguous();
-    const at::Tensor gate = half_of(rows, 0);
-    const at::Tensor up = half_of(rows, 1);
-    at::Tensor result = at::empty_like(rows);
-    at::Tensor of_gate = half_of(result, 0);
-    at::Tensor of_up = half_of(result, 1);
-    if (has_kernels(rows)) {
-      const OnDeviceOf on_device(rows);
-      gated_silu_backward_on_device(memory_of(gate, up), gradient.const_data_ptr(),
-                                    of_gate.mutable_data_ptr(), of_up.mutable_data_ptr(),
-                                    on_device.stream());
-    } else {
-      of_gate.copy_(at::silu_backward(gradient * up, gate));
-      of_up.copy_(at::silu(gate).mul_(gradient));
-    }
-    return {result};
+    return {first, second};
   }
 };
 
@@ -112,10 +88,12 @@ ProjectionOptions into_mlp(const MlpOptions& o) {
 }  // namespace
 
 at::Tensor gated_silu(const at::Tensor& gate, const at::Tensor& up) {
-  return GatedSilu::apply(gate, up);
+  return GatedSilu::apply(gate, std::optional(up));
 }
 
-at::Tensor gated_silu(const at::Tensor& gate_and_up) { return GatedSiluOfRows::apply(gate_and_up); }
+at::Tensor gated_silu(const at::Tensor& gate_and_up) {
+  return GatedSilu::apply(gate_and_up, std::nullopt);
+}
 
 at::Tensor squared_relu(const at::Tensor& x) { return at::relu(x).square(); }
 

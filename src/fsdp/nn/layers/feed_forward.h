@@ -15,7 +15,7 @@ namespace fsdp::nn {
 // silu(gate) * up; keeps only its two arguments for the backward.
 at::Tensor gated_silu(const at::Tensor& gate, const at::Tensor& up);
 
-// The same of rows that begin with gate and end with up: [n, 2 * size] -> [n, size].
+// Rows begin with gate and end with up: [n, 2 * size] -> [n, size].
 at::Tensor gated_silu(const at::Tensor& gate_and_up);
 
 // relu(x)^2

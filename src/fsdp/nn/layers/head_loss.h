@@ -7,9 +7,36 @@
 #include <cstdint>
 
 #include "fsdp/nn/config/logit_memory.h"
-#include "fsdp/nn/layers/rank_logits.h"
+#include "fsdp/nn/kernels/layer_kernels.h"
+#include "fsdp/nn/layers/tensor_ranks.h"
 
 namespace fsdp::nn {
+
+// --- cross entropy of rows of logits -------------------------------------------------------------
+
+struct LogitRows {
+  at::Tensor logits;   // [rows, columns]
+  at::Tensor targets;  // [rows], int64: tokens of the vocabulary, or kNoTarget
+  at::Tensor sums;     // [kRowSums, rows], fp32, of a stride of 1 along the rows
+  // Columns are tokens of the vocabulary from this one on.
+  int64_t first_token = 0;
+  int64_t vocabulary = 0;
+};
+
+// Softmax minus one at the target, in the logits' type and perhaps in their memory; rows without
+// target: 0. Undefined for RowWork::kSums.
+at::Tensor cross_entropy_rows(RowWork work, const LogitRows& rows);
+
+struct MeanLoss {
+  at::Tensor loss;    // one number, fp32
+  at::Tensor weight;  // one number, fp32: of each row in it
+};
+
+// The rows' losses, divided by the number of all targets that are tokens (by 1 without any).
+MeanLoss mean_cross_entropy(const at::Tensor& sums, const at::Tensor& targets,
+                            const at::Tensor& all_targets);
+
+// --- head and loss -------------------------------------------------------------------------------
 
 struct HeadLossOptions {
   int64_t logit_bytes = kDefaultLogitBytes;  // of a chunk
@@ -21,10 +48,9 @@ struct HeadLossOptions {
 // ranks those of the whole sequence. The mean of -log(probability) over the targets that are not
 // kNoTarget; 0 if there are none. The same on all ranks.
 //
-// The forward computes both gradients, if they are wanted: from a chunk's logits it makes softmax
-// minus one at the target, in their place, and multiplies that with the weight and with the hidden
-// rows. It leaves the gradient of hidden, in its type, and that of the weight, in fp32 or its wider
-// type; the backward multiplies them with that of the loss, and needs neither logits nor ranks.
+// The forward computes the gradients that are wanted, from a chunk's logits while they are there:
+// the one of hidden in its type, the weight's in fp32 or wider. The backward only multiplies them
+// with the loss's gradient.
 at::Tensor head_loss(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& targets,
                      const HeadLossOptions& options = {});
 

@@ -197,13 +197,7 @@ Mamba2Impl::Mamba2Impl(const NemotronHConfig& c)
                                             NormWeight::kFactor, TpShard{.dim = 0}))),
       out_proj_(register_module("out_proj", Projection(out_of_mixer(c)))) {}
 
-void Mamba2Impl::join(const MeshAxis& tp) {
-  check_shared_evenly("n_groups", config_.n_groups, tp.size());
-  TokenParallelLayer::join(tp);
-}
-
-at::Tensor Mamba2Impl::forward(const at::Tensor& own, LayerCache* cache,
-                               const std::shared_ptr<const Documents>& documents) {
+at::Tensor Mamba2Impl::forward(const at::Tensor& own, const LayerContext& context) {
   const NemotronHConfig& c = config_;
   const MixerSizes n = sizes_of(c, tp() == nullptr ? 1 : tp()->size());
   const at::Tensor whole = project(own, {in_proj_}, tp()).front();
@@ -213,10 +207,10 @@ at::Tensor Mamba2Impl::forward(const at::Tensor& own, LayerCache* cache,
       whole.split_with_sizes({n.inner, n.convolved(), n.heads}, -1);
   const at::Tensor& gate = projected[0];
   const auto convolve = [&](const std::vector<at::Tensor>& x) {
-    return conv1d_(x[0], cache == nullptr ? nullptr : &cache->window);
+    return conv1d_(x[0], context.window());
   };
   const std::vector<at::Tensor> convolved =
-      at::silu(in_each_document(documents, {projected[1]}, convolve))
+      at::silu(in_each_document(context.documents, {projected[1]}, convolve))
           .to(at::kFloat)
           .split_with_sizes(n.x_b_c(), -1);
   const at::Tensor step = at::softplus(projected[2].to(at::kFloat) + dt_bias_.to(at::kFloat))
@@ -228,10 +222,10 @@ at::Tensor Mamba2Impl::forward(const at::Tensor& own, LayerCache* cache,
   const at::Tensor d = d_.to(at::kFloat);
   const auto scan = [&](const std::vector<at::Tensor>& x) {
     return selective_scan({.x = x[0], .step = x[1], .a = a, .b = x[2], .c = x[3], .d = d},
-                          c.chunk_size, cache == nullptr ? nullptr : &cache->state);
+                          c.chunk_size, context.state());
   };
   const at::Tensor y =
-      in_each_document(documents,
+      in_each_document(context.documents,
                        {convolved[0].reshape({batch, sequence, n.heads, c.mamba_head_dim}), step,
                         per_group(convolved[1]), per_group(convolved[2])},
                        scan);

@@ -2,16 +2,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/nn/module.h>
-#include <torch/nn/pimpl.h>
-
-#include <memory>
 
 #include "fsdp/nn/config/model_config.h"
 #include "fsdp/nn/layers/causal_conv.h"
-#include "fsdp/nn/layers/decoding_cache.h"
-#include "fsdp/nn/layers/documents.h"
 #include "fsdp/nn/layers/matrix_layers.h"
+#include "fsdp/nn/layers/mixer.h"
 #include "fsdp/nn/layers/named_init.h"
 #include "fsdp/nn/layers/rms_norm.h"
 
@@ -19,9 +14,8 @@ namespace fsdp::nn {
 
 // --- the state space -----------------------------------------------------------------------------
 
-// Mamba-2's state space: a recurrence over positions, computed in chunks.
-
-// All fp32. For every batch entry and head h of group g, with a state S [head_dim, state]:
+// A recurrence over positions, computed in chunks. All fp32. For every batch entry and head h of
+// group g, with a state S [head_dim, state]:
 //   S(t) = exp(step(t) A) S(t - 1) + step(t) x(t) B(t)^T        S(-1) = 0
 //   y(t) = S(t) C(t) + D x(t)
 struct ScanInput {
@@ -33,26 +27,21 @@ struct ScanInput {
   at::Tensor d;     // [heads]
 };
 
-// y, [batch, sequence, heads, head_dim]. Positions of a chunk see each other by matrix products;
-// each chunk hands its state to the next. Except for rounding, the result does not depend on the
-// chunk size, of which the sequence need not be a multiple. `state`, if not null, is S(-1)
-// (undefined: zeros), and becomes S at the end: [batch, groups, heads of a group, head_dim, state].
+// y, [batch, sequence, heads, head_dim]; the same for every chunk size, but for rounding. `state`,
+// if not null, is S(-1) (undefined: zeros), and becomes S at the end: [batch, groups, heads of a
+// group, head_dim, state].
 at::Tensor selective_scan(const ScanInput& input, int64_t chunk_size, at::Tensor* state = nullptr);
 
 // --- the mixer -----------------------------------------------------------------------------------
 
 // The ranks of a tp group have equally many groups each, with their heads: the norm of a group sees
 // all of its channels.
-class Mamba2Impl : public torch::nn::Module, public NamedInit, public TokenParallelLayer {
+class Mamba2Impl : public Mixer, public NamedInit {
  public:
   explicit Mamba2Impl(const NemotronHConfig& config);
-  // [batch, sequence, hidden_size], like the result: of this rank's tokens. With a cache, they
-  // follow the cached positions and join them. Each of the documents begins with an empty state.
-  at::Tensor forward(const at::Tensor& own, LayerCache* cache,
-                     const std::shared_ptr<const Documents>& documents = nullptr);
+  at::Tensor forward(const at::Tensor& own, const LayerContext& context) override;
   void reset_parameters() override;
   TpPlacement tp_placement(const std::string&) const override { return TpShard{.dim = 0}; }
-  void join(const MeshAxis& tp) override;
 
  private:
   const NemotronHConfig config_;
@@ -62,6 +51,4 @@ class Mamba2Impl : public torch::nn::Module, public NamedInit, public TokenParal
   RmsNorm norm_;
   Projection out_proj_;
 };
-TORCH_MODULE(Mamba2);
-
 }  // namespace fsdp::nn

@@ -3,8 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "fsdp/comm/mesh.h"
-#include "fsdp/nn/layers/gathered_linear.h"
-#include "fsdp/nn/layers/linear.h"
+#include "fsdp/nn/layers/linear_functions.h"
 
 namespace fsdp::nn {
 
@@ -52,8 +51,6 @@ std::vector<at::Tensor> project(const at::Tensor& input, const std::vector<Proje
     biases.push_back(layer->bias);
   }
   if (tp == nullptr) return nn::linear(input, weights, biases);
-  // Layers of one input have biases together.
-  if (!biases.front().defined()) biases.clear();
   return gathered_linear(input, weights, biases, *tp);
 }
 
@@ -89,10 +86,6 @@ void EmbeddingImpl::join(const MeshAxis& tp) {
 
 void EmbeddingImpl::reset_parameters() { fill_normal(weight, "weight", standard_deviation_); }
 
-at::Tensor last_position(const at::Tensor& hidden) {
-  return hidden.narrow(1, hidden.size(1) - 1, 1);
-}
-
 HeadImpl::HeadImpl(const HeadOptions& options)
     : is_tied_(options.tied_weight.defined()),
       standard_deviation_(options.standard_deviation),
@@ -109,7 +102,7 @@ at::Tensor HeadImpl::forward(const at::Tensor& x, HeadInput input, const at::Ten
   if (targets.defined())
     return head_loss(own, weight, targets, {.logit_bytes = logit_bytes_, .ranks = ranks_});
   if (ranks_.part == LogitPart::kVocabulary)
-    return gathered_linear(own, {weight}, {}, *tp()).front();
+    return gathered_linear(own, {weight}, {at::Tensor()}, *tp()).front();
   return nn::linear(own, weight, at::Tensor());
 }
 

@@ -11,11 +11,10 @@
 
 #include "fsdp/nn/layers/head_loss.h"
 #include "fsdp/nn/layers/named_init.h"
-#include "fsdp/nn/layers/rank_logits.h"
 #include "fsdp/nn/layers/rms_norm.h"
 #include "fsdp/nn/layers/tensor_ranks.h"
-#include "fsdp/shard/matrix_module.h"
-#include "fsdp/shard/quantized_weight.h"
+#include "fsdp/shard/layer_weights.h"
+#include "fsdp/shard/module_roles.h"
 
 namespace fsdp::nn {
 
@@ -35,12 +34,12 @@ struct ProjectionOptions {
   // For the weight's first values; the bias begins with 0.
   double standard_deviation = 0.02;
   ProjectionCut cut = ProjectionCut::kNone;
-  // Of the outputs, each of which the ranks share by itself: sizes whose sum is `out`; none: one.
+  // Sections of the outputs, each shared by the ranks by itself: sizes whose sum is `out`; none:
+  // one.
   std::vector<int64_t> sections = {};
 };
 
-// x * weight^T + bias, computed like fsdp::nn::Linear: weight gradients go straight into the slab
-// that is reduced.
+// x * weight^T + bias, like fsdp::nn::Linear.
 class ProjectionImpl : public torch::nn::Module,
                        public NamedInit,
                        public TokenParallelLayer,
@@ -111,21 +110,6 @@ struct HeadOptions {
   at::Tensor tied_weight = {};
   int64_t logit_bytes = kDefaultLogitBytes;  // BuildOptions
 };
-
-// For a configuration; `embedding` is the weight that may be the output matrix.
-template <typename Config>
-HeadOptions head_options(const Config& config, double norm_eps, const at::Tensor& embedding,
-                         int64_t logit_bytes) {
-  return {.vocab_size = config.vocab_size,
-          .hidden_size = config.hidden_size,
-          .norm_eps = norm_eps,
-          .standard_deviation = config.initializer_range,
-          .tied_weight = config.tie_word_embeddings ? embedding : at::Tensor(),
-          .logit_bytes = logit_bytes};
-}
-
-// For the next token: [batch, sequence, hidden_size] -> [batch, 1, hidden_size].
-at::Tensor last_position(const at::Tensor& hidden);
 
 class HeadImpl : public torch::nn::Module, public NamedInit, public TokenParallelLayer {
  public:

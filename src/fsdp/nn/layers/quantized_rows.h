@@ -1,11 +1,11 @@
-// Activations and gradients as fp8 codes and scales, which products of matrices read.
+// Activations and gradients as fp8 codes and scales, and products of matrices of such codes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <vector>
 
-#include "fsdp/nn/kernels/quantize_kernels.h"
+#include "fsdp/nn/kernels/layer_kernels.h"
 
 namespace fsdp::nn {
 
@@ -29,12 +29,12 @@ struct MultipliedColumns {
 QuantizedRows quantize_rows(const at::Tensor& numbers, ScaleBlock block,
                             const at::Tensor& column_multipliers = {});
 
-// Of matrices side by side, as of one that has all their columns. kMatrix: of one; kPiece: of
+// Matrices side by side, quantised like one that has all their columns. kMatrix: one; kPiece:
 // multiples of kScalePiece columns, if there are several.
 QuantizedRows quantize_rows(const std::vector<MultipliedColumns>& beside, ScaleBlock block);
 
-// Of the transposed matrix: [columns, rows and zeros up to a multiple of 16], so that a device can
-// multiply it whatever the number of rows is.
+// Codes of the transposed matrix: [columns, rows and zeros up to a multiple of 16], so that a
+// device can multiply it whatever the number of rows is.
 QuantizedRows quantize_columns(const at::Tensor& numbers, ScaleBlock block,
                                const at::Tensor& row_multipliers = {});
 
@@ -48,7 +48,31 @@ TwoForms quantize_two_forms(const std::vector<MultipliedColumns>& beside, ScaleB
 
 // [rows, columns] to [columns, rows and zeros up to a multiple of 16].
 at::Tensor transposed_codes(const at::Tensor& codes);
-// Of matrices one below the other. Their rows are multiples of 16, if there are several.
+// Matrices one below the other, transposed. Their rows are multiples of 16, if there are several.
 at::Tensor transposed_codes(at::TensorList below);
+
+// --- products ------------------------------------------------------------------------------------
+
+// How a device sums products of codes. (A CPU sums them in fp32.)
+enum class CodeSums : uint8_t {
+  kFast,  // in its matrix units alone, which keep about 14 bits: for outputs
+  // Moved to fp32 sums every few products. For gradients: errors of a step's sums stay in the
+  // weights, and gradients of tokens cancel. (TransformerEngine's and torchao's defaults, too.)
+  kExact,
+};
+
+// to[i, j] = sum over k of a[i, k] * b[j, k], plus bias[j]: summed in fp32 and
+// rounded once, to the type of `to`: fp32, bf16 or fp16. Both have as many codes in a row, a
+// multiple of 16 on a device. Blocks: both kMatrix; both kRow; a kPiece with b kPiece or kSquare.
+struct CodeProduct {
+  const QuantizedRows& a;
+  const QuantizedRows& b;
+  at::Tensor bias = {};  // undefined: none
+  CodeSums sums = CodeSums::kExact;
+};
+void multiply_codes(const at::Tensor& to, const CodeProduct& product);
+
+// Whether the device of a layer's parameter has such products, for numbers of its type; a CPU has.
+bool multiplies_codes(const at::Tensor& parameter, ScaleBlock block);
 
 }  // namespace fsdp::nn

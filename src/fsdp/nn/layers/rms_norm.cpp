@@ -244,16 +244,13 @@ at::Tensor RmsNormImpl::forward(const at::Tensor& input) {
   return norm_with_offset(input, weight, offset_, eps_, /*num_groups=*/1);
 }
 
-NormedBranch RmsNormImpl::branch(const at::Tensor& x) {
-  if (has_norm_kernel(x, weight)) return branch_on_device(x, std::nullopt, weight, offset_, eps_);
-  return {x, forward(x)};
-}
-
 NormedBranch RmsNormImpl::branch(const at::Tensor& x, const at::Tensor& added) {
-  if (has_norm_kernel(x, weight) && added.scalar_type() == x.scalar_type() &&
-      added.sizes() == x.sizes())
-    return branch_on_device(x, added, weight, offset_, eps_);
-  const at::Tensor sum = x + added;
+  const bool fits =
+      !added.defined() || (added.scalar_type() == x.scalar_type() && added.sizes() == x.sizes());
+  if (fits && has_norm_kernel(x, weight))
+    return branch_on_device(x, added.defined() ? std::optional(added) : std::nullopt, weight,
+                            offset_, eps_);
+  const at::Tensor sum = added.defined() ? x + added : x;
   return {sum, forward(sum)};
 }
 

@@ -12,7 +12,7 @@
 
 namespace fsdp::nn {
 
-// What a norm's weight stores of its factors.
+// The form in which a norm's weight stores its factors.
 enum class NormWeight : uint8_t {
   kFactor,
   kZeroCentred,  // factor - 1: decay pulls factors to 1, and narrow types keep small differences
@@ -37,9 +37,8 @@ class RmsNormImpl : public torch::nn::Module, public NamedInit, public TokenPara
   RmsNormImpl(int64_t size, double eps, NormWeight form = NormWeight::kFactor,
               TpPlacement placement = TpPartial{});
   at::Tensor forward(const at::Tensor& input);
-  NormedBranch branch(const at::Tensor& x);
-  // Of x + added.
-  NormedBranch branch(const at::Tensor& x, const at::Tensor& added);
+  // The branch of x, or of x + added.
+  NormedBranch branch(const at::Tensor& x, const at::Tensor& added = {});
   void reset_parameters() override;
   TpPlacement tp_placement(const std::string&) const override { return placement_; }
 

@@ -42,7 +42,7 @@ double scaled(const ChannelPair& pair, const Llama3RopeScaling& scaling) {
   return (1.0 - smooth) * frequency / scaling.factor + smooth * frequency;
 }
 
-// The same between two pairs of channels, by their numbers; the published model class rounds them
+// Slows down between two pairs of channels, by their numbers; the published model class rounds them
 // outwards.
 double scaled(const ChannelPair& pair, const YarnRopeScaling& scaling) {
   const auto dim = static_cast<double>(pair.rotary_dim);
@@ -56,6 +56,14 @@ double scaled(const ChannelPair& pair, const YarnRopeScaling& scaling) {
   const double width = first == last ? 0.001 : last - first;
   const double slowed = std::clamp((static_cast<double>(pair.number) - first) / width, 0.0, 1.0);
   return pair.frequency * (slowed / scaling.factor + (1.0 - slowed));
+}
+
+double magnitude_of(const RopeScaling& scaling) {
+  const auto* yarn = std::get_if<YarnRopeScaling>(&scaling);
+  if (yarn == nullptr) return 1.0;
+  if (yarn->attention_factor > 0.0) return yarn->attention_factor;
+  if (yarn->mscale == 0.0 || yarn->mscale_all_dim == 0.0) return yarn_mscale(yarn->factor, 1.0);
+  return yarn_mscale(yarn->factor, yarn->mscale) / yarn_mscale(yarn->factor, yarn->mscale_all_dim);
 }
 
 enum class Direction { kForward, kBack };
@@ -174,10 +182,13 @@ std::vector<double> rotary_frequencies(const LlamaConfig& config, int64_t rotary
   return frequencies;
 }
 
-double rotary_magnitude(const LlamaConfig& config) {
-  const auto* yarn = std::get_if<YarnRopeScaling>(&config.rope_scaling);
-  return yarn == nullptr ? 1.0 : yarn_magnitude(*yarn);
+double yarn_mscale(double factor, double mscale) {
+  return factor <= 1.0 ? 1.0 : 0.1 * mscale * std::log(factor) + 1.0;
 }
+
+Rotary::Rotary(const LlamaConfig& config, int64_t rotary_dim)
+    : frequencies_(rotary_frequencies(config, rotary_dim)),
+      magnitude_(magnitude_of(config.rope_scaling)) {}
 
 RotaryTables Rotary::tables(int64_t begin, int64_t end, const at::Device& device) {
   const std::lock_guard lock(mutex_);

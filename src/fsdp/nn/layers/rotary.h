@@ -17,8 +17,8 @@ inline std::vector<double> rotary_frequencies(const LlamaConfig& config) {
   return rotary_frequencies(config, head_dim_of(config));
 }
 
-// The factor of cosines and sines.
-double rotary_magnitude(const LlamaConfig& config);
+// Yarn's factor of attention for so many times the positions.
+double yarn_mscale(double factor, double mscale);
 
 struct RotaryTables {
   at::Tensor cosine;  // [positions, rotary_dim / 2], fp32, times yarn's factor
@@ -30,16 +30,14 @@ struct RotaryTables {
 class Rotary {
  public:
   explicit Rotary(const LlamaConfig& config) : Rotary(config, head_dim_of(config)) {}
-  Rotary(const LlamaConfig& config, int64_t rotary_dim)
-      : frequencies_(rotary_frequencies(config, rotary_dim)),
-        magnitude_(rotary_magnitude(config)) {}
+  Rotary(const LlamaConfig& config, int64_t rotary_dim);
 
   // For positions [begin, end).
   RotaryTables tables(int64_t begin, int64_t end, const at::Device& device);
 
  private:
   const std::vector<double> frequencies_;
-  const double magnitude_;
+  const double magnitude_;          // the factor of cosines and sines
   std::mutex mutex_;                // a backward may recompute on a thread of its own
   std::vector<RotaryTables> made_;  // all lengths: a recorded step goes on reading its own
 };

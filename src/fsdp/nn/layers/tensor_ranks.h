@@ -1,4 +1,4 @@
-// What the ranks of a tp group tell each other inside a layer, with the way back of gradients.
+// Exchanges between the ranks of a tp group inside a layer, with the way back of gradients.
 //
 // Between layers each rank has equally many tokens of every sequence, in order. A layer that is cut
 // by channels gathers the sequence, computes its part of the channels, and scatters its part of the
@@ -17,7 +17,12 @@
 #include <cstdint>
 #include <string>
 
-#include "fsdp/shard/parallel_module.h"
+#include "fsdp/comm/communicator.h"
+#include "fsdp/shard/module_roles.h"
+
+namespace fsdp {
+class MeshAxis;
+}
 
 namespace fsdp::nn {
 
@@ -46,13 +51,22 @@ at::Tensor gather_sequence(const at::Tensor& own, const MeshAxis* tp);
 // This rank's tokens of [batch, sequence, ...], which all ranks have. UsageError likewise.
 at::Tensor own_sequence(const at::Tensor& whole, const MeshAxis* tp);
 
-at::Tensor sum_over_ranks(const at::Tensor& parts, const MeshAxis* tp);
 at::Tensor mean_over_ranks(const at::Tensor& own, const MeshAxis* tp);
 
-// For results that all ranks go on to use in the same way: the gradient is this rank's slice.
-at::Tensor whole_along(int64_t dim, const at::Tensor& own, const MeshAxis* tp);
+// --- logits of which each rank has a part --------------------------------------------------------
 
-// UsageError if there are ranks.
-void check_decodes_alone(const MeshAxis* tp);
+enum class LogitPart : uint8_t {
+  kVocabulary,  // [batch, sequence, vocabulary / tp]: tokens of the vocabulary, in order
+  kSequence,    // [batch, sequence / tp, vocabulary]: places of each sequence, in order
+};
+
+struct LogitRanks {
+  const MeshAxis* tp = nullptr;  // nullptr: this rank has all
+  LogitPart part = LogitPart::kSequence;
+};
+
+// All logits on every rank. The loss of them that a caller computes is the same on all ranks, so
+// the gradient is this rank's slice.
+at::Tensor whole_logits(const at::Tensor& logits, const LogitRanks& ranks);
 
 }  // namespace fsdp::nn

@@ -44,7 +44,7 @@ void write_scaled(const float* values, MomentRole role, FlatRange flat, const Mo
   for_each_scale_block(flat, [&](int64_t begin, int64_t end, int64_t block) {
     uint32_t largest = 0;
     for (int64_t i = begin; i < end; ++i)
-      largest = std::max(largest, magnitude_bits(kept(values[i])));
+      largest = std::max(largest, finite_magnitude_bits(kept(values[i])));
     const float scale = block_scale<Narrow>(largest);
     moment.scales[block] = scale;
     for (int64_t i = begin; i < end; ++i)

@@ -17,7 +17,7 @@ namespace fsdp {
 
 // The bits of a finite number's magnitude, which are ordered like it. 0 for Inf and NaN, whose
 // scale would leave nothing of their neighbours.
-FSDP_HOST_DEVICE inline uint32_t magnitude_bits(float value) {
+FSDP_HOST_DEVICE inline uint32_t finite_magnitude_bits(float value) {
   const uint32_t absolute = std::bit_cast<uint32_t>(value) & 0x7FFFFFFFu;
   const uint32_t is_finite = (absolute - 0x7F800000u) >> 31;
   return absolute & (0u - is_finite);  // no branch, for vectorisation

@@ -40,8 +40,4 @@ FSDP_HOST_DEVICE inline float join_weight(SplitWeight split) {
   return std::bit_cast<float>((static_cast<uint32_t>(split.upper) << 16) + remainder);
 }
 
-// The same for arrays; `weight` holds bf16 numbers.
-void join_weights(const void* weight, const int16_t* remainder, float* joined, int64_t numel);
-void split_weights(const float* joined, void* weight, int16_t* remainder, int64_t numel);
-
 }  // namespace fsdp

@@ -4,7 +4,7 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/compiler.h"
 #include "fsdp/base/narrow_float.h"
-#include "fsdp/optim/kernels/update_on_cpu.h"
+#include "fsdp/optim/kernels/update_kernels.h"
 
 namespace fsdp {
 

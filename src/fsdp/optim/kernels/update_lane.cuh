@@ -7,8 +7,6 @@
 #include <type_traits>
 
 #include "fsdp/base/narrow_vector.cuh"
-#include "fsdp/optim/kernels/change_marks.h"
-#include "fsdp/optim/kernels/counter_random.h"
 #include "fsdp/optim/kernels/moments.h"
 #include "fsdp/optim/kernels/split_weight.h"
 #include "fsdp/optim/kernels/update_math.h"
@@ -228,7 +226,7 @@ __device__ Raw store_weight(const UpdateSpan& span, const Lane& lane, const Numb
   return bits;
 }
 
-// Whether updates set the marks of changed weights (change_marks.h).
+// Whether updates set the marks of changed weights (update_span.h).
 enum class Marks : uint8_t { kNone, kSet };
 
 // Marks the weights of a block that differ from `before`; all lanes of a warp call it together.
@@ -291,7 +289,8 @@ __device__ SharedScale shared_scale(const Measured& values) {
   if (!is_of_all) {
     largest = 0;
 #pragma unroll
-    for (int k = 0; k < kVector; ++k) largest = max(largest, magnitude_bits(values.numbers.of[k]));
+    for (int k = 0; k < kVector; ++k)
+      largest = max(largest, finite_magnitude_bits(values.numbers.of[k]));
     largest = __reduce_max_sync(kAllLanes, largest);
   }
   return {.scale = block_scale<Narrow>(largest), .is_of_all = is_of_all};
@@ -365,7 +364,7 @@ __device__ float store_second(const Numbers& values, const Measured& roots, cons
 
 // The scales of a moment's blocks, held by a warp that works on several blocks in a row.
 
-// As many scales as fill a memory sector, 32 bytes. Single stores would keep memory as busy as
+// A memory sector, 32 bytes, holds so many scales. Single stores would keep memory as busy as
 // whole sectors: an update with two fp8 moments would lose a tenth of its speed.
 inline constexpr int kMaxRun = 8;
 static_assert(kMaxRun <= kWarp);

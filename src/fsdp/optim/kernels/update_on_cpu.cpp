@@ -1,4 +1,4 @@
-#include "fsdp/optim/kernels/update_on_cpu.h"
+#include "fsdp/optim/kernels/update_kernels.h"
 
 #include <algorithm>
 #include <bit>
@@ -6,7 +6,7 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/compiler.h"
-#include "fsdp/optim/kernels/mark_block.h"
+#include "fsdp/base/integer.h"
 #include "fsdp/optim/kernels/split_weight.h"
 #include "fsdp/optim/kernels/update_block.h"
 #include "fsdp/optim/kernels/update_math.h"
@@ -179,8 +179,10 @@ FSDP_INLINED void adamw_blocks(const UpdateSpan& span, const AdamWRule& rule,
     block::keep_codes(span, place, code_stage);
     const float* gradient = block::load_gradient(span, place, gradient_stage);
     float* weight = block::load_weight(span, place, weight_stage);
-    float* first = block::load_first(span.first, span.flat_begin, place, first_stage);
-    float* second = block::load_second(span.second, span.flat_begin, place, second_stage);
+    float* first =
+        block::load_moment<MomentRole::kFirst>(span.first, span.flat_begin, place, first_stage);
+    float* second =
+        block::load_moment<MomentRole::kSecond>(span.second, span.flat_begin, place, second_stage);
     is_scaled(span.second.dtype)
         ? adamw_block<Kept::kRoot>(by, gradient, weight, first, second, place.count)
         : adamw_block<Kept::kMoment>(by, gradient, weight, first, second, place.count);
@@ -219,7 +221,8 @@ FSDP_INLINED void sgd_blocks(const UpdateSpan& span, const SgdRule& rule, const 
     if (momentum == Momentum::kNone) {
       sgd_block<Momentum::kNone>(by, gradient, weight, nullptr, place.count);
     } else {
-      float* buffer = block::load_first(span.first, span.flat_begin, place, buffer_stage);
+      float* buffer =
+          block::load_moment<MomentRole::kFirst>(span.first, span.flat_begin, place, buffer_stage);
       if (momentum == Momentum::kPlain) {
         sgd_block<Momentum::kPlain>(by, gradient, weight, buffer, place.count);
       } else {
@@ -281,8 +284,7 @@ ElementRange piece_of_span(const UpdateSpan& span, int64_t index, int64_t count)
     if (piece == count) return span.numel;
     // About even, then up to the end of a block of scales.
     const int64_t position = span.flat_begin + span.numel / count * piece;
-    const int64_t rounded = (position + kScaleBlock - 1) / kScaleBlock * kScaleBlock;
-    return std::min(rounded - span.flat_begin, span.numel);
+    return std::min(round_up(position, kScaleBlock) - span.flat_begin, span.numel);
   };
   return {.begin = cut(index), .end = cut(index + 1)};
 }
@@ -303,21 +305,6 @@ void sgd_on_cpu(const UpdateSpan& span, const SgdRule& rule, const StepState& st
   if (has_avx2()) return sgd_avx2(span, rule, state, range);
 #endif
   sgd_baseline(span, rule, state, range);
-}
-
-void join_weights(const void* weight, const int16_t* remainder, float* joined, int64_t numel) {
-  const auto* upper = static_cast<const uint16_t*>(weight);
-  for (int64_t i = 0; i < numel; ++i)
-    joined[i] = join_weight({.upper = upper[i], .remainder = remainder[i]});
-}
-
-void split_weights(const float* joined, void* weight, int16_t* remainder, int64_t numel) {
-  auto* upper = static_cast<uint16_t*>(weight);
-  for (int64_t i = 0; i < numel; ++i) {
-    const SplitWeight split = split_weight(joined[i]);
-    upper[i] = split.upper;
-    remainder[i] = split.remainder;
-  }
 }
 
 }  // namespace fsdp

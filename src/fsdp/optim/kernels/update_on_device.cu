@@ -1,10 +1,9 @@
 // The updates as CUDA kernels, compiled with -fmad=false for the same bits as on the host.
 #include "fsdp/base/kernel_launch.cuh"
 #include "fsdp/optim/kernels/adamw_vector.cuh"
-#include "fsdp/optim/kernels/begin_step.h"
+#include "fsdp/optim/kernels/update_kernels.h"
 #include "fsdp/optim/kernels/update_lane.cuh"
 #include "fsdp/optim/kernels/update_math.h"
-#include "fsdp/optim/kernels/update_on_device.h"
 
 namespace fsdp {
 
@@ -110,7 +109,8 @@ __device__ RandomKeys random_keys(uint64_t seed, int64_t step, const UpdateSpan&
   return {key(RandomPurpose::kWeight), key(RandomPurpose::kSecondMoment)};
 }
 
-// Of all elements of a launch; once per thread block, since fp64 is slow on many devices.
+// Numbers of all elements of a launch; computed once per thread block, since fp64 is slow on many
+// devices.
 struct AdamWShared {
   AdamWFactors by;
   bool has_plain_factors = false;

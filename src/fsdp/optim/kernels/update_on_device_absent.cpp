@@ -1,6 +1,6 @@
 // Stands in for the CUDA kernels in builds without them.
 #include "fsdp/base/error.h"
-#include "fsdp/optim/kernels/update_on_device.h"
+#include "fsdp/optim/kernels/update_kernels.h"
 
 namespace fsdp {
 
@@ -27,9 +27,5 @@ void sgd_on_device(const UpdateSpan&, const SgdRule&, const StepState*, void*) {
 int64_t squared_sum_workspace_numel() { throw_absent(); }
 
 void squared_sum_on_device(const void*, DType, int64_t, double*, double*, void*) { throw_absent(); }
-
-void join_weights_on_device(const void*, const int16_t*, float*, int64_t, void*) { throw_absent(); }
-
-void split_weights_on_device(const float*, void*, int16_t*, int64_t, void*) { throw_absent(); }
 
 }  // namespace fsdp

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "fsdp/base/dtype.h"
 #include "fsdp/layout/state_bytes.h"
@@ -12,9 +13,7 @@ namespace fsdp {
 enum class MainWeight : uint8_t {
   kIsWeight,  // nowhere else: the weight itself is updated
   kSeparate,  // fp32, beside the weight, which is rounded from it
-  // The weight (bf16) is the upper half of an fp32 number, and beside it lies the remainder: bits
-  // of fp32 = (bits of weight << 16) + remainder, a signed 16-bit number.
-  kSplit,
+  kSplit,     // the weight (bf16) is the upper half, beside its remainder (split_weight.h)
 };
 
 // One moment (or momentum).
@@ -37,7 +36,7 @@ struct UpdateSpan {
   Moment first{};   // AdamW: of the gradient; SGD: the momentum
   Moment second{};  // AdamW: of its square
 
-  // If given, updates set the marks of weights whose bits change (change_marks.h). They
+  // If given, updates set the marks of weights whose bits change (below). They
   // begin with the block of the first element, which neighbouring spans of one memory share.
   uint16_t* marks = nullptr;
 
@@ -58,8 +57,28 @@ inline FlatRange flat_range(const UpdateSpan& span) {
 // two blocks of them.
 UpdateSpan part_of_span(const UpdateSpan& span, int64_t begin, int64_t numel);
 
-// Throws an Error if the span's types do not fit together or a pointer is missing. `num_moments` is
-// the rule's number of moments: AdamW 2, SGD 1 or 0.
-void check_span(const UpdateSpan& span, int num_moments);
+// --- marks of changed weights --------------------------------------------------------------------
+
+// One bit per element, set by updates and read by patches.
+//
+// Elements are counted by their flat positions. A block of kScaleBlock elements has kMarkLanes
+// numbers of 16 bits: bit j of number k is element 8 j + k, so that vectors of a CPU collect bits
+// without moving them from lane to lane. Threads and warps take whole blocks, so nobody else writes
+// the numbers that they change.
+inline constexpr int64_t kMarkLanes = 8;
+static_assert(kMarkLanes * 16 == kScaleBlock);
+
+// Numbers of the blocks that a range touches.
+inline int64_t num_mark_lanes(FlatRange flat) { return num_scales(flat) * kMarkLanes; }
+
+// The first number of a position's block, in memory that begins with the block of `begin`.
+constexpr int64_t first_mark_lane(int64_t begin, int64_t position) {
+  return (position / kScaleBlock - begin / kScaleBlock) * kMarkLanes;
+}
+
+// Appends the marked ones of elements [flat) to `positions`, ascending. `marks` is memory that
+// begins with the block of `begin`.
+void find_marked(const uint16_t* marks, int64_t begin, FlatRange flat,
+                 std::vector<int64_t>& positions);
 
 }  // namespace fsdp

@@ -30,13 +30,13 @@ int world_rank(const Mesh& mesh) {
 }  // namespace
 
 Gradients::Gradients(const ShardOptions& options, c10::Device device, const Mesh& mesh,
-                     const ShardedUnits& units, SlabSource& slabs, WireSlots& wire_slots)
+                     const ShardedUnits& units, WireSlots& wire_slots)
     : options_(options),
       mesh_(mesh),
       units_(units),
-      slabs_(slabs),
       wire_slots_(wire_slots),
-      nonfinite_(at::zeros({1}, at::device(device).dtype(at::kFloat))) {}
+      nonfinite_(at::zeros({1}, at::device(device).dtype(at::kFloat))),
+      missing_(mesh, units, device) {}
 
 void Gradients::complete() {
   each_trainable(units_, [&](const ShardedUnit&, const ParamGroup& group) {
@@ -48,12 +48,13 @@ void Gradients::complete() {
 
 void Gradients::reserve_wire_slots() {
   int64_t bytes = 0;
-  size_t num_stages = 0;
+  size_t num_slots = 0;
   each_trainable(units_, [&](const ShardedUnit&, const ParamGroup& group) {
-    bytes = std::max(bytes, group.gradient().cast_bytes());
-    num_stages = std::max(num_stages, group.gradient().num_stages_at_cycle_end());
+    const GroupGradient::CastRoom room = group.gradient().cast_room();
+    bytes = std::max(bytes, room.bytes);
+    num_slots = std::max(num_slots, room.num_slots);
   });
-  wire_slots_.reserve(bytes, num_stages);
+  wire_slots_.reserve(bytes, num_slots);
 }
 
 // --- one backward --------------------------------------------------------------------------------
@@ -68,7 +69,7 @@ void Gradients::begin_backward() {
 
 void Gradients::check_cycle() const {
   each_trainable(units_, [](const ShardedUnit& unit, const ParamGroup& group) {
-    FSDP_CHECK(!group.gradient().is_cycle_over(), "the gradients of unit '", unit.name(),
+    FSDP_CHECK(!group.gradient().cycle().is_over, "the gradients of unit '", unit.name(),
                "' were already reduced in this cycle; call zero_grad() before the next backward, "
                "or run all but the last backward of a cycle under no_sync()");
   });
@@ -91,14 +92,14 @@ void Gradients::prepare(ShardedUnit& unit) {
     if (!group.is_trainable() || group.gradient().phase() != GradientPhase::kResting) continue;
     std::optional<SlabLease>& lease = group.slabs().gradient;
     if (!lease) {
-      FSDP_CHECK(!group.gradient().is_cycle_over(), "a gradient of unit '", unit.name(),
+      FSDP_CHECK(!group.gradient().cycle().is_over, "a gradient of unit '", unit.name(),
                  "' came after the reduction that ends the cycle; run this backward under "
                  "no_sync(), and one more after it");
       group.gradient().begin_writing(nullptr);
       continue;
     }
     while (num_units_with_slabs(unit) >= kGradientSlots) wait_front();
-    slabs_.acquire(*lease, SlabFrom::kPool);
+    lease->acquire(SlabFrom::kPool);
     group.gradient().begin_writing(lease->address());
   }
 }
@@ -119,11 +120,9 @@ void Gradients::accept(ShardedUnit& unit, ParamGroup& group, int64_t member,
     target.accept(member, gradient);
   }
   // Checks the value as it will travel: it may be too large for the wire type.
-  if (options_.report_nan != ReportNan::kOff && target.phase() == GradientPhase::kWriting &&
-      target.is_written(member)) {
-    target.place_accepted();
-    check_finite(group, member, target.target(member));
-  }
+  if (options_.report_nan == ReportNan::kOff) return;
+  if (const at::Tensor written = target.written(member); written.defined())
+    check_finite(group, member, written);
 }
 
 void Gradients::check_finite(const ParamGroup& group, int64_t member,
@@ -134,20 +133,15 @@ void Gradients::check_finite(const ParamGroup& group, int64_t member,
              microbatch_, "; it has not been sent to other ranks");
 }
 
-Gradients::DirectTarget Gradients::direct_target(ShardedUnit& unit, ParamGroup& group,
-                                                 int64_t member, GradientType type) {
+GroupGradient::Direct Gradients::direct_target(ShardedUnit& unit, ParamGroup& group, int64_t member,
+                                               GradientType type) {
   GroupGradient& gradient = group.gradient();
-  if (gradient.is_reduced() || !gradient.takes_direct()) return {};
-  const at::ScalarType written = gradient.uses_slab() ? gradient.wire() : gradient.main_dtype();
+  if (gradient.is_reduced()) return {};
   const at::ScalarType own = group.members()[static_cast<size_t>(member)].parameter.scalar_type();
-  const bool widens = type == GradientType::kOrWider && written == at::kFloat &&
-                      (own == at::kBFloat16 || own == at::kHalf);
-  if (written != own && !widens) return {};
+  const bool widens = type == GradientType::kOrWider && (own == at::kBFloat16 || own == at::kHalf);
+  if (!gradient.takes_direct(own) && !(widens && gradient.takes_direct(at::kFloat))) return {};
   prepare(unit);
-  const bool adds = gradient.is_written(member);
-  if (adds) gradient.place_accepted();
-  gradient.mark_written(member);
-  return {gradient.target(member), adds};
+  return gradient.direct(member);
 }
 
 void Gradients::reduce(ShardedUnit& unit, Which which) {
@@ -161,13 +155,11 @@ void Gradients::reduce(ShardedUnit& unit, Which which) {
 void Gradients::reduce_group(ShardedUnit& unit, ParamGroup& group) {
   RECORD_FUNCTION(unit.reduce_range(), {});
   prepare(unit);
-  if (group.slabs().gradient) {
-    group.gradient().start_reduction(nonfinite_, unit.reduce_tag());
+  group.gradient().end_writing(nonfinite_, unit.reduce_tag());
+  if (group.slabs().gradient)
     reducing_.push_back({&unit, &group});
-    return;
-  }
-  group.gradient().end_writing();
-  if (is_last_) start_cycle_end(unit, group);
+  else if (is_last_)
+    start_cycle_end(unit, group);
 }
 
 void Gradients::start_cycle_end(ShardedUnit& unit, ParamGroup& group) {
@@ -178,8 +170,8 @@ void Gradients::start_cycle_end(ShardedUnit& unit, ParamGroup& group) {
 void Gradients::wait_front() {
   const auto [unit, group] = reducing_.front();
   reducing_.pop_front();
-  group->gradient().wait_reduction();
-  slabs_.release(*group->slabs().gradient);
+  group->gradient().wait();
+  group->slabs().gradient->release();
   if (is_last_ && group->gradient().reduces_at_cycle_end()) start_cycle_end(*unit, *group);
 }
 
@@ -195,9 +187,8 @@ void Gradients::end_backward() {
 void Gradients::wait() {
   while (!reducing_.empty()) wait_front();
   while (!completing_.empty()) {
-    ParamGroup* group = completing_.front().group;
+    completing_.front().group->gradient().wait();
     completing_.pop_front();
-    group->gradient().wait_cycle_reduction();
   }
   wire_slots_.end_cycle();
 }
@@ -240,7 +231,7 @@ void Gradients::end_cycle(const char* reader) {
   wait();
 }
 
-void Gradients::heed_cleared() {
+void Gradients::detect_external_zero_grad() {
   const GradientStandIns::Missing missing = stand_ins_.missing();
   if (missing == GradientStandIns::Missing::kNone) return;
   FSDP_CHECK(missing == GradientStandIns::Missing::kAll || (microbatch_ == 0 && !has_any()),
@@ -295,7 +286,8 @@ bool Gradients::found_nonfinite() {
   each_trainable(units_, [&](const ShardedUnit&, const ParamGroup& group) {
     // One rank reduces nothing, so nothing has checked its gradients yet.
     const GroupGradient& gradient = group.gradient();
-    if (gradient.uses_slab() || gradient.reduces_at_cycle_end() || gradient.is_empty()) return;
+    if (group.slabs().gradient || gradient.reduces_at_cycle_end() || gradient.cycle().is_empty)
+      return;
     flag.add_(at::isfinite(gradient.main().local()).all().logical_not());
   });
   for (const MeshAxis* axis : {&mesh_.inner(), &mesh_.outer()})
@@ -320,7 +312,7 @@ void Gradients::set_wire(const PrecisionPolicy& precision) {
 }
 
 void Gradients::check_wire(const ParamGroup& group, DType wire) const {
-  FSDP_CHECK(group.gradient().is_empty(),
+  FSDP_CHECK(group.gradient().cycle().is_empty,
              "precision.grad_comm can change only between cycles; call zero_grad() first");
   const std::optional<SlabLease>& lease = group.slabs().gradient;
   if (!lease || options_.pool == PoolKind::kOnDemand) return;
@@ -338,7 +330,7 @@ void Gradients::cancel() noexcept {
   completing_.clear();
   each_trainable(units_, [&](const ShardedUnit&, ParamGroup& group) {
     group.gradient().cancel();
-    if (group.slabs().gradient) slabs_.cancel(*group.slabs().gradient);
+    if (group.slabs().gradient) group.slabs().gradient->cancel();
   });
   wire_slots_.end_cycle();
 }
@@ -348,6 +340,61 @@ void Gradients::reset() {
   nonfinite_.zero_();
   microbatch_ = 0;
   is_last_microbatch_ = true;
+}
+
+// --- missing gradients ---------------------------------------------------------------------------
+
+void MissingGradients::find() {
+  for (const GridKind grid : mesh_.grids()) find(grid);
+}
+
+void MissingGradients::find(GridKind kind) {
+  std::vector<std::pair<GroupGradient*, int64_t>> members;
+  std::vector<float> came;
+  for (const auto& unit : units_)
+    for (ParamGroup& group : unit->groups()) {
+      if (!group.is_trainable() || row_of(group.setting().kind).grid != kind) continue;
+      for (int64_t i = 0; i < group.layout().num_tensors(); ++i) {
+        members.emplace_back(&group.gradient(), i);
+        came.push_back(group.gradient().came(i) ? 1.0f : 0.0f);
+      }
+    }
+  const bool all_came = std::find(came.begin(), came.end(), 0.0f) == came.end();
+  OfGrid& of = grids_[static_cast<size_t>(kind)];
+  if (is_recording_) {
+    FSDP_CHECK(all_came || came == of.came,
+               "a graph cannot record a step in which gradients come to other parameters than in "
+               "the step before; run the steps without a graph");
+  } else if (!came.empty()) {
+    of.came = std::move(came);
+    of.missing = ask_others(of, mesh_.grid(kind), all_came);
+  }
+  if (all_came || of.missing.empty()) return;
+  for (size_t i = 0; i < members.size(); ++i)
+    members[i].first->set_missing(members[i].second, of.missing[i]);
+}
+
+// Every rank tells, but only one that lacks a gradient waits for the answer: where all came, none
+// is missing. So the usual step waits for nothing.
+std::vector<bool> MissingGradients::ask_others(OfGrid& of, const Grid& grid, bool all_came) const {
+  const at::Tensor own = at::tensor(of.came);
+  at::Tensor sum = own;
+  std::exchange(of.telling, {}).wait();  // of the step before, whose memory is used again
+  for (const MeshAxis* axis : {grid.inner, grid.outer, grid.owners}) {
+    if (axis == nullptr || axis->size() == 1) continue;
+    if (!sum.is_same(of.num_ranks)) {
+      if (!of.num_ranks.defined()) of.num_ranks = at::empty_like(own, at::device(device_));
+      sum = all_came ? of.num_ranks.fill_(1.0) : of.num_ranks.copy_(own);
+    }
+    of.telling = axis->reduce().all_reduce(sum, {}, "missing gradients", of.telling);
+  }
+  if (all_came) return {};
+  of.telling.wait();
+  const at::Tensor counts = sum.cpu();
+  std::vector<bool> missing;
+  for (int64_t i = 0; i < counts.numel(); ++i)
+    missing.push_back(counts.const_data_ptr<float>()[i] == 0.0f);
+  return missing;
 }
 
 }  // namespace fsdp

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <cstdint>
 #include <deque>
 #include <optional>
@@ -11,16 +12,52 @@
 #include <vector>
 
 #include "fsdp/comm/mesh.h"
-#include "fsdp/shard/direct_gradient.h"
-#include "fsdp/shard/engine/gradient_stand_ins.h"
+#include "fsdp/comm/operation.h"
+#include "fsdp/shard/engine/gradient_hooks.h"
 #include "fsdp/shard/engine/sharded_unit.h"
-#include "fsdp/shard/engine/weights.h"
+#include "fsdp/shard/layer_weights.h"
 #include "fsdp/shard/options.h"
 
 namespace fsdp {
 
 // Units whose unreduced gradients may be in memory at once: one computes, one is reduced.
 inline constexpr int32_t kGradientSlots = 2;
+
+// Parameters that got no gradient in a cycle, on any rank: a head that nothing used, a layer that
+// was frozen after fully_shard().
+//
+// A missing gradient is zero in the main gradients, since other ranks may have one. Where no rank
+// has, optimizers leave the parameter alone, as those of torch do.
+class MissingGradients {
+ public:
+  MissingGradients(const Mesh& mesh, const ShardedUnits& units, c10::Device device)
+      : mesh_(mesh), units_(units), device_(device) {}
+
+  // After the end of a cycle: tells every group which of its gradients are missing
+  // (GroupGradient::is_missing). All ranks call it.
+  void find();
+
+  // A step that is being recorded cannot wait for other ranks; it takes what the last eager step
+  // learned.
+  void set_recording(bool is_recording) { is_recording_ = is_recording; }
+
+ private:
+  // The trainable members of one grid, in order.
+  struct OfGrid {
+    std::vector<float> came;    // 1 where a gradient came on this rank, else 0
+    std::vector<bool> missing;  // empty: none
+    at::Tensor num_ranks;       // with a gradient
+    Work telling;
+  };
+  void find(GridKind kind);
+  std::vector<bool> ask_others(OfGrid& of, const Grid& grid, bool all_came) const;
+
+  const Mesh& mesh_;
+  const ShardedUnits& units_;
+  const c10::Device device_;
+  std::array<OfGrid, kGridKinds.size()> grids_;
+  bool is_recording_ = false;
+};
 
 // A unit's gradients live in a slab from their first write until their reduction has ended, and the
 // reduction of one unit ends at the latest with the next unit's backward. Pools plan with this, and
@@ -29,7 +66,7 @@ inline constexpr int32_t kGradientSlots = 2;
 class Gradients {
  public:
   Gradients(const ShardOptions& options, c10::Device device, const Mesh& mesh,
-            const ShardedUnits& units, SlabSource& slabs, WireSlots& wire_slots);
+            const ShardedUnits& units, WireSlots& wire_slots);
 
   // After all units are added. Drops gradients that parameters have.
   void complete();
@@ -40,12 +77,8 @@ class Gradients {
   // directly, or if there is none.
   void accept(ShardedUnit& unit, ParamGroup& group, int64_t member, const at::Tensor& gradient);
   // Where a layer may write a member's gradient itself; undefined if it must not.
-  struct DirectTarget {
-    at::Tensor target;
-    bool adds = false;  // the target already holds a contribution
-  };
-  DirectTarget direct_target(ShardedUnit& unit, ParamGroup& group, int64_t member,
-                             GradientType type);
+  GroupGradient::Direct direct_target(ShardedUnit& unit, ParamGroup& group, int64_t member,
+                                      GradientType type);
   // After all gradients of this backward except those of unused members: starts the reductions that
   // have not started.
   enum class Which : uint8_t { kAll, kWithSlabs };
@@ -67,11 +100,13 @@ class Gradients {
   // UsageError unless the gradients of this cycle are there and complete.
   void check_complete(const char* reader) const;
   // Calls zero() if zero_grad() of a module, or of torch's optimizers, removed the stand-ins.
-  void heed_cleared();
+  void detect_external_zero_grad();
   bool has_any() const;
   // Whether any rank's gradients of this cycle hold a NaN or Inf. All ranks call it.
   bool found_nonfinite();
-  // Of all trainable groups, in order; a replayed step leaves the same behind.
+  MissingGradients& missing() { return missing_; }
+  // How far the gradients of all trainable groups are, in order; a replayed step leaves the same
+  // behind.
   std::vector<GradientCycle> cycles() const;
   void set_cycles(const std::vector<GradientCycle>& cycles);
 
@@ -84,7 +119,7 @@ class Gradients {
 
   // After an error: ends all reductions and releases all slabs.
   void cancel() noexcept;
-  // The same, and begins a new cycle.
+  // Cancels, and begins a new cycle.
   void reset();
 
  private:
@@ -110,10 +145,10 @@ class Gradients {
   const ShardOptions& options_;
   const Mesh& mesh_;
   const ShardedUnits& units_;
-  SlabSource& slabs_;
   WireSlots& wire_slots_;
   at::Tensor nonfinite_;  // one element, set by reductions that store a NaN or Inf
   GradientStandIns stand_ins_;
+  MissingGradients missing_;
   std::deque<Reducing> reducing_;    // slabs of this backward, oldest first
   std::deque<Reducing> completing_;  // reductions after the last backward
   bool is_last_ = true;              // of the running backward

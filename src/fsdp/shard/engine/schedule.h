@@ -28,8 +28,8 @@ class GatherPlan {
   // `trace` was made from `order` and names the units of `table`.
   GatherPlan(const StepOrder& order, const LiveTrace& trace, const BucketTable& table);
 
-  // The same if no pool holds the weights: there is still an order to gather in. `scheduled` says
-  // which units take part.
+  // Works without a pool for the weights, too: there is still an order to gather in. `scheduled`
+  // says which units take part.
   static GatherPlan without_pool(const StepOrder& order, const std::vector<bool>& scheduled,
                                  int32_t prefetch);
 
@@ -63,7 +63,6 @@ class StepRecorder {
   int32_t now() const { return static_cast<int32_t>(uses_.size()) - 1; }
   int32_t num_forward() const { return num_forward_; }
   bool has_backward() const { return num_forward_ < static_cast<int32_t>(uses_.size()); }
-  bool is_empty() const { return uses_.empty(); }
   bool has_used(int32_t unit) const {
     return std::find(uses_.begin(), uses_.end(), unit) != uses_.end();
   }
@@ -78,13 +77,9 @@ class StepRecorder {
   int32_t num_forward_ = 0;
 };
 
-// A pass is a forward and the backward that follows, or a forward without gradients. The n-th use
-// of a unit in it is time n of the schedule. The schedule is followed until a unit comes
-// unexpectedly; after that it is not, until the next pass.
-//
-// The first training pass expects units in order of registration, and backward in reverse. Later
-// passes expect the order that it really had. A later pass that differs is reported once; if the
-// next one differs in the same way, the new order is adopted.
+// The n-th use of a unit in a pass is time n of the schedule, which is followed until a unit comes
+// unexpectedly, then not until the next pass. docs/engine.md ("Order") says which order is
+// expected.
 class Schedule {
  public:
   enum class Kind : uint8_t { kNone, kTraining, kInference };
@@ -106,7 +101,6 @@ class Schedule {
   // Whether a forward of this unit begins another pass: the last one had its whole forward, and no
   // backward came.
   bool would_start_anew(int32_t unit) const;
-  bool has_backward() const { return recorder_.has_backward(); }
 
   // Returns the time of the use; follows() then says whether it was expected.
   int32_t begin(int32_t unit, Phase phase);

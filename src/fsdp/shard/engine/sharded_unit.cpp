@@ -4,21 +4,58 @@
 
 #include <algorithm>
 #include <exception>
+#include <mutex>
+#include <unordered_map>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/log.h"
+#include "fsdp/shard/call_unit.h"
 
 namespace fsdp {
 
-ShardedUnit::ShardedUnit(int32_t index, std::string name, UnitKind kind, SlabSource& slabs)
+namespace {
+
+// The named units of all models of this process; ranks may be its threads.
+struct NamedUnits {
+  std::mutex mutex;
+  std::unordered_map<const torch::nn::Module*, UnitHooks*> hooks;
+};
+
+NamedUnits& named_units() {
+  static NamedUnits units;
+  return units;
+}
+
+}  // namespace
+
+UnitHooks* named_unit_hooks(const torch::nn::Module& module) {
+  const std::scoped_lock lock(named_units().mutex);
+  const auto found = named_units().hooks.find(&module);
+  return found == named_units().hooks.end() ? nullptr : found->second;
+}
+
+ShardedUnit::ShardedUnit(int32_t index, std::string name, UnitKind kind,
+                         std::weak_ptr<UnitCalls> calls)
     : index_(index),
       name_(std::move(name)),
       kind_(kind),
-      slabs_(slabs),
+      calls_(std::move(calls)),
       gather_tag_(concat(name_, " weight")),
       reduce_tag_(concat(name_, " gradient")),
       gather_range_(concat("fsdp::all_gather ", name_)),
       reduce_range_(concat("fsdp::reduce ", name_)) {}
+
+ShardedUnit::~ShardedUnit() {
+  if (named_module_ == nullptr) return;
+  const std::scoped_lock lock(named_units().mutex);
+  named_units().hooks.erase(named_module_);
+}
+
+void ShardedUnit::answer_for(const torch::nn::Module& module) {
+  const std::scoped_lock lock(named_units().mutex);
+  named_module_ = &module;
+  named_units().hooks[named_module_] = this;
+}
 
 ParamGroup& ShardedUnit::add_group(std::vector<GroupMember> members, Trainable trainable,
                                    const GroupSetting& setting, FlatLayoutRequest request) {
@@ -49,7 +86,7 @@ void ShardedUnit::move(WeightPhase from, WeightPhase to) {
 bool ShardedUnit::has_room() const {
   return phase_ != WeightPhase::kResting ||
          std::all_of(groups_.begin(), groups_.end(), [&](const ParamGroup& group) {
-           return !group.slabs().weight || slabs_.has_room(*group.slabs().weight);
+           return !group.slabs().weight || group.slabs().weight->has_room();
          });
 }
 
@@ -59,7 +96,7 @@ void ShardedUnit::start_gather(SlabFrom from) {
   for (ParamGroup& group : groups_) {
     RECORD_FUNCTION(gather_range_, {});
     std::optional<SlabLease>& lease = group.slabs().weight;
-    if (lease) slabs_.acquire(*lease, from);
+    if (lease) lease->acquire(from);
     group.start_gather(lease ? lease->address() : nullptr, gather_tag_, update_);
   }
 }
@@ -81,13 +118,13 @@ void ShardedUnit::wait_gather() {
   std::rethrow_exception(error);
 }
 
-// From kWhole to kResting.
+// Leads from kWhole to kResting.
 void ShardedUnit::unbind() {
   move(WeightPhase::kWhole, WeightPhase::kResting);
   for (ParamGroup& group : groups_) {
     group.unbind();
     std::optional<SlabLease>& lease = group.slabs().weight;
-    if (lease && lease->is_held()) slabs_.release(*lease);
+    if (lease && lease->is_held()) lease->release();
   }
 }
 
@@ -107,7 +144,7 @@ void ShardedUnit::cancel_weights() noexcept {
   if (!has_slabs()) return;
   for (ParamGroup& group : groups_) {
     group.unbind();
-    if (group.slabs().weight) slabs_.cancel(*group.slabs().weight);
+    if (group.slabs().weight) group.slabs().weight->cancel();
   }
   phase_ = WeightPhase::kResting;
 }
@@ -133,7 +170,22 @@ void ShardedUnit::wait_update() {
   if (!std::exchange(is_updating_, false)) return;
   std::exchange(update_, {}).wait();
   for (ParamGroup& group : groups_)
-    if (group.is_trainable() && group.gradient().is_empty()) group.gradient().release();
+    if (group.is_trainable() && group.gradient().cycle().is_empty) group.gradient().release();
+}
+
+void wait_updates(const ShardedUnits& units) {
+  for (const auto& unit : units) unit->wait_update();
+}
+
+void cancel_updates(const ShardedUnits& units) noexcept {
+  for (const auto& unit : units) {
+    try {
+      unit->wait_update();
+    } catch (const std::exception& error) {
+      // Only logged: the caller reports the first error, which caused this one.
+      log(LogLevel::kDebug, "a cancelled update had failed: ", error.what());
+    }
+  }
 }
 
 }  // namespace fsdp

@@ -13,9 +13,11 @@
 
 #include "fsdp/comm/operation.h"
 #include "fsdp/shard/group/param_group.h"
-#include "fsdp/shard/group/slab_source.h"
+#include "fsdp/shard/unit.h"
 
 namespace fsdp {
+
+class UnitCalls;
 
 // When a unit's weights are gathered.
 enum class UnitKind : uint8_t {
@@ -37,17 +39,25 @@ enum class WeightPhase : uint8_t { kResting, kGathering, kWhole };
 // Everything happens in the background: start_gather() returns at once, wait_gather() makes the
 // computing stream (on a CPU: the caller) wait. A gather waits, on its own stream, for everything
 // that the caller's stream had queued before; so it may use memory that was released by then.
-class ShardedUnit {
+class ShardedUnit final : public UnitHooks {
  public:
-  ShardedUnit(int32_t index, std::string name, UnitKind kind, SlabSource& slabs);
+  // Its calls are among these.
+  ShardedUnit(int32_t index, std::string name, UnitKind kind, std::weak_ptr<UnitCalls> calls);
+  ~ShardedUnit() override;
   ShardedUnit(const ShardedUnit&) = delete;
   ShardedUnit& operator=(const ShardedUnit&) = delete;
 
   // --- construction (fully_shard.cpp) ---
   ParamGroup& add_group(std::vector<GroupMember> members, Trainable trainable,
                         const GroupSetting& setting, FlatLayoutRequest request);
-  void add_need(ShardedUnit& owner) { needs_.push_back(&owner); }
-  void stay_for_backward() { stays_for_backward_ = true; }
+  // call_unit(module) calls this unit as long as it lives.
+  void answer_for(const torch::nn::Module& module);
+  void connect(std::vector<ShardedUnit*> needs, bool stays_for_backward) {
+    needs_ = std::move(needs);
+    stays_for_backward_ = stays_for_backward;
+  }
+
+  std::shared_ptr<Call> begin_call() override;  // unit_call.cpp
 
   // --- what it is ---
   int32_t index() const { return index_; }  // in order of registration; also in the pool's table
@@ -73,7 +83,7 @@ class ShardedUnit {
   WeightPhase phase() const { return phase_; }
   // Whether the pool has room for all memory of start_gather().
   bool has_room() const;
-  // From kResting; no effect in other phases.
+  // Begins in kResting; no effect in other phases.
   void start_gather(SlabFrom from);
   void wait_gather();
   // Waits for a gather that nobody used.
@@ -93,14 +103,15 @@ class ShardedUnit {
  private:
   void move(WeightPhase from, WeightPhase to);
   void unbind();
-  // Of any group: groups of one strategy may differ in this, because a grid of one rank cuts
-  // nothing. They are bound and unbound together.
+  // Whether any group has: groups of one strategy may differ in this, because a grid of one rank
+  // cuts nothing. They are bound and unbound together.
   bool has_slabs() const;
 
   const int32_t index_;
   const std::string name_;
   const UnitKind kind_;
-  SlabSource& slabs_;
+  const std::weak_ptr<UnitCalls> calls_;
+  const torch::nn::Module* named_module_ = nullptr;  // that it answers for
   const Tag gather_tag_;
   const Tag reduce_tag_;
   const std::string gather_range_;
@@ -115,5 +126,9 @@ class ShardedUnit {
 };
 
 using ShardedUnits = std::vector<std::unique_ptr<ShardedUnit>>;
+
+void wait_updates(const ShardedUnits& units);
+// After an error: waits, and ignores those that failed.
+void cancel_updates(const ShardedUnits& units) noexcept;
 
 }  // namespace fsdp

@@ -3,12 +3,15 @@
 #include <ATen/ATen.h>
 #include <ATen/SequenceNumber.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <utility>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/log.h"
 #include "fsdp/shard/engine/backward_errors.h"
 #include "fsdp/shard/recompute.h"
@@ -51,25 +54,29 @@ Node* node_of_call(const at::Tensor& output, uint64_t first_node) {
   return node != nullptr && node->sequence_nr() >= first_node ? node : nullptr;
 }
 
+bool is_inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+
 }  // namespace
 
-UnitCall::UnitCall(std::shared_ptr<Engine> engine, ShardedUnit& unit)
-    : engine_(engine),
-      running_(std::move(engine)),
+// --- one call ------------------------------------------------------------------------------------
+
+UnitCall::UnitCall(std::shared_ptr<UnitCalls> calls, ShardedUnit& unit)
+    : calls_(calls),
+      running_(std::move(calls)),
       unit_(unit),
-      mode_(running_->begin_call(unit)),
-      number_(running_->next_call_number()),
+      mode_(running_->begin(unit)),
+      number_(running_->next_number()),
       has_gradients_(at::GradMode::is_enabled()),
       will_be_recomputed_(!has_gradients_ && recompute_state() == RecomputeState::kFirstForward) {
-  if (has_gradients_ || will_be_recomputed_) pending_since_ = running_->count_call(unit);
+  if (has_gradients_ || will_be_recomputed_) pending_since_ = running_->count(unit);
 }
 
 UnitCall::~UnitCall() {
-  if (const std::shared_ptr<Engine> engine = engine_.lock()) stop_pending(*engine);
+  if (const std::shared_ptr<UnitCalls> calls = calls_.lock()) stop_pending(*calls);
 }
 
-void UnitCall::stop_pending(Engine& engine) {
-  if (pending_since_) engine.uncount_call(unit_, *std::exchange(pending_since_, std::nullopt));
+void UnitCall::stop_pending(UnitCalls& calls) {
+  if (pending_since_) calls.uncount(unit_, *std::exchange(pending_since_, std::nullopt));
 }
 
 void UnitCall::enter(std::span<at::Tensor* const> inputs) {
@@ -96,8 +103,8 @@ void UnitCall::leave(std::span<at::Tensor* const> outputs) {
   }
   if (will_be_recomputed_) keep_until_recomputed(shared_from_this());
   is_forward_open_ = false;
-  const std::shared_ptr<Engine> engine = std::move(running_);
-  engine->weights().end_use(unit_, times_, Phase::kForward, mode_);
+  const std::shared_ptr<UnitCalls> calls = std::move(running_);
+  calls->weights().end_use(unit_, times_, Phase::kForward, mode_);
 }
 
 void UnitCall::fail() noexcept {
@@ -112,26 +119,154 @@ void UnitCall::fail() noexcept {
 }
 
 void UnitCall::begin_backward() {
-  const std::shared_ptr<Engine> engine = engine_.lock();
-  if (engine == nullptr) return;
-  Engine::refuse_second_order();
-  engine->enter_backward();
-  engine->end_calls_after(number_);
-  if (is_in_backward(*engine)) return;  // another output came first
-  backward_number_ = engine->backward_number();
+  const std::shared_ptr<UnitCalls> calls = calls_.lock();
+  if (calls == nullptr) return;
+  calls->enter_backward();
+  calls->end_calls_after(number_);
+  if (is_in_backward(*calls)) return;  // another output came first
+  backward_number_ = calls->backward_number();
   is_through_ = false;
-  times_ = engine->weights().begin_use(unit_, Phase::kBackward, mode_);
-  engine->begin_call_backward(shared_from_this(), unit_, /*is_repeated=*/!pending_since_);
+  times_ = calls->weights().begin_use(unit_, Phase::kBackward, mode_);
+  calls->begin_backward_of(shared_from_this(), unit_, /*is_repeated=*/!pending_since_);
 }
 
 void UnitCall::end_backward() {
-  const std::shared_ptr<Engine> engine = engine_.lock();
-  if (engine == nullptr || !is_in_backward(*engine) || is_through_) return;
-  engine->end_calls_after(number_);
+  const std::shared_ptr<UnitCalls> calls = calls_.lock();
+  if (calls == nullptr || !is_in_backward(*calls) || is_through_) return;
+  calls->end_calls_after(number_);
   is_through_ = true;
-  engine->weights().end_use(unit_, times_, Phase::kBackward, mode_);
-  stop_pending(*engine);
-  engine->call_is_through(unit_);
+  calls->weights().end_use(unit_, times_, Phase::kBackward, mode_);
+  stop_pending(*calls);
+  calls->finish(unit_);
+}
+
+std::shared_ptr<UnitHooks::Call> ShardedUnit::begin_call() {
+  std::shared_ptr<UnitCalls> calls = calls_.lock();
+  FSDP_ASSERT(calls != nullptr);
+  return std::make_shared<UnitCall>(std::move(calls), *this);
+}
+
+// --- all calls -----------------------------------------------------------------------------------
+
+void UnitCalls::complete(std::weak_ptr<UnitCalls> self) {
+  self_ = std::move(self);
+  states_.resize(units_.size());
+}
+
+CallMode UnitCalls::begin(ShardedUnit& unit) {
+  if (is_inside_backward()) {
+    join_backward();
+    return CallMode::kRecompute;
+  }
+  FSDP_CHECK(!in_backward_, "unit '", unit.name(),
+             "' is called after a backward that did not end (an exception?); call "
+             "Sharded::reset() first");
+  const bool trains =
+      at::GradMode::is_enabled() || recompute_state() == RecomputeState::kFirstForward;
+  const Schedule::Kind kind = weights_.pass_begun_by(unit, trains);
+  if (kind != Schedule::Kind::kNone) {
+    gradients_.wait();
+    weights_.open_pass(kind, backward_number_);
+  }
+  if (trains) return CallMode::kTraining;
+  return weights_.is_training() ? CallMode::kInBetween : CallMode::kInference;
+}
+
+int64_t UnitCalls::count(ShardedUnit& unit) {
+  ++state_of(unit).num_pending;
+  for (ShardedUnit* other : unit.needs()) ++state_of(*other).num_pending;
+  return generation_;
+}
+
+void UnitCalls::uncount(ShardedUnit& unit, int64_t generation) {
+  if (generation != generation_) return;
+  --state_of(unit).num_pending;
+  for (ShardedUnit* other : unit.needs()) --state_of(*other).num_pending;
+}
+
+// --- backward ------------------------------------------------------------------------------------
+
+void UnitCalls::enter_backward() {
+  FSDP_CHECK(!at::GradMode::is_enabled(),
+             "backward runs with create_graph, but gradients of a sharded model cannot be "
+             "differentiated again: by then its weights are sharded; use a model that is not "
+             "sharded for second-order gradients");
+  join_backward();
+}
+
+void UnitCalls::join_backward() {
+  if (!in_backward_) {
+    gradients_.wait();     // of the backward before: its gradients may still lie where ours will
+    wait_updates(units_);  // of units without a forward: they read what we will write
+    gradients_.detect_external_zero_grad();
+    gradients_.begin_backward();
+    in_backward_ = true;
+    ++backward_number_;
+  }
+  // A callback belongs to the innermost backward; that of a recomputed part would end too early.
+  if (end_is_queued_ || recompute_state() == RecomputeState::kInnerBackward) return;
+  end_is_queued_ = true;
+  torch::autograd::Engine::get_default_engine().queue_callback([self = self_] {
+    if (const auto calls = self.lock()) in_backward([&] { calls->end_backward(); });
+  });
+}
+
+void UnitCalls::begin_backward_of(std::shared_ptr<UnitCall> call, ShardedUnit& unit,
+                                  bool is_repeated) {
+  state_of(unit).is_repeated |= is_repeated;
+  open_.push_back(std::move(call));
+}
+
+void UnitCalls::end_calls_after(int64_t number) {
+  while (!open_.empty() && open_.back()->number() > number) {
+    const std::shared_ptr<UnitCall> call = std::move(open_.back());
+    open_.pop_back();
+    call->end_backward();
+  }
+}
+
+// Note [When a unit is reduced]
+// At the end of its last call's backward, and not when all its gradients are complete: ranks may
+// differ in which gradients come at all (experts without tokens), but all must reduce in the same
+// order. A gradient that did not come is zero.
+void UnitCalls::finish(ShardedUnit& unit) {
+  reduce_if_through(unit);
+  for (ShardedUnit* other : unit.needs()) reduce_if_through(*other);
+  gradients_.wait_all_but(unit);
+}
+
+void UnitCalls::reduce_if_through(ShardedUnit& unit) {
+  const State& state = state_of(unit);
+  if (state.num_pending > 0) return;
+  // A repeated backward goes through an unknown number of calls, and a gradient that is reduced
+  // once per cycle takes no second reduction: so it waits for the end.
+  gradients_.reduce(unit,
+                    state.is_repeated ? Gradients::Which::kWithSlabs : Gradients::Which::kAll);
+}
+
+void UnitCalls::end_backward() {
+  end_calls_after(-1);
+  // Reduces units that no call of this backward ended, and parameters outside units, whose last use
+  // nothing tells.
+  for (const auto& unit : units_) gradients_.reduce(*unit, Gradients::Which::kAll);
+  close_backward();
+  gradients_.end_backward();
+  weights_.close_pass();
+  weights_.release();
+}
+
+void UnitCalls::close_backward() {
+  for (State& state : states_) state.is_repeated = false;
+  open_.clear();
+  weights_.end_uses();
+  in_backward_ = false;
+  end_is_queued_ = false;
+}
+
+void UnitCalls::reset() {
+  close_backward();
+  ++generation_;
+  for (State& state : states_) state.num_pending = 0;
 }
 
 }  // namespace fsdp

@@ -10,12 +10,12 @@
 namespace fsdp {
 
 Weights::Weights(const ShardOptions& options, c10::Device device, const ShardedUnits& units,
-                 SlabSource& slabs, SlabAllocator& pool_memory, UserBufferMemory* registered)
+                 SlabAllocator& pool_memory, UserBufferMemory* registered)
     : options_(options),
       device_(device),
       units_(units),
-      slabs_(slabs),
       pool_memory_(pool_memory),
+      slabs_{.beside = pool_memory, .keeps_beside = options.pool != PoolKind::kOnDemand},
       registered_(registered) {}
 
 void Weights::complete() {
@@ -38,37 +38,46 @@ void Weights::make_pool(StepOrder order) {
   for (const auto& unit : units_) {
     table.push_back({unit->name(), {}});
     std::vector<Bucket>& buckets = table.back().buckets;
-    const bool pooled = unit->kind() == UnitKind::kScheduled;
-    const auto declare = [&](const std::optional<Bucket>& bucket, std::optional<SlabLease>& lease) {
-      lease.reset();
-      if (!bucket) return;
-      lease.emplace(
-          pooled ? BucketId{unit->index(), static_cast<int32_t>(buckets.size())} : BucketId{},
-          bucket->bytes);
-      if (pooled) buckets.push_back(*bucket);
-    };
     for (ParamGroup& group : unit->groups()) {
+      group.slabs() = {};
+      if (unit->kind() != UnitKind::kScheduled) continue;
       const GroupBuckets wanted = group.buckets();
-      declare(wanted.weight, group.slabs().weight);
-      declare(wanted.gradient, group.slabs().gradient);
+      for (const std::optional<Bucket>& bucket : {wanted.weight, wanted.gradient})
+        if (bucket) buckets.push_back(*bucket);
     }
     has_buckets |= !buckets.empty();
   }
   if (has_buckets) {
-    slabs_.set_pool(nullptr);  // releases the old memory before the new one is taken
+    pool_.reset();  // releases the old memory before the new one is taken
     const OtherUnits others = other_units_with(options_.user_buffers, options_.other_units);
-    slabs_.set_pool(make_bucket_pool(std::move(table),
-                                     {.kind = options_.pool,
-                                      .prefetch = options_.prefetch,
-                                      .gradient_slots = kGradientSlots,
-                                      .other_units = others,
-                                      .on_move = options_.on_move,
-                                      .order = order,
-                                      .budget_bytes = options_.pool_budget_bytes},
-                                     pool_memory_));
-    slabs_.pool().reserve();
+    pool_ = make_bucket_pool(std::move(table),
+                             {.kind = options_.pool,
+                              .prefetch = options_.prefetch,
+                              .gradient_slots = kGradientSlots,
+                              .other_units = others,
+                              .on_move = options_.on_move,
+                              .order = order,
+                              .budget_bytes = options_.pool_budget_bytes},
+                             pool_memory_);
+    pool_->reserve();
   }
-  schedule_->expect(std::move(order), slabs_.has_pool() ? &slabs_.pool() : nullptr);
+  for (const auto& unit : units_) lease_buckets(*unit);
+  schedule_->expect(std::move(order), pool_.get());
+}
+
+void Weights::lease_buckets(ShardedUnit& unit) {
+  BucketId next{unit.index(), 0};
+  BucketPool* pool = unit.kind() == UnitKind::kScheduled ? pool_.get() : nullptr;
+  const auto lease = [&](const std::optional<Bucket>& bucket, std::optional<SlabLease>& into) {
+    if (!bucket) return;
+    into.emplace(slabs_, pool, next, bucket->bytes);
+    ++next.bucket;
+  };
+  for (ParamGroup& group : unit.groups()) {
+    const GroupBuckets wanted = group.buckets();
+    lease(wanted.weight, group.slabs().weight);
+    lease(wanted.gradient, group.slabs().gradient);
+  }
 }
 
 void Weights::change_wire() {
@@ -101,13 +110,13 @@ void Weights::open_pass(Schedule::Kind kind, int64_t num_backwards) {
   release();
   if (new_order_ && num_pins_ == 0) make_pool(*std::exchange(new_order_, std::nullopt));
   if (registered_ != nullptr) registered_->begin_pass(num_backwards);
-  if (slabs_.has_pool()) slabs_.pool().begin_step();
+  if (pool_) pool_->begin_step();
   schedule_->open(kind);
 }
 
 void Weights::close_pass() {
   if (std::optional<StepOrder> learned = schedule_->close(names_)) new_order_ = std::move(learned);
-  put_off_.clear();
+  deferred_gathers_.clear();
 }
 
 // --- uses ----------------------------------------------------------------------------------------
@@ -165,21 +174,21 @@ void Weights::gather_ahead(ShardedUnit& unit, Phase phase, CallMode mode) {
   Use& use = use_of(unit);
   const auto& wanted = use.ahead[static_cast<size_t>(phase)];
   // The unit's own gather may be among those put off; it keeps its planned end.
-  for (const GatherPlan::Gather& gather : put_off_)
+  for (const GatherPlan::Gather& gather : deferred_gathers_)
     if (gather.unit == unit.index()) use.stay_last = std::max(use.stay_last, gather.last);
   for (const GatherPlan::Gather& gather : schedule_->gathers_now()) {
     if (gather.unit == unit.index()) {
       unit.start_gather(SlabFrom::kPool);  // first, because it is needed now
       use.stay_last = gather.last;
     } else if (!wanted) {
-      put_off_.push_back(gather);
+      deferred_gathers_.push_back(gather);
     }
   }
   if (mode == CallMode::kRecompute && phase == Phase::kForward) return;
-  for (const GatherPlan::Gather& gather : put_off_)
+  for (const GatherPlan::Gather& gather : deferred_gathers_)
     if (gather.last >= schedule_->now())
       start_ahead(*units_[static_cast<size_t>(gather.unit)], gather.last);
-  put_off_.clear();
+  deferred_gathers_.clear();
   if (wanted)
     for (ShardedUnit* other : *wanted) start_ahead(*other, schedule_->now() + 1);
 }
@@ -246,7 +255,7 @@ void Weights::cancel() noexcept {
   }
   num_pins_ = 0;
   end_uses();
-  put_off_.clear();
+  deferred_gathers_.clear();
   if (schedule_) schedule_->cancel();
 }
 

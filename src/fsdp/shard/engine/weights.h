@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/shard/engine/engine_memory.h"
 #include "fsdp/shard/engine/schedule.h"
 #include "fsdp/shard/engine/sharded_unit.h"
-#include "fsdp/shard/engine/user_buffer_memory.h"
 #include "fsdp/shard/options.h"
 
 namespace fsdp {
@@ -28,13 +28,17 @@ enum class CallMode : uint8_t {
 
 class Weights {
  public:
-  // Slabs come from `slabs`, whose pool is planned here in memory of `pool_memory`; `registered`
-  // may be nullptr.
+  // The pool is planned here, in memory of `pool_memory`; `registered` may be nullptr.
   Weights(const ShardOptions& options, c10::Device device, const ShardedUnits& units,
-          SlabSource& slabs, SlabAllocator& pool_memory, UserBufferMemory* registered);
+          SlabAllocator& pool_memory, UserBufferMemory* registered);
 
   // After all units are added: plans the pool for the order of registration.
   void complete();
+
+  // The temporary memory of scheduled units; nullptr where they need none.
+  BucketPool* pool() const { return pool_.get(); }
+  // How often it had no room for a bucket that it knows.
+  int64_t num_misses() const { return slabs_.num_misses; }
 
   // The order in which units are now expected to begin.
   const StepOrder& order() const { return schedule_->order(); }
@@ -99,6 +103,7 @@ class Weights {
 
   Use& use_of(const ShardedUnit& unit) { return uses_[static_cast<size_t>(unit.index())]; }
   void make_pool(StepOrder order);
+  void lease_buckets(ShardedUnit& unit);
   int32_t begin_one(ShardedUnit& unit, Phase phase, CallMode mode);
   void end_one(ShardedUnit& unit, int32_t time, Phase phase, CallMode mode);
   void gather_ahead(ShardedUnit& unit, Phase phase, CallMode mode);
@@ -108,16 +113,18 @@ class Weights {
   const ShardOptions& options_;
   const c10::Device device_;
   const ShardedUnits& units_;
-  SlabSource& slabs_;
   SlabAllocator& pool_memory_;
+  SlabMemory slabs_;
+  std::unique_ptr<BucketPool> pool_;
   UserBufferMemory* const registered_;
   std::vector<std::string> names_;  // of units, by index
   std::vector<Use> uses_;           // by index of the unit
   std::optional<Schedule> schedule_;
-  std::vector<GatherPlan::Gather> put_off_;  // gathers that wait until a recompute has ended
-  int32_t num_pins_ = 0;                     // of all units
-  int32_t num_active_ = 0;                   // uses of scheduled units that compute now
-  std::optional<StepOrder> new_order_;       // to plan with before the next pass
+  std::vector<GatherPlan::Gather>
+      deferred_gathers_;                // gathers that wait until a recompute has ended
+  int32_t num_pins_ = 0;                // of all units
+  int32_t num_active_ = 0;              // uses of scheduled units that compute now
+  std::optional<StepOrder> new_order_;  // to plan with before the next pass
   int64_t plan_number_ = 0;
 };
 

@@ -7,8 +7,10 @@
 #include <utility>
 
 #include "fsdp/base/check.h"
+#include "fsdp/base/device_stream.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/torch_dtype.h"
+#include "fsdp/shard/group/pack_on_device.h"
 
 namespace fsdp {
 
@@ -17,6 +19,21 @@ namespace {
 FlatBufferSpec gradient_spec(PlacementPair placed, at::ScalarType dtype,
                              const GroupSetting& setting) {
   return {.placed = placed, .rank = setting.rank, .dtype = dtype, .device = setting.device};
+}
+
+// The most that a group holds back, so that a large gradient's memory does not wait.
+constexpr int64_t kMaxHeldBytes = int64_t{16} << 20;
+
+bool is_packed(const at::Tensor& tensor) {
+  return at::isFloatingType(tensor.scalar_type()) &&
+         is_packed_on_device(dtype_of(tensor.scalar_type())) && tensor.is_contiguous();
+}
+
+// Whether the kernel that packs takes both.
+bool is_packed(const at::Tensor& target, const at::Tensor& gradient) {
+  return has_device_packs() && target.is_cuda() && gradient.device() == target.device() &&
+         gradient.layout() == at::kStrided && gradient.numel() == target.numel() &&
+         is_packed(target) && is_packed(gradient) && !gradient.is_conj() && !gradient.is_neg();
 }
 
 }  // namespace
@@ -42,10 +59,10 @@ GroupGradient::GroupGradient(const FlatLayout& layout, const GroupPaths& paths,
   if (setting.gradient_lifetime == GradientLifetime::kPersistent) main_.allocate();
 }
 
-int64_t GroupGradient::cast_bytes() const {
-  if (!reduces_at_cycle_end() || wire_ == main_.dtype()) return 0;
-  return layout_.max_shard_numel(main_.spec().placed) *
-         static_cast<int64_t>(c10::elementSize(wire_));
+GroupGradient::CastRoom GroupGradient::cast_room() const {
+  const bool casts = reduces_at_cycle_end() && wire_ != main_.dtype();
+  const int64_t numel = casts ? layout_.max_shard_numel(main_.spec().placed) : 0;
+  return {numel * static_cast<int64_t>(c10::elementSize(wire_)), cycle_end_.num_stages()};
 }
 
 void GroupGradient::set_wire(at::ScalarType wire) {
@@ -93,11 +110,11 @@ void GroupGradient::begin_writing(void* slab) {
 
 void GroupGradient::accept(int64_t index, const at::Tensor& gradient) {
   const at::Tensor& to = target(index);
-  const bool adds = is_written(index);
+  const bool adds = written_[static_cast<size_t>(index)];
   if (local_scale_ != 1.0) {
     adds ? to.add_(gradient, local_scale_) : to.copy_(gradient).mul_(local_scale_);
-  } else if (HeldGradients::takes(to, gradient)) {
-    held_.hold(to, gradient, adds ? HeldGradients::How::kAdd : HeldGradients::How::kWrite);
+  } else if (is_packed(to, gradient)) {
+    hold(to, gradient, adds);
   } else if (adds) {
     place_accepted();
     to.add_(gradient);
@@ -105,6 +122,62 @@ void GroupGradient::accept(int64_t index, const at::Tensor& gradient) {
     to.copy_(gradient);
   }
   mark_written(index);
+}
+
+bool GroupGradient::takes_direct(at::ScalarType written) const {
+  return local_scale_ == 1.0 && written == (uses_slab() ? wire_ : main_.dtype());
+}
+
+GroupGradient::Direct GroupGradient::direct(int64_t index) {
+  const bool adds = written_[static_cast<size_t>(index)];
+  if (adds) place_accepted();
+  mark_written(index);
+  return {target(index), adds};
+}
+
+at::Tensor GroupGradient::written(int64_t index) {
+  if (phase_ != GradientPhase::kWriting || !written_[static_cast<size_t>(index)]) return {};
+  place_accepted();
+  return target(index);
+}
+
+void GroupGradient::mark_written(int64_t index) {
+  written_[static_cast<size_t>(index)] = true;
+  came_[static_cast<size_t>(index)] = true;
+}
+
+void GroupGradient::hold(const at::Tensor& target, const at::Tensor& gradient, bool adds) {
+  const c10::Stream current = current_stream(target.device());
+  // One launch belongs to one stream and touches a target once.
+  const bool is_held = std::any_of(held_.begin(), held_.end(),
+                                   [&](const Held& held) { return held.target.is_same(target); });
+  if (is_held || held_on_ != current) place_accepted();
+  held_on_ = current;
+  held_.push_back({target, gradient, adds});
+  held_bytes_ += static_cast<int64_t>(gradient.nbytes());
+  if (held_bytes_ > kMaxHeldBytes) place_accepted();
+}
+
+// On the current stream, on which all readers of the targets come later.
+void GroupGradient::place_accepted() {
+  if (held_.empty()) return;
+  const c10::Stream current = current_stream(held_on_->device());
+  if (current != *held_on_) {
+    follow(current, *held_on_);
+    for (const Held& held : held_) used_on(current, held.gradient);
+  }
+  std::vector<PackedTensor> tensors;
+  tensors.reserve(held_.size());
+  for (const Held& held : held_)
+    tensors.push_back({.from = held.gradient.const_data_ptr(),
+                       .from_dtype = dtype_of(held.gradient.scalar_type()),
+                       .to = held.target.mutable_data_ptr(),
+                       .numel = held.target.numel(),
+                       .adds = held.adds});
+  const DType type = dtype_of(held_.front().target.scalar_type());
+  pack_on_device(tensors, type, current.native_handle());
+  held_.clear();
+  held_bytes_ = 0;
 }
 
 void GroupGradient::fill_missing() {
@@ -126,10 +199,10 @@ at::Tensor GroupGradient::squares() const {
   return are_right ? squares_ : at::Tensor();
 }
 
-void GroupGradient::start_reduction(const at::Tensor& nonfinite, const Tag& tag) {
-  FSDP_ASSERT(uses_slab());
-  move(GradientPhase::kWriting, GradientPhase::kReducing);
+void GroupGradient::end_writing(const at::Tensor& nonfinite, const Tag& tag) {
+  move(GradientPhase::kWriting, uses_slab() ? GradientPhase::kReducing : GradientPhase::kReduced);
   place_accepted();
+  if (!uses_slab()) return;
   fill_missing();
   if (!main_.is_allocated()) main_.allocate();
   // Gradients that the cycle's end reduces further have no squares yet.
@@ -139,16 +212,10 @@ void GroupGradient::start_reduction(const at::Tensor& nonfinite, const Tag& tag)
   cycle_.is_empty = false;
 }
 
-void GroupGradient::wait_reduction() {
-  move(GradientPhase::kReducing, GradientPhase::kReduced);
+void GroupGradient::wait() {
+  if (phase_ == GradientPhase::kReducing) phase_ = GradientPhase::kReduced;
   std::exchange(work_, {}).wait();
   squares_version_ = main_.local()._version();
-}
-
-void GroupGradient::end_writing() {
-  FSDP_ASSERT(!uses_slab());
-  move(GradientPhase::kWriting, GradientPhase::kReduced);
-  place_accepted();
 }
 
 void GroupGradient::reopen() {
@@ -163,7 +230,7 @@ void GroupGradient::start_cycle_reduction(const at::Tensor& nonfinite, const Tag
   if (!reduces_at_cycle_end()) return;
   cycle_.is_over = true;
   const Reduction last = watched(nonfinite);
-  if (cast_bytes() == 0) {
+  if (cast_room().bytes == 0) {
     work_ = cycle_end_.start(main_, main_, tag, {}, last);
     return;
   }
@@ -171,11 +238,6 @@ void GroupGradient::start_cycle_reduction(const at::Tensor& nonfinite, const Tag
   cast_->lie_at(slot.memory.at(0));
   work_ = cycle_end_.start_in_type_of(*cast_, main_, tag, slot.last_use, last);
   slot.last_use = work_;
-}
-
-void GroupGradient::wait_cycle_reduction() {
-  std::exchange(work_, {}).wait();
-  squares_version_ = main_.local()._version();
 }
 
 void GroupGradient::set_cycle(const GradientCycle& cycle) {
@@ -206,7 +268,8 @@ void GroupGradient::cancel() noexcept {
     // Only logged: the caller reports the first error, which caused this one.
     log(LogLevel::kDebug, "a cancelled reduction had failed: ", error.what());
   }
-  held_.reset();
+  held_.clear();
+  held_bytes_ = 0;
   phase_ = GradientPhase::kResting;
   zero();
   release();

@@ -2,17 +2,17 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
 #include <cstdint>
 #include <optional>
 #include <vector>
 
 #include "fsdp/comm/communicator.h"
-#include "fsdp/comm/work.h"
+#include "fsdp/comm/operation.h"
 #include "fsdp/layout/group_types.h"
 #include "fsdp/shard/group/flat_buffer.h"
 #include "fsdp/shard/group/group_setting.h"
-#include "fsdp/shard/group/held_gradients.h"
 #include "fsdp/shard/group/redistribution.h"
 
 namespace fsdp {
@@ -28,20 +28,14 @@ enum class GradientPhase : uint8_t {
 // How far a group's gradients have come in their cycle.
 struct GradientCycle {
   bool is_empty = true;      // nothing contributed yet
-  bool is_over = false;      // the last reduction has started
+  bool is_over = false;      // the last reduction has started: another backward would add to sums
   bool has_squares = false;  // and it computes the sum of squares
 };
 
-// Two ways through a cycle (a cycle is the backwards between two calls of zero()):
-//
-//   gradient placement sharded       each backward writes a slab in the wire type, which is reduced
-//                                    into the main gradients: the first one of a cycle writes them,
-//                                    later ones add
-//   gradient placement whole         each backward writes or adds to the main gradients directly,
-//                                    in their own type
-//
-// After the last microbatch, gradients that are still partial are reduced in the wire type. No pass
-// ever zeroes gradients: those that a cycle did not write are filled in at its end.
+// A backward writes a slab in the wire type, which is reduced into the main gradients; where the
+// gradient placement is whole, it writes or adds to the main gradients directly, in their type.
+// docs/engine.md ("Gradients") follows both ways through a cycle. No pass ever zeroes gradients:
+// those that a cycle did not write are filled in at its end.
 //
 // The phases of a backward are resting -> writing -> reducing -> reduced; without a slab there is
 // no reducing. A contribution after the reduction begins anew (reopen).
@@ -50,13 +44,14 @@ class GroupGradient {
   GroupGradient(const FlatLayout& layout, const GroupPaths& paths, const GroupTypes& types,
                 const GroupSetting& setting);
 
-  bool uses_slab() const { return each_backward_.communicates(); }
   bool reduces_at_cycle_end() const { return cycle_end_.communicates(); }
-  // The size of the cast before the reductions at a cycle's end, on any rank; 0 if there is none.
-  int64_t cast_bytes() const;
-  size_t num_stages_at_cycle_end() const { return cycle_end_.num_stages(); }
-  at::ScalarType wire() const { return wire_; }
-  at::ScalarType main_dtype() const { return main_.dtype(); }
+  // The slots that the reductions at a cycle's end take for casts (WireSlots), and their size on
+  // any rank; 0 where nothing is cast.
+  struct CastRoom {
+    int64_t bytes = 0;
+    size_t num_slots = 0;
+  };
+  CastRoom cast_room() const;
   const FlatBuffer& main() const { return main_; }
 
   // Call it between cycles only.
@@ -70,29 +65,27 @@ class GroupGradient {
   // Begins writing: into this slab, or (nullptr, without slabs) into the main gradients.
   void begin_writing(void* slab);
 
-  // Whether a layer may write a target itself: not where a gradient is scaled on its way there.
-  bool takes_direct() const { return local_scale_ == 1.0; }
-  // The target of tensor `index`, shaped like it, and whether it already holds a contribution to
-  // add to.
-  const at::Tensor& target(int64_t index) const { return views_[static_cast<size_t>(index)]; }
-  bool is_written(int64_t index) const { return written_[static_cast<size_t>(index)]; }
-  void mark_written(int64_t index) {
-    written_[static_cast<size_t>(index)] = true;
-    came_[static_cast<size_t>(index)] = true;
-  }
-
-  // Copies or adds a gradient to its target, and casts it. On a device this may wait for the
-  // group's other gradients, until place_accepted() or the reduction.
+  // Copies or adds the gradient of tensor `index` to its target, and casts it. On a device this may
+  // wait for the group's other gradients, until somebody reads the target or reduces it.
   void accept(int64_t index, const at::Tensor& gradient);
-  void place_accepted() { held_.pack(); }
+
+  // Where a layer may write a gradient itself; undefined if it must not.
+  struct Direct {
+    at::Tensor target;
+    bool adds = false;  // the target already holds a contribution
+  };
+  // Whether a layer that writes numbers of this type may: not where a gradient is scaled on its
+  // way.
+  bool takes_direct(at::ScalarType written) const;
+  Direct direct(int64_t index);
+  // The content of the target of tensor `index`; undefined if there is none.
+  at::Tensor written(int64_t index);
 
   // With a slab: zeroes gradients that nobody wrote, and starts the slab's reduction. Sets
-  // `nonfinite` if a stored value is not finite.
-  void start_reduction(const at::Tensor& nonfinite, const Tag& tag);
-  // Ends the reduction; the slab may be released after it.
-  void wait_reduction();
-  // The same without a slab, where there is no reduction to start.
-  void end_writing();
+  // `nonfinite` if a stored value is not finite. Without one there is nothing to start.
+  void end_writing(const at::Tensor& nonfinite, const Tag& tag);
+  // Ends the reduction that has started; the slab may be released after it.
+  void wait();
 
   // Back to resting: for the next backward, or for another contribution to this one.
   void reopen();
@@ -100,11 +93,6 @@ class GroupGradient {
   // --- the end of a cycle ---
   // After the last microbatch: reduces gradients that are still partial.
   void start_cycle_reduction(const at::Tensor& nonfinite, const Tag& tag);
-  void wait_cycle_reduction();
-
-  // Whether the cycle's last reduction has started: another backward would add to reduced values.
-  bool is_cycle_over() const { return cycle_.is_over; }
-  bool is_empty() const { return cycle_.is_empty; }
 
   // Whether everything that the optimizer reads has been reduced.
   bool is_complete() const {
@@ -135,7 +123,12 @@ class GroupGradient {
  private:
   void move(GradientPhase from, GradientPhase to);
   void make_views(const at::Tensor& flat);
+  bool uses_slab() const { return each_backward_.communicates(); }
   void fill_missing();
+  const at::Tensor& target(int64_t index) const { return views_[static_cast<size_t>(index)]; }
+  void mark_written(int64_t index);
+  void place_accepted();
+  void hold(const at::Tensor& target, const at::Tensor& gradient, bool adds);
   Reduction watched(const at::Tensor& nonfinite);
 
   const FlatLayout& layout_;
@@ -155,7 +148,17 @@ class GroupGradient {
   std::vector<bool> written_;       // in the slab, or in the main gradients during this cycle
   std::vector<bool> came_;          // in this cycle: brought, not filled in
   std::vector<bool> missing_;       // in this cycle: came on no rank
-  HeldGradients held_;              // accepted ones that are not in place yet
+
+  // Accepted gradients on a device that wait for others, so that one launch brings all of them to
+  // their targets, casting, as copy_() and add_() would.
+  struct Held {
+    at::Tensor target;
+    at::Tensor gradient;
+    bool adds;
+  };
+  std::vector<Held> held_;
+  int64_t held_bytes_ = 0;
+  std::optional<c10::Stream> held_on_;  // the stream of all of them
 
   at::Tensor squares_;            // see squares()
   uint32_t squares_version_ = 0;  // version of the gradients they belong to

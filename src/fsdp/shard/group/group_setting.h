@@ -7,8 +7,7 @@
 #include <vector>
 
 #include "fsdp/comm/mesh.h"
-#include "fsdp/comm/parameter_kind.h"
-#include "fsdp/comm/work.h"
+#include "fsdp/comm/operation.h"
 #include "fsdp/layout/strategy.h"
 #include "fsdp/memory/slab_allocator.h"
 #include "fsdp/shard/options.h"
@@ -64,10 +63,10 @@ class WireSlots {
 struct GroupSetting {
   ParameterKind kind;
   Grid grid;
-  MeshShape shape;      // of the grid
-  MeshCoordinate rank;  // in the grid
-  int64_t num_losses;   // of the job
-  int64_t num_copies;   // of each contribution to a gradient, on ranks of the grid
+  MeshShape shape;             // of the grid
+  MeshCoordinate rank;         // in the grid
+  int64_t data_parallel_size;  // of the job
+  int64_t num_copies;          // of each contribution to a gradient, on ranks of the grid
   c10::Device device;
   Strategy strategy;  // of this unit; a unit may keep its weights whole
   PrecisionTypes precision;

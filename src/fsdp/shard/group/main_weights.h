@@ -16,9 +16,8 @@ namespace fsdp {
 // Split storage: fp32 numbers as bf16 numbers and remainders, 4 bytes instead of 6 for a weight
 // that computes in bf16 and is updated in fp32.
 //
-// bits of fp32 = (bits of bf16 << 16) + remainder, a signed 16-bit number. The bf16 number is the
-// nearest one, ties away from zero: with ties to even an upper half could come from 65537 numbers,
-// one more than a remainder can tell apart. Exact both ways except for the payload of NaNs.
+// bits of fp32 = (bits of bf16 << 16) + remainder, a signed 16-bit number; optim's kernels/
+// split_weight.h says why. Exact both ways except for the payload of NaNs.
 
 // bf16 and remainder of the same length give a new fp32 tensor.
 at::Tensor join_halves(const at::Tensor& upper, const at::Tensor& remainder);
@@ -30,7 +29,7 @@ void split_into_halves(const at::Tensor& values, const at::Tensor& upper,
 // A contiguous run of the optimizer's part of a group, in one memory and stored in one way.
 struct MainWeightPiece {
   FlatRange flat;  // in the group's whole buffer
-  // The same elements of the weights, on the model's device; of quantised ones the main weights,
+  // These elements of the weights, on the model's device; of quantised ones the main weights,
   // wherever they are, because there are no other numbers.
   at::Tensor weight;
   at::Tensor main;  // undefined: the weight is the main weight
@@ -55,12 +54,12 @@ class MainWeights {
   // Elements of the whole that this rank's optimizer has: a view if has_views(), else a copy.
   at::Tensor at(FlatRange range) const;
 
-  // The same into the caller's memory, on any device and of any type.
+  // Copies them into the caller's memory, on any device and of any type.
   void copy_to(FlatRange range, const at::Tensor& into) const;
 
   // Their address if they are contiguous in host memory in this type; else nullptr.
   const void* in_host_memory(FlatRange range, at::ScalarType dtype) const;
-  // The same if writing there is all that set() would do.
+  // in_host_memory() where writing there is all that set() would do.
   void* settable_in_host_memory(FlatRange range, at::ScalarType dtype);
 
   // Sets elements [range) of the whole from values of this type or a wider one; ignores those

@@ -20,7 +20,7 @@ bool has_device_packs() { return false; }
 
 bool is_packed_on_device(DType) { return false; }
 
-void pack_on_device(std::span<const PackedTensor>, DType, float, void*) {
+void pack_on_device(std::span<const PackedTensor>, DType, void*) {
   throw_absent("tensors are to be packed");
 }
 
@@ -28,7 +28,7 @@ void amax_on_device(const MatrixPart&, const SharedScales&, uint32_t*, void*) {
   throw_absent("weights are to be quantised");
 }
 
-void factors_on_device(WeightRecipe, const uint32_t*, int64_t, float*, float*, void*) {
+void factors_on_device(const uint32_t*, int64_t, float*, float*, void*) {
   throw_absent("weights are to be quantised");
 }
 

@@ -26,7 +26,6 @@ struct PackList {
   DType from_dtype[kMaxListed];
   bool adds[kMaxListed];
   int32_t count;
-  float scale;
 };
 static_assert(sizeof(PackList) <= 4000);
 
@@ -39,7 +38,6 @@ struct Chunk {
   const FromCode* from;
   ToCode* to;
   int64_t numel;
-  float scale;
 
   __device__ void pack() const {
     const bool are_vectors = reinterpret_cast<uintptr_t>(from) % sizeof(Vector<FromCode>) == 0 &&
@@ -62,18 +60,18 @@ struct Chunk {
       if constexpr (kAdds) before[i] = *reinterpret_cast<const Vector<ToCode>*>(to + at);
     });
     each_vector([&](int i, int64_t at) {
-      const Numbers numbers = widened<From>(codes[i]);
-      Numbers values = each([&](int k) { return numbers.of[k] * scale; });
+      Numbers values = widened<From>(codes[i]);
       if constexpr (kAdds) {
+        const Numbers added = values;
         const Numbers old = widened<To>(before[i]);
-        values = each([&](int k) { return old.of[k] + values.of[k]; });
+        values = each([&](int k) { return old.of[k] + added.of[k]; });
       }
       *reinterpret_cast<Vector<ToCode>*>(to + at) = nearest<To>(values);
     });
   }
 
   __device__ void pack_one(int64_t i) const {
-    float value = From::widened(from[i]) * scale;
+    float value = From::widened(from[i]);
     if constexpr (kAdds) value = To::widened(to[i]) + value;
     to[i] = To::nearest(value);
   }
@@ -85,9 +83,9 @@ __device__ void pack_chunk(const PackList& list, int tensor, int64_t begin) {
   auto* to = static_cast<typename To::Code*>(list.to[tensor]) + begin;
   const int64_t numel = min(kChunk, list.numel[tensor] - begin);
   if (list.adds[tensor]) {
-    Chunk<From, To, true>{from, to, numel, list.scale}.pack();
+    Chunk<From, To, true>{from, to, numel}.pack();
   } else {
-    Chunk<From, To, false>{from, to, numel, list.scale}.pack();
+    Chunk<From, To, false>{from, to, numel}.pack();
   }
 }
 
@@ -130,18 +128,15 @@ bool is_packed_on_device(DType dtype) {
   return dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16;
 }
 
-void pack_on_device(std::span<const PackedTensor> tensors, DType to_dtype, float scale,
-                    void* stream) {
-  PackList list{.count = 0, .scale = scale};
+void pack_on_device(std::span<const PackedTensor> tensors, DType to_dtype, void* stream) {
+  PackList list{.count = 0};
   const auto flush = [&] {
     if (list.count > 0) launch(list, to_dtype, stream);
     list.count = 0;
   };
-  FSDP_CHECK(is_packed_on_device(to_dtype), "tensors are to be packed as ", name_of(to_dtype),
-             ": use fp32, bf16 or fp16");
+  FSDP_ASSERT(is_packed_on_device(to_dtype));
   for (const PackedTensor& tensor : tensors) {
-    FSDP_CHECK(is_packed_on_device(tensor.from_dtype), "a tensor of ", name_of(tensor.from_dtype),
-               " is to be packed: use fp32, bf16 or fp16");
+    FSDP_ASSERT(is_packed_on_device(tensor.from_dtype));
     if (tensor.numel == 0) continue;
     if (list.count == kMaxListed) flush();
     const int i = list.count++;

@@ -1,5 +1,5 @@
-// Packs many tensors into a flat buffer on a CUDA device in one launch: casts, scales, and writes
-// or adds. In builds without CUDA: an Error.
+// Packs many tensors into a flat buffer on a CUDA device in one launch: casts, and writes or
+// adds. In builds without CUDA: an Error.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace fsdp {
 
-// One tensor, contiguous: to = from * scale, or to + from * scale, rounded once. Device memory.
+// One tensor, contiguous: to = from, or to + from, rounded once. Device memory.
 struct PackedTensor {
   const void* from = nullptr;
   DType from_dtype = DType::kFloat32;
@@ -24,7 +24,6 @@ bool is_packed_on_device(DType dtype);
 
 // Enqueues on `stream`, a cudaStream_t, with a copy of the list: a recorded launch packs the same
 // addresses again. Tensors must not overlap; those without elements do nothing.
-void pack_on_device(std::span<const PackedTensor> tensors, DType to_dtype, float scale,
-                    void* stream);
+void pack_on_device(std::span<const PackedTensor> tensors, DType to_dtype, void* stream);
 
 }  // namespace fsdp

@@ -11,7 +11,6 @@
 #include "fsdp/base/log.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/shard/engine/backward_errors.h"
-#include "fsdp/shard/group/quantized_parameter.h"
 
 namespace fsdp {
 
@@ -45,11 +44,6 @@ FlatBufferSpec weight_spec(PlacementPair placed, const GroupTypes& types,
           .device = setting.device};
 }
 
-FlatLayout layout_of_weights(const FlatLayout& layout, const GroupTypes& types) {
-  const int64_t codes_per_byte = types.is_quantized() ? 8 / row_of(types.recipe).code_bits : 1;
-  return codes_per_byte == 1 ? layout : layout.in_blocks_of(codes_per_byte);
-}
-
 }  // namespace
 
 FlatLayoutRequest layout_request(const std::vector<GroupMember>& members, Trainable trainable,
@@ -59,7 +53,6 @@ FlatLayoutRequest layout_request(const std::vector<GroupMember>& members, Traina
                             .element_bytes = narrowest_bytes(types),
                             .inner_ranks = setting.shape.inner,
                             .outer_ranks = setting.shape.outer,
-                            .align_bytes = align_bytes(types),
                             .granularity = setting.granularity};
   const bool has_matrices = !members.front().matrix_rows.empty();
   if (has_matrices) request.granularity = Granularity::tensor();
@@ -70,56 +63,54 @@ FlatLayoutRequest layout_request(const std::vector<GroupMember>& members, Traina
   return request;
 }
 
-ParamGroup::ParamGroup(std::string unit, std::vector<GroupMember> members, Trainable trainable,
-                       const GroupSetting& setting, FlatLayoutRequest request)
-    : ParamGroup(std::move(unit), std::move(members), trainable, setting, std::move(request),
-                 group_paths(setting.strategy, setting.shape, setting.gradient, setting.num_losses,
-                             setting.num_copies)) {}
+GroupBuckets ParamGroup::buckets() const {
+  return group_buckets(layout_, types_, setting_.strategy, setting_.shape,
+                       row_of(setting_.kind).name);
+}
+
+FlatRange ParamGroup::held_flat(int64_t index) const {
+  const auto slices = layout_.tensor_slices(setting_.strategy.optimizer, setting_.rank, index);
+  if (slices.empty()) return {};
+  const int64_t begin = layout_.tensor_range(index).begin;
+  return {begin + slices.front().range.begin, begin + slices.front().range.end};
+}
+
+FlatRange ParamGroup::held_of(int64_t index) const {
+  const FlatRange held = held_flat(index);
+  if (held.empty()) return {};
+  const int64_t begin = layout_.tensor_range(index).begin;
+  return {held.begin - begin, held.end - begin};
+}
 
 ParamGroup::ParamGroup(std::string unit, std::vector<GroupMember> members, Trainable trainable,
-                       const GroupSetting& setting, FlatLayoutRequest request,
-                       const GroupPaths& paths)
+                       const GroupSetting& setting, FlatLayoutRequest request)
     : unit_(std::move(unit)),
       setting_(setting),
       members_(std::move(members)),
       types_(types_of(members_, trainable, setting)),
       layout_(std::move(request)),
-      weight_layout_(layout_of_weights(layout_, types_)),
-      weight_(weight_layout_, weight_spec(setting.strategy.parameter, types_, setting),
+      paths_(group_paths(setting.strategy, setting.shape, setting.gradient,
+                         setting.data_parallel_size, setting.num_copies)),
+      weight_(layout_, weight_spec(setting.strategy.parameter, types_, setting),
               &setting.memory.weight),
-      whole_(weight_layout_, weight_spec({}, types_, setting)),
-      refresh_(weight_layout_, setting.grid, setting.rank, paths.refresh),
-      unshard_(weight_layout_, setting.grid, setting.rank, paths.unshard) {
+      whole_(layout_, weight_spec({}, types_, setting)),
+      refresh_(layout_, setting.grid, setting.rank, paths_.refresh),
+      unshard_(layout_, setting.grid, setting.rank, paths_.unshard) {
   weight_.allocate();
   for (size_t i = 0; i < members_.size(); ++i)
     storages_.emplace_back(
         layout_.tensor_range(static_cast<int64_t>(i)).numel() * element_bytes(types_.weight),
         setting.device, in_language_of_program(sharded_sentence(unit_, members_[i])));
   main_weights_.emplace(layout_, types_, setting, weight_);  // needs the weights' memory
-  if (types_.trainable) gradient_.emplace(layout_, paths, types_, setting);
-  if (types_.is_quantized()) quantize_by(paths);
+  if (types_.trainable) gradient_.emplace(layout_, paths_, types_, setting);
+  if (types_.is_quantized())
+    quantized_.emplace(layout_, types_, setting_, paths_, *main_weights_, weight_);
   if (!needs_slab()) bind(weight_);
 }
 
-void ParamGroup::quantize_by(const GroupPaths& paths) {
-  looked_at_.resize(members_.size());
-  quantized_.emplace(layout_, types_, setting_, *main_weights_, weight_);
-  if (!quantized_->has_block_scales()) return;
-  const FlatLayout& layout = quantized_->block_layout();
-  block_scales_.emplace(
-      BlockScales{.whole = FlatBuffer(layout, weight_spec({}, types_, setting_)),
-                  .refresh = Redistribution(layout, setting_.grid, setting_.rank, paths.refresh),
-                  .unshard = Redistribution(layout, setting_.grid, setting_.rank, paths.unshard)});
-}
-
 ParamGroup::~ParamGroup() {
-  if (!is_quantized()) return;
+  if (!quantized_) return;
   for (const GroupMember& member : members_) tag_quantized(member.parameter, nullptr);
-}
-
-GroupBuckets ParamGroup::buckets() const {
-  return group_buckets(layout_, types_, setting_.strategy, setting_.shape,
-                       row_of(setting_.kind).name);
 }
 
 void ParamGroup::set_value(int64_t index, const at::Tensor& value) {
@@ -135,12 +126,12 @@ void ParamGroup::set_owned_value(int64_t index, const at::Tensor& value) {
   const at::NoGradGuard no_grad;
   // A module on the meta device is initialised in a wider type than it was built in.
   const at::Tensor built = value.detach().to(members_[static_cast<size_t>(index)].built_as);
-  if (!is_quantized()) weight_.set(index, built.to(weight_.dtype()));
+  if (!quantized_) weight_.set(index, built.to(weight_.dtype()));
   main_weights_->set(layout_.tensor_range(index), built);
 }
 
 void ParamGroup::take_over_values() {
-  if (is_quantized()) return;  // nobody could touch them
+  if (quantized_) return;  // nobody could touch them
   for (size_t i = 0; i < members_.size(); ++i) {
     const auto index = static_cast<int64_t>(i);
     const at::Tensor& given = members_[i].parameter;
@@ -162,7 +153,7 @@ void ParamGroup::take_over_values() {
 }
 
 void ParamGroup::check_members() const {
-  if (is_quantized()) return;
+  if (quantized_) return;
   for (size_t i = 0; i < storages_.size(); ++i) {
     const auto index = static_cast<int64_t>(i);
     if (!storages_[i].is_attached())
@@ -198,13 +189,13 @@ void ParamGroup::attach(int64_t index) {
   const auto i = static_cast<size_t>(index);
   const at::Tensor& parameter = members_[i].parameter;
   storages_[i].attach(parameter, scalar_type_of(types_.weight), shape_of(index));
-  if (is_quantized()) tag_quantized(parameter, [this, i] { return quantized_member(i); });
+  if (quantized_) tag_quantized(parameter, [this, index] { return quantized_member(index); });
 }
 
 // Parameters without numbers stay unbound.
 void ParamGroup::bind(const FlatBuffer& whole) {
   is_bound_ = true;
-  if (is_quantized()) return;
+  if (quantized_) return;
   auto* begin = static_cast<std::byte*>(whole.local().mutable_data_ptr());
   const int64_t width = element_bytes(types_.weight);
   for (size_t i = 0; i < storages_.size(); ++i)
@@ -212,43 +203,28 @@ void ParamGroup::bind(const FlatBuffer& whole) {
 }
 
 void ParamGroup::unbind() {
-  if (!std::exchange(is_bound_, false) || is_quantized()) return;
+  if (!std::exchange(is_bound_, false) || quantized_) return;
   for (ParameterStorage& storage : storages_) storage.unbind();
 }
 
-QuantizedWeight ParamGroup::quantized_member(size_t index) {
-  FSDP_CHECK(is_bound_, "parameter '", members_[index].names.front(), "' is used while its unit '",
-             unit_, "' is sharded; use it inside the forward of a unit that holds it");
-  const FlatBuffer& whole = needs_slab() ? whole_ : weight_;
-  Looked& looked = looked_at_[index];
-  if (const void* codes = whole.local().const_data_ptr(); looked.codes != codes) {
-    const auto member = static_cast<int64_t>(index);
-    at::Tensor scales;
-    if (block_scales_)
-      scales = (needs_slab() ? block_scales_->whole : quantized_->block_scales())
-                   .at(quantized_->block_layout().tensor_range(member));
-    looked = {codes,
-              quantized_->weight(member, whole.at(weight_layout_.tensor_range(member)), scales)};
-  }
-  return looked.weight;
+QuantizedWeight ParamGroup::quantized_member(int64_t index) {
+  FSDP_CHECK(is_bound_, "parameter '", name_of(index), "' is used while its unit '", unit_,
+             "' is sharded; use it inside the forward of a unit that holds it");
+  return quantized_->weight(index, needs_slab() ? whole_ : weight_);
 }
 
 void ParamGroup::start_gather(void* slab, const Tag& tag, const Work& after) {
   gather_ = after;
   if (std::exchange(is_stale_, false)) {
     gather_ = refresh_.start(weight_, weight_, tag, gather_);
-    if (block_scales_) {
-      const FlatBuffer& own = quantized_->block_scales();
-      gather_ = block_scales_->refresh.start(own, own, tag, gather_);
-    }
+    if (quantized_) gather_ = quantized_->start_refresh(tag, gather_);
   }
   if (!needs_slab()) return;
   whole_.lie_at(slab);
   gather_ = unshard_.start(weight_, whole_, tag, gather_);
-  if (!block_scales_) return;
-  block_scales_->whole.lie_at(static_cast<std::byte*>(slab) + whole_.numel());
-  gather_ =
-      block_scales_->unshard.start(quantized_->block_scales(), block_scales_->whole, tag, gather_);
+  if (quantized_)
+    gather_ =
+        quantized_->start_unshard(static_cast<std::byte*>(slab) + whole_.numel(), tag, gather_);
 }
 
 void ParamGroup::wait_gather() {
@@ -257,8 +233,8 @@ void ParamGroup::wait_gather() {
 }
 
 void ParamGroup::refresh() {
-  if (is_quantized())
-    quantized_->quantize(unit_, QuantizedWeights::After::kUpdate);
+  if (quantized_)
+    quantized_->quantize(unit_);
   else
     main_weights_->refresh();
 }
@@ -271,24 +247,6 @@ bool ParamGroup::expect_newer() {
 void ParamGroup::set_wire(DType wire, BucketSize bucket) {
   gradient_->set_wire(scalar_type_of(wire));
   if (bucket == BucketSize::kFollow) types_.wire = wire;
-}
-
-FlatRange ParamGroup::held_flat(int64_t index) const {
-  const auto slices = layout_.tensor_slices(setting_.strategy.optimizer, setting_.rank, index);
-  if (slices.empty()) return {};
-  const int64_t begin = layout_.tensor_range(index).begin;
-  return {begin + slices.front().range.begin, begin + slices.front().range.end};
-}
-
-FlatRange ParamGroup::held_of(int64_t index) const {
-  const FlatRange held = held_flat(index);
-  if (held.empty()) return {};
-  const int64_t begin = layout_.tensor_range(index).begin;
-  return {held.begin - begin, held.end - begin};
-}
-
-at::Tensor ParamGroup::main_weight_of(int64_t index) const {
-  return main_weights_->at(held_flat(index));
 }
 
 at::Tensor ParamGroup::gradient_of(int64_t index) const {

@@ -10,18 +10,17 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/layout/box.h"
 #include "fsdp/layout/flat_layout.h"
 #include "fsdp/layout/group_types.h"
-#include "fsdp/layout/owned_slice.h"
-#include "fsdp/memory/group_memory.h"
+#include "fsdp/memory/bucket.h"
+#include "fsdp/memory/slab_lease.h"
 #include "fsdp/shard/group/flat_buffer.h"
 #include "fsdp/shard/group/group_gradient.h"
 #include "fsdp/shard/group/group_setting.h"
 #include "fsdp/shard/group/main_weights.h"
-#include "fsdp/shard/group/parameter_storage.h"
 #include "fsdp/shard/group/quantized_weights.h"
 #include "fsdp/shard/group/redistribution.h"
-#include "fsdp/shard/group/slab_source.h"
 
 namespace fsdp {
 
@@ -49,14 +48,14 @@ FlatLayoutRequest layout_request(const std::vector<GroupMember>& members, Traina
 
 class ParamGroup {
  public:
-  // Lays the members out and allocates; set_value() then brings their values. `request` is that of
-  // layout_request().
+  // Allocates; set_value() then brings the members' values. `request` is that of layout_request().
   ParamGroup(std::string unit, std::vector<GroupMember> members, Trainable trainable,
              const GroupSetting& setting, FlatLayoutRequest request);
   ~ParamGroup();  // parameters of the user may live on
   ParamGroup(const ParamGroup&) = delete;
   ParamGroup& operator=(const ParamGroup&) = delete;
 
+  // --- the members, and how they lie ---
   const std::string& unit() const { return unit_; }
   const std::vector<GroupMember>& members() const { return members_; }
   const std::string& name_of(int64_t index) const {
@@ -65,7 +64,7 @@ class ParamGroup {
   const std::vector<int64_t>& shape_of(int64_t index) const {
     return layout_.request().shapes[static_cast<size_t>(index)];
   }
-  // Of what this rank owns a slice with that shape, and which one.
+  // The shape of what this rank owns a slice with shape_of(), and which slice.
   std::vector<int64_t> whole_shape_of(int64_t index) const {
     return whole_shape(owned_of(index), shape_of(index));
   }
@@ -79,6 +78,12 @@ class ParamGroup {
   // Whether the members are matrices with one owner each (FlatLayout::matrices_of).
   bool has_matrices() const { return !layout_.request().matrix_rows.empty(); }
   GroupBuckets buckets() const;
+  // The elements of the flattened member that this rank's optimizer has.
+  FlatRange held_of(int64_t index) const;
+  // Those elements in the group's whole buffer; none where the rank has none.
+  FlatRange held_flat(int64_t index) const;
+
+  // --- values ---
   GroupSlabs& slabs() { return slabs_; }
   const GroupSlabs& slabs() const { return slabs_; }
 
@@ -98,7 +103,6 @@ class ParamGroup {
   // --- weights; the unit says when (sharded_unit.h) ---
   // Whether whole weights exist only in a slab, between gather and unbind().
   bool needs_slab() const { return unshard_.communicates(); }
-  bool is_bound() const { return is_bound_; }
 
   // Starts to collect whole weights after `after` has written this rank's part: first other ranks'
   // newer values, then the parts of other ranks, into the slab (nullptr: none is needed).
@@ -111,12 +115,11 @@ class ParamGroup {
   // rank holds nothing of theirs.
   bool expect_newer();
 
-  // After the main weights were changed: casts them into the weights. Quantised ones are made by
-  // all ranks together.
+  // After the main weights were changed: casts them into the weights.
   void refresh();
-  bool is_quantized() const { return quantized_.has_value(); }
-  QuantizedWeights& quantized() { return *quantized_; }
-  const QuantizedWeights& quantized() const { return *quantized_; }
+  // Makes codes of the main weights, by all ranks together; nullptr where weights are numbers,
+  // which updates write themselves.
+  QuantizedWeights* quantized() { return quantized_ ? &*quantized_ : nullptr; }
 
   // --- gradients; trainable groups only ---
   // Changes the type in which gradients travel; between cycles only. kKeep: buckets() stays as it
@@ -130,30 +133,21 @@ class ParamGroup {
   const MainWeights& main_weights() const { return *main_weights_; }
   // After setting values, call Engine::take_over_main_weights, so that they are gathered again.
   MainWeights& main_weights() { return *main_weights_; }
-  // This rank's part of a member in the optimizer's placement, one-dimensional; for main weights a
-  // view or a copy (MainWeights::at).
-  at::Tensor main_weight_of(int64_t index) const;
+  // This rank's part of a member's gradient in the optimizer's placement, one-dimensional;
+  // undefined while there is none.
   at::Tensor gradient_of(int64_t index) const;
-  // The elements of the flattened member that main_weight_of() holds.
-  FlatRange held_of(int64_t index) const;
-
-  const FlatBuffer& weight() const { return weight_; }
 
  private:
-  ParamGroup(std::string unit, std::vector<GroupMember> members, Trainable trainable,
-             const GroupSetting& setting, FlatLayoutRequest request, const GroupPaths& paths);
-  void quantize_by(const GroupPaths& paths);
   void set_owned_value(int64_t index, const at::Tensor& value);
-  FlatRange held_flat(int64_t index) const;
   void bind(const FlatBuffer& whole);
-  QuantizedWeight quantized_member(size_t index);
+  QuantizedWeight quantized_member(int64_t index);
 
   const std::string unit_;
   const GroupSetting& setting_;
   std::vector<GroupMember> members_;
   GroupTypes types_;
   const FlatLayout layout_;
-  const FlatLayout weight_layout_;           // of numbers or of bytes of codes: the same cuts
+  const GroupPaths paths_;
   FlatBuffer weight_;                        // compute dtype or codes, parameter placement
   FlatBuffer whole_;                         // the same, whole, in a slab
   std::optional<MainWeights> main_weights_;  // optimizer's dtype and placement
@@ -162,18 +156,6 @@ class ParamGroup {
   Redistribution refresh_;                 // see GroupPaths
   Redistribution unshard_;
   std::optional<QuantizedWeights> quantized_;
-  // Its scales of one byte, if it has any: the same paths, behind the codes in the slab.
-  struct BlockScales {
-    FlatBuffer whole;
-    Redistribution refresh;
-    Redistribution unshard;
-  };
-  std::optional<BlockScales> block_scales_;
-  struct Looked {
-    const void* codes = nullptr;
-    QuantizedWeight weight;
-  };
-  std::vector<Looked> looked_at_;  // by member: pools hand out the same addresses every step
   GroupSlabs slabs_;
 
   Work gather_;

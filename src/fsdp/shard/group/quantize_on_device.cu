@@ -163,13 +163,11 @@ __global__ void __launch_bounds__(kThreads)
   combine_warp(amax, index, amaxes);
 }
 
-__global__ void factors_kernel(WeightRecipe recipe, const uint32_t* amaxes, int64_t count,
-                               float* factors, float* scales) {
+__global__ void factors_kernel(const uint32_t* amaxes, int64_t count, float* factors,
+                               float* scales) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= count) return;
-  const float amax = __uint_as_float(amaxes[i]);
-  const float factor = recipe == WeightRecipe::kNvFp4 ? nvfp4_matrix_factor(amax)
-                                                      : fp8_factor(amax, kLeastWeightAmax);
+  const float factor = fp8_factor(__uint_as_float(amaxes[i]), kLeastWeightAmax);
   factors[i] = factor;
   scales[i] = fp8_scale(factor);
 }
@@ -185,7 +183,7 @@ struct LaneCounts {
     underflows += magnitude_code == 0 && magnitude_bits(value) != 0;
   }
 
-  // Of all threads of a block: one atomic for all.
+  // Stores the sum of a block's threads: one atomic for all.
   __device__ void store(QuantizeCounts* counts) const {
     __shared__ int of_block[2];
     if (threadIdx.x < 2) of_block[threadIdx.x] = 0;
@@ -291,34 +289,6 @@ __global__ void __launch_bounds__(kThreads)
   counts.store(into.counts);
 }
 
-__global__ void __launch_bounds__(kThreads)
-    nvfp4_kernel(const __grid_constant__ Strips strips, const float* factors, QuantizedPart into) {
-  constexpr int kBlock = 16;
-  const int64_t begin = strip_begin();
-  const int64_t numel = strips.part.range.numel();
-  const float matrix_factor = factors[0];
-  LaneCounts counts;
-  for (int64_t warp = begin; warp < numel && warp - begin < kStrip; warp += kChunk) {
-    const int64_t at = warp + threadIdx.x % kLanes * kPerLane;
-    const LaneElements elements = load_elements(strips.part, at);
-    const uint8_t scale =
-        nvfp4_block_scale(amax_of_neighbours<kBlock / kPerLane>(elements), matrix_factor);
-    const float factor = nvfp4_factor(scale, matrix_factor);
-    uint8_t codes[kPerLane];
-#pragma unroll
-    for (int k = 0; k < kPerLane; ++k) {
-      codes[k] = e2m1_code(elements.of[k] * factor);
-      if (k < elements.count) counts.add(elements.of[k], 0.0f, codes[k] & 7);
-    }
-    if (at >= numel) continue;  // parts end between blocks
-    *reinterpret_cast<uchar2*>(into.codes + at / 2) =
-        make_uchar2(static_cast<unsigned char>(codes[0] | codes[1] << 4),
-                    static_cast<unsigned char>(codes[2] | codes[3] << 4));
-    if (at % kBlock == 0) into.block_scales[at / kBlock] = scale;
-  }
-  counts.store(into.counts);
-}
-
 unsigned num_blocks(int64_t numel) {
   constexpr int64_t kPerBlock = int64_t{kStrip} * (kThreads / kLanes);
   return static_cast<unsigned>((numel + kPerBlock - 1) / kPerBlock);
@@ -334,11 +304,11 @@ void amax_on_device(const MatrixPart& part, const SharedScales& scales, uint32_t
   check_launch("amax");
 }
 
-void factors_on_device(WeightRecipe recipe, const uint32_t* amaxes, int64_t count, float* factors,
-                       float* scales, void* stream) {
+void factors_on_device(const uint32_t* amaxes, int64_t count, float* factors, float* scales,
+                       void* stream) {
   if (count == 0) return;
   factors_kernel<<<static_cast<unsigned>((count + kThreads - 1) / kThreads), kThreads, 0,
-                   cuda_stream(stream)>>>(recipe, amaxes, count, factors, scales);
+                   cuda_stream(stream)>>>(amaxes, count, factors, scales);
   check_launch("factors");
 }
 
@@ -350,8 +320,6 @@ void quantize_on_device(const MatrixPart& part, WeightRecipe recipe, const float
   const cudaStream_t on = cuda_stream(stream);
   if (recipe == WeightRecipe::kMxFp8)
     mxfp8_kernel<<<blocks, kThreads, 0, on>>>(strips, into);
-  else if (recipe == WeightRecipe::kNvFp4)
-    nvfp4_kernel<<<blocks, kThreads, 0, on>>>(strips, factors, into);
   else
     fp8_kernel<<<blocks, kThreads, 0, on>>>(strips, factors, into);
   check_launch("quantize");

@@ -21,7 +21,7 @@ void for_rows(const MatrixPart& part, const Body& body) {
   }
 }
 
-// The same for runs of elements that share a scale: body(index of the scale, values, count).
+// Calls body(index of the scale, values, count) for each run of elements that share a scale.
 template <typename Body>
 void for_runs(const MatrixPart& part, const SharedScales& scales, const Body& body) {
   for_rows(part, [&](int64_t row, int64_t first, const float* values, int64_t in_row) {
@@ -62,18 +62,6 @@ void mxfp8_block(const float* values, int64_t count, uint8_t* codes, uint8_t& sc
   fp8_codes(values, count, inverse_of_e8m0(scale), codes, counts);
 }
 
-void nvfp4_block(const float* values, int64_t count, float matrix_factor, uint8_t* codes,
-                 uint8_t& scale, QuantizeCounts& counts) {
-  scale = nvfp4_block_scale(std::bit_cast<float>(amax_bits(values, count)), matrix_factor);
-  const float factor = nvfp4_factor(scale, matrix_factor);
-  for (int64_t i = 0; i < count; ++i) {
-    const uint8_t code = e2m1_code(values[i] * factor);
-    codes[i / 2] = static_cast<uint8_t>(i % 2 == 0 ? code : codes[i / 2] | code << 4);
-    counts.overflows += is_out_of_fp8(values[i], 0.0f);  // Inf and NaN alone
-    counts.underflows += (code & 7) == 0 && magnitude_bits(values[i]) != 0;
-  }
-}
-
 }  // namespace
 
 void amax_on_host(const MatrixPart& part, const SharedScales& scales, uint32_t* amaxes) {
@@ -82,12 +70,9 @@ void amax_on_host(const MatrixPart& part, const SharedScales& scales, uint32_t* 
   });
 }
 
-void factors_on_host(WeightRecipe recipe, const uint32_t* amaxes, int64_t count, float* factors,
-                     float* scales) {
-  const bool is_of_scales = row_of(recipe).has_matrix_scale;
+void factors_on_host(const uint32_t* amaxes, int64_t count, float* factors, float* scales) {
   for (int64_t i = 0; i < count; ++i) {
-    const auto amax = std::bit_cast<float>(amaxes[i]);
-    factors[i] = is_of_scales ? nvfp4_matrix_factor(amax) : fp8_factor(amax, kLeastWeightAmax);
+    factors[i] = fp8_factor(std::bit_cast<float>(amaxes[i]), kLeastWeightAmax);
     scales[i] = fp8_scale(factors[i]);
   }
 }
@@ -108,12 +93,8 @@ void quantize_on_host(const MatrixPart& part, WeightRecipe recipe, const float* 
   FSDP_ASSERT(part.columns % block == 0 && part.range.begin % block == 0 &&
               part.range.end % block == 0);
   for (int64_t i = 0; i < part.range.numel() / block; ++i) {
-    const float* values = part.values + i * block;
-    uint8_t* codes = into.codes + i * block * row.code_bits / 8;
-    if (row.has_matrix_scale)
-      nvfp4_block(values, block, factors[0], codes, into.block_scales[i], *into.counts);
-    else
-      mxfp8_block(values, block, codes, into.block_scales[i], *into.counts);
+    mxfp8_block(part.values + i * block, block, into.codes + i * block, into.block_scales[i],
+                *into.counts);
   }
 }
 

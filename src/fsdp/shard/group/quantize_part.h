@@ -6,14 +6,14 @@
 #include <cstdint>
 
 #include "fsdp/base/weight_recipe.h"
-#include "fsdp/layout/quantized_bytes.h"
 #include "fsdp/layout/segment.h"
+#include "fsdp/layout/state_bytes.h"
 
 namespace fsdp {
 
 // Elements [range) of a flattened matrix of fp32 numbers.
 struct MatrixPart {
-  // Of the first element of the range. A device also reads page-locked memory of its host.
+  // The first element of the range. A device also reads page-locked memory of its host.
   const float* values = nullptr;
   FlatRange range;
   int64_t rows = 0;
@@ -31,12 +31,10 @@ void amax_on_host(const MatrixPart& part, const SharedScales& scales, uint32_t* 
 void amax_on_device(const MatrixPart& part, const SharedScales& scales, uint32_t* amaxes,
                     void* stream);
 
-// Of all shared scales, after their amaxes are known: what numbers are multiplied by, and what
-// codes are. kNvFp4: of scales of blocks.
-void factors_on_host(WeightRecipe recipe, const uint32_t* amaxes, int64_t count, float* factors,
-                     float* scales);
-void factors_on_device(WeightRecipe recipe, const uint32_t* amaxes, int64_t count, float* factors,
-                       float* scales, void* stream);
+// Computes all shared scales from their amaxes: what numbers are multiplied by, and what codes are.
+void factors_on_host(const uint32_t* amaxes, int64_t count, float* factors, float* scales);
+void factors_on_device(const uint32_t* amaxes, int64_t count, float* factors, float* scales,
+                       void* stream);
 
 // The part's codes, and where the recipe has them its scales of one byte; all of the part's, from
 // its first element on. Parts of such recipes begin and end between two blocks. Adds to `counts`.

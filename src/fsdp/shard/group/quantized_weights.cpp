@@ -1,6 +1,7 @@
 #include "fsdp/shard/group/quantized_weights.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/TensorImpl.h>
 
 #include <utility>
 
@@ -23,18 +24,22 @@ std::vector<Communicator*> axes_of_shards(const GroupSetting& setting) {
   return axes;
 }
 
-at::Tensor largest_of(const at::Tensor& history) { return history.amax(0); }
-
 uint32_t* bits_in(const at::Tensor& amaxes) {
   return reinterpret_cast<uint32_t*>(amaxes.mutable_data_ptr<int32_t>());
 }
 
+struct QuantizedTag final : c10::BackendMeta {
+  explicit QuantizedTag(std::function<QuantizedWeight()> source) : current(std::move(source)) {}
+  const std::function<QuantizedWeight()> current;
+};
+
 }  // namespace
 
 QuantizedWeights::QuantizedWeights(const FlatLayout& layout, const GroupTypes& types,
-                                   const GroupSetting& setting, const MainWeights& main_weights,
-                                   const FlatBuffer& codes)
-    : recipe_(row_of(types.recipe)),
+                                   const GroupSetting& setting, const GroupPaths& paths,
+                                   const MainWeights& main_weights, const FlatBuffer& codes)
+    : layout_(layout),
+      recipe_(row_of(types.recipe)),
       options_(setting.quantization),
       device_(setting.device),
       shard_axes_(axes_of_shards(setting)) {
@@ -44,8 +49,7 @@ QuantizedWeights::QuantizedWeights(const FlatLayout& layout, const GroupTypes& t
         Matrix{shape[0], shape[1], shared_scales(types.recipe, shape[0], shape[1]), num_scales});
     num_scales += padded_count(matrix.scales);
   }
-  slab_ = Slab(setting.memory.weight, num_scales * shared_scale_bytes(options_.scaling),
-               layout.request().align_bytes);
+  slab_ = Slab(setting.memory.weight, num_scales * kSharedScaleBytes, layout.request().align_bytes);
   int64_t at = 0;
   const auto take = [&](int64_t numel, at::ScalarType dtype) {
     const at::Tensor numbers =
@@ -56,31 +60,34 @@ QuantizedWeights::QuantizedWeights(const FlatLayout& layout, const GroupTypes& t
   amaxes_ = take(num_scales, at::kInt);
   factors_ = take(num_scales, at::kFloat);
   scales_ = take(num_scales, at::kFloat);
-  if (options_.scaling == WeightScaling::kDelayed)
-    history_ = take((1 + kAmaxHistory) * num_scales, at::kInt).view({1 + kAmaxHistory, num_scales});
   counts_ = at::zeros({3}, at::device(device_).dtype(at::kLong));
   if (recipe_.scale_bytes == 1) {
     block_layout_.emplace(layout.in_blocks_of(recipe_.scale_columns));
-    block_scales_.emplace(*block_layout_,
-                          FlatBufferSpec{.placed = setting.strategy.parameter,
-                                         .rank = setting.rank,
-                                         .dtype = at::kByte,
-                                         .device = device_},
-                          &setting.memory.weight);
-    block_scales_->allocate();
+    const auto buffer = [&](PlacementPair placed, SlabAllocator* allocator) {
+      return FlatBuffer(
+          *block_layout_,
+          {.placed = placed, .rank = setting.rank, .dtype = at::kByte, .device = device_},
+          allocator);
+    };
+    const auto along = [&](const PlacementPath& path) {
+      return Redistribution(*block_layout_, setting.grid, setting.rank, path);
+    };
+    block_scales_.emplace(BlockScales{buffer(setting.strategy.parameter, &setting.memory.weight),
+                                      buffer({}, nullptr), along(paths.refresh),
+                                      along(paths.unshard)});
+    block_scales_->own.allocate();
   }
-  find_parts(layout, main_weights, codes);
+  cache_.resize(matrices_.size());
+  find_parts(main_weights, codes);
 }
 
-void QuantizedWeights::find_parts(const FlatLayout& layout, const MainWeights& main_weights,
-                                  const FlatBuffer& codes) {
-  const int64_t codes_per_byte = 8 / recipe_.code_bits;
+void QuantizedWeights::find_parts(const MainWeights& main_weights, const FlatBuffer& codes) {
   const auto in_blocks = [](FlatRange range, int64_t numel) {
     return FlatRange{range.begin / numel, range.end / numel};
   };
   for (const MainWeightPiece& piece : main_weights.pieces())
     for (size_t i = 0; i < matrices_.size(); ++i) {
-      const FlatRange whole = layout.tensor_range(static_cast<int64_t>(i));
+      const FlatRange whole = layout_.tensor_range(static_cast<int64_t>(i));
       const FlatRange flat = intersect(piece.flat, whole);
       if (flat.empty()) continue;
       FSDP_ASSERT(piece.weight.scalar_type() == at::kFloat && !piece.main.defined());
@@ -89,9 +96,9 @@ void QuantizedWeights::find_parts(const FlatLayout& layout, const MainWeights& m
                             .range = {flat.begin - whole.begin, flat.end - whole.begin},
                             .rows = matrices_[i].rows,
                             .columns = matrices_[i].columns};
-      parts_.push_back({i, part, flat, codes.at(in_blocks(flat, codes_per_byte)),
-                        has_block_scales()
-                            ? block_scales_->at(in_blocks(flat, recipe_.scale_columns))
+      parts_.push_back({i, part, flat, codes.at(flat),
+                        block_scales_
+                            ? block_scales_->own.at(in_blocks(flat, recipe_.scale_columns))
                             : at::Tensor()});
     }
 }
@@ -112,30 +119,24 @@ void QuantizedWeights::measure() {
 Work QuantizedWeights::start_combining(const Tag& tag, const Work& after) const {
   Work last = after;
   if (amaxes_.numel() == 0) return last;
-  // As whole numbers, which order magnitudes as fp32 does, and NaN above all.
+  // Combined as whole numbers, which order magnitudes as fp32 does, and NaN above all.
   for (Communicator* axis : shard_axes_)
     last = axis->all_reduce(amaxes_, {.op = ReduceOp::kMax}, tag, last);
   return last;
 }
 
-void QuantizedWeights::make_factors(const at::Tensor& amaxes) {
-  if (amaxes.numel() == 0) return;
+void QuantizedWeights::make_factors() {
+  if (amaxes_.numel() == 0) return;
   float* factors = factors_.mutable_data_ptr<float>();
   float* scales = scales_.mutable_data_ptr<float>();
   if (device_.is_cpu())
-    factors_on_host(recipe_.recipe, bits_in(amaxes), amaxes.numel(), factors, scales);
+    factors_on_host(bits_in(amaxes_), amaxes_.numel(), factors, scales);
   else
-    factors_on_device(recipe_.recipe, bits_in(amaxes), amaxes.numel(), factors, scales,
-                      stream_of(device_));
+    factors_on_device(bits_in(amaxes_), amaxes_.numel(), factors, scales, stream_of(device_));
 }
 
 void QuantizedWeights::cast() {
-  make_factors(casts_before_combining() ? largest_of(history_.narrow(0, 0, kAmaxHistory))
-                                        : amaxes_);
-  cast_parts();
-}
-
-void QuantizedWeights::cast_parts() {
+  make_factors();
   int64_t numel = 0;
   auto* counts = reinterpret_cast<QuantizeCounts*>(counts_.mutable_data_ptr<int64_t>());
   for (const Part& part : parts_) {
@@ -157,47 +158,48 @@ void QuantizedWeights::cast_parts() {
   counts_.select(0, 2).add_(numel);
 }
 
-// Moved within the device, so that a recorded step does it, too.
-void QuantizedWeights::remember() {
-  history_.narrow(0, 1, kAmaxHistory).copy_(history_.narrow(0, 0, kAmaxHistory).clone());
-  history_.select(0, 0).copy_(amaxes_);
-}
-
-void QuantizedWeights::quantize(const Tag& tag, After after) {
+void QuantizedWeights::quantize(const Tag& tag) {
   measure();
-  if (after == After::kUpdate && casts_before_combining()) cast();
   start_combining(tag, {}).wait();
-  if (!history_.defined()) return cast();
-  if (after == After::kUpdate) return remember();
-  for (Matrix& matrix : matrices_) {
-    if (std::exchange(matrix.has_given_history, false)) continue;
-    const at::Tensor history = history_columns(matrix);
-    history.zero_();
-    history.narrow(0, 0, 2).copy_(
-        amaxes_.narrow(0, matrix.first_scale, matrix.scales.count).expand({2, -1}));
-  }
-  make_factors(largest_of(history_.narrow(0, 1, kAmaxHistory)));
-  cast_parts();
+  cast();
 }
 
-QuantizedWeight QuantizedWeights::weight(int64_t index, const at::Tensor& codes,
-                                         const at::Tensor& block_scales) const {
+Work QuantizedWeights::start_refresh(const Tag& tag, const Work& after) {
+  if (!block_scales_) return after;
+  return block_scales_->refresh.start(block_scales_->own, block_scales_->own, tag, after);
+}
+
+Work QuantizedWeights::start_unshard(void* room, const Tag& tag, const Work& after) {
+  if (!block_scales_) return after;
+  block_scales_->whole.lie_at(room);
+  return block_scales_->unshard.start(block_scales_->own, block_scales_->whole, tag, after);
+}
+
+const QuantizedWeight& QuantizedWeights::weight(int64_t index, const FlatBuffer& codes) {
+  CachedWeight& cached = cache_[static_cast<size_t>(index)];
+  if (const void* address = codes.local().const_data_ptr(); cached.codes != address)
+    cached = {address, made_of(index, codes)};
+  return cached.weight;
+}
+
+QuantizedWeight QuantizedWeights::made_of(int64_t index, const FlatBuffer& codes) const {
   const Matrix& matrix = matrices_[static_cast<size_t>(index)];
-  const SharedScales& shared = matrix.scales;
-  QuantizedWeight result{.recipe = recipe_.recipe,
-                         .codes = codes.view({matrix.rows, matrix.columns * recipe_.code_bits / 8}),
-                         .scales = {},
-                         .matrix_scale = {},
-                         .weight_gradient = options_.weight_gradient};
-  if (recipe_.code_bits == 8) result.codes = result.codes.view(at::kFloat8_e4m3fn);
-  const at::Tensor own = scales_.narrow(0, matrix.first_scale, shared.count);
-  if (recipe_.scale_bytes == 4) {
-    result.scales = own.view({-1, shared.per_row});
+  at::Tensor scales;
+  if (block_scales_) {
+    const bool is_cut = block_scales_->unshard.communicates();
+    scales = (is_cut ? block_scales_->whole : block_scales_->own)
+                 .at(block_layout_->tensor_range(index))
+                 .view({matrix.rows, matrix.columns / recipe_.scale_columns});
   } else {
-    result.scales = block_scales.view({matrix.rows, matrix.columns / recipe_.scale_columns});
-    if (recipe_.has_matrix_scale) result.matrix_scale = own;
+    scales = scales_.narrow(0, matrix.first_scale, matrix.scales.count)
+                 .view({-1, matrix.scales.per_row});
   }
-  return result;
+  return {.recipe = recipe_.recipe,
+          .codes = codes.at(layout_.tensor_range(index))
+                       .view({matrix.rows, matrix.columns})
+                       .view(at::kFloat8_e4m3fn),
+          .scales = scales,
+          .weight_gradient = options_.weight_gradient};
 }
 
 at::Tensor QuantizedWeights::take_counts() {
@@ -206,18 +208,18 @@ at::Tensor QuantizedWeights::take_counts() {
   return counts;
 }
 
-at::Tensor QuantizedWeights::history_columns(const Matrix& matrix) const {
-  return history_.narrow(1, matrix.first_scale, matrix.scales.count);
+void tag_quantized(const at::Tensor& parameter, std::function<QuantizedWeight()> current) {
+  c10::intrusive_ptr<c10::BackendMeta> tag;
+  if (current) tag = c10::make_intrusive<QuantizedTag>(std::move(current));
+  parameter.unsafeGetTensorImpl()->set_backend_meta(std::move(tag));
 }
 
-at::Tensor QuantizedWeights::history_of(int64_t index) const {
-  return history_columns(matrices_[static_cast<size_t>(index)]).contiguous().view(at::kFloat);
-}
-
-void QuantizedWeights::set_history(int64_t index, const at::Tensor& amaxes) {
-  Matrix& matrix = matrices_[static_cast<size_t>(index)];
-  history_columns(matrix).copy_(amaxes.contiguous().view(at::kInt));
-  matrix.has_given_history = true;
+std::optional<QuantizedWeight> quantized_weight(const at::Tensor& parameter) {
+  if (!parameter.defined()) return std::nullopt;
+  const auto tag = parameter.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr();
+  const auto* quantized = dynamic_cast<const QuantizedTag*>(tag.get());
+  if (quantized == nullptr) return std::nullopt;
+  return quantized->current();
 }
 
 }  // namespace fsdp

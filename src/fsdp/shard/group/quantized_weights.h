@@ -4,17 +4,19 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <vector>
 
 #include "fsdp/comm/communicator.h"
 #include "fsdp/layout/flat_layout.h"
-#include "fsdp/layout/quantized_bytes.h"
+#include "fsdp/layout/state_bytes.h"
 #include "fsdp/shard/group/flat_buffer.h"
 #include "fsdp/shard/group/group_setting.h"
 #include "fsdp/shard/group/main_weights.h"
 #include "fsdp/shard/group/quantize_part.h"
-#include "fsdp/shard/quantized_weight.h"
+#include "fsdp/shard/group/redistribution.h"
+#include "fsdp/shard/layer_weights.h"
 
 namespace fsdp {
 
@@ -29,40 +31,27 @@ class QuantizedWeights {
   // The arguments must outlive it. `codes`: this rank's part, in bytes, with the cuts of the
   // layout.
   QuantizedWeights(const FlatLayout& layout, const GroupTypes& types, const GroupSetting& setting,
-                   const MainWeights& main_weights, const FlatBuffer& codes);
+                   const GroupPaths& paths, const MainWeights& main_weights,
+                   const FlatBuffer& codes);
 
   // Tasks of whoever changes main weights, on the device's current stream.
   void measure();
   void cast();
-  // With delayed scaling cast() needs no amaxes of this update: it comes before they are combined,
-  // and remember() after that.
-  bool casts_before_combining() const { return history_.defined(); }
-  void remember();
   // On the communicators of the axes that shard main weights; all ranks call it in the same order.
   Work start_combining(const Tag& tag, const Work& after) const;
-  // All of it, for those who wait. kValues: the main weights have other values, of no update; with
-  // delayed scaling the history of a matrix is what set_history() gave, or begins now.
-  enum class After : uint8_t { kUpdate, kValues };
-  void quantize(const Tag& tag, After after);
+  // All of it, for those who wait.
+  void quantize(const Tag& tag);
 
-  // This rank's scales of one byte, and those of the whole group in a slab.
-  bool has_block_scales() const { return block_scales_.has_value(); }
-  const FlatBuffer& block_scales() const { return *block_scales_; }
-  const FlatLayout& block_layout() const { return *block_layout_; }
+  // Scales of one byte take the paths of the codes, after them. `room`: behind the codes in their
+  // slab.
+  Work start_refresh(const Tag& tag, const Work& after);
+  Work start_unshard(void* room, const Tag& tag, const Work& after);
 
-  // One matrix: `codes` and `block_scales` of the whole group (undefined where there are none).
-  QuantizedWeight weight(int64_t index, const at::Tensor& codes,
-                         const at::Tensor& block_scales) const;
+  // One matrix of the whole group, whose codes these are.
+  const QuantizedWeight& weight(int64_t index, const FlatBuffer& codes);
 
-  // Of this rank's casts since the last call: overflows, underflows and elements; int64, [3].
+  // Counts this rank's casts since the last call: overflows, underflows and elements; int64, [3].
   at::Tensor take_counts();
-
-  // With delayed scaling, for checkpoints: the amaxes of the main weights, then those of the
-  // kAmaxHistory updates before, which the codes were made with; fp32, [1 + kAmaxHistory, shared
-  // scales of the matrix].
-  bool has_history() const { return history_.defined(); }
-  at::Tensor history_of(int64_t index) const;
-  void set_history(int64_t index, const at::Tensor& amaxes);
 
  private:
   struct Matrix {
@@ -70,7 +59,6 @@ class QuantizedWeights {
     int64_t columns = 0;
     SharedScales scales;
     int64_t first_scale = 0;  // among those of the group
-    bool has_given_history = false;
   };
   // A part of a matrix in one contiguous run of main weights.
   struct Part {
@@ -81,26 +69,41 @@ class QuantizedWeights {
     at::Tensor block_scales;
   };
 
-  void find_parts(const FlatLayout& layout, const MainWeights& main_weights,
-                  const FlatBuffer& codes);
-  at::Tensor history_columns(const Matrix& matrix) const;
-  void make_factors(const at::Tensor& amaxes);
-  void cast_parts();
+  // The scales of one byte: this rank's, and the group's in a slab.
+  struct BlockScales {
+    FlatBuffer own;
+    FlatBuffer whole;
+    Redistribution refresh;
+    Redistribution unshard;
+  };
+  struct CachedWeight {
+    const void* codes = nullptr;
+    QuantizedWeight weight;
+  };
 
+  void find_parts(const MainWeights& main_weights, const FlatBuffer& codes);
+  QuantizedWeight made_of(int64_t index, const FlatBuffer& codes) const;
+  void make_factors();
+
+  const FlatLayout& layout_;
   const WeightRecipeRow& recipe_;
   const Quantization options_;
   const c10::Device device_;
   std::vector<Communicator*> shard_axes_;
   std::optional<FlatLayout> block_layout_;
-  std::optional<FlatBuffer> block_scales_;
+  std::optional<BlockScales> block_scales_;
   std::vector<Matrix> matrices_;
+  std::vector<CachedWeight> cache_;  // by matrix: pools hand out the same addresses every step
   std::vector<Part> parts_;
   Slab slab_;
   at::Tensor amaxes_;   // [shared scales of the group], int32: bits of magnitudes
   at::Tensor factors_;  // fp32
   at::Tensor scales_;   // fp32
-  at::Tensor history_;  // [1 + kAmaxHistory, shared scales], int32; the newest one first
   at::Tensor counts_;   // int64: QuantizeCounts, then elements
 };
+
+// From now on quantized_weight(parameter) is what `current` returns; nullptr: nullopt again. A tag
+// of the tensor itself, so that layers find it in their backward, too.
+void tag_quantized(const at::Tensor& parameter, std::function<QuantizedWeight()> current);
 
 }  // namespace fsdp

@@ -9,7 +9,7 @@
 
 #include "fsdp/comm/communicator.h"
 #include "fsdp/comm/mesh.h"
-#include "fsdp/comm/work.h"
+#include "fsdp/comm/operation.h"
 #include "fsdp/layout/strategy.h"
 #include "fsdp/shard/group/flat_buffer.h"
 #include "fsdp/shard/options.h"
@@ -49,14 +49,11 @@ struct GroupPaths {
   double local_scale = 1.0;     // of gradients without any stage
 };
 
-// A gradient is divided exactly once, in its first stage: the running sum of that stage is wide,
-// and later stages add divided values. Without any stage it is divided where it is written. The
-// divisor is the number of losses in the job, the same on every grid: what the axes of this one do
-// not add up, the ranks of an ep group have added by exchanging tokens. Where the ranks of a tp
-// group compute equal gradients, the grid adds up `num_copies` of each, and the divisor is so many
-// times larger, for a sum over losses, too.
+// A gradient is divided exactly once, in its first stage, whose running sum is wide; without any
+// stage it is divided where it is written. The divisor is the number of losses in the job, times
+// the `num_copies` of each gradient that the grid adds up (docs/engine.md, "One scale rule").
 GroupPaths group_paths(const Strategy& strategy, MeshShape mesh, GradientOf gradient,
-                       int64_t num_losses, int64_t num_copies = 1);
+                       int64_t data_parallel_size, int64_t num_copies = 1);
 
 // Executes one path for the buffers of one group. The collectives run in the background, one after
 // the other, without a wait of the host in between.

@@ -2,16 +2,19 @@
 
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <cmath>
+#include <concepts>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
 #include <limits>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <span>
-#include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/text.h"
 #include "fsdp/base/version.h"
@@ -20,206 +23,182 @@ namespace fsdp::train {
 
 namespace {
 
-using Json = nlohmann::json;
-using OrderedJson = nlohmann::ordered_json;
+using Json = nlohmann::ordered_json;
 
-// Text from outside (paths, names of hosts) need not be UTF-8.
-std::string dump(const OrderedJson& json) {
-  return json.dump(-1, ' ', false, OrderedJson::error_handler_t::replace);
+// --- the fields of records -----------------------------------------------------------------------
+
+enum class Shown {
+  kExactly,   // reads back as the same number
+  kMeasured,  // in few digits: more would be noise
+  kIfAny,     // measured, and left out where it is 0
+};
+
+template <typename Record, typename Kind>
+concept RecordOf = std::same_as<std::remove_const_t<Record>, Kind>;
+
+// each_field() calls use(key, field, shown) for the fields of a record, in the order of its line,
+// for writing and for reading.
+
+template <RecordOf<StepRecord> Record, typename Use>
+void each_field(Record& record, const Use& use) {
+  use("step", record.step, Shown::kExactly);
+  use("total_steps", record.total_steps, Shown::kExactly);
+  use("loss", record.loss, Shown::kExactly);
+  use("loss_z", record.loss_z, Shown::kMeasured);
+  use("lr", record.learning_rate, Shown::kExactly);
+  use("grad_norm", record.gradient_norm, Shown::kExactly);
+  use("ms", record.milliseconds, Shown::kMeasured);
+  use("overhead_ms", record.overhead_milliseconds, Shown::kMeasured);
+  use("tokens_per_s", record.tokens_per_second, Shown::kMeasured);
+  use("tflops", record.teraflops, Shown::kIfAny);
+  use("mfu", record.mfu, Shown::kIfAny);
+  use("peak_bytes", record.peak_bytes, Shown::kExactly);
+  use("tokens", record.tokens, Shown::kExactly);
+  use("skipped", record.is_skipped, Shown::kIfAny);
+  use("terms", record.terms, Shown::kIfAny);
 }
 
-// An object as text, key after key: a line per step must cost microseconds, and a tree of nodes per
-// line costs tens of them.
-class Line {
- public:
-  explicit Line(std::string_view kind) {
-    text_.reserve(384);
-    text_ += "{\"kind\":\"";
-    text_ += kind;
-    text_ += '"';
+template <RecordOf<ValidationRecord> Record, typename Use>
+void each_field(Record& record, const Use& use) {
+  use("step", record.step, Shown::kExactly);
+  use("loss", record.loss, Shown::kExactly);
+  use("tokens", record.tokens, Shown::kExactly);
+  use("ms", record.milliseconds, Shown::kMeasured);
+}
+
+template <RecordOf<CheckpointRecord> Record, typename Use>
+void each_field(Record& record, const Use& use) {
+  use("step", record.step, Shown::kExactly);
+  use("path", record.path, Shown::kExactly);
+  use("bytes", record.bytes, Shown::kExactly);
+  use("blocked_ms", record.blocked_milliseconds, Shown::kMeasured);
+  use("ms", record.milliseconds, Shown::kMeasured);
+}
+
+template <RecordOf<EndRecord> Record, typename Use>
+void each_field(Record& record, const Use& use) {
+  use("step", record.step, Shown::kExactly);
+  use("num_steps", record.num_steps, Shown::kExactly);
+  use("seconds", record.seconds, Shown::kMeasured);
+  use("stopped_by", record.stopped_by, Shown::kExactly);
+}
+
+constexpr std::array<const char*, std::variant_size_v<LogRecord>> kKinds = {
+    "run", "step", "validation", "checkpoint", "end"};
+
+// --- writing -------------------------------------------------------------------------------------
+
+Json json_of(const auto& value, Shown) { return value; }
+Json json_of(double value, Shown shown) {
+  return shown == Shown::kExactly ? value : in_digits(value, 6);
+}
+Json json_of(const std::vector<NamedValue>& terms, Shown) {
+  Json json = Json::object();
+  for (const NamedValue& term : terms) json[term.name] = term.value;
+  return json;
+}
+
+void add_fields(Json& line, const auto& record) {
+  each_field(record, [&](const char* key, const auto& value, Shown shown) {
+    if (shown != Shown::kIfAny || value != std::remove_cvref_t<decltype(value)>())
+      line[key] = json_of(value, shown);
+  });
+}
+
+void add_fields(Json& line, const RunFacts& facts) {
+  Json settings = Json::object();
+  Json changed = Json::array();
+  for (const SettingRow& row : facts.settings) {
+    settings[row.name] = row.value;
+    if (row.is_changed) changed.push_back(row.name);
   }
-
-  void add(std::string_view key, int64_t value) { append(key, value); }
-
-  // The shortest text that reads back as the same number.
-  void add_exact(std::string_view key, double value) {
-    if (std::isfinite(value))
-      append(key, value);
-    else
-      append_text(key, "null");
-  }
-
-  // For measured values, where more digits would be noise.
-  void add_measured(std::string_view key, double value) {
-    if (std::isfinite(value))
-      append(key, value, std::chars_format::general, 6);
-    else
-      append_text(key, "null");
-  }
-
-  void add_time(double time) { append("time", time, std::chars_format::fixed, 3); }
-  void add_true(std::string_view key) { append_text(key, "true"); }
-  void add_json(std::string_view key, const OrderedJson& value) { append_text(key, dump(value)); }
-
-  void add_terms(const std::vector<NamedValue>& terms) {
-    if (terms.empty()) return;
-    append_text("terms", "{");
-    for (const NamedValue& term : terms) {
-      if (text_.back() != '{') text_ += ',';
-      text_ += dump(term.name);
-      text_ += ':';
-      text_ += std::isfinite(term.value) ? dump(term.value) : "null";
-    }
-    text_ += '}';
-  }
-
-  std::string take() {
-    text_ += '}';
-    return std::move(text_);
-  }
-
- private:
-  template <typename Value, typename... Format>
-  void append(std::string_view key, Value value, Format... format) {
-    std::array<char, 400> digits{};  // a fixed number may have 309 before its point
-    const auto result =
-        std::to_chars(digits.data(), digits.data() + digits.size(), value, format...);
-    append_text(key, std::string_view(digits.data(), result.ptr));
-  }
-
-  void append_text(std::string_view key, std::string_view value) {
-    text_ += ",\"";
-    text_ += key;
-    text_ += "\":";
-    text_ += value;
-  }
-
-  std::string text_;
-};
+  Json environment = Json::object();
+  for (const EnvironmentRow& row : facts.environment) environment[row.name] = row.value;
+  Json forecast = Json::object();
+  for (const MemoryRow& row : facts.memory)
+    if (row.forecast_bytes != kUnknownBytes) forecast[row.kind] = row.forecast_bytes;
+  line.update({{"step", facts.resumed_step},
+               {"title", facts.title},
+               {"version", FSDP_VERSION},
+               {"settings", settings},
+               {"changed", changed},
+               {"environment", environment},
+               {"forecast_bytes", forecast}});
+}
 
 // --- reading back --------------------------------------------------------------------------------
 
-int64_t integer_of(const Json& json, const char* key) {
-  const auto found = json.find(key);
-  return found != json.end() && found->is_number_integer() ? found->get<int64_t>() : 0;
+// Fields of a wrong type stay as they are: somebody else may have written the line.
+void take(const Json& json, int64_t& field) {
+  if (json.is_number_integer()) field = json.get<int64_t>();
 }
-
+void take(const Json& json, bool& field) { field = json == Json(true); }
+void take(const Json& json, std::string& field) {
+  if (json.is_string()) field = json.get<std::string>();
+}
 // A number that is not finite was written as null.
-double number_of(const Json& json, const char* key) {
-  const auto found = json.find(key);
-  if (found == json.end()) return 0;
-  return found->is_number() ? found->get<double>() : std::numeric_limits<double>::quiet_NaN();
+void take(const Json& json, double& field) {
+  field = json.is_number() ? json.get<double>() : std::numeric_limits<double>::quiet_NaN();
+}
+void take(const Json& json, std::vector<NamedValue>& field) {
+  if (json.is_object())
+    for (const auto& [name, value] : json.items()) take(value, field.emplace_back(name).value);
 }
 
-std::string text_of(const Json& json, const char* key) {
-  const auto found = json.find(key);
-  return found != json.end() && found->is_string() ? found->get<std::string>() : std::string();
-}
-
-StepRecord step_record_of(const Json& json) {
-  StepRecord record{.step = integer_of(json, "step"),
-                    .total_steps = integer_of(json, "total_steps"),
-                    .loss = number_of(json, "loss"),
-                    .loss_z = number_of(json, "loss_z"),
-                    .learning_rate = number_of(json, "lr"),
-                    .gradient_norm = number_of(json, "grad_norm"),
-                    .milliseconds = number_of(json, "ms"),
-                    .overhead_milliseconds = number_of(json, "overhead_ms"),
-                    .tokens_per_second = number_of(json, "tokens_per_s"),
-                    .teraflops = number_of(json, "tflops"),
-                    .mfu = number_of(json, "mfu"),
-                    .peak_bytes = integer_of(json, "peak_bytes"),
-                    .tokens = integer_of(json, "tokens"),
-                    .is_skipped = json.contains("skipped"),
-                    .terms = {}};
-  if (const auto terms = json.find("terms"); terms != json.end() && terms->is_object())
-    for (const auto& term : terms->items())
-      record.terms.push_back({term.key(), number_of(*terms, term.key().c_str())});
+template <typename Record>
+LogRecord record_of(const Json& json) {
+  Record record;
+  each_field(record, [&](const char* key, auto& field, Shown) {
+    if (const auto found = json.find(key); found != json.end()) take(*found, field);
+  });
   return record;
 }
 
-// An object whose values are texts, as rows.
-template <typename Row, typename Use>
-std::vector<Row> rows_of(const Json& json, const char* key, const Use& use) {
-  std::vector<Row> rows;
+// Calls use(name, text) for the texts of an object.
+void each_text(const Json& json, const char* key, const auto& use) {
   const auto found = json.find(key);
-  if (found == json.end() || !found->is_object()) return rows;
+  if (found == json.end() || !found->is_object()) return;
   for (const auto& [name, value] : found->items())
-    if (value.is_string()) rows.push_back(use(name, value.template get<std::string>()));
-  return rows;
+    if (value.is_string()) use(name, value.template get<std::string>());
 }
 
-RunStart run_start_of(const Json& json) {
-  std::vector<std::string> changed;
-  if (const auto found = json.find("changed"); found != json.end() && found->is_array())
-    for (const Json& name : *found)
-      if (name.is_string()) changed.push_back(name.get<std::string>());
-  RunStart start{.resumed_step = integer_of(json, "step")};
-  start.facts.title = text_of(json, "title");
-  start.facts.resumed_step = start.resumed_step;
-  start.facts.settings =
-      rows_of<SettingRow>(json, "settings", [&](const std::string& name, std::string value) {
-        const bool is_changed = std::find(changed.begin(), changed.end(), name) != changed.end();
-        return SettingRow{.name = name, .value = std::move(value), .is_changed = is_changed};
-      });
-  start.facts.environment =
-      rows_of<EnvironmentRow>(json, "environment", [](const std::string& name, std::string value) {
-        return EnvironmentRow{name, std::move(value)};
-      });
-  return start;
+template <>
+LogRecord record_of<RunFacts>(const Json& json) {
+  RunFacts facts;
+  take(json.value("step", Json()), facts.resumed_step);
+  take(json.value("title", Json()), facts.title);
+  const Json changed = json.value("changed", Json());
+  each_text(json, "settings", [&](const std::string& name, std::string value) {
+    const bool is_changed = std::find(changed.begin(), changed.end(), name) != changed.end();
+    facts.settings.push_back({.name = name, .value = std::move(value), .is_changed = is_changed});
+  });
+  each_text(json, "environment", [&](const std::string& name, std::string value) {
+    facts.environment.push_back({name, std::move(value)});
+  });
+  return facts;
 }
 
-// Calls `use(line, is_whole)` for each line; the last one may lack its line break.
-template <typename Use>
-void for_each_line(const std::string& path, const Use& use) {
-  constexpr int64_t kPieceBytes = int64_t{1} << 20;
-  const FileReader reader(path);
-  std::string pending;
-  std::vector<std::byte> piece;
-  for (int64_t offset = 0; offset < reader.bytes(); offset += kPieceBytes) {
-    piece.resize(static_cast<size_t>(std::min(kPieceBytes, reader.bytes() - offset)));
-    reader.read(offset, piece);
-    pending.append(reinterpret_cast<const char*>(piece.data()), piece.size());
-    size_t begin = 0;
-    for (size_t end = pending.find('\n'); end != std::string::npos;
-         end = pending.find('\n', begin)) {
-      use(std::string_view(pending).substr(begin, end - begin), true);
-      begin = end + 1;
-    }
-    pending.erase(0, begin);
-  }
-  if (!pending.empty()) use(std::string_view(pending), false);
-}
+// --- the file ------------------------------------------------------------------------------------
 
-// An interrupted run leaves steps that are done again, and lines that are no records.
-bool is_superseded(const std::optional<LogRecord>& record, int64_t resumed_step) {
-  return !record || step_of(*record) > resumed_step;
+// Calls `use(line)` for each line; the last one may lack its line break.
+void for_each_line(const std::string& path, const auto& use) {
+  std::ifstream file(path);
+  FSDP_CHECK(file.is_open(), path, ": cannot be read");
+  for (std::string line; std::getline(file, line);) use(line);
 }
 
 // Writes the kept lines beside the old file, then renames: a crash leaves one of the two.
-void rewrite(const std::string& path, int64_t resumed_step) {
+void keep_until(int64_t resumed_step, const std::string& path, const LogRecordSink& restored) {
   const std::string temporary = concat(path, ".tmp");
   FileWriter writer(temporary);
-  std::string kept;
-  for_each_line(path, [&](std::string_view line, bool) {
-    if (is_superseded(parse_log_line(line), resumed_step)) return;
-    kept.assign(line);
-    kept += '\n';
-    writer.write(std::as_bytes(std::span(kept)));
+  for_each_line(path, [&](const std::string& line) {
+    const std::optional<LogRecord> record = parse_log_line(line);
+    if (!record || step_of(*record) > resumed_step) return;
+    if (restored) restored(*record);
+    writer.write(std::as_bytes(std::span<const char>(line + '\n')));
   });
   writer.commit();
   rename_durably(temporary, path);
-}
-
-void resume(const std::string& path, int64_t resumed_step, const LogRecordSink& restored) {
-  bool is_intact = true;
-  for_each_line(path, [&](std::string_view line, bool is_whole) {
-    const std::optional<LogRecord> record = parse_log_line(line);
-    const bool is_kept = !is_superseded(record, resumed_step);
-    if (is_kept && restored) restored(*record);
-    is_intact = is_intact && is_kept && is_whole;
-  });
-  if (!is_intact) rewrite(path, resumed_step);
 }
 
 // Makes an old file ready for appending.
@@ -227,7 +206,7 @@ const std::string& prepared(const std::string& path, int64_t resumed_step,
                             const LogRecordSink& restored) {
   if (!is_regular_file(path)) return path;
   if (resumed_step > 0)
-    resume(path, resumed_step, restored);
+    keep_until(resumed_step, path, restored);
   else
     rename_durably(path, concat(path, ".previous"));
   return path;
@@ -235,137 +214,56 @@ const std::string& prepared(const std::string& path, int64_t resumed_step,
 
 }  // namespace
 
-std::string run_line(const RunFacts& facts, double time) {
-  Line line("run");
-  line.add("step", facts.resumed_step);
-  line.add_json("title", facts.title);
-  line.add_json("version", FSDP_VERSION);
-  OrderedJson settings = OrderedJson::object();
-  OrderedJson changed = OrderedJson::array();
-  for (const SettingRow& row : facts.settings) {
-    settings[row.name] = row.value;
-    if (row.is_changed) changed.push_back(row.name);
-  }
-  OrderedJson environment = OrderedJson::object();
-  for (const EnvironmentRow& row : facts.environment) environment[row.name] = row.value;
-  OrderedJson forecast = OrderedJson::object();
-  for (const MemoryRow& row : facts.memory)
-    if (row.forecast_bytes != kUnknownBytes) forecast[row.kind] = row.forecast_bytes;
-  line.add_json("settings", settings);
-  line.add_json("changed", changed);
-  line.add_json("environment", environment);
-  line.add_json("forecast_bytes", forecast);
-  line.add_time(time);
-  return line.take();
-}
-
-std::string log_line_of(const StepRecord& record, double time) {
-  Line line("step");
-  line.add("step", record.step);
-  line.add("total_steps", record.total_steps);
-  line.add_exact("loss", record.loss);
-  line.add_measured("loss_z", record.loss_z);
-  line.add_exact("lr", record.learning_rate);
-  line.add_exact("grad_norm", record.gradient_norm);
-  line.add_measured("ms", record.milliseconds);
-  line.add_measured("overhead_ms", record.overhead_milliseconds);
-  line.add_measured("tokens_per_s", record.tokens_per_second);
-  if (record.teraflops > 0) line.add_measured("tflops", record.teraflops);
-  if (record.mfu > 0) line.add_measured("mfu", record.mfu);
-  line.add("peak_bytes", record.peak_bytes);
-  line.add("tokens", record.tokens);
-  if (record.is_skipped) line.add_true("skipped");
-  line.add_terms(record.terms);
-  line.add_time(time);
-  return line.take();
-}
-
-std::string log_line_of(const ValidationRecord& record, double time) {
-  Line line("validation");
-  line.add("step", record.step);
-  line.add_exact("loss", record.loss);
-  line.add("tokens", record.tokens);
-  line.add_measured("ms", record.milliseconds);
-  line.add_time(time);
-  return line.take();
-}
-
-std::string log_line_of(const CheckpointRecord& record, double time) {
-  Line line("checkpoint");
-  line.add("step", record.step);
-  line.add_json("path", record.path);
-  line.add("bytes", record.bytes);
-  line.add_measured("blocked_ms", record.blocked_milliseconds);
-  line.add_measured("ms", record.milliseconds);
-  line.add_time(time);
-  return line.take();
-}
-
-std::string log_line_of(const EndRecord& record, double time) {
-  Line line("end");
-  line.add("step", record.step);
-  line.add("num_steps", record.num_steps);
-  line.add_measured("seconds", record.seconds);
-  line.add_json("stopped_by", record.stopped_by);
-  line.add_time(time);
-  return line.take();
+double in_digits(double value, int digits) {
+  if (!std::isfinite(value)) return value;
+  std::array<char, 40> text{};
+  std::snprintf(text.data(), text.size(), "%.*g", digits, value);
+  return std::strtod(text.data(), nullptr);
 }
 
 int64_t step_of(const LogRecord& record) {
-  struct StepOf {
-    int64_t operator()(const RunStart& start) const { return start.resumed_step; }
-    int64_t operator()(const StepRecord& each) const { return each.step; }
-    int64_t operator()(const ValidationRecord& each) const { return each.step; }
-    int64_t operator()(const CheckpointRecord& each) const { return each.step; }
-    int64_t operator()(const EndRecord& each) const { return each.step; }
-  };
-  return std::visit(StepOf{}, record);
+  return std::visit(
+      [](const auto& each) {
+        if constexpr (requires { each.resumed_step; })
+          return each.resumed_step;
+        else
+          return each.step;
+      },
+      record);
+}
+
+std::string log_line(const LogRecord& record, double time) {
+  Json line = {{"kind", kKinds[record.index()]}};
+  std::visit([&](const auto& each) { add_fields(line, each); }, record);
+  line["time"] = std::round(time * 1e3) / 1e3;
+  // Text from outside (paths, names of hosts) need not be UTF-8.
+  return line.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
 std::optional<LogRecord> parse_log_line(std::string_view line) {
   const Json json = Json::parse(line, nullptr, /*allow_exceptions=*/false);
   if (!json.is_object()) return std::nullopt;
-  const std::string kind = text_of(json, "kind");
-  const int64_t step = integer_of(json, "step");
-  if (kind == "run") return run_start_of(json);
-  if (kind == "step") return step_record_of(json);
-  if (kind == "validation")
-    return ValidationRecord{.step = step,
-                            .loss = number_of(json, "loss"),
-                            .tokens = integer_of(json, "tokens"),
-                            .milliseconds = number_of(json, "ms")};
-  if (kind == "checkpoint")
-    return CheckpointRecord{.step = step,
-                            .path = text_of(json, "path"),
-                            .bytes = integer_of(json, "bytes"),
-                            .blocked_milliseconds = number_of(json, "blocked_ms"),
-                            .milliseconds = number_of(json, "ms")};
-  if (kind == "end")
-    return EndRecord{.step = step,
-                     .num_steps = integer_of(json, "num_steps"),
-                     .seconds = number_of(json, "seconds"),
-                     .stopped_by = text_of(json, "stopped_by")};
+  constexpr std::array<LogRecord (*)(const Json&), kKinds.size()> kReaders = {
+      record_of<RunFacts>, record_of<StepRecord>, record_of<ValidationRecord>,
+      record_of<CheckpointRecord>, record_of<EndRecord>};
+  const Json kind = json.value("kind", Json());
+  for (size_t i = 0; i < kKinds.size(); ++i)
+    if (kind == kKinds[i]) return kReaders[i](json);
   return std::nullopt;
 }
 
-void read_log(const std::string& path, const LogRecordSink& use) {
-  // For each part of the run, the last step that no later part did again.
-  std::vector<int64_t> last_steps = {std::numeric_limits<int64_t>::max()};
-  for_each_line(path, [&](std::string_view line, bool) {
-    const std::optional<LogRecord> record = parse_log_line(line);
-    const RunStart* const start = record ? std::get_if<RunStart>(&*record) : nullptr;
-    if (start == nullptr) return;
-    for (int64_t& last : last_steps) last = std::min(last, start->resumed_step);
-    last_steps.push_back(std::numeric_limits<int64_t>::max());
-  });
-  size_t part = 0;
-  for_each_line(path, [&](std::string_view line, bool) {
-    const std::optional<LogRecord> record = parse_log_line(line);
+std::vector<LogRecord> read_log(const std::string& path) {
+  std::vector<LogRecord> records;
+  for_each_line(path, [&](const std::string& line) {
+    std::optional<LogRecord> record = parse_log_line(line);
     if (!record) return;
-    if (std::holds_alternative<RunStart>(*record)) ++part;
-    // A log that grows may have a new part meanwhile, of which nothing was done again.
-    if (part >= last_steps.size() || step_of(*record) <= last_steps[part]) use(*record);
+    // A later part of the run did these steps again.
+    if (const auto* start = std::get_if<RunFacts>(&*record))
+      std::erase_if(records,
+                    [&](const LogRecord& each) { return step_of(each) > start->resumed_step; });
+    records.push_back(std::move(*record));
   });
+  return records;
 }
 
 JsonLog::JsonLog(const std::string& path, int64_t resumed_step, const LogRecordSink& restored)

@@ -8,6 +8,7 @@
 #include <string>
 #include <string_view>
 #include <variant>
+#include <vector>
 
 #include "fsdp/train/log/append_file.h"
 #include "fsdp/train/log/run_records.h"
@@ -16,36 +17,31 @@ namespace fsdp::train {
 
 // --- lines ---------------------------------------------------------------------------------------
 
-// Lines without a line break. `time` is in seconds since 1970. Numbers that are not finite become
-// null, because JSON does not have them.
-std::string run_line(const RunFacts& facts, double time);
-std::string log_line_of(const StepRecord& record, double time);
-std::string log_line_of(const ValidationRecord& record, double time);
-std::string log_line_of(const CheckpointRecord& record, double time);
-std::string log_line_of(const EndRecord& record, double time);
+// RunFacts begin a run, or its next part.
+using LogRecord = std::variant<RunFacts, StepRecord, ValidationRecord, CheckpointRecord, EndRecord>;
 
-// The beginning of a run, or of its next part.
-struct RunStart {
-  int64_t resumed_step = 0;
-  // As the log has them: settings without their groups, no memory.
-  RunFacts facts = {};
-};
-
-using LogRecord = std::variant<RunStart, StepRecord, ValidationRecord, CheckpointRecord, EndRecord>;
-
+// The last step that was done when the record was made.
 int64_t step_of(const LogRecord& record);
 
-// Reads one of these lines, as far as a report needs it; nullopt for any other text.
+// Receives the records of a log, in their order.
+using LogRecordSink = std::function<void(const LogRecord&)>;
+
+// A line without its line break. `time` is in seconds since 1970. Numbers that are not finite
+// become null, because JSON does not have them.
+std::string log_line(const LogRecord& record, double time);
+
+// Reads one of these lines; nullopt for any other text. Facts are as far as a report needs them:
+// settings without their groups, no memory.
 std::optional<LogRecord> parse_log_line(std::string_view line);
+
+// The number that has so many decimal digits and is nearest, which JSON then shows in them.
+double in_digits(double value, int digits);
 
 // --- the file ------------------------------------------------------------------------------------
 
-// Receives the records of a resumed log, in their order.
-using LogRecordSink = std::function<void(const LogRecord&)>;
-
-// Reads a log that may be damaged, or grow meanwhile: passes over lines that are no records, and
-// over steps that a later part of the run did again.
-void read_log(const std::string& path, const LogRecordSink& use);
+// The records of a log that may be damaged or grow meanwhile, without lines that are no records and
+// without steps that a later part of the run did again.
+std::vector<LogRecord> read_log(const std::string& path);
 
 // For one thread at a time.
 class JsonLog {
@@ -57,8 +53,6 @@ class JsonLog {
 
   // `line` is without its line break.
   void write(std::string line);
-
-  const std::string& path() const { return file_.path(); }
 
  private:
   AppendFile file_;

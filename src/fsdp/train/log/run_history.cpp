@@ -2,6 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <variant>
+
+#include "fsdp/base/check.h"
+#include "fsdp/base/durable_file.h"
+#include "fsdp/train/settings/settings.h"
 
 namespace fsdp::train {
 
@@ -73,6 +78,24 @@ template <typename Record>
 void keep_newest(std::deque<Record>& records, const Record& record) {
   records.push_back(record);
   if (records.size() > kMaxRows) records.pop_front();
+}
+
+// The log has settings by name alone; their table has groups and an order. Settings of another
+// version come last.
+void put_in_order(std::vector<SettingRow>& rows) {
+  const std::vector<Setting> known = settings();
+  const auto find = [&](const std::string& name) {
+    return std::find_if(known.begin(), known.end(),
+                        [&](const Setting& setting) { return name == setting.name; });
+  };
+  for (SettingRow& row : rows) {
+    const auto setting = find(row.name);
+    row.group = setting == known.end() ? "others" : setting->group;
+    row.help = setting == known.end() ? "" : setting->help;
+  }
+  std::stable_sort(rows.begin(), rows.end(), [&](const SettingRow& a, const SettingRow& b) {
+    return find(a.name) < find(b.name);
+  });
 }
 
 }  // namespace
@@ -167,39 +190,57 @@ double LossOutliers::add(double loss) {
   return z;
 }
 
-void RunHistory::restore(const LogRecord& record) {
+void RunHistory::add(const LogRecord& record) {
   std::visit([this](const auto& each) { add(each); }, record);
 }
 
 void RunHistory::add(const StepRecord& record) {
-  loss_.add(record.step, record.loss);
-  learning_rate_.add(record.step, record.learning_rate);
-  gradient_norm_.add(record.step, record.gradient_norm);
-  tokens_per_second_.add(record.step, record.tokens_per_second);
-  milliseconds_.add(record.step, record.milliseconds);
-  tokens_.add(record.step, static_cast<double>(record.tokens));
-  last_step_ = record;
-  step_seconds_ += std::isfinite(record.milliseconds) ? record.milliseconds / 1000 : 0;
-  num_skipped_ += record.is_skipped ? 1 : 0;
+  loss.add(record.step, record.loss);
+  learning_rate.add(record.step, record.learning_rate);
+  gradient_norm.add(record.step, record.gradient_norm);
+  tokens_per_second.add(record.step, record.tokens_per_second);
+  milliseconds.add(record.step, record.milliseconds);
+  tokens.add(record.step, static_cast<double>(record.tokens));
+  last_step = record;
+  step_seconds += std::isfinite(record.milliseconds) ? record.milliseconds / 1000 : 0;
+  num_skipped += record.is_skipped ? 1 : 0;
   if (std::abs(record.loss_z) >= kOutlierZ) {
-    ++num_outliers_;
-    keep_newest(outliers_, record);
+    ++num_outliers;
+    keep_newest(outliers, record);
   }
 }
 
 void RunHistory::add(const ValidationRecord& record) {
-  validation_loss_.add(record.step, record.loss);
-  if (!best_validation_ || record.loss < best_validation_->loss) best_validation_ = record;
+  validation_loss.add(record.step, record.loss);
+  if (!best_validation || record.loss < best_validation->loss) best_validation = record;
 }
 
 void RunHistory::add(const CheckpointRecord& record) {
-  ++num_checkpoints_;
-  keep_newest(checkpoints_, record);
+  ++num_checkpoints;
+  keep_newest(checkpoints, record);
 }
 
-void RunHistory::add(const RunStart& start) {
-  end_.reset();
-  if (start.resumed_step > 0) keep_newest(resumed_steps_, start.resumed_step);
+void RunHistory::add(const RunFacts& start) {
+  end.reset();
+  if (start.resumed_step > 0) keep_newest(resumed_steps, start.resumed_step);
+}
+
+LoggedRun read_logged_run(const std::string& path) {
+  std::string name = path;
+  while (name.size() > 1 && name.ends_with('/')) name.pop_back();
+  const std::string log = is_directory(name) ? name + "/log.jsonl" : name;
+  FSDP_CHECK(path_exists(log) && !is_directory(log), log,
+             ": there is no log; give the directory of a run (fsdp train --checkpoint-dir) or the "
+             "file of its --log");
+  LoggedRun run{.name = name};
+  for (const LogRecord& record : read_log(log)) {
+    run.history.add(record);
+    if (const auto* start = std::get_if<RunFacts>(&record)) run.facts = *start;
+  }
+  FSDP_CHECK(run.history.last_step, log,
+             ": has no step of a run; wait for its first one, or give the log of another run");
+  put_in_order(run.facts.settings);
+  return run;
 }
 
 }  // namespace fsdp::train

@@ -1,11 +1,12 @@
 // The history of a run over all its resumes, in bounded memory, for the report: figures over the
-// steps, and outliers among the losses.
+// steps, and outliers among the losses; and a run as its log tells it.
 #pragma once
 
 #include <cstdint>
 #include <deque>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "fsdp/train/log/json_log.h"
@@ -47,7 +48,7 @@ class Series {
 
   // The last hundredth of the steps, whose mean hardly depends on a single one.
   SeriesBucket recent() const;
-  // Of a typical step; not finite without a finite value.
+  // The value of a typical step; not finite without a finite value.
   double median() const;
 
  private:
@@ -84,62 +85,50 @@ constexpr double kOutlierZ = 4.0;
 
 // --- all that is told ----------------------------------------------------------------------------
 
-class RunHistory {
- public:
-  // Adds a record of the log of the part before a resume, in its order.
-  void restore(const LogRecord& record);
-
+// Filled by add(); for reading besides.
+struct RunHistory {
+  // A record of the log of the part before a resume, in its order.
+  void add(const LogRecord& record);
   void add(const StepRecord& record);
   void add(const ValidationRecord& record);
   void add(const CheckpointRecord& record);
-  void add(const EndRecord& record) { end_ = record; }
-  // A part of the run begins after this step.
-  void add(const RunStart& start);
+  void add(const EndRecord& record) { end = record; }
+  // A part of the run begins.
+  void add(const RunFacts& start);
 
-  const Series& loss() const { return loss_; }
-  const Series& validation_loss() const { return validation_loss_; }
-  const Series& learning_rate() const { return learning_rate_; }
-  const Series& gradient_norm() const { return gradient_norm_; }
-  const Series& tokens_per_second() const { return tokens_per_second_; }
-  const Series& milliseconds() const { return milliseconds_; }
-  // Trained on by a step.
-  const Series& tokens() const { return tokens_; }
-
-  const std::optional<StepRecord>& last_step() const { return last_step_; }
-  const std::optional<ValidationRecord>& best_validation() const { return best_validation_; }
+  Series loss = {};
+  Series validation_loss = {};
+  Series learning_rate = {};
+  Series gradient_norm = {};
+  Series tokens_per_second = {};
+  Series milliseconds = {};
+  Series tokens = {};  // trained on by a step
+  std::optional<StepRecord> last_step = {};
+  std::optional<ValidationRecord> best_validation = {};
 
   // The newest ones, oldest first.
-  const std::deque<CheckpointRecord>& checkpoints() const { return checkpoints_; }
-  const std::deque<StepRecord>& outliers() const { return outliers_; }
-  int64_t num_checkpoints() const { return num_checkpoints_; }
-  int64_t num_outliers() const { return num_outliers_; }
-  int64_t num_skipped() const { return num_skipped_; }
+  std::deque<CheckpointRecord> checkpoints = {};
+  std::deque<StepRecord> outliers = {};
+  std::deque<int64_t> resumed_steps = {};  // after which the run was resumed
 
-  // The steps after which the run was resumed.
-  const std::deque<int64_t>& resumed_steps() const { return resumed_steps_; }
+  int64_t num_checkpoints = 0;
+  int64_t num_outliers = 0;
+  int64_t num_skipped = 0;
+  double step_seconds = 0;  // over all parts
   // How the newest part of the run ended; none while it goes on.
-  const std::optional<EndRecord>& end() const { return end_; }
-  // Time in steps, over all parts.
-  double step_seconds() const { return step_seconds_; }
-
- private:
-  Series loss_;
-  Series validation_loss_;
-  Series learning_rate_;
-  Series gradient_norm_;
-  Series tokens_per_second_;
-  Series milliseconds_;
-  Series tokens_;
-  std::optional<StepRecord> last_step_;
-  std::optional<ValidationRecord> best_validation_;
-  std::deque<CheckpointRecord> checkpoints_;
-  std::deque<StepRecord> outliers_;
-  int64_t num_checkpoints_ = 0;
-  int64_t num_outliers_ = 0;
-  int64_t num_skipped_ = 0;
-  std::deque<int64_t> resumed_steps_;
-  std::optional<EndRecord> end_;
-  double step_seconds_ = 0;
+  std::optional<EndRecord> end = {};
 };
+
+// --- a run's log ---------------------------------------------------------------------------------
+
+struct LoggedRun {
+  std::string name = {};  // its directory or log, as given
+  RunFacts facts = {};    // of its newest part; no memory
+  RunHistory history = {};
+};
+
+// From a log, or from the directory of a run, whose log is log.jsonl. Throws an Error for a place
+// without a log or a log without a step.
+LoggedRun read_logged_run(const std::string& path);
 
 }  // namespace fsdp::train

@@ -14,43 +14,33 @@ namespace fsdp::train {
 struct NamedValue {
   std::string name = {};
   double value = 0;
+
+  bool operator==(const NamedValue&) const = default;
 };
 
 // One optimizer step of the whole job. Steps count from 1.
 struct StepRecord {
   int64_t step = 0;
   int64_t total_steps = 0;
-  // Mean over the global batch; not finite when training has failed.
-  double loss = 0;
-  // How far the loss is from the prediction of LossOutliers, in deviations. Filled by RunWatch.
-  double loss_z = 0;
+  double loss = 0;    // mean over the global batch; not finite when training has failed
+  double loss_z = 0;  // deviations from the prediction of LossOutliers; filled by RunWatch
   double learning_rate = 0;
-  // Before clipping.
-  double gradient_norm = 0;
-  // Since the end of the step before, without validations and saves in between.
-  double milliseconds = 0;
-  // The part of `milliseconds` that the rank did not spend on the step itself, but on waiting for
-  // data, metrics and logs.
-  double overhead_milliseconds = 0;
-  // Of all ranks together.
-  double tokens_per_second = 0;
-  // Of one device, counted by the model's formula; 0: unknown.
-  double teraflops = 0;
-  // teraflops as a fraction of the device's peak; 0: unknown.
-  double mfu = 0;
-  // Peak memory so far: of a device, or of the whole process on a CPU.
-  int64_t peak_bytes = 0;
-  // Trained on so far, this step included.
-  int64_t tokens = 0;
-  // Gradients were not finite, so there was no update.
-  bool is_skipped = false;
+  double gradient_norm = 0;  // before clipping
+  double milliseconds = 0;   // since the step before, without validations and saves in between
+  double overhead_milliseconds = 0;  // of them: waiting for data, metrics and logs
+  double tokens_per_second = 0;      // of all ranks together
+  double teraflops = 0;              // of one device, counted by the model's formula; 0: unknown
+  double mfu = 0;                    // teraflops as a fraction of the device's peak; 0: unknown
+  int64_t peak_bytes = 0;            // memory so far: of a device, or of the whole process on a CPU
+  int64_t tokens = 0;                // trained on so far, this step included
+  bool is_skipped = false;           // there was no update, because gradients were not finite,
+  bool learns = true;                // or because no token was learnt
   std::vector<NamedValue> terms = {};
 };
 
 struct ValidationRecord {
   int64_t step = 0;
-  // Mean over the validation tokens.
-  double loss = 0;
+  double loss = 0;  // mean over the validation tokens
   int64_t tokens = 0;
   double milliseconds = 0;
 };
@@ -59,27 +49,21 @@ struct CheckpointRecord {
   int64_t step = 0;
   std::string path = {};
   int64_t bytes = 0;
-  // How long training stood still for the save.
-  double blocked_milliseconds = 0;
-  // From the request until the checkpoint was on the disk.
-  double milliseconds = 0;
+  double blocked_milliseconds = 0;  // in which training stood still
+  double milliseconds = 0;          // from the request until the checkpoint was on the disk
 };
 
 struct EndRecord {
-  // The last finished step, and how many steps this process did.
-  int64_t step = 0;
-  int64_t num_steps = 0;
+  int64_t step = 0;       // the last finished one
+  int64_t num_steps = 0;  // that this process did
   double seconds = 0;
-  // Why the run ended before the last step: "SIGTERM". "": it is complete.
-  std::string stopped_by = {};
+  std::string stopped_by = {};  // "SIGTERM"; "": the run is complete
 };
 
 // --- what is known besides -----------------------------------------------------------------------
 
 struct SettingRow {
-  // "model", "data", "sharding". Settings of a group are shown together; groups come in the order
-  // of their first settings.
-  std::string group = {};
+  std::string group = {};  // "model", "data", in the order of their first settings
   std::string name = {};
   std::string value = {};
   bool is_changed = false;  // not the default
@@ -114,8 +98,7 @@ struct RunFacts {
   std::vector<SettingRow> settings = {};
   std::vector<EnvironmentRow> environment = {};
   std::vector<MemoryRow> memory = {};
-  // The run continues after this step; 0: it is a new run.
-  int64_t resumed_step = 0;
+  int64_t resumed_step = 0;  // after which the run goes on; 0: a new run
 };
 
 // Text that the model wrote.

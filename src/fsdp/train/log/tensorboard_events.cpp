@@ -9,47 +9,70 @@
 
 #include "fsdp/base/crc32c.h"
 #include "fsdp/base/text.h"
-#include "fsdp/train/log/utf8_text.h"
+#include "fsdp/train/log/console.h"
 
 namespace fsdp::train {
 
 namespace {
 
-// Numbers of fields, from tensorflow/core/util/event.proto and framework/{summary,tensor}.proto.
-namespace event {
-constexpr int kWallTime = 1;
-constexpr int kStep = 2;
-constexpr int kFileVersion = 3;
-constexpr int kSummary = 5;
-constexpr int kSessionLog = 7;
-}  // namespace event
-namespace session_log {
-constexpr int kStatus = 1;
-constexpr int64_t kStart = 1;
-}  // namespace session_log
-namespace summary {
-constexpr int kValue = 1;
+// Appends the lowest `num_bytes` bytes of `value`, the lowest first.
+void append_little_endian(std::string& text, uint64_t value, int num_bytes) {
+  for (int i = 0; i < num_bytes; ++i) text += static_cast<char>(value >> (8 * i) & 0xff);
 }
-namespace value {
-constexpr int kTag = 1;
-constexpr int kSimpleValue = 2;
-constexpr int kTensor = 8;
-constexpr int kMetadata = 9;
-}  // namespace value
-namespace metadata {
-constexpr int kPluginData = 1;
-constexpr int kPluginName = 1;  // of PluginData
-constexpr int kDataClass = 4;
-constexpr int64_t kTensorClass = 2;
-}  // namespace metadata
-namespace tensor {
-constexpr int kDtype = 1;
-constexpr int64_t kString = 7;
-constexpr int kShape = 2;
-constexpr int kDim = 2;      // of the shape
-constexpr int kDimSize = 1;  // of a dim
-constexpr int kStringVal = 8;
-}  // namespace tensor
+
+// --- the wire format of protocol buffers ---------------------------------------------------------
+
+// A message is the text of its fields, one after the other; each has the number and the type of the
+// .proto file.
+enum class Wire { kVarint = 0, kFixed64 = 1, kLength = 2, kFixed32 = 5 };
+
+std::string varint(uint64_t value) {
+  std::string text;
+  for (; value >= 0x80; value >>= 7) text += static_cast<char>(value | 0x80);
+  return text += static_cast<char>(value);
+}
+
+std::string tag_of(int field, Wire wire) {
+  return varint(static_cast<uint64_t>(field) << 3 | static_cast<uint64_t>(wire));
+}
+
+std::string integer_field(int field, int64_t value) {
+  return tag_of(field, Wire::kVarint) + varint(static_cast<uint64_t>(value));
+}
+
+std::string double_field(int field, double value) {
+  std::string text = tag_of(field, Wire::kFixed64);
+  append_little_endian(text, std::bit_cast<uint64_t>(value), 8);
+  return text;
+}
+
+std::string float_field(int field, float value) {
+  std::string text = tag_of(field, Wire::kFixed32);
+  append_little_endian(text, std::bit_cast<uint32_t>(value), 4);
+  return text;
+}
+
+// A string, or a message within another.
+std::string bytes_field(int field, std::string_view value) {
+  return tag_of(field, Wire::kLength) + varint(value.size()) + std::string(value);
+}
+
+// --- events --------------------------------------------------------------------------------------
+
+// tensorflow/core/util/event.proto: wall_time = 1, step = 2.
+std::string event_at(int64_t step, double time) {
+  return double_field(1, time) + integer_field(2, step);
+}
+
+// Event.summary = 5, Summary.value = 1, Value.tag = 1.
+std::string summary_value(std::string_view tag, const std::string& rest) {
+  return bytes_field(1, bytes_field(1, tag) + rest);
+}
+
+// Value.simple_value = 2.
+std::string scalar(std::string_view tag, double number) {
+  return summary_value(tag, float_field(2, static_cast<float>(number)));
+}
 
 // TensorBoard finds files by "events.out.tfevents." and reads them in the order of their names,
 // that is, of the time that follows. The rest keeps hosts, processes and writers apart.
@@ -69,20 +92,6 @@ uint32_t masked_crc32c(std::string_view bytes) {
   return (crc >> 15 | crc << 17) + 0xa282ead8u;
 }
 
-ProtobufMessage event_at(int64_t step, double time) {
-  ProtobufMessage message;
-  message.add_double(event::kWallTime, time);
-  message.add_integer(event::kStep, step);
-  return message;
-}
-
-void add_scalar(ProtobufMessage& to, std::string_view tag, double number) {
-  ProtobufMessage scalar;
-  scalar.add_bytes(value::kTag, tag);
-  scalar.add_float(value::kSimpleValue, static_cast<float>(number));
-  to.add_message(summary::kValue, scalar);
-}
-
 // Escapes a cell of a Markdown table: a bar would end the cell, a line break the row.
 std::string cell_text(std::string_view text) {
   std::string cell;
@@ -95,78 +104,31 @@ std::string cell_text(std::string_view text) {
 
 }  // namespace
 
-void append_little_endian(std::string& text, uint64_t value, int num_bytes) {
-  for (int i = 0; i < num_bytes; ++i) text += static_cast<char>(value >> (8 * i) & 0xff);
-}
-
-void ProtobufMessage::add_integer(int field, int64_t value) {
-  add_tag(field, Wire::kVarint);
-  add_varint(static_cast<uint64_t>(value));
-}
-
-void ProtobufMessage::add_double(int field, double value) {
-  add_tag(field, Wire::kFixed64);
-  append_little_endian(encoded_, std::bit_cast<uint64_t>(value), 8);
-}
-
-void ProtobufMessage::add_float(int field, float value) {
-  add_tag(field, Wire::kFixed32);
-  append_little_endian(encoded_, std::bit_cast<uint32_t>(value), 4);
-}
-
-void ProtobufMessage::add_bytes(int field, std::string_view bytes) {
-  add_tag(field, Wire::kLength);
-  add_varint(bytes.size());
-  encoded_ += bytes;
-}
-
-void ProtobufMessage::add_tag(int field, Wire wire) {
-  add_varint(static_cast<uint64_t>(field) << 3 | static_cast<uint64_t>(wire));
-}
-
-void ProtobufMessage::add_varint(uint64_t value) {
-  for (; value >= 0x80; value >>= 7) encoded_ += static_cast<char>(value | 0x80);
-  encoded_ += static_cast<char>(value);
-}
-
 TensorboardEvents::TensorboardEvents(const std::string& directory, int64_t resumed_step,
                                      double time)
     : file_(file_path(directory, time), "--tensorboard") {
-  ProtobufMessage version;
-  version.add_double(event::kWallTime, time);
-  version.add_bytes(event::kFileVersion, "brain.Event:2");
-  write(version);
-  if (resumed_step == 0) return;
-  ProtobufMessage session;
-  session.add_integer(session_log::kStatus, session_log::kStart);
-  ProtobufMessage start = event_at(resumed_step + 1, time);
-  start.add_message(event::kSessionLog, session);
-  write(start);
+  write(double_field(1, time) + bytes_field(3, "brain.Event:2"));  // file_version = 3
+  // session_log = 7, whose status = 1 is START = 1.
+  if (resumed_step > 0)
+    write(event_at(resumed_step + 1, time) + bytes_field(7, integer_field(1, 1)));
 }
 
 void TensorboardEvents::step(const StepRecord& record, double time) {
-  ProtobufMessage scalars;
-  add_scalar(scalars, "loss/train", record.loss);
+  std::string scalars = scalar("loss/train", record.loss);
   for (const NamedValue& term : record.terms)
-    add_scalar(scalars, concat("loss_terms/", term.name), term.value);
-  add_scalar(scalars, "learning_rate", record.learning_rate);
-  add_scalar(scalars, "gradient_norm", record.gradient_norm);
-  add_scalar(scalars, "speed/tokens_per_s", record.tokens_per_second);
-  add_scalar(scalars, "speed/step_ms", record.milliseconds);
-  if (record.teraflops > 0) add_scalar(scalars, "speed/tflops", record.teraflops);
-  if (record.mfu > 0) add_scalar(scalars, "speed/mfu", record.mfu);
-  add_scalar(scalars, "memory/peak_bytes", static_cast<double>(record.peak_bytes));
-  ProtobufMessage message = event_at(record.step, time);
-  message.add_message(event::kSummary, scalars);
-  write(message);
+    scalars += scalar(concat("loss_terms/", term.name), term.value);
+  scalars += scalar("learning_rate", record.learning_rate);
+  scalars += scalar("gradient_norm", record.gradient_norm);
+  scalars += scalar("speed/tokens_per_s", record.tokens_per_second);
+  scalars += scalar("speed/step_ms", record.milliseconds);
+  if (record.teraflops > 0) scalars += scalar("speed/tflops", record.teraflops);
+  if (record.mfu > 0) scalars += scalar("speed/mfu", record.mfu);
+  scalars += scalar("memory/peak_bytes", static_cast<double>(record.peak_bytes));
+  write(event_at(record.step, time) + bytes_field(5, scalars));
 }
 
 void TensorboardEvents::validation(const ValidationRecord& record, double time) {
-  ProtobufMessage scalars;
-  add_scalar(scalars, "loss/validation", record.loss);
-  ProtobufMessage message = event_at(record.step, time);
-  message.add_message(event::kSummary, scalars);
-  write(message);
+  write(event_at(record.step, time) + bytes_field(5, scalar("loss/validation", record.loss)));
 }
 
 void TensorboardEvents::settings(std::span<const SettingRow> rows, int64_t step, double time) {
@@ -178,50 +140,29 @@ void TensorboardEvents::settings(std::span<const SettingRow> rows, int64_t step,
 }
 
 void TensorboardEvents::sample(const TextSample& sample, double time) {
-  // Four spaces: Markdown shows the text verbatim.
-  std::string text = "    ";
-  for (const char c : clean_utf8(sample.prompt + sample.continuation)) {
-    text += c;
-    if (c == '\n') text += "    ";
-  }
-  write_text("sample", text, sample.step, time);
+  // Markdown shows indented text verbatim.
+  write_text("sample", indented(sample.prompt + sample.continuation), sample.step, time);
 }
 
+// framework/summary.proto: Value.tensor = 8, metadata = 9 with plugin_data = 1 (plugin_name = 1)
+// and data_class = 4 of DATA_CLASS_TENSOR = 2; framework/tensor.proto: dtype = 1 of DT_STRING = 7,
+// tensor_shape = 2 with a dim = 2 of size = 1, string_val = 8.
 void TensorboardEvents::write_text(std::string_view tag, std::string_view markdown, int64_t step,
                                    double time) {
-  ProtobufMessage plugin;
-  plugin.add_bytes(metadata::kPluginName, "text");
-  ProtobufMessage about;
-  about.add_message(metadata::kPluginData, plugin);
-  about.add_integer(metadata::kDataClass, metadata::kTensorClass);
-  ProtobufMessage dim;
-  dim.add_integer(tensor::kDimSize, 1);
-  ProtobufMessage shape;
-  shape.add_message(tensor::kDim, dim);
-  ProtobufMessage strings;
-  strings.add_integer(tensor::kDtype, tensor::kString);
-  strings.add_message(tensor::kShape, shape);
-  strings.add_bytes(tensor::kStringVal, markdown);
-  ProtobufMessage text;
-  text.add_bytes(value::kTag, tag);
-  text.add_message(value::kTensor, strings);
-  text.add_message(value::kMetadata, about);
-  ProtobufMessage texts;
-  texts.add_message(summary::kValue, text);
-  ProtobufMessage message = event_at(step, time);
-  message.add_message(event::kSummary, texts);
-  write(message);
+  const std::string shape = bytes_field(2, integer_field(1, 1));
+  const std::string tensor = integer_field(1, 7) + bytes_field(2, shape) + bytes_field(8, markdown);
+  const std::string metadata = bytes_field(1, bytes_field(1, "text")) + integer_field(4, 2);
+  write(event_at(step, time) +
+        bytes_field(5, summary_value(tag, bytes_field(8, tensor) + bytes_field(9, metadata))));
 }
 
 // A TFRecord: length, its checksum, the bytes, their checksum.
-void TensorboardEvents::write(const ProtobufMessage& event) {
-  const std::string& bytes = event.encoded();
+void TensorboardEvents::write(const std::string& event) {
   std::string record;
-  record.reserve(bytes.size() + 16);
-  append_little_endian(record, bytes.size(), 8);
+  append_little_endian(record, event.size(), 8);
   append_little_endian(record, masked_crc32c(record), 4);
-  record += bytes;
-  append_little_endian(record, masked_crc32c(bytes), 4);
+  record += event;
+  append_little_endian(record, masked_crc32c(event), 4);
   file_.append(record);
 }
 

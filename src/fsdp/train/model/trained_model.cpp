@@ -5,11 +5,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "fsdp/base/check.h"
+#include "fsdp/base/integer.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/checkpoint/format/tensor_catalog.h"
@@ -21,6 +23,7 @@
 #include "fsdp/shard/fully_shard.h"
 #include "fsdp/shard/parameter_init.h"
 #include "fsdp/train/model/published_model.h"
+#include "fsdp/train/run_data.h"
 #include "fsdp/train/run_options.h"
 #include "fsdp/train/run_plan.h"
 #include "fsdp/train/settings/settings.h"
@@ -97,7 +100,7 @@ ModelBatch to_model_batch(const TokenBatch& batch, c10::Device device) {
 }
 
 MeanLoss mean_loss(LanguageModel& model, const ValidationBatches& batches, c10::Device device,
-                   Communicator& all, int64_t num_losses) {
+                   Communicator& all, int64_t data_parallel_size) {
   FSDP_ASSERT(batches.num_batches() > 0);
   const at::NoGradGuard no_grad;
   at::Tensor sums = at::zeros({2}, at::TensorOptions().dtype(at::kDouble).device(device));
@@ -116,7 +119,7 @@ MeanLoss mean_loss(LanguageModel& model, const ValidationBatches& batches, c10::
   const double sum = sums[0].item<double>();
   const double count = sums[1].item<double>();
   return {.loss = count > 0 ? sum / count : 0.0,
-          .tokens = std::llround(count * static_cast<double>(num_losses))};
+          .tokens = std::llround(count * static_cast<double>(data_parallel_size))};
 }
 
 LoadedModel load_for_inference(const InferenceOptions& options, const Mesh& mesh) {
@@ -169,6 +172,91 @@ Evaluation evaluate(const InferenceOptions& inference, const std::shared_ptr<con
   return {.path = loaded.path,
           .step = loaded.step,
           .mean = mean_loss(*loaded.model, batches, loaded.device, world.communicator(), ranks)};
+}
+
+// --- writing text --------------------------------------------------------------------------------
+
+int64_t choose_token(std::span<const float> logits, const SamplingOptions& options, double draw) {
+  const auto likeliest = std::max_element(logits.begin(), logits.end());
+  if (options.temperature == 0.0) return likeliest - logits.begin();
+
+  std::vector<double> weights(logits.size());
+  for (size_t i = 0; i < logits.size(); ++i)
+    weights[i] = std::exp((double{logits[i]} - *likeliest) / options.temperature);
+  std::vector<size_t> order(logits.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  // Stable, so that every machine draws equal logits in the order of their tokens.
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t a, size_t b) { return weights[a] > weights[b]; });
+
+  const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
+  double kept = 0;
+  size_t num_kept = 0;
+  while (num_kept < order.size() && (num_kept == 0 || kept < options.top_p * total))
+    kept += weights[order[num_kept++]];
+  double left = draw * kept;
+  for (size_t i = 0; i < num_kept; ++i) {
+    left -= weights[order[i]];
+    if (left < 0) return static_cast<int64_t>(order[i]);
+  }
+  return static_cast<int64_t>(order[num_kept - 1]);
+}
+
+namespace {
+
+// The logits after a text that grows. As long as the model sees the whole text, only new tokens are
+// computed; later each new token shifts the positions of all others.
+class NextLogits {
+ public:
+  NextLogits(LanguageModel& model, int64_t max_context, c10::Device device)
+      : model_(model), max_context_(static_cast<size_t>(max_context)), device_(device) {}
+
+  // [1, vocabulary]
+  at::Tensor after(const std::vector<int64_t>& text) {
+    if (text.size() > max_context_)
+      return model_.logits(tokens_of(std::span(text).last(max_context_))).select(1, -1);
+    const at::Tensor unseen = tokens_of(std::span(text).subspan(num_seen_));
+    num_seen_ = text.size();
+    return model_.next_logits(unseen, cache_);
+  }
+
+ private:
+  at::Tensor tokens_of(std::span<const int64_t> tokens) const {
+    return at::tensor(at::ArrayRef<int64_t>(tokens.data(), tokens.size()), at::kLong)
+        .unsqueeze(0)
+        .to(device_);
+  }
+
+  LanguageModel& model_;
+  const size_t max_context_;
+  const c10::Device device_;
+  DecodingCache cache_;
+  size_t num_seen_ = 0;
+};
+
+}  // namespace
+
+std::vector<int64_t> generate(LanguageModel& model, std::span<const int64_t> prompt,
+                              const SamplingOptions& options, c10::Device device,
+                              const std::function<void(int64_t)>& on_token) {
+  if (prompt.empty()) throw UsageError("--prompt is empty; give some text to begin with");
+  const at::NoGradGuard no_grad;
+  std::vector<int64_t> text(prompt.begin(), prompt.end());
+  std::vector<int64_t> written;
+  NextLogits next(model, options.max_context, device);
+  while (static_cast<int64_t>(written.size()) < options.max_tokens) {
+    const at::Tensor last = next.after(text).to(at::kCPU, at::kFloat).contiguous();
+    const uint64_t bits = mixed_bits(mixed_bits(options.seed) + written.size());
+    const double draw = static_cast<double>(bits >> 11) * 0x1p-53;
+    const int64_t token = choose_token(
+        {last.const_data_ptr<float>(), static_cast<size_t>(last.numel())}, options, draw);
+    const auto& ends = options.end_tokens;
+    if (std::find(ends.begin(), ends.end(), token) != ends.end()) break;
+    written.push_back(token);
+    text.push_back(token);
+    if (on_token) on_token(token);
+  }
+  return written;
 }
 
 }  // namespace fsdp::train

@@ -1,12 +1,14 @@
 // A trained model, ready to compute: built from its checkpoint's description, without gradients;
-// and its mean loss on a corpus.
+// its mean loss on a corpus; and the text that it writes, token after token, greedily or by chance.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -28,7 +30,7 @@ namespace fsdp::train {
 // Maps the module tree's names to those of published checkpoints, where they differ.
 NameRules stored_name_rules(const LanguageModel& model);
 
-// What a checkpoint of the model has besides weights: the biases of routers.
+// A checkpoint of the model has more than weights: the biases of routers.
 std::vector<NamedBuffer> stored_buffers(const LanguageModel& model);
 
 // --- batches -------------------------------------------------------------------------------------
@@ -47,15 +49,14 @@ struct MeanLoss {
   int64_t tokens = 0;  // that are learnt
 };
 
-// Over all batches and ranks, without gradients. All ranks call it; `num_losses`: see Mesh.
+// Over all batches and ranks, without gradients. All ranks call it; `data_parallel_size`: see Mesh.
 MeanLoss mean_loss(LanguageModel& model, const ValidationBatches& batches, c10::Device device,
-                   Communicator& all, int64_t num_losses);
+                   Communicator& all, int64_t data_parallel_size);
 
 // --- loading -------------------------------------------------------------------------------------
 
 struct InferenceOptions {
-  // A run's directory, a checkpoint, or safetensors files of other tools.
-  std::string path;
+  std::string path;  // of a run, a checkpoint, or safetensors files of other tools
   // A preset, a config.json or a directory with one; "": the checkpoint's own config.json.
   std::string model = {};
   std::string device = "auto";   // as --device
@@ -80,7 +81,7 @@ struct EvaluationOptions {
   int64_t sequence = 0;     // 0: as the model was trained; 256 where that is not known
   int64_t batch = 16;       // sequences at a time, of all ranks
   int64_t max_batches = 0;  // 0: all
-  DocumentsChoice documents = DocumentsChoice::kAuto;
+  std::optional<WindowDocuments> documents = std::nullopt;
 };
 
 struct Evaluation {
@@ -92,5 +93,26 @@ struct Evaluation {
 // All ranks call it and get the same result.
 Evaluation evaluate(const InferenceOptions& inference, const std::shared_ptr<const Corpus>& corpus,
                     const EvaluationOptions& options, World& world);
+
+// --- writing text --------------------------------------------------------------------------------
+
+struct SamplingOptions {
+  int64_t max_tokens = 200;
+  // Divides the logits: below 1, likely tokens become likelier. 0: always the likeliest one.
+  double temperature = 0.0;
+  double top_p = 1.0;  // the likeliest tokens with this probability together are drawn from
+  uint64_t seed = 0;
+  std::vector<int64_t> end_tokens = {};  // that end the text, and are not part of it
+  int64_t max_context = 1024;            // tokens that the model sees; older ones are forgotten
+};
+
+// The index of the next token among these logits. `draw` is a random number in [0, 1).
+int64_t choose_token(std::span<const float> logits, const SamplingOptions& options, double draw);
+
+// The tokens after the prompt, which must not be empty; `on_token` gets each one at once. All ranks
+// of a sharded model call it and get the same tokens, from the same logits and draws.
+std::vector<int64_t> generate(LanguageModel& model, std::span<const int64_t> prompt,
+                              const SamplingOptions& options, c10::Device device,
+                              const std::function<void(int64_t)>& on_token = {});
 
 }  // namespace fsdp::train

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <nlohmann/json.hpp>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -13,17 +14,15 @@
 #include "fsdp/base/durable_file.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
-#include "fsdp/train/log/console_tables.h"
-#include "fsdp/train/log/utf8_text.h"
-#include "fsdp/train/report/history_charts.h"
-#include "fsdp/train/report/line_chart.h"
-#include "fsdp/train/report/page_frame.h"
-#include "fsdp/train/report/report_parts.h"
-#include "fsdp/train/report/timeline_chart.h"
+#include "fsdp/base/version.h"
+#include "fsdp/train/log/json_log.h"
+#include "fsdp/train/report/page.h"
 
 namespace fsdp::train {
 
 namespace {
+
+using Json = nlohmann::ordered_json;
 
 constexpr double kLeastPause = 5;        // in s
 constexpr double kPausePerWriting = 99;  // 1 % of the time
@@ -33,93 +32,226 @@ double steady_seconds() {
   return Seconds(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-std::string status_html(const ReportContent& content) {
-  const RunHistory& history = content.history;
-  const auto& last = history.last_step();
-  if (!last)
-    return "<p class=\"status\"><span class=\"dot running\"></span><b>No step is done yet.</b></p>";
-  const std::string of = concat(grouped_text(last->step), " of ", grouped_text(last->total_steps));
-  std::string text;
-  const char* dot = "running";
-  // For a run in parts, the end record only knows the last part.
-  const bool is_in_parts = !history.resumed_steps().empty();
-  if (!history.end()) {
-    text = concat(content.is_live ? "<b>Running:</b>" : "<b>Not ended:</b>", " step ", of);
-  } else if (history.end()->stopped_by.empty()) {
-    dot = "";
-    const double seconds = is_in_parts ? history.step_seconds() : history.end()->seconds;
-    text = concat("<b>Complete:</b> ", of, " steps in ", duration_text(seconds));
-  } else {
-    dot = "stopped";
-    text = concat("<b>Stopped</b> by ", html_text(history.end()->stopped_by), " after step ", of);
+// --- series --------------------------------------------------------------------------------------
+
+// About one point per pixel of a chart on a usual screen.
+constexpr size_t kMaxPoints = 600;
+// Fewer points say more by themselves.
+constexpr size_t kLeastSmoothed = 40;
+
+// More than a chart can show.
+double rounded(double value) { return in_digits(value, 5); }
+
+// Steps, means, and where a point stands for several steps, their lowest and highest values.
+Json series_json(const Series& series, size_t max_points, bool is_smoothed = false) {
+  const std::vector<SeriesBucket> buckets = series.coarse(max_points);
+  Json json = {{"x", Json::array()}, {"y", Json::array()}};
+  const bool has_ranges =
+      std::ranges::any_of(buckets, [](const SeriesBucket& each) { return each.count > 1; });
+  for (const SeriesBucket& bucket : buckets) {
+    json["x"].push_back(bucket.middle_step());
+    json["y"].push_back(rounded(bucket.is_empty() ? NAN : bucket.mean()));
+    if (!has_ranges) continue;
+    json["low"].push_back(rounded(bucket.is_empty() ? NAN : bucket.min));
+    json["high"].push_back(rounded(bucket.is_empty() ? NAN : bucket.max));
   }
-  if (is_in_parts)
-    text += concat(", resumed after step ", grouped_text(history.resumed_steps().back()));
-  if (history.num_skipped() > 0)
-    text += concat(", ", counted_text(history.num_skipped(), "update"),
-                   " skipped for gradients that were not finite");
-  return concat("<p class=\"status\"><span class=\"dot ", dot, "\"></span>", text, ". <small>",
-                utc_text(content.time), "</small></p>");
+  if (is_smoothed && buckets.size() >= kLeastSmoothed)
+    for (const double value : smoothed_means(buckets)) json["smooth"].push_back(rounded(value));
+  return json;
 }
 
-std::string tile_html(const std::string& name, const std::string& value,
-                      const std::string& detail) {
-  return concat("<div class=\"tile\"><dt>", name, "</dt><dd>", value, " <small>", detail,
-                "</small></dd></div>");
+// Pairs of a step and the tokens trained on by then, at the ends of lines that have all steps
+// between them: two where every step has as many tokens as the others.
+Json token_marks(const Series& tokens) {
+  std::vector<std::pair<double, double>> marks;
+  for (const SeriesBucket& bucket : tokens.coarse(kMaxPoints)) {
+    if (bucket.is_empty() || !(bucket.mean() > 0)) continue;
+    const std::pair<double, double> next(bucket.middle_step(), bucket.mean());
+    if (marks.size() >= 2) {
+      const auto& [step_a, tokens_a] = marks[marks.size() - 2];
+      const auto& [step_b, tokens_b] = marks.back();
+      const double slope = (tokens_b - tokens_a) / (step_b - step_a);
+      const double expected = tokens_a + (next.first - step_a) * slope;
+      if (std::abs(expected - next.second) <= 1e-6 * next.second) marks.pop_back();
+    }
+    marks.push_back(next);
+  }
+  return marks;
 }
 
-// Of quantised weights in the last update; "" where none is.
-std::string lost_weights_html(const StepRecord& step) {
-  const auto share_of = [&](std::string_view name) {
-    for (const NamedValue& term : step.terms)
-      if (term.name == name) return 100 * term.value;
-    return double{NAN};
+// --- a run ---------------------------------------------------------------------------------------
+
+// The rows of a list, each as an object that `row_of` makes.
+Json list_json(const auto& rows, const auto& row_of) {
+  Json json = Json::array();
+  for (const auto& row : rows) json.push_back(row_of(row));
+  return json;
+}
+
+Json memory_json(std::span<const MemoryRow> rows) {
+  const auto known = [](int64_t bytes) { return bytes == kUnknownBytes ? Json() : Json(bytes); };
+  return list_json(rows, [&](const MemoryRow& row) -> Json {
+    return {{"kind", row.kind},
+            {"forecast", known(row.forecast_bytes)},
+            {"measured", known(row.measured_bytes)},
+            {"is_on_host", row.is_on_host}};
+  });
+}
+
+Json settings_json(std::span<const SettingRow> rows) {
+  return list_json(rows, [](const SettingRow& row) -> Json {
+    return {{"group", row.group},
+            {"name", row.name},
+            {"value", row.value},
+            {"is_changed", row.is_changed},
+            {"help", row.help}};
+  });
+}
+
+Json checkpoints_json(const std::deque<CheckpointRecord>& records) {
+  return list_json(records, [](const CheckpointRecord& record) -> Json {
+    return {{"step", record.step},
+            {"path", record.path},
+            {"bytes", record.bytes},
+            {"ms", record.milliseconds},
+            {"blocked_ms", record.blocked_milliseconds}};
+  });
+}
+
+// `max_points` are those of each curve.
+Json run_json(const std::string& name, const RunFacts& facts, const RunHistory& history,
+              size_t max_points) {
+  const StepRecord last = history.last_step.value_or(StepRecord{});
+  const SeriesBucket recent = history.loss.recent();
+  Json terms = Json::object();
+  for (const NamedValue& term : last.terms) terms[term.name] = term.value;
+  Json json = {
+      {"name", name},
+      {"step", last.step},
+      {"total_steps", last.total_steps},
+      {"num_tokens", last.tokens},
+      {"peak_bytes", last.peak_bytes},
+      {"mfu", last.mfu},
+      {"terms", terms},
+      {"step_seconds", history.step_seconds},
+      {"recent",
+       {{"first", recent.first_step},
+        {"last", recent.last_step},
+        {"mean", recent.is_empty() ? NAN : recent.mean()}}},
+      {"tokens_per_second", history.tokens_per_second.median()},
+      {"milliseconds", history.milliseconds.median()},
+      {"series",
+       {{"loss", series_json(history.loss, max_points, /*is_smoothed=*/true)},
+        {"validation_loss", series_json(history.validation_loss, max_points / 4)},
+        {"learning_rate", series_json(history.learning_rate, max_points)},
+        {"gradient_norm", series_json(history.gradient_norm, max_points)},
+        {"tokens_per_second", series_json(history.tokens_per_second, max_points)},
+        {"milliseconds", series_json(history.milliseconds, max_points)}}},
+      {"tokens", token_marks(history.tokens)},
+      {"resumed", history.resumed_steps},
+      {"num_skipped", history.num_skipped},
+      {"checkpoints", checkpoints_json(history.checkpoints)},
+      {"num_checkpoints", history.num_checkpoints},
+      {"outliers",
+       list_json(history.outliers,
+                 [](const StepRecord& record) -> Json {
+                   return {{"step", record.step}, {"loss", record.loss}, {"z", record.loss_z}};
+                 })},
+      {"num_outliers", history.num_outliers},
+      {"memory", memory_json(facts.memory)},
+      {"settings", settings_json(facts.settings)},
+      {"environment", list_json(facts.environment,
+                                [](const EnvironmentRow& row) -> Json {
+                                  return {{"name", row.name}, {"value", row.value}};
+                                })},
   };
-  const double underflow = share_of("underflow");
-  if (std::isnan(underflow)) return "";
-  return tile_html("Weights lost in codes", concat(figure_text(underflow), " %"),
-                   concat("became 0; ", figure_text(share_of("overflow")), " % out of range"));
+  if (const auto& best = history.best_validation)
+    json["best"] = {{"step", best->step}, {"loss", best->loss}};
+  if (const auto& end = history.end)
+    json["end"] = {{"stopped_by", end->stopped_by}, {"seconds", end->seconds}};
+  return json;
 }
 
-// Which steps a figure is the mean of.
-std::string recent_steps_text(const SeriesBucket& recent) {
-  if (recent.first_step == recent.last_step) return concat("step ", grouped_text(recent.last_step));
-  return concat("mean of steps ", grouped_text(recent.first_step), " to ",
-                grouped_text(recent.last_step));
+// --- a step --------------------------------------------------------------------------------------
+
+// Joins the spans of one row: those that overlap or hide others, and those about a pixel wide or
+// apart, so that a row has some hundred bars at most. Times are in ms from `begin_us` on.
+Json row_json(std::vector<TimelineSpan> spans, double begin_us, double near_us) {
+  std::ranges::sort(spans, [](const TimelineSpan& a, const TimelineSpan& b) {
+    return a.begin_us != b.begin_us ? a.begin_us < b.begin_us : a.end_us > b.end_us;
+  });
+  std::vector<std::pair<TimelineSpan, int64_t>> bars;  // with how many others are in it
+  double busy_us = 0;
+  double busy_until = begin_us;
+  for (const TimelineSpan& span : spans) {
+    busy_us += std::max(0.0, span.end_us - std::max(busy_until, span.begin_us));
+    if (!bars.empty() && span.end_us <= busy_until) continue;
+    busy_until = span.end_us;
+    if (!bars.empty()) {
+      auto& [last, num_joined] = bars.back();
+      const bool is_near = span.begin_us - last.end_us < near_us;
+      const bool is_short =
+          std::min(span.end_us - span.begin_us, last.end_us - last.begin_us) < 2 * near_us;
+      if ((is_near && is_short) || span.begin_us < last.end_us) {
+        last.end_us = span.end_us;
+        ++num_joined;
+        continue;
+      }
+    }
+    bars.emplace_back(span, 0);
+  }
+  Json json = {{"name", spans.front().row}, {"busy_ms", busy_us / 1e3}, {"bars", Json::array()}};
+  for (const auto& [bar, num_joined] : bars)
+    json["bars"].push_back(
+        {rounded((bar.begin_us - begin_us) / 1e3), rounded((bar.end_us - begin_us) / 1e3),
+         num_joined == 0 ? bar.label : concat(bar.label, " and ", num_joined, " more")});
+  return json;
 }
 
-std::string tiles_html(const RunFacts& facts, const RunHistory& history) {
-  const auto& last = history.last_step();
-  if (!last) return "";
-  std::string html = "<dl class=\"tiles\" id=\"summary\">";
-  const SeriesBucket recent = history.loss().recent();
-  html += tile_html("Training loss", figure_text(recent.is_empty() ? NAN : recent.mean()),
-                    recent_steps_text(recent));
-  if (const auto& best = history.best_validation())
-    html += tile_html("Validation loss", figure_text(best->loss),
-                      concat("best, step ", grouped_text(best->step)));
-  html += tile_html("Throughput", figure_text(std::round(history.tokens_per_second().median())),
-                    "tokens/s");
-  html += tile_html("Step time", figure_text(history.milliseconds().median()), "ms");
-  if (last->mfu > 0)
-    html += tile_html("Model FLOPs use", figure_text(std::round(1000 * last->mfu) / 10), "%");
-  if (last->peak_bytes > 0)
-    html += tile_html("Peak memory", bytes_text(static_cast<double>(last->peak_bytes)),
-                      peak_owner(facts));
-  if (last->tokens > 0)
-    html += tile_html("Tokens", count_text(last->tokens),
-                      concat("in ", duration_text(history.step_seconds())));
-  html += lost_weights_html(*last);
-  return html + "</dl>\n";
+// Rows in the order compute, gather, reduce, update, others; null without spans.
+Json timeline_json(std::span<const TimelineSpan> spans) {
+  double begin = INFINITY;
+  double end = -INFINITY;
+  std::vector<std::string> names = {"compute", "gather", "reduce", "update"};
+  for (const TimelineSpan& span : spans) {
+    begin = std::min(begin, span.begin_us);
+    end = std::max(end, span.end_us);
+    if (std::ranges::find(names, span.row) == names.end()) names.push_back(span.row);
+  }
+  if (!(end > begin)) return nullptr;
+  constexpr double kPixels = 1000;
+  Json json = {{"ms", (end - begin) / 1e3}, {"rows", Json::array()}};
+  for (const std::string& name : names) {
+    std::vector<TimelineSpan> of_row;
+    std::ranges::copy_if(spans, std::back_inserter(of_row),
+                         [&](const TimelineSpan& span) { return span.row == name; });
+    if (!of_row.empty())
+      json["rows"].push_back(row_json(std::move(of_row), begin, (end - begin) / kPixels));
+  }
+  return json;
 }
 
-std::string sample_html(const TextSample* sample) {
-  if (sample == nullptr) return "";
-  return concat(
-      "<section class=\"card wide\" id=\"sample\"><header><h2>Generated text</h2><span "
-      "class=\"unit\">after step ",
-      grouped_text(sample->step), "; the prompt is in colour</span></header><pre><b>",
-      html_text(sample->prompt), "</b>", html_text(sample->continuation), "</pre></section>\n");
+// --- the page ------------------------------------------------------------------------------------
+
+Json page_json(const std::string& title) {
+  using Seconds = std::chrono::duration<double>;
+  return {
+      {"title", title},
+      {"version", FSDP_VERSION},
+      {"time", std::floor(Seconds(std::chrono::system_clock::now().time_since_epoch()).count())},
+      {"is_live", false},
+      {"runs", Json::array()}};
+}
+
+std::string page_of(const Json& json) {
+  // Texts from outside (paths, a model's output) need not be UTF-8.
+  std::string figures = json.dump(-1, ' ', false, Json::error_handler_t::replace);
+  // A "</script>" in a text would end the data, and "<!--" hide the end.
+  for (size_t at = figures.find('<'); at != std::string::npos; at = figures.find('<', at))
+    figures.replace(at, 1, "\\u003c");
+  constexpr std::string_view kPlace = "REPORT_DATA";
+  std::string page = kReportPage;
+  return page.replace(page.find(kPlace), kPlace.size(), figures);
 }
 
 }  // namespace
@@ -157,18 +289,33 @@ void ReportFile::write(const std::function<std::string()>& page) {
 }
 
 std::string report_page(const ReportContent& content) {
-  const RunFacts& facts = content.facts;
-  const RunHistory& history = content.history;
-  return page_html(
-      {.title = facts.title.empty() ? "Training run" : facts.title,
-       .body =
-           concat(status_html(content), "\n", tiles_html(facts, history), "<div class=\"grid\">\n",
-                  history_charts_html({{.name = {}, .history = &history}}), memory_html(facts),
-                  timeline_chart_html(content.timeline), sample_html(content.sample),
-                  checkpoints_html(history), outliers_html(history), settings_html(facts.settings),
-                  environment_html(facts.environment), "</div>"),
-       .time = content.time,
-       .is_live = content.is_live && !history.end()});
+  Json json = page_json(content.facts.title.empty() ? "Training run" : content.facts.title);
+  json["is_live"] = content.is_live && !content.history.end;
+  json["runs"].push_back(run_json("", content.facts, content.history, kMaxPoints));
+  json["timeline"] = timeline_json(content.timeline);
+  if (const TextSample* sample = content.sample)
+    json["sample"] = {
+        {"step", sample->step}, {"prompt", sample->prompt}, {"continuation", sample->continuation}};
+  return page_of(json);
+}
+
+std::string comparison_page(std::span<const LoggedRun> runs) {
+  if (runs.size() == 1)
+    return report_page({.facts = runs.front().facts,
+                        .history = runs.front().history,
+                        .timeline = {},
+                        .is_live = false});
+  Json json = page_json(counted_text(static_cast<int64_t>(runs.size()), "run"));
+  // Half as many points for each, so that a page of many runs stays small.
+  for (const LoggedRun& run : runs)
+    json["runs"].push_back(run_json(run.name, run.facts, run.history, kMaxPoints / 2));
+  return page_of(json);
+}
+
+std::string timeline_page(const std::string& title, std::span<const TimelineSpan> spans) {
+  Json json = page_json(title);
+  json["timeline"] = timeline_json(spans);
+  return page_of(json);
 }
 
 }  // namespace fsdp::train

@@ -1,11 +1,11 @@
-// A run as one HTML page that needs no network and no other file (curves, memory, timeline,
-// settings), and the file that holds the current page while the run goes on.
+// Runs as one HTML page that needs no network and no other file (curves, memory, timeline,
+// settings), and the file that holds the current page while a run goes on. The page is page.html,
+// whose script draws everything from the JSON that is made here.
 #pragma once
 
 #include <functional>
 #include <span>
 #include <string>
-#include <string_view>
 
 #include "fsdp/train/log/run_history.h"
 #include "fsdp/train/log/run_records.h"
@@ -26,8 +26,6 @@ class ReportFile {
   explicit ReportFile(std::string path, const std::string& option = "--report",
                       std::function<double()> now = {});
 
-  const std::string& path() const { return path_; }
-
   // Whether it is time for the next page: after at least 5 s, and after 99 times as long as the
   // last page took, so that all pages together take a hundredth of the run.
   bool is_due() const;
@@ -46,21 +44,28 @@ class ReportFile {
 
 // --- the page ------------------------------------------------------------------------------------
 
-// Views of everything the page is made from.
+// Views of everything the page of a run is made from.
 struct ReportContent {
   const RunFacts& facts;
   const RunHistory& history;
   std::span<const TimelineSpan> timeline;
   // nullptr: none yet.
   const TextSample* sample = nullptr;
-  // Seconds since 1970, for "as of".
-  double time = 0;
-  // Written by the run itself, so that a page without an end is one of a run that goes on.
+  // Written by the run itself, so that a page without an end is one of a run that goes on, and
+  // loads itself again from time to time.
   bool is_live = true;
 };
 
-// Leaves out sections that have no content yet. Takes some hundred kilobytes at most, for any
-// number of steps. While the run goes on, the page reloads itself from time to time.
+// Takes some hundred kilobytes at most, for any number of steps.
 std::string report_page(const ReportContent& content);
+
+// Colours and dashes tell so many apart.
+inline constexpr size_t kMaxComparedRuns = 16;
+
+// Several runs: curves in one chart, figures and settings side by side. One is a report.
+std::string comparison_page(std::span<const LoggedRun> runs);
+
+// One step as rows of bars over time, under a title.
+std::string timeline_page(const std::string& title, std::span<const TimelineSpan> spans);
 
 }  // namespace fsdp::train

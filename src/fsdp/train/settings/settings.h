@@ -1,46 +1,58 @@
-// The table of everything that can be set about a training run: one row is a flag of `fsdp train`,
-// a key of its config file, a line of --print-config and a line of the run's first table.
+// Everything that can be set about a training run: a setting is a flag of `fsdp train`, a key of
+// its config file, a line of --print-config and a line of the run's first table.
 #pragma once
 
-#include <functional>
 #include <map>
-#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "fsdp/base/option_fields.h"
 #include "fsdp/train/log/run_records.h"
 #include "fsdp/train/settings/train_options.h"
 
-namespace fsdp::train {
+namespace fsdp {
+
+// --- words of choices ----------------------------------------------------------------------------
+
+inline ChoiceNames choice_names(LoadOptions::Extra) { return {"refuse", "allow"}; }
+inline ChoiceNames choice_names(PatchNames) { return {"hf", "vllm"}; }
+inline ChoiceNames choice_names(RateDecay) { return names_of(all_rate_decays()); }
+inline ChoiceNames choice_names(RateSchedule) { return names_of(all_rate_schedules()); }
+inline ChoiceNames choice_names(Recompute) { return {"none", "block"}; }
+inline ChoiceNames choice_names(SaveMode) { return {"blocking", "background"}; }
+inline ChoiceNames choice_names(WindowDocuments) { return {"joined", "separate"}; }
+
+namespace train {
+
+inline ChoiceNames choice_names(DeviceChoice) { return {"auto", "cpu", "cuda"}; }
+inline ChoiceNames choice_names(OptimizerChoice) { return {"adamw", "sgd", "muon"}; }
+
+// --- settings ------------------------------------------------------------------------------------
 
 // The form of a value in a config file.
 enum class SettingKind { kNumber, kText, kFlag, kList };
 
 struct Setting {
-  const char* group;  // "model", "data", ...
-  const char* name;   // as a flag without its dashes: "grad-comm"
-  const char* type;   // for help: "N", "DTYPE"
+  std::string group;  // "model", "data", ...
+  std::string name;   // as a flag without its dashes: "grad-comm"
+  std::string type;   // for help: "N", "DTYPE"
   const char* help;
   SettingKind kind;
-  // The values as text: several for lists, else one; a flag is "true" or "false".
-  std::function<std::vector<std::string>(const TrainOptions&)> read;
-  // Throws a UsageError that begins with `option`, the reader's name for the value: "--steps".
-  std::function<void(TrainOptions&, const std::string& option, const std::vector<std::string>&)>
-      write;
+  std::vector<std::string> values;  // several for lists, else one; a flag is "true" or "false"
 
   // "grad_comm": its key in a config file.
   std::string key() const;
 };
 
-// In the order in which they are shown.
-std::span<const Setting> settings();
+// All settings with their values in `options`, in the order in which they are shown.
+std::vector<Setting> settings(TrainOptions options = {});
 
 // The values of a command line, by the setting's name.
 using GivenValues = std::map<std::string, std::vector<std::string>>;
 
-// Sets the given values; their names must be known.
+// Sets the given values; their names must be known. UsageError that begins with the flag.
 void apply_given(TrainOptions& options, const GivenValues& given);
 
 // Sets the values of a config file: one object, keys as above. UsageError that begins with
@@ -57,4 +69,5 @@ std::vector<std::pair<std::string, std::string>> setting_facts(const TrainOption
 // the default.
 std::vector<SettingRow> shown_settings(const TrainOptions& given, const TrainOptions& resolved);
 
-}  // namespace fsdp::train
+}  // namespace train
+}  // namespace fsdp

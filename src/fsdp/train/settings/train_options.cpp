@@ -6,9 +6,10 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
+#include "fsdp/base/option_fields.h"
 #include "fsdp/base/text.h"
 #include "fsdp/checkpoint/run_directory.h"
-#include "fsdp/data/source_mix.h"
+#include "fsdp/data/token_windows.h"
 
 namespace fsdp::train {
 
@@ -18,8 +19,8 @@ void check_division(const TrainOptions& o, int64_t num_ranks) {
   if (num_ranks % o.outer != 0)
     throw UsageError(concat("--outer is ", o.outer, ", which does not divide ", num_ranks,
                             num_ranks == 1 ? " rank" : " ranks", "; give a divisor"));
-  if (o.expert_capacity != 0 && o.expert_capacity < 1)
-    throw UsageError(concat("--expert-capacity is ", o.expert_capacity,
+  if (o.build.expert_capacity != 0 && o.build.expert_capacity < 1)
+    throw UsageError(concat("--expert-capacity is ", o.build.expert_capacity,
                             ", less than an even load takes; give 1 or more, or 0 for no limit"));
   if (num_ranks / o.outer % o.tp != 0)
     throw UsageError(concat("--tp is ", o.tp, ", which does not divide ",
@@ -34,11 +35,10 @@ void check_division(const TrainOptions& o, int64_t num_ranks) {
 
 void check_length(const TrainOptions& o) {
   if (o.epochs == 0) return;
-  if (o.tokens != 0)
-    throw UsageError(concat("--epochs is ", o.epochs, " and --tokens is ", o.tokens,
-                            "; a run is as long as one of them says, so drop the other"));
-  if (o.steps != TrainOptions{}.steps)
-    throw UsageError(concat("--epochs is ", o.epochs, " and --steps is ", o.steps,
+  const bool has_tokens = o.tokens != 0;
+  if (has_tokens || o.steps != TrainOptions{}.steps)
+    throw UsageError(concat("--epochs is ", o.epochs, " and ", has_tokens ? "--tokens" : "--steps",
+                            " is ", has_tokens ? o.tokens : o.steps,
                             "; a run is as long as one of them says, so drop the other"));
 }
 
@@ -76,14 +76,13 @@ void check_types(const TrainOptions& o) {
                                    DType::kFloat16};
   const std::vector<DType> moments = {DType::kFloat32, DType::kBFloat16, DType::kFloat16,
                                       DType::kFloat8E4M3, DType::kFloat8E5M2};
-  for (const Rule& rule :
-       {Rule{"--compute", o.compute, trained, "auto"},
-        Rule{"--main-params", o.precision.main_params, {DType::kFloat32}, "none"},
-        Rule{"--main-grads", o.precision.main_grads, trained, "none"},
-        Rule{"--grad-comm", o.precision.grad_comm, sums, "none"},
-        Rule{o.precision.first_moment == o.precision.second_moment ? "--moments" : "--first-moment",
-             o.precision.first_moment, moments, nullptr},
-        Rule{"--second-moment", o.precision.second_moment, moments, nullptr}}) {
+  const PrecisionTypes precision = o.shard.precision.types();
+  for (const Rule& rule : {Rule{"--compute", o.compute, trained, "auto"},
+                           Rule{"--main-params", precision.main_params, {DType::kFloat32}, "none"},
+                           Rule{"--main-grads", precision.main_grads, trained, "none"},
+                           Rule{"--grad-comm", precision.grad_comm, sums, "none"},
+                           Rule{"--moments", o.moments.first, moments, nullptr},
+                           Rule{"--moments", o.moments.second, moments, nullptr}}) {
     if (!rule.value) continue;
     std::vector<std::string> names;
     for (const DType dtype : rule.allowed) names.emplace_back(name_of(dtype));
@@ -98,48 +97,43 @@ void check_types(const TrainOptions& o) {
 
 // Plans may leave moments out; here the optimizer says which there are.
 void check_moments(const TrainOptions& o) {
-  if (o.precision.first_moment && o.precision.second_moment) return;
-  throw UsageError(concat(o.precision.first_moment ? "--second-moment" : "--first-moment",
-                          " is none, which is for fsdp plan; give a type such as bf16, or use "
+  if (o.moments.first && o.moments.second) return;
+  throw UsageError(concat("--moments is ", to_text(o.moments),
+                          ", and none is for fsdp plan; give a type such as bf16, or use "
                           "--optimizer sgd, which has no second moment"));
 }
 
 void check_muon(const TrainOptions& o) {
   if (o.optimizer != OptimizerChoice::kMuon) {
-    if (o.muon_except.empty()) return;
+    if (o.shard.matrices.except.empty()) return;
     throw UsageError("--muon-except needs --optimizer muon; drop it");
   }
-  if (o.muon_momentum <= 0 || o.muon_momentum >= 1)
-    throw UsageError(concat("--muon-momentum is ", o.muon_momentum,
-                            "; use a number above 0 and below 1, such as 0.95"));
+  if (o.muon_momentum() <= 0 || o.muon_momentum() >= 1)
+    throw UsageError(concat("--momentum is ", o.muon_momentum(),
+                            "; Muon needs a number above 0 and below 1, such as 0.95"));
   if (o.tp > 1)
     throw UsageError(concat("--optimizer is muon, which updates whole matrices, but --tp is ", o.tp,
                             ", whose ranks share them out; drop one of the two"));
-  if (o.offload > 0)
+  if (o.shard.offload.fraction > 0)
     throw UsageError(concat("--optimizer is muon, which updates whole matrices, but --offload is ",
-                            o.offload, ", which cuts shards anywhere; drop one of the two"));
+                            o.shard.offload.fraction,
+                            ", which cuts shards anywhere; drop one of the two"));
 }
 
 void check_checkpoints(const TrainOptions& o) {
-  validate(Retention{.keep_last = o.keep_last, .keep_every = o.keep_every});
+  validate(o.saving.keep);
   if (o.resume.empty())
     throw UsageError("--resume is empty; use auto, never or the path of a checkpoint");
-  if (!o.patches.empty() && o.weights != WeightRecipe::kPlain)
+  if (!o.patches.empty() && o.shard.quantization.recipe != WeightRecipe::kPlain)
     throw UsageError(concat("--patches is '", o.patches, "', but --weights is ",
-                            row_of(o.weights).name,
+                            row_of(o.shard.quantization.recipe).name,
                             ", whose codes no receiver knows; leave one of the two out"));
-  if (!o.init.empty() && o.from_scratch)
-    throw UsageError(concat("--init is '", o.init,
-                            "' and --from-scratch is given, which is for random weights; leave one "
-                            "of them out"));
   if (!o.init.empty() && o.resume != "auto" && o.resume != "never")
     throw UsageError(concat("--init is '", o.init, "' and --resume is '", o.resume,
                             "'; a run begins with one of them"));
   if (o.export_dir.empty() && o.export_every > 0)
     throw UsageError(concat("--export-every is ", o.export_every,
                             ", but there is no --export-dir to write to; give one"));
-  if (o.write_chunk_bytes < 1 || o.load_chunk_bytes < 1)
-    throw UsageError("--write-chunk and --load-chunk must be sizes above 0, e.g. 16MiB");
 }
 
 // A graph is replayed without the host, so it cannot hold steps in which the host takes part.
@@ -155,58 +149,68 @@ void check_graph(const TrainOptions& o) {
   if (o.ranks > 1)
     throw UsageError(concat("--cuda-graph records one rank of a process, but --ranks is ", o.ranks,
                             "; start ", o.ranks, " processes, e.g. with mpirun -n ", o.ranks));
-  if (o.offload > 0)
+  if (o.shard.offload.fraction > 0)
     throw UsageError(concat("--cuda-graph cannot record updates on the host, but --offload is ",
-                            o.offload, "; drop one of the two"));
-  if (o.name_nan)
+                            o.shard.offload.fraction, "; drop one of the two"));
+  if (o.shard.report_nan != ReportNan::kOff)
     throw UsageError(
         "--cuda-graph cannot record --name-nan, which waits for every gradient; drop one of the "
         "two");
-  if (o.pool == PoolKind::kOnDemand)
+  if (o.shard.pool == PoolKind::kOnDemand)
     throw UsageError(
         "--cuda-graph needs memory that stays where it is, but --pool is on_demand; use planned, "
         "max_pool or double_buffer");
 }
 
 void check_user_buffers(const TrainOptions& o) {
-  if (o.user_buffers == UserBuffers::kOff) return;
-  const std::string given = concat("--user-buffers is ", name_of(o.user_buffers));
+  if (o.shard.user_buffers == UserBuffers::kOff) return;
   if (o.device == DeviceChoice::kCpu || o.ranks > 1)
-    throw UsageError(concat(given,
+    throw UsageError(concat("--user-buffers is ", name_of(o.shard.user_buffers),
                             ", which NCCL between processes on GPUs alone uses; set it to off, or "
                             "start the processes with mpirun, srun or torchrun"));
-  if (o.pool == PoolKind::kOnDemand)
-    throw UsageError(concat(given,
-                            ", which needs memory that stays where it is, but --pool is on_demand; "
-                            "use planned, max_pool or double_buffer"));
 }
 
 }  // namespace
 
-StepRange parse_step_range(std::string_view text) {
+void read_text(const std::string& option, const std::string& text, StepRange& value) {
   const auto whole = [&](std::string_view digits) {
     int64_t number = 0;
     const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), number);
     const bool is_number = error == std::errc() && end == digits.data() + digits.size();
     if (!is_number || number < 1)
-      throw UsageError(concat("'", text,
-                              "' is no range of steps; give two numbers from 1 on, the "
-                              "lower one first, e.g. 3-5"));
+      refuse_option(option, text,
+                    "it must be a range of steps: two numbers from 1 on, the lower one first, e.g. "
+                    "3-5");
     return number;
   };
-  const size_t dash = text.find('-');
-  const StepRange range{whole(text.substr(0, dash)),
-                        whole(dash == text.npos ? text : text.substr(dash + 1))};
-  if (range.last < range.first) whole("");
+  const std::string_view words = text;
+  const size_t dash = words.find('-');
+  value = {whole(words.substr(0, dash)),
+           whole(dash == words.npos ? words : words.substr(dash + 1))};
+  if (value.last < value.first) whole("");
   constexpr int64_t kMaxTraced = 1000;  // some hundred megabytes, of a small model
-  if (range.last - range.first >= kMaxTraced)
-    throw UsageError(concat("'", text, "' has more than ", kMaxTraced,
-                            " steps, whose trace no viewer opens; give fewer"));
-  return range;
+  if (value.last - value.first >= kMaxTraced)
+    refuse_option(
+        option, text,
+        concat("more than ", kMaxTraced, " steps make a trace that no viewer opens; give fewer"));
 }
 
 std::string to_text(const StepRange& range) {
   return range.first == range.last ? concat(range.first) : concat(range.first, "-", range.last);
+}
+
+std::string to_text(const MomentTypes& moments) {
+  const std::string first = option_texts(moments.first).front();
+  const std::string second = option_texts(moments.second).front();
+  return first == second ? first : concat(first, "/", second);
+}
+
+void read_text(const std::string& option, const std::string& text, MomentTypes& value) {
+  const size_t slash = text.find('/');
+  value.first = parse_dtype_or(option, text.substr(0, slash), "none");
+  value.second = slash == std::string::npos
+                     ? value.first
+                     : parse_dtype_or(option, text.substr(slash + 1), "none");
 }
 
 void TrainOptions::validate(int64_t num_ranks) const {
@@ -227,30 +231,31 @@ void TrainOptions::validate(int64_t num_ranks) const {
   if (beta1 >= 1 || beta2 >= 1)
     throw UsageError(
         concat("--beta1 is ", beta1, " and --beta2 is ", beta2, "; both must be below 1"));
-  if (dynamic_loss_scale && on_nonfinite == NonfiniteChoice::kUpdate)
+  const bool is_dynamic = step.loss_scale.growth != 1.0;
+  if (is_dynamic && step.on_nonfinite == OnNonfinite::kUpdate)
     throw UsageError(
         "--loss-scale is dynamic, but --on-nonfinite is update; a dynamic scale skips "
         "steps that overflow, so use --on-nonfinite skip");
-  if (logit_bytes < 1) throw UsageError("--logit-memory must be a size above 0, e.g. 1GiB");
   check_moments(*this);
   check_types(*this);
   check_graph(*this);
   check_user_buffers(*this);
-  if (nesterov && (optimizer != OptimizerChoice::kSgd || momentum == 0))
+  if (nesterov && (optimizer != OptimizerChoice::kSgd || sgd_momentum() == 0))
     throw UsageError("--nesterov needs --optimizer sgd with a --momentum above 0; drop it");
   check_muon(*this);
-  if (pool_budget_bytes != 0 && prefetch != TrainOptions{}.prefetch)
-    throw UsageError(concat("--prefetch is ", prefetch,
+  if (shard.pool_budget_bytes != 0 && shard.prefetch != ShardOptions{}.prefetch)
+    throw UsageError(concat("--prefetch is ", shard.prefetch,
                             ", but --pool-budget chooses the depth itself; drop one of the two"));
+  shard.validate();
 }
 
 int64_t TrainOptions::rows_of_rank(int64_t num_ranks) const {
-  const int64_t parts = checked_mul(num_losses(num_ranks), microbatches);
+  const int64_t parts = checked_mul(data_parallel_size(num_ranks), microbatches);
   if (batch % parts != 0)
     throw UsageError(concat(
         "--batch is ", batch, ", which ",
-        counted_text(num_losses(num_ranks), tp == 1 ? "rank" : "tp group"), " with ", microbatches,
-        microbatches == 1 ? " microbatch" : " microbatches",
+        counted_text(data_parallel_size(num_ranks), tp == 1 ? "rank" : "tp group"), " with ",
+        microbatches, microbatches == 1 ? " microbatch" : " microbatches",
         " cannot share evenly; give a multiple of ", parts, ", e.g. ", round_up(batch, parts)));
   return batch / parts;
 }
