@@ -106,7 +106,9 @@ int64_t Shares::largest() const {
 }
 
 void WorkState::finish() {
-  done_.store(1, std::memory_order_release);
+  // Sequentially consistent: libstdc++ skips the wake-up when it counts no sleeper, and after a
+  // weaker store x86 may have read that count before a new sleeper can see the store.
+  done_.store(1, std::memory_order_seq_cst);
   done_.notify_all();
 }
 
