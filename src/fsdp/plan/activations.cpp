@@ -75,7 +75,7 @@ int64_t positions_of(int64_t chunk, const ActivationOptions& options) {
   return options.sequence > 0 ? std::min(chunk, options.sequence) : chunk;
 }
 
-// What each layer of a model with `hidden` channels keeps.
+// Each layer of a model with `hidden` channels, and what it keeps.
 struct KeptByLayer {
   int64_t hidden;
   const ActivationOptions& options;

@@ -117,7 +117,7 @@ int64_t BatchShape::tokens() const { return checked_mul(rows, sequence); }
 
 namespace {
 
-// Of types in which GPUs compute.
+// They are known of types in which GPUs compute.
 std::optional<ModelActivations> activations_of(const ModelShape& model,
                                                const ActivationOptions& options) {
   const bool is_narrow = options.compute == DType::kBFloat16 || options.compute == DType::kFloat16;
@@ -135,8 +135,8 @@ bool keeps_codes(std::span<const GroupPlan> groups, int64_t unit, ProductForm we
 
 }  // namespace
 
-bool knows_activations(const ModelShape& model, DType compute) {
-  return activations_of(model, {.compute = compute}).has_value();
+bool knows_activations(const ModelShape& model, DType compute, int64_t sequence) {
+  return activations_of(model, {.compute = compute, .sequence = sequence}).has_value();
 }
 
 PeakForecast forecast_peak(const ModelShape& model, std::span<const GroupPlan> groups,

@@ -174,7 +174,7 @@ std::vector<testing::SmallModel> models() {
           {"experts", experts}};
 }
 
-// What a loss leaves for its backward, in bytes of one rank. Its collectives move nothing: threads
+// Bytes of one rank that a loss leaves for its backward. Its collectives move nothing: threads
 // that move something release memory behind the log's back.
 double kept_of_loss(const ModelConfig& config, int64_t rows, int64_t sequence, int tp) {
   World world = World::simulated(0, tp, std::make_shared<Recording>());

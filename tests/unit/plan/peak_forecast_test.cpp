@@ -160,13 +160,16 @@ TEST(PeakForecast, IsWithinTwoPercentOfWhatWasMeasured) {
 TEST(PeakForecast, SaysWhichModelsItKnows) {
   for (const char* name : {"mixtral-8x7b", "nemotron-h-8b", "qwen3-next-80b-a3b",
                            "nemotron-3-nano-30b-a3b", "llama3-8b", "deepseek-v3"})
-    EXPECT_TRUE(knows_activations(load_model(name), DType::kBFloat16)) << name;
-  EXPECT_FALSE(knows_activations(load_model("llama3-8b"), DType::kFloat32));
+    EXPECT_TRUE(knows_activations(load_model(name), DType::kBFloat16, 128)) << name;
+  EXPECT_FALSE(knows_activations(load_model("llama3-8b"), DType::kFloat32, 128));
   LlamaConfig windowed = small_config();
   windowed.sliding_window = 64;
+  const ModelShape model = build_model("windowed", ModelConfig(windowed));
+  EXPECT_TRUE(knows_activations(model, DType::kBFloat16, 64));
+  EXPECT_FALSE(knows_activations(model, DType::kBFloat16, 128));
   EXPECT_THAT(
       [&] {
-        plan(build_model("windowed", ModelConfig(windowed)), {}, {{1, 128}, kStep});
+        plan(model, {}, {{1, 128}, kStep});
       },
       ThrowsMessage<UsageError>(HasSubstr("activations of model 'windowed' in bf16")));
 }
