@@ -7,6 +7,7 @@
 #include <set>
 #include <string>
 
+#include "fsdp/base/text.h"
 #include "processes/plan_command.h"
 
 namespace fsdp::cli_plan_fit_test {
@@ -19,6 +20,7 @@ using test::run_fsdp;
 using test::TextFile;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using Json = nlohmann::json;
 
 TEST(PlanForACluster, ABudgetIsTheWholeMemoryOfARank) {
@@ -33,11 +35,11 @@ TEST(PlanForACluster, ABudgetIsTheWholeMemoryOfARank) {
   EXPECT_GT(deeper.at("bytes").at("total").get<int64_t>(), 40 * gib);
   // With a batch, activations and what libtorch takes are part of it.
   const Json batch =
-      plan_json(model + "--budget 80GiB --batch 1 --sequence 4096 --recompute block");
+      plan_json(model + "--budget 80GiB --batch 64 --sequence 4096 --recompute block");
   EXPECT_LE(batch.at("peak_bytes").at("total").get<int64_t>(), 80 * gib);
   test::expect_only_error(run_fsdp("plan " + model + "--budget 10GiB"), 1,
                           "--budget is '10GiB', but a rank needs ");
-  test::expect_only_error(run_fsdp("plan --model llama3-8b --ranks 8 --budget 20GiB --batch 8 "
+  test::expect_only_error(run_fsdp("plan --model llama3-8b --ranks 8 --budget 20GiB --batch 64 "
                                    "--sequence 8192"),
                           1, "fsdp plan --fit 20GiB says on how many ranks it fits");
 }
@@ -54,6 +56,48 @@ TEST(PlanForACluster, RecomputedBlocksKeepTheirInputs) {
               HasSubstr("4 x 2048 tokens, blocks computed again: in "));
 }
 
+TEST(PlanForACluster, SaysWhatRecomputationWouldBring) {
+  const std::string batch = "--model llama-1b --ranks 2 --batch 8 --sequence 2048 ";
+  const int64_t brought = plan_json(batch + "--recompute block").at("peak_bytes").at("total");
+  EXPECT_EQ(plan_json(batch).at("recomputed_bytes"), brought);
+  EXPECT_THAT(run_fsdp("plan " + batch).out,
+              HasSubstr("\nwith --recompute block " + bytes_text(brought)));
+  // Nobody is told what somebody said, and nothing where it is too little.
+  EXPECT_FALSE(plan_json(batch + "--recompute none").contains("recomputed_bytes"));
+  EXPECT_FALSE(
+      plan_json("--model llama-1b --ranks 2 --batch 2 --sequence 16").contains("recomputed_bytes"));
+}
+
+TEST(PlanForACluster, FindsTheLargestBatch) {
+  const std::string model = "--model llama-1b --ranks 8 --tp 2 --microbatches 2 --sequence 2048 ";
+  const Json found = plan_json(model + "--largest-batch --budget 40GiB");
+  const int64_t batch = found.at("batch");
+  constexpr int64_t kParts = 4 * 2;  // groups of two ranks, microbatches
+  EXPECT_EQ(batch % kParts, 0);
+  const auto needs = [&](int64_t sequences) -> int64_t {
+    return plan_json(model + "--batch " + std::to_string(sequences)).at("peak_bytes").at("total");
+  };
+  EXPECT_EQ(needs(batch), found.at("peak_bytes").at("total"));
+  EXPECT_LE(needs(batch), int64_t{40} << 30);
+  EXPECT_GT(needs(batch + kParts), int64_t{40} << 30);
+  EXPECT_THAT(run_fsdp("plan " + model + "--largest-batch --budget 40GiB").out,
+              HasSubstr("largest batch within 40GiB: " + std::to_string(batch) +
+                        " sequences of 8 ranks and 2 microbatches\n"));
+  test::expect_only_error(run_fsdp("plan " + model + "--largest-batch --budget 4GiB"), 1,
+                          "--budget is 4096 MiB, but with one sequence at a time a rank needs ");
+}
+
+TEST(PlanForACluster, AdvisesNothingThatWasGiven) {
+  const auto refused = [](const std::string& more) {
+    return run_fsdp("plan --model mixtral-8x7b --fit 5GiB --batch 64 --sequence 4096 " + more).err;
+  };
+  EXPECT_THAT(refused(""), AllOf(HasSubstr("--tp (ranks share"), HasSubstr("--ep (ranks share"),
+                                 HasSubstr("or --prefetch 0"), Not(HasSubstr("more ranks"))));
+  EXPECT_THAT(refused("--tp 8 --ep 8 --prefetch 0 --microbatches 1 --ranks 64"),
+              AllOf(HasSubstr("give more memory, or more ranks, or --offload 1.\n"),
+                    Not(HasSubstr("--tp")), Not(HasSubstr("--ep"))));
+}
+
 TEST(PlanForACluster, TakesTheSettingsOfARun) {
   const TextFile run("run.json", R"({"model": "llama-1b", "ranks": 8, "batch": 64, "sequence": 512,
       "microbatches": 2, "strategy": "optim", "main_grads": "fp32", "optimizer": "sgd", "lr": 0.1,
@@ -64,14 +108,14 @@ TEST(PlanForACluster, TakesTheSettingsOfARun) {
       "--recompute block --gradient-lifetime step --sequence 512 ";
   const Json planned = plan_json(config);
   for (const char* key : {"bytes", "traffic_bytes", "peak_bytes", "model", "ranks"})
-    EXPECT_EQ(planned.at(key), plan_json(same + "--batch 4").at(key)) << key;
+    EXPECT_EQ(planned.at(key), plan_json(same + "--batch 64 --microbatches 2").at(key)) << key;
   // Flags win; more ranks share the same sequences.
   const Json more = plan_json(config + "--ranks 16 --strategy optim_grads");
   EXPECT_EQ(more.at("strategy"), "optim_grads");
   EXPECT_EQ(more.at("peak_bytes"),
             plan_json("--model llama-1b --ranks 16 --strategy optim_grads --main-grads fp32 "
                       "--moments fp32/none --recompute block --gradient-lifetime step "
-                      "--sequence 512 --batch 2")
+                      "--sequence 512 --batch 64 --microbatches 2")
                 .at("peak_bytes"));
   test::expect_only_error(run_fsdp("plan " + config + "--ranks 64"), 2,
                           "--batch is 64, which 64 ranks with 2 microbatches cannot share evenly");
@@ -81,7 +125,7 @@ TEST(PlanForACluster, TakesTheSettingsOfARun) {
 }
 
 TEST(PlanForACluster, SaysWhatFits) {
-  const Json rows = plan_json("--model llama3-8b --fit 80GiB --batch 1 --sequence 4096");
+  const Json rows = plan_json("--model llama3-8b --fit 80GiB --batch 64 --sequence 4096");
   ASSERT_GT(rows.size(), 3u);
   std::set<int64_t> ranks;
   for (size_t i = 0; i < rows.size(); ++i) {
@@ -95,7 +139,7 @@ TEST(PlanForACluster, SaysWhatFits) {
   // Half as many ranks do not fit anything.
   const int64_t fewest = *ranks.begin();
   ASSERT_GT(fewest, 1);
-  test::expect_only_error(run_fsdp("plan --model llama3-8b --fit 80GiB --batch 1 --sequence 4096 "
+  test::expect_only_error(run_fsdp("plan --model llama3-8b --fit 80GiB --batch 64 --sequence 4096 "
                                    "--ranks " +
                                    std::to_string(fewest / 2)),
                           1, "each needs at least ");
@@ -103,10 +147,10 @@ TEST(PlanForACluster, SaysWhatFits) {
   for (const Json& row : plan_json("--model llama-1b --fit 100GiB --batch 4 --sequence 4096"))
     EXPECT_EQ(row.at("recompute"), "none");
   const Json longer =
-      plan_json("--model llama3-8b --fit 40GiB --batch 1 --sequence 32768 --ranks 64");
+      plan_json("--model llama3-8b --fit 40GiB --batch 64 --sequence 32768 --ranks 64");
   for (const Json& row : longer) EXPECT_EQ(row.at("recompute"), "block");
   ASSERT_FALSE(longer.empty());
-  test::expect_only_error(run_fsdp("plan --model llama3-8b --fit 40GiB --batch 1 --sequence 32768 "
+  test::expect_only_error(run_fsdp("plan --model llama3-8b --fit 40GiB --batch 64 --sequence 32768 "
                                    "--ranks 64 --recompute none"),
                           1, "each needs at least ");
   const CommandResult table = run_fsdp("plan --model llama3-8b --fit 80GiB");
@@ -138,6 +182,11 @@ TEST(PlanForACluster, AnswersWrongBudgetsAndWordsOfOthersWithOneSentence) {
           {"--compute bf61", "--compute is 'bf61'; did you mean 'bf16'?"},
           {"--recompute block",
            "--recompute is 'block', which matters for the peak of a step alone"},
+          {"--largest-batch --sequence 128",
+           "--largest-batch needs the memory of a rank; give --budget, too"},
+          {"--largest-batch --budget 40GiB", "--sequence is missing; the peak of a step needs"},
+          {"--largest-batch --budget 40GiB --batch 8 --sequence 128",
+           "--batch is '8', but --largest-batch finds it; drop one of the two"},
           {"--strategy optim_grad",
            "strategy 'optim_grad' is unknown; did you mean 'optim_grads'?"},
           {"--activation-checkpointing", "did you mean '--recompute block'?"},

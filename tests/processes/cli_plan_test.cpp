@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <filesystem>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -112,6 +114,34 @@ TEST(PlanCommand, JsonHasTheDocumentedKeys) {
   EXPECT_EQ(plan.at("bytes").at("main_weight"), 4 * 8030261248 / 8);
 }
 
+TEST(PlanCommand, ReadsTheConfigOfADirectory) {
+  const std::string folder = ::testing::TempDir() + "fsdp_plan_" + std::to_string(::getpid());
+  std::filesystem::create_directory(folder);
+  std::ofstream(folder + "/config.json") << R"({"model_type": "llama", "vocab_size": 512,
+      "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+      "num_key_value_heads": 4, "intermediate_size": 128})";
+  const Json plan = plan_json("--model " + folder + " --ranks 2");
+  EXPECT_EQ(plan, [&] {
+    Json of_file = plan_json("--model " + folder + "/config.json --ranks 2");
+    of_file["plan_seconds"] = plan.at("plan_seconds");
+    return of_file;
+  }());
+  EXPECT_EQ(plan.at("units"), 4);
+  std::filesystem::remove_all(folder);
+}
+
+// Sequences of a step, of all ranks and microbatches, as `fsdp train` has them.
+TEST(PlanCommand, BatchIsThatOfARun) {
+  const auto peak = [](const std::string& more) {
+    return plan_json("--model llama-1b --sequence 512 " + more).at("peak_bytes");
+  };
+  EXPECT_EQ(peak("--ranks 8 --batch 16").at("activations"),
+            peak("--ranks 2 --batch 4").at("activations"));
+  EXPECT_EQ(peak("--ranks 8 --batch 64 --microbatches 4"), peak("--ranks 8 --batch 16"));
+  EXPECT_EQ(peak("--ranks 8 --tp 2 --batch 8").at("activations"),
+            peak("--ranks 8 --tp 2 --batch 16 --microbatches 2").at("activations"));
+}
+
 TEST(PlanCommand, CompareIsAnArrayWithARowPerStrategy) {
   const Json flat = plan_json("--model llama-1b --ranks 8 --compare");
   ASSERT_EQ(flat.size(), 4u);
@@ -174,7 +204,9 @@ TEST(PlanCommand, AnswersEveryWrongValueWithOneSentence) {
           {"--model llama-1b", "--ranks is missing; give the number of ranks"},
           {"--model lama-1b --ranks 8",
            "model is 'lama-1b', which is not known; did you mean 'llama-1b'?"},
-          {"--model nothing.json --ranks 8", "model is 'nothing.json', which is not a file"},
+          {"--model nothing.json --ranks 8",
+           "model is 'nothing.json', but there is no file 'nothing.json'"},
+          {"--model /tmp --ranks 8", "model is '/tmp', but there is no file '/tmp/config.json'"},
           {"--model llama-1b --ranks 0", "--ranks is '0'; it must be a whole number from 1"},
           {"--model llama-1b --ranks", "--ranks has no value; give one"},
           {"--model llama-1b --rnaks 8",
@@ -189,7 +221,10 @@ TEST(PlanCommand, AnswersEveryWrongValueWithOneSentence) {
           {"--model nemotron-h-8b --ranks 16 --tp 16",
            "tp is 16, but 'backbone.layers.0.mixer.A_log' has 8 parts that are not cut"},
           {"--model deepseek-v3 --ranks 8 --batch 1 --sequence 4",
-           "the activations of model 'deepseek-v3' in bf16 are not known"},
+           "--batch is 1, which 8 ranks with 1 microbatch cannot share evenly; give a multiple of "
+           "8, e.g. 8"},
+          {"--model llama-1b --fit 80GiB --outer 4 --tp 2 --batch 3 --sequence 4",
+           "--batch is 3, which 4 tp groups with 1 microbatch cannot share evenly"},
       });
   expect_refused(
       "--model llama-1b --ranks 8",
@@ -210,8 +245,8 @@ TEST(PlanCommand, AnswersEveryWrongValueWithOneSentence) {
            "second_moment is fp32, but first_moment is none; AdamW has both"},
           {"--batch 4", "--sequence is missing; the peak of a step needs both"},
           {"--sequence 4", "--batch is missing; the peak of a step needs both"},
-          {"--batch 1 --sequence 4 --compare",
-           "--batch is '1', but --compare has no column for peaks"},
+          {"--batch 8 --sequence 4 --compare",
+           "--batch is '8', but --compare has no column for peaks"},
           {"--gradient-lifetime step",
            "--gradient-lifetime is 'step', which matters for the peak of a step alone"},
           {"--offload 1.5", "--offload is '1.5'; it must be a number from"},

@@ -25,7 +25,7 @@ using ::testing::Not;
 using Json = nlohmann::json;
 
 const std::string kTimed =
-    "--model tiny --ranks 2 --batch 4 --sequence 64 --rates cpu-2-cores --link 20MB ";
+    "--model tiny --ranks 2 --batch 8 --sequence 64 --rates cpu-2-cores --link 20MB ";
 
 TEST(PlannedTime, IsShownAsWordsAndJson) {
   const CommandResult table = run_fsdp("plan " + kTimed);
@@ -34,7 +34,7 @@ TEST(PlannedTime, IsShownAsWordsAndJson) {
               AllOf(HasSubstr("time of a step, by the rates of Neoverse-N1, 2 cores ("),
                     HasSubstr("\nunits as measured\n"), HasSubstr("\n  computing  "),
                     HasSubstr("\n  gathers  "), HasSubstr(" of it with nothing beside it\n"),
-                    HasSubstr(" tokens/s; "), Not(HasSubstr("timeline"))));
+                    HasSubstr(" of each rank; "), Not(HasSubstr("timeline"))));
   EXPECT_THAT(run_fsdp("plan --model tiny --ranks 2").out, Not(HasSubstr("time of a step")));
   const Json time = plan_json(kTimed)["time"];
   EXPECT_FALSE(time.contains("muon_ms"));
@@ -50,23 +50,52 @@ TEST(PlannedTime, IsShownAsWordsAndJson) {
 }
 
 TEST(PlannedTime, TakesPublishedLinksAndSaysSo) {
-  const std::string many = "--model llama-1b --ranks 64 --batch 64 --sequence 512 --rates h200 ";
+  const std::string many = "--model llama-1b --ranks 64 --batch 1024 --sequence 512 --rates h200 ";
   const auto same = [&](const std::string& axes, const std::string& links, const Json& published) {
     SCOPED_TRACE(axes);
     Json taken = plan_json(many + axes)["time"];
     EXPECT_EQ(taken["published_links"], published);
+    Json given = plan_json(many + axes + links)["time"];
     taken.erase("published_links");
-    EXPECT_EQ(taken, plan_json(many + axes + links)["time"]);
+    given.erase("published_links");
+    EXPECT_EQ(taken, given);
   };
   same("--outer 8 ", "--link nvlink4 --outer-link 400g", {{"inner", "nvlink4"}, {"outer", "400g"}});
   same("--outer 8 --link-latency 500 ", "--link 450GB --outer-link 50GB",
        {{"inner", "nvlink4"}, {"outer", "400g"}});
   same("--tp 4 ", "--link 400g --group-link nvlink4", {{"inner", "400g"}, {"group", "nvlink4"}});
+  // Names that are given are marked likewise.
+  same("--outer 8 ", "--link nvlink --outer-link ib400", {{"inner", "nvlink4"}, {"outer", "400g"}});
+  EXPECT_EQ(
+      plan_json(many + "--link 400GB --outer 8 --outer-link eth100")["time"]["published_links"],
+      Json({{"outer", "eth100"}}));
   const std::string says =
-      "links as published, not measured: inner nvlink4 (450 GB/s), outer 400g (50 GB/s); --link";
+      "links by data sheet, not measured: inner nvlink4 (450 GB/s), outer 400g (50 GB/s); --link";
   EXPECT_THAT(run_fsdp("plan " + many + "--outer 8").out, HasSubstr(says));
-  EXPECT_THAT(run_fsdp("plan " + many + "--link 1GB").out, Not(HasSubstr("published")));
-  EXPECT_THAT(run_fsdp("plan " + kTimed).out, Not(HasSubstr("published")));
+  EXPECT_THAT(run_fsdp("plan " + many + "--link 1GB").out, Not(HasSubstr("by data sheet")));
+  EXPECT_THAT(run_fsdp("plan " + kTimed).out, Not(HasSubstr("by data sheet")));
+}
+
+TEST(PlannedTime, SaysWhatARunTakesAndHowMuchContentionCouldTake) {
+  const std::string run =
+      "--model llama3-8b --ranks 128 --batch 256 --sequence 8192 --rates h100 --tokens 15T ";
+  const Json time = plan_json(run)["time"];
+  EXPECT_EQ(time["training"]["tokens"], 15'000'000'000'000);
+  EXPECT_EQ(time["training"]["steps"], 7'152'558);
+  const double hours = 7'152'558 * time["step_ms"].get<double>() / 3.6e6;
+  EXPECT_NEAR(time["training"]["days"].get<double>(), hours / 24, 1e-6 * hours);
+  EXPECT_NEAR(time["training"]["rank_hours"].get<double>(), 128 * hours, 1e-4 * hours);
+  EXPECT_GT(time["contended_step_ms"], 1.05 * time["step_ms"].get<double>());
+  EXPECT_LT(time["contended_step_ms"], 1.7 * time["step_ms"].get<double>());
+  EXPECT_THAT(run_fsdp("plan " + run).out,
+              AllOf(HasSubstr("\n    with contention  "),
+                    HasSubstr(", if kernels take 1.7 times as long beside collectives\n"),
+                    HasSubstr("\n15,000,000,000,000 tokens: 7,152,558 steps, "),
+                    HasSubstr(" hours of GPUs; with contention ")));
+  const Json alone = plan_json(
+      "--model llama-1b --ranks 1 --batch 4 --sequence 2048 --rates h200 --tokens 1.5B")["time"];
+  EXPECT_FALSE(alone.contains("contended_step_ms"));
+  EXPECT_EQ(alone["training"]["steps"], 183'106);
 }
 
 TEST(PlannedTime, SaysWhereItIsARoofline) {
@@ -74,7 +103,8 @@ TEST(PlannedTime, SaysWhereItIsARoofline) {
   EXPECT_THAT(run_fsdp(asked + "--batch 3 --rates h200").out,
               HasSubstr("units by a roofline, through those that were measured with 4 x 2048"));
   EXPECT_THAT(run_fsdp(asked + "--batch 4 --rates h100").out,
-              HasSubstr("(2026-11-19)\nunits by a roofline: this model was not measured; "));
+              HasSubstr("(2026-11-19)\nunits by a roofline, products at 742.0 TFLOP/s, 75.0 % of "
+                        "the peak in bf16 and passes at 2.76 TB/s: this model was not measured; "));
   EXPECT_EQ(
       plan_json(
           "--model hybrid-tiny --ranks 1 --batch 1 --sequence 64 --rates h200")["time"]["source"],
@@ -89,7 +119,8 @@ TEST(PlannedTime, TakesWhatWasCalibrated) {
   EXPECT_EQ(measured.exit_code, 0) << measured.err;
   EXPECT_THAT(measured.out, HasSubstr("parts of 1 model on "));
   EXPECT_THAT(measured.err, AllOf(HasSubstr("tiny, 1 x 8 tokens"), Not(HasSubstr("left out"))));
-  const Json time = plan_json(run + "--ranks 2 --rates " + file)["time"];
+  const Json time =
+      plan_json("--model tiny --batch 2 --sequence 8 --ranks 2 --rates " + file)["time"];
   EXPECT_EQ(time["source"], "measured");
   EXPECT_GT(time["gather_ms"], 0.0);
   ::unlink(file.c_str());
@@ -125,7 +156,9 @@ TEST(PlannedTime, AnswersEveryWrongValueWithOneSentence) {
           {"--model tiny --ranks 1 --link 1GB",
            "--link is given, which matters for the time of a step"},
           {"--model tiny --ranks 1 --microbatches 2",
-           "--microbatches is '2', which matters for the time of a step alone; give --rates, too"},
+           "--microbatches is '2', which matters for the peak of a step alone; give --batch and "},
+          {"--model tiny --ranks 1 --batch 1 --sequence 8 --tokens 1B",
+           "--tokens is '1B', which matters for the time of a step alone; give --rates, too"},
           {"--model tiny --ranks 1 --batch 1 --sequence 8 --rates cpu-2-cores --compare",
            "--compare has no column for"},
           {"--model tiny --ranks 1 --batch 1 --sequence 8 --rates cpu-2-cores --compute bf16",
@@ -138,11 +171,14 @@ TEST(PlannedTime, AnswersEveryWrongValueWithOneSentence) {
            "--device is 'cpu', which matters for --calibrate alone; drop it"},
           {"--calibrate rates.json --device tpu", "--device is 'tpu'"},
       });
-  expect_refused("--model tiny --ranks 2 --batch 1 --sequence 8 --rates cpu-2-cores",
-                 {
-                     {"--link fast", "--link is 'fast'"},
-                     {"--link 0", "--link is '0'"},
-                 });
+  expect_refused(
+      "--model tiny --ranks 2 --batch 2 --sequence 8 --rates cpu-2-cores",
+      {
+          {"--link nvlink", "--link is 'nvlink', but the rates of Neoverse-N1, 2 cores"},
+          {"--tokens 1.00000001K", "--tokens is '1.00000001K'; it must be a whole number from 0"},
+          {"--link fast", "--link is 'fast'"},
+          {"--link 0", "--link is '0'"},
+      });
 }
 
 }  // namespace

@@ -27,7 +27,11 @@ ModelShape parse_model(std::string_view json_text, const std::string& source);
 // Whether parse_model() knows the "model_type" of a config.json.
 bool is_known_model_type(std::string_view model_type);
 
-// A path (it ends in .json or contains a slash), else a name of the catalog.
+// The file that is meant by a path (it ends in .json or contains a slash), or by a directory with a
+// config.json; "": a name.
+std::string config_path(const std::string& name_or_path);
+
+// Such a file, else a name of the catalog.
 ModelShape load_model(const std::string& name_or_path);
 
 }  // namespace fsdp

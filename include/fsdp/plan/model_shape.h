@@ -28,6 +28,7 @@ struct TensorShape {
   // parameter groups.
   std::optional<DType> dtype = std::nullopt;
   int64_t num_experts = 0;  // one below the other, which the ranks of an ep group share out
+  int64_t num_chosen = 0;   // of them by each token
   std::optional<TpCut> cut = std::nullopt;  // not given: whole on every rank of a tp group
   bool is_quantizable = false;              // by the layer that multiplies it
   std::vector<int64_t> matrix_rows = {};    // of a hidden layer (MatrixModule); empty: none
@@ -53,8 +54,8 @@ struct ModelShape {
   std::string name;
   std::vector<UnitShape> units;  // in order of first use
   std::vector<int64_t> uses;     // forward order as indices into `units`, one entry per use
-  std::optional<ModelConfig> layers = {};  // where that is known
-  bool takes_tp = false;                   // its tensors say how the ranks of a tp group share them
+  // Where that is known; then tensors say how the ranks of a tp group share them.
+  std::optional<ModelConfig> layers = {};
   // Where each use ends: at a later one if that is part of it, as the embedding is of a tied head.
   // Empty: all end where they begin.
   std::vector<int64_t> ends = {};

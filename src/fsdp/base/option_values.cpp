@@ -4,6 +4,7 @@
 #include <array>
 #include <charconv>
 #include <cmath>
+#include <utility>
 #include <vector>
 
 #include "fsdp/base/check.h"
@@ -42,15 +43,38 @@ void refuse_option(const std::string& option, const std::string& value, const st
   throw UsageError(concat(option, " is '", value, "'; ", rule));
 }
 
+namespace {
+
+// "15T", "1.5B": thousands, millions, billions and trillions. nullopt: no such number, or no whole
+// one.
+std::optional<int64_t> suffixed_number(const std::string& value) {
+  constexpr std::array<std::pair<char, double>, 4> kSuffixes = {
+      {{'K', 1e3}, {'M', 1e6}, {'B', 1e9}, {'T', 1e12}}};
+  for (const auto& [suffix, factor] : kSuffixes) {
+    if (!value.ends_with(suffix)) continue;
+    double number = 0;
+    const char* end = value.data() + value.size() - 1;
+    const auto [stop, error] = std::from_chars(value.data(), end, number);
+    number *= factor;
+    if (error != std::errc{} || stop != end || !(std::abs(number) < 0x1p62)) return std::nullopt;
+    return number == std::round(number) ? std::optional(std::llround(number)) : std::nullopt;
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
 int64_t parse_whole_number(const std::string& option, const std::string& value, int64_t minimum,
                            int64_t maximum) {
   int64_t number = 0;
   const char* end = value.data() + value.size();
   const auto [stop, error] = std::from_chars(value.data(), end, number);
-  if (error != std::errc{} || stop != end || number < minimum || number > maximum)
+  const std::optional<int64_t> whole =
+      error == std::errc{} && stop == end ? number : suffixed_number(value);
+  if (!whole || *whole < minimum || *whole > maximum)
     refuse_option(option, value,
                   concat("it must be a whole number from ", minimum, " to ", maximum));
-  return number;
+  return *whole;
 }
 
 int64_t parse_bytes(const std::string& option, const std::string& value) {

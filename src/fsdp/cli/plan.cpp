@@ -14,10 +14,12 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/durable_file.h"
+#include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
 #include "fsdp/cli/calibrate.h"
 #include "fsdp/cli/command.h"
 #include "fsdp/cli/plan_report.h"
+#include "fsdp/cli/plan_time.h"
 #include "fsdp/cli/setting_flags.h"
 #include "fsdp/plan/forecast.h"
 #include "fsdp/plan/load_model.h"
@@ -33,10 +35,10 @@ namespace {
 struct PlanArguments {
   std::string model;
   std::string ranks;
-  std::string batch;
   std::vector<std::string> expert_parameters;
   std::string budget;
   std::string fit;
+  bool largest_batch = false;
   bool json = false;
   bool compare = false;
   CalibrateArguments calibrate;
@@ -46,30 +48,31 @@ struct PlanArguments {
 
 // The settings of a run that decide what it takes, but for those that mean something else here.
 constexpr std::string_view kPlannedSettings[] = {
-    "optimizer",    "expert-capacity", "compute",      "recompute",
-    "weights",      "weights-except",  "logit-memory", "sequence",
-    "microbatches", "cuda-graph",      "outer",        "ep",
-    "tp",           "strategy",        "main-params",  "main-storage",
-    "main-grads",   "grad-comm",       "moments",      "pool",
-    "prefetch",     "pool-budget",     "granularity",  "gradient-lifetime",
-    "offload",      "patches",         "other-units"};
+    "optimizer", "compute",  "recompute",    "expert-capacity",
+    "weights",   "sequence", "logit-memory", "weights-except",
+    "batch",     "tokens",   "microbatches", "gradient-lifetime",
+    "outer",     "ep",       "cuda-graph",   "main-storage",
+    "tp",        "strategy", "main-params",  "granularity",
+    "moments",   "pool",     "main-grads",   "pool-budget",
+    "offload",   "patches",  "grad-comm",    "other-units",
+    "prefetch"};
 // The ones that only a step's peak depends on.
-constexpr std::array kPeakOptions = {"--recompute", "--logit-memory", "--gradient-lifetime"};
+constexpr std::array kPeakOptions = {"--recompute", "--logit-memory", "--gradient-lifetime",
+                                     "--microbatches"};
 // Those that only its time depends on.
-constexpr std::array kRatesOptions = {"--microbatches", "--cuda-graph"};
+constexpr std::array kRatesOptions = {"--tokens", "--cuda-graph"};
 
 // More ranks than --fit tries by itself.
 constexpr int64_t kMostRanksToFit = int64_t{1} << 16;
 // Numbers of ranks that --fit answers with.
 constexpr int64_t kFitAnswers = 3;
 
-// The question: a run, and how many sequences a rank has at a time.
 struct PlanQuestion {
   train::TrainOptions run;
   std::string model;
   std::optional<int64_t> ranks;
-  std::optional<int64_t> rows;    // as --batch says
-  bool has_batch_of_run = false;  // a config file's, shared out
+  bool has_batch = false;
+  bool is_of_gpu = true;  // the most memory of a step
   std::optional<int64_t> budget;
   std::optional<int64_t> fit;
   std::optional<Rates> rates;
@@ -83,19 +86,14 @@ struct PlanQuestion {
 
   // The batch that a rank computes at a time; nullopt: nobody said.
   std::optional<PeakOptions> computed(int64_t num_ranks) const {
-    if (!rows && !has_batch_of_run) return std::nullopt;
-    train::TrainOptions one = run;
-    if (rows) {
-      one.microbatches = 1;
-      one.batch = *rows * one.data_parallel_size(num_ranks);
-    }
-    return train::peak_options(one, num_ranks);
+    return has_batch ? std::optional(train::peak_options(run, num_ranks)) : std::nullopt;
   }
 
   // The batch where its memory on a GPU is asked for.
   std::optional<PeakOptions> batch(int64_t num_ranks, const ModelShape& shape) const {
     // A file speaks of a run, not of a GPU's memory; so what is not known is left out.
-    const bool is_open = !rows && !knows_activations(shape, options(num_ranks).compute);
+    const bool is_open =
+        !is_of_gpu && !knows_activations(shape, options(num_ranks).compute, run.sequence);
     return is_open || is_on_cpu() ? std::nullopt : computed(num_ranks);
   }
 };
@@ -129,12 +127,17 @@ void check_together(const CLI::App& app, const PlanArguments& given) {
   refuse_both(app, "--batch", "--compare", "has no column for peaks");
   refuse_both(app, "--rates", "--compare", "has no column for times");
   refuse_both(app, "--rates", "--fit", "has no column for times");
+  refuse_both(app, "--batch", "--largest-batch", "finds it");
   for (const char* option : kRatesOptions)
     if (app.count(option) > 0 && app.count("--rates") == 0)
       throw UsageError(concat(as_typed(app, option),
                               ", which matters for the time of a step alone; give --rates, too"));
-  if (given.settings.has_config() || !given.batch.empty()) {
-    if (!given.settings.has_config() && app.count("--sequence") == 0) refuse_half("--sequence");
+  if (given.largest_batch && given.budget.empty())
+    throw UsageError(
+        "--largest-batch needs the memory of a rank; give --budget, too, e.g. --budget 80GiB");
+  if (given.settings.has_config()) return;
+  if (app.count("--batch") > 0 || given.largest_batch) {
+    if (app.count("--sequence") == 0) refuse_half("--sequence");
     return;
   }
   if (app.count("--sequence") > 0) refuse_half("--batch");
@@ -161,10 +164,8 @@ PlanQuestion question_of(const CLI::App& app, const PlanArguments& given) {
     question.ranks = parse_whole_number("--ranks", given.ranks, 1, kMaxRanks);
   else if (question.run.ranks > 0)
     question.ranks = question.run.ranks;
-  constexpr int64_t kMostRows = int64_t{1} << 24;
-  if (!given.batch.empty())
-    question.rows = parse_whole_number("--batch", given.batch, 1, kMostRows);
-  question.has_batch_of_run = given.settings.has_config() && !given.compare;
+  question.is_of_gpu = app.count("--batch") > 0 || given.largest_batch;
+  question.has_batch = question.is_of_gpu || (given.settings.has_config() && !given.compare);
   if (!given.budget.empty()) question.budget = parse_bytes("--budget", given.budget);
   if (!given.fit.empty()) question.fit = parse_bytes("--fit", given.fit);
   question.rates = rates_of(app, given.time);
@@ -179,10 +180,29 @@ std::vector<int64_t> rank_counts_of(const PlanQuestion& question) {
   const train::TrainOptions& run = question.run;
   std::vector<int64_t> counts;
   for (int64_t n = run.outer * std::lcm(run.ep, run.tp); n <= kMostRanksToFit; n *= 2)
-    if (question.rows || !question.has_batch_of_run ||
-        run.batch % (run.data_parallel_size(n) * run.microbatches) == 0)
+    if (!question.has_batch || run.batch % (run.data_parallel_size(n) * run.microbatches) == 0)
       counts.push_back(n);
+  if (counts.empty()) static_cast<void>(run.rows_of_rank(run.outer * std::lcm(run.ep, run.tp)));
   return counts;
+}
+
+// Ways to take less memory, without settings that somebody gave.
+std::string advice(const CLI::App& app, const PlanQuestion& question, const ModelShape& model) {
+  const train::TrainOptions& run = question.run;
+  const bool has_experts =
+      model.layers ? expert_names(*model.layers).has_value() : app.count("--expert-parameters") > 0;
+  std::vector<std::string> ways = {"more memory"};
+  const auto add = [&](bool helps, const char* option, const char* words) {
+    if (helps && app.count(option) == 0) ways.emplace_back(words);
+  };
+  if (question.ranks) ways.emplace_back("more ranks");
+  add(question.has_batch, "--microbatches", "--microbatches");
+  add(run.shard.prefetch > 0, "--prefetch", "--prefetch 0");
+  add(run.shard.offload.fraction < 1, "--offload", "--offload 1");
+  add(has_experts && run.ep == 1, "--ep", "--ep (ranks share out experts)");
+  add(model.layers && run.tp == 1, "--tp", "--tp (ranks share out matrices and tokens)");
+  add(question.has_batch && !question.fit, "--recompute", "--recompute block");
+  return concat("give ", join(ways, ", or "));
 }
 
 void answer_fit(const CLI::App& app, const PlanArguments& given, const PlanQuestion& question,
@@ -198,13 +218,11 @@ void answer_fit(const CLI::App& app, const PlanArguments& given, const PlanQuest
       .batch_of = [&](int64_t num_ranks) { return question.batch(num_ranks, model); }};
   const FitAnswer answer = plans_that_fit(model, fit);
   if (answer.plans.empty())
-    throw Error(
-        concat("--fit is '", given.fit, "', but on ",
-               question.ranks ? counted_text(*question.ranks, "rank")
-                              : concat("up to ", counted_text(kMostRanksToFit, "rank")),
-               " each needs at least ", bytes_text(answer.least_bytes),
-               "; give more memory, more ranks, a smaller batch, --prefetch 0 or --offload 1, or "
-               "share out experts (--ep) and matrices (--tp)"));
+    throw Error(concat("--fit is '", given.fit, "', but on ",
+                       question.ranks ? counted_text(*question.ranks, "rank")
+                                      : concat("up to ", counted_text(kMostRanksToFit, "rank")),
+                       " each needs at least ", bytes_text(answer.least_bytes), "; ",
+                       advice(app, question, model)));
   if (!given.json) return print_fits(std::cout, model, *question.fit, answer.plans);
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   for (const RankPlan& plan : answer.plans) rows.push_back(to_json(model, plan));
@@ -214,22 +232,42 @@ void answer_fit(const CLI::App& app, const PlanArguments& given, const PlanQuest
 std::optional<TimeForecast> time_of(const PlanArguments& given, const PlanQuestion& question,
                                     const Planner& planner, const Forecast& forecast) {
   if (!question.rates) return std::nullopt;
-  return forecast_time(planner.model(), planner.groups(), forecast,
-                       *question.computed(*question.ranks),
-                       time_options(given.time, question.run.microbatches, question.run.cuda_graph),
-                       *question.rates);
+  return forecast_time(
+      planner.model(), planner.groups(), forecast, *question.computed(*question.ranks),
+      time_options(given.time, question.run.microbatches, question.run.cuda_graph, *question.rates),
+      *question.rates);
 }
 
-void answer_one(const PlanArguments& given, const PlanQuestion& question, const Planner& planner,
-                double load_seconds) {
+// The batch of all ranks that fills the memory.
+int64_t largest_batch(const CLI::App& app, const PlanQuestion& question, const Planner& planner) {
+  const train::TrainOptions& run = question.run;
+  const int64_t parts = run.data_parallel_size(*question.ranks) * run.microbatches;
+  train::TrainOptions least = run;
+  least.batch = parts;
+  const PeakOptions one = train::peak_options(least, *question.ranks);
+  const int64_t rows = most_rows_within(planner, one, *question.budget);
+  if (rows == 0)
+    throw Error(concat("--budget is ", bytes_text(*question.budget),
+                       ", but with one sequence at a "
+                       "time a rank needs ",
+                       bytes_text(plan_rank(planner, one).bytes()), "; ",
+                       advice(app, question, planner.model())));
+  return checked_mul(rows, parts);
+}
+
+void answer_one(const CLI::App& app, const PlanArguments& given, PlanQuestion question,
+                const Planner& planner, double load_seconds) {
   const ModelShape& model = planner.model();
+  if (given.largest_batch) question.run.batch = largest_batch(app, question, planner);
   const std::optional<PeakOptions> batch = question.batch(*question.ranks, model);
-  RankPlan plan = question.budget ? deepest_within(planner, batch, *question.budget)
-                                  : plan_rank(planner, batch);
-  if (question.budget && plan.bytes() > *question.budget)
+  const bool is_open = question.budget && !given.largest_batch;
+  RankPlan plan =
+      is_open ? deepest_within(planner, batch, *question.budget) : plan_rank(planner, batch);
+  if (is_open && plan.bytes() > *question.budget)
     throw Error(concat("--budget is '", given.budget, "', but a rank needs ",
                        bytes_text(plan.bytes()), " even without prefetch; fsdp plan --fit ",
                        given.budget, " says on how many ranks it fits"));
+  if (app.count("--recompute") == 0) suggest_recompute(planner, plan);
   plan.forecast.plan_seconds += load_seconds;
   const std::optional<TimeForecast> time = time_of(given, question, planner, plan.forecast);
   if (time && !given.time.picture.empty())
@@ -237,14 +275,21 @@ void answer_one(const PlanArguments& given, const PlanQuestion& question, const 
                        picture_page(concat("Forecast: ", model.name, " on ",
                                            counted_text(*question.ranks, "rank")),
                                     *time));
+  const Training training{*question.ranks, question.run.tokens, question.run.tokens_per_step()};
   if (given.json) {
     nlohmann::ordered_json json = to_json(model, plan);
-    if (time) json["time"] = to_json(*time, *question.rates);
+    if (question.has_batch) json["batch"] = question.run.batch;
+    if (time) json["time"] = to_json(*time, *question.rates, training);
     return print_json(json);
   }
+  if (given.largest_batch)
+    std::cout << "largest batch within " << given.budget << ": "
+              << counted_text(question.run.batch, "sequence") << " of "
+              << counted_text(*question.ranks, "rank") << " and " << question.run.microbatches
+              << (question.run.microbatches == 1 ? " microbatch" : " microbatches") << "\n\n";
   print_plan(std::cout, model, plan);
   if (!time) return;
-  print_time(std::cout, *time, *question.rates);
+  print_time(std::cout, *time, *question.rates, training);
   if (given.time.timeline) print_timeline(std::cout, time->step);
 }
 
@@ -280,7 +325,7 @@ void run_plan(const CLI::App& app, const PlanArguments& given) {
   if (question.fit) return answer_fit(app, given, question, model);
   const std::chrono::duration<double> load = std::chrono::steady_clock::now() - start;
   const Planner planner(std::move(model), question.options(*question.ranks));
-  if (!given.compare) return answer_one(given, question, planner, load.count());
+  if (!given.compare) return answer_one(app, given, question, planner, load.count());
   std::vector<Forecast> forecasts = planner.forecast_all();
   for (Forecast& forecast : forecasts) forecast.plan_seconds += load.count();
   if (!given.json) return print_comparison(std::cout, planner.model(), forecasts);
@@ -290,17 +335,21 @@ void run_plan(const CLI::App& app, const PlanArguments& given) {
 }
 
 std::string footer() {
-  return concat("DTYPE is fp64, fp32, fp16, bf16, fp8_e4m3, fp8_e5m2 or none. Known models: ",
-                join(model_names(), ", "),
-                ".\nExamples:\n"
-                "  fsdp plan --model llama3-8b --ranks 8\n"
-                "  fsdp plan --model deepseek-v3 --ranks 4096 --outer 8 --compare\n"
-                "  fsdp plan --model config.json --ranks 64 --grad-comm bf16 --main-grads fp32 "
-                "--budget 40GiB --json\n"
-                "  fsdp plan --model llama3-70b --fit 80GiB --batch 1 --sequence 8192\n"
-                "  fsdp plan --config run.json --ranks 64\n"
-                "  fsdp plan --model llama-1b --ranks 1 --batch 4 --sequence 2048 --rates h200\n"
-                "docs/plan.md has every formula.");
+  return concat(
+      "DTYPE is fp64, fp32, fp16, bf16, fp8_e4m3, fp8_e5m2 or none. Known models: ",
+      join(model_names(), ", "),
+      ".\nExamples:\n"
+      "  fsdp plan --model llama3-8b --ranks 8\n"
+      "  fsdp plan --model deepseek-v3 --ranks 4096 --outer 8 --compare\n"
+      "  fsdp plan --model config.json --ranks 64 --grad-comm bf16 --main-grads fp32 "
+      "--budget 40GiB --json\n"
+      "  fsdp plan --model llama3-70b --fit 80GiB --batch 128 --sequence 8192\n"
+      "  fsdp plan --model llama3-8b --ranks 64 --budget 80GiB --largest-batch --sequence "
+      "8192\n"
+      "  fsdp plan --config run.json --ranks 64\n"
+      "  fsdp plan --model llama3-8b --ranks 128 --batch 256 --sequence 8192 --rates "
+      "h100 --tokens 15T\n"
+      "docs/plan.md has every formula.");
 }
 
 }  // namespace
@@ -310,27 +359,34 @@ Command add_plan(CLI::App& parent) {
       "plan", "Forecast memory, traffic and time of a model on any number of ranks");
   app->footer(footer());
   const auto given = std::make_shared<PlanArguments>();
-  const auto option = [&](const char* name, std::string& value, const char* type,
-                          const char* text) {
-    app->add_option(name, value, text)->type_name(type);
+  const char* group = "question";
+  const auto option = [&](const char* name, auto& value, const char* type, const char* text) {
+    return app->add_option(name, value, text)->type_name(type)->group(group);
+  };
+  const auto flag = [&](const char* name, bool& value, const char* text) {
+    app->add_flag(name, value, text)->group(group);
   };
   given->settings.add_config(*app);
-  option("--model", given->model, "NAME|FILE.json",
-         "A known model, a published config.json, or a list of units (docs/plan.md)");
+  app->get_option("--config")->group(group);
+  option("--model", given->model, "NAME|PATH",
+         "A known model, a published config.json or its directory, or a list of units "
+         "(docs/plan.md)");
   option("--ranks", given->ranks, "N", "Ranks in all");
   option("--budget", given->budget, "BYTES",
          "The whole memory of a rank: take the deepest prefetch that fits, e.g. 40GiB");
+  flag("--largest-batch", given->largest_batch,
+       "Find the largest --batch with which a rank needs no more than --budget");
   option("--fit", given->fit, "BYTES",
          "The whole memory of a rank: say how many ranks, which strategy and whether --recompute "
          "it takes, e.g. 80GiB");
-  option("--batch", given->batch, "N",
-         "Sequences that a rank computes at a time, for the most memory of a step on a GPU; "
-         "without it, those of --config, shared out");
-  app->add_option("--expert-parameters", given->expert_parameters,
-                  "Tensors of a list of your own with one slice per expert along their first "
-                  "dimension, for --ep: '*.experts.*'; may be given several times")
-      ->type_name("GLOB")
+  flag("--compare", given->compare, "All strategies side by side");
+  flag("--json", given->json, "Print JSON instead of a table");
+  option("--expert-parameters", given->expert_parameters, "GLOB",
+         "Tensors of a list of your own with one slice per expert along their first dimension, "
+         "for --ep: '*.experts.*'; may be given several times")
       ->allow_extra_args(false);
+  add_time_options(*app, given->time);
+  group = "rates";
   option("--calibrate", given->calibrate.file, "FILE",
          "Measure the parts of a model with its batch and settings on this machine, without "
          "--model those of a few, and add them to the rates that --rates reads");
@@ -339,13 +395,11 @@ Command add_plan(CLI::App& parent) {
   option("--threads", given->calibrate.threads, "N",
          "Of the host, that a rank has when --calibrate measures; default 1, on the host of a GPU "
          "all");
-  add_time_options(*app, given->time);
-  app->add_flag("--json", given->json, "Print JSON instead of a table");
-  app->add_flag("--compare", given->compare, "All strategies side by side");
   for (const train::Setting& setting : train::settings())
     if (std::ranges::find(kPlannedSettings, setting.name) != std::end(kPlannedSettings))
       given->settings.add(*app, setting);
-  app->get_option("--sequence")->default_str("");  // here it has to be given
+  for (const char* name : {"--sequence", "--batch", "--tokens"})  // here they have to be given
+    app->get_option(name)->default_str("");
   return {app, [app, given] { run_plan(*app, *given); }};
 }
 

@@ -30,14 +30,20 @@ int64_t per_token_bytes(std::span<const KeptTensor> kept) {
 }
 
 // The bytes kept of a linear layer's input that nobody else keeps.
-std::vector<KeptTensor> kept_input(const char* what, int64_t width, const ActivationOptions& o) {
+std::vector<KeptTensor> kept_input(const char* what, int64_t width, const ActivationOptions& o,
+                                   int64_t scales = 1) {
   if (!o.keeps_codes) return {{what, width, element_bytes(o.compute)}};
-  return {{what, width, kCodeBytes}, {"scales of its codes", 1, kScaleBytes}};
+  return {{what, width, kCodeBytes}, {"scales of its codes", scales, kScaleBytes}};
+}
+
+// The same, of an input whose width ranks share: each has rows of all tokens.
+std::vector<KeptTensor> kept_product(const char* what, int64_t width, const ActivationOptions& o) {
+  return kept_input(what, width, o, o.tp);
 }
 
 // The same, of an input that is kept anyway.
 std::vector<KeptTensor> kept_codes(const char* what, int64_t width, const ActivationOptions& o) {
-  return o.keeps_codes ? kept_input(what, width, o) : std::vector<KeptTensor>{};
+  return o.keeps_codes ? kept_product(what, width, o) : std::vector<KeptTensor>{};
 }
 
 std::vector<KeptTensor> kept_by_norm(int64_t hidden, int64_t element) {
@@ -49,232 +55,180 @@ std::vector<KeptTensor> kept_numbers(int64_t hidden, int64_t element) {
   return {{"normed", hidden, element}};
 }
 
-struct AttentionWidths {
-  int64_t hidden, queries, keys, heads, kv_heads;
-  bool qk_norm = false;
-  bool is_gated = false;
-};
-
-BlockActivations attention_activations(const AttentionWidths& w, const ActivationOptions& options) {
-  const int64_t element = element_bytes(options.compute);
-  BlockActivations attention{.kept = {{"queries, rotated", w.queries, element},
-                                      {"keys, rotated", w.keys, element},
-                                      {"values", w.keys, element},
-                                      {"what attention returns", w.queries, element},
-                                      {"logarithms of its sums", w.heads, kFactorBytes}},
-                             .moments = {},
-                             .input = kept_input("normed", w.hidden, options)};
-  if (w.qk_norm)
-    append(attention.kept, {{"queries before their norm", w.queries, element},
-                            {"keys before theirs", w.keys, element},
-                            {"factors of both", w.heads + w.kv_heads, kFactorBytes}});
-  if (w.is_gated) attention.kept.push_back({"gates", w.queries, element});
-  const std::vector<KeptTensor> by_output =
-      w.is_gated ? kept_input("gated", w.queries, options)
-                 : kept_codes("the same as codes", w.queries, options);
-  append(attention.kept, by_output);
-  // The gradients of queries, keys and values, with the fp32 sums of the former, where codes of the
-  // last layer's input are gone.
-  attention.moments = {{.per_token = element * (w.hidden + 4 * w.queries) +
-                                     kFactorBytes * (w.queries + w.heads) -
-                                     (options.keeps_codes ? per_token_bytes(by_output) : 0)}};
-  return attention;
-}
-
-// The gradients of the product, and of gate and up (or of what is squared), where the product is
-// gone.
-enum class Mlp : uint8_t { kGated, kSquared };
-BlockActivations mlp_activations(Mlp kind, int64_t hidden, int64_t intermediate,
-                                 const ActivationOptions& options) {
-  const int64_t element = element_bytes(options.compute);
-  const bool is_gated = kind == Mlp::kGated;
-  const std::vector<KeptTensor> product =
-      kept_input(is_gated ? "their product" : "its square", intermediate, options);
-  BlockActivations mlp{
-      .kept = {{is_gated ? "gate" : "what is above 0", intermediate, element}},
-      .moments = {{.per_token = element * (hidden + 3 * intermediate) - per_token_bytes(product)}},
-      .input = kept_input("normed", hidden, options)};
-  if (is_gated) mlp.kept.push_back({"up", intermediate, element});
-  append(mlp.kept, product);
-  return mlp;
-}
-
-// A norm, a mixer behind it, and the same once more, whose tensors are gone when the mixer's
-// backward begins; or one mixer alone.
-BlockActivations block_of(int64_t hidden, int64_t element, const BlockActivations& mixer,
-                          const BlockActivations* second = nullptr) {
-  BlockActivations block{.kept = kept_by_norm(hidden, element), .moments = {}};
-  append(block.kept, mixer.input);
-  append(block.kept, mixer.kept);
-  if (second == nullptr) {
-    block.moments = mixer.moments;
-    return block;
-  }
-  append(block.kept, kept_by_norm(hidden, element));
-  append(block.kept, second->input);
-  append(block.kept, second->kept);
-  block.moments = second->moments;
-  const int64_t gone = per_token_bytes(second->input) + per_token_bytes(second->kept);
-  for (WorkingBytes moment : mixer.moments) {
-    moment.per_token -= gone;
-    block.moments.push_back(moment);
-  }
-  return block;
-}
-
-template <typename Config>
-AttentionWidths attention_of(const Config& c) {
-  const int64_t head_dim = head_dim_of(c);
-  AttentionWidths widths{.hidden = c.hidden_size,
-                         .queries = c.num_attention_heads * head_dim,
-                         .keys = c.num_key_value_heads * head_dim,
-                         .heads = c.num_attention_heads,
-                         .kv_heads = c.num_key_value_heads};
-  if constexpr (requires { c.qk_norm; }) widths.qk_norm = c.qk_norm;
-  return widths;
+// With tp, what a cut layer has of all tokens: the gradient of its outputs beside that of what its
+// last matrices multiply; and at the end, when all that it keeps is gone, its input with its
+// gradient. Slices of several sequences are copied to their places.
+BlockActivations with_all_tokens(BlockActivations layer, int64_t hidden, int64_t product,
+                                 const ActivationOptions& o) {
+  if (o.tp == 1) return layer;
+  const int64_t element = element_bytes(o.compute);
+  const int64_t all = o.tp * hidden * element;
+  const int64_t copy = o.rows == 1 ? 0 : all;
+  layer.moments.push_back(
+      {.per_token = hidden * element + all + std::max(copy, product * element)});
+  layer.moments.push_back(
+      {.per_token = hidden * element + 2 * (all + copy) - per_token_bytes(layer.kept)});
+  return layer;
 }
 
 int64_t positions_of(int64_t chunk, const ActivationOptions& options) {
   return options.sequence > 0 ? std::min(chunk, options.sequence) : chunk;
 }
 
-using Blocks = std::optional<std::vector<BlockActivations>>;
+// Each layer of a model with `hidden` channels, and what it keeps.
+struct KeptByLayer {
+  int64_t hidden;
+  const ActivationOptions& options;
+  int64_t element = element_bytes(options.compute);
 
-bool is_known(const LlamaConfig& c, const ActivationOptions& options) {
-  const bool has_short_window = c.sliding_window > 0 && c.sliding_window < options.sequence;
-  return c.num_nextn_predict_layers == 0 && !has_short_window;
-}
-
-Blocks blocks_of(const LlamaConfig& c, const ActivationOptions& options) {
-  if (!is_known(c, options)) return std::nullopt;
-  const int64_t element = element_bytes(options.compute);
-  const BlockActivations mlp =
-      mlp_activations(Mlp::kGated, c.hidden_size, c.intermediate_size, options);
-  return std::vector(
-      static_cast<size_t>(c.num_hidden_layers),
-      block_of(c.hidden_size, element, attention_activations(attention_of(c), options), &mlp));
-}
-
-Blocks blocks_of(const MixtralConfig& c, const ActivationOptions& options) {
-  const LlamaConfig& d = c.decoder;
-  if (!is_known(d, options)) return std::nullopt;
-  const int64_t element = element_bytes(options.compute);
-  const BlockActivations experts =
-      experts_activations({.hidden = d.hidden_size,
-                           .tokens = d.hidden_size,
-                           .intermediate = d.intermediate_size,
-                           .experts = c.num_local_experts,
-                           .chosen = c.num_experts_per_tok,
-                           .shared = c.shared_expert_intermediate_size},
-                          options);
-  return std::vector(
-      static_cast<size_t>(d.num_hidden_layers),
-      block_of(d.hidden_size, element, attention_activations(attention_of(d), options), &experts));
-}
-
-BlockActivations mamba_activations(const NemotronHConfig& c, const ActivationOptions& options) {
-  const int64_t element = element_bytes(options.compute);
-  const int64_t inner = c.mamba_num_heads * c.mamba_head_dim;
-  const int64_t convolved = inner + 2 * c.n_groups * c.ssm_state_size;
-  BlockActivations mamba = scan_activations(c, options);
-  mamba.input = kept_input("normed", c.hidden_size, options);
-  append(mamba.kept, {{"gate, x, B, C and steps", inner + convolved + c.mamba_num_heads, element},
-                      {"convolved", convolved, element},
-                      {"x, B and C", convolved, kWide},
-                      {"steps and what they are of", 3 * c.mamba_num_heads, kWide},
-                      {"gate", inner, kWide},
-                      {"what the scan returns", inner, kWide},
-                      {"gated", inner, kWide},
-                      {"its norm's factors", c.n_groups, kFactorBytes},
-                      {"normed", inner, kWide}});
-  append(mamba.kept, kept_input("the same, narrow", inner, options));
-  return mamba;
-}
-
-Blocks blocks_of(const NemotronHConfig& c, const ActivationOptions& options) {
-  if (c.num_nextn_predict_layers > 0) return std::nullopt;
-  const int64_t element = element_bytes(options.compute);
-  const auto mixer_of = [&](char kind) {
-    if (kind == 'M') return mamba_activations(c, options);
-    if (kind == '*') return attention_activations(attention_of(c), options);
-    if (kind != 'E')
-      return mlp_activations(Mlp::kSquared, c.hidden_size, c.intermediate_size, options);
-    const int64_t latent = c.moe_latent_size;
-    BlockActivations experts = experts_activations({.hidden = c.hidden_size,
-                                                    .tokens = latent > 0 ? latent : c.hidden_size,
-                                                    .intermediate = c.moe_intermediate_size,
-                                                    .experts = c.n_routed_experts,
-                                                    .chosen = c.num_experts_per_tok,
-                                                    .shared = c.moe_shared_expert_intermediate_size,
-                                                    .is_gated = false,
-                                                    .has_sigmoid_router = true},
-                                                   options);
-    if (latent > 0) experts.kept.push_back({"what experts return", latent, element});
-    return experts;
-  };
-  std::vector<BlockActivations> blocks;
-  for (const char kind : c.hybrid_override_pattern)
-    blocks.push_back(block_of(c.hidden_size, element, mixer_of(kind)));
-  return blocks;
-}
-
-BlockActivations delta_net_activations(const Qwen3NextConfig& c, const ActivationOptions& options) {
-  const int64_t element = element_bytes(options.compute);
-  const int64_t keys = c.linear_num_key_heads * c.linear_key_head_dim;
-  const int64_t values = c.linear_num_value_heads * c.linear_value_head_dim;
-  BlockActivations net = delta_rule_activations(c, options);
-  net.input = kept_numbers(c.decoder.hidden_size, element);
-  append(net.kept, {{"queries, keys and values", 2 * keys + values, element},
-                    {"the same, convolved", 2 * keys + values, element},
-                    {"queries and keys of any length", 2 * keys, kWide},
-                    {"their norm's factors", 2 * c.linear_num_key_heads, kFactorBytes},
-                    {"what decays are of", 2 * c.linear_num_value_heads, kWide},
-                    {"what the rule returns", values, kWide},
-                    {"its norm's factors", c.linear_num_value_heads, kFactorBytes},
-                    {"normed", values, kWide},
-                    {"gate", values, kWide},
-                    {"gated, narrow", values, element}});
-  // Gone when the backward of the rule begins: what comes after it.
-  for (WorkingBytes& moment : net.moments)
-    moment.per_token -= 3 * values * kWide + values * element;
-  return net;
-}
-
-Blocks blocks_of(const Qwen3NextConfig& c, const ActivationOptions& options) {
-  const LlamaConfig& d = c.decoder;
-  if (!is_known(d, options)) return std::nullopt;
-  const int64_t element = element_bytes(options.compute);
-  AttentionWidths attention = attention_of(d);
-  attention.qk_norm = attention.is_gated = true;
-  std::vector<BlockActivations> blocks;
-  for (int64_t layer = 0; layer < d.num_hidden_layers; ++layer) {
-    const BlockActivations mixer = layer_type_of(c, layer) == LayerType::kLinearAttention
-                                       ? delta_net_activations(c, options)
-                                       : attention_activations(attention, options);
-    const BlockActivations mlp =
-        has_experts(c, layer)
-            ? experts_activations({.hidden = d.hidden_size,
-                                   .tokens = d.hidden_size,
-                                   .intermediate = c.moe_intermediate_size,
-                                   .experts = c.num_experts,
-                                   .chosen = c.num_experts_per_tok,
-                                   .shared = c.shared_expert_intermediate_size,
-                                   .is_shared_gated = true},
-                                  options)
-            : mlp_activations(Mlp::kGated, d.hidden_size, d.intermediate_size, options);
-    blocks.push_back(block_of(d.hidden_size, element, mixer, &mlp));
+  // The gradients of queries, keys and values, with the fp32 sums of the former.
+  WorkingBytes of_scores(int64_t queries, int64_t heads) const {
+    return {.per_token = element * (hidden + 4 * queries) + kFactorBytes * (queries + heads)};
   }
-  return blocks;
+
+  BlockActivations operator()(const AttentionLayer& a) const {
+    BlockActivations kept{.kept = {{"queries, rotated", a.queries(), element},
+                                   {"keys, rotated", a.keys(), element},
+                                   {"values", a.keys(), element},
+                                   {"what attention returns", a.queries(), element},
+                                   {"logarithms of its sums", a.num_heads, kFactorBytes}},
+                          .moments = {of_scores(a.queries(), a.num_heads)},
+                          .input = kept_input("normed", hidden, options)};
+    if (a.qk_norm)
+      append(kept.kept, {{"queries before their norm", a.queries(), element},
+                         {"keys before theirs", a.keys(), element},
+                         {"factors of both", a.num_heads + a.num_kv_heads, kFactorBytes}});
+    if (a.is_gated) kept.kept.push_back({"gates", a.queries(), element});
+    const std::vector<KeptTensor> by_output =
+        a.is_gated ? kept_product("gated", a.queries(), options)
+                   : kept_codes("the same as codes", a.queries(), options);
+    append(kept.kept, by_output);
+    if (options.keeps_codes)  // those of the last layer's input are gone
+      kept.moments.front().per_token -= per_token_bytes(by_output);
+    return with_all_tokens(std::move(kept), hidden, a.queries(), options);
+  }
+
+  // Short vectors, and the queries, keys and values of all heads, which are made as long as each
+  // other.
+  BlockActivations operator()(const LatentAttentionLayer& layer) const {
+    const DeepseekV3Config& c = *layer.config;
+    const int64_t heads = c.decoder.num_attention_heads;
+    const int64_t size = std::max(query_head_dim_of(c), c.v_head_dim);
+    const bool is_widened = c.v_head_dim < size;
+    BlockActivations kept{
+        .kept = {{"queries and keys, rotated", 2 * heads * size, element},
+                 {is_widened ? "values" : "values, beside channels of keys",
+                  heads * (is_widened ? size : c.qk_nope_head_dim + c.v_head_dim), element},
+                 {"what attention returns", heads * size, element},
+                 {"logarithms of its sums", heads, kFactorBytes}},
+        .moments = {of_scores(heads * size, heads)},
+        .input = kept_input("normed", hidden, options)};
+    if (options.keeps_codes) append(kept.input, kept.input);  // by two layers
+    for (const int64_t rank : {c.q_lora_rank, c.kv_lora_rank}) {
+      if (rank == 0) continue;
+      append(kept.kept, kept_by_norm(rank, element));
+      append(kept.kept, kept_input("normed", rank, options));
+    }
+    const std::vector<KeptTensor> by_output =
+        is_widened ? kept_product("as long as values", heads * c.v_head_dim, options)
+                   : kept_codes("the same as codes", heads * size, options);
+    append(kept.kept, by_output);
+    kept.moments.front().per_token -= per_token_bytes(by_output);
+    return with_all_tokens(std::move(kept), hidden, heads * c.v_head_dim, options);
+  }
+
+  BlockActivations operator()(const MambaLayer& layer) const {
+    const NemotronHConfig& c = *layer.config;
+    const int64_t inner = c.mamba_num_heads * c.mamba_head_dim;
+    const int64_t convolved = inner + 2 * c.n_groups * c.ssm_state_size;
+    BlockActivations mamba = scan_activations(c, options);
+    mamba.input = kept_input("normed", hidden, options);
+    append(mamba.kept, {{"gate, x, B, C and steps", inner + convolved + c.mamba_num_heads, element},
+                        {"convolved", convolved, element},
+                        {"x, B and C", convolved, kWide},
+                        {"steps and what they are of", 3 * c.mamba_num_heads, kWide},
+                        {"gate", inner, kWide},
+                        {"what the scan returns", inner, kWide},
+                        {"gated", inner, kWide},
+                        {"its norm's factors", c.n_groups, kFactorBytes},
+                        {"normed", inner, kWide}});
+    append(mamba.kept, kept_product("the same, narrow", inner, options));
+    return with_all_tokens(std::move(mamba), hidden, inner, options);
+  }
+
+  BlockActivations operator()(const DeltaNetLayer& layer) const {
+    const Qwen3NextConfig& c = *layer.config;
+    const int64_t keys = c.linear_num_key_heads * c.linear_key_head_dim;
+    const int64_t values = c.linear_num_value_heads * c.linear_value_head_dim;
+    BlockActivations net = delta_rule_activations(c, options);
+    net.input = kept_numbers(hidden, element);
+    append(net.kept, {{"queries, keys and values", 2 * keys + values, element},
+                      {"the same, convolved", 2 * keys + values, element},
+                      {"queries and keys of any length", 2 * keys, kWide},
+                      {"their norm's factors", 2 * c.linear_num_key_heads, kFactorBytes},
+                      {"what decays are of", 2 * c.linear_num_value_heads, kWide},
+                      {"what the rule returns", values, kWide},
+                      {"its norm's factors", c.linear_num_value_heads, kFactorBytes},
+                      {"normed", values, kWide},
+                      {"gate", values, kWide},
+                      {"gated, narrow", values, element}});
+    // Gone when the backward of the rule begins: what comes after it.
+    for (WorkingBytes& moment : net.moments)
+      moment.per_token -= 3 * values * kWide + values * element;
+    return with_all_tokens(std::move(net), hidden, values, options);
+  }
+
+  // The gradients of the product, and of gate and up (or of what is squared), where the product is
+  // gone.
+  BlockActivations operator()(const MlpLayer& m) const {
+    const std::vector<KeptTensor> product =
+        kept_product(m.is_gated ? "their product" : "its square", m.inner, options);
+    BlockActivations mlp{
+        .kept = {{m.is_gated ? "gate" : "what is above 0", m.inner, element}},
+        .moments = {{.per_token = element * (hidden + 3 * m.inner) - per_token_bytes(product)}},
+        .input = kept_input("normed", hidden, options)};
+    if (m.is_gated) mlp.kept.push_back({"up", m.inner, element});
+    append(mlp.kept, product);
+    return with_all_tokens(std::move(mlp), hidden, m.inner, options);
+  }
+
+  BlockActivations operator()(const ExpertsLayer& e) const {
+    return experts_activations(e, hidden, options);
+  }
+};
+
+BlockActivations activations_of(const BlockShape& block, int64_t hidden,
+                                const ActivationOptions& options) {
+  const int64_t element = element_bytes(options.compute);
+  BlockActivations all;
+  if (block.joins_embedding) {
+    all.inputs = 2;
+    append(all.kept, kept_by_norm(hidden, element));
+    // The last tokens of several sequences are left out of a copy.
+    append(all.kept, kept_by_norm(options.rows > 1 && options.tp == 1 ? hidden : 0, element));
+    append(all.kept, kept_input("embedding and state", 2 * hidden, options));
+  }
+  for (const BranchShape& branch : block.branches) {
+    const BlockActivations layer = std::visit(KeptByLayer{hidden, options}, branch.layer);
+    append(all.kept, kept_by_norm(hidden, element));
+    append(all.kept, layer.input);
+    append(all.kept, layer.kept);
+    all.weights += layer.weights;
+    // Its tensors are gone when the backward of the layers before it begins.
+    const int64_t gone = per_token_bytes(layer.input) + per_token_bytes(layer.kept);
+    for (WorkingBytes& moment : all.moments) moment.per_token -= gone;
+    all.moments.insert(all.moments.end(), layer.moments.begin(), layer.moments.end());
+  }
+  return all;
 }
 
-Blocks blocks_of(const DeepseekV3Config& /*config*/, const ActivationOptions& /*options*/) {
-  return std::nullopt;
+// Queries that see a part of a sequence keep masks, too.
+bool is_known(const BlockShape& block, const ActivationOptions& options) {
+  return std::ranges::none_of(block.branches, [&](const BranchShape& branch) {
+    const auto* attention = std::get_if<AttentionLayer>(&branch.layer);
+    return attention != nullptr && attention->window > 0 && attention->window < options.sequence;
+  });
 }
-
-// The model's two outer sizes.
-const LlamaConfig& sizes_of(const LlamaConfig& c) { return c; }
-const NemotronHConfig& sizes_of(const NemotronHConfig& c) { return c; }
-const LlamaConfig& sizes_of(const auto& c) { return c.decoder; }
 
 }  // namespace
 
@@ -297,7 +251,7 @@ int64_t kept_bytes(int64_t tokens, std::span<const KeptTensor> kept) {
 }
 
 int64_t BlockActivations::kept_bytes(int64_t tokens) const {
-  return fsdp::kept_bytes(tokens, kept);
+  return fsdp::kept_bytes(tokens, kept) + weights;
 }
 
 int64_t BlockActivations::working_bytes(int64_t tokens) const {
@@ -314,11 +268,13 @@ std::vector<KeptTensor> kept_by_head(int64_t hidden_size, DType compute) {
           {"the gradient of what was normed", hidden_size, element}};
 }
 
-BlockActivations experts_activations(const ExpertWidths& w, const ActivationOptions& options) {
+BlockActivations experts_activations(const ExpertsLayer& w, int64_t hidden,
+                                     const ActivationOptions& options) {
   const int64_t element = element_bytes(options.compute);
+  const int64_t width = w.latent > 0 ? w.latent : hidden;  // of tokens on their way to experts
   const double rows = rows_per_token(w.chosen, w.experts, options);
-  const auto in_rows = [&](int64_t width) {
-    return static_cast<int64_t>(std::ceil(rows * static_cast<double>(width)));
+  const auto in_rows = [&](int64_t elements) {
+    return static_cast<int64_t>(std::ceil(rows * static_cast<double>(elements)));
   };
   const int64_t into = (w.is_gated ? 2 : 1) * w.intermediate;
   BlockActivations experts{
@@ -326,33 +282,36 @@ BlockActivations experts_activations(const ExpertWidths& w, const ActivationOpti
                {"chosen weights, and their sum", w.chosen + 1, kWide},
                {"the same, narrow", w.chosen, element},
                {"choices, and where they went", 3 * w.chosen, kWidest},
-               {"rows of experts", in_rows(w.tokens), element},
+               {"rows of experts", in_rows(width), element},
                {w.is_gated ? "gate and up" : "what is above 0", in_rows(into), element},
                {w.is_gated ? "their product" : "its square", in_rows(w.intermediate), element},
-               {"what experts return", in_rows(w.tokens), element}},
+               {"what experts return", in_rows(width), element}},
       .moments = {},
-      .input = kept_numbers(w.hidden, element)};
+      .input = kept_numbers(hidden, element)};
   if (options.ep > 1)
     experts.kept.push_back({"where rows came from", in_rows(3) - w.chosen, kWidest});
-  if (w.has_sigmoid_router) experts.kept.push_back({"tokens of the router", w.hidden, kWide});
-  if (w.shared > 0)
-    append(experts.kept,
-           mlp_activations(w.is_gated ? Mlp::kGated : Mlp::kSquared, w.hidden, w.shared, options)
-               .kept);
+  if (w.has_sigmoid_router && element != kWide) {
+    experts.kept.push_back({"tokens of the router", hidden, kWide});
+    experts.weights = w.experts * hidden * kWide;
+  }
+  if (w.latent > 0) experts.kept.push_back({"what experts add up to", w.latent, element});
+  ActivationOptions of_tokens = options;
+  of_tokens.tp = 1;  // the shared one is not cut
+  if (w.shared > 0) append(experts.kept, KeptByLayer{hidden, of_tokens}(w.shared_mlp()).kept);
   if (w.shared > 0 && w.is_shared_gated)
     append(experts.kept,
-           {{"the shared expert's output", w.hidden, element}, {"its gate", 1, element}});
+           {{"the shared expert's output", hidden, element}, {"its gate", 1, element}});
   // Grouped products give the gradient of all experts' matrices at once, before it is moved into
   // its bucket: of the last one when what it returned is gone, of the first one when the product
   // is, too. And between them the gradients of gate and up.
-  const int64_t matrices = w.experts / options.ep * w.tokens * w.intermediate * element;
+  const int64_t matrices = w.experts / options.ep * width * w.intermediate * element;
   const int64_t inner = in_rows(w.intermediate) * element;
-  const int64_t of_token = w.hidden * element;
+  const int64_t of_token = hidden * element;
   experts.moments = {
       {.per_token = of_token + inner, .of_weights = matrices},
       {.per_token = of_token + (w.is_gated ? inner : -inner),
        .of_weights = (w.is_gated ? 2 : 1) * matrices},
-      {.per_token = of_token + 2 * inner - in_rows(w.tokens) * element, .of_weights = 0}};
+      {.per_token = of_token + 2 * inner - in_rows(width) * element, .of_weights = 0}};
   return experts;
 }
 
@@ -400,16 +359,14 @@ BlockActivations delta_rule_activations(const Qwen3NextConfig& c,
 
 std::optional<ModelActivations> activations_of(const ModelConfig& config,
                                                const ActivationOptions& options) {
-  if (options.compute != DType::kBFloat16 && options.compute != DType::kFloat16)
-    return std::nullopt;
-  return std::visit(
-      [&](const auto& c) -> std::optional<ModelActivations> {
-        Blocks blocks = blocks_of(c, options);
-        if (!blocks) return std::nullopt;
-        return ModelActivations{sizes_of(c).hidden_size, sizes_of(c).vocab_size,
-                                std::move(*blocks)};
-      },
-      config);
+  const ModelLayers layers = layers_of(config);
+  ModelActivations all{layers.hidden_size, layers.vocab_size, {}};
+  for (const std::vector<BlockShape>* blocks : {&layers.blocks, &layers.predictions})
+    for (const BlockShape& block : *blocks) {
+      if (!is_known(block, options)) return std::nullopt;
+      all.blocks.push_back(activations_of(block, layers.hidden_size, options));
+    }
+  return all;
 }
 
 }  // namespace fsdp

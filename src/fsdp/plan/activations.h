@@ -9,6 +9,7 @@
 
 #include "fsdp/base/dtype.h"
 #include "fsdp/nn/config/model_config.h"
+#include "fsdp/plan/model_layers.h"
 
 namespace fsdp {
 
@@ -27,9 +28,11 @@ struct WorkingBytes {
 };
 
 struct BlockActivations {
-  std::vector<KeptTensor> kept;
-  std::vector<WorkingBytes> moments;
-  std::vector<KeptTensor> input = {};  // of a part of a block: what it keeps of its normed input
+  std::vector<KeptTensor> kept = {};
+  std::vector<WorkingBytes> moments = {};
+  std::vector<KeptTensor> input = {};  // of a layer of a block: what it keeps of its normed input
+  int64_t weights = 0;                 // bytes of wider copies of weights
+  int64_t inputs = 1;                  // hidden states, all that recomputation needs
 
   int64_t kept_bytes(int64_t tokens) const;
   int64_t working_bytes(int64_t tokens) const;  // of the largest moment
@@ -38,20 +41,24 @@ struct BlockActivations {
 struct ModelActivations {
   int64_t hidden_size = 0;
   int64_t vocab_size = 0;
-  std::vector<BlockActivations> blocks;
+  std::vector<BlockActivations> blocks;  // those that predict further tokens behind the others
 };
 
 struct ActivationOptions {
   DType compute = DType::kBFloat16;
   int64_t ep = 1;
+  int64_t tp = 1;
   double expert_capacity = 0.0;  // as BuildOptions has it
+  int64_t rows = 1;              // sequences of a rank at a time
   int64_t sequence = 0;          // tokens; 0: more than a chunk of any layer
   // Linear layers keep their inputs as fp8 codes (docs/fp8.md, "kept of X for the backward"). Of
   // experts and Gated DeltaNets numbers stay.
   bool keeps_codes = false;
 };
 
-// nullopt: they are not known, of multi-token prediction and of types other than bf16 and fp16.
+// Per token of a rank: those of a tp group have equal parts of a batch's tokens, or for all of them
+// equal parts of heads and channels. nullopt: they are not known, of windows that are shorter than
+// a sequence.
 std::optional<ModelActivations> activations_of(const ModelConfig& config,
                                                const ActivationOptions& options);
 
@@ -68,15 +75,8 @@ int64_t kept_bytes(int64_t tokens, std::span<const KeptTensor> kept);
 
 // --- the parts of blocks, for tests --------------------------------------------------------------
 
-// Experts of a layer, and the tokens that come to them.
-struct ExpertWidths {
-  int64_t hidden, tokens, intermediate;  // tokens: of those on their way to the experts
-  int64_t experts, chosen, shared;       // shared: of the expert that all pass; 0: none
-  bool is_gated = true;                  // gate, up and their product; else the square of a ReLU
-  bool is_shared_gated = false;
-  bool has_sigmoid_router = false;
-};
-BlockActivations experts_activations(const ExpertWidths& widths, const ActivationOptions& options);
+BlockActivations experts_activations(const ExpertsLayer& experts, int64_t hidden,
+                                     const ActivationOptions& options);
 
 // The selective scan of Mamba-2, and the delta rule of Gated DeltaNet.
 BlockActivations scan_activations(const NemotronHConfig& config, const ActivationOptions& options);

@@ -4,6 +4,8 @@
 #include <cstdint>
 
 #include "fsdp/nn/config/model_config.h"
+#include "fsdp/plan/model_layers.h"
+#include "fsdp/plan/model_shape.h"
 
 namespace fsdp {
 
@@ -12,5 +14,10 @@ namespace fsdp {
 // Attention sees (sequence + 1) / 2 positions on average; the embedding is a lookup and costs
 // nothing; only chosen experts count. Recomputation does not count, as is usual for utilisation.
 double flops_per_token(const ModelConfig& config, int64_t sequence);
+
+// Products of a token's forward in a block, of two operations each: with a tensor's matrices (of
+// experts with those of the chosen ones), and beside weights.
+double multiplied_elements(const TensorShape& tensor);
+double mixing_products(const BlockShape& block, int64_t sequence);
 
 }  // namespace fsdp

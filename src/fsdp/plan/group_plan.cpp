@@ -199,7 +199,7 @@ int64_t PlanOptions::owners(GridKind grid) const {
 }
 
 std::vector<GroupPlan> lay_out(const ModelShape& model, const PlanOptions& options) {
-  if (options.tp > 1 && !model.takes_tp)
+  if (options.tp > 1 && !model.layers)
     throw UsageError(concat("tp is ", options.tp, ", but how the ranks of a tp group would share '",
                             shown(model.name), "' is not known; leave it out"));
   PlannedRecipes recipes(model, options);

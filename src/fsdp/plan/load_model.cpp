@@ -1,7 +1,5 @@
 #include "fsdp/plan/load_model.h"
 
-#include <sys/stat.h>
-
 #include <algorithm>
 #include <array>
 #include <vector>
@@ -225,23 +223,22 @@ bool is_known_model_type(std::string_view model_type) {
   return std::find(types.begin(), types.end(), model_type) != types.end();
 }
 
-namespace {
-
-ModelShape load_model_file(const std::string& path) {
-  constexpr int64_t kMaxBytes = int64_t{64} << 20;
-  struct stat status {};
-  if (::stat(path.c_str(), &status) != 0 || !S_ISREG(status.st_mode))
-    throw UsageError(concat("model is '", path, "', which is not a file; give a JSON file or one ",
-                            "of ", join(model_names(), ", ")));
-  return parse_model(read_text_file(path, kMaxBytes), path);
+std::string config_path(const std::string& name_or_path) {
+  if (is_directory(name_or_path)) return name_or_path + "/config.json";
+  const bool is_path =
+      name_or_path.ends_with(".json") || name_or_path.find('/') != std::string::npos;
+  return is_path ? name_or_path : "";
 }
 
-}  // namespace
-
 ModelShape load_model(const std::string& name_or_path) {
-  if (name_or_path.ends_with(".json") || name_or_path.find('/') != std::string::npos)
-    return load_model_file(name_or_path);
-  return model_by_name(name_or_path);
+  constexpr int64_t kMaxBytes = int64_t{64} << 20;
+  const std::string path = config_path(name_or_path);
+  if (path.empty()) return model_by_name(name_or_path);
+  if (!is_regular_file(path))
+    throw UsageError(concat("model is '", name_or_path, "', but there is no file '", path,
+                            "'; give a JSON file, a directory with a config.json, or one of ",
+                            join(model_names(), ", ")));
+  return parse_model(read_text_file(path, kMaxBytes), path);
 }
 
 }  // namespace fsdp

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <numeric>
+#include <set>
+#include <utility>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
@@ -69,12 +71,31 @@ int64_t rounding_of_state(std::span<const GroupPlan> groups, const PlanOptions& 
   return added;
 }
 
-// The logits of a chunk, which their gradient replaces, and numbers of all tokens.
-int64_t working_of_loss(int64_t vocabulary, int64_t tokens, int64_t element, int64_t logit_bytes) {
-  const int64_t rows = rows_of_logit_chunk(
-      {.rows = tokens, .vocabulary = vocabulary, .element_bytes = element}, logit_bytes);
-  return kept_bytes(rows, vocabulary, element) + kept_bytes(tokens, kSumsOfLoss, kLogSumBytes);
-}
+// The embedding and the head of a rank. The ranks of a tp group share the rows of the vocabulary,
+// and then have all tokens at the ends; else they have their own, and all rows.
+struct VocabularyPart {
+  int64_t rows, tokens, hidden;
+  int64_t element;
+
+  VocabularyPart(const ModelActivations& model, int64_t all_tokens, const PlanOptions& options)
+      : rows(model.vocab_size),
+        tokens(ceil_div(all_tokens, options.tp)),
+        hidden(model.hidden_size),
+        element(element_bytes(options.compute)) {
+    if (rows % options.tp != 0) return;
+    rows /= options.tp;
+    tokens = all_tokens;
+  }
+
+  int64_t hidden_bytes() const { return kept_bytes(tokens, hidden, element); }
+  int64_t gradient_bytes() const { return kept_bytes(rows, hidden, kSumBytes); }  // of the head
+  // The logits of a chunk, which their gradient replaces, and numbers of all tokens.
+  int64_t logit_bytes(int64_t most) const {
+    const int64_t chunk =
+        rows_of_logit_chunk({.rows = tokens, .vocabulary = rows, .element_bytes = element}, most);
+    return kept_bytes(chunk, rows, element) + kept_bytes(tokens, kSumsOfLoss, kLogSumBytes);
+  }
+};
 
 }  // namespace
 
@@ -96,9 +117,11 @@ int64_t BatchShape::tokens() const { return checked_mul(rows, sequence); }
 
 namespace {
 
+// They are known of types in which GPUs compute.
 std::optional<ModelActivations> activations_of(const ModelShape& model,
                                                const ActivationOptions& options) {
-  return model.layers ? activations_of(*model.layers, options) : std::nullopt;
+  const bool is_narrow = options.compute == DType::kBFloat16 || options.compute == DType::kFloat16;
+  return model.layers && is_narrow ? activations_of(*model.layers, options) : std::nullopt;
 }
 
 // Whether layers of a unit keep codes of their inputs: those of recipes whose products read them.
@@ -112,78 +135,99 @@ bool keeps_codes(std::span<const GroupPlan> groups, int64_t unit, ProductForm we
 
 }  // namespace
 
-bool knows_activations(const ModelShape& model, DType compute) {
-  return activations_of(model, {.compute = compute}).has_value();
+bool knows_activations(const ModelShape& model, DType compute, int64_t sequence) {
+  return activations_of(model, {.compute = compute, .sequence = sequence}).has_value();
 }
 
 PeakForecast forecast_peak(const ModelShape& model, std::span<const GroupPlan> groups,
                            const Forecast& forecast, const PeakOptions& options) {
-  const DType compute = forecast.options.compute;
-  ActivationOptions activations{.compute = compute,
-                                .ep = forecast.options.ep,
+  const PlanOptions& plan = forecast.options;
+  ActivationOptions activations{.compute = plan.compute,
+                                .ep = plan.ep,
+                                .tp = plan.tp,
                                 .expert_capacity = options.expert_capacity,
+                                .rows = options.batch.rows,
                                 .sequence = options.batch.sequence};
   std::optional<ModelActivations> known = activations_of(model, activations);
   if (!known)
-    throw UsageError(concat("the activations of model '", model.name, "' in ", name_of(compute),
-                            " are not known; they are for bf16 and fp16, without latent "
-                            "attention, multi-token prediction, and windows (sliding_window) "
-                            "shorter than a sequence"));
+    throw UsageError(concat("the activations of model '", model.name, "' in ",
+                            name_of(plan.compute),
+                            " are not known; they are for bf16 and fp16, without windows "
+                            "(sliding_window) shorter than a sequence"));
   activations.keeps_codes = true;
   const ModelActivations of_codes = *activations_of(model, activations);
-  // The first unit is the embedding.
-  for (size_t i = 0; i < known->blocks.size(); ++i)
-    if (keeps_codes(groups, static_cast<int64_t>(i) + 1, options.weight_gradient))
-      known->blocks[i] = of_codes.blocks[i];
-  const std::vector<BlockActivations>& blocks = known->blocks;
-  const int64_t element = element_bytes(compute);
-  const int64_t tokens = options.batch.tokens();
-  const int64_t head = kept_bytes(tokens, kept_by_head(known->hidden_size, compute)) +
-                       kept_bytes(known->vocab_size, known->hidden_size, kSumBytes);
-  const int64_t hidden = kept_bytes(tokens, known->hidden_size, element);
-  const int64_t batch = 2 * kept_bytes(tokens, 1, kTokenBytes);
-  const std::vector<int64_t> by_unit =
-      gradients_by_unit(groups, model.units.size(), forecast.options.strategy.gradient);
-  const bool persist = options.gradient_lifetime == GradientLifetime::kPersistent;
-  // Main gradients when the backward of unit `first` has begun; the last unit is the head.
-  const auto gradients_from = [&](int64_t first) {
-    return std::accumulate(by_unit.begin() + (persist ? 0 : first), by_unit.end(), int64_t{0});
-  };
-  const int64_t rounding = rounding_of_state(groups, forecast.options, options.gradient_lifetime);
-  const int64_t end = static_cast<int64_t>(by_unit.size());
+  const size_t head_unit = layers_of(*model.layers).head_unit();
+  const auto block_of = [&](size_t unit) { return unit < head_unit ? unit - 1 : unit - 2; };
+  for (size_t unit = 1; unit < model.units.size(); ++unit)
+    if (unit != head_unit &&
+        keeps_codes(groups, static_cast<int64_t>(unit), options.weight_gradient))
+      known->blocks[block_of(unit)] = of_codes.blocks[block_of(unit)];
 
-  std::vector<PeakForecast> moments;
-  const auto add = [&](std::string_view when, int64_t first_unit, int64_t kept, int64_t working) {
-    moments.push_back({.when = when,
-                       .state = forecast.bytes.total() - forecast.bytes.main_grad,
-                       .gradients = gradients_from(first_unit),
-                       .activations = batch + kept,
-                       .working = working,
-                       .workspaces = kWorkspaceBytes,
-                       .rounding = rounding,
-                       .context = kContextBytes});
+  const int64_t element = element_bytes(plan.compute);
+  const int64_t all_tokens = options.batch.tokens();
+  const int64_t tokens = ceil_div(all_tokens, plan.tp);
+  const VocabularyPart vocabulary(*known, all_tokens, plan);
+  const int64_t hidden = kept_bytes(tokens, known->hidden_size, element);
+  const int64_t head = kept_bytes(tokens, kept_by_head(known->hidden_size, plan.compute)) +
+                       vocabulary.gradient_bytes();
+  // Beside their own tokens, ranks that share the vocabulary have all, and the gradient of all in
+  // place of that of their own.
+  const bool shares_vocabulary = vocabulary.tokens > tokens;
+  const int64_t all_hidden = shares_vocabulary ? 2 * vocabulary.hidden_bytes() - hidden : 0;
+  const std::vector<int64_t> gradients =
+      gradients_by_unit(groups, model.units.size(), plan.strategy.gradient);
+  PeakForecast moment{.when = {},
+                      .state = forecast.bytes.total() - forecast.bytes.main_grad,
+                      .workspaces = kWorkspaceBytes,
+                      .rounding = rounding_of_state(groups, plan, options.gradient_lifetime),
+                      .context = kContextBytes};
+  if (options.gradient_lifetime == GradientLifetime::kPersistent)
+    moment.gradients = std::accumulate(gradients.begin(), gradients.end(), int64_t{0});
+  PeakForecast peak = moment;
+  const int64_t batch = 2 * kept_bytes(all_tokens, 1, kTokenBytes);
+  const auto consider = [&](std::string_view when, int64_t kept, int64_t working) {
+    moment.when = when;
+    moment.activations = batch + kept;
+    moment.working = working;
+    if (moment.allocated() > peak.allocated()) peak = moment;
   };
-  // The bytes that the blocks before each one keep while none of them is computed again; and all of
-  // them.
-  std::vector<int64_t> kept_before = {0};
-  for (const BlockActivations& block : blocks)
-    kept_before.push_back(checked_add(
-        kept_before.back(), options.recomputes_blocks ? hidden : block.kept_bytes(tokens)));
-  add("the loss", end, kept_before.back() + head,
-      hidden + working_of_loss(known->vocab_size, tokens, element, options.logit_bytes));
-  add("the backward of the head", end - 1, kept_before.back() + head, hidden);
-  // A block that is computed again has its output once more.
-  const int64_t again = options.recomputes_blocks ? hidden : 0;
-  for (size_t i = blocks.size(); i >= 1; --i)
-    add("the backward of a block", static_cast<int64_t>(i),
-        kept_before[i - 1] + blocks[i - 1].kept_bytes(tokens),
-        hidden + again + blocks[i - 1].working_bytes(tokens));
-  // Autograd has the embedding's gradient whole, in the type of the weights, before it is added up.
-  add("the backward of the embedding", 0, 0,
-      2 * hidden + kept_bytes(known->vocab_size, known->hidden_size, element));
-  return *std::max_element(
-      moments.begin(), moments.end(),
-      [](const PeakForecast& a, const PeakForecast& b) { return a.allocated() < b.allocated(); });
+
+  // Forward, with what is kept before each use; the embedding of a tied head is a part of its use.
+  const bool again = options.recomputes_blocks;
+  std::vector<std::pair<size_t, int64_t>> uses;
+  int64_t kept = 0;
+  for (size_t i = 0; i < model.uses.size(); i = static_cast<size_t>(model.ends[i]) + 1) {
+    const auto unit = static_cast<size_t>(model.uses[i]);
+    uses.emplace_back(unit, kept);
+    if (unit == head_unit) {
+      kept += head;
+      consider("the loss", kept, hidden + all_hidden + vocabulary.logit_bytes(options.logit_bytes));
+    } else if (unit != 0) {
+      const BlockActivations& block = known->blocks[block_of(unit)];
+      kept += again ? block.inputs * hidden : block.kept_bytes(tokens);
+    }
+  }
+  std::set<size_t> begun;
+  for (auto use = uses.rbegin(); use != uses.rend(); ++use) {
+    const auto& [unit, before] = *use;
+    if (begun.insert(unit).second && options.gradient_lifetime == GradientLifetime::kStep)
+      moment.gradients += gradients[unit];
+    if (unit == head_unit) {
+      consider("the backward of the head", before + head, hidden);
+    } else if (unit == 0) {
+      // Autograd has the embedding's gradient whole, in the type of the weights, before it is added
+      // up; ranks that share its rows have zeros for the tokens of others.
+      consider("the backward of the embedding", before,
+               2 * vocabulary.hidden_bytes() + (shares_vocabulary ? hidden : 0) +
+                   kept_bytes(vocabulary.rows, vocabulary.hidden, element));
+    } else {
+      // A block that is computed again has its output once more.
+      const BlockActivations& block = known->blocks[block_of(unit)];
+      consider("the backward of a block", before + block.kept_bytes(tokens),
+               (again ? 2 : 1) * hidden + block.working_bytes(tokens));
+    }
+  }
+  return peak;
 }
 
 }  // namespace fsdp

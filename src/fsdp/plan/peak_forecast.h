@@ -66,8 +66,8 @@ struct PeakForecast {
   int64_t total() const { return allocated() + context; }
 };
 
-// Whether the layers of a model are known, and what they keep in this type.
-bool knows_activations(const ModelShape& model, DType compute);
+// Whether it is known what the layers of a model keep of sequences of so many tokens in this type.
+bool knows_activations(const ModelShape& model, DType compute, int64_t sequence);
 
 // UsageError for a model whose activations are not known.
 PeakForecast forecast_peak(const ModelShape& model, std::span<const GroupPlan> groups,

@@ -9,7 +9,6 @@
 #include "fsdp/base/integer.h"
 #include "fsdp/memory/bucket.h"
 #include "fsdp/memory/bucket_pool.h"
-#include "fsdp/memory/live_trace.h"
 #include "fsdp/memory/pool/planned_pool.h"
 
 namespace fsdp {
@@ -41,11 +40,6 @@ bool has_role(std::span<const UnitBuckets> units, BucketRole role) {
     return std::any_of(unit.buckets.begin(), unit.buckets.end(),
                        [&](const Bucket& bucket) { return bucket.role == role; });
   });
-}
-
-StepOrder step_order_of(const ModelShape& model) {
-  return mirrored_order(std::vector<int32_t>(model.uses.begin(), model.uses.end()),
-                        std::vector<int32_t>(model.ends.begin(), model.ends.end()));
 }
 
 // The reductions that end a cycle (to the optimizer's placement) cast what a rank holds of a
@@ -97,6 +91,11 @@ int32_t depth_within_budget(const std::vector<UnitBuckets>& units, const PoolOpt
 }
 
 }  // namespace
+
+StepOrder step_order_of(const ModelShape& model) {
+  return mirrored_order(std::vector<int32_t>(model.uses.begin(), model.uses.end()),
+                        std::vector<int32_t>(model.ends.begin(), model.ends.end()));
+}
 
 PoolForecast forecast_pool(const ModelShape& model, std::span<const GroupPlan> groups,
                            const PlanOptions& options) {

@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "fsdp/memory/live_trace.h"
 #include "fsdp/plan/group_plan.h"
 
 namespace fsdp {
@@ -16,6 +17,9 @@ struct PoolForecast {
   int64_t prefetch = 0;      // as asked for, or the deepest that fits the budget
   std::vector<int64_t> num_gathers;  // by unit, in one step; 0 where weights are not sharded
 };
+
+// The uses of a microbatch.
+StepOrder step_order_of(const ModelShape& model);
 
 PoolForecast forecast_pool(const ModelShape& model, std::span<const GroupPlan> groups,
                            const PlanOptions& options);

@@ -35,6 +35,29 @@ RankPlan plan_rank(const Planner& planner, const std::optional<PeakOptions>& bat
   return with_peak(planner, planner.forecast(), batch);
 }
 
+void suggest_recompute(const Planner& planner, RankPlan& plan) {
+  if (!plan.peak || plan.batch->recomputes_blocks) return;
+  PeakOptions again = *plan.batch;
+  again.recomputes_blocks = true;
+  const int64_t bytes =
+      forecast_peak(planner.model(), planner.groups(), plan.forecast, again).total();
+  if (bytes < plan.bytes() - plan.bytes() / 10) plan.recomputed_bytes = bytes;
+}
+
+int64_t most_rows_within(const Planner& planner, PeakOptions batch, int64_t budget_bytes) {
+  constexpr int64_t kMostRows = int64_t{1} << 20;
+  const Forecast forecast = planner.forecast();
+  const auto fits = [&](int64_t rows) {
+    batch.batch.rows = rows;
+    return forecast_peak(planner.model(), planner.groups(), forecast, batch).total() <=
+           budget_bytes;
+  };
+  int64_t rows = 0;
+  for (int64_t more = kMostRows; more > 0; more /= 2)
+    if (fits(rows + more)) rows += more;
+  return rows;
+}
+
 RankPlan deepest_within(const Planner& planner, const std::optional<PeakOptions>& batch,
                         int64_t budget_bytes) {
   const Strategy strategy = planner.forecast().options.strategy;

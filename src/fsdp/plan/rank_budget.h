@@ -16,6 +16,8 @@ struct RankPlan {
   Forecast forecast;
   std::optional<PeakOptions> batch;  // if one is known,
   std::optional<PeakForecast> peak;  // and then the most memory of its step
+  // The bytes with blocks that are computed again, where that helps and is worth saying.
+  std::optional<int64_t> recomputed_bytes = std::nullopt;
 
   // On the device: the most of a step where a batch is known, else what stays.
   int64_t bytes() const { return peak ? peak->total() : forecast.bytes.total(); }
@@ -28,6 +30,12 @@ RankPlan plan_rank(const Planner& planner, const std::optional<PeakOptions>& bat
 // the least that such a rank needs.
 RankPlan deepest_within(const Planner& planner, const std::optional<PeakOptions>& batch,
                         int64_t budget_bytes);
+
+// Says what recomputation would bring, if it is a tenth or more.
+void suggest_recompute(const Planner& planner, RankPlan& plan);
+
+// The most sequences of a rank at a time with which the planner's own plan fits; 0: none does.
+int64_t most_rows_within(const Planner& planner, PeakOptions batch, int64_t budget_bytes);
 
 // Whether blocks are computed again in the backward: as the batch says, or only where nothing else
 // fits.

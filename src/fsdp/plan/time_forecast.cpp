@@ -7,6 +7,7 @@
 #include "fsdp/base/text.h"
 #include "fsdp/layout/state_bytes.h"
 #include "fsdp/plan/flops.h"
+#include "fsdp/plan/pool_forecast.h"
 
 namespace fsdp {
 
@@ -15,11 +16,14 @@ namespace {
 // --- links ---------------------------------------------------------------------------------------
 
 constexpr int64_t kGpusOfHost = 8;
+constexpr const char* kLinkOfHost = "nvlink";
 
 // Makers' pages name the sum of both directions.
-constexpr std::array<PublishedLink, 4> kPublishedLinks = {{{"nvlink3", 300e9, {"A100"}},
+constexpr std::array<PublishedLink, 6> kPublishedLinks = {{{"nvlink3", 300e9, {"A100"}},
                                                            {"nvlink4", 450e9, {"H100", "H200"}},
                                                            {"nvlink5", 900e9, {"B200"}},
+                                                           {"eth100", 12.5e9},
+                                                           {"ib400", 50e9},
                                                            {"400g", 50e9}}};
 
 const PublishedLink* link_of_host(const std::string& machine) {
@@ -33,8 +37,9 @@ const PublishedLink* link_of_host(const std::string& machine) {
 std::vector<UsedLink> add_published_links(TimeOptions& options, const PlanOptions& plan,
                                           const Rates& rates) {
   const PublishedLink* const of_host = link_of_host(rates.machine);
-  if (options.inner_link || !rates.links.empty() || of_host == nullptr) return {};
-  std::vector<UsedLink> used;
+  if (options.inner_link || !rates.links.empty() || of_host == nullptr)
+    return options.published_links;
+  std::vector<UsedLink> used = options.published_links;
   const auto add = [&](const char* axis, std::optional<LinkSpeed>& speed, int64_t neighbours) {
     if (speed || neighbours == 1) return;
     const PublishedLink& link = neighbours <= kGpusOfHost ? *of_host : kPublishedLinks.back();
@@ -229,7 +234,8 @@ UnitTimes unit_times(const std::string& name, const UnitCost& cost, const Links&
 
 }  // namespace
 
-const PublishedLink* find_published_link(std::string_view name) {
+const PublishedLink* find_published_link(std::string_view name, const std::string& machine) {
+  if (name == kLinkOfHost) return link_of_host(machine);
   const auto* const found =
       std::find_if(kPublishedLinks.begin(), kPublishedLinks.end(),
                    [&](const PublishedLink& link) { return link.name == name; });
@@ -237,7 +243,7 @@ const PublishedLink* find_published_link(std::string_view name) {
 }
 
 std::string published_link_names() {
-  std::vector<std::string> names;
+  std::vector<std::string> names = {kLinkOfHost};
   for (const PublishedLink& link : kPublishedLinks) names.emplace_back(link.name);
   return join(names, ", ");
 }
@@ -269,8 +275,7 @@ TimeForecast forecast_time(const ModelShape& model, std::span<const GroupPlan> g
 
   StepTimes times{
       .units = {},
-      .order = mirrored_order(std::vector<int32_t>(model.uses.begin(), model.uses.end()),
-                              std::vector<int32_t>(model.ends.begin(), model.ends.end())),
+      .order = step_order_of(model),
       .prefetch = forecast.prefetch,
       .microbatches = options.microbatches,
       .between = factor * norm_us(groups, plan, rates),
@@ -291,6 +296,18 @@ TimeForecast forecast_time(const ModelShape& model, std::span<const GroupPlan> g
   for (UnitTimes& unit : times.units) unit.update *= factor;
 
   result.step = simulate(times);
+  const double collectives = result.step.gather + result.step.reduce;
+  if (rates.device != "cpu" && collectives > 0) {
+    // While one runs, kernels get that much less done.
+    const double most = kSlowBeside - 1;
+    const double longer =
+        1 + std::min(most, most / kSlowBeside * collectives / result.step.compute);
+    for (UnitTimes& unit : times.units) {
+      unit.forward *= longer;
+      unit.backward *= longer;
+    }
+    result.slow_us = simulate(times).us;
+  }
   const double tokens = static_cast<double>(batch.batch.tokens() * options.microbatches);
   const double seconds = result.step.us * 1e-6;
   // Ranks of a tp group have the same tokens.

@@ -26,11 +26,16 @@ struct PublishedLink {
   std::array<std::string_view, 2> machines = {};  // that have it between the GPUs of a host
 };
 
-// nullptr: no link is called so.
-const PublishedLink* find_published_link(std::string_view name);
+// "nvlink" is the one between the GPUs of a host of this machine. nullptr: no link is called so.
+const PublishedLink* find_published_link(std::string_view name, const std::string& machine);
 
-// "nvlink3, nvlink4, nvlink5, 400g"
+// "nvlink, nvlink3, nvlink4, ..."
 std::string published_link_names();
+
+struct UsedLink {
+  std::string axis;  // "inner", "outer", or "group" of tp and ep
+  PublishedLink link;
+};
 
 struct TimeOptions {
   int64_t microbatches = 1;
@@ -41,13 +46,13 @@ struct TimeOptions {
   std::optional<LinkSpeed> inner_link = std::nullopt;
   std::optional<LinkSpeed> outer_link = std::nullopt;
   std::optional<LinkSpeed> group_link = std::nullopt;
-  double latency_us = 0;  // of collectives over published links
+  double latency_us = 0;                       // of collectives over published links
+  std::vector<UsedLink> published_links = {};  // those of the above that were given by name
 };
 
-struct UsedLink {
-  std::string axis;  // "inner", "outer", or "group" of tp and ep
-  PublishedLink link;
-};
+// A product of 132 blocks beside an all-gather of 24 blocks needs a second wave of an H100's 132
+// multiprocessors: utilisation of 47 in place of 80 % (docs/plan.md, "How far it is off").
+inline constexpr double kSlowBeside = 1.7;
 
 struct TimeForecast {
   SimulatedStep step;
@@ -56,7 +61,9 @@ struct TimeForecast {
   double matrices_us = 0;      // of the update: Muon's matrices of the busiest owner
   CostSource source = CostSource::kRoofline;
   BatchShape measured = {};               // the batch of the parts that were measured
-  std::vector<UsedLink> published_links;  // that nobody gave or measured
+  std::vector<UsedLink> published_links;  // by data sheet: given by name, or by nobody
+  // A step in which kernels beside collectives take kSlowBeside times as long; 0: it has none.
+  double slow_us = 0;
 };
 
 // UsageError for a model whose layers are not known, and for products or links that the rates do

@@ -19,25 +19,6 @@ UnitKind kind_of(const ModelShape& model, size_t unit) {
   return model.units[unit].name == "lm_head" ? UnitKind::kHead : UnitKind::kBlock;
 }
 
-// Experts that a token passes; 0: the model has none.
-int64_t num_chosen(const ModelConfig& config) {
-  return std::visit(
-      [](const auto& c) -> int64_t {
-        if constexpr (requires { c.num_experts_per_tok; }) return c.num_experts_per_tok;
-        return 0;
-      },
-      config);
-}
-
-// Where it is multiplied, times how many of its elements a token meets.
-double products_per_token(const TensorShape& tensor, int64_t chosen) {
-  if (tensor.shape.size() < 2) return 0.0;
-  const double share = tensor.num_experts == 0
-                           ? 1.0
-                           : static_cast<double>(chosen) / static_cast<double>(tensor.num_experts);
-  return share * static_cast<double>(tensor.numel());
-}
-
 // Operations, and bytes that are read and written beside products.
 struct Work {
   double flops = 0;
@@ -53,20 +34,20 @@ class Roofline {
  public:
   Roofline(const ModelShape& model, const PlanOptions& options, const BatchShape& batch)
       : model_(model),
-        config_(*model.layers),
+        layers_(layers_of(*model.layers)),
         tp_(static_cast<double>(options.tp)),
         ep_(static_cast<double>(options.ep)),
         element_(static_cast<double>(element_bytes(options.compute))),
         tokens_(static_cast<double>(batch.tokens()) / tp_),
-        hidden_(static_cast<double>(model.units[0].tensors[0].shape.back())),
-        vocabulary_(static_cast<double>(vocab_size_of(config_))),
+        hidden_(static_cast<double>(layers_.hidden_size)),
+        vocabulary_(static_cast<double>(layers_.vocab_size)),
         passes_(options.weights == WeightRecipe::kPlain ? 1.0 : kPassesOfCodes),
-        mixing_flops_(mixing_flops(batch.sequence)) {}
+        sequence_(batch.sequence) {}
 
   UnitWork of(size_t unit) const {
     const UnitKind kind = kind_of(model_, unit);
     if (kind == UnitKind::kEmbedding) return embedding();
-    return kind == UnitKind::kHead ? head() : block(model_.units[unit]);
+    return kind == UnitKind::kHead ? head() : block(unit);
   }
 
  private:
@@ -75,30 +56,14 @@ class Roofline {
   // Codes are made in passes of their own.
   static constexpr double kPassesOfCodes = 1.5;
 
-  // A token's forward through all that is no product with a weight; blocks share it evenly.
-  double mixing_flops(int64_t sequence) const {
-    double weights = 0;
-    int64_t blocks = 0;
-    for (const int64_t use : model_.uses) {
-      const auto unit = static_cast<size_t>(use);
-      const UnitKind kind = kind_of(model_, unit);
-      if (kind == UnitKind::kHead) weights += vocabulary_ * hidden_;
-      if (kind != UnitKind::kBlock) continue;
-      ++blocks;
-      for (const TensorShape& tensor : model_.units[unit].tensors)
-        weights += products_per_token(tensor, num_chosen(config_));
-    }
-    const double forward = flops_per_token(config_, sequence) / 3;
-    return std::max(0.0, forward - 2 * weights) / static_cast<double>(std::max<int64_t>(1, blocks));
-  }
-
   // The operations around a product read its input and write its output about once; its weight is
   // read.
-  UnitWork block(const UnitShape& unit) const {
-    Work forward{.flops = tokens_ * mixing_flops_ / kMixingShare};
+  UnitWork block(size_t unit) const {
+    Work forward{.flops = 2 * tokens_ * mixing_products(layers_.block_of_unit(unit), sequence_) /
+                          kMixingShare};
     double of_gradients = 0;
-    for (const TensorShape& tensor : unit.tensors) {
-      const double products = products_per_token(tensor, num_chosen(config_));
+    for (const TensorShape& tensor : model_.units[unit].tensors) {
+      const double products = multiplied_elements(tensor);
       if (products == 0.0) continue;
       const auto whole = static_cast<double>(tensor.numel());
       const auto in = static_cast<double>(tensor.shape.back());
@@ -132,7 +97,7 @@ class Roofline {
   }
 
   const ModelShape& model_;
-  const ModelConfig& config_;
+  const ModelLayers layers_;
   const double tp_;
   const double ep_;
   const double element_;  // bytes
@@ -140,7 +105,7 @@ class Roofline {
   const double hidden_;
   const double vocabulary_;
   const double passes_;
-  const double mixing_flops_;
+  const int64_t sequence_;
 };
 
 double us_of(const Work& work, double flops_per_s, double bytes_per_s) {
@@ -174,16 +139,14 @@ void add_token_exchanges(UnitCost& cost, const UnitShape& unit, const PlanOption
 
 // Rows go to their experts and back, in both directions. On a device all that there is room for
 // travels; a host knows how many come.
-void add_expert_exchanges(UnitCost& cost, const ModelConfig& config, const PlanOptions& options,
+void add_expert_exchanges(UnitCost& cost, const TensorShape& experts, const PlanOptions& options,
                           const PeakOptions& batch, bool on_cpu) {
-  const ExpertNames experts = *expert_names(config);
-  const int64_t chosen = num_chosen(config);
   const double rows =
-      on_cpu ? static_cast<double>(chosen)
-             : rows_per_token(chosen, experts.num_experts,
+      on_cpu ? static_cast<double>(experts.num_chosen)
+             : rows_per_token(experts.num_chosen, experts.num_experts,
                               {.ep = options.ep, .expert_capacity = batch.expert_capacity});
   const int64_t tokens = batch.batch.tokens() / options.tp;
-  const int64_t bytes = std::llround(rows * static_cast<double>(tokens)) * experts.hidden_size *
+  const int64_t bytes = std::llround(rows * static_cast<double>(tokens)) * experts.shape.back() *
                         element_bytes(options.compute);
   for (std::vector<Exchange>* pass : {&cost.forward, &cost.backward})
     pass->insert(pass->end(), 2, {ExchangeAxis::kExpert, "all_to_all", bytes});
@@ -205,10 +168,10 @@ void add_exchanges(UnitCost& cost, const ModelShape& model, size_t unit, const P
     (is_head ? cost.forward : cost.backward)
         .push_back({ExchangeAxis::kTensor, "all_gather", bytes});
   }
-  const bool has_experts = std::ranges::any_of(
+  const auto experts = std::ranges::find_if(
       shape.tensors, [](const TensorShape& tensor) { return tensor.num_experts > 0; });
-  if (options.ep > 1 && has_experts)
-    add_expert_exchanges(cost, *model.layers, options, batch, on_cpu);
+  if (options.ep > 1 && experts != shape.tensors.end())
+    add_expert_exchanges(cost, *experts, options, batch, on_cpu);
 }
 
 // --- measured parts ------------------------------------------------------------------------------

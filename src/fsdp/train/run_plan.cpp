@@ -27,19 +27,6 @@ namespace {
 
 constexpr const char* kRandomWeights = "none";  // --init
 
-bool is_path(const std::string& text) {
-  return text.find('/') != std::string::npos || text.ends_with(".json") || is_directory(text);
-}
-
-std::string config_path(const std::string& path) {
-  const std::string file = is_directory(path) ? concat(path, "/config.json") : path;
-  if (!path_exists(file))
-    throw UsageError(concat("--model is '", path, "', but there is no file '", file,
-                            "'; give a preset (", join(preset_names(), ", "),
-                            "), a config.json, or a directory with one"));
-  return file;
-}
-
 [[noreturn]] void refuse_model(const std::string& name) {
   const std::vector<std::string> presets = preset_names();
   for (const std::string& known : model_names())
@@ -106,8 +93,12 @@ PeakOptions peak_options(const TrainOptions& o, int64_t num_ranks) {
 
 NamedModel find_model(const std::string& name_or_path) {
   if (const ModelPreset* preset = find_preset(name_or_path)) return {name_or_path, preset->config};
-  if (!is_path(name_or_path)) refuse_model(name_or_path);
   const std::string path = config_path(name_or_path);
+  if (path.empty()) refuse_model(name_or_path);
+  if (!path_exists(path))
+    throw UsageError(concat("--model is '", name_or_path, "', but there is no file '", path,
+                            "'; give a preset (", join(preset_names(), ", "),
+                            "), a config.json, or a directory with one"));
   NamedModel model{path, parse_model_config(read_text_file(path, kMaxConfigBytes), path)};
   try {
     check_trainable(model.config);
@@ -278,7 +269,8 @@ RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevic
   const Planner planner(build_model(plan.model.name, plan.model.config),
                         plan_options(options, num_ranks, device.compute));
   plan.forecast = planner.forecast();
-  if (device.device == DeviceChoice::kCuda && knows_activations(planner.model(), device.compute))
+  if (device.device == DeviceChoice::kCuda &&
+      knows_activations(planner.model(), device.compute, options.sequence))
     plan.peak = forecast_peak(planner.model(), planner.groups(), plan.forecast,
                               peak_options(options, num_ranks));
   check_documents(plan);

@@ -159,17 +159,53 @@ TEST(PeakForecast, IsWithinTwoPercentOfWhatWasMeasured) {
 
 TEST(PeakForecast, SaysWhichModelsItKnows) {
   for (const char* name : {"mixtral-8x7b", "nemotron-h-8b", "qwen3-next-80b-a3b",
-                           "nemotron-3-nano-30b-a3b", "llama3-8b"})
-    EXPECT_TRUE(knows_activations(load_model(name), DType::kBFloat16)) << name;
-  EXPECT_FALSE(knows_activations(load_model("llama3-8b"), DType::kFloat32));
-  LlamaConfig predicting = small_config();
-  predicting.num_nextn_predict_layers = 1;
-  EXPECT_FALSE(knows_activations(build_model("mtp", ModelConfig(predicting)), DType::kBFloat16));
+                           "nemotron-3-nano-30b-a3b", "llama3-8b", "deepseek-v3"})
+    EXPECT_TRUE(knows_activations(load_model(name), DType::kBFloat16, 128)) << name;
+  EXPECT_FALSE(knows_activations(load_model("llama3-8b"), DType::kFloat32, 128));
+  LlamaConfig windowed = small_config();
+  windowed.sliding_window = 64;
+  const ModelShape model = build_model("windowed", ModelConfig(windowed));
+  EXPECT_TRUE(knows_activations(model, DType::kBFloat16, 64));
+  EXPECT_FALSE(knows_activations(model, DType::kBFloat16, 128));
   EXPECT_THAT(
-      [] {
-        plan(load_model("deepseek-v3"), {}, {{1, 128}, kStep});
+      [&] {
+        plan(model, {}, {{1, 128}, kStep});
       },
-      ThrowsMessage<UsageError>(HasSubstr("activations of model 'deepseek-v3' in bf16")));
+      ThrowsMessage<UsageError>(HasSubstr("activations of model 'windowed' in bf16")));
+}
+
+TEST(PeakForecast, SharesActivationsAmongTheRanksOfATensorGroup) {
+  LlamaConfig config = small_config();
+  config.num_attention_heads = config.num_key_value_heads = 8;
+  const auto activations = [&](int64_t tp, int64_t vocab_size) {
+    config.vocab_size = vocab_size;
+    PlanOptions options = fp32_gradients();
+    options.ranks = options.tp = tp;
+    return plan(build_model("small", ModelConfig(config)), options, {{4, 2048}, kStep})
+        .peak.activations;
+  };
+  constexpr int64_t kTokens = 2 * 8192 * 8;  // every rank has all
+  EXPECT_EQ(activations(1, 4992) - kTokens, 4 * (activations(4, 4992) - kTokens));
+  // A vocabulary that they cannot share: each has the head's whole gradient.
+  const int64_t head = 4997 * 640 * 4;
+  EXPECT_EQ(activations(1, 4997) - kTokens - head, 4 * (activations(4, 4997) - kTokens - head));
+}
+
+TEST(PeakForecast, HasBlocksAndHeadsOfPredictions) {
+  const BatchShape batch{.rows = 4, .sequence = 2048};
+  LlamaConfig config = small_config();
+  const PeakForecast alone =
+      plan(build_model("small", ModelConfig(config)), fp32_gradients(), {batch, kStep}).peak;
+  config.num_nextn_predict_layers = 1;
+  const PeakForecast peak =
+      plan(build_model("mtp", ModelConfig(config)), fp32_gradients(), {batch, kStep}).peak;
+  EXPECT_EQ(peak.when, "the loss");
+  EXPECT_EQ(peak.working, alone.working);
+  // The embedding and the copied state with two norms, both side by side; a block; another head.
+  EXPECT_EQ(peak.activations - alone.activations,
+            8192 * (2 * (640 * 2 + 4) + 2 * 640 * 2 + per_token(kept_by_block(small_config())) +
+                    per_token(kept_by_head(640, DType::kBFloat16))) +
+                5000 * 640 * 4);
 }
 
 }  // namespace

@@ -306,6 +306,27 @@ TEST(TimeForecast, CountsTokensOfAllRanksAndLetsThemShareCores) {
   EXPECT_DOUBLE_EQ(answer(question).step.compute, 2 * (kLayers * 30 + kEnds));
 }
 
+TEST(TimeForecast, BoundsWhatCollectivesTakeFromKernels) {
+  Question question;
+  EXPECT_EQ(answer(question).slow_us, 0);  // there are none
+  question.ranks = 4;
+  const auto slowed = [&](double bytes_per_s) {
+    question.time.inner_link = LinkSpeed{.bytes_per_s = bytes_per_s};
+    const TimeForecast time = answer(question);
+    return (time.slow_us - time.step.us) / time.step.compute;
+  };
+  // Hidden or not, a microsecond of theirs leaves a kernel 1 / 1.7 of its work.
+  const Traffic moved = planner_of(question).forecast().traffic;
+  const auto bytes = static_cast<double>(moved.inner.all_gather + moved.inner.reduce_scatter);
+  question.time.inner_link = LinkSpeed{.bytes_per_s = 1e9};
+  const double compute = answer(question).step.compute;
+  EXPECT_LE(slowed(1e9), 0.7 / 1.7 * bytes / 1e3 / compute + 1e-9);
+  EXPECT_GT(slowed(1e9), 0.0);
+  EXPECT_LE(slowed(1e6), 0.7 + 1e-9);
+  question.device = "cpu";
+  EXPECT_EQ(answer(question).slow_us, 0);
+}
+
 TEST(TimeForecast, RefusesWhatItDoesNotKnow) {
   Question apart;
   apart.ranks = 2;
