@@ -112,7 +112,7 @@ def measure(args):
             if args.only and name not in args.only:
                 continue
             log = os.path.join(folder, "log.jsonl")
-            config = write_settings(model, {**settings, "data": [text], "steps": STEPS, "validate_every": 0, "sample": "", "log": log}, folder)
+            config = write_settings(model, {**settings, "data": [text], "steps": STEPS, "validate_every": 0, "sample": "", "log": log, "checkpoint_dir": "none"}, folder)
             begin = time.time()
             done = subprocess.run([args.fsdp, "train", "--config", config, "--quiet"], capture_output=True, text=True,
                                   env={**os.environ, **variables})

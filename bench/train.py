@@ -79,7 +79,7 @@ def ours(args, launch):
         command = launch + [args.fsdp, "train", "--model", f"{folder}/config.json", "--data", f"{folder}/text",
                             "--sequence", str(fsdp2.SEQUENCE), "--batch", str(fsdp2.BATCH * args.ranks),
                             "--steps", str(args.steps), "--validate-every", "0", "--sample", "", "--lr", "1e-3",
-                            "--compute", "fp32", "--device", "cpu", "--log", f"{folder}/log", "--threads", "1"]
+                            "--compute", "fp32", "--device", "cpu", "--log", f"{folder}/log", "--no-save", "--threads", "1"]
         if not launch:
             command += ["--ranks", str(args.ranks)]
         environment = dict(os.environ, OMP_NUM_THREADS="1", OMPI_ALLOW_RUN_AS_ROOT="1",

@@ -6,14 +6,16 @@ include(CMakePackageConfigHelpers)
 install(TARGETS fsdp fsdp_planning EXPORT fsdpTargets
   ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}
   FILE_SET HEADERS DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
-# The command looks for libtorch where it was built with it (FsdpTorch.cmake), and then through a link beside it, which a
-# person can point elsewhere after libtorch has moved.
-set_target_properties(fsdp_command PROPERTIES INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}/fsdp/torch")
-install(TARGETS fsdp_command RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
-install(CODE "
-  set(folder \"\$ENV{DESTDIR}\${CMAKE_INSTALL_PREFIX}/${CMAKE_INSTALL_LIBDIR}/fsdp\")
-  file(MAKE_DIRECTORY \"\${folder}\")
-  file(CREATE_LINK \"${FSDP_TORCH_DIR}/lib\" \"\${folder}/torch\" SYMBOLIC)")
+if(TARGET fsdp_command)
+  # The command looks for libtorch where it was built with it (FsdpTorch.cmake), and then through a link beside it, which a
+  # person can point elsewhere after libtorch has moved.
+  set_target_properties(fsdp_command PROPERTIES INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}/fsdp/torch")
+  install(TARGETS fsdp_command RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+  install(CODE "
+    set(folder \"\$ENV{DESTDIR}\${CMAKE_INSTALL_PREFIX}/${CMAKE_INSTALL_LIBDIR}/fsdp\")
+    file(MAKE_DIRECTORY \"\${folder}\")
+    file(CREATE_LINK \"${FSDP_TORCH_DIR}/lib\" \"\${folder}/torch\" SYMBOLIC)")
+endif()
 install(EXPORT fsdpTargets NAMESPACE fsdp:: DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/fsdp)
 
 configure_package_config_file(cmake/fsdpConfig.cmake.in ${PROJECT_BINARY_DIR}/fsdpConfig.cmake

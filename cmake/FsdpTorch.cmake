@@ -12,12 +12,9 @@ set(_fsdp_torch "${FSDP_TORCH}")
 if(NOT _fsdp_torch)
   set(_fsdp_torch "$ENV{FSDP_TORCH}")
 endif()
-if(NOT _fsdp_torch AND SKBUILD)  # pip builds the Python package: against the torch that is installed beside it
-  execute_process(COMMAND "${Python_EXECUTABLE}" -c "import sysconfig; print(sysconfig.get_path('platlib'))"
-    OUTPUT_VARIABLE _fsdp_site OUTPUT_STRIP_TRAILING_WHITESPACE)
-  if(EXISTS "${_fsdp_site}/torch")
-    set(_fsdp_torch "${_fsdp_site}/torch")
-  endif()
+if(NOT _fsdp_torch AND SKBUILD)  # pip builds the Python package: against the torch that its Python imports
+  execute_process(COMMAND "${Python_EXECUTABLE}" "${PROJECT_SOURCE_DIR}/tools/torch_requirement.py" --folder
+    OUTPUT_VARIABLE _fsdp_torch OUTPUT_STRIP_TRAILING_WHITESPACE)
 endif()
 if(NOT _fsdp_torch)
   file(GLOB _fsdp_found "${PROJECT_SOURCE_DIR}/.venv/lib/python3.*/site-packages/torch")

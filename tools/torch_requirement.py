@@ -6,17 +6,26 @@ libtorch's C++ interface changes from version to version, so a wheel for 2.13 wo
 import os
 import pathlib
 import re
-import sysconfig
+import subprocess
+import sys
 
 PROJECT = pathlib.Path(__file__).resolve().parent.parent
 SUPPORTED = "torch>=2.11,<2.14"  # of source packages, which are for no torch yet
 
 
+FIND = "import importlib.util as util; found = util.find_spec('torch'); print(found.submodule_search_locations[0] if found else '')"
+
+
+def imported():
+    """The torch of this Python; pip lets a build see only what the build requires, by two variables."""
+    plain = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
+    for environment in (os.environ, plain):
+        yield subprocess.run([sys.executable, "-c", FIND], env=environment, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def torch_folder():
     """Where cmake/FsdpTorch.cmake finds libtorch when pip builds; None where it finds none."""
-    found = [os.environ.get("FSDP_TORCH") or None, pathlib.Path(sysconfig.get_path("platlib"), "torch"),
-             *sorted(PROJECT.glob(".venv/lib/python3.*/site-packages/torch"))]
-    for folder in filter(None, found):
+    for folder in filter(None, (os.environ.get("FSDP_TORCH"), *imported(), *sorted(PROJECT.glob(".venv/lib/python3.*/site-packages/torch")))):
         if pathlib.Path(folder, "include/torch/headeronly/version.h").exists():
             return pathlib.Path(folder)
     return None
@@ -38,4 +47,4 @@ def dynamic_metadata(field, settings):
 
 
 if __name__ == "__main__":
-    print(requirement())
+    print(torch_folder() or "" if "--folder" in sys.argv else requirement())

@@ -81,9 +81,15 @@ class CommandServer:
         return subprocess.CompletedProcess(command, answer["code"], answer["out"], answer["err"])
 
 
+def unsaved(command):
+    """A training that names no directory would make one by its date; here it saves nothing."""
+    is_training = any(program.endswith("fsdp") and word == "train" for program, word in zip(command, command[1:]))
+    return [*command, "--no-save"] if is_training and not {"--checkpoint-dir", "--config", "--no-save"} & set(command) else command
+
+
 def run(command, cwd, code=0, timeout=120, **more):
     """Runs to the end; the exit code must be the one given."""
-    command = [str(word) for word in command]
+    command = unsaved([str(word) for word in command])
     # OpenMP reads its variables when it is loaded.
     server = None if "OMP_NUM_THREADS" in more else CommandServer.beside(command[0])
     if server:
@@ -98,7 +104,7 @@ def run(command, cwd, code=0, timeout=120, **more):
 
 def start(command, cwd, **more):
     """Runs beside the test, in a process group of its own."""
-    return subprocess.Popen(command, cwd=cwd, env=environment(**more), stdin=subprocess.DEVNULL,
+    return subprocess.Popen(unsaved([str(word) for word in command]), cwd=cwd, env=environment(**more), stdin=subprocess.DEVNULL,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
                             start_new_session=True)
 

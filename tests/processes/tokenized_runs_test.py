@@ -130,9 +130,18 @@ def check_rows(root):
     rows = [{"messages": [{"role": "user", "content": f"one {i}"}, {"role": "assistant", "content": "two three"}]}
             for i in range(40)]
     (root / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    said = fsdp("train", "--model", root / "model", "--data", root / "chats.jsonl", "--sequence", 16, "--batch", 4,
-                "--steps", 2, "--validate-every", 0, "--sample", "")
+    said = fsdp("train", "--model", root / "model", "--data", root / "chats.jsonl", "--sequence", 64, "--batch", 4,
+                "--steps", 2, "--validate-every", 0, "--sample-tokens", 8, "--checkpoint-dir", root / "chatted")
     check("learnt" in said and "2/2" in said, said)
+    # The sample answers the first question, or that of --sample, as a chat does.
+    for more, question in (([], "one 0"), (["--sample", "two three"], "two three")):
+        if more:
+            said = fsdp("train", "--model", root / "model", "--data", root / "chats.jsonl", "--sequence", 64, "--batch", 4,
+                        "--steps", 2, "--sample-tokens", 8, "--checkpoint-dir", root / "chatted", *more)
+        answer = fsdp("generate", "--checkpoint", root / "chatted", "--chat", "--prompt", question, "--tokens", 8,
+                      "--temperature", 0.8, "--top-p", 0.95).removesuffix("\n")
+        shown = "".join(f"    {line}\n" for line in f"{question}\n{answer}".split("\n"))
+        check(f"sample after step 2:\n{shown}trained " in said, f"{said} has no {shown!r}")
 
 
 with tempfile.TemporaryDirectory() as name:

@@ -276,7 +276,7 @@ void sync_tree(const std::string& path) {
   sync_directory(path);
 }
 
-void make_directories(const std::string& path) {
+bool make_directories(const std::string& path) {
   FSDP_CHECK(!path.empty(), "a directory without a name cannot be created: check the path");
   constexpr mode_t kMode = 0777;  // narrowed by the user's umask
   const auto make = [&] { return ::mkdir(path.c_str(), kMode) == 0 ? 0 : errno; };
@@ -288,10 +288,11 @@ void make_directories(const std::string& path) {
   if (reason == EEXIST) {  // perhaps another rank was faster
     FSDP_CHECK(is_directory(path), path,
                ": cannot create the directory: there is a file of that name; choose another one");
-    return;
+    return false;
   }
   if (reason != 0) fail(path, "create the directory", reason);
   sync_directory(directory_of(path));
+  return true;
 }
 
 void rename_durably(const std::string& from, const std::string& to) {

@@ -107,8 +107,9 @@ void sync_tree(const std::string& path);
 // The names in a directory, in no order; none where there is no such directory.
 std::vector<std::string> names_in(const std::string& directory);
 
-// Creates the directory and the ones above it as needed; existing is fine.
-void make_directories(const std::string& path);
+// Creates the directory and the ones above it as needed; existing is fine. Whether it was not
+// there.
+bool make_directories(const std::string& path);
 
 // Survives a crash when it returns. A file at `to` is replaced, a directory there must be empty.
 void rename_durably(const std::string& from, const std::string& to);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <iostream>
 #include <memory>
 #include <span>
@@ -44,6 +45,8 @@ struct TrainArguments {
   SettingFlags settings;
   bool print_config = false;
   bool check = false;
+  bool saves_nothing = false;
+  bool verbose = false;
 };
 
 int64_t num_ranks_of(const TrainOptions& options, const Launch& launch) {
@@ -62,14 +65,13 @@ std::vector<train::MemoryCheck> memory_checks(const train::RunPlan& plan, const 
 
 // Returns whether it fits on this machine.
 bool print_check(const train::RunPlan& plan, std::span<const train::MemoryCheck> checks) {
-  const TrainOptions& options = plan.options;
-  const train::RunFacts facts{.title = train::title_of(plan),
-                              .settings = train::shown_settings(options, plan.resolved),
+  const train::RunFacts facts{.beginning = train::beginning_text(plan),
+                              .title = train::title_of(plan),
+                              .settings = train::shown_settings(plan.given, plan.resolved),
                               .memory = train::memory_rows(plan.forecast)};
   std::cout << train::start_tables(facts, train::console_options_for_stdout().width())
             << "data: " << plan.corpus->summary() << "\n"
-            << "weights: " << train::first_weights_text(plan) << "\n"
-            << train::length_text(options) << "\n";
+            << train::length_text(plan.options) << "\n";
   train::warn_of_rows(plan);
   bool fits = true;
   for (const train::MemoryCheck& check : checks) {
@@ -130,9 +132,18 @@ train::DataProgress tokenising_progress(const Launch& launch) {
 }
 
 void run_train(const CLI::App& app, const TrainArguments& given) {
+  if (given.verbose) ::setenv("FSDP_LOG", "debug", /*overwrite=*/1);
   log_warnings_only();
   Launch launch = read_launch();
-  const TrainOptions options = report_on_rank0(launch, [&] { return given.settings.read(app); });
+  const TrainOptions options = report_on_rank0(launch, [&] {
+    TrainOptions read = given.settings.read(app);
+    if (!given.saves_nothing) return read;
+    if (read.checkpoint_dir != "auto" && read.checkpoint_dir != "none")
+      throw UsageError(concat("--no-save is given, but --checkpoint-dir is '", read.checkpoint_dir,
+                              "'; drop one of the two"));
+    read.checkpoint_dir = "none";
+    return read;
+  });
   if (given.print_config) {
     if (launch.rank == 0) std::cout << train::config_text(options);
     return;
@@ -234,6 +245,10 @@ Command add_train(CLI::App& parent) {
                 "Print all settings as a config file, and do nothing else");
   app->add_flag("--check", given->check,
                 "Check everything, show the memory forecast, and do nothing else");
+  app->add_flag("--no-save", given->saves_nothing,
+                "Save nothing: no checkpoints, log or report, as --checkpoint-dir none says");
+  app->add_flag("--verbose", given->verbose,
+                "Tell what the engine does, too: pools and their memory, what was cancelled");
   add_settings(*app, given->settings);
   return {app, [app, given] { run_train(*app, *given); }};
 }

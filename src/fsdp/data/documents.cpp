@@ -146,6 +146,8 @@ DocumentFindings encode_documents(const TextFile& file, const std::string& field
       const int64_t num_learnt = give_tokens(encoded[i], sink);
       if (!file.has_mask) continue;
       if (num_learnt == 0) findings.without_learnt.add(documents[i].place);
+      if (documents[i].is_chat && findings.first_chat.empty())
+        findings.first_chat = documents[i].text;
       findings.row_tokens.push_back(static_cast<int64_t>(encoded[i].tokens.size()));
       if (findings.row_tokens.back() > findings.longest_tokens) {
         findings.longest_tokens = findings.row_tokens.back();
@@ -167,6 +169,7 @@ void DocumentFindings::add(DocumentFindings more) {
     longest_tokens = more.longest_tokens;
     longest_place = std::move(more.longest_place);
   }
+  if (first_chat.empty()) first_chat = std::move(more.first_chat);
 }
 
 std::vector<std::string> DocumentFindings::sentences(int64_t sequence) const {

@@ -48,6 +48,7 @@ struct DocumentFindings {
   std::vector<int64_t> row_tokens;  // of rows with parts that are not learnt
   int64_t longest_tokens = 0;
   std::string longest_place;
+  std::string first_chat = {};  // as its document has it
 
   void add(DocumentFindings more);
 

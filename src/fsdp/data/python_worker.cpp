@@ -186,15 +186,23 @@ PythonWorker::Message PythonWorker::ask(const nlohmann::json& head,
                     document.is_number_integer() ? document.get<int64_t>() : -1);
 }
 
-PythonWorker::Message PythonWorker::exchange(const nlohmann::json& head,
-                                             std::string_view payload) const {
+void PythonWorker::tell(const nlohmann::json& head, std::string_view payload) const {
+  const std::lock_guard lock(mutex_);
+  send_frame(head, payload);
+}
+
+void PythonWorker::send_frame(const nlohmann::json& head, std::string_view payload) const {
   const std::string text = head.dump();
   const std::array<uint64_t, 2> lengths = {text.size(), payload.size()};
   std::string frame(sizeof lengths, '\0');
   std::memcpy(frame.data(), lengths.data(), sizeof lengths);
   send(frame + text);
   send(payload);
+}
 
+PythonWorker::Message PythonWorker::exchange(const nlohmann::json& head,
+                                             std::string_view payload) const {
+  send_frame(head, payload);
   std::array<uint64_t, 2> theirs{};
   receive(reinterpret_cast<char*>(theirs.data()), sizeof theirs);
   if (theirs[0] > kMaxAnswerBytes || theirs[1] > kMaxAnswerBytes)

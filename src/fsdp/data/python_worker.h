@@ -48,10 +48,14 @@ class PythonWorker {
   // WorkerError if the worker says so.
   Message ask(const nlohmann::json& head, std::string_view payload = {}) const;
 
+  // For actions that have no answer; an Error where the process has ended.
+  void tell(const nlohmann::json& head, std::string_view payload) const;
+
  private:
   // Empty, or why this Python does not do.
   std::string start(const std::string& python, const std::string& module);
   Message exchange(const nlohmann::json& head, std::string_view payload) const;
+  void send_frame(const nlohmann::json& head, std::string_view payload) const;
   void send(std::string_view bytes) const;
   void receive(char* into, size_t count) const;
   [[noreturn]] void fail(const std::string& what) const;

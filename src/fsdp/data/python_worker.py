@@ -1,4 +1,4 @@
-"""Answers what fsdp asks of Python: tokenizers of others, their chat templates, and parquet files.
+"""Answers what fsdp asks of Python: tokenizers of others, their chat templates, parquet files, Weights & Biases.
 
 fsdp starts Python with this text and a socket as standard input and output. A request and its answer are frames: the
 lengths of a JSON object and of the bytes after it, 8 bytes each, then both. The end of the input ends the process.
@@ -334,6 +334,43 @@ class Parquet:
         return {"is_last": rows is None}, "\n".join(lines).encode()
 
 
+class WeightsAndBiases:
+    """A run as https://wandb.ai shows it; WANDB_MODE=offline and its like are the package's own."""
+
+    FIGURES = {"step": {"loss": "loss/train", "lr": "learning_rate", "grad_norm": "gradient_norm", "ms": "speed/step_ms",
+                        "tokens_per_s": "speed/tokens_per_s", "tflops": "speed/tflops", "mfu": "speed/mfu",
+                        "peak_bytes": "memory/peak_bytes", "tokens": "tokens"},
+               "validation": {"loss": "loss/validation"}}
+
+    def open_wandb(self, request, _):
+        import wandb
+
+        try:
+            self.run = wandb.init(project=request["project"], name=request["name"] or None)
+        except Exception as error:
+            raise Failure(f"--log is 'wandb:{request['project']}', but wandb says: {first_line(error)}") from error
+        return {"place": str(getattr(self.run, "url", None) or self.run.dir)}, b""
+
+    def log_wandb(self, _, payload):
+        """A line of the log. Nobody waits for an answer, so an error ends this process, which fsdp notices."""
+        try:
+            record = json.loads(payload)
+            if record["kind"] == "run":
+                self.run.config.update(record["settings"], allow_val_change=True)
+            names = self.FIGURES.get(record["kind"], {})
+            figures = {name: record[key] for key, name in names.items() if record.get(key) is not None}
+            figures.update({f"loss_terms/{name}": value for name, value in record.get("terms", {}).items()})
+            if figures:
+                self.run.log(figures, step=record["step"])
+        except Exception:
+            os._exit(1)
+        return None, b""
+
+    def end_wandb(self, request, _):
+        self.run.finish(exit_code=request["code"])
+        return {}, b""
+
+
 def start(request, _):
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     try:
@@ -363,10 +400,11 @@ def main():
     # Prints of packages must not stand between the frames.
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    tokens, parquet = Tokens(), Parquet()
+    tokens, parquet, wandb = Tokens(), Parquet(), WeightsAndBiases()
     actions = {"start": start, "open": tokens.open, "encode": tokens.encode, "prompt": tokens.prompt,
                "chat": tokens.chat, "decode": tokens.decode, "open_parquet": parquet.open_parquet,
-               "read_parquet": parquet.read_parquet}
+               "read_parquet": parquet.read_parquet, "open_wandb": wandb.open_wandb, "log_wandb": wandb.log_wandb,
+               "end_wandb": wandb.end_wandb}
     for request, payload in frames(sys.stdin.buffer):
         try:
             answer, data = actions[request["action"]](request, payload)
@@ -374,6 +412,8 @@ def main():
             answer, data = {"error": str(error), "document": error.document}, b""
         except Exception as error:
             answer, data = {"error": f"Python failed: {type(error).__name__}: {first_line(error)}", "document": None}, b""
+        if answer is None:
+            continue
         head = json.dumps(answer).encode()
         out.write(struct.pack("=QQ", len(head), len(data)) + head + data)
         out.flush()

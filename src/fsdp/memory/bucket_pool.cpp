@@ -74,7 +74,7 @@ void BucketPool::reserve() {
   reserve_memory();
   reserved_ = true;
   // Every rank has the same pool, so only one of them logs its report.
-  if (thread_rank() <= 0) log(LogLevel::kInfo, report());
+  if (thread_rank() <= 0) log(LogLevel::kDebug, report());
 }
 
 void BucketPool::begin_step() {

@@ -9,7 +9,6 @@
 
 #include <array>
 #include <chrono>
-#include <ctime>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -59,10 +58,9 @@ std::string peak_text(const RunPlan& plan) {
 
 }  // namespace
 
-std::string time_text(const char* format) {
-  const std::time_t now = std::time(nullptr);
+std::string time_text(const char* format, std::time_t time) {
   std::tm parts{};
-  ::gmtime_r(&now, &parts);
+  ::gmtime_r(&time, &parts);
   char text[32];
   std::strftime(text, sizeof(text), format, &parts);
   return text;

@@ -5,6 +5,7 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
+#include <ctime>
 #include <string>
 #include <vector>
 
@@ -33,8 +34,8 @@ void add_measured(std::vector<MemoryRow>& rows, const MemoryReport& report);
 
 // --- environment ---------------------------------------------------------------------------------
 
-// The time now, in UTC, as strftime() writes it.
-std::string time_text(const char* format);
+// A time (now) in UTC, as strftime() writes it.
+std::string time_text(const char* format, std::time_t time = std::time(nullptr));
 
 // "x86_64, 2 cores"
 std::string processor_text();

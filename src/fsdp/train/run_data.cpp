@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <bit>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <utility>
 
 #include "fsdp/base/check.h"
@@ -52,6 +53,26 @@ TokenizerPointer tokenizer_for_sample(RunPlan& plan) {
   return nullptr;
 }
 
+// A chat that ends with its first question, or with --sample in its place; `question` is set to it
+// as it is shown.
+std::string chat_to_answer(const std::string& chat, const TrainOptions& options,
+                           std::string& question) {
+  nlohmann::json row = nlohmann::json::parse(chat);
+  nlohmann::json messages = nlohmann::json::array();
+  for (const nlohmann::json& each : row.at("messages")) {
+    const bool is_question = each.at("role") == "user";
+    if (is_question && options.sample == "auto" &&
+        each.value("content", nlohmann::json()).is_string())
+      question = each.at("content").get<std::string>();
+    if (is_question || each.at("role") == "assistant") break;
+    messages.push_back(each);
+  }
+  messages.push_back({{"role", "user"}, {"content", question}});
+  question += "\n";
+  row["messages"] = std::move(messages);
+  return row.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
 }  // namespace
 
 void open_data(RunPlan& plan, const DataProgress& progress) {
@@ -74,7 +95,11 @@ void open_data(RunPlan& plan, const DataProgress& progress) {
   if (!tokenizer) tokenizer = tokenizer_for_sample(plan);
   if (!tokenizer) return;
   if (tokenizer->kind().tokenizer == kByteTokenizerName) plan.tokenizer = kByteTokenizerName;
-  plan.sample_prompt = tokenizer->encode_prompt(options.sample);
+  plan.sample = options.sample == "auto" ? "The " : options.sample;
+  const std::string& chat = plan.corpus->findings().first_chat;
+  plan.sample_prompt = chat.empty()
+                           ? tokenizer->encode_prompt(plan.sample)
+                           : tokenizer->encode_chat(chat_to_answer(chat, options, plan.sample));
   plan.end_tokens = tokenizer->ends();
 }
 

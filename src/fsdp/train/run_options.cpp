@@ -108,7 +108,7 @@ std::unique_ptr<Optimizer> make_optimizer(const TrainOptions& o, const Sharded& 
   const at::ScalarType second = scalar_type_of(*o.moments.second);
   switch (o.optimizer) {
     case OptimizerChoice::kAdamW:
-      return std::make_unique<AdamW>(sharded, AdamWOptions{.lr = o.lr,
+      return std::make_unique<AdamW>(sharded, AdamWOptions{.lr = o.rate(),
                                                            .beta1 = o.beta1,
                                                            .beta2 = o.beta2,
                                                            .eps = o.eps,
@@ -118,7 +118,7 @@ std::unique_ptr<Optimizer> make_optimizer(const TrainOptions& o, const Sharded& 
                                                            .second_moment = second,
                                                            .step = step_options(o)});
     case OptimizerChoice::kSgd:
-      return std::make_unique<SGD>(sharded, SGDOptions{.lr = o.lr,
+      return std::make_unique<SGD>(sharded, SGDOptions{.lr = o.rate(),
                                                        .momentum = o.sgd_momentum(),
                                                        .nesterov = o.nesterov,
                                                        .weight_decay = o.weight_decay,
@@ -126,7 +126,7 @@ std::unique_ptr<Optimizer> make_optimizer(const TrainOptions& o, const Sharded& 
                                                        .momentum_dtype = first,
                                                        .step = step_options(o)});
     case OptimizerChoice::kMuon:
-      return std::make_unique<Muon>(sharded, MuonOptions{.lr = o.lr,
+      return std::make_unique<Muon>(sharded, MuonOptions{.lr = o.rate(),
                                                          .adamw_rate_scale = o.adamw_rate,
                                                          .momentum = o.muon_momentum(),
                                                          .scale = o.muon_scale,

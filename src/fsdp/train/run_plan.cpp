@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <ctime>
 #include <iomanip>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -18,6 +19,7 @@
 #include "fsdp/plan/load_model.h"
 #include "fsdp/plan/model_tensors.h"
 #include "fsdp/shard/registered_pool.h"
+#include "fsdp/train/environment.h"
 #include "fsdp/train/model/published_model.h"
 #include "fsdp/train/run_data.h"
 
@@ -26,6 +28,16 @@ namespace fsdp::train {
 namespace {
 
 constexpr const char* kRandomWeights = "none";  // --init
+constexpr double kTunedRate = 2e-5;             // of weights that somebody has trained
+
+// Called after the preset, or the directory of config.json.
+std::string directory_of_run(std::string model, const std::string& date) {
+  if (file_name_of(model) == "config.json") model = directory_of(model);
+  while (model.ends_with('/')) model.pop_back();
+  const std::string file = file_name_of(model);
+  const std::string name = file.substr(0, file.rfind(".json"));
+  return concat("runs/", name.find_first_not_of('.') == name.npos ? "model" : name, "-", date);
+}
 
 [[noreturn]] void refuse_model(const std::string& name) {
   const std::vector<std::string> presets = preset_names();
@@ -219,7 +231,7 @@ void fit_vocabulary(RunPlan& plan) {
 }
 
 // Sets the steps that --epochs stands for, and checks them with the rest.
-void set_steps(RunPlan& plan, int64_t num_windows, const RankDevice& device) {
+void set_steps(RunPlan& plan, int64_t num_windows) {
   TrainOptions& options = plan.options;
   if (options.epochs == 0) return;
   const double num_used = std::ceil(options.epochs * static_cast<double>(num_windows));
@@ -232,26 +244,32 @@ void set_steps(RunPlan& plan, int64_t num_windows, const RankDevice& device) {
   counted.steps = ceil_div(static_cast<int64_t>(num_used), options.batch);
   counted.validate(plan.num_ranks);
   options.steps = counted.steps;
-  plan.resolved = options.resolved(plan.num_ranks, device);
 }
 
 }  // namespace
 
-RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevice& device,
+RunPlan plan_run(const TrainOptions& given, int64_t num_ranks, const RankDevice& device,
                  const DataProgress& progress) {
-  options.validate(num_ranks);
-  check_places(options);
-  RunPlan plan{.options = options,
-               .resolved = options.resolved(num_ranks, device),
+  RunPlan plan{.given = given,
+               .options = given,
+               .resolved = {},
                .num_ranks = num_ranks,
                .compute = device.compute,
-               .model = find_model(options.model),
+               .model = find_model(given.model),
                .model_config = {},
-               .init = init_of(options),
+               .init = init_of(given),
                .tokenizer = {},
                .corpus = nullptr,
                .validation = nullptr,
                .forecast = {}};
+  TrainOptions& options = plan.options;
+  if (!options.lr && !plan.init.empty()) options.lr = kTunedRate;
+  options.validate(num_ranks);
+  if (given.checkpoint_dir == "auto")
+    options.checkpoint_dir = directory_of_run(plan.model.name, "DATE");
+  else if (given.checkpoint_dir == "none")
+    options.checkpoint_dir = "";
+  check_places(options);
   const int64_t positions = max_positions_of(plan.model.config);
   if (options.sequence > positions)
     throw UsageError(concat("--sequence is ", options.sequence, ", more than the ", positions,
@@ -259,8 +277,9 @@ RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevic
                             "'; lower it, or raise that in a config.json"));
   check_experts(plan);
   open_data(plan, progress);
-  set_steps(plan, split_data(plan).training.num_windows(), device);
-  if (plan.validation && options.validate_every > 0)
+  set_steps(plan, split_data(plan).training.num_windows());
+  plan.resolved = options.resolved(num_ranks, device);
+  if (plan.validation && options.validation_steps() > 0)
     static_cast<void>(all_windows(plan.validation, options.sequence));
   fit_vocabulary(plan);
   plan.model_config = config_json(plan.model.config);
@@ -306,10 +325,33 @@ std::string length_text(const TrainOptions& options) {
                 " tokens in all");
 }
 
-std::string first_weights_text(const RunPlan& plan) {
-  if (plan.init.empty()) return concat("random, seed ", plan.options.build.seed);
-  return concat("those of ", plan.init,
-                plan.options.init.empty() ? " (--init none for random ones)" : "");
+std::string beginning_text(const RunPlan& plan) {
+  const bool is_tuned = !plan.init.empty();
+  std::vector<std::string> chosen;
+  if (!plan.given.lr) chosen.push_back(concat("--lr ", plan.options.rate()));
+  if (!plan.given.validate_every)
+    chosen.push_back(concat("--validate-every ", plan.options.validation_steps()));
+  return concat(is_tuned ? concat("fine-tuning the weights of ", plan.init)
+                         : concat("training random weights, seed ", plan.options.build.seed),
+                chosen.empty() ? ""
+                               : concat(": ", join(chosen, ", "), ", because ",
+                                        is_tuned ? "" : "no ", "weights are loaded"),
+                is_tuned && plan.given.init.empty() ? " (--init none: random ones)" : "");
+}
+
+void place_run(RunPlan& plan, const std::string& directory) {
+  plan.options.checkpoint_dir = plan.resolved.checkpoint_dir = directory;
+  plan.resolved.log = plan.options.log_path();
+  plan.resolved.report = plan.options.report_path();
+}
+
+std::string dated_directory(const RunPlan& plan, int64_t time) {
+  return directory_of_run(plan.model.name, time_text("%Y%m%d-%H%M%S", time));
+}
+
+int64_t make_dated_directory(const RunPlan& plan) {
+  for (int64_t time = std::time(nullptr);; ++time)
+    if (make_directories(dated_directory(plan, time))) return time;
 }
 
 }  // namespace fsdp::train

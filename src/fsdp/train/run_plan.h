@@ -35,7 +35,8 @@ PlanOptions plan_options(const TrainOptions& options, int64_t num_ranks, DType c
 PeakOptions peak_options(const TrainOptions& options, int64_t num_ranks);
 
 struct RunPlan {
-  TrainOptions options;   // as given
+  TrainOptions given;     // by a person
+  TrainOptions options;   // the same, with what the weights and the data decide
   TrainOptions resolved;  // as shown
   int64_t num_ranks = 1;
   DType compute = DType::kFloat32;
@@ -43,7 +44,8 @@ struct RunPlan {
   std::string model_config;  // config.json in our own words (published_model.h has the original)
   std::string init;          // weights to begin with, without a checkpoint to resume; "": random
   std::string tokenizer;     // of the data: "bytes", or a tokenizer.json; "": not known
-  std::vector<int64_t> sample_prompt = {};  // --sample as tokens; empty: no sample
+  std::string sample = {};   // that a sample begins with, or the question of a chat
+  std::vector<int64_t> sample_prompt = {};  // the same as tokens; empty: no sample
   std::vector<int64_t> end_tokens = {};     // that end a sample
   std::string no_sample = {};               // why there is none, though one is wanted
   std::shared_ptr<const Corpus> corpus;
@@ -70,7 +72,18 @@ std::string title_of(const RunPlan& plan);
 // "500 steps of 1,024 tokens: 512,000 tokens in all"
 std::string length_text(const TrainOptions& options);
 
-// The origin of the weights of a run that resumes nothing: "random, seed 1", "those of DIR".
-std::string first_weights_text(const RunPlan& plan);
+// Says what a run begins with, and what was chosen by it:
+// "fine-tuning the weights of DIR: --lr 2e-05,
+// --validate-every 50, because weights are loaded (--init none: random ones)".
+std::string beginning_text(const RunPlan& plan);
+
+// The directory of a run for which nobody names one: "runs/tiny-20261119-101530".
+std::string dated_directory(const RunPlan& plan, int64_t time);
+
+// Makes it, and returns its time: now, or a later one where there is a directory already.
+int64_t make_dated_directory(const RunPlan& plan);
+
+// Where the run's checkpoints, log and report are.
+void place_run(RunPlan& plan, const std::string& directory);
 
 }  // namespace fsdp::train

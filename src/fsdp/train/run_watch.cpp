@@ -5,6 +5,9 @@
 #include <utility>
 #include <variant>
 
+#include "fsdp/base/error.h"
+#include "fsdp/base/log.h"
+#include "fsdp/base/text.h"
 #include "fsdp/train/report/report_page.h"
 
 namespace fsdp::train {
@@ -26,8 +29,16 @@ RunWatch::RunWatch(WatchOptions options, RunFacts facts, std::ostream& out)
       history_.add(record);
       if (const auto* step = std::get_if<StepRecord>(&record)) outliers_.add(step->loss);
     });
-    log_->write(log_line(facts_, time));
   }
+  if (!options_.wandb_project.empty()) {
+    wandb_ =
+        std::make_unique<PythonWorker>("wandb", concat("--log wandb:", options_.wandb_project));
+    const PythonWorker::Message answer = wandb_->ask({{"action", "open_wandb"},
+                                                      {"project", options_.wandb_project},
+                                                      {"name", options_.wandb_name}});
+    facts_.environment.push_back({"wandb", answer.head.at("place")});
+  }
+  keep(facts_, time);
   history_.add(facts_);
   if (!options_.tensorboard_dir.empty()) {
     events_.emplace(options_.tensorboard_dir, facts_.resumed_step, time);
@@ -38,13 +49,32 @@ RunWatch::RunWatch(WatchOptions options, RunFacts facts, std::ostream& out)
     write_report();
   }
   console_.begin(facts_);
+  if (wandb_) console_.note(concat("Weights & Biases: ", facts_.environment.back().value));
+}
+
+void RunWatch::keep(const LogRecord& record, double time) {
+  if (!log_ && !wandb_) return;
+  const std::string line = log_line(record, time);
+  if (log_) log_->write(line);
+  tell_wandb([&] { wandb_->tell({{"action", "log_wandb"}}, line); });
+}
+
+void RunWatch::tell_wandb(const std::function<void()>& action) {
+  if (!wandb_) return;
+  try {
+    action();
+  } catch (const Error& error) {
+    wandb_.reset();
+    log(LogLevel::kWarning, "Weights & Biases gets nothing more: ", error.what(),
+        "; training goes on without it");
+  }
 }
 
 void RunWatch::step(StepRecord record) {
   const double time = seconds_since_1970();
   record.loss_z = outliers_.add(record.loss);
   history_.add(record);
-  if (log_) log_->write(log_line(record, time));
+  keep(record, time);
   if (events_) events_->step(record, time);
   console_.step(record);
   if (report_ && report_->is_due()) write_report();
@@ -55,13 +85,13 @@ void RunWatch::validation(const ValidationRecord& record) {
   const auto& best = history_.best_validation;
   console_.validation(record, best ? best->loss : std::numeric_limits<double>::infinity());
   history_.add(record);
-  if (log_) log_->write(log_line(record, time));
+  keep(record, time);
   if (events_) events_->validation(record, time);
 }
 
 void RunWatch::checkpoint(const CheckpointRecord& record) {
   history_.add(record);
-  if (log_) log_->write(log_line(record, seconds_since_1970()));
+  keep(record, seconds_since_1970());
   console_.checkpoint(record);
 }
 
@@ -77,7 +107,10 @@ void RunWatch::sample(TextSample sample) {
 
 void RunWatch::end(const EndRecord& record) {
   history_.add(record);
-  if (log_) log_->write(log_line(record, seconds_since_1970()));
+  keep(record, seconds_since_1970());
+  tell_wandb([&] {
+    wandb_->ask({{"action", "end_wandb"}, {"code", record.stopped_by.empty() ? 0 : 1}});
+  });
   if (report_) write_report();
   console_.end(record, history_.best_validation, options_.report_path);
 }

@@ -3,12 +3,15 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <iosfwd>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "fsdp/data/python_worker.h"
 #include "fsdp/train/log/console.h"
 #include "fsdp/train/log/json_log.h"
 #include "fsdp/train/log/run_history.h"
@@ -21,6 +24,8 @@ namespace fsdp::train {
 struct WatchOptions {
   std::string log_path = {};         // JSON lines; "": none
   std::string tensorboard_dir = {};  // for event files; "": none
+  std::string wandb_project = {};    // of Weights & Biases; "": none
+  std::string wandb_name = {};       // of the run there
   std::string report_path = {};      // an HTML page, rewritten while the run goes on; "": none
   ConsoleOptions console = {};
 };
@@ -48,6 +53,8 @@ class RunWatch {
 
  private:
   void write_report();
+  void keep(const LogRecord& record, double time);
+  void tell_wandb(const std::function<void()>& action);
 
   WatchOptions options_;
   RunFacts facts_;
@@ -57,6 +64,7 @@ class RunWatch {
   std::vector<TimelineSpan> timeline_;
   std::optional<TextSample> sample_;
   std::optional<JsonLog> log_;
+  std::unique_ptr<PythonWorker> wandb_;
   std::optional<TensorboardEvents> events_;
   std::optional<ReportFile> report_;
 };

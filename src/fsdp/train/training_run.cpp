@@ -16,6 +16,7 @@
 #include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
 #include "fsdp/base/torch_dtype.h"
+#include "fsdp/checkpoint/rank_agreement.h"
 #include "fsdp/checkpoint/run_directory.h"
 #include "fsdp/comm/comm_error.h"
 #include "fsdp/data/tokenizer.h"
@@ -61,7 +62,7 @@ std::string files_text(const WatchOptions& watch, const std::string& trace) {
 
 std::string text_of_schedule(const TrainOptions& options) {
   return concat(name_of(options.schedule), ", ", options.total_steps(), " steps, rate ",
-                options.lr);
+                options.rate());
 }
 
 }  // namespace
@@ -80,7 +81,6 @@ struct TrainingRun::Metrics {
 TrainingRun::TrainingRun(const RunPlan& plan, World& world, const StopRequest& stop,
                          std::ostream& out)
     : plan_(plan),
-      options_(plan.options),
       world_(world),
       stop_(stop),
       mesh_(world.mesh({.outer = static_cast<int>(plan.options.outer),
@@ -140,6 +140,13 @@ void TrainingRun::load() {
     loaded = load_checkpoint(options_.resume, state, loading);
   if (!loaded && steps.empty() && !plan_.init.empty())
     load_checkpoint(plan_.init, {.sharded = *sharded_, .buffers = state.buffers}, loading);
+  if (plan_.given.checkpoint_dir == "auto") {
+    int64_t time = 0;
+    on_all_ranks(mesh_, "making the run's directory", [&] {
+      if (world_.rank() == 0) time = make_dated_directory(plan_);
+    });
+    place_run(plan_, dated_directory(plan_, number_of_rank_0(mesh_, time, "time of the run")));
+  }
   // Before the first save, since it may be read from the run's own directory.
   const bool is_written = !options_.checkpoint_dir.empty() || !options_.export_dir.empty();
   if (is_written && world_.rank() == 0) published_ = published_model(plan_);  // who writes it
@@ -172,7 +179,7 @@ void TrainingRun::load() {
                                          .source_weights = options_.data_weights,
                                          .documents = documents}),
       position);
-  if (options_.validate_every > 0)
+  if (options_.validation_steps() > 0)
     validation_ = std::make_unique<ValidationBatches>(
         plan_.validation ? all_windows(plan_.validation, options_.sequence) : windows.validation,
         ValidationOptions{.batch = options_.batch,
@@ -183,13 +190,17 @@ void TrainingRun::load() {
 }
 
 void TrainingRun::begin_watch(std::ostream& out) {
-  RunFacts facts{.title = title_of(plan_),
-                 .settings = shown_settings(options_, plan_.resolved),
+  const bool is_begun = first_step_ == 0 || !plan_.init.empty();
+  RunFacts facts{.beginning = is_begun ? beginning_text(plan_) : "",
+                 .title = title_of(plan_),
+                 .settings = shown_settings(plan_.given, plan_.resolved),
                  .environment = environment_rows(world_.launch(), plan_, device_),
                  .memory = memory_rows(plan_.forecast),
                  .resumed_step = first_step_};
   WatchOptions watch{.log_path = options_.log_path(),
                      .tensorboard_dir = options_.tensorboard,
+                     .wandb_project = options_.wandb_project(),
+                     .wandb_name = file_name_of(options_.checkpoint_dir),
                      .report_path = options_.report_path(),
                      .console = console_options_for_stdout()};
   watch.console.is_quiet = options_.quiet;
@@ -200,10 +211,12 @@ void TrainingRun::begin_watch(std::ostream& out) {
   watch_ = std::make_unique<RunWatch>(std::move(watch), std::move(facts), out);
   watch_->note(concat("data: ", plan_.corpus->summary()));
   warn_of_rows(plan_);
-  if (first_step_ == 0) watch_->note(concat("weights: ", first_weights_text(plan_)));
   if (!world_.transport().empty()) watch_->note(world_.transport());
   watch_->note(length_text(options_));
   if (!files.empty()) watch_->note(files);
+  if (plan_.given.checkpoint_dir == "auto")
+    watch_->note(concat("saved in ", options_.checkpoint_dir,
+                        ", since no --checkpoint-dir is named (--no-save: nowhere)"));
 }
 
 int TrainingRun::train() {
@@ -242,7 +255,7 @@ int TrainingRun::train_steps() {
     record(metrics, seconds);
     overhead_ = now() - done;
     signal = metrics.signal;
-    if (is_due(options_.validate_every)) validate();
+    if (is_due(options_.validation_steps())) validate();
     const bool is_patched = !options_.patches.empty() && is_due(options_.patch_every);
     if (metrics.is_data_damaged || is_patched) confirm_data(plan_, mesh_);
     if (is_patched) weights_out_->write_patch(step_);
@@ -466,7 +479,7 @@ void TrainingRun::write_sample() {
   try {
     const std::shared_ptr<const Tokenizer> tokenizer = open_tokenizer(plan_.tokenizer);
     tokenizer->begin_text(plan_.sample_prompt);
-    watch_->sample({step_, options_.sample, tokenizer->next_text(tokens)});
+    watch_->sample({step_, plan_.sample, tokenizer->next_text(tokens)});
   } catch (const Error& error) {
     // The run is done and saved; a tokenizer that is gone by now must not make it fail.
     watch_->note(concat("no sample: ", error.what()));

@@ -63,8 +63,8 @@ class TrainingRun {
   std::string stored_position() const;
   std::string text_of_epochs() const;
 
-  const RunPlan& plan_;
-  const TrainOptions& options_;
+  RunPlan plan_;
+  const TrainOptions& options_ = plan_.options;
   World& world_;
   const StopRequest& stop_;
   const Mesh mesh_;

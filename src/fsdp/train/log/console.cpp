@@ -216,7 +216,9 @@ std::string start_text(const RunFacts& facts, int64_t width) {
   std::vector<std::string> changed;
   for (const SettingRow& row : facts.settings)
     if (row.is_changed) changed.push_back(concat(row.name, " ", shortened(row.value)));
-  std::string text = facts.title.empty() ? "" : facts.title + "\n";
+  std::string text;
+  for (const std::string& line : {facts.beginning, facts.title})
+    if (!line.empty()) text += line + "\n";
   if (!changed.empty())
     text += wrapped("settings changed (--print-config shows all):", changed, width);
   text += forecast_lines(facts.memory, width);
@@ -231,7 +233,8 @@ std::string start_tables(const RunFacts& facts, int64_t width) {
     group_width = std::max(group_width, row.group.size());
     name_width = std::max(name_width, row.name.size());
   }
-  std::string text = concat(facts.title, "\n\nsettings (* changed from the default)\n");
+  std::string text =
+      concat(facts.beginning, "\n", facts.title, "\n\nsettings (* changed from the default)\n");
   std::string_view group;
   for (const SettingRow& row : facts.settings) {
     const std::string line =

@@ -94,7 +94,8 @@ struct TimelineSpan {
 };
 
 struct RunFacts {
-  std::string title = {};  // "tiny: Llama, 1.8 M parameters, 2 ranks"
+  std::string beginning = {};  // what was chosen, and why, in a line
+  std::string title = {};      // "tiny: Llama, 1.8 M parameters, 2 ranks"
   std::vector<SettingRow> settings = {};
   std::vector<EnvironmentRow> environment = {};
   std::vector<MemoryRow> memory = {};

@@ -84,7 +84,8 @@ void visit_data(TrainOptions& o, const Visit& visit) {
       0x1p30);
   row(o.microbatches, "microbatches", "N", "Parts that each rank computes one after the other", 1,
       0x1p20);
-  row(o.validate_every, "validate-every", "N", "Steps between validations; 0: none", 0, kMany);
+  row(o.validate_every, "validate-every", "N|auto",
+      "Steps between validations; auto: a tenth of all, at most 1000; 0: none", 0, kMany, kAuto);
   row(o.validation_batches, "validation-batches", "N", "Batches of one validation", 1, kMany);
   const Rows<Visit> length{visit, "length"};
   length(o.steps, "steps", "N", "Optimizer steps in all", 1, kMany);
@@ -100,7 +101,8 @@ void visit_optimizer(TrainOptions& o, const Visit& visit) {
   const Rows<Visit> row{visit, "optimizer"};
   row(o.optimizer, "optimizer", "NAME",
       "What updates; muon: the matrices of hidden layers, and AdamW the rest");
-  row(o.lr, "lr", "X", "The highest learning rate", 0, 1e6);
+  row(o.lr, "lr", "X|auto", "The highest learning rate; auto: 4e-3, and 2e-5 for loaded weights", 0,
+      1e6, kAuto);
   row(o.schedule, "schedule", "NAME",
       "How the rate goes on after the warm-up: constant, linear, cosine or wsd");
   row(o.warmup, "warmup", "N|auto",
@@ -170,7 +172,7 @@ template <typename Visit>
 void visit_checkpoints(TrainOptions& o, const Visit& visit) {
   const Rows<Visit> row{visit, "checkpoints"};
   row(o.checkpoint_dir, "checkpoint-dir", "DIR",
-      "Where the run's checkpoints are; none without it");
+      "Where the run's checkpoints are; auto: runs/NAME-DATE, a new directory; none");
   row(o.checkpoint_every, "checkpoint-every", "N", "Steps between checkpoints; 0: only at the end",
       0, kMany);
   row(o.saving.keep.keep_last, "keep-last", "N", "How many of the newest stay; 0: all", 0, kMany);
@@ -206,7 +208,10 @@ void visit_checkpoints(TrainOptions& o, const Visit& visit) {
 template <typename Visit>
 void visit_output(TrainOptions& o, const Visit& visit) {
   const Rows<Visit> row{visit, "output"};
-  row(o.log, "log", "FILE", "JSON lines, one per step; auto: log.jsonl in --checkpoint-dir; none");
+  row(o.log, "log", "FILE",
+      "JSON lines, one per step; auto: log.jsonl in --checkpoint-dir; none; wandb:PROJECT: auto, "
+      "and "
+      "Weights & Biases");
   row(o.tensorboard, "tensorboard", "DIR", "TensorBoard event files");
   row(o.report, "report", "FILE",
       "A page with curves, memory and a timeline; auto: report.html in --checkpoint-dir; none");
@@ -217,7 +222,8 @@ void visit_output(TrainOptions& o, const Visit& visit) {
   row(o.log_every, "log-every", "N",
       "Steps between lines; 0: every step of a short run, else now and then", 0, kMany);
   row(o.sample, "sample", "TEXT",
-      "What the sample of generated text at the end begins with; '': no sample");
+      "What the sample at the end begins with, or what a model of chats is asked; auto: 'The ', or "
+      "the first question of --data; '': no sample");
   row(o.sample_tokens, "sample-tokens", "N", "Its length", 1, 0x1p20);
   row(o.peak_tflops, "peak-tflops", "X|auto",
       "What one rank's device can compute at most, for MFU; auto: of known GPUs, by name; 0: not "

@@ -15,6 +15,8 @@ namespace fsdp::train {
 
 namespace {
 
+constexpr std::string_view kWandb = "wandb:";
+
 void check_division(const TrainOptions& o, int64_t num_ranks) {
   if (num_ranks % o.outer != 0)
     throw UsageError(concat("--outer is ", o.outer, ", which does not divide ", num_ranks,
@@ -43,8 +45,8 @@ void check_length(const TrainOptions& o) {
 }
 
 void check_rate(const TrainOptions& o) {
-  if (o.min_lr && *o.min_lr > o.lr && o.schedule != RateSchedule::kConstant)
-    throw UsageError(concat("--min-lr is ", *o.min_lr, ", above --lr = ", o.lr,
+  if (o.min_lr && *o.min_lr > o.rate() && o.schedule != RateSchedule::kConstant)
+    throw UsageError(concat("--min-lr is ", *o.min_lr, ", above --lr = ", o.rate(),
                             "; lower it, or use --schedule constant"));
   if (o.schedule == RateSchedule::kWsd && o.decay_steps == 0)
     throw UsageError(
@@ -240,6 +242,8 @@ void TrainOptions::validate(int64_t num_ranks) const {
   check_types(*this);
   check_graph(*this);
   check_user_buffers(*this);
+  if (log == kWandb)
+    throw UsageError("--log is 'wandb:'; name a project, e.g. --log wandb:rank-tests");
   if (nesterov && (optimizer != OptimizerChoice::kSgd || sgd_momentum() == 0))
     throw UsageError("--nesterov needs --optimizer sgd with a --momentum above 0; drop it");
   check_muon(*this);
@@ -264,10 +268,14 @@ int64_t TrainOptions::total_steps() const {
   return tokens == 0 ? steps : ceil_div(tokens, tokens_per_step());
 }
 
+int64_t TrainOptions::validation_steps() const {
+  return validate_every.value_or(std::min<int64_t>(ceil_div(total_steps(), 10), 1000));
+}
+
 LearningRateOptions TrainOptions::rate_options() const {
   return {.schedule = schedule,
-          .rate = lr,
-          .floor = schedule == RateSchedule::kConstant ? 0.0 : min_lr.value_or(lr / 10),
+          .rate = rate(),
+          .floor = schedule == RateSchedule::kConstant ? 0.0 : min_lr.value_or(rate() / 10),
           .warmup_steps = warmup.value_or(std::min<int64_t>(total_steps() / 10, 1000)),
           .total_steps = total_steps(),
           .decay_steps = decay_steps,
@@ -281,6 +289,8 @@ TrainOptions TrainOptions::resolved(int64_t num_ranks, const RankDevice& found) 
   result.device = found.device;
   result.peak_tflops = peak_tflops.value_or(found.peak_tflops);
   result.steps = total_steps();
+  result.lr = rate();
+  result.validate_every = validation_steps();
   const LearningRateOptions rate = rate_options();
   result.warmup = rate.warmup_steps;
   // Rounds the quotient to the digits that a person would write.
@@ -294,13 +304,17 @@ namespace {
 
 std::string path_of(const std::string& choice, const std::string& directory, const char* name) {
   if (choice == "none") return "";
-  if (choice != "auto") return choice;
+  if (choice != "auto" && !choice.starts_with(kWandb)) return choice;
   return directory.empty() ? "" : concat(directory, "/", name);
 }
 
 }  // namespace
 
 std::string TrainOptions::log_path() const { return path_of(log, checkpoint_dir, "log.jsonl"); }
+
+std::string TrainOptions::wandb_project() const {
+  return log.starts_with(kWandb) ? log.substr(kWandb.size()) : "";
+}
 
 std::string TrainOptions::report_path() const {
   return path_of(report, checkpoint_dir, "report.html");

@@ -71,9 +71,9 @@ struct TrainOptions {
   double validation_fraction = 0.02;
   std::optional<WindowDocuments> documents = std::nullopt;  // nullopt: see window_documents()
   int64_t sequence = 128;
-  int64_t batch = 8;         // sequences per step, of all ranks
-  int64_t microbatches = 1;  // of each rank and step
-  int64_t validate_every = 100;
+  int64_t batch = 8;                                     // sequences per step, of all ranks
+  int64_t microbatches = 1;                              // of each rank and step
+  std::optional<int64_t> validate_every = std::nullopt;  // nullopt: ten times in a run
   int64_t validation_batches = 16;
 
   // --- length ---
@@ -83,7 +83,7 @@ struct TrainOptions {
 
   // --- optimizer ---
   OptimizerChoice optimizer = OptimizerChoice::kAdamW;
-  double lr = 4e-3;
+  std::optional<double> lr = std::nullopt;  // nullopt: 4e-3, and 2e-5 for loaded weights
   RateSchedule schedule = RateSchedule::kCosine;
   std::optional<int64_t> warmup = std::nullopt;  // nullopt: a tenth of the steps, at most 1000
   std::optional<double> min_lr = std::nullopt;   // nullopt: a tenth of `lr`
@@ -117,8 +117,8 @@ struct TrainOptions {
   bool deterministic = false;
 
   // --- checkpoints ---
-  std::string checkpoint_dir;      // "": none
-  int64_t checkpoint_every = 100;  // 0: at the end alone
+  std::string checkpoint_dir = "auto";  // of a plan, a path; "": none
+  int64_t checkpoint_every = 100;       // 0: at the end alone
   CheckpointerOptions saving = {.keep = {.keep_last = 2}};
   LoadOptions loading = {};
   std::string resume = "auto";  // auto, never or a path
@@ -130,13 +130,13 @@ struct TrainOptions {
   PatchOptions patching = {};
 
   // --- what is seen ---
-  std::string log = "auto";  // a path; auto: in the checkpoint directory; none
+  std::string log = "auto";  // a path; auto: in the checkpoint directory; none; wandb:PROJECT
   std::string tensorboard;
   std::string report = "auto";  // the same
   std::string trace;            // a path; "": none
   StepRange trace_steps = {3, 5};
-  int64_t log_every = 0;  // 0: every step of a short run, else now and then
-  std::string sample = "The ";
+  int64_t log_every = 0;        // 0: every step of a short run, else now and then
+  std::string sample = "auto";  // "": none
   int64_t sample_tokens = 200;
   // Peak of one rank's device; nullopt: by its name; 0: unknown.
   std::optional<double> peak_tflops = std::nullopt;
@@ -155,12 +155,17 @@ struct TrainOptions {
   int64_t rows_of_rank(int64_t num_ranks) const;
 
   // With defaults filled in.
+  double rate() const { return lr.value_or(4e-3); }
+  int64_t validation_steps() const;  // between validations; 0: none
   LearningRateOptions rate_options() const;
   double sgd_momentum() const { return momentum.value_or(0.9); }
   double muon_momentum() const { return momentum.value_or(0.95); }
 
   // With every default filled in, for display.
   TrainOptions resolved(int64_t num_ranks, const RankDevice& found) const;
+
+  // The project at Weights & Biases; "": none.
+  std::string wandb_project() const;
 
   // The resolved paths; "": none.
   std::string log_path() const;
