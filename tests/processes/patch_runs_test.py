@@ -93,7 +93,7 @@ def check_a_full_disk(root):
     def little_room():  # a file of more bytes cannot be written
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (8000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    command = [*TRAINING[:TRAINING.index("--patches")], "--steps", "3", "--log", "none", "--report", "none"]
+    command = [*TRAINING[:TRAINING.index("--patches")], "--steps", "3", "--no-save", "--log", "none", "--report", "none"]
     (root / "exports/.step-00000001.tmp").mkdir(parents=True)
     for options, code in ((["--patches", "small"], 0), (["--export-dir", "exports", "--export-every", "1"], 1)):
         done = subprocess.run([*command, *options], cwd=root, env=small_runs.environment(), preexec_fn=little_room, restore_signals=False,

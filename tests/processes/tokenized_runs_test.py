@@ -10,6 +10,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+import unicodedata
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here needs a network
 os.environ["FSDP_PYTHON"] = sys.executable
@@ -32,9 +33,9 @@ def check(condition, words):
 
 
 def fsdp(*words, code=0):
-    done = subprocess.run([FSDP, *map(str, words)], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([FSDP, *map(str, words)], capture_output=True, timeout=200)
     check(done.returncode == code, f"{words}: {done.stdout}{done.stderr}")
-    return done.stdout if code == 0 else done.stderr
+    return (done.stdout if code == 0 else done.stderr).decode()
 
 
 def save_model(folder, vocabulary):
@@ -140,8 +141,18 @@ def check_rows(root):
                         "--steps", 2, "--sample-tokens", 8, "--checkpoint-dir", root / "chatted", *more)
         answer = fsdp("generate", "--checkpoint", root / "chatted", "--chat", "--prompt", question, "--tokens", 8,
                       "--temperature", 0.8, "--top-p", 0.95).removesuffix("\n")
+        # No control character reaches the terminal.
+        answer = "".join("\ufffd" if unicodedata.category(each) == "Cc" and each not in "\n\t" else each for each in answer)
         shown = "".join(f"    {line}\n" for line in f"{question}\n{answer}".split("\n"))
         check(f"sample after step 2:\n{shown}trained " in said, f"{said} has no {shown!r}")
+    # A template that refuses to ask ends no training.
+    settings = root / "model" / "tokenizer_config.json"
+    config = json.loads(settings.read_text())
+    config["chat_template"] += "{%- if add_generation_prompt %}{{ raise_exception('answers only') }}{%- endif %}"
+    settings.write_text(json.dumps(config))
+    said = fsdp("train", "--model", root / "model", "--data", root / "chats.jsonl", "--sequence", 64, "--batch", 4,
+                "--steps", 1, "--validate-every", 0, "--no-save")
+    check("no sample: " in said and "answers only" in said, said)
 
 
 with tempfile.TemporaryDirectory() as name:

@@ -73,6 +73,19 @@ std::string chat_to_answer(const std::string& chat, const TrainOptions& options,
   return row.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
+void prepare_sample(RunPlan& plan, const Tokenizer& tokenizer) {
+  plan.sample = plan.options.sample == "auto" ? "The " : plan.options.sample;
+  const std::string& chat = plan.corpus->findings().first_chat;
+  try {
+    plan.sample_prompt =
+        chat.empty() ? tokenizer.encode_prompt(plan.sample)
+                     : tokenizer.encode_chat(chat_to_answer(chat, plan.options, plan.sample));
+  } catch (const Error& error) {
+    // A chat template may refuse a question that has no answer yet; training does not need one.
+    plan.no_sample = concat("no sample: ", error.what());
+  }
+}
+
 }  // namespace
 
 void open_data(RunPlan& plan, const DataProgress& progress) {
@@ -95,11 +108,7 @@ void open_data(RunPlan& plan, const DataProgress& progress) {
   if (!tokenizer) tokenizer = tokenizer_for_sample(plan);
   if (!tokenizer) return;
   if (tokenizer->kind().tokenizer == kByteTokenizerName) plan.tokenizer = kByteTokenizerName;
-  plan.sample = options.sample == "auto" ? "The " : options.sample;
-  const std::string& chat = plan.corpus->findings().first_chat;
-  plan.sample_prompt = chat.empty()
-                           ? tokenizer->encode_prompt(plan.sample)
-                           : tokenizer->encode_chat(chat_to_answer(chat, options, plan.sample));
+  prepare_sample(plan, *tokenizer);
   plan.end_tokens = tokenizer->ends();
 }
 

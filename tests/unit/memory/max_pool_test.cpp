@@ -124,7 +124,7 @@ TEST(MaxPool, SaysInTheLogWhoSetEachMaximum) {
   ::testing::FLAGS_gtest_death_test_style = "threadsafe";
   EXPECT_EXIT(
       {
-        ::setenv("FSDP_LOG", "info", 1);
+        ::setenv("FSDP_LOG", "debug", 1);
         CountingAllocator allocator;
         make_bucket_pool({{"mamba", {weight("mixer", 640)}},
                           {"mlp", {weight("up", 1280), weight("down", 512)}},

@@ -146,14 +146,15 @@ TEST(StartText, ShowsChangedSettingsAndTheForecastInAFewLines) {
 }
 
 TEST(StartTables, ShowEverySettingAndTheForecast) {
-  const RunFacts facts{.title = "tiny",
+  const RunFacts facts{.beginning = "training random weights",
+                       .title = "tiny",
                        .settings = {{"model", "model", "tiny", false, ""},
                                     {"model", "sequence", "256", true, ""},
                                     {"training", "lr", "0.001", true, ""}},
                        .memory = {{"weights", 1 << 20, kUnknownBytes, false},
                                   {"activations", kUnknownBytes, kUnknownBytes, false}}};
   EXPECT_EQ(start_tables(facts, 100),
-            "tiny\n\nsettings (* changed from the default)\n"
+            "training random weights\ntiny\n\nsettings (* changed from the default)\n"
             "  model       model     tiny\n"
             "            * sequence  256\n"
             "  training  * lr        0.001\n"
