@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <memory>
+#include <mutex>
 #include <nlohmann/json.hpp>
 #include <span>
 #include <string>
@@ -16,6 +18,7 @@
 #include "fsdp/base/hmac_sha256.h"
 #include "fsdp/data/python_worker.h"
 #include "fsdp/data/token_file.h"
+#include "fsdp/data/word_encoder.h"
 
 namespace fsdp {
 
@@ -106,16 +109,13 @@ class WorkerTokenizer final : public Tokenizer {
   bool ends_turns() const override { return ends_turns_; }
   const std::vector<int64_t>& ends() const override { return ends_; }
   std::vector<EncodedDocument> encode(std::span<const Document> documents) const override {
-    Json rows = Json::array();
-    std::string texts;
-    for (const Document& each : documents) {
-      rows.push_back(
-          {each.text.size(), each.prompt_bytes, each.is_chat, each.is_beginning, each.is_end});
-      texts += each.text;
-    }
     try {
-      return encoded_documents(worker_.ask({{"action", "encode"}, {"documents", rows}}, texts),
-                               documents.size());
+      std::call_once(words_opened_,
+                     [&] { words_ = WordEncoder::open(worker_, kind_.end_of_document); });
+      if (words_)
+        if (std::vector<EncodedDocument> encoded = words_->encode(documents); !encoded.empty())
+          return encoded;
+      return encode_whole(documents);
     } catch (const WorkerError& error) {
       if (error.document() < 0) throw;
       throw Error(
@@ -142,11 +142,25 @@ class WorkerTokenizer final : public Tokenizer {
   }
 
  private:
+  std::vector<EncodedDocument> encode_whole(std::span<const Document> documents) const {
+    Json rows = Json::array();
+    std::string texts;
+    for (const Document& each : documents) {
+      rows.push_back(
+          {each.text.size(), each.prompt_bytes, each.is_chat, each.is_beginning, each.is_end});
+      texts += each.text;
+    }
+    return encoded_documents(worker_.ask({{"action", "encode"}, {"documents", rows}}, texts),
+                             documents.size());
+  }
+
   std::string decode(std::span<const int64_t> tokens, bool is_first) const {
     return worker_.ask({{"action", "decode"}, {"is_first", is_first}}, payload_of(tokens)).payload;
   }
 
   PythonWorker worker_;
+  mutable std::once_flag words_opened_;  // only what encodes needs them
+  mutable std::unique_ptr<WordEncoder> words_;
   TokenHeader kind_;
   bool ends_turns_ = false;
   std::vector<int64_t> ends_;
