@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -35,13 +34,19 @@ constexpr int64_t kMaxTokenizerBytes = int64_t{1} << 30;
 std::string tokenizer_name(const std::string& model, const std::string& path) {
   const std::string text = read_text_file(path, kMaxTokenizerBytes);
   const Digest digest = sha256(std::as_bytes(std::span(text)));
-  std::string name = concat("hf-", model, "-");
-  for (size_t i = 0; i < 8; ++i) {
-    char code[3];
-    std::snprintf(code, sizeof code, "%02x", std::to_integer<unsigned>(digest[i]));
-    name += code;
+  return concat("hf-", model, "-", hexadecimal(digest, 8));
+}
+
+// The files beside a tokenizer.json that say how its chats and documents are framed.
+std::string fingerprint_beside(const std::string& path) {
+  std::string text;
+  for (const char* name : {"special_tokens_map.json", "tokenizer_config.json",
+                           "chat_template.jinja", "chat_template.json"}) {
+    const std::string file = concat(directory_of(path), "/", name);
+    text += concat(name, "\n");
+    if (is_regular_file(file)) text += read_text_file(file, kMaxTokenizerBytes);
   }
-  return name;
+  return hexadecimal(sha256(std::as_bytes(std::span(text))), 8);
 }
 
 std::vector<int64_t> ids_of(std::string_view payload) {
@@ -101,11 +106,13 @@ class WorkerTokenizer final : public Tokenizer {
     if (!facts.at("end_of_document").is_null())
       kind_.end_of_document = facts.at("end_of_document").get<int64_t>();
     kind_.tokenizer = tokenizer_name(facts.at("model").get<std::string>(), path);
+    fingerprint_ = concat(kind_.tokenizer, " ", fingerprint_beside(path), " ", end_of_document);
     ends_turns_ = facts.at("ends_turns").get<bool>();
     ends_ = facts.at("ends").get<std::vector<int64_t>>();
   }
 
   const TokenHeader& kind() const override { return kind_; }
+  std::string fingerprint() const override { return fingerprint_; }
   bool ends_turns() const override { return ends_turns_; }
   const std::vector<int64_t>& ends() const override { return ends_; }
   std::vector<EncodedDocument> encode(std::span<const Document> documents) const override {
@@ -162,6 +169,7 @@ class WorkerTokenizer final : public Tokenizer {
   mutable std::once_flag words_opened_;  // only what encodes needs them
   mutable std::unique_ptr<WordEncoder> words_;
   TokenHeader kind_;
+  std::string fingerprint_;
   bool ends_turns_ = false;
   std::vector<int64_t> ends_;
 };
@@ -171,6 +179,7 @@ class WorkerTokenizer final : public Tokenizer {
 class ByteTokenizer final : public Tokenizer {
  public:
   const TokenHeader& kind() const override { return kind_; }
+  std::string fingerprint() const override { return kByteTokenizerName; }
   const std::vector<int64_t>& ends() const override { return ends_; }
 
   std::vector<EncodedDocument> encode(std::span<const Document> documents) const override {
