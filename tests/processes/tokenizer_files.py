@@ -54,9 +54,13 @@ def word_piece(special):
 KINDS = {"bpe": byte_level_bpe, "unigram": metaspace_unigram, "wordpiece": word_piece}
 
 
-def make_tokenizer(folder, kind="bpe", special=("</s>",), bos=None, config=None):
-    """Trains a tokenizer, writes its files to the folder, and returns it."""
+def make_tokenizer(folder, kind="bpe", special=("</s>",), bos=None, config=None, cut=None):
+    """Trains a tokenizer, writes its files to the folder, and returns it; `cut`: the expression that finds words."""
     tokenizer, trainer = KINDS[kind](list(special))
+    if cut:
+        tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+            pre_tokenizers.Split(tokenizers.Regex(cut), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.train_from_iterator([sentences(300)], trainer)
     if bos:
         tokenizer.post_processor = processors.TemplateProcessing(
