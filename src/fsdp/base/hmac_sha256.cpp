@@ -80,7 +80,7 @@ Digest sha256(std::span<const std::byte> message) {
   return digest;
 }
 
-std::string hexadecimal(const Digest& digest, size_t num_bytes) {
+std::string hex_text(const Digest& digest, size_t num_bytes) {
   constexpr const char* kDigits = "0123456789abcdef";
   std::string text;
   for (const std::byte each : std::span(digest).first(num_bytes)) {

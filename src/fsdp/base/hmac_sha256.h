@@ -13,7 +13,7 @@ using Digest = std::array<std::byte, 32>;
 Digest sha256(std::span<const std::byte> message);
 
 // Its first bytes, as two digits each.
-std::string hexadecimal(const Digest& digest, size_t num_bytes);
+std::string hex_text(const Digest& digest, size_t num_bytes);
 
 Digest hmac_sha256(std::span<const std::byte> key, std::span<const std::byte> message);
 

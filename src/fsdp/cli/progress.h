@@ -32,8 +32,8 @@ class Progress {
   size_t shown_chars_ = 0;  // of the bar, to be wiped
 };
 
-// "tokenising chats.jsonl: 4.1 of 20.0 MB, 5.2 MB/s": from the first second on, on a terminal in one
-// line, else every few seconds. A quick one says nothing.
+// "tokenising chats.jsonl: 4.1 of 20.0 MB, 5.2 MB/s": from the first second on, on a terminal in
+// one line, else every few seconds. A quick one says nothing.
 class TokenisingLine {
  public:
   TokenisingLine();

@@ -76,8 +76,7 @@ class CorpusBuilder {
     const bool is_of_bytes = tokenizer_->kind().tokenizer == kByteTokenizerName;
     if (!options_.kept_tokens.empty() && !is_of_bytes) return add_kept(path, header, files);
     std::string tokens;
-    if (is_of_bytes)
-      tokens.reserve(2 * (static_cast<size_t>(files.bytes) + files.files.size()));
+    if (is_of_bytes) tokens.reserve(2 * (static_cast<size_t>(files.bytes) + files.files.size()));
     const auto take = [&](std::span<const int64_t> more, Learnt learnt) {
       append_stored(more, learnt, header.token_bytes, tokens);
       if (header.has_mask() && learnt == Learnt::kYes)

@@ -33,14 +33,15 @@ std::string real_path(const std::string& path) {
 // Its times, too: a file may be replaced by one of the same length.
 Json identity_of(const TextFile& file) {
   struct stat status {};
-  FSDP_CHECK(::stat(file.path.c_str(), &status) == 0, file.path, ": cannot be read; check the path");
-  return {real_path(file.path),      status.st_size,           status.st_mtim.tv_sec,
-          status.st_mtim.tv_nsec,    status.st_ctim.tv_sec,    status.st_ctim.tv_nsec,
+  FSDP_CHECK(::stat(file.path.c_str(), &status) == 0, file.path,
+             ": cannot be read; check the path");
+  return {real_path(file.path),           status.st_size,        status.st_mtim.tv_sec,
+          status.st_mtim.tv_nsec,         status.st_ctim.tv_sec, status.st_ctim.tv_nsec,
           static_cast<int>(file.content), file.has_mask};
 }
 
 std::string digest_text(const std::string& text) {
-  return hexadecimal(sha256(std::as_bytes(std::span(text))), 8);
+  return hex_text(sha256(std::as_bytes(std::span(text))), 8);
 }
 
 Json to_json(const OddRows& rows) { return {rows.count, rows.first, rows.detail}; }
@@ -56,8 +57,8 @@ KeptTokens::KeptTokens(std::string directory, const std::string& path, const Tex
                        const TokenHeader& kind)
     : directory_(std::move(directory)) {
   const std::string real = real_path(path);
-  Json key = {FSDP_VERSION, tokenizer.fingerprint(), field, kind.has_mask(), kind.token_bytes,
-              kind.end_of_document.value_or(-1)};
+  Json key = {FSDP_VERSION,    tokenizer.fingerprint(), field,
+              kind.has_mask(), kind.token_bytes,        kind.end_of_document.value_or(-1)};
   for (const TextFile& file : files.files) key.push_back(identity_of(file));
   stem_ = concat(file_name_of(real), "-", digest_text(real), "-");
   const auto text = key.dump(-1, ' ', false, Json::error_handler_t::replace);
@@ -72,13 +73,12 @@ std::optional<KeptTokens::Found> KeptTokens::find() const {
     tokens.verify();
     const Json json = Json::parse(read_text_file(beside, kMaxFindingsBytes));
     FSDP_CHECK(json.at("crc32c") == tokens.header().data_crc32c, beside, ": is of other tokens");
-    DocumentFindings findings{
-        .unknown_roles = odd_rows_in(json.at("unknown_roles")),
-        .without_learnt = odd_rows_in(json.at("without_learnt")),
-        .row_tokens = json.at("row_tokens").get<std::vector<int64_t>>(),
-        .longest_tokens = json.at("longest_tokens").get<int64_t>(),
-        .longest_place = json.at("longest_place").get<std::string>(),
-        .first_chat = json.at("first_chat").get<std::string>()};
+    DocumentFindings findings{.unknown_roles = odd_rows_in(json.at("unknown_roles")),
+                              .without_learnt = odd_rows_in(json.at("without_learnt")),
+                              .row_tokens = json.at("row_tokens").get<std::vector<int64_t>>(),
+                              .longest_tokens = json.at("longest_tokens").get<int64_t>(),
+                              .longest_place = json.at("longest_place").get<std::string>(),
+                              .first_chat = json.at("first_chat").get<std::string>()};
     return Found{std::move(tokens), std::move(findings)};
   } catch (const std::exception& error) {
     log(LogLevel::kWarning, concat(error.what(), " (kept tokens; they are made again)"));
@@ -98,7 +98,8 @@ void KeptTokens::complete(const DocumentFindings& findings) const {
   write_file_durably(concat(directory_, "/", stem, kFindings),
                      json.dump(-1, ' ', false, Json::error_handler_t::replace));
   for (const std::string& name : names_in(directory_))
-    if (name.starts_with(stem_) && !name.starts_with(stem)) remove_tree(concat(directory_, "/", name));
+    if (name.starts_with(stem_) && !name.starts_with(stem))
+      remove_tree(concat(directory_, "/", name));
 }
 
 }  // namespace fsdp

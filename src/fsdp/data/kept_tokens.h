@@ -1,9 +1,9 @@
 // Tokens of text that are kept in a directory, so that a text is tokenised once: by one rank of a
 // run, and not again when the run goes on.
 //
-// Each path of --data has a packed token file, NAME-PATH-KEY.tokens, and beside it what was found in
-// its rows, NAME-PATH-KEY.json. The key is made of all that decides the tokens: the files, by path,
-// length and times, the tokenizer with its chat template, the field, and the version of this
+// Each path of --data has a packed token file, NAME-PATH-KEY.tokens, and beside it what was found
+// in its rows, NAME-PATH-KEY.json. The key is made of all that decides the tokens: the files, by
+// path, length and times, the tokenizer with its chat template, the field, and the version of this
 // program. Whatever is missing, damaged or of another key is tokenised again.
 #pragma once
 

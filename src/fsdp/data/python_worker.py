@@ -105,6 +105,7 @@ class ChatTemplate:
         signal.signal(signal.SIGVTALRM, self.end_computing)
         try:
             self.template = environment.from_string(source)
+            self.template.globals = dict(self.template.globals)  # each rendering copies them, quicker from a dict
         except jinja2.TemplateError as error:
             raise Failure(f"its chat template is no Jinja template ({first_line(error)})") from error
 

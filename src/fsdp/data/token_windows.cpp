@@ -135,8 +135,7 @@ std::pair<Range, Range> split_range(const Range& range, const SplitOptions& opti
 }
 
 // The same of whole documents: as many of the last ones as have the share of the tokens.
-std::pair<Range, Range> split_documents(const Corpus& corpus, const Range& range,
-                                        double fraction) {
+std::pair<Range, Range> split_documents(const Corpus& corpus, const Range& range, double fraction) {
   const std::vector<DocumentRange> documents = documents_in(corpus, range);
   const int64_t end = range.first_token + range.num_tokens;
   size_t num_trained = documents.size();
@@ -145,11 +144,10 @@ std::pair<Range, Range> split_documents(const Corpus& corpus, const Range& range
   while (fraction > 0 && num_trained > 0 && (cut == end || static_cast<double>(end - cut) < share))
     cut = documents[--num_trained].first_token;
   if (num_trained == 0)
-    throw UsageError(concat("the data has ",
-                            counted_text(static_cast<int64_t>(documents.size()), "document"),
-                            " where ", fraction > 0 ? "training and validation need one each"
-                                                    : "training needs one",
-                            "; give more data"));
+    throw UsageError(concat(
+        "the data has ", counted_text(static_cast<int64_t>(documents.size()), "document"),
+        " where ", fraction > 0 ? "training and validation need one each" : "training needs one",
+        "; give more data"));
   return {{range.first_token, cut - range.first_token}, {cut, end - cut}};
 }
 

@@ -34,7 +34,7 @@ constexpr int64_t kMaxTokenizerBytes = int64_t{1} << 30;
 std::string tokenizer_name(const std::string& model, const std::string& path) {
   const std::string text = read_text_file(path, kMaxTokenizerBytes);
   const Digest digest = sha256(std::as_bytes(std::span(text)));
-  return concat("hf-", model, "-", hexadecimal(digest, 8));
+  return concat("hf-", model, "-", hex_text(digest, 8));
 }
 
 // The files beside a tokenizer.json that say how its chats and documents are framed.
@@ -46,7 +46,7 @@ std::string fingerprint_beside(const std::string& path) {
     text += concat(name, "\n");
     if (is_regular_file(file)) text += read_text_file(file, kMaxTokenizerBytes);
   }
-  return hexadecimal(sha256(std::as_bytes(std::span(text))), 8);
+  return hex_text(sha256(std::as_bytes(std::span(text))), 8);
 }
 
 std::vector<int64_t> ids_of(std::string_view payload) {

@@ -130,7 +130,8 @@ std::unique_ptr<WordEncoder> WordEncoder::open(const PythonWorker& worker,
 WordEncoder::WordEncoder(const PythonWorker& worker, const nlohmann::json& rules,
                          std::optional<int64_t> end_of_document)
     : worker_(worker),
-      cutter_(rules.at("whole").get<std::vector<std::string>>(), rules.at("ends_lines").get<bool>()),
+      cutter_(rules.at("whole").get<std::vector<std::string>>(),
+              rules.at("ends_lines").get<bool>()),
       before_(rules.at("before").get<std::vector<int64_t>>()),
       after_(rules.at("after").get<std::vector<int64_t>>()),
       end_of_document_(end_of_document) {}
@@ -176,7 +177,8 @@ std::vector<WordEncoder::Text> WordEncoder::texts_of(std::span<const Document> d
     answer = worker_.ask({{"action", "render"}, {"chats", lengths}}, chats);
   } catch (const WorkerError& error) {
     if (error.document() < 0) throw;
-    throw WorkerError(error.what(), static_cast<int64_t>(numbers.at(static_cast<size_t>(error.document()))));
+    throw WorkerError(error.what(),
+                      static_cast<int64_t>(numbers.at(static_cast<size_t>(error.document()))));
   }
   rendered = std::move(answer.payload);
   size_t begin = 0;

@@ -154,9 +154,8 @@ void open_data(RunPlan& plan, const DataOpening& opening) {
   plan.tokenizer = tokenizer_path(options.tokenizer, model_origins(plan));
   TokenizerPointer tokenizer;
   if (options.tokenizer != "auto" || has_text(options)) tokenizer = open_tokenizer(plan.tokenizer);
-  CorpusOptions corpus{.tokenizer = tokenizer,
-                       .field = options.field,
-                       .kept_tokens = kept_tokens_of(plan, opening)};
+  CorpusOptions corpus{
+      .tokenizer = tokenizer, .field = options.field, .kept_tokens = kept_tokens_of(plan, opening)};
   const auto open = [&](const DataProgress& progress) {
     const auto read = [&](const std::vector<std::string>& paths) {
       if (progress)
@@ -237,9 +236,8 @@ WindowDocuments window_documents(std::optional<WindowDocuments> choice, const Co
 void check_documents(const RunPlan& plan) {
   const TrainOptions& options = plan.options;
   if (*options.documents == WindowDocuments::kJoined) return;
-  const char* const kind = content_of(*options.documents) == WindowContent::kDocuments
-                               ? "packed"
-                               : "separate";
+  const char* const kind =
+      content_of(*options.documents) == WindowContent::kDocuments ? "packed" : "separate";
   for (const auto& corpus : {plan.corpus, plan.validation})
     if (corpus && !corpus->end_of_document())
       throw UsageError(concat("--documents is ", kind, ", but no token ends them in the ",
@@ -249,9 +247,8 @@ void check_documents(const RunPlan& plan) {
                               "joined"));
   if (options.cuda_graph)
     throw UsageError(concat("--cuda-graph records a step whose documents have fixed lengths, but ",
-                            plan.given.documents
-                                ? concat("--documents is ", kind)
-                                : "data with loss masks are separate documents",
+                            plan.given.documents ? concat("--documents is ", kind)
+                                                 : "data with loss masks are separate documents",
                             "; drop --cuda-graph, or use --documents joined"));
 }
 

@@ -273,9 +273,9 @@ RunPlan plan_run(const TrainOptions& given, int64_t num_ranks, const RankDevice&
   const int64_t positions = max_positions_of(plan.model.config);
   // Loaded weights have sequences that fit them.
   if ((options.sequence || plan.init.empty()) && options.sequence_length() > positions)
-    throw UsageError(concat("--sequence is ", options.sequence_length(), ", more than the ", positions,
-                            " positions (max_position_embeddings) of model '", plan.model.name,
-                            "'; lower it, or raise that in a config.json"));
+    throw UsageError(concat("--sequence is ", options.sequence_length(), ", more than the ",
+                            positions, " positions (max_position_embeddings) of model '",
+                            plan.model.name, "'; lower it, or raise that in a config.json"));
   check_experts(plan);
   open_data(plan, opening);
   choose_sequence(plan);
@@ -284,8 +284,8 @@ RunPlan plan_run(const TrainOptions& given, int64_t num_ranks, const RankDevice&
   set_steps(plan, plan.windows->training.num_windows());
   plan.resolved = options.resolved(num_ranks, device);
   if (plan.validation && options.validation_steps() > 0)
-    plan.windows->validation = all_windows(plan.validation, options.sequence_length(),
-                                           content_of(*options.documents));
+    plan.windows->validation =
+        all_windows(plan.validation, options.sequence_length(), content_of(*options.documents));
   fit_vocabulary(plan);
   plan.model_config = config_json(plan.model.config);
   check_loaded_model(options, plan.init, plan.model.config);

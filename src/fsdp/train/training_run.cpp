@@ -181,12 +181,11 @@ void TrainingRun::load() {
       position);
   if (options_.validation_steps() > 0)
     validation_ = std::make_unique<ValidationBatches>(
-        windows.validation,
-        ValidationOptions{.batch = options_.batch,
-                          .ranks = mesh_.data_parallel_size(),
-                          .rank = mesh_.data_parallel_rank(),
-                          .max_batches = options_.validation_batches,
-                          .documents = documents});
+        windows.validation, ValidationOptions{.batch = options_.batch,
+                                              .ranks = mesh_.data_parallel_size(),
+                                              .rank = mesh_.data_parallel_rank(),
+                                              .max_batches = options_.validation_batches,
+                                              .documents = documents});
 }
 
 void TrainingRun::begin_watch(std::ostream& out) {

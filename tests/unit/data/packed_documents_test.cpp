@@ -84,9 +84,8 @@ TEST_F(PackedDocumentsTest, LongOnesAreCutAndPaddingIsOneDocument) {
 
 TEST_F(PackedDocumentsTest, ValidationHasTheLastDocuments) {
   const auto all = corpus({4, 4, 4, 4, 4, 4, 4, 4, 4, 4});
-  const DataSplit split = split_corpus(all, {.sequence = 4,
-                                             .validation_fraction = 0.15,
-                                             .content = WindowContent::kDocuments});
+  const DataSplit split = split_corpus(
+      all, {.sequence = 4, .validation_fraction = 0.15, .content = WindowContent::kDocuments});
   EXPECT_EQ(split.training.num_windows(), 8);
   EXPECT_EQ(split.validation.num_windows(), 2);
   for (int64_t i = 0; i < 2; ++i) EXPECT_GE(split.validation.first_token(i), 32);
@@ -97,9 +96,8 @@ TEST_F(PackedDocumentsTest, ValidationHasTheLastDocuments) {
 TEST_F(PackedDocumentsTest, WithoutEndsNothingCanBePacked) {
   const std::string path = directory_ / "plain.bin";
   testing::write_counting_tokens(path, 100);
-  EXPECT_THAT(
-      [&] { all_windows(testing::open_corpus({path}), 8, WindowContent::kDocuments); },
-      ThrowsMessage<UsageError>(HasSubstr("no token ends them")));
+  EXPECT_THAT([&] { all_windows(testing::open_corpus({path}), 8, WindowContent::kDocuments); },
+              ThrowsMessage<UsageError>(HasSubstr("no token ends them")));
 }
 
 }  // namespace

@@ -164,12 +164,11 @@ Evaluation evaluate(const InferenceOptions& inference, const std::shared_ptr<con
   int64_t batch = options.batch;
   if (windows.num_windows() < batch && windows.num_windows() >= ranks)
     batch = windows.num_windows() / ranks * ranks;
-  const ValidationBatches batches(windows,
-                                  {.batch = batch,
-                                   .ranks = ranks,
-                                   .rank = world.rank(),
-                                   .max_batches = options.max_batches,
-                                   .documents = documents});
+  const ValidationBatches batches(windows, {.batch = batch,
+                                            .ranks = ranks,
+                                            .rank = world.rank(),
+                                            .max_batches = options.max_batches,
+                                            .documents = documents});
   return {.path = loaded.path,
           .step = loaded.step,
           .mean = mean_loss(*loaded.model, batches, loaded.device, world.communicator(), ranks)};

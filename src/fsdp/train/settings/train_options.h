@@ -70,7 +70,7 @@ struct TrainOptions {
   std::string field;                         // of rows; "": by what they have
   double validation_fraction = 0.02;
   std::optional<WindowDocuments> documents = std::nullopt;  // nullopt: see window_documents()
-  std::optional<int64_t> sequence = std::nullopt;  // nullopt: 128, or see choose_sequence()
+  std::optional<int64_t> sequence = std::nullopt;        // nullopt: 128, or see choose_sequence()
   int64_t batch = 8;                                     // sequences per step, of all ranks
   int64_t microbatches = 1;                              // of each rank and step
   std::optional<int64_t> validate_every = std::nullopt;  // nullopt: ten times in a run
