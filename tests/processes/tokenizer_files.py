@@ -54,10 +54,16 @@ def word_piece(special):
 KINDS = {"bpe": byte_level_bpe, "unigram": metaspace_unigram, "wordpiece": word_piece}
 
 
-def make_tokenizer(folder, kind="bpe", special=("</s>",), bos=None, config=None):
-    """Trains a tokenizer, writes its files to the folder, and returns it."""
+def make_tokenizer(folder, kind="bpe", special=("</s>",), bos=None, config=None, cut=None, texts=None, vocabulary=None):
+    """Trains a tokenizer, writes its files to the folder, and returns it; `cut`: the expression that finds words."""
     tokenizer, trainer = KINDS[kind](list(special))
-    tokenizer.train_from_iterator([sentences(300)], trainer)
+    if cut:
+        tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+            pre_tokenizers.Split(tokenizers.Regex(cut), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    if vocabulary:
+        trainer.vocab_size = vocabulary
+    tokenizer.train_from_iterator(texts or [sentences(300)], trainer)
     if bos:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.token_to_id(bos))])
@@ -147,6 +153,6 @@ TEMPLATES = {
 }
 
 
-def make_chat_tokenizer(folder, model):
+def make_chat_tokenizer(folder, model, **more):
     tokens, template = TEMPLATES[model]
-    return make_tokenizer(folder, "bpe", SPECIAL, bos=tokens.get("bos_token"), config={**tokens, "chat_template": template})
+    return make_tokenizer(folder, "bpe", SPECIAL, bos=tokens.get("bos_token"), config={**tokens, "chat_template": template}, **more)

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import random
 import subprocess
 import sys
 import tempfile
@@ -90,6 +91,42 @@ def check_long_text(folder):
     tokens, facts = packed(folder, folder / "long.txt", tokenizer=folder / "long")
     check(tokens == [*theirs.encode(text).ids, theirs.token_to_id("</s>")], "a long text has other tokens")
     check(facts["documents"] == 1, facts)
+
+
+# As GPT-2, Llama 3, Qwen 2.5 and GPT-4o cut texts; and one that is not known, so that it gets whole texts.
+CUTS = [None, *(cut.replace("SUFFIX", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)") for cut in (
+    r"SUFFIX|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"SUFFIX|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+SUFFIX?|[^\r\n\p{L}\p{N}]?"
+    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*SUFFIX?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"\p{L}+ \p{L}+|\s+|\S"))]
+
+
+def check_words(folder):
+    """Words that are encoded once and put together have the tokens of whole texts, masks included."""
+    draw = random.Random(11)
+    parts = [*"ab1 9\n\t.'/<|_-", "  ", "\n\n", "'s", "'S", "Don't", "</s>", "<s", "</s", "\u0301", "\u00e9", "e\u0301", "\u3000",
+             "\u00a0", "\u2003", "\u65e5\u672c", "\u0440\u0443\u0441", "\U0001f680", "\u212a", "\x1c", "\x7f", " the rank", "ab", "1234"]
+    texts = ["".join(draw.choices(parts, k=draw.randint(1, 25))) for _ in range(1500)]
+    rows = write_rows(folder / "words.jsonl", *({"text": text} for text in texts))
+    pairs = write_rows(folder / "words_pairs.jsonl", *({"prompt": a, "completion": b} for a, b in zip(texts, texts[1:])))
+    for number, cut in enumerate(CUTS):
+        theirs = tokenizer_files.make_tokenizer(folder / f"words{number}", special=["<s>", "</s>"], bos="<s>", cut=cut)
+        end = theirs.token_to_id("</s>")
+        expected = [[*theirs.encode(text).ids] for text in texts]
+        tokens, _ = packed(folder, rows, tokenizer=folder / f"words{number}")
+        check(tokens == [t for ids in expected for t in (ids if ids[-1] == end else [*ids, end])], f"other tokens with {cut}")
+        masked = []
+        for prompt, completion in zip(texts, texts[1:]):
+            found = theirs.encode(prompt + completion)
+            row = [t | (0 if max(last, first + 1) > len(prompt) and (first or last) else NOT_LEARNT)
+                   for t, (first, last) in zip(found.ids, found.offsets)]
+            if found.ids[-1] != end:
+                row.append(end)
+            row[-1] &= ~NOT_LEARNT
+            masked.extend(row)
+        check(packed(folder, pairs, tokenizer=folder / f"words{number}")[0] == masked, f"another mask with {cut}")
 
 
 def write_rows(path, *rows):
@@ -230,7 +267,7 @@ def check_parquet(folder):
 
 with tempfile.TemporaryDirectory() as name:
     root = pathlib.Path(name)
-    for action in (check_ids_of_every_kind, check_begin_tokens_and_the_given_end, check_long_text, check_rows,
+    for action in (check_ids_of_every_kind, check_begin_tokens_and_the_given_end, check_long_text, check_words, check_rows,
                    check_wrong_rows, check_wrong_tokenizers, check_worker_that_dies, check_parquet):
         action(root)
         print(f"{action.__name__}: fine")

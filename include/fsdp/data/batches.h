@@ -40,8 +40,13 @@ inline constexpr int64_t kNotLearnt = -100;
 
 // A token's view of other documents in its window: the documents before its own, as one text, or
 // nothing. Separate documents need a token that ends each; none of them predicts the next one's
-// first token.
-enum class WindowDocuments : uint8_t { kJoined, kSeparate };
+// first token. Packed ones are separate, and whole (WindowContent::kDocuments).
+enum class WindowDocuments : uint8_t { kJoined, kSeparate, kPacked };
+
+constexpr WindowContent content_of(WindowDocuments documents) {
+  return documents == WindowDocuments::kPacked ? WindowContent::kDocuments
+                                               : WindowContent::kStretch;
+}
 
 // The input of one rank's model at once: rows of sequence + 1 tokens, row after row. The first
 // `sequence` of a row are inputs, the last `sequence` their targets.

@@ -28,6 +28,9 @@ struct CorpusOptions {
   // So much of packed files is looked over when they are opened, and a piece of each at least; 0:
   // nothing. See TokenFile::look_over().
   int64_t looked_over_bytes = int64_t{64} << 20;
+  // Tokens of text are kept in this directory, and taken from it if they are there (kept_tokens.h);
+  // "": held in memory. Bytes, which are tokens at once, are not kept.
+  std::string kept_tokens = {};
   // Told how many bytes of text are tokenised, of how many, after every piece.
   std::function<void(int64_t done_bytes, int64_t total_bytes)> progress = {};
 };

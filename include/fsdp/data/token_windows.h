@@ -12,9 +12,17 @@
 
 namespace fsdp {
 
+class PackedDocuments;
+
+// What a window has: a stretch of the corpus, or whole documents, as many as fit.
+enum class WindowContent : uint8_t { kStretch, kDocuments };
+
 // Neighbouring windows share one token: the last target of one is the first input of the next, so
 // that every token but the first is predicted once. What is too short for a window in the end is
 // left out. Windows go over ends of documents and files, and stay inside a range.
+//
+// Windows of whole documents (PackedDocuments) have none of that: they end with padding, which is
+// not learnt, and a document that is longer than the sequence is cut.
 class TokenWindows {
  public:
   struct Range {
@@ -24,7 +32,7 @@ class TokenWindows {
 
   // All windows in each of the ranges, one range after the other.
   TokenWindows(std::shared_ptr<const Corpus> corpus, int64_t sequence,
-               const std::vector<Range>& ranges);
+               const std::vector<Range>& ranges, WindowContent content = WindowContent::kStretch);
 
   const Corpus& corpus() const { return *corpus_; }
   int64_t sequence() const { return sequence_; }
@@ -42,7 +50,8 @@ class TokenWindows {
  private:
   std::shared_ptr<const Corpus> corpus_;
   int64_t sequence_;
-  std::vector<int64_t> first_tokens_;  // of ranges
+  std::shared_ptr<const PackedDocuments> packed_;  // null: stretches
+  std::vector<int64_t> first_tokens_;              // of ranges
   std::vector<int64_t> range_begins_;
   int64_t num_windows_ = 0;
 };
@@ -54,6 +63,7 @@ struct SplitOptions {
   // Windows stay inside the paths of the corpus, and the end of each is kept for validation. For
   // sources with weights.
   bool by_path = false;
+  WindowContent content = WindowContent::kStretch;
 };
 
 // No token is in both.
@@ -66,7 +76,8 @@ struct DataSplit {
 DataSplit split_corpus(const std::shared_ptr<const Corpus>& corpus, const SplitOptions& options);
 
 // The whole corpus: for validation data of its own. UsageError where it has no window.
-TokenWindows all_windows(const std::shared_ptr<const Corpus>& corpus, int64_t sequence);
+TokenWindows all_windows(const std::shared_ptr<const Corpus>& corpus, int64_t sequence,
+                         WindowContent content = WindowContent::kStretch);
 
 // One of the paths of --data that has a weight.
 struct WeightedSource {

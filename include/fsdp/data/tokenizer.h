@@ -36,6 +36,8 @@ class Tokenizer {
 
   // The header of a file of these tokens, without its counts.
   virtual const TokenHeader& kind() const = 0;
+  // Differs where documents may have other tokens: by its files, chat template included.
+  virtual std::string fingerprint() const = 0;
   // Whether the token that ends documents also ends turns of chats.
   virtual bool ends_turns() const { return false; }
   // Tokens after which a model has said all.

@@ -80,6 +80,16 @@ Digest sha256(std::span<const std::byte> message) {
   return digest;
 }
 
+std::string hex_text(const Digest& digest, size_t num_bytes) {
+  constexpr const char* kDigits = "0123456789abcdef";
+  std::string text;
+  for (const std::byte each : std::span(digest).first(num_bytes)) {
+    text += kDigits[std::to_integer<int>(each) >> 4];
+    text += kDigits[std::to_integer<int>(each) & 15];
+  }
+  return text;
+}
+
 Digest hmac_sha256(std::span<const std::byte> key, std::span<const std::byte> message) {
   std::array<std::byte, kBlockBytes> block_key{};
   if (key.size() > kBlockBytes) {

@@ -4,12 +4,16 @@
 #include <array>
 #include <cstddef>
 #include <span>
+#include <string>
 
 namespace fsdp {
 
 using Digest = std::array<std::byte, 32>;
 
 Digest sha256(std::span<const std::byte> message);
+
+// Its first bytes, as two digits each.
+std::string hex_text(const Digest& digest, size_t num_bytes);
 
 Digest hmac_sha256(std::span<const std::byte> key, std::span<const std::byte> message);
 

@@ -61,4 +61,40 @@ void Progress::update(int64_t done_bytes, int64_t total_bytes) {
   std::fflush(stderr);
 }
 
+// --- tokenising ----------------------------------------------------------------------------------
+
+TokenisingLine::TokenisingLine() : is_terminal_(::isatty(STDERR_FILENO) == 1) {}
+
+TokenisingLine::~TokenisingLine() {
+  if (shown_chars_ > 0) std::fprintf(stderr, "\n");
+}
+
+void TokenisingLine::update(const std::string& what, int64_t done_bytes, int64_t total_bytes) {
+  const Clock::time_point now = Clock::now();
+  if (what != what_) {
+    what_ = what;
+    start_ = now;
+    next_ = now + std::chrono::milliseconds(700);
+  }
+  const bool is_done = done_bytes >= total_bytes;
+  if (now < next_ && !(is_done && shown_chars_ > 0)) return;
+  next_ = now + (is_terminal_ ? std::chrono::milliseconds(200) : std::chrono::milliseconds(3000));
+  const double seconds = std::chrono::duration<double>(now - start_).count();
+  const auto megabytes = [](int64_t bytes) { return static_cast<double>(bytes) / 1e6; };
+  char figures[96];
+  std::snprintf(figures, sizeof figures, "%.1f of %.1f MB, %.1f MB/s", megabytes(done_bytes),
+                megabytes(total_bytes), megabytes(done_bytes) / seconds);
+  std::string text = concat("tokenising ", what, ": ", figures);
+  if (is_terminal_) {
+    const size_t num_chars = text.size();
+    text.resize(std::max(num_chars, shown_chars_), ' ');
+    shown_chars_ = num_chars;
+    std::fprintf(stderr, "\r%s", text.c_str());
+    std::fflush(stderr);
+  } else {
+    shown_chars_ = 0;
+    std::fprintf(stderr, "%s\n", text.c_str());
+  }
+}
+
 }  // namespace fsdp::cli

@@ -32,4 +32,25 @@ class Progress {
   size_t shown_chars_ = 0;  // of the bar, to be wiped
 };
 
+// "tokenising chats.jsonl: 4.1 of 20.0 MB, 5.2 MB/s": from the first second on, on a terminal in
+// one line, else every few seconds. A quick one says nothing.
+class TokenisingLine {
+ public:
+  TokenisingLine();
+  ~TokenisingLine();
+  TokenisingLine(const TokenisingLine&) = delete;
+  TokenisingLine& operator=(const TokenisingLine&) = delete;
+
+  void update(const std::string& what, int64_t done_bytes, int64_t total_bytes);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  const bool is_terminal_;
+  std::string what_;
+  Clock::time_point start_;
+  Clock::time_point next_;
+  size_t shown_chars_ = 0;
+};
+
 }  // namespace fsdp::cli

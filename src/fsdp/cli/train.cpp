@@ -2,7 +2,6 @@
 #include <torch/headeronly/version.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdlib>
 #include <iostream>
 #include <memory>
@@ -109,7 +108,7 @@ int train_as(World& world, const train::RunPlan& plan, const train::StopRequest&
 template <typename Plan>
 int train_as_process(World& world, const Plan& plan_here, std::string& difference) {
   try {
-    const train::RunPlan plan = plan_here();
+    const train::RunPlan plan = plan_here(&world.communicator());
     difference = difference_of(world.communicator(), facts_of(plan));
     const train::StopRequest stop;
     return difference.empty() ? train_as(world, plan, stop) : 0;
@@ -122,12 +121,11 @@ int train_as_process(World& world, const Plan& plan_here, std::string& differenc
 }
 
 // A line of rank 0 when tokenising takes longer than a moment.
-train::DataProgress tokenising_progress(const Launch& launch) {
-  if (launch.rank != 0) return {};
-  const auto start = std::chrono::steady_clock::now();
-  return [start, line = std::make_shared<Progress>("tokenise")](int64_t done, int64_t total) {
-    if (std::chrono::steady_clock::now() - start > std::chrono::seconds(1))
-      line->update(done, total);
+train::DataProgress tokenising_progress(const Launch& launch, bool is_quiet) {
+  if (launch.rank != 0 || is_quiet) return {};
+  return [line = std::make_shared<TokenisingLine>()](const std::string& what, int64_t done,
+                                                     int64_t total) {
+    line->update(what, done, total);
   };
 }
 
@@ -153,10 +151,14 @@ void run_train(const CLI::App& app, const TrainArguments& given) {
     options.validate(num_ranks_of(options, launch));
     return train::training_device(options, launch.local_rank);
   });
-  const auto plan_here = [&] {
+  const auto plan_here = [&](Communicator* ranks) {
     train::RunPlan plan = report_on_rank0(launch, [&] {
       return train::plan_run(options, num_ranks_of(options, launch),
-                             train::rank_device(options, device), tokenising_progress(launch));
+                             train::rank_device(options, device),
+                             {.progress = tokenising_progress(launch, options.quiet),
+                              .keeps_tokens = !given.check,
+                              .ranks = ranks,
+                              .local_rank = launch.local_rank});
     });
     const std::string slow = train::slow_compute_text(plan.compute, device, this_cpu());
     if (launch.rank == 0 && !slow.empty()) log(LogLevel::kWarning, slow);
@@ -169,14 +171,14 @@ void run_train(const CLI::App& app, const TrainArguments& given) {
     return plan;
   };
   if (given.check) {
-    const train::RunPlan plan = plan_here();
+    const train::RunPlan plan = plan_here(nullptr);
     if (launch.rank == 0 && !print_check(plan, memory_checks(plan, launch, device)))
       throw ExitCode{1};
     return;
   }
   int signal = 0;
   if (launch.size == 1) {
-    const train::RunPlan plan = plan_here();
+    const train::RunPlan plan = plan_here(nullptr);
     const train::StopRequest stop;
     run_threads(static_cast<int>(plan.num_ranks), train::comm_options(options), [&](World& world) {
       const int stopped_by = train_as(world, plan, stop);

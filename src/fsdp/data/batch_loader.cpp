@@ -80,7 +80,7 @@ DataPosition BatchLoader::position() const {
 
 bool BatchLoader::has_unlike_targets() const {
   return batches_.windows().corpus().has_mask() ||
-         batches_.options().documents == WindowDocuments::kSeparate;
+         batches_.options().documents != WindowDocuments::kJoined;
 }
 
 std::vector<double> BatchLoader::epochs() const { return batches_.epochs(position().windows_used); }

@@ -115,7 +115,7 @@ TokenBatch read_rows(const TokenWindows& windows, int64_t rows, WindowDocuments 
         std::span(batch.targets)
             .subspan(static_cast<size_t>(row * sequence), static_cast<size_t>(sequence)));
   }
-  if (documents == WindowDocuments::kSeparate)
+  if (documents != WindowDocuments::kJoined)
     separate_documents(batch, *windows.corpus().end_of_document());
   return batch;
 }

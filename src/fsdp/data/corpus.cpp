@@ -13,6 +13,7 @@
 #include "fsdp/base/integer.h"
 #include "fsdp/base/start_thread.h"
 #include "fsdp/data/documents.h"
+#include "fsdp/data/kept_tokens.h"
 #include "fsdp/data/text_files.h"
 #include "fsdp/data/token_file.h"
 #include "fsdp/data/tokenizer.h"
@@ -70,32 +71,61 @@ class CorpusBuilder {
   void add_text(const std::string& path, TokenHeader header, const TextFiles& files) {
     text_bytes_ += files.bytes;
     check_text_bytes(path, text_bytes_);
-    std::string tokens;
-    if (tokenizer_->kind().tokenizer == kByteTokenizerName)
-      tokens.reserve(2 * (static_cast<size_t>(files.bytes) + files.files.size()));
-    for (const TextFile& file : files.files)
-      content_->findings.add(
-          encode_documents(file, options_.field, *tokenizer_,
-                           {.tokens =
-                                [&](std::span<const int64_t> more, Learnt learnt) {
-                                  append_stored(more, learnt, header.token_bytes, tokens);
-                                  if (header.has_mask() && learnt == Learnt::kYes)
-                                    *header.num_learnt += static_cast<int64_t>(more.size());
-                                },
-                            .progress =
-                                [&](int64_t num_documents, int64_t bytes) {
-                                  header.num_documents += num_documents;
-                                  done_bytes_ += bytes;
-                                  if (options_.progress)
-                                    options_.progress(done_bytes_, total_bytes_);
-                                  // Compressed rows have more text than their file has bytes.
-                                  check_text_bytes(path, static_cast<int64_t>(tokens.size() / 4));
-                                }}));
-    header.num_tokens = static_cast<int64_t>(tokens.size()) / header.token_bytes;
-    header.data_crc32c = crc32c(std::as_bytes(std::span(tokens)));
     content_->left_out += files.left_out;
     content_->num_files += static_cast<int64_t>(files.files.size());
+    const bool is_of_bytes = tokenizer_->kind().tokenizer == kByteTokenizerName;
+    if (!options_.kept_tokens.empty() && !is_of_bytes) return add_kept(path, header, files);
+    std::string tokens;
+    if (is_of_bytes) tokens.reserve(2 * (static_cast<size_t>(files.bytes) + files.files.size()));
+    const auto take = [&](std::span<const int64_t> more, Learnt learnt) {
+      append_stored(more, learnt, header.token_bytes, tokens);
+      if (header.has_mask() && learnt == Learnt::kYes)
+        *header.num_learnt += static_cast<int64_t>(more.size());
+    };
+    content_->findings.add(encode(files, take, [&](int64_t num_documents) {
+      header.num_documents += num_documents;
+      // Compressed rows have more text than their file has bytes.
+      check_text_bytes(path, static_cast<int64_t>(tokens.size() / 4));
+    }));
+    header.num_tokens = static_cast<int64_t>(tokens.size()) / header.token_bytes;
+    header.data_crc32c = crc32c(std::as_bytes(std::span(tokens)));
     append(header, path, {.text = std::move(tokens), .has_mask = header.has_mask()});
+  }
+
+  // The same from a file, which is written if it is not there.
+  void add_kept(const std::string& path, const TokenHeader& kind, const TextFiles& files) {
+    const KeptTokens kept(options_.kept_tokens, path, files, *tokenizer_, options_.field, kind);
+    std::optional<KeptTokens::Found> found = kept.find();
+    if (found) {
+      done_bytes_ += files.bytes;
+    } else {
+      make_directories(options_.kept_tokens);
+      TokenFileWriter writer(kept.path(), kind);
+      DocumentFindings findings = encode(
+          files, [&](auto tokens, Learnt learnt) { writer.write(tokens, learnt); },
+          [&](int64_t num_documents) { writer.count_documents(num_documents); });
+      writer.commit();
+      kept.complete(findings);
+      found.emplace(TokenFile(kept.path()), std::move(findings));
+    }
+    content_->findings.add(std::move(found->findings));
+    const TokenHeader header = found->tokens.header();
+    append(header, path, {.file = std::move(found->tokens)});
+  }
+
+  DocumentFindings encode(const TextFiles& files,
+                          const std::function<void(std::span<const int64_t>, Learnt)>& take,
+                          const std::function<void(int64_t)>& count_documents) {
+    DocumentFindings findings;
+    const auto advance = [&](int64_t num_documents, int64_t bytes) {
+      count_documents(num_documents);
+      done_bytes_ += bytes;
+      if (options_.progress) options_.progress(done_bytes_, total_bytes_);
+    };
+    for (const TextFile& file : files.files)
+      findings.add(encode_documents(file, options_.field, *tokenizer_,
+                                    {.tokens = take, .progress = advance}));
+    return findings;
   }
 
   void check_text_bytes(const std::string& path, int64_t bytes) const {

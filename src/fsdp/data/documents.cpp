@@ -50,7 +50,7 @@ void read_text(const std::string& path, const TakeDocuments& take) {
 
 // Rows take longer than plain text of their length, and a person waits for the next line of
 // progress.
-constexpr size_t kRowsAtATime = size_t{1} << 20;
+constexpr size_t kRowsAtATime = size_t{1} << 18;
 
 // Collects documents until they are worth a call.
 class Batch {

@@ -12,8 +12,10 @@ if sys.path and sys.path[0] == "":
 import array
 import datetime
 import importlib
+import io
 import json
 import os
+import re
 import select
 import signal
 import struct
@@ -23,6 +25,15 @@ import threading
 # models for chats is often the end of a turn and so stands within documents.
 DOCUMENT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 ROWS_AT_A_TIME = 1024
+# Alternatives of the expressions by which tokenizers of the GPT kind cut a text into words. None goes on where
+# word_encoder.cpp cuts, or looks further than white space goes; so what lies between two cuts can be encoded alone.
+WORD_FORMS = frozenset((
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", "'s", "'t", "'re", "'ve", "'m", "'ll", "'d", r" ?\p{L}+", r" ?\p{N}+",
+    r"[^\r\n\p{L}\p{N}]?\p{L}+", r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r"\p{N}", r"\p{N}{1,3}",
+    *(rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]{upper}[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]{lower}{end}"
+      for upper, lower in ("*+", "+*") for end in ("", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?")),
+    r" ?[^\s\p{L}\p{N}]+", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+    r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"))
 
 
 class Failure(Exception):
@@ -94,6 +105,7 @@ class ChatTemplate:
         signal.signal(signal.SIGVTALRM, self.end_computing)
         try:
             self.template = environment.from_string(source)
+            self.template.globals = dict(self.template.globals)  # each rendering copies them, quicker from a dict
         except jinja2.TemplateError as error:
             raise Failure(f"its chat template is no Jinja template ({first_line(error)})") from error
 
@@ -170,6 +182,23 @@ def mask_of(offsets, spans):
     return mask
 
 
+def cuts_words(part):
+    """Whether a pre-tokenizer cuts, in any case, where word_encoder.cpp does; None: not by itself, and it does no harm."""
+    kind = part["type"]
+    if kind == "Sequence":
+        found = [cuts_words(each) for each in part["pretokenizers"]]
+        return False if False in found else True in found
+    if kind == "ByteLevel":
+        return False if part["add_prefix_space"] else part.get("use_regex", True) or None
+    if kind == "Digits":
+        return None
+    # A | in parentheses divides no alternatives; the forms above have no such characters in sets.
+    forms = set(re.split(r"\|(?![^()]*\))", part["pattern"].get("Regex", ""))) if kind == "Split" else {""}
+    if not forms <= WORD_FORMS or part["behavior"] != "Isolated" or part["invert"]:
+        return False
+    return r"\s+" in forms or None
+
+
 class Tokens:
     """A tokenizer.json and what stands beside it."""
 
@@ -218,6 +247,53 @@ class Tokens:
         except Failure:  # without a template that can be used there are no chats
             return False
         return self.end in self.tokenizer.encode(text, add_special_tokens=False).ids[:-1]
+
+    # --- words ----------------------------------------------------------------------------------------
+
+    def word_rules(self, _, __):
+        """Which tokens stand for themselves, and those around a text; {} for a tokenizer that must see whole texts."""
+        with open(self.path, encoding="utf-8") as stream:
+            form = json.load(stream)
+        added, normalizer, cutter = form.get("added_tokens") or [], form.get("normalizer"), form.get("pre_tokenizer")
+        normalized = any(token["normalized"] for token in added)
+        odd = any(token["lstrip"] or token["rstrip"] or token["single_word"] or not token["content"] for token in added)
+        whole, inner = self.tokenizer.encode("a"), self.tokenizer.encode("a", add_special_tokens=False).ids
+        begin = (*whole.special_tokens_mask, 0).index(0)
+        end = begin + len(inner)
+        if (odd or not cutter or not cuts_words(cutter) or form["model"].get("dropout")
+                or normalizer not in (None, {"type": "NFC"}) or not inner or whole.ids[begin:end] != inner
+                or normalized and (normalizer or not all(token["normalized"] for token in added))):
+            return {}, b""
+        return {"whole": [token["content"] for token in added], "before": whole.ids[:begin], "after": whole.ids[end:],
+                "ends_lines": r"\s*[\r\n]+|\s+(?!\S)" in json.dumps(cutter).replace("\\\\", "\\")}, b""
+
+    def words(self, request, payload):
+        """The ids of each word; with `places`, also its first and last byte, for each id."""
+        stream = io.BytesIO(payload)
+        words = [stream.read(count).decode() for count in request["words"]]
+        encode = self.tokenizer.encode_batch if request["places"] else self.tokenizer.encode_batch_fast
+        found = encode(words, add_special_tokens=False)
+        numbers = array.array("I")
+        for each in found:
+            numbers.extend(each.ids)
+        for word, each in zip(words, found) if request["places"] else ():
+            for place in each.offsets:
+                numbers.extend(place if word.isascii() else (len(word[:end].encode()) for end in place))
+        return {"counts": [len(each.ids) for each in found]}, numbers.tobytes()
+
+    def render(self, request, payload):
+        """The text of each chat; its length, and where turns of the assistant begin and end, in bytes."""
+        stream, texts, lengths, turns = io.BytesIO(payload), [], [], []
+        for number, count in enumerate(request["chats"]):
+            try:
+                text, spans = self.chat_template().render_document(json.loads(stream.read(count)))
+            except Failure as error:
+                raise Failure(str(error), number) from error
+            texts.append(text.encode())
+            lengths.append(len(texts[-1]))
+            edges = [edge for span in spans for edge in span]
+            turns.append(edges if text.isascii() else [len(text[:edge].encode()) for edge in edges])
+        return {"lengths": lengths, "turns": turns}, b"".join(texts)
 
     # --- documents ------------------------------------------------------------------------------------
 
@@ -401,7 +477,8 @@ def main():
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     tokens, parquet, wandb = Tokens(), Parquet(), WeightsAndBiases()
-    actions = {"start": start, "open": tokens.open, "encode": tokens.encode, "prompt": tokens.prompt,
+    actions = {"start": start, "open": tokens.open, "encode": tokens.encode, "word_rules": tokens.word_rules,
+               "words": tokens.words, "render": tokens.render, "prompt": tokens.prompt,
                "chat": tokens.chat, "decode": tokens.decode, "open_parquet": parquet.open_parquet,
                "read_parquet": parquet.read_parquet, "open_wandb": wandb.open_wandb, "log_wandb": wandb.log_wandb,
                "end_wandb": wandb.end_wandb}

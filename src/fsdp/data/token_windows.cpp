@@ -11,6 +11,7 @@
 #include "fsdp/base/integer.h"
 #include "fsdp/base/json_fields.h"
 #include "fsdp/base/text.h"
+#include "fsdp/data/packed_documents.h"
 #include "fsdp/data/token_file.h"
 
 namespace fsdp {
@@ -64,8 +65,10 @@ std::string mix_text(const std::vector<WeightedSource>& sources) {
 }  // namespace
 
 TokenWindows::TokenWindows(std::shared_ptr<const Corpus> corpus, int64_t sequence,
-                           const std::vector<Range>& ranges)
+                           const std::vector<Range>& ranges, WindowContent content)
     : corpus_(std::move(corpus)), sequence_(sequence) {
+  const bool is_packed = content == WindowContent::kDocuments;
+  PackedDocuments packed(sequence);
   for (const Range& range : ranges) {
     FSDP_ASSERT(range.first_token >= 0 && range.num_tokens >= 0 &&
                     checked_add(range.first_token, range.num_tokens) <= corpus_->num_tokens(),
@@ -73,13 +76,18 @@ TokenWindows::TokenWindows(std::shared_ptr<const Corpus> corpus, int64_t sequenc
                 corpus_->num_tokens());
     first_tokens_.push_back(range.first_token);
     range_begins_.push_back(num_windows_);
-    num_windows_ += std::max<int64_t>(0, (range.num_tokens - 1) / sequence);
+    if (is_packed) packed.add(documents_in(*corpus_, range));
+    num_windows_ = is_packed
+                       ? packed.num_windows()
+                       : num_windows_ + std::max<int64_t>(0, (range.num_tokens - 1) / sequence);
   }
   range_begins_.push_back(num_windows_);
+  if (is_packed) packed_ = std::make_shared<const PackedDocuments>(std::move(packed));
 }
 
 int64_t TokenWindows::first_token(int64_t window) const {
   FSDP_ASSERT(window >= 0 && window < num_windows_, window, " of ", num_windows_);
+  if (packed_) return packed_->window(window).front().first_token;
   // The last range that begins at or before it; ranges without windows begin with the next one.
   const auto next = std::upper_bound(range_begins_.begin(), range_begins_.end(), window);
   const auto range = static_cast<size_t>(next - range_begins_.begin()) - 1;
@@ -88,6 +96,19 @@ int64_t TokenWindows::first_token(int64_t window) const {
 
 void TokenWindows::read(int64_t window, std::span<int64_t> into, std::span<uint8_t> learnt) const {
   FSDP_ASSERT(static_cast<int64_t>(into.size()) == sequence_ + 1, into.size());
+  if (packed_) {
+    // Another token than the one that ends documents: padding is one document, not many.
+    std::fill(into.begin(), into.end(), corpus_->end_of_document() == 0 ? 1 : 0);
+    std::fill(learnt.begin(), learnt.end(), uint8_t{0});
+    size_t begin = 0;
+    for (const DocumentRange& each : packed_->window(window)) {
+      const auto count = static_cast<size_t>(each.num_tokens);
+      corpus_->read(each.first_token, into.subspan(begin, count),
+                    learnt.empty() ? learnt : learnt.subspan(begin, count));
+      begin += count;
+    }
+    return;
+  }
   corpus_->read(first_token(window), into, learnt);
 }
 
@@ -113,6 +134,23 @@ std::pair<Range, Range> split_range(const Range& range, const SplitOptions& opti
           {range.first_token + training_tokens, validation_tokens}};
 }
 
+// The same of whole documents: as many of the last ones as have the share of the tokens.
+std::pair<Range, Range> split_documents(const Corpus& corpus, const Range& range, double fraction) {
+  const std::vector<DocumentRange> documents = documents_in(corpus, range);
+  const int64_t end = range.first_token + range.num_tokens;
+  size_t num_trained = documents.size();
+  int64_t cut = end;
+  const auto share = fraction * static_cast<double>(range.num_tokens);
+  while (fraction > 0 && num_trained > 0 && (cut == end || static_cast<double>(end - cut) < share))
+    cut = documents[--num_trained].first_token;
+  if (num_trained == 0)
+    throw UsageError(concat(
+        "the data has ", counted_text(static_cast<int64_t>(documents.size()), "document"),
+        " where ", fraction > 0 ? "training and validation need one each" : "training needs one",
+        "; give more data"));
+  return {{range.first_token, cut - range.first_token}, {cut, end - cut}};
+}
+
 }  // namespace
 
 DataSplit split_corpus(const std::shared_ptr<const Corpus>& corpus, const SplitOptions& options) {
@@ -127,17 +165,22 @@ DataSplit split_corpus(const std::shared_ptr<const Corpus>& corpus, const SplitO
   int64_t begin = 0;
   const std::vector<int64_t> whole = {corpus->num_tokens()};
   for (const int64_t end : options.by_path ? corpus->path_ends() : whole) {
-    const auto [trained, kept] = split_range({begin, end - begin}, options);
+    const Range range{begin, end - begin};
+    const auto [trained, kept] = options.content == WindowContent::kDocuments
+                                     ? split_documents(*corpus, range, fraction)
+                                     : split_range(range, options);
     training.push_back(trained);
     validation.push_back(kept);
     begin = end;
   }
-  return {TokenWindows(corpus, sequence, training), TokenWindows(corpus, sequence, validation)};
+  return {TokenWindows(corpus, sequence, training, options.content),
+          TokenWindows(corpus, sequence, validation, options.content)};
 }
 
-TokenWindows all_windows(const std::shared_ptr<const Corpus>& corpus, int64_t sequence) {
+TokenWindows all_windows(const std::shared_ptr<const Corpus>& corpus, int64_t sequence,
+                         WindowContent content) {
   check_sequence(sequence);
-  TokenWindows all(corpus, sequence, {{0, corpus->num_tokens()}});
+  TokenWindows all(corpus, sequence, {{0, corpus->num_tokens()}}, content);
   if (all.num_windows() < 1) refuse_short(corpus->num_tokens(), sequence, 1, sequence + 1);
   return all;
 }

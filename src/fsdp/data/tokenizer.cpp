@@ -2,8 +2,9 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
+#include <memory>
+#include <mutex>
 #include <nlohmann/json.hpp>
 #include <span>
 #include <string>
@@ -16,6 +17,7 @@
 #include "fsdp/base/hmac_sha256.h"
 #include "fsdp/data/python_worker.h"
 #include "fsdp/data/token_file.h"
+#include "fsdp/data/word_encoder.h"
 
 namespace fsdp {
 
@@ -32,13 +34,19 @@ constexpr int64_t kMaxTokenizerBytes = int64_t{1} << 30;
 std::string tokenizer_name(const std::string& model, const std::string& path) {
   const std::string text = read_text_file(path, kMaxTokenizerBytes);
   const Digest digest = sha256(std::as_bytes(std::span(text)));
-  std::string name = concat("hf-", model, "-");
-  for (size_t i = 0; i < 8; ++i) {
-    char code[3];
-    std::snprintf(code, sizeof code, "%02x", std::to_integer<unsigned>(digest[i]));
-    name += code;
+  return concat("hf-", model, "-", hex_text(digest, 8));
+}
+
+// The files beside a tokenizer.json that say how its chats and documents are framed.
+std::string fingerprint_beside(const std::string& path) {
+  std::string text;
+  for (const char* name : {"special_tokens_map.json", "tokenizer_config.json",
+                           "chat_template.jinja", "chat_template.json"}) {
+    const std::string file = concat(directory_of(path), "/", name);
+    text += concat(name, "\n");
+    if (is_regular_file(file)) text += read_text_file(file, kMaxTokenizerBytes);
   }
-  return name;
+  return hex_text(sha256(std::as_bytes(std::span(text))), 8);
 }
 
 std::vector<int64_t> ids_of(std::string_view payload) {
@@ -98,24 +106,23 @@ class WorkerTokenizer final : public Tokenizer {
     if (!facts.at("end_of_document").is_null())
       kind_.end_of_document = facts.at("end_of_document").get<int64_t>();
     kind_.tokenizer = tokenizer_name(facts.at("model").get<std::string>(), path);
+    fingerprint_ = concat(kind_.tokenizer, " ", fingerprint_beside(path), " ", end_of_document);
     ends_turns_ = facts.at("ends_turns").get<bool>();
     ends_ = facts.at("ends").get<std::vector<int64_t>>();
   }
 
   const TokenHeader& kind() const override { return kind_; }
+  std::string fingerprint() const override { return fingerprint_; }
   bool ends_turns() const override { return ends_turns_; }
   const std::vector<int64_t>& ends() const override { return ends_; }
   std::vector<EncodedDocument> encode(std::span<const Document> documents) const override {
-    Json rows = Json::array();
-    std::string texts;
-    for (const Document& each : documents) {
-      rows.push_back(
-          {each.text.size(), each.prompt_bytes, each.is_chat, each.is_beginning, each.is_end});
-      texts += each.text;
-    }
     try {
-      return encoded_documents(worker_.ask({{"action", "encode"}, {"documents", rows}}, texts),
-                               documents.size());
+      std::call_once(words_opened_,
+                     [&] { words_ = WordEncoder::open(worker_, kind_.end_of_document); });
+      if (words_)
+        if (std::vector<EncodedDocument> encoded = words_->encode(documents); !encoded.empty())
+          return encoded;
+      return encode_whole(documents);
     } catch (const WorkerError& error) {
       if (error.document() < 0) throw;
       throw Error(
@@ -142,12 +149,27 @@ class WorkerTokenizer final : public Tokenizer {
   }
 
  private:
+  std::vector<EncodedDocument> encode_whole(std::span<const Document> documents) const {
+    Json rows = Json::array();
+    std::string texts;
+    for (const Document& each : documents) {
+      rows.push_back(
+          {each.text.size(), each.prompt_bytes, each.is_chat, each.is_beginning, each.is_end});
+      texts += each.text;
+    }
+    return encoded_documents(worker_.ask({{"action", "encode"}, {"documents", rows}}, texts),
+                             documents.size());
+  }
+
   std::string decode(std::span<const int64_t> tokens, bool is_first) const {
     return worker_.ask({{"action", "decode"}, {"is_first", is_first}}, payload_of(tokens)).payload;
   }
 
   PythonWorker worker_;
+  mutable std::once_flag words_opened_;  // only what encodes needs them
+  mutable std::unique_ptr<WordEncoder> words_;
   TokenHeader kind_;
+  std::string fingerprint_;
   bool ends_turns_ = false;
   std::vector<int64_t> ends_;
 };
@@ -157,6 +179,7 @@ class WorkerTokenizer final : public Tokenizer {
 class ByteTokenizer final : public Tokenizer {
  public:
   const TokenHeader& kind() const override { return kind_; }
+  std::string fingerprint() const override { return kByteTokenizerName; }
   const std::vector<int64_t>& ends() const override { return ends_; }
 
   std::vector<EncodedDocument> encode(std::span<const Document> documents) const override {

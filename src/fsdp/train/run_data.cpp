@@ -5,16 +5,21 @@
 
 #include <algorithm>
 #include <bit>
+#include <chrono>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <utility>
 
 #include "fsdp/base/check.h"
+#include "fsdp/base/durable_file.h"
+#include "fsdp/base/integer.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
 #include "fsdp/checkpoint/rank_agreement.h"
 #include "fsdp/data/corpus.h"
 #include "fsdp/data/documents.h"
+#include "fsdp/data/packed_documents.h"
 #include "fsdp/data/token_file.h"
 #include "fsdp/data/tokenizer.h"
 #include "fsdp/train/model/published_model.h"
@@ -86,20 +91,99 @@ void prepare_sample(RunPlan& plan, const Tokenizer& tokenizer) {
   }
 }
 
+// Where the tokens of this run's text are kept; "": nowhere. Runs that name no directory share one.
+std::string kept_tokens_of(const RunPlan& plan, const DataOpening& opening) {
+  const std::string& run = plan.options.checkpoint_dir;
+  if (run.empty() || !opening.keeps_tokens) return "";
+  return concat(plan.given.checkpoint_dir == "auto" ? directory_of(run) : run, "/tokens");
+}
+
+// Tells the other processes of a run, who wait for it, that this one is still at work: their waits
+// have a deadline.
+class Turns {
+ public:
+  explicit Turns(Communicator& ranks) : ranks_(ranks) {}
+
+  // Whether any rank is at work.
+  bool meet(bool is_at_work) {
+    const at::Tensor flag = at::tensor({int64_t{is_at_work ? 1 : 0}}, at::kLong);
+    ranks_.all_reduce(flag, {.op = ReduceOp::kMax}, "tokenising").wait();
+    last_met_ = Clock::now();
+    return flag.item<int64_t>() != 0;
+  }
+
+  void meet_now_and_then() {
+    if (Clock::now() - last_met_ > std::chrono::seconds(5)) meet(true);
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  Communicator& ranks_;
+  Clock::time_point last_met_ = Clock::now();
+};
+
+// Rank 0 tokenises, then the first process of each host that does not see its files; all others
+// find the tokens. A rank that fails ends the others' waits.
+template <typename Open>
+void open_in_turns(const DataOpening& opening, bool keeps_tokens, const Open& open) {
+  if (opening.ranks == nullptr) return open(opening.progress);
+  Turns turns(*opening.ranks);
+  // Ranks may have other settings by mistake, which nobody has compared yet.
+  if (!turns.meet(keeps_tokens)) return open(opening.progress);
+  const int mine = opening.ranks->rank() == 0 ? 0 : opening.local_rank == 0 ? 1 : 2;
+  for (int turn = 0; turn < 3; ++turn) {
+    if (turn == mine)
+      open([&](const std::string& what, int64_t done, int64_t total) {
+        if (opening.progress) opening.progress(what, done, total);
+        turns.meet_now_and_then();
+      });
+    while (turns.meet(false)) {
+    }
+  }
+}
+
+// As messages say it: "chats.jsonl", "3 paths".
+std::string name_of_paths(const std::vector<std::string>& paths) {
+  return paths.size() == 1 ? file_name_of(paths.front()) : concat(paths.size(), " paths");
+}
+
+// Lengths of rows that have parts which are not learnt, the ends of their documents included.
+std::vector<int64_t> row_lengths(const Corpus& corpus) {
+  if (!corpus.end_of_document()) return corpus.findings().row_tokens;
+  std::vector<int64_t> lengths;
+  for (const DocumentRange& each : documents_in(corpus, {0, corpus.num_tokens()}))
+    lengths.push_back(each.num_tokens);
+  return lengths;
+}
+
+constexpr int64_t kTextSequence = 1024;
+constexpr int64_t kFewWindows = 100;  // of a text that is shorter than so many long ones
+
 }  // namespace
 
-void open_data(RunPlan& plan, const DataProgress& progress) {
+void open_data(RunPlan& plan, const DataOpening& opening) {
   const TrainOptions& options = plan.options;
   plan.tokenizer = tokenizer_path(options.tokenizer, model_origins(plan));
   TokenizerPointer tokenizer;
   if (options.tokenizer != "auto" || has_text(options)) tokenizer = open_tokenizer(plan.tokenizer);
-  const CorpusOptions opening{.tokenizer = tokenizer, .field = options.field, .progress = progress};
-  plan.corpus = Corpus::open(options.data, opening);
-  plan.corpus->check_learnt();
-  if (!options.validation_data.empty()) {
-    plan.validation = Corpus::open(options.validation_data, opening);
-    plan.validation->check_learnt();
-  }
+  CorpusOptions corpus{
+      .tokenizer = tokenizer, .field = options.field, .kept_tokens = kept_tokens_of(plan, opening)};
+  const auto open = [&](const DataProgress& progress) {
+    const auto read = [&](const std::vector<std::string>& paths) {
+      if (progress)
+        corpus.progress = [&](int64_t done, int64_t total) {
+          progress(name_of_paths(paths), done, total);
+        };
+      auto result = Corpus::open(paths, corpus);
+      result->check_learnt();
+      return result;
+    };
+    plan.corpus = read(options.data);
+    if (!options.validation_data.empty()) plan.validation = read(options.validation_data);
+  };
+  const bool is_tokenised = tokenizer && plan.tokenizer != kByteTokenizerName && has_text(options);
+  open_in_turns(opening, is_tokenised && !corpus.kept_tokens.empty(), open);
   std::vector<std::shared_ptr<const Corpus>> opened = {plan.corpus};
   if (plan.validation) opened.push_back(plan.validation);
   plan.data_check = std::make_shared<CorpusCheck>(std::move(opened));
@@ -112,10 +196,34 @@ void open_data(RunPlan& plan, const DataProgress& progress) {
   plan.end_tokens = tokenizer->ends();
 }
 
+void choose_sequence(RunPlan& plan) {
+  TrainOptions& options = plan.options;
+  const Corpus& corpus = *plan.corpus;
+  const bool are_rows = corpus.has_mask();
+  const bool is_tuned = !plan.init.empty();
+  if (!options.documents && is_tuned && are_rows && corpus.end_of_document())
+    options.documents = WindowDocuments::kPacked;
+  options.documents = window_documents(options.documents, corpus);
+  if (options.sequence || !is_tuned) return;
+  const int64_t positions = max_positions_of(plan.model.config);
+  int64_t wanted = std::clamp(corpus.num_tokens() / kFewWindows, options.sequence_length(),
+                              std::max(options.sequence_length(), kTextSequence));
+  std::vector<int64_t> lengths = are_rows ? row_lengths(corpus) : std::vector<int64_t>{};
+  if (!lengths.empty()) {
+    const auto most = lengths.begin() + static_cast<int64_t>(lengths.size() - 1) * 99 / 100;
+    std::nth_element(lengths.begin(), most, lengths.end());
+    wanted = *most;
+  }
+  // Sequences of such lengths are computed faster, and ranks of a tp group share them.
+  constexpr int64_t kMultiple = 64;
+  const int64_t multiple = std::lcm(kMultiple, options.tp);
+  options.sequence = std::min(round_up(wanted, multiple), positions - positions % options.tp);
+}
+
 void warn_of_rows(const RunPlan& plan) {
   for (const auto& corpus : {plan.corpus, plan.validation}) {
     if (!corpus) continue;
-    for (const std::string& each : corpus->findings().sentences(plan.options.sequence))
+    for (const std::string& each : corpus->findings().sentences(plan.options.sequence_length()))
       log(LogLevel::kWarning, each);
   }
 }
@@ -123,9 +231,10 @@ void warn_of_rows(const RunPlan& plan) {
 DataSplit split_data(const RunPlan& plan) {
   const TrainOptions& options = plan.options;
   return split_corpus(plan.corpus,
-                      {.sequence = options.sequence,
+                      {.sequence = options.sequence_length(),
                        .validation_fraction = plan.validation ? 0.0 : options.validation_fraction,
-                       .by_path = !options.data_weights.empty()});
+                       .by_path = !options.data_weights.empty(),
+                       .content = content_of(*options.documents)});
 }
 
 WindowDocuments window_documents(std::optional<WindowDocuments> choice, const Corpus& corpus) {
@@ -135,18 +244,20 @@ WindowDocuments window_documents(std::optional<WindowDocuments> choice, const Co
 
 void check_documents(const RunPlan& plan) {
   const TrainOptions& options = plan.options;
-  if (window_documents(options.documents, *plan.corpus) == WindowDocuments::kJoined) return;
+  if (*options.documents == WindowDocuments::kJoined) return;
+  const char* const kind =
+      content_of(*options.documents) == WindowContent::kDocuments ? "packed" : "separate";
   for (const auto& corpus : {plan.corpus, plan.validation})
     if (corpus && !corpus->end_of_document())
-      throw UsageError(concat("--documents is separate, but no token ends them in the ",
+      throw UsageError(concat("--documents is ", kind, ", but no token ends them in the ",
                               corpus == plan.corpus ? "data" : "validation data", " (tokenizer '",
                               corpus->tokenizer(),
                               "', end of document none); pack it with one, or use --documents "
                               "joined"));
   if (options.cuda_graph)
     throw UsageError(concat("--cuda-graph records a step whose documents have fixed lengths, but ",
-                            options.documents ? "--documents is separate"
-                                              : "data with loss masks are separate documents",
+                            plan.given.documents ? concat("--documents is ", kind)
+                                                 : "data with loss masks are separate documents",
                             "; drop --cuda-graph, or use --documents joined"));
 }
 

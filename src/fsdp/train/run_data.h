@@ -22,7 +22,11 @@ namespace fsdp::train {
 
 // Opens --data and --validation-data, and makes --sample tokens where a tokenizer of the data's
 // tokens is at hand. Needs the plan's options, model and init.
-void open_data(RunPlan& plan, const DataProgress& progress);
+void open_data(RunPlan& plan, const DataOpening& opening);
+
+// Sets --sequence and --documents where they are auto. Rows that tune loaded weights are packed
+// whole, and 99 % of them fit.
+void choose_sequence(RunPlan& plan);
 
 // Says which rows go another way than a person may expect.
 void warn_of_rows(const RunPlan& plan);
@@ -30,7 +34,8 @@ void warn_of_rows(const RunPlan& plan);
 // The windows of the run's data; UsageError where it is too short for them.
 DataSplit split_data(const RunPlan& plan);
 
-// By --documents: rows of prompts and answers, which have loss masks, know nothing of each other.
+// Where --documents is auto: rows of prompts and answers, which have loss masks, know nothing of
+// each other.
 WindowDocuments window_documents(std::optional<WindowDocuments> choice, const Corpus& corpus);
 
 // UsageError for documents that are separate but have no ends, and for those in a recorded step.

@@ -95,7 +95,7 @@ PlanOptions plan_options(const TrainOptions& o, int64_t num_ranks, DType compute
 }
 
 PeakOptions peak_options(const TrainOptions& o, int64_t num_ranks) {
-  return {.batch = {.rows = o.rows_of_rank(num_ranks), .sequence = o.sequence},
+  return {.batch = {.rows = o.rows_of_rank(num_ranks), .sequence = o.sequence_length()},
           .gradient_lifetime = o.shard.gradient_lifetime,
           .logit_bytes = o.build.logit_bytes,
           .recomputes_blocks = o.build.recompute == Recompute::kBlock,
@@ -249,7 +249,7 @@ void set_steps(RunPlan& plan, int64_t num_windows) {
 }  // namespace
 
 RunPlan plan_run(const TrainOptions& given, int64_t num_ranks, const RankDevice& device,
-                 const DataProgress& progress) {
+                 const DataOpening& opening) {
   RunPlan plan{.given = given,
                .options = given,
                .resolved = {},
@@ -271,16 +271,21 @@ RunPlan plan_run(const TrainOptions& given, int64_t num_ranks, const RankDevice&
     options.checkpoint_dir = "";
   check_places(options);
   const int64_t positions = max_positions_of(plan.model.config);
-  if (options.sequence > positions)
-    throw UsageError(concat("--sequence is ", options.sequence, ", more than the ", positions,
-                            " positions (max_position_embeddings) of model '", plan.model.name,
-                            "'; lower it, or raise that in a config.json"));
+  // Loaded weights have sequences that fit them.
+  if ((options.sequence || plan.init.empty()) && options.sequence_length() > positions)
+    throw UsageError(concat("--sequence is ", options.sequence_length(), ", more than the ",
+                            positions, " positions (max_position_embeddings) of model '",
+                            plan.model.name, "'; lower it, or raise that in a config.json"));
   check_experts(plan);
-  open_data(plan, progress);
-  set_steps(plan, split_data(plan).training.num_windows());
+  open_data(plan, opening);
+  choose_sequence(plan);
+  check_documents(plan);
+  plan.windows = split_data(plan);
+  set_steps(plan, plan.windows->training.num_windows());
   plan.resolved = options.resolved(num_ranks, device);
   if (plan.validation && options.validation_steps() > 0)
-    static_cast<void>(all_windows(plan.validation, options.sequence));
+    plan.windows->validation =
+        all_windows(plan.validation, options.sequence_length(), content_of(*options.documents));
   fit_vocabulary(plan);
   plan.model_config = config_json(plan.model.config);
   check_loaded_model(options, plan.init, plan.model.config);
@@ -289,11 +294,9 @@ RunPlan plan_run(const TrainOptions& given, int64_t num_ranks, const RankDevice&
                         plan_options(options, num_ranks, device.compute));
   plan.forecast = planner.forecast();
   if (device.device == DeviceChoice::kCuda &&
-      knows_activations(planner.model(), device.compute, options.sequence))
+      knows_activations(planner.model(), device.compute, options.sequence_length()))
     plan.peak = forecast_peak(planner.model(), planner.groups(), plan.forecast,
                               peak_options(options, num_ranks));
-  check_documents(plan);
-  plan.resolved.documents = window_documents(options.documents, *plan.corpus);
   return plan;
 }
 
@@ -331,6 +334,11 @@ std::string beginning_text(const RunPlan& plan) {
   if (!plan.given.lr) chosen.push_back(concat("--lr ", plan.options.rate()));
   if (!plan.given.validate_every)
     chosen.push_back(concat("--validate-every ", plan.options.validation_steps()));
+  if (!plan.given.sequence && is_tuned)
+    chosen.push_back(concat("--sequence ", plan.options.sequence_length(),
+                            plan.corpus->has_mask() ? " (of 99 % of the rows)" : ""));
+  if (!plan.given.documents && plan.options.documents == WindowDocuments::kPacked)
+    chosen.emplace_back("--documents packed");
   return concat(is_tuned ? concat("fine-tuning the weights of ", plan.init)
                          : concat("training random weights, seed ", plan.options.build.seed),
                 chosen.empty() ? ""

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/comm/communicator.h"
 #include "fsdp/data/batches.h"
 #include "fsdp/data/corpus.h"
 #include "fsdp/nn/config/model_config.h"
@@ -51,17 +52,26 @@ struct RunPlan {
   std::shared_ptr<const Corpus> corpus;
   std::shared_ptr<const Corpus> validation;  // null: a part of `corpus`
   std::shared_ptr<const CorpusCheck> data_check = nullptr;
+  std::optional<DataSplit> windows = std::nullopt;
   Forecast forecast;
   std::optional<PeakForecast> peak = std::nullopt;  // of a step on a GPU, if it is known
 };
 
-// Told how many bytes of text are tokenised, of how many.
-using DataProgress = std::function<void(int64_t done_bytes, int64_t total_bytes)>;
+// Told which data are tokenised, and how many bytes of how many are done.
+using DataProgress =
+    std::function<void(const std::string& what, int64_t done_bytes, int64_t total_bytes)>;
+
+struct DataOpening {
+  DataProgress progress = {};
+  bool keeps_tokens = true;       // beside the run, where it has a directory
+  Communicator* ranks = nullptr;  // the processes of the run; null: this one alone
+  int local_rank = 0;
+};
 
 // Opens the data, checks all settings against each other, and forecasts memory. UsageError or Error
 // in one sentence.
 RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevice& device,
-                 const DataProgress& progress = {});
+                 const DataOpening& opening = {});
 
 // The forecast as rows, to which measured values can be added later.
 std::vector<MemoryRow> memory_rows(const Forecast& forecast);

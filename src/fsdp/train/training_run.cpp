@@ -159,7 +159,7 @@ void TrainingRun::load() {
     if (options_.resume == "auto") loaded = checkpointer_->load_latest(state, loading);
   }
 
-  DataSplit windows = split_data(plan_);
+  const DataSplit& windows = *plan_.windows;
   DataPosition position =
       first_position(windows.training, options_.build.seed, options_.data_weights);
   if (loaded) {
@@ -169,7 +169,7 @@ void TrainingRun::load() {
     if (!options_.restart_data)
       position = parse_data_position(text, concat(loaded->path, ": data position"));
   }
-  const WindowDocuments documents = window_documents(options_.documents, *plan_.corpus);
+  const WindowDocuments documents = *options_.documents;
   loader_ = std::make_unique<BatchLoader>(
       TrainingBatches(windows.training, {.batch = options_.batch,
                                          .microbatches = options_.microbatches,
@@ -181,12 +181,11 @@ void TrainingRun::load() {
       position);
   if (options_.validation_steps() > 0)
     validation_ = std::make_unique<ValidationBatches>(
-        plan_.validation ? all_windows(plan_.validation, options_.sequence) : windows.validation,
-        ValidationOptions{.batch = options_.batch,
-                          .ranks = mesh_.data_parallel_size(),
-                          .rank = mesh_.data_parallel_rank(),
-                          .max_batches = options_.validation_batches,
-                          .documents = documents});
+        windows.validation, ValidationOptions{.batch = options_.batch,
+                                              .ranks = mesh_.data_parallel_size(),
+                                              .rank = mesh_.data_parallel_rank(),
+                                              .max_batches = options_.validation_batches,
+                                              .documents = documents});
 }
 
 void TrainingRun::begin_watch(std::ostream& out) {
@@ -371,7 +370,7 @@ void TrainingRun::record(const Metrics& metrics, double seconds) {
     const double peak = plan_.resolved.peak_tflops.value_or(0);
     if (!device_.is_cpu() || peak > 0)
       record.teraflops = record.tokens_per_second *
-                         flops_per_token(plan_.model.config, options_.sequence) /
+                         flops_per_token(plan_.model.config, options_.sequence_length()) /
                          static_cast<double>(plan_.num_ranks) / 1e12;
     if (peak > 0) record.mfu = record.teraflops / peak;
     for (size_t i = 1; i < loss_names_.size(); ++i)
@@ -473,7 +472,7 @@ void TrainingRun::write_sample() {
                                                 .top_p = 0.95,
                                                 .seed = options_.build.seed,
                                                 .end_tokens = plan_.end_tokens,
-                                                .max_context = options_.sequence},
+                                                .max_context = options_.sequence_length()},
                                                device_);
   if (!watch_) return;
   try {

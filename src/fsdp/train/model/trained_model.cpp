@@ -157,18 +157,18 @@ Evaluation evaluate(const InferenceOptions& inference, const std::shared_ptr<con
   const LoadedModel loaded = load_for_inference(inference, mesh);
   const int64_t sequence = sequence_for(options, loaded);
   corpus->check_model_vocabulary(vocab_size_of(loaded.model->config()));
-  const TokenWindows windows = all_windows(corpus, sequence);
+  const WindowDocuments documents = window_documents(options.documents, *corpus);
+  const TokenWindows windows = all_windows(corpus, sequence, content_of(documents));
   // Uses no window twice: short data makes a smaller batch, if every rank can have one.
   const int64_t ranks = world.size();
   int64_t batch = options.batch;
   if (windows.num_windows() < batch && windows.num_windows() >= ranks)
     batch = windows.num_windows() / ranks * ranks;
-  const ValidationBatches batches(windows,
-                                  {.batch = batch,
-                                   .ranks = ranks,
-                                   .rank = world.rank(),
-                                   .max_batches = options.max_batches,
-                                   .documents = window_documents(options.documents, *corpus)});
+  const ValidationBatches batches(windows, {.batch = batch,
+                                            .ranks = ranks,
+                                            .rank = world.rank(),
+                                            .max_batches = options.max_batches,
+                                            .documents = documents});
   return {.path = loaded.path,
           .step = loaded.step,
           .mean = mean_loss(*loaded.model, batches, loaded.device, world.communicator(), ranks)};

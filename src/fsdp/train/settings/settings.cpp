@@ -76,10 +76,13 @@ void visit_data(TrainOptions& o, const Visit& visit) {
   row(o.validation_fraction, "validation-fraction", "X",
       "How much of --data is kept for validation", 0, 0.5);
   row(o.documents, "documents", "HOW",
-      "Whether tokens see the documents before their own in a sequence; auto: joined, and separate "
-      "for data with loss masks",
+      "Whether tokens see the documents before their own in a sequence, or documents are whole in "
+      "one; auto: joined, and for data with loss masks separate, or packed for loaded weights",
       0, 0, kAuto);
-  row(o.sequence, "sequence", "N", "Tokens per sequence", 1, 0x1p24);
+  row(o.sequence, "sequence", "N|auto",
+      "Tokens per sequence; auto: 128; for loaded weights as long as 99 % of the rows, or up to "
+      "1024 of text",
+      1, 0x1p24, kAuto);
   row(o.batch, "batch", "N", "Sequences per step, of all ranks and microbatches together", 1,
       0x1p30);
   row(o.microbatches, "microbatches", "N", "Parts that each rank computes one after the other", 1,

@@ -28,10 +28,10 @@ void check_division(const TrainOptions& o, int64_t num_ranks) {
     throw UsageError(concat("--tp is ", o.tp, ", which does not divide ",
                             counted_text(num_ranks / o.outer, "rank"),
                             o.outer == 1 ? "" : " of a row (all / --outer)", "; give a divisor"));
-  if (o.sequence % o.tp != 0)
-    throw UsageError(concat("--sequence is ", o.sequence, ", which --tp ", o.tp,
+  if (o.sequence_length() % o.tp != 0)
+    throw UsageError(concat("--sequence is ", o.sequence_length(), ", which --tp ", o.tp,
                             " ranks cannot share evenly; give a multiple of ", o.tp, ", e.g. ",
-                            round_up(o.sequence, o.tp)));
+                            round_up(o.sequence_length(), o.tp)));
   static_cast<void>(o.rows_of_rank(num_ranks));
 }
 
@@ -289,6 +289,7 @@ TrainOptions TrainOptions::resolved(int64_t num_ranks, const RankDevice& found) 
   result.device = found.device;
   result.peak_tflops = peak_tflops.value_or(found.peak_tflops);
   result.steps = total_steps();
+  result.sequence = sequence_length();
   result.lr = rate();
   result.validate_every = validation_steps();
   const LearningRateOptions rate = rate_options();

@@ -70,7 +70,7 @@ struct TrainOptions {
   std::string field;                         // of rows; "": by what they have
   double validation_fraction = 0.02;
   std::optional<WindowDocuments> documents = std::nullopt;  // nullopt: see window_documents()
-  int64_t sequence = 128;
+  std::optional<int64_t> sequence = std::nullopt;        // nullopt: 128, or see choose_sequence()
   int64_t batch = 8;                                     // sequences per step, of all ranks
   int64_t microbatches = 1;                              // of each rank and step
   std::optional<int64_t> validate_every = std::nullopt;  // nullopt: ten times in a run
@@ -148,13 +148,14 @@ struct TrainOptions {
 
   // From `tokens` or `steps`; by `epochs` once plan_run() knows the data.
   int64_t total_steps() const;
-  int64_t tokens_per_step() const { return batch * sequence; }
+  int64_t tokens_per_step() const { return batch * sequence_length(); }
   // Ranks of a tp group have the same sequences.
   int64_t data_parallel_size(int64_t num_ranks) const { return num_ranks / tp; }
   // Sequences that a rank computes at a time. UsageError for a batch that ranks cannot share.
   int64_t rows_of_rank(int64_t num_ranks) const;
 
   // With defaults filled in.
+  int64_t sequence_length() const { return sequence.value_or(128); }
   double rate() const { return lr.value_or(4e-3); }
   int64_t validation_steps() const;  // between validations; 0: none
   LearningRateOptions rate_options() const;
