@@ -209,7 +209,7 @@ constexpr const char* kTrainFooter =
 
 // Settings that most runs need; --help-all shows the rest, too.
 constexpr std::string_view kFirstSettings =
-    " model init compute recompute weights data tokenizer validation-data sequence batch "
+    " model init lora lora-alpha lora-on compute recompute weights data tokenizer validation-data sequence batch "
     "microbatches validate-every steps epochs optimizer lr schedule warmup weight-decay clip ranks "
     "strategy outer tp ep device cuda-graph seed checkpoint-dir checkpoint-every resume export-dir "
     "sample quiet ";

@@ -14,6 +14,7 @@
 #include "fsdp/plan/forecast.h"
 #include "fsdp/plan/peak_forecast.h"
 #include "fsdp/train/log/run_records.h"
+#include "fsdp/train/model/adapters.h"
 #include "fsdp/train/settings/train_options.h"
 
 namespace fsdp::train {
@@ -43,6 +44,7 @@ struct RunPlan {
   NamedModel model;
   std::string model_config;  // config.json in our own words (published_model.h has the original)
   std::string init;          // weights to begin with, without a checkpoint to resume; "": random
+  std::optional<AdapterDescription> adapters = std::nullopt;  // with --lora, on the weights of init
   std::string tokenizer;     // of the data: "bytes", or a tokenizer.json; "": not known
   std::string sample = {};   // that a sample begins with, or the question of a chat
   std::vector<int64_t> sample_prompt = {};  // the same as tokens; empty: no sample
@@ -74,7 +76,8 @@ std::string length_text(const TrainOptions& options);
 
 // Says what a run begins with, and what was chosen by it:
 // "fine-tuning the weights of DIR: --lr 2e-05,
-// --validate-every 50, because weights are loaded (--init none: random ones)".
+// --validate-every 50, because weights are loaded (--init none: random ones)",
+// "training adapters (LoRA) of rank 16 on the weights of DIR: ..., because adapters are trained".
 std::string beginning_text(const RunPlan& plan);
 
 // The directory of a run for which nobody names one: "runs/tiny-20261119-101530".

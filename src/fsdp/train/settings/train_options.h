@@ -83,7 +83,7 @@ struct TrainOptions {
 
   // --- optimizer ---
   OptimizerChoice optimizer = OptimizerChoice::kAdamW;
-  std::optional<double> lr = std::nullopt;  // nullopt: 4e-3, and 2e-5 for loaded weights
+  std::optional<double> lr = std::nullopt;  // nullopt: by what is trained
   RateSchedule schedule = RateSchedule::kCosine;
   std::optional<int64_t> warmup = std::nullopt;  // nullopt: a tenth of the steps, at most 1000
   std::optional<double> min_lr = std::nullopt;   // nullopt: a tenth of `lr`
