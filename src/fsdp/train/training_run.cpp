@@ -135,6 +135,7 @@ void TrainingRun::load() {
                                          ? std::vector<int64_t>{}
                                          : RunDirectory(options_.checkpoint_dir).steps();
   if (plan_.adapters) load_init(loading);
+  sharded_->drop_frozen_numbers();
   loading.only = adapter_globs(options_.build.lora);
   // Comes before the Checkpointer, so that a failed load leaves no directory behind.
   if (options_.resume != "auto" && options_.resume != "never")
@@ -273,8 +274,6 @@ void TrainingRun::end_trace() {
   optimizer_->wait();  // the update of a traced step runs on after it
   trace_->end();
 }
-
-bool TrainingRun::is_due(int64_t every) const { return every > 0 && step_ % every == 0; }
 
 void TrainingRun::forward_and_backward() {
   RECORD_FUNCTION("fsdp::forward_and_backward", {});

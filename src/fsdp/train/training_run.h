@@ -60,7 +60,7 @@ class TrainingRun {
   void end(int signal);
   void write_sample();
   void report_end(const std::string& stopped_by);
-  bool is_due(int64_t every) const;
+  bool is_due(int64_t every) const { return every > 0 && step_ % every == 0; }
   std::string text_of_epochs() const;
 
   RunPlan plan_;
