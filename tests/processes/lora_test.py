@@ -56,9 +56,9 @@ class Lora(unittest.TestCase):
         return small_runs.run([FSDP, *words], cls.root, code=code, timeout=300)
 
     @classmethod
-    def train(cls, run, *words, code=0, steps=STEPS):
-        return cls.fsdp("train", "--model", "model", "--data", "text.bin", "--validation-fraction", 0, "--steps", steps,
-                        "--batch", BATCH, "--sequence", SEQUENCE, "--lr", RATE, "--warmup", 0, "--schedule", "constant",
+    def train(cls, run, *words, code=0, steps=STEPS, model="model", rate=RATE):
+        return cls.fsdp("train", "--model", model, "--data", "text.bin", "--validation-fraction", 0, "--steps", steps,
+                        "--batch", BATCH, "--sequence", SEQUENCE, "--lr", rate, "--warmup", 0, "--schedule", "constant",
                         "--sample", "", "--quiet", "--checkpoint-dir", run, *words, code=code)
 
     def losses(self, run):
@@ -77,7 +77,7 @@ class Lora(unittest.TestCase):
 
     def test_losses_and_files_are_those_of_peft(self):
         lora = ("--lora", RANK, "--lora-alpha", ALPHA, "--lora-on", "q_proj", "v_proj", "down_proj")
-        self.train("begun", *lora, "--lr", 0, steps=1)  # which changes nothing
+        self.train("begun", *lora, steps=1, rate=0)  # which changes nothing
         self.train("run", *lora, "--ranks", 2)
         self.train("codes", *lora, "--ranks", 2, "--weights", "fp8-row")
         for run in ("begun", "run"):
@@ -120,8 +120,9 @@ class Lora(unittest.TestCase):
     def test_checkpoints_have_adapters_alone(self):
         self.train("small", "--lora", RANK, "--ranks", 2, steps=3)
         self.train("small", "--lora", RANK, "--ranks", 2)
-        self.train("whole", "--lora", RANK, "--ranks", 1)
-        self.assertEqual(self.losses("small"), self.losses("whole"))  # resumed, and on other ranks
+        self.train("at-once", "--lora", RANK, "--ranks", 2)
+        self.assertEqual(self.losses("small"), self.losses("at-once"))
+        self.train("small", "--lora", RANK, steps=STEPS + 1)  # on another number of ranks
         inspected = self.fsdp("inspect", "small", "--json").stdout
         stored = [path for path in (self.root / "small").rglob("*.safetensors")]
         names = {name for path in stored for name in small_runs.stored_tensors(path.read_bytes())}
@@ -142,7 +143,7 @@ class Lora(unittest.TestCase):
         shutil.copytree(self.root / "model", self.root / "narrow")
         self.base.to(torch.bfloat16).save_pretrained(self.root / "narrow")
         self.base.to(torch.float32)
-        self.train("of-narrow", "--model", "narrow", "--lora", RANK)
+        self.train("of-narrow", "--lora", RANK, model="narrow")
         self.fsdp("convert", "of-narrow", "narrow-peft", "--to", "peft")
         self.fsdp("convert", "of-narrow", "narrow-merged", "--to", "hf", "--merge")
         adapters = safetensors.torch.load_file(self.root / "narrow-peft/adapter_model.safetensors")
@@ -187,7 +188,7 @@ class Lora(unittest.TestCase):
         for run, begin, words in (
                 ("refused", (), "give --lora 4 to train them on"),
                 ("refused", ("--lora", 8), "but here are rank 8"),
-                ("refused", (*lora, "--model", "other"), "which were others than those of"),
+                ("refused", (*lora, "--init", "other"), "which were others than those of"),
                 ("full", lora, "has whole weights and no adapters")):
             self.assertIn(words, self.train(run, *begin, code=2, steps=3).stderr)
         for given, words in (
