@@ -167,6 +167,9 @@ class Lora(unittest.TestCase):
         self.assertLess(codes["weight"], lora["weight"])
         self.assertEqual(codes["moments"], lora["moments"])
 
+        self.assertIn("--tp is 2, whose ranks do not share out adapters",
+                      self.fsdp("plan", "--model", "model", "--ranks", 2, "--tp", 2, "--lora", RANK, code=2).stderr)
+
     def test_what_cannot_be(self):
         self.train("refused", "--lora", RANK, steps=2)
         self.train("full", steps=2)

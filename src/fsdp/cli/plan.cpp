@@ -160,6 +160,7 @@ PlanQuestion question_of(const CLI::App& app, const PlanArguments& given) {
   check_together(app, given);
   PlanQuestion question;
   question.run = given.settings.read(app);
+  question.run.check_adapters();
   question.model = given.model.empty() ? question.run.model : given.model;
   if (!given.ranks.empty())
     question.ranks = parse_whole_number("--ranks", given.ranks, 1, kMaxRanks);

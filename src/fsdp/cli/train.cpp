@@ -95,6 +95,8 @@ RankFacts facts_of(const train::RunPlan& plan) {
   facts.emplace_back("libtorch", TORCH_VERSION);
   facts.emplace_back("a model with checksum",
                      concat(crc32c(std::as_bytes(std::span(plan.model_config)))));
+  if (plan.adapters)
+    facts.emplace_back("frozen weights with fingerprint", plan.adapters->fingerprint);
   return facts;
 }
 

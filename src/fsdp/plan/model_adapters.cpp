@@ -42,4 +42,11 @@ int64_t adapter_ranks(const UnitShape& unit) {
   return sum;
 }
 
+int64_t num_adapter_parameters(const ModelShape& model) {
+  int64_t sum = 0;
+  for (const UnitShape& unit : model.units)
+    for (const TensorShape& tensor : unit.tensors) sum += tensor.is_frozen ? 0 : tensor.numel();
+  return sum;
+}
+
 }  // namespace fsdp

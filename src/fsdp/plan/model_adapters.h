@@ -17,4 +17,7 @@ std::vector<std::string> add_adapters(ModelShape& model, const LoraOptions& opti
 // The sum of the ranks of a unit's adapters.
 int64_t adapter_ranks(const UnitShape& unit);
 
+// Elements of all adapters.
+int64_t num_adapter_parameters(const ModelShape& model);
+
 }  // namespace fsdp

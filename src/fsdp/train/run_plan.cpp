@@ -297,9 +297,11 @@ RunPlan plan_run(const TrainOptions& given, int64_t num_ranks, const RankDevice&
   plan.model_config = config_json(plan.model.config);
   ModelShape shape = build_model(plan.model.name, plan.model.config);
   const std::vector<std::string> adapted = add_adapters(shape, lora);
-  if (lora.is_on())
+  if (lora.is_on()) {
     plan.adapters =
         describe_adapters(lora, adapted, checkpoint_or_files(plan.init), plan.model.config);
+    plan.adapter_parameters = num_adapter_parameters(shape);
+  }
   check_loaded_model(plan);
   check_tensor_ranks(plan.model.config, options.tp);
   const Planner planner(std::move(shape), plan_options(options, num_ranks, device.compute));
@@ -329,8 +331,11 @@ std::vector<MemoryRow> memory_rows(const Forecast& forecast) {
 }
 
 std::string title_of(const RunPlan& plan) {
-  return concat(plan.model.name, ": ", millions(plan.forecast.parameters), " parameters in ",
-                counted_text(plan.forecast.num_units, "unit"), " on ",
+  return concat(plan.model.name, ": ", millions(plan.forecast.parameters), " parameters",
+                plan.adapters
+                    ? concat(", ", millions(plan.adapter_parameters), " of them trained,")
+                    : "",
+                " in ", counted_text(plan.forecast.num_units, "unit"), " on ",
                 counted_text(plan.num_ranks, "rank"));
 }
 

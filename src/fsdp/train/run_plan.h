@@ -45,6 +45,7 @@ struct RunPlan {
   std::string model_config;  // config.json in our own words (published_model.h has the original)
   std::string init;          // weights to begin with, without a checkpoint to resume; "": random
   std::optional<AdapterDescription> adapters = std::nullopt;  // with --lora, on the weights of init
+  int64_t adapter_parameters = 0;
   std::string tokenizer;     // of the data: "bytes", or a tokenizer.json; "": not known
   std::string sample = {};   // that a sample begins with, or the question of a chat
   std::vector<int64_t> sample_prompt = {};  // the same as tokens; empty: no sample
@@ -68,7 +69,8 @@ RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevic
 // The forecast as rows, to which measured values can be added later.
 std::vector<MemoryRow> memory_rows(const Forecast& forecast);
 
-// "tiny: 1.8 M parameters in 8 units, on 2 ranks"
+// "tiny: 1.8 M parameters in 8 units, on 2 ranks", with --lora
+// "base/config.json: 1.8 M parameters, 0.1 M of them trained, in 6 units on 1 rank"
 std::string title_of(const RunPlan& plan);
 
 // "500 steps of 1,024 tokens: 512,000 tokens in all"

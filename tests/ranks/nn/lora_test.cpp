@@ -40,12 +40,12 @@ ModelConfig aligned_llama() {
 }
 
 struct Trained {
-  std::vector<double> losses;
-  std::map<std::string, at::Tensor> before, after;  // whole parameters that have numbers
-  MemoryReport memory;
+  std::vector<double> losses = {};
+  std::map<std::string, at::Tensor> before = {}, after = {};  // whole parameters that have numbers
+  MemoryReport memory = {};
 };
 
-struct Run {
+struct Training {
   ModelConfig config;
   int ranks = 1;
   MeshOptions axes = {};
@@ -62,9 +62,9 @@ std::map<std::string, at::Tensor> values_of(const Sharded& sharded, const Langua
   return values;
 }
 
-// All ranks have the same tokens, so that the mean of two or four ranks' gradients is that of one,
+// All steps and ranks have the same tokens, so that the loss falls and the mean of two or four ranks' gradients is that of one,
 // bit for bit.
-Trained train(const Run& run) {
+Trained train(const Training& run) {
   Trained trained;
   run_ranks(run.ranks, [&](World& world) {
     const Mesh mesh = world.mesh(run.axes);
@@ -76,8 +76,8 @@ Trained train(const Run& run) {
     sharded.drop_frozen_numbers();
     AdamW optimizer(sharded, {.lr = 1e-2});
     Trained mine{.before = values_of(sharded, *model)};
-    for (int number = 0; number < kSteps; ++number) {
-      const at::Tensor loss = small_loss(*model, small_tokens(0, number, 2, 8)).total;
+    for (int step = 0; step < kSteps; ++step) {
+      const at::Tensor loss = small_loss(*model, small_tokens(0, 0, 2, 8)).total;
       mine.losses.push_back(loss.item<double>());
       loss.backward();
       optimizer.step();
@@ -138,7 +138,7 @@ TEST(Lora, OfEveryModelLearnsTheSameShardedAsAlone) {
 TEST(Lora, LearnsTheSameByEveryStrategy) {
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16})
     for (const WeightRecipe recipe : {WeightRecipe::kPlain, WeightRecipe::kFp8Row}) {
-      Run run{.config = aligned_llama(),
+      Training run{.config = aligned_llama(),
               .shard = {.quantization = {.recipe = recipe}},
               .dtype = dtype};
       const Trained alone = train(run);
@@ -186,7 +186,7 @@ TEST(Lora, RefusesWhatItCannotDo) {
                                    "q_proj, up_proj, v_proj"));
   run_ranks(2, [&](World& world) {
     const Mesh mesh = world.mesh({.tp = 2});
-    const auto model = build_language_model(testing::small_llama(), {.lora = kAdapters});
+    const auto model = build_language_model(aligned_llama(), {.lora = kAdapters});
     EXPECT_THAT(words([&] { static_cast<void>(fully_shard(model, mesh, {})); }),
                 ::testing::HasSubstr("ranks of a tp group do not share out"));
   });

@@ -146,6 +146,9 @@ struct TrainOptions {
   // UsageError with the flags, their values and the fix.
   void validate(int64_t num_ranks) const;
 
+  // The part of validate() that plans share: what does not go together with adapters.
+  void check_adapters() const;
+
   // From `tokens` or `steps`; by `epochs` once plan_run() knows the data.
   int64_t total_steps() const;
   int64_t tokens_per_step() const { return batch * sequence; }
