@@ -48,6 +48,8 @@ struct StoredForm {
   NameRules names = {};
   // The type of floating-point weights. nullopt: that of the main weights, which is exact.
   std::optional<DType> model_dtype = std::nullopt;
+  // The parameters that are stored, by their names in the module tree; globs. None: all.
+  std::vector<std::string> only = {};
 };
 
 }  // namespace fsdp

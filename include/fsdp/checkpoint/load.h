@@ -15,6 +15,9 @@ namespace fsdp {
 struct LoadOptions {
   // Applied to the names of the checkpoint and of the model, which must then be equal.
   NameRules names = {};
+  // The parameters that are loaded, with their moments; nobody asks the checkpoint for the others,
+  // which keep their values. Globs; none: all.
+  std::vector<std::string> only = {};
   // Tensors of the model that the checkpoint may lack; they keep their values. Globs.
   std::vector<std::string> allow_missing = {};
   // Tensors of the checkpoint that the model is known to leave out. Globs.

@@ -67,7 +67,7 @@ struct GroupTypes {
 };
 
 // Whole numbers are not trainable whatever `trainable` says. Quantised weights are made of whole
-// fp32 main weights.
+// fp32 main weights, which frozen ones lose when they are loaded.
 GroupTypes resolve_types(DType weight, const PrecisionTypes& precision, Trainable trainable,
                          WeightRecipe recipe = WeightRecipe::kPlain);
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "fsdp/nn/config/logit_memory.h"
+#include "fsdp/nn/config/lora_options.h"
 #include "fsdp/nn/config/model_config.h"
 #include "fsdp/nn/layers/decoding_cache.h"
 #include "fsdp/nn/layers/documents.h"
@@ -18,6 +19,7 @@
 namespace fsdp {
 
 class Mesh;
+struct BuildOptions;
 
 // One part of a loss, for display: detached, one element, before its weight.
 struct LossTerm {
@@ -64,6 +66,8 @@ class LanguageModel : public torch::nn::Module {
   void end_step(const Mesh& mesh);
 
   const ModelConfig& config() const { return config_; }
+  // BuildOptions::lora, with the names of all layers that have an adapter in `on`.
+  const LoraOptions& lora() const { return lora_; }
   const std::vector<StoredName>& stored_names() const { return stored_names_; }
   // Tensors of published checkpoints that the model does not have; globs.
   const std::vector<std::string>& ignored_names() const { return ignored_names_; }
@@ -76,9 +80,13 @@ class LanguageModel : public torch::nn::Module {
         ignored_names_(std::move(ignored_names)) {}
 
  private:
+  friend std::shared_ptr<LanguageModel> build_language_model(const ModelConfig& config,
+                                                             const BuildOptions& options);
+
   const ModelConfig config_;
   const std::vector<StoredName> stored_names_;
   const std::vector<std::string> ignored_names_;
+  LoraOptions lora_;
 };
 
 // The activations that the backward computes again instead of keeping them.
@@ -96,6 +104,8 @@ struct BuildOptions {
   double expert_capacity = 0.0;
   // loss() has the logits of so many tokens at once as fit into this, at least of one.
   int64_t logit_bytes = kDefaultLogitBytes;
+  // Adapters on frozen weights; then end_step() leaves buffers alone, too.
+  LoraOptions lora = {};
 };
 
 // UsageError for a configuration that check_trainable() refuses. Under fsdp::MetaConstruction

@@ -30,6 +30,8 @@ struct TensorShape {
   int64_t num_experts = 0;  // one below the other, which the ranks of an ep group share out
   int64_t num_chosen = 0;   // of them by each token
   std::optional<TpCut> cut = std::nullopt;  // not given: whole on every rank of a tp group
+  bool is_linear = false;                   // the weight of a block's linear layer
+  bool is_frozen = false;                   // else it is trained
   bool is_quantizable = false;              // by the layer that multiplies it
   std::vector<int64_t> matrix_rows = {};    // of a hidden layer (MatrixModule); empty: none
   // The names in the checkpoint of equal parts along the first dimension.
@@ -78,11 +80,12 @@ struct ModelShape {
 void declare_experts(ModelShape& model, const std::vector<std::string>& patterns);
 
 // The positions (in declaration order) of a unit's tensors that share a dtype, a kind and a recipe,
-// and are all matrices with an owner each or none: one parameter group.
+// are all trained or none, and all matrices with an owner each or none: one parameter group.
 struct TensorGroup {
   DType dtype;
   ParameterKind kind;
   WeightRecipe recipe;
+  bool is_frozen;
   bool has_matrices;
   std::vector<int64_t> tensors;
 };

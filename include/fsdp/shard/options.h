@@ -106,6 +106,10 @@ struct Quantization {
   // How the gradient of a quantised weight is computed.
   ProductForm weight_gradient = ProductForm::kQuantized;
 
+  // Frozen matrices, too. They keep the numbers that codes are made of, 4 bytes each, until
+  // Sharded::drop_frozen_numbers(), and codes alone afterwards.
+  bool frozen = false;
+
   friend bool operator==(const Quantization&, const Quantization&) = default;
 };
 

@@ -101,6 +101,10 @@ class Sharded {
   // --- weights ---------------------------------------------------------------------------------
   // After the main weights were changed: brings the change to the computing weights.
   void refresh_weights() const;
+  // After frozen weights have their values: quantised ones (Quantization::frozen) keep their codes,
+  // and lose the numbers that these were made of. They cannot be saved or loaded any more, and
+  // parameters() has no main_weight of them.
+  void drop_frozen_numbers() const;
 
   enum class Access : uint8_t { kRead, kWrite };
   class FullParameters {

@@ -82,6 +82,9 @@ constexpr ForeignWord kForeignWords[] = {
     {"adam-epsilon adam-eps", "eps"},
     {"wd", "weight-decay"},
     {"max-grad-norm clip-grad grad-clip gradient-clipping gradient-clip-val", "clip"},
+    // --- adapters ---
+    {"lora-r lora-rank lora-dim", "lora"},
+    {"lora-target-modules target-modules lora-target", "lora-on"},
     // --- types ---
     {"bf16", "compute", "bf16"},
     {"fp16", "compute", "fp16"},

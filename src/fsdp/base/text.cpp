@@ -118,6 +118,11 @@ bool matches_glob(std::string_view pattern, std::string_view text) {
   return p == pattern.size();
 }
 
+bool matches_any_glob(std::span<const std::string> patterns, std::string_view text) {
+  return std::any_of(patterns.begin(), patterns.end(),
+                     [&](const std::string& each) { return matches_glob(each, text); });
+}
+
 namespace {
 
 // How many characters of `text` must be changed, added or left out until the pattern describes it.

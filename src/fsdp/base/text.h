@@ -50,6 +50,7 @@ std::string nearest(std::string_view word, std::span<const std::string> candidat
 // In patterns `*` is any text, also none and also over dots, `?` is one character.
 // Whether the pattern describes the whole of `text`.
 bool matches_glob(std::string_view pattern, std::string_view text);
+bool matches_any_glob(std::span<const std::string> patterns, std::string_view text);
 
 // The candidate that is nearest to a pattern, or "" when none is near enough to be what was meant.
 std::string nearest_to_glob(std::string_view pattern, std::span<const std::string> candidates);

@@ -12,6 +12,7 @@
 #include "fsdp/base/error.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/log.h"
+#include "fsdp/base/text.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/checkpoint/load_plan.h"
 #include "fsdp/checkpoint/rank_agreement.h"
@@ -37,7 +38,8 @@ struct FlatTarget {
   at::ScalarType type() const { return scalar_type_of(state.dtype); }
 };
 
-std::vector<WantedTensor> wanted_of(const ParamGroup& group, DType dtype) {
+std::vector<WantedTensor> wanted_of(const ParamGroup& group, DType dtype,
+                                    const LoadOptions& options) {
   std::vector<WantedTensor> wanted;
   for (int64_t i = 0; i < group.layout().num_tensors(); ++i) {
     const std::vector<std::string>& names = group.members()[static_cast<size_t>(i)].names;
@@ -45,7 +47,9 @@ std::vector<WantedTensor> wanted_of(const ParamGroup& group, DType dtype) {
                       .aliases = {names.begin() + 1, names.end()},
                       .shape = group.whole_shape_of(i),
                       .dtype = dtype,
-                      .owned = group.owned_of(i)});
+                      .owned = group.owned_of(i),
+                      .keeps_value = !options.only.empty() &&
+                                     !matches_any_glob(options.only, names.front())});
   }
   return wanted;
 }
@@ -63,6 +67,9 @@ class TargetLoader {
   const ReadStatistics& statistics() const { return reader_.statistics(); }
 
   void load(const FlatTarget& target) {
+    if (std::all_of(target.sources.begin(), target.sources.end(),
+                    [](const TensorSource& source) { return source.is_missing(); }))
+      return;
     // Chunks end with blocks of scales, because moments with scales are set a block at a time.
     const int64_t width = static_cast<int64_t>(c10::elementSize(target.type()));
     const int64_t most = room_.numel() / width / kScaleBlock * kScaleBlock;
@@ -185,7 +192,7 @@ class Loading {
       for (ParamGroup& group : unit->groups()) {
         const DType dtype = dtype_of(group.main_weights().dtype());
         targets_.push_back(
-            {main_weights_of(group, dtype), plan_.find_model(wanted_of(group, dtype))});
+            {main_weights_of(group, dtype), plan_.find_model(wanted_of(group, dtype, options))});
       }
     for (const NamedBuffer& buffer : state.buffers) {
       const WantedTensor wanted{.name = buffer.name,
@@ -199,7 +206,7 @@ class Loading {
     if (with_moments.other != nullptr) take_kind(*with_moments.other);
     for (FlatState& moment : flat_moments_of(with_moments)) {
       std::vector<TensorSource> sources =
-          plan_.find_moments(wanted_of(*moment.group, moment.dtype), moment.moment);
+          plan_.find_moments(wanted_of(*moment.group, moment.dtype, options), moment.moment);
       targets_.push_back({std::move(moment), std::move(sources)});
     }
     plan_.check({.allow_missing = options.allow_missing,

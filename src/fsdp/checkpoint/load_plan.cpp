@@ -15,11 +15,6 @@ bool fits(DType stored, DType wanted) {
   return stored == wanted || (is_floating(stored) && is_floating(wanted));
 }
 
-bool matches_any(std::span<const std::string> patterns, const std::string& name) {
-  return std::any_of(patterns.begin(), patterns.end(),
-                     [&](const std::string& each) { return matches_glob(each, name); });
-}
-
 }  // namespace
 
 void TensorSource::add_reads(FlatRange range, std::byte* into, std::vector<FileRun>& runs) const {
@@ -71,6 +66,7 @@ std::vector<TensorSource> LoadPlan::find(TensorSet& set, std::span<const WantedT
   std::vector<TensorSource> sources;
   for (const WantedTensor& tensor : wanted) {
     TensorSource& source = sources.emplace_back();
+    if (tensor.keeps_value) continue;
     source.owned_ = tensor.owned;
     source.shape_ = owned_shape(tensor.owned, tensor.shape);
     source.sections_ = names_.sections(tensor.name, tensor.shape);
@@ -111,8 +107,8 @@ std::vector<TensorSource> LoadPlan::find_moments(std::span<const WantedTensor> w
 std::vector<std::string> LoadPlan::not_allowed(const LoadTolerance& tolerance) const {
   std::vector<std::string> names;
   for (size_t i = 0; i < missing_.size(); ++i)
-    if (!matches_any(tolerance.allow_missing, missing_[i]) &&
-        !matches_any(tolerance.allow_missing, missing_from_[i].model_name))
+    if (!matches_any_glob(tolerance.allow_missing, missing_[i]) &&
+        !matches_any_glob(tolerance.allow_missing, missing_from_[i].model_name))
       names.push_back(missing_[i]);
   return names;
 }
@@ -125,7 +121,7 @@ void LoadPlan::check(const LoadTolerance& tolerance) {
   for (const TensorSet* set : {&model_, wants_moments ? &moments_ : nullptr})
     if (set != nullptr)
       for (const auto& [name, ignored] : *set)
-        if (is_used_.count(name) == 0 && !matches_any(tolerance.ignored, name))
+        if (is_used_.count(name) == 0 && !matches_any_glob(tolerance.ignored, name))
           extra_.push_back(name);
 
   std::vector<std::string> faults;

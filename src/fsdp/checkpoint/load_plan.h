@@ -21,6 +21,7 @@ struct WantedTensor {
   std::vector<int64_t> shape;        // of the whole tensor
   DType dtype = DType::kFloat32;     // in memory; other floating types are converted
   OwnedSlice owned = {};             // what is read of it
+  bool keeps_value = false;          // whatever is stored
 };
 
 // Where a tensor's elements are stored, section after section.

@@ -118,6 +118,10 @@ class PieceCollector {
   std::vector<Piece>& pieces_;
 };
 
+bool is_stored(const std::string& name, const StoredForm& form) {
+  return form.only.empty() || matches_any_glob(form.only, name);
+}
+
 DType stored_dtype(const ParamGroup& group, WeightValues values, const StoredForm& form) {
   const DType dtype =
       values == WeightValues::kMain ? dtype_of(group.main_weights().dtype()) : group.types().weight;
@@ -139,10 +143,11 @@ FlatState state_of_buffer(const at::Tensor& value) {
 }
 
 // Adds all that this rank writes of a group's tensors.
-void add_members(FlatState state, int64_t& number, PieceCollector& into) {
+void add_members(FlatState state, const StoredForm& form, int64_t& number, PieceCollector& into) {
   const auto shared = std::make_shared<const FlatState>(std::move(state));
   const ParamGroup& group = *shared->group;
   for (int64_t i = 0; i < group.layout().num_tensors(); ++i) {
+    if (!is_stored(group.name_of(i), form)) continue;
     const FlatRange range =
         share_of(group.held_of(i), group.shape_of(i), replicas_with(group), number++);
     into.add(group.name_of(i),
@@ -329,7 +334,7 @@ StatePieces weight_pieces_of(const CheckpointState& state, const StoredForm& for
       const DType dtype = stored_dtype(group, values, form);
       add_members(values == WeightValues::kMain ? main_weights_of(group, dtype)
                                                 : computing_weights_of(group, dtype),
-                  number, model);
+                  form, number, model);
     }
   }
   for (const NamedBuffer& buffer : state.buffers) {
@@ -347,7 +352,8 @@ StatePieces pieces_of(const CheckpointState& state, const StoredForm& form) {
   StatePieces pieces = weight_pieces_of(state, form, WeightValues::kMain);
   PieceCollector moments(form.names, rank_in(engine.mesh()), pieces.moments, pieces.moment_pieces);
   auto number = static_cast<int64_t>(pieces.model.size());  // deals moments on where weights ended
-  for (FlatState& moment : flat_moments_of(state)) add_members(std::move(moment), number, moments);
+  for (FlatState& moment : flat_moments_of(state))
+    add_members(std::move(moment), form, number, moments);
   return pieces;
 }
 

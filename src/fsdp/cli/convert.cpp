@@ -18,6 +18,7 @@
 #include "fsdp/cli/progress.h"
 #include "fsdp/plan/load_model.h"
 #include "fsdp/train/log/console.h"
+#include "fsdp/train/model/adapters.h"
 
 namespace fsdp::cli {
 
@@ -35,10 +36,12 @@ struct ConvertArguments {
   std::string ranks;
   std::string names;
   std::string config;
+  std::string base;
+  bool merge = false;
   bool overwrite = false;
 };
 
-enum class Form : uint8_t { kHuggingFace, kSharded };
+enum class Form : uint8_t { kHuggingFace, kSharded, kPeft };
 
 struct ConvertOptions {
   Form form = Form::kHuggingFace;
@@ -53,23 +56,27 @@ ConvertOptions convert_options_of(const ConvertArguments& given) {
     throw UsageError("SRC and DST are needed; e.g. fsdp convert run/ exported/ --to hf");
   if (given.to.empty())
     throw UsageError(
-        "--to is missing; use hf (files for HuggingFace's packages) or sharded "
-        "(a checkpoint of fsdp.cpp)");
+        "--to is missing; use hf (files for HuggingFace's packages), sharded (a checkpoint of "
+        "fsdp.cpp) or peft (adapters of a run with --lora)");
   ConvertOptions options;
-  const std::vector<std::string> forms = {"hf", "sharded"};
-  options.form = parse_choice("--to", given.to, forms) == 0 ? Form::kHuggingFace : Form::kSharded;
+  const std::vector<std::string> forms = {"hf", "sharded", "peft"};
+  options.form = static_cast<Form>(parse_choice("--to", given.to, forms));
+  if (given.merge && options.form != Form::kHuggingFace)
+    refuse_option("--to", given.to, "--merge makes whole weights, which are for --to hf");
+  if (!given.base.empty() && !given.merge)
+    refuse_option("--base", given.base, "it is for --merge; give that, too");
   const std::vector<std::string> dtypes = {"fp32", "bf16", "fp16"};
   if (!given.dtype.empty())
     options.dtype = parse_dtype(dtypes[parse_choice("--dtype", given.dtype, dtypes)]);
   if (!given.max_shard_size.empty()) {
     options.max_file_bytes = parse_bytes("--max-shard-size", given.max_shard_size);
-    if (options.form == Form::kSharded)
+    if (options.form != Form::kHuggingFace)
       refuse_option("--max-shard-size", given.max_shard_size,
-                    "it is for --to hf; a sharded checkpoint is cut by --ranks");
+                    "it is for --to hf; a sharded checkpoint is cut by --ranks, and adapters never");
   }
   if (!given.ranks.empty()) {
     options.ranks = parse_whole_number("--ranks", given.ranks, 1, kMaxRanks);
-    if (options.form == Form::kHuggingFace)
+    if (options.form != Form::kSharded)
       refuse_option("--ranks", given.ranks,
                     "it is for --to sharded; files for HuggingFace are cut by --max-shard-size");
   }
@@ -146,13 +153,17 @@ class Conversion {
       : options_(options),
         catalog_(checkpoint_or_files(given.source)),
         config_(find_config(given, catalog_)),
+        adapters_(train::stored_adapters(catalog_.path())),
+        base_(open_base(given)),
         directory_(given.target, given.overwrite ? StagedDirectory::Existing::kReplace
                                                  : StagedDirectory::Existing::kRefuse) {}
 
   // Returns a sentence about the written files.
   std::string run() {
     const auto start = std::chrono::steady_clock::now();
-    const size_t num_files = options_.form == Form::kHuggingFace ? to_huggingface() : to_sharded();
+    const size_t num_files = options_.form == Form::kHuggingFace ? to_huggingface()
+                             : options_.form == Form::kPeft      ? to_peft()
+                                                                 : to_sharded();
     directory_.publish();
     const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - start;
     return concat(counted_text(num_tensors_, "tensor"), ", ", counted_text(numel_, "parameter"),
@@ -162,17 +173,54 @@ class Conversion {
   }
 
  private:
+  // The weights that adapters are merged into.
+  std::optional<TensorCatalog> open_base(const ConvertArguments& given) const {
+    if (!adapters_ && (given.merge || options_.form == Form::kPeft))
+      throw UsageError(concat(catalog_.path(), " has no adapters; ",
+                              given.merge ? "drop --merge" : "use --to hf"));
+    if (adapters_ && options_.form == Form::kHuggingFace && !given.merge)
+      throw UsageError(concat(catalog_.path(),
+                              " holds adapters alone; --merge makes whole weights of them, and "
+                              "--to peft writes them for PEFT"));
+    if (!given.merge) return std::nullopt;
+    return TensorCatalog(train::find_base(*adapters_, given.base, "--base"));
+  }
+
+  size_t to_peft() {
+    const std::vector<CatalogTensor> tensors = train::tensors_for_peft(catalog_);
+    ConvertedReads reads = reads_of(catalog_, options_.dtype);
+    count(tensors, reads);
+    return write_huggingface_files(
+               directory_.path(), tensors, reads,
+               {.model_files = published_files(train::AdapterReader::kPeft),
+                .name = "adapter_model"})
+        .size();
+  }
+
+  // Those of the checkpoint; the description of adapters as `reader` wants it, and without one only
+  // where they are.
+  std::vector<ModelFile> published_files(std::optional<train::AdapterReader> reader) const {
+    std::vector<ModelFile> files = stored_model_files(catalog_.path());
+    std::erase_if(files, [](const ModelFile& file) { return file.name == train::kAdapterConfigName; });
+    if (adapters_ && reader)
+      files.push_back({train::kAdapterConfigName, to_json(*adapters_, *reader)});
+    return files;
+  }
+
   size_t to_huggingface() {
     if (!config_)
       log(LogLevel::kWarning, catalog_.path(),
           " has no config.json, so none is written and names "
           "are not checked; give one with --config");
-    const WeightSelection selection = select(catalog_, options_.names, expected_by(config_));
-    ConvertedReads reads = reads_of(export_dtype());
+    const TensorCatalog& weights = base_ ? *base_ : catalog_;
+    const WeightSelection selection = select(weights, options_.names, expected_by(config_));
+    ConvertedReads reads = reads_of(weights, export_dtype());
+    std::optional<train::MergedAdapters> merged;
+    if (base_) reads.set_change(merged.emplace(catalog_, adapters_->lora).change());
     count(selection.tensors, reads);
     HuggingFaceOptions options{.max_file_bytes = options_.max_file_bytes};
     if (config_) options.config = config_->text;
-    options.model_files = stored_model_files(catalog_.path());
+    options.model_files = published_files(std::nullopt);
     return write_huggingface_files(directory_.path(), selection.tensors, reads, options).size();
   }
 
@@ -185,10 +233,10 @@ class Conversion {
   }
 
   size_t to_sharded() {
-    ConvertedReads model = reads_of(options_.dtype);
-    ConvertedReads moments = reads_of(std::nullopt);
+    ConvertedReads model = reads_of(catalog_, options_.dtype);
+    ConvertedReads moments = reads_of(catalog_, std::nullopt);
     ShardedContent content = catalog_.manifest() ? content_of_ours() : content_of_others();
-    content.model_files = stored_model_files(catalog_.path());
+    content.model_files = published_files(train::AdapterReader::kOurs);
     if (config_)
       content.model_files.push_back(
           {std::string(kModelConfigName),
@@ -226,8 +274,8 @@ class Conversion {
     return content;
   }
 
-  ConvertedReads reads_of(std::optional<DType> dtype) {
-    return {catalog_.files(), dtype,
+  ConvertedReads reads_of(const TensorCatalog& catalog, std::optional<DType> dtype) {
+    return {catalog.files(), dtype,
             [this](int64_t bytes) {
               done_bytes_ += bytes;
               progress_.update(done_bytes_, total_bytes_);
@@ -246,6 +294,8 @@ class Conversion {
   const ConvertOptions& options_;
   const TensorCatalog catalog_;
   const std::optional<ConfigFile> config_;
+  const std::optional<train::AdapterDescription> adapters_;
+  const std::optional<TensorCatalog> base_;
   StagedDirectory directory_;
   Progress progress_{"convert"};
   int64_t num_tensors_ = 0;
@@ -273,6 +323,8 @@ constexpr const char* kConvertFooter =
     "something fails.\n"
     "Examples:\n"
     "  fsdp convert runs/7b exported --to hf --dtype bf16\n"
+    "  fsdp convert runs/lora adapters --to peft\n"
+    "  fsdp convert runs/lora merged --to hf --merge\n"
     "  fsdp convert Llama-3.2-1B start --to sharded --ranks 8\n"
     "  fsdp convert runs/7b/step-00001000 again --to sharded --ranks 4\n"
     "docs/checkpoints.md tells more.";
@@ -290,8 +342,13 @@ Command add_convert(CLI::App& parent) {
   };
   option("SRC", given->source, "", "What to convert");
   option("DST", given->target, "", "The directory to write");
-  option("--to", given->to, "hf|sharded",
-         "hf: whole tensors for HuggingFace's packages; sharded: a checkpoint of fsdp.cpp");
+  option("--to", given->to, "hf|sharded|peft",
+         "hf: whole tensors for HuggingFace's packages; sharded: a checkpoint of fsdp.cpp; peft: "
+         "adapters of a run with --lora, for PEFT");
+  app->add_flag("--merge", given->merge,
+                "With --to hf: add adapters to the weights that they were trained on");
+  option("--base", given->base, "PATH",
+         "With --merge: these weights, where they are not where they were");
   option("--dtype", given->dtype, "DTYPE",
          "Type of floating-point weights: fp32, bf16 or fp16, rounded to nearest; default: as they "
          "are; of a trained model --to hf: the type in config.json");

@@ -23,6 +23,7 @@
 #include "fsdp/cli/setting_flags.h"
 #include "fsdp/plan/forecast.h"
 #include "fsdp/plan/load_model.h"
+#include "fsdp/plan/model_adapters.h"
 #include "fsdp/plan/peak_forecast.h"
 #include "fsdp/plan/rank_budget.h"
 #include "fsdp/train/run_plan.h"
@@ -55,7 +56,7 @@ constexpr std::string_view kPlannedSettings[] = {
     "tp",        "strategy", "main-params",  "granularity",
     "moments",   "pool",     "main-grads",   "pool-budget",
     "offload",   "patches",  "grad-comm",    "other-units",
-    "prefetch"};
+    "prefetch",  "lora",     "lora-alpha",   "lora-on"};
 // The ones that only a step's peak depends on.
 constexpr std::array kPeakOptions = {"--recompute", "--logit-memory", "--gradient-lifetime",
                                      "--microbatches"};
@@ -159,6 +160,7 @@ PlanQuestion question_of(const CLI::App& app, const PlanArguments& given) {
   check_together(app, given);
   PlanQuestion question;
   question.run = given.settings.read(app);
+  question.run.check_adapters();
   question.model = given.model.empty() ? question.run.model : given.model;
   if (!given.ranks.empty())
     question.ranks = parse_whole_number("--ranks", given.ranks, 1, kMaxRanks);
@@ -322,6 +324,7 @@ void run_plan(const CLI::App& app, const PlanArguments& given) {
   const auto start = std::chrono::steady_clock::now();
   ModelShape model = load_model(question.model);
   declare_experts(model, given.expert_parameters);
+  add_adapters(model, question.run.build.lora);
   if (question.fit) return answer_fit(app, given, question, model);
   const std::chrono::duration<double> load = std::chrono::steady_clock::now() - start;
   const Planner planner(std::move(model), question.options(*question.ranks));

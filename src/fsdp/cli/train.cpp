@@ -94,6 +94,8 @@ RankFacts facts_of(const train::RunPlan& plan) {
   facts.emplace_back("libtorch", TORCH_VERSION);
   facts.emplace_back("a model with checksum",
                      concat(crc32c(std::as_bytes(std::span(plan.model_config)))));
+  if (plan.adapters)
+    facts.emplace_back("frozen weights with fingerprint", plan.adapters->fingerprint);
   return facts;
 }
 
@@ -211,7 +213,7 @@ constexpr const char* kTrainFooter =
 
 // Settings that most runs need; --help-all shows the rest, too.
 constexpr std::string_view kFirstSettings =
-    " model init compute recompute weights data tokenizer validation-data sequence batch "
+    " model init lora lora-alpha lora-on compute recompute weights data tokenizer validation-data sequence batch "
     "microbatches validate-every steps epochs optimizer lr schedule warmup weight-decay clip ranks "
     "strategy outer tp ep device cuda-graph seed checkpoint-dir checkpoint-every resume export-dir "
     "sample quiet ";

@@ -47,7 +47,10 @@ GroupTypes resolve_types(DType weight, const PrecisionTypes& precision, Trainabl
                    .first_moment = std::nullopt,
                    .second_moment = std::nullopt,
                    .trainable = trainable == Trainable::kYes && is_floating(weight)};
-  if (!types.trainable) return types;
+  if (!types.trainable) {
+    if (is_floating(weight)) types.recipe = recipe;
+    return types;
+  }
   if (precision.main_params != weight) types.main_weight = precision.main_params;
   if (recipe == WeightRecipe::kPlain) {
     types.split = precision.main_storage == MainStorage::kSplit && can_split(types);

@@ -12,6 +12,7 @@
 #include "fsdp/comm/mesh.h"
 #include "fsdp/nn/decoder.h"
 #include "fsdp/nn/kernels/layer_kernels.h"
+#include "fsdp/nn/layers/adapters.h"
 #include "fsdp/nn/layers/experts.h"
 #include "fsdp/nn/layers/named_init.h"
 #include "fsdp/nn/layers/tensor_ranks.h"
@@ -291,6 +292,7 @@ std::shared_ptr<LanguageModel> build_language_model(const ModelConfig& config,
   const nn::DecoderParts parts =
       std::visit([&](const auto& each) { return nn::decoder_parts(each, options); }, config);
   std::shared_ptr<LanguageModel> model = std::make_shared<nn::Decoder>(config, parts, options);
+  model->lora_ = nn::add_adapters(*model, options.lora);
   nn::initialize_by_name(*model, options.seed);
   // Buffers stay as they are: a router's biases change by less than a narrow type could tell.
   if (options.dtype != at::kFloat)
@@ -299,6 +301,8 @@ std::shared_ptr<LanguageModel> build_language_model(const ModelConfig& config,
   return model;
 }
 
-void LanguageModel::end_step(const Mesh& mesh) { nn::even_out_loads(*this, mesh); }
+void LanguageModel::end_step(const Mesh& mesh) {
+  if (!lora_.is_on()) nn::even_out_loads(*this, mesh);
+}
 
 }  // namespace fsdp

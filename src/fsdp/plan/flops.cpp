@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "fsdp/plan/model_adapters.h"
 #include "fsdp/plan/model_tensors.h"
 
 namespace fsdp {
@@ -10,6 +11,7 @@ namespace {
 
 // One product per weight in the forward and two in the backward, of two operations each.
 constexpr double kPerWeight = 6.0;
+constexpr double kPerFrozenWeight = 4.0;  // one in the backward
 
 // The positions that one sees on average, itself included.
 double visible_positions(int64_t window, double sequence) {
@@ -82,21 +84,24 @@ double multiplied_elements(const TensorShape& tensor) {
                                                     : numel);
 }
 
-double flops_per_token(const ModelConfig& config, int64_t sequence) {
+double flops_per_token(const ModelConfig& config, int64_t sequence, const LoraOptions& lora) {
   const ModelLayers layers = layers_of(config);
-  const ModelShape model = build_model("model", config);
+  ModelShape model = build_model("model", config);
+  add_adapters(model, lora);
+  const double of_frozen = lora.is_on() ? kPerFrozenWeight : kPerWeight;
   double sum = 0;
   for (const int64_t use : model.uses) {
     const auto unit = static_cast<size_t>(use);
     if (unit == 0) continue;           // a lookup
     if (unit == layers.head_unit()) {  // its matrix is as large as the embedding's, or the same
-      sum += static_cast<double>(model.units.front().numel());
+      sum += of_frozen * static_cast<double>(model.units.front().numel());
       continue;
     }
-    sum += mixing_products(layers.block_of_unit(unit), sequence);
-    for (const TensorShape& tensor : model.units[unit].tensors) sum += multiplied_elements(tensor);
+    sum += kPerWeight * mixing_products(layers.block_of_unit(unit), sequence);
+    for (const TensorShape& tensor : model.units[unit].tensors)
+      sum += (tensor.is_frozen ? of_frozen : kPerWeight) * multiplied_elements(tensor);
   }
-  return kPerWeight * sum;
+  return sum;
 }
 
 }  // namespace fsdp

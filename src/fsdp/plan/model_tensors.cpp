@@ -43,6 +43,7 @@ class UnitTensors {
     const int64_t out = std::accumulate(outs.begin(), outs.end(), int64_t{0});
     TensorShape& weight = tensor(name + ".weight", {out, in});
     weight.cut = cut;
+    weight.is_linear = true;
     weight.is_quantizable = is_quantizable(out, in);
     if (out > 1) weight.matrix_rows = std::move(outs);
     if (bias) tensor(name + ".bias", {out}, cut && cut->dim == 0 ? cut->num_parts : 0);

@@ -9,6 +9,7 @@
 #include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
 #include "fsdp/layout/state_bytes.h"
+#include "fsdp/plan/model_adapters.h"
 
 namespace fsdp {
 
@@ -128,7 +129,8 @@ std::optional<ModelActivations> activations_of(const ModelShape& model,
 bool keeps_codes(std::span<const GroupPlan> groups, int64_t unit, ProductForm weight_gradient) {
   return weight_gradient == ProductForm::kQuantized &&
          std::any_of(groups.begin(), groups.end(), [&](const GroupPlan& group) {
-           return group.unit == unit && (group.types.recipe == WeightRecipe::kFp8Row ||
+           return group.unit == unit && group.types.trainable &&
+                  (group.types.recipe == WeightRecipe::kFp8Row ||
                                          group.types.recipe == WeightRecipe::kFp8Tensor);
          });
 }
@@ -162,6 +164,12 @@ PeakForecast forecast_peak(const ModelShape& model, std::span<const GroupPlan> g
     if (unit != head_unit &&
         keeps_codes(groups, static_cast<int64_t>(unit), options.weight_gradient))
       known->blocks[block_of(unit)] = of_codes.blocks[block_of(unit)];
+  // Gradients of the vocabulary's matrices are made unless these are frozen.
+  const bool learns_vocabulary = !model.units.front().tensors.front().is_frozen;
+  for (size_t unit = 1; unit < model.units.size(); ++unit)
+    if (const int64_t ranks = adapter_ranks(model.units[unit]); ranks > 0)
+      known->blocks[block_of(unit)].kept.push_back(
+          {"what adapters made of inputs", ranks, element_bytes(plan.compute)});
 
   const int64_t element = element_bytes(plan.compute);
   const int64_t all_tokens = options.batch.tokens();
@@ -169,7 +177,7 @@ PeakForecast forecast_peak(const ModelShape& model, std::span<const GroupPlan> g
   const VocabularyPart vocabulary(*known, all_tokens, plan);
   const int64_t hidden = kept_bytes(tokens, known->hidden_size, element);
   const int64_t head = kept_bytes(tokens, kept_by_head(known->hidden_size, plan.compute)) +
-                       vocabulary.gradient_bytes();
+                       (learns_vocabulary ? vocabulary.gradient_bytes() : 0);
   // Beside their own tokens, ranks that share the vocabulary have all, and the gradient of all in
   // place of that of their own.
   const bool shares_vocabulary = vocabulary.tokens > tokens;
@@ -214,6 +222,8 @@ PeakForecast forecast_peak(const ModelShape& model, std::span<const GroupPlan> g
       moment.gradients += gradients[unit];
     if (unit == head_unit) {
       consider("the backward of the head", before + head, hidden);
+    } else if (unit == 0 && !learns_vocabulary) {
+      continue;
     } else if (unit == 0) {
       // Autograd has the embedding's gradient whole, in the type of the weights, before it is added
       // up; ranks that share its rows have zeros for the tokens of others.

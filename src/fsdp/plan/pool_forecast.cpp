@@ -92,9 +92,28 @@ int32_t depth_within_budget(const std::vector<UnitBuckets>& units, const PoolOpt
 
 }  // namespace
 
+// No gradient comes to frozen units before the first trained one, so they have no backward; but for
+// uses within those of other units, such as a tied head's.
 StepOrder step_order_of(const ModelShape& model) {
-  return mirrored_order(std::vector<int32_t>(model.uses.begin(), model.uses.end()),
-                        std::vector<int32_t>(model.ends.begin(), model.ends.end()));
+  StepOrder order = mirrored_order(std::vector<int32_t>(model.uses.begin(), model.uses.end()),
+                                   std::vector<int32_t>(model.ends.begin(), model.ends.end()));
+  const auto first_trained = std::ranges::find_if(model.units, [](const UnitShape& unit) {
+    return std::ranges::any_of(unit.tensors, [](const auto& each) { return !each.is_frozen; });
+  });
+  const auto num_silent = static_cast<int32_t>(first_trained - model.units.begin());
+  const auto num_forward = static_cast<int32_t>(order.forward.size());
+  const auto is_nested = [&](int32_t time) {
+    return std::any_of(order.ends.begin(), order.ends.begin() + time,
+                       [&](int32_t end) { return end >= time; });
+  };
+  for (auto i = static_cast<int32_t>(order.backward.size()) - 1; num_silent > 0 && i >= 0; --i) {
+    const int32_t time = num_forward + i;
+    if (order.backward[static_cast<size_t>(i)] >= num_silent || is_nested(time)) continue;
+    order.backward.erase(order.backward.begin() + i);
+    order.ends.erase(order.ends.begin() + time);
+    for (int32_t& end : order.ends) end -= end > time ? 1 : 0;
+  }
+  return order;
 }
 
 PoolForecast forecast_pool(const ModelShape& model, std::span<const GroupPlan> groups,

@@ -62,6 +62,7 @@ class Roofline {
     Work forward{.flops = 2 * tokens_ * mixing_products(layers_.block_of_unit(unit), sequence_) /
                           kMixingShare};
     double of_gradients = 0;
+    double of_frozen = 0;  // operations that would make gradients of weights
     for (const TensorShape& tensor : model_.units[unit].tensors) {
       const double products = multiplied_elements(tensor);
       if (products == 0.0) continue;
@@ -71,12 +72,13 @@ class Roofline {
       const double each = is_of_experts ? whole / static_cast<double>(tensor.num_experts) : whole;
       const double rows = tokens_ * products / each;
       // A grouped product rounds the gradient of a weight, which then goes to fp32.
-      if (is_of_experts) of_gradients += (2 * element_ + 4) * whole / ep_;
+      if (is_of_experts && !tensor.is_frozen) of_gradients += (2 * element_ + 4) * whole / ep_;
       forward.flops += 2 * tokens_ * products;
+      if (tensor.is_frozen) of_frozen += 2 * tokens_ * products;
       forward.bytes +=
           element_ * (passes_ * rows * (in + each / in) + whole / (is_of_experts ? ep_ : tp_));
     }
-    return {forward, {2 * forward.flops, 2 * forward.bytes + of_gradients}};
+    return {forward, {2 * forward.flops - of_frozen, 2 * forward.bytes + of_gradients}};
   }
 
   // The loss computes its gradients in the forward (nn/layers/head_loss.h), logits twice.

@@ -75,7 +75,7 @@ void visit_fields(PrecisionPolicy& options, const Visit& visit) {
 
 template <typename Visit>
 void visit_fields(Quantization& options, const Visit& visit) {
-  auto& [recipe, except, weight_gradient] = options;
+  auto& [recipe, except, weight_gradient, frozen] = options;
   constexpr const char* kGroup = "model";
   visit({"quantization.recipe"}, recipe,
         OptionFlag{kGroup, "weights", "RECIPE",
@@ -88,6 +88,7 @@ void visit_fields(Quantization& options, const Visit& visit) {
   visit({"quantization.weight_gradient"}, weight_gradient,
         OptionFlag{kGroup, "weights-gradient", "HOW",
                    "How gradients of --weights are multiplied: quantized, or as --compute says"});
+  visit({"quantization.frozen"}, frozen, kNoFlag);
 }
 
 // Hosts may have more memory or less, and no number depends on where it is.

@@ -232,7 +232,7 @@ WeightRecipe ParameterRecipes::of(const OwnedParameter& parameter, const OwnedSl
   const bool is_excepted_by_name = is_excepted(parameter, options_.except, is_used_);
   const at::Tensor& tensor = parameter.tensor;
   if (options_.recipe == WeightRecipe::kPlain || is_excepted_by_name || !parameter.is_quantizable ||
-      !tensor.requires_grad() || tensor.dim() != 2)
+      (!tensor.requires_grad() && !options_.frozen) || tensor.dim() != 2)
     return WeightRecipe::kPlain;
   const WeightRecipeRow& row = row_of(options_.recipe);
   const std::vector<int64_t> shape = owned_shape(owned, tensor.sizes());

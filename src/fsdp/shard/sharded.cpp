@@ -121,6 +121,12 @@ void Sharded::reshard(const std::vector<std::string>& units) const {
   for (ShardedUnit* unit : units_named(*engine_, units)) engine_->weights().release(*unit);
 }
 
+void Sharded::drop_frozen_numbers() const {
+  engine_->wait();
+  for (const auto& unit : engine_->units())
+    for (ParamGroup& group : unit->groups()) group.drop_frozen_numbers();
+}
+
 std::vector<ShardedParameter> Sharded::parameters() const {
   engine_->wait();
   engine_->gradients().expect_reader();
@@ -136,7 +142,9 @@ std::vector<ShardedParameter> Sharded::parameters() const {
                        .shape = group.layout().request().shapes[i],
                        .is_trainable = group.is_trainable(),
                        .begin = group.held_of(index).begin,
-                       .main_weight = group.main_weights().at(group.held_flat(index)),
+                       .main_weight = group.main_weights().is_dropped()
+                                          ? at::Tensor()
+                                          : group.main_weights().at(group.held_flat(index)),
                        .gradient = group.gradient_of(index)});
       }
     }

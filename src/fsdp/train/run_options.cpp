@@ -98,6 +98,7 @@ CommOptions comm_options(const TrainOptions& options) {
 ShardOptions shard_options(const TrainOptions& o, c10::Device device) {
   ShardOptions shard = o.shard;
   shard.matrices.declared = o.optimizer == OptimizerChoice::kMuon;
+  shard.quantization.frozen = o.build.lora.is_on();
   shard.device = device;
   shard.validate();
   return shard;

@@ -17,6 +17,7 @@
 #include "fsdp/nn/config/config_json.h"
 #include "fsdp/nn/config/presets.h"
 #include "fsdp/plan/load_model.h"
+#include "fsdp/plan/model_adapters.h"
 #include "fsdp/plan/model_tensors.h"
 #include "fsdp/shard/registered_pool.h"
 #include "fsdp/train/environment.h"
@@ -29,6 +30,7 @@ namespace {
 
 constexpr const char* kRandomWeights = "none";  // --init
 constexpr double kTunedRate = 2e-5;             // of weights that somebody has trained
+constexpr double kAdapterRate = 2e-4;           // of adapters on such weights
 
 // Called after the preset, or the directory of config.json.
 std::string directory_of_run(std::string model, const std::string& date) {
@@ -195,20 +197,26 @@ std::string init_of(const TrainOptions& options) {
 }
 
 // Loaded weights must be of the run's model, unless a flag allows missing or extra tensors.
-void check_loaded_model(const TrainOptions& options, const std::string& init,
-                        const ModelConfig& model) {
+void check_loaded_model(const RunPlan& plan) {
+  const TrainOptions& options = plan.options;
+  const ModelConfig& model = plan.model.config;
+  const bool is_continued = options.resume == "auto" && !steps_of(options).empty();
+  const bool is_resumed = options.resume != "auto" && options.resume != "never";
+  const std::string resumed = is_continued ? resolve_checkpoint(options.checkpoint_dir)
+                              : is_resumed ? checkpoint_or_files(options.resume)
+                                           : "";
+  if (!resumed.empty()) check_resumed_adapters(resumed, plan.adapters);
+  const std::string init = plan.init.empty() ? "" : checkpoint_or_files(plan.init);
+  if (!init.empty()) check_resumed_adapters(init, std::nullopt);
   const LoadOptions& loading = options.loading;
   if (loading.extra == LoadOptions::Extra::kAllow || !loading.allow_missing.empty()) return;
-  const std::vector<int64_t> steps = steps_of(options);
-  if (options.resume == "auto" && !steps.empty())
-    check_same_model(resolve_checkpoint(options.checkpoint_dir), model, ModelAspect::kResults,
-                     "train the same --model, or choose another --checkpoint-dir");
-  else if (options.resume != "auto" && options.resume != "never")
-    check_same_model(checkpoint_or_files(options.resume), model, ModelAspect::kResults,
-                     "train the same --model, or take the weights alone with --init");
+  if (!resumed.empty())
+    check_same_model(resumed, model, ModelAspect::kResults,
+                     is_continued
+                         ? "train the same --model, or choose another --checkpoint-dir"
+                         : "train the same --model, or take the weights alone with --init");
   else if (!init.empty())
-    check_same_model(checkpoint_or_files(init), model, ModelAspect::kTensors,
-                     "give the --model of these weights");
+    check_same_model(init, model, ModelAspect::kTensors, "give the --model of these weights");
 }
 
 // Gives the model the vocabulary of --vocabulary; or a preset that of the data, rounded up to a
@@ -263,8 +271,13 @@ RunPlan plan_run(const TrainOptions& given, int64_t num_ranks, const RankDevice&
                .validation = nullptr,
                .forecast = {}};
   TrainOptions& options = plan.options;
-  if (!options.lr && !plan.init.empty()) options.lr = kTunedRate;
+  const LoraOptions& lora = options.build.lora;
+  if (!options.lr && !plan.init.empty()) options.lr = lora.is_on() ? kAdapterRate : kTunedRate;
   options.validate(num_ranks);
+  if (lora.is_on() && plan.init.empty())
+    throw UsageError(concat("--lora is ", lora.rank,
+                            ", but no weights are loaded; give a --model "
+                            "directory with weights, or --init"));
   if (given.checkpoint_dir == "auto")
     options.checkpoint_dir = directory_of_run(plan.model.name, "DATE");
   else if (given.checkpoint_dir == "none")
@@ -288,10 +301,16 @@ RunPlan plan_run(const TrainOptions& given, int64_t num_ranks, const RankDevice&
         all_windows(plan.validation, options.sequence_length(), content_of(*options.documents));
   fit_vocabulary(plan);
   plan.model_config = config_json(plan.model.config);
-  check_loaded_model(options, plan.init, plan.model.config);
+  ModelShape shape = build_model(plan.model.name, plan.model.config);
+  const std::vector<std::string> adapted = add_adapters(shape, lora);
+  if (lora.is_on()) {
+    plan.adapters =
+        describe_adapters(lora, adapted, checkpoint_or_files(plan.init), plan.model.config);
+    plan.adapter_parameters = num_adapter_parameters(shape);
+  }
+  check_loaded_model(plan);
   check_tensor_ranks(plan.model.config, options.tp);
-  const Planner planner(build_model(plan.model.name, plan.model.config),
-                        plan_options(options, num_ranks, device.compute));
+  const Planner planner(std::move(shape), plan_options(options, num_ranks, device.compute));
   plan.forecast = planner.forecast();
   if (device.device == DeviceChoice::kCuda &&
       knows_activations(planner.model(), device.compute, options.sequence_length()))
@@ -316,9 +335,11 @@ std::vector<MemoryRow> memory_rows(const Forecast& forecast) {
 }
 
 std::string title_of(const RunPlan& plan) {
-  return concat(plan.model.name, ": ", millions(plan.forecast.parameters), " parameters in ",
-                counted_text(plan.forecast.num_units, "unit"), " on ",
-                counted_text(plan.num_ranks, "rank"));
+  return concat(
+      plan.model.name, ": ", millions(plan.forecast.parameters), " parameters",
+      plan.adapters ? concat(", ", millions(plan.adapter_parameters), " of them trained,") : "",
+      " in ", counted_text(plan.forecast.num_units, "unit"), " on ",
+      counted_text(plan.num_ranks, "rank"));
 }
 
 std::string length_text(const TrainOptions& options) {
@@ -339,12 +360,17 @@ std::string beginning_text(const RunPlan& plan) {
                             plan.corpus->has_mask() ? " (of 99 % of the rows)" : ""));
   if (!plan.given.documents && plan.options.documents == WindowDocuments::kPacked)
     chosen.emplace_back("--documents packed");
-  return concat(is_tuned ? concat("fine-tuning the weights of ", plan.init)
-                         : concat("training random weights, seed ", plan.options.build.seed),
-                chosen.empty() ? ""
-                               : concat(": ", join(chosen, ", "), ", because ",
-                                        is_tuned ? "" : "no ", "weights are loaded"),
-                is_tuned && plan.given.init.empty() ? " (--init none: random ones)" : "");
+  const LoraOptions& lora = plan.options.build.lora;
+  const char* const reason = lora.is_on() ? "adapters are trained"
+                             : is_tuned   ? "weights are loaded"
+                                          : "no weights are loaded";
+  return concat(
+      lora.is_on() ? concat("training adapters (LoRA) of rank ", lora.rank, ", alpha ",
+                            lora.resolved_alpha(), ", on the weights of ", plan.init)
+      : is_tuned   ? concat("fine-tuning the weights of ", plan.init)
+                   : concat("training random weights, seed ", plan.options.build.seed),
+      chosen.empty() ? "" : concat(": ", join(chosen, ", "), ", because ", reason),
+      is_tuned && !lora.is_on() && plan.given.init.empty() ? " (--init none: random ones)" : "");
 }
 
 void place_run(RunPlan& plan, const std::string& directory) {

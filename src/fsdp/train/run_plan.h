@@ -15,6 +15,7 @@
 #include "fsdp/plan/forecast.h"
 #include "fsdp/plan/peak_forecast.h"
 #include "fsdp/train/log/run_records.h"
+#include "fsdp/train/model/adapters.h"
 #include "fsdp/train/settings/train_options.h"
 
 namespace fsdp::train {
@@ -44,6 +45,8 @@ struct RunPlan {
   NamedModel model;
   std::string model_config;  // config.json in our own words (published_model.h has the original)
   std::string init;          // weights to begin with, without a checkpoint to resume; "": random
+  std::optional<AdapterDescription> adapters = std::nullopt;  // with --lora, on the weights of init
+  int64_t adapter_parameters = 0;
   std::string tokenizer;     // of the data: "bytes", or a tokenizer.json; "": not known
   std::string sample = {};   // that a sample begins with, or the question of a chat
   std::vector<int64_t> sample_prompt = {};  // the same as tokens; empty: no sample
@@ -76,7 +79,8 @@ RunPlan plan_run(const TrainOptions& options, int64_t num_ranks, const RankDevic
 // The forecast as rows, to which measured values can be added later.
 std::vector<MemoryRow> memory_rows(const Forecast& forecast);
 
-// "tiny: 1.8 M parameters in 8 units, on 2 ranks"
+// "tiny: 1.8 M parameters in 8 units, on 2 ranks", with --lora
+// "base/config.json: 1.8 M parameters, 0.1 M of them trained, in 6 units on 1 rank"
 std::string title_of(const RunPlan& plan);
 
 // "500 steps of 1,024 tokens: 512,000 tokens in all"
@@ -84,7 +88,8 @@ std::string length_text(const TrainOptions& options);
 
 // Says what a run begins with, and what was chosen by it:
 // "fine-tuning the weights of DIR: --lr 2e-05,
-// --validate-every 50, because weights are loaded (--init none: random ones)".
+// --validate-every 50, because weights are loaded (--init none: random ones)",
+// "training adapters (LoRA) of rank 16 on the weights of DIR: ..., because adapters are trained".
 std::string beginning_text(const RunPlan& plan);
 
 // The directory of a run for which nobody names one: "runs/tiny-20261119-101530".

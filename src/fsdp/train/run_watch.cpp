@@ -21,6 +21,15 @@ double seconds_since_1970() {
 
 }  // namespace
 
+std::string files_text(const WatchOptions& watch, const std::string& trace) {
+  std::vector<std::string> files;
+  if (!watch.log_path.empty())
+    files.push_back(concat("log ", watch.log_path, " (with every setting)"));
+  if (!watch.report_path.empty()) files.push_back(concat("report ", watch.report_path));
+  if (!trace.empty()) files.push_back(concat("trace ", trace));
+  return join(files, ", ");
+}
+
 RunWatch::RunWatch(WatchOptions options, RunFacts facts, std::ostream& out)
     : options_(std::move(options)), facts_(std::move(facts)), console_(options_.console, out) {
   const double time = seconds_since_1970();

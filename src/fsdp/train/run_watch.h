@@ -30,6 +30,9 @@ struct WatchOptions {
   ConsoleOptions console = {};
 };
 
+// "log runs/a/log.jsonl (with every setting), report runs/a/report.html"; "": no files.
+std::string files_text(const WatchOptions& watch, const std::string& trace);
+
 // Lives on one rank and one thread. Only the constructor fails (files that cannot be made); later
 // failures of files cause one warning, and training goes on.
 class RunWatch {

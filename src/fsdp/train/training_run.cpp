@@ -50,16 +50,6 @@ void share_cores(const TrainOptions& options, int64_t ranks_here) {
   at::set_num_threads(static_cast<int>(std::max<int64_t>(1, cores / ranks_here)));
 }
 
-// "log runs/a/log.jsonl (with every setting), report runs/a/report.html"; "": no files.
-std::string files_text(const WatchOptions& watch, const std::string& trace) {
-  std::vector<std::string> files;
-  if (!watch.log_path.empty())
-    files.push_back(concat("log ", watch.log_path, " (with every setting)"));
-  if (!watch.report_path.empty()) files.push_back(concat("report ", watch.report_path));
-  if (!trace.empty()) files.push_back(concat("trace ", trace));
-  return join(files, ", ");
-}
-
 std::string text_of_schedule(const TrainOptions& options) {
   return concat(name_of(options.schedule), ", ", options.total_steps(), " steps, rate ",
                 options.rate());
@@ -122,7 +112,16 @@ TrainingRun::TrainingRun(const RunPlan& plan, World& world, const StopRequest& s
 TrainingRun::~TrainingRun() = default;
 
 CheckpointState TrainingRun::state() const {
-  return {.sharded = *sharded_, .optimizer = optimizer_.get(), .buffers = stored_buffers(*model_)};
+  return {.sharded = *sharded_,
+          .optimizer = optimizer_.get(),
+          .buffers = plan_.adapters ? std::vector<NamedBuffer>() : stored_buffers(*model_)};
+}
+
+// Weights to begin with; with adapters, the frozen ones under them.
+void TrainingRun::load_init(LoadOptions loading) {
+  for (const std::string& glob : adapter_globs(options_.build.lora))
+    loading.allow_missing.push_back(glob);
+  load_checkpoint(plan_.init, {.sharded = *sharded_, .buffers = stored_buffers(*model_)}, loading);
 }
 
 void TrainingRun::load() {
@@ -135,11 +134,13 @@ void TrainingRun::load() {
   const std::vector<int64_t> steps = options_.checkpoint_dir.empty()
                                          ? std::vector<int64_t>{}
                                          : RunDirectory(options_.checkpoint_dir).steps();
+  if (plan_.adapters) load_init(loading);
+  sharded_->drop_frozen_numbers();
+  loading.only = adapter_globs(options_.build.lora);
   // Comes before the Checkpointer, so that a failed load leaves no directory behind.
   if (options_.resume != "auto" && options_.resume != "never")
     loaded = load_checkpoint(options_.resume, state, loading);
-  if (!loaded && steps.empty() && !plan_.init.empty())
-    load_checkpoint(plan_.init, {.sharded = *sharded_, .buffers = state.buffers}, loading);
+  if (!loaded && steps.empty() && !plan_.init.empty() && !plan_.adapters) load_init(loading);
   if (plan_.given.checkpoint_dir == "auto") {
     int64_t time = 0;
     on_all_ranks(mesh_, "making the run's directory", [&] {
@@ -153,6 +154,7 @@ void TrainingRun::load() {
   if (!options_.checkpoint_dir.empty()) {
     CheckpointerOptions saving = options_.saving;
     saving.form.names = names;
+    saving.form.only = loading.only;
     saving.model_config = published_.config;
     saving.model_files = published_.files;
     checkpointer_ = std::make_unique<Checkpointer>(options_.checkpoint_dir, mesh_, saving);
@@ -272,8 +274,6 @@ void TrainingRun::end_trace() {
   trace_->end();
 }
 
-bool TrainingRun::is_due(int64_t every) const { return every > 0 && step_ % every == 0; }
-
 void TrainingRun::forward_and_backward() {
   RECORD_FUNCTION("fsdp::forward_and_backward", {});
   losses_ = at::Tensor();
@@ -369,9 +369,10 @@ void TrainingRun::record(const Metrics& metrics, double seconds) {
     // The peak of a CPU is not known, so its figure would say nothing.
     const double peak = plan_.resolved.peak_tflops.value_or(0);
     if (!device_.is_cpu() || peak > 0)
-      record.teraflops = record.tokens_per_second *
-                         flops_per_token(plan_.model.config, options_.sequence_length()) /
-                         static_cast<double>(plan_.num_ranks) / 1e12;
+      record.teraflops =
+          record.tokens_per_second *
+          flops_per_token(plan_.model.config, options_.sequence_length(), options_.build.lora) /
+          static_cast<double>(plan_.num_ranks) / 1e12;
     if (peak > 0) record.mfu = record.teraflops / peak;
     for (size_t i = 1; i < loss_names_.size(); ++i)
       record.terms.push_back({loss_names_[i], metrics.values[i]});
@@ -399,8 +400,6 @@ void TrainingRun::validate() {
                       .milliseconds = (now() - begin) * 1e3});
 }
 
-std::string TrainingRun::stored_position() const { return to_json(loader_->position()); }
-
 // A failed save costs a checkpoint, not the run: the checkpoints before remain, and the next one
 // may succeed. The error of the last save ends the run.
 void TrainingRun::save() {
@@ -409,9 +408,9 @@ void TrainingRun::save() {
   saved_step_ = step_;
   const double begin = now();
   try {
-    checkpointer_->save(
-        state(),
-        {.step = step_, .schedule = text_of_schedule(options_), .data = stored_position()});
+    checkpointer_->save(state(), {.step = step_,
+                                  .schedule = text_of_schedule(options_),
+                                  .data = to_json(loader_->position())});
   } catch (const RemoteError&) {
     // The rank that failed says why. If it has left, the next collective throws.
   } catch (const Error& error) {

@@ -44,6 +44,7 @@ class TrainingRun {
   struct Metrics;  // the figures that ranks combine after a step
 
   CheckpointState state() const;
+  void load_init(LoadOptions loading);
   void load();
   void begin_watch(std::ostream& out);
   void forward_and_backward();
@@ -59,8 +60,7 @@ class TrainingRun {
   void end(int signal);
   void write_sample();
   void report_end(const std::string& stopped_by);
-  bool is_due(int64_t every) const;
-  std::string stored_position() const;
+  bool is_due(int64_t every) const { return every > 0 && step_ % every == 0; }
   std::string text_of_epochs() const;
 
   RunPlan plan_;

@@ -11,6 +11,7 @@
 #include "fsdp/comm/operation.h"
 #include "fsdp/nn/language_model.h"
 #include "fsdp/plan/forecast.h"
+#include "fsdp/plan/model_adapters.h"
 #include "fsdp/plan/model_tensors.h"
 #include "support/counting_allocator.h"
 #include "support/one_in.h"
@@ -26,6 +27,7 @@ struct Case {
   int ranks;
   MeshOptions mesh;
   Quantization quantization = {};
+  LoraOptions lora = {};
 };
 
 MixtralConfig mixtral(int64_t num_predictions) {
@@ -126,6 +128,16 @@ std::vector<Case> cases() {
     add("deepseek", deepseek(size), {{}, {.ep = 2, .tp = 2}, every_axis});
   }
   add("qwen3-next", next(), {{}, {.ep = 4}, every_axis});
+  const LoraOptions adapters{.rank = 3, .on = {"*_proj"}};
+  all.push_back({"adapted qwen2", qwen2, 4, {.outer = 2}, {}, adapters});
+  all.push_back({"adapted mixtral", mixtral(0), 4, {.ep = 2}, {}, adapters});
+  all.push_back({"adapted hybrid", hybrid(true), 4, {}, {}, adapters});
+  all.push_back({"adapted mixtral of codes",
+                 quantized_mixtral(),
+                 4,
+                 {.outer = 2},
+                 {.recipe = WeightRecipe::kFp8Row, .frozen = true},
+                 adapters});
   return all;
 }
 
@@ -147,7 +159,9 @@ Forecast forecast_of(const Case& each, const ShardOptions& options) {
                          .other_units = options.other_units,
                          .prefetch = options.prefetch,
                          .granularity = options.granularity};
-  return Planner(build_model(each.name, each.config), plan).forecast(options.strategy);
+  ModelShape model = build_model(each.name, each.config);
+  add_adapters(model, each.lora);
+  return Planner(std::move(model), plan).forecast(options.strategy);
 }
 
 // The plan refuses to shard an axis of one rank.
@@ -176,8 +190,9 @@ TEST(PlannedModels, TakeTheMemoryThatIsForecast) {
         testing::CountingHostAllocator allocator;
         ShardOptions counted = options;
         counted.allocator = &allocator;
-        const auto model = build_language_model(each.config, {.seed = 3});
+        const auto model = build_language_model(each.config, {.seed = 3, .lora = each.lora});
         const Sharded sharded = fully_shard(model, mesh, counted);
+        sharded.drop_frozen_numbers();
         const MemoryReport at_rest = sharded.memory();
         EXPECT_EQ(at_rest.weight_bytes, forecast.weight);
         EXPECT_EQ(at_rest.main_grad_bytes, forecast.main_grad);
@@ -261,7 +276,7 @@ TEST(PlannedModels, MoveTheBytesThatAreForecast) {
       const auto recording = std::make_shared<Recording>();
       World world = World::simulated(0, each.ranks, recording);
       const Mesh mesh = world.mesh(each.mesh);
-      const auto model = build_language_model(each.config, {.seed = 3});
+      const auto model = build_language_model(each.config, {.seed = 3, .lora = each.lora});
       const Sharded sharded = fully_shard(model, mesh, options);
       for (int number = 0; number < 3; ++number) {  // the order is known from the second on
         recording->clear();

@@ -43,6 +43,16 @@ TEST(Flops, AreSixPerMultipliedWeightAndAttention) {
             6 * (weights_without_embedding(hybrid(), 5) - unused + scan + attention(1, 63)));
 }
 
+// A frozen weight is multiplied once in the backward, for the gradient of its input.
+TEST(Flops, AreFourPerFrozenWeightUnderAdapters) {
+  const ModelConfig config = llama();
+  const double whole = flops_per_token(config, 63);
+  const double attention = 6 * 3 * 2.0 * 48.0 * (63 + 1.0) / 2.0;
+  const double adapters = 6 * 3 * 5.0 * (48 + 77 + 77 + 48 + 48 + 77);  // of the MLPs
+  EXPECT_DOUBLE_EQ(flops_per_token(config, 63, {.rank = 5, .on = {"*.mlp.*"}}),
+                   (whole - attention) * 4 / 6 + attention + adapters);
+}
+
 // Six per weight that is multiplied; attention counted by hand.
 TEST(Flops, OfLatentAttentionAreThoseOfItsProducts) {
   DeepseekV3Config direct = deepseek();

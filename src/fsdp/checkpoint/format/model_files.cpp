@@ -18,7 +18,8 @@ constexpr std::string_view kNames[] = {kModelConfigName,      "generation_config
                                        "added_tokens.json",   "vocab.json",
                                        "vocab.txt",           "merges.txt",
                                        "chat_template.jinja", "chat_template.json",
-                                       "spiece.model",        "tekken.json"};
+                                       "spiece.model",        "tekken.json",
+                                       "adapter_config.json"};
 
 // Tokenizers have some 30 MB; a larger file than this is refused.
 constexpr int64_t kMaxBytes = int64_t{1} << 30;

@@ -179,13 +179,22 @@ void ConvertedReads::read(const CatalogTensor& tensor, FlatRange range, std::byt
   const DType from = tensor.tensor.dtype;
   const DType to = dtype_of(tensor.tensor);
   const int64_t bytes = range.numel() * element_bytes(to);
-  if (from == to) {
+  const bool is_changed = change_.is_of && change_.is_of(tensor.tensor.name);
+  if (from == to && !is_changed) {
     read_elements(files_, tensor, range, into);
   } else {
     stored_.resize(static_cast<size_t>(range.numel() * element_bytes(from)));
     read_elements(files_, tensor, range, stored_.data());
+    std::span<const std::byte> values = stored_;
+    if (is_changed) {
+      changed_.resize(static_cast<size_t>(range.numel()));
+      convert_values(from, stored_, DType::kFloat32, std::as_writable_bytes(std::span(changed_)));
+      change_.apply(tensor, range, changed_);
+      values = std::as_bytes(std::span(changed_));
+    }
     const int64_t num_overflows =
-        convert_values(from, stored_, to, {into, static_cast<size_t>(bytes)});
+        convert_values(is_changed ? DType::kFloat32 : from, values, to,
+                       {into, static_cast<size_t>(bytes)});
     FSDP_CHECK(num_overflows == 0, "tensor '", shown(tensor.tensor.name), "' has ", num_overflows,
                " numbers that are too large for ", name_of(to), "; keep ", name_of(from),
                ", or choose a type with a larger range");

@@ -9,6 +9,7 @@
 #include <set>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fsdp/base/dtype.h"
@@ -50,6 +51,12 @@ void for_each_chunk(int64_t numel, int64_t width, const std::function<void(FlatR
 
 // --- another type --------------------------------------------------------------------------------
 
+// Changes some tensors between their reading and their rounding, in fp32.
+struct WeightChange {
+  std::function<bool(const std::string& name)> is_of;
+  std::function<void(const CatalogTensor& tensor, FlatRange range, std::span<float> values)> apply;
+};
+
 // Refers to `files`, which must outlive it. For one thread at a time.
 class ConvertedReads {
  public:
@@ -57,6 +64,8 @@ class ConvertedReads {
   // `on_bytes` hears of every byte read. Tensors of `kept` names keep their types.
   ConvertedReads(std::span<const CheckedFile> files, std::optional<DType> dtype,
                  OnBytes on_bytes = {}, std::set<std::string> kept = {});
+
+  void set_change(WeightChange change) { change_ = std::move(change); }
 
   DType dtype_of(const StoredTensor& tensor) const;
   int64_t bytes_of(const StoredTensor& tensor) const;
@@ -70,7 +79,9 @@ class ConvertedReads {
   std::optional<DType> dtype_;
   OnBytes on_bytes_;
   std::set<std::string> kept_;
+  WeightChange change_;
   std::vector<std::byte> stored_;  // before conversion
+  std::vector<float> changed_;
 };
 
 // --- verified reads ------------------------------------------------------------------------------

@@ -132,11 +132,11 @@ std::vector<std::string> write_huggingface_files(const std::string& directory,
 
 namespace {
 
-std::string file_name(size_t index, size_t count) {
-  if (count == 1) return "model.safetensors";
-  char name[64];
-  std::snprintf(name, sizeof name, "model-%05zu-of-%05zu.safetensors", index + 1, count);
-  return name;
+std::string file_name(const std::string& name, size_t index, size_t count) {
+  if (count == 1) return concat(name, ".safetensors");
+  char place[64];
+  std::snprintf(place, sizeof place, "-%05zu-of-%05zu.safetensors", index + 1, count);
+  return name + place;
 }
 
 std::string index_text(std::span<const StoredTensor> tensors, std::span<const FlatRange> files,
@@ -182,7 +182,8 @@ HuggingFaceFiles::HuggingFaceFiles(std::string directory, std::vector<StoredTens
     ++files_.back().end;
     used += bytes;
   }
-  for (size_t i = 0; i < files_.size(); ++i) names_.push_back(file_name(i, files_.size()));
+  for (size_t i = 0; i < files_.size(); ++i) 
+    names_.push_back(file_name(options_.name, i, files_.size()));
 }
 
 void HuggingFaceFiles::open_next() {
@@ -205,7 +206,7 @@ std::vector<std::string> HuggingFaceFiles::finish() {
   while (num_opened_ < files_.size()) open_next();
   writer_->commit(names_.back());
   if (files_.size() > 1)
-    write_file_durably(directory_ + "/model.safetensors.index.json",
+    write_file_durably(concat(directory_, "/", options_.name, ".safetensors.index.json"),
                        index_text(tensors_, files_, names_));
   if (options_.config)
     write_file_durably(

@@ -94,6 +94,7 @@ struct HuggingFaceOptions {
   std::optional<std::string> config = std::nullopt;
   // Other files the model is published with.
   std::vector<ModelFile> model_files = {};
+  std::string name = "model";  // of the files with tensors
 };
 
 // The type with the most bytes, which config.json names.

@@ -2,6 +2,10 @@
 
 #include <ATen/ATen.h>
 
+#include <cmath>
+
+#include "fsdp/base/error.h"
+#include "fsdp/base/text.h"
 #include "fsdp/comm/mesh.h"
 #include "fsdp/nn/layers/linear_functions.h"
 
@@ -14,6 +18,30 @@ bool have_own_rows(const at::Tensor& weight, const MeshAxis& tp) {
   return weight.size(0) % tp.size() == 0;
 }
 
+// Without ranks. The A of all adapters multiply the input together with the weights.
+std::vector<at::Tensor> project_here(const at::Tensor& input,
+                                     const std::vector<const ProjectionImpl*>& layers) {
+  std::vector<at::Tensor> weights;
+  std::vector<at::Tensor> biases;
+  for (const ProjectionImpl* layer : layers) {
+    weights.push_back(layer->weight);
+    biases.push_back(layer->bias);
+  }
+  for (const ProjectionImpl* layer : layers)
+    if (!layer->adapter.a.is_empty()) weights.push_back(layer->adapter.a->weight);
+  biases.resize(weights.size());
+  std::vector<at::Tensor> outputs = nn::linear(input, weights, biases);
+  size_t next = layers.size();
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const Adapter& adapter = layers[i]->adapter;
+    if (adapter.a.is_empty()) continue;
+    const at::Tensor narrow = outputs[next++] * adapter.scale;
+    outputs[i] = outputs[i] + nn::linear(narrow, adapter.b->weight, at::Tensor());
+  }
+  outputs.resize(layers.size());
+  return outputs;
+}
+
 }  // namespace
 
 ProjectionImpl::ProjectionImpl(const ProjectionOptions& options)
@@ -24,8 +52,29 @@ ProjectionImpl::ProjectionImpl(const ProjectionOptions& options)
   if (options.bias) bias = register_parameter("bias", at::empty({options.out}));
 }
 
+AdapterMatrixImpl::AdapterMatrixImpl(int64_t rows, int64_t columns, double bound)
+    : weight(register_parameter("weight", at::empty({rows, columns}))), bound_(bound) {}
+
+void AdapterMatrixImpl::reset_parameters() { fill_uniform(weight, "weight", bound_); }
+
+void ProjectionImpl::add_adapter(int64_t rank, double scale) {
+  const double bound = 1.0 / std::sqrt(static_cast<double>(weight.size(1)));
+  adapter = {.a = register_module("lora_A", AdapterMatrix(rank, weight.size(1), bound)),
+             .b = register_module("lora_B", AdapterMatrix(weight.size(0), rank, 0.0)),
+             .scale = scale};
+}
+
+void ProjectionImpl::join(const MeshAxis& tp) {
+  if (!adapter.a.is_empty())
+    throw UsageError(concat("tp is ", tp.size(),
+                            ", but layers have adapters (LoRA), which ranks of a tp group do not "
+                            "share out; leave one of the two out"));
+  TokenParallelLayer::join(tp);
+}
+
 at::Tensor ProjectionImpl::forward(const at::Tensor& input) {
-  if (tp() == nullptr || cut_ != ProjectionCut::kInputs) return nn::linear(input, weight, bias);
+  if (tp() == nullptr) return project_here(input, {this}).front();
+  if (cut_ != ProjectionCut::kInputs) return nn::linear(input, weight, bias);
   const at::Tensor sum = scatter_sequence(nn::linear(input, weight, at::Tensor()), tp());
   return bias.defined() ? sum + bias : sum;
 }
@@ -44,15 +93,20 @@ std::vector<int64_t> ProjectionImpl::matrix_rows(const std::string& parameter) c
 
 std::vector<at::Tensor> project(const at::Tensor& input, const std::vector<Projection>& layers,
                                 const MeshAxis* tp) {
+  if (tp == nullptr) {
+    std::vector<const ProjectionImpl*> here;
+    for (const Projection& layer : layers) here.push_back(layer.get());
+    return project_here(input, here);
+  }
   std::vector<at::Tensor> weights;
   std::vector<at::Tensor> biases;
   for (const Projection& layer : layers) {
     weights.push_back(layer->weight);
     biases.push_back(layer->bias);
   }
-  if (tp == nullptr) return nn::linear(input, weights, biases);
   return gathered_linear(input, weights, biases, *tp);
 }
+
 
 void ProjectionImpl::reset_parameters() {
   fill_normal(weight, "weight", standard_deviation_);

@@ -39,7 +39,27 @@ struct ProjectionOptions {
   std::vector<int64_t> sections = {};
 };
 
-// x * weight^T + bias, like fsdp::nn::Linear.
+// One of an adapter's two matrices. Not quantised, and never Muon's.
+class AdapterMatrixImpl : public torch::nn::Module, public NamedInit {
+ public:
+  // First values: uniform from -bound to bound.
+  AdapterMatrixImpl(int64_t rows, int64_t columns, double bound);
+  void reset_parameters() override;
+
+  at::Tensor weight;
+
+ private:
+  const double bound_;
+};
+TORCH_MODULE(AdapterMatrix);
+
+struct Adapter {
+  AdapterMatrix a{nullptr};  // [rank, in]; empty: there is no adapter
+  AdapterMatrix b{nullptr};  // [out, rank]
+  double scale = 0;
+};
+
+// x * weight^T + bias, like fsdp::nn::Linear; with an adapter (LoraOptions) also scale * B (A x).
 class ProjectionImpl : public torch::nn::Module,
                        public NamedInit,
                        public TokenParallelLayer,
@@ -54,9 +74,16 @@ class ProjectionImpl : public torch::nn::Module,
     return parameter == "weight" && fsdp::is_quantizable(weight.size(0), weight.size(1));
   }
   std::vector<int64_t> matrix_rows(const std::string& parameter) const override;
+  // UsageError with an adapter, whose matrices nobody cuts.
+  void join(const MeshAxis& tp) override;
+
+  // Before first values are set. The first ones are PEFT's: those of torch::nn::Linear in A, and 0
+  // in B.
+  void add_adapter(int64_t rank, double scale);
 
   at::Tensor weight;  // [out, in]
   at::Tensor bias;    // [out], or undefined
+  Adapter adapter;
 
  private:
   const double standard_deviation_;

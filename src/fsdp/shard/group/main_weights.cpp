@@ -49,6 +49,16 @@ MainWeightPiece part_of(const MainWeightPiece& piece, FlatRange range) {
   return part;
 }
 
+// Frozen codes are made of fp32 numbers that nothing else needs.
+bool is_of_frozen_codes(const GroupTypes& types) {
+  return types.is_quantized() && !types.trainable;
+}
+
+at::ScalarType main_dtype(const GroupTypes& types) {
+  if (is_of_frozen_codes(types)) return at::kFloat;
+  return scalar_type_of(types.main_weight.value_or(types.weight));
+}
+
 }  // namespace
 
 at::Tensor join_halves(const at::Tensor& upper, const at::Tensor& remainder) {
@@ -68,13 +78,15 @@ void split_into_halves(const at::Tensor& values, const at::Tensor& upper,
 
 MainWeights::MainWeights(const FlatLayout& layout, const GroupTypes& types,
                          const GroupSetting& setting, const FlatBuffer& weight)
-    : dtype_(scalar_type_of(types.main_weight.value_or(types.weight))),
+    : dtype_(main_dtype(types)),
       model_device_(setting.device) {
   const StatePlaces places =
       state_places(layout.shard_ranges(setting.strategy.optimizer, setting.rank),
                    types.trainable ? setting.offload.fraction : 0.0);
   const int64_t align_bytes = layout.request().align_bytes;
-  device_ = Slab(setting.memory.main_weight, numel_of(places.device) * main_weight_bytes(types),
+  device_ = Slab(setting.memory.main_weight,
+                 numel_of(places.device) *
+                     (is_of_frozen_codes(types) ? width_of(dtype_) : main_weight_bytes(types)),
                  align_bytes);
   host_ = Slab(setting.memory.host, numel_of(places.host) * host_weight_bytes(types), align_bytes);
   add_pieces(places.device, device_, types.split ? at::kShort : dtype_, setting.device, weight,
@@ -122,7 +134,15 @@ at::Tensor MainWeights::at(FlatRange range) const {
   return at::empty({0}, at::dtype(dtype_).device(model_device_));
 }
 
+void MainWeights::drop() {
+  pieces_.clear();
+  device_ = Slab();
+  is_dropped_ = true;
+}
+
 void MainWeights::copy_to(FlatRange range, const at::Tensor& into) const {
+  FSDP_CHECK(!is_dropped_, "frozen weights have codes alone (Sharded::drop_frozen_numbers); read "
+                           "their numbers where they were loaded from");
   for (const MainWeightPiece& piece : pieces_) {
     const FlatRange common = intersect(piece.flat, range);
     if (common.empty()) continue;
@@ -150,6 +170,8 @@ void* MainWeights::settable_in_host_memory(FlatRange range, at::ScalarType dtype
 }
 
 void MainWeights::set(FlatRange range, const at::Tensor& values) {
+  FSDP_CHECK(!is_dropped_, "frozen weights have codes alone (Sharded::drop_frozen_numbers) and "
+                           "take no values; shard the model again");
   is_rewritten_ = true;
   const at::Tensor flat = values.reshape({-1});
   for (const MainWeightPiece& piece : pieces_) {

@@ -69,6 +69,10 @@ class MainWeights {
   // After main weights were changed: rounds them into the weights.
   void refresh();
 
+  // Frees them. Codes of frozen weights need them no more; nor may anybody else.
+  void drop();
+  bool is_dropped() const { return is_dropped_; }
+
   // Whether values were set or refreshed since the last call: then an optimizer's marks do not say
   // what has changed, and everything counts as changed. Marks compare main weights rounded as
   // updates do, so refreshed ones, in which ties are even, are rounded again; afterwards call
@@ -84,6 +88,7 @@ class MainWeights {
   Slab device_;
   Slab host_;
   std::vector<MainWeightPiece> pieces_;
+  bool is_dropped_ = false;
   bool is_rewritten_ = true;
   bool is_refreshed_ = false;
 };

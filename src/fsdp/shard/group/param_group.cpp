@@ -239,6 +239,12 @@ void ParamGroup::refresh() {
     main_weights_->refresh();
 }
 
+void ParamGroup::drop_frozen_numbers() {
+  if (!quantized_ || is_trainable()) return;
+  quantized_->forget_values();
+  main_weights_->drop();
+}
+
 bool ParamGroup::expect_newer() {
   is_stale_ |= refresh_.communicates();
   return is_stale_;

@@ -158,7 +158,13 @@ void QuantizedWeights::cast() {
   counts_.select(0, 2).add_(numel);
 }
 
+void QuantizedWeights::forget_values() {
+  parts_.clear();
+  has_values_ = false;
+}
+
 void QuantizedWeights::quantize(const Tag& tag) {
+  if (!has_values_) return;
   measure();
   start_combining(tag, {}).wait();
   cast();

@@ -39,8 +39,10 @@ class QuantizedWeights {
   void cast();
   // On the communicators of the axes that shard main weights; all ranks call it in the same order.
   Work start_combining(const Tag& tag, const Work& after) const;
-  // All of it, for those who wait.
+  // All of it, for those who wait; nothing after forget_values().
   void quantize(const Tag& tag);
+  // The main weights go, and the codes stay.
+  void forget_values();
 
   // Scales of one byte take the paths of the codes, after them. `room`: behind the codes in their
   // slab.
@@ -95,6 +97,7 @@ class QuantizedWeights {
   std::vector<Matrix> matrices_;
   std::vector<CachedWeight> cache_;  // by matrix: pools hand out the same addresses every step
   std::vector<Part> parts_;
+  bool has_values_ = true;
   Slab slab_;
   at::Tensor amaxes_;   // [shared scales of the group], int32: bits of magnitudes
   at::Tensor factors_;  // fp32

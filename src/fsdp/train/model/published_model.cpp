@@ -105,6 +105,9 @@ PublishedModel published_model(const RunPlan& plan) {
   if (!config && find_preset(plan.options.model) == nullptr)
     config = read_text_file(plan.model.name, kMaxConfigBytes);
   if (plan.options.tokenizer != "auto") replace_tokenizer(published.files, plan.options.tokenizer);
+  std::erase_if(published.files, [](const auto& file) { return file.name == kAdapterConfigName; });
+  if (plan.adapters)
+    published.files.push_back({kAdapterConfigName, to_json(*plan.adapters, AdapterReader::kOurs)});
   if (config) published.config = config_json_like(plan.model.config, *config);
   return published;
 }

@@ -22,6 +22,7 @@
 #include "fsdp/nn/config/config_json.h"
 #include "fsdp/shard/fully_shard.h"
 #include "fsdp/shard/parameter_init.h"
+#include "fsdp/train/model/adapters.h"
 #include "fsdp/train/model/published_model.h"
 #include "fsdp/train/run_data.h"
 #include "fsdp/train/run_options.h"
@@ -122,6 +123,10 @@ MeanLoss mean_loss(LanguageModel& model, const ValidationBatches& batches, c10::
           .tokens = std::llround(count * static_cast<double>(data_parallel_size))};
 }
 
+std::vector<std::string> adapter_globs(const LoraOptions& lora) {
+  return lora.is_on() ? std::vector{std::string(kAdapterTensors)} : std::vector<std::string>();
+}
+
 LoadedModel load_for_inference(const InferenceOptions& options, const Mesh& mesh) {
   TrainOptions given;
   apply_given(given, {{"device", {options.device}}, {"compute", {options.compute}}});
@@ -133,10 +138,13 @@ LoadedModel load_for_inference(const InferenceOptions& options, const Mesh& mesh
   const std::string slow = slow_compute_text(compute, device, this_cpu());
   if (mesh.inner().rank() == 0 && !slow.empty()) log(LogLevel::kWarning, slow);
   const std::string path = checkpoint_or_files(options.path);
+  const std::optional<AdapterDescription> adapters = stored_adapters(path);
   std::shared_ptr<LanguageModel> model;
   {
     const MetaConstruction meta;
-    model = build_language_model(config_of(options, path), {.dtype = scalar_type_of(compute)});
+    model = build_language_model(config_of(options, path),
+                                 {.dtype = scalar_type_of(compute),
+                                  .lora = adapters ? adapters->lora : LoraOptions()});
   }
   // Frozen: neither gradients nor main weights need memory.
   for (at::Tensor& parameter : model->parameters()) parameter.requires_grad_(false);
@@ -146,8 +154,14 @@ LoadedModel load_for_inference(const InferenceOptions& options, const Mesh& mesh
   loading.names = stored_name_rules(*model);
   loading.ignored = model->ignored_names();
   loading.is_tolerance_offered = false;
-  const LoadedCheckpoint loaded =
-      load_checkpoint(path, {.sharded = sharded, .buffers = stored_buffers(*model)}, loading);
+  CheckpointState state{.sharded = sharded, .buffers = stored_buffers(*model)};
+  if (adapters) {
+    loading.allow_missing = adapter_globs(adapters->lora);
+    load_checkpoint(find_base(*adapters, options.model, "--model"), state, loading);
+    loading.only = std::exchange(loading.allow_missing, {});
+    state.buffers.clear();
+  }
+  const LoadedCheckpoint loaded = load_checkpoint(path, state, loading);
   return {model, sharded, device, path, loaded.step, sequence_of(loaded)};
 }
 

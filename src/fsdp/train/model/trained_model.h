@@ -57,7 +57,8 @@ MeanLoss mean_loss(LanguageModel& model, const ValidationBatches& batches, c10::
 
 struct InferenceOptions {
   std::string path;  // of a run, a checkpoint, or safetensors files of other tools
-  // A preset, a config.json or a directory with one; "": the checkpoint's own config.json.
+  // A preset, a config.json or a directory with one; "": the checkpoint's own config.json. Of
+  // adapters, a directory with the frozen weights; "": where they were.
   std::string model = {};
   std::string device = "auto";   // as --device
   std::string compute = "auto";  // as --compute
@@ -74,6 +75,9 @@ struct LoadedModel {
 
 // All ranks of the mesh call it; the mesh must outlive the result.
 LoadedModel load_for_inference(const InferenceOptions& options, const Mesh& mesh);
+
+// The tensors of adapters, for StoredForm::only and the like; with none, no tensors.
+std::vector<std::string> adapter_globs(const LoraOptions& lora);
 
 // --- evaluation ----------------------------------------------------------------------------------
 

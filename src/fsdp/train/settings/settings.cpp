@@ -54,6 +54,16 @@ void visit_model(TrainOptions& o, const Visit& visit) {
       "Forget a block's activations and compute them again in the backward");
   row(o.build.logit_bytes, "logit-memory", kBytesType,
       "The loss has the logits of so many tokens at once as fit into this, at least of one", 1);
+  const Rows<Visit> adapters{visit, "adapters"};
+  adapters(o.build.lora.rank, "lora", "RANK",
+           "Train adapters of this rank on frozen weights (LoRA); 0: train the weights themselves",
+           0, 0x1p20);
+  adapters(o.build.lora.alpha, "lora-alpha", "X|auto",
+           "An adapter adds alpha / rank times what it computes; auto: 2 * rank", 0x1p-40, 0x1p40,
+           kAuto);
+  adapters(o.build.lora.on, "lora-on", "GLOB...",
+           "Linear layers of blocks that have adapters, by name ('*.self_attn.*') or its last word "
+           "(q_proj v_proj); none: all of them");
 }
 
 template <typename Visit>
@@ -104,8 +114,8 @@ void visit_optimizer(TrainOptions& o, const Visit& visit) {
   const Rows<Visit> row{visit, "optimizer"};
   row(o.optimizer, "optimizer", "NAME",
       "What updates; muon: the matrices of hidden layers, and AdamW the rest");
-  row(o.lr, "lr", "X|auto", "The highest learning rate; auto: 4e-3, and 2e-5 for loaded weights", 0,
-      1e6, kAuto);
+  row(o.lr, "lr", "X|auto", "The highest learning rate; auto: 4e-3, 2e-5 for loaded weights, 2e-4 for adapters", 0, 1e6,
+      kAuto);
   row(o.schedule, "schedule", "NAME",
       "How the rate goes on after the warm-up: constant, linear, cosine or wsd");
   row(o.warmup, "warmup", "N|auto",

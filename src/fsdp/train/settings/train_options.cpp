@@ -246,11 +246,36 @@ void TrainOptions::validate(int64_t num_ranks) const {
     throw UsageError("--log is 'wandb:'; name a project, e.g. --log wandb:rank-tests");
   if (nesterov && (optimizer != OptimizerChoice::kSgd || sgd_momentum() == 0))
     throw UsageError("--nesterov needs --optimizer sgd with a --momentum above 0; drop it");
+  check_adapters();
   check_muon(*this);
   if (shard.pool_budget_bytes != 0 && shard.prefetch != ShardOptions{}.prefetch)
     throw UsageError(concat("--prefetch is ", shard.prefetch,
                             ", but --pool-budget chooses the depth itself; drop one of the two"));
   shard.validate();
+}
+
+void TrainOptions::check_adapters() const {
+  const LoraOptions& lora = build.lora;
+  if (!lora.is_on()) {
+    if (lora.alpha || !lora.on.empty())
+      throw UsageError(concat(lora.alpha ? "--lora-alpha" : "--lora-on",
+                              " is given without --lora; give the rank of the adapters, too, e.g. "
+                              "--lora 16"));
+    return;
+  }
+  const auto refuse = [&](const std::string& other, const char* why) {
+    throw UsageError(
+        concat("--lora is ", lora.rank, ", but ", other, ", ", why, "; drop one of the two"));
+  };
+  if (tp > 1) refuse(concat("--tp is ", tp), "whose ranks do not share out adapters");
+  if (optimizer == OptimizerChoice::kMuon)
+    refuse("--optimizer is muon", "which is for the matrices that --lora freezes");
+  if (!patches.empty())
+    refuse(concat("--patches is '", patches, "'"), "which is of weights that --lora freezes");
+  if (!export_dir.empty())
+    refuse(concat("--export-dir is '", export_dir, "'"),
+           "which is of whole weights; fsdp convert writes adapters (--to peft) and merged weights "
+           "(--to hf --merge)");
 }
 
 int64_t TrainOptions::rows_of_rank(int64_t num_ranks) const {

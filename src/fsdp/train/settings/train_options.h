@@ -83,7 +83,7 @@ struct TrainOptions {
 
   // --- optimizer ---
   OptimizerChoice optimizer = OptimizerChoice::kAdamW;
-  std::optional<double> lr = std::nullopt;  // nullopt: 4e-3, and 2e-5 for loaded weights
+  std::optional<double> lr = std::nullopt;  // nullopt: by what is trained
   RateSchedule schedule = RateSchedule::kCosine;
   std::optional<int64_t> warmup = std::nullopt;  // nullopt: a tenth of the steps, at most 1000
   std::optional<double> min_lr = std::nullopt;   // nullopt: a tenth of `lr`
@@ -145,6 +145,9 @@ struct TrainOptions {
   // Checks the fields against each other for this many ranks, before anything is opened. Throws a
   // UsageError with the flags, their values and the fix.
   void validate(int64_t num_ranks) const;
+
+  // The part of validate() that plans share: what does not go together with adapters.
+  void check_adapters() const;
 
   // From `tokens` or `steps`; by `epochs` once plan_run() knows the data.
   int64_t total_steps() const;

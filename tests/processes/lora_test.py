@@ -1,0 +1,214 @@
+#!/usr/bin/env python3
+"""`fsdp train --lora` beside PEFT, transformers and torch's AdamW: the same losses from the same adapters, files that PEFT
+reads, and merged weights that are PEFT's; and what a run says where it cannot be.
+
+    lora_test.py FSDP
+"""
+
+import json
+import os
+import pathlib
+import shutil
+import sys
+import tempfile
+import unittest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here needs a network
+
+try:
+    import peft
+    import safetensors.torch
+    import torch
+    import transformers
+except ImportError as error:
+    print(f"skipped: {error}; make setup installs what requirements.txt names")
+    sys.exit(0)
+
+import small_runs
+
+FSDP = sys.argv[1]
+STEPS, BATCH, SEQUENCE, RANK, ALPHA, RATE = 6, 4, 16, 4, 12, 0.01
+# Both sides round sums of up to a hundred products to fp32, in different orders, 6e-8 each; some steps carry that on.
+TOLERANCE = 2e-5
+
+
+class Lora(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = tempfile.TemporaryDirectory()
+        cls.root = pathlib.Path(cls.folder.name)
+        torch.manual_seed(3)
+        cls.base = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
+            vocab_size=257, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None))
+        cls.base.save_pretrained(cls.root / "model")
+        # Exactly as many windows as a batch has: a step sees all of them, in whatever order.
+        text = "".join(f"{i * 7919 % 1000} " for i in range(BATCH * SEQUENCE))[:BATCH * SEQUENCE]
+        (cls.root / "text.txt").write_text(text)
+        cls.fsdp("data", "pack", "text.txt", "--output", "text.bin")
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.folder.cleanup()
+
+    @classmethod
+    def fsdp(cls, *words, code=0):
+        return small_runs.run([FSDP, *words], cls.root, code=code, timeout=300)
+
+    @classmethod
+    def train(cls, run, *words, code=0, steps=STEPS, model="model", rate=RATE):
+        return cls.fsdp("train", "--model", model, "--data", "text.bin", "--validation-fraction", 0, "--steps", steps,
+                        "--batch", BATCH, "--sequence", SEQUENCE, "--lr", rate, "--warmup", 0, "--schedule", "constant",
+                        "--sample", "", "--quiet", "--checkpoint-dir", run, *words, code=code)
+
+    def losses(self, run):
+        return list(small_runs.losses(self.root / run / "log.jsonl").values())
+
+    def loaded(self, folder, **more):
+        model = transformers.Qwen2ForCausalLM.from_pretrained(self.root / "model", dtype=torch.float32)
+        return peft.PeftModel.from_pretrained(model, self.root / folder, **more)
+
+    def windows(self):
+        """The tokens of the packed file: those of bytes, with an end."""
+        tokens = list((self.root / "text.txt").read_bytes()) + [256]
+        at = range(0, BATCH * SEQUENCE, SEQUENCE)
+        return (torch.tensor([tokens[i:i + SEQUENCE] for i in at]),
+                torch.tensor([tokens[i + 1:i + SEQUENCE + 1] for i in at]))
+
+    def test_losses_and_files_are_those_of_peft(self):
+        lora = ("--lora", RANK, "--lora-alpha", ALPHA, "--lora-on", "q_proj", "v_proj", "down_proj")
+        self.train("begun", *lora, steps=1, rate=0)  # which changes nothing
+        self.train("run", *lora, "--ranks", 2)
+        self.train("codes", *lora, "--ranks", 2, "--weights", "fp8-row")
+        for run in ("begun", "run"):
+            self.fsdp("convert", run, f"{run}-peft", "--to", "peft")
+
+        config = json.loads((self.root / "run-peft/adapter_config.json").read_text())
+        self.assertEqual((config["r"], config["lora_alpha"], config["target_modules"]),
+                         (RANK, ALPHA, ["down_proj", "q_proj", "v_proj"]))
+        model = self.loaded("begun-peft", is_trainable=True)
+        trained = [each for each in model.parameters() if each.requires_grad]
+        self.assertEqual(len(trained), 2 * 3 * 2)
+        optimizer = torch.optim.AdamW(trained, lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
+        tokens, targets = self.windows()
+        theirs = []
+        for _ in range(STEPS):
+            loss = torch.nn.functional.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten())
+            theirs.append(loss.item())
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        ours = self.losses("run")
+        self.assertLess(ours[-1], ours[0])
+        for mine, other in zip(ours, theirs, strict=True):
+            self.assertAlmostEqual(mine, other, delta=TOLERANCE)
+        for mine, other in zip(self.losses("codes"), theirs, strict=True):
+            self.assertAlmostEqual(mine, other, delta=0.02 * other)  # codes are up to 1/16 off, of both signs
+
+        read = self.loaded("run-peft")
+        with torch.no_grad():
+            torch.testing.assert_close(read(tokens).logits, model(tokens).logits, rtol=1e-3, atol=1e-3)
+        self.fsdp("convert", "run", "merged", "--to", "hf", "--merge")
+        merged = transformers.AutoModelForCausalLM.from_pretrained(self.root / "merged", dtype="auto")
+        expected = read.merge_and_unload().state_dict()
+        self.assertEqual(merged.dtype, torch.float32)
+        for name, value in merged.state_dict().items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6, msg=name)
+        self.assertFalse((self.root / "merged/adapter_config.json").exists())
+
+    def test_checkpoints_have_adapters_alone(self):
+        self.train("small", "--lora", RANK, "--ranks", 2, steps=3)
+        self.train("small", "--lora", RANK, "--ranks", 2)
+        self.train("at-once", "--lora", RANK, "--ranks", 2)
+        self.assertEqual(self.losses("small"), self.losses("at-once"))
+        self.train("small", "--lora", RANK, steps=STEPS + 1)  # on another number of ranks
+        inspected = self.fsdp("inspect", "small", "--json").stdout
+        stored = [path for path in (self.root / "small").rglob("*.safetensors")]
+        names = {name for path in stored for name in small_runs.stored_tensors(path.read_bytes())}
+        self.assertTrue(names and all(".lora_" in name for name in names), names)
+        self.assertNotIn("embed_tokens.weight\": {", inspected)
+        self.fsdp("convert", "small", "cut", "--to", "sharded", "--ranks", 3)
+        for each in ("small", "cut"):
+            self.fsdp("convert", each, f"{each}-peft", "--to", "peft")
+        first, second = (safetensors.torch.load_file(self.root / f"{each}-peft/adapter_model.safetensors")
+                         for each in ("small", "cut"))
+        self.assertTrue(all(torch.equal(first[name], second[name]) for name in first))
+        before = self.fsdp("eval", "--checkpoint", "small", "--data", "text.bin", "--json").stdout
+        self.fsdp("convert", "small", "small-merged", "--to", "hf", "--merge")
+        after = self.fsdp("eval", "--checkpoint", "small-merged", "--data", "text.bin", "--sequence", SEQUENCE, "--json").stdout
+        self.assertAlmostEqual(json.loads(before)["loss"], json.loads(after)["loss"], delta=TOLERANCE)
+
+    def test_narrow_weights_are_rounded_once(self):
+        shutil.copytree(self.root / "model", self.root / "narrow")
+        self.base.to(torch.bfloat16).save_pretrained(self.root / "narrow")
+        self.base.to(torch.float32)
+        self.train("of-narrow", "--lora", RANK, model="narrow")
+        self.fsdp("convert", "of-narrow", "narrow-peft", "--to", "peft")
+        self.fsdp("convert", "of-narrow", "narrow-merged", "--to", "hf", "--merge")
+        adapters = safetensors.torch.load_file(self.root / "narrow-peft/adapter_model.safetensors")
+        base, merged = (safetensors.torch.load_file(self.root / each / "model.safetensors") for each in ("narrow", "narrow-merged"))
+        for name, weight in base.items():
+            a, b = (adapters.get(f"base_model.model.{name.removesuffix('.weight')}.lora_{x}.weight") for x in "AB")
+            whole = weight.float() if a is None else weight.float() + 2 * b @ a
+            self.assertEqual(merged[name].dtype, torch.bfloat16)
+            # Products in another order may round to the neighbour.
+            torch.testing.assert_close(merged[name], whole.bfloat16(), rtol=2**-7, atol=0, msg=name)
+            self.assertLess((merged[name] != whole.bfloat16()).float().mean(), 0.01, name)
+
+    def test_plan_knows_the_bytes(self):
+        def planned(*words):
+            return json.loads(self.fsdp("plan", "--model", "model", "--ranks", 1, "--json", *words).stdout)["bytes"]
+        whole, lora, codes = planned(), planned("--lora", RANK), planned("--lora", RANK, "--weights", "fp8-row")
+        adapters = sum(RANK * sum(each.shape) for name, each in self.base.named_parameters()
+                       if name.endswith("proj.weight"))
+        self.assertEqual(lora["moments"], 2 * 4 * adapters)
+        self.assertEqual(lora["weight"], whole["weight"] + 2 * adapters)
+        self.assertLess(codes["weight"], lora["weight"])
+        self.assertEqual(codes["moments"], lora["moments"])
+
+        self.assertIn("--tp is 2, whose ranks do not share out adapters",
+                      self.fsdp("plan", "--model", "model", "--ranks", 2, "--tp", 2, "--lora", RANK, code=2).stderr)
+
+    def test_what_cannot_be(self):
+        self.train("refused", "--lora", RANK, steps=2)
+        self.train("full", steps=2)
+        shutil.copytree(self.root / "model", self.root / "other")
+        tensors = safetensors.torch.load_file(self.root / "model/model.safetensors")
+        safetensors.torch.save_file({name: value + 1 for name, value in tensors.items()}, self.root / "other/model.safetensors",
+                                    metadata={"format": "pt"})
+        lora = ("--lora", RANK)
+        for begin, words in (
+                ((*lora, "--init", "none"), "no weights are loaded; give a --model directory with weights, or --init"),
+                (("--lora-alpha", 8), "--lora-alpha is given without --lora"),
+                ((*lora, "--tp", 2, "--ranks", 2), "--tp is 2, whose ranks do not share out adapters"),
+                ((*lora, "--optimizer", "muon"), "which is for the matrices that --lora freezes"),
+                ((*lora, "--patches", "p"), "which is of weights that --lora freezes"),
+                ((*lora, "--export-dir", "e"), "fsdp convert writes adapters (--to peft) and merged weights"),
+                ((*lora, "--lora-on", "w_proj"), "--lora-on has 'w_proj', which names no linear layer"),
+                (("--init", "refused"), "holds adapters alone (rank 4, alpha 8")):
+            self.assertIn(words, self.train("never", *begin, code=2).stderr)
+        for run, begin, words in (
+                ("refused", (), "give --lora 4 to train them on"),
+                ("refused", ("--lora", 8), "but here are rank 8"),
+                ("refused", (*lora, "--init", "other"), "which were others than those of"),
+                ("full", lora, "has whole weights and no adapters")):
+            self.assertIn(words, self.train(run, *begin, code=2, steps=3).stderr)
+        for given, words in (
+                (("refused", "x", "--to", "hf"), "--merge makes whole weights of them, and --to peft writes them for PEFT"),
+                (("full", "x", "--to", "peft"), "has no adapters; use --to hf"),
+                (("full", "x", "--to", "hf", "--merge"), "has no adapters; drop --merge"),
+                (("refused", "x", "--to", "hf", "--merge", "--base", "other"), "are others than those")):
+            self.assertIn(words, self.fsdp("convert", *given, code=1).stderr)
+        (self.root / "model").rename(self.root / "moved")
+        try:
+            asked = ("generate", "--checkpoint", "refused", "--prompt", "1 ", "--tokens", 3)
+            self.assertIn("which are not there; name their directory with --model", self.fsdp(*asked, code=1).stderr)
+            self.fsdp(*asked, "--model", "moved")
+            self.fsdp("convert", "refused", "from-moved", "--to", "hf", "--merge", "--base", "moved")
+        finally:
+            (self.root / "moved").rename(self.root / "model")
+
+
+if __name__ == "__main__":
+    unittest.main(argv=sys.argv[:1])
