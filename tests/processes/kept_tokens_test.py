@@ -48,10 +48,10 @@ class KeptTokens(unittest.TestCase):
             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=192)).save_pretrained(self.root / "model")
         write_chats(self.root / "chats.jsonl", 200)
 
-    def train(self, *words, ranks=0, code=0, run="run"):
+    def train(self, *words, ranks=0, batch=4, code=0, run="run"):
         start = [sys.executable, START_RANKS, ranks] if ranks else []
-        return small_runs.run([*start, FSDP, "train", "--model", "model", "--data", "chats.jsonl", "--batch", 4,
-                               "--checkpoint-dir", run, "--sample", "", *words], self.root, code=code, timeout=300,
+        return small_runs.run([*start, FSDP, "train", "--model", "model", "--data", "chats.jsonl", "--batch", batch,
+                               "--schedule", "constant", "--checkpoint-dir", run, "--sample", "", *words], self.root, code=code, timeout=300,
                               FSDP_PYTHON=sys.executable)
 
     def kept(self, run="run"):
@@ -94,15 +94,17 @@ class KeptTokens(unittest.TestCase):
         config = json.loads((self.root / "model" / "tokenizer_config.json").read_text())
         config["chat_template"] = config["chat_template"].replace("You help.", "You know.")
         (self.root / "model" / "tokenizer_config.json").write_text(json.dumps(config))
-        self.train("--steps", 1, "--restart-data")
+        self.train("--steps", 1, "--restart-data")  # with the tokenizer that its checkpoint has
+        self.assertEqual(second, self.kept())
+        self.train("--steps", 1, "--restart-data", "--tokenizer", "model")
         self.assertFalse(set(second) & set(self.kept()))
 
     def test_processes_share_them(self):
-        self.train("--steps", 2, ranks=3, run="three", *("--batch", 6))
+        self.train("--steps", 2, ranks=3, batch=6, run="three")
         self.assertEqual(len(self.kept("three")), 2)
-        self.train("--steps", 2, "--batch", 6, "--ranks", 3, run="threads")
+        self.train("--steps", 2, "--ranks", 3, batch=6, run="threads")
         self.assertEqual(self.losses("three"), self.losses("threads"))
-        self.train("--steps", 2, "--batch", 6, "--ranks", 1, run="one")
+        self.train("--steps", 2, "--ranks", 1, batch=6, run="one")
         for mine, theirs in zip(self.losses("three"), self.losses("one")):  # another order of sums
             self.assertAlmostEqual(mine, theirs, delta=1e-5)
 

@@ -93,7 +93,7 @@ def check_long_text(folder):
     check(facts["documents"] == 1, facts)
 
 
-# As GPT-2, Llama 3, Qwen 2.5 and GPT-4o cut texts; and one that is not known, so that it gets whole texts.
+# The cuts of GPT-2, Llama 3, Qwen 2.5 and GPT-4o; and one that is not known, so that it gets whole texts.
 CUTS = [None, *(cut.replace("SUFFIX", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)") for cut in (
     r"SUFFIX|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     r"SUFFIX|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -231,7 +231,7 @@ def check_worker_that_dies(folder):
                           ("os.write(frame.f_back.f_locals['out'].fileno(), b'x' * 16)", "gave an answer that is none")):
         path = sabotaged(folder, "def watch(frame, event, argument):\n"
                                  f"    code = frame.f_code\n"
-                                 f"    if (event, code.co_filename, code.co_name) == ('call', '<string>', 'encode'): {ending}\n"
+                                 f"    if (event, code.co_filename, code.co_name) == ('call', '<string>', 'words'): {ending}\n"
                                  "sys.setprofile(watch)\n")
         refused("data", "pack", folder / "text.txt", "--output", folder / "never.bin", "--tokenizer", folder / "bpe",
                 PYTHONPATH=path, words=words)

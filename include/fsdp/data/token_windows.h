@@ -14,7 +14,7 @@ namespace fsdp {
 
 class PackedDocuments;
 
-// What a window has: a stretch of the corpus, or whole documents, as many as fit.
+// A window has either of these: a stretch of the corpus, or whole documents, as many as fit.
 enum class WindowContent : uint8_t { kStretch, kDocuments };
 
 // Neighbouring windows share one token: the last target of one is the first input of the next, so

@@ -7,6 +7,7 @@
 
 #include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <random>
@@ -326,6 +327,14 @@ std::string directory_of(const std::string& path) {
 
 std::string file_name_of(const std::string& path) {
   return path.substr(path.find_last_of('/') + 1);
+}
+
+std::string real_path(const std::string& path) {
+  char* const found = ::realpath(path.c_str(), nullptr);
+  if (found == nullptr) return path;
+  std::string result = found;
+  std::free(found);
+  return result;
 }
 
 bool path_exists(const std::string& path) {

@@ -128,6 +128,9 @@ bool is_regular_file(const std::string& path);
 std::string directory_of(const std::string& path);
 std::string file_name_of(const std::string& path);
 
+// The absolute path, links followed; `path` itself where there is nothing.
+std::string real_path(const std::string& path);
+
 // False where there is nothing, or a link to nothing. An Error where one cannot tell.
 bool path_exists(const std::string& path);
 

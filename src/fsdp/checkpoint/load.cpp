@@ -43,13 +43,13 @@ std::vector<WantedTensor> wanted_of(const ParamGroup& group, DType dtype,
   std::vector<WantedTensor> wanted;
   for (int64_t i = 0; i < group.layout().num_tensors(); ++i) {
     const std::vector<std::string>& names = group.members()[static_cast<size_t>(i)].names;
-    wanted.push_back({.name = names.front(),
-                      .aliases = {names.begin() + 1, names.end()},
-                      .shape = group.whole_shape_of(i),
-                      .dtype = dtype,
-                      .owned = group.owned_of(i),
-                      .keeps_value = !options.only.empty() &&
-                                     !matches_any_glob(options.only, names.front())});
+    wanted.push_back(
+        {.name = names.front(),
+         .aliases = {names.begin() + 1, names.end()},
+         .shape = group.whole_shape_of(i),
+         .dtype = dtype,
+         .owned = group.owned_of(i),
+         .keeps_value = !options.only.empty() && !matches_any_glob(options.only, names.front())});
   }
   return wanted;
 }

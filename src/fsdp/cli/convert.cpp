@@ -71,8 +71,9 @@ ConvertOptions convert_options_of(const ConvertArguments& given) {
   if (!given.max_shard_size.empty()) {
     options.max_file_bytes = parse_bytes("--max-shard-size", given.max_shard_size);
     if (options.form != Form::kHuggingFace)
-      refuse_option("--max-shard-size", given.max_shard_size,
-                    "it is for --to hf; a sharded checkpoint is cut by --ranks, and adapters never");
+      refuse_option(
+          "--max-shard-size", given.max_shard_size,
+          "it is for --to hf; a sharded checkpoint is cut by --ranks, and adapters never");
   }
   if (!given.ranks.empty()) {
     options.ranks = parse_whole_number("--ranks", given.ranks, 1, kMaxRanks);
@@ -190,10 +191,9 @@ class Conversion {
     const std::vector<CatalogTensor> tensors = train::tensors_for_peft(catalog_);
     ConvertedReads reads = reads_of(catalog_, options_.dtype);
     count(tensors, reads);
-    return write_huggingface_files(
-               directory_.path(), tensors, reads,
-               {.model_files = published_files(train::AdapterReader::kPeft),
-                .name = "adapter_model"})
+    return write_huggingface_files(directory_.path(), tensors, reads,
+                                   {.model_files = published_files(train::AdapterReader::kPeft),
+                                    .name = "adapter_model"})
         .size();
   }
 
@@ -201,7 +201,8 @@ class Conversion {
   // where they are.
   std::vector<ModelFile> published_files(std::optional<train::AdapterReader> reader) const {
     std::vector<ModelFile> files = stored_model_files(catalog_.path());
-    std::erase_if(files, [](const ModelFile& file) { return file.name == train::kAdapterConfigName; });
+    std::erase_if(files,
+                  [](const ModelFile& file) { return file.name == train::kAdapterConfigName; });
     if (adapters_ && reader)
       files.push_back({train::kAdapterConfigName, to_json(*adapters_, *reader)});
     return files;

@@ -92,7 +92,7 @@ class CorpusBuilder {
     append(header, path, {.text = std::move(tokens), .has_mask = header.has_mask()});
   }
 
-  // The same from a file, which is written if it is not there.
+  // Reads the tokens from a file, which is written if it is not there.
   void add_kept(const std::string& path, const TokenHeader& kind, const TextFiles& files) {
     const KeptTokens kept(options_.kept_tokens, path, files, *tokenizer_, options_.field, kind);
     std::optional<KeptTokens::Found> found = kept.find();

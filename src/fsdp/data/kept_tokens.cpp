@@ -2,7 +2,6 @@
 
 #include <sys/stat.h>
 
-#include <cstdlib>
 #include <nlohmann/json.hpp>
 #include <utility>
 
@@ -21,14 +20,6 @@ using Json = nlohmann::json;
 constexpr const char* kTokens = ".tokens";
 constexpr const char* kFindings = ".json";
 constexpr int64_t kMaxFindingsBytes = int64_t{4} << 30;
-
-std::string real_path(const std::string& path) {
-  char* const found = ::realpath(path.c_str(), nullptr);
-  if (found == nullptr) return path;
-  std::string result = found;
-  std::free(found);
-  return result;
-}
 
 // Its times, too: a file may be replaced by one of the same length.
 Json identity_of(const TextFile& file) {

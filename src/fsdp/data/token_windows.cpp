@@ -134,7 +134,7 @@ std::pair<Range, Range> split_range(const Range& range, const SplitOptions& opti
           {range.first_token + training_tokens, validation_tokens}};
 }
 
-// The same of whole documents: as many of the last ones as have the share of the tokens.
+// Cuts between whole documents: as many of the last ones as have the share of the tokens.
 std::pair<Range, Range> split_documents(const Corpus& corpus, const Range& range, double fraction) {
   const std::vector<DocumentRange> documents = documents_in(corpus, range);
   const int64_t end = range.first_token + range.num_tokens;

@@ -49,7 +49,7 @@ class WordEncoder {
   static std::unique_ptr<WordEncoder> open(const PythonWorker& worker,
                                            std::optional<int64_t> end_of_document);
 
-  // As Tokenizer::encode(), but for the errors, which are WorkerErrors. Texts that are not UTF-8
+  // Like Tokenizer::encode(), but for the errors, which are WorkerErrors. Texts that are not UTF-8
   // are none of its own: it returns no documents for them.
   std::vector<EncodedDocument> encode(std::span<const Document> documents);
 

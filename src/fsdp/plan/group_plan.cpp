@@ -103,9 +103,9 @@ UnlaidGroup unlaid_group(int64_t unit, const TensorGroup& group, const UnitShape
                          const PlanOptions& options) {
   const GridKind grid = row_of(group.kind).grid;
   const MeshShape mesh = options.mesh(grid);
-  GroupTypes types = resolve_types(
-      group.dtype, options.precision, group.is_frozen ? Trainable::kNo : Trainable::kYes,
-      group.recipe);
+  GroupTypes types =
+      resolve_types(group.dtype, options.precision,
+                    group.is_frozen ? Trainable::kNo : Trainable::kYes, group.recipe);
   if (group.has_matrices) types.second_moment = std::nullopt;
   FlatLayoutRequest request{
       .shapes = {},

@@ -26,7 +26,8 @@ std::vector<std::string> add_adapters(ModelShape& model, const LoraOptions& opti
       layers.push_back(layer);
       if (!options.adapts(layer)) continue;
       adapted.push_back(layer);
-      tensors.push_back({.name = concat(layer, kDownName), .shape = {options.rank, tensor.shape[1]}});
+      tensors.push_back(
+          {.name = concat(layer, kDownName), .shape = {options.rank, tensor.shape[1]}});
       tensors.push_back({.name = concat(layer, kUpName), .shape = {tensor.shape[0], options.rank}});
     }
     unit.tensors = std::move(tensors);

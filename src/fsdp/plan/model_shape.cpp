@@ -151,11 +151,12 @@ std::vector<TensorGroup> group_tensors(const UnitShape& unit, DType compute_dtyp
     const bool is_frozen = unit.tensors[i].is_frozen;
     const bool of_matrices = has_matrices && !is_frozen && has_matrices(unit.tensors[i]);
     auto group = std::find_if(groups.begin(), groups.end(), [&](const TensorGroup& g) {
-      return g.dtype == dtype && g.kind == kind && g.recipe == recipe &&
-             g.is_frozen == is_frozen && g.has_matrices == of_matrices;
+      return g.dtype == dtype && g.kind == kind && g.recipe == recipe && g.is_frozen == is_frozen &&
+             g.has_matrices == of_matrices;
     });
     if (group == groups.end())
-      group = groups.insert(groups.end(), TensorGroup{dtype, kind, recipe, is_frozen, of_matrices, {}});
+      group =
+          groups.insert(groups.end(), TensorGroup{dtype, kind, recipe, is_frozen, of_matrices, {}});
     group->tensors.push_back(static_cast<int64_t>(i));
   }
   return groups;

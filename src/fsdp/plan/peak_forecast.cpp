@@ -131,7 +131,7 @@ bool keeps_codes(std::span<const GroupPlan> groups, int64_t unit, ProductForm we
          std::any_of(groups.begin(), groups.end(), [&](const GroupPlan& group) {
            return group.unit == unit && group.types.trainable &&
                   (group.types.recipe == WeightRecipe::kFp8Row ||
-                                         group.types.recipe == WeightRecipe::kFp8Tensor);
+                   group.types.recipe == WeightRecipe::kFp8Tensor);
          });
 }
 

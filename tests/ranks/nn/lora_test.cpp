@@ -62,8 +62,8 @@ std::map<std::string, at::Tensor> values_of(const Sharded& sharded, const Langua
   return values;
 }
 
-// All steps and ranks have the same tokens, so that the loss falls and the mean of two or four ranks' gradients is that of one,
-// bit for bit.
+// All steps and ranks have the same tokens, so that the loss falls and the mean of two or four
+// ranks' gradients is that of one, bit for bit.
 Trained train(const Training& run) {
   Trained trained;
   run_ranks(run.ranks, [&](World& world) {
@@ -138,9 +138,8 @@ TEST(Lora, OfEveryModelLearnsTheSameShardedAsAlone) {
 TEST(Lora, LearnsTheSameByEveryStrategy) {
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16})
     for (const WeightRecipe recipe : {WeightRecipe::kPlain, WeightRecipe::kFp8Row}) {
-      Training run{.config = aligned_llama(),
-              .shard = {.quantization = {.recipe = recipe}},
-              .dtype = dtype};
+      Training run{
+          .config = aligned_llama(), .shard = {.quantization = {.recipe = recipe}}, .dtype = dtype};
       const Trained alone = train(run);
       run.ranks = 4;
       run.axes = {.outer = 2};
@@ -155,9 +154,8 @@ TEST(Lora, LearnsTheSameByEveryStrategy) {
 TEST(Lora, OnCodesAlmostLearnsWhatItLearnsOnNumbers) {
   const Trained plain = train({.config = aligned_llama(), .ranks = 2});
   for (const WeightRecipe recipe : {WeightRecipe::kFp8Row, WeightRecipe::kFp8Block}) {
-    const Trained codes = train({.config = aligned_llama(),
-                                 .ranks = 2,
-                                 .shard = {.quantization = {.recipe = recipe}}});
+    const Trained codes = train(
+        {.config = aligned_llama(), .ranks = 2, .shard = {.quantization = {.recipe = recipe}}});
     for (size_t i = 0; i < plain.losses.size(); ++i)
       EXPECT_NEAR(codes.losses[i], plain.losses[i], 0.02 * plain.losses[i]) << i;
     EXPECT_LT(codes.memory.weight_bytes, plain.memory.weight_bytes / 2);

@@ -80,7 +80,8 @@ TEST(ShardOptions, HaveAFactForEveryFieldThatMustNotDiffer) {
             "strategy units expert_parameters tensor_parameters precision.params "
             "precision.main_params precision.main_storage precision.main_grads "
             "precision.grad_comm quantization.recipe quantization.except "
-            "quantization.weight_gradient pool prefetch pool_budget_bytes on_move other_units "
+            "quantization.weight_gradient quantization.frozen pool prefetch pool_budget_bytes "
+            "on_move other_units "
             "user_buffers gradient gradient_lifetime report_nan collectives granularity "
             "matrices.declared matrices.named matrices.except initial_values device");
   const std::vector<std::pair<std::function<void(ShardOptions&)>, std::string>> cases = {

@@ -15,7 +15,7 @@ inline constexpr std::string_view kAdapterTensors = "*.lora_?.weight";
 // A linear layer W of a block with an adapter computes W x + scale * B (A x), with A of [rank, in]
 // and B of [out, rank], and trains these two alone. The rest of the model is frozen.
 struct LoraOptions {
-  int64_t rank = 0;  // 0: no adapters
+  int64_t rank = 0;                            // 0: no adapters
   std::optional<double> alpha = std::nullopt;  // nullopt: 2 * rank
   // Globs on the names of layers ("model.layers.0.mlp.up_proj") or on their last words ("up_proj");
   // none: every linear layer of every block. Embedding, head, routers and the stacked matrices of

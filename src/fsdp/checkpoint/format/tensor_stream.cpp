@@ -192,9 +192,8 @@ void ConvertedReads::read(const CatalogTensor& tensor, FlatRange range, std::byt
       change_.apply(tensor, range, changed_);
       values = std::as_bytes(std::span(changed_));
     }
-    const int64_t num_overflows =
-        convert_values(is_changed ? DType::kFloat32 : from, values, to,
-                       {into, static_cast<size_t>(bytes)});
+    const int64_t num_overflows = convert_values(is_changed ? DType::kFloat32 : from, values, to,
+                                                 {into, static_cast<size_t>(bytes)});
     FSDP_CHECK(num_overflows == 0, "tensor '", shown(tensor.tensor.name), "' has ", num_overflows,
                " numbers that are too large for ", name_of(to), "; keep ", name_of(from),
                ", or choose a type with a larger range");

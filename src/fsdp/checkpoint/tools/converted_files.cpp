@@ -182,7 +182,7 @@ HuggingFaceFiles::HuggingFaceFiles(std::string directory, std::vector<StoredTens
     ++files_.back().end;
     used += bytes;
   }
-  for (size_t i = 0; i < files_.size(); ++i) 
+  for (size_t i = 0; i < files_.size(); ++i)
     names_.push_back(file_name(options_.name, i, files_.size()));
 }
 

@@ -107,7 +107,6 @@ std::vector<at::Tensor> project(const at::Tensor& input, const std::vector<Proje
   return gathered_linear(input, weights, biases, *tp);
 }
 
-
 void ProjectionImpl::reset_parameters() {
   fill_normal(weight, "weight", standard_deviation_);
   if (bias.defined()) {

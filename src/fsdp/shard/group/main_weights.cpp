@@ -78,8 +78,7 @@ void split_into_halves(const at::Tensor& values, const at::Tensor& upper,
 
 MainWeights::MainWeights(const FlatLayout& layout, const GroupTypes& types,
                          const GroupSetting& setting, const FlatBuffer& weight)
-    : dtype_(main_dtype(types)),
-      model_device_(setting.device) {
+    : dtype_(main_dtype(types)), model_device_(setting.device) {
   const StatePlaces places =
       state_places(layout.shard_ranges(setting.strategy.optimizer, setting.rank),
                    types.trainable ? setting.offload.fraction : 0.0);
@@ -141,8 +140,9 @@ void MainWeights::drop() {
 }
 
 void MainWeights::copy_to(FlatRange range, const at::Tensor& into) const {
-  FSDP_CHECK(!is_dropped_, "frozen weights have codes alone (Sharded::drop_frozen_numbers); read "
-                           "their numbers where they were loaded from");
+  FSDP_CHECK(!is_dropped_,
+             "frozen weights have codes alone (Sharded::drop_frozen_numbers); read "
+             "their numbers where they were loaded from");
   for (const MainWeightPiece& piece : pieces_) {
     const FlatRange common = intersect(piece.flat, range);
     if (common.empty()) continue;
@@ -170,8 +170,9 @@ void* MainWeights::settable_in_host_memory(FlatRange range, at::ScalarType dtype
 }
 
 void MainWeights::set(FlatRange range, const at::Tensor& values) {
-  FSDP_CHECK(!is_dropped_, "frozen weights have codes alone (Sharded::drop_frozen_numbers) and "
-                           "take no values; shard the model again");
+  FSDP_CHECK(!is_dropped_,
+             "frozen weights have codes alone (Sharded::drop_frozen_numbers) and "
+             "take no values; shard the model again");
   is_rewritten_ = true;
   const at::Tensor flat = values.reshape({-1});
   for (const MainWeightPiece& piece : pieces_) {

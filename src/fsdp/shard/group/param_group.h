@@ -133,7 +133,7 @@ class ParamGroup {
   const MainWeights& main_weights() const { return *main_weights_; }
   // After setting values, call Engine::take_over_main_weights, so that they are gathered again.
   MainWeights& main_weights() { return *main_weights_; }
-  // Of a frozen group with codes: nothing changes these any more.
+  // For a frozen group with codes, which nothing changes any more.
   void drop_frozen_numbers();
   // This rank's part of a member's gradient in the optimizer's placement, one-dimensional;
   // undefined while there is none.

@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <utility>
@@ -83,15 +82,12 @@ std::optional<AdapterDescription> stored_adapters(const std::string& checkpoint)
 AdapterDescription describe_adapters(const LoraOptions& lora, std::vector<std::string> layers,
                                      const std::string& base, const ModelConfig& model) {
   AdapterDescription adapters{
-      .lora = lora,
-      .base = std::filesystem::absolute(base).lexically_normal().string(),
-      .fingerprint = fingerprint_of(base)};
+      .lora = lora, .base = real_path(base), .fingerprint = fingerprint_of(base)};
   adapters.lora.alpha = lora.resolved_alpha();
-  const bool by_word =
-      !expert_names(model) &&
-      std::all_of(lora.on.begin(), lora.on.end(), [](const std::string& glob) {
-        return glob.find_first_of(".*?") == glob.npos;
-      });
+  const bool by_word = !expert_names(model) &&
+                       std::all_of(lora.on.begin(), lora.on.end(), [](const std::string& glob) {
+                         return glob.find_first_of(".*?") == glob.npos;
+                       });
   if (by_word)
     for (std::string& layer : layers) layer = last_word(layer);
   const std::set<std::string> names(layers.begin(), layers.end());

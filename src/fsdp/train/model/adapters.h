@@ -18,18 +18,18 @@ namespace fsdp::train {
 
 inline constexpr const char* kAdapterConfigName = "adapter_config.json";
 
-// What adapter_config.json says.
+// The content of adapter_config.json.
 struct AdapterDescription {
   LoraOptions lora;  // with layers in `on`: PEFT's target_modules
   std::string base;  // the directory or checkpoint with the frozen weights
-  // Of these weights: names, shapes and the first numbers of each; "": not known.
+  // A sum over names, shapes and first numbers of these weights; "": not known.
   std::string fingerprint;
 };
 
 // nullopt: the checkpoint has whole weights.
 std::optional<AdapterDescription> stored_adapters(const std::string& checkpoint);
 
-// Of a run whose `layers` have adapters beside the weights of `base`. Names layers by their last
+// For a run whose `layers` have adapters beside the weights of `base`. Names layers by their last
 // words where these mean the same to PEFT: not in models whose experts have words in common.
 AdapterDescription describe_adapters(const LoraOptions& lora, std::vector<std::string> layers,
                                      const std::string& base, const ModelConfig& model);

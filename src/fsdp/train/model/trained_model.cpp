@@ -142,9 +142,9 @@ LoadedModel load_for_inference(const InferenceOptions& options, const Mesh& mesh
   std::shared_ptr<LanguageModel> model;
   {
     const MetaConstruction meta;
-    model = build_language_model(config_of(options, path),
-                                 {.dtype = scalar_type_of(compute),
-                                  .lora = adapters ? adapters->lora : LoraOptions()});
+    model = build_language_model(
+        config_of(options, path),
+        {.dtype = scalar_type_of(compute), .lora = adapters ? adapters->lora : LoraOptions()});
   }
   // Frozen: neither gradients nor main weights need memory.
   for (at::Tensor& parameter : model->parameters()) parameter.requires_grad_(false);
