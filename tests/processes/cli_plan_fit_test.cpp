@@ -119,6 +119,12 @@ TEST(PlanForACluster, TakesTheSettingsOfARun) {
                 .at("peak_bytes"));
   test::expect_only_error(run_fsdp("plan " + config + "--ranks 64"), 2,
                           "--batch is 64, which 64 ranks with 2 microbatches cannot share evenly");
+  const TextFile tuned("tuned.json", R"({"model": "llama-1b", "init": "weights", "ranks": 8})");
+  for (const std::string& open :
+       {std::string("--model llama-1b --ranks 8 --batch 8 --sequence auto"),
+        "--config " + tuned.path()})
+    test::expect_only_error(run_fsdp("plan " + open), 2,
+                            "--sequence is 'auto', which only a run with its data can answer");
   const TextFile wrong("wrong_run.json", R"({"model": "llama-1b", "learning_rate": 0.1})");
   test::expect_only_error(run_fsdp("plan --ranks 8 --config " + wrong.path()), 2,
                           "'learning_rate' is no setting; did you mean 'lr'?");

@@ -94,7 +94,7 @@ struct PlanQuestion {
   std::optional<PeakOptions> batch(int64_t num_ranks, const ModelShape& shape) const {
     // A file speaks of a run, not of a GPU's memory; so what is not known is left out.
     const bool is_open =
-        !is_of_gpu && !knows_activations(shape, options(num_ranks).compute, run.sequence);
+        !is_of_gpu && !knows_activations(shape, options(num_ranks).compute, run.sequence_length());
     return is_open || is_on_cpu() ? std::nullopt : computed(num_ranks);
   }
 };
@@ -114,6 +114,14 @@ void refuse_both(const CLI::App& app, const char* option, const char* other, con
   throw UsageError(concat(missing,
                           " is missing; the peak of a step needs both: sequences and their tokens, "
                           "e.g. --batch 4 --sequence 2048"));
+}
+
+// A run with loaded weights takes as many as its data have; here nobody opens them.
+void check_sequence(const CLI::App& app, const train::TrainOptions& run) {
+  if (run.sequence || (app.count("--sequence") == 0 && train::init_of(run).empty())) return;
+  throw UsageError(
+      "--sequence is 'auto', which only a run with its data can answer; give the tokens of a "
+      "sequence, e.g. --sequence 2048");
 }
 
 void check_together(const CLI::App& app, const PlanArguments& given) {
@@ -168,6 +176,7 @@ PlanQuestion question_of(const CLI::App& app, const PlanArguments& given) {
     question.ranks = question.run.ranks;
   question.is_of_gpu = app.count("--batch") > 0 || given.largest_batch;
   question.has_batch = question.is_of_gpu || (given.settings.has_config() && !given.compare);
+  if (question.has_batch) check_sequence(app, question.run);
   if (!given.budget.empty()) question.budget = parse_bytes("--budget", given.budget);
   if (!given.fit.empty()) question.fit = parse_bytes("--fit", given.fit);
   question.rates = rates_of(app, given.time);

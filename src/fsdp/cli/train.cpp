@@ -155,8 +155,9 @@ void run_train(const CLI::App& app, const TrainArguments& given) {
   });
   const auto plan_here = [&](Communicator* ranks) {
     train::RunPlan plan = report_on_rank0(launch, [&] {
-      return train::plan_run(options, num_ranks_of(options, launch),
-                             train::rank_device(options, device),
+      const int64_t num_ranks = num_ranks_of(options, launch);
+      const train::RanksHere here = train::ranks_here(launch, num_ranks, device);
+      return train::plan_run(options, num_ranks, train::rank_device(options, device, here),
                              {.progress = tokenising_progress(launch, options.quiet),
                               .keeps_tokens = !given.check,
                               .ranks = ranks,
@@ -213,7 +214,8 @@ constexpr const char* kTrainFooter =
 
 // Settings that most runs need; --help-all shows the rest, too.
 constexpr std::string_view kFirstSettings =
-    " model init lora lora-alpha lora-on compute recompute weights data tokenizer validation-data sequence batch "
+    " model init lora lora-alpha lora-on compute recompute weights data tokenizer validation-data "
+    "sequence batch "
     "microbatches validate-every steps epochs optimizer lr schedule warmup weight-decay clip ranks "
     "strategy outer tp ep device cuda-graph seed checkpoint-dir checkpoint-every resume export-dir "
     "sample quiet ";

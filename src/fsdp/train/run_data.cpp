@@ -4,16 +4,13 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
-#include <bit>
 #include <chrono>
 #include <memory>
 #include <nlohmann/json.hpp>
-#include <numeric>
 #include <utility>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/durable_file.h"
-#include "fsdp/base/integer.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
 #include "fsdp/checkpoint/rank_agreement.h"
@@ -143,22 +140,10 @@ void open_in_turns(const DataOpening& opening, bool keeps_tokens, const Open& op
   }
 }
 
-// As messages say it: "chats.jsonl", "3 paths".
+// For messages: "chats.jsonl", "3 paths".
 std::string name_of_paths(const std::vector<std::string>& paths) {
   return paths.size() == 1 ? file_name_of(paths.front()) : concat(paths.size(), " paths");
 }
-
-// Lengths of rows that have parts which are not learnt, the ends of their documents included.
-std::vector<int64_t> row_lengths(const Corpus& corpus) {
-  if (!corpus.end_of_document()) return corpus.findings().row_tokens;
-  std::vector<int64_t> lengths;
-  for (const DocumentRange& each : documents_in(corpus, {0, corpus.num_tokens()}))
-    lengths.push_back(each.num_tokens);
-  return lengths;
-}
-
-constexpr int64_t kTextSequence = 1024;
-constexpr int64_t kFewWindows = 100;  // of a text that is shorter than so many long ones
 
 }  // namespace
 
@@ -194,30 +179,6 @@ void open_data(RunPlan& plan, const DataOpening& opening) {
   if (tokenizer->kind().tokenizer == kByteTokenizerName) plan.tokenizer = kByteTokenizerName;
   prepare_sample(plan, *tokenizer);
   plan.end_tokens = tokenizer->ends();
-}
-
-void choose_sequence(RunPlan& plan) {
-  TrainOptions& options = plan.options;
-  const Corpus& corpus = *plan.corpus;
-  const bool are_rows = corpus.has_mask();
-  const bool is_tuned = !plan.init.empty();
-  if (!options.documents && is_tuned && are_rows && corpus.end_of_document())
-    options.documents = WindowDocuments::kPacked;
-  options.documents = window_documents(options.documents, corpus);
-  if (options.sequence || !is_tuned) return;
-  const int64_t positions = max_positions_of(plan.model.config);
-  int64_t wanted = std::clamp(corpus.num_tokens() / kFewWindows, options.sequence_length(),
-                              std::max(options.sequence_length(), kTextSequence));
-  std::vector<int64_t> lengths = are_rows ? row_lengths(corpus) : std::vector<int64_t>{};
-  if (!lengths.empty()) {
-    const auto most = lengths.begin() + static_cast<int64_t>(lengths.size() - 1) * 99 / 100;
-    std::nth_element(lengths.begin(), most, lengths.end());
-    wanted = *most;
-  }
-  // Sequences of such lengths are computed faster, and ranks of a tp group share them.
-  constexpr int64_t kMultiple = 64;
-  const int64_t multiple = std::lcm(kMultiple, options.tp);
-  options.sequence = std::min(round_up(wanted, multiple), positions - positions % options.tp);
 }
 
 void warn_of_rows(const RunPlan& plan) {

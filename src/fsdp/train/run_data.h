@@ -24,10 +24,6 @@ namespace fsdp::train {
 // tokens is at hand. Needs the plan's options, model and init.
 void open_data(RunPlan& plan, const DataOpening& opening);
 
-// Sets --sequence and --documents where they are auto. Rows that tune loaded weights are packed
-// whole, and 99 % of them fit.
-void choose_sequence(RunPlan& plan);
-
 // Says which rows go another way than a person may expect.
 void warn_of_rows(const RunPlan& plan);
 

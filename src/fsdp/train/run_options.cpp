@@ -77,9 +77,10 @@ std::string slow_compute_text(DType compute, c10::Device device, const CpuTypes&
                 "slower than in fp32; use --compute fp32 here");
 }
 
-RankDevice rank_device(const TrainOptions& options, c10::Device device) {
+RankDevice rank_device(const TrainOptions& options, c10::Device device, const RanksHere& ranks) {
   RankDevice found{.device = device.is_cpu() ? DeviceChoice::kCpu : DeviceChoice::kCuda,
-                   .compute = compute_dtype(options, device)};
+                   .compute = compute_dtype(options, device),
+                   .memory_bytes = device_memory_bytes(device) / ranks.of_device};
   const std::optional<ProductType> products = product_type(found.compute);
   if (products) found.peak_tflops = known_peak_tflops(device_name(device), *products).value_or(0);
   return found;

@@ -30,7 +30,7 @@ DType compute_dtype(const TrainOptions& options, c10::Device device);
 std::string slow_compute_text(DType compute, c10::Device device, const CpuTypes& cpu);
 
 // The facts about the device that plan_run() needs.
-RankDevice rank_device(const TrainOptions& options, c10::Device device);
+RankDevice rank_device(const TrainOptions& options, c10::Device device, const RanksHere& ranks);
 
 // Takes the environment variables where flags say nothing.
 CommOptions comm_options(const TrainOptions& options);

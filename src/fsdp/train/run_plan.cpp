@@ -23,6 +23,7 @@
 #include "fsdp/train/environment.h"
 #include "fsdp/train/model/published_model.h"
 #include "fsdp/train/run_data.h"
+#include "fsdp/train/run_sequence.h"
 
 namespace fsdp::train {
 
@@ -66,7 +67,19 @@ std::string millions(int64_t count) {
   return text.str();
 }
 
+bool holds_weights(const std::string& directory) {
+  for (const std::string& name : names_in(directory))
+    if (name == kManifestName || name.ends_with(".safetensors")) return true;
+  return false;
+}
+
 }  // namespace
+
+std::string init_of(const TrainOptions& options) {
+  const bool is_meant = options.init.empty() && find_preset(options.model) == nullptr;
+  if (is_meant && is_directory(options.model) && holds_weights(options.model)) return options.model;
+  return options.init == kRandomWeights ? "" : options.init;
+}
 
 PlanOptions plan_options(const TrainOptions& o, int64_t num_ranks, DType compute) {
   const ShardOptions& shard = o.shard;
@@ -183,19 +196,6 @@ void check_places(const TrainOptions& options) {
                             "'; give a new directory, or --resume auto to go on with it"));
 }
 
-bool holds_weights(const std::string& directory) {
-  for (const std::string& name : names_in(directory))
-    if (name == kManifestName || name.ends_with(".safetensors")) return true;
-  return false;
-}
-
-// A person who names a directory of weights as the model wants its weights, too.
-std::string init_of(const TrainOptions& options) {
-  const bool is_meant = options.init.empty() && find_preset(options.model) == nullptr;
-  if (is_meant && is_directory(options.model) && holds_weights(options.model)) return options.model;
-  return options.init == kRandomWeights ? "" : options.init;
-}
-
 // Loaded weights must be of the run's model, unless a flag allows missing or extra tensors.
 void check_loaded_model(const RunPlan& plan) {
   const TrainOptions& options = plan.options;
@@ -233,7 +233,6 @@ void fit_vocabulary(RunPlan& plan) {
     config["vocab_size"] = *wanted;
     model = parse_model_config(config.dump(), plan.model.name);
   }
-  plan.resolved.vocabulary = vocab_size_of(model);
   plan.corpus->check_model_vocabulary(vocab_size_of(model));
   if (plan.validation) plan.validation->check_model_vocabulary(vocab_size_of(model));
 }
@@ -293,12 +292,6 @@ RunPlan plan_run(const TrainOptions& given, int64_t num_ranks, const RankDevice&
   open_data(plan, opening);
   choose_sequence(plan);
   check_documents(plan);
-  plan.windows = split_data(plan);
-  set_steps(plan, plan.windows->training.num_windows());
-  plan.resolved = options.resolved(num_ranks, device);
-  if (plan.validation && options.validation_steps() > 0)
-    plan.windows->validation =
-        all_windows(plan.validation, options.sequence_length(), content_of(*options.documents));
   fit_vocabulary(plan);
   plan.model_config = config_json(plan.model.config);
   ModelShape shape = build_model(plan.model.name, plan.model.config);
@@ -312,10 +305,14 @@ RunPlan plan_run(const TrainOptions& given, int64_t num_ranks, const RankDevice&
   check_tensor_ranks(plan.model.config, options.tp);
   const Planner planner(std::move(shape), plan_options(options, num_ranks, device.compute));
   plan.forecast = planner.forecast();
-  if (device.device == DeviceChoice::kCuda &&
-      knows_activations(planner.model(), device.compute, options.sequence_length()))
-    plan.peak = forecast_peak(planner.model(), planner.groups(), plan.forecast,
-                              peak_options(options, num_ranks));
+  fit_sequence(plan, planner, device);
+  plan.windows = split_data(plan);
+  set_steps(plan, plan.windows->training.num_windows());
+  plan.resolved = options.resolved(num_ranks, device);
+  plan.resolved.vocabulary = vocab_size_of(plan.model.config);
+  if (plan.validation && options.validation_steps() > 0)
+    plan.windows->validation =
+        all_windows(plan.validation, options.sequence_length(), content_of(*options.documents));
   return plan;
 }
 
@@ -356,8 +353,9 @@ std::string beginning_text(const RunPlan& plan) {
   if (!plan.given.validate_every)
     chosen.push_back(concat("--validate-every ", plan.options.validation_steps()));
   if (!plan.given.sequence && is_tuned)
-    chosen.push_back(concat("--sequence ", plan.options.sequence_length(),
-                            plan.corpus->has_mask() ? " (of 99 % of the rows)" : ""));
+    chosen.push_back(
+        concat("--sequence ", plan.options.sequence_length(),
+               plan.sequence_reason.empty() ? "" : concat(" (", plan.sequence_reason, ")")));
   if (!plan.given.documents && plan.options.documents == WindowDocuments::kPacked)
     chosen.emplace_back("--documents packed");
   const LoraOptions& lora = plan.options.build.lora;

@@ -32,6 +32,10 @@ struct NamedModel {
 // A preset, a config.json, or a directory with one. UsageError with the nearest preset.
 NamedModel find_model(const std::string& name_or_path);
 
+// Weights to begin with; "": random ones. A person who names a directory of weights as the model
+// wants its weights, too.
+std::string init_of(const TrainOptions& options);
+
 // The engine's options as planning has them (run_options.h has the rest), and what a step computes.
 PlanOptions plan_options(const TrainOptions& options, int64_t num_ranks, DType compute);
 PeakOptions peak_options(const TrainOptions& options, int64_t num_ranks);
@@ -47,11 +51,12 @@ struct RunPlan {
   std::string init;          // weights to begin with, without a checkpoint to resume; "": random
   std::optional<AdapterDescription> adapters = std::nullopt;  // with --lora, on the weights of init
   int64_t adapter_parameters = 0;
-  std::string tokenizer;     // of the data: "bytes", or a tokenizer.json; "": not known
-  std::string sample = {};   // that a sample begins with, or the question of a chat
+  std::string tokenizer;    // of the data: "bytes", or a tokenizer.json; "": not known
+  std::string sample = {};  // that a sample begins with, or the question of a chat
   std::vector<int64_t> sample_prompt = {};  // the same as tokens; empty: no sample
   std::vector<int64_t> end_tokens = {};     // that end a sample
   std::string no_sample = {};               // why there is none, though one is wanted
+  std::string sequence_reason = {};         // of a chosen --sequence; "": none worth a word
   std::shared_ptr<const Corpus> corpus;
   std::shared_ptr<const Corpus> validation;  // null: a part of `corpus`
   std::shared_ptr<const CorpusCheck> data_check = nullptr;

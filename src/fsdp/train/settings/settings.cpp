@@ -91,7 +91,7 @@ void visit_data(TrainOptions& o, const Visit& visit) {
       0, 0, kAuto);
   row(o.sequence, "sequence", "N|auto",
       "Tokens per sequence; auto: 128; for loaded weights as long as 99 % of the rows, or up to "
-      "1024 of text",
+      "1024 of text, and as memory allows",
       1, 0x1p24, kAuto);
   row(o.batch, "batch", "N", "Sequences per step, of all ranks and microbatches together", 1,
       0x1p30);
@@ -114,7 +114,8 @@ void visit_optimizer(TrainOptions& o, const Visit& visit) {
   const Rows<Visit> row{visit, "optimizer"};
   row(o.optimizer, "optimizer", "NAME",
       "What updates; muon: the matrices of hidden layers, and AdamW the rest");
-  row(o.lr, "lr", "X|auto", "The highest learning rate; auto: 4e-3, 2e-5 for loaded weights, 2e-4 for adapters", 0, 1e6,
+  row(o.lr, "lr", "X|auto",
+      "The highest learning rate; auto: 4e-3, 2e-5 for loaded weights, 2e-4 for adapters", 0, 1e6,
       kAuto);
   row(o.schedule, "schedule", "NAME",
       "How the rate goes on after the warm-up: constant, linear, cosine or wsd");

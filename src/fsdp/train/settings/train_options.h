@@ -50,7 +50,8 @@ void read_text(const std::string& option, const std::string& text, MomentTypes& 
 struct RankDevice {
   DeviceChoice device = DeviceChoice::kCpu;
   DType compute = DType::kFloat32;
-  double peak_tflops = 0;  // its peak in `compute`; 0: not known
+  double peak_tflops = 0;    // its peak in `compute`; 0: not known
+  int64_t memory_bytes = 0;  // that each of its ranks can have; 0: not known
 };
 
 // Fields of parts that are not set by a person are filled in by run_options.h.
