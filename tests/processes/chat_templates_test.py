@@ -15,10 +15,10 @@ import sys
 import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here needs a network
-os.environ["FSDP_PYTHON"] = sys.executable
 
 try:
     import numpy
+    import small_runs
     import tokenizer_files
     import transformers
 except ImportError as error:
@@ -80,8 +80,12 @@ def check_prompts(worker, folder, model, theirs):
         check(found == expected, f"{model}: {theirs.decode(found)!r} is not {theirs.decode(expected)!r}")
 
 
+def fsdp(*words):
+    return small_runs.run([FSDP, *words], ".", code=None, FSDP_PYTHON=sys.executable)
+
+
 def end_of_document(packed):
-    return json.loads(subprocess.run([FSDP, "data", "info", packed, "--json"], capture_output=True).stdout)["end_of_document"]
+    return json.loads(fsdp("data", "info", packed, "--json").stdout)["end_of_document"]
 
 
 def check_ends_of_turns(folder):
@@ -90,8 +94,7 @@ def check_ends_of_turns(folder):
     texts.write_text(json.dumps({"text": "one two"}) + "\n")
     for rows, is_told in ((chats, False), (texts, True)):
         output = rows.with_suffix(".bin")
-        done = subprocess.run([FSDP, "data", "pack", rows, "--tokenizer", folder / "mistral", "--end-of-document", "</s>",
-                               "--output", output], capture_output=True, text=True)
+        done = fsdp("data", "pack", rows, "--tokenizer", folder / "mistral", "--end-of-document", "</s>", "--output", output)
         check(done.returncode == 0, done.stderr)
         check((end_of_document(output) is not None) == is_told, f"{rows.name}: {end_of_document(output)}")
 
@@ -101,8 +104,7 @@ def check_documents(folder, model, theirs):
     rows = folder / "chats.jsonl"
     rows.write_text(json.dumps({"messages": CHAT}) + "\n")
     output = folder / f"{model}.bin"
-    done = subprocess.run([FSDP, "data", "pack", rows, "--tokenizer", folder / model, "--output", output],
-                          capture_output=True, text=True)
+    done = fsdp("data", "pack", rows, "--tokenizer", folder / model, "--output", output)
     check(done.returncode == 0, done.stderr)
     stored = numpy.fromfile(output, "<u2", offset=128)
     tokens = (stored & (NOT_LEARNT - 1)).tolist()
@@ -125,8 +127,7 @@ def check_documents(folder, model, theirs):
 
 
 def pack(rows, folder, code=0):
-    done = subprocess.run([FSDP, "data", "pack", rows, "--tokenizer", folder, "--output", rows.with_suffix(".bin"), "--overwrite"],
-                          capture_output=True, text=True)
+    done = fsdp("data", "pack", rows, "--tokenizer", folder, "--output", rows.with_suffix(".bin"), "--overwrite")
     check(done.returncode == code, done.stderr)
     return [line for line in done.stderr.splitlines() if not line.startswith("pack ")]  # how far it is
 
@@ -149,8 +150,7 @@ def check_forms(folder):
         packed.add(path.with_suffix(".bin").read_bytes())
         path.with_suffix(".bin").unlink()
     check(len(packed) == 1, f"{len(packed)} kinds of tokens")
-    done = subprocess.run([FSDP, "data", "info", folder / "forms", "--tokenizer", folder / "qwen2.5", "--json"],
-                          capture_output=True, text=True)
+    done = fsdp("data", "info", folder / "forms", "--tokenizer", folder / "qwen2.5", "--json")
     check(json.loads(done.stdout)["documents"] == len(forms), done)
 
 
@@ -165,7 +165,7 @@ def check_odd_rows(folder):
     rows.write_text(json.dumps({"messages": CHAT[:1]}) + "\n")
     for words in (["train", "--model", "tiny", "--tokenizer", folder / "qwen2.5"], ["train", "--model", "tiny", "--check", "--tokenizer",
                                                                                      folder / "qwen2.5"]):
-        done = subprocess.run([FSDP, *words, "--data", rows], capture_output=True, text=True)
+        done = fsdp(*words, "--data", rows)
         check(done.returncode == 2 and f"the data has 1 row and not one token to learn (1 row has nothing to learn: no answer, or "
               f"an empty one; the first is {rows}: line 1); give rows with answers" in done.stderr, done)
 

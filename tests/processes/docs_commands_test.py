@@ -95,6 +95,8 @@ CHANGES = {
     "docs/train.md": {
         "--ranks 2 --checkpoint-dir runs/first": "--ranks 2 --checkpoint-dir runs/first --steps 2 --batch 4 --validate-every 1",
         "--steps 20 --lr 3e-4": "--steps 2 --batch 4 --lr 3e-4",
+        "--steps 20 --lora 8": "--steps 2 --sequence 64 --lora 8",
+        "--steps 30 --lora 8": "--steps 3 --sequence 64 --lora 8",
     },
 }
 

@@ -7,7 +7,6 @@
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 
@@ -23,14 +22,15 @@ except ImportError as error:
 
 import safetensors.torch
 
+import small_runs
+
 FSDP = sys.argv[1]
 VOCABULARY = 96
 
 
 def convert(source, target, *options):
     """Runs `fsdp convert`; the target must not be there yet."""
-    subprocess.run([FSDP, "convert", source, target, *options], check=True, stdout=subprocess.DEVNULL,
-                   stderr=subprocess.PIPE)
+    small_runs.run([FSDP, "convert", source, target, *options], ".")
 
 
 def save_llama(folder, tied, **options):

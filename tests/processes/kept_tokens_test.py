@@ -122,7 +122,7 @@ class KeptTokens(unittest.TestCase):
         self.assertEqual([path.name for path in self.root.iterdir() if "tokens" in path.name or path.name == "run"], [])
 
     def test_a_long_tokenising_is_seen_unless_quiet(self):
-        write_chats(self.root / "chats.jsonl", 60000, words=60)
+        write_chats(self.root / "chats.jsonl", 15000, words=60)
         lines = [line for line in self.train("--steps", 1).stderr.splitlines() if line.startswith("tokenising")]
         for line in lines:  # none on a machine that takes no second
             self.assertTrue(re.fullmatch(r"tokenising chats\.jsonl: \d+\.\d of \d+\.\d MB, \d+\.\d MB/s", line), line)

@@ -23,12 +23,12 @@ TRAINING = [FSDP, "train", "--model", "model/config.json", "--data", "text.txt",
 
 
 def fsdp(root, *words):
-    return subprocess.run([FSDP, *map(str, words)], cwd=root, check=True, capture_output=True, text=True).stdout
+    return small_runs.run([FSDP, *words], root).stdout
 
 
 def refused(root, *words):
-    done = subprocess.run([FSDP, *map(str, words)], cwd=root, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1, done
+    done = small_runs.run([FSDP, *words], root, code=1)
+    assert done.stderr.count("\n") == 1, done
     return done.stderr
 
 
@@ -67,7 +67,7 @@ def check_refusals(root):
 
 def check_the_table_of_patches(root):
     cases = list(patch_cases.write_all(root / "cases"))
-    done = subprocess.run([FSDP, "patch", "verify", *(path for _, path, _ in cases)], cwd=root, capture_output=True, text=True)
+    done = small_runs.run([FSDP, "patch", "verify", *(path for _, path, _ in cases)], root, code=None)
     lines = done.stdout.splitlines()
     assert len(lines) == len(cases), done
     for line, (name, path, fits) in zip(lines, cases):

@@ -7,13 +7,11 @@
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 import unicodedata
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here needs a network
-os.environ["FSDP_PYTHON"] = sys.executable
 
 try:
     import small_runs
@@ -33,9 +31,8 @@ def check(condition, words):
 
 
 def fsdp(*words, code=0):
-    done = subprocess.run([FSDP, *map(str, words)], capture_output=True, timeout=200)
-    check(done.returncode == code, f"{words}: {done.stdout}{done.stderr}")
-    return (done.stdout if code == 0 else done.stderr).decode()
+    done = small_runs.run([FSDP, *words], ".", code=code, timeout=200, FSDP_PYTHON=sys.executable)
+    return done.stdout if code == 0 else done.stderr
 
 
 def save_model(folder, vocabulary):

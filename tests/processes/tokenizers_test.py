@@ -9,12 +9,12 @@ import json
 import os
 import pathlib
 import random
-import subprocess
 import sys
 import tempfile
 
 try:
     import numpy
+    import small_runs
     import tokenizer_files
 except ImportError as error:
     print(f"skipped: {error}")
@@ -22,12 +22,10 @@ except ImportError as error:
 
 FSDP = sys.argv[1]
 NOT_LEARNT = 1 << 15  # the highest bit of a token of two bytes
-ENVIRONMENT = {**os.environ, "FSDP_PYTHON": sys.executable}
 
 
 def run(*command, **environment):
-    return subprocess.run([FSDP, *map(str, command)], capture_output=True, text=True, timeout=120,
-                          env={**ENVIRONMENT, **environment})
+    return small_runs.run([FSDP, *command], ".", code=None, **{"FSDP_PYTHON": sys.executable, **environment})
 
 
 def check(condition, words):

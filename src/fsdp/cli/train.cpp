@@ -204,8 +204,7 @@ void run_train(const CLI::App& app, const TrainArguments& given) {
 
 constexpr const char* kTrainFooter =
     "fsdp train --help-all shows all settings. A flag that is a yes or no is --FLAG or --no-FLAG. "
-    "A "
-    "config file is a JSON object whose keys are these names with _ for -.\n"
+    "A config file is a JSON object whose keys are these names with _ for -.\n"
     "Examples:\n"
     "  fsdp train --data docs --ranks 2\n"
     "  fsdp train --data text.bin --model llama-110m --batch 64 --checkpoint-dir runs/a --check\n"
@@ -215,10 +214,9 @@ constexpr const char* kTrainFooter =
 // Settings that most runs need; --help-all shows the rest, too.
 constexpr std::string_view kFirstSettings =
     " model init lora lora-alpha lora-on compute recompute weights data tokenizer validation-data "
-    "sequence batch "
-    "microbatches validate-every steps epochs optimizer lr schedule warmup weight-decay clip ranks "
-    "strategy outer tp ep device cuda-graph seed checkpoint-dir checkpoint-every resume export-dir "
-    "sample quiet ";
+    "sequence batch microbatches validate-every steps epochs optimizer lr schedule warmup "
+    "weight-decay clip ranks strategy outer tp ep device cuda-graph seed checkpoint-dir "
+    "checkpoint-every resume export-dir sample quiet ";
 
 void add_settings(CLI::App& app, SettingFlags& flags) {
   std::vector<CLI::Option*> others;
