@@ -171,7 +171,8 @@ struct Rows {
 void check_expert_rows(const Rows& n, at::ScalarType type) {
   constexpr int64_t kExperts = 8;
   const auto route = c10::make_intrusive<ExpertRoute>(
-      sort_choices(random_choices(n.tokens, n.num_chosen, kExperts), kExperts), ExpertRanks{});
+      sort_choices(random_choices(n.tokens, n.num_chosen, kExperts), kExperts), at::Tensor(),
+      ExpertRanks{});
   const Function ours = [&](const Tensors& in) {
     return Tensors{combine(dispatch(in[0], route) * in[2], in[1], route)};
   };

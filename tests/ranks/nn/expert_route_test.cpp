@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 #include <vector>
 
 #include "fsdp/base/text.h"
@@ -43,30 +44,39 @@ at::Tensor factors(const at::Tensor& ends, int64_t num_rows, int64_t first_exper
   return result;
 }
 
-// [tokens, chosen]: 1 for the first choices of each expert, as many as it has room for.
-at::Tensor kept(const at::Tensor& chosen, double capacity_factor) {
+// [tokens, chosen]: 1 for the choices of each expert with the largest weights, as many as it has
+// room for; of equal ones the first.
+at::Tensor kept(const at::Tensor& chosen, const at::Tensor& weight, double capacity_factor) {
+  if (capacity_factor == 0.0) return at::ones(chosen.sizes());
   const double even = static_cast<double>(chosen.numel()) / static_cast<double>(kExperts);
-  const auto capacity = static_cast<int64_t>(std::ceil(capacity_factor * even));
-  at::Tensor result = at::ones(chosen.sizes());
-  std::vector<int64_t> counts(kExperts);
-  for (int64_t t = 0; t < chosen.size(0); ++t)
-    for (int64_t c = 0; c < chosen.size(1); ++c)
-      if (capacity_factor > 0.0 &&
-          ++counts[static_cast<size_t>(chosen[t][c].item<int64_t>())] > capacity)
-        result[t][c] = 0.0f;
-  return result;
+  const auto capacity = static_cast<size_t>(std::ceil(capacity_factor * even));
+  std::vector<std::vector<std::pair<float, int64_t>>> of_expert(kExperts);
+  const at::Tensor expert = chosen.flatten();
+  const at::Tensor weights = weight.flatten();
+  for (int64_t i = 0; i < expert.size(0); ++i)
+    of_expert[static_cast<size_t>(expert[i].item<int64_t>())].emplace_back(
+        -weights[i].item<float>(), i);
+  at::Tensor result = at::zeros({expert.size(0)});
+  for (auto& choices : of_expert) {
+    std::sort(choices.begin(), choices.end());
+    for (size_t i = 0; i < std::min(capacity, choices.size()); ++i)
+      result[choices[i].second] = 1.0f;
+  }
+  return result.view(chosen.sizes());
 }
 
 void expect_by_loops(World& world, int ep, const at::Tensor& chosen, double capacity_factor,
                      const std::string& which) {
   const Mesh mesh = world.mesh({.ep = ep});
+  // Few different weights, so that some are equal.
+  const at::Tensor given_weight = waves(chosen.sizes(), 0.8 + world.rank()).mul(8).round().div(8);
   const auto route = c10::make_intrusive<ExpertRoute>(
-      sort_choices(chosen, kExperts),
+      sort_choices(chosen, kExperts), given_weight,
       ExpertRanks{.ep = mesh.ep(), .capacity_factor = capacity_factor});
   const auto gradients_of = [&](const auto& result_of) {
     const at::Tensor tokens =
         waves({chosen.size(0), 5}, 0.5 + world.rank()).set_requires_grad(true);
-    const at::Tensor weight = waves(chosen.sizes(), 0.8).set_requires_grad(true);
+    const at::Tensor weight = given_weight.clone().set_requires_grad(true);
     const at::Tensor result = result_of(tokens, weight);
     (result * waves(result.sizes(), 0.9)).sum().backward();
     return std::vector<at::Tensor>{result.detach(), tokens.grad(), weight.grad()};
@@ -76,7 +86,7 @@ void expect_by_loops(World& world, int ep, const at::Tensor& chosen, double capa
     const at::Tensor rows = dispatch(tokens, route);
     return combine(rows * factors(route->ends(), rows.size(0), first_expert), weight, route);
   });
-  const at::Tensor is_kept = kept(chosen, capacity_factor);
+  const at::Tensor is_kept = kept(chosen, given_weight, capacity_factor);
   const auto expected = gradients_of([&](const at::Tensor& tokens, const at::Tensor& weight) {
     return tokens * (weight * is_kept * (chosen + 1)).sum(1, /*keepdim=*/true);
   });

@@ -35,6 +35,12 @@ at::Tensor inverse_of(const at::Tensor& order) {
   return at::empty_like(order).scatter_(0, order, at::arange(order.size(0), order.options()));
 }
 
+// [ranks]: where the choices of each rank begin; `counts`: [ranks, experts].
+at::Tensor begins_of_rows(const at::Tensor& counts) {
+  const at::Tensor sums = counts.sum(1);
+  return sums.cumsum(0) - sums;
+}
+
 std::vector<int64_t> on_host(const at::Tensor& numbers) {
   const at::Tensor host = numbers.to(at::kCPU).contiguous();
   const auto* first = host.const_data_ptr<int64_t>();
@@ -62,6 +68,19 @@ SortedChoices sort_on_device(const at::Tensor& chosen_in, int64_t num_experts) {
   return sorted;
 }
 
+// Whether a choice finds no room at its expert, which takes as many as it can of the largest
+// weight.
+at::Tensor choices_beyond(int64_t capacity, const SortedChoices& choices,
+                          const at::Tensor& weight) {
+  const at::Tensor by_weight = at::argsort(weight.detach().flatten(), /*stable=*/true, /*dim=*/0,
+                                           /*descending=*/true);
+  const at::Tensor expert = choices.chosen.flatten().index_select(0, by_weight);
+  const SortedChoices sorted = sort_choices(expert.unsqueeze(1), choices.ends.size(0));
+  const at::Tensor begins = at::constant_pad_nd(sorted.ends, {1, -1});
+  const at::Tensor place = sorted.inverse - begins.index_select(0, expert);
+  return place.ge(capacity).index_select(0, inverse_of(by_weight));
+}
+
 void keep(AutogradContext* context, const Route& route) {
   context->saved_data["route"] = c10::IValue::make_capsule(route);
 }
@@ -85,21 +104,23 @@ SortedChoices sort_choices(const at::Tensor& chosen, int64_t num_experts) {
           .ends = at::searchsorted(sorted, experts, /*out_int32=*/false, /*right=*/true)};
 }
 
-ExpertRoute::ExpertRoute(const SortedChoices& choices, const ExpertRanks& ranks)
+ExpertRoute::ExpertRoute(const SortedChoices& choices, const at::Tensor& weight,
+                         const ExpertRanks& ranks)
     : num_chosen_(choices.chosen.size(1)),
       ep_(ranks.ep),
       choice_of_slot_(choices.order),
       slot_of_choice_(choices.inverse),
       ends_(choices.ends.to(at::kInt)) {
-  if (ep_ != nullptr) share_out(choices, ranks.capacity_factor);
+  if (ep_ != nullptr) share_out(choices, weight, ranks.capacity_factor);
 }
 
-void ExpertRoute::share_out(const SortedChoices& choices, double capacity_factor) {
+void ExpertRoute::share_out(const SortedChoices& choices, const at::Tensor& weight,
+                            double capacity_factor) {
   at::Tensor counts = at::diff(choices.ends, 1, 0, at::zeros({1}, choices.ends.options()))
                           .view({ep_->size(), -1});  // per rank, for each of its experts
   const bool is_bounded = counts.is_cuda() || capacity_factor > 0.0;
   if (is_bounded)
-    bound_parts(choices, counts, capacity_factor);
+    bound_parts(choices, weight, capacity_factor, counts);
   else
     sent_ = on_host(counts.sum(1));
   const at::Tensor received = received_counts(counts);
@@ -113,9 +134,9 @@ void ExpertRoute::share_out(const SortedChoices& choices, double capacity_factor
 }
 
 // Gives every rank equally many slots, and every expert as much room; `counts` loses the choices
-// that find none.
-void ExpertRoute::bound_parts(const SortedChoices& choices, at::Tensor& counts,
-                              double capacity_factor) {
+// that find none. Slots are in the order of experts, and choices in their rank's part of it.
+void ExpertRoute::bound_parts(const SortedChoices& choices, const at::Tensor& weight,
+                              double capacity_factor, at::Tensor& counts) {
   const int64_t num_experts = counts.size(1);  // of one rank
   const int64_t num_choices = choices.order.size(0);
   const int64_t num_tokens = num_choices / num_chosen_;
@@ -128,27 +149,32 @@ void ExpertRoute::bound_parts(const SortedChoices& choices, at::Tensor& counts,
       std::min(num_tokens * std::min(num_chosen_, num_experts), checked_mul(capacity, num_experts));
   sent_.assign(static_cast<size_t>(ep_->size()), room);
   received_ = sent_;
+  if (capacity < num_tokens) return drop_beyond(capacity, choices, weight, counts);
 
-  const at::Tensor ends = choices.ends.view_as(counts);
-  const at::Tensor begins = ends.select(1, num_experts - 1) - counts.sum(1);  // of ranks
-  const at::Tensor expert = choices.chosen.flatten();
-  const at::Tensor rank = expert.div(num_experts, "floor");
-  // Slots in the order of experts, and choices in their rank's part of it.
-  at::Tensor sorted = begins.unsqueeze(1) + at::arange(room, ends.options());  // [ranks, room]
+  const at::Tensor begins = begins_of_rows(counts);
+  const at::Tensor rank = choices.chosen.flatten().div(num_experts, "floor");
   slot_of_choice_ = rank * room + choices.inverse - begins.index_select(0, rank);
-  if (capacity < num_tokens) {
-    const at::Tensor has_none =
-        (choices.inverse - (ends - counts).flatten().index_select(0, expert)).ge(capacity);
-    const at::Tensor lost = (counts - capacity).clamp_min(0);
-    const at::Tensor lost_before = lost.cumsum(1) - lost;  // in the rank's part
-    counts = counts - lost;
-    const at::Tensor expert_of_slot = experts_of_slots(counts, room).clamp_max(num_experts - 1);
-    sorted = sorted + lost_before.gather(1, expert_of_slot.to(at::kLong));
-    slot_of_choice_ = (slot_of_choice_ - lost_before.flatten().index_select(0, expert))
-                          .masked_fill_(has_none, kNoSlot);
-    dropped_ = has_none.to(at::kFloat).mean().view({1});
-  }
-  choice_of_slot_ = choices.order.index_select(0, sorted.clamp_max(num_choices - 1).flatten());
+  const at::Tensor places = begins.unsqueeze(1) + at::arange(room, counts.options());
+  choice_of_slot_ = choices.order.index_select(0, places.clamp_max(num_choices - 1).flatten());
+}
+
+void ExpertRoute::drop_beyond(int64_t capacity, const SortedChoices& choices,
+                              const at::Tensor& weight, at::Tensor& counts) {
+  const int64_t room = sent_[0];
+  const at::Tensor is_lost = choices_beyond(capacity, choices, weight);
+  dropped_ = is_lost.to(at::kFloat).mean().view({1});
+  counts = counts.clamp_max(capacity);
+  const at::Tensor rank = choices.chosen.flatten().div(counts.size(1), "floor");
+  const at::Tensor is_kept = is_lost.logical_not().to(at::kLong).index_select(0, choices.order);
+  const at::Tensor kept_before = (is_kept.cumsum(0) - is_kept).index_select(0, choices.inverse);
+  slot_of_choice_ = rank * room + kept_before - begins_of_rows(counts).index_select(0, rank);
+  slot_of_choice_.masked_fill_(is_lost, kNoSlot);
+  // Lost choices are written behind the last slot, whatever their order: nobody reads there.
+  const int64_t num_slots = counts.size(0) * room;
+  choice_of_slot_ = at::zeros({num_slots + 1}, counts.options())
+                        .scatter_(0, slot_of_choice_.masked_fill(is_lost, num_slots),
+                                  at::arange(is_lost.size(0), counts.options()))
+                        .narrow(0, 0, num_slots);
 }
 
 at::Tensor ExpertRoute::received_counts(const at::Tensor& counts) const {

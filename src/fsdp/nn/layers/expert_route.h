@@ -32,7 +32,8 @@ SortedChoices sort_choices(const at::Tensor& chosen, int64_t num_experts);
 struct ExpertRanks {
   const MeshAxis* ep = nullptr;  // nullptr: this rank has all experts
   // Every expert has room for this many times the rows that each rank would send it in an even
-  // load; choices beyond it, of later tokens, count nothing. 0: for all rows that could come.
+  // load; choices beyond it, those with the smallest weights, count nothing. 0: for all rows that
+  // could come.
   double capacity_factor = 0.0;
 };
 
@@ -42,7 +43,9 @@ struct ExpertRanks {
 // that nobody reads at the other side; then all ranks must have equally many tokens.
 class ExpertRoute final : public torch::CustomClassHolder {
  public:
-  ExpertRoute(const SortedChoices& choices, const ExpertRanks& ranks);
+  // `weight`: [tokens, num_chosen], by which a bounded expert picks its choices; of equal ones it
+  // takes those of earlier tokens.
+  ExpertRoute(const SortedChoices& choices, const at::Tensor& weight, const ExpertRanks& ranks);
 
   // [experts of this rank], int32, on the choices' device: where the rows of each expert end. Rows
   // behind the last end are nobody's.
@@ -61,8 +64,11 @@ class ExpertRoute final : public torch::CustomClassHolder {
   friend class Combine;
   enum class Way : uint8_t { kForward, kBackward };
 
-  void share_out(const SortedChoices& choices, double capacity_factor);
-  void bound_parts(const SortedChoices& choices, at::Tensor& counts, double capacity_factor);
+  void share_out(const SortedChoices& choices, const at::Tensor& weight, double capacity_factor);
+  void bound_parts(const SortedChoices& choices, const at::Tensor& weight, double capacity_factor,
+                   at::Tensor& counts);
+  void drop_beyond(int64_t capacity, const SortedChoices& choices, const at::Tensor& weight,
+                   at::Tensor& counts);
   at::Tensor received_counts(const at::Tensor& counts) const;
 
   // Slots of this rank to rows of its experts, and back.

@@ -174,7 +174,7 @@ ExpertBankImpl::Results ExpertBankImpl::forward(const at::Tensor& tokens,
                                                 const SortedChoices& choices,
                                                 const at::Tensor& weight) {
   const auto route = c10::make_intrusive<ExpertRoute>(
-      choices, ExpertRanks{.ep = ep_, .capacity_factor = options_.capacity_factor});
+      choices, weight, ExpertRanks{.ep = ep_, .capacity_factor = options_.capacity_factor});
   const at::Tensor rows = dispatch(tokens, route);
   const RowGroups groups = row_groups(rows, route->ends(), {rows.size(1), down_proj_.size(1)});
   const at::Tensor inner =
