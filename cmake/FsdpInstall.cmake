@@ -8,8 +8,13 @@ install(TARGETS fsdp fsdp_planning EXPORT fsdpTargets
   FILE_SET HEADERS DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 if(TARGET fsdp_command)
   # The command looks for libtorch where it was built with it (FsdpTorch.cmake), and then through a link beside it, which a
-  # person can point elsewhere after libtorch has moved.
-  set_target_properties(fsdp_command PROPERTIES INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}/fsdp/torch")
+  # person can point elsewhere after libtorch has moved. NCCL and CUDA's runtime are beside it, as packages of PyPI.
+  set(torch_link "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}/fsdp/torch")
+  set(rpath ${torch_link})
+  if(FSDP_CUDA)
+    list(APPEND rpath "${torch_link}/../../nvidia/nccl/lib" "${torch_link}/../../nvidia/cu${CUDAToolkit_VERSION_MAJOR}/lib")
+  endif()
+  set_target_properties(fsdp_command PROPERTIES INSTALL_RPATH "${rpath}")
   install(TARGETS fsdp_command RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
   install(CODE "
     set(folder \"\$ENV{DESTDIR}\${CMAKE_INSTALL_PREFIX}/${CMAKE_INSTALL_LIBDIR}/fsdp\")
