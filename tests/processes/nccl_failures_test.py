@@ -30,6 +30,9 @@ class NcclFailures(unittest.TestCase):
         finally:
             for process in processes:
                 process.kill()
+        if all("no GPU here" in each for each in said):
+            print("no GPU here")
+            self.skipTest("no GPU here")
         print(f"{claim} with {ranks} ranks: {time.monotonic() - begin:.1f} s", flush=True)
         expected = [0] * (ranks - killed) + [-signal.SIGKILL] * killed
         self.assertEqual([process.returncode for process in processes], expected, "\n".join(said))
