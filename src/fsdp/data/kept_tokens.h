@@ -30,7 +30,7 @@ class KeptTokens {
   // Verified; nullopt if there are none.
   std::optional<Found> find() const;
 
-  // Where a TokenFileWriter writes them.
+  // A TokenFileWriter writes them to this path.
   const std::string& path() const { return path_; }
 
   // The file is there; with this it is complete. Removes older tokens of the same path.

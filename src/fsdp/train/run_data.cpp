@@ -88,7 +88,8 @@ void prepare_sample(RunPlan& plan, const Tokenizer& tokenizer) {
   }
 }
 
-// Where the tokens of this run's text are kept; "": nowhere. Runs that name no directory share one.
+// The directory that keeps the tokens of this run's text; "": none does. Runs that name no
+// directory share one.
 std::string kept_tokens_of(const RunPlan& plan, const DataOpening& opening) {
   const std::string& run = plan.options.checkpoint_dir;
   if (run.empty() || !opening.keeps_tokens) return "";

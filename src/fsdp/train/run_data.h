@@ -30,7 +30,7 @@ void warn_of_rows(const RunPlan& plan);
 // The windows of the run's data; UsageError where it is too short for them.
 DataSplit split_data(const RunPlan& plan);
 
-// Where --documents is auto: rows of prompts and answers, which have loss masks, know nothing of
+// Answers for --documents auto: rows of prompts and answers, which have loss masks, know nothing of
 // each other.
 WindowDocuments window_documents(std::optional<WindowDocuments> choice, const Corpus& corpus);
 

@@ -1,5 +1,5 @@
-// Where texts are cut into words. tests/processes/tokenizers_test.py compares their tokens with
-// those of whole texts.
+// Texts are cut into words at places that leave tokens as they are.
+// tests/processes/tokenizers_test.py compares these tokens with those of whole texts.
 #include "fsdp/data/word_encoder.h"
 
 #include <gmock/gmock.h>
