@@ -12,6 +12,23 @@
 
 namespace fsdp::cli {
 
+namespace {
+
+// Writes a line; on a terminal in place of the text before, which had `shown_chars`.
+void show(std::string text, bool is_terminal, size_t& shown_chars) {
+  if (!is_terminal) {
+    std::fprintf(stderr, "%s\n", text.c_str());
+    return;
+  }
+  const size_t num_chars = text.size();
+  text.resize(std::max(num_chars, shown_chars), ' ');
+  shown_chars = num_chars;
+  std::fprintf(stderr, "\r%s", text.c_str());
+  std::fflush(stderr);
+}
+
+}  // namespace
+
 Progress::Progress(std::string what)
     : what_(std::move(what)),
       is_terminal_(::isatty(STDERR_FILENO) == 1),
@@ -50,15 +67,7 @@ void Progress::update(int64_t done_bytes, int64_t total_bytes) {
     text += concat(", ", bytes_text(rate), "/s, ",
                    train::duration_text(std::ceil((total - done) / rate)), " left");
   }
-  if (!is_terminal_) {
-    std::fprintf(stderr, "%s\n", text.c_str());
-    return;
-  }
-  const size_t num_chars = text.size();
-  text.resize(std::max(num_chars, shown_chars_), ' ');
-  shown_chars_ = num_chars;
-  std::fprintf(stderr, "\r%s", text.c_str());
-  std::fflush(stderr);
+  show(std::move(text), is_terminal_, shown_chars_);
 }
 
 // --- tokenising ----------------------------------------------------------------------------------
@@ -84,17 +93,7 @@ void TokenisingLine::update(const std::string& what, int64_t done_bytes, int64_t
   char figures[96];
   std::snprintf(figures, sizeof figures, "%.1f of %.1f MB, %.1f MB/s", megabytes(done_bytes),
                 megabytes(total_bytes), megabytes(done_bytes) / seconds);
-  std::string text = concat("tokenising ", what, ": ", figures);
-  if (is_terminal_) {
-    const size_t num_chars = text.size();
-    text.resize(std::max(num_chars, shown_chars_), ' ');
-    shown_chars_ = num_chars;
-    std::fprintf(stderr, "\r%s", text.c_str());
-    std::fflush(stderr);
-  } else {
-    shown_chars_ = 0;
-    std::fprintf(stderr, "%s\n", text.c_str());
-  }
+  show(concat("tokenising ", what, ": ", figures), is_terminal_, shown_chars_);
 }
 
 }  // namespace fsdp::cli
