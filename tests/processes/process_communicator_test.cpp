@@ -48,7 +48,7 @@ INSTANTIATE_TEST_SUITE_P(AllCases, ProcessCommunicatorSuite,
 TEST(ProcessCommunicator, GivesTheSameBitsAsThreads) {
   World world = world_of_processes(/*checked=*/false);
   const uint64_t by_processes = testing::communicator_digest(world);
-  run_threads(world.size(), {}, [&](World& threads) {
+  run_threads(world.size(), CommOptions::from_environment(), [&](World& threads) {
     EXPECT_EQ(testing::communicator_digest(threads), by_processes);
   });
 }

@@ -370,6 +370,9 @@ std::span<const CommunicatorCase> communicator_cases() {
 
 uint64_t communicator_digest(World& world) {
   Communicator& comm = world.communicator();
+  const bool has_grids = world.size() % 4 == 0;
+  const Mesh mesh =
+      world.mesh(has_grids ? MeshOptions{.outer = 2, .ep = 2, .tp = 2} : MeshOptions{});
   uint64_t digest = 1469598103934665603ull;  // FNV-1a over the bytes of every result
   const auto take = [&digest](const at::Tensor& tensor) {
     const auto* bytes = static_cast<const unsigned char*>(tensor.const_data_ptr());
@@ -386,6 +389,20 @@ uint64_t communicator_digest(World& world) {
     at::Tensor all = at::zeros({numel * comm.size()}, dtype);
     comm.all_gather(all, share, "digest").wait();
     take(all);
+    for (const GridKind kind : mesh.grids()) {
+      const Grid grid = mesh.grid(kind);
+      for (const MeshAxis* axis : {grid.outer, grid.inner, grid.owners}) {
+        if (axis == nullptr) continue;
+        const std::vector<int64_t> counts = uneven_counts(axis->size(), 1001);
+        const at::Tensor padded = at::zeros({2000}, dtype);
+        const at::Tensor mine = padded.narrow(0, 0, counts[static_cast<size_t>(axis->rank())]);
+        const at::Tensor whole = rank_pattern(comm.rank(), sum(counts), dtype, 9);
+        axis->reduce().reduce_scatter(mine, whole, {}, "digest", counts).wait();
+        all = at::zeros({comm.size() * padded.numel()}, dtype);
+        comm.all_gather(all, padded, "digest").wait();
+        take(all);
+      }
+    }
   }
   return digest;
 }

@@ -18,22 +18,24 @@ namespace {
 const std::vector<at::ScalarType> kReducible = {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf,
                                                 at::kLong,  at::kInt,    at::kByte};
 
-// The definition: combine in rank order in the accumulation type, scale once, round once.
-at::Tensor reference(int ranks, const std::function<at::Tensor(int)>& input_of, at::ScalarType acc,
-                     const Reduction& reduction, at::ScalarType result) {
-  at::Tensor combined = input_of(0).to(acc);
-  for (int rank = 1; rank < ranks; ++rank) {
-    const at::Tensor next = input_of(rank).to(acc);
-    if (reduction.op == ReduceOp::kMax) {
-      combined = at::maximum(combined, next);
-    } else if (reduction.op == ReduceOp::kMin) {
-      combined = at::minimum(combined, next);
-    } else {
-      combined = combined + next;
-    }
+at::Tensor combine(const at::Tensor& a, const at::Tensor& b, ReduceOp op) {
+  if (op == ReduceOp::kMax) return at::maximum(a, b);
+  return op == ReduceOp::kMin ? at::minimum(a, b) : a + b;
+}
+
+// The definition: combine groups in rank order in the accumulation type, then their results; scale
+// once, round once.
+at::Tensor reference(const Communicator& comm, const std::function<at::Tensor(int)>& input_of,
+                     at::ScalarType acc, const Reduction& reduction, at::ScalarType result) {
+  at::Tensor combined;
+  for (int begin = 0; begin < comm.size(); begin += comm.sum_group()) {
+    at::Tensor group = input_of(begin).to(acc);
+    for (int rank = begin + 1; rank < begin + comm.sum_group(); ++rank)
+      group = combine(group, input_of(rank).to(acc), reduction.op);
+    combined = begin == 0 ? group : combine(combined, group, reduction.op);
   }
   double scale = reduction.scale;
-  if (reduction.op == ReduceOp::kAvg) scale /= ranks;
+  if (reduction.op == ReduceOp::kAvg) scale /= comm.size();
   if (scale != 1.0) combined = combined * at::full({1}, scale, combined.options());
   return rounded_once(combined, result);
 }
@@ -65,14 +67,13 @@ void check_reduce_scatter(Communicator& comm, at::Device device, const ReduceCas
   comm.reduce_scatter(output, input, claim.reduction, "reduce", claim.counts).wait();
   const at::ScalarType acc =
       claim.reduction.accumulate.value_or(accumulation_of(claim.wire, claim.result));
-  EXPECT_TRUE(
-      same_bytes(output, reference(comm.size(), share_of, acc, claim.reduction, claim.result)))
+  EXPECT_TRUE(same_bytes(output, reference(comm, share_of, acc, claim.reduction, claim.result)))
       << claim.wire << " into " << claim.result << " by " << name_of(claim.reduction.op)
       << " scaled by " << claim.reduction.scale << " of " << total
       << (claim.in_place ? " in place" : "");
 }
 
-void reduces_every_dtype_in_rank_order(World& world, at::Device device) {
+void reduces_every_dtype_in_one_order(World& world, at::Device device) {
   Communicator& comm = world.communicator();
   for (const at::ScalarType dtype : kReducible) {
     for (const int64_t numel : kSizes) {
@@ -136,7 +137,7 @@ void adds_to_what_is_there(World& world, at::Device device) {
     at::Tensor output = old.to(device, /*non_blocking=*/false, /*copy=*/true);
     const at::Tensor input = rank_pattern(comm.rank(), total, wire).to(device);
     comm.reduce_scatter(output, input, reduction, "add", counts).wait();
-    const at::Tensor added = reference(comm.size(), share_of, at::kFloat, reduction, at::kFloat);
+    const at::Tensor added = reference(comm, share_of, at::kFloat, reduction, at::kFloat);
     EXPECT_TRUE(same_bytes(output, rounded_once(old.to(at::kFloat) + added, result)))
         << wire << " " << result;
   }
@@ -172,8 +173,7 @@ void all_reduces_bitwise_equal_everywhere(World& world, at::Device device) {
       at::Tensor tensor = rank_pattern(comm.rank(), numel, dtype).to(device);
       comm.all_reduce(tensor, {}, "all").wait();
       const auto whole = [&](int rank) { return rank_pattern(rank, numel, dtype); };
-      const at::Tensor expected =
-          reference(comm.size(), whole, accumulation_of(dtype, dtype), {}, dtype);
+      const at::Tensor expected = reference(comm, whole, accumulation_of(dtype, dtype), {}, dtype);
       EXPECT_TRUE(same_bytes(tensor, expected)) << dtype << " " << numel;
     }
   }
@@ -197,7 +197,7 @@ void lets_nan_win_max_and_min(World& world, at::Device device) {
 
 std::vector<CommunicatorCase> reduction_cases() {
   return {
-      {"ReducesEveryDtypeInRankOrder", reduces_every_dtype_in_rank_order},
+      {"ReducesEveryDtypeInOneOrder", reduces_every_dtype_in_one_order},
       {"ReducesLargeUnevenShares", reduces_large_uneven_shares},
       {"ReducesAnyWireIntoAnyOutput", reduces_any_wire_into_any_output},
       {"AddsToWhatIsThere", adds_to_what_is_there},

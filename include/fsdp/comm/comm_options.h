@@ -40,6 +40,12 @@ struct CommOptions {
   // network. Environment: FSDP_BANDWIDTH, in bytes per second or as "1.25GB".
   double bandwidth_bytes_per_s = 0;
 
+  // Gradients of so many neighbouring ranks are added first, then the sums of such groups
+  // (SumOrder, comm/reduce/sum_order.h): the bits depend on it. 0: the ranks of a host, so that a
+  // network carries one sum per host; threads of a process are one host. Divides the number of
+  // ranks; the same on all. Environment: FSDP_SUM_GROUP.
+  int sum_group = 0;
+
   // Environment: FSDP_NCCL=auto|off|always and FSDP_NCCL_REDUCE=exact|native.
   NcclUse nccl = NcclUse::kAuto;
   NcclReduce nccl_reduce = NcclReduce::kExact;

@@ -18,6 +18,15 @@ class NcclCalls;
 struct Operation;
 class Shares;
 
+// With whom a rank of a communicator exchanges messages that are no part of NCCL's own collectives:
+// these ranks are connected when it is made, so that no later operation waits for a connection.
+// Others are by the first operation that needs them.
+enum class Messages : uint8_t {
+  kToAll,    // any operation
+  kOfSums,   // with the ranks that add with this one (SumOrder)
+  kToNobody  // it only gathers
+};
+
 // A communicator runs its collectives in the order in which they were enqueued, which must be the
 // same on every rank; two communicators are independent of each other. A call checks its arguments,
 // enqueues and returns; `Work::wait()` makes the result usable. Until then the tensors must not be
@@ -46,6 +55,11 @@ class Communicator {
   int rank() const { return rank_; }
   int size() const { return size_; }
   const std::string& name() const { return name_; }
+
+  // Values that are reduced are combined in groups of so many neighbours first, then the groups'
+  // results: ranks of one host, unless CommOptions::sum_group says otherwise. 1 and size(): all of
+  // them in rank order.
+  int sum_group() const { return sum_group_; }
 
   // output = input of rank 0, input of rank 1, ...
   Work all_gather(const at::Tensor& output, const at::Tensor& input, const Tag& tag,
@@ -80,7 +94,8 @@ class Communicator {
   // A communicator among the ranks whose color equals this rank's, in rank order. `colors` has one
   // entry per rank and is the same on every rank, so that membership needs no communication and a
   // simulated world can do it too. Every rank of this communicator calls it.
-  virtual std::unique_ptr<Communicator> split(std::span<const int> colors, std::string name) = 0;
+  std::unique_ptr<Communicator> split(std::span<const int> colors, std::string name,
+                                      Messages messages = Messages::kToAll);
 
   // Why a device cannot record this communicator's operations into a graph and replay them without
   // the host: words that follow a noun ("whose ..."), or "" if it can.
@@ -99,11 +114,24 @@ class Communicator {
   // sequence number is the backend's to set.
   virtual Work enqueue(Operation operation) = 0;
 
- protected:
-  Communicator(int rank, int size, std::string name);
+  // For who has made the communicator of all ranks, and then learned where they are.
+  void set_sum_group(int group) { sum_group_ = group; }
 
-  // The ranks of this communicator that share this rank's color; errors about `colors` are here.
-  std::vector<int> members_of(std::span<const int> colors) const;
+ protected:
+  Communicator(int rank, int size, std::string name, int sum_group);
+
+  // A communicator of some of this one's ranks.
+  struct Subgroup {
+    std::span<const int> colors;
+    std::vector<int> members;  // this rank's color
+    int rank;                  // of this one among them
+    std::string name;
+    int sum_group;
+    Messages messages;
+
+    int size() const { return static_cast<int>(members.size()); }
+  };
+  virtual std::unique_ptr<Communicator> split_off(Subgroup part) = 0;
 
  private:
   Shares shares_of(const at::Tensor& tensor, const char* what,
@@ -112,6 +140,7 @@ class Communicator {
   const int rank_;
   const int size_;
   const std::string name_;
+  int sum_group_;
 };
 
 }  // namespace fsdp

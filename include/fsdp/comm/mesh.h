@@ -60,7 +60,9 @@ struct MeshOptions {
 // the gather of the next.
 class MeshAxis {
  public:
-  MeshAxis(std::string name, Communicator& world, std::span<const int> colors);
+  // `exchanges`: gather() carries all_to_all, too.
+  MeshAxis(std::string name, Communicator& world, std::span<const int> colors,
+           bool exchanges = false);
   MeshAxis(MeshAxis&&) noexcept;
   MeshAxis& operator=(MeshAxis&&) noexcept;
   ~MeshAxis();
@@ -109,6 +111,9 @@ class Mesh {
   const MeshAxis& inner() const { return inner_; }
   int size() const { return outer_.size() * inner_.size(); }
 
+  // Neighbours whose gradients are added first (Communicator::sum_group of all ranks).
+  int sum_group() const { return sum_group_; }
+
   // nullptr without that axis: then its parameters are dense.
   const MeshAxis* ep() const { return experts_ ? &experts_->ep : nullptr; }
   const MeshAxis* tp() const { return tensors_ ? &tensors_->tp : nullptr; }
@@ -141,6 +146,7 @@ class Mesh {
   MeshAxis inner_;
   std::optional<TensorAxes> tensors_;
   std::optional<ExpertAxes> experts_;
+  int sum_group_;
 };
 
 }  // namespace fsdp

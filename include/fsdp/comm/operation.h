@@ -41,8 +41,9 @@ enum class Store : uint8_t { kWrite, kAdd };
 
 const char* name_of(Store store);
 
-// How values of several ranks become one. The ranks' values are combined in rank order, so that the
-// result is bitwise the same on every run and every backend.
+// How values of several ranks become one. The ranks' values are combined in an order that depends
+// on the communicator's size and sum_group() alone, so that the result is bitwise the same on every
+// run and every backend.
 struct Reduction {
   ReduceOp op = ReduceOp::kSum;
   // The result is multiplied by this once, in the accumulation type (floating types only).
@@ -107,7 +108,9 @@ struct Fingerprint {
 // One call in a simulated world (World::simulated).
 struct RecordedCall {
   std::string communicator;
+  int first = 0;  // the world rank of its first member; with the name it tells which one it is
   int ranks = 0;
+  int sum_group = 1;
   Fingerprint print;
 };
 

@@ -33,7 +33,8 @@ class World {
                           const CommOptions& options = CommOptions::from_environment());
 
   // Rank `rank` of `size`, alone: nothing moves, every call is recorded.
-  static World simulated(int rank, int size, std::shared_ptr<Recording> recording);
+  static World simulated(int rank, int size, std::shared_ptr<Recording> recording,
+                         const CommOptions& options = {});
 
   World(Launch launch, std::unique_ptr<Communicator> communicator, std::string transport = "");
   World(World&&) noexcept;

@@ -228,11 +228,15 @@ class Loading {
     loaded.optimizer_step = manifest.optimizer.step;
     for (const RankRecord& record : plan_.catalog().ranks())
       loaded.data_of_ranks.push_back(record.data_position);
-    const MeshShape mesh = StateView(state_.sharded).mesh_shape();
-    loaded.has_random_state = manifest.num_ranks() == mesh.outer * mesh.inner;
+    const Mesh& mesh = StateView(state_.sharded).mesh();
+    loaded.has_random_state = manifest.num_ranks() == mesh.size();
+    if (rank_in(mesh) == 0 && loaded.has_random_state && manifest.sum_group != mesh.sum_group() &&
+        manifest.sum_group > 0)
+      log(LogLevel::kInfo, "the checkpoint's ranks added gradients in groups of ",
+          manifest.sum_group, ", these add them in groups of ", mesh.sum_group(),
+          ": the run goes on with other bits, unless FSDP_SUM_GROUP is ", manifest.sum_group);
     if (loaded.has_random_state)
-      loaded.data =
-          loaded.data_of_ranks[static_cast<size_t>(rank_in(StateView(state_.sharded).mesh()))];
+      loaded.data = loaded.data_of_ranks[static_cast<size_t>(rank_in(mesh))];
     return loaded;
   }
 

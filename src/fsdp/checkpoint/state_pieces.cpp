@@ -361,6 +361,7 @@ Manifest describe(const CheckpointState& state, const StatePieces& pieces, int64
   const StateView engine(state.sharded);
   Manifest manifest{.step = step,
                     .mesh = engine.mesh_shape(),
+                    .sum_group = engine.mesh().sum_group(),
                     .strategy = to_text(engine.options().strategy),
                     .precision = precision_text(engine.options().precision),
                     .schedule = {},

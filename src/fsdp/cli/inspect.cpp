@@ -112,9 +112,12 @@ std::string steps_text(std::span<const int64_t> steps) {
 }
 
 std::string mesh_text(const Manifest& manifest) {
-  if (manifest.mesh.outer == 1) return std::to_string(manifest.num_ranks());
-  return concat(manifest.num_ranks(), " = ", manifest.mesh.outer, " outer x ", manifest.mesh.inner,
-                " inner");
+  std::string text = std::to_string(manifest.num_ranks());
+  if (manifest.mesh.outer > 1)
+    text += concat(" = ", manifest.mesh.outer, " outer x ", manifest.mesh.inner, " inner");
+  if (manifest.sum_group > 1 && manifest.sum_group < manifest.num_ranks())
+    text += concat(", which add gradients in groups of ", manifest.sum_group, " first");
+  return text;
 }
 
 std::string optimizer_text(const OptimizerRecord& optimizer) {
@@ -172,6 +175,7 @@ Json catalog_json(const TensorCatalog& catalog, std::span<const int64_t> steps) 
     report["step"] = manifest.step;
     report["ranks"] = manifest.num_ranks();
     report["mesh"] = {{"outer", manifest.mesh.outer}, {"inner", manifest.mesh.inner}};
+    report["sum_group"] = manifest.sum_group;
     report["strategy"] = manifest.strategy;
     report["precision"] = manifest.precision;
     report["schedule"] = manifest.schedule;

@@ -6,6 +6,7 @@
 #include "fsdp/base/device_stream.h"
 #include "fsdp/comm/enqueued_operation.h"
 #include "fsdp/comm/reduce/reduce_ranks.h"
+#include "fsdp/comm/reduce/sum_order.h"
 
 namespace fsdp {
 
@@ -101,8 +102,8 @@ void set_reduction(Operation& operation, const Reduction& reduction, const Tag& 
 
 }  // namespace
 
-Communicator::Communicator(int rank, int size, std::string name)
-    : rank_(rank), size_(size), name_(std::move(name)) {
+Communicator::Communicator(int rank, int size, std::string name, int sum_group)
+    : rank_(rank), size_(size), name_(std::move(name)), sum_group_(sum_group) {
   FSDP_CHECK(size >= 1 && rank >= 0 && rank < size, "communicator '", name_, "' has rank ", rank,
              " of size ", size, ": the rank must be from 0 to size - 1");
 }
@@ -219,14 +220,25 @@ Work Communicator::barrier(const Tag& tag) {
   return enqueue(std::move(operation));
 }
 
-std::vector<int> Communicator::members_of(std::span<const int> colors) const {
+std::unique_ptr<Communicator> Communicator::split(std::span<const int> colors, std::string name,
+                                                  Messages messages) {
   FSDP_CHECK(static_cast<int>(colors.size()) == size_, "colors has ", colors.size(),
              " entries: it must have one per rank of '", name_, "', ", size_);
-  std::vector<int> members;
-  for (int other = 0; other < size_; ++other)
-    if (colors[static_cast<size_t>(other)] == colors[static_cast<size_t>(rank_)])
-      members.push_back(other);
-  return members;
+  Subgroup part{.colors = colors,
+                .members = {},
+                .rank = 0,
+                .name = std::move(name),
+                .sum_group = 1,
+                .messages = messages};
+  std::vector<int> groups;  // ranks that are no neighbours here are none there
+  for (int other = 0; other < size_; ++other) {
+    if (colors[static_cast<size_t>(other)] != colors[static_cast<size_t>(rank_)]) continue;
+    if (other == rank_) part.rank = part.size();
+    part.members.push_back(other);
+    groups.push_back(other / sum_group_);
+  }
+  part.sum_group = group_within(groups);
+  return split_off(std::move(part));
 }
 
 }  // namespace fsdp

@@ -163,6 +163,8 @@ void CommOptions::validate() const {
   FSDP_CHECK(timeout_seconds > 0, "timeout_seconds is ", timeout_seconds, ": it must be above 0");
   FSDP_CHECK(bandwidth_bytes_per_s >= 0, "bandwidth_bytes_per_s is ", bandwidth_bytes_per_s,
              ": it must be 0 (no limit) or above");
+  FSDP_CHECK(sum_group >= 0, "sum_group is ", sum_group,
+             ": it must be 0 (ranks of a host) or above");
 }
 
 CommOptions CommOptions::from_environment() {
@@ -172,6 +174,7 @@ CommOptions CommOptions::from_environment() {
   options.checked = env_choice("FSDP_CHECKED", kOffOn, options.checked ? 1 : 0) == 1;
   options.bandwidth_bytes_per_s =
       env_bytes_per_second("FSDP_BANDWIDTH", options.bandwidth_bytes_per_s);
+  if (env_text("FSDP_SUM_GROUP")) options.sum_group = whole_number(&env_text, "FSDP_SUM_GROUP");
   static const std::vector<std::string> kNcclUses(kNcclUseNames.begin(), kNcclUseNames.end());
   static const std::vector<std::string> kNcclReduces = {"exact", "native"};
   options.nccl = static_cast<NcclUse>(env_choice("FSDP_NCCL", kNcclUses, 0));

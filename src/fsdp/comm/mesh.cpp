@@ -12,11 +12,12 @@ namespace fsdp {
 namespace {
 
 // Ranks that lie `stride` apart, `size` of them, are one group of an axis.
-MeshAxis axis_of(std::string name, Communicator& world, int stride, int size) {
+MeshAxis axis_of(std::string name, Communicator& world, int stride, int size,
+                 bool exchanges = false) {
   std::vector<int> colors;
   for (int rank = 0; rank < world.size(); ++rank)
     colors.push_back(rank / (stride * size) * stride + rank % stride);
-  return {std::move(name), world, colors};
+  return {std::move(name), world, colors, exchanges};
 }
 
 std::string arithmetic(const Communicator& world, const MeshOptions& options, int row) {
@@ -55,10 +56,12 @@ struct Mesh::Sizes {
   int outer, row, tensor_inner, expert_outer, expert_inner, ep, tp;
 };
 
-MeshAxis::MeshAxis(std::string name, Communicator& world, std::span<const int> colors)
+MeshAxis::MeshAxis(std::string name, Communicator& world, std::span<const int> colors,
+                   bool exchanges)
     : name_(std::move(name)),
-      gather_(world.split(colors, name_ + " gather")),
-      reduce_(world.split(colors, name_ + " reduce")) {}
+      gather_(world.split(colors, name_ + " gather",
+                          exchanges ? Messages::kToAll : Messages::kToNobody)),
+      reduce_(world.split(colors, name_ + " reduce", Messages::kOfSums)) {}
 
 MeshAxis::MeshAxis(MeshAxis&&) noexcept = default;
 MeshAxis& MeshAxis::operator=(MeshAxis&&) noexcept = default;
@@ -73,7 +76,8 @@ Mesh::Mesh(Communicator& world, const Sizes& sizes)
     : outer_(axis_of("outer", world, sizes.row, sizes.outer)),
       inner_(axis_of("inner", world, 1, sizes.row)),
       tensors_(tensor_axes(world, sizes)),
-      experts_(expert_axes(world, sizes)) {}
+      experts_(expert_axes(world, sizes)),
+      sum_group_(world.sum_group()) {}
 
 std::optional<Mesh::TensorAxes> Mesh::tensor_axes(Communicator& world, const Sizes& sizes) {
   if (sizes.tp == 1) return std::nullopt;
@@ -87,7 +91,7 @@ std::optional<Mesh::ExpertAxes> Mesh::expert_axes(Communicator& world, const Siz
   return ExpertAxes{
       .outer = axis_of("expert outer", world, sizes.expert_inner * ep, sizes.expert_outer),
       .inner = axis_of("expert inner", world, ep, sizes.expert_inner),
-      .ep = axis_of("ep", world, 1, ep)};
+      .ep = axis_of("ep", world, 1, ep, /*exchanges=*/true)};
 }
 
 Grid Mesh::grid(GridKind kind) const {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 #include <fstream>
+#include <map>
 #include <set>
 #include <utility>
 
@@ -13,6 +14,7 @@
 #include "fsdp/base/env.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/text.h"
+#include "fsdp/comm/reduce/sum_order.h"
 
 namespace fsdp {
 
@@ -145,16 +147,19 @@ std::string difference_along(const Axes& axes, const RankFacts& facts) {
 
 // A place as text for the wire, and back.
 std::string text_of(const RankPlace& place) {
-  return concat(static_cast<int>(place.nccl), place.has_nccl ? 1 : 0, place.gpu, "\n", place.host);
+  return concat(static_cast<int>(place.nccl), place.has_nccl ? 1 : 0, place.sum_group, "\n",
+                place.gpu, "\n", place.host);
 }
 
 RankPlace place_in(const std::string& text) {
-  const size_t end_of_gpu = text.find('\n');
+  const size_t end_of_group = text.find('\n');
+  const size_t end_of_gpu = text.find('\n', end_of_group + 1);
   FSDP_ASSERT(text.size() >= 2 && end_of_gpu != std::string::npos, "place '", text, "'");
   return {.host = text.substr(end_of_gpu + 1),
-          .gpu = text.substr(2, end_of_gpu - 2),
+          .gpu = text.substr(end_of_group + 1, end_of_gpu - end_of_group - 1),
           .has_nccl = text[1] == '1',
-          .nccl = static_cast<NcclUse>(text[0] - '0')};
+          .nccl = static_cast<NcclUse>(text[0] - '0'),
+          .sum_group = std::stoi(text.substr(2, end_of_group - 2))};
 }
 
 // The first rank for which `holds` is true; -1 for none.
@@ -184,6 +189,30 @@ std::string obstacle_to_nccl(std::span<const RankPlace> ranks) {
       return concat("ranks ", first, " and ", second, " share the GPU ", ranks[second].gpu);
   }
   return "";
+}
+
+// How tensors travel between these ranks.
+Transport carrier_of(std::span<const RankPlace> ranks, const std::string& carrier) {
+  const NcclUse use = ranks.front().nccl;
+  const int other = first_rank(ranks, [&](const RankPlace& rank) { return rank.nccl != use; });
+  if (other >= 0)
+    return {.error = concat("FSDP_NCCL is ", name_of(ranks[static_cast<size_t>(other)].nccl),
+                            " on rank ", other, " and ", name_of(use),
+                            " on rank 0: set it alike on all ranks")};
+  const std::string obstacle = use == NcclUse::kAlways ? ""
+                               : use == NcclUse::kOff  ? "NCCL is off"
+                                                       : obstacle_to_nccl(ranks);
+  if (!obstacle.empty())
+    return {.sentence =
+                concat("tensors travel through host memory over ", carrier, ": ", obstacle)};
+  std::set<std::string> hosts;
+  for (const RankPlace& rank : ranks) hosts.insert(rank.host);
+  const std::string why =
+      use == NcclUse::kAlways
+          ? "FSDP_NCCL is always"
+          : concat(counted_text(std::ssize(ranks), "rank"), " on ",
+                   counted_text(std::ssize(hosts), "host"), ", each with a GPU of its own");
+  return {.by_nccl = true, .sentence = concat("tensors travel by NCCL: ", why)};
 }
 
 }  // namespace
@@ -221,26 +250,24 @@ std::string this_host() {
 }
 
 Transport choose_transport(std::span<const RankPlace> ranks, const std::string& carrier) {
-  const NcclUse use = ranks.front().nccl;
-  const int other = first_rank(ranks, [&](const RankPlace& rank) { return rank.nccl != use; });
-  if (other >= 0)
-    return {.error = concat("FSDP_NCCL is ", name_of(ranks[static_cast<size_t>(other)].nccl),
-                            " on rank ", other, " and ", name_of(use),
-                            " on rank 0: set it alike on all ranks")};
-  const std::string obstacle = use == NcclUse::kAlways ? ""
-                               : use == NcclUse::kOff  ? "NCCL is off"
-                                                       : obstacle_to_nccl(ranks);
-  if (!obstacle.empty())
-    return {.sentence =
-                concat("tensors travel through host memory over ", carrier, ": ", obstacle)};
-  std::set<std::string> hosts;
-  for (const RankPlace& rank : ranks) hosts.insert(rank.host);
-  const std::string why =
-      use == NcclUse::kAlways
-          ? "FSDP_NCCL is always"
-          : concat(counted_text(std::ssize(ranks), "rank"), " on ",
-                   counted_text(std::ssize(hosts), "host"), ", each with a GPU of its own");
-  return {.by_nccl = true, .sentence = concat("tensors travel by NCCL: ", why)};
+  const int given = ranks.front().sum_group;
+  const int odd = first_rank(ranks, [&](const RankPlace& rank) { return rank.sum_group != given; });
+  if (odd >= 0)
+    return {.error = concat("FSDP_SUM_GROUP is ", ranks[static_cast<size_t>(odd)].sum_group,
+                            " on rank ", odd, " and ", given,
+                            " on rank 0: set it alike on all ranks (0 is the ranks of a host)")};
+  Transport transport = carrier_of(ranks, carrier);
+  if (!transport.error.empty()) return transport;
+  std::map<std::string, int> numbers;
+  std::vector<int> hosts;
+  for (const RankPlace& rank : ranks)
+    hosts.push_back(numbers.try_emplace(rank.host, static_cast<int>(numbers.size())).first->second);
+  transport.sum_group = chosen_group(given, hosts);
+  const SumOrder order{.ranks = static_cast<int>(ranks.size()), .group = transport.sum_group};
+  if (order.has_two_hops())
+    transport.sentence +=
+        concat("; gradients are added in groups of ", transport.sum_group, " ranks first");
+  return transport;
 }
 
 int ranks_on_gpu_of(int rank, std::span<const RankPlace> ranks) {

@@ -48,6 +48,7 @@ struct RankPlace {
   std::string gpu;   // the PCI bus id of the GPU that it computes on; "" where it sees none
   bool has_nccl = false;
   NcclUse nccl = NcclUse::kAuto;
+  int sum_group = 0;  // CommOptions::sum_group
 
   bool operator==(const RankPlace&) const = default;
 };
@@ -61,6 +62,7 @@ std::string this_host();
 
 struct Transport {
   bool by_nccl = false;
+  int sum_group = 1;  // Communicator::sum_group of all ranks
   // "tensors travel by NCCL: 8 ranks on 2 hosts, each with a GPU of its own"
   std::string sentence = {};
   std::string error = {};  // what the ranks have set that contradicts itself; "" for nothing

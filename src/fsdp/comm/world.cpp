@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <exception>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -21,6 +22,7 @@
 #include "fsdp/comm/communicator.h"
 #include "fsdp/comm/enqueued_operation.h"
 #include "fsdp/comm/rank_facts.h"
+#include "fsdp/comm/reduce/sum_order.h"
 #include "fsdp/comm/threads/threads_communicator.h"
 
 namespace fsdp {
@@ -32,9 +34,17 @@ std::shared_ptr<Rendezvous> meeting_place(int ranks, const CommOptions& options)
   return std::make_shared<Rendezvous>("world", ranks, options, std::make_shared<AbortSignal>());
 }
 
+// Threads of one process are one host.
+int sum_group_of_threads(int ranks, const CommOptions& options) {
+  return chosen_group(options.sum_group, std::vector<int>(static_cast<size_t>(ranks)));
+}
+
 RankPlace place_of(const Launch& launch, const CommOptions& options) {
-  RankPlace place{
-      .host = this_host(), .gpu = "", .has_nccl = nccl_available(), .nccl = options.nccl};
+  RankPlace place{.host = this_host(),
+                  .gpu = "",
+                  .has_nccl = nccl_available(),
+                  .nccl = options.nccl,
+                  .sum_group = options.sum_group};
   // A process that does not ask for NCCL may not want CUDA to begin, either.
   const bool asks = options.nccl != NcclUse::kOff && at::hasCUDA();
   const int num_gpus = asks ? at::detail::getCUDAHooks().deviceCount() : 0;
@@ -72,25 +82,29 @@ class FirstError {
 // are.
 class SimulatedCommunicator final : public Communicator {
  public:
-  SimulatedCommunicator(int rank, int size, std::string name, std::shared_ptr<Recording> recording)
-      : Communicator(rank, size, std::move(name)), recording_(std::move(recording)) {}
+  // `members`: their world ranks.
+  SimulatedCommunicator(int rank, std::vector<int> members, std::string name, int sum_group,
+                        std::shared_ptr<Recording> recording)
+      : Communicator(rank, static_cast<int>(members.size()), std::move(name), sum_group),
+        members_(std::move(members)),
+        recording_(std::move(recording)) {}
 
-  std::unique_ptr<Communicator> split(std::span<const int> colors, std::string name) override {
-    const std::vector<int> members = members_of(colors);
-    const auto position = std::find(members.begin(), members.end(), rank()) - members.begin();
-    return std::make_unique<SimulatedCommunicator>(
-        static_cast<int>(position), static_cast<int>(members.size()), std::move(name), recording_);
-  }
   void abort(const std::string& message) override { throw AbortedError(message); }
 
  private:
+  std::unique_ptr<Communicator> split_off(Subgroup part) override {
+    for (int& member : part.members) member = members_[static_cast<size_t>(member)];
+    return std::make_unique<SimulatedCommunicator>(
+        part.rank, std::move(part.members), std::move(part.name), part.sum_group, recording_);
+  }
   Work enqueue(Operation operation) override {
     if (operation.print.kind == OpKind::kCopy) return Work();  // within one rank: not recorded
     operation.print.sequence = next_sequence_++;
-    recording_->push_back({name(), size(), operation.print});
+    recording_->push_back({name(), members_.front(), size(), sum_group(), operation.print});
     return Work();
   }
 
+  const std::vector<int> members_;
   const std::shared_ptr<Recording> recording_;
   uint64_t next_sequence_ = 0;
 };
@@ -102,7 +116,7 @@ World joined_world(Launch launch, const char* hosts_name, const CommOptions& opt
                    const Connect& connect) {
   if (launch.size > 1) set_thread_rank(launch.rank);
   std::unique_ptr<Communicator> hosts =
-      launch.size == 1 ? std::make_unique<ThreadsCommunicator>(0, meeting_place(1, options))
+      launch.size == 1 ? std::make_unique<ThreadsCommunicator>(0, meeting_place(1, options), 1)
                        : connect(launch);
   if (launch.size == 1 && options.nccl != NcclUse::kAlways)
     return World(std::move(launch), std::move(hosts));
@@ -111,6 +125,7 @@ World joined_world(Launch launch, const char* hosts_name, const CommOptions& opt
   const Transport transport = choose_transport(places, hosts_name);
   if (!transport.error.empty()) throw Error(transport.error);
   if (launch.rank == 0) log(LogLevel::kInfo, transport.sentence);
+  hosts->set_sum_group(transport.sum_group);
   if (transport.by_nccl) hosts = over_nccl(std::move(hosts), launch.local_rank, options);
   return World(std::move(launch), std::move(hosts), transport.sentence);
 }
@@ -146,18 +161,23 @@ World World::from_store(c10d::Store& store, const Launch& place, const std::stri
   });
 }
 
-World World::simulated(int rank, int size, std::shared_ptr<Recording> recording) {
+World World::simulated(int rank, int size, std::shared_ptr<Recording> recording,
+                       const CommOptions& options) {
   Launch launch;
   launch.rank = rank;
   launch.size = size;
   launch.local_size = size;
-  return World(launch,
-               std::make_unique<SimulatedCommunicator>(rank, size, "world", std::move(recording)));
+  std::vector<int> members(static_cast<size_t>(size));
+  std::iota(members.begin(), members.end(), 0);
+  return World(launch, std::make_unique<SimulatedCommunicator>(rank, std::move(members), "world",
+                                                               sum_group_of_threads(size, options),
+                                                               std::move(recording)));
 }
 
 void run_threads(int ranks, const CommOptions& options, const std::function<void(World&)>& body) {
   FSDP_CHECK(ranks >= 1, "ranks is ", ranks, ": it must be 1 or more");
   const std::shared_ptr<Rendezvous> rendezvous = meeting_place(ranks, options);
+  const int sum_group = sum_group_of_threads(ranks, options);
   FirstError first_error;
   const auto run_rank = [&](int rank) {
     c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
@@ -167,7 +187,7 @@ void run_threads(int ranks, const CommOptions& options, const std::function<void
     launch.size = launch.local_size = ranks;
     std::optional<World> world;  // closed after the error's words have been passed on
     try {
-      world.emplace(launch, std::make_unique<ThreadsCommunicator>(rank, rendezvous));
+      world.emplace(launch, std::make_unique<ThreadsCommunicator>(rank, rendezvous, sum_group));
       body(*world);
     } catch (const RemoteError& error) {
       first_error.note_consequence(std::current_exception());

@@ -14,6 +14,7 @@
 #include "fsdp/comm/communicator.h"
 #include "fsdp/comm/world.h"
 #include "support/communicator_suite.h"
+#include "support/reduction_cases.h"
 
 namespace fsdp::communicator_test {
 namespace {
@@ -41,6 +42,39 @@ INSTANTIATE_TEST_SUITE_P(AllCases, ThreadsCommunicatorSuite,
                            return testing::communicator_cases()[std::get<0>(test.param)].name +
                                   "On" + std::to_string(std::get<1>(test.param)) + "Ranks";
                          });
+
+// Ranks of several hosts add so, here with various numbers of groups and of ranks in them.
+TEST(ThreadsCommunicator, ReducesInGroups) {
+  for (const auto& [ranks, group] : {std::pair(4, 2), std::pair(6, 2), std::pair(6, 3)})
+    for (const testing::CommunicatorCase& claim : testing::reduction_cases())
+      run_threads(ranks, {.timeout_seconds = 30, .sum_group = group}, [&](World& world) {
+        EXPECT_EQ(world.communicator().sum_group(), group);
+        claim.body(world, at::kCPU);
+      });
+}
+
+// Where a host has 4 of 12 ranks: a communicator of other ranks adds those of one host first, as
+// far as all its groups can be as large.
+TEST(ThreadsCommunicator, KeepsGroupsWithinAHostWhenItIsSplit) {
+  run_threads(12, {.timeout_seconds = 30, .sum_group = 4}, [](World& world) {
+    const auto group_of = [&](const std::function<int(int)>& color_of) {
+      std::vector<int> colors;
+      for (int rank = 0; rank < world.size(); ++rank) colors.push_back(color_of(rank));
+      return world.communicator().split(colors, "part")->sum_group();
+    };
+    EXPECT_EQ(group_of([](int rank) { return rank / 4; }), 4);  // each within a host
+    EXPECT_EQ(group_of([](int rank) { return rank / 6; }), 2);  // one and a half hosts
+    EXPECT_EQ(group_of([](int rank) { return rank % 4; }), 1);  // one of each host
+    EXPECT_EQ(group_of([](int rank) { return rank % 2; }), 2);
+    EXPECT_EQ(group_of([](int rank) { return rank / 2 % 2; }), 2);
+    EXPECT_EQ(group_of([](int rank) { return rank == 0 ? 0 : 1; }), 1);
+  });
+}
+
+TEST(ThreadsCommunicator, RefusesGroupsThatDoNotDivideTheRanks) {
+  EXPECT_THAT([] { run_threads(6, {.sum_group = 4}, [](World&) {}); },
+              ThrowsMessage<Error>(HasSubstr("is 4: it must divide the 6 ranks")));
+}
 
 // The error of each rank's own thread, in rank order.
 std::vector<std::string> messages_of(int ranks, const CommOptions& options,

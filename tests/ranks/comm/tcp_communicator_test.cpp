@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <set>
 #include <string>
 #include <tuple>
 
@@ -12,6 +13,7 @@
 #include "fsdp/comm/tcp/tcp_transport.h"
 #include "fsdp/comm/world.h"
 #include "support/communicator_suite.h"
+#include "support/reduction_cases.h"
 #include "support/tcp_threads.h"
 
 namespace fsdp::tcp_communicator_test {
@@ -50,15 +52,30 @@ INSTANTIATE_TEST_SUITE_P(AllCases, TcpCommunicatorSuite,
                          });
 
 TEST(TcpCommunicator, GivesTheSameBitsAsThreads) {
-  for (const int ranks : {2, 3}) {
+  std::set<uint64_t> digests;
+  const auto compare = [&](int ranks, int group) {
+    const CommOptions options{.timeout_seconds = 60, .sum_group = group};
     uint64_t by_threads = 0;
-    run_threads(ranks, {}, [&](World& world) {
+    run_threads(ranks, options, [&](World& world) {
       const uint64_t digest = testing::communicator_digest(world);
       if (world.rank() == 0) by_threads = digest;
     });
-    run_tcp(ranks, {.timeout_seconds = 60},
+    run_tcp(ranks, options,
             [&](World& world) { EXPECT_EQ(testing::communicator_digest(world), by_threads); });
-  }
+    digests.insert(by_threads);
+  };
+  for (const int ranks : {2, 3}) compare(ranks, 0);
+  EXPECT_EQ(digests.size(), 2);
+  // The order is what it says: of one host, 1 in a group, and 8; of 2 and of 4 in a group others.
+  for (const int group : {0, 1, 2, 4, 8}) compare(8, group);
+  EXPECT_EQ(digests.size(), 5);
+}
+
+TEST(TcpCommunicator, ReducesInGroups) {
+  for (const auto& [ranks, group] : {std::pair(4, 2), std::pair(6, 3)})
+    for (const testing::CommunicatorCase& claim : testing::reduction_cases())
+      run_tcp(ranks, {.timeout_seconds = 60, .checked = ranks == 4, .sum_group = group},
+              [&](World& world) { claim.body(world, at::kCPU); });
 }
 
 }  // namespace

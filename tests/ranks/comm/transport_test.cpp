@@ -25,6 +25,7 @@ const std::string kSecond = "0000:43:00.0";
 // However many GPUs a rank sees: it says which one it computes on.
 TEST(Transport, IsNcclWhereEachRankOfAHostHasAGpuOfItsOwnOrAllSaySo) {
   using enum NcclUse;
+  const std::string in_groups = "; gradients are added in groups of 2 ranks first";
   const struct {
     Places ranks;
     bool by_nccl;
@@ -36,10 +37,10 @@ TEST(Transport, IsNcclWhereEachRankOfAHostHasAGpuOfItsOwnOrAllSaySo) {
       // Equal ids on two hosts are two GPUs.
       {{place("a", kFirst), place("a", kSecond), place("b", kFirst), place("b", kSecond)},
        true,
-       "4 ranks on 2 hosts, each with a GPU of its own"},
+       "4 ranks on 2 hosts, each with a GPU of its own" + in_groups},
       {{place("a", kFirst), place("a", kSecond), place("b", kSecond), place("b", kSecond)},
        false,
-       "ranks 2 and 3 share the GPU 0000:43:00.0"},
+       "ranks 2 and 3 share the GPU 0000:43:00.0" + in_groups},
       {{place("a", kFirst), place("b", "")}, false, "rank 1 sees no GPU"},
       {{place("a", ""), place("a", "")}, false, "no rank sees a GPU"},
       {{place("a", kFirst), {.host = "a", .gpu = kSecond}},
@@ -55,6 +56,29 @@ TEST(Transport, IsNcclWhereEachRankOfAHostHasAGpuOfItsOwnOrAllSaySo) {
                                       why);
     EXPECT_EQ(transport.error, "") << why;
   }
+}
+
+TEST(Transport, AddsTheRanksOfAHostFirst) {
+  const auto on_hosts = [](const std::vector<std::string>& hosts, int given = 0) {
+    Places ranks;
+    for (const std::string& host : hosts)
+      ranks.push_back({.host = host, .gpu = "", .sum_group = given});
+    return choose_transport(ranks, "TCP");
+  };
+  EXPECT_EQ(on_hosts({"a", "a", "b", "b"}).sum_group, 2);
+  EXPECT_THAT(on_hosts({"a", "a", "b", "b"}).sentence,
+              ::testing::HasSubstr("; gradients are added in groups of 2 ranks first"));
+  EXPECT_EQ(on_hosts({"a", "a", "a", "a"}).sum_group, 4);
+  EXPECT_EQ(on_hosts({"a", "a", "a", "b", "b", "b", "b", "b", "b"}).sum_group, 3);
+  EXPECT_EQ(on_hosts({"a", "b", "a", "b"}).sum_group, 1) << "neighbours alone";
+  EXPECT_THAT(on_hosts({"a", "b", "a", "b"}).sentence,
+              ::testing::Not(::testing::HasSubstr("groups")));
+  EXPECT_EQ(on_hosts({"a", "b", "a", "b"}, 2).sum_group, 2) << "as asked for";
+  Places odd(2, {.host = "a", .gpu = ""});
+  odd[1].sum_group = 2;
+  EXPECT_EQ(choose_transport(odd, "TCP").error,
+            "FSDP_SUM_GROUP is 2 on rank 1 and 0 on rank 0: set it alike on all ranks (0 is the "
+            "ranks of a host)");
 }
 
 TEST(Transport, CountsTheRanksOfAGpu) {

@@ -345,6 +345,7 @@ std::string to_json(const Manifest& manifest) {
                      {"version", kCheckpointVersion},
                      {"step", manifest.step},
                      {"mesh", {{"outer", manifest.mesh.outer}, {"inner", manifest.mesh.inner}}},
+                     {"sum_group", manifest.sum_group},
                      {"strategy", manifest.strategy},
                      {"precision", manifest.precision},
                      {"schedule", manifest.schedule},
@@ -370,6 +371,7 @@ Manifest parse_manifest(std::string_view json, const std::string& source) {
   // More ranks than any machine has would overflow products of these numbers.
   if (manifest.mesh.outer > INT32_MAX) mesh.refuse("outer", "no world has so many ranks");
   if (manifest.mesh.inner > INT32_MAX) mesh.refuse("inner", "no world has so many ranks");
+  if (fields.has("sum_group")) manifest.sum_group = count(fields, "sum_group", 0);
   manifest.strategy = fields.text("strategy");
   manifest.precision = fields.text("precision");
   manifest.schedule = fields.text("schedule");

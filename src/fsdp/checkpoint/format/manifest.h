@@ -91,6 +91,7 @@ struct OptimizerRecord {
 struct Manifest {
   int64_t step = 0;
   MeshShape mesh;         // of the ranks that wrote the checkpoint
+  int64_t sum_group = 0;  // Mesh::sum_group() of their run; 0: not in older checkpoints
   std::string strategy;   // to_text(Strategy)
   std::string precision;  // for people: "main_params fp32, main_grads bf16, ..."
   std::string schedule;   // the program's text about its learning-rate schedule

@@ -83,7 +83,10 @@ void write_sharded_files(const std::string& directory, const ShardedContent& con
   Manifest manifest = content.manifest;
   manifest.files.clear();
   const bool has_same_ranks = static_cast<int64_t>(content.ranks.size()) == options.ranks;
-  if (!has_same_ranks) manifest.mesh = {.outer = 1, .inner = options.ranks};
+  if (!has_same_ranks) {
+    manifest.mesh = {.outer = 1, .inner = options.ranks};
+    manifest.sum_group = 0;
+  }
   manifest.model = stored_as(content.model, model);
   manifest.moments = stored_as(content.moments, moments);
   make_directories(directory + "/ranks");

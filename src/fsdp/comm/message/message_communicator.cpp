@@ -21,23 +21,22 @@ namespace fsdp {
 
 namespace {
 
-// A reduction receives and sums this much from each rank at a time: the staging memory is bounded,
-// and still in cache when it is summed.
+// A reduction receives and sums no more than this from each rank at a time: what has come is still
+// in cache when it is summed.
 constexpr int64_t kPieceBytes = int64_t{1} << 20;
 
 class MessageCommunicator final : public Communicator, private OperationRunner {
  public:
   MessageCommunicator(std::shared_ptr<MessageTransport> transport, const CommOptions& options,
-                      int channel, std::vector<int> members, std::string name)
+                      int channel, std::vector<int> members, std::string name, int sum_group)
       : Communicator(position_of(transport->rank(), members), static_cast<int>(members.size()),
-                     std::move(name)),
+                     std::move(name), sum_group),
         transport_(std::move(transport)),
         options_(options),
         channel_(channel),
         members_(std::move(members)),
         queue_(this->name(), *this, options) {}
 
-  std::unique_ptr<Communicator> split(std::span<const int> colors, std::string name) override;
   void abort(const std::string& message) override {
     transport_->tell_everybody(message, MessageTransport::Words::kFinal);
   }
@@ -48,6 +47,7 @@ class MessageCommunicator final : public Communicator, private OperationRunner {
   Work enqueue(Operation operation) override { return queue_.push(std::move(operation)); }
 
  private:
+  std::unique_ptr<Communicator> split_off(Subgroup part) override;
   static int position_of(int world_rank, const std::vector<int>& members) {
     return static_cast<int>(std::find(members.begin(), members.end(), world_rank) -
                             members.begin());
@@ -74,9 +74,19 @@ class MessageCommunicator final : public Communicator, private OperationRunner {
   void all_to_all(const Operation& operation);
   void broadcast(const Operation& operation);
 
-  // One message to and one from every other member; those of 0 bytes are not sent.
+  // One message to and one from every other member, or every other one of `num_ranks` that are
+  // `stride` apart from `first` on; those of 0 bytes are not sent.
   template <typename Send, typename Receive>
-  void exchange_with_all(Send send_to, Receive receive_from);
+  void exchange_with_all(Send send_to, Receive receive_from) {
+    exchange_with({.first = 0, .stride = 1, .num_ranks = size()}, send_to, receive_from);
+  }
+  struct Some {
+    int first;
+    int stride;
+    int num_ranks;
+  };
+  template <typename Send, typename Receive>
+  void exchange_with(const Some& ranks, Send send_to, Receive receive_from);
   void exchange(std::span<const Message> sends, std::span<const Message> receives);
 
   const std::shared_ptr<MessageTransport> transport_;
@@ -93,17 +103,15 @@ class MessageCommunicator final : public Communicator, private OperationRunner {
   OperationQueue queue_;  // last: its worker uses everything above
 };
 
-std::unique_ptr<Communicator> MessageCommunicator::split(std::span<const int> colors,
-                                                         std::string name) {
-  std::vector<int> members = members_of(colors);
-  for (int& member : members) member = members_[static_cast<size_t>(member)];
+std::unique_ptr<Communicator> MessageCommunicator::split_off(Subgroup part) {
+  for (int& member : part.members) member = members_[static_cast<size_t>(member)];
   // Ranks may have split different groups before; the largest proposal is free on all of them.
   at::Tensor channel = at::full({1}, transport_->propose_channel(), at::kLong);
-  all_reduce(channel, {.op = ReduceOp::kMax}, "split " + name).wait();
+  all_reduce(channel, {.op = ReduceOp::kMax}, "split " + part.name).wait();
   const auto agreed = static_cast<int>(channel.item<int64_t>());
   transport_->agree_on_channel(agreed);
-  return std::make_unique<MessageCommunicator>(transport_, options_, agreed, std::move(members),
-                                               std::move(name));
+  return std::make_unique<MessageCommunicator>(
+      transport_, options_, agreed, std::move(part.members), std::move(part.name), part.sum_group);
 }
 
 std::optional<c10::Event> MessageCommunicator::run(const std::shared_ptr<Operation>& operation) {
@@ -201,13 +209,14 @@ void MessageCommunicator::run_on_host(Operation& operation) {
 }
 
 template <typename Send, typename Receive>
-void MessageCommunicator::exchange_with_all(Send send_to, Receive receive_from) {
+void MessageCommunicator::exchange_with(const Some& ranks, Send send_to, Receive receive_from) {
   std::vector<Message> sends;
   std::vector<Message> receives;
-  for (int step = 1; step < size(); ++step) {
+  const int own = (rank() - ranks.first) / ranks.stride;
+  for (int step = 1; step < ranks.num_ranks; ++step) {
     // Each rank begins with its right neighbour, so that nobody is everybody's first target.
-    const int to = (rank() + step) % size();
-    const int from = (rank() + size() - step) % size();
+    const int to = ranks.first + (own + step) % ranks.num_ranks * ranks.stride;
+    const int from = ranks.first + (own + ranks.num_ranks - step) % ranks.num_ranks * ranks.stride;
     sends.push_back(send_to(to));
     receives.push_back(receive_from(from));
     sends.back().peer = members_[static_cast<size_t>(to)];
@@ -261,38 +270,83 @@ void MessageCommunicator::all_gather(const at::Tensor& output, const Shares& sha
       });
 }
 
-// Piece by piece: everybody's contribution to this rank's share arrives in `staging_` and is summed
-// in rank order, this rank's own contribution from where it lies.
+// Piece by piece. For each group in turn, this rank's group adds its contributions to the rank
+// there that is at this rank's place; they arrive in `staging_`, but for this rank's own. The sums
+// then go to that rank, and those for this rank come. With one group the first sum is all.
 void MessageCommunicator::reduce_share(const Operation& operation, const at::Tensor& output) {
   const Shares& shares = operation.input_shares;
-  const int64_t width = operation.input.element_size();
-  const int64_t piece_numel = kPieceBytes / width;
-  staging_.resize(
-      static_cast<size_t>(size() * std::min(kPieceBytes, shares.count(rank()) * width)));
+  const ReduceTypes types{operation.print.wire, operation.print.result};
+  const at::ScalarType wide = *operation.reduction.accumulate;
+  const auto width = static_cast<int64_t>(c10::elementSize(types.wire));
+  const auto wide_width = static_cast<int64_t>(c10::elementSize(wide));
+  const SumOrder order = order_of(operation.reduction, size(), sum_group());
+  const ReductionHops hops = hops_of(operation.reduction, static_cast<size_t>(size()));
+  const bool is_one_hop = order.num_groups() == 1;
+  const int own_group = order.group_of(rank());
+  const int place = order.place_of(rank());
+
+  const int64_t piece_numel = std::min(
+      kPieceBytes / width, ReductionPieces::of(order, shares.largest(), width, wide_width).numel);
+  const int64_t of_sums = is_one_hop ? 0 : order.num_groups() * piece_numel * wide_width;
+  staging_.resize(static_cast<size_t>(2 * of_sums + order.group * piece_numel * width));
+  const auto sum_for = [&](int to) {
+    return staging_.data() + order.group_of(to) * piece_numel * wide_width;
+  };
+  const auto sum_from = [&](int from) { return sum_for(from) + of_sums; };
+  const auto contribution_of = [&](int from) {
+    return staging_.data() + 2 * of_sums + order.place_of(from) * piece_numel * width;
+  };
   for (int64_t begin = 0; begin < shares.largest(); begin += piece_numel) {
     const auto count = [&](int owner) {
       return std::clamp<int64_t>(shares.count(owner) - begin, 0, piece_numel);
     };
+    const auto part_for = [&](int owner) {
+      return at_element(operation.input,
+                        shares.offset(owner) + std::min(begin, shares.count(owner)));
+    };
+    for (int to = 0; to < order.num_groups(); ++to) {
+      const auto owner_at_place_of = [&](int member) {
+        return order.rank_at(to, order.place_of(member));
+      };
+      const int owner = owner_at_place_of(rank());
+      std::vector<const void*> inputs(static_cast<size_t>(order.group));
+      inputs[static_cast<size_t>(place)] = part_for(owner);
+      exchange_with(
+          {.first = order.rank_at(own_group, 0), .stride = 1, .num_ranks = order.group},
+          [&](int member) {
+            const int its_owner = owner_at_place_of(member);
+            return Message{0, part_for(its_owner), count(its_owner) * width};
+          },
+          [&](int member) {
+            inputs[static_cast<size_t>(order.place_of(member))] = contribution_of(member);
+            return Message{0, contribution_of(member), count(owner) * width};
+          });
+      if (count(owner) == 0) continue;
+      reduce_ranks({.inputs = inputs,
+                    .output = is_one_hop ? at_element(output, begin) : sum_for(owner),
+                    .numel = count(owner),
+                    .types = {types.wire, is_one_hop ? types.result : wide}},
+                   is_one_hop ? operation.reduction : hops.within_group);
+    }
+    if (is_one_hop) continue;
     const int64_t mine = count(rank());
-    std::vector<const void*> inputs(static_cast<size_t>(size()));
-    inputs[static_cast<size_t>(rank())] =
-        at_element(operation.input, shares.offset(rank()) + std::min(begin, shares.count(rank())));
-    exchange_with_all(
+    std::vector<const void*> inputs(static_cast<size_t>(order.num_groups()));
+    inputs[static_cast<size_t>(own_group)] = sum_for(rank());
+    exchange_with(
+        {.first = place, .stride = order.group, .num_ranks = order.num_groups()},
         [&](int to) {
-          return Message{0, at_element(operation.input, shares.offset(to) + begin),
-                         count(to) * width};
+          return Message{0, sum_for(to), count(to) * wide_width};
         },
         [&](int from) {
-          char* place = staging_.data() + from * mine * width;
-          inputs[static_cast<size_t>(from)] = place;
-          return Message{0, place, mine * width};
+          inputs[static_cast<size_t>(order.group_of(from))] = sum_from(from);
+          return Message{0, sum_from(from), mine * wide_width};
         });
-    if (mine > 0)
-      reduce_ranks({.inputs = inputs,
-                    .output = at_element(output, begin),
-                    .numel = mine,
-                    .types = {operation.print.wire, operation.print.result}},
-                   operation.reduction);
+    if (mine == 0) continue;
+    reduce_ranks({.inputs = inputs,
+                  .output = at_element(output, begin),
+                  .numel = mine,
+                  .types = {wide, types.result}},
+                 hops.across_groups);
   }
 }
 
@@ -342,8 +396,11 @@ std::unique_ptr<Communicator> communicator_over(std::shared_ptr<MessageTransport
   options.validate();
   std::vector<int> members(static_cast<size_t>(transport->size()));
   std::iota(members.begin(), members.end(), 0);
-  return std::make_unique<MessageCommunicator>(
-      std::move(transport), options, MessageTransport::kWorldChannel, std::move(members), "world");
+  // One host, until the ranks know better (joined_world).
+  const int group = chosen_group(options.sum_group, std::vector<int>(members.size()));
+  return std::make_unique<MessageCommunicator>(std::move(transport), options,
+                                               MessageTransport::kWorldChannel, std::move(members),
+                                               "world", group);
 }
 
 std::unique_ptr<Communicator> connect_mpi(const Launch& launch, const CommOptions& options) {

@@ -34,10 +34,11 @@ namespace {
 class NcclCommunicator final : public Communicator, private NcclCalls {
  public:
   NcclCommunicator(std::unique_ptr<Communicator> hosts, c10::Device device,
-                   const CommOptions& options)
-      : Communicator(hosts->rank(), hosts->size(), hosts->name()),
+                   const CommOptions& options, Messages messages = Messages::kToAll)
+      : Communicator(hosts->rank(), hosts->size(), hosts->name(), hosts->sum_group()),
         device_(device),
         options_(options),
+        messages_(messages),
         exceptions_in_flight_(std::uncaught_exceptions()),
         hosts_(std::move(hosts)) {
     // Now, while all ranks are here. Later their first operations may come in different orders on
@@ -51,11 +52,6 @@ class NcclCommunicator final : public Communicator, private NcclCalls {
     cancel_if_left_by_an_exception();
     watch_->wait();
     if (replay_watch_) replay_watch_->wait();
-  }
-
-  std::unique_ptr<Communicator> split(std::span<const int> colors, std::string name) override {
-    return std::make_unique<NcclCommunicator>(hosts_->split(colors, std::move(name)), device_,
-                                              options_);
   }
 
   void abort(const std::string& message) override {
@@ -72,6 +68,11 @@ class NcclCommunicator final : public Communicator, private NcclCalls {
   Work enqueue(Operation operation) override;
 
  private:
+  std::unique_ptr<Communicator> split_off(Subgroup part) override {
+    return std::make_unique<NcclCommunicator>(
+        hosts_->split(part.colors, std::move(part.name), part.messages), device_, options_,
+        part.messages);
+  }
   void watch_replay(const c10::Stream& stream) override;
   RegisteredMemory register_memory(void* address, int64_t bytes, UserBuffers best) override;
   void deregister_memory(void* address) noexcept override;
@@ -90,6 +91,7 @@ class NcclCommunicator final : public Communicator, private NcclCalls {
 
   const c10::Device device_;
   const CommOptions options_;
+  const Messages messages_;
   const int exceptions_in_flight_;  // when constructed
   const std::unique_ptr<Communicator> hosts_;
   uint64_t num_operations_ = 0;
@@ -117,7 +119,7 @@ void NcclCommunicator::connect() {
   hosts_->broadcast(bytes, 0, "nccl id").wait();
   ncclUniqueId id;
   std::memcpy(id.internal, bytes.const_data_ptr(), NCCL_UNIQUE_ID_BYTES);
-  operations_.emplace(id, *hosts_, device_, options_);
+  operations_.emplace(id, *hosts_, device_, options_, messages_);
   marks_.emplace();
   watch_.emplace(options_.timeout_seconds, callbacks_for_watching());
   log(LogLevel::kDebug, "'", name(), "' uses NCCL ", nccl_version(), " on ", device_.str());

@@ -38,6 +38,7 @@ struct NcclPlace {
   int rank;
   int size;
   c10::Device device;
+  std::vector<int> peers;
 };
 
 // The thread of the meeting and the thread that waits for it share this.
@@ -51,9 +52,10 @@ struct NcclMeeting {
 };
 
 // The first message between two ranks makes their connection, for which both must be there. One
-// letter to everybody, so that no later launch is the first.
+// letter to every peer, so that no later launch is the first; and to no other rank, because a
+// connection on one host takes hundreds of megabytes (plan/network.cpp).
 void exchange_letters(ncclComm_t comm, const NcclPlace& place) {
-  if (place.size == 1) return;
+  if (place.peers.empty()) return;
   const c10::cuda::CUDAStream stream =
       c10::cuda::getStreamFromPool(/*isHighPriority=*/false, place.device.index());
   const c10::cuda::CUDAStreamGuard guard(stream);
@@ -61,14 +63,14 @@ void exchange_letters(ncclComm_t comm, const NcclPlace& place) {
   auto* sent = letters.mutable_data_ptr<uint8_t>();
   auto* received = sent + place.size;
   ncclResult_t result = ncclGroupStart();
-  for (int peer = 0; peer < place.size && result == ncclSuccess; ++peer) {
-    if (peer == place.rank) continue;
+  for (const int peer : place.peers) {
+    if (result != ncclSuccess) break;
     result = ncclSend(sent + peer, 1, ncclUint8, peer, comm, stream);
     if (result == ncclSuccess) result = ncclRecv(received + peer, 1, ncclUint8, peer, comm, stream);
   }
   const ncclResult_t launched = ncclGroupEnd();
   if (result == ncclSuccess) result = launched;
-  if (result != ncclSuccess) throw_nccl_error(result, "the first message to every rank");
+  if (result != ncclSuccess) throw_nccl_error(result, "the first message to every peer");
   stream.synchronize();
 }
 
@@ -139,13 +141,13 @@ constexpr std::chrono::seconds kLongestLaunch{1};
 // threads and kernels.
 constexpr std::chrono::seconds kLongestEnd{10};
 
-// A communicator of the ranks of `hosts`, connected to all of them, so that later launches wait for
+// A communicator of the ranks of `hosts`, connected to its peers, so that later launches wait for
 // nobody. A TimeoutError when one does not come within the deadline; another rank's failure as soon
 // as it is known. Every rank calls it, with rank 0's id.
 ncclComm_t meet_over_nccl(const ncclUniqueId& id, Communicator& hosts, c10::Device device,
-                          const CommOptions& options) {
+                          const CommOptions& options, std::vector<int> peers) {
   const auto meeting = std::make_shared<NcclMeeting>();
-  const NcclPlace place{id, hosts.rank(), hosts.size(), device};
+  const NcclPlace place{id, hosts.rank(), hosts.size(), device, std::move(peers)};
   std::thread([meeting, place] { hold_meeting(meeting, place); }).detach();
   return await_meeting(meeting, hosts, options);
 }
@@ -188,8 +190,8 @@ ncclUniqueId NcclHandle::new_id() {
 }
 
 NcclHandle::NcclHandle(const ncclUniqueId& id, Communicator& hosts, c10::Device device,
-                       const CommOptions& options)
-    : name_(hosts.name()), comm_(meet_over_nccl(id, hosts, device, options)) {}
+                       const CommOptions& options, std::vector<int> peers)
+    : name_(hosts.name()), comm_(meet_over_nccl(id, hosts, device, options, std::move(peers))) {}
 
 NcclHandle::~NcclHandle() {
   if (is_ended_) return;

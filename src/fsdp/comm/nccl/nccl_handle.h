@@ -11,6 +11,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "fsdp/comm/backends.h"
 #include "fsdp/comm/comm_options.h"
@@ -26,9 +27,10 @@ namespace fsdp {
 class NcclHandle {
  public:
   // Collective: every rank of `hosts` calls it, with rank 0's id. A TimeoutError when not all of
-  // them come, or another rank's failure.
+  // them come, or another rank's failure. `peers`: whom ncclSend() and ncclRecv() will name; each
+  // of them names this rank.
   NcclHandle(const ncclUniqueId& id, Communicator& hosts, c10::Device device,
-             const CommOptions& options);
+             const CommOptions& options, std::vector<int> peers);
   ~NcclHandle();
   NcclHandle(const NcclHandle&) = delete;
   NcclHandle& operator=(const NcclHandle&) = delete;

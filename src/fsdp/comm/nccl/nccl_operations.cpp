@@ -1,6 +1,7 @@
 #include "fsdp/comm/nccl/nccl_operations.h"
 
 #include <ATen/ATen.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
@@ -14,9 +15,6 @@ namespace fsdp {
 
 namespace {
 
-// A reduction travels in parts: the other ranks' contributions lie side by side until they
-// are added, and this bounds the memory for them.
-constexpr int64_t kStagingBytes = int64_t{64} << 20;
 // An all-reduce of no more than this is sent whole to everybody: one message instead of two.
 constexpr int64_t kOneShotBytes = int64_t{64} << 10;
 
@@ -38,6 +36,18 @@ NcclBuffers::Used used(const at::Tensor& tensor) {
   return {tensor.const_data_ptr(), static_cast<int64_t>(tensor.nbytes())};
 }
 
+// The ranks to which messages of ours will go.
+std::vector<int> peers_of(const Communicator& ranks, Messages messages) {
+  const SumOrder order{.ranks = ranks.size(), .group = ranks.sum_group()};
+  std::vector<int> peers;
+  for (int peer = 0; peer < ranks.size(); ++peer) {
+    const bool is_met = messages == Messages::kToAll ||
+                        (messages == Messages::kOfSums && order.adds_with(ranks.rank(), peer));
+    if (is_met && peer != ranks.rank()) peers.push_back(peer);
+  }
+  return peers;
+}
+
 // Collects the first error of several calls.
 class Calls {
  public:
@@ -53,20 +63,28 @@ class Calls {
 }  // namespace
 
 NcclOperations::NcclOperations(const ncclUniqueId& id, Communicator& hosts, c10::Device device,
-                               const CommOptions& options)
+                               const CommOptions& options, Messages messages)
     : rank_(hosts.rank()),
       size_(hosts.size()),
       device_(device),
+      sum_group_(hosts.sum_group()),
       reduce_(options.nccl_reduce),
       stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device.index())),
-      handle_(id, hosts, device, options),
+      handle_(id, hosts, device, options, peers_of(hosts, messages)),
       buffers_(handle_) {}
 
 NcclOperations::~NcclOperations() { deregister_staging(); }
 
 const at::Tensor& NcclOperations::staging_of(int64_t bytes) {
-  if (staging_.empty() || staging_.back().numel() < bytes)
+  const bool is_recorded =
+      c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+  if (staging_.empty() || staging_.back().numel() < bytes) {
+    const bool is_free =
+        staging_.size() > num_recorded_ && staging_.back().const_data_ptr() != registered_staging_;
+    if (is_free) staging_.pop_back();
     staging_.push_back(at::empty({bytes}, at::device(device_).dtype(at::kByte)));
+  }
+  if (is_recorded) num_recorded_ = staging_.size();
   return staging_.back();
 }
 
@@ -148,70 +166,150 @@ void NcclOperations::broadcast(const Operation& operation) {
   });
 }
 
-// Every other rank's contribution to this rank's share comes as it is and is added here, in rank
-// order and in the accumulation type: the same bits as every other backend computes. In pieces of
-// the largest share, so that all ranks take part in every piece.
+// Contributions to this rank's share come as they are and are added here, in the accumulation type:
+// the same bits as every other backend computes. In pieces of the largest share, so that all ranks
+// take part in every piece.
 void NcclOperations::reduce_share(const Operation& operation, const at::Tensor& output) {
   const Shares& shares = operation.input_shares;
   const at::ScalarType wire = operation.print.wire;
   if (reduce_ == NcclReduce::kNative && shares.is_equal() && at::isFloatingType(wire) &&
       is_sum(operation.reduction))
     return reduce_natively(operation, output);
-  const int64_t width = static_cast<int64_t>(c10::elementSize(wire));
-  const int64_t others = std::max(size_ - 1, 1);
-  // Pieces begin at multiples of 128 elements, so that kernels can load 16 bytes at once.
-  const int64_t fitting = std::max<int64_t>(kStagingBytes / width / others / 128 * 128, 128);
-  const int64_t piece = size_ == 1 ? shares.largest() : std::min(fitting, shares.largest());
-  for (int64_t begin = 0; begin < shares.largest(); begin += piece)
-    reduce_piece(operation, output, begin, piece);
+  const SumOrder order = order_of(operation.reduction, size_, sum_group_);
+  const auto bytes_of = [](at::ScalarType type) {
+    return static_cast<int64_t>(c10::elementSize(type));
+  };
+  const int64_t numel = ReductionPieces::of(order, shares.largest(), bytes_of(wire),
+                                            bytes_of(*operation.reduction.accumulate))
+                            .numel;
+  for (int64_t begin = 0; begin < shares.largest(); begin += numel) {
+    const Piece piece{operation, begin, numel};
+    const at::Tensor reduced = part_of(output, std::min(begin, output.numel()), piece.count(rank_));
+    if (order.has_two_hops()) {
+      reduce_piece_in_two_hops(piece, reduced, order);
+    } else {
+      reduce_piece(piece, reduced);
+    }
+  }
 }
 
-void NcclOperations::reduce_piece(const Operation& operation, const at::Tensor& output,
-                                  int64_t begin, int64_t piece) {
-  const Shares& shares = operation.input_shares;
-  const at::ScalarType wire = operation.print.wire;
+// All ranks' contributions arrive here, and are added in rank order.
+void NcclOperations::reduce_piece(const Piece& piece, const at::Tensor& reduced) {
+  const at::ScalarType wire = piece.operation.print.wire;
   const ncclDataType_t type = nccl_type(wire);
   const cudaStream_t stream = stream_;
-  const auto count_of = [&](int of) {
-    return std::clamp<int64_t>(shares.count(of) - begin, 0, piece);
-  };
-  const auto contribution_to = [&](int of) {
-    return at_element(operation.input, shares.offset(of) + std::min(begin, shares.count(of)));
-  };
   // This rank's own contribution is read where it is, unless there are too many to list them.
   const bool stages_own = size_ > DeviceSum::kMaxListed;
   const auto is_staged = [&](int peer) { return peer != rank_ || stages_own; };
-  const int64_t mine = count_of(rank_);
-  const int64_t mine_bytes = mine * static_cast<int64_t>(c10::elementSize(wire));
+  const auto mine = static_cast<size_t>(reduced.numel());
+  const int64_t mine_bytes = reduced.numel() * static_cast<int64_t>(c10::elementSize(wire));
   const at::Tensor& staged = staging_of(mine_bytes * (stages_own ? size_ : size_ - 1));
-  c10::SmallVector<void*, DeviceSum::kMaxListed> contributions;  // to this rank's share
+  Addresses contributions;
   int64_t num_staged = 0;
   for (int peer = 0; peer < size_; ++peer)
     contributions.push_back(is_staged(peer) ? at_element(staged, mine_bytes * num_staged++)
-                                            : contribution_to(peer));
-  // Sends and receives have no symmetric kernels.
-  if (num_staged > 0)
-    buffers_.note(operation.print.kind, UserBuffers::kRegistered,
-                  {used(operation.input), {staged.const_data_ptr(), mine_bytes * num_staged}});
-  if (num_staged > 0)
-    handle_.launch(operation.print, [&](ncclComm_t comm) {
+                                            : piece.contribution_to(peer));
+  if (num_staged > 0) {
+    note_staging(piece.operation, staged, mine_bytes * num_staged);
+    handle_.launch(piece.operation.print, [&](ncclComm_t comm) {
       Calls calls;
       for (int peer = 0; peer < size_; ++peer) {
         if (!is_staged(peer)) continue;
-        calls.add(ncclSend(contribution_to(peer), static_cast<size_t>(count_of(peer)), type, peer,
-                           comm, stream));
-        calls.add(ncclRecv(contributions[static_cast<size_t>(peer)], static_cast<size_t>(mine),
+        calls.add(ncclSend(piece.contribution_to(peer), static_cast<size_t>(piece.count(peer)),
                            type, peer, comm, stream));
+        calls.add(
+            ncclRecv(contributions[static_cast<size_t>(peer)], mine, type, peer, comm, stream));
       }
       return calls.first();
     });
-  if (mine == 0) return;
-  const at::Tensor reduced = part_of(output, begin, mine);
-  if (reduce_in_one_kernel(contributions, wire, operation.reduction, reduced, workspace_)) return;
-  std::vector<at::Tensor> inputs;
-  for (void* contribution : contributions)
-    inputs.push_back(at::from_blob(contribution, {mine}, operation.input.options()));
-  reduce_on_device(inputs, operation.reduction, reduced, workspace_);
+  }
+  add(contributions, wire, piece.operation.reduction, reduced);
+}
+
+// The ranks of this rank's group send it their contributions to all ranks at its place in a group,
+// one after the other by the groups' order, which it adds; then these ranks send each other the
+// sums. This rank takes part as every other: two kernels add, however many there are.
+void NcclOperations::reduce_piece_in_two_hops(const Piece& piece, const at::Tensor& reduced,
+                                              const SumOrder& order) {
+  const Operation& operation = piece.operation;
+  const ReductionHops hops = hops_of(operation.reduction, static_cast<size_t>(size_));
+  const at::ScalarType wire = operation.print.wire;
+  const at::ScalarType wide = *operation.reduction.accumulate;
+  const auto width = static_cast<int64_t>(c10::elementSize(wire));
+  const auto wide_width = static_cast<int64_t>(c10::elementSize(wide));
+  const cudaStream_t stream = stream_;
+  const int own_group = order.group_of(rank_);
+  const int place = order.place_of(rank_);
+  const int64_t mine = reduced.numel();
+  c10::SmallVector<int64_t, 64> begins{0};  // of the sum for each group's rank
+  for (int to = 0; to < order.num_groups(); ++to)
+    begins.push_back(begins.back() + piece.count(order.rank_at(to, place)));
+  const int64_t num_sums = begins.back();
+
+  const int64_t sums_bytes = num_sums * wide_width;
+  const int64_t arrived_bytes = order.num_groups() * mine * wide_width;
+  const int64_t staged_bytes = sums_bytes + arrived_bytes + order.group * num_sums * width;
+  const at::Tensor& staged = staging_of(staged_bytes);
+  const auto sum_for = [&](int to) {
+    return at_element(staged, begins[static_cast<size_t>(to)] * wide_width);
+  };
+  Addresses contributions;
+  for (int member = 0; member < order.group; ++member)
+    contributions.push_back(
+        at_element(staged, sums_bytes + arrived_bytes + member * num_sums * width));
+  Addresses arrived;
+  for (int from = 0; from < order.num_groups(); ++from)
+    arrived.push_back(at_element(staged, sums_bytes + from * mine * wide_width));
+
+  note_staging(operation, staged, staged_bytes);
+  handle_.launch(operation.print, [&](ncclComm_t comm) {
+    Calls calls;
+    const ncclDataType_t type = nccl_type(wire);
+    for (int member = 0; member < order.group; ++member) {
+      const int peer = order.rank_at(own_group, member);
+      auto* const from_peer = static_cast<char*>(contributions[static_cast<size_t>(member)]);
+      for (int to = 0; to < order.num_groups(); ++to) {
+        const int its_owner = order.rank_at(to, member);
+        calls.add(ncclSend(piece.contribution_to(its_owner),
+                           static_cast<size_t>(piece.count(its_owner)), type, peer, comm, stream));
+        calls.add(ncclRecv(from_peer + begins[static_cast<size_t>(to)] * width,
+                           static_cast<size_t>(piece.count(order.rank_at(to, place))), type, peer,
+                           comm, stream));
+      }
+    }
+    return calls.first();
+  });
+  add(contributions, wire, hops.within_group,
+      at::from_blob(sum_for(0), {num_sums}, reduced.options().dtype(wide)));
+  handle_.launch(operation.print, [&](ncclComm_t comm) {
+    Calls calls;
+    const ncclDataType_t type = nccl_type(wide);
+    for (int other = 0; other < order.num_groups(); ++other) {
+      const int peer = order.rank_at(other, place);
+      calls.add(ncclSend(sum_for(other), static_cast<size_t>(piece.count(peer)), type, peer, comm,
+                         stream));
+      calls.add(ncclRecv(arrived[static_cast<size_t>(other)], static_cast<size_t>(mine), type, peer,
+                         comm, stream));
+    }
+    return calls.first();
+  });
+  add(arrived, wide, hops.across_groups, reduced);
+}
+
+// Sends and receives have no symmetric kernels.
+void NcclOperations::note_staging(const Operation& operation, const at::Tensor& staged,
+                                  int64_t bytes) {
+  buffers_.note(operation.print.kind, UserBuffers::kRegistered,
+                {used(operation.input), {staged.const_data_ptr(), bytes}});
+}
+
+void NcclOperations::add(const Addresses& inputs, at::ScalarType wire, const Reduction& reduction,
+                         const at::Tensor& sum) {
+  if (sum.numel() == 0 || reduce_in_one_kernel(inputs, wire, reduction, sum, workspace_)) return;
+  std::vector<at::Tensor> tensors;
+  for (void* input : inputs)
+    tensors.push_back(at::from_blob(input, {sum.numel()}, sum.options().dtype(wire)));
+  reduce_on_device(tensors, reduction, sum, workspace_);
 }
 
 // NCCL adds, into the output where nothing else has to be added or rounded. What it cannot do
@@ -261,7 +359,9 @@ void NcclOperations::all_reduce(const Operation& operation) {
   all_gather(operation, staged, operation.input.const_data_ptr(), Shares::equal(numel, size_));
   std::vector<at::Tensor> inputs;
   for (int peer = 0; peer < size_; ++peer) inputs.push_back(staged.narrow(0, peer * numel, numel));
-  reduce_on_device(inputs, operation.reduction, tensor, workspace_);
+  const SumOrder order = order_of(operation.reduction, size_, sum_group_);
+  reduce_on_device(inputs, operation.reduction, tensor, workspace_,
+                   static_cast<size_t>(order.group));
 }
 
 void NcclOperations::run(const Operation& operation) {

@@ -118,7 +118,16 @@ bool reduce_in_one_kernel(std::span<const void* const> inputs, at::ScalarType wi
 }
 
 void reduce_on_device(std::span<const at::Tensor> inputs, const Reduction& reduction,
-                      const at::Tensor& output, at::Tensor& workspace) {
+                      const at::Tensor& output, at::Tensor& workspace, size_t group) {
+  if (group > 1 && group < inputs.size()) {
+    const ReductionHops hops = hops_of(reduction, inputs.size());
+    std::vector<at::Tensor> sums;
+    for (size_t rank = 0; rank < inputs.size(); rank += group) {
+      sums.push_back(at::empty({output.numel()}, output.options().dtype(*reduction.accumulate)));
+      reduce_on_device(inputs.subspan(rank, group), hops.within_group, sums.back(), workspace);
+    }
+    return reduce_on_device(sums, hops.across_groups, output, workspace);
+  }
   c10::SmallVector<const void*, DeviceSum::kMaxListed> addresses;
   for (const at::Tensor& input : inputs) addresses.push_back(input.const_data_ptr());
   if (!reduce_in_one_kernel(addresses, inputs.front().scalar_type(), reduction, output, workspace))

@@ -244,9 +244,9 @@ void combine_with(Acc* __restrict acc, const Wire* __restrict a, const Wire* __r
     acc[i] = Op::of(Op::of(acc[i], widened<Acc>(a[i])), widened<Acc>(b[i]));
 }
 
-// acc = elements begin .. begin + count of all ranks, combined.
+// acc = elements begin .. begin + count of these ranks, combined.
 template <typename Op, typename Wire, typename Acc>
-void combine_block(std::span<const void* const> inputs, int64_t begin, int64_t count, Acc* acc) {
+void combine_group(std::span<const void* const> inputs, int64_t begin, int64_t count, Acc* acc) {
   const auto input = [&](size_t rank) { return static_cast<const Wire*>(inputs[rank]) + begin; };
   size_t rank = std::min<size_t>(2, inputs.size());
   if (rank == 1) {
@@ -257,6 +257,18 @@ void combine_block(std::span<const void* const> inputs, int64_t begin, int64_t c
   for (; rank + 2 <= inputs.size(); rank += 2)
     combine_with<Op>(acc, input(rank), input(rank + 1), count);
   if (rank < inputs.size()) combine_with<Op>(acc, input(rank), count);
+}
+
+// That of all ranks, in groups of neighbours first.
+template <typename Op, typename Wire, typename Acc>
+void combine_block(std::span<const void* const> inputs, size_t group, int64_t begin, int64_t count,
+                   Acc* acc) {
+  combine_group<Op, Wire>(inputs.first(group), begin, count, acc);
+  std::array<Acc, kBlock> next;
+  for (size_t rank = group; rank < inputs.size(); rank += group) {
+    combine_group<Op, Wire>(inputs.subspan(rank, group), begin, count, next.data());
+    combine_with<Op>(acc, static_cast<const Acc*>(next.data()), count);
+  }
 }
 
 template <Store kStore, Look kLook, typename Out, typename Acc>
@@ -270,7 +282,8 @@ Seen store_block(const Acc* acc, Acc scale, void* output, int64_t begin, int64_t
 // pointers keep the number of compiled loops a sum instead of a product.
 template <typename Acc>
 struct BlockPasses {
-  void (*combine)(std::span<const void* const> inputs, int64_t begin, int64_t count, Acc* acc);
+  void (*combine)(std::span<const void* const> inputs, size_t group, int64_t begin, int64_t count,
+                  Acc* acc);
   Seen (*store)(const Acc* acc, Acc scale, void* output, int64_t begin, int64_t count);
 };
 
@@ -278,9 +291,10 @@ template <typename Acc>
 Seen reduce_blocks(const ReduceRange& range, const BlockPasses<Acc>& passes, Acc scale) {
   std::array<Acc, kBlock> acc;
   Seen seen;
+  const size_t group = range.group == 0 ? range.inputs.size() : range.group;
   for (int64_t begin = 0; begin < range.numel; begin += kBlock) {
     const int64_t count = std::min(kBlock, range.numel - begin);
-    passes.combine(range.inputs, begin, count, acc.data());
+    passes.combine(range.inputs, group, begin, count, acc.data());
     seen += passes.store(acc.data(), scale, range.output, begin, count);
   }
   return seen;
@@ -412,6 +426,21 @@ Reduction checked_integers(const Reduction& reduction, const ReduceTypes& types,
 double scale_of(const Reduction& reduction, size_t ranks) {
   return reduction.op == ReduceOp::kAvg ? reduction.scale / static_cast<double>(ranks)
                                         : reduction.scale;
+}
+
+SumOrder order_of(const Reduction& reduction, int ranks, int sum_group) {
+  const SumOrder order{.ranks = ranks, .group = sum_group};
+  const bool has_hops = order.has_two_hops() && reduction.accumulate != at::kLong;
+  return has_hops ? order : SumOrder{.ranks = ranks, .group = ranks};
+}
+
+ReductionHops hops_of(const Reduction& reduction, size_t ranks) {
+  const ReduceOp op = reduction.op == ReduceOp::kAvg ? ReduceOp::kSum : reduction.op;
+  ReductionHops hops{.within_group = {.op = op, .accumulate = reduction.accumulate},
+                     .across_groups = reduction};
+  hops.across_groups.op = op;
+  hops.across_groups.scale = scale_of(reduction, ranks);
+  return hops;
 }
 
 Reduction checked_reduction(const Reduction& reduction, const ReduceTypes& types,

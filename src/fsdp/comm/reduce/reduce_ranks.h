@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "fsdp/comm/operation.h"
+#include "fsdp/comm/reduce/sum_order.h"
 
 namespace fsdp {
 
@@ -26,25 +27,40 @@ Reduction checked_reduction(const Reduction& reduction, const ReduceTypes& types
 // The factor the combined value is multiplied by: the reduction's scale, over the ranks for kAvg.
 double scale_of(const Reduction& reduction, size_t ranks);
 
+// The order of such a reduction on a communicator (Communicator::sum_group): in two hops, or all
+// ranks in one group. Whole numbers need no hops: they are few, and exact in any order.
+SumOrder order_of(const Reduction& reduction, int ranks, int sum_group);
+
+// A reduction in two hops: in groups first, to the accumulation type; then of their
+// results, to the output. Together they are the reduction of `ranks` inputs.
+struct ReductionHops {
+  Reduction within_group;
+  Reduction across_groups;
+};
+ReductionHops hops_of(const Reduction& reduction, size_t ranks);
+
 // One range of elements: what every rank contributes, and where the result goes.
 struct ReduceRange {
   std::span<const void* const> inputs;  // one per rank, in rank order
   void* output = nullptr;
   int64_t numel = 0;
   ReduceTypes types;
+  size_t group = 0;  // SumOrder::group; 0: one group
 };
 
-// output[i] = scale * (inputs[0][i] op inputs[1][i] op ...), or that added to output[i], in the
-// accumulation type, rounded once when stored; `reduction.nonfinite` is watched in the same pass.
+// output[i] = scale * (inputs[0][i] op inputs[1][i] op ...), groups first, or that added to
+// output[i], in the accumulation type, rounded once when stored; `reduction.nonfinite` is watched
+// in the same pass.
 // `output` may be one of the inputs if their types are equal and it is written, not added to. NaN
 // wins every max and min, as in libtorch. `reduction` comes from checked_reduction.
 void reduce_ranks(const ReduceRange& range, const Reduction& reduction);
 
 // Enqueues, on the current stream, output = the inputs, one per rank, reduced as `reduction` says
-// (one from checked_reduction). `workspace` is kept for the caller's next reduction on the same
-// stream. Sums of gradient types are one kernel; other reductions are libtorch's.
+// (one from checked_reduction), in groups as ReduceRange::group says. `workspace` is kept for the
+// caller's next reduction on the same stream. Sums of gradient types are one kernel; other
+// reductions are libtorch's.
 void reduce_on_device(std::span<const at::Tensor> inputs, const Reduction& reduction,
-                      const at::Tensor& output, at::Tensor& workspace);
+                      const at::Tensor& output, at::Tensor& workspace, size_t group = 0);
 
 // Reduces inputs of type `wire` that are known by their addresses; false, and nothing is
 // enqueued, when one kernel cannot do it.

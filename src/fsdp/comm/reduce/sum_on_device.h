@@ -5,12 +5,13 @@
 #include <cstdint>
 
 #include "fsdp/base/dtype.h"
+#include "fsdp/comm/reduce/sum_order.h"
 
 namespace fsdp {
 
 // All pointers are device memory. Plain bytes: it is a kernel's argument.
 struct DeviceSum {
-  static constexpr int kMaxListed = 32;
+  static constexpr int kMaxListed = ReductionPieces::kMaxListed;
 
   // The contribution of each rank, in rank order: listed, or one after the other from `first` on.
   const void* listed[kMaxListed] = {};

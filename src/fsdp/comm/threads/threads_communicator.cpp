@@ -245,20 +245,19 @@ std::shared_ptr<Rendezvous> Rendezvous::child(uint64_t number, std::span<const i
   return rendezvous;
 }
 
-ThreadsCommunicator::ThreadsCommunicator(int rank, std::shared_ptr<Rendezvous> rendezvous)
-    : Communicator(rank, rendezvous->ranks(), rendezvous->name()),
+ThreadsCommunicator::ThreadsCommunicator(int rank, std::shared_ptr<Rendezvous> rendezvous,
+                                         int sum_group)
+    : Communicator(rank, rendezvous->ranks(), rendezvous->name(), sum_group),
       rendezvous_(std::move(rendezvous)),
       queue_(rendezvous_->name(), *this, rendezvous_->options()) {}
 
 Work ThreadsCommunicator::enqueue(Operation operation) { return queue_.push(std::move(operation)); }
 
-std::unique_ptr<Communicator> ThreadsCommunicator::split(std::span<const int> colors,
-                                                         std::string name) {
-  const std::vector<int> members = members_of(colors);
-  const auto position = std::find(members.begin(), members.end(), rank()) - members.begin();
-  auto child = rendezvous_->child(num_splits_++, colors, colors[static_cast<size_t>(rank())],
-                                  members.size(), name);
-  return std::make_unique<ThreadsCommunicator>(static_cast<int>(position), std::move(child));
+std::unique_ptr<Communicator> ThreadsCommunicator::split_off(Subgroup part) {
+  auto child =
+      rendezvous_->child(num_splits_++, part.colors, part.colors[static_cast<size_t>(rank())],
+                         part.members.size(), part.name);
+  return std::make_unique<ThreadsCommunicator>(part.rank, std::move(child), part.sum_group);
 }
 
 void ThreadsCommunicator::abort(const std::string& message) { rendezvous_->abort().raise(message); }
@@ -299,6 +298,10 @@ std::optional<c10::Event> ThreadsCommunicator::run_met(Operation& operation) {
   return std::nullopt;
 }
 
+size_t ThreadsCommunicator::group_in(const Operation& operation) const {
+  return static_cast<size_t>(order_of(operation.reduction, size(), sum_group()).group);
+}
+
 void ThreadsCommunicator::run_on_host(Operation& operation) {
   const auto reduce = [&](const std::vector<Part>& inputs, const Part& output) {
     std::vector<const void*> addresses;
@@ -306,7 +309,8 @@ void ThreadsCommunicator::run_on_host(Operation& operation) {
     reduce_ranks({.inputs = addresses,
                   .output = at_element(output.tensor, output.offset),
                   .numel = output.numel,
-                  .types = {operation.print.wire, operation.print.result}},
+                  .types = {operation.print.wire, operation.print.result},
+                  .group = group_in(operation)},
                  operation.reduction);
   };
   move_parts(*rendezvous_, rank(), operation, copy_on_host, reduce);
@@ -338,7 +342,8 @@ c10::Event ThreadsCommunicator::run_on_device(Operation& operation) {
   const auto reduce = [&](const std::vector<Part>& inputs, const Part& output) {
     std::vector<at::Tensor> views;
     for (const Part& input : inputs) views.push_back(input.view());
-    reduce_on_device(views, operation.reduction, output.view(), device_side_.workspace);
+    reduce_on_device(views, operation.reduction, output.view(), device_side_.workspace,
+                     group_in(operation));
   };
 
   wait_for_everybody();

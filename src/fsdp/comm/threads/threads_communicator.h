@@ -91,9 +91,8 @@ class Rendezvous {
 // pointers and never waits for a device.
 class ThreadsCommunicator final : public Communicator, private OperationRunner {
  public:
-  ThreadsCommunicator(int rank, std::shared_ptr<Rendezvous> rendezvous);
+  ThreadsCommunicator(int rank, std::shared_ptr<Rendezvous> rendezvous, int sum_group);
 
-  std::unique_ptr<Communicator> split(std::span<const int> colors, std::string name) override;
   void abort(const std::string& message) override;
   void throw_if_aborted() override { rendezvous_->abort().throw_if_raised(); }
   Work enqueue(Operation operation) override;
@@ -102,11 +101,13 @@ class ThreadsCommunicator final : public Communicator, private OperationRunner {
   }
 
  private:
+  std::unique_ptr<Communicator> split_off(Subgroup part) override;
   std::optional<c10::Event> run(const std::shared_ptr<Operation>& operation) override;
   std::optional<c10::Event> run_met(Operation& operation);
   bool is_alone() const override { return size() == 1; }
   void cancel() noexcept override;
 
+  size_t group_in(const Operation& operation) const;  // ReduceRange::group
   void run_on_host(Operation& operation);
   // Enqueues this rank's part on the communicator's stream and returns the event after which the
   // result is there and nobody reads this rank's tensors any more. The host waits for the other
