@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "fsdp/base/text.h"
+#include "fsdp/comm/collective_cost.h"
 #include "fsdp/comm/communicator.h"
 #include "fsdp/comm/world.h"
 #include "fsdp/optim/adamw.h"
@@ -85,9 +86,10 @@ Traffic traffic_of(const Recording& calls) {
 }
 
 // Nothing moves in a simulated world, so values mean nothing: only calls do.
-Recording record_step(const ShardOptions& options, MeshShape shape, int microbatches) {
+Recording record_step(const ShardOptions& options, MeshShape shape, int microbatches,
+                      const CommOptions& comm = {}) {
   const auto recording = std::make_shared<Recording>();
-  World world = World::simulated(0, static_cast<int>(shape.outer * shape.inner), recording);
+  World world = World::simulated(0, static_cast<int>(shape.outer * shape.inner), recording, comm);
   const Mesh mesh = world.mesh({.outer = static_cast<int>(shape.outer)});
   Chain chain(kNumels);
   const Sharded sharded = fully_shard(chain, mesh, options);
@@ -224,6 +226,61 @@ TEST(Collectives, MoveTheBytesThatThePlanForecasts) {
         EXPECT_EQ(actual.outer.reduce_scatter, expected.outer.reduce_scatter);
         EXPECT_EQ(actual.outer.all_reduce, expected.outer.all_reduce);
       }
+}
+
+// The cost of recorded calls, each with the size and the order of sums of its communicator.
+NetworkForecast::Part cost_of_calls(const Recording& calls, bool gathers) {
+  NetworkForecast::Part sum;
+  for (const RecordedCall& call : calls) {
+    if ((call.print.kind == OpKind::kAllGather) != gathers) continue;
+    const Collective collective = gathers ? Collective::kAllGather
+                                  : call.print.kind == OpKind::kReduceScatter
+                                      ? Collective::kReduceScatter
+                                      : Collective::kAllReduce;
+    const CollectiveCost cost =
+        cost_of(collective,
+                {.bytes = call.print.bytes,
+                 .element_bytes = static_cast<int64_t>(c10::elementSize(call.print.wire))},
+                {.ranks = call.ranks, .group = call.sum_group});
+    sum.near_bytes += cost.near_bytes;
+    sum.far_bytes += cost.far_bytes;
+    sum.ring_far_bytes += cost.ring_far_bytes;
+    sum.launches += cost.launches;
+  }
+  return sum;
+}
+
+TEST(Collectives, CostTheNetworkWhatThePlanForecasts) {
+  const struct {
+    MeshShape mesh;
+    int host_ranks;
+  } clusters[] = {{{1, 8}, 2}, {{1, 8}, 4}, {{1, 8}, 8}, {{2, 4}, 2}, {{2, 4}, 4}, {{4, 2}, 4}};
+  for (const auto& [mesh, host_ranks] : clusters)
+    for (const Strategy& strategy : named_strategies()) {
+      SCOPED_TRACE(
+          concat(to_text(strategy), " ", mesh.outer, "x", mesh.inner, " on hosts of ", host_ranks));
+      ShardOptions options{.strategy = strategy};
+      if (strategy.optimizer.outer == Placement::kShard && mesh.outer == 1) continue;
+      options.precision.grad_comm = at::kBFloat16;
+      const PlanOptions plan{.ranks = 8,
+                             .outer = mesh.outer,
+                             .compute = DType::kFloat32,
+                             .precision = options.precision.types(),
+                             .pool = options.pool,
+                             .host_ranks = host_ranks};
+      const auto network = Planner(chain_shape(), plan).forecast(strategy).network;
+      ASSERT_TRUE(network);
+      const Recording calls = record_step(options, mesh, 1, {.sum_group = host_ranks});
+      EXPECT_EQ(network->collectives, std::ssize(calls));
+      for (const bool gathers : {false, true}) {
+        const NetworkForecast::Part& expected = gathers ? network->gathers : network->reductions;
+        const NetworkForecast::Part actual = cost_of_calls(calls, gathers);
+        EXPECT_EQ(actual.near_bytes, expected.near_bytes) << gathers;
+        EXPECT_EQ(actual.far_bytes, expected.far_bytes) << gathers;
+        EXPECT_EQ(actual.ring_far_bytes, expected.ring_far_bytes) << gathers;
+        EXPECT_EQ(actual.launches, expected.launches) << gathers;
+      }
+    }
 }
 
 TEST(Collectives, CarryTheWireTypeAndDivideOnce) {

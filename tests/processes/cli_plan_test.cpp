@@ -99,6 +99,26 @@ TEST(PlanCommand, AddsTheMostMemoryOfAStepWhenABatchIsGiven) {
   EXPECT_LT(chunks.at("peak_bytes").at("working"), peak.at("working"));
 }
 
+// Two hosts of eight; a gradient's sums leave a host once, in fp32.
+TEST(PlanCommand, SaysWhatAStepCostsTheNetwork) {
+  const std::string model = "plan --model llama3-8b --ranks 16 --grad-comm bf16 --host-ranks ";
+  const CommandResult table = run_fsdp(model + "8");
+  EXPECT_EQ(table.exit_code, 0) << table.err;
+  for (const char* text : {"with 2 hosts; sums in groups of 8", "through a card", "launches",
+                           "connections", "NCCL's memory about"})
+    EXPECT_THAT(table.out, HasSubstr(text));
+  const Json network = plan_json(model.substr(5) + "8").at("network");
+  const Json reductions = network.at("reductions");
+  EXPECT_GT(reductions.at("far_bytes"), reductions.at("ring_far_bytes"));
+  EXPECT_LE(reductions.at("far_bytes").get<int64_t>(),
+            2 * reductions.at("ring_far_bytes").get<int64_t>());
+  const Json one_host = plan_json(model.substr(5) + "16").at("network");
+  EXPECT_EQ(one_host.at("reductions").at("far_bytes"), 0);
+  EXPECT_EQ(one_host.at("gathers").at("far_bytes"), 0);
+  EXPECT_FALSE(plan_json("--model llama3-8b --ranks 16").contains("network"));
+  EXPECT_THAT(run_fsdp(model + "3").err, HasSubstr("must divide ranks = 16"));
+}
+
 void expect_keys(const Json& plan) {
   for (const char* key : {"strategy", "parameters", "ranks", "units", "padding_fraction", "bytes",
                           "host_bytes", "traffic_bytes", "plan_seconds"})

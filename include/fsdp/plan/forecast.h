@@ -47,6 +47,8 @@ struct PlanOptions {
   std::optional<DType> muon = std::nullopt;
   std::vector<std::string> muon_except = {};
   bool marks_changes = false;  // StepOptions::marks_changes
+  // Neighbouring ranks that share a host, for what a step costs the network; 0: nobody asks.
+  int64_t host_ranks = 0;
 
   // The grid of dense parameters, and that of a kind of grid.
   MeshShape mesh() const { return {.outer = outer, .inner = ranks / outer}; }
@@ -84,21 +86,25 @@ struct Traffic {
   Traffic& operator+=(const Traffic& other);
 };
 
-// One group's unsharded buffers, in bytes.
-struct GroupBytes {
-  int64_t weight = 0;
-  int64_t wire = 0;    // in the type gradients travel in; 0 for a group without gradients
-  int64_t amaxes = 0;  // of quantised weights, which ranks combine after an update
+// The cost of a step of one microbatch to the network of a cluster, for a rank, as NCCL moves it.
+// Its bytes do not have those that layers exchange over ep and tp.
+struct NetworkForecast {
+  struct Part {
+    int64_t near_bytes = 0;  // received from ranks of this host
+    int64_t far_bytes = 0;   // received from other hosts, through this rank's card
+    // Those that NCCL's rings would receive there, in the types that travel.
+    int64_t ring_far_bytes = 0;
+    int64_t launches = 0;
+  };
+  int64_t hosts = 1;
+  int64_t sum_group = 1;  // neighbours whose gradients are added first (Communicator::sum_group)
+  Part gathers = {};
+  Part reductions = {};
+  int64_t collectives = 0;
+  int64_t connections = 0;    // over which a rank sends
+  int64_t staging_bytes = 0;  // in which reductions receive, of all communicators
+  int64_t nccl_bytes = 0;     // of NCCL's own, estimated
 };
-
-// The step of one microbatch, from placements alone:
-//   weights    sharded between uses: gathered before each use (`num_gathers` times). Where the
-//              optimizer is sharded and the weights are not: gathered once, after the update;
-//   gradients  first brought from Partial to their own placement, then to the optimizer's.
-// The inner axis is cut first, so what crosses the outer axis is an inner shard wherever there is
-// one.
-Traffic group_traffic(const Strategy& strategy, MeshShape mesh, GroupBytes bytes,
-                      int64_t num_gathers);
 
 // The part of the optimizer's state in the host's memory.
 struct HostBytes {
@@ -141,6 +147,7 @@ struct Forecast {
   MemoryBytes bytes;
   MatrixForecast matrices;  // with PlanOptions::muon
   Traffic traffic;
+  std::optional<NetworkForecast> network;  // with PlanOptions::host_ranks
   int64_t prefetch = 0;  // units gathered ahead: as asked for, or the deepest within the budget
   double plan_seconds = 0;
 };

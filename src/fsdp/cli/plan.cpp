@@ -36,6 +36,7 @@ namespace {
 struct PlanArguments {
   std::string model;
   std::string ranks;
+  std::string host_ranks;
   std::vector<std::string> expert_parameters;
   std::string budget;
   std::string fit;
@@ -49,14 +50,15 @@ struct PlanArguments {
 
 // The settings of a run that decide what it takes, but for those that mean something else here.
 constexpr std::string_view kPlannedSettings[] = {
-    "optimizer", "compute",  "recompute",    "expert-capacity",
-    "weights",   "sequence", "logit-memory", "weights-except",
-    "batch",     "tokens",   "microbatches", "gradient-lifetime",
-    "outer",     "ep",       "cuda-graph",   "main-storage",
-    "tp",        "strategy", "main-params",  "granularity",
-    "moments",   "pool",     "main-grads",   "pool-budget",
-    "offload",   "patches",  "grad-comm",    "other-units",
-    "prefetch",  "lora",     "lora-alpha",   "lora-on"};
+    "optimizer",       "compute",  "recompute",    "expert-capacity",
+    "weights",         "sequence", "logit-memory", "weights-except",
+    "batch",           "tokens",   "microbatches", "gradient-lifetime",
+    "outer",           "ep",       "cuda-graph",   "main-storage",
+    "expert-exchange", "tp",       "strategy",     "main-params",
+    "granularity",     "moments",  "pool",         "main-grads",
+    "pool-budget",     "offload",  "patches",      "grad-comm",
+    "other-units",     "prefetch", "lora",         "lora-alpha",
+    "lora-on"};
 // The ones that only a step's peak depends on.
 constexpr std::array kPeakOptions = {"--recompute", "--logit-memory", "--gradient-lifetime",
                                      "--microbatches"};
@@ -73,6 +75,7 @@ struct PlanQuestion {
   std::string model;
   std::optional<int64_t> ranks;
   bool has_batch = false;
+  int64_t host_ranks = 0;
   bool is_of_gpu = true;  // the most memory of a step
   std::optional<int64_t> budget;
   std::optional<int64_t> fit;
@@ -81,8 +84,10 @@ struct PlanQuestion {
   bool is_on_cpu() const { return rates && rates->device == "cpu"; }
 
   PlanOptions options(int64_t num_ranks) const {
-    return train::plan_options(
+    PlanOptions options = train::plan_options(
         run, num_ranks, run.compute.value_or(is_on_cpu() ? DType::kFloat32 : DType::kBFloat16));
+    options.host_ranks = host_ranks;
+    return options;
   }
 
   // The batch that a rank computes at a time; nullopt: nobody said.
@@ -133,6 +138,8 @@ void check_together(const CLI::App& app, const PlanArguments& given) {
   refuse_both(app, "--budget", "--fit", "is the memory of a rank, too");
   refuse_both(app, "--budget", "--compare", "shows what strategies take without a limit");
   refuse_both(app, "--fit", "--compare", "shows what strategies take without a limit");
+  refuse_both(app, "--host-ranks", "--compare", "has no column for networks");
+  refuse_both(app, "--host-ranks", "--fit", "has no column for networks");
   refuse_both(app, "--batch", "--compare", "has no column for peaks");
   refuse_both(app, "--rates", "--compare", "has no column for times");
   refuse_both(app, "--rates", "--fit", "has no column for times");
@@ -174,6 +181,8 @@ PlanQuestion question_of(const CLI::App& app, const PlanArguments& given) {
     question.ranks = parse_whole_number("--ranks", given.ranks, 1, kMaxRanks);
   else if (question.run.ranks > 0)
     question.ranks = question.run.ranks;
+  if (!given.host_ranks.empty())
+    question.host_ranks = parse_whole_number("--host-ranks", given.host_ranks, 1, kMaxRanks);
   question.is_of_gpu = app.count("--batch") > 0 || given.largest_batch;
   question.has_batch = question.is_of_gpu || (given.settings.has_config() && !given.compare);
   if (question.has_batch) check_sequence(app, question.run);
@@ -384,6 +393,8 @@ Command add_plan(CLI::App& parent) {
          "A known model, a published config.json or its directory, or a list of units "
          "(docs/plan.md)");
   option("--ranks", given->ranks, "N", "Ranks in all");
+  option("--host-ranks", given->host_ranks, "N",
+         "Ranks on each host: say what a step costs the network between hosts, and NCCL's memory");
   option("--budget", given->budget, "BYTES",
          "The whole memory of a rank: take the deepest prefetch that fits, e.g. 40GiB");
   flag("--largest-batch", given->largest_batch,

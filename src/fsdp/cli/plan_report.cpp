@@ -228,6 +228,49 @@ Json traffic_json(const Forecast& forecast) {
   return json;
 }
 
+struct NetworkRow {
+  const char* name;
+  const char* key;
+  int64_t NetworkForecast::Part::*bytes;
+};
+
+constexpr std::array<NetworkRow, 3> kNetworkRows = {
+    {{"inside a host", "near_bytes", &NetworkForecast::Part::near_bytes},
+     {"through a card", "far_bytes", &NetworkForecast::Part::far_bytes},
+     {"by NCCL's rings", "ring_far_bytes", &NetworkForecast::Part::ring_far_bytes}}};
+
+Json network_json(const NetworkForecast& network) {
+  Json json = {{"hosts", network.hosts},
+               {"sum_group", network.sum_group},
+               {"collectives", network.collectives},
+               {"launches", network.gathers.launches + network.reductions.launches},
+               {"connections", network.connections},
+               {"staging_bytes", network.staging_bytes},
+               {"nccl_bytes", network.nccl_bytes}};
+  for (const NetworkRow& row : kNetworkRows) {
+    json["gathers"][row.key] = network.gathers.*row.bytes;
+    json["reductions"][row.key] = network.reductions.*row.bytes;
+  }
+  return json;
+}
+
+void print_network(std::ostream& out, const NetworkForecast& network) {
+  out << "\nnetwork, of them for each rank, with " << counted_text(network.hosts, "host")
+      << "; sums in groups of " << network.sum_group << "\n"
+      << std::setw(2 + kNameWidth + kBytesWidth) << "gathers" << std::setw(2 + kBytesWidth)
+      << "reductions"
+      << "\n";
+  for (const NetworkRow& row : kNetworkRows)
+    out << "  " << std::left << std::setw(kNameWidth) << row.name << std::right
+        << std::setw(kBytesWidth) << bytes_text(network.gathers.*row.bytes)
+        << std::setw(2 + kBytesWidth) << bytes_text(network.reductions.*row.bytes) << "\n";
+  out << "  " << counted_text(network.collectives, "collective") << " in "
+      << network.gathers.launches + network.reductions.launches << " launches; "
+      << counted_text(network.connections, "connection") << "\n  NCCL's memory about "
+      << bytes_text(network.nccl_bytes) << ", and " << bytes_text(network.staging_bytes)
+      << " in which reductions receive\n";
+}
+
 const char* recompute_words(const PeakOptions& options) {
   return options.recomputes_blocks ? "block" : "none";
 }
@@ -243,6 +286,7 @@ void print_forecast(std::ostream& out, const ModelShape& model, const Forecast& 
   print_rows(out, memory_rows(forecast));
   out << "\n" << kTrafficNote << "\n";
   print_rows(out, traffic_rows(forecast));
+  if (forecast.network) print_network(out, *forecast.network);
   out << "\nplanned in " << fixed_text(forecast.plan_seconds, 3) << " s\n";
 }
 
@@ -299,6 +343,7 @@ Json to_json(const ModelShape& model, const Forecast& forecast) {
       {"traffic_bytes", traffic_json(forecast)},
       {"plan_seconds", forecast.plan_seconds},
   };
+  if (forecast.network) json["network"] = network_json(*forecast.network);
   if (const MatrixForecast& matrices = forecast.matrices; matrices.num_matrices > 0)
     json["muon"] = {{"matrices", matrices.num_matrices},
                     {"mean_flops", matrices.mean_flops},

@@ -233,7 +233,8 @@ bool is_known(const BlockShape& block, const ActivationOptions& options) {
 }  // namespace
 
 double rows_per_token(int64_t chosen, int64_t experts, const ActivationOptions& options) {
-  if (options.ep == 1) return static_cast<double>(chosen);
+  const bool is_padded = options.pads_experts || options.expert_capacity > 0.0;
+  if (options.ep == 1 || !is_padded) return static_cast<double>(chosen);
   const auto most = static_cast<double>(options.ep * std::min(chosen, experts / options.ep));
   if (options.expert_capacity == 0.0) return most;
   return std::min(most, options.expert_capacity * static_cast<double>(chosen));

@@ -49,6 +49,7 @@ struct ActivationOptions {
   int64_t ep = 1;
   int64_t tp = 1;
   double expert_capacity = 0.0;  // as BuildOptions has it
+  bool pads_experts = true;      // else rows travel as they are; counted as in an even load
   int64_t rows = 1;              // sequences of a rank at a time
   int64_t sequence = 0;          // tokens; 0: more than a chunk of any layer
   // Linear layers keep their inputs as fp8 codes (docs/fp8.md, "kept of X for the backward"). Of

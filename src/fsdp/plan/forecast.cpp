@@ -9,6 +9,7 @@
 #include "fsdp/base/integer.h"
 #include "fsdp/layout/state_bytes.h"
 #include "fsdp/plan/group_plan.h"
+#include "fsdp/plan/network.h"
 #include "fsdp/plan/pool_forecast.h"
 
 namespace fsdp {
@@ -146,15 +147,6 @@ int64_t received(int64_t buffer_bytes, int64_t num_ranks) {
   return buffer_bytes - ceil_div(buffer_bytes, num_ranks);
 }
 
-// One axis of so many ranks; the buffer holds `bytes` when whole along it.
-AxisTraffic axis_traffic(Placement from, Placement to, int64_t bytes, int64_t num_ranks) {
-  AxisTraffic moved;
-  if (from == kS && to == kR) moved.all_gather = received(bytes, num_ranks);
-  if (from == kP && to == kS) moved.reduce_scatter = received(bytes, num_ranks);
-  if (from == kP && to == kR) moved.all_reduce = 2 * received(bytes, num_ranks);
-  return moved;  // equal placements and Replicate to Shard (a local view) move nothing
-}
-
 AxisTraffic& add(AxisTraffic& sum, const AxisTraffic& other) {
   sum.all_gather += other.all_gather;
   sum.reduce_scatter += other.reduce_scatter;
@@ -164,11 +156,61 @@ AxisTraffic& add(AxisTraffic& sum, const AxisTraffic& other) {
 
 }  // namespace
 
-Traffic path_traffic(PlacementPair from, PlacementPair to, int64_t bytes, MeshShape mesh) {
-  const bool inner_cut = from.inner == Placement::kShard || to.inner == Placement::kShard;
-  const int64_t outer_bytes = inner_cut ? ceil_div(bytes, mesh.inner) : bytes;
-  return {.inner = axis_traffic(from.inner, to.inner, bytes, mesh.inner),
-          .outer = axis_traffic(from.outer, to.outer, outer_bytes, mesh.outer)};
+GroupBytes group_bytes(const GroupPlan& group) {
+  const int64_t padded = group.layout.padded_numel();
+  return {.weight = weight_bytes(group.types, padded),
+          .wire = group.types.trainable ? bytes_in(padded, group.types.wire) : 0,
+          .amaxes = num_shared_scales(group) * kAmaxBytes};
+}
+
+std::vector<GroupMove> path_moves(PlacementPair from, PlacementPair to, int64_t bytes,
+                                  MeshShape mesh) {
+  std::vector<GroupMove> moves;
+  // Equal placements and Replicate to Shard (a local view) move nothing.
+  const auto add_axis = [&](GridAxis axis, Placement before, Placement after, int64_t whole) {
+    if (before == kS && after == kR) moves.push_back({axis, Collective::kAllGather, whole});
+    if (before == kP && after == kS) moves.push_back({axis, Collective::kReduceScatter, whole});
+    if (before == kP && after == kR) moves.push_back({axis, Collective::kAllReduce, whole});
+  };
+  const bool inner_cut = from.inner == kS || to.inner == kS;
+  add_axis(GridAxis::kInner, from.inner, to.inner, bytes);
+  add_axis(GridAxis::kOuter, from.outer, to.outer, inner_cut ? ceil_div(bytes, mesh.inner) : bytes);
+  return moves;
+}
+
+std::vector<GroupMove> group_moves(const Strategy& strategy, MeshShape mesh, GroupBytes bytes,
+                                   int64_t num_gathers) {
+  constexpr PlacementPair kWhole = {kR, kR};
+  constexpr PlacementPair kUnreduced = {kP, kP};
+  std::vector<GroupMove> moves;
+  const auto add_path = [&](PlacementPair from, PlacementPair to, int64_t whole) {
+    for (const GroupMove& move : path_moves(from, to, whole, mesh)) moves.push_back(move);
+  };
+  for (int64_t i = 0; i < num_gathers; ++i) add_path(strategy.parameter, kWhole, bytes.weight);
+  if (bytes.wire == 0) return moves;
+  add_path(kUnreduced, strategy.gradient, bytes.wire);
+  add_path(strategy.gradient, strategy.optimizer, bytes.wire);
+  add_path(strategy.optimizer, strategy.parameter, bytes.weight);
+  const auto add_amaxes = [&](GridAxis axis, Placement placed) {
+    if (placed == kS && bytes.amaxes > 0)
+      moves.push_back({axis, Collective::kAllReduce, bytes.amaxes, /*is_of_amaxes=*/true});
+  };
+  add_amaxes(GridAxis::kInner, strategy.optimizer.inner);
+  add_amaxes(GridAxis::kOuter, strategy.optimizer.outer);
+  return moves;
+}
+
+Traffic traffic_of(const std::vector<GroupMove>& moves, MeshShape mesh) {
+  Traffic traffic;
+  for (const GroupMove& move : moves) {
+    const bool is_inner = move.axis == GridAxis::kInner;
+    AxisTraffic& axis = is_inner ? traffic.inner : traffic.outer;
+    const int64_t bytes = received(move.bytes, is_inner ? mesh.inner : mesh.outer);
+    if (move.collective == Collective::kAllGather) axis.all_gather += bytes;
+    if (move.collective == Collective::kReduceScatter) axis.reduce_scatter += bytes;
+    if (move.collective == Collective::kAllReduce) axis.all_reduce += 2 * bytes;
+  }
+  return traffic;
 }
 
 AxisTraffic Traffic::sum() const {
@@ -185,24 +227,6 @@ Traffic& Traffic::operator+=(const Traffic& other) {
   add(expert_inner, other.expert_inner);
   add(expert_outer, other.expert_outer);
   return *this;
-}
-
-Traffic group_traffic(const Strategy& strategy, MeshShape mesh, GroupBytes bytes,
-                      int64_t num_gathers) {
-  constexpr PlacementPair kWhole = {kR, kR};
-  constexpr PlacementPair kUnreduced = {kP, kP};
-  Traffic moved;
-  const Traffic gather = path_traffic(strategy.parameter, kWhole, bytes.weight, mesh);
-  for (int64_t i = 0; i < num_gathers; ++i) moved += gather;
-  if (bytes.wire == 0) return moved;
-  moved += path_traffic(kUnreduced, strategy.gradient, bytes.wire, mesh);
-  moved += path_traffic(strategy.gradient, strategy.optimizer, bytes.wire, mesh);
-  moved += path_traffic(strategy.optimizer, strategy.parameter, bytes.weight, mesh);
-  if (strategy.optimizer.inner == kS)
-    add(moved.inner, axis_traffic(kP, kR, bytes.amaxes, mesh.inner));
-  if (strategy.optimizer.outer == kS)
-    add(moved.outer, axis_traffic(kP, kR, bytes.amaxes, mesh.outer));
-  return moved;
 }
 
 int64_t MemoryBytes::total() const {
@@ -252,16 +276,16 @@ Forecast Planner::forecast_with(PlanOptions options) const {
   result.bytes.grad_pool = pool.grad_bytes;
   result.prefetch = pool.prefetch;
   for (const GroupPlan& group : *groups_) {
-    const int64_t padded = group.layout.padded_numel();
-    const GroupBytes whole{.weight = weight_bytes(group.types, padded),
-                           .wire = group.types.trainable ? bytes_in(padded, group.types.wire) : 0,
-                           .amaxes = num_shared_scales(group) * kAmaxBytes};
-    const Traffic moved = group_traffic(result.options.strategy, group.mesh, whole,
-                                        pool.num_gathers[static_cast<size_t>(group.unit)]);
+    const Traffic moved =
+        traffic_of(group_moves(result.options.strategy, group.mesh, group_bytes(group),
+                               pool.num_gathers[static_cast<size_t>(group.unit)]),
+                   group.mesh);
     const GridTraffic& axes = kGridTraffic[static_cast<size_t>(row_of(group.kind).grid)];
     add(result.traffic.*axes.inner, moved.inner);
     add(result.traffic.*axes.outer, moved.outer);
   }
+  if (result.options.host_ranks > 0)
+    result.network = forecast_network(*groups_, result.options, pool.num_gathers);
   result.plan_seconds = layout_seconds_ + seconds_since(start);
   return result;
 }

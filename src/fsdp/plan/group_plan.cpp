@@ -140,6 +140,8 @@ void PlanOptions::validate() const {
     throw UsageError(concat("ep is ", ep, " on ", ranks, " ranks = ", outer, " outer x ", inner,
                             " inner; it must divide ", inner,
                             ", or be a multiple of it that divides ", ranks));
+  if (host_ranks < 0 || (host_ranks > 0 && ranks > host_ranks && ranks % host_ranks != 0))
+    throw UsageError(concat("host-ranks is ", host_ranks, "; it must divide ranks = ", ranks));
   check_legal(strategy);
   if (outer == 1 && shards_outer_axis(strategy))
     throw UsageError(concat("strategy is ", to_text(strategy),

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "fsdp/comm/collective_cost.h"
 #include "fsdp/layout/flat_layout.h"
 #include "fsdp/layout/group_types.h"
 #include "fsdp/plan/forecast.h"
@@ -30,9 +31,36 @@ std::vector<GroupPlan> lay_out(const ModelShape& model, const PlanOptions& optio
 // one.
 MeshCoordinate place_of(int64_t rank, const GroupPlan& group, const PlanOptions& options);
 
-// The bytes that a rank receives when a buffer goes from one placement to another, in
-// Traffic::inner and Traffic::outer. A gather widens outer then inner, a reduction narrows inner
-// then outer, so that the outer axis always sees the smaller buffer.
-Traffic path_traffic(PlacementPair from, PlacementPair to, int64_t bytes, MeshShape mesh);
+// One group's unsharded buffers, in bytes.
+struct GroupBytes {
+  int64_t weight = 0;
+  int64_t wire = 0;    // in the type gradients travel in; 0 for a group without gradients
+  int64_t amaxes = 0;  // of quantised weights, which ranks combine after an update
+};
+GroupBytes group_bytes(const GroupPlan& group);
+
+// A collective of a group along an axis of its grid; `bytes` when the buffer is whole there.
+enum class GridAxis : uint8_t { kInner, kOuter, kOwners };
+struct GroupMove {
+  GridAxis axis;
+  Collective collective;
+  int64_t bytes;
+  bool is_of_amaxes = false;
+};
+
+// From one placement to another. A gather widens outer then inner, a reduction narrows inner then
+// outer, so that the outer axis always sees the smaller buffer.
+std::vector<GroupMove> path_moves(PlacementPair from, PlacementPair to, int64_t bytes,
+                                  MeshShape mesh);
+
+// The step of one microbatch, from placements alone:
+//   weights    sharded between uses: gathered before each use (`num_gathers` times). Where the
+//              optimizer is sharded and the weights are not: gathered once, after the update;
+//   gradients  first brought from Partial to their own placement, then to the optimizer's.
+std::vector<GroupMove> group_moves(const Strategy& strategy, MeshShape mesh, GroupBytes bytes,
+                                   int64_t num_gathers);
+
+// The bytes that a rank receives, in Traffic::inner and Traffic::outer.
+Traffic traffic_of(const std::vector<GroupMove>& moves, MeshShape mesh);
 
 }  // namespace fsdp

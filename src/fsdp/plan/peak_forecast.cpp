@@ -148,6 +148,7 @@ PeakForecast forecast_peak(const ModelShape& model, std::span<const GroupPlan> g
                                 .ep = plan.ep,
                                 .tp = plan.tp,
                                 .expert_capacity = options.expert_capacity,
+                                .pads_experts = options.pads_experts,
                                 .rows = options.batch.rows,
                                 .sequence = options.batch.sequence};
   std::optional<ModelActivations> known = activations_of(model, activations);

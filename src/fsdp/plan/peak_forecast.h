@@ -44,6 +44,7 @@ struct PeakOptions {
   int64_t logit_bytes = kDefaultLogitBytes;  // of the tokens that have logits at once
   bool recomputes_blocks = false;            // keeps the input of each, and all of one at a time
   double expert_capacity = 0.0;              // with several ranks of experts
+  bool pads_experts = true;                  // ActivationOptions
   ProductForm weight_gradient = ProductForm::kQuantized;  // of quantised weights
 };
 

@@ -147,13 +147,14 @@ void add_group(UnitTimes& unit, const GroupPlan& group, const PlanOptions& optio
   const int64_t weight = weight_bytes(group.types, padded);
   const int64_t wire = padded * element_bytes(group.types.wire);
   const auto path = [&](PlacementPair from, PlacementPair to, int64_t bytes) {
-    return links.us(path_traffic(from, to, bytes, group.mesh), group.mesh);
+    return links.us(traffic_of(path_moves(from, to, bytes, group.mesh), group.mesh), group.mesh);
   };
   unit.gather += path(strategy.parameter, kWhole, weight);
   if (!group.types.trainable) return;
   unit.refresh += path(strategy.optimizer, strategy.parameter, weight);
   unit.reduce += path(kUnreduced, strategy.gradient, wire);
-  Traffic at_end = path_traffic(strategy.gradient, strategy.optimizer, wire, group.mesh);
+  Traffic at_end =
+      traffic_of(path_moves(strategy.gradient, strategy.optimizer, wire, group.mesh), group.mesh);
   unit.reduce_over_outer += links.us({.inner = {}, .outer = at_end.outer}, group.mesh);
   at_end.outer = {};
   unit.reduce_at_end += links.us(at_end, group.mesh);

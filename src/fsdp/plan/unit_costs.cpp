@@ -139,14 +139,14 @@ void add_token_exchanges(UnitCost& cost, const UnitShape& unit, const PlanOption
   }
 }
 
-// Rows go to their experts and back, in both directions. On a device all that there is room for
-// travels; a host knows how many come.
+// Rows go to their experts and back, in both directions: all that there is room for, or those that
+// are chosen.
 void add_expert_exchanges(UnitCost& cost, const TensorShape& experts, const PlanOptions& options,
                           const PeakOptions& batch, bool on_cpu) {
-  const double rows =
-      on_cpu ? static_cast<double>(experts.num_chosen)
-             : rows_per_token(experts.num_chosen, experts.num_experts,
-                              {.ep = options.ep, .expert_capacity = batch.expert_capacity});
+  const double rows = rows_per_token(experts.num_chosen, experts.num_experts,
+                                     {.ep = options.ep,
+                                      .expert_capacity = on_cpu ? 0.0 : batch.expert_capacity,
+                                      .pads_experts = batch.pads_experts && !on_cpu});
   const int64_t tokens = batch.batch.tokens() / options.tp;
   const int64_t bytes = std::llround(rows * static_cast<double>(tokens)) * experts.shape.back() *
                         element_bytes(options.compute);
