@@ -92,6 +92,16 @@ class LanguageModel : public torch::nn::Module {
 // The activations that the backward computes again instead of keeping them.
 enum class Recompute : uint8_t { kNone, kBlock };
 
+// How rows travel between the ranks that share out the experts of a layer.
+enum class ExpertExchange : uint8_t {
+  kAuto,   // on a GPU padded, where these ranks are one group of sums (Communicator::sum_group), as
+           // those of a host are; else exact
+  kExact,  // counts first, for which the host waits once per layer; then the rows alone
+  // Room for all rows that could come, or for expert_capacity: nobody waits, so that a step can be
+  // recorded, and all ranks must have equally many tokens.
+  kPadded,
+};
+
 struct BuildOptions {
   // Initial values depend only on the seed and on the parameters' names.
   uint64_t seed = 0;
@@ -102,6 +112,7 @@ struct BuildOptions {
   // even load would send to a rank; choices beyond it count nothing, and the loss has a term
   // "dropped", their share. 0: room for all rows that could come, and none is dropped.
   double expert_capacity = 0.0;
+  ExpertExchange expert_exchange = ExpertExchange::kAuto;
   // loss() has the logits of so many tokens at once as fit into this, at least of one.
   int64_t logit_bytes = kDefaultLogitBytes;
   // Adapters on frozen weights; then end_step() leaves buffers alone, too.

@@ -29,7 +29,7 @@ MlpOptions hybrid_mlp(const NemotronHConfig& c) {
           .is_cut = true};
 }
 
-ExpertsOptions hybrid_experts(const NemotronHConfig& c, double capacity_factor) {
+ExpertsOptions hybrid_experts(const NemotronHConfig& c, const BuildOptions& options) {
   return {.router = biased_router(c, c.hidden_size, c.initializer_range),
           .intermediate_size = c.moe_intermediate_size,
           .kind = MlpKind::kSquaredRelu,
@@ -37,7 +37,8 @@ ExpertsOptions hybrid_experts(const NemotronHConfig& c, double capacity_factor) 
           .shared_size = c.moe_shared_expert_intermediate_size,
           .shared_module = "shared_experts",
           .bias = c.mlp_bias,
-          .capacity_factor = capacity_factor};
+          .capacity_factor = options.expert_capacity,
+          .exchange = options.expert_exchange};
 }
 
 // One mixer behind a norm; a letter of the pattern selects it.
@@ -48,7 +49,7 @@ BlockParts hybrid_block(const NemotronHConfig& c, char kind, const BuildOptions&
   else if (kind == '*')
     branch.module = std::make_shared<AttentionImpl>(hybrid_attention(c));
   else if (kind == 'E')
-    branch.module = Experts(hybrid_experts(c, options.expert_capacity));
+    branch.module = Experts(hybrid_experts(c, options));
   else
     branch.module = Mlp(hybrid_mlp(c));
   return {.branches = {std::move(branch)}};

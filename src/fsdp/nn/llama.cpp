@@ -100,7 +100,8 @@ DecoderParts decoder_parts(const MixtralConfig& c, const BuildOptions& options) 
   const ExpertsOptions experts{.router = softmax_router(c, c.num_local_experts),
                                .intermediate_size = c.decoder.intermediate_size,
                                .shared_size = c.shared_expert_intermediate_size,
-                               .capacity_factor = options.expert_capacity};
+                               .capacity_factor = options.expert_capacity,
+                               .exchange = options.expert_exchange};
   DecoderParts parts = llama_parts(c.decoder, [&](int64_t) {
     return llama_block("self_attn", std::make_shared<AttentionImpl>(attention), experts_module(c),
                        Experts(experts));
@@ -127,7 +128,8 @@ DecoderParts decoder_parts(const Qwen3NextConfig& c, const BuildOptions& options
                                .intermediate_size = c.moe_intermediate_size,
                                .shared_size = c.shared_expert_intermediate_size,
                                .is_shared_gated = true,
-                               .capacity_factor = options.expert_capacity};
+                               .capacity_factor = options.expert_capacity,
+                               .exchange = options.expert_exchange};
   DecoderParts parts = llama_parts(c.decoder, [&](int64_t layer) {
     const bool is_linear = layer_type_of(c, layer) == LayerType::kLinearAttention;
     std::shared_ptr<Mixer> mixer;
@@ -153,7 +155,8 @@ DecoderParts decoder_parts(const DeepseekV3Config& c, const BuildOptions& option
       .intermediate_size = c.moe_intermediate_size,
       .shared_size = c.n_shared_experts * c.moe_intermediate_size,
       .shared_module = "shared_experts",
-      .capacity_factor = options.expert_capacity};
+      .capacity_factor = options.expert_capacity,
+      .exchange = options.expert_exchange};
   DecoderParts parts = llama_parts(c.decoder, [&](int64_t layer) {
     const auto mixer = std::make_shared<LatentAttentionImpl>(c, rotary);
     if (has_experts(c, layer)) return llama_block("self_attn", mixer, "mlp", Experts(experts));

@@ -115,6 +115,7 @@ PeakOptions peak_options(const TrainOptions& o, int64_t num_ranks) {
           .logit_bytes = o.build.logit_bytes,
           .recomputes_blocks = o.build.recompute == Recompute::kBlock,
           .expert_capacity = o.build.expert_capacity,
+          .pads_experts = o.build.expert_exchange != ExpertExchange::kExact,
           .weight_gradient = o.shard.quantization.weight_gradient};
 }
 

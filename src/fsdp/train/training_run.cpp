@@ -87,6 +87,8 @@ TrainingRun::TrainingRun(const RunPlan& plan, World& world, const StopRequest& s
   {
     const MetaConstruction meta;
     BuildOptions build = options_.build;
+    if (options_.cuda_graph && build.expert_exchange == ExpertExchange::kAuto)
+      build.expert_exchange = ExpertExchange::kPadded;  // a recorded step has no host
     build.dtype = scalar_type_of(plan_.compute);
     model_ = build_language_model(plan_.model.config, build);
   }

@@ -1,6 +1,7 @@
 // The way of tokens to experts with a capacity, against loops over their choices.
 #include "fsdp/nn/layers/expert_route.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -16,7 +17,10 @@
 namespace fsdp::nn::expert_route_test {
 namespace {
 
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 using testing::run_ranks;
+using ::testing::ThrowsMessage;
 using testing::waves;
 
 constexpr int64_t kExperts = 8;
@@ -66,13 +70,13 @@ at::Tensor kept(const at::Tensor& chosen, const at::Tensor& weight, double capac
 }
 
 void expect_by_loops(World& world, int ep, const at::Tensor& chosen, double capacity_factor,
-                     const std::string& which) {
+                     const std::string& which, ExpertExchange exchange = ExpertExchange::kAuto) {
   const Mesh mesh = world.mesh({.ep = ep});
   // Few different weights, so that some are equal.
   const at::Tensor given_weight = waves(chosen.sizes(), 0.8 + world.rank()).mul(8).round().div(8);
   const auto route = c10::make_intrusive<ExpertRoute>(
       sort_choices(chosen, kExperts), given_weight,
-      ExpertRanks{.ep = mesh.ep(), .capacity_factor = capacity_factor});
+      ExpertRanks{.ep = mesh.ep(), .capacity_factor = capacity_factor, .exchange = exchange});
   const auto gradients_of = [&](const auto& result_of) {
     const at::Tensor tokens =
         waves({chosen.size(0), 5}, 0.5 + world.rank()).set_requires_grad(true);
@@ -108,6 +112,48 @@ TEST(ExpertRoute, GivesEveryExpertRoomOfItsOwn) {
           expect_by_loops(world, ep, choices_of(world.rank(), kTokens, num_chosen), capacity_factor,
                           concat(ranks, ", ", ep, ", ", num_chosen, ", ", capacity_factor));
         });
+}
+
+TEST(ExpertRoute, GivesTheSameRowsWithRoomForAll) {
+  for (const auto& [ranks, ep] : {std::pair{4, 2}, {4, 4}})
+    for (const int64_t num_chosen : {1, 3, 5})
+      run_ranks(ranks, [&](World& world) {
+        expect_by_loops(world, ep, choices_of(world.rank(), kTokens, num_chosen), 0.0,
+                        concat(ranks, ", ", ep, ", ", num_chosen), ExpertExchange::kPadded);
+      });
+  run_ranks(2, [](World& world) {
+    expect_by_loops(world, 2, choices_of(world.rank(), 0, 2), 0.0, "none", ExpertExchange::kPadded);
+  });
+}
+
+TEST(ExpertRoute, RefusesUnequalTokensWhereRowsHaveRooms) {
+  const auto run = [](int64_t first, int64_t second, double capacity_factor) {
+    run_ranks(2, [&](World& world) {
+      const Mesh mesh = world.mesh({.ep = 2});
+      int64_t agreed = -1;
+      const auto route_of = [&](int64_t num_tokens) {
+        const at::Tensor chosen = choices_of(world.rank(), num_tokens, 2);
+        return c10::make_intrusive<ExpertRoute>(sort_choices(chosen, kExperts),
+                                                at::ones(chosen.sizes()),
+                                                ExpertRanks{.ep = mesh.ep(),
+                                                            .capacity_factor = capacity_factor,
+                                                            .exchange = ExpertExchange::kPadded,
+                                                            .agreed_tokens = &agreed});
+      };
+      route_of(world.rank() == 0 ? first : kTokens);
+      EXPECT_EQ(agreed, kTokens);
+      route_of(world.rank() == 0 ? kTokens : second);
+    });
+  };
+  for (const double capacity_factor : {0.0, 1.0}) {
+    EXPECT_NO_THROW(run(kTokens, kTokens, capacity_factor));
+    EXPECT_THAT([&] { run(kTokens - 4, kTokens, capacity_factor); },
+                ThrowsMessage<Error>(
+                    AllOf(HasSubstr("tokens for its experts"), HasSubstr("from 20 to 24"))));
+    // One rank compares, and the other one does not.
+    EXPECT_THAT([&] { run(kTokens, kTokens - 4, capacity_factor); },
+                ThrowsMessage<Error>(HasSubstr("'tokens of each rank'")));
+  }
 }
 
 TEST(ExpertRoute, TakesRanksWithoutTokens) {

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <utility>
 
+#include "fsdp/base/check.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/comm/communicator.h"
 #include "fsdp/comm/mesh.h"
@@ -81,6 +82,22 @@ at::Tensor choices_beyond(int64_t capacity, const SortedChoices& choices,
   return place.ge(capacity).index_select(0, inverse_of(by_weight));
 }
 
+// Ranks whose rooms differed would take each other's rows for their own. If only some of them have
+// another number than before, they wait here for the others, and the error says so.
+void agree_on_tokens(int64_t num_tokens, const ExpertRanks& ranks) {
+  if (ranks.agreed_tokens != nullptr && *ranks.agreed_tokens == num_tokens) return;
+  Communicator& all = ranks.ep->gather();
+  const at::Tensor most = at::tensor({num_tokens, -num_tokens}, at::kLong);
+  all.all_reduce(most, {.op = ReduceOp::kMax}, "tokens of each rank").wait();
+  const auto largest = most[0].item<int64_t>();
+  const auto smallest = -most[1].item<int64_t>();
+  FSDP_CHECK(largest == smallest, "rank ", all.rank(), " of '", all.name(), "' has ", num_tokens,
+             " tokens for its experts, and the ranks have from ", smallest, " to ", largest,
+             ": give all ranks batches of one size, or exchange rows exactly "
+             "(BuildOptions::expert_exchange, --expert-exchange exact)");
+  if (ranks.agreed_tokens != nullptr) *ranks.agreed_tokens = num_tokens;
+}
+
 void keep(AutogradContext* context, const Route& route) {
   context->saved_data["route"] = c10::IValue::make_capsule(route);
 }
@@ -104,6 +121,12 @@ SortedChoices sort_choices(const at::Tensor& chosen, int64_t num_experts) {
           .ends = at::searchsorted(sorted, experts, /*out_int32=*/false, /*right=*/true)};
 }
 
+bool ExpertRanks::pads(c10::Device device) const {
+  if (capacity_factor > 0.0 || exchange == ExpertExchange::kPadded) return true;
+  const Communicator& all = ep->gather();
+  return exchange == ExpertExchange::kAuto && device.is_cuda() && all.sum_group() == all.size();
+}
+
 ExpertRoute::ExpertRoute(const SortedChoices& choices, const at::Tensor& weight,
                          const ExpertRanks& ranks)
     : num_chosen_(choices.chosen.size(1)),
@@ -111,18 +134,20 @@ ExpertRoute::ExpertRoute(const SortedChoices& choices, const at::Tensor& weight,
       choice_of_slot_(choices.order),
       slot_of_choice_(choices.inverse),
       ends_(choices.ends.to(at::kInt)) {
-  if (ep_ != nullptr) share_out(choices, weight, ranks.capacity_factor);
+  if (ep_ != nullptr) share_out(choices, weight, ranks);
 }
 
 void ExpertRoute::share_out(const SortedChoices& choices, const at::Tensor& weight,
-                            double capacity_factor) {
+                            const ExpertRanks& ranks) {
   at::Tensor counts = at::diff(choices.ends, 1, 0, at::zeros({1}, choices.ends.options()))
                           .view({ep_->size(), -1});  // per rank, for each of its experts
-  const bool is_bounded = counts.is_cuda() || capacity_factor > 0.0;
-  if (is_bounded)
-    bound_parts(choices, weight, capacity_factor, counts);
-  else
+  const bool is_bounded = ranks.pads(counts.device());
+  if (is_bounded) {
+    agree_on_tokens(choices.chosen.size(0), ranks);
+    bound_parts(choices, weight, ranks.capacity_factor, counts);
+  } else {
     sent_ = on_host(counts.sum(1));
+  }
   const at::Tensor received = received_counts(counts);
   if (!is_bounded) received_ = on_host(received.sum(1));
   const at::Tensor experts =

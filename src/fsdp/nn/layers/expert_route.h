@@ -1,6 +1,6 @@
 // The way of tokens to the experts they chose, and of the results back: sorted by expert, through
 // the ranks of an ep group where experts are shared out. Nothing is dropped unless a capacity is
-// set, and on a device nothing waits for the host.
+// set, and in a padded exchange nothing waits for the host.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <utility>
 #include <vector>
+
+#include "fsdp/nn/language_model.h"
 
 namespace fsdp {
 class Communicator;
@@ -35,12 +37,17 @@ struct ExpertRanks {
   // load; choices beyond it, those with the smallest weights, count nothing. 0: for all rows that
   // could come.
   double capacity_factor = 0.0;
+  ExpertExchange exchange = ExpertExchange::kAuto;
+  // The number of tokens that all of them have agreed on, kept from call to call: a padded exchange
+  // compares numbers where this one is another. nullptr: it does so every time.
+  int64_t* agreed_tokens = nullptr;
+
+  bool pads(c10::Device device) const;
 };
 
-// Slots are rows on their way: of this rank's choices, in parts that go to one rank each. On a host
-// without a capacity a slot is a sorted choice. Else the parts are equally long, since a device
-// does not tell the host its counts, with slots at their ends that carry no choice of theirs and
-// that nobody reads at the other side; then all ranks must have equally many tokens.
+// Slots are rows on their way: of this rank's choices, in parts that go to one rank each. In an
+// exact exchange a slot is a sorted choice. In a padded one the parts are equally long, with slots
+// at their ends that carry no choice of theirs and that nobody reads at the other side.
 class ExpertRoute final : public torch::CustomClassHolder {
  public:
   // `weight`: [tokens, num_chosen], by which a bounded expert picks its choices; of equal ones it
@@ -64,7 +71,7 @@ class ExpertRoute final : public torch::CustomClassHolder {
   friend class Combine;
   enum class Way : uint8_t { kForward, kBackward };
 
-  void share_out(const SortedChoices& choices, const at::Tensor& weight, double capacity_factor);
+  void share_out(const SortedChoices& choices, const at::Tensor& weight, const ExpertRanks& ranks);
   void bound_parts(const SortedChoices& choices, const at::Tensor& weight, double capacity_factor,
                    at::Tensor& counts);
   void drop_beyond(int64_t capacity, const SortedChoices& choices, const at::Tensor& weight,

@@ -173,8 +173,12 @@ void ExpertBankImpl::join(const MeshAxis& ep) {
 ExpertBankImpl::Results ExpertBankImpl::forward(const at::Tensor& tokens,
                                                 const SortedChoices& choices,
                                                 const at::Tensor& weight) {
-  const auto route = c10::make_intrusive<ExpertRoute>(
-      choices, weight, ExpertRanks{.ep = ep_, .capacity_factor = options_.capacity_factor});
+  const auto route =
+      c10::make_intrusive<ExpertRoute>(choices, weight,
+                                       ExpertRanks{.ep = ep_,
+                                                   .capacity_factor = options_.capacity_factor,
+                                                   .exchange = options_.exchange,
+                                                   .agreed_tokens = &agreed_tokens_});
   const at::Tensor rows = dispatch(tokens, route);
   const RowGroups groups = row_groups(rows, route->ends(), {rows.size(1), down_proj_.size(1)});
   const at::Tensor inner =

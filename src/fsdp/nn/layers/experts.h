@@ -103,6 +103,7 @@ struct ExpertsOptions {
   bool is_shared_gated = false;  // by the sigmoid of one more output per token
   bool bias = false;             // of the shared expert and of the shared projections
   double capacity_factor = 0.0;  // ExpertRanks
+  ExpertExchange exchange = ExpertExchange::kAuto;
 };
 
 // The MLPs of all experts, matrix after matrix in two parameters, so that one product computes all
@@ -131,6 +132,7 @@ class ExpertBankImpl : public torch::nn::Module,
  private:
   const ExpertsOptions options_;
   const MeshAxis* ep_ = nullptr;
+  int64_t agreed_tokens_ = -1;  // ExpertRanks
   at::Tensor into_;       // [experts * intermediate_size, size], gated: twice, gate, up, gate, ...
   at::Tensor down_proj_;  // [experts * size, intermediate_size]
 };

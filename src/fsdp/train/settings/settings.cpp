@@ -161,6 +161,10 @@ void visit_sharding(TrainOptions& o, const Visit& visit) {
       "With --ep: each expert has room for X times the tokens of an even load, and what is beyond "
       "is dropped; 0: for all that could come",
       0, 4096);
+  row(o.build.expert_exchange, "expert-exchange", "HOW",
+      "With --ep: exact sends the rows of tokens alone, for which the host waits once per layer; "
+      "padded sends room for all, and never waits; auto: padded on GPUs of one host and with "
+      "--cuda-graph, else exact");
   row(o.moments, "moments", "DTYPE",
       "The optimizer's moments: a type for both, or FIRST/SECOND, such as bf16/fp32");
   visit_fields(o.shard, visit);

@@ -21,6 +21,7 @@ inline ChoiceNames choice_names(PatchNames) { return {"hf", "vllm"}; }
 inline ChoiceNames choice_names(RateDecay) { return names_of(all_rate_decays()); }
 inline ChoiceNames choice_names(RateSchedule) { return names_of(all_rate_schedules()); }
 inline ChoiceNames choice_names(Recompute) { return {"none", "block"}; }
+inline ChoiceNames choice_names(ExpertExchange) { return {"auto", "exact", "padded"}; }
 inline ChoiceNames choice_names(SaveMode) { return {"blocking", "background"}; }
 inline ChoiceNames choice_names(WindowDocuments) { return {"joined", "separate", "packed"}; }
 

@@ -24,6 +24,10 @@ void check_division(const TrainOptions& o, int64_t num_ranks) {
   if (o.build.expert_capacity != 0 && o.build.expert_capacity < 1)
     throw UsageError(concat("--expert-capacity is ", o.build.expert_capacity,
                             ", less than an even load takes; give 1 or more, or 0 for no limit"));
+  if (o.cuda_graph && o.ep > 1 && o.build.expert_exchange == ExpertExchange::kExact)
+    throw UsageError(
+        "--expert-exchange is 'exact', for which the host waits in every layer, and --cuda-graph "
+        "records steps without the host; drop one of the two");
   if (num_ranks / o.outer % o.tp != 0)
     throw UsageError(concat("--tp is ", o.tp, ", which does not divide ",
                             counted_text(num_ranks / o.outer, "rank"),
