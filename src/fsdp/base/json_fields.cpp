@@ -1,8 +1,6 @@
 #include "fsdp/base/json_fields.h"
 
 #include <algorithm>
-#include <optional>
-#include <set>
 #include <utility>
 #include <vector>
 
@@ -32,32 +30,39 @@ std::string syntax_problem(const nlohmann::json::exception& error) {
   return what;
 }
 
-// Refuses what the parser would accept: keys that an object has twice, and nesting without end.
-// Stops silently at an error of syntax, which the parser reports.
-class FaultFinder : public nlohmann::json_sax<nlohmann::json> {
+// Builds the document, and refuses what the library would accept: keys that an object has twice,
+// and nesting without end.
+class DocumentBuilder : public nlohmann::json_sax<nlohmann::json> {
  public:
-  const std::optional<std::string>& fault() const { return fault_; }
+  using Json = nlohmann::json;
 
-  bool null() override { return true; }
-  bool boolean(bool) override { return true; }
-  bool number_integer(number_integer_t) override { return true; }
-  bool number_unsigned(number_unsigned_t) override { return true; }
-  bool number_float(number_float_t, const string_t&) override { return true; }
-  bool string(string_t&) override { return true; }
-  bool binary(binary_t&) override { return true; }
+  Json take_document() { return std::move(document_); }
+  // "" for none.
+  const std::string& fault() const { return fault_; }
 
-  bool start_object(size_t) override { return enter(); }
-  bool end_object() override { return leave(); }
-  bool start_array(size_t) override { return enter(); }
-  bool end_array() override { return leave(); }
+  bool null() override { return put(nullptr); }
+  bool boolean(bool value) override { return put(value); }
+  bool number_integer(number_integer_t value) override { return put(value); }
+  bool number_unsigned(number_unsigned_t value) override { return put(value); }
+  bool number_float(number_float_t value, const string_t&) override { return put(value); }
+  bool string(string_t& value) override { return put(std::move(value)); }
+  bool binary(binary_t& value) override { return put(std::move(value)); }
+
+  bool start_object(size_t) override { return open(Json::object()); }
+  bool start_array(size_t) override { return open(Json::array()); }
+  bool end_object() override { return close(); }
+  bool end_array() override { return close(); }
 
   bool key(string_t& name) override {
-    if (!keys_.back().insert(name).second)
-      fault_ = concat("has the key '", shown(name), "' twice; keep one");
-    return !fault_;
+    const auto [member, is_new] = open_.back()->emplace(name, nullptr);
+    member_ = &*member;
+    if (!is_new) fault_ = concat("it has the key '", shown(name), "' twice; keep one");
+    return is_new;
   }
 
-  bool parse_error(size_t, const std::string&, const nlohmann::json::exception&) override {
+  // Also for numbers out of range.
+  bool parse_error(size_t, const std::string&, const Json::exception& error) override {
+    fault_ = concat("not valid JSON, ", shown(syntax_problem(error)));
     return false;
   }
 
@@ -66,38 +71,44 @@ class FaultFinder : public nlohmann::json_sax<nlohmann::json> {
   // could exhaust the stack.
   static constexpr size_t kMaxDepth = 100;
 
-  bool enter() {
-    keys_.emplace_back();
-    if (keys_.size() > kMaxDepth)
-      fault_ = concat("is nested more than ", kMaxDepth, " deep; nothing is");
-    return !fault_;
+  Json& next_place() {
+    if (open_.empty()) return document_;
+    return open_.back()->is_array() ? open_.back()->emplace_back() : *member_;
   }
-  bool leave() {
-    keys_.pop_back();
+  bool put(Json value) {
+    next_place() = std::move(value);
+    return true;
+  }
+  bool open(Json empty) {
+    Json& place = next_place();
+    place = std::move(empty);
+    open_.push_back(&place);  // stays where it is: nothing is added before it until it is closed
+    if (open_.size() <= kMaxDepth) return true;
+    fault_ = concat("it is nested more than ", kMaxDepth, " deep; nothing is");
+    return false;
+  }
+  bool close() {
+    open_.pop_back();
     return true;
   }
 
-  std::vector<std::set<std::string>> keys_;  // of each object that is open; empty for a list
-  std::optional<std::string> fault_;
+  Json document_;
+  std::vector<Json*> open_;  // from the outermost on
+  Json* member_ = nullptr;   // of an open object, whose key was read
+  std::string fault_;
 };
 
 }  // namespace
 
 nlohmann::json parse_json(std::string_view text, const std::string& source) {
-  using Json = nlohmann::json;
   // The parser takes a zero byte for the end of the text and would not see what follows it.
   const size_t zero = text.find('\0');
   if (zero != std::string_view::npos)
     throw UsageError(concat(source, ": not valid JSON, at byte ", zero, ": a zero byte"));
-  // In a pass of its own: the parser's own callback makes it walk a list at every item's end.
-  FaultFinder faults;
-  Json::sax_parse(text, &faults);
-  if (faults.fault()) throw UsageError(concat(source, ": it ", *faults.fault()));
-  try {
-    return Json::parse(text);
-  } catch (const Json::exception& error) {  // also numbers out of range
-    throw UsageError(concat(source, ": not valid JSON, ", shown(syntax_problem(error))));
-  }
+  DocumentBuilder builder;
+  nlohmann::json::sax_parse(text, &builder);
+  if (!builder.fault().empty()) throw UsageError(concat(source, ": ", builder.fault()));
+  return builder.take_document();
 }
 
 JsonFields::JsonFields(const nlohmann::json& object, std::string source, std::string place)

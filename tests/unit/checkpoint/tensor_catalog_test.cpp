@@ -274,13 +274,12 @@ TEST_F(CatalogDefects, BrokenShardingInfo) {
   expect("{\"w\": ", "not valid JSON");
   expect("[]", "DCP_SHARDING_INFO is not a JSON object");
   expect("{}", "'w' is missing in DCP_SHARDING_INFO");
-  expect("{\"w\": 3}", "must be an object");
-  expect("{\"w\": {}}", "saved_offsets is missing");
-  expect("{\"w\": {\"saved_offsets\": 4}}", "must be an array");
+  for (const char* value : {"3", "{}", "{\"saved_offsets\": 4}"})
+    expect(concat("{\"w\": ", value, "}").c_str(), "w has no saved_offsets that are whole numbers");
   expect("{\"w\": {\"saved_offsets\": [4]}}", "has 2 dims, but 1 saved_offsets");
   for (const char* offset : {"-4", "4.0", "\"4\"", "18446744073709551615", "9223372036854775807"})
     expect(concat("{\"w\": {\"saved_offsets\": [", offset, ", 0]}}").c_str(),
-           "offsets are whole numbers from 0 up");
+           "w has no saved_offsets that are whole numbers from 0 up");
   expect("{\"w\": {\"saved_offsets\": [4, 0]}, \"w\": {\"saved_offsets\": [4, 0]}}", "twice");
 }
 

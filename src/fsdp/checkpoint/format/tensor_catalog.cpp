@@ -1,9 +1,11 @@
 #include "fsdp/checkpoint/format/tensor_catalog.h"
 
 #include <algorithm>
+#include <exception>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <system_error>
+#include <thread>
 #include <utility>
 
 #include "fsdp/base/check.h"
@@ -15,6 +17,7 @@
 #include "fsdp/checkpoint/format/manifest.h"
 #include "fsdp/checkpoint/format/model_files.h"
 #include "fsdp/checkpoint/format/safetensors_file.h"
+#include "fsdp/optim/kernels/thread_team.h"
 
 namespace fsdp {
 
@@ -48,13 +51,13 @@ std::map<std::string, std::vector<int64_t>> saved_offsets(const SafetensorsHeade
   const nlohmann::json document = parse_json(found->second, place);
   FSDP_CHECK(document.is_object(), place, " is not a JSON object");
   for (const auto& [name, value] : document.items()) {
-    const JsonFields fields(value, place, shown(name));
-    std::vector<int64_t>& list = offsets[name];
-    for (const nlohmann::json& item : fields.array("saved_offsets")) {
-      if (!item.is_number_unsigned() || item.get<uint64_t>() > uint64_t{INT64_MAX} / 2)
-        fields.refuse("saved_offsets", "offsets are whole numbers from 0 up");
-      list.push_back(item.get<int64_t>());
-    }
+    const auto is_offset = [](const nlohmann::json& item) {
+      return item.is_number_unsigned() && item.get<uint64_t>() <= uint64_t{INT64_MAX} / 2;
+    };
+    const auto items = value.is_object() ? value.find("saved_offsets") : value.end();
+    FSDP_CHECK(items != value.end() && items->is_array() && std::ranges::all_of(*items, is_offset),
+               place, ": ", shown(name), " has no saved_offsets that are whole numbers from 0 up");
+    offsets.emplace(name, items->get<std::vector<int64_t>>());
   }
   return offsets;
 }
@@ -203,6 +206,20 @@ std::vector<std::string> plain_files(const std::string& directory) {
 
 }  // namespace
 
+// A file's header, read.
+struct TensorCatalog::ReadHeader {
+  SafetensorsHeader header;
+  std::vector<Box> boxes;  // of its tensors in the whole ones
+};
+
+TensorCatalog::ReadHeader TensorCatalog::read_header(const CheckedFile& file) {
+  ReadHeader read{.header = read_safetensors_header(file), .boxes = {}};
+  const auto offsets = saved_offsets(read.header, file.path);
+  for (const SafetensorsEntry& entry : read.header.tensors)
+    read.boxes.push_back(box_in(entry, read.header, offsets, file.path));
+  return read;
+}
+
 TensorCatalog::TensorCatalog(const std::string& path) : path_(path) {
   FSDP_CHECK(path_exists(path), path,
              " does not exist; give a checkpoint, a run's "
@@ -214,12 +231,34 @@ TensorCatalog::TensorCatalog(const std::string& path) : path_(path) {
   }
 }
 
-void TensorCatalog::add_file(CheckedFile file, TensorSet& set) {
+// Thousands of ranks wrote thousands of headers, which are read side by side, so many at a time.
+void TensorCatalog::add_files(std::vector<FileOfSet> files) {
+  constexpr size_t kAtATime = 256;
+  const int64_t cores = std::max<int64_t>(1, std::thread::hardware_concurrency());
+  ThreadTeam team(std::clamp<int64_t>(std::ssize(files), 1, std::min<int64_t>(cores, 16)));
+  for (size_t begin = 0; begin < files.size(); begin += kAtATime) {
+    const size_t count = std::min(kAtATime, files.size() - begin);
+    std::vector<ReadHeader> headers(count);
+    std::vector<std::exception_ptr> errors(count);
+    team.run(static_cast<int64_t>(count), [&](int64_t index) {
+      const auto i = static_cast<size_t>(index);
+      try {
+        headers[i] = read_header(files[begin + i].file);
+      } catch (...) {
+        errors[i] = std::current_exception();
+      }
+    });
+    for (size_t i = 0; i < count; ++i) {
+      if (errors[i]) std::rethrow_exception(errors[i]);
+      add_file(std::move(files[begin + i].file), headers[i], *files[begin + i].set);
+    }
+  }
+}
+
+void TensorCatalog::add_file(CheckedFile file, const ReadHeader& read, TensorSet& set) {
   const size_t index = files_.size();
-  const SafetensorsHeader header = read_safetensors_header(file);
-  const auto offsets = saved_offsets(header, file.path);
-  for (const SafetensorsEntry& entry : header.tensors) {
-    const Box box = box_in(entry, header, offsets, file.path);
+  for (size_t i = 0; i < read.boxes.size(); ++i) {
+    const SafetensorsEntry& entry = read.header.tensors[i];
     const auto [found, is_new] = set.try_emplace(entry.name);
     CatalogTensor& tensor = found->second;
     if (is_new)
@@ -230,8 +269,8 @@ void TensorCatalog::add_file(CheckedFile file, TensorSet& set) {
     FSDP_CHECK(tensor.tensor.shape.size() == entry.shape.size(), file.path, ": tensor '",
                shown(entry.name), "' has ", entry.shape.size(), " dims here and ",
                tensor.tensor.shape.size(), " elsewhere");
-    grow_shape(tensor, box);
-    tensor.boxes.push_back({packed(box, 0), index, header.data_begin + entry.begin});
+    grow_shape(tensor, read.boxes[i]);
+    tensor.boxes.push_back({packed(read.boxes[i], 0), index, read.header.data_begin + entry.begin});
   }
   files_.push_back(std::move(file));
 }
@@ -242,6 +281,7 @@ void TensorCatalog::open_ours() {
   std::map<std::string, const StoredFile*> known;
   for (const StoredFile& file : manifest_->files) known[file.path] = &file;
   std::set<std::string> written = {};
+  std::vector<FileOfSet> files;
   for (int64_t rank = 0; rank < manifest_->num_ranks(); ++rank) {
     const std::string name = rank_record_path(rank);
     const std::string record_source = concat(path_, "/", name);
@@ -266,11 +306,12 @@ void TensorCatalog::open_ours() {
       const bool is_model = file.path.starts_with("model/");
       FSDP_CHECK(is_model || file.path.starts_with("optimizer/"), record_source, ": ", file.path,
                  " is neither in model/ nor in optimizer/");
-      add_file({concat(path_, "/", file.path), file.bytes, record.block_bytes, file.header_bytes,
-                file.header_crc32c, file.blocks},
-               is_model ? model_ : moments_);
+      files.push_back({{concat(path_, "/", file.path), file.bytes, record.block_bytes,
+                        file.header_bytes, file.header_crc32c, file.blocks},
+                       is_model ? &model_ : &moments_});
     }
   }
+  add_files(std::move(files));
   for (const StoredFile& file : manifest_->files)
     FSDP_CHECK(written.count(file.path) == 1 || is_model_file(file.path), source,
                ": no rank wrote ", file.path);
@@ -287,10 +328,10 @@ void TensorCatalog::open_plain() {
   FSDP_CHECK(!paths.empty(), path_,
              " holds neither a manifest.json nor safetensors files; give a "
              "checkpoint, a run's directory or a safetensors file");
-  for (const std::string& path : paths) {
-    const int64_t bytes = FileReader(path).bytes();
-    add_file({.path = path, .bytes = bytes}, model_);
-  }
+  std::vector<FileOfSet> files;
+  for (const std::string& path : paths)
+    files.push_back({{.path = path, .bytes = FileReader(path).bytes()}, &model_});
+  add_files(std::move(files));
   check_tensors_are_whole(model_, is_folder ? path_ : directory_of(path_));
 }
 
@@ -336,10 +377,9 @@ bool has_damaged_headers(const std::string& path) {
   }
 }
 
-TensorSet apply(const NameRules& rules, const TensorSet& set,
-                std::span<const std::string> suffixes) {
+TensorSet apply(const NameRules& rules, TensorSet set, std::span<const std::string> suffixes) {
   TensorSet renamed;
-  for (const auto& [name, stored] : set) {
+  for (auto& [name, stored] : set) {
     std::string parameter = name;
     std::string suffix;
     for (const std::string& each : suffixes)
@@ -352,6 +392,12 @@ TensorSet apply(const NameRules& rules, const TensorSet& set,
       FSDP_CHECK(is_new, "two tensors of the checkpoint are called '", shown(section.name + suffix),
                  "' by the name rules; '", shown(name), "' is one of them");
       found->second.tensor = {section.name + suffix, stored.tensor.dtype, section.shape};
+    }
+    // Boxes are many: where only the name changes they are moved.
+    if (sections.size() == 1 && sections[0].shape == stored.tensor.shape) {
+      std::erase_if(stored.boxes, [](const StoredBox& box) { return box.place.box.numel() == 0; });
+      renamed[sections[0].name + suffix].boxes = std::move(stored.boxes);
+      continue;
     }
     for (const StoredBox& box : stored.boxes)
       for (const SectionBox& part : cut_at_sections(sections, box.place.box)) {
@@ -371,7 +417,7 @@ TensorSet moments_of(const TensorCatalog& catalog, const NameRules& rules) {
   if (catalog.manifest())
     for (const std::string& moment : catalog.manifest()->optimizer.moments)
       suffixes.push_back("." + moment);
-  return apply(rules, moments, suffixes);
+  return apply(rules, std::move(moments), suffixes);
 }
 
 std::map<std::string, std::string> names_of_shared(const TensorCatalog& catalog,

@@ -65,7 +65,14 @@ class TensorCatalog {
  private:
   void open_ours();
   void open_plain();
-  void add_file(CheckedFile file, TensorSet& set);
+  struct FileOfSet {
+    CheckedFile file;
+    TensorSet* set;
+  };
+  struct ReadHeader;
+  static ReadHeader read_header(const CheckedFile& file);
+  void add_files(std::vector<FileOfSet> files);
+  void add_file(CheckedFile file, const ReadHeader& read, TensorSet& set);
 
   std::string path_;
   std::optional<Manifest> manifest_;
@@ -89,8 +96,7 @@ bool has_damaged_headers(const std::string& path);
 
 // Tensors under the names that the rules give them: a fused tensor becomes its sections.
 // Names end with one of `suffixes` (".exp_avg"), which the rules do not see.
-TensorSet apply(const NameRules& rules, const TensorSet& set,
-                std::span<const std::string> suffixes = {});
+TensorSet apply(const NameRules& rules, TensorSet set, std::span<const std::string> suffixes = {});
 
 // The moments under the names that the rules give their parameters, without what checkpoints of
 // earlier versions have beside them (histories of amaxes).
