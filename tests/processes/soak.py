@@ -33,6 +33,7 @@ class Job:
     ranks: int
     options: tuple = ()
     resumed: bool = False
+    sum_group: int = 0  # FSDP_SUM_GROUP
 
     def name(self):
         return f"{self.numbers}, {self.ranks} ranks by {self.backend}{', resumed' if self.resumed else ''}"
@@ -43,6 +44,7 @@ def all_jobs():
     for backend in ("threads", "tcp", "mpi"):
         yield Job("llama", backend, 2)
         yield Job("hfsdp", backend, 4, hfsdp)
+        yield Job("groups", backend, 4, sum_group=2)
     yield Job("llama", "threads", 2, resumed=True)
     yield Job("moe", "threads", 2, ("--model", "moe/config.json"))
     yield Job("hybrid", "threads", 2, ("--model", "hybrid-tiny", "--batch", "2"))
@@ -73,7 +75,8 @@ class Soak:
             options += ["--ranks", str(job.ranks)]
         small_runs.run([*launch[job.backend], self.fsdp, "train", "--data", "text.txt", "--steps", str(steps),
                         "--schedule", "constant", "--warmup", "0", "--sample", "", "--validate-every", "0", "--report",
-                        "none", "--quiet", "--checkpoint-dir", "run", *options], cwd=self.root)
+                        "none", "--quiet", "--checkpoint-dir", "run", "--deterministic", *options], cwd=self.root,
+                       FSDP_SUM_GROUP=str(job.sum_group))
 
     def digests(self, job):
         """{file: digest} of what the job ends with."""
