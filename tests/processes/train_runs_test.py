@@ -93,6 +93,31 @@ class Ranks(Trained):
                 threads = self.train(f"threads{ranks}", "--ranks", ranks)
                 self.assert_near(self.train(f"tcp{ranks}", tcp=ranks), threads, ORDER)
 
+    def test_ranks_of_two_hosts_add_as_groups_of_threads_do(self):
+        def run(name, *launch, steps=STEPS, **environment):
+            words = ["train", "--data", "text.txt", *small_runs.SHAPE, "--model", "model/config.json", "--steps", steps,
+                     "--checkpoint-dir", name, "--log", f"{name}.jsonl", "--validate-every", 0, "--sample", "", "--device", "cpu",
+                     *([] if launch else ["--ranks", 4])]
+            done = small_runs.run([*launch, FSDP, *words], cwd=self.root, **environment)
+            numbers = [(step["loss"], step["grad_norm"]) for step in small_runs.log_records(self.root / f"{name}.jsonl", "step")]
+            return done, numbers, json.loads(self.fsdp("inspect", name, "--json").stdout)["sum_group"]
+
+        # This variable makes two hosts of one, as it does for NCCL.
+        on_two_hosts = [*START_RANKS, "4", "bash", "-c", 'NCCL_HOSTID=$((RANK / 2)) exec "$0" "$@"']
+        hosts, numbers, group = run("hosts", *on_two_hosts)
+        self.assertIn("; gradients are added in groups of 2 ranks first", hosts.stdout)
+        self.assertEqual(group, 2)
+        _, in_groups, group = run("groups", FSDP_SUM_GROUP="2")
+        self.assertEqual((in_groups, group), (numbers, 2))
+        _, on_one_host, group = run("one")
+        self.assertEqual(group, 4)
+        self.assertNotEqual(on_one_host, numbers)
+        for (loss, norm), (other_loss, other_norm) in zip(on_one_host, numbers):
+            self.assertLess(abs(loss - other_loss), ORDER * loss)
+            self.assertLess(abs(norm - other_norm), 10 * ORDER * norm)
+        again, _, _ = run("groups", steps=STEPS + 1, FSDP_LOG="info")
+        self.assertIn("the checkpoint's ranks added gradients in groups of 2, these add them in groups of 4", again.stderr)
+
     @small_runs.more
     def test_models_of_every_kind_train_the_same_on_two_ranks(self):
         moe = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -113,7 +138,9 @@ class Ranks(Trained):
         for ep, options in ((2, {"outer": 2}), (4, {})):
             words = ["--model", "moe", "--ep", ep, *[word for name, value in options.items() for word in (f"--{name}", value)]]
             with self.subTest(ep=ep):
-                self.assert_near(self.train(f"threads-ep{ep}", *words, "--ranks", 4), expected, ORDER)
+                threads = self.train(f"threads-ep{ep}", *words, "--ranks", 4)
+                self.assert_near(threads, expected, ORDER)
+                self.assertEqual(self.train(f"padded-ep{ep}", *words, "--ranks", 4, "--expert-exchange", "padded"), threads)
                 self.assert_near(self.train(f"tcp-ep{ep}", *words, tcp=4), expected, ORDER)
                 if MPIRUN:
                     self.assert_near(self.train(f"mpi-ep{ep}", *words, mpi=4), expected, ORDER)
