@@ -16,11 +16,14 @@ import difflib
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+
+import small_runs
 
 PROJECT, BINARIES = map(pathlib.Path, sys.argv[1:3])
 
@@ -268,11 +271,23 @@ def problem_of(command, status, output, errors):
     return f"it prints no line with the form of {unlike}" if unlike else ""
 
 
+def words_of(text):
+    """Those of a command `fsdp ...` that needs no shell; None of others."""
+    needs_shell = re.search(r"[|&;<>()$`*?~\[\]{}=#!]", re.sub(r"'[^']*'|--[\w-]+=", "", text))
+    words = shlex.split(text) if not needs_shell else []
+    return words if words[:1] == ["fsdp"] else None
+
+
 def run(command, folder, shims):
     begin = time.monotonic()
-    done = subprocess.run(["bash", "-euo", "pipefail", "-c", command.text], cwd=folder, env=environment(shims),
-                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=300)
-    output, errors = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+    server = small_runs.CommandServer.beside(BINARIES / "fsdp")
+    words = words_of(command.text) if server else None
+    if words:
+        done = server.run([str(BINARIES / "fsdp"), *words[1:]], folder, environment(shims), timeout=300)
+    else:
+        done = subprocess.run(["bash", "-euo", "pipefail", "-c", command.text], cwd=folder, env=environment(shims), text=True,
+                              errors="replace", stdin=subprocess.DEVNULL, capture_output=True, timeout=300)
+    output, errors = done.stdout, done.stderr
     print(f"{command.place}: {time.monotonic() - begin:4.1f} s  {command.text}", flush=True)
     problem = problem_of(command, done.returncode, output, errors)
     if not problem:

@@ -40,11 +40,17 @@ bool is_summed_on_device(DType) { return false; }
 
 int64_t device_sum_workspace_bytes() { return 0; }
 
-void sum_on_device(const DeviceSum&, void*) {
+namespace {
+[[noreturn]] void refuse_sums() {
   throw Error(
       "gradients on a CUDA device are to be summed and this build has no CUDA kernels: "
       "build with FSDP_CUDA=ON");
 }
+}  // namespace
+
+void sum_on_device(const DeviceSum&, void*) { refuse_sums(); }
+void sum_rows_on_device(const RowSum<float>&, void*) { refuse_sums(); }
+void sum_rows_on_device(const RowSum<double>&, void*) { refuse_sums(); }
 #endif
 
 }  // namespace fsdp

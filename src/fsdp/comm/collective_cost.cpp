@@ -25,9 +25,9 @@ CollectiveCost gather_cost(const MovedBuffer& buffer, const SumOrder& order) {
 CollectiveCost reduction_cost(const MovedBuffer& buffer, const SumOrder& order) {
   const int64_t share = buffer.bytes / order.ranks;
   const int64_t share_numel = ceil_div(share, buffer.element_bytes);
-  const auto pieces =
-      ReductionPieces::of(order, share_numel, buffer.element_bytes, buffer.sum_bytes);
-  const int64_t num_pieces = pieces.numel == 0 ? 0 : ceil_div(share_numel, pieces.numel);
+  const int64_t largest = std::max(buffer.largest_share, share_numel);
+  const auto pieces = ReductionPieces::of(order, largest, buffer.element_bytes, buffer.sum_bytes);
+  const int64_t num_pieces = pieces.numel == 0 ? 0 : ceil_div(largest, pieces.numel);
   // A message to everybody and a kernel that adds, once for each hop.
   CollectiveCost cost{.ring_far_bytes = far_bytes_of_ring(share, order),
                       .launches = num_pieces * (order.has_two_hops() ? 4 : 2),
@@ -56,6 +56,13 @@ CollectiveCost& CollectiveCost::operator+=(const CollectiveCost& other) {
 CollectiveCost cost_of(Collective collective, const MovedBuffer& buffer, const SumOrder& order) {
   if (order.ranks == 1 || buffer.bytes == 0) return {};
   if (collective == Collective::kAllGather) return gather_cost(buffer, order);
+  if (collective == Collective::kAllReduce && buffer.bytes <= kOneShotBytes) {
+    CollectiveCost cost = gather_cost({.bytes = buffer.bytes * order.ranks}, order);
+    cost.launches = 2;  // and the kernel that adds
+    cost.ring_far_bytes = 2 * far_bytes_of_ring(buffer.bytes / order.ranks, order);
+    cost.staging_bytes = buffer.bytes * order.ranks;
+    return cost;
+  }
   CollectiveCost cost = reduction_cost(buffer, order);
   if (collective == Collective::kAllReduce) cost += gather_cost(buffer, order);
   return cost;

@@ -9,13 +9,18 @@
 
 namespace fsdp {
 
+// An all-reduce of no more than this is sent whole to everybody, a message instead of two; unless
+// its values are watched (Reduction::nonfinite).
+inline constexpr int64_t kOneShotBytes = int64_t{64} << 10;
+
 enum class Collective : uint8_t { kAllGather, kReduceScatter, kAllReduce };
 
-// The buffer when it is whole, in equal shares.
+// The buffer when it is whole.
 struct MovedBuffer {
   int64_t bytes = 0;
   int64_t element_bytes = 1;
-  int64_t sum_bytes = 4;  // of an element of a running sum
+  int64_t sum_bytes = 4;      // of an element of a running sum
+  int64_t largest_share = 0;  // in elements; 0: shares are equal
 };
 
 struct CollectiveCost {

@@ -84,6 +84,15 @@ GridOrders orders_of(GridKind grid, const PlanOptions& options) {
   return orders;
 }
 
+// The elements of the rank along the inner axis that has most of them.
+int64_t largest_inner_share(const Segment& segment, MeshShape mesh) {
+  int64_t largest = 0;
+  for (int64_t inner = 0; inner < mesh.inner; ++inner)
+    largest =
+        std::max(largest, segment.shares(inner * mesh.outer, (inner + 1) * mesh.outer).numel());
+  return largest;
+}
+
 void add_group(NetworkForecast& network, std::array<int64_t, 3>& staging, const GroupPlan& group,
                const GridOrders& orders, const Strategy& strategy, int64_t num_gathers) {
   const GroupTypes& types = group.types;
@@ -96,13 +105,17 @@ void add_group(NetworkForecast& network, std::array<int64_t, 3>& staging, const 
         .weight = weight_bytes(types, numel),
         .wire = types.trainable ? checked_mul(numel, element_bytes(types.wire)) : 0,
         .amaxes = std::exchange(amaxes, 0)};
+    const int64_t largest_share = segment.is_even() ? 0 : largest_inner_share(segment, group.mesh);
     for (const GroupMove& move : group_moves(strategy, group.mesh, bytes, num_gathers)) {
       const bool gathers = move.collective == Collective::kAllGather;
+      const bool is_scattered =
+          move.collective == Collective::kReduceScatter && move.axis == GridAxis::kInner;
       const MovedBuffer buffer{.bytes = move.bytes,
                                .element_bytes = gathers             ? 1
                                                 : move.is_of_amaxes ? 4
                                                                     : element_bytes(types.wire),
-                               .sum_bytes = has_wide_sums ? 8 : 4};
+                               .sum_bytes = has_wide_sums ? 8 : 4,
+                               .largest_share = is_scattered ? largest_share : 0};
       const auto axis = static_cast<size_t>(move.axis);
       const CollectiveCost cost = cost_of(move.collective, buffer, orders.along[axis]);
       if (cost.launches == 0) continue;

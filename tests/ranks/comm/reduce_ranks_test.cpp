@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "fsdp/comm/reduce/reduce_ranks.h"
+#include "fsdp/comm/reduce/sum_on_device.h"
 #include "support/rank_pattern.h"
 
 namespace fsdp::reduce_ranks_test {
@@ -103,6 +104,43 @@ TEST(ReduceRanks, StoresAndAddsInEveryPairOfTypes) {
       }
     }
   }
+}
+
+// The kernel for small reductions on a device adds as the host does, in every order of sums.
+template <typename Number>
+void expect_same_row_sums(at::ScalarType type) {
+  constexpr int64_t kNumel = 137;
+  for (const int ranks : {1, 2, 6, 12}) {
+    const at::Tensor rows = at::empty({ranks, kNumel}, type);
+    std::vector<const void*> inputs;
+    for (int rank = 0; rank < ranks; ++rank) {
+      rows[rank].copy_(testing::rank_pattern(rank, kNumel, type));
+      inputs.push_back(rows[rank].const_data_ptr());
+    }
+    for (const int group : {1, 2, 3, 6, 12}) {
+      if (ranks % group != 0) continue;
+      const at::Tensor expected = at::empty({kNumel}, type);
+      reduce_ranks({.inputs = inputs,
+                    .output = expected.mutable_data_ptr(),
+                    .numel = kNumel,
+                    .types = {type, type},
+                    .group = static_cast<size_t>(group)},
+                   checked_reduction({.scale = 0.3}, {type, type}, "test"));
+      const RowSum<Number> sum{.rows = rows.const_data_ptr<Number>(),
+                               .numel = kNumel,
+                               .ranks = ranks,
+                               .group = group,
+                               .scale = static_cast<Number>(0.3)};
+      at::Tensor actual = at::empty({kNumel}, type);
+      for (int64_t i = 0; i < kNumel; ++i) actual.mutable_data_ptr<Number>()[i] = sum.at(i);
+      EXPECT_TRUE(testing::same_bytes(actual, expected)) << ranks << " ranks, groups of " << group;
+    }
+  }
+}
+
+TEST(ReduceRanks, AddsRowsOnADeviceInTheSameOrder) {
+  expect_same_row_sums<float>(at::kFloat);
+  expect_same_row_sums<double>(at::kDouble);
 }
 
 // Multiples of 2^-9 up to 1: any 65 of them have a sum of at most 16 bits, so the running sum is

@@ -45,8 +45,17 @@ TEST(CollectiveCost, LaunchesAsOftenOnAnyNumberOfHosts) {
     const SumOrder order{.ranks = ranks, .group = 8};
     EXPECT_EQ(cost_of(Collective::kReduceScatter, {kBytes * 4, 2, 4}, order).launches, 4) << ranks;
     EXPECT_EQ(cost_of(Collective::kAllReduce, {kBytes * 4, 2, 4}, order).launches, 5) << ranks;
+    EXPECT_EQ(cost_of(Collective::kAllReduce, {8, 8, 8}, order).launches, 2) << "a norm";
   }
   EXPECT_EQ(cost_of(Collective::kReduceScatter, {kBytes, 2, 4}, kHost).launches, 2);
+  // An owner of whole matrices may have four times the mean: 64 MiB hold less than its share.
+  const int64_t numel = int64_t{8} << 20;
+  const CollectiveCost even = cost_of(Collective::kReduceScatter, {2 * numel, 2, 4}, kHost);
+  const CollectiveCost uneven =
+      cost_of(Collective::kReduceScatter, {2 * numel, 2, 4, numel / 2}, kHost);
+  EXPECT_EQ(even.staging_bytes, 7 * 2 * numel / 8);
+  EXPECT_EQ(uneven.staging_bytes, 7 * 2 * numel / 2);
+  EXPECT_EQ(even.near_bytes, uneven.near_bytes);
   EXPECT_EQ(cost_of(Collective::kReduceScatter, {kBytes, 2, 4}, {}), CollectiveCost());
 }
 

@@ -33,6 +33,7 @@ TEST(SumOrder, TakesAGivenGroupThatDividesTheRanks) {
   EXPECT_EQ(chosen_group(0, blocks({4, 4})), 4);
   EXPECT_EQ(chosen_group(2, blocks({4, 4})), 2);
   EXPECT_EQ(chosen_group(8, blocks({4, 4})), 8);
+  EXPECT_EQ(chosen_group(8, blocks({1})), 1) << "one rank adds nothing";
   EXPECT_THROW(chosen_group(3, blocks({4, 4})), Error);
   EXPECT_THROW(chosen_group(16, blocks({4, 4})), Error);
 }

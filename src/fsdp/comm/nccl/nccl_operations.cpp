@@ -8,15 +8,13 @@
 #include <utility>
 
 #include "fsdp/comm/backends.h"
+#include "fsdp/comm/collective_cost.h"
 #include "fsdp/comm/reduce/reduce_ranks.h"
 #include "fsdp/comm/reduce/sum_on_device.h"
 
 namespace fsdp {
 
 namespace {
-
-// An all-reduce of no more than this is sent whole to everybody: one message instead of two.
-constexpr int64_t kOneShotBytes = int64_t{64} << 10;
 
 bool is_sum(const Reduction& reduction) {
   return reduction.op == ReduceOp::kSum || reduction.op == ReduceOp::kAvg;
@@ -357,11 +355,8 @@ void NcclOperations::all_reduce(const Operation& operation) {
   const int64_t numel = tensor.numel();
   const at::Tensor staged = staging_for(operation.print.wire, numel * size_);
   all_gather(operation, staged, operation.input.const_data_ptr(), Shares::equal(numel, size_));
-  std::vector<at::Tensor> inputs;
-  for (int peer = 0; peer < size_; ++peer) inputs.push_back(staged.narrow(0, peer * numel, numel));
-  const SumOrder order = order_of(operation.reduction, size_, sum_group_);
-  reduce_on_device(inputs, operation.reduction, tensor, workspace_,
-                   static_cast<size_t>(order.group));
+  reduce_rows_on_device(staged.view({size_, numel}), operation.reduction,
+                        order_of(operation.reduction, size_, sum_group_), tensor, workspace_);
 }
 
 void NcclOperations::run(const Operation& operation) {

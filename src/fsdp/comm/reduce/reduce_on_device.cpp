@@ -87,7 +87,36 @@ bool is_one_kernel(std::span<const void* const> inputs, at::ScalarType wire,
          reduction.accumulate == at::kFloat && is_summed(wire) && is_summed(output.scalar_type());
 }
 
+template <typename Number>
+void sum_rows(const at::Tensor& rows, double scale, const SumOrder& order,
+              const at::Tensor& output) {
+  sum_rows_on_device(RowSum<Number>{.rows = rows.const_data_ptr<Number>(),
+                                    .numel = output.numel(),
+                                    .ranks = order.ranks,
+                                    .group = order.group,
+                                    .scale = static_cast<Number>(scale),
+                                    .sum = output.mutable_data_ptr<Number>()},
+                     current_stream(output.device()).native_handle());
+}
+
 }  // namespace
+
+void reduce_rows_on_device(const at::Tensor& rows, const Reduction& reduction,
+                           const SumOrder& order, const at::Tensor& output, at::Tensor& workspace) {
+  const at::ScalarType type = output.scalar_type();
+  const bool is_sum = reduction.op == ReduceOp::kSum || reduction.op == ReduceOp::kAvg;
+  const double scale = scale_of(reduction, static_cast<size_t>(order.ranks));
+  if (!is_sum && scale == 1.0) {  // in libtorch, too, NaN wins
+    const at::Tensor found = reduction.op == ReduceOp::kMax ? at::amax(rows, 0) : at::amin(rows, 0);
+    output.view(-1).copy_(found, /*non_blocking=*/true);
+    return;
+  }
+  const bool is_plain = is_sum && rows.scalar_type() == type && reduction.accumulate == type;
+  if (is_plain && type == at::kFloat) return sum_rows<float>(rows, scale, order, output);
+  if (is_plain && type == at::kDouble) return sum_rows<double>(rows, scale, order, output);
+  const std::vector<at::Tensor> inputs = rows.unbind(0);
+  reduce_on_device(inputs, reduction, output, workspace, static_cast<size_t>(order.group));
+}
 
 bool reduce_in_one_kernel(std::span<const void* const> inputs, at::ScalarType wire,
                           const Reduction& reduction, const at::Tensor& output,

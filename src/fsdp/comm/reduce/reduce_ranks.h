@@ -62,6 +62,11 @@ void reduce_ranks(const ReduceRange& range, const Reduction& reduction);
 void reduce_on_device(std::span<const at::Tensor> inputs, const Reduction& reduction,
                       const at::Tensor& output, at::Tensor& workspace, size_t group = 0);
 
+// The reduction of `rows`, one per rank, in a launch or two however many there are, where types are
+// equal and the accumulation is in theirs (sums), and of all maxima and minima.
+void reduce_rows_on_device(const at::Tensor& rows, const Reduction& reduction,
+                           const SumOrder& order, const at::Tensor& output, at::Tensor& workspace);
+
 // Reduces inputs of type `wire` that are known by their addresses; false, and nothing is
 // enqueued, when one kernel cannot do it.
 bool reduce_in_one_kernel(std::span<const void* const> inputs, at::ScalarType wire,

@@ -205,7 +205,29 @@ void launch_to(const DeviceSum& sum, cudaStream_t stream) {
   if (sum.result == DType::kFloat16) launch<Wire, Fp16>(sum, stream);
 }
 
+template <typename Number>
+__global__ void __launch_bounds__(kThreads) sum_rows_kernel(const RowSum<Number> sum) {
+  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i < sum.numel) sum.sum[i] = sum.at(i);
+}
+
+template <typename Number>
+void launch_rows(const RowSum<Number>& sum, cudaStream_t stream) {
+  if (sum.numel == 0) return;
+  const auto blocks = static_cast<unsigned>((sum.numel + kThreads - 1) / kThreads);
+  sum_rows_kernel<<<blocks, kThreads, 0, stream>>>(sum);
+  check_launch("sum_rows_on_device");
+}
+
 }  // namespace
+
+void sum_rows_on_device(const RowSum<float>& sum, void* stream) {
+  launch_rows(sum, cuda_stream(stream));
+}
+
+void sum_rows_on_device(const RowSum<double>& sum, void* stream) {
+  launch_rows(sum, cuda_stream(stream));
+}
 
 bool has_device_sums() { return true; }
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "fsdp/base/compiler.h"
 #include "fsdp/base/dtype.h"
 #include "fsdp/comm/reduce/sum_order.h"
 
@@ -31,6 +32,28 @@ struct DeviceSum {
   void* workspace = nullptr;   // device_sum_workspace_bytes(), zero at first; of one stream only
 };
 
+// Few numbers of many ranks, a row of each, one after the other: added in SumOrder by one launch,
+// however many there are. Plain bytes, too.
+template <typename Number>
+struct RowSum {
+  const Number* rows = nullptr;
+  int64_t numel = 0;  // of a row
+  int32_t ranks = 1;
+  int32_t group = 1;  // divides `ranks`
+  Number scale = 1;
+  Number* sum = nullptr;
+
+  FSDP_HOST_DEVICE Number at(int64_t i) const {
+    Number total = 0;
+    for (int32_t begin = 0; begin < ranks; begin += group) {
+      Number part = rows[begin * numel + i];
+      for (int32_t rank = begin + 1; rank < begin + group; ++rank) part += rows[rank * numel + i];
+      total = begin == 0 ? part : total + part;
+    }
+    return total * scale;
+  }
+};
+
 // Whether this build has the kernel, and whether it takes the type: fp32, bf16, fp16.
 bool has_device_sums();
 bool is_summed_on_device(DType dtype);
@@ -39,5 +62,7 @@ int64_t device_sum_workspace_bytes();
 
 // Enqueued on `stream`, a cudaStream_t. The same bits in every run, and as reduce_ranks() computes.
 void sum_on_device(const DeviceSum& sum, void* stream);
+void sum_rows_on_device(const RowSum<float>& sum, void* stream);
+void sum_rows_on_device(const RowSum<double>& sum, void* stream);
 
 }  // namespace fsdp

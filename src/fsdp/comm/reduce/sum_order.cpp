@@ -20,8 +20,10 @@ int group_within(std::span<const int> blocks) {
 }
 
 int chosen_group(int given, std::span<const int> blocks) {
-  if (given == 0) return group_within(blocks);
   const auto ranks = static_cast<int>(blocks.size());
+  if (ranks == 1)
+    return 1;  // what is set for a job may be in the environment of its other programs
+  if (given == 0) return group_within(blocks);
   FSDP_CHECK(given > 0 && ranks % given == 0, "sum_group (FSDP_SUM_GROUP) is ", given,
              ": it must divide the ", ranks, " ranks");
   return given;
