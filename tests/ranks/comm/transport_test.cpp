@@ -101,6 +101,7 @@ TEST(RankPlace, IsKnownToAllRanks) {
   using enum NcclUse;
   Places places = {place("node 1", kFirst), place("", "", kOff), place("a", "", kAlways)};
   places[2].has_nccl = false;
+  places[2].sum_group = 16;
   testing::run_ranks(3, [&](World& world) {
     const RankPlace& own = places[static_cast<size_t>(world.rank())];
     EXPECT_EQ(places_of_ranks(world.communicator(), own), places);
