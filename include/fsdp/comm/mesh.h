@@ -60,7 +60,7 @@ struct MeshOptions {
 // the gather of the next.
 class MeshAxis {
  public:
-  // `exchanges`: gather() carries all_to_all, too.
+  // `exchanges`: both carry all_to_all, too.
   MeshAxis(std::string name, Communicator& world, std::span<const int> colors,
            bool exchanges = false);
   MeshAxis(MeshAxis&&) noexcept;

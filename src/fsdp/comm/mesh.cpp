@@ -61,7 +61,8 @@ MeshAxis::MeshAxis(std::string name, Communicator& world, std::span<const int> c
     : name_(std::move(name)),
       gather_(world.split(colors, name_ + " gather",
                           exchanges ? Messages::kToAll : Messages::kToNobody)),
-      reduce_(world.split(colors, name_ + " reduce", Messages::kOfSums)) {}
+      reduce_(world.split(colors, name_ + " reduce",
+                          exchanges ? Messages::kToAll : Messages::kOfSums)) {}
 
 MeshAxis::MeshAxis(MeshAxis&&) noexcept = default;
 MeshAxis& MeshAxis::operator=(MeshAxis&&) noexcept = default;

@@ -45,24 +45,30 @@ SumOrder order_along(const AxisRanks& axis, int64_t host_ranks) {
   return {.ranks = static_cast<int>(axis.size), .group = group_within(hosts)};
 }
 
-// The ranks with which one exchanges messages in a reduction, or in an exchange with all.
+// The ranks with which one exchanges messages, on its host and on others.
 struct Peers {
   int64_t near = 0;
   int64_t far = 0;
 };
 
-Peers peers_in(const SumOrder& order) {
+Peers peers_of_sums(const SumOrder& order) {
   if (order.has_two_hops()) return {order.group - 1, order.num_groups() - 1};
-  return order.group == 1 ? Peers{0, order.ranks - 1} : Peers{order.ranks - 1, 0};
+  return {order.group - 1, order.ranks - order.group};
 }
 
-void add_axis(NetworkForecast& network, const SumOrder& order) {
+// Its ring is there whether or not anything travels on it.
+void add_communicator(NetworkForecast& network, const SumOrder& order, const Peers& peers) {
   if (order.ranks == 1) return;
-  const Peers peers = peers_in(order);
-  // One communicator gathers, another one reduces.
   network.connections += std::min(2, order.ranks - 1) + peers.near + peers.far;
   network.nccl_bytes +=
-      2 * kRingBytes + peers.near * kNearPeerBytes + (peers.far > 0 ? kFarPeersBytes : 0);
+      kRingBytes + peers.near * kNearPeerBytes + (peers.far > 0 ? kFarPeersBytes : 0);
+}
+
+// One communicator gathers, another one reduces; those of an ep group send to all (MeshAxis).
+void add_axis(NetworkForecast& network, const SumOrder& order, bool is_ep) {
+  const Peers all{order.group - 1, order.ranks - order.group};
+  add_communicator(network, order, is_ep ? all : Peers{});
+  add_communicator(network, order, is_ep ? all : peers_of_sums(order));
 }
 
 void add_cost(NetworkForecast::Part& part, const CollectiveCost& cost) {
@@ -132,6 +138,8 @@ NetworkForecast forecast_network(std::span<const GroupPlan> groups, const PlanOp
                                  std::span<const int64_t> num_gathers) {
   NetworkForecast network{.hosts = ceil_div(options.ranks, options.host_ranks),
                           .sum_group = std::min(options.ranks, options.host_ranks)};
+  const SumOrder of_all = order_along({1, options.ranks}, options.host_ranks);
+  add_communicator(network, of_all, peers_of_sums(of_all));
   for (const GridKind grid : kGridKinds) {
     // Without owners its parameters are dense.
     const bool is_dense = grid == GridKind::kDense;
@@ -149,7 +157,8 @@ NetworkForecast forecast_network(std::span<const GroupPlan> groups, const PlanOp
       network.staging_bytes += staging[static_cast<size_t>(axis)];
       // Tensor-parallel parameters have the outer axis of dense ones.
       if (grid != GridKind::kTensor || axis != GridAxis::kOuter)
-        add_axis(network, orders.along[static_cast<size_t>(axis)]);
+        add_axis(network, orders.along[static_cast<size_t>(axis)],
+                 grid == GridKind::kExpert && axis == GridAxis::kOwners);
     }
   }
   return network;

@@ -34,7 +34,7 @@ namespace {
 class NcclCommunicator final : public Communicator, private NcclCalls {
  public:
   NcclCommunicator(std::unique_ptr<Communicator> hosts, c10::Device device,
-                   const CommOptions& options, Messages messages = Messages::kToAll)
+                   const CommOptions& options, Messages messages)
       : Communicator(hosts->rank(), hosts->size(), hosts->name(), hosts->sum_group()),
         device_(device),
         options_(options),
@@ -301,7 +301,7 @@ std::unique_ptr<Communicator> over_nccl(std::unique_ptr<Communicator> hosts, int
   // All connections when a communicator is made, rather than when each algorithm is first used: a
   // launch then waits for no other rank. Read by NCCL once; what the user has set stays.
   setenv("NCCL_RUNTIME_CONNECT", "0", /*overwrite=*/0);
-  return std::make_unique<NcclCommunicator>(std::move(hosts), device, options);
+  return std::make_unique<NcclCommunicator>(std::move(hosts), device, options, Messages::kOfSums);
 }
 
 }  // namespace fsdp
