@@ -61,13 +61,18 @@ inline std::vector<std::string> run_beside(const std::vector<std::function<void(
   return errors;
 }
 
-// Connects `size` ranks and gives each its sockets.
+// Connects `size` ranks; with `max_meshed_ranks` below it, by their first messages.
 inline std::vector<std::string> run_connected(
-    int size, const std::function<void(int rank, std::vector<Socket> sockets)>& body) {
+    int size, const std::function<void(int rank, TcpMesh mesh)>& body,
+    int max_meshed_ranks = TcpMeshOptions{}.max_meshed_ranks) {
   PlaceInMemory place;
   std::vector<std::function<void()>> bodies;
   for (int rank = 0; rank < size; ++rank)
-    bodies.push_back([&, rank] { body(rank, connect_tcp_mesh(place, mesh_options(rank, size))); });
+    bodies.push_back([&, rank] {
+      TcpMeshOptions options = mesh_options(rank, size);
+      options.max_meshed_ranks = max_meshed_ranks;
+      body(rank, connect_tcp_mesh(place, options));
+    });
   return run_beside(bodies);
 }
 

@@ -19,17 +19,20 @@
 namespace fsdp::tcp_communicator_test {
 namespace {
 
+// An even number of ranks is connected by the first messages, as many ranks are.
 void run_tcp(int size, const CommOptions& options, const std::function<void(World&)>& body) {
-  const std::vector<std::string> errors =
-      testing::run_connected(size, [&](int rank, std::vector<Socket> sockets) {
+  const std::vector<std::string> errors = testing::run_connected(
+      size,
+      [&](int rank, TcpMesh mesh) {
         set_thread_rank(rank);
         Launch launch;
         launch.rank = launch.local_rank = rank;
         launch.size = launch.local_size = size;
-        auto transport = std::make_shared<TcpTransport>(rank, std::move(sockets));
+        auto transport = std::make_shared<TcpTransport>(rank, std::move(mesh));
         World world(launch, communicator_over(std::move(transport), options));
         body(world);
-      });
+      },
+      /*max_meshed_ranks=*/size % 2 == 0 ? 0 : size);
   EXPECT_THAT(errors, ::testing::Each(""));
 }
 
@@ -69,6 +72,40 @@ TEST(TcpCommunicator, GivesTheSameBitsAsThreads) {
   // The order is what it says: of one host, 1 in a group, and 8; of 2 and of 4 in a group others.
   for (const int group : {0, 1, 2, 4, 8}) compare(8, group);
   EXPECT_EQ(digests.size(), 5);
+  // So many ranks exchange what is small in rounds.
+  for (const int group : {0, 6}) compare(18, group);
+}
+
+// A rank of many is connected with few of them when all agree on something small.
+TEST(TcpCommunicator, ConnectsFewOfManyRanksForSmallCollectives) {
+  constexpr int kRanks = 40;
+  const std::vector<std::string> errors = testing::run_connected(
+      kRanks,
+      [&](int rank, TcpMesh mesh) {
+        set_thread_rank(rank);
+        Launch launch;
+        launch.rank = launch.local_rank = rank;
+        launch.size = launch.local_size = kRanks;
+        auto transport = std::make_shared<TcpTransport>(rank, std::move(mesh));
+        World world(launch, communicator_over(transport, {.timeout_seconds = 60}));
+        Communicator& all = world.communicator();
+        all.barrier("test").wait();
+        const at::Tensor sum = at::full({3}, rank, at::kDouble);
+        all.all_reduce(sum, {}, "test").wait();
+        EXPECT_TRUE(sum.eq(kRanks * (kRanks - 1) / 2).all().item<bool>());
+        const at::Tensor ranks = at::empty({kRanks}, at::kLong);
+        all.all_gather(ranks, at::full({1}, rank, at::kLong), "test").wait();
+        EXPECT_TRUE(at::equal(ranks, at::arange(kRanks, at::kLong)));
+        for (const int root : {0, 17}) {
+          const at::Tensor told = at::full({2}, rank, at::kInt);
+          all.broadcast(told, root, "test").wait();
+          EXPECT_TRUE(told.eq(root).all().item<bool>());
+        }
+        // Six rounds of sums, each with a rank before and one after this one, and rank 0.
+        if (rank > 0) EXPECT_LE(transport->num_connections(), 2 * 6 + 1);
+      },
+      /*max_meshed_ranks=*/0);
+  EXPECT_THAT(errors, ::testing::Each(""));
 }
 
 TEST(TcpCommunicator, ReducesInGroups) {

@@ -60,8 +60,8 @@ std::function<void(TcpMeshOptions&)> within(double seconds) {
 }
 
 TEST(TcpMesh, ConnectsEachWithEach) {
-  const std::vector<std::string> errors = run_connected(5, [](int rank,
-                                                              std::vector<Socket> sockets) {
+  const std::vector<std::string> errors = run_connected(5, [](int rank, TcpMesh mesh) {
+    std::vector<Socket>& sockets = mesh.sockets;
     const Deadline deadline = in_seconds(10);
     for (int peer = 0; peer < 5; ++peer) {
       const Socket& socket = sockets[static_cast<size_t>(peer)];

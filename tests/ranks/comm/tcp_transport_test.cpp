@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "support/error_of.h"
 #include "support/tcp_threads.h"
 
 namespace fsdp::tcp_transport_test {
@@ -50,11 +51,10 @@ std::vector<char> receive(TcpTransport& transport, int channel, int peer, int64_
 }
 
 void run_transports(int size, const std::function<void(TcpTransport&)>& body) {
-  const std::vector<std::string> errors =
-      run_connected(size, [&](int rank, std::vector<Socket> sockets) {
-        TcpTransport transport(rank, std::move(sockets));
-        body(transport);
-      });
+  const std::vector<std::string> errors = run_connected(size, [&](int rank, TcpMesh mesh) {
+    TcpTransport transport(rank, std::move(mesh));
+    body(transport);
+  });
   EXPECT_THAT(errors, Each(""));
 }
 
@@ -151,19 +151,18 @@ class Disagreement : public ::testing::TestWithParam<std::pair<int64_t, int64_t>
 
 TEST_P(Disagreement, AboutASizeIsAnErrorOnBothSidesAtOnce) {
   const auto [sent, expected] = GetParam();
-  const std::vector<std::string> errors =
-      run_connected(2, [&](int rank, std::vector<Socket> sockets) {
-        TcpTransport transport(rank, std::move(sockets));
-        try {
-          if (rank == 0) send(transport, 1, 1, pattern(sent, 0));
-          receive(transport, 1, 1 - rank, expected, 10);
-        } catch (const AbortedError&) {
-          throw;
-        } catch (const std::exception& error) {
-          transport.tell_everybody(error.what(), MessageTransport::Words::kFinal);
-          throw;
-        }
-      });
+  const std::vector<std::string> errors = run_connected(2, [&](int rank, TcpMesh mesh) {
+    TcpTransport transport(rank, std::move(mesh));
+    try {
+      if (rank == 0) send(transport, 1, 1, pattern(sent, 0));
+      receive(transport, 1, 1 - rank, expected, 10);
+    } catch (const AbortedError&) {
+      throw;
+    } catch (const std::exception& error) {
+      transport.tell_everybody(error.what(), MessageTransport::Words::kFinal);
+      throw;
+    }
+  });
   EXPECT_THAT(errors, Each(AllOf(HasSubstr(concat("sent ", sent, " bytes where ", expected)),
                                  HasSubstr("FSDP_CHECKED=1"))));
 }
@@ -176,61 +175,119 @@ INSTANTIATE_TEST_SUITE_P(Sizes, Disagreement,
 
 TEST(TcpTransport, NamesWhoIsMissingAtTheDeadline) {
   std::atomic<bool> is_over{false};
-  const std::vector<std::string> errors =
-      run_connected(3, [&](int rank, std::vector<Socket> sockets) {
-        TcpTransport transport(rank, std::move(sockets));
-        if (rank == 0) {
-          try {
-            receive(transport, 1, 2, kSmallBytes, 0.3);
-          } catch (const TimeoutError&) {
-            is_over = true;
-            is_over.notify_all();
-            throw;
-          }
-        }
-        is_over.wait(false);
-      });
+  const std::vector<std::string> errors = run_connected(3, [&](int rank, TcpMesh mesh) {
+    TcpTransport transport(rank, std::move(mesh));
+    if (rank == 0) {
+      try {
+        receive(transport, 1, 2, kSmallBytes, 0.3);
+      } catch (const TimeoutError&) {
+        is_over = true;
+        is_over.notify_all();
+        throw;
+      }
+    }
+    is_over.wait(false);
+  });
   EXPECT_EQ(errors[0],
             "this test waited 0.3 s for world rank 2, which has not arrived; look at what it does "
             "instead, or raise FSDP_TIMEOUT_S");
 }
 
 TEST(TcpTransport, NamesARankWhoseConnectionEndsWithoutGoodbyeAtOnce) {
-  const std::vector<std::string> errors =
-      run_connected(3, [](int rank, std::vector<Socket> sockets) {
-        if (rank == 2) return;  // the sockets close
-        TcpTransport transport(rank, std::move(sockets));
-        receive(transport, 1, 1 - rank, kSmallBytes);  // from a rank that lives
-      });
+  const std::vector<std::string> errors = run_connected(3, [](int rank, TcpMesh mesh) {
+    if (rank == 2) return;  // the sockets close
+    TcpTransport transport(rank, std::move(mesh));
+    receive(transport, 1, 1 - rank, kSmallBytes);  // from a rank that lives
+  });
   EXPECT_EQ(errors[0], "rank 2 is gone: its connection was closed; look at what it said last");
   EXPECT_EQ(errors[1], errors[0]);
 }
 
 TEST(TcpTransport, GoodbyeIsAnErrorOnlyToThoseWhoNeedTheRank) {
-  const std::vector<std::string> errors =
-      run_connected(3, [](int rank, std::vector<Socket> sockets) {
-        TcpTransport transport(rank, std::move(sockets));
-        if (rank == 2) return;
-        if (rank == 0) send(transport, 1, 1, pattern(kLargeBytes, 0));
-        if (rank == 0) return;
-        EXPECT_EQ(receive(transport, 1, 0, kLargeBytes), pattern(kLargeBytes, 0));
-        receive(transport, 1, 2, kSmallBytes);
-      });
+  const std::vector<std::string> errors = run_connected(3, [](int rank, TcpMesh mesh) {
+    TcpTransport transport(rank, std::move(mesh));
+    if (rank == 2) return;
+    if (rank == 0) send(transport, 1, 1, pattern(kLargeBytes, 0));
+    if (rank == 0) return;
+    EXPECT_EQ(receive(transport, 1, 0, kLargeBytes), pattern(kLargeBytes, 0));
+    receive(transport, 1, 2, kSmallBytes);
+  });
   EXPECT_EQ(errors[0], "");
   EXPECT_THAT(errors[1], HasSubstr("this test needs world rank 2, which has left the job"));
 }
 
-TEST(TcpTransport, WordsAboutAFailureReachARankThatIsBusyReceiving) {
-  const std::vector<std::string> errors =
-      run_connected(3, [](int rank, std::vector<Socket> sockets) {
-        TcpTransport transport(rank, std::move(sockets));
-        if (rank == 2) {
-          transport.tell_everybody("in passing", MessageTransport::Words::kInPassing);
-          transport.tell_everybody("rank 2 failed: no space", MessageTransport::Words::kFinal);
-          return;
+// In a large job ranks are connected when they have something to say, whoever speaks first.
+TEST(TcpTransport, ConnectsRanksByTheirFirstMessage) {
+  constexpr int kRanks = 5;
+  const auto errors = run_connected(
+      kRanks,
+      [](int rank, TcpMesh mesh) {
+        for (int other = 0; other < kRanks; ++other)
+          EXPECT_EQ(static_cast<bool>(mesh.sockets[static_cast<size_t>(other)]),
+                    rank != other && (rank == 0 || other == 0));
+        TcpTransport transport(rank, std::move(mesh));
+        for (const int64_t bytes : {kSmallBytes, kLargeBytes})
+          for (int step = 1; step < kRanks; ++step) {
+            const int to = (rank + step) % kRanks;
+            const int from = (rank + kRanks - step) % kRanks;
+            std::vector<char> sent = pattern(bytes, rank);
+            std::vector<char> received(static_cast<size_t>(bytes));
+            const Message send{to, sent.data(), bytes};
+            const Message receive{from, received.data(), bytes};
+            transport.exchange(1, {&send, 1}, {&receive, 1}, within(20));
+            EXPECT_EQ(received, pattern(bytes, from));
+          }
+      },
+      /*max_meshed_ranks=*/0);
+  EXPECT_THAT(errors, Each(""));
+}
+
+// Ranks 1 and 2 have no connection, and rank 0 passes on what it notices.
+TEST(TcpTransport, FailuresReachRanksThatHaveNoConnection) {
+  const auto errors = run_connected(
+      3,
+      [](int rank, TcpMesh mesh) {
+        if (rank == 2) return;  // the sockets close
+        TcpTransport transport(rank, std::move(mesh));
+        if (rank == 0) receive(transport, 1, 1, kSmallBytes);
+        if (rank == 1) receive(transport, 1, 2, kSmallBytes);
+      },
+      /*max_meshed_ranks=*/0);
+  EXPECT_EQ(errors[0], "rank 2 is gone: its connection was closed; look at what it said last");
+  EXPECT_EQ(errors[1], errors[0]);
+}
+
+TEST(TcpTransport, ACalledRankThatHasLeftIsNamed) {
+  std::latch left(1);
+  std::latch over(1);
+  const auto errors = run_connected(
+      3,
+      [&](int rank, TcpMesh mesh) {
+        if (rank == 1) {
+          TcpTransport(rank, std::move(mesh));
+          return left.count_down();
         }
-        receive(transport, 1, 1 - rank, kLargeBytes);
-      });
+        TcpTransport transport(rank, std::move(mesh));
+        if (rank == 0) return over.wait();
+        left.wait();
+        EXPECT_THAT(testing::error_of([&] { send(transport, 1, 1, pattern(kSmallBytes, 0)); }),
+                    HasSubstr("rank 2 cannot reach rank 1 at 127.0.0.1"));
+        over.count_down();
+      },
+      /*max_meshed_ranks=*/0);
+  EXPECT_THAT(errors, Each(""));
+}
+
+TEST(TcpTransport, WordsAboutAFailureReachARankThatIsBusyReceiving) {
+  const std::vector<std::string> errors = run_connected(3, [](int rank, TcpMesh mesh) {
+    TcpTransport transport(rank, std::move(mesh));
+    if (rank == 2) {
+      transport.tell_everybody("in passing", MessageTransport::Words::kInPassing);
+      transport.tell_everybody("rank 2 failed: no space", MessageTransport::Words::kFinal);
+      return;
+    }
+    receive(transport, 1, 1 - rank, kLargeBytes);
+  });
   EXPECT_EQ(errors[0], "rank 2 failed: no space");
   EXPECT_EQ(errors[1], "rank 2 failed: no space");
 }
@@ -252,33 +309,31 @@ void wait_for_end(const Socket& socket) {
 // words, or before them.
 TEST(TcpTransport, WordsAboutAFailureCountMoreThanAnEndBesideThem) {
   std::latch has_happened(2);
-  const std::vector<std::string> errors =
-      run_connected(3, [&](int rank, std::vector<Socket> sockets) {
-        if (rank == 1) send_words(sockets[2], "!rank 1 failed: no space");
-        if (rank == 0) sockets.clear();
-        if (rank < 2) {
-          has_happened.count_down();
-          if (rank == 1) wait_for_end(sockets[2]);
-          return;
-        }
-        has_happened.wait();
-        TcpTransport transport(rank, std::move(sockets));
-        receive(transport, 1, 1, kSmallBytes);
-      });
+  const std::vector<std::string> errors = run_connected(3, [&](int rank, TcpMesh mesh) {
+    if (rank == 1) send_words(mesh.sockets[2], "!rank 1 failed: no space");
+    if (rank == 0) mesh.sockets.clear();
+    if (rank < 2) {
+      has_happened.count_down();
+      if (rank == 1) wait_for_end(mesh.sockets[2]);
+      return;
+    }
+    has_happened.wait();
+    TcpTransport transport(rank, std::move(mesh));
+    receive(transport, 1, 1, kSmallBytes);
+  });
   EXPECT_EQ(errors[2], "rank 1 failed: no space");
 }
 
 TEST(TcpTransport, PassesOnWordsToThoseWhoHaveNotHeardThem) {
-  const std::vector<std::string> errors =
-      run_connected(3, [](int rank, std::vector<Socket> sockets) {
-        if (rank == 1) {
-          send_words(sockets[0], "!rank 1 failed: no space");
-          for (const int other : {0, 2}) wait_for_end(sockets[static_cast<size_t>(other)]);
-          return;
-        }
-        TcpTransport transport(rank, std::move(sockets));
-        receive(transport, 1, 1, kSmallBytes);
-      });
+  const std::vector<std::string> errors = run_connected(3, [](int rank, TcpMesh mesh) {
+    if (rank == 1) {
+      send_words(mesh.sockets[0], "!rank 1 failed: no space");
+      for (const int other : {0, 2}) wait_for_end(mesh.sockets[static_cast<size_t>(other)]);
+      return;
+    }
+    TcpTransport transport(rank, std::move(mesh));
+    receive(transport, 1, 1, kSmallBytes);
+  });
   EXPECT_EQ(errors[0], "rank 1 failed: no space");
   EXPECT_EQ(errors[2], "rank 1 failed: no space");
 }
@@ -297,16 +352,15 @@ void send_frame(const Socket& socket, const FrameHeader& header) {
 // Rank 0's error while rank 1, a bare socket, sends the bytes of `misbehave`. Rank 0 waits for
 // `bytes` on channel 1.
 std::string error_beside(int64_t bytes, const std::function<void(const Socket&)>& misbehave) {
-  const std::vector<std::string> errors =
-      run_connected(2, [&](int rank, std::vector<Socket> sockets) {
-        if (rank == 1) {
-          misbehave(sockets[0]);
-          wait_for_end(sockets[0]);  // until rank 0 has hung up
-          return;
-        }
-        TcpTransport transport(rank, std::move(sockets));
-        receive(transport, 1, 1, bytes);
-      });
+  const std::vector<std::string> errors = run_connected(2, [&](int rank, TcpMesh mesh) {
+    if (rank == 1) {
+      misbehave(mesh.sockets[0]);
+      wait_for_end(mesh.sockets[0]);  // until rank 0 has hung up
+      return;
+    }
+    TcpTransport transport(rank, std::move(mesh));
+    receive(transport, 1, 1, bytes);
+  });
   EXPECT_EQ(errors[1], "");
   return errors[0];
 }
@@ -367,8 +421,8 @@ TEST(TcpTransport, ShowsWordsOfAPeerWithoutControlCharacters) {
 // A failed exchange releases the memory of a message in the middle; the address sanitizer watches.
 TEST(TcpTransport, TakesItsBuffersBackWhenAnExchangeFails) {
   for (int round = 0; round < 4; ++round) {
-    run_connected(2, [&](int rank, std::vector<Socket> sockets) {
-      TcpTransport transport(rank, std::move(sockets));
+    run_connected(2, [&](int rank, TcpMesh mesh) {
+      TcpTransport transport(rank, std::move(mesh));
       std::atomic<int> num_begun{0};
       std::thread busy([&] {
         try {

@@ -3,6 +3,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstring>
 #include <numeric>
@@ -24,6 +25,15 @@ namespace {
 // A reduction receives and sums no more than this from each rank at a time: what has come is still
 // in cache when it is summed.
 constexpr int64_t kPieceBytes = int64_t{1} << 20;
+
+// Few ranks talk all to all at once. More exchange what is small in rounds, with partners whose
+// number doubles: a rank talks to ten of a thousand.
+constexpr int kMaxRanksAtOnce = 16;
+constexpr int64_t kSmallBytes = int64_t{64} << 10;  // of one rank
+
+bool goes_in_rounds(int ranks, int64_t bytes) {
+  return ranks > kMaxRanksAtOnce && bytes <= kSmallBytes;
+}
 
 class MessageCommunicator final : public Communicator, private OperationRunner {
  public:
@@ -69,6 +79,7 @@ class MessageCommunicator final : public Communicator, private OperationRunner {
   void compare_fingerprints(const Operation& operation);
   // Collects equally many bytes of every rank in staging_, in rank order.
   void gather_to_staging(const void* own, int64_t bytes);
+  void all_reduce(const Operation& operation);
   void all_gather(const at::Tensor& output, const Shares& shares, const char* own);
   void reduce_share(const Operation& operation, const at::Tensor& output);
   void all_to_all(const Operation& operation);
@@ -87,6 +98,7 @@ class MessageCommunicator final : public Communicator, private OperationRunner {
   };
   template <typename Send, typename Receive>
   void exchange_with(const Some& ranks, Send send_to, Receive receive_from);
+  void exchange_one(int to, Message send, int from, Message receive);
   void exchange(std::span<const Message> sends, std::span<const Message> receives);
 
   const std::shared_ptr<MessageTransport> transport_;
@@ -190,13 +202,8 @@ void MessageCommunicator::run_on_host(Operation& operation) {
       return all_gather(operation.output, operation.output_shares, at_element(operation.input, 0));
     case OpKind::kReduceScatter:
       return reduce_share(operation, operation.output);
-    case OpKind::kAllReduce: {
-      const Shares& shares = operation.output_shares;
-      const at::Tensor own =
-          operation.output.view(-1).narrow(0, shares.offset(rank()), shares.count(rank()));
-      reduce_share(operation, own);
-      return all_gather(operation.output, shares, at_element(own, 0));
-    }
+    case OpKind::kAllReduce:
+      return all_reduce(operation);
     case OpKind::kAllToAll:
       return all_to_all(operation);
     case OpKind::kBroadcast:
@@ -234,13 +241,31 @@ void MessageCommunicator::exchange(std::span<const Message> sends,
   transport_->exchange(channel_, sends, receives, purpose);
 }
 
+void MessageCommunicator::exchange_one(int to, Message send, int from, Message receive) {
+  send.peer = members_[static_cast<size_t>(to)];
+  receive.peer = members_[static_cast<size_t>(from)];
+  exchange({&send, 1}, {&receive, 1});
+}
+
 void MessageCommunicator::gather_to_staging(const void* own, int64_t bytes) {
   staging_.resize(static_cast<size_t>(size() * bytes));
   const auto place_of = [&](int rank_here) {
     return Message{0, staging_.data() + rank_here * bytes, bytes};
   };
-  std::memcpy(place_of(rank()).data, own, static_cast<size_t>(bytes));
-  exchange_with_all([&](int) { return place_of(rank()); }, place_of);
+  if (!goes_in_rounds(size(), bytes)) {
+    std::memcpy(place_of(rank()).data, own, static_cast<size_t>(bytes));
+    return exchange_with_all([&](int) { return place_of(rank()); }, place_of);
+  }
+  // Place i holds the bytes of the i-th rank after this one until the end. A rank that has those of
+  // `num` ranks, itself and those after it, gives them to the rank `num` before it, and gets those
+  // of as many ranks from `num` after it.
+  std::memcpy(staging_.data(), own, static_cast<size_t>(bytes));
+  for (int num = 1; num < size(); num *= 2) {
+    const int64_t moved = std::min(num, size() - num) * bytes;
+    exchange_one((rank() + size() - num) % size(), {0, staging_.data(), moved},
+                 (rank() + num) % size(), {0, place_of(num).data, moved});
+  }
+  std::rotate(staging_.begin(), staging_.end() - rank() * bytes, staging_.end());
 }
 
 void MessageCommunicator::compare_fingerprints(const Operation& operation) {
@@ -259,6 +284,11 @@ void MessageCommunicator::all_gather(const at::Tensor& output, const Shares& sha
   const int64_t width = output.element_size();
   char* own_place = at_element(output, shares.offset(rank()));
   const int64_t own_bytes = shares.count(rank()) * width;
+  if (shares.is_equal() && goes_in_rounds(size(), own_bytes)) {
+    gather_to_staging(own, own_bytes);
+    std::memcpy(at_element(output, 0), staging_.data(), staging_.size());
+    return;
+  }
   if (own_place != own && own_bytes > 0)
     std::memcpy(own_place, own, static_cast<size_t>(own_bytes));
   exchange_with_all(
@@ -268,6 +298,30 @@ void MessageCommunicator::all_gather(const at::Tensor& output, const Shares& sha
       [&](int from) {
         return Message{0, at_element(output, shares.offset(from)), shares.count(from) * width};
       });
+}
+
+// Every rank adds all of what is small.
+void MessageCommunicator::all_reduce(const Operation& operation) {
+  const Reduction& reduction = operation.reduction;
+  const Shares& shares = operation.output_shares;
+  const auto bytes = static_cast<int64_t>(operation.output.nbytes());
+  const bool is_watched = reduction.nonfinite.defined() || reduction.squares.defined();
+  if (is_watched || !goes_in_rounds(size(), bytes * size())) {
+    const at::Tensor own =
+        operation.output.view(-1).narrow(0, shares.offset(rank()), shares.count(rank()));
+    reduce_share(operation, own);
+    return all_gather(operation.output, shares, at_element(own, 0));
+  }
+  gather_to_staging(at_element(operation.input, 0), bytes);
+  std::vector<const void*> inputs;
+  for (int from = 0; from < size(); ++from) inputs.push_back(staging_.data() + from * bytes);
+  const SumOrder order = order_of(reduction, size(), sum_group());
+  reduce_ranks({.inputs = inputs,
+                .output = at_element(operation.output, 0),
+                .numel = operation.output.numel(),
+                .types = {operation.print.wire, operation.print.result},
+                .group = static_cast<size_t>(order.group)},
+               reduction);
 }
 
 // Piece by piece. For each group in turn, this rank's group adds its contributions to the rank
@@ -368,11 +422,25 @@ void MessageCommunicator::all_to_all(const Operation& operation) {
 }
 
 // The root sends each rank one piece, then the ranks gather the pieces: nobody sends more than
-// about one copy of the tensor, whatever the number of ranks.
+// about one copy of the tensor, whatever the number of ranks. Something small goes from rank to
+// rank: `num` ranks that have it, counted from the root, give it to the next `num`.
 void MessageCommunicator::broadcast(const Operation& operation) {
   const int root = operation.print.root;
   const Shares& shares = operation.output_shares;
   const int64_t width = operation.output.element_size();
+  const auto bytes = static_cast<int64_t>(operation.output.nbytes());
+  if (goes_in_rounds(size(), bytes)) {
+    const int own = (rank() + size() - root) % size();  // its place after the root
+    const auto whole_with = [&](int place) {
+      const int peer = members_[static_cast<size_t>((root + place) % size())];
+      return Message{peer, at_element(operation.output, 0), bytes};
+    };
+    for (int num = 1; num < size(); num *= 2) {
+      if (own < num && own + num < size()) exchange(std::array{whole_with(own + num)}, {});
+      if (own >= num && own < 2 * num) exchange({}, std::array{whole_with(own - num)});
+    }
+    return;
+  }
   std::vector<Message> sends;
   std::vector<Message> receives;
   const auto piece = [&](int owner, int peer) {

@@ -214,8 +214,10 @@ bool receive_all(const Socket& socket, void* data, size_t bytes, Deadline deadli
   });
 }
 
-TcpConnection::TcpConnection(int peer, Socket socket)
-    : peer_(peer), socket_(std::move(socket)), buffer_(kBufferBytes) {}
+void TcpConnection::open(Socket socket) {
+  socket_ = std::move(socket);
+  buffer_.resize(kBufferBytes);
+}
 
 void TcpConnection::enqueue_frame(FrameHeader header, std::string_view payload) {
   header.frame_bytes = static_cast<int64_t>(payload.size());

@@ -117,9 +117,13 @@ class TcpConnection {
   // about failures, get in between.
   static constexpr int64_t kMaxFrameBytes = int64_t{256} << 10;
 
-  TcpConnection(int peer, Socket socket);
+  // Not connected yet: what is enqueued waits for the socket.
+  explicit TcpConnection(int peer) : peer_(peer) {}
 
+  void open(Socket socket);
   int peer() const { return peer_; }
+  // Whether there is, or was, a socket.
+  bool has_begun() const { return !buffer_.empty(); }
   int fd() const { return socket_.fd(); }
   bool is_open() const { return static_cast<bool>(socket_); }
   // Why it is no longer open: "was closed", "failed: Connection reset by peer".

@@ -79,21 +79,25 @@ struct TcpTransport::Exchange {
   }
 };
 
-TcpTransport::TcpTransport(int rank, std::vector<Socket> sockets)
-    : MessageTransport(rank, static_cast<int>(sockets.size())),
-      peers_(sockets.size()),
+TcpTransport::TcpTransport(int rank, TcpMesh mesh)
+    : MessageTransport(rank, static_cast<int>(mesh.sockets.size())),
+      peers_(mesh.sockets.size()),
+      calls_(std::move(mesh.calls)),
       wake_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
-  for (int other = 0; other < size(); ++other)
-    if (other != rank)
-      peer(other).connection =
-          std::make_unique<TcpConnection>(other, std::move(sockets[static_cast<size_t>(other)]));
+  for (int other = 0; other < size(); ++other) {
+    if (other == rank) continue;
+    peer(other).connection = std::make_unique<TcpConnection>(other);
+    Socket& socket = mesh.sockets[static_cast<size_t>(other)];
+    if (socket) peer(other).connection->open(std::move(socket));
+  }
 }
 
 TcpTransport::~TcpTransport() {
   Lock lock(mutex_);
   if (failed_ || abort_.raised()) return;
   for (Peer& other : peers_)
-    if (other.connection) other.connection->enqueue_frame({FrameKind::kGoodbye, 0, 0, 0});
+    if (other.connection && other.connection->is_open())
+      other.connection->enqueue_frame({FrameKind::kGoodbye, 0, 0, 0});
   flush(lock);
   for (Peer& other : peers_)
     if (other.connection) other.connection->end_writing();
@@ -125,7 +129,19 @@ void TcpTransport::fail_with_size(Receive& receive, int64_t bytes) {
   others_completed_ = true;
 }
 
+// Two ranks that have something to say to each other are both here: one of them calls.
+void TcpTransport::call(int rank_there, Exchange& exchange) {
+  if (!calls_ || rank_there > rank() || peer(rank_there).connection->has_begun()) return;
+  try {
+    calls_->call(rank_there);
+    if (has_leader_) wake_leader();
+  } catch (const std::exception&) {
+    if (!exchange.error) exchange.error = std::current_exception();
+  }
+}
+
 void TcpTransport::post(Receive& receive) {
+  call(receive.peer, *receive.exchange);
   Lane& lane = peer(receive.peer).lanes[receive.channel];
   lane.receive = &receive;
   TcpConnection& connection = *peer(receive.peer).connection;
@@ -144,6 +160,7 @@ void TcpTransport::post(Receive& receive) {
 }
 
 void TcpTransport::post(Send& send) {
+  call(send.peer, *send.exchange);
   Peer& other = peer(send.peer);
   Lane& lane = other.lanes[send.message.channel];
   TcpConnection& connection = *other.connection;
@@ -160,7 +177,8 @@ void TcpTransport::post(Send& send) {
   write_now(connection);
 }
 
-void TcpTransport::write_now(TcpConnection& connection) const {
+// Where there is no connection yet, whoever waits for messages makes it.
+void TcpTransport::write_now(TcpConnection& connection) {
   connection.write();
   if (has_leader_ && connection.wants_to_write()) wake_leader();
 }
@@ -269,6 +287,8 @@ void TcpTransport::progress(Lock& lock, double wait_seconds) {
     waiting.push_back({connection->fd(), static_cast<short>(events), 0});
     ranks.push_back(other);
   }
+  const size_t first_call = waiting.size();
+  if (calls_) calls_->add_to(waiting);
   lock.unlock();
   int num_ready = 0;
   const auto spin_until = Clock::now() + (wait_seconds > 0 ? kSpin : kSpin * 0);
@@ -286,6 +306,9 @@ void TcpTransport::progress(Lock& lock, double wait_seconds) {
   }
   for (size_t i = 0; i < ranks.size(); ++i)
     if (waiting[i + 1].revents != 0) serve(ranks[i], waiting[i + 1].revents);
+  if (std::any_of(waiting.begin() + static_cast<ptrdiff_t>(first_call), waiting.end(),
+                  [](const pollfd& call) { return call.revents != 0; }))
+    advance_calls();
   // After all words were heard: a rank that ends may have ended because of another's failure.
   for (const size_t rank : ranks)
     if (!peers_[rank].connection->is_open()) note_end(peers_[rank]);
@@ -298,15 +321,32 @@ void TcpTransport::serve(size_t rank, short events) {
   if (connection.write()) others_completed_ = true;
 }
 
+void TcpTransport::advance_calls() {
+  try {
+    calls_->advance([this](const Introduction& other, Socket socket) {
+      if (other.size != size() || peer(other.rank).connection->has_begun()) return;
+      TcpConnection& connection = *peer(other.rank).connection;
+      connection.open(std::move(socket));
+      if (connection.write()) others_completed_ = true;
+    });
+  } catch (const std::exception& error) {
+    fail_job(error.what());
+  }
+}
+
 void TcpTransport::note_end(Peer& ended) {
   others_completed_ = true;
   if (ended.has_left || abort_.raised()) return;
-  const std::string message = concat("rank ", ended.connection->peer(), " is gone: its connection ",
-                                     ended.connection->ending(), "; look at what it said last");
-  failed_ = true;
-  // Tells the others why this rank ends: they may see its connection close before that of the
-  // rank that left.
-  send_failure(raise_own(message, Words::kFinal));
+  fail_job(concat("rank ", ended.connection->peer(), " is gone: its connection ",
+                  ended.connection->ending(), "; look at what it said last"));
+}
+
+// Tells the others why this rank ends: they may see its connection close before that of the rank
+// that left.
+void TcpTransport::fail_job(const std::string& message) {
+  failed_ = others_completed_ = true;
+  const std::string text = raise_own(message, Words::kFinal);
+  if (!text.empty()) send_failure(text);
 }
 
 void TcpTransport::listen() {
@@ -316,6 +356,13 @@ void TcpTransport::listen() {
   progress(lock, 0);
   has_leader_ = false;
   changed_.notify_all();
+}
+
+int TcpTransport::num_connections() {
+  const Lock lock(mutex_);
+  return static_cast<int>(std::count_if(peers_.begin(), peers_.end(), [](const Peer& other) {
+    return other.connection && other.connection->is_open();
+  }));
 }
 
 void TcpTransport::send_failure(const std::string& text) {

@@ -1,4 +1,4 @@
-// Messages between processes that are connected by TCP, each with each.
+// Messages between processes that are connected by TCP.
 #pragma once
 
 #include <condition_variable>
@@ -13,6 +13,7 @@
 
 #include "fsdp/comm/message/message_transport.h"
 #include "fsdp/comm/tcp/tcp_connection.h"
+#include "fsdp/comm/tcp/tcp_mesh.h"
 
 namespace fsdp {
 
@@ -25,6 +26,9 @@ namespace fsdp {
 // ones once the receiver has kWindowBytes of them that it has not asked for. Both sides name the
 // size, so that both notice when they disagree.
 //
+// In a large job two ranks are connected by their first message: the one with the higher number
+// calls.
+//
 // A message that fits neither the buffer that waits for it, nor the window, nor the channels that
 // there may be ends the connection: no peer makes this process take more memory.
 class TcpTransport final : public MessageTransport, private FrameReader {
@@ -33,8 +37,7 @@ class TcpTransport final : public MessageTransport, private FrameReader {
   // Short messages from one peer that wait in memory, counted with what each costs besides.
   static constexpr int64_t kWindowBytes = int64_t{8} << 20;
 
-  // `sockets` as from connect_tcp_mesh: one per rank, empty at `rank`.
-  TcpTransport(int rank, std::vector<Socket> sockets);
+  TcpTransport(int rank, TcpMesh mesh);
   // Says goodbye, unless something failed: a connection that closes without one is a failure to the
   // others.
   ~TcpTransport() override;
@@ -42,6 +45,7 @@ class TcpTransport final : public MessageTransport, private FrameReader {
   void exchange(int channel, std::span<const Message> sends, std::span<const Message> receives,
                 const Purpose& purpose) override;
   void listen() override;
+  int num_connections();
   void tell_everybody(const std::string& message, Words words) override;
   // An exchange that fails takes its buffers back: nothing to keep.
   void keep_forever(std::shared_ptr<void>) override {}
@@ -64,8 +68,8 @@ class TcpTransport final : public MessageTransport, private FrameReader {
     std::optional<int64_t> ready_bytes;      // the peer is ready for a large message
   };
   struct Peer {
-    std::unique_ptr<TcpConnection> connection;
-    std::map<int, Lane> lanes;  // by channel
+    std::unique_ptr<TcpConnection> connection;  // nullptr at this rank's own place
+    std::map<int, Lane> lanes;                  // by channel
     bool has_left = false;
     int64_t window_left = kWindowBytes;  // what may be sent before it is asked for
     int64_t early_bytes = 0;             // what the peer has sent before it was asked for
@@ -76,9 +80,10 @@ class TcpTransport final : public MessageTransport, private FrameReader {
 
   // All below: the caller holds mutex_.
   Peer& peer(int rank) { return peers_[static_cast<size_t>(rank)]; }
+  void call(int rank_there, Exchange& exchange);
   void post(Receive& receive);
   void post(Send& send);
-  void write_now(TcpConnection& connection) const;
+  void write_now(TcpConnection& connection);
   void fail_with_size(Receive& receive, int64_t bytes);
   void complete(Receive& receive);
   void note_taken(Receive& receive);
@@ -91,8 +96,10 @@ class TcpTransport final : public MessageTransport, private FrameReader {
   // lock. The caller is the leader.
   void progress(Lock& lock, double wait_seconds);
   void serve(size_t rank, short events);
+  void advance_calls();
   void wake_leader() const;
   void note_end(Peer& ended);
+  void fail_job(const std::string& message);
   void send_failure(const std::string& text);
   // Until all frames are written, or two seconds have passed: a dead peer must not hold us up.
   void flush(Lock& lock);
@@ -111,8 +118,9 @@ class TcpTransport final : public MessageTransport, private FrameReader {
   bool others_completed_ = false;  // an exchange of somebody who sleeps
   bool failed_ = false;
   std::vector<Peer> peers_;
-  std::string failure_text_;  // of the failure frame that is being read
-  Socket wake_;               // an event that ends the leader's waiting
+  std::unique_ptr<RankCalls> calls_;  // nullptr where all are connected
+  std::string failure_text_;          // of the failure frame that is being read
+  Socket wake_;                       // an event that ends the leader's waiting
 };
 
 }  // namespace fsdp
