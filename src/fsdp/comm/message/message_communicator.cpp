@@ -79,7 +79,7 @@ class MessageCommunicator final : public Communicator, private OperationRunner {
   void compare_fingerprints(const Operation& operation);
   // Collects equally many bytes of every rank in staging_, in rank order.
   void gather_to_staging(const void* own, int64_t bytes);
-  void all_reduce(const Operation& operation);
+  void reduce_for_all(const Operation& operation);
   void all_gather(const at::Tensor& output, const Shares& shares, const char* own);
   void reduce_share(const Operation& operation, const at::Tensor& output);
   void all_to_all(const Operation& operation);
@@ -203,7 +203,7 @@ void MessageCommunicator::run_on_host(Operation& operation) {
     case OpKind::kReduceScatter:
       return reduce_share(operation, operation.output);
     case OpKind::kAllReduce:
-      return all_reduce(operation);
+      return reduce_for_all(operation);
     case OpKind::kAllToAll:
       return all_to_all(operation);
     case OpKind::kBroadcast:
@@ -301,7 +301,7 @@ void MessageCommunicator::all_gather(const at::Tensor& output, const Shares& sha
 }
 
 // Every rank adds all of what is small.
-void MessageCommunicator::all_reduce(const Operation& operation) {
+void MessageCommunicator::reduce_for_all(const Operation& operation) {
   const Reduction& reduction = operation.reduction;
   const Shares& shares = operation.output_shares;
   const auto bytes = static_cast<int64_t>(operation.output.nbytes());
