@@ -42,6 +42,9 @@ TEST(PlanForACluster, ABudgetIsTheWholeMemoryOfARank) {
   test::expect_only_error(run_fsdp("plan --model llama3-8b --ranks 8 --budget 20GiB --batch 64 "
                                    "--sequence 8192"),
                           1, "fsdp plan --fit 20GiB says on how many ranks it fits");
+  test::expect_only_error(
+      run_fsdp("plan --model llama3-8b --ranks 8 --budget 80GiB --batch 16 --sequence 8192"), 1,
+      " GiB with --recompute block); give more memory, or more ranks");
 }
 
 TEST(PlanForACluster, RecomputedBlocksKeepTheirInputs) {
@@ -93,9 +96,10 @@ TEST(PlanForACluster, AdvisesNothingThatWasGiven) {
   };
   EXPECT_THAT(refused(""), AllOf(HasSubstr("--tp (ranks share"), HasSubstr("--ep (ranks share"),
                                  HasSubstr("or --prefetch 0"), Not(HasSubstr("more ranks"))));
-  EXPECT_THAT(refused("--tp 8 --ep 8 --prefetch 0 --microbatches 1 --ranks 64"),
-              AllOf(HasSubstr("give more memory, or more ranks, or --offload 1.\n"),
-                    Not(HasSubstr("--tp")), Not(HasSubstr("--ep"))));
+  EXPECT_THAT(
+      refused("--tp 8 --ep 8 --prefetch 0 --microbatches 1 --ranks 64 --expert-exchange padded"),
+      AllOf(HasSubstr("give more memory, or more ranks, or --offload 1.\n"), Not(HasSubstr("--tp")),
+            Not(HasSubstr("--ep"))));
 }
 
 TEST(PlanForACluster, TakesTheSettingsOfARun) {

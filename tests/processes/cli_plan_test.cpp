@@ -100,6 +100,21 @@ TEST(PlanCommand, AddsTheMostMemoryOfAStepWhenABatchIsGiven) {
 }
 
 // Two hosts of eight; a gradient's sums leave a host once, in fp32.
+// Between hosts only the rows of chosen experts travel, unless somebody asks for more.
+TEST(PlanCommand, PadsNoExpertsBetweenHosts) {
+  const std::string model = "--model mixtral-8x7b --ranks 16 --ep 8 --batch 32 --sequence 4096 ";
+  const auto activations = [&](const std::string& options) {
+    return plan_json(model + options)["peak_bytes"]["activations"].get<int64_t>();
+  };
+  const int64_t padded = activations("--expert-exchange padded");
+  const int64_t exact = activations("--expert-exchange exact");
+  EXPECT_LT(exact, padded);
+  EXPECT_EQ(activations(""), padded);
+  EXPECT_EQ(activations("--host-ranks 8"), padded);
+  EXPECT_EQ(activations("--host-ranks 4"), exact);
+  EXPECT_EQ(activations("--host-ranks 4 --expert-exchange padded"), padded);
+}
+
 TEST(PlanCommand, SaysWhatAStepCostsTheNetwork) {
   const std::string model = "plan --model llama3-8b --ranks 16 --grad-comm bf16 --host-ranks ";
   const CommandResult table = run_fsdp(model + "8");

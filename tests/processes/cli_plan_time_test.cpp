@@ -73,6 +73,8 @@ TEST(PlannedTime, TakesPublishedLinksAndSaysSo) {
       "links by data sheet, not measured: inner nvlink4 (450 GB/s), outer 400g (50 GB/s); --link";
   EXPECT_THAT(run_fsdp("plan " + many + "--outer 8").out, HasSubstr(says));
   EXPECT_THAT(run_fsdp("plan " + many + "--link 1GB").out, Not(HasSubstr("by data sheet")));
+  test::expect_only_error(run_fsdp("plan " + many + "--link ib200"), 2,
+                          "--link is 'ib200'; it must be bytes per second, e.g. 300GB, or nvlink");
   EXPECT_THAT(run_fsdp("plan " + kTimed).out, Not(HasSubstr("by data sheet")));
 }
 

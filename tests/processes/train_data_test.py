@@ -90,20 +90,29 @@ class LossMasks(Data):
             self.assertEqual(done.stdout, "")
 
     def test_a_step_without_any_target_changes_nothing(self):
-        learnt = [place > len(self.tokens) - 20 for place in range(len(self.tokens))]  # what is kept for validation
-        write_masked(self.root / "end.bin", self.tokens, learnt)
-        weights = {}
-        for name, data, options in (("end", "end.bin", []), ("two", "end.bin", ["--ranks", 2, "--microbatches", 2]),
-                                    ("all", "masked.bin", [])):
-            losses = self.train(name, "--data", data, "--checkpoint-dir", name, "--checkpoint-every", 3, "--keep-last", 0, *options)
-            records = small_runs.log_records(self.root / f"{name}.jsonl", "step")
-            self.assertEqual([record.get("skipped", False) for record in records], [name != "all"] * STEPS)
-            self.assertEqual({loss is None for loss in losses.values()}, {name != "all"})
-            weights[name] = [b"".join(path.read_bytes() for path in sorted((self.root / name / f"step-0000000{step}/model").iterdir()))
-                             for step in (3, 6)]
-        self.assertEqual(weights["end"][0], weights["end"][1])
-        self.assertEqual(weights["two"][0], weights["two"][1])
-        self.assertNotEqual(weights["all"][0], weights["all"][1])
+        learnt = [place // SEQUENCE % 60 == 0 for place in range(len(self.tokens))]  # in one of thirty windows
+        write_masked(self.root / "rare.bin", self.tokens, learnt)
+        skipped = {}
+        for name, options in (("alone", []), ("two", ["--ranks", 2, "--microbatches", 2])):
+            losses = self.train(name, "--data", "rare.bin", "--checkpoint-dir", name, "--checkpoint-every", 1, "--keep-last", 0, *options)
+            skipped[name] = [record.get("skipped", False) for record in small_runs.log_records(self.root / f"{name}.jsonl", "step")]
+            self.assertEqual([loss is None for loss in losses.values()], skipped[name])
+            weights = [b"".join(path.read_bytes() for path in sorted((self.root / name / f"step-0000000{step}/model").iterdir()))
+                       for step in range(1, STEPS + 1)]
+            self.assertEqual([now == before for before, now in zip(weights, weights[1:])], skipped[name][1:])
+        self.assertEqual(set(skipped["alone"][1:]), {True, False})
+        self.assertEqual(skipped["two"], skipped["alone"])
+
+    def test_windows_without_any_target_are_refused_or_told(self):
+        end = [place > len(self.tokens) - 20 for place in range(len(self.tokens))]
+        write_masked(self.root / "end.bin", self.tokens, end)  # what is kept for validation
+        done = self.fsdp("train", "--model", "model", *small_runs.SHAPE, "--data", "end.bin", code=2)
+        self.assertEqual(done.stderr, "fsdp: no window of --sequence 16 has a token to learn: rows are cut before their answers begin; "
+                                      "raise --sequence.\n")
+        write_masked(self.root / "begin.bin", self.tokens, [place < 2000 for place in range(len(self.tokens))])
+        done = self.fsdp("train", "--model", "model", *small_runs.SHAPE, "--data", "begin.bin", "--steps", 2, "--validate-every", 1,
+                         "--sample", "", "--quiet")
+        self.assertIn("warning: there will be no validation loss: no window of the validation data has a token to learn", done.stderr)
 
     def test_rows_that_are_cut_are_told_once(self):
         rows = [{"prompt": "a prompt", "completion": " and what follows, which is longer than a window"}] * 40

@@ -163,6 +163,8 @@ FOREIGN = [
     ("train --compile", "kernels are compiled already, so leave it out. See"),
     ("train --save-every 5", "did you mean '--checkpoint-every'? See"),
     ("train --eval-every 5", "did you mean '--validate-every'? See"),
+    ("train --packing", "did you mean '--documents packed'? See"),
+    ("train --wandb", "did you mean '--log wandb:PROJECT'? See"),
     ("train --nodes 2", "did you mean '--ranks' (hosts are the launcher's: mpirun, srun or torchrun)? See"),
     ("train --gpu-memory 0.9", "did you mean '--pool-budget' (of gathered weights; fsdp plan --fit says what fits into a device)? See"),
     ("train --pp 2", "did you mean '--tp' (layers are not shared out in stages)? See fsdp train --help"),

@@ -47,6 +47,9 @@ class TokenWindows {
   // Its sequence + 1 tokens; `learnt` as of Corpus::read().
   void read(int64_t window, std::span<int64_t> into, std::span<uint8_t> learnt = {}) const;
 
+  // Whether any window has a token to predict that is learnt. Reads windows until one has.
+  bool have_learnt() const;
+
  private:
   std::shared_ptr<const Corpus> corpus_;
   int64_t sequence_;

@@ -66,6 +66,8 @@ constexpr ForeignWord kForeignWords[] = {
     {"validation-file valid-data eval-data", "validation-data"},
     {"eval-steps eval-interval eval-every", "validate-every"},
     {"eval-iters", "validation-batches"},
+    {"packing sample-packing", "documents", "packed"},
+    {"wandb wandb-project report-to", "log", "wandb:PROJECT"},
     {"compile torch-compile", "compute", {}, "kernels are compiled already", kNeedless},
     {"dropout attention-dropout hidden-dropout",
      "weight-decay",
@@ -85,6 +87,7 @@ constexpr ForeignWord kForeignWords[] = {
     // --- adapters ---
     {"lora-r lora-rank lora-dim", "lora"},
     {"lora-target-modules target-modules lora-target", "lora-on"},
+    {"peft use-peft use-lora", "lora", "16"},
     // --- types ---
     {"bf16", "compute", "bf16"},
     {"fp16", "compute", "fp16"},
@@ -94,7 +97,7 @@ constexpr ForeignWord kForeignWords[] = {
     {"fp8", "weights", "fp8-row"},
     // --- sharding ---
     {"fsdp", "strategy", "optim_grads_params"},
-    {"zero-stage stage",
+    {"zero zero-stage stage",
      "strategy",
      {},
      "stages 1, 2, 3 are optim, optim_grads, optim_grads_params"},

@@ -92,7 +92,13 @@ struct PlanQuestion {
 
   // The batch that a rank computes at a time; nullopt: nobody said.
   std::optional<PeakOptions> computed(int64_t num_ranks) const {
-    return has_batch ? std::optional(train::peak_options(run, num_ranks)) : std::nullopt;
+    if (!has_batch) return std::nullopt;
+    PeakOptions batch = train::peak_options(run, num_ranks);
+    // As the ranks of a run choose when they have met: between hosts, chosen rows travel alone.
+    const bool is_between_hosts = host_ranks > 0 && host_ranks % run.ep != 0;
+    if (run.build.expert_exchange == ExpertExchange::kAuto && is_between_hosts)
+      batch.pads_experts = false;
+    return batch;
   }
 
   // The batch where its memory on a GPU is asked for.
@@ -220,6 +226,8 @@ std::string advice(const CLI::App& app, const PlanQuestion& question, const Mode
   add(run.shard.prefetch > 0, "--prefetch", "--prefetch 0");
   add(run.shard.offload.fraction < 1, "--offload", "--offload 1");
   add(has_experts && run.ep == 1, "--ep", "--ep (ranks share out experts)");
+  add(has_experts && run.ep > 1 && question.has_batch && question.host_ranks == 0,
+      "--expert-exchange", "--expert-exchange exact (the default between hosts: --host-ranks)");
   add(model.layers && run.tp == 1, "--tp", "--tp (ranks share out matrices and tokens)");
   add(question.has_batch && !question.fit, "--recompute", "--recompute block");
   return concat("give ", join(ways, ", or "));
@@ -283,11 +291,16 @@ void answer_one(const CLI::App& app, const PlanArguments& given, PlanQuestion qu
   const bool is_open = question.budget && !given.largest_batch;
   RankPlan plan =
       is_open ? deepest_within(planner, batch, *question.budget) : plan_rank(planner, batch);
-  if (is_open && plan.bytes() > *question.budget)
-    throw Error(concat("--budget is '", given.budget, "', but a rank needs ",
-                       bytes_text(plan.bytes()), " even without prefetch; fsdp plan --fit ",
-                       given.budget, " says on how many ranks it fits"));
   if (app.count("--recompute") == 0) suggest_recompute(planner, plan);
+  if (is_open && plan.bytes() > *question.budget) {
+    throw Error(concat("--budget is '", given.budget, "', but a rank needs ",
+                       bytes_text(plan.bytes()), " even without prefetch",
+                       plan.recomputed_bytes ? concat(" (", bytes_text(*plan.recomputed_bytes),
+                                                      " with --recompute block)")
+                                             : "",
+                       "; ", advice(app, question, model), "; fsdp plan --fit ", given.budget,
+                       " says on how many ranks it fits"));
+  }
   plan.forecast.plan_seconds += load_seconds;
   const std::optional<TimeForecast> time = time_of(given, question, planner, plan.forecast);
   if (time && !given.time.picture.empty())

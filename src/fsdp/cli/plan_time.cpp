@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cctype>
 #include <cmath>
 #include <iomanip>
 #include <nlohmann/json.hpp>
@@ -150,6 +151,9 @@ TimeOptions time_options(const TimeArguments& given, int64_t microbatches, bool 
       throw UsageError(concat(option, " is 'nvlink', but the rates of ", rates.machine,
                               " do not say which; give bytes per second, or ",
                               published_link_names()));
+    if (std::isdigit(static_cast<unsigned char>(text.front())) == 0)
+      refuse_option(option, text,
+                    concat("it must be bytes per second, e.g. 300GB, or ", published_link_names()));
     const int64_t bytes = parse_bytes(option, text);
     if (bytes == 0) refuse_option(option, text, "it needs bytes per second above 0, e.g. 300GB");
     return LinkSpeed{static_cast<double>(bytes), latency};

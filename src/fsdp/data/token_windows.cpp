@@ -112,6 +112,17 @@ void TokenWindows::read(int64_t window, std::span<int64_t> into, std::span<uint8
   corpus_->read(first_token(window), into, learnt);
 }
 
+bool TokenWindows::have_learnt() const {
+  if (!corpus_->has_mask()) return num_windows_ > 0;
+  std::vector<int64_t> tokens(static_cast<size_t>(sequence_) + 1);
+  std::vector<uint8_t> learnt(tokens.size());
+  for (int64_t window = 0; window < num_windows_; ++window) {
+    read(window, tokens, learnt);
+    if (std::count(learnt.begin() + 1, learnt.end(), uint8_t{1}) > 0) return true;
+  }
+  return false;
+}
+
 namespace {
 
 using Range = TokenWindows::Range;

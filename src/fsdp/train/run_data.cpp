@@ -188,15 +188,27 @@ void warn_of_rows(const RunPlan& plan) {
     for (const std::string& each : corpus->findings().sentences(plan.options.sequence_length()))
       log(LogLevel::kWarning, each);
   }
+  const bool is_validated = plan.options.validation_steps() > 0 && plan.windows &&
+                            plan.windows->validation.num_windows() > 0;
+  if (is_validated && !plan.windows->validation.have_learnt())
+    log(LogLevel::kWarning,
+        "there will be no validation loss: no window of the validation data "
+        "has a token to learn; raise --sequence or --validation-fraction, or give "
+        "--validation-data");
 }
 
 DataSplit split_data(const RunPlan& plan) {
   const TrainOptions& options = plan.options;
-  return split_corpus(plan.corpus,
-                      {.sequence = options.sequence_length(),
-                       .validation_fraction = plan.validation ? 0.0 : options.validation_fraction,
-                       .by_path = !options.data_weights.empty(),
-                       .content = content_of(*options.documents)});
+  DataSplit split = split_corpus(
+      plan.corpus, {.sequence = options.sequence_length(),
+                    .validation_fraction = plan.validation ? 0.0 : options.validation_fraction,
+                    .by_path = !options.data_weights.empty(),
+                    .content = content_of(*options.documents)});
+  if (!split.training.have_learnt())
+    throw UsageError(concat("no window of --sequence ", options.sequence_length(),
+                            " has a token to learn: rows are cut before their answers begin; raise "
+                            "--sequence"));
+  return split;
 }
 
 WindowDocuments window_documents(std::optional<WindowDocuments> choice, const Corpus& corpus) {

@@ -50,8 +50,11 @@ void choose_sequence(RunPlan& plan) {
     wanted = *most;
     plan.sequence_reason = "of 99 % of the rows";
   }
-  options.sequence =
-      std::min(round_up(wanted, multiple_of(options)), positions - positions % options.tp);
+  const int64_t longest = positions - positions % options.tp;
+  options.sequence = round_up(wanted, multiple_of(options));
+  if (*options.sequence <= longest) return;
+  options.sequence = longest;
+  plan.sequence_reason = "all positions of the model";
 }
 
 void fit_sequence(RunPlan& plan, const Planner& planner, const RankDevice& device) {

@@ -495,6 +495,8 @@ void TrainingRun::report_end(const std::string& stopped_by) {
                .num_steps = step_ - first_step_,
                .seconds = now() - started_,
                .stopped_by = stopped_by});
+  if (!stopped_by.empty() && plan_.given.checkpoint_dir == "auto")
+    watch_->note(concat("to go on, give --checkpoint-dir ", options_.checkpoint_dir, ", too"));
 }
 
 }  // namespace fsdp::train

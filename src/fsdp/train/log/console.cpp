@@ -215,7 +215,8 @@ std::string progress_bar(int64_t done, int64_t total, double seconds_left, int64
 std::string start_text(const RunFacts& facts, int64_t width) {
   std::vector<std::string> changed;
   for (const SettingRow& row : facts.settings)
-    if (row.is_changed) changed.push_back(concat(row.name, " ", shortened(row.value)));
+    if (row.is_changed)
+      changed.push_back(concat(row.name, " ", row.value.empty() ? "''" : shortened(row.value)));
   std::string text;
   for (const std::string& line : {facts.beginning, facts.title})
     if (!line.empty()) text += line + "\n";

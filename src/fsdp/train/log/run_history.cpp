@@ -141,12 +141,13 @@ SeriesBucket Series::recent() const {
   return joined;
 }
 
-double Series::median() const {
+double Series::median(Middle of_two) const {
   std::vector<double> means;
   for (const SeriesBucket& bucket : buckets_)
     if (!bucket.is_empty()) means.push_back(bucket.mean());
   if (means.empty()) return NAN;
-  const auto middle = means.begin() + static_cast<std::ptrdiff_t>(means.size() / 2);
+  const size_t after = of_two == Middle::kUpper ? means.size() : means.size() - 1;
+  const auto middle = means.begin() + static_cast<std::ptrdiff_t>(after / 2);
   std::nth_element(means.begin(), middle, means.end());
   return *middle;
 }

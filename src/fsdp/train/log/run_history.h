@@ -48,8 +48,10 @@ class Series {
 
   // The last hundredth of the steps, whose mean hardly depends on a single one.
   SeriesBucket recent() const;
-  // The value of a typical step; not finite without a finite value.
-  double median() const;
+  // The value of a typical step; not finite without a finite value. A step that is in the middle by
+  // its time is so by its speed if one takes the upper and the other the lower of two middle steps.
+  enum class Middle { kLower, kUpper };
+  double median(Middle of_two = Middle::kUpper) const;
 
  private:
   std::vector<SeriesBucket> buckets_;

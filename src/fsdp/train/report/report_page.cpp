@@ -138,7 +138,7 @@ Json run_json(const std::string& name, const RunFacts& facts, const RunHistory& 
        {{"first", recent.first_step},
         {"last", recent.last_step},
         {"mean", recent.is_empty() ? NAN : recent.mean()}}},
-      {"tokens_per_second", history.tokens_per_second.median()},
+      {"tokens_per_second", history.tokens_per_second.median(Series::Middle::kLower)},
       {"milliseconds", history.milliseconds.median()},
       {"series",
        {{"loss", series_json(history.loss, max_points, /*is_smoothed=*/true)},
