@@ -29,7 +29,7 @@ double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
 }
 
-// What a rank tells the first process.
+// A rank tells the first process this.
 struct Report {
   int rank = 0;
   double met_after = 0;  // seconds after the first process began

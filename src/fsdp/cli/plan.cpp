@@ -94,7 +94,7 @@ struct PlanQuestion {
   std::optional<PeakOptions> computed(int64_t num_ranks) const {
     if (!has_batch) return std::nullopt;
     PeakOptions batch = train::peak_options(run, num_ranks);
-    // As the ranks of a run choose when they have met: between hosts, chosen rows travel alone.
+    // Ranks that have met choose so, too: between hosts, chosen rows travel alone.
     const bool is_between_hosts = host_ranks > 0 && host_ranks % run.ep != 0;
     if (run.build.expert_exchange == ExpertExchange::kAuto && is_between_hosts)
       batch.pads_experts = false;

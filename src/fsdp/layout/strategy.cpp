@@ -119,7 +119,8 @@ Strategy parse_strategy(std::string_view text) {
   if (!strategy) {
     throw UsageError(concat("strategy '", text, "' is unknown; ", meant_text(text, names),
                             "use one of ", join(names, ", "),
-                            " (or zero1, zero2, zero3, fsdp, hsdp), or placements (outer, inner) of parameter/gradient/optimizer such "
+                            " (or zero1, zero2, zero3, fsdp, hsdp), or placements (outer, inner) "
+                            "of parameter/gradient/optimizer such "
                             "as RS/PS/SS"));
   }
   check_legal(*strategy);
