@@ -206,9 +206,9 @@ void check_loaded_model(const RunPlan& plan) {
   const std::string resumed = is_continued ? resolve_checkpoint(options.checkpoint_dir)
                               : is_resumed ? checkpoint_or_files(options.resume)
                                            : "";
-  if (!resumed.empty()) check_resumed_adapters(resumed, plan.adapters);
+  if (!resumed.empty()) check_same_adapters(resumed, plan.adapters, "--checkpoint-dir");
   const std::string init = plan.init.empty() ? "" : checkpoint_or_files(plan.init);
-  if (!init.empty()) check_resumed_adapters(init, std::nullopt);
+  if (!init.empty()) check_same_adapters(init, std::nullopt, "--init");
   const LoadOptions& loading = options.loading;
   if (loading.extra == LoadOptions::Extra::kAllow || !loading.allow_missing.empty()) return;
   if (!resumed.empty())
