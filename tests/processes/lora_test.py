@@ -8,6 +8,7 @@ reads, and merged weights that are PEFT's; and what a run says where it cannot b
 import json
 import os
 import pathlib
+import re
 import shutil
 import sys
 import tempfile
@@ -190,6 +191,49 @@ class Lora(unittest.TestCase):
         self.assertIn("does not say which weights the adapters belong to; name their directory with --base",
                       self.fsdp("convert", "homeless", "x", "--to", "hf", "--merge", code=1).stderr)
         self.assertIn("a run takes as they are: fsdp train --init", self.fsdp("convert", "whole", "x", "--to", "sharded", code=1).stderr)
+
+    def test_runs_begin_with_adapters(self):
+        lora = ("--lora", RANK, "--lora-alpha", ALPHA, "--lora-on", "q_proj", "v_proj", "down_proj")
+        self.train("first", *lora, steps=3)
+        self.fsdp("convert", "first", "first-peft", "--to", "peft")
+        self.fsdp("convert", "first", "first-merged", "--to", "hf", "--merge")
+        self.of_peft("from-peft")
+        config = self.root / "from-peft/adapter_config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": "nowhere"}))
+        self.fsdp("convert", "from-peft", "from-peft-merged", "--to", "hf", "--merge", "--base", "model")
+        for begin, merged in (("first", "first-merged"), ("first-peft", "first-merged"), ("from-peft", "from-peft-merged")):
+            # The first loss is that of the weights with these adapters merged, on any number of ranks.
+            for ranks in (1, 2):
+                run = f"on-{begin}-{ranks}"
+                self.train(run, *lora, "--init", begin, "--ranks", ranks, steps=2)
+                self.train(f"{run}-whole", "--init", merged, steps=1)
+                self.assertAlmostEqual(self.losses(run)[0], self.losses(f"{run}-whole")[0], delta=TOLERANCE)
+            self.train(run, *lora, "--init", begin, "--ranks", 2, steps=3)  # goes on with its own
+            self.assertEqual(len(self.losses(run)), 3)
+            self.fsdp("convert", run, f"{run}-merged", "--to", "hf", "--merge")
+        # Without its own weights a model takes the base that the adapters name.
+        (self.root / "config-alone").mkdir()
+        shutil.copy(self.root / "model/config.json", self.root / "config-alone")
+        self.train("named", *lora, "--init", "first", model="config-alone", steps=1)
+        self.assertIn("nowhere, which are not there; name their directory with --model",
+                      self.train("never", *lora, "--init", "from-peft", model="config-alone", steps=1, code=1).stderr)
+
+        # Its own advice works.
+        for begin in ("first", "from-peft"):
+            said = self.train("never", "--init", begin, code=2).stderr
+            advised = re.search(r"holds adapters alone \(rank 4, alpha 12, on .*\); give (--lora .*) to train them on", said)[1]
+            self.train(f"advised-{begin}", *advised.split(), "--init", begin, steps=1)
+        for words, said in ((("--lora", 8), "has adapters of rank 4, alpha 12, on down_proj, q_proj, v_proj, but here are rank 8, alpha 16, on"),
+                            (("--lora", RANK), "but here are rank 4, alpha 8, on")):
+            for begin in ("first", "from-peft"):
+                error = self.train("never", *words, "--init", begin, code=2).stderr
+                self.assertIn(said, error)
+                self.assertIn(f"give {advised}, or choose another --init", error)
+        self.of_peft("second-layer", layers_to_transform=[1])
+        self.assertIn("has adapters on 3 layers, and here are 6: 'model.layers.0.mlp.down_proj' has one in one of them alone",
+                      self.train("never", *lora, "--init", "second-layer", code=2).stderr)
+        self.train("second", "--lora", RANK, "--lora-alpha", ALPHA, "--lora-on", "*.1.*.q_proj", "*.1.*.v_proj", "*.1.*.down_proj",
+                   "--init", "second-layer", steps=1)
 
     def test_checkpoints_have_adapters_alone(self):
         self.train("small", "--lora", RANK, "--ranks", 2, steps=3)
