@@ -235,6 +235,15 @@ class Lora(unittest.TestCase):
         self.train("second", "--lora", RANK, "--lora-alpha", ALPHA, "--lora-on", "*.1.*.q_proj", "*.1.*.v_proj", "*.1.*.down_proj",
                    "--init", "second-layer", steps=1)
 
+    def test_adapters_of_peft_write_no_text(self):
+        self.of_peft("mute")
+        for words in (("generate", "--prompt", "1 "), ("eval", "--data", "text.bin")):
+            said = self.fsdp(*words, "--checkpoint", "mute", "--model", "model", code=2).stderr
+            advice = re.search("mute holds adapters alone, as PEFT writes them; .*: fsdp (convert mute DIR .*)\\.\n", said)[1]
+            self.assertNotIn("layers.0", said)
+        self.fsdp(*advice.replace("DIR", "vocal").split())
+        self.fsdp("generate", "--checkpoint", "vocal", "--prompt", "1 ", "--tokens", 2)
+
     def test_checkpoints_have_adapters_alone(self):
         self.train("small", "--lora", RANK, "--ranks", 2, steps=3)
         self.train("small", "--lora", RANK, "--ranks", 2)
