@@ -344,6 +344,7 @@ constexpr const char* kConvertFooter =
     "  fsdp convert runs/7b exported --to hf --dtype bf16\n"
     "  fsdp convert runs/lora adapters --to peft\n"
     "  fsdp convert runs/lora merged --to hf --merge\n"
+    "  fsdp convert PEFT-adapters merged --to hf --merge --base Llama-3.2-1B\n"
     "  fsdp convert Llama-3.2-1B start --to sharded --ranks 8\n"
     "  fsdp convert runs/7b/step-00001000 again --to sharded --ranks 4\n"
     "docs/checkpoints.md tells more.";
