@@ -8,6 +8,7 @@ reads, and merged weights that are PEFT's; and what a run says where it cannot b
 import json
 import os
 import pathlib
+import re
 import shutil
 import sys
 import tempfile
@@ -68,6 +69,23 @@ class Lora(unittest.TestCase):
         model = transformers.Qwen2ForCausalLM.from_pretrained(self.root / "model", dtype=torch.float32)
         return peft.PeftModel.from_pretrained(model, self.root / folder, **more)
 
+    def of_peft(self, folder, base="model", **settings):
+        """Adapters that PEFT wrote, none of them 0, and what the model computes with them merged."""
+        torch.manual_seed(5)
+        model = transformers.Qwen2ForCausalLM.from_pretrained(self.root / base, dtype=torch.float32)
+        config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False,
+                                 **{"r": RANK, "lora_alpha": ALPHA, "target_modules": ["q_proj", "v_proj", "down_proj"], **settings})
+        model = peft.get_peft_model(model, config)
+        model.save_pretrained(self.root / folder)
+        with torch.no_grad():
+            return model.merge_and_unload().eval()(self.windows()[0]).logits
+
+    def logits(self, folder):
+        with torch.no_grad():
+            model, report = transformers.AutoModelForCausalLM.from_pretrained(self.root / folder, output_loading_info=True)
+            self.assertFalse(report["missing_keys"] or report["unexpected_keys"], report)
+            return model(self.windows()[0]).logits
+
     def windows(self):
         """The tokens of the packed file: those of bytes, with an end."""
         tokens = list((self.root / "text.txt").read_bytes()) + [256]
@@ -116,6 +134,115 @@ class Lora(unittest.TestCase):
         for name, value in merged.state_dict().items():
             torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6, msg=name)
         self.assertFalse((self.root / "merged/adapter_config.json").exists())
+
+    def test_directories_of_peft_are_merged(self):
+        self.train("ours", "--lora", RANK, steps=2)
+        self.fsdp("convert", "ours", "ours-peft", "--to", "peft")
+        self.fsdp("convert", "ours", "ours-merged", "--to", "hf", "--merge")
+        self.fsdp("convert", "ours-peft", "again-merged", "--to", "hf", "--merge")
+        one, other = (safetensors.torch.load_file(self.root / each / "model.safetensors") for each in ("ours-merged", "again-merged"))
+        self.assertTrue(all(torch.equal(one[name], other[name]) for name in one) and one.keys() == other.keys())
+        plain = self.logits("model")
+        for folder, settings in (("theirs", {}), ("rooted", {"use_rslora": True}), ("partly", {"layers_to_transform": [1]}),
+                                 ("by-pattern", {"target_modules": r".*\.1\..*_proj"}), ("all", {"target_modules": "all-linear"})):
+            expected = self.of_peft(folder, **settings)
+            self.assertGreater((expected - plain).abs().max(), 0.1, "adapters that change something")
+            self.fsdp("convert", folder, f"{folder}-merged", "--to", "hf", "--merge", "--base", "model")
+            torch.testing.assert_close(self.logits(f"{folder}-merged"), expected, rtol=1e-5, atol=1e-5, msg=folder)
+            files = {path.name for path in (self.root / f"{folder}-merged").iterdir()}
+            self.assertEqual(files, {path.name for path in (self.root / "model").iterdir()})
+            self.fsdp("convert", folder, f"{folder}-again", "--to", "peft")
+            first, second = (safetensors.torch.load_file(self.root / each / "adapter_model.safetensors")
+                             for each in (folder, f"{folder}-again"))
+            self.assertTrue(first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first))
+            torch.testing.assert_close(self.loaded(f"{folder}-again").merge_and_unload()(self.windows()[0]).logits.detach(), expected,
+                                       rtol=1e-5, atol=1e-5)
+
+    def test_nothing_of_peft_is_lost_silently(self):
+        self.of_peft("whole")
+        tensors = safetensors.torch.load_file(self.root / "whole/adapter_model.safetensors")
+        config = json.loads((self.root / "whole/adapter_config.json").read_text())
+
+        def changed(folder, more, **settings):
+            (self.root / folder).mkdir()
+            safetensors.torch.save_file({**tensors, **more}, self.root / folder / "adapter_model.safetensors")
+            (self.root / folder / "adapter_config.json").write_text(json.dumps({**config, **settings}))
+            return folder
+
+        def refused(folder):
+            error = self.fsdp("convert", folder, "x", "--to", "hf", "--merge", "--base", "model", code=1).stderr
+            self.assertFalse((self.root / "x").exists())
+            return error
+
+        for name in ("model.lm_head.lora_A.weight", "model.model.layers.0.self_attn.q_proj.lora_magnitude_vector",
+                     "model.model.layers.7.mlp.up_proj.lora_A.weight", "model.model.layers.0.self_attn.o_proj.lora_A.weight"):
+            name = "base_model." + name
+            self.assertIn(f"has '{name}', which adapt no weight of model;", refused(changed(f"left-{name}", {name: torch.ones(2, 2)})))
+        for name, shape in (("self_attn.q_proj.lora_A", (RANK, 31)), ("mlp.down_proj.lora_B", (33, RANK))):
+            name = f"base_model.model.model.layers.0.{name}.weight"
+            self.assertIn("which does not fit the weight's", refused(changed(f"shape-{name}", {name: torch.ones(shape)})))
+        for setting, value in (("use_dora", True), ("fan_in_fan_out", True), ("rank_pattern", {"q_proj": 2}),
+                               ("alpha_pattern", {"q_proj": 2}), ("bias", "all"), ("modules_to_save", ["lm_head"]),
+                               ("lora_bias", True), ("target_parameters", ["w"]), ("layer_replication", [[0, 1]]),
+                               ("init_lora_weights", "pissa"), ("peft_type", "LOHA"), ("r", 0)):
+            self.assertIn(f"changed-{setting}/adapter_config.json: {setting} is {json.dumps(value, separators=(',', ':'))}; ",
+                          refused(changed(f"changed-{setting}", {}, **{setting: value})))
+        changed("homeless", {}, base_model_name_or_path=None)
+        self.assertIn("does not say which weights the adapters belong to; name their directory with --base",
+                      self.fsdp("convert", "homeless", "x", "--to", "hf", "--merge", code=1).stderr)
+        self.assertIn("a run takes as they are: fsdp train --init", self.fsdp("convert", "whole", "x", "--to", "sharded", code=1).stderr)
+
+    def test_runs_begin_with_adapters(self):
+        lora = ("--lora", RANK, "--lora-alpha", ALPHA, "--lora-on", "q_proj", "v_proj", "down_proj")
+        self.train("first", *lora, steps=3)
+        self.fsdp("convert", "first", "first-peft", "--to", "peft")
+        self.fsdp("convert", "first", "first-merged", "--to", "hf", "--merge")
+        self.of_peft("from-peft")
+        config = self.root / "from-peft/adapter_config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": "nowhere"}))
+        self.fsdp("convert", "from-peft", "from-peft-merged", "--to", "hf", "--merge", "--base", "model")
+        for begin, merged in (("first", "first-merged"), ("first-peft", "first-merged"), ("from-peft", "from-peft-merged")):
+            # The first loss is that of the weights with these adapters merged, on any number of ranks.
+            for ranks in (1, 2):
+                run = f"on-{begin}-{ranks}"
+                self.train(run, *lora, "--init", begin, "--ranks", ranks, steps=2)
+                self.train(f"{run}-whole", "--init", merged, steps=1)
+                self.assertAlmostEqual(self.losses(run)[0], self.losses(f"{run}-whole")[0], delta=TOLERANCE)
+            self.train(run, *lora, "--init", begin, "--ranks", 2, steps=3)  # goes on with its own
+            self.assertEqual(len(self.losses(run)), 3)
+            self.fsdp("convert", run, f"{run}-merged", "--to", "hf", "--merge")
+        # Without its own weights a model takes the base that the adapters name.
+        (self.root / "config-alone").mkdir()
+        shutil.copy(self.root / "model/config.json", self.root / "config-alone")
+        self.train("named", *lora, "--init", "first", model="config-alone", steps=1)
+        self.assertIn("nowhere, which are not there; name their directory with --model",
+                      self.train("never", *lora, "--init", "from-peft", model="config-alone", steps=1, code=1).stderr)
+
+        # Its own advice works.
+        for begin in ("first", "from-peft"):
+            said = self.train("never", "--init", begin, code=2).stderr
+            advised = re.search(r"holds adapters alone \(rank 4, alpha 12, on .*\); give (--lora .*) to train them on", said)[1]
+            self.train(f"advised-{begin}", *advised.split(), "--init", begin, steps=1)
+        for words, said in ((("--lora", 8), "has adapters of rank 4, alpha 12, on down_proj, q_proj, v_proj, but here are rank 8, alpha 16, on"),
+                            (("--lora", RANK), "but here are rank 4, alpha 8, on")):
+            for begin in ("first", "from-peft"):
+                error = self.train("never", *words, "--init", begin, code=2).stderr
+                self.assertIn(said, error)
+                self.assertIn(f"give {advised}, or choose another --init", error)
+        self.of_peft("second-layer", layers_to_transform=[1])
+        self.assertIn("has adapters on 3 layers, and here are 6: 'model.layers.0.mlp.down_proj' has one in one of them alone",
+                      self.train("never", *lora, "--init", "second-layer", code=2).stderr)
+        self.train("second", "--lora", RANK, "--lora-alpha", ALPHA, "--lora-on", "*.1.*.q_proj", "*.1.*.v_proj", "*.1.*.down_proj",
+                   "--init", "second-layer", steps=1)
+
+    def test_adapters_of_peft_write_no_text(self):
+        self.of_peft("mute")
+        for words in (("generate", "--prompt", "1 "), ("eval", "--data", "text.bin")):
+            said = self.fsdp(*words, "--checkpoint", "mute", "--model", "model", code=2).stderr
+            advice = re.search("mute holds adapters alone, as PEFT writes them; .*: fsdp (convert mute DIR .*)\\.\n", said)[1]
+            self.assertNotIn("layers.0", said)
+        self.fsdp(*advice.replace("DIR", "vocal").split())
+        self.fsdp("generate", "--checkpoint", "vocal", "--prompt", "1 ", "--tokens", 2)
 
     def test_checkpoints_have_adapters_alone(self):
         self.train("small", "--lora", RANK, "--ranks", 2, steps=3)
@@ -189,7 +316,7 @@ class Lora(unittest.TestCase):
                 (("--init", "refused"), "holds adapters alone (rank 4, alpha 8")):
             self.assertIn(words, self.train("never", *begin, code=2).stderr)
         for run, begin, words in (
-                ("refused", (), "give --lora 4 to train them on"),
+                ("refused", (), "give --lora 4 --lora-on down_proj gate_proj k_proj o_proj q_proj up_proj v_proj to train them on"),
                 ("refused", ("--lora", 8), "but here are rank 8"),
                 ("refused", (*lora, "--init", "other"), "which were others than those of"),
                 ("full", lora, "has whole weights and no adapters")):

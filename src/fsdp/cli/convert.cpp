@@ -1,4 +1,5 @@
 // `fsdp convert`: checkpoints to HuggingFace's files and back, with one chunk in memory at a time.
+#include <algorithm>
 #include <chrono>
 #include <iostream>
 #include <memory>
@@ -91,12 +92,17 @@ struct ConfigFile {
   std::string source;  // its path
 };
 
-std::optional<ConfigFile> find_config(const ConvertArguments& given, const TensorCatalog& catalog) {
+// Adapters that PEFT wrote have none; that of their base describes the merged model, too.
+std::optional<ConfigFile> find_config(const ConvertArguments& given, const TensorCatalog& catalog,
+                                      const std::optional<TensorCatalog>& base) {
   if (!given.config.empty())
     return ConfigFile{read_text_file(given.config, kMaxTextBytes), given.config};
-  std::optional<std::string> text = catalog.model_config();
-  if (!text) return std::nullopt;
-  return ConfigFile{*text, concat(catalog.path(), "/", kModelConfigName)};
+  for (const TensorCatalog* each : {&catalog, base ? &*base : nullptr}) {
+    if (each == nullptr) continue;
+    if (std::optional<std::string> text = each->model_config())
+      return ConfigFile{*text, concat(each->path(), "/", kModelConfigName)};
+  }
+  return std::nullopt;
 }
 
 // The tensors of published files: one, or its parts.
@@ -153,9 +159,9 @@ class Conversion {
   Conversion(const ConvertArguments& given, const ConvertOptions& options)
       : options_(options),
         catalog_(checkpoint_or_files(given.source)),
-        config_(find_config(given, catalog_)),
         adapters_(train::stored_adapters(catalog_.path())),
         base_(open_base(given)),
+        config_(find_config(given, catalog_, base_)),
         directory_(given.target, given.overwrite ? StagedDirectory::Existing::kReplace
                                                  : StagedDirectory::Existing::kRefuse) {}
 
@@ -183,6 +189,11 @@ class Conversion {
       throw UsageError(concat(catalog_.path(),
                               " holds adapters alone; --merge makes whole weights of them, and "
                               "--to peft writes them for PEFT"));
+    if (adapters_ && options_.form == Form::kSharded && train::is_of_peft(catalog_.path()))
+      throw UsageError(concat(catalog_.path(),
+                              " holds adapters alone, which a run takes as they are: fsdp train "
+                              "--init ",
+                              catalog_.path()));
     if (!given.merge) return std::nullopt;
     return TensorCatalog(train::find_base(*adapters_, given.base, "--base"));
   }
@@ -198,9 +209,14 @@ class Conversion {
   }
 
   // Those of the checkpoint; the description of adapters as `reader` wants it, and without one only
-  // where they are.
+  // where they are. PEFT writes at most a tokenizer beside adapters; the rest is the base's.
   std::vector<ModelFile> published_files(std::optional<train::AdapterReader> reader) const {
     std::vector<ModelFile> files = stored_model_files(catalog_.path());
+    if (base_ && train::is_of_peft(catalog_.path()))
+      for (ModelFile& file : stored_model_files(base_->path()))
+        if (std::none_of(files.begin(), files.end(),
+                         [&](const ModelFile& mine) { return mine.name == file.name; }))
+          files.push_back(std::move(file));
     std::erase_if(files,
                   [](const ModelFile& file) { return file.name == train::kAdapterConfigName; });
     if (adapters_ && reader)
@@ -217,7 +233,9 @@ class Conversion {
     const WeightSelection selection = select(weights, options_.names, expected_by(config_));
     ConvertedReads reads = reads_of(weights, export_dtype());
     std::optional<train::MergedAdapters> merged;
-    if (base_) reads.set_change(merged.emplace(catalog_, adapters_->lora).change());
+    if (base_)
+      reads.set_change(
+          merged.emplace(catalog_, adapters_->lora, selection.tensors, base_->path()).change());
     count(selection.tensors, reads);
     HuggingFaceOptions options{.max_file_bytes = options_.max_file_bytes};
     if (config_) options.config = config_->text;
@@ -294,9 +312,9 @@ class Conversion {
 
   const ConvertOptions& options_;
   const TensorCatalog catalog_;
-  const std::optional<ConfigFile> config_;
   const std::optional<train::AdapterDescription> adapters_;
   const std::optional<TensorCatalog> base_;
+  const std::optional<ConfigFile> config_;
   StagedDirectory directory_;
   Progress progress_{"convert"};
   int64_t num_tensors_ = 0;
@@ -326,6 +344,7 @@ constexpr const char* kConvertFooter =
     "  fsdp convert runs/7b exported --to hf --dtype bf16\n"
     "  fsdp convert runs/lora adapters --to peft\n"
     "  fsdp convert runs/lora merged --to hf --merge\n"
+    "  fsdp convert PEFT-adapters merged --to hf --merge --base Llama-3.2-1B\n"
     "  fsdp convert Llama-3.2-1B start --to sharded --ranks 8\n"
     "  fsdp convert runs/7b/step-00001000 again --to sharded --ranks 4\n"
     "docs/checkpoints.md tells more.";

@@ -73,11 +73,16 @@ bool holds_weights(const std::string& directory) {
   return false;
 }
 
+// The directory that --model names; "": it has no weights.
+std::string weights_of_model(const std::string& model) {
+  const bool is_theirs = find_preset(model) == nullptr && is_directory(model);
+  return is_theirs && holds_weights(model) ? model : "";
+}
+
 }  // namespace
 
 std::string init_of(const TrainOptions& options) {
-  const bool is_meant = options.init.empty() && find_preset(options.model) == nullptr;
-  if (is_meant && is_directory(options.model) && holds_weights(options.model)) return options.model;
+  if (options.init.empty()) return weights_of_model(options.model);
   return options.init == kRandomWeights ? "" : options.init;
 }
 
@@ -206,9 +211,10 @@ void check_loaded_model(const RunPlan& plan) {
   const std::string resumed = is_continued ? resolve_checkpoint(options.checkpoint_dir)
                               : is_resumed ? checkpoint_or_files(options.resume)
                                            : "";
-  if (!resumed.empty()) check_resumed_adapters(resumed, plan.adapters);
+  if (!resumed.empty()) check_same_adapters(resumed, plan.adapters, "--checkpoint-dir");
+  if (!plan.init_adapters.empty()) check_same_adapters(plan.init_adapters, plan.adapters, "--init");
   const std::string init = plan.init.empty() ? "" : checkpoint_or_files(plan.init);
-  if (!init.empty()) check_resumed_adapters(init, std::nullopt);
+  if (!init.empty()) check_same_adapters(init, std::nullopt, "--init");
   const LoadOptions& loading = options.loading;
   if (loading.extra == LoadOptions::Extra::kAllow || !loading.allow_missing.empty()) return;
   if (!resumed.empty())
@@ -218,6 +224,18 @@ void check_loaded_model(const RunPlan& plan) {
                          : "train the same --model, or take the weights alone with --init");
   else if (!init.empty())
     check_same_model(init, model, ModelAspect::kTensors, "give the --model of these weights");
+}
+
+// Adapters to begin with lie on weights of their own, which are loaded first.
+void find_init_adapters(RunPlan& plan) {
+  if (plan.init.empty() || !plan.options.build.lora.is_on()) return;
+  const std::string init = checkpoint_or_files(plan.init);
+  const std::optional<AdapterDescription> stored = stored_adapters(init);
+  if (!stored) return;
+  const bool is_named = !plan.given.init.empty();
+  plan.init_adapters = init;
+  plan.init = find_base(*stored, is_named ? weights_of_model(plan.given.model) : "",
+                        is_named ? "--model" : "--model, and that of the adapters with --init");
 }
 
 // Gives the model the vocabulary of --vocabulary; or a preset that of the data, rounded up to a
@@ -266,6 +284,7 @@ RunPlan plan_run(const TrainOptions& given, int64_t num_ranks, const RankDevice&
                .model = find_model(given.model),
                .model_config = {},
                .init = init_of(given),
+               .init_adapters = {},
                .tokenizer = {},
                .corpus = nullptr,
                .validation = nullptr,
@@ -278,6 +297,7 @@ RunPlan plan_run(const TrainOptions& given, int64_t num_ranks, const RankDevice&
     throw UsageError(concat("--lora is ", lora.rank,
                             ", but no weights are loaded; give a --model "
                             "directory with weights, or --init"));
+  find_init_adapters(plan);
   if (given.checkpoint_dir == "auto")
     options.checkpoint_dir = directory_of_run(plan.model.name, "DATE");
   else if (given.checkpoint_dir == "none")
@@ -364,10 +384,12 @@ std::string beginning_text(const RunPlan& plan) {
                              : is_tuned   ? "weights are loaded"
                                           : "no weights are loaded";
   return concat(
-      lora.is_on() ? concat("training adapters (LoRA) of rank ", lora.rank, ", alpha ",
-                            lora.resolved_alpha(), ", on the weights of ", plan.init)
-      : is_tuned   ? concat("fine-tuning the weights of ", plan.init)
-                   : concat("training random weights, seed ", plan.options.build.seed),
+      lora.is_on()
+          ? concat("training adapters (LoRA) of rank ", lora.rank, ", alpha ",
+                   lora.resolved_alpha(), ", on the weights of ", plan.init,
+                   plan.init_adapters.empty() ? "" : concat(", from those of ", plan.init_adapters))
+      : is_tuned ? concat("fine-tuning the weights of ", plan.init)
+                 : concat("training random weights, seed ", plan.options.build.seed),
       chosen.empty() ? "" : concat(": ", join(chosen, ", "), ", because ", reason),
       is_tuned && !lora.is_on() && plan.given.init.empty() ? " (--init none: random ones)" : "");
 }

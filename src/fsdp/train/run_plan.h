@@ -49,6 +49,8 @@ struct RunPlan {
   NamedModel model;
   std::string model_config;  // config.json in our own words (published_model.h has the original)
   std::string init;          // weights to begin with, without a checkpoint to resume; "": random
+  // Adapters to begin with, where --init names such: `init` is then their base. "": new ones.
+  std::string init_adapters = {};
   std::optional<AdapterDescription> adapters = std::nullopt;  // with --lora, on the weights of init
   int64_t adapter_parameters = 0;
   std::string tokenizer;    // of the data: "bytes", or a tokenizer.json; "": not known

@@ -139,10 +139,14 @@ void TrainingRun::load() {
   if (plan_.adapters) load_init(loading);
   sharded_->drop_frozen_numbers();
   loading.only = adapter_globs(options_.build.lora);
+  if (plan_.adapters) loading.names = with_names_of_peft(names);
   // Comes before the Checkpointer, so that a failed load leaves no directory behind.
   if (options_.resume != "auto" && options_.resume != "never")
     loaded = load_checkpoint(options_.resume, state, loading);
-  if (!loaded && steps.empty() && !plan_.init.empty() && !plan_.adapters) load_init(loading);
+  const bool is_begun = !loaded && steps.empty();
+  if (is_begun && !plan_.init.empty() && !plan_.adapters) load_init(loading);
+  if (is_begun && !plan_.init_adapters.empty())
+    load_checkpoint(plan_.init_adapters, {.sharded = *sharded_}, loading);
   if (plan_.given.checkpoint_dir == "auto") {
     int64_t time = 0;
     on_all_ranks(mesh_, "making the run's directory", [&] {

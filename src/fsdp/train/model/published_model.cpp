@@ -72,6 +72,7 @@ std::vector<std::string> model_origins(const RunPlan& plan) {
   else if (options.resume == "auto" && !options.checkpoint_dir.empty() &&
            !RunDirectory(options.checkpoint_dir).steps().empty())
     origins.push_back(resolve_checkpoint(options.checkpoint_dir));
+  if (!plan.init_adapters.empty()) origins.push_back(plan.init_adapters);
   if (!plan.init.empty()) origins.push_back(checkpoint_or_files(plan.init));
   if (find_preset(options.model) == nullptr && is_directory(options.model))
     origins.push_back(options.model);
@@ -100,12 +101,14 @@ PublishedModel published_model(const RunPlan& plan) {
   std::optional<std::string> config;
   for (const std::string& origin : model_origins(plan)) {
     if (!config) config = stored_model_config(origin);
-    if (published.files.empty()) published.files = stored_model_files(origin);
+    if (!published.files.empty()) continue;
+    published.files = stored_model_files(origin);
+    std::erase_if(published.files,
+                  [](const auto& file) { return file.name == kAdapterConfigName; });
   }
   if (!config && find_preset(plan.options.model) == nullptr)
     config = read_text_file(plan.model.name, kMaxConfigBytes);
   if (plan.options.tokenizer != "auto") replace_tokenizer(published.files, plan.options.tokenizer);
-  std::erase_if(published.files, [](const auto& file) { return file.name == kAdapterConfigName; });
   if (plan.adapters)
     published.files.push_back({kAdapterConfigName, to_json(*plan.adapters, AdapterReader::kOurs)});
   if (config) published.config = config_json_like(plan.model.config, *config);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "fsdp/base/check.h"
+#include "fsdp/base/durable_file.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/torch_dtype.h"
@@ -139,6 +140,12 @@ LoadedModel load_for_inference(const InferenceOptions& options, const Mesh& mesh
   if (mesh.inner().rank() == 0 && !slow.empty()) log(LogLevel::kWarning, slow);
   const std::string path = checkpoint_or_files(options.path);
   const std::optional<AdapterDescription> adapters = stored_adapters(path);
+  if (adapters && is_of_peft(path))
+    throw UsageError(concat(path,
+                            " holds adapters alone, as PEFT writes them; merge them first, and "
+                            "name what comes out: fsdp convert ",
+                            path, " DIR --to hf --merge --base ",
+                            is_directory(options.model) ? options.model : "MODEL"));
   std::shared_ptr<LanguageModel> model;
   {
     const MetaConstruction meta;
