@@ -112,7 +112,7 @@ class FirstHour(unittest.TestCase):
             self.assertEqual(info["fingerprint"], found["openai.jsonl"]["fingerprint"], name)
 
     def test_text_beside_chats_is_learnt_whole(self):
-        (self.root / "book.txt").write_text(tokenizer_files.sentences(1500))
+        (self.root / "book.txt").write_text(tokenizer_files.sentences(4000))
         chats, book = (json.loads(self.fsdp("data", "info", path, "--tokenizer", "model", "--json").stdout)["tokens"]
                        for path in ("chats/openai.json", "book.txt"))
         said = self.fsdp("train", "--model", "model", "--data", "chats/openai.json", "book.txt", "--epochs", 1, "--batch", 1,
@@ -122,7 +122,7 @@ class FirstHour(unittest.TestCase):
         self.assertLess(0.95 * (chats + book) / 64, steps)
 
     def test_rows_that_are_cut_are_told_of_packed_files(self):
-        write_rows(self.root / "long.jsonl", [FORMATS["openai"](f"{asked} {asked}" * 9, said) for asked, said in chats()])
+        write_rows(self.root / "long.jsonl", [FORMATS["openai"](f"{asked} " * 30, said) for asked, said in chats()])
         self.fsdp("data", "pack", "long.jsonl", "--tokenizer", "model", "--output", "long.bin")
         for path in ("long.jsonl", "long.bin"):
             done = self.fsdp("train", "--model", "model", "--data", path, "--sequence", 64, "--steps", 1, "--check")

@@ -143,7 +143,8 @@ std::pair<Range, Range> split_documents(const Corpus& corpus, const Range& range
   const int64_t end = range.first_token + range.num_tokens;
   size_t num_trained = documents.size();
   int64_t cut = end;
-  const auto share = static_cast<int64_t>(fraction * static_cast<double>(range.num_tokens));
+  const auto share =
+      static_cast<int64_t>(std::ceil(fraction * static_cast<double>(range.num_tokens)));
   while (fraction > 0 && num_trained > 0 && (cut == end || end - cut < share)) {
     const DocumentRange& next = documents[--num_trained];
     const int64_t wanted = std::max(share - (end - cut), options.sequence + 1);

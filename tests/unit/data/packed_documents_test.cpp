@@ -110,8 +110,8 @@ TEST_F(PackedDocumentsTest, ValidationHasTheEndOfALongText) {
   const auto all = corpus({4, 100}, 1);
   const DataSplit split = split_corpus(
       all, {.sequence = 4, .validation_fraction = 0.1, .content = WindowContent::kDocuments});
-  EXPECT_EQ(split.validation.num_windows(), 3) << "10 tokens";
-  EXPECT_EQ(split.training.num_windows(), 1 + 23) << "a row, and 90 tokens";
+  EXPECT_EQ(split.validation.num_windows(), 3) << "11 tokens";
+  EXPECT_EQ(split.training.num_windows(), 1 + 22) << "a row, and 89 tokens";
 }
 
 TEST_F(PackedDocumentsTest, ValidationHasTheLastDocuments) {
