@@ -136,6 +136,7 @@ void print_corpus_json(const Corpus& corpus, const InfoArguments& given) {
                  {"binary", left_out.num_binary},
                  {"not_utf8", left_out.num_not_utf8},
                  {"rows", left_out.num_rows},
+                 {"beside_rows", left_out.num_beside_rows},
                  {"empty", left_out.num_empty},
                  {"other", left_out.num_other}}},
                {"tokens", header.num_tokens},

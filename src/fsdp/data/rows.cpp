@@ -107,6 +107,16 @@ constexpr std::array<ForeignForm, 3> kForeignForms = {{
      "'text', or 'prompt' and 'completion'"},
 }};
 
+// A row that is a list of messages, or a text, has nothing else: it gets the field's name.
+Json with_fields(Json row) {
+  const bool is_chat =
+      row.is_array() && !row.empty() && std::all_of(row.begin(), row.end(), is_message);
+  if (!is_chat && !row.is_string()) return row;
+  Json named = Json::object();
+  named[is_chat ? "messages" : "text"] = std::move(row);
+  return named;
+}
+
 std::string missing_text(const Json& row, const std::string& field) {
   if (!field.empty()) return concat("lacks a text named '", field, "'");
   for (const ForeignForm& each : kForeignForms)
@@ -172,7 +182,7 @@ RowKind row_kind(const Json& row, const std::string& field) {
 }
 
 RowKind row_kind_of_text(std::string_view row, const std::string& field) {
-  return row_kind(Json::parse(row, nullptr, false), field);
+  return row_kind(with_fields(Json::parse(row, nullptr, false)), field);
 }
 
 std::vector<std::string> row_fields(const std::string& field) {
@@ -206,7 +216,7 @@ Document RowReader::read(std::string_view text, int64_t number) {
   const auto refuse = [&](const std::string& what) {
     throw Error(concat(document.place, " ", what));
   };
-  const Json row = Json::parse(text, nullptr, false);
+  const Json row = with_fields(Json::parse(text, nullptr, false));
   if (!row.is_object()) refuse("is no JSON object; write one to each line");
   const RowKind kind = row_kind(row, field_);
   if (kind_ == RowKind::kNone) {

@@ -126,6 +126,16 @@ TEST_F(RowFiles, HaveTheObjectsOfAnArray) {
   EXPECT_THAT(rows("[" + long_row + "," + long_row + "]"), ElementsAre(long_row, long_row));
 }
 
+TEST_F(RowFiles, HaveListsAndTextsOfAnArray) {
+  EXPECT_THAT(rows(R"(["a", "]\",{" ,"" ])"), ElementsAre(R"("a")", R"("]\",{")", R"("")"));
+  EXPECT_THAT(rows("\xef\xbb\xbf[[{\"role\": \"user\"}],\n[]]"),
+              ElementsAre("[{\"role\": \"user\"}]", "[]"));
+  EXPECT_EQ(row_kind_of_text(R"("a")", ""), RowKind::kText);
+  EXPECT_EQ(row_kind_of_text(R"([{"role": "user"}])", ""), RowKind::kChat);
+  EXPECT_EQ(row_kind_of_text(R"(["a"])", ""), RowKind::kNone);
+  EXPECT_EQ(row_kind_of_text(R"("a")", "body"), RowKind::kNone);
+}
+
 TEST_F(RowFiles, ThatAreNoWholeArraysAreRefused) {
   EXPECT_THAT([&] { rows(R"([{"a": 1}, {"b": )"); },
               ThrowsMessage<Error>(HasSubstr("a.json: ends within row 2 of its array")));
