@@ -181,7 +181,7 @@ std::vector<std::string> DocumentFindings::sentences() const {
   };
   add(unknown_roles,
       concat("a role that chat templates do not know, such as '", unknown_roles.detail, "'"));
-  add(without_learnt, "nothing to learn: no answer, or an empty one");
+  add(without_learnt, "nothing to learn, such as a chat without an answer");
   return found;
 }
 

@@ -44,13 +44,26 @@ Json joined(const Json& first, const Json& second) {
   return all;
 }
 
+// Earlier questions and answers, [["question", "answer"], ...], are turns before the row's own.
+bool is_history(const Json& history) {
+  const auto is_turn = [](const Json& turn) {
+    return turn.is_array() && turn.size() == 2 && turn[0].is_string() && turn[1].is_string();
+  };
+  return history.is_null() ||
+         (history.is_array() && std::all_of(history.begin(), history.end(), is_turn));
+}
+
 Json instruction_messages(const Json& row) {
   std::string asked = row.at("instruction").get<std::string>();
   if (has_text(row, "input"))
     if (const auto input = row.at("input").get<std::string>(); !input.empty())
       asked += concat("\n\n", input);
   Json messages = Json::array();
-  if (has_text(row, "system")) messages.push_back(message("system", row.at("system")));
+  if (row.contains("history"))
+    for (const Json& turn : row.at("history")) {
+      messages.push_back(message("user", turn[0]));
+      messages.push_back(message("assistant", turn[1]));
+    }
   messages.push_back(message("user", asked));
   messages.push_back(message("assistant", row.at("output")));
   return messages;
@@ -187,8 +200,8 @@ RowKind row_kind_of_text(std::string_view row, const std::string& field) {
 
 std::vector<std::string> row_fields(const std::string& field) {
   if (!field.empty()) return {field};
-  return {"messages", "conversations", "tools",  "prompt", "completion", "instruction", "input",
-          "output",   "system",        "chosen", "label",  "input_ids",  "text"};
+  return {"messages", "conversations", "tools",   "prompt", "completion", "instruction", "input",
+          "output",   "system",        "history", "chosen", "label",      "input_ids",   "text"};
 }
 
 void OddRows::add(const std::string& place, const std::string& its_detail) {
@@ -246,7 +259,13 @@ Document RowReader::read(std::string_view text, int64_t number) {
 }
 
 Document RowReader::read_chat(const Json& row, Document document) {
-  Json messages = form_of(row)->messages(row);
+  const RowForm* const form = form_of(row);
+  if (form->messages == &instruction_messages && row.contains("history") &&
+      !is_history(row.at("history")))
+    throw Error(concat(document.place,
+                       " has a 'history' that is no list of questions with their answers, such as "
+                       "[[\"Hi\", \"Ho\"]]; write the turns as 'messages'"));
+  Json messages = form->messages(row);
   std::string unknown_role;
   for (Json& each : messages) {
     // Parquet has every field in every message, and null where a message lacks one.
@@ -265,6 +284,9 @@ Document RowReader::read_chat(const Json& row, Document document) {
       throw Error(concat(document.place, " has a part '", *error,
                          "' in a message, which is no text; leave out rows with other parts"));
   }
+  // A chat whose first message is of the system has its own.
+  if (has_text(row, "system") && row.at("system") != "" && messages.at(0).at("role") != "system")
+    messages.insert(messages.begin(), message("system", row.at("system")));
   if (!unknown_role.empty()) unknown_roles_.add(document.place, unknown_role);
   Json chat = {{"messages", std::move(messages)}};
   if (row.contains("tools")) chat["tools"] = row.at("tools");
