@@ -22,8 +22,8 @@ struct DocumentRange {
 // UsageError where no token ends documents.
 std::vector<DocumentRange> documents_in(const Corpus& corpus, const TokenWindows::Range& range);
 
-// Of rows that have parts which are not learnt, the ends of their documents included. Where no
-// token ends documents, those that were read from text alone are known.
+// The lengths of rows that have parts which are not learnt, the ends of their documents included.
+// Where no token ends documents, those that were read from text alone are known.
 std::vector<int64_t> row_lengths(const Corpus& corpus);
 
 // "3 rows are longer than ... and cut; ..."; "" where none is.

@@ -95,7 +95,7 @@ bool is_json_lines(std::string_view first, bool is_cut, const std::string& path)
   return num_objects > 1;
 }
 
-// What follows white space; "" where nothing does.
+// The text without the white space before it.
 std::string_view after_blanks(std::string_view text) {
   return text.substr(std::min(text.find_first_not_of(" \t\r\n"), text.size()));
 }
