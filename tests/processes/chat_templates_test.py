@@ -150,6 +150,15 @@ def check_forms(folder):
         packed.add(path.with_suffix(".bin").read_bytes())
         path.with_suffix(".bin").unlink()
     check(len(packed) == 1, f"{len(packed)} kinds of tokens")
+    weights = folder / "weights.jsonl"
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}] * 2
+    learnt = []
+    for weight, last in ((None, None), (0, 1), (1, 0), (0, 0)):
+        turns = [turns[0], {**turns[1], "weight": weight}, turns[0], {**turns[1], "weight": last}]
+        weights.write_text(json.dumps({"messages": turns}) + "\n")
+        done = fsdp("data", "info", weights, "--tokenizer", folder / "qwen2.5", "--json")
+        learnt.append(json.loads(done.stdout)["learnt"])
+    check(learnt[0] == 2 * learnt[1] == 2 * learnt[2] > 0 == learnt[3], f"{learnt} tokens are learnt")
     done = fsdp("data", "info", folder / "forms", "--tokenizer", folder / "qwen2.5", "--json")
     check(json.loads(done.stdout)["documents"] == len(forms), done)
 
@@ -161,13 +170,13 @@ def check_odd_rows(folder):
         CHAT, CHAT[:1], [{"role": "narrator", "content": "one"}, *CHAT[:2]], CHAT[:1])))
     said = pack(rows, folder / "qwen2.5")
     check(said == [f"warning: 1 row has a role that chat templates do not know, such as 'narrator'; the first is {rows}: line 3",
-                   f"warning: 2 rows have nothing to learn: no answer, or an empty one; the first is {rows}: line 2"], said)
+                   f"warning: 2 rows have nothing to learn, such as a chat without an answer; the first is {rows}: line 2"], said)
     rows.write_text(json.dumps({"messages": CHAT[:1]}) + "\n")
     for words in (["train", "--model", "tiny", "--tokenizer", folder / "qwen2.5"], ["train", "--model", "tiny", "--check", "--tokenizer",
                                                                                      folder / "qwen2.5"]):
         done = fsdp(*words, "--data", rows)
-        check(done.returncode == 2 and f"the data has 1 row and not one token to learn (1 row has nothing to learn: no answer, or "
-              f"an empty one; the first is {rows}: line 1); give rows with answers" in done.stderr, done)
+        check(done.returncode == 2 and f"the data has 1 row and not one token to learn (1 row has nothing to learn, such as a "
+              f"chat without an answer; the first is {rows}: line 1); give rows with answers" in done.stderr, done)
 
 
 def check_refusals(worker, folder):

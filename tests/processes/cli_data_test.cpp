@@ -75,10 +75,13 @@ TEST_F(DataCommand, TextAndItsPackedFileAreTheSameData) {
   EXPECT_EQ(packed["tokens"], 24);
   EXPECT_EQ(packed["files"], 1);
   EXPECT_EQ(text["files"], 3);
-  EXPECT_EQ(
-      text["left_out"],
-      (Json{
-          {"hidden", 1}, {"binary", 1}, {"not_utf8", 0}, {"rows", 0}, {"empty", 0}, {"other", 0}}));
+  EXPECT_EQ(text["left_out"], (Json{{"hidden", 1},
+                                    {"binary", 1},
+                                    {"not_utf8", 0},
+                                    {"rows", 0},
+                                    {"beside_rows", 0},
+                                    {"empty", 0},
+                                    {"other", 0}}));
   for (const char* key : {"documents", "vocabulary", "tokenizer", "end_of_document", "token_bytes",
                           "data_bytes", "begins"})
     EXPECT_EQ(packed[key], text[key]) << key;

@@ -8,6 +8,7 @@ full and a LoRA fine-tuning learn them, stop, go on, and are exported, and trans
 import json
 import os
 import pathlib
+import re
 import sys
 import tempfile
 import unittest
@@ -109,6 +110,23 @@ class FirstHour(unittest.TestCase):
         self.assertLess(0, found["openai.jsonl"]["learnt"])
         for name, info in found.items():
             self.assertEqual(info["fingerprint"], found["openai.jsonl"]["fingerprint"], name)
+
+    def test_text_beside_chats_is_learnt_whole(self):
+        (self.root / "book.txt").write_text(tokenizer_files.sentences(4000))
+        chats, book = (json.loads(self.fsdp("data", "info", path, "--tokenizer", "model", "--json").stdout)["tokens"]
+                       for path in ("chats/openai.json", "book.txt"))
+        said = self.fsdp("train", "--model", "model", "--data", "chats/openai.json", "book.txt", "--epochs", 1, "--batch", 1,
+                         "--sequence", 64, "--check").stdout
+        steps = int(re.search(r"([\d,]+) steps of 64 tokens", said)[1].replace(",", ""))
+        # Validation has 2 %, and windows of chats a little room.
+        self.assertLess(0.95 * (chats + book) / 64, steps)
+
+    def test_rows_that_are_cut_are_told_of_packed_files(self):
+        write_rows(self.root / "long.jsonl", [FORMATS["openai"](f"{asked} " * 30, said) for asked, said in chats()])
+        self.fsdp("data", "pack", "long.jsonl", "--tokenizer", "model", "--output", "long.bin")
+        for path in ("long.jsonl", "long.bin"):
+            done = self.fsdp("train", "--model", "model", "--data", path, "--sequence", 64, "--steps", 1, "--check")
+            self.assertRegex(done.stderr, r"\d+ rows are longer than --sequence 64 and cut; the longest has \d+ tokens")
 
     def test_full_fine_tuning(self):
         whole = self.train("whole", 12)

@@ -22,7 +22,8 @@ enum class WindowContent : uint8_t { kStretch, kDocuments };
 // left out. Windows go over ends of documents and files, and stay inside a range.
 //
 // Windows of whole documents (PackedDocuments) have none of that: they end with padding, which is
-// not learnt, and a document that is longer than the sequence is cut.
+// not learnt. Of a row that is longer than the sequence they have the beginning; a longer text goes
+// over several.
 class TokenWindows {
  public:
   struct Range {

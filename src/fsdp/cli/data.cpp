@@ -56,7 +56,7 @@ void run_pack(const PackArguments& given) {
   const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - start;
   const TokenHeader& header = summary.header;
   if (summary.left_out.total() > 0) log(LogLevel::kInfo, "left out: ", to_text(summary.left_out));
-  for (const std::string& each : summary.findings.sentences(0)) log(LogLevel::kWarning, each);
+  for (const std::string& each : summary.findings.sentences()) log(LogLevel::kWarning, each);
   std::cout << "wrote " << given.output << ": " << counted_text(header.num_tokens, "token") << ", "
             << counted_text(header.num_documents, "document") << " from "
             << counted_text(summary.num_files, "file") << ", "
@@ -136,6 +136,7 @@ void print_corpus_json(const Corpus& corpus, const InfoArguments& given) {
                  {"binary", left_out.num_binary},
                  {"not_utf8", left_out.num_not_utf8},
                  {"rows", left_out.num_rows},
+                 {"beside_rows", left_out.num_beside_rows},
                  {"empty", left_out.num_empty},
                  {"other", left_out.num_other}}},
                {"tokens", header.num_tokens},
@@ -172,7 +173,7 @@ void print_corpus_table(const Corpus& corpus, const InfoArguments& given) {
                           ", end of document ",
                           header.end_of_document ? concat(*header.end_of_document) : "none"));
   row("fingerprint", fingerprint_text(corpus.fingerprint()));
-  for (const std::string& each : corpus.findings().sentences(0)) row("note", each);
+  for (const std::string& each : corpus.findings().sentences()) row("note", each);
   if (given.verify) row("verified", "checksums and all tokens are right");
   if (const std::string text = beginning_of(corpus); !text.empty())
     row("begins", concat("\"", shown(text, kShownChars), "\""));

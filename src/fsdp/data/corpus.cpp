@@ -240,7 +240,7 @@ void Corpus::verify(const std::function<void(int64_t)>& progress) const {
 
 void Corpus::check_learnt() const {
   if (!has_mask() || num_learnt() > 0) return;
-  std::vector<std::string> why = findings().sentences(0);
+  std::vector<std::string> why = findings().sentences();
   throw UsageError(concat("the data has ", counted_text(num_documents(), "row"),
                           " and not one token to learn (",
                           why.empty() ? "its loss mask leaves out all" : join(why, "; "),

@@ -172,7 +172,7 @@ void DocumentFindings::add(DocumentFindings more) {
   if (first_chat.empty()) first_chat = std::move(more.first_chat);
 }
 
-std::vector<std::string> DocumentFindings::sentences(int64_t sequence) const {
+std::vector<std::string> DocumentFindings::sentences() const {
   std::vector<std::string> found;
   const auto add = [&](const OddRows& odd, const std::string& what) {
     if (odd.count > 0)
@@ -181,13 +181,7 @@ std::vector<std::string> DocumentFindings::sentences(int64_t sequence) const {
   };
   add(unknown_roles,
       concat("a role that chat templates do not know, such as '", unknown_roles.detail, "'"));
-  add(without_learnt, "nothing to learn: no answer, or an empty one");
-  const auto num_longer = std::count_if(row_tokens.begin(), row_tokens.end(),
-                                        [=](int64_t tokens) { return tokens > sequence; });
-  if (sequence > 0 && num_longer > 0)
-    found.push_back(concat(counted_text(num_longer, "row"), num_longer == 1 ? " is" : " are",
-                           " longer than --sequence ", sequence, " and cut; the longest has ",
-                           grouped_text(longest_tokens), " tokens (", longest_place, ")"));
+  add(without_learnt, "nothing to learn, such as a chat without an answer");
   return found;
 }
 

@@ -52,8 +52,8 @@ struct DocumentFindings {
 
   void add(DocumentFindings more);
 
-  // One for each kind of odd rows. 0: any length is right.
-  std::vector<std::string> sentences(int64_t sequence) const;
+  // One for each kind of odd rows. Long ones depend on the run (cut_rows_text()).
+  std::vector<std::string> sentences() const;
 };
 
 DocumentFindings encode_documents(const TextFile& file, const std::string& field,

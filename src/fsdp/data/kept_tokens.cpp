@@ -17,6 +17,7 @@ namespace {
 
 using Json = nlohmann::json;
 
+constexpr int kRules = 2;  // of how rows become tokens; builds of one version may differ
 constexpr const char* kTokens = ".tokens";
 constexpr const char* kFindings = ".json";
 constexpr int64_t kMaxFindingsBytes = int64_t{4} << 30;
@@ -48,8 +49,8 @@ KeptTokens::KeptTokens(std::string directory, const std::string& path, const Tex
                        const TokenHeader& kind)
     : directory_(std::move(directory)) {
   const std::string real = real_path(path);
-  Json key = {FSDP_VERSION,    tokenizer.fingerprint(), field,
-              kind.has_mask(), kind.token_bytes,        kind.end_of_document.value_or(-1)};
+  Json key = {FSDP_VERSION,    kRules,           tokenizer.fingerprint(),          field,
+              kind.has_mask(), kind.token_bytes, kind.end_of_document.value_or(-1)};
   for (const TextFile& file : files.files) key.push_back(identity_of(file));
   stem_ = concat(file_name_of(real), "-", digest_text(real), "-");
   const auto text = key.dump(-1, ' ', false, Json::error_handler_t::replace);

@@ -141,7 +141,8 @@ class ChatTemplate:
         self.date = datetime.datetime(2024, 7, 26)
         messages = row["messages"]
         whole = self.render(row, messages)
-        turns = [self.turn(row, whole, i) for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        turns = [self.turn(row, whole, i) for i, message in enumerate(messages)
+                 if message.get("role") == "assistant" and message.get("weight") != 0]
         self.date = None
         return whole, turns
 

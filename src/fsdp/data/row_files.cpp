@@ -47,20 +47,23 @@ void read_lines(const std::string& path, const TakeRow& take) {
   }
 }
 
-// Finds where the objects of an array end; what is in them is for a parser.
+// Finds where the objects, lists and texts of an array end; what is in them is for a parser.
 class ArrayScanner {
  public:
   // Whether the byte ends a row.
   bool ends_row(char c) {
-    const bool is_in_row = depth_ > 1;
+    const bool is_in_row = depth_ > 1 || (depth_ == 1 && is_in_text_);
     if (is_in_row) row_ += c;
     if (is_in_text_) {
       is_in_text_ = is_escaped_ || c != '"';
       is_escaped_ = !is_escaped_ && c == '\\';
-      return false;
+      return !is_in_text_ && depth_ == 1;
     }
-    if (c == '"') is_in_text_ = true;
-    if (c == '[' || c == '{') {
+    if (c == '"') {
+      is_in_text_ = true;
+      if (depth_ == 1) row_ = c;
+      has_other_values_ = has_other_values_ || depth_ < 1;
+    } else if (c == '[' || c == '{') {
       if (++depth_ == 2) row_ = c;
     } else if (c == ']' || c == '}') {
       return --depth_ == 1;
@@ -89,14 +92,15 @@ void read_array(const std::string& path, const TakeRow& take) {
   int64_t number = 0;
   while (!pieces.is_at_end()) {
     text.clear();
+    const bool is_beginning = pieces.is_at_beginning();
     pieces.read(text, number == 0 ? kFirstPieceBytes : kTextAtATime);
-    for (const char c : text) {
+    for (const char c : is_beginning ? without_mark(text) : text) {
       if (!scanner.ends_row(c)) continue;
       const std::string& row = scanner.row();
       if (!take(row, ++number, static_cast<int64_t>(row.size()))) return;
     }
     FSDP_CHECK(!scanner.has_other_values(), path, ": has a value after row ", number,
-               " of its array that is no object; leave it out");
+               " of its array that is no object, list or text; leave it out");
   }
   FSDP_CHECK(scanner.is_closed(), path, ": ends within row ", number + 1,
              " of its array; use a whole copy");

@@ -19,6 +19,7 @@ class FilePieces {
  public:
   explicit FilePieces(const std::string& path) : reader_(path) {}
 
+  bool is_at_beginning() const { return offset_ == 0; }
   bool is_at_end() const { return offset_ == reader_.bytes(); }
 
   // Appends the next bytes.

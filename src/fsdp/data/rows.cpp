@@ -44,13 +44,26 @@ Json joined(const Json& first, const Json& second) {
   return all;
 }
 
+// Earlier questions and answers, [["question", "answer"], ...], are turns before the row's own.
+bool is_history(const Json& history) {
+  const auto is_turn = [](const Json& turn) {
+    return turn.is_array() && turn.size() == 2 && turn[0].is_string() && turn[1].is_string();
+  };
+  return history.is_null() ||
+         (history.is_array() && std::all_of(history.begin(), history.end(), is_turn));
+}
+
 Json instruction_messages(const Json& row) {
   std::string asked = row.at("instruction").get<std::string>();
   if (has_text(row, "input"))
     if (const auto input = row.at("input").get<std::string>(); !input.empty())
       asked += concat("\n\n", input);
   Json messages = Json::array();
-  if (has_text(row, "system")) messages.push_back(message("system", row.at("system")));
+  if (row.contains("history"))
+    for (const Json& turn : row.at("history")) {
+      messages.push_back(message("user", turn[0]));
+      messages.push_back(message("assistant", turn[1]));
+    }
   messages.push_back(message("user", asked));
   messages.push_back(message("assistant", row.at("output")));
   return messages;
@@ -106,6 +119,16 @@ constexpr std::array<ForeignForm, 3> kForeignForms = {{
      "is a row to classify ('label'), which nothing here is trained on; write its text as "
      "'text', or 'prompt' and 'completion'"},
 }};
+
+// A row that is a list of messages, or a text, has nothing else: it gets the field's name.
+Json with_fields(Json row) {
+  const bool is_chat =
+      row.is_array() && !row.empty() && std::all_of(row.begin(), row.end(), is_message);
+  if (!is_chat && !row.is_string()) return row;
+  Json named = Json::object();
+  named[is_chat ? "messages" : "text"] = std::move(row);
+  return named;
+}
 
 std::string missing_text(const Json& row, const std::string& field) {
   if (!field.empty()) return concat("lacks a text named '", field, "'");
@@ -172,13 +195,13 @@ RowKind row_kind(const Json& row, const std::string& field) {
 }
 
 RowKind row_kind_of_text(std::string_view row, const std::string& field) {
-  return row_kind(Json::parse(row, nullptr, false), field);
+  return row_kind(with_fields(Json::parse(row, nullptr, false)), field);
 }
 
 std::vector<std::string> row_fields(const std::string& field) {
   if (!field.empty()) return {field};
-  return {"messages", "conversations", "tools",  "prompt", "completion", "instruction", "input",
-          "output",   "system",        "chosen", "label",  "input_ids",  "text"};
+  return {"messages", "conversations", "tools",   "prompt", "completion", "instruction", "input",
+          "output",   "system",        "history", "chosen", "label",      "input_ids",   "text"};
 }
 
 void OddRows::add(const std::string& place, const std::string& its_detail) {
@@ -206,7 +229,7 @@ Document RowReader::read(std::string_view text, int64_t number) {
   const auto refuse = [&](const std::string& what) {
     throw Error(concat(document.place, " ", what));
   };
-  const Json row = Json::parse(text, nullptr, false);
+  const Json row = with_fields(Json::parse(text, nullptr, false));
   if (!row.is_object()) refuse("is no JSON object; write one to each line");
   const RowKind kind = row_kind(row, field_);
   if (kind_ == RowKind::kNone) {
@@ -236,7 +259,13 @@ Document RowReader::read(std::string_view text, int64_t number) {
 }
 
 Document RowReader::read_chat(const Json& row, Document document) {
-  Json messages = form_of(row)->messages(row);
+  const RowForm* const form = form_of(row);
+  if (form->messages == &instruction_messages && row.contains("history") &&
+      !is_history(row.at("history")))
+    throw Error(concat(document.place,
+                       " has a 'history' that is no list of questions with their answers, such as "
+                       "[[\"Hi\", \"Ho\"]]; write the turns as 'messages'"));
+  Json messages = form->messages(row);
   std::string unknown_role;
   for (Json& each : messages) {
     // Parquet has every field in every message, and null where a message lacks one.
@@ -255,6 +284,9 @@ Document RowReader::read_chat(const Json& row, Document document) {
       throw Error(concat(document.place, " has a part '", *error,
                          "' in a message, which is no text; leave out rows with other parts"));
   }
+  // A chat whose first message is of the system has its own.
+  if (has_text(row, "system") && row.at("system") != "" && messages.at(0).at("role") != "system")
+    messages.insert(messages.begin(), message("system", row.at("system")));
   if (!unknown_role.empty()) unknown_roles_.add(document.place, unknown_role);
   Json chat = {{"messages", std::move(messages)}};
   if (row.contains("tools")) chat["tools"] = row.at("tools");

@@ -17,7 +17,7 @@ enum class RowKind : uint8_t { kNone, kText, kCompletion, kChat };
 // By a row's fields (the table in rows.cpp). With a `field`, only the text of that name counts.
 RowKind row_kind(const nlohmann::json& row, const std::string& field);
 
-// kNone for a text that is no JSON object.
+// With lists of messages and texts, which stand for a row with that alone. kNone for other JSON.
 RowKind row_kind_of_text(std::string_view row, const std::string& field);
 
 // The fields by which a row's kind is known, or that become a part of its document.

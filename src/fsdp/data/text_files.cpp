@@ -95,14 +95,25 @@ bool is_json_lines(std::string_view first, bool is_cut, const std::string& path)
   return num_objects > 1;
 }
 
-// An array whose first value is an object.
-bool is_json_array(std::string_view first) {
-  constexpr std::string_view kBlank = " \t\r\n";
-  const size_t begin = first.find_first_not_of(kBlank);
-  if (begin == std::string_view::npos || first[begin] != '[') return false;
-  const size_t value = first.find_first_not_of(kBlank, begin + 1);
-  return value != std::string_view::npos && first[value] == '{';
+// The text without the white space before it.
+std::string_view after_blanks(std::string_view text) {
+  return text.substr(std::min(text.find_first_not_of(" \t\r\n"), text.size()));
 }
+
+// An array whose first value is an object or a list of them. One of texts is known by its name,
+// too: much else begins like it.
+bool is_json_array(std::string_view first, const std::string& path) {
+  first = after_blanks(first);
+  if (!first.starts_with('[')) return false;
+  first = after_blanks(first.substr(1));
+  if (first.starts_with('"')) return path.ends_with(".json");
+  if (first.starts_with('[')) first = after_blanks(first.substr(1));
+  return first.starts_with('{');
+}
+
+constexpr const char* kNoRows =
+    "has no rows that are known by their form; write a list of them, [{...}, {...}], to a .json "
+    "file (jq .data FILE takes it out of a field 'data'), or one to each line of a .jsonl file";
 
 // Where the first byte is that UTF-8 text does not have; npos: nowhere.
 size_t first_not_utf8(std::string_view text, bool is_cut) {
@@ -137,8 +148,10 @@ JudgedFile judge(std::string_view first, bool is_cut, const std::string& path) {
   const size_t zero = first.find('\0');
   const size_t wrong = first_not_utf8(first, is_cut);
   if (zero == kNowhere && wrong == kNowhere && !first.starts_with(kPdfMagic)) {
-    if (is_json_lines(first, is_cut, path)) return {FileContent::kJsonLines};
-    return {is_json_array(first) ? FileContent::kJsonArray : FileContent::kText};
+    const std::string_view unmarked = without_mark(first);
+    if (is_json_lines(unmarked, is_cut, path)) return {FileContent::kJsonLines};
+    if (is_json_array(unmarked, path)) return {FileContent::kJsonArray};
+    return {FileContent::kText, path.ends_with(".json") ? kNoRows : ""};
   }
   if (first.starts_with(kParquetMagic)) return {FileContent::kParquet};
   for (const Format& format : kFormats)
@@ -196,7 +209,11 @@ class DirectoryWalk {
     const JudgedFile judged = judge_file(path, file_bytes);
     switch (judged.content) {
       case FileContent::kText:
-        return keep({.path = path}, file_bytes);
+        if (judged.problem.empty())
+          keep({.path = path, .bytes = file_bytes});
+        else
+          ++left_out.num_rows;
+        return;
       case FileContent::kJsonLines:
       case FileContent::kJsonArray:
       case FileContent::kParquet: {
@@ -204,7 +221,7 @@ class DirectoryWalk {
         if (kind == RowKind::kNone)
           ++left_out.num_rows;
         else
-          keep({path, judged.content, has_mask(kind)}, file_bytes);
+          keep({path, judged.content, has_mask(kind), file_bytes});
         return;
       }
       case FileContent::kNotUtf8:
@@ -216,15 +233,28 @@ class DirectoryWalk {
     }
   }
 
-  void keep(TextFile file, int64_t file_bytes) {
+  void keep(TextFile file) {
+    files_.bytes += file.bytes;
     files_.files.push_back(std::move(file));
-    files_.bytes += file_bytes;
   }
 
   TextFiles& files_;
   const std::string& field_;
   std::set<std::pair<dev_t, ino_t>> entered_;
 };
+
+// A data set has a README and its like.
+void leave_out_text_beside_rows(TextFiles& files) {
+  const auto is_text = [](const TextFile& file) { return file.content == FileContent::kText; };
+  if (std::all_of(files.files.begin(), files.files.end(), is_text)) return;
+  for (const TextFile& each : files.files) {
+    if (!is_text(each)) continue;
+    if (files.left_out.num_beside_rows == 0) files.left_out.first_beside_rows = each.path;
+    ++files.left_out.num_beside_rows;
+    files.bytes -= each.bytes;
+  }
+  std::erase_if(files.files, is_text);
+}
 
 TextFiles in_directory(const std::string& path, const struct stat& status,
                        const std::string& field) {
@@ -236,6 +266,7 @@ TextFiles in_directory(const std::string& path, const struct stat& status,
              "; name one with text, or packed token files by their own names");
   std::sort(files.files.begin(), files.files.end(),
             [](const TextFile& a, const TextFile& b) { return a.path < b.path; });
+  leave_out_text_beside_rows(files);
   return files;
 }
 
@@ -287,6 +318,8 @@ LeftOut& LeftOut::operator+=(const LeftOut& more) {
   num_binary += more.num_binary;
   num_not_utf8 += more.num_not_utf8;
   num_rows += more.num_rows;
+  num_beside_rows += more.num_beside_rows;
+  if (first_beside_rows.empty()) first_beside_rows = more.first_beside_rows;
   num_empty += more.num_empty;
   num_other += more.num_other;
   return *this;
@@ -294,16 +327,24 @@ LeftOut& LeftOut::operator+=(const LeftOut& more) {
 
 std::string to_text(const LeftOut& left_out) {
   std::vector<std::string> parts;
-  const auto add = [&](int64_t count, const char* kind) {
+  const auto add = [&](int64_t count, const std::string& kind) {
     if (count > 0) parts.push_back(concat(grouped_text(count), " ", kind));
   };
   add(left_out.num_hidden, "hidden");
   add(left_out.num_binary, "binary");
   add(left_out.num_not_utf8, "not UTF-8");
   add(left_out.num_rows, "with other rows");
+  if (left_out.num_beside_rows > 0)
+    add(left_out.num_beside_rows,
+        concat("of text beside rows (", left_out.first_beside_rows, "; name it to learn it)"));
   add(left_out.num_empty, "empty");
   add(left_out.num_other, "other than files");
   return join(parts, ", ");
+}
+
+std::string_view without_mark(std::string_view text) {
+  constexpr std::string_view kMark = "\xef\xbb\xbf";
+  return text.substr(text.starts_with(kMark) ? kMark.size() : 0);
 }
 
 }  // namespace fsdp

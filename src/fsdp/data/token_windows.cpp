@@ -145,16 +145,27 @@ std::pair<Range, Range> split_range(const Range& range, const SplitOptions& opti
           {range.first_token + training_tokens, validation_tokens}};
 }
 
-// Cuts between whole documents: as many of the last ones as have the share of the tokens.
-std::pair<Range, Range> split_documents(const Corpus& corpus, const Range& range, double fraction) {
+// Cuts between documents: as many of the last ones as have the share of the tokens. A text that is
+// longer than a window, and would be more than they need, is cut itself.
+std::pair<Range, Range> split_documents(const Corpus& corpus, const Range& range,
+                                        const SplitOptions& options) {
+  const double fraction = options.validation_fraction;
   const std::vector<DocumentRange> documents = documents_in(corpus, range);
   const int64_t end = range.first_token + range.num_tokens;
   size_t num_trained = documents.size();
   int64_t cut = end;
-  const auto share = fraction * static_cast<double>(range.num_tokens);
-  while (fraction > 0 && num_trained > 0 && (cut == end || static_cast<double>(end - cut) < share))
-    cut = documents[--num_trained].first_token;
-  if (num_trained == 0)
+  const auto share =
+      static_cast<int64_t>(std::ceil(fraction * static_cast<double>(range.num_tokens)));
+  while (fraction > 0 && num_trained > 0 && (cut == end || end - cut < share)) {
+    const DocumentRange& next = documents[--num_trained];
+    const int64_t wanted = std::max(share - (end - cut), options.sequence + 1);
+    if (next.is_text && next.num_tokens > wanted + options.sequence) {
+      cut -= wanted;
+      break;
+    }
+    cut = next.first_token;
+  }
+  if (cut == range.first_token)
     throw UsageError(concat(
         "the data has ", counted_text(static_cast<int64_t>(documents.size()), "document"),
         " where ", fraction > 0 ? "training and validation need one each" : "training needs one",
@@ -178,7 +189,7 @@ DataSplit split_corpus(const std::shared_ptr<const Corpus>& corpus, const SplitO
   for (const int64_t end : options.by_path ? corpus->path_ends() : whole) {
     const Range range{begin, end - begin};
     const auto [trained, kept] = options.content == WindowContent::kDocuments
-                                     ? split_documents(*corpus, range, fraction)
+                                     ? split_documents(*corpus, range, options)
                                      : split_range(range, options);
     training.push_back(trained);
     validation.push_back(kept);

@@ -185,8 +185,10 @@ void open_data(RunPlan& plan, const DataOpening& opening) {
 void warn_of_rows(const RunPlan& plan) {
   for (const auto& corpus : {plan.corpus, plan.validation}) {
     if (!corpus) continue;
-    for (const std::string& each : corpus->findings().sentences(plan.options.sequence_length()))
-      log(LogLevel::kWarning, each);
+    std::vector<std::string> found = corpus->findings().sentences();
+    found.push_back(cut_rows_text(*corpus, plan.options.sequence_length()));
+    for (const std::string& each : found)
+      if (!each.empty()) log(LogLevel::kWarning, each);
   }
   const bool is_validated = plan.options.validation_steps() > 0 && plan.windows &&
                             plan.windows->validation.num_windows() > 0;

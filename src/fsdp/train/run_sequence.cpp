@@ -20,15 +20,6 @@ constexpr int64_t kFewWindows = 100;  // of a text that is shorter than so many 
 // Sequences of such lengths are computed faster, and ranks of a tp group share them.
 int64_t multiple_of(const TrainOptions& options) { return std::lcm(int64_t{64}, options.tp); }
 
-// Lengths of rows that have parts which are not learnt, the ends of their documents included.
-std::vector<int64_t> row_lengths(const Corpus& corpus) {
-  if (!corpus.end_of_document()) return corpus.findings().row_tokens;
-  std::vector<int64_t> lengths;
-  for (const DocumentRange& each : documents_in(corpus, {0, corpus.num_tokens()}))
-    lengths.push_back(each.num_tokens);
-  return lengths;
-}
-
 }  // namespace
 
 void choose_sequence(RunPlan& plan) {
@@ -43,7 +34,7 @@ void choose_sequence(RunPlan& plan) {
   const int64_t positions = max_positions_of(plan.model.config);
   int64_t wanted = std::clamp(corpus.num_tokens() / kFewWindows, options.sequence_length(),
                               std::max(options.sequence_length(), kTextSequence));
-  std::vector<int64_t> lengths = are_rows ? row_lengths(corpus) : std::vector<int64_t>{};
+  std::vector<int64_t> lengths = row_lengths(corpus);
   if (!lengths.empty()) {
     const auto most = lengths.begin() + static_cast<int64_t>(lengths.size() - 1) * 99 / 100;
     std::nth_element(lengths.begin(), most, lengths.end());

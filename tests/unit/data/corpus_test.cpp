@@ -177,6 +177,41 @@ TEST_F(CorpusFiles, RowsAreOfTheKindOfTheFirst) {
   EXPECT_THAT(refusal(write("chat.jsonl", chat)), HasSubstr("chat.jsonl: line 1: a chat needs a"));
 }
 
+TEST_F(CorpusFiles, JsonIsRowsOrRefused) {
+  const std::string mark = "\xef\xbb\xbf";
+  const auto text = [&](const std::string& name, const std::string& json) {
+    return text_of(*open_corpus({write(name, json)}));
+  };
+  EXPECT_EQ(text("a.json", mark + "[{\"text\": \"a\"}]"), "a|");
+  EXPECT_EQ(text("a.jsonl", mark + "{\"text\": \"a\"}\n"), "a|");
+  EXPECT_EQ(text("lines", mark + "{\"text\": \"a\"}\n{\"text\": \"b\"}\n"), "a|b|");
+  EXPECT_EQ(text("texts.json", "[\n  \"a\",\n  \"b\"\n]\n"), "a|b|");
+  EXPECT_EQ(text("array.txt", "[\"a\"] = 1"), "[\"a\"] = 1|");
+  const std::string chat = "{\"role\": \"user\", \"content\": \"a\"}";
+  EXPECT_THAT(refusal(write("chats.json", "[[" + chat + "]]")),
+              HasSubstr("chats.json: row 1: a chat needs a chat template"));
+  for (const char* json :
+       {"{\"data\": [{\"text\": \"a\"}]}", "{\n  \"text\": \"a\"\n}\n", "[1]", "[]", "a"}) {
+    EXPECT_THAT(refusal(write("other/a.json", json)),
+                HasSubstr("a.json: has no rows that are known by their form; write a list of"));
+    EXPECT_THAT(refusal(directory_ / "other"), HasSubstr("(left out: 1 with other rows)"));
+  }
+}
+
+TEST_F(CorpusFiles, TextBesideRowsIsLeftOutUnlessItIsNamed) {
+  write("d/train/a.jsonl", "{\"text\": \"a\"}\n");
+  write("d/README.md", "# Data");
+  write("d/notes.txt", "1");
+  const std::string told =
+      concat("2 of text beside rows (", directory_ / "d/README.md", "; name it to learn it)");
+  const auto rows = open_corpus({directory_ / "d"});
+  EXPECT_EQ(text_of(*rows), "a|");
+  EXPECT_THAT(rows->summary(), EndsWith("; left out: " + told));
+  EXPECT_EQ(text_of(*open_corpus({directory_ / "d", directory_ / "d/README.md"})), "a|# Data|");
+  const std::vector<std::string> paths = {directory_ / "d"};
+  EXPECT_EQ(find_text_files(paths).bytes, 14);
+}
+
 TEST_F(CorpusFiles, TextThatLooksLikeSomethingElseIsTaken) {
   const std::string whole = "\xc3\xa4";
   for (const std::string& text :

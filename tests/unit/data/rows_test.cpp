@@ -45,6 +45,11 @@ TEST(Rows, OfEveryFormOfChatsAreTheSameChat) {
        R"({"prompt": [{"role": "user", "content": "Hi"}],
             "completion": [{"role": "assistant", "content": "Ho"}]})",
        R"({"instruction": "Hi", "output": "Ho"})",
+       R"([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}])",
+       R"({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}],
+           "system": ""})",
+       R"({"instruction": "Hi", "output": "Ho", "system": null, "history": null})",
+       R"({"instruction": "Hi", "output": "Ho", "system": "", "history": []})",
        R"({"instruction": "Hi", "input": "", "output": "Ho", "text": "all of it"})"})
     EXPECT_EQ(chat_of(row), Json({{"messages", Json::parse(kTurns)}})) << row;
 }
@@ -55,6 +60,20 @@ TEST(Rows, KeepWhatTemplatesRead) {
       Json::parse(R"({"messages": [{"role": "system", "content": "Count."},
                                          {"role": "user", "content": "Add.\n\n1 2"},
                                          {"role": "assistant", "content": "3"}]})"));
+  const Json earlier = Json::parse(
+      R"({"messages": [{"role": "system", "content": "Count."}, {"role": "user", "content": "1"},
+                       {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"},
+                       {"role": "assistant", "content": "4"}]})");
+  for (const char* row :
+       {R"({"instruction": "3", "output": "4", "system": "Count.", "history": [["1", "2"]]})",
+        R"({"conversations": [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"},
+                              {"from": "human", "value": "3"}, {"from": "gpt", "value": "4"}],
+            "system": "Count."})",
+        R"({"conversations": [{"from": "system", "value": "Count."},
+                              {"from": "human", "value": "1"}, {"from": "gpt", "value": "2"},
+                              {"from": "human", "value": "3"}, {"from": "gpt", "value": "4"}],
+            "system": "It has its own."})"})
+    EXPECT_EQ(chat_of(row), earlier) << row;
   const char* const tools =
       R"({"messages": [{"role": "assistant", "content": null, "tool_calls": [{"name": "f"}]},
                        {"role": "tool", "content": "1", "name": "f"}], "tools": [{"name": "f"}]})";
@@ -89,6 +108,8 @@ TEST(Rows, ThatNothingIsTrainedOnAreNamed) {
       {R"({"sentence": "a", "label": 1})", "line 7 is a row to classify ('label')"},
       {R"({"body": "a"})", "line 7 lacks a list 'messages' of objects with a 'role', a list"},
       {R"([1])", "line 7 is no JSON object"},
+      {R"({"instruction": "a", "output": "b", "history": ["c"]})",
+       "line 7 has a 'history' that is no list of questions with their answers"},
       {R"({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})",
        "line 7 has a part 'image_url' in a message, which is no text"}};
   for (const auto& [row, says] : table)
@@ -124,6 +145,16 @@ TEST_F(RowFiles, HaveTheObjectsOfAnArray) {
   // Rows across the pieces in which a file is read.
   const std::string long_row = R"({"a": ")" + std::string(100'000, 'x') + R"("})";
   EXPECT_THAT(rows("[" + long_row + "," + long_row + "]"), ElementsAre(long_row, long_row));
+}
+
+TEST_F(RowFiles, HaveListsAndTextsOfAnArray) {
+  EXPECT_THAT(rows(R"(["a", "]\",{" ,"" ])"), ElementsAre(R"("a")", R"("]\",{")", R"("")"));
+  EXPECT_THAT(rows("\xef\xbb\xbf[[{\"role\": \"user\"}],\n[]]"),
+              ElementsAre("[{\"role\": \"user\"}]", "[]"));
+  EXPECT_EQ(row_kind_of_text(R"("a")", ""), RowKind::kText);
+  EXPECT_EQ(row_kind_of_text(R"([{"role": "user"}])", ""), RowKind::kChat);
+  EXPECT_EQ(row_kind_of_text(R"(["a"])", ""), RowKind::kNone);
+  EXPECT_EQ(row_kind_of_text(R"("a")", "body"), RowKind::kNone);
 }
 
 TEST_F(RowFiles, ThatAreNoWholeArraysAreRefused) {
