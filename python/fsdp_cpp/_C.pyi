@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 version: str
+default_logit_bytes: int
 
 class Error(RuntimeError): ...
 class UsageError(Error, ValueError): ...

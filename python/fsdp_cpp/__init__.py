@@ -9,6 +9,7 @@ from .checkpoint import Checkpointer, Loaded, load, save, state_dict
 from .ema import EMA
 from .export import export_weights
 from .graph import Graph
+from .kernels import Kernels, linear_cross_entropy, use_kernels
 from .optim import SGD, AdamW, Muon
 from .other_optimizers import GradScaler, clip_grad_norm_, shard_optimizer
 from .patch_stream import Patch, PatchStream
@@ -16,6 +17,6 @@ from .ranks import device, mesh, world
 from .shard import (Memory, end_cycle, found_nonfinite, fully_shard, gradients, is_sharded, memory, microbatch, no_sync, reset,
                     set_precision, unshard)
 
-__all__ = ["EMA", "SGD", "AdamW", "Axis", "Checkpointer", "Error", "GradScaler", "Graph", "Loaded", "Memory", "Mesh", "Muon", "Patch", "PatchStream", "RemoteError", "TpEqual", "TpPartial", "TpShard",
-           "UsageError", "clip_grad_norm_", "device", "end_cycle", "export_weights", "found_nonfinite", "fully_shard", "gradients", "is_sharded", "load", "memory", "mesh", "microbatch", "no_sync",
-           "reset", "save", "set_precision", "shard_optimizer", "state_dict", "unshard", "world"]
+__all__ = ["EMA", "SGD", "AdamW", "Axis", "Checkpointer", "Error", "GradScaler", "Graph", "Kernels", "Loaded", "Memory", "Mesh", "Muon", "Patch", "PatchStream", "RemoteError", "TpEqual", "TpPartial", "TpShard",
+           "UsageError", "clip_grad_norm_", "device", "end_cycle", "export_weights", "found_nonfinite", "fully_shard", "gradients", "is_sharded", "linear_cross_entropy", "load", "memory", "mesh", "microbatch", "no_sync",
+           "reset", "save", "set_precision", "shard_optimizer", "state_dict", "unshard", "use_kernels", "world"]

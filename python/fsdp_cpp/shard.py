@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from . import _C, calls, ranks
+from . import _C, calls, kernels as layer_kernels, ranks
 from . import units as unit_selection
 
 M = TypeVar("M", bound=nn.Module)
@@ -40,7 +40,7 @@ PENDING = "_fsdp_cpp_pending"     # of a model that is to be sharded when it is 
 MODEL = "_fsdp_cpp_model"         # of a parameter: a function that returns its model
 
 # Arguments of fully_shard() that the engine does not know; all others are its options.
-_OF_PYTHON = ("model", "mesh", "units", "init_weights", "ignored_params")
+_OF_PYTHON = ("model", "mesh", "units", "kernels", "logits", "init_weights", "ignored_params")
 
 
 def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units = None, *,
@@ -56,6 +56,7 @@ def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units =
                 collectives: Collectives = "between_ranks", granularity: str = "element",
                 matrices: str | Sequence[str] | Mapping[str, Sequence[int] | None] = (),
                 matrices_except: str | Sequence[str] = (), initial_values: InitialValues = "of_every_rank", device: torch.device | str | None = None,
+                kernels: bool = False, logits: bool = True,
                 init_weights: Callable[[nn.Module], object] | None = None,
                 ignored_params: Iterable[nn.Parameter] | None = None) -> M:
     """Shards the parameters of a model in place over the ranks, unit by unit, and returns the model.
@@ -100,6 +101,8 @@ def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units =
     matrices_except: patterns of names of those that are left out.
     initial_values: "of_every_rank" (they must be equal) or "of_rank_zero" (sent to the others).
     device: of the shards; None for that of the parameters.
+    kernels: lets modules compute with the engine's kernels where they compute the same; logits=False computes the loss of a causal
+        language model of transformers without logits. See use_kernels().
     init_weights: for parameters on the meta device: a function of a module that sets the module's own parameters and buffers.
         Default: the model's _init_weights(module) as transformers has it, else the module's reset_parameters().
     ignored_params: parameters that stay as they are, whole and with gradients of each rank's own.
@@ -115,6 +118,10 @@ def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units =
     inner = _dissolved(model)
     chosen = unit_selection.find(model, units if not inner else [*inner, *unit_selection.listed(units)])
     over = ranks.default_mesh() if mesh is None else ranks.mesh(mesh)
+    if kernels or not logits:
+        used = layer_kernels.use_kernels(model, logits=logits) if kernels else layer_kernels.without_logits(model)
+        if over.world.rank == 0:
+            _C.log_info(str(used))
     parameters = dict(model.named_parameters())
     _refuse_subclasses(parameters)
     mirrors = _Mirrors(model, chosen, init_weights, set(ignored_params or ()))

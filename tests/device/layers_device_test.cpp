@@ -87,6 +87,25 @@ TEST(RotaryOnDevice, ComputesTheHostsBits) {
   EXPECT_TRUE(at::equal(device.key.cpu(), host.key));
 }
 
+// Each sequence of the batch has its own table, as where several documents share a sequence.
+TEST(RotaryOnDevice, TakesATableForEachSequence) {
+  FSDP_REQUIRE_DEVICE_LAYERS();
+  at::manual_seed(4);
+  const at::Tensor query = numbers({3, 50, 4, 32}, at::kFloat);
+  const at::Tensor key = numbers({3, 50, 2, 32}, at::kFloat);
+  const at::Tensor angle = numbers({3, 50, 16}, at::kFloat);
+  const RotaryTables tables{angle.cos(), angle.sin()};
+  for (const auto direction : {RotationDirection::kForward, RotationDirection::kBack}) {
+    const QueryAndKey device = rotated({query, key}, tables, direction);
+    for (int64_t i = 0; i < 3; ++i) {
+      const QueryAndKey alone = rotated({query.narrow(0, i, 1), key.narrow(0, i, 1)},
+                                        {tables.cosine[i], tables.sine[i]}, direction);
+      EXPECT_TRUE(at::equal(device.query[i], alone.query[0]));
+      EXPECT_TRUE(at::equal(device.key[i], alone.key[0]));
+    }
+  }
+}
+
 // --- gated MLP -----------------------------------------------------------------------------------
 
 const Function kGatedSilu = [](const Tensors& in) { return Tensors{gated_silu(in[0], in[1])}; };
@@ -122,6 +141,33 @@ TEST(GatedSiluOnDevice, EqualsItsFormulaRoundedOnce) {
     check_gated_silu({both.narrow(1, 0, 40), both.narrow(1, 40, 40)},
                      numbers({33, 40}, type).to(at::kDouble));
   }
+}
+
+TEST(GatedOnDevice, ComputesGelus) {
+  FSDP_REQUIRE_DEVICE_LAYERS();
+  at::manual_seed(3);
+  constexpr double kUnits = 16 * 0x1p-24;  // of what is multiplied: 1 + erf(x) cancels where x < 0
+  for (const at::ScalarType type : kTypes)
+    for (const auto& [activation, kind] : {std::pair(GatedActivation::kGelu, "none"),
+                                           std::pair(GatedActivation::kGeluTanh, "tanh")}) {
+      const at::Tensor gate = numbers({33, 40}, type, 3.0);
+      const at::Tensor up = numbers({33, 40}, type);
+      const at::Tensor gradient = numbers({33, 40}, type);
+      const Tensors wide = in_double({gate, up, gradient});
+      const GatedInput input(activation, gate, up);
+      const at::Tensor size = wide[0].abs() + 1.0;
+      expect_rounded(gated(input), at::gelu(wide[0], kind) * wide[1], size * wide[1].abs() * kUnits,
+                     "gelu(gate) * up");
+      const auto [of_gate, of_up] = gated_backward(input, gradient);
+      expect_rounded(of_gate, at::gelu_backward(wide[2] * wide[1], wide[0], kind),
+                     size * size * (wide[1] * wide[2]).abs() * kUnits, "of gate");
+      expect_rounded(of_up, at::gelu(wide[0], kind) * wide[2], size * wide[2].abs() * kUnits,
+                     "of up");
+      // Both in one matrix.
+      const GatedInput halves(activation, at::cat({gate, up}, 1), {});
+      EXPECT_TRUE(at::equal(gated(halves), gated(input)));
+      EXPECT_TRUE(at::equal(gated_backward(halves, gradient).first, at::cat({of_gate, of_up}, 1)));
+    }
 }
 
 TEST(GatedSiluOnDevice, StaysFiniteFarFromZero) {

@@ -11,6 +11,7 @@
 #include "fsdp/base/log.h"
 #include "fsdp/base/version.h"
 #include "fsdp/comm/comm_error.h"
+#include "fsdp/nn/config/logit_memory.h"
 #include "fsdp/python/bindings.h"
 #include "fsdp/python/resources.h"
 #include "fsdp/shard/engine/backward_errors.h"
@@ -129,6 +130,7 @@ void bind_errors(py::module_& module) {
 PYBIND11_MODULE(_C, module) {
   module.doc() = "The C++ side of fsdp_cpp; use fsdp_cpp instead.";
   module.attr("version") = FSDP_VERSION;
+  module.attr("default_logit_bytes") = fsdp::kDefaultLogitBytes;
   fsdp::bind_errors(module);
   fsdp::bind_ranks(module);
   fsdp::bind_shard(module);

@@ -38,11 +38,12 @@ struct RotationShape {
   int64_t head_dim = 0;
 };
 
-// [sequence, head_dim / 2] each, dense.
+// [sequence, head_dim / 2] each, dense; one such table for each sequence of the batch, or for all.
 struct RotationAngles {
   const float* cosine = nullptr;
   const float* sine = nullptr;
-  float sign = 1.0f;  // -1: rotate back
+  int64_t batch_stride = 0;  // from one table to the next
+  float sign = 1.0f;         // -1: rotate back
 };
 
 // Queries and keys in one launch.
@@ -51,9 +52,16 @@ void rotate_on_device(const std::array<RotatedHeads, 2>& heads, const RotationSh
 
 // --- gated MLP -----------------------------------------------------------------------------------
 
+enum class GatedActivation : uint8_t {
+  kSilu,
+  kGelu,
+  kGeluTanh,  // its approximation by tanh
+};
+
 // `numel` numbers. Gate, up and their gradients are rows of `columns` numbers whose beginnings are
 // `stride` numbers apart; the result and its gradient are dense.
-struct GatedSiluMemory {
+struct GatedMemory {
+  GatedActivation activation = GatedActivation::kSilu;
   DType dtype = DType::kBFloat16;
   int64_t numel = 0;
   int64_t columns = 0;
@@ -62,12 +70,12 @@ struct GatedSiluMemory {
   const void* up = nullptr;
 };
 
-// result = silu(gate) * up
-void gated_silu_on_device(const GatedSiluMemory& memory, void* result, void* stream);
+// result = activation(gate) * up
+void gated_on_device(const GatedMemory& memory, void* result, void* stream);
 
 // Gradients of the sum of gradient * result.
-void gated_silu_backward_on_device(const GatedSiluMemory& memory, const void* gradient,
-                                   void* gate_gradient, void* up_gradient, void* stream);
+void gated_backward_on_device(const GatedMemory& memory, const void* gradient, void* gate_gradient,
+                              void* up_gradient, void* stream);
 
 // --- experts -------------------------------------------------------------------------------------
 

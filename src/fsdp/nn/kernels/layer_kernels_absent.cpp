@@ -21,9 +21,9 @@ void rotate_on_device(const std::array<RotatedHeads, 2>&, const RotationShape&,
   throw_absent();
 }
 
-void gated_silu_on_device(const GatedSiluMemory&, void*, void*) { throw_absent(); }
+void gated_on_device(const GatedMemory&, void*, void*) { throw_absent(); }
 
-void gated_silu_backward_on_device(const GatedSiluMemory&, const void*, void*, void*, void*) {
+void gated_backward_on_device(const GatedMemory&, const void*, void*, void*, void*) {
   throw_absent();
 }
 

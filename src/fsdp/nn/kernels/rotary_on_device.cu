@@ -41,7 +41,8 @@ __global__ void __launch_bounds__(kMaxThreads) rotate_kernel(__grid_constant__ c
   T* to = static_cast<T*>(x.to) + (position * x.num_heads + head) * (2 * r.half) + channel;
   const Floats<kCount> a = load_pack<kCount>(from);
   const Floats<kCount> b = load_pack<kCount>(from + r.half);
-  const int64_t angle = static_cast<int64_t>(in_sequence) * r.half + channel;
+  const int64_t angle = position / r.sequence * r.angles.batch_stride +
+                        static_cast<int64_t>(in_sequence) * r.half + channel;
   const Floats<kCount> cosine = load_pack<kCount>(r.angles.cosine + angle);
   const Floats<kCount> sine = load_pack<kCount>(r.angles.sine + angle);
   Floats<kCount> first;
@@ -67,7 +68,7 @@ bool fit_packs(const RotationAngles& angles, int count) {
   const auto begins = [&](const float* address) {
     return reinterpret_cast<uintptr_t>(address) % (sizeof(float) * count) == 0;
   };
-  return begins(angles.cosine) && begins(angles.sine);
+  return begins(angles.cosine) && begins(angles.sine) && angles.batch_stride % count == 0;
 }
 
 }  // namespace

@@ -18,17 +18,6 @@ bool have_kernels(const at::Tensor& gate, const at::Tensor& up) {
   return has_kernels(gate) && up.scalar_type() == gate.scalar_type() && up.sizes() == gate.sizes();
 }
 
-// Both dense, or both halves of the same rows.
-GatedSiluMemory memory_of(const at::Tensor& gate, const at::Tensor& up) {
-  return {.dtype = dtype_of(gate.scalar_type()),
-          .numel = gate.numel(),
-          .columns = gate.is_contiguous() ? gate.numel() : gate.size(-1),
-          .stride = gate.is_contiguous() ? gate.numel() : gate.stride(-2),
-          .gate = gate.const_data_ptr(),
-          .up = up.const_data_ptr()};
-}
-
-// Two tensors, or the halves of the rows of one.
 struct GateAndUp {
   at::Tensor gate;
   at::Tensor up;
@@ -40,42 +29,49 @@ GateAndUp gate_and_up_of(const at::Tensor& first, const at::Tensor& second) {
   return {first.narrow(-1, 0, size), first.narrow(-1, size, size)};
 }
 
+// Both dense, or both halves of the same rows.
+GatedMemory memory_of(GatedActivation activation, const GateAndUp& inner) {
+  const auto& [gate, up] = inner;
+  return {.activation = activation,
+          .dtype = dtype_of(gate.scalar_type()),
+          .numel = gate.numel(),
+          .columns = gate.is_contiguous() ? gate.numel() : gate.size(-1),
+          .stride = gate.is_contiguous() ? gate.numel() : gate.stride(-2),
+          .gate = gate.const_data_ptr(),
+          .up = up.const_data_ptr()};
+}
+
+// ATen's word for the kind of a GELU.
+const char* gelu_kind(GatedActivation activation) {
+  return activation == GatedActivation::kGelu ? "none" : "tanh";
+}
+
+at::Tensor activated(GatedActivation activation, const at::Tensor& gate) {
+  return activation == GatedActivation::kSilu ? at::silu(gate)
+                                              : at::gelu(gate, gelu_kind(activation));
+}
+
+at::Tensor activated_backward(GatedActivation activation, const at::Tensor& gradient,
+                              const at::Tensor& gate) {
+  return activation == GatedActivation::kSilu
+             ? at::silu_backward(gradient, gate)
+             : at::gelu_backward(gradient, gate, gelu_kind(activation));
+}
+
 class GatedSilu final : public torch::autograd::Function<GatedSilu> {
  public:
   // `second`: nullopt if `first` has rows of both.
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& first_in,
-                            const std::optional<at::Tensor>& second_in) {
-    const bool is_dense = !second_in || have_kernels(first_in, *second_in);
-    const at::Tensor first = is_dense ? first_in.contiguous() : first_in;
-    at::Tensor second;
-    if (second_in) second = is_dense ? second_in->contiguous() : *second_in;
-    context->save_for_backward({first, second});
-    const auto [gate, up] = gate_and_up_of(first, second);
-    if (!have_kernels(gate, up)) return at::silu(gate).mul_(up);
-    at::Tensor result = at::empty(gate.sizes(), gate.options());
-    const OnDeviceOf on_device(gate);
-    gated_silu_on_device(memory_of(gate, up), result.mutable_data_ptr(), on_device.stream());
-    return result;
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& first,
+                            const std::optional<at::Tensor>& second) {
+    const GatedInput input(GatedActivation::kSilu, first, second.value_or(at::Tensor()));
+    context->save_for_backward({input.first, input.second});
+    return gated(input);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const variable_list saved = context->get_saved_variables();
-    const bool has_two = saved[1].defined();
-    const auto [gate, up] = gate_and_up_of(saved[0], saved[1]);
-    if (!have_kernels(gate, up)) {
-      const at::Tensor of_gate = at::silu_backward(gradients[0] * up, gate);
-      const at::Tensor of_up = at::silu(gate).mul_(gradients[0]);
-      if (has_two) return {of_gate, of_up};
-      return {at::cat({of_gate, of_up}, -1), at::Tensor()};
-    }
-    const at::Tensor gradient = gradients[0].contiguous();
-    const at::Tensor first = at::empty_like(saved[0]);
-    const at::Tensor second = has_two ? at::empty_like(saved[1]) : at::Tensor();
-    const auto [of_gate, of_up] = gate_and_up_of(first, second);
-    const OnDeviceOf on_device(gate);
-    gated_silu_backward_on_device(memory_of(gate, up), gradient.const_data_ptr(),
-                                  of_gate.mutable_data_ptr(), of_up.mutable_data_ptr(),
-                                  on_device.stream());
+    const auto [first, second] =
+        gated_backward(GatedInput(GatedActivation::kSilu, saved[0], saved[1]), gradients[0]);
     return {first, second};
   }
 };
@@ -86,6 +82,46 @@ ProjectionOptions into_mlp(const MlpOptions& o) {
 }
 
 }  // namespace
+
+GatedInput::GatedInput(GatedActivation activation_in, const at::Tensor& first_in,
+                       const at::Tensor& second_in)
+    : activation(activation_in), first(first_in), second(second_in) {
+  if (second.defined() && !have_kernels(first, second)) return;
+  first = first.contiguous();
+  if (second.defined()) second = second.contiguous();
+}
+
+at::Tensor gated(const GatedInput& input) {
+  const GateAndUp inner = gate_and_up_of(input.first, input.second);
+  if (!have_kernels(inner.gate, inner.up))
+    return activated(input.activation, inner.gate).mul_(inner.up);
+  at::Tensor result = at::empty(inner.gate.sizes(), inner.gate.options());
+  const OnDeviceOf on_device(inner.gate);
+  gated_on_device(memory_of(input.activation, inner), result.mutable_data_ptr(),
+                  on_device.stream());
+  return result;
+}
+
+std::pair<at::Tensor, at::Tensor> gated_backward(const GatedInput& input,
+                                                 const at::Tensor& gradient_in) {
+  const GateAndUp inner = gate_and_up_of(input.first, input.second);
+  const auto& [gate, up] = inner;
+  if (!have_kernels(gate, up)) {
+    const at::Tensor of_gate = activated_backward(input.activation, gradient_in * up, gate);
+    const at::Tensor of_up = activated(input.activation, gate).mul_(gradient_in);
+    if (input.second.defined()) return {of_gate, of_up};
+    return {at::cat({of_gate, of_up}, -1), at::Tensor()};
+  }
+  const at::Tensor gradient = gradient_in.contiguous();
+  const at::Tensor first = at::empty_like(input.first);
+  const at::Tensor second = input.second.defined() ? at::empty_like(input.second) : at::Tensor();
+  const auto [of_gate, of_up] = gate_and_up_of(first, second);
+  const OnDeviceOf on_device(gate);
+  gated_backward_on_device(memory_of(input.activation, inner), gradient.const_data_ptr(),
+                           of_gate.mutable_data_ptr(), of_up.mutable_data_ptr(),
+                           on_device.stream());
+  return {first, second};
+}
 
 at::Tensor gated_silu(const at::Tensor& gate, const at::Tensor& up) {
   return GatedSilu::apply(gate, std::optional(up));

@@ -6,8 +6,10 @@
 #include <torch/nn/pimpl.h>
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
+#include "fsdp/nn/kernels/layer_kernels.h"
 #include "fsdp/nn/layers/matrix_layers.h"
 
 namespace fsdp::nn {
@@ -17,6 +19,23 @@ at::Tensor gated_silu(const at::Tensor& gate, const at::Tensor& up);
 
 // Rows begin with gate and end with up: [n, 2 * size] -> [n, size].
 at::Tensor gated_silu(const at::Tensor& gate_and_up);
+
+// The arguments of activation(gate) * up: two tensors, or rows that begin with gate and end with
+// up.
+struct GatedInput {
+  // Makes them dense where a kernel computes. `second`: undefined if `first` has rows of both.
+  GatedInput(GatedActivation activation, const at::Tensor& first, const at::Tensor& second);
+
+  GatedActivation activation;
+  at::Tensor first;
+  at::Tensor second;
+};
+
+// The function and its gradients, of `first` and `second`, without autograd: for whoever has a
+// formula of its own.
+at::Tensor gated(const GatedInput& input);
+std::pair<at::Tensor, at::Tensor> gated_backward(const GatedInput& input,
+                                                 const at::Tensor& gradient);
 
 // relu(x)^2
 at::Tensor squared_relu(const at::Tensor& x);

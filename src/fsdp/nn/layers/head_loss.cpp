@@ -93,12 +93,6 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-struct WantedGradients {
-  bool of_hidden = false;
-  bool of_weight = false;
-  bool any() const { return of_hidden || of_weight; }
-};
-
 // Narrow types are summed in fp32.
 at::ScalarType sum_type(at::ScalarType type) {
   return type == at::kBFloat16 || type == at::kHalf ? at::kFloat : type;
@@ -138,19 +132,35 @@ at::Tensor logit_gradient(const LogitRows& rows, bool is_wanted, const MeshAxis*
   return is_wanted ? cross_entropy_rows(RowWork::kGradient, rows) : at::Tensor();
 }
 
+// The logits that count, and their slopes where there is a cap: both in their type.
+struct CappedLogits {
+  at::Tensor values;
+  at::Tensor slopes = {};
+
+  CappedLogits(at::Tensor logits, double cap, bool has_gradient) : values(std::move(logits)) {
+    if (cap == 0) return;
+    values.div_(cap).tanh_();
+    if (has_gradient) slopes = values.square().neg_().add_(1);
+    values.mul_(cap);
+  }
+};
+
 // `tp`: ranks that share the vocabulary.
-void compute_chunk(const HeadRows& all, int64_t begin, int64_t end, const MeshAxis* tp) {
+void compute_chunk(const HeadRows& all, int64_t begin, int64_t end, double soft_cap,
+                   const MeshAxis* tp) {
   const int64_t count = end - begin;
   const int64_t columns = all.weight.size(0);
   const at::Tensor hidden = all.hidden.narrow(0, begin, count);
   const bool is_wanted = all.hidden_gradient.defined() || all.weight_gradient.defined();
+  const CappedLogits logits(at::mm(hidden, all.weight.t()), soft_cap, is_wanted);
   const at::Tensor gradient =
-      logit_gradient({.logits = at::mm(hidden, all.weight.t()),
+      logit_gradient({.logits = logits.values,
                       .targets = all.targets.narrow(0, begin, count),
                       .sums = all.sums.narrow(1, begin, count),
                       .first_token = tp == nullptr ? 0 : tp->rank() * columns,
                       .vocabulary = tp == nullptr ? columns : tp->size() * columns},
                      is_wanted, tp);
+  if (is_wanted && logits.slopes.defined()) gradient.mul_(logits.slopes);
   if (all.hidden_gradient.defined()) {
     at::Tensor to = all.hidden_gradient.narrow(0, begin, count);
     at::mm_out(to, gradient, all.weight);
@@ -175,16 +185,11 @@ HeadRows prepared(const at::Tensor& hidden, const at::Tensor& weight, const at::
   return rows;
 }
 
-struct HeadResult {
-  MeanLoss mean;
-  // Gradients of the sum of all losses, which mean.weight makes those of the mean.
-  at::Tensor hidden_gradient;
-  at::Tensor weight_gradient;
-};
+}  // namespace
 
-HeadResult compute(const at::Tensor& own_hidden, const at::Tensor& weight,
-                   const at::Tensor& all_targets, const HeadLossOptions& options,
-                   const WantedGradients& wanted) {
+HeadLossParts head_loss_parts(const at::Tensor& own_hidden, const at::Tensor& weight,
+                              const at::Tensor& all_targets, const HeadLossOptions& options,
+                              const WantedGradients& wanted) {
   const MeshAxis* tp = options.ranks.tp;
   const MeshAxis* sharing = options.ranks.part == LogitPart::kVocabulary ? tp : nullptr;
   const at::Tensor hidden =
@@ -195,9 +200,9 @@ HeadResult compute(const at::Tensor& own_hidden, const at::Tensor& weight,
   const int64_t step = rows_of_logit_chunk(
       {num_rows, weight.size(0), static_cast<int64_t>(hidden.element_size())}, options.logit_bytes);
   for (int64_t begin = 0; begin < num_rows; begin += step)
-    compute_chunk(rows, begin, std::min(begin + step, num_rows), sharing);
+    compute_chunk(rows, begin, std::min(begin + step, num_rows), options.soft_cap, sharing);
 
-  HeadResult result{
+  HeadLossParts result{
       .mean = mean_cross_entropy(rows.sums, rows.targets, all_targets.reshape({-1}).contiguous()),
       .hidden_gradient = rows.hidden_gradient,
       .weight_gradient = rows.weight_gradient};
@@ -209,12 +214,14 @@ HeadResult compute(const at::Tensor& own_hidden, const at::Tensor& weight,
   return result;
 }
 
+namespace {
+
 class HeadLoss final : public torch::autograd::Function<HeadLoss> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& hidden,
                             const at::Tensor& weight, const at::Tensor& targets,
                             const HeadLossOptions& options, const WantedGradients& wanted) {
-    HeadResult result = compute(hidden, weight, targets, options, wanted);
+    HeadLossParts result = head_loss_parts(hidden, weight, targets, options, wanted);
     // The weight is saved for its name alone, which says where its gradient goes.
     context->save_for_backward(
         {weight, result.mean.weight, result.hidden_gradient, result.weight_gradient});
@@ -245,7 +252,7 @@ at::Tensor head_loss(const at::Tensor& hidden, const at::Tensor& weight, const a
                      const HeadLossOptions& options) {
   const WantedGradients wanted{.of_hidden = at::GradMode::is_enabled() && hidden.requires_grad(),
                                .of_weight = at::GradMode::is_enabled() && weight.requires_grad()};
-  if (!wanted.any()) return compute(hidden, weight, targets, options, wanted).mean.loss;
+  if (!wanted.any()) return head_loss_parts(hidden, weight, targets, options, wanted).mean.loss;
   return HeadLoss::apply(hidden, weight, targets, options, wanted);
 }
 

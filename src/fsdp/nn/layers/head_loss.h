@@ -40,6 +40,7 @@ MeanLoss mean_cross_entropy(const at::Tensor& sums, const at::Tensor& targets,
 
 struct HeadLossOptions {
   int64_t logit_bytes = kDefaultLogitBytes;  // of a chunk
+  double soft_cap = 0;                       // logits are cap * tanh(logits / cap); 0: as they are
   LogitRanks ranks = {};
 };
 
@@ -53,5 +54,21 @@ struct HeadLossOptions {
 // with the loss's gradient.
 at::Tensor head_loss(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& targets,
                      const HeadLossOptions& options = {});
+
+// The loss and the gradients that are wanted, without autograd: for whoever has a formula of its
+// own. Gradients are those of the sum of all rows' losses; times mean.weight they are the mean's.
+struct WantedGradients {
+  bool of_hidden = false;
+  bool of_weight = false;
+  bool any() const { return of_hidden || of_weight; }
+};
+struct HeadLossParts {
+  MeanLoss mean;
+  at::Tensor hidden_gradient;  // undefined: not wanted
+  at::Tensor weight_gradient;  // fp32 or wider
+};
+HeadLossParts head_loss_parts(const at::Tensor& hidden, const at::Tensor& weight,
+                              const at::Tensor& targets, const HeadLossOptions& options,
+                              const WantedGradients& wanted);
 
 }  // namespace fsdp::nn

@@ -23,6 +23,24 @@ enum class NormWeight : uint8_t {
 at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double eps,
                     int64_t num_groups = 1);
 
+// The norm of rows and its gradients, without autograd: for whoever has a formula of its own.
+struct NormForm {
+  double eps = 0;
+  double offset = 0;  // factors are this + weight
+};
+struct NormedRows {
+  at::Tensor normed;
+  at::Tensor scales;  // fp32, one per row: 1 / sqrt(mean(x^2) + eps)
+};
+NormedRows normed_rows(const at::Tensor& x, const at::Tensor& weight, const NormForm& form);
+struct NormedRowsGradients {
+  at::Tensor of_x;
+  at::Tensor of_weight;
+};
+NormedRowsGradients normed_rows_backward(const at::Tensor& gradient, const at::Tensor& x,
+                                         const at::Tensor& weight, const at::Tensor& scales,
+                                         const NormForm& form);
+
 // The beginning of a residual layer: the value that goes around it, and the normed one that goes
 // in. Both come from one function, so that a device adds up their gradients where it computes them.
 struct NormedBranch {

@@ -66,7 +66,7 @@ double magnitude_of(const RopeScaling& scaling) {
   return yarn_mscale(yarn->factor, yarn->mscale) / yarn_mscale(yarn->factor, yarn->mscale_all_dim);
 }
 
-enum class Direction { kForward, kBack };
+using Direction = RotationDirection;
 
 // One pass on the host, where ATen needs four.
 void rotate_on_host(const at::Tensor& x, const at::Tensor& y, const at::Tensor& cosine,
@@ -74,14 +74,15 @@ void rotate_on_host(const at::Tensor& x, const at::Tensor& y, const at::Tensor& 
   const int64_t sequence = x.size(1);
   const int64_t heads = x.size(2);
   const int64_t half = x.size(3) / 2;
+  const int64_t num_angles = cosine.numel() / half;  // those of one sequence, or of all
   const auto* from = x.const_data_ptr<float>();
   auto* to = y.data_ptr<float>();
   const auto* cosines = cosine.const_data_ptr<float>();
   const auto* sines = sine.const_data_ptr<float>();
   at::parallel_for(0, x.size(0) * sequence, 32, [&](int64_t begin, int64_t end) {
     for (int64_t position = begin; position < end; ++position) {
-      const float* c = cosines + position % sequence * half;
-      const float* s = sines + position % sequence * half;
+      const float* c = cosines + position % num_angles * half;
+      const float* s = sines + position % num_angles * half;
       for (int64_t head = 0; head < heads; ++head) {
         const float* a = from + (position * heads + head) * 2 * half;
         float* b = to + (position * heads + head) * 2 * half;
@@ -104,8 +105,8 @@ at::Tensor rotated(const at::Tensor& x_in, const at::Tensor& cosine, const at::T
   }
   const at::Tensor wide = x.to(at::kFloat);
   const at::Tensor y = at::empty_like(wide);
-  const at::Tensor c = cosine.unsqueeze(1);  // over the heads
-  const at::Tensor s = sine.unsqueeze(1);
+  const at::Tensor c = cosine.unsqueeze(-2);  // over the heads
+  const at::Tensor s = sine.unsqueeze(-2);
   const std::vector<at::Tensor> from = wide.chunk(2, -1);
   std::vector<at::Tensor> to = y.chunk(2, -1);
   const double sign = direction == Direction::kForward ? 1.0 : -1.0;
@@ -138,16 +139,10 @@ QueryAndKey rotated_by_kernel(const QueryAndKey& x, const RotaryTables& tables,
                     .head_dim = x.query.size(3)},
                    {.cosine = tables.cosine.const_data_ptr<float>(),
                     .sine = tables.sine.const_data_ptr<float>(),
+                    .batch_stride = tables.cosine.dim() == 3 ? tables.cosine.stride(0) : 0,
                     .sign = direction == Direction::kForward ? 1.0f : -1.0f},
                    on_device.stream());
   return to;
-}
-
-QueryAndKey rotated(const QueryAndKey& x, const RotaryTables& tables, Direction direction) {
-  if (has_kernels(x.query) && x.key.scalar_type() == x.query.scalar_type())
-    return rotated_by_kernel(x, tables, direction);
-  return {rotated(x.query, tables.cosine, tables.sine, direction),
-          rotated(x.key, tables.cosine, tables.sine, direction)};
 }
 
 class Rotation final : public torch::autograd::Function<Rotation> {
@@ -210,8 +205,15 @@ RotaryTables Rotary::tables(int64_t begin, int64_t end, const at::Device& device
   return {longest.cosine.narrow(0, begin, end - begin), longest.sine.narrow(0, begin, end - begin)};
 }
 
+QueryAndKey rotated(const QueryAndKey& x, const RotaryTables& tables, RotationDirection direction) {
+  if (has_kernels(x.query) && x.key.scalar_type() == x.query.scalar_type())
+    return rotated_by_kernel(x, tables, direction);
+  return {rotated(x.query, tables.cosine, tables.sine, direction),
+          rotated(x.key, tables.cosine, tables.sine, direction)};
+}
+
 QueryAndKey rotate(const QueryAndKey& heads, const RotaryTables& tables) {
-  const int64_t rotary_dim = 2 * tables.cosine.size(1);
+  const int64_t rotary_dim = 2 * tables.cosine.size(-1);
   if (rotary_dim < heads.query.size(3)) {
     const auto divided = [&](const at::Tensor& x) {
       return x.split_with_sizes({rotary_dim, x.size(3) - rotary_dim}, 3);

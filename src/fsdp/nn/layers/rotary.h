@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <mutex>
 #include <vector>
 
@@ -21,7 +22,9 @@ inline std::vector<double> rotary_frequencies(const LlamaConfig& config) {
 double yarn_mscale(double factor, double mscale);
 
 struct RotaryTables {
-  at::Tensor cosine;  // [positions, rotary_dim / 2], fp32, times yarn's factor
+  // [positions, rotary_dim / 2], or [batch, positions, rotary_dim / 2] where sequences have
+  // positions of their own; fp32, times yarn's factor.
+  at::Tensor cosine;
   at::Tensor sine;
 };
 
@@ -50,5 +53,11 @@ struct QueryAndKey {
 // Computes in fp32 and rounds to the heads' type; the result is dense. Channels beyond those of the
 // tables pass unchanged. Keeps only the tables for the backward.
 QueryAndKey rotate(const QueryAndKey& heads, const RotaryTables& tables);
+
+// The same for heads of the tables' size, without autograd: for whoever has a formula of its own.
+// Gradients are rotated back.
+enum class RotationDirection : uint8_t { kForward, kBack };
+QueryAndKey rotated(const QueryAndKey& heads, const RotaryTables& tables,
+                    RotationDirection direction);
 
 }  // namespace fsdp::nn

@@ -1,0 +1,303 @@
+"""The engine's kernels as operators of torch, in place of transformers' modules, and a loss without logits."""
+
+import copy
+import gc
+import weakref
+
+import conftest
+import pytest
+import torch
+from torch import nn
+
+import fsdp_cpp as fsdp
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "attention_dropout": 0.0}
+EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.02, "output_router_logits": True}
+# A family's config, and how many of its modules compute with each kernel.
+FAMILIES = {
+    "Llama": ({}, {"RMS norm": 5, "gated SiLU": 2, "rotary positions": 2}),
+    "Mistral": ({"sliding_window": 8}, {"RMS norm": 5, "gated SiLU": 2, "rotary positions": 2}),
+    "Qwen2": ({}, {"RMS norm": 5, "gated SiLU": 2, "rotary positions": 2}),
+    "Qwen3": ({}, {"RMS norm": 9, "gated SiLU": 2, "rotary positions": 2}),
+    "Gemma": ({"hidden_activation": "gelu_pytorch_tanh"}, {"RMS norm": 5, "gated GELU": 2, "rotary positions": 2}),
+    "Gemma2": ({"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}, {"RMS norm": 9, "gated GELU": 2, "rotary positions": 2}),
+    "Phi3": ({}, {"RMS norm": 5, "gated SiLU": 2, "rotary positions": 2}),
+    "Mixtral": ({"num_local_experts": 4, **EXPERTS}, {"RMS norm": 5, "rotary positions": 2}),
+    "Qwen3Moe": ({"num_experts": 4, "moe_intermediate_size": 16, "decoder_sparse_step": 2, "mlp_only_layers": [], **EXPERTS},
+                 {"RMS norm": 9, "gated SiLU": 1, "rotary positions": 2}),
+}
+
+
+def a_model(family, dtype=torch.float32, **more):
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{family}Config")(**SMALL, **FAMILIES[family][0], **more)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:  # norms whose factors are not all one
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def tokens(rows=2, length=12):
+    return torch.randint(1, 64, (rows, length), generator=torch.Generator().manual_seed(5))
+
+
+def labels_of(x):
+    labels = x.clone()
+    labels[:, :3] = -100
+    return labels
+
+
+def loss_and_gradients(model, **given):
+    model.zero_grad()
+    output = model(**given)
+    output.loss.backward()
+    return output, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def expect_near(gradients, expected, tolerance=2e-5):
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        if expected[name] is None:
+            assert gradient is None, name
+            continue
+        scale = expected[name].abs().max().clamp_min(1e-3)
+        assert (gradient - expected[name]).abs().max() <= tolerance * scale, name
+
+
+# --- operators -----------------------------------------------------------------------------------
+
+def operator_cases(dtype):
+    x, weight = torch.randn(3, 5, 16, dtype=dtype), torch.randn(16, dtype=dtype)
+    q, k = torch.randn(2, 5, 4, 8, dtype=dtype), torch.randn(2, 5, 2, 8, dtype=dtype)
+    ops = torch.ops.fsdp_cpp
+    for offset in (0.0, 1.0):
+        yield (lambda x, w, offset=offset: ops.rms_norm(x, w, 1e-3, offset)[0],
+               lambda x, w, offset=offset: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3) * (offset + w), [x, weight])
+    for shape in ((5, 4), (2, 5, 4)):
+        angle = torch.randn(shape)
+        cosine, sine = angle.cos(), angle.sin()
+
+        def turned(q, k, cosine=cosine, sine=sine):
+            c, s = cosine.unsqueeze(-2), sine.unsqueeze(-2)
+            return [torch.cat((x[..., :4] * c - x[..., 4:] * s, x[..., 4:] * c + x[..., :4] * s), -1) for x in (q, k)]
+
+        yield lambda q, k, cosine=cosine, sine=sine: ops.rotate(q, k, cosine, sine, False), turned, [q, k]
+    gate, up = torch.randn(3, 6, dtype=dtype), torch.randn(3, 6, dtype=dtype)
+    for kind, function in (("silu", nn.functional.silu), ("gelu", nn.functional.gelu),
+                           ("gelu_tanh", lambda x: nn.functional.gelu(x, approximate="tanh"))):
+        yield (lambda g, u, kind=kind: ops.gated(g, u, kind), lambda g, u, f=function: f(g) * u, [gate, up])
+        yield (lambda both, kind=kind: ops.gated(both, None, kind),
+               lambda both, f=function: f(both[:, :6]) * both[:, 6:], [torch.cat((gate, up), -1)])
+
+
+def outputs_and_gradients(function, inputs):
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    outputs = function(*inputs)
+    outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+    gradients = torch.autograd.grad([(x.float() * torch.arange(x.numel()).view(x.shape).sin()).sum() for x in outputs], inputs)
+    return [*outputs, *gradients]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operators_compute_what_torch_does(dtype):
+    for ours, theirs, inputs in operator_cases(dtype):
+        for mine, expected in zip(outputs_and_gradients(ours, inputs), outputs_and_gradients(theirs, [x.float() for x in inputs])):
+            assert mine.dtype == dtype
+            # bf16: one rounding, which may also be that of the input of a sum.
+            torch.testing.assert_close(mine.float(), expected, rtol=1e-5 if dtype == torch.float32 else 1e-2,
+                                       atol=1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_operators_can_be_traced():
+    """Schemas, shapes without numbers, autograd under AOTAutograd: torch's own checks."""
+    x, weight = torch.randn(3, 16, requires_grad=True), torch.randn(16, requires_grad=True)
+    q, k = torch.randn(2, 5, 4, 8, requires_grad=True), torch.randn(2, 5, 2, 8, requires_grad=True)
+    angle = torch.randn(5, 4)
+    both = torch.randn(3, 12, requires_grad=True)
+    hidden, head = torch.randn(6, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+    targets = torch.tensor([3, 1, -100, 19, 0, 2])
+    ops = torch.ops.fsdp_cpp
+    for operator, arguments in ((ops.rms_norm, (x, weight, 1e-5, 1.0)), (ops.rotate, (q, k, angle.cos(), angle.sin(), False)),
+                                (ops.gated, (both, None, "gelu_tanh")), (ops.gated, (x, x.detach() + 1, "silu")),
+                                (ops.linear_cross_entropy, (hidden, head, targets, 256, 2.0))):
+        torch.library.opcheck(operator.default, arguments,
+                              test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
+
+
+def test_a_loss_of_rows_is_that_of_their_logits():
+    hidden, weight = torch.randn(2, 7, 8), torch.randn(30, 8)
+    labels = torch.randint(0, 30, (2, 7))
+    labels[0, 2:5] = -100
+    for cap in (0.0, 2.5):
+        def plain(hidden, weight, cap=cap):
+            logits = hidden @ weight.T
+            return nn.functional.cross_entropy((torch.tanh(logits / cap) * cap if cap else logits).flatten(0, 1), labels.flatten())
+
+        expected = outputs_and_gradients(lambda *x: plain(*x) * 3, [hidden, weight])
+        for logit_bytes in (1, 1 << 20):  # row by row, and all at once
+            ours = outputs_and_gradients(
+                lambda *x, n=logit_bytes, cap=cap: fsdp.linear_cross_entropy(*x, labels, soft_cap=cap, logit_bytes=n) * 3, [hidden, weight])
+            for mine, theirs in zip(ours, expected):
+                torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    assert fsdp.linear_cross_entropy(hidden, weight, torch.full_like(labels, -100)) == 0
+    with pytest.raises(fsdp.UsageError, match="each row of hidden needs one label"):
+        fsdp.linear_cross_entropy(hidden, weight, labels[:, 1:])
+
+
+# --- models of transformers ----------------------------------------------------------------------
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_trains_alike(family):
+    plain, ours = a_model(family).train(), a_model(family).train()
+    done = fsdp.use_kernels(ours, logits=False)
+    assert done.used == FAMILIES[family][1] | {"loss without logits": 1}
+    assert not done.left
+    x = tokens()
+    for given in ({"labels": labels_of(x)}, {"labels": labels_of(x), "num_items_in_batch": torch.tensor(31)},
+                  {"labels": labels_of(x), "attention_mask": (torch.arange(12) > 3).long().repeat(2, 1)}):
+        theirs, expected = loss_and_gradients(plain, input_ids=x, **given)
+        output, gradients = loss_and_gradients(ours, input_ids=x, **given)
+        torch.testing.assert_close(output.loss, theirs.loss, rtol=1e-5, atol=1e-6)
+        assert output.logits is None
+        expect_near(gradients, expected, 1e-4)
+    asked = ours(input_ids=x, labels=x, return_logits=True)
+    torch.testing.assert_close(asked.logits, plain(input_ids=x).logits, rtol=1e-4, atol=1e-4)
+    ours.eval(), plain.eval()
+    torch.testing.assert_close(ours(input_ids=x, labels=x).logits, plain(input_ids=x).logits, rtol=1e-4, atol=1e-4)
+    assert torch.equal(ours.generate(x[:1], max_new_tokens=4, do_sample=False), plain.generate(x[:1], max_new_tokens=4, do_sample=False))
+
+
+def test_positions_of_their_own_and_shifted_labels():
+    plain, ours = a_model("Llama").train(), a_model("Llama").train()
+    fsdp.use_kernels(ours, logits=False)
+    x = tokens()
+    given = {"input_ids": x, "position_ids": torch.stack((torch.arange(12), torch.arange(12) + 7)),
+             "labels": x, "shift_labels": torch.roll(x, -1, 1)}
+    theirs, expected = loss_and_gradients(plain, **given)
+    output, gradients = loss_and_gradients(ours, **given)
+    torch.testing.assert_close(output.loss, theirs.loss, rtol=1e-5, atol=1e-6)
+    expect_near(gradients, expected, 1e-4)
+
+
+class Doubled(nn.Module):
+    """A norm by its looks."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = 1e-6
+
+    def forward(self, x):
+        return 2 * x * self.weight
+
+
+class Reversed(nn.Module):
+    """A gated MLP by its looks, whose gate is its other half."""
+
+    def __init__(self, activation):
+        super().__init__()
+        self.into, self.back = nn.Linear(8, 12, bias=False), nn.Linear(6, 8)
+        self.activation = activation
+
+    def forward(self, x):
+        gate, up = self.into(x).chunk(2, -1)
+        return self.back(self.activation(gate) * up)
+
+
+def test_what_differs_is_left_alone_and_named():
+    model = nn.Sequential(Doubled(8), Reversed(torch.tanh), Reversed(nn.functional.silu), nn.RMSNorm(8, eps=1e-5), nn.LayerNorm(8))
+    x = torch.randn(4, 8)
+    expected = model(x)
+    done = fsdp.use_kernels(model)
+    assert done.used == {"gated SiLU": 1, "RMS norm": 1}
+    assert done.left == {"0": "computes another function than an RMS norm", "1": "computes another function than a gated MLP"}
+    assert str(done) == ("kernels: 1 x gated SiLU, 1 x RMS norm; left alone: 0 (computes another function than an RMS norm), "
+                         "1 (computes another function than a gated MLP)")
+    torch.testing.assert_close(model(x), expected)
+    assert [type(module).__name__ for module in model] == ["Doubled", "Reversed", "Reversed", "RMSNorm", "LayerNorm"]
+    assert isinstance(model[2], Reversed)
+
+
+def test_models_that_cannot_go_without_logits_are_refused():
+    for model, words in ((nn.Linear(3, 3), "is no causal language model of transformers with a linear head"),
+                         (transformers.LlamaModel(transformers.LlamaConfig(**SMALL)), "is no causal language model")):
+        with pytest.raises(fsdp.UsageError, match=words):
+            fsdp.use_kernels(model, logits=False)
+
+    class Weighted(transformers.LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.loss = None if output.loss is None else output.loss + 1
+            return output
+
+    with pytest.raises(fsdp.UsageError, match="computes its loss in another way"):
+        fsdp.use_kernels(Weighted(transformers.LlamaConfig(**SMALL)), logits=False)
+
+
+def test_copies_compute_for_themselves():
+    plain, ours = a_model("Llama").train(), a_model("Llama").train()
+    fsdp.use_kernels(ours, logits=False)
+    with pytest.raises(fsdp.UsageError, match="cannot be replaced; set it before"):
+        ours.loss_function = None
+    other = copy.deepcopy(ours)
+    del ours
+    x = tokens()
+    torch.testing.assert_close(other(input_ids=x, labels=x).loss, plain(input_ids=x, labels=x).loss, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_that_goes_is_gone():
+    model = a_model("Llama").train()
+    fsdp.use_kernels(model, logits=False)
+    gone = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+# --- sharded -------------------------------------------------------------------------------------
+
+@conftest.every_strategy
+def test_a_sharded_model_trains_alike(world, strategy):
+    plain = a_model("Llama").train()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
+    with torch.device("meta"):
+        empty = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
+    assert str(fsdp.use_kernels(empty)) == "kernels: 2 x rotary positions, 2 x gated SiLU, 5 x RMS norm"  # no weights are needed for it
+    ours = fsdp.fully_shard(a_model("Llama").train(), strategy=strategy, kernels=True, logits=False)
+    ours_optimizer = fsdp.AdamW(ours, lr=1e-2, weight_decay=0.0)
+    for step in range(4):
+        x = (tokens(2 * world.size) + step) % 64
+        theirs = plain(input_ids=x, labels=x).loss
+        theirs.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mine = x[2 * world.rank:2 * world.rank + 2]
+        loss = ours(input_ids=mine, labels=mine).loss
+        loss.backward()
+        ours_optimizer.step()
+        ours_optimizer.zero_grad()
+    with fsdp.unshard(ours):
+        for (name, expected), (_, weight) in zip(plain.named_parameters(), ours.named_parameters()):
+            # AdamW divides gradients that are next to nothing by their size.
+            torch.testing.assert_close(weight, expected, rtol=1e-3, atol=1e-3, msg=name)
+
+
+@pytest.mark.more
+def test_a_compiled_block_has_no_breaks(world):
+    plain, ours = a_model("Llama").train(), a_model("Llama").train()
+    fsdp.use_kernels(ours, logits=False)
+    x = tokens()
+    expected, gradients = loss_and_gradients(plain, input_ids=x, labels=x)
+    whole = torch.compile(ours, fullgraph=True)
+    output = whole(input_ids=x, labels=x)
+    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-5, atol=1e-6)
+    output.loss.backward()
+    expect_near({name: parameter.grad for name, parameter in ours.named_parameters()}, gradients, 1e-4)
