@@ -118,7 +118,7 @@ def _copied(module: nn.Module, parameters: dict | None = None, children: dict | 
 
 
 def _output(function: Callable, *args, **kwargs) -> object | None:
-    """What it returns on the CPU; None where it cannot take these arguments."""
+    """Its result on the CPU; None where it cannot take these arguments."""
     try:
         with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
             return function(*args, **kwargs)
@@ -390,7 +390,7 @@ def _is_mean_of_logits(model, head, cap) -> bool:
     small.weight.data.copy_(_numbers(small.out_features, 8))
     names = {id(head): small, id(getattr(model, model.base_model_prefix, None)): Layers()}
     probe = _copied(model, children={name: names[id(child)] for name, child in model._modules.items() if id(child) in names})
-    # What experts add to the loss is the model's own.
+    # The model adds its experts' loss by itself.
     alone = {"output_router_logits": False} if hasattr(model.config, "output_router_logits") else {}
     for given in ({}, {"num_items_in_batch": torch.tensor(11)}):
         result = _output(probe.forward, input_ids=torch.zeros(2, 5, dtype=torch.int64), labels=labels, **alone, **given)

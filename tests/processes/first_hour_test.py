@@ -122,7 +122,7 @@ class FirstHour(unittest.TestCase):
         self.assertLess(0.95 * (chats + book) / 64, steps)
 
     def test_rows_that_are_cut_are_told_of_packed_files(self):
-        write_rows(self.root / "long.jsonl", [FORMATS["openai"](f"{asked} " * 30, said) for asked, said in chats()])
+        write_rows(self.root / "long.jsonl", [FORMATS["openai"](asked, f"{said} " * 30) for asked, said in chats()])
         self.fsdp("data", "pack", "long.jsonl", "--tokenizer", "model", "--output", "long.bin")
         for path in ("long.jsonl", "long.bin"):
             done = self.fsdp("train", "--model", "model", "--data", path, "--sequence", 64, "--steps", 1, "--check")

@@ -54,7 +54,7 @@ struct QueryAndKey {
 // tables pass unchanged. Keeps only the tables for the backward.
 QueryAndKey rotate(const QueryAndKey& heads, const RotaryTables& tables);
 
-// The same for heads of the tables' size, without autograd: for whoever has a formula of its own.
+// rotate() for heads of the tables' size, without autograd: for whoever has a formula of its own.
 // Gradients are rotated back.
 enum class RotationDirection : uint8_t { kForward, kBack };
 QueryAndKey rotated(const QueryAndKey& heads, const RotaryTables& tables,
