@@ -27,7 +27,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """What use_kernels() did: how many modules compute with which kernel, and why others were left alone, by their names."""
+    """The result of use_kernels(): how many modules compute with which kernel, and why others were left alone, by their names."""
 
     used: dict[str, int]
     left: dict[str, str]

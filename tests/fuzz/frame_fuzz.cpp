@@ -65,7 +65,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   sockets[1] = fsdp::Socket(ends[0]);
   fsdp::Socket peer(ends[1]);
   {
-    fsdp::TcpTransport transport(0, std::move(sockets));
+    fsdp::TcpTransport transport(0, {.sockets = std::move(sockets), .calls = nullptr});
     // Sends as much as the socket takes, then the peer is gone.
     require(::send(peer.fd(), stream.data(), stream.size(), MSG_NOSIGNAL) != 0, "nothing sent");
     peer.close();
