@@ -9,7 +9,8 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,18 +53,19 @@ def use_kernels(model: nn.Module, *, logits: bool = True) -> Kernels:
     """
     if not isinstance(model, nn.Module):
         raise _C.UsageError(f"model is {type(model).__name__}; use_kernels() takes a torch.nn.Module")
-    used: dict[str, int] = {}
+    used: dict[str, int] = {} if logits else without_logits(model).used
     left: dict[str, str] = {}
     for name, module in list(model.named_modules()):
-        for recognise in (_norm, _gated_mlp, _rotary):
+        before = getattr(type(module), _KERNEL, None)
+        if before:
+            used[before] = used.get(before, 0) + 1
+        for recognise in (_rotary,) if before else (_norm, _gated_mlp, _rotary):
             found = recognise(module)
             if isinstance(found, _Fits):
                 found.put_in_place()
                 used[found.kernel] = used.get(found.kernel, 0) + 1
             elif found is not None:
                 left[name or "(model)"] = found
-    if not logits:
-        used |= without_logits(model).used
     return Kernels(used, left)
 
 
@@ -92,7 +94,31 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, soft
     return torch.ops.fsdp_cpp.linear_cross_entropy(hidden, weight, labels.to(hidden.device, torch.int64), logit_bytes, soft_cap)
 
 
+def plain_linears(model: nn.Module) -> set[nn.Module]:
+    """Linear layers that compute as nn.Linear does, without the head, whose logits decide between words."""
+    find_head = getattr(model, "get_output_embeddings", None)
+    head = find_head() if callable(find_head) else None
+    return {module for module in model.modules()
+            if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and module is not head}
+
+
+def multiply_codes(module: nn.Module) -> None:
+    """Lets a linear layer of a sharded model compute with the codes that its weight may have."""
+    def forward(self, input):
+        return _linear(input, self.weight, self.bias)
+
+    _becomes(module, forward)
+
+
+@torch.compiler.disable
+def _linear(input, weight, bias):
+    return _C.linear(input, weight, bias)
+
+
 # --- trying modules ------------------------------------------------------------------------------
+
+_KERNEL = "_fsdp_cpp_kernel"  # of the class of a module that computes with one
+
 
 @dataclasses.dataclass(frozen=True)
 class _Fits:
@@ -106,29 +132,32 @@ def _computes_otherwise(kernel: str) -> str:
     return f"computes another function than {kernel}"
 
 
-def _copied(module: nn.Module, parameters: dict | None = None, children: dict | None = None) -> nn.Module:
-    """The module with other parameters or children, and without hooks: a copy that nobody else sees."""
+def _copied(module: nn.Module, training: bool, parameters: dict | None = None, children: dict | None = None) -> nn.Module:
+    """The module in training or not, with other parameters or children, and without hooks: a copy that nobody else sees."""
     probe = copy.copy(module)
-    probe.__dict__ = dict(module.__dict__)
+    probe.__dict__ = dict(module.__dict__, training=training)
     for own in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         probe.__dict__[own] = {}
     probe.__dict__["_parameters"] = dict(module._parameters, **(parameters or {}))
-    probe.__dict__["_modules"] = dict(module._modules, **(children or {}))
+    given = children or {}
+    probe.__dict__["_modules"] = {name: given[name] if name in given else child and _copied(child, training)
+                                  for name, child in module._modules.items()}
     return probe
 
 
-def _output(function: Callable, *args, **kwargs) -> object | None:
-    """Its result on the CPU; None where it cannot take these arguments."""
+def _results(function: Callable, copies: Iterable[nn.Module], inputs: Iterable[object], **kwargs) -> list | None:
+    """Those of each copy for each input, on the CPU; None where they cannot be computed so."""
     try:
         with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
-            return function(*args, **kwargs)
+            return [function(each, x, **kwargs) for each in copies for x in inputs]
     except Exception:  # whatever a foreign module throws says that it is no such module
         return None
 
 
 def _is_near(result: object, expected: Tensor) -> bool:
-    return isinstance(result, Tensor) and result.shape == expected.shape and torch.allclose(
-        result.float(), expected.float(), rtol=1e-4, atol=1e-6)
+    if not isinstance(result, Tensor) or result.shape != expected.shape:
+        return False
+    return bool((result - expected).abs().max() <= 1e-4 * expected.abs().max())
 
 
 def _numbers(*shape: int, scale: float = 1.0) -> Tensor:
@@ -139,9 +168,21 @@ def _numbers(*shape: int, scale: float = 1.0) -> Tensor:
 def _becomes(module: nn.Module, forward: Callable, **members: object) -> None:
     """Gives the module a subclass of its class with this forward, which has its class's name and signature."""
     own = type(module)
+
+    def reduced(self, protocol):
+        """For pickle, which finds classes by their names: an instance of the class that there is."""
+        return own.__new__, (own,), self.__dict__
+
+    def copied(self, memo):
+        other = type(self).__new__(type(self))
+        memo[id(self)] = other
+        other.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return other
+
     functools.update_wrapper(forward, own.forward, updated=())
     forward.__signature__ = inspect.signature(own.forward)  # type: ignore[attr-defined]
-    module.__class__ = type(own.__name__, (own,), {"forward": forward, "__module__": own.__module__, **members})
+    module.__class__ = type(own.__name__, (own,), {"forward": forward, "__module__": own.__module__, "__reduce_ex__": reduced,
+                                                   "__deepcopy__": copied, **members})
 
 
 # --- norms ---------------------------------------------------------------------------------------
@@ -152,15 +193,17 @@ def _norm(module: nn.Module) -> _Fits | str | None:
     floats = [name for name, value in vars(module).items() if isinstance(value, float)]
     if list(module._parameters) != ["weight"] or module._modules or weight is None or weight.dim() != 1 or not floats:
         return None
-    # Small numbers, beside which each eps counts.
-    x, w = _numbers(3, weight.numel(), scale=0.01), _numbers(weight.numel())
-    result = _output(_copied(module, {"weight": nn.Parameter(w, requires_grad=False)}).forward, x)
-    if result is None:
+    plain = type(module).forward
+    w = _numbers(weight.numel())
+    copies = [_copied(module, mode, {"weight": nn.Parameter(w, requires_grad=False)}) for mode in (True, False)]
+    inputs = [_numbers(3, weight.numel(), scale=scale) for scale in (0.01, 1e3)]  # beside the small ones each eps counts
+    results = _results(plain, copies, inputs)
+    if results is None or "forward" in vars(module):
         return None
     for eps in floats:
         for offset in (0.0, 1.0):
-            expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + getattr(module, eps)) * (offset + w)
-            if _is_near(result, expected):
+            expected = [x * torch.rsqrt(x.square().mean(-1, keepdim=True) + getattr(module, eps)) * (offset + w) for x in inputs]
+            if all(map(_is_near, results, expected * 2)):
                 return _Fits("RMS norm", functools.partial(_becomes_norm, module, eps, offset))
     return _computes_otherwise("an RMS norm")
 
@@ -168,12 +211,13 @@ def _norm(module: nn.Module) -> _Fits | str | None:
 def _becomes_norm(module, eps, offset):
     plain = type(module).forward
 
-    def forward(self, hidden_states):
-        if self.weight.dtype != hidden_states.dtype:
-            return plain(self, hidden_states)  # whose result has the wider type
-        return torch.ops.fsdp_cpp.rms_norm(hidden_states, self.weight, getattr(self, eps), offset)[0]
+    def forward(self, *args, **kwargs):
+        # The kernel does not compute a gate beside the input or results of a wider type, and plain has its own errors.
+        if kwargs or len(args) != 1 or self.weight.dtype != args[0].dtype or self.weight.shape != args[0].shape[-1:]:
+            return plain(self, *args, **kwargs)
+        return torch.ops.fsdp_cpp.rms_norm(args[0], self.weight, getattr(self, eps), offset)[0]
 
-    _becomes(module, forward)
+    _becomes(module, forward, **{_KERNEL: "RMS norm"})
 
 
 # --- gated MLPs ----------------------------------------------------------------------------------
@@ -184,54 +228,69 @@ def _gated_mlp(module: nn.Module) -> _Fits | str | None:
     others = [child for name, child in module._modules.items() if name not in linears]
     if module._parameters or any(True for child in others for _ in child.parameters()):
         return None
-    into, back = _directions(linears)
-    if back is None:
+    if "forward" in vars(module):
         return None
+    refusal = None
+    for into, back in _directions(linears):
+        kind, order = _gate_of(module, linears, into, back)
+        if kind:
+            kernel = "gated SiLU" if kind == "silu" else "gated GELU"
+            return _Fits(kernel, functools.partial(_becomes_gated, module, kernel, order, back, kind))
+        refusal = refusal if order is None else _computes_otherwise("a gated MLP")
+    return refusal
+
+
+def _gate_of(module, linears, into, back) -> tuple[str, list[str] | None]:
+    """The activation, and the order of gate and up. "" where it computes otherwise; without an order where it computes nothing so."""
     size, inner = 8, 6
 
-    def small(linear, inputs, outputs):
+    def small(linear, inputs, outputs, sign=1):
         probe = nn.Linear(inputs, outputs, bias=linear.bias is not None, device="cpu", dtype=torch.float32)
-        probe.weight.data.copy_(_numbers(outputs, inputs))
+        probe.weight.data.copy_(_numbers(outputs, inputs, scale=sign))
         if probe.bias is not None:
             probe.bias.data.copy_(_numbers(outputs))
         return probe
 
     width = inner if len(into) == 2 else 2 * inner
-    probes = {name: small(linears[name], size, width) for name in into}
-    if len(into) == 2:
-        probes[into[1]].weight.data.neg_()  # another one than gate's
+    probes = {name: small(linears[name], size, width, sign) for name, sign in zip(into, (1, -1))}
     probes[back] = small(linears[back], inner, size)
-    x = _numbers(2, 3, size)
-    result = _output(_copied(module, children=probes).forward, x)
-    if result is None:
-        return None
+    inputs = [_numbers(2, 3, size, scale=scale) for scale in (1.0, 1e3)]  # large numbers find what is clamped
+    results = _results(type(module).forward, [_copied(module, mode, children=probes) for mode in (True, False)], inputs)
+    if results is None:
+        return "", None
     with torch.no_grad():
         for order in (into, into[::-1]) if len(into) == 2 else (into,):
-            parts = [probes[name](x) for name in order]
-            gate, up = parts if len(parts) == 2 else parts[0].chunk(2, -1)
             for kind, activation in _ACTIVATIONS.items():
-                if _is_near(result, probes[back](activation(gate) * up)):
-                    return _Fits(f"gated {'SiLU' if kind == 'silu' else 'GELU'}", functools.partial(_becomes_gated, module, order, back, kind))
-    return _computes_otherwise("a gated MLP")
+                expected = []
+                for x in inputs:
+                    parts = [probes[name](x) for name in order]
+                    gate, up = parts if len(parts) == 2 else parts[0].chunk(2, -1)
+                    expected.append(probes[back](activation(gate) * up))
+                if all(map(_is_near, results, expected * 2)):
+                    return kind, order
+    return "", into
 
 
-def _directions(linears: dict[str, nn.Linear]) -> tuple[list[str], str | None]:
-    """The names of those that go in, gate and up or one of both, and of the one that goes back."""
+def _directions(linears: dict[str, nn.Linear]) -> Iterator[tuple[list[str], str]]:
+    """The names of those that may go in, gate and up or one of both, and of the one that goes back."""
     for back, down in linears.items():
         into = [name for name in linears if name != back]
         fits = [linears[name].in_features == down.out_features and
                 linears[name].out_features * len(into) == 2 * down.in_features for name in into]
         if len(into) in (1, 2) and all(fits):
-            return into, back
-    return [], None
+            yield into, back
 
 
-def _becomes_gated(module, into, back, kind):
-    def forward(self, hidden_states):
-        parts = [getattr(self, name)(hidden_states) for name in into]
+def _becomes_gated(module, kernel, into, back, kind):
+    plain = type(module).forward
+
+    def forward(self, *args, **kwargs):
+        if kwargs or len(args) != 1:
+            return plain(self, *args, **kwargs)
+        parts = [getattr(self, name)(args[0]) for name in into]
         return getattr(self, back)(torch.ops.fsdp_cpp.gated(parts[0], parts[1] if len(parts) == 2 else None, kind))
 
-    _becomes(module, forward)
+    _becomes(module, forward, **{_KERNEL: kernel})
 
 
 # --- rotary positions ----------------------------------------------------------------------------
@@ -249,17 +308,20 @@ def _rotary(module: nn.Module) -> _Fits | str | None:
     if hasattr(function, _KERNEL_OF):
         return _Fits("rotary positions", lambda: None)
     q, k = _numbers(2, 4, 5, 8), _numbers(2, 2, 5, 8)
-    for batch, channels in ((1, 8), (2, 8)):
+
+    def is_turned(batch, channels):
         angle = _numbers(batch, 5, channels // 2)
-        cosine, sine = torch.cat((angle, angle), -1).cos(), torch.cat((angle, angle), -1).sin()
-        result = _output(function, q, k, cosine, sine)
-        expected = _output(_rotated, q, k, cosine, sine, 1)
-        if not isinstance(result, tuple) or not all(map(_is_near, result, expected)):
-            return _computes_otherwise("rotary positions of halves")
-    return _Fits("rotary positions", functools.partial(_replace_rotation, file, function))
+        tables = torch.cat((angle, angle), -1).cos(), torch.cat((angle, angle), -1).sin()
+        results = _results(lambda _, heads: function(*heads, *tables), [module], [(q, k)])
+        expected = _rotated(q, k, *(table[0] if batch == 1 else table for table in tables), 1)
+        return results is not None and isinstance(results[0], tuple) and all(map(_is_near, results[0], expected))
+
+    if not is_turned(1, 8) or not is_turned(2, 8):
+        return _computes_otherwise("rotary positions of halves")
+    return _Fits("rotary positions", functools.partial(_replace_rotation, file, function, is_turned(1, 4)))
 
 
-def _names_in(function: Callable) -> Iterator[str]:
+def _names_in(function: Any) -> Iterator[str]:
     """The global names that a function, or one that it wraps, reads."""
     while function is not None:
         code = getattr(function, "__code__", None)
@@ -280,25 +342,38 @@ def _rotated(q, k, cosine, sine, heads_dim):
     return (query, key) if heads_dim == 2 else (query.transpose(1, 2), key.transpose(1, 2))
 
 
-def _replace_rotation(file, function):
+def _replace_rotation(file, function, knows_partial):
     if hasattr(getattr(file, _ROTATE), _KERNEL_OF):
         return
 
     @functools.wraps(function)
-    def rotate(q, k, cos, sin, *args, unsqueeze_dim=1, **kwargs):
-        fits = not args and not kwargs and unsqueeze_dim in (1, 2) and q.dim() == 4 and cos.dim() == 3 and q.dtype == k.dtype
-        if not fits or cos.shape[0] not in (1, q.shape[0]):
-            return function(q, k, cos, sin, *args, unsqueeze_dim=unsqueeze_dim, **kwargs)
-        return _rotated(q, k, cos[0] if cos.shape[0] == 1 else cos, sin[0] if sin.shape[0] == 1 else sin, unsqueeze_dim)
+    def rotate(*args, **kwargs):
+        heads_dim = kwargs.get("unsqueeze_dim", 1)
+        if len(args) == 4 and kwargs.keys() <= {"unsqueeze_dim"} and _has_tables(*args, heads_dim, knows_partial):
+            q, k, cosine, sine = args
+            return _rotated(q, k, *(table[0] if table.shape[0] == 1 else table for table in (cosine, sine)), heads_dim)
+        return function(*args, **kwargs)
 
     setattr(rotate, _KERNEL_OF, function)
     setattr(file, _ROTATE, rotate)
 
 
+def _has_tables(q, k, cosine, sine, heads_dim, knows_partial) -> bool:
+    """Whether there is an angle for each position, of all sequences or of each."""
+    if heads_dim not in (1, 2) or q.dim() != 4 or k.dim() != 4 or cosine.dim() != 3 or cosine.shape != sine.shape:
+        return False
+    positions = 3 - heads_dim
+    channels = cosine.shape[2]
+    return (q.dtype == k.dtype and q.shape[0] == k.shape[0] and q.shape[positions] == k.shape[positions] == cosine.shape[1]
+            and q.shape[3] == k.shape[3] and cosine.shape[0] in (1, q.shape[0])
+            and (channels == q.shape[3] or knows_partial and channels < q.shape[3]))
+
+
 # --- a loss without logits -----------------------------------------------------------------------
 
-_TARGETS = "_fsdp_cpp_targets"  # of a head, while its model wants the loss
-_LOSS = "_fsdp_cpp_loss"        # of a head: what it returned
+_HEAD = "_fsdp_cpp_computes_loss"  # of the class of a head that does
+_TARGETS = "_fsdp_cpp_targets"     # of such a head, while its model wants the loss
+_LOSS = "_fsdp_cpp_loss"           # of such a head: what it returned
 
 
 def _leave_out_logits(model: nn.Module) -> str:
@@ -306,19 +381,24 @@ def _leave_out_logits(model: nn.Module) -> str:
     find_head = getattr(model, "get_output_embeddings", None)
     head = find_head() if callable(find_head) else None
     name = f"the model ({type(model).__name__})"
+    if hasattr(type(head), _HEAD):
+        return ""
     if not isinstance(inspect.getattr_static(model, "loss_function", None), property) or not isinstance(head, nn.Linear):
         return f"{name} is no causal language model of transformers with a linear head"
-    if head.bias is not None:
-        return f"the head of {name} has a bias"
+    if "forward" in vars(model) or "forward" in vars(head):
+        return f"{name} is sharded or wrapped already; leave out its logits before"
+    if head.bias is not None or type(head).forward is not nn.Linear.forward:
+        return f"the head of {name} is no plain linear layer without a bias"
     cap = float(getattr(model.config, "final_logit_softcapping", None) or 0.0)
     if not _is_mean_of_logits(model, head, cap):
         return f"{name} computes its loss in another way than as the mean cross entropy of its head's logits"
-    plain_forward, plain_head = type(model).forward, type(head).forward
+    plain_forward, plain_head, plain_call = type(model).forward, type(head).forward, type(head).__call__
     plain_loss = inspect.getattr_static(model, "loss_function").fget
 
     def forward(self, *args, return_logits=False, **kwargs):
         head = self.get_output_embeddings()
-        targets = None if return_logits or not self.training else _targets_of(kwargs)
+        wants_logits = return_logits or not self.training or not hasattr(type(head), _HEAD)
+        targets = None if wants_logits else _targets_of(kwargs)
         if targets is None:
             return plain_forward(self, *args, **kwargs)
         setattr(head, _TARGETS, targets)
@@ -327,24 +407,21 @@ def _leave_out_logits(model: nn.Module) -> str:
         finally:
             setattr(head, _TARGETS, None)
             setattr(head, _LOSS, None)
-        output.logits = None
-        return output
+        return type(output)(**{name: value for name, value in output.items() if name != "logits"})
 
-    def head_forward(self, hidden_states):
+    def head_forward(self, input):
         targets = getattr(self, _TARGETS)
-        if targets is None:
-            return plain_head(self, hidden_states)
-        return linear_cross_entropy(hidden_states, self.weight, targets, soft_cap=cap)
+        return plain_head(self, input) if targets is None else linear_cross_entropy(input, self.weight, targets, soft_cap=cap)
 
     def call_head(self, *args, **kwargs):
-        result = super(type(self), self).__call__(*args, **kwargs)
+        result = plain_call(self, *args, **kwargs)
         if getattr(self, _TARGETS) is not None:
             setattr(self, _LOSS, result)  # what the model does to its logits does not concern it
         return result
 
     def loss_of_head(self, logits, labels, vocab_size, num_items_in_batch=None, **kwargs):
         head = self.get_output_embeddings()
-        loss = getattr(head, _LOSS)
+        loss = getattr(head, _LOSS, None)
         if loss is None:
             return plain_loss(self)(logits, labels, vocab_size, num_items_in_batch=num_items_in_batch, **kwargs)
         if num_items_in_batch is None:
@@ -355,23 +432,20 @@ def _leave_out_logits(model: nn.Module) -> str:
     def refuse(self, function):
         raise _C.UsageError("loss_function of a model that computes its loss without logits cannot be replaced; set it before")
 
-    _becomes(head, head_forward, __call__=call_head)
+    _becomes(head, head_forward, __call__=call_head, **{_HEAD: True, _TARGETS: None, _LOSS: None})
     _becomes(model, forward, loss_function=property(lambda self: functools.partial(loss_of_head, self), refuse))
-    setattr(head, _TARGETS, None)
-    setattr(head, _LOSS, None)
     return ""
 
 
 def _targets_of(kwargs: dict) -> Tensor | None:
     """The label of each position; None where the model is asked for something else than the loss of all of them."""
     labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
-    if (labels is None and shifted is None) or not isinstance(kwargs.get("logits_to_keep", 0), int) or kwargs.get("logits_to_keep", 0):
+    keeps = kwargs.get("logits_to_keep", 0)
+    if labels is None or not isinstance(keeps, int) or keeps != 0 or kwargs.get("return_dict") is False:
         return None
-    if kwargs.get("return_dict") is False:
-        return None
-    if shifted is None:
-        shifted = nn.functional.pad(labels, (0, 1), value=kwargs.get("ignore_index", _NO_TARGET))[..., 1:]
     ignored = kwargs.get("ignore_index", _NO_TARGET)
+    if shifted is None:
+        shifted = nn.functional.pad(labels, (0, 1), value=ignored)[..., 1:]
     return shifted if ignored == _NO_TARGET else shifted.masked_fill(shifted == ignored, _NO_TARGET)
 
 
@@ -380,7 +454,7 @@ def _is_mean_of_logits(model, head, cap) -> bool:
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     hidden = _numbers(2, 5, 8)
-    labels = torch.tensor([[3, 1, _NO_TARGET, 2, 4], [1, 0, 5, _NO_TARGET, 2]])
+    labels = torch.tensor([[3, 1, _NO_TARGET, 2, 4], [1, 0, 5, _NO_TARGET, 2]], device="cpu")
 
     class Layers(nn.Module):
         def forward(self, *args, **kwargs):
@@ -389,16 +463,15 @@ def _is_mean_of_logits(model, head, cap) -> bool:
     small = nn.Linear(8, model.config.get_text_config().vocab_size, bias=False, device="cpu", dtype=torch.float32)
     small.weight.data.copy_(_numbers(small.out_features, 8))
     names = {id(head): small, id(getattr(model, model.base_model_prefix, None)): Layers()}
-    probe = _copied(model, children={name: names[id(child)] for name, child in model._modules.items() if id(child) in names})
+    replaced = {name: names[id(child)] for name, child in model._modules.items() if id(child) in names}
+    copies = [_copied(model, mode, children=replaced) for mode in (True, False)]
     # The model adds its experts' loss by itself.
-    alone = {"output_router_logits": False} if hasattr(model.config, "output_router_logits") else {}
-    for given in ({}, {"num_items_in_batch": torch.tensor(11)}):
-        result = _output(probe.forward, input_ids=torch.zeros(2, 5, dtype=torch.int64), labels=labels, **alone, **given)
-        targets = nn.functional.pad(labels, (0, 1), value=_NO_TARGET)[..., 1:]
-        with torch.no_grad():
-            expected = linear_cross_entropy(hidden, small.weight, targets, soft_cap=cap)
-        if given:
-            expected = expected * (targets != _NO_TARGET).sum() / given["num_items_in_batch"]
-        if result is None or not _is_near(result.loss, expected):
-            return False
-    return True
+    given = {"output_router_logits": False} if hasattr(model.config, "output_router_logits") else {}
+    given |= {"input_ids": torch.zeros(2, 5, dtype=torch.int64, device="cpu"), "labels": labels}
+    num_items = [None, torch.tensor(11, device="cpu")]
+    results = _results(lambda probe, items: type(probe).forward(probe, num_items_in_batch=items, **given).loss, copies, num_items)
+    targets = nn.functional.pad(labels, (0, 1), value=_NO_TARGET)[..., 1:]
+    with torch.no_grad():
+        mean = linear_cross_entropy(hidden, small.weight, targets, soft_cap=cap)
+    expected = [mean, mean * (targets != _NO_TARGET).sum() / num_items[1]]
+    return results is not None and all(map(_is_near, results, expected * 2))

@@ -22,6 +22,8 @@ Placements: TypeAlias = Literal["RR/PP/RR", "RR/PP/RS", "RR/PS/RS", "RS/PP/RS", 
                                 "RS/PP/SS", "RS/PS/SS", "RS/SS/SS", "SS/PP/SS", "SS/PS/SS", "SS/SS/SS"]
 Strategy: TypeAlias = Named | Placements
 MainStorage: TypeAlias = Literal["separate", "split"]
+Weights: TypeAlias = Literal["bf16", "fp8-tensor", "fp8-row", "fp8-block", "mxfp8"]
+WeightsGradient: TypeAlias = Literal["quantized", "plain"]
 Pool: TypeAlias = Literal["on_demand", "double_buffer", "max_pool", "planned"]
 OnMove: TypeAlias = Literal["follow", "refuse"]
 OtherUnits: TypeAlias = Literal["on_demand", "persistent"]
@@ -48,7 +50,8 @@ def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units =
                 tensor_parameters: Mapping[str, TpPlacement] | None = None,
                 strategy: Strategy = "optim_grads_params", params: torch.dtype | None = None,
                 main_params: torch.dtype | None = torch.float32, main_storage: MainStorage = "split",
-                main_grads: torch.dtype | None = None, grad_comm: torch.dtype | None = None, pool: Pool = "max_pool",
+                main_grads: torch.dtype | None = None, grad_comm: torch.dtype | None = None, weights: Weights = "bf16",
+                weights_except: str | Sequence[str] = (), weights_gradient: WeightsGradient = "quantized", pool: Pool = "max_pool",
                 prefetch: int = 1, pool_budget_bytes: int = 0, on_move: OnMove = "follow", other_units: OtherUnits = "on_demand",
                 user_buffers: UserBuffers = "off", gradient: Gradient = "mean",
                 gradient_lifetime: GradientLifetime = "persistent", offload: float = 0.0, offload_pin: bool = True,
@@ -86,6 +89,9 @@ def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units =
     main_storage: "split" stores fp32 main weights of bf16 weights in 16 bits beside them; "separate" whole.
     main_grads, grad_comm: the types in which gradients are summed and in which they travel; None for the weights' own, and
         for that of main_grads.
+    weights: how matrices of nn.Linear modules are gathered and multiplied: as params says ("bf16"), or in one byte with scales of the whole
+        ("fp8-tensor"), of rows ("fp8-row"), of blocks ("fp8-block"), or "mxfp8". The head of a model of transformers stays as it is.
+    weights_except: patterns of names of parameters that stay, too: "model.layers.0.*". weights_gradient: "quantized" or "plain" products.
     pool: where gathered weights live: "on_demand", "double_buffer", "max_pool" or "planned".
     prefetch, pool_budget_bytes: units gathered ahead; or as many as fit in so many bytes.
     on_move, other_units, user_buffers: see docs/memory.md and docs/gpu.md.
@@ -124,8 +130,11 @@ def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units =
             _C.log_info(str(used))
     parameters = dict(model.named_parameters())
     _refuse_subclasses(parameters)
-    mirrors = _Mirrors(model, chosen, init_weights, set(ignored_params or ()))
+    linears = layer_kernels.plain_linears(model) if weights != "bf16" else set()
+    mirrors = _Mirrors(model, chosen, init_weights, set(ignored_params or ()), linears)
     sharded = _C.fully_shard(mirrors.of[model], over, options)
+    for module in linears:
+        layer_kernels.multiply_codes(module)
     for module, name in chosen.items():
         name = name or ("(model)" if "model" in model._modules else "model")  # as the engine calls it
         calls.make_unit(module, mirrors.of[module], name, mirrors.owned[module])
@@ -188,10 +197,11 @@ def _refuse_subclasses(parameters):
 class _Mirrors:
     """The module tree as the engine sees it, and what each unit owns of it."""
 
-    def __init__(self, model, chosen, init_weights, ignored):
+    def __init__(self, model, chosen, init_weights, ignored, linears):
         self._model = model
         self._init_weights = init_weights
         self._ignored = ignored
+        self._linears = linears
         self.of = {}                                  # module -> its mirror
         self.owned = {unit: [] for unit in chosen}  # unit -> its parameters
         self._add(model, "", model)
@@ -202,7 +212,7 @@ class _Mirrors:
         is_unit = module in self.owned
         unit = module if is_unit else unit
         make = _C.Unit if is_unit else _C.Module
-        self.of[module] = here = make(type(module).__name__, initialization(self._model, module, self._init_weights))
+        self.of[module] = here = make(type(module).__name__, initialization(self._model, module, self._init_weights), module in self._linears)
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter not in self._ignored:
                 here.add_parameter(name, parameter)

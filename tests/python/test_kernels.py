@@ -33,7 +33,7 @@ FAMILIES = {
 
 def a_model(family, dtype=torch.float32, **more):
     torch.manual_seed(3)
-    config = getattr(transformers, f"{family}Config")(**SMALL, **FAMILIES[family][0], **more)
+    config = getattr(transformers, f"{family}Config")(**(SMALL | FAMILIES[family][0] | more))
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:  # norms whose factors are not all one
@@ -222,6 +222,93 @@ def test_what_differs_is_left_alone_and_named():
     assert isinstance(model[2], Reversed)
 
 
+class Dropping(Reversed):
+    def __init__(self):
+        super().__init__(nn.functional.silu)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x):
+        gate, up = self.into(x).chunk(2, -1)
+        return self.back(self.dropout(self.activation(gate) * up))
+
+
+class Clamped(Reversed):
+    def forward(self, x):
+        gate, up = self.into(x).chunk(2, -1)
+        return self.back(self.activation(gate.clamp(max=10)) * up)
+
+
+class Gated(nn.Module):
+    """A norm that may have a gate."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size))
+        self.eps = 1e-6
+
+    def forward(self, x, gate=None):
+        if gate is not None:
+            x = x * nn.functional.silu(gate)
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_module_is_tried_in_training_and_out_of_it_with_small_numbers_and_large_ones(training):
+    model = nn.Sequential(Dropping(), Clamped(nn.functional.silu), nn.Sequential(Reversed(nn.functional.silu))).train(training)
+    assert fsdp.use_kernels(model).left == {name: "computes another function than a gated MLP" for name in "01"}
+
+
+def test_other_calls_of_a_module_are_its_own():
+    plain, ours = Gated(8), Gated(8)
+    ours.load_state_dict(plain.state_dict())
+    assert fsdp.use_kernels(ours).used == {"RMS norm": 1}
+    x, gate = torch.randn(3, 8), torch.randn(3, 8)
+    for arguments, keywords in (((x,), {}), ((x, gate), {}), ((x,), {"gate": gate}), ((), {"x": x})):
+        torch.testing.assert_close(ours(*arguments, **keywords), plain(*arguments, **keywords))
+    torch.testing.assert_close(ours(x[:, :1]), plain(x[:, :1]))  # torch lets the one number stand for all
+    with pytest.raises(RuntimeError, match="must match the size"):
+        ours(torch.randn(3, 16))
+
+
+def test_operators_refuse_what_does_not_fit():
+    ops = torch.ops.fsdp_cpp
+    with pytest.raises(RuntimeError, match="one value for each of the last dimension"):
+        ops.rms_norm(torch.ones(2, 16), torch.ones(8), 1e-6, 0.0)
+    q = torch.ones(2, 5, 4, 8)
+    for shape in ((5, 2), (3, 4), (3, 5, 4), (4,)):
+        with pytest.raises(RuntimeError, match="half as many angles as channels for each position"):
+            ops.rotate(q, q, torch.ones(shape), torch.ones(shape), False)
+    with pytest.raises(RuntimeError, match="it must be silu, gelu or gelu_tanh"):
+        ops.gated(q, q, "relu")
+    x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    head, targets = torch.randn(9, 8, requires_grad=True), torch.tensor([1, 2, 3])
+    for loss in (ops.rms_norm(x, weight, 1e-6, 0.0)[0].square().sum(), fsdp.linear_cross_entropy(x, head, targets)):
+        with pytest.raises(RuntimeError, match="has no second derivatives"):
+            torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_a_model_without_logits_may_be_changed_saved_and_asked_again(tmp_path):
+    plain, ours = a_model("Llama").train(), a_model("Llama").train()
+    with torch.device("meta"):  # a default that numbers of the check do not follow
+        fsdp.use_kernels(ours, logits=False)
+    assert fsdp.use_kernels(ours, logits=False).used == FAMILIES["Llama"][1] | {"loss without logits": 1}
+    x = tokens()
+    output = ours(input_ids=x, labels=x)
+    assert "logits" not in output and len(output.to_tuple()) == len(output.keys())
+    asked = {"input_ids": x, "shift_labels": torch.roll(x, -1, 1)}  # without labels transformers computes no loss
+    torch.testing.assert_close(ours(**asked).logits, plain(**asked).logits, rtol=1e-4, atol=1e-4)
+    torch.save(ours, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False).train()
+    assert type(loaded) is transformers.LlamaForCausalLM
+    torch.testing.assert_close(loaded(input_ids=x, labels=x).loss, output.loss, rtol=1e-5, atol=1e-6)
+    for model in (plain, ours):
+        torch.manual_seed(1)
+        model.resize_token_embeddings(80)  # with another head, which has logits
+    both = [model(input_ids=x, labels=x) for model in (plain, ours)]
+    torch.testing.assert_close(both[0].loss, both[1].loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(both[0].logits, both[1].logits, rtol=1e-4, atol=1e-4)
+
+
 def test_models_that_cannot_go_without_logits_are_refused():
     for model, words in ((nn.Linear(3, 3), "is no causal language model of transformers with a linear head"),
                          (transformers.LlamaModel(transformers.LlamaConfig(**SMALL)), "is no causal language model")):
@@ -234,8 +321,10 @@ def test_models_that_cannot_go_without_logits_are_refused():
             output.loss = None if output.loss is None else output.loss + 1
             return output
 
+    model = Weighted(transformers.LlamaConfig(**SMALL))
     with pytest.raises(fsdp.UsageError, match="computes its loss in another way"):
-        fsdp.use_kernels(Weighted(transformers.LlamaConfig(**SMALL)), logits=False)
+        fsdp.use_kernels(model, logits=False)
+    assert type(model.model.norm).__mro__[1] is nn.Module  # nothing was put in place
 
 
 def test_copies_compute_for_themselves():
@@ -288,6 +377,35 @@ def test_a_sharded_model_trains_alike(world, strategy):
         for (name, expected), (_, weight) in zip(plain.named_parameters(), ours.named_parameters()):
             # AdamW divides gradients that are next to nothing by their size.
             torch.testing.assert_close(weight, expected, rtol=1e-3, atol=1e-3, msg=name)
+
+
+@conftest.each_value(recipe=["mxfp8", "fp8-tensor", "fp8-block", "fp8-row"], once=1)
+def test_linear_layers_multiply_codes(world, recipe):
+    """Losses stay near those of bf16."""
+    losses = {}
+    for name, options in (("bf16", {}), (recipe, {"weights": recipe}), ("half", {"weights": recipe, "weights_except": "model.layers.0.*"})):
+        model = fsdp.fully_shard(a_model("Llama", intermediate_size=64).train(), params=torch.bfloat16, main_grads=torch.float32, **options)
+        optimizer = fsdp.AdamW(model, lr=3e-3)
+        losses[name] = []
+        for step in range(12):
+            x = (tokens(2 * world.size) + step % 3)[2 * world.rank:2 * world.rank + 2] % 64
+            loss = model(input_ids=x, labels=x).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[name].append(float(loss.detach()))
+        # For programs that know no codes, their values.
+        weights = fsdp.state_dict(model, on_all_ranks=True)
+        plain = a_model("Llama", intermediate_size=64).to(torch.bfloat16)
+        plain.load_state_dict(weights)
+        torch.testing.assert_close(plain(input_ids=x, labels=x).loss, model(input_ids=x, labels=x).loss, rtol=0.02, atol=0)
+    with pytest.raises(RuntimeError, match="its numbers are the main weights; fsdp_cpp.state_dict"):
+        with fsdp.unshard(model):
+            model.model.layers[1].mlp.up_proj.weight.sum().item()
+    assert len({tuple(each) for each in losses.values()}) == 3
+    assert losses[recipe][-1] < 0.9 * losses[recipe][0]
+    for ours, expected in zip(losses[recipe], losses["bf16"]):
+        assert abs(ours - expected) < 0.03 * expected
 
 
 @pytest.mark.more

@@ -127,7 +127,7 @@ CHOICES = [(name, value) for name, alias in fsdp.fully_shard.__annotations__.ite
 def test_the_engine_takes_every_choice_that_the_types_name(world, name, value):
     if name == "user_buffers" and value != "off" and not torch.cuda.is_available():
         pytest.skip("registered memory is for GPUs")
-    fsdp.fully_shard(torch.nn.Linear(4, 4), **{name: value})
+    fsdp.fully_shard(torch.nn.Linear(32, 32), **{name: value})
 
 
 @pytest.mark.more

@@ -1,4 +1,5 @@
 // fsdp_cpp._C: the module tree, units, and sharded models.
+#include "fsdp/nn/layers/linear.h"
 #include "fsdp/python/bindings.h"
 #include "fsdp/python/resources.h"
 #include "fsdp/python/whole_model.h"
@@ -13,8 +14,9 @@ namespace {
 using Tensors = std::vector<at::Tensor>;
 
 template <typename Mirror>
-std::shared_ptr<Mirror> make_mirror(const std::string& class_name, const py::object& initialize) {
-  return std::make_shared<Mirror>(class_name, callback(initialize));
+std::shared_ptr<Mirror> make_mirror(const std::string& class_name, const py::object& initialize,
+                                    bool multiplies_codes) {
+  return std::make_shared<Mirror>(class_name, callback(initialize), multiplies_codes);
 }
 
 // One call of a unit, between its two ends.
@@ -119,6 +121,12 @@ void bind_modules(py::module_& module) {
 void bind_shard(py::module_& module) {
   bind_modules(module);
   module.def("fully_shard", &shard_model);
+  module.def(
+      "linear",
+      [](const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+        return nn::linear(input, weight, bias.value_or(at::Tensor()));
+      },
+      WithoutGil());
   py::class_<ParameterPart>(module, "ShardedParameter")
       .def_property_readonly("name", &ParameterPart::name)
       .def_property_readonly("aliases", &ParameterPart::aliases)

@@ -23,7 +23,10 @@ namespace py = pybind11;
 namespace {
 
 // Longer ones first, where one begins with another.
-constexpr std::array<std::pair<const char*, const char*>, 26> kWords = {{
+constexpr std::array<std::pair<const char*, const char*>, 27> kWords = {{
+    {"a module computes with fsdp::quantized_weight(parameter), and the numbers are the main "
+     "weights: Sharded::parameters(), or a checkpoint",
+     "its numbers are the main weights; fsdp_cpp.state_dict(model) has what its codes say"},
     {"fsdp::AdamW or fsdp::SGD (their step.max_norm clips), clear with zero_grad() of those or of "
      "Sharded, and read Sharded::parameters()",
      "an optimizer of fsdp_cpp (max_norm clips) or of shard_optimizer() (clip_grad_norm_() of "

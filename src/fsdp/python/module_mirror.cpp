@@ -18,8 +18,11 @@ c10::SmallVector<at::Tensor*, 8> pointers_to(std::vector<at::Tensor>& tensors) {
 
 }  // namespace
 
-ModuleMirror::ModuleMirror(std::string class_name, std::function<void()> initialize)
-    : torch::nn::Module(std::move(class_name)), initialize_(std::move(initialize)) {}
+ModuleMirror::ModuleMirror(std::string class_name, std::function<void()> initialize,
+                           bool multiplies_codes)
+    : torch::nn::Module(std::move(class_name)),
+      initialize_(std::move(initialize)),
+      multiplies_codes_(multiplies_codes) {}
 
 void ModuleMirror::add_parameter(const std::string& name, const at::Tensor& parameter) {
   register_parameter(name, parameter, parameter.requires_grad());
@@ -41,6 +44,12 @@ void ModuleMirror::reset_parameters() {
       "class a reset_parameters(), the model an _init_weights(module), or fully_shard() an "
       "init_weights function");
   initialize_();
+}
+
+bool ModuleMirror::is_quantizable(const std::string& parameter) const {
+  if (!multiplies_codes_ || parameter != "weight") return false;
+  const at::Tensor& weight = parameters_["weight"];
+  return fsdp::is_quantizable(weight.size(0), weight.size(1));
 }
 
 void ModuleMirror::forget_initialization() {

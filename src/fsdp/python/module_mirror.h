@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/shard/layer_weights.h"
 #include "fsdp/shard/parameter_init.h"
 #include "fsdp/shard/unit.h"
 
@@ -18,17 +19,18 @@ namespace fsdp {
 //
 // A mirror knows its Python module only through `initialize`, and only until fully_shard() is over:
 // neither side keeps the other alive.
-class ModuleMirror : public torch::nn::Module, public ParameterInit {
+class ModuleMirror : public torch::nn::Module, public ParameterInit, public QuantizableModule {
  public:
   // `initialize` gives tensors that are on the meta device their first values; empty where Python
-  // knows none.
-  explicit ModuleMirror(std::string class_name, std::function<void()> initialize);
+  // knows none. `multiplies_codes`: the module computes its `weight` by fsdp_cpp._C.linear().
+  ModuleMirror(std::string class_name, std::function<void()> initialize, bool multiplies_codes);
 
   void add_parameter(const std::string& name, const at::Tensor& parameter);
   void add_buffer(const std::string& name, const at::Tensor& buffer);
   void add_child(const std::string& name, const std::shared_ptr<ModuleMirror>& child);
 
   void reset_parameters() override;
+  bool is_quantizable(const std::string& parameter) const override;
   // Drops `initialize` here and in all children.
   void forget_initialization();
 
@@ -39,6 +41,7 @@ class ModuleMirror : public torch::nn::Module, public ParameterInit {
   virtual void detach_self() {}
 
   std::function<void()> initialize_;
+  const bool multiplies_codes_;
   std::vector<std::shared_ptr<ModuleMirror>> children_;
 };
 

@@ -39,9 +39,18 @@ Tensor dense_like(const Tensor& tensor) {
   return at::empty_like(tensor, at::MemoryFormat::Contiguous);
 }
 
+void refuse_second_derivatives(const char* name) {
+  if (at::GradMode::is_enabled())
+    throw UsageError(concat("fsdp_cpp::", name,
+                            " has no second derivatives; call backward() without create_graph"));
+}
+
 // --- norms ---------------------------------------------------------------------------------------
 
 TwoTensors rms_norm(const Tensor& x, const Tensor& weight, double eps, double offset) {
+  if (weight.dim() != 1 || x.dim() < 1 || weight.size(0) != x.size(-1))
+    throw UsageError(concat("rms_norm() got a weight of ", weight.sizes(), " for an input of ",
+                            x.sizes(), "; it needs one value for each of the last dimension"));
   const nn::NormedRows rows = nn::normed_rows(x, weight, {eps, offset});
   return {rows.normed.contiguous(), rows.scales};
 }
@@ -82,6 +91,7 @@ class RmsNorm final : public torch::autograd::Function<RmsNorm> {
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     static const auto op =
         operator_named<decltype(rms_norm_backward)>("fsdp_cpp::rms_norm_backward");
+    refuse_second_derivatives("rms_norm");
     const variable_list saved = context->get_saved_variables();
     auto [of_x, of_weight] =
         op.call(gradients[0], saved[0], saved[1], saved[2], context->saved_data["eps"].toDouble(),
@@ -98,8 +108,21 @@ TwoTensors rms_norm_with_gradient(const Tensor& x, const Tensor& weight, double 
 
 // --- rotary positions ----------------------------------------------------------------------------
 
+// [batch, sequence, heads, channels] beside tables of [sequence, channels / 2], or such a table for
+// each of the batch.
+bool fit_tables(const Tensor& heads, const Tensor& cosine, const Tensor& sine) {
+  return heads.dim() == 4 && cosine.sizes() == sine.sizes() && cosine.dim() >= 2 &&
+         cosine.dim() <= 3 && (cosine.dim() == 2 || cosine.size(0) == heads.size(0)) &&
+         cosine.size(-2) == heads.size(1) && 2 * cosine.size(-1) == heads.size(3) &&
+         cosine.scalar_type() == at::kFloat && sine.scalar_type() == at::kFloat;
+}
+
 TwoTensors rotate(const Tensor& query, const Tensor& key, const Tensor& cosine, const Tensor& sine,
                   bool back) {
+  if (!fit_tables(query, cosine, sine) || !fit_tables(key, cosine, sine))
+    throw UsageError(concat("rotate() got heads of ", query.sizes(), " and ", key.sizes(),
+                            " and fp32 tables of ", cosine.sizes(), " and ", sine.sizes(),
+                            "; it needs half as many angles as channels for each position"));
   const nn::QueryAndKey result =
       nn::rotated({query, key}, {cosine, sine},
                   back ? nn::RotationDirection::kBack : nn::RotationDirection::kForward);
@@ -262,6 +285,7 @@ class LinearCrossEntropy final : public torch::autograd::Function<LinearCrossEnt
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    refuse_second_derivatives("linear_cross_entropy");
     const variable_list saved = context->get_saved_variables();
     // A dim, so that products with it are computed in fp32 whatever the other's type.
     const Tensor factor = (saved[0] * gradients[0]).view({1});

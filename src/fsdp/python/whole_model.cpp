@@ -1,4 +1,5 @@
 #include "fsdp/python/whole_model.h"
+#include "fsdp/nn/layers/weight_products.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -8,6 +9,7 @@
 
 #include "fsdp/base/check.h"
 #include "fsdp/comm/communicator.h"
+#include "fsdp/nn/layers/weight_products.h"
 #include "fsdp/optim/kernels/thread_team.h"
 #include "fsdp/optim/kernels/update_kernels.h"
 #include "fsdp/optim/shard_passes.h"
@@ -36,7 +38,9 @@ GridKind grid_of(const ParamGroup& group) { return row_of(group.setting().kind).
 
 }  // namespace
 
-at::Tensor join_slices(ShardedModel& model, const std::string& parameter, const at::Tensor& own) {
+at::Tensor join_slices(ShardedModel& model, const std::string& parameter, const at::Tensor& held) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor own = nn::numbers_of(held);  // as they compute: of codes, if those are held
   const Engine& engine = EngineAccess::of(model.sharded.get());
   const auto [group, member] = members_by_name(engine).at(parameter);
   const OwnedSlice& slice = member->owned;

@@ -77,15 +77,15 @@ template <typename Visit>
 void visit_fields(Quantization& options, const Visit& visit) {
   auto& [recipe, except, weight_gradient, frozen] = options;
   constexpr const char* kGroup = "model";
-  visit({"quantization.recipe"}, recipe,
+  visit({"quantization.recipe", "weights"}, recipe,
         OptionFlag{kGroup, "weights", "RECIPE",
                    "How matrices of linear layers and experts are gathered and multiplied: bf16 "
                    "(as --compute says), fp8-row, fp8-tensor or fp8-block; mxfp8 is gathered so, "
                    "and multiplied as --compute says"});
-  visit({"quantization.except"}, except,
+  visit({"quantization.except", "weights_except"}, except,
         OptionFlag{kGroup, "weights-except", "GLOB...",
                    "Parameters that stay as --compute says, by name: 'model.layers.0.*'"});
-  visit({"quantization.weight_gradient"}, weight_gradient,
+  visit({"quantization.weight_gradient", "weights_gradient"}, weight_gradient,
         OptionFlag{kGroup, "weights-gradient", "HOW",
                    "How gradients of --weights are multiplied: quantized, or as --compute says"});
   visit({"quantization.frozen"}, frozen, kNoFlag);
