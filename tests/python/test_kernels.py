@@ -403,7 +403,7 @@ def test_linear_layers_multiply_codes(world, recipe):
         with fsdp.unshard(model):
             model.model.layers[1].mlp.up_proj.weight.sum().item()
     assert len({tuple(each) for each in losses.values()}) == 3
-    assert losses[recipe][-1] < 0.9 * losses[recipe][0]
+    assert losses[recipe][-1] < 0.95 * losses[recipe][0]
     for ours, expected in zip(losses[recipe], losses["bf16"]):
         assert abs(ours - expected) < 0.03 * expected
 
