@@ -112,6 +112,8 @@ def multiply_codes(module: nn.Module) -> None:
 
 @torch.compiler.disable
 def _linear(input, weight, bias):
+    if torch.is_autocast_enabled(input.device.type):
+        input = input.to(weight.dtype)  # codes have no other
     return _C.linear(input, weight, bias)
 
 

@@ -394,6 +394,9 @@ def test_linear_layers_multiply_codes(world, recipe):
             optimizer.step()
             optimizer.zero_grad()
             losses[name].append(float(loss.detach()))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model(input_ids=x, labels=x).loss.backward()
+        optimizer.zero_grad()
         # For programs that know no codes, their values.
         weights = fsdp.state_dict(model, on_all_ranks=True)
         plain = a_model("Llama", intermediate_size=64).to(torch.bfloat16)
