@@ -9,7 +9,8 @@ from .checkpoint import Checkpointer, Loaded, load, save, state_dict
 from .ema import EMA
 from .export import export_weights
 from .graph import Graph
-from .kernels import Kernels, linear_cross_entropy, use_kernels
+from .head_loss import linear_cross_entropy
+from .kernels import Kernels, use_kernels
 from .optim import SGD, AdamW, Muon
 from .other_optimizers import GradScaler, clip_grad_norm_, shard_optimizer
 from .patch_stream import Patch, PatchStream

@@ -22,8 +22,8 @@ enum class WindowContent : uint8_t { kStretch, kDocuments };
 // left out. Windows go over ends of documents and files, and stay inside a range.
 //
 // Windows of whole documents (PackedDocuments) have none of that: they end with padding, which is
-// not learnt. Of a row that is longer than the sequence they have the beginning; a longer text goes
-// over several.
+// not learnt. A row that is longer than the sequence loses its end, while a longer text goes over
+// several windows.
 class TokenWindows {
  public:
   struct Range {

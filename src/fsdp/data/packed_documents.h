@@ -23,7 +23,7 @@ struct DocumentRange {
 std::vector<DocumentRange> documents_in(const Corpus& corpus, const TokenWindows::Range& range);
 
 // The lengths of rows that have parts which are not learnt, the ends of their documents included.
-// Where no token ends documents, those that were read from text alone are known.
+// A token file without ends of documents does not tell its rows, so they are left out.
 std::vector<int64_t> row_lengths(const Corpus& corpus);
 
 // "3 rows are longer than ... and cut; ..."; "" where none is.

@@ -9,7 +9,6 @@
 #include "fsdp/base/integer.h"
 #include "fsdp/layout/state_bytes.h"
 #include "fsdp/plan/group_plan.h"
-#include "fsdp/plan/network.h"
 #include "fsdp/plan/pool_forecast.h"
 
 namespace fsdp {

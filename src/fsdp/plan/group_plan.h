@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "fsdp/comm/collective_cost.h"
@@ -62,5 +63,10 @@ std::vector<GroupMove> group_moves(const Strategy& strategy, MeshShape mesh, Gro
 
 // The bytes that a rank receives, in Traffic::inner and Traffic::outer.
 Traffic traffic_of(const std::vector<GroupMove>& moves, MeshShape mesh);
+
+// The cost of a step of one microbatch to the network of a cluster. Weights are gathered
+// `num_gathers` times in it, by unit; what layers exchange over ep and tp is not counted.
+NetworkForecast forecast_network(std::span<const GroupPlan> groups, const PlanOptions& options,
+                                 std::span<const int64_t> num_gathers);
 
 }  // namespace fsdp

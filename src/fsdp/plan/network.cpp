@@ -1,5 +1,5 @@
-#include "fsdp/plan/network.h"
-
+// The cost of a step to the network of a cluster: bytes on each kind of link, launches,
+// connections, and the memory that NCCL takes for them.
 #include <algorithm>
 #include <array>
 #include <utility>
@@ -7,6 +7,7 @@
 #include "fsdp/base/integer.h"
 #include "fsdp/comm/collective_cost.h"
 #include "fsdp/layout/state_bytes.h"
+#include "fsdp/plan/group_plan.h"
 
 namespace fsdp {
 

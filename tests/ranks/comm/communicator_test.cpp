@@ -53,7 +53,7 @@ TEST(ThreadsCommunicator, ReducesInGroups) {
       });
 }
 
-// Where a host has 4 of 12 ranks: a communicator of other ranks adds those of one host first, as
+// A host has 4 of 12 ranks. A communicator of other ranks adds those of one host first, as
 // far as all its groups can be as large.
 TEST(ThreadsCommunicator, KeepsGroupsWithinAHostWhenItIsSplit) {
   run_threads(12, {.timeout_seconds = 30, .sum_group = 4}, [](World& world) {

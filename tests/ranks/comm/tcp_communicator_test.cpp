@@ -20,7 +20,8 @@ namespace fsdp::tcp_communicator_test {
 namespace {
 
 // An even number of ranks is connected by the first messages, as many ranks are.
-void run_tcp(int size, const CommOptions& options, const std::function<void(World&)>& body) {
+void run_transports(int size, const CommOptions& options,
+                    const std::function<void(World&, TcpTransport&)>& body) {
   const std::vector<std::string> errors = testing::run_connected(
       size,
       [&](int rank, TcpMesh mesh) {
@@ -29,11 +30,15 @@ void run_tcp(int size, const CommOptions& options, const std::function<void(Worl
         launch.rank = launch.local_rank = rank;
         launch.size = launch.local_size = size;
         auto transport = std::make_shared<TcpTransport>(rank, std::move(mesh));
-        World world(launch, communicator_over(std::move(transport), options));
-        body(world);
+        World world(launch, communicator_over(transport, options));
+        body(world, *transport);
       },
       /*max_meshed_ranks=*/size % 2 == 0 ? 0 : size);
   EXPECT_THAT(errors, ::testing::Each(""));
+}
+
+void run_tcp(int size, const CommOptions& options, const std::function<void(World&)>& body) {
+  run_transports(size, options, [&](World& world, TcpTransport&) { body(world); });
 }
 
 class TcpCommunicatorSuite : public ::testing::TestWithParam<std::tuple<int, size_t>> {};
@@ -79,33 +84,23 @@ TEST(TcpCommunicator, GivesTheSameBitsAsThreads) {
 // A rank of many is connected with few of them when all agree on something small.
 TEST(TcpCommunicator, ConnectsFewOfManyRanksForSmallCollectives) {
   constexpr int kRanks = 40;
-  const std::vector<std::string> errors = testing::run_connected(
-      kRanks,
-      [&](int rank, TcpMesh mesh) {
-        set_thread_rank(rank);
-        Launch launch;
-        launch.rank = launch.local_rank = rank;
-        launch.size = launch.local_size = kRanks;
-        auto transport = std::make_shared<TcpTransport>(rank, std::move(mesh));
-        World world(launch, communicator_over(transport, {.timeout_seconds = 60}));
-        Communicator& all = world.communicator();
-        all.barrier("test").wait();
-        const at::Tensor sum = at::full({3}, rank, at::kDouble);
-        all.all_reduce(sum, {}, "test").wait();
-        EXPECT_TRUE(sum.eq(kRanks * (kRanks - 1) / 2).all().item<bool>());
-        const at::Tensor ranks = at::empty({kRanks}, at::kLong);
-        all.all_gather(ranks, at::full({1}, rank, at::kLong), "test").wait();
-        EXPECT_TRUE(at::equal(ranks, at::arange(kRanks, at::kLong)));
-        for (const int root : {0, 17}) {
-          const at::Tensor told = at::full({2}, rank, at::kInt);
-          all.broadcast(told, root, "test").wait();
-          EXPECT_TRUE(told.eq(root).all().item<bool>());
-        }
-        // Six rounds of sums, each with a rank before and one after this one, and rank 0.
-        EXPECT_LE(transport->num_connections(), rank == 0 ? kRanks - 1 : 2 * 6 + 1);
-      },
-      /*max_meshed_ranks=*/0);
-  EXPECT_THAT(errors, ::testing::Each(""));
+  run_transports(kRanks, {.timeout_seconds = 60}, [](World& world, TcpTransport& transport) {
+    Communicator& all = world.communicator();
+    all.barrier("test").wait();
+    const at::Tensor sum = at::full({3}, world.rank(), at::kDouble);
+    all.all_reduce(sum, {}, "test").wait();
+    EXPECT_TRUE(sum.eq(kRanks * (kRanks - 1) / 2).all().item<bool>());
+    const at::Tensor ranks = at::empty({kRanks}, at::kLong);
+    all.all_gather(ranks, at::full({1}, world.rank(), at::kLong), "test").wait();
+    EXPECT_TRUE(at::equal(ranks, at::arange(kRanks, at::kLong)));
+    for (const int root : {0, 17}) {
+      const at::Tensor told = at::full({2}, world.rank(), at::kInt);
+      all.broadcast(told, root, "test").wait();
+      EXPECT_TRUE(told.eq(root).all().item<bool>());
+    }
+    // Six rounds of sums, each with a rank before and one after this one, and rank 0.
+    EXPECT_LE(transport.num_connections(), world.rank() == 0 ? kRanks - 1 : 2 * 6 + 1);
+  });
 }
 
 TEST(TcpCommunicator, ReducesInGroups) {

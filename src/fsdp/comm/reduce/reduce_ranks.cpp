@@ -259,7 +259,7 @@ void combine_group(std::span<const void* const> inputs, int64_t begin, int64_t c
   if (rank < inputs.size()) combine_with<Op>(acc, input(rank), count);
 }
 
-// That of all ranks, in groups of neighbours first.
+// Combines a block of all ranks, in groups of neighbours first.
 template <typename Op, typename Wire, typename Acc>
 void combine_block(std::span<const void* const> inputs, size_t group, int64_t begin, int64_t count,
                    Acc* acc) {

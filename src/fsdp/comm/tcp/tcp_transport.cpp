@@ -177,8 +177,8 @@ void TcpTransport::post(Send& send) {
   write_now(connection);
 }
 
-// Where there is no connection yet, whoever waits for messages makes it.
-void TcpTransport::write_now(TcpConnection& connection) {
+// Without a connection nothing is written yet: whoever waits for messages makes it.
+void TcpTransport::write_now(TcpConnection& connection) const {
   connection.write();
   if (has_leader_ && connection.wants_to_write()) wake_leader();
 }

@@ -83,7 +83,7 @@ class TcpTransport final : public MessageTransport, private FrameReader {
   void call(int rank_there, Exchange& exchange);
   void post(Receive& receive);
   void post(Send& send);
-  void write_now(TcpConnection& connection);
+  void write_now(TcpConnection& connection) const;
   void fail_with_size(Receive& receive, int64_t bytes);
   void complete(Receive& receive);
   void note_taken(Receive& receive);

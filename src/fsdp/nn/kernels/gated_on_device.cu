@@ -46,7 +46,7 @@ struct GeluTanh {
   }
 };
 
-// Where number i of gate and up is.
+// Finds number i of gate and up.
 struct Rows {
   int64_t columns;
   int64_t stride;
