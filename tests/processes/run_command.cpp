@@ -101,7 +101,8 @@ CommandResult run_fsdp(const std::string& arguments, const std::string& environm
 CommandResult run_fsdp_in(const std::string& directory, const std::vector<std::string>& words,
                           const std::vector<std::string>& environment) {
   return run_in_copy([&] {
-    std::freopen("/dev/null", "r", stdin);
+    if (std::freopen("/dev/null", "r", stdin) == nullptr)
+      throw std::runtime_error("/dev/null cannot be read");
     if (::chdir(directory.c_str()) != 0) throw std::runtime_error("no directory " + directory);
     ::clearenv();
     change_environment(environment);

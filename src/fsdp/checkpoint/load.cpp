@@ -228,7 +228,8 @@ class Loading {
     loaded.optimizer_step = manifest.optimizer.step;
     for (const RankRecord& record : plan_.catalog().ranks())
       loaded.data_of_ranks.push_back(record.data_position);
-    const Mesh& mesh = StateView(state_.sharded).mesh();
+    const StateView view(state_.sharded);
+    const Mesh& mesh = view.mesh();
     loaded.has_random_state = manifest.num_ranks() == mesh.size();
     if (rank_in(mesh) == 0 && loaded.has_random_state && manifest.sum_group != mesh.sum_group() &&
         manifest.sum_group > 0)
