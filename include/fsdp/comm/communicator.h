@@ -2,9 +2,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -25,6 +27,15 @@ enum class Messages : uint8_t {
   kToAll,    // any operation
   kOfSums,   // with the ranks that add with this one (SumOrder)
   kToNobody  // it only gathers
+};
+
+// The needs of a communicator of some of another one's ranks.
+struct SubgroupOptions {
+  Messages messages = Messages::kToAll;
+  // Over NCCL, the stream that communicators share, which the first of them fills in: a device has
+  // few queues. All operations on it run in the order of the calls, which is then one order for all
+  // of them, the same on every rank. nullptr: a stream of its own.
+  std::optional<c10::Stream>* stream = nullptr;
 };
 
 // A communicator runs its collectives in the order in which they were enqueued, which must be the
@@ -95,7 +106,7 @@ class Communicator {
   // entry per rank and is the same on every rank, so that membership needs no communication and a
   // simulated world can do it too. Every rank of this communicator calls it.
   std::unique_ptr<Communicator> split(std::span<const int> colors, std::string name,
-                                      Messages messages = Messages::kToAll);
+                                      const SubgroupOptions& options = {});
 
   // Why a device cannot record this communicator's operations into a graph and replay them without
   // the host: words that follow a noun ("whose ..."), or "" if it can.
@@ -127,7 +138,7 @@ class Communicator {
     int rank;                  // of this one among them
     std::string name;
     int sum_group;
-    Messages messages;
+    SubgroupOptions options;
 
     int size() const { return static_cast<int>(members.size()); }
   };

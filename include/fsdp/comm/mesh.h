@@ -40,6 +40,7 @@ constexpr const ParameterKindRow& row_of(ParameterKind kind) {
 }
 
 class Communicator;
+struct SubgroupOptions;
 
 struct MeshOptions {
   // Ranks along the outer axis: replicas (HSDP) or the second cut (HFSDP). Must divide the world;
@@ -60,9 +61,8 @@ struct MeshOptions {
 // the gather of the next.
 class MeshAxis {
  public:
-  // `exchanges`: both carry all_to_all, too.
   MeshAxis(std::string name, Communicator& world, std::span<const int> colors,
-           bool exchanges = false);
+           const SubgroupOptions& gather, const SubgroupOptions& reduce);
   MeshAxis(MeshAxis&&) noexcept;
   MeshAxis& operator=(MeshAxis&&) noexcept;
   ~MeshAxis();
@@ -136,10 +136,10 @@ class Mesh {
     MeshAxis inner;
     MeshAxis ep;
   };
-  struct Sizes;
-  Mesh(Communicator& world, const Sizes& sizes);
-  static std::optional<TensorAxes> tensor_axes(Communicator& world, const Sizes& sizes);
-  static std::optional<ExpertAxes> expert_axes(Communicator& world, const Sizes& sizes);
+  struct Plan;
+  Mesh(Communicator& world, Plan plan);
+  static std::optional<TensorAxes> tensor_axes(Communicator& world, Plan& plan);
+  static std::optional<ExpertAxes> expert_axes(Communicator& world, Plan& plan);
   int tp_size() const { return tensors_ ? tensors_->tp.size() : 1; }
 
   MeshAxis outer_;

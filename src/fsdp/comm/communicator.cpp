@@ -221,7 +221,7 @@ Work Communicator::barrier(const Tag& tag) {
 }
 
 std::unique_ptr<Communicator> Communicator::split(std::span<const int> colors, std::string name,
-                                                  Messages messages) {
+                                                  const SubgroupOptions& options) {
   FSDP_CHECK(static_cast<int>(colors.size()) == size_, "colors has ", colors.size(),
              " entries: it must have one per rank of '", name_, "', ", size_);
   Subgroup part{.colors = colors,
@@ -229,7 +229,7 @@ std::unique_ptr<Communicator> Communicator::split(std::span<const int> colors, s
                 .rank = 0,
                 .name = std::move(name),
                 .sum_group = 1,
-                .messages = messages};
+                .options = options};
   std::vector<int> groups;  // ranks that are no neighbours here are none there
   for (int other = 0; other < size_; ++other) {
     if (colors[static_cast<size_t>(other)] != colors[static_cast<size_t>(rank_)]) continue;

@@ -11,15 +11,6 @@ namespace fsdp {
 
 namespace {
 
-// Ranks that lie `stride` apart, `size` of them, are one group of an axis.
-MeshAxis axis_of(std::string name, Communicator& world, int stride, int size,
-                 bool exchanges = false) {
-  std::vector<int> colors;
-  for (int rank = 0; rank < world.size(); ++rank)
-    colors.push_back(rank / (stride * size) * stride + rank % stride);
-  return {std::move(name), world, colors, exchanges};
-}
-
 std::string arithmetic(const Communicator& world, const MeshOptions& options, int row) {
   const int tp = options.tp;
   return tp > 1 && row % tp == 0
@@ -30,9 +21,9 @@ std::string arithmetic(const Communicator& world, const MeshOptions& options, in
 
 }  // namespace
 
-// Ranks along each axis.
-struct Mesh::Sizes {
-  Sizes(const Communicator& world, const MeshOptions& options)
+// Ranks along each axis, and what the axes share.
+struct Mesh::Plan {
+  Plan(const Communicator& world, const MeshOptions& options)
       : outer(options.outer), ep(options.ep), tp(options.tp) {
     if (outer < 1 || world.size() % outer != 0)
       throw UsageError(concat("outer is ", outer, " in a world of ", world.size(),
@@ -53,16 +44,38 @@ struct Mesh::Sizes {
     expert_outer = world.size() / (expert_inner * ep);
   }
 
+  // Ranks that lie `stride` apart, `size` of them, are one group of an axis over which tensors are
+  // cut.
+  MeshAxis axis(std::string name, Communicator& world, int stride, int size) {
+    return {std::move(name), world, colors(world, stride, size),
+            SubgroupOptions{Messages::kToNobody, &gathers},
+            SubgroupOptions{Messages::kOfSums, &reductions}};
+  }
+  // Neighbours that compute together, and wait for what they tell each other.
+  MeshAxis axis_of_layers(std::string name, Communicator& world, int size, bool exchanges) {
+    return {std::move(name), world, colors(world, 1, size),
+            SubgroupOptions{exchanges ? Messages::kToAll : Messages::kToNobody, &layers},
+            SubgroupOptions{exchanges ? Messages::kToAll : Messages::kOfSums, &layers}};
+  }
+
   int outer, row, tensor_inner, expert_outer, expert_inner, ep, tp;
+
+ private:
+  static std::vector<int> colors(const Communicator& world, int stride, int size) {
+    std::vector<int> colors;
+    for (int rank = 0; rank < world.size(); ++rank)
+      colors.push_back(rank / (stride * size) * stride + rank % stride);
+    return colors;
+  }
+
+  std::optional<c10::Stream> gathers, reductions, layers;
 };
 
 MeshAxis::MeshAxis(std::string name, Communicator& world, std::span<const int> colors,
-                   bool exchanges)
+                   const SubgroupOptions& gather, const SubgroupOptions& reduce)
     : name_(std::move(name)),
-      gather_(world.split(colors, name_ + " gather",
-                          exchanges ? Messages::kToAll : Messages::kToNobody)),
-      reduce_(world.split(colors, name_ + " reduce",
-                          exchanges ? Messages::kToAll : Messages::kOfSums)) {}
+      gather_(world.split(colors, name_ + " gather", gather)),
+      reduce_(world.split(colors, name_ + " reduce", reduce)) {}
 
 MeshAxis::MeshAxis(MeshAxis&&) noexcept = default;
 MeshAxis& MeshAxis::operator=(MeshAxis&&) noexcept = default;
@@ -71,28 +84,28 @@ MeshAxis::~MeshAxis() = default;
 int MeshAxis::rank() const { return gather_->rank(); }
 int MeshAxis::size() const { return gather_->size(); }
 
-Mesh::Mesh(Communicator& world, const MeshOptions& options) : Mesh(world, Sizes(world, options)) {}
+Mesh::Mesh(Communicator& world, const MeshOptions& options) : Mesh(world, Plan(world, options)) {}
 
-Mesh::Mesh(Communicator& world, const Sizes& sizes)
-    : outer_(axis_of("outer", world, sizes.row, sizes.outer)),
-      inner_(axis_of("inner", world, 1, sizes.row)),
-      tensors_(tensor_axes(world, sizes)),
-      experts_(expert_axes(world, sizes)),
+Mesh::Mesh(Communicator& world, Plan plan)
+    : outer_(plan.axis("outer", world, plan.row, plan.outer)),
+      inner_(plan.axis("inner", world, 1, plan.row)),
+      tensors_(tensor_axes(world, plan)),
+      experts_(expert_axes(world, plan)),
       sum_group_(world.sum_group()) {}
 
-std::optional<Mesh::TensorAxes> Mesh::tensor_axes(Communicator& world, const Sizes& sizes) {
-  if (sizes.tp == 1) return std::nullopt;
-  return TensorAxes{.inner = axis_of("tensor inner", world, sizes.tp, sizes.tensor_inner),
-                    .tp = axis_of("tp", world, 1, sizes.tp)};
+std::optional<Mesh::TensorAxes> Mesh::tensor_axes(Communicator& world, Plan& plan) {
+  if (plan.tp == 1) return std::nullopt;
+  return TensorAxes{.inner = plan.axis("tensor inner", world, plan.tp, plan.tensor_inner),
+                    .tp = plan.axis_of_layers("tp", world, plan.tp, /*exchanges=*/false)};
 }
 
-std::optional<Mesh::ExpertAxes> Mesh::expert_axes(Communicator& world, const Sizes& sizes) {
-  const int ep = sizes.ep;
+std::optional<Mesh::ExpertAxes> Mesh::expert_axes(Communicator& world, Plan& plan) {
+  const int ep = plan.ep;
   if (ep == 1) return std::nullopt;
   return ExpertAxes{
-      .outer = axis_of("expert outer", world, sizes.expert_inner * ep, sizes.expert_outer),
-      .inner = axis_of("expert inner", world, ep, sizes.expert_inner),
-      .ep = axis_of("ep", world, 1, ep, /*exchanges=*/true)};
+      .outer = plan.axis("expert outer", world, plan.expert_inner * ep, plan.expert_outer),
+      .inner = plan.axis("expert inner", world, ep, plan.expert_inner),
+      .ep = plan.axis_of_layers("ep", world, ep, /*exchanges=*/true)};
 }
 
 Grid Mesh::grid(GridKind kind) const {

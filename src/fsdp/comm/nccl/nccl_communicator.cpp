@@ -34,11 +34,12 @@ namespace {
 class NcclCommunicator final : public Communicator, private NcclCalls {
  public:
   NcclCommunicator(std::unique_ptr<Communicator> hosts, c10::Device device,
-                   const CommOptions& options, Messages messages)
+                   const CommOptions& options, const SubgroupOptions& own)
       : Communicator(hosts->rank(), hosts->size(), hosts->name(), hosts->sum_group()),
         device_(device),
         options_(options),
-        messages_(messages),
+        messages_(own.messages),
+        stream_(stream_for(own)),
         exceptions_in_flight_(std::uncaught_exceptions()),
         hosts_(std::move(hosts)) {
     // Now, while all ranks are here. Later their first operations may come in different orders on
@@ -69,10 +70,10 @@ class NcclCommunicator final : public Communicator, private NcclCalls {
 
  private:
   std::unique_ptr<Communicator> split_off(Subgroup part) override {
-    return std::make_unique<NcclCommunicator>(
-        hosts_->split(part.colors, std::move(part.name), part.messages), device_, options_,
-        part.messages);
+    return std::make_unique<NcclCommunicator>(hosts_->split(part.colors, std::move(part.name)),
+                                              device_, options_, part.options);
   }
+  c10::cuda::CUDAStream stream_for(const SubgroupOptions& own) const;
   void watch_replay(const c10::Stream& stream) override;
   RegisteredMemory register_memory(void* address, int64_t bytes, UserBuffers best) override;
   void deregister_memory(void* address) noexcept override;
@@ -92,6 +93,7 @@ class NcclCommunicator final : public Communicator, private NcclCalls {
   const c10::Device device_;
   const CommOptions options_;
   const Messages messages_;
+  const c10::cuda::CUDAStream stream_;
   const int exceptions_in_flight_;  // when constructed
   const std::unique_ptr<Communicator> hosts_;
   uint64_t num_operations_ = 0;
@@ -110,6 +112,15 @@ class NcclCommunicator final : public Communicator, private NcclCalls {
   std::optional<DeviceWatch> replay_watch_;
 };
 
+c10::cuda::CUDAStream NcclCommunicator::stream_for(const SubgroupOptions& own) const {
+  const auto new_stream = [&] {
+    return c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device_.index());
+  };
+  if (own.stream == nullptr || size() == 1) return new_stream();
+  if (!own.stream->has_value()) own.stream->emplace(new_stream());
+  return c10::cuda::CUDAStream(**own.stream);
+}
+
 void NcclCommunicator::connect() {
   const at::Tensor bytes = at::zeros({NCCL_UNIQUE_ID_BYTES}, at::kByte);
   if (rank() == 0) {
@@ -119,7 +130,7 @@ void NcclCommunicator::connect() {
   hosts_->broadcast(bytes, 0, "nccl id").wait();
   ncclUniqueId id;
   std::memcpy(id.internal, bytes.const_data_ptr(), NCCL_UNIQUE_ID_BYTES);
-  operations_.emplace(id, *hosts_, device_, options_, messages_);
+  operations_.emplace(id, *hosts_, device_, options_, messages_, stream_);
   marks_.emplace();
   watch_.emplace(options_.timeout_seconds, callbacks_for_watching());
   log(LogLevel::kDebug, "'", name(), "' uses NCCL ", nccl_version(), " on ", device_.str());
@@ -301,7 +312,8 @@ std::unique_ptr<Communicator> over_nccl(std::unique_ptr<Communicator> hosts, int
   // All connections when a communicator is made, rather than when each algorithm is first used: a
   // launch then waits for no other rank. Read by NCCL once; what the user has set stays.
   setenv("NCCL_RUNTIME_CONNECT", "0", /*overwrite=*/0);
-  return std::make_unique<NcclCommunicator>(std::move(hosts), device, options, Messages::kOfSums);
+  return std::make_unique<NcclCommunicator>(std::move(hosts), device, options,
+                                            SubgroupOptions{.messages = Messages::kOfSums});
 }
 
 }  // namespace fsdp

@@ -61,13 +61,14 @@ class Calls {
 }  // namespace
 
 NcclOperations::NcclOperations(const ncclUniqueId& id, Communicator& hosts, c10::Device device,
-                               const CommOptions& options, Messages messages)
+                               const CommOptions& options, Messages messages,
+                               c10::cuda::CUDAStream stream)
     : rank_(hosts.rank()),
       size_(hosts.size()),
       device_(device),
       sum_group_(hosts.sum_group()),
       reduce_(options.nccl_reduce),
-      stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device.index())),
+      stream_(stream),
       handle_(id, hosts, device, options, peers_of(hosts, messages)),
       buffers_(handle_) {}
 

@@ -16,12 +16,12 @@
 
 namespace fsdp {
 
-// One rank of one communicator, with its stream.
+// One rank of one communicator.
 class NcclOperations {
  public:
   // Collective, as NcclHandle.
   NcclOperations(const ncclUniqueId& id, Communicator& hosts, c10::Device device,
-                 const CommOptions& options, Messages messages);
+                 const CommOptions& options, Messages messages, c10::cuda::CUDAStream stream);
   ~NcclOperations();
 
   NcclHandle& handle() { return handle_; }
