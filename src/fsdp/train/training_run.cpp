@@ -84,6 +84,8 @@ TrainingRun::TrainingRun(const RunPlan& plan, World& world, const StopRequest& s
       started_(now()) {
   share_cores(options_, options_.ranks > 0 ? options_.ranks : world.launch().local_size);
   at::globalContext().setDeterministicAlgorithms(options_.deterministic, /*warn_only=*/false);
+  // Else libtorch writes NaN to all memory that it hands out, for programs that read it unwritten.
+  at::globalContext().setDeterministicFillUninitializedMemory(false);
   {
     const MetaConstruction meta;
     BuildOptions build = options_.build;
