@@ -13,15 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _C
+from . import _C, experts
 from .head_loss import leave_out_logits
-from .trying import becomes, copied, is_near, numbers, results
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": nn.functional.silu,
-    "gelu": nn.functional.gelu,
-    "gelu_tanh": functools.partial(nn.functional.gelu, approximate="tanh"),
-}
+from .trying import ACTIVATIONS, KERNEL, Fits, becomes, computes_otherwise, copied, is_near, numbers, results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +34,8 @@ class Kernels:
 
 
 def use_kernels(model: nn.Module, *, logits: bool = True) -> Kernels:
-    """Lets modules of a model compute with the engine's kernels where they compute the same: RMS norms, gated MLPs (SiLU, GELU), and
-    rotary positions. Before or without fully_shard(model, kernels=True), which calls it.
+    """Lets modules of a model compute with the engine's kernels where they compute the same: RMS norms, gated MLPs (SiLU, GELU),
+    rotary positions, and experts of gated MLPs. Before or without fully_shard(model, kernels=True), which calls it.
 
     logits: False computes the loss of a causal language model of transformers without its logits: a training forward with labels
         returns logits=None; eval() or forward(..., return_logits=True) returns them.
@@ -54,12 +48,12 @@ def use_kernels(model: nn.Module, *, logits: bool = True) -> Kernels:
     used: dict[str, int] = {} if logits else without_logits(model).used
     left: dict[str, str] = {}
     for name, module in list(model.named_modules()):
-        before = getattr(type(module), _KERNEL, None)
+        before = getattr(type(module), KERNEL, None)
         if before:
             used[before] = used.get(before, 0) + 1
-        for recognise in (_rotary,) if before else (_norm, _gated_mlp, _rotary):
+        for recognise in (_rotary,) if before else (_norm, _gated_mlp, _rotary, experts.recognised):
             found = recognise(module)
-            if isinstance(found, _Fits):
+            if isinstance(found, Fits):
                 found.put_in_place()
                 used[found.kernel] = used.get(found.kernel, 0) + 1
             elif found is not None:
@@ -75,49 +69,61 @@ def without_logits(model: nn.Module) -> Kernels:
     return Kernels({"loss without logits": 1}, {})
 
 
-def plain_linears(model: nn.Module) -> set[nn.Module]:
+# --- linear layers of a sharded model ------------------------------------------------------------
+
+_PRODUCTS = "_fsdp_cpp_products"  # of the class of a linear layer: its function of one input and several weights
+
+
+def plain_linears(model: nn.Module) -> list[nn.Module]:
     """Linear layers that compute as nn.Linear does, without the head, whose logits decide between words."""
     find_head = getattr(model, "get_output_embeddings", None)
     head = find_head() if callable(find_head) else None
-    return {module for module in model.modules()
-            if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and module is not head}
+    return [module for module in model.modules()
+            if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and module is not head]
 
 
-def multiply_codes(module: nn.Module) -> None:
-    """Lets a linear layer of a sharded model compute with the codes that its weight may have."""
+def multiply(module: nn.Module, codes: bool) -> None:
+    """Lets a linear layer write the gradient of its weight where it is added up, and compute with the codes that the weight may have."""
+    products = _products_of_codes if codes else _products
+
     def forward(self, input):
-        return _linear(input, self.weight, self.bias)
+        return products(input, [self.weight], [self.bias])[0]
 
-    becomes(module, forward)
+    becomes(module, forward, **{_PRODUCTS: staticmethod(products)})
+
+
+def _products(input, weights, biases):
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(input.device.type):
+        return [nn.functional.linear(input, weight, bias) for weight, bias in zip(weights, biases)]
+    return _C.linear(input, weights, biases)
 
 
 @torch.compiler.disable
-def _linear(input, weight, bias):
+def _products_of_codes(input, weights, biases):
     if torch.is_autocast_enabled(input.device.type):
-        input = input.to(weight.dtype)  # codes have no other
-    return _C.linear(input, weight, bias)
+        input = input.to(weights[0].dtype)  # codes have no other
+    return _C.linear(input, weights, biases)
 
 
-# --- modules that a kernel fits ------------------------------------------------------------------
-
-_KERNEL = "_fsdp_cpp_kernel"  # of the class of a module that computes with one
-
-
-@dataclasses.dataclass(frozen=True)
-class _Fits:
-    """A module that computes what a kernel does."""
-
-    kernel: str
-    put_in_place: Callable[[], None]
+def _outputs_of(linears: list[nn.Module], input: Tensor) -> list[Tensor]:
+    """Those of layers with one input, at once where nobody sees the difference: the input is quantised once, and products of the backward
+    add up its gradient."""
+    products = getattr(type(linears[0]), _PRODUCTS, None)
+    are_alike = all(getattr(type(linear), _PRODUCTS, None) is products for linear in linears)
+    if products is None or not are_alike or torch.compiler.is_compiling() or any(map(_is_seen, linears)):
+        return [linear(input) for linear in linears]
+    return products(input, [linear.weight for linear in linears], [linear.bias for linear in linears])
 
 
-def _computes_otherwise(kernel: str) -> str:
-    return f"computes another function than {kernel}"
+def _is_seen(module) -> bool:
+    """Whether a call of the module is more than its forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+                or module._compiled_call_impl or "forward" in vars(module))
 
 
 # --- norms ---------------------------------------------------------------------------------------
 
-def _norm(module: nn.Module) -> _Fits | str | None:
+def _norm(module: nn.Module) -> Fits | str | None:
     """x / sqrt(mean(x^2) + eps) * (offset + weight)"""
     weight = module._parameters.get("weight")
     floats = [name for name, value in vars(module).items() if isinstance(value, float)]
@@ -134,8 +140,8 @@ def _norm(module: nn.Module) -> _Fits | str | None:
         for offset in (0.0, 1.0):
             expected = [x * torch.rsqrt(x.square().mean(-1, keepdim=True) + getattr(module, eps)) * (offset + w) for x in inputs]
             if all(map(is_near, tried, expected * 2)):
-                return _Fits("RMS norm", functools.partial(_becomes_norm, module, eps, offset))
-    return _computes_otherwise("an RMS norm")
+                return Fits("RMS norm", functools.partial(_becomes_norm, module, eps, offset))
+    return computes_otherwise("an RMS norm")
 
 
 def _becomes_norm(module, eps, offset):
@@ -147,12 +153,12 @@ def _becomes_norm(module, eps, offset):
             return plain(self, *args, **kwargs)
         return torch.ops.fsdp_cpp.rms_norm(args[0], self.weight, getattr(self, eps), offset)[0]
 
-    becomes(module, forward, **{_KERNEL: "RMS norm"})
+    becomes(module, forward, **{KERNEL: "RMS norm"})
 
 
 # --- gated MLPs ----------------------------------------------------------------------------------
 
-def _gated_mlp(module: nn.Module) -> _Fits | str | None:
+def _gated_mlp(module: nn.Module) -> Fits | str | None:
     """down(activation(gate(x)) * up(x)), gate and up in one matrix or in two"""
     linears = {name: child for name, child in module._modules.items() if isinstance(child, nn.Linear)}
     others = [child for name, child in module._modules.items() if name not in linears]
@@ -165,8 +171,8 @@ def _gated_mlp(module: nn.Module) -> _Fits | str | None:
         kind, order = _gate_of(module, linears, into, back)
         if kind:
             kernel = "gated SiLU" if kind == "silu" else "gated GELU"
-            return _Fits(kernel, functools.partial(_becomes_gated, module, kernel, order, back, kind))
-        refusal = refusal if order is None else _computes_otherwise("a gated MLP")
+            return Fits(kernel, functools.partial(_becomes_gated, module, kernel, order, back, kind))
+        refusal = refusal if order is None else computes_otherwise("a gated MLP")
     return refusal
 
 
@@ -190,7 +196,7 @@ def _gate_of(module, linears, into, back) -> tuple[str, list[str] | None]:
         return "", None
     with torch.no_grad():
         for order in (into, into[::-1]) if len(into) == 2 else (into,):
-            for kind, activation in _ACTIVATIONS.items():
+            for kind, activation in ACTIVATIONS.items():
                 expected = []
                 for x in inputs:
                     parts = [probes[name](x) for name in order]
@@ -217,10 +223,10 @@ def _becomes_gated(module, kernel, into, back, kind):
     def forward(self, *args, **kwargs):
         if kwargs or len(args) != 1:
             return plain(self, *args, **kwargs)
-        parts = [getattr(self, name)(args[0]) for name in into]
+        parts = _outputs_of([getattr(self, name) for name in into], args[0])
         return getattr(self, back)(torch.ops.fsdp_cpp.gated(parts[0], parts[1] if len(parts) == 2 else None, kind))
 
-    becomes(module, forward, **{_KERNEL: kernel})
+    becomes(module, forward, **{KERNEL: kernel})
 
 
 # --- rotary positions ----------------------------------------------------------------------------
@@ -229,14 +235,14 @@ _ROTATE = "apply_rotary_pos_emb"  # the function that transformers' files of mod
 _KERNEL_OF = "_fsdp_cpp_kernel_of"
 
 
-def _rotary(module: nn.Module) -> _Fits | str | None:
+def _rotary(module: nn.Module) -> Fits | str | None:
     """Pairs of channels (i, i + half) that turn by an angle, of which half of the cosines and sines are read."""
     file = sys.modules.get(type(module).__module__)
     function = getattr(file, _ROTATE, None)
     if function is None or not any(name == _ROTATE for name in _names_in(type(module).forward)):
         return None
     if hasattr(function, _KERNEL_OF):
-        return _Fits("rotary positions", lambda: None)
+        return Fits("rotary positions", lambda: None)
     q, k = numbers(2, 4, 5, 8), numbers(2, 2, 5, 8)
 
     def is_turned(batch, channels):
@@ -247,8 +253,8 @@ def _rotary(module: nn.Module) -> _Fits | str | None:
         return tried is not None and isinstance(tried[0], tuple) and all(map(is_near, tried[0], expected))
 
     if not is_turned(1, 8) or not is_turned(2, 8):
-        return _computes_otherwise("rotary positions of halves")
-    return _Fits("rotary positions", functools.partial(_replace_rotation, file, function, is_turned(1, 4)))
+        return computes_otherwise("rotary positions of halves")
+    return Fits("rotary positions", functools.partial(_replace_rotation, file, function, is_turned(1, 4)))
 
 
 def _names_in(function: Any) -> Iterator[str]:

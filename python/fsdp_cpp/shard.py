@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from . import _C, calls, kernels as layer_kernels, ranks
+from . import _C, calls, experts, kernels as layer_kernels, ranks
 from . import units as unit_selection
 
 M = TypeVar("M", bound=nn.Module)
@@ -124,17 +124,17 @@ def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units =
     inner = _dissolved(model)
     chosen = unit_selection.find(model, units if not inner else [*inner, *unit_selection.listed(units)])
     over = ranks.default_mesh() if mesh is None else ranks.mesh(mesh)
-    if kernels or not logits:
-        used = layer_kernels.use_kernels(model, logits=logits) if kernels else layer_kernels.without_logits(model)
-        if over.world.rank == 0:
-            _C.log_info(str(used))
+    _use_kernels(model, over, kernels, logits)
+    if over.ep.size > 1:
+        options["expert_parameters"] = [*_as_list(expert_parameters), *experts.share_out(model, over.ep)]
     parameters = dict(model.named_parameters())
     _refuse_subclasses(parameters)
-    linears = layer_kernels.plain_linears(model) if weights != "bf16" else set()
-    mirrors = _Mirrors(model, chosen, init_weights, set(ignored_params or ()), linears)
+    multiplies_codes = weights != "bf16"
+    linears = layer_kernels.plain_linears(model) if kernels or multiplies_codes else []
+    mirrors = _Mirrors(model, chosen, init_weights, set(ignored_params or ()), set(linears))
     sharded = _C.fully_shard(mirrors.of[model], over, options)
     for module in linears:
-        layer_kernels.multiply_codes(module)
+        layer_kernels.multiply(module, multiplies_codes)
     for module, name in chosen.items():
         name = name or ("(model)" if "model" in model._modules else "model")  # as the engine calls it
         calls.make_unit(module, mirrors.of[module], name, mirrors.owned[module])
@@ -145,6 +145,18 @@ def fully_shard(model: M, mesh: ranks.Over = None, units: unit_selection.Units =
     if units is None and not inner and over.world.rank == 0:
         _C.log_info(f"units: {unit_selection.described(chosen)}")
     return model
+
+
+def _use_kernels(model, over, kernels, logits):
+    if not kernels and logits:
+        return
+    used = layer_kernels.use_kernels(model, logits=logits) if kernels else layer_kernels.without_logits(model)
+    if over.world.rank == 0:
+        _C.log_info(str(used))
+
+
+def _as_list(patterns):
+    return [patterns] if isinstance(patterns, str) else patterns
 
 
 def _as_dict(tensor_parameters):

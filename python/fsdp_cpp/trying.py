@@ -1,12 +1,33 @@
 """Tries what a foreign module computes on a copy of it, and puts another way to compute it in its place."""
 
 import copy
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
+
+KERNEL = "_fsdp_cpp_kernel"  # of the class of a module that computes with one
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": nn.functional.silu,
+    "gelu": nn.functional.gelu,
+    "gelu_tanh": functools.partial(nn.functional.gelu, approximate="tanh"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fits:
+    """A module that computes what a kernel does."""
+
+    kernel: str
+    put_in_place: Callable[[], None]
+
+
+def computes_otherwise(kernel: str) -> str:
+    return f"computes another function than {kernel}"
 
 
 def copied(module: nn.Module, training: bool, parameters: dict | None = None, children: dict | None = None) -> nn.Module:
@@ -48,7 +69,7 @@ def becomes(module: nn.Module, forward: Callable, **members: object) -> None:
 
     def reduced(self, protocol):
         """For pickle, which finds classes by their names: an instance of the class that there is."""
-        return own.__new__, (own,), self.__dict__
+        return own.__new__, (own,), {name: value for name, value in self.__dict__.items() if not name.startswith("_fsdp_cpp_")}
 
     def copied(self, memo):
         other = type(self).__new__(type(self))

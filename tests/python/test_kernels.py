@@ -25,9 +25,9 @@ FAMILIES = {
     "Gemma": ({"hidden_activation": "gelu_pytorch_tanh"}, {"RMS norm": 5, "gated GELU": 2, "rotary positions": 2}),
     "Gemma2": ({"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}, {"RMS norm": 9, "gated GELU": 2, "rotary positions": 2}),
     "Phi3": ({}, {"RMS norm": 5, "gated SiLU": 2, "rotary positions": 2}),
-    "Mixtral": ({"num_local_experts": 4, **EXPERTS}, {"RMS norm": 5, "rotary positions": 2}),
+    "Mixtral": ({"num_local_experts": 4, **EXPERTS}, {"RMS norm": 5, "rotary positions": 2, "experts in groups": 2}),
     "Qwen3Moe": ({"num_experts": 4, "moe_intermediate_size": 16, "decoder_sparse_step": 2, "mlp_only_layers": [], **EXPERTS},
-                 {"RMS norm": 9, "gated SiLU": 1, "rotary positions": 2}),
+                 {"RMS norm": 9, "gated SiLU": 1, "rotary positions": 2, "experts in groups": 1}),
 }
 
 
@@ -351,6 +351,37 @@ def test_a_model_that_goes_is_gone():
         gc.enable()
 
 
+class Experts(nn.Module):
+    """Experts by their looks."""
+
+    def __init__(self, limit):
+        super().__init__()
+        self.into, self.back = nn.Parameter(torch.randn(5, 12, 8)), nn.Parameter(torch.randn(5, 8, 6))
+        self.limit = limit
+
+    def forward(self, x, chosen, weights):
+        gate, up = torch.einsum("tn,tkin->tki", x, self.into[chosen]).clamp(max=self.limit).chunk(2, -1)
+        return torch.einsum("tki,tkni,tk->tn", nn.functional.silu(gate) * up, self.back[chosen], weights)
+
+
+def test_experts_are_computed_in_groups_or_left_alone():
+    model = nn.ModuleList([Experts(float("inf")), Experts(7.0)])
+    plain = copy.deepcopy(model)
+    done = fsdp.use_kernels(model)
+    assert done.used == {"experts in groups": 1} and done.left == {"1": "computes another function than experts of gated MLPs"}
+    for rows in (7, 1, 0):
+        x, weights, chosen = torch.randn(rows, 8), torch.rand(rows, 3), torch.rand(rows, 5).argsort(1)[:, :3]
+        ours, theirs = (outputs_and_gradients(lambda x, w, m=module: m(x, chosen, w), [x, weights]) for module in (model[0], plain[0]))
+        for mine, expected in zip(ours, theirs):
+            torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(model[0](*(a := (torch.randn(7, 8), torch.tensor([[0, 4]] * 7), torch.rand(7, 2)))).float(), plain[0](*a).float(),
+                                   rtol=5e-2, atol=0.5)
+    again = copy.deepcopy(model[0])
+    again.into.data.zero_()
+    assert model[0](*a).abs().sum() > 0 == again(*a).abs().sum()
+
+
 # --- sharded -------------------------------------------------------------------------------------
 
 @conftest.every_strategy
@@ -377,6 +408,41 @@ def test_a_sharded_model_trains_alike(world, strategy):
         for (name, expected), (_, weight) in zip(plain.named_parameters(), ours.named_parameters()):
             # AdamW divides gradients that are next to nothing by their size.
             torch.testing.assert_close(weight, expected, rtol=1e-3, atol=1e-3, msg=name)
+
+
+def test_hooks_of_linear_layers_that_are_computed_at_once(world):
+    model = fsdp.fully_shard(a_model("Llama").train(), kernels=True)
+    x = tokens()
+    loss = model(input_ids=x, labels=x).loss
+    seen = []
+    mlp = model.model.layers[1].mlp
+    mlp.gate_proj.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
+    torch.testing.assert_close(model(input_ids=x, labels=x).loss, loss)
+    assert seen == [(2, 12, 48)]
+    mlp.up_proj.register_forward_hook(lambda module, inputs, output: output * 0)
+    assert not torch.allclose(model(input_ids=x, labels=x).loss, loss)
+
+
+@conftest.each_value(family=["Mixtral", "Qwen3Moe"], once=1)
+def test_experts_that_ranks_share_out(world, family):
+    """Experts of a model of transformers on ranks that have some of them each, beside all of them on one."""
+    if 4 % world.size != 0:
+        pytest.skip("four experts for three ranks")
+    plain = a_model(family, output_router_logits=False).train()
+    ours = a_model(family, output_router_logits=False).train()
+    ours = fsdp.fully_shard(ours, fsdp.mesh(ep=world.size), kernels=True, main_params=None)
+    optimizers = torch.optim.SGD(plain.parameters(), lr=0.1), fsdp.SGD(ours, lr=0.1)
+    for step in range(3):
+        x = (tokens(2 * world.size) + step) % 64
+        plain(input_ids=x, labels=x).loss.backward()
+        mine = x[2 * world.rank:2 * world.rank + 2]
+        ours(input_ids=mine, labels=mine).loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    state = fsdp.state_dict(ours, on_all_ranks=True)
+    for name, expected in plain.state_dict().items():
+        torch.testing.assert_close(state[name], expected, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @conftest.each_value(recipe=["mxfp8", "fp8-tensor", "fp8-block", "fp8-row"], once=1)

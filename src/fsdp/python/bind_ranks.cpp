@@ -1,6 +1,7 @@
 // fsdp_cpp._C: the ranks of a job, their meshes, and the axes over which modules compute together:
 // what they tell each other, with the way back of gradients, and what they say of tensors.
 #include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -16,6 +17,7 @@
 #include "fsdp/base/option_values.h"
 #include "fsdp/base/text.h"
 #include "fsdp/comm/communicator.h"
+#include "fsdp/nn/layers/experts.h"
 #include "fsdp/nn/layers/rank_slices.h"
 #include "fsdp/python/bindings.h"
 #include "fsdp/python/resources.h"
@@ -68,9 +70,10 @@ class RankAxis {
   at::Tensor all_to_all(const at::Tensor& rows, const Counts& output_counts,
                         const Counts& input_counts) const;
 
- private:
+  // nullptr: the mesh has no such axis.
   const MeshAxis* axis() const { return (mesh_->mesh.get().*axis_)(); }
 
+ private:
   // The way of a tensor; each transfer keeps the mesh, also for gradients on their way.
   nn::RankTransfer summed() const {
     return [self = *this](const at::Tensor& each) {
@@ -185,6 +188,26 @@ at::Tensor RankAxis::all_to_all(const at::Tensor& rows, const Counts& output_cou
   return nn::along_ranks(rows, exchanged(output, input), exchanged(input, output));
 }
 
+// The module that calls it keeps `agreed_tokens` from call to call (ExpertRanks), and gets it back.
+std::pair<at::Tensor, int64_t> mix_by_experts(const at::Tensor& tokens, const at::Tensor& chosen,
+                                              const at::Tensor& weight, const at::Tensor& gate_up,
+                                              const at::Tensor& down, const std::string& activation,
+                                              const std::optional<RankAxis>& ep,
+                                              int64_t agreed_tokens) {
+  static const auto gated =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("fsdp_cpp::gated", "")
+          .typed<at::Tensor(const at::Tensor&, const std::optional<at::Tensor>&,
+                            std::string_view)>();
+  const int64_t num_experts = gate_up.size(0) * (ep ? ep->size() : 1);
+  const auto result = nn::mixed_by_experts(
+      tokens, nn::sort_choices(chosen, num_experts), weight,
+      {gate_up.flatten(0, 1), down.flatten(0, 1),
+       [&](const at::Tensor& rows) { return gated.call(rows, std::nullopt, activation); }},
+      {.ep = ep && ep->size() > 1 ? ep->axis() : nullptr, .agreed_tokens = &agreed_tokens});
+  return {result.output, agreed_tokens};
+}
+
 GradientOnAxis parse_gradient(const std::string& value) {
   const std::vector<std::string> names = {"equal", "partial"};
   return static_cast<GradientOnAxis>(parse_choice("gradient", value, names));
@@ -251,6 +274,7 @@ void bind_axis(py::module_& module) {
       .def("all_to_all", &RankAxis::all_to_all, py::arg("rows"),
            py::arg("output_counts") = py::none(), py::arg("input_counts") = py::none(),
            WithoutGil());
+  module.def("mix_by_experts", &mix_by_experts, WithoutGil());
 }
 
 std::shared_ptr<RankWorld> world_of_store(const c10::intrusive_ptr<c10d::Store>& store, int rank,

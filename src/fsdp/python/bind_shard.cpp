@@ -123,8 +123,11 @@ void bind_shard(py::module_& module) {
   module.def("fully_shard", &shard_model);
   module.def(
       "linear",
-      [](const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
-        return nn::linear(input, weight, bias.value_or(at::Tensor()));
+      [](const at::Tensor& input, const Tensors& weights,
+         const std::vector<std::optional<at::Tensor>>& biases) {
+        Tensors present;
+        for (const auto& bias : biases) present.push_back(bias.value_or(at::Tensor()));
+        return nn::linear(input, weights, present);
       },
       WithoutGil());
   py::class_<ParameterPart>(module, "ShardedParameter")

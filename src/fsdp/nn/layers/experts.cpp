@@ -170,20 +170,24 @@ void ExpertBankImpl::join(const MeshAxis& ep) {
   ep_ = &ep;
 }
 
-ExpertBankImpl::Results ExpertBankImpl::forward(const at::Tensor& tokens,
-                                                const SortedChoices& choices,
-                                                const at::Tensor& weight) {
-  const auto route =
-      c10::make_intrusive<ExpertRoute>(choices, weight,
-                                       ExpertRanks{.ep = ep_,
-                                                   .capacity_factor = options_.capacity_factor,
-                                                   .exchange = options_.exchange,
-                                                   .agreed_tokens = &agreed_tokens_});
+ExpertResults mixed_by_experts(const at::Tensor& tokens, const SortedChoices& choices,
+                               const at::Tensor& weight, const ExpertMatrices& experts,
+                               const ExpertRanks& ranks) {
+  const auto route = c10::make_intrusive<ExpertRoute>(choices, weight, ranks);
   const at::Tensor rows = dispatch(tokens, route);
-  const RowGroups groups = row_groups(rows, route->ends(), {rows.size(1), down_proj_.size(1)});
-  const at::Tensor inner =
-      into_experts(options_.kind).activation(grouped_linear(rows, into_, groups));
-  return {combine(grouped_linear(inner, down_proj_, groups), weight, route), route->dropped()};
+  const RowGroups groups = row_groups(rows, route->ends(), {rows.size(1), experts.down.size(1)});
+  const at::Tensor inner = experts.activation(grouped_linear(rows, experts.into, groups));
+  return {combine(grouped_linear(inner, experts.down, groups), weight, route), route->dropped()};
+}
+
+ExpertResults ExpertBankImpl::forward(const at::Tensor& tokens, const SortedChoices& choices,
+                                      const at::Tensor& weight) {
+  return mixed_by_experts(tokens, choices, weight,
+                          {into_, down_proj_, into_experts(options_.kind).activation},
+                          {.ep = ep_,
+                           .capacity_factor = options_.capacity_factor,
+                           .exchange = options_.exchange,
+                           .agreed_tokens = &agreed_tokens_});
 }
 
 ExpertsImpl::ExpertsImpl(const ExpertsOptions& o)

@@ -7,6 +7,7 @@
 #include <torch/nn/pimpl.h>
 
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 #include <vector>
@@ -106,8 +107,26 @@ struct ExpertsOptions {
   ExpertExchange exchange = ExpertExchange::kAuto;
 };
 
-// The MLPs of all experts, matrix after matrix in two parameters, so that one product computes all
-// experts. On a mesh with an `ep` axis: those of this rank's experts.
+// The matrices of the experts that this rank has, one below the other, so that one product computes
+// all experts.
+struct ExpertMatrices {
+  at::Tensor into;  // [experts * intermediate_size, size], gated: twice, gate, up, gate, ...
+  at::Tensor down;  // [experts * size, intermediate_size]
+  std::function<at::Tensor(const at::Tensor& rows)> activation;
+};
+
+struct ExpertResults {
+  at::Tensor output;   // like the tokens
+  at::Tensor dropped;  // ExpertRoute::dropped()
+};
+
+// tokens: [tokens, size]; weight: [tokens, num_chosen], of the tokens' type. All ranks of an ep
+// group call it together.
+ExpertResults mixed_by_experts(const at::Tensor& tokens, const SortedChoices& choices,
+                               const at::Tensor& weight, const ExpertMatrices& experts,
+                               const ExpertRanks& ranks);
+
+// The MLPs of all experts. On a mesh with an `ep` axis: those of this rank's experts.
 class ExpertBankImpl : public torch::nn::Module,
                        public NamedInit,
                        public ExpertModule,
@@ -115,12 +134,9 @@ class ExpertBankImpl : public torch::nn::Module,
                        public MatrixModule {
  public:
   explicit ExpertBankImpl(const ExpertsOptions& options);
-  struct Results {
-    at::Tensor output;   // like the tokens
-    at::Tensor dropped;  // ExpertRoute::dropped()
-  };
   // tokens: [tokens, latent_size or hidden_size]; weight: of their choices
-  Results forward(const at::Tensor& tokens, const SortedChoices& choices, const at::Tensor& weight);
+  ExpertResults forward(const at::Tensor& tokens, const SortedChoices& choices,
+                        const at::Tensor& weight);
   void reset_parameters() override;
   void join(const MeshAxis& ep) override;
   bool is_quantizable(const std::string& parameter) const override {
@@ -133,8 +149,8 @@ class ExpertBankImpl : public torch::nn::Module,
   const ExpertsOptions options_;
   const MeshAxis* ep_ = nullptr;
   int64_t agreed_tokens_ = -1;  // ExpertRanks
-  at::Tensor into_;       // [experts * intermediate_size, size], gated: twice, gate, up, gate, ...
-  at::Tensor down_proj_;  // [experts * size, intermediate_size]
+  at::Tensor into_;             // ExpertMatrices
+  at::Tensor down_proj_;
 };
 TORCH_MODULE(ExpertBank);
 
