@@ -1,6 +1,8 @@
 """A training step that is recorded once as a CUDA graph and then replayed."""
 
+import sys
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,8 +32,8 @@ class Graph:
             raise _C.UsageError(f"optimizer is {type(optimizer).__name__}; a recorded step needs an optimizer of fsdp_cpp, whose "
                                 "state stays on the device")
         self._optimizer = optimizer
-        self._engine = _C.Graph(shard.handle(model), None if optimizer is None else optimizer._engine, step, warmup,
-                                list(generators))
+        self._engine = _C.Graph(shard.handle(model), None if optimizer is None else optimizer._engine,
+                                _MasksOfEagerSteps(step), warmup, list(generators))
 
     def __call__(self) -> None:
         """One step; returns when it is queued."""
@@ -43,3 +45,46 @@ class Graph:
     def is_recorded(self) -> bool:
         """Whether the next step is a replay."""
         return self._engine.is_recorded
+
+
+class _MasksOfEagerSteps:
+    """A step of a model of transformers with the masks of its eager calls, also while it is recorded.
+
+    While a stream records, transformers reads no positions and no paddings, and makes a mask of all pairs in case there are several
+    texts in a row: attention takes three times as long, and rounds otherwise. Here what the last eager call found stays, and every
+    replay checks on the device that it holds.
+    """
+
+    def __init__(self, step: Callable[[], object]) -> None:
+        self._step = step
+        self._are_packed: list[bool] = []  # by the calls of find_packed_sequence_indices() in an eager step
+
+    def __call__(self) -> None:
+        masks: Any = sys.modules.get("transformers.masking_utils")
+        if not hasattr(masks, "is_tracing") or not hasattr(masks, "find_packed_sequence_indices"):
+            self._step()
+            return
+        is_recorded = torch.cuda.is_current_stream_capturing()
+        is_tracing, find_packed = masks.is_tracing, masks.find_packed_sequence_indices
+        if not is_recorded:
+            self._are_packed = []
+        answers = iter(self._are_packed)
+
+        def reads_numbers(tensor=None):
+            return (tensor is not None or torch.compiler.is_compiling()) and is_tracing(tensor)
+
+        def find(positions):
+            found = find_packed(positions)
+            if not is_recorded:
+                self._are_packed.append(found is not None)
+            elif found is not None and not next(answers, True):
+                torch._assert_async((found[:, -1] == 0).all(), "a recorded step got positions of several texts in a row, but was "
+                                    "recorded for one text in each; record it with an attention_mask")
+                found = None
+            return found
+
+        masks.is_tracing, masks.find_packed_sequence_indices = reads_numbers, find
+        try:
+            self._step()
+        finally:
+            masks.is_tracing, masks.find_packed_sequence_indices = is_tracing, find_packed

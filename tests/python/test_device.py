@@ -66,6 +66,42 @@ def test_a_recorded_step_has_the_bits_of_an_eager_one(world, device):
         assert torch.equal(value, recorded_weights[name]), name
 
 
+@pytest.mark.parametrize("weights", ["bf16", "fp8-row"])
+def test_a_recorded_model_of_transformers_has_the_bits_of_an_eager_one(world, device, weights):
+    transformers = pytest.importorskip("transformers")
+    if world.size > 1:
+        pytest.skip("for one rank")
+    results = []
+    for recorded in (False, True):
+        torch.manual_seed(2)
+        config = transformers.LlamaConfig(vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+                                          num_attention_heads=4, num_key_value_heads=2, use_cache=False)
+        model = transformers.LlamaForCausalLM(config).to(device).bfloat16().train()
+        fsdp.fully_shard(model, main_grads=torch.float32, kernels=True, logits=False, weights=weights)
+        optimizer = fsdp.AdamW(model, lr=1e-3)
+        batch, loss = torch.zeros(2, 128, device=device, dtype=torch.int64), torch.zeros((), device=device)
+
+        def step():
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # others add in an order that changes
+                result = model(input_ids=batch, labels=batch).loss
+                result.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss.copy_(result.detach())
+
+        run = fsdp.Graph(step, model, optimizer) if recorded else step
+        losses = []
+        for seed in range(8):
+            batch.copy_(torch.randint(512, (2, 128), generator=torch.Generator().manual_seed(seed % 2)))
+            run()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0] and (not recorded or run.is_recorded)
+        results.append((losses, fsdp.state_dict(model)))
+    assert results[0][0] == results[1][0]
+    for name, value in results[0][1].items():
+        assert torch.equal(value, results[1][1][name]), name
+
+
 def test_compiled_blocks_inside_units(world, device):
     torch._dynamo.reset()
     plain = small.Stack().to(device)

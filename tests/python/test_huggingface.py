@@ -149,6 +149,39 @@ def test_keys_and_values_are_returned_and_taken(world):
     torch.testing.assert_close(second.logits, expected, **parity.TOLERANCE)
 
 
+def test_masks_of_a_recorded_step_are_those_of_eager_ones(monkeypatch):
+    """Recording itself needs a GPU (test_device.py); here transformers is told that a stream records."""
+    from transformers import masking_utils
+    from transformers.utils import import_utils
+    config = llama(attn_implementation="sdpa")[0].config
+    masks, positions = [], torch.arange(12)[None]
+    before = masking_utils.is_tracing, masking_utils.find_packed_sequence_indices
+
+    def step():
+        masks.append(masking_utils.create_causal_mask(config, torch.zeros(2, 12, 4), None, past_key_values=None, position_ids=positions))
+
+    def record(is_so):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_so)
+
+    run = fsdp.graph._MasksOfEagerSteps(step)
+    record(False)
+    run()
+    record(True)
+    assert import_utils.is_cuda_stream_capturing()
+    step()
+    run()
+    assert masks[0] is None and masks[1] is not None and masks[2] is None
+    positions = torch.cat((torch.arange(5), torch.arange(7)))[None]
+    with pytest.raises(RuntimeError, match="recorded for one text in each"):
+        run()
+    assert before == (masking_utils.is_tracing, masking_utils.find_packed_sequence_indices)
+    record(False)
+    run()  # eager again, and packed
+    record(True)
+    run()
+    assert torch.equal(masks[-2], masks[-1]) and not masks[-1][0, 0, 6, 2]
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_on_meta_is_initialised_in_shards(world, tied):
     """By its own _init_weights()."""
