@@ -1,5 +1,5 @@
 // Optimizer state in host memory for a model on a GPU: the same bits as on the device, no more
-// bytes on the bus than gradients and weights have, and only the host's own lane waits.
+// bytes on the bus than gradients and weights have, and only the host's own queue waits.
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -11,7 +11,7 @@
 #include "fsdp/base/log.h"
 #include "fsdp/comm/backends.h"
 #include "fsdp/graph/device_graph.h"
-#include "fsdp/optim/lane.h"
+#include "fsdp/optim/task_queue.h"
 #include "fsdp/optim/optimizer_impl.h"
 #include "fsdp/shard/engine/engine_views.h"
 #include "fsdp/shard/engine/gradients.h"

@@ -97,7 +97,7 @@ Work HostUpdates::run(const std::vector<GroupUpdate>& groups, const Work& beside
   host_.run([this, done, count, begun = state_is_here_, beside] {
     try {
       // After the step has begun, gradients are complete and nobody reads weights. Without the
-      // guard, a lane would also wait for this thread's stream: by default the one of the next
+      // guard, a queue would also wait for this thread's stream: by default the one of the next
       // forward.
       std::optional<c10::StreamGuard> guard;
       if (idle_) guard.emplace(*idle_);

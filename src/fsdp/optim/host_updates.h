@@ -13,22 +13,22 @@
 #include <vector>
 
 #include "fsdp/memory/slab_allocator.h"
-#include "fsdp/optim/lane.h"
 #include "fsdp/optim/shard_passes.h"
+#include "fsdp/optim/task_queue.h"
 #include "fsdp/optim/update_state.h"
 #include "fsdp/shard/engine/engine_memory.h"
 
 namespace fsdp {
 
-// Three lanes, so that while one chunk is updated the next comes down and the last one goes up:
+// Three queues, so that while one chunk is updated the next comes down and the last one goes up:
 //
 //   down      | g0 | g1 | g2 | g3 |             gradients, in their own type
 //   host           | u0 | u1 | u2 | u3 |        a thread: the same kernel as on the CPU
 //   up                  | w0 | w1 | w2 | w3 |   weights, in theirs
 //
-// The host lane drives the other two, because on a device only it knows when a chunk is updated. A
+// The host queue drives the other two, because on a device only it knows when a chunk is updated. A
 // chunk on its way has one of kSlots slots of staging memory. Chunks of all units of a step form
-// one queue, so that nothing stops at the end of a unit. If the model is on the CPU, the lanes are
+// one line, so that nothing stops at the end of a unit. If the model is on the CPU, the queues are
 // threads and the copies are plain copies, so everything runs everywhere.
 class HostUpdates {
  public:
@@ -70,21 +70,22 @@ class HostUpdates {
   at::Tensor update(const Chunk& chunk, const Slot& slot);
 
   EngineMemory& memory_;
-  // Devices only: the host lane's current stream, on which nothing computes.
+  // Devices only: the host queue's current stream, on which nothing computes.
   std::optional<c10::Stream> idle_;
   const int64_t chunk_numel_;
   UpdateMath math_;
-  ThreadTeam team_;   // of the host lane's thread
+  ThreadTeam team_;   // of the host queue's thread
   at::Tensor state_;  // of this step, on the host
   Work state_is_here_;
   std::array<Slot, kSlots> slots_;
-  size_t first_slot_ = 0;    // of the queue's first chunk; only the host lane uses it and the next
+  size_t first_slot_ =
+      0;  // of the first chunk that waits; only the host's tasks use it and the next
   size_t num_coming_ = 0;    // how many of the first chunks have a slot
   std::mutex mutex_;         // protects the member below
   std::deque<Chunk> queue_;  // of a step: empty before the next one begins
-  Lane down_;                // gradients
-  Lane up_;                  // weights
-  Lane host_;                // updates
+  TaskQueue down_;           // gradients
+  TaskQueue up_;             // weights
+  TaskQueue host_;           // updates
 };
 
 }  // namespace fsdp

@@ -14,8 +14,8 @@
 #include "fsdp/optim/host_updates.h"
 #include "fsdp/optim/kernels/update_kernels.h"
 #include "fsdp/optim/kernels/update_math.h"
-#include "fsdp/optim/lane.h"
 #include "fsdp/optim/shard_passes.h"
+#include "fsdp/optim/task_queue.h"
 #include "fsdp/shard/engine/engine_memory.h"
 
 namespace fsdp {
@@ -91,7 +91,7 @@ Optimizer::Impl::Impl(const Sharded& sharded, UpdateRule rule, const StepOptions
         at::empty({squared_sum_workspace_numel()}, at::device(engine_.device()).dtype(at::kDouble));
   set_state({.loss_scale = options.loss_scale.initial});
   add_units();
-  lane_ = std::make_unique<Lane>(engine_.device());
+  updates_queue_ = std::make_unique<TaskQueue>(engine_.device());
   if (engine_.options().offload.fraction > 0.0) {
     on_host_ = std::make_unique<HostUpdates>(engine_.memory(), engine_.device(),
                                              engine_.options().offload, rule_.math);
@@ -101,7 +101,7 @@ Optimizer::Impl::Impl(const Sharded& sharded, UpdateRule rule, const StepOptions
 
 Optimizer::Impl::~Impl() {
   // The engine must not wait for updates that end with this object.
-  if (lane_) engine_.cancel();
+  if (updates_queue_) engine_.cancel();
 }
 
 void Optimizer::Impl::add_units() {
@@ -267,7 +267,7 @@ Work Optimizer::Impl::start_norm() {
   for (const GridKind grid : engine_.mesh().grids())
     all.push_back(start_norm(grid, grid_norms_[all.size()]));
   if (all.size() == 1) return all.front();
-  return lane_->run(
+  return updates_queue_->run(
       [this] {
         for (size_t i = 1; i < grid_norms_.size(); ++i) norm_.add_(grid_norms_[i]);
       },
@@ -289,7 +289,7 @@ Work Optimizer::Impl::start_norm(GridKind grid, const at::Tensor& norm) {
       }
     }
   const Work last =
-      lane_->run([this, norm, known = std::move(known), unknown = std::move(unknown)] {
+      updates_queue_->run([this, norm, known = std::move(known), unknown = std::move(unknown)] {
         norm.zero_();
         for (const at::Tensor& squares : known) norm.add_(squares);
         for (const at::Tensor& gradient : unknown)
@@ -301,7 +301,7 @@ Work Optimizer::Impl::start_norm(GridKind grid, const at::Tensor& norm) {
 Work Optimizer::Impl::begin(Work norm) {
   const std::optional<double> new_rate =
       std::exchange(rate_changed_, false) ? std::optional(learning_rate_) : std::nullopt;
-  return lane_->run(
+  return updates_queue_->run(
       [this, new_rate] {
         if (new_rate) rate_on_device_.fill_(*new_rate);
         auto* state = static_cast<StepState*>(state_.mutable_data_ptr());
@@ -325,7 +325,7 @@ void Optimizer::Impl::update_piece(const GroupUpdate& update, const UpdatePiece&
 }
 
 Work Optimizer::Impl::update_unit(UnitUpdate& unit) {
-  const Work work = lane_->run([this, &unit] {
+  const Work work = updates_queue_->run([this, &unit] {
     RECORD_FUNCTION("fsdp::update_unit", {});
     for (const GroupUpdate& update : unit.groups) {
       if (is_of_matrices(update)) {
@@ -345,7 +345,7 @@ Optimizer::Impl::StartedUpdate Optimizer::Impl::start_update(UnitUpdate& unit, W
     if (QuantizedWeights* quantized = update.group().quantized())
       started.quantized.push_back(quantized);
   if (started.quantized.empty()) return started;
-  started.updated = lane_->run(
+  started.updated = updates_queue_->run(
       [all = started.quantized] {
         for (QuantizedWeights* weights : all) weights->measure();
       },
@@ -358,7 +358,7 @@ Optimizer::Impl::StartedUpdate Optimizer::Impl::start_update(UnitUpdate& unit, W
 void Optimizer::Impl::end_update(StartedUpdate started) {
   Work work = std::move(started.updated);
   if (!started.quantized.empty())
-    work = lane_->run(
+    work = updates_queue_->run(
         [all = std::move(started.quantized)] {
           RECORD_FUNCTION("fsdp::quantize_unit", {});
           for (QuantizedWeights* weights : all) weights->cast();

@@ -26,7 +26,7 @@
 namespace fsdp {
 
 class HostUpdates;
-class Lane;
+class TaskQueue;
 
 // The properties in which optimizers differ.
 struct UpdateRule {
@@ -145,9 +145,9 @@ class Optimizer::Impl {
   at::Tensor workspace_;  // for the norm on a device
 
   std::vector<UnitUpdate> units_;  // in the engine's order
-  ThreadTeam team_;                // of the lane's thread, as large as libtorch's
+  ThreadTeam team_;                // of the queue's thread, as large as libtorch's
   std::optional<MatrixUpdates> matrices_;
-  std::unique_ptr<Lane> lane_;
+  std::unique_ptr<TaskQueue> updates_queue_;
   std::unique_ptr<HostUpdates> on_host_;  // if something is offloaded
   Work begun_;                            // the last step's beginning
 };

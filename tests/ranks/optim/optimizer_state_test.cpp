@@ -8,8 +8,8 @@
 
 #include "fsdp/base/text.h"
 #include "fsdp/optim/adamw.h"
-#include "fsdp/optim/lane.h"
 #include "fsdp/optim/sgd.h"
+#include "fsdp/optim/task_queue.h"
 #include "fsdp/shard/engine/engine.h"
 #include "fsdp/shard/engine/engine_views.h"
 #include "support/optimizer_training.h"
@@ -264,11 +264,11 @@ TEST(HiddenUpdates, LetGradientsGoWhenTheyAreRead) {
                    });
 }
 
-// --- lanes ---------------------------------------------------------------------------------------
+// --- task queues ---------------------------------------------------------------------------------
 
-TEST(Lane, RunsTasksInOrderAfterWhatTheyWaitFor) {
-  Lane first(c10::kCPU);
-  Lane second(c10::kCPU);
+TEST(TaskQueue, RunsTasksInOrderAfterWhatTheyWaitFor) {
+  TaskQueue first(c10::kCPU);
+  TaskQueue second(c10::kCPU);
   std::atomic<bool> may_end = false;
   std::atomic<bool> has_ended = false;
   bool next_came_after = false;
@@ -288,10 +288,10 @@ TEST(Lane, RunsTasksInOrderAfterWhatTheyWaitFor) {
   EXPECT_TRUE(other_came_after);
 }
 
-TEST(Lane, HandsErrorsToThoseWhoWait) {
-  Lane lane(c10::kCPU);
-  const Work failed = lane.run([] { throw Error("broken"); });
-  const Work later = lane.run([] {});
+TEST(TaskQueue, HandsErrorsToThoseWhoWait) {
+  TaskQueue queue(c10::kCPU);
+  const Work failed = queue.run([] { throw Error("broken"); });
+  const Work later = queue.run([] {});
   EXPECT_THAT(error_of([&] { failed.wait(); }), HasSubstr("broken"));
   EXPECT_THAT(error_of([&] { later.wait(); }), HasSubstr("broken"));
 }
@@ -300,10 +300,10 @@ TEST(Lane, HandsErrorsToThoseWhoWait) {
 TEST(HiddenUpdates, HoldNobodyUpButTheirOwnUnit) {
   on_sharded_chain(1, {}, [](Chain& model, Sharded& sharded, int) {
     Engine& engine = EngineAccess::of(sharded);
-    Lane lane(c10::kCPU);
+    TaskQueue queue(c10::kCPU);
     std::atomic<bool> second_may_end = false;
-    UpdateView(sharded).begin(*engine.units()[0], lane.run([] {}));
-    UpdateView(sharded).begin(*engine.units()[1], lane.run([&] { second_may_end.wait(false); }));
+    UpdateView(sharded).begin(*engine.units()[0], queue.run([] {}));
+    UpdateView(sharded).begin(*engine.units()[1], queue.run([&] { second_may_end.wait(false); }));
     bool first_ran = false;
     model->units[0]->inside = [&](auto&) {
       first_ran = true;

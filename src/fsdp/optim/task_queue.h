@@ -26,19 +26,19 @@ c10::Stream new_stream(c10::Device device);
 void wait_on_host(const Work& work);
 
 // On the CPU a worker thread runs the tasks. On a device the caller's host thread runs them at
-// once, with the lane's stream as the current one, so a task is a few kernel launches. In both
+// once, with the queue's stream as the current one, so a task is a few kernel launches. In both
 // cases a task comes after `after`, after everything queued on the caller's current stream, and
-// after the lane's earlier tasks; only callers that ask for it wait.
+// after the queue's earlier tasks; only callers that ask for it wait.
 //
-// The first failed task breaks the lane: every later one fails with its error.
-class Lane {
+// The first failed task breaks the queue: every later one fails with its error.
+class TaskQueue {
  public:
   using Task = std::function<void()>;
 
-  explicit Lane(c10::Device device);
-  ~Lane();  // waits for all tasks
-  Lane(const Lane&) = delete;
-  Lane& operator=(const Lane&) = delete;
+  explicit TaskQueue(c10::Device device);
+  ~TaskQueue();  // waits for all tasks
+  TaskQueue(const TaskQueue&) = delete;
+  TaskQueue& operator=(const TaskQueue&) = delete;
 
   // `state` becomes done or failed with the task, for callers that already wait for it.
   Work run(Task task, std::span<const Work> after = {},

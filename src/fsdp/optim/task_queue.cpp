@@ -1,4 +1,4 @@
-#include "fsdp/optim/lane.h"
+#include "fsdp/optim/task_queue.h"
 
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
@@ -21,11 +21,11 @@ void wait_on_host(const Work& work) {
   if (const c10::Event* event = work.event()) event->synchronize();
 }
 
-Lane::Lane(c10::Device device) : device_(device) {
+TaskQueue::TaskQueue(c10::Device device) : device_(device) {
   if (!device.is_cpu()) stream_ = new_stream(device);
 }
 
-Lane::~Lane() {
+TaskQueue::~TaskQueue() {
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
@@ -34,7 +34,7 @@ Lane::~Lane() {
   if (worker_.joinable()) worker_.join();
 }
 
-Work Lane::run(Task task, std::span<const Work> after, std::shared_ptr<WorkState> state) {
+Work TaskQueue::run(Task task, std::span<const Work> after, std::shared_ptr<WorkState> state) {
   if (stream_) {
     run_on_stream(task, after, *state);
     return Work(std::move(state));
@@ -48,12 +48,12 @@ Work Lane::run(Task task, std::span<const Work> after, std::shared_ptr<WorkState
   return Work(std::move(state));
 }
 
-void Lane::run_on_stream(const Task& task, std::span<const Work> after, WorkState& state) {
+void TaskQueue::run_on_stream(const Task& task, std::span<const Work> after, WorkState& state) {
   try {
     if (broken_) std::rethrow_exception(broken_);
     follow(*stream_, current_stream(device_));
     const c10::StreamGuard guard(*stream_);
-    for (const Work& work : after) work.wait();  // makes the lane's stream wait
+    for (const Work& work : after) work.wait();  // makes the queue's stream wait
     task();
     c10::Event ended(device_.type());
     ended.record(*stream_);
@@ -64,7 +64,7 @@ void Lane::run_on_stream(const Task& task, std::span<const Work> after, WorkStat
   }
 }
 
-void Lane::start_worker() {
+void TaskQueue::start_worker() {
   if (worker_.joinable()) return;
   worker_ = start_thread("the optimizer's updates", [this, rank = thread_rank()] {
     set_thread_rank(rank);
@@ -72,7 +72,7 @@ void Lane::start_worker() {
   });
 }
 
-void Lane::work() {
+void TaskQueue::work() {
   std::unique_lock lock(mutex_);
   while (true) {
     changed_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
@@ -86,7 +86,7 @@ void Lane::work() {
   }
 }
 
-void Lane::run_queued(QueuedTask& queued) {
+void TaskQueue::run_queued(QueuedTask& queued) {
   try {
     if (broken_) std::rethrow_exception(broken_);
     for (const Work& work : queued.after) wait_on_host(work);
