@@ -94,10 +94,10 @@ class Ranks(Trained):
                 self.assert_near(self.train(f"tcp{ranks}", tcp=ranks), threads, ORDER)
 
     def test_ranks_of_two_hosts_add_as_groups_of_threads_do(self):
-        def run(name, *launch, steps=STEPS, **environment):
+        def run(name, *launch, steps=STEPS, ranks=4, batch=(), **environment):
             words = ["train", "--data", "text.txt", *small_runs.SHAPE, "--model", "model/config.json", "--steps", steps,
                      "--checkpoint-dir", name, "--log", f"{name}.jsonl", "--validate-every", 0, "--sample", "", "--device", "cpu",
-                     *([] if launch else ["--ranks", 4])]
+                     *batch, *([] if launch else ["--ranks", ranks])]
             done = small_runs.run([*launch, FSDP, *words], cwd=self.root, **environment)
             numbers = [(step["loss"], step["grad_norm"]) for step in small_runs.log_records(self.root / f"{name}.jsonl", "step")]
             return done, numbers, json.loads(self.fsdp("inspect", name, "--json").stdout)["sum_group"]
@@ -110,13 +110,20 @@ class Ranks(Trained):
         _, in_groups, group = run("groups", FSDP_SUM_GROUP="2")
         self.assertEqual((in_groups, group), (numbers, 2))
         _, on_one_host, group = run("one")
-        self.assertEqual(group, 4)
-        self.assertNotEqual(on_one_host, numbers)
-        for (loss, norm), (other_loss, other_norm) in zip(on_one_host, numbers):
+        self.assertEqual((on_one_host, group), (numbers, 4))  # groups of two are a level of the tree over four
+        again, _, _ = run("groups", steps=STEPS + 1, FSDP_LOG="info")
+        self.assertNotIn("other bits", again.stderr)
+        # Groups of three are none.
+        six = {"ranks": 6, "batch": ("--batch", 6)}
+        _, in_threes, group = run("threes", **six, FSDP_SUM_GROUP="3")
+        _, on_one_host, all_six = run("six", **six)
+        self.assertEqual((group, all_six), (3, 6))
+        self.assertNotEqual(on_one_host, in_threes)
+        for (loss, norm), (other_loss, other_norm) in zip(on_one_host, in_threes):
             self.assertLess(abs(loss - other_loss), ORDER * loss)
             self.assertLess(abs(norm - other_norm), 10 * ORDER * norm)
-        again, _, _ = run("groups", steps=STEPS + 1, FSDP_LOG="info")
-        self.assertIn("the checkpoint's ranks added gradients in groups of 2, these add them in groups of 4", again.stderr)
+        again, _, _ = run("threes", **six, steps=STEPS + 1, FSDP_LOG="info")
+        self.assertIn("the checkpoint's ranks added gradients in groups of 3, these add them in groups of 6", again.stderr)
 
     @small_runs.more
     def test_models_of_every_kind_train_the_same_on_two_ranks(self):

@@ -23,17 +23,30 @@ at::Tensor combine(const at::Tensor& a, const at::Tensor& b, ReduceOp op) {
   return op == ReduceOp::kMin ? at::minimum(a, b) : a + b;
 }
 
-// The definition: combine groups in rank order in the accumulation type, then their results; scale
-// once, round once.
+// Of n values the first p together, the others, and both, where p is the largest power of two below
+// n.
+at::Tensor combined_in_a_tree(std::vector<at::Tensor> values, ReduceOp op) {
+  while (values.size() > 1) {
+    std::vector<at::Tensor> above;
+    for (size_t i = 0; i < values.size(); i += 2)
+      above.push_back(i + 1 < values.size() ? combine(values[i], values[i + 1], op) : values[i]);
+    values = above;
+  }
+  return values.front();
+}
+
+// The definition: combine groups in the accumulation type, then their results; scale once, round
+// once.
 at::Tensor reference(const Communicator& comm, const std::function<at::Tensor(int)>& input_of,
                      at::ScalarType acc, const Reduction& reduction, at::ScalarType result) {
-  at::Tensor combined;
+  std::vector<at::Tensor> groups;
   for (int begin = 0; begin < comm.size(); begin += comm.sum_group()) {
-    at::Tensor group = input_of(begin).to(acc);
-    for (int rank = begin + 1; rank < begin + comm.sum_group(); ++rank)
-      group = combine(group, input_of(rank).to(acc), reduction.op);
-    combined = begin == 0 ? group : combine(combined, group, reduction.op);
+    std::vector<at::Tensor> members;
+    for (int rank = begin; rank < begin + comm.sum_group(); ++rank)
+      members.push_back(input_of(rank).to(acc));
+    groups.push_back(combined_in_a_tree(std::move(members), reduction.op));
   }
+  at::Tensor combined = combined_in_a_tree(std::move(groups), reduction.op);
   double scale = reduction.scale;
   if (reduction.op == ReduceOp::kAvg) scale /= comm.size();
   if (scale != 1.0) combined = combined * at::full({1}, scale, combined.options());

@@ -18,7 +18,7 @@ const char* name_of(NcclUse use);
 
 // How NCCL adds gradients.
 enum class NcclReduce {
-  kExact,   // contributions travel as they are and are added in rank order in fp32 or wider: the
+  kExact,   // contributions travel as they are and are added in one order in fp32 or wider: the
             // same bits in every run and with every backend
   kNative,  // NCCL's own reduce-scatter, in the wire type and in an order of its choice
 };

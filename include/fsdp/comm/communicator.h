@@ -68,8 +68,8 @@ class Communicator {
   const std::string& name() const { return name_; }
 
   // Values that are reduced are combined in groups of so many neighbours first, then the groups'
-  // results: ranks of one host, unless CommOptions::sum_group says otherwise. 1 and size(): all of
-  // them in rank order.
+  // results, in binary trees (SumOrder): ranks of one host, unless CommOptions::sum_group says
+  // otherwise.
   int sum_group() const { return sum_group_; }
 
   // output = input of rank 0, input of rank 1, ...

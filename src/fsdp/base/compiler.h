@@ -9,6 +9,13 @@
 #define FSDP_HOST_DEVICE
 #endif
 
+// A loop of constant bounds in such a function, whose indices a kernel's compiler is to know.
+#if defined(__CUDACC__)
+#define FSDP_UNROLLED _Pragma("unroll")
+#else
+#define FSDP_UNROLLED
+#endif
+
 // For functions of loops that are compiled for several instruction sets, or whose operands must not
 // leave their registers.
 #define FSDP_INLINED [[gnu::always_inline]] inline

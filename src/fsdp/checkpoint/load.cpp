@@ -19,6 +19,7 @@
 #include "fsdp/checkpoint/run_directory.h"
 #include "fsdp/checkpoint/state_pieces.h"
 #include "fsdp/comm/comm_error.h"
+#include "fsdp/comm/reduce/sum_order.h"
 #include "fsdp/layout/state_bytes.h"
 #include "fsdp/optim/optimizer_impl.h"
 #include "fsdp/shard/engine/engine_views.h"
@@ -231,8 +232,9 @@ class Loading {
     const StateView view(state_.sharded);
     const Mesh& mesh = view.mesh();
     loaded.has_random_state = manifest.num_ranks() == mesh.size();
-    if (rank_in(mesh) == 0 && loaded.has_random_state && manifest.sum_group != mesh.sum_group() &&
-        manifest.sum_group > 0)
+    const SumOrder order{.ranks = mesh.size(), .group = mesh.sum_group()};
+    if (rank_in(mesh) == 0 && loaded.has_random_state && manifest.sum_group > 0 &&
+        !order.adds_like(manifest.sum_group))
       log(LogLevel::kInfo, "the checkpoint's ranks added gradients in groups of ",
           manifest.sum_group, ", these add them in groups of ", mesh.sum_group(),
           ": the run goes on with other bits, unless FSDP_SUM_GROUP is ", manifest.sum_group);

@@ -78,10 +78,9 @@ class HostUpdates {
   at::Tensor state_;  // of this step, on the host
   Work state_is_here_;
   std::array<Slot, kSlots> slots_;
-  size_t first_slot_ =
-      0;  // of the first chunk that waits; only the host's tasks use it and the next
-  size_t num_coming_ = 0;    // how many of the first chunks have a slot
-  std::mutex mutex_;         // protects the member below
+  size_t first_slot_ = 0;  // of the first waiting chunk; the host's tasks alone use it and the next
+  size_t num_coming_ = 0;  // how many of the first chunks have a slot
+  std::mutex mutex_;       // protects the member below
   std::deque<Chunk> queue_;  // of a step: empty before the next one begins
   TaskQueue down_;           // gradients
   TaskQueue up_;             // weights

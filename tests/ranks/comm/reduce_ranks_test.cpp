@@ -4,6 +4,8 @@
 
 #include <cmath>
 #include <limits>
+#include <random>
+#include <utility>
 #include <vector>
 
 #include "fsdp/comm/reduce/reduce_ranks.h"
@@ -103,6 +105,74 @@ TEST(ReduceRanks, StoresAndAddsInEveryPairOfTypes) {
         }
       }
     }
+  }
+}
+
+// Level by level, as one draws it.
+at::Tensor tree_of(std::vector<at::Tensor> values) {
+  while (values.size() > 1) {
+    std::vector<at::Tensor> above;
+    for (size_t i = 0; i < values.size(); i += 2)
+      above.push_back(i + 1 < values.size() ? values[i] + values[i + 1] : values[i]);
+    values = std::move(above);
+  }
+  return values.front();
+}
+
+TEST(ReduceRanks, AddsInATreeOfWhichGroupsArePartsOrLevels) {
+  constexpr int64_t kNumel = 2051;
+  for (int ranks = 1; ranks <= 24; ++ranks) {
+    std::vector<at::Tensor> values;
+    std::vector<const void*> inputs;
+    for (int rank = 0; rank < ranks; ++rank) {
+      values.push_back(testing::rank_pattern(rank, kNumel, at::kFloat));
+      inputs.push_back(values.back().const_data_ptr());
+    }
+    const at::Tensor of_all = tree_of(values);
+    for (int group = 1; group <= ranks; ++group) {
+      if (ranks % group != 0) continue;
+      std::vector<at::Tensor> groups;
+      for (auto at = values.begin(); at != values.end(); at += group)
+        groups.push_back(tree_of({at, at + group}));
+      const at::Tensor actual = at::empty({kNumel}, at::kFloat);
+      reduce_ranks({.inputs = inputs,
+                    .output = actual.mutable_data_ptr(),
+                    .numel = kNumel,
+                    .types = {at::kFloat, at::kFloat},
+                    .group = static_cast<size_t>(group)},
+                   checked_reduction({}, {at::kFloat, at::kFloat}, "test"));
+      EXPECT_TRUE(testing::same_bytes(actual, tree_of(groups))) << ranks << " by " << group;
+      const SumOrder order{.ranks = ranks, .group = group};
+      EXPECT_EQ(order.adds_like(1), testing::same_bytes(actual, of_all))
+          << ranks << " by " << group;
+    }
+  }
+}
+
+// The partial sums of a kernel with few levels, and with many.
+template <int kLevels>
+float summed_one_by_one(const std::vector<float>& values) {
+  SumTree<float, kLevels> tree;
+  for (size_t i = 0; i < values.size(); ++i) tree.add(values[i], static_cast<int32_t>(i));
+  return tree.total(static_cast<int32_t>(values.size()));
+}
+
+TEST(SumTree, AddsOneByOneWhatReduceRanksDoes) {
+  std::mt19937 random(3);
+  std::normal_distribution<float> normal;
+  std::vector<float> values;
+  for (size_t count = 1; count < 300; ++count) {
+    values.push_back(normal(random));
+    std::vector<at::Tensor> tensors;
+    for (const float value : values) tensors.push_back(at::scalar_tensor(value));
+    const auto expected = tree_of(tensors).item<float>();
+    if (count < 8) {
+      EXPECT_EQ(summed_one_by_one<3>(values), expected) << count;
+    }
+    if (count < 16) {
+      EXPECT_EQ(summed_one_by_one<4>(values), expected) << count;
+    }
+    EXPECT_EQ(summed_one_by_one<kSumLevels>(values), expected) << count;
   }
 }
 

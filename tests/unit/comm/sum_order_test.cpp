@@ -47,6 +47,15 @@ TEST(SumOrder, PlacesRanksInGroups) {
   EXPECT_FALSE((SumOrder{.ranks = 12, .group = 1}).has_two_hops());
 }
 
+TEST(SumOrder, IsOneForAllGroupsThatAreLevelsOfTheTree) {
+  EXPECT_TRUE((SumOrder{.ranks = 16, .group = 8}).adds_like(2));
+  EXPECT_TRUE((SumOrder{.ranks = 24, .group = 8}).adds_like(24));
+  EXPECT_TRUE((SumOrder{.ranks = 12, .group = 3}).adds_like(3));
+  EXPECT_FALSE((SumOrder{.ranks = 12, .group = 3}).adds_like(6));
+  EXPECT_FALSE((SumOrder{.ranks = 12, .group = 4}).adds_like(6));
+  EXPECT_FALSE((SumOrder{.ranks = 12, .group = 6}).adds_like(12));
+}
+
 TEST(ReductionPieces, FitTheirMemoryForAnyNumberOfRanks) {
   for (const int ranks : {2, 8, 33, 1024, 4096})
     for (const int group : {1, 8, ranks})

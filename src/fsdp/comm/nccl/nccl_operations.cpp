@@ -192,7 +192,7 @@ void NcclOperations::reduce_share(const Operation& operation, const at::Tensor& 
   }
 }
 
-// All ranks' contributions arrive here, and are added in rank order.
+// All ranks' contributions arrive here, and are added.
 void NcclOperations::reduce_piece(const Piece& piece, const at::Tensor& reduced) {
   const at::ScalarType wire = piece.operation.print.wire;
   const ncclDataType_t type = nccl_type(wire);

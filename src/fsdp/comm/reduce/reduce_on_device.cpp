@@ -47,13 +47,18 @@ void watch(const at::Tensor& flag, const at::Tensor& stored) {
   flag.view(-1).scatter_reduce_(0, place, bad, "amax");
 }
 
+at::Tensor combined(std::span<const at::Tensor> inputs, at::ScalarType acc, ReduceOp op) {
+  if (inputs.size() == 1) return inputs.front().to(acc);
+  const size_t left = SumOrder::left_of(inputs.size());
+  return combine(combined(inputs.first(left), acc, op), combined(inputs.subspan(left), acc, op),
+                 op);
+}
+
 // Combine in the accumulation type, scale once, add to the output where asked, round once.
 void reduce_step_by_step(std::span<const at::Tensor> inputs, const Reduction& reduction,
                          const at::Tensor& output) {
   const at::ScalarType acc_type = *reduction.accumulate;
-  at::Tensor acc = inputs.front().to(acc_type);
-  for (const at::Tensor& input : inputs.subspan(1))
-    acc = combine(acc, input.to(acc_type), reduction.op);
+  at::Tensor acc = combined(inputs, acc_type, reduction.op);
   const double scale = scale_of(reduction, inputs.size());
   // A float factor, as on the host: a double one would be rounded differently by some kernels.
   if (scale != 1.0)

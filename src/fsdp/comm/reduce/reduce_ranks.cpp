@@ -219,8 +219,8 @@ Seen store_sum(const Wire* a, const Wire* b, Out* out, int64_t numel, Acc scale)
 
 // --- any number of ranks -----------------------------------------------------------------------
 
-// The passes over a block. Two ranks at a time: each pass reads and writes the running values once,
-// and that, not the arithmetic, is its cost.
+// The passes over a block. As many ranks at a time as the order allows: each pass reads or writes
+// running values once, and that, not the arithmetic, is its cost.
 template <typename Acc, typename Wire>
 void begin_with(Acc* __restrict acc, const Wire* __restrict a, int64_t count) {
   for (int64_t i = 0; i < count; ++i) acc[i] = widened<Acc>(a[i]);
@@ -233,42 +233,34 @@ void begin_with(Acc* __restrict acc, const Wire* __restrict a, const Wire* __res
 }
 
 template <typename Op, typename Acc, typename Wire>
+void begin_with(Acc* __restrict acc, const Wire* __restrict a, const Wire* __restrict b,
+                const Wire* __restrict c, const Wire* __restrict d, int64_t count) {
+  for (int64_t i = 0; i < count; ++i)
+    acc[i] = Op::of(Op::of(widened<Acc>(a[i]), widened<Acc>(b[i])),
+                    Op::of(widened<Acc>(c[i]), widened<Acc>(d[i])));
+}
+
+template <typename Op, typename Acc, typename Wire>
 void combine_with(Acc* __restrict acc, const Wire* __restrict a, int64_t count) {
   for (int64_t i = 0; i < count; ++i) acc[i] = Op::of(acc[i], widened<Acc>(a[i]));
 }
 
-template <typename Op, typename Acc, typename Wire>
-void combine_with(Acc* __restrict acc, const Wire* __restrict a, const Wire* __restrict b,
-                  int64_t count) {
-  for (int64_t i = 0; i < count; ++i)
-    acc[i] = Op::of(Op::of(acc[i], widened<Acc>(a[i])), widened<Acc>(b[i]));
-}
-
-// acc = elements begin .. begin + count of these ranks, combined.
-template <typename Op, typename Wire, typename Acc>
-void combine_group(std::span<const void* const> inputs, int64_t begin, int64_t count, Acc* acc) {
-  const auto input = [&](size_t rank) { return static_cast<const Wire*>(inputs[rank]) + begin; };
-  size_t rank = std::min<size_t>(2, inputs.size());
-  if (rank == 1) {
-    begin_with(acc, input(0), count);
-  } else {
-    begin_with<Op>(acc, input(0), input(1), count);
-  }
-  for (; rank + 2 <= inputs.size(); rank += 2)
-    combine_with<Op>(acc, input(rank), input(rank + 1), count);
-  if (rank < inputs.size()) combine_with<Op>(acc, input(rank), count);
-}
-
-// Combines a block of all ranks, in groups of neighbours first.
+// acc = elements begin .. begin + count of these ranks, combined as SumOrder says.
 template <typename Op, typename Wire, typename Acc>
 void combine_block(std::span<const void* const> inputs, size_t group, int64_t begin, int64_t count,
                    Acc* acc) {
-  combine_group<Op, Wire>(inputs.first(group), begin, count, acc);
-  std::array<Acc, kBlock> next;
-  for (size_t rank = group; rank < inputs.size(); rank += group) {
-    combine_group<Op, Wire>(inputs.subspan(rank, group), begin, count, next.data());
-    combine_with<Op>(acc, static_cast<const Acc*>(next.data()), count);
-  }
+  const auto input = [&](size_t rank) { return static_cast<const Wire*>(inputs[rank]) + begin; };
+  const size_t num_ranks = inputs.size();
+  if (group == num_ranks) group = 1;
+  if (num_ranks == 1) return begin_with(acc, input(0), count);
+  if (num_ranks == 2) return begin_with<Op>(acc, input(0), input(1), count);
+  if (num_ranks == 4) return begin_with<Op>(acc, input(0), input(1), input(2), input(3), count);
+  const size_t left = SumOrder::left_of(num_ranks / group) * group;
+  combine_block<Op, Wire>(inputs.first(left), group, begin, count, acc);
+  if (left + 1 == num_ranks) return combine_with<Op>(acc, input(left), count);
+  std::array<Acc, kBlock> right;
+  combine_block<Op, Wire>(inputs.subspan(left), group, begin, count, right.data());
+  combine_with<Op>(acc, static_cast<const Acc*>(right.data()), count);
 }
 
 template <Store kStore, Look kLook, typename Out, typename Acc>

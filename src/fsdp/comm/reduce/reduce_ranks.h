@@ -48,7 +48,7 @@ struct ReduceRange {
   size_t group = 0;  // SumOrder::group; 0: one group
 };
 
-// output[i] = scale * (inputs[0][i] op inputs[1][i] op ...), groups first, or that added to
+// output[i] = scale * (inputs[0][i] op inputs[1][i] op ...), in SumOrder, or that added to
 // output[i], in the accumulation type, rounded once when stored; `reduction.nonfinite` is watched
 // in the same pass.
 // `output` may be one of the inputs if their types are equal and it is written, not added to. NaN

@@ -19,8 +19,10 @@ constexpr int kMaxBlocks = 8192;
 // Neighbours that a thread moves at once: 16 bytes of fp32. With more of them its stores of fp32
 // would be two, each to half of every sector that the warp touches.
 constexpr int kVector = 4;
-constexpr int kVectorsAtOnce = 4;  // of a thread, so that more loads are in flight
-constexpr int kRanksAtOnce = 2;    // likewise: loaded before the first is added
+// Vectors of a thread, so that more loads are in flight; as many as partial sums of so many levels
+// leave registers for.
+constexpr int vectors_at_once(int levels) { return levels <= 3 ? 4 : levels <= 4 ? 2 : 1; }
+constexpr int kRanksAtOnce = 2;  // likewise: loaded before the first is added
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
 struct Workspace {
@@ -71,7 +73,7 @@ struct Seen {
 
 // Elements [first, first + kCount) and others that are `stride` apart, as far as they lie before
 // `end`.
-template <typename Wire, typename Result, int kCount, int kTimes>
+template <typename Wire, typename Result, int kCount, int kTimes, int kLevels>
 __device__ void sum_at(const DeviceSum& sum, int64_t first, int64_t stride, int64_t end,
                        Seen& seen) {
   const auto each = [&](const auto& body) {
@@ -81,7 +83,7 @@ __device__ void sum_at(const DeviceSum& sum, int64_t first, int64_t stride, int6
   };
   Codes<Result, kCount> stored[kTimes];
   if (sum.adds) each([&](int i, int64_t at) { stored[i] = load<Result, kCount>(sum.output, at); });
-  Numbers<kCount> total[kTimes];
+  SumTree<float, kLevels> sums[kTimes][kCount];
   for (int begin = 0; begin < sum.num_ranks; begin += kRanksAtOnce) {
     Codes<Wire, kCount> arrived[kRanksAtOnce][kTimes];
     const auto each_rank = [&](const auto& body) {
@@ -97,15 +99,14 @@ __device__ void sum_at(const DeviceSum& sum, int64_t first, int64_t stride, int6
       each([&](int i, int64_t) {
         const Numbers<kCount> numbers = widened(arrived[r][i]);
 #pragma unroll
-        for (int k = 0; k < kCount; ++k)
-          total[i].of[k] = begin + r == 0 ? numbers.of[k] : total[i].of[k] + numbers.of[k];
+        for (int k = 0; k < kCount; ++k) sums[i][k].add(numbers.of[k], begin + r);
       });
     });
   }
   each([&](int i, int64_t at) {
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
-      float value = total[i].of[k] * sum.scale;
+      float value = sums[i][k].total(sum.num_ranks) * sum.scale;
       if (sum.adds) value = Result::widened(stored[i].code[k]) + value;
       stored[i].code[k] = Result::nearest(value);
       const float exact = Result::widened(stored[i].code[k]);
@@ -159,18 +160,19 @@ __device__ void add_squares(const DeviceSum& sum, double mine) {
   workspace->arrived = 0;
 }
 
-template <typename Wire, typename Result, int kCount>
+template <typename Wire, typename Result, int kCount, int kLevels>
 __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ DeviceSum sum) {
   constexpr int64_t kStride = int64_t{kThreads} * kCount;  // of a block's vectors
-  constexpr int64_t kTile = kStride * kVectorsAtOnce;
+  constexpr int kVectors = vectors_at_once(kLevels);
+  constexpr int64_t kTile = kStride * kVectors;
   const int64_t end = sum.numel / kCount * kCount;
   Seen seen;
   for (int64_t tile = blockIdx.x * kTile; tile < end; tile += gridDim.x * kTile)
-    sum_at<Wire, Result, kCount, kVectorsAtOnce>(sum, tile + threadIdx.x * kCount, kStride, end,
-                                                 seen);
+    sum_at<Wire, Result, kCount, kVectors, kLevels>(sum, tile + threadIdx.x * kCount, kStride, end,
+                                                    seen);
   // The rest is less than a vector.
   if (kCount > 1 && blockIdx.x == 0)
-    sum_at<Wire, Result, 1, 1>(sum, end + threadIdx.x, 1, sum.numel, seen);
+    sum_at<Wire, Result, 1, 1, kLevels>(sum, end + threadIdx.x, 1, sum.numel, seen);
   if (sum.nonfinite != nullptr && seen.nonfinite) *sum.nonfinite = 1.0f;  // all store the same
   if (sum.squares != nullptr) add_squares(sum, seen.squares);
 }
@@ -185,24 +187,36 @@ bool is_aligned(const DeviceSum& sum) {
   return aligned;
 }
 
-template <typename Wire, typename Result>
+template <typename Wire, typename Result, int kLevels>
 void launch(const DeviceSum& sum, cudaStream_t stream) {
   const bool wide = is_aligned(sum);
-  const int64_t per_block = int64_t{kThreads} * kVectorsAtOnce * (wide ? kVector : 1);
+  const int64_t per_block = int64_t{kThreads} * vectors_at_once(kLevels) * (wide ? kVector : 1);
   const int64_t wanted = (sum.numel + per_block - 1) / per_block;
   const auto blocks = static_cast<unsigned>(wanted < kMaxBlocks ? wanted : kMaxBlocks);
   if (wide) {
-    sum_kernel<Wire, Result, kVector><<<blocks, kThreads, 0, stream>>>(sum);
+    sum_kernel<Wire, Result, kVector, kLevels><<<blocks, kThreads, 0, stream>>>(sum);
   } else {
-    sum_kernel<Wire, Result, 1><<<blocks, kThreads, 0, stream>>>(sum);
+    sum_kernel<Wire, Result, 1, kLevels><<<blocks, kThreads, 0, stream>>>(sum);
+  }
+}
+
+// With the partial sums that so many ranks need.
+template <typename Wire, typename Result>
+void launch_for_ranks(const DeviceSum& sum, cudaStream_t stream) {
+  if (sum.num_ranks < 1 << 3) {
+    launch<Wire, Result, 3>(sum, stream);
+  } else if (sum.num_ranks < 1 << 4) {
+    launch<Wire, Result, 4>(sum, stream);
+  } else {
+    launch<Wire, Result, kSumLevels>(sum, stream);
   }
 }
 
 template <typename Wire>
 void launch_to(const DeviceSum& sum, cudaStream_t stream) {
-  if (sum.result == DType::kFloat32) launch<Wire, Fp32>(sum, stream);
-  if (sum.result == DType::kBFloat16) launch<Wire, Bf16>(sum, stream);
-  if (sum.result == DType::kFloat16) launch<Wire, Fp16>(sum, stream);
+  if (sum.result == DType::kFloat32) launch_for_ranks<Wire, Fp32>(sum, stream);
+  if (sum.result == DType::kBFloat16) launch_for_ranks<Wire, Bf16>(sum, stream);
+  if (sum.result == DType::kFloat16) launch_for_ranks<Wire, Fp16>(sum, stream);
 }
 
 template <typename Number>
@@ -214,6 +228,7 @@ __global__ void __launch_bounds__(kThreads) sum_rows_kernel(const RowSum<Number>
 template <typename Number>
 void launch_rows(const RowSum<Number>& sum, cudaStream_t stream) {
   if (sum.numel == 0) return;
+  FSDP_ASSERT(sum.ranks < 1 << kSumLevels);
   const auto blocks = static_cast<unsigned>((sum.numel + kThreads - 1) / kThreads);
   sum_rows_kernel<<<blocks, kThreads, 0, stream>>>(sum);
   check_launch("sum_rows_on_device");
@@ -243,6 +258,7 @@ void sum_on_device(const DeviceSum& sum, void* stream) {
              name_of(sum.wire), " into ", name_of(sum.result),
              " on a device was asked for: use fp32, bf16 or fp16");
   FSDP_ASSERT(sum.first != nullptr || sum.num_ranks <= DeviceSum::kMaxListed);
+  FSDP_ASSERT(sum.num_ranks < 1 << kSumLevels);
   FSDP_ASSERT(sum.squares == nullptr || sum.workspace != nullptr);
   if (sum.wire == DType::kFloat32) launch_to<Fp32>(sum, cuda_stream(stream));
   if (sum.wire == DType::kBFloat16) launch_to<Bf16>(sum, cuda_stream(stream));

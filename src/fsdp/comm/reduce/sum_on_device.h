@@ -1,4 +1,4 @@
-// Sums of all ranks' values on a CUDA device, in one pass: added in rank order in fp32, scaled,
+// Sums of all ranks' values on a CUDA device, in one pass: added in SumOrder in fp32, scaled,
 // added to what is there, rounded once, and looked at. In builds without CUDA: an Error.
 #pragma once
 
@@ -7,8 +7,12 @@
 #include "fsdp/base/compiler.h"
 #include "fsdp/base/dtype.h"
 #include "fsdp/comm/reduce/sum_order.h"
+#include "fsdp/comm/reduce/sum_tree.h"
 
 namespace fsdp {
+
+// Of more values than 2^kSumLevels - 1 a kernel adds none.
+inline constexpr int kSumLevels = 13;
 
 // All pointers are device memory. Plain bytes: it is a kernel's argument.
 struct DeviceSum {
@@ -44,13 +48,15 @@ struct RowSum {
   Number* sum = nullptr;
 
   FSDP_HOST_DEVICE Number at(int64_t i) const {
-    Number total = 0;
-    for (int32_t begin = 0; begin < ranks; begin += group) {
-      Number part = rows[begin * numel + i];
-      for (int32_t rank = begin + 1; rank < begin + group; ++rank) part += rows[rank * numel + i];
-      total = begin == 0 ? part : total + part;
+    SumTree<Number, kSumLevels> groups;
+    const int32_t num_groups = ranks / group;
+    for (int32_t begin = 0; begin < num_groups; ++begin) {
+      SumTree<Number, kSumLevels> members;
+      for (int32_t member = 0; member < group; ++member)
+        members.add(rows[(begin * group + member) * numel + i], member);
+      groups.add(members.total(group), begin);
     }
-    return total * scale;
+    return groups.total(num_groups) * scale;
   }
 };
 

@@ -8,6 +8,13 @@
 
 namespace fsdp {
 
+bool SumOrder::adds_like(int other_group) const {
+  const auto is_level = [&](int each) {
+    return each == ranks || std::has_single_bit(static_cast<unsigned>(each));
+  };
+  return other_group == group || (is_level(other_group) && is_level(group));
+}
+
 int group_within(std::span<const int> blocks) {
   int group = 0;
   for (size_t begin = 0; begin < blocks.size();) {

@@ -2,23 +2,31 @@
 // rank that adds them.
 #pragma once
 
+#include <bit>
+#include <cstddef>
 #include <cstdint>
 #include <span>
 
 namespace fsdp {
 
-// Neighbours are added first, in rank order, in groups of `group`; then the groups' sums, in the
-// order of the groups. The order depends on these two numbers alone, so any backend may either
+// A binary tree: of n values the first p are added, the others are, and both sums, where p is the
+// largest power of two below n. Neighbours in groups of `group` are a tree each, and the groups'
+// sums another one above. The order depends on these two numbers alone, so any backend may either
 // add everything where it is needed or send sums of groups: the bits are the same.
 //
-//   ranks  0 1 2 3 | 4 5 6 7 | 8 9 10 11       group 4
-//             a    +    b    +     c           a = ((r0 + r1) + r2) + r3, ...
+//   ranks  0 1 2 3   4 5 6 7   8 9 10 11       group 4
+//            a    +    b     +     c           a = (r0 + r1) + (r2 + r3), ...; (a + b) + c
 //
-// A network then carries one sum per group instead of `group` values. With one group, or groups of
-// one rank, all values are added in rank order.
+// A network then carries one sum per group instead of `group` values. Groups of a power of two are
+// a level of the tree over all ranks, so they change no bit.
 struct SumOrder {
   int ranks = 1;
   int group = 1;  // divides `ranks`
+
+  // How many of n values, two or more, are added on the left.
+  static size_t left_of(size_t n) { return std::bit_floor(n - 1); }
+  // Whether the same ranks give the same bits in groups of another size.
+  bool adds_like(int other_group) const;
 
   bool has_two_hops() const { return group > 1 && group < ranks; }
   int num_groups() const { return ranks / group; }
