@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <utility>
 
 #include "fsdp/base/check.h"
@@ -145,14 +146,19 @@ void ExpertRoute::share_out(const SortedChoices& choices, const at::Tensor& weig
   if (is_bounded) {
     agree_on_tokens(choices.chosen.size(0), ranks);
     bound_parts(choices, weight, ranks.capacity_factor, counts);
-  } else {
-    sent_ = on_host(counts.sum(1));
   }
   const at::Tensor received = received_counts(counts);
-  if (!is_bounded) received_ = on_host(received.sum(1));
+  if (!is_bounded) {  // the host waits here, and nowhere else
+    const std::vector<int64_t> both = on_host(at::cat({counts.sum(1), received.sum(1)}));
+    const auto middle = both.begin() + ep_->size();
+    sent_.assign(both.begin(), middle);
+    received_.assign(middle, both.end());
+  }
+  const int64_t num_received = std::accumulate(received_.begin(), received_.end(), int64_t{0});
   const at::Tensor experts =
-      is_bounded ? experts_of_slots(received, received_[0]).flatten()
-                 : at::repeat_interleave(received.flatten()).remainder(received.size(1));
+      is_bounded
+          ? experts_of_slots(received, received_[0]).flatten()
+          : at::repeat_interleave(received.flatten(), num_received).remainder(received.size(1));
   by_expert_ = at::argsort(experts, /*stable=*/true, /*dim=*/0, /*descending=*/false);
   by_slot_ = inverse_of(by_expert_);
   ends_ = received.sum(0).cumsum(0).to(at::kInt);
