@@ -39,9 +39,10 @@ struct SubgroupOptions {
 };
 
 // A communicator runs its collectives in the order in which they were enqueued, which must be the
-// same on every rank; two communicators are independent of each other. A call checks its arguments,
-// enqueues and returns; `Work::wait()` makes the result usable. Until then the tensors must not be
-// touched; the Work keeps them alive (Note [Tensors in use]).
+// same on every rank; two communicators are independent of each other, unless they share a stream
+// (SubgroupOptions). A call checks its arguments, enqueues and returns; `Work::wait()` makes the
+// result usable. Until then the tensors must not be touched; the Work keeps them alive (Note
+// [Tensors in use]).
 //
 // Tensors are contiguous; their shape does not matter, only their number of elements. All ranks use
 // the same dtype. Operations that only move data take every dtype; reductions take fp64, fp32,

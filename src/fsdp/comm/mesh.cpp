@@ -52,10 +52,9 @@ struct Mesh::Plan {
             SubgroupOptions{Messages::kOfSums, &reductions}};
   }
   // Neighbours that compute together, and wait for what they tell each other.
-  MeshAxis axis_of_layers(std::string name, Communicator& world, int size, bool exchanges) {
-    return {std::move(name), world, colors(world, 1, size),
-            SubgroupOptions{exchanges ? Messages::kToAll : Messages::kToNobody, &layers},
-            SubgroupOptions{exchanges ? Messages::kToAll : Messages::kOfSums, &layers}};
+  MeshAxis axis_of_layers(std::string name, Communicator& world, int size, Messages messages) {
+    return {std::move(name), world, colors(world, 1, size), SubgroupOptions{messages, &layers},
+            SubgroupOptions{messages, &layers}};
   }
 
   int outer, row, tensor_inner, expert_outer, expert_inner, ep, tp;
@@ -96,7 +95,7 @@ Mesh::Mesh(Communicator& world, Plan plan)
 std::optional<Mesh::TensorAxes> Mesh::tensor_axes(Communicator& world, Plan& plan) {
   if (plan.tp == 1) return std::nullopt;
   return TensorAxes{.inner = plan.axis("tensor inner", world, plan.tp, plan.tensor_inner),
-                    .tp = plan.axis_of_layers("tp", world, plan.tp, /*exchanges=*/false)};
+                    .tp = plan.axis_of_layers("tp", world, plan.tp, Messages::kOfSums)};
 }
 
 std::optional<Mesh::ExpertAxes> Mesh::expert_axes(Communicator& world, Plan& plan) {
@@ -105,7 +104,7 @@ std::optional<Mesh::ExpertAxes> Mesh::expert_axes(Communicator& world, Plan& pla
   return ExpertAxes{
       .outer = plan.axis("expert outer", world, plan.expert_inner * ep, plan.expert_outer),
       .inner = plan.axis("expert inner", world, ep, plan.expert_inner),
-      .ep = plan.axis_of_layers("ep", world, ep, /*exchanges=*/true)};
+      .ep = plan.axis_of_layers("ep", world, ep, Messages::kToAll)};
 }
 
 Grid Mesh::grid(GridKind kind) const {

@@ -65,11 +65,15 @@ void add_communicator(NetworkForecast& network, const SumOrder& order, const Pee
       kRingBytes + peers.near * kNearPeerBytes + (peers.far > 0 ? kFarPeersBytes : 0);
 }
 
-// One communicator gathers, another one reduces; those of an ep group send to all (MeshAxis).
-void add_axis(NetworkForecast& network, const SumOrder& order, bool is_ep) {
+// One communicator gathers, another one reduces; of a tp group both add, and those of an ep group
+// send to all (Mesh).
+void add_axis(NetworkForecast& network, const SumOrder& order, GridKind grid, GridAxis axis) {
+  const bool is_of_layers = axis == GridAxis::kOwners;
+  const Peers of_sums = peers_of_sums(order);
   const Peers all{order.group - 1, order.ranks - order.group};
-  add_communicator(network, order, is_ep ? all : Peers{});
-  add_communicator(network, order, is_ep ? all : peers_of_sums(order));
+  const Peers exchanged = grid == GridKind::kExpert ? all : of_sums;
+  add_communicator(network, order, is_of_layers ? exchanged : Peers{});
+  add_communicator(network, order, is_of_layers ? exchanged : of_sums);
 }
 
 void add_cost(NetworkForecast::Part& part, const CollectiveCost& cost) {
@@ -140,7 +144,7 @@ NetworkForecast forecast_network(std::span<const GroupPlan> groups, const PlanOp
   NetworkForecast network{.hosts = ceil_div(options.ranks, options.host_ranks),
                           .sum_group = std::min(options.ranks, options.host_ranks)};
   const SumOrder of_all = order_along({1, options.ranks}, options.host_ranks);
-  add_communicator(network, of_all, peers_of_sums(of_all));
+  add_communicator(network, of_all, Peers{});
   for (const GridKind grid : kGridKinds) {
     // Without owners its parameters are dense.
     const bool is_dense = grid == GridKind::kDense;
@@ -158,8 +162,7 @@ NetworkForecast forecast_network(std::span<const GroupPlan> groups, const PlanOp
       network.staging_bytes += staging[static_cast<size_t>(axis)];
       // Tensor-parallel parameters have the outer axis of dense ones.
       if (grid != GridKind::kTensor || axis != GridAxis::kOuter)
-        add_axis(network, orders.along[static_cast<size_t>(axis)],
-                 grid == GridKind::kExpert && axis == GridAxis::kOwners);
+        add_axis(network, orders.along[static_cast<size_t>(axis)], grid, axis);
     }
   }
   return network;

@@ -107,13 +107,13 @@ class StepClock {
       work(StepRow::kReduce, &SimulatedStep::reduce, reduce_, compute_, u.reduce_at_end,
            concat(u.name, " at the end"));
     if (is_last && u.reduce_over_outer > 0.0)
-      work(StepRow::kReduce, &SimulatedStep::reduce, reduce_outer_, std::max(reduce_, compute_),
-           u.reduce_over_outer, concat(u.name, " over the outer axis"));
+      work(StepRow::kReduce, &SimulatedStep::reduce, reduce_, compute_, u.reduce_over_outer,
+           concat(u.name, " over the outer axis"));
     wait_until(before, &SimulatedStep::exposed_reduce);
   }
 
   void end_step() {
-    wait_until(std::max(reduce_, reduce_outer_), &SimulatedStep::exposed_reduce);
+    wait_until(reduce_, &SimulatedStep::exposed_reduce);
     work(StepRow::kUpdate, &SimulatedStep::update, compute_, compute_, times_.between,
          "norm and beginning");
     result_.exposed_update += times_.between;
@@ -142,7 +142,6 @@ class StepClock {
   double compute_ = 0;
   double gather_ = 0;
   double reduce_ = 0;
-  double reduce_outer_ = 0;
   double lane_ = 0;     // of updates beside computing
   double on_host_ = 0;  // of updates of what is offloaded
   double reduce_before_ = 0;

@@ -313,7 +313,7 @@ std::unique_ptr<Communicator> over_nccl(std::unique_ptr<Communicator> hosts, int
   // launch then waits for no other rank. Read by NCCL once; what the user has set stays.
   setenv("NCCL_RUNTIME_CONNECT", "0", /*overwrite=*/0);
   return std::make_unique<NcclCommunicator>(std::move(hosts), device, options,
-                                            SubgroupOptions{.messages = Messages::kOfSums});
+                                            SubgroupOptions{.messages = Messages::kToNobody});
 }
 
 }  // namespace fsdp
