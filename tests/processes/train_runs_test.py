@@ -94,10 +94,10 @@ class Ranks(Trained):
                 self.assert_near(self.train(f"tcp{ranks}", tcp=ranks), threads, ORDER)
 
     def test_ranks_of_two_hosts_add_as_groups_of_threads_do(self):
-        def run(name, *launch, steps=STEPS, ranks=4, batch=(), **environment):
-            words = ["train", "--data", "text.txt", *small_runs.SHAPE, "--model", "model/config.json", "--steps", steps,
+        def run(name, *launch, steps=STEPS, ranks=4, batch=8, **environment):
+            words = ["train", "--data", "text.txt", "--sequence", 16, "--batch", batch, "--model", "model/config.json", "--steps", steps,
                      "--checkpoint-dir", name, "--log", f"{name}.jsonl", "--validate-every", 0, "--sample", "", "--device", "cpu",
-                     *batch, *([] if launch else ["--ranks", ranks])]
+                     *([] if launch else ["--ranks", ranks])]
             done = small_runs.run([*launch, FSDP, *words], cwd=self.root, **environment)
             numbers = [(step["loss"], step["grad_norm"]) for step in small_runs.log_records(self.root / f"{name}.jsonl", "step")]
             return done, numbers, json.loads(self.fsdp("inspect", name, "--json").stdout)["sum_group"]
@@ -114,7 +114,7 @@ class Ranks(Trained):
         again, _, _ = run("groups", steps=STEPS + 1, FSDP_LOG="info")
         self.assertNotIn("other bits", again.stderr)
         # Groups of three are none.
-        six = {"ranks": 6, "batch": ("--batch", 6)}
+        six = {"ranks": 6, "batch": 6}
         _, in_threes, group = run("threes", **six, FSDP_SUM_GROUP="3")
         _, on_one_host, all_six = run("six", **six)
         self.assertEqual((group, all_six), (3, 6))

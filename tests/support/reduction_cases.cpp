@@ -23,8 +23,8 @@ at::Tensor combine(const at::Tensor& a, const at::Tensor& b, ReduceOp op) {
   return op == ReduceOp::kMin ? at::minimum(a, b) : a + b;
 }
 
-// Of n values the first p together, the others, and both, where p is the largest power of two below
-// n.
+// The first p of n values together, the others, and both, where p is the largest power of two
+// below n.
 at::Tensor combined_in_a_tree(std::vector<at::Tensor> values, ReduceOp op) {
   while (values.size() > 1) {
     std::vector<at::Tensor> above;

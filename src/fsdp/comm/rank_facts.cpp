@@ -267,6 +267,11 @@ Transport choose_transport(std::span<const RankPlace> ranks, const std::string& 
   if (order.has_two_hops())
     transport.sentence +=
         concat("; gradients are added in groups of ", transport.sum_group, " ranks first");
+  else if (transport.sum_group == 1 && given == 0 && numbers.size() > 1 &&
+           numbers.size() < ranks.size())
+    transport.sentence +=
+        "; hosts have unequal numbers of ranks, so none adds its own first, and a network carries "
+        "every rank's gradients";
   return transport;
 }
 

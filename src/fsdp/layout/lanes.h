@@ -39,7 +39,7 @@ struct LaneOrder {
 // written (even ones) or added (odd ones) to the part of its number, and after an odd one the parts
 // are added that its number has completed.
 struct MicroStepParts {
-  // Of which one is the main gradients themselves.
+  // One of them is the main gradients themselves.
   static constexpr int64_t count(int64_t micro_steps) {
     return micro_steps <= 2 ? 1 : std::bit_width(static_cast<uint64_t>(micro_steps)) - 1;
   }

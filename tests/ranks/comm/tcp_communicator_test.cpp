@@ -74,8 +74,12 @@ TEST(TcpCommunicator, GivesTheSameBitsAsThreads) {
   };
   for (const int ranks : {2, 3}) compare(ranks, 0);
   EXPECT_EQ(digests.size(), 2);
-  // The order is what it says: of one host, 1 in a group, and 8; of 2 and of 4 in a group others.
+  // The order is one tree for groups of a power of two, and another one for groups of three.
   for (const int group : {0, 1, 2, 4, 8}) compare(8, group);
+  EXPECT_EQ(digests.size(), 3);
+  for (const int group : {0, 2, 6}) compare(6, group);
+  EXPECT_EQ(digests.size(), 4);
+  compare(6, 3);
   EXPECT_EQ(digests.size(), 5);
   // So many ranks exchange what is small in rounds.
   for (const int group : {0, 6}) compare(18, group);

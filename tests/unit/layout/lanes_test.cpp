@@ -47,7 +47,7 @@ float added_by(const LaneOrder& order, const Strategy& strategy, MeshShape ranks
     each_axis_rank(size, [&](int64_t rank) { values.push_back(value_of(rank)); });
     return placement == Placement::kShard ? tree_of(values) : std::nanf("");
   };
-  // What the ranks of one place of the cycle-end axes add up over all micro-steps.
+  // The sum over all micro-steps on the ranks at one place of the cycle-end axes.
   const auto of_cycle = [&](int64_t outer_at, int64_t inner_at) {
     const bool sums_inner = strategy.gradient.inner == Placement::kShard;
     const bool sums_outer = strategy.gradient.outer == Placement::kShard;

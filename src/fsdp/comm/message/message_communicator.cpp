@@ -315,12 +315,11 @@ void MessageCommunicator::reduce_for_all(const Operation& operation) {
   gather_to_staging(at_element(operation.input, 0), bytes);
   std::vector<const void*> inputs;
   for (int from = 0; from < size(); ++from) inputs.push_back(staging_.data() + from * bytes);
-  const SumOrder order = order_of(reduction, size(), sum_group());
   reduce_ranks({.inputs = inputs,
                 .output = at_element(operation.output, 0),
                 .numel = operation.output.numel(),
                 .types = {operation.print.wire, operation.print.result},
-                .group = static_cast<size_t>(order.group)},
+                .group = static_cast<size_t>(SumOrder::of(size(), sum_group()).group)},
                reduction);
 }
 
@@ -330,10 +329,10 @@ void MessageCommunicator::reduce_for_all(const Operation& operation) {
 void MessageCommunicator::reduce_share(const Operation& operation, const at::Tensor& output) {
   const Shares& shares = operation.input_shares;
   const ReduceTypes types{operation.print.wire, operation.print.result};
-  const at::ScalarType wide = *operation.reduction.accumulate;
+  const at::ScalarType wide = type_between_hops(operation.reduction, types.wire);
   const auto width = static_cast<int64_t>(c10::elementSize(types.wire));
   const auto wide_width = static_cast<int64_t>(c10::elementSize(wide));
-  const SumOrder order = order_of(operation.reduction, size(), sum_group());
+  const SumOrder order = SumOrder::of(size(), sum_group());
   const ReductionHops hops = hops_of(operation.reduction, static_cast<size_t>(size()));
   const bool is_one_hop = order.num_groups() == 1;
   const int own_group = order.group_of(rank());

@@ -174,12 +174,12 @@ void NcclOperations::reduce_share(const Operation& operation, const at::Tensor& 
   if (reduce_ == NcclReduce::kNative && shares.is_equal() && at::isFloatingType(wire) &&
       is_sum(operation.reduction))
     return reduce_natively(operation, output);
-  const SumOrder order = order_of(operation.reduction, size_, sum_group_);
+  const SumOrder order = SumOrder::of(size_, sum_group_);
   const auto bytes_of = [](at::ScalarType type) {
     return static_cast<int64_t>(c10::elementSize(type));
   };
   const int64_t numel = ReductionPieces::of(order, shares.largest(), bytes_of(wire),
-                                            bytes_of(*operation.reduction.accumulate))
+                                            bytes_of(type_between_hops(operation.reduction, wire)))
                             .numel;
   for (int64_t begin = 0; begin < shares.largest(); begin += numel) {
     const Piece piece{operation, begin, numel};
@@ -197,8 +197,11 @@ void NcclOperations::reduce_piece(const Piece& piece, const at::Tensor& reduced)
   const at::ScalarType wire = piece.operation.print.wire;
   const ncclDataType_t type = nccl_type(wire);
   const cudaStream_t stream = stream_;
-  // This rank's own contribution is read where it is, unless there are too many to list them.
-  const bool stages_own = size_ > DeviceSum::kMaxListed;
+  // This rank's own contribution is read where it is if a kernel takes a list of them.
+  const bool is_listed = size_ <= DeviceSum::kMaxListed && at::isFloatingType(wire) &&
+                         is_sum(piece.operation.reduction) &&
+                         piece.operation.reduction.accumulate == at::kFloat;
+  const bool stages_own = !is_listed;
   const auto is_staged = [&](int peer) { return peer != rank_ || stages_own; };
   const auto mine = static_cast<size_t>(reduced.numel());
   const int64_t mine_bytes = reduced.numel() * static_cast<int64_t>(c10::elementSize(wire));
@@ -233,7 +236,7 @@ void NcclOperations::reduce_piece_in_two_hops(const Piece& piece, const at::Tens
   const Operation& operation = piece.operation;
   const ReductionHops hops = hops_of(operation.reduction, static_cast<size_t>(size_));
   const at::ScalarType wire = operation.print.wire;
-  const at::ScalarType wide = *operation.reduction.accumulate;
+  const at::ScalarType wide = type_between_hops(operation.reduction, wire);
   const auto width = static_cast<int64_t>(c10::elementSize(wire));
   const auto wide_width = static_cast<int64_t>(c10::elementSize(wide));
   const cudaStream_t stream = stream_;
@@ -357,7 +360,7 @@ void NcclOperations::all_reduce(const Operation& operation) {
   const at::Tensor staged = staging_for(operation.print.wire, numel * size_);
   all_gather(operation, staged, operation.input.const_data_ptr(), Shares::equal(numel, size_));
   reduce_rows_on_device(staged.view({size_, numel}), operation.reduction,
-                        order_of(operation.reduction, size_, sum_group_), tensor, workspace_);
+                        SumOrder::of(size_, sum_group_), tensor, workspace_);
 }
 
 void NcclOperations::run(const Operation& operation) {

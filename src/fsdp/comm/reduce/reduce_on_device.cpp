@@ -104,21 +104,47 @@ void sum_rows(const at::Tensor& rows, double scale, const SumOrder& order,
                      current_stream(output.device()).native_handle());
 }
 
-}  // namespace
+// The inputs as rows of one tensor, where they lie one after the other; undefined where not.
+at::Tensor rows_of(std::span<const at::Tensor> inputs) {
+  const at::Tensor& first = inputs.front();
+  for (size_t rank = 1; rank < inputs.size(); ++rank)
+    if (static_cast<const char*>(inputs[rank].const_data_ptr()) !=
+        static_cast<const char*>(first.const_data_ptr()) + rank * first.nbytes())
+      return {};
+  return at::from_blob(first.data_ptr(), {std::ssize(inputs), first.numel()}, first.options());
+}
 
-void reduce_rows_on_device(const at::Tensor& rows, const Reduction& reduction,
-                           const SumOrder& order, const at::Tensor& output, at::Tensor& workspace) {
+// In a launch or two, however many rows there are; false, and nothing is enqueued, where that
+// cannot be.
+bool reduce_rows(const at::Tensor& rows, const Reduction& reduction, const SumOrder& order,
+                 const at::Tensor& output) {
+  if (reduction.store != Store::kWrite || reduction.nonfinite.defined() ||
+      reduction.squares.defined())
+    return false;
   const at::ScalarType type = output.scalar_type();
   const bool is_sum = reduction.op == ReduceOp::kSum || reduction.op == ReduceOp::kAvg;
   const double scale = scale_of(reduction, static_cast<size_t>(order.ranks));
   if (!is_sum && scale == 1.0) {  // in libtorch, too, NaN wins
     const at::Tensor found = reduction.op == ReduceOp::kMax ? at::amax(rows, 0) : at::amin(rows, 0);
     output.view(-1).copy_(found, /*non_blocking=*/true);
-    return;
+    return true;
   }
-  const bool is_plain = is_sum && rows.scalar_type() == type && reduction.accumulate == type;
-  if (is_plain && type == at::kFloat) return sum_rows<float>(rows, scale, order, output);
-  if (is_plain && type == at::kDouble) return sum_rows<double>(rows, scale, order, output);
+  if (is_sum && !at::isFloatingType(rows.scalar_type())) {  // exact in any order
+    output.view(-1).copy_(at::sum(rows, 0, /*keepdim=*/false, at::kLong), /*non_blocking=*/true);
+    return true;
+  }
+  const bool is_plain =
+      is_sum && output.is_cuda() && rows.scalar_type() == type && reduction.accumulate == type;
+  if (is_plain && type == at::kFloat) sum_rows<float>(rows, scale, order, output);
+  if (is_plain && type == at::kDouble) sum_rows<double>(rows, scale, order, output);
+  return is_plain && (type == at::kFloat || type == at::kDouble);
+}
+
+}  // namespace
+
+void reduce_rows_on_device(const at::Tensor& rows, const Reduction& reduction,
+                           const SumOrder& order, const at::Tensor& output, at::Tensor& workspace) {
+  if (reduce_rows(rows, reduction, order, output)) return;
   const std::vector<at::Tensor> inputs = rows.unbind(0);
   reduce_on_device(inputs, reduction, output, workspace, static_cast<size_t>(order.group));
 }
@@ -164,7 +190,11 @@ void reduce_on_device(std::span<const at::Tensor> inputs, const Reduction& reduc
   }
   c10::SmallVector<const void*, DeviceSum::kMaxListed> addresses;
   for (const at::Tensor& input : inputs) addresses.push_back(input.const_data_ptr());
-  if (!reduce_in_one_kernel(addresses, inputs.front().scalar_type(), reduction, output, workspace))
+  if (reduce_in_one_kernel(addresses, inputs.front().scalar_type(), reduction, output, workspace))
+    return;
+  const auto ranks = static_cast<int>(inputs.size());
+  const at::Tensor rows = rows_of(inputs);
+  if (!rows.defined() || !reduce_rows(rows, reduction, SumOrder::of(ranks, ranks), output))
     reduce_step_by_step(inputs, reduction, output);
 }
 

@@ -420,10 +420,8 @@ double scale_of(const Reduction& reduction, size_t ranks) {
                                         : reduction.scale;
 }
 
-SumOrder order_of(const Reduction& reduction, int ranks, int sum_group) {
-  const SumOrder order{.ranks = ranks, .group = sum_group};
-  const bool has_hops = order.has_two_hops() && reduction.accumulate != at::kLong;
-  return has_hops ? order : SumOrder{.ranks = ranks, .group = ranks};
+at::ScalarType type_between_hops(const Reduction& reduction, at::ScalarType wire) {
+  return is_integer_wire(wire) ? wire : *reduction.accumulate;
 }
 
 ReductionHops hops_of(const Reduction& reduction, size_t ranks) {

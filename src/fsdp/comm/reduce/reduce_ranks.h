@@ -27,12 +27,12 @@ Reduction checked_reduction(const Reduction& reduction, const ReduceTypes& types
 // The factor the combined value is multiplied by: the reduction's scale, over the ranks for kAvg.
 double scale_of(const Reduction& reduction, size_t ranks);
 
-// The order of such a reduction on a communicator (Communicator::sum_group): in two hops, or all
-// ranks in one group. Whole numbers need no hops: they are few, and exact in any order.
-SumOrder order_of(const Reduction& reduction, int ranks, int sum_group);
+// The type of groups' results on their way: that of accumulation. Whole numbers keep their own, in
+// which sums wrap around alike.
+at::ScalarType type_between_hops(const Reduction& reduction, at::ScalarType wire);
 
-// A reduction in two hops: in groups first, to the accumulation type; then of their
-// results, to the output. Together they are the reduction of `ranks` inputs.
+// A reduction in two hops: in groups first, to type_between_hops(); then of their results, to the
+// output. Together they are the reduction of `ranks` inputs.
 struct ReductionHops {
   Reduction within_group;
   Reduction across_groups;

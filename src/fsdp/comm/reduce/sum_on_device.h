@@ -11,7 +11,7 @@
 
 namespace fsdp {
 
-// Of more values than 2^kSumLevels - 1 a kernel adds none.
+// A kernel adds at most 2^kSumLevels - 1 values.
 inline constexpr int kSumLevels = 13;
 
 // All pointers are device memory. Plain bytes: it is a kernel's argument.

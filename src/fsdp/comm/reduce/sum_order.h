@@ -23,6 +23,12 @@ struct SumOrder {
   int ranks = 1;
   int group = 1;  // divides `ranks`
 
+  // In groups, or, where that makes no two hops, in one.
+  static SumOrder of(int ranks, int group) {
+    const SumOrder order{.ranks = ranks, .group = group};
+    return order.has_two_hops() ? order : SumOrder{.ranks = ranks, .group = ranks};
+  }
+
   // How many of n values, two or more, are added on the left.
   static size_t left_of(size_t n) { return std::bit_floor(n - 1); }
   // Whether the same ranks give the same bits in groups of another size.

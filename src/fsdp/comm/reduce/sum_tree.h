@@ -29,7 +29,7 @@ struct SumTree {
     }
   }
 
-  // Of all `count` values, which are one at least.
+  // The sum of all `count` values, which are one at least.
   FSDP_HOST_DEVICE Number total(int32_t count) const {
     Number sum = 0;
     bool is_first = true;

@@ -298,8 +298,8 @@ std::optional<c10::Event> ThreadsCommunicator::run_met(Operation& operation) {
   return std::nullopt;
 }
 
-size_t ThreadsCommunicator::group_in(const Operation& operation) const {
-  return static_cast<size_t>(order_of(operation.reduction, size(), sum_group()).group);
+size_t ThreadsCommunicator::group() const {
+  return static_cast<size_t>(SumOrder::of(size(), sum_group()).group);
 }
 
 void ThreadsCommunicator::run_on_host(Operation& operation) {
@@ -310,7 +310,7 @@ void ThreadsCommunicator::run_on_host(Operation& operation) {
                   .output = at_element(output.tensor, output.offset),
                   .numel = output.numel,
                   .types = {operation.print.wire, operation.print.result},
-                  .group = group_in(operation)},
+                  .group = group()},
                  operation.reduction);
   };
   move_parts(*rendezvous_, rank(), operation, copy_on_host, reduce);
@@ -342,8 +342,7 @@ c10::Event ThreadsCommunicator::run_on_device(Operation& operation) {
   const auto reduce = [&](const std::vector<Part>& inputs, const Part& output) {
     std::vector<at::Tensor> views;
     for (const Part& input : inputs) views.push_back(input.view());
-    reduce_on_device(views, operation.reduction, output.view(), device_side_.workspace,
-                     group_in(operation));
+    reduce_on_device(views, operation.reduction, output.view(), device_side_.workspace, group());
   };
 
   wait_for_everybody();

@@ -107,7 +107,7 @@ class ThreadsCommunicator final : public Communicator, private OperationRunner {
   bool is_alone() const override { return size() == 1; }
   void cancel() noexcept override;
 
-  size_t group_in(const Operation& operation) const;  // ReduceRange::group
+  size_t group() const;  // ReduceRange::group
   void run_on_host(Operation& operation);
   // Enqueues this rank's part on the communicator's stream and returns the event after which the
   // result is there and nobody reads this rank's tensors any more. The host waits for the other
