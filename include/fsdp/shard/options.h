@@ -190,6 +190,13 @@ struct ShardOptions {
   // How a gradient is made of the ranks' own gradients.
   GradientOf gradient = GradientOf::kMeanOverRanks;
 
+  // Lanes: a cycle is this many backwards over all data-parallel ranks, a power of two, and their
+  // gradients are added in one tree over the lanes' numbers, so that any number of ranks that
+  // divides them has the same gradients, bit for bit (docs/engine.md, "Lanes"). Sharded::lane()
+  // says which one a backward is of; kMeanOverRanks is the mean over lanes. 0: as many backwards as
+  // the program likes, added in the order in which they come.
+  int64_t lanes = 0;
+
   // How long main gradients own memory.
   GradientLifetime gradient_lifetime = GradientLifetime::kPersistent;
 

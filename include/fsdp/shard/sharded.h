@@ -87,6 +87,10 @@ class Sharded {
   [[nodiscard]] NoSync no_sync() const { return NoSync(engine_); }
   // Says so of the backwards until the next call: microbatch({.last = i + 1 == n}).
   void microbatch(Microbatch microbatch) const;
+  // Under ShardOptions::lanes: the lane that the next backward is of, whose data this rank takes,
+  // and how many backwards a cycle has on each rank; which one is the last need not be said.
+  int64_t lane() const;
+  int64_t micro_steps() const;
 
   // Waits until the gradients of this cycle are complete. Functions that read them wait, too.
   void wait_gradients() const;

@@ -41,7 +41,8 @@ void BucketTable::throw_unknown(BucketId id) const {
 }
 
 GroupBuckets group_buckets(const FlatLayout& layout, const GroupTypes& types,
-                           const Strategy& strategy, MeshShape mesh, std::string_view grid) {
+                           const Strategy& strategy, MeshShape mesh, std::string_view grid,
+                           GradientSlab gradients) {
   // Whole numbers have one group only.
   const bool frozen = !types.trainable && is_floating(types.weight);
   const auto bucket = [&](BucketRole role, DType dtype, int64_t bytes) {
@@ -58,7 +59,8 @@ GroupBuckets group_buckets(const FlatLayout& layout, const GroupTypes& types,
     buckets.weight =
         bucket(BucketRole::kWeight, types.is_quantized() ? DType::kUInt8 : types.weight,
                weight_bytes(types, numel));
-  if (types.trainable && is_exchanged(strategy.gradient, mesh))
+  const bool has_slab = gradients == GradientSlab::kAlways || is_exchanged(strategy.gradient, mesh);
+  if (types.trainable && has_slab)
     buckets.gradient =
         bucket(BucketRole::kGradient, types.wire, checked_mul(numel, element_bytes(types.wire)));
   return buckets;

@@ -99,7 +99,10 @@ struct GroupBuckets {
 // "matrices" and the group's grid: "weight.bf16", "gradient.bf16", "weight.bf16.frozen",
 // "weight.bf16.expert"; so the groups of a unit, which differ in one of them, have different names.
 // `mesh` is the grid's.
+// Under lanes gradients have one always: each lane's are whole before they are added.
+enum class GradientSlab : uint8_t { kWhereExchanged, kAlways };
 GroupBuckets group_buckets(const FlatLayout& layout, const GroupTypes& types,
-                           const Strategy& strategy, MeshShape mesh, std::string_view grid = "");
+                           const Strategy& strategy, MeshShape mesh, std::string_view grid = "",
+                           GradientSlab gradients = GradientSlab::kWhereExchanged);
 
 }  // namespace fsdp

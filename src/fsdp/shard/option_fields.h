@@ -118,7 +118,7 @@ void visit_fields(WholeMatrices& options, const Visit& visit) {
 template <typename Visit>
 void visit_fields(ShardOptions& options, const Visit& visit) {
   auto& [strategy, units, expert_parameters, tensor_parameters, precision, quantization, pool,
-         prefetch, pool_budget_bytes, on_move, other_units, user_buffers, gradient,
+         prefetch, pool_budget_bytes, on_move, other_units, user_buffers, gradient, lanes,
          gradient_lifetime, offload, report_nan, collectives, granularity, matrices, initial_values,
          device, allocator, host_allocator] = options;
   constexpr const char* kGroup = "sharding";
@@ -150,6 +150,7 @@ void visit_fields(ShardOptions& options, const Visit& visit) {
         OptionFlag{kGroup, "user-buffers", "HOW",
                    "Whether NCCL uses the memory that collectives touch in place"});
   visit({"gradient", "gradient"}, gradient, kNoFlag);
+  visit({"lanes"}, lanes, kNoFlag);
   visit({"gradient_lifetime", "gradient_lifetime"}, gradient_lifetime,
         OptionFlag{kGroup, "gradient-lifetime", "HOW",
                    "Whether main gradients keep their memory between steps"});

@@ -57,6 +57,9 @@ void Sharded::microbatch(Microbatch microbatch) const {
   engine_->gradients().set_last_microbatch(microbatch.last);
 }
 
+int64_t Sharded::lane() const { return engine_->lane(); }
+int64_t Sharded::micro_steps() const { return engine_->micro_steps(); }
+
 void Sharded::wait_gradients() const { engine_->wait_gradients(); }
 void Sharded::end_cycle() const { engine_->end_cycle("end_cycle()"); }
 void Sharded::zero_grad() const { engine_->zero_grad(); }

@@ -15,6 +15,21 @@ MeshShape shape_of(const Grid& grid, Collectives collectives) {
           .force_collectives = collectives == Collectives::kAlways};
 }
 
+// Partial sums of the ranks of a tp or ep group must be the lowest levels of the tree: they are
+// added within a lane, or lanes of one ep group within one product.
+std::optional<LaneOrder> lane_order(const Mesh& mesh, const ShardOptions& options) {
+  if (options.lanes == 0) return std::nullopt;
+  const int64_t ep = mesh.ep() == nullptr ? 1 : mesh.ep()->size();
+  const int64_t tp = mesh.tp() == nullptr ? 1 : mesh.tp()->size();
+  const bool are_added_at_once = options.strategy.gradient.inner == Placement::kShard;
+  if ((ep > 1 || tp > 1) && (!are_added_at_once || ep > mesh.inner().size()))
+    throw UsageError(concat("lanes is ", options.lanes, " on a mesh with ep ", ep, " and tp ", tp,
+                            ", for which gradients must be sharded along the inner axis "
+                            "(optim_grads, optim_grads_params), and ep ranks be in one row"));
+  return LaneOrder::of(options.lanes, options.strategy,
+                       {.outer = mesh.outer().size(), .inner = mesh.inner().size() / tp});
+}
+
 }  // namespace
 
 Engine::Engine(const Mesh& mesh, const ShardOptions& options, c10::Device device)
@@ -22,11 +37,12 @@ Engine::Engine(const Mesh& mesh, const ShardOptions& options, c10::Device device
       options_(options),
       device_(device),
       shape_(shape_of(mesh.grid(GridKind::kDense), options.collectives)),
+      lanes_(lane_order(mesh, options)),
       registered_(make_user_buffer_memory(mesh, shape_, options, device)),
       memory_(options, device, registered_.get()),
       wire_slots_(memory_.of(MemoryKind::kReduction)),
       weights_(options_, device, units_, memory_.of(MemoryKind::kPool), registered_.get()),
-      gradients_(options_, device, mesh, units_, wire_slots_),
+      gradients_(options_, device, mesh, units_, wire_slots_, micro_steps()),
       calls_(units_, weights_, gradients_) {
   const int64_t data_parallel_size = mesh.data_parallel_size();
   for (const ParameterKindRow& row : kParameterKinds) {
@@ -36,7 +52,8 @@ Engine::Engine(const Mesh& mesh, const ShardOptions& options, c10::Device device
                          .grid = grid,
                          .shape = shape_of(grid, options.collectives),
                          .rank = {.outer = grid.outer->rank(), .inner = grid.inner->rank()},
-                         .data_parallel_size = data_parallel_size,
+                         .num_losses = lanes_ ? lanes_->lanes : data_parallel_size,
+                         .micro_steps = micro_steps(),
                          .num_copies = is_copied ? mesh.size() / data_parallel_size : 1,
                          .device = device,
                          .strategy = options.strategy,
@@ -52,6 +69,13 @@ Engine::Engine(const Mesh& mesh, const ShardOptions& options, c10::Device device
     setting.strategy.parameter = {Placement::kReplicate, Placement::kReplicate};
     resident_settings_.push_back(setting);
   }
+}
+
+int64_t Engine::lane() const {
+  if (!lanes_) return 0;
+  const int64_t tp = mesh_.tp() == nullptr ? 1 : mesh_.tp()->size();
+  return lanes_->lane({.outer = mesh_.outer().rank(), .inner = mesh_.inner().rank() / tp},
+                      gradients_.microbatch());
 }
 
 Engine::~Engine() {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "fsdp/comm/mesh.h"
+#include "fsdp/layout/lanes.h"
 #include "fsdp/shard/engine/engine_memory.h"
 #include "fsdp/shard/engine/gradients.h"
 #include "fsdp/shard/engine/sharded_unit.h"
@@ -38,6 +39,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const ShardedUnits& units() const { return units_; }
   Weights& weights() { return weights_; }
   Gradients& gradients() { return gradients_; }
+  // Sharded's functions of these names.
+  int64_t lane() const;
+  int64_t micro_steps() const { return lanes_ ? lanes_->micro_steps : 0; }
   UnitCalls& calls() { return calls_; }
 
   // --- construction (fully_shard.cpp) ---
@@ -79,6 +83,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   ShardOptions options_;
   const c10::Device device_;
   const MeshShape shape_;
+  const std::optional<LaneOrder> lanes_;                // nullopt: there are none
   const std::unique_ptr<UserBufferMemory> registered_;  // if options ask for it
   EngineMemory memory_;
   WireSlots wire_slots_;

@@ -30,11 +30,12 @@ int world_rank(const Mesh& mesh) {
 }  // namespace
 
 Gradients::Gradients(const ShardOptions& options, c10::Device device, const Mesh& mesh,
-                     const ShardedUnits& units, WireSlots& wire_slots)
+                     const ShardedUnits& units, WireSlots& wire_slots, int64_t micro_steps)
     : options_(options),
       mesh_(mesh),
       units_(units),
       wire_slots_(wire_slots),
+      micro_steps_(micro_steps),
       nonfinite_(at::zeros({1}, at::device(device).dtype(at::kFloat))),
       missing_(mesh, units, device) {}
 
@@ -64,10 +65,14 @@ void Gradients::begin_backward() {
   count_unread_backward();
   stand_ins_.take();
   each_trainable(units_, [](const ShardedUnit&, ParamGroup& group) { group.gradient().reopen(); });
-  is_last_ = is_last_microbatch_;
+  is_last_ = micro_steps_ == 0 ? is_last_microbatch_ : microbatch_ + 1 == micro_steps_;
 }
 
 void Gradients::check_cycle() const {
+  if (micro_steps_ > 0 && microbatch_ >= micro_steps_)
+    throw UsageError(concat("lanes is ", options_.lanes, ", so a cycle has ", micro_steps_,
+                            " backwards on each of these ranks, and all of them have come; call "
+                            "zero_grad() before the next one"));
   each_trainable(units_, [](const ShardedUnit& unit, const ParamGroup& group) {
     FSDP_CHECK(!group.gradient().cycle().is_over, "the gradients of unit '", unit.name(),
                "' were already reduced in this cycle; call zero_grad() before the next backward, "
@@ -107,6 +112,11 @@ void Gradients::prepare(ShardedUnit& unit) {
 // For a contribution after the reduction began (a repeated backward through a unit that is used
 // twice): a second reduction adds it, at the end of the backward.
 void Gradients::reopen(ParamGroup& group) {
+  if (micro_steps_ > 0)
+    throw UsageError(concat("a gradient of unit '", group.unit(),
+                            "' came after that of its lane was added (a second backward through a "
+                            "unit within one lane), which would depend on the number of ranks; "
+                            "compute a lane's loss in one backward"));
   while (group.gradient().phase() == GradientPhase::kReducing) wait_front();
   group.gradient().reopen();
 }
@@ -215,6 +225,7 @@ void Gradients::check_complete(const char* reader) const {
                             "and zero_grad() only after the step"));
   each_trainable(units_, [&](const ShardedUnit& unit, const ParamGroup& group) {
     if (group.gradient().is_complete()) return;
+    check_lanes(reader);
     throw UsageError(
         concat(reader, " finds incomplete gradients of unit '", unit.name(),
                "': every backward of this cycle was announced as not the last one "
@@ -222,8 +233,16 @@ void Gradients::check_complete(const char* reader) const {
   });
 }
 
+void Gradients::check_lanes(const char* reader) const {
+  if (micro_steps_ > 0 && microbatch_ < micro_steps_)
+    throw UsageError(concat(reader, " comes after ", microbatch_,
+                            " backwards of this cycle; lanes is ", options_.lanes, ", which are ",
+                            micro_steps_, " backwards on each of these ranks"));
+}
+
 void Gradients::end_cycle(const char* reader) {
   if (!has_begun()) check_complete(reader);
+  check_lanes(reader);
   expect_reader();
   each_trainable(units_, [&](ShardedUnit& unit, ParamGroup& group) {
     if (!group.gradient().is_complete()) start_cycle_end(unit, group);
@@ -263,7 +282,7 @@ void Gradients::warn_unread(const std::string& what) {
 bool Gradients::has_any() const {
   const std::vector<GradientCycle> all = cycles();
   return std::any_of(all.begin(), all.end(),
-                     [](const GradientCycle& cycle) { return !cycle.is_empty; });
+                     [](const GradientCycle& cycle) { return !cycle.is_empty(); });
 }
 
 std::vector<GradientCycle> Gradients::cycles() const {
@@ -286,8 +305,9 @@ bool Gradients::found_nonfinite() {
   each_trainable(units_, [&](const ShardedUnit&, const ParamGroup& group) {
     // One rank reduces nothing, so nothing has checked its gradients yet.
     const GroupGradient& gradient = group.gradient();
-    if (group.slabs().gradient || gradient.reduces_at_cycle_end() || gradient.cycle().is_empty)
-      return;
+    const bool is_looked_at = group.slabs().gradient || gradient.reduces_at_cycle_end();
+    // Sums of lanes are made after their reductions have looked.
+    if (gradient.cycle().is_empty() || (is_looked_at && micro_steps_ == 0)) return;
     flag.add_(at::isfinite(gradient.main().local()).all().logical_not());
   });
   for (const MeshAxis* axis : {&mesh_.inner(), &mesh_.outer()})
@@ -312,7 +332,7 @@ void Gradients::set_wire(const PrecisionPolicy& precision) {
 }
 
 void Gradients::check_wire(const ParamGroup& group, DType wire) const {
-  FSDP_CHECK(group.gradient().cycle().is_empty,
+  FSDP_CHECK(group.gradient().cycle().is_empty(),
              "precision.grad_comm can change only between cycles; call zero_grad() first");
   const std::optional<SlabLease>& lease = group.slabs().gradient;
   if (!lease || options_.pool == PoolKind::kOnDemand) return;

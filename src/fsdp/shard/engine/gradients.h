@@ -66,7 +66,7 @@ class MissingGradients {
 class Gradients {
  public:
   Gradients(const ShardOptions& options, c10::Device device, const Mesh& mesh,
-            const ShardedUnits& units, WireSlots& wire_slots);
+            const ShardedUnits& units, WireSlots& wire_slots, int64_t micro_steps);
 
   // After all units are added. Drops gradients that parameters have.
   void complete();
@@ -93,6 +93,8 @@ class Gradients {
   // --- one cycle: the backwards between two calls of zero() ---
   void set_last_microbatch(bool is_last) { is_last_microbatch_ = is_last; }
   bool is_last_microbatch() const { return is_last_microbatch_; }
+  // How many backwards this cycle has had.
+  int64_t microbatch() const { return microbatch_; }
   void zero();
   // Ends the cycle: reduces what is still partial, and waits. UsageError that begins with `reader`
   // if no gradient has come. All ranks call it.
@@ -137,6 +139,8 @@ class Gradients {
   void reserve_wire_slots();
   bool has_begun() const { return microbatch_ > 0 || has_any(); }
   void check_cycle() const;
+  // UsageError that begins with `reader` if lanes of this cycle are missing.
+  void check_lanes(const char* reader) const;
   void check_finite(const ParamGroup& group, int64_t member, const at::Tensor& gradient) const;
   void check_wire(const ParamGroup& group, DType wire) const;
   void count_unread_backward();
@@ -146,7 +150,8 @@ class Gradients {
   const Mesh& mesh_;
   const ShardedUnits& units_;
   WireSlots& wire_slots_;
-  at::Tensor nonfinite_;  // one element, set by reductions that store a NaN or Inf
+  const int64_t micro_steps_;  // of lanes in a cycle; 0: there are no lanes
+  at::Tensor nonfinite_;       // one element, set by reductions that store a NaN or Inf
   GradientStandIns stand_ins_;
   MissingGradients missing_;
   std::deque<Reducing> reducing_;    // slabs of this backward, oldest first

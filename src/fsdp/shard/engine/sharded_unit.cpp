@@ -170,7 +170,7 @@ void ShardedUnit::wait_update() {
   if (!std::exchange(is_updating_, false)) return;
   std::exchange(update_, {}).wait();
   for (ParamGroup& group : groups_)
-    if (group.is_trainable() && group.gradient().cycle().is_empty) group.gradient().release();
+    if (group.is_trainable() && group.gradient().cycle().is_empty()) group.gradient().release();
 }
 
 void wait_updates(const ShardedUnits& units) {

@@ -10,6 +10,7 @@
 #include "fsdp/base/device_stream.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/torch_dtype.h"
+#include "fsdp/layout/lanes.h"
 #include "fsdp/shard/group/pack_on_device.h"
 
 namespace fsdp {
@@ -53,19 +54,37 @@ GroupGradient::GroupGradient(const FlatLayout& layout, const GroupPaths& paths,
       came_(written_.size(), false),
       missing_(written_.size(), false) {
   set_wire(scalar_type_of(types.wire));
+  if (setting.micro_steps > 0 && c10::elementSize(main_.dtype()) < c10::elementSize(at::kFloat))
+    throw UsageError(concat("lanes add up in main gradients of fp32, but these are ",
+                            c10::toString(main_.dtype()), "; set precision.main_grads to fp32"));
+  for (int64_t i = 1; i < MicroStepParts::count(setting.micro_steps); ++i)
+    parts_.emplace_back(layout, main_.spec(), &setting.memory.main_grad);
   const Redistribution& last = reduces_at_cycle_end() ? cycle_end_ : each_backward_;
-  if (last.ends_in_shard())
+  // Their order is that of the cut, so lanes do without.
+  if (last.ends_in_shard() && setting.micro_steps == 0)
     squares_ = at::zeros({1}, at::device(setting.device).dtype(at::kDouble));
-  if (setting.gradient_lifetime == GradientLifetime::kPersistent) main_.allocate();
+  if (setting.gradient_lifetime == GradientLifetime::kPersistent) allocate();
+}
+
+void GroupGradient::allocate() {
+  if (main_.is_allocated()) return;
+  main_.allocate();
+  for (FlatBuffer& part : parts_) part.allocate();
 }
 
 GroupGradient::CastRoom GroupGradient::cast_room() const {
-  const bool casts = reduces_at_cycle_end() && wire_ != main_.dtype();
+  // Sums of lanes travel as wide as they are.
+  const bool casts = reduces_at_cycle_end() && wire_ != main_.dtype() && setting_.micro_steps == 0;
   const int64_t numel = casts ? layout_.max_shard_numel(main_.spec().placed) : 0;
   return {numel * static_cast<int64_t>(c10::elementSize(wire_)), cycle_end_.num_stages()};
 }
 
 void GroupGradient::set_wire(at::ScalarType wire) {
+  if (setting_.micro_steps > 0 && each_backward_.num_stages() > 1 && wire != main_.dtype())
+    throw UsageError(concat("lanes are rounded to ", c10::toString(wire),
+                            " on their way, and gradients that every backward reduces along two "
+                            "axes would be rounded again in between; set precision.grad_comm to "
+                            "fp32, or choose another strategy"));
   wire_ = wire;
   slab_.emplace(layout_, gradient_spec({}, wire, setting_));
   cast_.emplace(layout_, gradient_spec(main_.spec().placed, wire, setting_));
@@ -94,7 +113,7 @@ void GroupGradient::make_views(const at::Tensor& flat) {
 void GroupGradient::begin_writing(void* slab) {
   move(GradientPhase::kResting, GradientPhase::kWriting);
   if (!uses_slab()) {
-    if (!main_.is_allocated()) main_.allocate();
+    allocate();
     return make_views(main_.local());
   }
   slab_->lie_at(slab);
@@ -111,7 +130,7 @@ void GroupGradient::begin_writing(void* slab) {
 void GroupGradient::accept(int64_t index, const at::Tensor& gradient) {
   const at::Tensor& to = target(index);
   const bool adds = written_[static_cast<size_t>(index)];
-  if (local_scale_ != 1.0) {
+  if (local_scale_ != 1.0 && !uses_slab()) {
     adds ? to.add_(gradient, local_scale_) : to.copy_(gradient).mul_(local_scale_);
   } else if (is_packed(to, gradient)) {
     hold(to, gradient, adds);
@@ -125,7 +144,7 @@ void GroupGradient::accept(int64_t index, const at::Tensor& gradient) {
 }
 
 bool GroupGradient::takes_direct(at::ScalarType written) const {
-  return local_scale_ == 1.0 && written == (uses_slab() ? wire_ : main_.dtype());
+  return uses_slab() ? written == wire_ : local_scale_ == 1.0 && written == main_.dtype();
 }
 
 GroupGradient::Direct GroupGradient::direct(int64_t index) {
@@ -204,17 +223,36 @@ void GroupGradient::end_writing(const at::Tensor& nonfinite, const Tag& tag) {
   place_accepted();
   if (!uses_slab()) return;
   fill_missing();
-  if (!main_.is_allocated()) main_.allocate();
+  allocate();
   // Gradients that the cycle's end reduces further have no squares yet.
   Reduction last = reduces_at_cycle_end() ? Reduction{.nonfinite = nonfinite} : watched(nonfinite);
-  last.store = cycle_.is_empty ? Store::kWrite : Store::kAdd;
-  work_ = each_backward_.start(*slab_, main_, tag, {}, last);
-  cycle_.is_empty = false;
+  const int64_t micro_step = cycle_.num_backwards++;
+  const bool has_lanes = setting_.micro_steps > 0;
+  const bool adds = has_lanes ? MicroStepParts::is_added(micro_step) : micro_step > 0;
+  last.store = adds ? Store::kAdd : Store::kWrite;
+  const FlatBuffer& to = has_lanes ? part(MicroStepParts::part_of(micro_step)) : main_;
+  if (each_backward_.communicates())
+    work_ = each_backward_.start(*slab_, to, tag, {}, last);
+  else
+    add_slab(to, last.store);
+}
+
+// Stores as a reduction would, without other ranks.
+void GroupGradient::add_slab(const FlatBuffer& to, Store store) {
+  if (store == Store::kAdd)
+    to.local().add_(slab_->local(), local_scale_);
+  else
+    to.local().copy_(slab_->local()).mul_(local_scale_);
 }
 
 void GroupGradient::wait() {
-  if (phase_ == GradientPhase::kReducing) phase_ = GradientPhase::kReduced;
+  const bool ends_backward = phase_ == GradientPhase::kReducing;
+  if (ends_backward) phase_ = GradientPhase::kReduced;
   std::exchange(work_, {}).wait();
+  if (ends_backward && setting_.micro_steps > 0)
+    MicroStepParts::complete(cycle_.num_backwards - 1, [this](int64_t to, int64_t from) {
+      part(to).local().add_(part(from).local());
+    });
   squares_version_ = main_.local()._version();
 }
 
@@ -225,7 +263,7 @@ void GroupGradient::reopen() {
 void GroupGradient::start_cycle_reduction(const at::Tensor& nonfinite, const Tag& tag) {
   if (!uses_slab()) {
     fill_missing();
-    cycle_.is_empty = false;
+    cycle_.num_backwards = 1;
   }
   if (!reduces_at_cycle_end()) return;
   cycle_.is_over = true;
@@ -245,7 +283,7 @@ void GroupGradient::set_cycle(const GradientCycle& cycle) {
   cycle_ = cycle;
   squares_version_ = main_.is_allocated() ? main_.local()._version() : 0;
   for (std::vector<bool>* flags : {&written_, &came_})
-    std::fill(flags->begin(), flags->end(), !cycle.is_empty);
+    std::fill(flags->begin(), flags->end(), !cycle.is_empty());
   std::fill(missing_.begin(), missing_.end(), false);
 }
 
@@ -259,6 +297,7 @@ void GroupGradient::zero() {
 void GroupGradient::release() {
   if (setting_.gradient_lifetime != GradientLifetime::kStep || !main_.is_allocated()) return;
   main_.release();
+  for (FlatBuffer& part : parts_) part.release();
 }
 
 void GroupGradient::cancel() noexcept {

@@ -27,15 +27,20 @@ enum class GradientPhase : uint8_t {
 
 // How far a group's gradients have come in their cycle.
 struct GradientCycle {
-  bool is_empty = true;      // nothing contributed yet
-  bool is_over = false;      // the last reduction has started: another backward would add to sums
-  bool has_squares = false;  // and it computes the sum of squares
+  int64_t num_backwards = 0;  // that have contributed
+  bool is_over = false;       // the last reduction has started: another backward would add to sums
+  bool has_squares = false;   // and it computes the sum of squares
+
+  bool is_empty() const { return num_backwards == 0; }
 };
 
 // A backward writes a slab in the wire type, which is reduced into the main gradients; where the
 // gradient placement is whole, it writes or adds to the main gradients directly, in their type.
 // docs/engine.md ("Gradients") follows both ways through a cycle. No pass ever zeroes gradients:
 // those that a cycle did not write are filled in at its end.
+//
+// Under lanes every backward writes a slab, which goes to the main gradients or to one of a few
+// buffers beside them, so that micro-steps add up as the tree over lanes does (layout/lanes.h).
 //
 // The phases of a backward are resting -> writing -> reducing -> reduced; without a slab there is
 // no reducing. A contribution after the reduction begins anew (reopen).
@@ -96,7 +101,10 @@ class GroupGradient {
 
   // Whether everything that the optimizer reads has been reduced.
   bool is_complete() const {
-    return !cycle_.is_empty && (!reduces_at_cycle_end() || cycle_.is_over);
+    const bool are_all_added = setting_.micro_steps == 0
+                                   ? !cycle_.is_empty()
+                                   : cycle_.num_backwards == setting_.micro_steps;
+    return are_all_added && (!reduces_at_cycle_end() || cycle_.is_over);
   }
 
   // The sum of the squares of the optimizer's part, one fp64 element, if the cycle's last reduction
@@ -123,7 +131,12 @@ class GroupGradient {
  private:
   void move(GradientPhase from, GradientPhase to);
   void make_views(const at::Tensor& flat);
-  bool uses_slab() const { return each_backward_.communicates(); }
+  bool uses_slab() const { return each_backward_.communicates() || setting_.micro_steps > 0; }
+  void allocate();
+  const FlatBuffer& part(int64_t index) const {
+    return index == 0 ? main_ : parts_[static_cast<size_t>(index - 1)];
+  }
+  void add_slab(const FlatBuffer& to, Store store);
   void fill_missing();
   const at::Tensor& target(int64_t index) const { return views_[static_cast<size_t>(index)]; }
   void mark_written(int64_t index);
@@ -138,6 +151,7 @@ class GroupGradient {
   const double local_scale_;
   at::ScalarType wire_;
   FlatBuffer main_;
+  std::vector<FlatBuffer> parts_;   // MicroStepParts beside the main gradients
   std::optional<FlatBuffer> slab_;  // whole, in the wire type
   std::optional<FlatBuffer> cast_;  // the main gradients in a slot, during their last reduction
 

@@ -63,10 +63,11 @@ class WireSlots {
 struct GroupSetting {
   ParameterKind kind;
   Grid grid;
-  MeshShape shape;             // of the grid
-  MeshCoordinate rank;         // in the grid
-  int64_t data_parallel_size;  // of the job
-  int64_t num_copies;          // of each contribution to a gradient, on ranks of the grid
+  MeshShape shape;      // of the grid
+  MeshCoordinate rank;  // in the grid
+  int64_t num_losses;   // that a gradient is the mean over, in a backward or in all lanes
+  int64_t micro_steps;  // of lanes in a cycle; 0: there are no lanes
+  int64_t num_copies;   // of each contribution to a gradient, on ranks of the grid
   c10::Device device;
   Strategy strategy;  // of this unit; a unit may keep its weights whole
   PrecisionTypes precision;

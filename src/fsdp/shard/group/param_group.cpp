@@ -10,6 +10,7 @@
 #include "fsdp/base/check.h"
 #include "fsdp/base/log.h"
 #include "fsdp/base/torch_dtype.h"
+#include "fsdp/layout/state_bytes.h"
 #include "fsdp/shard/engine/backward_errors.h"
 
 namespace fsdp {
@@ -54,6 +55,8 @@ FlatLayoutRequest layout_request(const std::vector<GroupMember>& members, Traina
                             .inner_ranks = setting.shape.inner,
                             .outer_ranks = setting.shape.outer,
                             .granularity = setting.granularity};
+  // Blocks of moments that share a scale are cut by no shard, of any number of ranks.
+  if (setting.micro_steps > 0) request.align_bytes = kScaleBlock * request.element_bytes;
   const bool has_matrices = !members.front().matrix_rows.empty();
   if (has_matrices) request.granularity = Granularity::tensor();
   for (const GroupMember& member : members) {
@@ -64,8 +67,9 @@ FlatLayoutRequest layout_request(const std::vector<GroupMember>& members, Traina
 }
 
 GroupBuckets ParamGroup::buckets() const {
-  return group_buckets(layout_, types_, setting_.strategy, setting_.shape,
-                       row_of(setting_.kind).name);
+  return group_buckets(
+      layout_, types_, setting_.strategy, setting_.shape, row_of(setting_.kind).name,
+      setting_.micro_steps > 0 ? GradientSlab::kAlways : GradientSlab::kWhereExchanged);
 }
 
 FlatRange ParamGroup::held_flat(int64_t index) const {
@@ -89,8 +93,8 @@ ParamGroup::ParamGroup(std::string unit, std::vector<GroupMember> members, Train
       members_(std::move(members)),
       types_(types_of(members_, trainable, setting)),
       layout_(std::move(request)),
-      paths_(group_paths(setting.strategy, setting.shape, setting.gradient,
-                         setting.data_parallel_size, setting.num_copies)),
+      paths_(group_paths(setting.strategy, setting.shape, setting.gradient, setting.num_losses,
+                         setting.num_copies)),
       weight_(layout_, weight_spec(setting.strategy.parameter, types_, setting),
               &setting.memory.weight),
       whole_(layout_, weight_spec({}, types_, setting)),

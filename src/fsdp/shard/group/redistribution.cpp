@@ -54,13 +54,13 @@ PlacementPath placement_path(PlacementPair from, PlacementPair to, MeshShape mes
 }
 
 GroupPaths group_paths(const Strategy& strategy, MeshShape mesh, GradientOf gradient,
-                       int64_t data_parallel_size, int64_t num_copies) {
+                       int64_t num_losses, int64_t num_copies) {
   GroupPaths paths{.refresh = placement_path(strategy.optimizer, strategy.parameter, mesh),
                    .unshard = placement_path(strategy.parameter, kWhole, mesh),
                    .each_backward = placement_path(kUnreduced, strategy.gradient, mesh),
                    .cycle_end = placement_path(strategy.gradient, strategy.optimizer, mesh)};
   PlacementPath& first = paths.each_backward.empty() ? paths.cycle_end : paths.each_backward;
-  const int64_t divisor = gradient == GradientOf::kMeanOverRanks ? data_parallel_size : 1;
+  const int64_t divisor = gradient == GradientOf::kMeanOverRanks ? num_losses : 1;
   (first.empty() ? paths.local_scale : first.front().scale) =
       1.0 / static_cast<double>(divisor * num_copies);
   return paths;

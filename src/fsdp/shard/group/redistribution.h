@@ -50,10 +50,11 @@ struct GroupPaths {
 };
 
 // A gradient is divided exactly once, in its first stage, whose running sum is wide; without any
-// stage it is divided where it is written. The divisor is the number of losses in the job, times
+// stage it is divided where it is written, or under lanes added. The divisor is the number of
+// losses that a gradient is the mean over (those of a backward in the job, or of all lanes), times
 // the `num_copies` of each gradient that the grid adds up (docs/engine.md, "One scale rule").
 GroupPaths group_paths(const Strategy& strategy, MeshShape mesh, GradientOf gradient,
-                       int64_t data_parallel_size, int64_t num_copies = 1);
+                       int64_t num_losses, int64_t num_copies = 1);
 
 // Executes one path for the buffers of one group. The collectives run in the background, one after
 // the other, without a wait of the host in between.
