@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <optional>
 #include <utility>
 
 #include "fsdp/base/check.h"
@@ -154,7 +155,8 @@ void ExpertRoute::share_out(const SortedChoices& choices, const at::Tensor& weig
     sent_.assign(both.begin(), middle);
     received_.assign(middle, both.end());
   }
-  const int64_t num_received = std::accumulate(received_.begin(), received_.end(), int64_t{0});
+  const std::optional<int64_t> num_received =
+      std::accumulate(received_.begin(), received_.end(), int64_t{0});
   const at::Tensor experts =
       is_bounded
           ? experts_of_slots(received, received_[0]).flatten()
