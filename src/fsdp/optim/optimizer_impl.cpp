@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "fsdp/base/check.h"
+#include "fsdp/base/exact_sum.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/optim/host_updates.h"
 #include "fsdp/optim/kernels/update_kernels.h"
@@ -274,7 +275,29 @@ Work Optimizer::Impl::start_norm() {
       all);
 }
 
+// Under lanes: by whole numbers, which say nothing of who owns what. Shards begin and end between
+// blocks, pieces of an offloaded one may not.
+Work Optimizer::Impl::start_exact_norm(GridKind grid, const at::Tensor& norm) {
+  std::vector<at::Tensor> gradients;
+  for (const UnitUpdate& unit : units_)
+    for (const GroupUpdate& update : unit.groups) {
+      const ParamGroup& group = update.group();
+      if (row_of(group.setting().kind).grid != grid) continue;
+      for (const ShardRange& range :
+           group.layout().shard_ranges(group.setting().strategy.optimizer, group.setting().rank))
+        gradients.push_back(group.gradient().main().at(range.flat));
+    }
+  const at::Tensor digits =
+      at::zeros({ExactSum::kCount}, at::device(norm.device()).dtype(at::kLong));
+  Work last = updates_queue_->run([this, digits, gradients = std::move(gradients)] {
+    for (const at::Tensor& gradient : gradients) add_exact_squares(gradient, digits, team_);
+  });
+  last = engine_.sum_over_shards(digits, grid, "gradient norm", last);
+  return updates_queue_->run([digits, norm] { read_exact_sum(digits, norm); }, std::span(&last, 1));
+}
+
 Work Optimizer::Impl::start_norm(GridKind grid, const at::Tensor& norm) {
+  if (engine_.options().lanes > 0) return start_exact_norm(grid, norm);
   // Read here: when the task runs, the next cycle may have begun.
   std::vector<at::Tensor> known;
   std::vector<at::Tensor> unknown;

@@ -102,6 +102,7 @@ class Optimizer::Impl {
   // The squared norm of all gradients; of those of one grid, every element once.
   Work start_norm();
   Work start_norm(GridKind grid, const at::Tensor& norm);
+  Work start_exact_norm(GridKind grid, const at::Tensor& norm);
   Work begin(Work norm);
   // An update under way. Quantised weights are made of it when the ranks have combined their
   // amaxes.

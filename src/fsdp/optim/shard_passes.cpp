@@ -3,9 +3,12 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <array>
+#include <limits>
 #include <numeric>
 #include <vector>
 
+#include "fsdp/base/exact_sum.h"
 #include "fsdp/base/integer.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/optim/kernels/update_kernels.h"
@@ -85,6 +88,42 @@ void add_squared_norm(const at::Tensor& gradient, const at::Tensor& sum,
                                                       dtype, std::min(kChunk, numel - i * kChunk));
   });
   *sum.mutable_data_ptr<double>() += std::accumulate(sums.begin(), sums.end(), 0.0);
+}
+
+void add_exact_squares(const at::Tensor& gradient, const at::Tensor& digits, ThreadTeam& team) {
+  const DType dtype = dtype_of(gradient.scalar_type());
+  const int64_t numel = gradient.numel();
+  if (!digits.is_cpu()) {
+    add_exact_squares_on_device(gradient.const_data_ptr(), dtype, numel,
+                                digits.mutable_data_ptr<int64_t>(),
+                                current_stream(digits.device()).native_handle());
+    return;
+  }
+  const auto* bytes = static_cast<const std::byte*>(gradient.const_data_ptr());
+  using Digits = std::array<int64_t, ExactSum::kCount>;
+  std::vector<Digits> sums(static_cast<size_t>(ceil_div(numel, kChunk)), Digits{});
+  team.run(static_cast<int64_t>(sums.size()), [&](int64_t i) {
+    add_exact_squares_on_cpu(bytes + i * kChunk * element_bytes(dtype), dtype,
+                             std::min(kChunk, numel - i * kChunk),
+                             sums[static_cast<size_t>(i)].data());
+  });
+  auto* total = digits.mutable_data_ptr<int64_t>();
+  for (const Digits& sum : sums)
+    for (size_t digit = 0; digit < sum.size(); ++digit) total[digit] += sum[digit];
+}
+
+void read_exact_sum(const at::Tensor& digits, const at::Tensor& sum) {
+  if (digits.is_cpu()) {
+    *sum.mutable_data_ptr<double>() = ExactSum::value_of(digits.const_data_ptr<int64_t>());
+    return;
+  }
+  // Whole numbers of 2^31 and more are rounded alike on every rank; so is their sum.
+  const at::Tensor numbers = digits.narrow(0, 0, ExactSum::kDigits).to(at::kDouble);
+  const at::Tensor exponents =
+      at::arange(ExactSum::kDigits, numbers.options()) * 32 - ExactSum::kBelowPoint;
+  const at::Tensor value = (numbers * exponents.exp2()).sum();
+  const at::Tensor is_sum = digits.select(0, ExactSum::kDigits).eq(0);
+  sum.copy_(at::where(is_sum, value, std::numeric_limits<double>::quiet_NaN()).view(1));
 }
 
 }  // namespace fsdp

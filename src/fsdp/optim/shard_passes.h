@@ -43,4 +43,10 @@ at::Tensor field_of(const at::Tensor& state, size_t offset, at::ScalarType dtype
 void add_squared_norm(const at::Tensor& gradient, const at::Tensor& sum,
                       const at::Tensor& workspace, ThreadTeam& team);
 
+// Adds it to `digits`, an ExactSum of int64 in the same memory: the same for any cuts of a gradient
+// between blocks of kExactBlock elements.
+void add_exact_squares(const at::Tensor& gradient, const at::Tensor& digits, ThreadTeam& team);
+// sum = the value of those digits.
+void read_exact_sum(const at::Tensor& digits, const at::Tensor& sum);
+
 }  // namespace fsdp

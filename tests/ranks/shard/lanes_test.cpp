@@ -31,6 +31,7 @@ struct Outcome {
   Named gradients;             // of the first step, on the ranks that own them
   Named weights;               // whole, of rank 0
   std::vector<double> losses;  // by step and lane
+  std::vector<double> norms;   // by step
 };
 
 // The parts of all ranks in their places.
@@ -54,7 +55,7 @@ Outcome trained(const Case& one) {
     ShardOptions options = one.options;
     options.lanes = kLanes;
     const Sharded sharded = fully_shard(model, mesh, options);
-    AdamW optimizer(sharded, {.lr = 0.02, .eps = 1e-5});
+    AdamW optimizer(sharded, kParallelAdamW);  // clips
     for (int step = 0; step < kSteps; ++step) {
       for (int64_t i = 0; i < sharded.micro_steps(); ++i) {
         const auto lane = static_cast<int>(sharded.lane());
@@ -73,6 +74,8 @@ Outcome trained(const Case& one) {
           for (const ShardedParameter& each : sharded.parameters()) place(each, outcome.gradients);
       }
       optimizer.step();
+      if (const double norm = optimizer.gradient_norm(); world.rank() == 0)
+        outcome.norms.push_back(norm);
       optimizer.zero_grad();
     }
     const auto whole = sharded.full_parameters();
@@ -85,6 +88,7 @@ Outcome trained(const Case& one) {
 
 void expect_same(const Outcome& actual, const Outcome& expected, const std::string& what) {
   EXPECT_EQ(actual.losses, expected.losses) << what;
+  EXPECT_EQ(actual.norms, expected.norms) << what;
   for (const auto& [name, tensor] : expected.weights)
     EXPECT_TRUE(same_bytes(actual.weights.at(name), tensor)) << what << " " << name;
   for (const auto& [name, tensor] : expected.gradients)
@@ -146,6 +150,8 @@ TEST(Lanes, AreTheMeanOfAPlainModel) {
   const Outcome outcome = trained({.grids = {4, {.outer = 2}}, .options = {}});
   for (const auto& [name, gradient] : plain.gradients)
     EXPECT_TRUE(at::allclose(outcome.gradients.at(name), gradient.flatten(), 1e-4, 1e-7)) << name;
+  for (size_t step = 0; step < kSteps; ++step)
+    EXPECT_NEAR(outcome.norms[step], plain.norms[step], 1e-5 * plain.norms[step]) << step;
 }
 
 // --- a cycle -------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 // The sum of squares on a CUDA device.
 #include "fsdp/base/check.h"
+#include "fsdp/base/exact_sum.h"
 #include "fsdp/base/kernel_launch.cuh"
 #include "fsdp/base/narrow_float.h"
 #include "fsdp/optim/kernels/update_kernels.h"
@@ -70,6 +71,37 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) *sum += mine;
 }
 
+// A warp for each block of numbers; digits of a thread block are added in shared memory first.
+template <typename Narrow>
+__global__ void __launch_bounds__(kThreads)
+    exact_squares_kernel(const void* values, int64_t numel, int64_t* digits) {
+  constexpr int kWarp = 32;
+  constexpr int64_t kOfThread = kExactBlock / kWarp;
+  __shared__ unsigned long long sums[ExactSum::kCount];
+  if (threadIdx.x < ExactSum::kCount) sums[threadIdx.x] = 0;
+  __syncthreads();
+  const auto* from = static_cast<const typename Narrow::Code*>(values);
+  const int64_t lane = threadIdx.x % kWarp;
+  // All threads of a warp are here or none.
+  for (int64_t block = thread_index() / kWarp; block * kExactBlock < numel;
+       block += num_threads() / kWarp) {
+    double sum = 0.0;
+    for (int64_t k = 0; k < kOfThread; ++k) {
+      const int64_t at = block * kExactBlock + k * kWarp + lane;
+      const double value = at < numel ? Narrow::widened(from[at]) : 0.0;
+      sum += value * value;
+    }
+    for (int half = kWarp / 2; half > 0; half /= 2) sum += __shfl_down_sync(0xFFFFFFFFu, sum, half);
+    if (lane == 0)
+      ExactSum::place(sum, [](int digit, int64_t amount) {
+        atomicAdd(&sums[digit], static_cast<unsigned long long>(amount));
+      });
+  }
+  __syncthreads();
+  if (threadIdx.x < ExactSum::kCount && sums[threadIdx.x] != 0)
+    atomicAdd(reinterpret_cast<unsigned long long*>(digits) + threadIdx.x, sums[threadIdx.x]);
+}
+
 }  // namespace
 
 int64_t squared_sum_workspace_numel() { return kSumBlocks; }
@@ -87,6 +119,20 @@ void squared_sum_on_device(const void* values, DType dtype, int64_t numel, doubl
   if (dtype == DType::kFloat16) launch(partial_sums_kernel<Fp16>);
   add_partial_sums_kernel<<<1, kThreads, 0, cuda_stream(stream)>>>(workspace, sum);
   check_launch("squared_sum");
+}
+
+void add_exact_squares_on_device(const void* values, DType dtype, int64_t numel, int64_t* digits,
+                                 void* stream) {
+  if (numel == 0) return;
+  const auto launch = [&](auto kernel) {
+    kernel<<<kSumBlocks, kThreads, 0, cuda_stream(stream)>>>(values, numel, digits);
+  };
+  FSDP_CHECK(dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16,
+             "a squared sum of ", name_of(dtype), " was asked for: use fp32, bf16 or fp16");
+  if (dtype == DType::kFloat32) launch(exact_squares_kernel<Fp32>);
+  if (dtype == DType::kBFloat16) launch(exact_squares_kernel<Bf16>);
+  if (dtype == DType::kFloat16) launch(exact_squares_kernel<Fp16>);
+  check_launch("exact_squares");
 }
 
 }  // namespace fsdp

@@ -1,8 +1,11 @@
+#include <algorithm>
 #include <array>
+#include <cstddef>
 #include <numeric>
 
 #include "fsdp/base/check.h"
 #include "fsdp/base/compiler.h"
+#include "fsdp/base/exact_sum.h"
 #include "fsdp/base/narrow_float.h"
 #include "fsdp/optim/kernels/update_kernels.h"
 
@@ -40,6 +43,14 @@ double squared_sum_on_cpu(const void* values, DType dtype, int64_t numel) {
   if (dtype == DType::kFloat16) return squared_sum<Fp16>(values, numel);
   FSDP_CHECK(false, "a squared sum of ", name_of(dtype), " was asked for: use fp32, bf16 or fp16");
   return 0.0;
+}
+
+void add_exact_squares_on_cpu(const void* values, DType dtype, int64_t numel, int64_t* digits) {
+  const auto* bytes = static_cast<const std::byte*>(values);
+  for (int64_t begin = 0; begin < numel; begin += kExactBlock)
+    ExactSum::place(squared_sum_on_cpu(bytes + begin * element_bytes(dtype), dtype,
+                                       std::min(kExactBlock, numel - begin)),
+                    [digits](int digit, int64_t amount) { digits[digit] += amount; });
 }
 
 }  // namespace fsdp

@@ -33,6 +33,10 @@ void sgd_on_cpu(const UpdateSpan& span, const SgdRule& rule, const StepState& st
 // Gives the same bits for the same array, but other bits for other cuts.
 double squared_sum_on_cpu(const void* values, DType dtype, int64_t numel);
 
+// Adds the sums of squares of blocks of kExactBlock numbers to the digits of an ExactSum. Any cuts
+// between blocks give the same digits.
+void add_exact_squares_on_cpu(const void* values, DType dtype, int64_t numel, int64_t* digits);
+
 // --- on a device ---------------------------------------------------------------------------------
 
 // These enqueue on a stream (a cudaStream_t) and never wait. In builds without CUDA they throw an
@@ -54,5 +58,9 @@ int64_t squared_sum_workspace_numel();
 // Adds the sum of the squares of fp32, bf16 or fp16 numbers to *sum. Every run gives the same bits.
 void squared_sum_on_device(const void* values, DType dtype, int64_t numel, double* sum,
                            double* workspace, void* stream);
+
+// Adds as on the CPU, but the numbers of a block in another order.
+void add_exact_squares_on_device(const void* values, DType dtype, int64_t numel, int64_t* digits,
+                                 void* stream);
 
 }  // namespace fsdp

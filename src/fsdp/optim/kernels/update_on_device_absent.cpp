@@ -28,4 +28,6 @@ int64_t squared_sum_workspace_numel() { throw_absent(); }
 
 void squared_sum_on_device(const void*, DType, int64_t, double*, double*, void*) { throw_absent(); }
 
+void add_exact_squares_on_device(const void*, DType, int64_t, int64_t*, void*) { throw_absent(); }
+
 }  // namespace fsdp
