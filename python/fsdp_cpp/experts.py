@@ -31,6 +31,19 @@ def share_out(model: nn.Module, ep: _C.Axis) -> list[str]:
     return names
 
 
+def why_not_recorded(model: nn.Module) -> str:
+    """Names experts that a graph cannot record, because the host multiplies them one by one; "" if there are none."""
+    for name, module in model.named_modules():
+        if _EXPERTS not in module.__dict__:
+            continue
+        for parameter in module._parameters.values():
+            if parameter.dtype != torch.bfloat16:
+                return f"the experts of '{name}', which compute in {parameter.dtype}: groups are one product in bf16 alone"
+            if any(size % 8 for size in parameter.shape[1:]):
+                return f"the experts of '{name}', whose matrices are {tuple(parameter.shape[1:])}: groups are one product where 8 divides sizes"
+    return ""
+
+
 def recognised(module: nn.Module) -> Fits | str | None:
     """The sum over the experts of a token, each times its weight: down(activation(gate(x)) * up(x)), where the gates and ups of all
     experts are one parameter [experts, 2 * inner, size] and the downs another, [experts, size, inner]."""

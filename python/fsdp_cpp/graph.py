@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _C, optim, shard
+from . import _C, experts, optim, shard
 
 
 class Graph:
@@ -31,6 +31,8 @@ class Graph:
         if optimizer is not None and not isinstance(optimizer, optim.Optimizer):
             raise _C.UsageError(f"optimizer is {type(optimizer).__name__}; a recorded step needs an optimizer of fsdp_cpp, whose "
                                 "state stays on the device")
+        if why := experts.why_not_recorded(model):
+            raise _C.UsageError(f"a graph cannot record {why}")
         self._optimizer = optimizer
         self._engine = _C.Graph(shard.handle(model), None if optimizer is None else optimizer._engine,
                                 _MasksOfEagerSteps(step), warmup, list(generators))

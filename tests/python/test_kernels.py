@@ -410,6 +410,15 @@ def test_a_sharded_model_trains_alike(world, strategy):
             torch.testing.assert_close(weight, expected, rtol=1e-3, atol=1e-3, msg=name)
 
 
+def test_experts_that_no_graph_records_are_named_before_the_first_step(world):
+    model = fsdp.fully_shard(a_model("Mixtral").train(), kernels=True)
+    with pytest.raises(fsdp.UsageError, match=r"a graph cannot record the experts of 'model.layers.0.mlp.experts', which compute in torch.float32"):
+        fsdp.Graph(lambda: None, model, fsdp.AdamW(model))
+    narrow = fsdp.fully_shard(a_model("Mixtral", torch.bfloat16, intermediate_size=20).train(), kernels=True)
+    with pytest.raises(fsdp.UsageError, match=r"whose matrices are \(40, 32\)|whose matrices are \(32, 20\)"):
+        fsdp.Graph(lambda: None, narrow)
+
+
 def test_hooks_of_linear_layers_that_are_computed_at_once(world):
     model = fsdp.fully_shard(a_model("Llama").train(), kernels=True)
     x = tokens()
