@@ -82,7 +82,7 @@ TEST(ShardOptions, HaveAFactForEveryFieldThatMustNotDiffer) {
             "precision.grad_comm quantization.recipe quantization.except "
             "quantization.weight_gradient quantization.frozen pool prefetch pool_budget_bytes "
             "on_move other_units "
-            "user_buffers gradient gradient_lifetime report_nan collectives granularity "
+            "user_buffers gradient lanes gradient_lifetime report_nan collectives granularity "
             "matrices.declared matrices.named matrices.except initial_values device");
   const std::vector<std::pair<std::function<void(ShardOptions&)>, std::string>> cases = {
       {[](auto& o) { o.precision.main_params = at::kDouble; }, "precision.main_params fp64"},

@@ -91,12 +91,12 @@ TEST(SimulatedStep, ReducesOnceInAStepWhereGradientsStayPartial) {
   EXPECT_EQ(step.us, 2 * 90 + 12);
 }
 
-TEST(SimulatedStep, ReducesOverTheOuterAxisBesideTheInnerOne) {
-  // Inner reductions end at 62, 82 and 102; outer ones of 25 begin with their ends: 87, 112, 137.
+TEST(SimulatedStep, ReducesOverTheOuterAxisAfterTheInnerOne) {
+  // One row of both: inner reductions end at 62, 99 and 136, and outer ones of 25 follow each.
   const SimulatedStep step = simulate(three_units(
       {.name = {}, .forward = 10, .backward = 20, .reduce = 12, .reduce_over_outer = 25}));
-  EXPECT_EQ(find(step, StepRow::kReduce, "a over the outer axis").begin, 112);
-  EXPECT_EQ(step.us, 137);
+  EXPECT_EQ(find(step, StepRow::kReduce, "a over the outer axis").begin, 136);
+  EXPECT_EQ(step.us, 161);
 }
 
 TEST(SimulatedStep, GathersUpdatedWeightsOnceInAStep) {
