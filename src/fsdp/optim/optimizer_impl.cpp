@@ -287,9 +287,14 @@ Work Optimizer::Impl::start_exact_norm(GridKind grid, const at::Tensor& norm) {
            group.layout().shard_ranges(group.setting().strategy.optimizer, group.setting().rank))
         gradients.push_back(group.gradient().main().at(range.flat));
     }
-  const at::Tensor digits =
-      at::zeros({ExactSum::kCount}, at::device(norm.device()).dtype(at::kLong));
+  static_assert(kScaleBlock % kExactBlock == 0,
+                "shards of lanes begin at multiples of kScaleBlock");
+  // Kept from step to step: tasks use it on a stream of their own.
+  at::Tensor& digits = grid_digits_[static_cast<size_t>(grid)];
+  if (!digits.defined())
+    digits = at::zeros({ExactSum::kCount}, at::device(norm.device()).dtype(at::kLong));
   Work last = updates_queue_->run([this, digits, gradients = std::move(gradients)] {
+    digits.zero_();
     for (const at::Tensor& gradient : gradients) add_exact_squares(gradient, digits, team_);
   });
   last = engine_.sum_over_shards(digits, grid, "gradient norm", last);

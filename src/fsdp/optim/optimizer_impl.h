@@ -140,6 +140,7 @@ class Optimizer::Impl {
 
   at::Tensor state_;  // the bytes of a StepState, and views of some of its fields
   at::Tensor norm_;
+  std::array<at::Tensor, kGridKinds.size()> grid_digits_;  // ExactSum of each, under lanes
   std::vector<at::Tensor> grid_norms_;  // by Mesh::grids(): the first one is norm_, their sum
   at::Tensor rate_on_device_;
   at::Tensor loss_scale_;

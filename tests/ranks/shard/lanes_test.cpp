@@ -180,6 +180,7 @@ TEST(Lanes, AreAllOfACycle) {
               "step() comes after 1 backwards of this cycle; lanes is 4, which are 2 backwards on "
               "each of these ranks");
     loss_of(model, 0, 0).backward();
+    EXPECT_EQ(sharded.lane(), world.rank()) << "of the next cycle";
     EXPECT_EQ(words_of([&] { loss_of(model, 0, 0).backward(); }),
               "lanes is 4, so a cycle has 2 backwards on each of these ranks, and all of them have "
               "come; call zero_grad() before the next one");
@@ -201,6 +202,7 @@ TEST(Lanes, RefuseWhatWouldDependOnRanks) {
   using ::testing::HasSubstr;
   EXPECT_EQ(refused({}, {.lanes = 3}), "lanes is 3; it must be a power of two, or 0 for none");
   EXPECT_THAT(refused({.outer = 4}, {.lanes = 2}), HasSubstr("lanes is 2 for 4 ranks"));
+  EXPECT_THAT(refused({.tp = 3}, {.lanes = 2}), HasSubstr("they must be powers of two"));
   EXPECT_THAT(refused({.tp = 2}, {.strategy = Strategy::optim, .lanes = 4}),
               HasSubstr("gradients must be sharded along the inner axis"));
   EXPECT_THAT(refused({}, {.precision = {.params = at::kBFloat16}, .lanes = 2}),

@@ -201,7 +201,7 @@ void NcclOperations::reduce_piece(const Piece& piece, const at::Tensor& reduced)
   const bool is_listed = size_ <= DeviceSum::kMaxListed && at::isFloatingType(wire) &&
                          is_sum(piece.operation.reduction) &&
                          piece.operation.reduction.accumulate == at::kFloat;
-  const bool stages_own = !is_listed;
+  const bool stages_own = size_ > 1 && !is_listed;
   const auto is_staged = [&](int peer) { return peer != rank_ || stages_own; };
   const auto mine = static_cast<size_t>(reduced.numel());
   const int64_t mine_bytes = reduced.numel() * static_cast<int64_t>(c10::elementSize(wire));

@@ -111,7 +111,10 @@ at::Tensor rows_of(std::span<const at::Tensor> inputs) {
     if (static_cast<const char*>(inputs[rank].const_data_ptr()) !=
         static_cast<const char*>(first.const_data_ptr()) + rank * first.nbytes())
       return {};
-  return at::from_blob(first.data_ptr(), {std::ssize(inputs), first.numel()}, first.options());
+  return at::for_blob(first.data_ptr(), {std::ssize(inputs), first.numel()})
+      .options(first.options())
+      .target_device(first.device())
+      .make_tensor();
 }
 
 // In a launch or two, however many rows there are; false, and nothing is enqueued, where that
@@ -179,6 +182,7 @@ bool reduce_in_one_kernel(std::span<const void* const> inputs, at::ScalarType wi
 
 void reduce_on_device(std::span<const at::Tensor> inputs, const Reduction& reduction,
                       const at::Tensor& output, at::Tensor& workspace, size_t group) {
+  if (output.numel() == 0) return;
   if (group > 1 && group < inputs.size()) {
     const ReductionHops hops = hops_of(reduction, inputs.size());
     std::vector<at::Tensor> sums;

@@ -1,5 +1,6 @@
 #include "fsdp/shard/engine/engine.h"
 
+#include <bit>
 #include <utility>
 
 #include "fsdp/base/check.h"
@@ -22,6 +23,9 @@ std::optional<LaneOrder> lane_order(const Mesh& mesh, const ShardOptions& option
   const int64_t ep = mesh.ep() == nullptr ? 1 : mesh.ep()->size();
   const int64_t tp = mesh.tp() == nullptr ? 1 : mesh.tp()->size();
   const bool are_added_at_once = options.strategy.gradient.inner == Placement::kShard;
+  if (!std::has_single_bit(static_cast<uint64_t>(ep * tp)))
+    throw UsageError(concat("lanes is ", options.lanes, " on a mesh with ep ", ep, " and tp ", tp,
+                            ": they must be powers of two"));
   if ((ep > 1 || tp > 1) && (!are_added_at_once || ep > mesh.inner().size()))
     throw UsageError(concat("lanes is ", options.lanes, " on a mesh with ep ", ep, " and tp ", tp,
                             ", for which gradients must be sharded along the inner axis "
@@ -75,7 +79,7 @@ int64_t Engine::lane() const {
   if (!lanes_) return 0;
   const int64_t tp = mesh_.tp() == nullptr ? 1 : mesh_.tp()->size();
   return lanes_->lane({.outer = mesh_.outer().rank(), .inner = mesh_.inner().rank() / tp},
-                      gradients_.microbatch());
+                      gradients_.microbatch() % lanes_->micro_steps);
 }
 
 Engine::~Engine() {

@@ -264,7 +264,8 @@ void Gradients::detect_external_zero_grad() {
 
 void Gradients::count_unread_backward() {
   constexpr int32_t kMany = 16;
-  if (waits_for_reader_ && is_last_microbatch_ && ++num_unread_backwards_ == kMany)
+  if (waits_for_reader_ && is_last_microbatch_ && micro_steps_ == 0 &&
+      ++num_unread_backwards_ == kMany)
     warn_unread(concat(kMany, " backwards have come, none of them under no_sync()"));
 }
 
@@ -294,6 +295,7 @@ std::vector<GradientCycle> Gradients::cycles() const {
 }
 
 void Gradients::set_cycles(const std::vector<GradientCycle>& cycles) {
+  if (micro_steps_ > 0 && !cycles.empty()) microbatch_ = cycles.front().num_backwards;
   auto next = cycles.begin();
   each_trainable(
       units_, [&](const ShardedUnit&, ParamGroup& group) { group.gradient().set_cycle(*next++); });

@@ -228,6 +228,7 @@ void GroupGradient::end_writing(const at::Tensor& nonfinite, const Tag& tag) {
   Reduction last = reduces_at_cycle_end() ? Reduction{.nonfinite = nonfinite} : watched(nonfinite);
   const int64_t micro_step = cycle_.num_backwards++;
   const bool has_lanes = setting_.micro_steps > 0;
+  FSDP_ASSERT(!has_lanes || micro_step < setting_.micro_steps);
   const bool adds = has_lanes ? MicroStepParts::is_added(micro_step) : micro_step > 0;
   last.store = adds ? Store::kAdd : Store::kWrite;
   const FlatBuffer& to = has_lanes ? part(MicroStepParts::part_of(micro_step)) : main_;
