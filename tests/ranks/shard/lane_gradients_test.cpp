@@ -9,7 +9,7 @@
 #include "support/parallel_training.h"
 #include "support/rank_pattern.h"
 
-namespace fsdp::testing::lanes_test {
+namespace fsdp::testing::lane_gradients_test {
 namespace {
 
 using namespace parallel;
@@ -210,4 +210,4 @@ TEST(Lanes, RefuseWhatWouldDependOnRanks) {
 }
 
 }  // namespace
-}  // namespace fsdp::testing::lanes_test
+}  // namespace fsdp::testing::lane_gradients_test
