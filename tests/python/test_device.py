@@ -44,20 +44,29 @@ def steps_of(device, runs, recorded):
         optimizer.zero_grad()
         loss.copy_(result.detach())
 
+    return losses_of(step, model, optimizer, batch, loss, runs, recorded, schedule.step)
+
+
+def losses_of(step, model, optimizer, batch, loss, runs, recorded, after=lambda: None):
+    """Those of each run, and the weights in the end."""
     run = fsdp.Graph(step, model, optimizer) if recorded else step
     losses = []
     for values in runs:
         batch.copy_(values)
         run()
-        schedule.step()
+        after()
         losses.append(loss.item())
     assert not recorded or run.is_recorded
     return losses, fsdp.state_dict(model, on_all_ranks=True)
 
 
-def test_a_recorded_step_has_the_bits_of_an_eager_one(world, device):
+def refuse_ranks_that_share_a_gpu(world):
     if world.size > torch.cuda.device_count() and os.environ.get("FSDP_NCCL") != "always":
         pytest.skip("ranks that share a GPU reach each other through their host, which no graph records")
+
+
+def test_a_recorded_step_has_the_bits_of_an_eager_one(world, device):
+    refuse_ranks_that_share_a_gpu(world)
     runs = [torch.randn(4, small.WIDTH).bfloat16() for _ in range(8)]
     losses, weights = steps_of(device, runs, recorded=False)
     recorded_losses, recorded_weights = steps_of(device, runs, recorded=True)
@@ -69,8 +78,8 @@ def test_a_recorded_step_has_the_bits_of_an_eager_one(world, device):
 @pytest.mark.parametrize("weights", ["bf16", "fp8-row"])
 def test_a_recorded_model_of_transformers_has_the_bits_of_an_eager_one(world, device, weights):
     transformers = pytest.importorskip("transformers")
-    if world.size > 1:
-        pytest.skip("for one rank")
+    refuse_ranks_that_share_a_gpu(world)
+    runs = [torch.randint(512, (2, 128), generator=torch.Generator().manual_seed(seed % 2)) for seed in range(8)]
     results = []
     for recorded in (False, True):
         torch.manual_seed(2)
@@ -89,14 +98,8 @@ def test_a_recorded_model_of_transformers_has_the_bits_of_an_eager_one(world, de
             optimizer.zero_grad()
             loss.copy_(result.detach())
 
-        run = fsdp.Graph(step, model, optimizer) if recorded else step
-        losses = []
-        for seed in range(8):
-            batch.copy_(torch.randint(512, (2, 128), generator=torch.Generator().manual_seed(seed % 2)))
-            run()
-            losses.append(loss.item())
-        assert losses[-1] < losses[0] and (not recorded or run.is_recorded)
-        results.append((losses, fsdp.state_dict(model)))
+        results.append(losses_of(step, model, optimizer, batch, loss, runs, recorded))
+    assert results[0][0][-1] < results[0][0][0]
     assert results[0][0] == results[1][0]
     for name, value in results[0][1].items():
         assert torch.equal(value, results[1][1][name]), name

@@ -15,16 +15,13 @@ namespace fsdp::testing {
 
 namespace {
 
-const std::vector<at::ScalarType> kReducible = {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf,
-                                                at::kLong,  at::kInt,    at::kByte};
-
 at::Tensor combine(const at::Tensor& a, const at::Tensor& b, ReduceOp op) {
   if (op == ReduceOp::kMax) return at::maximum(a, b);
   return op == ReduceOp::kMin ? at::minimum(a, b) : a + b;
 }
 
-// The first p of n values together, the others, and both, where p is the largest power of two
-// below n.
+}  // namespace
+
 at::Tensor combined_in_a_tree(std::vector<at::Tensor> values, ReduceOp op) {
   while (values.size() > 1) {
     std::vector<at::Tensor> above;
@@ -34,6 +31,11 @@ at::Tensor combined_in_a_tree(std::vector<at::Tensor> values, ReduceOp op) {
   }
   return values.front();
 }
+
+namespace {
+
+const std::vector<at::ScalarType> kReducible = {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf,
+                                                at::kLong,  at::kInt,    at::kByte};
 
 // The definition: combine groups in the accumulation type, then their results; scale once, round
 // once.

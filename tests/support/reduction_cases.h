@@ -12,6 +12,10 @@ namespace fsdp::testing {
 
 std::vector<CommunicatorCase> reduction_cases();
 
+// The first p of n values together, the others, and both, where p is the largest power of two below
+// n: level by level, as one draws it.
+at::Tensor combined_in_a_tree(std::vector<at::Tensor> values, ReduceOp op);
+
 inline const std::vector<int64_t> kSizes = {0, 1, 7, 1000};
 
 inline std::vector<int64_t> uneven_counts(int ranks, int64_t base) {

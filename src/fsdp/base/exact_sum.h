@@ -2,7 +2,6 @@
 // which: fixed-point numbers of many digits, which whole-number additions make exact.
 #pragma once
 
-#include <array>
 #include <bit>
 #include <cmath>
 #include <cstdint>

@@ -24,6 +24,8 @@ inline int64_t checked_mul(int64_t a, int64_t b) {
   return product;
 }
 
+constexpr bool is_power_of_two(int64_t value) { return value > 0 && (value & (value - 1)) == 0; }
+
 // For non-negative values and positive divisors.
 inline int64_t ceil_div(int64_t value, int64_t divisor) {
   return value / divisor + (value % divisor != 0 ? 1 : 0);

@@ -1,16 +1,9 @@
 #include "fsdp/layout/lanes.h"
 
 #include "fsdp/base/check.h"
+#include "fsdp/base/integer.h"
 
 namespace fsdp {
-
-namespace {
-
-bool is_power_of_two(int64_t number) {
-  return number > 0 && std::has_single_bit(static_cast<uint64_t>(number));
-}
-
-}  // namespace
 
 LaneOrder LaneOrder::of(int64_t lanes, const Strategy& strategy, MeshShape ranks) {
   const int64_t num_ranks = ranks.outer * ranks.inner;

@@ -94,13 +94,14 @@ struct GroupBuckets {
   std::optional<Bucket> gradient;  // to reduce from, in the type that travels
 };
 
+// Under lanes gradients have a bucket always: each lane's are whole before they are added.
+enum class GradientSlab : uint8_t { kWhereExchanged, kAlways };
+
 // A group needs a bucket exactly where its buffer is cut into more than one part. Both have the
 // padded size of the whole group. Named after role, weight type and, where it applies, "frozen",
 // "matrices" and the group's grid: "weight.bf16", "gradient.bf16", "weight.bf16.frozen",
 // "weight.bf16.expert"; so the groups of a unit, which differ in one of them, have different names.
 // `mesh` is the grid's.
-// Under lanes gradients have one always: each lane's are whole before they are added.
-enum class GradientSlab : uint8_t { kWhereExchanged, kAlways };
 GroupBuckets group_buckets(const FlatLayout& layout, const GroupTypes& types,
                            const Strategy& strategy, MeshShape mesh, std::string_view grid = "",
                            GradientSlab gradients = GradientSlab::kWhereExchanged);

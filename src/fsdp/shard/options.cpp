@@ -1,8 +1,7 @@
 #include "fsdp/shard/options.h"
 
-#include <bit>
-
 #include "fsdp/base/check.h"
+#include "fsdp/base/integer.h"
 #include "fsdp/base/text.h"
 #include "fsdp/base/torch_dtype.h"
 #include "fsdp/memory/bucket_pool.h"
@@ -98,7 +97,7 @@ void ShardOptions::validate() const {
   if (matrices != WholeMatrices{} && offload.fraction > 0.0)
     throw UsageError(concat("matrices must stay whole, but offload.fraction is ", offload.fraction,
                             ", which cuts shards anywhere; set it to 0"));
-  if (lanes < 0 || (lanes > 0 && !std::has_single_bit(static_cast<uint64_t>(lanes))))
+  if (lanes != 0 && !is_power_of_two(lanes))
     throw UsageError(concat("lanes is ", lanes, "; it must be a power of two, or 0 for none"));
   if (device && device->is_meta())
     throw UsageError("device is meta; name the device that computes, such as cpu or cuda:0");

@@ -11,6 +11,7 @@
 #include "fsdp/comm/reduce/reduce_ranks.h"
 #include "fsdp/comm/reduce/sum_on_device.h"
 #include "support/rank_pattern.h"
+#include "support/reduction_cases.h"
 
 namespace fsdp::reduce_ranks_test {
 namespace {
@@ -108,15 +109,8 @@ TEST(ReduceRanks, StoresAndAddsInEveryPairOfTypes) {
   }
 }
 
-// Level by level, as one draws it.
 at::Tensor tree_of(std::vector<at::Tensor> values) {
-  while (values.size() > 1) {
-    std::vector<at::Tensor> above;
-    for (size_t i = 0; i < values.size(); i += 2)
-      above.push_back(i + 1 < values.size() ? values[i] + values[i + 1] : values[i]);
-    values = std::move(above);
-  }
-  return values.front();
+  return testing::combined_in_a_tree(std::move(values), ReduceOp::kSum);
 }
 
 TEST(ReduceRanks, AddsInATreeOfWhichGroupsArePartsOrLevels) {

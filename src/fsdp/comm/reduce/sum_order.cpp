@@ -9,9 +9,7 @@
 namespace fsdp {
 
 bool SumOrder::adds_like(int other_group) const {
-  const auto is_level = [&](int each) {
-    return each == ranks || std::has_single_bit(static_cast<unsigned>(each));
-  };
+  const auto is_level = [&](int each) { return each == ranks || is_power_of_two(each); };
   return other_group == group || (is_level(other_group) && is_level(group));
 }
 

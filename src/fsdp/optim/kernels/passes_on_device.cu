@@ -102,6 +102,16 @@ __global__ void __launch_bounds__(kThreads)
     atomicAdd(reinterpret_cast<unsigned long long*>(digits) + threadIdx.x, sums[threadIdx.x]);
 }
 
+// Calls launch(Fp32()) or the like.
+template <typename Launch>
+void with_type(DType dtype, const Launch& launch) {
+  FSDP_CHECK(dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16,
+             "a squared sum of ", name_of(dtype), " was asked for: use fp32, bf16 or fp16");
+  if (dtype == DType::kFloat32) launch(Fp32());
+  if (dtype == DType::kBFloat16) launch(Bf16());
+  if (dtype == DType::kFloat16) launch(Fp16());
+}
+
 }  // namespace
 
 int64_t squared_sum_workspace_numel() { return kSumBlocks; }
@@ -109,14 +119,10 @@ int64_t squared_sum_workspace_numel() { return kSumBlocks; }
 void squared_sum_on_device(const void* values, DType dtype, int64_t numel, double* sum,
                            double* workspace, void* stream) {
   if (numel == 0) return;
-  const auto launch = [&](auto kernel) {
-    kernel<<<kSumBlocks, kThreads, 0, cuda_stream(stream)>>>(values, numel, workspace);
-  };
-  FSDP_CHECK(dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16,
-             "a squared sum of ", name_of(dtype), " was asked for: use fp32, bf16 or fp16");
-  if (dtype == DType::kFloat32) launch(partial_sums_kernel<Fp32>);
-  if (dtype == DType::kBFloat16) launch(partial_sums_kernel<Bf16>);
-  if (dtype == DType::kFloat16) launch(partial_sums_kernel<Fp16>);
+  with_type(dtype, [&](auto type) {
+    partial_sums_kernel<decltype(type)>
+        <<<kSumBlocks, kThreads, 0, cuda_stream(stream)>>>(values, numel, workspace);
+  });
   add_partial_sums_kernel<<<1, kThreads, 0, cuda_stream(stream)>>>(workspace, sum);
   check_launch("squared_sum");
 }
@@ -124,14 +130,10 @@ void squared_sum_on_device(const void* values, DType dtype, int64_t numel, doubl
 void add_exact_squares_on_device(const void* values, DType dtype, int64_t numel, int64_t* digits,
                                  void* stream) {
   if (numel == 0) return;
-  const auto launch = [&](auto kernel) {
-    kernel<<<kSumBlocks, kThreads, 0, cuda_stream(stream)>>>(values, numel, digits);
-  };
-  FSDP_CHECK(dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16,
-             "a squared sum of ", name_of(dtype), " was asked for: use fp32, bf16 or fp16");
-  if (dtype == DType::kFloat32) launch(exact_squares_kernel<Fp32>);
-  if (dtype == DType::kBFloat16) launch(exact_squares_kernel<Bf16>);
-  if (dtype == DType::kFloat16) launch(exact_squares_kernel<Fp16>);
+  with_type(dtype, [&](auto type) {
+    exact_squares_kernel<decltype(type)>
+        <<<kSumBlocks, kThreads, 0, cuda_stream(stream)>>>(values, numel, digits);
+  });
   check_launch("exact_squares");
 }
 

@@ -1,9 +1,9 @@
 #include "fsdp/shard/engine/engine.h"
 
-#include <bit>
 #include <utility>
 
 #include "fsdp/base/check.h"
+#include "fsdp/base/integer.h"
 #include "fsdp/base/log.h"
 
 namespace fsdp {
@@ -21,9 +21,9 @@ MeshShape shape_of(const Grid& grid, Collectives collectives) {
 std::optional<LaneOrder> lane_order(const Mesh& mesh, const ShardOptions& options) {
   if (options.lanes == 0) return std::nullopt;
   const int64_t ep = mesh.ep() == nullptr ? 1 : mesh.ep()->size();
-  const int64_t tp = mesh.tp() == nullptr ? 1 : mesh.tp()->size();
+  const int64_t tp = mesh.size() / mesh.data_parallel_size();
   const bool are_added_at_once = options.strategy.gradient.inner == Placement::kShard;
-  if (!std::has_single_bit(static_cast<uint64_t>(ep * tp)))
+  if (!is_power_of_two(ep * tp))
     throw UsageError(concat("lanes is ", options.lanes, " on a mesh with ep ", ep, " and tp ", tp,
                             ": they must be powers of two"));
   if ((ep > 1 || tp > 1) && (!are_added_at_once || ep > mesh.inner().size()))
@@ -77,7 +77,7 @@ Engine::Engine(const Mesh& mesh, const ShardOptions& options, c10::Device device
 
 int64_t Engine::lane() const {
   if (!lanes_) return 0;
-  const int64_t tp = mesh_.tp() == nullptr ? 1 : mesh_.tp()->size();
+  const int64_t tp = mesh_.size() / mesh_.data_parallel_size();
   return lanes_->lane({.outer = mesh_.outer().rank(), .inner = mesh_.inner().rank() / tp},
                       gradients_.microbatch() % lanes_->micro_steps);
 }

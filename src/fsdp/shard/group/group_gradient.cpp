@@ -54,14 +54,14 @@ GroupGradient::GroupGradient(const FlatLayout& layout, const GroupPaths& paths,
       came_(written_.size(), false),
       missing_(written_.size(), false) {
   set_wire(scalar_type_of(types.wire));
-  if (setting.micro_steps > 0 && c10::elementSize(main_.dtype()) < c10::elementSize(at::kFloat))
+  if (setting.has_lanes() && c10::elementSize(main_.dtype()) < c10::elementSize(at::kFloat))
     throw UsageError(concat("lanes add up in main gradients of fp32, but these are ",
                             c10::toString(main_.dtype()), "; set precision.main_grads to fp32"));
   for (int64_t i = 1; i < MicroStepParts::count(setting.micro_steps); ++i)
     parts_.emplace_back(layout, main_.spec(), &setting.memory.main_grad);
   const Redistribution& last = reduces_at_cycle_end() ? cycle_end_ : each_backward_;
   // Their order is that of the cut, so lanes do without.
-  if (last.ends_in_shard() && setting.micro_steps == 0)
+  if (last.ends_in_shard() && !setting.has_lanes())
     squares_ = at::zeros({1}, at::device(setting.device).dtype(at::kDouble));
   if (setting.gradient_lifetime == GradientLifetime::kPersistent) allocate();
 }
@@ -74,13 +74,13 @@ void GroupGradient::allocate() {
 
 GroupGradient::CastRoom GroupGradient::cast_room() const {
   // Sums of lanes travel as wide as they are.
-  const bool casts = reduces_at_cycle_end() && wire_ != main_.dtype() && setting_.micro_steps == 0;
+  const bool casts = reduces_at_cycle_end() && wire_ != main_.dtype() && !setting_.has_lanes();
   const int64_t numel = casts ? layout_.max_shard_numel(main_.spec().placed) : 0;
   return {numel * static_cast<int64_t>(c10::elementSize(wire_)), cycle_end_.num_stages()};
 }
 
 void GroupGradient::set_wire(at::ScalarType wire) {
-  if (setting_.micro_steps > 0 && each_backward_.num_stages() > 1 && wire != main_.dtype())
+  if (setting_.has_lanes() && each_backward_.num_stages() > 1 && wire != main_.dtype())
     throw UsageError(concat("lanes are rounded to ", c10::toString(wire),
                             " on their way, and gradients that every backward reduces along two "
                             "axes would be rounded again in between; set precision.grad_comm to "
@@ -227,7 +227,7 @@ void GroupGradient::end_writing(const at::Tensor& nonfinite, const Tag& tag) {
   // Gradients that the cycle's end reduces further have no squares yet.
   Reduction last = reduces_at_cycle_end() ? Reduction{.nonfinite = nonfinite} : watched(nonfinite);
   const int64_t micro_step = cycle_.num_backwards++;
-  const bool has_lanes = setting_.micro_steps > 0;
+  const bool has_lanes = setting_.has_lanes();
   FSDP_ASSERT(!has_lanes || micro_step < setting_.micro_steps);
   const bool adds = has_lanes ? MicroStepParts::is_added(micro_step) : micro_step > 0;
   last.store = adds ? Store::kAdd : Store::kWrite;
@@ -250,7 +250,7 @@ void GroupGradient::wait() {
   const bool ends_backward = phase_ == GradientPhase::kReducing;
   if (ends_backward) phase_ = GradientPhase::kReduced;
   std::exchange(work_, {}).wait();
-  if (ends_backward && setting_.micro_steps > 0)
+  if (ends_backward && setting_.has_lanes())
     MicroStepParts::complete(cycle_.num_backwards - 1, [this](int64_t to, int64_t from) {
       part(to).local().add_(part(from).local());
     });

@@ -101,9 +101,8 @@ class GroupGradient {
 
   // Whether everything that the optimizer reads has been reduced.
   bool is_complete() const {
-    const bool are_all_added = setting_.micro_steps == 0
-                                   ? !cycle_.is_empty()
-                                   : cycle_.num_backwards == setting_.micro_steps;
+    const bool are_all_added =
+        setting_.has_lanes() ? cycle_.num_backwards == setting_.micro_steps : !cycle_.is_empty();
     return are_all_added && (!reduces_at_cycle_end() || cycle_.is_over);
   }
 
@@ -131,7 +130,7 @@ class GroupGradient {
  private:
   void move(GradientPhase from, GradientPhase to);
   void make_views(const at::Tensor& flat);
-  bool uses_slab() const { return each_backward_.communicates() || setting_.micro_steps > 0; }
+  bool uses_slab() const { return each_backward_.communicates() || setting_.has_lanes(); }
   void allocate();
   const FlatBuffer& part(int64_t index) const {
     return index == 0 ? main_ : parts_[static_cast<size_t>(index - 1)];

@@ -78,6 +78,8 @@ struct GroupSetting {
   Offload offload;
   GroupMemory memory;
   WireSlots& wire_slots;
+
+  bool has_lanes() const { return micro_steps > 0; }
 };
 
 }  // namespace fsdp

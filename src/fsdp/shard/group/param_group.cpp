@@ -56,7 +56,7 @@ FlatLayoutRequest layout_request(const std::vector<GroupMember>& members, Traina
                             .outer_ranks = setting.shape.outer,
                             .granularity = setting.granularity};
   // Blocks of moments that share a scale are cut by no shard, of any number of ranks.
-  if (setting.micro_steps > 0) request.align_bytes = kScaleBlock * request.element_bytes;
+  if (setting.has_lanes()) request.align_bytes = kScaleBlock * request.element_bytes;
   const bool has_matrices = !members.front().matrix_rows.empty();
   if (has_matrices) request.granularity = Granularity::tensor();
   for (const GroupMember& member : members) {
@@ -69,7 +69,7 @@ FlatLayoutRequest layout_request(const std::vector<GroupMember>& members, Traina
 GroupBuckets ParamGroup::buckets() const {
   return group_buckets(
       layout_, types_, setting_.strategy, setting_.shape, row_of(setting_.kind).name,
-      setting_.micro_steps > 0 ? GradientSlab::kAlways : GradientSlab::kWhereExchanged);
+      setting_.has_lanes() ? GradientSlab::kAlways : GradientSlab::kWhereExchanged);
 }
 
 FlatRange ParamGroup::held_flat(int64_t index) const {
